@@ -27,7 +27,7 @@ OUTPUTS, ROWS = 64, 8  # columns and rows of out per thread block of blocks_matm
 
 
 def _launch(c: Call, kernel: str, grid: int, block: int) -> Launch:
-    args = (c.x, c.w, c.out, c.rows, c.N, c.K)
+    args = (c.x, c.w, c.output("out"), c.rows, c.N, c.K)
     return launch_at(FILE, Geometry(kernel, (grid,), (block,)), args, c.storage)
 
 

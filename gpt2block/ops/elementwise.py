@@ -24,7 +24,7 @@ BLOCK = 256
 
 @variant("add", "learn/elementwise/residual.cu", "add_kernel")
 def _add(c: Call) -> Launch:
-    grid, args = (ceil(c.a.size / BLOCK),), (c.a, c.b, c.out, c.a.size)
+    grid, args = (ceil(c.a.size / BLOCK),), (c.a, c.b, c.output("out"), c.a.size)
     return launch_at("learn/elementwise/residual.cu", Geometry("add_kernel", grid, (BLOCK,)), args)
 
 
@@ -84,7 +84,7 @@ def gelu(x: CudaArray) -> CudaArray:
 
 @variant("silu_mul", SILU_MUL_FILE, "silu_mul")
 def _silu_mul(c: Call) -> Launch:
-    arrays = (c.gate, c.up, c.out)
+    arrays = (c.gate, c.up, c.output("out"))
     size = c.out.size
     width = alignment(*(array.data.ptr for array in arrays)) // c.out.itemsize  # elements per load
     while size % width:
@@ -97,13 +97,13 @@ def _silu_mul(c: Call) -> Launch:
 @variant("relu squared", "elementwise/relu_squared.cu", "relu_squared")
 def _relu_squared(c: Call) -> Launch:
     geometry = Geometry("relu_squared", (ceil(c.x.size / BLOCK),), (BLOCK,))
-    return launch_at("elementwise/relu_squared.cu", geometry, (c.x, c.out, c.x.size))
+    return launch_at("elementwise/relu_squared.cu", geometry, (c.x, c.output("out"), c.x.size))
 
 
 @variant("cap", "elementwise/cap.cu", "cap_logits")
 def _cap(c: Call) -> Launch:
     geometry = Geometry("cap_logits", (ceil(c.x.size / BLOCK),), (BLOCK,))
-    return launch_at("elementwise/cap.cu", geometry, (c.x, c.out, c.limit, c.x.size))
+    return launch_at("elementwise/cap.cu", geometry, (c.x, c.output("out"), c.limit, c.x.size))
 
 
 RELU_SQUARED = Operation(name="relu_squared", variants=(_relu_squared,))

@@ -34,12 +34,12 @@ MOST_THREADS = 256  # maximum threads per row of kernel encoder_rows
 def _launch(c: Call, kernel: str, threads: int) -> Launch:
     """Launch a kernel with `threads` threads per token."""
     grid = (ceil(c.ids.size * threads / c.block),)
-    args = (c.ids, c.wte, c.wpe, c.out, c.ids.size, c.T, c.C, c.V)
+    args = (c.ids, c.wte, c.wpe, c.output("out"), c.ids.size, c.T, c.C, c.V)
     return launch_at(FILE, Geometry(kernel, grid, (c.block,)), args)
 
 
 def _check_vectors(c: Call) -> None:
-    if row_alignment(c.C, c.wte, c.wpe, c.out) != 16:
+    if row_alignment(c.C, c.wte, c.wpe, c.output("out")) != 16:
         raise UnsupportedCall(
             f"expected C to be a multiple of 4, got {c.C}, and rows that start on a multiple of 16 "
             f"bytes: use variant 1"
@@ -73,7 +73,7 @@ def _rows(c: Call) -> Any:
         return gguf.encoder_rows.launch(c)
     is_matrix = isinstance(c.wte, WeightMatrix)
     wte = c.wte if is_matrix else WeightMatrix(c.wte, "float32", layout="NK")
-    floats = [array.data.ptr for array in (c.wpe, c.out) if array is not None]
+    floats = [array.data.ptr for array in (c.wpe, c.output("out")) if array is not None]
     # aligned: alignment of the arrays in bytes, scaled as if elements of wte had 4 bytes each.
     aligned = min(alignment(*floats), alignment(wte.data.data.ptr) * 4 // wte.data.itemsize)
     width = 4  # elements per load
@@ -83,7 +83,7 @@ def _rows(c: Call) -> Any:
     defines = (("ER_WIDTH", width), *float_define("ER_FACTOR", c.factor, 1.0))
     geometry = Geometry("encoder_rows", (c.N,), (threads,), defines=defines)
     n_ctx = LARGEST_COUNT if c.wpe is None else c.P
-    args = (c.ids, c.positions, wte.data, wte.scale, c.wpe, c.out, c.C, c.V, n_ctx)
+    args = (c.ids, c.positions, wte.data, wte.scale, c.wpe, c.output("out"), c.C, c.V, n_ctx)
     fp8 = wte.dtype if wte.dtype in FP8 else None
     stored = "float32" if fp8 else wte.dtype
     return launch_at(ROWS, geometry, args, stored, fp8)

@@ -257,7 +257,7 @@ def _gated_sums(c: Call) -> Launch:
         )
     launch_geometry = _checked(launch_geometry, c)
     gate, up = ((w.data, w.scale) for w in (c.w_gate, c.w_up))
-    args = (c.x, c.gamma, *gate, *up, c.w_down.data, c.sums, c.eps, c.M)
+    args = (c.x, c.gamma, *gate, *up, c.w_down.data, c.output("sums"), c.eps, c.M)
     return launch_at(FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 
@@ -282,7 +282,7 @@ def _gated_blocks(c: Call) -> Launch:
             "channels between the products: use linear"
         )
     launch_geometry = _checked(launch_geometry, c)
-    args = (c.x, c.gamma, *(w.data for w in matrices), c.sums, c.eps, c.M)
+    args = (c.x, c.gamma, *(w.data for w in matrices), c.output("sums"), c.eps, c.M)
     return launch_at(BLOCKS_FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 

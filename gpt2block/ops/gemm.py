@@ -65,7 +65,7 @@ def _widen(c: Call) -> Any:
     if isinstance(c.w, GgufMatrix):
         return gguf.widen.launch(c)
     size = c.N * c.K
-    for name, array in (("w", c.w.data), ("memory", c.out)):
+    for name, array in (("w", c.w.data), ("memory", c.output("out"))):
         check_address(name, array)
     grid = (ceil(size / (WIDEN_WIDTH * WIDEN_VECTORS * WIDEN_BLOCK)),)
     defines = (("WIDEN_VECTORS", WIDEN_VECTORS),)
@@ -85,7 +85,7 @@ def _prepare_widen(unchecked: UncheckedCall) -> Call:
     if c.memory is not None:
         _check_memory(c)
         c.out = c.memory.reshape(-1)[:size].reshape(c.N, c.K)
-    c.make("out")
+    c.output("out")
     return c
 
 
@@ -120,8 +120,8 @@ def _constants(c: Call) -> dict[str, Any]:
 def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
     """Return (out, None, 1) or, if out is a TwoPartMatrix, (None, out.parts, 1 / out's scale)."""
     if c.other_out:
-        return None, c.out.parts, 1 / (c.out.one_scale or 1.0)
-    return c.out, None, 1.0
+        return None, c.output("out").parts, 1 / (c.out.one_scale or 1.0)
+    return c.output("out"), None, 1.0
 
 
 def _mma_geometry(c: Call) -> Geometry:
@@ -148,7 +148,7 @@ def _mma(c: Call) -> Any:
         )
     if c.two_part:
         return _mma_two_part.launch(c)
-    outputs, none = (c.residual, c.out), (None, None)
+    outputs, none = (c.residual, c.output("out")), (None, None)
     ends = (*none, *outputs) if c.other_out else (*outputs, *none)
     args = (c.a, c.weights, c.scale, c.bias, *ends, *c.sizes)
     return launch_at(mma.FILE, _mma_geometry(c), args, c.storage)
@@ -181,7 +181,7 @@ def _hopper_launch(c: Call, **of_weights: Any) -> tuple[Geometry, tuple[Any, ...
     geometry, (a, w, written) = _hopper_geometry(c, **of_weights)
     weights = c.weights if "octet" in of_weights else tensor_map(c.weights.reshape(1, N, K), w)
     maps = tensor_map(c.a.reshape(1, M, K), a), weights
-    outputs: tuple[Any, ...] = (c.residual, c.out)
+    outputs: tuple[Any, ...] = (c.residual, c.output("out"))
     if c.other_out:
         ends = (NO_MAP, NO_MAP, c.scale, c.bias, *outputs)
     else:
@@ -208,7 +208,7 @@ def _hopper(c: Call) -> Any:
     if other:
         raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.up is not None:
-        return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.out, gelu=c.gelu)
+        return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.output("out"), gelu=c.gelu)
     if c.two_part:
         return _hopper_two_part.launch(c)
     if c.weights.dtype == "uint8":

@@ -124,7 +124,7 @@ def narrow_geometry(
 
 def _every(c: Call) -> tuple[Any, ...]:
     """Return the arguments of a kernel that writes out, mean and rstd."""
-    return c.x, c.gamma, c.beta, c.out, c.mean, c.rstd, c.eps, c.rows, c.C
+    return c.x, c.gamma, c.beta, c.output("out"), c.mean, c.rstd, c.eps, c.rows, c.C
 
 
 def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool = False) -> None:
@@ -140,8 +140,8 @@ def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool
         raise UnsupportedCall(f"x: expected {dtype}, got {c.storage}: use .astype({dtype!r})")
     for name in ("gamma", "beta"):
         check(name, getattr(c, name), dtype=dtype or "float32")
-    if stats:
-        c.make("mean", "rstd")
+    for name in ("mean", "rstd") if stats else ():
+        c.output(name)
 
 
 def _options(c: Call) -> bool:
@@ -161,7 +161,7 @@ def _skeleton(c: Call) -> Launch:
         raise UnsupportedCall("block, mean and rstd need a variant: pass variant=1 to 6")
     _fit(c, stats=False)
     name, width = ("layernorm768_kernel", ()) if c.C == 768 else ("layernorm_kernel", (c.C,))
-    args = (c.x, c.out, c.gamma, c.beta, c.rows, *width)
+    args = (c.x, c.output("out"), c.gamma, c.beta, c.rows, *width)
     defines = (("LN_EPS", f"{c.eps!r}f"),)
     file, block = "learn/layernorm/skeleton.cu", (SKELETON_BLOCK,)
     return launch_at(file, Geometry(name, (c.rows,), block, defines=defines), args)
@@ -191,7 +191,7 @@ def _threads(c: Call) -> Launch:
 def _three(c: Call) -> tuple[Launch, ...]:
     _fit(c)
     grid = (c.rows, ceil(c.C / c.block))
-    args = (c.x, c.mean, c.rstd, c.gamma, c.beta, c.out, c.C)
+    args = (c.x, c.mean, c.rstd, c.gamma, c.beta, c.output("out"), c.C)
     return (
         _ladder(c, "mean_kernel", (c.rows,), (c.x, c.mean, c.C)),
         _ladder(c, "rstd_kernel", (c.rows,), (c.x, c.mean, c.rstd, c.eps, c.C)),
@@ -235,7 +235,7 @@ def _rows(c: Call) -> Launch:
     if not c.stats and (c.mean is not None or c.rstd is not None):
         raise InputError("layernorm: mean and rstd are written only with stats=True: pass it")
     _fit(c, c.storage, stats=c.stats)
-    addresses = (a.data.ptr for a in (c.x, c.gamma, c.beta, c.out))
+    addresses = (a.data.ptr for a in (c.x, c.gamma, c.beta, c.output("out")))
     shape = row_shape(c.C, c.x.itemsize, alignment(*addresses))
     if c.requested and shape.threads > c.block:
         raise InputError(
@@ -266,7 +266,8 @@ def _narrow(c: Call) -> Launch:
     if _options(c):
         raise UnsupportedCall("narrow has no block, mean and rstd: use variant 6")
     _fit(c, None, stats=False, parts=True)
-    written, scale = (c.out.parts, (1 / (c.out.one_scale or 1.0),)) if c.two_part else (c.out, ())
+    out = c.output("out")
+    written, scale = (out.parts, (1 / (out.one_scale or 1.0),)) if c.two_part else (out, ())
     width = vector_width(c.C, c.x, c.gamma, c.beta, written)
     sms = device_attribute("MultiProcessorCount")
     geometry = narrow_geometry(c.storage == "float32", c.rows, c.C, width, sms, c.two_part)
@@ -283,13 +284,14 @@ def _decode(c: Call) -> Launch:
         raise UnsupportedCall("decode has no block, mean and rstd: use variant 6")
     _fit(c, stats=False)
     loaded = math.gcd(4, c.C)  # floats per load; determines the order of additions
-    for name in ("x", "gamma", "beta", "out"):
-        check_address(name, getattr(c, name), 4 * loaded)
+    arrays = {"x": c.x, "gamma": c.gamma, "beta": c.beta, "out": c.output("out")}
+    for name, array in arrays.items():
+        check_address(name, array, 4 * loaded)
     rows = min(MOST_DECODE_ROWS, ceil(c.rows / device_attribute("MultiProcessorCount")))
     sizes = (("LN_C", c.C), ("LN_X", loaded), ("LN_ROWS", rows))
     defines = (*sizes, *stored_defines("LN_TERMS", c.to_terms))
     geometry = Geometry("layernorm_decode", (ceil(c.rows / rows),), (32 * rows,), defines=defines)
-    args = (c.x, c.gamma, c.beta, c.out, stored_scale(c.to_terms), c.eps, c.rows)
+    args = (*arrays.values(), stored_scale(c.to_terms), c.eps, c.rows)
     return launch_at("norms/layernorm_decode.cu", geometry, args)
 
 
@@ -322,7 +324,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
             check_one_scale(out, bound)
         else:
             c.bound = layernorm_bound(c.gamma.get(), c.beta.get()) if bound is None else bound
-            c.make("out")
+            c.output("out")
     if c.to_terms and variant != DECODE:
         raise InputError(
             f"layernorm: terms of {c.to_terms}, variant {variant}: expected variant decode"

@@ -29,7 +29,7 @@ def _documented(c: Call) -> tuple[CudaArray, CudaArray, int, int, float]:
     """Return the arguments of variants baseline and optimized, which support no gamma and beta."""
     if c.gamma is not None or c.beta is not None:
         raise UnsupportedCall("has no gamma and beta: use variant 'rows'")
-    if same_memory(c.x, c.out):
+    if same_memory(c.x, c.output("out")):
         raise UnsupportedCall("out: overlaps x: expected another array")
     return c.x, c.out, c.rows, c.C, c.eps
 
@@ -53,7 +53,7 @@ def _optimized(c: Call) -> Launch:
 )
 def _rows(c: Call) -> Launch:
     """Launch variant rows. A requested block size sets the threads per row. out may be x."""
-    width = 4 if row_alignment(c.C, c.x, c.gamma, c.beta, c.out) == 16 else 1
+    width = 4 if row_alignment(c.C, c.x, c.gamma, c.beta, c.output("out")) == 16 else 1
     sms = device_attribute("MultiProcessorCount")
     shape = share(c.rows, c.C, width, sms, c.block if c.requested else None)
     defines = (

@@ -99,10 +99,11 @@ def registers_geometry(tile: MatmulTile, groups: int, M: int, N: int, width: int
 
 def _launch(c: Call, file: str, geometry: Geometry) -> Launch:
     M, K, N = c.rows, c.K, c.N
-    too_large = f"a {c.a.shape}, w {c.w.shape}: expected at most {MAX_SIZE:,} rows or columns"
     if max(M, K, N) > MAX_SIZE:
-        raise UnsupportedCall(too_large)
-    return launch_at(file, geometry, (c.a, c.w, c.bias, c.out, M, K, N))
+        raise UnsupportedCall(
+            f"a {c.a.shape}, w {c.w.shape}: expected at most {MAX_SIZE:,} rows or columns"
+        )
+    return launch_at(file, geometry, (c.a, c.w, c.bias, c.output("out"), M, K, N))
 
 
 @variant("naive", LADDER, "matmul_forward_kernel1", source="named after llm.c's matmul kernels")
@@ -126,7 +127,7 @@ def _coarsened(c: Call) -> Launch:
     "registers", REGISTERS, "matmul_forward_kernel3", source="named after llm.c's matmul kernels"
 )
 def _registers(c: Call) -> Launch:
-    width = 4 if row_alignment(c.N, c.w, c.out) == 16 else 1
+    width = 4 if row_alignment(c.N, c.w, c.output("out")) == 16 else 1
     chosen = choose_tile(c.rows, c.N, device_attribute("MultiProcessorCount"))
     return _launch(c, REGISTERS, registers_geometry(*chosen, c.rows, c.N, width))
 

@@ -266,7 +266,10 @@ class Operation:
                 check_block(self.name, chosen, requested)
             launches = launches if isinstance(launches, tuple) else (launches,)
             launches = (*call.before, *launches, *call.after)
-            out, *further = (getattr(call, entry.name) for entry in call.contract.outputs)
+            out, *further = (
+                getattr(call, each.name) if each.optional else call.output(each.name)
+                for each in call.contract.outputs
+            )
             others = (array for array in further if array is not None)
             return Bound(out, launches, (*others, *call.kept))
         raise InputError(self.name + why)

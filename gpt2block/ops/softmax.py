@@ -22,13 +22,13 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 def _launch(c: Call, kernel: str, grid: int, block: int, *defines: tuple[str, int]) -> Launch:
     defines = (("SOFTMAX_CAUSAL", int(c.causal)), *defines)
-    args = (c.scores, c.out, c.rows, c.T)
+    args = (c.scores, c.output("out"), c.rows, c.T)
     return launch_at(FILE, Geometry(kernel, (grid,), (block,), defines=defines), args)
 
 
 def _width(c: Call) -> int:
     """Return the scores per load: 4 if rows start on multiples of 16 bytes, else 1."""
-    return 4 if row_alignment(c.T, c.scores, c.out) == 16 else 1
+    return 4 if row_alignment(c.T, c.scores, c.output("out")) == 16 else 1
 
 
 @variant("three_pass", FILE, "softmax_forward_kernel1", blocks=BLOCKS)

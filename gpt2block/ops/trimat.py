@@ -97,7 +97,7 @@ def _launch(
 ) -> Launch:
     """Launch a kernel. args: arguments of the kernel, by default (qkv, out, T)."""
     geometry = Geometry(kernel, grid, block, defines=(("NH", c.NH), ("HS", c.HS)))
-    return launch_at(file, geometry, args or (c.qkv, c.out, c.T))
+    return launch_at(file, geometry, args or (c.qkv, c.output("out"), c.T))
 
 
 def _thread_tiles(name: str, kernel: str) -> Variant:
@@ -142,13 +142,13 @@ def _tri6(c: Call) -> Launch:
     sms = device_attribute("MultiProcessorCount")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry, more = mma_geometry(c.B, c.T, c.NH, c.HS, sms=sms, most_shared=most_shared)
-    return launch_at(MMA, geometry, (c.qkv, c.out, c.T, *more))
+    return launch_at(MMA, geometry, (c.qkv, c.output("out"), c.T, *more))
 
 
 @variant("fill", FILE, FILL)
 def _fill(c: Call) -> Launch:
     rows = c.B * c.NH * c.T
-    grid, args = (ceil(rows / FILL_ROWS),), (c.out, c.T, rows, c.fill)
+    grid, args = (ceil(rows / FILL_ROWS),), (c.output("out"), c.T, rows, c.fill)
     return _launch(c, FILE, FILL, grid, (32 * FILL_ROWS,), args)
 
 
@@ -161,7 +161,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     if c.B * c.NH > MAX_HEADS:
         raise InputError(f"B · NH {c.B * c.NH:,}: expected at most {MAX_HEADS:,} heads in a call")
     check_address("qkv", c.qkv)
-    check_address("out", c.out)
+    check_address("out", c.output("out"))
     c.order = (_tri6, _tri5)
     if c.fill is not None and c.T > 1:
         c.after = (_fill.launch(c),)
