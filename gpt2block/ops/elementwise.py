@@ -13,7 +13,7 @@ from gpt2block.cuda.arrays import CudaArray, alignment, check_alignment, contigu
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import REQUIRED, Operation, Sizes, Workload, variant
+from gpt2block.ops.operation import REQUIRED, Operation, Sizes, Workload, as_stated, variant
 from gpt2block.ops.products import gate_define
 from gpt2block.ops.warm import call
 
@@ -22,16 +22,13 @@ SILU_MUL_FILE = "elementwise/silu_mul.cu"
 BLOCK = 256
 
 
-@variant("add", "learn/elementwise/residual.cu", "add_kernel")
-def _add(c: Call) -> Launch:
-    grid, args = (ceil(c.a.size / BLOCK),), (c.a, c.b, c.output("out"), c.a.size)
-    return launch_at("learn/elementwise/residual.cu", Geometry("add_kernel", grid, (BLOCK,)), args)
-
-
-@variant("gelu", "learn/elementwise/gelu.cu", "gelu_kernel")
-def _gelu(c: Call) -> Launch:
-    grid, args = (ceil(c.x.size / BLOCK),), (c.x, c.x.size)
-    return launch_at("learn/elementwise/gelu.cu", Geometry("gelu_kernel", grid, (BLOCK,)), args)
+_add = as_stated(
+    "add",
+    "learn/elementwise/residual.cu",
+    "add_kernel",
+    lambda c: (c.a, c.b, c.output("out"), c.a.size),
+)
+_gelu = as_stated("gelu", "learn/elementwise/gelu.cu", "gelu_kernel", lambda c: (c.x, c.x.size))
 
 
 def _elements(s: Sizes) -> int:

@@ -57,5 +57,5 @@ def least_weights(M: int, kinds: Collection[str] = ()) -> int:
     kinds: kinds of the products, as in `Threshold.of`.
     """
     of = ("", *kinds)
-    found = next(each for each in THRESHOLDS if M <= each.rows and each.of in of)
+    found = next(each for each in THRESHOLDS if each.rows >= M and each.of in of)
     return max(found.weights, -(-found.products // M))

@@ -24,7 +24,7 @@ from gpt2block.cuda.arrays import (
     contiguous,
     device_attribute,
 )
-from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.kernels import Defines, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
@@ -36,6 +36,8 @@ from gpt2block.ops.operation import (
     Sizes,
     UnsupportedCall,
     Workload,
+    as_stated,
+    stated_launch,
     variant,
 )
 from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
@@ -45,6 +47,7 @@ from gpt2block.reference import layernorm_stats
 from gpt2block.weights.conversions import vector_width
 from gpt2block.weights.two_part import TwoPartMatrix
 
+LADDER, WARP = "learn/layernorm/ladder.cu", "learn/layernorm/warp.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 SKELETON_BLOCK = 256
 KEPT = 64  # maximum bytes of a row that a thread of kernel 6 keeps in registers
@@ -167,59 +170,43 @@ def _skeleton(c: Call) -> Launch:
     return launch_at(file, Geometry(name, (c.rows,), block, defines=defines), args)
 
 
-def _ladder(c: Call, kernel: str, grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch:
-    defines = (("LN_BLOCK", c.block),)
-    return launch_at(
-        "learn/layernorm/ladder.cu", Geometry(kernel, grid, (c.block,), defines=defines), args
-    )
-
-
-@variant("1", "learn/layernorm/ladder.cu", "layernorm_forward_kernel1", blocks=BLOCKS, block=64)
-def _threads(c: Call) -> Launch:
+def _float_args(c: Call) -> tuple[Any, ...]:
+    """Return the arguments of variants 1 to 5, which take float32, and set N, their rows."""
     _fit(c)
-    return _ladder(c, "layernorm_forward_kernel1", (ceil(c.rows / c.block),), _every(c))
+    c.N = c.rows
+    return _every(c)
 
 
-@variant(
-    "2",
-    "learn/layernorm/ladder.cu",
-    "mean_kernel",
-    "rstd_kernel",
-    "normalization_kernel",
+def _block_define(c: Call) -> Defines:
+    return (("LN_BLOCK", c.block),)
+
+
+_threads = as_stated(
+    "1", LADDER, "layernorm_forward_kernel1", _float_args, _block_define, blocks=BLOCKS
+)
+
+
+@variant("2", LADDER, "mean_kernel", "rstd_kernel", "normalization_kernel", blocks=BLOCKS)
+def _three(c: Call) -> tuple[Launch, ...]:
+    _float_args(c)
+    steps = {
+        "mean_kernel": (c.x, c.mean, c.C),
+        "rstd_kernel": (c.x, c.mean, c.rstd, c.eps, c.C),
+        "normalization_kernel": (c.x, c.mean, c.rstd, c.gamma, c.beta, c.output("out"), c.C),
+    }
+    return tuple(stated_launch(c, LADDER, *step, _block_define(c), True) for step in steps.items())
+
+
+_one_warp = as_stated("3", WARP, "layernorm_forward_kernel3", _float_args, blocks=BLOCKS)
+_one_pass = as_stated("4", WARP, "layernorm_forward_kernel4", _float_args, blocks=BLOCKS)
+_blocks = as_stated(
+    "5",
+    LADDER,
+    "layernorm_forward_kernel5",
+    lambda c: (*_float_args(c)[:7], c.C),
+    _block_define,
     blocks=BLOCKS,
 )
-def _three(c: Call) -> tuple[Launch, ...]:
-    _fit(c)
-    grid = (c.rows, ceil(c.C / c.block))
-    args = (c.x, c.mean, c.rstd, c.gamma, c.beta, c.output("out"), c.C)
-    return (
-        _ladder(c, "mean_kernel", (c.rows,), (c.x, c.mean, c.C)),
-        _ladder(c, "rstd_kernel", (c.rows,), (c.x, c.mean, c.rstd, c.eps, c.C)),
-        _ladder(c, "normalization_kernel", grid, args),
-    )
-
-
-def _warps(c: Call, kernel: str) -> Launch:
-    """Launch a kernel of warp.cu, which reads the block size at run time."""
-    _fit(c)
-    grid = (ceil(c.rows / (c.block // 32)),)
-    return launch_at("learn/layernorm/warp.cu", Geometry(kernel, grid, (c.block,)), _every(c))
-
-
-@variant("3", "learn/layernorm/warp.cu", "layernorm_forward_kernel3", blocks=BLOCKS, block=512)
-def _one_warp(c: Call) -> Launch:
-    return _warps(c, "layernorm_forward_kernel3")
-
-
-@variant("4", "learn/layernorm/warp.cu", "layernorm_forward_kernel4", blocks=BLOCKS, block=512)
-def _one_pass(c: Call) -> Launch:
-    return _warps(c, "layernorm_forward_kernel4")
-
-
-@variant("5", "learn/layernorm/ladder.cu", "layernorm_forward_kernel5", blocks=BLOCKS, block=128)
-def _blocks(c: Call) -> Launch:
-    _fit(c)
-    return _ladder(c, "layernorm_forward_kernel5", (c.rows,), (*_every(c)[:7], c.C))
 
 
 @variant(

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.checks import meant
 from gpt2block.contract import Contract, size_of
-from gpt2block.cuda import replaced
+from gpt2block.cuda import kernels, replaced
 from gpt2block.cuda.arrays import Bound, arrays_of, mapped
-from gpt2block.cuda.kernels import idea_of
+from gpt2block.cuda.launch_lines import default_block, stated_geometry
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import Argument, InputError, KernelError
 from gpt2block.ops.call import Call, UncheckedCall
 
@@ -59,7 +60,7 @@ class Variant:
         """The kernels' summaries in one line, from the file's head comment. Raises KernelError."""
         if self.own:
             return "your kernel"
-        ideas = [idea_of(self.file, kernel, self.name) for kernel in self.kernels]
+        ideas = [kernels.idea_of(self.file, kernel, self.name) for kernel in self.kernels]
         return "; ".join(dict.fromkeys(ideas))
 
     def described(self) -> dict[str, Any]:
@@ -77,6 +78,47 @@ def variant(
         return Variant(name, file, kernels, launch, **fields)
 
     return decorate
+
+
+Arguments = Callable[[Call], tuple[Any, ...]]
+
+
+def as_stated(
+    name: str,
+    file: str,
+    kernel: str,
+    args: Arguments,
+    defines: Callable[[Call], kernels.Defines] = lambda c: (),
+    **fields: Any,
+) -> Variant:
+    """Return a variant of a kernel whose file states the launch in a `// launch:` comment.
+
+    args, defines: functions that return the kernel's arguments and macros for a call.
+    """
+
+    def launch(c: Call) -> Launch:
+        return stated_launch(c, file, kernel, args(c), defines(c), "blocks" in fields)
+
+    return Variant(name, file, (kernel,), launch, block=default_block(file, kernel), **fields)
+
+
+def stated_launch(
+    c: Call,
+    file: str,
+    kernel: str,
+    args: tuple[Any, ...],
+    defines: kernels.Defines = (),
+    any_block: bool = False,
+) -> Launch:
+    """Return the launch that a file states for a kernel. any_block: whether c.block is its block.
+
+    The expressions may use the sizes of the call, and the kernel's integers by parameter name.
+    """
+    parameters = (each.name for each in kernels.signatures(file)[kernel].parameters)
+    values = {**vars(c), **dict(zip(parameters, args, strict=True))}
+    sizes = tuple((name, value) for name, value in values.items() if type(value) is int)
+    geometry = stated_geometry(file, kernel, sizes, c.block if any_block else None, defines)
+    return kernels.launch_at(file, geometry, args, values.get("storage", "float32"))
 
 
 @dataclass(frozen=True, eq=False)

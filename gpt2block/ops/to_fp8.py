@@ -16,7 +16,7 @@ from gpt2block.ops import gguf
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
 from gpt2block.weights import conversions
-from gpt2block.weights.conversions import ABSMAX_FILE, FP8_FILE, LAYOUTS
+from gpt2block.weights.conversions import ABSMAX_FILE, ELEMENTS, FP8_FILE, LAYOUTS
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import check_layout
 
@@ -32,9 +32,9 @@ WITH_SCALES = {
 }
 
 
-def _convert(c: Call, **elements: int) -> Launch:
-    options = c.format, c.layout, c.saturate, c.block
-    return conversions.to_fp8(c.x, c.scale, c.output("out"), *options, **elements)
+def _convert(c: Call, elements: int = ELEMENTS) -> Launch:
+    options = c.format, c.layout, c.saturate, c.block, elements
+    return conversions.to_fp8(c.x, c.scale, c.output("out"), *options)
 
 
 @variant("element", FP8_FILE, "to_fp8_kernel", blocks=BLOCKS)
