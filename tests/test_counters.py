@@ -10,7 +10,7 @@ import pytest
 
 from gpt2block import emulator
 from gpt2block.bench import measure
-from gpt2block.mine import counters
+from gpt2block.cli import counters
 from gpt2block.mine.templates import template
 from gpt2block.ops.registry import find, parse_sizes
 from gpt2block.ptx import nvrtc

@@ -15,6 +15,7 @@ import pytest
 
 from gpt2block import InputError, doctor, emulator
 from gpt2block.bench import Ceilings, ceilings, measure, variants
+from gpt2block.cli.listing import listing, rung
 from gpt2block.cuda import kernels, timing
 from gpt2block.cuda.expressions import evaluated
 from gpt2block.cuda.launch_lines import LaunchText
@@ -27,7 +28,6 @@ from gpt2block.mine.child import ProcessExited, Stage, supervised
 from gpt2block.mine.comparison import Checked, Fidelity
 from gpt2block.mine.finding import Finding, of_compiler
 from gpt2block.mine.kernel import MINE, Kernel, matched
-from gpt2block.mine.listing import listing, rung
 from gpt2block.mine.sizes import FURTHER
 from gpt2block.mine.source import read
 from gpt2block.mine.templates import HERE, names, template

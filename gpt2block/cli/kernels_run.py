@@ -13,9 +13,8 @@ import typer
 from gpt2block import doctor, emulator
 from gpt2block.bench import ceilings, measure
 from gpt2block.bench.variants import CEILINGS, measure_variants
+from gpt2block.cli import counters
 from gpt2block.cli.codes import WRONG as NO_VERDICT
-from gpt2block.cli.counters import print_lines, print_totals
-from gpt2block.cli.counters import report as counters_report
 from gpt2block.cli.display import console, print_json, progress_bar, tracked
 from gpt2block.cli.kernels import (
     draw_sweep,
@@ -27,19 +26,13 @@ from gpt2block.cli.kernels import (
     print_series,
 )
 from gpt2block.cli.kernels_options import KernelsOptions, OwnOptions
-from gpt2block.cli.mine import (
-    print_rungs,
-    print_source,
-    print_verdict,
-    print_why,
-    rungs_report,
-)
+from gpt2block.cli.listing import rung
+from gpt2block.cli.mine import print_source, print_verdict, print_why
+from gpt2block.cli.rungs import check_variants, print_rungs, rungs_report
 from gpt2block.errors import DeviceError, InputError, NotJudged, check_all
-from gpt2block.mine import counters, on_cpu, on_gpu, variants_on_cpu
+from gpt2block.mine import on_cpu, on_gpu
 from gpt2block.mine.cases import Case, cases, resolved_seed
-from gpt2block.mine.counters import KernelCounts
 from gpt2block.mine.kernel import MINE, Kernel, matched
-from gpt2block.mine.listing import rung
 from gpt2block.mine.solutions import solution as solution_of
 from gpt2block.mine.source import read
 from gpt2block.mine.templates import template as template_of
@@ -181,7 +174,7 @@ def _on_cpu(request: Request, problem: str | None) -> bool:
     operation, as_json = request.operation, request.options.as_json
     small = _small(request)
     _list(request)
-    rungs, skipped = variants_on_cpu.check_variants(
+    rungs, skipped = check_variants(
         operation,
         request.variants,
         request.stored,
@@ -266,7 +259,9 @@ def _own_on_gpu(request: Request, user: Kernel) -> bool:
     return _show_own(request, found)
 
 
-def _counted(request: Request, user: Kernel | None = None) -> tuple[list[KernelCounts], list[str]]:
+def _counted(
+    request: Request, user: Kernel | None = None
+) -> tuple[list[counters.KernelCounts], list[str]]:
     """Count a user's kernel and the fastest variant, or all built-in variants."""
     stated = stated_sizes(request.operation, request.options.shape)
     operation = request.operation
@@ -282,9 +277,9 @@ def _count_variants(request: Request) -> bool:
     """Print the counters of the built-in variants. Return False if none could run."""
     found = _counted(request)
     if request.options.as_json:
-        print_json(counters_report(*found))
+        print_json(counters.report(*found))
     else:
-        print_totals(console(), *found)
+        counters.print_totals(console(), *found)
     return bool(found[0])
 
 
@@ -297,7 +292,7 @@ def _show_own(request: Request, found: Verdict) -> bool:
     wanted = request.options.counters and found.right
     counted = _counted(request, found.kernel) if wanted else None
     if request.options.as_json:
-        print_json(found.as_dict() | ({"counters": counters_report(*counted)} if counted else {}))
+        print_json(found.as_dict() | ({"counters": counters.report(*counted)} if counted else {}))
         if found.reason is not None:
             raise typer.Exit(NO_VERDICT)
     elif found.reason is not None:
@@ -307,7 +302,7 @@ def _show_own(request: Request, found: Verdict) -> bool:
         if request.why and found.why is not None:
             print_why(console(), found.kernel.source, found.why)
         if counted:
-            print_lines(console(), *counted)
+            counters.print_lines(console(), *counted)
         if request.why_page is not None:
             print(f"The steps are in {request.why_page}.")
     return found.right
