@@ -48,7 +48,7 @@ from gpt2block.ops._rows import power_of_two
 from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, LARGEST_HEAD, MMA, SIXTEEN_BITS
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY, check_addresses
+from gpt2block.ops.products import HOPPER_CAPABILITY, check_addresses, needs_hopper, needs_mma
 from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call
 
@@ -291,8 +291,7 @@ def _tiles(c: Call) -> Launch:
 def _mma(c: Call) -> Launch:
     """Launch variant `mma`, which is bitwise equal to `attention`'s mma over the whole sequence."""
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
-    if compute_capability() < MMA_CAPABILITY:
-        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant tiles")
+    needs_mma(": use variant tiles")
     if c.fp8_cache is not None or c.storage not in SIXTEEN_BITS:
         raise UnsupportedCall("takes qkv, k and v of float16 or bfloat16: use variant tiles")
     if HS not in MMA_HEADS:
@@ -325,8 +324,7 @@ def _hopper(c: Call) -> Launch:
     Results are bitwise equal to `attention`'s variant hopper over the whole sequence.
     """
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
-    if compute_capability() != HOPPER_CAPABILITY:
-        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+    needs_hopper(": use variant mma")
     if c.storage not in SIXTEEN_BITS:
         raise UnsupportedCall("takes qkv of float16 or bfloat16: use variant tiles")
     if HS not in TENSOR_HEADS:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from gpt2block.checks import check_blocks
-from gpt2block.cuda.arrays import CudaArray, check_address, compute_capability, on_16_bytes
+from gpt2block.cuda.arrays import CudaArray, check_address, on_16_bytes
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, as_stated
-from gpt2block.ops.products import MMA_CAPABILITY
+from gpt2block.ops.products import needs_mma
 from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import TYPES, random_blocks
 
@@ -29,8 +29,7 @@ def _args(c: Call) -> tuple[Any, ...]:
 def _mma_args(c: Call) -> tuple[Any, ...]:
     if c.storage != "float16":
         raise UnsupportedCall(f"takes x of float16, got {c.storage}: use variant warp")
-    if compute_capability() < MMA_CAPABILITY:
-        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant warp")
+    needs_mma(": use variant warp")
     return _args(c)
 
 

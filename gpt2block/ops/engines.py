@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-H200 = "NVIDIA H200"
-
 
 class Threshold(NamedTuple):
     """The size of a matrix from which `engine` is faster than mma and mma_tiles.
@@ -24,30 +22,30 @@ class Threshold(NamedTuple):
     of: str
     weights: int
     products: int
-    engine: str
+    engine: str = "hopper"
     measured: str = ""
-    card: str = H200
+    card: str = "NVIDIA H200"
 
 
 # Up to SAME_ENGINE rows, the smallest matrix of a layer decides for all: if two kinds of products
 # alternate, launches overlap less. Of the entries that apply, the first counts.
 SAME_ENGINE = 16
 THRESHOLDS = (
-    Threshold(1, "", 10_000_000, 0, "hopper"),
+    Threshold(1, "", 10_000_000, 0),
     Threshold(
-        SAME_ENGINE, "fused", 0, 10_000_000, "hopper",
-        "SmolLM2-135M (332,000 weights), 16 rows: mma 529, hopper 706; sizes of SmolLM2-360M "
+        SAME_ENGINE, "fused", 0, 10_000_000,
+        measured="SmolLM2-135M (332,000 weights), 16 rows: mma 529, hopper 706; sizes of SmolLM2-360M "
         "(922,000 weights), 8 rows: mma 651, hopper 695; 16 rows: mma 955, hopper 826",
     ),
-    Threshold(SAME_ENGINE, "fp8", 0, 9_000_000, "hopper"),
-    Threshold(SAME_ENGINE, "", 0, 4_000_000, "hopper"),
+    Threshold(SAME_ENGINE, "fp8", 0, 9_000_000),
+    Threshold(SAME_ENGINE, "", 0, 4_000_000),
     Threshold(
-        32, "gated", 900_000, 0, "hopper",
-        "SmolLM2-135M, 32 rows: mma 747, hopper 928; sizes of SmolLM2-360M, 24 rows: mma 1,063, "
+        32, "gated", 900_000, 0,
+        measured="SmolLM2-135M, 32 rows: mma 747, hopper 928; sizes of SmolLM2-360M, 24 rows: mma 1,063, "
         "hopper 967; Qwen3-0.6B (2.1 million weights), 32 rows: mma 1,546, hopper 1,366",
     ),
-    Threshold(32, "", 4_000_000, 0, "hopper"),
-    Threshold(float("inf"), "", 500_000, 0, "hopper"),
+    Threshold(32, "", 4_000_000, 0),
+    Threshold(float("inf"), "", 500_000, 0),
 )  # fmt: skip
 
 

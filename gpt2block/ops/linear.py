@@ -61,6 +61,8 @@ from gpt2block.ops.products import (
     Parts,
     check_addresses,
     gate_define,
+    needs_hopper,
+    needs_mma,
     storage_of,
 )
 from gpt2block.ops.terms import CHUNK, Terms, check_terms, count_define, rounds, stored_scale
@@ -156,23 +158,24 @@ class FewRows(NamedTuple):
     """A kernel for few rows of floats.
 
     check: raises UnsupportedCall. geometry: returns the launch for (call, outputs, norm), None if a
-    row does not fit in shared memory. load: returns the bytes of w per load of a lane.
+    row does not fit in shared memory. load: returns the bytes of w per load of a lane. own:
+    arguments that other kernels do not have.
     """
 
     file: str
     check: Callable[[Call], None]
     geometry: Callable[[Call, int, int], Geometry | None]
     load: Callable[[Call], int]
+    own: tuple[str, ...] = ()
 
-    def launch(self, c: Call, epilogue: Ends, **args: Any) -> Launch:
-        """Return a Launch. args: the arguments that not every kernel has."""
+    def launch(self, c: Call, epilogue: Ends) -> Launch:
+        self.check(c)
         if c.N > MAX_OUTPUTS:
             raise UnsupportedCall(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
         if c.w.dtype == GGUF:
             raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
         if c.to_terms:
             raise UnsupportedCall(FLOATS_ALONE)
-        self.check(c)
         outputs, norm = c.N * (2 if c.up else 1), blocks.norm_of(c.gamma, c.beta)
         geometry = self.geometry(c, outputs, norm)
         if geometry is None:
@@ -187,6 +190,7 @@ class FewRows(NamedTuple):
         for name in ("x", "gamma", "beta"):
             if getattr(c, name) is not None:
                 check_address(name, getattr(c, name), 4 * gcd(4, c.K))
+        args = {name: getattr(c, name) for name in self.own}
         args |= {"x": c.x, "gamma": c.gamma, "beta": c.beta, "eps": c.eps, "M": c.M, "N": c.N}
         args |= {"w": c.w.data, "scale": c.w.scale, "bias": c.bias}
         defines, end = count_define(c.rounded), epilogue(c)
@@ -203,6 +207,10 @@ ONE_MATRIX = "takes one matrix: use variant hopper"
 
 
 def _check_cores(c: Call) -> None:
+    _on_cuda_cores(c)
+    if c.gamma is not None and c.beta is None:
+        raise UnsupportedCall("takes no gamma without beta: use variant mma")
+    _send_after(c)
     if c.terms:
         raise UnsupportedCall(FLOATS_ALONE)
     if c.up:
@@ -210,8 +218,8 @@ def _check_cores(c: Call) -> None:
 
 
 def _cores_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
-    sizes, more = (c.M, outputs, c.K, c.w.data.itemsize), {"whole_N": c.w.whole_N}
-    return matvec.geometry(*sizes, norm=bool(norm), **_of_device(), **more)
+    sizes = (c.M, outputs, c.K, c.w.data.itemsize)
+    return matvec.geometry(*sizes, norm=bool(norm), whole_N=c.w.whole_N, **_of_device())
 
 
 def _cores_load(c: Call) -> int:
@@ -220,6 +228,7 @@ def _cores_load(c: Call) -> int:
 
 
 def _check_mma(c: Call) -> None:
+    _on_tensor_cores(c)
     outputs = c.N * (2 if c.up else 1)
     if c.terms and c.terms.width:
         raise UnsupportedCall(FLOATS_ALONE)
@@ -245,13 +254,12 @@ def _of_device() -> dict[str, int]:
 
 
 CORES = FewRows(matvec.FILE, _check_cores, _cores_geometry, _cores_load)
-MMA = FewRows(mma.FILE, _check_mma, _mma_geometry, lambda c: mma.LOADED)
+MMA = FewRows(mma.FILE, _check_mma, _mma_geometry, lambda c: mma.LOADED, ("x_scale",))
 
 
 def _on_tensor_cores(c: Call) -> None:
     """Raise UnsupportedCall if the tensor-core decoding kernels do not support the GPU or K."""
-    if compute_capability() < MMA_CAPABILITY:
-        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant matvec")
+    needs_mma(": use variant matvec")
     multiple = mma.LOADED // itemsize_of(c.w.dtype)
     if c.K % multiple:
         raise UnsupportedCall(
@@ -283,21 +291,6 @@ def _check_sizes(c: Call) -> None:
         )
 
 
-def _by_cores(c: Call, epilogue: Ends) -> Launch:
-    """Return a Launch of the kernel in matmul/decode/cores.cu."""
-    _on_cuda_cores(c)
-    if c.gamma is not None and c.beta is None:
-        raise UnsupportedCall("takes no gamma without beta: use variant mma")
-    _send_after(c)
-    return CORES.launch(c, epilogue)
-
-
-def _by_mma(c: Call, epilogue: Ends) -> Launch:
-    """Return a Launch of the kernel in matmul/decode/mma.cu."""
-    _on_tensor_cores(c)
-    return MMA.launch(c, epilogue, x_scale=c.x_scale)
-
-
 def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma_tiles.cu."""
     if c.w.dtype == GGUF:
@@ -326,10 +319,7 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
 
 def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu or wgmma_gguf.cu."""
-    if compute_capability() != HOPPER_CAPABILITY:
-        raise UnsupportedCall(
-            "needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles"
-        )
+    needs_hopper(": use variant mma_tiles")
     _check_sizes(c)
     ordered = c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)
     if not ordered:
@@ -371,8 +361,8 @@ class Engine(NamedTuple):
 
 
 ENGINES = (
-    Engine("matvec", matvec.FILE, matvec.KERNEL, _by_cores),
-    Engine("mma", mma.FILE, mma.KERNEL, _by_mma),
+    Engine("matvec", matvec.FILE, matvec.KERNEL, CORES.launch),
+    Engine("mma", mma.FILE, mma.KERNEL, MMA.launch),
     Engine("mma_tiles", mma_tiles.FILE, mma_tiles.KERNEL, _by_mma_tiles),
     Engine("hopper", hopper.FILE, hopper.KERNEL, _by_wgmma),
 )
@@ -544,10 +534,7 @@ def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
 
 def _rope_by_wgmma(c: Call) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu with RoPE."""
-    if compute_capability() != HOPPER_CAPABILITY:
-        raise UnsupportedCall(
-            "needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append"
-        )
+    needs_hopper(": use linear and rope_append")
     wanted, D = hopper.terms(c.w.dtype, c.rounded), 2 * c.P
     if c.terms != wanted:
         raise UnsupportedCall(f"terms of {c.terms}: expected {wanted}")

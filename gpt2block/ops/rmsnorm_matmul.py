@@ -41,13 +41,7 @@ from gpt2block.ops.operation import (
     Workload,
     variant,
 )
-from gpt2block.ops.products import (
-    HOPPER_CAPABILITY,
-    MMA_CAPABILITY,
-    MULTIPLE,
-    gate_define,
-    storage_of,
-)
+from gpt2block.ops.products import MMA_CAPABILITY, MULTIPLE, gate_define, needs_hopper, storage_of
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rope import OPERATION as ROPE
 from gpt2block.ops.rope import check_rotation, exponent_step
@@ -207,9 +201,7 @@ def _unfused(c: Call) -> tuple[Launch, ...]:
 
 
 def _hopper(c: Call) -> tuple[Launch, ...]:
-    other = compute_capability() != HOPPER_CAPABILITY
-    if other:
-        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+    needs_hopper(": use variant mma")
     narrow = c.storage != "float32" and c.matrices[0].dtype not in FP8
     types = "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
     if not narrow:

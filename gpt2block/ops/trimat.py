@@ -15,7 +15,6 @@ import numpy as np
 from gpt2block.cuda.arrays import (
     CudaArray,
     check_address,
-    compute_capability,
     device_attribute,
     on_16_bytes,
 )
@@ -24,7 +23,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Workload, as_stated, variant
-from gpt2block.ops.products import MMA_CAPABILITY, RESERVED
+from gpt2block.ops.products import RESERVED, needs_mma
 from gpt2block.ops.warm import call
 
 FILE = "learn/trimat/ladder.cu"
@@ -111,8 +110,7 @@ def _tri6(c: Call) -> Launch:
         raise UnsupportedCall(
             f"takes heads of up to {MMA_LARGEST_HEAD} channels, got {c.HS}: use variant tri5"
         )
-    if compute_capability() < MMA_CAPABILITY:
-        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant tri5")
+    needs_mma(": use variant tri5")
     sms = device_attribute("MultiProcessorCount")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry, more = mma_geometry(c.B, c.T, c.NH, c.HS, sms=sms, most_shared=most_shared)
