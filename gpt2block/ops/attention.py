@@ -108,10 +108,9 @@ def naive_geometry(
 def _fit_dtype(c: Call, *dtypes: str) -> None:
     if c.storage == TWO_PART and TWO_PART not in dtypes:
         raise UnsupportedCall("takes no two-part matrix: use variant mma")
-    expected = " or ".join(dtypes[:2])
     if c.storage not in dtypes:
         raise UnsupportedCall(
-            f"qkv: expected {expected}, got {c.storage}: use .astype('{dtypes[0]}')"
+            f"qkv: expected {' or '.join(dtypes[:2])}, got {c.storage}: use .astype('{dtypes[0]}')"
         )
 
 
@@ -194,8 +193,7 @@ def _naive(c: Call) -> tuple[Launch, ...]:
         (c.scores, c.T, rows, causal),
         (c.qkv, c.scores, c.output("out"), c.T, c.out.size, causal),
     )
-    steps = zip(geometries, arguments, strict=True)
-    return tuple(launch_at(NAIVE, *step) for step in steps)
+    return tuple(launch_at(NAIVE, *step) for step in zip(geometries, arguments, strict=True))
 
 
 @variant(

@@ -14,8 +14,8 @@ class Threshold(NamedTuple):
 
     rows: maximum rows of x. of: kind of product, "" for all: "fused" if mma fuses RMSNorm, RoPE and
     the gate, "fp8" for FP8 weights, "gated" for 16-bit models with a gate, which hopper fuses.
-    weights, products: minimum N K, and minimum M N K. measured: us of a step of models, and the
-    weights of their smallest matrix.
+    weights, products: minimum N K, and minimum M N K. measured: us of a step of models of
+    the sizes of the named ones (in brackets: weights of the smallest matrix).
     """
 
     rows: float
@@ -34,14 +34,14 @@ THRESHOLDS = (
     Threshold(1, "", 10_000_000, 0),
     Threshold(
         SAME_ENGINE, "fused", 0, 10_000_000,
-        measured="SmolLM2-135M (332,000 weights), 16 rows: mma 529, hopper 706; sizes of SmolLM2-360M "
+        measured="SmolLM2-135M (332,000 weights), 16 rows: mma 529, hopper 706; SmolLM2-360M "
         "(922,000 weights), 8 rows: mma 651, hopper 695; 16 rows: mma 955, hopper 826",
     ),
     Threshold(SAME_ENGINE, "fp8", 0, 9_000_000),
     Threshold(SAME_ENGINE, "", 0, 4_000_000),
     Threshold(
         32, "gated", 900_000, 0,
-        measured="SmolLM2-135M, 32 rows: mma 747, hopper 928; sizes of SmolLM2-360M, 24 rows: mma 1,063, "
+        measured="SmolLM2-135M, 32 rows: mma 747, hopper 928; SmolLM2-360M, 24 rows: mma 1,063, "
         "hopper 967; Qwen3-0.6B (2.1 million weights), 32 rows: mma 1,546, hopper 1,366",
     ),
     Threshold(32, "", 4_000_000, 0),

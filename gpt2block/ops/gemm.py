@@ -14,8 +14,6 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-import numpy as np
-
 from gpt2block.config.formats import GGUF
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
@@ -37,7 +35,7 @@ from gpt2block.ops import _gemm_mma as mma
 from gpt2block.ops import _rmsnorm_hopper as two_matrices
 from gpt2block.ops import gguf
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
-from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, variant
+from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import HOPPER_CAPABILITY, MULTIPLE, needs_hopper, needs_mma
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
@@ -139,8 +137,7 @@ def _mma_two_part(c: Call) -> Launch:
 @variant("mma", mma.FILE, mma.KERNEL)
 def _mma(c: Call) -> Any:
     needs_mma(": use ops.linear")
-    two = c.up is not None
-    if two:
+    if c.up is not None:
         raise UnsupportedCall(
             "multiplies by one matrix: use ops.rmsnorm_ffn, or ops.silu_mul of two products"
         )
@@ -378,12 +375,6 @@ def _check_up(c: Call) -> None:
         )
 
 
-def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
-    a = rng.standard_normal((s["M"], s["K"]), dtype=np.float32)
-    w = rng.standard_normal((s["K"], s["N"]), dtype=np.float32) / np.float32(s["K"] ** 0.5)
-    return a, w
-
-
 OPERATION = Operation(
     name="gemm",
     variants=(_mma, _hopper),
@@ -400,7 +391,7 @@ OPERATION = Operation(
     workload=Workload(
         idea="[residual +] [gelu](a W + bias), 16 bits in, sums in float32",
         sizes={"M": 1024, "K": 768, "N": 3072},
-        draw=_make,
+        mean=0.0,
         traffic=lambda s: (
             s["weight"] * s["K"] * s["N"] + s["itemsize"] * s["M"] * (s["K"] + s["N"])
         ),

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from math import gcd
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from gpt2block.config.formats import FILE, GGUF
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import (
@@ -47,9 +45,7 @@ from gpt2block.ops.gather import GATHER, GATHER_NORM
 from gpt2block.ops.gguf import chunk_sums
 from gpt2block.ops.operation import (
     REQUIRED,
-    Inputs,
     Operation,
-    Sizes,
     UnsupportedCall,
     Variant,
     Workload,
@@ -321,8 +317,7 @@ def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu or wgmma_gguf.cu."""
     needs_hopper(": use variant mma_tiles")
     _check_sizes(c)
-    ordered = c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)
-    if not ordered:
+    if not (c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)):
         raise UnsupportedCall("takes and gives terms in the order of wgmma: use variant mma_tiles")
     if c.sends and (c.w.dtype == GGUF or c.N % 2 or c.sends.args["all_columns"] % 2):
         _send_after(c)  # the kernel sends pairs of columns
@@ -526,12 +521,6 @@ def _check(c: Call) -> None:
     check_terms(c.to_terms, c.N, gcd(CHUNK, *begins) if c.up is not None else 1)
 
 
-def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
-    x = rng.standard_normal((s["M"], s["K"]), dtype=np.float32)
-    w = rng.standard_normal((s["K"], s["N"]), dtype=np.float32) / np.float32(s["K"] ** 0.5)
-    return x, w, rng.standard_normal(s["N"], dtype=np.float32)
-
-
 def _rope_by_wgmma(c: Call) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu with RoPE."""
     needs_hopper(": use linear and rope_append")
@@ -585,7 +574,8 @@ OPERATION = Operation(
     workload=Workload(
         idea="[residual +] [gelu]((norm(x) or x) W + bias)",
         sizes={"M": 1, "K": 768, "N": 2304},
-        draw=_make,
+        mean=0.0,
+        optional=("bias",),
         traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
         flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
         bound="either",

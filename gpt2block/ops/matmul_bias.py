@@ -10,17 +10,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import (
-    Inputs,
     Operation,
-    Sizes,
     UnsupportedCall,
     Workload,
     as_stated,
@@ -119,12 +115,6 @@ def _registers(c: Call) -> Launch:
     return launch_at(REGISTERS, geometry, _args(c))
 
 
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    M, K, N = sizes["M"], sizes["K"], sizes["N"]
-    shapes = ((M, K), (K, N), (N,))
-    return tuple(rng.standard_normal(s, dtype=np.float32) + np.float32(0.5) for s in shapes)
-
-
 OPERATION = Operation(
     name="matmul_bias",
     variants=(_naive, _tiled, _coarsened, _registers),
@@ -133,7 +123,7 @@ OPERATION = Operation(
         document="LeetGPU's GPT-2 block challenge",
         idea="a · w + bias",
         sizes={"M": 1024, "K": 768, "N": 3072},  # first feed-forward product of GPT-2
-        draw=_make,
+        optional=("bias",),
         traffic=lambda s: 4 * (s["M"] * s["K"] + s["K"] * s["N"] + s["M"] * s["N"]),
         flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
         bound="compute",
