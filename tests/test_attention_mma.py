@@ -251,7 +251,6 @@ def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "tensor_map", lambda *_: None)
     for capability, few, many in ((80, MMA, MMA), (90, HOPPER_ALTERNATE, HOPPER), (120, MMA, MMA)):
         monkeypatch.setattr(MODULE, "compute_capability", lambda now=capability: now)
-        monkeypatch.setattr("gpt2block.ops.products.compute_capability", MODULE.compute_capability)
         with running_on("forward") as device:
             for B, T, best in ((1, 5, few), (200, 500, many)):
                 qkv = device.zeros((B, T, 192), "float16")

@@ -17,8 +17,7 @@ from gpt2block import InputError, doctor, emulator
 from gpt2block.bench import Ceilings, ceilings, measure, variants
 from gpt2block.cli.listing import listing, rung
 from gpt2block.cuda import kernels, timing
-from gpt2block.cuda.expressions import evaluated
-from gpt2block.cuda.launch_lines import LaunchText
+from gpt2block.cuda.launch_lines import LaunchText, evaluated
 from gpt2block.errors import KernelError, NotJudged
 from gpt2block.mine import on_cpu, on_gpu, sizes
 from gpt2block.mine.arguments import check_known, sizes_at, values

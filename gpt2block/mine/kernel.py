@@ -14,9 +14,8 @@ import numpy as np
 from gpt2block.bench import measure
 from gpt2block.cuda import cupy, kernels, replaced
 from gpt2block.cuda.arrays import Bound, compute_capability, device_attribute
-from gpt2block.cuda.expressions import evaluated
 from gpt2block.cuda.kernels import Parameter
-from gpt2block.cuda.launch_lines import split
+from gpt2block.cuda.launch_lines import evaluated, split
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import LINE, Argument, InputError
 from gpt2block.mine import arguments

@@ -10,9 +10,8 @@ from pathlib import Path
 from stat import S_ISREG
 
 from gpt2block.cuda import kernels
-from gpt2block.cuda.expressions import evaluated
 from gpt2block.cuda.kernels import Parameter
-from gpt2block.cuda.launch_lines import EXAMPLE, LaunchText
+from gpt2block.cuda.launch_lines import EXAMPLE, LaunchText, evaluated
 from gpt2block.cuda.launch_lines import stated as stated_launch
 from gpt2block.errors import Argument, InputError
 

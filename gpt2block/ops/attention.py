@@ -52,7 +52,7 @@ from gpt2block.ops._attention_tiles import (
 )
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import HOPPER_CAPABILITY, needs_hopper, needs_mma
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.warm import call
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -221,7 +221,10 @@ def _online(c: Call) -> Launch:
 
 
 def _fit_mma(c: Call) -> None:
-    needs_mma(": use float32 and variant online")
+    if compute_capability() < MMA_CAPABILITY:
+        raise UnsupportedCall(
+            "needs a GPU of compute capability 8.0 or newer: use float32 and variant online"
+        )
     _fit_dtype(c, *SIXTEEN_BITS, TWO_PART)
     heads = TENSOR_HEADS if c.storage == TWO_PART else MMA_HEADS
     if c.HS not in heads:
@@ -316,7 +319,8 @@ def _hopper_few(c: Call) -> Launch:
 )
 def _hopper(c: Call) -> Launch:
     _fit_mma(c)
-    needs_hopper(": use variant mma")
+    if compute_capability() != HOPPER_CAPABILITY:
+        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.HS not in TENSOR_HEADS:
         raise UnsupportedCall(
             f"head size {c.HS}: takes {' and '.join(map(str, TENSOR_HEADS))}: use variant mma"

@@ -36,7 +36,7 @@ from gpt2block.ops import _rmsnorm_hopper as two_matrices
 from gpt2block.ops import gguf
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import HOPPER_CAPABILITY, MULTIPLE, needs_hopper, needs_mma
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
 from gpt2block.ops.two_part import TAKE, check_one_scale
@@ -136,7 +136,8 @@ def _mma_two_part(c: Call) -> Launch:
 
 @variant("mma", mma.FILE, mma.KERNEL)
 def _mma(c: Call) -> Any:
-    needs_mma(": use ops.linear")
+    if compute_capability() < MMA_CAPABILITY:
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use ops.linear")
     if c.up is not None:
         raise UnsupportedCall(
             "multiplies by one matrix: use ops.rmsnorm_ffn, or ops.silu_mul of two products"
@@ -199,7 +200,8 @@ def _hopper_gguf(c: Call) -> Launch:
 
 @variant("hopper", hopper.FILE, hopper.KERNEL)
 def _hopper(c: Call) -> Any:
-    needs_hopper(": use variant mma")
+    if compute_capability() != HOPPER_CAPABILITY:
+        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.up is not None:
         return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.output("out"), gelu=c.gelu)
     if c.two_part:

@@ -25,6 +25,7 @@ from gpt2block.cuda.arrays import (
     device_attribute,
 )
 from gpt2block.cuda.kernels import Defines, Geometry, launch_at
+from gpt2block.cuda.launch_lines import stated_launch
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
@@ -37,7 +38,6 @@ from gpt2block.ops.operation import (
     UnsupportedCall,
     Workload,
     as_stated,
-    stated_launch,
     variant,
 )
 from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
@@ -194,7 +194,10 @@ def _three(c: Call) -> tuple[Launch, ...]:
         "rstd_kernel": (c.x, c.mean, c.rstd, c.eps, c.C),
         "normalization_kernel": (c.x, c.mean, c.rstd, c.gamma, c.beta, c.output("out"), c.C),
     }
-    return tuple(stated_launch(c, LADDER, *step, _block_define(c), True) for step in steps.items())
+    return tuple(
+        stated_launch(LADDER, kernel, args, vars(c), c.block, _block_define(c))
+        for kernel, args in steps.items()
+    )
 
 
 _one_warp = as_stated("3", WARP, "layernorm_forward_kernel3", _float_args, blocks=BLOCKS)

@@ -58,7 +58,6 @@ from gpt2block.ops.products import (
     check_addresses,
     gate_define,
     needs_hopper,
-    needs_mma,
     storage_of,
 )
 from gpt2block.ops.terms import CHUNK, Terms, check_terms, count_define, rounds, stored_scale
@@ -146,38 +145,34 @@ def itemsize_of(dtype: str) -> int:
     return 2 if dtype == TWO_PART else mma.BYTES.get(dtype, 1)
 
 
-def _most_shared() -> int:
-    return device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # 1024: static shared memory
-
-
 class FewRows(NamedTuple):
     """A kernel for few rows of floats.
 
-    check: raises UnsupportedCall. geometry: returns the launch for (call, outputs, norm), None if a
-    row does not fit in shared memory. load: returns the bytes of w per load of a lane. own:
-    arguments that other kernels do not have.
+    check: raises UnsupportedCall for (call, norm). geometry: returns the launch for (call, outputs,
+    norm), None if a row does not fit in shared memory. load: returns the bytes of w per load of a
+    lane. own: arguments that other kernels do not have.
     """
 
     file: str
-    check: Callable[[Call], None]
+    check: Callable[[Call, int], None]
     geometry: Callable[[Call, int, int], Geometry | None]
     load: Callable[[Call], int]
     own: tuple[str, ...] = ()
 
     def launch(self, c: Call, epilogue: Ends) -> Launch:
-        self.check(c)
+        outputs, norm = c.N * (2 if c.up else 1), blocks.norm_of(c.gamma, c.beta)
+        self.check(c, norm)
         if c.N > MAX_OUTPUTS:
             raise UnsupportedCall(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
         if c.w.dtype == GGUF:
             raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
         if c.to_terms:
             raise UnsupportedCall(FLOATS_ALONE)
-        outputs, norm = c.N * (2 if c.up else 1), blocks.norm_of(c.gamma, c.beta)
         geometry = self.geometry(c, outputs, norm)
         if geometry is None:
             raise UnsupportedCall(
-                f"K {c.K:,}: a row does not fit in the {_most_shared():,} bytes of this GPU's "
-                "shared memory: variant tiles has no such limit"
+                f"K {c.K:,}: a row does not fit in the {_of_device()['most_shared']:,} bytes of "
+                "this GPU's shared memory: variant tiles has no such limit"
             )
         if geometry.grid[1] > MAX_BLOCKS:
             raise UnsupportedCall(f"{c.M:,} rows: too many for this variant: use variant tiles")
@@ -202,9 +197,9 @@ FLOATS_ALONE = "takes and gives floats: use variant mma_tiles for terms, or hopp
 ONE_MATRIX = "takes one matrix: use variant hopper"
 
 
-def _check_cores(c: Call) -> None:
+def _check_cores(c: Call, norm: int) -> None:
     _on_cuda_cores(c)
-    if c.gamma is not None and c.beta is None:
+    if norm == mma.RMSNORM:
         raise UnsupportedCall("takes no gamma without beta: use variant mma")
     _send_after(c)
     if c.terms:
@@ -223,15 +218,14 @@ def _cores_load(c: Call) -> int:
     return matvec.order(c.w.whole_N, c.K, size)[0] * size
 
 
-def _check_mma(c: Call) -> None:
+def _check_mma(c: Call, norm: int) -> None:
     _on_tensor_cores(c)
     outputs = c.N * (2 if c.up else 1)
     if c.terms and c.terms.width:
         raise UnsupportedCall(FLOATS_ALONE)
     if c.up and (c.residual is not None or outputs >= mma.MANY_COLUMNS):
         raise UnsupportedCall(ONE_MATRIX)
-    normed = blocks.norm_of(c.gamma, c.beta) == mma.RMSNORM
-    if normed and (c.K > mma.MOST_NORMED or outputs >= mma.MANY_COLUMNS):
+    if norm == mma.RMSNORM and (c.K > mma.MOST_NORMED or outputs >= mma.MANY_COLUMNS):
         raise UnsupportedCall(
             f"gamma without beta, K {c.K:,}, {outputs:,} outputs: expected up to "
             f"{mma.MOST_NORMED:,} inputs and less than {mma.MANY_COLUMNS:,} outputs: use rmsnorm "
@@ -246,7 +240,8 @@ def _mma_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
 
 
 def _of_device() -> dict[str, int]:
-    return {"sms": device_attribute("MultiProcessorCount"), "most_shared": _most_shared()}
+    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # static shared memory
+    return {"sms": device_attribute("MultiProcessorCount"), "most_shared": most_shared}
 
 
 CORES = FewRows(matvec.FILE, _check_cores, _cores_geometry, _cores_load)
@@ -255,7 +250,8 @@ MMA = FewRows(mma.FILE, _check_mma, _mma_geometry, lambda c: mma.LOADED, ("x_sca
 
 def _on_tensor_cores(c: Call) -> None:
     """Raise UnsupportedCall if the tensor-core decoding kernels do not support the GPU or K."""
-    needs_mma(": use variant matvec")
+    if compute_capability() < MMA_CAPABILITY:
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant matvec")
     multiple = mma.LOADED // itemsize_of(c.w.dtype)
     if c.K % multiple:
         raise UnsupportedCall(

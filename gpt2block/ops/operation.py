@@ -19,7 +19,7 @@ from gpt2block.checks import meant
 from gpt2block.contract import MATRICES, Contract, Entry, size_of
 from gpt2block.cuda import kernels, replaced
 from gpt2block.cuda.arrays import Bound, arrays_of, mapped
-from gpt2block.cuda.launch_lines import default_block, stated_geometry
+from gpt2block.cuda.launch_lines import default_block, stated_launch
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import Argument, InputError, KernelError
 from gpt2block.ops.call import Call, UncheckedCall
@@ -97,28 +97,10 @@ def as_stated(
     """
 
     def launch(c: Call) -> Launch:
-        return stated_launch(c, file, kernel, args(c), defines(c), "blocks" in fields)
+        threads = c.block if "blocks" in fields else None
+        return stated_launch(file, kernel, args(c), vars(c), threads, defines(c))
 
     return Variant(name, file, (kernel,), launch, block=default_block(file, kernel), **fields)
-
-
-def stated_launch(
-    c: Call,
-    file: str,
-    kernel: str,
-    args: tuple[Any, ...],
-    defines: kernels.Defines = (),
-    any_block: bool = False,
-) -> Launch:
-    """Return the launch that a file states for a kernel. any_block: whether c.block is its block.
-
-    The expressions may use the sizes of the call, and the kernel's integers by parameter name.
-    """
-    parameters = (each.name for each in kernels.signatures(file)[kernel].parameters)
-    values = {**vars(c), **dict(zip(parameters, args, strict=True))}
-    sizes = tuple((name, value) for name, value in values.items() if type(value) is int)
-    geometry = stated_geometry(file, kernel, sizes, c.block if any_block else None, defines)
-    return kernels.launch_at(file, geometry, args, values.get("storage", "float32"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,9 +209,9 @@ class Operation:
         self.set_axes(known)
         known["..."] = tuple(sizes[name] for name in self.leading)
 
-        def drawn(entry: Entry) -> NDArray[Any]:
+        def drawn(entry: Entry) -> Any:
             shape = entry.shape(known)
-            normal: NDArray[Any] = rng.standard_normal(shape, dtype=np.float32)
+            normal = rng.standard_normal(shape, dtype=np.float32)
             if entry.kind in MATRICES:
                 return normal / np.float32(shape[0] ** 0.5)
             return normal + np.float32(self.workload.mean)
@@ -326,10 +308,7 @@ class Operation:
                 check_block(self.name, chosen, requested)
             launches = launches if isinstance(launches, tuple) else (launches,)
             launches = (*call.before, *launches, *call.after)
-            out, *further = (
-                getattr(call, each.name) if each.optional else call.output(each.name)
-                for each in call.contract.outputs
-            )
+            out, *further = (getattr(call, entry.name) for entry in call.contract.outputs)
             others = (array for array in further if array is not None)
             return Bound(out, launches, (*others, *call.kept))
         raise InputError(self.name + why)
