@@ -98,7 +98,6 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK) softmax_forward_kern
     for (int c = threadIdx.x; c < n; c += SOFTMAX_BLOCK) y[c] = c < seen ? expf(x[c] - max) / sum : 0.0f;
 }
 
-// Any block of a multiple of 32 threads.
 // launch: grid=ceil(rows / (block / 32)) block=256
 extern "C" __global__ void softmax_forward_kernel2(
     const float* x,  // (rows, n)
