@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2block.mine import counters
+from gpt2block.cli import counters
 from gpt2block.ops import workload
 from gpt2block.ops.registry import find, parse_sizes
 from gpt2block.ptx import engine, nvrtc

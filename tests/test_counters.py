@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpt2block import emulator
-from gpt2block.mine import counters
+from gpt2block.cli import counters
 from gpt2block.mine.templates import template
 from gpt2block.ops import workload
 from gpt2block.ops.registry import find, parse_sizes

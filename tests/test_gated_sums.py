@@ -298,6 +298,7 @@ def test_refusals(device: Any, possible: None, monkeypatch: pytest.MonkeyPatch) 
     refused("gated_sums", "x: expected data aligned", moved, gamma, *weights, splits=2)
     refused("rmsnorm_sums", "x: expected data aligned", moved, gamma, sums, half.down)
     monkeypatch.setattr(gated_sums, "compute_capability", lambda: 75)
+    monkeypatch.setattr("gpt2block.ops.products.compute_capability", lambda: 75)
     refused("gated_sums", "compute capability 9.0", x, gamma, *weights, splits=2)
     refused("linear_sums", "compute capability 8.0", x, half.o, x)
     assert splits_of("bfloat16", 1, SMOLLM2.block_shapes()) == 0

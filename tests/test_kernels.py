@@ -17,6 +17,7 @@ import pytest
 from gpt2block import KernelError, cuda
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import Parameter, Signature
+from gpt2block.cuda.launch_lines import stated_geometry
 from tests.compiling import Job, assert_clean
 from tests.devices import running_on
 
@@ -469,6 +470,22 @@ def test_an_idea_is_the_first_sentence_about_a_kernel_in_the_head_of_its_file(
         KernelError, match=r"f\.cu: kernel fourth has no idea: state it in .*//   fo"
     ):
         kernels.idea_of("f.cu", "fourth", "fast")
+
+
+@pytest.mark.parametrize(
+    ("file", "kernel", "sizes", "threads", "expected"),
+    [
+        ("trimat/ladder.cu", "matmul_tri3", "T=130 B=2 NH=3", 64, ((3, 3, 6), (8, 8), 0)),
+        ("matmul/skeleton.cu", "matmul_bias_tiled", "M=17 N=33", None, ((3, 2), (16, 16), 0)),
+        ("layernorm/gelu.cu", "layernorm_gelu_optimized", "batch_size=5", 64, ((5,), (64,), 512)),
+    ],
+)
+def test_the_launch_line_above_a_kernel_is_its_launch(
+    file: str, kernel: str, sizes: str, threads: int | None, expected: tuple[Any, ...]
+) -> None:
+    named = tuple((name, int(n)) for name, n in (each.split("=") for each in sizes.split()))
+    found = stated_geometry(f"learn/{file}", kernel, named, threads)
+    assert found == kernels.Geometry(kernel, *expected)
 
 
 def test_importing_the_loader_does_not_import_cupy() -> None:

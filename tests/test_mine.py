@@ -15,7 +15,9 @@ import pytest
 
 from gpt2block import InputError, doctor, emulator
 from gpt2block.bench import Ceilings, ceilings, race, variants
+from gpt2block.cli.listing import listing, rung
 from gpt2block.cuda import kernels, timing
+from gpt2block.cuda.launch_lines import LaunchText, evaluated
 from gpt2block.errors import KernelError, NotJudged
 from gpt2block.mine import on_cpu, on_gpu, sizes
 from gpt2block.mine.arguments import check_known, sizes_at, values
@@ -23,12 +25,10 @@ from gpt2block.mine.cases import SPECIAL, Case
 from gpt2block.mine.cases import cases as every_case
 from gpt2block.mine.child import ProcessExited, Stage, supervised
 from gpt2block.mine.comparison import BenchmarkResult, Checked, Fidelity
-from gpt2block.mine.expressions import evaluated
 from gpt2block.mine.finding import Finding, of_compiler
 from gpt2block.mine.kernel import MINE, Kernel, matched
-from gpt2block.mine.listing import listing, rung
 from gpt2block.mine.sizes import FURTHER
-from gpt2block.mine.source import LaunchText, read
+from gpt2block.mine.source import read
 from gpt2block.mine.templates import HERE, names, template
 from gpt2block.mine.why import EmulatedRun
 from gpt2block.ops import workload

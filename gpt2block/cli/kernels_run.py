@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -13,9 +13,8 @@ import typer
 from gpt2block import doctor, emulator
 from gpt2block.bench import ceilings
 from gpt2block.bench.variants import CEILINGS, measure_variants
+from gpt2block.cli import counters
 from gpt2block.cli.codes import WRONG as NO_VERDICT
-from gpt2block.cli.counters import print_lines, print_totals
-from gpt2block.cli.counters import report as counters_report
 from gpt2block.cli.display import console, print_json, progress_bar, tracked
 from gpt2block.cli.kernels import (
     draw_sweep,
@@ -27,19 +26,14 @@ from gpt2block.cli.kernels import (
     print_series,
 )
 from gpt2block.cli.kernels_options import KernelsOptions, OwnOptions
-from gpt2block.cli.mine import (
-    print_rungs,
-    print_source,
-    print_verdict,
-    print_why,
-    rungs_report,
-)
+from gpt2block.cli.listing import rung
+from gpt2block.cli.mine import print_source, print_verdict, print_why
+from gpt2block.cli.rungs import check_variants, print_rungs, rungs_report
 from gpt2block.errors import DeviceError, InputError, NotJudged, check_all
-from gpt2block.mine import counters, on_cpu, on_gpu, variants_on_cpu
-from gpt2block.mine.cases import Case, cases, resolved_seed
-from gpt2block.mine.counters import KernelCounts
+from gpt2block.mine import on_cpu
+from gpt2block.mine.cases import Case, resolved_seed
 from gpt2block.mine.kernel import MINE, Kernel, matched
-from gpt2block.mine.listing import rung
+from gpt2block.mine.kernel_check import CheckJob
 from gpt2block.mine.solutions import solution as solution_of
 from gpt2block.mine.source import read
 from gpt2block.mine.templates import template as template_of
@@ -74,11 +68,6 @@ class Request(NamedTuple):
     def steps(self) -> bool:
         """Whether the steps of the threads of a problem are requested."""
         return self.why or self.why_page is not None
-
-    @property
-    def drawn(self) -> int | None:
-        """The seed, or None with --shape, which states all sizes."""
-        return None if self.options.shape else self.seed
 
 
 def run(options: KernelsOptions, own: OwnOptions) -> bool:
@@ -128,7 +117,7 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
         if request.steps:
             option = "--why" if request.why else "--why-page"
             raise InputError(f"{option}: {EMULATOR_ONLY}: add --device cpu")
-        return _own_on_gpu(request, user) if user else _on_gpu(request)
+        return _own(request, user, True) if user else _on_gpu(request)
     if device == CUDA or (request.sweep and problem):
         why = f"{problem}: this needs a GPU, and {doctor.ADVICE}"
         return _not_run(request, user, why)
@@ -142,7 +131,7 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
         return _not_run(request, user, f"{problem}; {error}")
     if problem and not request.options.as_json:
         print(f"note: running on the CPU: {problem}", file=sys.stderr)
-    return _own_on_cpu(request, user) if user else _on_cpu(request, problem)
+    return _own(request, user, False) if user else _on_cpu(request, problem)
 
 
 def _not_run(request: Request, user: Kernel | None, problem: str) -> bool:
@@ -182,7 +171,7 @@ def _on_cpu(request: Request, problem: str | None) -> bool:
     operation, as_json = request.operation, request.options.as_json
     small = _small(request)
     _list(request)
-    rungs, skipped = variants_on_cpu.check_variants(
+    rungs, skipped = check_variants(
         operation,
         request.variants,
         request.stored,
@@ -221,12 +210,7 @@ def _on_gpu(request: Request) -> bool:
     return all(row.right for rows in measured for row in rows)
 
 
-def _own_cases(request: Request, user: Kernel) -> tuple[Case, ...]:
-    stated = stated_sizes(request.operation, request.options.shape)
-    return cases(user, request.stored[1], stated, request.seed)
-
-
-def _watched(results: Iterator[T], given: Sequence[Case], hidden: bool) -> Iterator[T]:
+def _watched(results: Iterable[T], given: Sequence[Case], hidden: bool) -> Iterator[T]:
     """Yield results of checks; meanwhile, a progress bar shows the check that runs."""
     labels = [*(each.label for each in given), "sizes that a GPU times"]
     with progress_bar("{task.description}", hidden) as bar:
@@ -236,38 +220,25 @@ def _watched(results: Iterator[T], given: Sequence[Case], hidden: bool) -> Itera
             bar.update(task, completed=done, description=f"at {labels[min(done, len(given))]}")
 
 
-def _own_on_cpu(request: Request, user: Kernel) -> bool:
-    at = parse_sizes(request.operation, request.options.shape)
-    stated = stated_sizes(request.operation, request.options.shape)
-    timed = on_cpu.TimedSizes(at, request.stored[1], stated)
-    given = _own_cases(request, user)
-    results = on_cpu.check_kernel(user, given, timed=timed, steps=request.steps)
-    found = _watched(results, given, request.options.as_json)
-    return _show_own(request, Verdict.of(user, CPU, found, request.drawn, request.steps, at))
-
-
-def _own_on_gpu(request: Request, user: Kernel) -> bool:
+def _own(request: Request, user: Kernel, on_gpu: bool) -> bool:
+    """Check a user's kernel, on a GPU also its times. Return False if it is wrong."""
     options = request.options
-    at = parse_sizes(request.operation, options.shape)
-    given = _own_cases(request, user)
-    job = on_gpu.ChildJob(
-        user,
-        given,
-        tuple(each.name for each in request.variants),
-        at,
-        request.stored,
-        request.sweep,
-    )
-    found = Verdict.of(
-        user, CUDA, _watched(on_gpu.run(job), given, options.as_json), request.drawn, timed_sizes=at
-    )
-    timed = found.benchmark
-    if timed and options.plot is not None:
+    stated = stated_sizes(request.operation, options.shape)
+    watched = partial(_watched, hidden=options.as_json)
+    job = CheckJob(user, request.stored, stated, request.seed, watched)
+    if not on_gpu:
+        return _show_own(request, job.on_cpu(request.steps))
+    names = tuple(each.name for each in request.variants)
+    found = job.on_gpu(names, request.sweep)
+    if found.benchmark and options.plot is not None:
+        timed = found.benchmark
         draw_sweep(timed.rows, timed.ceiling, doctor.describe_device(0), options.plot)
     return _show_own(request, found)
 
 
-def _counted(request: Request, user: Kernel | None = None) -> tuple[list[KernelCounts], list[str]]:
+def _counted(
+    request: Request, user: Kernel | None = None
+) -> tuple[list[counters.KernelCounts], list[str]]:
     """Count a user's kernel and the fastest variant, or all built-in variants."""
     stated = stated_sizes(request.operation, request.options.shape)
     operation = request.operation
@@ -283,9 +254,9 @@ def _count_variants(request: Request) -> bool:
     """Print the counters of the built-in variants. Return False if none could run."""
     found = _counted(request)
     if request.options.as_json:
-        print_json(counters_report(*found))
+        print_json(counters.report(*found))
     else:
-        print_totals(console(), *found)
+        counters.print_totals(console(), *found)
     return bool(found[0])
 
 
@@ -298,7 +269,7 @@ def _show_own(request: Request, found: Verdict) -> bool:
     wanted = request.options.counters and found.right
     counted = _counted(request, found.kernel) if wanted else None
     if request.options.as_json:
-        print_json(found.as_dict() | ({"counters": counters_report(*counted)} if counted else {}))
+        print_json(found.as_dict() | ({"counters": counters.report(*counted)} if counted else {}))
         if found.reason is not None:
             raise typer.Exit(NO_VERDICT)
     elif found.reason is not None:
@@ -308,7 +279,7 @@ def _show_own(request: Request, found: Verdict) -> bool:
         if request.why and found.why is not None:
             print_why(console(), found.kernel.source, found.why)
         if counted:
-            print_lines(console(), *counted)
+            counters.print_lines(console(), *counted)
         if request.why_page is not None:
             print(f"The steps are in {request.why_page}.")
     return found.right

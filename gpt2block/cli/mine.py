@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,20 +11,18 @@ from rich.markup import escape
 from gpt2block.bench import Measurement
 from gpt2block.cli.display import new_table, print_table, printable_lines
 from gpt2block.cli.kernels import print_measurements
+from gpt2block.cli.listing import listing
 from gpt2block.mine.comparison import Checked
 from gpt2block.mine.finding import Finding, headline, numbered
 from gpt2block.mine.kernel import MINE, described
-from gpt2block.mine.listing import listing
 from gpt2block.mine.source import UserSource
-from gpt2block.mine.variants_on_cpu import Rung
-from gpt2block.mine.verdict import ALL_ORDERS, COLUMNS, CPU, FOUND_NONE, Verdict
+from gpt2block.mine.verdict import ALL_ORDERS, COLUMNS, NO_TIMES, Verdict
 from gpt2block.mine.why import Why
-from gpt2block.ops.operation import Operation, Sizes, Variant
+from gpt2block.ops.operation import Operation, Variant
 
 MOST_LINES = 20  # maximum number of lines of a kernel's output to show
 WIDTH_OF_NUMBERS = 24  # characters of the columns of numbers, and of the spaces between columns
 LONGEST_EVENT = 46  # characters of an event that is not folded
-NO_TIMES = "No times: those of an emulator say nothing about a GPU."
 
 
 def print_verdict(out: Console, found: Verdict) -> None:
@@ -126,55 +122,6 @@ def placed(rows: Sequence[Measurement]) -> str:
         f"Your kernel is number {place} of {len(rows)}, {mine.percent:.0f} % of the ceiling; "
         f"{'it is ' if ratio < 1 else 'it '}{faster} {best.variant}, the fastest other one."
     )
-
-
-def print_rungs(
-    out: Console,
-    operation: Operation,
-    rungs: Sequence[Rung],
-    skipped: Sequence[str],
-    sizes: Sequence[Sizes],
-    dtype: str,
-) -> None:
-    """Print the built-in variants' results on the emulator."""
-    out.print(f"{operation.name}, {dtype}, {CPU}")
-    ran = "; ".join(described(each).replace(",", "") for each in sizes)
-    documented = described(operation.workload.sizes).replace(",", "")
-    out.print(f"reduced sizes: {ran} (on a GPU {documented})")
-    table = new_table(("variant", "kernels"), ("sizes", "max abs", "max rel", ""))
-    for rung in rungs:
-        table.add_row(
-            rung.variant,
-            " ".join(rung.kernels),
-            f"{len(rung.sizes)} of {len(sizes)}",
-            f"{rung.max_abs:.1e}",
-            f"{rung.max_rel:.1e}",
-            "ok" if rung.right else "WRONG",
-        )
-    print_table(out, table)
-    for rung in rungs:
-        if rung.problem:
-            out.print(f"{rung.variant}: {escape(rung.problem)}")
-    for line in skipped:
-        out.print(f"not run: {escape(line)}")
-    if rungs:
-        out.print("Worst errors of four thread orders, against float64.")
-    if rungs and not any(rung.problem for rung in rungs):
-        out.print(FOUND_NONE)
-    out.print(NO_TIMES)
-
-
-def rungs_report(
-    operation: Operation, rungs: Sequence[Rung], skipped: Sequence[str], note: str | None
-) -> dict[str, Any]:
-    """Return the emulator's results for JSON. `note`: why no GPU is used, None for --device cpu."""
-    return {
-        "operation": operation.name,
-        "device": "cpu",
-        "note": note,
-        "rows": [asdict(rung) | {"right": rung.right} for rung in rungs],
-        "skipped": list(skipped),
-    }
 
 
 def print_source(out: Console, operation: Operation, variant: Variant) -> None:

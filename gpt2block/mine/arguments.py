@@ -71,9 +71,7 @@ def values(operation: Operation, inputs: tuple[Any, ...], attrs: Attrs) -> Value
 def sizes_at(operation: Operation, sizes: Sizes) -> dict[str, int]:
     """Return the integers of `Values.sizes` for documented sizes, without input arrays."""
     known = {**operation.workload.attrs, **sizes}
-    for axis, text in operation.workload.axes.items():
-        if axis != "...":
-            known.setdefault(axis, size_of(text, known))
+    operation.set_axes(known)
     entries = (*operation.contract.inputs, *operation.contract.outputs)
     arrays = {*operation.workload.arrays, *(entry.name for entry in entries)}
     found = _numbers(operation, known, operation.workload.attrs, arrays)
@@ -112,9 +110,7 @@ def _sizes(operation: Operation, given: Iterable[tuple[Entry, Any]], attrs: Attr
         entry.fits((value.K, value.N) if entry.kind in MATRICES else value.shape, sizes)
     sizes |= zip(operation.leading, sizes.get("...", ()), strict=False)
     sizes |= attrs
-    for axis, text in operation.workload.axes.items():
-        if axis not in sizes:
-            sizes[axis] = size_of(text, sizes)
+    operation.set_axes(sizes)
     return sizes
 
 

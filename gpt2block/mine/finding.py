@@ -13,8 +13,8 @@ import ml_dtypes  # noqa: F401  (makes "bfloat16" a dtype's name)
 import numpy as np
 
 from gpt2block.cuda import kernels
+from gpt2block.cuda.launch_lines import evaluated
 from gpt2block.errors import InputError, NotJudged
-from gpt2block.mine.expressions import evaluated
 from gpt2block.mine.source import UserSource, numbers
 from gpt2block.ptx import engine, nvrtc
 

@@ -14,11 +14,11 @@ import numpy as np
 from gpt2block.cuda import cupy, kernels, replaced
 from gpt2block.cuda.arrays import Bound, compute_capability, device_attribute
 from gpt2block.cuda.kernels import Parameter
+from gpt2block.cuda.launch_lines import evaluated, split
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import LINE, Argument, InputError
 from gpt2block.mine import arguments
 from gpt2block.mine.arguments import Output, Values
-from gpt2block.mine.expressions import evaluated
 from gpt2block.mine.source import TEMPLATE, UserSource
 from gpt2block.ops import workload
 from gpt2block.ops.call import UncheckedCall
@@ -131,7 +131,7 @@ class Kernel:
         return grid, block, self._value("shared", text.shared, named)
 
     def _extents(self, option: str, text: str, sizes: Sizes) -> tuple[int, ...]:
-        found = tuple(self._value(option, part, sizes) for part in _parts(text))
+        found = tuple(self._value(option, part, sizes) for part in split(text))
         if len(found) > 3 or any(extent < 1 for extent in found):
             at = described({name: size for name, size in sizes.items() if name != "block"})
             raise InputError(
@@ -184,7 +184,7 @@ def matched(
     )
     values = arguments.values(operation, host, all_attrs)
     label = f"{source.place()}: {source.name}"
-    given = [p.name for p in source.parameters] if args is None else [*_parts(args)]
+    given = [p.name for p in source.parameters] if args is None else [*split(args)]
     problems: list[Sequence[object]] = [*source.problems]
     names: list[str] = []
     told: list[object] = []
@@ -229,18 +229,6 @@ def _device() -> str:
 
 def described(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
-
-
-def _parts(text: str) -> list[str]:
-    """Split a text at commas outside parentheses."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += {"(": 1, ")": -1}.get(letter, 0)
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts]
 
 
 def _known(label: str, name: str, operation: Operation, values: Values) -> str:

@@ -6,7 +6,8 @@ import atexit
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,16 @@ from gpt2block import doctor
 from gpt2block.checks import named_options
 from gpt2block.errors import Argument, DeviceError, InputError, shown
 from gpt2block.mine import on_cpu
-from gpt2block.mine.cases import cases, resolved_seed
+from gpt2block.mine.cases import Case, cases, resolved_seed
 from gpt2block.mine.kernel import Kernel, matched
 from gpt2block.mine.source import OWN, read
 from gpt2block.mine.verdict import Verdict
 from gpt2block.mine.why import EMULATOR_ONLY
 from gpt2block.ops import workload
-from gpt2block.ops.operation import Operation
+from gpt2block.ops.operation import Operation, Sizes
 from gpt2block.ops.registry import find, stated_sizes
 
+Watched = Callable[[Iterable[Any], Sequence[Case]], Iterable[Any]]
 FILE = "my.cu"  # file name of a source that is passed as text
 
 
@@ -70,23 +72,55 @@ def check(
     stored = workload.check_storage(found, dtype, layout)
     launch = {"kernel": kernel, "grid": grid, "block": block, "shared": shared}
     user = _matched(source, found, stored, args, launch)
-    seed = resolved_seed(seed)
-    given = cases(user, stored[1], stated, seed)
-    drawn = None if stated else seed  # stated sizes are checked alone
+    job = CheckJob(user, stored, stated, resolved_seed(seed))
     problem = doctor.cuda_problem() if device != "cpu" else "the CPU was requested"
     if device == "cuda" and problem:
         raise DeviceError(f"device 'cuda': {problem}: {doctor.ADVICE}")
     if why and not problem:
         raise InputError(f"why: {EMULATOR_ONLY}: expected ", Argument("device", "cpu"))
-    sizes = {**found.workload.sizes, **stated}
-    if problem:
-        timed = on_cpu.TimedSizes(sizes, stored[1], stated)
-        results = on_cpu.check_kernel(user, given, timed=timed, steps=why)
-        return Verdict.of(user, "cpu", results, drawn, why, sizes)
-    from gpt2block.mine import on_gpu  # noqa: PLC0415  (imports benchmarks)
+    return job.on_cpu(why) if problem else job.on_gpu()
 
-    job = on_gpu.ChildJob(user, given, (), None, stored)
-    return Verdict.of(user, "cuda", on_gpu.run(job), drawn, timed_sizes=sizes)
+
+@dataclass(frozen=True)
+class CheckJob:
+    """The checks of a user's kernel: at stated sizes alone, or at all sizes and random ones.
+
+    stored: (dtype, layout), as `workload.check_storage` returns them. watched: wraps the iteration
+    over the results, such as a progress bar.
+    """
+
+    user: Kernel
+    stored: tuple[str, str]
+    stated: Sizes
+    seed: int
+    watched: Watched = lambda results, given: results
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes that a GPU times."""
+        return {**self.user.operation.workload.sizes, **self.stated}
+
+    def on_cpu(self, steps: bool) -> Verdict:
+        """Check the kernel on the emulator. steps: whether `Verdict.why` is requested."""
+        given = self._cases()
+        timed = on_cpu.TimedSizes(self.sizes, self.stored[1], self.stated)
+        results = on_cpu.check_kernel(self.user, given, timed=timed, steps=steps)
+        return self._verdict("cpu", self.watched(results, given), steps)
+
+    def on_gpu(self, variants: tuple[str, ...] | None = None, sweep: bool = False) -> Verdict:
+        """Check the kernel on the GPU. variants: built-in ones to time it with; None: no times."""
+        from gpt2block.mine import on_gpu  # noqa: PLC0415  (imports benchmarks)
+
+        given, at = self._cases(), None if variants is None else self.sizes
+        job = on_gpu.ChildJob(self.user, given, variants or (), at, self.stored, sweep)
+        return self._verdict("cuda", self.watched(on_gpu.run(job), given))
+
+    def _cases(self) -> tuple[Case, ...]:
+        return cases(self.user, self.stored[1], self.stated, self.seed)
+
+    def _verdict(self, device: str, results: Iterable[Any], steps: bool = False) -> Verdict:
+        seed = None if self.stated else self.seed  # stated sizes are checked alone
+        return Verdict.of(self.user, device, results, seed, steps, self.sizes)
 
 
 def check_kernel(operation: str, source: str | Path, **options: Any) -> Verdict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -12,16 +11,13 @@ from stat import S_ISREG
 
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import Parameter
+from gpt2block.cuda.launch_lines import EXAMPLE, LaunchText, evaluated
+from gpt2block.cuda.launch_lines import stated as stated_launch
 from gpt2block.errors import Argument, InputError
-from gpt2block.mine.expressions import evaluated
 
 OWN = Argument("mine")  # option that names the file, for messages
 TEMPLATE = "`gpt2block kernels OPERATION --template`"
-EXAMPLE = "// launch: grid=ceil(N / block) block=256"
-BLOCK = "256"
 LARGEST_FILE = 1 << 20  # maximum bytes of a file
-_LAUNCH = re.compile(r"^[ \t]*//[ \t]*launch:(.*)$", re.MULTILINE)
-_SETTING = re.compile(r"(\w+)\s*=\s*(.*?)\s*(?=\w+\s*=|$)")
 _GLOBAL = re.compile(r"__global__\s[^;{(]*?(\w+)\s*\(")
 _NUMBER = re.compile(
     r"(?:^[ \t]*#[ \t]*define[ \t]+|\b(?:constexpr|const)\s+(?:unsigned\s+)?\w+\s+)(\w+)"
@@ -38,16 +34,6 @@ _HOST = re.compile(
 )
 _HEADER = re.compile(r"^[ \t]*#[ \t]*include[ \t]*(<\w+>)", re.MULTILINE)
 _WAIT = re.compile(r"\bwait_for_previous\(|\bgriddepcontrol\.wait\b")
-_KEYS = ("grid", "block", "shared")
-
-
-@dataclass(frozen=True)
-class LaunchText:
-    """Expressions of a launch: grid and block (one to three each), bytes of shared memory."""
-
-    grid: str
-    block: str = BLOCK
-    shared: str = "0"
 
 
 @dataclass(frozen=True)
@@ -172,7 +158,7 @@ def read(
     problems: list[tuple[object, ...]] = []
     if not linked:
         problems.append((f"{source.place()}{_not_linked(name, text)}",))
-    line, stated = _stated(source)
+    line, stated = stated_launch(source.file, text, source._named[0])
     options = {"grid": grid, "block": block, "shared": shared}
     given = {key: value for key, value in options.items() if value is not None}
     settings = {**stated, **given}
@@ -270,21 +256,3 @@ def _outside_conditions(text: str) -> str:
         kept.append("" if depth else line)
         depth -= bool(re.match(r"\s*#\s*endif", line))
     return "\n".join(kept)
-
-
-def _stated(source: UserSource) -> tuple[int, Mapping[str, str]]:
-    """Return (line number, settings) of the last `// launch:` comment before the kernel."""
-    text, (at, _) = source.text, source._named
-    above = [found for found in _LAUNCH.finditer(text) if found.start() < at]
-    if not above:
-        return 0, {}
-    number = text[: above[-1].start()].count("\n") + 1
-    settings = dict(_SETTING.findall(above[-1][1]))
-    unknown = [key for key in settings if key not in _KEYS]
-    if unknown or not settings:
-        what = f"unknown setting {unknown[0]!r}" if unknown else "it has no settings"
-        raise InputError(
-            f"{source.file}:{number}: launch line: {what}: expected 'grid=', 'block=' and "
-            f"'shared=', as in `{EXAMPLE}`"
-        )
-    return number, settings

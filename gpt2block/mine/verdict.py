@@ -28,6 +28,7 @@ VERDICTS = (RIGHT, WRONG, NOT_JUDGED)
 CPU, GPU = "on the CPU, by an emulator of CUDA", "on the GPU"
 FOUND_NONE = "Found no access out of bounds, no race and no divergent barrier."
 ALL_ORDERS = f"Right in forward, reverse, shuffled and interleaved thread order. {FOUND_NONE}"
+NO_TIMES = "No times: those of an emulator say nothing about a GPU."
 COLUMNS = ("sizes", "grid", "block", "shared", "max abs", "max rel")  # columns of the checks' table
 NO_STEPS = "There are no steps to show: no launch at a small size has found the problem."
 RED = "color: #c62828; font-weight: bold"

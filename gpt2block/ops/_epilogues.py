@@ -59,7 +59,7 @@ Ends = Callable[[Call], Epilogue]  # chooses the epilogue of a call
 
 def add(c: Call) -> Epilogue:
     """Return the epilogue of `linear`: [residual +] [gelu] sum, which option `sends` also sends."""
-    args = {"out": c.out, "gelu": int(c.gelu)}
+    args = {"out": c.output("out"), "gelu": int(c.gelu)}
     if c.sends is None:
         return Epilogue("ADD", {**args, "residual": c.residual})
     if c.residual is not None or c.to_terms:
@@ -69,13 +69,13 @@ def add(c: Call) -> Epilogue:
 
 def add_sums(c: Call) -> Epilogue:
     """Return the epilogue of `linear_sums`, which also adds partial sums to the residual stream."""
-    args = {**_sums(c), "residual": c.residual, "out": c.out}
+    args = {**_sums(c), "residual": c.residual, "out": c.output("out")}
     return Epilogue("ADD_SUMS", args, splits=_splits(c))
 
 
 def append(c: Call) -> Epilogue:
     """Return the epilogue of `linear_qkv`, which appends k and v to the kv_cache."""
-    args = {**_cache(c), "out": c.q, "C": c.C, "n_ctx": c.P}
+    args = {**_cache(c), "out": c.output("q"), "C": c.C, "n_ctx": c.P}
     return Epilogue("APPEND", args, T=c.T, fp8_cache=c.fp8_cache)
 
 
@@ -83,7 +83,7 @@ def append_rope(c: Call) -> Epilogue:
     """Return the epilogue of `linear_rope`, which rotates q and k, and appends k and v."""
     D = 2 * c.P
     heads = {"n_head": c.n_head, "n_kv_head": c.C // D, "n_ctx": c.k.shape[1]}
-    args = {**_cache(c), **heads, "out": c.out, "rotations": c.by}
+    args = {**_cache(c), **heads, "out": c.output("out"), "rotations": c.by}
     T = cache_dtype(c.w.dtype)
     return Epilogue("APPEND_ROPE", args, head=D, T=T, fp8_cache=c.fp8_cache)
 

@@ -19,7 +19,7 @@ from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops.call import Call
 from gpt2block.ops.gguf import range_defines
 from gpt2block.ops.operation import UnsupportedCall
-from gpt2block.ops.products import MMA_CAPABILITY, filled, gate_define, room
+from gpt2block.ops.products import filled, gate_define, needs_mma, room
 from gpt2block.ops.terms import count_define
 from gpt2block.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
 
@@ -205,8 +205,7 @@ def launch(
     norm = norm_of(gamma, beta)
     if c.w.dtype != GGUF:
         raise UnsupportedCall("takes a GgufMatrix")
-    if compute_capability() < MMA_CAPABILITY:
-        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer")
+    needs_mma()
     if epilogue.head % BORDER:
         raise UnsupportedCall(f"heads of {epilogue.head} channels: expected a multiple of {BORDER}")
     if up is not None and up.ranges != c.w.ranges:

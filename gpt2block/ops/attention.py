@@ -108,10 +108,9 @@ def naive_geometry(
 def _fit_dtype(c: Call, *dtypes: str) -> None:
     if c.storage == TWO_PART and TWO_PART not in dtypes:
         raise UnsupportedCall("takes no two-part matrix: use variant mma")
-    expected = " or ".join(dtypes[:2])
     if c.storage not in dtypes:
         raise UnsupportedCall(
-            f"qkv: expected {expected}, got {c.storage}: use .astype('{dtypes[0]}')"
+            f"qkv: expected {' or '.join(dtypes[:2])}, got {c.storage}: use .astype('{dtypes[0]}')"
         )
 
 
@@ -165,7 +164,7 @@ def _fit_mha(c: Call) -> Geometry:
 
 @variant("mha", FILE, "mha_causal_kernel", "mha_nocausal_kernel", dtypes=("float32",))
 def _mha(c: Call) -> Launch:
-    return launch_at(FILE, _fit_mha(c), (c.qkv, c.out, c.T))
+    return launch_at(FILE, _fit_mha(c), (c.qkv, c.output("out"), c.T))
 
 
 @variant(
@@ -183,7 +182,7 @@ def _naive(c: Call) -> tuple[Launch, ...]:
     geometries = naive_geometry(c.B, c.T, c.n_head, c.HS, c.block, c.n_kv_head)
     causal, rows = int(c.causal), c.B * c.n_head * c.T
     try:
-        c.make("scores")
+        c.output("scores")
     except cupy.cuda.memory.OutOfMemoryError as error:
         raise InputError(
             f"variant naive: its scores take {4e-9 * rows * c.T:,.1f} GB, more than this GPU "
@@ -192,10 +191,9 @@ def _naive(c: Call) -> tuple[Launch, ...]:
     arguments = (
         (c.qkv, c.scores, c.T, causal),
         (c.scores, c.T, rows, causal),
-        (c.qkv, c.scores, c.out, c.T, c.out.size, causal),
+        (c.qkv, c.scores, c.output("out"), c.T, c.out.size, causal),
     )
-    steps = zip(geometries, arguments, strict=True)
-    return tuple(launch_at(NAIVE, *step) for step in steps)
+    return tuple(launch_at(NAIVE, *step) for step in zip(geometries, arguments, strict=True))
 
 
 @variant(
@@ -209,14 +207,14 @@ def _naive(c: Call) -> tuple[Launch, ...]:
 )
 def _online(c: Call) -> Launch:
     _fit_online(c)
-    check_address("out", c.out)
+    check_address("out", c.output("out"))
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     block = c.block if c.requested else None
     geometry = online_geometry(
         *c.sizes, c.HS, NKV=c.n_kv_head, block=block, most_shared=most_shared
     )
     geometry = scored(geometry, c)
-    return launch_at(ONLINE, geometry, (c.qkv, c.out, c.T, int(c.causal)))
+    return launch_at(ONLINE, geometry, (c.qkv, c.output("out"), c.T, int(c.causal)))
 
 
 # --- tensor-core variants: mma and hopper, for 16-bit dtypes and TwoPartMatrix
@@ -249,7 +247,7 @@ def _two_part(c: Call) -> Launch:
         *c.sizes, c.causal, one_scale, most_shared=most_shared, **c.heads
     )
     geometry = scored(geometry, c)
-    parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.out.parts, c.out.scale)
+    parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
     args = (*parts, c.qkv.size // c.W, *c.sizes, together)
     return launch_at(MMA_TWO_PART, geometry, args, "float16")
 
@@ -260,7 +258,7 @@ def _mma(c: Call) -> Launch:
     if c.storage == TWO_PART:
         launch: Launch = _two_part.launch(c)
         return launch
-    check_address("out", c.out)
+    check_address("out", c.output("out"))
     sms, most_shared = map(
         device_attribute, ("MultiProcessorCount", "MaxSharedMemoryPerBlockOptin")
     )
@@ -290,7 +288,7 @@ def _hopper_two_part(c: Call) -> Launch:
     )
     geometry = scored(geometry, c)
     boxes = tensor_map(c.qkv.parts, (1, HOPPER_TWO_PART_TILE, HOPPER_TWO_PART_HEAD))
-    parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.out.parts, c.out.scale)
+    parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
     args = (boxes, *parts, c.qkv.size // c.W, *c.sizes, together)
     return launch_at(HOPPER_TWO_PART, geometry, args, "float16")
 
@@ -340,7 +338,7 @@ def _hopper(c: Call) -> Launch:
 
 
 def _hopper_launch(c: Call, file: str, geometry: Geometry, together: int) -> Launch:
-    check_address("out", c.out)
+    check_address("out", c.output("out"))
     geometry = scored(geometry, c)
     boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, HOPPER_TILE, TENSOR_HEAD))
     args = (boxes, c.qkv, c.cu_seqlens, c.out, *c.sizes, together)

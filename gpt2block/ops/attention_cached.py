@@ -48,7 +48,7 @@ from gpt2block.ops._rows import power_of_two
 from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, LARGEST_HEAD, MMA, SIXTEEN_BITS
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops.products import HOPPER_CAPABILITY, check_addresses, needs_hopper, needs_mma
 from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call
 
@@ -276,7 +276,7 @@ def _tiles(c: Call) -> Launch:
     """
     q, first = c.rows_of_q, c.contract.inputs[0].name
     heads = _heads(first, c.Q, c.n_head, c.C)
-    for name, array in ((first, q), ("k", c.k), ("v", c.v), ("out", c.out)):
+    for name, array in ((first, q), ("k", c.k), ("v", c.v), ("out", c.output("out"))):
         check_address(name, array)
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     narrow = q.dtype.name != "float32"
@@ -291,16 +291,15 @@ def _tiles(c: Call) -> Launch:
 def _mma(c: Call) -> Launch:
     """Launch variant `mma`, which is bitwise equal to `attention`'s mma over the whole sequence."""
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
-    if compute_capability() < MMA_CAPABILITY:
-        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant tiles")
+    needs_mma(": use variant tiles")
     if c.fp8_cache is not None or c.storage not in SIXTEEN_BITS:
         raise UnsupportedCall("takes qkv, k and v of float16 or bfloat16: use variant tiles")
     if HS not in MMA_HEADS:
         raise UnsupportedCall(
             f"head size {HS}: tensor cores take {', '.join(map(str, MMA_HEADS))}: use variant tiles"
         )
-    for name in ("qkv", "k", "v", "out"):
-        check_address(name, getattr(c, name))
+    c.output("out")
+    check_addresses(c, "qkv", "k", "v", "out")
     sms = device_attribute("MultiProcessorCount")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     sizes, heads = (c.B, c.longest, n_head), {"HS": HS, "serves": n_head // n_kv_head}
@@ -325,15 +324,14 @@ def _hopper(c: Call) -> Launch:
     Results are bitwise equal to `attention`'s variant hopper over the whole sequence.
     """
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
-    if compute_capability() != HOPPER_CAPABILITY:
-        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+    needs_hopper(": use variant mma")
     if c.storage not in SIXTEEN_BITS:
         raise UnsupportedCall("takes qkv of float16 or bfloat16: use variant tiles")
     if HS not in TENSOR_HEADS:
         takes = " and ".join(map(str, TENSOR_HEADS))
         raise UnsupportedCall(f"head size {HS}: takes {takes}: use variant mma")
-    for name in ("qkv", "k", "v", "out"):
-        check_address(name, getattr(c, name))
+    c.output("out")
+    check_addresses(c, "qkv", "k", "v", "out")
     c.sizes, sms = (c.B, c.longest, n_head), device_attribute("MultiProcessorCount")
     of_heads = {"HS": HS, "serves": n_head // n_kv_head}
     c.geometry, c.band = cached_hopper_geometry(*c.sizes, c.N, c.P, sms=sms, **of_heads)
@@ -422,8 +420,9 @@ def _split(c: Call) -> Launch:
     for name, array in (("q", c.q), ("k", c.k), ("v", c.v)):
         check_address(name, array, min(16, width * array.itemsize))
     scale = stored_scale(c.to_terms)
-    args = {"q": c.q, "k": c.k, "v": c.v, "row": c.row, "position": c.position, "out": c.out}
+    args = {"q": c.q, "k": c.k, "v": c.v, "row": c.row, "position": c.position}
     args |= {"B": c.B, "n_ctx": c.P, "together": c.together, "out_scale": scale}
+    args["out"] = c.output("out")
     if c.sends is not None:
         if c.to_terms:
             raise InputError("sends: expected floats, without to_terms")

@@ -6,48 +6,36 @@ has one kernel for each variant.
 
 from __future__ import annotations
 
-from math import ceil
+from typing import Any
 
 import numpy as np
 
 from gpt2block.checks import check_blocks
-from gpt2block.cuda.arrays import CudaArray, check_address, compute_capability, on_16_bytes
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
-from gpt2block.ops._rows import WARP
+from gpt2block.cuda.arrays import CudaArray, check_address, on_16_bytes
 from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import MMA_CAPABILITY
+from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, as_stated
+from gpt2block.ops.products import needs_mma
 from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import TYPES, random_blocks
 
 FILE = "learn/gguf/ladder.cu"
 TYPE = TYPES["Q4_K"]
-OUTPUTS, ROWS = 64, 8  # columns and rows of out per thread block of blocks_matmul_mma
 
 
-def _launch(c: Call, kernel: str, grid: int, block: int) -> Launch:
-    args = (c.x, c.w, c.out, c.rows, c.N, c.K)
-    return launch_at(FILE, Geometry(kernel, (grid,), (block,)), args, c.storage)
+def _args(c: Call) -> tuple[Any, ...]:
+    return c.x, c.w, c.output("out"), c.rows, c.N, c.K
 
 
-@variant("naive", FILE, "blocks_matmul_naive", block=128)
-def _naive(c: Call) -> Launch:
-    return _launch(c, "blocks_matmul_naive", ceil(c.rows * c.N / 128), 128)
-
-
-@variant("warp", FILE, "blocks_matmul_warp")
-def _warp(c: Call) -> Launch:
-    return _launch(c, "blocks_matmul_warp", ceil(c.rows * c.N / (256 // WARP)), 256)
-
-
-@variant("mma", FILE, "blocks_matmul_mma", block=128, dtypes=("float16",))
-def _mma(c: Call) -> Launch:
+def _mma_args(c: Call) -> tuple[Any, ...]:
     if c.storage != "float16":
         raise UnsupportedCall(f"takes x of float16, got {c.storage}: use variant warp")
-    if compute_capability() < MMA_CAPABILITY:
-        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant warp")
-    return _launch(c, "blocks_matmul_mma", ceil(c.N / OUTPUTS) * ceil(c.rows / ROWS), 128)
+    needs_mma(": use variant warp")
+    return _args(c)
+
+
+_naive = as_stated("naive", FILE, "blocks_matmul_naive", _args)
+_warp = as_stated("warp", FILE, "blocks_matmul_warp", _args)
+_mma = as_stated("mma", FILE, "blocks_matmul_mma", _mma_args, dtypes=("float16",))
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:

@@ -38,8 +38,8 @@ class Call(SimpleNamespace):
     The attribute of a size is its letter in the contract. `leading` holds the sizes of the axes
     `...`, `rows` their product. `storage` is the dtype of arrays of kind "any" or "mixed",
     `kv_storage` the dtype of a kv_cache, `fp8_cache` its FP8 format or None. An output that the
-    caller does not pass is allocated when it is first used, after all checks. The operation's
-    `prepare` may add derived values. `kept` holds arrays that launches need and that nothing else
+    caller does not pass is allocated by `output`, after all checks. The operation's `prepare` may
+    add derived values. `kept` holds arrays that launches need and that nothing else
     keeps alive. `order` lists the preferred variants; if it is empty, all variants are tried, the
     last one first. `before` and `after` are launches before and after the launches of the variant.
     `sends` is the `ops.gather.Sends` of the output, if the kernel also sends it to other GPUs.
@@ -53,24 +53,17 @@ class Call(SimpleNamespace):
     fp8_cache: str | None = None
     sends: Any = None
 
-    def __getattr__(self, name: str) -> Any:
-        """Return a newly allocated array for a required output that the caller did not pass."""
-        required = [entry.name for entry in self.contract.outputs if not entry.optional]
-        if name not in required:
-            raise AttributeError(name)
-        self.make(name)
+    def output(self, name: str) -> Any:
+        """Return an output. Allocate it, as this attribute, if the caller did not pass it."""
+        if vars(self).get(name) is None:
+            entry = next(each for each in self.contract.outputs if each.name == name)
+            shape = entry.shape({**vars(self), "...": vars(self).get("leading", ())})
+            if _kind(entry, None, self) == TWO_PART:
+                made = TwoPartMatrix.empty(shape, vars(self).get("bound"))
+            else:
+                made = cupy.empty(shape, _dtype(entry, None, self))
+            setattr(self, name, made)
         return vars(self)[name]
-
-    def make(self, *names: str) -> None:
-        """Allocate those of the named outputs that are None, also if the outputs are optional."""
-        for entry in self.contract.outputs:
-            if entry.name in names and vars(self).get(entry.name) is None:
-                shape = entry.shape({**vars(self), "...": vars(self).get("leading", ())})
-                if _kind(entry, None, self) == TWO_PART:
-                    output = TwoPartMatrix.empty(shape, vars(self).get("bound"))
-                else:
-                    output = cupy.empty(shape, _dtype(entry, None, self))
-                setattr(self, entry.name, output)
 
 
 class UncheckedCall(NamedTuple):

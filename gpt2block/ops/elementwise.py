@@ -13,7 +13,7 @@ from gpt2block.cuda.arrays import CudaArray, alignment, check_alignment, contigu
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import REQUIRED, Operation, Sizes, Workload, variant
+from gpt2block.ops.operation import REQUIRED, Operation, Sizes, Workload, as_stated, variant
 from gpt2block.ops.products import gate_define
 from gpt2block.ops.warm import call
 
@@ -22,16 +22,13 @@ SILU_MUL_FILE = "elementwise/silu_mul.cu"
 BLOCK = 256
 
 
-@variant("add", "learn/elementwise/residual.cu", "add_kernel")
-def _add(c: Call) -> Launch:
-    grid, args = (ceil(c.a.size / BLOCK),), (c.a, c.b, c.out, c.a.size)
-    return launch_at("learn/elementwise/residual.cu", Geometry("add_kernel", grid, (BLOCK,)), args)
-
-
-@variant("gelu", "learn/elementwise/gelu.cu", "gelu_kernel")
-def _gelu(c: Call) -> Launch:
-    grid, args = (ceil(c.x.size / BLOCK),), (c.x, c.x.size)
-    return launch_at("learn/elementwise/gelu.cu", Geometry("gelu_kernel", grid, (BLOCK,)), args)
+_add = as_stated(
+    "add",
+    "learn/elementwise/residual.cu",
+    "add_kernel",
+    lambda c: (c.a, c.b, c.output("out"), c.a.size),
+)
+_gelu = as_stated("gelu", "learn/elementwise/gelu.cu", "gelu_kernel", lambda c: (c.x, c.x.size))
 
 
 def _elements(s: Sizes) -> int:
@@ -84,7 +81,7 @@ def gelu(x: CudaArray) -> CudaArray:
 
 @variant("silu_mul", SILU_MUL_FILE, "silu_mul")
 def _silu_mul(c: Call) -> Launch:
-    arrays = (c.gate, c.up, c.out)
+    arrays = (c.gate, c.up, c.output("out"))
     size = c.out.size
     width = alignment(*(array.data.ptr for array in arrays)) // c.out.itemsize  # elements per load
     while size % width:
@@ -97,13 +94,13 @@ def _silu_mul(c: Call) -> Launch:
 @variant("relu squared", "elementwise/relu_squared.cu", "relu_squared")
 def _relu_squared(c: Call) -> Launch:
     geometry = Geometry("relu_squared", (ceil(c.x.size / BLOCK),), (BLOCK,))
-    return launch_at("elementwise/relu_squared.cu", geometry, (c.x, c.out, c.x.size))
+    return launch_at("elementwise/relu_squared.cu", geometry, (c.x, c.output("out"), c.x.size))
 
 
 @variant("cap", "elementwise/cap.cu", "cap_logits")
 def _cap(c: Call) -> Launch:
     geometry = Geometry("cap_logits", (ceil(c.x.size / BLOCK),), (BLOCK,))
-    return launch_at("elementwise/cap.cu", geometry, (c.x, c.out, c.limit, c.x.size))
+    return launch_at("elementwise/cap.cu", geometry, (c.x, c.output("out"), c.limit, c.x.size))
 
 
 RELU_SQUARED = Operation(name="relu_squared", variants=(_relu_squared,))

@@ -16,11 +16,18 @@ from gpt2block.checks import LARGEST_COUNT
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, row_alignment
 from gpt2block.cuda.kernels import FP8, Geometry, float_define, launch_at
-from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import gguf
 from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, variant
+from gpt2block.ops.operation import (
+    Inputs,
+    Operation,
+    Sizes,
+    UnsupportedCall,
+    Workload,
+    as_stated,
+    variant,
+)
 from gpt2block.ops.warm import call
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import WeightMatrix
@@ -31,36 +38,22 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 MOST_THREADS = 256  # maximum threads per row of kernel encoder_rows
 
 
-def _launch(c: Call, kernel: str, threads: int) -> Launch:
-    """Launch a kernel with `threads` threads per token."""
-    grid = (ceil(c.ids.size * threads / c.block),)
-    args = (c.ids, c.wte, c.wpe, c.out, c.ids.size, c.T, c.C, c.V)
-    return launch_at(FILE, Geometry(kernel, grid, (c.block,)), args)
+def _args(c: Call) -> tuple[Any, ...]:
+    return c.ids, c.wte, c.wpe, c.output("out"), c.ids.size, c.T, c.C, c.V
 
 
-def _check_vectors(c: Call) -> None:
-    if row_alignment(c.C, c.wte, c.wpe, c.out) != 16:
+def _vector_args(c: Call) -> tuple[Any, ...]:
+    if row_alignment(c.C, c.wte, c.wpe, c.output("out")) != 16:
         raise UnsupportedCall(
             f"expected C to be a multiple of 4, got {c.C}, and rows that start on a multiple of 16 "
             f"bytes: use variant 1"
         )
+    return _args(c)
 
 
-@variant("1", FILE, "encoder_forward_kernel1", blocks=BLOCKS)
-def _elements(c: Call) -> Launch:
-    return _launch(c, "encoder_forward_kernel1", c.C)
-
-
-@variant("2", FILE, "encoder_forward_kernel2", blocks=BLOCKS)
-def _vectors(c: Call) -> Launch:
-    _check_vectors(c)
-    return _launch(c, "encoder_forward_kernel2", c.C // 4)
-
-
-@variant("3", FILE, "encoder_forward_kernel3", blocks=BLOCKS)
-def _warps(c: Call) -> Launch:
-    _check_vectors(c)
-    return _launch(c, "encoder_forward_kernel3", 32)
+_elements = as_stated("1", FILE, "encoder_forward_kernel1", _args, blocks=BLOCKS)
+_vectors = as_stated("2", FILE, "encoder_forward_kernel2", _vector_args, blocks=BLOCKS)
+_warps = as_stated("3", FILE, "encoder_forward_kernel3", _vector_args, blocks=BLOCKS)
 
 
 @variant("rows", ROWS, "encoder_rows")
@@ -73,7 +66,7 @@ def _rows(c: Call) -> Any:
         return gguf.encoder_rows.launch(c)
     is_matrix = isinstance(c.wte, WeightMatrix)
     wte = c.wte if is_matrix else WeightMatrix(c.wte, "float32", layout="NK")
-    floats = [array.data.ptr for array in (c.wpe, c.out) if array is not None]
+    floats = [array.data.ptr for array in (c.wpe, c.output("out")) if array is not None]
     # aligned: alignment of the arrays in bytes, scaled as if elements of wte had 4 bytes each.
     aligned = min(alignment(*floats), alignment(wte.data.data.ptr) * 4 // wte.data.itemsize)
     width = 4  # elements per load
@@ -83,7 +76,7 @@ def _rows(c: Call) -> Any:
     defines = (("ER_WIDTH", width), *float_define("ER_FACTOR", c.factor, 1.0))
     geometry = Geometry("encoder_rows", (c.N,), (threads,), defines=defines)
     n_ctx = LARGEST_COUNT if c.wpe is None else c.P
-    args = (c.ids, c.positions, wte.data, wte.scale, c.wpe, c.out, c.C, c.V, n_ctx)
+    args = (c.ids, c.positions, wte.data, wte.scale, c.wpe, c.output("out"), c.C, c.V, n_ctx)
     fp8 = wte.dtype if wte.dtype in FP8 else None
     stored = "float32" if fp8 else wte.dtype
     return launch_at(ROWS, geometry, args, stored, fp8)

@@ -29,10 +29,11 @@ from gpt2block.ops.call import CACHE, Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
 from gpt2block.ops.products import (
     HOPPER_CAPABILITY,
-    MMA_CAPABILITY,
     check_addresses,
     filled,
     gate_define,
+    needs_hopper,
+    needs_mma,
     storage_of,
 )
 from gpt2block.ops.terms import count_define, rounds
@@ -239,10 +240,7 @@ def normed_columns(D: int) -> tuple[int, ...]:
 
 @variant("gated_sums", FILE, KERNEL)
 def _gated_sums(c: Call) -> Launch:
-    if compute_capability() != HOPPER_CAPABILITY:
-        raise UnsupportedCall(
-            "needs a GPU of compute capability 9.0 (Hopper): use linear and silu_mul"
-        )
+    needs_hopper(": use linear and silu_mul")
     dtypes = {w.dtype for w in (c.w_gate, c.w_up, c.w_down)}
     if len(dtypes) > 1:
         raise UnsupportedCall(f"weights of {', '.join(sorted(dtypes))}: expected one dtype")
@@ -257,14 +255,13 @@ def _gated_sums(c: Call) -> Launch:
         )
     launch_geometry = _checked(launch_geometry, c)
     gate, up = ((w.data, w.scale) for w in (c.w_gate, c.w_up))
-    args = (c.x, c.gamma, *gate, *up, c.w_down.data, c.sums, c.eps, c.M)
+    args = (c.x, c.gamma, *gate, *up, c.w_down.data, c.output("sums"), c.eps, c.M)
     return launch_at(FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 
 @variant("gated_sums_gguf", BLOCKS_FILE, BLOCKS_KERNEL)
 def _gated_blocks(c: Call) -> Launch:
-    if compute_capability() != HOPPER_CAPABILITY:
-        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use linear")
+    needs_hopper(": use linear")
     matrices = c.w_gate, c.w_up, c.w_down
     mixed = any(w.dtype != GGUF or len(w.ranges) > 1 for w in matrices)
     if mixed or c.w_up.ranges != c.w_gate.ranges:
@@ -282,7 +279,7 @@ def _gated_blocks(c: Call) -> Launch:
             "channels between the products: use linear"
         )
     launch_geometry = _checked(launch_geometry, c)
-    args = (c.x, c.gamma, *(w.data for w in matrices), c.sums, c.eps, c.M)
+    args = (c.x, c.gamma, *(w.data for w in matrices), c.output("sums"), c.eps, c.M)
     return launch_at(BLOCKS_FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 
@@ -312,8 +309,7 @@ def _check_sums_of_blocks(c: Call) -> None:
 def _product(c: Call, epilogue: Epilogue) -> Launch:
     """Return a Launch of matmul/decode/mma.cu's kernel with an epilogue that adds partial sums."""
     _check_sums(c)
-    if compute_capability() < MMA_CAPABILITY:
-        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer")
+    needs_mma()
     most = MOST_ROTATED if epilogue.head and c.sums is None else MOST_ROWS
     if most < c.M:
         raise UnsupportedCall(f"{c.M:,} rows: expected up to {most}")

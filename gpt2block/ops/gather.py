@@ -128,7 +128,7 @@ def _connect(devices: Sequence[int]) -> None:
 @variant("words", FILE, "gather", "gather_rows")
 def _gather(c: Call) -> tuple[Launch, ...]:
     """Launch gathers, each of as many rows as a mailbox has room for."""
-    share, out, M = c.share, c.out, c.M
+    share, out, M = c.share, c.output("out"), c.M
     if isinstance(share, TwoPartMatrix):  # two rows of parts for each row; all have one scale
         if share.one_scale is None or out.one_scale != share.one_scale or c.residual is not None:
             raise InputError("two-part rows: expected one scale, and no residual")
@@ -232,7 +232,7 @@ def _gather_norm(c: Call) -> Launch:
     defines = (*stored_defines("RS_TERMS", c.to_terms), *_others_of(mail))
     scale = stored_scale(c.to_terms)
     sizes = c.S, c.first, CAPACITY, RECEIVE if c.sent else SEND | RECEIVE
-    args = (c.share, c.residual, c.weight, c.out, scale, c.eps, *mail, *sizes)
+    args = (c.share, c.residual, c.weight, c.output("out"), scale, c.eps, *mail, *sizes)
     return launch_at(STREAM, geometry.with_defines(defines), args)
 
 

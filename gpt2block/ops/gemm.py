@@ -14,8 +14,6 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-import numpy as np
-
 from gpt2block.config.formats import GGUF
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
@@ -37,7 +35,7 @@ from gpt2block.ops import _gemm_mma as mma
 from gpt2block.ops import _rmsnorm_hopper as two_matrices
 from gpt2block.ops import gguf
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
-from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, variant
+from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
@@ -65,7 +63,7 @@ def _widen(c: Call) -> Any:
     if isinstance(c.w, GgufMatrix):
         return gguf.widen.launch(c)
     size = c.N * c.K
-    for name, array in (("w", c.w.data), ("memory", c.out)):
+    for name, array in (("w", c.w.data), ("memory", c.output("out"))):
         check_address(name, array)
     grid = (ceil(size / (WIDEN_WIDTH * WIDEN_VECTORS * WIDEN_BLOCK)),)
     defines = (("WIDEN_VECTORS", WIDEN_VECTORS),)
@@ -85,7 +83,7 @@ def _prepare_widen(unchecked: UncheckedCall) -> Call:
     if c.memory is not None:
         _check_memory(c)
         c.out = c.memory.reshape(-1)[:size].reshape(c.N, c.K)
-    c.make("out")
+    c.output("out")
     return c
 
 
@@ -120,8 +118,8 @@ def _constants(c: Call) -> dict[str, Any]:
 def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
     """Return (out, None, 1) or, if out is a TwoPartMatrix, (None, out.parts, 1 / out's scale)."""
     if c.other_out:
-        return None, c.out.parts, 1 / (c.out.one_scale or 1.0)
-    return c.out, None, 1.0
+        return None, c.output("out").parts, 1 / (c.out.one_scale or 1.0)
+    return c.output("out"), None, 1.0
 
 
 def _mma_geometry(c: Call) -> Geometry:
@@ -138,17 +136,15 @@ def _mma_two_part(c: Call) -> Launch:
 
 @variant("mma", mma.FILE, mma.KERNEL)
 def _mma(c: Call) -> Any:
-    old = compute_capability() < MMA_CAPABILITY
-    if old:
+    if compute_capability() < MMA_CAPABILITY:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use ops.linear")
-    two = c.up is not None
-    if two:
+    if c.up is not None:
         raise UnsupportedCall(
             "multiplies by one matrix: use ops.rmsnorm_ffn, or ops.silu_mul of two products"
         )
     if c.two_part:
         return _mma_two_part.launch(c)
-    outputs, none = (c.residual, c.out), (None, None)
+    outputs, none = (c.residual, c.output("out")), (None, None)
     ends = (*none, *outputs) if c.other_out else (*outputs, *none)
     args = (c.a, c.weights, c.scale, c.bias, *ends, *c.sizes)
     return launch_at(mma.FILE, _mma_geometry(c), args, c.storage)
@@ -181,7 +177,7 @@ def _hopper_launch(c: Call, **of_weights: Any) -> tuple[Geometry, tuple[Any, ...
     geometry, (a, w, written) = _hopper_geometry(c, **of_weights)
     weights = c.weights if "octet" in of_weights else tensor_map(c.weights.reshape(1, N, K), w)
     maps = tensor_map(c.a.reshape(1, M, K), a), weights
-    outputs: tuple[Any, ...] = (c.residual, c.out)
+    outputs: tuple[Any, ...] = (c.residual, c.output("out"))
     if c.other_out:
         ends = (NO_MAP, NO_MAP, c.scale, c.bias, *outputs)
     else:
@@ -204,11 +200,10 @@ def _hopper_gguf(c: Call) -> Launch:
 
 @variant("hopper", hopper.FILE, hopper.KERNEL)
 def _hopper(c: Call) -> Any:
-    other = compute_capability() != HOPPER_CAPABILITY
-    if other:
+    if compute_capability() != HOPPER_CAPABILITY:
         raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.up is not None:
-        return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.out, gelu=c.gelu)
+        return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.output("out"), gelu=c.gelu)
     if c.two_part:
         return _hopper_two_part.launch(c)
     if c.weights.dtype == "uint8":
@@ -382,12 +377,6 @@ def _check_up(c: Call) -> None:
         )
 
 
-def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
-    a = rng.standard_normal((s["M"], s["K"]), dtype=np.float32)
-    w = rng.standard_normal((s["K"], s["N"]), dtype=np.float32) / np.float32(s["K"] ** 0.5)
-    return a, w
-
-
 OPERATION = Operation(
     name="gemm",
     variants=(_mma, _hopper),
@@ -404,7 +393,7 @@ OPERATION = Operation(
     workload=Workload(
         idea="[residual +] [gelu](a W + bias), 16 bits in, sums in float32",
         sizes={"M": 1024, "K": 768, "N": 3072},
-        draw=_make,
+        mean=0.0,
         traffic=lambda s: (
             s["weight"] * s["K"] * s["N"] + s["itemsize"] * s["M"] * (s["K"] + s["N"])
         ),

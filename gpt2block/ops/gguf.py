@@ -50,7 +50,7 @@ def widen(c: Call) -> tuple[Launch, ...]:
     def of_range(data: Any, defines: Defines, begin: int, rows: int) -> Launch:
         grid = ceil(c.K / UNIT), ceil(rows / (OCTET * WARPS))
         geometry = Geometry("gguf_widen", grid, (WARP * WARPS,), defines=defines)
-        return launch_at(FILE, geometry, (data, c.out, c.K, begin, rows), "float16", GGUF)
+        return launch_at(FILE, geometry, (data, c.output("out"), c.K, begin, rows), "float16", GGUF)
 
     return _of_ranges(c.w, of_range)
 
@@ -61,7 +61,7 @@ def row_norms(c: Call) -> tuple[Launch, ...]:
 
     def of_range(data: Any, defines: Defines, begin: int, rows: int) -> Launch:
         geometry = Geometry("gguf_row_norms", (ceil(rows / OCTET),), (WARP,), defines=defines)
-        args = data, c.gamma, c.squares, c.K, begin, rows
+        args = data, c.gamma, c.output("squares"), c.K, begin, rows
         return launch_at(FILE, geometry, args, "float16", GGUF)
 
     return _of_ranges(c.w, of_range)
@@ -77,14 +77,14 @@ def encoder_rows(c: Call) -> Launch:
     grid = ceil(c.N / OCTET), ceil(c.C / UNIT)
     geometry = Geometry("gguf_encoder_rows", grid, (WARP,), defines=defines)
     n_ctx = LARGEST_COUNT if c.wpe is None else c.P
-    args = (c.ids, c.positions, c.wte.data, c.wpe, c.out, c.N, c.C, c.V, n_ctx)
+    args = (c.ids, c.positions, c.wte.data, c.wpe, c.output("out"), c.N, c.C, c.V, n_ctx)
     return launch_at(FILE, geometry, args, "float16", GGUF)
 
 
 @variant("gguf pack", gguf_packing.FILE, "gguf_pack")
 def pack(c: Call) -> Launch:
     """Reorder `raw`, rows of blocks of a GGUF file, into `out`, in the order that kernels read."""
-    return gguf_packing.pack(c.parts, c.raw, c.out, c.largest, c.K)
+    return gguf_packing.pack(c.parts, c.raw, c.output("out"), c.largest, c.K)
 
 
 def _chunk_sums(x: Any, sums: Any, M: int, K: int) -> Launch:

@@ -24,7 +24,8 @@ from gpt2block.cuda.arrays import (
     contiguous,
     device_attribute,
 )
-from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.kernels import Defines, Geometry, launch_at
+from gpt2block.cuda.launch_lines import stated_launch
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
@@ -36,6 +37,7 @@ from gpt2block.ops.operation import (
     Sizes,
     UnsupportedCall,
     Workload,
+    as_stated,
     variant,
 )
 from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
@@ -45,6 +47,7 @@ from gpt2block.reference import layernorm_stats
 from gpt2block.weights.conversions import vector_width
 from gpt2block.weights.two_part import TwoPartMatrix
 
+LADDER, WARP = "learn/layernorm/ladder.cu", "learn/layernorm/warp.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 SKELETON_BLOCK = 256
 KEPT = 64  # maximum bytes of a row that a thread of kernel 6 keeps in registers
@@ -124,7 +127,7 @@ def narrow_geometry(
 
 def _every(c: Call) -> tuple[Any, ...]:
     """Return the arguments of a kernel that writes out, mean and rstd."""
-    return c.x, c.gamma, c.beta, c.out, c.mean, c.rstd, c.eps, c.rows, c.C
+    return c.x, c.gamma, c.beta, c.output("out"), c.mean, c.rstd, c.eps, c.rows, c.C
 
 
 def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool = False) -> None:
@@ -140,8 +143,8 @@ def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool
         raise UnsupportedCall(f"x: expected {dtype}, got {c.storage}: use .astype({dtype!r})")
     for name in ("gamma", "beta"):
         check(name, getattr(c, name), dtype=dtype or "float32")
-    if stats:
-        c.make("mean", "rstd")
+    for name in ("mean", "rstd") if stats else ():
+        c.output(name)
 
 
 def _options(c: Call) -> bool:
@@ -161,65 +164,52 @@ def _skeleton(c: Call) -> Launch:
         raise UnsupportedCall("block, mean and rstd need a variant: pass variant=1 to 6")
     _fit(c, stats=False)
     name, width = ("layernorm768_kernel", ()) if c.C == 768 else ("layernorm_kernel", (c.C,))
-    args = (c.x, c.out, c.gamma, c.beta, c.rows, *width)
+    args = (c.x, c.output("out"), c.gamma, c.beta, c.rows, *width)
     defines = (("LN_EPS", f"{c.eps!r}f"),)
     file, block = "learn/layernorm/skeleton.cu", (SKELETON_BLOCK,)
     return launch_at(file, Geometry(name, (c.rows,), block, defines=defines), args)
 
 
-def _ladder(c: Call, kernel: str, grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch:
-    defines = (("LN_BLOCK", c.block),)
-    return launch_at(
-        "learn/layernorm/ladder.cu", Geometry(kernel, grid, (c.block,), defines=defines), args
+def _float_args(c: Call) -> tuple[Any, ...]:
+    """Return the arguments of variants 1 to 5, which take float32, and set N, their rows."""
+    _fit(c)
+    c.N = c.rows
+    return _every(c)
+
+
+def _block_define(c: Call) -> Defines:
+    return (("LN_BLOCK", c.block),)
+
+
+_threads = as_stated(
+    "1", LADDER, "layernorm_forward_kernel1", _float_args, _block_define, blocks=BLOCKS
+)
+
+
+@variant("2", LADDER, "mean_kernel", "rstd_kernel", "normalization_kernel", blocks=BLOCKS)
+def _three(c: Call) -> tuple[Launch, ...]:
+    _float_args(c)
+    steps = {
+        "mean_kernel": (c.x, c.mean, c.C),
+        "rstd_kernel": (c.x, c.mean, c.rstd, c.eps, c.C),
+        "normalization_kernel": (c.x, c.mean, c.rstd, c.gamma, c.beta, c.output("out"), c.C),
+    }
+    return tuple(
+        stated_launch(LADDER, kernel, args, vars(c), c.block, _block_define(c))
+        for kernel, args in steps.items()
     )
 
 
-@variant("1", "learn/layernorm/ladder.cu", "layernorm_forward_kernel1", blocks=BLOCKS, block=64)
-def _threads(c: Call) -> Launch:
-    _fit(c)
-    return _ladder(c, "layernorm_forward_kernel1", (ceil(c.rows / c.block),), _every(c))
-
-
-@variant(
-    "2",
-    "learn/layernorm/ladder.cu",
-    "mean_kernel",
-    "rstd_kernel",
-    "normalization_kernel",
+_one_warp = as_stated("3", WARP, "layernorm_forward_kernel3", _float_args, blocks=BLOCKS)
+_one_pass = as_stated("4", WARP, "layernorm_forward_kernel4", _float_args, blocks=BLOCKS)
+_blocks = as_stated(
+    "5",
+    LADDER,
+    "layernorm_forward_kernel5",
+    lambda c: (*_float_args(c)[:7], c.C),
+    _block_define,
     blocks=BLOCKS,
 )
-def _three(c: Call) -> tuple[Launch, ...]:
-    _fit(c)
-    grid = (c.rows, ceil(c.C / c.block))
-    args = (c.x, c.mean, c.rstd, c.gamma, c.beta, c.out, c.C)
-    return (
-        _ladder(c, "mean_kernel", (c.rows,), (c.x, c.mean, c.C)),
-        _ladder(c, "rstd_kernel", (c.rows,), (c.x, c.mean, c.rstd, c.eps, c.C)),
-        _ladder(c, "normalization_kernel", grid, args),
-    )
-
-
-def _warps(c: Call, kernel: str) -> Launch:
-    """Launch a kernel of warp.cu, which reads the block size at run time."""
-    _fit(c)
-    grid = (ceil(c.rows / (c.block // 32)),)
-    return launch_at("learn/layernorm/warp.cu", Geometry(kernel, grid, (c.block,)), _every(c))
-
-
-@variant("3", "learn/layernorm/warp.cu", "layernorm_forward_kernel3", blocks=BLOCKS, block=512)
-def _one_warp(c: Call) -> Launch:
-    return _warps(c, "layernorm_forward_kernel3")
-
-
-@variant("4", "learn/layernorm/warp.cu", "layernorm_forward_kernel4", blocks=BLOCKS, block=512)
-def _one_pass(c: Call) -> Launch:
-    return _warps(c, "layernorm_forward_kernel4")
-
-
-@variant("5", "learn/layernorm/ladder.cu", "layernorm_forward_kernel5", blocks=BLOCKS, block=128)
-def _blocks(c: Call) -> Launch:
-    _fit(c)
-    return _ladder(c, "layernorm_forward_kernel5", (c.rows,), (*_every(c)[:7], c.C))
 
 
 @variant(
@@ -235,7 +225,7 @@ def _rows(c: Call) -> Launch:
     if not c.stats and (c.mean is not None or c.rstd is not None):
         raise InputError("layernorm: mean and rstd are written only with stats=True: pass it")
     _fit(c, c.storage, stats=c.stats)
-    addresses = (a.data.ptr for a in (c.x, c.gamma, c.beta, c.out))
+    addresses = (a.data.ptr for a in (c.x, c.gamma, c.beta, c.output("out")))
     shape = row_shape(c.C, c.x.itemsize, alignment(*addresses))
     if c.requested and shape.threads > c.block:
         raise InputError(
@@ -266,7 +256,8 @@ def _narrow(c: Call) -> Launch:
     if _options(c):
         raise UnsupportedCall("narrow has no block, mean and rstd: use variant 6")
     _fit(c, None, stats=False, parts=True)
-    written, scale = (c.out.parts, (1 / (c.out.one_scale or 1.0),)) if c.two_part else (c.out, ())
+    out = c.output("out")
+    written, scale = (out.parts, (1 / (out.one_scale or 1.0),)) if c.two_part else (out, ())
     width = vector_width(c.C, c.x, c.gamma, c.beta, written)
     sms = device_attribute("MultiProcessorCount")
     geometry = narrow_geometry(c.storage == "float32", c.rows, c.C, width, sms, c.two_part)
@@ -283,13 +274,14 @@ def _decode(c: Call) -> Launch:
         raise UnsupportedCall("decode has no block, mean and rstd: use variant 6")
     _fit(c, stats=False)
     loaded = math.gcd(4, c.C)  # floats per load; determines the order of additions
-    for name in ("x", "gamma", "beta", "out"):
-        check_address(name, getattr(c, name), 4 * loaded)
+    arrays = {"x": c.x, "gamma": c.gamma, "beta": c.beta, "out": c.output("out")}
+    for name, array in arrays.items():
+        check_address(name, array, 4 * loaded)
     rows = min(MOST_DECODE_ROWS, ceil(c.rows / device_attribute("MultiProcessorCount")))
     sizes = (("LN_C", c.C), ("LN_X", loaded), ("LN_ROWS", rows))
     defines = (*sizes, *stored_defines("LN_TERMS", c.to_terms))
     geometry = Geometry("layernorm_decode", (ceil(c.rows / rows),), (32 * rows,), defines=defines)
-    args = (c.x, c.gamma, c.beta, c.out, stored_scale(c.to_terms), c.eps, c.rows)
+    args = (*arrays.values(), stored_scale(c.to_terms), c.eps, c.rows)
     return launch_at("norms/layernorm_decode.cu", geometry, args)
 
 
@@ -322,7 +314,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
             check_one_scale(out, bound)
         else:
             c.bound = layernorm_bound(c.gamma.get(), c.beta.get()) if bound is None else bound
-            c.make("out")
+            c.output("out")
     if c.to_terms and variant != DECODE:
         raise InputError(
             f"layernorm: terms of {c.to_terms}, variant {variant}: expected variant decode"

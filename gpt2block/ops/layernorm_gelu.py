@@ -5,8 +5,6 @@ Kernels: learn/layernorm/gelu.cu, one for each variant.
 
 from __future__ import annotations
 
-from math import ceil
-
 from gpt2block.cuda.arrays import (
     CudaArray,
     contiguous,
@@ -18,7 +16,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import THREADS, share
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
+from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, as_stated, variant
 from gpt2block.ops.warm import call
 
 FILE = "learn/layernorm/gelu.cu"
@@ -29,23 +27,13 @@ def _documented(c: Call) -> tuple[CudaArray, CudaArray, int, int, float]:
     """Return the arguments of variants baseline and optimized, which support no gamma and beta."""
     if c.gamma is not None or c.beta is not None:
         raise UnsupportedCall("has no gamma and beta: use variant 'rows'")
-    if same_memory(c.x, c.out):
+    if same_memory(c.x, c.output("out")):
         raise UnsupportedCall("out: overlaps x: expected another array")
     return c.x, c.out, c.rows, c.C, c.eps
 
 
-@variant("baseline", FILE, "layernorm_gelu_baseline", blocks=BLOCKS)
-def _baseline(c: Call) -> Launch:
-    args, grid = _documented(c), (ceil(c.rows * c.C / c.block),)
-    return launch_at(FILE, Geometry("layernorm_gelu_baseline", grid, (c.block,)), args)
-
-
-@variant("optimized", FILE, "layernorm_gelu_optimized", blocks=BLOCKS)
-def _optimized(c: Call) -> Launch:
-    args, shared = _documented(c), 2 * 4 * c.block
-    return launch_at(
-        FILE, Geometry("layernorm_gelu_optimized", (c.rows,), (c.block,), shared), args
-    )
+_baseline = as_stated("baseline", FILE, "layernorm_gelu_baseline", _documented, blocks=BLOCKS)
+_optimized = as_stated("optimized", FILE, "layernorm_gelu_optimized", _documented, blocks=BLOCKS)
 
 
 @variant(
@@ -53,7 +41,7 @@ def _optimized(c: Call) -> Launch:
 )
 def _rows(c: Call) -> Launch:
     """Launch variant rows. A requested block size sets the threads per row. out may be x."""
-    width = 4 if row_alignment(c.C, c.x, c.gamma, c.beta, c.out) == 16 else 1
+    width = 4 if row_alignment(c.C, c.x, c.gamma, c.beta, c.output("out")) == 16 else 1
     sms = device_attribute("MultiProcessorCount")
     shape = share(c.rows, c.C, width, sms, c.block if c.requested else None)
     defines = (

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from math import gcd
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from gpt2block.config.formats import FILE, GGUF
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import (
@@ -41,14 +39,13 @@ from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
 from gpt2block.ops._epilogues import Ends, add, append, append_rope
 from gpt2block.ops.call import CACHE, Call, UncheckedCall
+from gpt2block.ops.engines import SAME_ENGINE, least_weights
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gather import GATHER, GATHER_NORM
 from gpt2block.ops.gguf import chunk_sums
 from gpt2block.ops.operation import (
     REQUIRED,
-    Inputs,
     Operation,
-    Sizes,
     UnsupportedCall,
     Variant,
     Workload,
@@ -60,6 +57,7 @@ from gpt2block.ops.products import (
     Parts,
     check_addresses,
     gate_define,
+    needs_hopper,
     storage_of,
 )
 from gpt2block.ops.terms import CHUNK, Terms, check_terms, count_define, rounds, stored_scale
@@ -70,18 +68,6 @@ from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 FEW_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
 MORE_ROWS = 16  # maximum rows with fused LayerNorm; for more, mma_tiles can be faster than mma
 FEW_PRODUCTS = 80_000_000  # maximum M N K for which mma is faster than mma_tiles for M > MORE_ROWS
-# Sizes from which variant hopper is faster. With more than MANY_ROWS rows, N K of a matrix must be
-# at least SMALL_MATRIX. With 17 to MANY_ROWS rows, it must be at least MEDIUM_MATRIX, or
-# MEDIUM_GATED in 16-bit models with a gate, which hopper fuses. With fewer rows, the smallest
-# matrix of a layer decides for all: N K must be at least LARGE_MATRIX or, for 2 to 16 rows, M N K
-# at least LARGE_PRODUCTS, LARGE_FP8_PRODUCTS with FP8 weights, or FUSED_PRODUCTS if variant mma
-# fuses RMSNorm, RoPE and the gate. NVIDIA H200, us of a step: SmolLM2-135M, whose smallest matrices
-# have 332,000 weights, 16 rows by mma and hopper 529 and 706, 32 rows 747 and 928; a model of the
-# sizes of SmolLM2-360M (922,000 weights) 8 rows 651 and 695, 16 rows 955 and 826, 24 rows 1,063 and
-# 967; Qwen3-0.6B (2.1 million) 32 rows 1,546 and 1,366.
-MANY_ROWS, SMALL_MATRIX, MEDIUM_MATRIX, MEDIUM_GATED = 32, 500_000, 4_000_000, 900_000
-LARGE_MATRIX, LARGE_PRODUCTS, LARGE_FP8_PRODUCTS = 10_000_000, 4_000_000, 9_000_000
-FUSED_PRODUCTS = 10_000_000
 # Contracts of `reference.linear` and `reference.linear_qkv` if w is a TwoPartMatrix.
 TWO_PART_LINEAR = Contract.parse(
     "x f32 ... K; w two_part N K; bias? f32 N; gamma? beta? f32 K; residual? f32 ... N; "
@@ -110,10 +96,9 @@ def terms_of(
     whether x is rounded to one term per value. fused: whether products that read floats fuse
     RMSNorm, RoPE and the gate. A product without `Terms` reads x as floats: floats are faster for
     few rows, and necessary for products without tensor cores or with tf32. The caller sets the
-    scale of two-part terms. Up to MORE_ROWS rows, all products of a layer are of one kind: if two
-    kinds alternate, launches overlap less. With GGUF blocks, mma is faster up to 8 rows: a step of
-    a 7B model in Q4_K_M (H100) takes 3.1 ms for 8 rows. For 16 rows it takes 4.9 ms by mma, and
-    3.8 ms by wgmma.
+    scale of two-part terms. `engines.THRESHOLDS` lists the measured sizes. With GGUF blocks, mma is
+    faster up to 8 rows: a step of a 7B model in Q4_K_M (H100) takes 3.1 ms for 8 rows. For 16 rows
+    it takes 4.9 ms by mma, and 3.8 ms by wgmma.
     """
     if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
         return {}
@@ -126,22 +111,15 @@ def terms_of(
         fitting = [name for name, (K, _) in shapes.items() if M > MORE_ROWS and K % multiple == 0]
         return dict.fromkeys(fitting, (Terms(TWO_PART),))
     wide = hopper.terms(dtype, rounded)
+    kinds = ("fp8",) if dtype in FP8 else ("gated",) * ("w_gate" in shapes)
+    least = least_weights(M, (*kinds, *("fused",) * fused))
     smallest = min(K * N for K, N in shapes.values())
-    products = LARGE_FP8_PRODUCTS if dtype in FP8 else LARGE_PRODUCTS
-    products = max(products, FUSED_PRODUCTS) if fused else products
-    gated = "w_gate" in shapes and dtype not in FP8  # not measured with FP8
-    medium = MEDIUM_GATED if gated else MEDIUM_MATRIX
+    on_hopper = compute_capability() == HOPPER_CAPABILITY
 
     def terms_for(K: int, N: int) -> tuple[Terms, ...]:
-        if M > MORE_ROWS:
-            enough = SMALL_MATRIX if M > MANY_ROWS else medium
-            faster = enough <= N * K
-        else:
-            faster = smallest >= LARGE_MATRIX or (M > 1 and M * smallest >= products)
-        on_hopper = compute_capability() == HOPPER_CAPABILITY
-        possible = on_hopper and K % hopper.BOX == 0
         in_place = (wide._replace(width=0),) if M > MORE_ROWS and K % multiple == 0 else ()
-        return (wide, *in_place) if possible and faster else in_place
+        faster = (smallest if M <= SAME_ENGINE else K * N) >= least
+        return (wide, *in_place) if on_hopper and K % hopper.BOX == 0 and faster else in_place
 
     return {name: terms for name, shape in shapes.items() if (terms := terms_for(*shape))}
 
@@ -167,73 +145,118 @@ def itemsize_of(dtype: str) -> int:
     return 2 if dtype == TWO_PART else mma.BYTES.get(dtype, 1)
 
 
-def _most_shared() -> int:
-    return device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # 1024: static shared memory
+class FewRows(NamedTuple):
+    """A kernel for few rows of floats.
+
+    check: raises UnsupportedCall for (call, norm). geometry: returns the launch for (call, outputs,
+    norm), None if a row does not fit in shared memory. load: returns the bytes of w per load of a
+    lane. own: arguments that other kernels do not have.
+    """
+
+    file: str
+    check: Callable[[Call, int], None]
+    geometry: Callable[[Call, int, int], Geometry | None]
+    load: Callable[[Call], int]
+    own: tuple[str, ...] = ()
+
+    def launch(self, c: Call, epilogue: Ends) -> Launch:
+        outputs, norm = c.N * (2 if c.up else 1), blocks.norm_of(c.gamma, c.beta)
+        self.check(c, norm)
+        if c.N > MAX_OUTPUTS:
+            raise UnsupportedCall(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
+        if c.w.dtype == GGUF:
+            raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
+        if c.to_terms:
+            raise UnsupportedCall(FLOATS_ALONE)
+        geometry = self.geometry(c, outputs, norm)
+        if geometry is None:
+            raise UnsupportedCall(
+                f"K {c.K:,}: a row does not fit in the {_of_device()['most_shared']:,} bytes of "
+                "this GPU's shared memory: variant tiles has no such limit"
+            )
+        if geometry.grid[1] > MAX_BLOCKS:
+            raise UnsupportedCall(f"{c.M:,} rows: too many for this variant: use variant tiles")
+        load = self.load(c)
+        check_address("w", c.w.data, load)
+        for name in ("x", "gamma", "beta"):
+            if getattr(c, name) is not None:
+                check_address(name, getattr(c, name), 4 * gcd(4, c.K))
+        args = {name: getattr(c, name) for name in self.own}
+        args |= {"x": c.x, "gamma": c.gamma, "beta": c.beta, "eps": c.eps, "M": c.M, "N": c.N}
+        args |= {"w": c.w.data, "scale": c.w.scale, "bias": c.bias}
+        defines, end = count_define(c.rounded), epilogue(c)
+        if c.up:
+            check_address("up", c.up.data, load)
+            args |= {"up": c.up.data, "up_scale": c.up.scale}
+            defines += (("LM_UP", 1), *gate_define(c.gelu))
+            end = end._replace(args={**end.args, "gelu": 0})
+        return end.launch(self.file, geometry, defines, args, c.w)
 
 
-def _few_rows(module: Any, c: Call, epilogue: Ends) -> Launch:
-    """Return a Launch of the kernel in matmul/decode/cores.cu (module: matvec) or mma.cu (mma)."""
-    if c.N > MAX_OUTPUTS:
-        raise UnsupportedCall(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
-    if c.w.dtype == GGUF:
-        raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
-    if c.to_terms or (c.terms and (module is matvec or c.terms.width)):
-        raise UnsupportedCall("takes and gives floats: use variant mma_tiles for terms, or hopper")
-    if c.up and (module is matvec or c.residual is not None or 2 * c.N >= mma.MANY_COLUMNS):
-        raise UnsupportedCall("takes one matrix: use variant hopper")
-    size, most_shared = c.w.data.itemsize, _most_shared()
-    more: dict[str, Any] = {"terms": True} if c.terms else {}
-    if module is matvec:
-        more["whole_N"] = c.w.whole_N
+FLOATS_ALONE = "takes and gives floats: use variant mma_tiles for terms, or hopper"
+ONE_MATRIX = "takes one matrix: use variant hopper"
+
+
+def _check_cores(c: Call, norm: int) -> None:
+    _on_cuda_cores(c)
+    if norm == mma.RMSNORM:
+        raise UnsupportedCall("takes no gamma without beta: use variant mma")
+    _send_after(c)
+    if c.terms:
+        raise UnsupportedCall(FLOATS_ALONE)
     if c.up:
-        more["columns"] = mma.PAIRED_COLUMNS
-    norm, outputs = blocks.norm_of(c.gamma, c.beta), c.N * (2 if c.up else 1)
+        raise UnsupportedCall(ONE_MATRIX)
+
+
+def _cores_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
+    sizes = (c.M, outputs, c.K, c.w.data.itemsize)
+    return matvec.geometry(*sizes, norm=bool(norm), whole_N=c.w.whole_N, **_of_device())
+
+
+def _cores_load(c: Call) -> int:
+    size = int(c.w.data.itemsize)
+    return matvec.order(c.w.whole_N, c.K, size)[0] * size
+
+
+def _check_mma(c: Call, norm: int) -> None:
+    _on_tensor_cores(c)
+    outputs = c.N * (2 if c.up else 1)
+    if c.terms and c.terms.width:
+        raise UnsupportedCall(FLOATS_ALONE)
+    if c.up and (c.residual is not None or outputs >= mma.MANY_COLUMNS):
+        raise UnsupportedCall(ONE_MATRIX)
     if norm == mma.RMSNORM and (c.K > mma.MOST_NORMED or outputs >= mma.MANY_COLUMNS):
         raise UnsupportedCall(
             f"gamma without beta, K {c.K:,}, {outputs:,} outputs: expected up to "
             f"{mma.MOST_NORMED:,} inputs and less than {mma.MANY_COLUMNS:,} outputs: use rmsnorm "
             "before it"
         )
-    geometry: Geometry | None = module.geometry(
-        *(c.M, outputs, c.K, c.w.dtype if module is mma else size),
-        norm=norm,
-        sms=device_attribute("MultiProcessorCount"),
-        most_shared=most_shared,
-        **more,
-    )
-    if geometry is None:
-        raise UnsupportedCall(
-            f"K {c.K:,}: a row does not fit in the {most_shared:,} bytes of this GPU's shared "
-            "memory: variant tiles has no such limit"
-        )
-    assert geometry is not None
-    if geometry.grid[1] > MAX_BLOCKS:
-        raise UnsupportedCall(f"{c.M:,} rows: too many for this variant: use variant tiles")
-    load = mma.LOADED if module is mma else matvec.order(c.w.whole_N, c.K, size)[0] * size
-    check_address("w", c.w.data, load)
-    for name in ("x", "gamma", "beta"):
-        if getattr(c, name) is not None:
-            check_address(name, getattr(c, name), 4 * gcd(4, c.K))
-    args = {"x": c.x, "gamma": c.gamma, "beta": c.beta, "eps": c.eps, "M": c.M, "N": c.N}
-    args |= {"w": c.w.data, "scale": c.w.scale, "bias": c.bias}
-    args |= {"x_scale": c.x_scale} if module is mma else {}
-    defines, end = count_define(c.rounded), epilogue(c)
-    if c.up:
-        check_address("up", c.up.data, load)
-        args |= {"up": c.up.data, "up_scale": c.up.scale}
-        defines += (("LM_UP", 1), *gate_define(c.gelu))
-        end = end._replace(args={**end.args, "gelu": 0})
-    return end.launch(module.FILE, geometry, defines, args, c.w)
+
+
+def _mma_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
+    columns = mma.PAIRED_COLUMNS if c.up else mma.COLUMNS
+    sizes, terms = (c.M, outputs, c.K, c.w.dtype), c.terms is not None
+    return mma.geometry(*sizes, norm=norm, terms=terms, columns=columns, **_of_device())
+
+
+def _of_device() -> dict[str, int]:
+    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # static shared memory
+    return {"sms": device_attribute("MultiProcessorCount"), "most_shared": most_shared}
+
+
+CORES = FewRows(matvec.FILE, _check_cores, _cores_geometry, _cores_load)
+MMA = FewRows(mma.FILE, _check_mma, _mma_geometry, lambda c: mma.LOADED, ("x_scale",))
 
 
 def _on_tensor_cores(c: Call) -> None:
     """Raise UnsupportedCall if the tensor-core decoding kernels do not support the GPU or K."""
-    old, multiple = compute_capability() < MMA_CAPABILITY, mma.LOADED // itemsize_of(c.w.dtype)
-    if old:
+    if compute_capability() < MMA_CAPABILITY:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant matvec")
-    expected = f"expected a multiple of {multiple} for {c.w.dtype}"
+    multiple = mma.LOADED // itemsize_of(c.w.dtype)
     if c.K % multiple:
-        raise UnsupportedCall(f"K {c.K:,}: {expected}: use variant matvec")
+        raise UnsupportedCall(
+            f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}: use variant matvec"
+        )
 
 
 def _on_cuda_cores(c: Call) -> None:
@@ -249,29 +272,15 @@ def _on_cuda_cores(c: Call) -> None:
 def _send_after(c: Call) -> None:
     """Let another kernel send out to the other GPUs, if option `sends` is given."""
     if c.sends is not None:
-        c.after, c.sends = (*c.after, c.sends.launch(c.out)), None
+        c.after, c.sends = (*c.after, c.sends.launch(c.output("out"))), None
 
 
 def _check_sizes(c: Call) -> None:
     """Raise UnsupportedCall if there are more rows or outputs than kernels can index."""
-    expected = f"expected at most {MAX_OUTPUTS:,} of both"
     if max(c.M, c.N) > MAX_OUTPUTS:
-        raise UnsupportedCall(f"x {c.x.shape}, {c.N:,} outputs: {expected}")
-
-
-def _by_cores(c: Call, epilogue: Ends) -> Launch:
-    """Return a Launch of the kernel in matmul/decode/cores.cu."""
-    _on_cuda_cores(c)
-    if c.gamma is not None and c.beta is None:
-        raise UnsupportedCall("takes no gamma without beta: use variant mma")
-    _send_after(c)
-    return _few_rows(matvec, c, epilogue)
-
-
-def _by_mma(c: Call, epilogue: Ends) -> Launch:
-    """Return a Launch of the kernel in matmul/decode/mma.cu."""
-    _on_tensor_cores(c)
-    return _few_rows(mma, c, epilogue)
+        raise UnsupportedCall(
+            f"x {c.x.shape}, {c.N:,} outputs: expected at most {MAX_OUTPUTS:,} of both"
+        )
 
 
 def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
@@ -292,12 +301,7 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     check_address("w", c.w.data)
     check_address("x", c.x)
     sizes = c.M, c.N, c.K, c.w.dtype
-    tile = mma_tiles.choose(
-        *sizes,
-        capability=compute_capability(),
-        sms=device_attribute("MultiProcessorCount"),
-        most_shared=_most_shared(),
-    )
+    tile = mma_tiles.choose(*sizes, capability=compute_capability(), **_of_device())
     geometry = mma_tiles.geometry(*sizes, tile, c.terms is not None, c.to_terms is not None)
     defines = count_define(c.rounded)
     args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "bias": c.bias, "x_scale": c.x_scale}
@@ -307,13 +311,9 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
 
 def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu or wgmma_gguf.cu."""
-    if compute_capability() != HOPPER_CAPABILITY:
-        raise UnsupportedCall(
-            "needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles"
-        )
+    needs_hopper(": use variant mma_tiles")
     _check_sizes(c)
-    ordered = c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)
-    if not ordered:
+    if not (c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)):
         raise UnsupportedCall("takes and gives terms in the order of wgmma: use variant mma_tiles")
     if c.sends and (c.w.dtype == GGUF or c.N % 2 or c.sends.args["all_columns"] % 2):
         _send_after(c)  # the kernel sends pairs of columns
@@ -352,8 +352,8 @@ class Engine(NamedTuple):
 
 
 ENGINES = (
-    Engine("matvec", matvec.FILE, matvec.KERNEL, _by_cores),
-    Engine("mma", mma.FILE, mma.KERNEL, _by_mma),
+    Engine("matvec", matvec.FILE, matvec.KERNEL, CORES.launch),
+    Engine("mma", mma.FILE, mma.KERNEL, MMA.launch),
     Engine("mma_tiles", mma_tiles.FILE, mma_tiles.KERNEL, _by_mma_tiles),
     Engine("hopper", hopper.FILE, hopper.KERNEL, _by_wgmma),
 )
@@ -384,12 +384,12 @@ def _tiles(c: Call) -> Any:
         N,
         data.itemsize,
         min(tiles.MOST_LOADED, alignment(K * data.itemsize, data.data.ptr) // data.itemsize),
-        4 if row_alignment(N, c.out, c.residual) == 16 else 1,
+        4 if row_alignment(N, c.output("out"), c.residual) == 16 else 1,
         c.gelu,
         device_attribute("MultiProcessorCount"),
         device_attribute("MaxSharedMemoryPerBlockOptin"),
     )
-    args = (c.x, data, c.w.scale, c.bias, c.residual, c.out, M, K, N)
+    args = (c.x, data, c.w.scale, c.bias, c.residual, c.output("out"), M, K, N)
     return launch_at(tiles.FILE, geometry, args, *storage_of(c.w))
 
 
@@ -517,18 +517,9 @@ def _check(c: Call) -> None:
     check_terms(c.to_terms, c.N, gcd(CHUNK, *begins) if c.up is not None else 1)
 
 
-def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
-    x = rng.standard_normal((s["M"], s["K"]), dtype=np.float32)
-    w = rng.standard_normal((s["K"], s["N"]), dtype=np.float32) / np.float32(s["K"] ** 0.5)
-    return x, w, rng.standard_normal(s["N"], dtype=np.float32)
-
-
 def _rope_by_wgmma(c: Call) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu with RoPE."""
-    if compute_capability() != HOPPER_CAPABILITY:
-        raise UnsupportedCall(
-            "needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append"
-        )
+    needs_hopper(": use linear and rope_append")
     wanted, D = hopper.terms(c.w.dtype, c.rounded), 2 * c.P
     if c.terms != wanted:
         raise UnsupportedCall(f"terms of {c.terms}: expected {wanted}")
@@ -579,7 +570,8 @@ OPERATION = Operation(
     workload=Workload(
         idea="[residual +] [gelu]((norm(x) or x) W + bias)",
         sizes={"M": 1, "K": 768, "N": 2304},
-        draw=_make,
+        mean=0.0,
+        optional=("bias",),
         traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
         flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
         bound="either",

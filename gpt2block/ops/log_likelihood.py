@@ -30,7 +30,7 @@ def choose_geometry(rows: int, threads: int = THREADS) -> Geometry:
 def _block(c: Call) -> Launch:
     """Launch the kernel. The host does not check targets: a target outside 0..V-1 gives NaN."""
     check_rows("logits", c.logits)
-    args = (c.logits, c.targets, c.out, c.V)
+    args = (c.logits, c.targets, c.output("out"), c.V)
     return launch_at(FILE, choose_geometry(c.rows), args)
 
 

@@ -8,41 +8,31 @@ learn/matmul/skeleton.cu, learn/matmul/ladder.cu, learn/matmul/registers.cu.
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.ops._rows import WARP
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, variant
+from gpt2block.ops.operation import (
+    Operation,
+    UnsupportedCall,
+    Workload,
+    as_stated,
+    variant,
+)
 from gpt2block.ops.products import count_tiles, fastest
 from gpt2block.ops.warm import call
 
 SKELETON = "learn/matmul/skeleton.cu"
 LADDER = "learn/matmul/ladder.cu"
 REGISTERS = "learn/matmul/registers.cu"
+LLM_C = "named after llm.c's matmul kernels"
 TILE = 16  # side of the square thread block, and of the output tile, of matmul_bias_tiled
 MAX_ROWS = 65535 * TILE  # maximum rows of variant tiled: limit of the grid's second axis
 TOO_MANY_ROWS = f"{{:,}} rows (B · T): matmul_bias_tiled takes at most {MAX_ROWS:,}"
 MAX_SIZE = 2**31 - 1024  # maximum of M, K and N: range of an int, minus one tile
-
-
-def naive_geometry(M: int, N: int) -> Geometry:
-    """Return a geometry with one thread per output and blocks of 8 rows and 32 columns."""
-    return Geometry("matmul_forward_kernel1", (ceil(M / 8) * ceil(N / WARP),), (WARP, 8))
-
-
-def tiled_geometry(M: int, N: int) -> Geometry:
-    return Geometry("matmul_bias_tiled", (ceil(N / TILE), ceil(M / TILE)), (TILE, TILE))
-
-
-def coarsened_geometry(M: int, N: int) -> Geometry:
-    """Return a geometry in which a thread computes 8 rows of a column, and a block 64 rows."""
-    return Geometry("matmul_forward_kernel2", (ceil(M / 64) * ceil(N / WARP),), (WARP, 8))
 
 
 class MatmulTile(NamedTuple):
@@ -97,44 +87,32 @@ def registers_geometry(tile: MatmulTile, groups: int, M: int, N: int, width: int
     return Geometry("matmul_forward_kernel3", grid, (WARP * warps,), shared, defines)
 
 
-def _launch(c: Call, file: str, geometry: Geometry) -> Launch:
+def _args(c: Call) -> tuple[Any, ...]:
     M, K, N = c.rows, c.K, c.N
-    too_large = f"a {c.a.shape}, w {c.w.shape}: expected at most {MAX_SIZE:,} rows or columns"
     if max(M, K, N) > MAX_SIZE:
-        raise UnsupportedCall(too_large)
-    return launch_at(file, geometry, (c.a, c.w, c.bias, c.out, M, K, N))
+        raise UnsupportedCall(
+            f"a {c.a.shape}, w {c.w.shape}: expected at most {MAX_SIZE:,} rows or columns"
+        )
+    return c.a, c.w, c.bias, c.output("out"), M, K, N
 
 
-@variant("naive", LADDER, "matmul_forward_kernel1", source="named after llm.c's matmul kernels")
-def _naive(c: Call) -> Launch:
-    return _launch(c, LADDER, naive_geometry(c.rows, c.N))
-
-
-@variant("tiled", SKELETON, "matmul_bias_tiled")
-def _tiled(c: Call) -> Launch:
+def _tiled_args(c: Call) -> tuple[Any, ...]:
     if c.rows > MAX_ROWS:
         raise UnsupportedCall(TOO_MANY_ROWS.format(c.rows))
-    return _launch(c, SKELETON, tiled_geometry(c.rows, c.N))
+    return _args(c)
 
 
-@variant("coarsened", LADDER, "matmul_forward_kernel2", source="named after llm.c's matmul kernels")
-def _coarsened(c: Call) -> Launch:
-    return _launch(c, LADDER, coarsened_geometry(c.rows, c.N))
+_naive = as_stated("naive", LADDER, "matmul_forward_kernel1", _args, source=LLM_C)
+_tiled = as_stated("tiled", SKELETON, "matmul_bias_tiled", _tiled_args)
+_coarsened = as_stated("coarsened", LADDER, "matmul_forward_kernel2", _args, source=LLM_C)
 
 
-@variant(
-    "registers", REGISTERS, "matmul_forward_kernel3", source="named after llm.c's matmul kernels"
-)
+@variant("registers", REGISTERS, "matmul_forward_kernel3", source=LLM_C)
 def _registers(c: Call) -> Launch:
-    width = 4 if row_alignment(c.N, c.w, c.out) == 16 else 1
+    width = 4 if row_alignment(c.N, c.w, c.output("out")) == 16 else 1
     chosen = choose_tile(c.rows, c.N, device_attribute("MultiProcessorCount"))
-    return _launch(c, REGISTERS, registers_geometry(*chosen, c.rows, c.N, width))
-
-
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    M, K, N = sizes["M"], sizes["K"], sizes["N"]
-    shapes = ((M, K), (K, N), (N,))
-    return tuple(rng.standard_normal(s, dtype=np.float32) + np.float32(0.5) for s in shapes)
+    geometry = registers_geometry(*chosen, c.rows, c.N, width)
+    return launch_at(REGISTERS, geometry, _args(c))
 
 
 OPERATION = Operation(
@@ -145,7 +123,7 @@ OPERATION = Operation(
         document="LeetGPU's GPT-2 block challenge",
         idea="a · w + bias",
         sizes={"M": 1024, "K": 768, "N": 3072},  # first feed-forward product of GPT-2
-        draw=_make,
+        optional=("bias",),
         traffic=lambda s: 4 * (s["M"] * s["K"] + s["K"] * s["N"] + s["M"] * s["N"]),
         flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
         bound="compute",

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.checks import meant
-from gpt2block.contract import Contract, size_of
-from gpt2block.cuda import replaced
+from gpt2block.contract import MATRICES, Contract, Entry, size_of
+from gpt2block.cuda import kernels, replaced
 from gpt2block.cuda.arrays import Bound, arrays_of, mapped
-from gpt2block.cuda.kernels import idea_of
+from gpt2block.cuda.launch_lines import default_block, stated_launch
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import Argument, InputError, KernelError
 from gpt2block.ops.call import Call, UncheckedCall
 
@@ -59,7 +60,7 @@ class Variant:
         """The kernels' summaries in one line, from the file's head comment. Raises KernelError."""
         if self.own:
             return "your kernel"
-        ideas = [idea_of(self.file, kernel, self.name) for kernel in self.kernels]
+        ideas = [kernels.idea_of(self.file, kernel, self.name) for kernel in self.kernels]
         return "; ".join(dict.fromkeys(ideas))
 
     def described(self) -> dict[str, Any]:
@@ -77,6 +78,29 @@ def variant(
         return Variant(name, file, kernels, launch, **fields)
 
     return decorate
+
+
+Arguments = Callable[[Call], tuple[Any, ...]]
+
+
+def as_stated(
+    name: str,
+    file: str,
+    kernel: str,
+    args: Arguments,
+    defines: Callable[[Call], kernels.Defines] = lambda c: (),
+    **fields: Any,
+) -> Variant:
+    """Return a variant of a kernel whose file states the launch in a `// launch:` comment.
+
+    args, defines: functions that return the kernel's arguments and macros for a call.
+    """
+
+    def launch(c: Call) -> Launch:
+        threads = c.block if "blocks" in fields else None
+        return stated_launch(file, kernel, args(c), vars(c), threads, defines(c))
+
+    return Variant(name, file, (kernel,), launch, block=default_block(file, kernel), **fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +127,8 @@ class Workload:
     idea: str = ""  # formula in one line
     sizes: Sizes = field(default_factory=dict)
     draw: Callable[[Sizes, np.random.Generator], Inputs] | None = None
+    mean: float = 0.5  # mean of the default inputs that are no matrices
+    optional: Names = ()  # optional inputs that are drawn by default, too
     traffic: Count = lambda sizes: 0
     flops: Count = lambda sizes: 0
     bound: str = "memory"  # hardware limit of the speed: "memory", "compute", or "either"
@@ -171,18 +197,34 @@ class Operation:
         return self.bound_to(call) if isinstance(call, Call) else call
 
     def make(self, sizes: Sizes, rng: np.random.Generator) -> Inputs:
-        """Return random inputs of these sizes, by default standard normal numbers plus 0.5."""
+        """Return random inputs of these sizes, by default normal numbers with `Workload.mean`.
+
+        The entries of a matrix have mean 0, and standard deviation 1 / sqrt(K).
+        """
         if not self.workload.sizes:
             raise KernelError("an operation without documented sizes is not run alone")
         if self.workload.draw is not None:
             return self.workload.draw({**self.workload.attrs, **sizes}, rng)
         known: dict[str, Any] = {**self.workload.attrs, **sizes}
-        for axis, text in self.workload.axes.items():
-            if axis != "...":
-                known[axis] = size_of(text, known)
+        self.set_axes(known)
         known["..."] = tuple(sizes[name] for name in self.leading)
-        shapes = (entry.shape(known) for entry in self.contract.inputs if not entry.optional)
-        return tuple(rng.standard_normal(s, dtype=np.float32) + np.float32(0.5) for s in shapes)
+
+        def drawn(entry: Entry) -> Any:
+            shape = entry.shape(known)
+            normal = rng.standard_normal(shape, dtype=np.float32)
+            if entry.kind in MATRICES:
+                return normal / np.float32(shape[0] ** 0.5)
+            return normal + np.float32(self.workload.mean)
+
+        of = self.workload.optional
+        given = (each for each in self.contract.inputs if not each.optional or each.name in of)
+        return tuple(map(drawn, given))
+
+    def set_axes(self, known: dict[str, Any]) -> None:
+        """Add the axes of the contract that sizes and attributes in `known` determine."""
+        for axis, text in self.workload.axes.items():
+            if axis != "..." and axis not in known:
+                known[axis] = size_of(text, known)
 
     def with_workload(self, **changes: Any) -> Operation:
         """Return a copy whose workload differs in the given fields."""

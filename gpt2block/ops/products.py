@@ -5,9 +5,10 @@ from __future__ import annotations
 from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
-from gpt2block.cuda.arrays import check_address
+from gpt2block.cuda.arrays import check_address, compute_capability
 from gpt2block.cuda.kernels import TWO_PART, WEIGHTS, Defines
 from gpt2block.ops.call import Call
+from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.weights.matrix import WeightMatrix
 
 MMA_CAPABILITY = 80  # lowest compute capability with mma.sync of 16-bit floats and K = 16
@@ -24,6 +25,18 @@ class Parts(NamedTuple):
     data: Any  # float16 parts, (2, N, K)
     scale: Any
     dtype: str = TWO_PART
+
+
+def needs_mma(instead: str = "") -> None:
+    """Raise UnsupportedCall on a GPU without mma.sync of 16 bits. instead: advice."""
+    if compute_capability() < MMA_CAPABILITY:
+        raise UnsupportedCall(f"needs a GPU of compute capability 8.0 or newer{instead}")
+
+
+def needs_hopper(instead: str) -> None:
+    """Raise UnsupportedCall on a GPU without wgmma. instead: advice."""
+    if compute_capability() != HOPPER_CAPABILITY:
+        raise UnsupportedCall(f"needs a GPU of compute capability 9.0 (Hopper){instead}")
 
 
 def storage_of(w: WeightMatrix | Parts, with_fp8: str = "float32") -> tuple[str, str | None]:

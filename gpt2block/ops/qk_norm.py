@@ -92,7 +92,7 @@ def _over_rows(c: Call, kernel: str, B: int, N: int, D: int, *arrays: Any) -> La
         raise InputError(
             f"qkv: expected rows of {heads * D}, {heads} heads of {D} channels, got {c.qkv.shape}"
         )
-    moved = normed if same_memory(c.qkv, c.out) else heads
+    moved = normed if same_memory(c.qkv, c.output("out")) else heads
     geometry = _geometry(c, kernel, B, N, moved, D, n_head, n_kv_head)
     sizes = (n_head, normed, moved, heads, c.eps)
     args = (c.qkv, *arrays, c.gamma_q, c.gamma_k, c.out, *sizes)
@@ -130,8 +130,9 @@ def _append(c: Call) -> Launch:
             f"qkv: expected (N, {heads * D}), {n_head} heads of {D} channels and twice the {c.C} "
             f"of k, got {c.qkv.shape}"
         )
+    out = c.output("out")
     geometry = _geometry(c, "qk_norm_append", 1, c.N, heads, D, n_head, n_kv_head)
-    arrays = (c.qkv, c.row, c.position, c.frequencies, c.gamma_q, c.gamma_k, c.k, c.v, c.out)
+    arrays = (c.qkv, c.row, c.position, c.frequencies, c.gamma_q, c.gamma_k, c.k, c.v, out)
     args = (*arrays, n_head, n_kv_head, c.B, c.S, c.eps)
     T = "float32" if c.fp8_cache else c.kv_storage
     return launch_at(FILE, geometry, args, T, cache=c.fp8_cache)

@@ -75,14 +75,14 @@ def choose_geometry(
 @variant("rows", FILE, "rmsnorm_rows", blocks=BLOCKS)
 def _rows(c: Call) -> Launch:
     if c.residual is not None:
-        c.make("total")
+        c.output("total")
     stride, item = checked_row_stride("x", c.x), c.x.itemsize
-    others = row_alignment(c.C, c.weight, c.residual, c.total, c.out)
+    others = row_alignment(c.C, c.weight, c.residual, c.total, c.output("out"))
     width = alignment(c.x.data.ptr, item * stride, others) // item
     block = c.block if c.requested else None
     sms = device_attribute("MultiProcessorCount")
     geometry = choose_geometry(c.rows, c.C, width, sms, block, c.residual is not None)
-    args = (c.x, c.residual, c.weight, c.total, c.out, stride, c.eps, c.rows)
+    args = (c.x, c.residual, c.weight, c.total, c.output("out"), stride, c.eps, c.rows)
     return launch_at(FILE, geometry, args, storage=c.storage)
 
 
@@ -98,44 +98,45 @@ def stream_geometry(rows: int, C: int) -> Geometry:
 def _stream(c: Call) -> Launch:
     if c.residual is not None or c.requested:
         raise UnsupportedCall("has no residual and no block: use rows")
-    for name in ("x", "weight", "out"):
-        array = getattr(c, name)
+    for name, array in (("x", c.x), ("weight", c.weight), ("out", c.output("out"))):
         check_address(name, array, array.itemsize * gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
     geometry = geometry.with_defines(stored_defines("RS_TERMS", c.to_terms))
-    args = (c.x, c.weight, c.out, stored_scale(c.to_terms), c.eps)
+    args = (c.x, c.weight, c.output("out"), stored_scale(c.to_terms), c.eps)
     return launch_at(STREAM, geometry, args, storage=c.out_dtype)
 
 
 @variant("add", STREAM, "rmsnorm_add", dtypes=("float32",))
 def _add(c: Call) -> Launch:
-    for name in ("x", "weight", "residual", "out"):
-        check_address(name, getattr(c, name), 4 * gcd(4, c.C))
+    arrays = {"x": c.x, "weight": c.weight, "residual": c.residual, "out": c.output("out")}
+    for name, array in arrays.items():
+        check_address(name, array, 4 * gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)._replace(kernel="rmsnorm_add")
-    return launch_at(STREAM, geometry, (c.x, c.weight, c.residual, c.out, c.eps))
+    return launch_at(STREAM, geometry, (*arrays.values(), c.eps))
 
 
 @variant("operand", STREAM, "operand_rows", dtypes=("float32",))
 def _operand(c: Call) -> Launch:
-    for name in ("x", "out"):
-        array = getattr(c, name)
+    out = c.output("out")
+    for name, array in (("x", c.x), ("out", out)):
         check_address(name, array, array.itemsize * gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
     loads = ceil(c.C / (geometry.block[0] * gcd(4, c.C)))
     geometry = geometry._replace(kernel="operand_rows", grid=(c.rows, loads))
     geometry = geometry.with_defines(stored_defines("RS_TERMS", c.to_terms))
-    return launch_at(STREAM, geometry, (c.x, c.out, stored_scale(c.to_terms)), storage=c.out_dtype)
+    return launch_at(STREAM, geometry, (c.x, out, stored_scale(c.to_terms)), storage=c.out_dtype)
 
 
 @variant("sums", STREAM, "rmsnorm_sums", dtypes=("float32",))
 def _sums(c: Call) -> Launch:
-    for name in ("x", "weight", "sums", "out"):
-        check_address(name, getattr(c, name), 4 * gcd(4, c.C))
+    out = c.output("out")
+    for name, array in (("x", c.x), ("weight", c.weight), ("sums", c.sums), ("out", out)):
+        check_address(name, array, 4 * gcd(4, c.C))
     geometry = stream_geometry(c.M, c.C)
     defines = (*geometry.defines, ("RS_SUMS", c.S))
     defines += (("SUMS_HALF", HALF_SPLITS),) if c.w_down.dtype == GGUF else ()
     geometry = geometry._replace(kernel="rmsnorm_sums", defines=defines)
-    return launch_at(STREAM, geometry, (c.x, c.weight, c.sums, c.w_down.scale, c.out, c.eps))
+    return launch_at(STREAM, geometry, (c.x, c.weight, c.sums, c.w_down.scale, out, c.eps))
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:

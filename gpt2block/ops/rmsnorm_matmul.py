@@ -41,13 +41,7 @@ from gpt2block.ops.operation import (
     Workload,
     variant,
 )
-from gpt2block.ops.products import (
-    HOPPER_CAPABILITY,
-    MMA_CAPABILITY,
-    MULTIPLE,
-    gate_define,
-    storage_of,
-)
+from gpt2block.ops.products import MMA_CAPABILITY, MULTIPLE, gate_define, needs_hopper, storage_of
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rope import OPERATION as ROPE
 from gpt2block.ops.rope import check_rotation, exponent_step
@@ -87,7 +81,7 @@ def _product(
         x, residual, total, gamma, stride = normed, None, None, None, c.K
     inputs = (x, gamma) if len(c.matrices) == 1 else (x, residual, total, gamma)
     weights = [array for w in c.matrices for array in (w.data, w.scale)]
-    args = (*inputs, *weights, c.out, c.eps, stride, *c.sizes, *_turn(c, head_dim))
+    args = (*inputs, *weights, c.output("out"), c.eps, stride, *c.sizes, *_turn(c, head_dim))
     geometry = geometry.with_defines(gate_define(c.gelu))
     return launch_at(file, geometry, args, *storage_of(c.matrices[0], c.storage))
 
@@ -95,7 +89,7 @@ def _product(
 def _fused(c: Call, file: str, geometry: Geometry, head_dim: int) -> tuple[Launch, ...]:
     """Return the launch of a kernel and, if it does not fuse RoPE, a second launch for RoPE."""
     if c.residual is not None:
-        c.make("h")
+        c.output("h")
     return (_product(c, file, geometry, head_dim), *(() if head_dim else _rope(c)))
 
 
@@ -110,7 +104,8 @@ def _rope(c: Call) -> tuple[Launch, ...]:
     """Return a tuple with a launch that applies RoPE to the result; empty if head_dim is 0."""
     if not c.head_dim:
         return ()
-    heads = c.out.reshape(-1, c.out.shape[-2], c.N // c.head_dim, c.head_dim)
+    out = c.output("out")
+    heads = out.reshape(-1, out.shape[-2], c.N // c.head_dim, c.head_dim)
     rotation = {"start": c.start, "theta": c.theta, "half_split": c.half_split}
     return ROPE.bind_on_device((heads,), heads, **rotation).launches
 
@@ -192,7 +187,7 @@ def _mma_problem(c: Call) -> str:
 
 def _aligned(c: Call, *others: CudaArray | None) -> bool:
     """Whether weights, output and the arrays `others` start on multiples of 16 bytes."""
-    arrays = (c.out, *(w.data for w in c.matrices), *others)
+    arrays = (c.output("out"), *(w.data for w in c.matrices), *others)
     return alignment(*(array.data.ptr for array in arrays if array is not None)) == 16
 
 
@@ -206,9 +201,7 @@ def _unfused(c: Call) -> tuple[Launch, ...]:
 
 
 def _hopper(c: Call) -> tuple[Launch, ...]:
-    other = compute_capability() != HOPPER_CAPABILITY
-    if other:
-        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+    needs_hopper(": use variant mma")
     narrow = c.storage != "float32" and c.matrices[0].dtype not in FP8
     types = "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
     if not narrow:
@@ -222,7 +215,7 @@ def _hopper(c: Call) -> tuple[Launch, ...]:
     matrices = tuple(w.data for w in c.matrices)
     rotation = _turn(c, head_dim)
     layout = c.matrices[0].layout
-    product = hopper.launch(norm.out, matrices, layout, c.out, *rotation, gelu=c.gelu)
+    product = hopper.launch(norm.out, matrices, layout, c.output("out"), *rotation, gelu=c.gelu)
     return (*norm.launches, overlapping.overlapped(product), *(() if head_dim else _rope(c)))
 
 

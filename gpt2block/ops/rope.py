@@ -99,7 +99,7 @@ def choose_geometry(
 
 @variant("pairs", FILE, "rope_pairs", blocks=BLOCKS, block=BLOCK)
 def _pairs(c: Call) -> Launch:
-    strides, out_strides = _strides(c.x), _strides(c.out)
+    strides, out_strides = _strides(c.x), _strides(c.output("out"))
     if strides is None:
         raise InputError(
             f"x: expected a contiguous last axis, got strides {c.x.strides} for shape "

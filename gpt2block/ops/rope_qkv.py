@@ -68,10 +68,11 @@ def _over_rows(c: Call, kernel: str, B: int, T: int, *row: CudaArray) -> Launch:
         )
     if B > MAX_BATCH:
         raise InputError(f"qkv: expected at most {MAX_BATCH:,} sequences in a call, got {B:,}")
-    moved = rotated if same_memory(c.qkv, c.out) else heads
-    aligned = alignment(c.qkv.data.ptr, c.out.data.ptr) // c.qkv.itemsize
+    out = c.output("out")
+    moved = rotated if same_memory(c.qkv, out) else heads
+    aligned = alignment(c.qkv.data.ptr, out.data.ptr) // c.qkv.itemsize
     geometry = _geometry(c, kernel, B, T, moved, aligned)
-    arrays, sequences = (c.qkv, c.positions, c.frequencies, *row, c.out), (c.B,) if row else ()
+    arrays, sequences = (c.qkv, c.positions, c.frequencies, *row, out), (c.B,) if row else ()
     args = (*arrays, T, rotated, moved, heads, *sequences)
     return launch_at(FILE, geometry, args, c.storage)
 
@@ -96,7 +97,7 @@ def _append(c: Call) -> Launch:
             f"of k, got {c.qkv.shape}"
         )
     of_cache = alignment(c.k.data.ptr, c.v.data.ptr) // c.k.itemsize
-    aligned = min(4, alignment(c.qkv.data.ptr, c.out.data.ptr) // 4, of_cache)
+    aligned = min(4, alignment(c.qkv.data.ptr, c.output("out").data.ptr) // 4, of_cache)
     geometry = _geometry(c, "rope_append", 1, c.N, heads, aligned)
     geometry = geometry.with_defines((("ROPE_OWN", 1),) if c.leading else ())
     arrays = (c.qkv, c.row, c.position, c.frequencies, c.k, c.v, c.out)
@@ -112,7 +113,8 @@ def _rotations(c: Call) -> Launch:
     B = () if shared else c.leading[:1] or ("B",)
     _check_own(c, B)
     kernel, row = ("rope_rotations", ()) if shared else ("rope_rotations_packed", (c.row,))
-    grid, args = (ceil(c.N * c.P / ROTATION_THREADS),), (c.position, c.frequencies, *row, c.out)
+    args = (c.position, c.frequencies, *row, c.output("out"))
+    grid = (ceil(c.N * c.P / ROTATION_THREADS),)
     geometry = Geometry(kernel, grid, (ROTATION_THREADS,), defines=_multiplied(c))
     return launch_at(ROTATIONS, geometry, (*args, c.N, c.P, *B))
 

@@ -303,7 +303,8 @@ def _prepare(unchecked: UncheckedCall) -> Bound:
         unchecked.options[name] for name in ("sampling", "step", "seen", "counts", "masks")
     )
     c = unchecked._replace(inputs=(*unchecked.inputs, seen, counts, masks)).checked(step=None)
-    state, rows = SampleState.allocate(c.B, c.V)._replace(token=c.token), rows_of(sampling, c.B)
+    state = SampleState.allocate(c.B, c.V)._replace(token=c.output("token"))
+    rows = rows_of(sampling, c.B)
     state.set(rows)
     state.step.fill(check_step(step))
     if seen is not None:

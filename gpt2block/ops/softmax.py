@@ -5,45 +5,54 @@ Kernels: learn/softmax/ladder.cu, one for each variant.
 
 from __future__ import annotations
 
-from math import ceil
+from collections.abc import Callable
+from typing import Any
 
 from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
-from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.kernels import Defines, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, THREADS, check_rows, power_of_two, share
 from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Workload, variant
+from gpt2block.ops.operation import (
+    Operation,
+    Sizes,
+    UnsupportedCall,
+    Variant,
+    Workload,
+    as_stated,
+    variant,
+)
 from gpt2block.ops.warm import call
 
 FILE = "learn/softmax/ladder.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 
-def _launch(c: Call, kernel: str, grid: int, block: int, *defines: tuple[str, int]) -> Launch:
-    defines = (("SOFTMAX_CAUSAL", int(c.causal)), *defines)
-    args = (c.scores, c.out, c.rows, c.T)
-    return launch_at(FILE, Geometry(kernel, (grid,), (block,), defines=defines), args)
+def _args(c: Call) -> tuple[Any, ...]:
+    return c.scores, c.output("out"), c.rows, c.T
+
+
+def _causal(c: Call, *further: tuple[str, int]) -> Defines:
+    return ("SOFTMAX_CAUSAL", int(c.causal)), *further
 
 
 def _width(c: Call) -> int:
     """Return the scores per load: 4 if rows start on multiples of 16 bytes, else 1."""
-    return 4 if row_alignment(c.T, c.scores, c.out) == 16 else 1
+    return 4 if row_alignment(c.T, c.scores, c.output("out")) == 16 else 1
 
 
-@variant("three_pass", FILE, "softmax_forward_kernel1", blocks=BLOCKS)
-def _three_pass(c: Call) -> Launch:
-    return _launch(c, "softmax_forward_kernel1", c.rows, c.block, ("SOFTMAX_BLOCK", c.block))
+def _ladder(name: str, kernel: str, defines: Callable[[Call], Defines]) -> Variant:
+    return as_stated(name, FILE, kernel, _args, defines, blocks=BLOCKS)
 
 
-@variant("online_warp", FILE, "softmax_forward_kernel2", blocks=BLOCKS)
-def _online_warp(c: Call) -> Launch:
-    return _launch(c, "softmax_forward_kernel2", ceil(c.rows / (c.block // 32)), c.block)
-
-
-@variant("online_block", FILE, "softmax_forward_kernel3", blocks=BLOCKS)
-def _online_block(c: Call) -> Launch:
-    return _launch(c, "softmax_forward_kernel3", c.rows, c.block, ("SOFTMAX_WIDTH", _width(c)))
+_three_pass = _ladder(
+    "three_pass", "softmax_forward_kernel1", lambda c: _causal(c, ("SOFTMAX_BLOCK", c.block))
+)
+_online_warp = _ladder("online_warp", "softmax_forward_kernel2", _causal)
+_online_block = _ladder(
+    "online_block", "softmax_forward_kernel3", lambda c: _causal(c, ("SOFTMAX_WIDTH", _width(c)))
+)
 
 
 @variant(
@@ -61,16 +70,15 @@ def _rows(c: Call) -> Launch:
         )
     width, sms = _width(c), device_attribute("MultiProcessorCount")
     shape = share(c.rows, c.T, width, sms, c.block if c.requested else None)
-    return _launch(
+    defines = _causal(
         c,
-        "softmax_forward_kernel4",
-        shape.grid,
-        shape.block,
         ("SOFTMAX_WIDTH", width),
         ("SOFTMAX_THREADS", shape.threads),
         ("SOFTMAX_HELD", power_of_two(shape.held)),  # a power of two, to compile fewer kernels
         ("SOFTMAX_ROWS", shape.rows),
     )
+    grid, block = (shape.grid,), (shape.block,)
+    return launch_at(FILE, Geometry("softmax_forward_kernel4", grid, block, 0, defines), _args(c))
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:

@@ -18,7 +18,7 @@ TRANSPOSED = Contract.parse("w any R C -> out? dtype C R")
 
 @variant("store", STORE_FILE, "store_weights")
 def _store(c: Call) -> Launch:
-    return store(c.w, c.out, c.transposed)
+    return store(c.w, c.output("out"), c.transposed)
 
 
 def _prepare(unchecked: UncheckedCall) -> Call | Bound:
@@ -41,7 +41,7 @@ def _prepare(unchecked: UncheckedCall) -> Call | Bound:
     check_sizes("w", w.shape)
     if c.storage == dtype and not transposed and unchecked.out is None:
         return Bound(w, ())
-    c.make("out")
+    c.output("out")
     return c
 
 

@@ -16,7 +16,7 @@ from gpt2block.ops import gguf
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
 from gpt2block.weights import conversions
-from gpt2block.weights.conversions import ABSMAX_FILE, FP8_FILE, LAYOUTS
+from gpt2block.weights.conversions import ABSMAX_FILE, ELEMENTS, FP8_FILE, LAYOUTS
 from gpt2block.weights.gguf import GgufMatrix
 from gpt2block.weights.matrix import check_layout
 
@@ -32,15 +32,19 @@ WITH_SCALES = {
 }
 
 
+def _convert(c: Call, elements: int = ELEMENTS) -> Launch:
+    options = c.format, c.layout, c.saturate, c.block, elements
+    return conversions.to_fp8(c.x, c.scale, c.output("out"), *options)
+
+
 @variant("element", FP8_FILE, "to_fp8_kernel", blocks=BLOCKS)
 def _element(c: Call) -> Launch:
-    options = c.format, c.layout, c.saturate, c.block
-    return conversions.to_fp8(c.x, c.scale, c.out, *options, elements=1)
+    return _convert(c, elements=1)
 
 
 @variant("vectors", FP8_FILE, "to_fp8_kernel", blocks=BLOCKS)
 def _vectors(c: Call) -> Launch:
-    return conversions.to_fp8(c.x, c.scale, c.out, c.format, c.layout, c.saturate, c.block)
+    return _convert(c)
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
@@ -65,7 +69,7 @@ def _row_norms(c: Call) -> Any:
         return gguf.row_norms.launch(c)
     if c.K % NORMS_WIDTH:
         raise UnsupportedCall(f"w: expected K in multiples of {NORMS_WIDTH}, got {c.K}")
-    args = (c.w.data, c.gamma, c.squares, c.K)
+    args = (c.w.data, c.gamma, c.output("squares"), c.K)
     return launch_at(
         NORMS_FILE, Geometry("row_norms", (c.N,), (NORMS_BLOCK,)), args, weights=c.w.dtype
     )

@@ -27,8 +27,8 @@ def choose_geometry(rows: int, threads: int = THREADS) -> Geometry:
 @variant("top", FILE, "top_logprobs_kernel", block=THREADS)
 def _block(c: Call) -> Launch:
     check_rows("logits", c.logits)
-    c.make("logprobs")
-    return launch_at(FILE, choose_geometry(c.M), (c.logits, c.ids, c.logprobs, c.V, c.K))
+    args = (c.logits, c.output("ids"), c.output("logprobs"), c.V, c.K)
+    return launch_at(FILE, choose_geometry(c.M), args)
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:

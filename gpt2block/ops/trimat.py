@@ -15,27 +15,22 @@ import numpy as np
 from gpt2block.cuda.arrays import (
     CudaArray,
     check_address,
-    compute_capability,
     device_attribute,
     on_16_bytes,
 )
-from gpt2block.cuda.kernels import Geometry, launch_at
+from gpt2block.cuda.kernels import Defines, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Variant, Workload, variant
-from gpt2block.ops.products import MMA_CAPABILITY, RESERVED
+from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Workload, as_stated, variant
+from gpt2block.ops.products import RESERVED, needs_mma
 from gpt2block.ops.warm import call
 
 FILE = "learn/trimat/ladder.cu"
 PIPELINED = "learn/trimat/pipelined.cu"
 MMA = "learn/trimat/mma.cu"
-FILL = "trimat_fill"  # kernel that runs after each variant if `fill` is not None
 BLOCKS = (32, 64, 128, 256)
-THREADS = 256  # threads per block: the default, and fixed in tri4 and tri5
-SIDE = 8  # side of the tile of outputs that a thread computes
-TILE = 128  # side of the tile of outputs that a block of tri4 or tri5 computes
-FILL_ROWS = 8  # rows per block of trimat_fill, one per warp
+TILE = 128  # side of the tile of outputs that a block of tri6 computes, for short heads
 MAX_HEADS = 65535  # maximum heads of all sequences: limit of an axis of the grid
 MOST_BLOCKS = 2**31 - 1  # maximum blocks of a grid
 
@@ -87,69 +82,39 @@ def mma_geometry(
     return geometry, (heads, span, together)
 
 
-def _launch(
-    c: Call,
-    file: str,
-    kernel: str,
-    grid: tuple[int, ...],
-    block: tuple[int, ...],
-    args: tuple[Any, ...] = (),
-) -> Launch:
-    """Launch a kernel. args: arguments of the kernel, by default (qkv, out, T)."""
-    geometry = Geometry(kernel, grid, block, defines=(("NH", c.NH), ("HS", c.HS)))
-    return launch_at(file, geometry, args or (c.qkv, c.out, c.T))
+def _args(c: Call) -> tuple[Any, ...]:
+    return c.qkv, c.output("out"), c.T
 
 
-def _thread_tiles(name: str, kernel: str) -> Variant:
-    """Return variant naive, registers or tri3, whose threads each compute an 8×8 tile."""
-
-    def launch(c: Call) -> Launch:
-        rows = c.block // SIDE  # rows of 8 tiles per block, a tile per thread
-        grid = (ceil(c.T / SIDE**2), ceil(c.T / (SIDE * rows)), c.B * c.NH)
-        return _launch(c, FILE, kernel, grid, (SIDE, rows))
-
-    return variant(name, FILE, kernel, blocks=BLOCKS)(launch)
+def _heads(c: Call) -> Defines:
+    return ("NH", c.NH), ("HS", c.HS)
 
 
-_naive = _thread_tiles("naive", "matmul_tri_naive")
-_registers = _thread_tiles("registers", "matmul_tri_registers")
-_tri3 = _thread_tiles("tri3", "matmul_tri3")
-
-
-@variant("tri4", FILE, "matmul_tri4")
-def _tri4(c: Call) -> Launch:
-    """Launch one block per tile of each (T, T) output. Blocks above the diagonal exit at once."""
-    tiles = ceil(c.T / TILE)
-    return _launch(c, FILE, "matmul_tri4", (tiles, tiles, c.B * c.NH), (16, 16))
-
-
-@variant("tri5", PIPELINED, "matmul_tri5", source="gpt2block")
-def _tri5(c: Call) -> Launch:
-    """Launch one block per tile on or below the diagonal."""
-    tiles = ceil(c.T / TILE)
-    grid = (tiles * (tiles + 1) // 2, c.B * c.NH)
-    return _launch(c, PIPELINED, "matmul_tri5", grid, (THREADS,))
+_naive = as_stated("naive", FILE, "matmul_tri_naive", _args, _heads, blocks=BLOCKS)
+_registers = as_stated("registers", FILE, "matmul_tri_registers", _args, _heads, blocks=BLOCKS)
+_tri3 = as_stated("tri3", FILE, "matmul_tri3", _args, _heads, blocks=BLOCKS)
+_tri4 = as_stated("tri4", FILE, "matmul_tri4", _args, _heads)
+_tri5 = as_stated("tri5", PIPELINED, "matmul_tri5", _args, _heads, source="gpt2block")
+_fill = as_stated(
+    "fill",
+    FILE,
+    "trimat_fill",  # runs after each variant if `fill` is not None
+    lambda c: (c.output("out"), c.T, c.B * c.NH * c.T, c.fill),
+    _heads,
+)
 
 
 @variant("tri6", MMA, "matmul_tri6", block=MMA_THREADS, source="gpt2block")
 def _tri6(c: Call) -> Launch:
-    heads = f"takes heads of up to {MMA_LARGEST_HEAD} channels, got {c.HS}: use variant tri5"
     if c.HS > MMA_LARGEST_HEAD:
-        raise UnsupportedCall(heads)
-    old = compute_capability() < MMA_CAPABILITY
-    if old:
-        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant tri5")
+        raise UnsupportedCall(
+            f"takes heads of up to {MMA_LARGEST_HEAD} channels, got {c.HS}: use variant tri5"
+        )
+    needs_mma(": use variant tri5")
     sms = device_attribute("MultiProcessorCount")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry, more = mma_geometry(c.B, c.T, c.NH, c.HS, sms=sms, most_shared=most_shared)
-    return launch_at(MMA, geometry, (c.qkv, c.out, c.T, *more))
-
-
-@variant("fill", FILE, FILL)
-def _fill(c: Call) -> Launch:
-    rows = c.B * c.NH * c.T
-    grid, args = (ceil(rows / FILL_ROWS),), (c.out, c.T, rows, c.fill)
-    return _launch(c, FILE, FILL, grid, (32 * FILL_ROWS,), args)
+    return launch_at(MMA, geometry, (*_args(c), *more))
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
@@ -161,7 +126,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     if c.B * c.NH > MAX_HEADS:
         raise InputError(f"B · NH {c.B * c.NH:,}: expected at most {MAX_HEADS:,} heads in a call")
     check_address("qkv", c.qkv)
-    check_address("out", c.out)
+    check_address("out", c.output("out"))
     c.order = (_tri6, _tri5)
     if c.fill is not None and c.T > 1:
         c.after = (_fill.launch(c),)

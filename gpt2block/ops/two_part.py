@@ -30,7 +30,7 @@ JOIN_THREADS = 256  # maximum threads per block of join_rows and take_rows
 @variant("split rows", TWO_PART_FILE, "split_rows")
 def _split_rows(c: Call) -> Launch:
     conversions.check_sizes("x", (c.rows, c.K), LARGEST_OPERAND)
-    return conversions.two_part(c.x, c.out.parts, c.out.scale)
+    return conversions.two_part(c.x, c.output("out").parts, c.out.scale)
 
 
 OPERATION = Operation(name="two_part", variants=(_split_rows,))
@@ -38,7 +38,7 @@ OPERATION = Operation(name="two_part", variants=(_split_rows,))
 
 @variant("join rows", TWO_PART_FILE, "join_rows")
 def _join_rows(c: Call) -> Launch:
-    width = vector_width(c.C, c.out)
+    width = vector_width(c.C, c.output("out"))
     block = min(JOIN_THREADS, 32 * ceil(c.C / (32 * width)))
     defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", TWO_PART_WARPS))
     geometry = Geometry("join_rows", (c.B,), (block,), defines=defines)
@@ -48,7 +48,7 @@ def _join_rows(c: Call) -> Launch:
 
 @variant("rows", TAKE_FILE, "take_rows")
 def _take_rows(c: Call) -> Launch:
-    width = vector_width(c.C, c.x, c.out)
+    width = vector_width(c.C, c.x, c.output("out"))
     block = min(JOIN_THREADS, 32 * ceil(c.C / (32 * width)))
     geometry = Geometry("take_rows", (c.B,), (block,), defines=(("TAKE_WIDTH", width),))
     return launch_at(TAKE_FILE, geometry, (c.x, c.indices, c.out, c.C), c.storage)

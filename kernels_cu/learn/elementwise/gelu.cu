@@ -2,8 +2,9 @@
 //
 //   gelu_kernel: one thread per element
 //
-// grid (ceil(n / 256)), block (256). A step of LeetGPU's GPT-2 block challenge.
+// A step of LeetGPU's GPT-2 block challenge.
 
+// launch: grid=ceil(n / block) block=256
 extern "C" __global__ void gelu_kernel(float* __restrict__ x,  // (n)
                                        long long n) {
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;

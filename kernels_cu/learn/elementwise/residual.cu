@@ -2,8 +2,9 @@
 //
 //   add_kernel: one thread per element
 //
-// grid (ceil(n / 256)), block (256). A step of LeetGPU's GPT-2 block challenge.
+// A step of LeetGPU's GPT-2 block challenge.
 
+// launch: grid=ceil(n / block) block=256
 extern "C" __global__ void add_kernel(const float* __restrict__ a,  // (n)
                                       const float* __restrict__ b,  // (n)
                                       float* __restrict__ y,        // (n)

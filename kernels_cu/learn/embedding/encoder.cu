@@ -20,7 +20,7 @@ __device__ float not_a_number() { return __int_as_float(0x7fffffff); }
 
 __device__ float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
-// grid (ceil(rows * C / blockDim.x)), block (any)
+// launch: grid=ceil(rows * C / block) block=256
 extern "C" __global__ void encoder_forward_kernel1(
     const int* __restrict__ ids,    // (B, T)
     const float* __restrict__ wte,  // (V, C)
@@ -33,7 +33,8 @@ extern "C" __global__ void encoder_forward_kernel1(
     out[i] = known(id, V) ? wte[(long long)id * C + c] + wpe[(long long)t * C + c] : not_a_number();
 }
 
-// C must be a multiple of 4, and rows aligned to 16 bytes. grid (ceil(rows * C / 4 / blockDim.x)), block (any)
+// C must be a multiple of 4, and rows aligned to 16 bytes.
+// launch: grid=ceil(rows * C / 4 / block) block=256
 extern "C" __global__ void encoder_forward_kernel2(
     const int* __restrict__ ids,    // (B, T)
     const float* __restrict__ wte,  // (V, C)
@@ -53,8 +54,8 @@ extern "C" __global__ void encoder_forward_kernel2(
     reinterpret_cast<float4*>(out)[i] = sum;
 }
 
-// C must be a multiple of 4, and rows aligned to 16 bytes. grid (ceil(rows * 32 / blockDim.x)), block (a multiple of
-// 32)
+// C must be a multiple of 4, and rows aligned to 16 bytes. Any block of a multiple of 32 threads.
+// launch: grid=ceil(rows * 32 / block) block=256
 extern "C" __global__ void encoder_forward_kernel3(
     const int* __restrict__ ids,    // (B, T)
     const float* __restrict__ wte,  // (V, C)

@@ -43,7 +43,7 @@ __device__ __forceinline__ float2 scales(const uint4& head, int i) {
     return {(float)((low & 15) | (s >> 6 & 3) << 4), (float)((low >> 4 & 15) | (m >> 6 & 3) << 4)};
 }
 
-// grid (ceil(M N / blockDim.x)), block (128)
+// launch: grid=ceil(M * N / block) block=128
 extern "C" __global__ void blocks_matmul_naive(
     const T* __restrict__ x,              // (M, K)
     const unsigned char* __restrict__ w,  // (N, K / 256, 144)
@@ -66,7 +66,7 @@ extern "C" __global__ void blocks_matmul_naive(
 }
 
 // Eight lanes read a block: lane 2 p + h reads bytes 16 h to 16 h + 15 of pair p of sub-blocks.
-// grid (ceil(M N / (blockDim.x / 32))), block (a multiple of 32)
+// launch: grid=ceil(M * N / (block / 32)) block=256
 extern "C" __global__ void __launch_bounds__(256) blocks_matmul_warp(
     const T* __restrict__ x,              // (M, K)
     const unsigned char* __restrict__ w,  // (N, K / 256, 144)
@@ -113,7 +113,7 @@ __device__ __forceinline__ void times_scale(unsigned codes, unsigned s, unsigned
 
 // A warp computes 16 outputs of 8 rows of x. Lane 4 g + t holds codes 8 t to 8 t + 7 of each sub-block for outputs g
 // and g + 8, and the values of row g of x at the same positions along K. Products along K may be added in any order.
-// grid (ceil(N / 64) ceil(M / 8)), block (128)
+// launch: grid=ceil(N / 64) * ceil(M / 8) block=128
 extern "C" __global__ void __launch_bounds__(128) blocks_matmul_mma(
     const T* __restrict__ x,              // (M, K), float16
     const unsigned char* __restrict__ w,  // (N, K / 256, 144)

@@ -32,7 +32,7 @@ __device__ float gelu(float v) {
     return 0.5f * v * (1.0f + tanhf(0.7978845608028654f * (v + 0.044715f * v * v * v)));
 }
 
-// grid (ceil(batch_size * hidden_dim / blockDim.x)), block (any)
+// launch: grid=ceil(batch_size * hidden_dim / block) block=256
 extern "C" __global__ void layernorm_gelu_baseline(
     const float* __restrict__ input,  // (batch_size, hidden_dim)
     float* __restrict__ output,       // (batch_size, hidden_dim)
@@ -49,7 +49,8 @@ extern "C" __global__ void layernorm_gelu_baseline(
     output[i] = gelu((input[i] - mean) * rsqrtf(squares / hidden_dim + eps));
 }
 
-// grid (batch_size), block (a power of two), dynamic shared memory: 2 * blockDim.x floats
+// Any block of a power of two threads.
+// launch: grid=batch_size block=256 shared=2 * 4 * block
 extern "C" __global__ void layernorm_gelu_optimized(
     const float* __restrict__ input,  // (batch_size, hidden_dim)
     float* __restrict__ output,       // (batch_size, hidden_dim)

@@ -23,7 +23,7 @@
 #define LN_BLOCK 256
 #endif
 
-// grid (ceil(N / LN_BLOCK)), block (LN_BLOCK)
+// launch: grid=ceil(N / block) block=64
 extern "C" __global__ void layernorm_forward_kernel1(
     const float* x,      // (N, C)
     const float* gamma,  // (C)
@@ -73,7 +73,7 @@ __device__ __forceinline__ void coarsen(const float* x_row, int C, Use use) {
     }
 }
 
-// grid (N), block (LN_BLOCK)
+// launch: grid=N block=256
 extern "C" __global__ void mean_kernel(
     const float* x,  // (N, C)
     float* mean,     // (N)
@@ -86,7 +86,7 @@ extern "C" __global__ void mean_kernel(
     if (threadIdx.x == 0) mean[blockIdx.x] = sum / C;
 }
 
-// grid (N), block (LN_BLOCK)
+// launch: grid=N block=256
 extern "C" __global__ void rstd_kernel(
     const float* x,     // (N, C)
     const float* mean,  // (N)
@@ -101,7 +101,8 @@ extern "C" __global__ void rstd_kernel(
     if (threadIdx.x == 0) rstd[blockIdx.x] = rsqrtf(sum / C + eps);
 }
 
-// grid (N, ceil(C / LN_BLOCK)), block (LN_BLOCK). blockIdx.x is the row, so that no thread divides by C.
+// blockIdx.x is the row, so that no thread divides by C.
+// launch: grid=N, ceil(C / block) block=256
 extern "C" __global__ void normalization_kernel(
     const float* x,      // (N, C)
     const float* mean,   // (N)
@@ -117,7 +118,7 @@ extern "C" __global__ void normalization_kernel(
     __stcs(out + i, (__ldcs(x + i) - mean[row]) * rstd[row] * gamma[c] + beta[c]);
 }
 
-// grid (N), block (LN_BLOCK)
+// launch: grid=N block=128
 extern "C" __global__ void layernorm_forward_kernel5(
     const float* __restrict__ x,      // (N, C)
     const float* __restrict__ gamma,  // (C)

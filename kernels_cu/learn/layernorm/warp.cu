@@ -12,7 +12,7 @@
 //   layernorm_forward_kernel4: kernel 3 with var = E[x^2] - E[x]^2: one pass fewer over x. This formula loses all
 //       digits when |mean| is large compared with the standard deviation.
 //
-// Both kernels: grid (ceil(N / warps per block)), block any multiple of 32 up to 1024.
+// Both kernels: a warp per row, block any multiple of 32 up to 1024.
 #include <cooperative_groups.h>
 #include <cooperative_groups/reduce.h>
 
@@ -33,6 +33,7 @@ __device__ void normalize(const Warp& warp, const float* __restrict__ x_row, con
     }
 }
 
+// launch: grid=ceil(N / (block / 32)) block=512
 extern "C" __global__ void layernorm_forward_kernel3(
     const float* __restrict__ x,      // (N, C)
     const float* __restrict__ gamma,  // (C)
@@ -63,6 +64,7 @@ extern "C" __global__ void layernorm_forward_kernel3(
     normalize(warp, x_row, gamma, beta, out + row * C, m, r, C);
 }
 
+// launch: grid=ceil(N / (block / 32)) block=512
 extern "C" __global__ void layernorm_forward_kernel4(
     const float* __restrict__ x,      // (N, C)
     const float* __restrict__ gamma,  // (C)

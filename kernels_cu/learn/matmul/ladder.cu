@@ -29,8 +29,8 @@
 //
 // The cost: 8 times fewer threads, each with more registers. With a small C, multiprocessors are idle.
 //
-// matmul_forward_kernel1: block (32, 8), a tile of 8 x 32 outputs; matmul_forward_kernel2: block (32, 8), a tile of 64
-// x 32. The grid has one dimension, ceil(M / rows) * ceil(N / 32) blocks: row after row of tiles, from left to right.
+// A block of matmul_forward_kernel1 computes a tile of 8 x 32 outputs, and a block of matmul_forward_kernel2 a tile of
+// 64 x 32. The grid has one dimension: row after row of tiles, from left to right.
 #ifndef COARSENING
 #define COARSENING 8
 #endif
@@ -41,6 +41,7 @@ constexpr int HEIGHT = 8;                  // height of a block
 constexpr int SPAN = HEIGHT * COARSENING;  // rows of a tile of matmul_forward_kernel2
 constexpr int B_ROWS = WIDTH / HEIGHT;     // values of a slice of B that a thread loads, one per row
 
+// launch: grid=ceil(M / 8) * ceil(N / 32) block=32, 8
 extern "C" __global__ void matmul_forward_kernel1(
     const float* __restrict__ A,     // (M, K)
     const float* __restrict__ B,     // (K, N)
@@ -58,6 +59,7 @@ extern "C" __global__ void matmul_forward_kernel1(
     C[(long long)row * N + col] = bias ? sum + bias[col] : sum;
 }
 
+// launch: grid=ceil(M / 64) * ceil(N / 32) block=32, 8
 extern "C" __global__ void __launch_bounds__(256) matmul_forward_kernel2(
     const float* __restrict__ A,     // (M, K)
     const float* __restrict__ B,     // (K, N)

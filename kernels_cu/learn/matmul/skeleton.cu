@@ -12,12 +12,11 @@
 //
 // While the products of a step are added, the next tiles are loaded from global memory into two registers per thread:
 // the arithmetic hides the latency of these loads.
-//
-// grid (ceil(N / TILE), ceil(M / TILE)), block (TILE, TILE).
 #ifndef TILE
 #define TILE 16
 #endif
 
+// launch: grid=ceil(N / 16), ceil(M / 16) block=16, 16
 extern "C" __global__ void matmul_bias_tiled(
     const float* __restrict__ A,     // (M, K)
     const float* __restrict__ B,     // (K, N)

@@ -75,7 +75,7 @@ __device__ Online combine_warp(Online own) {
     return {max, lanes_sum<32>(own.sum * expf(own.max - reference_point(max)))};
 }
 
-// grid (rows), block (SOFTMAX_BLOCK)
+// launch: grid=rows block=256
 extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK) softmax_forward_kernel1(
     const float* x,  // (rows, n)
     float* y,        // (rows, n)
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK) softmax_forward_kern
     for (int c = threadIdx.x; c < n; c += SOFTMAX_BLOCK) y[c] = c < seen ? expf(x[c] - max) / sum : 0.0f;
 }
 
-// grid (ceil(rows * 32 / blockDim.x)), block (a multiple of 32)
+// launch: grid=ceil(rows / (block / 32)) block=256
 extern "C" __global__ void softmax_forward_kernel2(
     const float* x,  // (rows, n)
     float* y,        // (rows, n)
@@ -121,7 +121,8 @@ extern "C" __global__ void softmax_forward_kernel2(
     for (int c = lane; c < n; c += 32) y[c] = c < seen ? expf(x[c] - point) * scale : 0.0f;
 }
 
-// grid (rows), block (a multiple of 32); n a multiple of SOFTMAX_WIDTH
+// Any block of a multiple of 32 threads; n is a multiple of SOFTMAX_WIDTH.
+// launch: grid=rows block=256
 extern "C" __global__ void softmax_forward_kernel3(
     const float* x,  // (rows, n)
     float* y,        // (rows, n)

@@ -24,8 +24,8 @@
 //   (matmul_tri5 in learn/trimat/pipelined.cu is the next variant)
 //   trimat_fill: stores the value `fill` above the diagonal. It runs after one of the kernels above if `fill` is given
 //
-// The first three kernels: block (8, any), grid (ceil(T / 64), ceil(T / (8 blockDim.y)), B NH). A warp covers 8 tiles
-// in width and 4 in height. Such a nearly square shape needs few different rows: a warp's loads from Q and K touch 4 +
+// The first three kernels take blocks of 8 threads in width, and any height. A warp covers 8 tiles in width and 4 in
+// height. Such a nearly square shape needs few different rows: a warp's loads from Q and K touch 4 +
 // 8 rows (a width of 16 tiles and a height of 2 would need 2 + 16). Any T; HS is a multiple of 4, so that rows are
 // aligned to 16 bytes if qkv is. out is also aligned to 16 bytes.
 #include "lib/copies.cuh"
@@ -57,6 +57,7 @@ __device__ __forceinline__ float scale() { return 1.0f / sqrtf((float)HS); }  //
 // Returns whether the 8x8 tile at (i0, j0) lies above the diagonal or outside out. i0 and j0 are multiples of 8.
 __device__ __forceinline__ bool nothing_to_do(int i0, int j0, int T) { return j0 > i0 || i0 >= T; }
 
+// launch: grid=ceil(T / 64), ceil(T / block), B * NH block=8, 32
 extern "C" __global__ void matmul_tri_naive(
     const float* __restrict__ qkv,  // (B, T, 3, NH, HS)
     float* __restrict__ out,        // (B, NH, T, T)
@@ -106,6 +107,7 @@ __device__ __forceinline__ void tile_from_registers(const Head& head, int i0, in
     }
 }
 
+// launch: grid=ceil(T / 64), ceil(T / block), B * NH block=8, 32
 extern "C" __global__ void matmul_tri_registers(
     const float* __restrict__ qkv,  // (B, T, 3, NH, HS)
     float* __restrict__ out,        // (B, NH, T, T)
@@ -166,6 +168,7 @@ __device__ __forceinline__ void tile_from_vectors(const Head& head, int i0, int 
     for (int r = 0; r < SIDE; ++r) store_row(corner + (long long)r * T, sum[r], SIDE, T % 4 == 0);
 }
 
+// launch: grid=ceil(T / 64), ceil(T / block), B * NH block=8, 32
 extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri3(
     const float* __restrict__ qkv,  // (B, T, 3, NH, HS)
     float* __restrict__ out,        // (B, NH, T, T)
@@ -181,11 +184,11 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri3(
     }
 }
 
-// Block (16, 16), grid (ceil(T / 128), ceil(T / 128), B NH).
 //
 // A row of a slice has 128 bytes and covers all 32 banks, so threads that read the same position of different rows
 // would have bank conflicts. Therefore the 8 float4 of a row are permuted: float4 c of row r is stored at position c ^
 // (r / 8 % 8). When 8 neighbouring threads read rows 8 apart, they access 8 different positions.
+// launch: grid=ceil(T / 128), ceil(T / 128), B * NH block=16, 16
 extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri4(
     const float* __restrict__ qkv,  // (B, T, 3, NH, HS)
     float* __restrict__ out,        // (B, NH, T, T)
@@ -233,7 +236,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri4(
     }
 }
 
-// Stores out[row][j] = value for j > i, i = row % T. One warp per row, block (256), grid (ceil(rows / 8)).
+// Stores out[row][j] = value for j > i, i = row % T. One warp per row.
+// launch: grid=ceil(rows / (block / 32)) block=256
 extern "C" __global__ void trimat_fill(
     float* __restrict__ out,  // (B NH T, T)
     int T, long long rows, float value) {

@@ -90,6 +90,7 @@ __device__ __forceinline__ void store(float* out, const float (&sum)[8][8], int 
     }
 }
 
+// launch: grid=ceil(T / 128) * (ceil(T / 128) + 1) / 2, B * NH block=256
 extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri5(
     const float* __restrict__ qkv,  // (B, T, 3, NH, HS)
     float* __restrict__ out,        // (B, NH, T, T)

@@ -1,21 +1,23 @@
-"""Check built-in kernels on the emulator, in four orders of threads."""
+"""Check built-in kernels on the emulator, in four orders of threads, and print the results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf, isnan
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.markup import escape
 
+from gpt2block.cli.display import new_table, print_table
 from gpt2block.cuda import kernels
-from gpt2block.cuda.arrays import Bound
 from gpt2block.emulator import ORDERS, emulated, stand_in
 from gpt2block.errors import InputError
 from gpt2block.mine.kernel import described
-from gpt2block.mine.on_cpu import require_emulator
 from gpt2block.mine.refused import HOPPER, USUAL
+from gpt2block.mine.verdict import CPU, FOUND_NONE, NO_TIMES
 from gpt2block.ops import workload
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 
@@ -51,7 +53,6 @@ def check_variants(
     There is a message for each variant that cannot run. seen: wraps the iteration over the
     variants, such as a progress bar.
     """
-    require_emulator()
     dtype, layout = stored
     prepared = []
     for sizes, attrs in cases:
@@ -68,11 +69,7 @@ def check_variants(
     return rungs, skipped
 
 
-def _variant(
-    variant: Variant,
-    prepared: Sequence[Prepared],
-    dtype: str,
-) -> Rung | str:
+def _variant(variant: Variant, prepared: Sequence[Prepared], dtype: str) -> Rung | str:
     """Check a variant at each size that it supports; if it supports none, return the reason."""
     taken: list[Sizes] = []
     off, why = (0.0, 0.0), ""
@@ -82,7 +79,8 @@ def _variant(
             for order in ORDERS:
                 with emulated(order, checks=stand_in.CHECKED, capability=capability):
                     arrays = tuple(map(workload.uploaded, host))  # keep arrays alive
-                    bound = _bound(operation, variant, arrays)
+                    options = workload.options_for(operation, variant)
+                    bound = operation.bind(arrays, **operation.workload.attrs, **options)
                     workload.poison(bound.out, arrays)
                     found = workload.errors(np.asarray(bound.run()), truth)
                 off = max(off, found, key=lambda each: inf if isnan(each[1]) else each[1])
@@ -99,6 +97,50 @@ def _variant(
     return Rung(variant.name, variant.kernels, tuple(taken), *off, dtype)
 
 
-def _bound(operation: Operation, variant: Variant, arrays: tuple[Any, ...]) -> Bound:
-    options = {**operation.workload.attrs, **workload.options_for(operation, variant)}
-    return operation.bind(arrays, **options)
+def print_rungs(
+    out: Console,
+    operation: Operation,
+    rungs: Sequence[Rung],
+    skipped: Sequence[str],
+    sizes: Sequence[Sizes],
+    dtype: str,
+) -> None:
+    """Print the built-in variants' results on the emulator."""
+    out.print(f"{operation.name}, {dtype}, {CPU}")
+    ran = "; ".join(described(each).replace(",", "") for each in sizes)
+    documented = described(operation.workload.sizes).replace(",", "")
+    out.print(f"reduced sizes: {ran} (on a GPU {documented})")
+    table = new_table(("variant", "kernels"), ("sizes", "max abs", "max rel", ""))
+    for rung in rungs:
+        table.add_row(
+            rung.variant,
+            " ".join(rung.kernels),
+            f"{len(rung.sizes)} of {len(sizes)}",
+            f"{rung.max_abs:.1e}",
+            f"{rung.max_rel:.1e}",
+            "ok" if rung.right else "WRONG",
+        )
+    print_table(out, table)
+    for rung in rungs:
+        if rung.problem:
+            out.print(f"{rung.variant}: {escape(rung.problem)}")
+    for line in skipped:
+        out.print(f"not run: {escape(line)}")
+    if rungs:
+        out.print("Worst errors of four thread orders, against float64.")
+    if rungs and not any(rung.problem for rung in rungs):
+        out.print(FOUND_NONE)
+    out.print(NO_TIMES)
+
+
+def rungs_report(
+    operation: Operation, rungs: Sequence[Rung], skipped: Sequence[str], note: str | None
+) -> dict[str, Any]:
+    """Return the emulator's results for JSON. `note`: why no GPU is used, None for --device cpu."""
+    return {
+        "operation": operation.name,
+        "device": "cpu",
+        "note": note,
+        "rows": [asdict(rung) | {"right": rung.right} for rung in rungs],
+        "skipped": list(skipped),
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from gpt2block.cuda import kernels
 from gpt2block.errors import InputError
 from gpt2block.ops.operation import Operation, Variant
@@ -27,24 +29,15 @@ def listing(variant: Variant) -> list[tuple[int, str]]:
     they call are not left out.
     """
     source = kernels.read_source(variant.file)
-    left_out: set[int] = set()
+    lines, left_out = source.splitlines(), set[int]()
     for name, start, end in kernels.extents(source):
         if name not in variant.kernels:
-            left_out.update(_lines(source, start, end))
-    parts: list[tuple[int, list[str]]] = []
-    for number, line in enumerate(source.splitlines(), 1):
-        if number - 1 in left_out:
-            continue
-        if not parts or parts[-1][0] + len(parts[-1][1]) != number:
-            parts.append((number, []))
-        parts[-1][1].append(line)
-    texts = [(start, "\n".join(part)) for start, part in parts]
+            first = source.count("\n", 0, start)
+            while first and lines[first - 1].startswith(("//", "template")):
+                first -= 1  # the comment above the kernel
+            left_out.update(range(first, source.count("\n", 0, end) + 1))
+    parts = [
+        list(each) for left, each in groupby(range(len(lines)), left_out.__contains__) if not left
+    ]
+    texts = [(part[0] + 1, "\n".join(lines[number] for number in part)) for part in parts]
     return [(start, text) for start, text in texts if text.strip()]
-
-
-def _lines(text: str, start: int, end: int) -> range:
-    """Return the indices, from 0, of a kernel's lines and of the lines of the comment above it."""
-    lines, first = text.splitlines(), text.count("\n", 0, start)
-    while first and lines[first - 1].startswith(("//", "template")):
-        first -= 1
-    return range(first, text.count("\n", 0, end) + 1)
