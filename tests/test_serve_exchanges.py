@@ -1,0 +1,195 @@
+"""The table golden/serve.txt of requests and answers; streams are equal to whole answers."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import tiktoken
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+pytest.importorskip("llguidance", reason="the extra tools is not installed")
+
+from gpt2block import from_pretrained
+from gpt2block.chat.template import ChatTemplate
+from gpt2block.generation.options import Options
+from gpt2block.serve.protocol import SampledRequest
+from tests.exchanges import (
+    ABSENT,
+    CHAT,
+    COMPLETION,
+    RESPONSES,
+    Exchange,
+    completion_of,
+    events_of,
+    exchanges,
+    match,
+    response_of,
+    strict,
+    types,
+    without_ids,
+)
+from tests.markov import LINES, MarkovEngine, cycle
+from tests.serving import BYTES, Running, exchanged, model_of, post, serving, small
+from tests.tool_answers import TEMPLATES
+
+END = 256  # id of the end token
+TABLE = [*exchanges()]
+REQUESTS = [each for each in TABLE if each.method in ("GET", "POST", "OPTIONS")]
+ANSWERS = deque[str]()  # answers that scripted models give, in the order of requests
+RULES: list[str | None] = []  # rules of the answers so far
+# Bytes, the end token, and special tokens of Mistral
+MARKS = {"<|endoftext|>": END, "[TOOL_CALLS]": 257, "[ARGS]": 258}
+MARKED = tiktoken.Encoding(
+    "x", pat_str="(?s:.)", mergeable_ranks=BYTES._mergeable_ranks, special_tokens=MARKS
+)
+
+
+def said() -> Iterator[int]:
+    yield from MARKED.encode(ANSWERS.popleft(), allowed_special="all")
+    yield END
+
+
+def ending(last: int, after: int) -> MarkovEngine:
+    """Return an engine that writes the alphabet, but the end token after token `last`.
+
+    after: the token that follows the end token.
+    """
+    table = cycle(257)
+    table[last], table[END] = table[END - 1].copy(), table[after - 1].copy()
+    return MarkovEngine(table)
+
+
+def scripted(template: str, role: str = "{{ m.role }}") -> tuple[Any, Any]:
+    engine = MarkovEngine(cycle(259), n_ctx=4096, script=[said() for _ in range(200)])
+    source = TEMPLATES.get(template, template).replace("{{ m.role }}", role)
+    return model_of(engine, chat_template=ChatTemplate(source, {})), MARKED
+
+
+def shakespeare() -> tuple[Any, Any]:
+    model = from_pretrained("shakespeare", device="cpu")
+    return model, model.tokenizer
+
+
+MODELS: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "small": lambda: (model_of(small().engine), BYTES),
+    "alphabet": lambda: (model_of(MarkovEngine(cycle(257))), BYTES),
+    "end-after-a": lambda: (model_of(ending(ord("a"), ord("b"))), BYTES),
+    "end-after-b": lambda: (model_of(ending(ord("b"), ord("c"))), BYTES),
+    "shakespeare": shakespeare,
+    "scripted": scripted,
+}
+
+
+@contextmanager
+def server_of(heading: str) -> Iterator[Running]:
+    """Run the server of a heading of the table: a model, and settings."""
+    name, _, text = heading.partition(" ")
+    settings = {name: tuple(value) if isinstance(value, list) else value
+                for name, value in json.loads(text).items()}  # fmt: skip
+    own = {each: settings.pop(each) for each in ("template", "role") if each in settings}
+    model, encoding = MODELS[name](**own)
+    with serving(model, encoding, **settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def serves() -> Iterator[Callable[[str], Running]]:
+    """Return a function from the heading of a section to its server."""
+    with ExitStack() as stack:
+        yield cache(lambda heading: stack.enter_context(server_of(heading)))
+
+
+@pytest.fixture(autouse=True)
+def _rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SampledRequest.options
+
+    def noted(self: SampledRequest, **more: Any) -> Options:
+        RULES.append(more["rule"] and more["rule"].source)
+        return options(self, **more)
+
+    monkeypatch.setattr(SampledRequest, "options", noted)
+
+
+@pytest.mark.parametrize("exchange", REQUESTS, ids=lambda each: f"{each.line}-{each.path}")
+def test_an_answer(serves: Callable[[str], Running], exchange: Exchange) -> None:
+    check(serves(exchange.server), exchange)
+
+
+def check(running: Running, exchange: Exchange) -> None:
+    """Send the request of the table, and compare the answer."""
+    ANSWERS.clear()
+    ANSWERS.extend(exchange.says)
+    status, headers, text = exchange.asked(running)
+    assert status == exchange.status, text
+    for name, value in exchange.answered.items():
+        if name == "Rule":
+            match(RULES[-1] or "none", value)
+        else:
+            assert (headers[name] or ABSENT) == value
+    kind, _, rest = exchange.answer.partition(" ")
+    if kind == "as":
+        _, same = post(running, exchange.path, rest.encode())
+        fields = "choices", "data", "output"
+        found = json.loads(text)
+        match(*({name: without_ids(each.get(name)) for name in fields} for each in (found, same)),
+              exact=True)  # fmt: skip
+    elif kind.startswith("("):
+        place, _, message = exchange.answer[1:].partition(") ")
+        param, _, code = place.partition(", ")
+        error = json.loads(text)["error"]
+        assert error["message"].isprintable()
+        match(error["message"], message)
+        server = "server_error" if status >= 500 else "invalid_request_error"
+        wanted = {"type": server, "param": param or None, "code": code or None}
+        assert error == {"message": error["message"], **wanted}
+    elif exchange.answer:
+        match(json.loads(text), json.loads(exchange.answer))
+
+
+STREAMED = [each for each in REQUESTS if each.streams]
+
+
+@pytest.mark.parametrize("exchange", STREAMED, ids=lambda each: f"{each.line}-{each.path}")
+def test_a_stream_is_the_whole(serves: Callable[[str], Running], exchange: Exchange) -> None:
+    """A client that puts the parts of a stream together has the answer that is not streamed."""
+    running, more = serves(exchange.server), {"stream": True}
+    ANSWERS.clear()
+    ANSWERS.extend([*exchange.says, *exchange.says])
+    whole = json.loads(exchange.asked(running)[2])
+    if exchange.path == RESPONSES:
+        strict(types.Response, whole)
+        stream = response_of(events_of(exchange.asked(running, **more)[2]))
+    else:
+        usage = {"stream_options": {"include_usage": True}}
+        stream = completion_of(exchange.asked(running, **more, **usage)[2])
+    match(without_ids(stream), without_ids(whole), exact=True)
+
+
+BYTES_: list[Any] = [
+    (COMPLETION, b"[" * 10**6, 400, None, "the body: expected JSON"),
+    (COMPLETION, b'{"prompt": "\xff"}', 400, None, "the body: expected JSON in UTF-8"),
+    (COMPLETION, '{"prompt": "x"}'.encode("utf-16"), 400, None, "expected JSON in UTF-8"),
+    (COMPLETION, b'{"stop": {%s"7": 1}}' % b"".join(b'"%d": 0,' % i for i in range(17_000)), 400,
+     None, "each key once, got '7' 2 times"),
+    (COMPLETION, {"logit_bias": {str(i): 0 for i in range(20_000)}}, 400, "logit_bias",
+     "expected at most 16,384 token ids"),
+    (COMPLETION, {"logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", "expected token ids"),
+    (COMPLETION, {"x" * 5000: 1}, 400, f"{'x' * 64} … {'x' * 33}", f"{'x' * 33}: there is no"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "words"), BYTES_)
+def test_an_odd_body(
+    serves: Callable[[str], Running], path: str, body: Any, status: int, param: Any, words: str
+) -> None:
+    found, answer = post(serves(TABLE[0].server), path, body)
+    assert (found, answer["error"]["param"]) == (status, param)
+    assert words in answer["error"]["message"]
+    assert answer["error"]["message"].isprintable()
