@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -22,7 +23,6 @@ from gpt2block.generation.options import Options
 from gpt2block.serve.protocol import SampledRequest
 from tests.exchanges import (
     ABSENT,
-    CHAT,
     COMPLETION,
     RESPONSES,
     Exchange,
@@ -35,13 +35,13 @@ from tests.exchanges import (
     types,
     without_ids,
 )
-from tests.markov import LINES, MarkovEngine, cycle
-from tests.serving import BYTES, Running, exchanged, model_of, post, serving, small
+from tests.markov import MarkovEngine, cycle
+from tests.serving import BYTES, Running, model_of, post, serving, small
 from tests.tool_answers import TEMPLATES
 
 END = 256  # id of the end token
 TABLE = [*exchanges()]
-REQUESTS = [each for each in TABLE if each.method in ("GET", "POST", "OPTIONS")]
+REQUESTS = [each for each in TABLE if each.method != "CHAT"]
 ANSWERS = deque[str]()  # answers that scripted models give, in the order of requests
 RULES: list[str | None] = []  # rules of the answers so far
 # Bytes, the end token, and special tokens of Mistral
@@ -102,12 +102,20 @@ def server_of(heading: str) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def serves() -> Iterator[Callable[[str], Running]]:
     """Return a function from the heading of a section to its server."""
-    with ExitStack() as stack:
-        yield cache(lambda heading: stack.enter_context(server_of(heading)))
+    stacks: list[ExitStack] = []
+
+    def entered(heading: str) -> Running:
+        stacks.append(ExitStack())
+        return stacks[-1].enter_context(server_of(heading))
+
+    yield cache(entered)
+    with ThreadPoolExecutor(len(stacks)) as threads:  # each needs a fraction of a second to end
+        assert [*threads.map(ExitStack.close, stacks)]
 
 
 @pytest.fixture(autouse=True)
-def _rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add the rule of each answer to RULES."""
     options = SampledRequest.options
 
     def noted(self: SampledRequest, **more: Any) -> Options:
@@ -172,7 +180,7 @@ def test_a_stream_is_the_whole(serves: Callable[[str], Running], exchange: Excha
     match(without_ids(stream), without_ids(whole), exact=True)
 
 
-BYTES_: list[Any] = [
+ODD: list[Any] = [
     (COMPLETION, b"[" * 10**6, 400, None, "the body: expected JSON"),
     (COMPLETION, b'{"prompt": "\xff"}', 400, None, "the body: expected JSON in UTF-8"),
     (COMPLETION, '{"prompt": "x"}'.encode("utf-16"), 400, None, "expected JSON in UTF-8"),
@@ -185,7 +193,7 @@ BYTES_: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "body", "status", "param", "words"), BYTES_)
+@pytest.mark.parametrize(("path", "body", "status", "param", "words"), ODD)
 def test_an_odd_body(
     serves: Callable[[str], Running], path: str, body: Any, status: int, param: Any, words: str
 ) -> None:
