@@ -87,7 +87,7 @@ def exchanges() -> Iterator[Exchange]:
 def _exchange(
     line: int, server: str, method: str, path: str, body: str = "", *, lines: list[str]
 ) -> Exchange:
-    at = next(i for i, each in enumerate(lines) if re.match("[0-9]{3}\\b", each))
+    at = next(i for i, each in enumerate(lines) if re.match("[0-9]+( |$)", each))
     status, _, answer = lines[at].partition(" ")
     says = [json.loads(each[5:]) for each in lines[:at] if each.startswith("says ")]
     given, answered = (

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -54,7 +55,16 @@ from gpt2block.serve.prompts import scored_prompt  # noqa: E402
 from gpt2block.tokenizers import tokenizer  # noqa: E402
 from tests import serving as serving_  # noqa: E402
 from tests.command_line import gpt2block  # noqa: E402
-from tests.exchanges import CHAT, COMPLETION, RESPONSES, completion_of, match, without_ids  # noqa: E402
+from tests.exchanges import (  # noqa: E402
+    CHAT,
+    COMPLETION,
+    RESPONSES,
+    Exchange,
+    completion_of,
+    exchanges,
+    match,
+    without_ids,
+)
 from tests.generating import Run, generate  # noqa: E402
 from tests.markov import MarkovDecoding, MarkovEngine, cycle  # noqa: E402
 from tests.serving import (  # noqa: E402
@@ -675,7 +685,9 @@ def test_prefixes_are_computed_once_where_that_is_asked_for(model: Any) -> None:
         assert told == [0, 0]  # at most one of two rows had the slot with the prefix
         usage = json.loads(post(reuses, COMPLETION, last)[1].split("\n\n")[-3][6:])["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == len(longer["prompt"]) - 1
-        (_, first), (_, again) = (post(reuses, RESPONSES, {"input": "Hello"}) for _ in "ab")
+        (_, first), (_, again) = (
+            post(reuses, RESPONSES, {"input": "Hello", "max_output_tokens": 2}) for _ in "ab"
+        )
         told = [each["usage"]["input_tokens_details"]["cached_tokens"] for each in (first, again)]
         assert told == [0, len("uHello\na") - 1]
 
@@ -1143,35 +1155,9 @@ def test_intervals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (("--host", "0.0.0.0"), "--host 0.0.0.0: others can reach this address"),
-        (("--host", "example.com"), "--host example.com: others can reach this address"),
-        (("--host", "::1%none", "--api-key-file", "key.txt"), "--host ::1%none: "),
-        (("--port", 65536), "--port: expected 0 to 65535, got 65536"),
-        (("--rows", 0), "--rows: expected"),
-        (("--chat-template-kwargs", "[1]"), "expected a JSON object such as"),
-        (("--port", 0, "--chat-template-kwargs", '{"x": 1}'), "it has no chat template"),
-        (("--queue", 0), "--queue: expected"),
-        (("--processes", -1), "processes: expected 0 to 256, got -1"),
-        (("--cors-origin", "*"), "--cors-origin *: any page in a browser could use the model"),
-        (("--cors-origin", "https://a.b/"), "--cors-origin: expected an origin without a path"),
-        (("--cors-origin", "null"), "--cors-origin: expected an origin without a path"),
-        (("--allowed-host", "https://a.b"), "--allowed-host: expected a name without a port"),
-        (("--uds", "/s", "--port", 80), "--uds: expected without --host, --port and --trusted"),
-        (("--uds", "x" * 200), f"--uds {'x' * 200}: AF_UNIX path too long"),
-        (("--trusted-proxy", "proxy.local"), "--trusted-proxy: expected an address, or a network"),
-        (("--api-key-file", "short.txt"), "expected a key of at least 16 ASCII characters"),
-        (("--api-key-file", "empty.txt"), "expected a key of at least 16 ASCII characters"),
-        (("--api-key-file", "unnamed.txt"), "or a line NAME KEY for each"),
-        (("--api-key-file", "twice.txt"), "expected each name and each key once"),
-        (("--api-key-file", "same.txt"), "expected each name and each key once"),
-        (("--api-key-file", "none.txt"), "cannot be read"),
-    ],
+    "command", [each for each in exchanges() if each.method == "RUN"], ids=lambda each: each.line
 )
-def test_wrong_options(
-    arguments: Any, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_options(command: Exchange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ann, bob = KEYS.values()
     for name, text in {
@@ -1179,7 +1165,8 @@ def test_wrong_options(
         "twice": f"ann {ann}\nann: {bob}", "same": f"ann {ann}\nbob {ann}",
     }.items():  # fmt: skip
         Path(f"{name}.txt").write_text(f"{text}\n")
-    assert error in gpt2block("serve", "--model", "shakespeare", *arguments).error
+    arguments = "--model", "shakespeare", *shlex.split(command.body)
+    match(gpt2block(command.path, *arguments).error, command.answer)
 
 
 def test_files_of_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -52,13 +52,10 @@ def read(choice: dict[str, Any], begin: int) -> tuple[float, bool]:
     return sum(scored), all(greedy)
 
 
-@pytest.mark.parametrize("form", ["ids", "one text", "texts"])
+@pytest.mark.parametrize("form", ["ids", "texts"])
 def test_log_likelihoods_are_those_of_score(server: Running, model: Any, form: str) -> None:
     encoded = [list(model.tokenizer.encode_ordinary(text)) for text in PROMPTS]
-    if form == "one text":
-        choices = [each for text in PROMPTS for each in log_likelihoods(server, text)]
-    else:
-        choices = log_likelihoods(server, encoded if form == "ids" else PROMPTS)
+    choices = log_likelihoods(server, encoded if form == "ids" else PROMPTS)
     for choice, context, ids in zip(choices, CONTEXTS, encoded, strict=True):
         begin = len(model.tokenizer.encode_ordinary(context))
         total, greedy = read(choice, begin)
@@ -75,16 +72,3 @@ def test_a_greedy_continuation_is_seen_as_such(server: Running, model: Any) -> N
     total, greedy = read(choice, len(ids))
     assert greedy
     np.testing.assert_allclose(total, sum(drawn.logprobs), atol=1e-4)
-
-
-@pytest.mark.parametrize("form", ["ids", "text"])
-def test_texts_until_a_stop_are_those_of_generate(server: Running, model: Any, form: str) -> None:
-    prompt = CONTEXTS[0]
-    ids = list(model.tokenizer.encode_ordinary(prompt))
-    body: dict[str, Any] = {"model": "small", "max_tokens": 64, "temperature": 0, "seed": 1234}
-    body |= {"prompt": [ids] if form == "ids" else prompt, "stop": ["\n", "</s>"]}
-    status, found = post(server, "/v1/completions", body)
-    assert status == 200, found
-    expected = model.generate(prompt, max_new_tokens=64, temperature=0, stop=["\n", "</s>"])
-    assert [choice["text"] for choice in found["choices"]] == [expected.text]
-    assert expected.finish_reason == found["choices"][0]["finish_reason"] == "stop"

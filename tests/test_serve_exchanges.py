@@ -41,7 +41,7 @@ from tests.tool_answers import TEMPLATES
 
 END = 256  # id of the end token
 TABLE = [*exchanges()]
-REQUESTS = [each for each in TABLE if each.method != "CHAT"]
+REQUESTS = [each for each in TABLE if each.method not in ("CHAT", "RUN")]
 ANSWERS = deque[str]()  # answers that scripted models give, in the order of requests
 RULES: list[str | None] = []  # rules of the answers so far
 # Bytes, the end token, and special tokens of Mistral
