@@ -47,10 +47,8 @@ from gpt2block.serve import (  # noqa: E402
     passes,
     protocol,
     service,
-    settings,
 )
-from gpt2block.serve.answers import TextOffsets  # noqa: E402
-from gpt2block.serve.host import Host, LocalEngine  # noqa: E402
+from gpt2block.serve.answers import REASONS, TextOffsets  # noqa: E402
 from gpt2block.serve.prompts import scored_prompt  # noqa: E402
 from gpt2block.tokenizers import tokenizer  # noqa: E402
 from tests import serving as serving_  # noqa: E402
@@ -139,61 +137,44 @@ def test_the_client(server: Running, model: Any) -> None:
         np.testing.assert_allclose([each.embedding for each in vectors.data], exact, atol=1e-6)
 
 
-STOPS = [*"abcdefghijklmno", "zz"]
+OPTIONS = {"max_tokens": "max_new_tokens", "n": "samples", "min_tokens": "min_new_tokens"} | {
+    name: name for name in ("temperature", "top_p", "top_k", "min_p", "stop", "repetition_penalty",
+                            "presence_penalty", "frequency_penalty", "seed")}  # fmt: skip
+OTHER = {"prompt", "messages", "return_token_ids", "logprobs", "top_logprobs", "logit_bias",
+         "stop_token_ids", "ignore_eos"}  # fmt: skip
+TABLE = [*exchanges()]
+LAW = [each for each in TABLE if each.streams and each.server == TABLE[0].server
+       and each.path in (COMPLETION, CHAT) and each.given.keys() <= OPTIONS.keys() | OTHER
+       and not each.answer.startswith("as ")]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fields", "prompts", "options"),
-    [
-        ({"prompt": "To be", "stop": STOPS}, ["To be"], {"stop": STOPS}),
-        ({"prompt": [1, 2, 3]}, [[1, 2, 3]], {}),
-        ({"prompt": ["a", "bc"], "stop": STOPS}, ["a", "bc"], {"stop": STOPS}),
-        ({"prompt": [[4], [5, 6]], "top_p": 0.5, "min_p": 0.1}, [[4], [5, 6]],
-         {"top_p": 0.5, "min_p": 0.1}),
-        ({"prompt": "ab", "temperature": 0}, ["ab"], {"temperature": 0}),
-        ({"prompt": "a", "presence_penalty": 2}, ["a"], {"presence_penalty": 2.0}),
-        ({"prompt": "a", "frequency_penalty": -2}, ["a"], {"frequency_penalty": -2.0}),
-        ({"prompt": "a", "repetition_penalty": 9}, ["a"], {"repetition_penalty": 9.0}),
-        ({"prompt": "a", "top_k": 2}, ["a"], {"top_k": 2}),
-        ({"prompt": "a", "stop_token_ids": [*range(99)]}, ["a"], {"stop_ids": [*range(99), END]}),
-        ({"prompt": "a", "logit_bias": {str(END): 100}}, ["a"], {"logit_bias": {END: 100}}),
-        ({"prompt": "a", "logit_bias": {"97": 99.5, "98": -100}}, ["a"],
-         {"logit_bias": {97: 99.5, 98: -100}}),
-        ({"prompt": "a", "logit_bias": {str(END): 100}, "ignore_eos": True}, ["a"],
-         {"logit_bias": {END: 100}, "stop_ids": ()}),
-        ({"prompt": "a", "ignore_eos": True, "stop_token_ids": [*range(99)]}, ["a"],
-         {"stop_ids": [*range(99)]}),
-        ({"prompt": "a", "min_tokens": 6, "stop_token_ids": [*range(99)]}, ["a"],
-         {"min_new_tokens": 6, "stop_ids": [*range(99), END]}),
-        ({"messages": HELLO, "temperature": 0.5}, ["uHello\na"], {"temperature": 0.5}),
-    ],
-)  # fmt: skip
-def test_answers_are_those_of_generate(
-    server: Running, model: Any, fields: dict[str, Any], prompts: list[Any], options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("exchange", LAW, ids=lambda each: each.line)
+def test_answers_are_those_of_generate(server: Running, model: Any, exchange: Exchange) -> None:
     """Texts, tokens, log-probabilities, ends and counts, of several samples of each prompt."""
-    path, told = (CHAT, True) if "messages" in fields else (COMPLETION, 0)
-    more = {"return_token_ids": True, "logprobs": told, "seed": 5, "max_tokens": 12, "n": 2}
-    status, found = post(server, path, {**more, **fields})
+    chat, given = exchange.path == CHAT, {"max_tokens": 99, "n": 2, **exchange.given}
+    told = {"return_token_ids": True, "logprobs": True if chat else 0}
+    status, found = post(server, exchange.path, {**given, **told})
     assert status == 200, found
-    ids = [[*each.encode()] if isinstance(each, str) else each for each in prompts]
-    usual = {"temperature": 1.0, "seed": 5, "max_new_tokens": 12, "samples": 2}
-    rows = [*itertools.chain(*model.generate(ids, **usual | options))]
-    plain = [*itertools.chain(*model.generate(ids, **usual))]
-    assert not options or [row.tokens for row in rows] != [row.tokens for row in plain]
+    prompts = ["uHello\na"] if chat else given["prompt"]
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        prompts = [prompts]
+    ids = [[*each.encode()] or [END] if isinstance(each, str) else each for each in prompts]
+    options = {OPTIONS[name]: value for name, value in given.items() if name in OPTIONS}
+    options["seed"] = given["seed"] % 2**64
+    options["logit_bias"] = {int(id): bias for id, bias in given.get("logit_bias", {}).items()}
+    ends = () if given.get("ignore_eos") else (END,)
+    options["stop_ids"] = [*given.get("stop_token_ids", ()), *ends]
+    rows = [*itertools.chain(*model.generate(ids, **{"temperature": 1.0, **options}))]
     for index, (choice, row) in enumerate(zip(found["choices"], rows, strict=True)):
-        said, scores = choice.get("text"), choice["logprobs"]
-        logprobs = scores.get("token_logprobs")
-        if path == CHAT:
-            said = choice["message"]["content"]
-            logprobs = [each["logprob"] for each in scores["content"]]
+        said = choice["message"]["content"] if chat else choice["text"]
         end = (said, choice["finish_reason"], choice["token_ids"])
-        assert end == (row.text, row.finish_reason, [*row.tokens])
-        assert (choice["index"], choice["seed"]) == (index, 5)
-        np.testing.assert_allclose(logprobs, row.logprobs, atol=1e-5)
-    count = sum(len(row.tokens) for row in rows)
-    assert found["usage"]["prompt_tokens"] == sum(map(len, ids))
-    assert found["usage"]["completion_tokens"] == count
+        assert end == (row.text, REASONS[row.finish_reason], [*row.tokens])
+        assert (choice["index"], choice["seed"]) == (index, options["seed"])
+        scores = choice["logprobs"]
+        told = [each["logprob"] for each in scores["content"]] if chat else scores["token_logprobs"]
+        np.testing.assert_allclose(told, row.logprobs, atol=1e-5)
+    counts = [sum(map(len, ids)), sum(len(row.tokens) for row in rows)]
+    assert [found["usage"][f"{each}_tokens"] for each in ("prompt", "completion")] == counts
 
 
 def test_alternatives_to_tokens(server: Running) -> None:
@@ -1022,58 +1003,23 @@ def test_events_that_come_together_are_sent_together() -> None:
         assert failed[-1]["error"]["code"] == "timeout"
 
 
-class Gate:
-    """A replacement for the event of `Slow` that lets a number of steps pass."""
-
-    def __init__(self) -> None:
-        self._asked = self._passed = 0
-        self._free = threading.Semaphore(0)
-
-    def wait(self, seconds: float) -> None:
-        self._asked += 1
-        self._free.acquire(timeout=seconds)
-
-    async def let(self, steps: int) -> None:
-        """Let `steps` steps pass, and wait until the next one calls `wait`."""
-        self._passed += steps
-        for _ in range(steps):
-            self._free.release()
-        while self._asked <= self._passed:
-            await asyncio.sleep(0.001)
-
-
-@pytest.mark.parametrize(("few", "ahead"), [(0, [1, 1, 1]), (1, [1, 2, 2])])
-def test_tokens_that_come_while_a_piece_is_sent_are_one_piece(
-    monkeypatch: pytest.MonkeyPatch, few: int, ahead: list[int]
-) -> None:
-    """With few rows one more piece may be in flight. ahead: number of pieces in flight."""
-    monkeypatch.setattr(service, "FEW", few)
-    on_the_way: list[int] = []
-
-    async def sent() -> list[tuple[str, int]]:
-        gated: Any = Slow()
-        gated.go = gate = Gate()
-        local = LocalEngine(Host(model_of(gated), BYTES, settings.ServerSettings(("a",), 1)))
-        (row,) = Run(gated, BYTES, "a", max_new_tokens=99, temperature=0).rows
-        answer, found = answers.Answer(local, [row]), []
-        async with local.running(lambda: None), contextlib.aclosing(answer.pieces()) as pieces:
-            now: Any = SimpleNamespace(call_soon=lambda *_: None)  # no receipt is reported
-            local._loop = now
-            await answer.submit()
-            for meanwhile in (0, 3, 0):
-                await gate.let(1)
-                new = await anext(pieces)
-                found += [(piece.text, len(piece.tokens)) for _, piece in new]
-                await gate.let(meanwhile)
-                await asyncio.sleep(0.01)
-                on_the_way.append(len(local._outlet._on_the_way))
-                local._outlet.received()
-            answer.close()
-            gate._free.release()
-        return found
-
-    assert asyncio.run(sent()) == [("b", 1), ("c", 1), ("defg", 4)]
-    assert on_the_way == ahead
+@pytest.mark.parametrize(("rows", "released"), [(service.FEW, "aab"), (service.FEW + 1, "ab")])
+def test_pieces_in_flight(rows: int, released: str) -> None:
+    """A row gets new tokens once its piece is received. With few rows one more may be in flight."""
+    found: list[Any] = []
+    fake: Any = SimpleNamespace(open=rows, release=found.extend)
+    outlet, row = (
+        service.Outlet(fake, lambda pieces: None),
+        {each: SimpleNamespace() for each in "ab"},
+    )
+    names = {id(value): name for name, value in row.items()}
+    piece = service.Piece([1], [0.0], [], [False])
+    for name in "ab":
+        outlet.put([(row[name], (0, 0), piece)])  # type: ignore[arg-type]
+    assert len(found) == len(released) - 2
+    outlet.received()
+    outlet.received()
+    assert "".join(names[id(each)] for each in found) == released
 
 
 def test_a_stream_without_tokens_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1155,7 +1101,7 @@ def test_intervals() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [each for each in exchanges() if each.method == "RUN"], ids=lambda each: each.line
+    "command", [each for each in TABLE if each.method == "RUN"], ids=lambda each: each.line
 )
 def test_wrong_options(command: Exchange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

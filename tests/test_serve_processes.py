@@ -27,6 +27,7 @@ from tests.serving import (  # noqa: E402
     Running,
     Slow,
     eventually,
+    exchanged,
     get,
     model_of,
     post,
