@@ -186,12 +186,18 @@ def test_an_id_for_each_request(model: Any, caplog: pytest.LogCaptureFixture) ->
             assert status != 200 or json.loads(text) == {"version": __version__}
 
 
+# A proxy may take the bytes after such a body for another request.
+TWICE = (
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: %s"
+    b"\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+)
 HEADS = [
     (b"hello\r\n\r\n", 400, "illegal request line"),
     (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, "Host"),
     (b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000, 431, "expected HTTP/1.1"),
     (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 501, "chunked"),
     (b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n", 505, "expected HTTP/1.1"),
+    *((TWICE % chunked, 400, "got both") for chunked in (b"chunked", b"Chunked")),
 ]
 
 
@@ -200,7 +206,7 @@ def test_errors_of_http_are_those_of_the_protocol(model: Any) -> None:
         for head, status, words in HEADS:
             with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
                 connection.sendall(head)
-                found, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+                found, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")  # closed
             assert found.startswith(b"HTTP/1.1 %d" % status)
             assert b"x-request-id: req-" in found
             assert words in json.loads(body)["error"]["message"]
