@@ -10,12 +10,11 @@ from string import Template
 from typing import Any, NamedTuple, get_args
 
 import pytest
+from pydantic import BaseModel
+
+from tests.serving import Running, exchanged
 
 types = pytest.importorskip("openai.types.responses", reason="openai, a client, is not installed")
-
-from pydantic import BaseModel  # noqa: E402
-
-from tests.serving import Running, exchanged  # noqa: E402
 
 FILE = Path(__file__).parent / "golden" / "serve.txt"
 COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"

@@ -29,31 +29,23 @@ import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
-uvicorn = pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
-import load  # noqa: E402
+import load
+import uvicorn
 
-from gpt2block import from_pretrained  # noqa: E402
-from gpt2block.cli import serve as cli_serve  # noqa: E402
-from gpt2block.errors import InputError  # noqa: E402
-from gpt2block.generation.rows import EndReason  # noqa: E402
-from gpt2block.run import numpy_model  # noqa: E402
-from gpt2block.serve import (  # noqa: E402
-    answers,
-    app,
-    listening,
-    metrics,
-    passes,
-    protocol,
-    service,
-)
-from gpt2block.serve.answers import REASONS, TextOffsets  # noqa: E402
-from gpt2block.serve.prompts import scored_prompt  # noqa: E402
-from gpt2block.tokenizers import tokenizer  # noqa: E402
-from tests import serving as serving_  # noqa: E402
-from tests.command_line import gpt2block  # noqa: E402
-from tests.exchanges import (  # noqa: E402
+from gpt2block import from_pretrained
+from gpt2block.cli import serve as cli_serve
+from gpt2block.errors import InputError
+from gpt2block.generation.rows import EndReason
+from gpt2block.run import numpy_model
+from gpt2block.serve import answers, app, listening, metrics, passes, protocol, service
+from gpt2block.serve.answers import REASONS, TextOffsets
+from gpt2block.serve.prompts import scored_prompt
+from gpt2block.tokenizers import tokenizer
+from tests import serving as serving_
+from tests.command_line import gpt2block
+from tests.exchanges import (
     CHAT,
     COMPLETION,
     RESPONSES,
@@ -63,9 +55,9 @@ from tests.exchanges import (  # noqa: E402
     match,
     without_ids,
 )
-from tests.generating import Run, generate  # noqa: E402
-from tests.markov import MarkovDecoding, MarkovEngine, cycle  # noqa: E402
-from tests.serving import (  # noqa: E402
+from tests.generating import Run, generate
+from tests.markov import MarkovDecoding, MarkovEngine, cycle
+from tests.serving import (
     BYTES,
     SECONDS,
     Running,
@@ -79,6 +71,8 @@ from tests.serving import (  # noqa: E402
     serving,
     small,
 )
+
+openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOKENS, NEXT = "/play/tokens", "/play/next"
@@ -152,8 +146,8 @@ LAW = [each for each in TABLE if each.streams and each.server == TABLE[0].server
 def test_answers_are_those_of_generate(server: Running, model: Any, exchange: Exchange) -> None:
     """Texts, tokens, log-probabilities, ends and counts, of several samples of each prompt."""
     chat, given = exchange.path == CHAT, {"max_tokens": 99, "n": 2, **exchange.given}
-    told = {"return_token_ids": True, "logprobs": True if chat else 0}
-    status, found = post(server, exchange.path, {**given, **told})
+    more = {"return_token_ids": True, "logprobs": True if chat else 0}
+    status, found = post(server, exchange.path, {**given, **more})
     assert status == 200, found
     prompts = ["uHello\na"] if chat else given["prompt"]
     if isinstance(prompts, str) or isinstance(prompts[0], int):
@@ -386,7 +380,8 @@ ONLY = {name: values for name, values in protocol.NEUTRAL.items()
 )  # fmt: skip
 def test_fields_without_effect(server: Running, path: str, body: Any, neutral: Any) -> None:
     more = {"max_tokens": 9, "seed": 1}
-    (status, found), (_, plain) = (post(server, path, b | more | body) for b in (neutral, {}))
+    status, found = post(server, path, neutral | more | body)
+    plain = post(server, path, more | body)[1]
     assert (status, found.get("choices")) == (200, plain["choices"])
 
 

@@ -28,9 +28,10 @@ from gpt2block.cli import serve as cli_serve
 from gpt2block.errors import InputError
 from gpt2block.serve import app, protocol
 from gpt2block.serve.workers import Places
+from tests.exchanges import CHAT, COMPLETION
 from tests.markov import LINES
 from tests.serving import eventually, exchanged, model_of, post, serving, small
-from tests.test_serve import CHAT, COMPLETION, HELLO, KEYS, command, key_of
+from tests.test_serve import HELLO, KEYS, command, key_of
 
 ANN, BOB = key_of("ann"), key_of("bob")
 TEXT = "a" * 120

@@ -19,16 +19,7 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from gpt2block.sampling import Sampling, choose, probabilities
 from gpt2block.serve import kept, passes, play
-from tests.serving import (
-    BYTES,
-    Running,
-    eventually,
-    exchanged,
-    model_of,
-    post,
-    serving,
-    small,
-)
+from tests.serving import BYTES, Running, eventually, exchanged, model_of, post, serving, small
 
 NEXT, EXPLAIN = "/play/next", "/play/explain"
 KEYS = {name: name * 16 for name in "abe"}

@@ -17,24 +17,17 @@ import pytest
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
 
-from gpt2block.serve.channel import MOST_ITEMS, Channel  # noqa: E402
-from tests import serving as serving_  # noqa: E402
-from tests import test_serve, test_serve_clients, test_serve_play  # noqa: E402
-from tests.markov import MarkovEngine, cycle  # noqa: E402
-from tests.serving import (  # noqa: E402
-    Running,
-    Slow,
-    eventually,
-    exchanged,
-    get,
-    model_of,
-    post,
-    serving,
-)
-from tests.test_serve import COMPLETION, command  # noqa: E402
-from tests.test_serve_exchanges import TABLE, Exchange, check, rules  # noqa: E402, F401
+from gpt2block.serve.channel import MOST_ITEMS, Channel
+from tests import serving as serving_
+from tests import test_serve, test_serve_clients, test_serve_play
+from tests.exchanges import COMPLETION, Exchange
+from tests.markov import MarkovEngine, cycle
+from tests.serving import Running, Slow, eventually, exchanged, get, model_of, post, serving
+from tests.test_serve import command
+from tests.test_serve_exchanges import TABLE, check, rules  # noqa: F401
+
+openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has one process")
 

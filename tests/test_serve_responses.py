@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
-openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
 
-from gpt2block.errors import InputError  # noqa: E402
-from gpt2block.serve import answers, response_events, responses  # noqa: E402
-from gpt2block.serve.protocol import NEUTRAL, ApiError  # noqa: E402
-from tests.exchanges import CHAT, RESPONSES, Exchange, events_of, exchanges  # noqa: E402
-from tests.serving import Running, exchanged, model_of, post, serving, small  # noqa: E402
+from gpt2block.errors import InputError
+from gpt2block.serve import answers, response_events, responses
+from gpt2block.serve.protocol import NEUTRAL, ApiError
+from tests.exchanges import CHAT, RESPONSES, Exchange, events_of, exchanges
+from tests.serving import Running, exchanged, model_of, post, serving, small
+
+openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,9 @@ from gpt2block.errors import InputError
 from gpt2block.grammars import Grammar, Vocabulary
 from gpt2block.serve.protocol import ApiError
 from gpt2block.serve.trials import POSSIBLE, Trial
+from tests.exchanges import COMPLETION
 from tests.serving import BYTES, post, serving, small
-from tests.test_serve import COMPLETION, client_of_command, command
+from tests.test_serve import client_of_command, command
 
 pytestmark = pytest.mark.skipif(not POSSIBLE, reason="limits need Linux")
 
