@@ -306,7 +306,7 @@ def test_many_at_a_time_are_those_alone(server: Running, model: Any) -> None:
     asked = [
         {"prompt": [rng.randrange(256) for _ in range(rng.randrange(1, 40))], "seed": seed,
          "max_tokens": rng.randrange(1, 30)}
-        for seed in range(40)
+        for seed in range(24)
     ]  # fmt: skip
 
     async def one(client: Any, index: int) -> str:
@@ -413,15 +413,15 @@ def test_clients_take_turns() -> None:
     ended: list[str] = []
 
     def ask(name: str, n: int) -> None:
-        body = {"prompt": "a", "max_tokens": 50, "n": n, "temperature": 0}
+        body = {"prompt": "a", "max_tokens": 20, "n": n, "temperature": 0}
         assert post(running, COMPLETION, body, **key_of(name))[0] == 200
         ended.append(name)
 
     with serving(model_of(engine), rows=1, keys=KEYS) as running, ThreadPoolExecutor() as threads:
-        threads.submit(ask, "ann", 100)
-        eventually(lambda: running.service.open == 100)
+        threads.submit(ask, "ann", 40)
+        eventually(lambda: running.service.open == 40)
         threads.submit(ask, "bob", 1)
-        eventually(lambda: running.service.open == 101)
+        eventually(lambda: running.service.open == 41)
         engine.go.set()
     assert ended == ["bob", "ann"]
 
@@ -617,7 +617,7 @@ def test_passes_end_with_their_request(
         eventually(lambda: running.requests(path, 504 if seconds else 499) == 1)
         begun = len(passes)
         go.set()
-        time.sleep(0.5)
+        time.sleep(0.2)
         assert len(passes) <= begun + 1
 
 
@@ -750,7 +750,7 @@ def test_an_engine_that_cannot_go_on(outcomes: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_silent_connections_do_not_stay(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
-    monkeypatch.setattr(listening, "HEAD_SECONDS", 1)
+    monkeypatch.setattr(listening, "HEAD_SECONDS", 0.4)
     with serving(model, rows=1, connections=4) as running:
         silent = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(4)]
         silent[0].sendall(b"POST /tokenize HTTP/1.1\r\nHost: local")
@@ -762,7 +762,7 @@ def test_silent_connections_do_not_stay(monkeypatch: pytest.MonkeyPatch, model: 
 
 def test_a_second_request_has_to_come_as_well(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     """A connection is closed if the head of its second request does not end in time."""
-    monkeypatch.setattr(listening, "HEAD_SECONDS", 1)
+    monkeypatch.setattr(listening, "HEAD_SECONDS", 0.4)
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with (
         serving(model, rows=1) as running,
@@ -770,7 +770,7 @@ def test_a_second_request_has_to_come_as_well(monkeypatch: pytest.MonkeyPatch, m
     ):
         connection.sendall(request)
         assert connection.recv(12) == b"HTTP/1.1 200"
-        connection.settimeout(0.2)
+        connection.settimeout(0.1)
         more, found = iter(request * 10), b"x"
         end = time.monotonic() + 10
         while found and time.monotonic() < end:
@@ -1206,13 +1206,13 @@ NumpyDecoding.next = lambda *_: 1 / 0
 """
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_fails_ends_the_server(stream: bool) -> None:
+def test_an_engine_that_fails_ends_the_server() -> None:
     """A supervisor can then restart it. Requests and the log state the reason."""
     with command(first=FAILING) as (child, line), client_of_command(line) as client:
-        for _ in range(service.MOST_FAILED):
+        for number in range(service.MOST_FAILED):
+            asked: dict[str, Any] = {"prompt": "a", "stream": number % 2 == 0}
             with pytest.raises(openai.APIError, match="the engine failed: ZeroDivisionError"):
-                list(client.completions.create(model="shakespeare", prompt="a", stream=stream))
+                list(client.completions.create(model="shakespeare", **asked))
         assert child.wait(60) == 1
         log = child.stderr.read()
     assert log.count("ERROR a step of the engine failed\nTraceback") == service.MOST_FAILED - 1

@@ -44,6 +44,7 @@ test_wrong_logits_end_one_request = test_serve.test_wrong_logits_end_one_request
 test_metrics = test_serve.test_metrics
 test_a_unix_socket_and_new_keys = test_serve_clients.test_a_unix_socket_and_new_keys
 test_explained = test_serve_play.test_a_pass_is_explained_at_an_address_that_none_can_guess
+test_an_engine_that_fails_ends_the_server = test_serve.test_an_engine_that_fails_ends_the_server
 model = test_serve.model  # a fixture
 
 
@@ -86,10 +87,6 @@ def test_passes_end(
 @pytest.mark.usefixtures("two_processes")
 def test_a_signal_finishes_what_runs() -> None:
     test_serve.test_a_signal_finishes_what_runs(signal.SIGTERM)
-
-
-def test_an_engine_that_fails_ends_the_server() -> None:
-    test_serve.test_an_engine_that_fails_ends_the_server(True)
 
 
 STREAM = {"prompt": "a", "max_tokens": 20, "temperature": 0, "stream": True}
