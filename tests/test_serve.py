@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from http.client import HTTPResponse
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,8 +147,8 @@ LAW = [each for each in TABLE if each.streams and each.server == TABLE[0].server
 def test_answers_are_those_of_generate(server: Running, model: Any, exchange: Exchange) -> None:
     """Texts, tokens, log-probabilities, ends and counts, of several samples of each prompt."""
     chat, given = exchange.path == CHAT, {"max_tokens": 99, "n": 2, **exchange.given}
-    more = {"return_token_ids": True, "logprobs": True if chat else 0}
-    status, found = post(server, exchange.path, {**given, **more})
+    more = {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+    status, found = post(server, exchange.path, {**given, **more, "return_token_ids": True})
     assert status == 200, found
     prompts = ["uHello\na"] if chat else given["prompt"]
     if isinstance(prompts, str) or isinstance(prompts[0], int):
@@ -158,45 +159,43 @@ def test_answers_are_those_of_generate(server: Running, model: Any, exchange: Ex
     options["logit_bias"] = {int(id): bias for id, bias in given.get("logit_bias", {}).items()}
     ends = () if given.get("ignore_eos") else (END,)
     options["stop_ids"] = [*given.get("stop_token_ids", ()), *ends]
-    rows = [*itertools.chain(*model.generate(ids, **{"temperature": 1.0, **options}))]
+    options |= {"temperature": given.get("temperature", 1.0), "top_logprobs": 2}
+    rows = [*itertools.chain(*model.generate(ids, **options))]
     for index, (choice, row) in enumerate(zip(found["choices"], rows, strict=True)):
         said = choice["message"]["content"] if chat else choice["text"]
         end = (said, choice["finish_reason"], choice["token_ids"])
         assert end == (row.text, REASONS[row.finish_reason], [*row.tokens])
         assert (choice["index"], choice["seed"]) == (index, options["seed"])
         scores = choice["logprobs"]
-        told = [each["logprob"] for each in scores["content"]] if chat else scores["token_logprobs"]
-        np.testing.assert_allclose(told, row.logprobs, atol=1e-5)
+        if chat:
+            pair = itemgetter("token", "logprob")
+            told = [[*pair(e), dict(map(pair, e["top_logprobs"]))] for e in scores["content"]]
+        else:
+            fields = (scores[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+            told = [*map(list, zip(*fields, strict=True))]
+        expected = []
+        for token, logprob, top in zip(row.tokens, row.logprobs, row.top_logprobs, strict=True):
+            own = {} if chat else {named(token): logprob}  # an alternative in any case
+            expected.append([named(token), logprob, {named(id): each for id, each in top} | own])
+        match(told, expected, exact=True)
     counts = [sum(map(len, ids)), sum(len(row.tokens) for row in rows)]
     assert [found["usage"][f"{each}_tokens"] for each in ("prompt", "completion")] == counts
 
 
-def test_alternatives_to_tokens(server: Running) -> None:
-    """Each is a token with its log-probability; the sampled token is one of them."""
+def named(token: int) -> str:
+    """Return the name of a token in log-probabilities."""
+    name = chr(token) if token < 128 else f"bytes:\\x{token:02x}"
+    return "<|endoftext|>" if token == END else name
 
-    def told(**more: Any) -> Any:
-        body = {"prompt": "ab", "max_tokens": 5, "temperature": 0, **more}
-        return post(server, COMPLETION, body)[1]["choices"][0]["logprobs"]
 
-    found = told(logprobs=3, echo=True)
+def test_log_probabilities_of_a_prompt_and_its_answer(server: Running) -> None:
+    body = {"prompt": "ab", "max_tokens": 5, "temperature": 0, "logprobs": 20, "echo": True}
+    found = post(server, COMPLETION, body)[1]["choices"][0]["logprobs"]
     assert (found["tokens"][:2], found["text_offset"][:3]) == (["a", "b"], [0, 1, 2])
     assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
-    np.testing.assert_allclose(found["token_logprobs"][2:], told(logprobs=0)["token_logprobs"])
-    pairs = zip(found["token_logprobs"][2:], found["top_logprobs"][2:], strict=True)
-    assert all(max(top.values()) == logprob for logprob, top in pairs)  # greedy
-    assert all(len(top) == 20 for top in told(logprobs=20)["top_logprobs"])  # bytes stay distinct
-    found = told(logprobs=1, seed=3, max_tokens=30, temperature=1)
-    tops = zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
-    assert all(top[token] == logprob for token, logprob, top in tops)
-    asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "temperature": 0}
-    choice = post(server, CHAT, {**asked, "max_tokens": 5})[1]["choices"][0]
-    entries = choice["logprobs"]["content"]
-    text = b"".join(bytes(each["bytes"]) for each in entries).decode(errors="replace")
-    assert text == choice["message"]["content"]
-    assert [[each["logprob"]] for each in entries] == [
-        [top["logprob"] for top in each["top_logprobs"][:1]] for each in entries
-    ]
-    assert all(len(each["top_logprobs"]) == 2 for each in entries)
+    for logprob, top in zip(found["token_logprobs"][2:], found["top_logprobs"][2:], strict=True):
+        assert max(top.values()) == logprob  # greedy
+        assert len(top) == 20
 
 
 @pytest.mark.parametrize("late", [False, True])
