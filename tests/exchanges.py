@@ -90,8 +90,8 @@ def _exchange(
     status, _, answer = lines[at].partition(" ")
     says = [json.loads(each[5:]) for each in lines[:at] if each.startswith("says ")]
     given, answered = (
-        dict(each.split(": ", 1) for each in part if not each.startswith("says "))
-        for part in (lines[:at], lines[at + 1 :])
+        {name: value.strip() for name, _, value in (each.partition(":") for each in part)}
+        for part in ([each for each in lines[:at] if each[:5] != "says "], lines[at + 1 :])
     )
     return Exchange(line, server, method, path, body, given, says, int(status), answer, answered)
 

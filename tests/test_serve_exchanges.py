@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -144,6 +145,8 @@ def check(running: Running, exchange: Exchange) -> None:
             match(RULES[-1] or "none", value)
         else:
             assert (headers[name] or ABSENT) == value
+    ids = re.findall('"(?:call_)?id":"([^"]+)"', text)  # of the answer, its items and its calls
+    assert len(ids) == len({*ids})
     kind, _, rest = exchange.answer.partition(" ")
     if kind == "as":
         _, same = post(running, exchange.path, rest.encode())
