@@ -76,12 +76,8 @@ def test_a_client_that_goes() -> None:
     test_serve.test_a_client_that_goes_frees_its_slots(True, 1000)
 
 
-@pytest.mark.parametrize(("request_", "seconds"), [(0, None), (1, 0.05)])
-def test_passes_end(
-    model: Any, monkeypatch: pytest.MonkeyPatch, request_: int, seconds: float | None
-) -> None:
-    path, body = test_serve.PASSES[request_]
-    test_serve.test_passes_end_with_their_request(model, monkeypatch, path, body, seconds)
+def test_passes_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_serve.test_passes_end_with_their_request(model, monkeypatch, *test_serve.PASSES[0], None)
 
 
 @pytest.mark.usefixtures("two_processes")
