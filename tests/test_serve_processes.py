@@ -1,4 +1,4 @@
-"""A server with two processes for HTTP: tests of test_serve.py, and processes that end."""
+"""A server with processes for HTTP: tests of test_serve.py, and processes that end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.exchanges import COMPLETION, Exchange
 from tests.markov import MarkovEngine, cycle
 from tests.serving import Running, Slow, eventually, exchanged, get, model_of, post, serving
 from tests.test_serve import command
-from tests.test_serve_exchanges import TABLE, check, rules  # noqa: F401
+from tests.test_serve_exchanges import TABLE, check
 
 openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
 
@@ -49,7 +49,7 @@ model = test_serve.model  # a fixture
 
 
 @pytest.fixture(autouse=True)
-def processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start servers with one process for HTTP: with two, tests would take twice as long."""
     monkeypatch.setattr(serving_, "PROCESSES", 1)
 
