@@ -48,7 +48,7 @@ def page(browser: Any, server: Running) -> Any:
     """Load the page; after the test, assert that the browser's console has no messages."""
     browser.get(server.url)
     eventually(lambda: find(browser, "h1").text == "small")
-    find(browser, "#tab-text").click()  # the page opens on Chat, as the model has a template
+    use(browser, "#tab-text")  # the page opens on Chat, as the model has a template
     browser.execute_script(
         "for (const [id, value] of [['seed', arguments[0]], ['length', 12]])"
         " document.getElementById(id).value = value",
@@ -56,6 +56,17 @@ def page(browser: Any, server: Running) -> Any:
     )
     yield browser
     assert browser.get_log("browser") == []
+
+
+def use(page: Any, *steps: Any) -> None:
+    """Click elements given by their selectors, and type into elements: (selector, keys, …)."""
+    for step in steps:
+        selector, *keys = [step] if isinstance(step, str) else step
+        find(page, selector).send_keys(*keys) if keys else find(page, selector).click()
+
+
+def every(page: Any, selector: str) -> list[Any]:
+    return list(page.find_elements("css selector", selector))
 
 
 def strip(page: Any) -> list[str]:
@@ -69,8 +80,7 @@ def status_is(page: Any, words: str, element: str = "#text-status") -> None:
 
 
 def proceed(page: Any, text: str) -> None:
-    find(page, "#text").send_keys(text)
-    find(page, "#continue").click()
+    use(page, ("#text", text), "#continue")
     status_is(page, "all that were requested")
 
 
@@ -78,8 +88,8 @@ def rows(page: Any, title: str) -> list[Any]:
     """Wait for the alternatives under a title; return their rows."""
     table = "#next-table:not(.busy) tr[data-id]"
     eventually(lambda: find(page, "#h-next").text == title)
-    eventually(lambda: bool(page.find_elements("css selector", table)))
-    return list(page.find_elements("css selector", table))
+    eventually(lambda: bool(every(page, table)))
+    return every(page, table)
 
 
 def continued(model: GPT2, prompt: bytes, count: int = 12, **more: Any) -> list[str]:
@@ -95,7 +105,7 @@ def test_a_text_is_continued_and_changed(page: Any, model: GPT2) -> None:
     assert strip(page) == first
     assert "12 new tokens" in find(page, "#text-status").text
     assert "tokens/s" in find(page, "#text-status").text
-    page.find_elements("css selector", ".token")[11].click()
+    every(page, ".token")[11].click()
     alternatives = rows(page, f"In the place of “{first[11].replace(' ', '·')}”")
     assert len([each for each in alternatives if each.get_attribute("class") == "actual"]) == 1
     other = next(each for each in alternatives if each.get_attribute("class") != "actual")
@@ -105,16 +115,16 @@ def test_a_text_is_continued_and_changed(page: Any, model: GPT2) -> None:
     prompt = "".join(first[:11]).encode() + bytes([chosen])
     second = [*first[:11], chr(chosen), *continued(model, prompt)]
     eventually(lambda: strip(page) == second)
-    kinds = [each.get_attribute("class") for each in page.find_elements("css selector", ".token")]
+    kinds = [each.get_attribute("class") for each in every(page, ".token")]
     assert kinds == ["token given"] * 9 + ["token drawn"] * 2 + ["token picked"] + 12 * [
         "token drawn"
     ]
-    find(page, "#undo").click()
+    use(page, "#undo")
     eventually(lambda: strip(page) == first)
 
 
 def test_the_distribution_follows_the_sliders(page: Any, server: Running) -> None:
-    find(page, "#text").send_keys(TEXT)
+    use(page, ("#text", TEXT))
     rows(page, "Next token")
     options = {"temperature": 1.5, "top_k": 30, "top_p": 0.9, "min_p": 0.02}
     slide(page, **options)
@@ -139,14 +149,14 @@ def test_the_distribution_follows_the_sliders(page: Any, server: Running) -> Non
 def test_texts_stay_texts_and_bytes_are_bytes(page: Any) -> None:
     evil = "<img src=x onerror=alert(1)>&é\u202e"
     page.execute_script("document.getElementById('text').value = arguments[0]", evil)
-    find(page, "#show-tokens").click()
+    use(page, "#show-tokens")
     status_is(page, "34 tokens")
     shown = strip(page)
     assert "".join(shown[:29]) == "<img src=x onerror=alert(1)>&"
     assert shown[29:] == ["c3", "a9", "e2", "80", "ae"]
     assert find(page, '[data-index="29"]').accessible_name == "bytes c3, token 29, given"
     assert page.execute_script("return document.images.length + document.scripts.length") == 1
-    find(page, "#edit").click()
+    use(page, "#edit")
     eventually(lambda: find(page, "#text").is_displayed())
     assert find(page, "#text").get_property("value") == evil
 
@@ -154,8 +164,7 @@ def test_texts_stay_texts_and_bytes_are_bytes(page: Any) -> None:
 def test_the_keyboard_reaches_tokens_and_alternatives(page: Any) -> None:
     from selenium.webdriver.common.keys import Keys  # noqa: PLC0415
 
-    find(page, "#text").send_keys("ROMEO")
-    find(page, "#show-tokens").click()
+    use(page, ("#text", "ROMEO"), "#show-tokens")
     status_is(page, "5 tokens")
     page.execute_script("document.querySelector('#strip [tabindex=\"0\"]').focus()")
     assert focused(page, "aria-label") == "the end of the text"
@@ -184,30 +193,30 @@ def test_guessed_tokens_are_marked(
     monkeypatch.setattr(own, "settings", replace(own.settings, speculate=True))
     monkeypatch.setattr(NumpyDecoding, "next", odd_guessed)
     proceed(page, TEXT)
-    drawn = page.find_elements("css selector", ".token.drawn")
+    drawn = every(page, ".token.drawn")
     odd = [ord(each[-1]) % 2 == 1 for each in continued(model, TEXT.encode())]
     assert ["guessed" in str(each.get_attribute("class")) for each in drawn] == odd
     told = [str(each.accessible_name) for each in drawn]
     assert [each.endswith(", guessed and confirmed") for each in told] == odd
     assert find(page, "#guessed-note").is_displayed()
-    find(page, "#undo").click()
+    use(page, "#undo")
     eventually(lambda: not find(page, "#guessed-note").is_displayed())
 
 
 def test_a_position_is_explained(page: Any) -> None:
     proceed(page, TEXT)
-    page.find_elements("css selector", ".token")[9].click()
+    every(page, ".token")[9].click()
     rows(page, f"In the place of “{strip(page)[9].replace(' ', '·')}”")
-    find(page, "#explain").click()
+    use(page, "#explain")
     eventually(lambda: find(page, "#explain-dialog").is_displayed())
     assert find(page, "#h-explain").text == "The forward pass of 9 tokens"
     page.switch_to.frame(find(page, "#explain-frame"))
-    eventually(lambda: bool(page.find_elements("css selector", "h1")))
+    eventually(lambda: bool(every(page, "h1")))
     eventually(lambda: find(page, "h1").text == TEXT)
     assert page.execute_script("return origin") == "null"  # it cannot read the key
     page.switch_to.default_content()
     tab = find(page, "#explain-tab").get_attribute("href")
-    find(page, "#explain-close").click()
+    use(page, "#explain-close")
     assert not find(page, "#explain-dialog").is_displayed()
     page.get(tab)
     assert find(page, "h1").text == TEXT
@@ -216,31 +225,28 @@ def test_a_position_is_explained(page: Any) -> None:
 def test_a_conversation(page: Any, model: GPT2) -> None:
     from selenium.webdriver.common.keys import Keys  # noqa: PLC0415
 
-    find(page, "#tab-chat").click()
+    use(page, "#tab-chat")
     assert not find(page, "#distribution").is_displayed()
     options = ("temperature", "top-k", "top-p", "min-p", "length")
     shown = [find(page, f"#{each}").get_attribute("value") for each in options]
     assert shown == ["0.75", "0", "0.9", "0", "512"]  # the model's defaults for conversations
     message = "<b>Hi</b>" + "x" * 230
-    find(page, "#message").send_keys(message, Keys.ENTER)
+    use(page, ("#message", message, Keys.ENTER))
     status_is(page, "the context is full", "#chat-status")
-    said = [
-        each.get_property("textContent") for each in page.find_elements("css selector", ".said")
-    ]
+    said = [each.get_property("textContent") for each in every(page, ".said")]
     prompt = f"u{message}\na".encode()
     expected = continued(model, prompt, 300, **SAMPLING)
     assert said == [message, "".join(expected).replace("↵", "")]
-    find(page, ".under button").click()
+    use(page, ".under button")
     eventually(lambda: len(strip(page)) == len(prompt) + len(expected))
     assert strip(page)[len(prompt) :] == expected
     status_is(page, "The context is full", "#next-readout")
-    find(page, "#continue").click()
+    use(page, "#continue")
     status_is(page, "The context is full: prompt: 257 tokens", "#text-problem")
-    find(page, "#tab-chat").click()
-    find(page, "#reset").click()
-    assert page.find_elements("css selector", ".said") == []
+    use(page, "#tab-chat", "#reset")
+    assert every(page, ".said") == []
     page.execute_script("document.getElementById('length').value = 3")
-    find(page, "#message").send_keys("Hi", Keys.ENTER)
+    use(page, ("#message", "Hi", Keys.ENTER))
     status_is(page, "3 new tokens", "#chat-status")
     status_is(page, "cut at the limit of new tokens", "#chat-status")
     assert_only_refused(page, 400)
@@ -257,7 +263,7 @@ def test_it_opens_on_chat_and_fills_a_window(browser: Any, server: Running) -> N
     assert chat["width"] > 2.5 * options["width"]
     for part in (chat, options):
         assert 0.8 * inner < part["y"] + part["height"] < inner
-    find(browser, "#tab-text").click()
+    use(browser, "#tab-text")
     shown = [find(browser, f"#{each}").get_attribute("value") for each in ("temperature", "length")]
     assert shown == ["0.8", "100"]
     assert browser.get_log("browser") == []
@@ -276,22 +282,19 @@ def test_a_full_queue(page: Any, server: Running, monkeypatch: pytest.MonkeyPatc
     def submit(*given: Any) -> None:
         raise Full
 
-    find(page, "#text").send_keys(TEXT)
+    use(page, ("#text", TEXT))
     rows(page, "Next token")
     with monkeypatch.context() as patched:
         patched.setattr(server.service, "submit", submit)
-        find(page, "#continue").click()
+        use(page, "#continue")
         busy = "The server is busy: the server has as many requests as it takes"
         status_is(page, busy, "#text-problem")
-        find(page, "#tab-chat").click()
-        find(page, "#message").send_keys("Hello")
-        find(page, "#send").click()
+        use(page, "#tab-chat", ("#message", "Hello"), "#send")
         status_is(page, busy, "#chat-problem")
         assert find(page, "#message").get_property("value") == "Hello"
-        assert page.find_elements("css selector", ".said") == []
+        assert every(page, ".said") == []
         assert_only_refused(page, 503)
-    find(page, "#tab-text").click()
-    find(page, "#continue").click()
+    use(page, "#tab-text", "#continue")
     status_is(page, "all that were requested")
     assert not find(page, "#text-problem").is_displayed()
 
@@ -317,10 +320,9 @@ def test_a_stream_that_breaks(page: Any) -> None:
     ):
         page.refresh()
         eventually(lambda: find(page, "h1").text == "small")
-        find(page, "#tab-text").click()
+        use(page, "#tab-text")
         page.execute_script(CUT, rest)
-        find(page, "#text").send_keys(TEXT)
-        find(page, "#continue").click()
+        use(page, ("#text", TEXT), "#continue")
         status_is(page, words, "#text-problem")
         assert strip(page) == [*TEXT, "A"]
         assert find(page, "#text-status").text == "1 new token: not complete"
@@ -340,10 +342,9 @@ def test_stop_keeps_what_was_written(
 
     monkeypatch.setattr(batch, "step", slow)
     page.execute_script("document.getElementById('length').value = 240")
-    find(page, "#text").send_keys("O")
-    find(page, "#continue").click()
+    use(page, ("#text", "O"), "#continue")
     eventually(lambda: len(strip(page)) > 3)
-    find(page, "#stop").click()
+    use(page, "#stop")
     status_is(page, ": stopped")
     assert 3 < len(strip(page)) < 241
     eventually(lambda: server.service.open == 0)
@@ -356,15 +357,12 @@ def test_a_key(browser: Any, model: GPT2) -> None:
         browser.get(running.url)
         for given in ("wrong", KEY):
             eventually(lambda: find(browser, "#key-dialog").is_displayed())
-            find(browser, "#key").send_keys(given)
-            find(browser, "#key-form button").click()
+            use(browser, ("#key", given), "#key-form button")
             if given == "wrong":
                 status_is(browser, "The server refuses this key.", "#key-problem")
         eventually(lambda: find(browser, "h1").text == "small")
         assert not find(browser, "#key-dialog").is_displayed()
-        find(browser, "#tab-text").click()
-        find(browser, "#text").send_keys(TEXT)
-        find(browser, "#continue").click()
+        use(browser, "#tab-text", ("#text", TEXT), "#continue")
         eventually(lambda: len(strip(browser)) > len(TEXT))
         kept = (
             "return [Object.values(sessionStorage), JSON.stringify(localStorage), document.cookie]"
@@ -374,7 +372,7 @@ def test_a_key(browser: Any, model: GPT2) -> None:
         assert KEY not in local + cookie
         browser.refresh()
         eventually(lambda: find(browser, "h1").text == "small")
-        find(browser, "#forget-key").click()
+        use(browser, "#forget-key")
         eventually(lambda: find(browser, "#key-dialog").is_displayed())
         assert browser.execute_script("return sessionStorage.length") == 0
         assert_only_refused(browser, 401)
@@ -385,9 +383,7 @@ def test_a_server_that_goes_and_comes(browser: Any, model: GPT2) -> None:
         browser.get(running.url)
         eventually(lambda: "running" in find(browser, "#facts").text)
     status_is(browser, "The server does not answer.", "#fact-requests")
-    find(browser, "#tab-text").click()
-    find(browser, "#text").send_keys(TEXT)
-    find(browser, "#continue").click()
+    use(browser, "#tab-text", ("#text", TEXT), "#continue")
     status_is(browser, "The server does not answer.", "#text-problem")
     assert find(browser, "#continue").is_enabled()
     browser.get_log("browser")
@@ -403,7 +399,7 @@ def test_it_is_readable_and_fits_a_phone(page: Any, scheme: str) -> None:
     for each in (".token.given", ".token.drawn", ".token.bytes", "#continue", "#edit", ".note",
                  ".legend", ".choice", "#text-problem", ".facts dt"):  # fmt: skip
         assert page.execute_script(CONTRAST, each) >= 4.5, each
-    named = page.find_elements("css selector", "button:not(.choice), input, textarea, .strip")
+    named = every(page, "button:not(.choice), input, textarea, .strip")
     shown = [each for each in named if each.is_displayed()]
     assert len(shown) > 12
     assert all(each.accessible_name for each in shown)
@@ -411,7 +407,7 @@ def test_it_is_readable_and_fits_a_phone(page: Any, scheme: str) -> None:
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
         assert page.execute_script("return document.documentElement.scrollWidth") == 360
-        find(page, "#tab-chat").click()
+        use(page, "#tab-chat")
         assert page.execute_script("return document.documentElement.scrollWidth") == 360
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

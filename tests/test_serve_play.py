@@ -17,22 +17,12 @@ import pytest
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
-from gpt2block import from_pretrained
 from gpt2block.sampling import Sampling, choose, probabilities
-from gpt2block.serve import passes, play
-from tests.serving import (
-    BYTES,
-    SAMPLING,
-    Running,
-    eventually,
-    exchanged,
-    model_of,
-    post,
-    serving,
-    small,
-)
+from gpt2block.serve import kept, passes, play
+from tests.serving import BYTES, Running, eventually, exchanged, model_of, post, serving, small
 
-TOKENS, NEXT, EXPLAIN = "/play/tokens", "/play/next", "/play/explain"
+NEXT, EXPLAIN = "/play/next", "/play/explain"
+KEYS = {name: name * 16 for name in "abe"}
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 0.5, "top_k": 5},
@@ -105,30 +95,39 @@ def test_the_distribution_is_that_of_the_sampler(
     assert found["entropy"] == pytest.approx(-(kept * np.log2(kept)).sum(), abs=1e-12)
 
 
-def test_a_text_is_computed_once_for_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simultaneous requests share a pass too; its result is kept until newer texts replace it."""
-    engine, passes = small().engine, []
-    forward = engine.forward
-    both = threading.Event()
+def test_a_text_is_computed_once_for_all_options_of_a_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Simultaneous requests share a pass too; its result is kept until newer texts replace it.
 
-    def counted(sequences: Any, want: Any, cache: Any = None) -> Any:
+    If logits were shared by clients, response times would reveal another client's requests.
+    """
+    engine, passes = small().engine, []
+    forward, both = engine.forward, threading.Event()
+
+    def counted(sequences: Any, *more: Any) -> Any:
         passes.append(sequences[0].tolist())
         both.wait(60)
-        return forward(sequences, want, cache)
+        return forward(sequences, *more)
 
     monkeypatch.setattr(engine, "forward", counted)
-    with serving(model_of(engine), rows=1) as running, ThreadPoolExecutor(2) as pool:
+    monkeypatch.setattr(kept, "KEPT_CLIENTS", 2)
+    ann, bob, eve = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
+    with serving(model_of(engine), rows=1, keys=KEYS) as running, ThreadPoolExecutor(2) as pool:
         bodies = [{"ids": [1, 2], "temperature": t} for t in (0.5, 1.5)]
-        waiting = [pool.submit(post, running, NEXT, body) for body in bodies]
+        waiting = [pool.submit(post, running, NEXT, body, **ann) for body in bodies]
         eventually(lambda: len(passes) == 1)
         both.set()
         answers = [each.result() for each in waiting]
         assert [status for status, _ in answers] == [200, 200]
         assert answers[0][1]["tokens"][0]["drawn"] > answers[1][1]["tokens"][0]["drawn"]
+        for client, count in ((ann, 1), (bob, 2), (ann, 2), (eve, 3), (ann, 3), (bob, 4)):
+            assert post(running, NEXT, {"ids": [1, 2]}, **client)[0] == 200
+            assert len(passes) == count
         for last in range(play.KEPT_LOGITS):
-            post(running, NEXT, {"ids": [1, last + 3]})
-        assert len(passes) == 1 + play.KEPT_LOGITS
-        post(running, NEXT, {"ids": [1, 2]})
+            post(running, NEXT, {"ids": [1, last + 3]}, **bob)
+        assert len(passes) == 4 + play.KEPT_LOGITS
+        post(running, NEXT, {"ids": [1, 2]}, **bob)
         assert passes[-1] == [1, 2]
 
 
@@ -143,29 +142,6 @@ def test_logits_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatch
             assert "expected finite ones, got NaN or infinity" in found["error"]["message"]
         wrong[0] = np.zeros(257, np.float32)  # errors are not cached
         assert post(running, NEXT, {"ids": [1]})[1]["tokens"][0]["probability"] == 1 / 257
-
-
-# --- tokens, and refused requests -----------------------------------------------------------------
-
-
-def test_tokens_of_texts_and_of_ids(server: Running) -> None:
-    expected = [{"id": 97, "token": "a"}, {"id": 195, "token": "bytes:\\xc3"},
-                {"id": 177, "token": "bytes:\\xb1"}]  # fmt: skip
-    for prompt in ("añ", [97, 195, 177]):
-        assert post(server, TOKENS, {"prompt": prompt}) == (200, {"tokens": expected})
-    end = [{"id": 256, "token": "<|endoftext|>"}]
-    assert post(server, TOKENS, {"prompt": ""})[1]["tokens"] == end
-
-
-def test_what_the_page_knows_of_a_model(server: Running) -> None:
-    status, _, text = get(server, "/play/model")
-    found = json.loads(text)
-    assert (status, found["model"], found["n_ctx"], found["vocab_size"]) == (200, "small", 128, 257)
-    assert (found["chat"], found["explained"]) == (True, 128)
-    assert found["chat_sampling"] == SAMPLING
-    loaded = from_pretrained("shakespeare", device="cpu")
-    with serving(loaded, loaded.tokenizer, rows=1) as running:
-        assert json.loads(get(running, "/play/model")[2])["chat"] is False
 
 
 # --- the page, keys and names ---------------------------------------------------------------------
@@ -187,28 +163,6 @@ def test_the_page_allows_its_own_script_and_no_other(server: Running) -> None:
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer"
     assert not re.search(r"\son\w+=|innerHTML|outerHTML|insertAdjacentHTML|https?://", html)
-
-
-def test_only_the_page_is_served_without_the_key(model: Any) -> None:
-    key = "0123456789abcdef"
-    with serving(model, rows=1, keys={"one": key}) as running:
-        assert get(running, "/")[0] == 200
-        assert get(running, "/play/model")[0] == 401
-        for path, body in (
-            (TOKENS, {"prompt": "x"}),
-            (NEXT, {"ids": [1]}),
-            (EXPLAIN, {"ids": [1]}),
-        ):
-            status, found = post(running, path, body)
-            assert (status, found["error"]["code"]) == (401, "invalid_api_key")
-            assert post(running, path, body, Authorization=f"Bearer {key}")[0] == 200
-        assert key not in get(running, "/")[2]
-
-
-def test_only_names_of_this_machine_get_the_page(server: Running) -> None:
-    for path in ("/", "/play/model", "/play/explain/x"):
-        assert get(server, path, Host="example.com")[0] == 400
-    assert post(server, NEXT, {"ids": [1]}, **{"Content-Type": "text/plain"})[0] == 415
 
 
 # --- explained passes -----------------------------------------------------------------------------
@@ -272,17 +226,18 @@ def test_explained_passes_are_short_and_few(model: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(passes, "collect", explaining)
     monkeypatch.setattr(passes, "MOST_EXPLAINING", 1)
     monkeypatch.setattr(play, "MOST_EXPLAINED", 5)
-    with serving(model, rows=1) as running, ThreadPoolExecutor(1) as pool:
-        status, found = post(running, EXPLAIN, {"ids": [1] * 6})
+    ann, bob, _ = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
+    with serving(model, rows=1, keys=KEYS) as running, ThreadPoolExecutor(2) as pool:
+        status, found = post(running, EXPLAIN, {"ids": [1] * 6}, **ann)
         assert (status, found["error"]["param"]) == (400, "ids")
         assert "at most 5 tokens to explain, got 6" in found["error"]["message"]
-        first = pool.submit(post, running, EXPLAIN, {"ids": [1]})
+        both = [pool.submit(post, running, EXPLAIN, {"ids": [1]}, **key) for key in (ann, bob)]
         eventually(lambda: explaining.calls == 1)
-        status, found = post(running, EXPLAIN, {"ids": [1]})
+        status, found = post(running, EXPLAIN, {"ids": [1]}, **ann)
         assert (status, found["error"]["code"]) == (503, "overloaded")
         explaining.go.set()
-        assert first.result()[0] == 200
-        assert post(running, EXPLAIN, {"ids": [1]})[0] == 200
+        assert [each.result()[0] for each in both] == [200, 200]
+        assert post(running, EXPLAIN, {"ids": [1]}, **ann)[0] == 200
 
 
 def test_a_model_that_is_too_large_is_not_explained(

@@ -1,4 +1,4 @@
-"""A server with two processes for HTTP: tests of test_serve.py, and processes that end."""
+"""A server with processes for HTTP: tests of test_serve.py, and processes that end."""
 
 from __future__ import annotations
 
@@ -17,57 +17,45 @@ import pytest
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
 
-from gpt2block.serve.channel import MOST_ITEMS, Channel  # noqa: E402
-from tests import serving as serving_  # noqa: E402
-from tests import test_serve, test_serve_clients, test_serve_play  # noqa: E402
-from tests.markov import MarkovEngine, cycle  # noqa: E402
-from tests.serving import (  # noqa: E402
-    Running,
-    Slow,
-    eventually,
-    exchanged,
-    get,
-    model_of,
-    post,
-    serving,
-)
-from tests.test_serve import COMPLETION, command  # noqa: E402
+from gpt2block.serve.channel import MOST_ITEMS, Channel
+from tests import serving as serving_
+from tests import test_serve, test_serve_clients, test_serve_play
+from tests.exchanges import COMPLETION, Exchange
+from tests.markov import MarkovEngine, cycle
+from tests.serving import Running, Slow, eventually, exchanged, get, model_of, post, serving
+from tests.test_serve import command
+from tests.test_serve_exchanges import TABLE, check
+
+openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has one process")
 
-AGAIN = {  # tests that depend on the number of processes
-    test_serve: (
-        "test_completions_are_those_of_generate",
-        "test_chat",
-        "test_streams_are_the_whole",
-        "test_log_probabilities",
-        "test_token_ids",
-        "test_the_score_of_a_prompt",
-        "test_embeddings",
-        "test_many_at_a_time_are_those_alone",
-        "test_a_key",
-        "test_clients_take_turns",
-        "test_prefixes_of_other_clients_are_not_told",
-        "test_health_tells_how_far_the_start_is",
-        "test_a_full_queue_refuses_at_once",
-        "test_wrong_logits_end_one_request",
-        "test_metrics",
-    ),
-    test_serve_clients: ("test_a_unix_socket_and_new_keys",),
-    test_serve_play: (
-        "test_the_distribution_is_that_of_the_sampler",
-        "test_a_pass_is_explained_at_an_address_that_none_can_guess",
-    ),
-}
-for module, names in AGAIN.items():
-    globals().update({name: getattr(module, name) for name in names})
-client, model = test_serve.client, test_serve.model  # fixtures
+# Tests that depend on whether another process handles HTTP
+test_the_client = test_serve.test_the_client
+test_answers_are_those_of_generate = test_serve.test_answers_are_those_of_generate
+test_a_stream_of_pieces_with_several_tokens = test_serve.test_a_stream_of_pieces_with_several_tokens
+test_the_score_of_a_prompt = test_serve.test_the_score_of_a_prompt
+test_many_at_a_time_are_those_alone = test_serve.test_many_at_a_time_are_those_alone
+test_prefixes_of_other_clients_are_not_told = test_serve.test_prefixes_of_other_clients_are_not_told
+test_health_tells_how_far_the_start_is = test_serve.test_health_tells_how_far_the_start_is
+test_a_full_queue_refuses_at_once = test_serve.test_a_full_queue_refuses_at_once
+test_wrong_logits_end_one_request = test_serve.test_wrong_logits_end_one_request
+test_metrics = test_serve.test_metrics
+test_a_unix_socket_and_new_keys = test_serve_clients.test_a_unix_socket_and_new_keys
+test_explained = test_serve_play.test_a_pass_is_explained_at_an_address_that_none_can_guess
+test_an_engine_that_fails_ends_the_server = test_serve.test_an_engine_that_fails_ends_the_server
+model = test_serve.model  # a fixture
 
 
 @pytest.fixture(autouse=True)
-def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start servers with one process for HTTP: with two, tests would take twice as long."""
+    monkeypatch.setattr(serving_, "PROCESSES", 1)
+
+
+@pytest.fixture
+def two_processes(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving_, "PROCESSES", 2)
 
 
@@ -77,27 +65,24 @@ def server(model: Any) -> Iterator[Running]:
         yield running
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes(stream: bool) -> None:
-    test_serve.test_a_client_that_goes_frees_its_slots(stream, 1000)
+@pytest.mark.parametrize("exchange", [
+    each for each in TABLE if each.server == TABLE[0].server and each.status == 200
+], ids=lambda each: f"{each.line}-{each.path}")  # fmt: skip
+def test_an_answer(server: Running, exchange: Exchange) -> None:
+    check(server, exchange)
 
 
-@pytest.mark.parametrize(("request_", "seconds"), [(0, None), (1, 0.05)])
-def test_passes_end(
-    model: Any, monkeypatch: pytest.MonkeyPatch, request_: int, seconds: float | None
-) -> None:
-    path, body = test_serve.PASSES[request_]
-    test_serve.test_passes_end_with_their_request(model, monkeypatch, path, body, seconds)
+def test_a_client_that_goes() -> None:
+    test_serve.test_a_client_that_goes_frees_its_slots(True, 1000)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_finishes_what_runs(number: int) -> None:
-    test_serve.test_a_signal_finishes_what_runs(number)
+def test_passes_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_serve.test_passes_end_with_their_request(model, monkeypatch, *test_serve.PASSES[0], None)
 
 
-@pytest.mark.parametrize("stream", [True])
-def test_an_engine_that_fails_ends_the_server(stream: bool) -> None:
-    test_serve.test_an_engine_that_fails_ends_the_server(stream)
+@pytest.mark.usefixtures("two_processes")
+def test_a_signal_finishes_what_runs() -> None:
+    test_serve.test_a_signal_finishes_what_runs(signal.SIGTERM)
 
 
 STREAM = {"prompt": "a", "max_tokens": 20, "temperature": 0, "stream": True}
@@ -112,6 +97,7 @@ def read(connection: Any) -> bytes:
     return data
 
 
+@pytest.mark.usefixtures("two_processes")
 def test_a_process_for_http_that_is_killed(caplog: pytest.LogCaptureFixture) -> None:
     """Only its clients lose their answers, and another process takes its place."""
     engine, connections = Slow(), []
@@ -151,6 +137,7 @@ def test_a_process_for_http_ends_with_the_engines_process(
     assert caplog.messages == ["a process for HTTP has ended with code 1"]
 
 
+@pytest.mark.usefixtures("two_processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_an_engine_that_is_killed_ends_all() -> None:
     # A step takes longer, so that the stream does not end.
@@ -170,6 +157,7 @@ def test_an_engine_that_is_killed_ends_all() -> None:
         eventually(lambda: not any(Path(f"/proc/{number}").exists() for number in children))
 
 
+@pytest.mark.usefixtures("two_processes")
 def test_connections_of_all_processes_are_limited() -> None:
     """The limit is of all processes together, although each sees only its own connections."""
     with serving(model_of(MarkovEngine(cycle(257))), rows=1, connections=5) as running:

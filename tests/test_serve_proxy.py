@@ -108,20 +108,17 @@ def test_a_full_queue_sends_a_request_on(model: Any, tmp_path: Path) -> None:
         assert [each.result()[0] for each in waiting] == [200, 200]
 
 
-def test_what_the_servers_refuse(model: Any, tmp_path: Path) -> None:
-    """The servers' answers pass the proxy unchanged."""
-    with serving(model, rows=1) as server, proxy(tmp_path, server.port, server.port) as port:
-        status, found = status_of(port, COMPLETION, {"prompt": "a", "max_tokens": -1})
-        assert status == 400
-        assert json.loads(found)["error"]["param"] == "max_tokens"
-
-
 def test_the_host_that_a_browser_asked_for_is_checked(model: Any, tmp_path: Path) -> None:
-    """The client is the proxy's peer, whatever the request's own X-Forwarded-For states."""
+    """The client is the proxy's peer, whatever the request's own X-Forwarded-For states.
+
+    Answers pass the proxy unchanged.
+    """
     with serving(model, rows=1, proxies=("127.0.0.1/32",)) as server:
         names = clients_of(server)
         with proxy(tmp_path, server.port, server.port) as port:
             for host, status in (("localhost", 200), (f"127.0.0.1:{port}", 200), ("evil.com", 400)):
                 given = {"Host": host, "X-Forwarded-For": "9.9.9.9"}
                 assert status_of(port, COMPLETION, SHORT, **given)[0] == status
+            status, found = status_of(port, COMPLETION, {**SHORT, "max_tokens": -1.5})
+            assert (status, json.loads(found)["error"]["param"]) == (400, "max_tokens")
     assert names == ["127.0.0.1"] * 2

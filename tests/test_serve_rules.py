@@ -20,8 +20,9 @@ from gpt2block.errors import InputError
 from gpt2block.grammars import Grammar, Vocabulary
 from gpt2block.serve.protocol import ApiError
 from gpt2block.serve.trials import POSSIBLE, Trial
+from tests.exchanges import COMPLETION
 from tests.serving import BYTES, post, serving, small
-from tests.test_serve import COMPLETION, client_of_command, command
+from tests.test_serve import client_of_command, command
 
 pytestmark = pytest.mark.skipif(not POSSIBLE, reason="limits need Linux")
 
@@ -110,15 +111,15 @@ def test_kept_rules_have_a_limit_of_bytes() -> None:
 LATE = "from gpt2block.serve import listening; listening.EXIT_SECONDS = 2"
 
 
-def computes(seconds: str) -> bool:
-    """Return whether a process with this limit has computed for more than a second."""
+def computing(seconds: str) -> int:
+    """Return the process with this limit if it has computed for more than a second, else 0."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             if seconds in path.read_text().split("\0"):
                 stat = path.with_name("stat").read_text().rpartition(")")[2].split()
                 if int(stat[11]) > 120:  # ticks of 10 ms; loading the vocabulary takes fewer
-                    return True
-    return False
+                    return int(path.parent.name)
+    return 0
 
 
 def test_a_signal_ends_a_server_that_compiles() -> None:
@@ -132,10 +133,11 @@ def test_a_signal_ends_a_server_that_compiles() -> None:
         body = {"structured_outputs": {"json": schema}}
         slow = threads.submit(client.completions.create, **asked, extra_body=body)
         client.completions.create(**asked)
-        while not computes("57.0"):
+        while not (compiler := computing("57.0")):
             assert not slow.done()
             sleep(0.02)
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 1
+        os.kill(compiler, signal.SIGKILL)  # it would compute for a minute
         with pytest.raises(Exception, match="Connection error"):
             slow.result()
