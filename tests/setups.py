@@ -16,6 +16,7 @@ from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gpt2block import doctor, emulator, errors
@@ -37,9 +38,16 @@ VARIES = [
         (r"(?<=\S)   *", "  "),  # columns
         (r"\b\d\.\d+e-(0[5-9]|1\d)\b", "TINY"),  # errors of float32 depend on the compiler
         (r"\b[\d,]+\.\d+ s\b", "TIME s"),
-        (r"(, [\d,.]+ tokens/s)?(, first after) TIME s", r"\2 TIME s"),
+        (r"\b[\d,.]+ tokens/s", "RATE tokens/s"),
+        (r", RATE tokens/s(?=, first after)", ""),
+        (r"CPU \(\w+\), NumPy [\d.]+", "CPU, NumPy"),
         (r'("(?:ms|seconds\w*|tokens_per_second|\w*_us)": )[\d.e+-]+', r"\1TIME"),
-        (r"( \(did you mean| Did you mean| \(Possible options:)[^(]*(?= \(see)", ""),  # of Click
+        (r"(\d+x\d+  )[\d.]+(  [\dT])", r"\1MS\2"),  # of a step
+        # Versions of Typer and Click have other words.
+        (r"\.?( \(did you mean| Did you mean| \(Possible options:)[^(]*(?= \(see)|\.(?= \(see)", ""),
+        (r"(Invalid value for '[^']*': )(Input should|.* is not ).*(?= \(see)", r"\1…"),
+        (r"(?<=Invalid value) for '\w+'|(?<=extra argument)\(s\)", ""),
+        (r"(?<=Missing argument) '\w+'", ""),
     )
 ]
 ERRORS = {100: b"CUDA_ERROR_NO_DEVICE", 803: b"CUDA_ERROR_MISMATCH", 999: b"CUDA_ERROR_UNKNOWN"}
@@ -52,6 +60,8 @@ class Setup:
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.patch, self.folder = patch, folder
+        patch.setattr(sys, "argv", ["gpt2block"])  # as in a script
+        patch.setattr(sys.modules["__main__"], "__package__", None)
         patch.setattr(doctor, "cuda_problem", lambda: "no driver today")
 
     def file(self, name: str, text: str) -> None:
@@ -65,12 +75,21 @@ class Setup:
         for each in shlex.split(values):
             self.patch.setenv(*each.split("=", 1))
 
+    def completion(self, words: str, _: str) -> None:
+        """Ask for what a shell completes after `gpt2block WORDS`; "..." is a word not begun."""
+        self.patch.setenv("_GPT2BLOCK_COMPLETE", "complete_bash")
+        self.patch.setenv("COMP_WORDS", f"gpt2block {words.removesuffix('...')}")
+        self.patch.setenv("COMP_CWORD", str(len(words.split(" "))))
+
     def emulator(self, *_: str) -> None:
         if problem := emulator.missing():
             pytest.skip(f"no CUDA on the CPU: {problem}")
 
     def extra(self, package: str, _: str) -> None:
         pytest.importorskip(package)
+
+    def without(self, package: str, _: str) -> None:
+        self.patch.setitem(sys.modules, package, None)
 
     def installed(self, package: str, _: str) -> None:
         """Let an optional package seem installed, or all be missing without a name."""
@@ -90,28 +109,37 @@ class Setup:
 
         self.patch.setattr(os, "fsync", full)
 
+    def tokens(self, name: str, _: str) -> None:
+        """Write the ids 0 to 8 as NumPy does."""
+        np.save(self.folder / name, np.arange(9, dtype=np.uint16))
+
     def model(self, facts: str, _: str) -> None:
         """Replace the model of `generate` and `score` by a table: after a byte comes the next one.
 
-        Facts: "end" for a token that ends a text, "no tokenizer", or "script TEXT TEXT" for the
-        texts of its rows, in which ^C is an interruption.
+        After "a", "c" is impossible. Facts: "end" for a token that ends a text, after which comes
+        an "a"; "no tokenizer"; "name NAME"; or "script TEXT TEXT" for the texts of its rows, in
+        which ^C is an interruption.
         """
         kind, *texts = shlex.split(facts) or [""]
-        vocabulary = 256 + (kind == "end")
-        script = [interruptible(text) for text in texts] if kind == "script" else None
-        engine = MarkovEngine(cycle(vocabulary, 10), script=script)
+        table = cycle(256 + (kind == "end"), 10)
+        table[ord("a"), ord("c")] = -np.inf
+        table[256:, ord("a")] = 20
+        rows = [interruptible(text) for text in texts] if kind == "script" else None
+        engine = MarkovEngine(table, script=rows)
         encoding = None if kind == "no" else byte_encoding(end=kind == "end")
         made: Any = SimpleNamespace(
-            engine=engine, config=engine.config, tokenizer=encoding, name="a table",
-            formats=USUAL, dtypes="float32", device="no device",
+            engine=engine, config=engine.config, tokenizer=encoding, formats=USUAL,
+            name=unescaped(texts[0]) if kind == "name" else "a table",
+            dtypes="float32", device="no device",
         )  # fmt: skip
 
         def load(options: Any, hint: str | None) -> Any:
-            found = from_path(options.tokenizer, vocabulary) if options.tokenizer else encoding
+            found = from_path(options.tokenizer, len(table)) if options.tokenizer else encoding
             if found is None and hint:
                 raise CheckpointError(f"no tokenizer; {hint}")
             return made, found
 
+        self.patch.setattr(score, "MOST_TEXT", 2**20)
         for module in (generate, score):
             self.patch.setattr(module, "load_model", load)
 
@@ -166,9 +194,14 @@ class Setup:
         return compiler
 
 
+def unescaped(text: str) -> str:
+    r"""Replace \n, \x1b and such; each byte of another character becomes a character."""
+    return text.encode().decode("unicode_escape")
+
+
 def interruptible(text: str) -> Iterator[int]:
     """Yield the bytes of a text; a ^C in it raises KeyboardInterrupt."""
-    begin, interrupted, _ = text.encode().decode("unicode_escape").partition("^C")
+    begin, interrupted, _ = unescaped(text).partition("^C")
     yield from begin.encode("latin-1")
     if interrupted:
         raise KeyboardInterrupt

@@ -11,7 +11,7 @@ A file has blocks, each with a title, set-ups of tests/setups.py and commands:
     ! a line of standard error
     exit code 1
 
-Each block has a folder of its own. A command runs in this process, unless it redirects a stream:
+Each block has a folder of its own. {x*9} in a command is xxxxxxxxx. A command runs in this process, unless it redirects a stream:
 then a shell runs it. Patterns of tests/setups.py are replaced in its output; other numbers with a
 fraction may differ by 2 %. This command writes what is printed now to the files:
 
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.command_line import Ended, gpt2block
-from tests.setups import VARIES, Setup
+from tests.setups import VARIES, Setup, unescaped
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "tests" / "golden" / "commands").glob("*.txt"))
@@ -71,14 +71,17 @@ def in_a_shell(line: str, folder: Path) -> Ended:
     function = f'gpt2block() {{ {sys.executable} -m gpt2block "$@"; }}; '
     done = subprocess.run(
         ["bash", "-c", function + line], cwd=folder, capture_output=True, text=True, check=False,
-        timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        timeout=100, env={**os.environ, "PROJECT": str(ROOT), "PYTHONPATH": str(ROOT),
+             "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def selected(text: str, path: str) -> str:
-    """Return a part of JSON at a path such as .samples[0].text; "." is all of it."""
+    """Return a part of JSON at a path such as .samples[0].text; "." is all, "keys" its keys."""
     value = json.loads(text)
+    if path == "keys":
+        return " ".join(value)
     for name, index in re.findall(r"\.(\w+)|\[(-?\d+)\]", path):
         value = value[name] if name else value[int(index)]
     return json.dumps(rounded(value), ensure_ascii=False)
@@ -106,19 +109,22 @@ def filtered(text: str, program: str) -> str:
 
 
 def ran(line: str, folder: Path) -> Ended:
+    line = re.sub(r"\{(\w)\*(\d+)\}", lambda many: many[1] * int(many[2]), line)
     found = PIPE.fullmatch(line)
     if IN_A_SHELL.search(line) or not found:
         return in_a_shell(line, folder)
-    typed = found["typed"] and found["typed"][1:-1].encode().decode("unicode_escape")
-    ended = gpt2block(*shlex.split(found["words"]), stdin=typed and typed.encode("latin-1"))
+    typed = found["typed"] and unescaped(found["typed"][1:-1])
+    words = re.sub(r"\$('[^']*')", lambda each: unescaped(each[1]), found["words"])
+    ended = gpt2block(*shlex.split(words), stdin=typed and typed.encode("latin-1"))
     return ended._replace(out=filtered(ended.out, found["rest"])) if found["rest"] else ended
 
 
 def shown(ended: Ended, folder: Path) -> str:
-    lines = [*ended.out.splitlines(), *(f"! {line}" for line in ended.err.splitlines())]
-    if ended.code:
-        lines.append(f"exit code {ended.code}")
-    text = "\n".join(line.rstrip() for line in lines).replace(str(folder), "FOLDER")
+    lines = ended.out.removesuffix("\n").split("\n") if ended.out else []
+    lines += [f"! {line}" for line in ended.err.split("\n") if line]
+    text = "\n".join(line.rstrip(" ") for line in lines).replace(str(folder), "FOLDER")
+    text = re.sub(r"[\0-\x09\x0b-\x1f\x7f]", lambda each: ascii(each[0])[1:-1], text)
+    text = text.strip("\n") + f"\nexit code {ended.code}" * bool(ended.code)
     for varies, instead in VARIES:
         text = varies.sub(instead, text)
     return text
@@ -143,7 +149,11 @@ def test_a_transcript(
         text = block.file.read_text("utf-8")
         assert text.count(before) == 1
         block.file.write_text(text.replace(before, after), "utf-8")
-    elif NUMBER.sub("#", after) == NUMBER.sub("#", before):
+        return
+    for command, error in re.findall(r"(?m)^\$ gpt2block (\w+).*\n! error: (.*)", after):
+        # an option has the name that is typed; operations have arguments with such names
+        assert command == "kernels" or not KEYWORD.search(error), error
+    if NUMBER.sub("#", after) == NUMBER.sub("#", before):
         numbers = ([float(each) for each in NUMBER.findall(text)] for text in (after, before))
         assert next(numbers) == pytest.approx(next(numbers), rel=0.02)
     else:
