@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import sys
+import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 
 from gpt2block import doctor, emulator, errors
+from gpt2block.bench import ceilings
 from gpt2block.cli import generate, score
 from gpt2block.config.formats import USUAL
 from gpt2block.errors import CheckpointError
@@ -36,7 +38,8 @@ VARIES = [
         (re.escape(str(Path(__file__).parents[1])), "PROJECT"),
         (re.escape(doctor.version()), "VERSION"),
         (r"(?<=\S)   *", "  "),  # columns
-        (r"\b\d\.\d+e-(0[5-9]|1\d)\b", "TINY"),  # errors of float32 depend on the compiler
+        (r"\b\d\.\d+e-(0[5-9]|1\d|[4-9]\d)\b", "TINY"),  # errors of float32 depend on the compiler
+        (r"\b\d+ instructions,", "N instructions,"),  # depends on NVRTC
         (r"\b[\d,]+\.\d+ s\b", "TIME s"),
         (r"\b[\d,.]+ tokens/s", "RATE tokens/s"),
         (r", RATE tokens/s(?=, first after)", ""),
@@ -102,6 +105,19 @@ class Setup:
 
     def fewer_sizes(self, *_: str) -> None:
         self.patch.setattr(on_cpu._Judge, "_all_right", lambda *_: [])
+
+    def browser(self, *_: str) -> None:
+        """Print the address that a browser would open."""
+        self.patch.setattr(webbrowser, "open", lambda url: print("opened", url) is None)
+
+    def small_copies(self, *_: str) -> None:
+        """Measure the rate of copies with arrays of 1 MiB."""
+        self.patch.setattr(ceilings, "HOST_COPIED", 1 << 20)
+
+    def deleted_folder(self, *_: str) -> None:
+        (self.folder / "gone").mkdir()
+        self.patch.chdir(self.folder / "gone")
+        (self.folder / "gone").rmdir()
 
     def full_disk(self, *_: str) -> None:
         def full(descriptor: int) -> None:

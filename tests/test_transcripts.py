@@ -122,9 +122,9 @@ def ran(line: str, folder: Path) -> Ended:
 def shown(ended: Ended, folder: Path) -> str:
     lines = ended.out.removesuffix("\n").split("\n") if ended.out else []
     lines += [f"! {line}" for line in ended.err.split("\n") if line]
+    lines += [f"exit code {ended.code}"] * bool(ended.code)
     text = "\n".join(line.rstrip(" ") for line in lines).replace(str(folder), "FOLDER")
     text = re.sub(r"[\0-\x09\x0b-\x1f\x7f]", lambda each: ascii(each[0])[1:-1], text)
-    text = text.strip("\n") + f"\nexit code {ended.code}" * bool(ended.code)
     for varies, instead in VARIES:
         text = varies.sub(instead, text)
     return text
