@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import importlib.metadata
+import itertools
 import os
 import re
 import shlex
@@ -20,8 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2block import doctor, emulator, errors
-from gpt2block.bench import ceilings
+from gpt2block import doctor, emulator, errors, profiling
 from gpt2block.cli import generate, score
 from gpt2block.config.formats import USUAL
 from gpt2block.errors import CheckpointError
@@ -44,10 +44,15 @@ VARIES = [
         (r"\b[\d,.]+ tokens/s", "RATE tokens/s"),
         (r", RATE tokens/s(?=, first after)", ""),
         (r"CPU \(\w+\), NumPy [\d.]+", "CPU, NumPy"),
-        (r'("(?:ms|seconds\w*|tokens_per_second|\w*_us)": )[\d.e+-]+', r"\1TIME"),
+        (r'("(?:ms|seconds\w*|tokens_per_second)": )[\d.e+-]+', r"\1TIME"),
+        (r"(?m)^ {9,}", 8 * " "),  # of a folded cell
+        (r"((?:right|wrong|not judged)  )\d+\.\d\b", r"\1TIME"),
         (r"(\d+x\d+  )[\d.]+(  [\dT])", r"\1MS\2"),  # of a step
         # Versions of Typer and Click have other words.
-        (r"\.?( \(did you mean| Did you mean| \(Possible options:)[^(]*(?= \(see)|\.(?= \(see)", ""),
+        (
+            r"\.?( \(did you mean| Did you mean| \(Possible options:)[^(]*(?= \(see)|\.(?= \(see)",
+            "",
+        ),
         (r"(Invalid value for '[^']*': )(Input should|.* is not ).*(?= \(see)", r"\1…"),
         (r"(?<=Invalid value) for '\w+'|(?<=extra argument)\(s\)", ""),
         (r"(?<=Missing argument) '\w+'", ""),
@@ -65,6 +70,7 @@ class Setup:
         self.patch, self.folder = patch, folder
         patch.setattr(sys, "argv", ["gpt2block"])  # as in a script
         patch.setattr(sys.modules["__main__"], "__package__", None)
+        patch.delenv("FORCE_COLOR", raising=False)
         patch.setattr(doctor, "cuda_problem", lambda: "no driver today")
 
     def file(self, name: str, text: str) -> None:
@@ -110,9 +116,17 @@ class Setup:
         """Print the address that a browser would open."""
         self.patch.setattr(webbrowser, "open", lambda url: print("opened", url) is None)
 
-    def small_copies(self, *_: str) -> None:
-        """Measure the rate of copies with arrays of 1 MiB."""
-        self.patch.setattr(ceilings, "HOST_COPIED", 1 << 20)
+    def clock(self, rates: str, _: str) -> None:
+        """Let a clock of NumPy's steps advance by a time at each look, and state a rate of copies.
+
+        As in "50 us, 10 GB/s".
+        """
+        us, gb_s = map(float, re.findall(r"[\d.]+", rates))
+        looks = itertools.count()
+        for name, module in list(sys.modules.items()):
+            if name.startswith("gpt2block.run.") and hasattr(module, "perf_counter"):
+                self.patch.setattr(module, "perf_counter", lambda: 1e-6 * us * next(looks))
+        self.patch.setattr(profiling, "copy_gb_s", lambda _: gb_s)
 
     def deleted_folder(self, *_: str) -> None:
         (self.folder / "gone").mkdir()
@@ -129,7 +143,7 @@ class Setup:
         """Write the ids 0 to 8 as NumPy does."""
         np.save(self.folder / name, np.arange(9, dtype=np.uint16))
 
-    def model(self, facts: str, _: str) -> None:
+    def model(self, facts: str = "", _: str = "") -> tuple[MarkovEngine, list[Any]]:
         """Replace the model of `generate` and `score` by a table: after a byte comes the next one.
 
         After "a", "c" is impossible. Facts: "end" for a token that ends a text, after which comes
@@ -149,7 +163,10 @@ class Setup:
             dtypes="float32", device="no device",
         )  # fmt: skip
 
+        asked: list[Any] = []  # options of the model
+
         def load(options: Any, hint: str | None) -> Any:
+            asked.append(options)
             found = from_path(options.tokenizer, len(table)) if options.tokenizer else encoding
             if found is None and hint:
                 raise CheckpointError(f"no tokenizer; {hint}")
@@ -158,6 +175,7 @@ class Setup:
         self.patch.setattr(score, "MOST_TEXT", 2**20)
         for module in (generate, score):
             self.patch.setattr(module, "load_model", load)
+        return engine, asked
 
     def machine(self, facts: str, _: str = "") -> NVRTC:
         """Replace CuPy, NVRTC and the driver by working ones, except for these facts."""

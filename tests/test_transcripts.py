@@ -1,19 +1,20 @@
 """Commands print what the transcripts in tests/golden/commands record.
 
-A file has blocks, each with a title, set-ups of tests/setups.py and commands:
+A file has blocks, each with a title, set-ups (methods of tests/setups.py::Setup) and commands:
 
     # A title
-    @ a set-up: its argument
-    @ file my.cu:
+    @ model: no tokenizer
+    @ file: a.txt
         its text
     $ printf 'abc' | gpt2block score - --json | json .tokens
     the standard output
     ! a line of standard error
     exit code 1
 
-Each block has a folder of its own. {x*9} in a command is xxxxxxxxx. A command runs in this process, unless it redirects a stream:
-then a shell runs it. Patterns of tests/setups.py are replaced in its output; other numbers with a
-fraction may differ by 2 %. This command writes what is printed now to the files:
+Each block has a folder of its own. A command runs in this process; a shell runs other programs,
+and commands whose streams are redirected. {x*9} is xxxxxxxxx. What varies between machines is
+replaced (tests/setups.py::VARIES), and a number with a fraction may differ by 2 %. To write what
+the commands print now to the files, choose blocks by -k:
 
     GPT2BLOCK_WRITE_TRANSCRIPTS=1 pytest -n0 tests/test_transcripts.py
 """
@@ -37,8 +38,11 @@ from tests.setups import VARIES, Setup, unescaped
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "tests" / "golden" / "commands").glob("*.txt"))
-PIPE = re.compile(r"(?:printf (?P<typed>'[^']*') \| )?gpt2block(?P<words>.*?)(?: \| (?P<rest>(?:json|grep|head|tail) .+))?")
-IN_A_SHELL = re.compile(r"(^|\s)([0-9]?[<>]|\{|cd )|^(?!printf .* \| gpt2block|gpt2block)")
+COMMAND = re.compile(
+    r"(?:printf (?P<typed>'[^']*') \| )?gpt2block(?P<words>.*?)"
+    r"(?: \| (?P<filter>(?:json|grep|head|tail) .+))?"
+)
+IN_A_SHELL = re.compile(r"(^|\s)[0-9]?[<>]")
 NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[-+]\d+)?(?![\w.])")
 KEYWORD = re.compile(r"(?<![\w-])(?!n_ctx)[a-z]+_[a-z_]+|\b[a-z]+=['\d]")
 
@@ -109,14 +113,15 @@ def filtered(text: str, program: str) -> str:
 
 
 def ran(line: str, folder: Path) -> Ended:
+    """Run a line of a transcript."""
     line = re.sub(r"\{(\w)\*(\d+)\}", lambda many: many[1] * int(many[2]), line)
-    found = PIPE.fullmatch(line)
-    if IN_A_SHELL.search(line) or not found:
+    parts = COMMAND.fullmatch(line)
+    if IN_A_SHELL.search(line) or not parts:
         return in_a_shell(line, folder)
-    typed = found["typed"] and unescaped(found["typed"][1:-1])
-    words = re.sub(r"\$('[^']*')", lambda each: unescaped(each[1]), found["words"])
-    ended = gpt2block(*shlex.split(words), stdin=typed and typed.encode("latin-1"))
-    return ended._replace(out=filtered(ended.out, found["rest"])) if found["rest"] else ended
+    typed = unescaped(parts["typed"][1:-1]).encode("latin-1") if parts["typed"] else None
+    words = re.sub(r"\$('[^']*')", lambda quoted: unescaped(quoted[1]), parts["words"])
+    ended = gpt2block(*shlex.split(words), stdin=typed)
+    return ended._replace(out=filtered(ended.out, parts["filter"])) if parts["filter"] else ended
 
 
 def shown(ended: Ended, folder: Path) -> str:
@@ -131,9 +136,7 @@ def shown(ended: Ended, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("block", blocks(), ids=lambda block: f"{block.file.stem}: {block.title}")
-def test_a_transcript(
-    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transcript(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     setup, now, before = Setup(monkeypatch, tmp_path), [f"# {block.title}"], block.text.rstrip("\n")
     for line, below in steps(block.text):
