@@ -39,6 +39,7 @@ VARIES = [
         (re.escape(doctor.version()), "VERSION"),
         (r"(?<=\S)   *", "  "),  # columns
         (r"\b\d\.\d+e-(0[5-9]|1\d|[4-9]\d)\b", "TINY"),  # errors of float32 depend on the compiler
+        (r"/tmp\w{8}\b", "/TEMPORARY"),
         (r"\b\d+ instructions,", "N instructions,"),  # depends on NVRTC
         (r"\b[\d,]+\.\d+ s\b", "TIME s"),
         (r"\b[\d,.]+ tokens/s", "RATE tokens/s"),
