@@ -1,4 +1,4 @@
-"""The commands `block`, `check` and `bench`, the help, and shell completion."""
+"""Terminals, threads, the report of `block`, and the help; outputs are in tests/golden/commands."""
 
 from __future__ import annotations
 
@@ -174,10 +174,7 @@ def test_nan_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-# check
-
-
-# The help, the version and the shell
+# The help
 
 COMMANDS = [
     "convert", "compare", "explain", "generate", "score", "info", "block", "check", "bench",

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from gpt2block import InputError, emulator
+from gpt2block import InputError
 from gpt2block.mine import folder as judging
 from gpt2block.mine.folder import Judged, KernelFile, confusion, disagreements, entries, judge
 from tests import children
-from tests.test_verdict import ADD
-
-on_emulator = pytest.mark.skipif(
-    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
-)
-RIGHT = "if (i < n) y[i] = a[i] + b[i];"
+from tests.test_verdict import ADD, RIGHT
 
 
 def write(folder: Path, name: str, body: str = RIGHT, first: str = "") -> None:
@@ -27,19 +20,12 @@ def write(folder: Path, name: str, body: str = RIGHT, first: str = "") -> None:
     (folder / name).write_text(text, encoding="utf-8")
 
 
-def write_table(folder: Path, *rows: Sequence[str], columns: str = "file,operation") -> None:
-    with (folder / "table.csv").open("w", encoding="utf-8", newline="") as stream:
-        csv.writer(stream).writerows([columns.split(","), *rows])
-
-
 def test_a_table_names_kernels_expectations_and_options(tmp_path: Path) -> None:
     write(tmp_path, "a.cu")
-    options = "--shape N=3,C=20 --block=64 --grid 'ceil(n / 64)'"
-    write_table(
-        tmp_path,
-        ("a.cu", "add", "wrong", "race", options, "of week 3"),
-        ("a.cu", "gelu"),
-        columns="file,operation,expected,kind,options,note",
+    (tmp_path / "table.csv").write_text(
+        "file,operation,expected,kind,options,note\n"
+        "a.cu,add,wrong,race,\"--shape N=3,C=20 --block=64 --grid 'ceil(n / 64)'\",of week 3\n"
+        "a.cu,gelu\n"
     )
     first, second = entries(tmp_path)
     given = {"shape": "N=3,C=20", "block": "64", "grid": "ceil(n / 64)"}
