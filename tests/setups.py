@@ -36,7 +36,7 @@ VARIES = [
     (re.compile(pattern), instead)
     for pattern, instead in (
         (re.escape(str(Path(__file__).parents[1])), "PROJECT"),
-        (re.escape(doctor.version()), "VERSION"),
+        (rf"(?<![\w.]){re.escape(doctor.version())}(?![\w.])", "VERSION"),
         (r"(?<=\S)   *", "  "),  # columns
         (r"\b\d\.\d+e-(0[5-9]|1\d|[4-9]\d)\b", "TINY"),  # errors of float32 depend on the compiler
         (r"/tmp\w{8}\b", "/TEMPORARY"),
@@ -71,7 +71,8 @@ class Setup:
         self.patch, self.folder = patch, folder
         patch.setattr(sys, "argv", ["gpt2block"])  # as in a script
         patch.setattr(sys.modules["__main__"], "__package__", None)
-        patch.delenv("FORCE_COLOR", raising=False)
+        for name in ("FORCE_COLOR", "NO_COLOR"):
+            patch.delenv(name, raising=False)
         patch.setattr(doctor, "cuda_problem", lambda: "no driver today")
 
     def file(self, name: str, text: str) -> None:
