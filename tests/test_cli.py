@@ -1,4 +1,4 @@
-"""The commands `block`, `check` and `bench`, the help, and shell completion."""
+"""Terminals, threads, the report of `block`, and the help; outputs are in tests/golden/commands."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from typing import Any
 
 import pytest
 
-import gpt2block as gpt2block_package
-from gpt2block import Block, Comparison, doctor, emulator
+from gpt2block import Block, Comparison
 from gpt2block.cli import display, kernels_run, threads
 from gpt2block.cli.block import BlockReport, _print_report, _rows
 from gpt2block.cuda import requests
-from gpt2block.ptx import engine
 from tests.command_line import gpt2block, printed
 
 TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
-ERRORS = ["max_abs", "max_rel", "total_abs", "total_rel"]
 
 
 def assert_ten_steps(lines: list[str]) -> None:
@@ -36,16 +33,6 @@ def assert_ten_steps(lines: list[str]) -> None:
     assert steps[1][1:3] == ["reference.matmul_bias", "256x768"]
     assert [len(row) for row in steps] == [8] * 10
     assert all(0 < float(value) < 1e-4 for row in steps for value in row[4:])
-
-
-def test_block_runs_a_passage_through_the_bundled_model_by_default() -> None:
-    before = os.times()
-    out = printed("block", "--device", "cpu")
-    assert os.times().user - before.user < 10  # CPU time, regardless of other processes
-    assert_ten_steps(out.splitlines())
-    assert "weights  shakespeare, block 0 of 6, mask: causal" in out
-    assert "kernels  none run: float32 NumPy compared with float64" in out
-    assert "Most likely next tokens: 'a' 99" in out  # "… a daughter, sir, called Katharin"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals of POSIX")
@@ -160,43 +147,6 @@ def test_long_names_are_folded_and_numbers_are_whole(
         assert rows["qkv"][1] == "reference.matmul_bias"
 
 
-def test_block_as_json() -> None:
-    out = gpt2block("block", "--json", "--device", "cpu", "--layer", "3").json
-    assert list(out) == [
-        "device", "dtype", "kernels", "weights", "mask", "input", "steps", "stream", "next_tokens",
-    ]  # fmt: skip
-    assert out["weights"] == "shakespeare, block 3 of 6"
-    assert (out["dtype"], out["kernels"], out["mask"]) == ("float32", "skeleton", "causal")
-    assert out["input"].startswith("256 tokens of 'GREMIO:")
-    assert len(out["stream"]) == 6
-    assert all(0 < error < 1e-5 for error in out["stream"])
-    assert out["next_tokens"][0] == ["a", pytest.approx(0.995, abs=1e-3)]
-    assert [step["name"] for step in out["steps"]] == TEN
-    for step in out["steps"]:
-        assert list(step) == ["name", "kernel", "shape", "ms", *ERRORS]
-        assert step["shape"][0] == 256
-        assert 0 < step["max_rel"] < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("options", "weights", "shape"),
-    [
-        ("--size gpt2 --seq-len 5 --batch 2", "random, the shape of gpt2", [2, 5, 768]),
-        (
-            "--size gpt2-medium --seq-len 5 --no-causal",
-            "random, the shape of gpt2-medium",
-            [5, 1024],
-        ),
-        ("--text Tobeornot --seq-len 7 --batch 3", "shakespeare, block 0 of 6", [3, 7, 256]),
-    ],
-)
-def test_weights_batch_and_length(options: str, weights: str, shape: list[int]) -> None:
-    out = gpt2block("block", *options.split(), "--device", "cpu", "--json").json
-    assert out["weights"] == weights
-    assert out["steps"][9]["shape"] == shape
-    assert out["mask"] == ("none" if "--no-causal" in options else "causal")
-
-
 def test_rows_of_a_batch_are_rotations_of_the_text() -> None:
     rows = _rows([1, 2, 3, 4], 3, 2)
     assert rows.tolist() == [[1, 2, 3], [2, 3, 4]]
@@ -206,15 +156,6 @@ def test_rows_of_a_batch_are_rotations_of_the_text() -> None:
 def test_a_trained_directory_without_a_tokenizer(data: Path) -> None:
     said = gpt2block("block", "--weights", data / "gpt-nano-sort").error
     assert "expected tokenizer.json for a vocabulary of 3 tokens" in said
-
-
-def test_without_a_gpu_block_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
-    device = gpt2block("block", "--seq-len", "5", "--json").json["device"]
-    assert device.startswith("CPU")
-    assert device.endswith(", because no driver today: `gpt2block check` says what to do")
-    asked = gpt2block("block", "--seq-len", "5", "--json", "--device", "cpu").json
-    assert "because" not in asked["device"]
 
 
 def test_the_stream_goes_through_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,68 +174,7 @@ def test_nan_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_a_terminal_without_unicode() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "gpt2block", "block", "--device", "cpu", "--text", "K" * 99],
-        capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "?" in done.stdout  # replaces "…"
-
-
-# check
-
-
-def test_check_prints_all_that_it_finds() -> None:
-    table, as_json = gpt2block("check"), gpt2block("check", "--json")
-    found = as_json.json
-    assert found["ok"] == all(
-        check["ok"] for check in found["checks"] if check["name"] != "emulator"
-    )
-    assert table.code == as_json.code == (0 if found["ok"] else 1)
-    assert found["runs"]["GPU"] == found["ok"]
-    names = [check["name"] for check in found["checks"]]
-    assert [*names[1:4], names[-1]] == ["Python", "NumPy", "CuPy", "emulator"]
-    assert all(check["ok"] or check["fix"] for check in found["checks"])
-    assert all(name in table.out for name in names)
-
-
-def test_a_note_of_the_check_has_a_mark_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes = [doctor.Check("A", True, "fine"), doctor.Check("B", True, "works", "change it")]
-    monkeypatch.setattr(doctor, "examine", lambda: notes)
-    ended = gpt2block("check")
-    assert ended.code == 0
-    marks = [line.split() for line in ended.out.splitlines()]
-    assert marks[:3] == [["ok", "A", "fine"], ["note", "B", "works"], ["→", "change", "it"]]
-
-
-@pytest.mark.parametrize(
-    ("numpy", "gpu", "compiler", "line"),
-    [
-        (True, True, True, "runs here: NumPy, emulator, GPU"),
-        (True, True, False, "runs here: NumPy, GPU; not here: emulator"),
-        (True, False, True, "runs here: NumPy, emulator; not here: GPU"),
-        (True, False, False, "runs here: NumPy; not here: emulator, GPU"),
-        (False, False, True, "runs here: nothing; not here: NumPy, emulator, GPU"),
-    ],
-)
-def test_the_check_ends_with_what_runs_here(
-    numpy: bool, gpu: bool, compiler: bool, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = [doctor.Check("NumPy", numpy, "2"), doctor.Check("driver", gpu, "CUDA", "install it")]
-    monkeypatch.setattr(doctor, "examine", lambda: parts)
-    monkeypatch.setattr(emulator, "missing", lambda: None if compiler else engine.NO_COMPILER)
-    ended, as_json = gpt2block("check"), gpt2block("check", "--json")
-    assert ended.code == as_json.code == (0 if gpu else 1)
-    *table, last = ended.out.splitlines()
-    assert last == line
-    assert any("emulator" in row and ("NVRTC and g++" in row) == compiler for row in table)
-    assert any("apt install g++" in row for row in table) != compiler
-    assert as_json.json["runs"] == {"NumPy": numpy, "emulator": numpy and compiler, "GPU": gpu}
-
-
-# The help, the version and the shell
+# The help
 
 COMMANDS = [
     "convert", "compare", "explain", "generate", "score", "info", "block", "check", "bench",
@@ -323,40 +203,6 @@ def test_no_command_shows_the_help() -> None:
         assert "Commands" in ended.out
 
 
-def test_the_version() -> None:
-    assert printed("--version") == f"gpt2block {gpt2block_package.__version__}\n"
-    assert gpt2block_package.__version__ == doctor.version()
-
-
-@pytest.mark.parametrize(
-    ("words", "values"),
-    [
-        ("gen", ["generate"]),
-        ("generate --model sha", ["shakespeare", "shakespeare-llama"]),
-        ("score --model gpt2-", ["gpt2-medium", "gpt2-large", "gpt2-xl"]),
-        ("generate --dtype bf", ["bfloat16"]),
-        ("convert a b --dtype f", ["float32", "float16"]),
-        ("convert a b --type q5", ["q5_1", "q5_0"]),
-        ("kernels --dtype float8_e5", ["float8_e5m2"]),
-        ("generate --device ", ["cpu", "cuda"]),
-        ("kernels lay", ["layernorm", "layernorm_gelu"]),
-        ("kernels trimat --variant tri", ["tri3", "tri4", "tri5", "tri6"]),
-        ("kernels trimat --source n", ["naive"]),
-        ("kernels layernorm --solution 2", ["2.1", "2.2"]),
-        ("kernels --variant n", []),
-    ],
-)
-def test_the_shell_completes_values(
-    words: str, values: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["gpt2block"])
-    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # as in a script
-    monkeypatch.setenv("_GPT2BLOCK_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", f"gpt2block {words}")
-    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" "))))
-    assert printed().split() == values
-
-
 @pytest.mark.parametrize(("columns", "width"), [("70", 70), ("200", 200), ("0", 120), ("x", 120)])
 def test_piped_tables_have_the_width_that_columns_states(
     columns: str, width: int, monkeypatch: pytest.MonkeyPatch
@@ -366,13 +212,6 @@ def test_piped_tables_have_the_width_that_columns_states(
     assert display.console().width == width
     monkeypatch.delenv("COLUMNS")
     assert display.console().width == 120
-
-
-def test_bench_without_a_gpu_runs_nothing() -> None:
-    if doctor.cuda_problem() is None:
-        assert "% matmul" in printed("bench")
-    else:
-        assert gpt2block("bench").error.startswith("the bench cannot be used: ")
 
 
 @pytest.mark.gpu

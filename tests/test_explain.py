@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
-import shutil
 from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from typer.testing import CliRunner
 
 from gpt2block import (
     GPT2,
@@ -34,8 +30,6 @@ from gpt2block.architectures.gemma3 import Gemma3Config
 from gpt2block.architectures.nanochat import NanoChatConfig
 from gpt2block.architectures.olmo2 import Olmo2Config
 from gpt2block.architectures.qwen3 import Qwen3Config
-from gpt2block.checkpoints import Checkpoint
-from gpt2block.cli.app import application
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import kernels
 from gpt2block.explain import Page, collect, grids
@@ -450,75 +444,6 @@ def test_logits_that_are_not_finite_are_refused() -> None:
     weights.gamma_f[3] = np.inf
     with np.errstate(all="ignore"), pytest.raises(InputError, match="NaN or infinity"):
         GPT2(weights, "cpu", allow_nonfinite=True).explain(IDS)
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(application(), ["explain", "--device", "cpu", *arguments])
-
-
-def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-
-    def opening(url: str) -> bool:
-        opened.append(url)
-        return True
-
-    monkeypatch.setattr("webbrowser.open", opening)
-    path = tmp_path / "a page.html"
-    ran = run("O Romeo", "-o", str(path), "--layer", "2", "--dtype", "bfloat16", "--open")
-    assert ran.exit_code == 0, ran.output
-    assert "7 tokens" in ran.stdout
-    html = path.read_text(encoding="utf-8")
-    assert "<title>O Romeo · shakespeare</title>" in html
-    assert '"dtype":"bfloat16"' in html
-    assert '"layer":2' in html
-    assert opened == [path.as_uri()]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["", "-o", "page.html"], "text: expected 1 to 256 tokens, got 0"),
-        (["x" * 257], "text: expected 1 to 256 tokens, got 257"),
-        (["x", "--layer", "6"], "layer: expected 0 to 5, got 6"),
-        (["x", "-o", "no/such/page.html"], "no/such/page.html: there is no directory no/such"),
-        (["x", "-o", "."], ".: expected a file, got a directory"),
-        (["x", "-o", "/proc/page.html"], "/proc/page.html: cannot be written: "),
-    ],
-)
-def test_the_command_refuses_what_it_cannot_do(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    ran = run(*arguments)
-    assert ran.exit_code != 0
-    assert isinstance(ran.exception, InputError)
-    assert message in str(ran.exception)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_model_whose_path_is_not_utf_8(tmp_path: Path) -> None:
-    """The title must be encodable; otherwise the old file would be left empty."""
-    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xff"))
-    shutil.copytree(Checkpoint.open("shakespeare").directory, folder)
-    page = tmp_path / "page.html"
-    page.write_text("old")
-    ran = run("O", "--model", str(folder), "-o", str(page))
-    assert ran.exit_code == 0, ran.output
-    assert "m\\udcff</title>" in page.read_text(encoding="utf-8")
-
-
-def test_an_error_keeps_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    path = tmp_path / "page.html"
-    path.write_text("old")
-    monkeypatch.setattr("os.fsync", full)
-    ran = run("O", "-o", str(path))
-    assert str(ran.exception) == f"{path}: cannot be written: No space left on device"
-    assert path.read_text() == "old"
-    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_control_characters_are_escaped_in_the_title() -> None:

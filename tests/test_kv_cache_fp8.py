@@ -5,7 +5,6 @@ Codes are compared with ml_dtypes. test_attention_laws.py tests attention over s
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -411,34 +410,12 @@ def test_a_gpu_without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- commands, jobs and the bench -----------------------------------------------------------------
 
 
-def test_info_halves_the_cache() -> None:
-    plain = gpt2block("info", "--json").json["memory"]
-    narrow = gpt2block("info", "--kv-dtype", "float8_e4m3fn", "--json").json["memory"]
-    assert set(narrow) == set(plain) - {"float32"}
-    for dtype, sizes in narrow.items():
-        assert sizes["kv_cache_dtype"] == "float8_e4m3fn"
-        assert 2 * sizes["kv_cache_per_row"] == plain[dtype]["kv_cache_per_row"]
-        assert sizes["weights"] == plain[dtype]["weights"]
-    assert "float8_e4m3fn" in printed("info", "--kv-dtype", "float8_e4m3fn")
-
-
 def test_generate_and_compare() -> None:
     narrow = ["--device", "cpu", "--dtype", "bfloat16", "--kv-dtype", "float8_e5m2"]
     found = gpt2block("generate", "O Romeo", "--max-new-tokens", 3, "--json", *narrow).json
     assert (found["dtype"], found["kv_dtype"]) == ("bfloat16", "float8_e5m2")
     text = printed("compare", "O Romeo", "--cached", *narrow)
     assert "bfloat16, kv_cache float8_e5m2" in text
-
-
-def test_errors_name_the_option() -> None:
-    for command in (["generate", "a"], ["compare", "a"]):
-        text = gpt2block(*command, "--device", "cpu", "--kv-dtype", "float8_e5m2").error
-        assert "--kv-dtype 'float8_e5m2': expected weights of 16 bits or FP8, got float32" in text
-        assert "use --dtype bfloat16" in text
-    text = gpt2block("info", "--kv-dtype", "int8").error
-    assert re.search(r"--kv-dtype: expected one of float32, .*, got 'int8'", text)
-    text = gpt2block("bench", "--kv-dtype", "float8_e5m2").error
-    assert "--kv-dtype is an option of --decode and --llama" in text
 
 
 def test_a_job_takes_the_dtype_of_the_cache(tmp_path: Path) -> None:

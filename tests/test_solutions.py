@@ -103,11 +103,3 @@ def test_a_solution_that_is_not_there(which: str) -> None:
     said = r"expected a chapter with an exercise about layernorm, or one of its .*: .*2\.1, 2\.2"
     with pytest.raises(InputError, match=said):
         solution(find("layernorm"), which)
-
-
-def test_an_operation_without_exercises() -> None:
-    said = gpt2block("kernels", "silu_mul", "--solution", "1").error
-    assert said.startswith("silu_mul has no solution, as no exercise is about it: expected one of ")
-    both = gpt2block("kernels", "layernorm", "--solution", "1", "--template").error
-    assert both == "--template and --solution: choose one of them"
-    assert gpt2block("kernels", "--solution", "1").error.startswith("--solution needs an operation")

@@ -16,7 +16,6 @@ from gpt2block.mine.finding import KINDS, Finding
 from gpt2block.mine.kernel import Kernel, matched
 from gpt2block.mine.source import read
 from gpt2block.ops.registry import find
-from tests.command_line import gpt2block
 
 ROOT = Path(__file__).parent.parent
 SCHEMA = json.loads((ROOT / "docs" / "verdict.schema.json").read_text(encoding="utf-8"))
@@ -32,23 +31,12 @@ extern "C" __global__ void NAME(const float* a, const float* b, float* y, int n)
 }
 """
 RIGHT = "if (i < n) y[i] = a[i] + b[i];"
-FIRST, SECOND = "thread (0, 0, 0)", "thread (1, 0, 0)"
-FOUND: dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]] = {  # body, lines, threads
-    "out_of_bounds": ("y[i] = a[i] + b[i];", (4,), ("thread (60, 0, 0)",)),
-    "race": ("y[0] = i;", (4,), (SECOND, FIRST)),
-    "divergent_barrier": ("if (i) return;\n    __syncthreads();", (5, 6), (FIRST, SECOND)),
-    "wrong_result": ("if (i < n) y[i] = a[i] - b[i];", (), ()),
-    "changed_input": (RIGHT + " if (i < n) ((float*)a)[i] = 0;", (), ()),
-    "assertion": ("assert(n < 0);", (4,), (FIRST,)),
-    "uninitialized": ("if (i < n) y[i] = fmaxf(y[i], a[i] + b[i]);", (), ()),
-    "misaligned": (
-        "const float4 v = ((const float4*)(a + 1))[i % 9];\n    y[i % n] = v.x + v.y + v.z + v.w;",
-        (4,),
-        (FIRST,),
-    ),
-    "": (f'if (i == 0) printf("%d\\n", n);\n    {RIGHT}', (), ()),
-}
-TEXTS = {  # texts of findings that take long to reproduce, or need a GPU
+TEXTS = {
+    "race: thread (1, 0, 0) writes y[0] at my.cu:9": "race",
+    "divergent barrier: thread (0, 0, 0) waits at my.cu:15": "divergent_barrier",
+    "misaligned access: the address of 16 bytes must be divisible by 16": "misaligned",
+    "60 of 60 elements of y are wrong": "wrong_result",
+    "the kernel changes its input a": "changed_input",
     "k does not end: thread (0, 0, 0) still runs after 100 instructions": "does_not_end",
     "my_add still runs after 20 s, and was ended: --device cpu shows the line": "does_not_end",
     "block 2048: 2048 threads: at most 1024": "launch",
@@ -89,26 +77,6 @@ def validate(found: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(json.dumps(found)))
 
 
-@on_emulator
-@pytest.mark.parametrize("kind", FOUND)
-def test_a_finding_has_a_kind_lines_threads_and_sizes(kind: str, tmp_path: Path) -> None:
-    file = file_of(tmp_path, {name: body for name, (body, *_) in FOUND.items()})
-    _, lines, threads = FOUND[kind]
-    found = mine.check(file, "add", kernel=f"k_{kind}", shape=SHAPE, device="cpu")
-    text = file.read_text(encoding="utf-8")
-    before = text[: text.index(f"k_{kind}(")].count("\n") - 1
-    if kind:
-        (finding,) = found.findings
-        assert (finding.kind, finding.sizes) == (kind, SHAPE)
-        assert finding.threads == threads
-        assert finding.lines == tuple(before + line for line in lines)
-        assert (finding.max_rel is None) == (kind not in ("wrong_result", "uninitialized"))
-    assert found.verdict == ("wrong" if kind else "right")
-    assert (found.printed, found.reason) == ("" if kind else "60\n", None)
-    assert 0 < found.seconds < 600
-    validate(found.as_dict())
-
-
 @pytest.mark.parametrize(
     ("source", "options", "said"),
     [
@@ -132,7 +100,7 @@ def test_the_kind_of_a_text(text: str) -> None:
 def test_the_schema_lists_every_kind_and_key(tmp_path: Path) -> None:
     properties = SCHEMA["$defs"]["finding"]["properties"]
     assert properties["kind"]["enum"] == list(KINDS)
-    assert set(TEXTS.values()) | set(FOUND) - {""} == set(KINDS)
+    assert set(TEXTS.values()) == set(KINDS)
     found = benchmarked(tmp_path, 1.0).as_dict()
     of_benchmark = SCHEMA["properties"]["benchmark"]["properties"]
     for part, described in (
@@ -197,91 +165,13 @@ def types_of(value: Any) -> Any:
 
 
 @on_emulator
-@pytest.mark.parametrize(
-    ("body", "code", "said"),
-    [
-        (RIGHT, 0, "right"),
-        ("y[0] = i;", 1, "wrong"),
-        ('asm("{.reg .u32 u; mov.u32 u, 1; vadd.u32.u32.u32 u, u, u;}");', 2, "not judged"),
-    ],
-)
-def test_the_command_prints_the_verdict_as_json(
-    body: str, code: int, said: str, tmp_path: Path
-) -> None:
-    file = file_of(tmp_path, {"": body})
-    options = ("--shape", "N=3,C=20", "--device", "cpu")
-    ended = gpt2block("kernels", "add", "--mine", file, *options, "--json")
-    assert (ended.code, ended.json["verdict"]) == (code, said)
-    assert (ended.json["reason"] is None) == (code < 2)
-    validate(ended.json)
-    ended = gpt2block("kernels", "add", "--mine", file, *options)
-    assert ended.code == code
-    assert (
-        code < 2 or "my.cu:4: not judged: the emulator does not execute vadd.u32.u32" in ended.error
-    )
+def test_a_verdict_is_a_text_and_a_page_with_hints() -> None:
+    found = verdict("extern __shared__ float s[];\n    extern __shared__ float t[];\n    y[i] = q;")
+    assert found.hints == ()  # it does not compile
+    found = verdict("if (i < n) y[i] = (a[i] - b[i]) * 1.0;")
+    assert "hint: my.cu:4: 1.0 is a double: write 1.0f" in str(found)
+    assert "1.0 is a double" in found._repr_html_()
+    assert "60 of 60 elements of y are wrong" in found.summary
 
 
 # Hints and messages
-
-
-@on_emulator
-@pytest.mark.parametrize(
-    ("body", "hints"),
-    [
-        ("if (i < n) y[i] = (a[i] + b[i]) * 1.0;", ["my.cu:4: 1.0 is a double: write 1.0f; ar"]),
-        (f"{RIGHT} if (n < 1e-3) y[0] += -.5 * i;", ["my.cu:4: 1e-3", "my.cu:4: .5 is a double"]),
-        ("y += 0 * 1.5, y += 0 / 2., y -= 0 * 3.5, y += 0 * 4.5;\n    " + RIGHT, ["my.cu:4"] * 3),
-        ("__shared__ float s[1]; if (i) __syncwarp;\n    __syncthreads ;\n    " + RIGHT,
-         ["my.cu:4: __syncwarp; calls nothing: a call has parentheses: __syncwarp();",
-          "my.cu:5: __syncthreads; calls nothing"]),
-        ("int __x; int __y = n; __x = i;\n    if (__x < __y) y[__x] = a[i] + b[i];", []),
-        ("double d = 0.5 * i;\n    d = d * 0.5;\n    const float z = 0.0;\n    // 2.0 * i\n    "
-         "if (i < n) y[i] = a[i] + b[i] + z * 1.0f * 0x1p3f * (float)d * 0;", []),
-    ],
-)  # fmt: skip
-def test_arithmetic_in_double_and_a_name_without_a_call_are_hints(
-    body: str, hints: list[str], tmp_path: Path
-) -> None:
-    source = ADD.replace("NAME", "k").replace("BODY", body)
-    (tmp_path / "my.cu").write_text(source, encoding="utf-8")
-    kernel = matched(read(tmp_path / "my.cu"), find("add"), ("float32", "KN"))
-    found = Verdict(kernel, "cpu").hints
-    assert len(found) == len(hints)
-    for hint, begin in zip(found, hints, strict=True):
-        assert hint.startswith(begin)
-
-
-@on_emulator
-def test_two_dynamic_arrays_are_a_possible_cause() -> None:
-    body = (
-        "extern __shared__ float s[];\n    extern __shared__ float t[];\n    "
-        "if (i < n) s[i] = a[i];\n    if (i < n) t[i] = b[i];\n    if (i < n) y[i] = s[i] + t[i];"
-    )
-    found = verdict(body)
-    assert "hint: my.cu:5: the extern __shared__ arrays s and t start at the same" in str(found)
-    assert "arrays s and t" in found._repr_html_()
-    assert verdict(body.replace("+ t[i]", "+ a[i]").replace("s[i] +", "b[i] +")).hints == ()
-
-
-@on_emulator
-def test_a_missing_semicolon_shows_the_line_before() -> None:
-    found = verdict(f"const float two = 2\n\n    {RIGHT}")
-    assert [each.lines for each in found.findings] == [(4, 6)]
-    assert "    4 |     const float two = 2\n    6 |     if (i < n)" in found.summary
-
-
-@on_emulator
-def test_a_race_with_an_asynchronous_copy_has_the_line_of_the_copy() -> None:
-    body = "__shared__ float s[64];\n    __pipeline_memcpy_async(&s[threadIdx.x], &a[i % n], 4);\n"
-    body += "    __pipeline_commit();\n    __pipeline_wait_prior(0);\n    y[i % n] = s[i ^ 1];"
-    text = "#include <cuda_pipeline.h>\n" + ADD.replace("NAME", "k").replace("BODY", body)
-    (found,) = mine.check(text, "add", shape=SHAPE, device="cpu").findings
-    assert (found.kind, found.lines) == ("race", (9, 6))
-    assert "wrote it at my.cu:6, and no barrier is between them" in found.text
-
-
-@on_emulator
-def test_values_that_are_not_finite_are_counted() -> None:
-    (found,) = verdict("if (i < n) y[i] = i % 2 ? 1 / 0.0f : a[i] + b[i];").findings
-    assert "30 of 60 elements of y are wrong, 30 of them NaN or infinite: y[0, 1]" in found.text
-    assert "largest error: NaN or infinity: look for a division by 0, for expf" in found.text
