@@ -15,8 +15,8 @@ from functools import partial
 
 from benchmarks.torch_functions import FUNCTIONS
 from benchmarks.torch_peers import operation_peers
-from gpt2block.bench import ceilings, measure_variants
-from gpt2block.bench.variants import CEILINGS
+from gpt2block.bench import ceilings
+from gpt2block.bench.variants import CEILINGS, measure_variants
 from gpt2block.cli.display import console, print_json
 from gpt2block.cli.kernels import measured_report, print_measurements, print_series
 from gpt2block.ops import workload

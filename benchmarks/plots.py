@@ -7,7 +7,8 @@ from math import inf, isfinite, log
 from pathlib import Path
 from typing import Any
 
-from gpt2block.bench import KINDS, BenchRow, Ceilings, Report
+from gpt2block.bench import KINDS, BenchRow, Report
+from gpt2block.bench.ceilings import Ceilings
 from gpt2block.bench.decoding import NAME
 from gpt2block.cli.plots import End, check_file, label_ends, save
 from gpt2block.errors import InputError

@@ -22,7 +22,8 @@ from gpt2block.checks import (
 from gpt2block.config import block_shapes
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import cupy
-from gpt2block.errors import Argument, DeviceError, Hinted, InputError, shown
+from gpt2block.devices import resolve_device, resolve_devices
+from gpt2block.errors import Argument, Hinted, InputError
 from gpt2block.inspect.compare import Comparisons, compare_steps
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD, check_heads
 from gpt2block.ops.products import MMA_CAPABILITY
@@ -186,46 +187,6 @@ class Block(BaseBlock):
         The float64 run starts from the same x and weights, rounded to the block's dtype.
         """
         return self._compare(x)
-
-
-def resolve_device(device: str | None) -> int | None:
-    """Return the CUDA device index of a name such as "cuda:1"; None for the CPU.
-
-    device None: the GPU if CUDA works, else the CPU. Raises DeviceError with the reason if CUDA
-    cannot be used, InputError for an unknown name, and for several GPUs.
-    """
-    indices = resolve_devices(device)
-    if len(indices) > 1:
-        raise InputError(Argument("device"), f" {device!r}: expected one GPU here")
-    return indices[0] if indices else None
-
-
-def resolve_devices(device: str | None) -> tuple[int, ...]:
-    """Return the CUDA device indices of a name such as "cuda:1" or "cuda:0,1"; () for the CPU.
-
-    device None: the GPU if CUDA works, else the CPU. Raises as `resolve_device` does.
-    """
-    if device is not None and not isinstance(device, str):
-        raise InputError(f"device: expected a string such as 'cuda:0', got {shown(device)}")
-    if device == "cpu" or (device is None and doctor.cuda_problem()):
-        return ()
-    device = "cuda" if device is None else device
-    kind, colon, index = device.partition(":")
-    indices = index.split(",") if colon else []
-    if kind != "cuda" or not all(each.isdecimal() and len(each) < 10 for each in indices):
-        raise InputError(
-            "device: expected 'cuda', 'cuda:N', 'cuda:N,M' for several GPUs, or 'cpu' (by default "
-            f"the GPU if there is one), got {device!r}"
-        )
-    doctor.require_cuda(Argument("device"), f" {device!r}")
-    count = cupy.cuda.runtime.getDeviceCount()
-    numbers = tuple(map(int, indices)) or (int(cupy.cuda.Device().id),)
-    if len(set(numbers)) < len(numbers):
-        raise InputError(Argument("device"), f" {device!r}: expected each GPU once")
-    if max(numbers) >= count:
-        here = f"this machine has {count}, cuda:0…cuda:{count - 1}"
-        raise DeviceError(Argument("device"), f" {device!r}: {here}")
-    return numbers
 
 
 def reads_blocks(device: str | None) -> bool:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, over
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.block import reads_blocks, resolve_devices
+from gpt2block.block import reads_blocks
 from gpt2block.checkpoints import BUNDLED, Checkpoint, save_gguf, save_pretrained
 from gpt2block.checks import check_callable, check_count, check_flag, named_options
 from gpt2block.config import GPT2Config, ModelConfig
 from gpt2block.config.formats import FILE, REMOVED, FormatOptions, Formats
 from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import begin
+from gpt2block.devices import resolve_devices
 from gpt2block.errors import CheckpointError, Hinted, InputError
 from gpt2block.generation.options import Options, with_keywords
 from gpt2block.inspect import lens

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from gpt2block import doctor, emulator
-from gpt2block.bench import Ceilings, Measurement
+from gpt2block.bench.ceilings import Ceilings
+from gpt2block.bench.variants import Measurement
 from gpt2block.cli import mine as cli_mine
 from gpt2block.cli.mine import placed
 from gpt2block.mine import on_gpu

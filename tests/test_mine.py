@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from gpt2block import InputError, doctor, emulator
-from gpt2block.bench import Ceilings, ceilings, race, variants
+from gpt2block.bench import ceilings, race, variants
+from gpt2block.bench.ceilings import Ceilings
 from gpt2block.cli.listing import listing, rung
 from gpt2block.cuda import kernels, timing
 from gpt2block.cuda.launch_lines import LaunchText, evaluated

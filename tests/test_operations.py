@@ -14,8 +14,10 @@ import pytest
 from rich.console import Console
 
 from gpt2block import InputError, doctor, emulator, reference
-from gpt2block.bench import Ceilings, Measurement, measure_variants, variants
+from gpt2block.bench import variants
+from gpt2block.bench.ceilings import Ceilings
 from gpt2block.bench.race import Captured, Contender
+from gpt2block.bench.variants import Measurement, measure_variants
 from gpt2block.cli.kernels import draw_sweep, print_series
 from gpt2block.cuda import kernels, timing
 from gpt2block.cuda.arrays import Bound

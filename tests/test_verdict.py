@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from gpt2block import InputError, Verdict, check_kernel, emulator, mine
-from gpt2block.bench import Ceilings, Measurement
+from gpt2block.bench.ceilings import Ceilings
+from gpt2block.bench.variants import Measurement
 from gpt2block.mine.comparison import BenchmarkResult, Checked
 from gpt2block.mine.finding import KINDS, Finding
 from gpt2block.mine.kernel import Kernel, matched

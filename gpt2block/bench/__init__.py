@@ -3,8 +3,7 @@
 A `Work` is a computation to time: its sizes, operations, bytes, exact result and implementations.
 `run` times the implementations of each work on the same buffers, compares the results with float64
 and the rates with the `ceilings` of the GPU, and returns a `Report`. `works` has blocks, matrix
-products and attention, and `decoding` has decoding steps. `measure_variants` times the variants of
-one operation. The command line and `mine` import this folder. Scripts in the repository's folder
+products and attention, and `decoding` has decoding steps. Scripts in the repository's folder
 `benchmarks/` add further models and implementations of other libraries.
 """
 
@@ -14,21 +13,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpt2block.bench.ceilings import Ceilings
     from gpt2block.bench.decoding import decode_works
     from gpt2block.bench.report import BenchRow, Report, run
-    from gpt2block.bench.variants import Measurement, measure_variants
     from gpt2block.bench.works import KINDS, Work, chosen_works
 
 __all__ = [
-    "KINDS", "BenchRow", "Ceilings", "Measurement", "Report", "Work", "chosen_works",
-    "decode_works", "measure_variants", "run",
-]  # fmt: skip
+    "KINDS",
+    "BenchRow",
+    "Report",
+    "Work",
+    "chosen_works",
+    "decode_works",
+    "run",
+]
 _NAMES = {
-    "ceilings": "Ceilings",
     "decoding": "decode_works",
     "report": "BenchRow Report run",
-    "variants": "Measurement measure_variants",
     "works": "KINDS Work chosen_works",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpt2block import doctor
 from gpt2block.cuda import cupy, overlap, timing
 from gpt2block.cuda.arrays import Bound, mapped
+from gpt2block.devices import resolve_device
 from gpt2block.errors import InputError, KernelError
 from gpt2block.ops.workload import Host, uploaded
 
@@ -160,8 +161,6 @@ def gpu_index(device: str | None) -> int:
             "--device cpu` to run kernels in the emulator, which measures no speed"
         )
     doctor.require_cuda("the bench")
-    from gpt2block.block import resolve_device  # noqa: PLC0415  (slow to import)
-
     index = resolve_device(device)
     assert index is not None  # only the device "cpu" has no index
     return index

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gpt2block.bench import Ceilings, Measurement
+from gpt2block.bench.ceilings import Ceilings
 from gpt2block.bench.race import CACHES, MOST_SETS
-from gpt2block.bench.variants import ceiling_for
+from gpt2block.bench.variants import Measurement, ceiling_for
 from gpt2block.cli.display import new_table, print_table
 from gpt2block.mine.kernel import MINE
 from gpt2block.ops.registry import OPERATIONS, Operation

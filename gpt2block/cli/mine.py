@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from gpt2block.bench import Measurement
+from gpt2block.bench.variants import Measurement
 from gpt2block.cli.display import new_table, print_table, printable_lines
 from gpt2block.cli.kernels import print_measurements
 from gpt2block.cli.listing import listing

@@ -71,7 +71,7 @@ def profile(
     times do not depend on them. On a CPU the steps run with NumPy.
     """
     from gpt2block import profiling  # noqa: PLC0415  (slow to import)
-    from gpt2block.block import resolve_devices  # noqa: PLC0415
+    from gpt2block.devices import resolve_devices  # noqa: PLC0415
 
     check_choice("WHAT", what, WHAT)
     check_file(output)

@@ -21,7 +21,8 @@ from gpt2block.ops import workload
 from gpt2block.ops.operation import Sizes
 
 if TYPE_CHECKING:
-    from gpt2block.bench import Ceilings, Measurement
+    from gpt2block.bench.ceilings import Ceilings
+    from gpt2block.bench.variants import Measurement
 
 GUARD = 4096  # bytes of each guard area, before and after an output
 GUARD_BYTE = 0xA5

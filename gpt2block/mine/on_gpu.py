@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpt2block.bench import ceilings, measure_variants
-from gpt2block.bench.variants import CEILINGS
+from gpt2block.bench import ceilings
+from gpt2block.bench.variants import CEILINGS, measure_variants
 from gpt2block.cuda import cupy, kernels
 from gpt2block.errors import DeviceError, InputError, KernelError, NotJudged
 from gpt2block.mine import comparison

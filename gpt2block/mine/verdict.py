@@ -20,7 +20,7 @@ from gpt2block.notebook import paragraph, table, text_table
 from gpt2block.ops.operation import Sizes
 
 if TYPE_CHECKING:
-    from gpt2block.bench import Measurement
+    from gpt2block.bench.variants import Measurement
 
 SCHEMA = 1  # version of `Verdict.as_dict`; docs/verdict.schema.json describes it
 RIGHT, WRONG, NOT_JUDGED = "right", "wrong", "not judged"
