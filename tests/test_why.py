@@ -69,6 +69,7 @@ def test_the_last_20_000_steps_are_shown(all_kernels: Path) -> None:
     assert found
     assert (len(found.steps), found.note) == (20_000, "The first 1,006 steps are left out.")
     assert found.steps[-1].event == "writes y[0] = 1: nothing orders it after step 19999"
+    assert found.steps[-1].problem
 
 
 def test_a_long_table_keeps_its_first_and_last_rows() -> None:

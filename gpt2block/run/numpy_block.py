@@ -59,6 +59,9 @@ class _Rounded(Functions):
         super().__init__()
         self._computed, self._stored = computed, stored
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._computed, self._stored)
+
     def __missing__(self, op: str) -> Callable[..., Any]:
         function = super().__missing__(op)
         computed, stored = self._computed, self._stored

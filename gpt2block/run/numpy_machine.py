@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Collection, Mapping
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,16 @@ RUNS = 3  # number of runs when one step is timed
 class Functions(dict[str, Callable[..., Any]]):
     """The functions of operations: those of the reference, except for the given ones.
 
-    They do not check their arguments, which would take a quarter of a token's time.
+    They do not check their arguments, which would take a quarter of a token's time. own: the given
+    functions. A copy looks functions of the reference up again, as they cannot be pickled.
     """
+
+    def __init__(self, own: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> None:
+        super().__init__(own)
+        self.own = dict(own)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.own,)
 
     def __missing__(self, op: str) -> Callable[..., Any]:
         self[op] = function = unchecked(getattr(reference, op))

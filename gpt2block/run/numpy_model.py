@@ -109,7 +109,7 @@ class NumpyModel(NumpySteps, StoredModel):
         matrices = {name: matrix.operand for name, matrix in self._matrices.items()}
         constants = architecture_of(config).constants(config, self._vectors)
         self.known = {**self._vectors, **matrices, "wte": self._matrices["wte"].table, **constants}
-        self.functions = Functions(kv_append=self._kv_append)
+        self.functions = Functions({"kv_append": self._kv_append})
 
     def _vector(self, name: str, array: NDArray[Any]) -> Floats:
         return np.ascontiguousarray(array, dtype=np.float32)
