@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def all_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a file with all kernels, so that it compiles once."""
-    bodies = {"race": RACE, "right": RIGHT, "loop": LOOP, "long": LONG}
+    bodies = {"race": RACE, "right": RIGHT, "loop": LOOP, "long": LONG, "barrier": BARRIER}
     return file_of(tmp_path_factory.mktemp("why"), bodies)
 
 
@@ -38,6 +38,7 @@ RACE = (
 LONG = (
     "if (i == 0) for (int k = 0; k < 21000; ++k) y[k % n] = k;\n    __syncthreads();\n    y[0] = i;"
 )
+BARRIER = "if (threadIdx.x < 40) __syncthreads();\n    if (i < n) y[i] = a[i] + b[i];"
 LOOP = "if (i == 0) for (int k = 0; k < 40; ++k) y[k] = a[k] + b[k];\n    y[0] = i;"
 
 
@@ -70,6 +71,13 @@ def test_the_last_20_000_steps_are_shown(all_kernels: Path) -> None:
     assert (len(found.steps), found.note) == (20_000, "The first 1,006 steps are left out.")
     assert found.steps[-1].event == "writes y[0] = 1: nothing orders it after step 19999"
     assert found.steps[-1].problem
+
+
+def test_each_thread_of_a_divergent_barrier_is_marked(all_kernels: Path) -> None:
+    found = check(all_kernels, "barrier").why
+    assert found
+    assert len(found.threads) > 1
+    assert [step.thread for step in found.steps if step.problem] == list(found.threads)
 
 
 def test_a_long_table_keeps_its_first_and_last_rows() -> None:
