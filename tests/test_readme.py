@@ -126,7 +126,7 @@ def test_every_environment_variable_that_is_read_is_documented() -> None:
 
 def test_the_speed_that_the_pages_state_is_the_chart() -> None:
     (fast,) = re.findall(r"block is ([\d.]+ to [\d.]+) times as fast", charts.block().title)
-    for page in ("README.md", "docs/index.md", "docs/performance.md"):
+    for page in ("docs/index.md", "docs/performance.md"):
         assert f"block is {fast} times as fast" in PAGES[ROOT / page], page
 
 

@@ -255,7 +255,7 @@ def _gated_sums(c: Call) -> Launch:
         )
     launch_geometry = _checked(launch_geometry, c)
     gate, up = ((w.data, w.scale) for w in (c.w_gate, c.w_up))
-    args = (c.x, c.gamma, *gate, *up, c.w_down.data, c.output("sums"), c.eps, c.M)
+    args = (c.x, c.gamma, *gate, *up, c.w_down.data, c.sums, c.eps, c.M)
     return launch_at(FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 
@@ -279,7 +279,7 @@ def _gated_blocks(c: Call) -> Launch:
             "channels between the products: use linear"
         )
     launch_geometry = _checked(launch_geometry, c)
-    args = (c.x, c.gamma, *(w.data for w in matrices), c.output("sums"), c.eps, c.M)
+    args = (c.x, c.gamma, *(w.data for w in matrices), c.sums, c.eps, c.M)
     return launch_at(BLOCKS_FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 
@@ -287,6 +287,7 @@ def _checked(launch_geometry: Geometry, c: Call) -> Geometry:
     """Check splits and addresses of a call of `gated_sums`; return its complete launch geometry."""
     if c.splits != mma.splits(c.H)[0]:
         raise UnsupportedCall(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
+    c.output("sums")
     check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
     rounding = count_define(rounds(c.x_dtype, c.w_gate.dtype))
     return launch_geometry.with_defines((*rounding, *gate_define(c.gelu)))
