@@ -15,8 +15,8 @@ import argparse
 
 from benchmarks.reports import add_options, show
 from benchmarks.torch_peers import compare
-from gpt2block.bench import chosen_works
-from gpt2block.cli.plots import check_file
+from gpt2block.apps.bench import chosen_works
+from gpt2block.apps.cli.plots import check_file
 
 
 def main() -> int:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from gpt2block.apps.cli.display import console, new_table, print_table
 from gpt2block.block import Block
-from gpt2block.cli.display import console, new_table, print_table
 from gpt2block.cuda import cupy
 from gpt2block.cuda.timing import call_times
-from gpt2block.parameters.gpt2 import BlockWeights, random_input
+from gpt2block.files.parameters.gpt2 import BlockWeights, random_input
 
 # Tokens T → ms of the challenge's `solve` on an H200; each call of `solve` allocates device memory.
 DOCUMENT_MS = {128: 0.545, 1024: 6.30, 4096: 67.8}

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2block.cli import counters
+from gpt2block.apps.cli import counters
+from gpt2block.emulator.ptx import engine, nvrtc
+from gpt2block.emulator.ptx.counters import METRICS, Counts, total
+from gpt2block.emulator.ptx.parse import Module
 from gpt2block.ops import workload
 from gpt2block.ops.registry import find, parse_sizes
-from gpt2block.ptx import engine, nvrtc
-from gpt2block.ptx.counters import METRICS, Counts, total
-from gpt2block.ptx.parse import Module
 
 CASES = (  # operation, variant, dtype, sizes
     ("matmul_bias", "tiled", "float32", "M=256,K=128,N=256"),

@@ -10,21 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.random_weights import bytes_in_blocks, random_tensors
-from gpt2block.architectures.mistral import MistralConfig
-from gpt2block.architectures.qwen3 import Qwen3Config
-from gpt2block.bench.decoding import RandomModel
+from gpt2block.apps.bench.decoding import RandomModel
 from gpt2block.block import reads_blocks
-from gpt2block.config import model_shapes
-from gpt2block.config.formats import FILE
-from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import cupy
+from gpt2block.cuda.formats import FILE
 from gpt2block.cuda.kernels import FP8
+from gpt2block.engine.cuda.model import CudaModel
+from gpt2block.engine.model import Ids, Tensors
+from gpt2block.engine.passes.prefill import Products
 from gpt2block.errors import InputError
 from gpt2block.model import Model
-from gpt2block.passes.prefill import Products
-from gpt2block.run.cuda_model import CudaModel
-from gpt2block.run.model import Ids, Tensors
-from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.models.architectures.mistral import MistralConfig
+from gpt2block.models.architectures.qwen3 import Qwen3Config
+from gpt2block.models.config import model_shapes
+from gpt2block.models.config.llama import LlamaConfig
+from gpt2block.models.weights.matrix import WeightMatrix
 
 SHAPES: Mapping[str, LlamaConfig] = {
     "7b": LlamaConfig(),

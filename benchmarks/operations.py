@@ -15,11 +15,11 @@ from functools import partial
 
 from benchmarks.torch_functions import FUNCTIONS
 from benchmarks.torch_peers import operation_peers
-from gpt2block.bench import ceilings
-from gpt2block.bench.variants import CEILINGS, measure_variants
-from gpt2block.cli.display import console, print_json
-from gpt2block.cli.kernels import measured_report, print_measurements, print_series
+from gpt2block.apps.cli.display import console, print_json
+from gpt2block.apps.cli.kernels import measured_report, print_measurements, print_series
 from gpt2block.ops import workload
+from gpt2block.ops.bench import ceilings
+from gpt2block.ops.bench.variants import CEILINGS, measure_variants
 from gpt2block.ops.registry import all_sizes, find, parse_sizes
 
 

@@ -7,11 +7,11 @@ from math import inf, isfinite, log
 from pathlib import Path
 from typing import Any
 
-from gpt2block.bench import KINDS, BenchRow, Report
-from gpt2block.bench.ceilings import Ceilings
-from gpt2block.bench.decoding import NAME
-from gpt2block.cli.plots import End, check_file, label_ends, save
+from gpt2block.apps.bench import KINDS, BenchRow, Report
+from gpt2block.apps.bench.decoding import NAME
+from gpt2block.apps.cli.plots import End, check_file, label_ends, save
 from gpt2block.errors import InputError
+from gpt2block.ops.bench.ceilings import Ceilings
 
 COLORS = {"bfloat16": "#1f5fbf", "float16": "#7a3fb0", "float32": "#c0392b"}
 TITLES = {"block": "Blocks, B x T", "gemm": "Products with bias", "attention": "Attention, B x T"}

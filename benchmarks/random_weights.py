@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from gpt2block.checks import FLOATS
-from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.config.formats import FILE, GGUF
-from gpt2block.config.llama import LlamaConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray
+from gpt2block.cuda.formats import FILE, GGUF
 from gpt2block.cuda.kernels import FP8
-from gpt2block.run.model import Tensors
-from gpt2block.weights.gguf import OCTET, TYPES, GgufMatrix, range_bytes
+from gpt2block.engine.model import Tensors
+from gpt2block.models.config import ModelConfig, model_shapes
+from gpt2block.models.config.llama import LlamaConfig
+from gpt2block.models.weights.gguf import OCTET, TYPES, GgufMatrix, range_bytes
 
 NUMBERS = 2**22 - 3  # count of different random weights; a prime, so that rows of a matrix differ
 OCTETS = 509  # count of different octets (8 rows) of random GGUF blocks of a type; a prime

@@ -10,9 +10,9 @@ from pathlib import Path
 from benchmarks.llama import RandomLlama
 from benchmarks.plots import draw, draw_decoding
 from benchmarks.token_works import ModelWork
-from gpt2block.bench import Report, Work
-from gpt2block.cli.bench import TITLES, print_report
-from gpt2block.cli.display import console, print_json, tracked
+from gpt2block.apps.bench import Report, Work
+from gpt2block.apps.cli.bench import TITLES, print_report
+from gpt2block.apps.cli.display import console, print_json, tracked
 
 MODEL_TITLES = {
     "prompt": "A prompt, to the logits after its last token",

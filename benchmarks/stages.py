@@ -9,14 +9,14 @@ from collections.abc import Collection, Mapping
 from itertools import accumulate
 from operator import or_
 
-from gpt2block.architectures import architecture_of
-from gpt2block.architectures.architecture import To, Value
-from gpt2block.config import ModelConfig
+from gpt2block.engine.passes.blocks import PassSettings
+from gpt2block.engine.passes.decoding import DecodePass, Rows
+from gpt2block.engine.passes.forward import Product, forward
+from gpt2block.engine.passes.machine import Machine
+from gpt2block.models.architectures import architecture_of
+from gpt2block.models.architectures.architecture import To, Value
+from gpt2block.models.config import ModelConfig
 from gpt2block.ops.attention import SIXTEEN_BITS
-from gpt2block.passes.blocks import PassSettings
-from gpt2block.passes.decoding import DecodePass, Rows
-from gpt2block.passes.forward import Product, forward
-from gpt2block.passes.machine import Machine
 
 UNFUSED = "unfused"  # name of the first stage, which has no fusions
 Stages = Mapping[str, Collection[str]]  # name of a stage → its fusions

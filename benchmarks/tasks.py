@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.stages import staged
-from gpt2block.bench.decoding import RandomModel, Steps
-from gpt2block.bench.race import Captured
-from gpt2block.bench.works import GeneratedSequences
+from gpt2block.apps.bench.decoding import RandomModel, Steps
+from gpt2block.apps.bench.works import GeneratedSequences
 from gpt2block.cuda import cupy
+from gpt2block.engine.generation.generate import generate
+from gpt2block.engine.generation.options import Options
+from gpt2block.engine.model import Floats, Ids, cache_tensors
 from gpt2block.errors import InputError
-from gpt2block.generation.generate import generate
-from gpt2block.generation.options import Options
-from gpt2block.run.model import Floats, Ids, cache_tensors
+from gpt2block.ops.bench.race import Captured
 from gpt2block.sampling import Sampling
 
 

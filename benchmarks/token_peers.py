@@ -28,14 +28,14 @@ from torch.nn.functional import (
 from benchmarks.llama import RandomLlama
 from benchmarks.tasks import Continuations, Prompt
 from benchmarks.torch_functions import check_weights, tensor
-from gpt2block.bench.decoding import RandomGPT2, Steps
-from gpt2block.bench.race import Capture, Captured, Contender, refuse
-from gpt2block.bench.works import GeneratedSequences
-from gpt2block.checkpoints.naming import GPT2_NAMING, naming_of
-from gpt2block.config.formats import own_cache_dtype
-from gpt2block.config.llama import LlamaConfig
+from gpt2block.apps.bench.decoding import RandomGPT2, Steps
+from gpt2block.apps.bench.works import GeneratedSequences
+from gpt2block.cuda.formats import own_cache_dtype
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
+from gpt2block.files.checkpoints.naming import GPT2_NAMING, naming_of
+from gpt2block.models.config.llama import LlamaConfig
+from gpt2block.ops.bench.race import Capture, Captured, Contender, refuse
 
 CACHE_STEP = 64  # the length of a static kv_cache is a multiple of CACHE_STEP
 

@@ -17,8 +17,8 @@ from benchmarks.llama import SHAPES, RandomLlama
 from benchmarks.random_weights import blocks_problem
 from benchmarks.stages import stages_of
 from benchmarks.tasks import Continuations, Prompt, stage
-from gpt2block.bench import Work
-from gpt2block.bench.decoding import (
+from gpt2block.apps.bench import Work
+from gpt2block.apps.bench.decoding import (
     GREEDY,
     NAME,
     ROWS,
@@ -33,10 +33,10 @@ from gpt2block.bench.decoding import (
     random_gpt2,
 )
 from gpt2block.checks import check_choice
-from gpt2block.config import ModelConfig
-from gpt2block.config.formats import DTYPES, FILE, own_cache_dtype
+from gpt2block.cuda.formats import DTYPES, FILE, own_cache_dtype
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
+from gpt2block.models.config import ModelConfig
 from gpt2block.ops.attention import SIXTEEN_BITS
 
 FP8_CACHE = "+ FP8 kv_cache"  # name of the decoding step with all fusions and an FP8 kv_cache

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.nn import attention, functional
 
-from gpt2block.bench.works import NH
-from gpt2block.config.formats import FILE
+from gpt2block.apps.bench.works import NH
+from gpt2block.cuda.formats import FILE
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
-from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.models.weights.matrix import WeightMatrix
 
 HEAD_DIM = 128  # head_dim of Llama
 BACKENDS = {

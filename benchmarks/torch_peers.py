@@ -23,15 +23,15 @@ from benchmarks import token_peers, torch_functions
 from benchmarks.reports import released
 from benchmarks.token_works import ModelWork
 from benchmarks.torch_functions import Function, Tensor, tensor
-from gpt2block import bench
-from gpt2block.bench import Report
-from gpt2block.bench.ceilings import TF32
-from gpt2block.bench.race import Capture, Captured, Contender, first_and_last, first_line
-from gpt2block.bench.works import PRODUCTS, Sets, Work, block_weights
+from gpt2block.apps import bench
+from gpt2block.apps.bench import Report
+from gpt2block.apps.bench.works import PRODUCTS, Sets, Work, block_weights
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.ops.bench.ceilings import TF32
+from gpt2block.ops.bench.race import Capture, Captured, Contender, first_and_last, first_line
 from gpt2block.ops.workload import Host
-from gpt2block.weights.matrix import WeightMatrix
 
 SEARCH_S = 120.0
 SEARCH = "max-autotune-no-cudagraphs"

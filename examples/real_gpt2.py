@@ -23,8 +23,8 @@ from gpt2block import (
     InputError,
     reference,
 )
-from gpt2block.checkpoints import Checkpoint
-from gpt2block.inspect.lens import most_likely
+from gpt2block.engine.inspect.lens import most_likely
+from gpt2block.files.checkpoints import Checkpoint
 
 
 def main() -> int:

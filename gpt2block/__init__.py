@@ -14,23 +14,24 @@ if TYPE_CHECKING:
     from typing import Any
 
     from gpt2block import block as block
-    from gpt2block import checkpoints as checkpoints
-    from gpt2block import config as config
     from gpt2block import cuda as cuda
-    from gpt2block import doctor as doctor
     from gpt2block import emulator as emulator
+    from gpt2block import engine as engine
     from gpt2block import errors as errors
-    from gpt2block import mine as mine
+    from gpt2block import files as files
+    from gpt2block import judge as judge
     from gpt2block import model as model
+    from gpt2block import models as models
     from gpt2block import ops as ops
     from gpt2block import reference
-    from gpt2block import run as run
-    from gpt2block import weights as weights
     from gpt2block.block import Block, LlamaBlock, solve
     from gpt2block.bulk.predictor import Predictor
-    from gpt2block.checkpoints import Checkpoint
-    from gpt2block.config import SIZES, GPT2Config
-    from gpt2block.config.llama import LlamaConfig, RopeScaling
+    from gpt2block.engine.explain import Page
+    from gpt2block.engine.generation.rows import Generation
+    from gpt2block.engine.generation.scoring import Score, ScoredToken, ScoredTokens
+    from gpt2block.engine.inspect.compare import Comparison, Comparisons
+    from gpt2block.engine.inspect.lens import LogitLens
+    from gpt2block.engine.model import KVCache
     from gpt2block.errors import (
         CheckpointError,
         DeviceError,
@@ -38,20 +39,17 @@ if TYPE_CHECKING:
         KernelError,
         UnknownOption,
     )
-    from gpt2block.explain import Page
-    from gpt2block.generation.rows import Generation
-    from gpt2block.generation.scoring import Score, ScoredToken, ScoredTokens
-    from gpt2block.inspect.compare import Comparison, Comparisons
-    from gpt2block.inspect.lens import LogitLens
-    from gpt2block.mine.kernel_check import check_kernel
-    from gpt2block.mine.verdict import Verdict
+    from gpt2block.files.checkpoints import Checkpoint
+    from gpt2block.files.parameters.gpt2 import BlockWeights, GPT2Weights, random_input
+    from gpt2block.files.parameters.llama import LlamaBlockWeights, LlamaWeights
+    from gpt2block.judge.kernel_check import check_kernel
+    from gpt2block.judge.verdict import Verdict
     from gpt2block.model import GPT2, Llama, Model, from_pretrained
-    from gpt2block.parameters.gpt2 import BlockWeights, GPT2Weights, random_input
-    from gpt2block.parameters.llama import LlamaBlockWeights, LlamaWeights
-    from gpt2block.run.model import KVCache
+    from gpt2block.models.config import SIZES, GPT2Config
+    from gpt2block.models.config.llama import LlamaConfig, RopeScaling
+    from gpt2block.models.weights.matrix import WeightMatrix
+    from gpt2block.models.weights.two_part import TwoPartMatrix
     from gpt2block.sampling import Sampling
-    from gpt2block.weights.matrix import WeightMatrix
-    from gpt2block.weights.two_part import TwoPartMatrix
 
     __version__: str
 
@@ -97,31 +95,31 @@ __all__ = [
 ]
 
 _NAMES = {  # module → names that the package exports from the module
-    "parameters.gpt2": "BlockWeights GPT2Weights random_input",
-    "parameters.llama": "LlamaBlockWeights LlamaWeights",
+    "files.parameters.gpt2": "BlockWeights GPT2Weights random_input",
+    "files.parameters.llama": "LlamaBlockWeights LlamaWeights",
     "block": "Block LlamaBlock solve",
     "bulk.predictor": "Predictor",
-    "checkpoints": "Checkpoint",
-    "inspect.compare": "Comparison Comparisons",
-    "config": "SIZES GPT2Config",
-    "config.llama": "LlamaConfig RopeScaling",
+    "files.checkpoints": "Checkpoint",
+    "engine.inspect.compare": "Comparison Comparisons",
+    "models.config": "SIZES GPT2Config",
+    "models.config.llama": "LlamaConfig RopeScaling",
     "errors": "CheckpointError DeviceError InputError KernelError UnknownOption",
-    "explain": "Page",
-    "inspect.lens": "LogitLens",
-    "mine.kernel_check": "check_kernel",
-    "mine.verdict": "Verdict",
+    "engine.explain": "Page",
+    "engine.inspect.lens": "LogitLens",
+    "judge.kernel_check": "check_kernel",
+    "judge.verdict": "Verdict",
     "model": "GPT2 Llama Model from_pretrained",
-    "run.model": "KVCache",
+    "engine.model": "KVCache",
     "sampling": "Sampling",
-    "generation.rows": "Generation",
-    "generation.scoring": "Score ScoredToken ScoredTokens",
-    "weights.matrix": "WeightMatrix",
-    "weights.two_part": "TwoPartMatrix",
+    "engine.generation.rows": "Generation",
+    "engine.generation.scoring": "Score ScoredToken ScoredTokens",
+    "models.weights.matrix": "WeightMatrix",
+    "models.weights.two_part": "TwoPartMatrix",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = (  # submodules that are imported on attribute access
-    *("block", "checkpoints", "config", "cuda", "doctor", "emulator", "errors", "mine"),
-    *("model", "ops", "reference", "run", "weights"),
+    *("block", "cuda", "emulator", "engine", "errors", "files", "judge", "model", "models"),
+    *("ops", "reference"),
 )
 
 
@@ -129,7 +127,7 @@ if not TYPE_CHECKING:  # __getattr__ would hide unknown names from type checkers
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            value: Any = import_module("gpt2block.doctor").version()
+            value: Any = import_module("gpt2block.cuda.doctor").version()
         elif name in _MODULE_OF:
             value = getattr(import_module(f"gpt2block.{_MODULE_OF[name]}"), name)
         elif name in _MODULES:

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gpt2block import doctor
-from gpt2block.architectures import gpt2, llama
 from gpt2block.checks import (
     FLOATS,
     MOST_POSITIONS,
@@ -19,25 +17,26 @@ from gpt2block.checks import (
     named_options,
     plain_array,
 )
-from gpt2block.config import block_shapes
-from gpt2block.config.llama import LlamaConfig
-from gpt2block.cuda import cupy
-from gpt2block.devices import resolve_device, resolve_devices
+from gpt2block.cuda import cupy, doctor
+from gpt2block.cuda.devices import resolve_device, resolve_devices
+from gpt2block.engine.block import NOTHING, BlockEngine, BlockSpec, Given
+from gpt2block.engine.inspect.compare import Comparisons, compare_steps
+from gpt2block.engine.numpy.block import NumpyEngine
+from gpt2block.engine.passes.blocks import PassSettings
+from gpt2block.engine.passes.bounds import Bounds
+from gpt2block.engine.passes.machine import Step
+from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, Hinted, InputError
-from gpt2block.inspect.compare import Comparisons, compare_steps
+from gpt2block.files.parameters.arrays import BlockArrays
+from gpt2block.files.parameters.gpt2 import BlockWeights, unpack
+from gpt2block.files.parameters.llama import LlamaBlockWeights
+from gpt2block.models.architectures import gpt2, llama
+from gpt2block.models.config import block_shapes
+from gpt2block.models.config.llama import LlamaConfig
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.models.weights.two_part import LARGEST_BOUND
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD, check_heads
 from gpt2block.ops.products import MMA_CAPABILITY
-from gpt2block.parameters.arrays import BlockArrays
-from gpt2block.parameters.gpt2 import BlockWeights, unpack
-from gpt2block.parameters.llama import LlamaBlockWeights
-from gpt2block.passes.blocks import PassSettings
-from gpt2block.passes.bounds import Bounds
-from gpt2block.passes.machine import Step
-from gpt2block.run.block import NOTHING, BlockEngine, BlockSpec, Given
-from gpt2block.run.numpy_block import NumpyEngine
-from gpt2block.run.timeline import Call, Timeline
-from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import LARGEST_BOUND
 
 KERNELS = ("auto", "skeleton", "fused")
 FUSED_WIDTH = 16384  # maximum channels per row in the kernel layernorm_narrow
@@ -74,7 +73,7 @@ class BaseBlock(Hinted):
         if index is None:
             self._engine = NumpyEngine(spec, tensors, self.dtype)
             return
-        from gpt2block.run.cuda_block import CudaEngine  # noqa: PLC0415  (it imports CuPy)
+        from gpt2block.engine.cuda.block import CudaEngine  # noqa: PLC0415  (it imports CuPy)
 
         self._engine = CudaEngine(spec, tensors, index, graph, self.dtype)
 
@@ -311,7 +310,7 @@ def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
     seq_len = check_count("seq_len", seq_len)
     doctor.require_cuda("gpt2block.solve")
     from gpt2block.cuda.arrays import check  # noqa: PLC0415
-    from gpt2block.run.cuda_block import run_once  # noqa: PLC0415
+    from gpt2block.engine.cuda.block import run_once  # noqa: PLC0415
 
     shape = (seq_len, 768)
     for name, array in (("x", x), ("output", output), ("weights", weights)):

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from gpt2block.checks import as_float, check_blocks, check_integer, is_plain, normed_together
 from gpt2block.contract import Contract, takes, unchecked
 from gpt2block.errors import InputError, shown
-from gpt2block.number_formats import from_fp8 as from_fp8  # noqa: PLC0414  (a part of this module)
-from gpt2block.number_formats import joined as joined  # noqa: PLC0414
-from gpt2block.number_formats import to_fp8 as to_fp8  # noqa: PLC0414
-from gpt2block.number_formats import two_part as two_part  # noqa: PLC0414
+from gpt2block.models.number_formats import from_fp8 as from_fp8  # noqa: PLC0414  (in this module)
+from gpt2block.models.number_formats import joined as joined  # noqa: PLC0414
+from gpt2block.models.number_formats import to_fp8 as to_fp8  # noqa: PLC0414
+from gpt2block.models.number_formats import two_part as two_part  # noqa: PLC0414
 from gpt2block.sampling import (
     MOST_ALTERNATIVES,
     Sampling,
@@ -33,9 +33,9 @@ from gpt2block.sampling import (
 )
 
 if TYPE_CHECKING:
-    from gpt2block.parameters.gpt2 import BlockWeights
-    from gpt2block.parameters.llama import LlamaBlockWeights
-    from gpt2block.weights.matrix import WeightMatrix
+    from gpt2block.files.parameters.gpt2 import BlockWeights
+    from gpt2block.files.parameters.llama import LlamaBlockWeights
+    from gpt2block.models.weights.matrix import WeightMatrix
 
 Array = NDArray[np.floating[Any]]
 

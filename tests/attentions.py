@@ -1,4 +1,4 @@
-"""Every kernel of attention behind one call signature, for tests/test_attention_laws.py.
+"""Every kernel of attention behind one call signature, for tests/ops/test_attention_laws.py.
 
 A kernel is a function from packed rows [Q | K | V] and the lengths of their sequences to rows. A
 new kernel needs a line in `KERNELS`; special features, such as its tiles, have their own test file.
@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.cuda import replaced
-from gpt2block.ops import _attention_tiles
-from gpt2block.ops._attention_tiles import WHOLE_KEYS, AttentionTile, mma_geometry
+from gpt2block.models.weights.two_part import TwoPartMatrix
 from gpt2block.ops.attention import OPERATION as ATTENTION
 from gpt2block.ops.attention import VARLEN
 from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT
+from gpt2block.ops.engines import attention_tiles as _attention_tiles
+from gpt2block.ops.engines.attention_tiles import WHOLE_KEYS, AttentionTile, mma_geometry
 from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.reference import joined, two_part
-from gpt2block.weights.two_part import TwoPartMatrix
 from tests import plain
 from tests.caches import FORMATS, KINDS, Cache, Heads, repeated, row_width, stored, widened
 from tests.devices import assert_same_bits

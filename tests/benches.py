@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from gpt2block.bench import BenchRow, Work
-from gpt2block.bench import report as reports
-from gpt2block.bench.ceilings import Ceilings
-from gpt2block.bench.race import Captured, Contender, Timed
+from gpt2block.apps.bench import BenchRow, Work
+from gpt2block.apps.bench import report as reports
+from gpt2block.ops.bench.ceilings import Ceilings
+from gpt2block.ops.bench.race import Captured, Contender, Timed
 
 BEST = Ceilings(4000.0, {"float32": 50.0, "tf32": 400.0, "float16": 700.0, "bfloat16": 800.0})
 NO_GPU = "no driver today"

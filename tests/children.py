@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gpt2block.mine.child import Send, Stage
+from gpt2block.judge.child import Send, Stage
 
 if TYPE_CHECKING:
-    from gpt2block.mine.folder import KernelFile
+    from gpt2block.judge.folder import KernelFile
 
 
 def finishes(send: Send, count: int) -> None:
@@ -31,7 +31,7 @@ def dies(send: Send) -> None:
 
 def judges(send: Send, chunk: Sequence[KernelFile], *_: object) -> None:
     """Judge every kernel right, except that `dies.cu` ends the process and `hangs.cu` hangs."""
-    from gpt2block.mine.folder import Judged  # noqa: PLC0415  (slow to import)
+    from gpt2block.judge.folder import Judged  # noqa: PLC0415  (slow to import)
 
     for entry in chunk:
         if entry.file == "dies.cu":

@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import Any, NamedTuple
 
-from gpt2block import cli
+from gpt2block.apps import cli
 
 
 class Ended(NamedTuple):

@@ -14,7 +14,7 @@ import hypothesis
 import planted_bugs
 import pytest
 
-from gpt2block.ptx import engine
+from gpt2block.emulator.ptx import engine
 from tests.devices import device, small_blocks  # noqa: F401  (fixtures of every test)
 from tests.gpus import allocations, context_problem  # noqa: F401  (a fixture)
 
@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("repeatable")
 def smollm2_files() -> Path:
     """Return the folder of SmolLM2's files; skip the test if they are not installed."""
     from gpt2block import CheckpointError  # noqa: PLC0415
-    from gpt2block.checkpoints.locating import find_smollm2  # noqa: PLC0415
+    from gpt2block.files.checkpoints.locating import find_smollm2  # noqa: PLC0415
 
     try:
         return find_smollm2()
@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--quick"):  # collecting all other files would take most of the time
         config.args[:] = sorted({test.partition("::")[0] for test in quick_tests()})
     if config.getoption("--gpu"):
-        from gpt2block import doctor  # noqa: PLC0415
+        from gpt2block.cuda import doctor  # noqa: PLC0415
 
         problem = doctor.cuda_problem()
         if problem:
@@ -202,7 +202,7 @@ def pytest_runtest_makereport(
 @pytest.fixture
 def fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge a user's kernel without the sizes that a GPU times, which take most of the time."""
-    from gpt2block.mine import on_cpu  # noqa: PLC0415
+    from gpt2block.judge import on_cpu  # noqa: PLC0415
 
     monkeypatch.setattr(on_cpu._Judge, "_all_right", lambda *_: [])
 

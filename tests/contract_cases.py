@@ -12,8 +12,8 @@ import numpy as np
 
 from gpt2block.contract import MATRICES, Contract, Entry
 from gpt2block.cuda import cupy
+from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.call import FIXED
-from gpt2block.weights.matrix import WeightMatrix
 
 
 class Example(NamedTuple):

@@ -23,11 +23,11 @@ from gpt2block.cuda import arrays as cuda_arrays
 from gpt2block.cuda import kernels, requests
 from gpt2block.emulator import Order, stand_in
 from gpt2block.emulator.stand_in import CHECKED, EmulatorError
+from gpt2block.engine import recording
+from gpt2block.models.weights import conversions
 from gpt2block.ops.log_likelihood import choose_geometry as of_likelihood
 from gpt2block.ops.sample_token import choose_geometry as of_token
 from gpt2block.ops.top_logprobs import choose_geometry as of_top
-from gpt2block.run import recording
-from gpt2block.weights import conversions
 
 Array = NDArray[Any]
 IN_TESTS: tuple[Order, ...] = ("forward", "shuffled")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from gpt2block.generation import generate as generation
-from gpt2block.generation.options import Options
-from gpt2block.generation.rows import Generation
-from gpt2block.run.model import ModelEngine
+from gpt2block.engine.generation import generate as generation
+from gpt2block.engine.generation.options import Options
+from gpt2block.engine.generation.rows import Generation
+from gpt2block.engine.model import ModelEngine
 
 
 class Run(generation.Run):

@@ -13,10 +13,10 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
-from gpt2block.chat.template import ChatTemplate
-from gpt2block.config import GPT2Config
-from gpt2block.config.formats import USUAL
-from gpt2block.run.model import CacheKind, Floats, Ids, Output, Sampled, Start, Tensors
+from gpt2block.cuda.formats import USUAL
+from gpt2block.engine.chat.template import ChatTemplate
+from gpt2block.engine.model import CacheKind, Floats, Ids, Output, Sampled, Start, Tensors
+from gpt2block.models.config import GPT2Config
 from gpt2block.sampling import Sampling, unpacked
 
 END = "<|endoftext|>"

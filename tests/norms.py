@@ -1,4 +1,4 @@
-"""Every kernel of LayerNorm, RMSNorm and softmax behind one call, for tests/test_norm_laws.py.
+"""Every kernel of LayerNorm, RMSNorm and softmax behind one call, for tests/ops/test_norm_laws.py.
 
 A kernel computes rows from rows x (..., C), with vectors (C,) such as gamma and beta. A new kernel
 needs a line in `KERNELS`; special features, such as a residual or a mask, are tested in the file of
@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.ops._rows import LONGEST_IN_REGISTERS
+from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS
 from gpt2block.ops.layernorm import DECODE, NARROW
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.layernorm_gelu import OPERATION as LAYERNORM_GELU

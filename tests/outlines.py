@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpt2block.architectures import architecture_of
-from gpt2block.config import ModelConfig
+from gpt2block.engine.passes import names_of
+from gpt2block.engine.passes.blocks import PassSettings
+from gpt2block.engine.passes.decoding import DecodePass, SumsPass
+from gpt2block.engine.passes.forward import forward
+from gpt2block.engine.passes.machine import Outline, Step, two_part_of
+from gpt2block.engine.passes.prefill import Prefill
+from gpt2block.models.architectures import architecture_of
+from gpt2block.models.config import ModelConfig
 from gpt2block.ops.terms import Terms
-from gpt2block.passes import names_of
-from gpt2block.passes.blocks import PassSettings
-from gpt2block.passes.decoding import DecodePass, SumsPass
-from gpt2block.passes.forward import forward
-from gpt2block.passes.machine import Outline, Step, two_part_of
-from gpt2block.passes.prefill import Prefill
 
 
 def outline(config: ModelConfig) -> Outline:

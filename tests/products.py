@@ -1,4 +1,4 @@
-"""Every kernel of matrix products behind one call, for tests/test_product_laws.py.
+"""Every kernel of matrix products behind one call, for tests/ops/test_product_laws.py.
 
 A kernel is a function from rows, matrices and fused operations (`Case`) to rows. Lines of `ON_CPU`
 and `ON_GPU` name the cases of each kernel; special features of a kernel have their own test file.
@@ -25,33 +25,49 @@ from numpy.typing import NDArray
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import arrays_of, mapped
 from gpt2block.cuda.kernels import FP8, TWO_PART
-from gpt2block.ops import (
-    _gemm_hopper,
-    _gemm_mma,
-    _linear_hopper,
-    _linear_matvec,
-    _linear_mma,
-    _linear_mma_tiles,
-    _linear_tiles,
-    _rmsnorm_hopper,
-    _rmsnorm_mma,
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.models.weights.two_part import TwoPartMatrix
+from gpt2block.ops.engines import (
+    gemm_hopper as _gemm_hopper,
 )
-from gpt2block.ops._gemm_mma import MmaGemmTile
-from gpt2block.ops._linear_mma_tiles import MmaLinearTile
-from gpt2block.ops._rmsnorm_mma import RmsnormTile
-from gpt2block.ops._rows import power_of_two
+from gpt2block.ops.engines import (
+    gemm_mma as _gemm_mma,
+)
+from gpt2block.ops.engines import (
+    linear_hopper as _linear_hopper,
+)
+from gpt2block.ops.engines import (
+    linear_matvec as _linear_matvec,
+)
+from gpt2block.ops.engines import (
+    linear_mma as _linear_mma,
+)
+from gpt2block.ops.engines import (
+    linear_mma_tiles as _linear_mma_tiles,
+)
+from gpt2block.ops.engines import (
+    linear_tiles as _linear_tiles,
+)
+from gpt2block.ops.engines import (
+    rmsnorm_hopper as _rmsnorm_hopper,
+)
+from gpt2block.ops.engines import (
+    rmsnorm_mma as _rmsnorm_mma,
+)
+from gpt2block.ops.engines.gemm_mma import MmaGemmTile
+from gpt2block.ops.engines.linear_mma_tiles import MmaLinearTile
+from gpt2block.ops.engines.rmsnorm_mma import RmsnormTile
+from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.operation import Operation
 from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.ops.terms import Terms
-from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import TwoPartMatrix
 from tests import plain
 from tests.devices import H200, assert_same_bits, moved, running_on
 from tests.gpus import H200 as H200_LIMITS
 from tests.gpus import cupy_with
-from tests.test_terms import rounded_to_float16, terms
+from tests.ops.test_terms import rounded_to_float16, terms
 
 Array = NDArray[Any]
 Given = dict[str, Any]  # arrays and matrices by name

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-import gpt2block.ptx
-from gpt2block.ptx.cache import folder
-from gpt2block.ptx.engine import FLAGS
+import gpt2block.emulator.ptx
+from gpt2block.emulator.ptx.cache import folder
+from gpt2block.emulator.ptx.engine import FLAGS
 
 Rows = npt.NDArray[np.uint64]
 HERE = Path(__file__).parent
-HEADERS = Path(gpt2block.ptx.__file__).parent / "cpp"
+HEADERS = Path(gpt2block.emulator.ptx.__file__).parent / "cpp"
 LANES = 32
 
 

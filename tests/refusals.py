@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpt2block import CheckpointError
-from gpt2block.checkpoints import Checkpoint, TensorSource
+from gpt2block.files.checkpoints import Checkpoint, TensorSource
 
 
 def refused(name: str | Path, *words: str, read: Callable[[Any], Any] = Checkpoint.open) -> str:

@@ -17,13 +17,13 @@ from typing import Any
 import uvicorn
 
 from gpt2block import GPT2, GPT2Config
-from gpt2block.parameters.gpt2 import GPT2Weights
-from gpt2block.serve.app import Server
-from gpt2block.serve.front import FrontStart
-from gpt2block.serve.fronts import Fronts
-from gpt2block.serve.host import Host, LocalEngine
-from gpt2block.serve.listening import config
-from gpt2block.serve.settings import ServerSettings
+from gpt2block.apps.serve.app import Server
+from gpt2block.apps.serve.front import FrontStart
+from gpt2block.apps.serve.fronts import Fronts
+from gpt2block.apps.serve.host import Host, LocalEngine
+from gpt2block.apps.serve.listening import config
+from gpt2block.apps.serve.settings import ServerSettings
+from gpt2block.files.parameters.gpt2 import GPT2Weights
 from tests.markov import LINES, MarkovEngine, byte_encoding, cycle
 
 PROCESSES = 0  # number of processes of a server that handle HTTP; 0: a thread of this process

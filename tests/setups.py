@@ -1,4 +1,4 @@
-"""Set-ups that transcripts name, and what varies between machines (tests/test_transcripts.py)."""
+"""Set-ups of tests/apps/test_transcripts.py, and what varies between machines."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2block import doctor, emulator, errors, profiling
-from gpt2block.cli import generate, score
-from gpt2block.config.formats import USUAL
+from gpt2block import emulator, errors
+from gpt2block.apps import profiling
+from gpt2block.apps.cli import generate, score
+from gpt2block.cuda import doctor
+from gpt2block.cuda.formats import USUAL
+from gpt2block.emulator.ptx import nvrtc
+from gpt2block.engine import timeline
+from gpt2block.engine.numpy import machine as numpy_machine
+from gpt2block.engine.numpy import model as numpy_model
 from gpt2block.errors import CheckpointError
-from gpt2block.mine import on_cpu
-from gpt2block.mine.templates import template
+from gpt2block.files.tokenizers.tokenizer import from_path
+from gpt2block.judge import on_cpu
+from gpt2block.judge.templates import template
 from gpt2block.ops.registry import find
-from gpt2block.ptx import nvrtc
-from gpt2block.run import numpy_machine, numpy_model, timeline
-from gpt2block.tokenizers.tokenizer import from_path
 from tests.markov import MarkovEngine, byte_encoding, cycle
 
 VARIES = [

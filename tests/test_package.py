@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt2block.checkpoints import BUNDLED_NAMES
 from gpt2block.cuda import kernels
+from gpt2block.files.checkpoints import BUNDLED_NAMES
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,13 +33,13 @@ def test_the_wheel_has_both_packages_and_the_bundled_models(wheel: Path) -> None
     names = set(zipfile.ZipFile(wheel).namelist())
     for path in (ROOT / "kernels_cu").rglob("*.cu*"):
         assert path.relative_to(ROOT).as_posix() in names
-    for path in (ROOT / "gpt2block" / "mine").rglob("*.cu"):  # templates and solutions
+    for path in (ROOT / "gpt2block" / "judge").rglob("*.cu"):  # templates and solutions
         assert path.relative_to(ROOT).as_posix() in names
     assert "gpt2block/py.typed" in names
-    for file in (ROOT / "gpt2block" / "explain" / "template").iterdir():
+    for file in (ROOT / "gpt2block" / "engine" / "explain" / "template").iterdir():
         assert file.relative_to(ROOT).as_posix() in names
     for name in BUNDLED_NAMES:
-        for file in (ROOT / "gpt2block" / "models" / name).iterdir():
+        for file in (ROOT / "gpt2block" / "files" / "bundled" / name).iterdir():
             assert file.relative_to(ROOT).as_posix() in names
     folders = {name.split("/")[0] for name in names if "dist-info/" not in name}
     assert folders == {"gpt2block", "kernels_cu"}
@@ -105,7 +105,7 @@ def test_installed_outside_the_tree_it_finds_every_kernel_and_runs(
         "    text = files('kernels_cu').joinpath(file).read_text()\n"
         "    assert text in kernels.program(file)\n"
         "    print(file, *kernels.signatures(file), hash_of(kernels.program(file)))\n"
-        "from gpt2block.cli import main\n"
+        "from gpt2block.apps.cli import main\n"
         "main(['block', '--device', 'cpu'])\n"
     )
     before = os.times()

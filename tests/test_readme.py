@@ -18,8 +18,7 @@ import charts
 import pages
 import pytest
 
-from gpt2block import doctor
-from gpt2block.cuda import kernels
+from gpt2block.cuda import doctor, kernels
 from gpt2block.emulator import missing
 from tests.command_line import gpt2block, printed
 from tests.devices import running_on

@@ -13,12 +13,12 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import Llama, LlamaWeights, emulator, reference
-from gpt2block import architectures as known
-from gpt2block.architectures import llama
 from gpt2block.checks import Range, documented, option, options_of
-from gpt2block.config.llama import LlamaConfig
 from gpt2block.contract import takes
 from gpt2block.cuda import kernels
+from gpt2block.models import architectures as known
+from gpt2block.models.architectures import llama
+from gpt2block.models.config.llama import LlamaConfig
 from gpt2block.ops.operation import Operation, Workload, as_stated
 from gpt2block.sampling import Sampling
 

@@ -19,9 +19,9 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 pytest.importorskip("llguidance", reason="the extra tools is not installed")
 
 from gpt2block import from_pretrained
-from gpt2block.chat.template import ChatTemplate
-from gpt2block.generation.options import Options
-from gpt2block.serve.protocol import SampledRequest
+from gpt2block.apps.serve.protocol import SampledRequest
+from gpt2block.engine.chat.template import ChatTemplate
+from gpt2block.engine.generation.options import Options
 from tests.exchanges import (
     ABSENT,
     COMPLETION,

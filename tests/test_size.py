@@ -33,7 +33,7 @@ def test_lines_that_count() -> None:
 @pytest.mark.parametrize(
     ("path", "room"),
     [
-        ("gpt2block/serve/app.py", "gpt2block/serve"),
+        ("gpt2block/apps/serve/app.py", "gpt2block/apps"),
         ("gpt2block/emulator/cooperative_groups/reduce.h", "gpt2block/emulator"),
         ("gpt2block/block.py", "gpt2block"),
         ("tools/fuzzing/bulk.py", "tools"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import gpt2block
-from gpt2block.generation.options import GenerateOptions
+from gpt2block.engine.generation.options import GenerateOptions
 from gpt2block.model import Model
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +20,7 @@ import numpy as np
 from typing_extensions import assert_type
 import gpt2block
 from gpt2block import *
-from gpt2block.run.model import Floats
+from gpt2block.engine.model import Floats
 ids: list[int] = [1, 2]
 rows: np.ndarray[tuple[int, int], np.dtype[np.int32]]
 count: int
@@ -54,8 +54,8 @@ TYPES = {  # expression → its type
     'model.explain("a")': "Page",
     "model.new_cache()": "KVCache",
     'GPT2.from_pretrained("a").config': "GPT2Config",
-    "gpt2block.checkpoints.Checkpoint.open('a')": "Checkpoint",
-    "gpt2block.doctor.version()": "str",
+    "gpt2block.files.checkpoints.Checkpoint.open('a')": "Checkpoint",
+    "gpt2block.cuda.doctor.version()": "str",
     "gpt2block.emulator.__name__": "str",
 }
 WRONG = {  # line → its error

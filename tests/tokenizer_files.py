@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from fuzzing.vocabularies import piece_spec, spec_of
 
-from gpt2block.tokenizers.encoding import byte_characters
+from gpt2block.files.tokenizers.encoding import byte_characters
 
 PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 BYTES = {char: byte for byte, char in byte_characters().items()}

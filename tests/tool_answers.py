@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpt2block.chat.tool_forms.reading import CallPart
+from gpt2block.engine.chat.tool_forms.reading import CallPart
 
 Example = tuple[str, str, list[tuple[str, str]]]  # an answer, its content, (name, arguments) pairs
 NAMES = frozenset({"f", "g"})

@@ -16,10 +16,10 @@ import argparse
 from pathlib import Path
 
 from gpt2block import from_pretrained
-from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES
-from gpt2block.config.formats import DTYPES
+from gpt2block.cuda.formats import DTYPES
 from gpt2block.cuda.kernels import FP8
-from gpt2block.generation.scoring import Score
+from gpt2block.engine.generation.scoring import Score
+from gpt2block.files.checkpoints import BUNDLED, BUNDLED_NAMES
 
 
 def main() -> None:

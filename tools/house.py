@@ -105,11 +105,11 @@ def of_generate() -> Iterator[tuple[str, str]]:
 
 
 def of_mine() -> Iterator[tuple[str, str]]:
-    from gpt2block.mine.kernel_check import check_kernel  # noqa: PLC0415
+    from gpt2block.judge.kernel_check import check_kernel  # noqa: PLC0415
     from gpt2block.ops.registry import find  # noqa: PLC0415
 
     find("layernorm")  # imports the module of the operation
-    template = PACKAGE / "mine" / "templates" / "layernorm.cu"
+    template = PACKAGE / "judge" / "templates" / "layernorm.cu"
     yield "layernorm", Way().of(check_kernel, "layernorm", template, device="cpu")
 
 
@@ -117,9 +117,9 @@ def of_check() -> Iterator[tuple[str, str]]:
     """Record the imports of the package, too, which enter functions and classes."""
 
     def check() -> None:
-        from gpt2block.mine import check  # noqa: PLC0415
+        from gpt2block.judge import check  # noqa: PLC0415
 
-        template = PACKAGE / "mine" / "templates" / "layernorm.cu"
+        template = PACKAGE / "judge" / "templates" / "layernorm.cu"
         check(template, "layernorm", device="cpu", seed=0)
 
     yield "layernorm", Way().of(check)
@@ -130,9 +130,9 @@ def of_http() -> Iterator[tuple[str, str]]:
     from starlette.testclient import TestClient  # noqa: PLC0415
 
     import gpt2block  # noqa: PLC0415
-    from gpt2block.serve.app import Server  # noqa: PLC0415
-    from gpt2block.serve.host import Host, LocalEngine  # noqa: PLC0415
-    from gpt2block.serve.settings import ServerSettings  # noqa: PLC0415
+    from gpt2block.apps.serve.app import Server  # noqa: PLC0415
+    from gpt2block.apps.serve.host import Host, LocalEngine  # noqa: PLC0415
+    from gpt2block.apps.serve.settings import ServerSettings  # noqa: PLC0415
 
     model = gpt2block.GPT2.from_pretrained("shakespeare", device="cpu")
     way = Way()

@@ -1,11 +1,11 @@
 """The table of docs/emulator.md: the PTX instructions that the engine executes.
 
-`tools/pages.py` writes the table, which comes from gpt2block/ptx/table.py.
+`tools/pages.py` writes the table, which comes from gpt2block/emulator/ptx/table.py.
 """
 
 from __future__ import annotations
 
-from gpt2block.ptx.table import EXACT, FLOATS, INTEGERS, NUMBERS, ROWS, SUMS, WORDS
+from gpt2block.emulator.ptx.table import EXACT, FLOATS, INTEGERS, NUMBERS, ROWS, SUMS, WORDS
 
 HEAD = "| instructions | types | effect | result |\n|---|---|---|---|\n"
 GROUPS = {NUMBERS: "all", FLOATS: "f16…f64", INTEGERS: "u16…s64", WORDS: "b16…b64"}

@@ -13,7 +13,7 @@ from textwrap import dedent, indent
 
 from gpt2block import reference
 from gpt2block.cuda.kernels import SOURCE_DIR
-from gpt2block.explain.sources import function_source, line_of
+from gpt2block.engine.explain.sources import function_source, line_of
 from gpt2block.ops.registry import OPERATIONS
 
 FOLDER = SOURCE_DIR.name

@@ -39,14 +39,14 @@ from gpt2block import (
     WeightMatrix,
     solve,
 )
-from gpt2block.bench.decoding import Steps
+from gpt2block.apps.bench.decoding import Steps
 from gpt2block.checks import FLOATS
-from gpt2block.config import ModelConfig
-from gpt2block.config.formats import DTYPES
-from gpt2block.config.llama import RopeScaling
 from gpt2block.cuda import cupy
+from gpt2block.cuda.formats import DTYPES
+from gpt2block.engine.model import start_all
+from gpt2block.models.config import ModelConfig
+from gpt2block.models.config.llama import RopeScaling
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.run.model import start_all
 
 sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks.llama import RandomLlama

@@ -9,19 +9,19 @@ import numpy as np
 from launch_recorder import Recorder
 
 from gpt2block import GPT2Config, LlamaConfig, Model, RopeScaling, Sampling
-from gpt2block.architectures.gemma3 import Gemma3Config
-from gpt2block.architectures.nanochat import NanoChatConfig
-from gpt2block.architectures.olmo2 import Olmo2Config
-from gpt2block.architectures.phi3 import Phi3Config
-from gpt2block.architectures.qwen3 import Qwen3Config
 from gpt2block.block import reads_blocks
-from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.config.formats import FILE
 from gpt2block.cuda import cupy
+from gpt2block.cuda.formats import FILE
+from gpt2block.engine.model import Start
+from gpt2block.models.architectures.gemma3 import Gemma3Config
+from gpt2block.models.architectures.nanochat import NanoChatConfig
+from gpt2block.models.architectures.olmo2 import Olmo2Config
+from gpt2block.models.architectures.phi3 import Phi3Config
+from gpt2block.models.architectures.qwen3 import Qwen3Config
+from gpt2block.models.config import ModelConfig, model_shapes
+from gpt2block.models.weights.gguf import TYPES, GgufMatrix
+from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
 from gpt2block.ops.guesses import MOST_GUESSES, RIGHT, TAKEN
-from gpt2block.run.model import Start
-from gpt2block.weights.gguf import TYPES, GgufMatrix
-from gpt2block.weights.gguf_packing import BlockRows, packed_on_device
 
 IDS = np.zeros(300, np.int32)
 ROWS = 1, 2, 8, 16, 17, 64, 128

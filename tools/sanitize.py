@@ -40,13 +40,20 @@ from gpt2block import (
     random_input,
     reference,
 )
-from gpt2block.architectures import ARCHITECTURES
 from gpt2block.checks import FLOATS
-from gpt2block.config.formats import DTYPES, GGUF
 from gpt2block.cuda import arrays as _arrays
+from gpt2block.cuda.formats import DTYPES, GGUF
 from gpt2block.cuda.kernels import FP8
-from gpt2block.ops import _linear_hopper, _linear_mma, registry, workload
+from gpt2block.engine.guessing import SpeculationPolicy
+from gpt2block.engine.model import Ids, start_all
+from gpt2block.files.parameters.arrays import random_model
+from gpt2block.models.architectures import ARCHITECTURES
+from gpt2block.models.weights.gguf import TYPES, GgufMatrix, random_blocks
+from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
+from gpt2block.ops import registry, workload
 from gpt2block.ops.attention_cached import KV_COPY
+from gpt2block.ops.engines import linear_hopper as _linear_hopper
+from gpt2block.ops.engines import linear_mma as _linear_mma
 from gpt2block.ops.gather import (
     GATHER,
     GATHER_NORM,
@@ -62,11 +69,6 @@ from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
 from gpt2block.ops.products import HOPPER_CAPABILITY
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
 from gpt2block.ops.terms import Terms
-from gpt2block.parameters.arrays import random_model
-from gpt2block.run.guessing import SpeculationPolicy
-from gpt2block.run.model import Ids, start_all
-from gpt2block.weights.gguf import TYPES, GgufMatrix, random_blocks
-from gpt2block.weights.gguf_packing import BlockRows, packed_on_device
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
 SIZES |= {"H": 3, "D": 34}

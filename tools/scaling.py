@@ -42,10 +42,10 @@ import numpy as np
 from gpt2block import GPT2Weights
 from gpt2block.bulk import records, shards
 from gpt2block.bulk.job import Job, engine_of, prepare, run_shard, threads_of
-from gpt2block.checkpoints import Checkpoint, save_pretrained
-from gpt2block.config.formats import Formats
-from gpt2block.tokenizers import tokenizer
-from gpt2block.tokenizers.encoding import tokens_of
+from gpt2block.cuda.formats import Formats
+from gpt2block.files.checkpoints import Checkpoint, save_pretrained
+from gpt2block.files.tokenizers import tokenizer
+from gpt2block.files.tokenizers.encoding import tokens_of
 
 ROOT = Path(__file__).parent.parent
 LENGTHS = {"score": (16, 512), "generate": (8, 64)}  # tokens per record, minimum and maximum

@@ -22,7 +22,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = ROOT / "size.toml"
-DATA = "tests/cheats/", "tests/kernels/", "tests/golden/", "gpt2block/models/", "CHANGELOG.md"
+DATA = (
+    "tests/corpus/cheats/",
+    "tests/corpus/kernels/",
+    "tests/golden/",
+    "gpt2block/files/bundled/",
+    "CHANGELOG.md",
+)
 CUDA = ".cu", ".cuh", ".cpp", ".h"
 NOT_CODE = frozenset(["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"])
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -68,7 +74,7 @@ def room(path: Path) -> str:
 
 
 def sizes() -> dict[str, int]:
-    """Count all tracked files. Keys: "python gpt2block/serve", and "python all of gpt2block"."""
+    """Count all tracked files. Keys: "python gpt2block/apps", and "python all of gpt2block"."""
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )

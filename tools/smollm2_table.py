@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from gpt2block import Llama
-from gpt2block.checkpoints import Checkpoint, save_pretrained
-from gpt2block.config.formats import DTYPES, FILE
-from gpt2block.tokenizers import tokenizer
+from gpt2block.cuda.formats import DTYPES, FILE
+from gpt2block.files.checkpoints import Checkpoint, save_pretrained
+from gpt2block.files.tokenizers import tokenizer
 
 WINDOW, PROMPT, ROW, ROWS = 4096, 512, 1024, 64  # tokens (three times); rows computed together
 NEW, TURNS = 64, 3

@@ -18,10 +18,10 @@ import dask
 import dask.system
 from distributed import CancelledError, Client, Nanny, Scheduler, SpecCluster, get_worker
 
-from gpt2block import doctor
 from gpt2block.bulk import identity, job, shards
 from gpt2block.bulk.job import Failed, Job
 from gpt2block.bulk.records import Shard
+from gpt2block.cuda import doctor
 from gpt2block.errors import DeviceError, InputError
 
 ALLOWED_FAILURES = 10  # workers that may die while they compute a shard before the shard fails

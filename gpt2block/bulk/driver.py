@@ -22,10 +22,10 @@ from gpt2block.block import reads_blocks
 from gpt2block.bulk import cluster, paths, records, shards
 from gpt2block.bulk.job import Failed, Job, engine_of, gpus_of, threads_of
 from gpt2block.bulk.records import Shard
-from gpt2block.checkpoints import Checkpoint
-from gpt2block.config.formats import USUAL
+from gpt2block.cuda.formats import USUAL
+from gpt2block.engine.model import weight_bytes
 from gpt2block.errors import Argument, CheckpointError, InputError, PrintableError
-from gpt2block.run.model import weight_bytes
+from gpt2block.files.checkpoints import Checkpoint
 
 RETRIES = 2  # maximum number of retries of a shard after an error that a retry may avoid
 ANSWER_SECONDS = 60  # time limit for the scheduler to transfer a finished result

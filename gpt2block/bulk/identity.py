@@ -9,9 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from gpt2block.bulk import paths
-from gpt2block.checkpoints import Checkpoint
-from gpt2block.tokenizers.encoding import Encoding, rules, special_id, tokens_of
-from gpt2block.tokenizers.tokenizer import end_of_text
+from gpt2block.files.checkpoints import Checkpoint
+from gpt2block.files.tokenizers.encoding import Encoding, rules, special_id, tokens_of
+from gpt2block.files.tokenizers.tokenizer import end_of_text
 
 
 def of_model(name: str | Path, revision: str | None = None) -> str:

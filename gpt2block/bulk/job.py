@@ -13,19 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpt2block import doctor
 from gpt2block.block import reads_blocks
 from gpt2block.bulk import identity, paths, records, shards
 from gpt2block.bulk.predictor import Arguments, Predictor, record_seed
 from gpt2block.bulk.records import Record, Shard
 from gpt2block.bulk.tasks import Embedding, Problem, Row, problem_of
-from gpt2block.checkpoints import BUNDLED_NAMES, Checkpoint
-from gpt2block.checkpoints.embedding_files import embedding_defaults
 from gpt2block.checks import check_choice, check_count
-from gpt2block.cuda import first_gpus
-from gpt2block.devices import resolve_device
+from gpt2block.cuda import doctor, first_gpus
+from gpt2block.cuda.devices import resolve_device
 from gpt2block.errors import DeviceError, InputError, printable
-from gpt2block.tokenizers.lookup import Lookup
+from gpt2block.files.checkpoints import BUNDLED_NAMES, Checkpoint
+from gpt2block.files.checkpoints.embedding_files import embedding_defaults
+from gpt2block.files.tokenizers.lookup import Lookup
 
 FORMAT = 2  # version of the manifest's format
 # Seconds after which Python switches threads, so that the thread that launches kernels waits at

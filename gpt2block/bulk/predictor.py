@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 
 from gpt2block.bulk.tasks import TASKS, Embedding, Kind, Problem, Row, Task, TaskName, problem_of
-from gpt2block.checkpoints import BUNDLED
-from gpt2block.checkpoints.embedding_files import EmbeddingDefaults
 from gpt2block.checks import check_choice, check_count, check_integer
-from gpt2block.config import ModelConfig
-from gpt2block.config.formats import BY_DEFAULT, REMOVED, FormatOptions, refuse_removed
+from gpt2block.cuda.formats import BY_DEFAULT, REMOVED, FormatOptions, refuse_removed
+from gpt2block.engine.model import Ids
+from gpt2block.engine.numpy.model import NumpyModel
 from gpt2block.errors import CheckpointError, InputError
+from gpt2block.files.checkpoints import BUNDLED
+from gpt2block.files.checkpoints.embedding_files import EmbeddingDefaults
+from gpt2block.files.tokenizers import tokenizer as tokenizers
+from gpt2block.files.tokenizers.encoding import Encoding
+from gpt2block.files.tokenizers.lookup import Lookup, of_outputs
 from gpt2block.model import Model, load
-from gpt2block.run.model import Ids
-from gpt2block.run.numpy_model import NumpyModel
-from gpt2block.tokenizers import tokenizer as tokenizers
-from gpt2block.tokenizers.encoding import Encoding
-from gpt2block.tokenizers.lookup import Lookup, of_outputs
+from gpt2block.models.config import ModelConfig
 
 Batch = Mapping[str, Any]  # column name → one value per record
 INPUTS = ("text", "tokens")

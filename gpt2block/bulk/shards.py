@@ -21,7 +21,7 @@ from gpt2block.bulk.paths import reason, sha256
 from gpt2block.bulk.records import Cell, require_pyarrow
 from gpt2block.bulk.tasks import Kind
 from gpt2block.errors import InputError
-from gpt2block.files import replacing
+from gpt2block.files.writing import replacing
 
 MANIFEST, LOCK, ERRORS = "manifest.ndjson", ".lock", "errors"
 FORMATS = ("jsonl", "parquet")

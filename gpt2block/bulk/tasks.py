@@ -10,17 +10,17 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from gpt2block.checkpoints.embedding_files import EmbeddingDefaults, Pooling, chosen
 from gpt2block.checks import check_flag, check_integer
-from gpt2block.config import ModelConfig
+from gpt2block.engine.generation import scoring
+from gpt2block.engine.generation.generate import Run
+from gpt2block.engine.generation.options import Options, Overflow
+from gpt2block.engine.generation.rows import BAD_WEIGHTS
+from gpt2block.engine.model import Ids, ModelEngine
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError, printable
-from gpt2block.generation import scoring
-from gpt2block.generation.generate import Run
-from gpt2block.generation.options import Options, Overflow
-from gpt2block.generation.rows import BAD_WEIGHTS
-from gpt2block.run.model import Ids, ModelEngine
+from gpt2block.files.checkpoints.embedding_files import EmbeddingDefaults, Pooling, chosen
+from gpt2block.files.tokenizers.encoding import Encoding, token_sizes
+from gpt2block.models.config import ModelConfig
 from gpt2block.sampling import Sampling
-from gpt2block.tokenizers.encoding import Encoding, token_sizes
 
 TaskName = Literal["score", "generate", "embed"]
 Kind = Literal["float", "int", "text", "floats", "ints", "texts", "vector"]

@@ -46,7 +46,7 @@ class Bound(NamedTuple):
 
 
 class Composite:
-    """Base class of the matrices in `gpt2block.weights`, which consist of several arrays.
+    """Base class of the matrices in `gpt2block.models.weights`, which consist of several arrays.
 
     PARTS: for each NumPy or CuPy array, (suffix of its name in messages, attribute); the attribute
     may be None.

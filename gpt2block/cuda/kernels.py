@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kernels_cu
-from gpt2block.config.formats import GGUF, own_cache_dtype
 from gpt2block.cuda import cupy
+from gpt2block.cuda.formats import GGUF, own_cache_dtype
 from gpt2block.cuda.requests import Function, Launch, Scalar
 from gpt2block.cuda.tensor_maps import NO_MAP, TensorMap
 from gpt2block.errors import KernelError

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpt2block.cuda import kernels, replaced_by
-from gpt2block.doctor import Check
-from gpt2block.ptx.engine import ORDERS, Order, missing
+from gpt2block.cuda.doctor import Check
+from gpt2block.emulator.ptx.engine import ORDERS, Order, missing
 
 if TYPE_CHECKING:
     from gpt2block.emulator.stand_in import Checks

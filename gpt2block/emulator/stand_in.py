@@ -2,9 +2,9 @@
 
 `emulated()` replaces CuPy by this module. Code that launches kernels, from an operation's `bind` to
 a whole model, then runs unchanged without a GPU: NVRTC compiles a kernel as for a GPU, and the
-engine of `gpt2block.ptx` runs its PTX. Device memory is a list of live allocations. A launch in
-which the engine finds an error raises EmulatorError. New arrays are filled with 0xFF bytes, which
-are NaN.
+engine of `gpt2block.emulator.ptx` runs its PTX. Device memory is a list of live allocations. A
+launch in which the engine finds an error raises EmulatorError. New arrays are filled with 0xFF
+bytes, which are NaN.
 
 Streams run every call immediately; a captured graph is a list of calls.
 """
@@ -27,10 +27,10 @@ import ml_dtypes  # noqa: F401  (makes "bfloat16" a dtype's name)
 import numpy as np
 
 from gpt2block.cuda import kernels, requests
+from gpt2block.emulator.ptx import engine, nvrtc
+from gpt2block.emulator.ptx.parse import Module
+from gpt2block.emulator.ptx.tensor_maps import TensorMap
 from gpt2block.errors import DeviceError
-from gpt2block.ptx import engine, nvrtc
-from gpt2block.ptx.parse import Module
-from gpt2block.ptx.tensor_maps import TensorMap
 
 CAPABILITY = "80"
 ALIGNMENT = 512  # bytes to which allocations are aligned, as in CuPy's pool

@@ -15,15 +15,15 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from gpt2block.checkpoints import Checkpoint
-from gpt2block.checkpoints.chat_files import bos_token
 from gpt2block.checks import check_count, check_integer, named_options
+from gpt2block.engine.generation.scoring import Score
+from gpt2block.engine.numpy.model import NumpyModel
 from gpt2block.errors import InputError, shown
-from gpt2block.generation.scoring import Score
+from gpt2block.files.checkpoints import Checkpoint
+from gpt2block.files.checkpoints.chat_files import bos_token
+from gpt2block.files.tokenizers.encoding import special_id
+from gpt2block.files.tokenizers.tokenizer import encode_chat, end_of_text, prefix_of, token_ids
 from gpt2block.model import from_pretrained
-from gpt2block.run.numpy_model import NumpyModel
-from gpt2block.tokenizers.encoding import special_id
-from gpt2block.tokenizers.tokenizer import encode_chat, end_of_text, prefix_of, token_ids
 
 SEED = 1234  # seed of sampled texts, lm_eval's default seed
 REPLACED = {

@@ -29,7 +29,9 @@ from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
-from gpt2block.ops._attention_tiles import (
+from gpt2block.models.weights.two_part import TwoPartMatrix
+from gpt2block.ops.call import TWO_PART, Call, UncheckedCall
+from gpt2block.ops.engines.attention_tiles import (
     ALTERNATE_HEAD,
     HOPPER_THREADS,
     HOPPER_TILE,
@@ -50,11 +52,9 @@ from gpt2block.ops._attention_tiles import (
     tensor_heads_defines,
     two_part_geometry,
 )
-from gpt2block.ops.call import TWO_PART, Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.warm import call
-from gpt2block.weights.two_part import TwoPartMatrix
 
 FILE = "learn/attention/skeleton.cu"
 NAIVE = "learn/attention/ladder.cu"

@@ -18,7 +18,6 @@ from math import ceil, gcd
 from typing import Any
 
 from gpt2block.checks import check_integer
-from gpt2block.config.formats import CACHE_WITH_FP8
 from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
@@ -28,11 +27,14 @@ from gpt2block.cuda.arrays import (
     contiguous,
     device_attribute,
 )
+from gpt2block.cuda.formats import CACHE_WITH_FP8
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
-from gpt2block.ops._attention_tiles import (
+from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, LARGEST_HEAD, MMA, SIXTEEN_BITS
+from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, check_format, storage
+from gpt2block.ops.engines.attention_tiles import (
     HOPPER_TILE,
     MMA_HEADS,
     MOST_BLOCKS,
@@ -44,9 +46,7 @@ from gpt2block.ops._attention_tiles import (
     shared_bytes,
     warp_queries,
 )
-from gpt2block.ops._rows import power_of_two
-from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, LARGEST_HEAD, MMA, SIXTEEN_BITS
-from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, check_format, storage
+from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import HOPPER_CAPABILITY, check_addresses, needs_hopper, needs_mma
 from gpt2block.ops.terms import check_terms, stored_defines, stored_scale

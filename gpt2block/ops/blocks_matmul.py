@@ -12,11 +12,11 @@ import numpy as np
 
 from gpt2block.checks import check_blocks
 from gpt2block.cuda.arrays import CudaArray, check_address, on_16_bytes
+from gpt2block.models.weights.gguf import TYPES, random_blocks
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, as_stated
 from gpt2block.ops.products import needs_mma
 from gpt2block.ops.warm import call
-from gpt2block.weights.gguf import TYPES, random_blocks
 
 FILE = "learn/gguf/ladder.cu"
 TYPE = TYPES["Q4_K"]

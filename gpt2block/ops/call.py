@@ -14,8 +14,8 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Expected, check_apart, check_each, same_memory
 from gpt2block.cuda.kernels import FP8, IN_BYTES, STORAGE, dtype_name
 from gpt2block.errors import InputError, shown
-from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import TwoPartMatrix
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.models.weights.two_part import TwoPartMatrix
 
 TWO_PART = "two_part"  # used in place of a dtype for a TwoPartMatrix
 FIXED = {

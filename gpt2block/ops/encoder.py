@@ -17,6 +17,8 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, row_alignment
 from gpt2block.cuda.kernels import FP8, Geometry, float_define, launch_at
 from gpt2block.errors import InputError
+from gpt2block.models.weights.gguf import GgufMatrix
+from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops import gguf
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import (
@@ -29,8 +31,6 @@ from gpt2block.ops.operation import (
     variant,
 )
 from gpt2block.ops.warm import call
-from gpt2block.weights.gguf import GgufMatrix
-from gpt2block.weights.matrix import WeightMatrix
 
 FILE = "learn/embedding/encoder.cu"
 ROWS = "embedding/encoder_rows.cu"

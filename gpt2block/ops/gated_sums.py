@@ -15,17 +15,18 @@ from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple
 
-from gpt2block.config.formats import FILE as OF_FILE
-from gpt2block.config.formats import GGUF
 from gpt2block.cuda.arrays import check, check_address, compute_capability, device_attribute
+from gpt2block.cuda.formats import FILE as OF_FILE
+from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import FP8, Defines, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops import _linear_gguf as blocks
-from gpt2block.ops import _linear_mma as mma
-from gpt2block.ops._epilogues import Epilogue, add_sums, append_sums
-from gpt2block.ops._rows import WARP, power_of_two
+from gpt2block.models.weights.gguf import TYPES
 from gpt2block.ops.call import CACHE, Call, UncheckedCall
+from gpt2block.ops.engines import linear_gguf as blocks
+from gpt2block.ops.engines import linear_mma as mma
+from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums
+from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
 from gpt2block.ops.products import (
     HOPPER_CAPABILITY,
@@ -37,7 +38,6 @@ from gpt2block.ops.products import (
     storage_of,
 )
 from gpt2block.ops.terms import count_define, rounds
-from gpt2block.weights.gguf import TYPES
 
 FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
 BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"

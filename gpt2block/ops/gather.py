@@ -15,15 +15,15 @@ import numpy as np
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, device_attribute, on_device, pinned, seen_from_here
+from gpt2block.cuda.doctor import MOST_GPUS
 from gpt2block.cuda.kernels import Defines, Geometry, dtype_name, launch_at
 from gpt2block.cuda.requests import Launch
-from gpt2block.doctor import MOST_GPUS
 from gpt2block.errors import InputError
+from gpt2block.models.weights.two_part import TwoPartMatrix
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, variant
 from gpt2block.ops.rmsnorm import STREAM, stream_geometry
 from gpt2block.ops.terms import LINE, Terms, check_terms, stored_defines, stored_scale
-from gpt2block.weights.two_part import TwoPartMatrix
 
 FILE = "shares/gather.cu"
 KERNELS = "gather", "gather_rows", "rmsnorm_gathered"  # kernels that exchange words

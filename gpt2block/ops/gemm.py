@@ -14,7 +14,6 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from gpt2block.config.formats import GGUF
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
@@ -26,25 +25,26 @@ from gpt2block.cuda.arrays import (
     contiguous,
     device_attribute,
 )
+from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import FP8, IN_BYTES, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.errors import InputError
-from gpt2block.ops import _gemm_hopper as hopper
-from gpt2block.ops import _gemm_mma as mma
-from gpt2block.ops import _rmsnorm_hopper as two_matrices
+from gpt2block.models.weights.conversions import LARGEST_OPERAND
+from gpt2block.models.weights.gguf import GgufMatrix
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.models.weights.two_part import TwoPartMatrix
 from gpt2block.ops import gguf
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
+from gpt2block.ops.engines import gemm_hopper as hopper
+from gpt2block.ops.engines import gemm_mma as mma
+from gpt2block.ops.engines import rmsnorm_hopper as two_matrices
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
 from gpt2block.ops.two_part import TAKE, check_one_scale
 from gpt2block.ops.warm import call
-from gpt2block.weights.conversions import LARGEST_OPERAND
-from gpt2block.weights.gguf import GgufMatrix
-from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import TwoPartMatrix
 
 Box = tuple[int, int, int]
 Boxes = tuple[Box, Box, Box]  # boxes of the tensor maps of a, w and out

@@ -10,15 +10,15 @@ from math import ceil
 from typing import Any
 
 from gpt2block.checks import LARGEST_COUNT
-from gpt2block.config.formats import GGUF
+from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
-from gpt2block.ops._rows import WARP
+from gpt2block.models.weights import gguf_packing
+from gpt2block.models.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix
 from gpt2block.ops.call import Call
+from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.operation import UnsupportedCall, Variant, variant
 from gpt2block.ops.terms import CHUNK
-from gpt2block.weights import gguf_packing
-from gpt2block.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix
 
 FILE = "gguf/rows.cu"
 SUMS_FILE = "gguf/chunk_sums.cu"

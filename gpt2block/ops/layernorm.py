@@ -28,8 +28,10 @@ from gpt2block.cuda.kernels import Defines, Geometry, launch_at
 from gpt2block.cuda.launch_lines import stated_launch
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops._rows import check_rows, share
+from gpt2block.models.weights.conversions import vector_width
+from gpt2block.models.weights.two_part import TwoPartMatrix
 from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
+from gpt2block.ops.engines.rows import check_rows, share
 from gpt2block.ops.operation import (
     REQUIRED,
     Inputs,
@@ -44,8 +46,6 @@ from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.two_part import check_one_scale
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
-from gpt2block.weights.conversions import vector_width
-from gpt2block.weights.two_part import TwoPartMatrix
 
 LADDER, WARP = "learn/layernorm/ladder.cu", "learn/layernorm/warp.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)

@@ -14,8 +14,8 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
-from gpt2block.ops._rows import THREADS, share
 from gpt2block.ops.call import Call
+from gpt2block.ops.engines.rows import THREADS, share
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, as_stated, variant
 from gpt2block.ops.warm import call
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from math import gcd
 from typing import Any, NamedTuple
 
-from gpt2block.config.formats import FILE, GGUF
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import (
     CudaArray,
@@ -28,18 +27,21 @@ from gpt2block.cuda.arrays import (
     device_attribute,
     row_alignment,
 )
+from gpt2block.cuda.formats import FILE, GGUF
 from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops import _linear_gguf as blocks
-from gpt2block.ops import _linear_hopper as hopper
-from gpt2block.ops import _linear_matvec as matvec
-from gpt2block.ops import _linear_mma as mma
-from gpt2block.ops import _linear_mma_tiles as mma_tiles
-from gpt2block.ops import _linear_tiles as tiles
-from gpt2block.ops._epilogues import Ends, add, append, append_rope
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.models.weights.two_part import TwoPartMatrix, scale_for
 from gpt2block.ops.call import CACHE, Call, UncheckedCall
-from gpt2block.ops.engines import SAME_ENGINE, least_weights
+from gpt2block.ops.engines import linear_gguf as blocks
+from gpt2block.ops.engines import linear_hopper as hopper
+from gpt2block.ops.engines import linear_matvec as matvec
+from gpt2block.ops.engines import linear_mma as mma
+from gpt2block.ops.engines import linear_mma_tiles as mma_tiles
+from gpt2block.ops.engines import linear_tiles as tiles
+from gpt2block.ops.engines.epilogues import Ends, add, append, append_rope
+from gpt2block.ops.engines.thresholds import SAME_ENGINE, least_weights
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gather import GATHER, GATHER_NORM
 from gpt2block.ops.gguf import chunk_sums
@@ -62,8 +64,6 @@ from gpt2block.ops.products import (
 )
 from gpt2block.ops.terms import CHUNK, Terms, check_terms, count_define, rounds, stored_scale
 from gpt2block.ops.warm import call
-from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 
 FEW_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
 MORE_ROWS = 16  # maximum rows with fused LayerNorm; for more, mma_tiles can be faster than mma

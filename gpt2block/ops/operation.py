@@ -117,10 +117,10 @@ class Workload:
     required inputs. `small` lists sizes for checks that are not multiples of blocks and vectors,
     each with the attributes that differ from `attrs`.
 
-    A user's kernel (`gpt2block.mine`) has the arguments of the contract. `arrays` maps names in the
-    contract to other names in the kernels; users may use both. `aliases` are additional names of an
-    array, or of a number computed from sizes and attributes. `further` computes the exact values of
-    optional outputs from the inputs in float64 and the attributes.
+    A user's kernel (`gpt2block.judge`) has the arguments of the contract. `arrays` maps names in
+    the contract to other names in the kernels; users may use both. `aliases` are additional names
+    of an array, or of a number computed from sizes and attributes. `further` computes the exact
+    values of optional outputs from the inputs in float64 and the attributes.
     """
 
     document: str = "gpt2block"  # project or document that the operation and its kernels come from

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from gpt2block.cuda.arrays import check_address, compute_capability
 from gpt2block.cuda.kernels import TWO_PART, WEIGHTS, Defines
+from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import UnsupportedCall
-from gpt2block.weights.matrix import WeightMatrix
 
 MMA_CAPABILITY = 80  # lowest compute capability with mma.sync of 16-bit floats and K = 16
 HOPPER_CAPABILITY = 90  # the only compute capability that has wgmma

@@ -25,9 +25,9 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops._rows import WARP, power_of_two
 from gpt2block.ops.attention import checked_heads
 from gpt2block.ops.call import CACHE, Call
+from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Workload, variant
 from gpt2block.ops.rope import FILLED, MAX_BATCH
 from gpt2block.ops.rope_qkv import CHANNELS, HEADS

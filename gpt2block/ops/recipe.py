@@ -15,9 +15,9 @@ import numpy as np
 from gpt2block.cuda.arrays import arrays_of
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import TensorMap
-from gpt2block.weights.gguf import GgufMatrix
-from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import TwoPartMatrix
+from gpt2block.models.weights.gguf import GgufMatrix
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.models.weights.two_part import TwoPartMatrix
 
 ALIGNED = 16  # bytes: the largest alignment that an operation distinguishes
 

@@ -11,7 +11,6 @@ from functools import lru_cache
 from math import ceil, gcd
 
 from gpt2block.checks import check_choice
-from gpt2block.config.formats import GGUF
 from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
@@ -23,12 +22,13 @@ from gpt2block.cuda.arrays import (
     in_rows,
     row_alignment,
 )
+from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import STORAGE, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops._linear_mma import HALF_SPLITS
-from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
 from gpt2block.ops.call import Call, UncheckedCall, storage
+from gpt2block.ops.engines.linear_mma import HALF_SPLITS
+from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, check_rows, share
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call

@@ -28,10 +28,11 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import FP8, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops import _rmsnorm_hopper as hopper
-from gpt2block.ops import _rmsnorm_matvec as matvec
-from gpt2block.ops import _rmsnorm_mma as mma
+from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.call import Call, UncheckedCall, storage
+from gpt2block.ops.engines import rmsnorm_hopper as hopper
+from gpt2block.ops.engines import rmsnorm_matvec as matvec
+from gpt2block.ops.engines import rmsnorm_mma as mma
 from gpt2block.ops.operation import (
     Inputs,
     Operation,
@@ -46,7 +47,6 @@ from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rope import OPERATION as ROPE
 from gpt2block.ops.rope import check_rotation, exponent_step
 from gpt2block.ops.warm import call
-from gpt2block.weights.matrix import WeightMatrix
 
 DTYPES = ("float16", "bfloat16", "float32", *FP8)
 MAX_BLOCKS = 65535  # maximum blocks along the grid's second axis

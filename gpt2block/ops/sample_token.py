@@ -20,8 +20,8 @@ from gpt2block.cuda.arrays import Bound, CudaArray, compute_capability, contiguo
 from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops._rows import MAX_ROWS, check_rows
 from gpt2block.ops.call import FIXED, Call, UncheckedCall
+from gpt2block.ops.engines.rows import MAX_ROWS, check_rows
 from gpt2block.ops.guesses import TAKE_GUESSES
 from gpt2block.ops.operation import Inputs, Operation, Workload, variant
 from gpt2block.ops.products import HOPPER_CAPABILITY

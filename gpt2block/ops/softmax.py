@@ -12,8 +12,14 @@ from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_a
 from gpt2block.cuda.kernels import Defines, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops._rows import LONGEST_IN_REGISTERS, THREADS, check_rows, power_of_two, share
 from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.engines.rows import (
+    LONGEST_IN_REGISTERS,
+    THREADS,
+    check_rows,
+    power_of_two,
+    share,
+)
 from gpt2block.ops.operation import (
     Operation,
     Sizes,

@@ -9,9 +9,9 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
+from gpt2block.models.weights.conversions import STORE_FILE, check_sizes, store
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import REQUIRED, Operation, variant
-from gpt2block.weights.conversions import STORE_FILE, check_sizes, store
 
 TRANSPOSED = Contract.parse("w any R C -> out? dtype C R")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpt2block.config.formats import GGUF
+from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import FP8, TWO_PART, Defines
 from gpt2block.errors import InputError
-from gpt2block.weights.gguf import UNIT
+from gpt2block.models.weights.gguf import UNIT
 
 KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # dtype of terms → constant of lib/terms.cuh
 LINE = 64  # channels per line of terms in the order of wgmma

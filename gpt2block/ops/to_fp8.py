@@ -12,13 +12,13 @@ from gpt2block.cuda.arrays import CudaArray, contiguous
 from gpt2block.cuda.kernels import FP8, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
+from gpt2block.models.weights import conversions
+from gpt2block.models.weights.conversions import ABSMAX_FILE, ELEMENTS, FP8_FILE, LAYOUTS
+from gpt2block.models.weights.gguf import GgufMatrix
+from gpt2block.models.weights.matrix import check_layout
 from gpt2block.ops import gguf
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
-from gpt2block.weights import conversions
-from gpt2block.weights.conversions import ABSMAX_FILE, ELEMENTS, FP8_FILE, LAYOUTS
-from gpt2block.weights.gguf import GgufMatrix
-from gpt2block.weights.matrix import check_layout
 
 NORMS_FILE = "fp8/row_norms.cu"
 NORMS_BLOCK = 256

@@ -8,8 +8,8 @@ from __future__ import annotations
 from gpt2block.cuda.arrays import CudaArray, contiguous
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
-from gpt2block.ops._rows import check_rows
 from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.engines.rows import check_rows
 from gpt2block.ops.operation import Operation, variant
 from gpt2block.ops.warm import call
 from gpt2block.sampling import MOST_ALTERNATIVES, check_alternatives

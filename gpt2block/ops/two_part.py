@@ -12,16 +12,16 @@ from gpt2block.cuda.arrays import CudaArray, contiguous
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call, UncheckedCall, storage
-from gpt2block.ops.operation import Operation, variant
-from gpt2block.weights import conversions
-from gpt2block.weights.conversions import (
+from gpt2block.models.weights import conversions
+from gpt2block.models.weights.conversions import (
     LARGEST_OPERAND,
     TWO_PART_FILE,
     TWO_PART_WARPS,
     vector_width,
 )
-from gpt2block.weights.two_part import TwoPartMatrix
+from gpt2block.models.weights.two_part import TwoPartMatrix
+from gpt2block.ops.call import Call, UncheckedCall, storage
+from gpt2block.ops.operation import Operation, variant
 
 TAKE_FILE = "elementwise/take_rows.cu"
 JOIN_THREADS = 256  # maximum threads per block of join_rows and take_rows

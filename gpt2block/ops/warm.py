@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, arrays_of
+from gpt2block.models.weights.two_part import TwoPartMatrix
 from gpt2block.ops.operation import Operation
 from gpt2block.ops.recipe import Recipe, addresses_of, seen
-from gpt2block.weights.two_part import TwoPartMatrix
 
 MOST = 4096  # maximum number of cached calls; the oldest is dropped first
 

@@ -19,9 +19,9 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import mapped
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import Argument, InputError
+from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.operation import Operation, Variant
 from gpt2block.sampling import Sampling, draw, masses, random_bits
-from gpt2block.weights.matrix import WeightMatrix
 
 MARGIN = 2.0**-10  # change of random number u and of top_p that changes no token of `draw_stable`
 

@@ -92,7 +92,7 @@ __device__ __forceinline__ unsigned scale_word(const Block& b, int t) {
 }
 
 // Returns a bound of a weight's magnitude, |d s| FARTHEST + |dmin m|, as the bits of a float, rounded as in
-// gpt2block.weights.gguf. As an integer, NaN is larger than any number.
+// gpt2block.models.weights.gguf. As an integer, NaN is larger than any number.
 __device__ __forceinline__ int magnitude(float2 d, float s, float m) {
     const float sum = __fadd_rn(__fmul_rn(fabsf(__fmul_rn(d.x, s)), (float)FARTHEST), fabsf(__fmul_rn(d.y, m)));
     return __float_as_int(sum) & 0x7fffffff;

@@ -10,10 +10,10 @@
 //   Q5_K     256    8           d s q - dmin m       5      s and m: 6 bits, per sub-block of 32
 //   Q6_K     256    16          d s (q - 32)         6      s: 8 bits with a sign, per sub-block of 16
 //
-// d, m of Q4_1 and Q5_1, and dmin are float16. gguf.py in gpt2block/weights reorders the bytes of a file into the
-// fragment layout of mma.sync. A tile is 8 rows by 128 values along K. From row g (0..7) and each chunk of 32 values
-// along K, lane 4 g + t (t = 0..3) holds the codes at positions 2 t and 2 t + 1 of each group of eight values. Two such
-// pairs are the lane's operand of one mma instruction.
+// d, m of Q4_1 and Q5_1, and dmin are float16. gguf.py in gpt2block/models/weights reorders the bytes of a file into
+// the fragment layout of mma.sync. A tile is 8 rows by 128 values along K. From row g (0..7) and each chunk of 32
+// values along K, lane 4 g + t (t = 0..3) holds the codes at positions 2 t and 2 t + 1 of each group of eight values.
+// Two such pairs are the lane's operand of one mma instruction.
 //
 //   tile     [ 32 lanes x 4 words: low 4 bits ] [ 32 lanes x 4 or 8 bytes: high bits ] [ 8 rows: scales ]
 //   word     codes of one chunk, 4 bits each: bits 0-15 hold codes 0, 2, 4, 6, and bits 16-31 codes 1, 3, 5, 7

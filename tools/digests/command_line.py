@@ -16,8 +16,8 @@ from typing import Any
 
 import typer
 
-from gpt2block import cli
-from gpt2block.cli.app import application
+from gpt2block.apps import cli
+from gpt2block.apps.cli.app import application
 
 Made = Iterator[tuple[str, Any]]
 

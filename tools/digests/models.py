@@ -24,8 +24,8 @@ from gpt2block import (
     Score,
     from_pretrained,
 )
-from gpt2block.config.formats import DTYPES
-from gpt2block.run.model import start_all
+from gpt2block.cuda.formats import DTYPES
+from gpt2block.engine.model import start_all
 
 from .blocks import blocks
 

@@ -12,8 +12,8 @@ import tokenizers as hugging_face
 
 from fuzzing import Area, Rng, accepted, attempt, check, check_equal
 from fuzzing.vocabularies import CHARACTERS, added_token, byte_level, piece_spec, spec_of
-from gpt2block.chat.template import ChatTemplate
-from gpt2block.tokenizers import tokenizer
+from gpt2block.engine.chat.template import ChatTemplate
+from gpt2block.files.tokenizers import tokenizer
 
 _TEMPLATES = Path(__file__).parents[2] / "tests" / "chat_templates"
 _TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -34,10 +34,10 @@ from fuzzing import gpt2 as plain
 from fuzzing.configs import Rules, check_logits, rules
 from fuzzing.values import NUMBERS, TEXTS, damage, odd_text, odd_value, replace, spoil_json
 from gpt2block import GPT2, LlamaConfig, RopeScaling
-from gpt2block.architectures.gemma3 import Gemma3Config
-from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.errors import CheckpointError
-from gpt2block.parameters.arrays import random_model
+from gpt2block.files.checkpoints import Checkpoint, save_pretrained
+from gpt2block.files.parameters.arrays import random_model
+from gpt2block.models.architectures.gemma3 import Gemma3Config
 
 PICKLED = {  # files that PyTorch wrote, and the dtype of their tensors
     **{f"{kind}-{dtype}.bin": dtype for kind in ("zip", "legacy")
@@ -60,7 +60,7 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16}
 def case(rng: Rng, folder: Path) -> None:
     kinds = [_hugging_face] * 6 + [_sharded] * 2 + [_llm_c] * 2 + [_rewritten] * 2
     kinds += [_odd_name, _odd_target, _hostile, _no_checkpoint]
-    if PICKLES.is_dir() and find_spec("gpt2block.checkpoints.pickles"):
+    if PICKLES.is_dir() and find_spec("gpt2block.files.checkpoints.pickles"):
         kinds += [_pickle] * 2
     rng.pick(*kinds)(rng, folder)
 

@@ -15,7 +15,7 @@ import numpy as np
 from fuzzing import Area, Difference, Refused, Rng, check, check_equal, check_message
 from fuzzing.bulk import model, model_folder
 from fuzzing.values import TEXTS, odd_text, replace
-from gpt2block import cli
+from gpt2block.apps import cli
 
 EXIT_CODES = (0, 1, 2, 130, 141)
 SUBPROCESSES = 0.005  # share of the cases, as each takes a second

@@ -14,8 +14,8 @@ from fuzzing import Area, Rng, accepted, attempt, check, check_equal
 from fuzzing import gpt2 as plain
 from fuzzing.values import odd_value, replace
 from gpt2block import GPT2
-from gpt2block.checkpoints import Checkpoint
-from gpt2block.config import GPT2Config, ModelConfig
+from gpt2block.files.checkpoints import Checkpoint
+from gpt2block.models.config import GPT2Config, ModelConfig
 
 NAMES = {
     "n_layer": ("n_layer", "num_hidden_layers"),

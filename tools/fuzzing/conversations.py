@@ -15,10 +15,10 @@ import tiktoken
 from fuzzing import Area, Refused, Rng, attempt, check, check_equal, refuses
 from fuzzing.values import odd_text, spoil, spoil_json
 from gpt2block import GPT2, GPT2Config, GPT2Weights
-from gpt2block.chat.conversation import Conversation
-from gpt2block.chat.template import ChatTemplate
-from gpt2block.generation.generate import generate
-from gpt2block.generation.options import Options
+from gpt2block.engine.chat.conversation import Conversation
+from gpt2block.engine.chat.template import ChatTemplate
+from gpt2block.engine.generation.generate import generate
+from gpt2block.engine.generation.options import Options
 
 _N_CTX = 56
 _SOURCE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}>"

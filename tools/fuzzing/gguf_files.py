@@ -14,8 +14,8 @@ from fuzzing import Area, Rng, attempt, check, check_equal, refuses
 from fuzzing.gguf_writer import metadata_of, tensors_of, tokenizer_keys, write
 from fuzzing.values import damaged
 from gpt2block import LlamaConfig, LlamaWeights
-from gpt2block.checkpoints import Checkpoint
-from gpt2block.tokenizers import tokenizer
+from gpt2block.files.checkpoints import Checkpoint
+from gpt2block.files.tokenizers import tokenizer
 
 _SPECIAL = (0, 1, 2, 7, 8, 9, 12, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1)
 _WORDS = ("<unk>", "a", "b", "ab", "▁", "▁a", "aba", "c")

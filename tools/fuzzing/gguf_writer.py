@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, TokenType, quant_shape_from_byte_shape
 from numpy.typing import NDArray
 
-from gpt2block.checkpoints import Checkpoint, TensorSource, gguf_saving
+from gpt2block.files.checkpoints import Checkpoint, TensorSource, gguf_saving
 
 
 def tensors_of(model: TensorSource) -> dict[str, NDArray[Any]]:

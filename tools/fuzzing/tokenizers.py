@@ -32,8 +32,8 @@ from fuzzing.vocabularies import (
     template,
 )
 from gpt2block import GPT2
-from gpt2block.checkpoints import Checkpoint, save_pretrained
-from gpt2block.tokenizers import tokenizer
+from gpt2block.files.checkpoints import Checkpoint, save_pretrained
+from gpt2block.files.tokenizers import tokenizer
 
 _PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 _NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 does not have

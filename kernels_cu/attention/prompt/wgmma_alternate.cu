@@ -18,7 +18,7 @@
 //
 // Blocks of 64 queries read keys and values from the L2 cache twice as often as blocks of 128, and the next tile does
 // not overlap the end of the current tile. Therefore this kernel is faster only if there are few tiles, or one or two
-// tiles per sequence. gpt2block/ops/_attention_tiles.py estimates the times of both kernels.
+// tiles per sequence. gpt2block/ops/engines/attention_tiles.py estimates the times of both kernels.
 //
 // On an NVIDIA H200, one sequence, 12 heads, causal, bfloat16, us (attention/prompt/wgmma.cu in parentheses): T = 64:
 // 3.5 (4.3), T = 256: 4.5 (6.0), T = 512: 5.9 (8.3), T = 1024: 8.8 (13.1), T = 1536: 14.9 (17.7); B = 8, T = 1024: 53.1

@@ -34,7 +34,7 @@
 // Any M and N; the size of a row of W is a multiple of 16 bytes; arrays are aligned to 16 bytes.
 //
 // grid (DT_CLUSTER * ceil(M / DT_ROWS) * ceil(N / DT_COLUMNS)), block (32 * DT_WARPS_M * DT_WARPS_N). `shared_bytes` of
-// gpt2block/ops/_linear_mma_tiles.py computes the dynamic shared memory.
+// gpt2block/ops/engines/linear_mma_tiles.py computes the dynamic shared memory.
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
 #include "lib/overlap.cuh"

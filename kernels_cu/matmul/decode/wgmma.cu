@@ -27,8 +27,8 @@
 // sub-tile i (16 columns by 4 rows) and adds them in order.
 //
 // Any M and N; K is a multiple of 64. grid (DH_SHARES * DH_SPLITS * ceil(M / TERM_ROWS) * ceil(N / (COLUMNS *
-// DH_SHARES))), block (128 * DH_GROUPS * DH_TEAMS + 32), or 512 with DH_GROUPS 3. gpt2block/ops/_linear_hopper.py
-// chooses the constants and computes the dynamic shared memory.
+// DH_SHARES))), block (128 * DH_GROUPS * DH_TEAMS + 32), or 512 with DH_GROUPS 3.
+// gpt2block/ops/engines/linear_hopper.py chooses the constants and computes the dynamic shared memory.
 //
 // On an NVIDIA H200, float16 weights of Llama 7B, in us for 1, 16 and 64 rows, in a version whose epilogue was
 // unrolled. In brackets: the time to read the weights at the rate of a memory copy; then the times of

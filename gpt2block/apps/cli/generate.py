@@ -1,0 +1,209 @@
+"""`gpt2block generate`: continue a text.
+
+Modules that are slow to import are imported where they are used, so that the first token comes
+early.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from gpt2block.apps.cli.codes import INTERRUPTED
+from gpt2block.apps.cli.display import print_json, shown, working
+from gpt2block.apps.cli.model import (
+    ModelOptions,
+    TextOptions,
+    draft_option,
+    load_draft,
+    load_model,
+    model_facts,
+    special_option,
+)
+from gpt2block.apps.cli.options import argument, json_option, option
+from gpt2block.apps.cli.texts import read_text
+from gpt2block.apps.cli.writer import Writer
+from gpt2block.engine.generation.options import Options
+from gpt2block.errors import InputError
+from gpt2block.files.checkpoints import BUNDLED_NAMES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpt2block.engine.generation.generate import Run
+    from gpt2block.engine.generation.rows import Row
+    from gpt2block.model import Model
+
+DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # default prompt of the bundled models
+MOST_PROMPT = 2**24  # maximum bytes of a prompt: 16 MiB
+
+
+@dataclass(frozen=True)
+class RunOptions(TextOptions):
+    stop_ids: list[int] = option(
+        "Stop at this token id, may be given several times; by default the end tokens of the "
+        "model, such as <|endoftext|>.",
+        (),
+        "--stop-id",
+    )
+
+
+def generate(
+    prompt: str | None = argument("Text to continue; - or none: stdin without its last newline."),
+    ids: bool = option(
+        "Read the prompt as token ids, such as 1,2,3 or '1 2 3', and write ids; needs no "
+        "tokenizer.",
+        False,
+        "--ids",
+    ),
+    special: bool = special_option(),
+    *,
+    model: ModelOptions,
+    options: RunOptions,
+    draft_model: str | None = draft_option(),
+    logprobs: bool = option("Also print each token's log-probability.", False, "--logprobs"),
+    as_json: bool = json_option(),
+) -> None:
+    """Continue a text, and print each token as it is generated.
+
+    The prompt and its continuation go to stdout, the speed to stderr. Ctrl-C ends the text.
+    """
+    from gpt2block.engine.generation.generate import Run  # noqa: PLC0415
+    from gpt2block.files.tokenizers.tokenizer import token_ids  # noqa: PLC0415
+
+    clock = Stopwatch(perf_counter())
+    if ids and special:
+        raise InputError("--special: expected a text, got --ids")
+    asked = Options.of(asdict(options) | {"stop_ids": options.stop_ids or None})
+    default = "" if ids or model.model not in BUNDLED_NAMES else DEFAULT_PROMPT
+    text = _prompt(prompt, default)
+    start: Any = _read_ids(text) if ids else text
+    hint = None if ids else "--ids takes token ids instead of text"
+    loaded, encoding = load_model(model, hint)
+    load_draft(loaded, model, draft_model, options.speculate)
+    if special:
+        start = token_ids(encoding, text, loaded.config.vocab_size, "prompt", special=True)
+    run = Run(loaded.engine, encoding, start, asked)
+    beginning = " ".join(map(str, start.tolist())) if ids else text
+    writer = None if as_json else Writer(run.rows, beginning, ids)
+    interrupted = _follow(run, clock, writer)
+    if writer is None:
+        print_json(
+            {
+                **model_facts(loaded),
+                "prompt": start.tolist() if ids else text,
+                "seed": options.seed,
+                "samples": [_sample(row, encoding is not None) for row in run.rows],
+                "seconds_to_first_token": clock.to_first,
+                "tokens_per_second": clock.rate,
+            }
+        )
+    else:
+        writer.rest(logprobs)
+        line = _summary(loaded, options.seed, run, clock)
+        Console(stderr=True, highlight=False).print(shown(line), style="dim", soft_wrap=True)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+@dataclass
+class Stopwatch:
+    """The times of the command's start and its first and last token, and counts of tokens."""
+
+    begun: float
+    at_first: int = 0  # number of tokens that the first step generated: one per row
+    first: float | None = None
+    last: float = 0.0
+    tokens: int = 0
+
+    def tick(self, row: Row) -> None:
+        """Count a new token of the continuation `row`, and record its time."""
+        self.last = perf_counter()
+        self.first = self.first or self.last
+        if self.at_first == self.tokens and len(row.tokens) == 1:
+            self.at_first += 1
+        self.tokens += 1
+
+    @property
+    def to_first(self) -> float | None:
+        """Seconds to the first token, including the loading of the model."""
+        return None if self.first is None else self.first - self.begun
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second after the first step, which generates one token per row (sample)."""
+        if self.first is None or self.tokens <= self.at_first:
+            return None
+        return (self.tokens - self.at_first) / (self.last - self.first)
+
+
+def _follow(run: Run, clock: Stopwatch, writer: Writer | None) -> bool:
+    """Generate all tokens. Return True if Ctrl-C ended the generation early.
+
+    The first Ctrl-C closes the rows, a second one raises KeyboardInterrupt.
+    """
+    with ExitStack() as first:  # contexts that end at the first token
+        step = f"reading {len(run.rows[0].prompt):,} tokens"
+        first.enter_context(working(lambda: step, hidden=writer is None))
+        try:
+            for row in run:
+                first.close()
+                clock.tick(row)
+                if writer:
+                    writer.show(row)
+        except KeyboardInterrupt:
+            for row in run.rows:
+                row.close()
+            return True
+    return False
+
+
+def _summary(loaded: Model[Any], seed: int, run: Run, clock: Stopwatch) -> str:
+    """Return one line: model, device, tokens, speed, seed, and why each continuation ended."""
+    rate = f", {clock.rate:,.1f} tokens/s" if clock.rate else ""
+    first = f", first after {clock.to_first:.2f} s" if clock.to_first else ""
+    ends = ", ".join(dict.fromkeys(row.finish_reason or "interrupted" for row in run.rows))
+    if any(row.finish_reason == "context" for row in run.rows):
+        ends += f" (all {loaded.config.n_ctx} tokens used: --overflow truncate continues)"
+    return (
+        f"{loaded.name}, {loaded.dtypes}, {loaded.device}: {clock.tokens} tokens{rate}{first}; "
+        f"seed {seed}; ended: {ends}"
+    )
+
+
+def _sample(row: Row, has_text: bool) -> dict[str, Any]:
+    """Return a sample for JSON. finish_reason: None after Ctrl-C. text: None without tokenizer."""
+    return {
+        "text": row.text if has_text else None,
+        "tokens": row.tokens,
+        "logprobs": row.logprobs,
+        "finish_reason": row.finish_reason,
+    }
+
+
+def _prompt(given: str | None, default: str) -> str:
+    """Return the prompt argument, else stdin unless it is a terminal or empty, else `default`."""
+    if given not in (None, "-"):
+        return given or ""
+    if given == "-" or not sys.stdin.isatty():
+        text = read_text("-", MOST_PROMPT).removesuffix("\n").removesuffix("\r")
+        if text or given == "-":
+            return text
+    return default
+
+
+def _read_ids(text: str) -> NDArray[np.int64]:
+    """Parse decimal token ids separated by commas and white space."""
+    words = re.findall(r"[^\s,]+", text)
+    wrong = next((word for word in words if not re.fullmatch("[0-9]{1,18}", word)), None)
+    if wrong is not None:
+        raise InputError(f"--ids: expected token ids such as 1,2,3, got {wrong!r}")
+    return np.array([int(word) for word in words], np.int64)

@@ -1,0 +1,189 @@
+"""`gpt2block info`: show a model's sizes, end tokens, memory and tensors, from its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from itertools import groupby
+from math import prod
+from operator import itemgetter
+from typing import Any
+
+from gpt2block.apps.cli import complete
+from gpt2block.apps.cli.display import (
+    console,
+    megabytes,
+    new_table,
+    on_each_gpu,
+    print_facts,
+    print_json,
+    print_table,
+    shown,
+)
+from gpt2block.apps.cli.model import model_option, revision_option
+from gpt2block.apps.cli.options import argument, json_option, option, option_of
+from gpt2block.checks import check_integer
+from gpt2block.cuda.doctor import MOST_GPUS
+from gpt2block.cuda.formats import (
+    CACHE_WITH_FP8,
+    FILE,
+    FormatOptions,
+    Formats,
+    itemsize,
+    with_cache,
+)
+from gpt2block.errors import InputError
+from gpt2block.files.checkpoints import BUNDLED, Checkpoint
+
+
+def info(
+    model: str | None = argument(
+        f"As in generate --model; by default {BUNDLED}.", complete=complete.models
+    ),
+    named: str | None = model_option(None, "--model"),
+    revision: str | None = revision_option(),
+    kv_dtype: str | None = option_of(FormatOptions, "kv_dtype"),
+    gpus: int = option("Also show the memory on each GPU if this many GPUs divide the model.", 1),
+    as_json: bool = json_option(),
+) -> None:
+    """Show the sizes, end tokens, memory and tensors of a model, without reading tensor data."""
+    from gpt2block.engine.cuda.several_bytes import bytes_by_gpu  # noqa: PLC0415
+    from gpt2block.engine.model import weight_bytes  # noqa: PLC0415
+    from gpt2block.files.tokenizers.tokenizer import sources_of_end_tokens  # noqa: PLC0415
+
+    given = [each for each in (model, named) if each is not None]
+    if len(given) > 1:
+        raise InputError("--model: expected the model as the argument or as this option, not both")
+    checkpoint = Checkpoint.open(given[0] if given else BUNDLED, revision)
+    c = checkpoint.config
+    per_token = 2 * c.n_layer * c.kv_width
+    memory: dict[str, dict[str, Any]] = {
+        formats.dtype: {
+            "weights": weight_bytes(c, formats),
+            "kv_cache_dtype": formats.cache_dtype,
+            "kv_cache_per_row": per_token * c.n_ctx * itemsize(formats.cache_dtype),
+        }
+        for formats in with_cache(kv_dtype)
+    }
+    check_integer("gpus", gpus, 1, MOST_GPUS, f"1 to {MOST_GPUS}")
+    in_blocks = checkpoint.nbytes_in_blocks
+    if in_blocks and CACHE_WITH_FP8 in memory:  # FILE allows the kv_dtypes that float16 allows
+        memory[FILE] = {**memory[CACHE_WITH_FP8], "weights": in_blocks}
+    for dtype, sizes in memory.items() if gpus > 1 else ():
+        formats = Formats(dtype, sizes["kv_cache_dtype"])
+        sizes["on_each_gpu"] = bytes_by_gpu(c, formats, gpus, checkpoint.stored)._asdict()
+    facts = {
+        "name": checkpoint.name,
+        "file": str(checkpoint.file),
+        "config": asdict(c),
+        "generation_config": checkpoint.generation_config(),
+        "end_tokens": [
+            {"id": token, "source": source}
+            for token, source in sources_of_end_tokens(checkpoint).items()
+        ],
+        "parameters": sum(prod(tensor.shape) for tensor in checkpoint.stored.values()),
+        "dtypes": sorted({name for each in checkpoint.stored.values() for name in each.types}),
+        "nbytes": checkpoint.nbytes,
+        "memory": memory,
+        "default_dtype": FormatOptions().resolved(in_blocks > 0).dtype,
+        "tensors": [
+            {
+                "name": name,
+                "in_file": tensor.label,
+                "shape": tensor.shape,
+                "dtype": ", ".join(tensor.types),
+                "layout": tensor.layout,
+            }
+            for name, tensor in checkpoint.stored.items()
+        ],
+    }
+    if as_json:
+        print_json(facts)
+    else:
+        _print_info(checkpoint, facts)
+
+
+def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
+    c = checkpoint.config
+    tied = "tied to the embedding" if c.tie_word_embeddings else "a separate matrix"
+    n_kv_head = c.kv_width // c.head_size
+    grouped = f" ({n_kv_head} of keys and values)" if n_kv_head != c.n_head else ""
+    print_facts(
+        {
+            "model": checkpoint.name,
+            "file": str(checkpoint.file),
+            "sizes": f"{c.n_layer} blocks, width {c.n_embd}, {c.n_head} heads of {c.head_size}"
+            f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
+            **_rope_facts(getattr(c, "scaling", None)),
+            "parameters": f"{facts['parameters']:,}",
+            "stored": f"{', '.join(facts['dtypes'])}, {megabytes(facts['nbytes'])}",
+            **_generation_facts(facts["end_tokens"], facts["generation_config"]),
+        }
+    )
+    out = console()
+    table = new_table(("dtype on a GPU", "weights", f"kv_cache, a row of {c.n_ctx}"))
+    divided: Any = None  # a table, if the model is on several GPUs
+    for dtype, sizes in facts["memory"].items():
+        cache = f"{megabytes(sizes['kv_cache_per_row'])} {sizes['kv_cache_dtype']}"
+        named = f"{dtype}, the default" if dtype == facts["default_dtype"] else dtype
+        table.add_row(named, megabytes(sizes["weights"]), cache)
+        if own := sizes.get("on_each_gpu"):
+            title = f"dtype on each of {len(own['weights'])} GPUs"
+            divided = divided or new_table((title, "weights", "kv_cache, a token"))
+            divided.add_row(named, *on_each_gpu(**own))
+    for each in filter(None, (table, divided)):
+        out.print()
+        print_table(out, each)
+    out.print("On the CPU every dtype but file takes the memory of float32.")
+    if facts["default_dtype"] == FILE:
+        out.print("Before compute capability 8.0, and on the CPU, the default is float32.")
+    table = new_table(("tensor", "shape", "stored as", "in the file"))
+    for tensor in _without_repetition(facts["tensors"], c.n_layer):
+        shape = "x".join(map(str, tensor["shape"]))
+        table.add_row(tensor["name"], shape, tensor["dtype"], shown(tensor["in_file"]))
+    out.print()
+    print_table(out, table)
+
+
+def _generation_facts(
+    ends: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return lines: the end tokens, and generation_config.json's settings except token ids."""
+    named = [
+        f"{', '.join(str(end['id']) for end in same)} ({source})"
+        for source, same in groupby(ends, key=itemgetter("source"))
+    ]
+    facts = {"end tokens": ", ".join(named)} if ends else {}
+    others = ", ".join(
+        f"{name} {json.dumps(value)}"
+        for name, value in settings.items()
+        if not name.endswith("_token_id") and not name.startswith(("_", "transformers_"))
+    )
+    return facts | ({"suggested": f"{others}; not applied"} if others else {})
+
+
+def _rope_facts(scaling: Any) -> dict[str, str]:
+    """Return a line: the kind of RoPE scaling, and its numbers that differ from defaults."""
+    if scaling is None:
+        return {}
+    values = {each.name: getattr(scaling, each.name) for each in fields(scaling)
+              if getattr(scaling, each.name) not in (each.default, 1)}  # fmt: skip
+    told = [f"{name.replace('_', ' ')} {value:g}" for name, value in values.items()
+            if isinstance(value, (int, float))]  # fmt: skip
+    return {"RoPE": ", ".join([f"{scaling.kind} scaling", *told])}
+
+
+def _without_repetition(tensors: list[dict[str, Any]], n_layer: int) -> Iterator[dict[str, Any]]:
+    """Yield tensors; of equal blocks only the first block's, with names such as "h.0 … h.11"."""
+    kinds: dict[str, set[tuple[Any, ...]]] = {}
+    for tensor in tensors:
+        kind = tensor["name"].rpartition(".")[2]
+        kinds.setdefault(kind, set()).add((tuple(tensor["shape"]), tensor["dtype"]))
+    alike = n_layer > 1 and all(len(found) == 1 for found in kinds.values())
+    for tensor in tensors:
+        block, _, kind = tensor["name"].rpartition(".")
+        if not (alike and block):
+            yield tensor
+        elif block == "h.0":
+            yield {**tensor, "name": f"h.0 … h.{n_layer - 1}: {kind}"}

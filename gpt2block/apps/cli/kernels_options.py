@@ -1,0 +1,97 @@
+"""The options of `gpt2block kernels`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt2block.apps.cli import complete
+from gpt2block.apps.cli.options import argument, json_option, option, path_option
+
+OWN = "Your own kernel"
+
+
+@dataclass(frozen=True)
+class KernelsOptions:
+    operation: str | None = argument(
+        "An operation, whose variants are listed and run; without it, all operations are listed.",
+        complete=complete.operations,
+    )
+    variant: str | None = option(
+        "One variant; by default all variants.", complete=complete.variants
+    )
+    shape: str | None = option("Sizes that differ from the default ones, such as B=1,T=128.")
+    sweep: bool = option("Time every block size of a variant.", False)
+    plot: Path | None = path_option("Sweep, and plot the rates by block size to this PNG file.")
+    dtype: str | None = option(
+        "Dtype of the arrays; float8_e5m2 and float8_e4m3fn are for weights.",
+        complete=complete.dtypes,
+    )
+    layout: str | None = option("Memory layout of the weights: KN or NK.")
+    device: str | None = option(
+        "cuda, or cpu: an emulator, which checks results at small sizes. By default the GPU if "
+        "there is one.",
+        complete=complete.devices,
+    )
+    source: str | None = option(
+        "Print the source of a variant, given by name or by position, starting at 1.",
+        complete=complete.variants,
+    )
+    counters: bool = option(
+        "Count accesses to memory, bank conflicts and other events of each variant, on the CPU at "
+        "reduced sizes; with --mine of each line of your kernel and of the fastest variant.",
+        False,
+        "--counters",
+    )
+    as_json: bool = json_option()
+
+
+@dataclass(frozen=True)
+class OwnOptions:
+    """Options for a user's own kernel, which the help shows in a separate panel."""
+
+    mine: Path | None = path_option(
+        "Check a kernel of your own; on a GPU, time it together with the variants.",
+        metavar="FILE.cu",
+        rich_help_panel=OWN,
+    )
+    template: bool = option(
+        "Print a starter file: a slow but correct kernel.", False, "--template", rich_help_panel=OWN
+    )
+    solution: str | None = option(
+        "Print the solution of an exercise in docs/learn: 2.1 for exercise 1 of chapter 2, 2 for "
+        "the last one of chapter 2.",
+        metavar="CHAPTER[.EXERCISE]",
+        complete=complete.solutions,
+        rich_help_panel=OWN,
+    )
+    kernel: str | None = option("The kernel, if the file has several.", rich_help_panel=OWN)
+    grid: str | None = option(
+        "Blocks, such as 'ceil(N / 8)' or 'T, NH'; by default as the file says in a line // "
+        "launch: grid=... block=... shared=...",
+        rich_help_panel=OWN,
+    )
+    block: str | None = option("Threads of a block, such as 256 or '16, 16'.", rich_help_panel=OWN)
+    shared: str | None = option(
+        "Bytes of extern __shared__ memory, such as '4 * C'.", rich_help_panel=OWN
+    )
+    seed: int | None = option(
+        "Seed of the random sizes at which the kernel is checked; by default a new one.",
+        rich_help_panel=OWN,
+    )
+    why: bool = option(
+        "After a race, a divergent barrier, an access out of bounds or another problem, print the "
+        "steps of its threads.",
+        False,
+        "--why",
+        rich_help_panel=OWN,
+    )
+    why_page: Path | None = path_option(
+        "Write these steps to a page with the source, in which you can go forward and back.",
+        metavar="PAGE.html",
+        rich_help_panel=OWN,
+    )
+    args: str | None = option(
+        "The argument of each parameter, such as x,out,N,C; by default matched by name.",
+        rich_help_panel=OWN,
+    )

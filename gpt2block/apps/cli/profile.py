@@ -1,0 +1,222 @@
+"""`gpt2block profile`: trace the kernels of a few forward passes, and time each operation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from gpt2block.apps.cli import complete
+from gpt2block.apps.cli.display import (
+    console,
+    for_json,
+    new_table,
+    print_json,
+    print_table,
+    shown,
+    working,
+)
+from gpt2block.apps.cli.model import (
+    ModelOptions,
+    device_option,
+    load_model,
+    model_option,
+    revision_option,
+)
+from gpt2block.apps.cli.options import argument, json_option, option, path_option
+from gpt2block.checks import check_choice
+from gpt2block.cuda.formats import BY_DEFAULT, FormatOptions
+from gpt2block.errors import InputError
+from gpt2block.files.checkpoints import BUNDLED, Checkpoint
+from gpt2block.files.writing import check_file, write_file
+
+if TYPE_CHECKING:
+    from gpt2block.apps.profiling import PassTimes, Profile, TimedOperation
+    from gpt2block.block import Block, LlamaBlock
+    from gpt2block.model import Model
+
+WHAT = ("generate", "score", "block")
+FROM_CACHE = "% floor above 100: the bytes come from a cache, such as the L2, or stay in it"
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    model: str = model_option(BUNDLED)
+    revision: str | None = revision_option()
+    size: str | None = option(
+        "Random weights of gpt2, gpt2-medium, gpt2-large or gpt2-xl.", complete=complete.sizes
+    )
+    formats: FormatOptions = BY_DEFAULT
+    device: str | None = device_option()
+    rows: int = option("Sequences that are computed together.", 1)
+    tokens: int = option("Tokens of each sequence; with generate, of its prompt.", 64)
+    steps: int = option("New tokens of generate; passes of score and block.", 3)
+
+
+def profile(
+    what: str = argument("generate, score or block.", "generate", complete=complete.one_of(*WHAT)),
+    output: Path = path_option("The trace, JSON.", Path("trace.json"), "--output", "-o"),
+    *,
+    options: ProfileOptions,
+    as_json: bool = json_option(),
+) -> None:
+    """Time every kernel of a forward pass: print a table, and write a trace for Perfetto.
+
+    ui.perfetto.dev and chrome://tracing show the trace. generate: a prompt and the decoding of some
+    tokens; score: likelihoods of whole sequences; block: one block. The tokens are random, as the
+    times do not depend on them. On a CPU the steps run with NumPy.
+    """
+    from gpt2block.apps import profiling  # noqa: PLC0415  (slow to import)
+    from gpt2block.cuda.devices import resolve_devices  # noqa: PLC0415
+
+    check_choice("WHAT", what, WHAT)
+    check_file(output)
+    if options.size is not None and (options.model, options.revision) != (BUNDLED, None):
+        raise InputError("--size uses random weights: leave out --model and --revision")
+    if what == "block" and options.formats.kv_dtype is not None:
+        raise InputError("--kv-dtype: a block has no kv_cache: use it with generate or score")
+    sizes = options.rows, options.tokens, options.steps
+    profiling.check_sizes(*sizes)
+    of: Model[Any] | Block | LlamaBlock
+    with working():
+        if what == "block":
+            of, name, dtype = _block(options)
+            passes = profiling.of_block(of, *sizes)
+        else:
+            of, name, dtype = _model(options)
+            run = profiling.of_generate if what == "generate" else profiling.of_score
+            passes = run(of, *sizes)
+    rate = profiling.copy_gb_s(next(iter(resolve_devices(options.device)), None))
+    found = profiling.Profile(what, name, of.device, dtype, *sizes[:2], rate, passes)
+    write_file(output, json.dumps(for_json(profiling.trace(found))).encode())
+    if as_json:
+        print_json(_facts(found, output))
+    else:
+        _print(found, output)
+
+
+def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
+    """Load the model. Return the model, its name and its dtypes."""
+    if options.size is None:
+        chosen = options.model, options.revision, options.formats, options.device
+        loaded, _ = load_model(ModelOptions(*chosen), None)
+        return loaded, loaded.name, loaded.dtypes
+    from gpt2block.files.parameters.gpt2 import GPT2Weights  # noqa: PLC0415
+    from gpt2block.model import GPT2  # noqa: PLC0415
+    from gpt2block.models.config import size  # noqa: PLC0415
+
+    weights = GPT2Weights.random(0, size(options.size))
+    given = options.formats.resolved(in_blocks=False)
+    made = GPT2(weights, options.device, given.dtype, given.allow_nonfinite, given.kv_dtype)
+    return made, f"random weights, the shape of {options.size}", made.dtypes
+
+
+def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
+    """Load the first block of the model. Return the block, its name and its dtype."""
+    from gpt2block.block import Block, LlamaBlock  # noqa: PLC0415
+    from gpt2block.files.parameters.gpt2 import BlockWeights  # noqa: PLC0415
+    from gpt2block.files.parameters.llama import LlamaBlockWeights  # noqa: PLC0415
+    from gpt2block.models.config import size  # noqa: PLC0415
+    from gpt2block.models.config.llama import LlamaConfig  # noqa: PLC0415
+
+    made: Block | LlamaBlock
+    dtype = options.formats.resolved(in_blocks=False).dtype
+    where: dict[str, Any] = {"device": options.device, "dtype": dtype}
+    if options.size is not None:
+        made = Block(BlockWeights.random(0, size(options.size)), **where)
+        return made, f"random weights, the shape of {options.size}", made.dtype
+    checkpoint = Checkpoint.open(options.model, options.revision)
+    if isinstance(checkpoint.config, LlamaConfig):
+        made = LlamaBlock(LlamaBlockWeights.from_pretrained(checkpoint), **where)
+    else:
+        made = Block(BlockWeights.from_pretrained(checkpoint), **where)
+    return made, f"{checkpoint.name}, block 0", made.dtype
+
+
+def _facts(found: Profile, output: Path) -> dict[str, Any]:
+    """Return the object that --json prints."""
+    from gpt2block.apps import profiling  # noqa: PLC0415
+
+    kinds = profiling.kinds(found)
+    facts = {name: value for name, value in vars(found).items() if name != "passes"}
+    return {
+        **facts,
+        "trace": str(output),
+        "passes": [_with_bytes(profiling.pass_times(found, kind)) for kind in kinds],
+        "operations": [_with_bytes(row) for k in kinds for row in profiling.operations(found, k)],
+    }
+
+
+def _with_bytes(row: PassTimes | TimedOperation) -> dict[str, Any]:
+    """Return a row for JSON. `moved`: bytes of memory traffic (weights, activations, cache)."""
+    return {**asdict(row), "moved": row.moved._asdict()}
+
+
+def _print(found: Profile, output: Path) -> None:
+    from gpt2block.apps import profiling  # noqa: PLC0415
+
+    out = console()
+    out.print(f"device  {shown(found.device)}")
+    out.print(f"model   {shown(found.model)}, {found.dtype}")
+    out.print(f"input   {found.rows} x {found.tokens} random tokens")
+    out.print(f"floor   the time of a copy of as many bytes: {found.copy_gb_s:,.1f} GB/s here")
+    cached = False
+    for kind in profiling.kinds(found):
+        times = profiling.pass_times(found, kind)
+        rows = profiling.operations(found, kind)
+        _print_operations(out, rows, times)
+        _print_times(out, times)
+        cached |= any(row.of_floor is not None and row.of_floor > 1 for row in rows)
+    out.print()
+    if cached:
+        out.print(FROM_CACHE)
+    size = output.stat().st_size / 1e6
+    out.print(f"{shown(str(output))}  {size:.1f} MB: open it in ui.perfetto.dev", soft_wrap=True)
+
+
+def _print_operations(out: Console, rows: Sequence[TimedOperation], times: PassTimes) -> None:
+    """Print a table of the operations in forward passes of one kind (`times.kind`)."""
+    kind, count = times.kind, times.count
+    title = f"{kind}, the mean of {count}" if count > 1 else kind
+    figures = ("us alone", "us in pass", "share", "MB", "GB/s", "% floor")
+    table = new_table(("step", "kernel"), ("n", *figures), title)
+    for row in rows:
+        table.add_row(
+            row.step,
+            row.kernel,
+            f"{row.count:g}",
+            _own_us(row),
+            f"{row.added_us:,.1f}",
+            f"{row.share:.1%}",
+            f"{1e-6 * row.moved.total:,.3f}",
+            "" if row.gb_s is None else f"{row.gb_s:,.1f}",
+            "" if row.of_floor is None else f"{100 * row.of_floor:.0f}",
+        )
+    out.print()
+    print_table(out, table)
+
+
+def _own_us(row: TimedOperation) -> str:
+    from gpt2block.apps.profiling import RESOLUTION_US  # noqa: PLC0415
+
+    return f"{row.own_us:,.1f}" if row.own_us else f"< {row.count * RESOLUTION_US:,.1f}"
+
+
+def _print_times(out: Console, times: PassTimes) -> None:
+    """Print a forward pass's time as kernels' times plus gaps between kernels minus overlap."""
+    moved = times.moved
+    gaps = times.apart_us - times.own_us
+    line = f"alone {times.own_us:,.1f} us + gaps {gaps:,.1f} us"
+    if times.apart_us != times.us:
+        line += f" = one at a time {times.apart_us:,.1f} us"
+        line += f" - overlap {times.apart_us - times.us:,.1f} us"
+    out.print(f"{line} = a pass {times.us:,.1f} us")
+    parts = ", ".join(f"{name} {1e-6 * n:,.3f}" for name, n in moved._asdict().items())
+    out.print(
+        f"{1e-6 * moved.total:,.3f} MB ({parts}): floor {times.floor_us:,.1f} us, "
+        f"{times.floor_us / times.us:.0%} of the pass"
+    )

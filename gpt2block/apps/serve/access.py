@@ -1,0 +1,101 @@
+"""ASGI middleware: check each request's headers, give it an id, and log it in one line."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection
+from random import getrandbits
+from time import perf_counter
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gpt2block.apps.serve.log import log
+from gpt2block.apps.serve.protocol import ApiError
+from gpt2block.errors import printable, shown
+
+FRAMED_TWICE = ApiError(400, "expected Content-Length or Transfer-Encoding, got both")
+OVERLOADED = ApiError(
+    503, "the server has as many connections as it takes: try again later", code="overloaded"
+)
+OTHER_VERSION = ApiError(505, "the request: expected HTTP/1.1")
+REQUEST_ID = re.compile("[!-~]{1,128}")
+HOST = re.compile(r"(\[[^]]*\]|[^:]*)(:[0-9]*)?")
+HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    503: {"retry-after": "1"},  # value of the header, in seconds
+}
+
+
+def error_response(error: ApiError, **headers: str) -> JSONResponse:
+    """Return the HTTP response for an error."""
+    return JSONResponse(error.body, error.status, {**HEADERS.get(error.status, {}), **headers})
+
+
+def request_id(given: str = "") -> str:
+    """Return the X-Request-Id that the client sent, if it is short and printable, else a new id."""
+    return given if REQUEST_ID.fullmatch(given) else f"req-{getrandbits(128):032x}"
+
+
+class Access:
+    """Gives each request an id, logs it, and refuses ambiguous body lengths and unknown hosts.
+
+    hosts: names of the server in lower case, one of which must be a request's host; none: any host.
+
+    A proxy and this server may disagree where a request with both Content-Length and
+    Transfer-Encoding ends. The connection is closed (RFC 9112, section 6.1).
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun, status, headers = perf_counter(), 500, Headers(scope=scope)
+        state = scope.setdefault("state", {})
+        state["id"] = request_id(headers.get("x-request-id", ""))
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status, named = message["status"], (b"x-request-id", state["id"].encode())
+                message = {**message, "headers": [*message.get("headers", ()), named]}
+            await send(message)
+
+        try:
+            app = self._refusal(scope, headers) or self._app
+            await app(scope, receive, noted)
+        finally:
+            if log.isEnabledFor(logging.INFO):
+                seconds = perf_counter() - begun
+                log.info("%s", printable(_line(scope, f"{status} {seconds:.3f} s")))
+
+    def _refusal(self, scope: Scope, headers: Headers) -> ASGIApp | None:
+        if not scope["http_version"].startswith("1."):
+            return error_response(OTHER_VERSION, connection="close")
+        if scope["state"].get("overloaded"):
+            return error_response(OVERLOADED)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            return error_response(FRAMED_TWICE, connection="close")
+        given = headers.get("host", "")
+        name = HOST.fullmatch(given.lower())
+        if self._hosts and not (name and name[1] in self._hosts):
+            names = f"{', '.join(self._hosts)} or another one by --allowed-host"
+            return error_response(ApiError(400, f"Host: expected {names}, got {shown(given)}"))
+        return None
+
+
+def _line(scope: Scope, ended: str) -> str:
+    """Return a request's log line. Variable parts of its path, which may be secret, become "…"."""
+    path, state = scope["path"], scope["state"]
+    for value in filter(None, scope.get("path_params", {}).values()):
+        path = path.replace(value, "…")
+    facts = [f"{scope['method']} {path} {ended}"]
+    if asked := state.get("asked"):
+        new = sum(len(row.tokens) for row in asked.rows)
+        facts.append(f"{sum(map(len, asked.prompts))} + {new} tokens")
+    return ", ".join([*facts, *filter(None, [state.get("client")]), state["id"]])

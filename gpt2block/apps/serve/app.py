@@ -1,0 +1,656 @@
+"""The HTTP endpoints of `gpt2block serve`, and limits of its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, islice
+from time import perf_counter
+from typing import Any, TypeVar
+
+import anyio
+import numpy as np
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+import gpt2block
+from gpt2block.apps.serve.access import Access, error_response
+from gpt2block.apps.serve.answers import (
+    Answer,
+    AnswerChoice,
+    ChatForm,
+    Form,
+    Sent,
+    TextForm,
+    late,
+    streamed,
+    usage,
+    whole,
+)
+from gpt2block.apps.serve.embeddings import TOKENS_AT_ONCE, embedding_list, inputs_of
+from gpt2block.apps.serve.engine import EngineSide, State
+from gpt2block.apps.serve.log import log, traceback_of
+from gpt2block.apps.serve.play import Play
+from gpt2block.apps.serve.protocol import (
+    PART,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    SampledRequest,
+    TemplateFields,
+    TokenizeRequest,
+    check_length,
+    named,
+    parsed,
+    refused,
+    validated,
+)
+from gpt2block.apps.serve.rerank import RerankRequest, answer_ids, check_size, prompt_ids, ranking
+from gpt2block.apps.serve.response_events import ResponseSent
+from gpt2block.apps.serve.responses import ResponsesRequest, chat_body, named_as_given
+from gpt2block.apps.serve.service import EngineFailed
+from gpt2block.apps.serve.settings import ServedModel, ServerSettings
+from gpt2block.apps.serve.tools import ToolChatForm, ToolUse
+from gpt2block.apps.serve.workers import Workers
+from gpt2block.engine.chat.template import ChatTemplate, RenderingTimeoutError
+from gpt2block.engine.chat.tool_forms import FORMS
+from gpt2block.engine.chat.tool_forms.base import reads_tools
+from gpt2block.engine.generation.generate import Run
+from gpt2block.engine.generation.rows import Row
+from gpt2block.engine.model import Ids, in_groups
+from gpt2block.errors import CheckpointError, InputError
+from gpt2block.files.tokenizers import tokenizer
+from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_ids, special_id
+
+MOST_BODY = 4 * 2**20  # most bytes of a request's body
+MOST_DROPPED = 64 * 2**20  # most bytes read of a too large body: clients read errors after it
+SMALL_BODY = 4096  # most bytes of a body that is parsed in the event loop, not in a thread
+BODY_SECONDS = 30.0  # time limit for receiving a body
+GRACE = 25  # seconds that running requests get to finish when the server stops
+Value = TypeVar("Value")
+AT_ONCE = 4  # threads that encode texts, render templates and write large answers
+TEMPLATE_SECONDS = 2.0  # time limit for rendering one chat template
+PING, PING_SECONDS = b": ping\n\n", 15.0  # keeps an idle stream open; seconds between two
+MANY_TOKENS = 1024  # most values in JSON that is written in the event loop, not in a thread
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A validated request that is ready to run."""
+
+    given: SampledRequest
+    rows: Sequence[Row]
+    prompts: Sequence[Ids]
+    echoes: Sequence[AnswerChoice]  # for each row, the prompt as start of the answer
+    form: Form
+    logprobs: bool
+    sent: Sent = field(default_factory=Sent)
+
+    @property
+    def prompt_ids(self) -> dict[int, list[int]] | None:
+        """Token ids of prompts by index of the choice, if the request wants them; else None."""
+        if not self.given.return_token_ids:
+            return None
+        samples = len(self.echoes) // len(self.prompts)
+        return {i: self.prompts[i // samples].tolist() for i in range(len(self.echoes))}
+
+
+class Server:
+    """The endpoints that serve a model. encoding: a tokenizer that fits the model's token ids.
+
+    on_failure: called in the event loop when the engine has failed and all requests got an error.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        encoding: Encoding,
+        settings: ServerSettings,
+        engine: EngineSide,
+    ) -> None:
+        self.model, self.encoding, self.settings = model, encoding, settings
+        self.keys = settings.keys  # API keys; may be replaced, but not by an empty set
+        self.engine = engine
+        self._token_count_bound = tokenizer.token_count_bound(encoding)
+        self._templates: list[ChatTemplate] = []  # copies of the template that no thread uses now
+        self.on_failure: Callable[[], None] = lambda: None
+        self._begun = int(time.time())
+
+    def set_keys(self, keys: Mapping[str, str]) -> None:
+        """Replace the API keys."""
+        self.keys = keys
+
+    def app(self) -> Starlette:
+        play = Play(
+            self.model, self.encoding, self.settings.name, self.engine, self._ids, self._in_thread
+        )
+        routes = [  # the first route that matches the path is used
+            self._route("/v1/completions", self.completions, CompletionRequest),
+            self._route("/v1/chat/completions", self.chat, ChatRequest),
+            self._route("/v1/responses", self.responses, ResponsesRequest),
+            *play.routes(self._route),
+            Route("/health", self.health),
+            Route("/health/live", self.live),
+            self._route("/metrics", self.show_metrics),
+            self._route("/version", self.version),
+            self._route("/v1/models", self.models),
+            self._route("/v1/models/{name:path}", self.models),
+            self._route("/v1/embeddings", self.embeddings, EmbeddingRequest),
+            self._route("/v1/rerank", self.rerank, RerankRequest),
+            self._route("/rerank", self.rerank, RerankRequest),
+            self._route("/tokenize", self.tokenize, TokenizeRequest),
+            self._route("/detokenize", self.detokenize, DetokenizeRequest),
+        ]
+        allowed = self.settings.allowed_hosts
+        hosts = (*self.settings.hosts, *allowed) if allowed or not self.keys else ()
+        middleware = [Middleware(Access, [*dict.fromkeys(map(str.lower, hosts))])]
+        if self.settings.origins:  # runs after Access has refused unknown hosts
+            middleware += [Middleware(
+                CORSMiddleware, allow_origins=self.settings.origins, allow_headers=("*",),
+                allow_methods=("GET", "POST"), expose_headers=("Retry-After", "X-Request-Id"),
+            )]  # fmt: skip
+        handlers: dict[Any, Any] = {HTTPException: _http_error}
+        made = Starlette(
+            routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=self._life
+        )
+        made.router.redirect_slashes = False
+        return made
+
+    @asynccontextmanager
+    async def _life(self, app: Starlette) -> AsyncIterator[None]:
+        self._threads = Workers(AT_ONCE)
+        try:
+            async with self.engine.running(self.on_failure):
+                yield
+        finally:
+            self._threads.close()
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _route(
+        self, path: str, handler: Callable[..., Awaitable[Response]], kind: type[Any] | None = None
+    ) -> Route:
+        """Return a route that requires an API key. kind: class of a POST's body; None: a GET.
+
+        ApiErrors of the handler become responses. The handler is cancelled at the time limit of a
+        request, and when the client disconnects.
+        """
+
+        async def handled(request: Request) -> Response:
+            begun = perf_counter()
+            try:
+                with anyio.fail_after(self.settings.seconds):
+                    request.state.client = self._client_of(request)
+                    if kind is None:
+                        response = await handler(request)
+                    else:
+                        given = await self._parsed(request, kind)
+                        response = await _while_there(request.receive, handler(request, given))
+            except TimeoutError:
+                response = error_response(late())
+            except ApiError as error:
+                response = error_response(error)
+            except EngineFailed as error:
+                response = error_response(ApiError(500, str(error)))
+            except (InputError, CheckpointError) as error:
+                response = error_response(refused(error, kind.model_fields if kind else ()))
+            except Exception as error:
+                response = error_response(self._fault(request, path, error))
+            self.engine.note("answered", path, response.status_code, perf_counter() - begun)
+            return response
+
+        return Route(path, handled, methods=["GET" if kind is None else "POST"])
+
+    def _fault(self, request: Request, path: str, error: Exception) -> ApiError:
+        """Log an unexpected exception of a request, and return the error for its client."""
+        log.error("%s, %s: %s", path, request.state.id, traceback_of(error))
+        self.engine.note("fault", path)
+        return ApiError(500, "the server has made an error")
+
+    def _client_of(self, request: Request) -> str:
+        """Return the name of the request's API key, or the client's address if none is required."""
+        if not self.keys:
+            return request.client.host if request.client else ""
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        data, keys = given.strip().encode(), self.keys.items()
+        # Compare all keys, so that the time does not tell which key matches.
+        names = [name for name, key in keys if hmac.compare_digest(data, key.encode())]
+        if scheme.lower() != "bearer" or not names:
+            problem = "the key: expected one of the server's, as in Authorization: Bearer KEY"
+            raise ApiError(401, problem, code="invalid_api_key")
+        return names[0]
+
+    async def _parsed(self, request: Request, kind: type[Any]) -> Any:
+        """Read, parse and validate the body of a request."""
+        media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media != "application/json":
+            raise ApiError(415, f"Content-Type: expected application/json, got {media!r}")
+        body = await _body(request)
+        names, n_ctx = self.settings.names, self.model.config.n_ctx
+        return await self._prepared(request, parsed, kind, body, names, n_ctx)
+
+    async def _prepared(self, request: Request, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return call(*arguments): computed directly if the body is small, else in a thread."""
+        if int(request.headers.get("content-length", SMALL_BODY + 1)) <= SMALL_BODY:
+            return call(*arguments)
+        return await self._in_thread(request, call, *arguments)
+
+    async def _in_thread(
+        self, request: Request, call: Callable[..., Value], *arguments: Any
+    ) -> Value:
+        """Return call(*arguments), computed in a thread; clients whose calls wait take turns."""
+        return await self._threads.run(request.state.client, call, *arguments)
+
+    # --- endpoints of completions -----------------------------------------------------------------
+
+    async def completions(self, request: Request, given: CompletionRequest) -> Response:
+        asked = await self._prepared(request, self._completion, given)
+        if given.echo and given.logprobs is not None:
+            for echo, ids in zip(asked.echoes[:: given.n or 1], asked.prompts, strict=True):
+                client = request.state.client
+                echo.scored = await self.engine.call("score", client, ids, given.logprobs)
+        return await self._answer(request, asked)
+
+    async def chat(self, request: Request, given: ChatRequest) -> Response:
+        return await self._answer(request, await self._in_thread(request, self._chat, given))
+
+    async def responses(self, request: Request, given: ResponsesRequest) -> Response:
+        with named_as_given(ChatRequest.model_fields):
+            asked = await self._in_thread(request, self._response, given)
+            return await self._answer(request, asked)
+
+    def _response(self, given: ResponsesRequest) -> Asked:
+        """Return the chat request that answers a request to /v1/responses."""
+        names, n_ctx = self.settings.names, self.model.config.n_ctx
+        asked = self._chat(validated(ChatRequest, chat_body(given), names, n_ctx))
+        return replace(asked, sent=ResponseSent(given, self.settings.name))
+
+    def _completion(self, given: CompletionRequest) -> Asked:
+        n, top, new = given.n or 1, given.logprobs or 0, given.max_tokens
+        if new == 0 and not given.echo:
+            raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
+        if new == 0 and given.stream:
+            raise ApiError(400, "stream: expected max_tokens of at least 1", "stream")
+        prompts = [self._ids(*each) for each in named("prompt", given.prompt)]
+        most, unwritten = 16 if new is None else new, self._unwritten(given, None)
+        rows = self._rows(prompts, given, most, top, None) if most else []
+        echoes = [AnswerChoice() for _ in prompts]
+        if given.echo:
+            for echo, ids, prompt in zip(echoes, prompts, given.prompt, strict=True):
+                data = bytes_of_ids(
+                    self.encoding, [id for id in ids.tolist() if id not in unwritten]
+                )
+                echo.text = prompt if isinstance(prompt, str) else data.decode(errors="replace")
+        form = TextForm(self.settings.name, self.encoding, unwritten)
+        of_rows = [each for each in echoes for _ in range(n)]
+        return Asked(given, rows, prompts, of_rows, form, given.logprobs is not None)
+
+    def _chat(self, given: ChatRequest) -> Asked:
+        top, logprobs = given.top_logprobs or 0, bool(given.logprobs)
+        if top and not logprobs:
+            raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
+        with self._template(partial(self._check_text, "messages")) as template:
+            arguments, messages = self._template_arguments(template, given), given.messages
+            use = ToolUse.of(given, template)
+            if use is not None:
+                messages, arguments = use.offered(template, messages, arguments)
+            text, places = template.placed(messages, **arguments)
+        found = tokenizer.encode_chat(self.encoding, text, places)
+        self._check_length(len(found), "messages")
+        ids = np.array(found, np.int32)
+        most = given.max_completion_tokens or given.max_tokens or self.model.config.n_ctx
+        rows = self._rows([ids], given, most, top, use)
+        named = (self.settings.name, self.encoding)
+        form = ChatForm(*named) if use is None else ToolChatForm(*named, use)
+        return Asked(given, rows, [ids], [AnswerChoice()] * len(rows), form, logprobs)
+
+    def _template_arguments(self, template: ChatTemplate, given: TemplateFields) -> dict[str, Any]:
+        """Return the keyword arguments for `ChatTemplate.ids` that a chat request determines."""
+        own = (given.add_generation_prompt, bool(given.continue_final_message))
+        variables = {**self.settings.chat_template_kwargs, **(given.chat_template_kwargs or {})}
+        return template.arguments(*own, variables)
+
+    def _ids(self, prompt: Any, field: str, whole: bool = False) -> Ids:
+        """Return a prompt's token ids; for an empty prompt the end-of-text id.
+
+        whole: whether a text has an end, as for `tokenizer.whole_text_ids`.
+        """
+        encoding, V = self.encoding, self.model.config.vocab_size
+        if isinstance(prompt, str) and prompt:
+            self._check_text(field, prompt)
+        encode = tokenizer.whole_text_ids if whole else tokenizer.token_ids
+        if isinstance(prompt, str):
+            prompt = encode(encoding, prompt, V, field)
+        self._check_length(len(prompt), field)
+        ids = tokenizer.token_ids(encoding, prompt, V, field)
+        if not len(ids):
+            end = tokenizer.end_of_text(encoding, V)
+            if end is None:
+                problem = f"{field}: expected at least one token"
+                raise ApiError(400, problem, field.partition(".")[0])
+            ids = np.array([end], np.int32)
+        return ids
+
+    @contextmanager
+    def _template(self, check: Callable[[str], None]) -> Iterator[ChatTemplate]:
+        """Yield a copy of the chat template for one thread alone. check: as in ChatTemplate."""
+        try:
+            template = self._templates.pop()
+        except IndexError:
+            template = copy(self.model.chat_template)
+            template.seconds = TEMPLATE_SECONDS
+            if self.settings.tool_form is not None:
+                template.tool_form = FORMS[self.settings.tool_form]
+            elif not reads_tools(template.names):
+                template.tool_form = FORMS["general"]
+        template.check = check
+        try:
+            yield template
+        except RenderingTimeoutError:
+            limit = f"{1000 * TEMPLATE_SECONDS:,.0f} ms"
+            problem = (
+                f"messages: the chat template takes more than {limit}: expected fewer or shorter"
+            )
+            raise ApiError(413, problem, "messages") from None
+        finally:
+            self._templates.append(template)
+
+    def _check_text(self, field: str, text: str) -> None:
+        """Raise ApiError if a text has more tokens than the context, without encoding the text."""
+        self._check_length(self._token_count_bound(text), field, "at least ")
+
+    def _check_length(self, count: int, field: str, least: str = "") -> None:
+        check_length(count, self.model.config.n_ctx, field, least)
+
+    def _unwritten(self, given: SampledRequest, use: ToolUse | None) -> frozenset[int]:
+        """Return ids of tokens that the texts leave out. The marks of calls stay, to be read."""
+        names = self.encoding.special_tokens_set if given.skip_special_tokens else set[str]()
+        kept = () if use is None else use.form.marks
+        return frozenset(special_id(self.encoding, name) for name in names.difference(kept))
+
+    def _rows(
+        self, prompts: list[Ids], given: SampledRequest, most: int, top: int, use: ToolUse | None
+    ) -> list[Row]:
+        """Return a request's rows (continuations).
+
+        top: alternatives to report per token.
+        """
+        count, most_rows = len(prompts) * (given.n or 1), self.model.slots + self.settings.queue
+        if count > most_rows:
+            problem = f"n: {count} continuations: this server takes {most_rows} at most"
+            raise ApiError(400, problem, "n")
+        if (given.min_tokens or 0) > most:
+            raise ApiError(400, f"min_tokens: expected at most max_tokens, {most}", "min_tokens")
+        rule = None if use is None else use.grammar(self.encoding)
+        ids = self._stop_ids(given)
+        options = given.options(rule=rule, max_new_tokens=most, top_logprobs=top, stop_ids=ids)
+        model: Any = self.model  # Run needs only its config, as it does not generate the rows
+        rows = list(Run(model, self.encoding, prompts, options, compiles=False).rows)
+        unwritten = self._unwritten(given, use)
+        for row in rows:  # tokens of a whole answer without stop strings arrive together
+            row.held, row.unwritten = not given.stream and not row.ends.stop, unwritten
+        return rows
+
+    def _stop_ids(self, given: SampledRequest) -> list[int] | None:
+        """Return ids of tokens that end answers of this request; None: the model's end tokens."""
+        if not given.stop_token_ids and not given.ignore_eos:
+            return None
+        config, V = self.model.config, self.model.config.vocab_size
+        ends = () if given.ignore_eos else tokenizer.end_tokens(config, self.encoding)
+        more = tokenizer.token_ids(None, given.stop_token_ids or (), V, "stop_token_ids")
+        return [*ends, *more.tolist()]
+
+    async def _answer(self, request: Request, asked: Asked) -> Response:
+        request.state.asked = asked
+        left = anyio.current_effective_deadline() - anyio.current_time()
+        for rule in {row.rule for row in asked.rows} - {None}:
+            await self.engine.call("compile", request.state.client, rule)
+        answer = Answer(self.engine, asked.rows)
+        await answer.submit(request.state.client, left)
+        self.engine.note("started", sum(map(len, asked.prompts)), len(asked.rows))
+        if asked.given.stream:
+            wanted = partial(self._usage, asked) if asked.given.usage_wanted else None
+            events = streamed(
+                answer, asked.form, asked.echoes, asked.logprobs, wanted, asked.prompt_ids,
+                self.settings.speculate, self.engine.note_between,
+                partial(self._fault, request, request.url.path), asked.sent,
+            )  # fmt: skip
+            return _Streamed(events, answer)
+        choices = [AnswerChoice(echo.text) for echo in asked.echoes]
+        for choice, echo in zip(choices, asked.echoes, strict=True):
+            choice.scored.add(echo.scored)
+            choice.reason = None if asked.rows else "length"
+        try:
+            await whole(answer, choices)
+        finally:
+            answer.close()
+        new = sum(len(row.tokens) for row in asked.rows)
+        if new + sum(len(choice.scored.tokens) for choice in choices) > MANY_TOKENS:
+            return await self._in_thread(
+                request, self._whole, asked, choices, new, _PatientResponse
+            )
+        return self._whole(asked, choices, new, JSONResponse)
+
+    def _whole(
+        self, asked: Asked, choices: Sequence[AnswerChoice], new: int, kind: type[JSONResponse]
+    ) -> Response:
+        """Return the response object for complete answers with `new` tokens in total."""
+        form, logprobs = asked.form, asked.logprobs
+        written = [
+            asked.sent.choice(form, index, each, logprobs) for index, each in enumerate(choices)
+        ]
+        for each, row in zip(written, asked.rows, strict=False):
+            each["seed"] = row.sampling.seed
+        found = form.object(form.whole, written, usage=self._usage(asked, new))
+        if (prompts := asked.prompt_ids) is not None:
+            for index, each in enumerate(written):
+                each["token_ids"] = asked.rows[index].tokens if asked.rows else []
+                if self.settings.speculate:
+                    each["guessed"] = asked.rows[index].guessed if asked.rows else []
+            form.with_prompts(found, prompts)
+        return kind(asked.sent.whole(found))
+
+    def _usage(self, asked: Asked, new: int) -> dict[str, Any]:
+        """Return OpenAI's usage object for answers with `new` tokens in total."""
+        cached = None
+        if self.model.reuses:  # tokens count as cached if all rows of a prompt reuse them
+            samples = len(asked.rows) // len(asked.prompts)
+            groups = zip(*[iter(row.reused for row in asked.rows)] * samples, strict=True)
+            cached = sum(map(min, groups))
+        return usage(sum(map(len, asked.prompts)), new, cached)
+
+    async def _written(self, request: Request, found: Any, values: int) -> Response:
+        """Return a response with `found` as JSON; a thread encodes more than MANY_TOKENS values."""
+        if values > MANY_TOKENS:
+            return await self._in_thread(request, _PatientResponse, found)
+        return JSONResponse(found)
+
+    # --- other endpoints --------------------------------------------------------------------------
+
+    async def embeddings(self, request: Request, given: EmbeddingRequest) -> Response:
+        inputs = inputs_of(given, self.model.config.n_embd)
+        ids = [await self._prepared(request, self._ids, *each, True) for each in inputs]
+        client, size = request.state.client, given.dimensions
+        groups = in_groups(ids, TOKENS_AT_ONCE)
+        parts = [await self.engine.call("embed", client, each, size) for each in groups]
+        vectors = np.concatenate(parts)
+        form, count = given.encoding_format, sum(map(len, ids))
+        found = embedding_list(vectors, form, self.settings.name, count)
+        return await self._written(request, found, vectors.size)
+
+    async def rerank(self, request: Request, given: RerankRequest) -> Response:
+        check_size(given)
+        answers, client = answer_ids(self.encoding), request.state.client
+        documents = named("documents", given.documents)
+        ids = [await self._prepared(request, self._judged_ids, given, *each) for each in documents]
+        groups = in_groups(ids, TOKENS_AT_ONCE)
+        parts = [await self.engine.call("judge", client, answers, each) for each in groups]
+        found = ranking(given, [*chain(*parts)], self.settings.name, sum(map(len, ids)))
+        return await self._written(request, found, len(ids))
+
+    def _judged_ids(self, given: RerankRequest, document: str, field: str) -> Ids:
+        """Return the prompt of a document for /v1/rerank. Raises ApiError if it is too long."""
+        self._check_text("query", given.query)
+        self._check_text(field, given.query + document)
+        ids = prompt_ids(self.encoding, given, document)
+        self._check_length(len(ids), field)
+        return ids
+
+    async def tokenize(self, request: Request, given: TokenizeRequest) -> Response:
+        if (given.prompt is None) == (given.messages is None):
+            raise ApiError(400, "prompt: expected prompt or messages", "prompt")
+        encoding, config = self.encoding, self.model.config
+
+        def ids() -> list[int]:
+            if given.messages is not None:
+                with self._template(lambda text: None) as template:
+                    arguments = self._template_arguments(template, given)
+                    return list(template.ids(encoding, given.messages, **arguments))
+            if not given.prompt:
+                return tokenizer.prefix_of(encoding)
+            return tokenizer.encode(encoding, given.prompt, name="prompt")
+
+        run = self._prepared if given.messages is None else self._in_thread
+        tokens = await run(request, ids)
+        told = {"count": len(tokens), "max_model_len": config.n_ctx, "tokens": tokens}
+        return await self._written(request, told, len(tokens))
+
+    async def detokenize(self, request: Request, given: DetokenizeRequest) -> Response:
+        encoding, V, found = self.encoding, self.model.config.vocab_size, bytearray()
+
+        def text() -> Response:
+            for first in range(0, len(given.tokens), PART):
+                part = given.tokens[first : first + PART]
+                tokenizer.check_ids(np.array(part), V, "tokens", first)
+                found.extend(bytes_of_ids(encoding, part))
+            return JSONResponse({"prompt": found.decode(errors="replace")})
+
+        return await self._in_thread(request, text)
+
+    async def models(self, request: Request) -> Response:
+        names, wanted = self.settings.names, request.path_params.get("name")
+        c = self.model.config
+        found = {"object": "model", "created": self._begun, "owned_by": "gpt2block"}
+        found |= {"max_model_len": c.n_ctx}
+        if wanted is None:
+            return JSONResponse({"object": "list", "data": [{"id": n, **found} for n in names]})
+        if wanted not in names:
+            raise ApiError(404, f"there is no {wanted!r}: expected {' or '.join(names)}", "model")
+        return JSONResponse({"id": wanted, **found})
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": gpt2block.__version__})
+
+    async def health(self, request: Request) -> Response:
+        """Respond with the server's state: ready, starting (503) or failed (503)."""
+        try:
+            state: State = await self.engine.call("state")
+        except EngineFailed as error:
+            state = State(str(error), None, 0, 0)
+        if state.failure is not None:
+            return JSONResponse({"status": "failed", "problem": state.failure}, 503)
+        if state.starting is not None:
+            done, total = state.starting
+            return JSONResponse({"status": "starting", "done": done, "total": total}, 503)
+        return JSONResponse({"status": "ready", "running": state.open - state.waiting,
+                             "waiting": state.waiting})  # fmt: skip
+
+    async def live(self, request: Request) -> Response:
+        """Respond with success: the process is alive."""
+        return JSONResponse({"status": "live"})
+
+    async def show_metrics(self, request: Request) -> Response:
+        found = await self.engine.call("show_metrics")
+        return Response(found, media_type=CONTENT_TYPE_LATEST)
+
+
+class _PatientResponse(JSONResponse):
+    """A large JSON response, encoded in Python code, which lets other threads run meanwhile."""
+
+    def render(self, content: Any) -> bytes:
+        texts = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(content)
+        return b"".join(iter(lambda: "".join(islice(texts, PART)).encode(), b""))
+
+
+class _Streamed(StreamingResponse):
+    """A streamed response of server-sent events. If the client disconnects, generation ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], answer: Answer) -> None:
+        super().__init__(events, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pings = asyncio.ensure_future(self._ping(send))
+        try:
+            with suppress(ApiError):  # the client is gone
+                await _while_there(receive, self.stream_response(send))
+        finally:
+            pings.cancel()
+            self._answer.close()
+
+    async def _ping(self, send: Send) -> None:
+        """Send comments, so that proxies do not close the connection of a slow stream."""
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            await send({"type": "http.response.body", "body": PING, "more_body": True})
+
+
+async def _body(request: Request) -> bytes:
+    """Read the body of a request. Raises ApiError if it exceeds the limits of size or time."""
+    found, size = bytearray(), 0
+    try:
+        with anyio.fail_after(BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size <= MOST_BODY:
+                    found += part
+                elif size > MOST_DROPPED:
+                    break
+    except TimeoutError:
+        raise ApiError(408, f"the body: expected within {BODY_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise ApiError(499, "the client is gone") from None
+    if size > MOST_BODY:
+        raise ApiError(413, f"the body: expected at most {MOST_BODY:,} bytes")
+    return bytes(found)
+
+
+async def _while_there(receive: Receive, work: Awaitable[Value]) -> Value:
+    """Return the result of a request's work; cancel the work if the client disconnects."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        scope.cancel()
+
+    with anyio.CancelScope() as scope:
+        watching = asyncio.ensure_future(watch())
+        try:
+            return await work
+        finally:
+            watching.cancel()
+    raise ApiError(499, "the client is gone")
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    problems = {404: "there is no such address", 405: "another method is expected"}
+    problem = f"{request.method} {request.url.path}: {problems.get(error.status_code, 'an error')}"
+    return JSONResponse(ApiError(error.status_code, problem).body, error.status_code, error.headers)

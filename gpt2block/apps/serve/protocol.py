@@ -1,0 +1,650 @@
+"""Validate requests in OpenAI's protocol, and build errors in the format that clients expect.
+
+Source: OpenAI, "API reference" (Completions, Chat Completions, Embeddings, Errors).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+)
+
+from gpt2block.checks import meaning_of
+from gpt2block.engine.generation.options import KEYWORDS, Options
+from gpt2block.engine.grammars import Grammar
+from gpt2block.errors import InputError, printable, shown
+from gpt2block.sampling import MOST_ALTERNATIVES, NUMBERS, LogitBias
+
+MOST_PROMPTS = 256  # most prompts of a request
+MOST_SAMPLES = 128
+MOST_STOPS = 16
+MOST_STOP = 256  # most characters of a stop text
+MOST_VALUES = 2**14  # most biases, stop ids, values in messages, commas of a body for C's decoder
+MOST_MESSAGES = 2**12
+MOST_TEXT = 2**20  # most bytes of the texts of all messages
+MOST_TOOLS = 128
+MOST_NEW = 2**31 - 1  # most new tokens per answer
+MOST_RULE = 2**16  # most characters of a schema, regular expression, list of choices or grammar
+PART = 2**13  # list entries that are checked or written without releasing the GIL
+LONGEST_KEY = 100  # most characters of a key shown in an error
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # pattern of a token id written as a string
+KEYWORD_OF = {"min_tokens": "min_new_tokens"}  # fields that `generate` names differently
+ANYTHING = object()  # in place of a list of values: any value is accepted and ignored
+
+# Unsupported fields of requests, with their values that do not change the result and are accepted.
+# Null is accepted for all of them. Sources: OpenAI, "API reference"; vLLM, "OpenAI-Compatible
+# Server"; llama.cpp, "LLaMA.cpp HTTP Server". docs/serve.md has the same table.
+NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(("user", "metadata", "store", "safety_identifier"), ANYTHING),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "service_tier"), ANYTHING),
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    **dict.fromkeys(("reasoning_effort", "prediction", "audio", "web_search_options"), ()),
+    # vLLM
+    **dict.fromkeys(("add_generation_prompt", "add_special_tokens"), (True,)),
+    **dict.fromkeys(
+        ("continue_final_message", "echo", "early_stopping", "use_beam_search"), (False,)
+    ),
+    **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("spaces_between_special_tokens", "skip_special_tokens"), (True, False)),
+    "include_reasoning": (True, False),
+    **dict.fromkeys(("documents", "bad_words", "logits_processors"), ([],)),
+    **dict.fromkeys(("chat_template_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("chat_template", "guided_json", "guided_regex", "guided_choice"), ()),
+    **dict.fromkeys(("guided_grammar", "allowed_token_ids"), ()),
+    **dict.fromkeys(("prompt_logprobs", "kv_transfer_params"), ()),
+    "truncate_prompt_tokens": (-1,),
+    "length_penalty": (1,),
+    "priority": (0,),
+    "request_id": ANYTHING,
+    # llama.cpp
+    **dict.fromkeys(("repeat_penalty", "typical_p", "tfs_z"), (1,)),
+    **dict.fromkeys(("mirostat", "dynatemp_range", "xtc_probability", "dry_multiplier"), (0,)),
+    **dict.fromkeys(("n_keep", "n_probs", "min_keep", "n_indent"), (0,)),
+    **dict.fromkeys(("top_n_sigma", "id_slot", "repeat_last_n"), (-1,)),
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta", "cache_prompt"), ANYTHING),
+    **dict.fromkeys(("dynatemp_exponent", "xtc_threshold", "dry_base"), ANYTHING),
+    **dict.fromkeys(("dry_allowed_length", "dry_penalty_last_n"), ANYTHING),
+    **dict.fromkeys(("dry_sequence_breakers",), ANYTHING),
+    **dict.fromkeys(("timings_per_token", "return_progress", "post_sampling_probs"), (False,)),
+    "lora": ([],),
+    "grammar": ("",),
+    "json_schema": ({},),
+}
+
+Request = TypeVar("Request", bound="Body")
+
+
+def _token_ids(given: Any) -> Any:
+    """Return token ids after checks in parts: pydantic would hold the GIL for the whole list."""
+    for first in range(0, len(given) if isinstance(given, list) else 0, PART):
+        part = given[first : first + PART]
+        if set(map(type, part)) != {int} or min(part) < 0:
+            raise ValueError("expected token ids")
+    return given
+
+
+def _values(given: Any, info: ValidationInfo) -> Any:
+    """Return messages unchanged. Raises ApiError for too many values or too much text.
+
+    The length of the rendered text is not known yet: a template may leave messages out.
+    """
+    if isinstance(given, list) and len(given) > MOST_MESSAGES:
+        raise _too_many(info, MOST_MESSAGES, "messages", 413)
+    count, size, waiting = 0, 0, [given]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            size += len(each.encode(errors="replace"))
+            if size > MOST_TEXT:
+                raise _too_many(info, MOST_TEXT, "bytes of text", 413)
+        inner = [*each, *each.values()] if isinstance(each, dict) else each
+        if isinstance(inner, list):
+            count += len(each)
+            if count > MOST_VALUES:
+                raise _too_many(info, MOST_VALUES, "values: messages, parts and fields", 413)
+            waiting += inner
+    return given
+
+
+def _too_many(info: ValidationInfo, most: int, what: str, status: int = 400) -> ApiError:
+    """Return an error for too many values. The values are omitted: listing them takes long."""
+    problem = f"{info.field_name}: expected at most {most:,} {what}"
+    return ApiError(status, problem, info.field_name)
+
+
+def _at_most(most: int, what: str) -> BeforeValidator:
+    def check(given: Any, info: ValidationInfo) -> Any:
+        if isinstance(given, (list, dict)) and len(given) > most:
+            raise _too_many(info, most, what)
+        return given
+
+    return BeforeValidator(check)
+
+
+Tokens = Annotated[list[Any], BeforeValidator(_token_ids)]
+
+
+def _texts(given: Any, info: ValidationInfo) -> list[Any]:
+    """Check the length of an input, and return it as a list of texts or of lists of token ids."""
+    of_ids = isinstance(given, list) and [*map(type, given[:1])] == [int]
+    found = [given] if isinstance(given, str) or of_ids else given
+    if isinstance(found, list):
+        if not 1 <= len(found) <= MOST_PROMPTS:
+            raise ValueError(f"expected 1 to {MOST_PROMPTS} of them, not {len(found)}")
+        most = max(len(each) if isinstance(each, list) else 0 for each in found)
+        check_length(most, cast(int, info.context), info.field_name or "")
+    if not isinstance(found, list) or not all(map(_is_text, found)):
+        raise ValueError("expected a text, token ids, or a list of texts or of token ids")
+    return found
+
+
+def _is_text(given: Any) -> bool:
+    """Return whether a value is a text or token ids; the model's tokenizer checks the ids later."""
+    return isinstance(given, str) or (isinstance(given, list) and set(map(type, given)) <= {int})
+
+
+Texts = Annotated[list[Any], BeforeValidator(_texts)]
+
+
+class ApiError(Exception):
+    """An error in the format of OpenAI's API. param: the field of the request that is wrong."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle all arguments, for another process."""
+        return type(self), (self.status, self.message, self.param, self.code)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        found = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": found}
+
+
+def named(field: str, given: list[Any]) -> list[tuple[Any, str]]:
+    """Return pairs (entry, its name in errors); names of several entries have an index."""
+    names = [field] if len(given) == 1 else [f"{field}.{index}" for index in range(len(given))]
+    return [*zip(given, names, strict=True)]
+
+
+def check_length(count: int, n_ctx: int, field: str, least: str = "") -> None:
+    """Raise ApiError if there are more tokens than the model's context has positions."""
+    if count > n_ctx:
+        problem = f"{field}: {least}{count} tokens, the model's context is {n_ctx}"
+        raise ApiError(400, problem, field.partition(".")[0], "context_length_exceeded")
+
+
+def _or_all(given: Any, info: ValidationInfo) -> Any:
+    """Return a limit of new tokens; -1 becomes `info.context` (as many as fit in the context)."""
+    return info.context if type(given) is int and given == -1 else given
+
+
+NewTokens = Annotated[int | None, BeforeValidator(_or_all)]
+
+
+def check_only(field: str, given: int | None, only: int, whose: str) -> None:
+    """Raise ApiError unless the number is None or `only`, the single supported value."""
+    if given not in (None, only):
+        problem = f"{field}: {given} is not supported: expected {only}, {whose}, or none"
+        raise ApiError(400, problem, field, "unsupported_parameter")
+
+
+class Fields(BaseModel):
+    """Base class of objects in requests. A string is not accepted in place of a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Body(Fields):
+    """Base class of request bodies.
+
+    neutral: fields that are not fields of the class, with the values that are accepted.
+    """
+
+    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
+    model: str | None = None
+
+
+def _as_n(given: int | None, info: ValidationInfo) -> int | None:
+    check_only("best_of", given, info.data.get("n") or 1, "as n")
+    return given
+
+
+def _with_stream(given: Any, info: ValidationInfo) -> Any:
+    if given is not None and not info.data.get("stream"):
+        raise ValueError("expected stream: true with it")
+    return given
+
+
+class StreamFields(Fields):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class SchemaFormat(Fields):
+    """The object json_schema of a response_format. strict is not read: the schema always holds."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Any = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    """The field response_format. Source: OpenAI, "Structured model outputs"."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+    def rule(self) -> tuple[str, dict[str, Any]]:
+        """Return the place of the rule in a request, and the rule as a keyword of `generate`."""
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            problem = "response_format: expected json_schema with the type json_schema, and only it"
+            raise ApiError(400, problem, "response_format")
+        if self.json_schema is not None:
+            place = "response_format.json_schema.schema"
+            return place, {"schema": self.json_schema.schema_}
+        given = {"schema": {"type": "object"}} if self.type == "json_object" else {}
+        return "response_format", given
+
+
+class StructuredOutputs(Fields):
+    """The field structured_outputs. Source: vLLM, "Structured Outputs"."""
+
+    json_: Any = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def rule(self) -> tuple[str, dict[str, Any]]:
+        """Return the place of the rule in a request, and the rule as a keyword of `generate`."""
+        given: dict[str, tuple[str, Any]] = {
+            "json": ("schema", self.json_),
+            "regex": ("regex", self.regex),
+            "choice": ("choice", self.choice),
+            "grammar": ("grammar", self.grammar),
+            "json_object": ("schema", {"type": "object"} if self.json_object else None),
+        }
+        found = {name: pair for name, pair in given.items() if pair[1] is not None}
+        if len(found) != 1:
+            names = ", ".join(given)
+            problem = f"structured_outputs: expected one of {names}, got {len(found)}"
+            raise ApiError(400, problem, "structured_outputs")
+        ((name, (keyword, value)),) = found.items()
+        return f"structured_outputs.{name}", {keyword: value}
+
+
+def _with_further_numbers(kind: type[Request]) -> type[Request]:
+    """Class decorator: add fields for the numeric options of Sampling that have no field yet."""
+    given = {KEYWORD_OF.get(name, name) for name in kind.model_fields}
+    found: dict[str, Any] = {}
+    for name in NUMBERS:
+        if name not in given:
+            default, meaning = KEYWORDS[name].default, meaning_of(KEYWORDS[name])
+            least, most = (meaning.range or (None, None))[:2]
+            found[name] = (type(default) | None, Field(default, ge=least, le=most))
+    made: type[Request] = create_model(
+        kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **found
+    )
+    return made
+
+
+class Drawn(Body):
+    """Fields of sampling parameters. top_k and min_p are extensions of OpenAI's protocol."""
+
+    temperature: float | None = Field(1.0, ge=0, le=2)
+    top_p: float | None = Field(1.0, ge=0, le=1)
+    top_k: int | None = Field(0, ge=-1)
+    min_p: float | None = Field(0.0, ge=0, le=1)
+
+    def drawing(self) -> dict[str, Any]:
+        """Return the numeric Sampling options without the seed; null becomes the default."""
+        found: dict[str, Any] = {}
+        for name, field in type(self).model_fields.items():
+            if (keyword := KEYWORD_OF.get(name, name)) in NUMBERS and keyword != "seed":
+                value = getattr(self, name)
+                found[keyword] = field.default if value is None else value
+        return {**found, "top_k": max(0, found["top_k"])}
+
+
+@_with_further_numbers
+class SampledRequest(Drawn):
+    """Fields that requests of text completions and of chat completions share.
+
+    repetition_penalty, return_token_ids and the fields after it are additions. Source, except for
+    repetition_penalty: vLLM, "OpenAI-Compatible Server".
+    """
+
+    max_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
+    n: int | None = Field(1, ge=1, le=MOST_SAMPLES)
+    best_of: Annotated[int | None, AfterValidator(_as_n)] = None  # must be n: all answers are sent
+    stop: Annotated[str | list[str] | None, _at_most(MOST_STOPS, "texts")] = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)  # answers contain the seed modulo 2^64
+    stream: bool | None = False
+    stream_options: Annotated[StreamFields | None, AfterValidator(_with_stream)] = None
+    repetition_penalty: float | None = Field(1.0, gt=0)
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]] | None,
+        _at_most(MOST_VALUES, "token ids"),
+    ] = None
+    return_token_ids: bool | None = False
+    stop_token_ids: Annotated[Tokens | None, _at_most(MOST_VALUES, "token ids")] = None
+    ignore_eos: bool | None = False
+    min_tokens: int | None = Field(0, ge=0)
+    skip_special_tokens: bool | None = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def options(self, rule: Grammar | None = None, **more: Any) -> Options:
+        """Return this request's generation options. The rule of the answers is not compiled yet.
+
+        rule: replaces the request's own rule. more: further keywords of `GPT2.generate`.
+        """
+        found: dict[str, Any] = {
+            **self.drawing(),
+            "samples": self.n or 1,
+            "stop": self._stops(),
+            "logit_bias": self._biases(),
+        }
+        if self.seed is not None:
+            found["seed"] = self.seed % 2**64
+        options, rule = Options.of({**found, **more}), rule or self._grammar()
+        if rule is not None:
+            options.follow(rule)
+        return options
+
+    def _grammar(self) -> Grammar | None:
+        """Return the rule that the answers follow, named by its place in the request."""
+        place, rule = self.rule()
+        try:
+            made = Grammar.unchecked(**rule)
+        except InputError as error:
+            keyword = next(iter(rule))
+            if not str(error).startswith(f"{keyword}: "):
+                raise
+            problem = str(error).replace(keyword, place, 1)
+            raise ApiError(400, problem, place.partition(".")[0]) from None
+        return made and replace(made, name=place)
+
+    def rule(self) -> tuple[str, dict[str, Any]]:
+        """Return the place of the rule that the answers follow, and the rule as a keyword."""
+        given = [each for each in (self.response_format, self.structured_outputs) if each]
+        if len(given) > 1:
+            problem = "structured_outputs: expected none with response_format"
+            raise ApiError(400, problem, "structured_outputs")
+        place, rule = given[0].rule() if given else ("", {})
+        if not rule:
+            return place, rule
+        field = place.partition(".")[0]
+        size = len(json.dumps(next(iter(rule.values()))))
+        if size > MOST_RULE:
+            problem = f"{place}: expected at most {MOST_RULE:,} characters, got {size:,}"
+            raise ApiError(413, problem, field)
+        self.check_ends(field)
+        return place, rule
+
+    def check_ends(self, field: str) -> None:
+        """Raise ApiError for fields that contradict the rule that `field` causes."""
+        for name in ("stop_token_ids", "ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                problem = f"{name}: expected none with {field}, which decides where the text ends"
+                raise ApiError(400, problem, name)
+
+    def _stops(self) -> list[str]:
+        stop = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop else []
+        if any(len(text) > MOST_STOP for text in stop):
+            raise ApiError(400, f"stop: expected at most {MOST_STOP} characters each", "stop")
+        return stop
+
+    def _biases(self) -> LogitBias:
+        """Return logit biases by token id as integers; JSON has the ids as strings."""
+        given = self.logit_bias
+        if not given:
+            return ()
+        for name in given:
+            if not TOKEN_ID.fullmatch(name):  # one spelling per id, so that no id occurs twice
+                problem = f"logit_bias: expected token ids, got {shown(name)}"
+                raise ApiError(400, problem, "logit_bias")
+        return {int(name): bias for name, bias in given.items()}
+
+    @property
+    def usage_wanted(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(SampledRequest):
+    """The body of a request to /v1/completions. logprobs: alternatives to report at each token."""
+
+    prompt: Texts = [""]
+    max_tokens: NewTokens = Field(16, ge=0, le=MOST_NEW)
+    logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    echo: bool | None = False
+
+
+Messages = Annotated[list[Any], BeforeValidator(_values)]  # the chat template checks messages
+Variables = Annotated[dict[str, Any], BeforeValidator(_values)]
+
+
+class TemplateFields(Body):
+    """Arguments of the chat template. Source: vLLM, "OpenAI-Compatible Server"."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
+    chat_template_kwargs: Variables | None = None
+
+
+def _of_object(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the schema of a function's parameters. Raises ValueError unless it has type object."""
+    if given and given.get("type") != "object":
+        raise ValueError("expected the JSON schema of an object, with the type 'object'")
+    return given
+
+
+class FunctionFields(Fields):
+    """A function that the model may call. parameters: JSON schema of its arguments."""
+
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(_of_object)] = None
+    strict: bool | None = None
+
+
+class ToolFields(Fields):
+    type: Literal["function"]
+    function: FunctionFields
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+def _with_names(given: list[ToolFields] | None) -> list[ToolFields] | None:
+    names = [tool.name for tool in given or ()]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"expected each name once, got {twice[0]!r} {len(twice)} times")
+    return given
+
+
+class NamedFunction(Fields):
+    name: str
+
+
+class NamedChoice(Fields):
+    """A tool choice that requires a call of one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice | None
+
+
+def _of_tools(given: ToolChoice, info: ValidationInfo) -> ToolChoice:
+    names = [tool.name for tool in info.data.get("tools") or ()]
+    if given == "required" and not names:
+        raise ValueError("expected tools with it")
+    if isinstance(given, NamedChoice) and given.function.name not in names:
+        raise ValueError("expected the name of one of the tools")
+    return given
+
+
+class ChatRequest(SampledRequest, TemplateFields):
+    """The body of a request to /v1/chat/completions."""
+
+    messages: Messages = Field(min_length=1)
+    tools: Annotated[
+        list[ToolFields] | None,
+        BeforeValidator(_values),
+        _at_most(MOST_TOOLS, "tools"),
+        AfterValidator(_with_names),
+    ] = None
+    tool_choice: Annotated[ToolChoice, AfterValidator(_of_tools)] = None
+    parallel_tool_calls: bool | None = True
+    max_completion_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+
+
+class EmbeddingRequest(Body):
+    """The body of a request to /v1/embeddings. instruction: an addition, as for `Model.embed`."""
+
+    input: Texts
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: int | None = None
+    instruction: str | None = None
+
+
+class TokenizeRequest(TemplateFields):
+    """The body of a request to /tokenize."""
+
+    prompt: str | None = None
+    messages: Messages | None = Field(None, min_length=1)
+
+
+class DetokenizeRequest(Body):
+    """The body of a request to /detokenize."""
+
+    tokens: Tokens
+
+
+class _PatientDecoder(json.JSONDecoder):
+    """A JSON decoder in Python (strings: in C), which lets other threads run while it decodes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ApiError for a repeated key, whose value would be ambiguous."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((key, count),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ApiError(400, f"the body: expected each key once, got {shown(key)} {count} times")
+    return found
+
+
+def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int) -> Request:
+    """Return the parsed request. names: accepted model names. n_ctx: the model's context length.
+
+    Raises ApiError, which names the first field that is wrong.
+    """
+    try:
+        reader = _PatientDecoder if data.count(b",") > MOST_VALUES else None
+        given = json.loads(data.decode("utf-8-sig"), cls=reader, object_pairs_hook=_each_once)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body: expected JSON in UTF-8: {shown(str(error))}") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, f"the body: expected a JSON object, got {shown(given)}")
+    return validated(kind, given, names, n_ctx)
+
+
+def validated(
+    kind: type[Request], given: dict[str, Any], names: Collection[str], n_ctx: int
+) -> Request:
+    """Return the request with the fields `given`. Other arguments and errors: as for `parsed`."""
+    if given.get("function_call") == "none":
+        given.pop("functions", None)
+    for name in [name for name in kind.neutral if name in given and name not in kind.model_fields]:
+        _check_neutral(name, given.pop(name), kind.neutral[name])
+    try:
+        found = kind.model_validate(given, context=n_ctx)
+    except ValidationError as error:
+        raise _of_field(error, given) from None
+    if found.model is not None and found.model not in names:
+        problem = f"model: there is no {shown(found.model)}: expected {' or '.join(names)}"
+        raise ApiError(404, problem, "model", "model_not_found")
+    return found
+
+
+def _check_neutral(name: str, value: Any, accepted: Any) -> None:
+    if accepted is ANYTHING or value is None or any(value == each for each in accepted):
+        return
+    only = f": expected {' or '.join(map(json.dumps, accepted))}, or none" if accepted else ""
+    only += ', or function_call "none" with it' if name == "functions" else ""
+    problem = f"{name}: {shown(value)} is not supported{only}"
+    raise ApiError(400, problem, name, "unsupported_parameter")
+
+
+def _of_field(error: ValidationError, given: Any) -> ApiError:
+    """Return an error for the first problem of a body; it names the path of the wrong value.
+
+    For a value that may have several types, pydantic reports a problem with each type. The problem
+    with the innermost value belongs to the type that fits best.
+    """
+    every = [(_place(each, given), each) for each in error.errors(include_context=False)]
+    about = [each for each in every if each[0][: len(every[0][0])] == every[0][0]]
+    keys, first = max(about, key=lambda each: len(each[0]))
+    place = ".".join(printable(str(key), LONGEST_KEY) for key in keys) or "the body"
+    field = printable(str(keys[0]), LONGEST_KEY) if keys else "the body"
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{place}: there is no such field", field, "unknown_parameter")
+    if first["type"] == "missing":
+        return ApiError(400, f"{place}: expected, but missing", field)
+    said = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    said = said.partition(" or instance of ")[0]
+    said = re.sub("(List|Dictionary) should have (.*) after val.*", r"expected \2", said)
+    return ApiError(400, f"{place}: {said}, got {shown(first['input'])}", field)
+
+
+def _place(problem: Any, given: Any) -> list[Any]:
+    """Return the keys that lead to a value in a body, without pydantic's names of types."""
+    found = []
+    for key in problem["loc"]:
+        inside = isinstance(given, dict) and key in given
+        if inside or (isinstance(given, list) and isinstance(key, int)):
+            given = given[key]
+            found.append(key)
+    return [*found, problem["loc"][-1]] if problem["type"] == "missing" else found
+
+
+def refused(error: Exception, fields: Collection[str]) -> ApiError:
+    """Convert the library's error to an ApiError. param: the wrong argument if `fields` has it."""
+    argument = re.split("[:. ]", str(error), maxsplit=1)[0]
+    return ApiError(400, str(error), argument if argument in fields else None)

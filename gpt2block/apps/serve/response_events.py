@@ -1,0 +1,219 @@
+"""Convert chat completions, whole or in chunks, to responses and events of /v1/responses.
+
+Source: OpenAI, "API reference" (The response object, Streaming events).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from typing import Any
+
+from gpt2block.apps.serve.answers import AnswerChoice, Form, Sent, TextOffsets, server_sent
+from gpt2block.apps.serve.protocol import ApiError
+from gpt2block.apps.serve.responses import ResponsesRequest
+
+Event = dict[str, Any]
+MOST = "max_output_tokens"  # reason of an answer that is incomplete
+# Names of Response's fields that repeat the request's
+REPEATED = (
+    "instructions", "max_output_tokens", "metadata", "tools", "user", "temperature", "top_p",
+    "parallel_tool_calls", "tool_choice", "top_logprobs",
+)  # fmt: skip
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "parallel_tool_calls": True, "tool_choice": "auto",
+            "tools": [], "metadata": {}, "top_logprobs": 0}  # fmt: skip
+# Fields of Response that are always null, because this server does not support their purpose
+NULL = ("error", "incomplete_details", "usage", "completed_at", "conversation", "max_tool_calls",
+        "previous_response_id", "prompt", "reasoning")  # fmt: skip
+
+
+class ResponseSent(Sent):
+    """Converts the chat completion of a request to a response, or its chunks to events.
+
+    A whole completion is converted as the chunks of a stream, which ends with the same response.
+    """
+
+    def __init__(self, given: ResponsesRequest, model: str) -> None:
+        repeated = {name: getattr(given, name) for name in REPEATED}
+        self._response: dict[str, Any] = {
+            **{"id": _id("resp"), "object": "response", "created_at": int(time.time())},
+            **{"status": "in_progress", "background": False, "model": model, "output": []},
+            "text": {"format": (given.text and given.text.format) or {"type": "text"},
+                     "verbosity": "medium"},
+            "truncation": "disabled",
+            **dict.fromkeys(NULL),
+            **repeated,
+            **{name: value for name, value in DEFAULTS.items() if repeated[name] is None},
+        }  # fmt: skip
+        self._output: list[dict[str, Any]] = []  # items, of which only the latest is in progress
+        self._calls: dict[int, int] = {}  # index of a tool call → its place in the output
+        self._logprobs: list[dict[str, Any]] = []  # tokens whose text comes with a later token
+        self._reason: str | None = None  # the choice's finish_reason
+        self._usage: dict[str, Any] | None = None
+        self._sequence = 0  # number of events so far
+
+    def choice(
+        self, form: Form, index: int, choice: AnswerChoice, logprobs: bool
+    ) -> dict[str, Any]:
+        return {"deltas": form.deltas(index, choice, logprobs, TextOffsets())}
+
+    def whole(self, found: dict[str, Any]) -> dict[str, Any]:
+        for choice in found["choices"]:
+            self._take({**found, "choices": choice["deltas"]})
+        self._end()
+        return self._response
+
+    def chunk(self, found: dict[str, Any]) -> bytes:
+        return self._written(self._take(found))
+
+    def end(self) -> bytes:
+        return self._written(self._end())
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that fails."""
+        events = self._begin()
+        self._response |= {
+            "status": "failed",
+            "error": {"code": "server_error", "message": error.message},
+            "output": [{**each, "status": "incomplete"} if each["status"] == "in_progress" else each
+                       for each in self._output],
+        }  # fmt: skip
+        return self._written([*events, self._of_response("failed")])
+
+    def _written(self, events: list[Event]) -> bytes:
+        found = []
+        for event in events:
+            numbered = {**event, "sequence_number": self._sequence}
+            found.append(server_sent(json.dumps(numbered), event["type"]))
+            self._sequence += 1
+        return b"".join(found)
+
+    def _begin(self) -> list[Event]:
+        """Return the first two events of a stream; none if they were returned before."""
+        return [] if self._sequence else [*map(self._of_response, ("created", "in_progress"))]
+
+    def _take(self, found: dict[str, Any]) -> list[Event]:
+        """Return the events of a chunk of the chat completion."""
+        events = self._begin()
+        self._usage = found.get("usage") or self._usage
+        for choice in found["choices"]:
+            self._logprobs += (choice.get("logprobs") or {}).get("content") or []
+            if text := choice["delta"].get("content"):
+                events += self._text(text)
+            for call in choice["delta"].get("tool_calls") or ():
+                events += self._call(call)
+            self._reason = choice["finish_reason"] or self._reason
+        return events
+
+    def _text(self, text: str) -> list[Event]:
+        """Return the events of more text, with the log-probabilities of the tokens so far."""
+        events = list[Event]()
+        if not self._in_message:
+            item = {"id": _id("msg"), "type": "message", "role": "assistant", "content": []}
+            events += self._open(item)
+            self._output[-1]["content"] = [_part()]
+            events.append(self._of_item("content_part.added", content_index=0, part=_part()))
+        (part,) = self._output[-1]["content"]
+        part["text"] += text
+        part["logprobs"] += self._logprobs
+        if text or self._logprobs:
+            told = {"delta": text, "logprobs": _without_bytes(self._logprobs)}
+            events.append(self._of_item("output_text.delta", content_index=0, **told))
+        self._logprobs = []
+        return events
+
+    def _call(self, call: dict[str, Any]) -> list[Event]:
+        """Return the events of a part of a tool call, which begins or continues a function call."""
+        events, index, function = list[Event](), call["index"], call["function"]
+        if index not in self._calls:
+            events += self._open({"id": _id("fc"), "type": "function_call", "call_id": call["id"],
+                                  "name": function["name"], "arguments": ""})  # fmt: skip
+            self._calls[index] = len(self._output) - 1
+        if self._calls[index] != len(self._output) - 1:
+            raise ValueError(f"tool call {index}: expected its parts before the next item")
+        if more := function.get("arguments"):
+            self._output[-1]["arguments"] += more
+            events.append(self._of_item("function_call_arguments.delta", delta=more))
+        return events
+
+    def _end(self) -> list[Event]:
+        """Return the last events of a stream."""
+        status = "incomplete" if self._reason == "length" else "completed"
+        rest = not self._output or (self._in_message and self._logprobs)
+        events = [*(self._text("") if rest else ()), *self._close(status)]
+        self._response |= {
+            "status": status,
+            "incomplete_details": None if status == "completed" else {"reason": MOST},
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "output": self._output,
+            "usage": self._usage and _usage(self._usage),
+        }
+        return [*events, self._of_response(status)]
+
+    @property
+    def _in_message(self) -> bool:
+        return bool(self._output) and self._output[-1]["type"] == "message"
+
+    def _open(self, item: dict[str, Any]) -> list[Event]:
+        """Close the item in progress, and append a new item. Return the events of both."""
+        events = self._close("completed")
+        self._output.append({**item, "status": "in_progress"})
+        return [*events, self._of_item("output_item.added", item={**self._output[-1]})]
+
+    def _close(self, status: str) -> list[Event]:
+        """End the item in progress. Return its last events."""
+        if not self._output:
+            return []
+        item = self._output[-1]
+        item["status"] = status
+        events = [self._of_item("output_item.done", item={**item})]
+        if item["type"] == "function_call":
+            done = "function_call_arguments.done"
+            return [self._of_item(done, arguments=item["arguments"]), *events]
+        (part,) = item["content"]
+        told = {"text": part["text"], "logprobs": _without_bytes(part["logprobs"])}
+        return [
+            self._of_item("output_text.done", content_index=0, **told),
+            self._of_item("content_part.done", content_index=0, part={**part}),
+            *events,
+        ]
+
+    def _of_response(self, kind: str) -> Event:
+        return {"type": f"response.{kind}", "response": {**self._response}}
+
+    def _of_item(self, kind: str, **more: Any) -> Event:
+        """Return an event that contains the item in progress, or else the item's id."""
+        named = {} if "item" in more else {"item_id": self._output[-1]["id"]}
+        index = len(self._output) - 1
+        return {"type": f"response.{kind}", "output_index": index, **named, **more}
+
+
+def _part() -> dict[str, Any]:
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{random.getrandbits(192):048x}"
+
+
+def _without_bytes(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return log-probabilities as events have them: without the bytes of tokens."""
+    return [
+        {"token": each["token"], "logprob": each["logprob"],
+         "top_logprobs": [{"token": top["token"], "logprob": top["logprob"]}
+                          for top in each["top_logprobs"]]}
+        for each in logprobs
+    ]  # fmt: skip
+
+
+def _usage(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a usage object of responses for the usage object of a chat completion."""
+    cached = (given.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return {
+        "input_tokens": given["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": given["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": given["total_tokens"],
+    }

@@ -1,0 +1,252 @@
+"""Requests to /v1/responses, converted to requests of /v1/chat/completions.
+
+Responses are stateless: a request has the whole conversation in `input`. Source: OpenAI, "API
+reference" (Responses).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gpt2block.apps.serve.protocol import (
+    MOST_NEW,
+    NEUTRAL,
+    ApiError,
+    Drawn,
+    Messages,
+    NewTokens,
+    Variables,
+    refused,
+)
+from gpt2block.errors import InputError, shown
+from gpt2block.sampling import MOST_ALTERNATIVES
+
+LOGPROBS = "message.output_text.logprobs"
+# Values of `include`. Except for the first, they concern items that no answer of this server has.
+Included = Literal[
+    "message.output_text.logprobs", "reasoning.encrypted_content", "file_search_call.results",
+    "web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs",
+    "message.input_image.image_url", "computer_call_output.output.image_url",
+]  # fmt: skip
+# Names of ChatRequest's fields in errors → names of the fields of ResponsesRequest
+FIELDS = {"messages": "input", "response_format.json_schema": "text.format",
+          "response_format": "text.format",
+          "max_completion_tokens": "max_output_tokens"}  # fmt: skip
+# Fields that chat requests have, too
+SAME = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls",
+        "chat_template_kwargs", "skip_special_tokens")  # fmt: skip
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+class TextFields(BaseModel):
+    """The field `text`. format: "text", "json_object" or "json_schema" with its schema."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesRequest(Drawn):
+    """The body of a request to /v1/responses.
+
+    Additions: seed, chat_template_kwargs, skip_special_tokens, top_k and min_p.
+    """
+
+    neutral: ClassVar[Mapping[str, Any]] = {
+        **NEUTRAL,
+        **dict.fromkeys(("store", "background"), (False,)),
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls"), ()),
+        "truncation": ("disabled",),
+        "stream_options": ({}, {"include_obfuscation": False}),
+        "reasoning": ({},),
+    }
+    input: str | Messages
+    instructions: str | None = None
+    max_output_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
+    stream: bool | None = False
+    text: TextFields | None = None
+    tools: Messages | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[Included] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+    user: str | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    chat_template_kwargs: Variables | None = None
+    skip_special_tokens: bool | None = None
+
+    @property
+    def logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+
+def chat_body(given: ResponsesRequest) -> dict[str, Any]:
+    """Return the body of the chat request that has the same answer.
+
+    Fields that the request does not have are absent. Raises ApiError for items, tools and formats
+    that a chat request cannot have.
+    """
+    if given.top_logprobs and not given.logprobs:
+        problem = f'top_logprobs: expected "{LOGPROBS}" in include with it'
+        raise ApiError(400, problem, "top_logprobs")
+    first = [] if given.instructions is None else [("system", given.instructions)]
+    tools = [_chat_tool(tool, index) for index, tool in enumerate(given.tools or ())]
+    body = {
+        **{name: getattr(given, name) for name in SAME},
+        "messages": messages_of(given.input, [{"role": r, "content": text} for r, text in first]),
+        "max_completion_tokens": given.max_output_tokens,
+        "stream_options": {"include_usage": True} if given.stream else None,
+        "logprobs": given.logprobs or None,
+        "top_logprobs": given.top_logprobs or None,
+        "tools": tools or None,
+        "tool_choice": _chat_choice(given.tool_choice),
+        "response_format": _chat_format(given.text.format if given.text else None),
+    }
+    return {name: value for name, value in body.items() if value is not None}
+
+
+@contextmanager
+def named_as_given(fields: Collection[str]) -> Iterator[None]:
+    """Raise errors about a field of the chat request again, with the name in ResponsesRequest.
+
+    fields: names of the fields of ChatRequest. The position of a message in an error stays: it
+    counts the messages made from `instructions` and `input`.
+    """
+    try:
+        yield
+    except (ApiError, InputError) as error:
+        found = error if isinstance(error, ApiError) else refused(error, fields)
+        own = FIELDS.get(found.param or "", found.param)
+        message = re.sub(
+            "^(" + "|".join(FIELDS) + r")\b", lambda name: FIELDS[name[0]], found.message
+        )
+        param = own and own.partition(".")[0]
+        raise ApiError(found.status, message, param, found.code) from error
+
+
+def messages_of(given: str | list[Any], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a chat: `before`, then the messages for the field `input`.
+
+    Function calls become tool calls of the assistant's message before them; consecutive calls
+    become tool calls of one message. Items of reasoning are left out, as chat templates leave out
+    earlier reasoning.
+    """
+    if isinstance(given, str):
+        return [*before, {"role": "user", "content": given}]
+    messages = [*before]
+    for index, item in enumerate(given):
+        message, latest = _message_of(item, f"input.{index}"), messages[-1] if messages else {}
+        if "tool_calls" in message and latest.get("role") == "assistant":
+            calls = [*latest.get("tool_calls", ()), *message["tool_calls"]]
+            messages[-1] = {**latest, "tool_calls": calls}
+        elif message:
+            messages.append(message)
+    if not messages:
+        raise _refused("input: expected at least one message, got none")
+    return messages
+
+
+def _message_of(item: Any, place: str) -> dict[str, Any]:
+    """Convert an item of `input` to a message of a chat; return {} for reasoning."""
+    fields = _present(item, place)
+    kind = fields.pop("type", "message" if "role" in fields else None)
+    if kind == "message":
+        role, content = _values_of(fields, place, "role", "content")
+        if role not in ROLES:
+            raise _refused(f"{place}.role: expected {', '.join(ROLES)}, got {shown(role)}")
+        return {"role": ROLES[role], "content": _content(content, f"{place}.content")}
+    if kind == "function_call":
+        id, name, arguments = _values_of(fields, place, "call_id", "name", "arguments")
+        function = {"name": name, "arguments": arguments}
+        if not isinstance(arguments, str):
+            raise _refused(f"{place}.arguments: expected a text, got {shown(arguments)}")
+        call = {"id": id, "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if kind == "function_call_output":
+        id, output = _values_of(fields, place, "call_id", "output")
+        content = _content(output, f"{place}.output")
+        return {"role": "tool", "tool_call_id": id, "content": content}
+    if kind != "reasoning":
+        expected = "a message, function_call, function_call_output or reasoning"
+        raise _refused(f"{place}: expected {expected}, got {shown(kind)}")
+    return {}
+
+
+def _content(given: Any, place: str) -> str | list[dict[str, Any]]:
+    """Convert the content of an item to the content of a chat message: a text, or parts of text."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise _refused(f"{place}: expected a text or a list of parts, got {shown(given)}")
+    parts = []
+    for index, each in enumerate(given):
+        part, at = _present(each, f"{place}.{index}"), f"{place}.{index}"
+        kind = part.pop("type", None)
+        if kind not in ("input_text", "output_text") or not isinstance(part.get("text"), str):
+            expected = "input_text or output_text with a text"
+            raise _refused(f"{at}: expected {expected}, got {shown(each)}")
+        _values_of(part, at, "text", others=("annotations", "logprobs"))
+        parts.append({"type": "text", "text": part["text"]})
+    return parts
+
+
+def _present(given: Any, place: str) -> dict[str, Any]:
+    """Return the fields of an object that are not null."""
+    if not isinstance(given, dict):
+        raise _refused(f"{place}: expected an object, got {shown(given)}")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _values_of(
+    given: dict[str, Any], place: str, *needed: str, others: Collection[str] = ("id", "status")
+) -> list[Any]:
+    """Return the values of the fields `needed`. others: fields without effect."""
+    if unknown := [name for name in given if name not in (*needed, *others)]:
+        raise _refused(f"{place}.{unknown[0]}: there is no such field", "unknown_parameter")
+    if missing := [name for name in needed if name not in given]:
+        raise _refused(f"{place}.{missing[0]}: expected, but missing")
+    return [given[name] for name in needed]
+
+
+def _chat_tool(given: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return a function tool in the form of chats."""
+    tool = _present(given, f"tools.{index}")
+    if tool.pop("type", None) != "function":
+        kind = shown(given.get("type"))
+        problem = f"tools.{index}: expected a function, got {kind}: this server runs no tools"
+        raise ApiError(400, problem, "tools", "unsupported_parameter")
+    return {"type": "function", "function": tool}
+
+
+def _chat_choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(given, dict):
+        return given
+    if given.keys() != {"type", "name"} or given["type"] != "function":
+        problem = f'tool_choice: expected "auto", "none", "required" or a function, got {given!r}'
+        raise ApiError(400, problem, "tool_choice", "unsupported_parameter")
+    return {"type": "function", "function": {"name": given["name"]}}
+
+
+def _chat_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return text.format in the form of response_format; None for plain text."""
+    if given is None or given == {"type": "text"}:
+        return None
+    fields = {name: value for name, value in given.items() if value is not None}
+    kind = fields.pop("type", None)
+    if kind == "json_schema":
+        return {"type": kind, "json_schema": fields}
+    if kind == "json_object" and not fields:
+        return {"type": kind}
+    expected = 'a type of "text", "json_object" or "json_schema"'
+    raise ApiError(400, f"text.format: expected {expected}, got {shown(given)}", "text")
+
+
+def _refused(problem: str, code: str | None = None) -> ApiError:
+    return ApiError(400, problem, problem.partition(".")[0].partition(":")[0], code)

@@ -1,0 +1,380 @@
+"""The thread that generates the rows (continuations) of all requests in one batch.
+
+Requests come from an event loop, and their tokens go back to the event loop. The rows of the batch
+have no text, and are changed only in the thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.apps.serve.log import log, traceback_of
+from gpt2block.engine.generation.batching import Batch
+from gpt2block.engine.generation.rows import EndReason, Row, Tops
+from gpt2block.engine.grammars import Grammar, Matcher
+from gpt2block.engine.model import ModelEngine
+
+PAUSE = 4e-5  # seconds per open row between deliveries; twice the time of delivering its tokens
+LEAST_PAUSE = 5e-4  # seconds; shorter pauses are left out
+FEW = 4  # open rows up to which a piece is sent before the front has received the previous one
+MOST_FAILED = 3  # failed steps in a row after which the engine is not used any more
+REST_S = 60.0  # seconds without a request after which the batch gives memory back
+TOKENS_AT_ONCE = 4096  # prompt tokens in a step after which the step computes no further prompt
+
+
+class Piece(NamedTuple):
+    """The new tokens of a row (a continuation) since its last Piece, from one or more steps.
+
+    reused: as Row.reused. finish_reason: finish_reason of the Row once the row has ended, else
+    None. error: the message of Row.error.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    tops: list[Tops]
+    guessed: list[bool]
+    reused: int = 0
+    finish_reason: EndReason | None = None
+    error: str | None = None
+
+
+Key = tuple[int, int]  # (number of a request, index of a row of the request)
+
+
+class Full(Exception):  # noqa: N818  (a reason, not a fault)
+    """Raised if the queue is full, so that no further row (continuation) can wait."""
+
+
+class EngineFailed(Exception):  # noqa: N818
+    """Raised if the engine has failed in a step of a row (continuation), or cannot go on."""
+
+
+def batch_of(
+    engine: ModelEngine, slots: int, reuse: bool = False, speculate: bool = False
+) -> Batch:
+    """Return a Batch with up to `slots` slots, fewer if memory is short. Raises MemoryError.
+
+    reuse, speculate: as for Batch.
+    """
+    n_ctx, most = engine.config.n_ctx, TOKENS_AT_ONCE
+    return Batch(engine, slots, n_ctx, True, reuse, tokens_at_once=most, speculate=speculate)
+
+
+class Service:
+    """A thread that generates the rows (continuations) of all requests in one batch.
+
+    Pieces of a row are delivered to the Outlet that has submitted the row.
+
+    Clients take turns. If all slots and places in the queue are taken, a client with at most its
+    equal share of them may still submit rows, until there are twice as many rows.
+
+    If the engine raises an exception, the rows in slots end with an error, and the batch restarts
+    with the waiting rows. The service fails if the batch cannot restart, or after MOST_FAILED
+    failed steps in a row.
+
+    batch: an empty result of `batch_of`. most_waiting: most rows that wait for a slot. loop: event
+    loop in which pieces are delivered. on_failure: called in the loop after the last pieces if the
+    service has failed. observe_first: called in the thread with the seconds to a row's first token.
+    observe_between: called after a step with an array, for each row that got a further token the
+    seconds since its previous token. tokens: number of tokens generated so far.
+    overdrawn: number of these tokens that were generated after the stop string of their text.
+    failed: number of failed steps.
+    matcher_of: returns the Matcher of a row's rule; None if the compiled rule is no longer kept.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        most_waiting: int,
+        loop: asyncio.AbstractEventLoop,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._batch, self._on_failure = batch, on_failure
+        self._loop, self._most_waiting = loop, most_waiting
+        self._changed = threading.Condition()
+        # (submitted row, its outlet and key, its deadline or None for no deadline)
+        self._new: deque[tuple[Row, Place, float | None]] = deque()
+        # (cancelled row, number of its tokens that are needed, None if this is not known)
+        self._cancelled: deque[tuple[Row, int | None]] = deque()
+        self._open_of: Counter[str] = Counter()  # client: number of rows that run or wait
+        self._places: dict[Row, Place] = {}  # row: outlet and key
+        self._since: dict[Row, float] = {}  # row: time of submission, until its first token
+        self._last = np.zeros(batch.slots)  # time of each slot's last token
+        self._pieces: deque[tuple[Place, Row | None, Piece]] = deque()  # not delivered yet
+        self._called = False  # whether a delivery is scheduled in the event loop
+        self.observe_first: Callable[[float], None] = lambda seconds: None
+        self.observe_between: Callable[[NDArray[np.float64]], None] = lambda seconds: None
+        self.matcher_of: Callable[[Grammar], Matcher | None] = lambda rule: None
+        self.tokens = self.overdrawn = self.failed = 0
+        self._failed_in_a_row = 0
+        self._ends = False
+        self.failure: str | None = None
+        self.starting: tuple[int, int] | None = (0, 1)  # (tasks done, all tasks); None: ready
+        self.slots = self._batch.slots
+        self._thread = threading.Thread(target=self._run, name="service", daemon=True)
+        self._thread.start()
+
+    @property
+    def open(self) -> int:
+        """The number of rows (continuations) that run or wait for a slot."""
+        return len(self._places) + len(self._new)
+
+    @property
+    def waiting(self) -> int:
+        """The number of rows (continuations) that wait for a slot."""
+        return max(0, self.open - self.slots)
+
+    def submit(
+        self,
+        rows: Sequence[Row],
+        outlet: Outlet,
+        number: int = 0,
+        client: str = "",
+        deadline: float | None = None,
+    ) -> None:
+        """Queue the rows (continuations) of a client's request, or raise Full or EngineFailed.
+
+        Also raises Full if the compiled rule of a row is no longer kept. number: identifies the
+        request in the outlet. deadline: as for Batch.
+        """
+        with self._changed:
+            if self.failure is not None:
+                raise EngineFailed(self.failure)
+            most, count = self.slots + self._most_waiting, self.open + len(rows)
+            own = self._open_of[client] + len(rows)
+            share = most // len(self._open_of.keys() | {client})
+            if self._ends or (count > most and (own > share or count > 2 * most)):
+                raise Full
+            for row in rows:
+                row.client = client
+                if row.rule is not None:
+                    row.matcher = self.matcher_of(row.rule)
+                    if row.matcher is None:
+                        raise Full
+            self._open_of[client] = own
+            for index, row in enumerate(rows):
+                self._new.append((row, (outlet, (number, index)), deadline))
+            self._changed.notify()
+
+    def cancel(self, rows: Iterable[Row], needed: int | None = None) -> None:
+        """End rows (continuations), and deliver no more of their tokens.
+
+        needed: number of tokens up to the end of a stop string; further tokens are `overdrawn`.
+        """
+        with self._changed:
+            self._cancelled.extend((row, needed) for row in rows)
+            self._changed.notify()
+
+    def release(self, rows: Sequence[Row]) -> None:
+        """Let rows deliver new tokens after a pause, which is longer if more rows are open."""
+
+        def go_on() -> None:
+            for row in rows:
+                row.held = False
+
+        if (pause := PAUSE * self.open) < LEAST_PAUSE:
+            go_on()
+        else:
+            self._loop.call_later(pause, go_on)
+
+    def close(self) -> None:
+        """End the thread without finishing the running rows (continuations)."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._start_up()
+            while not self._ends:
+                if problem := self._turn():
+                    self._go_on(problem)
+        except BaseException as error:
+            self._fail(error)
+
+    def _start_up(self) -> None:
+        """Compile kernels and record launches. Requests that are submitted meanwhile wait."""
+        for done in self._batch.start_up():
+            self.starting = done
+            if self._ends:
+                return
+        self.starting = None
+
+    def _turn(self) -> str | None:
+        """Take changes and run a step. If the engine fails, log the reason, and return a message.
+
+        Raises the exception of the last of MOST_FAILED failed steps in a row.
+        """
+        try:
+            self._take_changes()
+            if self._batch.busy and not self._ends:
+                self._step()
+        except BaseException as error:
+            self.failed += 1
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row == MOST_FAILED:
+                raise
+            log.error("a step of the engine failed\n%s", traceback_of(error))
+            return f"the engine failed: {error!r}"
+        return None
+
+    def _go_on(self, problem: str) -> None:
+        """Restart the batch after a failed step, and deliver the errors of the rows in slots."""
+        self._batch.restart(EngineFailed(problem))
+        self._deliver([row for row in self._places if row.finish_reason])
+
+    def _step(self) -> None:
+        rows = self._batch.step()
+        self._failed_in_a_row = 0
+        self._note()
+        self._deliver(rows)
+
+    def _deliver(self, rows: Sequence[Row]) -> None:
+        """Deliver the new tokens of rows (continuations), and forget the rows that have ended."""
+        for row in rows:
+            row.held = True
+        self._send([(self._places[row], row, piece_of(row)) for row in rows])
+        for row in rows:
+            if row.finish_reason:
+                self._forget(row)
+
+    def _take_changes(self) -> None:
+        """Add submitted rows, end cancelled rows; wait if idle."""
+        with self._changed:
+            while not (self._ends or self._new or self._cancelled or self._batch.busy):
+                if not self._changed.wait(REST_S):
+                    self._batch.rest()
+            new, self._new = self._new, deque()
+            cancelled, self._cancelled = self._cancelled, deque()
+            self._places |= {row: place for row, place, _ in new}
+        now = perf_counter()
+        self._since |= {row: now for row, *_ in new}
+        for (client, deadline), each in groupby(new, lambda each: (each[0].client, each[2])):
+            self._batch.submit([row for row, *_ in each], deadline, client)
+        gone = [row for row, _ in cancelled if row in self._places]
+        for row in gone:
+            self._forget(row)
+        self._batch.cancel(gone)
+        self.overdrawn += sum(
+            len(row.tokens) - needed for row, needed in cancelled if needed is not None
+        )
+
+    def _forget(self, row: Row) -> None:
+        if self._places.pop(row, None) is None:
+            return
+        self._since.pop(row, None)
+        with self._changed:
+            self._open_of[row.client] -= 1
+            if not self._open_of[row.client]:
+                del self._open_of[row.client]
+
+    def _note(self) -> None:
+        now, slots = perf_counter(), self._batch.latest
+        if not len(slots):
+            return
+        self.tokens += len(slots)
+        self.observe_between(now - self._last[slots[~self._batch.firsts]])
+        self._last[slots] = now
+        for row in self._batch.begun:
+            if since := self._since.pop(row, None):
+                self.observe_first(now - since)
+
+    def _send(self, pieces: Iterable[tuple[Place, Row | None, Piece]]) -> None:
+        """Schedule delivery of `pieces` in the event loop, together with undelivered pieces."""
+        self._pieces.extend(pieces)
+        if self._pieces and not self._called:
+            self._called = True
+            self._loop.call_soon_threadsafe(self._deliver_all)
+
+    def _deliver_all(self) -> None:
+        self._called = False  # first: for later pieces, `_send` schedules a new call
+        found: dict[Outlet, list[tuple[Row | None, Key, Piece]]] = {}
+        while self._pieces:
+            (outlet, key), row, piece = self._pieces.popleft()
+            found.setdefault(outlet, []).append((row, key, piece))
+        for outlet, pieces in found.items():
+            outlet.put(pieces)
+
+    def _fail(self, error: BaseException) -> None:
+        """Log the error, and end all running and waiting rows (continuations) with it."""
+        log.critical("the engine failed\n%s", traceback_of(error))
+        with self._changed:
+            self.failure = f"the engine failed: {error!r}"
+            left = [*self._places.values(), *(place for _, place, _ in self._new)]
+            self._places, self._new = {}, deque()
+        piece = Piece([], [], [], [], 0, "error", self.failure)
+        self._send([(place, None, piece) for place in left])
+        self._loop.call_soon_threadsafe(self._on_failure)
+
+
+def piece_of(row: Row) -> Piece:
+    """Return a Piece with the tokens that a continuation has received since its last Piece."""
+    error = str(row.error) if row.error is not None else None
+    return Piece(*row.take_tokens(), row.reused, row.finish_reason, error)
+
+
+class Outlet:
+    """Submits the rows of the requests of one front, and delivers their pieces in batches.
+
+    A front is the part of a server that answers HTTP requests. A row is held from the delivery of a
+    piece until the front has received it. The row's next piece has all tokens sampled meanwhile:
+    one token if the front is fast, several if it is slow.
+
+    deliver: called in the event loop of the service with pairs (key, Piece) of a batch, which the
+    front has received when it calls `received`.
+    """
+
+    def __init__(
+        self, service: Service, deliver: Callable[[list[tuple[Key, Piece]]], None]
+    ) -> None:
+        self._service, self._deliver = service, deliver
+        self._rows: dict[int, Sequence[Row]] = {}  # number of a request: its rows
+        self._on_the_way: deque[list[Row]] = deque()  # rows of delivered, not yet received batches
+
+    def submit(self, number: int, rows: Sequence[Row], client: str, deadline: float | None) -> None:
+        """Queue the rows of a request as `Service.submit` does."""
+        self._service.submit(rows, self, number, client, deadline)
+        self._rows[number] = rows
+
+    def stop(self, number: int, index: int, needed: int) -> None:
+        """End a row whose text has a stop string that ends with its token `needed` - 1."""
+        self._service.cancel(self._rows[number][index : index + 1], needed)
+
+    def end(self, number: int) -> None:
+        """End the rows of a request, which get no more tokens."""
+        self._service.cancel(self._rows.pop(number, ()))
+
+    def close(self) -> None:
+        """End all requests."""
+        for number in [*self._rows]:
+            self.end(number)
+
+    def put(self, pieces: Sequence[tuple[Row | None, Key, Piece]]) -> None:
+        """Deliver a batch of pieces. The row is None if the engine has failed."""
+        rows = [row for row, _, _ in pieces if row is not None]
+        self._on_the_way.append(rows)
+        self._deliver([(key, piece) for _, key, piece in pieces])
+        if len(self._on_the_way) == 1 and self._service.open <= FEW:
+            self._service.release(rows)
+
+    def received(self) -> None:
+        """Let the rows of the batch that the front has received deliver new tokens, after a pause.
+
+        Batches are received in the order of their delivery. The pause limits the share of time that
+        is spent on delivering tokens.
+        """
+        rows = self._on_the_way.popleft()
+        self._service.release(rows)
+
+
+Place = tuple[Outlet, Key]  # destination of the pieces of a row

@@ -1,0 +1,158 @@
+"""Compile rules of requests in other processes first, within limits of time and memory.
+
+Compiling a rule of a few bytes can take any time and memory, and llguidance cannot be interrupted.
+Therefore a child process of the server, which has loaded the model's vocabulary, creates a fork for
+each rule. The fork compiles the rule and computes its first mask. The system ends a fork at its
+limits. A fork exists before its rule arrives, so that creating it delays no request.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from gpt2block.engine.grammars import Grammar, Vocabulary
+from gpt2block.errors import InputError
+
+POSSIBLE = sys.platform == "linux"  # other systems lack limits of memory, or forks
+MEMORY = 2**29  # default of `memory`
+STACK = 2**20  # most bytes of a fork's stack; threads of the server, which compile later, have more
+WALL = 6  # a fork ends after WALL times its CPU time, too, if no core is free
+NICE = 10  # added to the niceness of a fork
+ENDED = 3  # exit code of a fork if the server has ended
+
+
+class Trial:
+    """A child process that compiles one rule at a time. It starts with the first rule.
+
+    vocabulary: arguments of Vocabulary. seconds, memory: most CPU time of a rule, and most bytes by
+    which the memory of its fork may grow.
+    """
+
+    def __init__(self, vocabulary: tuple[Any, ...], seconds: float, memory: int = MEMORY) -> None:
+        self._given = vocabulary, seconds, memory
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, rule: Grammar) -> int:
+        """Compile a rule; return the bytes by which memory has grown.
+
+        Raises InputError if the rule cannot be compiled within the limits, and ApiError if the
+        process has ended. The next call then starts another process.
+        """
+        from gpt2block.apps.serve.protocol import (  # noqa: PLC0415  (the child needs no pydantic)
+            ApiError,
+        )
+
+        try:
+            if self._process is None:
+                self._begin()
+            self._connection.send(rule)
+            found: int | str = self._connection.recv()
+        except (EOFError, OSError):
+            self.close()
+            problem = f"{rule.name}: the process that compiles rules has ended: try again"
+            raise ApiError(503, problem, code="overloaded") from None
+        if isinstance(found, str):
+            raise InputError(found)
+        if found < 0:
+            raise InputError(f"{rule.name}: {self._limit(-found)}: expected a simpler one")
+        return found
+
+    def close(self) -> None:
+        """End the process. A call that waits for it raises ApiError."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _begin(self) -> None:
+        vocabulary, *limits = self._given
+        self._connection, theirs = Pipe()
+        with tempfile.TemporaryFile() as file, theirs:
+            pickle.dump(vocabulary, file)
+            file.seek(0)
+            command = [sys.executable, "-m", __name__, *map(str, (theirs.fileno(), *limits))]
+            # A group of its own: Ctrl-C in a terminal signals the server, which ends the group.
+            self._process = subprocess.Popen(
+                command, stdin=file, pass_fds=[theirs.fileno()], start_new_session=True
+            )
+
+    def _limit(self, number: int) -> str:
+        """Return the limit for which a signal has ended a fork."""
+        _, seconds, memory = self._given
+        if number in (signal.SIGPROF, signal.SIGALRM):
+            return f"compiling takes more than {seconds:g} s of CPU time"
+        if number == signal.SIGABRT:
+            return f"compiling takes more than {memory >> 20} MiB of memory"
+        return "it is nested too deeply" if number == signal.SIGSEGV else "it cannot be compiled"
+
+
+def main() -> None:
+    """Compile rules in forks until the server ends."""
+    connection, seconds, memory = Connection(int(sys.argv[1])), float(sys.argv[2]), int(sys.argv[3])
+    vocabulary, code = Vocabulary(*pickle.load(sys.stdin.buffer)), 0
+    while code != ENDED:
+        pid = os.fork()
+        if not pid:
+            _compile_one(connection, vocabulary, seconds, memory)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code < 0:
+            connection.send(code)
+
+
+def _compile_one(
+    connection: Connection, vocabulary: Vocabulary, seconds: float, memory: int
+) -> NoReturn:
+    """Wait for a rule, compile it, send the result, and end this process."""
+    code, found = ENDED, cast("int | str", -signal.SIGABRT)
+    with suppress(EOFError, OSError):
+        rule: Grammar = connection.recv()
+        _, before = _set_limits(seconds, memory)
+        with suppress(MemoryError):
+            try:
+                vocabulary.matcher(rule)
+                found = max(0, _memory()[1] - before)
+            except InputError as error:
+                found = str(error)
+        signal.setitimer(signal.ITIMER_PROF, 0)  # a signal now would send a second result
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        connection.send(found)
+        code = 0
+    os._exit(code)
+
+
+def _set_limits(seconds: float, memory: int) -> tuple[int, int]:
+    """Limit the time, memory and stack of this process, lower its priority; return `_memory`."""
+    import resource  # noqa: PLC0415  (the module is missing on Windows)
+
+    os.nice(NICE)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # llguidance may abort
+    found = _memory()
+    for kind, limit in (
+        (resource.RLIMIT_AS, found[0] + memory),
+        (resource.RLIMIT_STACK, STACK),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, WALL * seconds)
+    return found
+
+
+def _memory() -> tuple[int, int]:
+    """Return the bytes of this process's addresses, and of its memory that no file backs."""
+    size, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return size * os.sysconf("SC_PAGESIZE"), (resident - shared) * os.sysconf("SC_PAGESIZE")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,632 @@
+"""Launch kernels of a PTX module on the CPU: build the engine, pass arguments, return findings."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.emulator.ptx import cache as kept
+from gpt2block.emulator.ptx import nvrtc
+from gpt2block.emulator.ptx.counters import Counted, Counts, Line
+from gpt2block.emulator.ptx.encode import CODE, Encoded, address_of, encode
+from gpt2block.emulator.ptx.parse import Module, Place, Variable
+from gpt2block.emulator.ptx.tensor_maps import TensorMap
+
+Order = Literal["forward", "reverse", "shuffled", "interleaved"]
+ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled", "interleaved")
+MOST_THREADS = 1024  # threads of a block
+BUDGET = 100_000_000  # warp instructions of a launch
+SOURCES = Path(__file__).parent / "cpp"
+FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique")
+NO_COMPILER = "g++, which compiles the engine once, is not installed: apt install g++"
+IN_SHARED, IN_LOCAL, IN_PARAMS = -2, -3, -4  # Finding::Where of machine.h
+_BUILDING = threading.Lock()
+Thread = tuple[tuple[int, int, int], tuple[int, int, int]]  # block and thread
+
+
+class Where(NamedTuple):
+    """A thread, and the line that it executes. file: as the compiler was told."""
+
+    block: tuple[int, int, int]
+    thread: tuple[int, int, int]
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"thread {self.thread}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An error that a launch has found in a kernel.
+
+    kind: "race", "out of bounds", "constant", "before the wait", "misaligned", "unwritten", "kept",
+    "barrier", "mask", "async", "division", "branch", "assert", "trap", "read-only" or "endless".
+    array: the name of the accessed array or variable, or "". size: its bytes, or 0. local: whether
+    it is in local memory. other: the thread of the second access, or None.
+    """
+
+    kind: str
+    text: str
+    kernel: str
+    now: Where
+    other: Where | None = None
+    verb: str = ""
+    other_verb: str = ""
+    array: str = ""
+    byte: int = 0
+    bytes: int = 0
+    size: int = 0
+    local: bool = False
+
+    @property
+    def fatal(self) -> bool:
+        """Return whether the finding has ended the launch, as all kinds but two do."""
+        return self.kind not in ("unwritten", "kept")
+
+    @property
+    def element(self) -> str:
+        """Return the array with the index of an element of the size of the access."""
+        return f"{self.array}[{self.byte // max(1, self.bytes)}]" if self.array else "no array"
+
+    def __str__(self) -> str:
+        here = f"{self.now} of block {self.now.block}, line {self.now.line}"
+        there = ""
+        if self.other:
+            there = (
+                f"thread {self.other.thread} of block {self.other.block}, line {self.other.line}"
+            )
+        if self.other_verb:
+            why = self.text or "nothing orders the two accesses"
+            both = f"{here}, {self.verb} {self.element}; {there}, {self.other_verb} it"
+            return f"{self.kind}: {both}: {why}"
+        if self.kind == "race":
+            return f"race: {here}, {self.verb} {self.text}: {there}"
+        if self.verb:
+            place = f"byte {self.byte} of {self.array or 'no array'}"
+            return f"{self.kind}: {here}, {self.verb} {self.bytes} bytes at {place}"
+        return f"{self.kind}: {here}: {self.text}" + (f"; {there}" if there else "")
+
+
+class Trace(NamedTuple):
+    """A request for the steps of threads, of which a launch keeps the last 20,000.
+
+    threads: whose steps. element: name of an array and number of a byte, whose writes by any thread
+    are steps, too.
+    """
+
+    threads: Sequence[Thread] = ()
+    element: tuple[str, int] | None = None
+
+
+class TraceStep(NamedTuple):
+    """A step of a thread, in the order of the launch.
+
+    kind: "reads", "writes", "atomically changes"; in an exchange of lanes "gathers" or "receives";
+    or "waits at the barrier", "arrives at the barrier", "passes the barrier", "__threadfence()",
+    "__threadfence_block()" or "returns".
+    array, byte, size: the accessed bytes. size of an exchange: of the value that the lane sends or
+    receives; byte: the mask of the lanes; source: the lane whose value a shuffle takes, or -1.
+    value: the first 16 bytes, or b"" if they are not known. before: those that an atomic operation
+    changes. opcode, function: of the instruction.
+    """
+
+    at: Where
+    kind: str
+    opcode: str = ""
+    function: str = ""
+    array: str = ""
+    byte: int = 0
+    size: int = 0
+    source: int = -1
+    value: bytes = b""
+    before: bytes = b""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The findings of a launch.
+
+    instructions: number of executed instructions of warps; lanes: the sum over their active lanes.
+    counts: by line of the source, if they were requested. steps: of the threads of a Trace;
+    left_out: number of earlier steps, which are not kept.
+    """
+
+    findings: tuple[Finding, ...]
+    instructions: int
+    lanes: int
+    printed: str
+    counts: Mapping[Line, Counts]
+    steps: tuple[TraceStep, ...] = ()
+    left_out: int = 0
+
+
+class Pointer(NamedTuple):
+    """An argument that points into an array, a number of bytes after its start."""
+
+    array: NDArray[Any]
+    offset: int
+
+
+class LaunchError(RuntimeError):
+    """The engine cannot run a kernel: a tool is missing, or arguments do not fit."""
+
+
+def launch(
+    module: Module,
+    kernel: str,
+    grid: Sequence[int],
+    block: Sequence[int],
+    args: Sequence[Any],
+    *,
+    cluster: Sequence[int] = (),
+    shared: int = 0,
+    order: Order = "forward",
+    checks: bool = True,
+    names: Sequence[str] = (),
+    written: Sequence[NDArray[np.uint8] | None] = (),
+    early: Sequence[bool] | None = None,
+    budget: int = BUDGET,
+    variant: int = 0,
+    counters: bool = False,
+    trace: Trace | None = None,
+) -> Result:
+    """Launch a kernel.
+
+    args: NumPy arrays, which the launch changes; numbers; bytes for structures; None for a null
+    pointer. names: of the parameters. written: for each argument, an array with one byte per byte,
+    1 where it has a value; None if all of it has. early: for a launch that overlaps the previous
+    kernel, whether each argument may be accessed before the wait for that kernel. variant: 0 or 1
+    chooses the values of registers on which no result may depend, such as %smid. counters: whether
+    to count accesses and other events of each line.
+
+    Raises encode.UnsupportedError if the engine does not know an instruction of the kernel.
+    """
+    _check_sizes(kernel, grid, block, cluster)
+    loaded = _load(module, kernel)
+    encoded = loaded.encoded
+    # Threads that launch kernels at the same time share the variables of a module.
+    with module.lock if encoded.variables else nullcontext():
+        arrays = _Arrays(module, encoded)
+        params = arrays.arguments(args, names, written)
+        data = _LaunchData()
+        clusters = cluster or encoded.directives.get("reqnctapercluster", ())
+        data.grid, data.block, data.cluster = _three(grid), _three(block), _three(clusters)
+        data.shared, data.order, data.checks = (
+            shared,
+            ORDERS.index(order),
+            checks or trace is not None,
+        )
+        data.variant, data.entry, data.budget = variant, encoded.entry, budget
+        data.params = ctypes.cast(ctypes.create_string_buffer(params, len(params) + 1), _BYTES)
+        data.param_bytes, data.array_count = len(params), len(arrays.data)
+        arrays.fill(data)
+        if trace:
+            _request(trace, data, arrays.names)
+        counted = Counted(encoded.places, module.files) if counters else None
+        data.counts = counted.counts.ctypes.data if counted else None
+        if early is not None:
+            data.early = arrays.early(args, early)
+        text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
+        found, traced, printed = text.split("\x1d", 2)
+        read = _Findings(module, encoded, arrays, data.grid, data.block)
+        findings = tuple(read.finding(each) for each in found.split("\x1e")[:-1])
+        if not any(each.fatal for each in findings):
+            arrays.keep(module, encoded)
+        steps = tuple(read.step(each) for each in traced.split("\x1e")[:-1])
+        counts = counted.by_line() if counted else {}
+        return Result(findings, data.executed, data.lanes, printed, counts, steps, data.left_out)
+
+
+def _request(trace: Trace, data: _LaunchData, names: Sequence[str]) -> None:
+    """Pass a Trace to the C++ side."""
+    numbers: list[int] = []
+    for block, thread in trace.threads:
+        numbers += _number(block, data.grid), _number(thread, data.block)
+    data.traced = (ctypes.c_int64 * (len(numbers) + 1))(*numbers)
+    data.traced_count, data.array = len(trace.threads), -1
+    if trace.element:
+        data.array, data.byte = names.index(trace.element[0]), trace.element[1]
+
+
+def _number(at: Sequence[int], sizes: Any) -> int:
+    return int(at[0] + sizes[0] * (at[1] + sizes[1] * at[2]))
+
+
+def _check_sizes(
+    kernel: str, grid: Sequence[int], block: Sequence[int], cluster: Sequence[int]
+) -> None:
+    if not 0 < math.prod(block) <= MOST_THREADS:
+        raise LaunchError(f"{kernel}: a block has 1 to {MOST_THREADS} threads, got {tuple(block)}")
+    if min(grid) < 1 or any(n % m for n, m in zip(grid, cluster, strict=False)):
+        raise LaunchError(
+            f"{kernel}: expected a grid of whole clusters {tuple(cluster)}, got {tuple(grid)}"
+        )
+
+
+def _three(sizes: Sequence[int]) -> Any:
+    return (ctypes.c_uint32 * 3)(*sizes, *(1,) * (3 - len(sizes)))
+
+
+_BYTES = ctypes.POINTER(ctypes.c_uint8)
+
+
+_TABLES = {  # attributes of Encoded, as in main.cpp and machine.h
+    "code": np.dtype("i4"),
+    "operands": np.dtype("i4,i4,i4,i8", align=True),
+    "parts": np.dtype("i4"),
+    "constants": np.dtype("u8"),
+    "gaps": np.dtype("i8"),
+}
+_SIZES = "rows", "predicates", "shared_bytes", "local_bytes", "granule"
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (("first", ctypes.c_void_p), ("count", ctypes.c_int64))
+
+
+class _ProgramData(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_char_p) for name in ("forms", "specials")),
+        *((name, _Table) for name in _TABLES),
+        *((name, ctypes.c_uint32) for name in _SIZES),
+    )
+
+
+class _LaunchData(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint32 * 3) for name in ("grid", "block", "cluster")),
+        *((name, ctypes.c_uint32) for name in ("shared", "order", "checks", "variant")),
+        *((name, ctypes.c_uint32) for name in ("entry", "variables")),
+        ("budget", ctypes.c_int64),
+        ("params", _BYTES),
+        ("param_bytes", ctypes.c_int64),
+        ("array_count", ctypes.c_int64),
+        ("arrays", ctypes.POINTER(ctypes.c_void_p)),
+        ("array_bytes", ctypes.POINTER(ctypes.c_int64)),
+        ("written", ctypes.POINTER(ctypes.c_void_p)),
+        ("constant", _BYTES),
+        ("early", _BYTES),
+        ("counts", ctypes.c_void_p),
+        ("executed", ctypes.c_int64),
+        ("lanes", ctypes.c_int64),
+        ("traced", ctypes.POINTER(ctypes.c_int64)),
+        *((name, ctypes.c_int64) for name in ("traced_count", "array", "byte", "left_out")),
+    )
+
+
+class _Arrays:
+    """Memory of a launch: variables of the module, then arguments."""
+
+    def __init__(self, module: Module, encoded: Encoded) -> None:
+        self.encoded = encoded
+        self.names: list[str] = []
+        self.data: list[NDArray[np.uint8]] = []
+        self.written: list[NDArray[np.uint8] | None] = []
+        self.constant: list[bool] = []
+        # (address, bytes) → number: an array that is passed twice has one address.
+        self.numbers: dict[tuple[int, int], int] = {}
+        for variable in encoded.variables:
+            if variable.name not in module.memory:
+                module.memory[variable.name] = _initial(variable, module, encoded)
+            data = np.frombuffer(module.memory[variable.name], np.uint8).copy()
+            kept = np.array(_initial(variable, module, encoded), np.uint8) == data
+            self._add(
+                plain_name(variable.name), data, kept.view(np.uint8), variable.space == "const"
+            )
+
+    def _add(
+        self,
+        name: str,
+        data: NDArray[np.uint8],
+        written: NDArray[np.uint8] | None,
+        constant: bool = False,
+    ) -> int:
+        self.names.append(name)
+        self.data.append(data)
+        self.written.append(written)
+        self.constant.append(constant)
+        return len(self.data) - 1
+
+    def arguments(
+        self,
+        args: Sequence[Any],
+        names: Sequence[str],
+        written: Sequence[NDArray[np.uint8] | None],
+    ) -> bytes:
+        """Return the parameters' bytes, and add arrays."""
+        parameters = self.encoded.parameters
+        if len(args) != len(parameters):
+            raise LaunchError(
+                f"{self.encoded.kernel} has {len(parameters)} parameters, got {len(args)}"
+            )
+        made = bytearray(self.encoded.parameter_bytes)
+        numbers = self.numbers
+        for k, ((offset, parameter), value) in enumerate(zip(parameters, args, strict=True)):
+            array, start = value[:2] if isinstance(value, Pointer | TensorMap) else (value, 0)
+            if not isinstance(array, np.ndarray):
+                made[offset : offset + parameter.bytes] = _scalar(value, parameter)
+                continue
+            if not array.flags.c_contiguous:
+                raise LaunchError(f"argument {k} of {self.encoded.kernel} is not contiguous")
+            key = array.ctypes.data, array.nbytes
+            if key not in numbers:
+                name = names[k] if names else f"argument {k}"
+                shadow = written[k] if written else None
+                numbers[key] = self._add(name, array.reshape(-1).view(np.uint8), shadow)
+            address = address_of(numbers[key])
+            if isinstance(value, TensorMap):
+                made[offset : offset + parameter.bytes] = value.encoded(address)
+            else:
+                made[offset : offset + 8] = (address + start).to_bytes(8, "little")
+        return bytes(made)
+
+    def fill(self, data: _LaunchData) -> None:
+        data.variables = len(self.encoded.variables)
+        count = max(1, len(self.data))
+        pointers = [each.ctypes.data for each in self.data]
+        shadows = [None if each is None else each.ctypes.data for each in self.written]
+        data.arrays = (ctypes.c_void_p * count)(*pointers)
+        data.array_bytes = (ctypes.c_int64 * count)(*[each.nbytes for each in self.data])
+        data.written = (ctypes.c_void_p * count)(*shadows)
+        data.constant = (ctypes.c_uint8 * count)(*self.constant)
+
+    def early(self, args: Sequence[Any], early: Sequence[bool]) -> Any:
+        """Return for each array whether it may be accessed before the wait."""
+        found = [True] * len(self.encoded.variables) + [False] * len(self.data)
+        for value, each in zip(args, early, strict=True):
+            array = value[0] if isinstance(value, Pointer | TensorMap) else value
+            if isinstance(array, np.ndarray) and each:
+                found[self.numbers[array.ctypes.data, array.nbytes]] = True
+        return (ctypes.c_uint8 * max(1, len(self.data)))(*found[: len(self.data)])
+
+    def keep(self, module: Module, encoded: Encoded) -> None:
+        """Keep the values of variables for later launches."""
+        for variable, data in zip(encoded.variables, self.data, strict=False):
+            module.memory[variable.name] = bytearray(data.tobytes())
+
+
+def _scalar(value: Any, parameter: Variable) -> bytes:
+    if value is None:
+        return bytes(parameter.bytes)
+    if isinstance(value, bytes):
+        return value.ljust(parameter.bytes, b"\0")[: parameter.bytes]
+    if isinstance(value, np.generic):
+        return value.tobytes().ljust(parameter.bytes, b"\0")[: parameter.bytes]
+    if parameter.type in ("f32", "f64"):
+        return struct.pack("<f" if parameter.type == "f32" else "<d", value)
+    return (int(value) & (1 << 8 * parameter.bytes) - 1).to_bytes(parameter.bytes, "little")
+
+
+def _initial(variable: Variable, module: Module, encoded: Encoded) -> bytearray:
+    """Return the bytes of a variable before the first launch."""
+    made = bytearray(variable.bytes)
+    values = re.findall(r"[^\s{},]+(?:\([^)]*\))?(?:\s*\+\s*\d+)?", variable.value)
+    for k, text in enumerate(values):
+        literal = re.fullmatch(r"0[fFdD]([0-9a-fA-F]+)", text)
+        symbol = re.fullmatch(r"(?:generic\()?([A-Za-z_$][\w$]*)\)?(?:\s*\+\s*(\d+))?", text)
+        if literal:
+            value = int(literal[1], 16)
+        elif symbol:
+            value = _address(symbol[1], module, encoded) + int(symbol[2] or 0)
+        else:
+            value = int(text.rstrip("U"), 0)
+        size = variable.element
+        made[k * size : (k + 1) * size] = (value & (1 << 8 * size) - 1).to_bytes(size, "little")
+    return made
+
+
+def _address(name: str, module: Module, encoded: Encoded) -> int:
+    if name in encoded.functions:
+        return CODE + encoded.functions[name]
+    return address_of(encoded.variables.index(module.variables[name]))
+
+
+def plain_name(name: str) -> str:
+    """Return the last part of a mangled name: "flags" for _ZZ4spinE5flags."""
+    rest, last = name, ""
+    if not name.startswith("_Z"):
+        return name
+    while found := re.search(r"(\d+)([A-Za-z_]\w*)", rest):
+        length = int(found[1])
+        word = rest[found.start(2) : found.start(2) + length]
+        last, rest = word or last, rest[found.start(2) + length :]
+    return last or name
+
+
+class _Findings:
+    """Turns the C++ side's findings into values with names."""
+
+    def __init__(
+        self, module: Module, encoded: Encoded, arrays: _Arrays, grid: Any, block: Any
+    ) -> None:
+        self.module, self.encoded, self.arrays = module, encoded, arrays
+        self.grid, self.block = list(grid), list(block)
+        self.places = list(encoded.places)
+        self.forms = list(encoded.forms)
+
+    def finding(self, text: str) -> Finding:
+        kind, why, verb, other_verb, *numbers = text.split("\x1f")
+        block, thread, place, block2, thread2, place2, array, byte, size = map(int, numbers)
+        if kind == "unwritten" and 0 <= array < len(self.encoded.variables):
+            kind = "kept"
+        name, start, whole = self._named(array, byte)
+        now = self._where(block, thread, place)
+        other = self._where(block2, thread2, place2) if thread2 >= 0 else None
+        kernel = self.encoded.kernel
+        return Finding(
+            kind, why, kernel, now, other, verb, other_verb, name, byte - start, size, whole,
+            array == IN_LOCAL,
+        )  # fmt: skip
+
+    def step(self, text: str) -> TraceStep:
+        *numbers, kind, value, before = text.split("\x1f")
+        block, thread, place, pc, array, byte, size, source = map(int, numbers)
+        begun = [(start, name) for name, start in self.encoded.functions.items() if start <= pc]
+        opcode, function = self.forms[self.encoded.code[pc][0]], max(begun)[1]
+        name, start, *_ = self._named(array, byte)
+        known = bytes.fromhex(value), bytes.fromhex(before)
+        at = self._where(block, thread, place)
+        return TraceStep(at, kind, opcode, function, name, byte - start, size, source, *known)
+
+    def _where(self, block: int, thread: int, place: int) -> Where:
+        at = self.places[place] if place >= 0 else Place(0, 0)
+        file = self.module.files.get(at.file, "")
+        return Where(_split(block, self.grid), _split(thread, self.block), file, at.line)
+
+    def _named(self, array: int, byte: int) -> tuple[str, int, int]:
+        """Return the name of an array, where it starts, and its bytes, or 0 if not known."""
+        encoded = self.encoded
+        if array >= 0:
+            return self.arrays.names[array], 0, self.arrays.data[array].nbytes
+        if array == IN_SHARED:
+            for offset, variable in reversed(encoded.shared):
+                if offset <= byte < encoded.shared_bytes:
+                    return plain_name(variable.name), offset, variable.bytes
+            name = encoded.dynamic.name if encoded.dynamic else "the dynamic shared memory"
+            return plain_name(name), encoded.shared_bytes, 0
+        if array == IN_LOCAL and (found := self._local(byte)):
+            return *found, 0
+        places = {IN_LOCAL: "local memory", IN_PARAMS: "the parameters"}
+        return places.get(array, ""), 0, 0
+
+    def _local(self, byte: int) -> tuple[str, int] | None:
+        """Return the local variable before a byte of local memory, and where it starts."""
+        known = self.module.locals
+        at = [(start, each.name) for start, each in self.encoded.local if start <= byte]
+        start, array = max(at, default=(0, ""))
+        inside = [(start + k, name) for k, name in known.get(array, ()) if start + k <= byte]
+        return max(inside)[::-1] if inside else None
+
+
+def _split(number: int, sizes: list[int]) -> tuple[int, int, int]:
+    x, y = sizes[:2]
+    return number % x, number // x % y, number // x // y
+
+
+@dataclass
+class _Loaded:
+    """A kernel that the library has loaded."""
+
+    library: Any
+    handle: int
+    encoded: Encoded
+
+    def __del__(self) -> None:
+        self.library.ptx_unload(self.handle)
+
+
+def _load(module: Module, kernel: str) -> _Loaded:
+    with module.lock:
+        if kernel not in module.loaded:
+            module.loaded[kernel] = _loaded(encode(module, kernel))
+        loaded = module.loaded[kernel]
+    assert isinstance(loaded, _Loaded)
+    return loaded
+
+
+def _loaded(encoded: Encoded) -> _Loaded:
+    tables = [np.array(getattr(encoded, name), dtype) for name, dtype in _TABLES.items()]
+    specials = "\n".join(f"{row} {name}" for name, row in encoded.specials.items())
+    data = _ProgramData(
+        "\n".join(encoded.forms).encode(),
+        specials.encode(),
+        *(_Table(each.ctypes.data, len(each)) for each in tables),
+        *(getattr(encoded, name) for name in _SIZES),
+    )
+    library = _library()
+    handle = library.ptx_load(ctypes.byref(data))
+    unknown = library.ptx_unknown(handle).decode().split()
+    if unknown:
+        raise LaunchError(f"no handler for {', '.join(unknown)}")
+    return _Loaded(library, handle, encoded)
+
+
+def _library() -> Any:
+    """Return the engine's library, which is built if the cache does not have it."""
+    with _BUILDING:
+        found = _opened()
+    if isinstance(found, str):
+        raise LaunchError(found)
+    return found
+
+
+@cache
+def _opened() -> Any:
+    """Return the library, or why there is none: a build that has failed is not tried again."""
+    try:
+        library = ctypes.CDLL(str(_built()))
+    except LaunchError as error:
+        return str(error)
+    library.ptx_load.restype = ctypes.c_void_p
+    library.ptx_unknown.restype = library.ptx_launch.restype = ctypes.c_char_p
+    for function in (library.ptx_unknown, library.ptx_unload):
+        function.argtypes = (ctypes.c_void_p,)
+    library.ptx_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    return library
+
+
+def missing() -> str | None:
+    """Say what the engine needs but this computer lacks, and how to install it, or return None."""
+    if nvrtc.find_library() is None:
+        return nvrtc.MISSING
+    return None if shutil.which("g++") else NO_COMPILER
+
+
+def _built() -> Path:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise LaunchError(NO_COMPILER)
+    texts = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*")))
+    key = hashlib.sha256(texts + "".join((*FLAGS, compiler, _processor())).encode()).hexdigest()
+    target = kept.folder() / f"engine-{key[:20]}.so"
+    if not target.is_file():
+        with tempfile.TemporaryDirectory(dir=target.parent) as own:
+            made = Path(own) / "engine.so"
+            objects = [made.with_name(f"{path.stem}.o") for path in sorted(SOURCES.glob("*.cpp"))]
+            commands = [
+                [compiler, *FLAGS, "-c", str(SOURCES / f"{each.stem}.cpp"), "-o", str(each)]
+                for each in objects
+            ]
+            with ThreadPoolExecutor(len(commands)) as pool:
+                list(pool.map(_compile, commands))
+            _compile([compiler, "-shared", *map(str, objects), "-o", str(made)])
+            made.replace(target)  # in one step, because other processes may build or use it
+        kept.trim()
+    os.utime(target)  # not one of the files that were not used for longest
+    return target
+
+
+def _compile(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LaunchError(f"g++ cannot compile the engine: {done.stderr[:2000]}")
+
+
+def _processor() -> str:
+    """Return what distinguishes processors whose machine code differs."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.machine()
+    flags = re.search(r"^(?:flags|Features)\s*:.*$", text, re.MULTILINE)
+    return flags[0] if flags else platform.machine()

@@ -1,0 +1,304 @@
+"""Compile CUDA C++ to PTX with NVRTC, in a process of its own that has limits.
+
+A source can make the compiler use any amount of time and memory. NVRTC therefore runs in a child
+process, which stays for later sources and ends with this process. The child runs this file as a
+program, without the packages of this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from signal import SIGXCPU, Signals
+from typing import IO, Any, NamedTuple
+
+# The options of CuPy's own compilations, so that the PTX is the text that a GPU would run.
+OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo")
+ASK, FIXED_ADDRESSES = 0xFFFFFFFF, 0x0040000  # arguments of personality(2)
+PYTHON = (sys.executable, "-I", "-S")  # a process without the packages and variables of this one
+PADDING, ARGUMENTS = "PADDING", 2**16  # a child's variable; bytes of what starts a child
+MOST_TEXT = 2**26  # bytes of PTX or of a log that a child returns
+TOOLKIT = Path("/usr/local/cuda")
+MISSING = (
+    "NVRTC, CUDA's run-time compiler, is not installed: pip install 'nvidia-cuda-nvrtc>=13.3,<14'"
+)
+# Names of included files, "" for an include or a macro whose effect the text does not tell.
+_INCLUDED = re.compile(
+    r'^[ \t]*#[ \t]*include[ \t]*(?:["<]([^">\n]+))?|__has_include|__(?:DATE|TIME|TIMESTAMP)__',
+    re.MULTILINE,
+)
+
+
+class Limits(NamedTuple):
+    """The limits of the compiler for one source."""
+
+    cpu_seconds: int = 60
+    memory_bytes: int = 3 * 2**30
+
+    @property
+    def gib(self) -> str:
+        return f"{self.memory_bytes / 2**30:.1f} GiB"
+
+
+class Compiled(NamedTuple):
+    """The PTX of a source, and the compiler's warnings."""
+
+    ptx: str
+    log: str
+
+
+class Refused(NamedTuple):
+    """A source without PTX.
+
+    reason: why the compiler did not finish, or "" if the log has the errors of the source.
+    """
+
+    reason: str
+    log: str = ""
+
+
+def compile(
+    source: str,
+    *,
+    name: str,
+    arch: str,
+    options: Sequence[str] = (),
+    limits: Limits = Limits(),  # noqa: B008  (a constant)
+    assemble: bool = False,
+) -> Compiled | Refused:
+    """Compile a source for an architecture such as "sm_90a". name: its file in messages.
+
+    PTX is kept for later processes, until the source, an included file or NVRTC changes. assemble:
+    whether ptxas compiles the PTX, too: the log then has its messages.
+    """
+    library = find_library()
+    if library is None:
+        return Refused(MISSING)
+    target = arch if assemble else arch.replace("sm_", "compute_")
+    flags = (f"-arch={target}", *OPTIONS, *options, *_includes_of_cupy())
+    key = _key([source, name, *flags], [each[2:] for each in options if each.startswith("-I")])
+    from gpt2block.emulator.ptx import cache  # noqa: PLC0415  (a child has no packages)
+
+    if key and (kept := cache.read(key)):
+        return Compiled(*json.loads(kept))
+    try:
+        child = _Child.idle.pop()
+    except IndexError:
+        child = _Child(library, cache.folder())
+    compiled = child.compile(source, name, flags, limits)
+    if key and isinstance(compiled, Compiled):
+        cache.write(key, json.dumps(compiled))
+    return compiled
+
+
+def _key(request: Sequence[str], folders: Sequence[str]) -> str | None:
+    """Return the name of the file that keeps the PTX; None if unknown files can change the PTX.
+
+    request: the source, its name and options. folders: of included files that are not CUDA's.
+    """
+    source, name, *_ = request
+    here = Path(name).absolute().parent
+    digest = hashlib.sha256(json.dumps([str(here), request, _installed()]).encode())
+    waiting, seen = [(source, here)], set()
+    with suppress(OSError, ValueError):  # such as an include of a name with a null byte
+        while waiting:
+            text, parent = waiting.pop()
+            included = _INCLUDED.findall(text)
+            if "" in included:
+                return None
+            for path in (Path(each, file) for file in included for each in (str(parent), *folders)):
+                if path not in seen and path.is_file():
+                    seen.add(path)
+                    with path.open(encoding="utf-8", errors="replace") as opened:
+                        waiting.append((opened.read(MOST_TEXT), path.parent))
+                    digest.update(f"{path} {waiting[-1][0]}".encode())
+        return f"{digest.hexdigest()[:32]}.ptx.gz"
+    return None
+
+
+@cache
+def _installed() -> list[tuple[str, int, int]]:
+    """Return what changes if another NVRTC, or other headers of CUDA, are installed."""
+    paths = [find_library(), *(each[2:] for each in (*_includes_of_cuda(), *_includes_of_cupy()))]
+    return [(str(each), os.stat(each).st_size, os.stat(each).st_mtime_ns) for each in paths if each]
+
+
+@cache
+def find_library() -> Path | None:
+    """Return the path of NVRTC's library, in a wheel or in a CUDA toolkit."""
+    folders = (*_of_wheels("lib"), TOOLKIT / "lib64")
+    return next((path for each in folders for path in sorted(each.glob("libnvrtc.so*"))), None)
+
+
+@cache
+def _includes_of_cupy() -> tuple[str, ...]:
+    """Return the options for CUDA's C++ libraries in CuPy, if CuPy is installed."""
+    cupy = PathFinder.find_spec("cupy")  # also if a test has replaced the module
+    own = Path(cupy.origin).parent / "_core" / "include" if cupy and cupy.origin else Path()
+    core = own / "cupy" / "_cccl"  # cub, thrust and libcu++
+    folders = (core / "cub", core / "thrust", core / "libcudacxx", own) if core.is_dir() else ()
+    return tuple(f"-I{folder}" for folder in folders)
+
+
+@cache
+def _includes_of_cuda() -> tuple[str, ...]:
+    """Return the options for CUDA's headers in wheels and in a toolkit."""
+    folders = (*_of_wheels("include"), TOOLKIT / "include")
+    known = ("cuda_fp16.h", "crt/mma.h")
+    return tuple(f"-I{each}" for each in folders if any((each / name).is_file() for name in known))
+
+
+def _of_wheels(folder: str) -> list[Path]:
+    spec = PathFinder.find_spec("nvidia")  # a namespace: each of NVIDIA's wheels adds a folder
+    parents = spec.submodule_search_locations if spec else None
+    return [path for each in parents or () for path in sorted(Path(each).glob(f"*/{folder}"))]
+
+
+class _Child:
+    """A process that compiles one source after another."""
+
+    idle: list[_Child] = []  # noqa: RUF012  (shared by all threads)
+
+    def __init__(self, library: Path, folder: Path) -> None:
+        headers = folder / f"headers-{hashlib.sha256(str(_installed()).encode()).hexdigest()[:20]}"
+        paths = json.dumps([str(library), str(headers), *_includes_of_cuda()])
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            [*PYTHON, __file__, paths],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def compile(
+        self, source: str, name: str, options: Sequence[str], limits: Limits
+    ) -> Compiled | Refused:
+        assert self.process.stdin
+        assert self.process.stdout
+        request = {"source": source, "name": name, "options": options, "limits": limits}
+        with suppress(BrokenPipeError):
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        if not answer.endswith("\n"):
+            return Refused(self._end(limits))
+        status, ptx, log = json.loads(answer)
+        if status == "NVRTC_ERROR_OUT_OF_MEMORY" or "catastrophic error: out of memory" in log:
+            self.process.kill()  # the memory of the child is in pieces
+            self.process.wait()
+            return Refused(f"the compiler needs more than {limits.gib} of memory", log)
+        _Child.idle.append(self)
+        if status == "NVRTC_SUCCESS":
+            return Compiled(ptx, log)
+        if status == "NVRTC_ERROR_COMPILATION" and log:
+            return Refused("", log)
+        return Refused(f"NVRTC failed: {status}", log)
+
+    def _end(self, limits: Limits) -> str:
+        """Return why the process has ended while it compiled a source."""
+        code = self.process.wait()
+        if code == -SIGXCPU:
+            return f"the compiler was stopped after {limits.cpu_seconds} CPU seconds"
+        ended = f"by {Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return f"the compiler ended {ended}; it may use {limits.gib} of memory"
+
+
+def _forget_children() -> None:
+    _Child.idle.clear()  # a forked process shares no pipe with its parent
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_children)
+
+
+class _Library:
+    """NVRTC's functions, in the child.
+
+    NVRTC 13.3 and later contain CUDA's headers, which become the folder `headers`, once. includes:
+    options for other headers.
+    """
+
+    def __init__(self, path: str, headers: str, *includes: str) -> None:
+        self.functions = ctypes.CDLL(path)
+        self.functions.nvrtcGetErrorString.restype = ctypes.c_char_p
+        install = getattr(self.functions, "nvrtcInstallBundledHeaders", lambda *_: 1)
+        installed = install(headers.encode(), 0, None) == 0
+        own = (f"-I{headers}", f"-I{headers}/cccl") if installed else ()
+        self.includes = (*own, *includes)
+
+    def compile(self, source: str, name: str, options: list[str]) -> tuple[str, str, str]:
+        """Return the status, the PTX and the log."""
+        program = ctypes.c_void_p()
+        options = [*options, *self.includes]
+        texts = [each.encode(errors="surrogateescape") for each in (source, name, *options)]
+        call = self.functions.nvrtcCreateProgram
+        status = call(ctypes.byref(program), texts[0], texts[1], 0, None, None)
+        if status == 0:
+            flags = (ctypes.c_char_p * len(options))(*texts[2:])
+            status = self.functions.nvrtcCompileProgram(program, len(options), flags)
+        ptx = self._text("PTX", program) if status == 0 else ""
+        log = self._text("ProgramLog", program)
+        self.functions.nvrtcDestroyProgram(ctypes.byref(program))
+        return self.functions.nvrtcGetErrorString(status).decode(), ptx, log
+
+    def _text(self, what: str, program: ctypes.c_void_p) -> str:
+        size = ctypes.c_size_t()
+        if getattr(self.functions, f"nvrtcGet{what}Size")(program, ctypes.byref(size)):
+            return ""
+        if size.value > MOST_TEXT:
+            sys.exit(f"more than {MOST_TEXT} bytes of {what}")
+        text = ctypes.create_string_buffer(size.value)
+        getattr(self.functions, f"nvrtcGet{what}")(program, text)
+        return text.raw.replace(b"\0", b"").decode(errors="replace")
+
+
+def _limit(cpu_seconds: int, memory_bytes: int) -> None:
+    """Limit this process from now on; the seconds that it has used before do not count."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    until = math.ceil(usage.ru_utime + usage.ru_stime) + cpu_seconds
+    for kind, value in ((resource.RLIMIT_CPU, until), (resource.RLIMIT_AS, memory_bytes)):
+        most = resource.getrlimit(kind)[1]
+        soft = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(kind, (soft, most))
+
+
+def _serve(requests: IO[str], library: _Library) -> None:
+    for line in requests:
+        request: dict[str, Any] = json.loads(line)
+        _limit(*request["limits"])
+        answer = library.compile(request["source"], request["name"], request["options"])
+        print(json.dumps(answer), flush=True)
+
+
+def _fix_addresses() -> None:
+    """Start this program again without random addresses, if the system permits it.
+
+    NVRTC's optimisations depend on addresses: which neighbouring loads it joins, for example. The
+    stack begins below the arguments and the environment, which therefore get a constant size.
+    """
+    personality = ctypes.CDLL(None).personality
+    if (now := personality(ASK)) >= 0:
+        personality(now | FIXED_ADDRESSES)
+    command, libraries = [*PYTHON, *sys.argv], os.environ.get("LD_LIBRARY_PATH", "")
+    used = sum(len(os.fsencode(each)) for each in (*command, sys.executable, libraries))
+    variables = {"LD_LIBRARY_PATH": libraries, PADDING: "-" * (ARGUMENTS - used)}
+    os.execve(sys.executable, command, variables)
+
+
+if __name__ == "__main__":
+    if PADDING not in os.environ:
+        _fix_addresses()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _serve(sys.stdin, _Library(*json.loads(sys.argv[1])))

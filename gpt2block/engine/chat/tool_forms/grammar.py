@@ -1,0 +1,107 @@
+"""A grammar of answers whose calls fit the tools, in llguidance's dialect of Lark.
+
+Source: guidance-ai, "Syntax of LLGuidance Grammars".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gpt2block.engine.chat.tool_forms.base import Tool, ToolForm
+from gpt2block.engine.grammars.grammar import JSON_FORM
+from gpt2block.engine.grammars.schema import parsed, translated
+
+COMBINING = frozenset({"anyOf", "allOf", "oneOf", "$ref", "if", "dependentSchemas"})
+ANY_TEXT = r"/(.|\n)*/"
+NO_CALL = r"/[ \n\t]*([^{ \n\t](.|\n)*)?/"  # a text that does not begin with an object
+
+
+def lark(
+    form: ToolForm,
+    tools: Sequence[Tool],
+    required: bool,
+    parallel: bool,
+    special: Callable[[str], int | None] = lambda text: None,
+    format: Mapping[str, Any] | None = None,
+) -> str:
+    """Return a grammar of the answers of a model with this form.
+
+    required: whether the answer consists of calls only; otherwise it may be any text, in which
+    everything after the beginning of a call must be a call. parallel: whether there may be several
+    calls; without `required`, the answer then may also go on after a call. special: returns the id
+    of a special token by its name, None if the tokenizer has no such special token. A special token
+    is matched by its id, because its text would be matched by the tokens of the text only. format:
+    JSON schema of a text; an answer that need not be a call is then either such a text or calls.
+    """
+
+    def literal(text: str) -> str:
+        id = special(text)
+        return json.dumps(text, ensure_ascii=False) if id is None else f"<[{id}]>"
+
+    texts = [each for each in form.begins if special(each) is None]
+    tokens = [literal(each) for each in form.begins if each not in texts]
+    text = NO_CALL if form.bare else ANY_TEXT
+    heads = [f"text {token}" for token in tokens] + ["text_begin"] * bool(texts)
+    rules = {
+        "text": text,
+        "begin": " | ".join(map(literal, form.begins)),
+        "head": " | ".join(heads),
+        "call": " | ".join(f"call_{index}" for index in range(len(tools))),
+        "body": _body(form, parallel and form.many, literal),
+    }
+    if texts:
+        rules["text_begin[lazy]"] = f"{text} ({' | '.join(map(literal, texts))})"
+    for index, (name, schema) in enumerate(tools):
+        rules[f"call_{index}"] = _call(form, name, f"%json {schema_text(schema)}", literal)
+    either = format is not None and not required
+    rules["start"] = _start(form, required or either, parallel and form.many)
+    if format is not None and either:
+        rules["start"] = f"%json {schema_text(format)} | {rules['start']}"
+    return "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+
+
+def _start(form: ToolForm, required: bool, several: bool) -> str:
+    repeats = several and not form.listed
+    if required:
+        first = "body" if form.bare else "begin body"
+        line = json.dumps(form.line) + " " if form.line else ""
+        return f"{first} ({line}{first})*" if repeats else first
+    if several:
+        return "(head body)* text"
+    return "text | head body" + (" | body" if form.bare else "")
+
+
+def _body(form: ToolForm, several: bool, literal: Callable[[str], str]) -> str:
+    """Return the rule of the text after the beginning of a call or of a list of calls."""
+    line = json.dumps(form.line) + " " if form.line else ""
+    end = f"{line}{literal(form.end)}" if form.end else ""
+    if not form.listed:
+        return f"{line}call {end}"
+    calls = 'call (", " call)*' if several else "call"
+    return f'" "? "[" {calls} "]" ' + (f"({end})?" if end else "")
+
+
+def _call(form: ToolForm, name: str, arguments: str, literal: Callable[[str], str]) -> str:
+    if form.named:
+        id = f"({literal('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)?"
+        return f"{json.dumps(name)} {id} {literal('[ARGS]')} {arguments}"
+    # In the tokens of JSON, so that a text of `format` may begin with the same characters.
+    head = " ".join(map(json.dumps, re.findall('[{]|"[^"]*"|[:,] ', form.head(name))))
+    return f'{head} {arguments} "}}"'
+
+
+def schema_text(schema: Mapping[str, Any]) -> str:
+    """Return the JSON text of a schema, with the options of llguidance."""
+    return translated(parsed({**schema, "x-guidance": JSON_FORM}))
+
+
+def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema of an object that allows only listed properties unless it says otherwise.
+
+    A schema that combines several schemas stays as it is.
+    """
+    lists = "properties" in schema and COMBINING.isdisjoint(schema)
+    return {"additionalProperties": False, **schema} if lists else schema

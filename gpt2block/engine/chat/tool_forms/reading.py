@@ -1,0 +1,243 @@
+"""Read calls of tools, and the text around them, from an answer that arrives in pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Generator
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import regex
+
+from gpt2block.engine.chat.tool_forms.base import ToolForm
+
+_OTHER = r'"(?:type|id)"\s*:\s*"[^"]*"'  # a further member of a call, before or after the others
+_NAME = r'"name"\s*:\s*"(?P<name>[^"\\]+)"'  # usually before the arguments, but also after them
+_ARGUMENTS = r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+_HEAD = regex.compile(
+    rf"\s*(?P<list>\[)?\s*\{{\s*(?:{_OTHER}\s*,\s*)?(?:{_NAME}\s*,\s*)?{_ARGUMENTS}"
+)
+_NAMED_HEAD = regex.compile(
+    r"(?P<list>(?!))?\s*(?P<name>[\w-]+)(?:\[CALL_ID\][\w-]*)?\[ARGS\]\s*(?=\{)"
+)
+_CLOSE = regex.compile(rf"\s*(?:,\s*{_NAME}\s*)?(?:,\s*{_OTHER}\s*)?\}}")
+_NEXT = regex.compile(r"\s*[,;]\s*(?=\{)")
+_LIST_END = regex.compile(r"\s*\]")
+
+Texts = Literal["around", "instead", "none"]
+Result = TypeVar("Result")
+Step = Generator[None, None, Result]  # yields when it needs more text
+
+
+class CallPart(NamedTuple):
+    """A part of a call. call: number of the call in the answer, from 0.
+
+    name: name of the function in the first part of a call, else None. arguments: a piece of the
+    JSON text of the arguments.
+    """
+
+    call: int
+    name: str | None
+    arguments: str
+
+
+class CallReader:
+    """Separates an answer into text and calls.
+
+    names: functions that may be called. held: whether the answer is held to a grammar of `lark`;
+    then the arguments of a call are returned as they arrive, and a call that is cut is returned
+    without its end, if its name is certain. Otherwise a call is returned when all of it has been
+    read. It must have one of these names and a JSON object of arguments, or else it is returned as
+    text. White space next to a call is left out unless text follows it. texts: whether a held
+    answer has text around its calls, text instead of calls, or none.
+
+    count: number of calls that have begun. cut: whether the answer ended within its last call.
+    """
+
+    def __init__(
+        self, form: ToolForm, names: Collection[str], held: bool = False, texts: Texts = "around"
+    ) -> None:
+        self._form, self._names, self._held, self._texts = form, names, held, texts
+        self._begin = regex.compile("|".join(map(regex.escape, form.begins)))
+        self._end = regex.compile(rf"\s*{regex.escape(form.end)}") if form.end else None
+        self._text, self._final = "", False  # text not returned yet; whether no text follows it
+        self._at = 0  # number of characters of _text that the current step has read
+        self._space = ""  # white space after the returned text, which is returned if text follows
+        self.count, self.cut, self._after_call = 0, False, False
+        self._found: list[str | CallPart] = []
+        self._steps = self._all()
+
+    def read(self, piece: str, final: bool = False) -> list[str | CallPart]:
+        """Return the text and the parts of calls that a further piece of the answer completes.
+
+        final: whether the answer ends here.
+        """
+        self._text += piece
+        self._final = final
+        next(self._steps, None)
+        found, self._found = self._found, []
+        return found
+
+    def _all(self) -> Step[None]:
+        calls = True  # whether calls may follow
+        if self._form.bare:
+            while not self._text.strip() and not self._final:
+                yield
+            yield from self._calls(0)
+        if self._texts == "instead" and not self.count:
+            calls = (yield from self._matched(self._begin, drops=True)) is not None
+            self._texts = "none" if calls else "around"
+        while True:
+            begin: Any = self._begin.search(self._text, partial=True) if calls else None
+            if begin is not None and not begin.partial:
+                self._say(begin.start())
+                yield from self._calls(len(begin[0]))
+                continue
+            whole = begin is None or self._final
+            self._say(len(self._text) if whole else begin.start())
+            if self._final:
+                break
+            yield
+        if self._texts == "none" and not self.count:
+            self._cut("")
+        if self._space and not self._after_call:
+            self._found.append(self._space)
+
+    def _calls(self, prefix: int) -> Step[None]:
+        """Read calls after `prefix` characters, which are text if no call follows them."""
+        head_form, listed = _NAMED_HEAD if self._form.named else _HEAD, False
+        while True:
+            self._at = prefix
+            head = yield from self._matched(head_form)
+            name = head and head["name"]
+            known = head is not None and (name in self._names or (name is None and not self._held))
+            if not known or not (yield from self._call(name)):
+                if self._held and self._final and (prefix or self._texts == "none"):
+                    self._cut(self._text[prefix:])
+                self._say(prefix)
+                return
+            self._drop()
+            listed = listed or head["list"] is not None
+            if (yield from self._matched(_NEXT, drops=True)) is None:
+                break
+            prefix = self._at
+        for end in (_LIST_END if listed else None, self._end):
+            if end is not None and (yield from self._matched(end, drops=True)):
+                self._drop()
+
+    def _call(self, name: str | None) -> Step[bool]:
+        """Read the arguments and the end of a call; return whether they are valid.
+
+        name: name of the function, None if it may follow the arguments.
+        """
+        index, begin, depth = self.count, self._at, _Depth()
+        if self._held:
+            self._add(CallPart(index, name, ""))
+        while not depth.closed:
+            first, self._at = self._at, depth.end(self._text, self._at)
+            if self._held and self._at > first:
+                self._add(CallPart(index, None, self._text[first : self._at]))
+            if not depth.closed:
+                if self._final:
+                    self.cut = self._held
+                    return self._held
+                yield
+        arguments = self._text[begin : self._at]
+        if self._held:
+            if not self._form.named:
+                yield from self._matched(_CLOSE)
+            return True
+        if not _is_json(arguments):
+            return False
+        if not self._form.named:
+            close = yield from self._matched(_CLOSE)
+            if close is None or (name is None) == (close["name"] is None):
+                return False
+            name = name or close["name"]
+        if name not in self._names:
+            return False
+        self._add(CallPart(index, name, arguments))
+        return True
+
+    def _matched(self, pattern: Any, drops: bool = False) -> Step[Any]:
+        """Return the match of a pattern at `_at`, which moves to its end, or None.
+
+        drops: whether to leave out a beginning of a match at the end of the answer.
+        """
+        while True:
+            match = pattern.match(self._text, self._at, partial=True)
+            if match is None or not match.partial:
+                break
+            if self._final:
+                self._text = self._text[: self._at] if drops else self._text
+                return None
+            yield
+        if match is not None:
+            self._at = match.end()
+        return match
+
+    def _cut(self, text: str) -> None:
+        """Return a call that the answer ends in, if its name is certain. text: the part of it."""
+        written = text.lstrip(" \n[")
+        names = [name for name in self._names if self._form.head(name).startswith(written)]
+        if len(names) == 1:
+            self._add(CallPart(self.count, names[0], ""))
+        self._text, self.cut = "", True
+
+    def _say(self, count: int) -> None:
+        """Return the next `count` characters as text, except for white space at their end."""
+        if self._texts == "none":
+            self._text = self._text[count:]
+            count = 0
+        text = self._space + self._text[:count]
+        said = text.rstrip()
+        self._space, self._at = text[len(said) :], count
+        self._drop()
+        if said:
+            self._found.append(said)
+            self._after_call = False
+
+    def _add(self, part: CallPart) -> None:
+        self._found.append(part)
+        self._space, self._after_call, self.count = "", True, part.call + 1
+
+    def _drop(self) -> None:
+        self._text, self._at = self._text[self._at :], 0
+
+
+class _Depth:
+    """The depth of brackets in a JSON text, which is read in pieces. closed: whether it is 0."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._depth, self._quoted, self._escaped = 0, False, False
+
+    def end(self, text: str, begin: int) -> int:
+        """Read characters from `begin`; return the end of the JSON value, or of the text."""
+        for at in range(begin, len(text)):
+            character = text[at]
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = character == "\\", character != '"'
+            elif character == '"':
+                self._quoted = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self.closed = True
+                    return at + 1
+        return len(text)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,1 @@
+"""Forward passes by CUDA kernels, on one GPU or several."""

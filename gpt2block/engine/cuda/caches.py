@@ -1,0 +1,208 @@
+"""kv_caches on a GPU, and the number of slots (sequences of a cache) that fit in its memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator, Sequence
+from math import ceil, gcd
+from typing import Any
+
+import numpy as np
+
+from gpt2block.checks import FLOATS
+from gpt2block.cuda import cupy
+from gpt2block.cuda.formats import Formats, cache_option, itemsize
+from gpt2block.engine.model import Item, RowFrequencies, cache_kind, describe_cache
+from gpt2block.engine.passes.shares import Share
+from gpt2block.engine.recorder import rounded_up
+from gpt2block.errors import InputError
+from gpt2block.models.config import ModelConfig
+from gpt2block.ops.attention_cached import KV_COPY
+
+KEPT_SHAPES = 4  # maximum prefill shapes recorded per cache; also maximum temporary caches kept
+KEPT_STARTS = 160  # maximum prefill shapes recorded for the cache of a decoding
+KEPT_CACHES = 2  # maximum caches of ended decodings kept for reuse, with their CUDA graphs
+MOST_LARGER = 2  # maximum size of a reused cache, relative to the size of a new cache
+MOST_SLOTS = 512  # maximum slots of a decoding whose caller accepts fewer slots than requested
+LEAST_CONTEXT = 64  # minimum positions per slot in a decoding's cache
+ALIGNED = 16  # bytes per vector load of the kernels
+
+
+def free_bytes() -> int:
+    """Return the free bytes of the current device, including free bytes in CuPy's pool."""
+    free = int(cupy.cuda.Device().mem_info[0])
+    return free + int(cupy.get_default_memory_pool().free_bytes())
+
+
+def forget_oldest(kept: OrderedDict[Any, Any], most: int, stream: Any) -> None:
+    """If there are more than `most` entries, wait for the stream, and drop the oldest entry."""
+    if len(kept) > most:
+        stream.synchronize()
+        kept.popitem(last=False)
+
+
+class CudaCache:
+    """Keys and values as one array (2 n_layer, slots, n_ctx, KV): K of layer 0, V of layer 0, …
+
+    Each layer's K and V begin at a multiple of ALIGNED bytes; unused slots are added if necessary.
+    prefills, steps: a model's recordings for this cache. A key of `prefills` is a prefill's sizes.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        n_ctx: int,
+        formats: Formats,
+        layers: int | None = None,
+        kv_width: int | None = None,
+    ) -> None:
+        """layers: the number of layers to store; None for all.
+
+        kv_width: channels of K, fewer than the model's if a GPU has only some heads.
+        """
+        kv_width = kv_width or config.kv_width
+        self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
+        self.kind = cache_kind(config, formats, f"cuda:{cupy.cuda.Device().id}")
+        self.lengths, self.fp8 = [0] * batch, formats.fp8_cache
+        count = config.n_layer if layers is None else layers
+        stored = "uint8" if formats.fp8_cache else FLOATS[formats.cache_dtype]
+        multiple = ALIGNED // gcd(ALIGNED, n_ctx * kv_width * np.dtype(stored).itemsize)
+        slots = ceil(batch / multiple) * multiple  # slots `batch` and above are padding, unused
+        self.data = cupy.zeros((2 * count, slots, n_ctx, kv_width), stored)
+        used = self.data[:, :batch]
+        self.layers = list(zip(used[::2], used[1::2], strict=True))
+        self.frequencies = RowFrequencies(config, batch, n_ctx, cupy)
+        self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
+        self.steps: dict[bool, Any] = {}  # key: whether steps also verify guessed tokens
+
+    def __getstate__(self) -> Any:
+        raise InputError(
+            "a kv_cache on a GPU cannot be copied or pickled: make one with new_cache, and call "
+            "the model with it and all ids"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(each.nbytes) for layer in self.layers for each in layer)
+
+    def __repr__(self) -> str:
+        return describe_cache(self)
+
+
+def copy_slots(cache: CudaCache, copies: Sequence[tuple[int, int, int]]) -> None:
+    """Copy keys and values from slots to other slots of a cache; see `Decoding.copy`."""
+    for group in apart(copies):
+        numbers = cupy.asarray(np.array(group, np.int32).T, order="C")
+        KV_COPY.bind_on_device((cache.data, *numbers), **cache_option(cache.fp8)).run()
+
+
+def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Split copies, in order, into groups whose copies can run at the same time."""
+    group: list[tuple[int, int, int]] = []
+    for source, target, count in copies:
+        if any(target in each[:2] or source == each[1] for each in group):
+            yield group
+            group = []
+        group.append((source, target, count))
+    if group:
+        yield group
+
+
+class DecodingCaches:
+    """The kv_caches of Decodings. A later Decoding can reuse the cache of an ended Decoding."""
+
+    def __init__(self, config: ModelConfig, formats: Formats, share: Share | None = None) -> None:
+        """share: this GPU's part of a model on several GPUs, whose caches have equal sizes."""
+        self._config, self._formats, self._share = config, formats, share
+        self.kv_width = config.kv_width if share is None else share.kv_width
+        self._itemsize = itemsize(formats.cache_dtype)
+        self._ended: deque[CudaCache] = deque()
+
+    def give_back(self, cache: CudaCache) -> None:
+        """Keep the cache of an ended decoding. Any thread may call this at any time."""
+        self._ended.append(cache)
+
+    def take(self, slots: int, n_ctx: int, fewer: bool) -> CudaCache:
+        """Return a cache of at least `slots` slots. fewer: allow fewer slots if memory is short."""
+        n_ctx = min(max(LEAST_CONTEXT, rounded_up(n_ctx, 4)), self._config.n_ctx)
+        slots = rounded_up(slots, 2)
+        if fewer:
+            slots = min(slots, MOST_SLOTS)
+        self._forget(KEPT_CACHES)
+        kept = self._kept(slots, n_ctx)
+        if fewer and kept is None:
+            room = min(self._of_all_gpus(self._free() // 2 // self._row_bytes(n_ctx)))
+            slots = max(1, min(slots, room))
+            kept = self._kept(slots, n_ctx)
+        while kept is None:
+            try:
+                kept = self.new(slots, n_ctx)
+            except MemoryError:
+                if not fewer or slots == 1:
+                    raise
+            if not all(self._of_all_gpus(kept is not None)):
+                kept, slots = None, slots // 2
+        kept.kept_shapes = KEPT_STARTS
+        return kept
+
+    def _of_all_gpus(self, value: Item) -> list[Item]:
+        """Return the `value` that each GPU of the model passes, in the order of the GPUs."""
+        return [value] if self._share is None else self._share.exchange(value)
+
+    def new(self, batch: int, n_ctx: int) -> CudaCache:
+        """Return a new cache, after freeing kept caches if memory is short. Raises MemoryError."""
+        try:
+            try:
+                return CudaCache(self._config, batch, n_ctx, self._formats, None, self.kv_width)
+            except cupy.cuda.memory.OutOfMemoryError:
+                if not self._ended:
+                    raise
+                self._forget(0)
+            return CudaCache(self._config, batch, n_ctx, self._formats, None, self.kv_width)
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            c = self._config
+            size = 2 * c.n_layer * batch * n_ctx * self.kv_width * self._itemsize
+            raise MemoryError(
+                f"Out of memory: keys and values of {batch:,} rows of {n_ctx:,} tokens take "
+                f"{size / 1e9:.2f} GB, the GPU has {self._free() / 1e9:.2f} GB free: expected "
+                "fewer rows, or fewer tokens a row"
+            ) from error
+
+    def _kept(self, slots: int, n_ctx: int) -> CudaCache | None:
+        """Return a kept cache of an ended decoding with `slots` slots, or None.
+
+        A cache has at least n_ctx and at most MOST_LARGER * n_ctx positions per slot. Decodings may
+        end, and give back their caches, while this runs.
+        """
+        for _ in range(len(self._ended)):
+            try:
+                cache = self._ended.popleft()
+            except IndexError:
+                return None
+            if cache.batch == slots and n_ctx <= cache.n_ctx <= MOST_LARGER * n_ctx:
+                return cache
+            self._ended.append(cache)
+        return None
+
+    def _forget(self, kept: int) -> None:
+        """Free the oldest caches of ended decodings until at most `kept` remain."""
+        if len(self._ended) > kept:
+            cupy.cuda.get_current_stream().synchronize()  # the GPU may still use these caches
+        while len(self._ended) > kept:
+            self._ended.popleft()
+
+    def _free(self) -> int:
+        """Return the free bytes of device memory, counting CuPy's pool and kept caches as free."""
+        return free_bytes() + sum(cache.nbytes for cache in tuple(self._ended))
+
+    def _row_bytes(self, n_ctx: int) -> int:
+        """Return the bytes per slot of keys, values, logits, seen-token flags and activations.
+
+        All steps and layers share memory for activations, counted twice because a smaller arena
+        can remain in use after a larger one is allocated.
+        """
+        c = self._config
+        keys: int = 2 * c.n_layer * n_ctx * self.kv_width * self._itemsize
+        widths: int = c.n_embd + sum(sum(s[1:]) for s in c.block_shapes().values())
+        return keys + 5 * c.vocab_size + 2 * 4 * widths

@@ -1,0 +1,182 @@
+"""Choose the kernels of decoding on a GPU by formats, architecture and GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from gpt2block.cuda.formats import FILE, Formats
+from gpt2block.cuda.kernels import TWO_PART
+from gpt2block.engine.passes.blocks import PassSettings
+from gpt2block.engine.passes.decoding import DecodePass, SumsPass
+from gpt2block.engine.passes.forward import forward
+from gpt2block.engine.passes.machine import Machine
+from gpt2block.models.architectures.architecture import Architecture
+from gpt2block.models.config import ModelConfig
+from gpt2block.models.weights.gguf import TYPES, GgufMatrix
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.ops.gated_sums import fuses_norms, splits_of
+from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, terms_of, wgmma_takes
+from gpt2block.ops.terms import ROUNDED, Terms
+
+
+class DecodingChoice:
+    """Choose the kernels of a decoding step by its number of rows (tokens).
+
+    matrices: in device memory, by name. bounds: upper bounds of the magnitudes of operands by name,
+    with which products of float32 models read two-part weights; {} for other models.
+
+    ====================================  =================================================
+    rows of a step                        kernels of a layer, and us of a step (NVIDIA H200)
+    ====================================  =================================================
+    up to 4, Hopper, Llama's block        `SumsPass`: four kernels, the feed-forward is one.
+    without biases (`splits_of`)          SmolLM2-135M, 1 and 4 rows: 430 -> 297, 497 -> 393
+    up to 16                              products that read floats, and fuse LayerNorm or, in
+                                          Llama's block without biases, RMSNorm, RoPE and the
+                                          gate (16 bits and FP8: `fuses_norms`). SmolLM2-135M,
+                                          8 and 16 rows: 497 -> 408, 638 -> 547. If heads have
+                                          norms, these are fused too, up to 4 rows, also with
+                                          large matrices (`terms_of`). Qwen3-0.6B, 2 and 4
+                                          rows: 743 -> 601, 798 -> 652
+    more than 16, or fewer with large     norms are kernels of their own and write terms,
+    matrices (`terms_of`)                 which wgmma, mma tiles or mma multiply; wgmma also
+                                          fuses RoPE and the gate. SmolLM2-135M, 64 rows: 1,117
+                                          -> 911; Qwen3-0.6B, 32 rows: 1,546 -> 1,366
+    ====================================  =================================================
+
+    Products with the same weights have the same order of additions in all engines, so a row has
+    the same bits with any number of rows.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        formats: Formats,
+        matrices: Mapping[str, WeightMatrix],
+        bounds: Mapping[str, float],
+        architecture: Architecture,
+        settings: PassSettings,
+        divided: bool = False,
+    ) -> None:
+        self.divided = divided
+        self.config, self.formats, self.matrices, self.bounds = config, formats, matrices, bounds
+        self.architecture, self.settings = architecture, settings
+
+    @cached_property
+    def x_dtype(self) -> str | None:
+        """The dtype to which matrix products round their input x; None: they do not round x."""
+        inputs = (s[0] for s in self.config.block_shapes().values() if len(s) == 2)
+        return ROUNDED if can_round(self.formats.dtype, inputs) else None
+
+    def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:
+        """Return {name of a matrix: `Terms` (formats) in which its product can read x}.
+
+        The result is empty for few rows if LayerNorm is fused with the products. If norms of heads
+        are fused, only lm_head has terms.
+        """
+        fused = rows <= MORE_ROWS and self.architecture.NORM == "LayerNorm"
+        if fused or self.config.head_size % 2:
+            return {}
+        matrices = {name: s for name, s in self.config.block_shapes().items() if len(s) == 2}
+        head = self.config.n_embd, self.config.vocab_size
+        shapes = {name: (K, N) for name, (K, N) in matrices.items()} | {"lm_head": head}
+        if self.formats.dtype == FILE:
+            shapes = {name: shape for name, shape in shapes.items() if self._by_wgmma(name)}
+            if len(shapes) < len(matrices):
+                return {}
+        dtype = TWO_PART if self.bounds else self.formats.dtype
+        fuses = self._fuses_norms(rows)
+        plain = fuses and not self._norms_heads
+        found = terms_of(dtype, rows, shapes, self.x_dtype is not None, plain)
+        if fuses and self._norms_heads:  # not measured for other models
+            return {name: each for name, each in found.items() if name == "lm_head"}
+        return found
+
+    def step(
+        self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int = 1
+    ) -> Any:
+        """Run a decoding step of `rows` rows (tokens), up to logits, on the executor `do`.
+
+        terms: the result of `terms`. None makes results readable, for traces: activations stay
+        floats, and RMSNorm, RoPE and the gate have steps of their own. together: neighbouring rows
+        of one sequence.
+        """
+        chosen = self._pass(do, rows, terms, together)
+        return forward(chosen, self.architecture, self.config, "logits")
+
+    def _pass(
+        self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int
+    ) -> DecodePass:
+        """Return the pass (operations on `do`) of a decoding step. Arguments: see `step`."""
+        shapes, fp8_cache = self.config.block_shapes(), self.formats.fp8_cache
+        if terms == {} and not self.divided:
+            types = self._types_of_ffn if self.formats.dtype == FILE else ()
+            splits = splits_of(self.formats.dtype, rows, shapes, types, self.config.head_size)
+            if splits:
+                return SumsPass(do, self.settings, splits, fp8_cache, self.x_dtype, together)
+        norms, in_blocks = rows <= MORE_ROWS, terms is not None and self._in_blocks
+        if in_blocks:
+            norms = normalizes(rows, self.config.n_embd) and not terms
+        fused = terms is not None and norms and self._fuses_norms(rows)
+        fuses = in_blocks or fused, fused and self._norms_heads
+        options = terms, fp8_cache, self.bounds, self.x_dtype, together, *fuses
+        summed = tuple(name for name in terms or () if self._reads_sums(name))
+        return DecodePass(do, self.settings, norms, *options, summed=summed)
+
+    @property
+    def _norms_heads(self) -> bool:
+        """Whether the heads of q and k have norms with weights."""
+        return "gamma_q" in self.config.block_shapes()
+
+    def _fuses_norms(self, rows: int) -> bool:
+        """Whether decode_mma fuses RMSNorm, RoPE, norms of heads, and the gate in these steps."""
+        shapes, head_size = self.config.block_shapes(), self.config.head_size
+        return fuses_norms(self.formats.dtype, rows, shapes, head_size)
+
+    @cached_property
+    def _in_blocks(self) -> bool:
+        """Whether products with GGUF matrices can fuse the gate and the RoPE of whole heads."""
+        layers = [f"h.{n}." for n in range(self.config.n_layer)]
+        if f"{layers[0]}w_gate" not in self.matrices:
+            return False
+        for h in layers:
+            matrices = [self.matrices[f"{h}{name}"] for name in ("w_qkv", "w_gate", "w_up")]
+            blocks = [w for w in matrices if isinstance(w, GgufMatrix)]
+            if len(blocks) < len(matrices) or blocks[1].ranges != blocks[2].ranges:
+                return False
+            if any(begin % self.config.head_size for begin in blocks[0].begins):
+                return False
+        return True
+
+    @cached_property
+    def _types_of_ffn(self) -> set[tuple[str, str]]:
+        """Set of pairs (GGUF type of w_gate, GGUF type of w_down) over all layers.
+
+        Empty if `_in_blocks` is false, if w_down or w_o is not a GGUF matrix, or if w_gate or
+        w_down has blocks of several types.
+        """
+        types: set[tuple[str, str]] = set()
+        for n in range(self.config.n_layer) if self._in_blocks else ():
+            matrices = [self.matrices[f"h.{n}.{name}"] for name in ("w_gate", "w_down", "w_o")]
+            ranges = [w.ranges for w in matrices if isinstance(w, GgufMatrix)]
+            if len(ranges) < len(matrices) or any(len(each) > 1 for each in ranges[:2]):
+                return set()
+            types.add((ranges[0][0][0], ranges[1][0][0]))
+        return types
+
+    def _by_wgmma(self, name: str) -> bool:
+        """Whether wgmma kernels support the GGUF blocks of the matrix `name` in all layers."""
+        head = self.config.head_size if name == "w_qkv" and self.settings.rope else 0
+        gates = name not in ("w_gate", "w_up") or self._in_blocks
+        found = self._of(name)
+        return gates and all(isinstance(w, GgufMatrix) and wgmma_takes(w, head) for w in found)
+
+    def _reads_sums(self, name: str) -> bool:
+        """Whether products with the matrix `name` read sums of x: its GGUF blocks have minimums."""
+        of_blocks = [w for w in self._of(name) if isinstance(w, GgufMatrix)]
+        return any(TYPES[kind].minimum for w in of_blocks for kind, _ in w.ranges)
+
+    def _of(self, name: str) -> list[WeightMatrix]:
+        """Return the matrices `name` of all layers."""
+        return [w for n, w in self.matrices.items() if n == name or n.endswith(f".{name}")]

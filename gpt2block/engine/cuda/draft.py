@@ -1,0 +1,92 @@
+"""Speculative decoding: a smaller draft model guesses tokens, which a decoding step verifies.
+
+The draft model has its own kv_cache and sampler. Before each step of the decoding it samples the
+next tokens of each slot with the random numbers that the larger model will use, so that sampled
+guesses can be right, too. Guesses change no token, only how many tokens a step yields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from gpt2block.cuda import cupy
+from gpt2block.engine.cuda.caches import CudaCache, copy_slots
+from gpt2block.engine.cuda.passes import CudaPasses
+from gpt2block.engine.cuda.prefill import prefill_starts
+from gpt2block.engine.cuda.steps import DecodingSteps, steps_of
+from gpt2block.engine.model import Ids, Start
+from gpt2block.ops.sample_token import Slots, bind_place
+
+
+class Draft:
+    """A draft model that guesses next tokens. Its kv_cache has the same slots as the Decoding.
+
+    If the larger model is on several GPUs, each GPU has a copy of the draft. All copies make the
+    same guesses.
+    """
+
+    def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
+        self._model, self._cache = model, cache
+        self._steps = steps_of(model, cache)
+        self._steps.restart()
+
+    @contextmanager
+    def _between(self, stream: Any) -> Iterator[None]:
+        """Run the with block on the draft's stream, after work that was queued on `stream`.
+
+        Later work of `stream` waits for the block's work. Events order the streams; the host does
+        not wait.
+        """
+        given, done = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
+        given.record(stream)
+        with self._model.running():
+            self._model.stream.wait_event(given)
+            yield
+            done.record(self._model.stream)
+        stream.wait_event(done)
+
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy the draft's keys and values from slots to other slots; see `Decoding.copy`."""
+        with self._model.running():
+            copy_slots(self._cache, copies)
+
+    def extend(self, group: Sequence[Start]) -> None:
+        """Compute parts of prompts. Either all prompts are new, or all continue cached tokens."""
+        with self._model.running():
+            prefill_starts(self._model, self._cache, group, last=False)
+
+    def start(self, group: Sequence[Start], running: Ids) -> None:
+        """Compute the rest of the prompts, and start their sequences in the draft's slots.
+
+        All prompts are new, or all continue cached tokens. running: slots of the next guesses, for
+        which kernels are compiled while the prompts run; empty if other prompts follow.
+        """
+        slots = np.array([start.slot for start in group], np.int32)
+        with self._model.running():
+            logits = prefill_starts(self._model, self._cache, group, last=True)
+            self._steps.begin(self._model, group, slots, logits)
+            if len(running):
+                self._steps.of(self._model, running).recording(self._model)
+
+    def guess(self, slots: Ids, count: int, steps: DecodingSteps, stream: Any) -> None:
+        """Write `count` guessed tokens per slot into `steps`, whose launches run on `stream`.
+
+        K and V of the last guess are also computed: if it is right, the next step continues it.
+        """
+        assert steps.guesses is not None
+        own = self._steps
+        with self._between(stream):
+            step = own.of(self._model, slots)
+            own.place(slots, step)
+            cupy.copyto(own.state.position, steps.state.position)
+            cupy.copyto(own.state.step, steps.state.step)
+            row, tokens, positions = (a[: step.rows] for a in (own.row, own.tokens, own.positions))
+            bind_place(steps.state, Slots(row, tokens, positions, step.turn)).run()
+            for n in range(count + 1):
+                step.recording(self._model).repeat(self._model.stream)
+                if n < count:
+                    cupy.copyto(steps.guesses.guess[:, n], own.state.token)

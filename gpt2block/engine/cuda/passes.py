@@ -1,0 +1,47 @@
+"""The interface through which recordings get the weights and passes of a model on a GPU."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from gpt2block.engine.cuda.choice import DecodingChoice
+from gpt2block.engine.passes.forward import Want
+from gpt2block.engine.passes.machine import Machine
+from gpt2block.engine.passes.prefill import Prefill
+from gpt2block.engine.recording import Recordings
+from gpt2block.models.config import ModelConfig
+
+
+class CudaPasses(Protocol):
+    """Interface of `CudaModel` for the code that records launches for its kv_caches.
+
+    Each call passes the model: a cache with a reference to it would keep its memory allocated.
+    """
+
+    config: ModelConfig
+    stream: Any
+    recordings: Recordings
+    decoding: DecodingChoice
+
+    def running(self) -> AbstractContextManager[None]:
+        """Hold the model's lock, with its device and stream current."""
+        ...
+
+    def given(self) -> dict[str, Any]:
+        """Return {name that steps use: array or matrix} of the weights that decoding reads."""
+        ...
+
+    def prompt_weights(self, head: bool) -> dict[str, Any]:
+        """Return the weights of prefill. head: include lm_head for logits of all tokens."""
+        ...
+
+    def prefill_shape(
+        self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
+    ) -> Prefill:
+        """Return the Prefill of `rows` tokens. cached: whether the kv_cache stores any layers."""
+        ...
+
+    def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
+        """Run a prefill of this shape, up to the output `want`, on the executor `do`."""
+        ...

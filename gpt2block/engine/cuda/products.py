@@ -1,0 +1,155 @@
+"""Choose the kernels that process prompts on a GPU, by device, head size and weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.checks import FLOATS
+from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import CudaArray, compute_capability
+from gpt2block.cuda.formats import FILE, FP8, GGUF, Formats, own_cache_dtype
+from gpt2block.cuda.kernels import IN_BYTES
+from gpt2block.engine.model import FLOAT16
+from gpt2block.engine.passes.prefill import Products
+from gpt2block.engine.passes.shares import Share
+from gpt2block.models.architectures import architecture_of
+from gpt2block.models.config import ModelConfig
+from gpt2block.models.weights.matrix import WeightMatrix, on_host
+from gpt2block.models.weights.two_part import LARGEST_BOUND, TwoPartMatrix
+from gpt2block.ops import registry
+from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
+from gpt2block.ops.products import MMA_CAPABILITY, MULTIPLE
+from gpt2block.ops.sample_token import request as request_sampler
+from gpt2block.ops.to_fp8 import ROW_NORMS
+
+MARGIN = 1.01  # factor that covers the rounding of float16 activations and float32 sums
+
+
+def request_kernels(config: ModelConfig, formats: Formats) -> None:
+    """Start compiling the sampler and attention of one prompt before the weights are read.
+
+    These two kernels take longest to compile.
+    """
+    request_sampler()
+    products, width = possible_products(config, formats.dtype), config.q_width + 2 * config.kv_width
+    if products == "float32":
+        return
+    qkv: Any
+    if products == "two_part":
+        parts = cupy.empty((2, 1, width), "float16")
+        qkv = TwoPartMatrix(parts, cupy.empty(1, "float32"), (1, width), one_scale=1.0)
+    else:
+        qkv = cupy.empty((1, width), FLOATS[own_cache_dtype(formats.dtype)])
+    heads = {"n_head": config.n_head, "n_kv_head": config.kv_width // config.head_size}
+    options = {**heads, "causal": True, "max_seqlen": 1}
+    registry.bind("attention_varlen", (qkv, cupy.zeros(2, "int32")), **options)
+
+
+def possible_products(config: ModelConfig, dtype: str) -> Products:
+    """Return the kind of prefill products for a dtype: on tensor cores if GPU and sizes permit."""
+    if compute_capability() < MMA_CAPABILITY or not has_sizes_of_tensor_cores(config):
+        return "float32"
+    if dtype in SIXTEEN_BITS:
+        return "16_bits"
+    if dtype in (*FP8, FILE):
+        return "fp8"
+    return "two_part" if two_part_fits(config.head_size) else "float32"
+
+
+def has_sizes_of_tensor_cores(config: ModelConfig) -> bool:
+    """Return whether tensor cores can compute products and attention of the model's sizes."""
+    sizes = (n for shape in config.block_shapes().values() for n in shape)
+    known = config.head_size in architecture_of(config).TENSOR_HEADS
+    return known and not any(n % MULTIPLE for n in sizes)
+
+
+def two_part_bytes(config: ModelConfig, formats: Formats) -> int:
+    """Return the bytes of the two-part copies of weights; 0 if products do not read such copies."""
+    if possible_products(config, formats.dtype) != "two_part":
+        return 0
+    shapes = [shape for shape in config.block_shapes().values() if len(shape) == 2]
+    head = config.n_embd, config.vocab_size
+    return sum(4 * (K + 1) * N for K, N in (*(config.n_layer * shapes), head))
+
+
+def choose_products(
+    config: ModelConfig,
+    matrices: Mapping[str, WeightMatrix],
+    vectors: Mapping[str, CudaArray],
+    largest: Mapping[str, float],
+    share: Share | None = None,
+) -> tuple[Products, dict[str, float]]:
+    """Return the kind of prefill's products, and a dict from operands' names to upper bounds.
+
+    The products are possible if no activation of a prompt, divided by its divisor if it has one
+    (`divisors`), can exceed the range of float16, or of a two-part scale, for any tokens. largest:
+    the largest magnitude of every tensor. share: this GPU's part of the matrices, if they are
+    divided; bounds then hold for the shares of all GPUs.
+    """
+    blocks = [matrix for name, matrix in matrices.items() if name.startswith("h.")]
+    in_blocks = any(matrix.dtype == GGUF for matrix in matrices.values())
+    dtype = FILE if in_blocks else blocks[0].dtype
+    products = possible_products(config, dtype)
+    if products in ("float32", "16_bits"):
+        return products, {}
+
+    def norms(w: str, gamma: str) -> NDArray[Any]:
+        if matrices[w].dtype in IN_BYTES:  # float16 activations need tight bounds
+            ones = cupy.full((matrices[w].K,), 1, "float32")
+            own = row_norms(matrices[w], vectors[gamma] if gamma else ones)
+            return own if share is None else np.concatenate(share.exchange(own))
+        factor = largest[gamma] if gamma else 1.0
+        return np.array([math.sqrt(matrices[w].K) * largest[w] * factor])
+
+    bounds = architecture_of(config).operand_bounds(config, largest, norms)
+    limit, by = (FLOAT16, divisors(config, bounds)) if products == "fp8" else (LARGEST_BOUND, {})
+    fit = all(bound / by.get(name, 1) <= limit for name, bound in bounds.items())  # False for NaN
+    return (products, bounds) if fit else ("float32", {})
+
+
+def divisors(config: ModelConfig, bounds: Mapping[str, float]) -> dict[str, float]:
+    """Return {name of an activation: power of two by which it is divided to fit float16}."""
+    powers: dict[str, float] = {}
+    for n in range(config.n_layer):
+        names = [f"h.{n}.{name}" for name in architecture_of(config).DIVIDED[:2]]
+        largest = max((bounds[name] for name in names), default=0)
+        if FLOAT16 < largest < math.inf:
+            powers |= dict.fromkeys(names, 2.0 ** math.ceil(math.log2(largest / FLOAT16)))
+    return powers
+
+
+def divided_weights(
+    config: ModelConfig,
+    by: Mapping[str, float],
+    matrices: Mapping[str, WeightMatrix],
+    vectors: Mapping[str, CudaArray],
+) -> dict[str, Any]:
+    """Return the weights of prefill if activations are divided by `by`, a dict by name.
+
+    The weights share the FP8 numbers with the matrices; scales and biases are new. Division by
+    powers of two is exact, except for activations that become subnormal in float16.
+    """
+    divided: dict[str, Any] = {}
+    for h, divisor in {name.rpartition(".")[0]: divisor for name, divisor in by.items()}.items():
+        first, _, last = architecture_of(config).DIVIDED
+        divided[f"{h}.w_{first}"] = matrices[f"{h}.w_{first}"].times(1 / divisor)
+        divided[f"{h}.w_{last}"] = matrices[f"{h}.w_{last}"].times(divisor)
+        if (bias := f"{h}.b_{first}") in vectors:
+            divided[bias] = vectors[bias] * np.float32(1 / divisor)
+    return divided
+
+
+def row_norms(w: WeightMatrix, gamma: CudaArray) -> NDArray[np.float64]:
+    """Return upper bounds (N,) of the norms of w's rows, each row multiplied by gamma (K,).
+
+    w: FP8 or GGUF blocks on the GPU, layout "NK", K a multiple of 4. The norms are computed from
+    the stored numbers and their scales.
+    """
+    squares = ROW_NORMS.bind((w, gamma)).run()
+    norms: NDArray[np.float64] = MARGIN * np.sqrt(on_host(squares).astype(np.float64))
+    return norms if w.scale is None else norms * on_host(w.scale)

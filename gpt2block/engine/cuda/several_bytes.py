@@ -1,0 +1,50 @@
+"""Compute, from a model's shapes, the bytes that the model takes on each of several GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from gpt2block.cuda.formats import FILE, Formats, itemsize
+from gpt2block.engine.cuda.products import has_sizes_of_tensor_cores
+from gpt2block.engine.model import weight_bytes
+from gpt2block.engine.passes.shares import Meeting, Share
+from gpt2block.files.checkpoints.gguf_types import bytes_in_blocks
+from gpt2block.files.checkpoints.stored import Stored
+from gpt2block.models.config import ModelConfig
+
+
+class BytesByGpu(NamedTuple):
+    """Bytes of the weights on each GPU, and of a token's keys and values on every GPU."""
+
+    weights: Sequence[int]
+    kv_cache_per_token: int
+
+
+def bytes_by_gpu(
+    config: ModelConfig, formats: Formats, count: int, stored: Mapping[str, Stored]
+) -> BytesByGpu:
+    """Return the bytes on each of `count` GPUs of compute capability 8.0 or newer.
+
+    stored: the model's tensors in a file, whose types determine the bytes for dtype "file".
+    """
+    two_part = formats.dtype == "float32" and has_sizes_of_tensor_cores(config)
+    meeting = Meeting(count)
+    shares = [
+        Share(config, formats.dtype, n, count, meeting, two_part=two_part) for n in range(count)
+    ]
+    if formats.dtype == FILE:
+        weights = [bytes_in_blocks(_own(stored, share)) for share in shares]
+    else:
+        weights = [weight_bytes(config, formats, share.shapes()) for share in shares]
+    return BytesByGpu(weights, token_bytes(config, formats, shares[0]))
+
+
+def token_bytes(config: ModelConfig, formats: Formats, share: Share) -> int:
+    """Return the bytes of a token's keys and values of all layers on one of several GPUs."""
+    return 2 * config.n_layer * share.kv_width * itemsize(formats.cache_dtype)
+
+
+def _own(stored: Mapping[str, Stored], share: Share) -> list[Stored]:
+    spans = ((tensor, share.spans(name)) for name, tensor in stored.items())
+    return [tensor.of_spans(own) if own else tensor for tensor, own in spans]

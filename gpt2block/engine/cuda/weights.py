@@ -1,0 +1,247 @@
+"""Weights in the memory of a GPU: matrices in their formats, and the weights of prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.cuda import cupy, is_array
+from gpt2block.cuda.arrays import CudaArray, compute_capability
+from gpt2block.cuda.formats import DTYPES, FILE, Formats, itemsize
+from gpt2block.cuda.kernels import IN_BYTES
+from gpt2block.engine.cuda.caches import free_bytes
+from gpt2block.engine.cuda.products import divided_weights, two_part_bytes
+from gpt2block.engine.model import StoredModel, weight_bytes
+from gpt2block.engine.passes.machine import two_part_of
+from gpt2block.engine.passes.prefill import Products
+from gpt2block.engine.passes.shares import Share
+from gpt2block.errors import InputError
+from gpt2block.files.checkpoints.gguf_types import InBlocks
+from gpt2block.files.checkpoints.stored import Stored
+from gpt2block.models.config import ModelConfig
+from gpt2block.models.weights.gguf import GgufMatrix
+from gpt2block.models.weights.matrix import WeightMatrix, request
+from gpt2block.models.weights.two_part import TwoPartMatrix
+from gpt2block.ops.call import storage
+from gpt2block.ops.gemm import allocate_stream_k_workspace, widens
+from gpt2block.ops.products import MMA_CAPABILITY, MULTIPLE
+from gpt2block.ops.stored import stored
+
+
+def check_room(config: ModelConfig, formats: Formats, share: Share | None = None) -> None:
+    """Raise MemoryError, before a tensor is read, if the weights do not fit on the device.
+
+    The weights include the two-part copies that products on tensor cores read. Free memory affects
+    neither the kind of products nor results. share: the part of the weights on this device.
+    """
+    shapes = None if share is None else share.shapes()
+    needed, free = weight_bytes(config, formats, shapes), free_bytes()
+    more = two_part_bytes(config, formats) // (1 if share is None else share.count)
+    if needed + more > free:
+        copies = f" and {more:,} as pairs of float16 matrices" if more else ""
+        raise MemoryError(
+            f"Out of memory: the weights take {needed:,} bytes in {formats.dtype}{copies}, the GPU "
+            f"has {free:,} bytes free: expected a narrower dtype{_narrower(formats)}, or a GPU "
+            "with more memory"
+        )
+
+
+def _narrower(formats: Formats) -> str:
+    """Return text that lists the dtypes narrower than the weights', or "" if there is none."""
+    own = 0 if formats.dtype == FILE else itemsize(formats.dtype)
+    names = [name for name in DTYPES if itemsize(name) < own]
+    return f" ({', '.join(names)})" if names else ""
+
+
+class CudaWeights(StoredModel):
+    """Base class of models on a GPU: stores their weights in device memory."""
+
+    _share: Share | None = None
+
+    def _vector(self, name: str, array: NDArray[Any]) -> CudaArray:
+        spans = () if self._share is None else self._share.spans(name)
+        if spans:
+            array = np.concatenate([array[begin:end] for begin, end in spans])
+        return cupy.asarray(array.astype(np.float32, copy=False), order="C")
+
+    def _matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
+        """Return a matrix of a checkpoint, or this GPU's share, as `_whole_matrix` does.
+
+        Only the share is uploaded; of a `Stored` or `InBlocks`, only the share is read. `largest`
+        is the largest magnitude of the whole matrix.
+        """
+        share = self._share
+        spans = () if share is None else share.spans(name)
+        if share is None or not spans:
+            return self._whole_matrix(name, _read(array), layout)
+        try:
+            own = self._whole_matrix(name, *_outputs(array, layout, spans))
+        except InputError:
+            # A message about the whole matrix has the positions of weights in the file.
+            self._whole_matrix(name, _read(array), layout)
+            raise
+        N = array.N if isinstance(array, GgufMatrix) else array.shape[layout.index("N")]
+        largest = float(np.max(share.exchange(own.largest)))
+        return own.trusted(**{**vars(own), "share_of": N, "largest": largest})
+
+    def _take_share_of_head(self, share: Share) -> None:
+        """Replace a tied lm_head by a view of this GPU's rows; the embedding needs all rows."""
+        head, spans = self._matrices["lm_head"], share.spans("lm_head")
+        if spans and head is self._matrices["wte"]:
+            self._matrices["lm_head"] = head.columns(*spans[0])
+
+    def _whole_matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
+        """Return a matrix of a checkpoint in device memory, in the model's dtype, layout "NK".
+
+        GGUF blocks stay quantized if the GPU has tensor cores; else they are dequantized. The
+        first matrix starts the compilation of the kernels that convert matrices. Raises InputError,
+        with the tensor's name, for weights that the dtype cannot hold.
+        """
+        reads_blocks = compute_capability() >= MMA_CAPABILITY
+        if isinstance(array, InBlocks):
+            if reads_blocks:
+                packed = array.on_device()
+                # Else CuPy's pool would keep the memory of the file's bytes for small arrays.
+                cupy.get_default_memory_pool().free_all_blocks()
+                return packed
+            array = array.on_host()
+        if isinstance(array, WeightMatrix):  # GGUF blocks, or a matrix of a model on another GPU
+            if reads_blocks or not isinstance(array, GgufMatrix):
+                return array.mapped(cupy.asarray)
+            array, layout = array.dequantized().T, "NK"
+        rows = cupy.asarray(array)
+        if not self._matrices:
+            request(storage(rows), self.formats.matrix_dtype)
+        if layout == "KN":
+            rows = stored(rows, storage(rows), transposed=True)
+        return WeightMatrix.quantize(
+            rows, self.formats.matrix_dtype, "NK", name, self.formats.allow_nonfinite
+        )
+
+
+def _read(array: Any) -> Any:
+    return array.read() if isinstance(array, Stored) else array
+
+
+def _outputs(array: Any, layout: str, spans: Sequence[tuple[int, int]]) -> tuple[Any, str]:
+    """Return outputs of a matrix of a checkpoint, in ranges (begin, end), and their layout.
+
+    An array in device memory may be on another GPU. Its outputs are copied to the current GPU.
+    """
+    if isinstance(array, (Stored, InBlocks)):
+        return _read(array.of_spans(spans)), layout
+    if isinstance(array, GgufMatrix):
+        return joined([array.columns(*span) for span in spans]), layout
+    if isinstance(array, np.ndarray):
+        columns = [slice(*span) for span in spans]
+        parts = [array[each] if layout == "NK" else array[:, each] for each in columns]
+        return np.concatenate(parts, axis=layout.index("N")), layout
+    given = array if is_array(array) else cupy.asarray(array)
+    with given.device:
+        bits = given.view(f"u{given.itemsize}")  # not every CuPy can copy bfloat16
+        rows = bits if layout == "NK" else bits.T
+        parts = [cupy.ascontiguousarray(rows[begin:end]) for begin, end in spans]
+        cupy.cuda.Device().synchronize()
+    whole, at = cupy.empty((sum(map(len, parts)), rows.shape[1]), bits.dtype), 0
+    for part in parts:
+        whole[at : at + len(part)] = cupy.asarray(part)
+        at += len(part)
+    return whole.view(given.dtype), "NK"
+
+
+def joined(shares: Sequence[GgufMatrix]) -> GgufMatrix:
+    """Return shares of one matrix in host memory as one matrix, in memory of its own."""
+    ranges = list(shares[0].ranges)
+    for name, n in (pair for each in shares[1:] for pair in each.ranges):
+        if ranges[-1][0] == name:
+            ranges[-1] = name, ranges[-1][1] + n
+        else:
+            ranges.append((name, n))
+    data = np.concatenate([each.data for each in shares])
+    return shares[0].trusted(**{**vars(shares[0]), "data": data, "ranges": tuple(ranges)})
+
+
+class PromptWeights:
+    """Weights that prefill reads, but decoding does not, and memory for converted weights.
+
+    With products on tensor cores, or on several GPUs, lm_head for the logits of all tokens has rows
+    padded to a multiple that tensor cores support. by: divisors of activations, as
+    `cuda_products.divisors` returns them. on_several: whether the model is on several GPUs.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        products: Products,
+        matrices: dict[str, WeightMatrix],
+        vectors: Mapping[str, CudaArray],
+        by: Mapping[str, float],
+        on_several: bool = False,
+    ) -> None:
+        self.products, self._matrices = products, matrices
+        self._wide: CudaArray | None = None
+        self._stream_k_workspace: CudaArray | None = None
+        self._head: WeightMatrix = matrices["lm_head"]
+        self._bias: CudaArray | None = None
+        if products != "float32" or on_several:
+            self._pad_head()
+        self.two_part: dict[str, TwoPartMatrix] = {}  # decoding reads these matrices, too
+        if products == "two_part":
+            self.two_part = {
+                two_part_of(name): TwoPartMatrix.from_float32(matrix.data)
+                for name, matrix in matrices.items()
+                if name.startswith("h.") or name == "lm_head"
+            }
+        self._divided = divided_weights(config, by, matrices, vectors)
+
+    def _pad_head(self) -> None:
+        """Pad lm_head, and replace matrices that share its memory by views without the padding.
+
+        The bias of the padding is -inf, and so are its logits.
+        """
+        head = self._head
+        added = -head.N % MULTIPLE
+        if not added:
+            return
+        bias = np.where(np.arange(head.N + added) < head.N, 0, -np.inf)
+        self._bias = cupy.asarray(bias, "float32")
+        self._head, view = head.padded(added)
+        same = [name for name, matrix in self._matrices.items() if matrix is head]
+        self._matrices.update(dict.fromkeys(same, view))
+
+    def of(self, head: bool) -> dict[str, Any]:
+        """Return {name that prefill's steps use: array}, with memory for converted weights.
+
+        head: whether to include the padded lm_head as "head" and its bias as "head_bias".
+        """
+        weights = dict(self._divided)
+        if head:
+            weights |= self._head_of_all()
+        if self.products != "fp8":
+            return weights
+        used = [m for name, m in self._matrices.items() if name.startswith("h.")]
+        used += [weights["head"]] if head else []
+        converted = (m for m in used if m.dtype in IN_BYTES and not widens(m))
+        size = max((m.N * m.K for m in converted), default=0)
+        if size and (self._wide is None or self._wide.size < size):
+            self._wide = cupy.empty(size, "float16")
+        if size:
+            weights["wide"] = self._wide
+        if any(widens(m) for m in used):
+            if self._stream_k_workspace is None:
+                self._stream_k_workspace = allocate_stream_k_workspace()
+            weights["stream_k_workspace"] = self._stream_k_workspace
+        return weights
+
+    def _head_of_all(self) -> dict[str, Any]:
+        """Return lm_head for the logits of all tokens; it is split into two parts on first use."""
+        head: Any = self._head
+        if self.products == "two_part":
+            name = two_part_of("lm_head" if self._bias is None else "head")
+            if name not in self.two_part:
+                self.two_part[name] = TwoPartMatrix.from_float32(head.data)
+            head = self.two_part[name]
+        return {"head": head, "head_bias": self._bias}

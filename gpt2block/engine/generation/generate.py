@@ -1,0 +1,255 @@
+"""Generate text: stop strings, streaming, several samples, texts longer than the context.
+
+An engine computes and samples the tokens; this module decodes them to text. The text of a row does
+not depend on the other rows of its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, overload
+
+import numpy as np
+
+from gpt2block.engine.generation.batching import Batch
+from gpt2block.engine.generation.options import Options
+from gpt2block.engine.generation.rows import Ends, Generation, Row
+from gpt2block.engine.grammars import Grammar, Matcher, vocabulary_of
+from gpt2block.engine.model import Ids, ModelEngine
+from gpt2block.errors import Argument, InputError
+from gpt2block.files.tokenizers import tokenizer
+from gpt2block.files.tokenizers.encoding import Encoding
+from gpt2block.files.tokenizers.lookup import Tokenizer, of_inputs, of_outputs
+from gpt2block.models.config import ModelConfig
+from gpt2block.sampling import check_biased, new_seed
+
+Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
+Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
+MOST_ROWS = 2**20  # most rows per call: number of prompts times samples
+
+
+def generate(engine: ModelEngine, encoding: Tokenizer, prompts: Any, options: Options) -> Any:
+    """Continue a prompt (text or token ids), or each prompt of a list.
+
+    Returns a Generation for one prompt and a list for a list; with `samples` above 1, a list of
+    Generations for each prompt. If prompts are ids, the encoding may be None; the text is then
+    empty. With a Lookup and ids, the tokenizer is loaded only when a text is read. An empty prompt
+    starts from <|endoftext|> if the tokenizer has this token.
+
+    overflow="truncate" keeps the last n_ctx tokens of a prompt, and drops the older half of the
+    context whenever it is full. Raises InputError for wrong arguments, for a longer prompt with
+    overflow="error", and for logits that are NaN or infinite.
+    """
+    run = Run(engine, encoding, prompts, options)
+    run.finish()
+    results, samples = [row.result() for row in run.rows], options.samples
+    if samples == 1:
+        return results[0] if run.single else results
+    groups = [results[first : first + samples] for first in range(0, len(results), samples)]
+    return groups[0] if run.single else groups
+
+
+def stream(
+    engine: ModelEngine, encoding: Tokenizer, prompt: Prompt, options: Options
+) -> Generator[str, None, Generation]:
+    """Yield the text of `generate` for one prompt in pieces.
+
+    Pieces hold whole characters and no part of a stop string; joined, the pieces are the text.
+    There are no pieces without a tokenizer, or if the prompt is ids and the Lookup has no local
+    tokenizer. The generator returns the Generation. Raises the errors of `generate`; wrong
+    arguments raise at the call.
+    """
+    run = Run(engine, of_inputs(encoding, prompt), prompt, options)
+    if not run.single:
+        raise InputError("stream: expected one prompt, got a list")
+    if len(run.rows) > 1:
+        raise InputError(f"stream: expected one sample, got {len(run.rows)}: use generate")
+    return _pieces(run)
+
+
+def _pieces(run: Run) -> Generator[str, None, Generation]:
+    for row in run:
+        piece = row.take()
+        if piece:
+            yield piece
+    return run.rows[0].result()
+
+
+class Run:
+    """The rows (continuations) of one call: one for each sample of each prompt.
+
+    Iteration generates the tokens, and yields the row of each new token until all rows have ended.
+    batch: an idle Batch to run in; None: a new one. compiles: whether rows get the matchers of
+    their grammar; otherwise their owner must set the matchers.
+    """
+
+    def __init__(
+        self,
+        engine: ModelEngine,
+        encoding: Tokenizer,
+        prompts: Any,
+        options: Options,
+        compiles: bool = True,
+    ) -> None:
+        reader = encoding  # a Lookup loads its tokenizer when a text is first read
+        encoding = of_inputs(reader, prompts)
+        if encoding is None and options.stop:
+            encoding = of_outputs(reader)
+            if encoding is None:
+                raise InputError(
+                    "stop: this model has no tokenizer, so there is no text: use ",
+                    Argument("stop_ids"),
+                )
+        config, V = engine.config, engine.config.vocab_size
+        ends = _ends(options, config, encoding)
+        sampling, samples = options.sampling, options.samples
+        if sampling.min_new_tokens:  # end tokens are then excluded at first
+            sampling = replace(sampling, end_ids=ends.stop_ids)
+        check_biased(sampling, V)
+        rule = options.rule if compiles else None
+        matcher = matcher_of(rule, reader, V, ends.stop_ids)
+        self._engine, self._rows_at_once = engine, options.rows_at_once
+        self._speculate = options.speculate
+        self.batch: Batch | None = None
+        self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
+        _check_rows(len(self.prompts), samples)
+        if samples > 1:
+            replace(sampling, sample=sampling.sample + samples - 1)  # checks the last index
+        starts, end = [], tokenizer.end_of_text(encoding, V)
+        for index, prompt in enumerate(self.prompts):
+            name = "prompt" if self.single else f"prompt {index}"
+            start = tokenizer.token_ids(encoding, prompt, V, name)
+            starts.append(_fitting(start, name, end, ends))
+
+        # `row` has no reference to `self`: a cycle of references would keep ended rows in memory.
+        def row(index: int) -> Row:
+            start, more = starts[index // samples], index % samples
+            own = sampling
+            if options.seed is None:
+                own = replace(sampling, seed=new_seed())
+            elif more:
+                own = replace(sampling, sample=sampling.sample + more)
+            found = Row(start, own, reader, ends, options.top_logprobs, options.rule)
+            found.matcher = None if matcher is None else matcher.copy()
+            return found
+
+        self.rows = LazyRows(len(starts) * samples, row)
+        longest = max(map(len, starts))
+        self.n_ctx = min(ends.n_ctx, longest + ends.max_new_tokens - 1)  # positions per slot
+
+    def __iter__(self) -> Generator[Row, None, None]:
+        return self._generate(each_token=True)
+
+    def finish(self) -> None:
+        """Generate all tokens; faster than iteration: a row receives many tokens at a time."""
+        for _ in self._generate(each_token=False):
+            pass
+
+    def _generate(self, each_token: bool) -> Generator[Row, None, None]:
+        """Generate all tokens; yield a row (continuation) each time that it has got new tokens.
+
+        each_token: whether rows receive each token at once, instead of several at a time.
+        """
+        batch = self._own_batch() if self.batch is None else self.batch
+        batch.submit(self.rows)
+        try:
+            while batch.busy:
+                for row in batch.step(each_token):
+                    if row.error is not None:
+                        raise row.error
+                    yield row
+        finally:
+            if self.batch is not None:
+                batch.cancel(self.rows)
+
+    def _own_batch(self) -> Batch:
+        at_once = self._rows_at_once
+        slots = len(self.rows) if at_once is None else min(at_once, len(self.rows))
+        fewer = at_once is None
+        return Batch(self._engine, slots, self.n_ctx, fewer, speculate=self._speculate)
+
+
+class LazyRows(Sequence[Row]):
+    """A sequence of the rows (continuations) of a call; each row is created on first use."""
+
+    def __init__(self, count: int, create: Callable[[int], Row]) -> None:
+        self._count, self._create = count, create
+        self._created: dict[int, Row] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._row, range(self._count))
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        selected = range(self._count)[index]
+        if isinstance(selected, range):
+            return [self[i] for i in selected]
+        return self._row(selected)
+
+    def _row(self, index: int) -> Row:
+        if index not in self._created:
+            self._created[index] = self._create(index)
+        return self._created[index]
+
+
+def matcher_of(
+    rule: Grammar | None, reader: Tokenizer, vocab_size: int, ends: frozenset[int]
+) -> Matcher | None:
+    """Return a Matcher of a grammar at the start of a text; None without a grammar.
+
+    reader: tokenizer of the model. ends: tokens that end a text. Raises InputError for a model
+    without tokenizer, and for a grammar that cannot be compiled.
+    """
+    if rule is None:
+        return None
+    encoding = of_outputs(reader)
+    if encoding is None:
+        raise InputError(f"{rule.name}: this model has no tokenizer, so there is no text")
+    return vocabulary_of(encoding, vocab_size, ends).matcher(rule)
+
+
+def _check_rows(prompts: int, samples: int) -> None:
+    if prompts * samples > MOST_ROWS:
+        what = "samples" if samples > 1 else "prompts"
+        raise InputError(
+            f"{what}: expected at most {MOST_ROWS:,} rows, one for each sample of each prompt, "
+            f"got {prompts:,} prompts and {samples:,} samples: make several calls"
+        )
+
+
+def _ends(options: Options, config: ModelConfig, encoding: Encoding | None) -> Ends:
+    if options.stop_ids is None:
+        ids = tokenizer.end_tokens(config, encoding)
+    else:
+        stop_ids = tokenizer.token_ids(None, options.stop_ids, config.vocab_size, "stop_ids")
+        ids = frozenset(stop_ids.tolist())
+    truncate = options.overflow == "truncate"
+    return Ends(options.max_new_tokens, config.n_ctx, truncate, options.stop, ids, encoding)
+
+
+def _fitting(ids: Ids, name: str, end: int | None, ends: Ends) -> Ids:
+    """Return the last n_ctx ids of a prompt, or the id `end` of <|endoftext|> for an empty prompt.
+
+    Raises InputError if an empty prompt has no `end`, or a prompt is too long and not truncated.
+    """
+    if not len(ids):
+        if end is None:
+            raise InputError(
+                f"{name}: expected a text to continue, got an empty one: this model has no token "
+                "that begins a text: write the first words"
+            )
+        return np.array([end], np.int32)
+    if len(ids) > ends.n_ctx and not ends.truncate:
+        raise InputError(
+            f"{name}: {len(ids)} tokens, the model's context is {ends.n_ctx}: shorten it, or let ",
+            Argument("overflow", "truncate"),
+            f" keep the last {ends.n_ctx} and drop older ones when it is full",
+        )
+    return ids[-ends.n_ctx :]

@@ -1,0 +1,150 @@
+"""Choose how many tokens per sequence a decoding step computes: its last token and guesses."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.engine.model import Ids
+from gpt2block.engine.recorder import rounded_up
+from gpt2block.ops.guesses import MOST_GUESSES, RIGHT, TAKEN
+
+ROWS = (4, 1 + MOST_GUESSES)  # possible rows (tokens) per sequence in a step with guesses
+# Assumed times of steps with 4 and with 1 + MOST_GUESSES rows per sequence, relative to one row,
+# until measured. First pair: up to FEW sequences. Second: more sequences (compute-bound products).
+UNKNOWN = ((1.3, 1.6), (2.0, 3.2))
+FEW = 4
+RIGHT_FIRST = 0.0, 0.25  # initial shares of right guesses: after a wrong guess; after a right guess
+MOST = 0.999  # maximum share of right guesses that is assumed
+LEAST = 0.1  # minimum share of right guesses at which a step with guesses is considered
+WEIGHT = 1 / 6  # weight of the newest guess in the running share of right guesses
+GAIN = 1.03  # expected speedup that a step with guesses must exceed
+NEWEST = 9  # number of a kind's newest times, of which the median counts
+FORGOTTEN = (
+    128  # number of timed steps after which the times of a kind that did not run are dropped
+)
+
+
+class StepTimes:
+    """Times of decoding steps by kind: number of slots, a power of two, and rows per slot.
+
+    The median ignores single times in which the host was interrupted, or read results late. A kind
+    that has not run for FORGOTTEN steps has no time, so that a step can try the kind again.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[tuple[int, int], deque[float]] = {}
+        self._ran: dict[tuple[int, int], int] = {}  # number of the kind's last timed step
+        self._steps = 0
+
+    def add(self, slots: int, rows: int, seconds: float) -> None:
+        """Add the time of a step with `rows` rows for each of `slots` slots."""
+        kind = 1 << (slots - 1).bit_length(), rows
+        self._steps += 1
+        if self._steps - self._ran.get(kind, -FORGOTTEN) > FORGOTTEN:
+            self._newest[kind] = deque(maxlen=NEWEST)
+        self._newest[kind].append(seconds)
+        self._ran[kind] = self._steps
+
+    def get(self, kind: tuple[int, int]) -> float | None:
+        """Return the median of a kind's newest times, in seconds, or None if it has no time."""
+        if self._steps - self._ran.get(kind, -FORGOTTEN) >= FORGOTTEN:
+            return None
+        newest = sorted(self._newest[kind])
+        return newest[(len(newest) - 1) // 2]
+
+
+class SpeculationPolicy:
+    """Chooses the rows (tokens) per sequence of a step from recent guess accuracy and step times.
+
+    A step with one row, too, counts whether the guess of its next token is right: comparing the
+    sampled token with the guess costs nothing. Right guesses come in runs. Therefore guesses after
+    a right guess and guesses after a wrong guess have separate shares. Times are intervals between
+    results, including the host's work. The choice changes no token.
+    """
+
+    def __init__(self, slots: int, times: StepTimes | None = None) -> None:
+        """times: times that earlier policies have measured for the same steps."""
+        # Per slot: shares of right guesses among guesses after a wrong and after a right guess.
+        self._shares = [list(RIGHT_FIRST) for _ in range(slots)]
+        self._state = [False] * slots  # per slot: whether the last guess was right
+        self._times = StepTimes() if times is None else times
+        self._last: float | None = None
+
+    def begin(self, slots: Ids) -> None:
+        """Reset the shares of right guesses of slots in which new sequences begin."""
+        for slot in slots:
+            self._shares[slot], self._state[slot] = list(RIGHT_FIRST), False
+        self.skip()  # the next interval includes prompts
+
+    def skip(self) -> None:
+        """Do not time the current interval, in which the host records a step or starts prompts."""
+        self._last = None
+
+    def add(self, slots: Ids, flags: Ids) -> None:
+        """Update the shares of right guesses of N slots. flags: (N, rows per slot), of a step.
+
+        This loop takes 2 us for a slot with 8 rows; NumPy's operations would take 90 us.
+        """
+        for slot, of_rows in zip(slots.tolist(), flags.tolist(), strict=True):
+            shares, state = self._shares[slot], self._state[slot]
+            for flag in of_rows:
+                if not flag & TAKEN:
+                    break
+                right = flag & RIGHT > 0
+                shares[state] += WEIGHT * (right - shares[state])
+                state = right
+            self._state[slot] = state
+
+    def result(self, slots: int, together: int) -> None:
+        """Record the time since the last result as the time of a step. together: rows per slot."""
+        now, before = perf_counter(), self._last
+        self._last = now
+        if before is not None:
+            self._times.add(slots, together, now - before)
+
+    def for_forced(self, counts: NDArray[np.int64], most: int) -> int:
+        """Return the rows per slot of a step whose guesses are almost certainly right.
+
+        counts: the number of guesses of each slot. most: maximum of all rows of the step.
+        """
+        return self._fastest(lambda rows: len(counts) + np.minimum(counts, rows - 1).sum(),
+                             len(counts), most)  # fmt: skip
+
+    def together(self, slots: Ids, most: int) -> int:
+        """Return the rows (tokens) per slot for the next step. most: maximum of all its rows."""
+        if len(slots) * ROWS[0] > most:
+            return 1
+        shares = [(self._shares[slot][self._state[slot]], self._shares[slot][1]) for slot in slots]
+        if max(first for first, _ in shares) < LEAST:
+            return 1
+        return self._fastest(lambda rows: sum(_expected(*share, rows) for share in shares),
+                             len(slots), most)  # fmt: skip
+
+    def _fastest(self, expected: Callable[[int], Any], slots: int, most: int) -> int:
+        """Return the rows per slot with the most tokens per second.
+
+        expected: function from the rows per slot to the expected number of tokens of a step.
+        """
+        count = rounded_up(slots, 1)
+        one = self._times.get((count, 1)) or 1.0
+        best, fastest = 1, slots / one * GAIN
+        for rows, unknown in zip(ROWS, UNKNOWN[count > FEW], strict=True):
+            if count * rows > most:
+                break
+            time = self._times.get((count, rows)) or one * unknown
+            rate = float(expected(rows)) / time
+            if rate > fastest:
+                best, fastest = rows, rate
+        return best
+
+
+def _expected(first: float, later: float, rows: int) -> float:
+    """Return the expected number of accepted tokens of a sequence in a step with `rows` rows."""
+    later = min(later, MOST)
+    return 1 + first * (1 - later ** (rows - 1)) / (1 - later)

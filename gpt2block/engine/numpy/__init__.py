@@ -1,0 +1,1 @@
+"""Forward passes by the NumPy reference."""

@@ -1,0 +1,76 @@
+"""Forward passes of all architectures: prefill, decoding, and single blocks.
+
+forward       a pass through all blocks of a model, and the outputs of a pass
+blocks        a pass with one step per operation, and the fused block
+prefill       passes over the new tokens of all sequences as rows of one matrix
+decoding      passes over one token for each row of a kv_cache
+machine       the interface that runs steps; implementations are in `gpt2block.engine`
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from gpt2block.engine.passes import forward as _forward
+from gpt2block.engine.passes.blocks import BlockPass, ModelStepPass, PassSettings, StepPass
+from gpt2block.engine.passes.machine import Outline, Step, two_part_of
+from gpt2block.models.architectures import architecture_of
+from gpt2block.models.config import ModelConfig, model_shapes
+
+# Names of the int32 arrays that describe a batch of packed sequences. For each token: its id,
+# position, sequence and target (the next token's id); shape (N,). For each sequence: its first row
+# (shape (B + 1,)), its first position (B,), and the row of its last token (at most B).
+BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
+
+
+def names_of(config: ModelConfig) -> set[str]:
+    """Return the names of all tensors that a model's passes can read."""
+    shapes = model_shapes(config)
+    constants = architecture_of(config).constants(config, dict.fromkeys(shapes, 1.0))
+    caches = (f"h.{n}.{half}" for n in range(config.n_layer) for half in "kv")
+    return {*shapes, "lm_head", *constants, *BATCH, *caches}
+
+
+def model_steps(config: ModelConfig) -> list[Step]:
+    """Return the steps from tokens to logits, one for each operation, without running them."""
+    do = Outline(names_of(config))
+    _forward.forward(
+        ModelStepPass(do, PassSettings.of(config), 1), architecture_of(config), config, "logits"
+    )
+    return do.steps
+
+
+def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
+    """Raise RuntimeError if the model has a tensor that no step of a pass to logits reads.
+
+    A matrix counts as read if its two-part form is read. A vector from which the
+    architecture computes a constant counts as read, but the constant itself must be read.
+    """
+    of = architecture_of(config)
+    sources: dict[str, float] = defaultdict(lambda: 1.0)  # records the vectors that are read
+    needed = [*model_shapes(config), *of.constants(config, sources)]
+    read = {name for step in steps for name in step.inputs} | {*sources}
+    unread = [n for n in needed if n not in read and two_part_of(n) not in read]
+    if unread:
+        more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+        functions = (of.attention, of.feed_forward, of.final)
+        named = ", ".join(f"{each.__module__}.{each.__name__}" for each in functions)
+        raise RuntimeError(
+            f"{', '.join(unread[:3])}{more}: no step of a forward pass reads it: expected one of "
+            f"the pass functions ({named}) to use it, or a config without it"
+        )
+
+
+def fused_steps(config: ModelConfig, h: str, x: str) -> list[Step]:
+    """Return the steps of a fused block. h: prefix of the block's tensor names. x: input's name."""
+    do = Outline(names_of(config) | {x})
+    _forward.block(BlockPass(do, PassSettings.of(config)), architecture_of(config), x, h)
+    return do.steps
+
+
+def final_step(config: ModelConfig) -> Step:
+    """Return the step that computes the final norm, before lm_head."""
+    do = Outline(names_of(config) | {"x"})
+    architecture_of(config).final(StepPass(do, PassSettings.of(config)), "x", ("lm_head",))
+    return do.steps[0]

@@ -1,0 +1,291 @@
+"""Decoding: passes that compute a token for each row of a kv_cache, with kernels for few rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gpt2block.cuda.formats import cache_option
+from gpt2block.cuda.kernels import TWO_PART
+from gpt2block.engine.passes.blocks import PassSettings
+from gpt2block.engine.passes.forward import Pass, Product
+from gpt2block.engine.passes.machine import Machine, two_part_of
+from gpt2block.models.architectures.architecture import To, Value
+from gpt2block.models.weights.gguf import UNIT
+from gpt2block.models.weights.two_part import scale_for
+from gpt2block.ops.terms import CHUNK, Terms
+
+
+class Rows(NamedTuple):
+    """The left operand of a product: rows in format `terms`, or rows to normalize by `gamma`."""
+
+    value: Value
+    gamma: str = ""
+    beta: str = ""
+    terms: Terms | None = None
+    narrow: bool = False  # whether rows are a prefill's attention in 16 bits or two-part format
+    bound: float | None = None  # upper bound of the (normalized) rows' magnitudes, if known
+
+
+class DecodePass(Pass):
+    """Decoding with five kernels per GPT-2 layer, as the QKV product also writes the kv_cache.
+
+    norms: whether products fuse LayerNorm, which is fastest for few rows; else LayerNorm has its
+    own steps, with bitwise equal results. known: the `Terms` in which x of a product can be stored,
+    preferred terms first, by the last part of the weights' name; empty if products read floats.
+    Two-part terms need an operand with a bound, from which their scale is computed.
+    fp8_cache: the FP8 format of the kv_cache, or None. bounds: upper bounds of the magnitudes of
+    operands, by name; products of bounded operands read two-part weights instead of float32.
+    x_dtype: the dtype to which x of a product without terms is rounded, or None. together: the
+    number of neighbouring rows that belong to one sequence. fuses: whether products can fuse
+    RMSNorm, RoPE and the gate. norms_heads: whether the fused QKV product also computes the norms
+    of heads. summed: the names in `known` of the products that read sums of chunks of x.
+    """
+
+    of_stream: Mapping[str, Any] = {"variant": "stream"}
+
+    def __init__(
+        self,
+        do: Machine,
+        settings: PassSettings,
+        norms: bool = True,
+        known: Mapping[str, Sequence[Terms]] | None = None,
+        fp8_cache: str | None = None,
+        bounds: Mapping[str, float] | None = None,
+        x_dtype: str | None = None,
+        together: int = 1,
+        fuses: bool = False,
+        norms_heads: bool = False,
+        summed: Collection[str] = (),
+    ) -> None:
+        self.summed = summed
+        self.fuses, self.norms_heads = fuses, norms_heads
+        self.together: dict[str, Any] = {"together": together} if together > 1 else {}
+        self.do, self.c, self.norms, self.known = do, settings, norms, known or {}
+        self.rounding: dict[str, Any] = {} if x_dtype is None else {"x_dtype": x_dtype}
+        self._bounds = bounds or {}
+        self.kv = cache_option(fp8_cache)
+        self.rotations: dict[str, Value] = {}  # key: name of a tensor of RoPE frequencies
+
+    def embed(self) -> Value:
+        if self.c.rope and self._fuses_rope(self._terms(("w_qkv",))):  # shared by all layers
+            for rope in dict.fromkeys(self.c.rope):
+                name = rope.replace("frequencies", "rotations")
+                inputs = ("positions", rope, *(("row",) if self.c.own else ()))
+                self.rotations[rope] = self.do(name, "rotations", inputs, **self.c.multiplied)
+        return super().embed()
+
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
+        bound = self._bounds.get(name)
+        read_terms = any(_matrix_of(w) in self.known for w in to)
+        fused = self.norms and self.fuses and to[:1] != ("lm_head",) and not read_terms
+        biased = any(self.do.has(w.replace("w_", "b_")) for w in to)
+        if (beta and self.norms) or (to and fused and not beta and not biased):
+            return Rows(x, gamma, beta, bound=bound)
+        # The RMSNorm kernel computes UNIT neighbouring channels together. Therefore it can store
+        # sums of CHUNK channels with the terms (`Terms.with_sums`).
+        terms = self._terms(to, bound, together=1 if beta else UNIT)
+        if beta:
+            options: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
+            y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **options)
+        else:
+            options = {**self.of_stream, **_to(terms)}
+            y = self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **options)
+        return Rows(y, terms=terms, bound=bound)
+
+    def operand(self, name: str, x: Value, to: To) -> Rows:
+        bound = self._bounds.get(name)
+        terms = self._terms(to, bound, together=UNIT)
+        y = self.do(name, "operand", (x,), dtype="float32", to_terms=terms) if terms else x
+        return Rows(y, terms=terms, bound=bound)
+
+    def _product(self, p: Product) -> Value:
+        a: Rows = p.a
+        bound = self._bounds.get(p.result)
+        stores = not a.gamma and _matrix_of(p.w) in self.known  # a product that can store `Terms`
+        terms = self._terms(p.to, bound, a.terms.width if a.terms else 0) if stores else None
+        w, w_options = self._weights(p.w, a)
+        options = {**self._given(a), **_to(terms), **p.options, **w_options}
+        inputs = (a.value, w, p.bias, a.gamma, a.beta, p.residual)
+        y = self.do(p.result, "linear", inputs, into=p.residual, decoding=True, **options)
+        return Rows(y, terms=terms, bound=bound) if p.to else y
+
+    def qkv(self, h: str, x: Rows, rope: str = "", norms: To = ()) -> Value:
+        """Compute and return the queries. Append the keys and values to the kv_cache."""
+        name, w, bias, cache = f"{h}q", f"{h}w_qkv", f"{h}b_qkv", self._cache(h)
+        if not rope:
+            w, w_options = self._weights(w, x)
+            inputs = (x.value, w, bias, x.gamma, x.beta, *cache)
+            return self.do(name, "linear_qkv", inputs, **self._given(x), **self.kv, **w_options)
+        heads: dict[str, Any] = {"n_head": self.c.n_head}
+        if x.gamma and not x.beta and self._fuses_rope(None):
+            inputs = (x.value, x.gamma, w, "", "", self.rotations[rope], *cache, *norms)
+            return self.do(name, "rope_sums", inputs, **self._given(x), **heads, **self.kv)
+        if not norms and self._fuses_rope(x.terms):
+            inputs = (x.value, w, bias, self.rotations[rope], *cache)
+            return self.do(name, "linear_rope", inputs, **self._given(x), **heads, **self.kv)
+        y = self.product(f"{h}qkv", x, w, bias)
+        inputs = (y, rope, *cache, *norms)
+        if norms:
+            return self.do(name, "qk_norm_append", inputs, eps=self.c.eps, **heads, **self.kv)
+        options = {**heads, **self.c.multiplied, **self.kv}
+        return self.do(name, "rope_append", inputs, half_split=True, **options)
+
+    def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
+        means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # name of the result that contains V
+        bound = self._bounds.get(means_of)
+        terms = self._terms(to, bound, together=self.c.head_size)
+        options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(terms), **self.kv}
+        options |= self.together
+        y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
+        return Rows(y, terms=terms, bound=bound)
+
+    def gated(self, h: str, x: Rows, to: To = ()) -> Value:
+        weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")
+        ordered = x.terms is not None and x.terms.width > 0
+        if (ordered or self.fuses) and not any(map(self.do.has, biases)):
+            # A warpgroup computes CHUNK neighbouring outputs of a gated product together.
+            terms = self._terms(to, width=x.terms.width, together=CHUNK) if x.terms else None
+            inputs = (x.value, weights[0], "", x.gamma, "", "", weights[1])
+            options = {**self._given(x), **_to(terms), **self.c.gate}
+            return Rows(self.do(f"{h}ff", "linear", inputs, decoding=True, **options), terms=terms)
+        gate = self.product(f"{h}gate", x, weights[0], biases[0])
+        up = self.product(f"{h}up", x, weights[1], biases[1])
+        y = self.do(f"{h}ff", "silu_mul", (gate, up), into=up, **self.c.gate)
+        return Rows(y, bound=self._bounds.get(f"{h}ff"))
+
+    def _cache(self, h: str) -> tuple[str, ...]:
+        return f"{h}k", f"{h}v", "row", "positions"
+
+    def _weights(self, w: str, a: Rows) -> tuple[str, dict[str, Any]]:
+        """Return the name of the weights (`w` or its two-part form) for rows `a`, and options."""
+        if a.terms:
+            return (two_part_of(w) if a.terms.dtype == TWO_PART else w), {}
+        if a.bound is None or not self.do.has(two_part_of(w)):
+            return w, {}
+        return two_part_of(w), {"x_bound": _power_from(a.bound)}
+
+    def _given(self, a: Rows) -> dict[str, Any]:
+        """Return a product's options for rows `a`: eps for a norm, and terms or x_dtype."""
+        normed = {"eps": self.c.eps} if a.gamma else {}
+        return normed | ({"terms": a.terms} if a.terms else self.rounding)
+
+    def _fuses_rope(self, terms: Terms | None) -> bool:
+        """Return whether the QKV product fuses RoPE and appends to the kv_cache."""
+        multiple = 16 if terms is None else 64
+        possible = self.fuses or (terms is not None and terms.width > 0)
+        if self.c.qk_norm and not (self.norms_heads and terms is None):
+            return False
+        return possible and self.c.head_size % multiple == 0
+
+    def _terms(
+        self, to: To, bound: float | None = None, width: int | None = None, together: int = 1
+    ) -> Terms | None:
+        """Return the preferred `Terms` that the products with all weights `to` can read, or None.
+
+        bound: upper bound of the operand's magnitudes. width: the required width of the terms.
+        together: neighbouring channels computed together by the kernel that stores the terms.
+        """
+        first, *others = [self.known.get(_matrix_of(w), ()) for w in to] or [()]
+        for terms in first:
+            if not all(terms in each for each in others) or width not in (None, terms.width):
+                continue
+            if terms.dtype != TWO_PART:
+                summed = any(_matrix_of(w) in self.summed for w in to)
+                return terms.with_sums(together) if summed else terms
+            if bound is not None and all(self.do.has(two_part_of(w)) for w in to):
+                return terms._replace(scale=scale_for(_power_from(bound)))
+        return None
+
+
+class PendingResidual(NamedTuple):
+    """The residual stream, and partial sums of a product that the next kernel adds to the stream.
+
+    sums: the partial sums of the product with w_down, one per split, as `gated_sums` returns them;
+    "", with w_down "", if nothing remains to add.
+    """
+
+    stream: Value
+    sums: Value = ""
+    w_down: str = ""
+
+
+class Gated(NamedTuple):
+    """The inputs of a `gated_sums` step except its last input, the weights w_down."""
+
+    stream: Value
+    gamma: str
+    gate: str
+    up: str
+
+
+class SumsPass(DecodePass):
+    """Decoding of a few rows with four kernels per layer, for Llama models without biases.
+
+    Products fuse RMSNorm, and the QKV product also fuses RoPE. The feed-forward is one kernel; the
+    next kernels add up its partial sums. All rows are floats. splits: the number of partial sums
+    of `gated_sums`.
+    """
+
+    def __init__(
+        self,
+        do: Machine,
+        settings: PassSettings,
+        splits: int,
+        fp8_cache: str | None = None,
+        x_dtype: str | None = None,
+        together: int = 1,
+    ) -> None:
+        stored: Any = {"fp8_cache": fp8_cache, "x_dtype": x_dtype, "together": together}
+        super().__init__(do, settings, **stored)
+        self.splits = splits
+        self.eps: dict[str, Any] = {"eps": settings.eps}
+
+    def embed(self) -> PendingResidual:
+        return PendingResidual(super().embed())
+
+    def norm(self, name: str, x: PendingResidual, gamma: str, beta: str = "", to: To = ()) -> Rows:
+        if to != ("lm_head",):
+            return Rows(x, gamma)
+        inputs = (x.stream, gamma, x.sums, x.w_down)
+        return Rows(self.do(name, "rmsnorm_sums", inputs, **self.eps))
+
+    def qkv(self, h: str, x: Rows, rope: str = "", norms: To = ()) -> Value:
+        stream, *sums = x.value
+        by = self.rotations[rope]
+        inputs = (stream, x.gamma, f"{h}w_qkv", *sums, by, *self._cache(h), *norms)
+        options = {"n_head": self.c.n_head, **self.eps, **self.kv, **self.rounding}
+        return self.do(f"{h}q", "rope_sums", inputs, **options)
+
+    def _product(self, p: Product) -> Value:
+        if p.w == "lm_head":
+            return super()._product(p)
+        stream, *sums = p.residual
+        if isinstance(p.a, Gated):
+            options = {"splits": self.splits, **self.eps, **self.c.gate, **self.rounding}
+            partial_sums = self.do(p.name, "gated_sums", (*p.a, p.w), **options)
+            return PendingResidual(stream, partial_sums, p.w)
+        inputs = (p.a.value, p.w, stream, *sums)
+        y = self.do(p.result, "linear_sums", inputs, into=stream, **self.rounding)
+        return PendingResidual(y)
+
+    def gated(self, h: str, x: Rows, to: To = ()) -> Value:
+        return Gated(x.value.stream, x.gamma, f"{h}w_gate", f"{h}w_up")
+
+    def _fuses_rope(self, terms: Terms | None) -> bool:
+        return True
+
+
+def _power_from(bound: float) -> float:
+    """Round a bound up to a power of two, so that more layers have equal launch parameters."""
+    return 2.0 ** math.ceil(math.log2(bound)) if bound else 0.0
+
+
+def _matrix_of(w: str) -> str:
+    """Return the last part of a weight's name, which is the key of `DecodePass.known`."""
+    return w.rpartition(".")[2]
+
+
+def _to(terms: Terms | None) -> dict[str, Any]:
+    return {"to_terms": terms} if terms else {}

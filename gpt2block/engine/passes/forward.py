@@ -1,0 +1,176 @@
+"""Forward passes: the operations of a pass, and the order in which an architecture calls them.
+
+An architecture is three functions that are written like the formulas of its block, for example
+`gpt2block.models.architectures.gpt2`. A pass decides which kernels run, and which operations they
+fuse.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from gpt2block.engine.passes.machine import Machine
+from gpt2block.models.architectures.architecture import Architecture, To, Value
+from gpt2block.models.config import ModelConfig
+
+Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood", "likeliest"]
+
+
+class Product(NamedTuple):
+    """A product `a @ w + bias`, followed by GELU or a residual addition, which kernels can fuse.
+
+    add: the name of the sum with the residual, or "". gelu: the name of the GELU, or "". result:
+    the name of the final result. options: options of a kernel that fuses GELU. to: as in `Pass`.
+    """
+
+    name: str
+    a: Value
+    w: str
+    bias: str
+    add: str
+    residual: Value
+    gelu: str
+    to: To
+    result: str
+    options: Mapping[str, Any]
+
+
+class Pass(ABC):
+    """The operations of a forward pass, and the Machine (executor) that runs its steps.
+
+    Arguments of an operation are the names of its result and weights. `to` has the names of the
+    weights of the products that read the result, or of the step that reads it, such as "rope"; they
+    determine its format: floats, 16 bits, two-part or terms. With an empty `to`, the result is
+    float32. h is the prefix of a layer's names.
+    """
+
+    do: Machine
+    c: Any  # an instance of gpt2block.engine.passes.blocks.PassSettings
+    of_stream: Mapping[str, Any] = {}  # options for RMSNorm of the residual stream
+
+    def embed(self) -> Value:
+        """Return a row per token: token embedding, plus position embedding if there is one.
+
+        If the architecture has an embedding norm, it is applied to the rows.
+        """
+        inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.embedding
+        scaled = {} if factor == 1 else {"factor": factor}
+        if not self.c.embedding_norm:
+            return self.do("embedding", "encoder_rows", inputs, **scaled)
+        normed = self.do("vectors", "encoder_rows", inputs, **scaled), self.c.embedding_norm
+        return self.do("embedding", "rmsnorm", normed, eps=self.c.eps, **self.of_stream)
+
+    @abstractmethod
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
+        """Compute LayerNorm, or RMSNorm if beta is ""."""
+
+    def product(
+        self,
+        name: str,
+        a: Value,
+        w: str,
+        bias: str = "",
+        add: tuple[str, Value] = ("", None),
+        gelu: str = "",
+        to: To = (),
+    ) -> Value:
+        """Compute a @ w + bias, then GELU or a residual sum. add: name of the sum, and residual."""
+        result, options = add[0] or gelu or name, {"gelu": True} if gelu else {}
+        return self._product(Product(name, a, w, bias, *add, gelu, to, result, options))
+
+    @abstractmethod
+    def _product(self, p: Product) -> Value:
+        """Compute a product with the kernels of this pass."""
+
+    def operand(self, name: str, x: Value, to: To) -> Value:
+        """Convert the residual stream x to the format of products that read x without a norm."""
+        return x
+
+    def add_norm(self, name: str, x: Value, y: Value, gamma: str) -> Value:
+        """Compute x + RMSNorm(y), where y is the result of a product."""
+        return self.do(name, "rmsnorm_add", (y, gamma, x), into=x, eps=self.c.eps)
+
+    @abstractmethod
+    def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
+        """Compute queries, keys and values, with RoPE applied if the architecture has it.
+
+        rope: the name of this layer's RoPE frequencies, or "". norms: the weights of the norms of
+        the heads of q and of k, which precede RoPE; () if the architecture has no such norms.
+        """
+
+    def turned(self, h: str, qkv: Value, rope: str, norms: To = ()) -> Value:
+        """Apply RoPE in place to rows [Q | K | V]; first the norms of q and k heads, if `norms`."""
+        inputs = (qkv, "positions", rope, *norms)
+        if norms:
+            options = {**self.c.heads, "eps": self.c.eps}
+            return self.do(f"{h}rope", "qk_norm_rope", inputs, into=qkv, **options)
+        op, inputs = self.c.step_of_rope(qkv, rope)
+        return self.do(f"{h}rope", op, inputs, into=qkv, **self.c.turn)
+
+    @abstractmethod
+    def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
+        """Compute attention of each query over the keys up to its position."""
+
+    @abstractmethod
+    def gated(self, h: str, x: Value, to: To = ()) -> Value:
+        """Compute silu(gate) * up, or gelu(gate) * up if `PassSettings.gelu` is set."""
+
+    def relu_squared(self, name: str, x: Value) -> Value:
+        """Compute max(x, 0)² in place, where x is the result of a product."""
+        return self.do(name, "relu_squared", (x,), into=x)
+
+    def last_rows(self, x: Value, y: Value) -> tuple[Pass, Value, Value]:
+        """Return a pass for the remaining steps, then each sequence's last row of x and of y."""
+        raise NotImplementedError
+
+    def logits(self, x: Value) -> Value:
+        """Compute the product with lm_head. Cap the logits if the architecture caps logits."""
+        if self.c.cap is None:
+            return self.product("logits", x, "lm_head")
+        y = self.product("uncapped", x, "lm_head")
+        return self.do("logits", "cap", (y,), limit=self.c.cap)
+
+    def scores(self, x: Value, likeliest: bool = False) -> Value:
+        """Compute, for each row, the log-likelihood of the row's target (the next token).
+
+        likeliest: also compute the most likely token.
+        """
+        raise NotImplementedError
+
+
+def block(o: Any, of: Architecture, x: Value, h: str = "") -> Value:
+    """Add the steps of one block to the forward pass `o`, and return the block's output."""
+    return of.feed_forward(o, h, x, of.attention(o, h, x))
+
+
+def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) -> Value:
+    """Run a model up to the output `want`. None: stop after K and V of the last layer.
+
+    "last": logits of the last row of each sequence. "logits": logits of all rows. "rows": the final
+    norm, as input of a later product with lm_head. "hidden": the final norm as floats. "stream":
+    the residual stream before the final norm. "log_likelihood", "likeliest": as computed by
+    `Pass.scores`.
+    """
+    *front, end = (f"h.{n}." for n in range(config.n_layer))
+    x = o.embed()
+    for h in front:
+        x = block(o, of, x, h)
+    y = of.attention(o, end, x)
+    if want is None:
+        return None
+    if want == "last":
+        o, x, y = o.last_rows(x, y)
+    x = of.feed_forward(o, end, x, y)
+    del y
+    if want == "stream":
+        return x
+    if want == "hidden":
+        return of.final(o, x)
+    x = of.final(o, x, to=("lm_head",))
+    if want == "rows":
+        return x
+    if want in ("log_likelihood", "likeliest"):
+        return o.scores(x, want == "likeliest")
+    return o.logits(x)

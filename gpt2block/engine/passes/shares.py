@@ -1,0 +1,376 @@
+"""Shares of a model on several GPUs, and the machine that runs a GPU's share of a pass's steps.
+
+A share of a matrix has all of its inputs (K) and some neighbouring outputs (N). So every output is
+bitwise equal to the same output of the whole matrix. Attention and its kv_cache are divided by
+heads if `Share.divides_heads`; otherwise every GPU computes all heads. Steps that read whole rows
+gather them first (`ops.gather`). Norms, the residual stream and sampling are computed on every GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.checks import normed_together
+from gpt2block.cuda.formats import FILE
+from gpt2block.engine.passes.machine import Machine, Step
+from gpt2block.models.architectures.architecture import Value
+from gpt2block.models.config import ModelConfig, model_shapes
+from gpt2block.ops.gather import MAIL, Sends, can_send, normalizes, stores_terms
+from gpt2block.ops.products import MULTIPLE
+
+BORDER = 64  # a share begins at a multiple of BORDER outputs
+BORDER_OF_BLOCKS = 128  # BORDER of matrices that keep their GGUF types
+QKV = "w_qkv"
+# Operation of a product → places of its weights and of its residual among the inputs.
+PRODUCTS: Mapping[str, tuple[int, int]] = {"linear": (1, 5), "gemm": (1, 3)}
+ATTENTION = "attention", "attention_split", "attention_varlen", "attention_packed"
+ELEMENTWISE = "silu_mul", "relu_squared", "cap"  # computed before a GPU's columns are gathered
+SENT = "w_o", "w_attn", "w_down", "w_proj"  # matrices whose products can send their columns
+GATED = 6  # inputs of `linear` before the second matrix, with which a product can also send
+OF_SHARE = ".share"  # ends the names of results that have only this GPU's columns
+HEADS = "q", "qkv", "rope", "k", "v"  # results and caches that are divided if heads are divided
+
+
+class Meeting:
+    """A barrier at which the threads that drive a model's GPUs exchange values."""
+
+    def __init__(self, count: int) -> None:
+        self._barrier = threading.Barrier(count)
+        self._values: list[Any] = [None] * count
+
+    def exchange(self, index: int, value: Any = None) -> list[Any]:
+        """Wait for all threads; return their values in the order of the GPUs."""
+        self._values[index] = value
+        self._barrier.wait()
+        found = list(self._values)
+        self._barrier.wait()
+        return found
+
+    def abort(self) -> None:
+        """Raise threading.BrokenBarrierError in all threads that wait now or later."""
+        self._barrier.abort()
+
+    def reset(self) -> None:
+        self._barrier.reset()
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a model that one of `count` GPUs has.
+
+    config, dtype: of the whole model. index: number of this GPU, from 0. meeting: shared by the
+    threads of all GPUs. mail: {name: array} of a gather's mailboxes (`Mailboxes.of`).
+    """
+
+    config: ModelConfig
+    dtype: str
+    index: int
+    count: int
+    meeting: Meeting
+    mail: Mapping[str, Any] = field(default_factory=dict)
+    two_part: bool = False  # whether products of prompts read two-part operands
+
+    @cached_property
+    def divides_heads(self) -> bool:
+        """Whether each GPU has its own heads.
+
+        Otherwise each GPU computes all heads. This is so if the heads of q or of k cannot be
+        divided equally, if a GPU's channels of K are no multiple of BORDER_OF_BLOCKS with GGUF
+        types, or if one norm or one scale (of two-part operands) applies to all heads.
+        """
+        c, shapes = self.config, self.config.block_shapes()
+        n_kv_head = c.kv_width // c.head_size
+        if self.two_part or c.n_head % self.count or n_kv_head % self.count:
+            return False
+        if self.dtype == FILE and (c.kv_width // self.count) % BORDER_OF_BLOCKS:
+            return False
+        if "gamma_q" not in shapes:
+            return True
+        of_q, of_k = shapes["gamma_q"], shapes["gamma_k"]
+        return not normed_together(of_q, of_k, c.n_head, n_kv_head, c.head_size)
+
+    @property
+    def heads(self) -> dict[str, Any]:
+        """The numbers of heads of this GPU: n_head and n_kv_head."""
+        c, by = self.config, self.count if self.divides_heads else 1
+        return {"n_head": c.n_head // by, "n_kv_head": c.kv_width // c.head_size // by}
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of K of this GPU's heads."""
+        return int(self.heads["n_kv_head"]) * self.config.head_size
+
+    @cached_property
+    def borders(self) -> dict[str, tuple[int, ...]]:
+        """A dict {name of a matrix: (first output of each share, …, N)}.
+
+        Names are without the layer's prefix. w_qkv is absent (see `spans`), and so is a matrix with
+        too few outputs to divide, which every GPU has whole. A tied lm_head is divided, wte is not.
+        """
+        sizes = {n: s[1] for n, s in self.config.block_shapes().items() if len(s) == 2}
+        sizes["lm_head"] = self.config.vocab_size
+        unit = BORDER_OF_BLOCKS if self.dtype == FILE else BORDER
+        found = {}
+        for name, N in sizes.items():
+            units = -(-N // unit)
+            if name != QKV and units >= self.count:
+                each, more = divmod(units, self.count)
+                ends = [(n * each + min(n, more)) * unit for n in range(self.count)]
+                found[name] = (*ends, N)
+        return found
+
+    def spans(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Return the ranges (begin, end) of a matrix's outputs that this GPU has.
+
+        Return () if this GPU has all outputs. A bias has the ranges of its matrix.
+        """
+        base = matrix_of(name)
+        if base.startswith("b_"):
+            base = f"w{base[1:]}"
+        if base == QKV and self.divides_heads:
+            sizes = self.config.q_width, self.config.kv_width, self.config.kv_width
+            ends = (0, sizes[0], sum(sizes[:2]))
+            own = [(first, size // self.count) for first, size in zip(ends, sizes, strict=True)]
+            return tuple((at + self.index * n, at + (self.index + 1) * n) for at, n in own)
+        if base in self.borders:
+            return (tuple(pairwise(self.borders[base]))[self.index],)
+        return ()
+
+    def width(self, name: str) -> int | None:
+        """Return the number of outputs that a gather of a product with this matrix returns.
+
+        Return None if the product needs no gather. The padded copy of lm_head is named "head"; its
+        number of outputs is rounded up to a multiple of MULTIPLE.
+        """
+        base = matrix_of(name)
+        if base == "head":
+            N = self.borders["lm_head"][-1] if "lm_head" in self.borders else 0
+            return N + -N % MULTIPLE or None
+        return self.borders[base][-1] if base in self.borders else None
+
+    def first(self, name: str) -> int:
+        """Return the first output of a matrix that this GPU has."""
+        base = matrix_of(name)
+        return self.borders["lm_head" if base == "head" else base][self.index]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return {name: shape} of this GPU's tensors, as `model_shapes` does of the model's."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, shape in model_shapes(self.config).items():
+            spans = self.spans(name)
+            own = sum(end - begin for begin, end in spans)
+            if spans and len(shape) == 2:
+                axis = 0 if name == "lm_head" else 1
+                found[name] = (own, shape[1]) if axis == 0 else (shape[0], own)
+            else:
+                found[name] = shape
+        return found
+
+    @cached_property
+    def sends(self) -> Callable[[int, int], Sends]:
+        """A function that returns `Sends(mail, N, first)`, one object for each pair N, first."""
+        return cache(partial(Sends, self.mail))
+
+    def exchange(self, value: Any = None) -> list[Any]:
+        """Wait for the threads of all GPUs; return their values in the order of the GPUs."""
+        return self.meeting.exchange(self.index, value)
+
+    def has_part(self, name: str) -> bool:
+        """Whether this GPU has only its columns or heads of a step's result or of a kv_cache."""
+        return name.endswith(OF_SHARE) or (self.divides_heads and matrix_of(name) in HEADS)
+
+    def joined(self, name: str, own: NDArray[Any], axis: int = -1) -> NDArray[Any]:
+        """Join the parts that all GPUs have of a result, or of a tensor, along an axis.
+
+        name: as in a recording or a checkpoint. The threads of all GPUs call this; only the first
+        GPU joins the parts. The other GPUs return `own`, and the first GPU does if `own` is whole.
+        """
+        spans = self.spans(QKV if matrix_of(name) in HEADS else name)
+        parts = self.exchange(own) if spans or self.has_part(name) else [own]
+        if self.index or len(parts) == 1:
+            return own
+        ends = np.cumsum([end - begin for begin, end in spans])[:-1]
+        pieces = zip(*(np.split(part, ends, axis) for part in parts), strict=True)
+        return np.concatenate([piece for of_range in pieces for piece in of_range], axis)
+
+    def own_heads(self, whole: NDArray[Any]) -> NDArray[Any]:
+        """Return this GPU's heads of rows [Q | K | V], of Q alone, or of K or V in a kv_cache."""
+        sizes = self.config.q_width, self.config.kv_width
+        ranges = np.split(whole, np.cumsum(sizes), -1)  # the last two are empty without [K | V]
+        return np.concatenate([np.split(each, self.count, -1)[self.index] for each in ranges], -1)
+
+
+def matrix_of(name: str) -> str:
+    """Return a matrix's name without the layer's prefix and without ".parts"."""
+    return name.removesuffix(".parts").rpartition(".")[2]
+
+
+class Columns:
+    """This GPU's columns of a result. They are gathered before the first step that reads it whole.
+
+    Columns that a kernel has sent are gathered earlier if another gather comes first. value: the
+    array of the columns, or None after the gather. N: number of columns of the whole. first: this
+    GPU's first column. step: the step that computes the whole result on one GPU. stream: the
+    residual stream to add to the gathered result, or None. into: the array that receives the result
+    of the gather, or None. whole: this result, including the stream, or None before the gather.
+    """
+
+    def __init__(
+        self,
+        value: Value,
+        N: int,
+        first: int,
+        step: Step,
+        stream: Value = None,
+        into: Value = None,
+    ) -> None:
+        self.value, self.N, self.first, self.step = value, N, first, step
+        self.stream, self.into = stream, into
+        self.whole: Value = None
+
+
+class Divided(Machine):
+    """A machine that runs a GPU's share of the steps on the machine `do`, and gathers rows.
+
+    A pass lists the steps of the whole model, with this GPU's numbers of heads. fuses: if true, one
+    kernel gathers columns, adds them to the residual stream and normalizes the sum, so that the
+    addition has no step. Attention and products then also send their columns. A gather of sent
+    columns only receives, so it cannot be run without the kernel that sends them.
+    """
+
+    def __init__(self, do: Machine, share: Share, fuses: bool = False) -> None:
+        super().__init__({**do.tensors, **share.mail})
+        do.tensors = self.tensors
+        self._do, self._share, self._fuses = do, share, fuses
+        self._sent: Columns | None = None  # columns that the next gather must receive
+
+    def do(self, step: Step, into: Value) -> Value:
+        given = step.inputs
+        if step.op == "rmsnorm" and self._is_stream_to_gather(given[0]):
+            return self._gather_norm(step, given[0])
+        if step.op in PRODUCTS and (N := self._share.width(given[PRODUCTS[step.op][0]])):
+            return self._product(step, N, into)
+        if step.op in ELEMENTWISE and all(self._is_unsent(each) for each in given):
+            to = into.value if isinstance(into, Columns) else None
+            value = self._own(step, tuple(each.value for each in given), to)
+            return Columns(value, given[0].N, given[0].first, step)
+        inputs = tuple(self.whole(each) for each in given)
+        if step.op in ATTENTION and self._share.divides_heads:
+            width = self._share.config.q_width
+            first = self._share.index * width // self._share.count
+            sends = step.op == "attention_split" and self._sends(inputs[0], width)
+            return self._columns(Columns(None, width, first, step), inputs, sends)
+        return self._do.do(step._replace(inputs=inputs), self.whole(into))
+
+    def _product(self, step: Step, N: int, into: Value) -> Value:
+        """Compute this GPU's columns. Gather them at once if a residual is added to them."""
+        weights, residual = PRODUCTS[step.op]
+        inputs = [self.whole(each) for each in step.inputs]
+        added = inputs[residual] if len(inputs) > residual else None
+        if len(inputs) > residual:
+            inputs[residual] = ""
+        if not self._is_given(added):
+            added = None
+        dtype = "float32" if added is not None and step.op == "gemm" else step.dtype
+        first, into = self._share.first(step.inputs[weights]), self.whole(into)
+        columns = Columns(None, N, first, step._replace(dtype=dtype), added, into)
+        ends = matrix_of(step.inputs[weights]) in SENT or len(inputs) > GATED
+        sends = ends and step.attrs.get("decoding", False) and self._sends(inputs[0], N)
+        self._columns(columns, tuple(inputs), sends)
+        deferred = added is None or (
+            self._fuses and added is into and normalizes(columns.value.shape[0], N)
+        )
+        return columns if deferred else self.whole(columns)
+
+    def _sends(self, x: Value, N: int) -> bool:
+        """Whether a kernel can send its columns of a result with the rows of x and N columns."""
+        return self._fuses and bool(self._share.mail) and can_send(x.shape[0], N)
+
+    def _columns(self, columns: Columns, inputs: tuple[Value, ...], sends: bool) -> Columns:
+        """Compute this GPU's columns. The kernel also sends them if `sends` is true."""
+        step, more = columns.step, {}
+        if sends:
+            self.receive()
+            more["sends"] = self._share.sends(columns.N, columns.first)
+            self._sent = columns
+        columns.value = self._own(step._replace(attrs={**step.attrs, **more}), inputs)
+        return columns
+
+    def receive(self, but: Columns | None = None) -> None:
+        """Gather columns that a kernel has sent before the next gather, unless they are `but`."""
+        if self._sent is not None and self._sent is not but:
+            self.whole(self._sent)
+
+    def _is_given(self, value: Value) -> bool:
+        return value is not None and (not isinstance(value, str) or self.has(value))
+
+    def _is_unsent(self, value: Value) -> bool:
+        return isinstance(value, Columns) and value.whole is None and value is not self._sent
+
+    def _is_stream_to_gather(self, value: Value) -> bool:
+        return isinstance(value, Columns) and value.stream is not None and value.whole is None
+
+    def _gather_norm(self, step: Step, columns: Columns) -> Value:
+        """Add the gathered columns to the residual stream, and return the norm of the stream."""
+        sizes = {**self._sizes(columns), "eps": step.attrs["eps"]}
+        inputs = (columns.value, columns.stream, step.inputs[1], *self._mail)
+        terms = step.attrs.get("to_terms")
+        y = self._do(step.name, "gather_norm", inputs, to_terms=terms, bound=step.bound, **sizes)
+        columns.whole, columns.value = columns.stream, None
+        return y
+
+    def _own(self, step: Step, inputs: tuple[Value, ...], into: Value = None) -> Value:
+        attrs = {name: value for name, value in step.attrs.items() if name != "to_terms"}
+        own = step._replace(name=step.name + OF_SHARE, inputs=inputs, attrs=attrs)
+        return self._do.do(own, into)
+
+    def whole(self, value: Value) -> Value:
+        """Return the whole result.
+
+        Columns are gathered first, and converted to the operand format of their step.
+        """
+        if not isinstance(value, Columns):
+            return value
+        if value.whole is None:
+            value.whole = self._gather(value, value.stream or "", value.into)
+            value.value = None  # frees the memory of the columns
+        return value.whole
+
+    @property
+    def _mail(self) -> tuple[str, ...]:
+        return tuple(name for name in MAIL if name in self._share.mail)
+
+    def _sizes(self, columns: Columns) -> dict[str, Any]:
+        """Return the options of the gather of these columns, which is the next gather."""
+        self.receive(columns)
+        sent, self._sent = self._sent is columns, None
+        return {"N": columns.N, "first": columns.first, "sent": sent}
+
+    def _gather(self, columns: Columns, residual: Value, into: Value) -> Value:
+        step, sizes = columns.step, self._sizes(columns)
+        terms = step.attrs.get("to_terms")
+        inputs = (columns.value, residual, *self._mail)
+        if terms and stores_terms(columns.value.shape[0], columns.N):
+            sizes["to_terms"] = terms
+            return self._do(step.name, "gather", inputs, into=into, bound=step.bound, **sizes)
+        name = f"{step.name}.floats" if terms else step.name
+        y = self._do(name, "gather", inputs, into=into, bound=step.bound, **sizes)
+        if terms is None:
+            return y
+        return self._do(step.name, "operand", (y,), dtype="float32", to_terms=terms)
+
+
+def of_share(run: Callable[[Machine], Any], do: Machine, share: Share, fuses: bool = False) -> Any:
+    """Run a GPU's share of a pass's steps on the machine `do`; return the pass's whole result."""
+    divided = Divided(do, share, fuses)
+    found = divided.whole(run(divided))
+    divided.receive()
+    return found

@@ -1,0 +1,262 @@
+"""Read the config and the tensors of GGUF files, the format of llama.cpp.
+
+llama.cpp stores a Llama's rows of Q and K in the order of Meta's RoPE, which rotates adjacent
+channels; reading restores Hugging Face's order. Quantized tensors are read as floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt2block.checks import check_number
+from gpt2block.errors import CheckpointError, shown
+from gpt2block.files.checkpoints.files import about, read_start
+from gpt2block.files.checkpoints.gguf_end_tokens import end_tokens
+from gpt2block.files.checkpoints.gguf_header import MAGIC, Header, as_python, read_header
+from gpt2block.files.checkpoints.naming import LONGROPE_FACTORS, ROPE_FACTORS, naming_of
+from gpt2block.files.checkpoints.stored import Stored
+from gpt2block.models.architectures import GGUF_ARCHITECTURES, architecture_of
+from gpt2block.models.config import GPT2Config, ModelConfig, sees_all
+from gpt2block.models.config.llama import LlamaConfig, RopeScaling
+
+# GGUF key without the architecture's prefix → (field of the config, default of an absent key)
+_SIZES: Mapping[str, tuple[str, Any]] = {
+    "block_count": ("n_layer", None), "attention.head_count": ("n_head", None),
+    "embedding_length": ("n_embd", None), "context_length": ("n_ctx", 2048),
+}  # fmt: skip
+_OF_GPT2 = {**_SIZES, "attention.layer_norm_epsilon": ("eps", 1e-5)}
+_OF_LLAMA = {
+    **_SIZES, "feed_forward_length": ("n_ff", None), "attention.head_count_kv": ("n_kv_head", 0),
+    "attention.key_length": ("head_size", 0), "attention.layer_norm_rms_epsilon": ("eps", 1e-6),
+    "rope.freq_base": ("theta", 10000.0),
+}  # fmt: skip
+YARN_KEYS: Mapping[str, str] = {  # GGUF key → field of RopeScaling
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_context",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+# GGUF keys that this module reads, and GGUF keys that do not affect a model's results
+_READ = {
+    *_OF_GPT2, *_OF_LLAMA, *YARN_KEYS, "vocab_size", "attention.value_length",
+    "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.finetuned",
+    "rope.scaling.attn_factor", "tensor_data_layout",
+}  # fmt: skip
+_NEEDED = ("block_count", "embedding_length", "attention.head_count", "feed_forward_length")
+# GGUF key that is not implemented → the only accepted value, which has no effect on results
+_NEUTRAL: Mapping[str, Any] = {
+    "attention.causal": True, "attention.sliding_window": 0, "attention.scale": 0.0,
+    "expert_count": 0, "expert_used_count": 0, "logit_scale": 1.0, "embedding_scale": 1.0,
+    "residual_scale": 1.0, "pooling_type": 0, "use_parallel_residual": False,
+    "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_log_multiplier": 0.0,
+}  # fmt: skip
+
+
+def is_gguf(file: Path) -> bool:
+    """Return whether a file is GGUF, by its suffix or its first bytes. Raises CheckpointError."""
+    return file.suffix == ".gguf" or read_start(file, 4) == MAGIC
+
+
+def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
+    """Return a model's config, and its stored tensors by gpt2block's names.
+
+    Raises CheckpointError for a damaged file, another architecture, and keys, tensors and types of
+    tensors that are not supported, with their names.
+    """
+    header = header_of(file)
+    with about(file):
+        config = _config(header)
+    found: dict[str, Stored] = {}
+    for name, tensor in header.tensors.items():
+        tensor.check_type()
+        heads, added = differences(config, name)
+        found[name] = replace(tensor, heads=heads, added=added)
+    naming = naming_of(config, gguf=True)
+    return config, naming.model_tensors(file, "block_count is", config, found)
+
+
+def differences(config: ModelConfig, name: str) -> tuple[int, float]:
+    """Return (heads of a tensor that GGUF reorders for RoPE, constant that GGUF adds to it)."""
+    heads = 0
+    if architecture_of(config).GGUF_ROPE_INTERLEAVED:
+        n_kv_head = config.kv_width // config.head_size
+        heads = config.n_head * (".attn_q." in name) + n_kv_head * (".attn_k." in name)
+    return heads, config.ADDED_TO_NORMS * name.endswith("_norm.weight")
+
+
+def fields_of(kind: type[ModelConfig]) -> Mapping[str, tuple[str, Any]]:
+    """Return a mapping: GGUF key → (field of the config, default if the file lacks the key)."""
+    return _OF_LLAMA if issubclass(kind, LlamaConfig) else _OF_GPT2
+
+
+def following(config: ModelConfig) -> dict[str, tuple[str, int]]:
+    """Return a dict: GGUF key that the config determines → (value's meaning in words, value)."""
+    if isinstance(config, LlamaConfig):
+        return {
+            "attention.value_length": ("the head size", config.head_size),
+            "rope.dimension_count": ("the head size", config.rotary_size),
+        }
+    return {
+        "feed_forward_length": ("4 n_embd", 4 * config.n_embd),
+        "attention.head_count_kv": ("n_head", config.n_head),
+    }
+
+
+@lru_cache(maxsize=1)  # loading the weights and loading the tokenizer both need the header
+def _cached_header(file: Path, _stamp: tuple[int, int]) -> Header:
+    return read_header(file)
+
+
+def header_of(file: Path) -> Header:
+    """Return the header of a GGUF file; the latest header is cached. Raises CheckpointError."""
+    with about(file):
+        status = file.stat()
+    return _cached_header(file, (status.st_size, status.st_mtime_ns))
+
+
+def _config(header: Header) -> ModelConfig:
+    """Return the config that a file's metadata describe. Raises CheckpointError or InputError."""
+    metadata, tensors = header.metadata, header.tensors
+    header.check_usable("general.architecture", "general.alignment", "split.count")
+    architecture = metadata.get("general.architecture")
+    known = GGUF_ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
+    if known is None:
+        names, got = ", ".join(map(repr, GGUF_ARCHITECTURES)), shown(architecture)
+        raise CheckpointError(f"general.architecture: expected one of {names}, got {got}")
+    parts = metadata.get("split.count", 0)
+    if isinstance(parts, (list, np.ndarray)) or parts not in (0, 1):
+        raise CheckpointError(
+            f"split.count is {shown(parts)}: expected one file: join the parts "
+            "with llama-gguf-split --merge"
+        )
+    prefix = f"{architecture}."
+    header.check_usable(prefix)
+    settings = header.under(prefix)
+    blocks = settings.get("block_count")
+    if isinstance(blocks, (list, np.ndarray)):
+        raise CheckpointError(f"{prefix}block_count: expected a number, got {shown(blocks)}")
+    settings = {key: _of_all_blocks(prefix + key, settings[key], blocks) for key in settings}
+    for key, value in settings.items():
+        wide = key.endswith(".sliding_window") and sees_all(
+            value, settings.get("context_length", 2048)
+        )
+        read = key in _READ or key in known.CONFIG.GGUF_KEYS
+        if not read and not wide and value != _NEUTRAL.get(key, _NEUTRAL):
+            raise CheckpointError(f"{prefix}{key}: {shown(value)} is not supported")
+    missing = [prefix + key for key in _NEEDED if key not in settings]
+    if missing or "token_embd.weight" not in tensors:
+        raise CheckpointError(f"expected {', '.join(missing) or 'token_embd.weight'}: missing")
+    rows = tensors["token_embd.weight"].shape[0]
+    if settings.get("vocab_size", rows) != rows:
+        raise CheckpointError(
+            f"{prefix}vocab_size is {shown(settings['vocab_size'])}, token_embd.weight has {rows} "
+            "rows"
+        )
+    keys = fields_of(known.CONFIG).items()
+    fields: dict[str, Any] = {
+        **{field: settings.get(key, absent) for key, (field, absent) in keys},
+        "vocab_size": rows,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "eos_token_ids": tuple(end_tokens(metadata, rows)),
+    }
+    config: ModelConfig
+    if issubclass(known.CONFIG, LlamaConfig):
+        config = _llama_config(known.CONFIG, prefix, fields, settings, header)
+    else:
+        config = GPT2Config(**fields)
+    for key, (words, expected) in following(config).items():
+        if settings.get(key, expected) != expected:
+            got = shown(settings[key])
+            raise CheckpointError(f"{prefix}{key}: expected {words}, {expected}, got {got}")
+    return config
+
+
+def _of_all_blocks(key: str, value: Any, blocks: Any) -> Any:
+    """Return `value`, or if it is an array with one entry per block, the entries' common value.
+
+    Raises CheckpointError for an array of another length, and for unequal values.
+    """
+    if not isinstance(value, (list, np.ndarray)):
+        return value
+    if not len(value) or len(value) != blocks or any(each != value[0] for each in value):
+        raise CheckpointError(f"{key}: expected one value for all blocks, got {shown(value)}")
+    return value[0] if isinstance(value, list) else as_python(value[0])
+
+
+def _llama_config(
+    kind: type[LlamaConfig],
+    prefix: str,
+    fields: dict[str, Any],
+    settings: Mapping[str, Any],
+    header: Header,
+) -> LlamaConfig:
+    flags = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
+    fields |= {flag: name in header.tensors for flag, name in flags.items() if flag in kind.FLAGS}
+    config = kind(**fields, bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"))
+    # Defaults of GGUF keys that are absent or zero; the default of all other keys is 1.
+    neutral = {
+        "attention.scale": config.head_size**-0.5, "attention.sliding_window": 0,
+        "rope.dimension_count": 0, "rope.freq_base_swa": 10000.0, "embedding_dtype": "float32",
+    }  # fmt: skip
+    keys = kind.GGUF_KEYS.items()
+    scalars = {field: settings.get(key) or neutral.get(key, 1.0) for key, field in keys}
+    return replace(config, **scalars, scaling=_scaling(prefix, settings, header))
+
+
+def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeScaling | None:
+    """Return the RoPE scaling (linear, YaRN, or factors stored as tensors); None if absent."""
+    kind = settings.get("rope.scaling.type", "linear")  # llama.cpp has the same default
+    present = {name for name in (ROPE_FACTORS, *LONGROPE_FACTORS) if name in header.tensors}
+    long = present == {*LONGROPE_FACTORS}
+    if not long and not present <= {ROPE_FACTORS}:
+        both = " and ".join(LONGROPE_FACTORS)
+        raise CheckpointError(
+            f"expected {ROPE_FACTORS}, or {both}, got {' and '.join(sorted(present))}"
+        )
+    if kind == "yarn" and not present:
+        return _yarn(settings)
+    if kind not in ("none", "linear", *("longrope",) * long):
+        raise CheckpointError(f"{prefix}rope.scaling.type: {shown(kind)} is not supported")
+    factor = settings.get("rope.scaling.factor", settings.get("rope.scale_linear", 0))
+    linear = kind == "linear" and factor not in (0, 1)
+    attention = settings.get("rope.scaling.attn_factor", 1.0)
+    if not long and attention != 1:
+        raise CheckpointError(f"{prefix}rope.scaling.attn_factor: {shown(attention)} is not "
+                              f"supported without {' and '.join(LONGROPE_FACTORS)}")  # fmt: skip
+    names = LONGROPE_FACTORS if long else (ROPE_FACTORS,)
+    if names[0] not in header.tensors:
+        return RopeScaling("linear", factor) if linear else None
+    if linear:
+        raise CheckpointError(f"{prefix}rope.scaling.factor: not supported with {names[0]}")
+    factors = []
+    for name in names:
+        header.tensors[name].check_type()
+        factors.append(tuple(header.tensors[name].read().ravel().tolist()))
+    if not long:
+        return RopeScaling("longrope", 1.0, factors=factors[0])
+    original = settings.get("rope.scaling.original_context_length", settings.get("context_length"))
+    short, long_factors = factors
+    return RopeScaling("longrope", 1.0, original_context=original, factors=short,
+                       long_factors=() if long_factors == short else long_factors,
+                       attention_factor=attention)  # fmt: skip
+
+
+def _yarn(settings: Mapping[str, Any]) -> RopeScaling:
+    """Return YaRN's settings from the keys that llama.cpp or llama.cpp's converter uses.
+
+    llama.cpp multiplies queries and keys by attn_factor times `yarn_attention(factor)`. The key
+    yarn_attn_factor, the attention_factor of config.json, replaces `yarn_attention(factor)`.
+    """
+    given = {field: settings[key] for key, field in YARN_KEYS.items() if key in settings}
+    defaults = {"factor": 1.0, "original_context": settings.get("context_length", 2048)}
+    scaling = RopeScaling("yarn", **{**defaults, **given})
+    key = "rope.scaling.attn_factor"
+    factor = check_number(key, settings.get(key, 1.0), 2.0**-20, 2.0**20, "2^-20 to 2^20")
+    return replace(scaling, attention_factor=scaling.attention_factor * factor)

@@ -1,0 +1,233 @@
+"""Read Hugging Face checkpoints: config.json next to model.safetensors, or to shards and an index.
+
+The weights may also be PyTorch's files, pytorch_model.bin or its shards. nanoGPT's checkpoints have
+the same tensor names but another layout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.files.checkpoints import nanogpt, pytorch
+from gpt2block.files.checkpoints.files import (
+    about,
+    check_pointer,
+    file_size,
+    first_names,
+    is_file,
+    read_json,
+    read_object,
+    read_start,
+)
+from gpt2block.files.checkpoints.naming import GPT2_NAMING, Naming, naming_of
+from gpt2block.files.checkpoints.stored import DTYPES, Stored, equal, itemsize, same
+from gpt2block.models.architectures import ARCHITECTURES
+from gpt2block.models.config import SIZES, GPT2Config, ModelConfig, end_tokens_in, model_type
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MODEL_FILES = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+# Files of the package sentence-transformers
+MODULES = "modules.json"
+POOLING_CONFIG = "1_Pooling/config.json"
+# Last words of the errors that the package safetensors raises for truncated files
+_TRUNCATED = ("header too small", "invalid header length", "file not fully covered")
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def is_weights(file: Path) -> bool:
+    """Return whether this module reads such a file, judged by the file's suffix or first bytes."""
+    if file.suffix == ".json" or pytorch.is_pickle(file):
+        return True
+    header = read_start(file, 9)[8:]  # first byte of safetensors' header, after its length
+    return header == b"{" or (not header and file.suffix == ".safetensors")
+
+
+def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
+    """Return a model's config, and its stored tensors by gpt2block's names.
+
+    file: .safetensors, a file written by `torch.save`, or an index of several such files. Raises
+    CheckpointError, which lists missing, unexpected and misshapen tensors.
+
+    No tensor data is read, except to compare an lm_head that is stored although the config ties it.
+    """
+    tensors: list[Stored] = []
+    model_args = None
+    for shard in _files(file):
+        if pytorch.is_pickle(shard):
+            read, model_args = pytorch.read(shard)
+            tensors += read.values()
+        else:
+            tensors += _read_header(shard)
+    if model_args is None:
+        source, (config, found) = CONFIG, _read_config(file, tensors)
+    else:
+        source, found = "model_args", _bare(file, tensors, GPT2_NAMING)
+        with about(f"{file}: model_args"):
+            config, found = nanogpt.as_hugging_face(model_args, found)
+    tied, (wte,) = config.tie_word_embeddings, naming_of(config).in_file("wte")
+    if tied and wte not in found and "lm_head.weight" in found:
+        found[wte] = found.pop("lm_head.weight")
+    if tied and "lm_head.weight" in found:
+        config = replace(config, tie_word_embeddings=False)
+    stored = naming_of(config).model_tensors(file, f"{source} has n_layer", config, found)
+    # As in `transformers` 5: a stored lm_head that differs from wte is used even if the config
+    # says tie_word_embeddings, because the config is then wrong.
+    if tied and "lm_head" in stored and equal(stored["lm_head"], stored["wte"]):
+        del stored["lm_head"]
+        config = replace(config, tie_word_embeddings=True)
+    return config, stored
+
+
+def _bare(file: Path, tensors: Sequence[Stored], naming: Naming) -> dict[str, Stored]:
+    """Return weights by their names without prefixes. Buffers that are not weights are dropped.
+
+    A tensor may be stored several times with the same numbers. Raises CheckpointError for a tensor
+    that is stored with several values.
+    """
+    found: dict[str, Stored] = {}
+    unequal = []
+    for tensor in tensors:
+        name = naming.bare(tensor.label)
+        if re.fullmatch(naming.ignored, name):
+            continue
+        if name in found and not same(found[name], tensor):
+            unequal.append(name)
+        found[name] = replace(tensor, label=name)
+    if unequal:
+        raise CheckpointError(
+            f"{file}: {len(unequal)} tensors are stored twice with different numbers: "
+            f"{first_names(unequal)}"
+        )
+    return found
+
+
+def shards_of(index: Path) -> list[str]:
+    """Return the names of the files that an index lists. Raises CheckpointError."""
+    content = read_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index}: expected weight_map, an object of tensor and file names, "
+                              "as in the index of a model in several files: to open another model "
+                              "give its folder")  # fmt: skip
+    files = sorted(set(map(str, names.values())))
+    outside = [name for name in files if Path(name).name != name]
+    if outside:
+        raise CheckpointError(
+            f"{index}: expected names of files in the same folder, got {first_names(outside)}"
+        )
+    return files
+
+
+def _files(file: Path) -> list[Path]:
+    """Return the files with tensors: the weights file itself, or the files that an index lists."""
+    if file.suffix != ".json":
+        return [file]
+    shards = shards_of(file)
+    absent = [name for name in shards if not is_file(file.parent / name)]
+    if absent:
+        raise CheckpointError(
+            f"{file}: {len(absent)} of {len(shards)} files are not in its folder: "
+            f"{first_names(absent)}"
+        )
+    return [file.parent / name for name in shards]
+
+
+def _read_header(file: Path) -> list[Stored]:
+    """Return the tensors of a .safetensors file, labelled with their names in the file.
+
+    Source: the format's description in https://github.com/huggingface/safetensors. The library
+    checks the file, but its interface does not return the tensors' offsets.
+    """
+    check_pointer(file, read_start(file, 64))
+    size = file_size(file)
+    damage = (SafetensorError, ValueError, TypeError, KeyError, RecursionError)
+    with about(file, damage, "not a safetensors file that can be read: {}"):
+        try:
+            with safe_open(file, "np"):
+                length = int.from_bytes(read_start(file, 8), "little")
+                header = json.loads(read_start(file, 8 + length)[8:])
+                return list(_entries(file, header, 8 + length, size))
+        except SafetensorError as error:
+            if not str(error).endswith(_TRUNCATED):
+                raise
+            raise CheckpointError(f"truncated or not a safetensors file, {size:,} bytes ({error}): "
+                                  "download it again") from error  # fmt: skip
+
+
+def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> Iterator[Stored]:
+    """Yield a header's tensors. `data`: file offset of tensor data. `size`: bytes of the file."""
+    for name, spec in header.items():
+        if name == "__metadata__":
+            continue
+        shape, (begin, end) = tuple(spec["shape"]), spec["data_offsets"]
+        dtype = DTYPE_NAMES.get(spec["dtype"])
+        fits = dtype is None or math.prod(shape) * itemsize(dtype) == end - begin
+        if not fits or data + end > size:
+            raise ValueError(f"{name}: {shape} does not fit its data_offsets")
+        yield Stored(name, file, data + begin, shape, dtype or spec["dtype"])
+
+
+def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, dict[str, Stored]]:
+    """Return config and tensors. Without config.json, the tensors' width implies a GPT-2 size.
+
+    The tensors are returned by their names without prefixes. As in transformers, the end tokens of
+    generation_config.json replace config.json's end tokens, and a config without a dtype gets the
+    dtype of the first tensor.
+    """
+    path = file.parent / CONFIG
+    if not is_file(path):
+        found = _bare(file, tensors, GPT2_NAMING)
+        return _gpt2_config(file, found), found
+    content = read_json(path)
+    if isinstance(content, dict) and not (content.get("dtype") or content.get("torch_dtype")):
+        content["dtype"] = next((each.dtype for each in tensors if each.dtype in DTYPES), None)
+    try:
+        config = parse_config(content)
+    except (CheckpointError, InputError) as error:
+        message = str(error).removeprefix(f"{CONFIG}: ")
+        raise CheckpointError(f"{path}: {message}") from error
+    settings = path.with_name(GENERATION_CONFIG)
+    ends = end_tokens_in(read_object(settings))
+    with about(settings):
+        config = config if ends == () else replace(config, eos_token_ids=ends)
+    return config, _bare(file, tensors, naming_of(config))
+
+
+def parse_config(config: Any) -> ModelConfig:
+    """Return the config that a Hugging Face `config.json` describes. Raises CheckpointError."""
+    kind = model_type(config)
+    known = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        names = ", ".join(map(repr, ARCHITECTURES))
+        raise CheckpointError(f"{CONFIG}: model_type: expected one of {names}, got {shown(kind)}")
+    return known.CONFIG.from_hugging_face(config)
+
+
+def _gpt2_config(file: Path, found: Mapping[str, Stored]) -> GPT2Config:
+    """Return the config of the GPT-2 size with this n_embd; other sizes come from the tensors."""
+    n_embd, vocab_size, n_ctx = (
+        next(iter(found[name].shape), 0) if name in found else 0
+        for name in ("h.0.ln_1.weight", "wte.weight", "wpe.weight")
+    )
+    layers = GPT2_NAMING.layers(found)
+    sizes: dict[str, Any] = {"n_layer": layers, "vocab_size": vocab_size, "n_ctx": n_ctx}
+    for config in SIZES.values():
+        if config.n_embd == n_embd:
+            with about(file):
+                return replace(config, **{name: size for name, size in sizes.items() if size})
+    raise CheckpointError(
+        f"{file}: expected config.json next to it: the tensors do not show the number of heads, "
+        f"and width {n_embd} is not that of a GPT-2 size"
+    )

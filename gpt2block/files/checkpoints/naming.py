@@ -1,0 +1,214 @@
+"""Map gpt2block's tensor names to an architecture's tensor names and layouts in files."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from gpt2block.errors import CheckpointError
+from gpt2block.files.checkpoints.files import first_names
+from gpt2block.files.checkpoints.stored import DTYPES, Stored, joined
+from gpt2block.models.architectures import ARCHITECTURES
+from gpt2block.models.config import ModelConfig, model_shapes
+from gpt2block.models.config.llama import LlamaConfig
+
+Shape = tuple[int, ...]
+_OUTSIDE = ("wte", "lm_head")  # matrices (vocab_size, C) outside the blocks
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Names and layouts of an architecture's tensors in one kind of file, Hugging Face or GGUF.
+
+    names: gpt2block's name → names in the file; names of a block's tensors follow `block`, which
+    replaces `h.`, and the number of the layer. matrices: layout of a block's matrices. prefix:
+    prefix of all names except lm_head's. ignored: regular expression for the names of buffers that
+    are not weights.
+    """
+
+    names: Mapping[str, tuple[str, ...]]
+    block: str
+    matrices: str
+    prefix: str = ""
+    ignored: str = "(?!)"
+
+    def bare(self, name: str) -> str:
+        """Return a file's tensor name without prefixes such as `transformer.`.
+
+        Prefixes of torch's DistributedDataParallel and compile may precede `self.prefix`.
+        """
+        pattern = rf"((module|_orig_mod)\.){{0,4}}({re.escape(self.prefix)})?"
+        return re.sub(pattern, "", name, count=1)
+
+    def in_file(self, ours: str) -> tuple[str, ...]:
+        """Return a file's names, without prefixes, for the tensor that gpt2block calls `ours`."""
+        h, dot, kind = ours.rpartition(".")
+        return tuple(h.replace("h.", self.block, 1) + dot + name for name in self.names[kind])
+
+    def with_prefix(self, name: str) -> str:
+        """Return a tensor's name with the prefix that `transformers` writes."""
+        return name if name == "lm_head.weight" else self.prefix + name
+
+    def layers(self, names: Mapping[str, object]) -> int:
+        """Return the number of blocks that have tensors. `names`: tensor names without prefixes."""
+        pattern = re.compile(re.escape(self.block) + r"(\d+)\.")
+        return len({found[1] for name in names if (found := pattern.match(name))})
+
+    def layout_of(self, ours: str) -> str | None:
+        """Return a matrix's layout in the file, "KN" (inputs, outputs) or "NK"; else None."""
+        kind = ours.rpartition(".")[2]
+        return "NK" if kind in _OUTSIDE else self.matrices if kind.startswith("w_") else None
+
+    def shape_of(self, ours: str, shape: Shape) -> Shape:
+        """Return a tensor's shape in a file. `shape`: the tensor's shape in `model_shapes`."""
+        turned = ours.startswith("h.") and self.layout_of(ours) == "NK"
+        return shape[::-1] if turned else shape
+
+    def parts(self, config: ModelConfig) -> dict[str, dict[str, Shape]]:
+        """Return a dict: gpt2block's tensor name → {name in a file, without prefixes: shape}.
+
+        A tensor in the file that joins the rows of several of gpt2block's tensors is listed under
+        the name of the first.
+        """
+        found: dict[str, dict[str, Shape]] = {}
+        heads = (config.q_width, config.kv_width, config.kv_width)  # rows of Q, K and V
+        for ours, shape in model_shapes(config).items():
+            names = self.in_file(ours)
+            rows, *rest = self.shape_of(ours, shape)
+            counts = heads if len(names) == len(heads) else (rows,)
+            into = found.setdefault(self.first_of(ours), {})
+            for name, n in zip(names, counts, strict=True):
+                into[name] = (n + into.get(name, (0,))[0], *rest)
+        return found
+
+    def first_of(self, ours: str) -> str:
+        """Return the first name in the group of tensors with `ours` that a file joins into one."""
+        h, dot, kind = ours.rpartition(".")
+        return h + dot + next(k for k, names in self.names.items() if names == self.names[kind])
+
+    def model_tensors(
+        self,
+        file: Path,
+        source: str,
+        config: ModelConfig,
+        found: Mapping[str, Stored],
+    ) -> dict[str, Stored]:
+        """Return the tensors of a model by gpt2block's names, in the order of `model_shapes`.
+
+        source: words for the setting that states the number of blocks, for an error. found: the
+        file's tensors by their names without prefixes. Q, K and V of several dtypes are read as
+        float32. Raises CheckpointError unless the file's tensors are exactly the model's.
+        """
+        present = self.layers(found)
+        if present != config.n_layer:  # checked before memory for n_layer blocks is allocated
+            raise CheckpointError(
+                f"{file}: {source} {config.n_layer}, the file has {present} blocks"
+            )
+        parts = self.parts(config)
+        _check(file, self, parts, found)
+        whole: dict[str, Stored] = {}
+        for ours, names in parts.items():
+            layout = self.layout_of(ours)
+            whole[ours] = joined([_laid_out(found[name], layout) for name in names])
+        return self._ours(config, whole)
+
+    def _ours(self, config: ModelConfig, whole: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Return tensors by gpt2block's names; tensors that a file joins by rows are split."""
+        stored, ends = {}, dict.fromkeys(whole, 0)
+        sharing = Counter(map(self.first_of, model_shapes(config)))
+        for ours, shape in model_shapes(config).items():
+            first, count = self.first_of(ours), self.shape_of(ours, shape)[0]
+            tensor, begin = whole[first], ends[first]
+            ends[first] += count
+            if sharing[first] > 1:
+                tensor = tensor.rows(begin, begin + count)
+            if ours.endswith(".w_qkv") and config.head_order:
+                heads = config.q_width + config.kv_width
+                tensor = replace(tensor, head_order=config.head_order, in_heads=heads)
+            stored[ours] = tensor
+        return stored
+
+
+def _laid_out(tensor: Stored, layout: str | None) -> Stored:
+    """Return a tensor with field `layout` set; a matrix in Fortran order is transposed to "NK"."""
+    if tensor.order == "F":
+        return replace(tensor.transposed(), layout="NK")
+    return replace(tensor, layout=layout)
+
+
+def _check(
+    file: Path,
+    naming: Naming,
+    parts: Mapping[str, Mapping[str, Shape]],
+    found: Mapping[str, Stored],
+) -> None:
+    """Raise CheckpointError unless the file's tensors are exactly the model's."""
+    missing, misshapen, foreign, scattered = [], [], [], []
+    for ours, names in parts.items():
+        orders = ("C", "F") if naming.layout_of(ours) == "KN" else ("C",)
+        for name, shape in names.items():
+            if name not in found:
+                missing.append(name)
+                continue
+            tensor = found[name]
+            if tensor.shape != shape:
+                misshapen.append(f"{name}: expected shape {shape}, got {tensor.shape}")
+            if tensor.dtype not in DTYPES:
+                expected = f"expected one of {', '.join(DTYPES)}"
+                foreign.append(f"{name}: {expected}, got {tensor.dtype}")
+            if tensor.order not in orders:
+                scattered.append(name)
+    others = found.keys() - {name for names in parts.values() for name in names}
+    unexpected = [n for n in found if n in others and not re.fullmatch(naming.ignored, n)]
+    problems = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "misshapen": misshapen,
+        "of another dtype": foreign,
+        "not contiguous, so save tensor.contiguous()": scattered,
+    }
+    listed = [
+        f"{len(names)} tensors {problem}: {first_names(names)}"
+        for problem, names in problems.items()
+        if names
+    ]
+    if listed:
+        raise CheckpointError(f"{file}: {'; '.join(listed)}")
+
+
+def _names(architecture: Mapping[str, tuple[str, str]], column: int) -> dict[str, tuple[str, ...]]:
+    """Map gpt2block's names to a file's names. `column`: 0 for Hugging Face, 1 for GGUF."""
+    found = {}
+    for pair, modules in architecture.items():
+        module = modules[column]
+        parts = [module.format(part) for part in "qkv"] if "{}" in module else [module]
+        for ours, suffix in zip(pair.split(), ("weight", "bias"), strict=False):
+            found[ours] = tuple(f"{part}.{suffix}" for part in parts)
+    return found
+
+
+ROPE_FACTORS = "rope_freqs.weight"  # name of a tensor in GGUF files
+LONGROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+
+
+@cache
+def _naming(model_type: str, gguf: bool) -> Naming:
+    of = ARCHITECTURES[model_type]
+    if gguf:
+        ignored = "|".join(map(re.escape, (ROPE_FACTORS, *LONGROPE_FACTORS)))
+        ignored = ignored if issubclass(of.CONFIG, LlamaConfig) else "(?!)"
+        return Naming(_names(of.NAMES, 1), "blk.", "NK", ignored=ignored)
+    prefix, block, matrices, ignored = of.FILES
+    return Naming(_names(of.NAMES, 0), block, matrices, prefix, ignored)
+
+
+def naming_of(config: ModelConfig, gguf: bool = False) -> Naming:
+    """Return the Naming of a config's architecture for Hugging Face's files, or for GGUF."""
+    return _naming(config.MODEL_TYPE, gguf)
+
+
+GPT2_NAMING = _naming("gpt2", False)

@@ -1,7 +1,0 @@
-"""Grammars that generated text is held to: JSON schemas, regular expressions, choices, and Lark."""
-
-from gpt2block.grammars.grammar import Grammar
-from gpt2block.grammars.masking import Masker, MaskJob
-from gpt2block.grammars.matching import Matcher, Vocabulary, vocabulary_of
-
-__all__ = ["Grammar", "MaskJob", "Masker", "Matcher", "Vocabulary", "vocabulary_of"]

@@ -1,0 +1,46 @@
+"""The model architectures that the package computes, with one module for each.
+
+gpt2      GPT-2
+llama     Llama 1 to 3, SmolLM2, TinyLlama and others
+qwen2     Qwen2.5
+qwen3     The dense models of Qwen3
+mistral   Mistral 7B and Mistral Nemo
+granite   Granite 3
+smollm3   SmolLM3
+phi3      Phi-3 and Phi-4-mini
+olmo2     OLMo 2
+nanochat  nanochat
+gemma3    The text models of Gemma 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpt2block.models.architectures import (
+    gemma3,
+    gpt2,
+    granite,
+    llama,
+    mistral,
+    nanochat,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
+from gpt2block.models.architectures.architecture import Architecture
+from gpt2block.models.config import ModelConfig
+
+_ALL: Sequence[Architecture] = (
+    gpt2, llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, nanochat, gemma3,
+)  # fmt: skip
+ARCHITECTURES = {each.CONFIG.MODEL_TYPE: each for each in _ALL}  # keys: model_type in config.json
+# Keys are general.architecture in GGUF files; a Mistral's GGUF file says "llama" there.
+GGUF_ARCHITECTURES = {each.GGUF: each for each in _ALL if each.GGUF and each is not mistral}
+
+
+def architecture_of(config: ModelConfig) -> Architecture:
+    """Return the module that describes the architecture of a model with this config."""
+    return ARCHITECTURES[config.MODEL_TYPE]

@@ -1,0 +1,236 @@
+"""Gemma 3's text models: Llama's block with four norms; 5 of 6 layers have an attention window.
+
+Norms also follow attention and the feed-forward, before the residual additions. Each head of q and
+k has a norm. Files of `transformers` store norm weights as w, GGUF files as the factors 1 + w. RoPE
+rotates by other frequencies in layers with a window than in layers without. The feed-forward's gate
+is GELU, rows of wte are multiplied by sqrt(n_embd), and logits may be capped.
+
+Source: Gemma Team, "Gemma 3 Technical Report" (2025), and Gemma3 in `transformers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from gpt2block.checks import FLOATS, check_choice, check_count, check_number
+from gpt2block.errors import CheckpointError, shown
+from gpt2block.models.architectures import llama, qwen3
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, To, Value
+from gpt2block.models.config import ModelConfig, Scales, Settings, Shapes
+from gpt2block.models.config.llama import LlamaConfig, WindowedConfig, all_but_every, check_layers
+
+LAYERS_27B = 62
+EVERY = 6  # period in layers: every 6th layer has no window
+LOCAL = "local_frequencies"
+KINDS = ("full_attention", "sliding_attention")
+EMBEDDING_DTYPE = "embedding_dtype"  # a key of config.json and GGUF that other software ignores
+CAP, SCALE, THETA = "final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq"
+NORMS = ("gamma1", "gamma_q", "gamma_k", "gamma_attn", "gamma2", "gamma_ff")
+
+
+@dataclass(frozen=True)
+class Gemma3Config(WindowedConfig):
+    """Sizes of a Gemma 3 model. attention_bias: whether Q, K, V and output projections have biases.
+
+    sliding_layers: whether each layer has the window; () means all but every sixth. local_theta:
+    RoPE's theta in layers with the window; theta and scaling apply to other layers. scalar: scores
+    are multiplied by 1 / sqrt(scalar); 0 stands for this model size's value, which GGUF files lack:
+    the head size, or n_embd / n_head with 62 layers (27B). logits_cap: the limit of the magnitudes
+    of logits, or None. embedding_dtype: the dtype that the embedding factor sqrt(n_embd) is rounded
+    to. `transformers` rounds to the dtype of the loaded weights, llama.cpp to float32. Here the
+    dtype is part of the model: a checkpoint converted to another dtype or format keeps it.
+    """
+
+    NAME: ClassVar[str] = "Gemma3"
+    MODEL_TYPE: ClassVar[str] = "gemma3_text"
+    GATE: ClassVar[Literal["silu", "gelu"]] = "gelu"
+    ADDED_TO_NORMS: ClassVar[float] = 1.0
+    FLAGS: ClassVar[tuple[str, ...]] = (*ModelConfig.FLAGS, "attention_bias")
+    HONOURED: ClassVar[tuple[str, ...]] = (
+        *WindowedConfig.HONOURED, *KINDS, "layer_types", "sliding_window_pattern", CAP, SCALE,
+    )  # fmt: skip
+    OTHERS: ClassVar[Mapping[str, str]] = {
+        **WindowedConfig.OTHERS, "logits_cap": CAP, "scalar": SCALE, "local_theta": THETA,
+    }  # fmt: skip
+    GGUF_KEYS: ClassVar[Mapping[str, str]] = {
+        "attention.sliding_window": "window", "rope.freq_base_swa": "local_theta",
+        EMBEDDING_DTYPE: EMBEDDING_DTYPE,
+    }  # fmt: skip
+    ABSENT: ClassVar[Mapping[str, Any]] = {
+        "n_ctx": 131072, "eps": 1e-6, "n_kv_head": 4, "head_size": 256, "theta": 1e6,
+        "window": 4096, "scalar": 256, "tie_word_embeddings": True,
+    }  # fmt: skip
+    SETTINGS: ClassVar[Settings] = (
+        ("hidden_activation", ("gelu_pytorch_tanh",), "the gate is GELU in its tanh approximation"),
+        ("use_bidirectional_attention", (None, False), "a token sees no later ones"),
+        *(each for each in LlamaConfig.SETTINGS if each[0] == "quantization_config"),
+    )
+
+    sliding_layers: tuple[bool, ...] = ()
+    local_theta: float = 10000.0
+    scalar: float = 0
+    logits_cap: float | None = None
+    embedding_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = self.sliding_layers or all_but_every(EVERY, self.n_layer)
+        layers = check_layers("sliding_layers", layers, self.n_layer)
+        object.__setattr__(self, "sliding_layers", layers)
+        check_choice("embedding_dtype", self.embedding_dtype, FLOATS)
+        limits = {"scalar": (2.0**-20, 2.0**40), "local_theta": (1, 2.0**100)}
+        limits |= {"logits_cap": (2.0**-20, 2.0**20)} if self.logits_cap is not None else {}
+        if not self.scalar:
+            size = self.n_embd / self.n_head if self.n_layer == LAYERS_27B else self.head_size
+            object.__setattr__(self, "scalar", size)
+        for name, (least, most) in limits.items():
+            number = check_number(name, getattr(self, name), least, most, f"{least:g} to {most:g}")
+            object.__setattr__(self, name, number)
+
+    @property
+    def scales(self) -> Scales:
+        """Return the scalar factors and limits of a forward pass."""
+        root = float(np.asarray(math.sqrt(self.n_embd)).astype(FLOATS[self.embedding_dtype]))
+        return Scales(self.eps, root, self.scalar**-0.5, cap=self.logits_cap)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Return the attention window of each layer in tokens; None for a layer without one."""
+        pairs = zip(super().windows, self.sliding_layers, strict=True)
+        return tuple(window if sliding else None for window, sliding in pairs)
+
+    @property
+    def frequencies_of_layers(self) -> tuple[str, ...]:
+        """Return, for each layer, the name of the tensor of RoPE frequencies."""
+        return tuple(LOCAL if sliding else "frequencies" for sliding in self.sliding_layers)
+
+    def block_shapes(self) -> Shapes:
+        """Return {name: shape} of a block's tensors: Llama's, and weights of additional norms."""
+        C, D = (self.n_embd,), (self.head_size,)
+        own = {"gamma_q": D, "gamma_k": D, "gamma_attn": C, "gamma_ff": C}
+        return {**super().block_shapes(), **own}
+
+    @classmethod
+    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert the content of a config.json to {field of this class: value}."""
+        objects = config.get("rope_parameters") or {}
+        if {*objects} & {*KINDS}:
+            local = objects.get(KINDS[1]) or {}
+            if local.get("rope_type", "default") != "default":
+                raise CheckpointError(
+                    f'config.json: rope_parameters: {KINDS[1]}: expected rope_type "default", '
+                    f"got {shown(local['rope_type'])}: only layers that see all have a scaling"
+                )
+            local_theta = {THETA: local["rope_theta"]} if "rope_theta" in local else {}
+            config = {**config, **local_theta, "rope_parameters": objects.get(KINDS[0])}
+        fields, types = super()._fields_in(config), config.get("layer_types")
+        keys = (EMBEDDING_DTYPE, "dtype", "torch_dtype")
+        key = next((key for key in keys if config.get(key) is not None), keys[0])
+        dtype = str(config.get(key) or "float32").removeprefix("torch.")
+        check_choice(key, dtype, (*FLOATS, "float64"))
+        if types is None:
+            every = check_count(
+                "sliding_window_pattern", config.get("sliding_window_pattern", EVERY)
+            )
+            layers = all_but_every(every, fields["n_layer"])
+        elif isinstance(types, list) and all(each in KINDS for each in types):
+            layers = tuple(each == KINDS[1] for each in types)
+        else:
+            raise CheckpointError(f"config.json: layer_types: expected a list of "
+                                  f"{' and '.join(KINDS)}, got {shown(types)}")  # fmt: skip
+        dtype = "float32" if dtype == "float64" else dtype  # float64 weights are read as float32
+        return fields | {"sliding_layers": layers, EMBEDDING_DTYPE: dtype}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Return the content of a `config.json` with which `transformers` loads this model."""
+        content = super().to_hugging_face()
+        del content["hidden_act"]
+        kinds = [KINDS[sliding] for sliding in self.sliding_layers]
+        own: dict[str, Any] = {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "layer_types": kinds,
+            "pad_token_id": None,
+        }
+        own |= {SCALE: int(self.scalar) if self.scalar % 1 == 0 else self.scalar}
+        return content | own | {EMBEDDING_DTYPE: self.embedding_dtype}
+
+
+CONFIG: type[ModelConfig] = Gemma3Config
+NAMES: Mapping[str, tuple[str, str]] = {
+    **qwen3.NAMES,
+    "gamma_attn": ("post_attention_layernorm", "post_attention_norm"),
+    "gamma2": ("pre_feedforward_layernorm", "ffn_norm"),
+    "gamma_ff": ("post_feedforward_layernorm", "post_ffw_norm"),
+}
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = "gemma3", False
+NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
+
+
+def constants(config: Gemma3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {name: tensor} of the RoPE frequencies and of 1 + w for the weights w of all norms."""
+    local = config.local_theta ** (-2 * np.arange(config.head_size // 2) / config.head_size)
+    known = {"frequencies": config.frequencies(), LOCAL: local}
+    used = {name: known[name] for name in dict.fromkeys(config.frequencies_of_layers)}
+    names = [f"h.{n}.{norm}" for n in range(config.n_layer) for norm in NORMS]
+    return {**used, **{_of(name): 1 + vectors[name] for name in (*names, "gamma_f")}}
+
+
+def _of(gamma: str) -> str:
+    """Return the name of the tensor 1 + w for a norm's weight w."""
+    return f"{gamma}_and_1"
+
+
+def attention(o: Any, h: str, x: Value) -> Value:
+    """Compute a block's first half, attention, with norms of q and k before RoPE."""
+    y = o.norm(f"{h}rms1", x, _of(f"{h}gamma1"), to=(f"{h}w_qkv",))
+    norms = _of(f"{h}gamma_q"), _of(f"{h}gamma_k")
+    y = o.qkv(h, y, rope=o.c.frequencies_of(h), norms=norms)
+    return o.attend(h, y, to=(f"{h}w_o",))
+
+
+def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
+    """Compute x1 = x + norm(projected attention); return the output x1 + norm(ffn(norm(x1)))."""
+    y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
+    x = o.add_norm(f"{h}x1", x, y, _of(f"{h}gamma_attn"))
+    y = o.norm(f"{h}rms2", x, _of(f"{h}gamma2"), to=(f"{h}w_gate", f"{h}w_up"))
+    y = o.gated(h, y, to=(f"{h}w_down",))
+    y = o.product(f"{h}down", y, f"{h}w_down")
+    return o.add_norm(f"{h}output", x, y, _of(f"{h}gamma_ff"))
+
+
+def final(o: Any, x: Value, to: To = ()) -> Value:
+    """Return the final norm of x, from which the logits are computed."""
+    return o.norm("rms_f", x, _of("gamma_f"), to=to)
+
+
+def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterator[float]:
+    """Yield upper bounds, for any input, of the residual stream after the embedding and each block.
+
+    The C values of an RMSNorm are at most sqrt(C) times its largest weight.
+    """
+    stream = largest["wte"] * config.scales.embedding
+    yield stream
+    for h in (f"h.{layer}." for layer in range(config.n_layer)):
+        added = largest[f"{h}gamma_attn"] + largest[f"{h}gamma_ff"] + 2
+        stream += math.sqrt(config.n_embd) * added
+        yield stream
+
+
+def operand_bounds(
+    config: Gemma3Config, largest: Mapping[str, float], norms: RowNorms
+) -> dict[str, float]:
+    """Bound operands as Qwen3 does. |W (1+w)| <= |W| + |W w| for a matrix row W, norm weights w."""
+    wide = {
+        name: value + name.rpartition(".")[2].startswith("gamma") for name, value in largest.items()
+    }
+
+    def both(w: str, gamma: str) -> Any:
+        return norms(w, "") + norms(w, gamma)
+
+    return qwen3.operand_bounds(config, wide, both)  # type: ignore[arg-type]  # both: an ndarray

@@ -1,0 +1,105 @@
+"""Phi-3 and Phi-4-mini: Llama's block, where RoPE may rotate only a part of each head.
+
+Files have gate and up in one matrix, and q, k and v in another. RoPE rotates the first `rotary`
+channels of a head, as pairs from their two halves, and leaves the rest. Here the channels of heads
+of q and k are reordered, which changes no score: the rotated pairs become the first pairs of the
+whole head, and other pairs have frequency zero, so that Llama's RoPE kernels can be used.
+
+With longrope, RoPE has a factor for each frequency and multiplies the pairs that it rotates. There
+are two sets of factors. A sequence has one set at all positions, chosen when it begins: the
+short set if it may have at most original_context tokens, else the long set. So each row of a
+kv_cache has its own frequencies (`RowFrequencies`), and the RoPE kernels are the variants that
+read them. Source: Microsoft, "Phi-3 Technical Report" (2024), and Phi3 in `transformers`, which
+changes to the long set when a text grows above original_context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gpt2block.checks import check_integer, check_number
+from gpt2block.models.architectures import llama
+from gpt2block.models.architectures.architecture import CheckpointLayout
+from gpt2block.models.config import ALL_LIMITS, ModelConfig, agreed
+from gpt2block.models.config.llama import WindowedConfig, rope_objects
+
+ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
+
+
+@dataclass(frozen=True)
+class Phi3Config(WindowedConfig):
+    """Sizes of a Phi-3 model, which may have an attention window and has no biases.
+
+    rotary: channels of a head that RoPE rotates; 0 means all. An odd number is rounded up to pairs.
+    """
+
+    NAME: ClassVar[str] = "Phi3"
+    MODEL_TYPE: ClassVar[str] = "phi3"
+    FLAGS: ClassVar[tuple[str, ...]] = ModelConfig.FLAGS
+    ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 4096, "eps": 1e-5}
+    HONOURED: ClassVar[tuple[str, ...]] = (*WindowedConfig.HONOURED, PARTIAL, "long_factor")
+    GGUF_KEYS: ClassVar[Mapping[str, str]] = {
+        "rope.dimension_count": "rotary", "attention.sliding_window": "window",
+    }  # fmt: skip
+
+    rotary: int = 0
+
+    def __post_init__(self) -> None:
+        check_integer("rotary", self.rotary, 0, ALL_LIMITS["head_size"], "a number of channels")
+        super().__post_init__()
+        expected = f"at most the head size, {self.head_size}"
+        rotary = check_integer("rotary", self.rotary, 0, self.head_size, expected)
+        object.__setattr__(self, "rotary", rotary or self.head_size)
+
+    @property
+    def rotary_size(self) -> int:
+        """Number of channels of each head that RoPE rotates."""
+        return self.rotary or self.head_size
+
+    @property
+    def head_order(self) -> tuple[int, ...]:
+        """For each channel of a head of q and k, its index in a file; () if orders are equal."""
+        turned, D = 2 * -(-self.rotary // 2), self.head_size
+        if turned == D:
+            return ()
+        pairs, rest = turned // 2, (D - turned) // 2
+        halves = ((0, turned), (pairs, turned + rest))  # per half: first rotated, first other
+        return tuple(c for a, b in halves for c in (*range(a, a + pairs), *range(b, b + rest)))
+
+    @classmethod
+    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert the content of a config.json to {field of this class: value}."""
+        fields = super()._fields_in({ORIGINAL: 4096, **config})
+        places = {"": config} | {f"{name}: ": each for name, each in rope_objects(config).items()}
+        given = {f"{place}{PARTIAL}": each.get(PARTIAL) for place, each in places.items()}
+        given = {name: each for name, each in given.items() if each is not None}
+        factor = check_number(PARTIAL, agreed(given or {PARTIAL: 1}), 0, 1, "a number up to 1")
+        size = fields.get("head_size") or fields["n_embd"] // fields["n_head"]
+        rotary = check_integer(PARTIAL, int(size * factor), 1, size, "a channel of a head or more")
+        return fields | {"rotary": rotary}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Return the content of a `config.json` with which `transformers` loads this model."""
+        fractions = (self.rotary / self.head_size, (self.rotary + 0.5) / self.head_size)
+        exact = next(each for each in fractions if int(self.head_size * each) == self.rotary)
+        original = {} if self.scaling is None else {ORIGINAL: self.scaling.original_context}
+        # The default pad_token_id of transformers is not a valid id in a smaller vocabulary.
+        return super().to_hugging_face() | original | {PARTIAL: exact, "pad_token_id": None}
+
+
+CONFIG: type[ModelConfig] = Phi3Config
+NAMES: Mapping[str, tuple[str, str]] = {
+    **llama.NAMES,
+    "w_qkv b_qkv": ("self_attn.qkv_proj", "attn_qkv"),
+    "w_gate b_gate": ("mlp.gate_up_proj", "ffn_up"),
+    "w_up b_up": ("mlp.gate_up_proj", "ffn_up"),  # up's rows follow gate's rows
+}
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = "phi3", False
+
+attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
+constants = llama.constants
+stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds
+NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED

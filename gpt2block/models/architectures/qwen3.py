@@ -1,0 +1,71 @@
+"""Qwen3: Llama's block with a norm of each head of q and of k before RoPE.
+
+The dense models, 0.6B to 32B, have a separate head size. Source: Qwen Team, "Qwen3
+Technical Report" (2025), and Qwen3 in `transformers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gpt2block.models.architectures import llama
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.architectures.qwen2 import QwenConfig
+from gpt2block.models.config import ModelConfig, Shapes
+
+
+@dataclass(frozen=True)
+class Qwen3Config(QwenConfig):
+    """Sizes of a Qwen3 model. attention_bias: whether Q, K, V, output projections have biases."""
+
+    NAME: ClassVar[str] = "Qwen3"
+    MODEL_TYPE: ClassVar[str] = "qwen3"
+    FLAGS: ClassVar[tuple[str, ...]] = (*ModelConfig.FLAGS, "attention_bias")
+    ABSENT: ClassVar[Mapping[str, Any]] = {
+        "n_ctx": 32768, "eps": 1e-6, "n_kv_head": 32, "head_size": 128
+    }  # fmt: skip
+
+    def block_shapes(self) -> Shapes:
+        """Return {name: shape} of a block's tensors: Llama's, and weights of the norms of heads."""
+        D = (self.head_size,)
+        return {**super().block_shapes(), "gamma_q": D, "gamma_k": D}
+
+
+CONFIG: type[ModelConfig] = Qwen3Config
+NAMES: Mapping[str, tuple[str, str]] = {
+    **llama.NAMES,
+    "gamma_q": ("self_attn.q_norm", "attn_q_norm"),
+    "gamma_k": ("self_attn.k_norm", "attn_k_norm"),
+}
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = "qwen3", False
+
+
+def attention(o: Any, h: str, x: Value) -> Value:
+    """Compute a block's first half, attention, with norms of q and k before RoPE."""
+    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
+    y = o.qkv(h, y, rope="frequencies", norms=(f"{h}gamma_q", f"{h}gamma_k"))
+    return o.attend(h, y, to=(f"{h}w_o",))
+
+
+feed_forward, final = llama.feed_forward, llama.final
+constants, stream_bounds = llama.constants, llama.stream_bounds
+NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
+
+
+def operand_bounds(
+    config: Qwen3Config, largest: Mapping[str, float], norms: RowNorms
+) -> dict[str, float]:
+    """Bound operands as Llama does. Bounds of q and k hold before and after their norms.
+
+    A head before γ has a Euclidean norm of at most sqrt(D), so a pair that RoPE rotates has a norm
+    of at most sqrt(D) times the largest γ.
+    """
+    bounds, root = llama.operand_bounds(config, largest, norms), math.sqrt(config.head_size)
+    for h in (f"h.{layer}." for layer in range(config.n_layer)):
+        heads = root * max(largest[f"{h}gamma_q"], largest[f"{h}gamma_k"])
+        bounds[f"{h}rope"] = max(bounds[f"{h}rope"], heads)
+    return bounds

@@ -1,0 +1,97 @@
+"""SmolLM3: Llama's block; in every fourth layer RoPE has no effect, so positions are not encoded.
+
+Such layers have frequencies of zero, so that RoPE's angles are zero at every position and no other
+kernel is needed. Source: SmolLM3 in `transformers`; Yang et al., "RoPE to NoPE
+and Back Again: A New Hybrid Attention Strategy" (2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gpt2block.checks import check_count
+from gpt2block.errors import CheckpointError, shown
+from gpt2block.models.architectures import llama
+from gpt2block.models.architectures.architecture import CheckpointLayout, Value
+from gpt2block.models.config import ModelConfig
+from gpt2block.models.config.llama import LlamaConfig, all_but_every, check_layers
+
+EVERY = 4  # period in layers: every 4th layer has no RoPE
+STILL = "still_frequencies"
+
+
+@dataclass(frozen=True)
+class SmolLM3Config(LlamaConfig):
+    """Sizes of a SmolLM3 model, in which some layers have no RoPE.
+
+    rope_layers: whether RoPE rotates q and k of each layer; () means all but every fourth.
+    """
+
+    NAME: ClassVar[str] = "SmolLM3"
+    MODEL_TYPE: ClassVar[str] = "smollm3"
+    HONOURED: ClassVar[tuple[str, ...]] = (
+        "no_rope_layers", "no_rope_layer_interval", "sliding_window",
+    )  # fmt: skip
+    ABSENT: ClassVar[Mapping[str, Any]] = {
+        "n_ctx": 32768, "eps": 1e-6, "n_kv_head": 4, "theta": 2e6, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+    rope_layers: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = self.rope_layers or all_but_every(EVERY, self.n_layer)
+        layers = check_layers("rope_layers", layers, self.n_layer)
+        object.__setattr__(self, "rope_layers", layers)
+
+    @property
+    def frequencies_of_layers(self) -> tuple[str, ...]:
+        """Return, for each layer, the name of the tensor of RoPE frequencies."""
+        return tuple("frequencies" if turned else STILL for turned in self.rope_layers)
+
+    @classmethod
+    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert a config.json to config fields. In no_rope_layers, 1 means a layer with RoPE."""
+        fields, given = super()._fields_in(config), config.get("no_rope_layers")
+        if given is None:
+            key = "no_rope_layer_interval"
+            every = check_count(key, config.get(key, EVERY))
+            return fields | {"rope_layers": all_but_every(every, fields["n_layer"])}
+        if not isinstance(given, list) or any(each not in (0, 1) for each in given):
+            raise CheckpointError(f"config.json: no_rope_layers: expected a list of 0 and 1, got "
+                                  f"{shown(given)}")  # fmt: skip
+        return fields | {"rope_layers": tuple(map(bool, given[: fields["n_layer"]]))}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Return the content of a `config.json` with which `transformers` loads this model."""
+        layers = {"no_rope_layers": list(map(int, self.rope_layers)), "use_sliding_window": False}
+        padding = {"pad_token_id": None}  # the default id is invalid in a smaller vocabulary
+        return super().to_hugging_face() | layers | padding
+
+
+CONFIG: type[ModelConfig] = SmolLM3Config
+NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = "smollm3", True  # GGUF files omit rope_layers
+
+
+def attention(o: Any, h: str, x: Value) -> Value:
+    """Compute a block's first half, attention, with RoPE by the layer's frequencies."""
+    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
+    y = o.qkv(h, y, rope=o.c.frequencies_of(h))
+    return o.attend(h, y, to=(f"{h}w_o",))
+
+
+def constants(config: SmolLM3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {name: tensor} of tensors computed from the config: the RoPE frequencies."""
+    known = {"frequencies": config.frequencies(), STILL: np.zeros(config.head_size // 2)}
+    return {name: known[name] for name in dict.fromkeys(config.frequencies_of_layers)}
+
+
+feed_forward, final = llama.feed_forward, llama.final
+stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds
+NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED

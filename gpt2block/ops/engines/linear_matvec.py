@@ -1,0 +1,156 @@
+"""Layouts and launch geometry of matmul/decode/cores.cu, the linear layer for few rows."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil, gcd
+from typing import NamedTuple
+
+from gpt2block.cuda.kernels import Geometry
+from gpt2block.ops.engines.rows import WARP, power_of_two
+
+FILE, KERNEL = "matmul/decode/cores.cu", "decode_cores"
+MANY_COLUMNS = 16384  # minimum outputs N of a whole matrix for which blocks loop over columns
+PART = 256  # preferred number of values of K per warp
+MOST_STEPS = 3  # maximum loads per column that a thread has in flight
+MOST_WARPS = 12  # maximum warps that divide K
+PREFERRED_WARPS = (6, 12), (12, 18)  # (fewest, most) warps per block, by `rows >= MORE_ROWS`
+MORE_ROWS = 4  # minimum rows of x per block for the second entries of PREFERRED_WARPS and FEWEST
+MOST_ROWS = 8, 16  # maximum rows of x per block, by `N >= MANY_COLUMNS`
+MOST_LOADED = 12  # maximum loads of weights that a thread has in flight
+HELD = 32  # maximum values of a single row of x that a thread keeps in registers
+ROW_BYTES = 103_000  # maximum bytes of x in shared memory per block with several rows
+COLUMNS = (1, 2, 3, 4, 5, 6)  # possible numbers of columns per group
+BEST_COLUMNS = 6  # preferred columns per group
+FEWEST = 4, 12  # minimum columns per block, by `rows >= MORE_ROWS`; fewer would take as long
+EACH_BLOCK = 4  # number of columns whose products take as long as loading x into a block
+
+
+class MatvecLayout(NamedTuple):
+    """Partition of a product among warps. Only `width`, `split` and `steps` affect results."""
+
+    width: int  # weights per load
+    split: int  # warps per group, which divide K
+    steps: int  # loads per column that a thread has in flight
+    columns: int  # columns of the product (rows of w) per group
+    groups: int  # groups per block
+    loop: bool  # whether blocks loop over the columns of the product
+    blocks: int  # minimum blocks per multiprocessor (__launch_bounds__)
+    rows: int  # rows of x per block
+
+
+def order(N: int, K: int, weight: int) -> tuple[int, int, int]:
+    """Return a layout's `width`, `split` and `steps`, which fix the order of additions.
+
+    N: outputs of the whole matrix, also if the product is with a share of them. weight: bytes per
+    weight.
+    """
+    width = 16 // weight
+    while K % width:
+        width //= 2
+    if weight == 1 and width > 1 and K % (WARP * width) and not K % (WARP * width // 2):
+        width //= 2  # with half the width, all lanes have the same number of loads
+    split = 1
+    if N < MANY_COLUMNS:
+        parts = ceil(K / PART)
+        split = ceil(parts / ceil(parts / MOST_WARPS))
+        split = min(split, ceil(K / (WARP * width)))
+    units = ceil(K / (WARP * width * split))  # loads per column and thread
+    return width, split, ceil(units / ceil(units / MOST_STEPS))
+
+
+def layout(
+    M: int, N: int, K: int, weight: int, sms: int, whole_N: int | None = None
+) -> MatvecLayout:
+    """Return the layout for x (M, K) on a GPU with `sms` multiprocessors.
+
+    weight: bytes per weight. whole_N: `WeightMatrix.whole_N`; None if the matrix is whole.
+    """
+    whole_N = whole_N or N
+    loop = whole_N >= MANY_COLUMNS
+    width, split, steps = order(whole_N, K, weight)
+    rows = min(MOST_ROWS[loop], power_of_two(M))
+    while rows > 1 and 4 * rows * K > ROW_BYTES:
+        rows //= 2
+    if loop:
+        blocks = 2 if rows <= 4 else 1
+        columns, groups = 4, 8 if blocks == 2 else 12
+    else:
+        columns, groups = _columns(N, split, steps, rows, sms)
+        blocks = 1
+    return MatvecLayout(width, split, steps, columns, groups, loop, blocks, rows)
+
+
+def _columns(N: int, split: int, steps: int, rows: int, sms: int) -> tuple[int, int]:
+    """Return (columns per group, groups per block) that minimize the columns of the busiest SM.
+
+    With MORE_ROWS rows per block, PREFERRED_WARPS take precedence.
+    """
+    more = rows >= MORE_ROWS
+    fewest, most = PREFERRED_WARPS[more]
+
+    def cost(candidate: tuple[int, int]) -> tuple[int, int, int]:
+        columns, groups = candidate
+        block, warps = columns * groups, groups * split
+        busiest = ceil(ceil(N / block) / sms) * (max(block, FEWEST[more]) + EACH_BLOCK)
+        odd = max(0, fewest - warps) + max(0, warps - most)
+        cost = (odd, busiest) if more else (busiest, odd)
+        return *cost, abs(columns - BEST_COLUMNS)
+
+    candidates = [
+        (columns, groups)
+        for columns in COLUMNS
+        if columns * steps <= MOST_LOADED
+        for groups in range(1, max(1, most // split) + 1)
+    ]
+    return min(candidates, key=cost)
+
+
+@lru_cache(maxsize=1024)
+def geometry(
+    M: int,
+    N: int,
+    K: int,
+    weight: int,
+    *,
+    norm: bool = False,
+    sms: int = 132,
+    most_shared: int = 232_448,
+    whole_N: int | None = None,
+    cut: MatvecLayout | None = None,
+) -> Geometry | None:
+    """Return the launch of the kernel, or None if a row of x does not fit in `most_shared` bytes.
+
+    weight: bytes per weight. norm: whether the kernel computes LayerNorm of x. whole_N: as in
+    `layout`. cut: the layout to use; by default, the result of `layout`.
+    """
+    cut = cut or layout(M, N, K, weight, sms, whole_N)
+    while (shared := 4 * shared_floats(cut, K, norm)) > most_shared:
+        if cut.rows == 1:
+            return None
+        cut = cut._replace(rows=cut.rows // 2)
+    defines = (
+        ("LM_K", K),
+        ("LM_NORM", int(norm)),
+        ("LM_ROWS", cut.rows),
+        ("LM_WIDTH", cut.width),
+        ("LM_SPLIT", cut.split),
+        ("LM_COLUMNS", cut.columns),
+        ("LM_GROUPS", cut.groups),
+        ("LM_STEPS", cut.steps),
+        ("LM_LOOP", int(cut.loop)),
+        ("LM_BLOCKS", cut.blocks),
+        ("LM_X", gcd(4, K)),
+    )
+    blocks = ceil(N / (cut.columns * cut.groups))
+    grid = (min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows))
+    return Geometry(KERNEL, grid, (WARP * cut.groups * cut.split,), shared, defines)
+
+
+def shared_floats(cut: MatvecLayout, K: int, norm: bool) -> int:
+    """Return the number of floats in shared memory: rows of x, gamma, beta, and sums of warps."""
+    chunk = WARP * cut.width * cut.split * cut.steps
+    padded = chunk * ceil(K / chunk)
+    held = cut.rows == 1 and padded <= HELD * WARP * cut.split
+    rows = 0 if held and not norm else cut.rows + 2 * norm
+    return rows * padded + cut.split * cut.rows * cut.groups * cut.columns

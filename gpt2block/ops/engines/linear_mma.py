@@ -1,0 +1,193 @@
+"""Layouts and launch geometry of matmul/decode/mma.cu, a linear layer on tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry
+from gpt2block.ops.engines.rows import WARP, power_of_two
+
+FILE, KERNEL = "matmul/decode/mma.cu", "decode_mma"
+UNIT = 128  # values of K per unit; a split (a range of K, summed separately) is 1 or more units
+MOST_SPLITS = 8  # maximum splits of K
+RMSNORM = 2  # value of the macro LM_NORM for kernels that compute RMSNorm of x
+MOST_NORMED = UNIT * MOST_SPLITS  # maximum channels of x whose RMSNorm a product fuses
+HALF_SPLITS = 4  # with GGUF blocks, splits 0 to 3 and the other splits are added separately
+OCTET = 8  # columns of the product (rows of w) per octet
+LOADED = 16  # bytes of a row of w per load of a lane
+MANY_COLUMNS = 16384  # minimum outputs N for which warps loop over groups of columns
+# Layout if warps loop over groups of columns. With 50,257 columns, a warp of an H200 has 2 groups.
+LOOP_COLUMNS, LOOP_WARPS = 16, 12
+LOOP_ROWS, LOOP_REGISTERS = 16, 96  # rows of x per block; registers per lane for weights in flight
+FLOAT_LOOP_WARPS = 8  # warps per block with 4-byte weights and many rows, whose sums need registers
+FEW_ROWS = 4  # rows of x per mma
+COLUMNS = (32, 24, 16, 8)  # possible columns per block; an mma instruction computes 8 columns
+PAIRED_COLUMNS = (32, 16)  # possible columns per block, half of them of each of two matrices
+MOST_FLIGHT = 3  # maximum units of K in flight per lane; more need too many instructions
+ROOM_REGISTERS = 96  # maximum registers per lane for weights in flight with two blocks per SM
+MOST_UNITS = 8  # maximum units per split with two blocks per SM
+# The grid has at least one block for 2 multiprocessors, or one for 3 if weights have 4 bytes,
+# splits have several units of K, or there are several blocks along M.
+FEWEST_BLOCKS = 2, 3
+FLOAT = 4  # bytes per float32
+BYTES = {"float32": 4, TWO_PART: 4, "float16": 2, "bfloat16": 2}  # bytes per weight; 1 for others
+TERMS = 2  # 16-bit terms per value of x
+
+
+class Limits(NamedTuple):
+    """Limits of blocks that do not loop over columns, measured on an H200."""
+
+    rows: tuple[tuple[int, int], ...]  # pairs: maximum M, and the fastest rows of x per block
+    most_rows: int  # rows of x per block for larger M
+    columns: int  # maximum columns per block
+    nbytes: int  # maximum bytes of weights per block; more would take one multiprocessor too long
+    registers: int  # maximum registers per lane for weights in flight
+
+
+NARROW = Limits(((8, 4), (64, 8)), 16, 32, 150_000, 144)
+FLOATS = Limits(((8, FEW_ROWS),), 8, 16, 150_000, 192)
+
+
+class MmaLayout(NamedTuple):
+    """Partition of a product among blocks and warps. Results do not depend on the partition."""
+
+    columns: int  # columns of the product (rows of w) per block, or per warp if `loop`
+    flight: int  # units of 128 values of K in flight per lane
+    loop: bool  # whether warps loop over groups of columns
+    warps: int  # warps per block
+    blocks: int  # minimum blocks per multiprocessor (__launch_bounds__)
+    rows: int  # rows of x per block
+
+
+def splits(K: int) -> tuple[int, int]:
+    """Return (splits of K, units of 128 per split), which determine the order of additions."""
+    units = ceil(K / UNIT)
+    each = ceil(units / MOST_SPLITS)
+    return ceil(units / each), each
+
+
+def layout(
+    M: int, N: int, K: int, dtype: str, sms: int, columns: Sequence[int] = COLUMNS
+) -> MmaLayout:
+    """Return the layout for x (M, K) on a GPU with `sms` multiprocessors.
+
+    dtype: dtype of the weights. columns: possible columns per block, in descending order; the
+    last number is used if no other fits.
+    """
+    if N >= MANY_COLUMNS:
+        return _loop(M, N, K, dtype, sms)
+    return _block(M, N, K, dtype, sms, columns)
+
+
+def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
+    """Return a layout for MANY_COLUMNS outputs or more, in which warps loop over columns."""
+    weight = BYTES.get(dtype, 1)
+    rows = power_of_two(min(M, LOOP_ROWS))
+    units = [n for n in range(1, MOST_FLIGHT + 1) if ceil(K / UNIT) % n == 0]
+    registers = LOOP_REGISTERS * 8 // (4 + max(rows, FEW_ROWS))  # sums of the rows take registers
+    flight = _flight(units, LOOP_COLUMNS, weight, registers)
+    crowded = weight == FLOAT and 2 * rows >= LOOP_ROWS
+    return MmaLayout(
+        LOOP_COLUMNS, flight, True, FLOAT_LOOP_WARPS if crowded else LOOP_WARPS, 1, rows
+    )
+
+
+def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]) -> MmaLayout:
+    """Return a layout for fewer outputs, in which each block computes one group of columns.
+
+    Two blocks of 4 rows are faster than one block of 8 rows, although each of them reads the
+    weights: 8 rows of x and their LayerNorm take longer than reading the weights again from L2.
+    """
+    weight = BYTES.get(dtype, 1)
+    floats = weight == FLOAT  # float32 or two-part weights
+    limits = FLOATS if floats else NARROW
+    rows = next((rows for up_to, rows in limits.rows if up_to >= M), limits.most_rows)
+    rows = min(rows, power_of_two(M))
+    row_blocks = ceil(M / rows)
+    parts, each = splits(K)
+    fewest = sms / FEWEST_BLOCKS[floats or each > 1 or row_blocks > 1]
+    fitting = [c for c in possible if c <= limits.columns and c * K * weight <= limits.nbytes]
+    columns = next((c for c in fitting if row_blocks * ceil(N / c) >= fewest), possible[-1])
+    most = MOST_FLIGHT - (dtype == TWO_PART and rows > 2)
+    units = list(range(1, min(each, most) + 1)) if rows <= FEW_ROWS or not floats else [1]
+    flight = _flight(units, columns, weight, limits.registers)
+    once = flight == each or (dtype == TWO_PART and flight < MOST_FLIGHT)
+    room = floats and each <= MOST_UNITS and _room(columns, flight, rows, once)
+    return MmaLayout(columns, flight, False, parts, 1 + room, rows)
+
+
+def _room(columns: int, flight: int, rows: int, once: bool) -> bool:
+    """Return whether the registers of an SM suffice for two blocks, if weights have 4 bytes.
+
+    The second block belongs to the next kernel. once: whether all units of a split are in flight at
+    once, or enough registers remain to load the other units later.
+    """
+    if rows > FEW_ROWS:
+        return columns == OCTET and flight == 1
+    return once and flight * _unit_registers(columns, FLOAT) <= ROOM_REGISTERS
+
+
+def _flight(units: list[int], columns: int, weight: int, registers: int) -> int:
+    """Return the largest number in `units` of units of K whose weights fit in `registers`."""
+    unit = _unit_registers(columns, weight)
+    return max(n for n in units if n == 1 or n * unit <= registers)
+
+
+def _unit_registers(columns: int, weight: int) -> int:
+    """Return the registers per lane for the weights of `columns` columns and 128 values of K."""
+    return columns * UNIT * weight // (WARP * 4)
+
+
+@lru_cache(maxsize=1024)
+def geometry(
+    M: int,
+    N: int,
+    K: int,
+    dtype: str,
+    *,
+    norm: int = 0,
+    sms: int = 132,
+    most_shared: int = 232_448,
+    terms: bool = False,
+    columns: Sequence[int] = COLUMNS,
+    cut: MmaLayout | None = None,
+) -> Geometry | None:
+    """Return the launch of the kernel, or None if a row of x does not fit in `most_shared` bytes.
+
+    dtype: dtype of the weights. norm: norm of x, 0 none, 1 LayerNorm, 2 RMSNorm. terms: whether x
+    is stored as 16-bit terms. columns: possible columns per block, as for `layout`. cut:
+    the layout to use; by default, the result of `layout`.
+    """
+    cut = cut or layout(M, N, K, dtype, sms, columns)
+    while (shared := shared_bytes(cut, K, dtype, norm)) > most_shared:
+        if cut.rows == 1:
+            return None
+        cut = cut._replace(rows=cut.rows // 2)
+    defines = (
+        ("LM_K", K),
+        ("LM_NORM", int(norm)),
+        ("LM_ROWS", cut.rows),
+        ("LM_COLUMNS", cut.columns),
+        ("LM_FLIGHT", cut.flight),
+        ("LM_LOOP", int(cut.loop)),
+        ("LM_WARPS", cut.warps),
+        ("LM_BLOCKS", cut.blocks),
+        *((("LM_TERMS", 1),) if terms else ()),
+    )
+    blocks = ceil(N / (cut.columns * (cut.warps if cut.loop else 1)))
+    grid = (min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows))
+    return Geometry(KERNEL, grid, (WARP * cut.warps,), shared, defines)
+
+
+def shared_bytes(cut: MmaLayout, K: int, dtype: str, norm: int) -> int:
+    """Return the bytes of shared memory per block: rows of x, statistics of norms, split sums."""
+    parts, each = splits(K)
+    padding = 16 if dtype in FP8 else 64
+    term = 2 * each * UNIT + padding
+    split = FLOAT * each * UNIT if dtype == "float32" else TERMS * term
+    row = ceil(parts * split / 128) * 128 + padding
+    sums = 0 if cut.loop else FLOAT * parts * cut.rows * cut.columns
+    return cut.rows * (row + (0, 8, FLOAT * parts)[norm]) + sums

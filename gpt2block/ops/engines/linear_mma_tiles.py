@@ -1,0 +1,143 @@
+"""Tiles and geometry of matmul/decode/mma_tiles.cu, the linear layer for decoding many rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from gpt2block.cuda.kernels import TWO_PART, Geometry
+from gpt2block.ops.engines.linear_mma import BYTES, FLOAT, UNIT, splits
+from gpt2block.ops.engines.rows import WARP
+from gpt2block.ops.products import count_tiles, room
+
+FILE, KERNEL = "matmul/decode/mma_tiles.cu", "decode_mma_tiles"
+CLUSTER_CAPABILITY = 90
+PAD = 16  # floats of padding after each row of sums in shared memory
+LONG_K = 2048  # minimum K for which a block reads so much of x that other tiles are faster
+FILLED, FULL = 1.4, 2.0  # minimum blocks per multiprocessor: with large tiles; with small tiles
+
+
+class MmaLinearTile(NamedTuple):
+    """Compile-time constants that determine the speed of a kernel, but not its results."""
+
+    rows: int  # rows of x per tile
+    columns: int  # columns of the product (rows of w) per tile
+    warps: tuple[int, int]  # warps along the rows and along the columns of a tile
+    stages: int  # slices of K in shared memory
+    chunks: int = 1  # chunks per slice of K; a chunk is 64 bytes of each row of w
+    cluster: int = 1  # blocks per cluster, which divide K
+    blocks: int = 1  # minimum blocks per multiprocessor (__launch_bounds__)
+
+
+# Larger tiles read x and w less often from the L2 cache. More small tiles run at the same time:
+# tensor cores wait less. With 4-byte weights, large tiles need too many registers.
+FEW = MmaLinearTile(32, 128, (2, 4), 4, blocks=2)  # tile for up to 32 rows of x
+SLIM = MmaLinearTile(64, 32, (4, 1), 5, blocks=3)
+SLIM_LONG = MmaLinearTile(64, 32, (4, 2), 5, blocks=2)  # tile for 4-byte weights and K >= LONG_K
+EVEN = MmaLinearTile(64, 64, (2, 2), 5, blocks=2)  # largest tile for 4-byte weights
+WIDE = MmaLinearTile(64, 96, (2, 3), 5, blocks=2)
+LARGE = MmaLinearTile(64, 128, (2, 2), 4, blocks=2)
+TILES = FEW, SLIM, SLIM_LONG, EVEN, WIDE, LARGE
+
+
+def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
+    """Return the bytes of dynamic shared memory per block: sums, and slices of x and w."""
+    weight = BYTES.get(dtype, 1)
+    parts, units = splits(K)
+    each = ceil(parts / tile.cluster) * units * UNIT  # values of K per block
+    part = tile.chunks * 64 * (1 + (dtype == TWO_PART)) // weight  # values of K per slice
+    stages = min(tile.stages, ceil(min(each, K) / part))
+    planes = parts if tile.cluster > 1 else 1
+    sums = 4 * planes * ceil(tile.rows / tile.cluster) * (tile.columns + PAD)
+    return ceil(sums / 128) * 128 + stages * part * (4 * tile.rows + weight * tile.columns)
+
+
+@lru_cache(maxsize=1024)
+def choose(
+    M: int, N: int, K: int, dtype: str, *, capability: int, sms: int, most_shared: int
+) -> MmaLinearTile:
+    """Return the tile for x (M, K) and weights (N, K) on a GPU with `sms` multiprocessors.
+
+    dtype: dtype of the weights. most_shared: maximum bytes of dynamic shared memory per block. The
+    cluster is the smallest that divides the splits of K equally and lets the grid fill the GPU.
+    """
+    floats = BYTES.get(dtype) == FLOAT
+    wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
+    filled = FILLED * sms
+    if FEW.rows >= M:
+        tile = FEW
+    elif count_tiles(wide, M, N) >= filled:
+        tile = wide
+    elif K >= LONG_K and SLIM.rows < M:
+        tile, filled = large, math.inf
+    else:
+        tile, filled = SLIM_LONG if floats and K >= LONG_K else SLIM, FULL * sms
+    parts = splits(K)[0]
+    clusters = range(1, parts + 1) if capability >= CLUSTER_CAPABILITY else (1,)
+    fitting = [n for n in clusters if parts % n == 0]
+
+    def enough(one: MmaLinearTile, full: float) -> list[int]:
+        """Return cluster sizes with which the grid has `full` blocks, or else the largest size.
+
+        Blocks of larger clusters need less memory for sums.
+        """
+        tiles = count_tiles(one, M, N)
+        return [n for n in fitting if tiles * n >= full] or fitting[-1:]
+
+    if floats and tile is SLIM:
+        grid = count_tiles(tile, M, N) * enough(tile, filled)[0]
+        if grid > tile.blocks * sms:  # a second wave of blocks is necessary
+            tile, filled = EVEN, FILLED * sms
+    for one, full in ((tile, filled), (SLIM, FULL * sms)):  # SLIM if the tile does not fit
+        tiles = count_tiles(one, M, N)
+        for cluster in enough(one, full):
+            wanted = min(one.blocks, ceil(tiles * cluster / sms))
+            pipelines = list(_pipelines(one._replace(cluster=cluster), dtype))
+            for blocks in range(wanted, 0, -1):
+                for candidate in pipelines:
+                    if shared_bytes(candidate, K, dtype) <= room(most_shared, blocks):
+                        return candidate._replace(blocks=blocks)
+    return SLIM._replace(stages=2, blocks=1)
+
+
+def _pipelines(tile: MmaLinearTile, dtype: str) -> Iterator[MmaLinearTile]:
+    """Yield variants of the tile with other slice sizes and stages, most bytes in flight first."""
+    if dtype in BYTES and dtype != TWO_PART and tile.warps[0] * tile.warps[1] % 4 == 0:
+        yield tile._replace(chunks=2, stages=FEW.stages)  # longer slices need fewer barriers
+    for stages in range(tile.stages, 1, -1):
+        yield tile._replace(stages=stages)
+
+
+@lru_cache(maxsize=1024)
+def geometry(
+    M: int,
+    N: int,
+    K: int,
+    dtype: str,
+    tile: MmaLinearTile,
+    terms: bool = False,
+    to_terms: bool = False,
+) -> Geometry:
+    """Return the launch of the kernel for x (M, K) and weights (N, K) of `dtype`.
+
+    terms, to_terms: whether x, and the result, are stored as 16-bit terms instead of floats.
+    """
+    warps_m, warps_n = tile.warps
+    defines = (
+        ("DT_ROWS", tile.rows),
+        ("DT_COLUMNS", tile.columns),
+        ("DT_WARPS_M", warps_m),
+        ("DT_WARPS_N", warps_n),
+        ("DT_CHUNKS", tile.chunks),
+        ("DT_STAGES", tile.stages),
+        ("DT_CLUSTER", tile.cluster),
+        ("DT_BLOCKS", tile.blocks),
+        *((("DT_TERMS", 1),) if terms else ()),
+        *((("DT_OUT_TERMS", 1),) if to_terms else ()),
+    )
+    grid = (tile.cluster * count_tiles(tile, M, N),)
+    block = (WARP * warps_m * warps_n,)
+    return Geometry(KERNEL, grid, block, shared_bytes(tile, K, dtype), defines)

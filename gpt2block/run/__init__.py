@@ -1,1 +1,0 @@
-"""Engines: classes that run forward passes, with NumPy on the CPU or CUDA kernels on a GPU."""

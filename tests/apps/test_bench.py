@@ -1,0 +1,588 @@
+"""The bench: the meaning of its figures, wrong results, the printed tables, and labels of plots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from math import isnan, nan
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from rich.console import Console
+
+from gpt2block import GPT2, Block, GPT2Config, InputError
+from gpt2block.apps import bench
+from gpt2block.apps.bench import Report, Work, chosen_works, decoding, works
+from gpt2block.apps.bench import report as reports
+from gpt2block.apps.bench.decoding import RandomGPT2, Steps, decode, parse_rows
+from gpt2block.apps.bench.works import PRODUCTS, ROWS, GeneratedSequences, attention, block, gemm
+from gpt2block.apps.cli.bench import print_report
+from gpt2block.apps.cli.plots import spread
+from gpt2block.cuda import doctor, timing
+from gpt2block.engine.cuda import decoding as cuda_decoding
+from gpt2block.errors import KernelError
+from gpt2block.models.config import SIZES, model_shapes
+from gpt2block.ops import workload
+from gpt2block.ops.bench import race
+from gpt2block.ops.bench.race import Captured, Contender, copies_for, rounds_for
+from gpt2block.ops.workload import errors, tolerance
+from tests.benches import BEST, NO_GPU, row
+from tests.command_line import gpt2block
+from tests.devices import running_on
+
+TINY = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=24, vocab_size=53)
+
+
+def tiny(dtype: str = "float32") -> RandomGPT2:
+    return RandomGPT2(TINY, dtype)
+
+
+def product(dtype: str = "bfloat16", **options: bool) -> Work:
+    return gemm(dtype, "o", 600, 768, 768, **options)
+
+
+O = product()  # noqa: E741
+
+
+# Operations and bytes
+
+
+def test_operations_and_bytes() -> None:
+    assert O.flops == 2 * 600 * 768 * 768
+    assert O.traffic == 2 * (600 * 768 + 768 * 768 + 600 * 768) + 4 * 768
+    assert product(residual=True).traffic - O.traffic == 2 * 600 * 768
+    full, causal = (attention("bfloat16", 2, 4, mask) for mask in (False, True))
+    assert full.flops == 2 * 12 * (16 * 2 * 64 * 2)  # sequences, heads, two products
+    assert causal.flops == 2 * 12 * (10 * 2 * 64 * 2)
+    assert full.traffic == 2 * 4 * (2 * 4 * 768)
+    whole = block("float32", 2, 4, True)
+    products = sum(2 * 8 * N * K for N, K, *_ in (PRODUCTS[n] for n in ("qkv", "o", "fc", "proj")))
+    assert whole.flops == products + causal.flops
+    assert whole.traffic == 4 * (2 * 8 * 768) + 4 * 7_087_872
+
+
+def test_the_works_and_their_order() -> None:
+    found = chosen_works()
+    assert [work.what for work in found] == ["block"] * 10 + ["gemm"] * 24 + ["attention"] * 8
+    assert [work.dtype for work in found[:10]] == ["bfloat16"] * 5 + ["float32"] * 5
+    names = [work.name for work in found]
+    assert names[:5] == ["1x128 full", "1x1024 full", "1x1024 causal", "8x1024 causal",
+                         "64x1024 causal"]  # fmt: skip
+    assert names[10:12] == ["qkv M=128", "o M=128"]
+    assert len({(work.what, work.dtype, work.name) for work in found}) == 42
+    some = chosen_works("gemm", "float16", "proj")
+    assert [work.dtype for work in some] == ["float16"] * 8
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_truth_of_a_product_covers_every_row(name: str) -> None:
+    _, _, gelu, residual = PRODUCTS[name]
+    work = gemm("float16", name, ROWS + 91, 40, 24, gelu, residual)
+    host, truth = work.inputs(), work.truth()
+    assert tuple(host) == ("a", "w", "bias", "residual")[: 3 + residual]
+    assert host["w"].layout == "NK"
+    at = ROWS + 90
+    assert (host["a"][at] == host["a"][90]).all()
+    out = host["a"][at].astype(np.float64) @ host["w"].dequantized().astype(np.float64)
+    out += host["bias"]
+    if gelu:
+        out = 0.5 * out * (1 + np.tanh(np.sqrt(2 / np.pi) * (out + 0.044715 * out**3)))
+    if residual:
+        out += host["residual"][at]
+    np.testing.assert_allclose(out, truth[90], rtol=1e-12, atol=1e-12)
+
+
+def test_the_truth_of_a_block_is_a_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(works, "TOKENS", 21)
+    work = block("float32", 5, 7, True)
+    x = work.inputs()["x"]
+    assert (x[4] == x[1]).all()
+    for causal, right in ((True, True), (False, False)):
+        out = Block(works.block_weights("float32"), causal=causal, device="cpu")(x)
+        assert (errors(out, work.truth())[1] <= reports.tolerance(work, "float32")) == right
+
+
+def test_the_truth_of_attention_repeats_its_sequences() -> None:
+    work = attention("bfloat16", 200, 16, False)
+    qkv = work.inputs()["qkv"].astype(np.float64)
+    assert (qkv[192] == qkv[0]).all()
+    assert (qkv[193] != qkv[0]).any()
+    q, k, v = qkv[193].reshape(16, 3, 12, 64).transpose(1, 2, 0, 3)
+    p = np.exp(q @ k.swapaxes(1, 2) / 8)
+    out = (p / p.sum(-1, keepdims=True) @ v).swapaxes(0, 1).reshape(16, 768)
+    np.testing.assert_allclose(out, work.truth()[16:32], rtol=1e-9, atol=1e-12)
+
+
+# Decoding
+
+
+def test_bytes_and_operations_of_a_step() -> None:
+    """GPT-2 small has 124 million parameters, and 36,864 bytes of cache per token in bfloat16."""
+    model = RandomGPT2(SIZES["gpt2"], "bfloat16")
+    shapes = model_shapes(model.config)
+    parameters = sum(int(np.prod(shape)) for name, shape in shapes.items() if name != "wpe")
+    vectors = sum(shape[0] for shape in shapes.values() if len(shape) == 1)
+    assert model.matrix_elements == parameters - vectors
+    assert model.weight_bytes == 2 * parameters + 2 * vectors
+    assert model.token_bytes == 36_864
+    step = decode(Steps(model, 8))
+    assert step.traffic == model.weight_bytes + 8 * 512 * 36_864
+    assert step.flops == 2 * 8 * (parameters - vectors) + 8 * 4 * 12 * 768 * 512
+    assert step.tokens == 8
+    assert step.sizes == {"rows": 8, "position": 512, "n_layer": 12, "n_embd": 768}
+    narrow = RandomGPT2(SIZES["gpt2"], "float8_e5m2")
+    assert narrow.weight_bytes == parameters + 3 * vectors
+    assert narrow.token_bytes == 36_864
+    assert RandomGPT2(SIZES["gpt2"], "float32").token_bytes == 73_728
+
+
+def test_the_position_is_the_middle_of_the_timed_steps() -> None:
+    steps = Steps(RandomGPT2(SIZES["gpt2"], "bfloat16"), 1)
+    timed = decoding.STEPS * decoding.TURNS
+    assert steps.end - timed / 2 == 512  # an untimed first turn checks results
+    assert steps.end - steps.start == timed + decoding.STEPS
+
+
+def test_the_steps_and_their_order() -> None:
+    works = bench.decode_works()
+    assert [work.name for work in works[:2]] == ["1 row", "2 rows"]
+    assert [work.sizes["rows"] for work in works] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert {work.dtype for work in works} == {"bfloat16"}
+    some = bench.decode_works("float32", "3, 3,16", "gpt2-xl")
+    assert [work.sizes["rows"] for work in some] == [3, 16]
+    assert some[0].sizes["n_layer"] == 48
+    assert len({id(getattr(work.truth, "__self__", None)) for work in some}) == 1  # one model
+
+
+@pytest.mark.parametrize("rows", ["", "0", "1,", "x", "-1", "1.5", "4097", "9" * 5000, "²"])
+def test_numbers_of_rows_that_there_are_not(rows: str) -> None:
+    with pytest.raises(InputError, match="--rows: expected numbers from 1 to 4,096 such as 1,8,64"):
+        parse_rows(rows)
+
+
+def last_token(model: RandomGPT2, ids: Any) -> tuple[int, float]:
+    """Return the most likely token after ids, and its log-probability."""
+    logits = GPT2(model.weights, device="cpu")(ids, last=True).astype(np.float64)
+    return int(logits.argmax()), float(logits.max() - np.log(np.exp(logits).sum()))
+
+
+@pytest.fixture
+def checked() -> Callable[..., tuple[float, float]]:
+    """Return a function that checks given results after one replay and returns their errors."""
+    work = decode(Steps(tiny(), 2, position=12))
+
+    def check(*written: Any) -> tuple[float, float]:
+        replays: list[int] = []
+        errors = work.check(lambda: replays.append(1), (lambda: GeneratedSequences(*written),))
+        assert replays == [1]
+        return errors
+
+    return check
+
+
+def test_the_error_of_a_token_is_the_difference_from_the_best(checked: Any) -> None:
+    model = tiny()
+    (ids,) = model.prompts([9])
+    token, logprob = last_token(model, ids)
+    right, other = (np.append(ids, np.int32((token + n) % 53)) for n in (0, 1))
+    assert checked([right]) == (0, 0)
+    assert checked([right], [logprob])[0] < 1e-6
+    assert checked([right], [logprob - 0.25])[0] == pytest.approx(0.25, abs=1e-6)
+    logits = model.last_logits(ids)
+    off, relative = checked([right, other])
+    assert off == pytest.approx(logits[token] - logits[(token + 1) % 53])
+    assert relative == pytest.approx(off / np.abs(logits).max())
+    assert relative > reports.tolerance(decode(Steps(model, 2)), "float32")
+    # A sampled token need not be the most likely one; only its log-probability is checked.
+    own = logprob - off
+    assert checked([other], [own], False)[0] < 1e-6
+    assert checked([other], [logprob], False)[0] == pytest.approx(off, abs=1e-6)
+    assert all(map(isnan, checked([right, right], [logprob, nan])))
+
+
+def test_steps_are_checked_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts of a decoding start in several groups; each group's first tokens are a result."""
+    monkeypatch.setattr(decoding, "STEPS", 1)
+    monkeypatch.setattr(decoding, "TURNS", 1)
+    steps = Steps(tiny("bfloat16"), 4, 10)
+    monkeypatch.setattr(cuda_decoding, "PREFILL_TOKENS", steps.start)
+    work = decode(steps)
+    with running_on("shuffled"):
+        for each in work.ours([{}], 0):
+            run = each.capture(1)
+            relative = work.check(run.replay, run.outs)[1]
+            assert relative <= reports.tolerance(work, each.arithmetic)
+            found = run.outs[0]()
+            assert {len(ids) for ids in found.sequences} == {steps.start + 2}
+            assert found.greedy == (each.name == "gpt2block")
+
+
+def test_replays_on_the_host_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 1.0, 1.0, 3.0, 3.0, 6.0, 6.0, 7.0, 7.0, 9.0, 9.0, 10.0])
+    monkeypatch.setattr(timing, "perf_counter", lambda: next(seconds))
+    turns: list[str] = []
+    replays = {name: (lambda name=name: turns.append(name)) for name in "ab"}
+    assert timing.interleaved_host_ms(replays, 3) == {"a": 2000.0, "b": 1000.0}
+    assert turns == ["a", "b"] * 3
+
+
+# Errors
+
+
+def test_errors_are_those_of_the_worst_row() -> None:
+    truth = np.arange(12.0).reshape(3, 4) - 5
+    out = np.resize(truth, (8, 4)).astype(np.float32)
+    assert errors(out, truth) == (0, 0)
+    out[7, 2] += 0.5
+    assert errors(out.reshape(2, 4, 4), truth) == (0.5, 0.5 / 6)
+    for wrong in (nan, np.inf):
+        out[4, 1] = wrong
+        assert all(map(isnan, errors(out, truth)))
+    bits = np.arange(5, dtype=np.uint8)
+    assert errors(bits.copy(), bits) == (0, 0)
+    assert errors(bits + np.uint8(1), bits) == (255, 1)
+
+
+def test_bfloat16_is_widened_exactly() -> None:
+    bits = np.arange(0x7F80, dtype=np.uint16)
+    values = np.concatenate([bits, bits | 0x8000]).view(ml_dtypes.bfloat16)
+    truth = values.astype(np.float64)[:, None]
+    assert errors(values, truth) == (0, 0)
+    assert errors(values[:, None][::-1], truth[::-1]) == (0, 0)
+
+
+def test_tf32_is_right_as_far_as_it_is() -> None:
+    work = product("float32")
+    assert 4e-4 < reports.tolerance(work, "tf32") < 2e-3
+    assert reports.tolerance(work, "float32") < 2e-5
+    assert tolerance("float32") < tolerance("float16") < tolerance("bfloat16") < 0.01
+    whole = block("bfloat16", 1, 128, True)
+    assert reports.tolerance(whole, "bfloat16") == 7 * tolerance("bfloat16")
+
+
+# A race of fake contenders
+
+
+class Racer:
+    """A contender on the host whose result has an error of `off`."""
+
+    def __init__(self, name: str, off: float = 0.0, **options: Any) -> None:
+        self.name, self.off = name, off
+        self.error: Exception | None = options.get("error")
+        self.lazy = options.get("lazy", False)
+        self.rounds: list[int] = []
+
+    def capture(self, rounds: int) -> Captured:
+        if self.error:
+            raise self.error
+        self.rounds.append(rounds)
+        result = np.resize(O.truth(), (600, 768)) + self.off
+        out = np.zeros_like(result)
+
+        def replay() -> None:
+            if not self.lazy:
+                out[...] = result
+
+        return Captured(replay, (out, out))
+
+
+@pytest.fixture
+def run_race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a function that races contenders; ms: their times per turn.
+
+    It returns the report's rows, reasons why contenders did not run, and the contenders per turn.
+    """
+
+    def poison(out: NDArray[Any]) -> None:
+        out[...] = nan
+
+    monkeypatch.setattr(workload, "poison", poison)
+
+    def run(*racers: Racer, ms: Mapping[str, float] | None = None) -> Any:
+        turns: list[list[str]] = []
+
+        def interleaved_ms(replays: Mapping[str, Any], count: int = 7) -> dict[str, float]:
+            for replay in replays.values():
+                replay()
+            if list(replays) == [""]:
+                return {"": 0.7}
+            turns.append(list(replays))
+            return {name: (ms or {}).get(name, 3.0) for name in replays}
+
+        monkeypatch.setattr(timing, "interleaved_ms", interleaved_ms)
+        entrants = [Contender(r.name, r.capture, "bfloat16") for r in racers]
+        return *reports.rows_of(O, entrants, 10, BEST), turns
+
+    return run
+
+
+def test_what_a_row_says(run_race: Callable[..., Any]) -> None:
+    new, old = Racer("hopper"), Racer("mma")
+    rows, skipped, turns = run_race(new, old, ms={"hopper": 1.0, "mma": 1.5})
+    assert skipped == []
+    assert turns == [["hopper", "mma"]]
+    assert new.rounds == old.rounds == [1, 5]  # a round takes 0.7 ms, 3 ms are wanted
+    first, second = rows
+    assert first.us == pytest.approx(20.0)  # 1 ms for ten copies and five rounds
+    assert first.tflop_s == pytest.approx(O.flops / 20e-6 / 1e12)
+    assert first.gb_s == pytest.approx(O.traffic / 20e-6 / 1e9)
+    assert first.percent_matmul == pytest.approx(100 * first.tflop_s / 800)
+    assert first.percent_copy == pytest.approx(100 * first.gb_s / 4000)
+    assert first.intensity == pytest.approx(first.tflop_s * 1e3 / first.gb_s)
+    assert first.right
+    assert second.right
+    assert second.us == pytest.approx(30.0)
+    assert first.sizes == {"M": 600, "N": 768, "K": 768}
+    assert (first.copies, first.arithmetic) == (10, "bfloat16")
+
+
+def test_a_wrong_result_counts_for_nothing(run_race: Callable[..., Any]) -> None:
+    others = Racer("c", off=nan), Racer("d", lazy=True)
+    rows, _, _ = run_race(Racer("a", off=1.0), Racer("b"), *others)
+    assert [row.right for row in rows] == [False, True, False, False]
+    assert isnan(rows[3].max_rel)  # an output that is not written is NaN
+    assert not Report({}, BEST, rows, []).right
+    assert Report({}, BEST, rows[1:2], []).right
+
+
+def test_who_cannot_run_is_told_with_the_reason(run_race: Callable[..., Any]) -> None:
+    refusals = InputError("takes float32"), KernelError("needs Hopper\nx"), MemoryError("none left")
+    racers = [Racer(f"r{i}", error=error) for i, error in enumerate(refusals)]
+    rows, skipped, _ = run_race(*racers, Racer("ours"))
+    assert [row.contender for row in rows] == ["ours"]
+    assert skipped == [
+        "gemm bfloat16: r0: takes float32",
+        "gemm bfloat16: r1: needs Hopper",
+        "gemm bfloat16: r2: none left",
+    ]
+    assert run_race(*racers[:1])[:2] == ([], skipped[:1])
+    with pytest.raises(RuntimeError, match="illegal memory access"):  # a GPU error is no refusal
+        run_race(Racer("ours", error=RuntimeError("an illegal memory access")))
+
+
+def test_how_many_copies_and_rounds() -> None:
+    assert copies_for(traffic=10, cache=100) == 40
+    assert copies_for(traffic=1000, cache=100) == 1
+    assert copies_for(traffic=1, cache=100) == race.MOST_SETS
+    for once_ms, copies, rounds in ((0.5, 10, 6), (10.0, 10, 1), (0.0, 10, 200), (0.0, 10_000, 1)):
+        assert rounds_for(once_ms, copies) == rounds
+
+
+def test_the_drivers_version(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\n")
+    assert reports._driver(file) == "580.95.05"
+    assert reports._driver(tmp_path / "none") == "unknown"
+
+
+# Variants
+
+
+def test_the_default_variant_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy", reason="the ops need CuPy")
+    dtypes: dict[str, tuple[str, ...]] = {
+        "mma": ("bfloat16",),
+        "hopper": (),
+        "old": (),
+        "fp32": ("float32",),
+    }
+    variants = [
+        SimpleNamespace(name=name, kernels=(f"gemm_{name}",), dtypes=of)
+        for name, of in dtypes.items()
+    ]
+    bound: list[tuple[Any, ...]] = []
+
+    def bind(
+        inputs: Any, out: Any = None, *, gelu: bool, split_k: bool, variant: str | None = None
+    ) -> Any:
+        assert split_k
+        if variant == "old":
+            raise InputError("old takes float32")
+        bound.append((inputs, out, gelu, variant))
+        launch = SimpleNamespace(name=f"gemm_{variant or 'hopper'}")
+        return SimpleNamespace(out=out or object(), launches=(launch,))
+
+    operation = SimpleNamespace(variants=variants, bind=bind)
+    monkeypatch.setattr(works, "OPERATIONS", {"gemm": operation})
+    captured: list[list[Any]] = []
+    monkeypatch.setattr(timing, "captured", captured.append)
+    monkeypatch.setattr("gpt2block.cuda.overlap.possible", lambda: False)
+    sets = [{"a": f"a{i}", "w": "w", "bias": "b"} for i in range(3)]
+    found = list(product(gelu=True).ours(sets, 0))
+    assert [each.name for each in found] == ["hopper", "mma", "old"]
+    first, second = found[0].capture(2), found[1].capture(1)
+    assert [len(launches) for launches in captured] == [6, 3]
+    assert [out for _, out, *_ in bound[1:4]] == [None] * 3
+    assert [out for _, out, *_ in bound[4:]] == [first.outs[0], bound[5][1], first.outs[1]]
+    assert second.outs == first.outs
+    assert all(gelu for _, _, gelu, _ in bound)
+    with pytest.raises(InputError, match="old takes float32"):
+        found[2].capture(1)
+
+
+# Tables
+
+
+@pytest.fixture
+def report() -> Report:
+    rows = [
+        row(O, "hopper", error=1e-3),
+        row(O, "mma", 3.0),
+    ]
+    for work in chosen_works("block", "float32", "1x"):
+        rows.append(row(work, "fused", 20.0))
+        rows.append(row(work, "skeleton", 50.0))
+    return Report({"GPU": "a GPU", "CuPy": "14.2"}, BEST, rows, ["gemm bfloat16: old: takes [x]"])
+
+
+def shown(report: Report) -> str:
+    console = Console(width=120)
+    with console.capture() as captured:
+        print_report(console, report)
+    return captured.get()
+
+
+def test_the_table(report: Report) -> None:
+    text = shown(report)
+    assert "GPU a GPU, CuPy 14.2" in text
+    assert "float32 50, tf32 400, float16 700, bfloat16 800 TFLOP/s" in text
+    assert "Products with bias" in text
+    assert "Attention" not in text
+    lines = [line.split() for line in text.splitlines()]
+    first = next(line for line in lines if line[:2] == ["o", "M=600"])
+    assert first[2:5] == ["bfloat16", "hopper", "2.00"]
+    assert first[-3:] == ["1.00", "1.0e-03", "ok"]
+    assert next(line for line in lines if line[:1] == ["mma"])[-3] == "1.50"
+    assert next(line for line in lines if line[:2] == ["skeleton", "50.00"])[-3] == "2.50"
+    assert "not run: gemm bfloat16: old: takes [x]" in text
+    wrong = shown(replace(report, rows=[row(O, "hopper", error=1.0), row(O, "mma", 2.5)]))
+    assert wrong.count("WRONG") == 1
+    assert " 1.00 " not in wrong  # no ratio to a wrong result
+
+
+def test_the_table_of_steps_fits_eighty_columns(report: Report) -> None:
+    step = decode(Steps(RandomGPT2(SIZES["gpt2"], "bfloat16", "float8_e5m2"), 256))
+    rows = [row(step, "gpt2block", 2500.0), row(step, "sampled", 52_000.0)]
+    console = Console(width=80)
+    with console.capture() as shown:
+        print_report(console, replace(report, rows=rows))
+    lines = shown.get().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "12 layers of 768 channels, random weights" in lines
+    cells = [line.split() for line in lines]
+    first = next(line for line in cells if "gpt2block" in line)
+    floor_us = step.traffic / 4000e3
+    assert first[-7:] == ["gpt2block", "2500.0", "102,400", f"{floor_us / 25:.1f}", "1.00",
+                          "0.0e+00", "ok"]  # fmt: skip
+    second = next(line for line in cells if "sampled" in line and "ok" in line)
+    assert second[-6:-4] == ["52000.0", "4,923"]
+    assert second[-3] == "20.80"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, report: Report) -> list[list[Work]]:
+    requested: list[list[Work]] = []
+
+    def run(works: Any, device: Any, progress: Any) -> Report:
+        requested.append(list(progress(works)))
+        return report
+
+    monkeypatch.setattr(bench, "run", run)
+    return requested
+
+
+def test_json_has_everything(measured: list[list[Work]], report: Report) -> None:
+    report.rows[0] = replace(report.rows[0], max_abs=nan, max_rel=nan, right=False)
+    ended = gpt2block("bench", "--what", "attention", "--only", "4096", "--json")
+    assert ended.code == 1  # ours was wrong
+    found = ended.json
+    assert list(found) == ["versions", "ceilings", "rows", "skipped"]
+    assert found["ceilings"] == {"copy_gb_s": 4000.0, "tflop_s": dict(BEST.tflop_s)}
+    assert [entry["contender"] for entry in found["rows"]][:3] == ["hopper", "mma", "fused"]
+    assert found["rows"][0]["max_rel"] is None
+    assert found["rows"][1]["sizes"] == {"M": 600, "N": 768, "K": 768}
+    assert [work.name for work in measured[0]] == ["4x4096 full", "4x4096 causal"]
+    gpt2block("bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--size", "gpt2-xl")
+    steps = [(work.name, work.dtype, work.sizes["n_layer"]) for work in measured[1]]
+    assert steps == [("1 row", "float32", 48), ("4 rows", "float32", 48)]
+
+
+ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--what mlp", "--what: expected one of block, gemm, attention, all, got 'mlp'"),
+        ("--dtype int8", "--dtype: expected one of bfloat16, float16, float32, got 'int8'"),
+        ("--only 9x9", "--only '9x9': no name contains it"),
+        ("--decode --what all", "--what chooses kernels, --decode times a whole model"),
+        ("--decode --only 8x", "--only chooses kernels, --decode times a whole model"),
+        ("--decode --rows 8;9", ROWS_WANTED),
+        ("--decode --dtype int8", "--dtype: expected one of float32, "),
+        ("--decode --size gpt3", "unknown --size 'gpt3': expected one of gpt2, "),
+        ("--llama", "type python -m benchmarks.models llama in the repository"),
+        ("--rows 8", "--rows is an option of --decode: add --decode"),
+        ("--size gpt2", "--size is an option of --decode: add --decode"),
+        ("--kv-dtype float8_e5m2", "--kv-dtype is an option of --decode: add --decode"),
+        ("--what block", f"the bench cannot be used: {NO_GPU}"),
+        ("--decode --rows 1", f"the bench cannot be used: {NO_GPU}"),
+    ],
+)
+def test_what_cannot_be_timed_is_one_line(
+    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "cuda_problem", lambda: NO_GPU)
+    assert message in gpt2block("bench", *arguments.split()).error
+
+
+# Labels of plots
+
+
+def test_labels_stand_apart() -> None:
+    heights = [0.5, 0.51, 0.1, 0.52, 1.0, 0.99, 0.98]
+    places = spread(heights, 0.05)
+    ordered = sorted(places)
+    assert all(b - a >= 0.05 - 1e-9 for a, b in pairwise(ordered))
+    assert [places.index(p) for p in ordered] == [heights.index(h) for h in sorted(heights)]
+    assert places[2] == 0.1
+    assert ordered[0] >= 0
+    assert ordered[-1] <= 1 + 1e-9
+    crowded = spread([0.5] * 101, 0.05)
+    assert min(crowded) >= -1e-9
+    assert max(crowded) <= 1 + 1e-9
+    assert len(set(crowded)) == 101
+
+
+# On the GPU
+
+
+@pytest.mark.gpu
+def test_a_small_race() -> None:
+    import cupy  # noqa: PLC0415
+
+    report = bench.run(
+        [
+            block("bfloat16", 2, 17, True),
+            block("float32", 2, 17, True),
+            gemm("bfloat16", "fc+gelu", 600, *PRODUCTS["fc+gelu"]),
+            attention("float32", 2, 17, False),
+            *bench.decode_works(rows="1,8"),
+        ]
+    )
+    assert report.right
+    names = {(row.what, row.contender) for row in report.rows}
+    assert names >= {("block", "skeleton"), ("attention", "online"), ("decode", "sampled")}
+    assert not [line for line in report.skipped if line.startswith("decode")]
+    if int(cupy.cuda.Device().compute_capability) >= 80:
+        assert ("block", "fused") in names
+    for each in report.rows:
+        assert each.us > 0
+        assert each.max_rel > 0
+    assert report.versions["GPU"]

@@ -1,0 +1,231 @@
+"""Terminals, threads, the report of `block`, and the help; outputs are in tests/golden/commands."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpt2block import Block, Comparison
+from gpt2block.apps.cli import display, kernels_run, threads
+from gpt2block.apps.cli.block import BlockReport, _print_report, _rows
+from gpt2block.cuda import requests
+from tests.command_line import gpt2block, printed
+
+TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
+
+
+def assert_ten_steps(lines: list[str]) -> None:
+    """Assert that the table of a bundled model's block has all steps, with float32 errors."""
+    rows = [line.split() for line in lines]
+    steps = [row for row in rows if row and row[0] in TEN]
+    assert [row[0] for row in steps] == TEN
+    assert steps[1][1:3] == ["reference.matmul_bias", "256x768"]
+    assert [len(row) for row in steps] == [8] * 10
+    assert all(0 < float(value) < 1e-4 for row in steps for value in row[4:])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals of POSIX")
+def test_a_terminal_of_80_columns_shows_every_number() -> None:
+    main, terminal = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gpt2block", "block", "--device", "cpu"],
+        stdout=terminal,
+        env={**os.environ, "COLUMNS": "80", "TERM": "xterm", "NO_COLOR": "1"},
+    )
+    os.close(terminal)
+    out = b""
+    with contextlib.suppress(OSError):  # raised at the end on Linux
+        while piece := os.read(main, 4096):
+            out += piece
+    os.close(main)
+    assert process.wait() == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out.decode()).splitlines()
+    assert_ten_steps(lines)
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if "…" in line and not line.startswith("input")]
+
+
+def test_threads_are_set_before_numpy_is_imported() -> None:
+    code = (
+        "import atexit, os, sys; from gpt2block.apps.cli import main; "
+        "name = 'OPENBLAS_NUM_THREADS'; "
+        "atexit.register(lambda: print(os.environ[name], 'numpy' in sys.modules)); main()"
+    )
+    words = ["generate", "KING", "--max-new-tokens", "1", "--device", "cpu", "--threads=3"]
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n3 True\n")
+
+
+@pytest.mark.parametrize("words", [["--version"], ["kernels", "add", "--mine", "missing.cu"]])
+def test_a_command_does_not_import_models_and_other_commands(words: list[str]) -> None:
+    code = "import atexit, sys; from gpt2block.apps.cli import main; "
+    code += "atexit.register(lambda: print(*sys.modules)); main()"
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    slow = ("checkpoints", "model", "block", "cli.model", "cli.generate", "bench.works", "explain")
+    assert not {f"gpt2block.{name}" for name in slow} & {*done.stdout.split()}
+    assert "gpt2block.apps.cli.app" in done.stdout.split()
+
+
+def test_one_thread_is_advised_once_after_slow_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert threads.seconds_of_product() > 0
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "seconds_of_product", lambda **more: 2 if more else 5)
+    for seconds, tokens, expected in ((0.9, 1, 0), (9.0, 99, 0), (1.1, 1, 1)):
+        watch = threads.slow_steps(10**9)
+        for _ in range(9):
+            watch(tokens, seconds)
+        said = capsys.readouterr().err
+        assert said.count("a matrix product is 2.5 times as fast with one thread") == expected
+        assert said.count("\n") == expected
+    monkeypatch.setattr(threads, "SLOW", 1e99)
+    for words in (("generate", "KING", "--seed", "1"), ("score", "-")):
+        ended = gpt2block(*words, "--device", "cpu", stdin=b"To be, or not to be")
+        assert ("is 2.5 times as fast" in ended.err) == (words[0] == "generate")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_the_step_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"COLUMNS": "80", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    given: Any = [SimpleNamespace(label=label) for label in ("N=1", "N=2")]
+    with contextlib.redirect_stderr(Terminal()) as err:
+        with display.working(lambda: "reading 120 tokens"):
+            time.sleep(1)
+            requests._watchers[-1](2, 3)
+            time.sleep(0.5)
+        for _ in kernels_run._watched(iter("abc"), given, False):
+            time.sleep(0.3)
+    said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", err.getvalue())
+    assert "reading 120 tokens, 1 s" in said
+    assert "compiling kernels, at the first start only: 2 of 3, 1 s" in said
+    assert re.search(r"compiling, then at N=1 .*at N=2 .*at sizes that a GPU", said, re.DOTALL)
+    with contextlib.redirect_stderr(io.StringIO()) as file, display.working(lambda: "x"):
+        time.sleep(0.5)
+    assert file.getvalue() == ""
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_long_names_are_folded_and_numbers_are_whole(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(display, "WIDTH_WHEN_PIPED", width)
+    errors = 4.1e-07, 1.4e-07, 4.3e-06, 5.1e-07
+    steps = [
+        Comparison("ln1", "layernorm768_kernel", (64, 128, 768), 0.0023, *errors),
+        Comparison("qkv", "reference.matmul_bias", (64, 128, 2304), 1458.6942, *errors),
+    ]
+    _print_report(BlockReport("a GPU", "float32", "fused", "random", "none", "x", steps))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert not [line for line in lines if "…" in line]
+    rows = {line.split()[0]: line.split() for line in lines}
+    texts = [f"{error:.1e}" for error in errors]
+    assert rows["ln1"] == ["ln1", "layernorm768_kernel", "64x128x768", "0.0023", *texts]
+    assert rows["qkv"][2:] == ["64x128x2304", "1458.6942", *texts]
+    if width == 120:
+        heading = "step kernel shape ms max abs max rel total abs total rel"
+        assert rows["step"] == heading.split()
+        assert rows["qkv"][1] == "reference.matmul_bias"
+
+
+def test_rows_of_a_batch_are_rotations_of_the_text() -> None:
+    rows = _rows([1, 2, 3, 4], 3, 2)
+    assert rows.tolist() == [[1, 2, 3], [2, 3, 4]]
+    assert _rows([1, 2], None, 1).tolist() == [1, 2]
+
+
+def test_a_trained_directory_without_a_tokenizer(data: Path) -> None:
+    said = gpt2block("block", "--weights", data / "gpt-nano-sort").error
+    assert "expected tokenizer.json for a vocabulary of 3 tokens" in said
+
+
+def test_the_stream_goes_through_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Block.__call__
+    monkeypatch.setattr(Block, "__call__", lambda self, x: honest(self, x) * 1.01)
+    wrong = gpt2block("block", "--text", "KING", "--device", "cpu", "--json").json
+    assert len(wrong["stream"]) == 6
+    assert min(wrong["stream"]) > 5e-3
+
+
+def test_nan_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"a": float("nan"), "b": [float("-inf"), 0.5, "x"], "c": (1, {"d": float("inf")})}
+    display.print_json(values)
+    assert capsys.readouterr().out == (
+        '{"a": null, "b": [null, 0.5, "x"], "c": [1, {"d": null}]}\n'
+    )
+
+
+# The help
+
+COMMANDS = [
+    "convert", "compare", "explain", "generate", "score", "info", "block", "check", "bench",
+    "profile", "kernels", "judge", "map", "map score", "map generate", "map embed",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_the_help_of_a_command(command: str) -> None:
+    text = printed(*command.split(), "--help")
+    assert text == printed(*command.split(), "-h")
+    assert "Usage:" in text
+    assert command in ("", "map") or f"Example: gpt2block {command}" in text
+    lines = [line.rstrip() for line in text.split("Options ─")[0].splitlines()[2:-1]]
+    width = max(map(len, text.splitlines()))
+    for line, following in pairwise(lines):  # lines of a paragraph are filled
+        if line and following[:1] == " ":
+            assert len(line) + len(following.split()[0]) + 2 > width, (line, following)
+
+
+def test_no_command_shows_the_help() -> None:
+    for arguments in ([], ["map"]):
+        ended = gpt2block(*arguments)
+        assert ended.code in (0, 2)  # depends on the version of Click
+        assert ended.err == ""
+        assert "Commands" in ended.out
+
+
+@pytest.mark.parametrize(("columns", "width"), [("70", 70), ("200", 200), ("0", 120), ("x", 120)])
+def test_piped_tables_have_the_width_that_columns_states(
+    columns: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
+    assert display.console().width == width
+    monkeypatch.delenv("COLUMNS")
+    assert display.console().width == 120
+
+
+@pytest.mark.gpu
+def test_block_on_the_gpu_names_its_kernels() -> None:
+    out: Any = gpt2block("block", "--json", "--kernels", "skeleton").json
+    assert "compute capability" in out["device"]
+    assert [step["kernel"] for step in out["steps"]][:3] == [
+        "layernorm_kernel",
+        "matmul_bias_tiled",
+        "mha_causal_kernel",
+    ]
+    assert all(0 < step["max_rel"] < 1e-5 for step in out["steps"])
+
+
+@pytest.mark.gpu
+def test_check_is_content_with_this_machine() -> None:
+    assert gpt2block("check").code == 0

@@ -1,0 +1,385 @@
+"""The engine that executes PTX: right kernels give NumPy's results, wrong ones give findings."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block.cuda import kernels
+from gpt2block.emulator.ptx import engine, nvrtc
+from gpt2block.emulator.ptx.encode import UnsupportedError, encode
+from gpt2block.emulator.ptx.engine import ORDERS, Finding, Order, Result, launch
+from gpt2block.emulator.ptx.parse import Module
+
+pytestmark = [
+    pytest.mark.skipif(
+        nvrtc.find_library() is None or shutil.which("g++") is None, reason="no NVRTC or no g++"
+    ),
+]
+
+HERE = Path(__file__).parents[1] / "corpus" / "kernels"
+N = 1000
+X = np.random.default_rng(0).standard_normal(N, np.float32)
+SETTINGS = re.compile(
+    r'^// (.*=.*)$(?:\n(?!//).*)*?\nextern "C" __global__ void (?:__launch_bounds__\(.*?\) )?(\w+)',
+    re.MULTILINE,
+)
+KERNEL = 'extern "C" __global__ void k(const float* x, float* out, int n) {'
+
+
+class Case(NamedTuple):
+    """A launch of a kernel. right: the expected first elements of `out`, or None."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int
+    right: NDArray[Any] | None
+    said: str
+
+
+@cache
+def module(source: str, name: str = "k.cu", *options: str) -> Module:
+    text = f'{kernels.prelude()}#line 1 "{name}"\n{source}'
+    made = nvrtc.compile(text, name=name, arch="sm_80", options=options)
+    assert isinstance(made, nvrtc.Compiled), made
+    return Module(made.ptx)
+
+
+def read(file: str) -> list[Case]:
+    cases = []
+    for line, kernel in SETTINGS.findall((HERE / file).read_text("ascii")):
+        settings, _, said = line.partition(" | ")
+        given = dict(part.split("=", 1) for part in settings.split())
+        grid, block = (tuple(map(int, given.get(k, "1").split(","))) for k in ("grid", "block"))
+        names = {"np": np, "x": X, "abs": abs, "max": max}
+        right = np.ravel(eval(given["right"], names)) if "right" in given else None
+        cases.append(Case(kernel, grid, block, int(given.get("shared", 0)), right, said))
+    return cases
+
+
+def of_file(file: str, *options: str) -> Module:
+    return module((HERE / file).read_text("ascii"), file, *options)
+
+
+def run(made: Module, case: Case, order: Order) -> tuple[Result, bool]:
+    """Return the result of a launch, and whether `out` is as expected."""
+    out = np.zeros(N, np.float32)
+    result = launch(
+        made,
+        case.kernel,
+        case.grid,
+        case.block,
+        [X.copy(), out, N],
+        shared=case.shared,
+        order=order,
+        names=("x", "out", "n"),
+        budget=2_000_000,
+    )
+    right = case.right
+    return result, right is None or np.allclose(out[: right.size], right, rtol=1e-4, atol=1e-4)
+
+
+def findings(result: Result) -> list[Finding]:
+    return [each for each in result.findings if each.fatal]
+
+
+@pytest.mark.parametrize("case", read("right.cu"), ids=lambda case: case.kernel)
+def test_a_right_kernel_is_accepted(case: Case) -> None:
+    for order in ORDERS:
+        result, right = run(of_file("right.cu"), case, order)
+        assert not findings(result)
+        assert right, order
+
+
+KINDS = {
+    "race": {"race"},
+    "READ out of bounds": {"out of bounds"},
+    "global-buffer-overflow": {"out of bounds"},
+    "divergent barrier": {"barrier", "mask"},
+    "misaligned": {"misaligned"},
+}
+
+
+@pytest.mark.parametrize("case", read("wrong.cu"), ids=lambda case: case.kernel)
+def test_a_wrong_kernel_is_found(case: Case) -> None:
+    """Code that the compiler removes is found in the program that it does not optimise."""
+    said = set()
+    for options in ((), ("-G",)):
+        for order in ORDERS:
+            result, right = run(of_file("wrong.cu", *options), case, order)
+            said |= {each.kind for each in findings(result)} | (set() if right else {"result"})
+    expected = {"race", "result"} if case.said.startswith("result") else set()
+    for words, kinds in KINDS.items():
+        expected |= kinds if words in case.said else set()
+    assert said & expected
+
+
+TWO_BLOCKS_MEET = """
+    __shared__ int ticket;
+    volatile int* flags = (volatile int*)(out + 10);
+    if (threadIdx.x == 0) {
+        flags[blockIdx.x] = 1;
+        while (flags[1 - blockIdx.x] == 0) {}
+        out[blockIdx.x] = 2.0f;
+    }
+}"""
+RIGHT = {  # kernel → grid, threads of a block, expected elements
+    "a function that calls itself": (
+        "__device__ __noinline__ float sum(const float* x, int n) {\n"
+        "    if (n < 3) return n == 2 ? x[0] + x[1] : x[0];\n"
+        "    return sum(x, n / 2) + sum(x + n / 2, n - n / 2);\n}\n"
+        f"{KERNEL} out[threadIdx.x] = sum(x, 40 + threadIdx.x); }}",
+        1,
+        32,
+        [X[: 40 + k].sum() for k in range(32)],
+    ),
+    "pointers to functions": (
+        "typedef float (*F)(float);\n"
+        "__device__ float twice(float v) { return 2 * v; }\n"
+        "__device__ float third(float v) { return v / 3; }\n"
+        "__device__ F table[2] = {twice, third};\n"
+        f"{KERNEL} out[threadIdx.x] = table[threadIdx.x % 2](x[threadIdx.x]); }}",
+        1,
+        32,
+        np.where(np.arange(32) % 2, X[:32] / 3, 2 * X[:32]),
+    ),
+    "a local array": (
+        f"{KERNEL} float a[8];\n"
+        "    for (int i = 0; i < 8; ++i) a[i] = x[8 * threadIdx.x + i];\n"
+        "    out[threadIdx.x] = a[(threadIdx.x + n) % 8]; }",
+        1,
+        32,
+        [X[8 * k + (k + N) % 8] for k in range(32)],
+    ),
+    "two blocks that wait for each other": (KERNEL + TWO_BLOCKS_MEET, 2, 32, [2, 2]),
+    "a lane that waits for another lane": (
+        f"{KERNEL} volatile int* flag = (volatile int*)(out + 10);\n"
+        "    if (threadIdx.x == 0) { while (*flag == 0) {} out[0] = 1.0f; }\n"
+        "    else if (threadIdx.x == 7) *flag = 1; }",
+        1,
+        32,
+        [1],
+    ),
+    "named barriers of two warps each": (
+        f"{KERNEL} __shared__ float s[128]; const int pair = threadIdx.x / 64;\n"
+        "    s[threadIdx.x] = x[threadIdx.x];\n"
+        '    asm volatile("bar.sync %0, 64;" :: "r"(pair + 1) : "memory");\n'
+        "    out[threadIdx.x] = s[threadIdx.x ^ 63]; }",
+        1,
+        128,
+        X[np.arange(128) ^ 63],
+    ),
+    "a producer that does not wait": (
+        f"{KERNEL} __shared__ float s[32];\n"
+        "    if (threadIdx.x < 32) { s[threadIdx.x] = x[threadIdx.x];\n"
+        '        asm volatile("bar.arrive 1, 64;" ::: "memory"); }\n'
+        '    else { asm volatile("bar.sync 1, 64;" ::: "memory");\n'
+        "        out[threadIdx.x - 32] = s[63 - threadIdx.x]; } }",
+        1,
+        64,
+        X[:32][::-1],
+    ),
+    "shuffles of the same mask in two branches": (
+        f"{KERNEL} const float v = x[threadIdx.x]; float other;\n"
+        "    if (threadIdx.x % 2) {\n"
+        "        other = __shfl_xor_sync(~0u, v, 1); out[threadIdx.x] = other;\n"
+        "    } else { other = __shfl_xor_sync(~0u, 2 * v, 1); out[threadIdx.x] = -other; } }",
+        1,
+        32,
+        [(2 if k % 2 else -1) * X[k ^ 1] for k in range(32)],
+    ),
+    "integers": (
+        f"{KERNEL} const int i = threadIdx.x - 16, d = i ? i : 1; const unsigned u = i * 77;\n"
+        "    const long long wide = (long long)i * i * 1000003;\n"
+        "    bool ok = i / d * d + i % d == i && __mulhi(i << 20, 1 << 20) == i * 256;\n"
+        "    ok = ok && wide / 1000003 == i * i && __popc(u) + __popc(~u) == 32;\n"
+        "    ok = ok && (u >> 5 << 5) + (u & 31) == u;\n"
+        "    ok = ok && __byte_perm(__byte_perm(u, 0, 0x0123), 0, 0x0123) == u;\n"
+        "    ok = ok && __brev(__brev(u)) == u;\n"
+        "    ok = ok && __funnelshift_l(u, u, 13) == (u << 13 | u >> 19);\n"
+        "    ok = ok && __sad(i, 3, 5u) == (unsigned)(abs(i - 3) + 5) && (short)i == i;\n"
+        "    out[threadIdx.x] = ok && (i >> 40 % 32 < 0) == (i < 0) ? 1.0f : 0.0f; }",
+        1,
+        32,
+        np.ones(32),
+    ),
+    "atomic operations": (
+        f"{KERNEL} __shared__ unsigned s[6]; if (threadIdx.x < 6) s[threadIdx.x] = 40;\n"
+        "    __syncthreads(); const unsigned t = threadIdx.x;\n"
+        "    atomicAdd(s, t); atomicMax(s + 1, t); atomicMin(s + 2, t); atomicXor(s + 3, t);\n"
+        "    atomicInc(s + 4, 41); atomicOr((unsigned*)out + 20, 0u); atomicDec(s + 5, 50);\n"
+        "    __syncthreads(); if (t < 6) out[t] = s[t]; }",
+        1,
+        64,
+        [40 + 63 * 32, 63, 0, 40, (40 + 64) % 42, (40 - 64) % 51],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("order", ORDERS)
+def test_results(name: str, order: Order) -> None:
+    source, grid, block, expected = RIGHT[name]
+    case = Case("k", (grid,), (block,), 0, np.asarray(expected), "")
+    result, right = run(module(source), case, order)
+    assert not findings(result)
+    assert right
+
+
+WRONG = {  # body of a kernel → what the finding says
+    "out[n + threadIdx.x] = 1.0f;": (
+        r"out of bounds: thread \(0, 0, 0\) .* line 1, writes 4 bytes at byte 4000 of out"
+    ),
+    "out[(int)threadIdx.x - 1] = 1.0f;": r"out of bounds: thread \(0, 0, 0\) .* at byte -4 of out",
+    "float a[4]; for (int i = 0; i < 4; ++i) a[i] = x[i];\nout[0] = a[n];": (
+        r"out of bounds: .* line 2, reads 4 bytes at byte 4000 of local memory"
+    ),
+    "*(float2*)(out + threadIdx.x) = make_float2(0, 0);": r"misaligned: thread \(1, 0, 0\) ",
+    "out[0] = x[threadIdx.x];": (
+        r"race: thread \(1, 0, 0\) of block \(0, 0, 0\), line 1, writes out\[0\]; "
+        r"thread \(0, 0, 0\) of block \(0, 0, 0\), line 1, wrote it"
+    ),
+    "if (threadIdx.x == 0) atomicAdd(out, x[0]);\nif (threadIdx.x == 32) out[0] = 1.0f;": (
+        r"race: thread \(32, 0, 0\) .* line 2, writes out\[0\]; .* line 1, atomically changed it"
+    ),
+    "if (threadIdx.x < 32)\n__syncthreads();\nout[threadIdx.x] = 1.0f;": (
+        r"barrier: thread \(0, 0, 0\) .* line 2: other threads never reach it; thread \(32, 0, 0\)"
+    ),
+    "if (threadIdx.x < 32) __syncthreads(); else\n__syncthreads();": (
+        r"barrier: .*threads wait at different barriers; .* line [12]"
+    ),
+    "if (threadIdx.x % 2)\n__syncwarp(0x1u); out[0] = 1.0f;": (
+        r"mask: .* line 2: the mask does not name the lane that executes the instruction"
+    ),
+    "while (x[0] != 12345.0f) out[1000 - threadIdx.x - 1] += 1.0f;": r"endless: .* budget",
+    "out[0] = n / (int)(threadIdx.x / 64);": r"division: .* divided by zero",
+    "assert(threadIdx.x != 3);": r"assert: thread \(3, 0, 0\) .* threadIdx\.x != 3",
+    "if (threadIdx.x == 5) __trap();": r"trap: thread \(5, 0, 0\)",
+    "__shared__ int lock; if (threadIdx.x == 0) lock = 1; __syncthreads();\n"
+    "while (atomicCAS(&lock, 0, 1) != 0) {}": r"endless: .* line 2",
+    "out[threadIdx.x] = 1.0f; __syncthreads();\nout[threadIdx.x + 64] = __ldg(out + n % 64);": (
+        r"read-only: .* line 2, reads out\[40\]; .* line 1, wrote it: the read-only cache may hold"
+    ),
+    '__shared__ float s[64]; s[threadIdx.x] = x[0];\nasm volatile("bar.sync 1, 96;");': (
+        r"barrier: .* line 2: other threads never reach it"
+    ),
+}
+
+
+@pytest.mark.parametrize("body", WRONG)
+def test_a_finding_names_threads_lines_and_elements(body: str) -> None:
+    result, _ = run(module(f"{KERNEL} {body} }}"), Case("k", (1,), (64,), 0, None, ""), "forward")
+    assert [each for each in findings(result) if re.match(WRONG[body], str(each))]
+
+
+def test_memory_without_a_value_is_noted() -> None:
+    body = "__shared__ float s[64]; if (threadIdx.x < 40) s[threadIdx.x] = x[0]; __syncthreads();\n"
+    source = f"{KERNEL} {body} out[threadIdx.x] = s[threadIdx.x]; }}"
+    result, _ = run(module(source), Case("k", (1,), (64,), 0, None, ""), "reverse")
+    (found,) = result.findings
+    said = "unwritten: thread (40, 0, 0) of block (0, 0, 0), line 2, reads 4 bytes at byte 160 of s"
+    assert str(found) == said
+
+
+def test_an_output_that_no_thread_writes_is_known() -> None:
+    made, out = module(f"{KERNEL} out[threadIdx.x] = x[threadIdx.x]; }}"), np.zeros(64, np.float32)
+    written = np.zeros(256, np.uint8)
+    launch(made, "k", (1,), (32,), [X, out, 64], written=(None, written, None))
+    assert written[:128].all()
+    assert not written[128:].any()
+
+
+def test_printed_text() -> None:
+    source = (
+        f"{KERNEL} if (threadIdx.x % 16 == 0)"
+        ' printf("%d: %5.2f %s %llx\\n", threadIdx.x, 1.5, "text", 1ull << 40); }'
+    )
+    result, _ = run(module(source), Case("k", (1,), (32,), 0, None, ""), "forward")
+    assert result.printed == "0:  1.50 text 10000000000\n16:  1.50 text 10000000000\n"
+
+
+def test_variables_keep_their_values() -> None:
+    """A launch that does not end leaves them as they were."""
+    made = module(f"__device__ int calls = 3;\n{KERNEL} out[0] = ++calls; if (!n) __trap(); }}")
+    out = np.zeros(1, np.float32)
+    for n, expected in ((1, 4), (0, 5), (1, 5)):
+        launch(made, "k", (1,), (1,), [X, out, n])
+        assert out[0] == expected
+
+
+def test_threads_share_the_variables_of_a_module() -> None:
+    made = module(
+        f"__device__ unsigned calls;\n{KERNEL} if (threadIdx.x == 0) {{"
+        " for (int i = 0; i < 1000; ++i) calls = calls + 1; out[0] = calls; } }"
+    )
+
+    def one(_: int) -> float:
+        out = np.zeros(1, np.float32)
+        launch(made, "k", (1,), (32,), [X, out, N])
+        return float(out[0])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(one, range(16))) == [1000.0 * k for k in range(1, 17)]
+
+
+def test_a_build_that_fails_is_reported_and_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\necho x >> {tmp_path}/calls\necho no header >&2; exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    made = module(f"{KERNEL} }}")
+    made.loaded.clear()
+    engine._opened.cache_clear()
+    try:
+        for _ in range(3):
+            with pytest.raises(engine.LaunchError, match=r"cannot compile .* no header"):
+                launch(made, "k", (1,), (1,), [X, X, N])
+        assert (tmp_path / "calls").read_text().count("x") <= 2  # at most one for each source
+    finally:
+        engine._opened.cache_clear()
+
+
+def test_the_variant_changes_what_no_result_may_depend_on() -> None:
+    source = f'{KERNEL} unsigned v; asm volatile("mov.u32 %0, %%nsmid;" : "=r"(v)); out[0] = v; }}'
+    results = []
+    for variant in (0, 1):
+        out = np.zeros(1, np.float32)
+        launch(module(source), "k", (1,), (1,), [X, out, N], variant=variant)
+        results.append(out[0])
+    assert results[0] != results[1]
+
+
+def test_an_unknown_instruction_has_its_text_and_line() -> None:
+    asm = 'asm volatile("vadd.u32.u32.u32 %0, %1, %1;" : "=r"(*(unsigned*)out) : "r"(n));'
+    with pytest.raises(UnsupportedError, match=r"vadd\.u32\.u32\.u32") as raised:
+        encode(module(f"{KERNEL}\n{asm} }}"), "k")
+    assert raised.value.place is not None
+    assert raised.value.place.line == 2
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "args", "said"),
+    [
+        ((1,), (1,), [X], "3 parameters, got 1"),
+        ((1,), (1,), [X[::2], X, N], "argument 0 of k is not contiguous"),
+        ((1,), (33, 32), [X, X, N], "1 to 1024 threads"),
+        ((0,), (32,), [X, X, N], "expected a grid"),
+    ],
+)
+def test_wrong_launches(
+    grid: tuple[int, ...], block: tuple[int, ...], args: list[Any], said: str
+) -> None:
+    with pytest.raises(engine.LaunchError, match=said):
+        launch(module(f"{KERNEL} }}"), "k", grid, block, args)

@@ -1,0 +1,351 @@
+"""Slots: rows get the same tokens as alone, whenever and in whichever slot they run."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import GPT2, GPT2Config, InputError, cuda
+from gpt2block.cuda.formats import DTYPES
+from gpt2block.emulator.stand_in import Stream
+from gpt2block.engine.cuda import steps as cuda_steps
+from gpt2block.engine.generation.rows import Generation
+from gpt2block.engine.model import Ids, Start, start_all
+from gpt2block.files.parameters.gpt2 import GPT2Weights
+from gpt2block.models.config import ModelConfig
+from gpt2block.sampling import Sampling
+from tests.devices import GPU, SOMEWHERE, running_on
+from tests.generating import Run, generate
+from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
+
+TINY = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=24, vocab_size=37)
+CORES = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=80, vocab_size=301)
+everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU.marks)])
+
+
+def model(device: str, config: GPT2Config = TINY, dtype: str = "float32") -> GPT2:
+    return GPT2(GPT2Weights.random(0, config), device=device, dtype=dtype)
+
+
+def random_prompts(lengths: list[int], config: ModelConfig = TINY) -> list[Ids]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(config.vocab_size, size=n).astype(np.int32) for n in lengths]
+
+
+def the_same(got: Generation, expected: Generation) -> bool:
+    """Return whether results agree; log-probabilities may differ, as BLAS depends on rows."""
+    near = np.allclose(got.logprobs, expected.logprobs, rtol=1e-4, atol=1e-4)
+    return near and (got.tokens, got.finish_reason) == (expected.tokens, expected.finish_reason)
+
+
+def test_slots_on_the_emulator() -> None:
+    """Refilled slots, a stop id, and a restarted row give the bits of rows alone."""
+    with running_on("shuffled"):
+        m, prompts = model("cuda"), random_prompts([3, 1, 22])
+        options: dict[str, Any] = {"max_new_tokens": 4, "seed": 3, "stop_ids": [2, 10]}
+        options |= {"repetition_penalty": 1.5, "temperature": 0.1, "overflow": "truncate"}
+        options |= {"frequency_penalty": 0.2, "min_new_tokens": 2}
+        alone = [m.generate(prompt, **options) for prompt in prompts]
+        assert m.generate(prompts, rows_at_once=2, **options) == alone
+
+
+def test_a_prompt_alone_has_the_bits_of_its_length() -> None:
+    """Lengths are rounded up to share launches; the result is still of the prompt's last row."""
+    with running_on("shuffled"):
+        config = GPT2Config(n_layer=2, n_head=2, n_embd=32, n_ctx=80, vocab_size=37)
+        options: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0, "stop_ids": ()}
+        m = model("cuda", config)
+        for prompt in random_prompts([65, 66, 68, 71, 79], config):
+            (drawn,) = m.generate(prompt, **options).logprobs
+            logits = m.engine.forward([prompt], "last")[0].astype(np.float64)
+            top = logits.max()
+            np.testing.assert_allclose(drawn, -np.log(np.exp(logits - top).sum()), rtol=1e-5)
+            assert m.generate(prompt, **options).tokens == (int(logits.argmax()),)
+        (cache,) = m.engine._caches._ended  # type: ignore[attr-defined]
+        assert sorted(rows for rows, *_ in cache.prefills) == [68, 72, 80]
+
+
+@everywhere
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 64])
+def test_any_number_of_slots(device: str, rows: int) -> None:
+    m = model(device)
+    prompts = random_prompts([1 + 5 * b % 24 for b in range(64)])
+    options: dict[str, Any] = {"max_new_tokens": 9, "seed": 1, "stop_ids": [2, 10]}
+    options |= {"temperature": 0.1, "presence_penalty": 0.3, "min_new_tokens": 2}
+    alone = [m.generate(prompt, **options) for prompt in prompts]
+    assert min(len(found.tokens) for found in alone if found.finish_reason == "stop") >= 3
+    assert {found.finish_reason for found in alone} == {"stop", "length", "context"}
+    together = m.generate(prompts, rows_at_once=rows, **options)
+    assert all(map(the_same, together, alone))
+    if device == "cuda":
+        assert together == alone
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_any_slot(dtype: str) -> None:
+    """Log-probabilities, which are part of a Generation, depend on all logits of a row."""
+    m = model("cuda", CORES, dtype)
+    prompts = random_prompts([1 + 7 * b % 80 for b in range(40)], CORES)
+    options: dict[str, Any] = {"max_new_tokens": 30, "seed": 1, "stop_ids": range(9)}
+    options |= {"repetition_penalty": 1.2, "temperature": 0.2, "overflow": "truncate"}
+    options |= {"frequency_penalty": 0.1, "min_new_tokens": 5}
+    alone = [m.generate(prompt, **options) for prompt in prompts]
+    for rows in (None, 1, 3, 16):
+        assert m.generate(prompts, rows_at_once=rows, **options) == alone
+
+
+@everywhere
+def test_sequences_come_and_go(device: str) -> None:
+    """Sequences start and stop in any order; a stopped sequence does not appear again."""
+    m, rng = model(device), np.random.default_rng(1)
+    prompts = random_prompts(rng.integers(1, 16, 40).tolist())
+    alone = [m.generate(p, max_new_tokens=9, temperature=0).tokens for p in prompts]
+    decoding = m.engine.decode(6, 24)
+    waiting, running = list(range(40)), dict[int, int]()  # slot → prompt
+    got: dict[int, list[int]] = {index: [] for index in waiting}
+    left = {}
+    while waiting or running:
+        free = [slot for slot in range(6) if slot not in running]
+        rng.shuffle(free)
+        starts = []
+        for slot in free[: rng.integers(0 if running else 1, 7)]:
+            if waiting:
+                running[slot] = waiting.pop(0)
+                left[slot] = int(rng.integers(1, 10))
+                ids = prompts[running[slot]]
+                starts.append(Start(slot, ids, Sampling(temperature=0), left[slot]))
+        if starts:
+            decoding.start(starts)
+        slots, tokens, logprobs, *_ = decoding.next()
+        assert slots.dtype == tokens.dtype == np.int32
+        assert logprobs.dtype == np.float32
+        assert set(slots.tolist()) <= set(running)
+        for slot, token in zip(map(int, slots), map(int, tokens), strict=True):
+            got[running[slot]].append(token)
+            left[slot] -= 1
+            if not left[slot]:
+                del running[slot]
+        stopped = [slot for slot in running if rng.random() < 0.1]
+        if stopped:
+            decoding.stop(np.array(stopped, np.int32))
+        for slot in stopped:
+            del running[slot]
+    for index, found in got.items():
+        assert tuple(found) == alone[index][: len(found)]
+    with pytest.raises(RuntimeError, match="expected a sequence in at least one slot"):
+        decoding.next()
+
+
+@pytest.mark.parametrize("device", ["cpu", *SOMEWHERE])
+def test_a_step_whose_sequences_were_all_stopped(device: str) -> None:
+    """The step's result is dropped: the next one is of a sequence that started later, if any."""
+    with nullcontext() if device == "cpu" else running_on(device):
+        m, (ids, others) = model("cpu" if device == "cpu" else "cuda"), random_prompts([3, 3])
+        expected = [m.generate(p, max_new_tokens=2, temperature=0) for p in (ids, others)]
+        decoding, greedy = m.engine.decode(2, 24), Sampling(temperature=0)
+        decoding.start([Start(0, ids, greedy, 9)])
+        first = decoding.next()
+        decoding.stop(np.array([0], np.int32))
+        decoding.start([Start(1, others, greedy, 9)])
+        second, third = decoding.next(), decoding.next()
+        assert [step.slots.tolist() for step in (first, second, third)] == [[0], [1], [1]]
+        assert int(first.tokens[0]) == expected[0].tokens[0]
+        assert (int(second.tokens[0]), int(third.tokens[0])) == expected[1].tokens
+        decoding.stop(np.array([1], np.int32))
+        with pytest.raises(RuntimeError, match="expected a sequence in at least one slot"):
+            decoding.next()
+
+
+def test_a_lost_gpu_gets_no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = Mock(side_effect=RuntimeError("an illegal memory access was encountered"))
+    with running_on("forward"):
+        engine = GPT2(GPT2Weights.random(0, TINY), device="cuda").engine
+        monkeypatch.setattr(Stream, "synchronize", lost)
+        with pytest.raises(RuntimeError, match="an illegal memory access"):
+            engine.decode(1, 8)
+
+
+@everywhere
+def test_one_token_each(device: str) -> None:
+    m, prompts = model(device), random_prompts([1, 24, 5, 9, 2])
+    found = m.generate(prompts, max_new_tokens=1, temperature=0, rows_at_once=2)
+    expected = [int(m(prompt, last=True).argmax()) for prompt in prompts]
+    assert [one.tokens for one in found] == [(token,) for token in expected]
+    first = m.generate(prompts, max_new_tokens=8, temperature=0, stop_ids=expected, rows_at_once=3)
+    assert [one.tokens for one in first] == [(token,) for token in expected]
+    assert {one.finish_reason for one in first} == {"stop"}
+
+
+def test_a_later_text_reuses_a_cache_of_at_most_twice_its_size() -> None:
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=400, vocab_size=37)
+    with running_on("forward"):
+        engine: Any = model("cuda", config).engine
+        caches = [engine.decode(1, n)._cache for n in (200, 180, 110, 90, 250)]
+    assert caches[0] is caches[1] is caches[2]
+    assert [cache.n_ctx for cache in caches] == [224, 224, 224, 96, 256]
+
+
+@everywhere
+def test_the_cache_has_the_positions_in_use(device: str) -> None:
+    m = model(device, GPT2Config(1, 1, 8, 1024, 37))
+    decoding = start_all(m.engine, [np.array([1, 2, 3], np.int32)], [Sampling()], 7)
+    assert 9 <= decoding.n_ctx <= 64
+    assert m.engine.decode(1, 129).n_ctx in (129, 160)
+    assert m.engine.decode(1, 1023).n_ctx in (1023, 1024)
+
+
+@everywhere
+def test_a_consumer_that_stops_or_fails(device: str) -> None:
+    """An abandoned generation does not change the next one."""
+    m = model(device)
+    prompts = random_prompts([3, 9, 4, 7])
+    options: dict[str, Any] = {"max_new_tokens": 9, "seed": 1}
+    expected = m.generate(prompts, **options)
+    for taken in (0, 1, 5):
+        run = Run(m.engine, None, prompts, rows_at_once=2, **options)
+        rows = iter(run)
+        for _ in range(taken):
+            next(rows)
+        rows.close()
+    pieces = m.stream([1, 2])
+    next(pieces, None)
+    pieces.close()
+    with pytest.raises(ZeroDivisionError):
+        [1 // (len(row.tokens) - 4) for row in Run(m.engine, None, prompts, **options)]
+    assert m.generate(prompts, **options) == expected
+
+
+@pytest.mark.parametrize("device", ["forward", GPU])
+def test_an_interrupt_after_a_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C before the host has counted a launch, the next generation is right."""
+    with running_on(device):
+        m, prompts = model("cuda"), random_prompts([2])
+        options: dict[str, Any] = {"max_new_tokens": 3, "seed": 1}
+        expected = m.generate(prompts, **options)
+        result, calls = cuda_steps.DecodingStep._result, itertools.count()
+
+        def interrupted(*args: Any) -> Any:
+            if next(calls) == 1:
+                raise KeyboardInterrupt
+            return result(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_steps.DecodingStep, "_result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                m.generate(prompts, **options)
+        assert m.generate(prompts, **options) == expected
+
+
+@everywhere
+def test_threads(device: str) -> None:
+    m = model(device)
+    prompts = random_prompts([1 + 5 * b % 16 for b in range(24)])
+    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.1, "rows_at_once": 5}
+    options["seed"] = 1
+    expected, found = m.generate(prompts, **options), dict[int, list[Generation]]()
+
+    def run(first: int) -> None:
+        found[first] = m.generate(prompts[first:], **options)
+
+    threads = [threading.Thread(target=run, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for first in range(4):
+        assert all(map(the_same, found[first], expected[first:]))
+
+
+def test_ten_thousand_prompts() -> None:
+    engine = MarkovEngine(random_table(0, 256))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(256, size=n) for n in rng.integers(1, 9, 10_000)]
+    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0, "stop_ids": range(40)}
+    options["seed"] = 1
+    found = generate(engine, byte_encoding(), prompts, rows_at_once=200, **options)
+    assert len(found) == 10_000
+    assert max(map(len, engine.batches)) <= 200
+    for index in rng.integers(10_000, size=50):
+        assert found[index] == generate(engine, byte_encoding(), prompts[index], **options)
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, cupy: Any, most: int) -> list[int]:
+    """Let allocations of more than `most` bytes fail; return a list to which they are added."""
+    failed: list[int] = []
+    zeros = cupy.zeros
+
+    def allocate(shape: Any, dtype: Any = "float64") -> Any:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if size > most:
+            failed.append(size)
+            raise cupy.cuda.memory.OutOfMemoryError(size, 0)
+        return zeros(shape, dtype)
+
+    monkeypatch.setattr(cupy, "zeros", allocate)
+    return failed
+
+
+@pytest.mark.parametrize("device", ["shuffled", GPU])
+def test_out_of_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_on(device):
+        m, prompts = model("cuda"), random_prompts([3, 5, 1])
+        options: dict[str, Any] = {"max_new_tokens": 1, "seed": 1}
+        expected = m.generate(prompts, **options)
+        keys = 2 * TINY.n_layer * TINY.n_ctx * TINY.n_embd * 4  # bytes of K and V per row
+        with monkeypatch.context() as patch:
+            failed = limited(patch, cuda.cupy, 2 * keys)
+            m.engine._caches._ended.clear()  # type: ignore[attr-defined]
+            with pytest.raises(MemoryError, match=r"3 rows of 24 tokens take .* expected fewer"):
+                m.generate(prompts, rows_at_once=3, **options)
+            assert m.engine.decode(3, 24, fewer=True).slots == 1
+            assert failed[:2] == [3 * keys] * 2
+            m.generate(prompts, **options)
+        with monkeypatch.context() as patch:
+            limited(patch, cuda.cupy, keys - 1)
+            m.engine._caches._ended.clear()  # type: ignore[attr-defined]
+            with pytest.raises(MemoryError, match="Out of memory: keys and values of 1 rows"):
+                m.generate(prompts, **options)
+        assert m.generate(prompts, **options) == expected
+
+
+def test_activations_for_which_memory_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later prompt allocates them; results equal those of a model that had the memory."""
+    prompt = list(range(9))
+    with running_on("forward"):
+        m, other = model("cuda"), model("cuda")
+        m([1])
+        missing = cuda.cupy.cuda.memory.OutOfMemoryError(1, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr("gpt2block.engine.recording.Arena", Mock(side_effect=missing))
+            with pytest.raises(MemoryError):
+                m(prompt)
+        np.testing.assert_array_equal(m(prompt), other(prompt))
+
+
+def test_slots_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_on("forward"):
+        m = model("cuda", GPT2Config(1, 1, 8, 64, 5))
+        device = type(cuda.cupy.cuda.Device())
+        per_row = m.engine._caches._row_bytes(64)  # type: ignore[attr-defined]
+        for free, slots in ((1 << 32, 512), (2 * 9 * per_row, 9), (per_row, 1)):
+            monkeypatch.setattr(device, "mem_info", (free, 1 << 40))
+            assert m.engine.decode(4000, 64, fewer=True).slots == slots
+            m.engine._caches._ended.clear()  # type: ignore[attr-defined]
+        assert m.engine.decode(12, 64).slots == 12
+
+
+def test_a_full_context_and_a_long_prompt() -> None:
+    engine = MarkovEngine(cycle(256), n_ctx=6)
+    prompts: list[NDArray[Any]] = [np.arange(n) for n in (1, 6, 3)]
+    found = generate(engine, None, prompts, temperature=0, rows_at_once=2)
+    assert [len(one.tokens) for one in found] == [6, 1, 4]
+    with pytest.raises(InputError, match="prompt 1: 7 tokens, the model's context is 6"):
+        generate(engine, None, [[1], list(range(7))])

@@ -1,0 +1,142 @@
+"""A smaller model that guesses tokens: texts stay the same, and a step gives several tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from gpt2block import GPT2, GPT2Config, InputError, Model
+from gpt2block.apps.cli.app import application
+from gpt2block.engine.cuda.steps import InFlight
+from gpt2block.engine.generation import batching
+from gpt2block.engine.generation.batching import Batch
+from gpt2block.engine.model import Sampled
+from gpt2block.files.parameters.arrays import random_model
+from gpt2block.files.parameters.gpt2 import GPT2Weights
+from tests.devices import GPU, running_on
+from tests.engine.test_architectures_cuda import FORMATS, OWN, SIZES
+from tests.engine.test_batching import finish, row_of
+from tests.engine.test_decoding import random_prompts
+
+SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=48, vocab_size=7)
+LARGE = replace(SMALL, n_layer=2)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.8, "top_p": 0.9, "top_logprobs": 2},
+    "changed": {"temperature": 0.5, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+}
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which the number of tokens of each step is added."""
+    counts, read = list[int](), InFlight.taken
+
+    def noted(result: InFlight) -> Sampled:
+        found = read(result)
+        counts.append(len(found.slots))
+        return found
+
+    monkeypatch.setattr(InFlight, "taken", noted)
+    return counts
+
+
+def gpt2(config: GPT2Config, seed: int, dtype: str = "float32") -> GPT2:
+    return GPT2(GPT2Weights.random(seed, config), "cuda", dtype)
+
+
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [("shuffled", "sampled"), *(pytest.param("gpu", each, marks=GPU.marks) for each in OPTIONS)],
+)
+def test_the_text_is_that_without_a_draft(where: str, options: str, taken: list[int]) -> None:
+    """Guesses by the model itself are nearly all right, even sampled ones; by another, some are."""
+    with running_on(where):
+        model, prompts = gpt2(LARGE, 0), random_prompts([9, 20, 3], LARGE)
+        few = 8 if where != "gpu" else 14
+        given = {"max_new_tokens": few, "seed": 5, "stop_ids": (), **OPTIONS[options]}
+        alone = model.generate(prompts, **given)
+        drafts = ((gpt2(LARGE, 0), 2 * few), (gpt2(SMALL, 3), 3 * few))
+        for draft, most in drafts[: 1 if where != "gpu" else 2]:
+            model.draft_model = draft
+            taken.clear()
+            assert model.generate(prompts, speculate=True, rows_at_once=2, **given) == alone
+            if options != "changed":
+                assert len(taken) < most / 2
+        model.draft_model = None
+        if where == "gpu":
+            assert model.generate(prompts[0], speculate=True, **given) == alone[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "dtype"), [*product(("qwen3", "mistral", "gemma3"), FORMATS)])
+def test_prompts_that_begin_alike(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, taken: list[int]
+) -> None:
+    """A draft's kv_cache gets the same copies, pieces and slots as the decoding's cache."""
+    monkeypatch.setattr(batching, "LEAST_COPIED", 4)
+    monkeypatch.setattr(batching, "least_shared", lambda *_: 10)
+    monkeypatch.setattr(batching, "PIECE", 64)
+    kind, own = OWN[name]
+    config = kind(**{**SIZES, **own, "n_ctx": 200})
+    models: list[Model[Any]] = [
+        Model.from_tensors(config, random_model(3, config), "cuda", dtype, FORMATS[dtype])
+        for _ in range(2)
+    ]
+    rng, model = np.random.default_rng(0), models[0]
+    begin = rng.integers(config.vocab_size, size=90)
+    prompts = [np.append(begin[: 30 * (n % 4)], rng.integers(53, size=9)) for n in range(24)]
+    options: dict[str, Any] = {"max_new_tokens": 20, "seed": 2, "stop_ids": (), "temperature": 0.7}
+    alone = [model.generate(ids, **options) for ids in prompts]
+    model.draft_model = models[1]
+    taken.clear()
+    batch = Batch(model.engine, 5, 160, tokens_at_once=100, speculate=True)
+    rows = [row_of(model.engine, ids.tolist(), **options) for ids in prompts]
+    batch.submit(rows)
+    finish(batch)
+    for row, expected in zip(rows, alone, strict=True):
+        assert tuple(row.tokens) == expected.tokens
+        assert tuple(row.logprobs) == expected.logprobs
+    assert sum(taken) > 2.5 * len([n for n in taken if n])
+
+
+def test_what_cannot_guess() -> None:
+    with running_on("forward"):
+        model = gpt2(SMALL, 0)
+        cases: list[tuple[Any, str]] = [
+            (model, "expected another Model, got the model itself"),
+            ("smollm2", "expected another Model, got str"),
+            (GPT2(GPT2Weights.random(0, SMALL), "cpu"), "both models on one GPU"),
+            (gpt2(replace(SMALL, vocab_size=8), 0), "expected 7 tokens and a context of at least"),
+            (gpt2(replace(SMALL, n_ctx=47), 0), "of at least 48, got 7 and 47"),
+        ]
+        for draft, message in cases:
+            with pytest.raises(InputError, match=message):
+                model.draft_model = draft
+            assert model.draft_model is None
+        model.draft_model = gpt2(SMALL, 1)
+        with pytest.raises(InputError, match=r"17 texts together with a draft model: expected at"):
+            model.generate([[1]] * 17, speculate=True, rows_at_once=17, max_new_tokens=1)
+    host = GPT2(GPT2Weights.random(0, SMALL), "cpu")
+    with pytest.raises(InputError, match="as NumPy guesses nothing"):
+        host.draft_model = GPT2(GPT2Weights.random(1, SMALL), "cpu")
+    host.draft_model = None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "--draft-model: expected --speculate with it"),
+        (["--speculate"], "both models on one GPU, as NumPy guesses nothing"),
+    ],
+)
+def test_on_the_command_line(given: list[str], message: str) -> None:
+    command = ["generate", "a", "--device", "cpu", "--draft-model", "shakespeare", *given]
+    ran = CliRunner().invoke(application(), command)
+    assert ran.exit_code
+    assert message in " ".join(f"{ran.output}{ran.exception}".split())

@@ -1,0 +1,490 @@
+"""Tiny models of Llama and similar architectures, against stored results of `transformers`.
+
+tools/make_golden.py writes the models and results. Results are computed in float64 and stored as
+float32, so NumPy in float64 may differ by that rounding: half a unit in the last place of the
+largest value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+import gpt2block
+from gpt2block import (
+    GPT2,
+    CheckpointError,
+    InputError,
+    Llama,
+    LlamaConfig,
+    LlamaWeights,
+    Model,
+    RopeScaling,
+)
+from gpt2block.engine.inspect.compare import exact_tensors
+from gpt2block.files.checkpoints import Checkpoint
+from gpt2block.files.checkpoints.hugging_face import parse_config
+from gpt2block.models.config import OF_OTHERS
+from tests.devices import GPU, running_on
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-shards")
+NAMES = (
+    *LLAMAS, "qwen2", "qwen3", "mistral", "granite", "smollm3", "phi3", "olmo2", "nanochat",
+    "gemma3",
+)  # fmt: skip
+SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
+LINEAR = {"rope_type": "linear", "factor": 2}
+YARN = {"rope_type": "yarn", "factor": 2}
+SMOLLM3, GRANITE = {"model_type": "smollm3"}, {"model_type": "granite"}
+PHI3, GEMMA3 = {"model_type": "phi3"}, {"model_type": "gemma3_text"}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 5}
+THETA_3 = {"rope_parameters": {"rope_theta": 3}}
+Array = NDArray[Any]
+everyone = pytest.mark.parametrize("name", NAMES)
+
+
+def load(name: str, **options: Any) -> Model[Any]:
+    return gpt2block.from_pretrained(GOLDEN / name, device="cpu", **options)
+
+
+def expected_of(name: str) -> dict[str, Array]:
+    return load_file(GOLDEN / name / "expected.safetensors")
+
+
+def error(found: Any, expected: Array) -> float:
+    """Return the largest difference, relative to the largest expected value."""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def test_the_configs() -> None:
+    plain = LlamaConfig(n_layer=2, n_head=3, n_embd=36, n_ctx=256, vocab_size=89, eps=1e-4, n_ff=56)
+    found: Any = {name: load(name).config for name in NAMES}
+    assert found["llama-plain"] == plain
+    assert found["llama-scaled"].theta == 500
+    assert found["llama-scaled"].scaling == found["llama-shards"].scaling == SCALING
+    assert found["llama-shards"].theta == 10000
+    assert found["llama-tied"].scaling == RopeScaling("linear", 4.0)
+    grouped = found["llama-grouped"]
+    assert (grouped.n_kv_head, grouped.head_size, grouped.kv_width) == (2, 10, 20)
+    assert grouped.attention_bias
+    assert grouped.mlp_bias
+    assert [found[name].tie_word_embeddings for name in LLAMAS] == [*3 * [False], True, False]
+
+
+@everyone
+def test_float64_is_what_transformers_computes(name: str) -> None:
+    """For Granite, passes store the residual stream and the last norm divided by its scalars."""
+    expected, engine = expected_of(name), load(name).engine
+    half, divided = 2.0**-24, getattr(engine.config, "logits_scaling", 1.0)
+    for row, ids in enumerate(expected["ids"]):
+        exact = exact_tensors(engine, ids)
+        assert error(exact["logits"], expected["logits"][row]) <= 2 * half
+        assert error(divided * exact["rms_f"], expected["hidden"][row]) <= 2 * half
+        for layer, name_of in enumerate(("embedding", "h.0.output", "h.1.output")):
+            stream = engine.config.scales.stream * exact[name_of]
+            assert error(stream, expected["stream"][layer, row]) <= 2 * half
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        *(("cpu", name) for name in NAMES),
+        ("forward", "llama-grouped"),
+        *(pytest.param("gpu", name, marks=GPU.marks) for name in NAMES),
+    ],
+)
+def test_float32_every_position_from_a_cache_and_a_greedy_text(device: str, name: str) -> None:
+    """On the emulator fewer tokens are computed one at a time."""
+    expected, on_cpu = expected_of(name), device == "cpu"
+    ids, limit = expected["ids"], 2e-6 if on_cpu else 1e-5
+    cuts: list[Any] = [(0, 3, *range(21 if device == "forward" else 9, 24))]
+    if on_cpu:
+        cuts = [range(24), (0, 9, 23)]
+    with nullcontext() if on_cpu else running_on(device):
+        model = gpt2block.from_pretrained(GOLDEN / name, device="cpu" if on_cpu else "cuda")
+        if device != "forward":
+            assert error(model(ids), expected["logits"]) <= limit
+        assert error(model(ids, last=True), expected["logits"][:, -1]) <= limit
+        states = model.hidden_states(ids)
+        assert error(states[:-1], expected["stream"]) <= limit
+        assert error(states[-1], expected["hidden"]) <= limit
+        for chunks in cuts:
+            cache = model.new_cache(2)
+            assert cache.nbytes == model.config.n_layer * 2 * 2 * 256 * model.config.kv_width * 4
+            spans = itertools.pairwise(chunks)
+            parts = [model(ids[:, first:end], cache=cache) for first, end in spans]
+            assert error(np.concatenate(parts, 1), expected["logits"]) <= limit
+        count = 2 if device == "forward" else 200
+        found = model.generate(ids[0, :8], temperature=0, max_new_tokens=count)
+        assert list(found.tokens) == expected["greedy"].tolist()[:count]
+
+
+def test_ragged_batches_sampling_streams_scores_and_embeddings() -> None:
+    model, ids = load("llama-grouped"), expected_of("llama-grouped")["ids"]
+    rows = [ids[0, :3], ids[1], ids[0, 5:6]]
+    for row, together in zip(rows, model(rows), strict=True):
+        np.testing.assert_allclose(together, model(row), rtol=0, atol=1e-5)
+    both = model.generate([r.tolist() for r in rows], seed=3, max_new_tokens=20, top_k=40)
+    alone = [model.generate(row, seed=3, max_new_tokens=20, top_k=40) for row in rows]
+    assert [g.tokens for g in both] == [g.tokens for g in alone]
+    score = model.score(ids[0], stride=128)
+    logits = expected_of("llama-grouped")["logits"][0].astype(np.float64)
+    shifted = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nats = shifted[np.arange(22), ids[0, 1:]].sum()
+    assert score.log_likelihood == pytest.approx(nats, rel=1e-5)
+    mean = expected_of("llama-grouped")["hidden"].mean(axis=1)
+    assert error(model.embed(ids.tolist()), mean) <= 2e-6
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "kv_unit"),
+    [("float32", 0), ("bfloat16", 2.0**-8), ("float16", 2.0**-11), ("float8_e4m3fn", 2.0**-8)],
+)
+def test_every_step_errs_by_rounding(dtype: str, kv_unit: float, cached: bool) -> None:
+    """Steps err by float32's rounding; only attention also by the rounding of the kv_cache."""
+    model, ids = load("llama-grouped", dtype=dtype), expected_of("llama-grouped")["ids"]
+    rows = model.compare(ids[0], cached)
+    steps = [row.name for row in rows]
+    assert steps[0] == "embedding"
+    assert steps[-2:] == ["rms_f", "logits"]
+    assert {name.rpartition(".")[2] for name in steps} >= {"rope", "ff", "down", "attn"}
+    for row in rows:
+        assert row.max_rel <= 16 * 2.0**-24 + kv_unit * row.name.endswith("attn"), row
+    assert set(model.trace(ids[0], cached)) == set(steps)
+
+
+@everyone
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_saved_and_loaded_again(name: str, dtype: str | None, tmp_path: Path) -> None:
+    source = Checkpoint.open(GOLDEN / name)
+    gpt2block.files.checkpoints.save_pretrained(tmp_path / "again", source, dtype)
+    again = Checkpoint.open(tmp_path / "again")
+    assert again.config == source.config
+    assert again.names == source.names
+    for (ours, array, layout), (theirs, kept, its) in zip(
+        again.tensors(), source.tensors(), strict=True
+    ):
+        assert (ours, layout) == (theirs, its)
+        assert array.dtype == (np.float32 if dtype else np.float16)
+        np.testing.assert_array_equal(array, kept)
+    written = load_file(tmp_path / "again" / "model.safetensors")
+    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight"} <= set(written)
+
+
+def test_arrays_are_saved_as_the_checkpoint_they_come_from(tmp_path: Path) -> None:
+    weights = LlamaWeights.from_pretrained(GOLDEN / "llama-grouped")
+    model = Llama(weights, device="cpu")
+    model.save_pretrained(tmp_path / "again", dtype="float16")
+    found = load_file(tmp_path / "again" / "model.safetensors")
+    source = load_file(GOLDEN / "llama-grouped" / "model.safetensors")
+    assert set(found) == set(source)
+    for name, array in source.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_the_class_follows_the_architecture() -> None:
+    path = GOLDEN / "llama-plain"
+    model = gpt2block.from_pretrained(path)
+    assert type(model) is Llama
+    assert repr(model).startswith("Llama('")
+    assert type(gpt2block.from_pretrained(GOLDEN / "tiny", device="cpu")) is GPT2
+    other = load("qwen2")
+    assert type(other) is Model
+    assert repr(other).startswith("Qwen2('")
+    with pytest.raises(CheckpointError, match="expected a GPT2, got a Llama"):
+        GPT2.from_pretrained(path)
+    for call in (Llama.from_pretrained, LlamaWeights.from_pretrained):
+        with pytest.raises(CheckpointError, match="expected a Llama, got a Qwen2"):
+            call(GOLDEN / "qwen2")
+    with pytest.raises(CheckpointError, match="expected a Llama, got a GPT2"):
+        Llama.from_pretrained(GOLDEN / "tiny")
+    with pytest.raises(CheckpointError, match="a GPT2, got a Llama"):
+        gpt2block.GPT2Weights.from_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sliding_window": 255}, "sliding_window: expected null, got 255: attention sees all"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope_parameters: full_attention: expected null, got {'rope_theta': 1000000.0}: RoPE",
+        ),
+        ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation: expected null or 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'swish', got 'gelu'"),
+        ({"model_type": "gemma2"}, "expected one of 'gpt2', 'llama', "),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "e: expected one of 'default'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: expected factor: missing"),
+        ({"rope_scaling": YARN | {"beta_slow": 40}}, "beta_slow up to beta_fast, got 40.0 and 32"),
+        ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate: expected True or False, got 'no'"),
+        ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor: expected a number"),
+        ({"rope_scaling": YARN, "rope_theta": 1}, "theta: expected a number above 1 with yarn"),
+        (SMOLLM3 | {"rope_scaling": YARN}, "llama, qwen2, qwen3, mistral, olmo2, not in smollm3"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: expected factor: missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: factor: expected a num"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: expected null"),
+        ({"rope_parameters": [1]}, "rope_parameters: expected an object"),
+        ({"rope_theta": "big"}, "theta: expected a number from 1"),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
+            "rope_theta 10000.0 contradicts rope_parameters: rope_theta 500000.0: remove the wrong",
+        ),
+        (
+            {"rope_theta": None, "rope_scaling": {"rope_theta": 2}, **THETA_3},
+            "rope_scaling: rope_theta 2 contradicts rope_parameters: rope_theta 3",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}, **THETA_3, "rope_theta": 3},
+            "rope_scaling RopeScaling(kind='linear', factor=2.0, ",
+        ),
+        (
+            {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 4}},
+            "factor=4.0, ",
+        ),
+        (
+            {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2}},
+            "rope_scaling: rope_type 'default' contradicts rope_scaling: type 'linear'",
+        ),
+        (
+            {"rope_parameters": LINEAR | {"type": "llama3"}},
+            "rope_parameters: rope_type 'linear' contradicts rope_parameters: type 'llama3'",
+        ),
+        ({"rope_parameters": {"rope_type": []}}, "rope_type: expected one of 'default', "),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected null or 1, got 0.5"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters: partial_rotary_factor: expected null or 1, got 0.5: RoPE rotates all",
+        ),
+        (
+            {"rope_scaling": LINEAR | {"partial_rotary_factor": 0.25}},
+            "rope_scaling: partial_rotary_factor: expected null or 1, got 0.25",
+        ),
+        ({"num_attention_heads": 5}, "n_embd 36 is not a multiple of n_head 5"),
+        ({"num_key_value_heads": 2}, "n_head 3 is not a multiple of n_kv_head 2"),
+        ({"num_key_value_heads": 1}, "self_attn.k_proj.weight: expected shape (12, 36), got"),
+        ({"head_dim": 11}, "head_size: expected an even number"),
+        ({"hidden_size": None}, "hidden_size: expected a positive integer, got None"),
+        ({"intermediate_size": 2**21}, "intermediate_size: expected at most 1,048,576"),
+        ({"attention_bias": True}, "8 tensors missing: layers.0.self_attn.q_proj.bias"),
+        ({"mlp_bias": "no"}, "mlp_bias: expected true or false, got 'no'"),
+        ({"num_hidden_layers": 3}, "config.json has n_layer 3, the file has 2 blocks"),
+        ({"bos_token_id": -1}, "bos_token_id: expected token ids, got -1"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_ids: expected token ids, got '</s>'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false"),
+        (SMOLLM3 | {"no_rope_layers": [1]}, "rope_layers: expected true or false for each of 2"),
+        (SMOLLM3 | {"no_rope_layers": [1, 2]}, "no_rope_layers: expected a list of 0 and 1, got"),
+        (SMOLLM3 | {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        (SMOLLM3 | {"use_sliding_window": True}, "use_sliding_window: expected null or false"),
+        (GRANITE | {"residual_multiplier": 0}, "residual_multiplier: expected 2^-20 to 2^20"),
+        (GRANITE | {"logits_scaling": "16"}, "logits_scaling: expected 2^-20 to 2^20, got '16'"),
+        (GRANITE | {"attn_logit_softcapping": 30}, "attn_logit_softcapping: expected null, got 30"),
+        ({"attention_multiplier": 0.1}, "attention_multiplier: expected null or 0.28"),
+        (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected a number up to 1"),
+        (PHI3 | {"partial_rotary_factor": 0.01}, "partial_rotary_factor: expected a channel of a "),
+        (PHI3 | {"sliding_window": -1}, "window: expected a positive integer, got -1"),
+        (GEMMA3 | {"layer_types": ["full_attention", 1]}, "layer_types: expected a list of full_"),
+        (GEMMA3 | {"layer_types": [*3 * ["full_attention"]]}, "sliding_layers: expected true or f"),
+        (GEMMA3 | {"hidden_activation": "silu"}, "hidden_activation: expected 'gelu_pytorch_tanh'"),
+        (GEMMA3 | {"attn_logit_softcapping": 50}, "attn_logit_softcapping: expected null, got 50"),
+        (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern: expected a positive"),
+        (GEMMA3 | {"final_logit_softcapping": -1}, "logits_cap: expected "),
+        (PHI3 | {"rope_scaling": LONGROPE}, "expected a factor for each of 6 frequencies, got 5"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 9}}, "contradict"),
+        (PHI3, "layers.0.mlp.gate_up_proj.weight"),
+    ],
+)
+def test_a_config_that_is_not_honoured(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "llama"
+    shutil.copytree(GOLDEN / "llama-plain", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(folder)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-plain"])
+def test_keys_of_other_architectures_change_nothing_or_are_refused(name: str) -> None:
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    plain = parse_config(config)
+    heads = {
+        "query_pre_attn_scalar": plain.head_size,
+        "attention_multiplier": plain.head_size**-0.5,
+        "scale_depth": plain.n_layer**0.5,
+        "dim_model_base": plain.n_embd,
+    }
+    usual = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 1], **heads}
+    usual |= {key: supported[-1] for key, supported, _ in OF_OTHERS if key not in usual}
+    assert parse_config(config | usual | {"sliding_window": plain.n_ctx}) == plain
+    for key in (*usual, "sliding_window"):
+        values: tuple[Any, ...] = ("sliding_attention", 0.5, [1, 0], plain.n_ctx - 1, {})
+        for value in values:
+            with pytest.raises(CheckpointError, match=f"json: {key}: expected null"):
+                parse_config(config | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("changed", "theta", "scaling"),
+    [
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 10000}}, 1e4, None),
+        ({"rope_scaling": {}, "rope_theta": None, **THETA_3}, 3, None),
+        ({"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "rope_theta": 1e4}}, 1e4, 2.0),
+        ({"rope_scaling": {**LINEAR, "type": "linear", "partial_rotary_factor": 1.0}}, 1e4, 2.0),
+        ({"rope_scaling": {"rope_type": None, "type": "default"}}, 1e4, None),
+        ({"rope_scaling": None, "rope_parameters": None}, 1e4, None),
+    ],
+)
+def test_equal_values_of_rope_may_be_repeated(
+    changed: dict[str, Any], theta: float, scaling: float | None
+) -> None:
+    config = json.loads((GOLDEN / "llama-plain" / "config.json").read_text())
+    found = LlamaConfig.from_hugging_face(config | changed)
+    assert found.theta == theta
+    assert found.scaling == (scaling and RopeScaling("linear", scaling))
+
+
+def test_longrope_in_a_shorter_context() -> None:
+    """A shorter context has the short factors, which are all 1, and the same factor of q and k.
+
+    A short text without a kv_cache uses them too, but a text in a cache with room for more does
+    not.
+    """
+    opened = Checkpoint.open(GOLDEN / "phi3")
+    config: Any = opened.config
+    short = replace(config, n_ctx=4)
+    plain = replace(config, scaling=None).frequencies()
+    np.testing.assert_array_equal(short.frequencies(), plain)
+    np.testing.assert_array_equal(config.frequencies()[:3] * [1, 1.5, 4], plain[:3])
+    assert short.scales.rope == config.scales.rope == math.sqrt(1 + math.log(64) / math.log(4))
+    ids = expected_of("phi3")["ids"][0, :4]
+    model: Model[Any] = Model.from_tensors(short, opened.tensors(), "cpu", "float32")
+    both = load("phi3")
+    np.testing.assert_array_equal(model(ids), both(ids))
+    assert error(model(ids), both(ids, both.new_cache())) > 1e-3
+
+
+def test_parts_of_a_tensor_in_files_have_one_dtype(tmp_path: Path) -> None:
+    class Mixed:
+        config = Checkpoint.open(GOLDEN / "phi3").config
+
+        def tensors(self) -> Any:
+            for name, array, layout in load("phi3").tensors():
+                dtype = np.float16 if name.endswith("w_up") else np.float32
+                yield name, array.astype(dtype), layout
+
+    message = "w_up is float16, h.0.w_gate float32: one tensor in the file has both: give a dtype"
+    with pytest.raises(InputError, match=message):
+        gpt2block.files.checkpoints.save_pretrained(tmp_path / "mixed", Mixed())
+    gpt2block.files.checkpoints.save_pretrained(tmp_path / "mixed", Mixed(), "float32")
+
+
+JSON_VALUES: tuple[Any, ...] = (
+    None, True, False, 0, -1, 2**70, 1.5, math.nan, "", "x", "\ud800", [], ["a"], [[1]], {},
+    {"a": 1}, {"rope_type": []}, {"type": {}}, {"rope_theta": [1]}, {"partial_rotary_factor": {}},
+)  # fmt: skip
+OPTIONAL = (
+    "activation_function", "add_cross_attention", "head_dim", "n_inner", "partial_rotary_factor",
+    "quantization_config", "rope_parameters", "rope_scaling", "sliding_window",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-plain", "llama-shards", "phi3"])
+def test_values_of_any_type_are_honoured_or_refused(name: str) -> None:
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    refused = set()
+    for key, value in itertools.product({*config, *OPTIONAL}, JSON_VALUES):
+        try:
+            parse_config(config | {key: value})
+        except (CheckpointError, InputError):
+            refused.add(key)
+    assert {"model_type", "vocab_size", "tie_word_embeddings"} <= refused
+    for kind in JSON_VALUES:
+        with pytest.raises(CheckpointError, match="model_type: expected one of 'gpt2', 'llama', "):
+            parse_config(config | {"model_type": kind})
+
+
+def test_parts_of_one_tensor_in_several_files_are_read_into_one(tmp_path: Path) -> None:
+    """Matrices of keys are in another file than matrices of queries and values."""
+    shutil.copy(GOLDEN / "llama-grouped" / "config.json", tmp_path)
+    tensors = load_file(GOLDEN / "llama-grouped" / "model.safetensors")
+    files: dict[str, dict[str, Array]] = {"a.safetensors": {}, "b.safetensors": {}}
+    for name, array in tensors.items():
+        files["b.safetensors" if "k_proj" in name else "a.safetensors"][name] = array
+    weight_map: dict[str, str] = {}
+    for file, some in files.items():
+        save_file(some, tmp_path / file)
+        weight_map |= dict.fromkeys(some, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found, whole = Checkpoint.open(tmp_path), Checkpoint.open(GOLDEN / "llama-grouped")
+    assert len({piece.file for piece in found.stored["h.0.w_qkv"].pieces}) == 2
+    for (_, array, _), (_, expected, _) in zip(found.tensors(), whole.tensors(), strict=True):
+        np.testing.assert_array_equal(array, expected)
+    files["b.safetensors"] = {k: v.astype(np.float32) for k, v in files["b.safetensors"].items()}
+    save_file(files["b.safetensors"], tmp_path / "b.safetensors")
+    mixed = Checkpoint.open(tmp_path)
+    for (_, array, _), (_, expected, _) in zip(mixed.tensors(), whole.tensors(), strict=True):
+        np.testing.assert_array_equal(array, expected)
+    assert mixed.stored["h.0.w_qkv"].read().dtype == np.float32
+
+
+@everyone
+def test_transformers_loads_what_is_saved(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    load(name).save_pretrained(tmp_path / "saved")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").float()
+    expected = expected_of(name)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(expected["ids"].astype(np.int64))).logits.numpy()
+    assert error(logits, expected["logits"]) <= 1e-5
+
+
+@pytest.mark.parametrize("ends", [None, 2, [2, 7]])
+def test_tokens_that_begin_and_end_a_text_are_kept(ends: Any) -> None:
+    content = json.loads((GOLDEN / "llama-plain" / "config.json").read_text())
+    content |= {"bos_token_id": 1, "eos_token_id": ends}
+    config = LlamaConfig.from_hugging_face(content)
+    assert list(config.eos_token_ids) == (ends if isinstance(ends, list) else [ends] * bool(ends))
+    written = config.to_hugging_face()
+    assert (written["bos_token_id"], written["eos_token_id"]) == (1, ends)
+    assert LlamaConfig.from_hugging_face(written) == config
+
+
+def test_a_large_weight_that_would_hide_the_others(tmp_path: Path) -> None:
+    weights = LlamaWeights.random(0, LlamaConfig(1, 2, 8, 4, 5, n_ff=6))
+    weights.blocks[0].w_down[0, 0] = 1e30
+    with pytest.raises(gpt2block.InputError, match=r"h.0.w_down: .* RMSNorm's squares overflow"):
+        Llama(weights)
+    Llama(weights, allow_nonfinite=True)
+
+
+@pytest.mark.parametrize("name", ["llama-plain", "llama-grouped", "qwen2"])
+def test_what_a_model_attends_to_and_predicts(name: str) -> None:
+    """Attention weights times V give the traced result; the last logit lens is the prediction."""
+    model, ids = load(name), expected_of(name)["ids"][0]
+    c: Any = model.config
+    traced = model.trace(ids)
+    weights = model.attention(ids)
+    v = traced["h.1.rope"][:, -c.kv_width :].reshape(len(ids), c.n_kv_head, c.head_size)
+    v = v.repeat(c.n_head // c.n_kv_head, axis=1)
+    expected = np.einsum("htu,uhd->thd", weights[1], v).reshape(len(ids), -1)
+    assert error(traced["h.1.attn"], expected) <= 2e-6
+    lens = model.logit_lens(ids, top=2)
+    np.testing.assert_array_equal(lens.ids[-1, :, 0], model(ids).argmax(-1))

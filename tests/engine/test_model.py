@@ -1,0 +1,636 @@
+"""GPT-2 models: caches, batches and dtypes, with NumPy and on the GPU."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import pickle
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import GPT2, GPT2Config, InputError, reference
+from gpt2block.apps.cli.model import TextOptions
+from gpt2block.cuda.formats import DTYPES, own_cache_dtype
+from gpt2block.cuda.kernels import FP8
+from gpt2block.engine.generation.options import Options
+from gpt2block.engine.model import start_all
+from gpt2block.files.checkpoints import Checkpoint
+from gpt2block.files.parameters.gpt2 import GPT2Weights
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.sampling import DEFAULT_TEMPERATURE, SAMPLING_OPTIONS, Sampling, penalized
+from tests.devices import running_on
+from tests.plain import rounding
+
+Array = NDArray[Any]
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+everywhere = pytest.mark.parametrize("device", ["cpu", GPU])
+TINY = GPT2Config(n_layer=2, n_head=3, n_embd=24, n_ctx=20, vocab_size=37)
+ODD = GPT2Config(n_layer=1, n_head=1, n_embd=7, n_ctx=9, vocab_size=5, tie_word_embeddings=False)
+SMALL = GPT2Config(n_layer=3, n_head=4, n_embd=256, n_ctx=300, vocab_size=501)
+
+
+@cache
+def weights(config: GPT2Config) -> GPT2Weights:
+    return GPT2Weights.random(3, config)
+
+
+@cache
+def model(config: GPT2Config, device: str, dtype: str = "float32") -> GPT2:
+    return GPT2(weights(config), device=device, dtype=dtype)
+
+
+def random_ids(config: GPT2Config, *shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).integers(config.vocab_size, size=shape, dtype=np.int32)
+
+
+def truth(w: GPT2Weights, ids: Array) -> Array:
+    """Compute logits in float64 from the reference's ten-step blocks alone: (T,) → (T, V)."""
+    x: Array = reference.encoder(ids, w.wte, w.wpe).astype(np.float64)
+    for block in w.blocks:
+        x = reference.block_forward(x, block, causal=True)
+    hidden = reference.layernorm(x, w.gamma_f, w.beta_f, w.config.eps)
+    return np.asarray(hidden @ w.lm_head.T.astype(np.float64))
+
+
+def float32_error(w: GPT2Weights, ids: Array) -> float:
+    """Return the error of `truth` in float32 NumPy, plus the rounding term of kernel tests."""
+    exact = truth(w, ids)
+    x = reference.encoder(ids, w.wte, w.wpe)
+    for block in w.blocks:
+        x = reference.block_forward(x, block, causal=True)
+    plain = reference.layernorm(x, w.gamma_f, w.beta_f, w.config.eps) @ w.lm_head.T
+    return float(np.abs(plain - exact).max()) + rounding(exact)
+
+
+@everywhere
+@pytest.mark.parametrize("config", [TINY, ODD, SMALL], ids=["tiny", "odd", "small"])
+def test_logits_are_those_of_the_blocks_one_after_the_other(
+    device: str, config: GPT2Config
+) -> None:
+    ids = random_ids(config, config.n_ctx)
+    expected = truth(weights(config), ids)
+    limit = 2 * float32_error(weights(config), ids)
+    got = model(config, device)(ids)
+    assert got.dtype == np.float32
+    assert np.abs(got - expected).max() <= limit
+    last = model(config, device)(ids, last=True)
+    assert last.shape == (config.vocab_size,)
+    assert np.abs(last - expected[-1]).max() <= limit
+
+
+@everywhere
+def test_shapes(device: str) -> None:
+    m = model(TINY, device)
+    V = TINY.vocab_size
+    assert m([1, 2, 3]).shape == (3, V)
+    assert m(np.ones((2, 4), np.int64)).shape == (2, 4, V)
+    assert np.shape(m([[1, 2], [3, 4]])) == (2, 2, V)
+    assert m([[1, 2], [3, 4]], last=True).shape == (2, V)
+    ragged = m([[1, 2, 3], [4]])
+    assert [row.shape for row in ragged] == [(3, V), (1, V)]
+    assert m([[1, 2, 3], [4]], last=True).shape == (2, V)
+    assert m.hidden_states([1, 2, 3]).shape == (4, 3, 24)
+    assert np.shape(m.hidden_states([[1, 2], [3, 4]])) == (4, 2, 2, 24)
+    assert [s.shape for s in m.hidden_states([[1], [2, 3]])] == [(4, 1, 24), (4, 2, 24)]
+
+
+@everywhere
+def test_hidden_states_are_the_residual_stream(device: str) -> None:
+    w, ids = weights(TINY), random_ids(TINY, 11)
+    states = model(TINY, device).hidden_states(ids)
+    x = reference.encoder(ids, w.wte, w.wpe)
+    np.testing.assert_array_equal(states[0], x)
+    for state, block in zip(states[1:-1], w.blocks, strict=True):
+        x = reference.block_forward(x, block, causal=True)
+        np.testing.assert_allclose(state, x, rtol=0, atol=1e-5 * np.abs(x).max())
+    hidden = reference.layernorm(x, w.gamma_f, w.beta_f, w.config.eps)
+    np.testing.assert_allclose(states[-1], hidden, rtol=0, atol=1e-5 * np.abs(hidden).max())
+
+
+@everywhere
+@pytest.mark.parametrize("config", [TINY, ODD, SMALL], ids=["tiny", "odd", "small"])
+def test_cached_decoding_is_full_recomputation_at_every_position(
+    device: str, config: GPT2Config
+) -> None:
+    ids = random_ids(config, config.n_ctx)
+    m = model(config, device)
+    full = m(ids)
+    limit = 2 * float32_error(weights(config), ids)
+    kv_cache = m.new_cache()
+    for t in range(config.n_ctx):
+        step = m(ids[t : t + 1], cache=kv_cache, last=True)
+        assert kv_cache.lengths == [t + 1]
+        assert np.abs(step - full[t]).max() <= limit, t
+        assert step.argmax() == full[t].argmax(), t
+
+
+@everywhere
+def test_a_ragged_batch_goes_on_in_chunks_of_any_length(device: str) -> None:
+    m, total = model(SMALL, device), [300, 41, 129]
+    ids = [random_ids(SMALL, n, seed=n) for n in total]
+    limit = 2 * max(float32_error(weights(SMALL), row) for row in ids)
+    full = m(ids)
+    kv_cache = m.new_cache(3)
+    cuts = [(0, 130, 131, 299, 300), (0, 3, 4, 5, 41), (0, 64, 65, 128, 129)]
+    for i in range(4):
+        chunk = [row[at[i] : at[i + 1]] for row, at in zip(ids, cuts, strict=True)]
+        for got, expected, at in zip(m(chunk, cache=kv_cache), full, cuts, strict=True):
+            assert np.abs(got - expected[at[i] : at[i + 1]]).max() <= limit
+            np.testing.assert_array_equal(got.argmax(-1), expected[at[i] : at[i + 1]].argmax(-1))
+    assert kv_cache.lengths == total
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", "float32"), *(pytest.param("cuda", d, marks=pytest.mark.gpu) for d in DTYPES)],
+)
+def test_a_row_is_the_same_alone_and_in_any_batch(device: str, dtype: str) -> None:
+    """On the GPU prefill and decoding give equal bits; with NumPy, BLAS rounds differently."""
+    m = model(SMALL, device, dtype)
+    rows = [random_ids(SMALL, 1 + 13 * b, seed=b) for b in range(17)]
+    steps = random_ids(SMALL, 17, 3, seed=5)
+
+    def run(which: range) -> list[Any]:
+        kv_cache = m.new_cache(len(which))
+        outputs: list[Any] = [list(m([rows[b] for b in which]))]  # all logits
+        outputs.append(m([rows[b] for b in which], last=True))
+        outputs.append(m([rows[b] for b in which], cache=kv_cache, last=True))
+        for t in range(3):
+            outputs.append(m(steps[which.start : which.stop, t : t + 1], cache=kv_cache, last=True))
+        return outputs
+
+    alone = [run(range(b, b + 1)) for b in range(17)]
+    for size in (2, 17) if device == "cpu" else (2, 8, 17):
+        for i, together in enumerate(run(range(17 - size, 17))):
+            for b in range(size):
+                expected = alone[17 - size + b][i][0]
+                if device == "cpu":
+                    np.testing.assert_allclose(
+                        together[b], expected, rtol=0, atol=1e-5 * np.abs(expected).max()
+                    )
+                else:
+                    np.testing.assert_array_equal(together[b], expected)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_dtype_is_the_model_with_its_weights_rounded(device: str, dtype: str) -> None:
+    """The kv_cache is rounded too: if not float32, its relative error is permitted."""
+    w, ids = weights(SMALL), random_ids(SMALL, 40)
+
+    def rounded(matrix: Array, layout: str = "KN") -> Array:
+        values = WeightMatrix.quantize(np.ascontiguousarray(matrix), dtype, layout).dequantized()
+        return values if layout == "KN" else np.ascontiguousarray(values.T)
+
+    names = ("w_qkv", "w_attn", "w_fc", "w_proj")
+    blocks = []
+    for block in w.blocks:
+        matrices: dict[str, Any] = {name: rounded(getattr(block, name)) for name in names}
+        blocks.append(replace(block, **matrices))
+    wte = rounded(w.wte, "NK")
+    same = replace(w, blocks=tuple(blocks), wte=wte, lm_head=wte)
+    expected = truth(same, ids)
+    kept = {"float32": 0.0, "float16": 2**-10, "bfloat16": 2**-7}[own_cache_dtype(dtype)]
+    limit = max(2 * float32_error(same, ids), kept * np.abs(expected).max())
+    assert np.abs(model(SMALL, device, dtype)(ids) - expected).max() <= limit
+    if dtype in FP8:
+        assert np.abs(truth(w, ids) - expected).max() > 2 * limit  # rounding has a visible effect
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy_converts_weights_once(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy stores and multiplies them as float32, so no step converts weights."""
+    m = GPT2(weights(TINY), "cpu", dtype)
+    kv_cache = m.new_cache(2, 5)
+    assert m.nbytes == model(TINY, "cpu").nbytes
+    assert kv_cache.nbytes == 4 * TINY.n_layer * 2 * 2 * 5 * TINY.n_embd
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("converted again")
+
+    monkeypatch.setattr(reference, "from_fp8", refused)
+    monkeypatch.setattr(WeightMatrix, "quantize", refused)
+    m.generate([1, 2, 3], max_new_tokens=3)
+    m(random_ids(TINY, 5), last=True)
+    for _, array, layout in m.tensors():  # tensors of a saved model, which has the model's dtype
+        kept = "float32" if layout is None or dtype in FP8 else dtype
+        assert array.dtype.name == kept
+
+
+@everywhere
+def test_log_likelihoods(device: str) -> None:
+    rows = [random_ids(SMALL, n, seed=n) for n in (300, 2, 1, 70)]
+    engine = model(SMALL, device).engine
+    got, again = engine.log_likelihood(rows), engine.likeliest(rows)
+    for ids, likelihoods, (same, likeliest) in zip(rows, got, again, strict=True):
+        logits = truth(weights(SMALL), ids)[:-1]
+        exact = logits[np.arange(len(ids) - 1), ids[1:]]
+        largest = logits.max(axis=-1, initial=-np.inf)
+        exact = exact - largest - np.log(np.exp(logits - largest[:, None]).sum(axis=-1))
+        assert likelihoods.shape == exact.shape
+        np.testing.assert_array_equal(same, likelihoods)
+        np.testing.assert_array_equal(likeliest, logits.argmax(axis=-1))
+        np.testing.assert_allclose(likelihoods, exact, rtol=1e-5, atol=1e-5)
+
+
+@everywhere
+def test_greedy_decoding_takes_the_most_likely_token(device: str) -> None:
+    m = model(SMALL, device)
+    prompts = [random_ids(SMALL, n, seed=n) for n in (5, 120, 1)]
+    decoding = start_all(m.engine, prompts, [Sampling(temperature=0)] * 3, 20)
+    texts = [list(p) for p in prompts]
+    for _ in range(20):
+        slots, tokens, logprobs, *_ = decoding.next()
+        assert slots.tolist() == [0, 1, 2]
+        for b, text in enumerate(texts):
+            logits = m(np.array(text), last=True).astype(np.float64)
+            assert tokens[b] == logits.argmax()
+            expected = logits.max() - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+            np.testing.assert_allclose(logprobs[b], expected, rtol=1e-4, atol=1e-4)
+            text.append(int(tokens[b]))
+    with pytest.raises(RuntimeError, match="expected a sequence in at least one slot"):
+        decoding.next()
+
+
+@everywhere
+def test_sampled_rows_are_the_same_alone_and_in_a_batch(device: str) -> None:
+    m = model(SMALL, device)
+    prompts = [random_ids(SMALL, n, seed=n) for n in (5, 50, 9)]
+    options = [
+        Sampling(temperature=1.5, top_k=40, seed=1),
+        Sampling(temperature=0.7, top_p=0.9, min_p=0.01, seed=2**40),
+        Sampling(repetition_penalty=1.3, seed=1, sample=2),
+    ]
+
+    def run(rows: list[int], steps: int = 30) -> list[list[int]]:
+        chosen = [prompts[b] for b in rows], [options[b] for b in rows]
+        decoding = start_all(m.engine, *chosen, steps)
+        drawn: list[list[int]] = np.array([decoding.next().tokens for _ in range(steps)]).T.tolist()
+        return drawn
+
+    together = run([0, 1, 2])
+    assert together == [run([b])[0] for b in range(3)]
+    assert together == run([0, 1, 2])
+    assert [row[:7] for row in together] == run([0, 1, 2], steps=7)
+    assert len({tuple(row) for row in together}) == 3
+
+
+@everywhere
+def test_a_full_row_starts_again_with_its_newer_half(device: str) -> None:
+    m = model(TINY, device)
+    prompts = [random_ids(TINY, n, seed=n) for n in (15, 4)]
+    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0, "repetition_penalty": 1.3}
+    options |= {"frequency_penalty": 0.1, "presence_penalty": -0.05}
+    sampling = Sampling(**{name: options[name] for name in SAMPLING_OPTIONS if name in options})
+    together = m.generate(prompts, overflow="truncate", **options)
+    for prompt, found in zip(prompts, together, strict=True):
+        text, window = list(prompt), list(prompt)
+        for token in found.tokens:
+            if len(window) > TINY.n_ctx:
+                window = window[-(TINY.n_ctx // 2) :]
+            logits = m(np.array(window), last=True)
+            seen = np.isin(np.arange(TINY.vocab_size), text).astype(np.uint8)
+            counts = np.bincount(text[len(prompt) :], minlength=TINY.vocab_size).astype(np.int32)
+            assert token == penalized(logits, sampling, seen, counts).argmax()
+            text.append(token)
+            window.append(token)
+
+
+@everywhere
+def test_prompts_as_long_as_the_context(device: str) -> None:
+    """Rows start full, fill together or continue longer; each is equal to the row alone."""
+    m = model(TINY, device)
+    full = TINY.n_ctx
+    prompts = [random_ids(TINY, n, seed=n) for n in (full, full + 3, full - 1, 1, full, 5)]
+    options: Any = {"max_new_tokens": 50, "temperature": 0, "overflow": "truncate"}
+    together = m.generate(prompts, **options)
+    assert [one.tokens for one in together] == [m.generate(p, **options).tokens for p in prompts]
+    assert all(len(one.tokens) == 50 for one in together)
+    ended, going_on = m.generate([prompts[0], prompts[3]], temperature=0, max_new_tokens=50)
+    assert (len(ended.tokens), ended.finish_reason) == (1, "context")
+    assert (len(going_on.tokens), going_on.finish_reason) == (full, "context")
+
+
+@everywhere
+def test_a_ragged_batch_at_every_position(device: str) -> None:
+    """After prompts of different lengths, each row gets one token at a time until it is full."""
+    m, rows = model(TINY, device), [random_ids(TINY, TINY.n_ctx, seed=b) for b in range(3)]
+    limit = 2 * max(float32_error(weights(TINY), row) for row in rows)
+    full = [m(row) for row in rows]
+    kv_cache = m.new_cache(3)
+    m([rows[0][:1], rows[1][:7], rows[2][:16]], cache=kv_cache)
+    for _ in range(TINY.n_ctx - 1):
+        at = list(kv_cache.lengths)
+        new = [row[t : t + 1] for row, t in zip(rows, at, strict=True)]
+        for got, expected, t in zip(m.engine.forward(new, "last", kv_cache), full, at, strict=True):
+            if t < TINY.n_ctx:
+                assert np.abs(got - expected[t]).max() <= limit
+                assert got.argmax() == expected[t].argmax()
+    assert kv_cache.lengths == [TINY.n_ctx] * 3
+
+
+@everywhere
+def test_bad_ids_and_caches(device: str) -> None:
+    m = model(TINY, device)
+    for ids, message in (
+        ([1, 37], "ids: id 37 at 1: expected 0 to 36"),
+        ([[1, 2], [3, -1]], "ids: row 1: id -1 at 1: expected 0 to 36"),
+        ([], r"expected integers of shape \(T,\)"),
+        ([0.5], "got float64"),
+        ([[[1]]], r"at least one token each, got int64 \(1, 1\)"),
+        ([[1], []], "row 1: expected integers"),
+        (np.zeros(21, int), "row 0 has 21 tokens, the context is n_ctx = 20"),
+        (np.ma.array([1, 2], mask=[False, True]), "ids: expected token ids, got a masked array"),
+        ([1, True], "ids: token 1 is True: expected an integer"),
+        ([10**400], "ids"),
+        (None, "ids: expected integers"),
+        ("ab", r"ids: expected token ids, got text: use model.tokenizer.encode_ordinary\(text\)"),
+        (["a", b"bc"], "generate, score, embed, explain, compare and logit_lens take text"),
+    ):
+        with pytest.raises(InputError, match=message):
+            m(ids)  # type: ignore[arg-type]
+    kv_cache = m.new_cache(2, 5)
+    m([[1, 2, 3], [4]], cache=kv_cache)
+    with pytest.raises(InputError, match=r"row 0 has 3 tokens after the 3 in the cache, .* = 5"):
+        m([[1, 2, 3], [4, 5, 6]], cache=kv_cache)
+    with pytest.raises(InputError, match="ids: 1 sequences for a cache of 2 rows"):
+        m([1], cache=kv_cache)
+    assert kv_cache.lengths == [3, 1]
+    other = GPT2Config(n_layer=1, n_head=3, n_embd=24, n_ctx=20, vocab_size=37)
+    for cache_, found in ((model(other, device).new_cache(), r"got \(1, 24"), (3, "got 3")):
+        with pytest.raises(
+            InputError, match=f"cache: expected one from this model's new_cache.* {found}"
+        ):
+            m([1], cache=cache_)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="ids: expected rows of integers"):
+        m([[1, [2]], [3]])  # type: ignore[list-item]
+    with pytest.raises(InputError, match="checkpoint: expected a name or a path, got 3"):
+        GPT2.from_pretrained(3)  # type: ignore[arg-type]
+    for arguments, message in (
+        ((0,), "batch: expected a positive integer, got 0"),
+        ((1, 21), "n_ctx: expected at most the model's 20, got 21"),
+    ):
+        with pytest.raises(InputError, match=message):
+            m.new_cache(*arguments)
+    with pytest.raises(InputError, match=r"dtype: expected one of float32, .* got 'int8'"):
+        GPT2(weights(TINY), device=device, dtype="int8")
+    with pytest.raises(InputError, match="weights: expected a GPT2Weights, got int"):
+        GPT2(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["generate", "stream", "score"])
+def test_help_shows_the_keywords(method: str) -> None:
+    signature = inspect.signature(getattr(GPT2, method))
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    expected = {"score": "tokens_at_once: 'int' = 8192"}.get(method, "temperature: 'float' = 0.8")
+    assert expected in str(signature)
+    with pytest.raises(InputError, match=f"{method}: unknown keyword 'strid'"):
+        getattr(model(TINY, "cpu"), method)([1, 2], strid=1)
+
+
+def test_the_keywords_have_the_same_defaults_everywhere() -> None:
+    documented = inspect.signature(GPT2.generate).parameters
+    assert documented["temperature"].default == DEFAULT_TEMPERATURE == 0.8
+    functions: list[Any] = [GPT2.stream, Options, TextOptions, Sampling]
+    for function in functions:
+        shared = {*inspect.signature(function).parameters} & {*documented} - {
+            "self",
+            "seed",
+            "stop",
+        }
+        assert len(shared) > 4
+        for name in shared:
+            default = inspect.signature(function).parameters[name].default
+            assert default == documented[name].default, (function, name)
+
+
+def test_every_keyword_of_generate_is_documented() -> None:
+    documented = inspect.getdoc(GPT2.generate) or ""
+    for name in inspect.signature(GPT2.generate).parameters:
+        assert name in ("self", "prompts") or f"\n{name}: " in documented
+
+
+def test_the_keywords_reach_the_run() -> None:
+    """Each keyword of `generate` changes the result, and `stream` gives that result too."""
+    m = model(TINY, "cpu")
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 3}
+    plain = m.generate([1, 2], max_new_tokens=9, **options)
+    assert len(plain.tokens) == 9
+    assert m.generate([1, 2], max_new_tokens=9, sampling=Sampling(**options)) == plain
+    for change in (
+        {"temperature": 0.1}, {"seed": 4}, {"top_k": 1}, {"top_p": 0.01}, {"min_p": 0.9},
+        {"repetition_penalty": 50}, {"stop_ids": plain.tokens[:1]}, {"max_new_tokens": 8},
+        {"presence_penalty": 9.0}, {"frequency_penalty": 9.0},
+        {"stop_ids": plain.tokens[:1], "min_new_tokens": 1},
+    ):  # fmt: skip
+        changed: dict[str, Any] = {"max_new_tokens": 9} | options | change
+        assert m.generate([1, 2], **changed) != plain, change
+        with pytest.raises(StopIteration) as end:
+            next(m.stream([1, 2], **changed))  # a model without a tokenizer streams no text
+        assert end.value.value == m.generate([1, 2], **changed)
+    assert len(m.generate([1, 2], samples=2, rows_at_once=1, max_new_tokens=1)) == 2
+    assert len(m.generate([1] * 30, overflow="truncate", max_new_tokens=1).tokens) == 1
+
+
+def changed(name: str, value: float) -> GPT2Weights:
+    """Return TINY's weights with the last value of the named tensor replaced."""
+    w = weights(TINY)
+    block, _, kind = name.removeprefix("h.").rpartition(".")
+    tensor = np.array(getattr(w.blocks[int(block)] if block else w, kind))
+    tensor[(-1,) * tensor.ndim] = value
+    if block:
+        blocks = list(w.blocks)
+        parts: dict[str, Any] = {kind: tensor}
+        blocks[int(block)] = replace(blocks[int(block)], **parts)
+        return replace(w, blocks=tuple(blocks))
+    parts = {kind: tensor} | ({"lm_head": tensor} if kind == "wte" else {})
+    return replace(w, **parts)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "name", ["wte", "wpe", "gamma_f", "beta_f", "h.1.gamma1", "h.0.beta2", "h.1.b_fc", "h.0.w_fc"]
+)
+def test_weights_that_are_not_finite_are_refused_by_name(device: str, name: str) -> None:
+    values, dtypes = (np.nan, np.inf, -np.inf), ("float32", "bfloat16", "float8_e5m2")
+    for value, dtype in itertools.product(values, dtypes):
+        w = changed(name, value)
+        with pytest.raises(InputError, match=rf"{name}: 1 of .* infinity or NaN: expected finite"):
+            GPT2(w, device, dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_weights_that_are_not_finite_can_be_allowed(device: str, dtype: str) -> None:
+    for name in ("h.1.b_fc", "h.1.w_fc"):
+        m = GPT2(changed(name, np.nan), device, dtype, allow_nonfinite=True)
+        assert np.isnan(m([1, 2, 3])).all()
+        with pytest.raises(InputError, match="logits are NaN after 0 new tokens"):
+            m.generate([1, 2, 3])
+        with pytest.raises(InputError, match="logits are NaN"):
+            m.score([1, 2, 3])
+    with pytest.raises(InputError, match=r"w_fc: 1 of .* infinity or NaN"):
+        GPT2(changed("h.1.w_fc", np.inf), device, "float8_e4m3fn", allow_nonfinite=True)
+    with pytest.raises(InputError, match=r"w_fc: 1 of .* beyond float16"):
+        GPT2(changed("h.1.w_fc", 1e6), device, "float16", allow_nonfinite=True)
+    with pytest.raises(InputError, match="allow_nonfinite: expected True or False, got 'no'"):
+        GPT2(weights(TINY), device, dtype, allow_nonfinite="no")  # type: ignore[arg-type]
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("wte", 1e38), ("wpe", -1e19), ("h.1.b_proj", 1e19), ("h.0.w_proj", 1e20), ("h.1.beta1", 1e30),
+     ("h.0.gamma2", 1e25)],
+)  # fmt: skip
+def test_weights_whose_squares_may_overflow_are_refused(
+    device: str, name: str, value: float
+) -> None:
+    with pytest.raises(InputError, match=rf"{name}: its largest magnitude is 1\.0e\+.*LayerNorm"):
+        GPT2(changed(name, value), device)
+
+
+@pytest.mark.parametrize("name", ["wte", "wpe", "h.0.b_proj", "h.1.w_proj", "h.1.gamma2"])
+def test_below_the_limit_no_layernorm_is_wrong(name: str) -> None:
+    """With the largest accepted power of two, float32 logits are near float64 logits."""
+    ids = np.full(3, TINY.vocab_size - 1, np.int32)  # the token whose embedding is changed
+    for exponent in range(127, 0, -1):
+        w = changed(name, 2.0**exponent)
+        try:
+            m = GPT2(w, "cpu")
+        except InputError:
+            continue
+        expected = truth(w, ids)
+        # In float32, all other numbers of such a row are lost to rounding.
+        with np.errstate(over="ignore"):  # x³ in GELU overflows, but tanh is 1 there
+            got = m(ids)
+        assert np.abs(got - expected).max() <= 1e-3 * np.abs(expected).max()
+        assert exponent > 20
+        return
+    raise AssertionError("none was accepted")
+
+
+def test_an_overflow_in_layernorm_was_silent() -> None:
+    """Without the limit, logits would be finite and completely wrong."""
+    w = changed("wte", 1e38)
+    ids = np.array([TINY.vocab_size - 1, 1], np.int32)
+    with np.errstate(over="ignore"):
+        wrong = GPT2(w, "cpu", allow_nonfinite=True)(ids)[:, :5]
+    right = truth(w, ids)[:, :5]
+    assert np.isfinite(wrong).all()
+    assert np.abs(wrong - right).max() > 0.1 * np.abs(right).max()
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", [TINY, ODD], ids=["tied", "untied"])
+def test_a_saved_model_is_the_same(
+    device: str, dtype: str, config: GPT2Config, tmp_path: Path
+) -> None:
+    ids = random_ids(config, 9)
+    ours = GPT2(weights(config), device, dtype)
+    again = GPT2.from_pretrained(ours.save_pretrained(tmp_path / "saved"), device)
+    assert again.config == config
+    names = [name for name, _, _ in ours.tensors()]
+    assert names == [name for name, _, _ in again.tensors()]
+    for (name, a, layout), (_, b, same) in zip(ours.tensors(), again.tensors(), strict=True):
+        assert layout == same
+        np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32), name)
+    if dtype == "float32":
+        np.testing.assert_array_equal(again(ids), ours(ids))
+
+
+@everywhere
+def test_gpt_nano_sort_sorts(device: str, data: Path) -> None:
+    m = GPT2.from_pretrained(data / "gpt-nano-sort", device=device)
+    inputs = np.stack(np.meshgrid(*[np.arange(3)] * 6, indexing="ij"), -1).reshape(-1, 6)
+    found = m.generate(inputs, max_new_tokens=6, temperature=0, rows_at_once=729)
+    out = np.array([row.tokens for row in found])
+    assert int((out == np.sort(inputs, axis=1)).all(axis=1).sum()) == 729
+
+
+@pytest.mark.parametrize("dtype", ["int32", ">u2"])
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda model, ids: model.score(ids).tokens,
+        lambda model, ids: model.score([ids, ids])[1].tokens,
+        lambda model, ids: model.stream(ids, max_new_tokens=3, seed=0),
+        lambda model, ids: [model.generate(ids, max_new_tokens=3, seed=0)],
+        lambda model, ids: [model.logit_lens(ids)],
+        lambda model, ids: model.embed(ids),
+        lambda model, ids: model(ids),
+    ],
+)
+def test_a_result_stays_when_the_array_of_ids_changes(of: Any, dtype: str) -> None:
+    model = GPT2.from_pretrained(device="cpu")
+    expected = list(of(model, list(range(40, 60))))
+    ids = np.arange(40, 60).astype(dtype)
+    found = of(model, ids)
+    ids[:] = 7
+    assert repr(list(found)) == repr(expected)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_model_on_the_cpu_is_copied_and_one_on_a_gpu_says_why_not(copied: Any) -> None:
+    ids = random_ids(TINY, 9)
+    of_cpu = model(TINY, "cpu")
+    cache = of_cpu.new_cache()
+    of_cpu(ids[:4], cache)
+    again = copied(of_cpu)
+    np.testing.assert_array_equal(again(ids), of_cpu(ids))
+    np.testing.assert_array_equal(again(ids[4:], copied(cache)), of_cpu(ids[4:], cache))
+    with running_on("forward"):
+        of_gpu = GPT2(weights(TINY), device="cuda")
+        with pytest.raises(InputError, match=r"cannot be copied or pickled: load it again with fr"):
+            copied(of_gpu)
+        with pytest.raises(InputError, match=r"a kv_cache on a GPU cannot .*: make one with new_c"):
+            copied(of_gpu.new_cache())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_tensors_cannot_be_written(dtype: str) -> None:
+    for _, array, _ in GPT2.from_pretrained(device="cpu", dtype=dtype).tensors():
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
+
+
+@everywhere
+def test_a_model_and_a_cache_in_a_line(device: str) -> None:
+    m = model(TINY, device)
+    sizes = "n_layer=2, n_head=3, n_embd=24, n_ctx=20, vocab_size=37"
+    assert repr(m).startswith(f"GPT2('weights given as arrays', {sizes}, float32, ")
+    assert repr(m).endswith(f", {m.nbytes:,} bytes)")
+    kv_cache = m.new_cache(6, 5)
+    m([[1, 2]] * 6, cache=kv_cache)
+    assert "n_layer=2, width=24, batch=6, n_ctx=5, lengths [2, 2, 2, 2, …], float32, " in repr(
+        kv_cache
+    )
+    found = m.generate([1, 2], max_new_tokens=3, seed=5)
+    assert repr(found) == "Generation('', 3 tokens, finish_reason='length', seed=5)"
+    assert len(repr(replace(found, text="'" * 10**5))) < 300
+
+
+def test_a_checkpoint_in_a_line() -> None:
+    found = repr(Checkpoint.open("shakespeare"))
+    assert found.startswith("Checkpoint('shakespeare', n_layer=6, ")
+    assert len(found) < 200
+
+
+def test_wrong_options() -> None:
+    m: Any = model(TINY, "cpu")
+    for value in ("yes", 1, None):
+        with pytest.raises(InputError, match="last: expected True or False"):
+            m([1], last=value)
+    with pytest.raises(InputError, match="progress: expected a function, got 'x'"):
+        GPT2.from_pretrained(progress="x")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="progress: expected a function, got 3"):
+        m.score([1, 2], progress=3)

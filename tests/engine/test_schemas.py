@@ -1,0 +1,281 @@
+"""Texts generated for many schemas: each parses, and jsonschema accepts it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance")
+
+import jsonschema
+
+from gpt2block.engine.generation.rows import Generation
+from gpt2block.engine.grammars import Grammar, vocabulary_of
+from gpt2block.errors import InputError
+from tests.generating import generate
+from tests.markov import MarkovEngine, byte_encoding
+
+SCHEMAS, LONGEST = 200, 400
+MERGES = (b'": ', b'", "', b"true", b"null", b"false", b"12", b"ab", b'"}', "é".encode())
+ENCODING = byte_encoding(*MERGES)
+NAMES = ("name", "a b", "ü", "x/y", "id", "values", "unit", '"quoted"')
+PATTERNS = ("^[a-f]{2,5}$", "^(cat|dog)s?$", r"^\d{3}-\d{2}$", "^[A-Z][a-z]*$", "x.y")
+FORMATS = ("date", "time", "email", "uuid", "ipv4")
+
+
+def schema_of(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
+    """Draw a random schema of one of the common kinds."""
+    kinds = [string, number, choice, constant, boolean]
+    if depth < 3:
+        kinds += [array, pair, thing, thing, union, tree]
+    made: dict[str, Any] = kinds[rng.integers(len(kinds))](rng, depth)
+    return made
+
+
+def string(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    kind = rng.integers(4)
+    if kind == 0:
+        return {"type": "string", "pattern": PATTERNS[rng.integers(len(PATTERNS))]}
+    if kind == 1:
+        return {"type": "string", "format": FORMATS[rng.integers(len(FORMATS))]}
+    least = int(rng.integers(3))
+    return {"type": "string", "minLength": least, "maxLength": least + int(rng.integers(1, 9))}
+
+
+def bounds(rng: np.random.Generator, apart: float = 9.0) -> dict[str, float]:
+    """Draw one or two bounds with up to 5 decimals, `apart` or more, included or excluded."""
+    width, decimals = 10.0 ** int(rng.integers(-2, 5)), int(rng.integers(6))
+    low = round(float(rng.uniform(-width, width)) * int(rng.integers(4) > 0), decimals)
+    high = round(low + max(apart, 10.0**-decimals) + float(rng.uniform(0, width)), decimals)
+    first, last = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+    both = [(first[rng.integers(2)], low), (last[rng.integers(2)], high)]
+    return dict([both, both, both[:1], both[1:]][rng.integers(4)])
+
+
+def number(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    kind = ("integer", "number", ["number", "null"])[rng.integers(3)]
+    kinds: list[dict[str, Any]] = [
+        {"type": kind, **bounds(rng)},
+        {"type": "integer", "multipleOf": int(rng.integers(2, 9)), "minimum": 0},
+        {"type": "number", "multipleOf": (0.25, 1.5, 2)[rng.integers(3)], **bounds(rng)},
+        {"allOf": [{"type": kind}, bounds(rng)], "exclusiveMaximum": 1e6},
+        {"oneOf": [{"type": "number", "exclusiveMaximum": 0}, {"type": "number", "minimum": 0.5}]},
+    ]
+    return kinds[rng.integers(len(kinds))]
+
+
+def choice(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    values = ["red", "grün", 'with "quotes"', 1, -2.5, None, True, [1, "a"], {"k": []}, "\n"]
+    return {"enum": [values[n] for n in rng.choice(len(values), 4, replace=False)]}
+
+
+def constant(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    return {"const": [None, "fixed", 7, {"a": [True]}][rng.integers(4)]}
+
+
+def boolean(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    return {"type": ["boolean", "null"] if rng.integers(2) else "boolean"}
+
+
+def array(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    least = int(rng.integers(3))
+    items = schema_of(rng, depth + 1)
+    return {"type": "array", "items": items, "minItems": least, "maxItems": least + 2}
+
+
+def pair(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    first = [schema_of(rng, depth + 1) for _ in range(2)]
+    return {"type": "array", "prefixItems": first, "items": False, "minItems": 2}
+
+
+def thing(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    names = rng.choice(NAMES, rng.integers(1, 5), replace=False).tolist()
+    required = [name for name in names if rng.integers(2)]
+    more: Any = [False, {"type": "integer", "minimum": 0, "maximum": 9}][rng.integers(2)]
+    properties = {name: schema_of(rng, depth + 1) for name in names}
+    return {
+        "type": "object", "properties": properties, "required": required,
+        "additionalProperties": more,
+    }  # fmt: skip
+
+
+def union(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    return {"anyOf": [schema_of(rng, depth + 1) for _ in range(2)]}
+
+
+def tree(rng: np.random.Generator, depth: int) -> dict[str, Any]:
+    """Return the schema of a linked list of small numbers, which refers to itself."""
+    value = {"type": "integer", "minimum": 0, "maximum": 9}
+    node = {
+        "type": "object", "properties": {"value": value, "next": {"$ref": "#/$defs/node"}},
+        "required": ["value"], "additionalProperties": False,
+    }  # fmt: skip
+    if depth:  # references begin at the root of a schema
+        return value
+    return {"$ref": "#/$defs/node", "$defs": {"node": node}}
+
+
+def schemas() -> list[dict[str, Any]]:
+    rng = np.random.default_rng(5)
+    return [schema_of(rng) for _ in range(SCHEMAS)]
+
+
+def engine() -> MarkovEngine:
+    """Return an engine of random texts, in which strings, lists and objects end soon."""
+    V = ENCODING.n_vocab
+    table = np.random.default_rng(0).standard_normal((V, V)).astype(np.float32)
+    for token in range(V - 1):
+        data = ENCODING.decode_single_token_bytes(token)
+        if data[:1] in (b'"', b"]", b"}", b","):
+            table[:, token] += 5.0
+        elif data[0] >= 0x80 and token < 256:
+            table[:, token] -= 4.0
+    table[:, -1] += 5.0
+    return MarkovEngine(table, n_ctx=LONGEST + 8)
+
+
+def problem(schema: Any, found: Generation) -> str | None:
+    """Return the reason why a finished text is wrong, with numbers as Decimal or float, or None."""
+    kind = jsonschema.Draft202012Validator
+    for number in (Decimal, float):
+        try:
+            given = json.loads(json.dumps(schema), parse_float=number)
+            value = json.loads(found.text, parse_float=number)
+            kind(given, format_checker=kind.FORMAT_CHECKER).validate(value)
+        except (ValueError, jsonschema.ValidationError) as error:
+            return f"{schema}: {found.text!r}: {error}"
+    return None
+
+
+def run(each: int) -> Counter[str]:
+    """Generate `each` texts of every schema, and return the number of texts by outcome."""
+    counts, made = Counter[str](), engine()
+    for schema in schemas():
+        options: dict[str, Any] = {"max_new_tokens": LONGEST, "temperature": 1.0, "seed": 3}
+        for found in generate(made, ENCODING, [65], samples=each, schema=schema, **options):
+            wrong = problem(schema, found) if found.finish_reason == "stop" else None
+            counts["invalid" if wrong else found.finish_reason] += 1
+            assert wrong is None, wrong
+    return counts
+
+
+def test_finished_texts_are_valid() -> None:
+    counts = run(2)
+    assert counts["stop"] >= 0.95 * counts.total()
+    assert counts.total() == 2 * SCHEMAS
+
+
+# --- numbers: a matcher permits the texts that jsonschema accepts
+
+NUMBER, INTEGER = {"type": "number"}, {"type": "integer"}
+OBJECT = {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": False}
+NAMED = {"^a$": {"minimum": 5}, "^(b|c)$": {"type": "null"}}
+KINDS = {name: {**OBJECT, "properties": {"a": {"const": name}}, "required": ["a"]} for name in "xy"}
+VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"exclusiveMinimum": 0, "maximum": 0.5}, "0 -0 0.0 0.1 0.10 0.5 0.50 0.51 true [] {}"),
+    ({"minimum": -0.5, "exclusiveMaximum": 0}, "0 -0 0.0 -0.1 -0.50 -0.51 null"),
+    ({**NUMBER, "maximum": 0.25}, "0.2 0.25 0.250 0.251 0.3 -7.50 -0 1"),
+    ({**NUMBER, "minimum": 0, "maximum": 0.0025}, "0 0.0 0.00 0.002 0.0025 0.0026"),
+    ({**NUMBER, "minimum": 3, "maximum": 3.05}, "2.99 3 3.0 3.00 3.04 3.05 3.050 3.1"),
+    ({**NUMBER, "multipleOf": 0.1, "maximum": 0.3}, "0 0.1 0.3 0.4 0.25 -0.7"),
+    ({**INTEGER, "minimum": 0, "maximum": 2**63 - 1}, f"-1 0 {2**63 - 1} {2**63}"),
+    ({**INTEGER, "minimum": -(2**53), "maximum": -0.5}, f"{-(2**53)} {-(2**53) - 1} -1 0"),
+    ({"type": ["integer", "null"], "exclusiveMinimum": 1.5}, "null 1 2"),
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 1,
+      "exclusiveMinimum": True}, "1 1.0 1.01 2"),
+    ({"allOf": [INTEGER, {"minimum": 0.5}], "maximum": 2.5}, "0 1 2 3"),
+    ({"$ref": "#/$defs/a", "minimum": 0.25, "$defs": {"a": {"maximum": 0.75}}}, "0.2 0.5 0.8"),
+    ({"$ref": "#/definitions/a", "definitions": {"a": {"exclusiveMinimum": 0, "maximum": 0.5}}},
+     "0 0.1 0.50 0.51"),
+    ({"anyOf": [NUMBER, {"type": "null"}], "minimum": 1.25}, "null 1.2 1.25 1.3"),
+    ({"enum": [1, 2.5, -3, "a"], "minimum": 1.5}, '1 2.5 -3 "a"'),
+    ({"oneOf": [{**INTEGER, "maximum": 5}, {**NUMBER, "minimum": 5.5}]}, "5 5.2 6"),
+    ({"oneOf": [{"const": 1}, {"const": 2}, {"enum": ["a", None]}]}, '1 2 3 "a" null'),
+    ({"oneOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}], "$defs": KINDS},
+     '{"a":"x"} {"a":"y"} {"a":"z"} null'),
+    ({**OBJECT, "patternProperties": NAMED}, '{"a":7} {"a":3} {"b":null} {"b":7} {"d":7}'),
+]  # fmt: skip
+
+SMALL, LONG = {"type": "string", "maxLength": 3}, {"type": "string", "minLength": 2}
+PRIMES = [{"multipleOf": 65537}, {"multipleOf": 65539}]
+REFUSED: list[tuple[Any, str]] = [
+    ({"required": "a"}, 'required: expected an array of texts, got "a"'),
+    ({"enum": "red"}, 'enum: expected an array, got "red"'),
+    ({"type": [["a"]]}, "type: expected a text or texts, got"),
+    ({"minimum": "1"}, 'minimum: expected a number from .*, got "1": write a narrower bound, or'),
+    ({"minimum": float("nan")}, "minimum: expected a number from .*, got NaN: write"),
+    ({"maximum": 1e20}, r"maximum: expected a number from .* or 2.63 - 1 .*, got 1e\+20: write"),
+    ({**INTEGER, "minimum": -(2**63)}, "minimum: expected a number from .*, got -9223372036854775"),
+    ({"const": -(2**63)}, "const, enum: expected numbers of at most 15 digits, got -9.*: write"),
+    ({"enum": [[{"a": float("inf")}]]}, "const, enum: expected numbers .*, got Infinity: write"),
+    ({"multipleOf": 0}, "multipleOf: expected a number above 0 of at most 15 digits, got 0"),
+    ({"multipleOf": 0.07}, "multipleOf: expected a number of few digits, such as 3, 0.01 or"),
+    ({"allOf": PRIMES}, "multipleOf: the product of several is too large: write one that is"),
+    ({"multipleOf": 3, "anyOf": PRIMES}, "multipleOf: the product of several is too large"),
+    ({"oneOf": [SMALL, LONG]}, "oneOf: it is not certain that no value fits two .*: write any"),
+    ({"minProperties": 2}, "minProperties: expected at most 1, because .*: list more names in req"),
+    ({"type": "object", "properties": {"a": {}}, "maxProperties": 3}, "minProperties, maxPropert"),
+    ({"patternProperties": {"^a": {}, "b": {}}}, "patternProperties: expected patterns of which"),
+    ({"type": "string", "format": "x"}, "Unknown format: x: leave it out, or write a pattern"),
+]  # fmt: skip
+
+
+def permitted(schema: Any, texts: Sequence[str]) -> list[str]:
+    grammar = Grammar.of(schema=schema)
+    assert grammar is not None
+    tokens = vocabulary_of(ENCODING, ENCODING.n_vocab, frozenset({ENCODING.eot_token}))
+    states: dict[str, Any] = {text: tokens.matcher(grammar).state for text in texts}
+    return [text for text, state in states.items()
+            if state.consume_tokens([*text.encode()]) and state.is_accepting()]  # fmt: skip
+
+
+def accepted(schema: Any, texts: Sequence[str]) -> list[str]:
+    given = json.loads(json.dumps(schema), parse_float=Decimal)
+    kind = jsonschema.validators.validator_for(given, jsonschema.Draft202012Validator)(given)
+    return [text for text in texts if kind.is_valid(json.loads(text, parse_float=Decimal))]
+
+
+@pytest.mark.parametrize(("schema", "values"), VALUES)
+def test_values_that_jsonschema_accepts(schema: Any, values: str) -> None:
+    texts = [text.replace(":", ": ") for text in values.split()]
+    assert permitted(schema, texts) == accepted(schema, texts)
+    assert 0 < len(accepted(schema, texts)) < len(texts)
+    nines = ["0.999", "0.99999999999999999999"]  # the second one is 1 as a float
+    assert permitted({"exclusiveMaximum": 1}, nines) == nines[:1]
+
+
+@pytest.mark.parametrize(("schema", "message"), REFUSED)
+def test_refusals_name_the_place_and_a_remedy(schema: Any, message: str) -> None:
+    for of, place in (({"items": {"$ref": "#/$defs/a"}, "$defs": {"a": schema}}, r"/\$defs/a"),
+                      ({"items": schema}, "/items")):  # fmt: skip
+        with pytest.raises(InputError, match=f"schema: {place}: {message}"):
+            Grammar.of(schema=of)
+
+
+def test_the_deepest_schemas() -> None:
+    schema: dict[str, Any] = {"exclusiveMinimum": 0, "maximum": 0.5}
+    for _ in range(59):
+        schema = {"properties": {"a": schema}}
+    assert permitted(schema, ["{}", "[]", "7"]) == ["{}", "[]", "7"]
+    with pytest.raises(InputError, match=r"schema: (/properties/a)+.*: nested too deeply: write"):
+        Grammar.of(schema={"properties": {"a": schema}})
+
+
+def test_decimals_of_random_ranges() -> None:
+    """Numbers near the ends and near 0, also with zeros at their end. Minus zero is only "-0"."""
+    rng = np.random.default_rng(3)
+    for _ in range(240):
+        ends, texts = bounds(rng, 0.0), set[str]()
+        while len(texts) < 17:
+            near = Decimal(repr([*ends.values(), 0.0][rng.integers(len(ends) + 1)]))
+            number = near + Decimal(int(rng.integers(-9, 10))).scaleb(-int(rng.integers(7)))
+            number = number.quantize(Decimal(1).scaleb(-int(rng.integers(7))))
+            texts.add(format(number or abs(number), "f"))
+        schema = {"type": "number", **ends}
+        assert permitted(schema, [*texts]) == accepted(schema, [*texts]), schema

@@ -1,0 +1,204 @@
+"""The forms in which models write tool calls: reading, writing, prompts and grammars."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jinja2", reason="the extra serve is not installed")
+
+from gpt2block.engine.chat.template import ChatTemplate
+from gpt2block.engine.chat.tool_forms import FORMS, FormName, form_of
+from gpt2block.engine.chat.tool_forms.base import Tool
+from gpt2block.engine.chat.tool_forms.grammar import closed, lark
+from gpt2block.engine.chat.tool_forms.reading import CallPart, CallReader
+from gpt2block.errors import InputError
+from tests.tool_answers import EXAMPLES, NAMES, TEMPLATES, call, joined
+
+USER = {"role": "user", "content": "Hi"}
+A_NUMBER = {"type": "object", "properties": {"a": {"type": "number", "maximum": 1.25}},
+            "required": ["a"]}  # fmt: skip
+SHOWN = [{"type": "function", "function": {"name": "f", "description": "Counts."}}]
+TOOLS = [Tool("f", closed(A_NUMBER)), Tool("g", closed({"type": "object", "properties": {}}))]
+CALLS = [("f", '{"a": 1.2}'), ("g", "{}")]
+
+
+def read(form: str, text: str, size: int, *more: Any) -> list[str | CallPart]:
+    reader = CallReader(FORMS[form], NAMES, *more)
+    parts = [part for at in range(0, len(text), size) for part in reader.read(text[at : at + size])]
+    return parts + reader.read("", final=True)
+
+
+def test_each_form_has_examples_and_a_template() -> None:
+    assert [*FORMS] == [*EXAMPLES] == [*TEMPLATES] == [*FormName.__args__]  # type: ignore[attr-defined]
+    for name, source in [*TEMPLATES.items()][:-1]:
+        assert [form.name for form in FORMS.values() if form.is_shown_in(source)] == [name]
+
+
+@pytest.mark.parametrize(
+    "source", [TEMPLATES["general"], "<function={{ n }}></tool_call>", "<arg_key></tool_call>"]
+)
+def test_other_forms_are_not_known(source: str) -> None:
+    assert form_of(source) is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_are_read_in_pieces_of_any_size(form: str, size: int) -> None:
+    for text, content, calls in EXAMPLES[form]:
+        assert joined(read(form, text, size)) == (content, calls), text
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_text_without_calls_is_returned_as_it_is(form: str) -> None:
+    """Each example is cut at every place, with white space around it."""
+    for text, *_ in EXAMPLES[form]:
+        for end in range(len(text)):
+            cut = f" \n{text[:end]}\n"
+            content, calls = joined(read(form, cut, 3))
+            assert calls or content == cut
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_arguments_of_a_held_answer_arrive_in_pieces(form: str) -> None:
+    text = FORMS[form].written("", [call("f", '{"a": "}", "b": [1]}')])
+    parts = read(form, text, 4, True)
+    assert joined(parts) == ("", [("f", '{"a": "}", "b": [1]}')])
+    assert len(parts) > 4
+    cut = read(form, text[: text.index("[1") + 1], 4, True)
+    assert joined(cut) == ("", [("f", '{"a": "}", "b": [')])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_held_answer_that_is_cut_shows_no_marks(form: str) -> None:
+    """A call has its name as soon as no other name can follow, and its arguments so far."""
+    first, text = (FORMS[form].written("", [call(*each) for each in CALLS[:n]]) for n in (1, 2))
+    begin = FORMS[form].begins[0]
+    for end in range(len(text)):
+        content, calls = joined(read(form, text[:end], 3, True, "none"))
+        assert content == ""
+        for call_, whole in zip(calls, CALLS, strict=False):
+            assert (call_[0], whole[1][: len(call_[1])]) == (whole[0], call_[1])
+        if first.startswith(begin) and len(begin) <= end < len(first):
+            calls = joined(read(form, first[:end], 3, True, "none"))[1]
+            found = joined(read(form, f"Hi {first[:end]}", 3, True))
+            assert found == ("Hi" if calls else "Hi ", calls)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_text_in_place_of_calls(form: str) -> None:
+    """A text may have the marks of a call, if it does not begin with a call."""
+    written = FORMS[form].written("", [call(*each) for each in CALLS])
+    text = f'{{"a": "{FORMS[form].begins[0]}{{", "b": {json.dumps(written)}}}'
+    assert joined(read(form, text, 3, True, "instead")) == (text, [])
+    assert joined(read(form, written, 3, True, "instead")) == ("", CALLS)
+    assert joined(read(form, FORMS[form].begins[0][:-1], 3, True, "instead"))[0] == ""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_written_calls_are_read(form: str) -> None:
+    text = FORMS[form].written("", [call(*each) for each in CALLS])
+    assert joined(read(form, text, 1000)) == ("", CALLS)
+    with pytest.raises(InputError, match="expected tool_calls such as"):
+        FORMS[form].written("", [{"function": {}}])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_round_in_a_prompt(form: str) -> None:
+    """The prompt has the tools, the call as the model writes it, and the result."""
+    template = ChatTemplate(TEMPLATES[form], {})
+    template.tool_form = template.tool_form or FORMS["general"]
+    assert template.tool_form is FORMS[form]
+    asked = [USER, {"role": "assistant", "content": None, "tool_calls": [call(*CALLS[0])]},
+             {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "r1"}]  # fmt: skip
+    messages, variables = template.tool_form.offered(template.names, asked, SHOWN)
+    text, places = template.placed(messages, **variables)
+    at = [text.rindex(part) for part in
+          ("Counts.", "Hi", FORMS[form].written("", [call(*CALLS[0])]), "r1")]  # fmt: skip
+    assert at[1:] == sorted(at[1:])
+    assert len(FORMS[form].new_id()) == (9 if "mistral" in form else 29)
+    assert any(start <= at[0] < end for start, end in places)
+
+
+def test_the_name_of_a_call_is_before_its_arguments() -> None:
+    function = {"arguments": '{"a": 1}', "name": "f"}
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function | tojson }}", {})
+    text = template.render([{"role": "assistant", "tool_calls": [{"function": function}]}])
+    assert text == '{"name": "f", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (A_NUMBER, False),
+        ({**A_NUMBER, "additionalProperties": True}, True),
+        ({"type": "object"}, None),
+        ({**A_NUMBER, "anyOf": [{"required": ["b"]}]}, None),
+        ({**A_NUMBER, "dependentSchemas": {"a": {"required": ["b"]}}}, None),
+    ],
+)
+def test_schemas_list_their_properties(schema: Any, expected: Any) -> None:
+    assert closed(schema).get("additionalProperties") == expected
+
+
+# --- grammars -------------------------------------------------------------------------------------
+
+
+def accepted(grammar: str, text: str, special: list[str]) -> bool:
+    """Return whether a grammar accepts a text; tokens are bytes, and special tokens have ids."""
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper  # noqa: PLC0415
+
+    class Tokens:
+        bos_token_id, eos_token_id = None, 256
+
+        def __init__(self) -> None:
+            self.tokens = [*(bytes([byte]) for byte in range(256)), b"</s>"]
+            self.tokens += map(str.encode, special)
+            self.special_token_ids = [*range(256, 257 + len(special))]
+
+        def __call__(self, text: str) -> list[int]:
+            return [*text.encode()]
+
+    wrapped: Any = TokenizerWrapper(Tokens())
+    matcher = LLMatcher(LLTokenizer(wrapped, eos_token=[256]), grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    while text:
+        name = next((name for name in special if text.startswith(name)), None)
+        tokens = [257 + special.index(name)] if name else [*text[0].encode()]
+        text = text[len(name or "x") :]
+        if matcher.is_stopped() or matcher.try_consume_tokens(tokens) < len(tokens):
+            return False
+    return bool(matcher.is_accepting())
+
+
+@pytest.mark.parametrize("are_special", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_grammars(form: str, are_special: bool) -> None:
+    """Texts are accepted or not, with calls required or optional, and one call or several."""
+    pytest.importorskip("llguidance", reason="the extra tools is not installed")
+    of = FORMS[form]
+    named = ("[ARGS]", "[CALL_ID]") if of.named else ()
+    special = [*of.begins, *filter(None, [of.end]), *named] if are_special else []
+    one, two = (of.written("", [call(*each) for each in CALLS[:n]]) for n in (1, 2))
+    others = ("f", '{"a": "x"}'), ("f", "{}"), ("f", '{"a": 1, "z": 1}'), ("h", "{}")
+    wrong = [of.written("", [call(*each)]) for each in others]
+    # text -> whether accepted if: one call is required, one or more; optional: one, one or more
+    table = {
+        one: (True, True, True, True),
+        two: (False, of.many, False, of.many),
+        "Hi {": (False, False, True, True),
+        '{"b"': (False, False, not of.bare, not of.bare),
+        "Hi" + of.begins[0] + one.removeprefix(of.begins[0]): (False, False, True, True),
+        one + " ok": (False, False, False, of.many),
+        **dict.fromkeys([*wrong, of.begins[0] + "x"], (False,) * 4),
+    }
+    ids = {name: 257 + at for at, name in enumerate(special)}
+    for place, (required, parallel) in enumerate([(1, 0), (1, 1), (0, 0), (0, 1)]):
+        grammar = lark(of, TOOLS, bool(required), bool(parallel), ids.get)
+        for text, expected in table.items():
+            assert accepted(grammar, text, special) == expected[place], (text, place)
+    grammar = lark(of, TOOLS, False, False, ids.get, A_NUMBER)
+    for text in (one, '{"a": 1}', '{"a": ""}', "Hi", f'{{"a": 1}}{one}'):
+        assert accepted(grammar, text, special) == (text in (one, '{"a": 1}'))

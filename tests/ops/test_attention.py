@@ -1,0 +1,205 @@
+"""Attention in float32: blocks, tiles, barriers, launches and calls.
+
+tests/ops/test_attention_laws.py has the requirements of every attention kernel.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import cupy
+from gpt2block.emulator import Order, emulated
+from gpt2block.ops.attention import ONLINE, OPERATION, naive_geometry
+from gpt2block.ops.engines.attention_tiles import online_geometry
+from tests import plain
+from tests.attentions import Kernel, assert_right, both_masks, by_length
+from tests.caches import Heads, row_width
+from tests.compiling import assert_clean
+from tests.devices import (
+    BARRIER,
+    GPU,
+    assert_barriers_show,
+    every_device,
+    on_gpu,
+    one_order,
+    running_on,
+    set_attributes,
+)
+from tests.plain import normal
+
+Array = NDArray[Any]
+VARIANTS = [variant.name for variant in OPERATION.variants if "float32" in variant.dtypes]
+ONLINE_KERNEL = Kernel(partial(by_length, "online"))
+H200 = 232448  # bytes of shared memory that a block can have
+T4 = 65536
+
+
+def assert_computed(device: Any, kernel: Kernel, T: int, heads: Heads, causal: bool) -> None:
+    qkv = normal(T, T, row_width(heads))
+    assert_right(kernel(device, qkv, [T], heads, causal), qkv, [T], heads, causal)
+
+
+@every_device
+@both_masks
+@pytest.mark.parametrize("T", [128, 135, 259])
+def test_more_than_one_block_of_queries(device: Any, causal: bool, T: int) -> None:
+    assert_computed(device, ONLINE_KERNEL, T, (2, 2, 64), causal)
+
+
+@one_order
+@both_masks
+@pytest.mark.parametrize("size", [80, 256])
+def test_large_heads(device: Any, causal: bool, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=H200)
+    assert_computed(device, ONLINE_KERNEL, 70, (1, 1, size), causal)
+
+
+@pytest.mark.parametrize(
+    ("device", "variant", "block"),
+    [
+        *(
+            ("shuffled", name, block)
+            for name in ("naive", "online")
+            for block in (32, 64, 128, 256)
+        ),
+        *(
+            pytest.param("gpu", name, block, marks=GPU.marks)
+            for name in ("naive", "online")
+            for block in OPERATION.variant(name).blocks
+        ),
+    ],
+    indirect=["device"],
+)
+def test_block_sizes(device: Any, variant: str, block: int) -> None:
+    kernel = Kernel(partial(by_length, variant, block=block))
+    for T, causal in ((40, False), (150, True), (300, True)):
+        assert_computed(device, kernel, T, (3, 3, 16), causal)
+
+
+@pytest.mark.parametrize("device", ["shuffled"], indirect=True)
+@pytest.mark.parametrize("size", [64, 128])
+def test_tiles_for_little_shared_memory(
+    device: Any, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU with 64 KB of shared memory per block gets smaller tiles."""
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=T4)
+    geometry = online_geometry(1, 150, 1, size, NKV=1, block=None, most_shared=T4)
+    assert geometry.shared <= T4
+    assert_computed(device, ONLINE_KERNEL, 150, (1, 1, size), True)
+
+
+def test_missing_barriers_show() -> None:
+    """Two block and two warp barriers are needed."""
+    qkv = normal(0, 150, 48)
+
+    def run(order: Order) -> None:
+        with running_on(order) as device:
+            ONLINE_KERNEL(device, qkv, [150], (1, 1, 16), False)
+
+    for barrier in (BARRIER, "__syncwarp();"):
+        assert_barriers_show("lib/attention/online.cuh", run, 2, barrier)
+
+
+# --- launches
+
+
+def test_tiles_fit_the_shared_memory() -> None:
+    geometry = online_geometry(8, 1024, 12, 64, NKV=12, block=None, most_shared=H200)
+    assert (geometry.grid, geometry.block) == ((96, 8), (128,))
+    assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
+    for size in (4, 64, 128, 256):
+        for limit in (99 * 1024, H200):
+            geometry = online_geometry(1, 4096, 1, size, NKV=1, block=None, most_shared=limit)
+            assert geometry.shared <= limit
+    short = online_geometry(1, 5, 1, 64, NKV=1, block=None, most_shared=H200)
+    assert short.block == (32,)
+    with pytest.raises(InputError, match=r"head size 256: the smallest tiles .* use variant mha"):
+        online_geometry(1, 4096, 1, 256, NKV=1, block=None, most_shared=T4)
+    with pytest.raises(InputError, match=r"take 85,760 .* 65,536 for them: use a smaller block"):
+        online_geometry(1, 4096, 1, 256, NKV=1, block=64, most_shared=T4)
+
+
+def test_what_a_grid_cannot_take_is_refused() -> None:
+    online = partial(online_geometry, block=None, most_shared=H200)
+    with pytest.raises(
+        InputError, match=r"make a grid of 12,096,000,000 blocks, .* variant online"
+    ):
+        naive_geometry(1000, 64000, 3, 4, 1024, 3)
+    assert online(2**25, 1, 12, 64, NKV=12).grid == (12 * 2**25, 1)
+    assert online(1, 8_388_480, 1, 64, NKV=1).grid == (1, 65535)
+    with pytest.raises(InputError, match="T 8,388,481: variant online takes at most 8,388,480"):
+        online(1, 8_388_481, 1, 64, NKV=1)
+    options: dict[str, Any] = {"n_head": 1, "causal": True}
+    with emulated():
+        qkv = cupy.empty((5, 3 * 257), "float32")
+        with pytest.raises(InputError, match="variant online: head size 257: expected at most 256"):
+            OPERATION.bind((qkv,), **options, variant="online")
+        assert len(OPERATION.bind((qkv,), **options, variant="naive").launches) == 3
+
+
+def test_every_head_stays_in_registers() -> None:
+    jobs = []
+    for arch, size in (("sm_75", 33), ("sm_90", 80), ("sm_90", 128), ("sm_90", 256)):
+        geometry = online_geometry(8, 1024, 3, size, NKV=3, block=None, most_shared=H200)
+        jobs.append((ONLINE, arch, geometry.defines))
+    assert_clean(jobs)
+
+
+# --- calls
+
+
+@on_gpu
+def test_more_sequences_than_a_grid_has_rows(device: Any) -> None:
+    qkv = device.asarray(normal(0, 70000, 2, 12))
+    for variant in ("naive", "online"):
+        got = ops.attention(qkv, 1, True, variant).get()
+        x = qkv.get()
+        plain.assert_as_accurate(
+            got, reference.attention(x.astype(np.float64), 1, True), plain.attention(x, 1, True)
+        )
+
+
+@one_order
+def test_the_op(device: Any) -> None:
+    x, heads = normal(0, 2, 30, 144), (3, 3, 16)
+    qkv = device.asarray(x)
+    moved = device.asarray(np.append(np.float32(0), x))[1:].reshape(x.shape)
+    assert moved.data.ptr % 16
+    strided = device.asarray(np.repeat(x, 2, axis=1))[:, ::2]
+    for variant in VARIANTS:
+        for causal in (False, True):
+            got = ops.attention(qkv, 3, causal, variant)
+            assert_right(got.get().reshape(60, -1), x.reshape(60, -1), [30, 30], heads, causal)
+            for other in (moved, strided):
+                assert bool((ops.attention(other, 3, causal, variant) == got).all())
+            assert bool((ops.attention(qkv[1], 3, causal, variant) == got[1]).all())
+    np.testing.assert_array_equal(qkv.get(), x)
+
+
+@on_gpu
+def test_bad_input(device: Any) -> None:
+    x = device.zeros((5, 48), "float32")
+    long = device.zeros((400_000, 12), "float32")  # 640 GB of scores
+    wide = device.zeros((5, 900), "float32")
+    for args, options, message in (
+        ((x, 0), {}, "n_head: expected a number of heads, got 0"),
+        ((x, 2), {"variant": "flash"}, "unknown variant 'flash': expected one of mha, naive, onl"),
+        ((x, 2), {"variant": "online", "block": 48}, "block size 48: expected one of 32, 64, 128"),
+        ((x, 2), {"variant": "mha", "block": 128}, "block size 128: expected one of 256"),
+        ((wide, 1), {"variant": "online"}, r"head size 300: .* at most 256 \(naive takes any\)"),
+        ((long, 1), {"variant": "naive"}, "its scores take 640.0 GB, .* use variant online"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ops.attention(*args, **options)
+    assert ops.attention(wide, 1, variant="naive").shape == (5, 300)
+    flat = device.zeros(5 * 16 + 1, "float32")
+    with pytest.raises(InputError, match="out: expected data aligned to 16 bytes"):
+        OPERATION.bind((x,), flat[1:].reshape(5, 16), n_head=2, causal=False, variant="online")
+    with pytest.raises(InputError, match=r"out: expected shape \(5, 16\)"):
+        OPERATION.bind((x,), x, n_head=2, causal=False, variant="online")

@@ -1,0 +1,622 @@
+"""Attention over a kv_cache of any dtype: division of the work, and functions that fill the cache.
+
+Tests run on the CPU emulator and on a GPU. tests/ops/test_attention_laws.py tests the requirements
+of every attention kernel.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import kernels, replaced
+from gpt2block.cuda.arrays import compute_capability
+from gpt2block.cuda.kernels import Geometry
+from gpt2block.emulator import Order
+from gpt2block.models.weights.two_part import TwoPartMatrix
+from gpt2block.ops.attention_cached import (
+    APPEND,
+    ATTENTION_PACKED,
+    ATTENTION_SPLIT,
+    KV_APPEND,
+    KV_ROUND,
+    SPLIT,
+    TILES,
+    append_geometry,
+    split_geometry,
+    tiles_geometry,
+)
+from gpt2block.ops.rope_qkv import APPEND as ROPE_APPEND
+from gpt2block.ops.terms import Terms
+from tests import gpus
+from tests.attentions import KERNELS
+from tests.caches import (
+    DTYPES,
+    FORMATS,
+    KINDS,
+    Cache,
+    Heads,
+    assert_right,
+    exact,
+    random_cache,
+    row_width,
+    stored,
+    widened,
+)
+from tests.compiling import Job, assert_clean
+from tests.devices import (
+    assert_barriers_show,
+    assert_same_bits,
+    combinations,
+    edited,
+    on_gpu,
+    one_order,
+    running_on,
+    set_attributes,
+    with_source,
+)
+from tests.ops.test_terms import terms as terms_of
+from tests.plain import normal
+
+Array = NDArray[Any]
+H200 = gpus.H200["most_shared"]
+MODULE = sys.modules[split_geometry.__module__]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def device(device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=H200)
+    return device
+
+
+# --- NumPy
+
+
+@given(T=st.integers(1, 5), start=st.integers(0, 5), n_head=st.integers(1, 3))
+def test_attention_cached_is_the_end_of_attention(T: int, start: int, n_head: int) -> None:
+    qkv = np.random.default_rng(T).standard_normal((start + T, 3 * n_head * 4))
+    q, k, v = np.split(qkv, 3, axis=1)
+    got = reference.attention_cached(q[start:], k, v, start, n_head)
+    np.testing.assert_allclose(got, reference.attention(qkv, n_head, True)[start:], rtol=1e-12)
+    v[-1] = np.nan
+    wrong = reference.attention_cached(q[start:], k, v, start, n_head)
+    np.testing.assert_allclose(wrong[:-1], got[:-1], rtol=1e-12)
+    assert np.isnan(wrong[-1]).all()
+
+
+def test_attention_cached_by_hand() -> None:
+    q, k, v = normal(0, 2, 6), normal(1, 5, 6), normal(2, 5, 6)
+    got = exact(q, k, v, 3, 2)
+    for t in range(2):
+        for h in range(2):
+            part = slice(3 * h, 3 * h + 3)
+            weights = [
+                math.exp(sum(map(float, q[t, part] * k[j, part])) / math.sqrt(3))
+                for j in range(4 + t)
+            ]
+            expected = sum(w * v[j, part].astype(float) for j, w in enumerate(weights))
+            np.testing.assert_allclose(got[t, part], expected / sum(weights), rtol=1e-5)
+
+
+# --- split: one query per sequence
+
+
+def split(device: Any, q: Array, held: Cache, position: Array, **forced: int) -> Array:
+    """Run variant `split` with the cache in reverse order of sequences.
+
+    A GPU runs it three times and must give the same bits. forced: constants of the kernel for
+    `forced_geometry` instead of the chosen ones.
+    """
+    row = np.arange(len(q), dtype=np.int32)[::-1]
+    backwards = held.of(slice(None, None, -1))
+    arrays = q, backwards.k, backwards.v, np.ascontiguousarray(row), position
+    inputs, results = tuple(map(device.asarray, arrays)), []
+    with pytest.MonkeyPatch.context() as patch:
+        if forced:
+            chosen = partial(forced_geometry, forced)
+            patch.setattr(MODULE, "split_geometry", chosen)
+        options: Any = {"n_head": held.heads[0], "kv_dtype": held.kv_dtype}
+        bound = ATTENTION_SPLIT.bind(inputs, **options)
+    for _ in range(1 if replaced() else 3):
+        bound.out.fill(np.nan)
+        results.append(bound.run().get())
+        np.testing.assert_array_equal(results[0], results[-1])
+    result: Array = results[0]
+    return result
+
+
+def forced_geometry(forced: dict[str, int], *sizes: Any) -> Geometry:
+    """Return the geometry of `split` with other constants.
+
+    forced: AS_HEADS (heads per block), AS_WARPS (warps per head), AS_CLUSTER, or AS_VECTORS.
+    """
+    geometry = split_geometry(*sizes)
+    sizes_of = dict(geometry.defines) | forced
+    cluster, heads = forced.get("AS_CLUSTER", 1), forced.get("AS_HEADS", 1)
+    warps = heads * int(sizes_of["AS_WARPS"])
+    sizes_of["AS_CLUSTER"] = cluster
+    grid = (cluster, geometry.grid[1] // heads, geometry.grid[2])
+    return geometry._replace(grid=grid, block=(32 * warps,), defines=tuple(sizes_of.items()))
+
+
+def decoding(
+    heads: Heads, positions: list[int], n_ctx: int, kind: str
+) -> tuple[Array, Cache, Array]:
+    """Return queries, a cache with the keys that they see, and their positions."""
+    held = random_cache(heads, [min(at, n_ctx - 1) + 1 for at in positions], n_ctx, kind)
+    q = normal(1, len(positions), heads[0] * heads[2])
+    return q, held, np.array(positions, np.int32)
+
+
+@combinations(times=1, heads=[(3, 3, 16), (4, 2, 8), (8, 1, 8), (8, 2, 64)], kind=KINDS)
+def test_split_in_a_longer_cache(device: Any, heads: Heads, kind: str) -> None:
+    q, held, position = decoding(heads, [139, 2, 127], 141, kind)
+    longer = split(device, q, held.longer(7 * 141), position)
+    np.testing.assert_array_equal(longer, split(device, q, held, position))
+
+
+@one_order
+@pytest.mark.parametrize(
+    ("heads", "kind"),
+    [
+        ((4, 4, 8), "bfloat16"),
+        ((2, 2, 40), "float32"),
+        ((5, 1, 8), "bfloat16"),  # teams of unequal size
+        ((2, 2, 16), "float8_e5m2"),
+        ((4, 1, 16), "float8_e4m3fn"),
+        *(
+            pytest.param(heads, kind, marks=pytest.mark.gpu)
+            for heads in ((12, 12, 64), (16, 4, 128))
+            for kind in FORMATS
+        ),
+    ],
+    ids=str,
+)
+def test_split_is_the_same_however_the_work_is_shared(device: Any, heads: Heads, kind: str) -> None:
+    """The keys fill two spans of 1,024; the largest scores are in the second span."""
+    q, held, position = decoding(heads, [1099, 1023, 69], 1100, kind)
+    held.k[0, 1024:] = stored(4 * normal(2, 76, heads[1] * heads[2]), kind)
+    right = split(device, q, held, position)
+    for b in range(3):
+        assert_right(right[b, None], q[b, None], held, b, int(position[b]))
+    choices = [{"AS_WARPS": 1}, {"AS_WARPS": 8 if held.kv_dtype else 16}]
+    if kind == "bfloat16" and heads[0] == heads[1]:
+        choices += [{"AS_WARPS": 2, "AS_HEADS": 2}]
+    if not replaced() and compute_capability() >= 90:
+        choices += [{"AS_WARPS": 4, "AS_CLUSTER": cluster} for cluster in (2, 5, 8)]
+        if heads[0] == heads[1]:
+            choices += [{"AS_WARPS": 1, "AS_HEADS": 2, "AS_CLUSTER": 8}]
+    for forced in choices:
+        np.testing.assert_array_equal(split(device, q, held, position, **forced), right)
+
+
+@combinations(times=1, kind=KINDS, heads=[(3, 3, 8), (1, 1, 64)])
+def test_split_leaves_out_rows_and_positions_outside(device: Any, kind: str, heads: Heads) -> None:
+    held = random_cache(heads, [40, 40], 40, kind)
+    q = normal(1, 6, heads[0] * heads[2])
+    row = device.asarray(np.array([1, -1, 2, 0, 1, -7], np.int32))
+    position = device.asarray(np.array([39, 5, 5, -1, 40, -1], np.int32))
+    out = device.asarray(np.full(q.shape, np.nan, np.float32))
+    kept = tuple(map(device.asarray, (q, held.k, held.v)))
+    options: Any = {"n_head": heads[0], "kv_dtype": held.kv_dtype}
+    got = ATTENTION_SPLIT.bind((*kept, row, position), out, **options).run().get()
+    for m in (0, 4):  # position 40 is limited to the last position, 39
+        assert_right(got[m, None], q[m, None], held, 1, 39)
+    assert np.isnan(got[[1, 2, 3, 5]]).all()
+
+
+@combinations(times=1, HS=[16, 3], kv_dtype=list(FORMATS))
+def test_every_code_is_read_as_its_number(device: Any, HS: int, kv_dtype: str) -> None:
+    """With one key, attention returns its value in each channel, even infinity and NaN."""
+    NH = -(-256 // HS)
+    C = NH * HS
+    codes = np.resize(np.arange(256, dtype=np.uint8), (1, 1, C))
+    k, v = device.asarray(np.zeros_like(codes)), device.asarray(codes)
+    q, zero = device.asarray(normal(0, 1, C)), device.asarray(np.zeros(1, np.int32))
+    expected = widened(codes, kv_dtype)[0]
+    one = ops.attention_split(q, k, v, zero, zero, NH, kv_dtype).get()
+    np.testing.assert_array_equal(one, expected)
+    tiles = ops.attention_cached(q, k[0], v[0], 0, NH, kv_dtype).get()
+    np.testing.assert_array_equal(tiles, expected)
+    code_of_key = np.zeros((1, 2, C), np.uint8)
+    code_of_key[:, 1] = codes[:, 0]  # a key of NaN or infinity makes its own head NaN
+    two = device.asarray(np.repeat(codes, 2, axis=1) & 0x30)
+    position = device.asarray(np.ones(1, np.int32))
+    got = ops.attention_split(q, device.asarray(code_of_key), two, zero, position, NH, kv_dtype)
+    own = np.isfinite(widened(codes, kv_dtype)).reshape(NH, HS).all(axis=1)
+    finite = np.isfinite(got.get()).reshape(NH, HS).all(axis=1)
+    assert finite[own].all()
+    if kv_dtype == "float8_e4m3fn":
+        assert not finite[~own].any()
+
+
+@combinations(times=1, kv_dtype=list(FORMATS), kind=["float16", "bfloat16"], width=[0, 8])
+def test_terms_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) -> None:
+    """Terms can have any 16-bit dtype, whatever the dtype of the cache."""
+    held = random_cache((1, 1, 64), [70, 70], 70, kv_dtype)
+    row, position = (device.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
+    inputs = (*map(device.asarray, (normal(0, 3, 64), held.k, held.v)), row, position)
+    floats = ATTENTION_SPLIT.bind(inputs, n_head=1, kv_dtype=kv_dtype).run().get()
+    order = Terms(kind, width)
+    made = ATTENTION_SPLIT.bind(inputs, n_head=1, to_terms=order, kv_dtype=kv_dtype).run().get()
+    assert_same_bits(made, terms_of(floats, kind, width))
+
+
+def test_split_loads_again_when_the_hint_was_wrong() -> None:
+    """The hint is the position that `split` reads early; the previous kernel may change it."""
+    text = edited(SPLIT, "load_racing(position + query - mine)", "position[1]")  # not the row's
+    for hint in (-1, 0, 127, 128, 139):
+        held = random_cache((3, 3, 16), [130 if hint < 139 else 140], 140, "bfloat16")
+        q, position = normal(1, 1, 48), np.array([129, hint], np.int32)
+        with running_on("shuffled") as device:
+            right = split(device, q, held, position[:1])
+            with with_source(SPLIT, text):
+                again = split(device, q, held, device.asarray(position)[:1])
+        np.testing.assert_array_equal(again, right)
+
+
+def test_split_without_its_barrier_shows() -> None:
+    barrier = "    } else {\n        __syncthreads();\n"
+    q, held, position = decoding((3, 3, 16), [127], 128, "float32")
+
+    def run(order: Order) -> None:
+        with running_on(order) as device:
+            split(device, q, held, position)
+
+    assert_barriers_show(SPLIT, run, 1, barrier)
+
+
+# --- tiles: packed rows
+
+
+@combinations(
+    times=1,
+    heads=[(3, 1, 8), (2, 2, 64), (2, 2, 12), (2, 1, 128), (3, 3, 7), (1, 1, 256), (2, 1, 80)],
+    kind=KINDS,
+    dtype=["float16", "bfloat16"],
+)
+def test_rows_of_16_bits_give_those_of_float32_rounded_once(
+    device: Any, heads: Heads, kind: str, dtype: str
+) -> None:
+    """Rows have the dtype of the cache, or either 16-bit dtype if the cache is FP8."""
+    narrow = dtype if kind in FORMATS else kind
+    if narrow == "float32":
+        return
+    lengths, starts = [3, 0, 42, 67], [0, 0, 5, 66]
+    qkv = normal(3, sum(lengths), row_width(heads)).astype(DTYPES[narrow])
+    kernel = KERNELS[f"tiles-{kind}"]
+    wide = kernel(device, qkv.astype(np.float32), lengths, heads, True, starts)
+    got = kernel(device, qkv, lengths, heads, True, starts)
+    assert_same_bits(got, wide.astype(DTYPES[narrow]))
+
+
+def test_queries_of_a_thread_leave_the_bits_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, heads = KERNELS["tiles-bfloat16"], (1, 1, 64)
+    qkv = kernel.made(90, heads)
+    geometry = tiles_geometry(1, 90, 1, 1, 64, 2, H200)
+    geometry = geometry._replace(grid=(1, 2), defines=(*geometry.defines, ("AO_ROWS", 4)))
+    with running_on("forward") as device:
+        right = kernel(device, qkv, [90], heads, True)
+        monkeypatch.setattr(MODULE, "tiles_geometry", lambda *_: geometry)
+        assert_same_bits(kernel(device, qkv, [90], heads, True), right)
+
+
+def test_what_lies_outside_is_left_out() -> None:
+    """Sequences beyond N, positions beyond n_ctx, a start below 0: no access out of bounds."""
+    C, n_ctx = 32, 20
+    held = random_cache((2, 2, 16), [n_ctx] * 3, n_ctx, "float32")
+    qkv = normal(1, 30, 3 * C)
+    seams, starts = np.array([-5, 12, 40, 7], np.int32), np.array([-3, 15, 2], np.int32)
+    with running_on("forward") as device:
+        inputs = tuple(map(device.asarray, (qkv, held.k, held.v, seams, starts)))
+        out = ATTENTION_PACKED.bind(inputs, n_head=2, longest=30).run().get()
+    assert_right(out[:12], qkv[:12, :C].copy(), held, 0, 0)
+    assert_right(out[12:17], qkv[12:17, :C].copy(), held, 1, 15)
+    assert np.isnan(out[17:]).all()
+
+
+def test_what_lies_outside_is_left_out_on_tensor_cores() -> None:
+    """Rows beyond N, positions beyond n_ctx, a start below 0: no access out of bounds."""
+    n_ctx, C = 20, 64
+    k, v = (normal(n, 3, n_ctx, C).astype(np.float16) for n in (1, 2))
+    qkv = normal(3, 30, 3 * C).astype(np.float16)
+    seams, starts = np.array([0, 12, 25, 70], np.int32), np.array([-3, 15, 2], np.int32)
+    with running_on("forward") as device:
+        inputs = tuple(map(device.asarray, (qkv, k, v, seams, starts)))
+        out = device.asarray(np.full((30, C), 7, np.float16))
+        ATTENTION_PACKED.bind(inputs, out, n_head=1, longest=45, variant="mma").run()
+        got = out.get().astype(np.float32)
+    assert np.isfinite(got).all()
+    assert (got[17:25] == 7).all()  # positions 20 and on of the second sequence
+    assert (got[:17] != 7).any(axis=1).all()
+    assert (got[25:] != 7).any(axis=1).all()
+
+
+@one_order
+def test_what_tensor_cores_refuse(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seams, start = device.zeros(2, "int32"), device.zeros(1, "int32")
+
+    def refused(dtype: str, C: int, said: str) -> None:
+        k, v = (device.zeros((1, 9, C), dtype) for _ in range(2))
+        inputs = device.zeros((5, 3 * C), dtype), k, v, seams, start
+        options: Any = {"n_head": 1, "longest": 5}
+        assert ATTENTION_PACKED.bind(inputs, **options).launches[0].name.startswith("attention_c")
+        with pytest.raises(InputError, match=said):
+            ATTENTION_PACKED.bind(inputs, **options, variant="mma")
+
+    refused("float32", 64, "takes qkv, k and v of float16 or bfloat16: use variant tiles")
+    refused("float16", 80, "head size 80: tensor cores take 64, 128, 256: use variant tiles")
+    monkeypatch.setattr("gpt2block.ops.products.compute_capability", lambda: 75)
+    refused("float16", 64, "needs a GPU of compute capability 8.0 or newer")
+
+
+def test_barriers_after_widening_are_needed() -> None:
+    """Pieces of K and V that other threads widen are complete only after the block's barriers."""
+    kernel, heads = KERNELS["tiles-bfloat16"], (2, 2, 16)
+    qkv = kernel.made(130, heads)
+
+    def run(order: Order) -> None:
+        with running_on(order) as device:
+            kernel(device, qkv, [130], heads, True)
+
+    assert_barriers_show("lib/attention/online.cuh", run, 2)
+
+
+# --- append
+
+
+@combinations(heads=[(1, 1, 24), (2, 2, 7), (1, 1, 9), (4, 2, 8), (8, 1, 128)], dtype=list(DTYPES))
+def test_append(device: Any, heads: Heads, dtype: str) -> None:
+    """Rows are float32 or have the cache's dtype; the last four positions are out of range."""
+    row = np.array([2, 0, 2, -1, 3, 1, 1], np.int32)
+    position = np.array([4, 0, 3, 1, 1, 5, -1], np.int32)
+    for kind in {"float32", dtype}:
+        qkv = normal(0, 7, row_width(heads)).astype(DTYPES[kind])
+        k, v = normal(1, 2, 3, 5, heads[1] * heads[2]).astype(DTYPES[dtype])
+        arrays = [device.asarray(a) for a in (qkv, k, v, row, position)]
+        ops.kv_append(*arrays)
+        reference.kv_append(qkv[:3], k, v, row[:3], position[:3])
+        np.testing.assert_array_equal(arrays[1].get(), k)
+        np.testing.assert_array_equal(arrays[2].get(), v)
+
+
+@one_order
+def test_append_of_two_part_rows(device: Any) -> None:
+    row, position = np.array([1, 0, 1], np.int32), np.array([0, 4, 3], np.int32)
+    k, v = (device.asarray(np.zeros((2, 5, 16), np.float32)) for _ in range(2))
+    matrix = TwoPartMatrix.from_float32(device.asarray(normal(0, 3, 64)))
+    places = device.asarray(row), device.asarray(position)
+    KV_APPEND.bind((matrix, k, v, *places)).run()
+    joined = matrix.joined().get()
+    np.testing.assert_array_equal(k.get()[row, position], joined[:, 32:48])
+    np.testing.assert_array_equal(v.get()[row, position], joined[:, 48:])
+
+
+# --- launches
+
+
+def test_launches() -> None:
+    geometry = split_geometry(1, 1024, 12, 12, 64, 2, 132, H200, True)
+    assert (geometry.grid, geometry.block) == ((8, 12, 1), (128,))
+    assert dict(geometry.defines)["AS_WIDTH"] == 8
+    for M, cluster in ((4, 8), (8, 4), (16, 2), (64, 1), (512, 1)):
+        geometry = split_geometry(M, 1024, 12, 12, 64, 2, 132, H200, True)
+        assert (geometry.grid, geometry.block) == ((cluster, 12, M), (128,))
+    assert split_geometry(1, 100, 12, 12, 64, 2, 132, H200, True).grid == (1, 12, 1)
+    # Eight warps per block if a block can have a multiprocessor: 64 clusters of 2, not 32 of 4.
+    for M, heads, warps in ((8, (16, 8), 8), (1, (32, 32), 4)):
+        geometry = split_geometry(M, 680, *heads, 128, 2, 132, H200, True)
+        assert geometry.block == (32 * warps,)
+    for M, threads in ((1, 384), (64, 128)):
+        geometry = split_geometry(M, 1024, 12, 12, 64, 4, 108, H200, False)
+        assert (geometry.grid, geometry.block) == ((1, 12, M), (threads,))
+    geometry = tiles_geometry(8, 1024, 12, 12, 64, 2, H200)
+    assert (geometry.grid, geometry.block) == ((96, 8), (128,))
+    assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
+    for longest in (1, 5000):  # the keys per tile depend only on the head size
+        assert tiles_geometry(1, longest, 12, 12, 64, 2, H200).defines == geometry.defines
+    with pytest.raises(InputError, match=r"head size 257: .* at most 256"):
+        split_geometry(1, 10, 1, 1, 257, 4, 132, H200, True)
+    with pytest.raises(InputError, match="head size 256: the smallest tiles take"):
+        tiles_geometry(1, 10, 1, 1, 256, 4, 49152)
+    with pytest.raises(InputError, match="too many for a grid"):
+        tiles_geometry(1, 2**24, 1, 1, 64, 4, H200)
+    assert dict(append_geometry(5, 768, 2304, 2, 16, 16).defines)["KV_WIDTH"] == 8
+    assert dict(append_geometry(5, 768, 2304, 2, 4, 4).defines)["KV_WIDTH"] == 1
+    assert dict(append_geometry(5, 768, 2304, 2, 4, 4, narrow=True).defines)["KV_WIDTH"] == 2
+    assert dict(append_geometry(5, 768, 2304, 2, 4, 2).defines)["KV_WIDTH"] == 1
+
+
+@pytest.mark.parametrize(
+    ("serves", "size", "limit", "M", "n_ctx", "queries"),
+    [
+        (1, 128, H200, 1, 4096, 1),
+        (4, 128, H200, 1, 4096, 4),
+        (8, 128, H200, 1, 4096, 4),
+        (7, 64, H200, 1, 4096, 4),
+        (5, 64, H200, 1, 4096, 3),
+        (4, 128, 65536, 1, 4096, 2),  # three would be teams of two as well
+        (4, 64, 49152, 1, 4096, 4),
+        (4, 128, H200, 1, 1024, 1),  # there is room for as many warps as all heads need
+        (4, 128, H200, 8, 1024, 1),
+        (4, 128, H200, 16, 1024, 4),
+    ],
+)
+def test_heads_of_q_that_share_keys(
+    serves: int, size: int, limit: int, M: int, n_ctx: int, queries: int
+) -> None:
+    geometry = split_geometry(M, n_ctx, 2 * serves, 2, size, 2, 132, limit, True)
+    assert dict(geometry.defines)["AS_QUERIES"] == queries
+    assert geometry.grid[1] == 2 * -(-serves // queries)
+    assert geometry.shared <= limit
+
+
+@pytest.mark.slow
+def test_no_spills() -> None:
+    jobs: list[Job] = []
+    for arch, kind, heads, files in (
+        ("sm_75", "bfloat16", (12, 12, 64), (TILES, SPLIT)),
+        ("sm_80", "bfloat16", (32, 8, 128), (SPLIT,)),
+        ("sm_80", "float8_e5m2", (12, 12, 64), (SPLIT, APPEND, ROPE_APPEND)),
+        ("sm_90", "bfloat16", (12, 12, 64), (TILES, SPLIT)),
+        ("sm_90", "bfloat16", (32, 8, 128), (SPLIT,)),
+        ("sm_90", "bfloat16", (2, 2, 250), (TILES, SPLIT)),
+        ("sm_90", "float32", (2, 2, 256), (TILES, SPLIT)),
+        ("sm_90", "float8_e5m2", (12, 12, 64), (TILES, SPLIT)),
+        ("sm_90", "float8_e4m3fn", (32, 8, 128), (TILES, SPLIT, APPEND, ROPE_APPEND)),
+        ("sm_90", "float8_e5m2", (32, 32, 128), (SPLIT,)),
+        ("sm_90", "float8_e4m3fn", (8, 4, 64), (SPLIT,)),
+        ("sm_90", "float8_e5m2", (3, 3, 65), (TILES, SPLIT)),
+        ("sm_120", "float32", (2, 2, 128), (TILES, SPLIT)),
+        ("sm_120", "float8_e4m3fn", (12, 12, 64), (TILES, SPLIT)),
+    ):
+        fp8 = kind if kind in FORMATS else None
+        T, itemsize = ("bfloat16", 1) if fp8 else (kind, np.dtype(DTYPES[kind]).itemsize)
+        sizes = (*heads, itemsize)
+        constants = {
+            TILES: tiles_geometry(1, 100, *sizes, H200).defines,
+            SPLIT: split_geometry(64, 1024, *sizes, 132, H200, arch == "sm_90").defines,
+            APPEND: (("KV_WIDTH", 8),),
+            ROPE_APPEND: (("ROPE_HALF_SPLIT", 1),),
+        }
+        stored = kernels.stored_as(T, None, fp8)
+        jobs += [(file, arch, (*stored, *constants[file])) for file in files]
+    assert_clean(jobs)
+
+
+# --- calls, and sizes for a GPU
+
+
+@on_gpu
+@every_kind
+def test_split_at_gpt2_sizes(device: Any, kind: str) -> None:
+    for positions, n_ctx, heads in (
+        ([0, 1, 63, 127, 128, 511, 1022, 1023], 1024, (12, 12, 64)),
+        ([5000, 700], 1024, (25, 25, 64)),
+        ([2047, 4099, -1], 4100, (8, 8, 128)),
+    ):
+        q, held, position = decoding(heads, positions, n_ctx, kind)
+        got = split(device, q, held, position)
+        for b, at in enumerate(positions):
+            if at >= 0:
+                assert_right(got[b, None], q[b, None], held, b, min(at, n_ctx - 1))
+            else:
+                assert np.isnan(got[b]).all(), "a query without keys was written"
+
+
+@on_gpu
+@every_kind
+def test_split_gives_a_row_its_bits_in_any_batch(device: Any, kind: str) -> None:
+    """The batch is ragged: some rows have no key, and keys after a row's last one are NaN."""
+    positions = [-1 if m % 17 == 5 else 37 * m % 1024 for m in range(200)]
+    q, held, position = decoding((12, 12, 64), positions, 1024, kind)
+    right = split(device, q, held, position)
+    assert np.isnan(right).any(axis=1).tolist() == [at < 0 for at in positions]
+    for M in (1, 2, 7, 8, 9, 64):
+        part = slice(3, 3 + M)
+        got = split(device, q[part], held.of(part), position[part])
+        np.testing.assert_array_equal(got, right[part])
+
+
+@one_order
+@pytest.mark.parametrize("heads", [(3, 3, 16), (6, 2, 8)], ids=str)
+def test_the_ops(device: Any, heads: Heads) -> None:
+    put, NH = device.asarray, heads[0]
+    held = random_cache(heads, [75], 80, "bfloat16")
+    k, v, q = held.k, held.v, normal(1, 70, 48)
+    for _ in range(2):  # the second call takes the path of repeated calls
+        got = ops.attention_cached(put(q), put(k[0]), put(v[0]), 5, NH)
+        assert_right(got.get(), q, held, 0, 5)
+    qkv = put(np.concatenate([q, np.full((70, 2 * k.shape[2]), np.nan, np.float32)], axis=1))
+    seams, start = put([0, 70], "int32"), put([5], "int32")
+    for _ in range(2):
+        same = ops.attention_packed(qkv, put(k), put(v), seams, start, NH, 70)
+        assert bool((same == got).all())
+    one, zero, position = put(q[-1:]), put([0], "int32"), put([74], "int32")
+    for _ in range(2):
+        out = ops.attention_split(one, put(k), put(v), zero, position, NH)
+        assert_right(out.get(), q[-1:], held, 0, 74)
+
+
+@one_order
+def test_bad_input(device: Any) -> None:
+    """Errors that test_contracts.py does not test: numbers, and sizes that depend on each other."""
+    q, k = device.zeros((5, 48), "float32"), device.zeros((2, 9, 48), "float16")
+    qkv, at = device.zeros((5, 144), "float32"), device.zeros(2, "int32")
+    rows, seams = device.zeros(5, "int32"), device.zeros(3, "int32")
+    wide, floats, flat = (device.zeros(n, "float32") for n in ((2, 9, 48), 2, 191))
+    e5m2, codes, f64 = "float8_e5m2", device.zeros((2, 9, 48), "uint8"), device.zeros(8, "float64")
+    half, twice = k[0], k.copy()
+    cases: list[tuple[Any, tuple[Any, ...], str]] = [
+        (ops.attention_cached, (q, k[0], k[1], 5, 3), "start: expected 0 to 4 for 5 queries"),
+        (ops.attention_cached, (q, k[0], k[1], 0, 5), "n_head: expected a divisor of the 48"),
+        (ops.attention_packed, (q, k, k, seams, at, 3, 5), r"qkv: expected \(N, 144\)"),
+        (ops.attention_packed, (qkv, k, k, seams, at, 3, 0), "longest: expected a number"),
+        (ops.attention_packed, (qkv, k, twice, seams, at, 5, 5), "n_head: expected a divisor"),
+        (ops.attention_split, (qkv, k, k, rows, rows, 4), "q: 4 heads of 36 channels: expected k"),
+        # wrong dtype with as many bytes, wrong shape with as many elements
+        (ops.attention_split, (q[:2], k, k, at, floats, 3), "position: expected int32, got float"),
+        (ops.attention_split, (q[:2], k, k, at[None], at, 3), r"row: expected shape \(2,\), got"),
+        *(
+            (
+                partial(ATTENTION_SPLIT.bind, n_head=3, together=wrong),
+                ((q[:2], k, k, at, at),),
+                "together: expected a power of two that divides 2 rows",
+            )
+            for wrong in (0, 3, 4)
+        ),
+        (  # an overlap of one element
+            partial(ATTENTION_SPLIT.bind, out=flat[95:191].reshape(2, 48), n_head=3),
+            ((flat[:96].reshape(2, 48), k, k, at, at),),
+            "out: overlaps q:",
+        ),
+        (
+            ops.attention_split,
+            (device.zeros((2, 72), "float32"), k, k, at, at, 3),
+            "q: 3 heads of 24 channels: expected k of as many heads or of a divisor",
+        ),
+        (ops.kv_append, (qkv, k, k, rows, rows), "k: overlaps v"),
+        (
+            ops.kv_append,
+            (q, k, twice, rows, rows),
+            r"qkv: expected \(N, 144\), or a larger multiple of k's 48",
+        ),
+        (
+            ops.attention_packed,
+            (qkv.astype("float16"), wide, wide, seams, at, 3, 5),
+            "qkv: expected float32, got float16",
+        ),
+        (ops.attention_split, (q, codes, codes, rows, rows, 3), "k: expected float32, got uint8"),
+        (ops.attention_split, (q, codes, codes, rows, rows, 3, "float16"), "kv_dtype: expected on"),
+        (ops.attention_split, (q, codes, k, rows, rows, 3, e5m2), "v: expected uint8"),
+        (
+            partial(ATTENTION_SPLIT.bind, n_head=3, kv_dtype=[e5m2]),
+            ((q, codes, codes, rows, rows),),
+            "kv_dtype: expected one of",
+        ),
+        (ops.attention_cached, (q, codes[0], half, 0, 3, e5m2), "v: expected uint8"),
+        (ops.kv_append, (qkv, k, k, rows, rows, e5m2), "k: expected uint8, got float1"),
+        (ops.kv_append, (qkv, codes, codes, rows, rows, e5m2), "k: overlaps v"),
+        (ops.rope_append, (qkv, f64, k, codes, rows, rows, 3, False, e5m2), "k: expected uint8"),
+        (ops.kv_round, (qkv, 3, 3, e5m2), "qkv: expected float16, got float32"),
+        (ops.kv_round, (half, 3, 3, e5m2), r"qkv: expected \(N, W\) of 9 heads, got \(9, 48"),
+        (ops.kv_round, (half, 2, 1, "float16"), "kv_dtype: expected one of float8_e5m2, float8"),
+        (
+            partial(KV_ROUND.bind, out=twice[1], n_head=2, n_kv_head=1, kv_dtype=e5m2),
+            ((half,),),
+            "out: expected qkv itself",
+        ),
+    ]
+    for op, args, message in cases:
+        with pytest.raises(InputError, match=message):
+            op(*args)

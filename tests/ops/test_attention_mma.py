@@ -1,0 +1,471 @@
+"""Attention on tensor cores: tiles, copies, grids, and storing K and V in a cache.
+
+mma.cu runs on a GPU and on the CPU, where gpt2block/emulator/mma_ptx.h imitates the PTX
+instructions; wgmma.cu runs on a GPU only. tests/ops/test_attention_laws.py has the requirements of
+every attention kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import InputError, ops
+from gpt2block.cuda import kernels, replaced
+from gpt2block.emulator import Order
+from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, MMA, VARLEN
+from gpt2block.ops.attention import OPERATION as ATTENTION
+from gpt2block.ops.engines.attention_tiles import (
+    HOPPER_SHARED,
+    HOPPER_THREADS,
+    MMA_TILES,
+    AttentionTile,
+    alternate_geometry,
+    alternates,
+    cached_hopper_geometry,
+    hopper_geometry,
+    mma_geometry,
+    mma_stage,
+    together,
+)
+from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
+from tests import plain
+from tests.attentions import (
+    DTYPES,
+    KERNELS,
+    MODULE,
+    PAIR,
+    SMALL,
+    WAYS,
+    Kernel,
+    assert_right,
+    both_dtypes,
+    both_masks,
+    mma,
+    packed,
+    parts,
+)
+from tests.caches import Heads, row_width
+from tests.compiling import Job, assert_clean
+from tests.devices import (
+    GPU,
+    IN_TESTS,
+    assert_same_bits,
+    checked,
+    edited,
+    finding,
+    one_order,
+    running_on,
+    with_source,
+)
+from tests.gpus import A100, H200, RTX, Gpu, cupy_with
+
+Array = NDArray[Any]
+ONE: Heads = (1, 1, 64)
+TWO_STAGES = AttentionTile(2, 1, 6, 1, 1)  # 6 blocks per SM leave no room for a third stage
+
+
+def stored(causal: bool) -> str:
+    """Return a dtype for each mask, if any dtype is enough: fewer programs to compile."""
+    return "bfloat16" if causal else "float16"
+
+
+def made(dtype: str, rows: int, n_head: int) -> Array:
+    array: Array = plain.normal(rows, rows, 3 * 64 * n_head).astype(DTYPES[dtype])
+    return array
+
+
+def on_cpu(
+    qkv: Array,
+    lengths: Sequence[int],
+    causal: bool,
+    tile: AttentionTile = SMALL,
+    order: Order = "shuffled",
+) -> Array:
+    with running_on(order) as device:
+        kernel = Kernel(partial(mma, tile), qkv.dtype)
+        return kernel(device, qkv, lengths, (qkv.shape[1] // 192, qkv.shape[1] // 192, 64), causal)
+
+
+# --- on the CPU ----------------------------------------------------------------------------------
+
+
+@both_masks
+def test_tiles_give_the_same_bits(causal: bool) -> None:
+    """Tiles have one warp, two, or the sizes for GPUs.
+
+    There are several blocks of queries, and more tiles of keys than stages of the ring.
+    """
+    lengths = [1, 15, 16, 17, 65, 130]
+    qkv = made(stored(causal), sum(lengths), 2)
+    right = on_cpu(qkv, lengths, causal)
+    assert_same_bits(on_cpu(qkv, lengths, causal, PAIR), right)
+    qkv = made(stored(causal), 200, 1)
+    got = on_cpu(qkv, [200], causal, MMA_TILES[64][not causal])
+    assert_right(got, qkv, [200], ONE, causal)
+    assert_same_bits(on_cpu(qkv, [200], causal, PAIR), got)
+
+
+@pytest.mark.parametrize(("tile", "causal"), [(TWO_STAGES, True), (PAIR, False)])
+def test_the_ring_waits_for_what_it_needs(tile: AttentionTile, causal: bool) -> None:
+    """Copies arrive as late as possible, in a ring of two or three stages."""
+    T = 200
+    qkv = made(stored(causal), T, 1)
+    with checked():
+        results = [on_cpu(qkv, [T], causal, tile, order) for order in IN_TESTS]
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+    assert_right(results[0], qkv, [T], ONE, causal)
+
+
+def test_small_weights_count_in_fp16() -> None:
+    """Many keys with small softmax weights (about 2^-22 of the largest) must not become zero."""
+    T = 192
+    qkv = np.zeros((T, 192), np.float16)
+    qkv[:, 0] = 8
+    qkv[0, 64] = 22 * np.log(2)  # the first key's score; all others have 0
+    qkv[:, 128] = 1
+    qkv[0, 128] = 0
+    got = on_cpu(qkv, [T], False)[:, 0].astype(np.float64)
+    weight = (T - 1) * np.exp(-float(qkv[0, 64]))
+    np.testing.assert_allclose(got, weight / (1 + weight), rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        (
+            "        wait_for_groups<ATT_STAGES - 2>();\n        __syncthreads();",
+            "__syncthreads();",
+            "",  # copies arrive late
+        ),
+        ("        __syncthreads();  // the tile", "  // the tile", "race"),
+        ("in_part && any_not_finite(b)", "in_part && lane > 31", ""),
+    ],
+)
+def test_what_is_left_out_shows(old: str, new: str, kind: str) -> None:
+    """Omitting a wait, a barrier, or the handling of values that are not finite has an effect."""
+    qkv = made(stored(True), 150, 1)
+    qkv[149, 128:] = np.inf
+    right = on_cpu(qkv, [150], True, TWO_STAGES)
+    run = partial(on_cpu, qkv, [150], True, TWO_STAGES)
+    with with_source(MMA, edited(MMA, old, new)):
+        assert finding(run, "forward") == kind
+        assert kind or not np.array_equal(run("forward"), right, equal_nan=True)
+
+
+# --- launches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "causal", "grid", "queries", "side_by_side"),
+    [
+        (8, 1024, True, 768, 128, 96),
+        (8, 1024, False, 768, 128, 1),
+        (1, 1024, True, 192, 64, 12),
+        (1, 128, False, 24, 64, 1),
+        (64, 1024, True, 6144, 128, 128),  # 768 heads: 32 MB of K and V
+        (4, 4096, True, 1536, 128, 24),
+        (1, 1, True, 12, 64, 12),
+    ],
+)
+def test_the_tile_fits_the_gpu(
+    B: int, T: int, causal: bool, grid: int, queries: int, side_by_side: int
+) -> None:
+    geometry, heads = mma_geometry(B, T, 12, causal, **H200)
+    chosen: dict[str, Any] = dict(geometry.defines)
+    assert geometry.grid == (grid,)
+    assert 16 * chosen["ATT_WARPS"] * chosen["ATT_FRAGS"] == queries
+    assert heads == side_by_side
+
+
+@pytest.mark.parametrize("gpu", [H200, RTX], ids=["H200", "RTX"])
+def test_shared_memory_holds_two_tiles_at_least(gpu: Gpu) -> None:
+    for tile in MMA_TILES[64]:
+        geometry, _ = mma_geometry(8, 1024, 12, True, **gpu, tile=tile)
+        assert 2 * mma_stage(64) <= geometry.shared <= gpu["most_shared"]
+        assert geometry.shared == dict(geometry.defines)["ATT_STAGES"] * mma_stage(64)
+
+
+def test_what_a_grid_cannot_take_is_refused() -> None:
+    assert mma_geometry(1, 65536, 12, True, **H200)[0].grid == (512 * 12,)
+    assert together(1, 65536, 12, True) == 2
+    with pytest.raises(InputError, match=r"make a grid of 3,000,000,000 blocks, CUDA takes 2,147"):
+        mma_geometry(250_000_000, 1, 12, True, **H200)
+
+
+def test_the_grid_of_hopper() -> None:
+    """There is a block per tile, up to the number of SMs; all other sizes are fixed."""
+    for B, T, NH, blocks in ((1, 1, 1, 1), (1, 1024, 12, 96), (8, 1024, 12, 132), (3, 129, 2, 12)):
+        for causal in (False, True):
+            geometry, band = hopper_geometry(B, T, NH, causal, sms=132)
+            assert geometry.grid == (blocks,)
+            assert (geometry.block, geometry.shared) == ((HOPPER_THREADS,), HOPPER_SHARED[64])
+            heads = (("ATT_SIZE", 64), ("ATT_SERVES", 1))
+            assert geometry.defines == (("ATT_CAUSAL", int(causal)), *heads)
+            assert 1 <= band <= B * NH
+    with pytest.raises(InputError, match="use smaller batches"):
+        hopper_geometry(2**20, 2**20, 12, True, sms=132)
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "causal", "few"),
+    [
+        (1, 1, True, True),
+        (1, 1024, True, True),
+        (1, 1024, False, False),
+        (1, 2048, False, True),
+        (1, 2048, True, False),
+        (2, 512, True, True),
+        (4, 256, True, False),
+        (8, 1024, True, False),
+        (64, 512, True, False),
+    ],
+)
+def test_alternate_keys_are_for_few_sequences(B: int, T: int, causal: bool, few: bool) -> None:
+    """Measured with 12 heads, the other kernel is 1 to 40 % slower in each of these cases."""
+    assert alternates(B, T, 12, causal, H200["sms"], B * T) == few
+    geometry, band = alternate_geometry(B, T, 12, causal, sms=132)
+    assert geometry.grid == (min(132, 12 * B * -(-T // 64)),)
+    assert 1 <= band <= 12 * B
+
+
+def test_packed_rows_count_once() -> None:
+    """The choice uses the number of rows: T = 1,024 is only an upper bound of the lengths.
+
+    2,048 rows are two sequences of 1,024 tokens, 1,088 rows for example 1,024 and 64 tokens.
+    """
+    for rows, few in ((2048, False), (1088, True)):
+        assert alternates(2, 1024, 12, True, H200["sms"], rows) == few
+
+
+def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "launch_at", lambda file, *_: file)
+    monkeypatch.setattr(MODULE, "tensor_map", lambda *_: None)
+    for capability, few, many in ((80, MMA, MMA), (90, HOPPER_ALTERNATE, HOPPER), (120, MMA, MMA)):
+        monkeypatch.setattr(MODULE, "compute_capability", lambda now=capability: now)
+        with running_on("forward") as device:
+            for B, T, best in ((1, 5, few), (200, 500, many)):
+                qkv = device.zeros((B, T, 192), "float16")
+                launches: tuple[Any, ...] = ATTENTION.bind((qkv,), n_head=1, causal=False).launches
+                assert launches == (best,)
+
+
+@pytest.mark.slow
+def test_no_tile_spills() -> None:
+    """Four heads of Q per load of K, with 128 channels, need most registers."""
+    jobs: list[Job] = []
+    grouped: Any = {"HS": 128, "serves": 4}
+    large, small = MMA_TILES[64]
+    for arch, gpu, dtype, causal, options in (
+        ("sm_80", H200, "float16", True, {"tile": large}),
+        ("sm_80", A100, "bfloat16", True, grouped),
+        ("sm_90", H200, "float16", False, {"tile": large}),
+        ("sm_90", H200, "bfloat16", True, {"tile": small}),
+        ("sm_120", RTX, "float16", True, {"tile": large}),
+        ("sm_120", RTX, "bfloat16", True, {"tile": small}),
+    ):
+        geometry, _ = mma_geometry(8, 1024, 12, causal, **gpu, **options)
+        constants = (*kernels.stored_as(dtype), *geometry.defines)
+        jobs.append((MMA, arch, constants))
+        if causal and arch != "sm_120":  # there CUDA 12 spills 8 bytes of the large tile
+            jobs.append((MMA, arch, (*constants, ("ATT_CACHED", 1))))
+    assert_clean(jobs)
+    jobs, only = list[Job](), list[str]()
+    wide: Any = {"sms": H200["sms"], **grouped}
+    found = [hopper_geometry(8, 1024, 32, causal, **wide)[0] for causal in (True, False)]
+    for causal, made_for in product((True, False), (hopper_geometry, alternate_geometry)):
+        found.append(made_for(1, 1024, 12, causal, sms=H200["sms"], serves=3)[0])
+    few: Any = {"sms": H200["sms"], "HS": 64, "serves": 3}
+    sizes = ((8, 512, 32, 4096, 8192), wide), ((1, 50, 9, 50, 8192), few)
+    of_cache = [cached_hopper_geometry(*each, **heads) for each, heads in sizes]
+    for geometry, cache in (
+        *((each, None) for each in found),
+        *((geometry, "float8_e4m3fn") for geometry, _ in of_cache),
+        (of_cache[0][0], None),
+    ):
+        file = HOPPER_ALTERNATE if "alternate" in geometry.kernel else HOPPER
+        stored = kernels.stored_as("bfloat16", cache=cache)
+        jobs.append((file, "sm_90a", (*stored, *geometry.defines)))
+        only.append(geometry.kernel)
+    assert_clean(jobs, only)
+
+
+# --- on the GPU ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cp(variant: str) -> ModuleType:
+    return cupy_with(MMA_CAPABILITY if variant == "mma" else HOPPER_CAPABILITY)
+
+
+@pytest.mark.gpu
+@both_masks
+@pytest.mark.parametrize("variant", ["mma", "hopper"])
+def test_tiles_give_the_same_bits_on_the_gpu(cp: ModuleType, variant: str, causal: bool) -> None:
+    """A sequence has the same bits in batches with other tiles or several tiles per block."""
+    T, B, heads = 1000, 70, (12, 12, 64)
+    one, kernel = made("float16", T, 12), Kernel(partial(packed, variant), np.float16)
+    alone = kernel(cp, one, [T], heads, causal)
+    grids = [mma_geometry(n, T, 12, causal, **H200) for n in (1, B)]
+    assert dict(grids[0][0].defines) != dict(grids[1][0].defines)
+    many = kernel(cp, np.tile(one, (B, 1)), [T] * B, heads, causal)
+    assert_same_bits(many, np.tile(alone, (B, 1)))
+
+
+def hostile(qkv: Array, lengths: Sequence[int], first_value: int) -> list[Array]:
+    """Return rows whose scores grow, fall, or are -inf for whole tiles, and extreme values."""
+    T, K = len(qkv), slice(first_value - (qkv.shape[1] - first_value), first_value)
+    ramp = np.linspace(-30, 30, T, dtype=np.float32)[:, None]
+    found = [qkv.copy() for _ in range(6)]
+    for each, by in zip(found, (ramp, -ramp), strict=False):
+        each[:, K] = (each[:, K].astype(np.float32) * by).astype(qkv.dtype)
+    for each, end in zip(found[2:], (128, 256), strict=False):
+        each[:] = np.abs(each) + 1
+        each[:end, K.start + 2] = -np.inf
+    for n, part in enumerate(parts(lengths)):
+        if part.stop > part.start:
+            value = (np.nan, np.inf, -np.inf)[n % 3]
+            found[4][max(part.start, part.stop - 100), first_value + 3] = value
+            found[5][(part.start + part.stop) // 2, first_value + 5] = value
+    return found
+
+
+@pytest.mark.gpu
+@both_dtypes
+@both_masks
+@pytest.mark.parametrize("heads", [(12, 12, 64), (9, 3, 64)], ids=str)
+def test_alternate_keys_give_the_same_bits(causal: bool, dtype: str, heads: Heads) -> None:
+    """Two warpgroups share a query's keys, or one has all; blocks may have many tiles."""
+    cp, (NH, NKV, _) = cupy_with(HOPPER_CAPABILITY), heads
+    whole, alternate = (KERNELS[f"hopper-{way}-{dtype}"] for way in WAYS)
+    ragged = [300, 0, 1, 128, 129, 1000, 65, 64, 640, 257]
+    for B, T in ((1, 1), (2, 64), (1, 65), (3, 128), (1, 129), (1, 385), (2, 1000), (20, 320)):
+        lengths = [T] * B if B < 20 else ragged
+        x = plain.normal(T, sum(lengths), row_width(heads)).astype(DTYPES[dtype])
+        for qkv in [x] if T not in (385, 320) else [x, *hostile(x, lengths, (NH + NKV) * 64)]:
+            for batch in (lengths, [*lengths, 0]):  # the empty sequence makes the batch packed
+                got = alternate(cp, qkv, batch, heads, causal)
+                assert_same_bits(got, whole(cp, qkv, batch, heads, causal))
+
+
+@pytest.mark.gpu
+@both_dtypes
+@pytest.mark.parametrize("heads", [(12, 12, 64), (9, 3, 64), (8, 2, 128)], ids=str)
+def test_keys_and_values_go_to_the_cache_too(
+    dtype: str, heads: Heads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K and V equal kv_append's, attention has the same bits, other positions do not change."""
+    cp, (NH, NKV, HS) = cupy_with(HOPPER_CAPABILITY), heads
+    lengths, n_ctx = [300, 1, 128, 95], 310
+    rows = sum(lengths) + 20  # the last 20 belong to no sequence
+    x = cp.asarray(plain.normal(rows, rows, row_width(heads)).astype(DTYPES[dtype]))
+    starts = cp.asarray(np.cumsum([0, *lengths]), "int32")
+    row = np.concatenate([np.repeat([0, 2, 3, 5], lengths), np.full(20, -1)]).astype(np.int32)
+    at = np.concatenate([np.arange(n) for n in (*lengths, 20)]).astype(np.int32)
+    row[7], row[310], at[20], at[299] = -1, 6, -3, n_ctx  # outside the cache
+    of_none = slice(sum(lengths), None)
+    row[of_none], at[of_none] = 1, np.arange(20)  # nothing is written there
+    places = cp.asarray(row), cp.asarray(at)
+    sizes: Any = {"n_head": NH, "n_kv_head": NKV, "causal": True, "max_seqlen": 300}
+    alone = VARLEN.bind((x, starts), **sizes).run()
+    kept = [cp.full((6, n_ctx, NKV * HS), 7, x.dtype) for _ in range(4)]
+    ops.kv_append(x[:-20], kept[0], kept[1], *(each[:-20] for each in places))
+    for few in (False, True) if HS == 64 else (False,):
+        monkeypatch.setattr(MODULE, "alternates", lambda *_, way=few: way)
+        for array in kept[2:]:
+            array.fill(7)
+        out = VARLEN.bind((x, starts, *kept[2:], *places), **sizes).run()
+        assert_same_bits(out.get()[:-20], alone.get()[:-20])
+        for by_append, by_attention in zip(kept[:2], kept[2:], strict=True):
+            assert_same_bits(by_append.get(), by_attention.get())
+
+
+@pytest.mark.gpu
+def test_arrays_of_a_cache_that_do_not_fit() -> None:
+    cp = cupy_with(HOPPER_CAPABILITY)
+    x, starts = cp.zeros((5, 384), "float16"), cp.asarray([0, 5], "int32")
+    k, v = cp.zeros((2, 1, 8, 128), "float16")
+    at = cp.zeros(5, "int32")
+    bind = partial(VARLEN.bind, n_head=2, causal=True, max_seqlen=5)
+    wide = cp.zeros((1, 8, 256), "float16")
+    for inputs, options, problem in (
+        ((x, starts, k), {}, "v: expected an array: k, v, row and position"),
+        ((x, starts, k, v, at), {}, "position: expected an array"),
+        ((x, starts, k, k, at, at), {}, "k: overlaps v"),
+        ((x, starts, wide, wide + 1, at, at), {}, r"k: expected shape \(1, 8, 128\)"),
+        ((x, starts, k.astype("float32"), v.astype("float32"), at, at), {}, "k: .*float16"),
+        ((x, starts, k, v, at, at), {"variant": "mma"}, "k: only variant hopper"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            bind(inputs, **options)
+
+
+@pytest.mark.parametrize(
+    ("device", "variant"),
+    [("shuffled", "mma"), *(pytest.param("gpu", v, marks=GPU.marks) for v in ("mma", "hopper"))],
+    indirect=["device"],
+)
+def test_the_op(device: Any, cp: ModuleType, variant: str) -> None:
+    heads = (3, 3, 64)
+    for dtype in DTYPES:
+        x = made(dtype, 60, 3).reshape(2, 30, -1)
+        qkv = device.asarray(x)
+        strided = device.asarray(np.repeat(x, 2, axis=1))[:, ::2]
+        starts = device.asarray(np.array([0, 30, 60], np.int32))
+        ragged = {"cu_seqlens": starts, "max_seqlen": 30}
+        for causal in (False, True):
+            got = ops.attention(qkv, 3, causal, variant)
+            assert_right(got.get().reshape(60, -1), x.reshape(60, -1), [30, 30], heads, causal)
+            assert bool((ops.attention(strided, 3, causal, variant) == got).all())
+            kept = []
+            for _ in range(2):  # the second call is a repeated one, with other arrays
+                kept.append(device.asarray(x).reshape(60, -1))
+                packed = ops.attention(kept[-1], 3, causal, variant, **ragged)
+                assert bool((packed.reshape(got.shape) == got).all())
+            assert ops.attention(qkv, 3, causal).dtype == qkv.dtype
+
+
+@one_order
+def test_bad_input(device: Any) -> None:
+    cupy_with()
+    x = device.zeros((5, 384), "float16")
+    starts = device.asarray(np.array([0, 2, 5], np.int32))
+    ragged = {"cu_seqlens": starts, "max_seqlen": 3}
+    cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((x.get(), 2), {"variant": "mma"}, "qkv: expected a CuPy array, got ndarray"),
+        *(
+            (
+                (x.astype("float32"), 2),
+                {"variant": variant},
+                f"variant {variant}: qkv: expected float16 or bfloat16, got float32",
+            )
+            for variant in ("mma", "hopper")
+        ),
+        ((x, 2), {"variant": "online"}, "qkv: expected float32, got float16"),
+        ((x, 4), {"variant": "mma"}, "mma: head size 32: tensor cores take 64, 128, 256"),
+        ((x, 4), {"variant": "hopper"}, "hopper: head size 32: tensor cores take 64, 128, 256"),
+        ((x, 5), {}, "C a multiple of n_head 5, got"),
+        ((x, 6), {"n_kv_head": 4}, "n_kv_head: expected a divisor of n_head 6, got 4"),
+        ((x, 6), {"n_kv_head": 0}, "n_kv_head: expected a divisor of n_head 6, got 0"),
+        ((x, 5), {"n_kv_head": 1}, r"W a multiple of 5 \+ 2 · 1 heads, got \(5, 384"),
+        ((x, 2), {"max_seqlen": 3}, "max_seqlen: expected none without cu_seqlens"),
+        ((x, 2), {"cu_seqlens": starts}, "max_seqlen: expected the length of the longest"),
+        ((x, 2), {**ragged, "max_seqlen": 6}, "max_seqlen: expected .*, 1 to the 5 rows"),
+        ((x, 2), {**ragged, "cu_seqlens": starts.astype("int64")}, "cu_seqlens: expected int32"),
+        ((x, 2), {**ragged, "cu_seqlens": starts[:1]}, r"cu_seqlens: expected shape \(B \+ 1,\)"),
+        ((x[None], 2), ragged, r"qkv: expected shape \(N, W\), got \(1, 5, 384\)"),
+        ((x.astype("float32"), 2), ragged, "float32 takes sequences of one length"),
+    ]
+    if replaced():
+        cases += [((x, 2), {"variant": "hopper"}, "variant hopper: .*use variant mma")]
+    for args, options, message in cases:
+        with pytest.raises(InputError, match=message):
+            ops.attention(*args, **options)

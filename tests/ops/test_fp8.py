@@ -1,0 +1,522 @@
+"""FP8: the rounding against ml_dtypes and exact arithmetic, the kernels, and `WeightMatrix`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, WeightMatrix, ops, reference
+from gpt2block.cuda import cupy as cp
+from gpt2block.cuda import kernels
+from gpt2block.models import number_formats
+from gpt2block.models.weights.conversions import ABSMAX_FILE, FP8_BLOCK, FP8_FILE
+from gpt2block.models.weights.matrix import SMALLEST, _absmax
+from gpt2block.ops.call import Call
+from gpt2block.ops.registry import OPERATIONS
+from gpt2block.ops.to_fp8 import OPERATION
+from tests.compiling import Job, assert_clean
+from tests.devices import (
+    GPU,
+    moved,
+    on_every_backend,
+    on_one_of_each,
+    on_one_order,
+    outputs,
+    running_on,
+)
+from tests.launches import geometry_of, stub
+
+Array = NDArray[Any]
+Bytes = NDArray[np.uint8]
+E5M2, E4M3 = FORMATS = ("float8_e5m2", "float8_e4m3fn")
+PEERS = {E5M2: ml_dtypes.float8_e5m2, E4M3: ml_dtypes.float8_e4m3fn}
+LARGEST = {E5M2: 57344.0, E4M3: 448.0}
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+VARIANTS = [variant.name for variant in OPERATION.variants]
+LAYOUTS = ("KN", "NK")
+on_every_format = pytest.mark.parametrize("format", FORMATS)
+in_every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+few = settings(max_examples=4)
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NaN
+
+
+def sixteen_bits(dtype: str) -> Array:
+    """Return all numbers of a 16-bit dtype, including NaN and infinities."""
+    return np.arange(1 << 16, dtype=np.uint16).view(DTYPES[dtype])
+
+
+def floats(format: str) -> Array:
+    """Return float32 of both signs: all FP8 numbers, ties, their neighbours, every exponent."""
+    numbers = reference.from_fp8(np.arange(128, dtype=np.uint8), format)
+    numbers = numbers[np.isfinite(numbers)]
+    beyond = np.float32(2) * numbers[-1] - numbers[-2]  # a next larger number
+    ties = (numbers + np.append(numbers[1:], beyond)) / 2
+    powers = np.exp2(np.arange(-149, 128, dtype=np.float64)).astype(np.float32)
+    points = np.concatenate([numbers, ties, powers, powers * np.float32(1.3), [beyond]])
+    around = [points, np.nextafter(points, np.inf, dtype=np.float32), np.nextafter(points, -np.inf)]
+    words = np.array([0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0x7F7FFFFF], np.uint32)
+    values = np.concatenate([*around, words.view(np.float32)]).astype(np.float32)
+    return np.concatenate([values, -values])
+
+
+def inputs(format: str, dtype: str) -> Array:
+    return floats(format) if dtype == "float32" else sixteen_bits(dtype)
+
+
+def by_hand(value: float, format: str) -> int:
+    """Find the byte of a finite number by a search in exact arithmetic, saturating."""
+    magnitude = abs(Fraction(value))
+    numbers = reference.from_fp8(np.arange(128, dtype=np.uint8), format)
+    distance = {
+        code: abs(Fraction(float(number)) - magnitude)
+        for code, number in enumerate(numbers)
+        if np.isfinite(number)
+    }
+    nearest = min(distance, key=lambda code: (distance[code], code % 2))
+    return nearest | (0x80 if np.signbit(value) else 0)
+
+
+def evaluate(
+    where: str,
+    x: Array,
+    format: str,
+    saturate: bool = True,
+    scale: Array | None = None,
+    layout: str = "KN",
+    *,
+    variant: str = "vectors",
+    block: int | None = None,
+    offset: int = 0,
+) -> Bytes:
+    """Convert x with NumPy, on the emulator, or on a GPU, twice with the same bits.
+
+    offset: elements before x in the device's memory, which change its alignment.
+    """
+    if where == "numpy":
+        return reference.to_fp8(x, format, saturate, scale, layout)
+    memory = np.concatenate([np.zeros(offset, x.dtype), x.ravel()])
+
+    def bind(inputs: tuple[Any, ...], out: Any, **options: Any) -> Any:
+        return OPERATIONS["to_fp8"].bind((inputs[0][offset:].reshape(x.shape),), out, **options)
+
+    options: dict[str, Any] = {"format": format, "saturate": saturate, "scale": scale}
+    options |= {"layout": layout, "variant": variant, "block": block}
+    return outputs(where, bind, (memory,), np.full(x.shape, 0xCD, np.uint8), **options)[0]
+
+
+# --- the NumPy reference --------------------------------------------------------------------------
+
+
+@on_every_format
+def test_every_byte_is_the_number_it_is_in_ml_dtypes(format: str) -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    got = reference.from_fp8(codes, format)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, codes.view(PEERS[format]).astype(np.float32))
+    finite = np.isfinite(got)
+    assert (np.signbit(got[finite]) == (codes[finite] >= 128)).all()
+    np.testing.assert_array_equal(reference.to_fp8(got[finite], format), codes[finite])
+    assert got[finite].max() == LARGEST[format]
+
+
+@on_every_format
+@given(value=st.floats(allow_nan=False, allow_infinity=False), power=st.integers(-20, 20))
+@example(value=1 + 2**-3 + 2**-40, power=0)
+@example(value=1 + 2**-4 + 2**-40, power=0)
+@example(value=-(2.0**-17), power=0)
+@example(value=5e-324, power=0)
+def test_float64_is_rounded_once(format: str, value: float, power: int) -> None:
+    """ml_dtypes rounds to float32 first, so a number just above a tie becomes the tie."""
+    near = np.ldexp(np.frexp(value)[0], power)
+    got = reference.to_fp8(np.array([value, near]), format)
+    assert got.tolist() == [by_hand(value, format), by_hand(near, format)]
+
+
+def test_ml_dtypes_rounds_float64_twice() -> None:
+    above_a_tie = np.array([1 + 2**-3 + 2**-40])
+    assert above_a_tie.astype(PEERS[E5M2]).view(np.uint8) == 0x3C
+    assert reference.to_fp8(above_a_tie, E5M2) == 0x3D
+
+
+@on_every_format
+def test_a_million_floats(format: str) -> None:
+    words = np.random.default_rng(0).integers(1 << 32, size=10**6, dtype=np.uint32)
+    x = words.view(np.float32)
+    expected = x.astype(PEERS[format]).view(np.uint8)
+    np.testing.assert_array_equal(reference.to_fp8(x, format, saturate=False), expected)
+
+
+# --- every backend --------------------------------------------------------------------------------
+
+
+@on_one_of_each
+@on_every_format
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("saturate", [False, True])
+def test_bit_for_bit_as_ml_dtypes(where: str, format: str, dtype: str, saturate: bool) -> None:
+    """Inputs are all 16-bit numbers, and difficult float32 numbers.
+
+    If saturated, infinity and numbers beyond the range become the largest number; NaN stays NaN.
+    """
+    x = inputs(format, dtype)
+    limit = LARGEST[format] if saturate else np.inf
+    expected = np.clip(x.astype(np.float32), -limit, limit).astype(PEERS[format]).view(np.uint8)
+    got = evaluate(where, x, format, saturate)
+    np.testing.assert_array_equal(got, expected)
+    assert not saturate or not np.isinf(reference.from_fp8(got, format)).any()
+
+
+@on_one_of_each
+@pytest.mark.parametrize("variant", VARIANTS)
+@few
+@given(size=st.integers(1, 300), dtype=st.sampled_from(list(DTYPES)))
+@example(size=16 * 256 + 3, dtype="float16")
+@example(size=7, dtype="bfloat16")
+def test_any_size(where: str, variant: str, size: int, dtype: str) -> None:
+    x = np.random.default_rng(size).standard_normal(size).astype(DTYPES[dtype])
+    expected = x.astype(PEERS[E4M3]).view(np.uint8)
+    np.testing.assert_array_equal(evaluate(where, x, E4M3, variant=variant), expected)
+
+
+@on_one_of_each
+@in_every_layout
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("dtype", "shape"), [("float16", (9, 48)), ("float32", (5, 21))])
+def test_scales(where: str, layout: str, variant: str, dtype: str, shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(shape).astype(DTYPES[dtype])
+    N = shape[layout.index("N")]
+    scale = rng.uniform(1e-3, 1e-2, N).astype(np.float32)
+    quotient = x.astype(np.float32) / (scale if layout == "KN" else scale[:, None])
+    clipped = np.clip(quotient, -448, 448)  # some exceed the range
+    assert (clipped != quotient).any()
+    expected = clipped.astype(PEERS[E4M3]).view(np.uint8)
+    got = evaluate(where, x, E4M3, scale=scale, layout=layout, variant=variant, block=64)
+    np.testing.assert_array_equal(got, expected)
+
+
+@on_one_order
+@pytest.mark.parametrize("offset", [1, 2, 8])
+def test_narrow_loads(where: str, offset: int) -> None:
+    x = np.random.default_rng(0).standard_normal((3, 80)).astype(np.float16)
+    scale = np.full(80, 0.01, np.float32)
+    expected = evaluate("numpy", x, E4M3, scale=scale)
+    got = evaluate(where, x, E4M3, scale=scale, offset=offset)
+    np.testing.assert_array_equal(got, expected)
+
+
+def absmax(where: str, w: Array, layout: str) -> Array:
+    if where == "numpy":
+        most = _absmax(w, layout)
+        most[~np.isfinite(most)] = np.inf
+        return most
+    with running_on(where):
+        results = [_absmax(cp.asarray(w), layout) for _ in range(1 + (where == "gpu"))]
+    np.testing.assert_array_equal(results[0], results[-1])
+    return results[0]
+
+
+@on_every_backend
+@in_every_layout
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("float16", (261, 72)), ("bfloat16", (7, 4104)), ("float32", (3, 37))]
+)
+def test_largest_magnitudes(where: str, layout: str, dtype: str, shape: tuple[int, int]) -> None:
+    w = np.random.default_rng(0).standard_normal(shape).astype(DTYPES[dtype])
+    axis = layout.index("K")
+    expected = [max(abs(float(v)) for v in channel) for channel in np.moveaxis(w, axis, 1)]
+    got = absmax(where, w, layout)
+    np.testing.assert_array_equal(got, np.array(expected, np.float32))
+    assert got.dtype == np.float32
+
+    w[1, 5], w[2, 3] = -np.inf, np.nan
+    bad = np.zeros(shape, bool)
+    bad[1, 5] = bad[2, 3] = True
+    got = absmax(where, w, layout)
+    np.testing.assert_array_equal(np.isinf(got), bad.any(axis=axis))
+    rest = ~bad.any(axis=axis)
+    np.testing.assert_array_equal(got[rest], np.array(expected, np.float32)[rest])
+
+
+def test_no_spills() -> None:
+    options = {"format": E4M3, "saturate": True, "block": FP8_BLOCK, "out": stub("uint8")}
+    jobs: list[Job] = []
+    for layout, dtype in zip((None, *LAYOUTS), DTYPES, strict=True):
+        x, scale = stub(dtype, (4096, 4096)), layout and stub()
+        call = Call(x=x, scale=scale, layout=layout or "KN", **options)
+        how = geometry_of(OPERATION.variant("vectors"), call)
+        jobs += [(FP8_FILE, "sm_90", how.defines)]
+        jobs += [(ABSMAX_FILE, "sm_90", kernels.stored_as(dtype))]
+    assert_clean(jobs)
+
+
+# --- WeightMatrix ---------------------------------------------------------------------------------
+
+on_numpy_and_gpu = pytest.mark.parametrize("where", ["numpy", GPU])
+
+
+def matrix(where: str, w: Array) -> Any:
+    return w if where == "numpy" else cp.asarray(w)
+
+
+def host(array: Any) -> Array:
+    return array if isinstance(array, np.ndarray) else np.asarray(array.get())
+
+
+def weights(dtype: str = "float32", K: int = 40, N: int = 24) -> Array:
+    w = 0.02 * np.random.default_rng(0).standard_normal((K, N))
+    return w.astype(DTYPES[dtype])
+
+
+@on_numpy_and_gpu
+@in_every_layout
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, *FORMATS])
+def test_quantize(where: str, layout: str, source: str, dtype: str) -> None:
+    """Every byte and scale equals the one computed by hand."""
+    w = weights(source, 12, 8)
+    w[:, 3] = 0
+    w[7, 5] = 40000  # gives its channel a large scale; E5M2 has no scales
+    stored = w if layout == "KN" else np.ascontiguousarray(w.T)
+    got = WeightMatrix.quantize(matrix(where, stored), dtype, layout, "wq")
+    assert (got.K, got.N, got.dtype, got.layout) == (12, 8, dtype, layout)
+    data = host(got.data) if layout == "KN" else host(got.data).T
+    wide = w.astype(np.float32)
+    if dtype in DTYPES:
+        assert got.scale is None
+        assert data.dtype == DTYPES[dtype]
+        np.testing.assert_array_equal(data, wide.astype(DTYPES[dtype]))
+        expected = data.astype(np.float32)
+    else:
+        scale = np.ones(8, np.float32)
+        if dtype == E4M3:
+            scale = np.abs(wide).max(axis=0) / np.float32(448)
+            assert scale[3] == 0
+            scale[3] = 1
+            np.testing.assert_array_equal(host(got.scale), scale)
+        else:
+            assert got.scale is None
+        quotient = wide / scale
+        codes = [[by_hand(float(value), dtype) for value in row] for row in quotient]
+        np.testing.assert_array_equal(data, codes)
+        expected = reference.from_fp8(np.array(codes, np.uint8), dtype) * scale
+    assert got.nbytes == host(got.data).nbytes + (32 if dtype == E4M3 else 0)
+    dequantized = got.dequantized()
+    assert dequantized.shape == (12, 8)
+    assert dequantized.dtype == np.float32
+    np.testing.assert_array_equal(dequantized, expected)
+
+
+@in_every_layout
+def test_parts_of_a_matrix_on_the_host(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantizing in parts gives the same scales of rows or columns."""
+    w = weights() * np.arange(1, 25, dtype=np.float32)
+    stored = w if layout == "KN" else np.ascontiguousarray(w.T)
+    whole = WeightMatrix.quantize(stored, E4M3, layout)
+    monkeypatch.setattr("gpt2block.models.weights.matrix.AT_ONCE", 100)
+    parts = WeightMatrix.quantize(stored, E4M3, layout)
+    np.testing.assert_array_equal(parts.scale, whole.scale)
+    np.testing.assert_array_equal(parts.data, whole.data)
+
+
+@on_numpy_and_gpu
+@pytest.mark.parametrize(("dtype", "limit"), [(E5M2, 2**-3), (E4M3, 2**-4)])
+def test_the_error_of_a_weight(where: str, dtype: str, limit: float) -> None:
+    """The error is at most half a unit of normal numbers, or half the smallest subnormal one."""
+    w = weights(K=300, N=50)
+    got = WeightMatrix.quantize(matrix(where, w), dtype)
+    scale = np.ones(50) if got.scale is None else host(got.scale).astype(np.float64)
+    numbers = reference.from_fp8(np.array([0x01], np.uint8), dtype)
+    error = np.abs(got.dequantized() - w.astype(np.float64))
+    allowed = np.maximum(limit * np.abs(w), scale * float(numbers[0]) / 2)
+    assert (error <= allowed * (1 + 2**-22)).all()  # 2^-22: quotient, product are float32
+
+
+@on_numpy_and_gpu
+def test_channels_of_almost_nothing(where: str) -> None:
+    """Such channels have scale 1, whether the GPU flushes subnormal float32 numbers or not."""
+    w = weights()
+    for n, value in enumerate([1e-40, -1e-37, SMALLEST * 0.99, -SMALLEST]):
+        w[:, n] = 0
+        w[3, n] = value
+    got = WeightMatrix.quantize(matrix(where, w), E4M3)
+    assert host(got.scale)[:4].tolist() == [1, 1, 1, float(np.float32(SMALLEST) / 448)]
+    assert host(got.data)[3, :4].tolist() == [0x00, 0x80, 0x00, 0xFE]
+
+
+@on_numpy_and_gpu
+@pytest.mark.parametrize("dtype", [*DTYPES, *FORMATS])
+def test_infinity_and_nan_are_refused_by_name(where: str, dtype: str) -> None:
+    w = weights("float16")
+    w[17, 5], w[30, 0], w[39, 23] = np.nan, np.inf, -np.inf
+    message = r"layers\.0\.wq: 3 of 960 weights, the first at \[17, 5\], are infinity or NaN"
+    with pytest.raises(InputError, match=message):
+        WeightMatrix.quantize(matrix(where, w), dtype, "KN", "layers.0.wq")
+
+
+@on_numpy_and_gpu
+def test_what_a_dtype_cannot_hold_is_refused(where: str) -> None:
+    w = weights()
+    w[2, 4] = 65520
+    message = r"wq: 1 of 960 weights, the first at \[2, 4\], are beyond float16, up to ±65504"
+    with pytest.raises(InputError, match=message):
+        WeightMatrix.quantize(matrix(where, w), "float16", name="wq")
+    w[2, 4] = 65519
+    assert WeightMatrix.quantize(matrix(where, w), "float16").dequantized()[2, 4] == 65504
+    assert WeightMatrix.quantize(matrix(where, w), E5M2).dequantized()[2, 4] == 57344
+    w[2, 4] = 3.4e38
+    with pytest.raises(InputError, match=r"are beyond bfloat16, up to ±3\.39e38: use float32"):
+        WeightMatrix.quantize(matrix(where, w), "bfloat16")
+    assert WeightMatrix.quantize(matrix(where, w), "float32").dequantized()[2, 4] == w[2, 4]
+    largest = WeightMatrix.quantize(matrix(where, w), E4M3)
+    assert np.isfinite(largest.dequantized()).all()
+
+
+@on_numpy_and_gpu
+def test_strided_weights_become_contiguous(where: str) -> None:
+    w = weights(K=40, N=24)
+    for dtype in ("float32", "bfloat16", E5M2, E4M3):
+        got = WeightMatrix.quantize(matrix(where, w).T, dtype, "NK")
+        assert got.data.flags.c_contiguous
+        expected = WeightMatrix.quantize(matrix(where, w), dtype, "KN")
+        np.testing.assert_array_equal(got.dequantized(), expected.dequantized())
+
+
+@on_numpy_and_gpu
+def test_wrong_words_and_arrays_are_refused(where: str) -> None:
+    w = matrix(where, weights())
+    for args, message in (
+        ((w, "fp8"), "unknown weight dtype 'fp8': expected one of float32, float16, .*e4m3fn"),
+        ((w, E5M2, "KM"), "layout 'KM': expected 'KN' or 'NK'"),
+        (([[1.0]], E5M2), "w: expected a NumPy or CuPy array, got list"),
+        ((w[0], E5M2), r"w: expected a matrix with elements, got shape \(24,\)"),
+        ((w[:0], E5M2), r"w: expected a matrix with elements, got shape \(0, 24\)"),
+        ((w.astype("float64"), E5M2), "w: expected float32 or .* got float64"),
+    ):
+        with pytest.raises(InputError, match=message):
+            WeightMatrix.quantize(*args)
+
+
+@on_numpy_and_gpu
+def test_what_does_not_fit_together_is_refused(where: str) -> None:
+    w = WeightMatrix.quantize(matrix(where, weights()), E4M3)
+    plain = WeightMatrix.quantize(matrix(where, weights()), "float16")
+    zero, subnormal = host(w.scale).copy(), host(w.scale).copy()
+    zero[4], subnormal[5] = 0, 1e-39
+    zero, subnormal = matrix(where, zero), matrix(where, subnormal)
+    for good, changes, message in (
+        (w, {"dtype": "float16"}, "weights: expected float16, got uint8"),
+        (plain, {"dtype": E5M2}, "weights: expected uint8, got float16"),
+        (plain, {"scale": w.scale}, "scale: expected None for float16: only FP8 has"),
+        (w, {"dtype": "int4"}, "unknown weight dtype 'int4'"),
+        (w, {"layout": "NK"}, r"scale: expected float32 \(40,\), .* got float32 \(24,\)"),
+        (w, {"scale": w.scale.astype("float16")}, r"scale: expected float32 \(24,\)"),
+        (w, {"scale": w.scale[:, None]}, r"scale: .* \(24,\), .* got float32 \(24, 1\)"),
+        (w, {"scale": 0.5}, "scale: expected a .* array, as the weights are one, got float"),
+        (w, {"scale": zero}, r"scale: expected positive normal numbers, got 0\.0 at 4"),
+        (w, {"scale": subnormal}, r"scale: expected positive normal numbers, got 1.* at 5"),
+        (w, {"data": w.data.T, "layout": "NK"}, "weights: expected a C-contiguous array"),
+        (w, {"data": w.data[0]}, "weights: expected a matrix"),
+    ):
+        with pytest.raises(InputError, match=message):
+            replace(good, **changes)
+    assert replace(w, scale=None).dequantized().max() == 448
+
+
+@on_numpy_and_gpu
+def test_times_a_power_of_two_changes_the_scales_only(where: str) -> None:
+    for dtype in (E5M2, E4M3):
+        w = WeightMatrix.quantize(matrix(where, weights()), dtype)
+        half = w.times(0.5)
+        assert half.data is w.data
+        np.testing.assert_array_equal(half.dequantized(), w.dequantized() / 2)
+        np.testing.assert_array_equal(half.times(8).dequantized(), w.dequantized() * 4)
+
+
+@on_numpy_and_gpu
+@pytest.mark.parametrize(
+    ("dtype", "byte"), [(E5M2, 0x7C), (E5M2, 0xFD), (E4M3, 0x7F), (E4M3, 0xFF)]
+)
+def test_bytes_that_are_no_numbers_are_refused(where: str, dtype: str, byte: int) -> None:
+    good = np.arange(6, dtype=np.uint8).reshape(2, 3)
+    good[0] = number_formats.FP8_FORMATS[dtype].largest
+    good[1, 2] = 0x80 | good[0, 0]  # the same number negated
+    WeightMatrix(matrix(where, good), dtype)
+    good[1, 1] = byte
+    message = rf"1 of 6 weights, the first at \[1, 1\], are infinity or NaN in {dtype}"
+    with pytest.raises(InputError, match=message):
+        WeightMatrix(matrix(where, good), dtype)
+
+
+# --- on the GPU alone -----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@on_every_format
+def test_every_float32_of_a_range_on_the_gpu(format: str) -> None:
+    """2^24 bit patterns spread over all of float32 are converted, at every block size."""
+    x = (np.arange(1 << 24, dtype=np.uint32) * np.uint32(257) + np.uint32(1)).view(np.float32)
+    expected = x.astype(PEERS[format]).view(np.uint8)
+    for variant in OPERATION.variants:
+        for block in variant.blocks:
+            got = evaluate("gpu", x, format, False, variant=variant.name, block=block)
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.gpu
+@in_every_layout
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1024, 2752), (333, 1001), (1, 5000), (5000, 1)])
+def test_the_same_on_numpy_and_gpu(layout: str, dtype: str, shape: tuple[int, int]) -> None:
+    w = weights(dtype, *shape)
+    for target in (*DTYPES, *FORMATS):
+        there = WeightMatrix.quantize(cp.asarray(w), target, layout)
+        here = WeightMatrix.quantize(w, target, layout)
+        np.testing.assert_array_equal(there.data.get(), here.data)
+        if here.scale is not None:
+            np.testing.assert_array_equal(there.scale.get(), here.scale)
+
+
+@pytest.mark.gpu
+def test_the_op() -> None:
+    x = weights()
+    expected = reference.to_fp8(x)
+    got = ops.to_fp8(cp.asarray(x))
+    assert got.dtype == cp.uint8
+    np.testing.assert_array_equal(got.get(), expected)
+    out = cp.zeros(x.shape, "uint8")
+    assert ops.to_fp8(cp.asarray(x), out=out) is out
+    np.testing.assert_array_equal(ops.to_fp8(cp.asarray(x).T).get(), expected.T)
+    np.testing.assert_array_equal(ops.to_fp8(moved(x, 1)).get(), expected)
+    scale = cp.full(25, 0.01, "float32")[1:]
+    np.testing.assert_array_equal(
+        ops.to_fp8(cp.asarray(x), E4M3, scale=scale).get(),
+        reference.to_fp8(x, E4M3, scale=scale.get()),
+    )
+
+
+@on_one_order
+def test_bad_input(where: str) -> None:
+    with running_on(where):
+        x, scale = cp.zeros((3, 48), "float32"), cp.full(48, 1, "float32")
+        for args, options, message in (
+            ((x, "float8_e3m4"), {}, "unknown FP8 format 'float8_e3m4': expected one of float8_e"),
+            ((x,), {"scale": scale[:47]}, r"scale: expected shape \(48,\), got \(47,\)"),
+            ((x,), {"scale": scale, "layout": "NK"}, r"scale: expected shape \(3,\)"),
+            ((x,), {"scale": scale, "layout": "kn"}, "layout 'kn': expected 'KN' or 'NK'"),
+            ((x[0],), {"scale": scale}, r"x: expected shape \(K, N\), got \(48,\)"),
+            ((x,), {"scale": scale.astype("float16")}, "scale: expected float32, got float16"),
+            ((x,), {"out": x}, "out: expected uint8, got float32"),
+            ((x,), {"variant": "fast"}, "unknown variant 'fast': expected one of element, vectors"),
+            ((x,), {"block": 48}, "variant vectors: block size 48: expected one of 64, 128"),
+        ):
+            with pytest.raises(InputError, match=message):
+                ops.to_fp8(*args, **options)

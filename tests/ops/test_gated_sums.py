@@ -1,0 +1,486 @@
+"""Decoding few rows of a Llama with four kernels per layer: same bits as the ten they replace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from launch_lists import _decode
+from launch_recorder import recording
+from numpy.typing import NDArray
+
+from benchmarks.llama import SHAPES
+from gpt2block import Llama, LlamaConfig, LlamaWeights, Model, WeightMatrix, cuda, reference
+from gpt2block.checks import FLOATS
+from gpt2block.cuda import cupy, kernels
+from gpt2block.cuda.formats import GGUF, Formats
+from gpt2block.cuda.kernels import FP8, cache_dtype, stored_as
+from gpt2block.engine.cuda import choice as cuda_choice
+from gpt2block.engine.passes.blocks import PassSettings
+from gpt2block.errors import InputError
+from gpt2block.files.parameters.arrays import random_model
+from gpt2block.models.architectures import architecture_of
+from gpt2block.models.architectures.qwen3 import Qwen3Config
+from gpt2block.models.weights.gguf import TYPES, GgufMatrix
+from gpt2block.ops import gated_sums
+from gpt2block.ops.engines.linear_mma import geometry as product_geometry
+from gpt2block.ops.engines.linear_mma import splits
+from gpt2block.ops.gated_sums import blocks_geometry, geometry, splits_of
+from gpt2block.ops.registry import STEPS, bind
+from gpt2block.ops.rmsnorm import STREAM, stream_geometry
+from tests import devices, gpus, outlines, plain
+from tests.compiling import assert_clean
+from tests.devices import GPU, assert_same_bits, on_hopper
+from tests.engine.test_architectures_cuda import OWN
+from tests.engine.test_architectures_cuda import SIZES as PHI3_SIZES
+
+Array = NDArray[Any]
+device = devices.device
+DTYPES = gated_sums.DTYPES
+EPS = 1e-5
+SMOLLM2 = LlamaConfig(
+    n_layer=2, n_head=9, n_kv_head=3, n_embd=576, n_ff=1536, vocab_size=515, n_ctx=64,
+    theta=10000.0, tie_word_embeddings=True,
+)  # fmt: skip
+NARROW = LlamaConfig(
+    n_layer=3, n_head=4, n_kv_head=1, n_embd=96, n_ff=384, vocab_size=101, n_ctx=64, head_size=32
+)
+NORMED = Qwen3Config(**{**vars(NARROW), "n_layer": 2})  # heads have norms
+DOWN = {"Q4_K": "Q6_K", "Q6_K": "Q5_K"}  # type of the other matrices -> type of w_down
+SIZES = ((128, 256), (96, 384), (576, 1536), (1024, 3072), (1024, 2048), (16, 128))
+
+
+@pytest.fixture
+def possible(device: Any) -> None:
+    gpus.cupy_with(90)
+
+
+def matrix(seed: int, N: int, K: int, dtype: str) -> WeightMatrix:
+    if dtype in TYPES:
+        return GgufMatrix.random([(dtype, N)], K, seed).mapped(cupy.asarray)
+    w = (plain.normal(seed, N, K) - np.float32(0.5)) / np.float32(K**0.5)
+    return WeightMatrix.quantize(w, dtype, "NK").mapped(cupy.asarray)
+
+
+def run(op: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
+    return bind(op, inputs, out, **options).run()
+
+
+class Half:
+    """Inputs and weights of the second half of a layer and of the following q, k, v and o.
+
+    The next layer has two heads of q per head of k and v, with D channels each. normed: q and k
+    have norms. gelu: the gate uses GELU.
+    """
+
+    def __init__(
+        self,
+        M: int,
+        C: int,
+        H: int,
+        dtype: str,
+        D: int = 8,
+        rounded: bool = False,
+        normed: bool = False,
+        gelu: bool = False,
+    ) -> None:
+        self.gelu = gelu
+        self.dtype, self.kv, self.heads = GGUF if dtype in TYPES else dtype, 3 * D, 6
+        self.rounding: dict[str, Any] = {"x_dtype": "float16"} if rounded else {}
+        self.x, self.a = plain.normal(0, M, C), plain.normal(7, M, C)
+        self.gammas = [cupy.asarray(plain.normal(seed, C)) for seed in (2, 3, 4)]
+        self.gate, self.up = matrix(5, H, C, dtype), matrix(6, H, C, dtype)
+        self.down, self.qkv = matrix(8, C, H, DOWN.get(dtype, dtype)), matrix(9, 12 * D, C, dtype)
+        self.o = matrix(10, C, C, dtype)
+        rng = np.random.default_rng(0)
+        self.row, self.position = (rng.permutation(n)[:M].astype(np.int32) for n in (M, 8))
+        self.frequencies = 100.0 ** (-np.arange(D // 2) / (D // 2))
+        self.of_heads = [cupy.asarray(plain.normal(seed, D)) for seed in (11, 12) if normed]
+
+    def cache(self, dtype: str) -> tuple[Any, ...]:
+        """Return empty K and V of M rows and 8 tokens, and rows and positions of new tokens."""
+        M, kept = len(self.x), FLOATS[cache_dtype(dtype)]
+        k, v = (cupy.asarray(np.zeros((M, 8, self.kv), kept)) for _ in range(2))
+        return k, v, cupy.asarray(self.row), cupy.asarray(self.position)
+
+    def apart(self) -> list[Array]:
+        """Compute Q, K and V, the stream after o and the final norm by separate kernels."""
+
+        def norm(x: Any, gamma: Any) -> Any:
+            return run("rmsnorm", x, gamma, eps=EPS, variant="stream")
+
+        def of(*inputs: Any) -> Any:
+            return run("linear", *inputs, decoding=True, **self.rounding)
+
+        x, (gamma, *after) = cupy.asarray(self.x), self.gammas
+        n = norm(x, gamma)
+        h = run("silu_mul", of(n, self.gate), of(n, self.up), gelu=self.gelu)
+        x = of(h, self.down, None, None, None, x)
+        o = of(cupy.asarray(self.a), self.o, None, None, None, x)
+        cache = self.cache(self.dtype)
+        q = self.turned(of(norm(x, after[0]), self.qkv), cache)
+        return [each.get() for each in (q, *cache[:2], o, norm(x, after[1]))]
+
+    def turned(self, qkv: Any, cache: tuple[Any, ...], **options: Any) -> Any:
+        """Return Q of rows after RoPE, and store K and V in the cache."""
+        given = (qkv, cupy.asarray(self.frequencies), *cache)
+        if self.of_heads:
+            normed = {"n_head": self.heads, "eps": EPS, **options}
+            return run("qk_norm_append", *given, *self.of_heads, **normed)
+        return run("rope_append", *given, n_head=self.heads, half_split=True, **options)
+
+    def together(self) -> list[Array]:
+        """Compute the results of `apart` by the kernels for few rows."""
+        x, (gamma, *after) = cupy.asarray(self.x), self.gammas
+        count = splits(self.gate.N)[0]
+        given = (x, gamma, self.gate, self.up, self.down)
+        options = {"splits": count, "eps": EPS, "gelu": self.gelu, **self.rounding}
+        made = run("gated_sums", *given, **options)
+        left = (made, self.down)
+        cache = self.cache(self.dtype)
+        by = run("rotations", cache[3], cupy.asarray(self.frequencies))
+        inputs = (x, after[0], self.qkv, *left, by, *cache, *self.of_heads)
+        q = run("rope_sums", *inputs, n_head=self.heads, eps=EPS, **self.rounding)
+        last = run("rmsnorm_sums", x, after[1], *left, eps=EPS)
+        a = cupy.asarray(self.a)
+        assert run("linear_sums", a, self.o, x, *left, out=x, **self.rounding) is x
+        return [each.get() for each in (q, *cache[:2], x, last)]
+
+    def exact(self) -> list[Array]:
+        """Compute the results of `apart` by the reference in float64."""
+        x, a, gamma, *after = (
+            each.astype(np.float64) for each in (self.x, self.a, *(g.get() for g in self.gammas))
+        )
+        gate, up, down, qkv, o = (self.gate, self.up, self.down, self.qkv, self.o)
+        count = splits(gate.N)[0]
+        matrices = (on_host(gate), on_host(up), on_host(down))
+        sums = reference.gated_sums(x, gamma, *matrices, count, EPS, self.gelu)
+        left = (sums, matrices[-1])
+        by = reference.rotations(self.position, self.frequencies)
+        k, v = (np.zeros((len(x), 8, self.kv)) for _ in range(2))
+        places: Any = (by, k, v, self.row, self.position, *(g.get() for g in self.of_heads))
+        options: Any = {"n_head": self.heads, "eps": EPS}
+        q = reference.rope_sums(x, after[0], on_host(qkv), *left, *places, **options)
+        final = reference.rmsnorm_sums(x, after[1], *left, eps=EPS)
+        return [q, k, v, reference.linear_sums(a, on_host(o), x, *left), final]
+
+
+def model_steps(model: Model[Any]) -> list[Any]:
+    """Return the steps of the plan for one row."""
+    engine: Any = model.engine
+    do = outlines.outline(model.config)
+    engine.decoding.step(do, 1, engine.decoding.terms(1))
+    return do.steps
+
+
+def on_host(w: WeightMatrix) -> WeightMatrix:
+    return w.mapped(lambda array: array.get())
+
+
+CASES = [("hopper", *case) for case in (
+    (1, 128, 256, "bfloat16"), (4, 160, 384, "float16"), (3, 128, 256, "float8_e4m3fn"),
+    (1, 160, 1280, "Q4_1"), (3, 256, 256, "Q4_K"),
+)]  # fmt: skip
+CASES += [
+    pytest.param("gpu", M, *sizes, dtype, marks=GPU.marks)  # type: ignore[misc]
+    for i, (sizes, dtype) in enumerate(product(SIZES, DTYPES))
+    for M in ((1, 4), (2, 3))[i % 2]
+]
+CASES += [
+    pytest.param("gpu", M, *sizes, dtype, marks=GPU.marks)  # type: ignore[misc]
+    for sizes, dtype in (
+        *product(((128, 256), (96, 384), (576, 1536)), ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")),
+        *product(((256, 768), (1024, 3072), (1024, 2048)), ("Q4_K", "Q5_K", "Q6_K")),
+    )
+    for M in (1, 3, 4)
+]
+
+
+@pytest.mark.parametrize(("device", "M", "C", "H", "dtype"), CASES, indirect=["device"])
+def test_the_bits_are_those_of_kernels_apart(
+    device: Any, possible: None, M: int, C: int, H: int, dtype: str
+) -> None:
+    in_blocks = dtype in TYPES
+    kind: Any = {"normed": M > 2 and not in_blocks, "gelu": M % 2 == 0, "D": 8 + 8 * in_blocks}
+    half = Half(M, C, H, dtype, **kind)
+    found = half.together()
+    for ours, theirs, exact in zip(found, half.apart(), half.exact(), strict=True):
+        assert_same_bits(ours, theirs)
+        rounding = 1e-2 if dtype == "bfloat16" else 1e-3  # mostly the rounding of K and V
+        assert np.abs(ours - exact).max() <= rounding * np.abs(exact).max()
+    if dtype == "bfloat16":
+        return
+    half = Half(M, C, H, dtype, rounded=True, **kind)
+    for ours, theirs, unrounded in zip(half.together(), half.apart(), found, strict=True):
+        assert_same_bits(ours, theirs)
+        assert 0 < np.abs(ours - unrounded).max() <= 2e-3 * np.abs(unrounded).max()
+
+
+@pytest.mark.parametrize(
+    ("D", "kv_dtype", "normed"),
+    [(64, None, False), (2, "float8_e4m3fn", False), (10, None, False), (16, None, True),
+     (32, "float8_e5m2", True), (40, None, True), (64, None, True), (128, None, True),
+     (96, "float8_e4m3fn", True), (256, None, True)],
+)  # fmt: skip
+@on_hopper
+def test_the_first_layer(
+    device: Any, possible: None, D: int, kv_dtype: str | None, normed: bool
+) -> None:
+    """The first layer adds no sums. Heads have any size; a token is out of range, x may be -0."""
+    half = Half(3, 128, 128, "float16", D, normed=normed)
+    half.position[1] = 8
+    x, gamma, w = cupy.asarray(half.x), half.gammas[0], half.qkv
+    n = run("rmsnorm", x, gamma, eps=EPS, variant="stream")
+    qkv = run("linear", n, w, decoding=True)
+    found = []
+    for fused in (True, False):
+        k, v, *places = half.cache("float16")
+        if kv_dtype:
+            k, v = (cupy.asarray(np.zeros(k.shape, np.uint8)) for _ in range(2))
+        if fused:
+            by = run("rotations", places[1], cupy.asarray(half.frequencies))
+            inputs = (x, gamma, w, None, None, by, k, v, *places, *half.of_heads)
+            q = run("rope_sums", *inputs, eps=EPS, n_head=half.heads, kv_dtype=kv_dtype)
+        else:
+            q = half.turned(qkv, (k, v, *places), kv_dtype=kv_dtype)
+        found.append([each.get() for each in (q, k, v)])
+    for ours, theirs in zip(*found, strict=True):
+        assert theirs.any()
+        assert_same_bits(ours, theirs)
+    zeros = cupy.asarray(np.full((3, 128), -0.0, np.float32))
+    ours = run("linear_sums", zeros, half.o, zeros)
+    assert_same_bits(ours.get(), run("linear", zeros, half.o, None, None, None, zeros,
+                                     decoding=True).get())  # fmt: skip
+
+
+@on_hopper
+def test_refusals(device: Any, possible: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Half(2, 128, 256, "bfloat16")
+    x, (gamma, *_) = cupy.asarray(half.x), half.gammas
+    weights = (half.gate, half.up, half.down)
+    sums = cupy.zeros((2, 2, 128), "float32")
+
+    def refused(op: str, message: str, *inputs: Any, **options: Any) -> None:
+        with pytest.raises(InputError, match=message):
+            STEPS[op].bind(inputs, **options)
+
+    refused("gated_sums", "splits: expected 2, got 3", x, gamma, *weights, splits=3)
+    five = cupy.zeros((5, 128), "float32")
+    refused("gated_sums", "expected up to 4 rows", five, gamma, *weights, splits=2)
+    floats = [matrix(1, each.N, each.K, "float32") for each in weights]
+    refused("gated_sums", "float32: expected up to 4 rows", x, gamma, *floats, splits=2)
+    mixed = (half.gate, half.up, floats[2])
+    refused("gated_sums", "bfloat16, float32: expected one dtype", x, gamma, *mixed, splits=2)
+    in_blocks = [matrix(1, each.N, each.K, "Q4_1") for each in weights]
+    refused("gated_sums", "splits: expected 2, got 3", x, gamma, *in_blocks, splits=3)
+    refused("gated_sums", "expected up to 4 rows", five, gamma, *in_blocks, splits=2)
+    mixed = (in_blocks[0], matrix(1, 256, 128, "Q8_0"), in_blocks[2])
+    refused("gated_sums", "expected GgufMatrices of a type each", x, gamma, *mixed, splits=2)
+    o = matrix(1, 128, 128, "Q4_1")
+    refused("linear_sums", "expected sums and w_down, or neither", x, o, x, sums)
+    refused("linear_sums", "expected a GgufMatrix, too", x, o, x, sums, half.down)
+    refused("linear_sums", "expected sums and w_down, or neither", x, half.o, x, sums)
+    refused("linear_sums", "5 rows: expected up to 4", five, half.o, five)
+    one = cupy.zeros(2, "int32")
+    cache = (*half.cache("bfloat16")[:2], one, one)
+    by = cupy.zeros((2, 4, 2), "float32")
+    of_q = (x, gamma, half.qkv, sums, half.down, by, *cache)
+    refused("rope_sums", "expected 104 outputs, 7 heads of q and whole heads", *of_q, n_head=7)
+    floats_cache = [cupy.zeros(cache[0].shape, "float32") for _ in range(2)]
+    refused("rope_sums", "k: expected bfloat16", *of_q[:6], *floats_cache, one, one, n_head=6)
+    wide = [cupy.zeros(shape, "float32") for shape in ((2, 1032), (1032,))]
+    inputs = (*wide, matrix(1, 96, 1032, "bfloat16"), None, None, by, *cache)
+    refused("rope_sums", "K 1,032: expected up to 1,024", *inputs, n_head=6)
+    moved = devices.moved(half.x, 1)
+    refused("gated_sums", "x: expected data aligned", moved, gamma, *weights, splits=2)
+    refused("rmsnorm_sums", "x: expected data aligned", moved, gamma, sums, half.down)
+    monkeypatch.setattr(gated_sums, "compute_capability", lambda: 75)
+    monkeypatch.setattr("gpt2block.ops.products.compute_capability", lambda: 75)
+    refused("gated_sums", "compute capability 9.0", x, gamma, *weights, splits=2)
+    refused("linear_sums", "compute capability 8.0", x, half.o, x)
+    assert splits_of("bfloat16", 1, SMOLLM2.block_shapes()) == 0
+
+
+def test_what_the_reference_refuses() -> None:
+    x, gamma, w = plain.normal(0, 2, 8), plain.normal(1, 8), plain.normal(2, 8, 8)
+    with pytest.raises(InputError, match="splits: expected a divisor of 8 channels, got 3"):
+        reference.gated_sums(x, gamma, w, w, w, 3)
+    sums = reference.gated_sums(x, gamma, w, w, w, 2)
+    assert sums.shape == (2, 2, 8)
+    with pytest.raises(InputError, match="expected sums and w_down, or neither"):
+        reference.linear_sums(x, w, x, sums)
+
+
+def test_which_layers_can_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated_sums, "compute_capability", lambda: 90)
+    monkeypatch.setattr(gated_sums, "device_attribute", {"MultiProcessorCount": 132}.get)
+    shapes = SMOLLM2.block_shapes()
+    assert [splits_of("bfloat16", M, shapes) for M in (1, 2, 4, 5)] == [6, 6, 6, 0]
+    assert splits_of("float32", 1, shapes) == 0
+    assert splits_of("bfloat16", 1, {**shapes, "b_qkv": (960,)}) == 0
+    assert splits_of("float8_e4m3fn", 4, NARROW.block_shapes()) == 3
+    types = {("Q4_1", "Q4_1"), ("Q8_0", "Q8_0")}
+    of_blocks = [
+        splits_of("file", M, shapes, types, D) for M, D in ((1, 64), (4, 64), (5, 64), (1, 8))
+    ]
+    assert of_blocks == [6, 6, 0, 0]
+    assert splits_of("file", 1, shapes) == 0
+    for C, H in ((1040, 2080), (576, 1500), (960, 2560), (584, 1536), (1024, 4096)):
+        assert geometry(1, C, H, "bfloat16", 132) is None
+    blocks = [
+        geometry(M, 576, 1536, "bfloat16", sms).grid  # type: ignore[union-attr]
+        for M, sms in ((1, 132), (2, 132), (1, 60))
+    ]
+    assert blocks == [(96,), (48,), (48,)]  # clusters of 16 and 8 blocks
+
+
+def test_the_plan_of_a_step() -> None:
+    """A layer has four kernels; rotations and the final norm of sums come once."""
+    steps = outlines.decode_sums(NARROW, 3)
+    ops = [step.op for step in steps]
+    layer = ["rope_sums", "attention_split", "linear_sums", "gated_sums"]
+    assert ops == ["rotations", "encoder_rows", *layer * 3, "rmsnorm_sums", "linear"]
+    of = {step.name: step.inputs for step in steps}
+    assert of["h.0.q"][:5] == ("embedding", "h.0.gamma1", "h.0.w_qkv", "", "")
+    assert of["h.0.x1"][2:] == ("embedding", "", "")
+    assert of["h.1.q"][:6] == ("h.0.x1", "h.1.gamma1", "h.1.w_qkv", "h.0.down", "h.0.w_down",
+                               "rotations")  # fmt: skip
+    assert of["h.1.x1"][2:] == ("h.0.x1", "h.0.down", "h.0.w_down")
+    assert of["rms_f"] == ("h.2.x1", "gamma_f", "h.2.down", "h.2.w_down")
+    assert of["rotations"] == ("positions", "frequencies")
+    kind, own = OWN["phi3"]
+    (turns, *_) = outlines.decode_sums(kind(**PHI3_SIZES, **own), 1)
+    assert turns.inputs == ("positions", "frequencies", "row")  # per sequence
+
+
+def test_norms_of_heads_are_fused_in_steps_of_few_rows() -> None:
+    """A layer of Qwen3-0.6B has five kernels for two to four rows; lm_head reads terms."""
+    config = SHAPES["qwen3-0.6b"]
+    made = architecture_of(config), PassSettings.of(config)
+    with recording("9.0"):
+        choice = cuda_choice.DecodingChoice(config, Formats("bfloat16"), {}, {}, *made)
+        terms = {rows: choice.terms(rows) for rows in (1, 2, 3, 4, 5)}
+        assert [list(terms[rows]) for rows in (1, 2, 3, 4)] == [[], *[["lm_head"]] * 3]
+        assert set(terms[5]) == {"w_qkv", "w_o", "w_gate", "w_up", "w_down", "lm_head"}
+        found = []
+        for rows, known in terms.items():
+            do = outlines.outline(config)
+            choice.step(do, rows, known)
+            found.append([step.op for step in do.steps if step.name.startswith("h.3.")])
+    five = ["rope_sums", "attention_split", "linear", "linear", "linear"]
+    assert found[0] == ["rope_sums", "attention_split", "linear_sums", "gated_sums"]
+    assert found[1:4] == [five] * 3
+    assert len(found[4]) == 8
+
+
+# Two layers suffice on the emulator: they have every pair of consecutive kernels.
+MODELS: list[Any] = [("hopper", replace(NARROW, n_layer=2), "float8_e4m3fn")]
+MODELS += [("hopper", NORMED, "bfloat16")]
+MODELS += [
+    pytest.param("gpu", config, dtype, marks=GPU.marks)
+    for config, dtype in product((SMOLLM2, NARROW, NORMED), DTYPES)
+]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("device", "config", "dtype"), MODELS, indirect=["device"])
+def test_a_model_has_the_same_bits_in_all_plans(
+    device: Any, possible: None, dtype: str, config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in batches of one to five have the bits of a row alone in the plan without fused norms.
+
+    Plan "sums" has four kernels a layer, plan "norms" five. The emulator runs the plan without
+    fused norms only for single rows.
+    """
+    tensors = list(random_model(0, config))
+    prompts = [[n, 3 * n + 1, 7, *range(n)] for n in range(5)]
+    tokens = 3 if cuda.replaced() else 12
+    options: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0, "stop_ids": ()}
+    found = []
+    for plan, few in {"sums": (1, 3, 5), "norms": (3,), "none": ()}.items():
+        with monkeypatch.context() as patch:
+            if plan != "sums":
+                patch.setattr(cuda_choice, "splits_of", lambda *_: 0)
+            if plan == "none":
+                patch.setattr(cuda_choice, "fuses_norms", lambda *_: False)
+            model: Model[Any] = Model.from_tensors(config, iter(tensors), "cuda:0", dtype)
+            for rows in (1, 2, 3, 4, 5) if tokens > 3 else few:
+                found.append(model.generate(prompts[:rows], **options))
+            steps = {step.op for step in model_steps(model)}
+            assert ("gated_sums" in steps, "rope_sums" in steps) == (plan == "sums", plan != "none")
+            if plan == "sums":
+                names = {row.name for row in model.compare(prompts[4], cached=True)}
+                assert {"h.0.rms2", "h.0.gate", "h.1.output"} <= names
+    alone = [model.generate([prompt], **options)[0] for prompt in prompts]
+    for texts in found:
+        for one, among in zip(alone, texts, strict=False):
+            assert one.tokens == among.tokens
+            assert_same_bits(np.array(one.logprobs), np.array(among.logprobs))
+
+
+def test_clusters_of_16_blocks_are_allowed() -> None:
+    """Clusters of 16 blocks are allowed for kernels that run only on Hopper."""
+    allowed: list[Any] = []
+    with recording("9.0"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda.cupy.cuda.driver, "funcSetAttribute", lambda *args: allowed.append(args))
+        assert kernels.load("learn/elementwise/gelu.cu", "gelu_kernel").found
+        assert allowed == []
+        function = kernels.load(gated_sums.FILE, "decode_ffn_mma").found
+        assert allowed == [(function.kernel.ptr, 14, 1)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_the_launches_of_a_model(dtype: str) -> None:
+    """Steps of up to four rows use these kernels, which overlap in a graph.
+
+    A trace does not use them, as it needs every result. Products of more rows fuse norms, RoPE and
+    the gate.
+    """
+    with recording("9.0") as recorder:
+        model = Llama(LlamaWeights.random(0, NARROW), device="cuda:0", dtype=dtype)
+        for rows in (1, 4, 5):
+            recorder.call(f"{rows}", _decode, model.engine, rows)
+        recorder.call("trace", model.engine.trace, np.zeros(9, np.int32), True)
+    lines = [line.split(" | ") for line in recorder.lines]
+    for label, clusters in (("1", "48,1,1"), ("4", "24,1,1"), ("5", ""), ("trace", "")):
+        steps = [words[2] for words in lines if words[0] == label]
+        found = [each for each in steps if each.startswith("decode_ffn_mma")]
+        assert len(found) == (6 if clusters else 0)  # the first run, and the graph
+        assert sum(each.endswith("early") for each in found) == len(found) // 2
+        assert all(f"grid {clusters} block 32,1,1" in each for each in found)
+        turned = sum(each.startswith("rope_append") for each in steps)
+        assert turned == (3 if label == "trace" else 0)
+
+
+@pytest.mark.slow
+def test_the_chosen_kernels_compile_without_spills() -> None:
+    jobs, only = [], []
+    for i, (M, (C, H), dtype) in enumerate(product((1, 2, 4), SIZES[1:5], DTYPES[1:3])):
+        made = geometry(M, C, H, dtype, 132)
+        assert made is not None
+        stored = ("float32", dtype) if dtype in FP8 else (dtype,)
+        jobs.append((gated_sums.FILE, "sm_90a", (*stored_as(*stored), *made.defines)))
+        only.append("decode_ffn_mma")
+        if i % 5 == 0:
+            for end, norm, N, more in (
+                ("APPEND_ROPE", 2, C + 384, (("LM_SUMS", splits(H)[0]), ("LM_ROPE", 64))),
+                ("APPEND_ROPE", 2, C + 384, (("LM_SUMS", 0), ("LM_ROPE", 64))),
+                ("ADD_SUMS", 0, C, (("LM_SUMS", splits(H)[0]),)),
+            ):
+                cut = product_geometry(M, N, C, dtype, norm=norm)
+                assert cut is not None
+                ends = (*more, ("EPILOGUE", f"EPILOGUE_{end}"))
+                constants = (*stored_as(*stored), *cut.defines, *ends)
+                jobs.append(("matmul/decode/mma.cu", "sm_90a", constants))
+                only.append("decode_mma")
+    for M, (name, (C, H)) in product((1, 4), (("Q4_1", SIZES[2]), ("Q4_K", SIZES[3]))):
+        of_blocks = blocks_geometry(M, C, H, (name, DOWN.get(name, name)), 1, 132)
+        assert of_blocks is not None
+        constants = (*stored_as("float16", GGUF), ("TERM_COUNT", 1), *of_blocks.defines)
+        jobs.append((gated_sums.BLOCKS_FILE, "sm_90a", constants))
+        only.append("decode_ffn_mma_gguf")
+    stream = stream_geometry(1, 576).defines
+    assert_clean([*jobs, (STREAM, "sm_90a", (*stream, ("RS_SUMS", 6)))], only)

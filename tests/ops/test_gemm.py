@@ -1,0 +1,323 @@
+"""gemm on tensor cores: two-part matrices, FP8 weights, two matrices at once, wrong input.
+
+test_product_laws.py has the requirements of every kernel of gemm.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import InputError, TwoPartMatrix, ops, reference
+from gpt2block.cuda import cupy
+from gpt2block.cuda.kernels import FP8
+from gpt2block.models.weights.gguf import TYPES, GgufMatrix
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.ops.engines import gemm_hopper as _gemm_hopper
+from gpt2block.ops.engines.gemm_hopper import FLAGS, MOST_ROWS, OF_REGISTERS, STREAMED
+from gpt2block.ops.gemm import OPERATION as GEMM
+from gpt2block.ops.gemm import WIDEN, allocate_stream_k_workspace
+from gpt2block.ops.products import HOPPER_CAPABILITY
+from tests import devices, plain
+from tests.devices import assert_same_bits, one_order
+from tests.gpus import cupy_with
+from tests.products import GPT2, KERNELS, PARTS, Case
+
+Array = NDArray[Any]
+device = devices.device
+SPLIT = KERNELS["gemm-mma-two_part-to-float32"]
+
+
+@pytest.fixture
+def cp() -> Any:
+    return cupy_with(HOPPER_CAPABILITY)
+
+
+# --- two-part matrices: only a GPU can test how a tensor core adds --------------------------------
+
+
+def test_infinity_and_nan_are_what_they_are_in_float() -> None:
+    case = Case(37, 136, 40, tile=PARTS)
+    given, clean = SPLIT.made(case), SPLIT.made(case)
+    x, w = given["x"], given["w"].data
+    x[2, 5], x[3, 7], x[4, 9] = np.inf, -np.inf, np.nan
+    x[5, [11, 13]] = np.inf, -np.inf
+    w[6, 8], w[7], clean["w"].data[7] = np.nan, 0, 0
+    with np.errstate(invalid="ignore"):
+        truth = SPLIT.exact(given, case)
+        out = SPLIT("forward", given, case)
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(truth))
+    wild = np.isinf(truth)
+    assert wild[2:4].sum() == 2 * 38
+    np.testing.assert_array_equal(out[wild], truth[wild])
+    same = np.isfinite(truth)
+    np.testing.assert_array_equal(out[same], SPLIT("forward", clean, case)[same])
+
+
+def test_what_is_infinite_beside_next_to_nothing_is_nan() -> None:
+    """float32 gives infinity here: a value 1e-12 of its row's largest has a high part of 0."""
+    case = Case(16, 8, 8, bias=False, tile=PARTS)
+    given = SPLIT.made(case)
+    given["x"][1, 3] = np.inf
+    given["w"].data[:, 0], given["w"].data[:, 3] = 1.0, 1e-13
+    assert np.isnan(SPLIT("forward", given, case)[1]).all()
+
+
+def test_scales_far_apart() -> None:
+    """Multiplied by the scale of x alone, many sums of the first case would exceed float32."""
+    case = Case(16, 136, 8, bias=False, tile=PARTS)
+    for of_x, of_w in ((1e33, 1e-30), (1e-3, 1e6)):
+        given = SPLIT.made(case)
+        given["x"] *= np.float32(of_x)
+        given["w"].data[...] *= np.float32(of_w)
+        SPLIT.assert_right(SPLIT("forward", given, case), given, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("M", [17, 1024])
+def test_two_parts_are_as_accurate_as_float32(M: int, size: float) -> None:
+    for N, K in GPT2:
+        case = Case(M, K, N)
+        given = SPLIT.made(case)
+        given["x"] *= np.float32(size)
+        got = SPLIT("gpu", given, case)
+        plain.assert_as_accurate(got, SPLIT.exact(given, case), SPLIT.plainly(given, case, cupy))
+
+
+# --- FP8 weights ----------------------------------------------------------------------------------
+
+
+def with_fp8(
+    xp: Any, format: str, M: int, N: int, K: int
+) -> tuple[Array, WeightMatrix, WeightMatrix]:
+    """Return a, w, and w on the device."""
+    rng = np.random.default_rng((M, N, K))
+    a = rng.standard_normal((M, K)).astype(np.float16)
+    sizes = np.geomspace(1e-4, 1, N, dtype=np.float32)
+    values = rng.standard_normal((N, K), np.float32) * sizes[:, None]
+    values[0, :5] = 0, 1e-9, -1e-9, 3e-6, -3e-6  # zeros and subnormal numbers of the formats
+    w = WeightMatrix.quantize(values, format, "NK")
+    return a, w, w.mapped(xp.asarray)
+
+
+@pytest.mark.parametrize(
+    ("device", "format", "gelu"),
+    [
+        *(("shuffled", format, i > 0) for i, format in enumerate(FP8)),
+        *(
+            pytest.param("gpu", format, gelu, marks=pytest.mark.gpu)
+            for format in FP8
+            for gelu in (False, True)
+        ),
+    ],
+    indirect=["device"],
+)
+def test_a_product_with_fp8_weights(device: Any, format: str, gelu: bool) -> None:
+    """Results are as accurate as float32 sums of exact weights, with scales applied to sums."""
+    cupy_with()
+    for M, N, K in ((1, 8, 8), (37, 136, 72), (5, 264, 784)):
+        a, w, there = with_fp8(device, format, M, N, K)
+        bias, residual = plain.normal(1, N), plain.normal(2, M, N)
+        exact, wide = w.dequantized().astype(np.float64), a.astype(np.float64)
+        truth = reference.gemm(wide, exact, bias, residual, gelu=gelu)
+        memory = device.full(N * K + 16, np.nan, "float16")
+        given = (device.asarray(a), there, *map(device.asarray, (bias, residual)))
+        options: dict[str, Any] = {"gelu": gelu, "dtype": "float32"}
+        found = [ops.gemm(*given, **options).get()]
+        for _ in range(2):  # the second call reuses the memory of the first
+            found.append(GEMM.bind((*given, None, memory), **options).run().get())
+        for got in found:
+            limit = (
+                4 * np.finfo(np.float32).eps * (np.abs(wide) @ np.abs(exact) + np.abs(truth) + 1)
+            )
+            assert (np.abs(got - truth) <= limit).all()
+            assert_same_bits(got, found[0])
+        widened = WIDEN.bind((there, memory)).run().get()
+        np.testing.assert_array_equal(widened, reference.from_fp8(w.data, format))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("format", "shape"),
+    [
+        *product(FP8, [(1, 8, 16), (130, 264, 528), (1000, 776, 3072), (5000, 2312, 80)]),
+        *product(FP8, [(2000, 2312, 1296)]),  # two clusters share a tile
+        *product(TYPES, [(1, 8, 256), (130, 264, 768), (1000, 776, 3072), (5000, 2312, 256)]),
+        *product(["Q4_K", "Q5_1", "Q6_K", "Q4_K Q6_K"], [(2000, 2312, 1280)]),
+        *product(["Q4_1", "Q8_0"], [(3, 72, 32), (300, 136, 416)]),
+        *product(["Q4_K Q6_K", "Q8_0 Q5_K Q4_0"], [(130, 264, 768), (1000, 776, 3072)]),
+    ],
+)
+def test_weights_are_widened_in_every_tile(
+    cp: Any, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], format: str
+) -> None:
+    """Bits equal a product with float16 weights of the same values; a row has them alone too."""
+    M, N, K = shape
+    rng = np.random.default_rng(shape)
+    a = cp.asarray((0.01 * rng.standard_normal((M, K))).astype(np.float16))
+    if format in FP8:
+        w = WeightMatrix.quantize(rng.standard_normal((N, K), np.float32), format, "NK")
+    else:
+        *first, last = format.split()
+        ranges = [(name, MOST_ROWS) for name in first]
+        w = GgufMatrix.random([*ranges, (last, N - MOST_ROWS * len(first))], K)
+    narrow = replace(w, data=cp.asarray(w.data), scale=None)
+    wide = WeightMatrix(WIDEN.bind((narrow, None)).run(), "float16", None, "NK")
+    bias = cp.asarray(rng.standard_normal(N, np.float32))
+    residual = cp.asarray(rng.standard_normal((M, N)).astype(np.float16))
+    alone, workspace = M // 2, allocate_stream_k_workspace()
+    for float_out in (False, True):
+        added = residual.astype(np.float32) if float_out else residual
+        options: dict[str, Any] = {"gelu": True, "dtype": "float32" if float_out else "float16"}
+        expected = ops.gemm(a, wide, bias, added, **options).get()
+        for tile in OF_REGISTERS + STREAMED:
+            monkeypatch.setattr(_gemm_hopper, "choose_tile", lambda *_, tile=tile: tile)
+            _gemm_hopper.geometry.cache_clear()
+            inputs = a, narrow, bias, added, None, None, workspace
+            got = GEMM.bind(inputs, **options).run().get()
+            assert_same_bits(got, expected)
+            row = slice(alone, alone + 1)
+            inputs = a[row], narrow, bias, added[row], None, None, workspace
+            got = GEMM.bind(inputs, **options).run().get()
+            assert_same_bits(got, expected[row])
+            assert not workspace[:FLAGS].any()
+        monkeypatch.undo()
+        _gemm_hopper.geometry.cache_clear()
+
+
+# --- calls of Blocks and Llamas -------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 100, 128, 1000, 1024])
+def test_k_in_parts(cp: Any, M: int) -> None:
+    """K is divided, as in calls of a Block."""
+    kernel = KERNELS["gemm-hopper-bfloat16-to-bfloat16"]
+    for N, K in ((768, 768), (768, 3072)):
+        case = Case(M, K, N, residual=True)
+        given = kernel.made(case)
+        names = "x", "w", "bias", "residual"
+        inputs = [kernel.uploaded(cp, name, given[name]) for name in names]
+        out = GEMM.bind(tuple(inputs), inputs[3], split_k=True, variant="hopper").run()
+        kernel.assert_right(out.get(), given, case, "gpu")
+
+
+def gate_and_up(cp: Any, M: int, N: int, K: int, dtype: str, gelu: bool) -> tuple[Any, ...]:
+    """Return a, two matrices on the GPU, and silu(a w) (a up) in float64, or with GELU."""
+    rng = np.random.default_rng(M)
+    host = [rng.standard_normal(shape, dtype=np.float32) for shape in ((M, K), (N, K), (N, K))]
+    host[0] *= 2 / K**0.5
+    a, *both = (cp.asarray(each.astype(np.dtype(dtype))) for each in host)
+    exact, w, up = (each.get().astype(np.float64) for each in (a, *both))
+    matrices = [WeightMatrix(each, dtype, None, "NK") for each in both]
+    return a, *matrices, reference.gemm(exact, w.T, up=up.T, gelu=gelu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 8, 264), (70, 144, 72), (500, 2312, 768)])
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gate_and_up_are_one_product(
+    cp: Any, gelu: bool, M: int, N: int, K: int, dtype: str
+) -> None:
+    """Errors are at most one rounding; a row has the same bits alone; gemm picks the variant."""
+    a, w, up, truth = gate_and_up(cp, M, N, K, dtype, gelu)
+    memory = cp.full((M + 8, N), 7, dtype)
+    GEMM.bind((a, w, None, None, up), memory[:M], gelu=gelu).run()
+    got = memory.get().astype(np.float64)
+    assert (got[M:] == 7).all()
+    step = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    off = np.abs(got[:M] - truth) - step * np.abs(truth)
+    assert off.max() < 1e-5 * np.abs(truth).max()
+    alone = ops.gemm(a[M // 2 : M // 2 + 1], w, up=up, gelu=gelu).get()
+    np.testing.assert_array_equal(alone[0].astype(np.float64), got[M // 2])
+
+
+@pytest.mark.gpu
+def test_rows_beyond_the_last_one_are_neither_read_nor_written(cp: Any) -> None:
+    kernel, case = KERNELS["gemm-hopper-bfloat16-to-bfloat16"], Case(200, 768, 2304)
+    given = kernel.made(case)
+    memory = cp.full((208, 768), np.nan, "bfloat16")
+    memory[:200] = cp.asarray(given["x"])
+    out = cp.full((208, 2304), 7, "bfloat16")
+    w, bias = (kernel.uploaded(cp, name, given[name]) for name in ("w", "bias"))
+    GEMM.bind((memory[:200], w, bias), out[:200], variant="hopper").run()
+    got = out.get()
+    assert (got[200:].astype(np.float32) == 7).all()
+    kernel.assert_right(got[:200], given, case, "gpu")
+
+
+@pytest.mark.gpu
+def test_the_function() -> None:
+    cupy_with()
+    kernel, case = KERNELS["gemm-mma-bfloat16-to-bfloat16"], Case(6, 24, 16, residual=True)
+    given = kernel.made(case)
+    w, bias, residual = (
+        kernel.uploaded(cupy, name, given[name]) for name in ("w", "bias", "residual")
+    )
+    a = cupy.asarray(np.asfortranarray(given["x"])).reshape(2, 3, 24)
+    out = ops.gemm(a, w, bias, residual.reshape(2, 3, 16))
+    assert out.shape == (2, 3, 16)
+    kernel.assert_right(out.get().reshape(6, 16), given, case)
+    assert ops.gemm(a, w, bias, dtype="float32").dtype == np.float32
+    assert ops.gemm(a, w).dtype == a.dtype
+
+
+# --- wrong input ----------------------------------------------------------------------------------
+
+
+@one_order
+def test_wrong_input_is_refused(device: Any) -> None:
+    """Errors beyond those that follow from the contract."""
+    cupy_with()
+
+    def matrix(N: int = 48, K: int = 64, dtype: str = "bfloat16", layout: str = "NK") -> Any:
+        shape = (N, K) if layout == "NK" else (K, N)
+        return WeightMatrix(device.zeros(shape, dtype), dtype, None, layout)
+
+    a, w, half = device.zeros((4, 64), "bfloat16"), matrix(), device.zeros((4, 64), "float16")
+    float32 = device.zeros((4, 64), "float32")
+    parts = TwoPartMatrix.from_float32(device.full((8, 64), 1, "float32"))
+    ones = device.full((8, 64), 1, "float32")
+    fp8 = WeightMatrix.quantize(ones, "float8_e5m2", "NK")
+    odd = device.zeros(4 * 48 + 4, "bfloat16")[4:].reshape(4, 48)
+    memory = device.zeros(511, "float16")
+    up = {"up": matrix(8, dtype="float16")}
+    a_dtype = "dtype 'float16': expected float32 or 'two_part' with a Two"
+    whole = r"bound: expected the largest magnitude that the result can have"
+    cases: tuple[tuple[tuple[Any, ...], dict[str, Any], str], ...] = (
+        ((a, w), {"variant": "wgmma"}, "unknown variant 'wgmma': expected one of mma, hopper"),
+        ((a, w), {"dtype": "float16"}, "'float16': expected bfloat16, like a, or float32"),
+        ((float32, w), {}, "a: expected bfloat16 or float16, got float32"),
+        ((half, w), {}, "w: expected float16, like a, got bfloat16"),
+        ((a, matrix(layout="KN")), {}, "w: expected layout 'NK', .* got 'KN'"),
+        ((a, matrix(44)), {}, "K and N in multiples of 8, got K 64, N 44"),
+        ((a, w), {"out": odd}, "out: expected data aligned to 16 bytes"),
+        ((a, fp8), {}, "w: expected bfloat16, like a, got float8_e5m2"),
+        ((half, fp8, *[None] * 3, memory), {}, "memory: expected at least 512 elements, got 511"),
+        ((half, matrix(16, dtype="float16"), *[None] * 2, up["up"]), {}, "up: expected"),
+        ((half, up["up"], ones[0, :8], None, up["up"]), {}, "up: expected"),
+        ((half, up["up"], None, half[:, :8].copy(), up["up"]), {}, "up: expected"),
+        ((half, up["up"], None, None, up["up"]), {"dtype": "float32"}, "up: expected"),
+        ((half, fp8, None, None, up["up"]), {}, "up: expected"),
+        ((float32, parts, None, None, up["up"]), {}, "up: expected"),
+        ((half, up["up"], None, None, up["up"]), {"variant": "mma"}, "multiplies by one matrix"),
+        ((parts, ones), {}, "w: expected a TwoPartMatrix, got ndarray: use TwoPartMatrix.from"),
+        ((ones[:, :56].copy(), parts), {}, r"w: expected shape \(8, 56\), got \(8, 64\)"),
+        ((ones.astype("float16"), parts), {}, "a: expected float32, got float16"),
+        ((parts, parts), {"dtype": "float16"}, a_dtype),
+        ((parts, parts), {"dtype": "two_part"}, whole),
+        ((parts, parts), {"bound": 1.0}, "bound: only for a two-part result"),
+        ((parts, parts), {"dtype": "two_part", "bound": math.inf}, "bound: expected a magnitude"),
+        ((parts, parts), {"variant": "split"}, "'split' does not run by itself: expected one of"),
+    )
+    for inputs, options, message in cases:
+        with pytest.raises(InputError, match=message):
+            GEMM.bind(inputs, **options)

@@ -1,0 +1,477 @@
+"""Weights kept in GGUF blocks: their layout, products, rows, and whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from fuzzing.gguf_writer import metadata_of, tensors_of, write
+from gguf.quants import dequantize, quantize
+from launch_recorder import recording
+from numpy.typing import NDArray
+
+from gpt2block import (
+    GPT2Config,
+    GPT2Weights,
+    InputError,
+    LlamaConfig,
+    LlamaWeights,
+    from_pretrained,
+    ops,
+    reference,
+)
+from gpt2block.cuda import cupy
+from gpt2block.cuda.formats import GGUF, Formats
+from gpt2block.emulator import emulated
+from gpt2block.emulator.stand_in import CHECKED
+from gpt2block.engine.cuda.choice import DecodingChoice
+from gpt2block.engine.passes.blocks import PassSettings
+from gpt2block.files.checkpoints import Checkpoint, save_pretrained
+from gpt2block.files.checkpoints.gguf_types import InBlocks
+from gpt2block.models.architectures import architecture_of
+from gpt2block.models.weights.gguf import TYPES, GgufMatrix, random_blocks
+from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.ops.engines import linear_hopper as _linear_hopper
+from gpt2block.ops.gemm import WIDEN
+from gpt2block.ops.linear import LINEAR_QKV, LINEAR_ROPE
+from gpt2block.ops.linear import OPERATION as LINEAR
+from gpt2block.ops.products import HOPPER_CAPABILITY
+from gpt2block.ops.to_fp8 import ROW_NORMS
+from tests import outlines
+from tests.devices import GPU, running_on
+from tests.gpus import cupy_with
+from tests.ops.test_terms import assert_terms, terms
+
+LLAMA = LlamaConfig(
+    n_layer=1, n_head=4, n_kv_head=2, n_embd=256, n_ff=512, n_ctx=96, vocab_size=101
+)
+GPT = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=96, vocab_size=101)
+MIXED = (("Q4_K", 48), ("Q6_K", 16), ("Q5_K", 16))
+K_OF = {32: 160, 256: 512}
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("N", [1, 8, 13])
+@pytest.mark.parametrize("blocks", [1, 3, 5])
+def test_weights_are_those_that_the_package_decodes(name: str, N: int, blocks: int) -> None:
+    K = blocks * TYPES[name].size
+    raw = random_blocks(name, N, K)
+    packed = GgufMatrix.pack([(name, raw)], K)
+    expected = dequantize(raw, gguf.GGMLQuantizationType[name])
+    np.testing.assert_array_equal(packed.dequantized(), expected.T)
+    ids = np.array([[0, N - 1], [N // 2, 0]])
+    np.testing.assert_array_equal(packed[ids], expected[ids])
+    x = np.random.default_rng(1).standard_normal((2, 3, K)).astype(np.float32)
+    np.testing.assert_allclose(x @ packed, x @ expected.T, rtol=1e-4, atol=1e-4)
+    assert packed.largest is not None
+    assert np.abs(expected).max() <= packed.largest <= 9 * np.abs(expected).max() + 1e-6
+
+
+def test_bytes_stay_those_of_the_file() -> None:
+    for name, kind in TYPES.items():
+        assert GgufMatrix.random([(name, 64)], 1024).nbytes == 64 * 1024 // kind.size * kind.nbytes
+    assert GgufMatrix.random(MIXED, 512).ranges == MIXED
+    with pytest.raises(InputError, match="expected 1 to 3 types"):
+        GgufMatrix.random([("Q4_0", 16), ("Q8_0", 16)] * 2, 32)
+    with pytest.raises(InputError, match="expected multiples of 16"):
+        GgufMatrix.random([("Q4_0", 8), ("Q8_0", 16)], 32)
+
+
+def assert_same_blocks(ours: GgufMatrix, expected: GgufMatrix) -> None:
+    np.testing.assert_array_equal(ours.data.get(), expected.data)
+    np.testing.assert_equal(ours.largest, expected.largest)
+    assert ours.ranges == expected.ranges
+
+
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+@pytest.mark.parametrize("name", TYPES)
+def test_a_gpu_packs_the_bytes_that_numpy_packs(
+    where: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are read in pieces; some scales are infinity or NaN."""
+    monkeypatch.setattr("gpt2block.cuda.arrays.READ_BYTES", 1000)
+    with running_on(where):
+        for N, blocks in product([1, 8, 13, *[1031] * (where == "gpu")], [1, 3, 5]):
+            K = blocks * TYPES[name].size
+            raw = random_blocks(name, N, K)
+            for scale in (1.0, np.inf, np.nan):
+                if scale != 1:
+                    at = TYPES[name].nbytes - 2 if name == "Q6_K" else 0  # offset of the scale
+                    last = raw[-1, -TYPES[name].nbytes :]
+                    last[at : at + 2] = np.frombuffer(np.float16(-scale).tobytes(), np.uint8)
+                expected = GgufMatrix.pack([(name, raw)], K)
+                assert_same_blocks(packed_on_device([BlockRows.of(name, raw)], K), expected)
+
+
+ROWS = [1, 2, 3, 8, 16, 17, 64, 65, 512]
+
+
+@pytest.mark.parametrize(
+    ("where", "ranges", "rows"),
+    [
+        ("shuffled", MIXED, [1, 9]),
+        ("reverse", (("Q8_0", 19),), [1, 9]),
+        ("shuffled", (("Q5_1", 19),), [2]),
+        *(pytest.param("gpu", ((name, n),), ROWS, marks=GPU.marks)
+          for name in TYPES for n in (19, 1000, 20_000)),
+        pytest.param("gpu", MIXED, ROWS, marks=GPU.marks),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("x_dtype", [None, "float16"])
+def test_products_are_exact_and_the_same_in_any_batch(
+    where: str, ranges: tuple[tuple[str, int], ...], rows: list[int], x_dtype: str | None
+) -> None:
+    """The error against float64 is at most the error of float16 weights."""
+    K = K_OF[TYPES[ranges[0][0]].size]
+    with running_on(where):
+        w = GgufMatrix.random(ranges, K)
+        given = w.mapped(cupy.asarray)
+        rng = np.random.default_rng(2)
+        x = rng.standard_normal((max(rows), K)).astype(x_dtype or np.float32).astype(np.float32)
+        bias = rng.standard_normal(w.N).astype(np.float32)
+        bias_there = cupy.asarray(bias)
+        options: dict[str, Any] = {"decoding": True, "x_dtype": x_dtype}
+
+        def product(matrix: Any, M: int) -> NDArray[Any]:
+            inputs = cupy.asarray(x[:M]), matrix, bias_there
+            found: NDArray[Any] = LINEAR.bind_on_device(inputs, **options).run().get()
+            return found
+
+        exact = x.astype(np.float64) @ w.dequantized() + bias
+        whole = product(given, max(rows))
+        for M in rows:
+            np.testing.assert_array_equal(product(given, M), whole[:M])
+        floats = WeightMatrix(
+            cupy.asarray(w.dequantized().T.astype(np.float16)), "float16", layout="NK"
+        )
+        ours, theirs = (np.abs(each - exact).max() for each in (whole, product(floats, max(rows))))
+        assert ours <= theirs
+
+
+@pytest.mark.parametrize(
+    ("where", "ends"),
+    [
+        ("shuffled", [(2, 2), (9, 9)]),
+        pytest.param("gpu", [(1, 64), (8, 64), (16, 64), (65, 513)], marks=GPU.marks),
+    ],
+)
+def test_products_gate_and_turn(where: str, ends: list[tuple[int, int]]) -> None:
+    """Products compute silu(x w) (x up), and RoPE of q, k and v with several types.
+
+    Rows have the same bits in any batch.
+    """
+    K, n_head, D = 512, 3, 32
+    gate, up = (GgufMatrix.random([("Q4_K", 88)], K, seed) for seed in (1, 2))
+    qkv = GgufMatrix.random([("Q5_K", n_head * D + D), ("Q6_K", D)], K, 3)
+    rng = np.random.default_rng(6)
+
+    def gated(M: int, x: Any) -> Any:
+        inputs = x[:M], gate.mapped(cupy.asarray), None, None, None, None, up.mapped(cupy.asarray)
+        return (LINEAR.bind_on_device(inputs, decoding=True).run().get(),)
+
+    def turned(M: int, x: Any) -> Any:
+        by = cupy.asarray(reference.rotations(np.arange(M), np.linspace(0.1, 1, D // 2)))
+        k, v = (cupy.zeros((M, 2, D), "float16") for _ in range(2))
+        row, position = (
+            cupy.asarray(np.arange(M, dtype=np.int32)),
+            cupy.asarray(np.arange(M, dtype=np.int32) % 2),
+        )
+        inputs = x[:M], qkv.mapped(cupy.asarray), None, by.astype("float32"), k, v, row, position
+        q = LINEAR_ROPE.bind_on_device(inputs, n_head=n_head).run()
+        return q.get(), k.get(), v.get()
+
+    for few, many in ends:
+        x = rng.standard_normal((many, K)).astype(np.float32)
+        y = (x @ gate, x @ up, x @ qkv)
+        by = reference.rotations(np.arange(many), np.linspace(0.1, 1, D // 2)).astype(np.float32)
+        k, v = np.zeros((2, many, 2, D), np.float32)
+        rows = np.arange(many)
+        one = WeightMatrix(np.eye(qkv.N, dtype=np.float32), "float32", layout="KN")
+        q = reference.linear_rope(y[2], one, None, by, k, v, rows, rows % 2, n_head)
+        with running_on(where):
+            given = cupy.asarray(x)
+            for product_of, expected in (
+                (gated, (reference.silu_mul(y[0], y[1]),)),
+                (turned, (q, k, v)),
+            ):
+                whole = product_of(many, given)
+                for got, exact in zip(whole, expected, strict=True):
+                    np.testing.assert_allclose(
+                        got, exact, rtol=2e-3, atol=2e-3 * np.abs(exact).max()
+                    )
+                for got, exact in zip(product_of(few, given), whole, strict=True):
+                    np.testing.assert_array_equal(got, exact[:few])
+
+
+def every_product(x: Any, w: Any, up: Any, bias: Any, residual: Any, **given: Any) -> Iterator[Any]:
+    """Yield products: plain, with GELU and a residual, gated, of q, k and v, and with RoPE."""
+    M, D = len(x), w.N // 3
+    plain = {"decoding": True, **given}
+    for inputs, options in (
+        ((x, w, bias), plain),
+        ((x, w, bias, None, None, residual), {"gelu": True, **plain}),
+        ((x, w, None, None, None, None, up), plain),
+    ):
+        yield LINEAR.bind_on_device(inputs, **options).run()
+    angles = reference.rotations(np.arange(M), np.linspace(0.1, 1, D // 2)).astype(np.float32)
+    extra = {LINEAR_QKV: (bias, None, None), LINEAR_ROPE: (bias, cupy.asarray(angles))}
+    for operation, options in ((LINEAR_QKV, given), (LINEAR_ROPE, {"n_head": 1, **given})):
+        k, v = (cupy.zeros((M, 1, D), "float16") for _ in range(2))
+        rows = cupy.arange(M, dtype="int32"), cupy.zeros(M, "int32")
+        q = operation.bind_on_device((x, w, *extra[operation], k, v, *rows), **options).run()
+        yield from (q, k, v)
+
+
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+def test_rows_that_a_product_normalizes(where: str) -> None:
+    """More than eight rows are divided among blocks; each row has the same bits as alone."""
+    rng, K = np.random.default_rng(0), 160
+    x, gamma = (rng.standard_normal(shape, np.float32) for shape in ((19, K), (K,)))
+    with running_on(where):
+        w, up = (GgufMatrix.random([("Q4_1", 48)], K, n).mapped(cupy.asarray) for n in (1, 2))
+        by = cupy.asarray(gamma)
+
+        def normalized(rows: Any) -> Any:
+            given = cupy.asarray(np.ascontiguousarray(rows))
+            bound = LINEAR.bind_on_device((given, w, None, by, None, None, up), decoding=True)
+            (launch,) = bound.launches
+            assert launch.grid[1] == -(-len(rows) // 8)
+            return bound.run().get()
+
+        whole = normalized(x)
+        for m in (0, 7, 8, 15, 16, 18):
+            np.testing.assert_array_equal(whole[m : m + 1], normalized(x[m : m + 1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("units", [9, 8, 22])
+@pytest.mark.parametrize("types", [*((name,) for name in TYPES), ("Q4_K", "Q6_K", "Q5_K")])
+def test_products_by_wgmma_have_the_same_bits(types: tuple[str, ...], units: int) -> None:
+    """K has few splits, the most splits (shared by sets of warps), or a shorter last split."""
+    cupy_with(HOPPER_CAPABILITY)
+    K = units * (256 if TYPES[types[0]].size == 256 else 128)
+    D, order = 128, _linear_hopper.terms(GGUF, rounded=True)
+    ranges = [(name, 3 * D // len(types)) for name in types]
+    w, up = (GgufMatrix.random(ranges, K, seed).mapped(cupy.asarray) for seed in (1, 2))
+    rng = np.random.default_rng(7)
+    bias = cupy.asarray(rng.standard_normal(w.N, np.float32))
+    for M in (1, 9, 16, 17, 33, 64, 65, 200):
+        x = rng.standard_normal((M, K)).astype(np.float16).astype(np.float32)
+        weights = w, up, bias, cupy.asarray(rng.standard_normal((M, w.N), np.float32))
+        ordered = cupy.asarray(terms(x, "float16", order.width, rounded=True))
+        expected = list(every_product(cupy.asarray(x), *weights, x_dtype="float16"))
+        for got, one in zip(every_product(ordered, *weights, terms=order), expected, strict=True):
+            np.testing.assert_array_equal(got.get(), one.get())
+        options = {"decoding": True, "terms": order}
+        gated = (ordered, w, None, None, None, None, up)
+        cases = ((ordered, w, bias), expected[0], order), (gated, expected[2], order.with_sums(32))
+        for inputs, floats, to in cases:
+            made = LINEAR.bind_on_device(inputs, **options, to_terms=to).run()
+            assert_terms(made.get(), floats.get(), to)
+
+
+def test_a_chunk_of_two_types_has_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("gpt2block.ops.linear")
+    monkeypatch.setattr(module, "compute_capability", lambda: HOPPER_CAPABILITY)
+    order = _linear_hopper.terms(GGUF, rounded=True)
+    with running_on("shuffled"):
+        w = GgufMatrix.random([("Q4_0", 48), ("Q8_0", 80)], 128).mapped(cupy.asarray)
+        gated = cupy.zeros((9, 128), "float32"), w, None, None, None, None, w
+        with pytest.raises(InputError, match="of 16 of 128 channels: expected"):
+            LINEAR.bind_on_device(gated, terms=order, to_terms=order.with_sums(32))
+
+
+@pytest.mark.parametrize(
+    ("of_down", "others", "expected"),
+    [
+        ("Q8_0", "Q8_0", ""),
+        ("Q4_K", "Q4_K", "rms1 attn rms2 ff rms_f"),
+        ("Q6_K", "Q4_K", "rms1 attn rms2 rms_f"),
+        ("Q4_K", "Q8_0", "ff"),
+    ],
+)
+def test_kernels_store_sums_of_chunks_that_a_product_reads(
+    of_down: str, others: str, expected: str
+) -> None:
+    config = LlamaConfig(
+        n_layer=1, n_head=4, n_embd=256, n_ff=512, vocab_size=256, tie_word_embeddings=True
+    )
+    shapes = {f"h.0.{n}": s for n, s in config.block_shapes().items() if len(s) == 2}
+    with recording("9.0"):
+        matrices = {
+            name: GgufMatrix.random([(of_down if "down" in name else others, N)], K)
+            for name, (K, N) in (shapes | {"lm_head": (256, 256)}).items()
+        }
+        made = architecture_of(config), PassSettings.of(config)
+        choice = DecodingChoice(config, Formats("file"), matrices, {}, *made)
+        do = outlines.outline(config)
+        choice.step(do, 16, choice.terms(16))
+    summed = {s.name for s in do.steps if (to := s.attrs.get("to_terms")) and to.summed}
+    assert {name.removeprefix("h.0.") for name in summed} == set(expected.split())
+
+
+@pytest.mark.parametrize("M", [2, 9])
+def test_products_have_no_race(M: int) -> None:
+    raw = random_blocks("Q4_1", 160, 160)
+    w = GgufMatrix.pack([("Q4_1", raw)], 160)
+    x = np.random.default_rng(4).standard_normal((M, 160)).astype(np.float32)
+    with emulated(checks=CHECKED) as device:
+        arrays = device.asarray(x), packed_on_device([BlockRows.of("Q4_1", raw)], 160)
+        got = LINEAR.bind_on_device(arrays, decoding=True).run().get()
+    np.testing.assert_allclose(got, x @ w, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("where", "ranges"),
+    [
+        ("shuffled", MIXED),
+        ("reverse", (("Q4_1", 19),)),
+        *(pytest.param("gpu", ((name, 19),), marks=GPU.marks) for name in TYPES),
+        pytest.param("gpu", MIXED, marks=GPU.marks),
+    ],
+)
+def test_rows_as_numbers(where: str, ranges: tuple[tuple[str, int], ...]) -> None:
+    K = K_OF[TYPES[ranges[0][0]].size]
+    with running_on(where):
+        w = GgufMatrix.random(ranges, K)
+        given, exact = w.mapped(cupy.asarray), w.dequantized().T
+        wide = WIDEN.bind_on_device((given, None)).run().get()
+        wrong, once = (each - exact for each in (wide.astype(np.float32), exact.astype(np.float16)))
+        assert np.abs(wrong).max() <= 1.01 * np.abs(once).max()
+        assert np.square(wrong).mean() <= 1.01 * np.square(once).mean()
+        gamma = np.random.default_rng(3).standard_normal(K).astype(np.float32)
+        factors = cupy.asarray(gamma)
+        squares = ROW_NORMS.bind_on_device((given, factors)).run().get()
+        np.testing.assert_allclose(squares, ((exact * gamma) ** 2).sum(axis=1), rtol=1e-5)
+        ids = cupy.asarray(np.array([3, 0, w.N, 18, -1, 3, 5, 6, 7], np.int32))
+        positions = cupy.asarray(np.zeros(9, np.int32))
+        if len(ranges) > 1:
+            with pytest.raises(InputError, match="expected a single GGUF type"):
+                ops.encoder_rows(ids, positions, given)
+            return
+        got = ops.encoder_rows(ids, positions, given, factor=2.0).get()
+        expected = np.full((9, K), np.nan, np.float32)
+        known = [0, 1, 3, 5, 6, 7, 8]
+        expected[known] = 2 * exact[ids.get()[known]]
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+def test_types_whose_blocks_have_as_many_bytes(where: str) -> None:
+    """A call is not confused with an earlier call of another type with the same shapes."""
+    with running_on(where):
+        for name in ("Q4_0", "Q4_K", "Q4_0"):
+            w = GgufMatrix.random([(name, 16)], 256)
+            assert w.nbytes == 16 * 144
+            ids, positions = (cupy.asarray(np.arange(16, dtype=np.int32)) for _ in range(2))
+            got = ops.encoder_rows(ids, positions, w.mapped(cupy.asarray)).get()
+            np.testing.assert_array_equal(got, w.dequantized().T)
+
+
+def written(folder: Path, config: Any, types: dict[str, str]) -> Path:
+    """Write a random model as GGUF. types: part of a matrix's name, or "" -> its type."""
+    kind_of = LlamaWeights if isinstance(config, LlamaConfig) else GPT2Weights
+    random: Any = kind_of.random(1, config)
+    checkpoint = Checkpoint.open(save_pretrained(folder / "wide", random))
+    tensors, kinds = tensors_of(checkpoint), {}
+    for at, (name, array) in enumerate(tensors.items()):
+        if array.ndim == 1 or "position" in name:
+            continue
+        kind = next((kind for part, kind in types.items() if part in name), types[""])
+        kinds[name] = kind
+        if kind in TYPES and TYPES[kind].size == 256:
+            tensors[name] = random_blocks(kind, len(array), array.shape[1], at, 0.05)
+        elif kind in TYPES:
+            tensors[name] = quantize(array, gguf.GGMLQuantizationType[kind])
+    return write(
+        folder / "m.gguf", metadata_of(checkpoint), tensors, lambda name: kinds.get(name, "F32")
+    )
+
+
+Q4_K_M = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "": "Q4_K"}
+MODELS: dict[str, tuple[Any, dict[str, str]]] = {
+    "Q4_K_M": (LLAMA, Q4_K_M),
+    "Q5_K and Q8_0": (LLAMA, {"attn_k": "Q8_0", "ffn_up": "F16", "": "Q5_K"}),
+    "GPT-2 of Q5_0": (GPT, {"token_embd": "Q8_0", "": "Q5_0"}),
+    "Q4_1": (LLAMA, {"": "Q4_1"}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numpy_computes_with_the_numbers_of_the_file(name: str, tmp_path: Path) -> None:
+    file = written(tmp_path, *MODELS[name])
+    ids = np.arange(40) * 7 % 101
+    kept, wide = (from_pretrained(file, "cpu", dtype) for dtype in ("file", "float32"))
+    assert kept.engine.nbytes < 0.45 * wide.engine.nbytes
+    np.testing.assert_allclose(kept(ids), wide(ids), rtol=0, atol=2e-3 * np.abs(wide(ids)).max())
+    for (_, array, _), (_, expected, _) in zip(kept.tensors(), wide.tensors(), strict=True):
+        np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "kv_dtype"),
+    [
+        ("shuffled", "Q4_K_M", None),
+        ("shuffled", "GPT-2 of Q5_0", None),
+        *(pytest.param("gpu", name, kv, marks=GPU.marks)
+          for name in MODELS for kv in (None, "float8_e5m2")),
+    ],
+)  # fmt: skip
+def test_models_compute_with_the_numbers_of_the_file(
+    where: str, name: str, kv_dtype: str | None, tmp_path: Path
+) -> None:
+    """Prompts and decoding, alone and in a batch, are compared with float16 weights."""
+    file = written(tmp_path, *MODELS[name])
+    lengths = [3, 9] if where != "gpu" else [5, 33, 60, 1, 17, 2, 9, 8, 40, 3] * 4
+    prompts = [(np.arange(n) * 7 + n) % 101 for n in lengths]
+    given: dict[str, Any] = {"max_new_tokens": 2 if where != "gpu" else 20, "stop_ids": ()}
+    exact = from_pretrained(file, "cpu", "float32")
+    with running_on(where):
+        model = from_pretrained(file, "cuda", "file", kv_dtype=kv_dtype)
+        logits, expected = model(prompts[1]), exact(prompts[1])
+        bound = 6e-3 if kv_dtype is None else 0.15
+        assert np.abs(logits - expected).max() <= bound * np.abs(expected).max()
+        texts = model.generate(prompts, seed=3, top_logprobs=1, **given)
+        for prompt, text in zip(prompts, texts, strict=True) if where == "gpu" else ():
+            assert model.generate(prompt, seed=3, top_logprobs=1, **given).tokens == text.tokens
+        again = model.generate(prompts, seed=3, top_logprobs=1, rows_at_once=2, **given)
+        assert again == texts
+
+
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+@pytest.mark.parametrize("name", ["Q4_K_M", "Q5_K and Q8_0"])
+def test_a_gpu_packs_the_matrices_of_a_file(where: str, name: str, tmp_path: Path) -> None:
+    """Rows of q and k are reordered within heads, and types of q, k and v differ."""
+    tensors = Checkpoint.open(written(tmp_path, *MODELS[name])).tensors(in_blocks=True)
+    matrices = [array for _, array, _ in tensors if isinstance(array, InBlocks)]
+    assert len(matrices) >= 5
+    with running_on(where):
+        for matrix in matrices:
+            assert_same_blocks(matrix.on_device(), matrix.on_host())
+
+
+def test_a_file_without_blocks_is_refused(tmp_path: Path) -> None:
+    folder = save_pretrained(tmp_path / "other", GPT2Weights.random(0, GPT))
+    with pytest.raises(InputError, match="expected a GGUF file"):
+        from_pretrained(folder, "cpu", "file")
+    with pytest.raises(InputError, match="expected a GGUF file"):
+        from_pretrained(written(tmp_path, GPT, {"": "F16"}), "cpu", "file")
+
+
+def test_damaged_scales_are_refused_or_are_values(tmp_path: Path) -> None:
+    file = written(tmp_path, LLAMA, {"": "Q8_0"})
+    data = bytearray(file.read_bytes())
+    tensor = gguf.GGUFReader(file).tensors[-1]
+    data[tensor.data_offset : tensor.data_offset + 2] = np.float16(np.nan).tobytes()
+    file.write_bytes(bytes(data))
+    with pytest.raises(InputError, match="blocks of magnitudes up to nan"):
+        from_pretrained(file, "cpu", "file")
+    model = from_pretrained(file, "cpu", "file", allow_nonfinite=True)
+    assert np.isnan(model(np.arange(3))).any()

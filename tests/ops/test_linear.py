@@ -1,0 +1,320 @@
+"""The linear layer: choice of variants, results in the kv_cache, two-part weights, wrong input.
+
+test_product_laws.py has the requirements of every kernel of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import InputError, ops
+from gpt2block.cuda import cupy
+from gpt2block.cuda.kernels import TWO_PART, cache_dtype
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.ops.elementwise import SILU_MUL
+from gpt2block.ops.layernorm import OPERATION as LAYERNORM
+from gpt2block.ops.registry import STEPS
+from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
+from tests import devices
+from tests.devices import assert_same_bits, in_every_order, on_one_order, one_order
+from tests.products import (
+    DTYPES,
+    EPS,
+    FP8_E5M2,
+    KERNELS,
+    LINEAR,
+    ODD,
+    QKV_KERNELS,
+    ROUNDS,
+    WEIGHTS,
+    Case,
+    use_variant,
+)
+
+Array = NDArray[Any]
+device = devices.device
+OPERATION = LINEAR.OPERATION
+
+
+class Arguments:
+    """Arguments of a product: on the host by name, and on the device."""
+
+    def __init__(self, M: int, K: int, N: int, dtype: str) -> None:
+        self.kernel = KERNELS[f"linear-mma-{dtype}"]
+        self.given = self.kernel.made(Case(M, K, N, norm=True, residual=True))
+        names = "x", "w", "bias", "gamma", "beta", "residual"
+        arrays = (self.kernel.uploaded(cupy, name, self.given[name]) for name in names)
+        self.x, self.w, self.bias, self.gamma, self.beta, self.residual = arrays
+
+
+# --- two-part weights, and LayerNorm --------------------------------------------------------------
+
+
+@on_one_order
+@pytest.mark.parametrize("variant", ["mma", "mma_tiles"])
+def test_the_bound_of_x_gives_the_scale_of_its_terms(where: str, variant: str) -> None:
+    """Bounds that are powers of two are exact; without a bound, x may have float16's range."""
+    kernel, case = KERNELS[f"linear-{variant}-two_part"], Case(5, 176, 21, bias=False)
+    given = kernel.made(case)
+
+    def product(x: Array, bound: float | None = None) -> Array:
+        there = cupy.asarray(x), kernel.uploaded(cupy, "w", given["w"])
+        result: Array = OPERATION.bind(there, variant=variant, x_bound=bound).run().get()
+        return result
+
+    with devices.running_on(where):
+        known = product(given["x"], 8.0)
+        for power in (-100, -20, 40, 120):
+            factor = np.float32(2.0**power)
+            assert_same_bits(product(given["x"] * factor, 8.0 * 2.0**power), known * factor)
+        for bound in (None, 6.0, 2.0**20):
+            kernel.assert_right(product(given["x"], bound), given, case)
+        assert np.isfinite(product(given["x"] * np.float32(2.0**12))).all()
+
+
+@one_order
+def test_what_two_part_weights_do_not_permit(device: Any) -> None:
+    given, others = Arguments(3, 60, 24, TWO_PART), Arguments(3, 60, 24, "float32")
+    with pytest.raises(InputError, match="mma: K 60: expected a multiple of 8 for two_part"):
+        OPERATION.bind((given.x, given.w), variant="mma")
+    for variant in ("matvec", "tiles"):
+        with pytest.raises(InputError, match="takes no TwoPartMatrix: use variant mma"):
+            OPERATION.bind((given.x, given.w), variant=variant)
+    with pytest.raises(InputError, match="x_bound: expected a TwoPartMatrix"):
+        OPERATION.bind((others.x, others.w), x_bound=1.0)
+    with pytest.raises(InputError, match="bound: expected a magnitude"):
+        OPERATION.bind((given.x, given.w), x_bound=-1.0)
+
+
+@pytest.mark.parametrize("C", [104, 768])
+@one_order
+def test_layernorm_apart_has_the_bits_of_the_fused_one(device: Any, C: int) -> None:
+    given = Arguments(18, C, 24, "float16")
+    vectors = given.gamma, given.beta
+    norm = LAYERNORM.bind((given.x, *vectors), eps=EPS, variant="decode").run()
+    apart = OPERATION.bind((norm, given.w), variant="mma_tiles").run().get()
+    fused = OPERATION.bind((given.x, given.w, None, *vectors), eps=EPS, variant="mma").run().get()
+    assert_same_bits(apart, fused)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float32"])
+@pytest.mark.parametrize("gelu", [False, True])
+@one_order
+def test_gate_and_rmsnorm_have_the_bits_of_their_own_kernels(
+    device: Any, dtype: str, gelu: bool
+) -> None:
+    given = Arguments(7, 272, 80, dtype)
+    halves = given.w.columns(0, 40), given.w.columns(40, 80)
+    normed = RMSNORM.bind((given.x, given.gamma), eps=EPS, variant="stream").run()
+    gate, up = (OPERATION.bind((normed, w), variant="mma").run().copy() for w in halves)
+    apart = SILU_MUL.bind((gate, up), gelu=gelu).run().get()
+    inputs = (given.x, halves[0], None, given.gamma, None, None, halves[1])
+    fused = OPERATION.bind(inputs, eps=EPS, gelu=gelu, variant="mma").run().get()
+    assert_same_bits(apart, fused)
+    with pytest.raises(InputError, match="matvec: takes no gamma without beta"):
+        OPERATION.bind(inputs[:4], variant="matvec")
+    long = Arguments(1, 1040, 16, dtype)
+    with pytest.raises(InputError, match=r"expected up to 1,024 inputs .*: use rmsnorm"):
+        OPERATION.bind((long.x, long.w, None, long.gamma), variant="mma")
+
+
+# --- results in the kv_cache ----------------------------------------------------------------------
+
+
+def assert_qkv(where: str, name: str, case: Case, n_ctx: int, position: Array) -> None:
+    """Assert that q and the caches have the bits of the product.
+
+    Tokens outside the cache are not stored. The cache has the sequences in reverse order, after
+    another sequence.
+    """
+    kernel, M, C = KERNELS[name], case.M, case.N // 3
+    given = kernel.made(case)
+    rows = np.arange(M, 0, -1, dtype=np.int32)
+    rows[2:3], rows[4:5] = M + 1, -1  # outside the cache
+    cache = DTYPES[cache_dtype(kernel.weights)]
+    expected = kernel(where, given, case)
+    variants = [variant.name for variant in OPERATION.variants]
+    n = variants.index(kernel.variant)
+    patches = pytest.MonkeyPatch.context()
+    with devices.running_on(where, case.sms), kernel.forced(case), patches as patch:
+        use_variant(patch, n)
+        k, v = (cupy.full((M + 1, n_ctx, C), np.nan, cache) for _ in range(2))
+        there = {name: kernel.uploaded(cupy, name, each) for name, each in given.items()}
+        q = cupy.full((M, C), np.nan, "float32")
+        at = cupy.asarray(rows), cupy.asarray(position)
+        inputs = (*kernel.inputs(there)[:5], k, v, *at)
+        bound = STEPS["linear_qkv"].bind(inputs, q, eps=EPS)
+        assert [launch.name for launch in bound.launches] == [QKV_KERNELS[n]]
+        bound.run()
+        results = [q.get(), k.get().astype(np.float32), v.get().astype(np.float32)]
+    np.testing.assert_array_equal(results[0], expected[:, :C])
+    for i, got in enumerate(results[1:]):
+        stored = np.full((M + 1, n_ctx, C), np.nan, np.float32)
+        for m, p in enumerate(position):
+            if 0 <= p < n_ctx and 0 <= rows[m] <= M:
+                own = expected[m, (i + 1) * C : (i + 2) * C].astype(cache)
+                stored[rows[m], p] = own.astype(np.float32)
+        np.testing.assert_array_equal(got, stored)
+
+
+@in_every_order
+@pytest.mark.parametrize(
+    ("name", "case", "n_ctx"),
+    [
+        ("linear-matvec-float32", Case(3, 48, 21, norm=True), 4),
+        ("linear-matvec-float8_e4m3fn", Case(1, 528, 30, norm=True), 3),
+        ("linear-matvec-bfloat16", Case(2, 784, 27, norm=True, tile=ROUNDS), 3),
+        ("linear-mma-float32", Case(3, 48, 21, norm=True), 4),
+        ("linear-mma-float8_e4m3fn", Case(1, 528, 30, norm=True), 3),
+        ("linear-mma-bfloat16", Case(10, 784, 27, norm=True), 3),
+        ("linear-mma-two_part", Case(3, 48, 21, norm=True), 4),
+        *(
+            (f"linear-mma_tiles-{dtype}", Case(7, 48, 144, tile=ODD), 5)
+            for dtype in (*WEIGHTS, TWO_PART)
+        ),
+    ],
+    ids=str,
+)
+def test_qkv(name: str, case: Case, n_ctx: int, where: str) -> None:
+    position = np.array([2, -1, n_ctx, 0, 1, 2, 0, 1, 2, 0], np.int32)[: case.M]
+    assert_qkv(where, name, case, n_ctx, position)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize("M", [1, 3, 10])
+def test_qkv_on_the_gpu(dtype: str, M: int) -> None:
+    position = np.array([4, -1, 5, 0, 1, 2, 3, 2, 1, 0], np.int32)[:M]
+    for variant in ("matvec", "mma"):
+        case = Case(M, 768, 3 * 768, norm=True)
+        assert_qkv("gpu", f"linear-{variant}-{dtype}", case, 5, position)
+    assert_qkv("gpu", f"linear-mma_tiles-{dtype}", Case(M, 48, 144, tile=ODD), 5, position)
+
+
+# --- the function, and the choice between variants ------------------------------------------------
+
+
+@on_one_order
+def test_what_decides_between_the_variants(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(M: int, K: int, dtype: str, **options: Any) -> str:
+        with devices.running_on(where):
+            given = Arguments(M, K, 24, dtype)
+            found: str = OPERATION.bind((given.x, given.w), **options).launches[0].name
+            return found
+
+    for M in (1, 16):
+        assert kernel(M, 64, "float16") == "decode_mma"
+        assert kernel(M, 60, "float16") == "decode_cores"
+        assert kernel(M, 60, "float32") == "decode_mma"
+    assert kernel(17, 64, "float16") == "linear_tiles"
+    assert kernel(17, 64, "float16", decoding=True) == "decode_mma"
+    monkeypatch.setattr(LINEAR, "FEW_PRODUCTS", 17 * 24 * 64 - 1)
+    assert kernel(17, 64, "float16", decoding=True) == "decode_mma_tiles"
+    assert kernel(17, 60, "float16", decoding=True) == "decode_cores"
+    with pytest.raises(InputError, match="mma: K 60: expected a multiple of 8 for bfloat16"):
+        kernel(1, 60, "bfloat16", variant="mma")
+    monkeypatch.setattr(LINEAR, "compute_capability", lambda: 75)
+    monkeypatch.setattr("gpt2block.ops.products.compute_capability", lambda: 75)
+    assert kernel(1, 64, "float16") == "decode_cores"
+    with pytest.raises(InputError, match=r"mma: needs a GPU of compute capability 8\.0 or newer"):
+        kernel(1, 64, "float16", variant="mma")
+
+
+def test_the_registry_names_the_kernels() -> None:
+    assert OPERATION.variant("matvec").kernels == ("decode_cores",)
+    assert OPERATION.variant("mma").kernels == ("decode_mma",)
+    auxiliary = [f"{v.name}: {kernel}" for v in OPERATION.auxiliary for kernel in v.kernels]
+    assert auxiliary == [
+        "gguf: decode_mma_gguf",
+        "gguf_hopper: decode_wgmma_gguf",
+        "qkv_gguf: decode_mma_gguf",
+        "qkv_gguf_hopper: decode_wgmma_gguf",
+        "rope_gguf: decode_mma_gguf",
+        "rope_gguf_hopper: decode_wgmma_gguf",
+        "gguf sums: gguf_chunk_sums",
+        "qkv_matvec: decode_cores",
+        "qkv_mma: decode_mma",
+        "qkv_mma_tiles: decode_mma_tiles",
+        "qkv_hopper: decode_wgmma",
+        "rope_hopper: decode_wgmma",
+        "linear_sums: decode_mma",
+        "linear_sums_gguf: decode_mma_gguf",
+        "rope_sums: decode_mma",
+        "gated_sums: decode_ffn_mma",
+        "gated_sums_gguf: decode_ffn_mma_gguf",
+        "words: gather",
+        "words: gather_rows",
+        "normed: rmsnorm_gathered",
+    ]
+
+
+@pytest.mark.gpu
+def test_the_function() -> None:
+    there = Arguments(3, 64, 48, "bfloat16")
+    arrays = there.x, there.w, there.bias, there.gamma, there.beta, there.residual
+    got = ops.linear(*arrays, gelu=True, eps=EPS)
+    case = Case(3, 64, 48, norm=True, residual=True, gelu=True)
+    there.kernel.assert_right(got.get(), there.given, case)
+    deep = ops.linear(there.x.reshape(3, 1, 64), there.w, variant="matvec")
+    assert deep.shape == (3, 1, 48)
+    alone = there.given["x"] @ there.given["w"].dequantized()
+    np.testing.assert_allclose(deep.get()[:, 0], alone, rtol=1e-3)
+    with pytest.raises(InputError, match="variant tiles: takes no gamma and beta"):
+        ops.linear(there.x, there.w, None, there.gamma, there.beta, variant="tiles")
+
+
+# --- wrong input ----------------------------------------------------------------------------------
+
+
+@one_order
+@pytest.mark.parametrize("variant", ["matvec", "tiles"])
+def test_wrong_input_is_refused(device: Any, variant: str) -> None:
+    """Errors beyond those that follow from the contract, and their messages."""
+    x, data = cupy.zeros((3, 8), "float32"), cupy.zeros((4, 8), "float32")
+    w = WeightMatrix(data, "float32", None, "NK")
+    both, shifted = cupy.zeros(24, "float32"), cupy.zeros(33, "float32")[1:].reshape(4, 8)
+    parts = {"residual": both[4:16].reshape(3, 4), "out": both[:12].reshape(3, 4)}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"w": data}, "w: expected a WeightMatrix, got ndarray: use WeightMatrix"),
+        ({"w": WeightMatrix(data.get(), "float32", None, "NK")}, "w: expected a CuPy array, got"),
+        (
+            {"w": WeightMatrix(data.T.copy(), "float32")},
+            r"w: expected layout 'NK', \(N, K\) in memory, got 'KN'",
+        ),
+        ({"beta": x[0]}, "beta: expected gamma, too"),
+        ({"out": x}, r"out: expected shape \(3, 4\), got \(3, 8\)"),
+        (parts, "out: overlaps residual in part"),
+        ({"variant": "wgmma"}, "linear: unknown variant 'wgmma': expected one of matvec"),
+    ]
+    if variant == "matvec":
+        unaligned = WeightMatrix(shifted, "float32", None, "NK")
+        cases.append(({"w": unaligned}, "w: expected data aligned to 16 bytes: pass a copy"))
+    for change, message in cases:
+        given = {"x": x, "w": w, "bias": None, "gamma": None, "beta": None, "residual": None}
+        given |= {name: value for name, value in change.items() if name in given}
+        named = change.get("variant", variant)
+        with pytest.raises(InputError, match=message):
+            OPERATION.bind_on_device(tuple(given.values()), change.get("out"), variant=named)
+
+
+@one_order
+def test_wrong_caches_are_refused(device: Any) -> None:
+    def matrix(N: int, dtype: str = "float32") -> WeightMatrix:
+        return WeightMatrix.quantize(cupy.full((N, 64), 1, "float32"), dtype, "NK")
+
+    x, at = cupy.zeros((2, 64), "float32"), cupy.zeros(2, "int32")
+    cache = cupy.zeros((2, 5, 16), "float32")
+    apart, wide_at = cache.copy(), at.astype("int64")
+    for w, v, position, message in (
+        (matrix(47), apart, at, "w: expected 48 outputs, 3C as k has C channels, got 47"),
+        (matrix(51), apart, at, "w: expected 48 outputs, 3C as k has C channels, got 51"),
+        (matrix(48, FP8_E5M2), apart, at, "k: expected float16, got float32"),
+        (matrix(48), cache, at, "k: overlaps v: expected another array"),
+        (matrix(48), apart, wide_at, "position: expected int32, got int64"),
+    ):
+        with pytest.raises(InputError, match=message):
+            STEPS["linear_qkv"].bind((x, w, None, None, None, cache, v, at, position))

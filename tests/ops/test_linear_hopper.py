@@ -1,0 +1,199 @@
+"""Products of decoding by wgmma: results as terms, two matrices, RoPE, and the kv_cache.
+
+They give the bits of the other kernels; test_product_laws.py tests plain products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import GPT2, GPT2Config, GPT2Weights, Llama, LlamaConfig, LlamaWeights, reference
+from gpt2block.cuda import cupy
+from gpt2block.cuda.kernels import FP8, cache_dtype
+from gpt2block.errors import InputError
+from gpt2block.ops.linear import OPERATION as LINEAR
+from gpt2block.ops.registry import STEPS
+from gpt2block.ops.terms import Terms
+from tests import devices, gpus, plain
+from tests.devices import assert_same_bits, on_gpu
+from tests.ops.test_terms import assert_terms, matrix
+from tests.products import DTYPES, KERNELS, Case, Kernel
+
+Array = NDArray[Any]
+device = devices.device
+# Kernels for weights of each dtype, some with x rounded to float16.
+KINDS = [kernel for kernel in KERNELS.values() if kernel.terms]
+every_kind = pytest.mark.parametrize("kernel", KINDS, ids=lambda kernel: kernel.name)
+
+
+def drawn(kernel: Kernel, M: int, K: int) -> tuple[Any, Any]:
+    """Return random rows of x on the device, and their terms."""
+    x = kernel.made(Case(M, K, 1))["x"]
+    return cupy.asarray(x), kernel.uploaded(cupy, "x", x)
+
+
+def on_device(seed: int, *shape: int) -> Any:
+    return cupy.asarray(plain.normal(seed, *shape))
+
+
+@every_kind
+@on_gpu
+def test_gelu_to_terms(device: Any, kernel: Kernel) -> None:
+    gpus.cupy_with(90)
+    for M, N in ((1, 64), (5, 192), (40, 256), (130, 3072)):
+        x, handed = drawn(kernel, M, 768)
+        w, bias, order = matrix(N, 768, kernel.weights), on_device(2, N), kernel.terms
+        floats = LINEAR.bind((x, w, bias), gelu=True, variant="mma").run().get()
+        options: Any = {"gelu": True, "decoding": True, "terms": order, "to_terms": order}
+        made = LINEAR.bind((handed, w, bias), **options)
+        assert [launch.name for launch in made.launches] == ["decode_wgmma"]
+        assert order is not None
+        assert_terms(made.run().get(), floats, order)
+
+
+@every_kind
+@on_gpu
+def test_a_gated_product_and_its_terms(device: Any, kernel: Kernel) -> None:
+    gpus.cupy_with(90)
+    for M, gelu in product((1, 5, 40, 130), (False, True)):
+        (x, handed), order = drawn(kernel, M, 256), kernel.terms
+        gate, up = (matrix(192, 256, kernel.weights) for _ in range(2))
+        inputs = (handed, gate, None, None, None, None, up)
+        made = LINEAR.bind(inputs, terms=order, gelu=gelu, decoding=True)
+        assert [launch.name for launch in made.launches] == ["decode_wgmma"]
+        got = made.run().get()
+        parts = (LINEAR.bind((x, w), variant="mma").run().get() for w in (gate, up))
+        first, second = (part.astype(np.float64) for part in parts)
+        exact = reference.silu_mul(first, second, gelu)
+        assert np.abs(got - exact).max() <= 4 * 2.0**-24 * np.abs(exact).max()
+        options: Any = {"gelu": gelu, "terms": order, "to_terms": order, "decoding": True}
+        given = LINEAR.bind(inputs, **options).run().get()
+        assert order is not None
+        assert_terms(given, got, order)
+
+
+@every_kind
+@pytest.mark.parametrize("kv_dtype", [None, *FP8])
+@pytest.mark.parametrize("C", [128, 37])
+@on_gpu
+def test_qkv(device: Any, C: int, kv_dtype: str | None, kernel: Kernel) -> None:
+    gpus.cupy_with(90)
+    B, K = 70, 128
+    w, bias = matrix(3 * C, K, kernel.weights), on_device(2, 3 * C)
+    kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(kernel.weights)]
+    found = []
+    for rows, order in zip(drawn(kernel, B, K), (None, kernel.terms), strict=True):
+        k, v = (cupy.asarray(np.zeros((B, 2, C), kept)) for _ in range(2))
+        row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (B, 2))
+        inputs = (rows, w, bias, None, None, k, v, row, position)
+        bound = STEPS["linear_qkv"].bind(inputs, terms=order, kv_dtype=kv_dtype)
+        found.append([bound.run().get(), k.get(), v.get()])
+    assert bound.launches[0].name == "decode_wgmma"
+    for ours, theirs in zip(*found, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+@every_kind
+@pytest.mark.parametrize("heads", [(4, 2, 64), (2, 1, 128), (3, 3, 192)], ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, *FP8])
+@on_gpu
+def test_rope_has_the_bits_of_the_step_alone(
+    device: Any, kv_dtype: str | None, heads: tuple[int, int, int], kernel: Kernel
+) -> None:
+    """Cases have one or more heads of q per head of k, biases, and rows outside the cache."""
+    gpus.cupy_with(90)
+    n_head, n_kv_head, D = heads
+    N, K, B, n_ctx = (n_head + 2 * n_kv_head) * D, 192, 130, 3
+    w, bias = matrix(N, K, kernel.weights), on_device(1, N)
+    frequencies = cupy.asarray(10000.0 ** (-np.arange(0, D, 2) / D))
+    kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(kernel.weights)]
+    for M in (1, 9, 64, 130):
+        x, handed = drawn(kernel, M, K)
+        row = cupy.asarray(np.arange(M, dtype=np.int32) - (M > 9))
+        position = cupy.asarray(np.arange(M, dtype=np.int32) % (n_ctx + 1))
+        found = []
+        for fused in (False, True):
+            shape = (B, n_ctx, n_kv_head * D)
+            k, v = (cupy.asarray(np.zeros(shape, kept)) for _ in range(2))
+            cache = (k, v, row, position)
+            if fused:
+                by = STEPS["rotations"].bind((position, frequencies)).run()
+                inputs = (handed, w, bias, by, *cache)
+                options: Any = {"terms": kernel.terms, "kv_dtype": kv_dtype}
+                bound = STEPS["linear_rope"].bind(inputs, n_head=n_head, **options)
+                assert [launch.name for launch in bound.launches] == ["decode_wgmma"]
+                q = bound.run()
+            else:
+                qkv = LINEAR.bind((x, w, bias), variant="mma_tiles").run()
+                apart = (qkv, frequencies, *cache)
+                options = {"half_split": True, "kv_dtype": kv_dtype}
+                q = STEPS["rope_append"].bind(apart, n_head=n_head, **options).run()
+            found.append([q.get(), k.get(), v.get()])
+        for ours, theirs in zip(*found, strict=True):
+            assert_same_bits(ours, theirs)
+        assert all(array.any() for array in found[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_head": 3}, "w of 512 outputs, .* expected 640 outputs, 3 heads of q"),
+        ({"terms": Terms("float16", 16)}, "terms of float16 .* expected bfloat16"),
+        ({"D": 32}, "heads of 32 channels: expected a multiple of 64"),
+    ],
+)
+@on_gpu
+def test_rope_refuses(device: Any, change: dict[str, Any], message: str) -> None:
+    gpus.cupy_with(90)
+    options: dict[str, Any] = {
+        "n_head": 2,
+        "terms": KERNELS["linear-hopper-bfloat16"].terms,
+        **change,
+    }
+    D = options.pop("D", 128)
+    w = matrix(4 * D, 128, "bfloat16")
+    k, v = (cupy.asarray(np.zeros((2, 4, D), DTYPES["bfloat16"])) for _ in range(2))
+    one = cupy.zeros(1, "int32")
+    x, by = cupy.zeros((1, 128), "float32"), cupy.zeros((1, D // 2, 2), "float32")
+    with pytest.raises(InputError, match=message):
+        STEPS["linear_rope"].bind((x, w, None, by, k, v, one, one), **options)
+
+
+def assert_same_bits_in_any_batch(model: GPT2 | Llama, batches: Sequence[int]) -> None:
+    """Assert that a few tokens after three prompts are equal alone and in these batches."""
+    prompts = [[n, 3 * n + 1, 7] for n in range(max(batches))]
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "stop_ids": ()}
+    alone = [model.generate([prompt], **options)[0] for prompt in prompts[:3]]
+    for rows in batches:
+        for one, among in zip(alone, model.generate(prompts[:rows], **options), strict=False):
+            assert one.tokens == among.tokens
+            assert_same_bits(np.array(one.logprobs), np.array(among.logprobs))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float16"])
+@on_gpu
+def test_a_llama_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str) -> None:
+    """Matrices are large enough for wgmma when decoding 4 rows or more, but not for one row."""
+    gpus.cupy_with(90)
+    config = LlamaConfig(
+        n_layer=2, n_head=32, n_kv_head=8, n_embd=2048, n_ff=4096, vocab_size=512, n_ctx=64
+    )
+    weights = LlamaWeights.random(0, config)
+    model = Llama(weights, "cuda:0", dtype)
+    assert_same_bits_in_any_batch(model, (4, 17, 70))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@on_gpu
+def test_a_gpt2_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str) -> None:
+    """Products use wgmma from 33 rows on."""
+    gpus.cupy_with(90)
+    config = GPT2Config(n_layer=2, n_head=12, n_embd=768, n_ctx=64, vocab_size=512)
+    model = GPT2(GPT2Weights.random(0, config), "cuda:0", dtype)
+    assert_same_bits_in_any_batch(model, (33, 64, 130))

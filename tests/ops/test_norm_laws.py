@@ -1,0 +1,355 @@
+"""Requirements of every kernel of LayerNorm, RMSNorm and softmax.
+
+Tests run the kernels of tests/norms.py with NumPy, on the emulator and on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import cupy
+from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, VALUES
+from gpt2block.ops.layernorm import DECODE, NARROW
+from gpt2block.ops.layernorm import OPERATION as LAYERNORM
+from gpt2block.ops.layernorm_gelu import OPERATION as LAYERNORM_GELU
+from gpt2block.ops.operation import Operation
+from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
+from gpt2block.ops.softmax import OPERATION as SOFTMAX
+from tests import devices, plain
+from tests.devices import (
+    H200,
+    IN_TESTS,
+    assert_barriers_show,
+    assert_same_bits,
+    moved,
+    one_order,
+    running_on,
+)
+from tests.gpus import large_memory
+from tests.norms import DTYPES, EPS, KERNELS, NUMPY, PAIRS, Kernel, Shape, every_kernel
+
+Array = NDArray[Any]
+device = devices.device
+
+
+# --- the NumPy reference, and bytes moved ---------------------------------------------------------
+
+
+def test_the_reference_against_a_loop() -> None:
+    """test_reference.py tests the references of layernorm and gelu."""
+    x, gamma = plain.normal(0, 2, 3, 7).astype(float), plain.normal(1, 7).astype(float)
+    beta = gamma[::-1]
+    mean, rstd = reference.layernorm_stats(x, 1e-3)
+    rms = reference.rmsnorm(x, gamma, 1e-3)
+    for i in np.ndindex(2, 3):
+        m = math.fsum(x[i]) / 7
+        assert mean[i] == pytest.approx(m, rel=1e-14)
+        var = math.fsum((v - m) ** 2 for v in x[i]) / 7
+        assert rstd[i] == pytest.approx(1 / math.sqrt(var + 1e-3), rel=1e-14)
+        root = math.sqrt(math.fsum(v * v for v in x[i]) / 7 + 1e-3)
+        np.testing.assert_allclose(rms[i], x[i] / root * gamma, rtol=1e-14)
+    expected = reference.gelu(reference.layernorm(x, gamma, beta, 1e-3))
+    np.testing.assert_array_equal(reference.layernorm_gelu(x, gamma, beta, 1e-3), expected)
+    without = reference.layernorm_gelu(x, np.ones(7), np.zeros(7), 1e-3)
+    np.testing.assert_array_equal(reference.layernorm_gelu(x, eps=1e-3), without)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_reference_of_softmax_against_a_loop(causal: bool) -> None:
+    x = plain.normal(0, 2, 5, 5).astype(float)
+    got = reference.softmax(x, causal)
+    for b, t in np.ndindex(2, 5):
+        seen = [math.exp(value) for value in x[b, t, : t + 1 if causal else 5]]
+        expected = [value / sum(seen) for value in seen] + [0.0] * (5 - len(seen))
+        np.testing.assert_allclose(got[b, t], expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("operation", "sizes", "moved_bytes"),
+    [
+        (LAYERNORM, {"B": 2, "T": 3, "C": 5, "itemsize": 4}, 240),
+        (RMSNORM, {"M": 3, "C": 5, "itemsize": 2}, 2 * (15 + 15 + 5)),
+    ],
+)
+def test_traffic(operation: Operation, sizes: dict[str, int], moved_bytes: int) -> None:
+    assert operation.workload.traffic(sizes) == moved_bytes
+
+
+# --- requirements of every kernel -----------------------------------------------------------------
+
+
+def one(kernel: Kernel) -> Sequence[Shape]:
+    return kernel.shapes[:1]
+
+
+def row_counts(where: str, C: int) -> Sequence[int]:
+    """Return numbers of rows, which fill blocks or not. One row's mean may be exact by chance."""
+    if where == "gpu":
+        return (3, 9, 40)
+    return (3, 33) if where == "shuffled" and C < 300 else (5,) if C < 8000 else (3,)
+
+
+@every_kernel(orders=IN_TESTS, shapes_of=lambda kernel: kernel.shapes)
+def test_right(where: str, kernel: Kernel, shape: Shape) -> None:
+    for rows in row_counts(where, shape.C):
+        arrays = kernel.inputs(rows, shape.C)
+        kernel.assert_right(kernel(where, arrays, shape), *arrays)
+
+
+@every_kernel()
+def test_a_row_has_the_same_bits_alone_and_among_others(
+    where: str, kernel: Kernel, shape: Shape
+) -> None:
+    x, *vectors = kernel.inputs(40 if where == "gpu" else 19, shape.C)
+    together = kernel(where, [x, *vectors], shape)
+    for i in (len(x) // 2, len(x) - 3):
+        alone = kernel(where, [x[i : i + 1], *vectors], Shape(shape.C) if kernel.alone else shape)
+        for its, every in zip(alone, together, strict=True):
+            assert_same_bits(its, every[i : i + 1])
+
+
+@every_kernel()
+def test_what_is_not_finite_stays_in_its_row_and_channel(
+    where: str, kernel: Kernel, shape: Shape
+) -> None:
+    """eps is large enough to affect results."""
+    x, *vectors = kernel.inputs(5, shape.C)
+    attrs: Any = {"eps": 0.5} if kernel.attrs else {}
+    clean = kernel(where, [x, *vectors], shape, **attrs)
+    kernel.assert_right(clean, x, *vectors, **attrs)
+    x[1, 7], x[3, -1] = np.nan, np.inf
+    result, *statistics = kernel(where, [x, *vectors], shape, **attrs)
+    assert np.isnan(result[1]).all()
+    assert np.isnan(result[3, -1 if kernel.operation is RMSNORM else slice(None)]).all()
+    for got, before in zip([result, *statistics], clean, strict=True):
+        assert not np.isfinite(got[1]).any()
+        assert_same_bits(got[::2], before[::2])
+    if not vectors:
+        return
+    vectors[0][5], vectors[0][6] = np.nan, np.inf
+    result = kernel(where, [x, *vectors], shape, **attrs)[0][::2]
+    assert np.isnan(result[:, 5]).all()
+    assert not np.isfinite(result[:, 6]).any()
+    others = np.delete(np.arange(shape.C), [5, 6])
+    assert_same_bits(result[:, others], clean[0][::2][:, others])
+
+
+@every_kernel("layernorm", "rmsnorm", "gelu", shapes_of=one, only=lambda kernel: kernel.float32)
+def test_numbers_of_any_size(where: str, kernel: Kernel, shape: Shape) -> None:
+    x, *vectors = kernel.inputs(5, shape.C)
+    for size in (0, 1e-15, 1e15):
+        arrays = [np.float32(size) * x, *vectors]
+        kernel.assert_right(kernel(where, arrays, shape), *arrays)
+
+
+@every_kernel("layernorm", "gelu", only=lambda kernel: kernel.float32)
+def test_a_large_mean(where: str, kernel: Kernel, shape: Shape) -> None:
+    """E[x²] - E[x]² loses all digits, but the variance around the mean does not."""
+    x, *vectors = kernel.inputs(16, shape.C)
+    offset, spread = (1e4, 1) if kernel.operation is LAYERNORM_GELU else (1000, 0.1)
+    x = (offset + spread * x).astype(np.float32)
+    got = kernel(where, [x, *vectors], shape)
+    if not kernel.one_pass:
+        kernel.assert_right(got, x, *vectors)
+        return
+    assert np.isfinite(got[0]).all()
+    assert np.abs(got[0] - kernel.exact(x, *vectors)).max() > 1
+
+
+@every_kernel("layernorm", "gelu", shapes_of=one, only=lambda kernel: kernel.float32)
+def test_constant_rows(where: str, kernel: Kernel, shape: Shape) -> None:
+    """In one-pass kernels rounding makes some variances negative; no result may be NaN."""
+    constants = np.array([0, 12345.678, *(1e4 + 0.37 * np.arange(20))], np.float32)
+    vectors = kernel.inputs(1, shape.C)[1:]
+    result, *statistics = kernel(where, [constants[:, None].repeat(shape.C, 1), *vectors], shape)
+    assert np.isfinite(result).all()
+    if statistics:
+        mean, rstd = statistics
+        np.testing.assert_allclose(mean, constants, rtol=1e-6)
+        assert (rstd > 0).all()
+        assert (rstd <= 1.000001 / math.sqrt(EPS)).all()
+    if kernel.in_place and not vectors:
+        assert (np.abs(result.T) <= 4 * np.spacing(constants) / math.sqrt(EPS)).all()
+
+
+@every_kernel(numpy=False)
+def test_in_place(where: str, kernel: Kernel, shape: Shape) -> None:
+    arrays = kernel.inputs(9, shape.C)
+    if kernel.in_place:
+        expected = kernel(where, arrays, shape)[0]
+        assert_same_bits(kernel(where, arrays, shape, in_place=True)[0], expected)
+    elif kernel.dtype == kernel.out:
+        with pytest.raises(InputError, match="out: overlaps x"):
+            kernel(where, arrays, shape._replace(apart=0), in_place=True)
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+@every_kernel(numpy=False, shapes_of=one, only=lambda kernel: kernel.variant != DECODE)
+def test_arrays_that_start_anywhere(where: str, kernel: Kernel, shape: Shape) -> None:
+    """All arrays, or one alone, are unaligned, which requires narrower loads."""
+    arrays = kernel.inputs(5, 768 if where == "gpu" else shape.C)
+    hosts = [*arrays, np.full(arrays[0].shape, np.nan, DTYPES[kernel.out])]
+    with running_on(where, H200):
+        for offset in (1, 2, 4, 8) if where == "gpu" else (1,):
+            for places in ({*range(len(hosts))}, *({i} for i in range(len(hosts)))):
+                given = [moved(host, offset * (i in places)) for i, host in enumerate(hosts)]
+                bound = kernel.operation.bind((*given[:-1],), given[-1], **kernel.options)
+                got = [bound.run().get(), *(each.get() for each in bound.extra)]
+                kernel.assert_right(got, *arrays)
+
+
+@every_kernel(numpy=False, shapes_of=one, only=lambda k: k.out == k.dtype != "bfloat16")
+def test_the_public_function(where: str, kernel: Kernel, shape: Shape) -> None:
+    """The function takes views with any strides, and returns a new array each time."""
+    host, *vectors = kernel.inputs(4, 6, shape.C)
+    function, options = getattr(ops, kernel.operation.name), kernel.options
+    with running_on(where, H200):
+        x, *others = map(cupy.asarray, (host, *vectors))
+        for view in (np.s_[::2], np.s_[1, ::-1], np.s_[2, 3]):
+            got = function(x[view], *others, **options)
+            assert got.flags.c_contiguous
+            kernel.assert_right([got.get()], host[view], *vectors)
+        turned = function(x.transpose(1, 0, 2), *others, **options)
+        kernel.assert_right([turned.get()], host.swapaxes(0, 1), *vectors)
+        assert_same_bits(x.get(), host)
+
+
+@one_order
+def test_what_is_refused(device: Any) -> None:
+    """Errors beyond those that follow from the contracts."""
+    x, gamma, beta = (cupy.zeros(shape, "float32") for shape in ((4, 4096), 4096, 4096))
+    half, short = x.astype("bfloat16"), cupy.zeros((3, 48), "float32")
+    longer = cupy.zeros((1, LONGEST_IN_REGISTERS + 4), "float32")
+    one_off = moved(np.zeros((4, 4096), np.float32), 1)
+    of = LAYERNORM, (x, gamma, beta)
+    narrow = LAYERNORM, (half, gamma, beta)
+    stats = cupy.zeros(5, "float32")
+    rms = RMSNORM, (half, half[0])
+    cases: list[tuple[Operation, tuple[Any, ...], dict[str, Any], str]] = [
+        (*of, {"variant": 1, "block": 96}, "block size 96: expected one of 32, 64"),
+        (*of, {"block": 64}, "block, mean and rstd need a variant"),
+        (*of, {"variant": 6, "block": 64}, "a row of 4,096 channels takes 256 threads"),
+        (*of, {"variant": 3, "mean": stats}, r"mean: expected shape \(4,\), got \(5,"),
+        (*of, {"variant": DECODE, "block": 64}, "no block, mean and rstd: use variant"),
+        (LAYERNORM, (one_off, gamma, beta), {"variant": DECODE}, "x: expected data aligned to 16"),
+        (*narrow, {"variant": 6}, "gamma: expected bfloat16, got float32"),
+        (*narrow, {"variant": 5}, "x: expected float32, got bfloat16"),
+        (*narrow, {"variant": NARROW, "block": 64}, "narrow has no block, mean and"),
+        (*narrow, {"out": half.astype("float16")}, "out: expected bfloat16, got float"),
+        (LAYERNORM, (half, half[0], beta), {"variant": NARROW}, "gamma: expected float32, got bf"),
+        (*rms, {"out": half[:2]}, r"out: expected shape \(4, 4096\)"),
+        (*rms, {"block": 48}, "block size 48: expected one of 32, 64"),
+        (*rms, {"block": 64}, "registers of 64 threads hold 2,048: use a larger block"),
+        (RMSNORM, (half.T, half[0, :4]), {}, "x: expected equally spaced contiguous rows"),
+        (LAYERNORM_GELU, (x, gamma), {"variant": "optimized"}, "optimized: has no gamma and beta"),
+        (LAYERNORM_GELU, (x,), {"block": 100}, "block size 100: expected one of 32, 64, 128, 256"),
+        (LAYERNORM_GELU, (x,), {"block": 1024}, "block size 1024: expected one of 32"),
+        (LAYERNORM_GELU, (longer,), {}, "rows of 16,388 values: .* use another variant"),
+        (LAYERNORM_GELU, (longer,), {"block": 64}, "64 threads hold 2,048: use a larger block"),
+        (SOFTMAX, (short,), {"causal": True}, r"\(\.\.\., T, T\) with causal, got \(3, 48\)"),
+        (SOFTMAX, (short[0],), {"causal": True}, "with causal, got"),
+        (SOFTMAX, (short,), {"out": short[:2]}, r"out: expected shape \(3, 48\)"),
+        (SOFTMAX, (short,), {"out": x.T}, "out: expected a C-contiguous array"),
+        (SOFTMAX, (short,), {"block": 48}, "variant rows: block size 48: expected one of 32, 64"),
+        (SOFTMAX, (longer,), {"variant": "rows"}, "rows of 16,388 values: .* use another variant"),
+    ]  # fmt: skip
+    for operation, arrays, options, message in cases:
+        out = options.pop("out", None)
+        attrs = {"eps": EPS} if operation is LAYERNORM else {}
+        with pytest.raises(InputError, match=message):
+            operation.bind(arrays, out, **attrs, **options)
+    for variant in (NARROW, DECODE):
+        with pytest.raises(InputError, match="writes no mean and rstd"):
+            ops.layernorm(x, gamma, beta, variant=variant, stats=True)
+    assert ops.layernorm_gelu(longer, variant="optimized").shape == longer.shape
+    assert ops.softmax(longer).shape == longer.shape
+
+
+# --- planted mistakes, on the emulator ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "C", "barriers", "header"),  # header: the file with the barriers
+    [
+        ("layernorm-5", 300, 2, ""),
+        ("layernorm-6-float32", 772, 1, "lib/rows.cuh"),
+        ("layernorm-narrow-bfloat16-bfloat16", 1600, 1, "lib/rows.cuh"),
+        ("rmsnorm-float32", 768, 1, "lib/rows.cuh"),
+    ],
+)
+def test_a_missing_barrier_shows(name: str, C: int, barriers: int, header: str) -> None:
+    kernel = KERNELS[name]
+    arrays, file = kernel.inputs(2, C), kernel.operation.variant(kernel.variant).file
+    assert_barriers_show(header or file, lambda order: kernel(order, arrays), barriers)
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kernel", "C"),
+    [pytest.param(k, C, id=f"{name}-{C}") for name, k in KERNELS.items() for C in k.widths],
+)
+def test_widths(kernel: Kernel, C: int) -> None:
+    for rows in kernel.widths[C]:
+        for apart in (0, 3) if kernel.operation is RMSNORM else (0,):
+            arrays = kernel.inputs(rows, C)
+            kernel.assert_right(kernel("gpu", arrays, Shape(C, apart=apart)), *arrays)
+
+
+LENGTHS: dict[Operation, tuple[int, Sequence[int]]] = {  # number of rows, lengths
+    LAYERNORM: (1030, [768]),
+    RMSNORM: (37, [1000]),
+    LAYERNORM_GELU: (77, [768, 1021, 1024, 5120, 16384]),
+    SOFTMAX: (77, [64, 1000, 1021, 5120, 16384]),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [n for n, k in KERNELS.items() if k.variant != NUMPY])
+def test_every_block_size(name: str) -> None:
+    kernel = KERNELS[name]
+    rows, lengths = LENGTHS[kernel.operation]
+    for C, block in product(lengths, kernel.operation.variant(kernel.variant).blocks):
+        if block >= {"rows": C / VALUES, "6": 64}.get(kernel.variant, 0):
+            arrays = kernel.inputs(rows, C)
+            kernel.assert_right(kernel("gpu", arrays, Shape(C, block=block)), *arrays)
+
+
+# Kernel, rows, C, and distance between rows in values.
+MANY = [
+    *((f"layernorm-{n}", 2_800_000, 768, 768) for n in (*"12345", "6-float32")),
+    *((f"layernorm-narrow-{x}-{out}", 65537, 768, 768) for x, out in PAIRS if out != "float32"),
+    *((f"rmsnorm-{dtype}", 2_200_000, 1024, 2048) for dtype in ("float16", "float32")),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "rows", "C", "stride"), MANY)
+def test_many_rows(name: str, rows: int, C: int, stride: int) -> None:
+    """There are over 2³¹ elements, or many blocks; equal rows must give equal results."""
+    kernel = KERNELS[name]
+    row, *vectors = kernel.inputs(1, C)
+    with large_memory(rows * ((stride + C) * row.itemsize + C)):  # x, out, and the result of ==
+        x = cupy.empty((rows, stride), kernel.dtype)[:, :C]
+        bits = f"uint{8 * row.itemsize}"
+        x.view(bits)[:] = cupy.asarray(row.view(bits))
+        out = cupy.empty((rows, C), kernel.out)
+        arrays = (x, *map(cupy.asarray, vectors))
+        kernel.operation.bind(arrays, out, **kernel.options).run()
+        assert bool((out == out[0]).all())
+        if kernel.alone:
+            assert_same_bits(out[:1].get(), kernel("gpu", [row, *vectors])[0])
+        kernel.assert_right([out[:1].get()], row, *vectors)
+        del x, out, arrays

@@ -1,0 +1,163 @@
+"""Norms of each head of q and k or of all heads together: alone, with RoPE, with the kv_cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block import InputError, ops, reference
+from gpt2block.ops import registry
+from gpt2block.ops.qk_norm import choose_geometry
+from tests import plain
+from tests.caches import DTYPES, FORMATS, KINDS, Heads, row_width
+from tests.devices import assert_same_bits, combinations, one_order
+from tests.ops.test_rope import assert_close, frequencies
+
+# Heads with odd halves, of one vector, of several vectors per lane, and with sizes of models.
+NORMED = [(4, 2, 8), (3, 1, 6), (1, 1, 2), (2, 2, 34), (4, 1, 128), (2, 1, 256), (2, 1, 254)]
+EPS = 1e-5
+
+
+def gammas(heads: Heads, together: bool = False) -> list[Any]:
+    """Return norm weights for q and for k. together: one norm over all heads."""
+    NH, NKV, D = heads
+    counts = (NH, NKV) if together else (1, 1)
+    return [plain.normal(5 + i, n * D) + np.float32(1) for i, n in enumerate(counts)]
+
+
+@combinations(times=1, heads=NORMED, dtype=list(DTYPES), together=(False, True))
+def test_right_and_the_same_bits_alone(
+    device: Any, heads: Heads, dtype: str, together: bool
+) -> None:
+    """The norm runs in place too; rows that are not finite do not affect others."""
+    NH, NKV, D = heads
+    options: Any = {"n_head": NH, "n_kv_head": NKV, "eps": EPS}
+    qkv = (3 * plain.normal(2, 2, 7, row_width(heads))).astype(DTYPES[dtype])
+    qkv[1, 3, 0] = np.nan
+    gamma = [each.astype(DTYPES[dtype]) for each in gammas(heads, together)]
+    x, of_q, of_k = (device.asarray(array) for array in (qkv, *gamma))
+    out = device.asarray(np.full_like(qkv, np.nan))
+    got = registry.bind("qk_norm", (x, of_q, of_k), out, **options).run().get()
+    rows = np.delete(got.reshape(14, -1), 10, 0)
+    wide = (each.astype(np.float64) for each in (qkv, *gamma))
+    truth = reference.qk_norm(*wide, **options)
+    assert_close(rows, np.delete(truth.reshape(14, -1), 10, 0), dtype)
+    assert np.isnan(got[1, 3].astype(np.float32)).sum() == (NH * D if together else D)
+    assert_same_bits(got[..., -NKV * D :], qkv[..., -NKV * D :])
+    assert_same_bits(ops.qk_norm(x[1, 4], of_q, of_k, **options).get(), got[1, 4])
+    assert ops.qk_norm(x, of_q, of_k, **options, out=x) is x
+    assert_same_bits(x.get(), got)
+
+
+@combinations(times=1, heads=NORMED, dtype=list(DTYPES), together=(False, True))
+def test_with_rope(device: Any, heads: Heads, dtype: str, together: bool) -> None:
+    """In float32 it has the bits of norm, then RoPE; few rows have the same bits alone."""
+    NH, NKV, D = heads
+    options: Any = {"n_head": NH, "n_kv_head": NKV}
+    positions = np.array([0, 1, 8191, 2**24 + 1, 2**31 - 1], np.int32)
+    qkv = plain.normal(2, 2, 5, row_width(heads)).astype(DTYPES[dtype])
+    gamma = gammas(heads, together)
+    x, of_q, of_k = (device.asarray(array) for array in (qkv, *gamma))
+    turn = device.asarray(positions), device.asarray(frequencies(D))
+    run = registry.bind("qk_norm_rope", (x, *turn, of_q, of_k), eps=EPS, **options).run
+    got = run().get()
+    wide, wide_q, wide_k = (array.astype(np.float64) for array in (qkv, *gamma))
+    truth = reference.qk_norm_rope(
+        wide, positions, frequencies(D), wide_q, wide_k, **options, eps=EPS
+    )
+    assert_close(got, truth, dtype)
+    if dtype == "float32":
+        normed = ops.qk_norm(x, of_q, of_k, eps=EPS, **options)
+        assert_same_bits(got, ops.rope_qkv(normed, *turn, **options, half_split=True).get())
+    many = device.asarray(np.tile(qkv, (1, 50, 1)))
+    turn = device.asarray(np.tile(positions, 50)), turn[1]
+    bound = registry.bind("qk_norm_rope", (many, *turn, of_q, of_k), many, eps=EPS, **options)
+    assert_same_bits(bound.run().get(), np.tile(got, (1, 50, 1)))
+
+
+def test_few_and_many_rows_have_other_geometries() -> None:
+    few, many = (dict(choose_geometry("qk_norm", 1, N, 24, 128, 4).defines) for N in (1, 250))
+    assert (few["QN_HEADS"], many["QN_HEADS"]) == (1, 4)
+
+
+@combinations(times=1, heads=NORMED, kind=KINDS, together=(False, True))
+def test_with_the_kv_cache(device: Any, heads: Heads, kind: str, together: bool) -> None:
+    """Results have the bits of qk_norm_rope, then kv_append; a row is outside the cache."""
+    NH, NKV, D = heads
+    fp8 = kind if kind in FORMATS else None
+    qkv, row, position, turns, *gamma = (
+        device.asarray(array)
+        for array in (
+            200 * plain.normal(2, 4, row_width(heads)),
+            np.array([2, 0, -1, 1], np.int32),
+            np.array([3, 0, 4, 6], np.int32),
+            frequencies(D),
+            *(100 * each for each in gammas(heads, together)),
+        )
+    )
+    dtype = DTYPES.get(kind, np.uint8)
+    k, v, k2, v2 = (device.asarray(np.zeros((3, 7, NKV * D), dtype)) for _ in range(4))
+    inputs = (qkv, turns, k, v, row, position, *gamma)
+    q = registry.bind("qk_norm_append", inputs, n_head=NH, eps=EPS, kv_dtype=fp8).run().get()
+    given = (qkv, position, turns, *gamma)
+    turned = registry.bind("qk_norm_rope", given, n_head=NH, n_kv_head=NKV, eps=EPS).run()
+    ops.kv_append(turned, k2, v2, row, position, fp8)
+    assert_same_bits(q, turned.get()[:, : NH * D])
+    for ours, theirs in ((k, k2), (v, v2)):
+        assert_same_bits(ours.get(), theirs.get())
+    assert k.get()[1, 6].astype(np.float32).any()
+
+
+def test_norms_together_on_numpy() -> None:
+    """Each norm is the RMSNorm of one row of all heads."""
+    qkv, (of_q, of_k) = plain.normal(0, 3, 6 * 8).astype(np.float64), gammas((4, 1, 8), True)
+    got = reference.qk_norm(qkv, of_q, of_k, 4, 1, EPS)
+    np.testing.assert_array_equal(got[:, :32], reference.rmsnorm(qkv[:, :32], of_q, EPS))
+    np.testing.assert_array_equal(got[:, 32:40], reference.rmsnorm(qkv[:, 32:40], of_k, EPS))
+    np.testing.assert_array_equal(got[:, 40:], qkv[:, 40:])
+
+
+def test_on_numpy() -> None:
+    """A decoding step equals the last row of a prompt."""
+    qkv = plain.normal(0, 3, 4 * 8).astype(np.float64)
+    gamma = [each.astype(np.float64) for each in gammas((2, 1, 8))]
+    k, v = np.zeros((2, 1, 3, 8))
+    last = qkv[2:], frequencies(8), k, v, np.array([0]), np.array([2])
+    of_q, of_k = gamma
+    q = reference.qk_norm_append(*last, of_q, of_k, 2, EPS)
+    whole = reference.qk_norm_rope(qkv, np.arange(3), frequencies(8), of_q, of_k, 2, 1, EPS)[2]
+    np.testing.assert_array_equal(np.concatenate([q[0], k[0, 2], v[0, 2]]), whole)
+    heads = reference.qk_norm(qkv, of_q, of_k, 2, 1, EPS).reshape(3, 4, 8)
+    for h, weight in ((0, of_q), (1, of_q), (2, of_k)):
+        expected = reference.rmsnorm(qkv[:, 8 * h : 8 * h + 8], weight, EPS)
+        np.testing.assert_array_equal(heads[:, h], expected)
+
+
+@one_order
+def test_refusals(device: Any) -> None:
+    x, i32 = device.zeros((5, 64), "float32"), device.zeros(5, "int32")
+    f64 = device.zeros(4, "float64")
+    k, g8, g7 = (device.zeros(shape, "float32") for shape in ((2, 6, 16), (8,), (7,)))
+    cache = (k, k.copy(), i32, i32)
+
+    def append(**options: Any) -> Any:
+        return registry.bind("qk_norm_append", (x, f64, *cache, g8, g8), **options)
+
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: ops.qk_norm(x, g8, g8, 4, 3), "n_kv_head: expected a divisor of n_head 4, got"),
+        (lambda: ops.qk_norm(x, g8, g8, 4, 1), "qkv: expected 6 heads of an even size, got"),
+        (lambda: ops.qk_norm(x[:, :56].copy(), g7, g7, 4, 2), "qkv: expected 8 heads of an even"),
+        (
+            lambda: ops.qk_norm(x, g8, g7, 4, 2),
+            r"gamma_k: expected \(8,\) each, for norms of heads",
+        ),
+        (lambda: append(n_head=6), r"qkv: expected \(N, 80\), 6 heads of 8 channels and twice"),
+        (lambda: append(n_head=3), "n_kv_head: expected a divisor of n_head 3, got 2"),
+        (lambda: reference.qk_norm(np.ones((1, 21)), np.ones(3), np.ones(3), 2, 1), "expected 4 "),
+    ]
+    for call, message in cases:
+        with pytest.raises(InputError, match=message):
+            call()

@@ -1,0 +1,607 @@
+"""Terms of x instead of floats (kernels_cu/lib/terms.cuh), from one step to the next product.
+
+Terms that a step stores, and products computed from them, have the same bits as with floats.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import GPT2, GPT2Weights, InputError, from_pretrained
+from gpt2block.bulk import Predictor
+from gpt2block.bulk.predictor import Arguments
+from gpt2block.cuda import cupy
+from gpt2block.cuda.formats import DTYPES as WEIGHTS_DTYPES
+from gpt2block.cuda.formats import FormatOptions
+from gpt2block.cuda.kernels import TWO_PART
+from gpt2block.engine.cuda import choice as cuda_choice
+from gpt2block.engine.cuda.model import CudaModel
+from gpt2block.engine.cuda.steps import DecodingSteps
+from gpt2block.models.config import GPT2Config
+from gpt2block.models.config.llama import LlamaConfig
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.models.weights.two_part import TwoPartMatrix, scale_for
+from gpt2block.ops.attention_cached import ATTENTION_SPLIT
+from gpt2block.ops.layernorm import OPERATION as LAYERNORM
+from gpt2block.ops.linear import OPERATION as LINEAR
+from gpt2block.ops.linear import terms_of
+from gpt2block.ops.registry import STEPS
+from gpt2block.ops.rmsnorm import OPERAND
+from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
+from gpt2block.ops.terms import Terms
+from tests import devices, plain
+from tests.command_line import gpt2block
+from tests.devices import GPU, assert_same_bits, one_order
+from tests.outlines import decode, decode_sums
+
+Array = NDArray[Any]
+device = devices.device
+DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+every_kind = pytest.mark.parametrize("kind", DTYPES)
+BOUND = 6.0  # largest magnitude of two-part values
+SCALE = scale_for(BOUND)
+WEIGHTS = GPT2Weights.random(0, GPT2Config(1, 1, 64, 8, 40))
+PRODUCTS = "linear", "linear_qkv", "gated_sums", "linear_sums", "rope_sums"
+
+
+def made_of(kind: str, width: int = 0, rounded: bool = False) -> Terms:
+    made = Terms(kind, width, SCALE if kind == TWO_PART else 1.0, rounded)
+    return made.with_sums(32)
+
+
+def chunk_sums(x: Array) -> Array:
+    """Sum each 32 values along K of x (M, K), in float16, in the order of lib/chunk_sums.cuh."""
+    sums = x.reshape(len(x), -1, 32)
+    for _ in range(2):  # sums of pairs, then of fours
+        sums = sums[..., ::2] + sums[..., 1::2]
+    while sums.shape[-1] > 1:
+        half = sums.shape[-1] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    sums = sums[..., 0] / np.float32(32)
+    high = sums.astype(np.float16)
+    low = (sums - high.astype(np.float32)).astype(np.float16)
+    words = np.stack([high, low], axis=-1).view(np.float32).reshape(len(x), -1, 4)
+    tiles = [words[n : n + 64].transpose(1, 0, 2).reshape(-1) for n in range(0, len(x), 64)]
+    return np.concatenate(tiles)
+
+
+def terms(
+    x: Array, kind: str, width: int = 0, rounded: bool = False, summed: bool = False
+) -> Array:
+    """Return floats (M, K) as terms: for each pair of values both high terms, then both low ones.
+
+    width: if not 0, terms have the order of wgmma that lib/terms.cuh defines. rounded: low terms
+    are 0; in the order of wgmma they are omitted, so the second half of (M, K) is unused (NaN)
+    except, if summed, for the sums of chunks.
+    """
+    dtype, factor = DTYPES.get(kind, np.float16), 1
+    if kind == TWO_PART:
+        x, factor = x / np.float32(SCALE), 2048
+    high = x.astype(dtype)
+    low = ((x - high.astype(np.float32)) * np.float32(factor)).astype(dtype)
+    if rounded:
+        low = np.zeros_like(low)
+    pairs = np.stack([part.reshape(*x.shape[:-1], -1, 2) for part in (high, low)], axis=-2)
+    words = np.ascontiguousarray(pairs).view(np.uint16).reshape(*x.shape[:-1], -1)
+    floats: Array = words.view(np.float32)
+    if not width:
+        return floats
+    count, ordered = 2, []
+    if rounded:
+        count, floats = 1, floats[:, ::2]
+    for first in range(0, len(x), 64):
+        tile = floats[first : first + 64]  # (rows, chunks, lanes, units per chunk, terms)
+        n = count * len(tile)
+        units = tile.reshape(len(tile), -1, 4, width // 2, count).transpose(1, 3, 0, 4, 2)
+        lines = units.reshape(-1, 8, n, 4).transpose(0, 2, 1, 3)  # 8 units of 16 bytes
+        line, unit = np.ogrid[: lines.shape[1], :8]
+        ordered.append(lines[:, line, unit ^ line % 8].reshape(-1))
+    nothing = np.full(x.size - floats.size, np.nan, np.float32)
+    if summed:
+        nothing[: x.size // 32] = chunk_sums(high.astype(np.float32))
+    return np.concatenate([*ordered, nothing]).reshape(x.shape)
+
+
+def assert_terms(made: Array, x: Array, terms_of: Terms) -> None:
+    """Assert that an array has the terms of x; ignore its unused part."""
+    expected = terms(x, terms_of.dtype, terms_of.width, terms_of.rounded, terms_of.summed)
+    has_place = expected.size // 2 if terms_of.rounded and terms_of.width else expected.size
+    has_place += expected.size // 32 if terms_of.summed else 0
+    assert_same_bits(made.reshape(-1)[:has_place], expected.reshape(-1)[:has_place])
+
+
+def rounded_to_float16(x: Array) -> Array:
+    rounded: Array = x.astype(np.float16).astype(np.float32)
+    return rounded
+
+
+every_order = pytest.mark.parametrize("width", [0, 8, 16])
+
+
+def matrix(N: int, K: int, dtype: str) -> WeightMatrix:
+    w = WeightMatrix.quantize(plain.normal(1, N, K) / np.float32(K**0.5), dtype, "NK")
+    scale = None if w.scale is None else cupy.asarray(w.scale)
+    return WeightMatrix(cupy.asarray(w.data), w.dtype, scale, w.layout)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        *(("shuffled", dtype) for dtype in ("bfloat16", "float8_e4m3fn")),
+        *(pytest.param("gpu", d, marks=GPU.marks) for d in (*DTYPES, "float8_e4m3fn")),
+    ],
+    indirect=["device"],
+)
+def test_products_of_terms_and_of_floats(device: Any, dtype: str) -> None:
+    x, w = plain.normal(0, 19, 272), matrix(50, 272, dtype)
+    (kind,) = terms_of(dtype, 19, {"w": (272, 50)})["w"]
+    bias = cupy.asarray(plain.normal(2, 50))
+    floats, pairs = cupy.asarray(x), cupy.asarray(terms(x, kind.dtype))
+    expected = LINEAR.bind((floats, w, bias), gelu=True, variant="mma").run().get()
+    for variant in ("mma", "mma_tiles"):
+        got = LINEAR.bind((pairs, w, bias), gelu=True, variant=variant, terms=kind).run().get()
+        assert_same_bits(got, expected)
+    if kind.dtype == "float16":
+        assert_rounded_products(x, w, bias)
+    made = LINEAR.bind((pairs, w, bias), gelu=True, decoding=True, terms=kind, to_terms=kind)
+    assert [launch.name for launch in made.launches] == ["decode_mma_tiles"]
+    assert_same_bits(made.run().get(), terms(expected, kind.dtype))
+
+
+def assert_rounded_products(x: Array, w: WeightMatrix, bias: Any) -> None:
+    """Assert that rounding products of floats and of terms equal products of rounded floats."""
+    kind = Terms("float16", rounded=True)
+    floats, rounded = cupy.asarray(x), cupy.asarray(rounded_to_float16(x))
+    expected = LINEAR.bind((rounded, w, bias), gelu=True, variant="mma").run().get()
+    handed = cupy.asarray(terms(x, "float16", rounded=True))
+    for variant in ("mma", "mma_tiles"):
+        options: dict[str, Any] = {"gelu": True, "variant": variant}
+        got = LINEAR.bind((floats, w, bias), x_dtype="float16", **options).run().get()
+        assert_same_bits(got, expected)
+        got = LINEAR.bind((handed, w, bias), terms=kind, **options).run().get()
+        assert_same_bits(got, expected)
+    options = {"gelu": True, "decoding": True, "to_terms": kind}
+    for given, how in ((handed, {"terms": kind}), (floats, {"x_dtype": "float16"})):
+        made = LINEAR.bind((given, w, bias), **options, **how)
+        assert [launch.name for launch in made.launches] == ["decode_mma_tiles"]
+        assert_terms(made.run().get(), expected, kind)
+
+
+@devices.combinations(times=1, M=[17, 33, 64, 65, 200], K=[96, 264])
+def test_products_of_two_part_terms(device: Any, M: int, K: int) -> None:
+    """With every kernel and in any batch, products equal those of the original floats."""
+    N = 50
+    x, residual, bias = plain.normal(0, M, K), plain.normal(3, M, N), plain.normal(2, N)
+    w = two_part_matrix(N, K)
+    (kind,) = terms_of(TWO_PART, M, {"w": (K, N)})["w"]
+    assert kind == Terms(TWO_PART)
+    kind = made_of(TWO_PART)
+
+    def product(of: Array, rows: slice, **options: Any) -> Array:
+        inputs = [None if a is None else cupy.asarray(a[rows]) for a in (of, residual)]
+        given = inputs[0], w, cupy.asarray(bias), None, None, inputs[1]
+        result: Array = LINEAR.bind(given, gelu=True, **options).run().get()
+        return result
+
+    every = slice(None)
+    expected = product(x, every, variant="mma", x_bound=BOUND)
+    for variant in ("mma", "mma_tiles"):
+        assert_same_bits(product(terms(x, TWO_PART), every, variant=variant, terms=kind), expected)
+    for rows in (slice(M - 1, M), slice(M // 2, None)):
+        alone = product(terms(x, TWO_PART), rows, decoding=True, terms=kind)
+        assert_same_bits(alone, expected[rows])
+    larger = kind._replace(scale=4 * SCALE)
+    made = product(terms(x, TWO_PART), every, decoding=True, terms=kind, to_terms=larger)
+    assert_same_bits(made, terms(expected / 4, TWO_PART))
+
+
+def two_part_matrix(N: int, K: int) -> TwoPartMatrix:
+    numbers = TwoPartMatrix.from_float32(plain.normal(1, N, K) / np.float32(K**0.5))
+    return numbers.mapped(cupy.asarray)
+
+
+@pytest.mark.parametrize("kind", [*DTYPES, TWO_PART])
+@one_order
+def test_qkv_of_terms(device: Any, kind: str) -> None:
+    x, B, C = plain.normal(0, 3, 64), 3, 24
+    w = two_part_matrix(72, 64) if kind == TWO_PART else matrix(72, 64, kind)
+    bound = {"x_bound": BOUND} if kind == TWO_PART else {}
+    found = []
+    for given in (x, terms(x, kind)):
+        caches = [cupy.asarray(np.zeros((B, 2, C), DTYPES.get(kind, np.float32))) for _ in range(2)]
+        row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (3, 2))
+        inputs = (cupy.asarray(given), w, None, None, None, *caches, row, position)
+        options: dict[str, Any] = bound if given is x else {"terms": made_of(kind)}
+        q = STEPS["linear_qkv"].bind(inputs, **options).run().get()
+        found.append([q, *(cache.get() for cache in caches)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("C", "width", "kind"),
+    [
+        *(
+            (C, width, kind)
+            for C, width in ((70, 0), (768, 0), (768, 8), (768, 16))
+            for kind in DTYPES
+        ),
+        *((C, 0, TWO_PART) for C in (70, 768)),
+    ],
+)
+@one_order
+def test_layernorm(device: Any, C: int, width: int, kind: str) -> None:
+    inputs = [
+        cupy.asarray(plain.normal(seed, *shape)) for seed, shape in enumerate([(9, C), (C,), (C,)])
+    ]
+    options: dict[str, Any] = {"eps": 1e-5, "variant": "decode"}
+    floats = LAYERNORM.bind(tuple(inputs), **options).run().get()
+    for rounded in (False, True):
+        order = made_of(kind, width, rounded)
+        made = LAYERNORM.bind(tuple(inputs), to_terms=order, **options).run().get()
+        assert_terms(made, floats, order)
+
+
+@pytest.mark.parametrize(
+    ("C", "width", "kind"),
+    [
+        *((70, 0, kind) for kind in ("bfloat16", TWO_PART)),
+        *((768, 0, TWO_PART), (768, 8, "float16"), (768, 2, "float16"), (128, 2, "float16")),
+    ],
+)
+@one_order
+def test_rmsnorm(device: Any, C: int, width: int, kind: str) -> None:
+    inputs = cupy.asarray(plain.normal(0, 70, C)), cupy.asarray(plain.normal(1, C))
+    floats = RMSNORM.bind(inputs, variant="stream").run().get()
+    for rounded in (False, True):
+        order = made_of(kind, width, rounded)
+        made = RMSNORM.bind(inputs, variant="stream", to_terms=order).run().get()
+        assert_terms(made, floats, order)
+        assert_terms(OPERAND.bind(inputs[:1], to_terms=order).run().get(), inputs[0].get(), order)
+
+
+@devices.combinations(
+    times=1,
+    shape=[(3, 6, 0), (2, 40, 0), (1, 64, 8), (2, 64, 16), (2, 64, 2), (4, 32, 2), (8, 48, 2)],
+    kind=[*DTYPES, TWO_PART],
+)
+def test_attention(device: Any, shape: tuple[int, int, int], kind: str) -> None:
+    """Attention stores terms of its result. shape: heads, channels per head, width of terms."""
+    n_head, HS, width = shape
+    kind = "float16" if width == 2 else kind  # width 2 belongs to GGUF blocks
+    C, dtype = n_head * HS, DTYPES.get(kind, np.float32)
+    k, v = (cupy.asarray(plain.normal(n, 2, 70, C).astype(dtype)) for n in (1, 2))
+    row, position = (cupy.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
+    inputs = (cupy.asarray(plain.normal(0, 3, C)), k, v, row, position)
+    floats = ATTENTION_SPLIT.bind(inputs, n_head=n_head).run().get()
+    for rounded in (False, True):
+        order = made_of(kind, width, rounded).with_sums(HS)
+        made = ATTENTION_SPLIT.bind(inputs, n_head=n_head, to_terms=order).run().get()
+        assert_terms(made, floats, order)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@one_order
+def test_a_step_of_many_rows_in_float32(device: Any) -> None:
+    """With terms, logits have the bits of a step with floats, and of a row alone."""
+    logits = partial(step_of, GPT2(WEIGHTS, "cuda", "float32"))
+    (with_terms, got), (without, expected) = logits(17), logits(17, floats=True)
+    assert (with_terms, without) == (5, 0)
+    assert_same_bits(got, expected)
+    assert_same_bits(got[:1], logits(1)[1])
+
+
+def step_of(model: GPT2, rows: int, floats: bool = False) -> tuple[int, Array]:
+    """Run a decoding step after three tokens per row.
+
+    Return the number of products of terms, and the logits.
+    """
+    engine = model.engine
+    assert isinstance(engine, CudaModel)
+    ids = np.random.default_rng(0).integers(40, size=(17, 4)).astype(np.int32)
+    cache = engine.new_cache(rows, 8)
+    engine.forward(list(ids[:rows, :3]), "last", cache)
+    with engine.running():
+        steps, at = DecodingSteps(engine, cache, floats), np.full(rows, 3, np.int32)
+        slots = np.arange(rows, dtype=np.int32)
+        made = steps.logits_of(engine, slots, ids[:rows, 3], at)
+        recorded = steps.of(engine, slots).recording(engine).steps.values()
+        return sum("terms" in each.step.attrs for each in recorded), made
+
+
+@pytest.mark.usefixtures("small_blocks")
+@one_order
+def test_a_product_without_terms_gives_none(device: Any) -> None:
+    """If 8 divides the channels of h but not of x, only the second product could take terms."""
+    weights = GPT2Weights.random(0, GPT2Config(1, 2, 36, 8, 40))
+    model = GPT2(weights, "cuda", "float16")
+    (with_terms, got), (_, alone) = step_of(model, 17), step_of(model, 1)
+    assert with_terms == 0
+    assert_same_bits(got[:1], alone)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("shuffled", "float8_e4m3fn")]
+    + [pytest.param("gpu", dtype, marks=GPU.marks) for dtype in ("float16", "float8_e4m3fn")],
+    indirect=["device"],
+)
+def test_rounded_activations(device: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits differ from products of two terms, but are equal alone, in a batch and from floats."""
+    monkeypatch.setattr(cuda_choice, "can_round", lambda dtype, inputs: False)
+    _, exact = step_of(GPT2(WEIGHTS, "cuda", dtype), 17)
+    monkeypatch.setattr(cuda_choice, "can_round", lambda dtype, inputs: True)
+    model = GPT2(WEIGHTS, "cuda", dtype)
+    (with_terms, got), (without, of_floats) = step_of(model, 17), step_of(model, 17, floats=True)
+    assert (with_terms, without) == (5, 0)
+    assert_same_bits(of_floats, got)
+    assert_same_bits(step_of(model, 1)[1], got[:1])
+    assert 0 < np.abs(got - exact).max() <= 2e-3 * np.abs(exact).max()
+
+
+def shapes_of(C: int, qkv: int, ff: int) -> dict[str, tuple[int, int]]:
+    """Return (K, N) of a Llama's matrices with C channels."""
+    gated = dict.fromkeys(("w_gate", "w_up"), (C, ff))
+    return {"w_qkv": (C, qkv), "w_o": (C, C), **gated, "w_down": (ff, C), "lm_head": (C, 49152)}
+
+
+SMOLLM2, LARGER = shapes_of(576, 960, 1536), shapes_of(960, 1600, 2560)
+WIDE_ONES = {"w_qkv", "w_gate", "w_up", "w_down", "lm_head"}  # SmolLM2's w_o is small
+
+
+@pytest.mark.parametrize(
+    ("dtype", "M", "shapes", "fused", "expected"),
+    [
+        ("bfloat16", 16, SMOLLM2, True, set()),
+        ("bfloat16", 16, LARGER, True, set(LARGER)),
+        ("bfloat16", 8, LARGER, True, set()),
+        ("bfloat16", 8, LARGER, False, set(LARGER)),
+        ("bfloat16", 32, SMOLLM2, False, {"lm_head"}),
+        ("bfloat16", 17, LARGER, False, set(LARGER)),
+        ("float8_e5m2", 17, LARGER, False, {"lm_head"}),
+        ("bfloat16", 33, SMOLLM2, False, WIDE_ONES),
+        ("float16", 64, SMOLLM2, False, WIDE_ONES),
+        ("float8_e5m2", 64, SMOLLM2, False, WIDE_ONES),
+        ("bfloat16", 64, shapes_of(608, 960, 1536), False, {"w_down"}),  # 64 does not divide 608
+    ],
+)
+def test_the_products_that_wgmma_multiplies(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    M: int,
+    shapes: dict[str, tuple[int, int]],
+    fused: bool,
+    expected: set[str],
+) -> None:
+    monkeypatch.setattr(import_module("gpt2block.ops.linear"), "compute_capability", lambda: 90)
+    found = terms_of(dtype, M, shapes, fused=fused)
+    assert {name for name, terms in found.items() if terms[0].width} == expected
+
+
+def test_where_activations_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding is for Hopper GPUs, with weights of these dtypes, in products on tensor cores."""
+    linear = import_module("gpt2block.ops.linear")
+    monkeypatch.setattr(linear, "ROUNDING", ("float16", "float8_e5m2"))
+    for capability in (75, 80, 89, 90, 100):
+        monkeypatch.setattr(linear, "compute_capability", lambda found=capability: found)
+        for dtype in WEIGHTS_DTYPES:
+            expected = capability == 90 and dtype in linear.ROUNDING
+            assert linear.can_round(dtype, (64, 768)) == expected
+            assert not linear.can_round(dtype, (64, 36))
+
+
+def test_the_option_activations_is_gone() -> None:
+    old: Any = {"activations": "float16"}
+    calls: list[Callable[[], Any]] = [
+        lambda: GPT2(WEIGHTS, "cpu", **old),
+        lambda: from_pretrained(device="cpu", **old),
+        lambda: GPT2.from_pretrained(device="cpu", **old),
+        lambda: Predictor("score", device="cpu", **old),
+    ]
+    for call in calls:
+        with pytest.raises(
+            InputError, match=r"activations is no option any more: decoding rounds .*: leave it out"
+        ):
+            call()
+    for command in ("generate", "bench", "profile"):
+        assert "--activations is no option any more" in gpt2block(command, "--activations=a").error
+
+
+def test_a_predictor_pickled_by_version_0_2() -> None:
+    """Such pickles have single dtypes and the option activations; its values are refused."""
+    formats = FormatOptions("float16", "float8_e5m2")
+    expected = Arguments("score", device="cpu", formats=formats)
+    for activations in (None, "float16"):
+        old = object.__new__(Arguments)
+        state = {name: each for name, each in vars(expected).items() if name != "formats"}
+        state |= {"dtype": "float16", "kv_dtype": "float8_e5m2", "activations": activations}
+        vars(old).update(state)
+        pickled = pickle.dumps(Predictor.later(old))
+        if activations is None:
+            assert pickle.loads(pickled).arguments == expected
+            continue
+        with pytest.raises(InputError, match="activations is no option any more"):
+            pickle.loads(pickled)
+
+
+def test_the_products_that_round() -> None:
+    """With x_dtype, all products that take no terms round."""
+    gpt2 = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
+    llama = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=128, n_ff=256, vocab_size=53)
+    known = {"w_fc": (Terms("float16", rounded=True),)}
+    for make in (
+        partial(decode, gpt2),
+        partial(decode, gpt2, False, known),
+        partial(decode, llama),
+        partial(decode_sums, llama, 2),
+    ):
+        products = [step for step in make(x_dtype="float16") if step.op in PRODUCTS]
+        assert len(products) >= 4 * 2 + 1 - 2 * (make.func is decode_sums)
+        for step in products:
+            assert (step.attrs.get("x_dtype") == "float16") != ("terms" in step.attrs)
+        assert not any("x_dtype" in step.attrs for step in make())
+
+
+@one_order
+def test_what_has_no_terms(device: Any) -> None:
+    dtypes = ("float32", "float16", "float8_e4m3fn")
+    found = [terms_of(dtype, 19, {"w": (24, 8)}) for dtype in dtypes]
+    assert found == [{}, {"w": (Terms("float16"),)}, {}]
+    assert not terms_of("float16", 3, {"w": (24, 8)})
+    x = cupy.asarray(plain.normal(0, 2, 64))
+    with pytest.raises(
+        InputError, match="float32, 64 inputs, 8 outputs: expected terms of no dtype"
+    ):
+        LINEAR.bind((x, matrix(8, 64, "float32")), terms=Terms("float16"))
+    parts, of_parts = two_part_matrix(8, 64), made_of(TWO_PART)
+    assert terms_of(TWO_PART, 17, {"w": (24, 8), "v": (20, 8)}) == {"w": (Terms(TWO_PART),)}
+    assert not terms_of(TWO_PART, 16, {"w": (24, 8)})
+    with pytest.raises(InputError, match="x_bound: terms have a scale: expected either"):
+        LINEAR.bind((x, parts), terms=of_parts, x_bound=2.0)
+    for other in (Terms("float16"), of_parts._replace(width=8)):
+        with pytest.raises(InputError, match="two_part, 64 inputs, 8 outputs: expected terms of"):
+            LINEAR.bind((x, parts), terms=other)
+    w = matrix(7, 64, "float16")
+    refused = {
+        "float16": "channels in multiples of 2, got 7",
+        "bfloat16": "terms of float16, without",
+    }
+    for kind in DTYPES:
+        with pytest.raises(InputError, match=refused[kind]):
+            LINEAR.bind((x, w), to_terms=Terms(kind))
+    with pytest.raises(InputError, match="takes and gives floats"):
+        LINEAR.bind((x, w), variant="matvec", terms=Terms("float16"))
+    with pytest.raises(InputError, match=r"hopper: (needs a GPU|takes and)"):
+        LINEAR.bind((x, w), variant="hopper")
+    up = matrix(8, 64, "float16")
+    with pytest.raises(InputError, match=r"up: expected shape \(64, 7\), got \(64, 8\)"):
+        LINEAR.bind((x, w, None, None, None, None, up))
+    gamma = cupy.asarray(plain.normal(1, 64))
+    with pytest.raises(InputError, match="rmsnorm: terms of float16: expected out in float32, got"):
+        RMSNORM.bind((x, gamma), variant="stream", dtype="float16", to_terms=Terms("float16"))
+    with pytest.raises(
+        InputError, match="layernorm: terms of float16, variant 6: expected variant decode"
+    ):
+        LAYERNORM.bind((x, gamma, gamma), eps=1e-5, variant=6, to_terms=Terms("float16"))
+    for C, width, multiple in ((70, 8, 64), (7, 0, 2)):
+        wide = cupy.asarray(plain.normal(0, 2, C)), cupy.asarray(plain.normal(1, C))
+        with pytest.raises(InputError, match=f"channels in multiples of {multiple}, got {C}"):
+            RMSNORM.bind(wide, variant="stream", to_terms=Terms("float16", width))
+    in_order = Terms("float16", 2, rounded=True, summed=True)
+    for C, kind_of in ((64, in_order), (128, in_order._replace(rounded=False))):
+        wide = cupy.asarray(plain.normal(0, 2, C)), cupy.asarray(plain.normal(1, C))
+        with pytest.raises(InputError, match=f"of {C} of {C} channels: expected rounded "):
+            RMSNORM.bind(wide, variant="stream", to_terms=kind_of)
+    k, at = cupy.asarray(plain.normal(1, 1, 4, 64)), cupy.asarray(np.zeros(2, np.int32))
+    with pytest.raises(
+        InputError, match="terms of float32, k float32, head size 32: expected the 16"
+    ):
+        ATTENTION_SPLIT.bind((x, k, k, at, at), n_head=2, to_terms=Terms("float32"))
+
+
+@one_order
+def test_what_cannot_be_rounded(device: Any) -> None:
+    x, w = cupy.asarray(plain.normal(0, 2, 64)), matrix(8, 64, "float16")
+    brain, parts = matrix(8, 64, "bfloat16"), two_part_matrix(8, 64)
+    of_brain, of_parts = Terms("bfloat16", rounded=True), made_of(TWO_PART, rounded=True)
+    rounded, odd = Terms("float16", rounded=True), matrix(8, 60, "float16")
+    narrow = cupy.asarray(plain.normal(0, 2, 60))
+    for matrix_of, options, message in (
+        (brain, {"x_dtype": "float16"}, "x_dtype 'float16', weights of bfloat16: expected float16"),
+        (brain, {"terms": of_brain}, "x_dtype 'float16', weights of bfloat16: expected float16"),
+        (parts, {"terms": of_parts}, "x_dtype 'float16', weights of two_part: expected float16"),
+        (w, {"x_dtype": "float32"}, "x_dtype 'float32', weights of float16: expected float16"),
+        (w, {"x_dtype": "float16", "terms": rounded}, "terms are rounded or not: expected either"),
+        (
+            w,
+            {"x_dtype": "float16", "to_terms": Terms("float16")},
+            "expected both x and out rounded",
+        ),
+        (w, {"x_dtype": "float16", "variant": "matvec"}, "matvec: does not round x: use variant"),
+        (odd, {"x_dtype": "float16", "decoding": True}, "K 60: expected a multiple of 8 for float"),
+    ):
+        given: dict[str, Any] = options
+        with pytest.raises(InputError, match=message):
+            LINEAR.bind((narrow if matrix_of is odd else x, matrix_of), **given)
+
+
+def test_the_steps_that_hand_over_terms() -> None:
+    """Steps store terms for products that take them; other steps and products use floats."""
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
+    weights = ("w_qkv", "w_attn", "w_fc", "w_proj", "lm_head")
+    terms = {name: (Terms("bfloat16"),) for name in weights}
+    steps = decode(config, False, terms)
+    gives = [step.name for step in steps if step.attrs.get("to_terms") == Terms("bfloat16")]
+    takes = [step.name for step in steps if step.attrs.get("terms")]
+    of_layer = [("ln1", "q"), ("attn", "x1"), ("ln2", "gelu"), ("gelu", "output")]
+    pairs = [(f"h.{n}.{a}", f"h.{n}.{b}") for n in range(2) for a, b in of_layer]
+    assert sorted(gives) == sorted([*(a for a, _ in pairs), "ln_f"])
+    assert sorted(takes) == sorted([*(b for _, b in pairs), "logits"])
+    for steps in (decode(config), decode(config, False, {})):
+        assert not any("terms" in step.attrs for step in steps)
+
+
+def test_the_steps_that_hand_over_two_part_terms() -> None:
+    """Operands with a bound are terms, scaled for this bound; all others are floats."""
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
+    known = dict.fromkeys(("w_qkv", "w_attn", "w_fc", "w_proj", "lm_head"), (Terms(TWO_PART),))
+    bounds = {"h.0.ln1": 3.0, "h.0.qkv": 40.0, "h.0.ln2": 4.0, "h.0.gelu": 5.0}
+    steps = {step.name: step for step in decode(config, False, known, bounds=bounds)}
+    scales = {"h.0.ln1": 4.0, "h.0.attn": 64.0, "h.0.ln2": 4.0, "h.0.gelu": 8.0}
+    for gives, takes in (("ln1", "q"), ("attn", "x1"), ("ln2", "gelu"), ("gelu", "output")):
+        scale = scale_for(scales[f"h.0.{gives}"])
+        assert steps[f"h.0.{gives}"].attrs["to_terms"] == Terms(TWO_PART, 0, scale)
+        assert steps[f"h.0.{takes}"].attrs["terms"] == Terms(TWO_PART, 0, scale)
+        assert steps[f"h.0.{takes}"].inputs[1].endswith(".parts")
+        assert "x_bound" not in steps[f"h.0.{takes}"].attrs
+    assert "to_terms" not in steps["ln_f"].attrs
+    assert steps["logits"].inputs[1] == "lm_head"
+
+
+def test_the_terms_of_a_llama() -> None:
+    """Gate, up and their product are one step if both weights take terms in wgmma's order."""
+    config = LlamaConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=128, n_ff=256, vocab_size=53)
+    wide, pairs = Terms("float16", 8), Terms("float16")
+    known = dict.fromkeys(("w_qkv", "w_gate", "w_up"), (wide,)) | {"w_down": (wide, pairs)}
+    steps = {step.name: step for step in decode(config, True, known)}
+    assert not {"h.0.gate", "h.0.up"} & set(steps)
+    assert steps["h.0.ff"].inputs == ("h.0.rms2", "h.0.w_gate", "", "", "", "", "h.0.w_up")
+    found = {name: (s.attrs.get("terms"), s.attrs.get("to_terms")) for name, s in steps.items()}
+    ends = {"rms1": (None, wide), "q": (wide, None), "ff": (wide, wide), "output": (wide, None)}
+    for name in ("rms1", "q", "attn", "x1", "ff", "output"):
+        assert found[f"h.0.{name}"] == ends.get(name, (None, None))
+    apart = {step.name for step in decode(config, True, {"w_gate": (wide,)})}
+    assert {"h.0.gate", "h.0.up", "h.0.ff"} <= apart
+
+
+def test_rope_is_part_of_a_product_that_takes_the_order_of_wgmma() -> None:
+    """The first step then computes the rotations of all layers.
+
+    RoPE is a separate step with other terms and other head sizes.
+    """
+    sizes: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_ff": 64}
+    known = {"w_qkv": (Terms("float16", 8), Terms("float16"))}
+    config = LlamaConfig(n_embd=128, vocab_size=53, **sizes)
+    steps = decode(config, True, known)
+    assert steps[0].name == "rotations"
+    assert steps[0].inputs == ("positions", "frequencies")
+    fused = [step for step in steps if step.op == "linear_rope"]
+    assert [step.name for step in fused] == ["h.0.q", "h.1.q"]
+    cache = ("h.0.k", "h.0.v", "row", "positions")
+    assert fused[0].inputs == ("h.0.rms1", "h.0.w_qkv", "", "rotations", *cache)
+    others = {"w_qkv": (Terms("float16"),)}, {"w_o": (Terms("float16", 8),)}
+    passes = [decode(config, True, terms) for terms in others]
+    passes.append(decode(LlamaConfig(n_embd=192, vocab_size=53, **sizes), True, known))
+    for apart in passes:
+        assert {"rope_append", "linear"} <= {step.op for step in apart}
+        assert not {"linear_rope", "rotations"} & {step.op for step in apart}
