@@ -329,14 +329,14 @@ class Model(Hinted, Generic[Weights]):
         """Write a Hugging Face directory, with the tokenizer files of the checkpoint.
 
         dtype: "float32", "float16", "bfloat16", or None for the stored dtype (FP8 as float32).
-        See `checkpoints.save_pretrained`.
+        See `files.checkpoints.save_pretrained`.
         """
         return save_pretrained(directory, self, dtype, self._checkpoint, overwrite)
 
     def save_gguf(self, path: str | Path, type: str, overwrite: bool = False) -> Path:
         """Write a GGUF file, with the tokenizer of the checkpoint.
 
-        type: GGUF type of the matrices, such as "q8_0" or "f16". See `checkpoints.save_gguf`.
+        type: GGUF type of the matrices, such as "q8_0" or "f16". See `files.checkpoints.save_gguf`.
         """
         return save_gguf(path, self, type, self._checkpoint, overwrite)
 

@@ -1,4 +1,4 @@
-"""What is stored: checkpoints, tokenizers, weights as arrays, and the bundled models.
+"""Files of models: checkpoints, tokenizers, weights as arrays, and the bundled models.
 
 Imports `gpt2block.models`; `gpt2block.engine` and the rooms above it may import it.
 """

@@ -1,4 +1,4 @@
-"""What a model is: its sizes, its architecture, and its weights in their stored formats.
+"""Models: their sizes and architectures, and their weights in the formats in which they are stored.
 
-Imports NumPy, `gpt2block.cuda` and `gpt2block.reference`; every room above may import it.
+Imports `gpt2block.cuda` and the checks of arguments; every room above may import it.
 """
