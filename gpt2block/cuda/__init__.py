@@ -2,6 +2,8 @@
 
 `cupy` is a proxy of the module cupy. It imports CuPy on first use, and no other code imports CuPy,
 so that every module of the package can be imported without it.
+
+Imports only checks and errors; every other room may import it.
 """
 
 from __future__ import annotations

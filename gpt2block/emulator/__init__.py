@@ -2,6 +2,8 @@
 
 `run` launches one kernel on NumPy arrays. Within `emulated()`, all code that uses a GPU through
 CuPy runs on the CPU. A launch needs NVRTC, and g++, which compiles the engine once.
+
+Imports `gpt2block.cuda`, whose CuPy it replaces; `ptx` imports nothing of the package.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ inputs of the checks, and `comparison` compares results with float64. `on_cpu` r
 emulator, after `refused` has compiled the file with NVRTC.
 `on_gpu` runs checks and the benchmark in a child process. `why` traces the threads of a problem,
 and `why_page` shows their steps. `templates` has a starter file for each operation.
+
+Imports `gpt2block.ops` and `gpt2block.emulator`; only `gpt2block.apps` may import it.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ of an operation, exact results and errors.
 
 `import gpt2block.ops` imports no operation: the module of a function is imported when the function
 is first used.
+
+Imports `gpt2block.models`, `.reference` and `.cuda`; `gpt2block.engine` and the rooms above it may
+import it.
 """
 
 from __future__ import annotations

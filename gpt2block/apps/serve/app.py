@@ -27,7 +27,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-import gpt2block
 from gpt2block.apps.serve.access import Access, error_response
 from gpt2block.apps.serve.answers import (
     Answer,
@@ -68,6 +67,7 @@ from gpt2block.apps.serve.service import EngineFailed
 from gpt2block.apps.serve.settings import ServedModel, ServerSettings
 from gpt2block.apps.serve.tools import ToolChatForm, ToolUse
 from gpt2block.apps.serve.workers import Workers
+from gpt2block.cuda import doctor
 from gpt2block.engine.chat.template import ChatTemplate, RenderingTimeoutError
 from gpt2block.engine.chat.tool_forms import FORMS
 from gpt2block.engine.chat.tool_forms.base import reads_tools
@@ -555,7 +555,7 @@ class Server:
         return JSONResponse({"id": wanted, **found})
 
     async def version(self, request: Request) -> Response:
-        return JSONResponse({"version": gpt2block.__version__})
+        return JSONResponse({"version": doctor.version()})
 
     async def health(self, request: Request) -> Response:
         """Respond with the server's state: ready, starting (503) or failed (503)."""
