@@ -25,7 +25,7 @@ from tests.apps.test_serve import command
 from tests.exchanges import COMPLETION, Exchange
 from tests.markov import MarkovEngine, cycle
 from tests.serving import Running, Slow, eventually, exchanged, get, model_of, post, serving
-from tests.test_serve_exchanges import TABLE, check
+from tests.apps.test_serve_exchanges import TABLE, check
 
 openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
 
