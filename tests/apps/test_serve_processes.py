@@ -22,10 +22,10 @@ from gpt2block.apps.serve.channel import MOST_ITEMS, Channel
 from tests import serving as serving_
 from tests.apps import test_serve, test_serve_clients, test_serve_play
 from tests.apps.test_serve import command
+from tests.apps.test_serve_exchanges import TABLE, check
 from tests.exchanges import COMPLETION, Exchange
 from tests.markov import MarkovEngine, cycle
 from tests.serving import Running, Slow, eventually, exchanged, get, model_of, post, serving
-from tests.apps.test_serve_exchanges import TABLE, check
 
 openai = pytest.importorskip("openai", reason="openai, a client, is not installed")
 
