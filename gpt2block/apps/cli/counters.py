@@ -32,7 +32,7 @@ from gpt2block.ops.operation import Operation, Sizes, Variant
 CAPABILITY, MULTIPROCESSORS = "90", 132  # an NVIDIA H200
 # The fastest float32 variants there of operations whose default has the bits of another document.
 FASTEST = {"attention": "online", "layernorm": "6", "matmul_bias": "registers"}
-MOST_COST = 0.3  # largest mine.sizes.cost of reduced sizes
+MOST_COST = 0.3  # largest judge.sizes.cost of reduced sizes
 KEPT = {"attention": "C", "trimat": "HS"}  # size that is not reduced, if it is no row's length
 # The counters in tables; JSON has bytes, too.
 SHOWN = [k for k, name in enumerate(Counts._fields) if name not in ("load_bytes", "store_bytes")]
