@@ -61,7 +61,7 @@ def test_random_actions(tmp_path: Path) -> None:
     """Random `stream`, `undo`, `clear`, copies and edits are compared with a list of messages."""
     for number in range(100):
         with suppress(Refused):
-            conversations.case(generator(0, "conversations", number), tmp_path)
+            conversations.case(generator(1, "conversations", number), tmp_path)
 
 
 def test_an_interrupted_step(monkeypatch: pytest.MonkeyPatch) -> None:
