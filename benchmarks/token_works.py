@@ -126,7 +126,7 @@ def _formats(
     yield dtype or ("float16" if name in FLOAT16 else "bfloat16"), cache
     if dtype is not None:
         return
-    own = own_cache_dtype(FILE)  # of FP8 weights, too
+    own = own_cache_dtype(FILE)  # FP8 weights have the same cache
     if cache in (None, own, *FP8):
         yield FP8_WEIGHTS, cache
     if cache is None:
@@ -207,7 +207,8 @@ def generate(model: RandomModel[Any], of: ManyPrompts) -> Work:
     """Return the work of one batch of prompts of random lengths."""
     prompts, shortest, longest, new = of
     lengths = np.random.default_rng(1).integers(shortest, longest + 1, size=prompts).tolist()
-    pairs = sum(n * new + new * (new - 1) // 2 for n in lengths)  # of a query and a visible key
+    # Pairs of a query and a key that the query sees
+    pairs = sum(n * new + new * (new - 1) // 2 for n in lengths)
     task = Continuations(model, model.prompts(lengths), new)
     tokens = sum(lengths) + prompts * new
     work = model_work(

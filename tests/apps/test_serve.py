@@ -1094,7 +1094,7 @@ def test_wrong_options(command: Exchange, tmp_path: Path, monkeypatch: pytest.Mo
 def test_files_of_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A file has keys with names, or one key; a warning tells if others can read the file."""
     file = tmp_path / "keys"
-    file.write_text(f"# of clients\n ann: {KEYS['ann']}\n\nbob\t{KEYS['bob']}")
+    file.write_text(f"# keys of clients\n ann: {KEYS['ann']}\n\nbob\t{KEYS['bob']}")
     file.chmod(0o600)
     assert cli_serve._keys(file) == KEYS
     assert not caplog.text

@@ -145,7 +145,7 @@ def check(running: Running, exchange: Exchange) -> None:
             match(RULES[-1] or "none", value)
         else:
             assert (headers[name] or ABSENT) == value
-    ids = re.findall('"(?:call_)?id":"([^"]+)"', text)  # of the answer, its items and its calls
+    ids = re.findall('"(?:call_)?id":"([^"]+)"', text)  # ids of answer, items and calls
     assert len(ids) == len({*ids})
     kind, _, rest = exchange.answer.partition(" ")
     if kind == "as":

@@ -68,9 +68,7 @@ class Encoded:
     local_bytes: int = 0
     parameters: list[tuple[int, Variable]] = field(default_factory=list)
     parameter_bytes: int = 0
-    variables: list[Variable] = field(
-        default_factory=list
-    )  # variables of global and constant memory
+    variables: list[Variable] = field(default_factory=list)  # global and constant variables
     functions: dict[str, int] = field(default_factory=dict)
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -189,14 +187,9 @@ class _Encoder:
         self.made.functions[function.name] = start
         for operand in self.later.pop(function.name, ()):
             self.made.operands[operand] = LABEL, start, 0, 0
-        used = Counter(word for each in function.code for word in _REGISTER.findall(str(each)))
-        for instruction in function.code:
-            first, *others = instruction.operands or ("",)
-            # ptxas removes a result that no other instruction names.
-            unused = instruction.opcode.startswith("atom") and used[first] == 1
-            operands = ("_", *others) if unused else instruction.operands
+        for instruction in _without_unused(function.code):
             try:
-                self._instruction(instruction._replace(operands=operands), start)
+                self._instruction(instruction, start)
             except PtxError as error:
                 raise UnsupportedError(str(error), instruction.place) from error
         last = function.code[-1].place if function.code else Place(0, 0)
@@ -425,6 +418,18 @@ class _Encoder:
 
 
 DYNAMIC = (1 << 63) + 1  # stands for the offset of dynamic shared memory until all others are known
+
+
+def _without_unused(code: Sequence[Instruction]) -> Sequence[Instruction]:
+    """Return the code with "_" for each result of an atomic operation that no instruction uses.
+
+    ptxas removes such results, too.
+    """
+    if not (atomic := [each for each in code if each.opcode.startswith("atom")]):
+        return code
+    used = Counter(word for each in code for word in _REGISTER.findall(str(each)))
+    unused = {each: ("_", *each.operands[1:]) for each in atomic if used[each.operands[0]] == 1}
+    return [each._replace(operands=unused.get(each, each.operands)) for each in code]
 
 
 def _layout(variables: list[Variable]) -> tuple[int, list[int]]:

@@ -56,7 +56,7 @@ class _Rounded(Functions):
     """
 
     def __init__(self, computed: np.dtype[Any], stored: np.dtype[Any]) -> None:
-        super().__init__()
+        super().__init__({})
         self._computed, self._stored = computed, stored
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -64,17 +64,16 @@ class _Rounded(Functions):
 
     def __missing__(self, op: str) -> Callable[..., Any]:
         function = super().__missing__(op)
-        computed, stored = self._computed, self._stored
 
         def rounded(*inputs: Any, **attrs: Any) -> NDArray[Any]:
             wide = (
-                array.astype(computed)
-                if array is not None and array.dtype == stored != computed
+                array.astype(self._computed)
+                if array is not None and array.dtype == self._stored != self._computed
                 else array
                 for array in inputs
             )
             made: NDArray[Any] = function(*wide, **attrs)
-            return made.astype(stored, copy=False)
+            return made.astype(self._stored, copy=False)
 
         self[op] = rounded
         return rounded

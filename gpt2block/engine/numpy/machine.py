@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Collection, Mapping
 from time import perf_counter
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ class Functions(dict[str, Callable[..., Any]]):
     functions. A copy looks functions of the reference up again, as they cannot be pickled.
     """
 
-    def __init__(self, own: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> None:
+    def __init__(self, own: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__(own)
         self.own = dict(own)
 
@@ -41,7 +40,7 @@ class Functions(dict[str, Callable[..., Any]]):
         return function
 
 
-FUNCTIONS = Functions()
+FUNCTIONS = Functions({})
 
 
 class NumpyMachine(Machine):
@@ -82,7 +81,7 @@ class NumpySteps:
     """
 
     known: Mapping[str, NDArray[Any]]
-    functions = FUNCTIONS
+    functions: Functions
     _note: Note | None = None
 
     def describe(self) -> str:
