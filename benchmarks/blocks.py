@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 
+from benchmarks.products import chosen_works
 from benchmarks.reports import add_options, show
 from benchmarks.torch_peers import compare
-from gpt2block.apps.bench import chosen_works
 from gpt2block.apps.cli.plots import check_file
 
 

@@ -14,7 +14,9 @@ from gpt2block.apps.bench import Report, Work
 from gpt2block.apps.cli.bench import TITLES, print_report
 from gpt2block.apps.cli.display import console, print_json, tracked
 
-MODEL_TITLES = {
+FURTHER_TITLES = {
+    "gemm": "Products with bias, C = 768",
+    "attention": "Attention, 12 heads of 64, B x T",
     "prompt": "A prompt, to the logits after its last token",
     "first": "A prompt and its first new token, by generate",
     "generate": "Prompts of {shortest} to {longest} tokens, {new} new tokens for each",
@@ -34,7 +36,7 @@ def show(report: Report, peers: set[str], as_json: bool, plot: Path | None) -> b
     if as_json:
         print_json(report.as_dict())
     else:
-        print_report(console(), report, {**TITLES, **MODEL_TITLES})
+        print_report(console(), report, {**TITLES, **FURTHER_TITLES})
     ours = replace(report, rows=[row for row in report.rows if row.contender not in peers])
     if plot is not None:
         (draw_decoding if any(row.what == "decode" for row in ours.rows) else draw)(ours, plot)

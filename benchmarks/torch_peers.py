@@ -20,12 +20,13 @@ from typing import Any
 import torch
 
 from benchmarks import token_peers, torch_functions
+from benchmarks.products import PRODUCTS
 from benchmarks.reports import released
 from benchmarks.token_works import ModelWork
 from benchmarks.torch_functions import Function, Tensor, tensor
 from gpt2block.apps import bench
 from gpt2block.apps.bench import Report
-from gpt2block.apps.bench.works import PRODUCTS, Sets, Work, block_weights
+from gpt2block.apps.bench.works import Sets, Work, block_weights
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 from gpt2block.models.weights.matrix import WeightMatrix

@@ -139,6 +139,7 @@ _ANSWERS = {
         "the text without an option: gpt2block generate 'To be'": "--prompt --text -p",
         "--max-new-tokens": "--max-length --max-tokens -n",
         "python -m benchmarks.models llama in the repository of gpt2block": "--llama",
+        "python -m benchmarks.blocks in the repository of gpt2block": "--what",
     },
     "Block": {
         "block(x)": "forward predict",

@@ -64,7 +64,7 @@ sanitizers() {
 }
 
 bench() {
-    for command in "bench --what block" "bench --decode" block "profile --size gpt2 --dtype bfloat16 --tokens 512 -o $logs/trace.json"; do
+    for command in bench "bench --decode" block "profile --size gpt2 --dtype bfloat16 --tokens 512 -o $logs/trace.json"; do
         log="$logs/$(cut -d " " -f 1,2 <<< "$command" | tr -d " ").txt"
         # shellcheck disable=SC2086
         timeout 300 python3 -m gpt2block $command > "$log" 2>&1 || status=1

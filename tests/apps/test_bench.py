@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 from math import isnan, nan
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -18,10 +17,10 @@ from rich.console import Console
 
 from gpt2block import GPT2, Block, GPT2Config, InputError
 from gpt2block.apps import bench
-from gpt2block.apps.bench import Report, Work, chosen_works, decoding, works
+from gpt2block.apps.bench import Report, Work, block_works, decoding, works
 from gpt2block.apps.bench import report as reports
 from gpt2block.apps.bench.decoding import RandomGPT2, Steps, decode, parse_rows
-from gpt2block.apps.bench.works import PRODUCTS, ROWS, GeneratedSequences, attention, block, gemm
+from gpt2block.apps.bench.works import GeneratedSequences, block
 from gpt2block.apps.cli.bench import print_report
 from gpt2block.apps.cli.plots import spread
 from gpt2block.cuda import doctor, timing
@@ -43,59 +42,27 @@ def tiny(dtype: str = "float32") -> RandomGPT2:
     return RandomGPT2(TINY, dtype)
 
 
-def product(dtype: str = "bfloat16", **options: bool) -> Work:
-    return gemm(dtype, "o", 600, 768, 768, **options)
-
-
-O = product()  # noqa: E741
+O = block("bfloat16", 1, 6, True)  # noqa: E741
 
 
 # Operations and bytes
 
 
 def test_operations_and_bytes() -> None:
-    assert O.flops == 2 * 600 * 768 * 768
-    assert O.traffic == 2 * (600 * 768 + 768 * 768 + 600 * 768) + 4 * 768
-    assert product(residual=True).traffic - O.traffic == 2 * 600 * 768
-    full, causal = (attention("bfloat16", 2, 4, mask) for mask in (False, True))
-    assert full.flops == 2 * 12 * (16 * 2 * 64 * 2)  # sequences, heads, two products
-    assert causal.flops == 2 * 12 * (10 * 2 * 64 * 2)
-    assert full.traffic == 2 * 4 * (2 * 4 * 768)
-    whole = block("float32", 2, 4, True)
-    products = sum(2 * 8 * N * K for N, K, *_ in (PRODUCTS[n] for n in ("qkv", "o", "fc", "proj")))
-    assert whole.flops == products + causal.flops
-    assert whole.traffic == 4 * (2 * 8 * 768) + 4 * 7_087_872
+    full, causal = (block("float32", 2, 4, mask) for mask in (False, True))
+    products = 2 * 8 * 768 * 768 * (3 + 1 + 4 + 4)
+    assert full.flops == products + 2 * 12 * (16 * 2 * 64 * 2)  # sequences, heads, two products
+    assert causal.flops == products + 2 * 12 * (10 * 2 * 64 * 2)
+    assert causal.traffic == 4 * (2 * 8 * 768) + 4 * 7_087_872
 
 
 def test_the_works_and_their_order() -> None:
-    found = chosen_works()
-    assert [work.what for work in found] == ["block"] * 10 + ["gemm"] * 24 + ["attention"] * 8
-    assert [work.dtype for work in found[:10]] == ["bfloat16"] * 5 + ["float32"] * 5
-    names = [work.name for work in found]
-    assert names[:5] == ["1x128 full", "1x1024 full", "1x1024 causal", "8x1024 causal",
-                         "64x1024 causal"]  # fmt: skip
-    assert names[10:12] == ["qkv M=128", "o M=128"]
-    assert len({(work.what, work.dtype, work.name) for work in found}) == 42
-    some = chosen_works("gemm", "float16", "proj")
-    assert [work.dtype for work in some] == ["float16"] * 8
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_the_truth_of_a_product_covers_every_row(name: str) -> None:
-    _, _, gelu, residual = PRODUCTS[name]
-    work = gemm("float16", name, ROWS + 91, 40, 24, gelu, residual)
-    host, truth = work.inputs(), work.truth()
-    assert tuple(host) == ("a", "w", "bias", "residual")[: 3 + residual]
-    assert host["w"].layout == "NK"
-    at = ROWS + 90
-    assert (host["a"][at] == host["a"][90]).all()
-    out = host["a"][at].astype(np.float64) @ host["w"].dequantized().astype(np.float64)
-    out += host["bias"]
-    if gelu:
-        out = 0.5 * out * (1 + np.tanh(np.sqrt(2 / np.pi) * (out + 0.044715 * out**3)))
-    if residual:
-        out += host["residual"][at]
-    np.testing.assert_allclose(out, truth[90], rtol=1e-12, atol=1e-12)
+    found = block_works()
+    assert [work.dtype for work in found] == ["bfloat16"] * 5 + ["float32"] * 5
+    names = ["1x128 full", "1x1024 full", "1x1024 causal", "8x1024 causal", "64x1024 causal"]
+    assert [work.name for work in found] == 2 * names
+    some = block_works("float16", "causal")
+    assert [(work.dtype, work.name) for work in some] == [("float16", name) for name in names[2:]]
 
 
 def test_the_truth_of_a_block_is_a_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,17 +73,6 @@ def test_the_truth_of_a_block_is_a_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     for causal, right in ((True, True), (False, False)):
         out = Block(works.block_weights("float32"), causal=causal, device="cpu")(x)
         assert (errors(out, work.truth())[1] <= reports.tolerance(work, "float32")) == right
-
-
-def test_the_truth_of_attention_repeats_its_sequences() -> None:
-    work = attention("bfloat16", 200, 16, False)
-    qkv = work.inputs()["qkv"].astype(np.float64)
-    assert (qkv[192] == qkv[0]).all()
-    assert (qkv[193] != qkv[0]).any()
-    q, k, v = qkv[193].reshape(16, 3, 12, 64).transpose(1, 2, 0, 3)
-    p = np.exp(q @ k.swapaxes(1, 2) / 8)
-    out = (p / p.sum(-1, keepdims=True) @ v).swapaxes(0, 1).reshape(16, 768)
-    np.testing.assert_allclose(out, work.truth()[16:32], rtol=1e-9, atol=1e-12)
 
 
 # Decoding
@@ -258,12 +214,10 @@ def test_bfloat16_is_widened_exactly() -> None:
 
 
 def test_tf32_is_right_as_far_as_it_is() -> None:
-    work = product("float32")
-    assert 4e-4 < reports.tolerance(work, "tf32") < 2e-3
-    assert reports.tolerance(work, "float32") < 2e-5
+    assert 4e-4 < tolerance("tf32") < 2e-3
+    assert tolerance("float32") < 2e-5
     assert tolerance("float32") < tolerance("float16") < tolerance("bfloat16") < 0.01
-    whole = block("bfloat16", 1, 128, True)
-    assert reports.tolerance(whole, "bfloat16") == 7 * tolerance("bfloat16")
+    assert reports.tolerance(O, "bfloat16") == 7 * tolerance("bfloat16")
 
 
 # A race of fake contenders
@@ -282,7 +236,7 @@ class Racer:
         if self.error:
             raise self.error
         self.rounds.append(rounds)
-        result = np.resize(O.truth(), (600, 768)) + self.off
+        result = O.truth()[:6] + self.off
         out = np.zeros_like(result)
 
         def replay() -> None:
@@ -338,7 +292,7 @@ def test_what_a_row_says(run_race: Callable[..., Any]) -> None:
     assert first.right
     assert second.right
     assert second.us == pytest.approx(30.0)
-    assert first.sizes == {"M": 600, "N": 768, "K": 768}
+    assert first.sizes == {"B": 1, "T": 6, "causal": 1}
     assert (first.copies, first.arithmetic) == (10, "bfloat16")
 
 
@@ -357,9 +311,9 @@ def test_who_cannot_run_is_told_with_the_reason(run_race: Callable[..., Any]) ->
     rows, skipped, _ = run_race(*racers, Racer("ours"))
     assert [row.contender for row in rows] == ["ours"]
     assert skipped == [
-        "gemm bfloat16: r0: takes float32",
-        "gemm bfloat16: r1: needs Hopper",
-        "gemm bfloat16: r2: none left",
+        "block bfloat16: r0: takes float32",
+        "block bfloat16: r1: needs Hopper",
+        "block bfloat16: r2: none left",
     ]
     assert run_race(*racers[:1])[:2] == ([], skipped[:1])
     with pytest.raises(RuntimeError, match="illegal memory access"):  # a GPU error is no refusal
@@ -381,51 +335,6 @@ def test_the_drivers_version(tmp_path: Path) -> None:
     assert reports._driver(tmp_path / "none") == "unknown"
 
 
-# Variants
-
-
-def test_the_default_variant_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cupy", reason="the ops need CuPy")
-    dtypes: dict[str, tuple[str, ...]] = {
-        "mma": ("bfloat16",),
-        "hopper": (),
-        "old": (),
-        "fp32": ("float32",),
-    }
-    variants = [
-        SimpleNamespace(name=name, kernels=(f"gemm_{name}",), dtypes=of)
-        for name, of in dtypes.items()
-    ]
-    bound: list[tuple[Any, ...]] = []
-
-    def bind(
-        inputs: Any, out: Any = None, *, gelu: bool, split_k: bool, variant: str | None = None
-    ) -> Any:
-        assert split_k
-        if variant == "old":
-            raise InputError("old takes float32")
-        bound.append((inputs, out, gelu, variant))
-        launch = SimpleNamespace(name=f"gemm_{variant or 'hopper'}")
-        return SimpleNamespace(out=out or object(), launches=(launch,))
-
-    operation = SimpleNamespace(variants=variants, bind=bind)
-    monkeypatch.setattr(works, "OPERATIONS", {"gemm": operation})
-    captured: list[list[Any]] = []
-    monkeypatch.setattr(timing, "captured", captured.append)
-    monkeypatch.setattr("gpt2block.cuda.overlap.possible", lambda: False)
-    sets = [{"a": f"a{i}", "w": "w", "bias": "b"} for i in range(3)]
-    found = list(product(gelu=True).ours(sets, 0))
-    assert [each.name for each in found] == ["hopper", "mma", "old"]
-    first, second = found[0].capture(2), found[1].capture(1)
-    assert [len(launches) for launches in captured] == [6, 3]
-    assert [out for _, out, *_ in bound[1:4]] == [None] * 3
-    assert [out for _, out, *_ in bound[4:]] == [first.outs[0], bound[5][1], first.outs[1]]
-    assert second.outs == first.outs
-    assert all(gelu for _, _, gelu, _ in bound)
-    with pytest.raises(InputError, match="old takes float32"):
-        found[2].capture(1)
-
-
 # Tables
 
 
@@ -435,10 +344,10 @@ def report() -> Report:
         row(O, "hopper", error=1e-3),
         row(O, "mma", 3.0),
     ]
-    for work in chosen_works("block", "float32", "1x"):
+    for work in block_works("float32", "1x"):
         rows.append(row(work, "fused", 20.0))
         rows.append(row(work, "skeleton", 50.0))
-    return Report({"GPU": "a GPU", "CuPy": "14.2"}, BEST, rows, ["gemm bfloat16: old: takes [x]"])
+    return Report({"GPU": "a GPU", "CuPy": "14.2"}, BEST, rows, ["block bfloat16: old: takes [x]"])
 
 
 def shown(report: Report) -> str:
@@ -452,15 +361,15 @@ def test_the_table(report: Report) -> None:
     text = shown(report)
     assert "GPU a GPU, CuPy 14.2" in text
     assert "float32 50, tf32 400, float16 700, bfloat16 800 TFLOP/s" in text
-    assert "Products with bias" in text
-    assert "Attention" not in text
+    assert "GPT-2 small's block" in text
+    assert "A step of decoding" not in text
     lines = [line.split() for line in text.splitlines()]
-    first = next(line for line in lines if line[:2] == ["o", "M=600"])
+    first = next(line for line in lines if line[:2] == ["1x6", "causal"])
     assert first[2:5] == ["bfloat16", "hopper", "2.00"]
     assert first[-3:] == ["1.00", "1.0e-03", "ok"]
     assert next(line for line in lines if line[:1] == ["mma"])[-3] == "1.50"
     assert next(line for line in lines if line[:2] == ["skeleton", "50.00"])[-3] == "2.50"
-    assert "not run: gemm bfloat16: old: takes [x]" in text
+    assert "not run: block bfloat16: old: takes [x]" in text
     wrong = shown(replace(report, rows=[row(O, "hopper", error=1.0), row(O, "mma", 2.5)]))
     assert wrong.count("WRONG") == 1
     assert " 1.00 " not in wrong  # no ratio to a wrong result
@@ -499,15 +408,18 @@ def measured(monkeypatch: pytest.MonkeyPatch, report: Report) -> list[list[Work]
 
 def test_json_has_everything(measured: list[list[Work]], report: Report) -> None:
     report.rows[0] = replace(report.rows[0], max_abs=nan, max_rel=nan, right=False)
-    ended = gpt2block("bench", "--what", "attention", "--only", "4096", "--json")
+    ended = gpt2block("bench", "--only", "8x1024", "--json")
     assert ended.code == 1  # ours was wrong
     found = ended.json
     assert list(found) == ["versions", "ceilings", "rows", "skipped"]
     assert found["ceilings"] == {"copy_gb_s": 4000.0, "tflop_s": dict(BEST.tflop_s)}
     assert [entry["contender"] for entry in found["rows"]][:3] == ["hopper", "mma", "fused"]
     assert found["rows"][0]["max_rel"] is None
-    assert found["rows"][1]["sizes"] == {"M": 600, "N": 768, "K": 768}
-    assert [work.name for work in measured[0]] == ["4x4096 full", "4x4096 causal"]
+    assert found["rows"][1]["sizes"] == {"B": 1, "T": 6, "causal": 1}
+    assert [(work.name, work.dtype) for work in measured[0]] == [
+        ("8x1024 causal", "bfloat16"),
+        ("8x1024 causal", "float32"),
+    ]
     gpt2block("bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--size", "gpt2-xl")
     steps = [(work.name, work.dtype, work.sizes["n_layer"]) for work in measured[1]]
     assert steps == [("1 row", "float32", 48), ("4 rows", "float32", 48)]
@@ -519,11 +431,10 @@ ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--what mlp", "--what: expected one of block, gemm, attention, all, got 'mlp'"),
+        ("--what gemm", "type python -m benchmarks.blocks in the repository of gpt2block"),
         ("--dtype int8", "--dtype: expected one of bfloat16, float16, float32, got 'int8'"),
         ("--only 9x9", "--only '9x9': no name contains it"),
-        ("--decode --what all", "--what chooses kernels, --decode times a whole model"),
-        ("--decode --only 8x", "--only chooses kernels, --decode times a whole model"),
+        ("--decode --only 8x", "--only chooses blocks, --decode times a whole model"),
         ("--decode --rows 8;9", ROWS_WANTED),
         ("--decode --dtype int8", "--dtype: expected one of float32, "),
         ("--decode --size gpt3", "unknown --size 'gpt3': expected one of gpt2, "),
@@ -531,7 +442,7 @@ ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
         ("--rows 8", "--rows is an option of --decode: add --decode"),
         ("--size gpt2", "--size is an option of --decode: add --decode"),
         ("--kv-dtype float8_e5m2", "--kv-dtype is an option of --decode: add --decode"),
-        ("--what block", f"the bench cannot be used: {NO_GPU}"),
+        ("--only 8x", f"the bench cannot be used: {NO_GPU}"),
         ("--decode --rows 1", f"the bench cannot be used: {NO_GPU}"),
     ],
 )
@@ -571,14 +482,12 @@ def test_a_small_race() -> None:
         [
             block("bfloat16", 2, 17, True),
             block("float32", 2, 17, True),
-            gemm("bfloat16", "fc+gelu", 600, *PRODUCTS["fc+gelu"]),
-            attention("float32", 2, 17, False),
             *bench.decode_works(rows="1,8"),
         ]
     )
     assert report.right
     names = {(row.what, row.contender) for row in report.rows}
-    assert names >= {("block", "skeleton"), ("attention", "online"), ("decode", "sampled")}
+    assert names >= {("block", "skeleton"), ("decode", "sampled")}
     assert not [line for line in report.skipped if line.startswith("decode")]
     if int(cupy.cuda.Device().compute_capability) >= 80:
         assert ("block", "fused") in names

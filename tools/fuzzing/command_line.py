@@ -291,7 +291,7 @@ def _other(rng: Rng, folder: Path) -> None:
             ["kernels", "softmax", "--mine", str(rng.pick(*_texts(), str(folder)))],
             ["kernels", "softmax", "--device", str(rng.pick(*_texts(), "tpu"))],
             ["bench", "--device", "cpu"],
-            ["bench", "--what", str(rng.pick(*_texts()))],
+            ["bench", "--only", str(rng.pick(*_texts()))],
             ["bench", "--decode", "--device", "cpu",
              "--rows", str(rng.pick(*_texts(), "1,8", "0", "9" * 5000))],
             ["bench", "--rows", "8"], ["convert"], ["embed"], ["nothing"],

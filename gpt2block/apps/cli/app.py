@@ -29,7 +29,7 @@ EXAMPLES = {  # command → its example, in the order of the help
     "kernels": "kernels layernorm --mine my.cu",
     "judge": "judge homework --csv verdicts.csv",
     "block": "block --text 'To be, or not to be' --layer 2",
-    "bench": "bench --what gemm",
+    "bench": "bench --only 8x1024",
     "info": "info shakespeare --json",
     "convert": "convert out/ckpt.pt my-model --dtype bfloat16",
     "check": "check --json",

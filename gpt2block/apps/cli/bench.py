@@ -17,8 +17,6 @@ from gpt2block.ops.bench.race import CACHES, MOST_SETS
 
 TITLES: Mapping[str, str] = {  # kind of benchmark → title; sizes replace the names in braces
     "block": "GPT-2 small's block, B x T",
-    "gemm": "Products with bias, C = 768",
-    "attention": "Attention, 12 heads of 64, B x T",
     "decode": "A step of decoding, {position} tokens in the cache",
 }
 KERNELS = (  # how kernels are timed

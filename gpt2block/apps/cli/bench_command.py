@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class BenchOptions:
     device: str | None = device_option()
-    what: str | None = option("block, gemm, attention or all, the default.")
-    only: str | None = option("Run only works whose name has this text, such as 8x1024 or M=128.")
+    only: str | None = option("Run only blocks whose name has this text, such as 8x1024.")
     decode: bool = option(
         "Time steps of decoding with a whole GPT-2 with random weights.", False, "--decode"
     )
@@ -39,11 +38,11 @@ class BenchOptions:
 
 
 def bench(options: BenchOptions) -> None:
-    """Time blocks of GPT-2, matrix products, attention or decoding on a GPU, and check the results.
+    """Time blocks of GPT-2 or steps of decoding on a GPU, and check the results.
 
-    The rates of blocks, products and attention are compared with the ceilings of this GPU. Steps of
-    decoding are compared with the least time that reading weights, keys and values takes. The exit
-    code is 1 if a result is wrong.
+    The rates of blocks are compared with the ceilings of this GPU. Steps of decoding are compared
+    with the least time that reading weights, keys and values takes. The exit code is 1 if a result
+    is wrong.
     """
     from gpt2block.apps.cli.bench import race  # noqa: PLC0415  (slow to import)
 
@@ -53,22 +52,14 @@ def bench(options: BenchOptions) -> None:
 
 def _works(options: BenchOptions) -> list[Work]:
     """Return the benchmarks that the options select. Raises InputError."""
-    from gpt2block.apps.bench import chosen_works, decode_works  # noqa: PLC0415
+    from gpt2block.apps.bench import block_works, decode_works  # noqa: PLC0415
 
-    of_kernels = _first_given({"--what": options.what, "--only": options.only})
-    of_models = _first_given(
-        {"--rows": options.rows, "--size": options.size, "--kv-dtype": options.kv_dtype}
-    )
-    if not options.decode:
-        if of_models:
-            raise InputError(f"{of_models} is an option of --decode: add --decode")
-        return chosen_works(options.what or "all", options.dtype, options.only)
-    if of_kernels:
-        raise InputError(
-            f"{of_kernels} chooses kernels, --decode times a whole model: leave out one"
-        )
-    return decode_works(options.dtype, options.rows, options.size, options.kv_dtype)
-
-
-def _first_given(values: dict[str, str | None]) -> str | None:
-    return next((name for name, value in values.items() if value is not None), None)
+    if options.decode:
+        if options.only is not None:
+            raise InputError("--only chooses blocks, --decode times a whole model: leave out one")
+        return decode_works(options.dtype, options.rows, options.size, options.kv_dtype)
+    of_models = {"--rows": options.rows, "--size": options.size, "--kv-dtype": options.kv_dtype}
+    for name, value in of_models.items():
+        if value is not None:
+            raise InputError(f"{name} is an option of --decode: add --decode")
+    return block_works(options.dtype, options.only)
