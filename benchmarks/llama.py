@@ -58,7 +58,7 @@ SHAPES: Mapping[str, LlamaConfig] = {
 }  # fmt: skip
 
 
-class RandomLlama(RandomModel[LlamaConfig]):
+class RandomLlama(RandomModel):
     """A Llama or similar architecture, with random weights.
 
     They are generated in device memory, or in host memory for several GPUs. several: a device such
@@ -68,6 +68,7 @@ class RandomLlama(RandomModel[LlamaConfig]):
     weights with float32 activations.
     """
 
+    config: LlamaConfig
     _exact: CudaModel | None = None
 
     def __init__(
@@ -81,8 +82,8 @@ class RandomLlama(RandomModel[LlamaConfig]):
         self._several, self.gpus = several, 1 + (several or "").count(",")
         self.device = 0  # index of the GPU in the last call of `on`
 
-    def on(self, device: int) -> Model[Any]:
-        self.device = device
+    def on(self, device: int | None) -> Model[Any]:
+        self.device = device or 0
         return super().on(device)
 
     def release(self) -> None:

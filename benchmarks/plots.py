@@ -23,10 +23,8 @@ Points = list[tuple[int, float]]  # (number of rows, tokens/s) of each point
 
 
 def measured_on(report: Report) -> str:
-    """Return the GPU's name and the version of CuPy, for the title of a plot."""
-    versions = report.versions
-    known = [f"CuPy {versions['CuPy']}"] if "CuPy" in versions else []
-    return ", ".join([versions.get("GPU", "GPU"), *known])
+    """Return the GPU, its driver and the version of CuPy, for the title of a plot."""
+    return report.versions.get("GPU", "GPU")
 
 
 def _label_2_and_5(axis: Any, form: str) -> None:

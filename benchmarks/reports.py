@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.llama import RandomLlama
@@ -34,7 +34,7 @@ def show(report: Report, peers: set[str], as_json: bool, plot: Path | None) -> b
     peers: names of the implementations of other libraries.
     """
     if as_json:
-        print_json(report.as_dict())
+        print_json(asdict(report))
     else:
         print_report(console(), report, {**TITLES, **FURTHER_TITLES})
     ours = replace(report, rows=[row for row in report.rows if row.contender not in peers])

@@ -74,7 +74,7 @@ def stage(
 class Prompt:
     """Task: compute the logits at the last token of one prompt of T tokens."""
 
-    model: RandomModel[Any]
+    model: RandomModel
     T: int
 
     @property
@@ -99,7 +99,7 @@ class Prompt:
 class Continuations:
     """Task: continue many prompts by `new` tokens each."""
 
-    model: RandomModel[Any]
+    model: RandomModel
     prompts: Sequence[Ids]
     new: int
 

@@ -28,12 +28,13 @@ from torch.nn.functional import (
 from benchmarks.llama import RandomLlama
 from benchmarks.tasks import Continuations, Prompt
 from benchmarks.torch_functions import check_weights, tensor
-from gpt2block.apps.bench.decoding import RandomGPT2, Steps
+from gpt2block.apps.bench.decoding import RandomModel, Steps
 from gpt2block.apps.bench.works import GeneratedSequences
 from gpt2block.cuda.formats import own_cache_dtype
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints.naming import GPT2_NAMING, naming_of
+from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.config.llama import LlamaConfig
 from gpt2block.ops.bench.race import Capture, Captured, Contender, refuse
 
@@ -183,11 +184,11 @@ def forward(
     return linear(norm(x[:, -1], "", "_f"), weights.get("lm_head", weights["wte"]))
 
 
-def weights_of(model: RandomGPT2, device: str) -> Tensors:
+def weights_of(model: RandomModel, device: str) -> Tensors:
     """Return GPT-2's weights as tensors; matrices are (out, in). Raises InputError for FP8."""
     check_weights(model.dtype)
     tensors = {}
-    for name, array, layout in model.weights.tensors():
+    for name, array, layout in random_model(0, model.config):
         rows = np.ascontiguousarray(array.T if layout == "KN" else array)
         tensors[name] = torch.from_numpy(rows).to(device, getattr(torch, model.dtype))
     return tensors

@@ -115,7 +115,7 @@ def llama_works(
     return works if gpus == 1 else [_divided(work, gpus) for work in works]
 
 
-def _steps(model: RandomModel[Any], rows: str) -> list[Steps]:
+def _steps(model: RandomModel, rows: str) -> list[Steps]:
     return [Steps(model, n) for n in parse_rows(rows)]
 
 
@@ -161,7 +161,7 @@ def by_stages(steps: Steps, device: int) -> Captures:
     return {NAME: step, **{by: partial(stage, steps, device, of, shared) for by, of in stages}}
 
 
-def prompt(model: RandomModel[Any], T: int) -> Work:
+def prompt(model: RandomModel, T: int) -> Work:
     """Return the work of the logits after one prompt of T tokens."""
     task = Prompt(model, T)
     work = model_work(
@@ -178,14 +178,14 @@ def prompt(model: RandomModel[Any], T: int) -> Work:
     return _of(replace(work, truth=lambda: model.last_logits(task.ids)), task)
 
 
-def prompt_flops(model: RandomModel[Any], T: int) -> int:
+def prompt_flops(model: RandomModel, T: int) -> int:
     """Return the FLOPs of a prompt of T tokens, including the logits after the last token."""
     head: int = model.config.vocab_size * model.config.n_embd
     products = 2 * T * (model.matrix_elements - head) + 2 * head
     return products + model.attention_flops(T * (T + 1) // 2)
 
 
-def first_token(model: RandomModel[Any], T: int) -> Work:
+def first_token(model: RandomModel, T: int) -> Work:
     """Return the work of a call of `generate`: a prompt of T tokens and one new token."""
     task = Continuations(model, model.prompts([T]), 1)
     work = model_work(
@@ -203,7 +203,7 @@ def first_token(model: RandomModel[Any], T: int) -> Work:
     return _of(work, task)
 
 
-def generate(model: RandomModel[Any], of: ManyPrompts) -> Work:
+def generate(model: RandomModel, of: ManyPrompts) -> Work:
     """Return the work of one batch of prompts of random lengths."""
     prompts, shortest, longest, new = of
     lengths = np.random.default_rng(1).integers(shortest, longest + 1, size=prompts).tolist()

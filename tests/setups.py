@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from gpt2block import emulator, errors
-from gpt2block.apps import profiling
 from gpt2block.apps.cli import generate, score
+from gpt2block.apps.profiling import runs
 from gpt2block.cuda import doctor
 from gpt2block.cuda.formats import USUAL
 from gpt2block.emulator.ptx import nvrtc
@@ -132,7 +132,7 @@ class Setup:
         looks = itertools.count()
         for module in (numpy_machine, numpy_model, timeline):
             self.patch.setattr(module, "perf_counter", lambda: 1e-6 * us * next(looks))
-        self.patch.setattr(profiling, "copy_gb_s", lambda _: gb_s)
+        self.patch.setattr(runs, "copy_gb_s", lambda _: gb_s)
 
     def deleted_folder(self, *_: str) -> None:
         (self.folder / "gone").mkdir()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from math import isnan, nan
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -19,13 +18,14 @@ from gpt2block import GPT2, Block, GPT2Config, InputError
 from gpt2block.apps import bench
 from gpt2block.apps.bench import Report, Work, block_works, decoding, works
 from gpt2block.apps.bench import report as reports
-from gpt2block.apps.bench.decoding import RandomGPT2, Steps, decode, parse_rows
+from gpt2block.apps.bench.decoding import RandomModel, Steps, decode, parse_rows
 from gpt2block.apps.bench.works import GeneratedSequences, block
 from gpt2block.apps.cli.bench import print_report
 from gpt2block.apps.cli.plots import spread
 from gpt2block.cuda import doctor, timing
 from gpt2block.engine.cuda import decoding as cuda_decoding
 from gpt2block.errors import KernelError
+from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.config import SIZES, model_shapes
 from gpt2block.ops import workload
 from gpt2block.ops.bench import race
@@ -38,8 +38,8 @@ from tests.devices import running_on
 TINY = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=24, vocab_size=53)
 
 
-def tiny(dtype: str = "float32") -> RandomGPT2:
-    return RandomGPT2(TINY, dtype)
+def tiny(dtype: str = "float32") -> RandomModel:
+    return RandomModel(TINY, dtype)
 
 
 O = block("bfloat16", 1, 6, True)  # noqa: E741
@@ -80,7 +80,7 @@ def test_the_truth_of_a_block_is_a_blocks(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_bytes_and_operations_of_a_step() -> None:
     """GPT-2 small has 124 million parameters, and 36,864 bytes of cache per token in bfloat16."""
-    model = RandomGPT2(SIZES["gpt2"], "bfloat16")
+    model = RandomModel(SIZES["gpt2"], "bfloat16")
     shapes = model_shapes(model.config)
     parameters = sum(int(np.prod(shape)) for name, shape in shapes.items() if name != "wpe")
     vectors = sum(shape[0] for shape in shapes.values() if len(shape) == 1)
@@ -92,14 +92,14 @@ def test_bytes_and_operations_of_a_step() -> None:
     assert step.flops == 2 * 8 * (parameters - vectors) + 8 * 4 * 12 * 768 * 512
     assert step.tokens == 8
     assert step.sizes == {"rows": 8, "position": 512, "n_layer": 12, "n_embd": 768}
-    narrow = RandomGPT2(SIZES["gpt2"], "float8_e5m2")
+    narrow = RandomModel(SIZES["gpt2"], "float8_e5m2")
     assert narrow.weight_bytes == parameters + 3 * vectors
     assert narrow.token_bytes == 36_864
-    assert RandomGPT2(SIZES["gpt2"], "float32").token_bytes == 73_728
+    assert RandomModel(SIZES["gpt2"], "float32").token_bytes == 73_728
 
 
 def test_the_position_is_the_middle_of_the_timed_steps() -> None:
-    steps = Steps(RandomGPT2(SIZES["gpt2"], "bfloat16"), 1)
+    steps = Steps(RandomModel(SIZES["gpt2"], "bfloat16"), 1)
     timed = decoding.STEPS * decoding.TURNS
     assert steps.end - timed / 2 == 512  # an untimed first turn checks results
     assert steps.end - steps.start == timed + decoding.STEPS
@@ -122,9 +122,11 @@ def test_numbers_of_rows_that_there_are_not(rows: str) -> None:
         parse_rows(rows)
 
 
-def last_token(model: RandomGPT2, ids: Any) -> tuple[int, float]:
+def last_token(model: RandomModel, ids: Any) -> tuple[int, float]:
     """Return the most likely token after ids, and its log-probability."""
-    logits = GPT2(model.weights, device="cpu")(ids, last=True).astype(np.float64)
+    tensors = random_model(0, TINY)
+    exact = GPT2.from_tensors(TINY, tensors, "cpu", "float32")
+    logits = exact(ids, last=True).astype(np.float64)
     return int(logits.argmax()), float(logits.max() - np.log(np.exp(logits).sum()))
 
 
@@ -328,13 +330,6 @@ def test_how_many_copies_and_rounds() -> None:
         assert rounds_for(once_ms, copies) == rounds
 
 
-def test_the_drivers_version(tmp_path: Path) -> None:
-    file = tmp_path / "version"
-    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\n")
-    assert reports._driver(file) == "580.95.05"
-    assert reports._driver(tmp_path / "none") == "unknown"
-
-
 # Tables
 
 
@@ -376,7 +371,7 @@ def test_the_table(report: Report) -> None:
 
 
 def test_the_table_of_steps_fits_eighty_columns(report: Report) -> None:
-    step = decode(Steps(RandomGPT2(SIZES["gpt2"], "bfloat16", "float8_e5m2"), 256))
+    step = decode(Steps(RandomModel(SIZES["gpt2"], "bfloat16", "float8_e5m2"), 256))
     rows = [row(step, "gpt2block", 2500.0), row(step, "sampled", 52_000.0)]
     console = Console(width=80)
     with console.capture() as shown:

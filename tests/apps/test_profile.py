@@ -31,19 +31,10 @@ from gpt2block import (
     Sampling,
     random_input,
 )
-from gpt2block.apps.bench.decoding import RandomGPT2
-from gpt2block.apps.profiling import (
-    Profile,
-    TimedPass,
-    kinds,
-    of_block,
-    of_generate,
-    of_score,
-    operations,
-    pass_times,
-)
-from gpt2block.apps.profiling import trace as trace_of
-from gpt2block.apps.profiling.summary import layer_of
+from gpt2block.apps.bench.decoding import RandomModel
+from gpt2block.apps.profiling.runs import Profile, TimedPass, of_block, of_generate, of_score
+from gpt2block.apps.profiling.summary import kinds, layer_of, operations, pass_times
+from gpt2block.apps.profiling.trace import trace as trace_of
 from gpt2block.cuda import cupy, timing
 from gpt2block.emulator import stand_in
 from gpt2block.engine.cuda import timeline as cuda_timeline
@@ -155,7 +146,7 @@ def assert_valid(trace: dict[str, Any]) -> None:
 
 def weights_of(rows: int, itemsize: int) -> int:
     """Bytes of weights that a decoding step reads: each once, but only some rows of tables."""
-    stored = RandomGPT2(CONFIG, "float32" if itemsize == 4 else "bfloat16").weight_bytes
+    stored = RandomModel(CONFIG, "float32" if itemsize == 4 else "bfloat16").weight_bytes
     return stored + rows * CONFIG.n_embd * (itemsize + 4)  # rows of wte and wpe
 
 
@@ -581,10 +572,10 @@ def test_times_below_the_resolution_and_bytes_from_a_cache(
         *first, last = timeline.ran
         return [TimedPass(kind, Timeline((*first, last._replace(own=0.0)), timeline.us))]
 
-    monkeypatch.setattr("gpt2block.apps.profiling.of_score", passes)
+    monkeypatch.setattr("gpt2block.apps.profiling.runs.of_score", passes)
     arguments = ("profile", "score", "--steps", 1, "--device", "cpu", "-o", tmp_path / "t.json")
     for gb_s, told in ((1e-3, True), (1e9, False)):
-        monkeypatch.setattr("gpt2block.apps.profiling.copy_gb_s", lambda _, rate=gb_s: rate)
+        monkeypatch.setattr("gpt2block.apps.profiling.runs.copy_gb_s", lambda _, rate=gb_s: rate)
         out = printed(*arguments)
         assert re.search(r"scores +\S+ +1 +< 0\.5 ", out)
         assert ("% floor above 100: the bytes come from a cache" in out) == told

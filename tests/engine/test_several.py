@@ -28,7 +28,9 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import CheckpointError, GPT2Config, InputError, LlamaConfig
-from gpt2block.apps.profiling import Profile, TimedPass, kinds, pass_times, trace
+from gpt2block.apps.profiling.runs import Profile, TimedPass
+from gpt2block.apps.profiling.summary import kinds, pass_times
+from gpt2block.apps.profiling.trace import trace
 from gpt2block.cuda import cupy, replaced
 from gpt2block.cuda.formats import FILE, Formats
 from gpt2block.cuda.requests import Launch

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gpt2block import GPT2, InputError, Llama, LlamaConfig, emulator, ops, reference
 from gpt2block.apps.bench import decode_works
-from gpt2block.apps.bench.decoding import RandomGPT2
+from gpt2block.apps.bench.decoding import RandomModel
 from gpt2block.apps.bench.report import tolerance
 from gpt2block.bulk import job as bulk_job
 from gpt2block.bulk.predictor import Predictor
@@ -438,8 +438,8 @@ def test_a_job_takes_the_dtype_of_the_cache(tmp_path: Path) -> None:
 
 
 def test_the_bench_counts_the_bytes_of_the_cache() -> None:
-    assert RandomGPT2(GPT2_SMALL, "bfloat16").token_bytes == 2 * 2 * 128 * 2
-    assert RandomGPT2(GPT2_SMALL, "bfloat16", "float8_e5m2").token_bytes == 2 * 2 * 128
+    assert RandomModel(GPT2_SMALL, "bfloat16").token_bytes == 2 * 2 * 128 * 2
+    assert RandomModel(GPT2_SMALL, "bfloat16", "float8_e5m2").token_bytes == 2 * 2 * 128
     (plain,), (narrow,) = (
         decode_works("float8_e5m2", "4", "gpt2", kv) for kv in (None, "float8_e5m2")
     )

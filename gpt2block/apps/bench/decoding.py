@@ -7,11 +7,10 @@ Times are host times of Python calls that return with their results in host memo
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +23,9 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.engine.cuda.decoding import IN_FLIGHT
 from gpt2block.engine.model import Ids, Sampled, start_all
 from gpt2block.errors import InputError
-from gpt2block.files.parameters.gpt2 import GPT2Weights
-from gpt2block.model import GPT2, Model
-from gpt2block.models.config import GPT2Config, ModelConfig, model_shapes, size
+from gpt2block.files.parameters.arrays import random_model
+from gpt2block.model import Model
+from gpt2block.models.config import ModelConfig, model_shapes, size
 from gpt2block.ops.bench.race import Capture, Captured, Contender
 from gpt2block.sampling import Sampling
 
@@ -40,34 +39,36 @@ SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=0)
 NAME = "gpt2block"
 
 Captures = Mapping[str, Capture]  # name of an implementation → its `capture`
-Config = TypeVar("Config", bound=ModelConfig)
 
 
-class RandomModel(ABC, Generic[Config]):
+class RandomModel:
     """A model with random weights in one dtype, shared by several benchmarks.
 
-    cache: dtype of keys and values, by default the dtype that suits the weights.
+    cache: dtype of keys and values, by default the dtype that suits the weights. NumPy computes the
+    reference logits.
     """
 
-    def __init__(self, config: Config, dtype: str, cache: str | None = None) -> None:
+    def __init__(self, config: ModelConfig, dtype: str, cache: str | None = None) -> None:
         self.config, self.formats = config, Formats(dtype, cache)
         self.dtype, self.cache_dtype = dtype, self.formats.cache_dtype
-        self._on: dict[int, Model[Any]] = {}
+        self._on: dict[str, Model[Any]] = {}
         self._logits: dict[bytes, NDArray[np.float64]] = {}
 
-    def on(self, device: int) -> Model[Any]:
-        """Return the model on this GPU; the first call creates it."""
-        if device not in self._on:
-            self._on[device] = self._made(f"cuda:{device}")
-        return self._on[device]
+    def on(self, device: int | None) -> Model[Any]:
+        """Return the model on this GPU or, for None, on the CPU; the first call creates it."""
+        name = "cpu" if device is None else f"cuda:{device}"
+        if name not in self._on:
+            self._on[name] = self._made(name)
+        return self._on[name]
 
-    @abstractmethod
     def _made(self, device: str) -> Model[Any]:
-        """Create the model on a device."""
+        tensors = random_model(0, self.config)
+        return Model.from_tensors(self.config, tensors, device, self.dtype, self.cache_dtype)
 
-    @abstractmethod
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
         """Compute the reference logits (V,) at a sequence's last token."""
+        logits: NDArray[np.float32] = self.on(None)(ids, last=True)
+        return logits
 
     def last_logits(self, ids: Ids) -> NDArray[np.float64]:
         """Return the reference logits (V,) at a sequence's last token, cached for later calls."""
@@ -110,31 +111,11 @@ class RandomModel(ABC, Generic[Config]):
         return 4 * self.config.n_layer * self.config.q_width * keys
 
 
-class RandomGPT2(RandomModel[GPT2Config]):
-    """GPT-2 with random weights, kept in host memory too: NumPy computes the reference logits."""
-
-    @cached_property
-    def weights(self) -> GPT2Weights:
-        return GPT2Weights.random(0, self.config)
-
-    @cached_property
-    def _reference(self) -> GPT2:
-        return self._made("cpu")
-
-    def _made(self, device: str) -> GPT2:
-        stored = self.dtype, False, self.cache_dtype
-        return GPT2(self.weights, device, *stored)
-
-    def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
-        logits: NDArray[np.float32] = self._reference(ids, last=True)
-        return logits
-
-
 @dataclass(frozen=True)
 class Steps:
     """Task: decode `rows` sequences step by step, when each has about `position` tokens."""
 
-    model: RandomModel[Any]
+    model: RandomModel
     rows: int
     position: int = 512
 
@@ -195,7 +176,7 @@ class Steps:
 
 
 def model_work(
-    model: RandomModel[Any],
+    model: RandomModel,
     what: str,
     name: str,
     sizes: Mapping[str, int],
@@ -270,7 +251,7 @@ def decode_works(
     return [decode(Steps(model, n)) for n in parse_rows(rows or ROWS)]
 
 
-def random_gpt2(dtype: str | None, name: str | None, cache: str | None) -> RandomGPT2:
+def random_gpt2(dtype: str | None, name: str | None, cache: str | None) -> RandomModel:
     """Return a GPT-2 with random weights. Raises InputError.
 
     dtype: dtype of the weights, by default bfloat16. name: name of the size, by default gpt2.
@@ -279,7 +260,7 @@ def random_gpt2(dtype: str | None, name: str | None, cache: str | None) -> Rando
     config = size(name or "gpt2")
     if dtype is not None:
         check_choice("--dtype", dtype, DTYPES)
-    return RandomGPT2(config, dtype or "bfloat16", cache)
+    return RandomModel(config, dtype or "bfloat16", cache)
 
 
 def parse_rows(text: str) -> tuple[int, ...]:

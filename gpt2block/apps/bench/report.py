@@ -6,18 +6,13 @@ Every implementation reads the same buffers, and its result is compared with flo
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from gpt2block.apps.bench.works import Work
-from gpt2block.cuda import cupy
+from gpt2block.cuda import cupy, doctor
 from gpt2block.ops import workload
 from gpt2block.ops.bench.ceilings import Ceilings, measured
 from gpt2block.ops.bench.race import Contender, Timed, first_line, gpu_index, race
@@ -57,9 +52,6 @@ class Report:
     def right(self) -> bool:
         """Whether every result is correct."""
         return all(row.right for row in self.rows)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def run(
@@ -126,32 +118,10 @@ def tolerance(work: Work, arithmetic: str) -> float:
 
 
 def _versions(index: int) -> dict[str, str]:
-    runtime = cupy.cuda.runtime
-    properties = runtime.getDeviceProperties(index)
-    found = {
-        "GPU": properties["name"].decode(),
-        "SMs": str(properties["multiProcessorCount"]),
-        "driver": _driver(),
-        "driver's CUDA": _dotted(runtime.driverGetVersion()),
-        "CUDA": _dotted(runtime.runtimeGetVersion()),
+    return {
+        "GPU": doctor.describe_device(index),
         "NVRTC": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
-        "CuPy": cupy.__version__,
         "NumPy": np.__version__,
         "Python": platform.python_version(),
+        "gpt2block": doctor.version(),
     }
-    with suppress(PackageNotFoundError):
-        found["gpt2block"] = version("gpt2block")
-    return found
-
-
-def _dotted(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"
-
-
-def _driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Return the version of the NVIDIA driver from its file in /proc, or "unknown"."""
-    try:
-        match = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", file.read_text(encoding="utf-8"))
-    except OSError:
-        match = None
-    return match[1] if match else "unknown"

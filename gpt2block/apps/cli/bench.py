@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from math import isfinite
 
 from rich.console import Console
@@ -42,7 +43,7 @@ def race(works: list[bench.Work], device: str | None, as_json: bool) -> bool:
     """Time kernels or a model. Return False if a result is wrong."""
     report = bench.run(works, device, lambda each: tracked(each, "bench"))
     if as_json:
-        print_json(report.as_dict())
+        print_json(asdict(report))
     else:
         print_report(console(), report)
     return report.right

@@ -84,6 +84,12 @@ def print_table(out: Console, table: Table) -> None:
     out.print(table)
 
 
+def say(line: str) -> None:
+    """Print a line to stderr, dimmed on a terminal."""
+    out = Console(stderr=True, highlight=False)
+    out.print(shown(line), style="dim", soft_wrap=True)
+
+
 def print_facts(facts: dict[str, str]) -> None:
     """Print names and values in two columns."""
     table = Table(box=None, padding=(0, 1), show_header=False)

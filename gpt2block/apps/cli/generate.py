@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 
 from gpt2block.apps.cli.codes import INTERRUPTED
-from gpt2block.apps.cli.display import print_json, shown, working
+from gpt2block.apps.cli.display import print_json, say, working
 from gpt2block.apps.cli.model import (
     ModelOptions,
     TextOptions,
@@ -108,8 +107,7 @@ def generate(
         )
     else:
         writer.rest(logprobs)
-        line = _summary(loaded, options.seed, run, clock)
-        Console(stderr=True, highlight=False).print(shown(line), style="dim", soft_wrap=True)
+        say(_summary(loaded, options.seed, run, clock))
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 

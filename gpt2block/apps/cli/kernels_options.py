@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gpt2block.apps.cli import complete
 from gpt2block.apps.cli.options import argument, json_option, option, path_option
 
 OWN = "Your own kernel"
+own_option = partial(option, rich_help_panel=OWN)
 
 
 @dataclass(frozen=True)
@@ -55,43 +57,36 @@ class OwnOptions:
         metavar="FILE.cu",
         rich_help_panel=OWN,
     )
-    template: bool = option(
-        "Print a starter file: a slow but correct kernel.", False, "--template", rich_help_panel=OWN
+    template: bool = own_option(
+        "Print a starter file: a slow but correct kernel.", False, "--template"
     )
-    solution: str | None = option(
+    solution: str | None = own_option(
         "Print the solution of an exercise in docs/learn: 2.1 for exercise 1 of chapter 2, 2 for "
         "the last one of chapter 2.",
         metavar="CHAPTER[.EXERCISE]",
         complete=complete.solutions,
-        rich_help_panel=OWN,
     )
-    kernel: str | None = option("The kernel, if the file has several.", rich_help_panel=OWN)
-    grid: str | None = option(
+    kernel: str | None = own_option("The kernel, if the file has several.")
+    grid: str | None = own_option(
         "Blocks, such as 'ceil(N / 8)' or 'T, NH'; by default as the file says in a line // "
-        "launch: grid=... block=... shared=...",
-        rich_help_panel=OWN,
+        "launch: grid=... block=... shared=..."
     )
-    block: str | None = option("Threads of a block, such as 256 or '16, 16'.", rich_help_panel=OWN)
-    shared: str | None = option(
-        "Bytes of extern __shared__ memory, such as '4 * C'.", rich_help_panel=OWN
+    block: str | None = own_option("Threads of a block, such as 256 or '16, 16'.")
+    shared: str | None = own_option("Bytes of extern __shared__ memory, such as '4 * C'.")
+    seed: int | None = own_option(
+        "Seed of the random sizes at which the kernel is checked; by default a new one."
     )
-    seed: int | None = option(
-        "Seed of the random sizes at which the kernel is checked; by default a new one.",
-        rich_help_panel=OWN,
-    )
-    why: bool = option(
+    why: bool = own_option(
         "After a race, a divergent barrier, an access out of bounds or another problem, print the "
         "steps of its threads.",
         False,
         "--why",
-        rich_help_panel=OWN,
     )
     why_page: Path | None = path_option(
         "Write these steps to a page with the source, in which you can go forward and back.",
         metavar="PAGE.html",
         rich_help_panel=OWN,
     )
-    args: str | None = option(
-        "The argument of each parameter, such as x,out,N,C; by default matched by name.",
-        rich_help_panel=OWN,
+    args: str | None = own_option(
+        "The argument of each parameter, such as x,out,N,C; by default matched by name."
     )

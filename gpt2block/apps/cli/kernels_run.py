@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import typer
@@ -29,6 +28,7 @@ from gpt2block.apps.cli.mine import print_source, print_verdict, print_why
 from gpt2block.apps.cli.rungs import check_variants, print_rungs, rungs_report
 from gpt2block.cuda import doctor
 from gpt2block.errors import DeviceError, InputError, NotJudged, check_all
+from gpt2block.files.writing import write_file
 from gpt2block.judge import on_cpu
 from gpt2block.judge.cases import Case, resolved_seed
 from gpt2block.judge.kernel import MINE, Kernel, matched
@@ -56,9 +56,7 @@ class Request(NamedTuple):
     variants: tuple[Variant, ...]
     stored: tuple[str, str]
     options: KernelsOptions
-    seed: int = 0  # seed of the random sizes of a user's kernel
-    why: bool = False  # whether to show the steps of the threads of a problem
-    why_page: Path | None = None  # file for a page of these steps
+    own: OwnOptions
 
     @property
     def sweep(self) -> bool:
@@ -68,7 +66,7 @@ class Request(NamedTuple):
     @property
     def steps(self) -> bool:
         """Whether the steps of the threads of a problem are requested."""
-        return self.why or self.why_page is not None
+        return self.own.why or self.own.why_page is not None
 
 
 def run(options: KernelsOptions, own: OwnOptions) -> bool:
@@ -102,8 +100,7 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
         user = matched(text, found, stored, own.args)
     if options.counters and (lacking := emulator.missing()):
         raise DeviceError(f"--counters: {lacking}")
-    seed = resolved_seed(own.seed)
-    request = Request(found, variants, stored, options, seed, own.why, own.why_page)
+    request = Request(found, variants, stored, options, own)
     if options.counters and user is None:
         return _count_variants(request)
     return _run(request, user, options.device)
@@ -116,7 +113,7 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
     problem = None if device == CPU else doctor.cuda_problem()
     if device != CPU and problem is None:
         if request.steps:
-            option = "--why" if request.why else "--why-page"
+            option = "--why" if request.own.why else "--why-page"
             raise InputError(f"{option}: {EMULATOR_ONLY}: add --device cpu")
         return _own(request, user, True) if user else _on_gpu(request)
     if device == CUDA or (request.sweep and problem):
@@ -226,7 +223,7 @@ def _own(request: Request, user: Kernel, on_gpu: bool) -> bool:
     options = request.options
     stated = stated_sizes(request.operation, options.shape)
     watched = partial(_watched, hidden=options.as_json)
-    job = CheckJob(user, request.stored, stated, request.seed, watched)
+    job = CheckJob(user, request.stored, stated, resolved_seed(request.own.seed), watched)
     if not on_gpu:
         return _show_own(request, job.on_cpu(request.steps))
     names = tuple(each.name for each in request.variants)
@@ -263,10 +260,11 @@ def _count_variants(request: Request) -> bool:
 
 def _show_own(request: Request, found: Verdict) -> bool:
     """Print the verdict. Raise an exception, for exit code 2, if the kernel was not judged."""
-    if request.why_page is not None and found.why is not None:
-        from gpt2block.judge.why_page import WhyPage  # noqa: PLC0415  (slow to import)
+    page = request.own.why_page
+    if page is not None and found.why is not None:
+        from gpt2block.judge.why_page import html_of  # noqa: PLC0415  (slow to import)
 
-        WhyPage(found).save(request.why_page)
+        write_file(page, html_of(found, found.why).encode())
     wanted = request.options.counters and found.right
     counted = _counted(request, found.kernel) if wanted else None
     if request.options.as_json:
@@ -277,10 +275,10 @@ def _show_own(request: Request, found: Verdict) -> bool:
         raise NotJudged(found.reason)
     else:
         print_verdict(console(), found)
-        if request.why and found.why is not None:
+        if request.own.why and found.why is not None:
             print_why(console(), found.kernel.source, found.why)
         if counted:
             counters.print_lines(console(), *counted)
-        if request.why_page is not None:
-            print(f"The steps are in {request.why_page}.")
+        if page is not None:
+            print(f"The steps are in {page}.")
     return found.right

@@ -12,7 +12,7 @@ from gpt2block.apps.cli.display import new_table, print_table, printable_lines
 from gpt2block.apps.cli.kernels import print_measurements
 from gpt2block.apps.cli.listing import listing
 from gpt2block.judge.comparison import Checked
-from gpt2block.judge.finding import Finding, headline, numbered
+from gpt2block.judge.finding import headline, numbered
 from gpt2block.judge.kernel import MINE, described
 from gpt2block.judge.source import UserSource
 from gpt2block.judge.verdict import ALL_ORDERS, COLUMNS, NO_TIMES, Verdict
@@ -34,7 +34,11 @@ def print_verdict(out: Console, found: Verdict) -> None:
     if found.checks:
         _print_checked(out, found.checks)
     for each in found.findings:
-        print_finding(out, source, each)
+        out.print(f"[bold red]{escape(headline(source, each))}[/]")
+        for line in numbered(source, each):
+            out.print(escape(line), no_wrap=True, overflow="ellipsis")
+        if each.at:
+            out.print(escape(each.at))
     if found.right and found.device == "cpu":
         out.print(ALL_ORDERS)
         out.print(f"{escape(found.fidelity or '')}.")
@@ -67,15 +71,6 @@ def _print_checked(out: Console, checked: Sequence[Checked]) -> None:
         errors = (f"{row.max_abs:.1e}", f"{row.max_rel:.1e}")
         table.add_row(row.label, *map(str, row.launched), *errors, "ok")
     print_table(out, table)
-
-
-def print_finding(out: Console, source: UserSource, found: Finding) -> None:
-    """Print an error of a user's kernel, its line in the source file and adjacent lines."""
-    out.print(f"[bold red]{escape(headline(source, found))}[/]")
-    for line in numbered(source, found):
-        out.print(escape(line), no_wrap=True, overflow="ellipsis")
-    if found.at:
-        out.print(escape(found.at))
 
 
 def print_why(out: Console, source: UserSource, why: Why) -> None:

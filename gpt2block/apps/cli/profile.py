@@ -35,7 +35,8 @@ from gpt2block.files.checkpoints import BUNDLED, Checkpoint
 from gpt2block.files.writing import check_file, write_file
 
 if TYPE_CHECKING:
-    from gpt2block.apps.profiling import PassTimes, Profile, TimedOperation
+    from gpt2block.apps.profiling.runs import Profile
+    from gpt2block.apps.profiling.summary import PassTimes, TimedOperation
     from gpt2block.block import Block, LlamaBlock
     from gpt2block.model import Model
 
@@ -70,7 +71,8 @@ def profile(
     tokens; score: likelihoods of whole sequences; block: one block. The tokens are random, as the
     times do not depend on them. On a CPU the steps run with NumPy.
     """
-    from gpt2block.apps import profiling  # noqa: PLC0415  (slow to import)
+    from gpt2block.apps.profiling import runs  # noqa: PLC0415  (slow to import)
+    from gpt2block.apps.profiling.trace import trace  # noqa: PLC0415
     from gpt2block.cuda.devices import resolve_devices  # noqa: PLC0415
 
     check_choice("WHAT", what, WHAT)
@@ -80,19 +82,19 @@ def profile(
     if what == "block" and options.formats.kv_dtype is not None:
         raise InputError("--kv-dtype: a block has no kv_cache: use it with generate or score")
     sizes = options.rows, options.tokens, options.steps
-    profiling.check_sizes(*sizes)
+    runs.check_sizes(*sizes)
     of: Model[Any] | Block | LlamaBlock
     with working():
         if what == "block":
             of, name, dtype = _block(options)
-            passes = profiling.of_block(of, *sizes)
+            passes = runs.of_block(of, *sizes)
         else:
             of, name, dtype = _model(options)
-            run = profiling.of_generate if what == "generate" else profiling.of_score
+            run = runs.of_generate if what == "generate" else runs.of_score
             passes = run(of, *sizes)
-    rate = profiling.copy_gb_s(next(iter(resolve_devices(options.device)), None))
-    found = profiling.Profile(what, name, of.device, dtype, *sizes[:2], rate, passes)
-    write_file(output, json.dumps(for_json(profiling.trace(found))).encode())
+    rate = runs.copy_gb_s(next(iter(resolve_devices(options.device)), None))
+    found = runs.Profile(what, name, of.device, dtype, *sizes[:2], rate, passes)
+    write_file(output, json.dumps(for_json(trace(found))).encode())
     if as_json:
         print_json(_facts(found, output))
     else:
@@ -139,15 +141,15 @@ def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
 
 def _facts(found: Profile, output: Path) -> dict[str, Any]:
     """Return the object that --json prints."""
-    from gpt2block.apps import profiling  # noqa: PLC0415
+    from gpt2block.apps.profiling import summary  # noqa: PLC0415
 
-    kinds = profiling.kinds(found)
+    kinds = summary.kinds(found)
     facts = {name: value for name, value in vars(found).items() if name != "passes"}
     return {
         **facts,
         "trace": str(output),
-        "passes": [_with_bytes(profiling.pass_times(found, kind)) for kind in kinds],
-        "operations": [_with_bytes(row) for k in kinds for row in profiling.operations(found, k)],
+        "passes": [_with_bytes(summary.pass_times(found, kind)) for kind in kinds],
+        "operations": [_with_bytes(row) for k in kinds for row in summary.operations(found, k)],
     }
 
 
@@ -157,7 +159,7 @@ def _with_bytes(row: PassTimes | TimedOperation) -> dict[str, Any]:
 
 
 def _print(found: Profile, output: Path) -> None:
-    from gpt2block.apps import profiling  # noqa: PLC0415
+    from gpt2block.apps.profiling import summary  # noqa: PLC0415
 
     out = console()
     out.print(f"device  {shown(found.device)}")
@@ -165,9 +167,9 @@ def _print(found: Profile, output: Path) -> None:
     out.print(f"input   {found.rows} x {found.tokens} random tokens")
     out.print(f"floor   the time of a copy of as many bytes: {found.copy_gb_s:,.1f} GB/s here")
     cached = False
-    for kind in profiling.kinds(found):
-        times = profiling.pass_times(found, kind)
-        rows = profiling.operations(found, kind)
+    for kind in summary.kinds(found):
+        times = summary.pass_times(found, kind)
+        rows = summary.operations(found, kind)
         _print_operations(out, rows, times)
         _print_times(out, times)
         cached |= any(row.of_floor is not None and row.of_floor > 1 for row in rows)
@@ -201,7 +203,7 @@ def _print_operations(out: Console, rows: Sequence[TimedOperation], times: PassT
 
 
 def _own_us(row: TimedOperation) -> str:
-    from gpt2block.apps.profiling import RESOLUTION_US  # noqa: PLC0415
+    from gpt2block.apps.profiling.summary import RESOLUTION_US  # noqa: PLC0415
 
     return f"{row.own_us:,.1f}" if row.own_us else f"< {row.count * RESOLUTION_US:,.1f}"
 

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
-from rich.console import Console
 
 from gpt2block.apps.cli.codes import FAILED
-from gpt2block.apps.cli.display import on_each_gpu, shown
+from gpt2block.apps.cli.display import on_each_gpu, say
 from gpt2block.apps.cli.model import (
     ModelOptions,
     chat_template_option,
@@ -196,7 +195,7 @@ def serve(
     line = f"{settings.name}, {loaded.dtypes}, {loaded.device}{_memory(loaded.engine)}: {at}"
     reload = partial(_reload, api_key_file)
     start = FrontStart(host_.served, encoding, settings, processes, connections, proxies, log_level)
-    runner = _runner(host_, start, _told(line), reload)
+    runner = _runner(host_, start, partial(say, line), reload)
     settle()
     runner.run([listening])
     if uds is not None:
@@ -290,12 +289,6 @@ def _reload(file: Path | None, set_keys: SetKeys) -> None:
         return
     set_keys(keys)
     log.warning("SIGHUP: %d keys were read", len(keys))
-
-
-def _told(line: str) -> Callable[[], None]:
-    """Return a function that prints a line to standard error."""
-    out = Console(stderr=True, highlight=False)
-    return partial(out.print, shown(line), style="dim", soft_wrap=True)
 
 
 def _memory(engine: Any) -> str:

@@ -220,8 +220,13 @@ class ModelArrays(Generic[Block]):
         for name, shape in model_shapes(c).items():
             h, _, kind = name.rpartition(".")
             array = getattr(self.blocks[int(h[2:])] if h else self, kind)
-            outer = "NK" if name in ("wte", "lm_head") else None
-            yield name, array, "KN" if h and len(shape) == 2 else outer
+            yield name, array, layout_of(name, len(shape))
+
+
+def layout_of(name: str, dimensions: int) -> str | None:
+    """Return the layout of a tensor that is kept as an array: of a matrix "KN" or "NK"."""
+    outer = "NK" if name in ("wte", "lm_head") else None
+    return "KN" if name.startswith("h.") and dimensions == 2 else outer
 
 
 def check_architecture(checkpoint: Checkpoint, expected: type[ModelConfig]) -> None:
@@ -317,6 +322,5 @@ def random_tensors(seed: Any, shapes: Shapes) -> dict[str, NDArray[np.float32]]:
 def random_model(seed: Any, config: ModelConfig) -> Iterator[tuple[str, NDArray[Any], str | None]]:
     """Yield random tensors of a model of any architecture, as `Model.from_tensors` takes them."""
     for name, array in random_tensors(seed, model_shapes(config)).items():
-        matrix = "KN" if name.startswith("h.") else "NK"
         added = config.ADDED_TO_NORMS if "gamma" in name else 0.0
-        yield name, array - np.float32(added), matrix if array.ndim == 2 else None
+        yield name, array - np.float32(added), layout_of(name, array.ndim)
