@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from math import isnan, nan
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -328,6 +329,13 @@ def test_how_many_copies_and_rounds() -> None:
     assert copies_for(traffic=1, cache=100) == race.MOST_SETS
     for once_ms, copies, rounds in ((0.5, 10, 6), (10.0, 10, 1), (0.0, 10, 200), (0.0, 10_000, 1)):
         assert rounds_for(once_ms, copies) == rounds
+
+
+def test_the_drivers_version(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\n")
+    assert reports._driver(file) == "580.95.05"
+    assert reports._driver(tmp_path / "none") == "unknown"
 
 
 # Tables

@@ -6,8 +6,10 @@ Every implementation reads the same buffers, and its result is compared with flo
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -118,10 +120,30 @@ def tolerance(work: Work, arithmetic: str) -> float:
 
 
 def _versions(index: int) -> dict[str, str]:
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(index)
     return {
-        "GPU": doctor.describe_device(index),
+        "GPU": properties["name"].decode(),
+        "SMs": str(properties["multiProcessorCount"]),
+        "driver": _driver(),
+        "driver's CUDA": _dotted(runtime.driverGetVersion()),
+        "CUDA": _dotted(runtime.runtimeGetVersion()),
         "NVRTC": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+        "CuPy": cupy.__version__,
         "NumPy": np.__version__,
         "Python": platform.python_version(),
         "gpt2block": doctor.version(),
     }
+
+
+def _dotted(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Return the version of the NVIDIA driver from its file in /proc, or "unknown"."""
+    try:
+        match = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", file.read_text(encoding="utf-8"))
+    except OSError:
+        match = None
+    return match[1] if match else "unknown"

@@ -17,9 +17,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from gpt2block.apps.cli.display import print_json, printable_lines, shown, unechoed, working
+from gpt2block.apps.cli.display import print_json, printable_lines, say, unechoed, working
 from gpt2block.apps.cli.model import (
     ModelOptions,
     SamplingOptions,
@@ -205,7 +203,6 @@ class Session:
     def __init__(self, conversation: Conversation, options: ChatOptions, file: Path | None) -> None:
         self.conversation, self.options, self.file = conversation, options, file
         self._typed = sys.stdin.isatty()
-        self._stderr = Console(stderr=True, highlight=False)
         self._written = {file}  # files that /save may overwrite
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": self._reset,
@@ -246,12 +243,12 @@ class Session:
                 return " " + "\n".join(lines)  # with a leading space, "/" begins no command
             except EOFError:
                 if self._typed:
-                    self._stderr.print()
+                    print(file=sys.stderr)
                 return None
             except KeyboardInterrupt:
                 if not self._typed:
                     raise
-                self._stderr.print()
+                print(file=sys.stderr)
 
     def _line(self, prompt: str) -> str:
         if self._typed:
@@ -270,7 +267,7 @@ class Session:
     def _say(self, text: str) -> None:
         sys.stdout.flush()
         for line in text.split("\n"):
-            self._stderr.print(shown(line), style="dim", soft_wrap=True)
+            say(line)
 
     def _answer(self, text: str | None, **more: Any) -> None:
         conversation, before = self.conversation, self.conversation.left_out
