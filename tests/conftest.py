@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -129,6 +130,17 @@ class Failures:
         if report.failed:
             with self.path.open("a") as file:
                 file.write(f"FAILED {report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exempt collected tests from garbage collection, whose passes would take a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
