@@ -134,7 +134,7 @@ class Failures:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Exempt collected tests from garbage collection, whose passes would take a third of the time."""
+    """Exempt collected tests from garbage collection, which would visit them many times."""
     gc.disable()
     try:
         return (yield)
