@@ -213,10 +213,16 @@ def pytest_runtest_makereport(
 
 @pytest.fixture
 def fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Judge a user's kernel without the sizes that a GPU times, which take most of the time."""
-    from gpt2block.judge import on_cpu  # noqa: PLC0415
+    """Judge a user's kernel without the runs that take most of the time.
+
+    These are the sizes that a GPU times, long launches in further orders, and the longest arrays of
+    to_fp8, whose template executes hundreds of instructions for each element.
+    """
+    from gpt2block.judge import on_cpu, sizes  # noqa: PLC0415
 
     monkeypatch.setattr(on_cpu._Judge, "_all_right", lambda *_: [])
+    monkeypatch.setattr(on_cpu, "MOST_AGAIN", 50_000)
+    monkeypatch.setitem(sizes.FURTHER, "to_fp8", sizes.FURTHER["to_fp8"][:-1])  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="session")

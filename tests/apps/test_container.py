@@ -50,6 +50,7 @@ def test_options_are_those_of_the_command(tmp_path: Path) -> None:
     (entry,) = map(json.loads, instructions("ENTRYPOINT"))
     program, *arguments = [tmp_path / "key" if "/" in each else each for each in entry]
     assert program == "gpt2block"
+    arguments += ["--model", "shakespeare"]  # the default model may not be installed
     assert gpt2block(*arguments, "--port", 2**16).error.startswith("--port: expected")
     at = arguments.index("--api-key-file")
     assert "expected --api-key-file" in gpt2block(*arguments[:at], *arguments[at + 2 :]).error
