@@ -166,7 +166,7 @@ ONLY_SOME: dict[str, tuple[str, str]] = {
         "are wrong",
     ),
 }
-AT_LARGE_SIZES = ("an address of large sizes", "a capped grid")  # the others are wrong at small ones
+AT_LARGE_SIZES = ("an address of large sizes", "a capped grid")  # others are wrong at small ones
 
 
 @on_emulator
