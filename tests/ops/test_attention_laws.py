@@ -54,12 +54,13 @@ def every_kernel(
     """Parametrize `where`, `kernel`, `heads` and `causal`.
 
     all_heads: use all heads of a family, not only the first. orders: thread orders of the emulator
-    for the first heads; other heads run in the last order. names: beginnings of names of kernels.
+    for the first heads; other heads run in the last order, one with a mask and the next without it.
+    names: beginnings of names of kernels.
     wide: run the wide heads on a GPU too. The emulator runs twins only with all_heads.
     """
     found = []
     for family in FAMILIES:
-        for name, kernel, heads, there in family.cases():
+        for n, (name, kernel, heads, there) in enumerate(family.cases()):
             first = heads == family.heads[0]
             places: list[str] = []
             if there and (all_heads or (first and not kernel.twin)):
@@ -67,8 +68,9 @@ def every_kernel(
                 places += ["hopper"] if of_hopper else orders if first else orders[-1:]
             if first or all_heads or (wide and heads in family.wide):
                 places += ["gpu"]
+            one = kernel.masks[n % len(kernel.masks)]
             for where, causal in product(places, kernel.masks):
-                if name.startswith(tuple(names)):
+                if name.startswith(tuple(names)) and (first or where == "gpu" or causal == one):
                     text = "-".join((where, name, str(heads), "mask" if causal else "all"))
                     marks = GPU.marks if where == "gpu" else ()
                     case = where, kernel, heads, causal
