@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -219,8 +220,9 @@ def test_a_slow_kernel_is_not_judged_if_the_template_is_slow(
 def test_a_file_that_the_compiler_cannot_finish_is_not_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert nvrtc.compile.__kwdefaults__["limits"] == nvrtc.Limits(60, 3 * 2**30)
-    monkeypatch.setitem(nvrtc.compile.__kwdefaults__, "limits", nvrtc.Limits(cpu_seconds=1))
+    defaults: Any = nvrtc.compile.__kwdefaults__
+    assert defaults["limits"] == nvrtc.Limits(60, 3 * 2**30)
+    monkeypatch.setitem(defaults, "limits", nvrtc.Limits(cpu_seconds=1))
     bomb = "#define A(x) x x x x x x x x\n#define B(x) A(A(A(A(A(x)))))\n"
     found = check_kernel("add", add(RIGHT + " B(B(B(y[0] += 0;)))", bomb), device="cpu")
     assert found.verdict == "not judged"
