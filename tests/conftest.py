@@ -136,11 +136,10 @@ class Failures:
 def pytest_collection() -> Generator[None, object, object]:
     """Exempt collected tests from garbage collection, which would visit them many times."""
     gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 @pytest.hookimpl(trylast=True)

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
@@ -150,17 +148,6 @@ def test_scores_of_another_scale(
     assert_right(got, doubled, lengths, heads, causal)
     if not kernel.one_scale:  # otherwise a row's largest value sets its scale
         assert_same_bits(got, kernel(cp, doubled, lengths, heads, causal))
-
-
-@every_kernel()
-@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lengths=st.lists(st.integers(0, 90), min_size=1, max_size=3).filter(any))
-def test_any_batch(
-    cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool, lengths: list[int]
-) -> None:
-    qkv = kernel.made(sum(lengths), heads)
-    got = kernel(cp, qkv, lengths, heads, causal)
-    assert_right(got, qkv, lengths, heads, causal, cp if where == "gpu" else np)
 
 
 @every_kernel()

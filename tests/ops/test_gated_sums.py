@@ -180,13 +180,9 @@ def on_host(w: WeightMatrix) -> WeightMatrix:
     return w.mapped(lambda array: array.get())
 
 
-CASES = [  # of floats and of blocks, an even M (GELU), three rows (normed), one row
-    pytest.param("hopper", *case, marks=pytest.mark.slow if case[3] in ("bfloat16", "Q4_K") else ())
-    for case in (
-        (1, 128, 256, "bfloat16"), (4, 160, 384, "float16"), (3, 128, 256, "float8_e4m3fn"),
-        (1, 160, 1280, "Q4_1"), (3, 256, 256, "Q4_K"),
-    )
-]  # fmt: skip
+CASES: list[Any] = [("hopper", *case) for case in (  # with GELU, after a norm, in blocks
+    (4, 160, 384, "float16"), (3, 128, 256, "float8_e4m3fn"), (1, 160, 1280, "Q4_1"),
+)]  # fmt: skip
 CASES += [
     pytest.param("gpu", M, *sizes, dtype, marks=GPU.marks)
     for i, (sizes, dtype) in enumerate(product(SIZES, DTYPES))
