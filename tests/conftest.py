@@ -221,9 +221,8 @@ def fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(on_cpu._Judge, "_all_right", lambda *_: [])
     monkeypatch.setattr(on_cpu, "MOST_AGAIN", 50_000)
-    further: Any = sizes.FURTHER
     for name in ("softmax", "to_fp8"):
-        monkeypatch.setitem(further, name, further[name][:-1])
+        monkeypatch.setitem(vars(sizes)["FURTHER"], name, sizes.FURTHER[name][:-1])
 
 
 @pytest.fixture(scope="session")

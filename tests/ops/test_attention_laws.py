@@ -54,14 +54,16 @@ def every_kernel(
     all_heads: use all heads of a family, not only the first. orders: thread orders of the emulator
     for the first heads; other heads run in the last order, one with a mask and the next without it.
     names: beginnings of names of kernels.
-    wide: run the wide heads on a GPU too. The emulator runs twins only with all_heads.
+    wide: run the wide heads on a GPU, and bfloat16 on the emulator, too. The emulator runs twins
+    only with all_heads.
     """
     found = []
     for family in FAMILIES:
         for n, (name, kernel, heads, there) in enumerate(family.cases()):
             first = heads == family.heads[0]
             places: list[str] = []
-            if there and (all_heads or (first and not kernel.twin)):
+            few = first and not kernel.twin and (wide or "bfloat16" not in name)
+            if there and (all_heads or few):
                 of_hopper = kernel.capability == HOPPER_CAPABILITY
                 places += ["hopper"] if of_hopper else orders if first else orders[-1:]
             if first or all_heads or (wide and heads in family.wide):
