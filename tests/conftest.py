@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -131,6 +132,16 @@ class Failures:
                 file.write(f"FAILED {report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exempt collected tests from garbage collection, which would visit them many times."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that need a GPU or --slow, tests outside --quick, and tests of other parts."""
@@ -201,10 +212,17 @@ def pytest_runtest_makereport(
 
 @pytest.fixture
 def fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Judge a user's kernel without the sizes that a GPU times, which take most of the time."""
-    from gpt2block.judge import on_cpu  # noqa: PLC0415
+    """Judge a user's kernel without the runs that take most of the time.
+
+    These are the sizes that a GPU times, long launches in further orders, and the longest arrays of
+    to_fp8 and softmax, which have many further inputs.
+    """
+    from gpt2block.judge import on_cpu, sizes  # noqa: PLC0415
 
     monkeypatch.setattr(on_cpu._Judge, "_all_right", lambda *_: [])
+    monkeypatch.setattr(on_cpu, "MOST_AGAIN", 50_000)
+    for name in ("softmax", "to_fp8"):
+        monkeypatch.setitem(vars(sizes)["FURTHER"], name, sizes.FURTHER[name][:-1])
 
 
 @pytest.fixture(scope="session")

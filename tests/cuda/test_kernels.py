@@ -349,10 +349,10 @@ def nvrtc() -> tuple[int, int]:
 
 @pytest.mark.parametrize("file", kernels.sources())
 def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str) -> None:
-    """For the H200 and default constants, each kernel is compiled alone, as when it is loaded.
+    """All kernels of a file are compiled at once: with its default constants for the H200.
 
-    With CUDA 13, all kernels of a file are compiled together. A file's odd constants, if any, are
-    compiled for the oldest and the newest architecture.
+    A file's odd constants, if any, are compiled for the oldest and the newest architecture. When a
+    kernel is loaded, it is compiled alone, to the same code, as the next test shows.
     """
     oldest, newest, hopper = WITH_CUDA_12 if nvrtc[0] < 13 else WITH_CUDA_13
 
@@ -360,13 +360,12 @@ def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str)
         return tuple(tuple(each.split("=")) for each in constants.split())
 
     odd = of(ODD_CONSTANTS.get(file, ""))
-    names = list(kernels.signatures(file)) if nvrtc[0] < 13 else [""]
     others = [(file, oldest, odd), (file, newest, odd)]
     if required := kernels.architecture(file):
         hopper, others = required, [(file, required, odd)] if odd else []
-    jobs: list[Job] = [(file, hopper, ())] * len(names)
-    ends: list[Job] = [(file, hopper, of(each)) for each in EPILOGUES.get(file, [])]
-    assert_clean(jobs + ends + others, names)
+    constants = ((), *(of(each) for each in EPILOGUES.get(file, [])))
+    jobs: list[Job] = [(file, hopper, each) for each in constants]
+    assert_clean(jobs + others)
 
 
 @pytest.mark.usefixtures("nvrtc")

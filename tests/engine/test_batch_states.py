@@ -136,7 +136,7 @@ def test_rows_in_random_states(device: str, more: bool, monkeypatch: pytest.Monk
             m.engine.continues_exactly = more
         elif more:
             m.draft_model = model(device, CONFIG)
-        examples, steps = {"cpu": (15, 30), "shuffled": (2, 15), "gpu": (50, 30)}[device]
+        examples, steps = {"cpu": (10, 30), "shuffled": (2, 15), "gpu": (50, 30)}[device]
         machine = type("Given", (Machine,), {"model": m, "exact": device != "cpu"})
         few = settings(max_examples=examples, stateful_step_count=steps)
         sm.run_state_machine_as_test(machine, settings=few)

@@ -187,8 +187,8 @@ def chat(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(cli_chat, "load_model", lambda options, hint: (loaded, BYTES))
 
     def run(*lines: str, arguments: tuple[object, ...] = ()) -> Ended:
-        given = ("--temperature", "0", "--max-new-tokens", "3", *arguments)
-        return gpt2block("chat", *given, stdin=_bytes(lines))
+        given = ["--model", "shakespeare", "--temperature", "0", "--max-new-tokens", "3"]
+        return gpt2block("chat", *given, *arguments, stdin=_bytes(lines))
 
     run.engine = engine  # type: ignore[attr-defined]
     return run

@@ -94,6 +94,7 @@ extern "C" __global__ void my_to_fp8(const float* x, unsigned char* out, long lo
 
 
 @on_emulator
+@pytest.mark.usefixtures("fewer_runs")
 def test_rounding_twice_is_found_in_more_than_a_few_elements(tmp_path: Path) -> None:
     file = tmp_path / "my.cu"
     file.write_text(SHORTCUT)
@@ -106,6 +107,7 @@ def test_rounding_twice_is_found_in_more_than_a_few_elements(tmp_path: Path) -> 
 
 
 @on_emulator
+@pytest.mark.usefixtures("fewer_runs")
 def test_splits_that_are_not_scaled_are_wrong_except_with_one_key(tmp_path: Path) -> None:
     file = tmp_path / "my.cu"
     text = solution(find("attention"), "9.3")

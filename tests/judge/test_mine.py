@@ -853,14 +853,6 @@ class CUDARuntimeError(RuntimeError):
 # NVRTC and listings
 
 
-def test_templates_compile_with_nvrtc(tmp_path: Path) -> None:
-    pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
-    for name in names():
-        dtype = find(name).workload.dtypes[0]
-        found = kernels.compile_for(str(HERE / f"{name}.cu"), "sm_80", kernels.stored_as(dtype))
-        assert f"my_{name.removesuffix('_bias')}".encode() in found.cubin
-
-
 def test_errors_of_nvrtc_have_the_users_line(tmp_path: Path) -> None:
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
     kernel = add(tmp_path, "// γ\n    y[i] = undefined;")

@@ -25,7 +25,6 @@ from tests.devices import (
     BARRIER,
     GPU,
     assert_barriers_show,
-    every_device,
     on_gpu,
     one_order,
     running_on,
@@ -43,13 +42,6 @@ T4 = 65536
 def assert_computed(device: Any, kernel: Kernel, T: int, heads: Heads, causal: bool) -> None:
     qkv = normal(T, T, row_width(heads))
     assert_right(kernel(device, qkv, [T], heads, causal), qkv, [T], heads, causal)
-
-
-@every_device
-@both_masks
-@pytest.mark.parametrize("T", [128, 135, 259])
-def test_more_than_one_block_of_queries(device: Any, causal: bool, T: int) -> None:
-    assert_computed(device, ONLINE_KERNEL, T, (2, 2, 64), causal)
 
 
 @one_order

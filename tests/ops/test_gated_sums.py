@@ -180,17 +180,16 @@ def on_host(w: WeightMatrix) -> WeightMatrix:
     return w.mapped(lambda array: array.get())
 
 
-CASES = [("hopper", *case) for case in (
-    (1, 128, 256, "bfloat16"), (4, 160, 384, "float16"), (3, 128, 256, "float8_e4m3fn"),
-    (1, 160, 1280, "Q4_1"), (3, 256, 256, "Q4_K"),
+CASES: list[Any] = [("hopper", *case) for case in (  # with GELU, after a norm, in blocks
+    (4, 160, 384, "float16"), (3, 128, 256, "float8_e4m3fn"), (1, 160, 1280, "Q4_1"),
 )]  # fmt: skip
 CASES += [
-    pytest.param("gpu", M, *sizes, dtype, marks=GPU.marks)  # type: ignore[misc]
+    pytest.param("gpu", M, *sizes, dtype, marks=GPU.marks)
     for i, (sizes, dtype) in enumerate(product(SIZES, DTYPES))
     for M in ((1, 4), (2, 3))[i % 2]
 ]
 CASES += [
-    pytest.param("gpu", M, *sizes, dtype, marks=GPU.marks)  # type: ignore[misc]
+    pytest.param("gpu", M, *sizes, dtype, marks=GPU.marks)
     for sizes, dtype in (
         *product(((128, 256), (96, 384), (576, 1536)), ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")),
         *product(((256, 768), (1024, 3072), (1024, 2048)), ("Q4_K", "Q5_K", "Q6_K")),
