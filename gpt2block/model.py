@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from gpt2block.engine.generation.generate import Prompt, Prompts
     from gpt2block.engine.generation.options import GenerateOptions, Overflow, StreamOptions
     from gpt2block.engine.generation.rows import Generation
-    from gpt2block.engine.generation.scoring import Score
+    from gpt2block.engine.generation.scoring import Score, ScoredTokens
     from gpt2block.files.checkpoints.embedding_files import EmbeddingDefaults, Pooling
 
 Row = Sequence[int] | NDArray[np.integer[Any]]  # token ids (T,); an array may also be (B, T)
@@ -627,6 +627,44 @@ class Model(Hinted, Generic[Weights]):
             likeliest=likeliest,
         )
         return found
+
+    @overload
+    def score_generated(
+        self,
+        prompts: Prompt,
+        continuations: Generation | Row,
+        **options: Unpack[GenerateOptions],
+    ) -> ScoredTokens: ...
+    @overload
+    def score_generated(
+        self,
+        prompts: Prompts,
+        continuations: Sequence[Generation | Row],
+        **options: Unpack[GenerateOptions],
+    ) -> list[ScoredTokens]: ...
+    @named_options()
+    def score_generated(
+        self, prompts: Any, continuations: Any, **options: Any
+    ) -> ScoredTokens | list[ScoredTokens]:
+        """Return the log-probabilities that `generate` computes for the tokens of continuations.
+
+        They have the bits that `generate` has computed, or would have computed if it had sampled
+        these tokens; `score` computes a text by other kernels, whose last bits differ. On a GPU, a
+        step computes up to 64 tokens.
+
+        continuations: the Generation or the token ids after a prompt, or a list of these for a list
+        of prompts. options: the keywords of `generate`. Sampling changes no log-probability.
+        `max_new_tokens` counts only for a model whose RoPE frequencies depend on the length of the
+        text. `top_logprobs`: also report the most likely tokens, in ScoredTokens.top_logprobs. With
+        NumPy, `rows_at_once` is 1 by default, because bits depend on the rows of a product.
+
+        Raises as `generate` does, and InputError for texts that are longer than the context.
+        """
+        from gpt2block.engine.generation import known_texts  # noqa: PLC0415
+
+        return known_texts.score_generated(
+            self.engine, self.lookup, prompts, continuations, Options.of(options)
+        )
 
     @named_options()
     def embed(

@@ -275,6 +275,11 @@ def describe_cache(cache: KVCache) -> str:
     )
 
 
+# Source of the draft tokens of a Decoding's steps. False: none; True: earlier tokens of the text, or
+# a draft model; "known": Start.known; "forced": the same, which are then reported in any case.
+Drafts = Literal[False, True, "known", "forced"]
+
+
 class Start(NamedTuple):
     """A sequence to start in a slot of a Decoding: its prompt, sampling options and limits."""
 
@@ -288,6 +293,7 @@ class Start(NamedTuple):
     alternatives: int = 0  # number of most likely tokens to report with each sampled token
     limit: int = 0  # maximum tokens of the sequence; 0: len(ids) + steps
     matcher: Matcher | None = None  # decides which tokens can be sampled; None: all tokens
+    known: Ids | None = None  # the tokens after ids that are drafts, one for each of `steps`
 
     @property
     def n_tokens(self) -> int:
@@ -431,13 +437,14 @@ class ModelEngine(Protocol):
         """
 
     def decode(
-        self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
+        self, slots: int, n_ctx: int, fewer: bool = False, speculate: Drafts = False
     ) -> Decoding:
         """Return a Decoding whose slots are free, for sequences of up to n_ctx tokens.
 
         fewer: whether there may be fewer slots, if memory has no room for more, or more would not
-        be faster. speculate: whether a step may compute guesses of the next tokens, too, if the
-        tokens stay the same to the last bit. Raises MemoryError.
+        be faster. speculate: draft tokens that a step may compute, too, if the results stay the
+        same to the last bit. "forced": report each known token, with its log-probability, in place
+        of a sampled token; the temperature of all sequences must be 0. Raises MemoryError.
         """
 
 

@@ -30,6 +30,7 @@ from gpt2block.engine.cuda.products import possible_products
 from gpt2block.engine.cuda.several_bytes import BytesByGpu, token_bytes
 from gpt2block.engine.cuda.timeline import watched
 from gpt2block.engine.model import (
+    Drafts,
     Floats,
     Ids,
     Output,
@@ -247,7 +248,7 @@ class SeveralCudaModels:
         ]
 
     def decode(
-        self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
+        self, slots: int, n_ctx: int, fewer: bool = False, speculate: Drafts = False
     ) -> SeveralDecodings:
         return SeveralDecodings(
             self._crew, self._each(lambda m: m.decode(slots, n_ctx, fewer, speculate))

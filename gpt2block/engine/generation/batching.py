@@ -17,7 +17,7 @@ from gpt2block.engine.generation.prefixes import LEAST_COPIED, NOTHING, Prefixes
 from gpt2block.engine.generation.rows import Ends, NewTokens, Row, Tops
 from gpt2block.engine.generation.scheduling import PIECE, PieceScheduler, RowScheduler
 from gpt2block.engine.grammars import Matcher
-from gpt2block.engine.model import Alternatives, Ids, ModelEngine, Sampled, Start
+from gpt2block.engine.model import Alternatives, Drafts, Ids, ModelEngine, Sampled, Start
 from gpt2block.files.tokenizers.encoding import bytes_of_ids
 from gpt2block.sampling import Sampling
 
@@ -52,7 +52,7 @@ class Batch:
         fewer: bool = False,
         reuse: bool = False,
         tokens_at_once: int | None = None,
-        speculate: bool = False,
+        speculate: Drafts = False,
     ) -> None:
         self.n_ctx, self.speculate = n_ctx, speculate
         self._engine, self._reuse, self._tokens_at_once = engine, reuse, tokens_at_once

@@ -16,7 +16,7 @@ from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.options import Options
 from gpt2block.engine.generation.rows import Ends, Generation, Row
 from gpt2block.engine.grammars import Grammar, Matcher, vocabulary_of
-from gpt2block.engine.model import Ids, ModelEngine
+from gpt2block.engine.model import Drafts, Ids, ModelEngine
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding
@@ -110,7 +110,7 @@ class Run:
         rule = options.rule if compiles else None
         matcher = matcher_of(rule, reader, V, ends.stop_ids)
         self._engine, self._rows_at_once = engine, options.rows_at_once
-        self._speculate = options.speculate
+        self._speculate: Drafts = options.speculate
         self.batch: Batch | None = None
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
@@ -137,6 +137,20 @@ class Run:
         self.rows = LazyRows(len(starts) * samples, row)
         longest = max(map(len, starts))
         self.n_ctx = min(ends.n_ctx, longest + ends.max_new_tokens - 1)  # positions per slot
+
+    def follow(self, texts: Sequence[Ids], forced: bool = False) -> None:
+        """Compute several tokens of known texts, one for each row, together.
+
+        A row ends with its text at the latest. forced: the tokens of the rows are the tokens of
+        the texts, instead of sampled tokens; all temperatures must be 0.
+        """
+        self._speculate = "forced" if forced else "known"
+        for row, text in zip(self.rows, texts, strict=True):
+            row.known, most = text, len(row.prompt) + len(text)
+            row.most = max(row.most, most if forced else 0)
+            steps = len(text) if forced else min(len(text), row.ends.max_new_tokens)
+            row.ends = replace(row.ends, max_new_tokens=steps)
+            self.n_ctx = min(row.ends.n_ctx, max(self.n_ctx, most - 1))
 
     def __iter__(self) -> Generator[Row, None, None]:
         return self._generate(each_token=True)

@@ -116,6 +116,7 @@ class Row:
         self.reused = 0  # number of prompt tokens whose keys and values were reused
         self.client = ""  # owner: prompts are reused only within a client
         self.held = False  # whether Batch.step may deliver tokens later
+        self.known: Ids | None = None  # the continuation if it is known: the Decoding's drafts
         self.unwritten: frozenset[int] = frozenset()  # ids of tokens that the text leaves out
         self._encoding = encoding
         self._at_end_token = self._closed = False
@@ -148,7 +149,8 @@ class Row:
             seen = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
             ids = seen[-max(1, self.ends.n_ctx // 2) :]
         steps = min(self.ends.max_new_tokens - drawn, self.ends.n_ctx - len(ids) + 1)
-        more = self.alternatives, self.most, self.matcher
+        known = None if self.known is None else self.known[drawn : drawn + steps]
+        more = self.alternatives, self.most, self.matcher, known
         return Start(slot, ids, self.sampling, steps, drawn, seen, 0, *more)
 
     def add(
