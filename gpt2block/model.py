@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from gpt2block.engine.explain import Page
     from gpt2block.engine.generation.generate import Prompt, Prompts
     from gpt2block.engine.generation.options import GenerateOptions, Overflow, StreamOptions
+    from gpt2block.engine.generation.known_texts import ReceiptCheck
     from gpt2block.engine.generation.rows import Generation
     from gpt2block.engine.generation.scoring import Score, ScoredTokens
     from gpt2block.files.checkpoints.embedding_files import EmbeddingDefaults, Pooling
@@ -164,6 +165,8 @@ class Model(Hinted, Generic[Weights]):
         formats: Formats,
     ) -> None:
         self.config, self.formats = config, formats
+        checkpoint = self._checkpoint
+        states = None if checkpoint is None else checkpoint.file_states()
         indices = resolve_devices(device)
         self.engine: TracedEngine
         if not indices:
@@ -178,6 +181,7 @@ class Model(Hinted, Generic[Weights]):
             from gpt2block.engine.cuda.model import CudaModel  # noqa: PLC0415
 
             self.engine = CudaModel(config, tensors, formats, indices[0])
+        self.engine.checkpoint, self.engine.file_states = checkpoint, states
 
     def __repr__(self) -> str:
         c = self.config
@@ -665,6 +669,26 @@ class Model(Hinted, Generic[Weights]):
         return known_texts.score_generated(
             self.engine, self.lookup, prompts, continuations, Options.of(options)
         )
+
+    @overload
+    def verify(self, receipt: list[Any]) -> list[ReceiptCheck]: ...
+    @overload
+    def verify(self, receipt: Mapping[str, Any] | str) -> ReceiptCheck: ...
+    @named_options()
+    def verify(self, receipt: Any) -> ReceiptCheck | list[ReceiptCheck]:
+        """Check the receipt of a generated text, an object or JSON text, or each one of a list.
+
+        The text is generated again with the stated tokens as drafts, at a fraction of the cost of
+        its generation. Returns a ReceiptCheck, whose `code` is 0 if all tokens and the bits of all
+        log-probabilities are as stated, 1 if one differs, and 2 if the text cannot be compared,
+        such as a text of another model. `problem` is a sentence about the difference.
+        """
+        from gpt2block.engine.generation import known_texts  # noqa: PLC0415
+
+        several = isinstance(receipt, list)
+        receipts = receipt if several else [receipt]
+        found = dict(known_texts.check_receipts(self.engine, self.lookup, receipts))
+        return [found[index] for index in range(len(receipts))] if several else found[0]
 
     @named_options()
     def embed(

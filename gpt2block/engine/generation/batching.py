@@ -297,7 +297,7 @@ class Batch:
 
         The gain is the number of tokens of the prefix that no slot has computed yet.
         """
-        if self._prefixes is None:
+        if self._prefixes is None or self._reuse and row.exact:
             return NOTHING
         done, coming = self._prefixes.longest(row, row.start(slot).ids)
         return coming.slot, coming.tokens - done.tokens
@@ -307,6 +307,8 @@ class Batch:
         start = row.start(slot)
         if self._prefixes is not None:
             (source, row.reused), _ = self._prefixes.longest(row, start.ids)
+            if self._reuse and row.exact:
+                row.reused = 0
             if source != slot and row.reused < LEAST_COPIED:
                 row.reused = 0
             elif source != slot:

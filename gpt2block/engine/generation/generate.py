@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
 import numpy as np
@@ -17,6 +18,7 @@ from gpt2block.engine.generation.options import Options
 from gpt2block.engine.generation.rows import Ends, Generation, Row
 from gpt2block.engine.grammars import Grammar, Matcher, vocabulary_of
 from gpt2block.engine.model import Drafts, Ids, ModelEngine
+from gpt2block.engine.receipts import identity
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding
@@ -26,6 +28,7 @@ from gpt2block.sampling import check_biased, new_seed
 
 Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
+NO_KIND = (0, 0, "", "", "")  # CacheKind of an engine that only checks options
 MOST_ROWS = 2**20  # most rows per call: number of prompts times samples
 
 
@@ -110,6 +113,8 @@ class Run:
         rule = options.rule if compiles else None
         matcher = matcher_of(rule, reader, V, ends.stop_ids)
         self._engine, self._rows_at_once = engine, options.rows_at_once
+        if options.receipt:
+            self._rows_at_once = on_its_own(engine, options.rows_at_once)
         self._speculate: Drafts = options.speculate
         self.batch: Batch | None = None
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
@@ -132,6 +137,8 @@ class Run:
                 own = replace(sampling, sample=sampling.sample + more)
             found = Row(start, own, reader, ends, options.top_logprobs, options.rule)
             found.matcher = None if matcher is None else matcher.copy()
+            found.exact = options.receipt
+            found.identity = partial(identity, engine) if options.receipt else None
             return found
 
         self.rows = LazyRows(len(starts) * samples, row)
@@ -227,6 +234,18 @@ def matcher_of(
     if encoding is None:
         raise InputError(f"{rule.name}: this model has no tokenizer, so there is no text")
     return vocabulary_of(encoding, vocab_size, ends).matcher(rule)
+
+
+def on_its_own(engine: ModelEngine, rows_at_once: int | None) -> int | None:
+    """Return `rows_at_once`, but with NumPy 1, as its bits depend on the rows of a product."""
+    if getattr(engine, "cache_kind", NO_KIND)[3] != "cpu":
+        return rows_at_once
+    if rows_at_once not in (None, 1):
+        raise InputError(
+            Argument("rows_at_once"),
+            f": expected 1, as the bits of NumPy's results depend on it, got {rows_at_once}",
+        )
+    return 1
 
 
 def _check_rows(prompts: int, samples: int) -> None:

@@ -1,21 +1,24 @@
-"""Score texts that a model has generated: the log-probabilities have the bits of generation."""
+"""Score texts that a model has generated, and check receipts, with the bits of generation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from gpt2block.engine.generation.generate import Run
+from gpt2block.engine.generation.batching import Batch
+from gpt2block.engine.generation.generate import Run, matcher_of, on_its_own
 from gpt2block.engine.generation.options import Options
-from gpt2block.engine.generation.rows import Generation
+from gpt2block.engine.generation.rows import Ends, Generation, Row
 from gpt2block.engine.generation.scoring import ScoredTokens
 from gpt2block.engine.model import Ids, ModelEngine
+from gpt2block.engine.receipts import Stated, identity, readers
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.tokenizers import tokenizer
-from gpt2block.files.tokenizers.lookup import Tokenizer
-from gpt2block.sampling import Sampling
+from gpt2block.files.tokenizers.lookup import Tokenizer, of_outputs
+from gpt2block.sampling import Sampling, check_biased
 
 
 def score_generated(
@@ -61,11 +64,6 @@ def score_generated(
     return found[0] if run.single else found
 
 
-def on_its_own(engine: ModelEngine, rows_at_once: int | None) -> int | None:
-    """Return `rows_at_once`; for None with NumPy 1, as bits depend on the rows of a product."""
-    return 1 if rows_at_once is None and engine.cache_kind[3] == "cpu" else rows_at_once
-
-
 def _ids(engine: ModelEngine, run: Run, index: int, given: Any) -> Ids:
     """Return the checked token ids of a continuation. Raises InputError."""
     name = "continuation" if run.single else f"continuation {index}"
@@ -78,3 +76,104 @@ def _ids(engine: ModelEngine, run: Run, index: int, given: Any) -> Ids:
             f"{engine.config.n_ctx:,}, got {len(found):,}"
         )
     return found
+
+
+@dataclass(frozen=True)
+class ReceiptCheck:
+    """The result of the check of a receipt.
+
+    code: exit code of `gpt2block verify`. 0: all tokens and log-probabilities have the stated bits;
+    1: one differs; 2: the text cannot be compared. problem: a sentence, "" for code 0. tokens:
+    number of tokens of the text that were compared. nan: whether a log-probability is NaN.
+    """
+
+    code: int
+    problem: str = ""
+    tokens: int = 0
+    nan: bool = False
+
+
+def check_receipts(
+    engine: ModelEngine, encoding: Tokenizer, receipts: Sequence[Any]
+) -> Iterator[tuple[int, ReceiptCheck]]:
+    """Generate the texts of receipts again; yield (index, ReceiptCheck) when a check ends.
+
+    The stated tokens are drafts: a step computes several of them. A text is as stated exactly if
+    all of them are sampled, with equal bits of their log-probabilities, and the text ends there.
+    """
+    known, rows = identity(engine), dict[Row, tuple[int, Stated]]()
+    for index, receipt in enumerate(receipts):
+        try:
+            stated = Stated.of(receipt)
+            if difference := stated.difference(known):
+                raise InputError(difference)
+            rows[_row(engine, encoding, stated)] = index, stated
+        except InputError as error:
+            yield index, ReceiptCheck(2, str(error))
+    if not rows:
+        return
+    at_once = on_its_own(engine, None) or len(rows)
+    n_ctx = max(len(row.prompt) + row.ends.max_new_tokens - 1 for row in rows)
+    batch = Batch(engine, at_once, n_ctx, fewer=True, speculate="known")
+    batch.submit([*rows])
+    while batch.busy:
+        for row in batch.step(each_token=False):
+            index, stated = rows[row]
+            problem = _problem(row, stated)
+            if problem and row.finish_reason is None:
+                batch.cancel([row])
+            if row.finish_reason:
+                nan = bool(np.isnan(stated.logprobs).any())
+                yield index, ReceiptCheck(int(bool(problem)), problem, len(row.tokens), nan)
+
+
+def _row(engine: ModelEngine, encoding: Tokenizer, stated: Stated) -> Row:
+    """Return the row that generates a stated text again. Raises InputError if there is none."""
+    options, rule = stated.fields["options"], stated.rule
+    V, n_ctx, stop = engine.config.vocab_size, engine.config.n_ctx, tuple(options["stop"])
+    own = of_outputs(encoding) if stop or rule else None
+    if difference := stated.difference(readers(own, stop, rule), ("tokenizer", "llguidance")):
+        raise InputError(difference)
+    lists = {"prompt": stated.prompt, "tokens": stated.tokens, "stop_ids": options["stop_ids"]}
+    for name, ids in lists.items():
+        tokenizer.token_ids(None, ids, V, name)
+    check_biased(stated.sampling, V)
+    most = min(len(stated.tokens), options["max_new_tokens"], n_ctx - len(stated.prompt) + 1)
+    if most < 1 or not len(stated.prompt):
+        raise InputError(f"prompt: expected 1 to {n_ctx:,} tokens, and at least one new token")
+    ends = Ends(most, n_ctx, False, stop, frozenset(options["stop_ids"]), own)
+    row = Row(stated.prompt, stated.sampling, encoding, ends, rule=rule)
+    row.matcher = matcher_of(rule, encoding, V, ends.stop_ids)
+    row.known, row.most = stated.tokens[:most], len(stated.prompt) + options["max_new_tokens"]
+    return row
+
+
+def _problem(row: Row, stated: Stated) -> str:
+    """Return a sentence about the first difference between a row and the stated text, or ""."""
+    count = min(len(row.tokens), len(stated.tokens))
+    logprobs = np.array(row.logprobs[:count], np.float32)
+    bits = logprobs.view(np.int32) != stated.logprobs[:count].view(np.int32)
+    wrong = bits | (np.array(row.tokens[:count], np.int32) != stated.tokens[:count])
+    if wrong.any():
+        at = int(wrong.argmax())
+        return (
+            f"token {at}: the receipt states {stated.tokens[at]} with a log-probability of "
+            f"{_shown(stated.logprobs[at])}, generated is {row.tokens[at]} with "
+            f"{_shown(logprobs[at])}"
+        )
+    if row.finish_reason in (None, "cancelled"):
+        return ""
+    reason = None if row.error else row.finish_reason
+    if reason == "length" and row.ends.max_new_tokens < stated.fields["options"]["max_new_tokens"]:
+        reason = "context" if row.full else None
+    if reason == stated.fields["finish_reason"] and len(row.tokens) == len(stated.tokens):
+        return ""
+    return (
+        f"token {len(row.tokens)}: the receipt states {len(stated.tokens):,} tokens and the reason "
+        f"{stated.fields['finish_reason']!r}, the generated text "
+        f"{f'ends with {reason!r}' if reason else row.error or 'goes on'}"
+    )
+
+
+def _shown(logprob: np.float32) -> str:
+    return f"{logprob:.9g} ({logprob.view(np.uint32):#010x})"

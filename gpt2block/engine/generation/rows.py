@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from gpt2block.engine import notebook
 from gpt2block.engine.grammars import Grammar, Matcher
 from gpt2block.engine.model import Ids, Start
+from gpt2block.engine.receipts import receipt_of
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_ids
 from gpt2block.files.tokenizers.lookup import ReadLater, Tokenizer, of_outputs
@@ -46,6 +47,7 @@ class Generation(ReadLater):
     seed: seed of the random numbers; the same seed and options give the same text.
     top_logprobs: the most likely tokens at the position of each token and their log-probabilities,
         in descending order, if requested; else empty.
+    receipt: a JSON object that states how the text was generated, for `verify`, if requested.
     """
 
     text: str
@@ -54,6 +56,7 @@ class Generation(ReadLater):
     finish_reason: FinishReason
     seed: int
     top_logprobs: tuple[Tops, ...] = ()
+    receipt: dict[str, Any] | None = field(default=None, compare=False)
 
     def _repr_html_(self) -> str:
         facts = f"{len(self.tokens):,} tokens, ended: {self.finish_reason}, seed {self.seed}"
@@ -117,6 +120,9 @@ class Row:
         self.client = ""  # owner: prompts are reused only within a client
         self.held = False  # whether Batch.step may deliver tokens later
         self.known: Ids | None = None  # the continuation if it is known: the Decoding's drafts
+        self.exact = False  # whether kernels of prompts compute the whole prompt
+        # Returns the fields of a receipt that state model and device; None: no receipt is wanted.
+        self.identity: Callable[[], Mapping[str, Any]] | None = None
         self.unwritten: frozenset[int] = frozenset()  # ids of tokens that the text leaves out
         self._encoding = encoding
         self._at_end_token = self._closed = False
@@ -136,6 +142,11 @@ class Row:
         found.tokens, found.logprobs, found.tops, found.guessed = [], [], [], []
         found._pieces, found.unwritten = [], frozenset()
         return found
+
+    @property
+    def reader(self) -> Tokenizer:
+        """The tokenizer of the text."""
+        return self._encoding
 
     @cached_property
     def _text(self) -> Text:
@@ -184,7 +195,7 @@ class Row:
             reason = "stop"
         elif len(self.tokens) == self.ends.max_new_tokens:
             reason = "length"
-        elif self._full and not self.ends.truncate:
+        elif self.full and not self.ends.truncate:
             reason = "context"
         if reason:
             self.close()
@@ -223,7 +234,7 @@ class Row:
         return bool(self.ends.stop) and self._text.stopped
 
     @property
-    def _full(self) -> bool:
+    def full(self) -> bool:
         """Whether the context has no position left for the last sampled token."""
         return len(self.prompt) + len(self.tokens) > self.ends.n_ctx
 
@@ -290,7 +301,8 @@ class Row:
         assert reason != "cancelled"
         assert reason != "deadline"
         tokens, logprobs, tops = tuple(self.tokens), tuple(self.logprobs), tuple(self.tops)
-        generation = Generation("", tokens, logprobs, reason, self.sampling.seed, tops)
+        receipt = None if self.identity is None else receipt_of(self, self.identity())
+        generation = Generation("", tokens, logprobs, reason, self.sampling.seed, tops, receipt)
         return generation.later(text=lambda: self.text)
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
