@@ -647,6 +647,7 @@ class Model(Hinted, Generic[Weights]):
         **options: Unpack[GenerateOptions],
     ) -> list[ScoredTokens]: ...
     @named_options()
+    @with_keywords("samples", "receipt")
     def score_generated(
         self, prompts: Any, continuations: Any, **options: Any
     ) -> ScoredTokens | list[ScoredTokens]:
