@@ -55,7 +55,7 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 SAMPLED = tuple(each.name for each in fields(Sampling) if each.name != "end_ids")
 OPTIONS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(SAMPLED, (int, float)), "logit_bias": (list,), "max_new_tokens": (int,),
-    "stop": (list,), "stop_ids": (list,), "rule": _NULL,
+    "stop": (list,), "stop_ids": (list,), "unwritten": (list,), "rule": _NULL,
 }  # fmt: skip
 _known: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # results of `identity`
 
@@ -193,6 +193,7 @@ def receipt_of(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
             "max_new_tokens": ends.max_new_tokens,
             "stop": list(ends.stop),
             "stop_ids": sorted(ends.stop_ids),
+            "unwritten": sorted(row.unwritten) if ends.stop else [],
             "rule": rule,
         },
         "prompt": row.prompt.tolist(),
@@ -216,7 +217,7 @@ class Stated:
     @classmethod
     def of(cls, receipt: Any) -> Stated:
         """Read a receipt, as an object or as JSON text. Raises InputError, which names the field."""
-        given = _object(receipt)
+        given = as_object(receipt)
         if given.get(FORMAT) != VERSION:
             found = shown(given[FORMAT]) if FORMAT in given else "none"
             raise InputError(f"{FORMAT}: expected a receipt of version {VERSION}, got {found}")
@@ -253,7 +254,8 @@ def _brief(value: Any) -> str:
     return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else str(value)
 
 
-def _object(receipt: Any) -> dict[str, Any]:
+def as_object(receipt: Any) -> dict[str, Any]:
+    """Return a receipt, which can also be JSON text, as an object. Raises InputError."""
     if isinstance(receipt, (str, bytes)):
         try:
             receipt = json.loads(receipt)

@@ -29,11 +29,12 @@ from gpt2block.apps.cli.model import (
     load_draft,
     load_model,
     model_option,
+    receipt_option,
     require_for,
     with_numbers,
 )
 from gpt2block.apps.cli.options import option, path_of, path_option
-from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, read_text
+from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, append_receipts, read_text
 from gpt2block.checks import check_choice, check_encodable
 from gpt2block.engine.generation.options import KEYWORDS, Options
 from gpt2block.engine.grammars.grammar import RULES
@@ -106,6 +107,7 @@ def chat(
         "Continue the conversation of this JSON file, as /save writes it."
     ),
     chat_template_kwargs: Mapping[str, Any] | None = chat_template_option(),
+    receipt: Path | None = receipt_option(),
     as_json: bool = option(
         "Read a message from each line, as JSON: a text, or role and content. Write each answer as "
         "a line of JSON.",
@@ -141,10 +143,10 @@ def chat(
         loaded.engine, encoding, loaded.chat_template, messages, None, chat_template_kwargs
     )
     if as_json:
-        _answer_lines(conversation, options)
+        _answer_lines(conversation, options, receipt)
     else:
         name = f"{loaded.name}, {loaded.dtypes}, {loaded.device}"
-        Session(conversation, options, file).run(name)
+        Session(conversation, options, file, receipt).run(name)
 
 
 def _system(text: str) -> dict[str, str]:
@@ -162,7 +164,9 @@ def _read(file: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
 # --- option --json, for programs ----------------------------------------------------------------
 
 
-def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
+def _answer_lines(
+    conversation: Conversation, options: ChatOptions, receipt: Path | None
+) -> None:
     """Answer each user message from stdin; append messages of other roles without an answer."""
     from gpt2block.engine.chat.conversation import read_messages  # noqa: PLC0415
 
@@ -170,7 +174,7 @@ def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
         try:
             for message in read_messages(json.loads(line)):
                 if message["role"] == "user":
-                    print_json(_answered(conversation, message, options))
+                    print_json(_answered(conversation, message, options, receipt))
                 else:
                     conversation.append(message)
         except (ValueError, RecursionError) as error:  # InputError is a ValueError
@@ -178,12 +182,16 @@ def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
         sys.stdout.flush()
 
 
-def _answered(conversation: Conversation, message: Message, options: ChatOptions) -> dict[str, Any]:
+def _answered(
+    conversation: Conversation, message: Message, options: ChatOptions, receipt: Path | None
+) -> dict[str, Any]:
     begun = perf_counter()
-    for _ in conversation.stream(message, **asdict(options)):
+    for _ in conversation.stream(message, **asdict(options), receipt=receipt is not None):
         pass
     row = conversation.answer
     assert row is not None
+    if receipt is not None:
+        append_receipts(receipt, [row])
     return {
         **conversation.messages[-1],
         "finish_reason": row.finish_reason,
@@ -200,10 +208,20 @@ def _answered(conversation: Conversation, message: Message, options: ChatOptions
 
 
 class Session:
-    """An interactive conversation, read from stdin. `file`: default file of the command /save."""
+    """An interactive conversation, read from stdin. `file`: default file of the command /save.
 
-    def __init__(self, conversation: Conversation, options: ChatOptions, file: Path | None) -> None:
+    receipt: file to which receipts of answers are appended; None: no receipts.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        options: ChatOptions,
+        file: Path | None,
+        receipt: Path | None = None,
+    ) -> None:
         self.conversation, self.options, self.file = conversation, options, file
+        self.receipt = receipt
         self._typed = sys.stdin.isatty()
         self._stderr = Console(stderr=True, highlight=False)
         self._written = {file}  # files that /save may overwrite
@@ -275,7 +293,8 @@ class Session:
     def _answer(self, text: str | None, **more: Any) -> None:
         conversation, before = self.conversation, self.conversation.left_out
         begun, ended = perf_counter(), False
-        pieces = conversation.stream(text, **{**asdict(self.options), **more})
+        more = {**asdict(self.options), "receipt": self.receipt is not None, **more}
+        pieces = conversation.stream(text, **more)
         if conversation.left_out > before:
             n_ctx = conversation.n_ctx
             self._say(
@@ -295,6 +314,8 @@ class Session:
         self._write("\n")
         row = conversation.answer
         assert row is not None
+        if self.receipt is not None:
+            append_receipts(self.receipt, [row])
         rate = len(row.tokens) / (perf_counter() - begun)
         reused = f", {row.reused:,} of them computed before" if row.reused else ""
         why = row.finish_reason if ended else "interrupted"

@@ -10,6 +10,7 @@ import re
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,11 @@ from gpt2block.apps.cli.model import (
     load_draft,
     load_model,
     model_facts,
+    receipt_option,
     special_option,
 )
 from gpt2block.apps.cli.options import argument, json_option, option
-from gpt2block.apps.cli.texts import read_text
+from gpt2block.apps.cli.texts import append_receipts, read_text
 from gpt2block.apps.cli.writer import Writer
 from gpt2block.engine.generation.options import Options
 from gpt2block.errors import InputError
@@ -70,6 +72,7 @@ def generate(
     options: RunOptions,
     draft_model: str | None = draft_option(),
     logprobs: bool = option("Also print each token's log-probability.", False, "--logprobs"),
+    receipt: Path | None = receipt_option(),
     as_json: bool = json_option(),
 ) -> None:
     """Continue a text, and print each token as it is generated.
@@ -82,7 +85,8 @@ def generate(
     clock = Stopwatch(perf_counter())
     if ids and special:
         raise InputError("--special: expected a text, got --ids")
-    asked = Options.of(asdict(options) | {"stop_ids": options.stop_ids or None})
+    more = {"stop_ids": options.stop_ids or None, "receipt": receipt is not None}
+    asked = Options.of(asdict(options) | more)
     default = "" if ids or model.model not in BUNDLED_NAMES else DEFAULT_PROMPT
     text = _prompt(prompt, default)
     start: Any = _read_ids(text) if ids else text
@@ -95,6 +99,8 @@ def generate(
     beginning = " ".join(map(str, start.tolist())) if ids else text
     writer = None if as_json else Writer(run.rows, beginning, ids)
     interrupted = _follow(run, clock, writer)
+    if receipt is not None:
+        append_receipts(receipt, run.rows)
     if writer is None:
         print_json(
             {

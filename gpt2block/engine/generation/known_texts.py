@@ -134,9 +134,9 @@ def _row(engine: ModelEngine, encoding: Tokenizer, stated: Stated) -> Row:
     own = of_outputs(encoding) if stop or rule else None
     if difference := stated.difference(readers(own, stop, rule), ("tokenizer", "llguidance")):
         raise InputError(difference)
-    lists = {"prompt": stated.prompt, "tokens": stated.tokens, "stop_ids": options["stop_ids"]}
-    for name, ids in lists.items():
-        tokenizer.token_ids(None, ids, V, name)
+    for name, ids in {"prompt": stated.prompt, "tokens": stated.tokens, **options}.items():
+        if name in ("prompt", "tokens", "stop_ids", "unwritten"):
+            tokenizer.token_ids(None, ids, V, name)
     check_biased(stated.sampling, V)
     most = min(len(stated.tokens), options["max_new_tokens"], n_ctx - len(stated.prompt) + 1)
     if most < 1 or not len(stated.prompt):
@@ -144,6 +144,7 @@ def _row(engine: ModelEngine, encoding: Tokenizer, stated: Stated) -> Row:
     ends = Ends(most, n_ctx, False, stop, frozenset(options["stop_ids"]), own)
     row = Row(stated.prompt, stated.sampling, encoding, ends, rule=rule)
     row.matcher = matcher_of(rule, encoding, V, ends.stop_ids)
+    row.unwritten = frozenset(options["unwritten"])
     row.known, row.most = stated.tokens[:most], len(stated.prompt) + options["max_new_tokens"]
     return row
 
