@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -177,8 +178,15 @@ def readers(encoding: Encoding | None, stop: Any, rule: Any) -> dict[str, str | 
     """Return the fields about the software that reads the text, where it can change the text."""
     return {
         "tokenizer": _of_text(encoding) if stop or rule else None,
-        "llguidance": importlib.metadata.version("llguidance") if rule else None,
+        "llguidance": _version("llguidance") if rule else None,
     }
+
+
+def _version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def receipt_of(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,6 +231,8 @@ class Stated:
             raise InputError(f"{FORMAT}: expected a receipt of version {VERSION}, got {found}")
         _check(given, TYPES, "")
         _check(options := given["options"], OPTIONS, "options.")
+        if not all(isinstance(each, str) and each for each in options["stop"]):
+            raise InputError(f"options.stop: expected texts, got {shown(options['stop'])}")
         sampled = {name: options[name] for name in SAMPLED}
         ends = options["stop_ids"] if options["min_new_tokens"] else ()
         try:

@@ -117,7 +117,6 @@ def _options(options: VerifyOptions, receipts: Sequence[Any]) -> ModelOptions:
     name, formats = options.model or first.get("model"), options.formats
     if not isinstance(name, str):
         raise InputError("--model: expected a name or path of a model, as the receipt has none")
-    dtype, kv_dtype = formats.dtype or first.get("dtype"), formats.kv_dtype or first.get("kv_dtype")
-    return replace(
-        options, model=name, formats=replace(formats, dtype=dtype, kv_dtype=kv_dtype), gpus=None
-    )
+    if formats.dtype is None and formats.kv_dtype is None:
+        formats = replace(formats, dtype=first.get("dtype"), kv_dtype=first.get("kv_dtype"))
+    return replace(options, model=name, formats=formats, gpus=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from gpt2block.engine.generation.generate import Run, matcher_of, on_its_own
 from gpt2block.engine.generation.options import Options
 from gpt2block.engine.generation.rows import Ends, Generation, Row
 from gpt2block.engine.generation.scoring import ScoredTokens
+from gpt2block.engine.grammars import Grammar
 from gpt2block.engine.model import Ids, ModelEngine
 from gpt2block.engine.receipts import Stated, identity, readers
 from gpt2block.errors import Argument, InputError
@@ -138,6 +140,8 @@ def _row(engine: ModelEngine, encoding: Tokenizer, stated: Stated) -> Row:
         if name in ("prompt", "tokens", "stop_ids", "unwritten"):
             tokenizer.token_ids(None, ids, V, name)
     check_biased(stated.sampling, V)
+    if rule is not None:
+        _check(rule)
     most = min(len(stated.tokens), options["max_new_tokens"], n_ctx - len(stated.prompt) + 1)
     if most < 1 or not len(stated.prompt):
         raise InputError(f"prompt: expected 1 to {n_ctx:,} tokens, and at least one new token")
@@ -147,6 +151,12 @@ def _row(engine: ModelEngine, encoding: Tokenizer, stated: Stated) -> Row:
     row.unwritten = frozenset(options["unwritten"])
     row.known, row.most = stated.tokens[:most], len(stated.prompt) + options["max_new_tokens"]
     return row
+
+
+@lru_cache(maxsize=64)
+def _check(rule: Grammar) -> None:
+    """Raise InputError unless a rule can be compiled."""
+    rule.check()
 
 
 def _problem(row: Row, stated: Stated) -> str:
