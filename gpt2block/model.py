@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from gpt2block.engine.chat.template import ChatTemplate
     from gpt2block.engine.explain import Page
     from gpt2block.engine.generation.generate import Prompt, Prompts
-    from gpt2block.engine.generation.options import GenerateOptions, Overflow, StreamOptions
     from gpt2block.engine.generation.known_texts import ReceiptCheck
+    from gpt2block.engine.generation.options import GenerateOptions, Overflow, StreamOptions
     from gpt2block.engine.generation.rows import Generation
     from gpt2block.engine.generation.scoring import Score, ScoredTokens
     from gpt2block.files.checkpoints.embedding_files import EmbeddingDefaults, Pooling

@@ -117,8 +117,8 @@ class Generating(Task):
     """Task `generate`: `samples` continuations of each record.
 
     options: the keywords of `GPT2.generate`. logprobs: also return the tokens and their
-    log-probabilities. receipts: also return the receipt of each text, as JSON. The number of records in a batch is not limited: the engine computes
-    `rows_at_once` rows together.
+    log-probabilities. receipts: also return the receipt of each text, as JSON. The number of
+    records in a batch is not limited: the engine computes `rows_at_once` rows together.
     """
 
     tokens_at_once = 2**31

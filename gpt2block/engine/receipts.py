@@ -130,7 +130,7 @@ def _of_arrays(engine: Any) -> str:
 
 
 def _of_files(engine: Any, checkpoint: Checkpoint) -> str:
-    """Return the SHA-256 of a checkpoint's config and of its tensors in the order of their names."""
+    """Return the SHA-256 of a checkpoint's config and of its tensors, sorted by name."""
     states = checkpoint.file_states()
     if states != engine.file_states:
         raise InputError(f"{checkpoint.name}: a file has changed since the model was loaded")
@@ -170,14 +170,15 @@ def of_tokenizer(encoding: Encoding | None) -> str | None:
 
 
 @lru_cache(maxsize=4)
-def _of_text(encoding: Encoding | None) -> str | None:
+def _of_text(encoding: Any) -> str | None:
     return of_tokenizer(encoding)
 
 
 def readers(encoding: Encoding | None, stop: Any, rule: Any) -> dict[str, str | None]:
     """Return the fields about the software that reads the text, where it can change the text."""
+    own: Any = encoding
     return {
-        "tokenizer": _of_text(encoding) if stop or rule else None,
+        "tokenizer": _of_text(own) if stop or rule else None,
         "llguidance": _version("llguidance") if rule else None,
     }
 
@@ -224,7 +225,7 @@ class Stated:
 
     @classmethod
     def of(cls, receipt: Any) -> Stated:
-        """Read a receipt, as an object or as JSON text. Raises InputError, which names the field."""
+        """Read a receipt, an object or JSON text. Raises InputError, which names the field."""
         given = as_object(receipt)
         if given.get(FORMAT) != VERSION:
             found = shown(given[FORMAT]) if FORMAT in given else "none"
@@ -295,8 +296,14 @@ def _ids(name: str, given: Any) -> Ids:
     return np.array(given, np.int32)
 
 
+def append_receipts(path: str | Path, receipts: Iterable[Any]) -> None:
+    """Append receipts to a file, each as a line of JSON. Raises OSError."""
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(each, separators=(",", ":")) + "\n" for each in receipts)
+
+
 def found_in(value: Any) -> Iterator[Any]:
-    """Yield the receipts in parsed JSON: a receipt, a line of `map`, a server's answer, or a list."""
+    """Yield the receipts in JSON: a receipt, a line of `map`, a server's answer, or a list."""
     if isinstance(value, list):
         for each in value:
             yield from found_in(each)

@@ -79,8 +79,8 @@ def _take(c: Call) -> Launch:
             f"together: expected 1 to {most}, a divisor of {c.M} rows, got {c.together}"
         )
     rows = (c.drawn, c.likely, c.slot_row, c.slot_token, c.slot_position, c.slot_turn)
-    kept = (c.history, c.guess, c.left, c.known, c.position, c.step, c.token, c.logprob)
-    kept += (c.seen, c.counts)
+    slots = (c.history, c.guess, c.left, c.known)
+    kept = (*slots, c.position, c.step, c.token, c.logprob, c.seen, c.counts)
     geometry = Geometry("take_guesses", (c.M // c.together,), (THREADS,))
     args = (*rows, *kept, c.report, c.together, c.B, c.H, c.K, c.V)
     return launch_at(FILE, geometry, args)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,15 @@ import numpy as np
 import pytest
 
 from gpt2block import GPT2, GPT2Config, InputError, from_pretrained
+from gpt2block.bulk.predictor import Predictor
 from gpt2block.engine import receipts as module
-from gpt2block.engine.generation.known_texts import ReceiptCheck
+from gpt2block.engine.chat.conversation import Conversation
+from gpt2block.engine.generation.known_texts import ReceiptCheck, check_receipts
 from gpt2block.engine.receipts import found_in, identity
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from tests.command_line import gpt2block
+from tests.markov import LINES
+from tests.serving import BYTES, model_of, post, serving, small
 
 SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=16, n_ctx=48, vocab_size=11)
 GIVEN: dict[str, Any] = {"max_new_tokens": 8, "stop_ids": (3,), "receipt": True}
@@ -53,7 +59,8 @@ def receipts(model: GPT2) -> list[Any]:
 def other_float(number: np.float32, rng: np.random.Generator) -> np.float32:
     """Return a number of which one random bit differs."""
     bits = number.view(np.uint32) ^ np.uint32(1 << int(rng.integers(32)))
-    return np.uint32(bits).view(np.float32)
+    found: np.float32 = np.uint32(bits).view(np.float32)
+    return found
 
 
 def changed(receipt: dict[str, Any], kind: int, rng: np.random.Generator) -> dict[str, Any]:
@@ -62,7 +69,7 @@ def changed(receipt: dict[str, Any], kind: int, rng: np.random.Generator) -> dic
     value = receipt[name]
     if name == "logprobs":
         numbers = np.frombuffer(base64.b64decode(value), np.float32).copy()
-        at = rng.integers(len(numbers))
+        at = int(rng.integers(len(numbers)))
         numbers[at] = other_float(numbers[at], rng)
         return {**receipt, name: base64.b64encode(numbers.tobytes()).decode()}
     at = int(rng.integers(len(value)))
@@ -86,9 +93,15 @@ def test_a_changed_option_is_found_if_the_text_differs(
     name: str, model: GPT2, receipts: list[Any]
 ) -> None:
     values, usual = VARIED[name], dict(receipts[0]["options"])
-    given = [{**receipts[n], "options": {**usual, name: values[n % len(values)]}} for n in range(20)]
+    given = [
+        {**receipts[n], "options": {**usual, name: values[n % len(values)]}} for n in range(20)
+    ]
     for stated, check in zip(given, model.verify(given), strict=True):
-        options = {k: v for k, v in stated["options"].items() if k not in ("sample", "rule", "stop", "unwritten")}
+        options = {
+            k: v
+            for k, v in stated["options"].items()
+            if k not in ("sample", "rule", "stop", "unwritten")
+        }
         text = model.generate(stated["prompt"], **options)
         same = [*text.tokens], text.finish_reason
         assert (check.code == 0) == (same == (stated["tokens"], stated["finish_reason"]))
@@ -113,7 +126,8 @@ def nothing(receipt: dict[str, Any]) -> Iterator[tuple[Any, str]]:
     wrong = {**receipt, "options": {**options, "rule": "start"}, "tokenizer": None}
     yield {**wrong, "llguidance": module._version("llguidance")}, ""
     for name, value in {"prompt": [], "tokens": [1, -1], "dtype": "float16", "device": "sm_90",
-                        "logprobs": "AAAA", "threads": "none", "gpt2block_receipt": 2}.items():  # fmt: skip
+                        "logprobs": "AAAA", "threads": "none", "gpt2block_receipt": 2
+                        }.items():  # fmt: skip
         yield {**receipt, name: value}, f"{name}: "
     yield {**receipt, "more": 1}, "'more': this version has no such field"
     yield json.dumps(receipt)[: len(json.dumps(receipt)) // 2], "expected the JSON of a receipt"
@@ -140,13 +154,13 @@ def test_equal_bits_of_nan_are_equal(model: GPT2, receipts: list[Any]) -> None:
 
 def test_the_fields_are_those_of_the_schema() -> None:
     rule = pytest.importorskip("llguidance") and {"choice": ["To be", "Not to be"]}
-    small = from_pretrained("shakespeare", "cpu")
+    bundled = from_pretrained("shakespeare", "cpu")
     for options in ({"stop": ["e", "."], "min_new_tokens": 2, "logit_bias": {5: 1}}, rule):
         given: dict[str, Any] = {"seed": 2**64 - 1, "samples": 2, "receipt": True, **options}
-        for text in small.generate("JULIET:", max_new_tokens=12, **given):
+        for text in bundled.generate("JULIET:", max_new_tokens=12, **given):
             receipt = json.loads(json.dumps(text.receipt))
             jsonschema.validate(receipt, SCHEMA)
-            assert small.verify(receipt) == ReceiptCheck(0, "", len(text.tokens))
+            assert bundled.verify(receipt) == ReceiptCheck(0, "", len(text.tokens))
             own = {**receipt, "prompt": [], "tokens": [], "logprobs": ""}
             own["options"] |= {"rule": None, "logit_bias": [], "stop": []}
             gpu = {"nvrtc": "13.0", "kernels": "0" * 64, "blas": None, "threads": None}
@@ -208,29 +222,85 @@ def test_the_commands(tmp_path: Path) -> None:
     done = gpt2block("verify", other)
     assert (done.code, done.out[:35]) == (1, "1 of 2 texts are as stated, 1 differ"[:35])
     assert f"{other}, receipt 2: token 0: the receipt states" in done.err
-    other.write_text(f'data: {{"choices": []}}\n\ndata: {{"receipt": {lines[0]}}}\n\ndata: [DONE]\n')
+    other.write_text(
+        f'data: {{"choices": []}}\n\ndata: {{"receipt": {lines[0]}}}\n\ndata: [DONE]\n'
+    )
     assert gpt2block("verify", other).code == 0
     done = gpt2block("verify", file, "--dtype", "bfloat16")
     assert (done.code, done.out[:36]) == (2, "0 of 2 texts are as stated, 0 differ")
     assert done.err.count("dtype: the receipt states float32, here it is bfloat16") == 2
-    for text, problem in ((lines[0][:300], "expected the JSON of a receipt: "),
-                          ("{}", "--model: expected a name"), ("", "expected receipts")):  # fmt: skip
+    problems = {lines[0][:300]: "expected the JSON of a receipt: ", "": "expected receipts"}
+    for text, problem in {**problems, "{}": "--model: expected a name"}.items():
         other.write_text(text)
         assert problem in gpt2block("verify", other).error
 
 
-def test_receipts_of_a_conversation(tmp_path: Path) -> None:
+def test_receipts_of_a_conversation() -> None:
     """The whole prompt is computed by the kernels of prompts, not only the new message."""
-    from tests.serving import BYTES, LINES, small  # noqa: PLC0415
-
-    model = small()
-    engine: Any = model.engine
-    from gpt2block.engine.chat.conversation import Conversation  # noqa: PLC0415
-
-    talk = Conversation(engine, BYTES, LINES)
+    model, talk = small(), Conversation(small().engine, BYTES, LINES)
     for text in ("ab", "cd"):
         for _ in talk.stream(text, max_new_tokens=7, temperature=1.0, seed=1, receipt=True):
             pass
         assert talk.answer is not None
         assert talk.answer.reused == 0
-        assert model.verify(talk.answer.result().receipt).code == 0
+        assert model.verify(talk.answer.result().receipt or {}).code == 0
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_receipts_of_map(samples: int) -> None:
+    texts = ["JULIET:", "ROMEO:", "To be"]
+    options: dict[str, Any] = {"samples": samples, "receipts": True, "max_new_tokens": 9}
+    predictor = Predictor("generate", device="cpu", stop=["e"], **options)
+    column = predictor({"text": texts})["receipt"].tolist()
+    found = [*found_in([{"receipt": each} for each in column])]
+    assert len(found) == 3 * samples
+    assert {each.code for each in predictor.model.verify(found)} == {0}
+    assert len({json.loads(each)["options"]["seed"] for each in found}) == 3  # one per record
+
+
+KEYS = {name: f"{name}-0123456789abcdef" for name in ("anna", "bob")}
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_receipts_of_a_server(reuse: bool) -> None:
+    """Each client's answers, whole and streamed, have receipts of their own prompts."""
+    served, given = model_of(small().engine), {"rows": 1, "reuse_prefixes": reuse, "keys": KEYS}
+    with serving(served, **given) as running, ThreadPoolExecutor(4) as clients:
+
+        def receipts_of(name: str, path: str, stream: bool) -> list[Any]:
+            body = {"stop": ["q"], "temperature": 1.5, "seed": 3, "max_tokens": 9, "n": 2,
+                    "receipt": True, "stream": stream, "prompt": name}  # fmt: skip
+            if path == "chat/completions":
+                del body["prompt"]
+                body["messages"] = [{"role": "user", "content": name}]
+            headers = {"Authorization": f"Bearer {KEYS[name]}"}
+            status, answer = post(running, f"/v1/{path}", body, **headers)
+            assert status == 200
+            events = answer.split("\n\n")[:-2] if stream else []
+            parts = [json.loads(event.removeprefix("data: ")) for event in events] or answer
+            return [*found_in(parts)]
+
+        asked = [*product(KEYS, ("completions", "chat/completions"), (False, True))]
+        found = [*clients.map(lambda each: receipts_of(*each), asked)]
+    for (name, *_), receipts in zip(asked, found, strict=True):
+        assert len(receipts) == 2
+        for each in receipts:
+            assert name in bytes(each["prompt"]).decode()
+            assert each["model"] == "small"
+    checks = dict(check_receipts(small().engine, BYTES, [each for two in found for each in two]))
+    assert {each.code for each in checks.values()} == {0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"rows": 1, "receipts": False}, "receipt: this server was started without receipts"),
+        ({"rows": 2}, "receipt: expected a model on a GPU, or a server with --rows 1"),
+    ],
+)
+def test_a_server_without_receipts(settings: Any, problem: str) -> None:
+    with serving(model_of(small().engine), **settings) as running:
+        body = {"prompt": "a", "max_tokens": 1, "receipt": True}
+        status, answer = post(running, "/v1/completions", body)
+        assert (status, answer["error"]["message"]) == (400, problem)
+        assert post(running, "/v1/completions", {**body, "receipt": False})[0] == 200

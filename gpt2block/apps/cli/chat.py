@@ -29,15 +29,15 @@ from gpt2block.apps.cli.model import (
     load_draft,
     load_model,
     model_option,
-    receipt_option,
     require_for,
     with_numbers,
 )
 from gpt2block.apps.cli.options import option, path_of, path_option
-from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, append_receipts, read_text
+from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, RECEIPT, read_text
 from gpt2block.checks import check_choice, check_encodable
 from gpt2block.engine.generation.options import KEYWORDS, Options
 from gpt2block.engine.grammars.grammar import RULES
+from gpt2block.engine.receipts import append_receipts
 from gpt2block.errors import InputError, PrintableError
 from gpt2block.files.checkpoints.chat_files import OPTIONS
 from gpt2block.files.writing import write_file
@@ -107,7 +107,7 @@ def chat(
         "Continue the conversation of this JSON file, as /save writes it."
     ),
     chat_template_kwargs: Mapping[str, Any] | None = chat_template_option(),
-    receipt: Path | None = receipt_option(),
+    receipt: Path | None = path_option(RECEIPT),
     as_json: bool = option(
         "Read a message from each line, as JSON: a text, or role and content. Write each answer as "
         "a line of JSON.",
@@ -164,9 +164,7 @@ def _read(file: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
 # --- option --json, for programs ----------------------------------------------------------------
 
 
-def _answer_lines(
-    conversation: Conversation, options: ChatOptions, receipt: Path | None
-) -> None:
+def _answer_lines(conversation: Conversation, options: ChatOptions, receipt: Path | None) -> None:
     """Answer each user message from stdin; append messages of other roles without an answer."""
     from gpt2block.engine.chat.conversation import read_messages  # noqa: PLC0415
 
@@ -191,7 +189,7 @@ def _answered(
     row = conversation.answer
     assert row is not None
     if receipt is not None:
-        append_receipts(receipt, [row])
+        append_receipts(receipt, [row.result().receipt])
     return {
         **conversation.messages[-1],
         "finish_reason": row.finish_reason,
@@ -314,8 +312,8 @@ class Session:
         self._write("\n")
         row = conversation.answer
         assert row is not None
-        if self.receipt is not None:
-            append_receipts(self.receipt, [row])
+        if self.receipt is not None and ended:
+            append_receipts(self.receipt, [row.result().receipt])
         rate = len(row.tokens) / (perf_counter() - begun)
         reused = f", {row.reused:,} of them computed before" if row.reused else ""
         why = row.finish_reason if ended else "interrupted"

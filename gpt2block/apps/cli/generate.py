@@ -27,13 +27,13 @@ from gpt2block.apps.cli.model import (
     load_draft,
     load_model,
     model_facts,
-    receipt_option,
     special_option,
 )
-from gpt2block.apps.cli.options import argument, json_option, option
-from gpt2block.apps.cli.texts import append_receipts, read_text
+from gpt2block.apps.cli.options import argument, json_option, option, path_option
+from gpt2block.apps.cli.texts import RECEIPT, read_text
 from gpt2block.apps.cli.writer import Writer
 from gpt2block.engine.generation.options import Options
+from gpt2block.engine.receipts import append_receipts
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints import BUNDLED_NAMES
 
@@ -72,7 +72,7 @@ def generate(
     options: RunOptions,
     draft_model: str | None = draft_option(),
     logprobs: bool = option("Also print each token's log-probability.", False, "--logprobs"),
-    receipt: Path | None = receipt_option(),
+    receipt: Path | None = path_option(RECEIPT),
     as_json: bool = json_option(),
 ) -> None:
     """Continue a text, and print each token as it is generated.
@@ -100,7 +100,8 @@ def generate(
     writer = None if as_json else Writer(run.rows, beginning, ids)
     interrupted = _follow(run, clock, writer)
     if receipt is not None:
-        append_receipts(receipt, run.rows)
+        ended = (row for row in run.rows if row.finish_reason)
+        append_receipts(receipt, (row.result().receipt for row in ended))
     if writer is None:
         print_json(
             {

@@ -53,10 +53,6 @@ draft_option = partial(
     "A smaller model with the same tokens that guesses for --speculate, named as for --model.",
     complete=complete.models,
 )
-receipt_option = partial(
-    path_option,
-    "Append the receipt of each text to this file, as a line of JSON; verify checks receipts.",
-)
 chat_template_option = partial(
     option,
     'Variables that the chat template reads, as a JSON object such as {"enable_thinking": false}.',

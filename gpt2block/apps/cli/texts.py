@@ -1,20 +1,16 @@
-"""Read the texts of commands from files and from standard input; write receipts of texts."""
+"""Read the texts of commands from files and from standard input."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from gpt2block.apps.cli.options import path_of
 from gpt2block.errors import InputError
 
-if TYPE_CHECKING:
-    from gpt2block.engine.generation.rows import Row
-
+RECEIPT = "Append the receipt of each text, which verify checks, to this file: a line of JSON."
 BYTE_ORDER_MARK = "\ufeff"  # some editors begin a file in UTF-8 with it
 
 
@@ -29,14 +25,6 @@ def read_text(file: str, most: int, or_tokens: bool = False) -> str:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from error
     with opened:
         return _decoded(opened, file, most, or_tokens)
-
-
-def append_receipts(path: Path, rows: Iterable[Row]) -> None:
-    """Append the receipts of rows that have ended to a file, each as a line of JSON."""
-    results = (row.result() for row in rows if row.finish_reason in ("length", "stop", "context"))
-    lines = [json.dumps(each.receipt, separators=(",", ":")) for each in results]
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in lines)
 
 
 def regular_file(file: str) -> Path:

@@ -11,9 +11,9 @@ from typing import Any
 
 import typer
 
+from gpt2block.apps.cli import complete
 from gpt2block.apps.cli.codes import FAILED, WRONG
 from gpt2block.apps.cli.display import progress_bar
-from gpt2block.apps.cli import complete
 from gpt2block.apps.cli.model import ModelOptions, load_model
 from gpt2block.apps.cli.options import argument, option
 from gpt2block.apps.cli.texts import read_text

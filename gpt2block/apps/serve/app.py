@@ -464,7 +464,7 @@ class Server:
             asked.sent.choice(form, index, each, logprobs) for index, each in enumerate(choices)
         ]
         for each, row in zip(written, asked.rows, strict=False):
-            each |= asked.sent.facts(row)
+            each.update(asked.sent.facts(row))
         found = form.object(form.whole, written, usage=self._usage(asked, new))
         if (prompts := asked.prompt_ids) is not None:
             for index, each in enumerate(written):

@@ -297,7 +297,7 @@ class Batch:
 
         The gain is the number of tokens of the prefix that no slot has computed yet.
         """
-        if self._prefixes is None or self._reuse and row.exact:
+        if self._prefixes is None or (self._reuse and row.exact):
             return NOTHING
         done, coming = self._prefixes.longest(row, row.start(slot).ids)
         return coming.slot, coming.tokens - done.tokens

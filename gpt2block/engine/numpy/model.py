@@ -354,7 +354,7 @@ class NumpyDecoding:
             seen, counts = self._seen[slot], self._counts[slot]
             options, matcher = self._sampling[slot], self._matchers[slot]
             step, allowed = self._drawn[slot], masks.get(slot)
-            forced = self._texts and next(self._texts[slot])
+            forced = None if self._texts is None else next(self._texts[slot])
             token, logprobs[n] = choose(logits[slot], options, step, seen, counts, allowed, forced)
             tokens[n] = token
             if matcher is not None:
