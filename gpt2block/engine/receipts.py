@@ -190,6 +190,11 @@ def _version(package: str) -> str | None:
     return None
 
 
+def certify(engine: Any, row: Row) -> dict[str, Any]:
+    """Return the receipt of a row that has ended, which an engine has generated."""
+    return receipt_of(row, identity(engine))
+
+
 def receipt_of(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the receipt of a row that has ended. known: the `identity` of its engine."""
     ends, rule = row.ends, row.rule and row.rule.source

@@ -18,7 +18,7 @@ from gpt2block.engine.generation.options import Options
 from gpt2block.engine.generation.rows import Ends, Generation, Row
 from gpt2block.engine.grammars import Grammar, Matcher, vocabulary_of
 from gpt2block.engine.model import Drafts, Ids, ModelEngine
-from gpt2block.engine.receipts import identity
+from gpt2block.engine.receipts import certify
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding
@@ -138,7 +138,7 @@ class Run:
             found = Row(start, own, reader, ends, options.top_logprobs, options.rule)
             found.matcher = None if matcher is None else matcher.copy()
             found.exact = options.receipt
-            found.identity = partial(identity, engine) if options.receipt else None
+            found.certify = partial(certify, engine) if options.receipt else None
             return found
 
         self.rows = LazyRows(len(starts) * samples, row)

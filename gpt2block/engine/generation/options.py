@@ -105,7 +105,7 @@ class Options:
     receipt: bool = option(
         False,
         "State in Generation.receipt how the text was generated, so that `verify` can check it.",
-        more="docs/proof.md describes receipts. With NumPy, texts are then computed one by one.",
+        more="With NumPy, texts are then computed one by one. See docs/proof.md.",
     )
     schema: Schema | None = option(
         None,

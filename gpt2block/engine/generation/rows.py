@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +15,6 @@ import numpy as np
 from gpt2block.engine import notebook
 from gpt2block.engine.grammars import Grammar, Matcher
 from gpt2block.engine.model import Ids, Start
-from gpt2block.engine.receipts import receipt_of
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_ids
 from gpt2block.files.tokenizers.lookup import ReadLater, Tokenizer, of_outputs
@@ -121,8 +120,8 @@ class Row:
         self.held = False  # whether Batch.step may deliver tokens later
         self.known: Ids | None = None  # the continuation if it is known: the Decoding's drafts
         self.exact = False  # whether kernels of prompts compute the whole prompt
-        # Returns the fields of a receipt that state model and device; None: no receipt is wanted.
-        self.identity: Callable[[], Mapping[str, Any]] | None = None
+        # Returns the receipt of a row that has ended; None: no receipt is wanted.
+        self.certify: Callable[[Row], dict[str, Any]] | None = None
         self.unwritten: frozenset[int] = frozenset()  # ids of tokens that the text leaves out
         self._encoding = encoding
         self._at_end_token = self._closed = False
@@ -301,7 +300,7 @@ class Row:
         assert reason != "cancelled"
         assert reason != "deadline"
         tokens, logprobs, tops = tuple(self.tokens), tuple(self.logprobs), tuple(self.tops)
-        receipt = None if self.identity is None else receipt_of(self, self.identity())
+        receipt = None if self.certify is None else self.certify(self)
         generation = Generation("", tokens, logprobs, reason, self.sampling.seed, tops, receipt)
         return generation.later(text=lambda: self.text)
 
