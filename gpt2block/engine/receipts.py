@@ -11,8 +11,9 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +21,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from gpt2block.cuda import cupy
+import kernels_cu
+from gpt2block.cuda import cupy, doctor
 from gpt2block.cuda.arrays import compute_capability
-from gpt2block.engine.grammars import Grammar
-from gpt2block.engine.model import Floats, Ids
+from gpt2block.cuda.formats import USUAL
 from gpt2block.errors import InputError, shown
 from gpt2block.files.checkpoints import Checkpoint
-from gpt2block.files.checkpoints.checkpoint import FileStates
 from gpt2block.files.checkpoints.stored import Stored
 from gpt2block.files.tokenizers.encoding import Encoding, rules, special_id, tokens_of
 from gpt2block.files.tokenizers.lookup import of_outputs
@@ -36,29 +36,28 @@ from gpt2block.sampling import Sampling
 if TYPE_CHECKING:
     from gpt2block.engine.generation.rows import Row
 
-FORMAT = "gpt2block_receipt"  # field with the version of the format
-VERSION = 1
+FORMAT, VERSION = "gpt2block_receipt", 1  # field with the version of the format, and its value
 # Folders of the package whose code cannot change a bit of a text.
 NOT_HASHED = ("apps", "bulk", "emulator", "evaluation", "judge")
-CHUNK = 2**24  # bytes of a file that are hashed at a time
+SHA256_THREADS = 8
 # Fields that must be equal for a check, in the order in which they are compared.
 IDENTITY = (
-    "dtype", "kv_dtype", "weights", "device", "nvrtc", "kernels", "code", "blas", "threads"
+    *USUAL.facts(), "weights", "device", "nvrtc", "kernels", "code", "blas", "threads"
 )  # fmt: skip
-_TEXT, _NULL = (str,), (str, type(None))
+READERS = "tokenizer", "llguidance"  # the same, for a text with stop strings or a rule
+_TEXT, _NULL, _LIST = (str,), (str, type(None)), (list,)
 TYPES: Mapping[str, tuple[type, ...]] = {
-    FORMAT: (int,), "gpt2block": _TEXT, "model": _NULL, "gpus": (int,),
-    **dict.fromkeys(("dtype", "kv_dtype", "weights", "code", "device"), _TEXT),
-    **dict.fromkeys(("nvrtc", "kernels", "blas", "threads", "tokenizer", "llguidance"), _NULL),
-    "options": (dict,), "prompt": (list,), "tokens": (list,), "finish_reason": _TEXT,
-    "logprobs": _TEXT,
+    FORMAT: (int,), "gpt2block": _TEXT, "model": _NULL, "gpus": (int,), "options": (dict,),
+    **dict.fromkeys((*IDENTITY, *READERS), _NULL), "prompt": _LIST, "tokens": _LIST,
+    "finish_reason": _TEXT, "logprobs": _TEXT,
 }  # fmt: skip
 SAMPLED = tuple(each.name for each in fields(Sampling) if each.name != "end_ids")
 OPTIONS: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(SAMPLED, (int, float)), "logit_bias": (list,), "max_new_tokens": (int,),
-    "stop": (list,), "stop_ids": (list,), "unwritten": (list,), "rule": _NULL,
+    **dict.fromkeys(SAMPLED, (int, float)), "max_new_tokens": (int,), "rule": _NULL,
+    **dict.fromkeys(("logit_bias", "stop", "stop_ids", "unwritten"), _LIST),
 }  # fmt: skip
 _known: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # results of `identity`
+_hashes: dict[Any, str] = {}  # hashes of weights by config and states of their files
 
 
 def identity(engine: Any) -> dict[str, Any]:
@@ -68,14 +67,13 @@ def identity(engine: Any) -> dict[str, Any]:
     have changed since they were loaded.
     """
     if engine not in _known:
-        checkpoint: Checkpoint | None = getattr(engine, "checkpoint", None)
+        checkpoint = getattr(engine, "checkpoint", None)
         _known[engine] = {
             FORMAT: VERSION,
-            "gpt2block": importlib.metadata.version("gpt2block"),
+            "gpt2block": doctor.version(),
             "model": None if checkpoint is None else checkpoint.name,
             "weights": _of_arrays(engine) if checkpoint is None else _of_files(engine, checkpoint),
-            "dtype": engine.formats.dtype,
-            "kv_dtype": engine.formats.cache_dtype,
+            **engine.formats.facts(),
             "code": hash_of_sources(Path(__file__).parent.parent, NOT_HASHED),
             **_device(engine.cache_kind[3]),
         }
@@ -83,30 +81,23 @@ def identity(engine: Any) -> dict[str, Any]:
 
 
 def _device(device: str) -> dict[str, Any]:
-    """Return the fields about a device, named as in a CacheKind."""
+    """Return the fields about a device, named as in a CacheKind; on the CPU also about its BLAS."""
     if device == "cpu":
-        return dict.fromkeys(("nvrtc", "kernels")) | {"device": "cpu", "gpus": 0, **_blas()}
-    import kernels_cu  # noqa: PLC0415
-
+        config: Any = np.show_config(mode="dicts")
+        blas, simd = config["Build Dependencies"]["blas"], config["SIMD Extensions"]["found"]
+        threads = sorted(f"{k}={v}" for k, v in os.environ.items() if k.endswith("_NUM_THREADS"))
+        return {
+            **dict.fromkeys(("nvrtc", "kernels")), "device": "cpu", "gpus": 0,
+            "blas": f"{blas['name']} {blas['version']} NumPy {np.__version__} {simd[-1:]}",
+            "threads": " ".join((*threads, f"cores={os.cpu_count()}")),
+        }  # fmt: skip
     numbers = device.removeprefix("cuda:").split(",")
     with cupy.cuda.Device(int(numbers[0])):
         architecture = f"sm_{compute_capability()}"
-    (folder,) = map(Path, kernels_cu.__path__)
     nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
     found = {"device": architecture, "gpus": len(numbers), "nvrtc": nvrtc}
-    return {**found, "kernels": hash_of_sources(folder), "blas": None, "threads": None}
-
-
-def _blas() -> dict[str, Any]:
-    """Return NumPy's BLAS with the instructions of this CPU, and the numbers of its threads."""
-    config: Any = np.show_config(mode="dicts")
-    blas = config["Build Dependencies"]["blas"]
-    found = config["SIMD Extensions"]["found"][-1:]
-    threads = sorted(f"{k}={v}" for k, v in os.environ.items() if k.endswith("_NUM_THREADS"))
-    return {
-        "blas": " ".join((blas["name"], str(blas["version"]), "NumPy", np.__version__, *found)),
-        "threads": " ".join((*threads, f"cores={os.cpu_count()}")),
-    }
+    kernels = hash_of_sources(Path(kernels_cu.__path__[0]))
+    return {**found, "kernels": kernels, "blas": None, "threads": None}
 
 
 @lru_cache(maxsize=4)
@@ -121,7 +112,7 @@ def hash_of_sources(folder: Path, without: tuple[str, ...] = ()) -> str:
 
 
 def _of_arrays(engine: Any) -> str:
-    """Return the SHA-256 of the config and the stored tensors of weights given as arrays."""
+    """Return the SHA-256 of the config and the stored values of weights given as arrays."""
     digest = hashlib.sha256(repr(engine.config).encode())
     for name, array, _ in engine.tensors():
         digest.update(f"{name} {array.shape} {array.dtype}".encode())
@@ -134,27 +125,28 @@ def _of_files(engine: Any, checkpoint: Checkpoint) -> str:
     states = checkpoint.file_states()
     if states != engine.file_states:
         raise InputError(f"{checkpoint.name}: a file has changed since the model was loaded")
-    pieces = tuple(
-        (f"{name} {each.types} {each.shape} {stored.head_order}", each)
-        for name, stored in sorted(checkpoint.stored.items())
-        for each in stored.pieces
-    )
-    return _of_pieces(repr(checkpoint.config), pieces, states)
+    key = repr(checkpoint.config), states
+    if key not in _hashes:
+        digest = hashlib.sha256(key[0].encode())
+        tensors = sorted(checkpoint.stored.items())
+        with ThreadPoolExecutor(SHA256_THREADS) as threads:
+            hashed = threads.map(_of_tensor, (stored for _, stored in tensors))
+            for (name, stored), own in zip(tensors, hashed, strict=True):
+                digest.update(f"{name} {stored.types} {stored.shape} {stored.head_order}".encode())
+                digest.update(own)
+        _hashes[key] = digest.hexdigest()
+    return _hashes[key]
 
 
-@lru_cache(maxsize=4)
-def _of_pieces(config: str, pieces: tuple[tuple[str, Stored], ...], states: FileStates) -> str:
-    """Hash tensors of files. states: the files' states, for which the hash is kept."""
-    digest = hashlib.sha256(config.encode())
-    for name, piece in pieces:
-        digest.update(name.encode())
-        with piece.file.open("rb") as file:
-            file.seek(piece.offset or 0)
-            left = 0 if piece.offset is None else piece.nbytes
-            while left and (data := file.read(min(left, CHUNK))):
-                digest.update(data)
-                left -= len(data)
-    return digest.hexdigest()
+def _of_tensor(stored: Stored) -> bytes:
+    """Return the SHA-256 of a tensor's bytes in its file."""
+    digest = hashlib.sha256()
+    for piece in stored.pieces:
+        if piece.offset is not None:
+            with piece.file.open("rb") as file:
+                file.seek(piece.offset)
+                digest.update(file.read(piece.nbytes))
+    return digest.digest()
 
 
 def of_tokenizer(encoding: Encoding | None) -> str | None:
@@ -174,20 +166,15 @@ def _of_text(encoding: Any) -> str | None:
     return of_tokenizer(encoding)
 
 
-def readers(encoding: Encoding | None, stop: Any, rule: Any) -> dict[str, str | None]:
-    """Return the fields about the software that reads the text, where it can change the text."""
-    own: Any = encoding
-    return {
-        "tokenizer": _of_text(own) if stop or rule else None,
-        "llguidance": _version("llguidance") if rule else None,
-    }
-
-
-def _version(package: str) -> str | None:
-    """Return the version of a package; None if it is not installed."""
+def readers(reader: Any, stop: Any, rule: Any) -> dict[str, str | None]:
+    """Return the fields of READERS, the software that can change a text by reading it."""
+    found: dict[str, str | None] = dict.fromkeys(READERS)
+    if stop or rule:
+        own: Any = of_outputs(reader)
+        found["tokenizer"] = _of_text(own)
     with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
+        found["llguidance"] = importlib.metadata.version("llguidance") if rule else None
+    return found
 
 
 def certify(engine: Any, row: Row) -> dict[str, Any]:
@@ -198,88 +185,51 @@ def certify(engine: Any, row: Row) -> dict[str, Any]:
 def receipt_of(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the receipt of a row that has ended. known: the `identity` of its engine."""
     ends, rule = row.ends, row.rule and row.rule.source
-    return {
-        **known,
-        **readers(of_outputs(row.reader) if ends.stop or rule else None, ends.stop, rule),
-        "options": {
-            **{name: getattr(row.sampling, name) for name in SAMPLED},
-            "logit_bias": [list(pair) for pair in row.sampling.biases],
-            "max_new_tokens": ends.max_new_tokens,
-            "stop": list(ends.stop),
-            "stop_ids": sorted(ends.stop_ids),
-            "unwritten": sorted(row.unwritten) if ends.stop else [],
-            "rule": rule,
-        },
-        "prompt": row.prompt.tolist(),
-        "tokens": list(row.tokens),
-        "finish_reason": row.finish_reason,
-        "logprobs": base64.b64encode(np.array(row.logprobs, "<f4").tobytes()).decode(),
+    options = {
+        **{name: getattr(row.sampling, name) for name in SAMPLED},
+        "logit_bias": [list(pair) for pair in row.sampling.biases],
+        "max_new_tokens": ends.max_new_tokens,
+        "stop": list(ends.stop),
+        "stop_ids": sorted(ends.stop_ids),
+        "unwritten": sorted(row.unwritten) if ends.stop else [],
+        "rule": rule,
     }
+    logprobs = base64.b64encode(np.array(row.logprobs, "<f4").tobytes()).decode()
+    ids = {"prompt": row.prompt.tolist(), "tokens": list(row.tokens)}
+    found = {**known, **readers(row.reader, ends.stop, rule), "options": options, **ids}
+    return {**found, "finish_reason": row.finish_reason, "logprobs": logprobs}
 
 
-@dataclass(frozen=True)
-class Stated:
-    """The contents of a receipt whose fields have the right types."""
+def parsed(receipt: Any) -> dict[str, Any]:
+    """Return the fields of a receipt, an object or JSON text; logprobs becomes an array.
 
-    fields: Mapping[str, Any]
-    prompt: Ids
-    tokens: Ids
-    logprobs: Floats
-    sampling: Sampling
-    rule: Grammar | None
-
-    @classmethod
-    def of(cls, receipt: Any) -> Stated:
-        """Read a receipt, an object or JSON text. Raises InputError, which names the field."""
-        given = as_object(receipt)
-        if given.get(FORMAT) != VERSION:
-            found = shown(given[FORMAT]) if FORMAT in given else "none"
-            raise InputError(f"{FORMAT}: expected a receipt of version {VERSION}, got {found}")
-        _check(given, TYPES, "")
-        _check(options := given["options"], OPTIONS, "options.")
-        if not all(isinstance(each, str) and each for each in options["stop"]):
-            raise InputError(f"options.stop: expected texts, got {shown(options['stop'])}")
-        sampled = {name: options[name] for name in SAMPLED}
-        ends = options["stop_ids"] if options["min_new_tokens"] else ()
-        try:
-            logprobs = np.frombuffer(base64.b64decode(given["logprobs"], validate=True), "<f4")
-        except ValueError:
-            raise InputError("logprobs: expected float32 numbers in base64") from None
-        if not len(logprobs) == len(given["tokens"]) > 0:
-            raise InputError(f"logprobs: expected one for each of {len(given['tokens']):,} tokens, "
-                             f"got {len(logprobs):,}")  # fmt: skip
-        return cls(
-            given,
-            _ids("prompt", given["prompt"]),
-            _ids("tokens", given["tokens"]),
-            logprobs,
-            Sampling(**sampled, end_ids=_ids("stop_ids", ends).tolist()),
-            None if options["rule"] is None else Grammar(options["rule"], "options.rule"),
-        )
-
-    def difference(self, known: Mapping[str, Any], names: Iterable[str] = IDENTITY) -> str:
-        """Return a sentence about the first field that differs from `known`, or ""."""
-        for name in names:
-            if self.fields[name] != known[name]:
-                own, other = (_brief(each[name]) for each in (self.fields, known))
-                return f"{name}: the receipt states {own}, here it is {other}"
-        return ""
-
-
-def _brief(value: Any) -> str:
-    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else str(value)
+    Raises InputError, which names the field, for another version and for fields that are missing,
+    unknown or of a wrong type.
+    """
+    given = as_object(receipt)
+    if given.get(FORMAT) != VERSION:
+        found = shown(given[FORMAT]) if FORMAT in given else "none"
+        raise InputError(f"{FORMAT}: expected a receipt of version {VERSION}, got {found}")
+    _check(given, TYPES, "")
+    _check(given["options"], OPTIONS, "options.")
+    try:
+        logprobs = np.frombuffer(base64.b64decode(given["logprobs"], validate=True), "<f4")
+    except ValueError:
+        raise InputError("logprobs: expected float32 numbers in base64") from None
+    if not len(logprobs) == (count := len(given["tokens"])) > 0:
+        raise InputError(f"logprobs: expected one for each of {count:,} tokens: {len(logprobs):,}")
+    return {**given, "logprobs": logprobs}
 
 
 def as_object(receipt: Any) -> dict[str, Any]:
     """Return a receipt, which can also be JSON text, as an object. Raises InputError."""
-    if isinstance(receipt, (str, bytes)):
-        try:
-            receipt = json.loads(receipt)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"expected the JSON of a receipt: {error}") from None
-    if not isinstance(receipt, Mapping):
-        raise InputError(f"expected a receipt, got {shown(receipt)}")
-    return dict(receipt)
+    try:
+        found = json.loads(receipt) if isinstance(receipt, (str, bytes)) else receipt
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"expected the JSON of a receipt: {error}") from None
+    if not isinstance(found, Mapping):
+        raise InputError(f"expected a receipt, got {shown(found)}")
+    return dict(found)
 
 
 def _check(given: Mapping[str, Any], types: Mapping[str, tuple[type, ...]], before: str) -> None:
@@ -294,11 +244,14 @@ def _check(given: Mapping[str, Any], types: Mapping[str, tuple[type, ...]], befo
             raise InputError(f"{before}{name}: expected {expected}, got {shown(given[name])}")
 
 
-def _ids(name: str, given: Any) -> Ids:
-    """Return token ids as an array. Raises InputError unless they are integers of 31 bits."""
-    if not all(type(each) is int and 0 <= each < 2**31 for each in given):
-        raise InputError(f"{name}: expected token ids, got {shown(given)}")
-    return np.array(given, np.int32)
+def require_equal(
+    stated: Mapping[str, Any], known: Mapping[str, Any], names: Iterable[str]
+) -> None:
+    """Raise InputError, which names the first of these fields that differ."""
+    for name in names:
+        if stated[name] != known[name]:
+            own, other = (str(each[name])[:24] for each in (stated, known))
+            raise InputError(f"{name}: the receipt states {own}, here it is {other}")
 
 
 def append_receipts(path: str | Path, receipts: Iterable[Any]) -> None:

@@ -37,7 +37,6 @@ from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, RECEIPT, read_text
 from gpt2block.checks import check_choice, check_encodable
 from gpt2block.engine.generation.options import KEYWORDS, Options
 from gpt2block.engine.grammars.grammar import RULES
-from gpt2block.engine.receipts import append_receipts
 from gpt2block.errors import InputError, PrintableError
 from gpt2block.files.checkpoints.chat_files import OPTIONS
 from gpt2block.files.writing import write_file
@@ -142,11 +141,12 @@ def chat(
     conversation = Conversation(
         loaded.engine, encoding, loaded.chat_template, messages, None, chat_template_kwargs
     )
+    conversation.receipts = receipt
     if as_json:
-        _answer_lines(conversation, options, receipt)
+        _answer_lines(conversation, options)
     else:
         name = f"{loaded.name}, {loaded.dtypes}, {loaded.device}"
-        Session(conversation, options, file, receipt).run(name)
+        Session(conversation, options, file).run(name)
 
 
 def _system(text: str) -> dict[str, str]:
@@ -164,7 +164,7 @@ def _read(file: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
 # --- option --json, for programs ----------------------------------------------------------------
 
 
-def _answer_lines(conversation: Conversation, options: ChatOptions, receipt: Path | None) -> None:
+def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
     """Answer each user message from stdin; append messages of other roles without an answer."""
     from gpt2block.engine.chat.conversation import read_messages  # noqa: PLC0415
 
@@ -172,7 +172,7 @@ def _answer_lines(conversation: Conversation, options: ChatOptions, receipt: Pat
         try:
             for message in read_messages(json.loads(line)):
                 if message["role"] == "user":
-                    print_json(_answered(conversation, message, options, receipt))
+                    print_json(_answered(conversation, message, options))
                 else:
                     conversation.append(message)
         except (ValueError, RecursionError) as error:  # InputError is a ValueError
@@ -180,16 +180,12 @@ def _answer_lines(conversation: Conversation, options: ChatOptions, receipt: Pat
         sys.stdout.flush()
 
 
-def _answered(
-    conversation: Conversation, message: Message, options: ChatOptions, receipt: Path | None
-) -> dict[str, Any]:
+def _answered(conversation: Conversation, message: Message, options: ChatOptions) -> dict[str, Any]:
     begun = perf_counter()
-    for _ in conversation.stream(message, **asdict(options), receipt=receipt is not None):
+    for _ in conversation.stream(message, **asdict(options)):
         pass
     row = conversation.answer
     assert row is not None
-    if receipt is not None:
-        append_receipts(receipt, [row.result().receipt])
     return {
         **conversation.messages[-1],
         "finish_reason": row.finish_reason,
@@ -206,20 +202,10 @@ def _answered(
 
 
 class Session:
-    """An interactive conversation, read from stdin. `file`: default file of the command /save.
+    """An interactive conversation, read from stdin. `file`: default file of the command /save."""
 
-    receipt: file to which receipts of answers are appended; None: no receipts.
-    """
-
-    def __init__(
-        self,
-        conversation: Conversation,
-        options: ChatOptions,
-        file: Path | None,
-        receipt: Path | None = None,
-    ) -> None:
+    def __init__(self, conversation: Conversation, options: ChatOptions, file: Path | None) -> None:
         self.conversation, self.options, self.file = conversation, options, file
-        self.receipt = receipt
         self._typed = sys.stdin.isatty()
         self._stderr = Console(stderr=True, highlight=False)
         self._written = {file}  # files that /save may overwrite
@@ -291,8 +277,7 @@ class Session:
     def _answer(self, text: str | None, **more: Any) -> None:
         conversation, before = self.conversation, self.conversation.left_out
         begun, ended = perf_counter(), False
-        more = {**asdict(self.options), "receipt": self.receipt is not None, **more}
-        pieces = conversation.stream(text, **more)
+        pieces = conversation.stream(text, **{**asdict(self.options), **more})
         if conversation.left_out > before:
             n_ctx = conversation.n_ctx
             self._say(
@@ -312,8 +297,6 @@ class Session:
         self._write("\n")
         row = conversation.answer
         assert row is not None
-        if self.receipt is not None and ended:
-            append_receipts(self.receipt, [row.result().receipt])
         rate = len(row.tokens) / (perf_counter() - begun)
         reused = f", {row.reused:,} of them computed before" if row.reused else ""
         why = row.finish_reason if ended else "interrupted"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +17,7 @@ from gpt2block.apps.cli.display import progress_bar
 from gpt2block.apps.cli.model import ModelOptions, load_model
 from gpt2block.apps.cli.options import argument, option
 from gpt2block.apps.cli.texts import read_text
+from gpt2block.cuda.formats import BY_DEFAULT
 from gpt2block.errors import InputError, printable
 
 MOST_FILE = 2**32  # maximum bytes of a file of receipts: 4 GiB
@@ -117,6 +118,7 @@ def _options(options: VerifyOptions, receipts: Sequence[Any]) -> ModelOptions:
     name, formats = options.model or first.get("model"), options.formats
     if not isinstance(name, str):
         raise InputError("--model: expected a name or path of a model, as the receipt has none")
-    if formats.dtype is None and formats.kv_dtype is None:
-        formats = replace(formats, dtype=first.get("dtype"), kv_dtype=first.get("kv_dtype"))
+    if formats == BY_DEFAULT:
+        stated = {each.name: first[each.name] for each in fields(formats) if each.name in first}
+        formats = replace(formats, **stated)
     return replace(options, model=name, formats=formats, gpus=None)

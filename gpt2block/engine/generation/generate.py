@@ -28,7 +28,6 @@ from gpt2block.sampling import check_biased, new_seed
 
 Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
-NO_KIND = (0, 0, "", "", "")  # CacheKind of an engine that only checks options
 MOST_ROWS = 2**20  # most rows per call: number of prompts times samples
 
 
@@ -113,9 +112,8 @@ class Run:
         rule = options.rule if compiles else None
         matcher = matcher_of(rule, reader, V, ends.stop_ids)
         self._engine, self._rows_at_once = engine, options.rows_at_once
-        if options.receipt:
-            self._rows_at_once = on_its_own(engine, options.rows_at_once)
         self._speculate: Drafts = options.speculate
+        self._alone = options.receipt  # whether bits must not depend on other texts
         self.batch: Batch | None = None
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
@@ -185,7 +183,7 @@ class Run:
                 batch.cancel(self.rows)
 
     def _own_batch(self) -> Batch:
-        at_once = self._rows_at_once
+        at_once = 1 if self._alone and computes_alone(self._engine) else self._rows_at_once
         slots = len(self.rows) if at_once is None else min(at_once, len(self.rows))
         fewer = at_once is None
         return Batch(self._engine, slots, self.n_ctx, fewer, speculate=self._speculate)
@@ -236,16 +234,9 @@ def matcher_of(
     return vocabulary_of(encoding, vocab_size, ends).matcher(rule)
 
 
-def on_its_own(engine: ModelEngine, rows_at_once: int | None) -> int | None:
-    """Return `rows_at_once`, but with NumPy 1, as its bits depend on the rows of a product."""
-    if getattr(engine, "cache_kind", NO_KIND)[3] != "cpu":
-        return rows_at_once
-    if rows_at_once not in (None, 1):
-        raise InputError(
-            Argument("rows_at_once"),
-            f": expected 1, as the bits of NumPy's results depend on it, got {rows_at_once}",
-        )
-    return 1
+def computes_alone(engine: ModelEngine) -> bool:
+    """Whether the bits of a text depend on the texts computed with it, as with NumPy."""
+    return engine.cache_kind[3] == "cpu"
 
 
 def _check_rows(prompts: int, samples: int) -> None:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from gpt2block.engine.generation.batching import Batch
-from gpt2block.engine.generation.generate import Run, matcher_of, on_its_own
+from gpt2block.engine.generation.generate import Run, computes_alone
 from gpt2block.engine.generation.options import Options
-from gpt2block.engine.generation.rows import Ends, Generation, Row
+from gpt2block.engine.generation.rows import Generation, Row
 from gpt2block.engine.generation.scoring import ScoredTokens
 from gpt2block.engine.grammars import Grammar
 from gpt2block.engine.model import Ids, ModelEngine
-from gpt2block.engine.receipts import Stated, identity, readers
+from gpt2block.engine.receipts import (
+    IDENTITY,
+    READERS,
+    SAMPLED,
+    identity,
+    parsed,
+    readers,
+    require_equal,
+)  # fmt: skip
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.tokenizers import tokenizer
-from gpt2block.files.tokenizers.lookup import Tokenizer, of_outputs
-from gpt2block.sampling import Sampling, check_biased
+from gpt2block.files.tokenizers.lookup import Tokenizer
+from gpt2block.sampling import Sampling
 
 
 def score_generated(
@@ -42,7 +49,7 @@ def score_generated(
         seed=0,
         stop_ids=(),
         top_logprobs=options.top_logprobs,
-        rows_at_once=on_its_own(engine, options.rows_at_once),
+        rows_at_once=1 if computes_alone(engine) else options.rows_at_once,
     )
     run = Run(engine, encoding, prompts, forced)
     given = [continuations] if run.single else list(continuations)
@@ -103,18 +110,17 @@ def check_receipts(
     The stated tokens are drafts: a step computes several of them. A text is as stated exactly if
     all of them are sampled, with equal bits of their log-probabilities, and the text ends there.
     """
-    known, rows = identity(engine), dict[Row, tuple[int, Stated]]()
+    known, rows = identity(engine), dict[Row, tuple[int, dict[str, Any]]]()
     for index, receipt in enumerate(receipts):
         try:
-            stated = Stated.of(receipt)
-            if difference := stated.difference(known):
-                raise InputError(difference)
+            stated = parsed(receipt)
+            require_equal(stated, known, IDENTITY)
             rows[_row(engine, encoding, stated)] = index, stated
         except InputError as error:
             yield index, ReceiptCheck(2, str(error))
     if not rows:
         return
-    at_once = on_its_own(engine, None) or len(rows)
+    at_once = 1 if computes_alone(engine) else len(rows)
     n_ctx = max(len(row.prompt) + row.ends.max_new_tokens - 1 for row in rows)
     batch = Batch(engine, at_once, n_ctx, fewer=True, speculate="known")
     batch.submit([*rows])
@@ -125,64 +131,56 @@ def check_receipts(
             if problem and row.finish_reason is None:
                 batch.cancel([row])
             if row.finish_reason:
-                nan = bool(np.isnan(stated.logprobs).any())
+                nan = bool(np.isnan(stated["logprobs"]).any())
                 yield index, ReceiptCheck(int(bool(problem)), problem, len(row.tokens), nan)
 
 
-def _row(engine: ModelEngine, encoding: Tokenizer, stated: Stated) -> Row:
+def _row(engine: ModelEngine, encoding: Tokenizer, stated: Mapping[str, Any]) -> Row:
     """Return the row that generates a stated text again. Raises InputError if there is none."""
-    options, rule = stated.fields["options"], stated.rule
-    V, n_ctx, stop = engine.config.vocab_size, engine.config.n_ctx, tuple(options["stop"])
-    own = of_outputs(encoding) if stop or rule else None
-    if difference := stated.difference(readers(own, stop, rule), ("tokenizer", "llguidance")):
-        raise InputError(difference)
-    for name, ids in {"prompt": stated.prompt, "tokens": stated.tokens, **options}.items():
-        if name in ("prompt", "tokens", "stop_ids", "unwritten"):
-            tokenizer.token_ids(None, ids, V, name)
-    check_biased(stated.sampling, V)
-    if rule is not None:
-        _check(rule)
-    most = min(len(stated.tokens), options["max_new_tokens"], n_ctx - len(stated.prompt) + 1)
-    if most < 1 or not len(stated.prompt):
-        raise InputError(f"prompt: expected 1 to {n_ctx:,} tokens, and at least one new token")
-    ends = Ends(most, n_ctx, False, stop, frozenset(options["stop_ids"]), own)
-    row = Row(stated.prompt, stated.sampling, encoding, ends, rule=rule)
-    row.matcher = matcher_of(rule, encoding, V, ends.stop_ids)
-    row.unwritten = frozenset(options["unwritten"])
-    row.known, row.most = stated.tokens[:most], len(stated.prompt) + options["max_new_tokens"]
+    own, rule = stated["options"], stated["options"]["rule"]
+    require_equal(stated, readers(encoding, own["stop"], rule), READERS)
+    sampling = Sampling(**{name: own[name] for name in SAMPLED})
+    ends = {"stop": own["stop"], "stop_ids": None if rule else own["stop_ids"]}
+    options = Options(max_new_tokens=own["max_new_tokens"], sampling=sampling, seed=0, **ends)
+    if rule:
+        grammar = Grammar(rule, "options.rule")
+        grammar.check()
+        options.follow(grammar)
+    run, V = Run(engine, encoding, stated["prompt"], options), engine.config.vocab_size
+    (row,) = run.rows
+    row.sampling = replace(row.sampling, seed=sampling.seed)
+    if [row.prompt.tolist(), sorted(row.ends.stop_ids)] != [stated["prompt"], own["stop_ids"]]:
+        raise InputError("prompt, options.stop_ids: expected tokens of a text of this model")
+    run.follow([tokenizer.token_ids(None, stated["tokens"], V, "tokens")])
+    unwritten = tokenizer.token_ids(None, own["unwritten"], V, "options.unwritten")
+    row.unwritten = frozenset(unwritten.tolist())
     return row
 
 
-@lru_cache(maxsize=64)
-def _check(rule: Grammar) -> None:
-    """Raise InputError unless a rule can be compiled."""
-    rule.check()
-
-
-def _problem(row: Row, stated: Stated) -> str:
+def _problem(row: Row, stated: Mapping[str, Any]) -> str:
     """Return a sentence about the first difference between a row and the stated text, or ""."""
-    count = min(len(row.tokens), len(stated.tokens))
-    logprobs = np.array(row.logprobs[:count], np.float32)
-    bits = logprobs.view(np.int32) != stated.logprobs[:count].view(np.int32)
-    wrong = bits | (np.array(row.tokens[:count], np.int32) != stated.tokens[:count])
+    tokens, count = stated["tokens"], min(len(row.tokens), len(stated["tokens"]))
+    own, other = np.array(row.logprobs[:count], np.float32), stated["logprobs"][:count]
+    wrong = (own.view(np.int32) != other.view(np.int32)) | (
+        np.array(row.tokens[:count]) != tokens[:count]
+    )
     if wrong.any():
         at = int(wrong.argmax())
         return (
-            f"token {at}: the receipt states {stated.tokens[at]} with a log-probability of "
-            f"{_shown(stated.logprobs[at])}, generated is {row.tokens[at]} with "
-            f"{_shown(logprobs[at])}"
+            f"token {at}: the receipt states {tokens[at]} with a log-probability of "
+            f"{_shown(other[at])}, generated is {row.tokens[at]} with {_shown(own[at])}"
         )
     if row.finish_reason in (None, "cancelled"):
         return ""
     reason = None if row.error else row.finish_reason
-    if reason == "length" and row.ends.max_new_tokens < stated.fields["options"]["max_new_tokens"]:
+    if reason == "length" and row.ends.max_new_tokens < stated["options"]["max_new_tokens"]:
         reason = "context" if row.full else None
-    if reason == stated.fields["finish_reason"] and len(row.tokens) == len(stated.tokens):
+    if reason == stated["finish_reason"] and count == len(tokens):
         return ""
+    ended = f"ends with {reason!r}" if reason else row.error or "goes on"
     return (
-        f"token {len(row.tokens)}: the receipt states {len(stated.tokens):,} tokens and the reason "
-        f"{stated.fields['finish_reason']!r}, the generated text "
-        f"{f'ends with {reason!r}' if reason else row.error or 'goes on'}"
+        f"token {len(row.tokens)}: the receipt states {len(tokens):,} tokens and the reason "
+        f"{stated['finish_reason']!r}, the generated text {ended}"
     )
 
 
