@@ -634,17 +634,11 @@ class Model(Hinted, Generic[Weights]):
 
     @overload
     def score_generated(
-        self,
-        prompts: Prompt,
-        continuations: Generation | Row,
-        **options: Unpack[GenerateOptions],
+        self, prompts: Prompt, continuations: Generation | Row, **options: Any
     ) -> ScoredTokens: ...
     @overload
     def score_generated(
-        self,
-        prompts: Prompts,
-        continuations: Sequence[Generation | Row],
-        **options: Unpack[GenerateOptions],
+        self, prompts: Prompts, continuations: Sequence[Generation | Row], **options: Any
     ) -> list[ScoredTokens]: ...
     @named_options()
     @with_keywords("samples", "receipt")

@@ -24,7 +24,6 @@ import numpy as np
 import kernels_cu
 from gpt2block.cuda import cupy, doctor
 from gpt2block.cuda.arrays import compute_capability
-from gpt2block.cuda.formats import USUAL
 from gpt2block.errors import InputError, shown
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.stored import Stored
@@ -40,22 +39,9 @@ FORMAT, VERSION = "gpt2block_receipt", 1  # field with the version of the format
 # Folders of the package whose code cannot change a bit of a text.
 NOT_HASHED = ("apps", "bulk", "emulator", "evaluation", "judge")
 SHA256_THREADS = 8
-# Fields that must be equal for a check, in the order in which they are compared.
-IDENTITY = (
-    *USUAL.facts(), "weights", "device", "nvrtc", "kernels", "code", "blas", "threads"
-)  # fmt: skip
-READERS = "tokenizer", "llguidance"  # the same, for a text with stop strings or a rule
-_TEXT, _NULL, _LIST = (str,), (str, type(None)), (list,)
-TYPES: Mapping[str, tuple[type, ...]] = {
-    FORMAT: (int,), "gpt2block": _TEXT, "model": _NULL, "gpus": (int,), "options": (dict,),
-    **dict.fromkeys((*IDENTITY, *READERS), _NULL), "prompt": _LIST, "tokens": _LIST,
-    "finish_reason": _TEXT, "logprobs": _TEXT,
-}  # fmt: skip
+# Fields that are for information, or that a check compares with the generated text.
+NOT_COMPARED = "gpt2block", "model", "gpus", "options", "tokens", "finish_reason", "logprobs"
 SAMPLED = tuple(each.name for each in fields(Sampling) if each.name != "end_ids")
-OPTIONS: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(SAMPLED, (int, float)), "max_new_tokens": (int,), "rule": _NULL,
-    **dict.fromkeys(("logit_bias", "stop", "stop_ids", "unwritten"), _LIST),
-}  # fmt: skip
 _known: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # results of `identity`
 _hashes: dict[Any, str] = {}  # hashes of weights by config and states of their files
 
@@ -166,17 +152,6 @@ def _of_text(encoding: Any) -> str | None:
     return of_tokenizer(encoding)
 
 
-def readers(reader: Any, stop: Any, rule: Any) -> dict[str, str | None]:
-    """Return the fields of READERS, the software that can change a text by reading it."""
-    found: dict[str, str | None] = dict.fromkeys(READERS)
-    if stop or rule:
-        own: Any = of_outputs(reader)
-        found["tokenizer"] = _of_text(own)
-    with suppress(importlib.metadata.PackageNotFoundError):
-        found["llguidance"] = importlib.metadata.version("llguidance") if rule else None
-    return found
-
-
 def certify(engine: Any, row: Row) -> dict[str, Any]:
     """Return the receipt of a row that has ended, which an engine has generated."""
     return receipt_of(row, identity(engine))
@@ -185,43 +160,35 @@ def certify(engine: Any, row: Row) -> dict[str, Any]:
 def receipt_of(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the receipt of a row that has ended. known: the `identity` of its engine."""
     ends, rule = row.ends, row.rule and row.rule.source
-    options = {
-        **{name: getattr(row.sampling, name) for name in SAMPLED},
-        "logit_bias": [list(pair) for pair in row.sampling.biases],
-        "max_new_tokens": ends.max_new_tokens,
-        "stop": list(ends.stop),
-        "stop_ids": sorted(ends.stop_ids),
-        "unwritten": sorted(row.unwritten) if ends.stop else [],
-        "rule": rule,
+    reader: Any = of_outputs(row.reader) if ends.stop or rule else None
+    return {
+        **known,
+        "tokenizer": _of_text(reader),
+        "llguidance": version_of("llguidance") if rule else None,
+        "options": {
+            **{name: getattr(row.sampling, name) for name in SAMPLED},
+            "logit_bias": [list(pair) for pair in row.sampling.biases],
+            "max_new_tokens": ends.max_new_tokens,
+            "stop": list(ends.stop),
+            "stop_ids": sorted(ends.stop_ids),
+            "unwritten": sorted(row.unwritten) if ends.stop else [],
+            "rule": rule,
+        },
+        "prompt": row.prompt.tolist(),
+        "tokens": list(row.tokens),
+        "finish_reason": row.finish_reason,
+        "logprobs": base64.b64encode(np.array(row.logprobs, "<f4").tobytes()).decode(),
     }
-    logprobs = base64.b64encode(np.array(row.logprobs, "<f4").tobytes()).decode()
-    ids = {"prompt": row.prompt.tolist(), "tokens": list(row.tokens)}
-    found = {**known, **readers(row.reader, ends.stop, rule), "options": options, **ids}
-    return {**found, "finish_reason": row.finish_reason, "logprobs": logprobs}
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def parsed(receipt: Any) -> dict[str, Any]:
-    """Return the fields of a receipt, an object or JSON text; logprobs becomes an array.
-
-    Raises InputError, which names the field, for another version and for fields that are missing,
-    unknown or of a wrong type.
-    """
-    given = as_object(receipt)
-    if given.get(FORMAT) != VERSION:
-        found = shown(given[FORMAT]) if FORMAT in given else "none"
-        raise InputError(f"{FORMAT}: expected a receipt of version {VERSION}, got {found}")
-    _check(given, TYPES, "")
-    _check(given["options"], OPTIONS, "options.")
-    try:
-        logprobs = np.frombuffer(base64.b64decode(given["logprobs"], validate=True), "<f4")
-    except ValueError:
-        raise InputError("logprobs: expected float32 numbers in base64") from None
-    if not len(logprobs) == (count := len(given["tokens"])) > 0:
-        raise InputError(f"logprobs: expected one for each of {count:,} tokens: {len(logprobs):,}")
-    return {**given, "logprobs": logprobs}
-
-
-def as_object(receipt: Any) -> dict[str, Any]:
     """Return a receipt, which can also be JSON text, as an object. Raises InputError."""
     try:
         found = json.loads(receipt) if isinstance(receipt, (str, bytes)) else receipt
@@ -232,26 +199,16 @@ def as_object(receipt: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def _check(given: Mapping[str, Any], types: Mapping[str, tuple[type, ...]], before: str) -> None:
-    """Raise InputError unless an object has the fields of `types`, and no others."""
-    if missing := [name for name in types if name not in given]:
-        raise InputError(f"{before}{missing[0]}: expected, but missing")
-    if unknown := [name for name in given if name not in types]:
-        raise InputError(f"{before}{shown(unknown[0])}: this version has no such field")
-    for name, kinds in types.items():
-        if isinstance(given[name], bool) or not isinstance(given[name], kinds):
-            expected = " or ".join(kind.__name__.replace("NoneType", "null") for kind in kinds)
-            raise InputError(f"{before}{name}: expected {expected}, got {shown(given[name])}")
+def require_equal(stated: Mapping[str, Any], known: Mapping[str, Any], before: str = "") -> None:
+    """Raise InputError, which names the field, unless a receipt has the values of `known`.
 
-
-def require_equal(
-    stated: Mapping[str, Any], known: Mapping[str, Any], names: Iterable[str]
-) -> None:
-    """Raise InputError, which names the first of these fields that differ."""
-    for name in names:
-        if stated[name] != known[name]:
-            own, other = (str(each[name])[:24] for each in (stated, known))
-            raise InputError(f"{name}: the receipt states {own}, here it is {other}")
+    Raises KeyError for a missing field. Of fields that are not compared, the types are checked.
+    """
+    for name, value in known.items():
+        own, kinds = stated[name], (type(value), str, type(None))
+        if type(own) not in kinds if name in NOT_COMPARED else own != value:
+            own, other = shown(own)[:24], shown(value)[:24]
+            raise InputError(f"{before}{name}: the receipt states {own}, here it is {other}")
 
 
 def append_receipts(path: str | Path, receipts: Iterable[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from time import perf_counter
 from typing import Any
@@ -83,38 +84,31 @@ def _read(file: str) -> list[Any]:
     from gpt2block.engine.receipts import found_in  # noqa: PLC0415
 
     text = read_text(file, MOST_FILE)
-    try:
-        found = [*found_in(json.loads(text))]
-    except (ValueError, RecursionError):
-        lines = (line.removeprefix(EVENT) for line in text.splitlines())
-        values = [_value(line) for line in lines if line.strip() and line != "[DONE]"]
-        found = [each for value in values for each in found_in(value)]
+    lines = [line.removeprefix(EVENT) for line in text.splitlines()]
+    values = [_value(text)] if isinstance(_value(text), (dict, list)) else [*map(_value, lines)]
+    found = [*found_in([each for each in values if each not in ("", "[DONE]")])]
     if not found:
         raise InputError(f"{file}: expected receipts, found none")
     return found
 
 
-def _value(line: str) -> Any:
-    """Return the value of a line of JSON; text that is not JSON is no receipt."""
+def _value(text: str) -> Any:
+    """Return the value of JSON; a text that is not JSON is returned unchanged."""
     try:
-        return json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return line
+        return text.strip()
 
 
 def _options(options: VerifyOptions, receipts: Sequence[Any]) -> ModelOptions:
     """Return the options of the model: by default the name and the formats that receipts state."""
-    from gpt2block.engine.receipts import as_object  # noqa: PLC0415
+    from gpt2block.engine.receipts import parsed  # noqa: PLC0415
 
-    first, error = dict[str, Any](), InputError("")
+    objects = []
     for receipt in receipts:
-        try:
-            first = as_object(receipt)
-            break
-        except InputError as problem:
-            error = problem
-    else:
-        raise error
+        with suppress(InputError):
+            objects.append(parsed(receipt))
+    first = objects[0] if objects else parsed(receipts[0])  # raises the error of the first
     name, formats = options.model or first.get("model"), options.formats
     if not isinstance(name, str):
         raise InputError("--model: expected a name or path of a model, as the receipt has none")

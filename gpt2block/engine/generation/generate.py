@@ -24,7 +24,7 @@ from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding
 from gpt2block.files.tokenizers.lookup import Tokenizer, of_inputs, of_outputs
 from gpt2block.models.config import ModelConfig
-from gpt2block.sampling import check_biased, new_seed
+from gpt2block.sampling import Sampling, check_biased, new_seed
 
 Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
@@ -147,14 +147,16 @@ class Run:
         """Compute several tokens of known texts, one for each row, together.
 
         A row ends with its text at the latest. forced: the tokens of the rows are the tokens of
-        the texts, instead of sampled tokens; all temperatures must be 0.
+        the texts, instead of sampled tokens.
         """
-        self._speculate = "forced" if forced else "known"
+        self._speculate, self._alone = "forced" if forced else "known", True
         for row, text in zip(self.rows, texts, strict=True):
             row.known, most = text, len(row.prompt) + len(text)
-            row.most = max(row.most, most if forced else 0)
-            steps = len(text) if forced else min(len(text), row.ends.max_new_tokens)
-            row.ends = replace(row.ends, max_new_tokens=steps)
+            row.ends = replace(row.ends, max_new_tokens=min(len(text), row.ends.max_new_tokens))
+            if forced:
+                row.most, row.sampling = max(row.most, most), Sampling(temperature=0.0)
+                row.matcher, no_end = None, ((), frozenset[int](), None)
+                row.ends = Ends(len(text), row.ends.n_ctx, False, *no_end)
             self.n_ctx = min(row.ends.n_ctx, max(self.n_ctx, most - 1))
 
     def __iter__(self) -> Generator[Row, None, None]:

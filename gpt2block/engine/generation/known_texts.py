@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import numpy as np
 
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.generate import Run, computes_alone
 from gpt2block.engine.generation.options import Options
-from gpt2block.engine.generation.rows import Generation, Row
+from gpt2block.engine.generation.rows import FinishReason, Generation, Row
 from gpt2block.engine.generation.scoring import ScoredTokens
 from gpt2block.engine.grammars import Grammar
-from gpt2block.engine.model import Ids, ModelEngine
-from gpt2block.engine.receipts import (
-    IDENTITY,
-    READERS,
-    SAMPLED,
-    identity,
-    parsed,
-    readers,
-    require_equal,
-)  # fmt: skip
-from gpt2block.errors import Argument, InputError
+from gpt2block.engine.model import Floats, Ids, ModelEngine
+from gpt2block.engine.receipts import SAMPLED, identity, parsed, receipt_of, require_equal
+from gpt2block.errors import Argument, InputError, shown
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.lookup import Tokenizer
 from gpt2block.sampling import Sampling
+
+FINISHED = get_args(FinishReason)
 
 
 def score_generated(
@@ -43,15 +38,7 @@ def score_generated(
     """
     if options.overflow == "truncate":
         raise InputError(Argument("overflow"), ": expected error, got 'truncate'")
-    forced = Options(
-        max_new_tokens=options.max_new_tokens,
-        sampling=Sampling(temperature=0.0),
-        seed=0,
-        stop_ids=(),
-        top_logprobs=options.top_logprobs,
-        rows_at_once=1 if computes_alone(engine) else options.rows_at_once,
-    )
-    run = Run(engine, encoding, prompts, forced)
+    run = Run(engine, encoding, prompts, options)
     given = [continuations] if run.single else list(continuations)
     if len(given) != len(run.rows):
         raise InputError(
@@ -60,16 +47,10 @@ def score_generated(
     texts = [_ids(engine, run, index, each) for index, each in enumerate(given)]
     run.follow(texts, forced=True)
     run.finish()
-    found = [
-        ScoredTokens(
-            text,
-            np.array(row.logprobs, np.float32),
-            encoding,
-            int(row.prompt[-1]),
-            top_logprobs=tuple(row.tops),
-        )
-        for row, text in zip(run.rows, texts, strict=True)
-    ]
+    found = []
+    for row, text in zip(run.rows, texts, strict=True):
+        logprobs, first = np.array(row.logprobs, np.float32), int(row.prompt[-1])
+        found.append(ScoredTokens(text, logprobs, encoding, first, None, tuple(row.tops)))
     return found[0] if run.single else found
 
 
@@ -114,10 +95,13 @@ def check_receipts(
     for index, receipt in enumerate(receipts):
         try:
             stated = parsed(receipt)
-            require_equal(stated, known, IDENTITY)
-            rows[_row(engine, encoding, stated)] = index, stated
+            require_equal(stated, known)
+            row, logprobs = _row(engine, encoding, stated, known)
+            rows[row] = index, {**stated, "logprobs": logprobs}
         except InputError as error:
             yield index, ReceiptCheck(2, str(error))
+        except KeyError as error:
+            yield index, ReceiptCheck(2, f"{error.args[0]}: expected, but missing")
     if not rows:
         return
     at_once = 1 if computes_alone(engine) else len(rows)
@@ -135,26 +119,41 @@ def check_receipts(
                 yield index, ReceiptCheck(int(bool(problem)), problem, len(row.tokens), nan)
 
 
-def _row(engine: ModelEngine, encoding: Tokenizer, stated: Mapping[str, Any]) -> Row:
-    """Return the row that generates a stated text again. Raises InputError if there is none."""
-    own, rule = stated["options"], stated["options"]["rule"]
-    require_equal(stated, readers(encoding, own["stop"], rule), READERS)
-    sampling = Sampling(**{name: own[name] for name in SAMPLED})
+def _row(
+    engine: ModelEngine, encoding: Tokenizer, stated: Mapping[str, Any], known: Mapping[str, Any]
+) -> tuple[Row, Floats]:
+    """Return the row that generates a stated text again, and the stated log-probabilities.
+
+    Raises InputError, which names the field, unless the receipt is one of this model and version.
+    """
+    own, V = stated["options"], engine.config.vocab_size
+    if not isinstance(own, dict):
+        raise InputError(f"options: expected an object, got {shown(own)}")
+    sampling, rule = Sampling(**{name: own[name] for name in SAMPLED}), own["rule"]
     ends = {"stop": own["stop"], "stop_ids": None if rule else own["stop_ids"]}
-    options = Options(max_new_tokens=own["max_new_tokens"], sampling=sampling, seed=0, **ends)
+    more = {"max_new_tokens": own["max_new_tokens"], "seed": sampling.seed}
+    options = Options(sampling=sampling, **ends, **more)
     if rule:
-        grammar = Grammar(rule, "options.rule")
+        grammar = Grammar(str(rule), "options.rule")
         grammar.check()
         options.follow(grammar)
-    run, V = Run(engine, encoding, stated["prompt"], options), engine.config.vocab_size
+    run = Run(engine, encoding, stated["prompt"], options)
     (row,) = run.rows
-    row.sampling = replace(row.sampling, seed=sampling.seed)
-    if [row.prompt.tolist(), sorted(row.ends.stop_ids)] != [stated["prompt"], own["stop_ids"]]:
-        raise InputError("prompt, options.stop_ids: expected tokens of a text of this model")
-    run.follow([tokenizer.token_ids(None, stated["tokens"], V, "tokens")])
-    unwritten = tokenizer.token_ids(None, own["unwritten"], V, "options.unwritten")
-    row.unwritten = frozenset(unwritten.tolist())
-    return row
+    row.unwritten = frozenset(tokenizer.token_ids(None, own["unwritten"], V, "unwritten").tolist())
+    again = receipt_of(row, known)
+    require_equal(own, again["options"], "options.")
+    require_equal(stated, again)
+    if unknown := {*stated, *own} - {*again, *again["options"]}:
+        raise InputError(f"{shown(min(unknown))}: this version has no such field")
+    tokens = tokenizer.token_ids(None, stated["tokens"], V, "tokens")
+    try:
+        logprobs = np.frombuffer(base64.b64decode(stated["logprobs"], validate=True), "<f4")
+    except (TypeError, ValueError):
+        raise InputError("logprobs: expected float32 numbers in base64") from None
+    if not len(logprobs) == len(tokens) > 0 or stated["finish_reason"] not in FINISHED:
+        raise InputError("logprobs, finish_reason: expected those of one token or more")
+    run.follow([tokens])
+    return row, logprobs
 
 
 def _problem(row: Row, stated: Mapping[str, Any]) -> str:
