@@ -5,24 +5,15 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
-from functools import lru_cache
 from pathlib import Path
 
-from gpt2block.bulk import paths
-from gpt2block.engine.receipts import hash_of_sources
+from gpt2block.engine.receipts import hash_of_sources, of_checkpoint
 from gpt2block.files.checkpoints import Checkpoint
-from gpt2block.files.checkpoints.checkpoint import FileStates
 
 
 def of_model(name: str | Path, revision: str | None = None) -> str:
-    """Return the SHA-256 of the checkpoint's config and weights files. Raises CheckpointError."""
-    checkpoint = Checkpoint.open(name, revision)
-    return _of_files(checkpoint.file_states(), repr(checkpoint.config))
-
-
-@lru_cache(maxsize=4)
-def _of_files(states: FileStates, config: str) -> str:
-    return paths.sha256([file for file, *_ in states], config.encode()).hex()
+    """Return the SHA-256 of the checkpoint's config and tensors. Raises CheckpointError."""
+    return of_checkpoint(Checkpoint.open(name, revision))
 
 
 def of_program() -> str:

@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -68,22 +67,21 @@ def identity(engine: Any) -> dict[str, Any]:
 
 def _device(device: str) -> dict[str, Any]:
     """Return the fields about a device, named as in a CacheKind; on the CPU also about its BLAS."""
+    found: dict[str, Any]
     if device == "cpu":
         config: Any = np.show_config(mode="dicts")
         blas, simd = config["Build Dependencies"]["blas"], config["SIMD Extensions"]["found"]
         threads = sorted(f"{k}={v}" for k, v in os.environ.items() if k.endswith("_NUM_THREADS"))
-        return {
-            **dict.fromkeys(("nvrtc", "kernels")), "device": "cpu", "gpus": 0,
-            "blas": f"{blas['name']} {blas['version']} NumPy {np.__version__} {simd[-1:]}",
-            "threads": " ".join((*threads, f"cores={os.cpu_count()}")),
-        }  # fmt: skip
+        own = f"{blas['name']} {blas['version']} NumPy {np.__version__} {simd[-1:]}"
+        count = " ".join((*threads, f"cores={os.cpu_count()}"))
+        found = {"device": "cpu", "gpus": 0, "nvrtc": None, "kernels": None}
+        return {**found, "blas": own, "threads": count}
     numbers = device.removeprefix("cuda:").split(",")
     with cupy.cuda.Device(int(numbers[0])):
-        architecture = f"sm_{compute_capability()}"
-    nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
-    found = {"device": architecture, "gpus": len(numbers), "nvrtc": nvrtc}
-    kernels = hash_of_sources(Path(kernels_cu.__path__[0]))
-    return {**found, "kernels": kernels, "blas": None, "threads": None}
+        found = {"device": f"sm_{compute_capability()}", "gpus": len(numbers)}
+    found["nvrtc"] = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    found["kernels"] = hash_of_sources(Path(kernels_cu.__path__[0]))
+    return {**found, "blas": None, "threads": None}
 
 
 @lru_cache(maxsize=4)
@@ -107,11 +105,14 @@ def _of_arrays(engine: Any) -> str:
 
 
 def _of_files(engine: Any, checkpoint: Checkpoint) -> str:
-    """Return the SHA-256 of a checkpoint's config and of its tensors, sorted by name."""
-    states = checkpoint.file_states()
-    if states != engine.file_states:
+    if checkpoint.file_states() != engine.file_states:
         raise InputError(f"{checkpoint.name}: a file has changed since the model was loaded")
-    key = repr(checkpoint.config), states
+    return of_checkpoint(checkpoint)
+
+
+def of_checkpoint(checkpoint: Checkpoint) -> str:
+    """Return the SHA-256 of a checkpoint's config and of its tensors, sorted by name."""
+    key = repr(checkpoint.config), checkpoint.file_states()
     if key not in _hashes:
         digest = hashlib.sha256(key[0].encode())
         tensors = sorted(checkpoint.stored.items())
@@ -164,7 +165,7 @@ def receipt_of(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **known,
         "tokenizer": _of_text(reader),
-        "llguidance": version_of("llguidance") if rule else None,
+        "llguidance": importlib.metadata.version("llguidance") if rule else None,
         "options": {
             **{name: getattr(row.sampling, name) for name in SAMPLED},
             "logit_bias": [list(pair) for pair in row.sampling.biases],
@@ -179,13 +180,6 @@ def receipt_of(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
         "finish_reason": row.finish_reason,
         "logprobs": base64.b64encode(np.array(row.logprobs, "<f4").tobytes()).decode(),
     }
-
-
-def version_of(package: str) -> str | None:
-    """Return the version of a package; None if it is not installed."""
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 def parsed(receipt: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from gpt2block.engine.generation.options import Options
 from gpt2block.engine.generation.rows import Generation
 from gpt2block.engine.model import Sampled
 from gpt2block.files.checkpoints import save_gguf
+from gpt2block.files.parameters.arrays import random_model
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from tests.devices import GPU, ORDERS, SOMEWHERE, edited, on_one_of_each, running_on, with_source
 from tests.engine.test_architectures_cuda import FORMATS, OWN
@@ -123,18 +124,12 @@ def test_known_texts_of_an_architecture(where: str, name: str, dtype: str) -> No
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 def test_known_texts_of_a_gguf_file(kind: str, tmp_path: Any) -> None:
     config = config_of("llama", 2, head_size=128, n_embd=256, n_ff=256)
-    source: Model[Any] = Model.from_tensors(config, made_of(config), "cpu", "float32")
+    source: Model[Any] = Model.from_tensors(config, random_model(3, config), "cpu", "float32")
     path = save_gguf(tmp_path / "m.gguf", source, kind)
     model: Model[Any] = Model.from_pretrained(path, "cuda", FILE)
     prompts = random_prompts([9, 1, 22, 30], config)
     for options in OPTIONS.values():
         agrees(model, prompts, generated(model, prompts, **options | {"max_new_tokens": 30}))
-
-
-def made_of(config: Any) -> Any:
-    from gpt2block.files.parameters.arrays import random_model  # noqa: PLC0415
-
-    return random_model(3, config)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ from gpt2block.apps.cli.options import argument, json_option, option, path_optio
 from gpt2block.apps.cli.texts import RECEIPT, read_text
 from gpt2block.apps.cli.writer import Writer
 from gpt2block.engine.generation.options import Options
-from gpt2block.engine.receipts import append_receipts
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints import BUNDLED_NAMES
 
@@ -100,6 +99,8 @@ def generate(
     writer = None if as_json else Writer(run.rows, beginning, ids)
     interrupted = _follow(run, clock, writer)
     if receipt is not None:
+        from gpt2block.engine.receipts import append_receipts  # noqa: PLC0415
+
         ended = (row for row in run.rows if row.finish_reason)
         append_receipts(receipt, (row.result().receipt for row in ended))
     if writer is None:

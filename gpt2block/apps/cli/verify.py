@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from time import perf_counter
 from typing import Any
@@ -104,11 +103,8 @@ def _options(options: VerifyOptions, receipts: Sequence[Any]) -> ModelOptions:
     """Return the options of the model: by default the name and the formats that receipts state."""
     from gpt2block.engine.receipts import parsed  # noqa: PLC0415
 
-    objects = []
-    for receipt in receipts:
-        with suppress(InputError):
-            objects.append(parsed(receipt))
-    first = objects[0] if objects else parsed(receipts[0])  # raises the error of the first
+    first = next((each for each in receipts if isinstance(each, dict)), None)
+    first = first or parsed(receipts[0])  # JSON text; raises an error for any other text
     name, formats = options.model or first.get("model"), options.formats
     if not isinstance(name, str):
         raise InputError("--model: expected a name or path of a model, as the receipt has none")

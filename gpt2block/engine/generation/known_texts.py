@@ -17,7 +17,7 @@ from gpt2block.engine.generation.scoring import ScoredTokens
 from gpt2block.engine.grammars import Grammar
 from gpt2block.engine.model import Floats, Ids, ModelEngine
 from gpt2block.engine.receipts import SAMPLED, identity, parsed, receipt_of, require_equal
-from gpt2block.errors import Argument, InputError, shown
+from gpt2block.errors import Argument, InputError, require, shown
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.lookup import Tokenizer
 from gpt2block.sampling import Sampling
@@ -134,6 +134,7 @@ def _row(
     more = {"max_new_tokens": own["max_new_tokens"], "seed": sampling.seed}
     options = Options(sampling=sampling, **ends, **more)
     if rule:
+        require("options.rule", "tools", "llguidance")
         grammar = Grammar(str(rule), "options.rule")
         grammar.check()
         options.follow(grammar)
