@@ -662,7 +662,11 @@ class Model(Hinted, Generic[Weights]):
         from gpt2block.engine.generation import known_texts  # noqa: PLC0415
 
         return known_texts.score_generated(
-            self.engine, self.lookup, prompts, continuations, Options.of(options)
+            self.engine,
+            self.lookup,
+            prompts,
+            continuations,
+            Options.of({**options, "receipt": True}),
         )
 
     @overload

@@ -188,7 +188,7 @@ def test_a_source_tree_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"overflow": "truncate"}, "receipt: expected none with overflow='truncate'"),
+        ({"overflow": "truncate"}, "overflow: expected error, as the text is to be"),
         ({"receipt": 1}, "receipt: expected True or False"),
     ],
 )

@@ -17,7 +17,7 @@ from gpt2block.engine.generation.scoring import ScoredTokens
 from gpt2block.engine.grammars import Grammar
 from gpt2block.engine.model import Floats, Ids, ModelEngine
 from gpt2block.engine.receipts import SAMPLED, identity, parsed, receipt_of, require_equal
-from gpt2block.errors import Argument, InputError, require, shown
+from gpt2block.errors import InputError, require, shown
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.lookup import Tokenizer
 from gpt2block.sampling import Sampling
@@ -36,8 +36,6 @@ def score_generated(
     InputError for wrong arguments, for texts that are longer than the context, and for logits that
     are NaN or infinite.
     """
-    if options.overflow == "truncate":
-        raise InputError(Argument("overflow"), ": expected error, got 'truncate'")
     run = Run(engine, encoding, prompts, options)
     given = [continuations] if run.single else list(continuations)
     if len(given) != len(run.rows):

@@ -132,7 +132,7 @@ class Options:
         check_choice("overflow", self.overflow, get_args(Overflow))
         if self.receipt and self.overflow == "truncate":
             raise InputError(
-                Argument("receipt"), ": expected none with ", Argument("overflow", "truncate")
+                Argument("overflow"), ": expected error, as the text is to be computed again"
             )
         checked["stop"] = _strings(self.stop)
         if self.stop_ids is not None:
