@@ -242,14 +242,6 @@ class CudaDecoding:
         fits = max(1, MOST_GUESSING // rounded_up(len(slots), 1))
         return min(1 << (fits.bit_length() - 1), 1 << (most - 1).bit_length())
 
-    def _expect(self, slots: Ids, together: int) -> Ids | int:
-        """Count the tokens of a launched step as sampled; return the number for each slot."""
-        expected: Ids | int = 1
-        if self._texts is not None:
-            expected = np.minimum(self._left[slots], together)
-        self._left[slots] -= expected
-        return expected
-
     def _plan(self) -> Pending:
         """Choose the next step, in which at least one slot has a grammar, and its guesses."""
         slots, matchers = self._running(), self._matchers
@@ -273,7 +265,9 @@ class CudaDecoding:
         step = self._steps.of(self._model, slots, together, masked=True)
         if not step.captured:
             matchers.pace.skip()
-        return Pending(step, slots, guesses, self._expect(slots, together))
+        counted = 1 if self._texts is None else np.minimum(self._left[slots], together)
+        self._left[slots] -= counted
+        return Pending(step, slots, guesses, counted)
 
     def _launch_forward(self, planned: Pending) -> None:
         """Launch the forward pass of a step in which at least one slot has a grammar."""
@@ -346,7 +340,9 @@ class CudaDecoding:
         self._steps.place(slots, step, again=self._draft is not None)
         alternatives = bool(self._alternatives[slots].any())
         result = step.run(self._model, slots, alternatives)
-        result.expected = self._expect(slots, together)
+        if self._texts is not None:
+            result.expected = np.minimum(self._left[slots], together)
+        self._left[slots] -= result.expected
         self._in_flight.append(result)
         return True
 
