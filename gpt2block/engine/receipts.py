@@ -38,6 +38,8 @@ FORMAT, VERSION = "gpt2block_receipt", 1  # field with the version of the format
 # Folders of the package whose code cannot change a bit of a text.
 NOT_HASHED = ("apps", "bulk", "emulator", "evaluation", "judge")
 SHA256_THREADS = 8
+# Variables from which libraries of matrix products read their number of threads.
+THREADS = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 # Fields that are for information, or that a check compares with the generated text.
 NOT_COMPARED = "gpt2block", "model", "gpus", "options", "tokens", "finish_reason", "logprobs"
 SAMPLED = tuple(each.name for each in fields(Sampling) if each.name != "end_ids")
@@ -70,12 +72,12 @@ def _device(device: str) -> dict[str, Any]:
     found: dict[str, Any]
     if device == "cpu":
         config: Any = np.show_config(mode="dicts")
-        blas, simd = config["Build Dependencies"]["blas"], config["SIMD Extensions"]["found"]
-        threads = sorted(f"{k}={v}" for k, v in os.environ.items() if k.endswith("_NUM_THREADS"))
-        own = f"{blas['name']} {blas['version']} NumPy {np.__version__} {simd[-1:]}"
-        count = " ".join((*threads, f"cores={os.cpu_count()}"))
+        blas = config["Build Dependencies"]["blas"]
+        simd = config.get("SIMD Extensions", {}).get("found", [])[-1:]
+        own = " ".join((blas.get("name"), blas.get("version"), "NumPy", np.__version__, *simd))
+        stated = [os.environ[name] for name in THREADS if os.environ.get(name)]
         found = {"device": "cpu", "gpus": 0, "nvrtc": None, "kernels": None}
-        return {**found, "blas": own, "threads": count}
+        return {**found, "blas": own, "threads": (*stated, str(os.cpu_count()))[0]}
     numbers = device.removeprefix("cuda:").split(",")
     with cupy.cuda.Device(int(numbers[0])):
         found = {"device": f"sm_{compute_capability()}", "gpus": len(numbers)}
