@@ -11,10 +11,9 @@ from typing import Any
 
 import typer
 
-from gpt2block.apps.cli import complete
 from gpt2block.apps.cli.codes import FAILED, WRONG
 from gpt2block.apps.cli.display import progress_bar
-from gpt2block.apps.cli.model import ModelOptions, load_model
+from gpt2block.apps.cli.model import ModelOptions, load_model, model_option
 from gpt2block.apps.cli.options import argument, option
 from gpt2block.apps.cli.texts import read_text
 from gpt2block.cuda.formats import BY_DEFAULT
@@ -27,12 +26,7 @@ EVENT = "data: "  # begins a line of a saved stream
 
 @dataclass(frozen=True)
 class VerifyOptions(ModelOptions):
-    model: str = option(
-        "The model that has generated the texts, named as for generate; by default the model that "
-        "the receipts name.",
-        "",
-        complete=complete.models,
-    )
+    model: str = model_option("")
 
 
 def verify(
@@ -44,6 +38,8 @@ def verify(
     sample: int | None = option("Check this many receipts, drawn at random.", min=1),
 ) -> None:
     """Check that texts are what a model generates, at a fraction of the cost of generation.
+
+    The model, its dtype and the dtype of its kv_cache are as the receipts state, unless options select others.
 
     Exit code: 0 if all tokens and the bits of all log-probabilities are as the receipts state; 1 if
     one differs; 2 if a receipt cannot be read, or its text cannot be compared on this device or
