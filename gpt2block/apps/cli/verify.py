@@ -39,7 +39,7 @@ def verify(
 ) -> None:
     """Check that texts are what a model generates, at a fraction of the cost of generation.
 
-    The model, its dtype and the dtype of its kv_cache are as the receipts state, unless options select others.
+    The model and its dtypes are as the receipts state, unless options select others.
 
     Exit code: 0 if all tokens and the bits of all log-probabilities are as the receipts state; 1 if
     one differs; 2 if a receipt cannot be read, or its text cannot be compared on this device or
