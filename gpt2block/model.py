@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from gpt2block.engine.chat.template import ChatTemplate
     from gpt2block.engine.explain import Page
     from gpt2block.engine.generation.generate import Prompt, Prompts
+    from gpt2block.engine.generation.known_texts import ReceiptCheck
     from gpt2block.engine.generation.options import GenerateOptions, Overflow, StreamOptions
     from gpt2block.engine.generation.rows import Generation
-    from gpt2block.engine.generation.scoring import Score
+    from gpt2block.engine.generation.scoring import Score, ScoredTokens
     from gpt2block.files.checkpoints.embedding_files import EmbeddingDefaults, Pooling
 
 Row = Sequence[int] | NDArray[np.integer[Any]]  # token ids (T,); an array may also be (B, T)
@@ -164,6 +165,8 @@ class Model(Hinted, Generic[Weights]):
         formats: Formats,
     ) -> None:
         self.config, self.formats = config, formats
+        checkpoint = self._checkpoint
+        states = None if checkpoint is None else checkpoint.file_states()
         indices = resolve_devices(device)
         self.engine: TracedEngine
         if not indices:
@@ -178,6 +181,7 @@ class Model(Hinted, Generic[Weights]):
             from gpt2block.engine.cuda.model import CudaModel  # noqa: PLC0415
 
             self.engine = CudaModel(config, tensors, formats, indices[0])
+        self.engine.checkpoint, self.engine.file_states = checkpoint, states
 
     def __repr__(self) -> str:
         c = self.config
@@ -627,6 +631,63 @@ class Model(Hinted, Generic[Weights]):
             likeliest=likeliest,
         )
         return found
+
+    @overload
+    def score_generated(
+        self, prompts: Prompt, continuations: Generation | Row, **options: Any
+    ) -> ScoredTokens: ...
+    @overload
+    def score_generated(
+        self, prompts: Prompts, continuations: Sequence[Generation | Row], **options: Any
+    ) -> list[ScoredTokens]: ...
+    @named_options()
+    @with_keywords("samples", "receipt")
+    def score_generated(
+        self, prompts: Any, continuations: Any, **options: Any
+    ) -> ScoredTokens | list[ScoredTokens]:
+        """Return the log-probabilities that `generate` computes for the tokens of continuations.
+
+        They have the bits that `generate` has computed, or would have computed if it had sampled
+        these tokens; `score` computes a text by other kernels, whose last bits differ. On a GPU, a
+        step computes up to 64 tokens.
+
+        continuations: the Generation or the token ids after a prompt, or a list of these for a list
+        of prompts. options: the keywords of `generate`. Sampling changes no log-probability.
+        `max_new_tokens` counts only for a model whose RoPE frequencies depend on the length of the
+        text. `top_logprobs`: also report the most likely tokens, in ScoredTokens.top_logprobs. With
+        NumPy, `rows_at_once` is 1 by default, because bits depend on the rows of a product.
+
+        Raises as `generate` does, and InputError for texts that are longer than the context.
+        """
+        from gpt2block.engine.generation import known_texts  # noqa: PLC0415
+
+        return known_texts.score_generated(
+            self.engine,
+            self.lookup,
+            prompts,
+            continuations,
+            Options.of({**options, "receipt": True}),
+        )
+
+    @overload
+    def verify(self, receipt: list[Any]) -> list[ReceiptCheck]: ...
+    @overload
+    def verify(self, receipt: Mapping[str, Any] | str) -> ReceiptCheck: ...
+    @named_options()
+    def verify(self, receipt: Any) -> ReceiptCheck | list[ReceiptCheck]:
+        """Check the receipt of a generated text, an object or JSON text, or each one of a list.
+
+        The text is generated again with the stated tokens as drafts, at a fraction of the cost of
+        its generation. Returns a ReceiptCheck, whose `code` is 0 if all tokens and the bits of all
+        log-probabilities are as stated, 1 if one differs, and 2 if the text cannot be compared,
+        such as a text of another model. `problem` is a sentence about the difference.
+        """
+        from gpt2block.engine.generation import known_texts  # noqa: PLC0415
+
+        several = isinstance(receipt, list)
+        receipts = receipt if several else [receipt]
+        found = dict(known_texts.check_receipts(self.engine, self.lookup, receipts))
+        return [found[index] for index in range(len(receipts))] if several else found[0]
 
     @named_options()
     def embed(

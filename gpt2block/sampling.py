@@ -246,13 +246,15 @@ def choose(
     seen: NDArray[np.uint8] | None = None,
     counts: NDArray[np.int32] | None = None,
     allowed: Mask | None = None,
+    forced: int | None = None,
 ) -> Choice:
     """Sample the next token of a row (a continuation of a prompt).
 
     logits: (V,). seen: (V,), nonzero for tokens already in the text. counts: (V,), how often each
     token was drawn. step: number of tokens that the row has drawn so far. allowed: Mask of tokens
-    that can be drawn; None: all tokens. +inf is treated as the largest number; -inf has no mass.
-    The filters have the same order and meaning as in `transformers`.
+    that can be drawn; None: all tokens. forced: a token that is returned in place of a sampled one,
+    with its log-probability. +inf is treated as the largest number; -inf has no mass. The filters
+    have the same order and meaning as in `transformers`.
     """
     raw = logits.astype(np.float32)
     largest = raw.max()
@@ -263,7 +265,9 @@ def choose(
         changed = np.where(unpacked(allowed, len(raw)), changed, np.float32(-np.inf))
     if changed.max() == -np.inf:
         return Choice(-1, math.nan)
-    if sampling.temperature == 0:
+    if forced is not None:
+        token = forced
+    elif sampling.temperature == 0:
         token = int(changed.argmax())
     else:
         bits = random_bits(sampling.seed, step, sampling.sample)

@@ -21,6 +21,7 @@ from gpt2block.bulk.tasks import Embedding, Problem, Row, problem_of
 from gpt2block.checks import check_choice, check_count
 from gpt2block.cuda import doctor, first_gpus
 from gpt2block.cuda.devices import resolve_device
+from gpt2block.engine.receipts import of_tokenizer
 from gpt2block.errors import DeviceError, InputError, printable
 from gpt2block.files.checkpoints import BUNDLED_NAMES, Checkpoint
 from gpt2block.files.checkpoints.embedding_files import embedding_defaults
@@ -97,7 +98,7 @@ class Job(Arguments):
             output=str(output),
             keep=tuple(dict.fromkeys(self.keep)),
             model_sha256=identity.of_model(self.model, self.revision),
-            tokenizer_sha256=identity.of_tokenizer(encoding),
+            tokenizer_sha256=of_tokenizer(encoding),
         )
 
     def described(
@@ -160,7 +161,7 @@ def predictor(job: Job) -> Predictor:
             loaded = Predictor.later(job)
             if job.tokenizer_sha256 is not None:
                 loaded.load_tokenizer()
-            if identity.of_tokenizer(loaded.encoding) != job.tokenizer_sha256:
+            if of_tokenizer(loaded.encoding) != job.tokenizer_sha256:
                 raise InputError(
                     f"{here} does not have the client's tokenizer: copy the client's files there"
                 )

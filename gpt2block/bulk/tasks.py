@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -116,8 +117,8 @@ class Generating(Task):
     """Task `generate`: `samples` continuations of each record.
 
     options: the keywords of `GPT2.generate`. logprobs: also return the tokens and their
-    log-probabilities. The number of records in a batch is not limited: the engine computes
-    `rows_at_once` rows together.
+    log-probabilities. receipts: also return the receipt of each text, as JSON. The number of
+    records in a batch is not limited: the engine computes `rows_at_once` rows together.
     """
 
     tokens_at_once = 2**31
@@ -128,13 +129,14 @@ class Generating(Task):
         encoding: Encoding | None,
         batch_tokens: int,
         logprobs: bool = False,
+        receipts: bool = False,
         samples: int = 1,
         seed: int = 0,
         **options: Any,
     ) -> None:
         Sampling(seed=seed)  # raises InputError for an invalid seed
         self._config, self._encoding = config, encoding
-        self._options = Options.of({**options, "samples": samples, "seed": 0})
+        self._options = Options.of({**options, "samples": samples, "seed": 0, "receipt": receipts})
         self._start([[0]])  # raises InputError for options that do not fit the model
         text: Kind = "texts" if samples > 1 else "text"
         self.columns = {"completion": text, "finish_reason": text, "n_tokens": "int"}
@@ -143,6 +145,8 @@ class Generating(Task):
             self.columns["completion_tokens"] = "ints"
         if logprobs:
             self.columns["logprobs"] = "floats"
+        if receipts:
+            self.columns["receipt"] = text
 
     def _start(self, prompts: Any, engine: ModelEngine | None = None) -> Run:
         """Check the prompts; return a Run that generates. Only the generation needs `engine`."""
@@ -170,6 +174,7 @@ class Generating(Task):
                 "finish_reason": [one.finish_reason for one in group],
                 "completion_tokens": [list(one.tokens) for one in group],
                 "logprobs": [np.array(one.logprobs, np.float32) for one in group],
+                "receipt": [json.dumps(one.receipt, separators=(",", ":")) for one in group],
             }
             results = row if samples > 1 else {name: values[0] for name, values in row.items()}
             rows.append({**results, "n_tokens": sum(len(one.tokens) for one in group)})

@@ -557,6 +557,7 @@ cuda = SimpleNamespace(
     get_elapsed_time=lambda start, end: 1.0,
     alloc_pinned_memory=lambda size: empty(size, "uint8"),
     memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+    nvrtc=SimpleNamespace(getVersion=lambda: (0, 0)),  # receipts of a GPU are refused
     nvtx=SimpleNamespace(RangePush=lambda name: None, RangePop=lambda: None),
     driver=SimpleNamespace(funcSetAttribute=lambda function, attribute, value: None),
     runtime=SimpleNamespace(

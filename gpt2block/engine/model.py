@@ -19,6 +19,7 @@ from gpt2block.engine.passes import check_read, model_steps
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
+from gpt2block.files.checkpoints.checkpoint import Checkpoint, FileStates
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import ModelConfig, model_shapes
 from gpt2block.models.weights.gguf import TYPES
@@ -74,6 +75,8 @@ class StoredModel(ABC):
     """Base class of model engines, which stores the weights in the formats of the model."""
 
     divides_prompts, continues_exactly = True, False
+    checkpoint: Checkpoint | None = None
+    file_states: FileStates | None = None
 
     def __init__(self, config: ModelConfig, formats: Formats, device: str) -> None:
         check_read(config, model_steps(config))  # GPU recordings run the same pass functions
@@ -275,6 +278,11 @@ def describe_cache(cache: KVCache) -> str:
     )
 
 
+# Source of the draft tokens of a Decoding's steps. False: none; True: earlier tokens of the text,
+# or a draft model; "known": Start.known; "forced": the same, which are then reported in any case.
+Drafts = Literal[False, True, "known", "forced"]
+
+
 class Start(NamedTuple):
     """A sequence to start in a slot of a Decoding: its prompt, sampling options and limits."""
 
@@ -288,6 +296,7 @@ class Start(NamedTuple):
     alternatives: int = 0  # number of most likely tokens to report with each sampled token
     limit: int = 0  # maximum tokens of the sequence; 0: len(ids) + steps
     matcher: Matcher | None = None  # decides which tokens can be sampled; None: all tokens
+    known: Ids | None = None  # the tokens after ids that are drafts, one for each of `steps`
 
     @property
     def n_tokens(self) -> int:
@@ -431,13 +440,14 @@ class ModelEngine(Protocol):
         """
 
     def decode(
-        self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
+        self, slots: int, n_ctx: int, fewer: bool = False, speculate: Drafts = False
     ) -> Decoding:
         """Return a Decoding whose slots are free, for sequences of up to n_ctx tokens.
 
         fewer: whether there may be fewer slots, if memory has no room for more, or more would not
-        be faster. speculate: whether a step may compute guesses of the next tokens, too, if the
-        tokens stay the same to the last bit. Raises MemoryError.
+        be faster. speculate: draft tokens that a step may compute, too, if the results stay the
+        same to the last bit. "forced": report each known token, with its log-probability, in place
+        of a sampled token; the temperature of all sequences must be 0. Raises MemoryError.
         """
 
 
@@ -454,7 +464,12 @@ class TracedEngine(ModelEngine, Protocol):
     """A model engine that returns results and times of each step of a sequence's forward pass.
 
     cached: the pass computes the last token only, with earlier keys and values in a kv_cache.
+    checkpoint: the weights' checkpoint; None for weights given as arrays. file_states: states of
+    its files when they were read.
     """
+
+    checkpoint: Checkpoint | None
+    file_states: FileStates | None
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
         """Run the steps in order; return a dict from step names to results (rows, channels)."""

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from gpt2block.checks import check_count, check_integer, named_options
 from gpt2block.engine.generation.scoring import Score
 from gpt2block.engine.numpy.model import NumpyModel
+from gpt2block.engine.receipts import append_receipts
 from gpt2block.errors import InputError, shown
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.chat_files import bos_token
@@ -43,7 +44,8 @@ class EvaluatedModel(TemplateLM):
     "auto" for as many as fit; max_batch_size limits "auto". max_length: most tokens of a row, by
     default n_ctx. max_gen_toks: most new tokens of a text if the task does not say.
     prefix_token_id: the token before a text without context, by default the tokenizer's first token
-    (<s>) or its end of text. chat_template_kwargs: as in `Model.chat`.
+    (<s>) or its end of text. chat_template_kwargs: as in `Model.chat`. receipts: file to which the
+    receipt of each generated text is appended, as a line of JSON.
 
     A row of more than `max_length` tokens loses tokens at its start. A long text is divided into
     lm_eval's rolling windows. A window has `max_length` tokens, including the last predicted token,
@@ -66,6 +68,7 @@ class EvaluatedModel(TemplateLM):
         max_gen_toks: int = 256,
         prefix_token_id: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        receipts: str | None = None,
     ) -> None:
         super().__init__()
         if not model or not isinstance(model, str):
@@ -83,6 +86,7 @@ class EvaluatedModel(TemplateLM):
         if isinstance(self.model.engine, NumpyModel):
             self._rows = 1
         self._prefix, self._variables = prefix_token_id, chat_template_kwargs
+        self._receipts = receipts
         if prefix_token_id is not None:
             last = self._vocab_size - 1
             check_integer("prefix_token_id", prefix_token_id, 0, last, f"an id from 0 to {last}")
@@ -231,10 +235,13 @@ class EvaluatedModel(TemplateLM):
             )
         seed = check_integer("seed", options.pop("seed", SEED), 0, 2**63, "an integer")
         options = {"temperature": 1.0 if sampled else 0.0, "seed": seed + repeat, **options}
+        options["receipt"] = self._receipts is not None
         rows = [self.tok_encode(prompt)[-room:] for prompt in prompts]
         found = self.model.generate(
             rows, max_new_tokens=new, stop=stop, rows_at_once=self._rows, **options
         )
+        if self._receipts is not None:
+            append_receipts(self._receipts, (each.receipt for each in found))
         return (each.text for each in found)
 
     @property

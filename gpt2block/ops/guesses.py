@@ -1,6 +1,7 @@
 """Guess a sequence's next tokens, and compare earlier guesses with the tokens that were drawn.
 
-`reference.guess_tokens` defines the guesses. Kernels: tokens/guesses.cu.
+`reference.guess_tokens` defines the guesses, unless the text of the sequence is known. Kernels:
+tokens/guesses.cu.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from gpt2block.ops.operation import Operation, variant
 FILE = "tokens/guesses.cu"
 THREADS = 512
 COPYING = 256  # threads per block of begin_guesses
-MOST_GUESSES = 7  # maximum guessed tokens per sequence, each checked by one lane of a warp
+MOST_GUESSES = 7  # maximum guessed tokens per sequence in a step
+MOST_KNOWN = 63  # the same if the text of the sequence is known, so that guesses are right
 TAKEN, GUESSED, RIGHT = 1, 2, 4  # flags of a drawn token: accepted; had a guess; guess was right
 
 
@@ -32,20 +34,33 @@ class Guesses(NamedTuple):
     history: CudaArray  # (B, H): tokens of each slot; the last token is at index `position`
     guess: CudaArray  # (B, K): guesses of the tokens after the last one; -1 for no guess
     left: CudaArray  # (B,): number of tokens that each slot may still draw
+    known: CudaArray  # (B,): number of tokens in history if the slot's text is known, else 0
 
     @classmethod
-    def allocate(cls, B: int, n_ctx: int) -> Guesses:
-        """Allocate arrays of B empty slots, for sequences whose last position is at most n_ctx."""
-        shapes = (B, n_ctx + 1), (B, MOST_GUESSES), (B,)
+    def allocate(cls, B: int, n_ctx: int, most: int = MOST_GUESSES) -> Guesses:
+        """Allocate arrays of B empty slots, for sequences whose last position is at most n_ctx.
+
+        most: maximum guesses per slot.
+        """
+        shapes = (B, n_ctx + 1), (B, most), (B,), (B,)
         return cls(*(cupy.zeros(shape, "int32") for shape in shapes))
 
     def begin(
-        self, slots: Sequence[int], ids: Sequence[NDArray[np.int32]], left: Sequence[int]
+        self,
+        slots: Sequence[int],
+        ids: Sequence[NDArray[np.int32]],
+        left: Sequence[int],
+        prompts: Sequence[int] | None = None,
     ) -> None:
-        """Copy prompts `ids` of new sequences to `slots`. `left`: tokens that a slot may draw."""
+        """Copy tokens `ids` of new sequences to `slots`. `left`: tokens that a slot may draw.
+
+        prompts: number of tokens of each prompt, which the known text follows in `ids`; None: `ids`
+        are prompts.
+        """
         lengths = [len(each) for each in ids]
         firsts = np.cumsum([0, *lengths[:-1]])
-        heads = (np.asarray(each, np.int32) for each in (slots, firsts, lengths, left))
+        numbered = slots, firsts, lengths, left, prompts or lengths
+        heads = (np.asarray(each, np.int32) for each in numbered)
         numbers = cupy.asarray(np.concatenate([*heads, *ids]))
         (B, H), K = self.history.shape, self.guess.shape[1]
         launch_at(
@@ -58,12 +73,14 @@ class Guesses(NamedTuple):
 @variant("guesses", FILE, "begin_guesses", "take_guesses", block=THREADS)
 def _take(c: Call) -> Launch:
     """Launch take_guesses; `Guesses.begin` launches begin_guesses."""
-    if not 0 < c.together <= c.K + 1 or c.M % c.together:
+    most = 1 + min(c.K, MOST_KNOWN)
+    if not 0 < c.together <= most or c.M % c.together:
         raise InputError(
-            f"together: expected 1 to {c.K + 1}, a divisor of {c.M} rows, got {c.together}"
+            f"together: expected 1 to {most}, a divisor of {c.M} rows, got {c.together}"
         )
     rows = (c.drawn, c.likely, c.slot_row, c.slot_token, c.slot_position, c.slot_turn)
-    kept = (c.history, c.guess, c.left, c.position, c.step, c.token, c.logprob, c.seen, c.counts)
+    slots = (c.history, c.guess, c.left, c.known)
+    kept = (*slots, c.position, c.step, c.token, c.logprob, c.seen, c.counts)
     geometry = Geometry("take_guesses", (c.M // c.together,), (THREADS,))
     args = (*rows, *kept, c.report, c.together, c.B, c.H, c.K, c.V)
     return launch_at(FILE, geometry, args)
@@ -74,7 +91,7 @@ TAKE_GUESSES = Operation(
     variants=(_take,),
     options={"together": 1},
     line="drawn i32 M; likely f32 M; slot_row slot_token slot_position slot_turn i32 M; "
-    "history i32 B H; guess i32 B K; left position step token i32 B; logprob f32 B; "
+    "history i32 B H; guess i32 B K; left known position step token i32 B; logprob f32 B; "
     "seen u8 B V; counts? i32 B V; report i32 2 3 M -> guess i32 B K",
 )
 

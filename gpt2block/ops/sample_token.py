@@ -164,7 +164,8 @@ def _block(c: Call) -> Launch:
     parts = {"CHANGES": changed, "GUESSES": c.together > 0, "MASKS": c.masks is not None}
     defines = tuple((f"SAMPLE_{name}", int(part)) for name, part in parts.items() if part)
     geometry = _geometry(c.M).with_defines(defines)
-    return launch_at(FILE, geometry, (*args, c.B, c.V, c.n_ctx, max(c.together, 1)))
+    H = c.H if c.forced is not None else 0
+    return launch_at(FILE, geometry, (*args, c.forced, c.B, c.V, H, c.n_ctx, max(c.together, 1)))
 
 
 def _prepare_state(unchecked: UncheckedCall) -> Call:
@@ -187,7 +188,7 @@ def _line(rows: str) -> str:
     """Return the contract of sample_token. rows: axis of token and logprob, "B" or "M"."""
     written = f"token i32 {rows}; logprob f32 {rows}"
     inputs = f"logits f32 M V; {PARAMETERS}; {written}; {SLOTS}; {CHANGED}; {MASKS}"
-    inputs += "; report? i32 2 2 M"
+    inputs += "; forced? i32 B H; report? i32 2 2 M"
     return f"{inputs} -> token i32 {rows}"
 
 
@@ -222,7 +223,7 @@ def bind_state(
     allowed tokens of each row; None: all.
     """
     slot_arrays = slots or (None,) * len(Slots._fields)
-    inputs = (logits, *state, *slot_arrays, changes, counts, *(masks or NO_MASKS), report)
+    inputs = (logits, *state, *slot_arrays, changes, counts, *(masks or NO_MASKS), None, report)
     return _STATE.bind_on_device(inputs, n_ctx=n_ctx)
 
 
@@ -234,14 +235,17 @@ def bind_drawn(
     changes: CudaArray | None = None,
     counts: CudaArray | None = None,
     masks: Masks | None = None,
+    forced: CudaArray | None = None,
 ) -> Bound:
     """Bind a launch that samples `together` rows per slot (sequence) and leaves the state as it is.
 
     The rows of a slot have successive positions. Row i is drawn at step + i, as if the tokens of
     rows 1 to i had been drawn before. Rows with position -1 are skipped. token and logprob of
-    `state` must have one element per row, (M,). Other arguments are as in `bind_state`.
+    `state` must have one element per row, (M,). forced (B, H): the token at each position of each
+    sequence, which a row at the position before it reports in place of a sampled token; the
+    temperature must be 0. Other arguments are as in `bind_state`.
     """
-    inputs = (logits, *state, *slots, changes, counts, *(masks or NO_MASKS), None)
+    inputs = (logits, *state, *slots, changes, counts, *(masks or NO_MASKS), forced, None)
     return _DRAWN.bind_on_device(inputs, together=together)
 
 

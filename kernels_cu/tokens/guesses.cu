@@ -9,12 +9,13 @@
 //   drawn                     a         b         c         d      a = guess 0, b = guess 1, c != guess 2: take a, b, c
 //
 // history (B, H): the tokens of each slot; index position[b] holds the last token. guess (B, K): -1 for no guess. left
-// (B): tokens that may still be drawn. row, row_token, row_position, turn, drawn, likely (M): one entry per row of the
-// step. A row whose position is -1 is not computed.
+// (B): tokens that may still be drawn. known (B): number of tokens in the history of a slot whose text is known, else 0.
+// row, row_token, row_position, turn, drawn, likely (M): one entry per row of the step. A row whose position is -1 is
+// not computed.
 //
-//   begin_guesses: one block per new sequence copies its prompt to its history
-//   take_guesses: one block per slot takes drawn tokens, and guesses the tokens that followed the latest earlier
-//       occurrence of its last three tokens
+//   begin_guesses: one block per new sequence copies its prompt, and its text if it is known, to its history
+//   take_guesses: one block per slot takes drawn tokens, and guesses the next tokens of a known text, or else the tokens
+//       that followed the latest earlier occurrence of its last three tokens
 //
 // If the last three tokens do not occur earlier, the last two tokens are searched, then the last token. If the copied
 // tokens reach the end of the history, the guesses repeat from the first guess, which continues a repeating text. The
@@ -28,13 +29,16 @@
 constexpr int MATCH = 3;   // maximum number of tokens that are compared
 constexpr int PLACE = 29;  // bits of an index in a history; the bits above hold the length of a match
 constexpr int HELD = 8;    // tokens of a history that a thread loads before the drawn tokens are known
+constexpr int ROWS = 64;   // maximum number of rows per slot
 constexpr int TAKEN = 1, GUESSED = 2, RIGHT = 4;
 
 // The new tokens of a slot, and the best match for the sequence's last tokens.
 struct Taken {
-    int ids[32];        // the new tokens
-    int count, before;  // count: number of ids; before: index in the history of the token before ids[0]
-    unsigned best;      // the longest match: its length and its index in the history
+    int ids[ROWS];                 // the new tokens
+    int before;                    // index in the history of the token before ids[0]
+    unsigned best;                 // the longest match: its length and its index in the history
+    bool some;                     // whether the first row is computed
+    unsigned goes_on[ROWS / 32];   // a bit per row: its guess was right, and the next row is computed
 };
 
 // The tokens of a sequence, including the new tokens.
@@ -55,7 +59,7 @@ struct Tokens {
     }
 };
 
-// grid (N), block (any multiple of 32 from 32 on)
+// grid (N), block (any multiple of 32 from ROWS on)
 extern "C" __global__ void take_guesses(
     const int* drawn,       // (M)
     const float* likely,    // (M): log-probabilities of the tokens in `drawn`
@@ -66,6 +70,7 @@ extern "C" __global__ void take_guesses(
     int* history,           // (B, H)
     int* guess,             // (B, K)
     int* left,              // (B)
+    const int* known,       // (B)
     int* position,          // (B): position of the last token
     int* step,              // (B): tokens drawn so far
     int* token,             // (B): the last token
@@ -89,36 +94,36 @@ extern "C" __global__ void take_guesses(
     int held[HELD];  // tokens at indices thread, thread + blockDim.x ... of the history
 #pragma unroll
     for (int i = 0; i < HELD; ++i) held[i] = own[min(thread + i * (int)blockDim.x, H - 1)];
-    const int before = position[b], now_left = left[b], at = row_position[m], one = drawn[m];
+    const int before = position[b], now_left = left[b], at = row_position[m], one = drawn[m], text = known[b];
+    const int next_at = row_position[min(m + 1, first + together - 1)];
     const int its_guess = guess[(long long)b * K + min(thread, K - 1)];
     const float probability = likely[m];
-    if (thread < 32) {
-        const bool there = thread < together && at >= 0;
-        const int id = there ? one : -1, known = thread < K ? its_guess : -1;
-        const unsigned same = __match_any_sync(0xffffffffu, id);  // lanes with the same token
-        const bool right = there && known >= 0 && id == known;
-        const bool next = __shfl_down_sync(0xffffffffu, there, 1) && thread + 1 < together;
-        const int goes_on = __ffs(~__ballot_sync(0xffffffffu, right && next));  // rows up to the first wrong guess
-        const int count = __shfl_sync(0xffffffffu, there, 0) ? goes_on : 0;
+    const bool there = thread < together && at >= 0, has_guess = there && thread < K && its_guess >= 0;
+    const int id = there ? one : -1;
+    const bool right = has_guess && id == its_guess;
+    if (thread < ROWS) {
+        const unsigned goes_on = __ballot_sync(0xffffffffu, right && thread + 1 < together && next_at >= 0);
+        if (thread % 32 == 0) taken.goes_on[thread / 32] = goes_on;
         taken.ids[thread] = id;
-        if (thread == 0) taken.count = count, taken.before = before, taken.best = 0;
-        if (thread < together) {
-            int* const to = report + turns % 2 * 3 * M + m;
-            to[0] = id;
-            to[M] = there ? __float_as_int(probability) : 0;
-            to[2 * M] = (thread < count) * TAKEN + (there && known >= 0) * GUESSED + right * RIGHT;
-        }
-        if (thread < count) {
-            if (id >= 0 && id < V) {
-                if (thread == __ffs(same) - 1) seen[(long long)b * V + id] |= 1;
-                if (counts) atomicAdd(counts + (long long)b * V + id, 1);
-            }
-        }
+        if (thread == 0) taken.some = there, taken.before = before, taken.best = 0;
     }
     __syncthreads();  // all threads have read the state of the slot
     const Tokens tokens{own, taken};
-    const int count = taken.count, last = before + count;
+    const int in_first = __ffs(~taken.goes_on[0]);  // rows up to the first wrong guess; 0: the first 32 guesses are right
+    const int count = !taken.some ? 0 : in_first ? in_first : 32 + __ffs(~taken.goes_on[1]), last = before + count;
     if (thread == 0) turn[first] = turns + 1;
+    if (thread < together) {
+        int* const to = report + turns % 2 * 3 * M + m;
+        to[0] = id;
+        to[M] = there ? __float_as_int(probability) : 0;
+        to[2 * M] = (thread < count) * TAKEN + has_guess * GUESSED + right * RIGHT;
+    }
+    if (thread < count && id >= 0 && id < V) {
+        bool first_of_id = true;  // one thread writes the byte of a token that occurs several times
+        for (int i = 0; i < thread; ++i) first_of_id = first_of_id && taken.ids[i] != id;
+        if (first_of_id) seen[(long long)b * V + id] |= 1;
+        if (counts) atomicAdd(counts + (long long)b * V + id, 1);
+    }
     if (thread < count && before + 1 + thread < H) own[before + 1 + thread] = taken.ids[thread];
     if (count && thread == count - 1) {
         position[b] = last;
@@ -127,7 +132,7 @@ extern "C" __global__ void take_guesses(
         token[b] = taken.ids[thread];
         logprob[b] = probability;
     }
-    if (count) {
+    if (count && !text) {
         const int end = taken.ids[count - 1];
         unsigned found = 0;
 #pragma unroll
@@ -147,26 +152,33 @@ extern "C" __global__ void take_guesses(
     __syncthreads();
     const unsigned best = taken.best;
     const int from = (int)(best & ((1u << PLACE) - 1)), period = last - from, more = now_left - count;
-    const auto guessed = [&](int i) { return best ? tokens[from + 1 + i % period] : -1; };
+    const auto guessed = [&](int i) {
+        if (text) return last + 1 + i < text ? own[last + 1 + i] : -1;
+        return best ? tokens[from + 1 + i % period] : -1;
+    };
     if (thread < K && count) guess[(long long)b * K + thread] = guessed(thread);
     if (thread >= together) return;
-    const int id = thread ? guessed(thread - 1) : count ? taken.ids[count - 1] : -1;
-    row_token[m] = id;
-    row_position[m] = count ? position_of(thread, id, last, more) : -1;
+    const int next = !count ? -1 : thread ? guessed(thread - 1) : taken.ids[count - 1];
+    row_token[m] = next;
+    row_position[m] = count ? position_of(thread, next, last, more) : -1;
 }
 
 // grid (N new sequences), block (any)
 extern "C" __global__ void begin_guesses(
-    const int* numbers,  // four arrays (N): slots, offsets and lengths of prompts, `left`; then the prompts' tokens
+    const int* numbers,  // five arrays (N): slots, offsets and lengths of texts, `left`, lengths of their prompts; then
+                         // the tokens of the texts: of a prompt, and of its continuation if that is known
     int* history,        // (B, H)
     int* guess,          // (B, K)
     int* left,           // (B)
+    int* known,          // (B)
     int B, int H, int K) {
     const int N = gridDim.x, n = blockIdx.x, slot = numbers[n];
     if (slot < 0 || slot >= B) return;
-    const int* const ids = numbers + 4 * N + numbers[N + n];
-    const int count = min(numbers[2 * N + n], H);
+    const int* const ids = numbers + 5 * N + numbers[N + n];
+    const int count = min(numbers[2 * N + n], H), prompt = numbers[4 * N + n];
     for (int i = threadIdx.x; i < count; i += blockDim.x) history[(long long)slot * H + i] = ids[i];
-    for (int i = threadIdx.x; i < K; i += blockDim.x) guess[(long long)slot * K + i] = -1;
-    if (threadIdx.x == 0) left[slot] = numbers[3 * N + n];
+    for (int i = threadIdx.x; i < K; i += blockDim.x) {
+        guess[(long long)slot * K + i] = prompt + i < count ? ids[prompt + i] : -1;
+    }
+    if (threadIdx.x == 0) left[slot] = numbers[3 * N + n], known[slot] = prompt < count ? count : 0;
 }

@@ -24,7 +24,8 @@
 //
 // logprob is the token's log-probability under the unmodified logits. A row with NaN, or with only -inf, gives token
 // -1. With SAMPLE_GUESSES, row i (from 0) of a sequence is drawn with the counter step + i, as if the guesses in its
-// rows 1 to i had been drawn. tokens/guesses.cu then decides which drawn tokens are taken, and changes the state.
+// rows 1 to i had been drawn. tokens/guesses.cu then decides which drawn tokens are taken, and changes the state. With
+// `forced`, a row reports the given token and its logprob instead; the temperature must be 0.
 //
 //   sample_token: one to eight blocks per row; after exp all arithmetic is integer: the same bits in any batch. The
 //       blocks of a row are a cluster, each with a contiguous part of the row. The first pass computes maximum and
@@ -252,7 +253,8 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     int* report,                      // (2, 2, M) or null: token, bits of logprob, for even and odd turns (or steps)
     const int* mask_index,            // (M) with SAMPLE_MASKS: 1 + the index of the row's mask; 0: no mask
     const int* masks,                 // (R, ceil(V / 32)) with SAMPLE_MASKS: bits of allowed tokens
-    int B, int V, int n_ctx,
+    const int* forced,                // (B, H) with SAMPLE_GUESSES, or null: the token at each position, for its logprob
+    int B, int V, int H, int n_ctx,
     int together) {                   // SAMPLE_GUESSES: consecutive rows per sequence, at successive positions
     __shared__ Shared s;
     const int m = blockIdx.x / RANKS, rank = rank_in_row(), thread = threadIdx.x;
@@ -319,9 +321,11 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
         id = draw(values, s, cut, (u64)(part * UNIT));
     }
     if (thread > 0 || id < 0) return;
-    float raw = best.l;
-    if (!none && (values.seen || heat != 0.0f)) raw = values.x[id];
     b = sequence();  // recomputed, because a register for it would spill
+    float raw = best.l;
+    const bool force = GUESSES && forced && !none;
+    if (force) id = forced[(long long)b * H + next_position[m] + 1];
+    if (!none && (values.seen || heat != 0.0f || force)) raw = values.x[id];
     const int now = step[b], chosen = none ? -1 : id;
     const float likely = none ? __int_as_float(0x7fffffff) : raw - online.max - logf(online.sum);
     if (GUESSES) {

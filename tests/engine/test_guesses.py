@@ -21,7 +21,15 @@ from gpt2block.engine.guessing import FORGOTTEN, ROWS, SpeculationPolicy, StepTi
 from gpt2block.engine.model import Ids, Start
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from gpt2block.ops.attention_cached import SPLIT, split_geometry
-from gpt2block.ops.guesses import GUESSED, MOST_GUESSES, RIGHT, TAKE_GUESSES, TAKEN, Guesses
+from gpt2block.ops.guesses import (
+    GUESSED,
+    MOST_GUESSES,
+    MOST_KNOWN,
+    RIGHT,
+    TAKE_GUESSES,
+    TAKEN,
+    Guesses,
+)
 from gpt2block.ops.sample_token import Masks, SampleState, Slots, bind_drawn
 from gpt2block.sampling import Sampling, changes, packed
 from tests.caches import UNSENT, random_cache
@@ -102,7 +110,10 @@ def taken_by_hand(given: dict[str, Array], together: int) -> dict[str, Array]:
         got["position"][b] += count
         got["step"][b] += count
         got["left"][b] -= count
-        if count:
+        if count and (end := int(got["known"][b])):
+            text = got["history"][b, got["position"][b] + 1 : end][:K]
+            got["guess"][b] = [*text, *[-1] * (K - len(text))]
+        elif count:
             known = got["history"][b, : got["position"][b] + 1]
             got["guess"][b] = reference.guess_tokens(known, K)
         for i in rows:
@@ -115,12 +126,20 @@ def taken_by_hand(given: dict[str, Array], together: int) -> dict[str, Array]:
 
 
 def drawn_case(rng: np.random.Generator, together: int) -> dict[str, Array]:
-    """Draw a step with four of five slots and few distinct tokens; -1 stands for NaN logits."""
-    B, N, V, H, K = 5, 4, 4, 24, 7
+    """Draw a step with four of five slots and few distinct tokens; -1 stands for NaN logits.
+
+    Every second slot has a known text; more than eight rows per slot are rows of known texts.
+    """
+    few = together <= 8
+    B, N, V, H, K = 5, 4, 4, *((24, 7) if few else (160, MOST_KNOWN))
     position = rng.integers(0, H - K - 2, B).astype(np.int32)
-    left = rng.integers(0, 10, B).astype(np.int32)
+    left = rng.integers(0, K + 3, B).astype(np.int32)
     history = rng.integers(0, V, (B, H)).astype(np.int32)
+    known = np.where(np.arange(B) % 2 * few, 0, rng.integers(position + 2, H)).astype(np.int32)
     guess = np.stack([reference.guess_tokens(history[b, : position[b] + 1], K) for b in range(B)])
+    for b in np.flatnonzero(known):
+        text = history[b, position[b] + 1 : known[b]][:K]
+        guess[b] = [*text, *[-1] * (K - len(text))]
     slots = rng.permutation(B)[:N].astype(np.int32)
     slots[rng.integers(N)] = -1
     row = np.repeat(slots, together)
@@ -128,7 +147,7 @@ def drawn_case(rng: np.random.Generator, together: int) -> dict[str, Array]:
     token_of = np.where(i, guess[row, i - 1], history[row, position[row]]).astype(np.int32)
     runs = (row >= 0) & (i < left[row]) & ((i == 0) | (token_of >= 0))
     drawn = np.where(
-        rng.random(len(row)) < 0.7,
+        rng.random(len(row)) < (0.7 if few else 0.98),
         guess[row, np.minimum(i, K - 1)],
         rng.integers(-1, V, len(row)),
     ).astype(np.int32)
@@ -142,6 +161,7 @@ def drawn_case(rng: np.random.Generator, together: int) -> dict[str, Array]:
         "history": history,
         "guess": guess,
         "left": left,
+        "known": known,
         "position": position,
         "step": rng.integers(0, 9, B).astype(np.int32),
         "token": history[np.arange(B), position].astype(np.int32),
@@ -153,7 +173,7 @@ def drawn_case(rng: np.random.Generator, together: int) -> dict[str, Array]:
 
 
 @every_device
-@pytest.mark.parametrize("together", [1, 2, 4, 8])
+@pytest.mark.parametrize("together", [1, 2, 4, 8, 64])
 def test_tokens_up_to_the_first_wrong_guess_are_taken(device: Any, together: int) -> None:
     rng = np.random.default_rng(together)
     for case in range(8 if replaced() else 20):
@@ -181,12 +201,15 @@ def test_a_sequence_begins_with_its_prompt(device: Any) -> None:
     guesses = Guesses.allocate(4, 6)
     guesses.guess.fill(3)
     prompts = [np.arange(1, 6), np.array([9]), np.arange(20, 27)]
-    guesses.begin([2, 0, 3], [ids.astype(np.int32) for ids in prompts], [4, 1, 2])
+    texts = [ids.astype(np.int32) for ids in prompts]
+    guesses.begin([2, 0, 3], texts, [4, 1, 2], [5, 1, 4])
     history = np.zeros((4, 7), np.int32)
     history[2, :5], history[0, :1], history[3] = prompts
     np.testing.assert_array_equal(guesses.history.get(), history)
     np.testing.assert_array_equal(guesses.left.get(), [1, 0, 4, 2])
-    assert (guesses.guess.get() == np.array([[-1], [3], [-1], [-1]])).all()
+    expected = np.array([[-1] * 7, [3] * 7, [-1] * 7, [24, 25, 26, -1, -1, -1, -1]])
+    np.testing.assert_array_equal(guesses.guess.get(), expected)
+    np.testing.assert_array_equal(guesses.known.get(), [0, 0, 0, 7])  # the last text is known
 
 
 @every_device

@@ -124,6 +124,14 @@ def test_equal_requests_are_sampled_differently_and_repeatably(llama: EvaluatedM
     assert len(set(found)) == 5
 
 
+def test_receipts_of_generated_texts(tmp_path: Path) -> None:
+    model = evaluated(model=str(LLAMA), receipts=str(tmp_path / "r.jsonl"))
+    given = {**LITTLE, "do_sample": True}
+    model.generate_until(requests("generate_until", ("O ", given), ("To", LITTLE)), True)
+    receipts = (tmp_path / "r.jsonl").read_text().splitlines()
+    assert [each.code for each in model.model.verify(receipts)] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [

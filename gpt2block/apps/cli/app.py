@@ -23,6 +23,7 @@ EXAMPLES = {  # command → its example, in the order of the help
     "chat": "chat --system 'You answer in one sentence.'",
     "serve": "serve --model smollm2 --port 8000",
     "score": "score LICENSE --stride 64",
+    "verify": "verify receipts.jsonl --sample 20",
     "explain": "explain 'To be, or not to be' -o page.html",
     "compare": "compare 'To be, or not to be' --dtype bfloat16",
     "profile": "profile generate --rows 8 --dtype bfloat16 -o trace.json",

@@ -31,7 +31,7 @@ from gpt2block.apps.cli.model import (
     with_numbers,
 )
 from gpt2block.apps.cli.options import option, path_of, path_option
-from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, read_text
+from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, RECEIPT, read_text
 from gpt2block.checks import check_choice, check_encodable
 from gpt2block.engine.generation.options import KEYWORDS, Options
 from gpt2block.engine.grammars.grammar import RULES
@@ -104,6 +104,7 @@ def chat(
         "Continue the conversation of this JSON file, as /save writes it."
     ),
     chat_template_kwargs: Mapping[str, Any] | None = chat_template_option(),
+    receipt: Path | None = path_option(RECEIPT),
     as_json: bool = option(
         "Read a message from each line, as JSON: a text, or role and content. Write each answer as "
         "a line of JSON.",
@@ -138,6 +139,7 @@ def chat(
     conversation = Conversation(
         loaded.engine, encoding, loaded.chat_template, messages, None, chat_template_kwargs
     )
+    conversation.receipts = receipt
     if as_json:
         _answer_lines(conversation, options)
     else:

@@ -10,6 +10,7 @@ import re
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,8 @@ from gpt2block.apps.cli.model import (
     model_facts,
     special_option,
 )
-from gpt2block.apps.cli.options import argument, json_option, option
-from gpt2block.apps.cli.texts import read_text
+from gpt2block.apps.cli.options import argument, json_option, option, path_option
+from gpt2block.apps.cli.texts import RECEIPT, read_text
 from gpt2block.apps.cli.writer import Writer
 from gpt2block.engine.generation.options import Options
 from gpt2block.errors import InputError
@@ -69,6 +70,7 @@ def generate(
     options: RunOptions,
     draft_model: str | None = draft_option(),
     logprobs: bool = option("Also print each token's log-probability.", False, "--logprobs"),
+    receipt: Path | None = path_option(RECEIPT),
     as_json: bool = json_option(),
 ) -> None:
     """Continue a text, and print each token as it is generated.
@@ -81,7 +83,8 @@ def generate(
     clock = Stopwatch(perf_counter())
     if ids and special:
         raise InputError("--special: expected a text, got --ids")
-    asked = Options.of(asdict(options) | {"stop_ids": options.stop_ids or None})
+    more = {"stop_ids": options.stop_ids or None, "receipt": receipt is not None}
+    asked = Options.of(asdict(options) | more)
     default = "" if ids or model.model not in BUNDLED_NAMES else DEFAULT_PROMPT
     text = _prompt(prompt, default)
     start: Any = _read_ids(text) if ids else text
@@ -94,6 +97,11 @@ def generate(
     beginning = " ".join(map(str, start.tolist())) if ids else text
     writer = None if as_json else Writer(run.rows, beginning, ids)
     interrupted = _follow(run, clock, writer)
+    if receipt is not None:
+        from gpt2block.engine.receipts import append_receipts  # noqa: PLC0415
+
+        ended = (row for row in run.rows if row.finish_reason)
+        append_receipts(receipt, (row.result().receipt for row in ended))
     if writer is None:
         print_json(
             {

@@ -82,6 +82,9 @@ class GenerateTask(TextOptions):
         "Continuations computed together; by default as many as fit in memory."
     )
     logprobs: bool = _logprobs_option()
+    receipts: bool = option(
+        "Add the receipt of every text, which verify checks.", False, "--receipts"
+    )
 
 
 @dataclass(frozen=True)

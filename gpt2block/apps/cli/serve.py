@@ -120,6 +120,11 @@ def serve(
         "must be compiled.",
         5.0,
     ),
+    no_receipts: bool = option(
+        "Refuse requests for receipts, which state how a text was generated.",
+        False,
+        "--no-receipts",
+    ),
     log_level: Literal["error", "warning", "info"] = option(
         "Messages on standard error; info: also a line for each request.", "warning"
     ),
@@ -188,6 +193,7 @@ def serve(
         pooling or loaded.embedding_defaults.pooling,
         tool_form,
         rule_seconds,
+        not no_receipts,
     )
     address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"
     at = f"{address}/v1, page {address}/" if uds is None else address

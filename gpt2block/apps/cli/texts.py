@@ -10,6 +10,7 @@ from typing import BinaryIO
 from gpt2block.apps.cli.options import path_of
 from gpt2block.errors import InputError
 
+RECEIPT = "Append the receipt of each text, which verify checks, to this file: a line of JSON."
 BYTE_ORDER_MARK = "\ufeff"  # some editors begin a file in UTF-8 with it
 
 

@@ -22,6 +22,7 @@ from gpt2block.apps.serve.engine import EngineSide
 from gpt2block.apps.serve.protocol import ApiError
 from gpt2block.apps.serve.service import EngineFailed, Full, Piece
 from gpt2block.engine.generation.rows import EndReason, Row, Tops
+from gpt2block.engine.receipts import receipt_of
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_ids
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
@@ -212,6 +213,13 @@ class Answer:
 
 class Sent:
     """Converts completion objects to responses and events; a subclass, to those of another API."""
+
+    identity: Mapping[str, Any] | None = None  # as for `receipt_of`; None: no receipts are sent
+
+    def facts(self, row: Row) -> dict[str, Any]:
+        """Return fields of a choice about its row (continuation), which has ended."""
+        found: dict[str, Any] = {"seed": row.sampling.seed}
+        return found | ({"receipt": receipt_of(row, self.identity)} if self.identity else {})
 
     def choice(
         self, form: Form, index: int, choice: AnswerChoice, logprobs: bool
@@ -432,7 +440,7 @@ async def streamed(
     ) -> list[dict[str, Any]]:
         found = form.deltas(index, part, logprobs, offsets[index])
         if part.reason and answer.rows:
-            found[-1]["seed"] = answer.rows[index].sampling.seed
+            found[-1] |= sent.facts(answer.rows[index])
         if prompts is not None:
             found[0]["token_ids"] = new
             if guesses:

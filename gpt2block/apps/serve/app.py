@@ -397,6 +397,11 @@ class Server:
             raise ApiError(400, problem, "n")
         if (given.min_tokens or 0) > most:
             raise ApiError(400, f"min_tokens: expected at most max_tokens, {most}", "min_tokens")
+        if given.receipt and not self.model.receipts:
+            problem = "receipt: this server was started without receipts"
+            if self.settings.receipts:
+                problem = "receipt: expected a model on a GPU, or a server with --rows 1"
+            raise ApiError(400, problem, "receipt")
         rule = None if use is None else use.grammar(self.encoding)
         ids = self._stop_ids(given)
         options = given.options(rule=rule, max_new_tokens=most, top_logprobs=top, stop_ids=ids)
@@ -405,6 +410,7 @@ class Server:
         unwritten = self._unwritten(given, use)
         for row in rows:  # tokens of a whole answer without stop strings arrive together
             row.held, row.unwritten = not given.stream and not row.ends.stop, unwritten
+            row.exact = bool(given.receipt)
         return rows
 
     def _stop_ids(self, given: SampledRequest) -> list[int] | None:
@@ -421,6 +427,8 @@ class Server:
         left = anyio.current_effective_deadline() - anyio.current_time()
         for rule in {row.rule for row in asked.rows} - {None}:
             await self.engine.call("compile", request.state.client, rule)
+        if asked.given.receipt:
+            asked.sent.identity = await self.engine.call("identity", request.state.client)
         answer = Answer(self.engine, asked.rows)
         await answer.submit(request.state.client, left)
         self.engine.note("started", sum(map(len, asked.prompts)), len(asked.rows))
@@ -456,7 +464,7 @@ class Server:
             asked.sent.choice(form, index, each, logprobs) for index, each in enumerate(choices)
         ]
         for each, row in zip(written, asked.rows, strict=False):
-            each["seed"] = row.sampling.seed
+            each.update(asked.sent.facts(row))
         found = form.object(form.whole, written, usage=self._usage(asked, new))
         if (prompts := asked.prompt_ids) is not None:
             for index, each in enumerate(written):

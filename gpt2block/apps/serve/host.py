@@ -19,7 +19,9 @@ from gpt2block.apps.serve.settings import ServedModel, ServerSettings
 from gpt2block.engine.generation.rows import Row
 from gpt2block.files.tokenizers.encoding import Encoding
 
-PASSES = ("embed", "judge", "score", "logits", "compile", "explain", "explained")  # calls of Passes
+PASSES = (  # calls of Passes
+    "embed", "judge", "score", "logits", "identity", "compile", "explain", "explained"
+)  # fmt: skip
 CALLS = ("state", "show_metrics")
 
 
@@ -31,7 +33,8 @@ class Host:
             model.engine, settings.rows, settings.reuse_prefixes, settings.speculate
         )
         self._queue = settings.queue
-        self.served = ServedModel.of(model, self._batch.slots, self._batch.reuses)
+        slots, reuses = self._batch.slots, self._batch.reuses
+        self.served = ServedModel.of(model, slots, reuses, settings.receipts)
         self._passes = Passes(model, encoding, settings)
         self.metrics = Metrics()
         self.service: Service | None = None

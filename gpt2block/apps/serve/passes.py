@@ -21,6 +21,7 @@ from gpt2block.apps.serve.workers import Places, Workers
 from gpt2block.engine.explain import Page, collect
 from gpt2block.engine.grammars import Grammar, Matcher, Vocabulary, vocabulary_of
 from gpt2block.engine.model import Floats, Ids
+from gpt2block.engine.receipts import identity
 from gpt2block.errors import InputError
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding
@@ -59,6 +60,11 @@ class Passes:
     async def judge(self, client: str, answers: tuple[int, int], ids: list[Ids]) -> list[float]:
         """Return the scores of documents for /v1/rerank, computed in one pass."""
         return await self._threads.run(client, scores_of, self._model.engine, answers, ids)
+
+    async def identity(self, client: str) -> dict[str, Any]:
+        """Return the fields of receipts that state the model, which has the server's name."""
+        found = await self._threads.run(client, identity, self._model.engine)
+        return {**found, "model": self._settings.name}
 
     async def compile(self, client: str, rule: Grammar) -> None:
         """Compile a grammar, for rows that are submitted next. Raises InputError and ApiError."""

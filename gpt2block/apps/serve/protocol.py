@@ -335,8 +335,8 @@ class Drawn(Body):
 class SampledRequest(Drawn):
     """Fields that requests of text completions and of chat completions share.
 
-    repetition_penalty, return_token_ids and the fields after it are additions. Source, except for
-    repetition_penalty: vLLM, "OpenAI-Compatible Server".
+    repetition_penalty, receipt, return_token_ids and the fields after it are additions. Source,
+    except for repetition_penalty and receipt: vLLM, "OpenAI-Compatible Server".
     """
 
     max_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
@@ -353,6 +353,7 @@ class SampledRequest(Drawn):
         dict[str, Annotated[float, Field(ge=-100, le=100)]] | None,
         _at_most(MOST_VALUES, "token ids"),
     ] = None
+    receipt: bool | None = False
     return_token_ids: bool | None = False
     stop_token_ids: Annotated[Tokens | None, _at_most(MOST_VALUES, "token ids")] = None
     ignore_eos: bool | None = False

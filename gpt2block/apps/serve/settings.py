@@ -31,7 +31,8 @@ class ServerSettings:
     `GPT2.generate`, for all requests. chat_template_kwargs: defaults of a request's variables.
     pooling: as for `Model.embed`. tool_form: name of the form in which the model writes calls of
     tools; None: the form that its chat template shows, or "general" if it reads no tools.
-    rule_seconds: CPU time in which a rule must be compiled.
+    rule_seconds: CPU time in which a rule must be compiled. receipts: whether clients can request
+    receipts.
     """
 
     names: tuple[str, ...]
@@ -48,6 +49,7 @@ class ServerSettings:
     pooling: Pooling = "mean"
     tool_form: str | None = None
     rule_seconds: float = 5.0
+    receipts: bool = True
 
     @property
     def name(self) -> str:
@@ -60,7 +62,8 @@ class ServedModel:
 
     template, sampling: as Model.chat_template and Model.chat_sampling, or the error that reading
     them raises. device, dtype: descriptions for the web page. slots: continuations that run
-    together. reuses: whether prompts may reuse computed tokens.
+    together. reuses: whether prompts may reuse computed tokens. receipts: whether texts can have
+    receipts.
     """
 
     config: ModelConfig
@@ -70,15 +73,17 @@ class ServedModel:
     dtype: str
     slots: int
     reuses: bool
+    receipts: bool = True
 
     @classmethod
-    def of(cls, model: Any, slots: int, reuses: bool) -> ServedModel:
+    def of(cls, model: Any, slots: int, reuses: bool, receipts: bool = True) -> ServedModel:
         """Return the facts about a loaded Model."""
         template = _result_or_error(lambda: model.chat_template)
         sampling = _result_or_error(lambda: model.chat_sampling)
         engine = model.engine
         device, dtype = engine.describe(), engine.formats.dtype
-        return cls(model.config, template, sampling, device, dtype, slots, reuses)
+        receipts = receipts and (slots == 1 or not device.startswith("CPU"))
+        return cls(model.config, template, sampling, device, dtype, slots, reuses, receipts)
 
     @property
     def chat_template(self) -> ChatTemplate:

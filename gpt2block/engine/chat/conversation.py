@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -56,6 +57,7 @@ class Conversation:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.left_out, self._sampling = 0, dict(sampling or {})
         self.answer: Row | None = None
+        self.receipts: Path | None = None  # file to which receipts of whole answers are appended
         self._engine, self._encoding, self._template = engine, encoding, template
         self._batch: Batch | None = None
         self._latest: ref[Generator[str, None, Generation | None]] | None = None
@@ -163,7 +165,12 @@ class Conversation:
                     self.messages[-1] = continued(self.messages[-1], row.text)
                 else:
                     self.messages.append({"role": "assistant", "content": row.text})
-        return row.result()
+        result = row.result()
+        if self.receipts is not None:
+            from gpt2block.engine.receipts import append_receipts  # noqa: PLC0415
+
+            append_receipts(self.receipts, [result.receipt])
+        return result
 
     def _run(
         self, messages: Sequence[Message], template: dict[str, Any], options: dict[str, Any]
@@ -172,7 +179,9 @@ class Conversation:
 
         template: arguments of `ChatTemplate.ids`.
         """
-        chosen = Options.of(with_defaults(options, self._sampling), "Conversation.stream")
+        receipt = {"receipt": True} if self.receipts is not None else {}
+        given = with_defaults(options | receipt, self._sampling)
+        chosen = Options.of(given, "Conversation.stream")
         if chosen.samples != 1:
             raise InputError(f"samples: expected one answer, got {chosen.samples}: use chat")
         new = chosen.max_new_tokens

@@ -12,7 +12,7 @@ import numpy as np
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.cuda.formats import Formats, cache_option, itemsize
-from gpt2block.engine.model import Item, RowFrequencies, cache_kind, describe_cache
+from gpt2block.engine.model import Drafts, Item, RowFrequencies, cache_kind, describe_cache
 from gpt2block.engine.passes.shares import Share
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.errors import InputError
@@ -74,7 +74,7 @@ class CudaCache:
         self.layers = list(zip(used[::2], used[1::2], strict=True))
         self.frequencies = RowFrequencies(config, batch, n_ctx, cupy)
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
-        self.steps: dict[bool, Any] = {}  # key: whether steps also verify guessed tokens
+        self.steps: dict[Drafts, Any] = {}  # key: source of the draft tokens that steps verify
 
     def __getstate__(self) -> Any:
         raise InputError(

@@ -16,18 +16,21 @@ from gpt2block.engine.cuda.start_up import start_up
 from gpt2block.engine.cuda.steps import MOST_GUESSING, InFlight, steps_of
 from gpt2block.engine.grammars import MaskJob
 from gpt2block.engine.guessing import ROWS, SpeculationPolicy
-from gpt2block.engine.model import NOTHING, Ids, Sampled, Start, in_groups, without
+from gpt2block.engine.model import NOTHING, Drafts, Ids, Sampled, Start, in_groups, without
+from gpt2block.engine.recorder import rounded_up
 
 PREFILL_TOKENS = 8192  # maximum prompt tokens of one prefill
 IN_FLIGHT = 2  # maximum launched steps whose results the host has not read
+MOST_KNOWN_TEXTS = 8  # slots of known texts: more slots would only have fewer rows each
 
 
 class CudaDecoding:
     """Decoding on a GPU: a step is launched before the host reads the previous step's tokens.
 
-    A stopped sequence is computed for at most one more step. speculate: a step also verifies
-    guesses of the next tokens if that is expected to be faster. draft: the draft model, which
-    guesses tokens in every step; None: guesses are copied from the sequence's earlier tokens.
+    A stopped sequence is computed for at most one more step. speculate: if it is True, a step also
+    verifies guesses of the next tokens if that is expected to be faster. Steps of known texts
+    verify as many tokens as they have rows. draft: the draft model, which guesses tokens in every
+    step; None: guesses are copied from the sequence's earlier tokens.
     """
 
     def __init__(
@@ -35,15 +38,21 @@ class CudaDecoding:
         model: CudaPasses,
         cache: CudaCache,
         slots: int,
-        speculate: bool = False,
+        speculate: Drafts = False,
         draft: Draft | None = None,
     ) -> None:
         self.slots, self.n_ctx = slots, cache.n_ctx
         self._model, self._cache, self._draft = model, cache, draft
         self._steps = steps_of(model, cache, speculate)
-        self._pace = SpeculationPolicy(cache.batch, self._steps.times) if speculate else None
+        guesses = speculate is True
+        self._pace = SpeculationPolicy(cache.batch, self._steps.times) if guesses else None
+        # Per slot: known text, if the steps verify known texts.
+        self._texts: list[Ids] | None = None
+        if speculate in ("known", "forced"):
+            self._texts = [np.empty(0, np.int32)] * slots
         self._steps.restart()
-        # Per slot: maximum tokens still to sample. Each launched step counts as one sampled token.
+        # Per slot: maximum tokens still to sample. A launched step counts as one sampled token, or
+        # as all tokens of a known text that it verifies.
         self._left = np.zeros(slots, np.int32)
         self._alternatives = np.zeros(slots, np.int32)
         self._matchers: SlotMatchers | None = None  # created for the first sequence with a grammar
@@ -53,7 +62,7 @@ class CudaDecoding:
         self._found: deque[Sampled] = deque()  # results that are read but not yet returned
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
-        speculate = self._pace is not None
+        speculate = self._pace is not None  # known texts need no start-up
         parts = start_up(self._model, self._cache, self.slots, PREFILL_TOKENS, continued, speculate)
         yield from parts
 
@@ -87,6 +96,10 @@ class CudaDecoding:
         self._steps.of(self._model, slots, masked=masked)  # allocates memory for first tokens
         grammars = self._with_grammars() or any(each.matcher and each.steps > 1 for each in group)
         self._left[slots] = [start.steps - 1 for start in group]
+        if self._texts is not None:
+            for start in group:
+                assert start.known is not None
+                self._texts[start.slot] = start.known
         if last:
             self._record_next(grammars)
         self._model.recordings.meet()  # all GPUs have allocated before the prompts' gathers
@@ -97,7 +110,8 @@ class CudaDecoding:
         step = self._steps.begin(self._model, group, slots, logits)
         self._alternatives[slots] = [start.alternatives for start in group]
         if masked and self._matchers is None:
-            self._matchers = SlotMatchers(self.slots)
+            assert self._steps.guesses is not None
+            self._matchers = SlotMatchers(self.slots, self._steps.guesses.guess.shape[1])
         if self._matchers is not None:
             for start in group:
                 self._matchers.begin(start.slot, start.matcher)
@@ -115,6 +129,8 @@ class CudaDecoding:
         slot with tokens left to sample has a grammar.
         """
         slots, together = self._running(), ROWS[0] if self._draft and not grammars else 1
+        if self._texts is not None and len(slots):
+            together = self._rows_of_texts(slots)
         if len(slots):
             self._steps.of(self._model, slots, together, grammars).recording(self._model)
 
@@ -153,16 +169,18 @@ class CudaDecoding:
         found = result.taken()
         result.accept()  # the last token of a row may complete its text
         self._found.append(found)
-        assert found.nth is not None
-        more = found.slots[found.nth > 0]  # each launched step counts as one token already
-        self._left[:] = np.maximum(self._left - np.bincount(more, minlength=self.slots), 0)
+        sampled = np.bincount(found.slots, minlength=self.slots)
+        fewer = np.zeros(self.slots, np.int64)  # tokens that were expected, and not sampled
+        fewer[result.slots] = result.expected
+        fewer = np.where(sampled > 0, fewer - sampled, 0)  # nothing is known of stopped sequences
+        self._left[:] = np.maximum(self._left + fewer, 0)
         pace = self._pace
         if result.masked and self._matchers is not None:
             pace = self._matchers.pace
-        assert pace is not None
-        pace.result(len(result.slots), result.together)
-        if not result.masked:
-            pace.add(result.slots, result.flags)
+        if pace is not None:
+            pace.result(len(result.slots), result.together)
+            if not result.masked:
+                pace.add(result.slots, result.flags)
 
     def _running(self) -> Ids:
         """Return the slots with tokens left to sample that are not late."""
@@ -211,11 +229,18 @@ class CudaDecoding:
         self._model.recordings.meet()  # the copies need memory
         copies = self._steps.skip(pending.slots, pending.step, late)
         self._model.recordings.meet()
+        self._left[pending.slots[late]] += np.broadcast_to(pending.expected, len(jobs))[late] - 1
         for n, slot, logits in zip(late, pending.slots[late].tolist(), copies, strict=True):
             job, jobs[n] = jobs[n], None
             assert job is not None
             self._matchers.late[slot] = job, logits
             self._matchers.some[slot] = False
+
+    def _rows_of_texts(self, slots: Ids) -> int:
+        """Return the rows per slot of a step that verifies known texts: a power of two."""
+        most = int(self._left[slots].max())
+        fits = max(1, MOST_GUESSING // rounded_up(len(slots), 1))
+        return min(1 << (fits.bit_length() - 1), 1 << (most - 1).bit_length())
 
     def _plan(self) -> Pending:
         """Choose the next step, in which at least one slot has a grammar, and its guesses."""
@@ -223,8 +248,14 @@ class CudaDecoding:
         assert matchers is not None
         expected, together = matchers.expected(slots), 1
         guesses: Guessed = [()] * len(slots)
+        if self._texts is not None:
+            together = self._rows_of_texts(slots) if matchers.some[slots].all() else 1
+            expected = [
+                self._texts[slot][-left:].tolist()
+                for slot, left in zip(slots.tolist(), self._left[slots].tolist(), strict=True)
+            ]
         # Guesses would delay slots without grammars.
-        if any(expected) and matchers.some[slots].all():
+        elif any(expected) and matchers.some[slots].all():
             counts = np.array([len(each) for each in expected])
             together = matchers.pace.for_forced(counts, MOST_GUESSING)
             together = self._model.recordings.agreed(together)
@@ -234,11 +265,13 @@ class CudaDecoding:
         step = self._steps.of(self._model, slots, together, masked=True)
         if not step.captured:
             matchers.pace.skip()
-        return Pending(step, slots, guesses)
+        counted = 1 if self._texts is None else np.minimum(self._left[slots], together)
+        self._left[slots] -= counted
+        return Pending(step, slots, guesses, counted)
 
     def _launch_forward(self, planned: Pending) -> None:
         """Launch the forward pass of a step in which at least one slot has a grammar."""
-        step, slots, guesses = planned
+        step, slots, guesses, _ = planned
         several = step.together > 1
         if several:
             assert self._matchers is not None
@@ -246,7 +279,6 @@ class CudaDecoding:
             self._matchers.write(slots, guesses, self._steps.guesses)
         self._steps.place(slots, step, again=several)
         step.forward(self._model)
-        self._left[slots] -= 1
         self._pending, self._stopped = planned, []
 
     def _sample_pending(self, go_on: bool = False) -> None:
@@ -263,12 +295,13 @@ class CudaDecoding:
 
         The next step is chosen before the launch, so that the GPU does not wait for this choice.
         """
-        step, slots, guesses = pending
+        step, slots, guesses, expected = pending
         assert self._matchers is not None
         for result in self._in_flight:
             result.accept()
         # Determined tokens are computed as guesses, if rows for them fit into the next step.
         find = len(slots) * ROWS[0] <= MOST_GUESSING and bool(self._matchers.some[slots].all())
+        find = find and self._texts is None
         jobs, late = self._matchers.compute(slots, guesses, find)
         late = self._model.recordings.agreed(late)  # other GPUs wait for masks that the first has
         if late:
@@ -282,6 +315,7 @@ class CudaDecoding:
         result = step.sample(slots, bool(self._alternatives[slots].any()))
         if planned:
             self._launch_forward(planned)
+        result.expected = expected
         self._in_flight.append(result.with_masks([job and job.matcher for job in jobs]))
         for each in stopped:
             result.leave_out(each)
@@ -291,7 +325,7 @@ class CudaDecoding:
         slots = self._running()
         if not len(slots):
             return False
-        together = 1
+        together = 1 if self._texts is None else self._rows_of_texts(slots)
         if self._pace:
             together = self._pace.together(slots, MOST_GUESSING)
             together = self._model.recordings.agreed(together)
@@ -305,8 +339,11 @@ class CudaDecoding:
             self._pace.skip()
         self._steps.place(slots, step, again=self._draft is not None)
         alternatives = bool(self._alternatives[slots].any())
-        self._in_flight.append(step.run(self._model, slots, alternatives))
-        self._left[slots] -= 1
+        result = step.run(self._model, slots, alternatives)
+        if self._texts is not None:
+            result.expected = np.minimum(self._left[slots], together)
+        self._left[slots] -= result.expected
+        self._in_flight.append(result)
         return True
 
 

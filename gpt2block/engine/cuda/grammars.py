@@ -80,6 +80,7 @@ class Pending(NamedTuple):
     step: Any  # DecodingStep
     slots: Ids
     guesses: Guessed
+    expected: Ids | int = 1  # number of tokens for each slot if all guesses are right
 
 
 class SlotMatchers:
@@ -89,7 +90,8 @@ class SlotMatchers:
     such tokens, as it does for guesses.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, most: int) -> None:
+        """most: maximum guesses of a slot in a step."""
         self.of: list[Matcher | None] = [None] * slots
         self.some = np.zeros(slots, bool)  # whether each slot has a matcher, and is not late
         self.pace = SpeculationPolicy(slots)  # times of steps with different numbers of rows
@@ -98,7 +100,7 @@ class SlotMatchers:
         ] = {}  # {slot: long mask, copy of its logits}
         self.masker = Masker()
         self._next: list[list[int]] = [[] for _ in range(slots)]
-        self._buffer = PinnedPair((slots, MOST_GUESSES))
+        self._buffer = PinnedPair((slots, most))
 
     def begin(self, slot: int, matcher: Matcher | None) -> None:
         """Set the Matcher of a new sequence."""

@@ -23,7 +23,7 @@ from gpt2block.cuda.arrays import CudaArray, compute_capability, mapped, to_host
 from gpt2block.cuda.formats import Formats
 from gpt2block.engine.cuda.caches import KEPT_SHAPES, CudaCache, DecodingCaches, forget_oldest
 from gpt2block.engine.cuda.choice import DecodingChoice
-from gpt2block.engine.cuda.decoding import CudaDecoding
+from gpt2block.engine.cuda.decoding import MOST_KNOWN_TEXTS, CudaDecoding
 from gpt2block.engine.cuda.draft import Draft
 from gpt2block.engine.cuda.prefill import PrefillPrograms, Requested, programs_of
 from gpt2block.engine.cuda.products import choose_products, divisors, request_kernels
@@ -32,6 +32,7 @@ from gpt2block.engine.cuda.timeline import timed
 from gpt2block.engine.cuda.weights import CudaWeights, PromptWeights, check_room
 from gpt2block.engine.guessing import ROWS
 from gpt2block.engine.model import (
+    Drafts,
     Floats,
     Ids,
     Output,
@@ -327,9 +328,11 @@ class CudaModel(CudaWeights):
         return steps.next_token(self, np.zeros(1, np.int32), ids[-1:], at).recording(self)
 
     def decode(
-        self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
+        self, slots: int, n_ctx: int, fewer: bool = False, speculate: Drafts = False
     ) -> CudaDecoding:
-        smaller = self.draft if speculate else None
+        smaller = self.draft if speculate is True else None
+        if fewer and speculate in ("known", "forced"):
+            slots = min(slots, MOST_KNOWN_TEXTS)
         if smaller is not None:
             most = MOST_GUESSING // ROWS[0]
             if slots > most and not fewer:

@@ -30,6 +30,7 @@ from gpt2block.engine.cuda.products import possible_products
 from gpt2block.engine.cuda.several_bytes import BytesByGpu, token_bytes
 from gpt2block.engine.cuda.timeline import watched
 from gpt2block.engine.model import (
+    Drafts,
     Floats,
     Ids,
     Output,
@@ -42,6 +43,7 @@ from gpt2block.engine.model import (
 from gpt2block.engine.passes.shares import Meeting, Share
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import DeviceError, InputError
+from gpt2block.files.checkpoints.checkpoint import Checkpoint, FileStates
 from gpt2block.files.checkpoints.stored import Stored
 from gpt2block.models.config import ModelConfig
 from gpt2block.ops.gather import Mailboxes
@@ -146,6 +148,9 @@ class SeveralCudaModels:
     Raises InputError for GPUs that differ, or that cannot access each other's memory.
     """
 
+    checkpoint: Checkpoint | None = None
+    file_states: FileStates | None = None
+
     def __init__(
         self, config: ModelConfig, tensors: Tensors, formats: Formats, devices: Sequence[int]
     ) -> None:
@@ -247,7 +252,7 @@ class SeveralCudaModels:
         ]
 
     def decode(
-        self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
+        self, slots: int, n_ctx: int, fewer: bool = False, speculate: Drafts = False
     ) -> SeveralDecodings:
         return SeveralDecodings(
             self._crew, self._each(lambda m: m.decode(slots, n_ctx, fewer, speculate))

@@ -20,11 +20,20 @@ from gpt2block.engine.cuda.grammars import ANY_NUMBER, HostMasks
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.grammars import Matcher
 from gpt2block.engine.guessing import StepTimes
-from gpt2block.engine.model import Alternatives, Floats, Ids, Sampled, Start, cache_tensors, without
+from gpt2block.engine.model import (
+    Alternatives,
+    Drafts,
+    Floats,
+    Ids,
+    Sampled,
+    Start,
+    cache_tensors,
+    without,
+)
 from gpt2block.engine.passes import check_read
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.recording import Recording
-from gpt2block.ops.guesses import MOST_GUESSES, TAKEN, Guesses, bind_take
+from gpt2block.ops.guesses import MOST_GUESSES, MOST_KNOWN, TAKEN, Guesses, bind_take
 from gpt2block.ops.sample_token import (
     SampleState,
     Slots,
@@ -44,7 +53,7 @@ class DecodingSteps:
     """The buffers that a cache's decoding steps share, and a DecodingStep per number of rows."""
 
     def __init__(
-        self, model: CudaPasses, cache: CudaCache, floats: bool = False, speculate: bool = False
+        self, model: CudaPasses, cache: CudaCache, floats: bool = False, speculate: Drafts = False
     ) -> None:
         """floats: whether activations are readable floats; else `Terms`. The results are equal.
 
@@ -54,8 +63,9 @@ class DecodingSteps:
         self.floats, self.speculate = floats, speculate
         self.n_ctx, self.batch = cache.n_ctx, B
         self.state = SampleState.allocate(B, config.vocab_size)
-        self.guesses = Guesses.allocate(B, cache.n_ctx) if speculate else None
-        self.rows = rows = max(B, min(B * (1 + MOST_GUESSES), MOST_GUESSING))
+        most = MOST_KNOWN if speculate in ("known", "forced") else MOST_GUESSES
+        self.guesses = Guesses.allocate(B, cache.n_ctx, most) if speculate else None
+        self.rows = rows = max(B, min(B * (1 + most), MOST_GUESSING))
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
         self.cache_tensors = cache_tensors(cache, config.n_layer)
@@ -169,8 +179,10 @@ class DecodingSteps:
             of_token = np.repeat(slots, [len(each) for each in ids])
             mark_seen(np.concatenate(ids), of_token, self.state.seen)
         if self.guesses is not None:
-            left = [start.steps for start in starts]
-            self.guesses.begin(slots.tolist(), [start.ids for start in starts], left)
+            left, prompts = zip(*((start.steps, len(start.ids)) for start in starts), strict=True)
+            known = [start.ids[:0] if start.known is None else start.known for start in starts]
+            texts = [np.concatenate([s.ids, text]) for s, text in zip(starts, known, strict=True)]
+            self.guesses.begin(slots.tolist(), texts, left, prompts)
             self._placed = None  # positions of rows must be copied again
         self._set_changes(starts, ids)
         step = self.of(model, slots, masked=any(start.matcher for start in starts))
@@ -197,7 +209,7 @@ class DecodingSteps:
             self._changed[start.slot] = changed
 
 
-def steps_of(model: CudaPasses, cache: CudaCache, speculate: bool = False) -> DecodingSteps:
+def steps_of(model: CudaPasses, cache: CudaCache, speculate: Drafts = False) -> DecodingSteps:
     """Return the DecodingSteps of a cache; create them on first use."""
     if speculate not in cache.steps:
         cache.steps[speculate] = DecodingSteps(model, cache, speculate=speculate)
@@ -249,11 +261,13 @@ class DecodingStep:
         else:
             # Axes: even or odd launch; token, logprob or flags; row.
             self._sampled, report = _on_host((2, 3, rows))
-            self.placing = bind_place(of.state, slots, *self.guesses[1:], together)
+            guess, left = self.guesses.guess, self.guesses.left
+            self.placing = bind_place(of.state, slots, guess, left, together)
+            forced = self.guesses.history if of.speculate == "forced" else None
             self._drawn = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
             state = of.state._replace(token=self._drawn[0], logprob=self._drawn[1])
             after = (
-                bind_drawn(logits, state, slots, together, tables, counts, masks),
+                bind_drawn(logits, state, slots, together, tables, counts, masks, forced),
                 bind_take(self._drawn, slots, self.guesses, of.state, together, counts, report),
             )
         self._given = {**of.cache_tensors, "tokens": tokens, "row": row, "positions": positions}
@@ -374,6 +388,7 @@ class InFlight:
         guesses: bool = False,
     ) -> None:
         self.slots, self.together, self.guesses = slots, together, guesses
+        self.expected: Ids | int = 1  # number of tokens that each slot was expected to sample
         self.masked = False  # whether the sampler read masks
         self._matchers: Sequence[Matcher | None] = ()
         self._done, self._sampled, self._top = done, sampled, top

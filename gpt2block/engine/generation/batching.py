@@ -17,7 +17,7 @@ from gpt2block.engine.generation.prefixes import LEAST_COPIED, NOTHING, Prefixes
 from gpt2block.engine.generation.rows import Ends, NewTokens, Row, Tops
 from gpt2block.engine.generation.scheduling import PIECE, PieceScheduler, RowScheduler
 from gpt2block.engine.grammars import Matcher
-from gpt2block.engine.model import Alternatives, Ids, ModelEngine, Sampled, Start
+from gpt2block.engine.model import Alternatives, Drafts, Ids, ModelEngine, Sampled, Start
 from gpt2block.files.tokenizers.encoding import bytes_of_ids
 from gpt2block.sampling import Sampling
 
@@ -52,7 +52,7 @@ class Batch:
         fewer: bool = False,
         reuse: bool = False,
         tokens_at_once: int | None = None,
-        speculate: bool = False,
+        speculate: Drafts = False,
     ) -> None:
         self.n_ctx, self.speculate = n_ctx, speculate
         self._engine, self._reuse, self._tokens_at_once = engine, reuse, tokens_at_once
@@ -297,7 +297,7 @@ class Batch:
 
         The gain is the number of tokens of the prefix that no slot has computed yet.
         """
-        if self._prefixes is None:
+        if self._prefixes is None or (self._reuse and row.exact):
             return NOTHING
         done, coming = self._prefixes.longest(row, row.start(slot).ids)
         return coming.slot, coming.tokens - done.tokens
@@ -307,6 +307,8 @@ class Batch:
         start = row.start(slot)
         if self._prefixes is not None:
             (source, row.reused), _ = self._prefixes.longest(row, start.ids)
+            if self._reuse and row.exact:
+                row.reused = 0
             if source != slot and row.reused < LEAST_COPIED:
                 row.reused = 0
             elif source != slot:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
 import numpy as np
@@ -16,13 +17,13 @@ from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.options import Options
 from gpt2block.engine.generation.rows import Ends, Generation, Row
 from gpt2block.engine.grammars import Grammar, Matcher, vocabulary_of
-from gpt2block.engine.model import Ids, ModelEngine
+from gpt2block.engine.model import Drafts, Ids, ModelEngine
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding
 from gpt2block.files.tokenizers.lookup import Tokenizer, of_inputs, of_outputs
 from gpt2block.models.config import ModelConfig
-from gpt2block.sampling import check_biased, new_seed
+from gpt2block.sampling import Sampling, check_biased, new_seed
 
 Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
@@ -110,7 +111,8 @@ class Run:
         rule = options.rule if compiles else None
         matcher = matcher_of(rule, reader, V, ends.stop_ids)
         self._engine, self._rows_at_once = engine, options.rows_at_once
-        self._speculate = options.speculate
+        self._speculate: Drafts = options.speculate
+        self._alone = options.receipt  # whether bits must not depend on other texts
         self.batch: Batch | None = None
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
@@ -132,11 +134,31 @@ class Run:
                 own = replace(sampling, sample=sampling.sample + more)
             found = Row(start, own, reader, ends, options.top_logprobs, options.rule)
             found.matcher = None if matcher is None else matcher.copy()
+            if options.receipt:
+                from gpt2block.engine.receipts import certify  # noqa: PLC0415  (slow to import)
+
+                found.exact, found.certify = True, partial(certify, engine)
             return found
 
         self.rows = LazyRows(len(starts) * samples, row)
         longest = max(map(len, starts))
         self.n_ctx = min(ends.n_ctx, longest + ends.max_new_tokens - 1)  # positions per slot
+
+    def follow(self, texts: Sequence[Ids], forced: bool = False) -> None:
+        """Compute several tokens of known texts, one for each row, together.
+
+        A row ends with its text at the latest. forced: the tokens of the rows are the tokens of
+        the texts, instead of sampled tokens.
+        """
+        self._speculate, self._alone = "forced" if forced else "known", True
+        for row, text in zip(self.rows, texts, strict=True):
+            row.known, most = text, len(row.prompt) + len(text)
+            row.ends = replace(row.ends, max_new_tokens=min(len(text), row.ends.max_new_tokens))
+            if forced:
+                row.most, row.sampling = max(row.most, most), Sampling(temperature=0.0)
+                row.matcher, no_end = None, ((), frozenset[int](), None)
+                row.ends = Ends(len(text), row.ends.n_ctx, False, *no_end)
+            self.n_ctx = min(row.ends.n_ctx, max(self.n_ctx, most - 1))
 
     def __iter__(self) -> Generator[Row, None, None]:
         return self._generate(each_token=True)
@@ -164,7 +186,7 @@ class Run:
                 batch.cancel(self.rows)
 
     def _own_batch(self) -> Batch:
-        at_once = self._rows_at_once
+        at_once = 1 if self._alone and computes_alone(self._engine) else self._rows_at_once
         slots = len(self.rows) if at_once is None else min(at_once, len(self.rows))
         fewer = at_once is None
         return Batch(self._engine, slots, self.n_ctx, fewer, speculate=self._speculate)
@@ -213,6 +235,11 @@ def matcher_of(
     if encoding is None:
         raise InputError(f"{rule.name}: this model has no tokenizer, so there is no text")
     return vocabulary_of(encoding, vocab_size, ends).matcher(rule)
+
+
+def computes_alone(engine: ModelEngine) -> bool:
+    """Whether the bits of a text depend on the texts computed with it, as with NumPy."""
+    return engine.cache_kind[3] == "cpu"
 
 
 def _check_rows(prompts: int, samples: int) -> None:

@@ -41,6 +41,7 @@ class StreamOptions(SamplingKeywords, total=False):
     top_logprobs: int
     overflow: Overflow
     speculate: bool
+    receipt: bool
     schema: Schema | None
     regex: str | None
     choice: Iterable[str] | None
@@ -101,6 +102,11 @@ class Options:
         more="The tokens and their log-probabilities stay the same to the last bit. A text that "
         "repeats parts of its prompt takes fewer steps; for other texts, guessing soon stops.",
     )
+    receipt: bool = option(
+        False,
+        "State in Generation.receipt how the text was generated, so that `verify` can check it.",
+        more="With NumPy, texts are then computed one by one. See docs/proof.md.",
+    )
     schema: Schema | None = option(
         None,
         "A JSON schema: the text is JSON that the schema accepts.",
@@ -119,10 +125,15 @@ class Options:
             "top_logprobs": check_alternatives("top_logprobs", self.top_logprobs),
             "samples": check_count("samples", self.samples),
             "speculate": check_flag("speculate", self.speculate),
+            "receipt": check_flag("receipt", self.receipt),
         }
         if self.rows_at_once is not None:
             checked["rows_at_once"] = check_count("rows_at_once", self.rows_at_once)
         check_choice("overflow", self.overflow, get_args(Overflow))
+        if self.receipt and self.overflow == "truncate":
+            raise InputError(
+                Argument("overflow"), ": expected error, as the text is to be computed again"
+            )
         checked["stop"] = _strings(self.stop)
         if self.stop_ids is not None:
             checked["stop_ids"] = several(self.stop_ids)

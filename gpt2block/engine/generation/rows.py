@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -46,6 +46,7 @@ class Generation(ReadLater):
     seed: seed of the random numbers; the same seed and options give the same text.
     top_logprobs: the most likely tokens at the position of each token and their log-probabilities,
         in descending order, if requested; else empty.
+    receipt: a JSON object that states how the text was generated, for `verify`, if requested.
     """
 
     text: str
@@ -54,6 +55,7 @@ class Generation(ReadLater):
     finish_reason: FinishReason
     seed: int
     top_logprobs: tuple[Tops, ...] = ()
+    receipt: dict[str, Any] | None = field(default=None, compare=False)
 
     def _repr_html_(self) -> str:
         facts = f"{len(self.tokens):,} tokens, ended: {self.finish_reason}, seed {self.seed}"
@@ -116,6 +118,10 @@ class Row:
         self.reused = 0  # number of prompt tokens whose keys and values were reused
         self.client = ""  # owner: prompts are reused only within a client
         self.held = False  # whether Batch.step may deliver tokens later
+        self.known: Ids | None = None  # the continuation if it is known: the Decoding's drafts
+        self.exact = False  # whether kernels of prompts compute the whole prompt
+        # Returns the receipt of a row that has ended; None: no receipt is wanted.
+        self.certify: Callable[[Row], dict[str, Any]] | None = None
         self.unwritten: frozenset[int] = frozenset()  # ids of tokens that the text leaves out
         self._encoding = encoding
         self._at_end_token = self._closed = False
@@ -136,6 +142,11 @@ class Row:
         found._pieces, found.unwritten = [], frozenset()
         return found
 
+    @property
+    def reader(self) -> Tokenizer:
+        """The tokenizer of the text."""
+        return self._encoding
+
     @cached_property
     def _text(self) -> Text:
         """The decoder of the text; created on first use, because many rows need no text."""
@@ -148,7 +159,8 @@ class Row:
             seen = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
             ids = seen[-max(1, self.ends.n_ctx // 2) :]
         steps = min(self.ends.max_new_tokens - drawn, self.ends.n_ctx - len(ids) + 1)
-        more = self.alternatives, self.most, self.matcher
+        known = None if self.known is None else self.known[drawn : drawn + steps]
+        more = self.alternatives, self.most, self.matcher, known
         return Start(slot, ids, self.sampling, steps, drawn, seen, 0, *more)
 
     def add(
@@ -182,7 +194,7 @@ class Row:
             reason = "stop"
         elif len(self.tokens) == self.ends.max_new_tokens:
             reason = "length"
-        elif self._full and not self.ends.truncate:
+        elif self.full and not self.ends.truncate:
             reason = "context"
         if reason:
             self.close()
@@ -221,7 +233,7 @@ class Row:
         return bool(self.ends.stop) and self._text.stopped
 
     @property
-    def _full(self) -> bool:
+    def full(self) -> bool:
         """Whether the context has no position left for the last sampled token."""
         return len(self.prompt) + len(self.tokens) > self.ends.n_ctx
 
@@ -288,7 +300,8 @@ class Row:
         assert reason != "cancelled"
         assert reason != "deadline"
         tokens, logprobs, tops = tuple(self.tokens), tuple(self.logprobs), tuple(self.tops)
-        generation = Generation("", tokens, logprobs, reason, self.sampling.seed, tops)
+        receipt = None if self.certify is None else self.certify(self)
+        generation = Generation("", tokens, logprobs, reason, self.sampling.seed, tops, receipt)
         return generation.later(text=lambda: self.text)
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:

@@ -24,7 +24,7 @@ from gpt2block.checks import (
 )
 from gpt2block.engine import notebook
 from gpt2block.engine.generation.options import Overflow
-from gpt2block.engine.generation.rows import BAD_WEIGHTS
+from gpt2block.engine.generation.rows import BAD_WEIGHTS, Tops
 from gpt2block.engine.model import Floats, Ids, ModelEngine, in_groups
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints.embedding_files import Pooling
@@ -57,6 +57,7 @@ class ScoredTokens(Sequence[ScoredToken]):
     """The scored tokens of a text, in order: `ids` (N,), `logprobs` (N,), float32 in nats.
 
     `likeliest` (N,), int32, are the most likely tokens at the same positions, if requested.
+    `top_logprobs`: as in Generation, for the tokens of `score_generated`, if requested.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class ScoredTokens(Sequence[ScoredToken]):
         encoding: Tokenizer,
         first: int | None = None,
         likeliest: Ids | None = None,
+        top_logprobs: tuple[Tops, ...] = (),
     ) -> None:
         """first: the token before the first scored token."""
         self.ids, self.logprobs, self._encoding, self._first = ids, logprobs, encoding, first
-        self.likeliest = likeliest
+        self.likeliest, self.top_logprobs = likeliest, top_logprobs
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -82,7 +84,7 @@ class ScoredTokens(Sequence[ScoredToken]):
         if isinstance(index, slice):
             best = None if self.likeliest is None else self.likeliest[index]
             own = self.ids[index], self.logprobs[index], self._encoding
-            return ScoredTokens(*own, likeliest=best)
+            return ScoredTokens(*own, likeliest=best, top_logprobs=self.top_logprobs[index])
         token = int(self.ids[index])
         return ScoredToken(token, self._text([token]), float(self.logprobs[index]))
 

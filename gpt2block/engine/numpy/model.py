@@ -16,6 +16,7 @@ from gpt2block.cuda.formats import Formats
 from gpt2block.engine.grammars import Masker, MaskJob, Matcher
 from gpt2block.engine.model import (
     Alternatives,
+    Drafts,
     Floats,
     Ids,
     Output,
@@ -238,10 +239,11 @@ class NumpyModel(NumpySteps, StoredModel):
         return scores, logits.argmax(axis=-1).astype(np.int32)
 
     def decode(
-        self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
+        self, slots: int, n_ctx: int, fewer: bool = False, speculate: Drafts = False
     ) -> NumpyDecoding:
         """Return a NumpyDecoding. It never guesses: BLAS results depend on the number of rows."""
-        return NumpyDecoding(self, min(slots, SLOTS) if fewer else slots, n_ctx)
+        fewest = min(slots, SLOTS) if fewer else slots
+        return NumpyDecoding(self, fewest, n_ctx, speculate == "forced")
 
     def _kv_append(self, qkv: Floats, *cache: Any, **attrs: Any) -> Any:
         """Append K and V, rounded to the cache's dtype, but stored as float32."""
@@ -259,8 +261,10 @@ class NumpyModel(NumpySteps, StoredModel):
 class NumpyDecoding:
     """Decoding on the CPU. Each call of `next` samples and returns a token of every sequence."""
 
-    def __init__(self, model: NumpyModel, slots: int, n_ctx: int) -> None:
+    def __init__(self, model: NumpyModel, slots: int, n_ctx: int, forced: bool = False) -> None:
+        """forced: report the known tokens of sequences in place of sampled tokens."""
         self.slots, self.n_ctx = slots, n_ctx
+        self._texts: list[Iterator[int]] | None = [iter(())] * slots if forced else None
         self._model = model
         self._cache = model.new_cache(slots, n_ctx)
         self._sampling = [Sampling()] * slots
@@ -281,7 +285,10 @@ class NumpyDecoding:
 
     def start(self, starts: Sequence[Start]) -> None:
         for start in starts:
-            slot, ids, sampling, steps, drawn, seen, cached, alternatives, _, matcher = start
+            slot, ids, sampling, steps, drawn, seen, cached, alternatives, _, matcher, text = start
+            if self._texts is not None:
+                assert text is not None
+                self._texts[slot] = iter(text.tolist())
             self._cache.frequencies.begin(slot, start.n_tokens)
             self._cache.lengths[slot], self._next[slot] = cached, ids[cached:]
             self._sampling[slot], self._matchers[slot] = sampling, matcher
@@ -347,7 +354,8 @@ class NumpyDecoding:
             seen, counts = self._seen[slot], self._counts[slot]
             options, matcher = self._sampling[slot], self._matchers[slot]
             step, allowed = self._drawn[slot], masks.get(slot)
-            token, logprobs[n] = choose(logits[slot], options, step, seen, counts, allowed)
+            forced = None if self._texts is None else next(self._texts[slot])
+            token, logprobs[n] = choose(logits[slot], options, step, seen, counts, allowed, forced)
             tokens[n] = token
             if matcher is not None:
                 matcher.accept([token])

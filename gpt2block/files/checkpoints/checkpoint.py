@@ -23,6 +23,7 @@ from gpt2block.models.config import ModelConfig, end_tokens_in
 __all__ = ["BUNDLED", "BUNDLED_NAMES", "Checkpoint"]
 
 Array = NDArray[np.float32]
+FileStates = tuple[tuple[Path, int, int], ...]  # path, size in bytes, time of change in ns
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,12 @@ class Checkpoint:
     def directory(self) -> Path:
         """Folder that contains the weights, config.json and the tokenizer's files."""
         return self.file.parent
+
+    def file_states(self) -> FileStates:
+        """Return path, size and time of change of each file that has tensors."""
+        files = sorted({piece.file for each in self.stored.values() for piece in each.pieces})
+        states = ((file, file.stat()) for file in files)
+        return tuple((file, state.st_size, state.st_mtime_ns) for file, state in states)
 
     def tokenizer_source(self) -> Path:
         """Return the path from which `tokenizer.load` reads: the folder, or the GGUF file.

@@ -1,0 +1,110 @@
+"""`gpt2block verify`: check the receipts of generated texts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from time import perf_counter
+from typing import Any
+
+import typer
+
+from gpt2block.apps.cli.codes import FAILED, WRONG
+from gpt2block.apps.cli.display import progress_bar
+from gpt2block.apps.cli.model import ModelOptions, load_model, model_option
+from gpt2block.apps.cli.options import argument, option
+from gpt2block.apps.cli.texts import read_text
+from gpt2block.cuda.formats import BY_DEFAULT
+from gpt2block.errors import InputError, printable
+
+MOST_FILE = 2**32  # maximum bytes of a file of receipts: 4 GiB
+MOST_SHOWN = 10  # maximum number of problems that are printed
+EVENT = "data: "  # begins a line of a saved stream
+
+
+@dataclass(frozen=True)
+class VerifyOptions(ModelOptions):
+    model: str = model_option("")
+
+
+def verify(
+    files: list[str] = argument(
+        "Receipts, results of map generate --receipts, or saved answers of a server.", ...
+    ),
+    *,
+    model: VerifyOptions,
+    sample: int | None = option("Check this many receipts, drawn at random.", min=1),
+) -> None:
+    """Check that texts are what a model generates, at a fraction of the cost of generation.
+
+    The model and its dtypes are as the receipts state, unless options select others.
+
+    Exit code: 0 if all tokens and the bits of all log-probabilities are as the receipts state; 1 if
+    one differs; 2 if a receipt cannot be read, or its text cannot be compared on this device or
+    with this model or version.
+    """
+    from gpt2block.engine.generation.known_texts import check_receipts  # noqa: PLC0415
+
+    receipts = [(file, n, each) for file in files for n, each in enumerate(_read(file), 1)]
+    if sample is not None:
+        receipts = random.SystemRandom().sample(receipts, min(sample, len(receipts)))
+    given = [each for *_, each in receipts]
+    loaded, encoding = load_model(_options(model, given), None)
+    begun, codes, tokens, nan = perf_counter(), [0, 0, 0], 0, 0
+    with progress_bar("verifying") as bar:
+        task = bar.add_task("verifying", total=len(receipts))
+        for index, check in check_receipts(loaded.engine, encoding, given):
+            bar.advance(task)
+            codes[check.code] += 1
+            tokens, nan = tokens + check.tokens, nan + check.nan
+            if check.code and codes[1] + codes[2] <= MOST_SHOWN:
+                file, number, _ = receipts[index]
+                bar.console.print(printable(f"{file}, receipt {number}: {check.problem}", 1000),
+                                  markup=False, highlight=False, soft_wrap=True)  # fmt: skip
+    seconds = perf_counter() - begun
+    equal, differ, others = codes
+    print(
+        f"{equal:,} of {len(receipts):,} texts are as stated, {differ:,} differ, {others:,} cannot "
+        f"be compared{f'; {nan:,} have NaN' if nan else ''}: {tokens:,} tokens in {seconds:.1f} s, "
+        f"{len(receipts) / seconds:,.1f} texts/s"
+    )
+    if differ or others:
+        raise typer.Exit(FAILED if differ else WRONG)
+
+
+def _read(file: str) -> list[Any]:
+    """Return the receipts in a file: JSON, lines of JSON, or the events of a saved stream."""
+    from gpt2block.engine.receipts import found_in  # noqa: PLC0415
+
+    text = read_text(file, MOST_FILE)
+    lines = [line.removeprefix(EVENT) for line in text.splitlines()]
+    values = [_value(text)] if isinstance(_value(text), (dict, list)) else [*map(_value, lines)]
+    found = [*found_in([each for each in values if each not in ("", "[DONE]")])]
+    if not found:
+        raise InputError(f"{file}: expected receipts, found none")
+    return found
+
+
+def _value(text: str) -> Any:
+    """Return the value of JSON; a text that is not JSON is returned unchanged."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text.strip()
+
+
+def _options(options: VerifyOptions, receipts: Sequence[Any]) -> ModelOptions:
+    """Return the options of the model: by default the name and the formats that receipts state."""
+    from gpt2block.engine.receipts import parsed  # noqa: PLC0415
+
+    first = next((each for each in receipts if isinstance(each, dict)), None)
+    first = first or parsed(receipts[0])  # JSON text; raises an error for any other text
+    name, formats = options.model or first.get("model"), options.formats
+    if not isinstance(name, str):
+        raise InputError("--model: expected a name or path of a model, as the receipt has none")
+    if formats == BY_DEFAULT:
+        stated = {each.name: first[each.name] for each in fields(formats) if each.name in first}
+        formats = replace(formats, **stated)
+    return replace(options, model=name, formats=formats, gpus=None)

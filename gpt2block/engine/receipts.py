@@ -1,0 +1,226 @@
+"""Receipts: JSON objects that state how a text was generated, so that `verify` can check it.
+
+docs/receipt.schema.json describes a receipt, docs/proof.md the promise.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+import kernels_cu
+from gpt2block.cuda import cupy, doctor
+from gpt2block.cuda.arrays import compute_capability
+from gpt2block.errors import InputError, shown
+from gpt2block.files.checkpoints import Checkpoint
+from gpt2block.files.checkpoints.stored import Stored
+from gpt2block.files.tokenizers.encoding import Encoding, rules, special_id, tokens_of
+from gpt2block.files.tokenizers.lookup import of_outputs
+from gpt2block.files.tokenizers.tokenizer import end_of_text
+from gpt2block.sampling import Sampling
+
+if TYPE_CHECKING:
+    from gpt2block.engine.generation.rows import Row
+
+FORMAT, VERSION = "gpt2block_receipt", 1  # field with the version of the format, and its value
+# Folders of the package whose code cannot change a bit of a text.
+NOT_HASHED = ("apps", "bulk", "emulator", "evaluation", "judge")
+SHA256_THREADS = 8
+# Variables from which libraries of matrix products read their number of threads.
+THREADS = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"
+# Fields that are for information, or that a check compares with the generated text.
+NOT_COMPARED = "gpt2block", "model", "gpus", "options", "tokens", "finish_reason", "logprobs"
+SAMPLED = tuple(each.name for each in fields(Sampling) if each.name != "end_ids")
+_known: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # results of `identity`
+_hashes: dict[Any, str] = {}  # hashes of weights by config and states of their files
+
+
+def identity(engine: Any) -> dict[str, Any]:
+    """Return the fields of a receipt that state the model, its formats, the code and the device.
+
+    The first call for an engine hashes the weights. Raises InputError if the files of the weights
+    have changed since they were loaded.
+    """
+    if engine not in _known:
+        checkpoint = getattr(engine, "checkpoint", None)
+        _known[engine] = {
+            FORMAT: VERSION,
+            "gpt2block": doctor.version(),
+            "model": None if checkpoint is None else checkpoint.name,
+            "weights": _of_arrays(engine) if checkpoint is None else _of_files(engine, checkpoint),
+            **engine.formats.facts(),
+            "code": hash_of_sources(Path(__file__).parent.parent, NOT_HASHED),
+            **_device(engine.cache_kind[3]),
+        }
+    return _known[engine]
+
+
+def _device(device: str) -> dict[str, Any]:
+    """Return the fields about a device, named as in a CacheKind; on the CPU also about its BLAS."""
+    found: dict[str, Any]
+    if device == "cpu":
+        config: Any = np.show_config(mode="dicts")
+        blas = config["Build Dependencies"]["blas"]
+        simd = config.get("SIMD Extensions", {}).get("found", [])[-1:]
+        own = " ".join((blas.get("name"), blas.get("version"), "NumPy", np.__version__, *simd))
+        stated = [os.environ[name] for name in THREADS if os.environ.get(name)]
+        found = {"device": "cpu", "gpus": 0, "nvrtc": None, "kernels": None}
+        return {**found, "blas": own, "threads": (*stated, str(os.cpu_count()))[0]}
+    numbers = device.removeprefix("cuda:").split(",")
+    with cupy.cuda.Device(int(numbers[0])):
+        found = {"device": f"sm_{compute_capability()}", "gpus": len(numbers)}
+    found["nvrtc"] = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    found["kernels"] = hash_of_sources(Path(kernels_cu.__path__[0]))
+    return {**found, "blas": None, "threads": None}
+
+
+@lru_cache(maxsize=4)
+def hash_of_sources(folder: Path, without: tuple[str, ...] = ()) -> str:
+    """Return the SHA-256 of the Python and CUDA sources below a folder. without: its folders."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.suffix in (".py", ".cu", ".cuh") and name.parts[0] not in without:
+            digest.update(name.as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _of_arrays(engine: Any) -> str:
+    """Return the SHA-256 of the config and the stored values of weights given as arrays."""
+    digest = hashlib.sha256(repr(engine.config).encode())
+    for name, array, _ in engine.tensors():
+        digest.update(f"{name} {array.shape} {array.dtype}".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _of_files(engine: Any, checkpoint: Checkpoint) -> str:
+    if checkpoint.file_states() != engine.file_states:
+        raise InputError(f"{checkpoint.name}: a file has changed since the model was loaded")
+    return of_checkpoint(checkpoint)
+
+
+def of_checkpoint(checkpoint: Checkpoint) -> str:
+    """Return the SHA-256 of a checkpoint's config and of its tensors, sorted by name."""
+    key = repr(checkpoint.config), checkpoint.file_states()
+    if key not in _hashes:
+        digest = hashlib.sha256(key[0].encode())
+        tensors = sorted(checkpoint.stored.items())
+        with ThreadPoolExecutor(SHA256_THREADS) as threads:
+            hashed = threads.map(_of_tensor, (stored for _, stored in tensors))
+            for (name, stored), own in zip(tensors, hashed, strict=True):
+                digest.update(f"{name} {stored.types} {stored.shape} {stored.head_order}".encode())
+                digest.update(own)
+        _hashes[key] = digest.hexdigest()
+    return _hashes[key]
+
+
+def _of_tensor(stored: Stored) -> bytes:
+    """Return the SHA-256 of a tensor's bytes in its file."""
+    digest = hashlib.sha256()
+    for piece in stored.pieces:
+        if piece.offset is not None:
+            with piece.file.open("rb") as file:
+                file.seek(piece.offset)
+                digest.update(file.read(piece.nbytes))
+    return digest.digest()
+
+
+def of_tokenizer(encoding: Encoding | None) -> str | None:
+    """Return the SHA-256 of a tokenizer's rules, tokens, ids and end token; None without one."""
+    if encoding is None:
+        return None
+    digest = hashlib.sha256(f"{rules(encoding)} {end_of_text(encoding)}".encode())
+    for token_id, token in tokens_of(encoding):
+        digest.update(b"%d %d " % (token_id, len(token)) + token)
+    for name in sorted(encoding.special_tokens_set):
+        digest.update(b"%d " % special_id(encoding, name) + name.encode())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=4)
+def _of_text(encoding: Any) -> str | None:
+    return of_tokenizer(encoding)
+
+
+def certify(engine: Any, row: Row) -> dict[str, Any]:
+    """Return the receipt of a row that has ended, which an engine has generated."""
+    return receipt_of(row, identity(engine))
+
+
+def receipt_of(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the receipt of a row that has ended. known: the `identity` of its engine."""
+    ends, rule = row.ends, row.rule and row.rule.source
+    reader: Any = of_outputs(row.reader) if ends.stop or rule else None
+    return {
+        **known,
+        "tokenizer": _of_text(reader),
+        "llguidance": importlib.metadata.version("llguidance") if rule else None,
+        "options": {
+            **{name: getattr(row.sampling, name) for name in SAMPLED},
+            "logit_bias": [list(pair) for pair in row.sampling.biases],
+            "max_new_tokens": ends.max_new_tokens,
+            "stop": list(ends.stop),
+            "stop_ids": sorted(ends.stop_ids),
+            "unwritten": sorted(row.unwritten) if ends.stop else [],
+            "rule": rule,
+        },
+        "prompt": row.prompt.tolist(),
+        "tokens": list(row.tokens),
+        "finish_reason": row.finish_reason,
+        "logprobs": base64.b64encode(np.array(row.logprobs, "<f4").tobytes()).decode(),
+    }
+
+
+def parsed(receipt: Any) -> dict[str, Any]:
+    """Return a receipt, which can also be JSON text, as an object. Raises InputError."""
+    try:
+        found = json.loads(receipt) if isinstance(receipt, (str, bytes)) else receipt
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"expected the JSON of a receipt: {error}") from None
+    if not isinstance(found, Mapping):
+        raise InputError(f"expected a receipt, got {shown(found)}")
+    return dict(found)
+
+
+def require_equal(stated: Mapping[str, Any], known: Mapping[str, Any], before: str = "") -> None:
+    """Raise InputError, which names the field, unless a receipt has the values of `known`.
+
+    Raises KeyError for a missing field. Of fields that are not compared, the types are checked.
+    """
+    for name, value in known.items():
+        own, kinds = stated[name], (type(value), str, type(None))
+        if type(own) not in kinds if name in NOT_COMPARED else own != value:
+            own, other = shown(own)[:24], shown(value)[:24]
+            raise InputError(f"{before}{name}: the receipt states {own}, here it is {other}")
+
+
+def append_receipts(path: str | Path, receipts: Iterable[Any]) -> None:
+    """Append receipts to a file, each as a line of JSON. Raises OSError."""
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(each, separators=(",", ":")) + "\n" for each in receipts)
+
+
+def found_in(value: Any) -> Iterator[Any]:
+    """Yield the receipts in JSON: a receipt, a line of `map`, a server's answer, or a list."""
+    if isinstance(value, list):
+        for each in value:
+            yield from found_in(each)
+    elif isinstance(value, dict) and value.get("receipt") is not None:
+        yield from found_in(value["receipt"])
+    elif isinstance(value, dict) and "choices" in value:
+        yield from found_in([each for each in value["choices"] if "receipt" in each])
+    else:
+        yield value
