@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gpt2block.cuda.formats import USUAL
 from gpt2block.engine.chat.template import ChatTemplate
-from gpt2block.engine.model import CacheKind, Floats, Ids, Output, Sampled, Start, Tensors
+from gpt2block.engine.model import CacheKind, Drafts, Floats, Ids, Output, Sampled, Start, Tensors
 from gpt2block.models.config import GPT2Config
 from gpt2block.sampling import Sampling, unpacked
 
@@ -113,7 +113,7 @@ class MarkovEngine:
         return [(each, best[ids[:-1]]) for each, ids in zip(scores, sequences, strict=True)]
 
     def decode(
-        self, slots: int, n_ctx: int, fewer: bool = False, speculate: bool = False
+        self, slots: int, n_ctx: int, fewer: bool = False, speculate: Drafts = False
     ) -> MarkovDecoding:
         slots = min(slots, 5) if fewer else slots
         self.decodings.append(MarkovDecoding(self, slots, n_ctx, speculate))
@@ -136,7 +136,7 @@ class MarkovDecoding:
     """
 
     def __init__(
-        self, engine: MarkovEngine, slots: int, n_ctx: int, speculate: bool = False
+        self, engine: MarkovEngine, slots: int, n_ctx: int, speculate: Drafts = False
     ) -> None:
         self.engine, self.slots, self.n_ctx, self.speculate = engine, slots, n_ctx, speculate
         self.sampling: list[Sampling] = []

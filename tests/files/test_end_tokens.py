@@ -12,7 +12,7 @@ from fuzzing.vocabularies import added_token
 from gguf import TokenType
 
 from gpt2block import GPT2, CheckpointError, GPT2Weights
-from gpt2block.bulk.identity import of_tokenizer
+from gpt2block.engine.receipts import of_tokenizer
 from gpt2block.files.checkpoints import Checkpoint, save_gguf, save_pretrained
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding, TokenizersEncoding
