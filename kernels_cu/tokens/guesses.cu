@@ -21,8 +21,7 @@
 // tokens reach the end of the history, the guesses repeat from the first guess, which continues a repeating text. The
 // history is loaded while the drawn tokens are compared.
 //
-// NVIDIA H200, us per launch of take_guesses in a graph: 3.0 with a history of 500 or 2,000 tokens, 4.7 with 8,000;
-// with 8 rows per slot 4.3, 4.4 and 6.4
+// Measured: docs/performance.md#guessed-tokens
 #include "lib/overlap.cuh"
 #include "lib/guesses.cuh"
 

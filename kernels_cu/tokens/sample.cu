@@ -33,23 +33,10 @@
 //       The last pass adds the masses kept and draws
 //   mark_seen: sets `seen` for tokens of prompts, for the repetition penalty
 //
-// NVIDIA H200, us per launch in a graph, for 1 row (eight blocks) and 64 rows (two blocks each), logits from a normal
-// distribution. In brackets: an earlier version, whose blocks first copied their parts of the row to shared memory:
+// Blocks read their parts of a row from global memory in every pass: a copy in shared memory takes longer. The loop of
+// first_pass counts loads: a loop over columns takes longer with masks.
 //
-//   temperature                             V 50257, 1 row   64 rows        V 151936, 1 row   64 rows
-//   0                                        4.6  (5.5)       6.4  (6.7)     6.7  (8.6)        9.8  (13.1)
-//   0.8                                      8.9 (10.1)      14.4 (17.3)    14.6 (18.0)       26.6  (42.4)
-//   0.8, top-k 50                           13.9 (14.9)      21.3 (23.7)    20.2 (23.0)       35.0
-//   0.8, top-p 0.9                          20.2 (20.9)      33.2 (35.1)    34.6 (36.5)       65.8 (108)
-//   0.8, repetition_penalty 1.2             10.3 (14.6)      17.5 (25.3)    18.4 (29.8)       36.3
-//   0.8, top-p 0.9, repetition_penalty 1.2  21.9 (23.7)      40.2 (43.1)    40.9 (47.2)
-//   0.8, logit_bias of 100 tokens           13.1             22.5           25.6              50.1
-//   0.8, frequency_penalty 0.5              19.3             25.2           32.4              54.0
-//   0.8, mask of half of all tokens         11.8             19.3           22.4              40.2
-//
-// The figures of 151,936 logits and 64 rows in brackets are with one block per row, because half of a row did not fit
-// in shared memory. On an NVIDIA H100, struct Row in local memory took up to 2.1 us longer than in shared memory.
-// A loop of first_pass over columns, instead of numbers of loads, took 2 to 22 % longer with masks.
+// Measured: docs/experiments.md#sample_token
 #include "tokens/candidates.cuh"
 #include "lib/overlap.cuh"
 

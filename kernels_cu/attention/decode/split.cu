@@ -4,9 +4,8 @@
 //   row[m] of the cache, and sees keys 0..position[m] of this sequence
 //
 // A head of K and V serves NH / NKV neighbouring heads of q. A team of warps processes AS_QUERIES of these heads.
-// AS_QUERIES is smaller if the GPU has room for more teams (H100, one row at position 500: a token of Gemma 3 1B takes
-// 1.16 ms instead of 1.33, of Qwen3 4B 3.12 instead of 3.23). Results have the same bits for any AS_QUERIES. For one
-// head of q:
+// AS_QUERIES is smaller if the GPU has room for more teams, whose loops are then shorter. Results have the same bits
+// for any AS_QUERIES. For one head of q:
 //
 //   attention_split: decoding: one warp per 32 keys of a head, the next keys in flight; the results of warps are
 //       combined in shared memory; with few rows, the warps of a head are spread over a cluster
@@ -35,6 +34,8 @@
 //
 // Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES > 1 sizeof(Shared) bytes of
 // dynamic shared memory. Positions beyond the cache mean its last position. Idea: Dao et al., "Flash-Decoding" (2023).
+//
+// Measured: docs/experiments.md#attention_split
 #include "lib/attention/spans.cuh"
 #include "lib/attention/unit.cuh"
 #include "lib/attention/window.cuh"

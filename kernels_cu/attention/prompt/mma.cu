@@ -28,8 +28,7 @@
 // the end of a sequence are not read and count as zeros. With a cache, a query has the same bits as in attention_mma,
 // for any start.
 //
-// On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 88.0 us, causal 62.5 (attention/prompt/wgmma.cu: 65.7 and
-// 43.0). With a cache, B = 1, 12 heads, 512 rows after 512 keys: 18.4 us (attention/prompt/cores.cu: 133).
+// Measured: docs/performance.md#attention, with a cache docs/experiments.md#attention_hopper
 //
 // Source of the idea: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023).
 //

@@ -32,12 +32,7 @@
 // If there is a kv_cache, warps without other work write K and V to it (lib/attention/wgmma_append.cuh).
 // lib/attention/wgmma_work.cuh describes which tiles a block processes.
 //
-// On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 65.7 us, causal 43.0 (cuDNN 63.1 and 47.3 in another run);
-// with a single sum for even and odd steps 63.6 and 42.5. 512 tokens with 32 heads of 128, causal, float16: 14.1 us
-// (attention/prompt/mma.cu 26.3). On an NVIDIA H100, float16, keys from a kv_cache of float16 / E5M2, us
-// (attention/prompt/mma.cu in parentheses): 32 heads of 128, 50 rows after 2,000 keys: 31.2 / 40.2 (47.3); 2,048 rows
-// after 2,048 keys: 180 / 241 (389); 9 heads of 64, 3 heads of K, 2,048 rows after 6,144 keys: 102 / 161 (182), where
-// attention/prompt/mma.cu has 288 tiles of 64 rows, 2.2 per multiprocessor.
+// Measured: docs/experiments.md#attention_hopper
 //
 // Source of the idea: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"
 // (2024).

@@ -20,9 +20,7 @@
 // not overlap the end of the current tile. Therefore this kernel is faster only if there are few tiles, or one or two
 // tiles per sequence. gpt2block/ops/engines/attention_tiles.py estimates the times of both kernels.
 //
-// On an NVIDIA H200, one sequence, 12 heads, causal, bfloat16, us (attention/prompt/wgmma.cu in parentheses): T = 64:
-// 3.5 (4.3), T = 256: 4.5 (6.0), T = 512: 5.9 (8.3), T = 1024: 8.8 (13.1), T = 1536: 14.9 (17.7); B = 8, T = 1024: 53.1
-// (43.0).
+// Measured: docs/experiments.md#attention_hopper
 //
 // map: the tensor map of attention/prompt/wgmma.cu. Block (THREADS), grid: one block per multiprocessor, or per tile if
 // there are fewer tiles, dynamic shared memory sizeof(Block) + 1024. Arrays are aligned to 16 bytes.

@@ -3,12 +3,7 @@
 // Kernels start with the tile that contains the first visible key. Tiles are counted from position 0, as without a
 // window. The time of a kernel does not grow with the number of keys before the window.
 //
-// Times in us on an NVIDIA H200 in float16:
-//
-//   attention/decode/split.cu, one query, 32 heads of 128 channels, 8 heads of K:
-//       39.1 at position 30,000 with a window of 4,096 keys; 236 without a window; 38.7 at position 4,096
-//   attention/prompt/wgmma.cu, 8,192 rows, window of 512 keys:
-//       213 with 32 heads of 128 channels (1,026 without a window); 73 with 12 heads of 64 channels (230 without)
+// Measured: docs/experiments.md#attention_split
 #pragma once
 
 #ifndef ATT_WINDOW  // keys that a query sees; 0: all keys

@@ -19,11 +19,11 @@
 // numbers: position t of K holds m of chunk t in A and the sum of chunk t in B. A lane unpacks the scales of one chunk,
 // and the four lanes of a row exchange these scales.
 //
-// NVIDIA H200, 12,288 x 4,096 in Q4_K, one row, in a CUDA graph: 10.9 us, of which 3 us do not depend on the size of
-// the matrix. A warp executes 192 instructions per unit, 48 per chunk. Predicted were 150 instructions per unit, and
-// 9.4 us, the time to read the weights. An earlier version applied d to each unit, with two sums per unit, and computed
-// all addresses again for each copy: 272 instructions per unit, 13.0 us. If no other kernel precedes, the kernel takes
-// 12.4 us: DRAM runs at 48 % of its rate, and each scheduler issues 0.57 instructions per cycle, 0.8 in the loop.
+// In Q4_K, a warp executes 192 instructions per unit, 48 per chunk; the prediction was 150 per unit. An earlier version
+// applied d to each unit, with two sums per unit, and computed all addresses again for each copy: 272 instructions per
+// unit, and a longer time.
+//
+// Measured: docs/experiments.md#products-with-blocks-of-gguf
 #pragma once
 #include "lib/gguf_ranges.cuh"
 #include "lib/decode/mma_columns.cuh"

@@ -4,7 +4,7 @@
 // A stage of the ring of x holds a unit of 128 values of K: two boxes of 64 values, and the sums of x over chunks of 32
 // values (lib/chunk_sums.cuh). W has a separate ring of GGUF tiles of 128 or 256 values of K, with one copy per eight
 // rows of W. An earlier version had, for every unit of eight rows, three copies: low bits, high bits and scales. TMA,
-// Hopper's copy engine, was then the bottleneck: a 12,288 x 4,096 matrix with 16 rows of x took 23.4 us.
+// Hopper's copy engine, was then the bottleneck.
 //
 // A lane unpacks the codes of two rows of W, as operand A, while the products of the previous chunk are running. In
 // Q4_K and Q5_K, codes are multiplied by the integer scale s, and a sum covers a GGUF block of 256 values; in other
@@ -12,28 +12,20 @@
 // the split (a range of K, lib/decode/order.cuh), so that outputs have the same bits as with lib/decode/mma_gguf.cuh.
 // For minimums of W, a warp executes one mma per eight rows of x: it multiplies the minimums by the rows' chunk sums.
 //
-// NVIDIA H100, Q4_K, us in a CUDA graph. The times include gguf_chunk_sums, which takes 1.7 to 4.1 us. In brackets:
-// times of an earlier version, with sums over 64 values of K and thread blocks of one warpgroup. Thread blocks now have
-// three warpgroups for 64 rows if the matrix has many columns:
-//
-//   rows   12,288 x 4,096    4,096 x 4,096    4,096 x 11,008    2 x 11,008 x 4,096
-//   16     18.9  (20.2)      11.8  (12.6)     21.5  (23.7)      31.4  (37.3)
-//   64     27.9  (36.2)      15.4  (18.0)     30.0  (37.3)      42.9  (62.3)
-//
-// Per unit, a warp now executes 257 instructions instead of 492 for 64 rows; predicted were 200 instructions and half
-// of the earlier time. For 16 rows, a warp executes 230 instead of 365. Of the 27.9 us in the table, 12.8 us do not
-// depend on K: chunk sums, start, first copies, exchange of sums and epilogue. In the loop, the three warps of a
-// scheduler together issue 0.4 instructions per cycle. The warps wait a quarter of the time for copies and an eighth
+// Another earlier version had sums over 64 values of K and thread blocks of one warpgroup. Thread blocks now have three
+// warpgroups for 64 rows if the matrix has many columns. Per unit, a warp executes 257 instructions instead of 492 for
+// 64 rows (predicted: 200), and 230 instead of 365 for 16 rows. Almost half of the time of 12,288 x 4,096 with 64 rows
+// does not depend on K: chunk sums, start, first copies, exchange of sums and epilogue. In the loop, the three warps of
+// a scheduler together issue 0.4 instructions per cycle. The warps wait a quarter of the time for copies and an eighth
 // for an arithmetic unit.
 // Therefore the ring of W is as deep as the ring of x if shared memory permits. If there is at most one block per
 // multiprocessor, a block requests so much shared memory that no second block fits, not even a block of the next
-// kernel: a decoding step of 64 rows of Llama 7B in Q4_K_M takes 9.13 ms instead of 9.62, a step of 9 rows 3.42 ms
-// instead of 3.60.
+// kernel.
 //
 // If such a block has only four consumer warps, no other warps hide their latencies. With DH_DEPTH 2, a block therefore
-// has two sets of warps with separate rings, which divide the values of K that the block multiplies: for 64 rows, 4,096
-// x 11,008 takes 26.0 us instead of 29.9, 4,096 x 4,096 14.2 us instead of 15.4, and the step of Llama 7B 9.03 ms. With
-// a kv_cache of E5M2, this step takes 6.53 ms instead of 6.70 (predicted: 6.27).
+// has two sets of warps with separate rings, which divide the values of K that the block multiplies.
+//
+// Measured: docs/experiments.md#products-with-blocks-of-gguf
 #pragma once
 
 #ifndef DH_TILES  // number of GGUF tiles that the ring of W holds

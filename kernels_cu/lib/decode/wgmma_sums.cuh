@@ -158,7 +158,7 @@ __device__ __forceinline__ void swap(float& first, float& second) {
 // Regroups the sums of lane 4 g + t, for rows g and g + 8 of A, by tiles of 4 rows of x: `found` has the sums of row t
 // of each tile or, with IN_PAIRS, of two neighbouring rows. With TERM_COUNT 1 and tiles that different blocks finish,
 // lanes first exchange sums. Without this exchange, a warp would send 32 messages of 8 bytes per lane, each to one of
-// two blocks: the product for q, k and v of GPT-2 small with 64 rows would take 12.3 us instead of 5.4.
+// two blocks, and the product would take more than twice as long (docs/experiments.md#decode_wgmma).
 __device__ __forceinline__ void by_tile(const float (&sums)[TERMS / 2], float (&found)[FOUND]) {
     if constexpr (TERM_COUNT == 2) {
 #pragma unroll

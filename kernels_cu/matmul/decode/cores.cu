@@ -14,7 +14,7 @@
 //   group   LM_SPLIT warps, which divide K into units of 32 * LM_WIDTH weights: warp p has units p, p + LM_SPLIT, ...
 //   thread  keeps a chunk of weights in flight: LM_STEPS vectors of each column of its group. It multiplies the chunk
 //           by LM_TOGETHER rows of x at a time. The code is short on purpose, because a short kernel also waits for its
-//           instructions to load: 8 rows at a time (1400 instructions) took 10 us, 2 rows at a time take 4.8 us
+//           instructions to load: 2 rows at a time need fewer instructions than 8, and less time
 //
 // For each chunk of K, the products of an output are added within each lane and then over the lanes; these sums are
 // added over the chunks, then over the warps. The bits of an output depend only on LM_WIDTH, LM_SPLIT and LM_STEPS, not
@@ -26,6 +26,8 @@
 //
 // grid (ceil(N / COLUMNS) or fewer with LM_LOOP, ceil(M / LM_ROWS)), block (32 * LM_GROUPS * LM_SPLIT). `shared_floats`
 // of the Python operation `linear` computes the dynamic shared memory. Any M, N, K; LM_WIDTH and LM_X divide K.
+//
+// Measured: docs/experiments.md#decode_cores
 #include "matmul/decode/cores.cuh"
 #include "lib/decode/epilogues.cuh"
 #include "lib/overlap.cuh"

@@ -19,13 +19,10 @@
 //
 // A block requests all its weights of W, U and V before the wait for the previous kernel, and keeps them in shared
 // memory. The next kernel may start only once x has been loaded. A multiprocessor runs one block, or two blocks if
-// there is one row, because the 16 blocks of a cluster need space on neighbouring multiprocessors. A decoding step of
-// SmolLM2 in Q4_1 with 1, 2 and 4 rows, NVIDIA H100, ms:
+// there is one row, because the 16 blocks of a cluster need space on neighbouring multiprocessors. Without this
+// limit, a step of SmolLM2 with 2 or 4 rows is slower than with separate kernels.
 //
-//   five kernels per layer                        0.36  0.40  0.47
-//   four kernels per layer, using this kernel     0.35  0.44  0.50    predicted for one row: 0.32
-//   ... with this limit of blocks per SM          0.33  0.39  0.45
-//   ... and a later start of the next kernel      0.32  0.37  0.44
+// Measured: docs/experiments.md#decode_ffn_mma
 //
 // Grid (FF_CLUSTER * splits of H), block (THREADS), dynamic shared memory BYTES. A cluster of more than 8 blocks must
 // be allowed by cuFuncSetAttribute (non-portable cluster size).

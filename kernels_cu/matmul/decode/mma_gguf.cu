@@ -24,20 +24,13 @@
 //                 splits, one after the other
 //
 // If enough multiprocessors are free, 9 to 64 rows are divided among blocks of 8 rows that multiply all splits (and, up
-// to 32 rows, compute the norm): SmolLM2 in Q4_1 takes 0.70 ms for 16 rows instead of 1.13, 0.79 ms for 32 rows instead
-// of 1.51 (H200).
+// to 32 rows, compute the norm).
 //
 // A block of 64 rows needs all registers and shared memory of a multiprocessor, so only its own warps can hide
-// latencies. Clusters of eight blocks fit on 112 of the 132 multiprocessors of an H100. NVIDIA H200, Q4_K, us in a CUDA
-// graph. For each number of rows, the first time is for a 12,288 x 4,096 matrix (in brackets: an earlier version, with
-// sums over 64 values of K), the last time for a 4,096 x 11,008 matrix:
+// latencies. Clusters of eight blocks fit on 112 of the 132 multiprocessors of an H100. Data that the epilogue needs
+// besides the sums is loaded while the sums are computed.
 //
-//   rows    1                       8
-//           10.9 (13.0)  12.1       15.2 (17.7)  16.9
-//
-// Data that the epilogue needs besides the sums is loaded while the sums are computed: a step of Llama 7B in Q4_K_M
-// takes 1.90 ms for one row instead of 1.94 and 2.48 ms for 4 rows instead of 2.56, a step of Llama 1B 0.50 ms instead
-// of 0.55 (H100).
+// Measured: docs/experiments.md#products-with-blocks-of-gguf
 //
 // On Hopper, matmul/decode/wgmma_gguf.cu is used for more than 8 rows if x is rounded to one term.
 //

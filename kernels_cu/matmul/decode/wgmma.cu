@@ -30,33 +30,20 @@
 // DH_SHARES))), block (128 * DH_GROUPS * DH_TEAMS + 32), or 512 with DH_GROUPS 3.
 // gpt2block/ops/engines/linear_hopper.py chooses the constants and computes the dynamic shared memory.
 //
-// On an NVIDIA H200, float16 weights of Llama 7B, in us for 1, 16 and 64 rows, in a version whose epilogue was
-// unrolled. In brackets: the time to read the weights at the rate of a memory copy; then the times of
-// matmul/decode/mma.cu (1 row) and mma_tiles.cu (16 and 64 rows):
-//
-//   4096 -> 12288         24.0   26.3   31.1   (23.8; 27.5, 65.3, 79.3)
-//   4096 -> 2 x 11008     42.7   44.7   51.4   (42.7; 53.5, 120, 162, with silu_mul)
-//   11008 -> 4096         23.7   24.7   31.7   (21.3; 23.3, 138, 108)
-//
-// GPT-2 small in bfloat16, 256 rows, in us from the end of the previous kernel to the kernel's own end, by time stamps
-// in a step (in brackets: matmul/decode/mma_tiles.cu): qkv 9.1 (13.6), o 5.3 (6.5), fc 10.5 (14.2), proj 8.3 (12.3). Of
-// these times, 1.7 to 4.3 us are the epilogue. When the epilogue was unrolled, it took 11 us for qkv and for fc: a
-// block fetched 3,300 to 5,000 instructions and executed each instruction once.
+// The epilogue is a loop. When it was unrolled, it took several times as long: a block fetched 3,300 to 5,000
+// instructions and executed each instruction once.
 //
 // With more than 32 rows, a block requests more than half of a multiprocessor's shared memory, so that a multiprocessor
-// runs one block. A step of 64 rows of GPT-2 small in E4M3 takes 593 us; with up to four blocks per multiprocessor it
-// took 621 us.
+// runs one block. A step with up to four blocks per multiprocessor takes longer.
 //
-// With TERM_COUNT 1 instead of 2, a product has half the columns of B and half the bytes of x. Steps in ms: GPT-2
-// small, float16, 256 and 512 rows, 1.75 -> 1.72 and 3.14 -> 3.08; Llama 7B, 16 and 64 rows, float16 4.64 -> 4.52 and
-// 8.44 -> 8.08, E5M2 3.26 -> 3.11 and 7.51 -> 6.76.
+// With TERM_COUNT 1 instead of 2, a product has half the columns of B and half the bytes of x.
 //
 // K can be any multiple of 64, not only of 128. Therefore this kernel computes the products of SmolLM2-135M, whose rows
 // have 576 channels, for more than 32 rows, except the small product o. Before, mma.cu and mma_tiles.cu computed them;
-// these fuse neither RoPE nor the gate for so many rows. On an NVIDIA H200, a step takes, in us, with 64 rows 1,117 ->
-// 911 and with 256 rows 2,849 -> 2,193 in bfloat16; in E4M3 983 -> 875 and 2,705 -> 2,019. With DH_TEAMS 2 for the
-// products with RoPE and the gate, alternately with DH_TEAMS 1 on another H200: 937 -> 900 and 2,247 -> 2,206 in
-// bfloat16, 895 -> 865 and 2,076 -> 2,022 in E4M3. The gain is in the epilogue: each warp has half of the outputs.
+// these fuse neither RoPE nor the gate for so many rows. The gain of DH_TEAMS 2, for the products with RoPE and the
+// gate, is in the epilogue: each warp has half of the outputs.
+//
+// Measured: docs/experiments.md#decode_wgmma
 //
 // architecture: sm_90a
 #if !defined(STORAGE_BF16) && !defined(STORAGE_FP16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)

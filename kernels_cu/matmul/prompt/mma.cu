@@ -9,7 +9,7 @@
 // registers to memory: a lane stores 16 contiguous bytes of a row, four lanes 64 bytes. The stores need neither shared
 // memory nor a barrier, so a warp continues with the next tile as soon as it has issued its stores.
 //
-// On an NVIDIA H200, bfloat16, M = 8192, K = 768, N = 3072: 103 us (matmul/prompt/wgmma.cu: 51.7).
+// Measured: docs/performance.md#gemm
 //
 // Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. residual may be out: a thread reads an element
 // before it writes it.

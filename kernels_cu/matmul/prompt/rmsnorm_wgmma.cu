@@ -17,8 +17,7 @@
 // The first slices of weights are loaded before the previous kernel has ended (lib/overlap.cuh). Tiles are ordered
 // column by column, so that w is read only once from memory.
 //
-// On an NVIDIA H200, float16, K = 4096, both launches (norm and product), for 16 and 500 rows: N = 4096 with RoPE, w
-// (K, N): 12.7 and 32.5 us; silu(n w1) (n w3), N = 11008, w1 and w3 (N, K): 48.0 and 134 us.
+// Measured: docs/performance.md#rmsnorm_matmul
 //
 // Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. Row m has position start + m % seq_len.
 //

@@ -14,15 +14,10 @@
 // a time, which takes twice as long as wide loads. If lanes loaded more bytes and exchanged parts of them, the exchange
 // would take as long as the wide loads save.
 //
-// NVIDIA H200, E4M3 with scales, us per launch in a CUDA graph. In brackets: the times with 16-bit weights, and with
-// FP8 weights that another kernel widens in memory first:
+// A product whose weights another kernel first widens in memory takes much longer. GEMM_STREAM gives clusters equal
+// parts of all slices, so that no multiprocessor is idle while others compute a last tile.
 //
-//   M       N 2304 K 768       N 3072 K 768       N 4096 K 4096        N 11008 K 4096        N 4096 K 11008
-//   512     6.4 (5.7, 12.4)    7.1 (6.3, 14.8)    25.6 (25.0, 46.2)    71.3 (65.6, 121.2)    65.9 (63.3, 116.1)
-//   1024    9.1 (8.3, 16.1)    10.8 (8.9, 17.6)   44.8 (47.0, 68.2)    137.8 (129.6, 189.5)  116.0 (123.3, 181.0)
-//
-// NVIDIA H100, 512 rows of E5M2, before and after GEMM_STREAM, which gives clusters equal parts of all slices: N 12288
-// K 4096 81.6 -> 74.8 us, N 11008 K 4096 75.5 -> 67.9 us, a prompt of 512 tokens of Llama 7B 12.89 -> 12.09 ms.
+// Measured: docs/experiments.md#gemm_split_hopper-gemm_fp8_hopper-and-gemm_gguf_hopper
 //
 // K is a multiple of 16. The boxes of the tensor map of w are (1, GEMM_M, 64).
 //

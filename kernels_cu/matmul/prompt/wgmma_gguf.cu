@@ -12,22 +12,14 @@
 //
 // An earlier version computed weights as floats. For a chunk of 32 values along K in Q4_K, a lane has 16 weights, for
 // which it executed 120 instructions; the prediction was 72. Because instructions wait for results of previous ones, a
-// warp issued one instruction in 4.2 cycles: for a chunk, the two warpgroups of a block with 128 rows of a took 505
-// cycles, of which the tensor cores need 256. Now weights are computed as pairs of float16; for each chunk, a lane
-// executes 92 instructions, of which 53 compute weights.
+// warp issued one instruction in 4.2 cycles, and the two warpgroups of a block took about twice the cycles that the
+// tensor cores need. Now weights are computed as pairs of float16; for each chunk, a lane executes 92 instructions, of
+// which 53 compute weights.
 //
-// NVIDIA H100, 512 rows, us per launch in a CUDA graph. In brackets: the times with 16-bit weights and with E5M2
-// weights; for the prompt also the time with GGUF weights that another kernel first converts to float16 in memory:
+// GEMM_STREAM gives the clusters equal parts of all slices. Without GEMM_STREAM, 132 multiprocessors take two waves for
+// 1.45 waves of tiles (N 12288) and for 1.3 waves (N 11008).
 //
-//           N 12288 K 4096     N 4096 K 4096    N 11008 K 4096    N 4096 K 11008    prompt of Llama 7B, Q4_K_M, ms
-//   Q4_K    92   (87, 80)      34  (28, 27)     79  (80, 73)      83  (68, 66)      13.2 (11.5, 12.1; 19.2)
-//   Q6_K    110                38               86                94
-//   Q8_0    104                35               78                87
-//
-// GEMM_STREAM gives the clusters equal parts of all slices. Predicted: 74 us for N 12288 instead of 92, and 67 us for N
-// 11008 instead of 78: without GEMM_STREAM, 132 multiprocessors take two waves for 1.45 and 1.3 waves of tiles.
-// Measured without and with GEMM_STREAM, in one run, for N 12288 and N 11008: Q4_K 92.9 -> 76.3 and 78.1 -> 69.4 us,
-// Q6_K 96.4 -> 82.8 and 86.5 -> 75.1 us; the prompt 14.02 -> 12.80 ms.
+// Measured: docs/experiments.md#gemm_split_hopper-gemm_fp8_hopper-and-gemm_gguf_hopper
 //
 // K is a multiple of 32. The range of outputs of each GGUF type begins at a multiple of GEMM_M.
 //
