@@ -76,6 +76,22 @@ def olmo2(rng: random.Random) -> dict[str, Any]:
     return found | {"attention_bias": rng.random() < 0.3}
 
 
+def olmo3(rng: random.Random) -> dict[str, Any]:
+    """Windows in some layers, and YaRN in the others; heads and rows as for OLMo 2."""
+    found = olmo2(rng)
+    theta, local = found.pop("rope_theta"), rng.choice((100.0, 1e4))
+    full = {"rope_type": "default"}
+    if rng.random() < 0.6:
+        full = {"rope_type": "yarn", "factor": rng.choice((1.0, 4.0)), "beta_fast": 2.0}
+        full |= {"beta_slow": 0.1, "original_max_position_embeddings": 12}
+        full |= rng.choice(({}, {"attention_factor": 1.4}))
+    rope = {"full_attention": full | {"rope_theta": theta}}
+    rope["sliding_attention"] = {"rope_type": "default", "rope_theta": local}
+    kinds = rng.choices(("sliding_attention", "full_attention"), k=found["num_hidden_layers"])
+    layers = rng.choice(({}, {"layer_types": kinds}))
+    return found | layers | {"rope_parameters": rope, "sliding_window": rng.choice((1, 5, 100))}
+
+
 def nanochat(rng: random.Random) -> dict[str, Any]:
     """Heads have at least 8 channels, as for Qwen3; some logits are near the cap."""
     found = sizes(rng) | {"hidden_size": 4 * rng.randint(2, 20), "head_dim": 2 * rng.randint(4, 16)}
@@ -165,7 +181,8 @@ def yarn(rng: random.Random) -> dict[str, Any]:
 KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
     each.__name__: each
     for each in (
-        llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, nanochat, gemma3_text, yarn,
+        llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, olmo3, nanochat,
+        gemma3_text, yarn,
     )
 }  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", KINDS)

@@ -9,6 +9,7 @@ granite   Granite 3
 smollm3   SmolLM3
 phi3      Phi-3 and Phi-4-mini
 olmo2     OLMo 2
+olmo3     OLMo 3
 nanochat  nanochat
 gemma3    The text models of Gemma 3
 """
@@ -25,6 +26,7 @@ from gpt2block.models.architectures import (
     mistral,
     nanochat,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen3,
@@ -34,11 +36,14 @@ from gpt2block.models.architectures.architecture import Architecture
 from gpt2block.models.config import ModelConfig
 
 _ALL: Sequence[Architecture] = (
-    gpt2, llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, nanochat, gemma3,
+    gpt2, llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, olmo3, nanochat,
+    gemma3,
 )  # fmt: skip
+_NAMESAKES = (mistral, olmo3)  # their GGUF files have the names of other architectures
 ARCHITECTURES = {each.CONFIG.MODEL_TYPE: each for each in _ALL}  # keys: model_type in config.json
-# Keys are general.architecture in GGUF files; a Mistral's GGUF file says "llama" there.
-GGUF_ARCHITECTURES = {each.GGUF: each for each in _ALL if each.GGUF and each is not mistral}
+# Keys are general.architecture in GGUF files, in which several architectures may have one name.
+GGUF_ARCHITECTURES = {each.GGUF: each for each in _ALL if each.GGUF and each not in _NAMESAKES}
+GGUF_WITH_WINDOW = {olmo3.GGUF: olmo3}  # architectures of files that have a sliding window
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
