@@ -117,6 +117,20 @@ def mistral(rng: random.Random) -> dict[str, Any]:
     return found | {"sliding_window": window}
 
 
+def ministral3(rng: random.Random) -> dict[str, Any]:
+    """Queries grow several times within the context; a tenth of the models has a plain RoPE."""
+    found = mistral(rng) | {"sliding_window": rng.choice((None, None, 9))}
+    rope = {"rope_theta": found.pop("rope_theta"), "llama_4_scaling_beta": 0.0}
+    rope |= {"rope_type": "default", "original_max_position_embeddings": 4}
+    if rng.random() < 0.9:
+        options = {"mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 2.0, "beta_slow": 0.1}
+        given = {name: value for name, value in options.items() if rng.random() < 0.7}
+        rope |= {"rope_type": "yarn", "factor": rng.choice((1.0, 4.0, 16.0)), **given}
+        rope |= {"original_max_position_embeddings": rng.choice((2, 5, 12, 200))}
+        rope |= {"llama_4_scaling_beta": rng.choice((0.1, 0.7, 0.0))}
+    return found | {"rope_parameters": rope}
+
+
 def phi3(rng: random.Random) -> dict[str, Any]:
     """RoPE rotates a part of each head or all of it, with short or long factors, or both.
 
@@ -181,8 +195,8 @@ def yarn(rng: random.Random) -> dict[str, Any]:
 KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
     each.__name__: each
     for each in (
-        llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, olmo3, nanochat,
-        gemma3_text, yarn,
+        llama, qwen2, qwen3, mistral, ministral3, granite, smollm3, phi3, olmo2, olmo3,
+        nanochat, gemma3_text, yarn,
     )
 }  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", KINDS)

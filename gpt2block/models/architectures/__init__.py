@@ -5,6 +5,7 @@ llama     Llama 1 to 3, SmolLM2, TinyLlama and others
 qwen2     Qwen2.5
 qwen3     The dense models of Qwen3
 mistral   Mistral 7B and Mistral Nemo
+ministral3  Ministral 3
 granite   Granite 3
 smollm3   SmolLM3
 phi3      Phi-3 and Phi-4-mini
@@ -23,6 +24,7 @@ from gpt2block.models.architectures import (
     gpt2,
     granite,
     llama,
+    ministral3,
     mistral,
     nanochat,
     olmo2,
@@ -36,7 +38,7 @@ from gpt2block.models.architectures.architecture import Architecture
 from gpt2block.models.config import ModelConfig
 
 _ALL: Sequence[Architecture] = (
-    gpt2, llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, olmo3, nanochat,
+    gpt2, llama, qwen2, qwen3, mistral, ministral3, granite, smollm3, phi3, olmo2, olmo3, nanochat,
     gemma3,
 )  # fmt: skip
 _NAMESAKES = (mistral, olmo3)  # their GGUF files have the names of other architectures

@@ -65,7 +65,8 @@ class Scales(NamedTuple):
     eps: added to the variance by norms of the residual stream. embedding: factor of rows of wte.
     attention: factor of scores; None for 1 / sqrt(head_size). stream: factor that converts the
     residual stream of a pass to the model's residual stream. rope: factor of the pairs of channels
-    that RoPE rotates. cap: the limit of the magnitudes of logits.
+    that RoPE rotates. cap: the limit of the magnitudes of logits. growth: (β, n), if queries are
+    multiplied by 1 + β log(1 + ⌊position / n⌋).
     """
 
     eps: float
@@ -74,6 +75,7 @@ class Scales(NamedTuple):
     stream: float = 1.0
     rope: float = 1.0
     cap: float | None = None
+    growth: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True)
