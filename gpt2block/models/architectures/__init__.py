@@ -6,7 +6,8 @@ qwen2     Qwen2.5
 qwen3     The dense models of Qwen3
 mistral   Mistral 7B and Mistral Nemo
 ministral3  Ministral 3
-granite   Granite 3
+granite   Granite 3, 4.1 and 4.2
+granitemoehybrid  The dense models of Granite 4.0
 smollm3   SmolLM3
 phi3      Phi-3 and Phi-4-mini
 olmo2     OLMo 2
@@ -23,6 +24,7 @@ from gpt2block.models.architectures import (
     gemma3,
     gpt2,
     granite,
+    granitemoehybrid,
     llama,
     ministral3,
     mistral,
@@ -38,10 +40,14 @@ from gpt2block.models.architectures.architecture import Architecture
 from gpt2block.models.config import ModelConfig
 
 _ALL: Sequence[Architecture] = (
-    gpt2, llama, qwen2, qwen3, mistral, ministral3, granite, smollm3, phi3, olmo2, olmo3, nanochat,
-    gemma3,
+    gpt2, llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
+    olmo2, olmo3, nanochat, gemma3,
 )  # fmt: skip
-_NAMESAKES = (mistral, olmo3)  # their GGUF files have the names of other architectures
+_NAMESAKES = (
+    mistral,
+    granitemoehybrid,
+    olmo3,
+)  # their GGUF files have the names of other architectures
 ARCHITECTURES = {each.CONFIG.MODEL_TYPE: each for each in _ALL}  # keys: model_type in config.json
 # Keys are general.architecture in GGUF files, in which several architectures may have one name.
 GGUF_ARCHITECTURES = {each.GGUF: each for each in _ALL if each.GGUF and each not in _NAMESAKES}

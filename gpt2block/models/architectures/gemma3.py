@@ -131,7 +131,10 @@ NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, ll
 def constants(config: Gemma3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
     """Return {name: tensor} of the RoPE frequencies and of 1 + w for the weights w of all norms."""
     names = [f"h.{n}.{norm}" for n in range(config.n_layer) for norm in NORMS]
-    return {**config.layer_frequencies(), **{_of(name): 1 + vectors[name] for name in (*names, "gamma_f")}}
+    return {
+        **config.layer_frequencies(),
+        **{_of(name): 1 + vectors[name] for name in (*names, "gamma_f")},
+    }
 
 
 def _of(gamma: str) -> str:

@@ -25,7 +25,7 @@ BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class Ministral3Config(WindowedConfig):
-    """Sizes of a Ministral 3 model. beta: growth of queries, relative to YaRN's original context."""
+    """Sizes of a Ministral 3 model. beta: growth of queries by YaRN's original context."""
 
     NAME: ClassVar[str] = "Ministral3"
     MODEL_TYPE: ClassVar[str] = "ministral3"
