@@ -52,6 +52,9 @@ _READ = {
     *_OF_GPT2, *_OF_LLAMA, *YARN_KEYS, "vocab_size", "attention.value_length",
     "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.finetuned",
     "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier", "tensor_data_layout",
+    # sizes of tensors that Granite 4.0's dense models do not have
+    "expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count",
+    "ssm.inner_size", "ssm.time_step_rank",
 }  # fmt: skip
 _PATTERN = "attention.sliding_window_pattern"
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "feed_forward_length")
@@ -142,26 +145,16 @@ def _config(header: Header) -> ModelConfig:
             "with llama-gguf-split --merge"
         )
     prefix = f"{architecture}."
-    header.check_usable(prefix)
-    settings = header.under(prefix)
-    blocks = settings.get("block_count")
-    if isinstance(blocks, (list, np.ndarray)):
-        raise CheckpointError(f"{prefix}block_count: expected a number, got {shown(blocks)}")
-    pattern = settings.pop(_PATTERN, None)
-    settings = {key: _of_all_blocks(prefix + key, settings[key], blocks) for key in settings}
+    settings = _settings(header, prefix)
     if settings.get("attention.sliding_window"):
         known = GGUF_WITH_WINDOW.get(known.GGUF, known)
-    if pattern is not None:  # the period of layers without a window, or a bool per layer
-        layers = np.atleast_1d(pattern).tolist()
-        if type(pattern) is int and type(blocks) is int:
-            layers = all_but_every(max(1, pattern), min(blocks, LIMITS["n_layer"]))
-        settings[_PATTERN] = tuple(layers)
+    neutral = {**_NEUTRAL, **known.CONFIG.GGUF_NEUTRAL}
     for key, value in settings.items():
         wide = key.endswith(".sliding_window") and sees_all(
             value, settings.get("context_length", 2048)
         )
-        read = key in _READ or key in known.CONFIG.GGUF_KEYS
-        if not read and not wide and value != _NEUTRAL.get(key, _NEUTRAL):
+        read = key in known.CONFIG.GGUF_KEYS or (key in _READ and key not in neutral)
+        if not read and not wide and value != neutral.get(key, neutral):
             raise CheckpointError(f"{prefix}{key}: {shown(value)} is not supported")
     missing = [prefix + key for key in _NEEDED if key not in settings]
     if missing or "token_embd.weight" not in tensors:
@@ -189,6 +182,22 @@ def _config(header: Header) -> ModelConfig:
             got = shown(settings[key])
             raise CheckpointError(f"{prefix}{key}: expected {words}, {expected}, got {got}")
     return config
+
+
+def _settings(header: Header, prefix: str) -> dict[str, Any]:
+    """Return the metadata below a prefix: a value for all blocks, or a tuple by `_PATTERN`."""
+    header.check_usable(prefix)
+    settings = header.under(prefix)
+    blocks, pattern = settings.get("block_count"), settings.pop(_PATTERN, None)
+    if isinstance(blocks, (list, np.ndarray)):
+        raise CheckpointError(f"{prefix}block_count: expected a number, got {shown(blocks)}")
+    settings = {key: _of_all_blocks(prefix + key, settings[key], blocks) for key in settings}
+    if pattern is not None:  # the period of layers without a window, or a bool per layer
+        layers = np.atleast_1d(pattern).tolist()
+        if type(pattern) is int and type(blocks) is int:
+            layers = all_but_every(max(1, pattern), min(blocks, LIMITS["n_layer"]))
+        settings[_PATTERN] = tuple(layers)
+    return settings
 
 
 def _of_all_blocks(key: str, value: Any, blocks: Any) -> Any:

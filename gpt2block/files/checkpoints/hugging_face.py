@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +45,18 @@ MODULES = "modules.json"
 POOLING_CONFIG = "1_Pooling/config.json"
 # Last words of the errors that the package safetensors raises for truncated files
 _TRUNCATED = ("header too small", "invalid header length", "file not fully covered")
+# Prefixes of a text model's tensors in multimodal models, and keys of the whole model's config
+_TEXT = re.compile(r"^(model\.)?language_model\.(model\.)?")
+_OF_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "quantization_config")
+_ABSENT = {"model_type": "mistral", "tie_word_embeddings": True}  # as in `transformers`
+# Keys of configs of other models, and the parts of models that they describe
+_UNSUPPORTED = {
+    "num_local_experts": "mixtures of experts", "num_experts": "mixtures of experts",
+    "n_routed_experts": "mixtures of experts", "mamba_d_state": "layers of Mamba",
+    "ssm_state_size": "layers of Mamba", "state_size": "layers of Mamba",
+    "linear_num_value_heads": "gated delta nets", "conv_L_cache": "layers of convolutions",
+    "vision_config": "images", "audio_config": "sounds",
+}  # fmt: skip
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -190,7 +204,7 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     if not is_file(path):
         found = _bare(file, tensors, GPT2_NAMING)
         return _gpt2_config(file, found), found
-    content = read_json(path)
+    content, tensors = _text_part(file, read_json(path), tensors)
     if isinstance(content, dict) and not (content.get("dtype") or content.get("torch_dtype")):
         content["dtype"] = next((each.dtype for each in tensors if each.dtype in DTYPES), None)
     try:
@@ -205,13 +219,39 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     return config, _bare(file, tensors, naming_of(config))
 
 
+def _text_part(file: Path, content: Any, tensors: Sequence[Stored]) -> tuple[Any, Sequence[Stored]]:
+    """Return the config and the tensors of the text model of a multimodal model, or both as given.
+
+    Settings of the whole model replace the text model's. Warns of the other tensors.
+    """
+    text = content.get("text_config") if isinstance(content, dict) else None
+    if not isinstance(text, dict) or content.get("model_type") in (*ARCHITECTURES,):
+        return content, tensors
+    whole = {key: content[key] for key in _OF_WHOLE if content.get(key) is not None}
+    kept: list[Stored] = []
+    left: Counter[str] = Counter()
+    for each in tensors:
+        name = _TEXT.sub("", each.label)
+        if name != each.label or name == "lm_head.weight":
+            kept.append(replace(each, label=name))
+        else:
+            left[each.label.removeprefix("model.").split(".")[0]] += 1
+    named = ", ".join(f"{module} ({count} tensors)" for module, count in left.items())
+    warnings.warn(f"{file}: only the text model is read, without {named}", stacklevel=2)
+    return {**_ABSENT, **text, **whole}, kept
+
+
 def parse_config(config: Any) -> ModelConfig:
     """Return the config that a Hugging Face `config.json` describes. Raises CheckpointError."""
     kind = model_type(config)
     known = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
     if known is None:
         names = ", ".join(map(repr, ARCHITECTURES))
-        raise CheckpointError(f"{CONFIG}: model_type: expected one of {names}, got {shown(kind)}")
+        absent = dict.fromkeys(what for key, what in _UNSUPPORTED.items() if config.get(key))
+        lacks = f": {', '.join(absent)} are not supported" if absent else ""
+        raise CheckpointError(
+            f"{CONFIG}: model_type: expected one of {names}, got {shown(kind)}{lacks}"
+        )
     return known.CONFIG.from_hugging_face(config)
 
 

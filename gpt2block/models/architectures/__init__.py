@@ -18,7 +18,7 @@ gemma3    The text models of Gemma 3
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gpt2block.models.architectures import (
     gemma3,
@@ -43,15 +43,13 @@ _ALL: Sequence[Architecture] = (
     gpt2, llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
     olmo2, olmo3, nanochat, gemma3,
 )  # fmt: skip
-_NAMESAKES = (
-    mistral,
-    granitemoehybrid,
-    olmo3,
-)  # their GGUF files have the names of other architectures
+# Architectures whose GGUF files have another architecture's name, and architectures of files that
+# have a sliding window
+_NAMESAKES = (mistral, granitemoehybrid, olmo3)
+GGUF_WITH_WINDOW: Mapping[str, Architecture] = {olmo3.GGUF: olmo3}
 ARCHITECTURES = {each.CONFIG.MODEL_TYPE: each for each in _ALL}  # keys: model_type in config.json
-# Keys are general.architecture in GGUF files, in which several architectures may have one name.
+# Keys are general.architecture in GGUF files.
 GGUF_ARCHITECTURES = {each.GGUF: each for each in _ALL if each.GGUF and each not in _NAMESAKES}
-GGUF_WITH_WINDOW = {olmo3.GGUF: olmo3}  # architectures of files that have a sliding window
 
 
 def architecture_of(config: ModelConfig) -> Architecture:

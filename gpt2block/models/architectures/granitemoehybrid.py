@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import check_choice
 from gpt2block.models.architectures import granite
 from gpt2block.models.architectures.architecture import CheckpointLayout
 from gpt2block.models.architectures.granite import GraniteConfig
@@ -40,17 +39,12 @@ class GraniteHybridConfig(GraniteConfig):
     ABSENT: ClassVar[Mapping[str, Any]] = {**LlamaConfig.ABSENT, POSITIONS: None}
     SETTINGS: ClassVar[Settings] = (
         *LlamaConfig.SETTINGS,
+        (POSITIONS, ("rope", "nope", None), "all layers have RoPE or none"),
         ("num_local_experts", (0,), "mixtures of experts are not supported"),
         ("layer_types", ("attention", "full_attention"), "layers of Mamba2 are not supported"),
     )
 
     position_embedding_type: str | None = "rope"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positions = self.position_embedding_type or "nope"
-        check_choice(POSITIONS, positions, ("rope", "nope"))
-        object.__setattr__(self, POSITIONS, positions)
 
     def frequencies(self) -> NDArray[np.float64]:
         """Return the radians per position by which RoPE rotates each pair, zero without RoPE."""

@@ -26,11 +26,13 @@ class Olmo3Config(PartlyWindowedConfig, Olmo2Config):
     NAME: ClassVar[str] = "Olmo3"
     MODEL_TYPE: ClassVar[str] = "olmo3"
     EVERY: ClassVar[int] = 4
-    ABSENT: ClassVar[Mapping[str, Any]] = {**Olmo2Config.ABSENT, "theta": 500000.0, "window": 4096}
+    ABSENT: ClassVar[Mapping[str, Any]] = {**Olmo2Config.ABSENT, "theta": 500000.0}
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {
         "attention.sliding_window": "window", "rope.freq_base_swa": "local_theta",
         "attention.sliding_window_pattern": "sliding_layers",
     }  # fmt: skip
+
+    window: int | None = 4096
 
     @property
     def scales(self) -> Scales:
@@ -68,21 +70,21 @@ def attention(o: Any, h: str, x: Value) -> Value:
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
+def _with_yarn(config: Olmo3Config, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {name: weights of a norm of q or of k, times YaRN's factor}."""
+    layers = range(config.n_layer)
+    names = {f"h.{n}.{name}": config.factor_of(n) for n in layers for name in NORMS}
+    return {name: weights[name] * factor for name, factor in names.items()}
+
+
 def constants(config: Olmo3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
     """Return {name: tensor} of RoPE frequencies, and of norm weights times YaRN's factor."""
-    found: dict[str, Any] = config.layer_frequencies()
-    for layer in range(config.n_layer):
-        for name in (f"h.{layer}.{norm}" for norm in NORMS):
-            found[f"{name}_yarn"] = vectors[name] * config.factor_of(layer)
-    return found
+    yarn = {f"{name}_yarn": each for name, each in _with_yarn(config, vectors).items()}
+    return {**config.layer_frequencies(), **yarn}
 
 
 def operand_bounds(
     config: Olmo3Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
     """Bound operands as OLMo 2 does; YaRN multiplies weights of norms."""
-    largest = dict(largest)
-    for layer in range(config.n_layer):
-        for name in (f"h.{layer}.{norm}" for norm in NORMS):
-            largest[name] *= config.factor_of(layer)
-    return olmo2.operand_bounds(config, largest, norms)
+    return olmo2.operand_bounds(config, {**largest, **_with_yarn(config, largest)}, norms)
