@@ -23,9 +23,12 @@ from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures import architecture_of, llama
 from gpt2block.models.architectures.gemma3 import Gemma3Config
 from gpt2block.models.architectures.granite import GraniteConfig
+from gpt2block.models.architectures.granitemoehybrid import GraniteHybridConfig
+from gpt2block.models.architectures.ministral3 import Ministral3Config
 from gpt2block.models.architectures.mistral import MistralConfig
 from gpt2block.models.architectures.nanochat import NanoChatConfig
 from gpt2block.models.architectures.olmo2 import Olmo2Config
+from gpt2block.models.architectures.olmo3 import Olmo3Config
 from gpt2block.models.architectures.phi3 import Phi3Config
 from gpt2block.models.architectures.qwen2 import Qwen2Config
 from gpt2block.models.architectures.qwen3 import Qwen3Config
@@ -83,6 +86,9 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
         },
     ),
     "mistral": (MistralConfig, {"window": 5}),
+    "ministral3": (Ministral3Config, {"scaling": YARN, "beta": 0.4}),
+    "olmo3": (Olmo3Config, {"scaling": YARN, "window": 5, "sliding_layers": (True, False)}),
+    "granite-4": (GraniteHybridConfig, {**SCALARS, "position_embedding_type": "nope"}),
     "yarn": (MistralConfig, {"scaling": YARN}),
     "yarn-qk-norm": (Qwen3Config, {"scaling": YARN}),
 }
