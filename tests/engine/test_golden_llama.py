@@ -41,13 +41,15 @@ from tests.devices import GPU, running_on
 GOLDEN = Path(__file__).parents[1] / "golden"
 LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-shards")
 NAMES = (
-    *LLAMAS, "qwen2", "qwen3", "mistral", "granite", "smollm3", "phi3", "olmo2", "nanochat",
-    "gemma3",
+    *LLAMAS, "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3",
+    "phi3", "olmo2", "olmo3", "nanochat", "gemma3",
 )  # fmt: skip
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
 YARN = {"rope_type": "yarn", "factor": 2}
 SMOLLM3, GRANITE = {"model_type": "smollm3"}, {"model_type": "granite"}
+GRANITE4 = {"model_type": "granitemoehybrid", "shared_intermediate_size": 56}
+MINISTRAL3, OLMO3 = {"model_type": "ministral3"}, {"model_type": "olmo3"}
 PHI3, GEMMA3 = {"model_type": "phi3"}, {"model_type": "gemma3_text"}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 5}
 THETA_3 = {"rope_parameters": {"rope_theta": 3}}
@@ -232,7 +234,7 @@ def test_the_class_follows_the_architecture() -> None:
         ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate: expected True or False, got 'no'"),
         ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor: expected a number"),
         ({"rope_scaling": YARN, "rope_theta": 1}, "theta: expected a number above 1 with yarn"),
-        (SMOLLM3 | {"rope_scaling": YARN}, "llama, qwen2, qwen3, mistral, olmo2, not in smollm3"),
+        (SMOLLM3 | {"rope_scaling": YARN}, "mistral, olmo2, olmo3, ministral3, not in smollm3"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: expected factor: missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: factor: expected a num"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: expected null"),
@@ -304,6 +306,21 @@ def test_the_class_follows_the_architecture() -> None:
         (PHI3 | {"rope_scaling": LONGROPE}, "expected a factor for each of 6 frequencies, got 5"),
         (PHI3 | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 9}}, "contradict"),
         (PHI3, "layers.0.mlp.gate_up_proj.weight"),
+        (OLMO3 | {"sliding_window": None}, "sliding_window: expected a positive integer, got None"),
+        (MINISTRAL3, "expected rope_parameters: missing"),
+        (
+            MINISTRAL3 | {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta: expected 0 without yarn, got 0.1",
+        ),
+        (GRANITE4 | {"num_local_experts": 8}, "got 8: mixtures of experts are not supported"),
+        (GRANITE4 | {"layer_types": ["mamba"]}, "['mamba']: layers of Mamba2 are not supported"),
+        (GRANITE4 | {"position_embedding_type": "alibi"}, "or 'nope' or null, got 'alibi': all"),
+        ({"model_type": "a", "num_experts": 8, "vision_config": {"b": 1}}, "'a': mixtures of exp"),
+        ({"model_type": "mamba2", "state_size": 8}, "'mamba2': layers of Mamba are not supported"),
+        (
+            {"model_type": "b", "text_config": {"model_type": "c"}},
+            "nanochat', 'gemma3_text', got 'c",
+        ),
     ],
 )
 def test_a_config_that_is_not_honoured(
@@ -317,6 +334,31 @@ def test_a_config_that_is_not_honoured(
         Checkpoint.open(folder)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("prefixes", [("language_model.model.", "language_model."),
+                                      ("model.language_model.", "")])  # fmt: skip
+def test_the_text_model_of_a_multimodal_checkpoint(prefixes: Any, tmp_path: Path) -> None:
+    """Other tensors are named in a warning; end tokens and ties may be settings of the whole."""
+    text = json.loads((GOLDEN / "ministral3" / "config.json").read_text())
+    whole = {"model_type": "mistral3", "eos_token_id": 7, "tie_word_embeddings": False}
+    whole |= {"text_config": text, "vision_config": {"model_type": "pixtral"}}
+    tensors = load_file(GOLDEN / "ministral3" / "model.safetensors")
+    tensors = {f"{prefixes[not name.startswith('model.')]}{name.removeprefix('model.')}": array
+               for name, array in tensors.items()}  # fmt: skip
+    tensors |= {f"vision_tower.{n}.weight": np.zeros(2, np.float16) for n in range(3)}
+    tensors["model.multi_modal_projector.norm.weight"] = np.zeros(2, np.float16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    left = r"without multi_modal_projector \(1 tensors\), vision_tower \(3 tensors\)"
+    with pytest.warns(UserWarning, match=left):
+        model = gpt2block.from_pretrained(tmp_path, device="cpu")
+    ids = expected_of("ministral3")["ids"]
+    assert model.config == replace(load("ministral3").config, eos_token_ids=(7,))
+    np.testing.assert_array_equal(model(ids), load("ministral3")(ids))
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"quantization_config": {"a": 1}}))
+    with pytest.raises(CheckpointError, match="quantized weights are not supported"):
+        Checkpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama-plain"])

@@ -204,7 +204,9 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     if not is_file(path):
         found = _bare(file, tensors, GPT2_NAMING)
         return _gpt2_config(file, found), found
-    content, tensors = _text_part(file, read_json(path), tensors)
+    content = read_json(path)
+    text = _text_config(content)
+    content = content if text is None else text
     if isinstance(content, dict) and not (content.get("dtype") or content.get("torch_dtype")):
         content["dtype"] = next((each.dtype for each in tensors if each.dtype in DTYPES), None)
     try:
@@ -212,6 +214,7 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     except (CheckpointError, InputError) as error:
         message = str(error).removeprefix(f"{CONFIG}: ")
         raise CheckpointError(f"{path}: {message}") from error
+    tensors = tensors if text is None else _text_tensors(file, tensors)
     settings = path.with_name(GENERATION_CONFIG)
     ends = end_tokens_in(read_object(settings))
     with about(settings):
@@ -219,15 +222,20 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     return config, _bare(file, tensors, naming_of(config))
 
 
-def _text_part(file: Path, content: Any, tensors: Sequence[Stored]) -> tuple[Any, Sequence[Stored]]:
-    """Return the config and the tensors of the text model of a multimodal model, or both as given.
+def _text_config(content: Any) -> Any:
+    """Return the text model's config of a multimodal model, or None.
 
-    Settings of the whole model replace the text model's. Warns of the other tensors.
+    Settings of the whole model replace the text model's.
     """
     text = content.get("text_config") if isinstance(content, dict) else None
     if not isinstance(text, dict) or content.get("model_type") in (*ARCHITECTURES,):
-        return content, tensors
+        return None
     whole = {key: content[key] for key in _OF_WHOLE if content.get(key) is not None}
+    return {**_ABSENT, **text, **whole}
+
+
+def _text_tensors(file: Path, tensors: Sequence[Stored]) -> Sequence[Stored]:
+    """Return the text model's tensors of a multimodal model; warn of the other tensors."""
     kept: list[Stored] = []
     left: Counter[str] = Counter()
     for each in tensors:
@@ -238,7 +246,7 @@ def _text_part(file: Path, content: Any, tensors: Sequence[Stored]) -> tuple[Any
             left[each.label.removeprefix("model.").split(".")[0]] += 1
     named = ", ".join(f"{module} ({count} tensors)" for module, count in left.items())
     warnings.warn(f"{file}: only the text model is read, without {named}", stacklevel=2)
-    return {**_ABSENT, **text, **whole}, kept
+    return kept
 
 
 def parse_config(config: Any) -> ModelConfig:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from gpt2block.checks import check_count
 from gpt2block.models.architectures import olmo2
 from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.models.architectures.olmo2 import Olmo2Config
@@ -33,6 +34,10 @@ class Olmo3Config(PartlyWindowedConfig, Olmo2Config):
     }  # fmt: skip
 
     window: int | None = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("sliding_window", self.window)
 
     @property
     def scales(self) -> Scales:
