@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from gpt2block.models.weights.matrix import WeightMatrix
 
 Array = NDArray[np.floating[Any]]
-Growth = tuple[float, int]  # as in `rope_qkv`
 
 # Number of queries that attention_cached processes together, to skip keys after the last of these
 # queries. Products of 16 queries (16 x 256 x 64) are too small for BLAS to use several threads;
@@ -627,7 +626,7 @@ def rope_qkv(
     n_kv_head: int,
     half_split: bool = False,
     factor: float = 1.0,
-    growth: Growth | None = None,
+    growth: tuple[float, int] | None = None,
 ) -> Array:
     """Apply `rope` to the queries and keys of rows [Q | K | V], with a position for each row.
 
@@ -658,7 +657,7 @@ def rope_packed(
     n_kv_head: int,
     half_split: bool = False,
     factor: float = 1.0,
-    growth: Growth | None = None,
+    growth: tuple[float, int] | None = None,
 ) -> Array:
     """Apply `rope_qkv` to packed rows, with separate frequencies for each sequence.
 
@@ -683,7 +682,7 @@ def rope_append(
     n_head: int,
     half_split: bool = False,
     factor: float = 1.0,
-    growth: Growth | None = None,
+    growth: tuple[float, int] | None = None,
 ) -> Array:
     """Apply `rope_qkv` to one token per sequence; write K and V into a kv_cache; return Q.
 
@@ -778,7 +777,7 @@ def linear_rope(
     row: NDArray[np.integer[Any]],
     position: NDArray[np.integer[Any]],
     n_head: int,
-    growth: Growth | None = None,
+    growth: tuple[float, int] | None = None,
 ) -> Array:
     """Compute `rope_append` of x · w + bias, with half-split pairs; `by`: cosines and sines.
 
@@ -801,7 +800,7 @@ def _append_rotated(
     row: NDArray[np.integer[Any]],
     position: NDArray[np.integer[Any]],
     n_head: int,
-    growth: Growth | None,
+    growth: tuple[float, int] | None,
 ) -> Array:
     """Rotate the heads of Q and K in rows [Q | K | V]; append K and V to a kv_cache, return Q."""
     D = 2 * by.shape[1]
@@ -844,7 +843,7 @@ def _rotations(
     return times * np.cos(angle), times * np.sin(angle)
 
 
-def _grow(q: Array, position: NDArray[np.integer[Any]], growth: Growth | None) -> None:
+def _grow(q: Array, position: NDArray[np.integer[Any]], growth: tuple[float, int] | None) -> None:
     """Multiply queries (..., T, H, D) in place by the factor of their positions (T,)."""
     if growth is not None:
         beta, span = growth
@@ -980,7 +979,7 @@ def rope_sums(
     *,
     n_head: int,
     eps: float = 1e-6,
-    growth: Growth | None = None,
+    growth: tuple[float, int] | None = None,
 ) -> Array:
     """Compute `linear_rope` of rmsnorm(x + Σ sums); `sums` is a result of `gated_sums`.
 
