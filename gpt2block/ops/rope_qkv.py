@@ -172,6 +172,7 @@ def rope_qkv(
     half_split: bool = False,
     out: CudaArray | None = None,
     factor: float = 1.0,
+    growth: tuple[float, int] | None = None,
 ) -> CudaArray:
     """Compute `reference.rope_qkv` on CuPy arrays. Raises InputError.
 
@@ -181,7 +182,7 @@ def rope_qkv(
     """
     arrays = (*(contiguous(qkv) if out is not qkv else (qkv,)), *contiguous(positions, frequencies))
     heads = {"n_head": n_head, "n_kv_head": n_kv_head, "half_split": half_split}
-    return call(OPERATION, arrays, out, **heads, factor=factor).out
+    return call(OPERATION, arrays, out, **heads, factor=factor, growth=growth).out
 
 
 def rope_append(
@@ -195,6 +196,7 @@ def rope_append(
     half_split: bool = False,
     kv_dtype: str | None = None,
     factor: float = 1.0,
+    growth: tuple[float, int] | None = None,
 ) -> CudaArray:
     """Compute `reference.rope_append` on CuPy arrays: return rotated Q, write K and V to the cache.
 
@@ -205,5 +207,5 @@ def rope_append(
     """
     qkv, frequencies, row, position = contiguous(qkv, frequencies, row, position)
     inputs = (qkv, frequencies, k, v, row, position)
-    options = {"n_head": n_head, "half_split": half_split, "factor": factor, "kv_dtype": kv_dtype}
-    return ROPE_APPEND.bind_on_device(inputs, **options).run()
+    turn = {"half_split": half_split, "factor": factor, "growth": growth}
+    return ROPE_APPEND.bind_on_device(inputs, n_head=n_head, kv_dtype=kv_dtype, **turn).run()

@@ -33,7 +33,10 @@ LONG = RopeScaling("longrope", 1.0, original_context=16, factors=(1.5, 2.0, 2.5)
                    long_factors=(2.0, 3.0, 4.0), attention_factor=1.25)  # fmt: skip
 YARN = RopeScaling("yarn", 4.0, original_context=8)
 # Names of other architectures in GGUF files, and settings that the files lack
-NAMESAKES = {"mistral": {"window": None}, "granitemoehybrid": {"position_embedding_type": "rope"}}
+NAMESAKES: dict[str, dict[str, Any]] = {
+    "mistral": {"window": None},
+    "granitemoehybrid": {"position_embedding_type": "rope"},
+}
 OTHERS: dict[str, dict[str, Any]] = {  # settings that are not defaults
     "gpt2": {"eps": 2e-5},
     "llama": {"scaling": RopeScaling("linear", 4.0), "attention_bias": True, "mlp_bias": True},

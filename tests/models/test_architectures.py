@@ -80,7 +80,7 @@ def olmo3(rng: random.Random) -> dict[str, Any]:
     """Windows in some layers, and YaRN in the others; heads and rows as for OLMo 2."""
     found = olmo2(rng) | {"max_position_embeddings": 80}
     theta, local = found.pop("rope_theta"), rng.choice((100.0, 1e4))
-    full = {"rope_type": "default"}
+    full: dict[str, Any] = {"rope_type": "default"}
     if rng.random() < 0.6:
         full = {"rope_type": "yarn", "factor": rng.choice((1.0, 4.0)), "beta_fast": 2.0}
         full |= {"beta_slow": 0.1, "original_max_position_embeddings": 12}

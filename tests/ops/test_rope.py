@@ -346,9 +346,11 @@ def test_pairs_that_turn_have_a_factor(
     heads[:, :2] *= grown.astype(np.float32)[:, None, None]
     np.testing.assert_array_max_ulp(got.reshape(heads.shape)[..., still], heads[..., still], 1)
     k, v = device.asarray(cache), device.asarray(cache)
-    q = registry.bind("rope_append", (qkv, by, k, v, row, at), **options).run().get()
+    q = ops.rope_append(qkv, by, k, v, row, at, **options).get()
     np.testing.assert_array_equal(q, got[:, :68])
     np.testing.assert_array_equal(k.get()[rows, position], got[:, 68:102])
+    turned = ops.rope_qkv(qkv, at, by, n_kv_head=1, **options)
+    np.testing.assert_array_equal(turned.get(), got)
     both = registry.bind("rotations", (at, by), factor=1.3).run().get()
     np.testing.assert_allclose(
         both, reference.rotations(position, turns, None, 1.3), rtol=0, atol=3e-7

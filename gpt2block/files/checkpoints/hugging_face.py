@@ -45,17 +45,17 @@ MODULES = "modules.json"
 POOLING_CONFIG = "1_Pooling/config.json"
 # Last words of the errors that the package safetensors raises for truncated files
 _TRUNCATED = ("header too small", "invalid header length", "file not fully covered")
-# Prefixes of a text model's tensors in multimodal models, and keys of the whole model's config
+# For multimodal models: prefixes of the text model's tensors, keys of the whole model's config that
+# apply to the text model, and defaults of `transformers`
 _TEXT = re.compile(r"^(model\.)?language_model\.(model\.)?")
 _OF_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "quantization_config")
-_ABSENT = {"model_type": "mistral", "tie_word_embeddings": True}  # as in `transformers`
-# Keys of configs of other models, and the parts of models that they describe
+_ABSENT = {"model_type": "mistral", "tie_word_embeddings": True}
+# Unsupported parts of models, and the keys of their configs
 _UNSUPPORTED = {
-    "num_local_experts": "mixtures of experts", "num_experts": "mixtures of experts",
-    "n_routed_experts": "mixtures of experts", "mamba_d_state": "layers of Mamba",
-    "ssm_state_size": "layers of Mamba", "state_size": "layers of Mamba",
-    "linear_num_value_heads": "gated delta nets", "conv_L_cache": "layers of convolutions",
-    "vision_config": "images", "audio_config": "sounds",
+    "mixtures of experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "layers of Mamba": ("mamba_d_state", "ssm_state_size", "state_size"),
+    "gated delta nets": ("linear_num_value_heads",), "layers of convolutions": ("conv_L_cache",),
+    "images": ("vision_config",), "sounds": ("audio_config",),
 }  # fmt: skip
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -255,7 +255,7 @@ def parse_config(config: Any) -> ModelConfig:
     known = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
     if known is None:
         names = ", ".join(map(repr, ARCHITECTURES))
-        absent = dict.fromkeys(what for key, what in _UNSUPPORTED.items() if config.get(key))
+        absent = [what for what, keys in _UNSUPPORTED.items() if any(map(config.get, keys))]
         lacks = f": {', '.join(absent)} are not supported" if absent else ""
         raise CheckpointError(
             f"{CONFIG}: model_type: expected one of {names}, got {shown(kind)}{lacks}"
