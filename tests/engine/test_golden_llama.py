@@ -35,7 +35,7 @@ from gpt2block import (
 from gpt2block.engine.inspect.compare import exact_tensors
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.hugging_face import parse_config
-from gpt2block.models.config import OF_OTHERS
+from gpt2block.models.config import OF_OTHERS, model_shapes
 from tests.devices import GPU, running_on
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -334,6 +334,61 @@ def test_a_config_that_is_not_honoured(
         Checkpoint.open(folder)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "attention_dropout": 0.0,
+          "use_cache": True, "torch_dtype": "bfloat16", "num_attention_heads": 32}  # fmt: skip
+OLMO3_7B = COMMON | {
+    "model_type": "olmo3", "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 100278,
+    "num_hidden_layers": 32, "num_key_value_heads": 32, "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-6, "sliding_window": 4096, "attention_bias": False, "rope_theta": 500000,
+    "layer_types": [*3 * ["sliding_attention"], "full_attention"] * 8, "eos_token_id": 100257,
+    "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
+                     "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn"},
+}  # fmt: skip
+MINISTRAL3_3B = COMMON | {
+    "model_type": "ministral3", "hidden_size": 3072, "intermediate_size": 9216, "head_dim": 128,
+    "num_hidden_layers": 26, "num_key_value_heads": 8, "max_position_embeddings": 262144,
+    "vocab_size": 131072, "rms_norm_eps": 1e-5, "sliding_window": None, "tie_word_embeddings": True,
+    "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "mscale": 1.0,
+                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+                        "llama_4_scaling_beta": 0.1, "rope_theta": 1000000.0, "rope_type": "yarn",
+                        "type": "yarn"},
+}  # fmt: skip
+GRANITE_MICRO = COMMON | {
+    "model_type": "granitemoehybrid", "hidden_size": 2560, "intermediate_size": 8192,
+    "shared_intermediate_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "max_position_embeddings": 131072, "vocab_size": 100352,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000000, "rope_scaling": None, "init_method": "mup",
+    "layer_types": ["attention"] * 40, "position_embedding_type": "rope", "logits_scaling": 10.0,
+    "normalization_function": "rmsnorm", "attention_multiplier": 0.015625, "mamba_d_conv": 4,
+    "embedding_multiplier": 12, "residual_multiplier": 0.22, "num_local_experts": 0,
+    "num_experts_per_tok": 0, "router_aux_loss_coef": 0.01, "output_router_logits": False,
+    "mamba_n_heads": 128, "mamba_d_head": 40, "mamba_d_state": 256, "mamba_expand": 2,
+    "mamba_n_groups": 1, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False,
+    "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 100257,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "billions", "windows", "attention", "growth"),
+    [
+        (OLMO3_7B, 7.3, 24, None, None),
+        (MINISTRAL3_3B, 3.43, 0, 128**-0.5, (0.1, 16384)),
+        (GRANITE_MICRO, 3.4, 0, 0.015625, None),
+    ],
+)
+def test_published_configs(
+    content: dict[str, Any], billions: float, windows: int, attention: Any, growth: Any
+) -> None:
+    """YaRN's factor of Ministral 3 is 1: mscale and mscale_all_dim are equal."""
+    config: Any = parse_config(content)
+    parameters = sum(map(math.prod, model_shapes(config).values()))
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert sum(window is not None for window in config.windows) == windows
+    assert config.scales.attention == pytest.approx(attention)
+    assert config.scales.growth == growth
+    assert parse_config(config.to_hugging_face()) == config
 
 
 @pytest.mark.parametrize("prefixes", [("language_model.model.", "language_model."),
