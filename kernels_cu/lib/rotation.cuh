@@ -95,15 +95,20 @@ __device__ __forceinline__ float query_factor(int position) {
 #endif
 }
 
+// Returns a rotation that also multiplies pairs by `factor`.
+__device__ __forceinline__ Rotation grown(const Rotation& by, float factor) {
+    return {by.cos * factor, by.sin * factor};
+}
+
 // Returns the address of the frequencies of sequence b. `frequencies` is (B, pairs). Padding rows (b = -1) use the
 // frequencies of sequence 0.
 __device__ __forceinline__ const double* frequencies_of(int b, const double* frequencies, int B, int pairs) {
     return frequencies + (long long)(b >= 0 && b < B ? b : 0) * pairs;
 }
 
-// Rotates the pair (real, imaginary). Explicit roundings give all kernels the same bits. factor: as in query_factor.
-__device__ __forceinline__ void turn(const Rotation& by, float& real, float& imaginary, float factor = 1.0f) {
-    const float r = real, i = imaginary, cos = by.cos * factor, sin = by.sin * factor;
-    real = fmaf(r, cos, -__fmul_rn(i, sin));
-    imaginary = fmaf(r, sin, __fmul_rn(i, cos));
+// Rotates the pair (real, imaginary). Explicit roundings give all kernels the same bits.
+__device__ __forceinline__ void turn(const Rotation& by, float& real, float& imaginary) {
+    const float r = real, i = imaginary;
+    real = fmaf(r, by.cos, -__fmul_rn(i, by.sin));
+    imaginary = fmaf(r, by.sin, __fmul_rn(i, by.cos));
 }

@@ -138,7 +138,7 @@ def ministral3(rng: random.Random) -> dict[str, Any]:
         given = {name: value for name, value in options.items() if rng.random() < 0.7}
         rope |= {"rope_type": "yarn", "factor": rng.choice((1.0, 4.0, 16.0)), **given}
         rope |= {"original_max_position_embeddings": rng.choice((2, 5, 12, 200))}
-        rope |= {"llama_4_scaling_beta": rng.choice((0.1, 0.7, 0.0))}
+        rope |= {"llama_4_scaling_beta": rng.choice((0.1, 0.3, 0.0))}
     return found | {"rope_parameters": rope}
 
 

@@ -210,7 +210,7 @@ struct AppendRope {
         const bool cached = b >= 0 && b < B && at >= 0 && at < n_ctx;
         const float2 by = __ldcg(reinterpret_cast<const float2*>(rotations) + (long long)m * (D / 2) + n % (D / 2));
         const float factor = n / D < n_head ? query_factor(at) : 1.0f;
-        return {{by.x * factor, by.y * factor}, cached ? ((long long)b * n_ctx + at) * n_kv_head : -1};
+        return {grown({by.x, by.y}, factor), cached ? ((long long)b * n_ctx + at) * n_kv_head : -1};
     }
 
     __device__ float value(float v, const Late&) const { return v; }  // used without RoPE
