@@ -21,11 +21,7 @@ from gpt2block.files.checkpoints.gguf_end_tokens import end_tokens
 from gpt2block.files.checkpoints.gguf_header import MAGIC, Header, as_python, read_header
 from gpt2block.files.checkpoints.naming import LONGROPE_FACTORS, ROPE_FACTORS, naming_of
 from gpt2block.files.checkpoints.stored import Stored
-from gpt2block.models.architectures import (
-    GGUF_ARCHITECTURES,
-    GGUF_WITH_WINDOW,
-    architecture_of,
-)
+from gpt2block.models.architectures import GGUF_ARCHITECTURES, GGUF_WITH_WINDOW, architecture_of
 from gpt2block.models.config import LIMITS, GPT2Config, ModelConfig, sees_all
 from gpt2block.models.config.llama import LlamaConfig, RopeScaling, all_but_every, yarn_attention
 

@@ -47,7 +47,7 @@ POOLING_CONFIG = "1_Pooling/config.json"
 _TRUNCATED = ("header too small", "invalid header length", "file not fully covered")
 # For multimodal models: prefixes of the text model's tensors, keys of the whole model's config that
 # apply to the text model, and defaults of `transformers`
-_TEXT = re.compile(r"^(model\.)?language_model\.(model\.)?")
+_TEXT = re.compile(r"^(model\.)?language_model\.(model\.)?|^(?=lm_head\.)")
 _OF_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "quantization_config")
 _ABSENT = {"model_type": "mistral", "tie_word_embeddings": True}
 # Unsupported parts of models, and the keys of their configs
@@ -236,17 +236,12 @@ def _text_config(content: Any) -> Any:
 
 def _text_tensors(file: Path, tensors: Sequence[Stored]) -> Sequence[Stored]:
     """Return the text model's tensors of a multimodal model; warn of the other tensors."""
-    kept: list[Stored] = []
-    left: Counter[str] = Counter()
-    for each in tensors:
-        name = _TEXT.sub("", each.label)
-        if name != each.label or name == "lm_head.weight":
-            kept.append(replace(each, label=name))
-        else:
-            left[each.label.removeprefix("model.").split(".")[0]] += 1
-    named = ", ".join(f"{module} ({count} tensors)" for module, count in left.items())
+    left = [each.label for each in tensors if not _TEXT.match(each.label)]
+    modules = Counter(label.removeprefix("model.").split(".")[0] for label in left)
+    named = ", ".join(f"{module} ({count} tensors)" for module, count in modules.items())
     warnings.warn(f"{file}: only the text model is read, without {named}", stacklevel=2)
-    return kept
+    kept = (each for each in tensors if _TEXT.match(each.label))
+    return [replace(each, label=_TEXT.sub("", each.label)) for each in kept]
 
 
 def parse_config(config: Any) -> ModelConfig:

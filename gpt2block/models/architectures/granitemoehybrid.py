@@ -16,10 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.models.architectures import granite
-from gpt2block.models.architectures.architecture import CheckpointLayout
 from gpt2block.models.architectures.granite import GraniteConfig
 from gpt2block.models.config import ModelConfig, Settings
-from gpt2block.models.config.llama import LlamaConfig
 
 POSITIONS = "position_embedding_type"
 
@@ -36,9 +34,9 @@ class GraniteHybridConfig(GraniteConfig):
     FLAGS: ClassVar[tuple[str, ...]] = (*ModelConfig.FLAGS, "attention_bias")
     OTHERS: ClassVar[Mapping[str, str]] = {**GraniteConfig.OTHERS, POSITIONS: POSITIONS}
     HONOURED: ClassVar[tuple[str, ...]] = (*GraniteConfig.HONOURED, "layer_types")
-    ABSENT: ClassVar[Mapping[str, Any]] = {**LlamaConfig.ABSENT, POSITIONS: None}
+    ABSENT: ClassVar[Mapping[str, Any]] = {**GraniteConfig.ABSENT, POSITIONS: None}
     SETTINGS: ClassVar[Settings] = (
-        *LlamaConfig.SETTINGS,
+        *GraniteConfig.SETTINGS,
         (POSITIONS, ("rope", "nope", None), "all layers have RoPE or none"),
         ("num_local_experts", (0,), "mixtures of experts are not supported"),
         ("layer_types", ("attention", "full_attention"), "layers of Mamba2 are not supported"),
@@ -64,10 +62,9 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "w_up b_up": ("shared_mlp.input_linear", "ffn_up"),  # up's rows follow gate's rows
     "w_down b_down": ("shared_mlp.output_linear", "ffn_down"),
 }
-FILES: CheckpointLayout = granite.FILES
-GGUF, GGUF_ROPE_INTERLEAVED = granite.GGUF, granite.GGUF_ROPE_INTERLEAVED
+FILES, GGUF, GGUF_ROPE_INTERLEAVED = granite.FILES, granite.GGUF, granite.GGUF_ROPE_INTERLEAVED
 
 attention, feed_forward, final = granite.attention, granite.feed_forward, granite.final
-constants = granite.constants
-stream_bounds, operand_bounds = granite.stream_bounds, granite.operand_bounds
+constants, stream_bounds = granite.constants, granite.stream_bounds
+operand_bounds = granite.operand_bounds
 NORM, QKV, TENSOR_HEADS, DIVIDED = granite.NORM, granite.QKV, granite.TENSOR_HEADS, granite.DIVIDED

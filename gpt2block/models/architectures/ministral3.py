@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from gpt2block.checks import check_number
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms
+from gpt2block.models.architectures.architecture import RowNorms
 from gpt2block.models.config import ModelConfig, Scales, agreed
 from gpt2block.models.config.llama import WindowedConfig, rope_objects
 
@@ -70,8 +70,7 @@ class Ministral3Config(WindowedConfig):
 
 
 CONFIG: type[ModelConfig] = Ministral3Config
-NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
-FILES: CheckpointLayout = llama.FILES
+NAMES, FILES = llama.NAMES, llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "mistral3", True
 
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from gpt2block.checks import check_count
 from gpt2block.models.architectures import olmo2
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.config import ModelConfig, Scales
 from gpt2block.models.config.llama import KINDS, PartlyWindowedConfig
@@ -59,8 +59,7 @@ class Olmo3Config(PartlyWindowedConfig, Olmo2Config):
 
 
 CONFIG: type[ModelConfig] = Olmo3Config
-NAMES: Mapping[str, tuple[str, str]] = olmo2.NAMES
-FILES: CheckpointLayout = olmo2.FILES
+NAMES, FILES = olmo2.NAMES, olmo2.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = olmo2.GGUF, olmo2.GGUF_ROPE_INTERLEAVED
 
 feed_forward, final, stream_bounds = olmo2.feed_forward, olmo2.final, olmo2.stream_bounds
