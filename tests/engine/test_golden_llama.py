@@ -494,6 +494,7 @@ def test_parts_of_a_tensor_in_files_have_one_dtype(tmp_path: Path) -> None:
 JSON_VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 2**70, 1.5, math.nan, "", "x", "\ud800", [], ["a"], [[1]], {},
     {"a": 1}, {"rope_type": []}, {"type": {}}, {"rope_theta": [1]}, {"partial_rotary_factor": {}},
+    {"sliding_attention": 1}, {"llama_4_scaling_beta": []},
 )  # fmt: skip
 OPTIONAL = (
     "activation_function", "add_cross_attention", "head_dim", "n_inner", "partial_rotary_factor",
@@ -501,7 +502,10 @@ OPTIONAL = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama-plain", "llama-shards", "phi3"])
+@pytest.mark.parametrize(
+    "name",
+    ["tiny", "llama-plain", "llama-shards", "phi3", "olmo3", "ministral3", "granitemoehybrid"],
+)
 def test_values_of_any_type_are_honoured_or_refused(name: str) -> None:
     config = json.loads((GOLDEN / name / "config.json").read_text())
     refused = set()

@@ -409,13 +409,14 @@ class PartlyWindowedConfig(WindowedConfig):
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
-        objects, own = config.get("rope_parameters") or {}, {}
+        objects, own = rope_objects(config).get("rope_parameters", {}), {}
         if {*objects} & {*KINDS}:
             local = objects.get(KINDS[1]) or {}
-            if local.get("rope_type", "default") != "default":
+            kind = local.get("rope_type", "default") if isinstance(local, dict) else local
+            if kind != "default":
                 raise CheckpointError(
                     f'config.json: rope_parameters: {KINDS[1]}: expected rope_type "default", '
-                    f"got {shown(local['rope_type'])}: only layers that see all have a scaling"
+                    f"got {shown(kind)}: only layers that see all have a scaling"
                 )
             own = {"local_theta": local["rope_theta"]} if "rope_theta" in local else {}
             config = {**config, "rope_parameters": objects.get(KINDS[0])}
