@@ -626,12 +626,14 @@ def rope_qkv(
     n_kv_head: int,
     half_split: bool = False,
     factor: float = 1.0,
+    growth: tuple[float, int] | None = None,
 ) -> Array:
     """Apply `rope` to the queries and keys of rows [Q | K | V], with a position for each row.
 
     qkv (..., T, (n_head + 2 n_kv_head) D), positions (T,) → the same shape; V is copied.
     frequencies (D / 2,): pair k of a head rotates by position · frequencies[k] radians, and is
     multiplied by factor unless frequencies[k] is 0. float64 keeps angles exact at large positions.
+    growth: (β, n) multiplies queries by 1 + β log(1 + ⌊position / n⌋).
     """
     D, rotating = 2 * frequencies.shape[-1], n_head + n_kv_head
     if qkv.shape[-1] != (rotating + n_kv_head) * D:
@@ -641,6 +643,7 @@ def rope_qkv(
     heads = qkv.reshape(*qkv.shape[:-1], -1, D)
     cos, sin = _rotations(positions[:, None, None], frequencies, factor)
     rotated = _rotated(heads[..., :rotating, :], cos, sin, half_split)
+    _grow(rotated[..., :n_head, :], positions, growth)
     return np.concatenate([rotated, heads[..., rotating:, :]], axis=-2).reshape(qkv.shape)
 
 
@@ -654,13 +657,15 @@ def rope_packed(
     n_kv_head: int,
     half_split: bool = False,
     factor: float = 1.0,
+    growth: tuple[float, int] | None = None,
 ) -> Array:
     """Apply `rope_qkv` to packed rows, with separate frequencies for each sequence.
 
     qkv (N, W), positions (N,), frequencies (B, D / 2), row (N,): the sequence of each row → (N, W).
     """
     own = frequencies[row][:, None]
-    return unchecked(rope_qkv)(qkv, positions, own, n_head, n_kv_head, half_split, factor)
+    turn = (n_head, n_kv_head, half_split, factor, growth)
+    return unchecked(rope_qkv)(qkv, positions, own, *turn)
 
 
 @takes(
@@ -677,6 +682,7 @@ def rope_append(
     n_head: int,
     half_split: bool = False,
     factor: float = 1.0,
+    growth: tuple[float, int] | None = None,
 ) -> Array:
     """Apply `rope_qkv` to one token per sequence; write K and V into a kv_cache; return Q.
 
@@ -686,7 +692,8 @@ def rope_append(
     """
     n_kv_head = k.shape[-1] // max(1, 2 * frequencies.shape[-1])
     own = frequencies if frequencies.ndim == 1 else frequencies[row][:, None]
-    rotated = unchecked(rope_qkv)(qkv, position, own, n_head, n_kv_head, half_split, factor)
+    turn = (n_head, n_kv_head, half_split, factor, growth)
+    rotated = unchecked(rope_qkv)(qkv, position, own, *turn)
     unchecked(kv_append)(rotated, k, v, row, position)
     return rotated[:, : -2 * k.shape[-1]]
 
@@ -770,13 +777,14 @@ def linear_rope(
     row: NDArray[np.integer[Any]],
     position: NDArray[np.integer[Any]],
     n_head: int,
+    growth: tuple[float, int] | None = None,
 ) -> Array:
     """Compute `rope_append` of x · w + bias, with half-split pairs; `by`: cosines and sines.
 
     x (M, C), w (C, Q + 2 KV), bias (Q + 2 KV,), by (M, D / 2, 2), a result of `rotations`, k, v
     (B, n_ctx, KV), row, position (M,) → q (M, Q).
     """
-    return _append_rotated(linear(x, w, bias), by, k, v, row, position, n_head)
+    return _append_rotated(linear(x, w, bias), by, k, v, row, position, n_head, growth)
 
 
 def _normed(x: Array, gamma: Array, beta: Array | None, eps: float) -> Array:
@@ -792,6 +800,7 @@ def _append_rotated(
     row: NDArray[np.integer[Any]],
     position: NDArray[np.integer[Any]],
     n_head: int,
+    growth: tuple[float, int] | None,
 ) -> Array:
     """Rotate the heads of Q and K in rows [Q | K | V]; append K and V to a kv_cache, return Q."""
     D = 2 * by.shape[1]
@@ -803,6 +812,7 @@ def _append_rotated(
         )
     heads = qkv.reshape(len(qkv), -1, D)
     heads[:, :rotating] = _rotated(heads[:, :rotating], by[:, None, :, 0], by[:, None, :, 1], True)
+    _grow(heads[:, :n_head], position, growth)
     qkv = heads.reshape(len(qkv), -1)
     unchecked(kv_append)(qkv, k, v, row, position)
     return qkv[:, : n_head * D]
@@ -831,6 +841,13 @@ def _rotations(
     """Return cosines and sines of position · frequencies, times factor for nonzero frequencies."""
     angle, times = position * frequencies, np.where(frequencies == 0, 1.0, factor)
     return times * np.cos(angle), times * np.sin(angle)
+
+
+def _grow(q: Array, position: NDArray[np.integer[Any]], growth: tuple[float, int] | None) -> None:
+    """Multiply queries (..., T, H, D) in place by the factor of their positions (T,)."""
+    if growth is not None:
+        beta, span = growth
+        q *= (1 + beta * np.log1p(position // span)).astype(q.dtype)[:, None, None]
 
 
 def _rotated(x: Array, cos: Array, sin: Array, half_split: bool) -> Array:
@@ -962,6 +979,7 @@ def rope_sums(
     *,
     n_head: int,
     eps: float = 1e-6,
+    growth: tuple[float, int] | None = None,
 ) -> Array:
     """Compute `linear_rope` of rmsnorm(x + Σ sums); `sums` is a result of `gated_sums`.
 
@@ -972,7 +990,7 @@ def rope_sums(
     qkv = linear(n, w)
     if gamma_q is not None and gamma_k is not None:
         qkv = qk_norm(qkv, gamma_q, gamma_k, n_head, k.shape[-1] // len(gamma_q), eps)
-    return _append_rotated(qkv, by, k, v, row, position, n_head)
+    return _append_rotated(qkv, by, k, v, row, position, n_head, growth)
 
 
 @takes("x f32 M C; weight f32 C; sums f32 S M C; w_down rows H C -> out f32 M C")

@@ -14,8 +14,9 @@ files have greedy (200,), the most likely continuation of the first 8 ids of the
 values were computed in float64 and rounded to float32 once. `transformers` converts a Llama's
 angles, norms and softmax to float32 by name; these names are redefined as float64 meanwhile.
 
-The committed files were made with torch 2.13.0 (tiny), 2.15.0 (llama-*), 2.14.1 (mistral, gemma3)
-and 2.11.0 (other files), and transformers 5.23.0, 5.24.0 (mistral, gemma3) or 5.17.0 (other files).
+The committed files were made with torch 2.13.0 (tiny), 2.15.0 (llama-*), 2.14.1 (mistral, gemma3,
+olmo3, ministral3, granitemoehybrid) and 2.11.0 (other files), and transformers 5.23.0, 5.24.0
+(files of torch 2.14.1) or 5.17.0 (other files).
 The package itself needs neither torch nor transformers.
 """
 
@@ -149,6 +150,57 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 10,
         "attention_bias": True,
+    },
+    "olmo3": {
+        "model_type": "olmo3",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "rope_theta": None,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        "pad_token_id": None,
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 14,
+        "rope_theta": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.3,
+        },
+        "pad_token_id": None,
+    },
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        "num_key_value_heads": 1,
+        "shared_intermediate_size": 56,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "mamba_n_heads": 1,
+        "layer_types": ["attention", "attention"],
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 3.0,
     },
     "nanochat": {
         "model_type": "nanochat",

@@ -438,6 +438,6 @@ LINEAR_SUMS = Operation(
 ROPE_SUMS = Operation(
     name="rope_sums",
     variants=(_rope_sums,),
-    options={"n_head": REQUIRED, "eps": 1e-6, **CACHE, "x_dtype": None},
+    options={"n_head": REQUIRED, "eps": 1e-6, **CACHE, "x_dtype": None, "growth": None},
     prepare=_prepare_rope,
 )

@@ -543,7 +543,7 @@ LINEAR_QKV = Operation(
 LINEAR_ROPE = Operation(
     name="linear_rope",
     variants=(Variant("rope_hopper", hopper.FILE, (hopper.KERNEL,), _rope_by_wgmma),),
-    options={"n_head": REQUIRED, "terms": None, **CACHE, "x_dtype": None},
+    options={"n_head": REQUIRED, "terms": None, **CACHE, "x_dtype": None, "growth": None},
     prepare=_prepare_rope,
 )
 

@@ -19,6 +19,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import checked_heads
 from gpt2block.ops.call import Call
+from gpt2block.ops.engines.epilogues import growth_defines
 from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Workload, variant
 from gpt2block.ops.rope import MAX_BATCH, choose_geometry
 from gpt2block.ops.warm import call
@@ -37,7 +38,7 @@ def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) ->
     width = gcd(aligned, D // 2 if c.half_split else D)
     sms = device_attribute("MultiProcessorCount")
     geometry = choose_geometry(B, T, heads, D, c.half_split, width, sms)._replace(kernel=kernel)
-    return geometry.with_defines(_multiplied(c))
+    return geometry.with_defines((*_multiplied(c), *growth_defines(c.growth)))
 
 
 def _multiplied(c: Call) -> Defines:
@@ -72,6 +73,7 @@ def _over_rows(c: Call, kernel: str, B: int, T: int, *row: CudaArray) -> Launch:
     moved = rotated if same_memory(c.qkv, out) else heads
     aligned = alignment(c.qkv.data.ptr, out.data.ptr) // c.qkv.itemsize
     geometry = _geometry(c, kernel, B, T, moved, aligned)
+    geometry = geometry.with_defines((("ROPE_QUERIES", n_head),) if c.growth else ())
     arrays, sequences = (c.qkv, c.positions, c.frequencies, *row, out), (c.B,) if row else ()
     args = (*arrays, T, rotated, moved, heads, *sequences)
     return launch_at(FILE, geometry, args, c.storage)
@@ -133,13 +135,14 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
     return qkv, positions, 10000.0 ** (-np.arange(0, D, 2) / D)
 
 
+_FACTORS = {"half_split": False, "factor": 1.0, "growth": None}
 ROPE_APPEND = Operation(
     name="rope_append",
     variants=(_append,),
-    options={"n_head": REQUIRED, "half_split": False, "factor": 1.0, "kv_dtype": None},
+    options={"n_head": REQUIRED, **_FACTORS, "kv_dtype": None},
 )
 ROTATE = Operation(name="rotations", variants=(_rotations,), options={"factor": 1.0})
-_TURN = {"n_head": REQUIRED, "n_kv_head": REQUIRED, "half_split": False, "factor": 1.0}
+_TURN = {"n_head": REQUIRED, "n_kv_head": REQUIRED, **_FACTORS}
 ROPE_PACKED = Operation(name="rope_packed", variants=(_packed,), options=_TURN)
 
 OPERATION = Operation(
@@ -169,6 +172,7 @@ def rope_qkv(
     half_split: bool = False,
     out: CudaArray | None = None,
     factor: float = 1.0,
+    growth: tuple[float, int] | None = None,
 ) -> CudaArray:
     """Compute `reference.rope_qkv` on CuPy arrays. Raises InputError.
 
@@ -178,7 +182,7 @@ def rope_qkv(
     """
     arrays = (*(contiguous(qkv) if out is not qkv else (qkv,)), *contiguous(positions, frequencies))
     heads = {"n_head": n_head, "n_kv_head": n_kv_head, "half_split": half_split}
-    return call(OPERATION, arrays, out, **heads, factor=factor).out
+    return call(OPERATION, arrays, out, **heads, factor=factor, growth=growth).out
 
 
 def rope_append(
@@ -192,6 +196,7 @@ def rope_append(
     half_split: bool = False,
     kv_dtype: str | None = None,
     factor: float = 1.0,
+    growth: tuple[float, int] | None = None,
 ) -> CudaArray:
     """Compute `reference.rope_append` on CuPy arrays: return rotated Q, write K and V to the cache.
 
@@ -202,5 +207,5 @@ def rope_append(
     """
     qkv, frequencies, row, position = contiguous(qkv, frequencies, row, position)
     inputs = (qkv, frequencies, k, v, row, position)
-    options = {"n_head": n_head, "half_split": half_split, "factor": factor, "kv_dtype": kv_dtype}
-    return ROPE_APPEND.bind_on_device(inputs, **options).run()
+    turn = {"half_split": half_split, "factor": factor, "growth": growth}
+    return ROPE_APPEND.bind_on_device(inputs, n_head=n_head, kv_dtype=kv_dtype, **turn).run()

@@ -56,13 +56,14 @@ struct Pairs {  // a thread's pairs of channels of one head, in their storage ty
     }
 
     template <typename To>
-    __device__ void turn(const Rotation (&by)[PAIRS], To* to) const {
+    __device__ void turn(const Rotation (&by)[PAIRS], To* to, float factor = 1.0f) const {
         float v[LOADS][ROPE_WIDTH];
 #pragma unroll
         for (int n = 0; n < LOADS; ++n) raw[n].unpack(v[n]);
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
-            ::turn(by[p], TOGETHER ? v[0][2 * p] : v[0][p], TOGETHER ? v[0][2 * p + 1] : v[LOADS - 1][p]);
+            const Rotation own = grown(by[p], factor);
+            ::turn(own, TOGETHER ? v[0][2 * p] : v[0][p], TOGETHER ? v[0][2 * p + 1] : v[LOADS - 1][p]);
         }
 #pragma unroll
         for (int n = 0; n < LOADS; ++n) Vec<To, ROPE_WIDTH>::store(to + n * APART, v[n]);

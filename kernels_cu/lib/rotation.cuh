@@ -85,6 +85,21 @@ __device__ __forceinline__ Rotation rotation_at(double position, double frequenc
     return by;
 }
 
+// Returns the factor of a query at a position: 1 + ROPE_GROWTH log(1 + floor(position / ROPE_SPAN)) with ROPE_GROWTH,
+// else 1. Both numbers are constants of a model.
+__device__ __forceinline__ float query_factor(int position) {
+#ifdef ROPE_GROWTH
+    return fmaf(ROPE_GROWTH, logf(1.0f + position / ROPE_SPAN), 1.0f);
+#else
+    return 1.0f;
+#endif
+}
+
+// Returns a rotation that also multiplies pairs by `factor`.
+__device__ __forceinline__ Rotation grown(const Rotation& by, float factor) {
+    return {by.cos * factor, by.sin * factor};
+}
+
 // Returns the address of the frequencies of sequence b. `frequencies` is (B, pairs). Padding rows (b = -1) use the
 // frequencies of sequence 0.
 __device__ __forceinline__ const double* frequencies_of(int b, const double* frequencies, int B, int pairs) {

@@ -7,8 +7,8 @@
 //   rope_append: decoding: rope_qkv, with K and V written to the kv_cache in its dtype
 //
 // Row n belongs to sequence row[n], at position[n]. K and V of rows outside the cache are not stored. As with
-// rope_pairs in learn/positions/rope.cu, a thread processes the same pairs of ROPE_HEADS heads of a row. Angles and
-// ROPE_FACTOR are as in positions/rope_qkv.cu. With ROPE_OWN, each sequence has its own frequencies.
+// rope_pairs in learn/positions/rope.cu, a thread processes the same pairs of ROPE_HEADS heads of a row. Angles,
+// ROPE_FACTOR and ROPE_GROWTH are as in positions/rope_qkv.cu. With ROPE_OWN, each sequence has its own frequencies.
 //
 // grid (ceil(N / blockDim.z), ceil(heads / (blockDim.y * ROPE_HEADS))), block (ROPE_THREADS, heads, rows).
 #include "lib/rope_pairs.cuh"
@@ -49,7 +49,7 @@ extern "C" __global__ void rope_append(
         for (int i = 0; i < ROPE_HEADS; ++i) {
             const int h = head + i * blockDim.y, of_k = h - n_head, of_v = of_k - n_kv_head;
             if (of_k < 0) {
-                held[i].turn(by, q + ((long long)n * n_head + h) * ROPE_D + channel);
+                held[i].turn(by, q + ((long long)n * n_head + h) * ROPE_D + channel, query_factor(at));
             } else if (cached && of_v < 0) {
                 held[i].turn(by, k + (place + of_k) * ROPE_D + channel);
             } else if (cached && h < heads) {

@@ -9,7 +9,7 @@
 //   rope_packed: rope_qkv with frequencies per sequence: row n uses the frequencies of sequence row[n]
 //
 // With ROPE_FACTOR, pairs whose frequency is not 0 are multiplied by this factor, as in all RoPE kernels with
-// frequencies.
+// frequencies. With ROPE_GROWTH, the ROPE_QUERIES heads of Q are multiplied by query_factor of lib/rotation.cuh.
 //
 // A thread processes ROPE_HEADS heads of a row. Storage is T, arithmetic is float. Angles are double until the whole
 // turns are subtracted, which makes them accurate at any position.
@@ -17,6 +17,10 @@
 // grid (ceil(N / blockDim.z), ceil(moved / (blockDim.y * ROPE_HEADS)), B), block (ROPE_THREADS, heads, rows).
 #include "lib/rope_pairs.cuh"
 #include "lib/overlap.cuh"
+
+#ifndef ROPE_QUERIES
+#define ROPE_QUERIES 0
+#endif
 
 // Rotates rows. sequences: the sequence (0 to B - 1) of each row; null if all rows have the same frequencies.
 __device__ __forceinline__ void turn_rows(
@@ -46,7 +50,7 @@ __device__ __forceinline__ void turn_rows(
             const int h = head + i * blockDim.y;
             T* const to = out + from + (long long)h * ROPE_D;
             if (h < turning) {
-                held[i].turn(by, to);
+                held[i].turn(by, to, h < ROPE_QUERIES ? query_factor((int)position) : 1.0f);
             } else if (h < moved) {
                 held[i].copy(to);
             }

@@ -17,22 +17,27 @@ from gpt2block.engine.generation import batching
 from gpt2block.engine.inspect.compare import exact_tensors
 from gpt2block.engine.model import start_all
 from gpt2block.engine.passes.decoding import DecodePass
-from gpt2block.engine.passes.prefill import TensorCorePass
+from gpt2block.engine.passes.prefill import Prefill, TensorCorePass
 from gpt2block.errors import InputError
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures import architecture_of, llama
 from gpt2block.models.architectures.gemma3 import Gemma3Config
 from gpt2block.models.architectures.granite import GraniteConfig
+from gpt2block.models.architectures.granitemoehybrid import GraniteHybridConfig
+from gpt2block.models.architectures.ministral3 import Ministral3Config
 from gpt2block.models.architectures.mistral import MistralConfig
 from gpt2block.models.architectures.nanochat import NanoChatConfig
 from gpt2block.models.architectures.olmo2 import Olmo2Config
+from gpt2block.models.architectures.olmo3 import Olmo3Config
 from gpt2block.models.architectures.phi3 import Phi3Config
 from gpt2block.models.architectures.qwen2 import Qwen2Config
 from gpt2block.models.architectures.qwen3 import Qwen3Config
 from gpt2block.models.architectures.smollm3 import SmolLM3Config
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import LlamaConfig
+from gpt2block.ops.terms import Terms
 from gpt2block.ops.workload import tolerance
+from tests import outlines
 from tests.devices import GPU, running_on
 
 # Heads of 64 channels, whose prompts tensor cores compute.
@@ -83,6 +88,9 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
         },
     ),
     "mistral": (MistralConfig, {"window": 5}),
+    "ministral3": (Ministral3Config, {"scaling": YARN, "beta": 0.4}),
+    "olmo3": (Olmo3Config, {"scaling": YARN, "window": 5, "sliding_layers": (True, False)}),
+    "granite-4": (GraniteHybridConfig, {**SCALARS, "position_embedding_type": "nope"}),
     "yarn": (MistralConfig, {"scaling": YARN}),
     "yarn-qk-norm": (Qwen3Config, {"scaling": YARN}),
 }
@@ -273,6 +281,18 @@ def test_a_bias_that_a_pass_forgets_is_an_error(
         ids = np.arange(9, dtype=np.int32)
         with pytest.raises(RuntimeError, match=r"h\.0\.b_\w+, .* more: no step"):
             engine.trace(ids, cached) if cached else engine.forward([ids], "last")
+
+
+def test_queries_grow_in_every_pass() -> None:
+    """Each step that applies RoPE has the factor: four steps of prompts and decoding."""
+    config = Ministral3Config(**SIZES, scaling=YARN, beta=0.4)
+    known = {"w_qkv": (Terms("float16", 8),)}
+    prompt = outlines.prefill(Prefill("16_bits", 9, 1, 9, True), config, "last")
+    passes = prompt, outlines.decode(config), outlines.decode(config, known=known)
+    found: dict[str, Any] = {}
+    for steps in (*passes, outlines.decode_sums(config, 2)):
+        found |= {step.op: step.attrs.get("growth") for step in steps if "rope" in step.op}
+    assert found == dict.fromkeys(("rope_qkv", "rope_append", "linear_rope", "rope_sums"), (0.4, 8))
 
 
 def test_the_recordings_of_each_architecture_read_all_tensors() -> None:

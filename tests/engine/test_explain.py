@@ -32,10 +32,11 @@ from gpt2block.engine.explain import Page, collect, grids
 from gpt2block.engine.passes import model_steps
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.gemma3 import Gemma3Config
+from gpt2block.models.architectures.ministral3 import Ministral3Config
 from gpt2block.models.architectures.nanochat import NanoChatConfig
 from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.architectures.qwen3 import Qwen3Config
-from gpt2block.models.config.llama import LlamaConfig
+from gpt2block.models.config.llama import LlamaConfig, RopeScaling
 from tests.engine.test_compare import CONFIG, IDS, SEVEN, TEN, device  # noqa: F401
 from tests.markov import byte_encoding
 
@@ -304,10 +305,12 @@ def of(kind: type[Any], **more: Any) -> Model[Any]:
         of(NanoChatConfig),
         of(Qwen3Config),
         of(Gemma3Config, window=2, logits_cap=3.0),
+        of(Ministral3Config, beta=0.5, scaling=RopeScaling("yarn", 2.0, original_context=2)),
     ],
 )
 def test_the_template_explains_every_step(plan: Any) -> None:
     page = plan.explain([1, 2, 3])
+    assert page.data["model"]["growth"] == plan.config.scales.growth
     for name, step in page.data["steps"].items():
         assert f'<template id="about-{name}">' in page.html
         assert f'<template id="formula-{step["op"]}"><math' in page.html

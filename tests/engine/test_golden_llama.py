@@ -35,19 +35,21 @@ from gpt2block import (
 from gpt2block.engine.inspect.compare import exact_tensors
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.hugging_face import parse_config
-from gpt2block.models.config import OF_OTHERS
+from gpt2block.models.config import OF_OTHERS, model_shapes
 from tests.devices import GPU, running_on
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-shards")
 NAMES = (
-    *LLAMAS, "qwen2", "qwen3", "mistral", "granite", "smollm3", "phi3", "olmo2", "nanochat",
-    "gemma3",
+    *LLAMAS, "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3",
+    "phi3", "olmo2", "olmo3", "nanochat", "gemma3",
 )  # fmt: skip
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
 YARN = {"rope_type": "yarn", "factor": 2}
 SMOLLM3, GRANITE = {"model_type": "smollm3"}, {"model_type": "granite"}
+GRANITE4 = {"model_type": "granitemoehybrid", "shared_intermediate_size": 56}
+MINISTRAL3, OLMO3 = {"model_type": "ministral3"}, {"model_type": "olmo3"}
 PHI3, GEMMA3 = {"model_type": "phi3"}, {"model_type": "gemma3_text"}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 5}
 THETA_3 = {"rope_parameters": {"rope_theta": 3}}
@@ -232,7 +234,7 @@ def test_the_class_follows_the_architecture() -> None:
         ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate: expected True or False, got 'no'"),
         ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor: expected a number"),
         ({"rope_scaling": YARN, "rope_theta": 1}, "theta: expected a number above 1 with yarn"),
-        (SMOLLM3 | {"rope_scaling": YARN}, "llama, qwen2, qwen3, mistral, olmo2, not in smollm3"),
+        (SMOLLM3 | {"rope_scaling": YARN}, "mistral, olmo2, olmo3, ministral3, not in smollm3"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: expected factor: missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: factor: expected a num"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: expected null"),
@@ -304,6 +306,21 @@ def test_the_class_follows_the_architecture() -> None:
         (PHI3 | {"rope_scaling": LONGROPE}, "expected a factor for each of 6 frequencies, got 5"),
         (PHI3 | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 9}}, "contradict"),
         (PHI3, "layers.0.mlp.gate_up_proj.weight"),
+        (OLMO3 | {"sliding_window": None}, "sliding_window: expected a positive integer, got None"),
+        (MINISTRAL3, "expected rope_parameters: missing"),
+        (
+            MINISTRAL3 | {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta: expected 0 without yarn, got 0.1",
+        ),
+        (GRANITE4 | {"num_local_experts": 8}, "got 8: mixtures of experts are not supported"),
+        (GRANITE4 | {"layer_types": ["mamba"]}, "['mamba']: layers of Mamba2 are not supported"),
+        (GRANITE4 | {"position_embedding_type": "alibi"}, "or 'nope' or null, got 'alibi': all"),
+        ({"model_type": "a", "num_experts": 8, "vision_config": {"b": 1}}, "'a': mixtures of exp"),
+        ({"model_type": "mamba2", "state_size": 8}, "'mamba2': layers of Mamba are not supported"),
+        (
+            {"model_type": "b", "text_config": {"model_type": "c"}},
+            "nanochat', 'gemma3_text', got 'c",
+        ),
     ],
 )
 def test_a_config_that_is_not_honoured(
@@ -317,6 +334,86 @@ def test_a_config_that_is_not_honoured(
         Checkpoint.open(folder)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "attention_dropout": 0.0,
+          "use_cache": True, "torch_dtype": "bfloat16", "num_attention_heads": 32}  # fmt: skip
+OLMO3_7B = COMMON | {
+    "model_type": "olmo3", "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 100278,
+    "num_hidden_layers": 32, "num_key_value_heads": 32, "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-6, "sliding_window": 4096, "attention_bias": False, "rope_theta": 500000,
+    "layer_types": [*3 * ["sliding_attention"], "full_attention"] * 8, "eos_token_id": 100257,
+    "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
+                     "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn"},
+}  # fmt: skip
+MINISTRAL3_3B = COMMON | {
+    "model_type": "ministral3", "hidden_size": 3072, "intermediate_size": 9216, "head_dim": 128,
+    "num_hidden_layers": 26, "num_key_value_heads": 8, "max_position_embeddings": 262144,
+    "vocab_size": 131072, "rms_norm_eps": 1e-5, "sliding_window": None, "tie_word_embeddings": True,
+    "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "mscale": 1.0,
+                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+                        "llama_4_scaling_beta": 0.1, "rope_theta": 1000000.0, "rope_type": "yarn",
+                        "type": "yarn"},
+}  # fmt: skip
+GRANITE_MICRO = COMMON | {
+    "model_type": "granitemoehybrid", "hidden_size": 2560, "intermediate_size": 8192,
+    "shared_intermediate_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "max_position_embeddings": 131072, "vocab_size": 100352,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000000, "rope_scaling": None, "init_method": "mup",
+    "layer_types": ["attention"] * 40, "position_embedding_type": "rope", "logits_scaling": 10.0,
+    "normalization_function": "rmsnorm", "attention_multiplier": 0.015625, "mamba_d_conv": 4,
+    "embedding_multiplier": 12, "residual_multiplier": 0.22, "num_local_experts": 0,
+    "num_experts_per_tok": 0, "router_aux_loss_coef": 0.01, "output_router_logits": False,
+    "mamba_n_heads": 128, "mamba_d_head": 40, "mamba_d_state": 256, "mamba_expand": 2,
+    "mamba_n_groups": 1, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False,
+    "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 100257,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "billions", "windows", "attention", "growth"),
+    [
+        (OLMO3_7B, 7.3, 24, None, None),
+        (MINISTRAL3_3B, 3.43, 0, 128**-0.5, (0.1, 16384)),
+        (GRANITE_MICRO, 3.4, 0, 0.015625, None),
+    ],
+)
+def test_published_configs(
+    content: dict[str, Any], billions: float, windows: int, attention: Any, growth: Any
+) -> None:
+    """YaRN's factor of Ministral 3 is 1: mscale and mscale_all_dim are equal."""
+    config: Any = parse_config(content)
+    parameters = sum(map(math.prod, model_shapes(config).values()))
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert sum(window is not None for window in config.windows) == windows
+    assert config.scales.attention == pytest.approx(attention)
+    assert config.scales.growth == growth
+    assert parse_config(config.to_hugging_face()) == config
+
+
+@pytest.mark.parametrize("prefixes", [("language_model.model.", "language_model."),
+                                      ("model.language_model.", "")])  # fmt: skip
+def test_the_text_model_of_a_multimodal_checkpoint(prefixes: Any, tmp_path: Path) -> None:
+    """Other tensors are named in a warning; end tokens and ties may be settings of the whole."""
+    text = json.loads((GOLDEN / "ministral3" / "config.json").read_text())
+    whole = {"model_type": "mistral3", "eos_token_id": 7, "tie_word_embeddings": False}
+    whole |= {"text_config": text, "vision_config": {"model_type": "pixtral"}}
+    tensors = load_file(GOLDEN / "ministral3" / "model.safetensors")
+    tensors = {f"{prefixes[not name.startswith('model.')]}{name.removeprefix('model.')}": array
+               for name, array in tensors.items()}  # fmt: skip
+    tensors |= {f"vision_tower.{n}.weight": np.zeros(2, np.float16) for n in range(3)}
+    tensors["model.multi_modal_projector.norm.weight"] = np.zeros(2, np.float16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    left = r"without multi_modal_projector \(1 tensors\), vision_tower \(3 tensors\)"
+    with pytest.warns(UserWarning, match=left):
+        model = gpt2block.from_pretrained(tmp_path, device="cpu")
+    ids = expected_of("ministral3")["ids"]
+    assert model.config == replace(load("ministral3").config, eos_token_ids=(7,))
+    np.testing.assert_array_equal(model(ids), load("ministral3")(ids))
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"quantization_config": {"a": 1}}))
+    with pytest.raises(CheckpointError, match="quantized weights are not supported"):
+        Checkpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama-plain"])
@@ -397,6 +494,7 @@ def test_parts_of_a_tensor_in_files_have_one_dtype(tmp_path: Path) -> None:
 JSON_VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 2**70, 1.5, math.nan, "", "x", "\ud800", [], ["a"], [[1]], {},
     {"a": 1}, {"rope_type": []}, {"type": {}}, {"rope_theta": [1]}, {"partial_rotary_factor": {}},
+    {"sliding_attention": 1}, {"llama_4_scaling_beta": []},
 )  # fmt: skip
 OPTIONAL = (
     "activation_function", "add_cross_attention", "head_dim", "n_inner", "partial_rotary_factor",
@@ -404,7 +502,10 @@ OPTIONAL = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama-plain", "llama-shards", "phi3"])
+@pytest.mark.parametrize(
+    "name",
+    ["tiny", "llama-plain", "llama-shards", "phi3", "olmo3", "ministral3", "granitemoehybrid"],
+)
 def test_values_of_any_type_are_honoured_or_refused(name: str) -> None:
     config = json.loads((GOLDEN / name / "config.json").read_text())
     refused = set()

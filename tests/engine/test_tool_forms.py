@@ -35,6 +35,10 @@ def test_each_form_has_examples_and_a_template() -> None:
     assert [*FORMS] == [*EXAMPLES] == [*TEMPLATES] == [*FormName.__args__]  # type: ignore[attr-defined]
     for name, source in [*TEMPLATES.items()][:-1]:
         assert [form.name for form in FORMS.values() if form.is_shown_in(source)] == [name]
+    granite_4 = "<|start_of_role|>system<|end_of_role|>within <tool_call></tool_call> XML tags"
+    assert form_of(granite_4) is FORMS["hermes"]
+    ministral_3 = "[AVAILABLE_TOOLS][/AVAILABLE_TOOLS][TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}"
+    assert form_of(ministral_3) is FORMS["mistral-args"]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,10 @@ def tiny(tmp_path: Path) -> Path:
         "qwen3",
         "mistral",
         "granite",
+        "granitemoehybrid",
         "olmo2",
+        "olmo3",
+        "ministral3",
         *(f"llama-{name}" for name in LLAMAS),
     ],
 )
@@ -108,6 +111,41 @@ def test_scores_of_granite_without_a_scale_have_that_of_the_heads(tmp_path: Path
     assert config.attention_multiplier == source.config.head_size**-0.5
     metadata["granite.attention.head_count"] = 0
     refused(write(tmp_path / "none.gguf", metadata, tensors), "n_head: expected a positive integer")
+
+
+GRANITE4 = {"granite.ssm.conv_kernel": 4, "granite.expert_shared_feed_forward_length": 56}
+LOG = {"mistral3.rope.scaling.attn_factor": None, "mistral3.rope.scaling.yarn_log_multiplier": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("granite", GRANITE4 | {"granite.rope.scaling.finetuned": True}),
+        ("ministral3", LOG),
+        ("olmo3", {"olmo2.attention.sliding_window_pattern": 2}),  # a period
+    ],
+)
+def test_keys_of_converters(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """Keys of llama.cpp's converter that `save_gguf` does not write describe the same model."""
+    found: Any = Checkpoint.open(changed(tmp_path, name, keys)).config
+    expected: Any = Checkpoint.open(GOLDEN / name).config
+    assert found.frequencies_of_layers == expected.frequencies_of_layers
+    assert found.scales.attention == pytest.approx(expected.scales.attention)
+    assert found.scales.growth == pytest.approx(expected.scales.growth)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("granite", {"granite.rope.scaling.finetuned": False}, "finetuned: False is not supported"),
+        ("olmo3", {"olmo2.attention.sliding_window_pattern": [True]}, "for each of 2 layers"),
+        ("llama-plain", {"llama.attention.sliding_window_pattern": 2}, "not supported"),
+    ],
+)
+def test_keys_that_are_not_honoured(
+    name: str, keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    refused(changed(tmp_path, name, keys), message)
 
 
 def test_fused_and_quantized_matrices_of_phi3(tmp_path: Path) -> None:
@@ -348,7 +386,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "values": ({"llama.attention.value_length": 6}, "attention.value_length: expected the head"),
     "dynamic": ({"llama.rope.scaling.type": "dynamic"}, "rope.scaling.type: 'dynamic' is not"),
     "yarn": ({"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor: 0.5 is not supported"),
-    "mscale": ({"llama.rope.scaling.yarn_log_multiplier": 1.0}, "yarn_log_multiplier: 1.0 is not"),
+    "mscale": (
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_log_multiplier": -1.0},
+        "rope.scaling.yarn_log_multiplier: expected a number from 0 to 2^20, got -1.0",
+    ),
     "yarn's factor": (
         {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": "x"},
         "rope.scaling.attn_factor: expected 2^-20 to 2^20, got 'x'",

@@ -31,13 +31,21 @@ SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_ctx": 32, "
 OF_LLAMA = {**SIZES, "n_kv_head": 2, "n_ff": 96, "head_size": 12, "eos_token_ids": (3, 2)}
 LONG = RopeScaling("longrope", 1.0, original_context=16, factors=(1.5, 2.0, 2.5),
                    long_factors=(2.0, 3.0, 4.0), attention_factor=1.25)  # fmt: skip
+YARN = RopeScaling("yarn", 4.0, original_context=8)
+# Names of other architectures in GGUF files, and settings that the files lack
+NAMESAKES: dict[str, dict[str, Any]] = {
+    "mistral": {"window": None},
+    "granitemoehybrid": {"position_embedding_type": "rope"},
+}
 OTHERS: dict[str, dict[str, Any]] = {  # settings that are not defaults
     "gpt2": {"eps": 2e-5},
     "llama": {"scaling": RopeScaling("linear", 4.0), "attention_bias": True, "mlp_bias": True},
     "qwen2": {"tie_word_embeddings": True, "bos_token_id": 5, "theta": 1e6},
-    "qwen3": {"attention_bias": True, "scaling": RopeScaling("yarn", 4.0, original_context=8)},
+    "qwen3": {"attention_bias": True, "scaling": YARN},
     "granite": {"embedding_multiplier": 12.0, "attention_multiplier": 0.015625,
                 "residual_multiplier": 0.25, "logits_scaling": 8.0},
+    "ministral3": {"beta": 0.25, "scaling": YARN},
+    "olmo3": {"window": 5, "local_theta": 100.0, "scaling": YARN, "sliding_layers": (True, False)},
     "phi3": {"rotary": 6, "scaling": LONG, "n_ff": 40, "window": 8},
     "gemma3_text": {"window": 5, "local_theta": 100.0, "n_layer": 7},
 }  # fmt: skip
@@ -78,8 +86,8 @@ def stored(name: str, array: NDArray[Any], config: ModelConfig, type: str) -> An
 def test_a_file_is_the_model_in_its_types(kind: str, type: str, tmp_path: Path) -> None:
     config = config_of(kind)
     found = Checkpoint.open(save_gguf(tmp_path / "m.gguf", Random(config), type))
-    if kind == "mistral":  # saved as a Llama, without a window
-        assert {**vars(found.config), "window": None} == vars(config)
+    if kind in NAMESAKES:
+        assert {**vars(found.config), **NAMESAKES[kind]} == vars(config)
     else:
         assert found.config == config
     for ours, theirs in zip(found.tensors(), Random(config).tensors(), strict=True):
@@ -97,7 +105,7 @@ def as_llama_cpp(config: ModelConfig, name: str, array: Any) -> Any:
         return array.T
     if config.MODEL_TYPE == "gemma3_text" and name.endswith("norm.weight"):
         return array.astype(np.float32) + 1
-    if config.MODEL_TYPE in ("llama", "mistral", "granite", "smollm3"):
+    if config.MODEL_TYPE in ("llama", "mistral", "ministral3", "granite", "smollm3"):
         for part, n_head in (("q", config.n_head), ("k", config.kv_width // config.head_size)):
             if f".{part}_proj." in name:
                 halves = array.reshape(n_head, 2, len(array) // n_head // 2, *array.shape[1:])
@@ -107,8 +115,8 @@ def as_llama_cpp(config: ModelConfig, name: str, array: Any) -> Any:
 
 @pytest.mark.parametrize(
     "source",
-    ["tiny", "qwen2", "qwen3", "mistral", "granite", "smollm3", "phi3", "olmo2", "gemma3",
-     "llama-plain", "llama-grouped", "llama-tied"],
+    ["tiny", "qwen2", "qwen3", "mistral", "granite", "smollm3", "phi3", "olmo2", "olmo3",
+     "ministral3", "gemma3", "llama-plain", "llama-grouped", "llama-tied"],
 )  # fmt: skip
 def test_names_and_rows_are_those_of_llama_cpp(source: str) -> None:
     """The package gguf's table gives the names, for files that `transformers` wrote."""
@@ -146,21 +154,30 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
             attention.LAYERNORM_RMS_EPS: c.eps, rope.FREQ_BASE: c.theta,
             rope.DIMENSION_COUNT: c.head_size,
         }  # fmt: skip
+    yarn = {
+        rope.SCALING_TYPE: "yarn", rope.SCALING_FACTOR: 4.0, rope.SCALING_ORIG_CTX_LEN: 8,
+        rope.SCALING_ATTN_FACTOR: 1.0, rope.SCALING_YARN_BETA_FAST: 32.0,
+        rope.SCALING_YARN_BETA_SLOW: 1.0,
+    }  # fmt: skip
     others: dict[str, dict[str, Any]] = {
         "llama": {rope.SCALING_TYPE: "linear", rope.SCALING_FACTOR: 4.0},
+        "granitemoehybrid": {llm.EMBEDDING_SCALE: 1.0, attention.SCALE: 1.0,
+                             llm.RESIDUAL_SCALE: 1.0, llm.LOGIT_SCALE: 1.0},
         "granite": {llm.EMBEDDING_SCALE: 12.0, attention.SCALE: 0.015625,
                     llm.RESIDUAL_SCALE: 0.25, llm.LOGIT_SCALE: 8.0},
         "phi3": {rope.DIMENSION_COUNT: 6, attention.SLIDING_WINDOW: 8,
                  rope.SCALING_ATTN_FACTOR: 1.25, rope.SCALING_ORIG_CTX_LEN: 16},
         "gemma3_text": {attention.SLIDING_WINDOW: 5, "{arch}.rope.freq_base_swa": 100.0,
                         "{arch}.embedding_dtype": "float32"},  # llama.cpp does not read this key
-        "qwen3": {rope.SCALING_TYPE: "yarn", rope.SCALING_FACTOR: 4.0, rope.SCALING_ORIG_CTX_LEN: 8,
-                  rope.SCALING_ATTN_FACTOR: 1.0, rope.SCALING_YARN_BETA_FAST: 32.0,
-                  rope.SCALING_YARN_BETA_SLOW: 1.0},
+        "qwen3": yarn,
+        "ministral3": yarn | {attention.TEMPERATURE_SCALE: 0.25},
+        "olmo3": yarn | {attention.SLIDING_WINDOW: 5, "{arch}.rope.freq_base_swa": 100.0,
+                         attention.SLIDING_WINDOW_PATTERN: (True, False)},
     }  # fmt: skip
-    name = {"mistral": "llama", "gemma3_text": "gemma3"}.get(kind, kind)
-    named = {key.format(arch=name): each for key, each in (expected | others.get(kind, {})).items()}
-    assert metadata_of(Random(c)) == {"general.architecture": name, **named}
+    named = {"mistral": "llama", "ministral3": "mistral3", "granitemoehybrid": "granite"}
+    name = (named | {"olmo3": "olmo2", "gemma3_text": "gemma3"}).get(kind, kind)
+    keys = {key.format(arch=name): each for key, each in (expected | others.get(kind, {})).items()}
+    assert metadata_of(Random(c)) == {"general.architecture": name, **keys}
 
 
 @pytest.mark.usefixtures("smollm2_files")

@@ -76,6 +76,22 @@ def olmo2(rng: random.Random) -> dict[str, Any]:
     return found | {"attention_bias": rng.random() < 0.3}
 
 
+def olmo3(rng: random.Random) -> dict[str, Any]:
+    """Windows in some layers, and YaRN in the others; heads and rows as for OLMo 2."""
+    found = olmo2(rng) | {"max_position_embeddings": 80}
+    theta, local = found.pop("rope_theta"), rng.choice((100.0, 1e4))
+    full: dict[str, Any] = {"rope_type": "default"}
+    if rng.random() < 0.6:
+        full = {"rope_type": "yarn", "factor": rng.choice((1.0, 4.0)), "beta_fast": 2.0}
+        full |= {"beta_slow": 0.1, "original_max_position_embeddings": 12}
+        full |= rng.choice(({}, {"attention_factor": 1.4}))
+    rope = {"full_attention": full | {"rope_theta": theta}}
+    rope["sliding_attention"] = {"rope_type": "default", "rope_theta": local}
+    kinds = rng.choices(("sliding_attention", "full_attention"), k=found["num_hidden_layers"])
+    layers = rng.choice(({}, {"layer_types": kinds}))
+    return found | layers | {"rope_parameters": rope, "sliding_window": rng.choice((1, 5, 100))}
+
+
 def nanochat(rng: random.Random) -> dict[str, Any]:
     """Heads have at least 8 channels, as for Qwen3; some logits are near the cap."""
     found = sizes(rng) | {"hidden_size": 4 * rng.randint(2, 20), "head_dim": 2 * rng.randint(4, 16)}
@@ -95,10 +111,35 @@ def granite(rng: random.Random) -> dict[str, Any]:
     return found | scales | {"attention_bias": rng.random() < 0.3, "mlp_bias": rng.random() < 0.3}
 
 
+def granitemoehybrid(rng: random.Random) -> dict[str, Any]:
+    """Dense models: without experts and layers of Mamba2."""
+    found = granite(rng) | {"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 1}
+    found["max_position_embeddings"] = 80
+    del found["mlp_bias"]
+    found["shared_intermediate_size"] = found.pop("intermediate_size")
+    kinds = [rng.choice(("attention", "full_attention"))] * found["num_hidden_layers"]
+    return found | {"layer_types": kinds, "position_embedding_type": rng.choice(("rope", None))}
+
+
 def mistral(rng: random.Random) -> dict[str, Any]:
     found = sizes(rng) | {"hidden_size": 4 * rng.randint(2, 20)}
     window = rng.choice((None, 1, 5, 9, found["max_position_embeddings"], 4096))
     return found | {"sliding_window": window}
+
+
+def ministral3(rng: random.Random) -> dict[str, Any]:
+    """Queries grow several times within the context; a tenth of the models has a plain RoPE."""
+    found = mistral(rng) | {"sliding_window": rng.choice((None, None, 9))}
+    found["max_position_embeddings"] = 80
+    rope = {"rope_theta": found.pop("rope_theta"), "llama_4_scaling_beta": 0.0}
+    rope |= {"rope_type": "default", "original_max_position_embeddings": 4}
+    if rng.random() < 0.9:
+        options = {"mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 2.0, "beta_slow": 0.1}
+        given = {name: value for name, value in options.items() if rng.random() < 0.7}
+        rope |= {"rope_type": "yarn", "factor": rng.choice((1.0, 4.0, 16.0)), **given}
+        rope |= {"original_max_position_embeddings": rng.choice((2, 5, 12, 200))}
+        rope |= {"llama_4_scaling_beta": rng.choice((0.1, 0.3, 0.0))}
+    return found | {"rope_parameters": rope}
 
 
 def phi3(rng: random.Random) -> dict[str, Any]:
@@ -165,7 +206,8 @@ def yarn(rng: random.Random) -> dict[str, Any]:
 KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
     each.__name__: each
     for each in (
-        llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, nanochat, gemma3_text, yarn,
+        llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
+        olmo2, olmo3, nanochat, gemma3_text, yarn,
     )
 }  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -206,6 +248,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
         off = max(np.abs(a - b).max() for a, b in zip(ours(rows), exact, strict=True))
         prompts = [rows[1].tolist(), rows[2].tolist(), rows[2][:5].tolist()]
         found = ours.generate(prompts, temperature=0, max_new_tokens=8)
+        found[2] = ours.generate(prompts[2], temperature=0, max_new_tokens=min(72, n_ctx - 5))
         for prompt, made in zip(prompts, found, strict=True):
             with in_float64():
                 after = logits_of(torch, theirs, np.array([*prompt, *made.tokens]))
@@ -260,8 +303,10 @@ def test_scores_and_files(kind: str, tmp_path: Path) -> None:
             folder / "again", attn_implementation="eager"
         )
         np.testing.assert_array_equal(logits_of(torch, again.eval(), ids), logits)
-        layers = getattr(ours.config, "rope_layers", ())
-        no_gguf = ours.config.MODEL_TYPE in ("mistral", "nanochat", "gemma3_text")
+        c: Any = ours.config
+        layers, turned = getattr(c, "rope_layers", ()), settings.get("position_embedding_type", "")
+        no_gguf = c.MODEL_TYPE in ("mistral", "nanochat", "gemma3_text") or turned is None
+        no_gguf |= c.MODEL_TYPE == "ministral3" and c.window is not None
         if no_gguf or layers != tuple((n + 1) % 4 > 0 for n in range(len(layers))):
             continue  # GGUF lacks nanochat, Mistral's window, and a key for layers without RoPE
         if not getattr(getattr(ours.config, "scaling", None), "truncate", True):

@@ -73,7 +73,7 @@ class Half:
     """Inputs and weights of the second half of a layer and of the following q, k, v and o.
 
     The next layer has two heads of q per head of k and v, with D channels each. normed: q and k
-    have norms. gelu: the gate uses GELU.
+    have norms. gelu: the gate uses GELU. Without either, queries grow with the position.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Half:
         gelu: bool = False,
     ) -> None:
         self.gelu = gelu
+        self.grown: dict[str, Any] = {} if gelu or normed else {"growth": (0.5, 1)}
         self.dtype, self.kv, self.heads = GGUF if dtype in TYPES else dtype, 3 * D, 6
         self.rounding: dict[str, Any] = {"x_dtype": "float16"} if rounded else {}
         self.x, self.a = plain.normal(0, M, C), plain.normal(7, M, C)
@@ -130,7 +131,8 @@ class Half:
         if self.of_heads:
             normed = {"n_head": self.heads, "eps": EPS, **options}
             return run("qk_norm_append", *given, *self.of_heads, **normed)
-        return run("rope_append", *given, n_head=self.heads, half_split=True, **options)
+        options |= {"n_head": self.heads, "half_split": True, **self.grown}
+        return run("rope_append", *given, **options)
 
     def together(self) -> list[Array]:
         """Compute the results of `apart` by the kernels for few rows."""
@@ -143,7 +145,8 @@ class Half:
         cache = self.cache(self.dtype)
         by = run("rotations", cache[3], cupy.asarray(self.frequencies))
         inputs = (x, after[0], self.qkv, *left, by, *cache, *self.of_heads)
-        q = run("rope_sums", *inputs, n_head=self.heads, eps=EPS, **self.rounding)
+        options = {"n_head": self.heads, "eps": EPS, **self.grown, **self.rounding}
+        q = run("rope_sums", *inputs, **options)
         last = run("rmsnorm_sums", x, after[1], *left, eps=EPS)
         a = cupy.asarray(self.a)
         assert run("linear_sums", a, self.o, x, *left, out=x, **self.rounding) is x
@@ -162,7 +165,7 @@ class Half:
         by = reference.rotations(self.position, self.frequencies)
         k, v = (np.zeros((len(x), 8, self.kv)) for _ in range(2))
         places: Any = (by, k, v, self.row, self.position, *(g.get() for g in self.of_heads))
-        options: Any = {"n_head": self.heads, "eps": EPS}
+        options: Any = {"n_head": self.heads, "eps": EPS, **self.grown}
         q = reference.rope_sums(x, after[0], on_host(qkv), *left, *places, **options)
         final = reference.rmsnorm_sums(x, after[1], *left, eps=EPS)
         return [q, k, v, reference.linear_sums(a, on_host(o), x, *left), final]

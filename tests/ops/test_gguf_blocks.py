@@ -184,7 +184,7 @@ def test_products_gate_and_turn(where: str, ends: list[tuple[int, int]]) -> None
             cupy.asarray(np.arange(M, dtype=np.int32) % 2),
         )
         inputs = x[:M], qkv.mapped(cupy.asarray), None, by.astype("float32"), k, v, row, position
-        q = LINEAR_ROPE.bind_on_device(inputs, n_head=n_head).run()
+        q = LINEAR_ROPE.bind_on_device(inputs, n_head=n_head, growth=(0.5, 1)).run()
         return q.get(), k.get(), v.get()
 
     for few, many in ends:
@@ -194,7 +194,7 @@ def test_products_gate_and_turn(where: str, ends: list[tuple[int, int]]) -> None
         k, v = np.zeros((2, many, 2, D), np.float32)
         rows = np.arange(many)
         one = WeightMatrix(np.eye(qkv.N, dtype=np.float32), "float32", layout="KN")
-        q = reference.linear_rope(y[2], one, None, by, k, v, rows, rows % 2, n_head)
+        q = reference.linear_rope(y[2], one, None, by, k, v, rows, rows % 2, n_head, (0.5, 1))
         with running_on(where):
             given = cupy.asarray(x)
             for product_of, expected in (

@@ -113,6 +113,7 @@ def test_rope_has_the_bits_of_the_step_alone(
     w, bias = matrix(N, K, kernel.weights), on_device(1, N)
     frequencies = cupy.asarray(10000.0 ** (-np.arange(0, D, 2) / D))
     kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(kernel.weights)]
+    grown: dict[str, Any] = {"growth": (0.5, 1)} if kv_dtype else {}
     for M in (1, 9, 64, 130):
         x, handed = drawn(kernel, M, K)
         row = cupy.asarray(np.arange(M, dtype=np.int32) - (M > 9))
@@ -125,14 +126,14 @@ def test_rope_has_the_bits_of_the_step_alone(
             if fused:
                 by = STEPS["rotations"].bind((position, frequencies)).run()
                 inputs = (handed, w, bias, by, *cache)
-                options: Any = {"terms": kernel.terms, "kv_dtype": kv_dtype}
+                options: Any = {"terms": kernel.terms, "kv_dtype": kv_dtype, **grown}
                 bound = STEPS["linear_rope"].bind(inputs, n_head=n_head, **options)
                 assert [launch.name for launch in bound.launches] == ["decode_wgmma"]
                 q = bound.run()
             else:
                 qkv = LINEAR.bind((x, w, bias), variant="mma_tiles").run()
                 apart = (qkv, frequencies, *cache)
-                options = {"half_split": True, "kv_dtype": kv_dtype}
+                options = {"half_split": True, "kv_dtype": kv_dtype, **grown}
                 q = STEPS["rope_append"].bind(apart, n_head=n_head, **options).run()
             found.append([q.get(), k.get(), v.get()])
         for ours, theirs in zip(*found, strict=True):

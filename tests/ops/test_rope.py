@@ -325,23 +325,32 @@ def test_rope_append_on_numpy() -> None:
 
 
 @one_order
-@pytest.mark.parametrize("half_split", [False, True])
-def test_pairs_that_turn_have_a_factor(device: Any, half_split: bool) -> None:
-    """Three kernels apply it equally; 2 of a head's 17 pairs have frequency 0 and do not change."""
+@pytest.mark.parametrize(("half_split", "growth"), [(False, None), (True, None), (True, (0.7, 3))])
+def test_pairs_that_turn_have_a_factor(
+    device: Any, half_split: bool, growth: tuple[float, int] | None
+) -> None:
+    """Three kernels apply it equally; 2 of a head's 17 pairs have frequency 0 and do not change.
+
+    Queries also grow with their position.
+    """
     turns = frequencies(34) * (np.arange(17) < 15)
     rows, position = np.arange(3, dtype=np.int32), np.array([0, 3, 6], np.int32)
     heads, cache = plain.normal(3, 3, 4, 34), np.zeros((3, 7, 34), np.float32)
     qkv, at, by, row = map(device.asarray, (heads.reshape(3, -1), position, turns, rows))
-    options: Any = {"n_head": 2, "half_split": half_split, "factor": 1.3}
+    options: Any = {"n_head": 2, "half_split": half_split, "factor": 1.3, "growth": growth}
     got = registry.bind("rope_qkv", (qkv, at, by), n_kv_head=1, **options).run().get()
     truth = reference.rope_qkv(heads.reshape(3, -1), position, turns, n_kv_head=1, **options)
     assert_close(got, truth, "float32")
     still = (np.r_[15:17, 32:34], np.r_[30:34])[not half_split]
-    np.testing.assert_array_equal(got.reshape(heads.shape)[..., still], heads[..., still])
+    grown = np.ones(3) if growth is None else 1 + 0.7 * np.log([1, 2, 3])
+    heads[:, :2] *= grown.astype(np.float32)[:, None, None]
+    np.testing.assert_array_max_ulp(got.reshape(heads.shape)[..., still], heads[..., still], 1)
     k, v = device.asarray(cache), device.asarray(cache)
-    q = registry.bind("rope_append", (qkv, by, k, v, row, at), **options).run().get()
+    q = ops.rope_append(qkv, by, k, v, row, at, **options).get()
     np.testing.assert_array_equal(q, got[:, :68])
     np.testing.assert_array_equal(k.get()[rows, position], got[:, 68:102])
+    turned = ops.rope_qkv(qkv, at, by, n_kv_head=1, **options)
+    np.testing.assert_array_equal(turned.get(), got)
     both = registry.bind("rotations", (at, by), factor=1.3).run().get()
     np.testing.assert_allclose(
         both, reference.rotations(position, turns, None, 1.3), rtol=0, atol=3e-7

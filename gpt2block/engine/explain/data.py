@@ -163,6 +163,7 @@ def _model(engine: TracedEngine, name: str) -> dict[str, Any]:
         "dtype": engine.formats.dtype,
         "n_kv_head": config.kv_width // config.head_size,
         "windows": list(config.windows),
+        "growth": config.scales.growth,
         **{size: getattr(config, size) for size in sizes},
     }
 

@@ -18,8 +18,8 @@ class PassSettings(NamedTuple):
     frequencies of each layer, or (). half_split: whether RoPE pairs channels of the two halves of a
     head instead of neighbours. own: whether each sequence has its own frequencies. qk_norm,
     embedding_norm, windows: as in ModelConfig; windows is () if no layer has a window. embedding,
-    softmax_scale, turned, cap: the fields embedding, attention, rope and cap of `Scales`. gelu:
-    whether the gate of the feed-forward is GELU.
+    softmax_scale, turned, cap, growth: the fields embedding, attention, rope, cap and growth of
+    `Scales`. gelu: whether the gate of the feed-forward is GELU.
     """
 
     n_head: int
@@ -38,6 +38,7 @@ class PassSettings(NamedTuple):
     embedding_norm: str = ""
     cap: float | None = None
     own: bool = False
+    growth: tuple[float, int] | None = None
 
     @classmethod
     def of(cls, config: ModelConfig) -> PassSettings:
@@ -57,6 +58,7 @@ class PassSettings(NamedTuple):
             embedding_norm=config.embedding_norm,
             cap=scales.cap,
             own=config.short_context > 0,
+            growth=scales.growth,
         )
 
     def frequencies_of(self, h: str) -> str:
@@ -84,9 +86,14 @@ class PassSettings(NamedTuple):
         return {} if self.turned == 1 else {"factor": self.turned}
 
     @property
+    def grown(self) -> dict[str, Any]:
+        """The options with the `growth` of queries; an empty dict if there is none."""
+        return {} if self.growth is None else {"growth": self.growth}
+
+    @property
     def turn(self) -> dict[str, Any]:
-        """The options of a RoPE step: numbers of heads, half_split and factor."""
-        return {**self.heads, "half_split": self.half_split, **self.multiplied}
+        """The options of a RoPE step: numbers of heads, half_split, factor and growth."""
+        return {**self.heads, "half_split": self.half_split, **self.multiplied, **self.grown}
 
     def step_of_rope(self, qkv: Value, rope: str) -> tuple[str, tuple[Value, ...]]:
         """Return the name and the inputs of the operation that rotates rows [Q | K | V]."""

@@ -118,7 +118,7 @@ class DecodePass(Pass):
             w, w_options = self._weights(w, x)
             inputs = (x.value, w, bias, x.gamma, x.beta, *cache)
             return self.do(name, "linear_qkv", inputs, **self._given(x), **self.kv, **w_options)
-        heads: dict[str, Any] = {"n_head": self.c.n_head}
+        heads: dict[str, Any] = {"n_head": self.c.n_head, **self.c.grown}
         if x.gamma and not x.beta and self._fuses_rope(None):
             inputs = (x.value, x.gamma, w, "", "", self.rotations[rope], *cache, *norms)
             return self.do(name, "rope_sums", inputs, **self._given(x), **heads, **self.kv)
@@ -255,7 +255,7 @@ class SumsPass(DecodePass):
         stream, *sums = x.value
         by = self.rotations[rope]
         inputs = (stream, x.gamma, f"{h}w_qkv", *sums, by, *self._cache(h), *norms)
-        options = {"n_head": self.c.n_head, **self.eps, **self.kv, **self.rounding}
+        options = {"n_head": self.c.n_head, **self.c.grown, **self.eps, **self.kv, **self.rounding}
         return self.do(f"{h}q", "rope_sums", inputs, **options)
 
     def _product(self, p: Product) -> Value:

@@ -21,9 +21,9 @@ from gpt2block.files.checkpoints.gguf_end_tokens import end_tokens
 from gpt2block.files.checkpoints.gguf_header import MAGIC, Header, as_python, read_header
 from gpt2block.files.checkpoints.naming import LONGROPE_FACTORS, ROPE_FACTORS, naming_of
 from gpt2block.files.checkpoints.stored import Stored
-from gpt2block.models.architectures import GGUF_ARCHITECTURES, architecture_of
-from gpt2block.models.config import GPT2Config, ModelConfig, sees_all
-from gpt2block.models.config.llama import LlamaConfig, RopeScaling
+from gpt2block.models.architectures import GGUF_ARCHITECTURES, GGUF_WITH_WINDOW, architecture_of
+from gpt2block.models.config import LIMITS, GPT2Config, ModelConfig, sees_all
+from gpt2block.models.config.llama import LlamaConfig, RopeScaling, all_but_every, yarn_attention
 
 # GGUF key without the architecture's prefix → (field of the config, default of an absent key)
 _SIZES: Mapping[str, tuple[str, Any]] = {
@@ -47,15 +47,19 @@ YARN_KEYS: Mapping[str, str] = {  # GGUF key → field of RopeScaling
 _READ = {
     *_OF_GPT2, *_OF_LLAMA, *YARN_KEYS, "vocab_size", "attention.value_length",
     "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.finetuned",
-    "rope.scaling.attn_factor", "tensor_data_layout",
+    "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier", "tensor_data_layout",
+    # sizes of tensors that Granite 4.0's dense models do not have
+    "expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count",
+    "ssm.inner_size", "ssm.time_step_rank",
 }  # fmt: skip
+_PATTERN = "attention.sliding_window_pattern"
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "feed_forward_length")
 # GGUF key that is not implemented → the only accepted value, which has no effect on results
 _NEUTRAL: Mapping[str, Any] = {
     "attention.causal": True, "attention.sliding_window": 0, "attention.scale": 0.0,
     "expert_count": 0, "expert_used_count": 0, "logit_scale": 1.0, "embedding_scale": 1.0,
     "residual_scale": 1.0, "pooling_type": 0, "use_parallel_residual": False,
-    "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_log_multiplier": 0.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
 }  # fmt: skip
 
 
@@ -137,18 +141,16 @@ def _config(header: Header) -> ModelConfig:
             "with llama-gguf-split --merge"
         )
     prefix = f"{architecture}."
-    header.check_usable(prefix)
-    settings = header.under(prefix)
-    blocks = settings.get("block_count")
-    if isinstance(blocks, (list, np.ndarray)):
-        raise CheckpointError(f"{prefix}block_count: expected a number, got {shown(blocks)}")
-    settings = {key: _of_all_blocks(prefix + key, settings[key], blocks) for key in settings}
+    settings = _settings(header, prefix)
+    if settings.get("attention.sliding_window"):
+        known = GGUF_WITH_WINDOW.get(known.GGUF, known)
+    neutral = {**_NEUTRAL, **known.CONFIG.GGUF_NEUTRAL}
     for key, value in settings.items():
         wide = key.endswith(".sliding_window") and sees_all(
             value, settings.get("context_length", 2048)
         )
-        read = key in _READ or key in known.CONFIG.GGUF_KEYS
-        if not read and not wide and value != _NEUTRAL.get(key, _NEUTRAL):
+        read = key in known.CONFIG.GGUF_KEYS or (key in _READ and key not in neutral)
+        if not read and not wide and value != neutral.get(key, neutral):
             raise CheckpointError(f"{prefix}{key}: {shown(value)} is not supported")
     missing = [prefix + key for key in _NEEDED if key not in settings]
     if missing or "token_embd.weight" not in tensors:
@@ -178,6 +180,22 @@ def _config(header: Header) -> ModelConfig:
     return config
 
 
+def _settings(header: Header, prefix: str) -> dict[str, Any]:
+    """Return the metadata below a prefix: a value for all blocks, or a tuple by `_PATTERN`."""
+    header.check_usable(prefix)
+    settings = header.under(prefix)
+    blocks, pattern = settings.get("block_count"), settings.pop(_PATTERN, None)
+    if isinstance(blocks, (list, np.ndarray)):
+        raise CheckpointError(f"{prefix}block_count: expected a number, got {shown(blocks)}")
+    settings = {key: _of_all_blocks(prefix + key, settings[key], blocks) for key in settings}
+    if pattern is not None:  # the period of layers without a window, or a bool per layer
+        layers = np.atleast_1d(pattern).tolist()
+        if type(pattern) is int and type(blocks) is int:
+            layers = all_but_every(max(1, pattern), min(blocks, LIMITS["n_layer"]))
+        settings[_PATTERN] = tuple(layers)
+    return settings
+
+
 def _of_all_blocks(key: str, value: Any, blocks: Any) -> Any:
     """Return `value`, or if it is an array with one entry per block, the entries' common value.
 
@@ -200,13 +218,10 @@ def _llama_config(
     flags = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
     fields |= {flag: name in header.tensors for flag, name in flags.items() if flag in kind.FLAGS}
     config = kind(**fields, bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"))
-    # Defaults of GGUF keys that are absent or zero; the default of all other keys is 1.
-    neutral = {
-        "attention.scale": config.head_size**-0.5, "attention.sliding_window": 0,
-        "rope.dimension_count": 0, "rope.freq_base_swa": 10000.0, "embedding_dtype": "float32",
-    }  # fmt: skip
-    keys = kind.GGUF_KEYS.items()
-    scalars = {field: settings.get(key) or neutral.get(key, 1.0) for key, field in keys}
+    given = {field: settings.get(key) for key, field in kind.GGUF_KEYS.items()}
+    scalars = {field: value for field, value in given.items() if value}  # 0 means the default
+    if "attention.scale" in kind.GGUF_KEYS:
+        scalars.setdefault(kind.GGUF_KEYS["attention.scale"], config.head_size**-0.5)
     return replace(config, **scalars, scaling=_scaling(prefix, settings, header))
 
 
@@ -252,11 +267,15 @@ def _yarn(settings: Mapping[str, Any]) -> RopeScaling:
     """Return YaRN's settings from the keys that llama.cpp or llama.cpp's converter uses.
 
     llama.cpp multiplies queries and keys by attn_factor times `yarn_attention(factor)`. The key
-    yarn_attn_factor, the attention_factor of config.json, replaces `yarn_attention(factor)`.
+    yarn_attn_factor, the attention_factor of config.json, replaces `yarn_attention(factor)`. The
+    key yarn_log_multiplier, config.json's mscale_all_dim, divides by `yarn_attention` of both.
     """
     given = {field: settings[key] for key, field in YARN_KEYS.items() if key in settings}
     defaults = {"factor": 1.0, "original_context": settings.get("context_length", 2048)}
     scaling = RopeScaling("yarn", **{**defaults, **given})
     key = "rope.scaling.attn_factor"
     factor = check_number(key, settings.get(key, 1.0), 2.0**-20, 2.0**20, "2^-20 to 2^20")
+    key = "rope.scaling.yarn_log_multiplier"
+    log = check_number(key, settings.get(key, 0.0), 0, 2.0**20, "a number from 0 to 2^20")
+    factor /= yarn_attention(scaling.factor, log)
     return replace(scaling, attention_factor=scaling.attention_factor * factor)

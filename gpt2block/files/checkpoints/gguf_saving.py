@@ -179,7 +179,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
         kind = types[value.dtype.name.upper()]
         writer.add_key_value(key, value.tolist(), types.ARRAY, sub_type=kind)
     else:
-        writer.add_array(key, value)
+        writer.add_array(key, list(value))
 
 
 def _check_config(config: ModelConfig) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +45,18 @@ MODULES = "modules.json"
 POOLING_CONFIG = "1_Pooling/config.json"
 # Last words of the errors that the package safetensors raises for truncated files
 _TRUNCATED = ("header too small", "invalid header length", "file not fully covered")
+# For multimodal models: prefixes of the text model's tensors, keys of the whole model's config that
+# apply to the text model, and defaults of `transformers`
+_TEXT = re.compile(r"^(model\.)?language_model\.(model\.)?|^(?=lm_head\.)")
+_OF_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "quantization_config")
+_ABSENT = {"model_type": "mistral", "tie_word_embeddings": True}
+# Unsupported parts of models, and the keys of their configs
+_UNSUPPORTED = {
+    "mixtures of experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "layers of Mamba": ("mamba_d_state", "ssm_state_size", "state_size"),
+    "gated delta nets": ("linear_num_value_heads",), "layers of convolutions": ("conv_L_cache",),
+    "images": ("vision_config",), "sounds": ("audio_config",),
+}  # fmt: skip
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -191,6 +205,8 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
         found = _bare(file, tensors, GPT2_NAMING)
         return _gpt2_config(file, found), found
     content = read_json(path)
+    text = _text_config(content)
+    content = content if text is None else text
     if isinstance(content, dict) and not (content.get("dtype") or content.get("torch_dtype")):
         content["dtype"] = next((each.dtype for each in tensors if each.dtype in DTYPES), None)
     try:
@@ -198,11 +214,34 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     except (CheckpointError, InputError) as error:
         message = str(error).removeprefix(f"{CONFIG}: ")
         raise CheckpointError(f"{path}: {message}") from error
+    tensors = tensors if text is None else _text_tensors(file, tensors)
     settings = path.with_name(GENERATION_CONFIG)
     ends = end_tokens_in(read_object(settings))
     with about(settings):
         config = config if ends == () else replace(config, eos_token_ids=ends)
     return config, _bare(file, tensors, naming_of(config))
+
+
+def _text_config(content: Any) -> Any:
+    """Return the text model's config of a multimodal model, or None.
+
+    Settings of the whole model replace the text model's.
+    """
+    text = content.get("text_config") if isinstance(content, dict) else None
+    if not isinstance(text, dict) or content.get("model_type") in (*ARCHITECTURES,):
+        return None
+    whole = {key: content[key] for key in _OF_WHOLE if content.get(key) is not None}
+    return {**_ABSENT, **text, **whole}
+
+
+def _text_tensors(file: Path, tensors: Sequence[Stored]) -> Sequence[Stored]:
+    """Return the text model's tensors of a multimodal model; warn of the other tensors."""
+    left = [each.label for each in tensors if not _TEXT.match(each.label)]
+    modules = Counter(label.removeprefix("model.").split(".")[0] for label in left)
+    named = ", ".join(f"{module} ({count} tensors)" for module, count in modules.items())
+    warnings.warn(f"{file}: only the text model is read, without {named}", stacklevel=2)
+    kept = (each for each in tensors if _TEXT.match(each.label))
+    return [replace(each, label=_TEXT.sub("", each.label)) for each in kept]
 
 
 def parse_config(config: Any) -> ModelConfig:
@@ -211,7 +250,11 @@ def parse_config(config: Any) -> ModelConfig:
     known = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
     if known is None:
         names = ", ".join(map(repr, ARCHITECTURES))
-        raise CheckpointError(f"{CONFIG}: model_type: expected one of {names}, got {shown(kind)}")
+        absent = [what for what, keys in _UNSUPPORTED.items() if any(map(config.get, keys))]
+        lacks = f": {', '.join(absent)} are not supported" if absent else ""
+        raise CheckpointError(
+            f"{CONFIG}: model_type: expected one of {names}, got {shown(kind)}{lacks}"
+        )
     return known.CONFIG.from_hugging_face(config)
 
 

@@ -5,26 +5,32 @@ llama     Llama 1 to 3, SmolLM2, TinyLlama and others
 qwen2     Qwen2.5
 qwen3     The dense models of Qwen3
 mistral   Mistral 7B and Mistral Nemo
-granite   Granite 3
+ministral3  Ministral 3
+granite   Granite 3, 4.1 and 4.2
+granitemoehybrid  The dense models of Granite 4.0
 smollm3   SmolLM3
 phi3      Phi-3 and Phi-4-mini
 olmo2     OLMo 2
+olmo3     OLMo 3
 nanochat  nanochat
 gemma3    The text models of Gemma 3
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gpt2block.models.architectures import (
     gemma3,
     gpt2,
     granite,
+    granitemoehybrid,
     llama,
+    ministral3,
     mistral,
     nanochat,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen3,
@@ -34,11 +40,16 @@ from gpt2block.models.architectures.architecture import Architecture
 from gpt2block.models.config import ModelConfig
 
 _ALL: Sequence[Architecture] = (
-    gpt2, llama, qwen2, qwen3, mistral, granite, smollm3, phi3, olmo2, nanochat, gemma3,
+    gpt2, llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
+    olmo2, olmo3, nanochat, gemma3,
 )  # fmt: skip
+# Architectures whose GGUF files have another architecture's name, and architectures of files that
+# have a sliding window
+_NAMESAKES = (mistral, granitemoehybrid, olmo3)
+GGUF_WITH_WINDOW: Mapping[str, Architecture] = {olmo3.GGUF: olmo3}
 ARCHITECTURES = {each.CONFIG.MODEL_TYPE: each for each in _ALL}  # keys: model_type in config.json
-# Keys are general.architecture in GGUF files; a Mistral's GGUF file says "llama" there.
-GGUF_ARCHITECTURES = {each.GGUF: each for each in _ALL if each.GGUF and each is not mistral}
+# Keys are general.architecture in GGUF files.
+GGUF_ARCHITECTURES = {each.GGUF: each for each in _ALL if each.GGUF and each not in _NAMESAKES}
 
 
 def architecture_of(config: ModelConfig) -> Architecture:

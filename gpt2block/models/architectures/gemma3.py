@@ -17,45 +17,41 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from gpt2block.checks import FLOATS, check_choice, check_count, check_number
-from gpt2block.errors import CheckpointError, shown
+from gpt2block.checks import FLOATS, check_choice, check_number
 from gpt2block.models.architectures import llama, qwen3
 from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, To, Value
 from gpt2block.models.config import ModelConfig, Scales, Settings, Shapes
-from gpt2block.models.config.llama import LlamaConfig, WindowedConfig, all_but_every, check_layers
+from gpt2block.models.config.llama import LlamaConfig, PartlyWindowedConfig
 
 LAYERS_27B = 62
-EVERY = 6  # period in layers: every 6th layer has no window
-LOCAL = "local_frequencies"
-KINDS = ("full_attention", "sliding_attention")
 EMBEDDING_DTYPE = "embedding_dtype"  # a key of config.json and GGUF that other software ignores
 CAP, SCALE, THETA = "final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq"
 NORMS = ("gamma1", "gamma_q", "gamma_k", "gamma_attn", "gamma2", "gamma_ff")
 
 
 @dataclass(frozen=True)
-class Gemma3Config(WindowedConfig):
+class Gemma3Config(PartlyWindowedConfig):
     """Sizes of a Gemma 3 model. attention_bias: whether Q, K, V and output projections have biases.
 
-    sliding_layers: whether each layer has the window; () means all but every sixth. local_theta:
-    RoPE's theta in layers with the window; theta and scaling apply to other layers. scalar: scores
-    are multiplied by 1 / sqrt(scalar); 0 stands for this model size's value, which GGUF files lack:
-    the head size, or n_embd / n_head with 62 layers (27B). logits_cap: the limit of the magnitudes
-    of logits, or None. embedding_dtype: the dtype that the embedding factor sqrt(n_embd) is rounded
-    to. `transformers` rounds to the dtype of the loaded weights, llama.cpp to float32. Here the
-    dtype is part of the model: a checkpoint converted to another dtype or format keeps it.
+    scalar: scores are multiplied by 1 / sqrt(scalar); 0 stands for this model size's value, which
+    GGUF files lack: the head size, or n_embd / n_head with 62 layers (27B). logits_cap: the limit
+    of the magnitudes of logits, or None. embedding_dtype: the dtype that the embedding factor
+    sqrt(n_embd) is rounded to. `transformers` rounds to the dtype of the loaded weights, llama.cpp
+    to float32. Here the dtype is part of the model: a checkpoint converted to another dtype or
+    format keeps it.
     """
 
     NAME: ClassVar[str] = "Gemma3"
     MODEL_TYPE: ClassVar[str] = "gemma3_text"
+    EVERY: ClassVar[int] = 6
     GATE: ClassVar[Literal["silu", "gelu"]] = "gelu"
     ADDED_TO_NORMS: ClassVar[float] = 1.0
     FLAGS: ClassVar[tuple[str, ...]] = (*ModelConfig.FLAGS, "attention_bias")
     HONOURED: ClassVar[tuple[str, ...]] = (
-        *WindowedConfig.HONOURED, *KINDS, "layer_types", "sliding_window_pattern", CAP, SCALE,
+        *PartlyWindowedConfig.HONOURED, "sliding_window_pattern", CAP, SCALE,
     )  # fmt: skip
     OTHERS: ClassVar[Mapping[str, str]] = {
-        **WindowedConfig.OTHERS, "logits_cap": CAP, "scalar": SCALE, "local_theta": THETA,
+        **PartlyWindowedConfig.OTHERS, "logits_cap": CAP, "scalar": SCALE, "local_theta": THETA,
     }  # fmt: skip
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {
         "attention.sliding_window": "window", "rope.freq_base_swa": "local_theta",
@@ -71,7 +67,6 @@ class Gemma3Config(WindowedConfig):
         *(each for each in LlamaConfig.SETTINGS if each[0] == "quantization_config"),
     )
 
-    sliding_layers: tuple[bool, ...] = ()
     local_theta: float = 10000.0
     scalar: float = 0
     logits_cap: float | None = None
@@ -79,11 +74,8 @@ class Gemma3Config(WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.sliding_layers or all_but_every(EVERY, self.n_layer)
-        layers = check_layers("sliding_layers", layers, self.n_layer)
-        object.__setattr__(self, "sliding_layers", layers)
         check_choice("embedding_dtype", self.embedding_dtype, FLOATS)
-        limits = {"scalar": (2.0**-20, 2.0**40), "local_theta": (1, 2.0**100)}
+        limits = {"scalar": (2.0**-20, 2.0**40)}
         limits |= {"logits_cap": (2.0**-20, 2.0**20)} if self.logits_cap is not None else {}
         if not self.scalar:
             size = self.n_embd / self.n_head if self.n_layer == LAYERS_27B else self.head_size
@@ -98,17 +90,6 @@ class Gemma3Config(WindowedConfig):
         root = float(np.asarray(math.sqrt(self.n_embd)).astype(FLOATS[self.embedding_dtype]))
         return Scales(self.eps, root, self.scalar**-0.5, cap=self.logits_cap)
 
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Return the attention window of each layer in tokens; None for a layer without one."""
-        pairs = zip(super().windows, self.sliding_layers, strict=True)
-        return tuple(window if sliding else None for window, sliding in pairs)
-
-    @property
-    def frequencies_of_layers(self) -> tuple[str, ...]:
-        """Return, for each layer, the name of the tensor of RoPE frequencies."""
-        return tuple(LOCAL if sliding else "frequencies" for sliding in self.sliding_layers)
-
     def block_shapes(self) -> Shapes:
         """Return {name: shape} of a block's tensors: Llama's, and weights of additional norms."""
         C, D = (self.n_embd,), (self.head_size,)
@@ -118,44 +99,19 @@ class Gemma3Config(WindowedConfig):
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
-        objects = config.get("rope_parameters") or {}
-        if {*objects} & {*KINDS}:
-            local = objects.get(KINDS[1]) or {}
-            if local.get("rope_type", "default") != "default":
-                raise CheckpointError(
-                    f'config.json: rope_parameters: {KINDS[1]}: expected rope_type "default", '
-                    f"got {shown(local['rope_type'])}: only layers that see all have a scaling"
-                )
-            local_theta = {THETA: local["rope_theta"]} if "rope_theta" in local else {}
-            config = {**config, **local_theta, "rope_parameters": objects.get(KINDS[0])}
-        fields, types = super()._fields_in(config), config.get("layer_types")
+        fields = super()._fields_in(config)
         keys = (EMBEDDING_DTYPE, "dtype", "torch_dtype")
         key = next((key for key in keys if config.get(key) is not None), keys[0])
         dtype = str(config.get(key) or "float32").removeprefix("torch.")
         check_choice(key, dtype, (*FLOATS, "float64"))
-        if types is None:
-            every = check_count(
-                "sliding_window_pattern", config.get("sliding_window_pattern", EVERY)
-            )
-            layers = all_but_every(every, fields["n_layer"])
-        elif isinstance(types, list) and all(each in KINDS for each in types):
-            layers = tuple(each == KINDS[1] for each in types)
-        else:
-            raise CheckpointError(f"config.json: layer_types: expected a list of "
-                                  f"{' and '.join(KINDS)}, got {shown(types)}")  # fmt: skip
         dtype = "float32" if dtype == "float64" else dtype  # float64 weights are read as float32
-        return fields | {"sliding_layers": layers, EMBEDDING_DTYPE: dtype}
+        return fields | {EMBEDDING_DTYPE: dtype}
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         content = super().to_hugging_face()
         del content["hidden_act"]
-        kinds = [KINDS[sliding] for sliding in self.sliding_layers]
-        own: dict[str, Any] = {
-            "hidden_activation": "gelu_pytorch_tanh",
-            "layer_types": kinds,
-            "pad_token_id": None,
-        }
+        own: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "pad_token_id": None}
         own |= {SCALE: int(self.scalar) if self.scalar % 1 == 0 else self.scalar}
         return content | own | {EMBEDDING_DTYPE: self.embedding_dtype}
 
@@ -174,11 +130,11 @@ NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, ll
 
 def constants(config: Gemma3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
     """Return {name: tensor} of the RoPE frequencies and of 1 + w for the weights w of all norms."""
-    local = config.local_theta ** (-2 * np.arange(config.head_size // 2) / config.head_size)
-    known = {"frequencies": config.frequencies(), LOCAL: local}
-    used = {name: known[name] for name in dict.fromkeys(config.frequencies_of_layers)}
     names = [f"h.{n}.{norm}" for n in range(config.n_layer) for norm in NORMS]
-    return {**used, **{_of(name): 1 + vectors[name] for name in (*names, "gamma_f")}}
+    return {
+        **config.layer_frequencies(),
+        **{_of(name): 1 + vectors[name] for name in (*names, "gamma_f")},
+    }
 
 
 def _of(gamma: str) -> str:

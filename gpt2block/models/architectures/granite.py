@@ -1,4 +1,4 @@
-"""Granite 3: Llama's block with four scalar multipliers, applied without additional steps.
+"""Granite 3, 4.1 and 4.2: Llama's block with four scalar multipliers, without additional steps.
 
 The model multiplies the results of attention and of the feed-forward by residual_multiplier m
 before it adds them to the residual stream x. A pass computes x / m instead of x, so that the sums
@@ -40,6 +40,7 @@ class GraniteConfig(LlamaConfig):
         "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
         "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
     }  # fmt: skip
+    GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {"rope.scaling.finetuned": True}  # false: no RoPE
 
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0

@@ -65,7 +65,8 @@ class Scales(NamedTuple):
     eps: added to the variance by norms of the residual stream. embedding: factor of rows of wte.
     attention: factor of scores; None for 1 / sqrt(head_size). stream: factor that converts the
     residual stream of a pass to the model's residual stream. rope: factor of the pairs of channels
-    that RoPE rotates. cap: the limit of the magnitudes of logits.
+    that RoPE rotates. cap: the limit of the magnitudes of logits. growth: (β, n), if queries are
+    multiplied by 1 + β log(1 + ⌊position / n⌋).
     """
 
     eps: float
@@ -74,6 +75,7 @@ class Scales(NamedTuple):
     stream: float = 1.0
     rope: float = 1.0
     cap: float | None = None
+    growth: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,9 @@ class ModelConfig(ABC):
     values of fields that config.json omits, if they differ from the class's defaults. SETTINGS:
     keys of config.json, supported values (the default first), and the reason for no others.
     HONOURED: keys of OF_OTHERS that this architecture supports. GGUF_KEYS: key of GGUF files,
-    without the architecture's name → field. GATE: activation of a gated feed-forward; "gelu" is the
-    tanh approximation. ADDED_TO_NORMS: number that GGUF files add to the weights of norms.
+    without the architecture's name → field. GGUF_NEUTRAL: key of GGUF files → its only supported
+    value. GATE: activation of a gated feed-forward; "gelu" is the tanh approximation.
+    ADDED_TO_NORMS: number that GGUF files add to the weights of norms.
     """
 
     NAME: ClassVar[str]
@@ -101,6 +104,7 @@ class ModelConfig(ABC):
     SETTINGS: ClassVar[Settings]
     HONOURED: ClassVar[tuple[str, ...]] = ()
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {}
+    GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {}
     GATE: ClassVar[Literal["silu", "gelu"]] = "silu"
     ADDED_TO_NORMS: ClassVar[float] = 0.0
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)

@@ -45,7 +45,12 @@ _SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "yarn": ("factor",),
 }
-_WITH_YARN = ("llama", "qwen2", "qwen3", "mistral", "olmo2")  # model_type values with YaRN support
+# model_type values with YaRN support
+_WITH_YARN = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "ministral3")
+# Values of layer_types: a layer attends to all earlier tokens, or to those in a window.
+KINDS = ("full_attention", "sliding_attention")
+LOCAL = "local_frequencies"  # the RoPE frequencies of layers with a window
+_PATTERN = "sliding_window_pattern"
 
 
 def yarn_attention(factor: float, mscale: float = 1.0) -> float:
@@ -359,6 +364,77 @@ class WindowedConfig(LlamaConfig):
         """Attention window of each layer, in tokens; None for a layer that sees all tokens."""
         sees_all = self.window is None or self.window >= self.n_ctx
         return (None if sees_all else self.window,) * self.n_layer
+
+
+@dataclass(frozen=True)
+class PartlyWindowedConfig(WindowedConfig):
+    """Sizes of a model in which some layers have a window, and other RoPE frequencies.
+
+    sliding_layers: whether each layer has the window; () means all but every EVERY-th. local_theta:
+    RoPE's theta in layers with the window, by default theta. scaling applies to other layers only.
+    """
+
+    EVERY: ClassVar[int]
+    HONOURED: ClassVar[tuple[str, ...]] = (*WindowedConfig.HONOURED, *KINDS, "layer_types")
+
+    sliding_layers: tuple[bool, ...] = ()
+    local_theta: float = None  # type: ignore[assignment]  # a number after __post_init__
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = self.sliding_layers or all_but_every(self.EVERY, self.n_layer)
+        layers = check_layers("sliding_layers", layers, self.n_layer)
+        object.__setattr__(self, "sliding_layers", layers)
+        local = self.theta if self.local_theta is None else self.local_theta
+        local = check_number("local_theta", local, 1, 2.0**100, "a number from 1 to 2^100")
+        object.__setattr__(self, "local_theta", local)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Return the attention window of each layer in tokens; None for a layer without one."""
+        pairs = zip(super().windows, self.sliding_layers, strict=True)
+        return tuple(window if sliding else None for window, sliding in pairs)
+
+    @property
+    def frequencies_of_layers(self) -> tuple[str, ...]:
+        """Return, for each layer, the name of the tensor of RoPE frequencies."""
+        return tuple(LOCAL if sliding else "frequencies" for sliding in self.sliding_layers)
+
+    def layer_frequencies(self) -> dict[str, NDArray[np.float64]]:
+        """Return {name: RoPE frequencies} of the names in `frequencies_of_layers`."""
+        local = self.local_theta ** (-2 * np.arange(self.head_size // 2) / self.head_size)
+        known = {"frequencies": self.frequencies(), LOCAL: local}
+        return {name: known[name] for name in dict.fromkeys(self.frequencies_of_layers)}
+
+    @classmethod
+    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert the content of a config.json to {field of this class: value}."""
+        objects, own = rope_objects(config).get("rope_parameters", {}), {}
+        if {*objects} & {*KINDS}:
+            local = objects.get(KINDS[1]) or {}
+            kind = local.get("rope_type", "default") if isinstance(local, dict) else local
+            if kind != "default":
+                raise CheckpointError(
+                    f'config.json: rope_parameters: {KINDS[1]}: expected rope_type "default", '
+                    f"got {shown(kind)}: only layers that see all have a scaling"
+                )
+            own = {"local_theta": local["rope_theta"]} if "rope_theta" in local else {}
+            config = {**config, "rope_parameters": objects.get(KINDS[0])}
+        fields, types = super()._fields_in(config) | own, config.get("layer_types")
+        if types is None:
+            given = config.get(_PATTERN, cls.EVERY) if _PATTERN in cls.HONOURED else cls.EVERY
+            layers = all_but_every(check_count(_PATTERN, given), fields["n_layer"])
+        elif isinstance(types, list) and all(each in KINDS for each in types):
+            layers = tuple(each == KINDS[1] for each in types)
+        else:
+            raise CheckpointError(f"config.json: layer_types: expected a list of "
+                                  f"{' and '.join(KINDS)}, got {shown(types)}")  # fmt: skip
+        return fields | {"sliding_layers": layers}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Return the content of a `config.json` with which `transformers` loads this model."""
+        kinds = [KINDS[sliding] for sliding in self.sliding_layers]
+        return super().to_hugging_face() | {"layer_types": kinds}
 
 
 def all_but_every(every: int, n_layer: int) -> tuple[bool, ...]:

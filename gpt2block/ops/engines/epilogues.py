@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from gpt2block.cuda.kernels import Defines, Geometry, cache_dtype, launch_at
+from gpt2block.cuda.kernels import Defines, Geometry, cache_dtype, float_define, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.call import Call
@@ -84,8 +84,16 @@ def append_rope(c: Call) -> Epilogue:
     D = 2 * c.P
     heads = {"n_head": c.n_head, "n_kv_head": c.C // D, "n_ctx": c.k.shape[1]}
     args = {**_cache(c), **heads, "out": c.output("out"), "rotations": c.by}
-    T = cache_dtype(c.w.dtype)
-    return Epilogue("APPEND_ROPE", args, head=D, T=T, fp8_cache=c.fp8_cache)
+    T, grows = cache_dtype(c.w.dtype), growth_defines(c.growth)
+    return Epilogue("APPEND_ROPE", args, D, T=T, fp8_cache=c.fp8_cache, defines=grows)
+
+
+def growth_defines(growth: tuple[float, int] | None) -> Defines:
+    """Return the macros of a query's factor by position, or () for None."""
+    if growth is None:
+        return ()
+    beta, span = growth
+    return (*float_define("ROPE_GROWTH", beta), ("ROPE_SPAN", span))
 
 
 def append_sums(c: Call) -> Epilogue:

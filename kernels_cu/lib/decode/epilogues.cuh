@@ -209,7 +209,8 @@ struct AppendRope {
         const int b = __ldcg(row + m), at = __ldcg(position + m);
         const bool cached = b >= 0 && b < B && at >= 0 && at < n_ctx;
         const float2 by = __ldcg(reinterpret_cast<const float2*>(rotations) + (long long)m * (D / 2) + n % (D / 2));
-        return {{by.x, by.y}, cached ? ((long long)b * n_ctx + at) * n_kv_head : -1};
+        const float factor = n / D < n_head ? query_factor(at) : 1.0f;
+        return {grown({by.x, by.y}, factor), cached ? ((long long)b * n_ctx + at) * n_kv_head : -1};
     }
 
     __device__ float value(float v, const Late&) const { return v; }  // used without RoPE

@@ -97,7 +97,8 @@ struct AppendRopeTwo : AppendRope<DH_ROPE> {
         const bool cached = b >= 0 && b < B && at >= 0 && at < n_ctx;
         const float2* by = reinterpret_cast<const float2*>(rotations) + (long long)m * (D / 2) + n % (D / 2);
         const float2 found = n / (D / 2) < n_head + n_kv_head ? __ldcg(by) : float2{1.0f, 0.0f};
-        return {{found.x, found.y}, cached ? ((long long)b * n_ctx + at) * n_kv_head : -1};
+        const float factor = n / (D / 2) < n_head ? query_factor(at) : 1.0f;
+        return {grown({found.x, found.y}, factor), cached ? ((long long)b * n_ctx + at) * n_kv_head : -1};
     }
 
     __device__ void store_pair(int m, int n, float first, float second, const Late& late) const {

@@ -4,6 +4,7 @@ const {model, tokens, plan, steps, tensors} = data;
 const served = model.n_head / model.n_kv_head;  // number of query heads per key head
 const GROUPED = `Queries are grouped: each of the ${model.n_kv_head} head${model.n_kv_head > 1 ? "s" : ""} of keys and values serves ${served} heads of queries.`;
 const windowOf = layer => model.windows[layer] === null ? "" : ` In this layer a token sees the last ${model.windows[layer]} tokens only, its own among them: its window.`;
+const growth = model.growth ? ` Queries at position t are then multiplied by 1 + ${model.growth[0]} log(1 + ⌊t / ${model.growth[1]}⌋).` : "";
 const T = tokens.length;
 const state = {layer: data.layer, step: plan.before[0], head: 0, position: T - 1, opened: 0, read: 0, channel: 0};
 const MOST_LABELS = 44;

@@ -19,7 +19,7 @@ function drawDetail() {
   const inputs = tensor.inputs.map(([name, sizes]) => `${name} ${shape(sizes)}`).join(", ");
   const left = el("div", {},
     el("header", {}, el("h3", {id: "step-title"}, inBlock(step) ? `${at + 1} · ${step}` : step), el("span", {class: "muted mono"}, `${op}${inBlock(step) ? ` · block ${state.layer}` : ""}`)),
-    el("p", {}, byId(`about-${step}`)?.content.textContent ?? "", step === "attn" && served > 1 ? ` ${GROUPED}` : "", step === "attn" ? windowOf(state.layer) : "", step === "attn" ? el("a", {href: "#opened"}, " One row of it, step by step.") : ""), formula,
+    el("p", {}, byId(`about-${step}`)?.content.textContent ?? "", step === "attn" && served > 1 ? ` ${GROUPED}` : "", step === "attn" ? windowOf(state.layer) : "", step === "rope" ? growth : "", step === "attn" ? el("a", {href: "#opened"}, " One row of it, step by step.") : ""), formula,
     el("p", {class: "shapes"}, `${inputs} → ${step} ${shape(tensor.shape)}`), numbers(tensor), el("p", {class: "note"}, fusion(step)));
   byId("detail").replaceChildren(neighbours(), left, el("div", {}, ...drawTensor(step, tensor)), drawProduct(step), drawCode(step));
 }

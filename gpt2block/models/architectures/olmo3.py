@@ -1,0 +1,94 @@
+"""OLMo 3: OLMo 2's block; three of four layers have an attention window, the others may have YaRN.
+
+YaRN multiplies q and k after their norms; here, weights of the norms contain its factor. Source:
+OLMo Team, "Olmo 3" (2025), and Olmo3 in `transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gpt2block.checks import check_count
+from gpt2block.models.architectures import olmo2
+from gpt2block.models.architectures.architecture import RowNorms, Value
+from gpt2block.models.architectures.olmo2 import Olmo2Config
+from gpt2block.models.config import ModelConfig, Scales
+from gpt2block.models.config.llama import KINDS, PartlyWindowedConfig
+
+NORMS = ("gamma_q", "gamma_k")
+
+
+@dataclass(frozen=True)
+class Olmo3Config(PartlyWindowedConfig, Olmo2Config):
+    """Sizes of an OLMo 3 model, as in Olmo2Config and PartlyWindowedConfig."""
+
+    NAME: ClassVar[str] = "Olmo3"
+    MODEL_TYPE: ClassVar[str] = "olmo3"
+    EVERY: ClassVar[int] = 4
+    ABSENT: ClassVar[Mapping[str, Any]] = {**Olmo2Config.ABSENT, "theta": 500000.0}
+    GGUF_KEYS: ClassVar[Mapping[str, str]] = {
+        "attention.sliding_window": "window", "rope.freq_base_swa": "local_theta",
+        "attention.sliding_window_pattern": "sliding_layers",
+    }  # fmt: skip
+
+    window: int | None = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("sliding_window", self.window)
+
+    @property
+    def scales(self) -> Scales:
+        """Return the scalar factors of a forward pass, of which none is YaRN's."""
+        return Scales(self.eps)
+
+    def factor_of(self, layer: int) -> float:
+        """Return the factor by which YaRN multiplies q and k of a layer; 1 without YaRN."""
+        scaling = None if self.sliding_layers[layer] else self.scaling
+        return 1.0 if scaling is None else scaling.attention_factor
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Return the content of a `config.json` with which `transformers` loads this model."""
+        content, default = super().to_hugging_face(), {"rope_type": "default"}
+        full = (content.pop("rope_scaling") or default) | {"rope_theta": content.pop("rope_theta")}
+        rope = zip(KINDS, (full, default | {"rope_theta": self.local_theta}), strict=True)
+        # The default pad_token_id of transformers is not a valid id in a smaller vocabulary.
+        return content | {"rope_parameters": dict(rope), "pad_token_id": None}
+
+
+CONFIG: type[ModelConfig] = Olmo3Config
+NAMES, FILES = olmo2.NAMES, olmo2.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = olmo2.GGUF, olmo2.GGUF_ROPE_INTERLEAVED
+
+feed_forward, final, stream_bounds = olmo2.feed_forward, olmo2.final, olmo2.stream_bounds
+NORM, QKV, TENSOR_HEADS, DIVIDED = olmo2.NORM, olmo2.QKV, olmo2.TENSOR_HEADS, olmo2.DIVIDED
+
+
+def attention(o: Any, h: str, x: Value) -> Value:
+    """Compute a block's first half, attention, with norms of q and k before RoPE."""
+    y = o.operand(f"{h}attn_in", x, to=(f"{h}w_qkv",))
+    norms = tuple(f"{h}{name}_yarn" for name in NORMS)
+    y = o.qkv(h, y, rope=o.c.frequencies_of(h), norms=norms)
+    return o.attend(h, y, to=(f"{h}w_o",))
+
+
+def _with_yarn(config: Olmo3Config, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {name: weights of a norm of q or of k, times YaRN's factor}."""
+    layers = range(config.n_layer)
+    names = {f"h.{n}.{name}": config.factor_of(n) for n in layers for name in NORMS}
+    return {name: weights[name] * factor for name, factor in names.items()}
+
+
+def constants(config: Olmo3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {name: tensor} of RoPE frequencies, and of norm weights times YaRN's factor."""
+    yarn = {f"{name}_yarn": each for name, each in _with_yarn(config, vectors).items()}
+    return {**config.layer_frequencies(), **yarn}
+
+
+def operand_bounds(
+    config: Olmo3Config, largest: Mapping[str, float], norms: RowNorms
+) -> dict[str, float]:
+    """Bound operands as OLMo 2 does; YaRN multiplies weights of norms."""
+    return olmo2.operand_bounds(config, {**largest, **_with_yarn(config, largest)}, norms)
