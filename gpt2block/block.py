@@ -18,6 +18,7 @@ from gpt2block.checks import (
     plain_array,
 )
 from gpt2block.cuda import cupy, doctor
+from gpt2block.cuda.cards import capability_of
 from gpt2block.cuda.devices import resolve_device, resolve_devices
 from gpt2block.engine.block import NOTHING, BlockEngine, BlockSpec, Given
 from gpt2block.engine.inspect.compare import Comparisons, compare_steps
@@ -191,7 +192,7 @@ class Block(BaseBlock):
 def reads_blocks(device: str | None) -> bool:
     """Return whether `device` is a GPU that supports GGUF weights. Raises like `resolve_device`."""
     indices = resolve_devices(device)
-    return bool(indices) and all(_capability(each) >= MMA_CAPABILITY for each in indices)
+    return bool(indices) and all(capability_of(each) >= MMA_CAPABILITY for each in indices)
 
 
 Weights = TypeVar("Weights", bound=BlockArrays)
@@ -229,7 +230,7 @@ def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None)
         return kernels
     if device is None:  # on the CPU, NumPy supports everything
         return "fused" if kernels == "fused" or dtype in SIXTEEN_BITS else "skeleton"
-    problem = fused_problem(weights, _capability(device))
+    problem = fused_problem(weights, capability_of(device))
     if dtype in SIXTEEN_BITS:
         if problem:
             raise InputError(
@@ -293,10 +294,6 @@ def largest(weights: BlockWeights) -> dict[str, float]:
     do = Bounds(weights.astype(np.float32).tensors())
     spec_of(weights, True, "fused").run(do)
     return do.found
-
-
-def _capability(device: int) -> int:
-    return int(cupy.cuda.Device(device).compute_capability)
 
 
 def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:

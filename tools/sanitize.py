@@ -624,7 +624,7 @@ def streams_after(mail: Mailboxes, shares: list[Any], residual: Any, norm: str) 
 def main() -> None:
     if "--without-hopper" in sys.argv[1:]:
         own = _arrays.compute_capability()
-        _arrays._capability = lambda _: min(own, HOPPER_CAPABILITY - 1)  # type: ignore[assignment]
+        _arrays.capability_of = lambda _: min(own, HOPPER_CAPABILITY - 1)  # type: ignore[assignment]
     parts: dict[str, Callable[[], None]] = {
         f"operation:{name}": partial(operation, found) for name, found in OPERATIONS.items()
     }

@@ -20,6 +20,7 @@ import numpy as np
 
 import kernels_cu
 from gpt2block.cuda import cupy
+from gpt2block.cuda.cards import capability_of, compiled_for, dotted
 from gpt2block.cuda.formats import GGUF, own_cache_dtype
 from gpt2block.cuda.requests import Function, Launch, Scalar
 from gpt2block.cuda.tensor_maps import NO_MAP, TensorMap
@@ -411,7 +412,7 @@ def load(file: str, name: str, defines: Defines = ()) -> Any:
 
 @cache
 def _function(device: int, file: str, name: str, defines: Defines) -> Any:
-    options(file, cupy.cuda.Device(device).compute_capability)  # raises for a wrong device
+    options(file, capability_of(device))  # raises for a wrong device
     return Function(_compiled, (device, file, name, defines))
 
 
@@ -419,7 +420,8 @@ def _compiled(device: int, file: str, name: str, defines: Defines) -> Any:
     """Return a `cupy.RawKernel`, compiled or from CuPy's cache. Raises KernelError."""
     current = cupy.cuda.Device(device)
     current.use()  # a new thread has no current device
-    flags = options(file, current.compute_capability)
+    compiled_for()
+    flags = options(file, capability_of(device))
     module = cupy.RawModule(code=program(file, defines, name), options=flags, backend="nvrtc")
     try:
         module.compile()
@@ -474,8 +476,8 @@ def architecture(file: str) -> str | None:
     return match.group(1) if match else None
 
 
-def options(file: str, capability: str) -> tuple[str, ...]:
-    """Return NVRTC options for a file and a device of compute capability such as "90".
+def options(file: str, capability: int) -> tuple[str, ...]:
+    """Return NVRTC options for a file and a device of compute capability such as 90.
 
     Raises KernelError if the file requires another architecture; sm_90a, for example, requires
     exactly compute capability 9.0.
@@ -487,7 +489,7 @@ def options(file: str, capability: str) -> tuple[str, ...]:
     if required != f"sm_{capability}a":
         raise KernelError(
             f"{file}: expected a device for {required} (compute capability 9.0, Hopper), "
-            f"got {capability[:-1]}.{capability[-1]}"
+            f"got {dotted(capability)}"
         )
     return (*common, f"-arch={required}")
 
@@ -516,7 +518,7 @@ def compile_for(file: str, arch: str, defines: Defines = (), kernel: str | None 
     """
     nvrtc = cupy.cuda.nvrtc
     flags = (
-        *options(file, arch.removeprefix("sm_").rstrip("af")),
+        *options(file, int(arch.removeprefix("sm_").rstrip("af"))),
         *toolkit_includes(),
         f"-arch={arch}",
         "-ftz=true",
