@@ -272,7 +272,7 @@ def device_attribute(name: str) -> int:
 
 def compute_capability() -> int:
     """Return the compute capability of the current device, such as 90; cached."""
-    return capability_of(cupy.cuda.Device().id)
+    return capability_of()
 
 
 def reserve_local_memory(nbytes: int) -> None:

@@ -39,6 +39,42 @@ CARDS: Mapping[int, Card] = {  # by compute capability
 }
 
 
+class Properties(NamedTuple):
+    """What the GPUs of a compute capability have. Kernels are chosen by these properties.
+
+    has_mma: mma.sync of 16-bit floats with K = 16, and asynchronous copies to shared memory.
+    has_overlap: launches that overlap the previous kernel. has_wgmma: products of warpgroups, and
+    the architecture sm_90a. most_clustered: maximum blocks per cluster.
+    """
+
+    has_mma: bool = False
+    has_overlap: bool = False
+    has_wgmma: bool = False
+    most_clustered: int = 1
+
+    @property
+    def has_clusters(self) -> bool:
+        return self.most_clustered > 1
+
+
+PROPERTIES = (  # from this compute capability on
+    (75, Properties()),
+    (80, Properties(has_mma=True)),
+    (90, Properties(has_mma=True, has_overlap=True, has_wgmma=True, most_clustered=16)),
+    (100, Properties(has_mma=True, has_overlap=True, most_clustered=8)),
+)
+
+
+def properties(capability: int) -> Properties:
+    """Return the properties of the GPUs of a compute capability."""
+    return next((has for least, has in reversed(PROPERTIES) if capability >= least), Properties())
+
+
+def gpu(device: int | None = None) -> Properties:
+    """Return the properties of a device, by default of the current device."""
+    return properties(capability_of(device))
+
+
 class Chosen(NamedTuple):
     """The card whose kernels this process runs."""
 
@@ -76,9 +112,16 @@ def parse(text: str) -> Chosen:
     return Chosen(known[name], int(nbytes or CARDS[known[name]].most_shared))
 
 
+def capability_of(device: int | None = None) -> int:
+    """Return the compute capability, such as 90, for which kernels of a device are chosen.
+
+    device: by default the current device.
+    """
+    return _capability(cupy.cuda.Device().id if device is None else device)
+
+
 @cache
-def capability_of(device: int) -> int:
-    """Return the compute capability, such as 90, for which kernels of a device are chosen."""
+def _capability(device: int) -> int:
     own = int(cupy.cuda.Device(device).compute_capability)
     card = None if replaced() else chosen()
     return card.capability if card else own

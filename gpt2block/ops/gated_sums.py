@@ -15,7 +15,8 @@ from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple
 
-from gpt2block.cuda.arrays import check, check_address, compute_capability, device_attribute
+from gpt2block.cuda.arrays import check, check_address, device_attribute
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import FP8, Defines, Geometry, cache_dtype, launch_at
@@ -29,7 +30,6 @@ from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
 from gpt2block.ops.products import (
-    HOPPER_CAPABILITY,
     check_addresses,
     filled,
     gate_define,
@@ -227,7 +227,7 @@ def _is_plain(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether a layer is Llama's without biases and norms of outputs, on a Hopper GPU."""
     unlike = ("b_", "beta", "gamma_attn", "gamma_ff")  # beginnings of names
     others = any(name.startswith(unlike) for name in shapes)
-    return compute_capability() == HOPPER_CAPABILITY and not others and "w_gate" in shapes
+    return gpu().has_wgmma and not others and "w_gate" in shapes
 
 
 def normed_columns(D: int) -> tuple[int, ...]:
@@ -352,7 +352,7 @@ def _columns_of_head(D: int) -> tuple[int, ...]:
 
 def _cluster_of_head(blocks: int) -> int:
     """Return the blocks of a cluster that normalizes a head, or raise UnsupportedCall."""
-    if blocks > 1 and compute_capability() < HOPPER_CAPABILITY:
+    if blocks > 1 and not gpu().has_clusters:
         raise UnsupportedCall(
             "needs a GPU of compute capability 9.0 (Hopper), as a head has several blocks"
         )

@@ -22,11 +22,11 @@ from gpt2block.cuda.arrays import (
     alignment,
     check,
     check_address,
-    compute_capability,
     contiguous,
     device_attribute,
     row_alignment,
 )
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE, GGUF
 from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
@@ -54,8 +54,6 @@ from gpt2block.ops.operation import (
     variant,
 )
 from gpt2block.ops.products import (
-    HOPPER_CAPABILITY,
-    MMA_CAPABILITY,
     Parts,
     check_addresses,
     gate_define,
@@ -100,10 +98,10 @@ def terms_of(
     faster up to 8 rows: a step of a 7B model in Q4_K_M (H100) takes 3.1 ms for 8 rows. For 16 rows
     it takes 4.9 ms by mma, and 3.8 ms by wgmma.
     """
-    if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
+    if dtype == "float32" or not gpu().has_mma:
         return {}
     if dtype in (FILE, GGUF):
-        possible = rounded and M > blocks.FEW_ROWS and compute_capability() == HOPPER_CAPABILITY
+        possible = rounded and M > blocks.FEW_ROWS and gpu().has_wgmma
         fits = possible and not any(K % mma.UNIT for K, _ in shapes.values())
         return dict.fromkeys(shapes, (hopper.terms(dtype, rounded),)) if fits else {}
     multiple = mma.LOADED // itemsize_of(dtype)
@@ -114,7 +112,7 @@ def terms_of(
     kinds = ("fp8",) if dtype in FP8 else ("gated",) * ("w_gate" in shapes)
     least = least_weights(M, (*kinds, *("fused",) * fused))
     smallest = min(K * N for K, N in shapes.values())
-    on_hopper = compute_capability() == HOPPER_CAPABILITY
+    on_hopper = gpu().has_wgmma
 
     def terms_for(K: int, N: int) -> tuple[Terms, ...]:
         in_place = (wide._replace(width=0),) if M > MORE_ROWS and K % multiple == 0 else ()
@@ -134,7 +132,7 @@ def can_round(dtype: str, inputs: Iterable[int]) -> bool:
     ROUNDING if all products run on tensor cores. x is then rounded for any number of rows, so that
     a row has the same bits alone and in any batch. Otherwise, x has two terms or stays float32.
     """
-    if dtype not in ROUNDING or compute_capability() != HOPPER_CAPABILITY:
+    if dtype not in ROUNDING or not gpu().has_wgmma:
         return False
     multiple = mma.LOADED // itemsize_of(dtype)
     return all(K % multiple == 0 for K in inputs)
@@ -250,7 +248,7 @@ MMA = FewRows(mma.FILE, _check_mma, _mma_geometry, lambda c: mma.LOADED, ("x_sca
 
 def _on_tensor_cores(c: Call) -> None:
     """Raise UnsupportedCall if the tensor-core decoding kernels do not support the GPU or K."""
-    if compute_capability() < MMA_CAPABILITY:
+    if not gpu().has_mma:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant matvec")
     multiple = mma.LOADED // itemsize_of(c.w.dtype)
     if c.K % multiple:
@@ -301,7 +299,7 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     check_address("w", c.w.data)
     check_address("x", c.x)
     sizes = c.M, c.N, c.K, c.w.dtype
-    tile = mma_tiles.choose(*sizes, capability=compute_capability(), **_of_device())
+    tile = mma_tiles.choose(*sizes, clusters=gpu().has_clusters, **_of_device())
     geometry = mma_tiles.geometry(*sizes, tile, c.terms is not None, c.to_terms is not None)
     defines = count_define(c.rounded)
     args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "bias": c.bias, "x_scale": c.x_scale}

@@ -43,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     vars(cuda).update(function=module, driver=driver)
     monkeypatch.setattr(cards, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(cards, "replaced", lambda: False)
-    for cached in (cards.chosen, cards.capability_of, cards.attribute_of, cards.compiled_for):
+    for cached in (cards.chosen, cards._capability, cards.attribute_of, cards.compiled_for):
         monkeypatch.setattr(cards, cached.__name__, cached.__wrapped__)
     monkeypatch.delenv(cards.AS_GPU, raising=False)
     return cuda

@@ -297,8 +297,7 @@ def test_refusals(device: Any, possible: None, monkeypatch: pytest.MonkeyPatch) 
     moved = devices.moved(half.x, 1)
     refused("gated_sums", "x: expected data aligned", moved, gamma, *weights, splits=2)
     refused("rmsnorm_sums", "x: expected data aligned", moved, gamma, sums, half.down)
-    monkeypatch.setattr(gated_sums, "compute_capability", lambda: 75)
-    monkeypatch.setattr("gpt2block.ops.products.compute_capability", lambda: 75)
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 75)
     refused("gated_sums", "compute capability 9.0", x, gamma, *weights, splits=2)
     refused("linear_sums", "compute capability 8.0", x, half.o, x)
     assert splits_of("bfloat16", 1, SMOLLM2.block_shapes()) == 0
@@ -315,7 +314,7 @@ def test_what_the_reference_refuses() -> None:
 
 
 def test_which_layers_can_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gated_sums, "compute_capability", lambda: 90)
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 90)
     monkeypatch.setattr(gated_sums, "device_attribute", {"MultiProcessorCount": 132}.get)
     shapes = SMOLLM2.block_shapes()
     assert [splits_of("bfloat16", M, shapes) for M in (1, 2, 4, 5)] == [6, 6, 6, 0]

@@ -383,7 +383,7 @@ def test_the_products_that_wgmma_multiplies(
     fused: bool,
     expected: set[str],
 ) -> None:
-    monkeypatch.setattr(import_module("gpt2block.ops.linear"), "compute_capability", lambda: 90)
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 90)
     found = terms_of(dtype, M, shapes, fused=fused)
     assert {name for name, terms in found.items() if terms[0].width} == expected
 
@@ -393,7 +393,7 @@ def test_where_activations_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = import_module("gpt2block.ops.linear")
     monkeypatch.setattr(linear, "ROUNDING", ("float16", "float8_e5m2"))
     for capability in (75, 80, 89, 90, 100):
-        monkeypatch.setattr(linear, "compute_capability", lambda found=capability: found)
+        monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _, c=capability: c)
         for dtype in WEIGHTS_DTYPES:
             expected = capability == 90 and dtype in linear.ROUNDING
             assert linear.can_round(dtype, (64, 768)) == expected

@@ -8,7 +8,8 @@ from itertools import accumulate
 from math import ceil
 from typing import Any, NamedTuple
 
-from gpt2block.cuda.arrays import compute_capability, device_attribute
+from gpt2block.cuda.arrays import device_attribute
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.cuda.requests import Launch
@@ -16,7 +17,6 @@ from gpt2block.models.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import FLOAT, MOST_SPLITS, TERMS, UNIT, splits
-from gpt2block.ops.engines.linear_mma_tiles import CLUSTER_CAPABILITY
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.gguf import range_defines
 from gpt2block.ops.operation import UnsupportedCall
@@ -90,7 +90,7 @@ def geometry(
     up: bool = False,
     rope: int = 0,
     terms: int,
-    capability: int,
+    clusters: bool,
     sms: int,
     most_shared: int,
 ) -> Geometry | None:
@@ -101,7 +101,8 @@ def geometry(
 
     ranges: GGUF types and their numbers of outputs. norm: norm of x, 0 none, 1 LayerNorm, 2
     RMSNorm. up: whether there is a second matrix. rope: channels per head with RoPE, else 0. terms:
-    16-bit terms per value of x. most_shared: maximum bytes of dynamic shared memory per block.
+    16-bit terms per value of x. clusters: whether the GPU has clusters. most_shared: maximum bytes
+    of dynamic shared memory per block.
     """
     ends = [(2 if up else 1) * end for end in accumulate(n for _, n in ranges)]
     parts, units = splits(K)
@@ -128,7 +129,7 @@ def geometry(
         return room_for, ceil(ceil(ends[-1] / cut.columns) / most)
 
     def cluster(cut: Cut) -> int:
-        return 1 if cut.together or capability < CLUSTER_CAPABILITY else parts
+        return 1 if cut.together or not clusters else parts
 
     # Time estimate per warp, in relative units: 5 to unpack weights, 1 to multiply 8 rows of x.
     def duration(cut: Cut) -> float:
@@ -218,7 +219,7 @@ def launch(
         up=up is not None,
         rope=epilogue.head,
         terms=1 if rounded else TERMS,
-        capability=compute_capability(),
+        clusters=gpu().has_clusters,
         sms=device_attribute("MultiProcessorCount"),
         most_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC,
     )
