@@ -622,8 +622,8 @@ def streams_after(mail: Mailboxes, shares: list[Any], residual: Any, norm: str) 
 
 def main() -> None:
     if "--without-hopper" in sys.argv[1:]:
-        own = min(cards.capability_of(0), 89)
-        cards.capability_of = lambda _: own  # type: ignore[assignment]
+        own = min(cards.capability_of(), 89)
+        cards._capability = lambda _: own  # type: ignore[assignment]
     parts: dict[str, Callable[[], None]] = {
         f"operation:{name}": partial(operation, found) for name, found in OPERATIONS.items()
     }

@@ -117,7 +117,7 @@ def capability_of(device: int | None = None) -> int:
 
     device: by default the current device.
     """
-    return _capability(cupy.cuda.Device().id if device is None else device)
+    return _capability(cupy.cuda.Device(device).id)  # an emulated device has another index
 
 
 @cache

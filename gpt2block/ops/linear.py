@@ -128,11 +128,13 @@ ROUNDING = ("float16", "float8_e5m2", "float8_e4m3fn", FILE)  # weights for whic
 def can_round(dtype: str, inputs: Iterable[int]) -> bool:
     """Return whether decoding rounds x to ROUNDED. inputs: the number of inputs of each matrix.
 
-    Rounding is faster, and costs almost no accuracy, on Hopper GPUs with weights of a dtype in
-    ROUNDING if all products run on tensor cores. x is then rounded for any number of rows, so that
-    a row has the same bits alone and in any batch. Otherwise, x has two terms or stays float32.
+    Rounding is faster, and costs almost no accuracy, with weights of a dtype in ROUNDING if all
+    products run on tensor cores: for GGUF blocks on every GPU with tensor cores, for other dtypes
+    on Hopper GPUs. x is then rounded for any number of rows, so that a row has the same bits alone
+    and in any batch. Otherwise, x has two terms or stays float32.
     """
-    if dtype not in ROUNDING or not gpu().has_wgmma:
+    has = gpu()
+    if dtype not in ROUNDING or not (has.has_mma if dtype == FILE else has.has_wgmma):
         return False
     multiple = mma.LOADED // itemsize_of(dtype)
     return all(K % multiple == 0 for K in inputs)
@@ -221,7 +223,7 @@ def _check_mma(c: Call, norm: int) -> None:
     outputs = c.N * (2 if c.up else 1)
     if c.terms and c.terms.width:
         raise UnsupportedCall(FLOATS_ALONE)
-    if c.up and (c.residual is not None or outputs >= mma.MANY_COLUMNS):
+    if c.up and c.residual is not None:
         raise UnsupportedCall(ONE_MATRIX)
     if norm == mma.RMSNORM and (c.K > mma.MOST_NORMED or outputs >= mma.MANY_COLUMNS):
         raise UnsupportedCall(
@@ -467,16 +469,16 @@ def _prepare_qkv(unchecked: UncheckedCall) -> Call:
 def _prepare_rope(unchecked: UncheckedCall) -> Call:
     """Check a call of `linear_rope`, and choose the variant.
 
-    x has `terms` in the order of wgmma; with a GgufMatrix, x may be floats, which x_dtype "float16"
-    rounds. N is (n_head + 2 n_kv_head) D; the cache has C = n_kv_head D channels. RoPE rotates
-    half-split pairs of q and k. k and v are as in `linear_qkv`. The host does not read row and
-    position; kernels do not store k and v outside the cache. q is bitwise equal to `linear`
-    followed by `rope_append`.
+    x has `terms` in the order of wgmma, or x is floats, which x_dtype "float16" rounds. N is
+    (n_head + 2 n_kv_head) D; the cache has C = n_kv_head D channels. RoPE rotates half-split pairs
+    of q and k. k and v are as in `linear_qkv`. The host does not read row and position; kernels do
+    not store k and v outside the cache. q is bitwise equal to `linear` followed by `rope_append`.
     """
     c = unchecked.checked(to_terms=None, up=None)
     c.T = cache_dtype(c.w.dtype)
     c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
-    c.order = (ROPE_GGUF[c.terms is not None] if c.w.dtype == GGUF else LINEAR_ROPE.variants[0],)
+    variants = ROPE_GGUF if c.w.dtype == GGUF else LINEAR_ROPE.variants
+    c.order = (variants[c.terms is not None],)
     if c.fp8_cache is None:
         check("k", c.k, dtype=c.T)
     D = 2 * c.P
@@ -515,6 +517,19 @@ def _check(c: Call) -> None:
     check_terms(c.to_terms, c.N, gcd(CHUNK, *begins) if c.up is not None else 1)
 
 
+def _rope_by_mma(c: Call) -> Launch:
+    """Return the Launch of the kernel in matmul/decode/mma.cu with RoPE, for x of floats."""
+    D = 2 * c.P
+    if D % 16 or c.N >= mma.MANY_COLUMNS:
+        raise UnsupportedCall(
+            f"heads of {D} channels, {c.N:,} outputs: expected a multiple of 16, and less than "
+            f"{mma.MANY_COLUMNS:,} outputs: use linear and rope_append"
+        )
+    c.gamma, c.beta, c.eps, c.up, c.to_terms, c.x_scale = None, None, 0.0, None, None, 1.0
+    end = append_rope(c)
+    return MMA.launch(c, lambda _: end._replace(defines=(("LM_ROPE", D),)))
+
+
 def _rope_by_wgmma(c: Call) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu with RoPE."""
     needs_hopper(": use linear and rope_append")
@@ -540,7 +555,10 @@ LINEAR_QKV = Operation(
 
 LINEAR_ROPE = Operation(
     name="linear_rope",
-    variants=(Variant("rope_hopper", hopper.FILE, (hopper.KERNEL,), _rope_by_wgmma),),
+    variants=(
+        Variant("rope_mma", mma.FILE, (mma.KERNEL,), _rope_by_mma),
+        Variant("rope_hopper", hopper.FILE, (hopper.KERNEL,), _rope_by_wgmma),
+    ),
     options={"n_head": REQUIRED, "terms": None, **CACHE, "x_dtype": None},
     prepare=_prepare_rope,
 )

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from launch_recorder import recording
 
 from gpt2block.apps.bench import report
+from gpt2block.block import reads_blocks
 from gpt2block.cuda import cards
 from gpt2block.errors import InputError
 
@@ -23,7 +25,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return an H200 whose loaded PTX and compiler are recorded, without a chosen card."""
     driver = SimpleNamespace(CUDADriverError=RuntimeError, refuses=False, loaded=[])
     device = SimpleNamespace(
-        compute_capability="90", attributes={cards.MOST_SHARED: 232448, "MultiProcessorCount": 132}
+        id=0,
+        compute_capability="90",
+        attributes={cards.MOST_SHARED: 232448, "MultiProcessorCount": 132},
     )
 
     def load(ptx: str) -> None:
@@ -39,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     compiler = SimpleNamespace(_get_arch_for_options_for_nvrtc=None)
     module = SimpleNamespace(Module=lambda: SimpleNamespace(load=load))
-    cuda = SimpleNamespace(Device=lambda index=0: device, nvrtc=nvrtc, compiler=compiler)
+    cuda = SimpleNamespace(Device=lambda index=None: device, nvrtc=nvrtc, compiler=compiler)
     vars(cuda).update(function=module, driver=driver)
     monkeypatch.setattr(cards, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(cards, "replaced", lambda: False)
@@ -125,3 +129,12 @@ def test_bench_states_the_card(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert report._versions(0)["kernels of"] == (
         "compute capability 7.5 (T4), 65,536 bytes of shared memory, PTX of this capability"
     )
+
+
+def test_the_properties_are_those_of_the_emulated_gpu() -> None:
+    """Emulated GPUs with one index, one after another, have their own properties."""
+    found = []
+    for capability in ("7.5", "8.9", "12.0"):
+        with recording(capability):
+            found.append((reads_blocks("cuda:0"), cards.gpu().has_clusters, cards.gpu(0).has_mma))
+    assert found == [(False, False, False), (True, False, True), (True, True, True)]

@@ -324,6 +324,11 @@ def test_a_file_states_the_architecture_that_it_needs() -> None:
     assert "-arch=sm_90a" in kernels.options("matmul/prompt/wgmma.cu", 90)
     with pytest.raises(KernelError, match=r"expected .* 9\.0, Hopper\), got 12\.0"):
         kernels.options("matmul/prompt/wgmma.cu", 120)
+    newer = "matmul/decode/ffn_mma.cu"
+    assert "-arch=sm_90a" in kernels.options(newer, 90)
+    assert kernels.options(newer, 120) == kernels.options(file, 120)
+    with pytest.raises(KernelError, match=r"expected .* 9\.0 or newer\), got 8\.9"):
+        kernels.options(newer, 89)
 
 
 def test_compile_message_without_a_reason() -> None:

@@ -239,6 +239,7 @@ def test_the_registry_names_the_kernels() -> None:
         "qkv_mma: decode_mma",
         "qkv_mma_tiles: decode_mma_tiles",
         "qkv_hopper: decode_wgmma",
+        "rope_mma: decode_mma",
         "rope_hopper: decode_wgmma",
         "linear_sums: decode_mma",
         "linear_sums_gguf: decode_mma_gguf",
