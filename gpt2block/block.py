@@ -17,7 +17,7 @@ from gpt2block.checks import (
     named_options,
     plain_array,
 )
-from gpt2block.cuda import cupy, doctor
+from gpt2block.cuda import cards, cupy, doctor
 from gpt2block.cuda.devices import resolve_device, resolve_devices
 from gpt2block.engine.block import NOTHING, BlockEngine, BlockSpec, Given
 from gpt2block.engine.inspect.compare import Comparisons, compare_steps
@@ -36,7 +36,6 @@ from gpt2block.models.config.llama import LlamaConfig
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.models.weights.two_part import LARGEST_BOUND
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD, check_heads
-from gpt2block.ops.products import MMA_CAPABILITY
 
 KERNELS = ("auto", "skeleton", "fused")
 FUSED_WIDTH = 16384  # maximum channels per row in the kernel layernorm_narrow
@@ -191,7 +190,7 @@ class Block(BaseBlock):
 def reads_blocks(device: str | None) -> bool:
     """Return whether `device` is a GPU that supports GGUF weights. Raises like `resolve_device`."""
     indices = resolve_devices(device)
-    return bool(indices) and all(_capability(each) >= MMA_CAPABILITY for each in indices)
+    return bool(indices) and all(cards.gpu(each).has_mma for each in indices)
 
 
 Weights = TypeVar("Weights", bound=BlockArrays)
@@ -229,7 +228,7 @@ def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None)
         return kernels
     if device is None:  # on the CPU, NumPy supports everything
         return "fused" if kernels == "fused" or dtype in SIXTEEN_BITS else "skeleton"
-    problem = fused_problem(weights, _capability(device))
+    problem = fused_problem(weights, cards.capability_of(device))
     if dtype in SIXTEEN_BITS:
         if problem:
             raise InputError(
@@ -250,7 +249,7 @@ def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None)
 
 def fused_problem(weights: BlockWeights, capability: int) -> str | None:
     """Return the reason why fused kernels cannot run these weights on this GPU, or None."""
-    if capability < MMA_CAPABILITY:
+    if not cards.properties(capability).has_mma:
         return f"tensor cores: expected compute capability 8.0 or newer, got {capability / 10:.1f}"
     head = weights.n_embd // weights.n_head
     if head != TENSOR_HEAD:
@@ -293,10 +292,6 @@ def largest(weights: BlockWeights) -> dict[str, float]:
     do = Bounds(weights.astype(np.float32).tensors())
     spec_of(weights, True, "fused").run(do)
     return do.found
-
-
-def _capability(device: int) -> int:
-    return int(cupy.cuda.Device(device).compute_capability)
 
 
 def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:

@@ -26,12 +26,11 @@ from gpt2block.ops.attention import VARLEN
 from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT
 from gpt2block.ops.engines import attention_tiles as _attention_tiles
 from gpt2block.ops.engines.attention_tiles import WHOLE_KEYS, AttentionTile, mma_geometry
-from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.reference import joined, two_part
 from tests import plain
 from tests.caches import FORMATS, KINDS, Cache, Heads, repeated, row_width, stored, widened
 from tests.devices import assert_same_bits
-from tests.gpus import H200
+from tests.gpus import H200, HOPPER_CAPABILITY, MMA_CAPABILITY
 
 Array = NDArray[Any]
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

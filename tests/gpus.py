@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from gpt2block.cuda import cupy
-from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.cuda.arrays import compute_capability
+
+MMA_CAPABILITY, HOPPER_CAPABILITY = 80, 90  # the lowest with mma.sync of 16 bits; with wgmma
 
 
 class Gpu(TypedDict):
@@ -36,7 +38,7 @@ def cupy_with(capability: int = MMA_CAPABILITY) -> ModuleType:
 
     The emulated device has mma.sync, but not wgmma.
     """
-    there = int(cupy.cuda.Device().compute_capability)
+    there = compute_capability()
     if there < capability:
         pytest.skip(f"needs compute capability {capability / 10}, this GPU has {there / 10}")
     if capability == HOPPER_CAPABILITY != there:

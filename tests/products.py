@@ -23,7 +23,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import arrays_of, mapped
+from gpt2block.cuda.arrays import arrays_of, compute_capability, mapped
 from gpt2block.cuda.kernels import FP8, TWO_PART
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.models.weights.two_part import TwoPartMatrix
@@ -60,13 +60,12 @@ from gpt2block.ops.engines.rmsnorm_mma import RmsnormTile
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.operation import Operation
-from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.ops.terms import Terms
 from tests import plain
 from tests.devices import H200, assert_same_bits, moved, running_on
 from tests.gpus import H200 as H200_LIMITS
-from tests.gpus import cupy_with
+from tests.gpus import HOPPER_CAPABILITY, MMA_CAPABILITY, cupy_with
 from tests.ops.test_terms import rounded_to_float16, terms
 
 Array = NDArray[Any]
@@ -528,7 +527,7 @@ def _of_decoding(kernel: Kernel, case: Case) -> Iterator[MmaLinearTile]:
     """Yield tiles of variant `mma_tiles`, with clusters of blocks."""
     yield ODD
     dtype = kernel.weights
-    clusters = (1, 2, 3, 6, 8) if int(cupy.cuda.Device().compute_capability) >= 90 else (1,)
+    clusters = (1, 2, 3, 6, 8) if compute_capability() >= 90 else (1,)
     for tile, cluster in product(_linear_mma_tiles.TILES, clusters):
         pairs = math.prod(tile.warps) % 4 == 0  # whether the threads copy whole groups of rows
         if dtype == TWO_PART and not pairs:

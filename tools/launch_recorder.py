@@ -21,14 +21,13 @@ import numpy as np
 
 from gpt2block import emulator
 from gpt2block.cuda import kernels, overlap, tensor_maps
+from gpt2block.cuda.cards import CARDS, MOST_SHARED, dotted
 from gpt2block.emulator import stand_in
 from gpt2block.errors import DeviceError, InputError, KernelError
 
-DEVICES: Mapping[str, dict[str, int]] = {  # attributes by compute capability: T4, A100, H200, B200
-    "7.5": {"MultiProcessorCount": 40, "MaxSharedMemoryPerBlockOptin": 65536},
-    "8.0": {"MultiProcessorCount": 108, "MaxSharedMemoryPerBlockOptin": 166912},
-    "9.0": {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 232448},
-    "10.0": {"MultiProcessorCount": 148, "MaxSharedMemoryPerBlockOptin": 232448},
+DEVICES: Mapping[str, dict[str, int]] = {  # attributes by compute capability
+    dotted(each): {"MultiProcessorCount": card.sms, MOST_SHARED: card.most_shared}
+    for each, card in CARDS.items()
 }
 ERRORS = InputError, DeviceError, KernelError, MemoryError
 MEMORY = 1 << 40  # bytes of the device

@@ -41,7 +41,7 @@ from gpt2block import (
     reference,
 )
 from gpt2block.checks import FLOATS
-from gpt2block.cuda import arrays as _arrays
+from gpt2block.cuda import cards
 from gpt2block.cuda.formats import DTYPES, GGUF
 from gpt2block.cuda.kernels import FP8
 from gpt2block.engine.guessing import SpeculationPolicy
@@ -66,7 +66,6 @@ from gpt2block.ops.gather import (
 )
 from gpt2block.ops.gemm import allocate_stream_k_workspace
 from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
-from gpt2block.ops.products import HOPPER_CAPABILITY
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
 from gpt2block.ops.terms import Terms
 
@@ -243,7 +242,7 @@ def blocks() -> None:
 
 def feed_forward_in_blocks() -> None:
     """Run layers of few rows: RMSNorm, the feed-forward and its split sums in four kernels."""
-    if _arrays.compute_capability() != HOPPER_CAPABILITY:
+    if not cards.gpu().has_wgmma:
         return
     for name, M in product(TYPES, (1, 3)):
         C, H = (256, 1536) if TYPES[name].units > 1 else (160, 1280)
@@ -270,7 +269,7 @@ def blocks_by_wgmma() -> None:
     Also run them with x from RMSNorm, attention and a gated product; where these kernels compute
     sums of chunks of x, the products read the sums.
     """
-    if _arrays.compute_capability() != HOPPER_CAPABILITY:
+    if not cards.gpu().has_wgmma:
         return
     rng, order = np.random.default_rng(0), _linear_hopper.terms(GGUF, rounded=True)
     for names in (*((name, name) for name in TYPES), ("Q4_K", "Q6_K"), ("Q5_1", "Q8_0")):
@@ -623,8 +622,8 @@ def streams_after(mail: Mailboxes, shares: list[Any], residual: Any, norm: str) 
 
 def main() -> None:
     if "--without-hopper" in sys.argv[1:]:
-        own = _arrays.compute_capability()
-        _arrays._capability = lambda _: min(own, HOPPER_CAPABILITY - 1)  # type: ignore[assignment]
+        own = min(cards.capability_of(), 89)
+        cards._capability = lambda _: own  # type: ignore[assignment]
     parts: dict[str, Callable[[], None]] = {
         f"operation:{name}": partial(operation, found) for name, found in OPERATIONS.items()
     }

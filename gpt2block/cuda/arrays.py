@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy
+from gpt2block.cuda.cards import attribute_of, capability_of
 from gpt2block.cuda.kernels import dtype_name
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
@@ -267,22 +267,12 @@ def row_alignment(n: int, *arrays: CudaArray | None) -> int:
 
 def device_attribute(name: str) -> int:
     """Return an attribute of the current device, such as "MultiProcessorCount"; cached."""
-    return _attribute(cupy.cuda.Device().id, name)
+    return attribute_of(cupy.cuda.Device().id, name)
 
 
 def compute_capability() -> int:
     """Return the compute capability of the current device, such as 90; cached."""
-    return _capability(cupy.cuda.Device().id)
-
-
-@cache
-def _capability(device: int) -> int:
-    return int(cupy.cuda.Device(device).compute_capability)
-
-
-@cache
-def _attribute(device: int, name: str) -> int:
-    return int(cupy.cuda.Device(device).attributes[name])
+    return capability_of()
 
 
 def reserve_local_memory(nbytes: int) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 
 import kernels_cu
 from gpt2block.cuda import cupy
+from gpt2block.cuda.cards import capability_of, compiled_for, dotted, gpu
 from gpt2block.cuda.formats import GGUF, own_cache_dtype
 from gpt2block.cuda.requests import Function, Launch, Scalar
 from gpt2block.cuda.tensor_maps import NO_MAP, TensorMap
@@ -81,7 +82,9 @@ FP8_CACHE: Mapping[str, Defines] = {
     "float8_e5m2": (("CACHE_E5M2", 1),),
     "float8_e4m3fn": (("CACHE_E4M3", 1),),
 }
-_LARGE_CLUSTERS = 14  # CUfunction_attribute that allows clusters of more than 8 blocks
+# CUfunction_attribute that allows clusters of more than PORTABLE blocks.
+_LARGE_CLUSTERS, PORTABLE = 14, 8
+HOPPER = 90  # compute capability of the architectures that files require
 TWO_PART = "two_part"  # weights in two float16 parts, for products with float32 activations
 IN_BYTES = (*FP8, GGUF)  # weight formats stored in arrays of uint8
 WEIGHTS: Mapping[str, Defines] = {  # format of weights, if type `W` differs from `T` → macros
@@ -411,7 +414,7 @@ def load(file: str, name: str, defines: Defines = ()) -> Any:
 
 @cache
 def _function(device: int, file: str, name: str, defines: Defines) -> Any:
-    options(file, cupy.cuda.Device(device).compute_capability)  # raises for a wrong device
+    options(file, capability_of(device))  # raises for a wrong device
     return Function(_compiled, (device, file, name, defines))
 
 
@@ -419,14 +422,15 @@ def _compiled(device: int, file: str, name: str, defines: Defines) -> Any:
     """Return a `cupy.RawKernel`, compiled or from CuPy's cache. Raises KernelError."""
     current = cupy.cuda.Device(device)
     current.use()  # a new thread has no current device
-    flags = options(file, current.compute_capability)
+    compiled_for()
+    flags = options(file, capability_of(device))
     module = cupy.RawModule(code=program(file, defines, name), options=flags, backend="nvrtc")
     try:
         module.compile()
     except cupy.cuda.compiler.CompileException as error:
         raise KernelError(compile_message(file, error.get_message())) from error
     function = module.get_function(name)
-    if architecture(file) == "sm_90a":
+    if architecture(file) and gpu(device).most_clustered > PORTABLE:
         cupy.cuda.driver.funcSetAttribute(function.kernel.ptr, _LARGE_CLUSTERS, 1)
     return function
 
@@ -466,16 +470,16 @@ def _headers_hash(folder: Path) -> str:
 
 @cache
 def architecture(file: str) -> str | None:
-    """Return the architecture that a file requires, such as "sm_90a", from its opening comment.
+    """Return the architecture that a file requires, from its opening comment; None for any GPU.
 
-    Return None for a file for any GPU.
+    "sm_90a" stands for this architecture alone, "sm_90" also for newer ones.
     """
     match = _ARCHITECTURE.search(read_source(file))
     return match.group(1) if match else None
 
 
-def options(file: str, capability: str) -> tuple[str, ...]:
-    """Return NVRTC options for a file and a device of compute capability such as "90".
+def options(file: str, capability: int) -> tuple[str, ...]:
+    """Return NVRTC options for a file and a device of compute capability such as 90.
 
     Raises KernelError if the file requires another architecture; sm_90a, for example, requires
     exactly compute capability 9.0.
@@ -484,12 +488,15 @@ def options(file: str, capability: str) -> tuple[str, ...]:
     required = architecture(file)
     if required is None:
         return common
-    if required != f"sm_{capability}a":
+    if capability == HOPPER:
+        return (*common, f"-arch=sm_{HOPPER}a")
+    if required[-1] == "a" or capability < HOPPER:
+        alone = "9.0, Hopper" if required[-1] == "a" else "9.0 or newer"
         raise KernelError(
-            f"{file}: expected a device for {required} (compute capability 9.0, Hopper), "
-            f"got {capability[:-1]}.{capability[-1]}"
+            f"{file}: expected a device for {required} (compute capability {alone}), "
+            f"got {dotted(capability)}"
         )
-    return (*common, f"-arch={required}")
+    return common
 
 
 @cache
@@ -516,7 +523,7 @@ def compile_for(file: str, arch: str, defines: Defines = (), kernel: str | None 
     """
     nvrtc = cupy.cuda.nvrtc
     flags = (
-        *options(file, arch.removeprefix("sm_").rstrip("af")),
+        *options(file, int(arch.removeprefix("sm_").rstrip("af"))),
         *toolkit_includes(),
         f"-arch={arch}",
         "-ftz=true",

@@ -13,11 +13,11 @@ from functools import cache
 from typing import Any
 
 from gpt2block.cuda import cupy, replaced
-from gpt2block.cuda.arrays import compute_capability
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import DeviceError
 
-OVERLAPS_FROM = 90, 12030  # minimum compute capability; minimum driver version for graphs
+OVERLAPS_FROM = 12030  # minimum version of the driver for graphs
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # value of CUlaunchAttributeID
 
 
@@ -60,9 +60,7 @@ def _launch_kernel() -> Any:
 
 def possible() -> bool:
     """Return whether the current device and driver support overlapped launches, in graphs too."""
-    capability, driver = OVERLAPS_FROM
-    new = cupy.cuda.runtime.driverGetVersion() >= driver
-    return new and compute_capability() >= capability
+    return cupy.cuda.runtime.driverGetVersion() >= OVERLAPS_FROM and gpu().has_overlap
 
 
 def run(launch: Launch) -> None:

@@ -133,7 +133,7 @@ def check_kernel(
 def _compile_unoptimised(kernel: Kernel, capability: str) -> None:
     path = str(kernel.source.path)
     code = kernels.program(path, kernel.defines, kernel.source.name)
-    stand_in.RawModule(code, kernels.options(path, capability)).module(debug=True)
+    stand_in.RawModule(code, kernels.options(path, int(capability))).module(debug=True)
 
 
 class _OverBudgetError(Exception):

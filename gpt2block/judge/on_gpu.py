@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpt2block.cuda import cupy, kernels
+from gpt2block.cuda import kernels
+from gpt2block.cuda.arrays import compute_capability
 from gpt2block.emulator.ptx import nvrtc
 from gpt2block.errors import DeviceError, InputError, KernelError, NotJudged
 from gpt2block.judge import comparison
@@ -90,7 +91,7 @@ def _compiled(send: Send, job: ChildJob) -> bool:
     """
     send(COMPILE)
     case, path = job.cases[0], str(job.kernel.source.path)
-    capability = cupy.cuda.Device().compute_capability
+    capability = compute_capability()
     made = nvrtc.compile(
         kernels.program(path, job.kernel.defines),
         name="kernel.cu",

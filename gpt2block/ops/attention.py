@@ -21,10 +21,10 @@ from gpt2block.cuda.arrays import (
     Shape,
     check,
     check_address,
-    compute_capability,
     device_attribute,
     on_16_bytes,
 )
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
@@ -53,7 +53,6 @@ from gpt2block.ops.engines.attention_tiles import (
     two_part_geometry,
 )
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.warm import call
 
 FILE = "learn/attention/skeleton.cu"
@@ -221,7 +220,7 @@ def _online(c: Call) -> Launch:
 
 
 def _fit_mma(c: Call) -> None:
-    if compute_capability() < MMA_CAPABILITY:
+    if not gpu().has_mma:
         raise UnsupportedCall(
             "needs a GPU of compute capability 8.0 or newer: use float32 and variant online"
         )
@@ -319,7 +318,7 @@ def _hopper_few(c: Call) -> Launch:
 )
 def _hopper(c: Call) -> Launch:
     _fit_mma(c)
-    if compute_capability() != HOPPER_CAPABILITY:
+    if not gpu().has_wgmma:
         raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.HS not in TENSOR_HEADS:
         raise UnsupportedCall(
@@ -417,7 +416,7 @@ def _check_cache(c: Call) -> None:
         return
     if missing:
         raise InputError(f"{missing[0]}: expected an array: k, v, row and position go together")
-    if c.variant not in (None, *APPENDING) or compute_capability() != HOPPER_CAPABILITY:
+    if c.variant not in (None, *APPENDING) or not gpu().has_wgmma:
         raise InputError(
             "k: only variant hopper, on a GPU of compute capability 9.0, writes to a kv_cache: use "
             "ops.kv_append"

@@ -23,10 +23,10 @@ from gpt2block.cuda.arrays import (
     alignment,
     check,
     check_address,
-    compute_capability,
     contiguous,
     device_attribute,
 )
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import CACHE_WITH_FP8
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
@@ -48,7 +48,7 @@ from gpt2block.ops.engines.attention_tiles import (
 )
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import HOPPER_CAPABILITY, check_addresses, needs_hopper, needs_mma
+from gpt2block.ops.products import check_addresses, needs_hopper, needs_mma
 from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call
 
@@ -77,7 +77,6 @@ FP8_GROUPED_WIDTH = 8  # FP8 elements per load that registers allow with several
 FP8_VECTORS = 4  # vectors of K (and as many of V) in flight per thread; 8 would spill registers
 MOST_QUERIES = 4  # maximum heads of q per warp
 MOST_CLUSTER = 8  # maximum blocks per cluster
-CLUSTERS_FROM = 90  # lowest compute capability that supports clusters
 APPEND_MOST_THREADS = 256  # maximum threads per block of kernel `append`
 COPY_THREADS, COPY_BLOCKS = 256, 8  # threads per block; maximum blocks that copy K (or V) of a slot
 START = 512  # position of the first query in the documented case
@@ -353,7 +352,7 @@ def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
 
     kv_dtype: FP8 format of the kv_cache, or None.
     """
-    on_hopper = compute_capability() == HOPPER_CAPABILITY and head_size in TENSOR_HEADS
+    on_hopper = gpu().has_wgmma and head_size in TENSOR_HEADS
     return kv_dtype is None or on_hopper
 
 
@@ -399,7 +398,7 @@ def _split(c: Call) -> Launch:
         fewest = heads[0] // heads[1]
         expected = f"at least {fewest}, the heads of q per head of k"
         check_integer("serves", c.serves, fewest, math.inf, expected)
-    sms, clusters = device_attribute("MultiProcessorCount"), compute_capability() >= CLUSTERS_FROM
+    sms, clusters = device_attribute("MultiProcessorCount"), gpu().has_clusters
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry = split_geometry(c.M, c.P, *heads, c.k.itemsize, sms, limit, clusters, c.serves)
     geometry = scored(geometry, c)

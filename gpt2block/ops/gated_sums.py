@@ -15,7 +15,8 @@ from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple
 
-from gpt2block.cuda.arrays import check, check_address, compute_capability, device_attribute
+from gpt2block.cuda.arrays import check, check_address, device_attribute
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import FP8, Defines, Geometry, cache_dtype, launch_at
@@ -29,11 +30,9 @@ from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
 from gpt2block.ops.products import (
-    HOPPER_CAPABILITY,
     check_addresses,
     filled,
     gate_define,
-    needs_hopper,
     needs_mma,
     storage_of,
 )
@@ -45,13 +44,18 @@ MOST_ROWS = 4  # maximum rows of x; for more rows, separate kernels are faster
 MOST_ROTATED = 16  # maximum rows of `rope_sums` without partial sums
 # Decoding uses `rope_sums` with norms of heads, without partial sums, up to this number of rows.
 # The operation itself takes MOST_ROTATED rows. Qwen3-0.6B, NVIDIA H200: steps of 2 and 4 rows take
-# 601 and 652 us instead of 743 and 798, but steps of 8 rows take 954 us instead of 871.
+# 601 and 652 us instead of 743 and 798, but steps of 8 rows take 954 us instead of 871 by wgmma.
 MOST_NORMED_HEADS = 4
+# On GPUs with overlapping launches, products fuse norms next to a kernel for the norms of heads up
+# to this number of rows. Qwen3-0.6B on an NVIDIA H200 with the kernels of an RTX 5090: steps of 8
+# rows take 938 us instead of 954, but steps of 16 rows 1,318 instead of 1,166. With the kernels of
+# an RTX 4090, whose launches do not overlap, they take 1,059 instead of 1,130 and 1,389 instead of
+# 1,460.
+MOST_BESIDE_HEADS = 8
 MOST_CHANNELS = mma.MOST_NORMED  # maximum C: RMSNorm needs one unit per split
 MULTIPLE = 16  # divides C: FP8 rows allow 16-byte loads, and all blocks have equally many outputs
 PORTABLE, WHOLE = 8, 100  # maximum blocks of a portable cluster; minimum SMs for larger clusters
 MOST_REGISTERS = 144  # maximum registers per lane for weights in flight
-MOST_SHARED = 227 * 1024
 DTYPES = ("float16", "bfloat16", *FP8)  # dtypes of weights whose values are one 16-bit term
 
 
@@ -68,20 +72,34 @@ ONE_ROW = Cluster(16, False), Cluster(8, True)
 MORE_ROWS = Cluster(8, True), Cluster(16, False)
 
 
+class GpuLimits(NamedTuple):
+    """GpuLimits of a GPU: multiprocessors, bytes of shared memory per block, blocks per cluster."""
+
+    sms: int
+    most_shared: int
+    most_clustered: int
+
+
+def limits() -> GpuLimits:
+    """Return the limits of the current device."""
+    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+    return GpuLimits(device_attribute("MultiProcessorCount"), most_shared, gpu().most_clustered)
+
+
 @lru_cache(maxsize=1024)
-def geometry(M: int, C: int, H: int, dtype: str, sms: int) -> Geometry | None:
+def geometry(M: int, C: int, H: int, dtype: str, of: GpuLimits) -> Geometry | None:
     """Return the launch geometry for x (M, C) and h (M, H), or None if none is supported.
 
-    dtype: dtype of the weights. sms: number of multiprocessors.
+    dtype: dtype of the weights. of: limits of the GPU.
     """
     if M > MOST_ROWS or dtype not in DTYPES or C > MOST_CHANNELS or C % MULTIPLE:
         return None
     if not _has_equal_splits(H):
         return None
     rows = power_of_two(M)
-    for cluster in _clusters(M, sms):
+    for cluster in _clusters(M, of):
         shared = shared_bytes(rows, C, H, dtype, cluster)
-        if shared <= MOST_SHARED and registers(C, H, dtype, cluster) <= MOST_REGISTERS:
+        if shared <= of.most_shared and registers(C, H, dtype, cluster) <= MOST_REGISTERS:
             launch_geometry = geometry_of(rows, C, H, cluster, shared)
             return launch_geometry.with_defines((("FF_COPIED", int(cluster.copied)),))
     return None
@@ -118,10 +136,10 @@ def registers(C: int, H: int, dtype: str, cluster: Cluster) -> int:
     return (2 * own * mma.UNIT // mma.OCTET + last) * mma.OCTET * weight // (4 * WARP)
 
 
-def _clusters(M: int, sms: int) -> list[Cluster]:
-    """Return the clusters that a GPU with `sms` multiprocessors can run, fastest first."""
-    known = ONE_ROW if M == 1 else MORE_ROWS
-    return [each for each in known if each.blocks <= PORTABLE or sms >= WHOLE]
+def _clusters(M: int, of: GpuLimits) -> list[Cluster]:
+    """Return the clusters that a GPU with these limits can run, fastest first."""
+    most = of.most_clustered if of.sms >= WHOLE else min(of.most_clustered, PORTABLE)
+    return [each for each in (ONE_ROW if M == 1 else MORE_ROWS) if each.blocks <= most]
 
 
 def _has_equal_splits(H: int) -> bool:
@@ -142,7 +160,7 @@ def _columns(C: int, cluster: Cluster) -> int:
 
 @lru_cache(maxsize=1024)
 def blocks_geometry(
-    M: int, C: int, H: int, types: tuple[str, str], terms: int, sms: int
+    M: int, C: int, H: int, types: tuple[str, str], terms: int, of: GpuLimits
 ) -> Geometry | None:
     """Return the launch geometry for GGUF weights, or None if the sizes are not supported.
 
@@ -151,10 +169,10 @@ def blocks_geometry(
     if M > MOST_ROWS or C > MOST_CHANNELS or C % blocks.COLUMNS or not _has_equal_splits(H):
         return None
     rows = power_of_two(M)
-    for cluster in _clusters(M, sms):
+    for cluster in _clusters(M, of):
         shared = blocks_shared_bytes(rows, C, H, types, terms, cluster.blocks)
-        if shared <= MOST_SHARED:
-            shared = filled(MOST_SHARED, 2 if M == 1 else 1, shared)
+        if shared <= of.most_shared:
+            shared = filled(of.most_shared, 2 if M == 1 else 1, shared)
             numbers = (TYPES[name].number for name in types)
             defines = tuple(zip(("GGUF_TYPE_0", "FF_TYPE"), numbers, strict=True))
             launch_geometry = geometry_of(rows, C, H, cluster, shared).with_defines(defines)
@@ -191,43 +209,63 @@ def splits_of(
     types: pairs of GGUF types of w_gate and w_down, of all layers; empty if a matrix has no GGUF
     blocks. head_size: channels per head, used for GGUF blocks.
     """
-    if not _is_plain(shapes):
+    if not (gpu().has_clusters and _is_plain(shapes)):
         return 0
     if "gamma_q" in shapes and not normed_columns(*shapes["gamma_q"]):
         return 0
     narrow = shapes["w_qkv"][1] < mma.MANY_COLUMNS and not shapes["w_o"][0] % MULTIPLE
-    C, H = shapes["w_gate"]
-    sms = device_attribute("MultiProcessorCount")
+    (C, H), of = shapes["w_gate"], limits()
     if dtype == OF_FILE:
         whole = types and "gamma_q" not in shapes and head_size % blocks.COLUMNS == 0
-        fits = whole and all(blocks_geometry(M, C, H, pair, mma.TERMS, sms) for pair in types)
+        fits = whole and all(blocks_geometry(M, C, H, pair, mma.TERMS, of) for pair in types)
     else:
-        fits = narrow and geometry(M, C, H, dtype, sms) is not None
+        fits = narrow and geometry(M, C, H, dtype, of) is not None
     return mma.splits(H)[0] if fits else 0
 
 
-def fuses_norms(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size: int) -> bool:
-    """Return whether products of M rows fuse RMSNorm, RoPE, norms of heads, and the gate.
+class Fusions(NamedTuple):
+    """What products of few rows that read floats compute, too, besides biases and residuals."""
 
-    dtype: dtype of the weights, not GGUF. Other arguments: as in `splits_of`.
+    norms: bool = False  # the RMSNorm of x
+    rope: bool = False  # RoPE, if heads have no norms or `heads` is set
+    gate: bool = False  # the activation of the gate, and its product with the other matrix
+    heads: bool = False  # norms of the heads of q and k
+
+
+def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size: int) -> Fusions:
+    """Return what products of M rows by matmul/decode/mma.cu fuse in a layer.
+
+    On a GPU with wgmma, layers without norms of outputs fuse all or nothing, because wgmma fuses
+    RoPE and the gate of the others. dtype: dtype of the weights, not GGUF. Other arguments: as in
+    `splits_of`.
     """
-    most = MOST_NORMED_HEADS if "gamma_q" in shapes else MOST_ROTATED
-    if most < M or not _is_plain(shapes) or head_size % 16:
-        return False
-    if shapes.get("gamma_q", (head_size,)) != (head_size,):  # a norm of all heads together
-        return False
-    if "gamma_q" in shapes and not normed_columns(head_size):
-        return False
+    has = gpu()
+    if not has.has_mma or dtype not in DTYPES or MOST_ROTATED < M or "w_gate" not in shapes:
+        return Fusions()
     C, H = shapes["w_gate"]
     narrow = max(shapes["w_qkv"][1], 2 * H) < mma.MANY_COLUMNS
-    return dtype in DTYPES and C <= MOST_CHANNELS and C % MULTIPLE == 0 and narrow
+    norms = C <= MOST_CHANNELS and C % MULTIPLE == 0 and narrow
+    rope = head_size % 16 == 0 and shapes["w_qkv"][1] < mma.MANY_COLUMNS
+    plain, normed = _is_plain(shapes), "gamma_q" in shapes
+    each = shapes.get("gamma_q") == (head_size,)  # no norm of all heads together
+    heads = each and plain and norms and has.has_clusters and M <= MOST_NORMED_HEADS
+    heads = heads and rope and bool(normed_columns(head_size))
+    if has.has_wgmma and plain and not (norms and rope and (heads or not normed)):
+        return Fusions()
+    if has.has_overlap and plain and normed and M > MOST_BESIDE_HEADS:
+        return Fusions()
+    if has.has_wgmma and not any(name.startswith(OF_OUTPUTS) for name in shapes):
+        return Fusions(*(plain,) * 3, heads)
+    return Fusions(norms, rope, gate=H % 8 == 0, heads=heads)
+
+
+OF_OUTPUTS = "gamma_attn", "gamma_ff"  # norms of the outputs of attention and feed-forward
 
 
 def _is_plain(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether a layer is Llama's without biases and norms of outputs, on a Hopper GPU."""
-    unlike = ("b_", "beta", "gamma_attn", "gamma_ff")  # beginnings of names
-    others = any(name.startswith(unlike) for name in shapes)
-    return compute_capability() == HOPPER_CAPABILITY and not others and "w_gate" in shapes
+    """Return whether a layer is Llama's without biases and norms of outputs."""
+    unlike = ("b_", "beta", *OF_OUTPUTS)  # beginnings of names
+    return "w_gate" in shapes and not any(name.startswith(unlike) for name in shapes)
 
 
 def normed_columns(D: int) -> tuple[int, ...]:
@@ -238,20 +276,25 @@ def normed_columns(D: int) -> tuple[int, ...]:
     return tuple(c for c in (32, 16, 8) if D % c == 0 and D // c <= PORTABLE)
 
 
+def _needs_clusters(instead: str) -> None:
+    """Raise UnsupportedCall on a GPU without clusters. instead: advice."""
+    if not gpu().has_clusters:
+        raise UnsupportedCall(f"needs a GPU of compute capability 9.0 or newer{instead}")
+
+
 @variant("gated_sums", FILE, KERNEL)
 def _gated_sums(c: Call) -> Launch:
-    needs_hopper(": use linear and silu_mul")
+    _needs_clusters(": use linear and silu_mul")
     dtypes = {w.dtype for w in (c.w_gate, c.w_up, c.w_down)}
     if len(dtypes) > 1:
         raise UnsupportedCall(f"weights of {', '.join(sorted(dtypes))}: expected one dtype")
-    sms = device_attribute("MultiProcessorCount")
-    launch_geometry = geometry(c.M, c.C, c.H, c.w_gate.dtype, sms)
+    launch_geometry = geometry(c.M, c.C, c.H, c.w_gate.dtype, limits())
     if launch_geometry is None:
         raise UnsupportedCall(
             f"x {c.x.shape}, {c.H:,} channels, {c.w_gate.dtype}: expected up to {MOST_ROWS} rows "
             f"of up to {MOST_CHANNELS:,} channels, a multiple of {MULTIPLE}, equal splits of the "
-            f"channels between the products, and weights of {', '.join(DTYPES)}: use linear and "
-            "silu_mul"
+            f"channels between the products, weights of {', '.join(DTYPES)}, and clusters that fit "
+            f"in {limits().most_shared:,} bytes of shared memory per block: use linear and silu_mul"
         )
     launch_geometry = _checked(launch_geometry, c)
     gate, up = ((w.data, w.scale) for w in (c.w_gate, c.w_up))
@@ -261,7 +304,7 @@ def _gated_sums(c: Call) -> Launch:
 
 @variant("gated_sums_gguf", BLOCKS_FILE, BLOCKS_KERNEL)
 def _gated_blocks(c: Call) -> Launch:
-    needs_hopper(": use linear")
+    _needs_clusters(": use linear")
     matrices = c.w_gate, c.w_up, c.w_down
     mixed = any(w.dtype != GGUF or len(w.ranges) > 1 for w in matrices)
     if mixed or c.w_up.ranges != c.w_gate.ranges:
@@ -270,13 +313,13 @@ def _gated_blocks(c: Call) -> Launch:
         )
     terms = 1 if rounds(c.x_dtype, GGUF) else mma.TERMS
     types = c.w_gate.ranges[0][0], c.w_down.ranges[0][0]
-    sms = device_attribute("MultiProcessorCount")
-    launch_geometry = blocks_geometry(c.M, c.C, c.H, types, terms, sms)
+    launch_geometry = blocks_geometry(c.M, c.C, c.H, types, terms, limits())
     if launch_geometry is None:
         raise UnsupportedCall(
             f"x {c.x.shape}, {c.H:,} channels: expected up to {MOST_ROWS} rows of up to "
-            f"{MOST_CHANNELS:,} channels, a multiple of {blocks.COLUMNS}, and equal splits of the "
-            "channels between the products: use linear"
+            f"{MOST_CHANNELS:,} channels, a multiple of {blocks.COLUMNS}, equal splits of the "
+            "channels between the products, and clusters that fit in "
+            f"{limits().most_shared:,} bytes of shared memory per block: use linear"
         )
     launch_geometry = _checked(launch_geometry, c)
     args = (c.x, c.gamma, *(w.data for w in matrices), c.sums, c.eps, c.M)
@@ -352,10 +395,8 @@ def _columns_of_head(D: int) -> tuple[int, ...]:
 
 def _cluster_of_head(blocks: int) -> int:
     """Return the blocks of a cluster that normalizes a head, or raise UnsupportedCall."""
-    if blocks > 1 and compute_capability() < HOPPER_CAPABILITY:
-        raise UnsupportedCall(
-            "needs a GPU of compute capability 9.0 (Hopper), as a head has several blocks"
-        )
+    if blocks > 1:
+        _needs_clusters(", as a head has several blocks")
     return blocks
 
 

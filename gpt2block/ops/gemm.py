@@ -21,10 +21,10 @@ from gpt2block.cuda.arrays import (
     arrays_of,
     check_address,
     check_apart,
-    compute_capability,
     contiguous,
     device_attribute,
 )
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import FP8, IN_BYTES, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
@@ -40,7 +40,7 @@ from gpt2block.ops.engines import gemm_hopper as hopper
 from gpt2block.ops.engines import gemm_mma as mma
 from gpt2block.ops.engines import rmsnorm_hopper as two_matrices
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
+from gpt2block.ops.products import MULTIPLE
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
 from gpt2block.ops.two_part import TAKE, check_one_scale
@@ -136,7 +136,7 @@ def _mma_two_part(c: Call) -> Launch:
 
 @variant("mma", mma.FILE, mma.KERNEL)
 def _mma(c: Call) -> Any:
-    if compute_capability() < MMA_CAPABILITY:
+    if not gpu().has_mma:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use ops.linear")
     if c.up is not None:
         raise UnsupportedCall(
@@ -200,7 +200,7 @@ def _hopper_gguf(c: Call) -> Launch:
 
 @variant("hopper", hopper.FILE, hopper.KERNEL)
 def _hopper(c: Call) -> Any:
-    if compute_capability() != HOPPER_CAPABILITY:
+    if not gpu().has_wgmma:
         raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.up is not None:
         return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.output("out"), gelu=c.gelu)
@@ -340,7 +340,7 @@ def widens(w: WeightMatrix) -> bool:
     The copy engine needs FP8 rows whose bytes are a multiple of 16. All GGUF blocks of a tile must
     have one type.
     """
-    if compute_capability() != HOPPER_CAPABILITY:
+    if not gpu().has_wgmma:
         return False
     if isinstance(w, GgufMatrix):
         return not any(begin % hopper.MOST_ROWS for begin in w.begins)

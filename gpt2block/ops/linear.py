@@ -22,11 +22,11 @@ from gpt2block.cuda.arrays import (
     alignment,
     check,
     check_address,
-    compute_capability,
     contiguous,
     device_attribute,
     row_alignment,
 )
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE, GGUF
 from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
@@ -54,8 +54,6 @@ from gpt2block.ops.operation import (
     variant,
 )
 from gpt2block.ops.products import (
-    HOPPER_CAPABILITY,
-    MMA_CAPABILITY,
     Parts,
     check_addresses,
     gate_define,
@@ -100,10 +98,10 @@ def terms_of(
     faster up to 8 rows: a step of a 7B model in Q4_K_M (H100) takes 3.1 ms for 8 rows. For 16 rows
     it takes 4.9 ms by mma, and 3.8 ms by wgmma.
     """
-    if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
+    if dtype == "float32" or not gpu().has_mma:
         return {}
     if dtype in (FILE, GGUF):
-        possible = rounded and M > blocks.FEW_ROWS and compute_capability() == HOPPER_CAPABILITY
+        possible = rounded and M > blocks.FEW_ROWS and gpu().has_wgmma
         fits = possible and not any(K % mma.UNIT for K, _ in shapes.values())
         return dict.fromkeys(shapes, (hopper.terms(dtype, rounded),)) if fits else {}
     multiple = mma.LOADED // itemsize_of(dtype)
@@ -114,7 +112,7 @@ def terms_of(
     kinds = ("fp8",) if dtype in FP8 else ("gated",) * ("w_gate" in shapes)
     least = least_weights(M, (*kinds, *("fused",) * fused))
     smallest = min(K * N for K, N in shapes.values())
-    on_hopper = compute_capability() == HOPPER_CAPABILITY
+    on_hopper = gpu().has_wgmma
 
     def terms_for(K: int, N: int) -> tuple[Terms, ...]:
         in_place = (wide._replace(width=0),) if M > MORE_ROWS and K % multiple == 0 else ()
@@ -130,11 +128,13 @@ ROUNDING = ("float16", "float8_e5m2", "float8_e4m3fn", FILE)  # weights for whic
 def can_round(dtype: str, inputs: Iterable[int]) -> bool:
     """Return whether decoding rounds x to ROUNDED. inputs: the number of inputs of each matrix.
 
-    Rounding is faster, and costs almost no accuracy, on Hopper GPUs with weights of a dtype in
-    ROUNDING if all products run on tensor cores. x is then rounded for any number of rows, so that
-    a row has the same bits alone and in any batch. Otherwise, x has two terms or stays float32.
+    Rounding is faster, and costs almost no accuracy, with weights of a dtype in ROUNDING if all
+    products run on tensor cores: for GGUF blocks on every GPU with tensor cores, for other dtypes
+    on Hopper GPUs. x is then rounded for any number of rows, so that a row has the same bits alone
+    and in any batch. Otherwise, x has two terms or stays float32.
     """
-    if dtype not in ROUNDING or compute_capability() != HOPPER_CAPABILITY:
+    has = gpu()
+    if dtype not in ROUNDING or not (has.has_mma if dtype == FILE else has.has_wgmma):
         return False
     multiple = mma.LOADED // itemsize_of(dtype)
     return all(K % multiple == 0 for K in inputs)
@@ -223,7 +223,7 @@ def _check_mma(c: Call, norm: int) -> None:
     outputs = c.N * (2 if c.up else 1)
     if c.terms and c.terms.width:
         raise UnsupportedCall(FLOATS_ALONE)
-    if c.up and (c.residual is not None or outputs >= mma.MANY_COLUMNS):
+    if c.up and c.residual is not None:
         raise UnsupportedCall(ONE_MATRIX)
     if norm == mma.RMSNORM and (c.K > mma.MOST_NORMED or outputs >= mma.MANY_COLUMNS):
         raise UnsupportedCall(
@@ -250,7 +250,7 @@ MMA = FewRows(mma.FILE, _check_mma, _mma_geometry, lambda c: mma.LOADED, ("x_sca
 
 def _on_tensor_cores(c: Call) -> None:
     """Raise UnsupportedCall if the tensor-core decoding kernels do not support the GPU or K."""
-    if compute_capability() < MMA_CAPABILITY:
+    if not gpu().has_mma:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant matvec")
     multiple = mma.LOADED // itemsize_of(c.w.dtype)
     if c.K % multiple:
@@ -301,7 +301,7 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     check_address("w", c.w.data)
     check_address("x", c.x)
     sizes = c.M, c.N, c.K, c.w.dtype
-    tile = mma_tiles.choose(*sizes, capability=compute_capability(), **_of_device())
+    tile = mma_tiles.choose(*sizes, clusters=gpu().has_clusters, **_of_device())
     geometry = mma_tiles.geometry(*sizes, tile, c.terms is not None, c.to_terms is not None)
     defines = count_define(c.rounded)
     args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "bias": c.bias, "x_scale": c.x_scale}
@@ -469,16 +469,16 @@ def _prepare_qkv(unchecked: UncheckedCall) -> Call:
 def _prepare_rope(unchecked: UncheckedCall) -> Call:
     """Check a call of `linear_rope`, and choose the variant.
 
-    x has `terms` in the order of wgmma; with a GgufMatrix, x may be floats, which x_dtype "float16"
-    rounds. N is (n_head + 2 n_kv_head) D; the cache has C = n_kv_head D channels. RoPE rotates
-    half-split pairs of q and k. k and v are as in `linear_qkv`. The host does not read row and
-    position; kernels do not store k and v outside the cache. q is bitwise equal to `linear`
-    followed by `rope_append`.
+    x has `terms` in the order of wgmma, or x is floats, which x_dtype "float16" rounds. N is
+    (n_head + 2 n_kv_head) D; the cache has C = n_kv_head D channels. RoPE rotates half-split pairs
+    of q and k. k and v are as in `linear_qkv`. The host does not read row and position; kernels do
+    not store k and v outside the cache. q is bitwise equal to `linear` followed by `rope_append`.
     """
     c = unchecked.checked(to_terms=None, up=None)
     c.T = cache_dtype(c.w.dtype)
     c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
-    c.order = (ROPE_GGUF[c.terms is not None] if c.w.dtype == GGUF else LINEAR_ROPE.variants[0],)
+    variants = ROPE_GGUF if c.w.dtype == GGUF else LINEAR_ROPE.variants
+    c.order = (variants[c.terms is not None],)
     if c.fp8_cache is None:
         check("k", c.k, dtype=c.T)
     D = 2 * c.P
@@ -517,6 +517,19 @@ def _check(c: Call) -> None:
     check_terms(c.to_terms, c.N, gcd(CHUNK, *begins) if c.up is not None else 1)
 
 
+def _rope_by_mma(c: Call) -> Launch:
+    """Return the Launch of the kernel in matmul/decode/mma.cu with RoPE, for x of floats."""
+    D = 2 * c.P
+    if D % 16 or c.N >= mma.MANY_COLUMNS:
+        raise UnsupportedCall(
+            f"heads of {D} channels, {c.N:,} outputs: expected a multiple of 16, and less than "
+            f"{mma.MANY_COLUMNS:,} outputs: use linear and rope_append"
+        )
+    c.gamma, c.beta, c.eps, c.up, c.to_terms, c.x_scale = None, None, 0.0, None, None, 1.0
+    end = append_rope(c)
+    return MMA.launch(c, lambda _: end._replace(defines=(*end.defines, ("LM_ROPE", D))))
+
+
 def _rope_by_wgmma(c: Call) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu with RoPE."""
     needs_hopper(": use linear and rope_append")
@@ -542,7 +555,10 @@ LINEAR_QKV = Operation(
 
 LINEAR_ROPE = Operation(
     name="linear_rope",
-    variants=(Variant("rope_hopper", hopper.FILE, (hopper.KERNEL,), _rope_by_wgmma),),
+    variants=(
+        Variant("rope_mma", mma.FILE, (mma.KERNEL,), _rope_by_mma),
+        Variant("rope_hopper", hopper.FILE, (hopper.KERNEL,), _rope_by_wgmma),
+    ),
     options={"n_head": REQUIRED, "terms": None, **CACHE, "x_dtype": None, "growth": None},
     prepare=_prepare_rope,
 )

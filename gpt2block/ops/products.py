@@ -5,14 +5,13 @@ from __future__ import annotations
 from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
-from gpt2block.cuda.arrays import check_address, compute_capability
+from gpt2block.cuda.arrays import check_address
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.kernels import TWO_PART, WEIGHTS, Defines
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import UnsupportedCall
 
-MMA_CAPABILITY = 80  # lowest compute capability with mma.sync of 16-bit floats and K = 16
-HOPPER_CAPABILITY = 90  # the only compute capability that has wgmma
 MULTIPLE = 8  # N and K must be multiples of 8: rows are copied 16 bytes at a time
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
 
@@ -29,13 +28,13 @@ class Parts(NamedTuple):
 
 def needs_mma(instead: str = "") -> None:
     """Raise UnsupportedCall on a GPU without mma.sync of 16 bits. instead: advice."""
-    if compute_capability() < MMA_CAPABILITY:
+    if not gpu().has_mma:
         raise UnsupportedCall(f"needs a GPU of compute capability 8.0 or newer{instead}")
 
 
 def needs_hopper(instead: str) -> None:
     """Raise UnsupportedCall on a GPU without wgmma. instead: advice."""
-    if compute_capability() != HOPPER_CAPABILITY:
+    if not gpu().has_wgmma:
         raise UnsupportedCall(f"needs a GPU of compute capability 9.0 (Hopper){instead}")
 
 

@@ -20,11 +20,11 @@ from gpt2block.cuda.arrays import (
     alignment,
     check,
     checked_row_stride,
-    compute_capability,
     contiguous,
     device_attribute,
     in_rows,
 )
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.kernels import FP8, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
@@ -42,7 +42,7 @@ from gpt2block.ops.operation import (
     Workload,
     variant,
 )
-from gpt2block.ops.products import MMA_CAPABILITY, MULTIPLE, gate_define, needs_hopper, storage_of
+from gpt2block.ops.products import MULTIPLE, gate_define, needs_hopper, storage_of
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rope import OPERATION as ROPE
 from gpt2block.ops.rope import check_rotation, exponent_step
@@ -171,7 +171,7 @@ def _mma_geometry(c: Call, norm: bool = True) -> Geometry:
 
 def _mma_problem(c: Call) -> str:
     """Return the reason why variant mma does not support the call, or "" if it does."""
-    if compute_capability() < MMA_CAPABILITY:
+    if not gpu().has_mma:
         return "needs a GPU of compute capability 8.0 or newer: use variant matvec"
     if c.storage == "float32":
         return "takes float16 and bfloat16: use variant matvec"

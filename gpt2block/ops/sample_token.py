@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import Bound, CudaArray, compute_capability, contiguous, device_attribute
+from gpt2block.cuda.arrays import Bound, CudaArray, contiguous, device_attribute
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
@@ -24,7 +25,6 @@ from gpt2block.ops.call import FIXED, Call, UncheckedCall
 from gpt2block.ops.engines.rows import MAX_ROWS, check_rows
 from gpt2block.ops.guesses import TAKE_GUESSES
 from gpt2block.ops.operation import Inputs, Operation, Workload, variant
-from gpt2block.ops.products import HOPPER_CAPABILITY
 from gpt2block.ops.workload import draw_stable
 from gpt2block.sampling import (
     CHANGES,
@@ -143,7 +143,7 @@ def choose_geometry(
 
 def _geometry(rows: int) -> Geometry:
     """Return the launch geometry for the current device."""
-    clusters = compute_capability() >= HOPPER_CAPABILITY
+    clusters = gpu().has_clusters
     return choose_geometry(rows, device_attribute("MultiProcessorCount"), clusters)
 
 

@@ -24,6 +24,7 @@ from gpt2block.apps.bench.works import GeneratedSequences, block
 from gpt2block.apps.cli.bench import print_report
 from gpt2block.apps.cli.plots import spread
 from gpt2block.cuda import doctor, timing
+from gpt2block.cuda.arrays import compute_capability
 from gpt2block.engine.cuda import decoding as cuda_decoding
 from gpt2block.errors import KernelError
 from gpt2block.files.parameters.arrays import random_model
@@ -479,7 +480,6 @@ def test_labels_stand_apart() -> None:
 
 @pytest.mark.gpu
 def test_a_small_race() -> None:
-    import cupy  # noqa: PLC0415
 
     report = bench.run(
         [
@@ -492,7 +492,7 @@ def test_a_small_race() -> None:
     names = {(row.what, row.contender) for row in report.rows}
     assert names >= {("block", "skeleton"), ("decode", "sampled")}
     assert not [line for line in report.skipped if line.startswith("decode")]
-    if int(cupy.cuda.Device().compute_capability) >= 80:
+    if compute_capability() >= 80:
         assert ("block", "fused") in names
     for each in report.rows:
         assert each.us > 0

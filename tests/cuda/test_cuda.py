@@ -533,7 +533,7 @@ def test_shared_memory_is_left_as_the_kernel_needs_it(cp: ModuleType) -> None:
         "    maxima[blockIdx.x * 256 + threadIdx.x] = maximum;\n"
         "}\n"
     )
-    kernel = cp.RawModule(code=code, options=kernels.options(file, "90")).get_function("reduce")
+    kernel = cp.RawModule(code=code, options=kernels.options(file, 90)).get_function("reduce")
     x = cp.asarray(np.random.default_rng(0).standard_normal((500, 256)), dtype="float32")
     sums, maxima = cp.empty_like(x), cp.empty_like(x)
     kernel((500,), (256,), (x, sums, maxima))

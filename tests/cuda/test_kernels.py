@@ -319,11 +319,16 @@ def test_a_changed_header_changes_the_program(
 def test_a_file_states_the_architecture_that_it_needs() -> None:
     file = "learn/elementwise/gelu.cu"
     assert kernels.architecture(file) is None
-    assert kernels.options(file, "90") == kernels.options(file, "75")
+    assert kernels.options(file, 90) == kernels.options(file, 75)
     assert kernels.architecture("matmul/prompt/wgmma.cu") == "sm_90a"
-    assert "-arch=sm_90a" in kernels.options("matmul/prompt/wgmma.cu", "90")
+    assert "-arch=sm_90a" in kernels.options("matmul/prompt/wgmma.cu", 90)
     with pytest.raises(KernelError, match=r"expected .* 9\.0, Hopper\), got 12\.0"):
-        kernels.options("matmul/prompt/wgmma.cu", "120")
+        kernels.options("matmul/prompt/wgmma.cu", 120)
+    newer = "matmul/decode/ffn_mma.cu"
+    assert "-arch=sm_90a" in kernels.options(newer, 90)
+    assert kernels.options(newer, 120) == kernels.options(file, 120)
+    with pytest.raises(KernelError, match=r"expected .* 9\.0 or newer\), got 8\.9"):
+        kernels.options(newer, 89)
 
 
 def test_compile_message_without_a_reason() -> None:

@@ -219,7 +219,7 @@ def test_where_the_fused_kernels_run(
     assert "heads of 64 channels, these have 16" in str(fused_problem(weights, 90))
     wide: Any = SimpleNamespace(n_head=257, n_embd=257 * 64)
     assert "takes 16,384 channels at most, not 16,448" in str(fused_problem(wide, 90))
-    monkeypatch.setattr(block_module, "_capability", lambda device: 75)
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 75)
     for kind in ("auto", "fused"):
         with pytest.raises(InputError, match=r"'bfloat16': tensor cores: .* use dtype='float32'"):
             block_module._choose(kind, "bfloat16", fits, 0)
@@ -231,7 +231,7 @@ def test_where_the_fused_kernels_run(
 def test_weights_that_scales_cannot_follow_from(
     weights: BlockWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_module, "_capability", lambda device: 90)
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 90)
     choose, fits = block_module._choose, BlockWeights.random(0, HEAD_64)
     assert two_part_problem(fits) is None
     assert choose("auto", "float32", fits, 0) == "fused"

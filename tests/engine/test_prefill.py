@@ -37,10 +37,9 @@ from gpt2block.files.parameters.gpt2 import BlockWeights, GPT2Weights
 from gpt2block.models.architectures.gpt2 import operand_bounds
 from gpt2block.models.config import block_shapes
 from gpt2block.ops.gemm import OPERATION as GEMM
-from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.sampling import Sampling
 from tests.devices import GPU, running_on
-from tests.gpus import cupy_with
+from tests.gpus import HOPPER_CAPABILITY, MMA_CAPABILITY, cupy_with
 from tests.plain import rounding
 
 Array = NDArray[Any]

@@ -356,7 +356,7 @@ def test_what_tensor_cores_refuse(device: Any, monkeypatch: pytest.MonkeyPatch) 
 
     refused("float32", 64, "takes qkv, k and v of float16 or bfloat16: use variant tiles")
     refused("float16", 80, "head size 80: tensor cores take 64, 128, 256: use variant tiles")
-    monkeypatch.setattr("gpt2block.ops.products.compute_capability", lambda: 75)
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 75)
     refused("float16", 64, "needs a GPU of compute capability 8.0 or newer")
 
 

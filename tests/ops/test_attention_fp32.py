@@ -23,13 +23,12 @@ from gpt2block.ops.engines.attention_tiles import (
     hopper_two_part_geometry,
     two_part_geometry,
 )
-from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from tests import plain
 from tests.attentions import KERNELS, Kernel, assert_right, both_masks, expanded, in_two_parts
 from tests.caches import Heads, row_width
 from tests.compiling import assert_clean
 from tests.devices import GPU, combinations, one_order, set_attributes
-from tests.gpus import H200, RTX, cupy_with
+from tests.gpus import H200, HOPPER_CAPABILITY, MMA_CAPABILITY, RTX, cupy_with
 
 Array = NDArray[Any]
 MOST_SHARED = H200["most_shared"]

@@ -14,7 +14,6 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
-from gpt2block.ops.products import HOPPER_CAPABILITY
 from tests import plain
 from tests.attentions import (
     FAMILIES,
@@ -27,7 +26,7 @@ from tests.attentions import (
 )
 from tests.caches import Heads
 from tests.devices import GPU, IN_TESTS, assert_same_bits, running_on, set_attributes
-from tests.gpus import H200, cupy_with, large_memory
+from tests.gpus import H200, HOPPER_CAPABILITY, cupy_with, large_memory
 
 Array = NDArray[Any]
 NOT_FINITE = (np.nan, np.inf, -np.inf)

@@ -35,7 +35,6 @@ from gpt2block.ops.engines.attention_tiles import (
     mma_stage,
     together,
 )
-from gpt2block.ops.products import HOPPER_CAPABILITY, MMA_CAPABILITY
 from tests import plain
 from tests.attentions import (
     DTYPES,
@@ -65,7 +64,7 @@ from tests.devices import (
     running_on,
     with_source,
 )
-from tests.gpus import A100, H200, RTX, Gpu, cupy_with
+from tests.gpus import A100, H200, HOPPER_CAPABILITY, MMA_CAPABILITY, RTX, Gpu, cupy_with
 
 Array = NDArray[Any]
 ONE: Heads = (1, 1, 64)
@@ -250,7 +249,7 @@ def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "launch_at", lambda file, *_: file)
     monkeypatch.setattr(MODULE, "tensor_map", lambda *_: None)
     for capability, few, many in ((80, MMA, MMA), (90, HOPPER_ALTERNATE, HOPPER), (120, MMA, MMA)):
-        monkeypatch.setattr(MODULE, "compute_capability", lambda now=capability: now)
+        monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _, c=capability: c)
         with running_on("forward") as device:
             for B, T, best in ((1, 5, few), (200, 500, many)):
                 qkv = device.zeros((B, T, 192), "float16")

@@ -28,7 +28,7 @@ from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.ops import gated_sums
 from gpt2block.ops.engines.linear_mma import geometry as product_geometry
 from gpt2block.ops.engines.linear_mma import splits
-from gpt2block.ops.gated_sums import blocks_geometry, geometry, splits_of
+from gpt2block.ops.gated_sums import Fusions, GpuLimits, blocks_geometry, geometry, splits_of
 from gpt2block.ops.registry import STEPS, bind
 from gpt2block.ops.rmsnorm import STREAM, stream_geometry
 from tests import devices, gpus, outlines, plain
@@ -41,6 +41,7 @@ Array = NDArray[Any]
 device = devices.device
 DTYPES = gated_sums.DTYPES
 EPS = 1e-5
+HOPPER = GpuLimits(132, 232448, 16)
 SMOLLM2 = LlamaConfig(
     n_layer=2, n_head=9, n_kv_head=3, n_embd=576, n_ff=1536, vocab_size=515, n_ctx=64,
     theta=10000.0, tie_word_embeddings=True,
@@ -299,8 +300,11 @@ def test_refusals(device: Any, possible: None, monkeypatch: pytest.MonkeyPatch) 
     moved = devices.moved(half.x, 1)
     refused("gated_sums", "x: expected data aligned", moved, gamma, *weights, splits=2)
     refused("rmsnorm_sums", "x: expected data aligned", moved, gamma, sums, half.down)
-    monkeypatch.setattr(gated_sums, "compute_capability", lambda: 75)
-    monkeypatch.setattr("gpt2block.ops.products.compute_capability", lambda: 75)
+    with monkeypatch.context() as patch:
+        patch.setattr(gated_sums, "limits", lambda: GpuLimits(132, 1000, 8))
+        fits = "fit in 1,000 bytes of shared memory per block: use linear and silu_mul"
+        refused("gated_sums", fits, x, gamma, *weights, splits=2)
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 75)
     refused("gated_sums", "compute capability 9.0", x, gamma, *weights, splits=2)
     refused("linear_sums", "compute capability 8.0", x, half.o, x)
     assert splits_of("bfloat16", 1, SMOLLM2.block_shapes()) == 0
@@ -317,8 +321,8 @@ def test_what_the_reference_refuses() -> None:
 
 
 def test_which_layers_can_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gated_sums, "compute_capability", lambda: 90)
-    monkeypatch.setattr(gated_sums, "device_attribute", {"MultiProcessorCount": 132}.get)
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 90)
+    monkeypatch.setattr(gated_sums, "limits", lambda: HOPPER)
     shapes = SMOLLM2.block_shapes()
     assert [splits_of("bfloat16", M, shapes) for M in (1, 2, 4, 5)] == [6, 6, 6, 0]
     assert splits_of("float32", 1, shapes) == 0
@@ -331,9 +335,9 @@ def test_which_layers_can_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_blocks == [6, 6, 0, 0]
     assert splits_of("file", 1, shapes) == 0
     for C, H in ((1040, 2080), (576, 1500), (960, 2560), (584, 1536), (1024, 4096)):
-        assert geometry(1, C, H, "bfloat16", 132) is None
+        assert geometry(1, C, H, "bfloat16", HOPPER) is None
     blocks = [
-        geometry(M, 576, 1536, "bfloat16", sms).grid  # type: ignore[union-attr]
+        geometry(M, 576, 1536, "bfloat16", HOPPER._replace(sms=sms)).grid  # type: ignore[union-attr]
         for M, sms in ((1, 132), (2, 132), (1, 60))
     ]
     assert blocks == [(96,), (48,), (48,)]  # clusters of 16 and 8 blocks
@@ -407,7 +411,7 @@ def test_a_model_has_the_same_bits_in_all_plans(
             if plan != "sums":
                 patch.setattr(cuda_choice, "splits_of", lambda *_: 0)
             if plan == "none":
-                patch.setattr(cuda_choice, "fuses_norms", lambda *_: False)
+                patch.setattr(cuda_choice, "fusions", lambda *_: Fusions())
             model: Model[Any] = Model.from_tensors(config, iter(tensors), "cuda:0", dtype)
             for rows in (1, 2, 3, 4, 5) if tokens > 3 else few:
                 found.append(model.generate(prompts[:rows], **options))
@@ -461,7 +465,7 @@ def test_the_launches_of_a_model(dtype: str) -> None:
 def test_the_chosen_kernels_compile_without_spills() -> None:
     jobs, only = [], []
     for i, (M, (C, H), dtype) in enumerate(product((1, 2, 4), SIZES[1:5], DTYPES[1:3])):
-        made = geometry(M, C, H, dtype, 132)
+        made = geometry(M, C, H, dtype, HOPPER)
         assert made is not None
         stored = ("float32", dtype) if dtype in FP8 else (dtype,)
         jobs.append((gated_sums.FILE, "sm_90a", (*stored_as(*stored), *made.defines)))
@@ -479,7 +483,7 @@ def test_the_chosen_kernels_compile_without_spills() -> None:
                 jobs.append(("matmul/decode/mma.cu", "sm_90a", constants))
                 only.append("decode_mma")
     for M, (name, (C, H)) in product((1, 4), (("Q4_1", SIZES[2]), ("Q4_K", SIZES[3]))):
-        of_blocks = blocks_geometry(M, C, H, (name, DOWN.get(name, name)), 1, 132)
+        of_blocks = blocks_geometry(M, C, H, (name, DOWN.get(name, name)), 1, HOPPER)
         assert of_blocks is not None
         constants = (*stored_as("float16", GGUF), ("TERM_COUNT", 1), *of_blocks.defines)
         jobs.append((gated_sums.BLOCKS_FILE, "sm_90a", constants))

@@ -23,10 +23,9 @@ from gpt2block.ops.engines import gemm_hopper as _gemm_hopper
 from gpt2block.ops.engines.gemm_hopper import FLAGS, MOST_ROWS, OF_REGISTERS, STREAMED
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.gemm import WIDEN, allocate_stream_k_workspace
-from gpt2block.ops.products import HOPPER_CAPABILITY
 from tests import devices, plain
 from tests.devices import assert_same_bits, one_order
-from tests.gpus import cupy_with
+from tests.gpus import HOPPER_CAPABILITY, cupy_with
 from tests.products import GPT2, KERNELS, PARTS, Case
 
 Array = NDArray[Any]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -42,11 +41,10 @@ from gpt2block.ops.engines import linear_hopper as _linear_hopper
 from gpt2block.ops.gemm import WIDEN
 from gpt2block.ops.linear import LINEAR_QKV, LINEAR_ROPE
 from gpt2block.ops.linear import OPERATION as LINEAR
-from gpt2block.ops.products import HOPPER_CAPABILITY
 from gpt2block.ops.to_fp8 import ROW_NORMS
 from tests import outlines
 from tests.devices import GPU, running_on
-from tests.gpus import cupy_with
+from tests.gpus import HOPPER_CAPABILITY, cupy_with
 from tests.ops.test_terms import assert_terms, terms
 
 LLAMA = LlamaConfig(
@@ -278,8 +276,7 @@ def test_products_by_wgmma_have_the_same_bits(types: tuple[str, ...], units: int
 
 
 def test_a_chunk_of_two_types_has_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = import_module("gpt2block.ops.linear")
-    monkeypatch.setattr(module, "compute_capability", lambda: HOPPER_CAPABILITY)
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: HOPPER_CAPABILITY)
     order = _linear_hopper.terms(GGUF, rounded=True)
     with running_on("shuffled"):
         w = GgufMatrix.random([("Q4_0", 48), ("Q8_0", 80)], 128).mapped(cupy.asarray)

@@ -19,7 +19,6 @@ from gpt2block.apps.bench.decoding import RandomModel
 from gpt2block.apps.bench.report import tolerance
 from gpt2block.bulk import job as bulk_job
 from gpt2block.bulk.predictor import Predictor
-from gpt2block.cuda import arrays as cuda_arrays
 from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.formats import USUAL, Formats, with_cache
 from gpt2block.files.parameters.gpt2 import GPT2Weights
@@ -171,7 +170,7 @@ def test_products_for_two_formats_compile_without_spills() -> None:
     """FP8 weights have one format, and the cache the other."""
     mixed = kernels.stored_as("float16", "float8_e5m2", "float8_e4m3fn")
     product: Any = (64, 768, 256, "float8_e5m2")
-    gpu = {"capability": 90, "sms": 132, "most_shared": gpus.H200["most_shared"]}
+    gpu = {"clusters": True, "sms": 132, "most_shared": gpus.H200["most_shared"]}
     tile = _linear_mma_tiles.choose(*product, **gpu)
     made = _linear_mma_tiles.geometry(*product, tile)
     jobs: Any = [
@@ -393,7 +392,7 @@ def test_what_is_refused(dtype: str, kv_dtype: Any, message: str) -> None:
 
 def test_a_gpu_without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """With compute capability 7.5, prompts are computed in float32 and read the cache."""
-    monkeypatch.setattr(cuda_arrays, "_capability", lambda device: 75)
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 75)
     with running_on("shuffled"):
         model = made("gpt2", "float16", "float8_e5m2", "cuda")
         assert model.engine.products == "float32"

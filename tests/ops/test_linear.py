@@ -217,8 +217,7 @@ def test_what_decides_between_the_variants(where: str, monkeypatch: pytest.Monke
     assert kernel(17, 60, "float16", decoding=True) == "decode_cores"
     with pytest.raises(InputError, match="mma: K 60: expected a multiple of 8 for bfloat16"):
         kernel(1, 60, "bfloat16", variant="mma")
-    monkeypatch.setattr(LINEAR, "compute_capability", lambda: 75)
-    monkeypatch.setattr("gpt2block.ops.products.compute_capability", lambda: 75)
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 75)
     assert kernel(1, 64, "float16") == "decode_cores"
     with pytest.raises(InputError, match=r"mma: needs a GPU of compute capability 8\.0 or newer"):
         kernel(1, 64, "float16", variant="mma")
@@ -240,6 +239,7 @@ def test_the_registry_names_the_kernels() -> None:
         "qkv_mma: decode_mma",
         "qkv_mma_tiles: decode_mma_tiles",
         "qkv_hopper: decode_wgmma",
+        "rope_mma: decode_mma",
         "rope_hopper: decode_wgmma",
         "linear_sums: decode_mma",
         "linear_sums_gguf: decode_mma_gguf",

@@ -47,12 +47,11 @@ from gpt2block.ops import registry
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.guesses import Guesses, bind_take
 from gpt2block.ops.linear import MORE_ROWS
-from gpt2block.ops.products import HOPPER_CAPABILITY
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_MATMUL
 from gpt2block.ops.sample_token import SampleState, Slots, bind_drawn, bind_state
 from gpt2block.sampling import Sampling
 from tests.devices import assert_same_bits, on_gpu, on_hopper
-from tests.gpus import cupy_with
+from tests.gpus import HOPPER_CAPABILITY, cupy_with
 
 SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
 LATE_NS = 200_000  # long enough for the host to launch a step's kernels

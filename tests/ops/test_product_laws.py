@@ -20,10 +20,9 @@ from gpt2block import reference
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import TWO_PART
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.products import HOPPER_CAPABILITY
 from tests import plain
 from tests.devices import GPU, IN_TESTS, assert_barriers_show, assert_same_bits
-from tests.gpus import large_memory
+from tests.gpus import HOPPER_CAPABILITY, large_memory
 from tests.products import (
     ALL_ENDS,
     ENDS,

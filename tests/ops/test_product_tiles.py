@@ -260,15 +260,15 @@ def test_rows_that_no_block_can_hold() -> None:
 
 
 @pytest.mark.parametrize("gpu", [gpu for _, gpu in GPUS])
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("clusters", [False, True])
 @pytest.mark.parametrize("dtype", WEIGHTS)
-def test_a_tile_of_decoding_has_room(gpu: Gpu, capability: int, dtype: str) -> None:
+def test_a_tile_of_decoding_has_room(gpu: Gpu, clusters: bool, dtype: str) -> None:
     limits = {"sms": gpu["sms"], "most_shared": gpu["most_shared"] - 1024}
     for M in (1, 17, 64, 200, 512, 4096):
         for N, K in ((2304, 768), (768, 3072), (50257, 768), (4800, 1600), (1600, 6400), (1, 16)):
-            tile = _linear_mma_tiles.choose(M, N, K, dtype, capability=capability, **limits)
+            tile = _linear_mma_tiles.choose(M, N, K, dtype, clusters=clusters, **limits)
             assert _linear_mma_tiles.shared_bytes(tile, K, dtype) <= limits["most_shared"]
-            assert tile.cluster == 1 or capability >= 90
+            assert tile.cluster == 1 or clusters
             found = _linear_mma_tiles.geometry(M, N, K, dtype, tile)
             assert found.grid[0] % tile.cluster == 0
             assert found.grid[0] >= tile.cluster * math.ceil(M / tile.rows)
@@ -366,8 +366,8 @@ def decoding_tiles() -> Iterator[Job]:
     stored[TWO_PART] = stored_as("float32", TWO_PART)
     jobs: list[Job] = []
     for arch, gpu in GPUS[:2]:
-        most_shared, capability = gpu["most_shared"] - 1024, int(arch.removeprefix("sm_"))
-        limits = {"capability": capability, "sms": gpu["sms"], "most_shared": most_shared}
+        most_shared, clusters = gpu["most_shared"] - 1024, arch != "sm_80"
+        limits = {"clusters": clusters, "sms": gpu["sms"], "most_shared": most_shared}
         for M, (N, K) in product((17, 64, 256, 512), (QKV, PROJ, (50257, 768))):
             for dtype, constants in stored.items():
                 tile = _linear_mma_tiles.choose(M, N, K, dtype, **limits)
@@ -447,8 +447,7 @@ def gguf_tiles() -> Iterator[Job]:
     for i, (M, (arch, gpu)) in enumerate(product((1, 8, 9), GPUS[::2])):
         name = ("Q4_K", "Q6_K")[(i + i // 2) % 2]
         w = GgufMatrix.random([(name, 64)], 256)
-        capability = int(arch.removeprefix("sm_"))
-        options: Any = {"terms": 2, "capability": capability, **gpu}
+        options: Any = {"terms": 2, "clusters": arch != "sm_80", **gpu}
         how = _linear_gguf.geometry(M, 4096, ((name, 4096),), **options)
         assert how is not None
         assert how.shared <= gpu["most_shared"]
@@ -467,7 +466,7 @@ def gguf_tiles() -> Iterator[Job]:
     ],
 )
 def test_rows_of_blocks_of_gguf(M: int, N: int, K: int, rows: int, together: int) -> None:
-    gpu = {"sms": SMS, "most_shared": MOST_SHARED, "capability": 90}
+    gpu = {"sms": SMS, "most_shared": MOST_SHARED, "clusters": True}
     how = _linear_gguf.geometry(M, K, (("Q4_1", N),), terms=1, **gpu)
     assert how is not None
     found = dict(how.defines)

@@ -21,7 +21,7 @@ from gpt2block.bulk import Predictor
 from gpt2block.bulk.predictor import Arguments
 from gpt2block.cuda import cupy
 from gpt2block.cuda.formats import DTYPES as WEIGHTS_DTYPES
-from gpt2block.cuda.formats import FormatOptions
+from gpt2block.cuda.formats import FILE, FormatOptions
 from gpt2block.cuda.kernels import TWO_PART
 from gpt2block.engine.cuda import choice as cuda_choice
 from gpt2block.engine.cuda.model import CudaModel
@@ -383,17 +383,20 @@ def test_the_products_that_wgmma_multiplies(
     fused: bool,
     expected: set[str],
 ) -> None:
-    monkeypatch.setattr(import_module("gpt2block.ops.linear"), "compute_capability", lambda: 90)
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 90)
     found = terms_of(dtype, M, shapes, fused=fused)
     assert {name for name, terms in found.items() if terms[0].width} == expected
 
 
 def test_where_activations_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding is for Hopper GPUs, with weights of these dtypes, in products on tensor cores."""
+    """Rounding is for products on tensor cores: of GGUF blocks, and of these dtypes on Hopper."""
     linear = import_module("gpt2block.ops.linear")
     monkeypatch.setattr(linear, "ROUNDING", ("float16", "float8_e5m2"))
     for capability in (75, 80, 89, 90, 100):
-        monkeypatch.setattr(linear, "compute_capability", lambda found=capability: found)
+        monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _, c=capability: c)
+        with monkeypatch.context() as patch:
+            patch.setattr(linear, "ROUNDING", (FILE,))
+            assert linear.can_round(FILE, (64, 768)) == (capability >= 80)
         for dtype in WEIGHTS_DTYPES:
             expected = capability == 90 and dtype in linear.ROUNDING
             assert linear.can_round(dtype, (64, 768)) == expected

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from gpt2block import ops, reference
 from gpt2block.cuda import replaced
+from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.kernels import Geometry, signatures
 from gpt2block.emulator import Order
 from gpt2block.errors import InputError
-from gpt2block.ops.products import MMA_CAPABILITY
 from gpt2block.ops.trimat import (
     MMA,
     OPERATION,
@@ -28,7 +28,7 @@ from gpt2block.ops.trimat import OPERATION as TRIMAT
 from tests import plain
 from tests.compiling import assert_clean
 from tests.devices import assert_barriers_show, every_device, on_gpu, one_order, running_on
-from tests.gpus import GPUS, H200, cupy_with
+from tests.gpus import GPUS, H200, MMA_CAPABILITY, cupy_with
 
 Array = NDArray[Any]
 MODULE = sys.modules["gpt2block.ops.trimat"]
@@ -353,7 +353,7 @@ def test_a_grid_of_thousands_of_tiles(device: Any) -> None:
     expected, got = (ops.trimat(qkv, fill=0.0, variant=variant) for variant in ("tri4", "tri5"))
     assert bool((got == expected).all())
     del got
-    if int(device.cuda.Device().compute_capability) >= MMA_CAPABILITY:
+    if compute_capability() >= MMA_CAPABILITY:
         got = ops.trimat(qkv, fill=0.0, variant="tri6")
         assert float(abs(got - expected).max()) <= 2e-6 * float(abs(expected).max())
 

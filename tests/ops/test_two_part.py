@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from gpt2block import InputError, TwoPartMatrix, ops, reference
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import compute_capability
 from gpt2block.models.weights.two_part import scale_for
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.layernorm import layernorm_bound
@@ -253,7 +254,7 @@ def cp() -> ModuleType:
 
 def variants() -> tuple[str, ...]:
     """Return the variants of `gemm` that this GPU has."""
-    return ("mma", "hopper") if cupy.cuda.Device().compute_capability == "90" else ("mma",)
+    return ("mma", "hopper") if compute_capability() == 90 else ("mma",)
 
 
 @pytest.mark.gpu

@@ -51,7 +51,7 @@ class Recorder:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     pytest.importorskip("cupy", reason="the ops need CuPy, if not a GPU")
-    from gpt2block.cuda import arrays as _arrays  # noqa: PLC0415
+    from gpt2block.cuda import cards  # noqa: PLC0415
     from gpt2block.cuda import cupy as cp  # noqa: PLC0415
 
     recorder = Recorder(cp)
@@ -61,7 +61,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(cp.cuda.runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(cp, "empty", recorder.array)
     monkeypatch.setattr(kernels, "load", recorder.load)
-    caches = (_cached_calls.clear, _arrays._attribute.cache_clear, _arrays._capability.cache_clear)
+    caches = (_cached_calls.clear, cards.attribute_of.cache_clear, cards._capability.cache_clear)
     for forget in caches:
         forget()
     yield recorder

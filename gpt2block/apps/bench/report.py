@@ -15,6 +15,7 @@ import numpy as np
 
 from gpt2block.apps.bench.works import Work
 from gpt2block.cuda import cupy, doctor
+from gpt2block.cuda.cards import chosen
 from gpt2block.ops import workload
 from gpt2block.ops.bench.ceilings import Ceilings, measured
 from gpt2block.ops.bench.race import Contender, Timed, first_line, gpu_index, race
@@ -125,6 +126,7 @@ def _versions(index: int) -> dict[str, str]:
     return {
         "GPU": properties["name"].decode(),
         "SMs": str(properties["multiProcessorCount"]),
+        **({"kernels of": card.describe()} if (card := chosen()) else {}),
         "driver": _driver(),
         "driver's CUDA": _dotted(runtime.driverGetVersion()),
         "CUDA": _dotted(runtime.runtimeGetVersion()),

@@ -16,7 +16,7 @@ from gpt2block.models.architectures.architecture import Architecture
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.gated_sums import fuses_norms, splits_of
+from gpt2block.ops.gated_sums import Fusions, fusions, splits_of
 from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, terms_of, wgmma_takes
 from gpt2block.ops.terms import ROUNDED, Terms
 
@@ -30,11 +30,11 @@ class DecodingChoice:
     ====================================  =================================================
     rows of a step                        kernels of a layer, and us of a step (NVIDIA H200)
     ====================================  =================================================
-    up to 4, Hopper, Llama's block        `SumsPass`: four kernels, the feed-forward is one.
+    up to 4, clusters, Llama's block      `SumsPass`: four kernels, the feed-forward is one.
     without biases (`splits_of`)          SmolLM2-135M, 1 and 4 rows: 430 -> 297, 497 -> 393
     up to 16                              products that read floats, and fuse LayerNorm or, in
                                           Llama's block without biases, RMSNorm, RoPE and the
-                                          gate (16 bits and FP8: `fuses_norms`). SmolLM2-135M,
+                                          gate (16 bits and FP8: `fusions`). SmolLM2-135M,
                                           8 and 16 rows: 497 -> 408, 638 -> 547. If heads have
                                           norms, these are fused too, up to 4 rows, also with
                                           large matrices (`terms_of`). Qwen3-0.6B, 2 and 4
@@ -86,10 +86,10 @@ class DecodingChoice:
             if len(shapes) < len(matrices):
                 return {}
         dtype = TWO_PART if self.bounds else self.formats.dtype
-        fuses = self._fuses_norms(rows)
-        plain = fuses and not self._norms_heads
+        fuses = self._fusions(rows)
+        plain = fuses.norms and not self._norms_heads
         found = terms_of(dtype, rows, shapes, self.x_dtype is not None, plain)
-        if fuses and self._norms_heads:  # not measured for other models
+        if fuses.heads:  # not measured for other models
             return {name: each for name, each in found.items() if name == "lm_head"}
         return found
 
@@ -118,9 +118,10 @@ class DecodingChoice:
         norms, in_blocks = rows <= MORE_ROWS, terms is not None and self._in_blocks
         if in_blocks:
             norms = normalizes(rows, self.config.n_embd) and not terms
-        fused = terms is not None and norms and self._fuses_norms(rows)
-        fuses = in_blocks or fused, fused and self._norms_heads
-        options = terms, fp8_cache, self.bounds, self.x_dtype, together, *fuses
+        fuses = self._fusions(rows) if terms is not None and norms else Fusions()
+        if in_blocks:
+            fuses = Fusions(norms=True, rope=True, gate=True)
+        options = terms, fp8_cache, self.bounds, self.x_dtype, together, fuses
         summed = tuple(name for name in terms or () if self._reads_sums(name))
         return DecodePass(do, self.settings, norms, *options, summed=summed)
 
@@ -129,10 +130,10 @@ class DecodingChoice:
         """Whether the heads of q and k have norms with weights."""
         return "gamma_q" in self.config.block_shapes()
 
-    def _fuses_norms(self, rows: int) -> bool:
-        """Whether decode_mma fuses RMSNorm, RoPE, norms of heads, and the gate in these steps."""
+    def _fusions(self, rows: int) -> Fusions:
+        """What the products by decode_mma fuse in steps of `rows` rows."""
         shapes, head_size = self.config.block_shapes(), self.config.head_size
-        return fuses_norms(self.formats.dtype, rows, shapes, head_size)
+        return fusions(self.formats.dtype, rows, shapes, head_size)
 
     @cached_property
     def _in_blocks(self) -> bool:

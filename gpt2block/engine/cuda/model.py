@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy, doctor
-from gpt2block.cuda.arrays import CudaArray, compute_capability, mapped, to_host
+from gpt2block.cuda.arrays import CudaArray, mapped, to_host
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import Formats
 from gpt2block.engine.cuda.caches import KEPT_SHAPES, CudaCache, DecodingCaches, forget_oldest
 from gpt2block.engine.cuda.choice import DecodingChoice
@@ -56,7 +57,6 @@ from gpt2block.models.config import ModelConfig, model_shapes
 from gpt2block.models.weights.matrix import on_host
 from gpt2block.ops.attention import tensor_cores_take
 from gpt2block.ops.attention_cached import continues_exactly
-from gpt2block.ops.products import HOPPER_CAPABILITY
 
 TOKENS_AT_ONCE = 8192  # maximum tokens of a prefill of several sequences
 KEPT_COUNTS = 32  # maximum scratch caches kept for padded batches, one per number of sequences
@@ -382,7 +382,7 @@ class CudaModel(CudaWeights):
     def prefill_shape(
         self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
-        hopper = compute_capability() == HOPPER_CAPABILITY
+        hopper = gpu().has_wgmma
         appends = hopper and tensor_cores_take("hopper", self.config.head_size)
         return Prefill(
             self.products,

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, compute_capability
+from gpt2block.cuda.arrays import CudaArray
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE, FP8, GGUF, Formats, own_cache_dtype
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.engine.model import FLOAT16
@@ -23,7 +24,7 @@ from gpt2block.models.weights.matrix import WeightMatrix, on_host
 from gpt2block.models.weights.two_part import LARGEST_BOUND, TwoPartMatrix
 from gpt2block.ops import registry
 from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
-from gpt2block.ops.products import MMA_CAPABILITY, MULTIPLE
+from gpt2block.ops.products import MULTIPLE
 from gpt2block.ops.sample_token import request as request_sampler
 from gpt2block.ops.to_fp8 import ROW_NORMS
 
@@ -52,7 +53,7 @@ def request_kernels(config: ModelConfig, formats: Formats) -> None:
 
 def possible_products(config: ModelConfig, dtype: str) -> Products:
     """Return the kind of prefill products for a dtype: on tensor cores if GPU and sizes permit."""
-    if compute_capability() < MMA_CAPABILITY or not has_sizes_of_tensor_cores(config):
+    if not gpu().has_mma or not has_sizes_of_tensor_cores(config):
         return "float32"
     if dtype in SIXTEEN_BITS:
         return "16_bits"

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import compute_capability, device_attribute
+from gpt2block.cuda.cards import properties
 from gpt2block.cuda.formats import Formats
 from gpt2block.engine.cuda.caches import CudaCache
 from gpt2block.engine.cuda.decoding import CudaDecoding
@@ -47,7 +48,6 @@ from gpt2block.files.checkpoints.checkpoint import Checkpoint, FileStates
 from gpt2block.files.checkpoints.stored import Stored
 from gpt2block.models.config import ModelConfig
 from gpt2block.ops.gather import Mailboxes
-from gpt2block.ops.products import MMA_CAPABILITY
 
 Found = TypeVar("Found")
 
@@ -344,8 +344,8 @@ def _check_alike(devices: Sequence[int]) -> None:
             f"device: GPUs of compute capability and multiprocessors {kinds}: expected GPUs of one "
             "kind"
         )
-    if kinds[0][0] < MMA_CAPABILITY:
+    if not properties(kinds[0][0]).has_mma:
         raise InputError(
-            f"device: GPUs of compute capability {kinds[0][0]}: expected {MMA_CAPABILITY} or newer "
+            f"device: GPUs of compute capability {kinds[0][0]}: expected 80 or newer "
             "for a model on several GPUs: use one of them"
         )

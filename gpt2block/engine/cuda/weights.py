@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy, is_array
-from gpt2block.cuda.arrays import CudaArray, compute_capability
+from gpt2block.cuda.arrays import CudaArray
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import DTYPES, FILE, Formats, itemsize
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.engine.cuda.caches import free_bytes
@@ -27,7 +28,7 @@ from gpt2block.models.weights.matrix import WeightMatrix, request
 from gpt2block.models.weights.two_part import TwoPartMatrix
 from gpt2block.ops.call import storage
 from gpt2block.ops.gemm import allocate_stream_k_workspace, widens
-from gpt2block.ops.products import MMA_CAPABILITY, MULTIPLE
+from gpt2block.ops.products import MULTIPLE
 from gpt2block.ops.stored import stored
 
 
@@ -100,7 +101,7 @@ class CudaWeights(StoredModel):
         first matrix starts the compilation of the kernels that convert matrices. Raises InputError,
         with the tensor's name, for weights that the dtype cannot hold.
         """
-        reads_blocks = compute_capability() >= MMA_CAPABILITY
+        reads_blocks = gpu().has_mma
         if isinstance(array, InBlocks):
             if reads_blocks:
                 packed = array.on_device()

@@ -14,6 +14,7 @@ from gpt2block.engine.passes.machine import Machine, two_part_of
 from gpt2block.models.architectures.architecture import To, Value
 from gpt2block.models.weights.gguf import UNIT
 from gpt2block.models.weights.two_part import scale_for
+from gpt2block.ops.gated_sums import Fusions
 from gpt2block.ops.terms import CHUNK, Terms
 
 
@@ -38,9 +39,8 @@ class DecodePass(Pass):
     fp8_cache: the FP8 format of the kv_cache, or None. bounds: upper bounds of the magnitudes of
     operands, by name; products of bounded operands read two-part weights instead of float32.
     x_dtype: the dtype to which x of a product without terms is rounded, or None. together: the
-    number of neighbouring rows that belong to one sequence. fuses: whether products can fuse
-    RMSNorm, RoPE and the gate. norms_heads: whether the fused QKV product also computes the norms
-    of heads. summed: the names in `known` of the products that read sums of chunks of x.
+    number of neighbouring rows that belong to one sequence. fuses: what products that read floats
+    can fuse. summed: the names in `known` of the products that read sums of chunks of x.
     """
 
     of_stream: Mapping[str, Any] = {"variant": "stream"}
@@ -55,12 +55,10 @@ class DecodePass(Pass):
         bounds: Mapping[str, float] | None = None,
         x_dtype: str | None = None,
         together: int = 1,
-        fuses: bool = False,
-        norms_heads: bool = False,
+        fuses: Fusions = Fusions(),  # noqa: B008  (a constant)
         summed: Collection[str] = (),
     ) -> None:
-        self.summed = summed
-        self.fuses, self.norms_heads = fuses, norms_heads
+        self.fuses, self.summed = fuses, summed
         self.together: dict[str, Any] = {"together": together} if together > 1 else {}
         self.do, self.c, self.norms, self.known = do, settings, norms, known or {}
         self.rounding: dict[str, Any] = {} if x_dtype is None else {"x_dtype": x_dtype}
@@ -79,7 +77,7 @@ class DecodePass(Pass):
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
         bound = self._bounds.get(name)
         read_terms = any(_matrix_of(w) in self.known for w in to)
-        fused = self.norms and self.fuses and to[:1] != ("lm_head",) and not read_terms
+        fused = self.norms and self.fuses.norms and to[:1] != ("lm_head",) and not read_terms
         biased = any(self.do.has(w.replace("w_", "b_")) for w in to)
         if (beta and self.norms) or (to and fused and not beta and not biased):
             return Rows(x, gamma, beta, bound=bound)
@@ -144,7 +142,7 @@ class DecodePass(Pass):
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")
         ordered = x.terms is not None and x.terms.width > 0
-        if (ordered or self.fuses) and not any(map(self.do.has, biases)):
+        if (ordered or self.fuses.gate) and not any(map(self.do.has, biases)):
             # A warpgroup computes CHUNK neighbouring outputs of a gated product together.
             terms = self._terms(to, width=x.terms.width, together=CHUNK) if x.terms else None
             inputs = (x.value, weights[0], "", x.gamma, "", "", weights[1])
@@ -173,11 +171,11 @@ class DecodePass(Pass):
 
     def _fuses_rope(self, terms: Terms | None) -> bool:
         """Return whether the QKV product fuses RoPE and appends to the kv_cache."""
-        multiple = 16 if terms is None else 64
-        possible = self.fuses or (terms is not None and terms.width > 0)
-        if self.c.qk_norm and not (self.norms_heads and terms is None):
+        ordered = terms is not None and terms.width > 0
+        if self.c.qk_norm and not (self.fuses.heads and terms is None):
             return False
-        return possible and self.c.head_size % multiple == 0
+        possible = ordered or (self.fuses.rope and terms is None)
+        return possible and self.c.head_size % (64 if ordered else 16) == 0
 
     def _terms(
         self, to: To, bound: float | None = None, width: int | None = None, together: int = 1

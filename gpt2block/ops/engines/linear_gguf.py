@@ -8,7 +8,8 @@ from itertools import accumulate
 from math import ceil
 from typing import Any, NamedTuple
 
-from gpt2block.cuda.arrays import compute_capability, device_attribute
+from gpt2block.cuda.arrays import device_attribute
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.cuda.requests import Launch
@@ -16,7 +17,6 @@ from gpt2block.models.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import FLOAT, MOST_SPLITS, TERMS, UNIT, splits
-from gpt2block.ops.engines.linear_mma_tiles import CLUSTER_CAPABILITY
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.gguf import range_defines
 from gpt2block.ops.operation import UnsupportedCall
@@ -29,6 +29,9 @@ WARPS = range(12, 0, -1)  # possible warps per block if all multiply the same sp
 FEW_ROWS, MOST_ROWS = 8, 64  # maximum rows of x per block if a Cut is `together`, and if not
 MOST_NORMED = 32  # maximum rows of x in products that fuse RMSNorm
 FLIGHT = 3  # slots in the ring of a warp; a slot holds 128 values of K of the warp's columns
+MOST_FLIGHT = 6  # maximum slots if only one block fits on a multiprocessor
+# Registers per lane that hold x: HELD for FEW_ROWS rows of a unit, at most MOST_HELD for a split.
+HELD, MOST_HELD, MOST_TILES = 16, 176, 2  # MOST_TILES: maximum rows, in multiples of FEW_ROWS
 STATIC = 1024  # maximum bytes of static shared memory per block
 BLOCKS = 2  # maximum blocks per multiprocessor; no block of the next kernel fits next to them
 EXCHANGE = 200  # time to exchange sums in a cluster, in the unit of `duration`
@@ -50,13 +53,12 @@ class SharedMemory(NamedTuple):
 
     def of(self, cut: Cut) -> int:
         """Return the bytes per block: rows of x, sums, and a ring of weights for each warp."""
-        kept, planes, pitch = 1, 2, COLUMNS * cut.warps + 8
+        row, planes, pitch = self.row(1), 2, COLUMNS * cut.warps + 8
         if cut.together:
-            kept, planes, pitch = self.parts, 2 * self.parts, COLUMNS
-        return (
-            ceil(cut.rows * (self.row(kept) + FLOAT * planes * pitch) / 16) * 16
-            + cut.warps * FLIGHT * self.slot
-        )
+            row, planes, pitch = self.row(self.parts), 2 * self.parts, COLUMNS
+        row = 0 if cut.held else row
+        rings = cut.warps * cut.flight * self.slot
+        return ceil(cut.rows * (row + FLOAT * planes * pitch) / 16) * 16 + rings
 
     def row(self, kept: int) -> int:
         """Return the bytes of shared memory per row of x for `kept` of the splits (ranges) of K."""
@@ -73,6 +75,8 @@ class Cut(NamedTuple):
     rows: int  # rows of x per block
     warps: int  # warps per block
     together: bool  # True: each warp multiplies another split of K; False: all the same split
+    held: bool = False  # whether registers hold x instead of shared memory
+    flight: int = FLIGHT
 
     @property
     def columns(self) -> int:
@@ -90,7 +94,8 @@ def geometry(
     up: bool = False,
     rope: int = 0,
     terms: int,
-    capability: int,
+    clusters: bool,
+    holds: bool = False,
     sms: int,
     most_shared: int,
 ) -> Geometry | None:
@@ -101,7 +106,8 @@ def geometry(
 
     ranges: GGUF types and their numbers of outputs. norm: norm of x, 0 none, 1 LayerNorm, 2
     RMSNorm. up: whether there is a second matrix. rope: channels per head with RoPE, else 0. terms:
-    16-bit terms per value of x. most_shared: maximum bytes of dynamic shared memory per block.
+    16-bit terms per value of x. clusters: whether blocks form clusters. holds: whether registers
+    may hold x. most_shared: maximum bytes of dynamic shared memory per block.
     """
     ends = [(2 if up else 1) * end for end in accumulate(n for _, n in ranges)]
     parts, units = splits(K)
@@ -114,6 +120,10 @@ def geometry(
         return None
     few = _halved(min(M, FEW_ROWS))
     cuts = fitting(Cut(rows, parts, together=True) for rows in few)[:1]
+    if holds and not norm and [cut.rows for cut in cuts] != few[:1]:
+        most = FEW_ROWS * min(MOST_TILES, MOST_HELD // (HELD * units))
+        held = (Cut(rows, parts, True, held=True) for rows in _halved(min(M, most)) if most)
+        cuts += fitting(held)[:1]
     if not norm and [cut.rows for cut in cuts] != _halved(M)[:1]:
         warps = [n for n in WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
         rows = _halved(min(M, MOST_ROWS))
@@ -128,22 +138,29 @@ def geometry(
         return room_for, ceil(ceil(ends[-1] / cut.columns) / most)
 
     def cluster(cut: Cut) -> int:
-        return 1 if cut.together or capability < CLUSTER_CAPABILITY else parts
+        return 1 if cut.together or not clusters else parts
 
     # Time estimate per warp, in relative units: 5 to unpack weights, 1 to multiply 8 rows of x.
     def duration(cut: Cut) -> float:
         room_for, count = turns(cut)
         exchange = EXCHANGE if cluster(cut) > 1 else 0
-        return exchange + count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
+        work = count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
+        if holds and not cut.together and cluster(cut) == 1:  # x is loaded for each split in turn
+            work = parts * (work + count * (30 + 2 * cut.rows))
+        return exchange + work
 
     cut = min(cuts, key=duration)
     blocks, count = turns(cut)
+    if holds and blocks == 1 and cut.together:
+        deeper = (cut._replace(flight=n) for n in range(MOST_FLIGHT, FLIGHT - 1, -1))
+        cut = fitting(deeper)[0]
     defines = (
         ("LM_K", K),
         ("LM_ROWS", cut.rows),
-        ("LM_FLIGHT", FLIGHT),
+        ("LM_FLIGHT", cut.flight),
         ("LM_BLOCKS", blocks),
         ("GGUF_TOGETHER", int(cut.together)),
+        *((("GGUF_HELD", 1),) if cut.held else ()),
         *(() if cut.together else (("LM_WARPS", cut.warps), ("GGUF_CLUSTER", cluster(cut)))),
     )
     grid = cluster(cut) * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
@@ -166,7 +183,7 @@ def _halved(rows: int) -> list[int]:
 
 def _blocks(cut: Cut, shared: int, most_shared: int) -> int:
     """Return the number of blocks with `shared` bytes that run on a multiprocessor at a time."""
-    most = 1 if cut.rows > 2 * FEW_ROWS else BLOCKS
+    most = 1 if cut.held or cut.rows > 2 * FEW_ROWS else BLOCKS
     return next(n for n in range(most, 0, -1) if n == 1 or shared <= room(most_shared, n))
 
 
@@ -202,7 +219,7 @@ def launch(
     gamma, beta: the parameters of a norm of x, or None. up: the second matrix of a gated product.
     rounded: whether x is rounded to one 16-bit term per value.
     """
-    norm = norm_of(gamma, beta)
+    norm, holds = norm_of(gamma, beta), rounded and not gpu().has_wgmma
     if c.w.dtype != GGUF:
         raise UnsupportedCall("takes a GgufMatrix")
     needs_mma()
@@ -218,13 +235,15 @@ def launch(
         up=up is not None,
         rope=epilogue.head,
         terms=1 if rounded else TERMS,
-        capability=compute_capability(),
+        clusters=gpu().has_clusters and not holds,
+        holds=holds,
         sms=device_attribute("MultiProcessorCount"),
         most_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC,
     )
     if launch_geometry is None:
         raise UnsupportedCall(
-            f"K {c.K:,}: a split of a row does not fit in this GPU's shared memory"
+            f"K {c.K:,}: a split of a row does not fit in this GPU's shared memory: use a "
+            "WeightMatrix"
         )
     defines: Defines = (("LM_NORM", norm),) if norm else ()
     defines += (("LM_UP", 1), *gate_define(c.gelu)) if up is not None else ()

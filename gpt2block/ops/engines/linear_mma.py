@@ -75,9 +75,9 @@ def layout(
     """Return the layout for x (M, K) on a GPU with `sms` multiprocessors.
 
     dtype: dtype of the weights. columns: possible columns per block, in descending order; the
-    last number is used if no other fits.
+    last number is used if no other fits. Only COLUMNS permits warps that loop over groups of them.
     """
-    if N >= MANY_COLUMNS:
+    if N >= MANY_COLUMNS and columns == COLUMNS:
         return _loop(M, N, K, dtype, sms)
     return _block(M, N, K, dtype, sms, columns)
 

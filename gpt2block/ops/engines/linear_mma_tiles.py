@@ -14,7 +14,6 @@ from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.products import count_tiles, room
 
 FILE, KERNEL = "matmul/decode/mma_tiles.cu", "decode_mma_tiles"
-CLUSTER_CAPABILITY = 90
 PAD = 16  # floats of padding after each row of sums in shared memory
 LONG_K = 2048  # minimum K for which a block reads so much of x that other tiles are faster
 FILLED, FULL = 1.4, 2.0  # minimum blocks per multiprocessor: with large tiles; with small tiles
@@ -57,12 +56,13 @@ def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
 
 @lru_cache(maxsize=1024)
 def choose(
-    M: int, N: int, K: int, dtype: str, *, capability: int, sms: int, most_shared: int
+    M: int, N: int, K: int, dtype: str, *, clusters: bool, sms: int, most_shared: int
 ) -> MmaLinearTile:
     """Return the tile for x (M, K) and weights (N, K) on a GPU with `sms` multiprocessors.
 
-    dtype: dtype of the weights. most_shared: maximum bytes of dynamic shared memory per block. The
-    cluster is the smallest that divides the splits of K equally and lets the grid fill the GPU.
+    dtype: dtype of the weights. clusters: whether the GPU has clusters. most_shared: maximum bytes
+    of dynamic shared memory per block. The cluster is the smallest that divides the splits of K
+    equally and lets the grid fill the GPU.
     """
     floats = BYTES.get(dtype) == FLOAT
     wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
@@ -76,8 +76,7 @@ def choose(
     else:
         tile, filled = SLIM_LONG if floats and K >= LONG_K else SLIM, FULL * sms
     parts = splits(K)[0]
-    clusters = range(1, parts + 1) if capability >= CLUSTER_CAPABILITY else (1,)
-    fitting = [n for n in clusters if parts % n == 0]
+    fitting = [n for n in (range(1, parts + 1) if clusters else (1,)) if parts % n == 0]
 
     def enough(one: MmaLinearTile, full: float) -> list[int]:
         """Return cluster sizes with which the grid has `full` blocks, or else the largest size.

@@ -44,6 +44,12 @@ struct Whole {
     __device__ __forceinline__ static int row(int column, int N) { return Column(column, N).n; }  // row of w
 };
 
+// Returns the sums of chunks of the unit `half` (0 or 1) units before `unit`, in row tile r.
+template <typename Rows>
+__device__ __forceinline__ unsigned earlier_sums(const Rows& input, int r, int split, int unit, int half) {
+    return input.chunk_sums(r, split, unit - half);
+}
+
 // The weights of a warp's columns: a ring buffer in shared memory for LM_FLIGHT units of K. OfRange: the range of
 // outputs (lib/gguf_ranges.cuh) that contains the columns. Side: the description of the product, such as Whole.
 template <typename OfRange, typename Side = Whole>
@@ -194,7 +200,7 @@ struct Blocks {
             for (int r = 0; r < ROW_TILES; ++r) {  // lane 4 g + t has m of chunk t and the sum of x over chunk t
                 float minimum[4] = {};
                 unsigned of_x[2] = {};
-                if (unit >= half) of_x[0] = input.chunk_sums(r, split, unit - half);
+                if (unit >= half) of_x[0] = earlier_sums(input, r, split, unit, half);
                 if (half > 0) of_x[1] = input.chunk_sums(r, split, unit);
                 mma_fp16(minimum, least, of_x);
 #pragma unroll
@@ -242,7 +248,7 @@ struct Stream {
     }
 
     // Adds the products of the next unit (128 values of K) to `sums`. `unit`: index of this unit in split `split`.
-    __device__ __forceinline__ void use(int split, int unit, const Input& input, Sums& sums) {
+    __device__ __forceinline__ void use(int split, int unit, const typename Blocks::Rows& input, Sums& sums) {
         wait_for_groups<LM_FLIGHT - 2>();
         __syncwarp();  // the copies of all lanes have arrived, and all lanes have used the previous slot
         request(UNITS % 2 == 0 ? unit + LM_FLIGHT - 1 : this->unit);

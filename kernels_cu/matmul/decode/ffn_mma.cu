@@ -1,4 +1,4 @@
-// architecture: sm_90a
+// architecture: sm_90
 // The feed-forward part of a Llama layer in decoding:
 //
 //   h = silu(RMSNorm(x) W^T * scale) (RMSNorm(x) U^T * up_scale)           W, U (H, C), V (C, H)

@@ -1,4 +1,4 @@
-// architecture: sm_90a
+// architecture: sm_90
 // matmul/decode/ffn_mma.cu for GGUF weights:
 //
 //   h = silu(RMSNorm(x) W^T) (RMSNorm(x) U^T)           W, U (H, C), V (C, H)

@@ -116,7 +116,7 @@ __device__ __forceinline__ void multiply(const W* w, const W* up, const float* s
     struct {
         int m, n;
         bool there;
-        float scale, bias, partner_scale, gamma, partner_gamma;
+        float scale, bias, partner_scale, partner_bias, gamma, partner_gamma;
         typename End::Late late;
     } last[ENDS];
 #pragma unroll
@@ -132,6 +132,7 @@ __device__ __forceinline__ void multiply(const W* w, const W* up, const float* s
         if constexpr (End::ROTATES) {
             const int partner = end.partner(last[i].n);
             last[i].partner_scale = scale ? constant(scale + partner) : 1.0f;
+            last[i].partner_bias = bias ? constant(bias + partner) : 0.0f;
             if (LM_QK_NORM) last[i].gamma = constant(end.gamma(last[i].n));
             if (LM_QK_NORM) last[i].partner_gamma = constant(end.gamma(partner));
         }
@@ -180,7 +181,7 @@ __device__ __forceinline__ void multiply(const W* w, const W* up, const float* s
             const int at = i * THREADS + threadIdx.x, flat = min(at, OUTPUTS - 1), column = flat % LM_COLUMNS;
             const bool first = column < HALF;
             own[i] = finished(flat, last[i].scale, last[i].bias);
-            other[i] = finished(first ? flat + HALF : flat - HALF, last[i].partner_scale, 0.0f);
+            other[i] = finished(first ? flat + HALF : flat - HALF, last[i].partner_scale, last[i].partner_bias);
             if constexpr (LM_QK_NORM) {
                 const float real = first ? own[i] : other[i], imaginary = first ? other[i] : own[i];
                 heads.give(real, imaginary, column, flat / LM_COLUMNS, at < OUTPUTS);
@@ -301,7 +302,7 @@ extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(
 #elif EPILOGUE == EPILOGUE_APPEND_ROPE
     const AppendRope<LM_ROPE> end{rotations, out, k_cache, v_cache, row, position,
                                   n_head, n_kv_head, B, n_ctx, gamma_q, gamma_k, eps};
-    run(x, gamma, nullptr, eps, M, w, scale, nullptr, 1.0f, end, N, sums, sum_scale);
+    run(x, gamma, nullptr, eps, M, w, scale, bias, 1.0f, end, N, sums, sum_scale);
 #elif EPILOGUE == EPILOGUE_APPEND
     const Append end{out, k_cache, v_cache, row, position, C, B, n_ctx};
     run(x, gamma, beta, eps, M, w, scale, bias, x_scale, end, N);

@@ -17,7 +17,7 @@
 // the same bits. A split is one of up to 8 ranges of K:
 //
 //   1, together   a block multiplies all splits, 16 columns at a time; each warp has one split. For few rows, whose x
-//                 fits in shared memory
+//                 fits in shared memory or, with GGUF_HELD, in registers
 //   0, apart      a block multiplies one split, for up to 64 rows; each warp has 16 columns. The blocks of a cluster
 //                 have the same columns and one split each. They read each other's sums after multiplying the next
 //                 columns: block r reads rows r, r + GGUF_CLUSTER, ... With GGUF_CLUSTER 1, a block multiplies all
@@ -59,6 +59,9 @@
 #ifndef GGUF_CLUSTER
 #define GGUF_CLUSTER 1
 #endif
+#ifndef GGUF_HELD  // 1: registers hold x, with GGUF_TOGETHER, one term and no norm
+#define GGUF_HELD 0
+#endif
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
 #include "lib/cluster.cuh"
@@ -66,6 +69,9 @@
 #include "lib/overlap.cuh"
 #include "lib/decode/mma_gguf.cuh"
 #include "lib/decode/epilogues.cuh"
+#if GGUF_HELD
+#include "lib/decode/mma_held.cuh"
+#endif
 
 #if GGUF_CLUSTER == 1
 #undef __cluster_dims__
@@ -79,6 +85,15 @@ constexpr int EACH = LM_UP ? 2 : 1;  // columns of w per output
 static_assert(GGUF_CLUSTER == 1 || GGUF_CLUSTER == SPLITS, "a block has a split or all of them");
 static_assert(EACH * GGUF_FROM_1 % ACROSS == 0 && EACH * GGUF_FROM_2 % ACROSS == 0, "a block has columns of one type");
 static_assert(!LM_QK_NORM && !(LM_ALONE && LM_NORM), "other kernels have these");
+
+struct Side : Whole {
+#if GGUF_HELD
+    typedef Held Rows;
+    static constexpr int AT_A_TIME = UNITS;  // units per iteration: the index of a register is constant
+#else
+    static constexpr int AT_A_TIME = UNROLLED;
+#endif
+};
 
 struct Weighted {  // weights (N, K) and bias of a product
     const W* w;
@@ -144,15 +159,16 @@ struct Shared {
     static constexpr int PLANE = PLANES / 2 * LM_ROWS * PLANE_PITCH;
     template <int RANGE>
     static constexpr int SLOT_OF = Blocks<gguf::OfRange<RANGE>>::SLOT;
+    static constexpr int ROWS = GGUF_HELD ? 0 : Input::BYTES;
     static constexpr int FIRST = SLOT_OF<0>, SECOND = SLOT_OF<1>, THIRD = SLOT_OF<2>;
     static constexpr int MOST = FIRST > SECOND ? FIRST : SECOND, SLOT = MOST > THIRD ? MOST : THIRD;
 
     __device__ __forceinline__ static float* plane(const Input& input, int turn) {
-        return reinterpret_cast<float*>(input.shared + Input::BYTES) + turn % 2 * PLANE;
+        return reinterpret_cast<float*>(input.shared + ROWS) + turn % 2 * PLANE;
     }
 
     __device__ __forceinline__ static char* ring(const Input& input, int warp) {
-        return input.shared + (Input::BYTES + 2 * 4 * PLANE + 15) / 16 * 16 + warp * LM_FLIGHT * SLOT;
+        return input.shared + (ROWS + 2 * 4 * PLANE + 15) / 16 * 16 + warp * LM_FLIGHT * SLOT;
     }
 };
 
@@ -161,20 +177,24 @@ struct Turn {  // count: groups of columns done; start: first column of the last
 };
 
 #if GGUF_TOGETHER
-template <int RANGE, typename End>
-__device__ __forceinline__ void multiply(const Weighted& of, Input& input, const End& end, Turn last) {
+template <int RANGE, typename End, typename Rows>
+__device__ __forceinline__ void multiply(const Weighted& of, Input& input, Rows& rows, const End& end, Turn last) {
     constexpr int OUTPUTS = LM_ROWS * ACROSS;
     constexpr bool AT_ONCE = OUTPUTS <= THREADS;
     const Range<RANGE> range(blockIdx.x, gridDim.x, of.N);
     const int warp = threadIdx.x / 32;  // also the index of the split (range of K) that the warp multiplies
-    typedef Blocks<gguf::OfRange<RANGE>> Of;
+    typedef Blocks<gguf::OfRange<RANGE>, Side> Of;
     const Of blocks(of.w, of.up, Shared::ring(input, warp), of.N);
     Stream<Of, UNITS> stream(blocks, warp * UNITS, range.first, range.step, range.end);
     if (RANGE == 0) {
         input.prefetch();
         let_next_start();
         wait_for_previous();
+#if GGUF_HELD
+        rows.bring(input, warp);
+#else
         input.bring();
+#endif
     }
 #pragma unroll 1
     for (int start = range.first; start < range.end; start += range.step) {
@@ -184,8 +204,8 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
         Output<End> output;
         if (AT_ONCE && threadIdx.x < OUTPUTS) load(output, threadIdx.x);  // overlaps with the products
         Sums sums = {};
-#pragma unroll UNROLLED
-        for (int unit = 0; unit < UNITS; ++unit) stream.use(warp, unit, input, sums);
+#pragma unroll Side::AT_A_TIME
+        for (int unit = 0; unit < UNITS; ++unit) stream.use(warp, unit, rows, sums);
         Totals of_split = {};
         sums.add_to(of_split);
         // Other warps may still read the sums of the previous group of columns. No warp still reads the sums of the
@@ -210,7 +230,7 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
             });
         }
     }
-    if constexpr (!Range<RANGE>::LAST) multiply<RANGE + 1>(of, input, end, last);
+    if constexpr (!Range<RANGE>::LAST) multiply<RANGE + 1>(of, input, rows, end, last);
 }
 #else
 // Adds the sums of all blocks of a cluster, each of which has one split of K, and completes the outputs of every
@@ -323,7 +343,14 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
     extern __shared__ float4 shared[];
     char* const rows = reinterpret_cast<char*>(shared);
     Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, rows, 1.0f, sums, nullptr, {}};
+#if GGUF_HELD
+    Held held;
+    multiply<0>(of, input, held, end, Turn{0, 0});
+#elif GGUF_TOGETHER
+    multiply<0>(of, input, input, end, Turn{0, 0});
+#else
     multiply<0>(of, input, end, Turn{0, 0});
+#endif
 #else
     asm("trap;");
 #endif

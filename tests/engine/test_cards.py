@@ -1,0 +1,120 @@
+"""Decoding on GPUs without wgmma: the kernels of a layer, and bits of a row in any batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from launch_models import CONFIGS, FORMATS, IDS, engine_of
+from launch_recorder import recording
+
+from gpt2block import LlamaConfig, Model, emulator
+from gpt2block.cuda import cupy
+from gpt2block.cuda.formats import FILE
+from gpt2block.files.parameters.arrays import random_model
+from gpt2block.models.architectures.olmo2 import Olmo2Config
+from gpt2block.models.architectures.qwen3 import Qwen3Config
+from gpt2block.models.config import ModelConfig
+from gpt2block.models.weights.gguf import GgufMatrix
+from gpt2block.ops.linear import OPERATION as LINEAR
+from tests import plain
+from tests.devices import assert_same_bits
+
+LLAMA: Any = CONFIGS["llama"]
+MODELS: dict[str, ModelConfig] = {
+    **CONFIGS,
+    "llama 7B": LlamaConfig(2, 32, 4096, 1024, 3200),
+    "with biases": replace(LLAMA, attention_bias=True),
+    "qwen3": Qwen3Config(2, 16, 1024, 1024, 515, n_kv_head=8, head_size=128, n_ff=3072),
+}
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])
+@pytest.mark.parametrize(
+    ("name", "formats", "most"),  # most: kernels of a layer of 1, 4 and 16 rows; with clusters, too
+    [
+        ("llama", "bfloat16", (5, 5, 5, 4, 4, 5)),
+        ("llama", "e4m3/e4m3", (5, 5, 5, 4, 4, 5)),
+        ("llama", "Q4_K_M", (5, 5, 5, 4, 4, 5)),
+        ("llama 7B", "bfloat16", (7,) * 6),
+        ("llama 7B", "e5m2", (7,) * 6),
+        ("with biases", "bfloat16", (7,) * 6),
+        ("qwen3", "bfloat16", (6, 6, 6, 5, 5, 10)),
+        ("olmo2", "bfloat16", (8,) * 6),
+        ("gemma3", "bfloat16", (8,) * 6),
+    ],
+)
+def test_how_many_kernels_a_layer_has(
+    capability: str, name: str, formats: str, most: tuple[int, ...]
+) -> None:
+    dtype, kv_dtype = FORMATS[formats]
+    with recording(capability) as recorder:
+        engine = engine_of(MODELS[name], dtype, kv_dtype, formats if dtype == FILE else None)
+        for rows, limit in zip((1, 4, 16), most[3 * (float(capability) > 9) :], strict=False):
+            recorder.lines.clear()
+            engine.forward([IDS[:1]] * rows, "last", engine.new_cache(rows, 64))
+            found = [line.split(" | ")[1:3] for line in recorder.lines if "| h.1." in line]
+            assert 0 < len(found) <= limit, found
+
+
+SMALL = LlamaConfig(2, 4, 96, 64, 101, n_kv_head=1, n_ff=384, head_size=32)
+SMALL_MODELS: dict[str, ModelConfig] = {
+    "with biases": replace(SMALL, attention_bias=True),
+    "qwen3": Qwen3Config(**vars(SMALL)),
+    "olmo2": Olmo2Config(**vars(SMALL)),
+}
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "dtype"),
+    [
+        ("89", "with biases", "bfloat16"),
+        ("80", "qwen3", "float8_e4m3fn"),
+        ("120", "qwen3", "bfloat16"),
+        ("120", "olmo2", "bfloat16"),
+    ],
+)
+def test_a_model_on_another_card(capability: str, name: str, dtype: str) -> None:
+    """Logits are NumPy's within rounding, and a row has the same bits in a batch of 10 as alone."""
+    if problem := emulator.missing():
+        pytest.skip(problem)
+    config = SMALL_MODELS[name]
+    tensors = list(random_model(0, config))
+    prompts = [[n, 3 * n + 1, 7] for n in range(10)]
+    options: Any = {"max_new_tokens": 2, "temperature": 0, "stop_ids": ()}
+    reference: Model[Any] = Model.from_tensors(config, iter(tensors), "cpu", dtype)
+    with emulator.emulated("forward", 8, capability=capability):
+        model: Model[Any] = Model.from_tensors(config, iter(tensors), "cuda:0", dtype)
+        together = model.generate(prompts, rows_at_once=10, **options)
+        for n in (0, 9):
+            (alone,) = model.generate([prompts[n]], **options)
+            assert alone.tokens == together[n].tokens
+            assert_same_bits(np.array(alone.logprobs), np.array(together[n].logprobs))
+    for prompt, text in zip(prompts, together, strict=True):
+        (exact,) = reference.generate([prompt], **options)
+        np.testing.assert_allclose(text.logprobs, exact.logprobs, rtol=0, atol=0.03)
+
+
+def same_as_alone(x: Any, *given: Any, kernel: str, **options: Any) -> None:
+    """Assert that some rows of a product by `kernel` have the bits of these rows alone."""
+    bound = LINEAR.bind_on_device((x, *given), decoding=True, **options)
+    assert bound.launches[0].name == kernel
+    got = bound.run().get()
+    for m in {0, len(x) // 2, len(x) - 1}:
+        alone = LINEAR.bind_on_device((x[m : m + 1], *given), decoding=True, **options).run().get()
+        assert_same_bits(got[m : m + 1], alone)
+
+
+@pytest.mark.parametrize(("K", "rows"), [(4096, (16,)), (10240, (7,)), (14336, (8,))])
+def test_registers_hold_rows_of_a_product_with_blocks(K: int, rows: tuple[int, ...]) -> None:
+    if problem := emulator.missing():
+        pytest.skip(problem)
+    with emulator.emulated("shuffled", 2, capability="89"):
+        ranges = [("Q4_K", 16), ("Q6_K", 16)]
+        w, up = (GgufMatrix.random(ranges, K, n).mapped(cupy.asarray) for n in range(2))
+        for M in rows:
+            x = cupy.asarray(plain.normal(M, M, K))
+            given = (x, w, None, None, None, None, up)
+            same_as_alone(*given, kernel="decode_mma_gguf", x_dtype="float16")
