@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.llama import SHAPES, RandomLlama
 from gpt2block import Block, BlockWeights, GPT2Config
-from gpt2block.apps.bench.decoding import GREEDY, STEPS, RandomGPT2, RandomModel, Steps
+from gpt2block.apps.bench.decoding import GREEDY, STEPS, RandomModel, Steps
 from gpt2block.block import reads_blocks
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
@@ -53,9 +53,9 @@ def us(run: Callable[[], object], calls: int = 1) -> float:
 def cases() -> Iterator[tuple[str, float]]:
     """Yield name and µs of each case, by the kernels that this process chooses."""
     blocks = FILE if reads_blocks("cuda") else "float32"
-    models: dict[str, RandomModel[Any]] = {
-        "GPT-2 small, bfloat16": RandomGPT2(size("gpt2"), "bfloat16"),
-        "GPT-2 small, float32": RandomGPT2(size("gpt2"), "float32"),
+    models: dict[str, RandomModel] = {
+        "GPT-2 small, bfloat16": RandomModel(size("gpt2"), "bfloat16"),
+        "GPT-2 small, float32": RandomModel(size("gpt2"), "float32"),
         "Qwen3-0.6B, bfloat16": RandomLlama(SHAPES["qwen3-0.6b"], "bfloat16"),
         "8 layers of Llama 7B, Q4_K_M": RandomLlama(replace(SHAPES["7b"], n_layer=8), blocks),
     }
@@ -68,12 +68,12 @@ def cases() -> Iterator[tuple[str, float]]:
             yield f"block, {dtype}, {B} × {T}", us(block(dtype, B, T), 20)
 
 
-def steps(model: RandomModel[Any], rows: int) -> Callable[[], object]:
+def steps(model: RandomModel, rows: int) -> Callable[[], object]:
     captured = Steps(model, rows, POSITION).decoded(0, GREEDY, STEPS)
     return captured.replay
 
 
-def prompt(model: RandomModel[Any]) -> Callable[[], object]:
+def prompt(model: RandomModel) -> Callable[[], object]:
     (ids,) = model.prompts([PROMPT])
     options: Any = {"max_new_tokens": 1, "temperature": 0, "stop_ids": ()}
     return lambda: model.on(0).generate(ids.tolist(), **options)

@@ -181,7 +181,7 @@ def set_attributes(monkeypatch: pytest.MonkeyPatch, **attributes: int) -> None:
     """Replace attributes of the emulated device; a GPU keeps its own ones."""
     if cuda.replaced():
         known = cuda.cupy.ATTRIBUTES | attributes
-        monkeypatch.setattr(cuda_arrays, "_attribute", lambda _, name: known[name])
+        monkeypatch.setattr(cuda_arrays, "attribute_of", lambda _, name: known[name])
 
 
 BARRIER = "__syncthreads();"
