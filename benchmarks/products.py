@@ -29,7 +29,7 @@ from gpt2block.apps.bench.works import (
 )
 from gpt2block.block import Block
 from gpt2block.checks import check_choice
-from gpt2block.engine.passes.machine import Machine, Step
+from gpt2block.engine.passes.executor import Executor, Step
 from gpt2block.errors import InputError, KernelError
 from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -162,10 +162,10 @@ def _variants(
         yield Contender(variant, partial(capture, variant), dtype)
 
 
-class _Variant(Machine):
+class _Variant(Executor):
     """An executor of a pass's steps that uses one variant for matrix products and attention."""
 
-    def __init__(self, do: Machine, variant: str) -> None:
+    def __init__(self, do: Executor, variant: str) -> None:
         super().__init__(do.tensors)
         self._do, self._variant = do, variant
 

@@ -16,10 +16,10 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.engine.model import Tensors
 from gpt2block.models.config import ModelConfig, model_shapes
 from gpt2block.models.config.llama import LlamaConfig
-from gpt2block.models.weights.gguf import OCTET, TYPES, GgufMatrix, range_bytes
+from gpt2block.models.weights.gguf import ROW_GROUP, TYPES, GgufMatrix, range_bytes
 
 NUMBERS = 2**22 - 3  # count of different random weights; a prime, so that rows of a matrix differ
-OCTETS = 509  # count of different octets (8 rows) of random GGUF blocks of a type; a prime
+ROW_GROUPS = 509  # count of different row groups (8 rows) of random GGUF blocks of a type; a prime
 DEVIATION = 0.02  # standard deviation of random weights
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # multiples of the golden ratio modulo 1 are spread evenly
 MULTIPLE = TYPES["Q4_K"].size  # divisor of the inputs of a matrix in blocks of Q4_K
@@ -32,7 +32,7 @@ def random_tensors(config: LlamaConfig, dtype: str, library: Any = cupy) -> Tens
 
     Matrices are drawn from N(0, 0.02²), in the dtype, or in float16 for FP8; the numbers repeat
     after NUMBERS weights. For dtype "file", matrices have random blocks of types `gguf_types`, with
-    the same standard deviation; the rows of a type repeat after OCTETS octets. Gammas are drawn
+    the same standard deviation; the rows of a type repeat after ROW_GROUPS groups. Gammas are drawn
     from U(0.8, 1.2), in float32. library: CuPy or NumPy, whose arrays are yielded.
     """
     rng = np.random.default_rng(0)
@@ -70,7 +70,7 @@ def _floats(
 def _blocks(config: LlamaConfig, library: Any) -> Iterator[GgufMatrix]:
     for n, name, N, K in _matrices(config):
         ranges = gguf_types(config, name, N)
-        sizes, first = range_bytes(ranges, K), int(n * GOLDEN_RATIO * OCTETS)
+        sizes, first = range_bytes(ranges, K), int(n * GOLDEN_RATIO * ROW_GROUPS)
         data, at, largest = library.empty(sum(sizes), "uint8"), 0, 0.0
         for (kind, _), size in zip(ranges, sizes, strict=True):
             rows = _different_rows(kind, K)
@@ -82,8 +82,8 @@ def _blocks(config: LlamaConfig, library: Any) -> Iterator[GgufMatrix]:
 
 @lru_cache
 def _different_rows(kind: str, K: int) -> GgufMatrix:
-    """Return OCTETS octets of random rows; their weights are about uniform in ±3 DEVIATION."""
-    return GgufMatrix.random([(kind, OCTET * OCTETS)], K, size=3 * DEVIATION)
+    """Return ROW_GROUPS groups of random rows; their weights are about uniform in ±3 DEVIATION."""
+    return GgufMatrix.random([(kind, ROW_GROUP * ROW_GROUPS)], K, size=3 * DEVIATION)
 
 
 def gguf_types(config: ModelConfig, name: str, N: int) -> Ranges:

@@ -11,8 +11,8 @@ from operator import or_
 
 from gpt2block.engine.passes.blocks import PassSettings
 from gpt2block.engine.passes.decoding import DecodePass, Rows
+from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.passes.forward import Product, forward
-from gpt2block.engine.passes.machine import Machine
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.architectures.architecture import To, Value
 from gpt2block.models.config import ModelConfig
@@ -48,7 +48,7 @@ def stages_of(dtype: str) -> Stages:
     return dict(zip(stages, accumulate(added, or_), strict=True))
 
 
-def staged(do: Machine, config: ModelConfig, fusions: Collection[str]) -> Value:
+def staged(do: Executor, config: ModelConfig, fusions: Collection[str]) -> Value:
     """Run a decoding step with these fusions, up to the logits."""
     step = StagedPass(do, PassSettings.of(config), fusions)
     return forward(step, architecture_of(config), config, "logits")
@@ -63,7 +63,7 @@ class StagedPass(DecodePass):
     rows [Q | K | V].
     """
 
-    def __init__(self, do: Machine, settings: PassSettings, fusions: Collection[str]) -> None:
+    def __init__(self, do: Executor, settings: PassSettings, fusions: Collection[str]) -> None:
         super().__init__(do, settings, norms="norms" in fusions)
         self.adds, self.gates = "adds" in fusions, "gates" in fusions
         self.into_cache = "into_cache" in fusions

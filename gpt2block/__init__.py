@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from gpt2block.model import GPT2, Llama, Model, from_pretrained
     from gpt2block.models.config import SIZES, GPT2Config
     from gpt2block.models.config.llama import LlamaConfig, RopeScaling
+    from gpt2block.models.weights.hi_lo import HiLoMatrix
     from gpt2block.models.weights.matrix import WeightMatrix
-    from gpt2block.models.weights.two_part import TwoPartMatrix
     from gpt2block.sampling import Sampling
 
     __version__: str
@@ -66,6 +66,7 @@ __all__ = [
     "GPT2Config",
     "GPT2Weights",
     "Generation",
+    "HiLoMatrix",
     "InputError",
     "KVCache",
     "KernelError",
@@ -83,7 +84,6 @@ __all__ = [
     "Score",
     "ScoredToken",
     "ScoredTokens",
-    "TwoPartMatrix",
     "UnknownOption",
     "Verdict",
     "WeightMatrix",
@@ -114,7 +114,7 @@ _NAMES = {  # module → names that the package exports from the module
     "engine.generation.rows": "Generation",
     "engine.generation.scoring": "Score ScoredToken ScoredTokens",
     "models.weights.matrix": "WeightMatrix",
-    "models.weights.two_part": "TwoPartMatrix",
+    "models.weights.hi_lo": "HiLoMatrix",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = (  # submodules that are imported on attribute access

@@ -10,7 +10,7 @@ import numpy as np
 
 from gpt2block.checks import (
     FLOATS,
-    MOST_POSITIONS,
+    MAX_POSITIONS,
     check_choice,
     check_count,
     check_flag,
@@ -24,7 +24,7 @@ from gpt2block.engine.inspect.compare import Comparisons, compare_steps
 from gpt2block.engine.numpy.block import NumpyEngine
 from gpt2block.engine.passes.blocks import PassSettings
 from gpt2block.engine.passes.bounds import Bounds
-from gpt2block.engine.passes.machine import Step
+from gpt2block.engine.passes.executor import Step
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, Hinted, InputError
 from gpt2block.files.parameters.arrays import BlockArrays
@@ -33,8 +33,8 @@ from gpt2block.files.parameters.llama import LlamaBlockWeights
 from gpt2block.models.architectures import gpt2, llama
 from gpt2block.models.config import block_shapes
 from gpt2block.models.config.llama import LlamaConfig
+from gpt2block.models.weights.hi_lo import LARGEST_BOUND
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.models.weights.two_part import LARGEST_BOUND
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD, check_heads
 
 KERNELS = ("auto", "skeleton", "fused")
@@ -129,7 +129,7 @@ class Block(BaseBlock):
     kernels: "skeleton", ten steps in float32 with the kernels of LeetGPU's challenge; "fused",
     seven steps on tensor cores, for heads of 64 channels and compute capability 8.0 or newer; or
     "auto", the faster kind that supports the dtype. Fused float32 has the accuracy of float32:
-    the operands of its products are two-part (TwoPartMatrix), which requires finite weights. With
+    the operands of its products are hi/lo (HiLoMatrix), which requires finite weights. With
     NumPy "auto" selects the ten steps for float32.
 
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
@@ -239,7 +239,7 @@ def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None)
                 Argument("device", "cpu"),
             )
         return "fused"
-    problem = problem or two_part_problem(weights)
+    problem = problem or hi_lo_problem(weights)
     if problem and kernels == "fused":
         raise InputError(
             Argument("kernels"), f" 'fused': {problem}: use ", Argument("kernels", "skeleton")
@@ -259,10 +259,10 @@ def fused_problem(weights: BlockWeights, capability: int) -> str | None:
     return None
 
 
-def two_part_problem(weights: BlockWeights) -> str | None:
+def hi_lo_problem(weights: BlockWeights) -> str | None:
     """Return why activations cannot be stored as two float16 numbers per value, or None.
 
-    The weights determine bounds, from which the scales of a TwoPartMatrix follow. None: no x can
+    The weights determine bounds, from which the scales of a HiLoMatrix follow. None: no x can
     make a tensor too large for its scale.
     """
     tensors = weights.astype(np.float32).tensors()
@@ -426,9 +426,9 @@ def _given(positions: Any, x: Any) -> Given:
         raise InputError(f"positions: expected {T} integers: {error}") from error
     if found.shape != (T,) or found.dtype.kind not in "iu":
         raise InputError(f"positions: expected {T} integers, got {found.dtype} {found.shape}")
-    wrong = (found < 0) | (found > MOST_POSITIONS)
+    wrong = (found < 0) | (found > MAX_POSITIONS)
     if wrong.any():
         raise InputError(
-            f"positions: expected 0 to {MOST_POSITIONS}, got {int(found[wrong.argmax()])}"
+            f"positions: expected 0 to {MAX_POSITIONS}, got {int(found[wrong.argmax()])}"
         )
     return {"positions": found.astype(np.int64)}

@@ -38,7 +38,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Documented = TypeVar("Documented", bound=Any)
 LARGEST_COUNT = 2**31 - 1  # sizes, positions and rows are int32 on the GPU
-MOST_POSITIONS = 2**31 - 1
+MAX_POSITIONS = 2**31 - 1
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 DLPACK_HOST = (1, 3)  # DLDeviceType values kDLCPU and kDLCUDAHost (pinned memory)
 FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -325,7 +325,7 @@ def check_token(name: str, value: Any) -> int:
 
 
 def _position(name: str, value: Any) -> int:
-    return check_integer(name, value, 0, MOST_POSITIONS, "an integer of at least 0 below 2^31")
+    return check_integer(name, value, 0, MAX_POSITIONS, "an integer of at least 0 below 2^31")
 
 
 # Checks of scalar arguments by argument name. A name has the same meaning in all functions.

@@ -20,11 +20,11 @@ any float dtype, or any integer dtype, instead, in any byte order. The kinds are
     matrix   a WeightMatrix (K, N) of either layout; with NumPy also an array (K, N)
     rows     as matrix, but only with layout "NK": a row in memory has the K inputs of an output
     table    an array of shape (N, K), or a WeightMatrix of layout "NK", whose rows are (N, K)
-    two_part a TwoPartMatrix; the axes are its shape
+    hi_lo a HiLoMatrix; the axes are its shape
     strided  as "any", but with any strides; the operation checks which strides it supports
-    mixed    "any", or "two_part" for all arrays of this kind
+    mixed    "any", or "hi_lo" for all arrays of this kind
 
-Any other kind is the name of an option whose value is the dtype, or "two_part".
+Any other kind is the name of an option whose value is the dtype, or "hi_lo".
 """
 
 from __future__ import annotations

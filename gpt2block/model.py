@@ -233,14 +233,14 @@ class Model(Hinted, Generic[Weights]):
 
     @property
     def draft_model(self) -> Model[Any] | None:
-        """A smaller draft model that guesses the next tokens if the option `speculate` is set.
+        """A smaller draft model that drafts the next tokens if the option `speculate` is set.
 
-        The texts stay the same. The more guesses are right, the fewer steps a text takes. The draft
-        model must be on the same GPU, and have the same tokens and at least the same context. For a
-        model on several GPUs, it must be on one of them, and is copied to the other GPUs. At most
-        16 rows are then computed together. None: guesses are copied from the text. Setting another
-        model raises InputError. Source: Leviathan et al., "Fast Inference from Transformers
-        via Speculative Decoding" (2023).
+        The texts stay the same. The more draft tokens are right, the fewer steps a text takes. The
+        draft model must be on the same GPU, and have the same tokens and at least the same context.
+        For a model on several GPUs, it must be on one of them, and is copied to the other GPUs. At
+        most 16 rows are then computed together. None: draft tokens are copied from the text.
+        Setting another model raises InputError. Source: Leviathan et al., "Fast Inference from
+        Transformers via Speculative Decoding" (2023).
         """
         return self._draft_model
 
@@ -264,7 +264,7 @@ class Model(Hinted, Generic[Weights]):
         places = getattr(engine, "devices", (getattr(engine, "device", None),))
         if place is None or place not in places:
             raise InputError(
-                "draft_model: expected both models on one GPU, as NumPy guesses nothing, or a "
+                "draft_model: expected both models on one GPU, as NumPy drafts nothing, or a "
                 f"draft on one GPU of a model on several, got {self.device} and {model.device}"
             )
         sizes = [(each.config.vocab_size, each.config.n_ctx) for each in (self, model)]

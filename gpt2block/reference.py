@@ -21,11 +21,11 @@ from gpt2block.checks import as_float, check_blocks, check_integer, is_plain, no
 from gpt2block.contract import Contract, takes, unchecked
 from gpt2block.errors import InputError, shown
 from gpt2block.models.number_formats import from_fp8 as from_fp8  # noqa: PLC0414  (in this module)
+from gpt2block.models.number_formats import hi_lo as hi_lo  # noqa: PLC0414
 from gpt2block.models.number_formats import joined as joined  # noqa: PLC0414
 from gpt2block.models.number_formats import to_fp8 as to_fp8  # noqa: PLC0414
-from gpt2block.models.number_formats import two_part as two_part  # noqa: PLC0414
 from gpt2block.sampling import (
-    MOST_ALTERNATIVES,
+    MAX_ALTERNATIVES,
     Sampling,
     check_alternatives,
     choose,
@@ -43,7 +43,7 @@ Array = NDArray[np.floating[Any]]
 # queries. Products of 16 queries (16 x 256 x 64) are too small for BLAS to use several threads;
 # waking threads on a busy machine may take longer than the product.
 QUERIES = 16
-MATCH = 3  # guess_tokens searches for an earlier occurrence of up to 3 last tokens
+MATCH = 3  # draft_tokens searches for an earlier occurrence of up to 3 last tokens
 
 
 @takes("ids i32 ... T; wte f32 V C; wpe f32 P C -> out f32 ... T C")
@@ -141,14 +141,14 @@ def attention(
         raise InputError(f"qkv: expected rows of {rows}, got {width}")
     if window is not None and not causal:
         raise InputError("window: needs causal=True")
-    seen = _seen_keys(T, T, 0, window) if causal else None
+    visible = _visible_keys(T, T, 0, window) if causal else None
     heads = qkv.reshape(*batch, T, n_head + 2 * shared, -1)
     out = np.empty_like(heads[..., :n_head, :])  # (..., T, NH, HS)
     for h in range(n_head):
         at = n_head + h * shared // n_head  # index of the head of K
         q, k, v = (heads[..., i, :] for i in (h, at, at + shared))  # (..., T, HS)
-        p = _attention_weights(q, k, seen, softmax_scale)  # (..., T, T)
-        out[..., h, :] = _weighted_sum(p, v, seen)
+        p = _attention_weights(q, k, visible, softmax_scale)  # (..., T, T)
+        out[..., h, :] = _weighted_sum(p, v, visible)
     return out.reshape(*batch, T, -1)
 
 
@@ -189,15 +189,15 @@ def attention_cached(
         return np.concatenate(parts)
     past = 0 if window is None else max(0, start - window + 1)  # number of keys before all windows
     k, v, start = k[past:], v[past:], start - past
-    seen = _seen_keys(T, start + T, start, window)
+    visible = _visible_keys(T, start + T, start, window)
     # G heads of q share a head of k: q (KV heads, G, T, HS), k (KV heads, 1, start + T, HS).
     q = q.reshape(T, n_kv_head, -1, HS).transpose(1, 2, 0, 3)
     k, v = (a.reshape(-1, n_kv_head, 1, HS).transpose(1, 2, 0, 3) for a in (k, v))
-    p = _attention_weights(q, k, seen, softmax_scale)  # (KV heads, G, T, start + T)
+    p = _attention_weights(q, k, visible, softmax_scale)  # (KV heads, G, T, start + T)
     if np.isfinite(v).all():
         out: Array = p @ v
     else:  # masked NaNs must not count, but 0 · NaN is NaN
-        each = enumerate(seen)
+        each = enumerate(visible)
         parts = [p[:, :, t : t + 1, keys] @ v[:, :, keys] for t, keys in each]
         out = np.concatenate(parts, axis=2)
     return np.ascontiguousarray(out.transpose(2, 0, 1, 3)).reshape(T, C)
@@ -351,24 +351,24 @@ def attention_split(
 
 
 def _attention_weights(
-    q: Array, k: Array, seen: NDArray[np.bool_] | None, softmax_scale: float | None = None
+    q: Array, k: Array, visible: NDArray[np.bool_] | None, softmax_scale: float | None = None
 ) -> Array:
     """Compute softmax(Q Kᵀ / sqrt(HS)); keys that a query does not see get weight 0.
 
-    q (..., T, HS), k (..., P, HS), seen (T, P), or None if all keys are seen → (..., T, P).
+    q (..., T, HS), k (..., P, HS), visible (T, P), or None if all keys are visible → (..., T, P).
     softmax_scale: as in `attention`.
     """
     scores = q @ k.swapaxes(-1, -2)
     scores = scores / math.sqrt(q.shape[-1]) if softmax_scale is None else scores * softmax_scale
-    return unchecked(softmax)(scores if seen is None else np.where(seen, scores, -np.inf))
+    return unchecked(softmax)(scores if visible is None else np.where(visible, scores, -np.inf))
 
 
-def _seen_keys(T: int, P: int, start: int, window: int | None) -> NDArray[np.bool_]:
+def _visible_keys(T: int, P: int, start: int, window: int | None) -> NDArray[np.bool_]:
     """Return the mask (T, P) of P keys that queries at positions start … start + T - 1 see."""
-    seen: NDArray[np.bool_] = np.tri(T, P, start, dtype=bool)
+    visible: NDArray[np.bool_] = np.tri(T, P, start, dtype=bool)
     if window is not None:
-        seen &= ~np.tri(T, P, start - window, dtype=bool)
-    return seen
+        visible &= ~np.tri(T, P, start - window, dtype=bool)
+    return visible
 
 
 @takes("scores f32 ... T -> out~scores f32 ... T")
@@ -381,9 +381,9 @@ def softmax(scores: Array, causal: bool = False) -> Array:
     if causal:
         if scores.ndim < 2 or scores.shape[-2] != scores.shape[-1]:
             raise InputError(f"scores: causal, expected (..., T, T), got {scores.shape}")
-        seen = np.tri(scores.shape[-1], dtype=bool)
+        visible = np.tri(scores.shape[-1], dtype=bool)
         causal_weights: Array = np.where(
-            seen, unchecked(softmax)(np.where(seen, scores, -np.inf)), 0
+            visible, unchecked(softmax)(np.where(visible, scores, -np.inf)), 0
         )
         return causal_weights
     weights: Array = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -391,7 +391,7 @@ def softmax(scores: Array, causal: bool = False) -> Array:
     return weights / total
 
 
-def _weighted_sum(p: Array, v: Array, seen: NDArray[np.bool_] | None) -> Array:
+def _weighted_sum(p: Array, v: Array, visible: NDArray[np.bool_] | None) -> Array:
     """Return p · v (weights · values). A masked row of v has no effect, even if it contains NaN.
 
     p (..., T, T), v (..., T, HS) → (..., T, HS).
@@ -401,7 +401,7 @@ def _weighted_sum(p: Array, v: Array, seen: NDArray[np.bool_] | None) -> Array:
         return p @ v
     out = p @ np.where(finite, v, 0)
     for t in np.flatnonzero(~finite.all(axis=(*range(v.ndim - 2), -1))):
-        rows = slice(None) if seen is None else seen[:, t]  # rows that see key t
+        rows = slice(None) if visible is None else visible[:, t]  # rows that see key t
         out[..., rows, :] += p[..., rows, t, None] * np.where(finite, 0, v)[..., None, t, :]
     return out
 
@@ -1065,7 +1065,7 @@ def log_likelihood(logits: Array, targets: NDArray[np.integer[Any]]) -> Array:
 
 
 @takes("logits f32 M V -> ids i32 M K; logprobs f32 M K")
-def top_logprobs(logits: Array, K: int = MOST_ALTERNATIVES) -> tuple[NDArray[np.int32], Array]:
+def top_logprobs(logits: Array, K: int = MAX_ALTERNATIVES) -> tuple[NDArray[np.int32], Array]:
     """Return the K most likely tokens of each row and their log-probabilities, both (M, K).
 
     Equal logits are sorted by id. If a row has fewer than K tokens, the other places have id -1 and
@@ -1083,13 +1083,14 @@ def top_logprobs(logits: Array, K: int = MOST_ALTERNATIVES) -> tuple[NDArray[np.
     return ids, logprobs
 
 
-@takes("tokens i32 T -> guess i32 K")
-def guess_tokens(tokens: NDArray[np.int32], K: int = 7) -> NDArray[np.int32]:
-    """Guess a sequence's next K tokens: the tokens after an earlier occurrence of its last tokens.
+@takes("tokens i32 T -> draft i32 K")
+def draft_tokens(tokens: NDArray[np.int32], K: int = 7) -> NDArray[np.int32]:
+    """Draft a sequence's next K tokens: the tokens after an earlier occurrence of its last tokens.
 
     The latest earlier occurrence of the last three tokens is used, or of the last two or one if
-    there is none. If the sequence ends before the K-th guess, the guesses repeat from the first.
-    All guesses are -1 if the last token is new. Source: Saxena, "Prompt Lookup Decoding" (2023).
+    there is none. If the sequence ends before the K-th draft token, the draft tokens repeat from
+    the first. All draft tokens are -1 if the last token is new. Source: Saxena, "Prompt Lookup
+    Decoding" (2023).
     """
     last = len(tokens) - 1
     for length in range(min(MATCH, last), 0, -1):
@@ -1098,33 +1099,33 @@ def guess_tokens(tokens: NDArray[np.int32], K: int = 7) -> NDArray[np.int32]:
         places = places[np.all(of_end, axis=0)]
         if len(places):
             first = places[-1] + 1
-            guess: NDArray[np.int32] = tokens[first + np.arange(K) % (last + 1 - first)]
-            return guess.astype(np.int32)
+            draft: NDArray[np.int32] = tokens[first + np.arange(K) % (last + 1 - first)]
+            return draft.astype(np.int32)
     return np.full(K, -1, np.int32)
 
 
-@takes("logits f32 B V; seen? u8 B V; counts? i32 B V; masks? i32 B (V+31)//32 -> token i32 B")
+@takes("logits f32 B V; occurred? u8 B V; counts? i32 B V; masks? i32 B (V+31)//32 -> token i32 B")
 def sample_token(
     logits: Array,
     sampling: Sampling | Sequence[Sampling] | None = None,
     step: int = 0,
-    seen: NDArray[np.uint8] | None = None,
+    occurred: NDArray[np.uint8] | None = None,
     counts: NDArray[np.int32] | None = None,
     masks: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
     """Draw the next token of each row by `sampling.choose`. logits (B, V) → (B,).
 
     sampling: the settings of all rows, or a list with settings of each row. step: the number of
-    tokens drawn so far. seen (B, V): nonzero for tokens that have occurred. counts (B, V): how
-    often each token was drawn; a drawn token also counts as seen. masks (B, ceil(V / 32)): bit t %
-    32 of word t / 32 is 1 for an allowed token t; None: all tokens are allowed. The result is -1
-    for a row with NaN, or if the logits of all allowed tokens are -inf.
+    tokens sampled so far. occurred (B, V): nonzero for tokens that have occurred. counts (B, V):
+    how often each token was sampled; a sampled token also counts as occurred. masks (B, ceil(V /
+    32)): bit t % 32 of word t / 32 is 1 for an allowed token t; None: all tokens are allowed. The
+    result is -1 for a row with NaN, or if the logits of all allowed tokens are -inf.
     """
     rows, shape = rows_of(sampling, len(logits)), logits.shape
-    seen = np.zeros(shape, np.uint8) if seen is None else seen
+    occurred = np.zeros(shape, np.uint8) if occurred is None else occurred
     counts = np.zeros(shape, np.int32) if counts is None else counts
     allowed = [None] * len(rows) if masks is None else masks
-    told = zip(logits, rows, seen | (counts > 0), counts, allowed, strict=True)
+    told = zip(logits, rows, occurred | (counts > 0), counts, allowed, strict=True)
     tokens = [choose(x, row, step, marks, *more).token for x, row, marks, *more in told]
     return np.array(tokens, np.int32)
 
@@ -1192,18 +1193,18 @@ def llama_block_forward(
     return add(x1, matmul_bias(ff, w.w_down, w.b_down))
 
 
-def gathered(shares: Sequence[Array], residual: Array | None = None) -> Array:
+def all_gathered(shards: Sequence[Array], residual: Array | None = None) -> Array:
     """Return the whole matrix whose columns several GPUs have computed, plus a residual.
 
-    shares: for each GPU a matrix (M, S) of neighbouring columns, in the order of the columns; S can
+    shards: for each GPU a matrix (M, S) of neighbouring columns, in the order of the columns; S can
     differ. residual: (M, N), N the sum of all S. Raises InputError.
     """
-    given = list(shares) if isinstance(shares, (list, tuple)) else []
+    given = list(shards) if isinstance(shards, (list, tuple)) else []
     if not given or not all(
-        _is_matrix(share, getattr(given[0], "shape", ())[:1]) for share in given
+        _is_matrix(shard, getattr(given[0], "shape", ())[:1]) for shard in given
     ):
-        raise InputError(f"shares: expected float matrices with equal rows, got {shown(shares)}")
-    N = sum(share.shape[1] for share in given)
+        raise InputError(f"shards: expected float matrices with equal rows, got {shown(shards)}")
+    N = sum(shard.shape[1] for shard in given)
     if residual is not None and not (
         _is_matrix(residual, given[0].shape[:1]) and len(residual.T) == N
     ):
@@ -1218,16 +1219,17 @@ def _is_matrix(array: Any, rows: tuple[int, ...]) -> bool:
     return known and array.shape[:1] == rows
 
 
-# Contracts of a GPU's gather (its part of `gathered`), and of a gather followed by `rmsnorm`.
-_MAIL = "abort i32 Q; own to_1? to_2? to_3? to_4? to_5? to_6? to_7? i64 P"
-_GATHER = f"share mixed M S; residual? f32 M N; {_MAIL} -> out~residual mixed M N"
-_GATHER_NORM = (
-    f"share f32 M S; residual f32 M N; weight f32 N; {_MAIL} -> out f32 M N; residual f32 M N"
+# Contracts of a GPU's all-gather (its part of `gathered`), and of an all-gather followed by
+# `rmsnorm`.
+_PEERS = "abort i32 Q; own to_1? to_2? to_3? to_4? to_5? to_6? to_7? i64 P"
+_ALL_GATHER = f"shard mixed M S; residual? f32 M N; {_PEERS} -> out~residual mixed M N"
+_ALL_GATHER_NORM = (
+    f"shard f32 M S; residual f32 M N; weight f32 N; {_PEERS} -> out f32 M N; residual f32 M N"
 )
 
-# Contracts of the functions in this module, by name, and of the two gathers.
+# Contracts of the functions in this module, by name, and of the two all-gathers.
 CONTRACTS: Mapping[str, Contract] = {
     **{name: each.contract for name, each in vars().copy().items() if hasattr(each, "contract")},
-    "gather": Contract.parse(_GATHER),
-    "gather_norm": Contract.parse(_GATHER_NORM),
+    "all_gather": Contract.parse(_ALL_GATHER),
+    "all_gather_norm": Contract.parse(_ALL_GATHER_NORM),
 }

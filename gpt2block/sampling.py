@@ -33,11 +33,11 @@ UNIT = np.float32(2**40)  # mass (scaled probability) of the most likely token
 ROUNDS = 10  # rounds of the random number generator Philox4x32-10
 PLACES = 128  # entries of a row's table: pairs of a bias before min_new_tokens and one after
 CHANGES = 2 * PLACES + 2  # floats per row: the table and two penalties; no token uses entry 0
-MOST_BIAS = 2.0**64  # largest bias: a finite logit plus a bias stays finite
-MOST_ALTERNATIVES = 20  # limit of most likely tokens to report per position
+MAX_BIAS = 2.0**64  # largest bias: a finite logit plus a bias stays finite
+MAX_ALTERNATIVES = 20  # limit of most likely tokens to report per position
 
 _USUAL = f"{SMALLEST:.1e} to {LARGEST:.1e}"
-_PENALTY = Range(-MOST_BIAS, MOST_BIAS, "a finite number, -2^64 to 2^64, 0 for none")
+_PENALTY = Range(-MAX_BIAS, MAX_BIAS, "a finite number, -2^64 to 2^64, 0 for none")
 Floats = NDArray[np.floating[Any]]
 LogitBias = Mapping[int, float] | Iterable[tuple[int, float]]
 Masses = NDArray[np.uint64]
@@ -70,9 +70,9 @@ class Sampling:
     {options}
 
     logit_bias, min_new_tokens and the penalties are applied first, then the other options in the
-    order of the fields. Drawn tokens are the tokens that the row has sampled, without its prompt. A
-    temperature of 1 with all filters off draws from the model's own distribution. The same logits,
-    seed, sample and step give the same token, alone or in a batch.
+    order of the fields. Sampled tokens are the tokens that the row has sampled, without its prompt.
+    A temperature of 1 with all filters off draws from the model's own distribution. The same
+    logits, seed, sample and step give the same token, alone or in a batch.
     Raises InputError for values out of range.
     """
 
@@ -120,19 +120,19 @@ class Sampling:
         more="At most 127 different numbers.",
     )
     frequency_penalty: float = option(
-        0.0, "Subtracted once for each time a token was drawn.", _PENALTY
+        0.0, "Subtracted once for each time a token was sampled.", _PENALTY
     )
     presence_penalty: float = option(
-        0.0, "Subtracted from logits of tokens already drawn.", _PENALTY
+        0.0, "Subtracted from logits of tokens already sampled.", _PENALTY
     )
     min_new_tokens: int = option(
         0,
         "No stop condition ends the text before this many tokens.",
         Range(0, 2**31 - 1, "a number of tokens, 0 for none"),
-        more="Tokens that end the text are not drawn before.",
+        more="Tokens that end the text are not sampled before.",
     )
     end_ids: Iterable[int] = option(
-        (), "Tokens that end the text, and are not drawn before min_new_tokens."
+        (), "Tokens that end the text, and are not sampled before min_new_tokens."
     )
 
     def __post_init__(self) -> None:
@@ -169,7 +169,7 @@ class Sampling:
 
     @property
     def counts(self) -> bool:
-        """Whether sampling depends on how often each token was drawn."""
+        """Whether sampling depends on how often each token was sampled."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0
 
     @property
@@ -205,7 +205,7 @@ def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
     expected = "a finite number, added to the logit of a token"
     biases = {
         check_integer("logit_bias", token, 0, 2**31 - 1, "token ids"): check_number(
-            "logit_bias", bias, -MOST_BIAS, MOST_BIAS, expected
+            "logit_bias", bias, -MAX_BIAS, MAX_BIAS, expected
         )
         for token, bias in pairs
     }
@@ -243,24 +243,24 @@ def choose(
     logits: Floats,
     sampling: Sampling,
     step: int,
-    seen: NDArray[np.uint8] | None = None,
+    occurred: NDArray[np.uint8] | None = None,
     counts: NDArray[np.int32] | None = None,
     allowed: Mask | None = None,
     forced: int | None = None,
 ) -> Choice:
     """Sample the next token of a row (a continuation of a prompt).
 
-    logits: (V,). seen: (V,), nonzero for tokens already in the text. counts: (V,), how often each
-    token was drawn. step: number of tokens that the row has drawn so far. allowed: Mask of tokens
-    that can be drawn; None: all tokens. forced: a token that is returned in place of a sampled one,
-    with its log-probability. +inf is treated as the largest number; -inf has no mass. The filters
-    have the same order and meaning as in `transformers`.
+    logits: (V,). occurred: (V,), nonzero for tokens already in the text. counts: (V,), how often
+    each token was sampled. step: number of tokens that the row has sampled so far. allowed: Mask of
+    tokens that can be sampled; None: all tokens. forced: a token that is returned in place of a
+    sampled one, with its log-probability. +inf is treated as the largest number; -inf has no mass.
+    The filters have the same order and meaning as in `transformers`.
     """
     raw = logits.astype(np.float32)
     largest = raw.max()
     if np.isnan(largest):
         return Choice(-1, math.nan)
-    changed = penalized(raw, sampling, seen, counts, step)
+    changed = penalized(raw, sampling, occurred, counts, step)
     if allowed is not None:
         changed = np.where(unpacked(allowed, len(raw)), changed, np.float32(-np.inf))
     if changed.max() == -np.inf:
@@ -329,7 +329,7 @@ def changes(sampling: Sampling, V: int) -> tuple[NDArray[np.float32], NDArray[np
 def penalized(
     raw: Floats,
     sampling: Sampling,
-    seen: NDArray[np.uint8] | None = None,
+    occurred: NDArray[np.uint8] | None = None,
     counts: NDArray[np.int32] | None = None,
     step: int = 0,
 ) -> Floats:
@@ -346,10 +346,10 @@ def penalized(
     if step < sampling.min_new_tokens:
         raw[list(sampling.late)] = -np.inf
     penalty = np.float32(sampling.repetition_penalty)
-    if seen is not None and penalty != 1:
+    if occurred is not None and penalty != 1:
         with np.errstate(over="ignore"):
             changed = raw * np.where(raw > 0, np.float32(1) / penalty, penalty)
-        raw = np.where(seen != 0, changed, raw)
+        raw = np.where(occurred != 0, changed, raw)
     if counts is not None and sampling.counts:
         frequency, presence = map(
             np.float32, (sampling.frequency_penalty, sampling.presence_penalty)
@@ -435,13 +435,13 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, i
 
 
 def check_step(step: object) -> int:
-    """Return a number of drawn tokens as an int. Raises InputError unless it is 0 to 2^31 - 1."""
+    """Return a number of sampled tokens as an int. Raises InputError unless it is 0 to 2^31 - 1."""
     return check_integer("step", step, 0, 2**31 - 1, "an integer from 0 to 2^31 - 1")
 
 
 def check_alternatives(name: str, value: object, least: int = 0) -> int:
     """Return a number of alternatives as an int. Raises InputError unless it is `least` to 20."""
-    most = MOST_ALTERNATIVES
+    most = MAX_ALTERNATIVES
     return check_integer(name, value, least, most, f"an integer from {least} to {most}")
 
 

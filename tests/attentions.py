@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.cuda import replaced
-from gpt2block.models.weights.two_part import TwoPartMatrix
+from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.attention import OPERATION as ATTENTION
 from gpt2block.ops.attention import VARLEN
 from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT
 from gpt2block.ops.engines import attention_tiles as _attention_tiles
 from gpt2block.ops.engines.attention_tiles import WHOLE_KEYS, AttentionTile, mma_geometry
-from gpt2block.reference import joined, two_part
+from gpt2block.reference import hi_lo, joined
 from tests import plain
 from tests.caches import FORMATS, KINDS, Cache, Heads, repeated, row_width, stored, widened
 from tests.devices import assert_same_bits
@@ -38,7 +38,7 @@ MODULE = import_module("gpt2block.ops.attention")
 # Tiles of variant `mma`: one warp, and two warps with two fragments each. They have few warps, as
 # the emulator's time grows with the warps. They must give the same bits as the tiles for GPUs.
 SMALL, PAIR = AttentionTile(1, 1, 3, 1, 1), AttentionTile(2, 2, 2, 1, 1)
-# Two ways of `hopper`: one warpgroup takes all keys of a query, or two take alternate keys.
+# Two ways of `wgmma`: one warpgroup takes all keys of a query, or two take alternate keys.
 WAYS = {"whole": False, "alternate": True}
 TWINS = ("bfloat16", "float8_e5m2")  # share their code with float16 and float8_e4m3fn
 SELF: Any = {"masks": [True]}  # attention over a cache is always causal
@@ -133,22 +133,22 @@ def packed(variant: str, cp: Any, rows: Rows, **patched: Any) -> Array:
     return np.asarray(out.get())
 
 
-def in_two_parts(
+def as_hi_lo(
     variant: str,
     cp: Any,
     rows: Rows,
-    convert: Callable[[Array], tuple[Array, Array]] = two_part,
+    convert: Callable[[Array], tuple[Array, Array]] = hi_lo,
     one_scale: float | None = None,
 ) -> Array:
-    """Run a variant on float32 rows as two-part matrices.
+    """Run a variant on float32 rows as hi/lo matrices.
 
     convert: function from rows to parts and scales. one_scale: scale that all rows share.
     """
     given, scale = map(cp.asarray, convert(rows.qkv))
     N, shape = len(rows.qkv), (len(rows.qkv), rows.width)
     out = cp.full((2, *shape), np.nan, "float16"), cp.full(N, np.nan, "float32")
-    matrix = TwoPartMatrix(given, scale, rows.qkv.shape, one_scale)
-    run(cp, matrix, TwoPartMatrix(*out, shape), rows, variant)
+    matrix = HiLoMatrix(given, scale, rows.qkv.shape, one_scale)
+    run(cp, matrix, HiLoMatrix(*out, shape), rows, variant)
     return joined(*(each.get() for each in out))
 
 
@@ -156,7 +156,7 @@ def run(cp: Any, x: Any, out: Any, rows: Rows, variant: str) -> None:
     """Run one sequence as x (T, W), sequences of one length as a batch, and all others packed."""
     options = {**rows.options, "causal": rows.causal, "variant": variant}
     B, longest = len(rows.lengths), max(rows.lengths)
-    if B > 1 and (isinstance(x, TwoPartMatrix) or {*rows.lengths} != {longest}):
+    if B > 1 and (isinstance(x, HiLoMatrix) or {*rows.lengths} != {longest}):
         starts = cp.asarray(np.cumsum([0, *rows.lengths], dtype=np.int32))
         VARLEN.bind((x, starts), out, max_seqlen=longest, **options).run()
         return
@@ -304,47 +304,47 @@ class Family(NamedTuple):
 
 
 def on_tensor_cores() -> Iterator[tuple[str, Kernel]]:
-    """Yield the kernels on tensor cores without a cache; `hopper` in both of its WAYS."""
-    hopper: Any = {"capability": HOPPER_CAPABILITY}
+    """Yield the kernels on tensor cores without a cache; `wgmma` in both of its WAYS."""
+    wgmma: Any = {"capability": HOPPER_CAPABILITY}
     for name, dtype in DTYPES.items():
         tile = SMALL if name == "float16" else PAIR
         yield f"mma-{name}", Kernel(partial(mma, tile), dtype)
         for way, few in WAYS.items():
-            run = partial(packed, "hopper", alternates=lambda *_, few=few: few)
-            yield f"hopper-{way}-{name}", Kernel(run, dtype, **hopper, twin=few or name in TWINS)
+            run = partial(packed, "wgmma", alternates=lambda *_, few=few: few)
+            yield f"wgmma-{way}-{name}", Kernel(run, dtype, **wgmma, twin=few or name in TWINS)
     rows: Any = {"one_scale": True, "infinity": False}
-    yield "mma-two-part", Kernel(partial(in_two_parts, "mma"), **rows)
-    yield "hopper-two-part", Kernel(partial(in_two_parts, "hopper"), **rows, **hopper, channels=64)
+    yield "mma-hi-lo", Kernel(partial(as_hi_lo, "mma"), **rows)
+    yield "wgmma-hi-lo", Kernel(partial(as_hi_lo, "wgmma"), **rows, **wgmma, channels=64)
 
 
 def cached_on_hopper() -> Iterator[tuple[str, Kernel]]:
-    """Yield the `hopper` kernels over a cache of their own dtype or of FP8."""
+    """Yield the `wgmma` kernels over a cache of their own dtype or of FP8."""
     for (name, dtype), (way, few) in product(DTYPES.items(), WAYS.items()):
         for kind in (name, *FORMATS):
             run = partial(alternating, few, kind)
             how: Any = {"capability": HOPPER_CAPABILITY, **SELF}
             how |= {"twin": few or name in TWINS or kind in FORMATS, "channels": 64 * few}
             yield (
-                f"cached-hopper-{way}-{name}-{kind}",
-                Kernel(run, dtype, kind, f"hopper-{way}-{name}", **how),
+                f"cached-wgmma-{way}-{name}-{kind}",
+                Kernel(run, dtype, kind, f"wgmma-{way}-{name}", **how),
             )
 
 
 def alternating(few: bool, kind: str, cp: Any, rows: Rows) -> Array:
-    """Run `hopper` over a cache, with alternate keys if `few`, else with all keys per warpgroup."""
+    """Run `wgmma` over a cache, with alternate keys if `few`, else with all keys per warpgroup."""
     slow = WHOLE_KEYS._replace(step=1e9)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_attention_tiles, "WHOLE_KEYS" if few else "ALTERNATE_KEYS", slow)
-        _attention_tiles.cached_hopper_geometry.cache_clear()
-        found = from_cache("hopper", kind, cp, rows)
-    _attention_tiles.cached_hopper_geometry.cache_clear()
+        _attention_tiles.cached_wgmma_geometry.cache_clear()
+        found = from_cache("wgmma", kind, cp, rows)
+    _attention_tiles.cached_wgmma_geometry.cache_clear()
     return found
 
 
 def mma(tile: AttentionTile, cp: Any, rows: Rows) -> Array:
     """Run `mma`: on the emulator with this tile if heads have 64 channels, else as on an H200."""
 
-    def geometry(*sizes: Any, sms: int, most_shared: int, HS: int, serves: int) -> Any:
+    def geometry(*sizes: Any, sms: int, max_shared: int, HS: int, serves: int) -> Any:
         return mma_geometry(*sizes, **H200, HS=HS, serves=serves, tile=tile if HS == 64 else None)
 
     return packed("mma", cp, rows, **({"mma_geometry": geometry} if replaced() else {}))
@@ -457,7 +457,7 @@ def plainly(
     q, k, v = (xp.ascontiguousarray(heads[:, i].transpose(1, 0, 2)) for i in range(3))
     scores = plain.product(q, xp.swapaxes(k, -1, -2), xp) / xp.float32(q.shape[-1] ** 0.5)
     if causal:
-        scores = xp.where(plain.seen(T, window, xp), scores, xp.float32(-np.inf))
+        scores = xp.where(plain.visible(T, window, xp), scores, xp.float32(-np.inf))
     p = xp.exp(scores - scores.max(axis=-1, keepdims=True))
     # rounded on the host, because CuPy may not support bfloat16
     weights = xp.asarray(on_host(p).astype(qkv.dtype).astype(np.float32))

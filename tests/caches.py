@@ -28,7 +28,7 @@ DTYPES: dict[str, Any] = {
     "bfloat16": ml_dtypes.bfloat16,
 }
 KINDS = (*DTYPES, *FORMATS)
-UNSENT = (*[None] * 8, 0, 0, 0)  # last arguments of attention_split, if it sends nothing
+NO_PEERS = (*[None] * 8, 0, 0, 0)  # last arguments of attention_split, if it sends nothing
 LARGEST = {"float8_e5m2": 57344.0, "float8_e4m3fn": 448.0}
 NAN = 0x7F  # a code of NaN in both formats
 

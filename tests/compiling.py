@@ -29,14 +29,14 @@ for line in sys.stdin:
 
 
 class Compiler:
-    """Compile in another process, which is replaced by a fresh one after MOST files.
+    """Compile in another process, which is replaced by a fresh one after MAX_FILES files.
 
     Earlier compiles in a process were seen to change, rarely, whether ptxas spills registers of a
     kernel at the limit. A kernel that spills is therefore compiled again in a fresh process, as
     users compile it. A process compiles many files, as importing CuPy takes as long as a small one.
     """
 
-    MOST = 100
+    MAX_FILES = 100
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -53,7 +53,7 @@ class Compiler:
                 [sys.executable, "-c", _COMPILE],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )  # fmt: skip
-            self._left = self.MOST
+            self._left = self.MAX_FILES
         self._left -= 1
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
@@ -63,7 +63,8 @@ class Compiler:
         line = stdout.readline()
         assert line, (job, self.close())
         there, log = json.loads(line)
-        if SPILLS.search(log) and self._left < self.MOST - 1:  # perhaps due to earlier compiles
+        # perhaps due to earlier compiles
+        if SPILLS.search(log) and self._left < self.MAX_FILES - 1:
             self.close()
             return self.compile(job, kernel)
         return there, log
@@ -78,11 +79,11 @@ COMPILER = Compiler()
 atexit.register(COMPILER.close)
 
 
-def assert_clean(jobs: Sequence[Job], only: Sequence[str] = (), most_registers: int = 255) -> None:
+def assert_clean(jobs: Sequence[Job], only: Sequence[str] = (), max_registers: int = 255) -> None:
     """Assert that every kernel of every file compiles without spills and without warnings.
 
     only: for each job, the only kernel to compile, if its constants would let other kernels of the
-    file spill. most_registers: limit per thread.
+    file spill. max_registers: limit per thread.
     """
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     for job, kernel in dict.fromkeys(zip(jobs, chain(only, repeat("")), strict=False)):
@@ -94,7 +95,7 @@ def assert_clean(jobs: Sequence[Job], only: Sequence[str] = (), most_registers: 
         clean = "0 bytes spill stores, 0 bytes spill loads"
         assert all(clean in line for line in spills), (job, spills)
         registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
-        assert all(n <= most_registers for n in registers), (job, registers)
+        assert all(n <= max_registers for n in registers), (job, registers)
         assert "instructions are serialized" not in log, job
         warnings = [line for line in log.splitlines() if "warning" in line]
         if kernel:  # constants of the file's other kernels are unused

@@ -24,12 +24,12 @@ class Gpu(TypedDict):
     """Number of multiprocessors, and bytes of shared memory that a block may request."""
 
     sms: int
-    most_shared: int
+    max_shared: int
 
 
-H200: Gpu = {"sms": 132, "most_shared": 232448}
-A100: Gpu = {"sms": 108, "most_shared": 166912}
-RTX: Gpu = {"sms": 84, "most_shared": 101376}
+H200: Gpu = {"sms": 132, "max_shared": 232448}
+A100: Gpu = {"sms": 108, "max_shared": 166912}
+RTX: Gpu = {"sms": 84, "max_shared": 101376}
 GPUS = (("sm_80", A100), ("sm_90", H200), ("sm_120", RTX))
 
 

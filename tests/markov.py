@@ -40,7 +40,7 @@ def log_softmax(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
 def cycle(vocab_size: int, by: float = 40.0) -> Floats:
     """Return logits (V, V) with which token i + 1 almost certainly follows token i.
 
-    by: how far its logit is above all others; with 10, another token is drawn about once in 100.
+    by: how far its logit is above all others; with 10, another token is sampled about once in 100.
     """
     return by * np.roll(np.eye(vocab_size, dtype=np.float32), 1, axis=1)
 
@@ -132,7 +132,7 @@ class MarkovEngine:
 class MarkovDecoding:
     """Decoding with the table. sampling: of each sequence, in the order of their first starts.
 
-    With `speculate`, odd tokens are reported as guessed.
+    With `speculate`, odd tokens are reported as drafted.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class MarkovDecoding:
             assert 0 <= start.slot < self.slots
             assert start.slot not in self._rows
             assert 1 <= start.steps <= self.n_ctx - len(start.ids) + 1
-            if start.drawn:
-                assert start.seen is not None
-                assert start.seen[-len(start.ids) :].tolist() == start.ids.tolist()
+            if start.sampled:
+                assert start.occurred is not None
+                assert start.occurred[-len(start.ids) :].tolist() == start.ids.tolist()
                 self.engine.restarts.append((start.slot, start.ids.tolist()))
             else:
                 self.sampling.append(start.sampling)
@@ -186,22 +186,22 @@ class MarkovDecoding:
             row = self._rows.pop(slot)
             self._last[slot] = token
             if row.steps > 1:
-                self._rows[slot] = row._replace(steps=row.steps - 1, drawn=row.drawn + 1)
+                self._rows[slot] = row._replace(steps=row.steps - 1, sampled=row.sampled + 1)
         chosen = [logp[n, token] for n, token in enumerate(tokens)]
         found = Sampled(
             np.array(slots, np.int32), np.array(tokens, np.int32), np.array(chosen, np.float32)
         )
-        return found._replace(guessed=found.tokens % 2 == 1) if self.speculate else found
+        return found._replace(drafted=found.tokens % 2 == 1) if self.speculate else found
 
     def _choose(self, row: Start, logits: Floats) -> int:
         if row.matcher is None:
-            return self._drawn(row, logits)
+            return self._sampled(row, logits)
         allowed = unpacked(row.matcher.mask(), len(logits))
-        token = self._drawn(row, np.where(allowed, logits, -np.inf)) if allowed.any() else -1
+        token = self._sampled(row, np.where(allowed, logits, -np.inf)) if allowed.any() else -1
         row.matcher.accept([token])
         return token
 
-    def _drawn(self, row: Start, logits: Floats) -> int:
+    def _sampled(self, row: Start, logits: Floats) -> int:
         if self.engine.script:
             return next(self._scripts[row.slot], 0)
         if np.isnan(logits).any():
@@ -210,5 +210,5 @@ class MarkovDecoding:
         if options.temperature == 0:
             return int(logits.argmax())
         p = np.exp(log_softmax(logits / options.temperature))
-        rng = np.random.default_rng([options.seed, options.sample, row.drawn])
+        rng = np.random.default_rng([options.seed, options.sample, row.sampled])
         return min(int(np.searchsorted(p.cumsum(), rng.random())), len(p) - 1)

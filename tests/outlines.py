@@ -9,8 +9,8 @@ from typing import Any
 from gpt2block.engine.passes import names_of
 from gpt2block.engine.passes.blocks import PassSettings
 from gpt2block.engine.passes.decoding import DecodePass, SumsPass
+from gpt2block.engine.passes.executor import Outline, Step, hi_lo_of
 from gpt2block.engine.passes.forward import forward
-from gpt2block.engine.passes.machine import Outline, Step, two_part_of
 from gpt2block.engine.passes.prefill import Prefill
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import ModelConfig
@@ -19,7 +19,7 @@ from gpt2block.ops.terms import Terms
 
 def outline(config: ModelConfig) -> Outline:
     names = names_of(config) | {"head", "head_bias", "wide"}
-    return Outline(names | set(map(two_part_of, names)))
+    return Outline(names | set(map(hi_lo_of, names)))
 
 
 def prefill(shape: Prefill, config: ModelConfig, want: Any) -> list[Step]:

@@ -94,13 +94,13 @@ def attention(
     q, k, v = (xp.swapaxes(heads[..., i, :, :], -2, -3) for i in range(3))  # (..., NH, T, HS)
     scores = product(q, xp.swapaxes(k, -1, -2), xp) / xp.float32(math.sqrt(q.shape[-1]))
     if causal:
-        scores = xp.where(seen(T, window, xp), scores, xp.float32(-np.inf))
+        scores = xp.where(visible(T, window, xp), scores, xp.float32(-np.inf))
     p = xp.exp(scores - scores.max(axis=-1, keepdims=True))
     out = product(p, v, xp) / running_sum(p, xp)
     return xp.ascontiguousarray(xp.swapaxes(out, -2, -3)).reshape(*batch, T, three_c // 3)
 
 
-def seen(T: int, window: int | None, xp: Any = np) -> Array:
+def visible(T: int, window: int | None, xp: Any = np) -> Array:
     """Return a causal mask (T, T): a row sees keys up to its own, or the last `window` of them."""
     every: Array = xp.tri(T, dtype=bool)
     return every if window is None else every & ~xp.tri(T, k=-window, dtype=bool)

@@ -24,17 +24,14 @@ from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import arrays_of, compute_capability, mapped
-from gpt2block.cuda.kernels import FP8, TWO_PART
+from gpt2block.cuda.kernels import FP8, HI_LO
+from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.models.weights.two_part import TwoPartMatrix
-from gpt2block.ops.engines import (
-    gemm_hopper as _gemm_hopper,
-)
 from gpt2block.ops.engines import (
     gemm_mma as _gemm_mma,
 )
 from gpt2block.ops.engines import (
-    linear_hopper as _linear_hopper,
+    gemm_wgmma as _gemm_wgmma,
 )
 from gpt2block.ops.engines import (
     linear_matvec as _linear_matvec,
@@ -49,10 +46,13 @@ from gpt2block.ops.engines import (
     linear_tiles as _linear_tiles,
 )
 from gpt2block.ops.engines import (
-    rmsnorm_hopper as _rmsnorm_hopper,
+    linear_wgmma as _linear_wgmma,
 )
 from gpt2block.ops.engines import (
     rmsnorm_mma as _rmsnorm_mma,
+)
+from gpt2block.ops.engines import (
+    rmsnorm_wgmma as _rmsnorm_wgmma,
 )
 from gpt2block.ops.engines.gemm_mma import MmaGemmTile
 from gpt2block.ops.engines.linear_mma_tiles import MmaLinearTile
@@ -92,16 +92,16 @@ CHOOSERS: dict[tuple[str, str], tuple[ModuleType, str, str]] = {
     ("linear", "matvec"): (_linear_matvec, "geometry", "cut"),
     ("linear", "mma"): (_linear_mma, "geometry", "cut"),
     ("linear", "mma_tiles"): (_linear_mma_tiles, "choose", ""),
-    ("linear", "hopper"): (_linear_hopper, "choose", ""),
+    ("linear", "wgmma"): (_linear_wgmma, "choose", ""),
     ("linear", "tiles"): (_linear_tiles, "geometry", "tile"),
     ("gemm", "mma"): (_gemm_mma, "geometry", "tile"),
-    ("gemm", "hopper"): (_gemm_hopper, "choose_tile", ""),
+    ("gemm", "wgmma"): (_gemm_wgmma, "choose_tile", ""),
     ("matmul_bias", "registers"): (MATMUL, "choose_tile", ""),
 }
 for _name in ("rmsnorm_matmul", "rmsnorm_ffn"):
     for _variant in ("mma", "unfused"):
         CHOOSERS[_name, _variant] = _rmsnorm_mma, "geometry", "tile"
-    CHOOSERS[_name, "hopper"] = _rmsnorm_hopper, "choose_tile", ""
+    CHOOSERS[_name, "wgmma"] = _rmsnorm_wgmma, "choose_tile", ""
 
 
 class Case(NamedTuple):
@@ -130,12 +130,12 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Joined(WeightMatrix):
-    """float32 weights that are passed to kernels as a TwoPartMatrix."""
+    """float32 weights that are passed to kernels as a HiLoMatrix."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A variant of an operation. dtype: of x, or "two_part".
+    """A variant of an operation. dtype: of x, or "hi_lo".
 
     weights, out: dtypes of the matrices and of the result; "": dtype. layout: of the matrices.
     terms: `Terms` in which x is stored instead of floats. alike: name of a kernel that gives the
@@ -155,7 +155,7 @@ class Kernel:
 
     @property
     def capability(self) -> int:
-        if self.variant == "hopper":
+        if self.variant == "wgmma":
             return HOPPER_CAPABILITY
         return MMA_CAPABILITY if self.variant.startswith("mma") else 0
 
@@ -176,7 +176,7 @@ class Kernel:
 
     def may_be_in_place(self, given: Given) -> bool:
         """Whether the residual may be the output."""
-        own = self.operation is not RMSNORM_FFN and self.out != TWO_PART
+        own = self.operation is not RMSNORM_FFN and self.out != HI_LO
         return own and given.get("residual") is not None
 
     def matrix(self, seed: int, K: int, N: int, size: float = 1.0) -> WeightMatrix:
@@ -187,7 +187,7 @@ class Kernel:
         if self.layout == "KN":
             values = np.ascontiguousarray(values.T)
         dtype = self.weights or self.dtype
-        kind, stored = (Joined, "float32") if dtype == TWO_PART else (WeightMatrix, dtype)
+        kind, stored = (Joined, "float32") if dtype == HI_LO else (WeightMatrix, dtype)
         return kind.quantize(values, stored, self.layout)
 
     def made(self, case: Case) -> Given:
@@ -195,7 +195,7 @@ class Kernel:
         M, K, N = case[:3]
         rows = (case.sequences, M // case.sequences) if case.sequences else (M,)
         x = plain.normal(0, *rows, K)
-        if self.dtype == TWO_PART:
+        if self.dtype == HI_LO:
             x -= np.float32(0.5)
             x[len(x) // 2] = 0  # a row of zeros
             x[..., K // 2] *= 100  # a column of outliers
@@ -275,11 +275,11 @@ class Kernel:
     def uploaded(self, cp: Any, name: str, given: Any, away: Sequence[str] = ()) -> Any:
         upload = partial(moved, offset=1) if name in away else cp.asarray
         if isinstance(given, Joined):
-            return TwoPartMatrix.from_float32(given.data).mapped(cp.asarray)
+            return HiLoMatrix.from_float32(given.data).mapped(cp.asarray)
         if name == "w" and self.operation is MATMUL_OP:
             return upload(given.data)
-        if name == "x" and self.dtype == TWO_PART:
-            return TwoPartMatrix.from_float32(given).mapped(cp.asarray)
+        if name == "x" and self.dtype == HI_LO:
+            return HiLoMatrix.from_float32(given).mapped(cp.asarray)
         if name == "x" and self.terms:
             return cp.asarray(terms(given, self.terms.dtype, self.terms.width, self.terms.rounded))
         if name == "x" and not given.flags.c_contiguous:
@@ -287,9 +287,9 @@ class Kernel:
         return given if given is None else mapped(upload, given)
 
     def poisoned(self, cp: Any, shape: tuple[int, ...]) -> Any:
-        if self.out == TWO_PART:
+        if self.out == HI_LO:
             parts = cp.full((2, *shape), np.nan, "float16")
-            return TwoPartMatrix.empty(shape, 2.0**11, parts)
+            return HiLoMatrix.empty(shape, 2.0**11, parts)
         return cp.full(shape, np.nan, self.stored)
 
     @contextmanager
@@ -366,7 +366,7 @@ class Kernel:
         xp = cupy if where == "gpu" else np
         truth, expected = self.exact(given, case), self.plainly(given, case, xp)
         allowed = 0.0
-        narrow = self.dtype not in (TWO_PART, "float32")
+        narrow = self.dtype not in (HI_LO, "float32")
         if self.operation is GEMM and narrow and self.out == "float32" and where == "gpu":
             cut = self.plainly(given, case, xp, plain.tensor_core_product)
             expected = max(expected, cut, key=lambda y: float(np.abs(y - truth).max()))
@@ -411,34 +411,32 @@ def use_variant(patch: pytest.MonkeyPatch, n: int) -> None:
 
 
 def linears() -> Iterator[Kernel]:
-    for weights in (*WEIGHTS, TWO_PART):
+    for weights in (*WEIGHTS, HI_LO):
         for variant in ("matvec", "mma", "mma_tiles", "tiles"):
-            if weights != TWO_PART or variant.startswith("mma"):
+            if weights != HI_LO or variant.startswith("mma"):
                 alike = f"linear-mma-{weights}" if variant == "mma_tiles" else ""
                 name = f"linear-{variant}-{weights}"
                 yield Kernel(name, LINEAR_OP, variant, weights=weights, alike=alike)
     for weights in ("float16", "bfloat16", *FP8):
         for rounded in (False, True) if weights in ("float16", FP8_E4M3) else (False,):
-            name = f"linear-hopper-{weights}{'-rounded' * rounded}"
-            order = _linear_hopper.terms(weights, rounded)
+            name = f"linear-wgmma-{weights}{'-rounded' * rounded}"
+            order = _linear_wgmma.terms(weights, rounded)
             alike = f"linear-mma_tiles-{weights}"
-            yield Kernel(name, LINEAR_OP, "hopper", weights=weights, terms=order, alike=alike)
+            yield Kernel(name, LINEAR_OP, "wgmma", weights=weights, terms=order, alike=alike)
 
 
 def gemms() -> Iterator[Kernel]:
     outs = [(dtype, out) for dtype in ("bfloat16", "float16") for out in (dtype, "float32")]
-    outs += [(TWO_PART, "float32"), (TWO_PART, TWO_PART)]
-    for variant, (dtype, out) in product(("mma", "hopper"), outs):
+    outs += [(HI_LO, "float32"), (HI_LO, HI_LO)]
+    for variant, (dtype, out) in product(("mma", "wgmma"), outs):
         yield Kernel(f"gemm-{variant}-{dtype}-to-{out}", GEMM, variant, dtype, out=out)
 
 
 def after_rmsnorm() -> Iterator[Kernel]:
-    """Yield kernels with a fused RMSNorm. `mma` takes 16-bit x; `hopper` also takes no FP8."""
-    variants = ("matvec", "mma", "unfused", "hopper")
+    """Yield kernels with a fused RMSNorm. `mma` takes 16-bit x; `wgmma` also takes no FP8."""
+    variants = ("matvec", "mma", "unfused", "wgmma")
     for dtype, weights, layout, variant in product(DTYPES, ("", *FP8), ("KN", "NK"), variants):
-        if variant in ("mma", "hopper") and (
-            dtype == "float32" or (variant == "hopper" and weights)
-        ):
+        if variant in ("mma", "wgmma") and (dtype == "float32" or (variant == "wgmma" and weights)):
             continue
         for operation in (RMSNORM_MATMUL, RMSNORM_FFN):
             name = f"{operation.name}-{variant}-{weights or 'own'}-{dtype}-{layout}"
@@ -474,7 +472,7 @@ ODD, EVEN = MmaLinearTile(48, 64, (1, 4), 2), MmaLinearTile(32, 64, (2, 2), 3)
 NARROW = MmaGemmTile(16, 72, (1, 1), 64, 3, 2)
 SQUARE = MmaGemmTile(64, 48, (2, 2), 64, 3, 1)
 BROAD = MmaGemmTile(32, 128, (1, 2), 128, 3, 1)
-PARTS = MmaGemmTile(32, 40, (2, 1), 64, 3, 2)  # for two-part matrices
+PARTS = MmaGemmTile(32, 40, (2, 1), 64, 3, 2)  # for hi/lo matrices
 PAIRS = MmaGemmTile(32, 64, (1, 2), 128, 3, 1)
 # TINY: two warps share K and a row's squares. UNEVEN: four warps share rows and columns, each has
 # an odd number of fragments per row, and some threads are idle when weights are copied.
@@ -485,25 +483,25 @@ TILES_ON_CPU: dict[str, Sequence[Any]] = {
     "linear-matvec-*": (SMALL, SMALL._replace(rows=4), SMALL._replace(rows=16, groups=1)),
     "linear-mma-bfloat16": (None, ODD_LOOP),
     "linear-mma-float32": (None, TALL, ODD_LOOP),
-    "linear-mma-two_part": (None, TALL, ODD_LOOP),
+    "linear-mma-hi_lo": (None, TALL, ODD_LOOP),
     "linear-mma_tiles-*": (None,),
     "linear-tiles-*": (*_linear_tiles.TILES, None),
     "gemm-mma-bfloat16-*": (NARROW, SQUARE, BROAD),
-    "gemm-mma-two_part-*": (PARTS, PAIRS),
+    "gemm-mma-hi_lo-*": (PARTS, PAIRS),
 }
 
 
 TILES_ON_GPU: dict[str, Sequence[Any]] = {
     "linear-tiles-*": _linear_tiles.TILES,
     "gemm-mma-*16-*": _gemm_mma.TILES,
-    "gemm-mma-two_part-*": _gemm_mma.TWO_PART_TILES,
-    "gemm-hopper-*16-*": _gemm_hopper.TILES,
-    "gemm-hopper-two_part-*": _gemm_hopper.TWO_PART_TILES,
+    "gemm-mma-hi_lo-*": _gemm_mma.HI_LO_TILES,
+    "gemm-wgmma-*16-*": _gemm_wgmma.TILES,
+    "gemm-wgmma-hi_lo-*": _gemm_wgmma.HI_LO_TILES,
     "matmul-registers": GROUPED,
     "rmsnorm_*-mma-*": _rmsnorm_mma.TILES,
-    "rmsnorm_matmul-hopper-*": _rmsnorm_hopper.MATMUL_TILES,
-    "rmsnorm_ffn-hopper-*-KN": _rmsnorm_hopper.FFN_TILES["KN"],
-    "rmsnorm_ffn-hopper-*-NK": _rmsnorm_hopper.FFN_TILES["NK"],
+    "rmsnorm_matmul-wgmma-*": _rmsnorm_wgmma.MATMUL_TILES,
+    "rmsnorm_ffn-wgmma-*-KN": _rmsnorm_wgmma.FFN_TILES["KN"],
+    "rmsnorm_ffn-wgmma-*-NK": _rmsnorm_wgmma.FFN_TILES["NK"],
 }
 
 
@@ -530,35 +528,35 @@ def _of_decoding(kernel: Kernel, case: Case) -> Iterator[MmaLinearTile]:
     clusters = (1, 2, 3, 6, 8) if compute_capability() >= 90 else (1,)
     for tile, cluster in product(_linear_mma_tiles.TILES, clusters):
         pairs = math.prod(tile.warps) % 4 == 0  # whether the threads copy whole groups of rows
-        if dtype == TWO_PART and not pairs:
+        if dtype == HI_LO and not pairs:
             continue
         chunks = 2 if cluster > 1 and dtype in DTYPES and pairs else 1
         one = tile._replace(cluster=cluster, chunks=chunks)
-        if _linear_mma_tiles.shared_bytes(one, case.K, dtype) <= H200_LIMITS["most_shared"] - 1024:
+        if _linear_mma_tiles.shared_bytes(one, case.K, dtype) <= H200_LIMITS["max_shared"] - 1024:
             yield one
 
 
-# groups, splits, shares, blocks of a HopperLinearTile
+# groups, splits, shares, blocks of a WgmmaLinearTile
 WGMMA_TILES = (
     *((1, 1, 1, 2), (2, 1, 1, 1), (1, 2, 1, 1), (1, 4, 1, 3), (2, 8, 1, 1), (1, 1, 4, 1)),
     *((2, 2, 2, 1), (3, 1, 1, 1), (3, 2, 2, 1), (1, 3, 1, 1), (1, 6, 1, 2), (3, 6, 1, 1)),
 )
 
 
-def _of_decoding_by_wgmma(kernel: Kernel, case: Case) -> Iterator[_linear_hopper.HopperLinearTile]:
+def _of_decoding_by_wgmma(kernel: Kernel, case: Case) -> Iterator[_linear_wgmma.WgmmaLinearTile]:
     assert kernel.terms
     rows, tried = max(4, power_of_two(min(case.M, 64))), 0
     for groups, parts, shares, blocks in WGMMA_TILES:
         if parts > _linear_mma.splits(case.K)[0]:
             continue
         of_tile = max(rows, power_of_two(-(-parts // groups)))  # every block finishes some rows
-        tile = _linear_hopper.HopperLinearTile(of_tile, groups, parts, shares, blocks)
+        tile = _linear_wgmma.WgmmaLinearTile(of_tile, groups, parts, shares, blocks)
         sizes = case.M, (case.N,), case.K, kernel.weights
-        of = _linear_hopper.HopperProduct(*sizes, rounded=kernel.terms.rounded)
-        divides = parts > 1 and groups < _linear_hopper.MOST_GROUPS
-        for teams in (1, 2) if divides and of_tile == _linear_hopper.TERM_ROWS else (1,):
+        of = _linear_wgmma.WgmmaProduct(*sizes, rounded=kernel.terms.rounded)
+        divides = parts > 1 and groups < _linear_wgmma.MAX_GROUPS
+        for teams in (1, 2) if divides and of_tile == _linear_wgmma.TERM_ROWS else (1,):
             one = tile._replace(teams=teams)
-            if of.block_bytes(one) <= H200_LIMITS["most_shared"]:
+            if of.block_bytes(one) <= H200_LIMITS["max_shared"]:
                 tried += 1
                 yield one
     assert tried >= 3
@@ -573,7 +571,7 @@ FULL: Any = {"norm": True, **ENDS}
 SIZES = [Case(1, 1, 1), Case(65, 65, 36, bias=False), Case(33, 67, 35, sequences=3)]
 OF_TILES = [Case(33, 33, 35, residual=True), Case(34, 8, 36, **ENDS, sequences=2)]
 RAGGED = Case(17, 72, 136, sms=2)  # for gemm
-SPLIT = Case(37, 264, 88, tile=PARTS, sms=2)  # for two-part matrices
+SPLIT = Case(37, 264, 88, tile=PARTS, sms=2)  # for hi/lo matrices
 PART = Case(25, 176, 37, **ENDS, tile=ODD)
 TURNED = Case(21, 144, 80, head_dim=16, sequences=3, apart=16, tile=TINY)
 # Sizes that alternate between loads of 16 bytes and of one float.
@@ -593,12 +591,12 @@ ON_CPU: Table = {
     "linear-mma-float16": [Case(1, 2064, 9, gelu=True, tile=WIDE)],
     "linear-mma-float8_e4m3fn": [Case(1, 528, 30, norm=True, residual=True)],
     "linear-mma-float8_e5m2": [Case(2, 1168, 19, residual=True)],
-    "linear-mma-two_part": [Case(3, 48, 21, **FULL), Case(9, 264, 21, norm=True, tile=TALL),
+    "linear-mma-hi_lo": [Case(3, 48, 21, **FULL), Case(9, 264, 21, norm=True, tile=TALL),
                             Case(3, 1104, 37, tile=ODD_LOOP, sms=2)],
     "linear-mma_tiles-float32": [PART],
     "linear-mma_tiles-bfloat16": [PART],
     "linear-mma_tiles-float8_e4m3fn": [PART],
-    "linear-mma_tiles-two_part": [PART, PART._replace(tile=EVEN)],
+    "linear-mma_tiles-hi_lo": [PART, PART._replace(tile=EVEN)],
     "linear-mma_tiles-float16": [Case(33, 1168, 32, **ENDS, tile=EVEN)],
     "linear-mma_tiles-float8_e5m2": [Case(33, 176, 32, **ENDS, tile=EVEN)],
     "linear-tiles-*": OF_TILES,
@@ -610,18 +608,18 @@ ON_CPU: Table = {
     "gemm-mma-bfloat16-to-float32": [RAGGED._replace(bias=False, residual=True, tile=SQUARE)],
     "gemm-mma-float16-to-float32": [RAGGED._replace(tile=SQUARE), Case(1, 8, 8, tile=SQUARE)],
     "gemm-mma-float16-to-float16": [RAGGED._replace(gelu=True, tile=BROAD)],
-    "gemm-mma-two_part-to-float32": [SPLIT._replace(bias=False), SPLIT._replace(residual=True),
+    "gemm-mma-hi_lo-to-float32": [SPLIT._replace(bias=False), SPLIT._replace(residual=True),
                                      Case(1, 8, 8, residual=True, tile=PARTS)],
-    "gemm-mma-two_part-to-two_part": [SPLIT._replace(gelu=True)],
+    "gemm-mma-hi_lo-to-hi_lo": [SPLIT._replace(gelu=True)],
     "matmul-*": SIZES,
     "matmul-registers": [
         Case(*sizes, tile=tile) for sizes, tile in zip(TURNS, GROUPED, strict=True)],
-    "linear-hopper-*": [Case(5, 256, 72, residual=True)],
-    "gemm-hopper-*-to-*16": [Case(70, 72, 136, **ENDS)],
-    "gemm-hopper-*-to-float32": [Case(70, 72, 136, residual=True)],
-    "gemm-hopper-two_part-to-two_part": [Case(70, 72, 136, gelu=True)],
-    "rmsnorm_matmul-hopper-*": [TURNED._replace(M=30, N=128, tile=None)],
-    "rmsnorm_ffn-hopper-*": [Case(20, 144, 80, residual=True, apart=8)],
+    "linear-wgmma-*": [Case(5, 256, 72, residual=True)],
+    "gemm-wgmma-*-to-*16": [Case(70, 72, 136, **ENDS)],
+    "gemm-wgmma-*-to-float32": [Case(70, 72, 136, residual=True)],
+    "gemm-wgmma-hi_lo-to-hi_lo": [Case(70, 72, 136, gelu=True)],
+    "rmsnorm_matmul-wgmma-*": [TURNED._replace(M=30, N=128, tile=None)],
+    "rmsnorm_ffn-wgmma-*": [Case(20, 144, 80, residual=True, apart=8)],
     "rmsnorm_matmul-matvec-own-float32-KN": [Case(1, 40, 24, sequences=1)],
     "rmsnorm_matmul-matvec-own-float16-KN": [
         Case(3, 300, 16, head_dim=8, half_split=True, sequences=1, apart=3)],
@@ -676,8 +674,8 @@ ON_GPU: Table = {
     "linear-mma-[bf]*": FEW_ROWS,
     "gemm-*16-to-*16": with_ends(ALL_ENDS, *THREE),
     "gemm-*16-to-float32": with_ends(FLOAT_ENDS, *THREE),
-    "gemm-*-two_part-to-float32": with_ends(FLOAT_ENDS, *THREE),
-    "gemm-*-two_part-to-two_part": with_ends([{"gelu": True}], *THREE),
+    "gemm-*-hi_lo-to-float32": with_ends(FLOAT_ENDS, *THREE),
+    "gemm-*-hi_lo-to-hi_lo": with_ends([{"gelu": True}], *THREE),
     "gemm-*-bfloat16-to-bfloat16": OF_GPT2[::2],
     "gemm-*-float16-to-float16": OF_GPT2[1::2],
     "gemm-*-float16-to-float32": [case._replace(gelu=False) for case in OF_GPT2[::3]],

@@ -28,7 +28,7 @@ from gpt2block.cuda import doctor
 from gpt2block.cuda.formats import USUAL
 from gpt2block.emulator.ptx import nvrtc
 from gpt2block.engine import timeline
-from gpt2block.engine.numpy import machine as numpy_machine
+from gpt2block.engine.numpy import executor as numpy_executor
 from gpt2block.engine.numpy import model as numpy_model
 from gpt2block.errors import CheckpointError
 from gpt2block.files.tokenizers.tokenizer import from_path
@@ -130,7 +130,7 @@ class Setup:
         """
         us, gb_s = map(float, re.findall(r"[\d.]+", rates))
         looks = itertools.count()
-        for module in (numpy_machine, numpy_model, timeline):
+        for module in (numpy_executor, numpy_model, timeline):
             self.patch.setattr(module, "perf_counter", lambda: 1e-6 * us * next(looks))
         self.patch.setattr(runs, "copy_gb_s", lambda _: gb_s)
 
@@ -178,7 +178,7 @@ class Setup:
                 raise CheckpointError(f"no tokenizer; {hint}")
             return made, found
 
-        self.patch.setattr(score, "MOST_TEXT", 2**20)
+        self.patch.setattr(score, "MAX_TEXT", 2**20)
         for module in (generate, score):
             self.patch.setattr(module, "load_model", load)
         return engine, asked

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--shared", type=int, help="bytes of shared memory of a block")
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
     args = parser.parse_args()
-    shared = known[args.capability].most_shared if args.shared is None else args.shared
+    shared = known[args.capability].max_shared if args.shared is None else args.shared
     environment = {**os.environ, AS_GPU: f"{args.capability} {shared}"}
     os.execvpe(args.command[0], args.command, environment)
 

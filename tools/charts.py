@@ -18,7 +18,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 FOLDER = DOCS / "images"
 H200 = "NVIDIA H200"
 LEFT, RIGHT, STEP = 180, 720, 34  # ends of the bars, distance between bars
-LEAST = 0.01  # ms: shorter times are drawn with this length
+MIN_MS = 0.01  # ms: shorter times are drawn with this length
 PAIR = BLUE, "#5f6c7b"  # colors of gpt2block and of a peer, whose bar follows without a gap
 Table = list[dict[str, str]]
 
@@ -161,7 +161,7 @@ def attention() -> Picture:
     found, ratios = [], []
     for row in (row for row in table("attention") if row["cuDNN"]):
         B, T = (int(size) for size in row["B, T"].split(", "))
-        times = [row[column].split(" / ")[1] for column in ("hopper", "cuDNN")]
+        times = [row[column].split(" / ")[1] for column in ("wgmma", "cuDNN")]
         ratios.append(float(times[1]) / float(times[0]))
         found += pair(f"{B} × {T}", "cuDNN", 4e-6 * B * T * (T + 1) / 2 * 768, times)
     return bars(
@@ -192,7 +192,7 @@ def curves(
 ) -> None:
     """Draw curves of logarithmic milliseconds over request rates, in half of a picture."""
     top, bottom, width = 112.0, 340.0, 260.0
-    logs = {name: [log10(max(ms, LEAST)) for ms in curve] for name, curve in found.items()}
+    logs = {name: [log10(max(ms, MIN_MS)) for ms in curve] for name, curve in found.items()}
     low, high = floor(min(map(min, logs.values()))), ceil(max(map(max, logs.values())))
     p.text(left, 92, title, bold=True)
     for power in range(low, high + 1):

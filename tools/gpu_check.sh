@@ -48,7 +48,7 @@ sanitizers() {
     for tool in $tools; do
         exclude=(--kernel-name-exclude kernel_substring=cupy)
         which=()
-        # initcheck must see all writes of memory that is read later, but does not see the copy engine's writes
+        # initcheck must see all writes of memory that is read later, but does not see TMA's writes
         [ "$tool" = initcheck ] && exclude=() && which=(--without-hopper)
         # shellcheck disable=SC2086
         timeout 500 "$sanitizer" --tool "$tool" "${exclude[@]}" \

@@ -21,7 +21,7 @@ def parts_of(uses: set[Use]) -> str:
         found.append("loading")
     if parts & {*PROMPTS} - {"load"}:
         found.append("prompts")
-    if any(part.isdigit() or part in ("guesses", "draft") for part in parts):
+    if any(part.isdigit() or part in ("lookup", "draft") for part in parts):
         found.append("decoding")
     if {use.model for use in uses if use.part in ("skeleton", "fused")}:
         found.append("blocks")

@@ -32,7 +32,7 @@ ORDER = (  # order of the words in each field of a line
     (*FORMATS, "float16"),
     CAPABILITIES,
     ("all", *CONFIGS, "gpt2-block", "llama-block"),
-    (*PROMPTS, *map(str, ROWS), "guesses", "draft", "trace", "skeleton", "fused"),
+    (*PROMPTS, *map(str, ROWS), "lookup", "draft", "trace", "skeleton", "fused"),
 )
 OF = {each: {model for model, other in MODELS if other == each} for each in ORDER[0]}
 NOT_RUN: Mapping[str, str] = {  # files, or a kernel of a file that has others
@@ -47,11 +47,11 @@ NOT_RUN: Mapping[str, str] = {  # files, or a kernel of a file that has others
          "learn/trimat/mma.cu", "learn/trimat/pipelined.cu"),
         "an operation of a source document that no model has",
     ),
-    "shares/gather.cu": "exchanges columns of models on several GPUs, which the lists do not have",
+    "peers/all_gather.cu": "exchanges columns between GPUs, and the lists have one GPU",
     "norms/rmsnorm_stream.cu rmsnorm_gathered": "a gather and a norm of models on several GPUs",
     "positions/qk_norm.cu qk_norm": "the norm alone, which models launch together with RoPE",
     "learn/positions/rope.cu": "RoPE alone, which models launch for q and k together",
-    "matmul/prompt/rmsnorm_wgmma.cu rmsnorm_matmul_hopper": "the operation alone, from 2^28 "
+    "matmul/prompt/rmsnorm_wgmma.cu rmsnorm_matmul_wgmma": "the operation alone, from 2^28 "
     "multiplications on: models and blocks launch the norm and the product apart",
     "fp8/absmax.cu absmax_kn_kernel": "for matrices (K, N) that a caller gives to "
     "`WeightMatrix.quantize`: models store (N, K)",

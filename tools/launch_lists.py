@@ -31,11 +31,11 @@ from gpt2block import (
     Block,
     BlockWeights,
     GPT2Config,
+    HiLoMatrix,
     LlamaBlock,
     LlamaBlockWeights,
     LlamaConfig,
     Sampling,
-    TwoPartMatrix,
     WeightMatrix,
     solve,
 )
@@ -161,7 +161,7 @@ def conversions(to: Recorder) -> None:
     to.call("solve", solve, x, output, weights, 70)
     for shape, layout in itertools.product(((128, 96), (33, 37)), ("KN", "NK")):
         w = cupy.empty(shape, "float32")
-        to.call(f"two parts {shape}", TwoPartMatrix.from_float32, w)
+        to.call(f"two parts {shape}", HiLoMatrix.from_float32, w)
         for dtype in DTYPES:
             to.call(f"{dtype} {shape} {layout}", WeightMatrix.quantize, w, dtype, layout)
 

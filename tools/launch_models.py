@@ -21,7 +21,7 @@ from gpt2block.models.architectures.qwen3 import Qwen3Config
 from gpt2block.models.config import ModelConfig, model_shapes
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
-from gpt2block.ops.guesses import MOST_GUESSES, RIGHT, TAKEN
+from gpt2block.ops.drafts import MAX_DRAFTS, RIGHT, TAKEN
 
 IDS = np.zeros(300, np.int32)
 ROWS = 1, 2, 8, 16, 17, 64, 128
@@ -97,7 +97,7 @@ def _blocks(config: ModelConfig, name: str, shape: tuple[int, ...], types: str) 
 
 
 def generation(name: str, formats: str, to: Recorder) -> None:
-    """Start prompts in every way, run steps of rows and of guesses, scores and a trace.
+    """Start prompts in every way, run steps of rows and of draft tokens, scores and a trace.
 
     The names of the calls are used in tests/golden/kernels.txt. The model is its own draft model.
     """
@@ -117,13 +117,13 @@ def generation(name: str, formats: str, to: Recorder) -> None:
     for rows in ROWS:
         kept = engine.new_cache(rows, 64)
         to.call(f"{rows}", engine.forward, [IDS[:1]] * rows, "last", kept)
-    for call, draft in (("draft", engine), ("guesses", None)):
+    for call, draft in (("draft", engine), ("lookup", None)):
         engine.draft = draft
         decoding = engine.decode(2, 64, speculate=True)
         to.call("prompts", decoding.start, [_start(0, 20), _start(1, 20)])
         decoding._pace.add(
-            np.arange(2), np.full((2, MOST_GUESSES), RIGHT | TAKEN)
-        )  # all guesses were right
+            np.arange(2), np.full((2, MAX_DRAFTS), RIGHT | TAKEN)
+        )  # all draft tokens were right
         to.call(call, decoding._launch)  # no result, as nothing ran
     to.call("scores", engine.log_likelihood, [IDS[:70]])
     to.call("logits", engine.forward, [IDS[:70]], "logits")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from launch_recorder import Recorder
 
-from gpt2block import TwoPartMatrix, WeightMatrix
+from gpt2block import HiLoMatrix, WeightMatrix
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8
@@ -29,7 +29,7 @@ SIZES = (
 OPTIONS: Mapping[str, tuple[dict[str, Any], ...]] = {  # in addition to an Operation's own options
     "attention": ({"n_head": 3}, {"n_head": 2, "causal": False}),
     "attention_cached": ({"n_head": 3}, {"n_head": 2}),
-    "layernorm": ({"stats": False}, {"dtype": "two_part", "bound": 3.0, "variant": "narrow"}),
+    "layernorm": ({"stats": False}, {"dtype": "hi_lo", "bound": 3.0, "variant": "narrow"}),
     "softmax": ({"causal": True},),
     "trimat": ({"fill": 0.0},),
     "rmsnorm": ({"dtype": "float16", "variant": "stream"},),
@@ -54,7 +54,7 @@ FORMS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {  # inputs after 
         ("bias narrow", {"split_k": True}),
         ("bias residual", {"dtype": "float32"}),
         ("- - up", {}),
-        ("-", {"dtype": "two_part", "bound": 3.0}),
+        ("-", {"dtype": "hi_lo", "bound": 3.0}),
     ),
 }
 
@@ -112,7 +112,7 @@ def _variants(
 
 
 def product(name: str, dtype: str, to: Recorder) -> None:
-    """Call all forms of `linear` and `gemm`, including two-part float32."""
+    """Call all forms of `linear` and `gemm`, including hi/lo float32."""
     storage = FLOATS["float16" if dtype in FP8 else dtype]
     own = Terms("bfloat16" if dtype == "bfloat16" else "float16")
     terms = {"own": own, "wide": own._replace(width=16 if dtype in FP8 else 8)}
@@ -120,7 +120,7 @@ def product(name: str, dtype: str, to: Recorder) -> None:
         x: Any = cupy.empty((M, K), "float32" if name == "linear" else storage)
         w: Any = _matrix((K, N), dtype, "NK")
         if name == "gemm" and dtype == "float32":
-            x, w = TwoPartMatrix.empty((M, K), 1.0), TwoPartMatrix.empty((N, K), 1.0)
+            x, w = HiLoMatrix.empty((M, K), 1.0), HiLoMatrix.empty((N, K), 1.0)
         given = {"-": None, "up": w, "narrow": cupy.empty((M, N), storage)}
         shapes = {"bias": N, "gamma": K, "beta": K, "residual": (M, N)}
         given |= {each: cupy.empty(shape, "float32") for each, shape in shapes.items()}

@@ -21,12 +21,12 @@ import numpy as np
 
 from gpt2block import emulator
 from gpt2block.cuda import kernels, overlap, tensor_maps
-from gpt2block.cuda.cards import CARDS, MOST_SHARED, dotted
+from gpt2block.cuda.cards import CARDS, MAX_SHARED, dotted
 from gpt2block.emulator import stand_in
 from gpt2block.errors import DeviceError, InputError, KernelError
 
 DEVICES: Mapping[str, dict[str, int]] = {  # attributes by compute capability
-    dotted(each): {"MultiProcessorCount": card.sms, MOST_SHARED: card.most_shared}
+    dotted(each): {"MultiProcessorCount": card.sms, MAX_SHARED: card.max_shared}
     for each, card in CARDS.items()
 }
 ERRORS = InputError, DeviceError, KernelError, MemoryError

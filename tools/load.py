@@ -34,7 +34,7 @@ import numpy as np
 PERCENTILES = (50, 95, 99)
 TIMES = ("first", "between", "answer", "tokenize", "embeddings")
 COUNTS = ("pieces", "tokens", "answered", "closed", "refused", "cut")
-MOST_BODY, MOST_VALUES = 2**22, 2**14  # limits of gpt2block's server: bytes, entries of lists
+MAX_BODY, MAX_VALUES = 2**22, 2**14  # limits of gpt2block's server: bytes, entries of lists
 LINE = 2**20  # bytes per line of an answer at most
 
 
@@ -126,16 +126,16 @@ class Load:
 
     def large(self) -> list[tuple[str, bytes]]:
         """Return the addresses and bodies of the largest requests."""
-        text = "All work and no play. " * (MOST_BODY // 22 - 16)  # with room for the other fields
+        text = "All work and no play. " * (MAX_BODY // 22 - 16)  # with room for the other fields
         message = {"role": "user", "content": "Hello"}  # counts as three values
         base = urlsplit(self.url).path
         bodies: list[tuple[str, dict[str, Any]]] = [
             (f"{base}/completions", {"prompt": text}),
             (base.removesuffix("/v1") + "/tokenize", {"prompt": text}),
-            (f"{base}/chat/completions", {"messages": [message] * (MOST_VALUES // 3)}),
-            (f"{base}/chat/completions", {"messages": [message] * MOST_VALUES}),
+            (f"{base}/chat/completions", {"messages": [message] * (MAX_VALUES // 3)}),
+            (f"{base}/chat/completions", {"messages": [message] * MAX_VALUES}),
             (f"{base}/completions", {"prompt": [1], "max_tokens": 1,
-                                     "logit_bias": dict.fromkeys(map(str, range(MOST_VALUES)), 1)}),
+                                     "logit_bias": dict.fromkeys(map(str, range(MAX_VALUES)), 1)}),
         ]  # fmt: skip
         return [(at, json.dumps({"model": self.model, **body}).encode()) for at, body in bodies]
 

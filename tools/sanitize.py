@@ -6,7 +6,7 @@ reports other kernels by name.
 
 Names of parts, such as gemm and operation:softmax, restrict the run to these parts.
 --without-hopper selects the kernels of older GPUs on a Hopper GPU: initcheck does not track writes
-of the copy engine (TMA), and reports every read of the written memory.
+of TMA, and reports every read of the written memory.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from gpt2block import (
     BlockWeights,
     GPT2Config,
     GPT2Weights,
+    HiLoMatrix,
     InputError,
     Llama,
     LlamaConfig,
     LlamaWeights,
     Model,
     Sampling,
-    TwoPartMatrix,
     WeightMatrix,
     ops,
     random_input,
@@ -44,26 +44,26 @@ from gpt2block.checks import FLOATS
 from gpt2block.cuda import cards
 from gpt2block.cuda.formats import DTYPES, GGUF
 from gpt2block.cuda.kernels import FP8
-from gpt2block.engine.guessing import SpeculationPolicy
 from gpt2block.engine.model import Ids, start_all
+from gpt2block.engine.speculation import SpeculationPolicy
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures import ARCHITECTURES
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix, random_blocks
 from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
 from gpt2block.ops import registry, workload
-from gpt2block.ops.attention_cached import KV_COPY
-from gpt2block.ops.engines import linear_hopper as _linear_hopper
-from gpt2block.ops.engines import linear_mma as _linear_mma
-from gpt2block.ops.gather import (
-    GATHER,
-    GATHER_NORM,
-    RECEIVE,
-    SEND,
-    Mailboxes,
-    Sends,
+from gpt2block.ops.all_gather import (
+    ALL_GATHER,
+    ALL_GATHER_NORM,
+    LOAD,
+    STORE,
+    PeerBuffers,
+    PeerStores,
     normalizes,
     part_of,
 )
+from gpt2block.ops.attention_cached import KV_COPY
+from gpt2block.ops.engines import linear_mma as _linear_mma
+from gpt2block.ops.engines import linear_wgmma as _linear_wgmma
 from gpt2block.ops.gemm import allocate_stream_k_workspace
 from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
@@ -71,7 +71,7 @@ from gpt2block.ops.terms import Terms
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
 SIZES |= {"H": 3, "D": 34}
-TWO_PART = "two_part"
+HI_LO = "hi_lo"
 
 
 def checked(
@@ -139,15 +139,15 @@ def operation(found: Operation) -> None:
 
 
 def gemm() -> None:
-    """Run each epilogue of each variant at odd sizes; the residual in place, except two-part."""
+    """Run each epilogue of each variant at odd sizes; the residual in place, except hi/lo."""
     found, rng = OPERATIONS["gemm"], np.random.default_rng(0)
     sizes = ((70, 144), (72, 144), (72,), (70, 72))  # shapes of a, w (N, K), bias, residual
     host = [rng.standard_normal(shape, dtype=np.float32) for shape in sizes]
     wide_bias, bias = host[2].astype(np.float64), cupy.asarray(host[2])
-    for dtype in (*found.workload.dtypes, TWO_PART):
-        own = dtype == TWO_PART
+    for dtype in (*found.workload.dtypes, HI_LO):
+        own = dtype == HI_LO
         a, w = (cupy.asarray(array.astype("float32" if own else dtype)) for array in host[:2])
-        matrix = TwoPartMatrix.from_float32(w) if own else WeightMatrix(w, dtype, None, "NK")
+        matrix = HiLoMatrix.from_float32(w) if own else WeightMatrix(w, dtype, None, "NK")
         exact_a, exact_w = (array.get().astype(np.float64) for array in (a, w.T))
         for variant, gelu, added, kind in product(
             found.variants, (False, True), (False, True), (dtype, "float32")
@@ -158,7 +158,7 @@ def gemm() -> None:
                 old = residual.get().astype(np.float64)
             truth = reference.gemm(exact_a, exact_w, wide_bias, old, gelu=gelu)
             out = None if own else cupy.empty((70, 72), kind) if residual is None else residual
-            options = {"dtype": TWO_PART, "bound": 100.0} if kind == TWO_PART else {}
+            options = {"dtype": HI_LO, "bound": 100.0} if kind == HI_LO else {}
             checked(
                 f"gemm {variant.name} {dtype} gelu {gelu} residual {added} to {kind}",
                 truth, workload.tolerance("float32" if own else kind), bound_and_run, found,
@@ -271,7 +271,7 @@ def blocks_by_wgmma() -> None:
     """
     if not cards.gpu().has_wgmma:
         return
-    rng, order = np.random.default_rng(0), _linear_hopper.terms(GGUF, rounded=True)
+    rng, order = np.random.default_rng(0), _linear_wgmma.terms(GGUF, rounded=True)
     for names in (*((name, name) for name in TYPES), ("Q4_K", "Q6_K"), ("Q5_1", "Q8_0")):
         ranges = tuple((name, 128) for name in dict.fromkeys(names))
         ranges = (*ranges[:-1], (ranges[-1][0], 256 - 128 * (len(ranges) - 1)))
@@ -353,7 +353,7 @@ def attention() -> None:
 
 def _attention() -> None:
     rng = np.random.default_rng(0)
-    cases: list[tuple[str, str | None]] = [(TWO_PART, None)]
+    cases: list[tuple[str, str | None]] = [(HI_LO, None)]
     for variant in OPERATIONS["attention"].variants:
         cases += [(dtype, variant.name) for dtype in variant.dtypes if "float16" in variant.dtypes]
     masks: list[dict[str, Any]] = [{"causal": False}, {"causal": True}]
@@ -364,10 +364,10 @@ def _attention() -> None:
         rows = (host[first:last].astype(np.float64) for first, last in pairwise(starts))
         truth = np.concatenate([reference.attention(x, 2, **mask) for x in rows if len(x)])
         qkv: Any = cupy.asarray(host)
-        qkv = TwoPartMatrix.from_float32(qkv) if dtype == TWO_PART else qkv
+        qkv = HiLoMatrix.from_float32(qkv) if dtype == HI_LO else qkv
         options = {"cu_seqlens": cupy.asarray(starts), "max_seqlen": max(lengths)}
         label = f"attention {name} {dtype} {mask} {lengths}"
-        limit = workload.tolerance("float32" if dtype == TWO_PART else dtype)
+        limit = workload.tolerance("float32" if dtype == HI_LO else dtype)
         options |= {"variant": name, **mask}
         checked(label, truth, limit, ops.attention, qkv, 2, **options)
 
@@ -412,7 +412,7 @@ def continued_attention() -> None:
             k, v = (reference.from_fp8(half, kind).astype(np.float64) for half in host[1:])
         truth = reference.attention_packed(qkv, k, v, starts, start, 2)
         given = (*map(cupy.asarray, host), cupy.asarray(starts), cupy.asarray(start), 2, 131)
-        for variant in ("mma", "hopper"):
+        for variant in ("mma", "wgmma"):
             label, limit = f"{variant} {dtype} {kind} {size}", workload.tolerance(dtype)
             options: dict[str, Any] = {"variant": variant, "kv_dtype": kind}
             checked(
@@ -424,8 +424,8 @@ def greedy(ours: Any, prompts: Sequence[Any], rows: int, steps: int) -> None:
     """Decode rows that take the prompts in turn; rows of the same prompt draw the same tokens."""
     chosen = [prompts[row % len(prompts)] for row in range(rows)]
     decoding = start_all(ours.engine, chosen, [Sampling(temperature=0)] * rows, steps)
-    drawn = np.array([decoding.next().tokens for _ in range(steps)])
-    assert (drawn == drawn[:, np.arange(rows) % len(prompts)]).all()
+    sampled = np.array([decoding.next().tokens for _ in range(steps)])
+    assert (sampled == sampled[:, np.arange(rows) % len(prompts)]).all()
 
 
 def in_chunks(ours: Any, ids: list[Ids], middle: int) -> Any:
@@ -461,9 +461,9 @@ def model() -> None:
             prompts = [row[:131] for row in ids[rows]]
             for chosen in (samplings[rows], [penalized, *samplings[1:]][rows]):
                 decoding = start_all(ours.engine, prompts, chosen, 5)
-                drawn = np.array([decoding.next().tokens for _ in range(5)])
-                assert ((drawn >= 0) & (drawn < 101)).all()
-            assert drawn[:2, 0].min() > 8
+                sampled = np.array([decoding.next().tokens for _ in range(5)])
+                assert ((sampled >= 0) & (sampled < 101)).all()
+            assert sampled[:2, 0].min() > 8
         many_rows(ours, [row[:9] for row in ids])
         if dtype == "bfloat16":  # two rows reach the end of the context and restart
             for one in ours.generate(ids, max_new_tokens=12, overflow="truncate"):
@@ -475,8 +475,8 @@ def model() -> None:
 def many_rows(ours: GPT2, prompts: list[Ids]) -> None:
     """Decode enough rows that x is passed as terms, with both kinds of products."""
     linear = sys.modules["gpt2block.ops.linear"]
-    for rows, most in ((MORE_ROWS + 3, linear.FEW_PRODUCTS), (MORE_ROWS + 10, 0)):
-        with patch.object(linear, "FEW_PRODUCTS", most):  # 0: tiles, however small
+    for rows, most in ((MORE_ROWS + 3, linear.MAX_MMA_PRODUCTS), (MORE_ROWS + 10, 0)):
+        with patch.object(linear, "MAX_MMA_PRODUCTS", most):  # 0: tiles, however small
             greedy(ours, prompts, rows, 3)
 
 
@@ -513,7 +513,7 @@ def large_matrices() -> None:
     llama = LlamaWeights.random(0, config)
     narrow = LlamaWeights.random(0, LlamaConfig(n_head=3, n_kv_head=1, n_embd=192, **sizes))
     prompts = [np.array([row, 3], np.int32) for row in range(5)]
-    with patch("gpt2block.ops.linear.least_weights", return_value=1):
+    with patch("gpt2block.ops.linear.min_weights", return_value=1):
         for weights, dtype in product(
             (gpt2, llama, narrow), ("bfloat16", "float8_e4m3fn", "float16")
         ):
@@ -541,12 +541,12 @@ def few_rows() -> None:
         for rows in (1, 2, 4) if kind == "llama" else (1, 4, 7):
             greedy(ours, prompts, rows, 3)
         in_chunks(ours, [np.arange(n, dtype=np.int32) for n in (31, 1, 20)], 17)
-        guessed(ours, [np.resize(ids, 9) for ids in prompts])
+        drafted(ours, [np.resize(ids, 9) for ids in prompts])
         print(f"checked decoding of few rows {kind} {ours.dtypes}")
 
 
-def guessed(model: Model[Any], prompts: list[Ids]) -> None:
-    """Generate texts without guesses, and with one, four or eight rows per sequence and step."""
+def drafted(model: Model[Any], prompts: list[Ids]) -> None:
+    """Generate texts without draft tokens, and with one, four or eight rows per sequence."""
     turns = cycle((4, 1, 8))
     options: dict[str, Any] = {"max_new_tokens": 14, "temperature": 0, "stop_ids": (), "seed": 0}
     options |= {"repetition_penalty": 1.1, "frequency_penalty": 0.1}
@@ -559,18 +559,18 @@ def gathers() -> None:
     """Gather columns with and without a norm; compare the residual streams.
 
     One device stands in for all GPUs. compute-sanitizer runs kernels one after another, so that a
-    gather must not wait for a later one: all gathers send first, then all receive.
+    gather must not wait for a later one: all all-gathers send first, then all receive.
     """
     cases = [(3, (40, 24)), (16, (256, 128, 128, 64)), (2500, (64, 48)), (4, (1024, 1024))]
     for (M, widths), norm in product(cases, ("", "floats", "terms")):
-        N, mail = sum(widths), Mailboxes([0] * len(widths))
+        N, peers = sum(widths), PeerBuffers([0] * len(widths))
         if norm and not normalizes(M, N):
             continue
-        for seed in range(3):  # the third round uses the first half of the mailboxes again
-            shares = [cupy.asarray(random_input(seed + n, (M, S))) for n, S in enumerate(widths)]
+        for seed in range(3):  # the third round uses the first half of the peer buffers again
+            shards = [cupy.asarray(random_input(seed + n, (M, S))) for n, S in enumerate(widths)]
             residual = cupy.asarray(random_input(9, (M, N)))
-            truth = reference.gathered([share.get() for share in shares], residual.get())
-            for stream in streams_after(mail, shares, residual, norm):
+            truth = reference.all_gathered([shard.get() for shard in shards], residual.get())
+            for stream in streams_after(peers, shards, residual, norm):
                 checked(f"gather {M} {widths} {norm}", truth, 0, stream.copy)
 
 
@@ -583,39 +583,39 @@ def sent_columns() -> None:
     half = cupy.asarray(random_input(9, (columns, K)).astype("float16"))
     weights: dict[str, Any] = {"float16": WeightMatrix(half, "float16", None, "NK")}
     weights["Q4_K"] = GgufMatrix.random([("Q4_K", columns)], K).mapped(cupy.asarray)
-    mail = Mailboxes([0, 0])
+    peers = PeerBuffers([0, 0])
     for kind in (*weights, "attention"):
         sent, bound = [], []
         for me in range(2):
-            sends = Sends(mail.of(me), N, me * columns)
+            to_peers = PeerStores(peers.of(me), N, me * columns)
             if kind == "attention":
-                options = {"n_head": 2, "sends": sends}
+                options = {"n_head": 2, "to_peers": to_peers}
                 made = registry.bind("attention_split", (q, k, v, row, position), **options)
             else:
-                made = registry.bind("linear", (x, weights[kind]), decoding=True, sends=sends)
+                made = registry.bind("linear", (x, weights[kind]), decoding=True, to_peers=to_peers)
             sent.append(made.run())
-            inputs = sent[-1], None, *mail.of(me).values()
+            inputs = sent[-1], None, *peers.of(me).values()
             sizes = {"N": N, "first": me * columns, "sent": True}
-            bound.append(registry.bind("gather", inputs, **sizes))
+            bound.append(registry.bind("all_gather", inputs, **sizes))
         truth = np.concatenate([each.get() for each in sent], axis=1)
         for each in bound:
             checked(f"sent {kind}", truth, 0, each.run)
 
 
-def streams_after(mail: Mailboxes, shares: list[Any], residual: Any, norm: str) -> list[Any]:
-    """Return the residual stream of each GPU after a gather; norm: "", "floats" or "terms"."""
-    streams, bound, first = [residual.copy() for _ in shares], list[Any](), 0
-    for me, (share, stream) in enumerate(zip(shares, streams, strict=True)):
-        own, sizes = tuple(mail.of(me).values()), {"N": stream.shape[1], "first": first}
+def streams_after(peers: PeerBuffers, shards: list[Any], residual: Any, norm: str) -> list[Any]:
+    """Return the residual stream of each GPU after an all-gather; norm: "", "floats" or "terms"."""
+    streams, bound, first = [residual.copy() for _ in shards], list[Any](), 0
+    for me, (shard, stream) in enumerate(zip(shards, streams, strict=True)):
+        own, sizes = tuple(peers.of(me).values()), {"N": stream.shape[1], "first": first}
         if norm:
             options = {**sizes, "to_terms": Terms("float16") if norm == "terms" else None}
-            inputs = share, stream, residual[0], *own  # residual[0]: weights of the norm
-            bound.append(GATHER_NORM.bind_on_device(inputs, **options))
+            inputs = shard, stream, residual[0], *own  # residual[0]: weights of the norm
+            bound.append(ALL_GATHER_NORM.bind_on_device(inputs, **options))
         else:
-            bound.append(GATHER.bind_on_device((share, stream, *own), stream, **sizes))
-        first += share.shape[1]
+            bound.append(ALL_GATHER.bind_on_device((shard, stream, *own), stream, **sizes))
+        first += shard.shape[1]
     for launches in zip(*(each.launches for each in bound), strict=True):
-        for parts, launch in product((SEND, RECEIVE), launches):
+        for parts, launch in product((STORE, LOAD), launches):
             part_of(launch, parts).run()
     return streams
 

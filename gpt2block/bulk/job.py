@@ -69,7 +69,7 @@ class Job(Arguments):
         InputError, CheckpointError for arguments that would fail on every worker.
         """
         check_count("shard_size", self.shard_size)
-        several = map(first_gpus, range(1, doctor.MOST_GPUS + 1))
+        several = map(first_gpus, range(1, doctor.MAX_GPUS + 1))
         if self.device not in (None, "cuda", "cpu", *several):
             raise InputError(
                 "device: expected cuda, cpu or the first GPUs of a worker, such as cuda:0,1, got "

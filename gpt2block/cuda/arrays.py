@@ -164,7 +164,7 @@ def check_apart(
 ) -> None:
     """Raise InputError if an output overlaps an input, which other thread blocks may still read.
 
-    apart: inputs that `out` must not overlap, by name; arrays, WeightMatrix, TwoPartMatrix or None.
+    apart: inputs that `out` must not overlap, by name; arrays, WeightMatrix, HiLoMatrix or None.
     in_place: inputs that may be identical with `out`, but must not overlap it in part.
     """
     for written in arrays_of(name, out).values():

@@ -17,15 +17,15 @@ from gpt2block.cuda import cupy, replaced
 from gpt2block.errors import InputError
 
 AS_GPU = "GPT2BLOCK_AS_GPU"  # such as "8.9" or "8.9 101376", with the bytes of shared memory
-MOST_SHARED = "MaxSharedMemoryPerBlockOptin"
+MAX_SHARED = "MaxSharedMemoryPerBlockOptin"
 
 
 class Card(NamedTuple):
-    """A GPU. most_shared: bytes of shared memory that a block may request."""
+    """A GPU. max_shared: bytes of shared memory that a block may request."""
 
     name: str
     sms: int
-    most_shared: int
+    max_shared: int
 
 
 CARDS: Mapping[int, Card] = {  # by compute capability
@@ -79,13 +79,13 @@ class Chosen(NamedTuple):
     """The card whose kernels this process runs."""
 
     capability: int
-    most_shared: int
+    max_shared: int
 
     def describe(self) -> str:
         """Return the card, its shared memory, and the GPU for which its kernels are compiled."""
         own = f"compute capability {dotted(self.capability)} ({CARDS[self.capability].name})"
         code = "PTX of this capability" if compiled_for() else "compiled for the GPU at hand"
-        return f"{own}, {self.most_shared:,} bytes of shared memory, {code}"
+        return f"{own}, {self.max_shared:,} bytes of shared memory, {code}"
 
 
 def dotted(capability: int) -> str:
@@ -109,7 +109,7 @@ def parse(text: str) -> Chosen:
             f"{AS_GPU}: expected one of {', '.join(known)}, and perhaps the bytes of shared memory "
             f"of a block, got {text!r}"
         )
-    return Chosen(known[name], int(nbytes or CARDS[known[name]].most_shared))
+    return Chosen(known[name], int(nbytes or CARDS[known[name]].max_shared))
 
 
 def capability_of(device: int | None = None) -> int:
@@ -132,7 +132,7 @@ def attribute_of(device: int, name: str) -> int:
     """Return an attribute of a device, such as "MultiProcessorCount", with a card's limits."""
     own = int(cupy.cuda.Device(device).attributes[name])
     card = None if replaced() else chosen()
-    return min(own, card.most_shared) if card and name == MOST_SHARED else own
+    return min(own, card.max_shared) if card and name == MAX_SHARED else own
 
 
 @cache

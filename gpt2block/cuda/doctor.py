@@ -38,8 +38,8 @@ PIP_CUDA12 = f"pip install 'cupy-cuda12x==14.*' '{TOOLKIT[12]}'"
 SET_CACHE = "set CUPY_CACHE_DIR to a directory that can be written"
 ADVICE = "`gpt2block check` says what to do"
 NO_DEVICE = 100
-LEAST_TO_DIVIDE = 8, 0  # minimum compute capability of GPUs among which a model can be divided
-MOST_GPUS = 8  # maximum GPUs among which a model can be divided
+MIN_DIVIDED = 8, 0  # minimum compute capability of GPUs among which a model can be divided
+MAX_GPUS = 8  # maximum GPUs among which a model can be divided
 DRIVER_FIX = {  # fixes by error code of the driver
     34: "remove the toolkit's 'stubs' directory from LD_LIBRARY_PATH",
     802: "start the fabric manager: sudo systemctl start nvidia-fabricmanager",
@@ -344,9 +344,9 @@ def check_several(devices: Sequence[VisibleDevice], apart: Sequence[str]) -> Che
     problem = ""
     if len(kinds) > 1:
         problem = "they are of different kinds"
-    elif count > MOST_GPUS:
-        problem = f"expected at most {MOST_GPUS}"
-    elif devices[0].capability < LEAST_TO_DIVIDE:
+    elif count > MAX_GPUS:
+        problem = f"expected at most {MAX_GPUS}"
+    elif devices[0].capability < MIN_DIVIDED:
         problem = f"they have compute capability {_dotted(devices[0].capability)}, less than 8.0"
     elif apart:
         problem = f"no access to each other's memory: {', '.join(apart)}"

@@ -14,7 +14,7 @@ from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
-MOST_VIEWS = 64  # maximum number of cached views of torch tensors
+MAX_VIEWS = 64  # maximum number of cached views of torch tensors
 LEGACY = 1  # default stream in `__cuda_array_interface__`; CUDA's functions also accept 0
 
 
@@ -126,7 +126,7 @@ def direct_view(array: Any) -> CudaArray | None:
     return _new_view(array.data_ptr(), array.dtype, array.shape, array.stride(), device)
 
 
-@lru_cache(MOST_VIEWS)  # lru_cache is thread-safe
+@lru_cache(MAX_VIEWS)  # lru_cache is thread-safe
 def _new_view(
     pointer: int, dtype: Any, shape: Sequence[int], strides: Sequence[int], device: int
 ) -> CudaArray | None:

@@ -84,19 +84,19 @@ FP8_CACHE: Mapping[str, Defines] = {
 }
 # CUfunction_attribute that allows clusters of more than PORTABLE blocks.
 _LARGE_CLUSTERS, PORTABLE = 14, 8
-HOPPER = 90  # compute capability of the architectures that files require
-TWO_PART = "two_part"  # weights in two float16 parts, for products with float32 activations
+WGMMA = 90  # compute capability of the architectures that files require
+HI_LO = "hi_lo"  # weights in two float16 parts, for products with float32 activations
 IN_BYTES = (*FP8, GGUF)  # weight formats stored in arrays of uint8
 WEIGHTS: Mapping[str, Defines] = {  # format of weights, if type `W` differs from `T` → macros
     **FP8,
-    TWO_PART: (("WEIGHT_TWO_PART", 1),),
+    HI_LO: (("WEIGHT_HI_LO", 1),),
     GGUF: (("WEIGHT_GGUF", 1),),
 }
 
 
 def cache_dtype(weights: str) -> str:
     """Return the default dtype of a kv_cache for weights stored as this dtype."""
-    return "float32" if weights == TWO_PART else own_cache_dtype(weights)
+    return "float32" if weights == HI_LO else own_cache_dtype(weights)
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,7 @@ def element(
     name = parameter.ctype.removesuffix("*")
     if name in types and name != parameter.ctype:
         dtype = "uint8" if types[name] in IN_BYTES else storage
-        if types[name] == TWO_PART:
+        if types[name] == HI_LO:
             dtype = "float16"
         return dtype, f"{kernel}: {name}* {parameter.name}, where {name} is {dtype}"
     scalar, label = _dtype(kernel, parameter)
@@ -488,9 +488,9 @@ def options(file: str, capability: int) -> tuple[str, ...]:
     required = architecture(file)
     if required is None:
         return common
-    if capability == HOPPER:
-        return (*common, f"-arch=sm_{HOPPER}a")
-    if required[-1] == "a" or capability < HOPPER:
+    if capability == WGMMA:
+        return (*common, f"-arch=sm_{WGMMA}a")
+    if required[-1] == "a" or capability < WGMMA:
         alone = "9.0, Hopper" if required[-1] == "a" else "9.0 or newer"
         raise KernelError(
             f"{file}: expected a device for {required} (compute capability {alone}), "

@@ -24,7 +24,7 @@ Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
 Argument = Any  # a Scalar or a TensorMap
 Compile = Callable[..., Any]  # compile(*key) returns a compiled `cupy.RawKernel`
 Watcher = Callable[[int, int], None]  # receives the numbers of ready and of requested kernels
-MOST_THREADS = 16  # maximum threads: each needs memory, and few programs start with more kernels
+MAX_THREADS = 16  # maximum threads: each needs memory, and few programs start with more kernels
 
 _LIMITS, _REQUESTS = threading.Lock(), threading.Lock()
 _kernels: dict[Hashable, Future[Any]] = {}
@@ -150,7 +150,7 @@ class _Threads:
     def submit(self, future: Future[Any], compile: Compile, key: tuple[Hashable, ...]) -> None:
         with self._lock:
             self._queue.append((future, compile, key))
-            if self._running == most_threads():
+            if self._running == max_threads():
                 return
             self._running += 1
         try:
@@ -176,9 +176,9 @@ class _Threads:
 _threads = _Threads()
 
 
-def most_threads() -> int:
+def max_threads() -> int:
     """Return the maximum number of kernels that are compiled at the same time."""
-    return min(os.cpu_count() or 1, MOST_THREADS)
+    return min(os.cpu_count() or 1, MAX_THREADS)
 
 
 def _main_thread_runs() -> bool:

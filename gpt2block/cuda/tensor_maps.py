@@ -1,4 +1,4 @@
-"""Create tensor maps, which describe arrays to Hopper's copy engine (TMA), by the CUDA driver API.
+"""Create tensor maps, which describe arrays to TMA, by the CUDA driver API.
 
 Source: CUDA driver API, "Tensor Map Object Management"; CUDA programming guide, "Tensor Memory
 Access".
@@ -59,7 +59,7 @@ class TensorMap(NamedTuple):
     box: tuple[int, ...]
 
     def encoded(self) -> np.void:
-        """Encode the tensor map in the format of the copy engine. Raises DeviceError."""
+        """Encode the tensor map in the format of TMA. Raises DeviceError."""
         return _encoded(*self) if self.address else np.void(bytes(BYTES))
 
 

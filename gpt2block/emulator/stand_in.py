@@ -27,7 +27,7 @@ import ml_dtypes  # noqa: F401  (makes "bfloat16" a dtype's name)
 import numpy as np
 
 from gpt2block.cuda import kernels, requests
-from gpt2block.cuda.cards import CARDS, MOST_SHARED
+from gpt2block.cuda.cards import CARDS, MAX_SHARED
 from gpt2block.emulator.ptx import engine, nvrtc
 from gpt2block.emulator.ptx.parse import Module
 from gpt2block.emulator.ptx.tensor_maps import TensorMap
@@ -38,7 +38,7 @@ ALIGNMENT = 512  # bytes to which allocations are aligned, as in CuPy's pool
 MULTIPROCESSORS = 4
 ATTRIBUTES = {
     "MultiProcessorCount": MULTIPROCESSORS,
-    MOST_SHARED: CARDS[int(CAPABILITY)].most_shared,
+    MAX_SHARED: CARDS[int(CAPABILITY)].max_shared,
     "L2CacheSize": 1 << 20,
 }
 BUDGET = 10_000_000_000  # warp instructions of a launch without checks
@@ -521,7 +521,7 @@ def device(
     _state.order, _state.checks = order, checks
     Device.id, Device.compute_capability = -multiprocessors - int(capability) * 1000, capability
     ATTRIBUTES["MultiProcessorCount"] = multiprocessors
-    ATTRIBUTES[MOST_SHARED] = CARDS[int(capability)].most_shared
+    ATTRIBUTES[MAX_SHARED] = CARDS[int(capability)].max_shared
     try:
         yield
     finally:

@@ -16,8 +16,8 @@ from gpt2block.contract import MATRICES
 from gpt2block.cuda.kernels import dtype_name
 from gpt2block.engine.model import StepResult
 from gpt2block.engine.passes.blocks import BlockPass, PassSettings, StepPass
+from gpt2block.engine.passes.executor import HI_LO, Executor, Outline, Step
 from gpt2block.engine.passes.forward import block
-from gpt2block.engine.passes.machine import TWO_PART, Machine, Outline, Step
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import InputError
 from gpt2block.models.architectures.architecture import Architecture
@@ -43,7 +43,7 @@ class BlockSpec:
     split_k: bool = False
     bounds: Mapping[str, float] | None = None
 
-    def run(self, do: Machine) -> Any:
+    def run(self, do: Executor) -> Any:
         """Run the block's steps with the executor `do` on the tensor "x"; return the result."""
         if self.kernels == "skeleton":
             return block(StepPass(do, self.settings), self.of, "x")
@@ -71,11 +71,11 @@ class BlockSpec:
         )
 
     @property
-    def two_part(self) -> frozenset[str]:
+    def hi_lo(self) -> frozenset[str]:
         """The names of the steps whose result is stored as the sum of two float16 arrays."""
         if self.bounds is None:
             return frozenset()
-        made = (s.name for s in self.steps if s.dtype == TWO_PART or s.op == "attention")
+        made = (s.name for s in self.steps if s.dtype == HI_LO or s.op == "attention")
         return frozenset(made)
 
 

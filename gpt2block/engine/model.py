@@ -40,7 +40,7 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of a model's weights: matrices, scales of E4M3 matrices, float32 vectors.
 
-    shapes: {name: shape} of the tensors, if they are a share of the model's. For dtype "file", a
+    shapes: {name: shape} of the tensors, if they are a shard of the model's. For dtype "file", a
     lower bound: the bytes that the types Q4_0 and Q4_K would need.
     """
     total = 0
@@ -290,8 +290,8 @@ class Start(NamedTuple):
     ids: Ids  # (T,), the prompt's tokens, at least one
     sampling: Sampling
     steps: int  # maximum tokens to sample, at least 1; len(ids) + steps - 1 is at most n_ctx
-    drawn: int = 0  # number of tokens that the sequence has sampled earlier
-    seen: Ids | None = None  # tokens that the repetition penalty counts as seen; None: ids
+    sampled: int = 0  # number of tokens that the sequence has sampled earlier
+    occurred: Ids | None = None  # tokens that the repetition penalty counts as occurred; None: ids
     cached: int = 0  # number of first ids whose keys and values the slot holds already
     alternatives: int = 0  # number of most likely tokens to report with each sampled token
     limit: int = 0  # maximum tokens of the sequence; 0: len(ids) + steps
@@ -305,8 +305,9 @@ class Start(NamedTuple):
 
     def counts(self, V: int) -> Ids:
         """Return how often each token of the vocabulary was sampled in the sequence, (V,)."""
-        drawn = self.seen[len(self.seen) - self.drawn :] if self.seen is not None else self.ids[:0]
-        return np.bincount(drawn, minlength=V).astype(np.int32)
+        occurred, n = self.occurred, self.sampled
+        sampled = self.ids[:0] if occurred is None else occurred[len(occurred) - n :]
+        return np.bincount(sampled, minlength=V).astype(np.int32)
 
 
 class Alternatives(NamedTuple):
@@ -323,8 +324,8 @@ class Sampled(NamedTuple):
     tokens: Ids  # token ids; -1 if the logits were NaN
     logprobs: Floats  # log-probabilities under the unmodified logits
     top: Alternatives | None = None  # the most likely tokens, if any slot requests them
-    # Whether each token was guessed, so that its step also samples the next; None: no guesses.
-    guessed: NDArray[np.bool_] | None = None
+    # Whether each token was drafted, so that its step also samples the next; None: no draft tokens.
+    drafted: NDArray[np.bool_] | None = None
     # The number of the entry among its slot's entries, from 0, ascending; None: one for each slot.
     nth: Ids | None = None
 
@@ -339,11 +340,11 @@ def without(sampled: Sampled, slots: Ids) -> Sampled:
 
 def chosen(sampled: Sampled, kept: NDArray[np.bool_]) -> Sampled:
     """Return the sampled tokens for which the boolean array `kept`, (N,), is true."""
-    slots, tokens, logprobs, top, guessed, nth = sampled
+    slots, tokens, logprobs, top, drafted, nth = sampled
     top = top and Alternatives(top.ids[kept], top.logprobs[kept])
-    guessed = guessed if guessed is None else guessed[kept]
+    drafted = drafted if drafted is None else drafted[kept]
     nth = nth if nth is None else nth[kept]
-    return Sampled(slots[kept], tokens[kept], logprobs[kept], top, guessed, nth)
+    return Sampled(slots[kept], tokens[kept], logprobs[kept], top, drafted, nth)
 
 
 class Decoding(Protocol):

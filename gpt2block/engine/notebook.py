@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 HIGHEST_BITS = 16.0  # surprisal, in bits, from which a piece has the strongest color
-MOST_ROWS = 24  # maximum rows of a text table; middle rows of longer tables are omitted
-MOST_CHARACTERS = 40  # maximum characters per cell of a text table
+MAX_ROWS = 24  # maximum rows of a text table; middle rows of longer tables are omitted
+MAX_CHARACTERS = 40  # maximum characters per cell of a text table
 
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a table of texts and numbers for a terminal; numbers are aligned to the right."""
-    half = MOST_ROWS // 2
-    cut = len(rows) > MOST_ROWS
+    half = MAX_ROWS // 2
+    cut = len(rows) > MAX_ROWS
     shown = [*rows[:half], *rows[-half:]] if cut else list(rows)
     first = rows[0] if rows else headers
     numbers = [isinstance(value, (int, float)) for value in first]
@@ -32,7 +32,7 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 1]}…"
 
 
 def _text(value: object) -> str:

@@ -22,12 +22,12 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, Shape
 from gpt2block.cuda.kernels import dtype_name
 from gpt2block.cuda.requests import Launch
-from gpt2block.engine.passes.machine import TWO_PART, Machine, Step
+from gpt2block.engine.passes.executor import HI_LO, Executor, Step
 from gpt2block.models.architectures.architecture import Value
+from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.models.weights.two_part import TwoPartMatrix, scale_for
 from gpt2block.ops.call import FIXED
-from gpt2block.ops.recipe import Recipe, addresses_of, seen
+from gpt2block.ops.recipe import Recipe, addresses_of, signature_of
 from gpt2block.ops.registry import BY_NAME
 
 VIEW = "rows"  # name of the operation whose result is a NumPy-style view of its input
@@ -140,8 +140,8 @@ class TensorSpec(NamedTuple):
 
 def described(array: Any) -> tuple[Shape, str]:
     """Return shape and dtype of a tensor; for matrices, as stored in memory."""
-    if isinstance(array, TwoPartMatrix):
-        return array.shape, TWO_PART
+    if isinstance(array, HiLoMatrix):
+        return array.shape, HI_LO
     if isinstance(array, WeightMatrix):
         return array.stored_shape, array.dtype
     if isinstance(array, TensorSpec):
@@ -150,7 +150,7 @@ def described(array: Any) -> tuple[Shape, str]:
 
 
 class Result:
-    """The result of a step while later steps need it. array: a CuPy array or TwoPartMatrix."""
+    """The result of a step while later steps need it. array: a CuPy array or HiLoMatrix."""
 
     __slots__ = ("array", "dtype", "name", "overwritten", "shape")
 
@@ -172,7 +172,7 @@ class Recorded(NamedTuple):
     extra: tuple[Any, ...]
 
 
-class Recorder(Machine):
+class Recorder(Executor):
     """Base class of Binder and Measure: determines shapes, dtypes and memory of results of steps.
 
     outs: arrays for some of the results, by name.
@@ -258,8 +258,8 @@ def result_of(
             entry.fits(shape[::-1] if in_rows else shape, sizes)
             storage = storage or (of_input if entry.kind in OPEN else None)
     out = contract.outputs[0]
-    open_dtype = storage if storage != TWO_PART or out.kind in OPEN else "float32"
-    kind = TWO_PART if out.kind == TWO_PART else str(open_dtype)
+    open_dtype = storage if storage != HI_LO or out.kind in OPEN else "float32"
+    kind = HI_LO if out.kind == HI_LO else str(open_dtype)
     return out.shape(sizes), dtype or FIXED.get(out.kind) or kind
 
 
@@ -285,7 +285,7 @@ class Measure(Recorder):
         return self._offsets.peak
 
     def _allocated(self, name: str, shape: Shape, dtype: str, bound: float | None) -> _Leased:
-        if dtype != TWO_PART:
+        if dtype != HI_LO:
             return _Leased(Lease(self._offsets, bytes_of(shape, dtype)))
         parts = Lease(self._offsets, bytes_of((2, *shape), "float16"))
         scales = bytes_of(shape[:-1], "float32")
@@ -316,7 +316,7 @@ class Binder(Recorder):
         self._recipes: dict[Hashable, tuple[Recipe | None, tuple[Any, ...], tuple[int, ...]]] = {}
 
     def _allocated(self, name: str, shape: Shape, dtype: str, bound: float | None) -> Any:
-        if dtype != TWO_PART:
+        if dtype != HI_LO:
             return self._arena.empty(shape, dtype)
         rows = int(np.prod(shape[:-1]))
         parts = self._arena.empty((2, rows, shape[-1]), "float16")
@@ -325,10 +325,10 @@ class Binder(Recorder):
             scale = self._arena.empty((rows,), "float32")
         else:
             scale = self._arena.filled(name.rpartition(".")[2], rows, one_scale)
-        return TwoPartMatrix.trusted(parts=parts, scale=scale, shape=shape, one_scale=one_scale)
+        return HiLoMatrix.trusted(parts=parts, scale=scale, shape=shape, one_scale=one_scale)
 
     def _bind(self, step: Step, inputs: tuple[Any, ...], out: Any, made: Result) -> None:
-        places, kind = seen((*inputs, made.array), step.attrs.values())
+        places, kind = signature_of((*inputs, made.array), step.attrs.values())
         key = step.op, out is None, places, kind, tuple(step.attrs)
         known = self._known.get(step.name)
         if known is not None and known.key == key:
@@ -349,18 +349,18 @@ class Binder(Recorder):
         if recipe is not None:
             return recipe.at((*places, *further)), extra
         _, launches, extra = BY_NAME[step.op].bind_on_device(inputs, out, **step.attrs)
-        sends = step.attrs.get("sends")
-        further = (*addresses_of(extra), *(sends.addresses if sends else ()))
+        to_peers = step.attrs.get("to_peers")
+        further = (*addresses_of(extra), *(to_peers.addresses if to_peers else ()))
         self._recipes[alike] = Recipe.of(launches, (*places, *further)), extra, further
         return launches, extra
 
     def kept(self, value: Any) -> Any:
         """Return an array or matrix as views that do not keep the arena's memory allocated."""
         view = self._arena.view
-        if not isinstance(value, TwoPartMatrix):
+        if not isinstance(value, HiLoMatrix):
             return view(value)
         parts, scale = view(value.parts), view(value.scale)
-        return TwoPartMatrix.trusted(**{**vars(value), "parts": parts, "scale": scale})
+        return HiLoMatrix.trusted(**{**vars(value), "parts": parts, "scale": scale})
 
 
 def rounded_up(n: int, steps: int) -> int:

@@ -16,8 +16,8 @@ from gpt2block.cuda.arrays import Bound, CudaArray, arrays_of, mapped, reserve_l
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import event_ms
 from gpt2block.engine.model import Item, StepResult
-from gpt2block.engine.passes.machine import Machine
-from gpt2block.engine.passes.shares import OF_SHARE, PRODUCTS, Share, of_share
+from gpt2block.engine.passes.executor import Executor
+from gpt2block.engine.passes.shards import OF_SHARD, PRODUCTS, Shard, of_shard
 from gpt2block.engine.recorder import (
     Arena,
     ArenaFull,
@@ -28,7 +28,7 @@ from gpt2block.engine.recorder import (
     TensorSpec,
     rounded_up,
 )
-from gpt2block.models.weights.two_part import TwoPartMatrix
+from gpt2block.models.weights.hi_lo import HiLoMatrix
 
 RUNS = 5  # number of runs when one step is timed
 STEPS_OF_SIZE = 4  # number of possible sizes of an arena from a power of two up to the next
@@ -60,7 +60,7 @@ class Recording:
         given = {**binder.tensors, **binder.outs}
         self._sizes = {n: TensorSpec.of(given[n]) for n in borrowed if n in given}
         self._owner = owner
-        self.share = None if owner is None else owner.share
+        self.shard = None if owner is None else owner.shard
         self._ran = self._loaded = False
         self.captured = False  # whether `replay` launches a graph that is captured already
         self._graph: Any = None
@@ -108,7 +108,7 @@ class Recording:
         if self._graph is None:
             self.meet()
             self._graph = capture(self.launches, private, self.overlapping)
-            if self.share is not None:
+            if self.shard is not None:
                 # An upload may allocate memory (see `Recordings.meet`).
                 self._graph.upload(stream)
                 stream.synchronize()
@@ -136,10 +136,10 @@ class Recording:
     def load(self) -> None:
         """Load all kernels of a model on several GPUs before the first one runs; all threads meet.
 
-        A gather waits for the launches of other GPUs, and would wait for a compiler, too. Local
-        memory is reserved for the same reason (see `Recordings.meet`).
+        An all-gather waits for the launches of other GPUs, and would wait for a compiler, too.
+        Local memory is reserved for the same reason (see `Recordings.meet`).
         """
-        if self.share is not None:
+        if self.shard is not None:
             # The driver loads a kernel to answer how much local memory it needs.
             local = max((each.function.local_size_bytes for each in self.launches), default=0)
             self.meet()
@@ -155,7 +155,8 @@ class Recording:
     def trace(self, names: Iterable[str] | None = None) -> dict[str, CudaArray]:
         """Run all steps; return copies of the results of steps in `names` (None: all) by name.
 
-        On several GPUs, all copies are allocated before the first gather (see `Recordings.meet`).
+        On several GPUs, all copies are allocated before the first all-gather (see
+        `Recordings.meet`).
         """
         wanted = set(self.steps if names is None else names)
         results = {name: each.result for name, each in self.steps.items() if name in wanted}
@@ -166,18 +167,18 @@ class Recording:
             if name in wanted:
                 _copy(results[name], copies[name])
         self.meet()
-        return {n: c.joined() if isinstance(c, TwoPartMatrix) else c for n, c in copies.items()}
+        return {n: c.joined() if isinstance(c, HiLoMatrix) else c for n, c in copies.items()}
 
     def returns(self, name: str) -> bool:
         """Whether this GPU returns the result of a step.
 
-        The first GPU returns whole results. Each GPU returns its part of a result that no gather
-        joins.
+        The first GPU returns whole results. Each GPU returns its part of a result that no
+        all-gather joins.
         """
-        if self.share is None:
+        if self.shard is None:
             return True
-        gathered = name.endswith(OF_SHARE) and name.removesuffix(OF_SHARE) in self.steps
-        return not gathered and (self.share.index == 0 or self.share.has_part(name))
+        gathered = name.endswith(OF_SHARD) and name.removesuffix(OF_SHARD) in self.steps
+        return not gathered and (self.shard.index == 0 or self.shard.has_part(name))
 
     def run_alone(self, exact: Mapping[str, NDArray[Any]]) -> Iterator[StepResult]:
         """Run and time each step on exact inputs, rounded to their storage dtype.
@@ -186,25 +187,25 @@ class Recording:
         Yields every step that has an exact tensor. The kernels must be loaded already, as by
         `trace`.
 
-        On several GPUs, a step and the gather of its columns are one result, as on one GPU. The
+        On several GPUs, a step and the all-gather of its columns are one result, as on one GPU. The
         first GPU yields whole results.
         """
-        of_shares: dict[str, tuple[list[str], float]] = {}
+        of_shards: dict[str, tuple[list[str], float]] = {}
         for name, (step, launches, _, result, _) in self.steps.items():
-            whole = name.removesuffix(OF_SHARE)
+            whole = name.removesuffix(OF_SHARD)
             # The last run has exact inputs, because runs change results that are computed in place.
             times = [self._ms(name) for _ in range(RUNS - 1 if whole in exact else 0)]
-            for given in step.inputs[step.op == "gather" :]:
+            for given in step.inputs[step.op == "all_gather" :]:
                 if (values := self._exact(given, exact)) is not None:
                     fill(self.value(given), values, step.attrs.get("kv_dtype"))
             kernels, ms = [launch.name for launch in launches], min([self._ms(name), *times])
-            if name != whole and whole in self.steps:  # the gather reads these columns
-                of_shares[whole] = kernels, ms
+            if name != whole and whole in self.steps:  # the all-gather reads these columns
+                of_shards[whole] = kernels, ms
             elif whole in exact:
-                first, before = of_shares.get(name, ([], 0.0))
+                first, before = of_shards.get(name, ([], 0.0))
                 out = result.get()
-                if self.share is not None:
-                    out = self.share.joined(name, out)
+                if self.shard is not None:
+                    out = self.shard.joined(name, out)
                 yield StepResult(whole, ", ".join(first + kernels), out, before + ms)
 
     def _ms(self, name: str) -> float:
@@ -214,13 +215,13 @@ class Recording:
 
     def _exact(self, given: str, exact: Mapping[str, NDArray[Any]]) -> NDArray[Any] | None:
         """Return the exact input `given` of a step, or this GPU's part; None if it is unknown."""
-        values, share = exact.get(given.removesuffix(OF_SHARE)), self.share
-        if values is None or share is None or not share.has_part(given):
+        values, shard = exact.get(given.removesuffix(OF_SHARD)), self.shard
+        if values is None or shard is None or not shard.has_part(given):
             return values
-        if not given.endswith(OF_SHARE):
-            return share.own_heads(values)
+        if not given.endswith(OF_SHARD):
+            return shard.own_heads(values)
         product = self.steps[given].step
-        first = share.first(product.inputs[PRODUCTS[product.op][0]])
+        first = shard.first(product.inputs[PRODUCTS[product.op][0]])
         return values[:, first : first + self.value(given).shape[-1]]
 
 
@@ -236,8 +237,8 @@ def fill(array: CudaArray, exact: NDArray[Any], kv_dtype: str | None = None) -> 
 
     kv_dtype: the FP8 format of arrays of uint8.
     """
-    if isinstance(array, TwoPartMatrix):
-        parts, scale = reference.two_part(exact.astype(np.float32))
+    if isinstance(array, HiLoMatrix):
+        parts, scale = reference.hi_lo(exact.astype(np.float32))
         if array.one_scale is not None:
             parts, scale = _with_scale(exact, array.one_scale)
         array.parts[...] = cupy.asarray(parts)
@@ -251,7 +252,7 @@ def fill(array: CudaArray, exact: NDArray[Any], kv_dtype: str | None = None) -> 
 
 
 def _with_scale(x: NDArray[Any], scale: float) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return `reference.two_part` of x, but with the given scale for all rows."""
+    """Return `reference.hi_lo` of x, but with the given scale for all rows."""
     scaled = (x / scale).astype(np.float32)
     high = scaled.astype(np.float16)
     low = ((scaled - high) * np.float32(2048)).astype(np.float16)
@@ -278,12 +279,12 @@ class Recordings:
     """Creates the recordings of an engine, which share an arena (a buffer for results).
 
     A larger pass gets a larger arena; earlier recordings keep the old arena. watch: called with
-    each recording before it runs, when its inputs are on the device. share: the engine's part of a
+    each recording before it runs, when its inputs are on the device. shard: the engine's part of a
     model on several GPUs; None for a model on one GPU.
     """
 
-    def __init__(self, share: Share | None = None) -> None:
-        self.share = share
+    def __init__(self, shard: Shard | None = None) -> None:
+        self.shard = shard
         self._arena: Arena | None = None
         self.watch: Callable[[Recording], None] | None = None
 
@@ -291,18 +292,19 @@ class Recordings:
         """Wait for the threads of all GPUs, if the model is on several.
 
         An allocation can wait until a GPU is idle, and lets no other thread launch kernels
-        meanwhile. So no thread may allocate until all have launched the work that gathers wait for.
+        meanwhile. So no thread may allocate until all have launched the work that all-gathers wait
+        for.
         """
-        if self.share is not None:
-            self.share.exchange()
+        if self.shard is not None:
+            self.shard.exchange()
 
     def agreed(self, value: Item) -> Item:
         """Return `value`, which depends on measured times; on several GPUs, the first GPU's."""
-        return value if self.share is None else self.share.exchange(value)[0]
+        return value if self.shard is None else self.shard.exchange(value)[0]
 
     def make(
         self,
-        run: Callable[[Machine], Any],
+        run: Callable[[Executor], Any],
         tensors: Mapping[str, Any],
         outs: Mapping[str, Any] | None = None,
         known: Mapping[str, Recorded] | None = None,
@@ -315,8 +317,8 @@ class Recordings:
         fuses: see `Divided`. Other arguments: see Binder and Recording.
         """
 
-        def steps_on(do: Machine) -> Any:
-            return run(do) if self.share is None else of_share(run, do, self.share, fuses)
+        def steps_on(do: Executor) -> Any:
+            return run(do) if self.shard is None else of_shard(run, do, self.shard, fuses)
 
         def recorded(arena: Arena) -> Recording:
             binder = Binder(tensors, arena, outs, known, borrowed)

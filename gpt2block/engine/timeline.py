@@ -15,9 +15,9 @@ from gpt2block import reference
 from gpt2block.contract import MATRICES
 from gpt2block.cuda.arrays import Shape
 from gpt2block.engine.passes import BATCH
-from gpt2block.engine.passes.machine import Step
+from gpt2block.engine.passes.executor import Step
 from gpt2block.engine.recorder import VIEW, TensorSpec, described
-from gpt2block.ops.gather import MAIL
+from gpt2block.ops.all_gather import PEER_INPUTS
 
 GATHERED = {
     "encoder_rows": ("wte", "wpe"),
@@ -25,7 +25,7 @@ GATHERED = {
 }  # {operation: inputs of which it reads only some rows}
 ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # named inputs of a pass that are not weights
 # Buffers for converted weights and partial sums, and memory through which GPUs exchange columns.
-SCRATCH = "memory", "stream_k_workspace", *MAIL
+SCRATCH = "memory", "stream_k_workspace", *PEER_INPUTS
 Call = Callable[[], Any]
 
 

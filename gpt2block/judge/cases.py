@@ -31,7 +31,7 @@ from gpt2block.ops.workload import draw_stable
 MEAN, SPREAD = 2048.0, 0.6  # mean and standard deviation of rows with a large mean
 DYNAMIC = 65536  # maximum bytes of dynamic shared memory of a case with long rows
 SCORE = 1024.0  # large score: exp(SCORE) is infinite, and exp(-SCORE) is 0
-MOST_SEED = 1_000_000  # drawn seeds are below this number, so that they are short to type
+MAX_SEED = 1_000_000  # drawn seeds are below this number, so that they are short to type
 OTHER_SIZES = (
     "right at the sizes before; if a kernel is for some sizes only, check it at one of them with "
     "--shape (in Python shape=)"
@@ -83,7 +83,7 @@ class Special:
 def resolved_seed(seed: int | None) -> int:
     """Return a seed of random sizes: a new one for None. Raises InputError for an invalid seed."""
     if seed is None:
-        return secrets.randbelow(MOST_SEED)
+        return secrets.randbelow(MAX_SEED)
     return check_integer("seed", seed, 0, inf, "0 or more")
 
 

@@ -29,7 +29,7 @@ GUARD_BYTE = 0xA5
 # Bytes that fill an output before a launch: NaN, a large positive and a large negative number.
 # fmaxf and fminf ignore NaN, so that only the two numbers reveal a kernel that reads its output.
 NAN_BYTE, POSITIVE_BYTE, NEGATIVE_BYTE = 0xFF, 0x7B, 0xFB
-MOST_EXCHANGED = 2**16  # elements of a result up to which exchanged indexes are tried
+MAX_EXCHANGED = 2**16  # elements of a result up to which exchanged indexes are tried
 LIMIT = "rounding explains at most {:.1e} of the largest value"
 NOT_FINITE = (
     "look for a division by 0, for expf of a number above 88, for sqrtf or logf of a negative "
@@ -183,7 +183,7 @@ def exchanged(kernel: Kernel, given: Case, out: NDArray[Any]) -> str:
 
     out: the result of the operation as the kernel has computed it.
     """
-    if out.size > MOST_EXCHANGED:
+    if out.size > MAX_EXCHANGED:
         return ""
     operation = kernel.operation
     result, exact = next(iter(given.truths.items()))

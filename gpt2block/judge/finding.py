@@ -18,7 +18,7 @@ from gpt2block.emulator.ptx import engine, nvrtc
 from gpt2block.errors import InputError, NotJudged
 from gpt2block.judge.source import UserSource, numbers
 
-MOST_ERRORS = 3  # maximum number of compiler errors shown
+MAX_ERRORS = 3  # maximum number of compiler errors shown
 _NO_LIBRARY = (
     "\n(Kernels have no C++ library, only what <cmath>, <cfloat>, <climits> and <cstdint> declare, "
     "std::min and std::max. For std::numeric_limits write FLT_MAX or INFINITY, for std::cout "
@@ -194,7 +194,7 @@ def of_compiler(source: UserSource, log: str) -> Finding:
     if not errors:
         plain = re.sub(r"(?:/[^\s/:(]+)+/", "", log.strip())  # without folders of this machine
         return Finding(f"{source.file} does not compile:\n{plain}")
-    shown = errors[:MOST_ERRORS]
+    shown = errors[:MAX_ERRORS]
     rest = len(errors) - len(shown)
     more = f"\nand {rest} more error{'s' if rest > 1 else ''}" if rest else ""
     what = "\n".join(f"{source.file}:{each[0]}: {_explained_host(source, *each)}" for each in shown)

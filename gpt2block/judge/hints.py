@@ -9,7 +9,7 @@ from gpt2block.cuda import kernels
 from gpt2block.judge.refused import without_literals
 from gpt2block.judge.source import UserSource
 
-MOST = 3  # maximum number of hints about double
+MAX_HINTS = 3  # maximum number of hints about double
 SLOW = "arithmetic in double is slow on most GPUs"
 # A literal of type double next to an arithmetic operator or comparison. In other places, such as an
 # initializer of a float, the compiler converts it.
@@ -32,7 +32,7 @@ def hints(source: UserSource, wrong: bool) -> tuple[str, ...]:
     doubles = [f"{source.file}:{line}: {what}; {SLOW}" for line, what in _doubles(text)]
     found = [*_uncalled(text), *(_shared(text) if wrong else ())]
     causes = [f"{source.file}:{line}: {what}" for line, what in found]
-    return (*causes, *list(dict.fromkeys(doubles))[:MOST])
+    return (*causes, *list(dict.fromkeys(doubles))[:MAX_HINTS])
 
 
 def _doubles(text: str) -> Iterator[tuple[int, str]]:

@@ -117,7 +117,7 @@ class Kernel:
         """Do the same as `geometry`, but for a device of any size of shared memory."""
         text, setting = self.source.launch, self.source.setting
         block = self._extents("block", text.block, sizes)
-        threads, allowed = prod(block), self.source.most_threads
+        threads, allowed = prod(block), self.source.max_threads
         bounds = f"at most {THREADS}"
         if allowed is not None and allowed < threads <= THREADS:
             bounds = f"__launch_bounds__ of {self.source.name} allows {allowed}"

@@ -40,7 +40,7 @@ _ROUNDINGS: Mapping[str, tuple[int, str]] = {
     "gemm": (8, "K"),
     "layernorm": (8, "C"),  # x - mean 1, division by C 1, rsqrt 4, products 2
     "layernorm_gelu": (16, "C"),
-    "linear": (8, "K"),  # two-part or separately rounded products 4, bias 1, scale 3
+    "linear": (8, "K"),  # hi/lo or separately rounded products 4, bias 1, scale 3
     "log_likelihood": (16, "V"),
     "matmul_bias": (8, "K"),
     "qk_norm": (8, "D"),
@@ -50,7 +50,7 @@ _ROUNDINGS: Mapping[str, tuple[int, str]] = {
     "rope": (160, "0"),  # angles of up to 40 radians in float, each with four roundings
     "silu_mul": (8, "0"),  # exp 4, weighted by 1 - sigmoid; 1 + exp 1, division 2, product 1
     "softmax": (16, "T"),  # x - max - log(sum), of magnitude up to 8: 8, exp 4, division 4
-    "trimat": (8, "HS"),  # two-part products 4, root 2, division 2
+    "trimat": (8, "HS"),  # hi/lo products 4, root 2, division 2
 }
 
 

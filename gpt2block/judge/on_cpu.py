@@ -29,8 +29,8 @@ from gpt2block.judge.comparison import Checked, Fidelity
 from gpt2block.judge.finding import Finding, declared, dtype_of, of_compiler, of_engine
 from gpt2block.judge.kernel import Kernel, described, matched
 from gpt2block.judge.refused import (
-    HOPPER,
     USUAL,
+    WGMMA,
     ResourceUsage,
     capability_of,
     refused,
@@ -56,9 +56,9 @@ PLACE_COUNTS = (
     "between GPUs and launches"
 )
 OTHER = "--shape checks and times others"
-MOST_BUDGET = 2_000_000_000  # warp instructions of a launch that the template needs, too
-MOST_AGAIN = 1_000_000  # warp instructions of a launch that is repeated in other orders
-MOST_KEPT = 64  # bytes of a variable that may hold counts from one launch for the next
+MAX_BUDGET = 2_000_000_000  # warp instructions of a launch that the template needs, too
+MAX_AGAIN = 1_000_000  # warp instructions of a launch that is repeated in other orders
+MAX_KEPT = 64  # bytes of a variable that may hold counts from one launch for the next
 LATER = (*range(40), 1000, 1_000_000, 2**29, 2**31)  # launches after which such counts are tried
 # Names by which a file can tell compilers and GPUs apart; such a file must be right for several.
 _TELLS = re.compile(
@@ -108,7 +108,7 @@ def check_kernel(
     path = str(kernel.source.path)
     needs: Finding | ResourceUsage | None = None
     wrong = False
-    for capability in (USUAL, HOPPER):
+    for capability in (USUAL, WGMMA):
         if capability < capability_of(kernel):
             continue
         with emulated(capability=capability), ThreadPoolExecutor(1) as pool:
@@ -268,7 +268,7 @@ class _Judge:
                 return replace(self._explained(case, run, ran), printed=printed), run
             assert isinstance(ran.found, Checked)
             done.append(ran.found)
-            if case.once or (case is not self.first and ran.instructions >= MOST_AGAIN):
+            if case.once or (case is not self.first and ran.instructions >= MAX_AGAIN):
                 break
         worst = max(done, key=lambda each: inf if isnan(each.max_rel) else each.max_rel)
         return replace(worst, printed=done[0].printed), RUNS[0]
@@ -307,7 +307,7 @@ class _Judge:
             return None
         self.examined = True
         found = of_engine(self.kernel.source, left, f"at {case.label}, {run.order} order")
-        if left.size > MOST_KEPT:
+        if left.size > MAX_KEPT:
             return found
         memory = self._module(run.debug).memory
         before = {name: bytes(data) for name, data in memory.items()}
@@ -335,11 +335,11 @@ class _Judge:
         template = matched(read(path_of(operation)), operation, stored)
         function = kernels.load(str(template.source.path), template.source.name, template.defines)
         judge = replace(self, kernel=template, function=function)
-        usual = judge._run(case, EmulatedRun("forward"), MOST_BUDGET).instructions
+        usual = judge._run(case, EmulatedRun("forward"), MAX_BUDGET).instructions
         budget = FACTOR * usual
         try:
             if budget > error.budget:
-                budget = min(budget, MOST_BUDGET)
+                budget = min(budget, MAX_BUDGET)
                 return self._run(case, run, budget)
         except _OverBudgetError as late:
             error = late

@@ -18,7 +18,7 @@ from gpt2block.judge.kernel import Geometry, Kernel
 REGISTERS = 1 << 16  # registers per block
 _LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?<!\w)\'(?:[^\'\\\n]|\\.)+\'')
 WARP, UNIT = 32, 8  # threads per warp; registers of a thread are allocated in multiples of UNIT
-USUAL, HOPPER = "80", "90"  # compute capabilities
+USUAL, WGMMA = "80", "90"  # compute capabilities
 ASSEMBLED = ("--ptxas-options=-v", "--no-cache")  # programs from NVRTC's cache have no log
 
 
@@ -48,21 +48,21 @@ def refused(kernel: Kernel) -> Finding | ResourceUsage:
     own = made.log.partition(f"'{kernel.source.name}'")[2]
     used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", own)
     found = (int(used[1]), int(used[2] or 0)) if used else (0, 0)
-    return ResourceUsage(*found, HOPPER if above else usual)
+    return ResourceUsage(*found, WGMMA if above else usual)
 
 
 def capability_of(kernel: Kernel) -> str:
     """Return the compute capability that a file asks for, or on which its launches can overlap."""
     asks = kernel.source.waits or kernels.architecture(str(kernel.source.path))
-    return HOPPER if asks else USUAL
+    return WGMMA if asks else USUAL
 
 
 def too_many(
-    kernel: Kernel, needs: ResourceUsage, geometry: Geometry, most_shared: int
+    kernel: Kernel, needs: ResourceUsage, geometry: Geometry, max_shared: int
 ) -> Finding | None:
     """Return the reason why no GPU can launch a block of this size, or None.
 
-    most_shared: maximum bytes of shared memory per block.
+    max_shared: maximum bytes of shared memory per block.
     """
     _, block, dynamic = geometry
     warps = -(-prod(block) // WARP)
@@ -75,10 +75,10 @@ def too_many(
             "before the name of the kernel, or choose a smaller block",
             (line,),
         )
-    if dynamic and needs.shared + dynamic > most_shared:
+    if dynamic and needs.shared + dynamic > max_shared:
         return Finding(
             f"{name} has {needs.shared:,} bytes of shared variables and {dynamic:,} of extern "
-            f"__shared__ memory: at most {most_shared:,} together",
+            f"__shared__ memory: at most {max_shared:,} together",
             (line,),
         )
     return None

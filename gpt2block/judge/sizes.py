@@ -20,7 +20,7 @@ from gpt2block.sampling import Sampling
 Case = tuple[Sizes, Attrs]
 COLUMNS = 41  # length of rows: a prime that kernels with special cases rarely list
 RANDOM = 2  # number of cases of random sizes
-MOST_BYTES, MOST_FLOPS = 100e6, 1.5e8  # limits of a case of cost 1, the largest that is run whole
+MAX_BYTES, MAX_FLOPS = 100e6, 1.5e8  # limits of a case of cost 1, the largest that is run whole
 SMALL = 1e-3  # maximum cost of a case that is launched many times
 OF_WHOLE = 0.25  # maximum cost of a case with reduced sizes
 LONGEST = 65536  # a number of a file that is larger is no length of a row
@@ -198,11 +198,11 @@ def _reduced(operation: Operation, sizes: Sizes, attrs: Attrs, order: Iterable[s
 
 
 def cost(operation: Operation, sizes: Sizes, attrs: Attrs) -> float:
-    """Return the larger of a case's bytes / MOST_BYTES and its operations / MOST_FLOPS."""
+    """Return the larger of a case's bytes / MAX_BYTES and its operations / MAX_FLOPS."""
     at = {"itemsize": 4, "weight": 4, **operation.workload.attrs, **attrs, **sizes}
     work = operation.workload
     table = at["itemsize"] * at["V"] * at["C"] if operation.name == "encoder" else 0
-    return max(work.traffic(at) / MOST_BYTES, work.flops(at) / MOST_FLOPS, table / MOST_BYTES)
+    return max(work.traffic(at) / MAX_BYTES, work.flops(at) / MAX_FLOPS, table / MAX_BYTES)
 
 
 def _unit(operation: Operation, name: str, attrs: Attrs) -> int:

@@ -91,7 +91,7 @@ class UserSource:
         return self.text.count("\n", 0, self._named[1]) + 1
 
     @property
-    def most_threads(self) -> int | None:
+    def max_threads(self) -> int | None:
         """Threads per block that `__launch_bounds__` allows, or None if it states no number."""
         start, end = self._named
         plain = kernels.without_comments(self.text)[start:end]

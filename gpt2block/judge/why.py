@@ -24,7 +24,7 @@ from gpt2block.judge.finding import Finding, as_json, declared, dtype_of, elemen
 from gpt2block.judge.kernel import Kernel
 
 BUDGET = 10_000_000  # warp instructions of a launch, which end one that does not end
-MOST_ROWS = 60  # maximum number of rows in a terminal
+MAX_ROWS = 60  # maximum number of rows in a terminal
 _LONGEST_LOOP = 24  # maximum number of steps of an iteration that is folded
 _FIRST_ROWS = 15  # rows that are kept if a folded table is too long; the last rows are kept, too
 # Letter of a mangled name → dtype of the value that a shuffle sends.
@@ -79,7 +79,7 @@ class Why:
         """The threads, in the order of their first steps."""
         return tuple(dict.fromkeys(step.thread for step in self.steps))
 
-    def rows(self, most: int = MOST_ROWS) -> list[StepRow]:
+    def rows(self, most: int = MAX_ROWS) -> list[StepRow]:
         """Return the rows of a table: repeated iterations of a loop are one row."""
         rows = folded(self.steps)
         if len(rows) <= most:

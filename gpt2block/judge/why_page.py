@@ -12,13 +12,13 @@ from gpt2block.judge.finding import headline
 from gpt2block.judge.verdict import Verdict
 from gpt2block.judge.why import ThreadStep, Why
 
-MOST_STEPS = 5_000  # maximum number of steps on the page; of more, the last ones are shown
+MAX_STEPS = 5_000  # maximum number of steps on the page; of more, the last ones are shown
 
 
 def html_of(verdict: Verdict, why: Why) -> str:
     """Return an HTML page in one file, which needs no network. why: the verdict's steps."""
     source, problem = verdict.kernel.source, verdict.problem
-    first = max(0, len(why.steps) - MOST_STEPS)
+    first = max(0, len(why.steps) - MAX_STEPS)
     steps = list(enumerate(why.steps[first:], first + 1))
     left = f"The first {first:,} steps are left out." if first else ""
     columns = "".join(

@@ -13,7 +13,7 @@ from gpt2block.errors import InputError
 
 Array = NDArray[np.floating[Any]]
 
-SMALLEST_SCALE = 2.0**-126  # smallest scale in `two_part`; its inverse is also a float32
+SMALLEST_SCALE = 2.0**-126  # smallest scale in `hi_lo`; its inverse is also a float32
 
 
 class _Fp8(NamedTuple):
@@ -103,8 +103,8 @@ def _fp8_magnitudes(format: str) -> NDArray[np.float32]:
     return values
 
 
-@takes("x float32 ... K -> out two_part ... K")
-def two_part(x: Array) -> tuple[Array, Array]:
+@takes("x float32 ... K -> out hi_lo ... K")
+def hi_lo(x: Array) -> tuple[Array, Array]:
     """Split each row of float32 numbers into two float16 parts: x = (hi + lo 2^-11) scale.
 
     x (..., K) → parts (2, rows, K), hi = x / scale and lo = (x / scale - hi) 2^11, both rounded to
@@ -128,7 +128,7 @@ def two_part(x: Array) -> tuple[Array, Array]:
 
 
 def joined(parts: Array, scale: Array) -> Array:
-    """Invert `two_part`: return the float32 numbers (rows, K) that the parts represent exactly."""
+    """Invert `hi_lo`: return the float32 numbers (rows, K) that the parts represent exactly."""
     for name, array, dtype, ndim in (
         ("parts", parts, "float16", 3),
         ("scale", scale, "float32", 1),

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gpt2block.ops.elementwise import add, gelu, silu_mul
     from gpt2block.ops.encoder import encoder, encoder_rows
     from gpt2block.ops.gemm import gemm
+    from gpt2block.ops.hi_lo import hi_lo
     from gpt2block.ops.layernorm import layernorm
     from gpt2block.ops.layernorm_gelu import layernorm_gelu
     from gpt2block.ops.linear import linear
@@ -45,12 +46,11 @@ if TYPE_CHECKING:
     from gpt2block.ops.rmsnorm_matmul import rmsnorm_ffn, rmsnorm_matmul
     from gpt2block.ops.rope import rope
     from gpt2block.ops.rope_qkv import rope_append, rope_qkv
-    from gpt2block.ops.sample_token import SampleState, mark_seen, sample_token
+    from gpt2block.ops.sample_token import SampleState, mark_occurred, sample_token
     from gpt2block.ops.softmax import softmax
     from gpt2block.ops.to_fp8 import to_fp8
     from gpt2block.ops.top_logprobs import top_logprobs
     from gpt2block.ops.trimat import trimat
-    from gpt2block.ops.two_part import two_part
 
 __all__ = [
     "Bound",
@@ -65,13 +65,14 @@ __all__ = [
     "encoder_rows",
     "gelu",
     "gemm",
+    "hi_lo",
     "kv_append",
     "kv_round",
     "layernorm",
     "layernorm_gelu",
     "linear",
     "log_likelihood",
-    "mark_seen",
+    "mark_occurred",
     "matmul_bias",
     "qk_norm",
     "rmsnorm",
@@ -86,7 +87,6 @@ __all__ = [
     "to_fp8",
     "top_logprobs",
     "trimat",
-    "two_part",
 ]
 _MODULE_OF = {name: name for name in __all__ if name != "Bound"} | {
     "SampleState": "sample_token",
@@ -100,7 +100,7 @@ _MODULE_OF = {name: name for name in __all__ if name != "Bound"} | {
     "encoder_rows": "encoder",
     "rmsnorm_ffn": "rmsnorm_matmul",
     "rope_append": "rope_qkv",
-    "mark_seen": "sample_token",
+    "mark_occurred": "sample_token",
 }  # name → module
 
 

@@ -1,9 +1,9 @@
 """Self-attention of sequences: softmax(Q Kᵀ / sqrt(HS)) V, with or without a causal mask.
 
 Variants `mha` (skeleton.cu), `naive` (ladder.cu) and `online` (online.cu) in learn/attention
-compute in float32. Variants `mma` (mma.cu) and `hopper` (wgmma.cu) in attention/prompt use tensor
-cores with float16 or bfloat16. They also take two-part matrices, with the accuracy of float32
-(mma_two_part.cu, wgmma_two_part.cu).
+compute in float32. Variants `mma` (mma.cu) and `wgmma` (wgmma.cu) in attention/prompt use tensor
+cores with float16 or bfloat16. They also take hi/lo matrices, with the accuracy of float32
+(mma_hi_lo.cu, wgmma_hi_lo.cu).
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
-from gpt2block.models.weights.two_part import TwoPartMatrix
-from gpt2block.ops.call import TWO_PART, Call, UncheckedCall
+from gpt2block.models.weights.hi_lo import HiLoMatrix
+from gpt2block.ops.call import HI_LO, Call, UncheckedCall
 from gpt2block.ops.engines.attention_tiles import (
     ALTERNATE_HEAD,
-    HOPPER_THREADS,
-    HOPPER_TILE,
-    HOPPER_TWO_PART_HEAD,
-    HOPPER_TWO_PART_TILE,
+    MAX_BLOCKS,
     MMA_HEADS,
-    MOST_BLOCKS,
     TENSOR_HEADS,
+    WGMMA_HI_LO_HEAD,
+    WGMMA_HI_LO_TILE,
+    WGMMA_THREADS,
+    WGMMA_TILE,
     alternate_geometry,
     alternates,
     heads_defines,
-    hopper_geometry,
-    hopper_two_part_geometry,
+    hi_lo_geometry,
     mma_geometry,
     mma_stage,
     online_geometry,
     scored,
     tensor_heads_defines,
-    two_part_geometry,
+    wgmma_geometry,
+    wgmma_hi_lo_geometry,
 )
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.warm import call
@@ -59,17 +59,17 @@ FILE = "learn/attention/skeleton.cu"
 NAIVE = "learn/attention/ladder.cu"
 ONLINE = "learn/attention/online.cu"
 MMA = "attention/prompt/mma.cu"
-MMA_TWO_PART = "attention/prompt/mma_two_part.cu"
-HOPPER = "attention/prompt/wgmma.cu"
-HOPPER_ALTERNATE = "attention/prompt/wgmma_alternate.cu"
-HOPPER_TWO_PART = "attention/prompt/wgmma_two_part.cu"
+MMA_HI_LO = "attention/prompt/mma_hi_lo.cu"
+WGMMA = "attention/prompt/wgmma.cu"
+WGMMA_ALTERNATE = "attention/prompt/wgmma_alternate.cu"
+WGMMA_HI_LO = "attention/prompt/wgmma_hi_lo.cu"
 
 SIXTEEN_BITS = ("float16", "bfloat16")
-TENSOR_CORES = ("hopper", "mma")  # variants for 16-bit dtypes, preferred first
-APPENDING = ("hopper",)  # variants that also write K and V to a kv_cache
+TENSOR_CORES = ("wgmma", "mma")  # variants for 16-bit dtypes, preferred first
+APPENDING = ("wgmma",)  # variants that also write K and V to a kv_cache
 TENSOR_HEAD = TENSOR_HEADS[0]  # channels per head that all tensor-core variants support
 LARGEST_HEAD = 256  # maximum channels per head of variants mha and online
-MAX_BATCH = MOST_BLOCKS[1]  # maximum sequences of variant mha
+MAX_BATCH = MAX_BLOCKS[1]  # maximum sequences of variant mha
 BLOCK = 256  # threads per block of variant mha; default threads of variant naive
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 ONLINE_BLOCKS = (32, 64, 128, 256)
@@ -90,10 +90,10 @@ def naive_geometry(
         "attention_value_kernel1": ceil(rows * HS / threads),
     }
     largest = max(grids.values())
-    if largest > MOST_BLOCKS[0]:
+    if largest > MAX_BLOCKS[0]:
         raise InputError(
             f"variant naive: B {B:,}, T {T:,} and {NH:,} heads make a grid of {largest:,} "
-            f"blocks, CUDA takes {MOST_BLOCKS[0]:,}: use variant online"
+            f"blocks, CUDA takes {MAX_BLOCKS[0]:,}: use variant online"
         )
     defines = heads_defines(NH, NKV, HS)
     return tuple(
@@ -105,8 +105,8 @@ def naive_geometry(
 
 
 def _fit_dtype(c: Call, *dtypes: str) -> None:
-    if c.storage == TWO_PART and TWO_PART not in dtypes:
-        raise UnsupportedCall("takes no two-part matrix: use variant mma")
+    if c.storage == HI_LO and HI_LO not in dtypes:
+        raise UnsupportedCall("takes no hi/lo matrix: use variant mma")
     if c.storage not in dtypes:
         raise UnsupportedCall(
             f"qkv: expected {' or '.join(dtypes[:2])}, got {c.storage}: use .astype('{dtypes[0]}')"
@@ -207,16 +207,14 @@ def _naive(c: Call) -> tuple[Launch, ...]:
 def _online(c: Call) -> Launch:
     _fit_online(c)
     check_address("out", c.output("out"))
-    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     block = c.block if c.requested else None
-    geometry = online_geometry(
-        *c.sizes, c.HS, NKV=c.n_kv_head, block=block, most_shared=most_shared
-    )
+    geometry = online_geometry(*c.sizes, c.HS, NKV=c.n_kv_head, block=block, max_shared=max_shared)
     geometry = scored(geometry, c)
     return launch_at(ONLINE, geometry, (c.qkv, c.output("out"), c.T, int(c.causal)))
 
 
-# --- tensor-core variants: mma and hopper, for 16-bit dtypes and TwoPartMatrix
+# --- tensor-core variants: mma and wgmma, for 16-bit dtypes and HiLoMatrix
 
 
 def _fit_mma(c: Call) -> None:
@@ -224,8 +222,8 @@ def _fit_mma(c: Call) -> None:
         raise UnsupportedCall(
             "needs a GPU of compute capability 8.0 or newer: use float32 and variant online"
         )
-    _fit_dtype(c, *SIXTEEN_BITS, TWO_PART)
-    heads = TENSOR_HEADS if c.storage == TWO_PART else MMA_HEADS
+    _fit_dtype(c, *SIXTEEN_BITS, HI_LO)
+    heads = TENSOR_HEADS if c.storage == HI_LO else MMA_HEADS
     if c.HS not in heads:
         raise UnsupportedCall(
             f"head size {c.HS}: tensor cores take {', '.join(map(str, heads))}: "
@@ -235,88 +233,83 @@ def _fit_mma(c: Call) -> None:
 
 @variant(
     "mma_fp32",
-    MMA_TWO_PART,
+    MMA_HI_LO,
     "attention_fp32_mma",
-    source="Ootomo and Yokota (2022), for two-part matrices",
+    source="Ootomo and Yokota (2022), for hi/lo matrices",
 )
-def _two_part(c: Call) -> Launch:
-    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+def _hi_lo(c: Call) -> Launch:
+    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     one_scale = c.qkv.one_scale is not None
-    geometry, together = two_part_geometry(
-        *c.sizes, c.causal, one_scale, most_shared=most_shared, **c.heads
+    geometry, together = hi_lo_geometry(
+        *c.sizes, c.causal, one_scale, max_shared=max_shared, **c.heads
     )
     geometry = scored(geometry, c)
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
     args = (*parts, c.qkv.size // c.W, *c.sizes, together)
-    return launch_at(MMA_TWO_PART, geometry, args, "float16")
+    return launch_at(MMA_HI_LO, geometry, args, "float16")
 
 
 @variant("mma", MMA, "attention_mma", block=MMA_THREADS, source="gpt2block", dtypes=SIXTEEN_BITS)
 def _mma(c: Call) -> Launch:
     _fit_mma(c)
-    if c.storage == TWO_PART:
-        launch: Launch = _two_part.launch(c)
+    if c.storage == HI_LO:
+        launch: Launch = _hi_lo.launch(c)
         return launch
     check_address("out", c.output("out"))
-    sms, most_shared = map(
-        device_attribute, ("MultiProcessorCount", "MaxSharedMemoryPerBlockOptin")
-    )
-    geometry, together = mma_geometry(
-        *c.sizes, c.causal, sms=sms, most_shared=most_shared, **c.heads
-    )
+    sms, max_shared = map(device_attribute, ("MultiProcessorCount", "MaxSharedMemoryPerBlockOptin"))
+    geometry, together = mma_geometry(*c.sizes, c.causal, sms=sms, max_shared=max_shared, **c.heads)
     geometry = scored(geometry, c)
     return launch_at(MMA, geometry, (c.qkv, c.cu_seqlens, c.out, *c.sizes, together), c.storage)
 
 
 @variant(
-    "hopper_fp32",
-    HOPPER_TWO_PART,
-    "attention_fp32_hopper",
-    source="Ootomo and Yokota (2022), for two-part matrices",
+    "wgmma_fp32",
+    WGMMA_HI_LO,
+    "attention_fp32_wgmma",
+    source="Ootomo and Yokota (2022), for hi/lo matrices",
 )
-def _hopper_two_part(c: Call) -> Launch:
-    if c.HS != HOPPER_TWO_PART_HEAD:
+def _wgmma_hi_lo(c: Call) -> Launch:
+    if c.HS != WGMMA_HI_LO_HEAD:
         raise UnsupportedCall(
-            f"head size {c.HS}: of two-part matrices it takes {HOPPER_TWO_PART_HEAD}: "
-            "use variant mma"
+            f"head size {c.HS}: of hi/lo matrices it takes {WGMMA_HI_LO_HEAD}: use variant mma"
         )
     one_scale = c.qkv.one_scale is not None
     sms = device_attribute("MultiProcessorCount")
-    geometry, together = hopper_two_part_geometry(
+    geometry, together = wgmma_hi_lo_geometry(
         *c.sizes, c.causal, one_scale, sms=sms, serves=c.heads["serves"]
     )
     geometry = scored(geometry, c)
-    boxes = tensor_map(c.qkv.parts, (1, HOPPER_TWO_PART_TILE, HOPPER_TWO_PART_HEAD))
+    boxes = tensor_map(c.qkv.parts, (1, WGMMA_HI_LO_TILE, WGMMA_HI_LO_HEAD))
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
     args = (boxes, *parts, c.qkv.size // c.W, *c.sizes, together)
-    return launch_at(HOPPER_TWO_PART, geometry, args, "float16")
+    return launch_at(WGMMA_HI_LO, geometry, args, "float16")
 
 
 @variant(
-    "hopper_few",
-    HOPPER_ALTERNATE,
-    "attention_hopper_alternate",
-    block=HOPPER_THREADS,
+    "wgmma_few",
+    WGMMA_ALTERNATE,
+    "attention_wgmma_alternate",
+    block=WGMMA_THREADS,
     source="gpt2block",
     dtypes=SIXTEEN_BITS,
 )
-def _hopper_few(c: Call) -> Launch:
-    """Launch the kernel that variant `hopper` selects if few sequences make this kernel faster."""
+def _wgmma_few(c: Call) -> Launch:
+    """Launch the kernel that variant `wgmma` selects if few sequences make this kernel faster."""
     sms = device_attribute("MultiProcessorCount")
     sizes = (c.B, c.T, c.n_head, c.causal)
     geometry = alternate_geometry(*sizes, sms=sms, serves=c.heads["serves"])
-    return _hopper_launch(c, HOPPER_ALTERNATE, *geometry)
+    return _wgmma_launch(c, WGMMA_ALTERNATE, *geometry)
 
 
 @variant(
-    "hopper",
-    HOPPER,
-    "attention_hopper",
-    block=HOPPER_THREADS,
+    "wgmma",
+    WGMMA,
+    "attention_wgmma",
+    block=WGMMA_THREADS,
     source="gpt2block",
     dtypes=SIXTEEN_BITS,
 )
-def _hopper(c: Call) -> Launch:
+def _wgmma(c: Call) -> Launch:
     _fit_mma(c)
     if not gpu().has_wgmma:
         raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
@@ -325,21 +318,21 @@ def _hopper(c: Call) -> Launch:
             f"head size {c.HS}: takes {' and '.join(map(str, TENSOR_HEADS))}: use variant mma"
         )
     launch: Launch
-    if c.storage == TWO_PART:
-        launch = _hopper_two_part.launch(c)
+    if c.storage == HI_LO:
+        launch = _wgmma_hi_lo.launch(c)
         return launch
     sms = device_attribute("MultiProcessorCount")
     sizes = (c.B, c.T, c.n_head, c.causal)
     if c.HS == ALTERNATE_HEAD and alternates(*sizes, sms, c.rows):
-        launch = _hopper_few.launch(c)
+        launch = _wgmma_few.launch(c)
         return launch
-    return _hopper_launch(c, HOPPER, *hopper_geometry(*sizes, sms=sms, **c.heads))
+    return _wgmma_launch(c, WGMMA, *wgmma_geometry(*sizes, sms=sms, **c.heads))
 
 
-def _hopper_launch(c: Call, file: str, geometry: Geometry, together: int) -> Launch:
+def _wgmma_launch(c: Call, file: str, geometry: Geometry, together: int) -> Launch:
     check_address("out", c.output("out"))
     geometry = scored(geometry, c)
-    boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, HOPPER_TILE, TENSOR_HEAD))
+    boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, WGMMA_TILE, TENSOR_HEAD))
     args = (boxes, c.qkv, c.cu_seqlens, c.out, *c.sizes, together)
     cache: tuple[Any, ...] = (None, None, None, None, 0, 0)
     if c.k is not None:
@@ -366,7 +359,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 def _prepare_varlen(unchecked: UncheckedCall) -> Bound:
     """Bind a call with cu_seqlens to a variant. The function `attention` describes the arguments.
 
-    k, v, row and position are as in `kv_append`; only variant hopper takes them.
+    k, v, row and position are as in `kv_append`; only variant wgmma takes them.
     """
     c = _checked(unchecked)
     if c.S < 2:
@@ -393,7 +386,7 @@ def _completed(c: Call) -> Call:
         if c.n_kv_head != c.n_head:
             rows = f"(T, W) or (B, T, W) with W a multiple of {c.n_head} + 2 · {c.n_kv_head} heads"
         raise InputError(f"qkv: expected {rows}, got {c.qkv.shape}")
-    if c.storage != TWO_PART:
+    if c.storage != HI_LO:
         check_address("qkv", c.qkv)
     c.HS = c.W // heads
     if c.cu_seqlens is not None:
@@ -418,7 +411,7 @@ def _check_cache(c: Call) -> None:
         raise InputError(f"{missing[0]}: expected an array: k, v, row and position go together")
     if c.variant not in (None, *APPENDING) or not gpu().has_wgmma:
         raise InputError(
-            "k: only variant hopper, on a GPU of compute capability 9.0, writes to a kv_cache: use "
+            "k: only variant wgmma, on a GPU of compute capability 9.0, writes to a kv_cache: use "
             "ops.kv_append"
         )
     for name in ("k", "v"):
@@ -481,8 +474,8 @@ def check_heads(dtype: str, n_head: int, n_kv_head: int, head_size: int, causal:
 
 
 def tensor_cores_take(variant: str, head_size: int) -> bool:
-    """Whether the variant, "mma" or "hopper", supports heads of head_size channels."""
-    return head_size in {"hopper": TENSOR_HEADS, "mma": MMA_HEADS}.get(variant, ())
+    """Whether the variant, "mma" or "wgmma", supports heads of head_size channels."""
+    return head_size in {"wgmma": TENSOR_HEADS, "mma": MMA_HEADS}.get(variant, ())
 
 
 def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:
@@ -495,16 +488,16 @@ def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:
     return (*heads_defines(n_head, n_kv_head, head_size), *on_tensor_cores)
 
 
-def two_part_fits(head_size: int) -> bool:
-    """Whether the current device can compute attention on a TwoPartMatrix with heads of this size.
+def hi_lo_fits(head_size: int) -> bool:
+    """Whether the current device can compute attention on a HiLoMatrix with heads of this size.
 
-    The smallest tile of `two_part_geometry` has 64 queries and two stages of K and V.
+    The smallest tile of `hi_lo_geometry` has 64 queries and two stages of K and V.
     """
     fits = head_size in TENSOR_HEADS
     return fits and 5 * mma_stage(head_size) <= device_attribute("MaxSharedMemoryPerBlockOptin")
 
 
-VARIANTS = (_mha, _naive, _online, _mma, _hopper)
+VARIANTS = (_mha, _naive, _online, _mma, _wgmma)
 OPTIONS = {
     "n_head": REQUIRED,
     "causal": REQUIRED,
@@ -523,7 +516,7 @@ OPERATION = Operation(
     variants=VARIANTS,
     options=OPTIONS,
     prepare=_prepare,
-    parts=(_two_part, _hopper_few, _hopper_two_part),
+    parts=(_hi_lo, _wgmma_few, _wgmma_hi_lo),
     steps=(VARLEN,),
     workload=Workload(
         document="LeetGPU's GPT-2 block challenge",
@@ -552,7 +545,7 @@ OPERATION = Operation(
 
 
 def attention(
-    qkv: CudaArray | TwoPartMatrix,
+    qkv: CudaArray | HiLoMatrix,
     n_head: int,
     causal: bool = False,
     variant: str | None = None,
@@ -576,22 +569,22 @@ def attention(
     than 64 channels, 8 for more than 128). Only naive takes heads of more than 256 channels.
 
     float16 and bfloat16, with heads of 64, 128 or 256 channels: variant mma and, on GPUs of compute
-    capability 9.0, hopper, which is then the default except for heads of 256 channels. Both run on
+    capability 9.0, wgmma, which is then the default except for heads of 256 channels. Both run on
     tensor cores: sums and the softmax are float32, the softmax's weights are rounded to the dtype
     of qkv before they are multiplied, and the result has the dtype of qkv. They support any T. The
     bits of a row's result depend only on its own sequence.
 
-    With cu_seqlens, int32 (B + 1,), qkv of 16 bits or two-part is (N, 3C): the rows of B sequences,
+    With cu_seqlens, int32 (B + 1,), qkv of 16 bits or hi/lo is (N, 3C): the rows of B sequences,
     one after another. Sequence b starts at row cu_seqlens[b], ends before row cu_seqlens[b + 1] and
     has at most max_seqlen rows. The values of cu_seqlens are not checked: they must not decrease or
     exceed N. Rows outside all sequences are not written.
 
-    A TwoPartMatrix with heads of 64 or 128 channels, on the same GPUs as mma: the result has the
-    accuracy of float32 and is a TwoPartMatrix. The scale of a row is the largest scale of the rows
-    that it sees. hopper is the default on its GPUs for heads of 64 channels.
+    A HiLoMatrix with heads of 64 or 128 channels, on the same GPUs as mma: the result has the
+    accuracy of float32 and is a HiLoMatrix. The scale of a row is the largest scale of the rows
+    that it sees. wgmma is the default on its GPUs for heads of 64 channels.
 
-    Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); for hopper Shah et
-    al., "FlashAttention-3" (2024); for two-part matrices Ootomo and Yokota (2022), see `gemm`; for
+    Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); for wgmma Shah et
+    al., "FlashAttention-3" (2024); for hi/lo matrices Ootomo and Yokota (2022), see `gemm`; for
     grouped queries Ainslie et al., "GQA" (2023).
     """
     qkv, heads = on_16_bytes("qkv", qkv), {"n_head": n_head, "n_kv_head": n_kv_head}

@@ -1,7 +1,7 @@
 """Attention over a kv_cache, and the kernels that fill the cache.
 
 Variants `tiles` (attention/prompt/cores.cu) and, on tensor cores, `mma` (attention/prompt/mma.cu)
-and `hopper` (attention/prompt/wgmma.cu) take several queries of each sequence, in packed rows.
+and `wgmma` (attention/prompt/wgmma.cu) take several queries of each sequence, in packed rows.
 `split` (attention/decode/split.cu) is for decoding: one query per sequence, with the keys divided
 into splits of 32. attention/cache/kv_cache.cu has `append`, which writes new keys and values to the
 cache; `round`, which rounds keys and values of a prompt that tensor cores read from qkv instead of
@@ -32,14 +32,14 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
-from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, LARGEST_HEAD, MMA, SIXTEEN_BITS
-from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, check_format, storage
+from gpt2block.ops.attention import LARGEST_HEAD, MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
+from gpt2block.ops.call import HI_LO, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.engines.attention_tiles import (
-    HOPPER_TILE,
+    MAX_BLOCKS,
     MMA_HEADS,
-    MOST_BLOCKS,
     TENSOR_HEADS,
-    cached_hopper_geometry,
+    WGMMA_TILE,
+    cached_wgmma_geometry,
     heads_defines,
     mma_geometry,
     scored,
@@ -48,14 +48,14 @@ from gpt2block.ops.engines.attention_tiles import (
 )
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import check_addresses, needs_hopper, needs_mma
+from gpt2block.ops.products import check_addresses, needs_mma, needs_wgmma
 from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call
 
 TILES = "attention/prompt/cores.cu"
 SPLIT = "attention/decode/split.cu"
 APPEND = "attention/cache/kv_cache.cu"
-APPEND_TWO_PART = "attention/cache/kv_cache_two_part.cu"
+APPEND_HI_LO = "attention/cache/kv_cache_hi_lo.cu"
 TILE_SIZES = (
     (4, 64),
     (2, 64),
@@ -75,9 +75,9 @@ SPLIT_WARPS_OF_SM = {1: 16, 2: 16, 4: 12}  # maximum warps per SM by itemsize of
 SPLIT_WARPS_OF_SM_GROUPED = {1: 12, 2: 8, 4: 8}  # maximum warps per SM, with several q heads each
 FP8_GROUPED_WIDTH = 8  # FP8 elements per load that registers allow with several heads of q per warp
 FP8_VECTORS = 4  # vectors of K (and as many of V) in flight per thread; 8 would spill registers
-MOST_QUERIES = 4  # maximum heads of q per warp
-MOST_CLUSTER = 8  # maximum blocks per cluster
-APPEND_MOST_THREADS = 256  # maximum threads per block of kernel `append`
+MAX_QUERIES = 4  # maximum heads of q per warp
+MAX_CLUSTER = 8  # maximum blocks per cluster
+APPEND_MAX_THREADS = 256  # maximum threads per block of kernel `append`
 COPY_THREADS, COPY_BLOCKS = 256, 8  # threads per block; maximum blocks that copy K (or V) of a slot
 START = 512  # position of the first query in the documented case
 
@@ -112,10 +112,10 @@ def tiles_geometry(
         )
     blocks = ceil(longest / (warps * warp_queries(HS)))
     heads = B * NH
-    if heads > MOST_BLOCKS[0] or blocks > MOST_BLOCKS[1]:
+    if heads > MAX_BLOCKS[0] or blocks > MAX_BLOCKS[1]:
         raise InputError(
             f"B {B:,}, {NH:,} heads, longest {longest:,}: too many for a grid, which CUDA limits "
-            f"to {MOST_BLOCKS[0]:,} heads of sequences and {MOST_BLOCKS[1]:,} blocks of each"
+            f"to {MAX_BLOCKS[0]:,} heads of sequences and {MAX_BLOCKS[1]:,} blocks of each"
         )
     defines = (*heads_defines(NH, NKV, HS), ("AO_WARPS", warps), ("AO_KEYS", keys))
     kernel = "attention_cached_narrow" if narrow else "attention_cached"
@@ -143,8 +143,8 @@ def split_geometry(
     with FP8 on whether a warp of the whole model has several heads of q.
     """
     _check_head(HS)
-    if max(M, NH) > MOST_BLOCKS[1]:
-        raise InputError(f"M {M:,}, {NH:,} heads: expected at most {MOST_BLOCKS[1]:,} of each")
+    if max(M, NH) > MAX_BLOCKS[1]:
+        raise InputError(f"M {M:,}, {NH:,} heads: expected at most {MAX_BLOCKS[1]:,} of each")
     possible = _queries_of_team(NH // NKV, HS, shared_limit)
     width = gcd(16 // itemsize, HS)  # elements per load
     if itemsize == 1 and _queries_of_team(serves or NH // NKV, HS, shared_limit)[-1] > 1:
@@ -185,8 +185,8 @@ def _cluster_of(wanted: int, at_once: int, warps: int) -> int:
     wanted: desired warps per team. at_once: warps per team that the GPU runs at the same time.
     """
     most = max(at_once // warps, 1)
-    largest = 3 * most >= 4 * MOST_CLUSTER  # clusters of MOST_CLUSTER blocks leave some SMs idle
-    most = min(most, MOST_CLUSTER if largest else MOST_CLUSTER // 2)
+    largest = 3 * most >= 4 * MAX_CLUSTER  # clusters of MAX_CLUSTER blocks leave some SMs idle
+    most = min(most, MAX_CLUSTER if largest else MAX_CLUSTER // 2)
     cluster = power_of_two(ceil(wanted / warps))
     while cluster > most:
         cluster //= 2
@@ -199,7 +199,7 @@ def _queries_of_team(serves: int, HS: int, shared_limit: int) -> list[int]:
     serves: heads of q with the same head of K, which are divided into teams of about equal size.
     Registers and shared memory limit the largest number.
     """
-    equal = {ceil(serves / ceil(serves / most)) for most in range(2, MOST_QUERIES + 1)}
+    equal = {ceil(serves / ceil(serves / most)) for most in range(2, MAX_QUERIES + 1)}
     return [1, *sorted(q for q in equal - {1} if _split_shared(q, HS) <= shared_limit)]
 
 
@@ -225,7 +225,7 @@ def append_geometry(
 
 def _over_rows(kernel: str, N: int, C: int, width: int) -> Geometry:
     """Return a geometry of one block per row. Each thread moves `width` elements of K or V."""
-    threads = min(32 * ceil(2 * C / (32 * width)), APPEND_MOST_THREADS)
+    threads = min(32 * ceil(2 * C / (32 * width)), APPEND_MAX_THREADS)
     return Geometry(kernel, (N,), (threads,), defines=(("KV_WIDTH", width),))
 
 
@@ -258,7 +258,7 @@ def _check_rows(c: Call) -> None:
     With a cache of FP8, rows can have any dtype. The channels of Q are a multiple of the C channels
     of k.
     """
-    if c.storage not in ("float32", TWO_PART, c.kv_storage) and c.fp8_cache is None:
+    if c.storage not in ("float32", HI_LO, c.kv_storage) and c.fp8_cache is None:
         check("qkv", c.qkv)
     if c.W < 3 * c.C or c.W % c.C:
         raise InputError(
@@ -300,9 +300,9 @@ def _mma(c: Call) -> Launch:
     c.output("out")
     check_addresses(c, "qkv", "k", "v", "out")
     sms = device_attribute("MultiProcessorCount")
-    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     sizes, heads = (c.B, c.longest, n_head), {"HS": HS, "serves": n_head // n_kv_head}
-    plain, together = mma_geometry(*sizes, True, sms=sms, most_shared=most_shared, **heads)
+    plain, together = mma_geometry(*sizes, True, sms=sms, max_shared=max_shared, **heads)
     defines = (*plain.defines, ("ATT_CACHED", 1))
     geometry = plain._replace(kernel="attention_cached_mma", defines=defines)
     geometry = scored(geometry, c)
@@ -310,20 +310,20 @@ def _mma(c: Call) -> Launch:
     return launch_at(MMA, geometry, (*arrays, c.W, c.P, c.N, *sizes, together), c.storage)
 
 
-@variant("hopper_few", HOPPER_ALTERNATE, "attention_cached_hopper_alternate")
-def _hopper_few(c: Call) -> Launch:
-    """Launch the kernel that variant `hopper` selects if few queries make this kernel faster."""
-    return _hopper_launch(c, HOPPER_ALTERNATE)
+@variant("wgmma_few", WGMMA_ALTERNATE, "attention_cached_wgmma_alternate")
+def _wgmma_few(c: Call) -> Launch:
+    """Launch the kernel that variant `wgmma` selects if few queries make this kernel faster."""
+    return _wgmma_launch(c, WGMMA_ALTERNATE)
 
 
-@variant("hopper", HOPPER, "attention_cached_hopper")
-def _hopper(c: Call) -> Launch:
-    """Launch variant `hopper`. k and v can also be FP8.
+@variant("wgmma", WGMMA, "attention_cached_wgmma")
+def _wgmma(c: Call) -> Launch:
+    """Launch variant `wgmma`. k and v can also be FP8.
 
-    Results are bitwise equal to `attention`'s variant hopper over the whole sequence.
+    Results are bitwise equal to `attention`'s variant wgmma over the whole sequence.
     """
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
-    needs_hopper(": use variant mma")
+    needs_wgmma(": use variant mma")
     if c.storage not in SIXTEEN_BITS:
         raise UnsupportedCall("takes qkv of float16 or bfloat16: use variant tiles")
     if HS not in TENSOR_HEADS:
@@ -333,15 +333,15 @@ def _hopper(c: Call) -> Launch:
     check_addresses(c, "qkv", "k", "v", "out")
     c.sizes, sms = (c.B, c.longest, n_head), device_attribute("MultiProcessorCount")
     of_heads = {"HS": HS, "serves": n_head // n_kv_head}
-    c.geometry, c.band = cached_hopper_geometry(*c.sizes, c.N, c.P, sms=sms, **of_heads)
-    if c.geometry.kernel in _hopper_few.kernels:
-        launch: Launch = _hopper_few.launch(c)
+    c.geometry, c.band = cached_wgmma_geometry(*c.sizes, c.N, c.P, sms=sms, **of_heads)
+    if c.geometry.kernel in _wgmma_few.kernels:
+        launch: Launch = _wgmma_few.launch(c)
         return launch
-    return _hopper_launch(c, HOPPER)
+    return _wgmma_launch(c, WGMMA)
 
 
-def _hopper_launch(c: Call, file: str) -> Launch:
-    box = 1, HOPPER_TILE, TENSOR_HEADS[0]
+def _wgmma_launch(c: Call, file: str) -> Launch:
+    box = 1, WGMMA_TILE, TENSOR_HEADS[0]
     maps = (tensor_map(each, box) for each in (c.qkv[None], c.k, c.v))
     args = (*maps, c.k, c.v, c.cu_seqlens, c.start, c.out, c.P, c.N, *c.sizes, c.band)
     return launch_at(file, scored(c.geometry, c), args, c.storage, cache=c.fp8_cache)
@@ -385,9 +385,9 @@ def _split(c: Call) -> Launch:
     The cache already holds these keys, including the query's own. A position beyond the cache
     counts as the last one; for a row outside the cache, or a position below 0, nothing is written.
     to_terms: the `Terms` to store in out for `linear`, instead of floats; their dtype is the dtype
-    of k (two-part for float32, any for FP8). together: neighbouring rows per sequence, a power of
-    two; their positions are successive or -1. serves: as in `split_geometry`. sends: the `Sends` of
-    out, which is then sent to other GPUs, too.
+    of k (hi/lo for float32, any for FP8). together: neighbouring rows per sequence, a power of
+    two; their positions are successive or -1. serves: as in `split_geometry`. to_peers: the
+    `PeerStores` of out, which is then sent to other GPUs, too.
     """
     if c.together < 1 or c.together & (c.together - 1) or c.M % c.together:
         raise InputError(
@@ -403,14 +403,14 @@ def _split(c: Call) -> Launch:
     geometry = split_geometry(c.M, c.P, *heads, c.k.itemsize, sms, limit, clusters, c.serves)
     geometry = scored(geometry, c)
     if c.together > 1:
-        geometry = geometry.with_defines((("AS_GUESSES", 1),))
+        geometry = geometry.with_defines((("AS_DRAFTS", 1),))
     T = "float32" if c.fp8_cache else c.kv_storage
     if c.to_terms is not None:
-        own = TWO_PART if c.kv_storage == "float32" else c.kv_storage
+        own = HI_LO if c.kv_storage == "float32" else c.kv_storage
         if (c.to_terms.dtype != own and c.fp8_cache is None) or heads[-1] % 2:
             raise InputError(
                 f"terms of {c.to_terms}, k {c.kv_storage}, head size {heads[-1]}: expected the "
-                "16-bit dtype of k, or two_part next to float32, and an even head size"
+                "16-bit dtype of k, or hi_lo next to float32, and an even head size"
             )
         check_terms(c.to_terms, c.Q, heads[-1])
         ends = stored_defines("AS_TERMS", c.to_terms)
@@ -422,11 +422,11 @@ def _split(c: Call) -> Launch:
     args = {"q": c.q, "k": c.k, "v": c.v, "row": c.row, "position": c.position}
     args |= {"B": c.B, "n_ctx": c.P, "together": c.together, "out_scale": scale}
     args["out"] = c.output("out")
-    if c.sends is not None:
+    if c.to_peers is not None:
         if c.to_terms:
             raise InputError("sends: expected floats, without to_terms")
-        geometry = geometry.with_defines((("AS_SENDS", 1), *c.sends.defines))
-        args |= c.sends.args
+        geometry = geometry.with_defines((("AS_PEER_STORES", 1), *c.to_peers.defines))
+        args |= c.to_peers.args
     return launch_at(SPLIT, geometry, args, T, cache=c.fp8_cache)
 
 
@@ -446,17 +446,17 @@ def _append(c: Call) -> Launch:
     return launch_at(APPEND, geometry, args, T, cache=c.fp8_cache)
 
 
-@variant("append split", APPEND_TWO_PART, "kv_append_split")
-def _append_two_part(c: Call) -> Launch:
-    if c.storage != TWO_PART:
-        raise UnsupportedCall("qkv: expected a TwoPartMatrix")
+@variant("append split", APPEND_HI_LO, "kv_append_split")
+def _append_hi_lo(c: Call) -> Launch:
+    if c.storage != HI_LO:
+        raise UnsupportedCall("qkv: expected a HiLoMatrix")
     _check_rows(c)
     check("k", c.k)
     aligned = alignment(2 * c.qkv.parts.data.ptr), alignment(c.k.data.ptr, c.v.data.ptr)
     geometry = append_geometry(c.N, c.C, c.W, c.k.itemsize, *aligned)
     geometry = geometry._replace(kernel="kv_append_split")
     args = (c.qkv.parts, c.qkv.scale, c.row, c.position, c.k, c.v, c.C, c.W, c.B, c.P)
-    return launch_at(APPEND_TWO_PART, geometry, args, "float16")
+    return launch_at(APPEND_HI_LO, geometry, args, "float16")
 
 
 @variant("round", APPEND, "kv_round")
@@ -501,7 +501,7 @@ def _flops(sizes: Sizes) -> int:
 
 ATTENTION_PACKED = Operation(
     name="attention_packed",
-    variants=(_tiles, _mma, _hopper),
+    variants=(_tiles, _mma, _wgmma),
     options={
         "n_head": REQUIRED,
         "longest": REQUIRED,
@@ -523,11 +523,11 @@ ATTENTION_SPLIT = Operation(
         "kv_dtype": None,
         "together": 1,
         "serves": None,
-        "sends": None,
+        "to_peers": None,
     },
 )
 KV_APPEND = Operation(
-    name="kv_append", variants=(_append, _append_two_part), options={"kv_dtype": None}
+    name="kv_append", variants=(_append, _append_hi_lo), options={"kv_dtype": None}
 )
 KV_ROUND = Operation(
     name="kv_round",
@@ -553,7 +553,7 @@ OPERATION = Operation(
         "kv_dtype": None,
     },
     prepare=_one_sequence,
-    parts=(_hopper_few,),
+    parts=(_wgmma_few,),
     steps=(ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND, KV_COPY),
     workload=Workload(
         idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
@@ -614,11 +614,11 @@ def attention_packed(
     is C, or with grouped queries a multiple of C. k and v (B, n_ctx, C), cu_seqlens (B + 1,) and
     start (B,) int32 → (N, Q), in the dtype of qkv. Sequence b has rows cu_seqlens[b] to
     cu_seqlens[b + 1] - 1, none or at most `longest`, at positions from start[b] on. kv_dtype: as in
-    `attention_cached`; with kv_dtype, qkv can have any float dtype. variant: "hopper", on the
+    `attention_cached`; with kv_dtype, qkv can have any float dtype. variant: "wgmma", on the
     tensor cores of a Hopper GPU, for qkv of 16 bits, k of the same dtype or FP8 and heads of 64 or
     128 channels; "mma", on tensor cores, for k of 16 bits and heads of 64, 128 or 256 channels; or
     "tiles"; by default the first of these that supports the call. The bits of a sequence are the
-    same alone and in any batch, and for any division into calls. "hopper" and "mma" give the same
+    same alone and in any batch, and for any division into calls. "wgmma" and "mma" give the same
     bits as the same variants of `attention` over the whole sequence. Raises InputError.
     softmax_scale, window: as in `attention`.
     """

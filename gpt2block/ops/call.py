@@ -14,10 +14,10 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Expected, check_apart, check_each, same_memory
 from gpt2block.cuda.kernels import FP8, IN_BYTES, STORAGE, dtype_name
 from gpt2block.errors import InputError, shown
+from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.models.weights.two_part import TwoPartMatrix
 
-TWO_PART = "two_part"  # used in place of a dtype for a TwoPartMatrix
+HI_LO = "hi_lo"  # used in place of a dtype for a HiLoMatrix
 FIXED = {
     "f32": "float32",
     "f16": "float16",
@@ -42,7 +42,8 @@ class Call(SimpleNamespace):
     add derived values. `kept` holds arrays that launches need and that nothing else
     keeps alive. `order` lists the preferred variants; if it is empty, all variants are tried, the
     last one first. `before` and `after` are launches before and after the launches of the variant.
-    `sends` is the `ops.gather.Sends` of the output, if the kernel also sends it to other GPUs.
+    `to_peers` is the `ops.all_gather.PeerStores` of the output, if the kernel also sends it to
+    other GPUs.
     """
 
     contract: Contract
@@ -51,15 +52,15 @@ class Call(SimpleNamespace):
     after: tuple[Any, ...] = ()
     kept: tuple[Any, ...] = ()
     fp8_cache: str | None = None
-    sends: Any = None
+    to_peers: Any = None
 
     def output(self, name: str) -> Any:
         """Return an output. Allocate it, as this attribute, if the caller did not pass it."""
         if vars(self).get(name) is None:
             entry = next(each for each in self.contract.outputs if each.name == name)
             shape = entry.shape({**vars(self), "...": vars(self).get("leading", ())})
-            if _kind(entry, None, self) == TWO_PART:
-                made = TwoPartMatrix.empty(shape, vars(self).get("bound"))
+            if _kind(entry, None, self) == HI_LO:
+                made = HiLoMatrix.empty(shape, vars(self).get("bound"))
             else:
                 made = cupy.empty(shape, _dtype(entry, None, self))
             setattr(self, name, made)
@@ -162,11 +163,11 @@ def _apart(
 def _expected(entry: Entry, value: Any, call: Call) -> tuple[tuple[Expected, ...], Any]:
     """Return the expected arrays and shape of an argument. Raises InputError for a wrong type."""
     name, kind = entry.name, _kind(entry, value, call)
-    if kind == TWO_PART:
-        if not isinstance(value, TwoPartMatrix):
+    if kind == HI_LO:
+        if not isinstance(value, HiLoMatrix):
             raise InputError(
-                f"{name}: expected a TwoPartMatrix, got {type(value).__name__}: "
-                "use TwoPartMatrix.from_float32"
+                f"{name}: expected a HiLoMatrix, got {type(value).__name__}: "
+                "use HiLoMatrix.from_float32"
             )
         parts = Expected(f"{name}.parts", value.parts, "float16", multiple=16)
         scale = Expected(f"{name}.scale", value.scale, "float32", multiple=16)
@@ -179,15 +180,15 @@ def _expected(entry: Entry, value: Any, call: Call) -> tuple[tuple[Expected, ...
 
 
 def _kind(entry: Entry, value: Any, call: Call) -> str:
-    """Return the kind of an array. For "mixed", return "two_part" for a TwoPartMatrix, else "any".
+    """Return the kind of an array. For "mixed", return "hi_lo" for a HiLoMatrix, else "any".
 
     The first array of kind "mixed" determines the kind of all.
     """
     if entry.kind != "mixed":
-        return TWO_PART if vars(call).get(entry.kind) == TWO_PART else entry.kind
-    if not hasattr(call, "storage") and isinstance(value, TwoPartMatrix):
-        call.storage = TWO_PART
-    return TWO_PART if vars(call).get("storage") == TWO_PART else "any"
+        return HI_LO if vars(call).get(entry.kind) == HI_LO else entry.kind
+    if not hasattr(call, "storage") and isinstance(value, HiLoMatrix):
+        call.storage = HI_LO
+    return HI_LO if vars(call).get("storage") == HI_LO else "any"
 
 
 def _dtype(entry: Entry, value: Any, call: Call) -> str:

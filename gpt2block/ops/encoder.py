@@ -35,7 +35,7 @@ from gpt2block.ops.warm import call
 FILE = "learn/embedding/encoder.cu"
 ROWS = "embedding/encoder_rows.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
-MOST_THREADS = 256  # maximum threads per row of kernel encoder_rows
+MAX_THREADS = 256  # maximum threads per row of kernel encoder_rows
 
 
 def _args(c: Call) -> tuple[Any, ...]:
@@ -72,7 +72,7 @@ def _rows(c: Call) -> Any:
     width = 4  # elements per load
     while c.C % width or 4 * width > aligned:
         width //= 2
-    threads = min(32 * ceil(c.C / (32 * width)), MOST_THREADS)
+    threads = min(32 * ceil(c.C / (32 * width)), MAX_THREADS)
     defines = (("ER_WIDTH", width), *float_define("ER_FACTOR", c.factor, 1.0))
     geometry = Geometry("encoder_rows", (c.N,), (threads,), defines=defines)
     n_ctx = LARGEST_COUNT if c.wpe is None else c.P

@@ -40,22 +40,22 @@ from gpt2block.ops.terms import count_define, rounds
 
 FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
 BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"
-MOST_ROWS = 4  # maximum rows of x; for more rows, separate kernels are faster
-MOST_ROTATED = 16  # maximum rows of `rope_sums` without partial sums
+MAX_ROWS = 4  # maximum rows of x; for more rows, separate kernels are faster
+MAX_ROTATED = 16  # maximum rows of `rope_sums` without partial sums
 # Decoding uses `rope_sums` with norms of heads, without partial sums, up to this number of rows.
-# The operation itself takes MOST_ROTATED rows. Qwen3-0.6B, NVIDIA H200: steps of 2 and 4 rows take
+# The operation itself takes MAX_ROTATED rows. Qwen3-0.6B, NVIDIA H200: steps of 2 and 4 rows take
 # 601 and 652 us instead of 743 and 798, but steps of 8 rows take 954 us instead of 871 by wgmma.
-MOST_NORMED_HEADS = 4
+MAX_NORMED_HEADS = 4
 # On GPUs with overlapping launches, products fuse norms next to a kernel for the norms of heads up
 # to this number of rows. Qwen3-0.6B on an NVIDIA H200 with the kernels of an RTX 5090: steps of 8
 # rows take 938 us instead of 954, but steps of 16 rows 1,318 instead of 1,166. With the kernels of
 # an RTX 4090, whose launches do not overlap, they take 1,059 instead of 1,130 and 1,389 instead of
 # 1,460.
-MOST_BESIDE_HEADS = 8
-MOST_CHANNELS = mma.MOST_NORMED  # maximum C: RMSNorm needs one unit per split
+MAX_BESIDE_HEADS = 8
+MAX_CHANNELS = mma.MAX_NORMED  # maximum C: RMSNorm needs one unit per split
 MULTIPLE = 16  # divides C: FP8 rows allow 16-byte loads, and all blocks have equally many outputs
 PORTABLE, WHOLE = 8, 100  # maximum blocks of a portable cluster; minimum SMs for larger clusters
-MOST_REGISTERS = 144  # maximum registers per lane for weights in flight
+MAX_REGISTERS = 144  # maximum registers per lane for weights in flight
 DTYPES = ("float16", "bfloat16", *FP8)  # dtypes of weights whose values are one 16-bit term
 
 
@@ -76,14 +76,14 @@ class GpuLimits(NamedTuple):
     """GpuLimits of a GPU: multiprocessors, bytes of shared memory per block, blocks per cluster."""
 
     sms: int
-    most_shared: int
+    max_shared: int
     most_clustered: int
 
 
 def limits() -> GpuLimits:
     """Return the limits of the current device."""
-    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    return GpuLimits(device_attribute("MultiProcessorCount"), most_shared, gpu().most_clustered)
+    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+    return GpuLimits(device_attribute("MultiProcessorCount"), max_shared, gpu().most_clustered)
 
 
 @lru_cache(maxsize=1024)
@@ -92,14 +92,14 @@ def geometry(M: int, C: int, H: int, dtype: str, of: GpuLimits) -> Geometry | No
 
     dtype: dtype of the weights. of: limits of the GPU.
     """
-    if M > MOST_ROWS or dtype not in DTYPES or C > MOST_CHANNELS or C % MULTIPLE:
+    if M > MAX_ROWS or dtype not in DTYPES or C > MAX_CHANNELS or C % MULTIPLE:
         return None
     if not _has_equal_splits(H):
         return None
     rows = power_of_two(M)
     for cluster in _clusters(M, of):
         shared = shared_bytes(rows, C, H, dtype, cluster)
-        if shared <= of.most_shared and registers(C, H, dtype, cluster) <= MOST_REGISTERS:
+        if shared <= of.max_shared and registers(C, H, dtype, cluster) <= MAX_REGISTERS:
             launch_geometry = geometry_of(rows, C, H, cluster, shared)
             return launch_geometry.with_defines((("FF_COPIED", int(cluster.copied)),))
     return None
@@ -133,7 +133,7 @@ def registers(C: int, H: int, dtype: str, cluster: Cluster) -> int:
     own, length = _split(H, cluster)
     weight = mma.BYTES.get(dtype, 1)
     last = 0 if cluster.copied else _columns(C, cluster) * length
-    return (2 * own * mma.UNIT // mma.OCTET + last) * mma.OCTET * weight // (4 * WARP)
+    return (2 * own * mma.UNIT // mma.ROW_GROUP + last) * mma.ROW_GROUP * weight // (4 * WARP)
 
 
 def _clusters(M: int, of: GpuLimits) -> list[Cluster]:
@@ -154,8 +154,8 @@ def _split(H: int, cluster: Cluster) -> tuple[int, int]:
 
 
 def _columns(C: int, cluster: Cluster) -> int:
-    """Return the octets (groups of eight) of outputs per warp in the last product."""
-    return ceil(ceil(C / cluster.blocks / mma.OCTET) / mma.splits(C)[0])
+    """Return the groups of eight of outputs per warp in the last product."""
+    return ceil(ceil(C / cluster.blocks / mma.ROW_GROUP) / mma.splits(C)[0])
 
 
 @lru_cache(maxsize=1024)
@@ -166,13 +166,13 @@ def blocks_geometry(
 
     types: GGUF types of w_gate (and w_up), and of w_down. terms: 16-bit terms per value of x.
     """
-    if M > MOST_ROWS or C > MOST_CHANNELS or C % blocks.COLUMNS or not _has_equal_splits(H):
+    if M > MAX_ROWS or C > MAX_CHANNELS or C % blocks.COLUMNS or not _has_equal_splits(H):
         return None
     rows = power_of_two(M)
     for cluster in _clusters(M, of):
         shared = blocks_shared_bytes(rows, C, H, types, terms, cluster.blocks)
-        if shared <= of.most_shared:
-            shared = filled(of.most_shared, 2 if M == 1 else 1, shared)
+        if shared <= of.max_shared:
+            shared = filled(of.max_shared, 2 if M == 1 else 1, shared)
             numbers = (TYPES[name].number for name in types)
             defines = tuple(zip(("GGUF_TYPE_0", "FF_TYPE"), numbers, strict=True))
             launch_geometry = geometry_of(rows, C, H, cluster, shared).with_defines(defines)
@@ -190,7 +190,7 @@ def blocks_shared_bytes(
     x = rows * blocks.SharedMemory(parts, 1, 0, 2, terms).row(parts)
     hidden = ceil(terms * (2 * length + 64 + 16 * units) / 128) * 128 + 64
     arrived = ceil(x / 16) * 16 + rows * (4 * length + hidden + 4 * own + 8 * parts * own)
-    slots = (own // mma.OCTET, ceil(tiles / (parts * cluster)) * units)
+    slots = (own // mma.ROW_GROUP, ceil(tiles / (parts * cluster)) * units)
     weights = sum(n * blocks.slot_bytes(name) for n, name in zip(slots, types, strict=True))
     return ceil((arrived + 8) / 16) * 16 + parts * weights
 
@@ -240,19 +240,19 @@ def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size
     `splits_of`.
     """
     has = gpu()
-    if not has.has_mma or dtype not in DTYPES or MOST_ROTATED < M or "w_gate" not in shapes:
+    if not has.has_mma or dtype not in DTYPES or MAX_ROTATED < M or "w_gate" not in shapes:
         return Fusions()
     C, H = shapes["w_gate"]
     narrow = max(shapes["w_qkv"][1], 2 * H) < mma.MANY_COLUMNS
-    norms = C <= MOST_CHANNELS and C % MULTIPLE == 0 and narrow
+    norms = C <= MAX_CHANNELS and C % MULTIPLE == 0 and narrow
     rope = head_size % 16 == 0 and shapes["w_qkv"][1] < mma.MANY_COLUMNS
     plain, normed = _is_plain(shapes), "gamma_q" in shapes
     each = shapes.get("gamma_q") == (head_size,)  # no norm of all heads together
-    heads = each and plain and norms and has.has_clusters and M <= MOST_NORMED_HEADS
+    heads = each and plain and norms and has.has_clusters and M <= MAX_NORMED_HEADS
     heads = heads and rope and bool(normed_columns(head_size))
     if has.has_wgmma and plain and not (norms and rope and (heads or not normed)):
         return Fusions()
-    if has.has_overlap and plain and normed and M > MOST_BESIDE_HEADS:
+    if has.has_overlap and plain and normed and M > MAX_BESIDE_HEADS:
         return Fusions()
     if has.has_wgmma and not any(name.startswith(OF_OUTPUTS) for name in shapes):
         return Fusions(*(plain,) * 3, heads)
@@ -291,10 +291,10 @@ def _gated_sums(c: Call) -> Launch:
     launch_geometry = geometry(c.M, c.C, c.H, c.w_gate.dtype, limits())
     if launch_geometry is None:
         raise UnsupportedCall(
-            f"x {c.x.shape}, {c.H:,} channels, {c.w_gate.dtype}: expected up to {MOST_ROWS} rows "
-            f"of up to {MOST_CHANNELS:,} channels, a multiple of {MULTIPLE}, equal splits of the "
+            f"x {c.x.shape}, {c.H:,} channels, {c.w_gate.dtype}: expected up to {MAX_ROWS} rows "
+            f"of up to {MAX_CHANNELS:,} channels, a multiple of {MULTIPLE}, equal splits of the "
             f"channels between the products, weights of {', '.join(DTYPES)}, and clusters that fit "
-            f"in {limits().most_shared:,} bytes of shared memory per block: use linear and silu_mul"
+            f"in {limits().max_shared:,} bytes of shared memory per block: use linear and silu_mul"
         )
     launch_geometry = _checked(launch_geometry, c)
     gate, up = ((w.data, w.scale) for w in (c.w_gate, c.w_up))
@@ -316,10 +316,10 @@ def _gated_blocks(c: Call) -> Launch:
     launch_geometry = blocks_geometry(c.M, c.C, c.H, types, terms, limits())
     if launch_geometry is None:
         raise UnsupportedCall(
-            f"x {c.x.shape}, {c.H:,} channels: expected up to {MOST_ROWS} rows of up to "
-            f"{MOST_CHANNELS:,} channels, a multiple of {blocks.COLUMNS}, equal splits of the "
+            f"x {c.x.shape}, {c.H:,} channels: expected up to {MAX_ROWS} rows of up to "
+            f"{MAX_CHANNELS:,} channels, a multiple of {blocks.COLUMNS}, equal splits of the "
             "channels between the products, and clusters that fit in "
-            f"{limits().most_shared:,} bytes of shared memory per block: use linear"
+            f"{limits().max_shared:,} bytes of shared memory per block: use linear"
         )
     launch_geometry = _checked(launch_geometry, c)
     args = (c.x, c.gamma, *(w.data for w in matrices), c.sums, c.eps, c.M)
@@ -354,7 +354,7 @@ def _product(c: Call, epilogue: Epilogue) -> Launch:
     """Return a Launch of matmul/decode/mma.cu's kernel with an epilogue that adds partial sums."""
     _check_sums(c)
     needs_mma()
-    most = MOST_ROTATED if epilogue.head and c.sums is None else MOST_ROWS
+    most = MAX_ROTATED if epilogue.head and c.sums is None else MAX_ROWS
     if most < c.M:
         raise UnsupportedCall(f"{c.M:,} rows: expected up to {most}")
     multiple = mma.LOADED // c.w.data.itemsize
@@ -367,7 +367,7 @@ def _product(c: Call, epilogue: Epilogue) -> Launch:
         *(c.M, c.N, c.K, c.w.dtype),
         norm=2 if D else 0,
         sms=device_attribute("MultiProcessorCount"),
-        most_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - 1024,
+        max_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - 1024,
         columns=_columns_of_head(D) if normed else mma.COLUMNS,
     )
     if launch_geometry is None:
@@ -415,8 +415,8 @@ def _linear_blocks(c: Call) -> Launch:
 
 @variant("rope_sums", mma.FILE, mma.KERNEL)
 def _rope_sums(c: Call) -> Launch:
-    if c.K > MOST_CHANNELS:
-        raise UnsupportedCall(f"K {c.K:,}: expected up to {MOST_CHANNELS:,}")
+    if c.K > MAX_CHANNELS:
+        raise UnsupportedCall(f"K {c.K:,}: expected up to {MAX_CHANNELS:,}")
     check_addresses(c, "x", "gamma", "w", "sums")
     check_address("by", c.by, 8)
     return _product(c, append_sums(c))

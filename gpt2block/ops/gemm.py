@@ -1,12 +1,12 @@
 """Matrix product on tensor cores, [residual +] [gelu](a w + bias), with sums in float32.
 
 Use it for many rows of 16-bit activations and weights (N, K), of float16 activations and FP8
-weights, or for float32 accuracy from two-part matrices. `linear` takes float32 activations with
+weights, or for float32 accuracy from hi/lo matrices. `linear` takes float32 activations with
 weights of any dtype and size; `matmul_bias` takes plain float32 matrices (K, N).
 
 Kernels: matmul/prompt/mma.cu, matmul/prompt/wgmma.cu. For FP8 weights and GGUF blocks:
-matmul/prompt/wgmma_fp8.cu, matmul/prompt/wgmma_gguf.cu, fp8/widen.cu, gguf/rows.cu. For two-part
-matrices: matmul/prompt/mma_two_part.cu, matmul/prompt/wgmma_two_part.cu, elementwise/two_part.cu.
+matmul/prompt/wgmma_fp8.cu, matmul/prompt/wgmma_gguf.cu, fp8/widen.cu, gguf/rows.cu. For hi/lo
+matrices: matmul/prompt/mma_hi_lo.cu, matmul/prompt/wgmma_hi_lo.cu, elementwise/hi_lo.cu.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.errors import InputError
 from gpt2block.models.weights.conversions import LARGEST_OPERAND
 from gpt2block.models.weights.gguf import GgufMatrix
+from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.models.weights.two_part import TwoPartMatrix
 from gpt2block.ops import gguf
-from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
-from gpt2block.ops.engines import gemm_hopper as hopper
+from gpt2block.ops.call import HI_LO, Call, UncheckedCall, storage
 from gpt2block.ops.engines import gemm_mma as mma
-from gpt2block.ops.engines import rmsnorm_hopper as two_matrices
+from gpt2block.ops.engines import gemm_wgmma as wgmma
+from gpt2block.ops.engines import rmsnorm_wgmma as two_matrices
+from gpt2block.ops.hi_lo import OPERATION as TO_HI_LO
+from gpt2block.ops.hi_lo import TAKE, check_one_scale
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import MULTIPLE
 from gpt2block.ops.stored import OPERATION as STORE
-from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
-from gpt2block.ops.two_part import TAKE, check_one_scale
 from gpt2block.ops.warm import call
 
 Box = tuple[int, int, int]
 Boxes = tuple[Box, Box, Box]  # boxes of the tensor maps of a, w and out
-WITH_TWO_PART = Contract.parse(
-    "a a_dtype ... K; w two_part N K; bias? f32 N; residual? f32 ... N; up? rows K N "
+WITH_HI_LO = Contract.parse(
+    "a a_dtype ... K; w hi_lo N K; bias? f32 N; residual? f32 ... N; up? rows K N "
     "-> out~residual out_dtype ... N"
 )
 WIDEN_FILE = "fp8/widen.cu"
@@ -103,9 +103,9 @@ WIDEN = Operation(
 
 
 def _constants(c: Call) -> dict[str, Any]:
-    """Return the keyword arguments for `geometry` of variant mma or hopper, except sizes."""
+    """Return the keyword arguments for `geometry` of variant mma or wgmma, except sizes."""
     return {
-        "two_part": c.two_part,
+        "hi_lo": c.hi_lo,
         "gelu": c.gelu,
         "residual": c.residual is not None,
         "other_out": c.other_out,
@@ -116,22 +116,22 @@ def _constants(c: Call) -> dict[str, Any]:
 
 
 def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
-    """Return (out, None, 1) or, if out is a TwoPartMatrix, (None, out.parts, 1 / out's scale)."""
+    """Return (out, None, 1) or, if out is a HiLoMatrix, (None, out.parts, 1 / out's scale)."""
     if c.other_out:
         return None, c.output("out").parts, 1 / (c.out.one_scale or 1.0)
     return c.output("out"), None, 1.0
 
 
 def _mma_geometry(c: Call) -> Geometry:
-    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    return mma.geometry(*c.sizes, **_constants(c), most_shared=most_shared)
+    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+    return mma.geometry(*c.sizes, **_constants(c), max_shared=max_shared)
 
 
-@variant("split", mma.TWO_PART_FILE, mma.TWO_PART_KERNEL)
-def _mma_two_part(c: Call) -> Launch:
+@variant("split", mma.HI_LO_FILE, mma.HI_LO_KERNEL)
+def _mma_hi_lo(c: Call) -> Launch:
     operands = (c.a.parts, c.a.scale, c.w.parts, c.w.scale, c.bias, c.residual)
     args = (*operands, *_outputs(c), *c.sizes)
-    return launch_at(mma.TWO_PART_FILE, _mma_geometry(c), args, "float16")
+    return launch_at(mma.HI_LO_FILE, _mma_geometry(c), args, "float16")
 
 
 @variant("mma", mma.FILE, mma.KERNEL)
@@ -142,40 +142,40 @@ def _mma(c: Call) -> Any:
         raise UnsupportedCall(
             "multiplies by one matrix: use ops.rmsnorm_ffn, or ops.silu_mul of two products"
         )
-    if c.two_part:
-        return _mma_two_part.launch(c)
+    if c.hi_lo:
+        return _mma_hi_lo.launch(c)
     outputs, none = (c.residual, c.output("out")), (None, None)
     ends = (*none, *outputs) if c.other_out else (*outputs, *none)
     args = (c.a, c.weights, c.scale, c.bias, *ends, *c.sizes)
     return launch_at(mma.FILE, _mma_geometry(c), args, c.storage)
 
 
-def _hopper_geometry(c: Call, **of_weights: Any) -> tuple[Geometry, Boxes]:
-    """Return geometry and boxes of tensor maps. of_weights: fp8 or octet, for `hopper.geometry`."""
-    geometry, tile = hopper.geometry(*c.sizes, **_constants(c), split_k=c.split_k, **of_weights)
-    a, w = (1, tile.rows, hopper.SLICE), (1, tile.columns // tile.shares, hopper.SLICE)
+def _wgmma_geometry(c: Call, **of_weights: Any) -> tuple[Geometry, Boxes]:
+    """Return geometry and boxes of tensor maps. of_weights: fp8 or row_group."""
+    geometry, tile = wgmma.geometry(*c.sizes, **_constants(c), split_k=c.split_k, **of_weights)
+    a, w = (1, tile.rows, wgmma.SLICE), (1, tile.columns // tile.shares, wgmma.SLICE)
     return geometry, (w, a, (1, tile.chunk, 64)) if of_weights else (a, w, (1, 64, tile.chunk))
 
 
-@variant("split hopper", hopper.TWO_PART_FILE, hopper.TWO_PART_KERNEL)
-def _hopper_two_part(c: Call) -> Launch:
-    geometry, (a, w, written) = _hopper_geometry(c)
+@variant("split wgmma", wgmma.HI_LO_FILE, wgmma.HI_LO_KERNEL)
+def _wgmma_hi_lo(c: Call) -> Launch:
+    geometry, (a, w, written) = _wgmma_geometry(c)
     out, parts, per_scale = _outputs(c)
     map_out = NO_MAP if parts is None else tensor_map(parts, written)
     maps = (tensor_map(c.a.parts, a), tensor_map(c.w.parts, w), map_out)
     args = (*maps, c.a.scale, c.w.scale, c.bias, c.residual, out, per_scale, *c.sizes)
-    return launch_at(hopper.TWO_PART_FILE, geometry, args, "float16")
+    return launch_at(wgmma.HI_LO_FILE, geometry, args, "float16")
 
 
-def _hopper_launch(c: Call, **of_weights: Any) -> tuple[Geometry, tuple[Any, ...]]:
+def _wgmma_launch(c: Call, **of_weights: Any) -> tuple[Geometry, tuple[Any, ...]]:
     """Return geometry and arguments of a 16-bit product. GGUF blocks have no tensor map."""
     M, N, K = c.sizes
     workspace: tuple[Any, ...] = ()
     if of_weights:
         workspace = (c.stream_k_workspace,)
         of_weights["streams"] = c.stream_k_workspace is not None
-    geometry, (a, w, written) = _hopper_geometry(c, **of_weights)
-    weights = c.weights if "octet" in of_weights else tensor_map(c.weights.reshape(1, N, K), w)
+    geometry, (a, w, written) = _wgmma_geometry(c, **of_weights)
+    weights = c.weights if "row_group" in of_weights else tensor_map(c.weights.reshape(1, N, K), w)
     maps = tensor_map(c.a.reshape(1, M, K), a), weights
     outputs: tuple[Any, ...] = (c.residual, c.output("out"))
     if c.other_out:
@@ -186,51 +186,51 @@ def _hopper_launch(c: Call, **of_weights: Any) -> tuple[Geometry, tuple[Any, ...
     return geometry, (*maps, *ends, *workspace, M, N, K)
 
 
-@variant("fp8 hopper", hopper.FP8_FILE, hopper.FP8_KERNEL)
-def _hopper_fp8(c: Call) -> Launch:
-    return launch_at(hopper.FP8_FILE, *_hopper_launch(c, fp8=True), c.storage, c.w.dtype)
+@variant("fp8 wgmma", wgmma.FP8_FILE, wgmma.FP8_KERNEL)
+def _wgmma_fp8(c: Call) -> Launch:
+    return launch_at(wgmma.FP8_FILE, *_wgmma_launch(c, fp8=True), c.storage, c.w.dtype)
 
 
-@variant("gguf hopper", hopper.GGUF_FILE, hopper.GGUF_KERNEL)
-def _hopper_gguf(c: Call) -> Launch:
-    geometry, args = _hopper_launch(c, octet=c.w.tile)
+@variant("gguf wgmma", wgmma.GGUF_FILE, wgmma.GGUF_KERNEL)
+def _wgmma_gguf(c: Call) -> Launch:
+    geometry, args = _wgmma_launch(c, row_group=c.w.tile)
     geometry = geometry.with_defines(gguf.range_defines(c.w))
-    return launch_at(hopper.GGUF_FILE, geometry, args, c.storage, GGUF)
+    return launch_at(wgmma.GGUF_FILE, geometry, args, c.storage, GGUF)
 
 
-@variant("hopper", hopper.FILE, hopper.KERNEL)
-def _hopper(c: Call) -> Any:
+@variant("wgmma", wgmma.FILE, wgmma.KERNEL)
+def _wgmma(c: Call) -> Any:
     if not gpu().has_wgmma:
         raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.up is not None:
         return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.output("out"), gelu=c.gelu)
-    if c.two_part:
-        return _hopper_two_part.launch(c)
+    if c.hi_lo:
+        return _wgmma_hi_lo.launch(c)
     if c.weights.dtype == "uint8":
-        return (_hopper_gguf if c.w.dtype == GGUF else _hopper_fp8).launch(c)
-    return launch_at(hopper.FILE, *_hopper_launch(c), c.storage)
+        return (_wgmma_gguf if c.w.dtype == GGUF else _wgmma_fp8).launch(c)
+    return launch_at(wgmma.FILE, *_wgmma_launch(c), c.storage)
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
-    """Check a call of `gemm`. A TwoPartMatrix result has one scale for all rows.
+    """Check a call of `gemm`. A HiLoMatrix result has one scale for all rows.
 
-    dtype: by default the dtype of out, else of a; float32 for two-part matrices. FP8 weights that
+    dtype: by default the dtype of out, else of a; float32 for hi/lo matrices. FP8 weights that
     the product kernel does not support are first converted to float16, exactly, by a separate
-    launch, into `memory`, (S,) with at least as many elements, or into a new array. With a two-part
-    w, a float32 `a` is first converted to two-part. stream_k_workspace: floats, initially 0, for
+    launch, into `memory`, (S,) with at least as many elements, or into a new array. With a hi/lo
+    w, a float32 `a` is first converted to hi/lo. stream_k_workspace: floats, initially 0, for
     partial sums that one cluster passes to the next on Hopper, with FP8 weights and GGUF blocks;
     all multiprocessors then get equal parts of the product.
     """
     a, w, *_ = unchecked.inputs
-    two_part_a = isinstance(a, TwoPartMatrix)
-    two_part = two_part_a or isinstance(w, TwoPartMatrix)
-    dtype = _out_dtype(unchecked.options["dtype"], unchecked.out, None if two_part else storage(a))
+    hi_lo_a = isinstance(a, HiLoMatrix)
+    hi_lo = hi_lo_a or isinstance(w, HiLoMatrix)
+    dtype = _out_dtype(unchecked.options["dtype"], unchecked.out, None if hi_lo else storage(a))
     c = unchecked.checked(
-        WITH_TWO_PART if two_part else None,
-        two_part=two_part,
-        a_dtype=TWO_PART if two_part_a else "float32",
+        WITH_HI_LO if hi_lo else None,
+        hi_lo=hi_lo,
+        a_dtype=HI_LO if hi_lo_a else "float32",
         out_dtype=dtype,
-        other_out=dtype == (TWO_PART if two_part else "float32"),
+        other_out=dtype == (HI_LO if hi_lo else "float32"),
     )
     c.sizes = c.rows, c.N, c.K
     _check(c)
@@ -241,14 +241,14 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def _out_dtype(dtype: str | None, out: Any, own: str | None) -> str:
-    """Return the result's dtype or "two_part". `own`: dtype of `a`, None for a TwoPartMatrix."""
-    known = ("float32", TWO_PART) if own is None else (own, "float32")
+    """Return the result's dtype or "hi_lo". `own`: dtype of `a`, None for a HiLoMatrix."""
+    known = ("float32", HI_LO) if own is None else (own, "float32")
     if dtype is None:
         out_dtype = getattr(getattr(out, "dtype", None), "name", "")
-        out_dtype = TWO_PART if isinstance(out, TwoPartMatrix) else out_dtype
+        out_dtype = HI_LO if isinstance(out, HiLoMatrix) else out_dtype
         return out_dtype if out_dtype in known else known[0]
     if dtype not in known:
-        with_parts = f"float32 or {TWO_PART!r} with a TwoPartMatrix"
+        with_parts = f"float32 or {HI_LO!r} with a HiLoMatrix"
         expected = with_parts if own is None else f"{own}, like a, or float32"
         raise InputError(f"dtype {dtype!r}: expected {expected}")
     return dtype
@@ -265,8 +265,8 @@ def _check(c: Call) -> None:
             f"w: expected K and N in multiples of {MULTIPLE}, got K {c.K}, N {c.N}: add zeros, "
             "or use ops.linear"
         )
-    if c.two_part:
-        _check_two_part_result(c)
+    if c.hi_lo:
+        _check_hi_lo_result(c)
     else:
         _check_16_bits(c)
     for name in ("a", "w", "bias", "residual", "up", "memory", "stream_k_workspace", "out"):
@@ -274,14 +274,14 @@ def _check(c: Call) -> None:
             check_address(each, array)
 
 
-def _check_two_part_result(c: Call) -> None:
-    """Raise InputError if a TwoPartMatrix out has several scales, or a float32 out has a bound."""
+def _check_hi_lo_result(c: Call) -> None:
+    """Raise InputError if a HiLoMatrix out has several scales, or a float32 out has a bound."""
     out = vars(c).get("out")
-    if c.out_dtype != TWO_PART:
+    if c.out_dtype != HI_LO:
         if c.bound is not None:
-            raise InputError(f"bound: only for a two-part result: use dtype={TWO_PART!r}")
+            raise InputError(f"bound: only for a hi/lo result: use dtype={HI_LO!r}")
     elif c.residual is not None:
-        raise InputError("residual: expected none with a two-part result: its bound is not known")
+        raise InputError("residual: expected none with a hi/lo result: its bound is not known")
     elif out is not None:
         check_one_scale(out, c.bound)
     elif c.bound is None:
@@ -293,11 +293,11 @@ def _check_two_part_result(c: Call) -> None:
 
 def _check_16_bits(c: Call) -> None:
     if c.bound is not None:
-        raise InputError("bound: expected TwoPartMatrix inputs: only a two-part result has a bound")
+        raise InputError("bound: expected HiLoMatrix inputs: only a hi/lo result has a bound")
     if c.storage not in OPERATION.workload.dtypes:
         raise InputError(
             f"a: expected {' or '.join(OPERATION.workload.dtypes)}, got {c.storage}: use a "
-            "TwoPartMatrix as w, or ops.linear"
+            "HiLoMatrix as w, or ops.linear"
         )
     if c.w.dtype != c.storage and not (c.w.dtype in IN_BYTES and c.storage == "float16"):
         raise InputError(
@@ -312,16 +312,16 @@ def _converted(c: Call) -> tuple[Launch, ...]:
     early: whether w may be loaded before the previous kernel has ended.
     """
     c.early, c.weights, c.scale, c.kept = True, None, None, ()
-    if c.two_part:
-        if isinstance(c.a, TwoPartMatrix):
+    if c.hi_lo:
+        if isinstance(c.a, HiLoMatrix):
             return ()
-        before = TO_TWO_PART.bind_on_device((c.a,))
+        before = TO_HI_LO.bind_on_device((c.a,))
         c.a, c.kept = before.out, tuple(before.out.arrays().values())
         return before.launches
     c.weights, c.scale = c.w.data, c.w.scale
     if c.w.dtype not in IN_BYTES:
         return ()
-    if c.up is None and c.variant in (None, "hopper") and widens(c.w):
+    if c.up is None and c.variant in (None, "wgmma") and widens(c.w):
         if c.memory is not None:
             _check_memory(c)
         if c.stream_k_workspace is not None:
@@ -337,13 +337,13 @@ def _converted(c: Call) -> tuple[Launch, ...]:
 def widens(w: WeightMatrix) -> bool:
     """Whether the product kernel itself converts FP8 weights (N, K) or GGUF blocks to 16 bits.
 
-    The copy engine needs FP8 rows whose bytes are a multiple of 16. All GGUF blocks of a tile must
+    TMA needs FP8 rows whose bytes are a multiple of 16. All GGUF blocks of a tile must
     have one type.
     """
     if not gpu().has_wgmma:
         return False
     if isinstance(w, GgufMatrix):
-        return not any(begin % hopper.MOST_ROWS for begin in w.begins)
+        return not any(begin % wgmma.MAX_ROWS for begin in w.begins)
     return w.dtype in FP8 and w.K % 16 == 0
 
 
@@ -353,7 +353,7 @@ def allocate_stream_k_workspace() -> CudaArray:
 
 
 def _workspace_floats() -> int:
-    return hopper.workspace_floats(device_attribute("MultiProcessorCount"))
+    return wgmma.workspace_floats(device_attribute("MultiProcessorCount"))
 
 
 def _check_up(c: Call) -> None:
@@ -362,9 +362,9 @@ def _check_up(c: Call) -> None:
     The kernel loads both matrices before the previous kernel has ended, so no launch may convert w.
     """
     others = {
-        "two-part matrices": c.two_part,
+        "hi/lo matrices": c.hi_lo,
         "a result of another dtype": c.other_out,
-        "FP8 weights": not c.two_part and c.w.dtype in IN_BYTES,
+        "FP8 weights": not c.hi_lo and c.w.dtype in IN_BYTES,
         "bias": c.bias is not None,
         "residual": c.residual is not None,
     }
@@ -379,7 +379,7 @@ def _check_up(c: Call) -> None:
 
 OPERATION = Operation(
     name="gemm",
-    variants=(_mma, _hopper),
+    variants=(_mma, _wgmma),
     options={
         "gelu": False,
         "split_k": False,
@@ -388,8 +388,8 @@ OPERATION = Operation(
         "bound": None,
     },
     prepare=_prepare,
-    parts=(_mma_two_part, _hopper_two_part, _hopper_fp8, _hopper_gguf, gguf.widen, gguf.pack),
-    steps=(TO_TWO_PART, TAKE, WIDEN, STORE),
+    parts=(_mma_hi_lo, _wgmma_hi_lo, _wgmma_fp8, _wgmma_gguf, gguf.widen, gguf.pack),
+    steps=(TO_HI_LO, TAKE, WIDEN, STORE),
     workload=Workload(
         idea="[residual +] [gelu](a W + bias), 16 bits in, sums in float32",
         sizes={"M": 1024, "K": 768, "N": 3072},
@@ -412,8 +412,8 @@ OPERATION = Operation(
 
 
 def gemm(
-    a: CudaArray | TwoPartMatrix,
-    w: WeightMatrix | TwoPartMatrix,
+    a: CudaArray | HiLoMatrix,
+    w: WeightMatrix | HiLoMatrix,
     bias: CudaArray | None = None,
     residual: CudaArray | None = None,
     up: WeightMatrix | None = None,
@@ -435,9 +435,9 @@ def gemm(
     gelu(a w) (a up), in the dtype of a, without bias and residual, on GPUs of compute capability
     9.0 only.
 
-    Float32 accuracy: a is float32 or a TwoPartMatrix, and w a TwoPartMatrix (N, K), such as
-    TwoPartMatrix.from_float32(w.T). The result is float32. Without a residual, and with dtype
-    "two_part", the result is a TwoPartMatrix with one scale for all rows, computed from `bound`,
+    Float32 accuracy: a is float32 or a HiLoMatrix, and w a HiLoMatrix (N, K), such as
+    HiLoMatrix.from_float32(w.T). The result is float32. Without a residual, and with dtype
+    "hi_lo", the result is a HiLoMatrix with one scale for all rows, computed from `bound`,
     the largest magnitude that the result can have; values more than twice as large become infinite.
     Infinity and NaN in a and w have the same effect as in float32, except that infinity times a
     number below 2^-39 of the largest number of its row gives NaN. Source: Ootomo and Yokota,

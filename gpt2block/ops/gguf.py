@@ -14,7 +14,7 @@ from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.models.weights import gguf_packing
-from gpt2block.models.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix
+from gpt2block.models.weights.gguf import ROW_GROUP, TYPES, UNIT, GgufMatrix
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.operation import UnsupportedCall, Variant, variant
@@ -48,7 +48,7 @@ def widen(c: Call) -> tuple[Launch, ...]:
     """Dequantize w to float16 (N, K) into `out`."""
 
     def of_range(data: Any, defines: Defines, begin: int, rows: int) -> Launch:
-        grid = ceil(c.K / UNIT), ceil(rows / (OCTET * WARPS))
+        grid = ceil(c.K / UNIT), ceil(rows / (ROW_GROUP * WARPS))
         geometry = Geometry("gguf_widen", grid, (WARP * WARPS,), defines=defines)
         return launch_at(FILE, geometry, (data, c.output("out"), c.K, begin, rows), "float16", GGUF)
 
@@ -60,7 +60,7 @@ def row_norms(c: Call) -> tuple[Launch, ...]:
     """Write the sum of squares of each row of w · gamma to `squares`."""
 
     def of_range(data: Any, defines: Defines, begin: int, rows: int) -> Launch:
-        geometry = Geometry("gguf_row_norms", (ceil(rows / OCTET),), (WARP,), defines=defines)
+        geometry = Geometry("gguf_row_norms", (ceil(rows / ROW_GROUP),), (WARP,), defines=defines)
         args = data, c.gamma, c.output("squares"), c.K, begin, rows
         return launch_at(FILE, geometry, args, "float16", GGUF)
 
@@ -74,7 +74,7 @@ def encoder_rows(c: Call) -> Launch:
         raise UnsupportedCall(f"wte: expected a single GGUF type, got {c.wte.ranges}")
     defines: Defines = (("GGUF_TYPE", TYPES[c.wte.ranges[0][0]].number),)
     defines += float_define("GGUF_FACTOR", c.factor, 1.0)
-    grid = ceil(c.N / OCTET), ceil(c.C / UNIT)
+    grid = ceil(c.N / ROW_GROUP), ceil(c.C / UNIT)
     geometry = Geometry("gguf_encoder_rows", grid, (WARP,), defines=defines)
     n_ctx = LARGEST_COUNT if c.wpe is None else c.P
     args = (c.ids, c.positions, c.wte.data, c.wpe, c.output("out"), c.N, c.C, c.V, n_ctx)

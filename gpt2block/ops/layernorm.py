@@ -29,9 +29,10 @@ from gpt2block.cuda.launch_lines import stated_launch
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.models.weights.conversions import vector_width
-from gpt2block.models.weights.two_part import TwoPartMatrix
-from gpt2block.ops.call import TWO_PART, Call, UncheckedCall, storage
+from gpt2block.models.weights.hi_lo import HiLoMatrix
+from gpt2block.ops.call import HI_LO, Call, UncheckedCall, storage
 from gpt2block.ops.engines.rows import check_rows, share
+from gpt2block.ops.hi_lo import check_one_scale
 from gpt2block.ops.operation import (
     REQUIRED,
     Inputs,
@@ -43,7 +44,6 @@ from gpt2block.ops.operation import (
     variant,
 )
 from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
-from gpt2block.ops.two_part import check_one_scale
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
 
@@ -52,18 +52,18 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 SKELETON_BLOCK = 256
 KEPT = 64  # maximum bytes of a row that a thread of kernel 6 keeps in registers
 MAX_THREADS = 1024  # maximum threads per block
-KEPT_BY_MOST = 32  # maximum bytes per thread if a block has MAX_THREADS (64 registers each)
+KEPT_BY_MAX_THREADS = 32  # maximum bytes per thread if a block has MAX_THREADS (64 registers each)
 NARROW = "narrow"  # variant whose out has a narrower dtype than gamma and beta
 DECODE = "decode"  # variant that is bitwise equal to the LayerNorm fused into `linear`
-MOST_DECODE_ROWS = 8  # maximum rows per block of variant `decode`
+MAX_DECODE_ROWS = 8  # maximum rows per block of variant `decode`
 MANY = 2**31  # `narrow` chooses threads per row for MANY rows, whatever the actual number is
 TEAMS = 512  # threads per SM that can process rows of `narrow` at the same time
 HELD = 96  # registers per thread for gamma, beta and rows of x, in a block of 128 threads
-MOST_EACH = 2  # maximum rows per team of threads
+MAX_EACH = 2  # maximum rows per team of threads
 STATS_VARIANT = 6  # default variant for calls that variant skeleton does not support
 
 
-TO_TWO_PART = Contract.parse("x f32 ... C; gamma beta f32 C -> out? two_part ... C")
+TO_HI_LO = Contract.parse("x f32 ... C; gamma beta f32 C -> out? hi_lo ... C")
 
 
 class LayerNormRow(NamedTuple):
@@ -89,17 +89,17 @@ def row_shape(C: int, itemsize: int, alignment: int = 16) -> LayerNormRow:
     while threads < MAX_THREADS and threads < vectors and (threads < 32 or threads * KEPT < row):
         threads *= 2
     held = ceil(vectors / threads)
-    fits = held * width * itemsize <= (KEPT if threads < MAX_THREADS else KEPT_BY_MOST)
+    fits = held * width * itemsize <= (KEPT if threads < MAX_THREADS else KEPT_BY_MAX_THREADS)
     return LayerNormRow(width, threads, held if fits else 0)
 
 
 @lru_cache(maxsize=1024)
 def narrow_geometry(
-    float_x: bool, rows: int, C: int, width: int, sms: int, two_part: bool = False
+    float_x: bool, rows: int, C: int, width: int, sms: int, hi_lo: bool = False
 ) -> Geometry:
     """Return the geometry of `narrow` for rows of C channels, loaded `width` elements at a time.
 
-    float_x: whether x is float32. two_part: whether x is float32 and out two-part. The division of
+    float_x: whether x is float32. hi_lo: whether x is float32 and out hi/lo. The division of
     a row among threads, and therefore its bits, depend only on C and width. A team of threads
     processes several rows if there are more rows than `sms` multiprocessors hold at once. Raises
     InputError if a row does not fit in registers.
@@ -109,7 +109,7 @@ def narrow_geometry(
     room = HELD if shape.block <= 128 else HELD - 16
     each = 1
     while (
-        each < MOST_EACH
+        each < MAX_EACH
         and each * TEAMS * sms < rows * shape.threads
         and 2 * values + 2 * each * values * (4 if float_x else 2) // 4 <= room
     ):
@@ -121,7 +121,7 @@ def narrow_geometry(
         ("LN_ROWS", shape.rows),
         ("LN_EACH", each),
     )
-    kernel = "layernorm_narrow" + ("_split" if two_part else "_float" if float_x else "")
+    kernel = "layernorm_narrow" + ("_split" if hi_lo else "_float" if float_x else "")
     return Geometry(kernel, (ceil(rows / (shape.rows * each)),), (shape.block,), defines=defines)
 
 
@@ -135,10 +135,10 @@ def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool
 
     dtype: required dtype of x, gamma and beta; None: any dtype of x, and float32 gamma and beta.
     stats: whether to allocate mean and rstd, which the kernel writes. parts: whether the kernel can
-    write a TwoPartMatrix.
+    write a HiLoMatrix.
     """
-    if c.two_part and not parts:
-        raise UnsupportedCall("a two-part result is for variant narrow alone")
+    if c.hi_lo and not parts:
+        raise UnsupportedCall("a hi/lo result is for variant narrow alone")
     if dtype is not None and c.storage != dtype:
         raise UnsupportedCall(f"x: expected {dtype}, got {c.storage}: use .astype({dtype!r})")
     for name in ("gamma", "beta"):
@@ -257,10 +257,10 @@ def _narrow(c: Call) -> Launch:
         raise UnsupportedCall("narrow has no block, mean and rstd: use variant 6")
     _fit(c, None, stats=False, parts=True)
     out = c.output("out")
-    written, scale = (out.parts, (1 / (out.one_scale or 1.0),)) if c.two_part else (out, ())
+    written, scale = (out.parts, (1 / (out.one_scale or 1.0),)) if c.hi_lo else (out, ())
     width = vector_width(c.C, c.x, c.gamma, c.beta, written)
     sms = device_attribute("MultiProcessorCount")
-    geometry = narrow_geometry(c.storage == "float32", c.rows, c.C, width, sms, c.two_part)
+    geometry = narrow_geometry(c.storage == "float32", c.rows, c.C, width, sms, c.hi_lo)
     args = (c.x, c.gamma, c.beta, written, *scale, c.eps, c.rows, c.C)
     return launch_at("norms/layernorm_narrow.cu", geometry, args, storage=written.dtype.name)
 
@@ -277,7 +277,7 @@ def _decode(c: Call) -> Launch:
     arrays = {"x": c.x, "gamma": c.gamma, "beta": c.beta, "out": c.output("out")}
     for name, array in arrays.items():
         check_address(name, array, 4 * loaded)
-    rows = min(MOST_DECODE_ROWS, ceil(c.rows / device_attribute("MultiProcessorCount")))
+    rows = min(MAX_DECODE_ROWS, ceil(c.rows / device_attribute("MultiProcessorCount")))
     sizes = (("LN_C", c.C), ("LN_X", loaded), ("LN_ROWS", rows))
     defines = (*sizes, *stored_defines("LN_TERMS", c.to_terms))
     geometry = Geometry("layernorm_decode", (ceil(c.rows / rows),), (32 * rows,), defines=defines)
@@ -290,25 +290,25 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
     Variants skeleton, narrow and decode compute neither; variant 6 computes both with stats. The
     default is skeleton for float32 and narrow for 16 bits. to_terms: the `Terms` that variant
-    decode stores in out for `linear`, instead of floats. A TwoPartMatrix out has one scale for all
-    rows. dtype "two_part" allocates such an out, with a scale from `bound`, or by default from
+    decode stores in out for `linear`, instead of floats. A HiLoMatrix out has one scale for all
+    rows. dtype "hi_lo" allocates such an out, with a scale from `bound`, or by default from
     gamma and beta.
     """
     options, out = unchecked.options, unchecked.out
     dtype, bound, variant = options["dtype"], options["bound"], options["variant"]
-    two_part = isinstance(out, TwoPartMatrix) or dtype is not None or bound is not None
-    if dtype not in (None, TWO_PART):
-        raise InputError(f"dtype {dtype!r}: expected {TWO_PART!r} or none")
+    hi_lo = isinstance(out, HiLoMatrix) or dtype is not None or bound is not None
+    if dtype not in (None, HI_LO):
+        raise InputError(f"dtype {dtype!r}: expected {HI_LO!r} or none")
     narrowed = variant == NARROW and out is not None
-    outputs = (out,) if two_part else (out, options["mean"], options["rstd"])
+    outputs = (out,) if hi_lo else (out, options["mean"], options["rstd"])
     c = unchecked._replace(out=outputs).checked(
-        TO_TWO_PART if two_part else None,
-        two_part=two_part,
+        TO_HI_LO if hi_lo else None,
+        hi_lo=hi_lo,
         out_dtype=storage(out if narrowed else unchecked.inputs[0]),
     )
     check_rows("x", c.x)
     check_terms(c.to_terms, c.C)
-    if two_part:
+    if hi_lo:
         c.storage = "float32"
         if out is not None:
             check_one_scale(out, bound)
@@ -319,7 +319,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
         raise InputError(
             f"layernorm: terms of {c.to_terms}, variant {variant}: expected variant decode"
         )
-    c.order = (_skeleton if c.storage == "float32" and not two_part else _narrow,)
+    c.order = (_skeleton if c.storage == "float32" and not hi_lo else _narrow,)
     return c
 
 
@@ -413,8 +413,8 @@ def layernorm(
     variant: 1 to 5 are llm.c's kernels, for float32. 6 is the fastest, also for float16 and
     bfloat16. "narrow" takes x of 16 bits with float32 gamma and beta, and C up to 16,384. "decode",
     for float32, gives the same bits as `linear` with gamma and beta. None selects the kernel of the
-    ten-step block, or 6 or narrow for calls that this kernel does not support. dtype "two_part":
-    narrow with a float32 x; the result is a TwoPartMatrix, which `gemm` takes. With `stats`, the
+    ten-step block, or 6 or narrow for calls that this kernel does not support. dtype "hi_lo":
+    narrow with a float32 x; the result is a HiLoMatrix, which `gemm` takes. With `stats`, the
     result is (out, mean, rstd), where mean and rstd are float32 of shape x.shape[:-1].
     """
     arrays = contiguous(x, gamma, beta)

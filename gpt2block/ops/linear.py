@@ -28,22 +28,22 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE, GGUF
-from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry, cache_dtype, launch_at
+from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, cache_dtype, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
+from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.models.weights.two_part import TwoPartMatrix, scale_for
+from gpt2block.ops.all_gather import ALL_GATHER, ALL_GATHER_NORM
 from gpt2block.ops.call import CACHE, Call, UncheckedCall
 from gpt2block.ops.engines import linear_gguf as blocks
-from gpt2block.ops.engines import linear_hopper as hopper
 from gpt2block.ops.engines import linear_matvec as matvec
 from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines import linear_mma_tiles as mma_tiles
 from gpt2block.ops.engines import linear_tiles as tiles
+from gpt2block.ops.engines import linear_wgmma as wgmma
 from gpt2block.ops.engines.epilogues import Ends, add, append, append_rope
-from gpt2block.ops.engines.thresholds import SAME_ENGINE, least_weights
+from gpt2block.ops.engines.thresholds import SAME_ENGINE, min_weights
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
-from gpt2block.ops.gather import GATHER, GATHER_NORM
 from gpt2block.ops.gguf import chunk_sums
 from gpt2block.ops.operation import (
     REQUIRED,
@@ -57,28 +57,29 @@ from gpt2block.ops.products import (
     Parts,
     check_addresses,
     gate_define,
-    needs_hopper,
+    needs_wgmma,
     storage_of,
 )
 from gpt2block.ops.terms import CHUNK, Terms, check_terms, count_define, rounds, stored_scale
 from gpt2block.ops.warm import call
 
-FEW_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
+DECODING_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
 MORE_ROWS = 16  # maximum rows with fused LayerNorm; for more, mma_tiles can be faster than mma
-FEW_PRODUCTS = 80_000_000  # maximum M N K for which mma is faster than mma_tiles for M > MORE_ROWS
-# Contracts of `reference.linear` and `reference.linear_qkv` if w is a TwoPartMatrix.
-TWO_PART_LINEAR = Contract.parse(
-    "x f32 ... K; w two_part N K; bias? f32 N; gamma? beta? f32 K; residual? f32 ... N; "
+# maximum M N K for which mma is faster than mma_tiles for M > MORE_ROWS
+MAX_MMA_PRODUCTS = 80_000_000
+# Contracts of `reference.linear` and `reference.linear_qkv` if w is a HiLoMatrix.
+HI_LO_LINEAR = Contract.parse(
+    "x f32 ... K; w hi_lo N K; bias? f32 N; gamma? beta? f32 K; residual? f32 ... N; "
     "up? rows K N -> out~residual f32 ... N"
 )
-TWO_PART_QKV = Contract.parse(
-    "x f32 M K; w two_part N K; bias? f32 N; gamma? beta? f32 K; k v kv B P C; row position i32 M "
+HI_LO_QKV = Contract.parse(
+    "x f32 M K; w hi_lo N K; bias? f32 N; gamma? beta? f32 K; k v kv B P C; row position i32 M "
     "-> q f32 M C; k v kv B P C"
 )
 MAX_OUTPUTS = 2**31 - 2**16  # maximum M and N: an int still holds them plus a block's columns
 MAX_BLOCKS = 65535  # maximum blocks along the second axis of a grid
 # normalizes: whether GGUF products can fuse RMSNorm. wgmma_takes: whether wgmma supports w.
-normalizes, wgmma_takes = blocks.normalizes, hopper.takes_blocks
+normalizes, wgmma_takes = blocks.normalizes, wgmma.takes_blocks
 
 
 def terms_of(
@@ -94,30 +95,30 @@ def terms_of(
     whether x is rounded to one term per value. fused: whether products that read floats fuse
     RMSNorm, RoPE and the gate. A product without `Terms` reads x as floats: floats are faster for
     few rows, and necessary for products without tensor cores or with tf32. The caller sets the
-    scale of two-part terms. `engines.THRESHOLDS` lists the measured sizes. With GGUF blocks, mma is
+    scale of hi/lo terms. `engines.THRESHOLDS` lists the measured sizes. With GGUF blocks, mma is
     faster up to 8 rows: a step of a 7B model in Q4_K_M (H100) takes 3.1 ms for 8 rows. For 16 rows
     it takes 4.9 ms by mma, and 3.8 ms by wgmma.
     """
     if dtype == "float32" or not gpu().has_mma:
         return {}
     if dtype in (FILE, GGUF):
-        possible = rounded and M > blocks.FEW_ROWS and gpu().has_wgmma
+        possible = rounded and M > blocks.JOINT_ROWS and gpu().has_wgmma
         fits = possible and not any(K % mma.UNIT for K, _ in shapes.values())
-        return dict.fromkeys(shapes, (hopper.terms(dtype, rounded),)) if fits else {}
+        return dict.fromkeys(shapes, (wgmma.terms(dtype, rounded),)) if fits else {}
     multiple = mma.LOADED // itemsize_of(dtype)
-    if dtype == TWO_PART:
+    if dtype == HI_LO:
         fitting = [name for name, (K, _) in shapes.items() if M > MORE_ROWS and K % multiple == 0]
-        return dict.fromkeys(fitting, (Terms(TWO_PART),))
-    wide = hopper.terms(dtype, rounded)
+        return dict.fromkeys(fitting, (Terms(HI_LO),))
+    wide = wgmma.terms(dtype, rounded)
     kinds = ("fp8",) if dtype in FP8 else ("gated",) * ("w_gate" in shapes)
-    least = least_weights(M, (*kinds, *("fused",) * fused))
+    least = min_weights(M, (*kinds, *("fused",) * fused))
     smallest = min(K * N for K, N in shapes.values())
     on_hopper = gpu().has_wgmma
 
     def terms_for(K: int, N: int) -> tuple[Terms, ...]:
         in_place = (wide._replace(width=0),) if M > MORE_ROWS and K % multiple == 0 else ()
         faster = (smallest if M <= SAME_ENGINE else K * N) >= least
-        return (wide, *in_place) if on_hopper and K % hopper.BOX == 0 and faster else in_place
+        return (wide, *in_place) if on_hopper and K % wgmma.BOX == 0 and faster else in_place
 
     return {name: terms for name, shape in shapes.items() if (terms := terms_for(*shape))}
 
@@ -141,8 +142,8 @@ def can_round(dtype: str, inputs: Iterable[int]) -> bool:
 
 
 def itemsize_of(dtype: str) -> int:
-    """Return the bytes per weight of this dtype, or per part of a two-part weight."""
-    return 2 if dtype == TWO_PART else mma.BYTES.get(dtype, 1)
+    """Return the bytes per weight of this dtype, or per half of a hi/lo weight."""
+    return 2 if dtype == HI_LO else mma.BYTES.get(dtype, 1)
 
 
 class FewRows(NamedTuple):
@@ -171,7 +172,7 @@ class FewRows(NamedTuple):
         geometry = self.geometry(c, outputs, norm)
         if geometry is None:
             raise UnsupportedCall(
-                f"K {c.K:,}: a row does not fit in the {_of_device()['most_shared']:,} bytes of "
+                f"K {c.K:,}: a row does not fit in the {_of_device()['max_shared']:,} bytes of "
                 "this GPU's shared memory: variant tiles has no such limit"
             )
         if geometry.grid[1] > MAX_BLOCKS:
@@ -193,15 +194,15 @@ class FewRows(NamedTuple):
         return end.launch(self.file, geometry, defines, args, c.w)
 
 
-FLOATS_ALONE = "takes and gives floats: use variant mma_tiles for terms, or hopper"
-ONE_MATRIX = "takes one matrix: use variant hopper"
+FLOATS_ALONE = "takes and gives floats: use variant mma_tiles for terms, or wgmma"
+ONE_MATRIX = "takes one matrix: use variant wgmma"
 
 
 def _check_cores(c: Call, norm: int) -> None:
     _on_cuda_cores(c)
     if norm == mma.RMSNORM:
         raise UnsupportedCall("takes no gamma without beta: use variant mma")
-    _send_after(c)
+    _store_after(c)
     if c.terms:
         raise UnsupportedCall(FLOATS_ALONE)
     if c.up:
@@ -225,10 +226,10 @@ def _check_mma(c: Call, norm: int) -> None:
         raise UnsupportedCall(FLOATS_ALONE)
     if c.up and c.residual is not None:
         raise UnsupportedCall(ONE_MATRIX)
-    if norm == mma.RMSNORM and (c.K > mma.MOST_NORMED or outputs >= mma.MANY_COLUMNS):
+    if norm == mma.RMSNORM and (c.K > mma.MAX_NORMED or outputs >= mma.MANY_COLUMNS):
         raise UnsupportedCall(
             f"gamma without beta, K {c.K:,}, {outputs:,} outputs: expected up to "
-            f"{mma.MOST_NORMED:,} inputs and less than {mma.MANY_COLUMNS:,} outputs: use rmsnorm "
+            f"{mma.MAX_NORMED:,} inputs and less than {mma.MANY_COLUMNS:,} outputs: use rmsnorm "
             "before it"
         )
 
@@ -240,8 +241,8 @@ def _mma_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
 
 
 def _of_device() -> dict[str, int]:
-    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # static shared memory
-    return {"sms": device_attribute("MultiProcessorCount"), "most_shared": most_shared}
+    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # static shared memory
+    return {"sms": device_attribute("MultiProcessorCount"), "max_shared": max_shared}
 
 
 CORES = FewRows(matvec.FILE, _check_cores, _cores_geometry, _cores_load)
@@ -261,18 +262,18 @@ def _on_tensor_cores(c: Call) -> None:
 
 def _on_cuda_cores(c: Call) -> None:
     """Raise UnsupportedCall if only tensor-core kernels support w's dtype or the rounding of x."""
-    if c.w.dtype == TWO_PART:
-        raise UnsupportedCall("takes no TwoPartMatrix: use variant mma, or a WeightMatrix")
+    if c.w.dtype == HI_LO:
+        raise UnsupportedCall("takes no HiLoMatrix: use variant mma, or a WeightMatrix")
     if c.w.dtype == GGUF:
         raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
     if c.rounded:
         raise UnsupportedCall("does not round x: use variant mma")
 
 
-def _send_after(c: Call) -> None:
-    """Let another kernel send out to the other GPUs, if option `sends` is given."""
-    if c.sends is not None:
-        c.after, c.sends = (*c.after, c.sends.launch(c.output("out"))), None
+def _store_after(c: Call) -> None:
+    """Let another kernel send out to the other GPUs, if option `to_peers` is given."""
+    if c.to_peers is not None:
+        c.after, c.to_peers = (*c.after, c.to_peers.launch(c.output("out"))), None
 
 
 def _check_sizes(c: Call) -> None:
@@ -291,11 +292,11 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
         raise UnsupportedCall(
             "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
         )
-    _send_after(c)
+    _store_after(c)
     _check_sizes(c)
     if c.up or any(terms and terms.width for terms in (c.terms, c.to_terms)):
         raise UnsupportedCall(
-            "takes and gives floats, or terms in their places, of one matrix: use variant hopper"
+            "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"
         )
     _on_tensor_cores(c)
     check_address("w", c.w.data)
@@ -311,13 +312,13 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
 
 def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu or wgmma_gguf.cu."""
-    needs_hopper(": use variant mma_tiles")
+    needs_wgmma(": use variant mma_tiles")
     _check_sizes(c)
     if not (c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)):
         raise UnsupportedCall("takes and gives terms in the order of wgmma: use variant mma_tiles")
-    if c.sends and (c.w.dtype == GGUF or c.N % 2 or c.sends.args["all_columns"] % 2):
-        _send_after(c)  # the kernel sends pairs of columns
-    return hopper.launch(c, epilogue(c))
+    if c.to_peers and (c.w.dtype == GGUF or c.N % 2 or c.to_peers.args["all_columns"] % 2):
+        _store_after(c)  # the kernel sends pairs of columns
+    return wgmma.launch(c, epilogue(c))
 
 
 def _by_mma_gguf(c: Call, epilogue: Ends) -> Launch:
@@ -355,11 +356,11 @@ ENGINES = (
     Engine("matvec", matvec.FILE, matvec.KERNEL, CORES.launch),
     Engine("mma", mma.FILE, mma.KERNEL, MMA.launch),
     Engine("mma_tiles", mma_tiles.FILE, mma_tiles.KERNEL, _by_mma_tiles),
-    Engine("hopper", hopper.FILE, hopper.KERNEL, _by_wgmma),
+    Engine("wgmma", wgmma.FILE, wgmma.KERNEL, _by_wgmma),
 )
 GGUF_ENGINES = (
     Engine("gguf", blocks.FILE, blocks.KERNEL, _by_mma_gguf),
-    Engine("gguf_hopper", hopper.GGUF_FILE, hopper.GGUF_KERNEL, _by_wgmma),
+    Engine("gguf_wgmma", wgmma.GGUF_FILE, wgmma.GGUF_KERNEL, _by_wgmma),
 )
 
 
@@ -371,8 +372,8 @@ def _tiles(c: Call) -> Any:
     if c.gamma is not None:
         raise UnsupportedCall("takes no gamma and beta: use variant matvec")
     if c.terms or c.to_terms or c.up:
-        raise UnsupportedCall("takes and gives floats, of one matrix: use variant hopper")
-    _send_after(c)
+        raise UnsupportedCall("takes and gives floats, of one matrix: use variant wgmma")
+    _store_after(c)
     M, N, K, data = c.M, c.N, c.K, c.w.data
     if max(M, N) > tiles.MAX_SIZE or K > tiles.MAX_K:
         raise UnsupportedCall(
@@ -383,7 +384,7 @@ def _tiles(c: Call) -> Any:
         M,
         N,
         data.itemsize,
-        min(tiles.MOST_LOADED, alignment(K * data.itemsize, data.data.ptr) // data.itemsize),
+        min(tiles.MAX_LOADED, alignment(K * data.itemsize, data.data.ptr) // data.itemsize),
         4 if row_alignment(N, c.output("out"), c.residual) == 16 else 1,
         c.gelu,
         device_attribute("MultiProcessorCount"),
@@ -401,7 +402,7 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
         return ((QKV_GGUF if operation is LINEAR_QKV else LINEAR_GGUF)[ordered],)
     if ordered:
         return (by_wgmma,)
-    few = c.M * c.N * c.K <= FEW_PRODUCTS or c.M <= MORE_ROWS
+    few = c.M * c.N * c.K <= MAX_MMA_PRODUCTS or c.M <= MORE_ROWS
     tiles_first = c.to_terms or (c.gamma is None and not few)
     others = () if c.rounded else (few_rows,)
     return (*((more_rows,) if tiles_first else ()), on_tensor_cores, *others)
@@ -411,36 +412,36 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call of `linear`, and list the variants to try.
 
     decoding: whether to use the variants for few rows, so that the bits of a row do not depend on
-    other rows. w: a WeightMatrix (N, K), or a TwoPartMatrix for variants mma and mma_tiles.
-    x_bound: with a TwoPartMatrix, the largest magnitude of x or its LayerNorm, by default 2^15; it
+    other rows. w: a WeightMatrix (N, K), or a HiLoMatrix for variants mma and mma_tiles.
+    x_bound: with a HiLoMatrix, the largest magnitude of x or its LayerNorm, by default 2^15; it
     determines the scale of x's terms. terms: the `Terms` in which x is stored (lib/terms.cuh), one
-    of `terms_of`; None with gamma, and with x_bound, because two-part terms have a scale. to_terms:
+    of `terms_of`; None with gamma, and with x_bound, because hi/lo terms have a scale. to_terms:
     the `Terms` in which out is stored for another product with such weights; with `Terms.summed`,
     only with `up` and GGUF blocks. up: a second WeightMatrix of w's dtype and shape; variants mma
-    and hopper then compute silu(x w) (x up) or gelu(x w) (x up). x_dtype: "float16" rounds floats
+    and wgmma then compute silu(x w) (x up) or gelu(x w) (x up). x_dtype: "float16" rounds floats
     of x, or their norm, in tensor-core kernels of decoding with float16 or FP8 weights. Stored
-    `terms` are rounded if `Terms.rounded` is set. sends: the `Sends` of out, which is then sent to
-    other GPUs, too, by this kernel if it can.
+    `terms` are rounded if `Terms.rounded` is set. to_peers: the `PeerStores` of out, which is then
+    sent to other GPUs, too, by this kernel if it can.
     """
-    c = _checked(unchecked, TWO_PART_LINEAR)
+    c = _checked(unchecked, HI_LO_LINEAR)
     c.M, c.T = c.rows, "float32"
     _check(c)
     if c.up is not None and (c.up.dtype != c.w.dtype or c.bias is not None):
         raise InputError(f"up: {c.up.dtype}: expected {c.w.dtype}, as w has, and no bias")
-    few = c.decoding or c.M <= FEW_ROWS or c.gamma is not None or c.w.dtype in (TWO_PART, GGUF)
+    few = c.decoding or c.M <= DECODING_ROWS or c.gamma is not None or c.w.dtype in (HI_LO, GGUF)
     c.order = _decoding(c, OPERATION) if few else (_tiles,)
     return c
 
 
-def _checked(unchecked: UncheckedCall, two_part: Contract) -> Call:
-    """Return the checked call and set its scale of x. two_part: contract for a TwoPartMatrix w."""
-    if not isinstance(unchecked.inputs[1], TwoPartMatrix):
+def _checked(unchecked: UncheckedCall, hi_lo: Contract) -> Call:
+    """Return the checked call and set its scale of x. hi_lo: contract for a HiLoMatrix w."""
+    if not isinstance(unchecked.inputs[1], HiLoMatrix):
         if unchecked.options["x_bound"] is not None:
-            raise InputError("x_bound: expected a TwoPartMatrix: only with one x has a scale")
+            raise InputError("x_bound: expected a HiLoMatrix: only with one x has a scale")
         c = unchecked.checked()
         c.x_scale = 1.0
         return c
-    c = unchecked.checked(two_part)
+    c = unchecked.checked(hi_lo)
     c.w = Parts(c.w.parts, c.w.scale)
     if c.terms and c.x_bound is not None:
         raise InputError("x_bound: terms have a scale: expected either")
@@ -452,10 +453,10 @@ def _prepare_qkv(unchecked: UncheckedCall) -> Call:
     """Check a call of `linear_qkv`, and list the variants to try.
 
     k and v have the FP8 format of the option, or else the dtype of the weights (float16 with FP8
-    weights, float32 with a TwoPartMatrix). No two rows of x may have the same row and position of
+    weights, float32 with a HiLoMatrix). No two rows of x may have the same row and position of
     the cache. k and v of a token outside the cache are not stored. Other options: as in `linear`.
     """
-    c = _checked(unchecked, TWO_PART_QKV)
+    c = _checked(unchecked, HI_LO_QKV)
     c.T, c.to_terms, c.up = cache_dtype(c.w.dtype), None, None
     _check(c)
     if c.fp8_cache is None:
@@ -506,7 +507,7 @@ def _check(c: Call) -> None:
     shapes = {"w": (c.K, c.N)}
     known = terms_of(c.w.dtype, MORE_ROWS + 1, shapes, c.rounded).get("w", ())
     kinds = {each.dtype for each in known}
-    orders = {0} if c.w.dtype == TWO_PART else {0, hopper.width(c.w.dtype)}
+    orders = {0} if c.w.dtype == HI_LO else {0, wgmma.width(c.w.dtype)}
     unknown = any(each.dtype not in kinds or each.width not in orders for each in stored)
     if unknown or (c.terms and c.gamma is not None):
         raise InputError(
@@ -532,14 +533,14 @@ def _rope_by_mma(c: Call) -> Launch:
 
 def _rope_by_wgmma(c: Call) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu with RoPE."""
-    needs_hopper(": use linear and rope_append")
-    wanted, D = hopper.terms(c.w.dtype, c.rounded), 2 * c.P
+    needs_wgmma(": use linear and rope_append")
+    wanted, D = wgmma.terms(c.w.dtype, c.rounded), 2 * c.P
     if c.terms != wanted:
         raise UnsupportedCall(f"terms of {c.terms}: expected {wanted}")
-    multiple = 2 * hopper.ROPE_BOX
+    multiple = 2 * wgmma.ROPE_BOX
     if D % multiple:
         raise UnsupportedCall(f"heads of {D} channels: expected a multiple of {multiple}")
-    return hopper.launch(c, append_rope(c))
+    return wgmma.launch(c, append_rope(c))
 
 
 LINEAR_GGUF = tuple(engine.then(add) for engine in GGUF_ENGINES)
@@ -557,7 +558,7 @@ LINEAR_ROPE = Operation(
     name="linear_rope",
     variants=(
         Variant("rope_mma", mma.FILE, (mma.KERNEL,), _rope_by_mma),
-        Variant("rope_hopper", hopper.FILE, (hopper.KERNEL,), _rope_by_wgmma),
+        Variant("rope_wgmma", wgmma.FILE, (wgmma.KERNEL,), _rope_by_wgmma),
     ),
     options={"n_head": REQUIRED, "terms": None, **CACHE, "x_dtype": None, "growth": None},
     prepare=_prepare_rope,
@@ -575,13 +576,13 @@ OPERATION = Operation(
         "to_terms": None,
         "x_bound": None,
         "x_dtype": None,
-        "sends": None,
+        "to_peers": None,
     },
     prepare=_prepare,
     parts=(*LINEAR_GGUF, *QKV_GGUF, *ROPE_GGUF, chunk_sums),
     steps=(
         *(LINEAR_QKV, LINEAR_ROPE, LINEAR_SUMS, ROPE_SUMS, GATED_SUMS),
-        *(GATHER, GATHER_NORM),
+        *(ALL_GATHER, ALL_GATHER_NORM),
     ),
     workload=Workload(
         idea="[residual +] [gelu]((norm(x) or x) W + bias)",
@@ -604,7 +605,7 @@ OPERATION = Operation(
 
 def linear(
     x: CudaArray,
-    w: WeightMatrix | TwoPartMatrix,
+    w: WeightMatrix | HiLoMatrix,
     bias: CudaArray | None = None,
     gamma: CudaArray | None = None,
     beta: CudaArray | None = None,
@@ -617,10 +618,10 @@ def linear(
     """Compute `reference.linear` on CuPy arrays. Raises InputError.
 
     x (..., K), bias (N,), gamma and beta (K,), residual (..., N): float32. w: a `WeightMatrix` in
-    layout "NK", of any dtype, or on GPUs from compute capability 8.0 on a `TwoPartMatrix`. x_bound:
-    with a TwoPartMatrix, the largest magnitude of x or its norm, by default 2^15. variant: by
+    layout "NK", of any dtype, or on GPUs from compute capability 8.0 on a `HiLoMatrix`. x_bound:
+    with a HiLoMatrix, the largest magnitude of x or its norm, by default 2^15. variant: by
     default mma for up to 16 rows or with gamma (matvec on GPUs before compute capability 8.0, or if
-    a row of w is no multiple of 16 bytes), else tiles, or mma_tiles with a TwoPartMatrix. gamma
+    a row of w is no multiple of 16 bytes), else tiles, or mma_tiles with a HiLoMatrix. gamma
     without beta, for RMSNorm, needs variant mma. For one variant, the result of a row has the same
     bits alone and among other rows.
     """

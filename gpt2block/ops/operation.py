@@ -169,7 +169,7 @@ class Operation:
         """Check the arrays and options of a call. Return a Bound, which can `run` many times.
 
         inputs, out: CuPy arrays, or NumPy arrays, for which the kernels run on the CPU (see
-        `gpt2block.emulator`); WeightMatrix or TwoPartMatrix if the operation accepts them. Raises
+        `gpt2block.emulator`); WeightMatrix or HiLoMatrix if the operation accepts them. Raises
         InputError.
         """
         arrays = (array for value in inputs for array in arrays_of("", value).values())

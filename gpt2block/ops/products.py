@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from gpt2block.cuda.arrays import check_address
 from gpt2block.cuda.cards import gpu
-from gpt2block.cuda.kernels import TWO_PART, WEIGHTS, Defines
+from gpt2block.cuda.kernels import HI_LO, WEIGHTS, Defines
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import UnsupportedCall
@@ -19,11 +19,11 @@ Tile = TypeVar("Tile")
 
 
 class Parts(NamedTuple):
-    """A TwoPartMatrix (N, K) with a WeightMatrix's attribute names, for code that takes both."""
+    """A HiLoMatrix (N, K) with a WeightMatrix's attribute names, for code that takes both."""
 
     data: Any  # float16 parts, (2, N, K)
     scale: Any
-    dtype: str = TWO_PART
+    dtype: str = HI_LO
 
 
 def needs_mma(instead: str = "") -> None:
@@ -32,7 +32,7 @@ def needs_mma(instead: str = "") -> None:
         raise UnsupportedCall(f"needs a GPU of compute capability 8.0 or newer{instead}")
 
 
-def needs_hopper(instead: str) -> None:
+def needs_wgmma(instead: str) -> None:
     """Raise UnsupportedCall on a GPU without wgmma. instead: advice."""
     if not gpu().has_wgmma:
         raise UnsupportedCall(f"needs a GPU of compute capability 9.0 (Hopper){instead}")
@@ -41,7 +41,7 @@ def needs_hopper(instead: str) -> None:
 def storage_of(w: WeightMatrix | Parts, with_fp8: str = "float32") -> tuple[str, str | None]:
     """Return (`storage`, `weights`) of a launch, the dtypes of a kernel's types `T` and `W`.
 
-    with_fp8: dtype of `T` if the weights are FP8 or two-part; else `T` has the weights' dtype.
+    with_fp8: dtype of `T` if the weights are FP8 or hi/lo; else `T` has the weights' dtype.
     """
     return (with_fp8, w.dtype) if w.dtype in WEIGHTS else (w.dtype, None)
 
@@ -70,20 +70,20 @@ def fastest(tiles: tuple[Tile, ...], M: int, N: int, sms: int) -> Tile:
     return min(tiles, key=duration)
 
 
-def room(most_shared: int, blocks: int) -> int:
+def room(max_shared: int, blocks: int) -> int:
     """Bytes of shared memory available to each of `blocks` blocks on a multiprocessor.
 
-    most_shared: bytes of shared memory that a block may request.
+    max_shared: bytes of shared memory that a block may request.
     """
-    return (most_shared + RESERVED) // blocks - RESERVED
+    return (max_shared + RESERVED) // blocks - RESERVED
 
 
-def filled(most_shared: int, blocks: int, shared: int) -> int:
+def filled(max_shared: int, blocks: int, shared: int) -> int:
     """Return the bytes, at least `shared`, with which at most `blocks` blocks fit on an SM.
 
-    most_shared: bytes of shared memory that a block may request.
+    max_shared: bytes of shared memory that a block may request.
     """
-    return max(shared, room(most_shared, blocks + 1) + 1)
+    return max(shared, room(max_shared, blocks + 1) + 1)
 
 
 def check_addresses(c: Call, *names: str) -> None:

@@ -36,7 +36,7 @@ from gpt2block.ops.warm import call
 FILE = "positions/qk_norm.cu"
 WIDTH = 4  # maximum elements per load
 THREADS = 256  # maximum threads per block
-MOST_TOGETHER = 4  # maximum heads per team (threads that process a head together)
+MAX_TOGETHER = 4  # maximum heads per team (threads that process a head together)
 
 
 @lru_cache(maxsize=1024)
@@ -48,7 +48,7 @@ def choose_geometry(kernel: str, B: int, N: int, heads: int, D: int, sms: int) -
     """
     width = gcd(WIDTH, D // 2)
     lanes = min(power_of_two(D // 2 // width), WARP)
-    together = MOST_TOGETHER if B * N * heads * lanes >= MOST_TOGETHER * FILLED * sms else 1
+    together = MAX_TOGETHER if B * N * heads * lanes >= MAX_TOGETHER * FILLED * sms else 1
     wanted, whole = ceil(heads / together), WARP // lanes  # teams per row and per warp
     teams = min(ceil(wanted / whole) * whole, THREADS // lanes if together > 1 else whole)
     defines = (("QN_D", D), ("QN_WIDTH", width), ("QN_LANES", lanes), ("QN_HEADS", together))

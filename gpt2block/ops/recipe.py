@@ -16,8 +16,8 @@ from gpt2block.cuda.arrays import arrays_of
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import TensorMap
 from gpt2block.models.weights.gguf import GgufMatrix
+from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.models.weights.two_part import TwoPartMatrix
 
 ALIGNED = 16  # bytes: the largest alignment that an operation distinguishes
 
@@ -73,7 +73,7 @@ def addresses_of(values: Iterable[Any]) -> tuple[int, ...]:
     return tuple([a.data.ptr for value in values for a in arrays_of("", value).values()])
 
 
-def seen(values: Iterable[Any], options: Iterable[Any]) -> tuple[tuple[int, ...], Hashable]:
+def signature_of(values: Iterable[Any], options: Iterable[Any]) -> tuple[tuple[int, ...], Hashable]:
     """Return all arrays' addresses, and a key of all other properties that launches depend on.
 
     Launches of calls with equal keys differ only in addresses.
@@ -95,7 +95,7 @@ def _described(value: Any, addresses: list[int]) -> Hashable:
         parts = _described(value.data, addresses), _described(value.scale, addresses)
         types = value.ranges if isinstance(value, GgufMatrix) else value.layout
         return value.dtype, types, value.share_of, parts
-    if isinstance(value, TwoPartMatrix):
+    if isinstance(value, HiLoMatrix):
         parts = _described(value.parts, addresses), _described(value.scale, addresses)
         return value.shape, value.one_scale, parts
     memory = value.data

@@ -35,9 +35,9 @@ from gpt2block.ops.warm import call
 
 FILE = "norms/rmsnorm.cu"
 STREAM = "norms/rmsnorm_stream.cu"
-MOST_STREAM_THREADS = 256
+MAX_STREAM_THREADS = 256
 BLOCKS = (32, 64, 128, 256, 512)
-MOST_THREADS = 1024  # threads per row if the row does not fit in registers
+MAX_THREADS = 1024  # threads per row if the row does not fit in registers
 
 
 @lru_cache(maxsize=1024)
@@ -55,7 +55,7 @@ def choose_geometry(
     added first. Raises InputError if a row does not fit in the registers of `block` threads.
     """
     if C > LONGEST_IN_REGISTERS:
-        threads, held, together = block or MOST_THREADS, 0, 1
+        threads, held, together = block or MAX_THREADS, 0, 1
     else:
         shape = share(rows, C, width, sms, block)
         threads, held, together = shape.threads, shape.held, shape.rows
@@ -89,7 +89,7 @@ def _rows(c: Call) -> Launch:
 def stream_geometry(rows: int, C: int) -> Geometry:
     """Return the geometry for `rows` rows of C channels. C determines the order of additions."""
     width = gcd(4, C)
-    threads = min(32 * ceil(C / (32 * width)), MOST_STREAM_THREADS)
+    threads = min(32 * ceil(C / (32 * width)), MAX_STREAM_THREADS)
     defines = (("RS_C", C), ("RS_WIDTH", width), ("RS_THREADS", threads))
     return Geometry("rmsnorm_stream", (rows,), (threads,), defines=defines)
 

@@ -3,7 +3,7 @@
 `rmsnorm_matmul` is (x rms γ) W, optionally with RoPE on the heads of the result. `rmsnorm_ffn` is
 silu(n W1) (n W3), or gelu(n W1) (n W3), for n = (x + residual) rms γ. Kernels:
 matmul/decode/rmsnorm_cores.cu (matvec), matmul/prompt/rmsnorm_mma.cu (mma, unfused),
-matmul/prompt/rmsnorm_wgmma.cu (hopper).
+matmul/prompt/rmsnorm_wgmma.cu (wgmma).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.call import Call, UncheckedCall, storage
-from gpt2block.ops.engines import rmsnorm_hopper as hopper
 from gpt2block.ops.engines import rmsnorm_matvec as matvec
 from gpt2block.ops.engines import rmsnorm_mma as mma
+from gpt2block.ops.engines import rmsnorm_wgmma as wgmma
 from gpt2block.ops.operation import (
     Inputs,
     Operation,
@@ -42,7 +42,7 @@ from gpt2block.ops.operation import (
     Workload,
     variant,
 )
-from gpt2block.ops.products import MULTIPLE, gate_define, needs_hopper, storage_of
+from gpt2block.ops.products import MULTIPLE, gate_define, needs_wgmma, storage_of
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rope import OPERATION as ROPE
 from gpt2block.ops.rope import check_rotation, exponent_step
@@ -50,10 +50,10 @@ from gpt2block.ops.warm import call
 
 DTYPES = ("float16", "bfloat16", "float32", *FP8)
 MAX_BLOCKS = 65535  # maximum blocks along the grid's second axis
-LONGEST_FOR_FEW = 24_000  # values of a row that fit in any GPU's shared memory
-FEW_ROWS = 2  # maximum rows for which variant matvec is the fastest on an H200
+MAX_MATVEC_K = 24_000  # values of a row that fit in any GPU's shared memory
+MAX_MATVEC_ROWS = 2  # maximum rows for which variant matvec is the fastest on an H200
 UNFUSED_FROM = 64  # minimum rows for which variant unfused is the fastest feed-forward
-HOPPER_FROM = 2**28  # minimum multiplications for which hopper's additional launch pays off
+WGMMA_FROM = 2**28  # minimum multiplications for which wgmma's additional launch pays off
 
 
 def _fused_head_dim(c: Call) -> int:
@@ -125,7 +125,7 @@ def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
     while c.K % width or c.stride % width or alignment(*arrays) % (width * c.x.itemsize):
         width //= 2
     pairing: matvec.Pairing = "halves" if head_dim and c.half_split else "neighbours"
-    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # minus static memory
+    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # minus static memory
     geometry = matvec.geometry(
         *c.sizes,
         width,
@@ -134,11 +134,11 @@ def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
         "two matrices" if len(c.matrices) == 2 else pairing,
         head_dim,
         alignment(*(w.data.data.ptr for w in c.matrices)),
-        most_shared,
+        max_shared,
     )
     if geometry is None:
         raise UnsupportedCall(
-            f"K {c.K:,}: a row of {4 * c.K:,} bytes does not fit in the {most_shared:,} bytes of "
+            f"K {c.K:,}: a row of {4 * c.K:,} bytes does not fit in the {max_shared:,} bytes of "
             "this GPU's shared memory: variant mma has no such limit, for float16 and bfloat16"
         )
     most = MAX_BLOCKS * (c.rows // geometry.grid[1])
@@ -163,7 +163,7 @@ def _mma_geometry(c: Call, norm: bool = True) -> Geometry:
         weight=first.data.itemsize,
         layout=first.layout,
         sms=device_attribute("MultiProcessorCount"),
-        most_shared=device_attribute("MaxSharedMemoryPerBlockOptin"),
+        max_shared=device_attribute("MaxSharedMemoryPerBlockOptin"),
         norm=norm,
         residual=norm and c.residual is not None,
     )
@@ -200,8 +200,8 @@ def _unfused(c: Call) -> tuple[Launch, ...]:
     return (*norm.launches, _product(c, file, geometry, 0, norm.out), *_rope(c))
 
 
-def _hopper(c: Call) -> tuple[Launch, ...]:
-    needs_hopper(": use variant mma")
+def _wgmma(c: Call) -> tuple[Launch, ...]:
+    needs_wgmma(": use variant mma")
     narrow = c.storage != "float32" and c.matrices[0].dtype not in FP8
     types = "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
     if not narrow:
@@ -215,16 +215,16 @@ def _hopper(c: Call) -> tuple[Launch, ...]:
     matrices = tuple(w.data for w in c.matrices)
     rotation = _turn(c, head_dim)
     layout = c.matrices[0].layout
-    product = hopper.launch(norm.out, matrices, layout, c.output("out"), *rotation, gelu=c.gelu)
+    product = wgmma.launch(norm.out, matrices, layout, c.output("out"), *rotation, gelu=c.gelu)
     return (*norm.launches, overlapping.overlapped(product), *(() if head_dim else _rope(c)))
 
 
 def _preferred(c: Call) -> tuple[str, ...]:
     """Return names of the variants to try, fastest first. The last is always matvec."""
-    if c.rows <= FEW_ROWS:
-        return ("matvec",) if c.K <= LONGEST_FOR_FEW else ("mma", "matvec")
+    if c.rows <= MAX_MATVEC_ROWS:
+        return ("matvec",) if c.K <= MAX_MATVEC_K else ("mma", "matvec")
     count = len(c.matrices)
-    names = ("hopper",) if c.rows * c.N * c.K * count >= HOPPER_FROM else ()
+    names = ("wgmma",) if c.rows * c.N * c.K * count >= WGMMA_FROM else ()
     many = count == 2 and c.residual is None and c.rows >= UNFUSED_FROM
     return (*names, "unfused" if many and not _mma_problem(c) else "mma", "matvec")
 
@@ -305,18 +305,18 @@ def _activations(s: Sizes) -> int:
     return s["itemsize"] * s["M"] * (s["K"] + s["N"])
 
 
-def _variants(few: str, many: str, hopper_kernel: str) -> tuple[Variant, ...]:
+def _variants(few: str, many: str, wgmma_kernel: str) -> tuple[Variant, ...]:
     return (
         variant("matvec", matvec.FILE, few)(_matvec),
         variant("mma", mma.FILE, many)(_mma),
         variant("unfused", mma.FILE, many)(_unfused),
-        variant("hopper", hopper.FILE, hopper_kernel, dtypes=("float16", "bfloat16"))(_hopper),
+        variant("wgmma", wgmma.FILE, wgmma_kernel, dtypes=("float16", "bfloat16"))(_wgmma),
     )
 
 
 RMSNORM_MATMUL = Operation(
     name="rmsnorm_matmul",
-    variants=_variants("rmsnorm_matvec", "rmsnorm_matmul_mma", "rmsnorm_matmul_hopper"),
+    variants=_variants("rmsnorm_matvec", "rmsnorm_matmul_mma", "rmsnorm_matmul_wgmma"),
     options={
         "eps": 1e-6,
         "head_dim": None,
@@ -349,7 +349,7 @@ RMSNORM_MATMUL = Operation(
 
 RMSNORM_FFN = Operation(
     name="rmsnorm_ffn",
-    variants=_variants("rmsnorm_ffn_matvec", "rmsnorm_ffn_mma", "rmsnorm_ffn_hopper"),
+    variants=_variants("rmsnorm_ffn_matvec", "rmsnorm_ffn_mma", "rmsnorm_ffn_wgmma"),
     options={"eps": 1e-6, "gelu": False, "variant": None},
     prepare=_prepare_ffn,
     workload=Workload(
@@ -390,7 +390,7 @@ def rmsnorm_matmul(
     x (..., T, K) and gamma in float16, bfloat16 or float32; rows of x may be a constant distance
     apart. w: an array (K, N) of the same dtype, or a `WeightMatrix` of this dtype or FP8, in either
     layout. The default variant was the fastest on an H200: matvec for one or two rows; for more
-    rows, hopper on a GPU with wgmma if the matrix is large, else mma. matvec is the default if the
+    rows, wgmma on a GPU with wgmma if the matrix is large, else mma. matvec is the default if the
     sizes or the GPU allow no other variant. The last bits of a row can depend on the number of
     rows.
     """

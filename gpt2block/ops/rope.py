@@ -34,7 +34,7 @@ FILE = "learn/positions/rope.cu"
 BLOCK = 256
 BLOCKS = (32, 64, 128, 256, 512)
 FILLED = 256  # minimum threads per SM for threads to process several heads each
-MOST_POSITIONS = 2**20  # range of positions for the polynomials in lib/rotation.cuh
+MAX_POSITIONS = 2**20  # range of positions for the polynomials in lib/rotation.cuh
 MAX_BATCH = 65535  # maximum sequences: limit of an axis of the grid
 MAX_STRIDE = 2**31 - 1
 _HELD = 8  # loads in flight per thread
@@ -140,7 +140,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 def check_rotation(start: Any, theta: Any, T: int) -> tuple[int, float]:
     """Return start and theta, checked for T positions. Raises InputError for too large angles."""
-    most = MOST_POSITIONS - T
+    most = MAX_POSITIONS - T
     expected = f"a whole number from 0 to {most:,} for {T:,} positions"
     start = check_integer("start", start, 0, most, expected)
     return start, check_number("theta", theta, 1, 2.0**100, "a number from 1 to 2^100")

@@ -22,8 +22,8 @@ from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import FIXED, Call, UncheckedCall
+from gpt2block.ops.drafts import TAKE_DRAFTS
 from gpt2block.ops.engines.rows import MAX_ROWS, check_rows
-from gpt2block.ops.guesses import TAKE_GUESSES
 from gpt2block.ops.operation import Inputs, Operation, Workload, variant
 from gpt2block.ops.workload import draw_stable
 from gpt2block.sampling import (
@@ -43,7 +43,7 @@ MAX_V = 2**23  # maximum vocabulary: the sum of all masses stays below 2^64
 ENDLESS = 2**31 - 1  # n_ctx if positions have no limit
 PARAMETERS = (
     "temperature top_p min_p repetition_penalty f32 B; top_k i32 B; seed i64 B; sample i32 B; "
-    "seen u8 B V; position step i32 B"
+    "occurred u8 B V; position step i32 B"
 )
 STATE = f"{PARAMETERS}; token i32 B; logprob f32 B"
 SLOTS = "slot_row? slot_token? slot_position? slot_turn? i32 M"
@@ -61,7 +61,7 @@ class SampleState(NamedTuple):
     top_k: CudaArray
     seed: CudaArray  # 64-bit seed, stored as int64
     sample: CudaArray
-    seen: CudaArray  # (B, V): not 0 for tokens that have occurred
+    occurred: CudaArray  # (B, V): not 0 for tokens that have occurred
     position: CudaArray  # position of the next token
     step: CudaArray  # number of tokens sampled so far
     token: CudaArray  # last sampled token; -1 if the logits held NaN, or only -inf
@@ -161,7 +161,7 @@ def _block(c: Call) -> Launch:
     slots = (c.slot_row, c.slot_token, c.slot_position, c.slot_turn)
     args = (c.logits, *c.state, *slots, c.changes, c.counts, c.report, c.mask_index, c.masks)
     changed = 0 if c.changes is None else 1 if c.counts is None else 2
-    parts = {"CHANGES": changed, "GUESSES": c.together > 0, "MASKS": c.masks is not None}
+    parts = {"CHANGES": changed, "DRAFTS": c.together > 0, "MASKS": c.masks is not None}
     defines = tuple((f"SAMPLE_{name}", int(part)) for name, part in parts.items() if part)
     geometry = _geometry(c.M).with_defines(defines)
     H = c.H if c.forced is not None else 0
@@ -199,7 +199,7 @@ _STATE = Operation(
     prepare=_prepare_state,
     line=_line("B"),
 )
-_DRAWN = replace(_STATE, line=_line("M"))
+_SAMPLED = replace(_STATE, line=_line("M"))
 
 
 def bind_state(
@@ -214,20 +214,20 @@ def bind_state(
 ) -> Bound:
     """Bind a launch that samples a token for each row of logits (M, V) and updates `state`.
 
-    A run writes token and logprob, marks the token in seen, and adds one to position and step;
+    A run writes token and logprob, marks the token in occurred, and adds one to position and step;
     position stays below n_ctx. out is `state.token`. slots: rows of the state, all different; None:
     M rows in order. report (2, 2, M) int32 gets a copy of token and of the bits of logprob, in
     report[0] if the step (with slots, their `turn`) is even, else in report[1]. report may be host
-    memory. changes (B, 258), with state.seen: results of `sampling.changes` per row. counts (B, V)
-    int32, needed for penalties: how often each token was drawn. A run increments counts. masks: the
-    allowed tokens of each row; None: all.
+    memory. changes (B, 258), with state.occurred: results of `sampling.changes` per row. counts (B,
+    V) int32, needed for penalties: how often each token was sampled. A run increments counts.
+    masks: the allowed tokens of each row; None: all.
     """
     slot_arrays = slots or (None,) * len(Slots._fields)
     inputs = (logits, *state, *slot_arrays, changes, counts, *(masks or NO_MASKS), None, report)
     return _STATE.bind_on_device(inputs, n_ctx=n_ctx)
 
 
-def bind_drawn(
+def bind_sampled(
     logits: Any,
     state: SampleState,
     slots: Slots,
@@ -239,21 +239,21 @@ def bind_drawn(
 ) -> Bound:
     """Bind a launch that samples `together` rows per slot (sequence) and leaves the state as it is.
 
-    The rows of a slot have successive positions. Row i is drawn at step + i, as if the tokens of
-    rows 1 to i had been drawn before. Rows with position -1 are skipped. token and logprob of
+    The rows of a slot have successive positions. Row i is sampled at step + i, as if the tokens of
+    rows 1 to i had been sampled before. Rows with position -1 are skipped. token and logprob of
     `state` must have one element per row, (M,). forced (B, H): the token at each position of each
     sequence, which a row at the position before it reports in place of a sampled token; the
     temperature must be 0. Other arguments are as in `bind_state`.
     """
     inputs = (logits, *state, *slots, changes, counts, *(masks or NO_MASKS), forced, None)
-    return _DRAWN.bind_on_device(inputs, together=together)
+    return _SAMPLED.bind_on_device(inputs, together=together)
 
 
 @variant("slots", SLOTS_FILE, "begin_slots", "place_rows")
 def _place(c: Call) -> Launch:
     """Launch place_rows; `SampleState.begin` launches begin_slots."""
-    guesses = (c.guess, c.left, c.slot_token, c.slot_position, c.together)
-    args = (c.slot_row, c.token, c.position, *guesses, c.M, c.B, c.K if c.guess is not None else 0)
+    drafts = (c.draft, c.left, c.slot_token, c.slot_position, c.together)
+    args = (c.slot_row, c.token, c.position, *drafts, c.M, c.B, c.K if c.draft is not None else 0)
     return _per_row(SLOTS_FILE, "place_rows", c.M, args)
 
 
@@ -261,7 +261,7 @@ PLACE_ROWS = Operation(
     name="place_rows",
     variants=(_place,),
     options={"together": 1},
-    line="slot_row i32 M; token position i32 B; guess? i32 B K; left? i32 B; "
+    line="slot_row i32 M; token position i32 B; draft? i32 B K; left? i32 B; "
     "slot_token slot_position i32 M "
     "-> slot_token slot_position i32 M",
 )
@@ -270,51 +270,53 @@ PLACE_ROWS = Operation(
 def bind_place(
     state: SampleState,
     slots: Slots,
-    guess: CudaArray | None = None,
+    draft: CudaArray | None = None,
     left: CudaArray | None = None,
     together: int = 1,
 ) -> Bound:
     """Bind a launch that copies each slot's (sequence's) token and position to its rows in `slots`.
 
-    out is `slots.token`. Rows whose slot is not in the state are unchanged. With guess (B, K) and
+    out is `slots.token`. Rows whose slot is not in the state are unchanged. With draft (B, K) and
     left (B,), a slot has `together` rows: the first is for its last token, further rows are for its
-    guesses, limited by the number of tokens that the slot may still draw.
+    draft tokens, limited by the number of tokens that the slot may still draw.
     """
-    inputs = (slots.row, state.token, state.position, guess, left, slots.token, slots.position)
+    inputs = (slots.row, state.token, state.position, draft, left, slots.token, slots.position)
     placed = PLACE_ROWS.bind_on_device(inputs, together=together)
-    return placed._replace(extra=(*state, *slots, guess, left))
+    return placed._replace(extra=(*state, *slots, draft, left))
 
 
-@variant("seen", FILE, "mark_seen")
-def _seen(c: Call) -> Launch:
-    """Launch mark_seen: seen[rows[i], tokens[i]] = 1. Indices out of range are skipped."""
+@variant("occurred", FILE, "mark_occurred")
+def _occurred(c: Call) -> Launch:
+    """Launch mark_occurred: occurred[rows[i], tokens[i]] = 1. Indices out of range are skipped."""
     if c.N > MAX_ROWS:
         raise InputError(f"tokens: expected at most {MAX_ROWS:,}, got {c.N:,}")
-    return _per_row(FILE, "mark_seen", c.N, (c.tokens, c.rows, c.seen, c.N, c.B, c.V))
+    return _per_row(FILE, "mark_occurred", c.N, (c.tokens, c.rows, c.occurred, c.N, c.B, c.V))
 
 
-MARK_SEEN = Operation(
-    name="mark_seen", variants=(_seen,), line="tokens rows i32 N; seen u8 B V -> seen u8 B V"
+MARK_OCCURRED = Operation(
+    name="mark_occurred",
+    variants=(_occurred,),
+    line="tokens rows i32 N; occurred u8 B V -> occurred u8 B V",
 )
 
 
 def _prepare(unchecked: UncheckedCall) -> Bound:
     """Bind a call of `sample_token` with a new state, whose arrays are in Bound.extra.
 
-    Each run is a step. seen and counts (B, V) are copied; None: no token was seen or drawn.
+    Each run is a step. occurred and counts (B, V) are copied; None: no token has occurred.
     """
-    sampling, step, seen, counts, masks = (
-        unchecked.options[name] for name in ("sampling", "step", "seen", "counts", "masks")
+    sampling, step, occurred, counts, masks = (
+        unchecked.options[name] for name in ("sampling", "step", "occurred", "counts", "masks")
     )
-    c = unchecked._replace(inputs=(*unchecked.inputs, seen, counts, masks)).checked(step=None)
+    c = unchecked._replace(inputs=(*unchecked.inputs, occurred, counts, masks)).checked(step=None)
     state = SampleState.allocate(c.B, c.V)._replace(token=c.output("token"))
     rows = rows_of(sampling, c.B)
     state.set(rows)
     state.step.fill(check_step(step))
-    if seen is not None:
-        state.seen[...] = seen != 0
+    if occurred is not None:
+        state.occurred[...] = occurred != 0
     if counts is not None:
-        counts, marks = counts.copy(), state.seen
+        counts, marks = counts.copy(), state.occurred
         marks |= (counts > 0).astype("uint8")
     elif any(row.counts for row in rows):
         counts = cupy.zeros((c.B, c.V), "int32")
@@ -326,7 +328,7 @@ def _prepare(unchecked: UncheckedCall) -> Bound:
     for b, row in enumerate(rows):
         values, places = changes(row, c.V)
         tables[b].set(values)
-        state.seen[b] += cupy.asarray(places)
+        state.occurred[b] += cupy.asarray(places)
     return bind_state(c.logits, state, changes=tables, counts=counts, masks=masks)
 
 
@@ -337,9 +339,9 @@ def _make(at: Mapping[str, Any], rng: np.random.Generator) -> Inputs:
 OPERATION = Operation(
     name="sample_token",
     variants=(_block,),
-    options={"sampling": None, "step": 0, "seen": None, "counts": None, "masks": None},
+    options={"sampling": None, "step": 0, "occurred": None, "counts": None, "masks": None},
     prepare=_prepare,
-    steps=(MARK_SEEN, PLACE_ROWS, TAKE_GUESSES),
+    steps=(MARK_OCCURRED, PLACE_ROWS, TAKE_DRAFTS),
     workload=Workload(
         document="gpt2block; random numbers by Salmon et al. (2011)",
         idea="first token whose cumulative mass exp(logit / temperature), of kept tokens, passes u",
@@ -363,17 +365,18 @@ def sample_token(
     logits: CudaArray,
     sampling: Sampling | Sequence[Sampling] | None = None,
     step: int = 0,
-    seen: CudaArray | None = None,
+    occurred: CudaArray | None = None,
     counts: CudaArray | None = None,
     masks: CudaArray | None = None,
 ) -> CudaArray:
-    """Compute `reference.sample_token` on CuPy arrays: logits float32, seen uint8, others int32.
+    """Compute `reference.sample_token` on CuPy arrays: logits float32, occurred uint8, rest int32.
 
     Each call copies the parameters to the device; `SampleState` and `bind_state` avoid these
     copies. Raises InputError.
     """
     (logits,) = contiguous(logits)
-    options = {"sampling": sampling, "step": step, "seen": seen, "counts": counts, "masks": masks}
+    options: dict[str, Any] = {"sampling": sampling, "step": step, "occurred": occurred}
+    options |= {"counts": counts, "masks": masks}
     return OPERATION.bind_on_device((logits,), **options).run()
 
 
@@ -385,10 +388,10 @@ def _integers(name: str, value: Any) -> CudaArray:
     return cupy.asarray(array, np.int32)
 
 
-def mark_seen(tokens: CudaArray, rows: CudaArray, seen: CudaArray) -> CudaArray:
-    """Set seen[rows[i], tokens[i]] to 1 for packed tokens (N,) of prompts; return `seen`.
+def mark_occurred(tokens: CudaArray, rows: CudaArray, occurred: CudaArray) -> CudaArray:
+    """Set occurred[rows[i], tokens[i]] to 1 for packed tokens (N,) of prompts; return `occurred`.
 
-    seen is (B, V) uint8, rows (N,). Raises InputError.
+    occurred is (B, V) uint8, rows (N,). Raises InputError.
     """
     tokens, rows = (_integers(n, a) for n, a in (("tokens", tokens), ("rows", rows)))
-    return MARK_SEEN.bind_on_device((tokens, rows, seen)).run()
+    return MARK_OCCURRED.bind_on_device((tokens, rows, occurred)).run()

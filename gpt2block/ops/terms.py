@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import FP8, TWO_PART, Defines
+from gpt2block.cuda.kernels import FP8, HI_LO, Defines
 from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import UNIT
 
-KINDS = {"float16": 1, "bfloat16": 2, TWO_PART: 3}  # dtype of terms → constant of lib/terms.cuh
+KINDS = {"float16": 1, "bfloat16": 2, HI_LO: 3}  # dtype of terms → constant of lib/terms.cuh
 LINE = 64  # channels per line of terms in the order of wgmma
 IN_ORDER = 2  # Terms.width for GGUF blocks, whose codes are stored in the order of mma operands
 CHUNK = 32  # channels of x per sum; minimums of GGUF blocks are multiplied by these sums
@@ -23,10 +23,10 @@ class Terms(NamedTuple):
     Tensor-core products read such tensors (kernels_cu/lib/terms.cuh).
     """
 
-    dtype: str  # float16, bfloat16 or two_part
+    dtype: str  # float16, bfloat16 or hi_lo
     # 0: terms replace the floats in place; 2 (GGUF blocks), 8 or 16: in the order that wgmma reads
     width: int = 0
-    scale: float = 1.0  # two-part terms: power of two by which all values are divided
+    scale: float = 1.0  # hi/lo terms: power of two by which all values are divided
     rounded: bool = False  # whether only the first term of each value is used
     summed: bool = False  # whether sums of CHUNK channels are stored after all terms
 

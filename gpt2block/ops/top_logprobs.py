@@ -12,7 +12,7 @@ from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.engines.rows import check_rows
 from gpt2block.ops.operation import Operation, variant
 from gpt2block.ops.warm import call
-from gpt2block.sampling import MOST_ALTERNATIVES, check_alternatives
+from gpt2block.sampling import MAX_ALTERNATIVES, check_alternatives
 
 FILE = "tokens/top.cu"
 THREADS = 512
@@ -38,12 +38,12 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 TOP_LOGPROBS = Operation(
     name="top_logprobs",
     variants=(_block,),
-    options={"K": MOST_ALTERNATIVES},
+    options={"K": MAX_ALTERNATIVES},
     prepare=_prepare,
 )
 
 
-def top_logprobs(logits: CudaArray, K: int = MOST_ALTERNATIVES) -> tuple[CudaArray, CudaArray]:
+def top_logprobs(logits: CudaArray, K: int = MAX_ALTERNATIVES) -> tuple[CudaArray, CudaArray]:
     """Compute `reference.top_logprobs` on a CuPy array (M, V) of float32.
 
     Raises InputError for logits of another shape or dtype, and for a K that is out of range.

@@ -32,13 +32,13 @@ MMA = "learn/trimat/mma.cu"
 BLOCKS = (32, 64, 128, 256)
 TILE = 128  # side of the tile of outputs that a block of tri6 computes, for short heads
 MAX_HEADS = 65535  # maximum heads of all sequences: limit of an axis of the grid
-MOST_BLOCKS = 2**31 - 1  # maximum blocks of a grid
+MAX_BLOCKS = 2**31 - 1  # maximum blocks of a grid
 
 # Constants of variant tri6, which runs on tensor cores.
 MMA_LARGEST_HEAD = 128
 MMA_THREADS = 128
 MMA_BLOCKS = 3  # maximum blocks per multiprocessor: limit of registers and shared memory
-MOST_SPAN = 8  # maximum tiles of K that a block multiplies by a tile of Q
+MAX_SPAN = 8  # maximum tiles of K that a block multiplies by a tile of Q
 CACHED = 24 << 20  # bytes of Q and K that stay in the L2 cache while out passes through it
 
 
@@ -49,33 +49,33 @@ def mma_geometry(
     HS: int,
     *,
     sms: int,
-    most_shared: int,
+    max_shared: int,
     span: int | None = None,
     together: int | None = None,
     tile: int | None = None,
 ) -> tuple[Geometry, tuple[int, int, int]]:
     """Return the geometry of variant tri6, and its arguments `heads`, `span` and `together`.
 
-    sms: multiprocessors of the GPU. most_shared: bytes of shared memory that a block can have.
+    sms: multiprocessors of the GPU. max_shared: bytes of shared memory that a block can have.
     span, together, tile: used instead of the best values; the bits of the result do not change.
     Raises InputError if the grid is too large.
     """
-    heads, most_blocks = B * NH, MMA_BLOCKS if HS <= 64 else MMA_BLOCKS - 1
+    heads, max_blocks = B * NH, MMA_BLOCKS if HS <= 64 else MMA_BLOCKS - 1
     tile = tile or (TILE if HS <= 64 else TILE // 2)
     tiles = ceil(T / tile)
     shared = 2 * tile * (4 * 16 * ceil(HS / 16) + 16) + 12 * tile
-    blocks = max(1, min(most_blocks, (most_shared + RESERVED) // (shared + RESERVED)))
+    blocks = max(1, min(max_blocks, (max_shared + RESERVED) // (shared + RESERVED)))
     if span is None:  # the longest span with which there are enough blocks to fill the GPU
-        span = max(1, min(MOST_SPAN, heads * tiles * (tiles + 1) // 2 // (blocks * sms)))
+        span = max(1, min(MAX_SPAN, heads * tiles * (tiles + 1) // 2 // (blocks * sms)))
     if together is None:
         bands = ceil(8 * heads * T * HS / CACHED)
         together = ceil(heads / bands)
     whole, rest = divmod(tiles, span)
     segments = span * whole * (whole + 1) // 2 + rest * (whole + 1)
-    if heads * segments > MOST_BLOCKS:
+    if heads * segments > MAX_BLOCKS:
         raise InputError(
             f"B {B:,}, T {T:,} and {NH:,} heads make a grid of {heads * segments:,} blocks, CUDA "
-            f"takes {MOST_BLOCKS:,}: use smaller batches"
+            f"takes {MAX_BLOCKS:,}: use smaller batches"
         )
     defines = (("NH", NH), ("HS", HS), ("TRI_TILE", tile), ("TRI_BLOCKS", blocks))
     geometry = Geometry("matmul_tri6", (heads * segments,), (MMA_THREADS,), shared, defines)
@@ -112,8 +112,8 @@ def _tri6(c: Call) -> Launch:
         )
     needs_mma(": use variant tri5")
     sms = device_attribute("MultiProcessorCount")
-    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    geometry, more = mma_geometry(c.B, c.T, c.NH, c.HS, sms=sms, most_shared=most_shared)
+    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+    geometry, more = mma_geometry(c.B, c.T, c.NH, c.HS, sms=sms, max_shared=max_shared)
     return launch_at(MMA, geometry, (*_args(c), *more))
 
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, arrays_of
-from gpt2block.models.weights.two_part import TwoPartMatrix
+from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.operation import Operation
-from gpt2block.ops.recipe import Recipe, addresses_of, seen
+from gpt2block.ops.recipe import Recipe, addresses_of, signature_of
 
-MOST = 4096  # maximum number of cached calls; the oldest is dropped first
+MAX_CALLS = 4096  # maximum number of cached calls; the oldest is dropped first
 
 
 class CachedCall(NamedTuple):
@@ -46,7 +46,8 @@ def call(
     usual = plain and all(isinstance(array, cupy.ndarray) for array in arrays)
     if out is not None or not usual:  # out may overlap an input; bind reports wrong arguments
         return _bound_and_run(operation, inputs, out, options)
-    addresses, kind = seen(inputs, options.values())  # names of options follow from the operation
+    # names of options follow from the operation
+    addresses, kind = signature_of(inputs, options.values())
     key = operation, cupy.cuda.runtime.getDevice(), kind
     known = _cached_calls.get(key)
     if known is not None:
@@ -58,7 +59,7 @@ def call(
     known = _kept(addresses, bound)
     if known is not None:
         with _inserting:  # no other thread may change the dict while the oldest call is looked up
-            if len(_cached_calls) >= MOST:
+            if len(_cached_calls) >= MAX_CALLS:
                 _cached_calls.pop(next(iter(_cached_calls)))
             _cached_calls[key] = known
     return bound
@@ -73,11 +74,11 @@ def _bound_and_run(
 
 
 def _kept(addresses: tuple[int, ...], bound: Bound) -> CachedCall | None:
-    """Return a call to cache. None if the operation is in place or returns a TwoPartMatrix.
+    """Return a call to cache. None if the operation is in place or returns a HiLoMatrix.
 
-    bind may write the scale of a TwoPartMatrix result, which a repeated launch would not.
+    bind may write the scale of a HiLoMatrix result, which a repeated launch would not.
     """
-    if isinstance(bound.out, TwoPartMatrix):
+    if isinstance(bound.out, HiLoMatrix):
         return None
     outputs = (bound.out, *bound.extra)
     written = addresses_of(outputs)

@@ -30,10 +30,10 @@
 #define FP8_SCALE 0
 #endif
 
-constexpr float MOST = FP8_SATURATE ? W::LARGEST : W::BEYOND;
+constexpr float MAX_MAGNITUDE = FP8_SATURATE ? W::LARGEST : W::BEYOND;
 
 // Returns the FP8 number for a magnitude, in the lowest 7 bits, without a sign.
-__device__ __forceinline__ unsigned encode(float magnitude) { return encode_fp8<W>(magnitude, MOST); }
+__device__ __forceinline__ unsigned encode(float magnitude) { return encode_fp8<W>(magnitude, MAX_MAGNITUDE); }
 
 // Returns the lower two bytes of `first`, then the lower two bytes of `second`.
 __device__ __forceinline__ unsigned in_order(unsigned first, unsigned second) {

@@ -39,10 +39,10 @@
 typedef gguf::Part<GGUF_TYPE> Part;
 
 constexpr int SIZE = Part::WIDE ? 256 : 32;  // weights per block
-constexpr int BLOCK_BYTES = Part::BYTES / gguf::OCTET * SIZE / (Part::UNITS * gguf::UNIT);
+constexpr int BLOCK_BYTES = Part::BYTES / gguf::ROW_GROUP * SIZE / (Part::UNITS * gguf::UNIT);
 constexpr int SCALE = Part::WIDE || Part::MINIMUM ? 4 : 2;  // bytes of scales per lane
-constexpr int MOST_CODE = (1 << Part::BITS) - 1 - Part::OFFSET;
-constexpr int FARTHEST = MOST_CODE > Part::OFFSET ? MOST_CODE : Part::OFFSET;  // largest |code - OFFSET|
+constexpr int MAX_CODE = (1 << Part::BITS) - 1 - Part::OFFSET;
+constexpr int FARTHEST = MAX_CODE > Part::OFFSET ? MAX_CODE : Part::OFFSET;  // largest |code - OFFSET|
 
 // A block of a row in the file, or a block of zeros (from: null) that pads a tile.
 struct Block {
@@ -127,7 +127,7 @@ extern "C" __global__ void gguf_pack(
     int* largest,               // the largest bound of a weight's magnitude: bits of a float >= 0
     int K, int rows,            // K: a multiple of the weights per block
     int head, int in_heads) {   // head: rows per head; in_heads: number of first rows that are heads
-    const int lane = threadIdx.x % 32, t = lane % 4, row = blockIdx.x * gguf::OCTET + lane / 4;
+    const int lane = threadIdx.x % 32, t = lane % 4, row = blockIdx.x * gguf::ROW_GROUP + lane / 4;
     const int unit = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, tile = unit / Part::UNITS;
     if (tile * Part::UNITS * gguf::UNIT >= K) return;
     const W* from = row < rows ? raw + (long long)row_in_file(row, head, in_heads) * (K / SIZE) * BLOCK_BYTES : nullptr;

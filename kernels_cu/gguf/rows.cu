@@ -53,8 +53,8 @@ extern "C" __global__ void gguf_widen(
     int K, int begin, int rows) {
     let_next_start();
     wait_for_previous();
-    const int octet = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, row = octet * 8 + threadIdx.x % 32 / 4;
-    if (octet * 8 >= rows) return;
+    const int row_group = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, row = row_group * 8 + threadIdx.x % 32 / 4;
+    if (row_group * 8 >= rows) return;
     Part part;
     part.load(w, K, row, blockIdx.x);
     const Part::Factors own = part.factors(blockIdx.x);

@@ -1,16 +1,17 @@
-// Mailboxes through which GPUs exchange words (4 bytes). shares/gather.cu describes the protocol, and why it is safe.
+// Peer buffers through which GPUs exchange words (4 bytes). peers/all_gather.cu describes the protocol, and why it is
+// safe.
 #pragma once
 
-#define MOST_OTHERS 7     // maximum number of other GPUs
-#define LAST_ROUND 0      // entry of a mailbox that holds the number of the previous round
+#define MAX_OTHERS 7      // maximum number of other GPUs
+#define LAST_ROUND 0      // entry of a peer buffer that holds the number of the previous round
 #define STORED 1          // entry that holds the number of blocks that have called store_round in this round
-#define FLAGS 16          // first entry of the flags: two halves of (MOST_OTHERS, MOST_PIECES) flags, 4 bytes each
-#define MOST_PIECES 1024  // flags per half for each other GPU
-#define HEADER (FLAGS + MOST_OTHERS * MOST_PIECES)  // entries before the words with the number of their round
-#define SEND 1                                      // bits of `parts`: the parts of a kernel that a launch runs
-#define RECEIVE 2
+#define FLAGS 16          // first entry of the flags: two halves of (MAX_OTHERS, MAX_PIECES) flags, 4 bytes each
+#define MAX_PIECES 1024  // flags per half for each other GPU
+#define HEADER (FLAGS + MAX_OTHERS * MAX_PIECES)  // entries before the words with the number of their round
+#define TO_PEERS 1                                  // bits of `parts`: the parts of a kernel that a launch runs
+#define FROM_PEERS 2
 #ifndef OTHERS  // number of other GPUs
-#define OTHERS MOST_OTHERS
+#define OTHERS MAX_OTHERS
 #endif
 #define PATIENCE 20000000000ll  // clock cycles, about 10 s
 #define POLLS 4096              // attempts between two reads of *abort
@@ -18,7 +19,7 @@
 // Returns the number of this round. All threads of a kernel call it before they call store_round.
 __device__ __forceinline__ unsigned next_round(const long long* own) { return (unsigned)__ldcg(own + LAST_ROUND) + 1u; }
 
-// Returns the first entry of a round in the area of `gather`, whose halves have `capacity` entries.
+// Returns the first entry of a round in the area of `all_gather`, whose halves have `capacity` entries.
 __device__ __forceinline__ long long first_entry(unsigned round, int capacity) {
     return HEADER + (long long)(round & 1u) * capacity;
 }
@@ -38,7 +39,7 @@ __device__ __forceinline__ void store_round(long long* own, unsigned round) {
 // Stores words with the number of their round. The 8 bytes of an entry (word and number) are stored, and loaded, in one
 // access.
 template <int COUNT>
-__device__ __forceinline__ void send(long long* to, const unsigned* words, unsigned round) {
+__device__ __forceinline__ void store_words(long long* to, const unsigned* words, unsigned round) {
     unsigned long long stamped[COUNT];
 #pragma unroll
     for (int w = 0; w < COUNT; ++w) stamped[w] = (unsigned long long)round << 32 | words[w];
@@ -53,21 +54,22 @@ __device__ __forceinline__ void send(long long* to, const unsigned* words, unsig
         for (int w = 0; w < COUNT; ++w) *(volatile unsigned long long*)(to + w) = stamped[w];
 }
 
-// The mailboxes through which a kernel sends its outputs, this GPU's columns of a matrix (M, whole).
-struct Mail {
+// The peer buffers through which a kernel sends its outputs, this GPU's columns of a matrix (M, whole).
+struct Peers {
     const long long* own;
-    long long* others[MOST_OTHERS];
-    int first, whole, capacity;  // first column of this GPU; columns of all GPUs; entries in half the area of `gather`
+    long long* others[MAX_OTHERS];
+    int first, whole, capacity;  // first column of this GPU; columns of all GPUs; entries per half of its area
 
-    // Sends the outputs n, n + 1, ... of this GPU in row m. A gather that only receives must follow as the next gather.
+    // Sends the outputs n, n + 1, ... of this GPU in row m. An all-gather that only receives must follow as the next
+    // all-gather.
     template <int COUNT>
-    __device__ __forceinline__ void send_outputs(int m, int n, const float (&v)[COUNT], unsigned round) const {
+    __device__ __forceinline__ void store_outputs(int m, int n, const float (&v)[COUNT], unsigned round) const {
         const long long at = first_entry(round, capacity) + (long long)m * whole + first + n;
         unsigned words[COUNT];
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) words[e] = (unsigned)__float_as_int(v[e]);
 #pragma unroll
-        for (int g = 0; g < OTHERS; ++g) send<COUNT>(others[g] + at, words, round);
+        for (int g = 0; g < OTHERS; ++g) store_words<COUNT>(others[g] + at, words, round);
     }
 };
 

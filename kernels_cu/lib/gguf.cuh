@@ -39,7 +39,7 @@ namespace gguf {
 
 enum Type { Q4_0 = 1, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
 
-constexpr int UNIT = 128, OCTET = 8;
+constexpr int UNIT = 128, ROW_GROUP = 8;
 
 __device__ __forceinline__ float2 floats_of(unsigned halves) {
     float v[2];
@@ -70,7 +70,7 @@ struct Part {
     static constexpr int HIGH = BITS == 5 ? 4 : BITS == 6 ? 8 : 1;  // bytes per lane with high bits
     static constexpr int LOW_BYTES = 512 * VECTORS, HIGH_BYTES = BITS == 5 || BITS == 6 ? 32 * HIGH : 0;
     static constexpr int UNITS = WIDE ? 2 : 1, ROW_SCALES = TYPE == Q6_K ? 18 : WIDE || MINIMUM ? 16 : 8;
-    static constexpr int SCALE_BYTES = OCTET * ROW_SCALES;
+    static constexpr int SCALE_BYTES = ROW_GROUP * ROW_SCALES;
     static constexpr int BYTES = UNITS * (LOW_BYTES + HIGH_BYTES) + SCALE_BYTES;
     static constexpr int SCALE = INTEGERS ? 16 : MINIMUM ? 4 : 2;  // bytes of scales that a lane loads
     static constexpr float FINE = INTEGERS ? 32768.0f : 1.0f;      // codes() returns codes divided by FINE
@@ -109,8 +109,8 @@ struct Part {
     // Loads this lane's 32 weights of row `row` and of unit `unit` (128 values) along K. w: all rows with this GGUF
     // type.
     __device__ __forceinline__ void load(const W* w, int K, int row, int unit) {
-        const W* octet = w + (long long)(row / OCTET) * row_bytes(K);
-        load(octet + low_at(unit), octet + high_at(unit), octet + scales_at(unit), unit, row % OCTET);
+        const W* row_group = w + (long long)(row / ROW_GROUP) * row_bytes(K);
+        load(row_group + low_at(unit), row_group + high_at(unit), row_group + scales_at(unit), unit, row % ROW_GROUP);
     }
 
     // Scales that lane 4 g + t computes for a unit of 128 values: the scales of chunk t (32 values) of row g. by: with

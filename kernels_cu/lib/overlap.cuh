@@ -22,7 +22,7 @@
 //
 // Values written by an earlier kernel must not be loaded through the read-only cache, because this cache is not
 // invalidated between the kernels. Load such values with __ldcg, or plainly through a pointer that is not const
-// __restrict__. Copies by the copy engine also need a fence: wait_before_copies() in lib/sm90.cuh. In a normal launch,
+// __restrict__. Copies by TMA also need a fence: wait_before_copies() in lib/sm90.cuh. In a normal launch,
 // and on older GPUs, kernels do not overlap and both functions do nothing.
 #pragma once
 

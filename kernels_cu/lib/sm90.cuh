@@ -3,7 +3,7 @@
 //
 //   mbarrier   a word in shared memory at which threads and copies arrive and other threads wait; its phases are
 //              numbered 0, 1, 0 ...
-//   TMA        the copy engine: one thread requests the copy of a box (a block of a tensor) between global and shared
+//   TMA        TMA: one thread requests the copy of a box (a block of a tensor) between global and shared
 //              memory. A tensor map (gpt2block/cuda/tensor_maps.py) holds the tensor's shape and layout. Elements
 //              outside the tensor are read as zeros and are not written
 //   cluster    blocks on neighbouring SMs, which can write to each other's shared memory (lib/cluster.cuh)
@@ -38,7 +38,7 @@ __device__ __forceinline__ void init(Barrier& barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
 
-// Makes the initialised barriers visible to the copy engine. Call this function after init().
+// Makes the initialised barriers visible to TMA. Call this function after init().
 __device__ __forceinline__ void fence_inits() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void arrive(Barrier& barrier) {
@@ -107,14 +107,14 @@ __device__ __forceinline__ void wait(const Barrier& barrier, unsigned phase, con
     if (FROM_OTHERS) asm volatile("fence.acquire.sync_restrict::shared::cluster.cluster;" ::: "memory");
 }
 
-// ---- the copy engine
+// ---- TMA
 
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // Waits for the previous kernel like wait_for_previous(). For threads that then request copies from or to arrays which
-// earlier kernels have accessed by ordinary loads and stores. The copy engine accesses memory by another path (the
+// earlier kernels have accessed by ordinary loads and stores. TMA accesses memory by another path (the
 // async proxy): without the fence, its copies are not ordered after these accesses.
 __device__ __forceinline__ void wait_before_copies() {
     wait_for_previous();
@@ -168,18 +168,18 @@ __device__ __forceinline__ void store_box(const TensorMap& map, const void* from
                  : "memory");
 }
 
-// Closes a group of stores by the copy engine: all stores that this thread has issued since its last call of
+// Closes a group of stores by TMA: all stores that this thread has issued since its last call of
 // end_stores().
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until the copy engine has read the shared memory of this thread's groups of stores, except the LATER most
+// Waits until TMA has read the shared memory of this thread's groups of stores, except the LATER most
 // recent groups.
 template <int LATER>
 __device__ __forceinline__ void wait_for_reads() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LATER) : "memory");
 }
 
-// Makes this thread's writes to shared memory visible to the copy engine and to wgmma. Call this function before the
+// Makes this thread's writes to shared memory visible to TMA and to wgmma. Call this function before the
 // barrier after which another thread issues the copy or the product.
 __device__ __forceinline__ void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -240,7 +240,7 @@ __device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier
 
 // ---- shared memory
 
-// Returns the swizzled offset of a 16-byte unit in a box, in the layout of the copy engine and wgmma. SWIZZLE is 7, 3
+// Returns the swizzled offset of a 16-byte unit in a box, in the layout of TMA and wgmma. SWIZZLE is 7, 3
 // or 1 for rows of 128, 64 or 32 bytes. The unit's index in its 128-byte line is XORed with the line number (masked by
 // SWIZZLE), so that accesses to a column of 8 rows or to a whole row have no bank conflicts. Offsets are relative to an
 // address aligned to 1024 bytes.

@@ -1,6 +1,6 @@
 // Tensor-core products of a warpgroup (128 threads): C (64, N) += A (64, 16) B (16, N), 16-bit inputs, fp32 sums.
 //
-// A and B lie in shared memory in the layout in which the copy engine stores boxes of 64 columns: rows of 128 bytes,
+// A and B lie in shared memory in the layout in which TMA stores boxes of 64 columns: rows of 128 bytes,
 // swizzled, aligned to 1024 bytes. A descriptor holds the address. B is stored as (N, K), one row per column of C, or
 // with ACROSS as (K, N): boxes of 64 columns, one box after the other. A can also come from registers, in the layout of
 // the sums C. Thread 32 w + 4 g + t (g = 0..7, t = 0..3) holds these values of C, for j = 0..N/8-1:

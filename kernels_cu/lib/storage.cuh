@@ -1,8 +1,8 @@
 // Storage types: the element types of arrays, and conversions between them and float. Arithmetic is always float.
 //
 //   T    activations: float, or __half with STORAGE_FP16, or __nv_bfloat16 with STORAGE_BF16
-//   W    weights:     T; or FP8 with WEIGHT_E5M2 or with WEIGHT_E4M3, which must not contain NaN; with WEIGHT_TWO_PART,
-//                     float16 parts of two-part numbers (lib/two_part.cuh), all high parts before all low parts; with
+//   W    weights:     T; or FP8 with WEIGHT_E5M2 or with WEIGHT_E4M3, which must not contain NaN; with WEIGHT_HI_LO,
+//                     float16 parts of hi/lo numbers (lib/hi_lo.cuh), all high parts before all low parts; with
 //                     WEIGHT_GGUF, the bytes of GGUF blocks (lib/gguf.cuh)
 //   KV   keys and values of a kv_cache: T, or FP8 with CACHE_E5M2 or CACHE_E4M3
 //
@@ -41,7 +41,7 @@ __device__ __forceinline__ T narrow(float value) { return value; }
 typedef E5M2 W;
 #elif defined(WEIGHT_E4M3)
 typedef FiniteE4M3 W;
-#elif defined(WEIGHT_TWO_PART)
+#elif defined(WEIGHT_HI_LO)
 struct Part { unsigned short bits; };  // high or low part: a float16 number
 typedef Part W;
 #elif defined(WEIGHT_GGUF)

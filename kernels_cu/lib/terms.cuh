@@ -1,8 +1,8 @@
 // Terms: a float as the sum of two 16-bit numbers, for products on tensor cores. The high term is the 16-bit number
 // nearest to the float, the low term the 16-bit number nearest to the remainder. Two bfloat16 terms keep 16 bits and
 // the range of a float. Two float16 terms keep 22 bits, but no bits below 2^-24, and allow magnitudes up to 65504.
-// Two-part terms (lib/two_part.cuh) are also float16 numbers: the value divided by a scale, and the remainder times
-// 2048. If the scale fits the largest value, two-part terms keep 22 bits of all values that are at least 2^-28 of the
+// Hi/lo terms (lib/hi_lo.cuh) are also float16 numbers: the value divided by a scale, and the remainder times
+// 2048. If the scale fits the largest value, hi/lo terms keep 22 bits of all values that are at least 2^-28 of the
 // largest value. Infinity becomes NaN.
 //
 // With TERM_WIDTH 0, two neighbouring floats in memory are replaced by a word with their two high terms and a word with
@@ -14,7 +14,7 @@
 //
 // The including file includes lib/sm80.cuh.
 #pragma once
-#include "lib/two_part.cuh"
+#include "lib/hi_lo.cuh"
 
 #ifndef TERM_WIDTH  // layout of stored terms: 0: in place of the floats; 2, 8, 16: wgmma order, see term_place
 #define TERM_WIDTH 0
@@ -24,14 +24,14 @@
 #define TERM_COUNT 2
 #endif
 
-constexpr int FP16_TERMS = 1, BF16_TERMS = 2, TWO_PART_TERMS = 3;  // formats of a float's two terms
+constexpr int FP16_TERMS = 1, BF16_TERMS = 2, HI_LO_TERMS = 3;  // formats of a float's two terms
 
 // Splits two floats into 16-bit terms. `high` receives both high terms and `low` both low terms, each with the first
-// float's term in the lower half. inverse: 1 / scale, for two-part terms.
+// float's term in the lower half. inverse: 1 / scale, for hi/lo terms.
 template <int KIND>
 __device__ __forceinline__ void split_pair(float first, float second, float inverse, unsigned& high, unsigned& low) {
     constexpr bool BRAIN = KIND == BF16_TERMS;
-    if constexpr (KIND == TWO_PART_TERMS) first *= inverse, second *= inverse;
+    if constexpr (KIND == HI_LO_TERMS) first *= inverse, second *= inverse;
     float rounded[2];
     high = BRAIN ? pack2_bf16(first, second) : pack2_fp16(first, second);
     if constexpr (TERM_COUNT == 1) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void split_pair(float first, float second, float inve
     if (BRAIN) unpack2_bf16(high, rounded);
     else unpack2_fp16(high, rounded);
     first -= rounded[0], second -= rounded[1];
-    if constexpr (KIND == TWO_PART_TERMS) first *= LOW, second *= LOW;
+    if constexpr (KIND == HI_LO_TERMS) first *= LOW, second *= LOW;
     low = BRAIN ? pack2_bf16(first, second) : pack2_fp16(first, second);
 }
 

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
     const float* __restrict__ gamma,  // (C)
     const float* __restrict__ beta,   // (C)
     float* out,                       // (N, C): floats or 16-bit terms
-    float out_scale,                  // scale of out, used if LN_TERMS selects two-part terms
+    float out_scale,                  // scale of out, used if LN_TERMS selects hi/lo terms
     float eps, int N) {
     const int row = blockIdx.x * LN_ROWS + threadIdx.x / 32;
     Values held[HELD ? LOADS : 1], gammas[HELD ? LOADS : 1], betas[HELD ? LOADS : 1];

@@ -3,9 +3,9 @@
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of C channels
 //
 //   layernorm_narrow, layernorm_narrow_float, layernorm_narrow_split: for tensor cores: float32 gamma and beta, out in
-//       16 bits or two-part, a few rows per team of threads, overlapping launches. In layernorm_narrow, x and out have
+//       16 bits or hi/lo, a few rows per team of threads, overlapping launches. In layernorm_narrow, x and out have
 //       type T; in layernorm_narrow_float, x is float and out has type T; in layernorm_narrow_split, x is float and out
-//       is two-part (lib/two_part.cuh): two arrays of __half, with one scale for all rows
+//       is hi/lo (lib/hi_lo.cuh): two arrays of __half, with one scale for all rows
 //
 // As in kernel 6 (norms/layernorm_rows.cu), a team of LN_THREADS neighbouring threads keeps a row in registers and
 // computes the variance around the mean (lib/rows.cuh). The differences:
@@ -25,7 +25,7 @@
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "lib/rows.cuh"
-#include "lib/two_part.cuh"
+#include "lib/hi_lo.cuh"
 
 #ifndef LN_WIDTH  // elements per vector: a power of two that divides C, at most 16 bytes of T. Each
 #define LN_WIDTH 4  // array is aligned to its vectors, or to 16 bytes if a vector of floats is longer

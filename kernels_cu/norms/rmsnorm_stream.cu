@@ -10,7 +10,7 @@
 //       dimension
 //   rmsnorm_add: adds the norm of x to the residual stream, in place: out = residual + x * r * weight
 //   rmsnorm_gathered: for a model on several GPUs, each of which has computed some columns of x: gathers x, adds it to
-//       the residual stream, in place, and normalizes the stream; the same bits as shares/gather.cu followed by
+//       the residual stream, in place, and normalizes the stream; the same bits as peers/all_gather.cu followed by
 //       rmsnorm_stream; only for rows that threads keep in registers
 //   operand_rows: x itself without a norm, in the formats of rmsnorm_stream, for products that read the residual stream
 //
@@ -67,7 +67,7 @@ __device__ __forceinline__ void each_load(Use use) {
 }
 
 // Stores values of the block's row, starting at channel c, or their 16-bit terms. `out_scale`: scale that is used if
-// RS_TERMS selects two-part terms.
+// RS_TERMS selects hi/lo terms.
 __device__ __forceinline__ void store(T* out, float out_scale, int c, const float (&v)[RS_WIDTH]) {
     if constexpr (RS_TERMS) {
         const long long first = term_place(blockIdx.x, c, gridDim.x, RS_C);
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
     const float* x,                    // (M, C)
     const float* __restrict__ weight,  // (C)
     T* out,                            // (M, C)
-    float out_scale,                   // scale of out, used if RS_TERMS selects two-part terms
+    float out_scale,                   // scale of out, used if RS_TERMS selects hi/lo terms
     float eps) {
     const float* from = x + (long long)blockIdx.x * RS_C;
     normalize(weight, eps, always, [&](int, int c) { return load_fresh<float, RS_WIDTH>(from + c); },
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add(
 extern "C" __global__ void __launch_bounds__(RS_THREADS) operand_rows(
     const float* x,   // (M, C)
     T* out,           // (M, C)
-    float out_scale)  // scale of out, used if RS_TERMS selects two-part terms
+    float out_scale)  // scale of out, used if RS_TERMS selects hi/lo terms
 {
     let_next_start();
     wait_for_previous();
@@ -182,13 +182,13 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
 }
 
 extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
-    const float* share,                // (M, S): this GPU's columns of x
+    const float* shard,                // (M, S): this GPU's columns of x
     float* stream,                     // (M, C): the residual stream
     const float* __restrict__ weight,  // (C)
     T* out,                            // (M, C)
-    float out_scale,                   // scale of out, used if RS_TERMS selects two-part terms
+    float out_scale,                   // scale of out, used if RS_TERMS selects hi/lo terms
     float eps,
-    int* abort,  // abort and the next arguments: see shares/gather.cu
+    int* abort,  // abort and the next arguments: see peers/all_gather.cu
     long long* own,
     long long* to_1, long long* to_2, long long* to_3, long long* to_4, long long* to_5, long long* to_6,
     long long* to_7,
@@ -200,10 +200,10 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
     Values old[HELD ? LOADS : 1];
     unsigned words[HELD ? LOADS : 1][RS_WIDTH], round = 0;
     const auto exchange = [&] {
-        long long* const others[MOST_OTHERS] = {to_1, to_2, to_3, to_4, to_5, to_6, to_7};
+        long long* const others[MAX_OTHERS] = {to_1, to_2, to_3, to_4, to_5, to_6, to_7};
         round = next_round(own);
         const long long half = first_entry(round, capacity) + row;
-        const float* const from = share + (long long)blockIdx.x * S - first;
+        const float* const from = shard + (long long)blockIdx.x * S - first;
         const auto mine = [&](int c) { return c >= first && c < first + S; };
         each_load([&](int i, int c) {  // all loads come before the first store: the block waits for memory once
             old[i] = load_fresh<float, RS_WIDTH>(stream + row + c);
@@ -213,14 +213,14 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
             for (int e = 0; e < RS_WIDTH; ++e) words[i][e] = __float_as_uint(v[e]);
         });
 #pragma unroll
-        for (int g = 0; (parts & SEND) && g < OTHERS; ++g) {
+        for (int g = 0; (parts & TO_PEERS) && g < OTHERS; ++g) {
             each_load([&](int i, int c) {
 #pragma unroll
                 for (int e = 0; e + 1 < RS_WIDTH; e += 2)
-                    if (mine(c)) send<2>(others[g] + half + c + e, &words[i][e], round);
+                    if (mine(c)) store_words<2>(others[g] + half + c + e, &words[i][e], round);
             });
         }
-        if (!(parts & RECEIVE)) return false;
+        if (!(parts & FROM_PEERS)) return false;
         store_round(own, round);
         const long long begun = clock64();
         bool all = false;

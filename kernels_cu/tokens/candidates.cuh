@@ -38,8 +38,8 @@
 #ifndef SAMPLE_MASKS  // 1: rows may have a mask of allowed tokens; other tokens are excluded
 #define SAMPLE_MASKS 0
 #endif
-#ifndef SAMPLE_GUESSES  // 1: several rows per sequence; the state is not changed, token is (M)
-#define SAMPLE_GUESSES 0
+#ifndef SAMPLE_DRAFTS  // 1: several rows per sequence; the state is not changed, token is (M)
+#define SAMPLE_DRAFTS 0
 #endif
 #ifndef SAMPLE_LIST  // maximum number of candidates that are sorted, at most one per thread
 #define SAMPLE_LIST SAMPLE_THREADS
@@ -48,7 +48,7 @@
 typedef unsigned long long u64;
 
 constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32, RANKS = SAMPLE_CLUSTER;
-constexpr bool CHANGED = SAMPLE_CHANGES > 0, COUNTED = SAMPLE_CHANGES > 1, GUESSES = SAMPLE_GUESSES > 0;
+constexpr bool CHANGED = SAMPLE_CHANGES > 0, COUNTED = SAMPLE_CHANGES > 1, DRAFTS = SAMPLE_DRAFTS > 0;
 constexpr bool MASKED = SAMPLE_MASKS > 0;
 constexpr int PLACES = 128;           // entries of `changes` (tokens/sample.cu), two floats each
 constexpr int CHANGES = 2 * PLACES + 2;  // floats of `changes`: the entries and two penalties
@@ -83,16 +83,16 @@ struct Shared {
 
 struct Row {
     const float* x;             // (V)
-    const unsigned char* seen;  // (V), or null if no penalty or bias changes a logit of the row
+    const unsigned char* marks;  // (V), or null if no penalty or bias changes a logit of the row
     int V;
     float penalty, less;        // repetition_penalty and its reciprocal
     float frequency, presence;  // frequency_penalty, presence_penalty
     float max, inverse, scale;  // maximum of l; inverse: 1 / temperature; scale: bins per unit of l, near the maximum
     int first, end;             // columns of this block
-    const float* changes;       // (CHANGES); shifted by one float, to the second biases, once min_new_tokens are drawn
-    const int* counts;          // (V): how often each token was drawn; null if no penalty needs it
-    const int* guessed;         // (guesses): tokens that count as drawn
-    int guesses;
+    const float* changes;       // (CHANGES); shifted by one float, to the second biases, after min_new_tokens
+    const int* counts;          // (V): how often each token was sampled; null if no penalty needs it
+    const int* drafted;         // (draft tokens): tokens that count as sampled
+    int drafts;
     const int* allowed;         // (ceil(V / 32)): a bit per token, 0 for excluded tokens; null: all tokens are allowed
 
     __device__ __forceinline__ float below(float l) const { return l == max ? 0.0f : max - l; }  // inf - inf is NaN
@@ -116,14 +116,14 @@ struct Row {
         }
     }
     // Returns the logit of a column after bias and penalties. Products are rounded explicitly, as in NumPy.
-    __device__ __forceinline__ float changed(float x, unsigned char seen, int column) const {
-        if (CHANGED && seen > 1) {
-            const float bias = changes[seen & ~1];
+    __device__ __forceinline__ float changed(float x, unsigned char marks, int column) const {
+        if (CHANGED && marks > 1) {
+            const float bias = changes[marks & ~1];
             x = bias == -INFINITY ? bias : x + bias;
         }
         int more = 0;
-        for (int i = 0; GUESSES && i < guesses; ++i) more += guessed[i] == column;
-        const bool occurred = more || (CHANGED ? seen % 2 : seen);
+        for (int i = 0; DRAFTS && i < drafts; ++i) more += drafted[i] == column;
+        const bool occurred = more || (CHANGED ? marks % 2 : marks);
         x *= occurred ? x > 0.0f ? less : penalty : 1.0f;
         if (!COUNTED || !counts || !occurred) return x;
         const int count = counts[column] + more;  // 0 for a token that occurs only in the prompt
@@ -138,11 +138,11 @@ __device__ __forceinline__ void visit(const Row& row, int first, int end, int st
     for (; first < end; first += LATER * step) {
         float l[LATER];
         load_columns(row.x + first, end - first, step, -INFINITY, l);
-        if (row.seen) {
-            unsigned char seen[LATER];
-            load_columns(row.seen + first, end - first, step, (unsigned char)0, seen);
+        if (row.marks) {
+            unsigned char marks[LATER];
+            load_columns(row.marks + first, end - first, step, (unsigned char)0, marks);
 #pragma unroll
-            for (int i = 0; i < LATER; ++i) l[i] = row.changed(l[i], seen[i], first + i * step);
+            for (int i = 0; i < LATER; ++i) l[i] = row.changed(l[i], marks[i], first + i * step);
         }
         row.exclude(l, first, step);
         f(l);
@@ -351,7 +351,7 @@ __device__ __forceinline__ float of_rank(unsigned rank) {
 
 // Returns the smallest l of the fewest largest candidates that together have `need` tokens or, with p >= 0, a fraction
 // p of the candidates' mass. Returns -inf if there are fewer candidates.
-__device__ __noinline__ float least_kept(const Row& row, Shared& s, Candidates among, u64 need, float p) {
+__device__ __noinline__ float min_kept(const Row& row, Shared& s, Candidates among, u64 need, float p) {
     const bool masses = p >= 0.0f;
     u64 rank = 0;
     for (int top = 43, shift = 32; top > 0; top = shift, shift = shift > 11 ? shift - 11 : 0) {

@@ -1,19 +1,19 @@
 // Chooses the next token of each row from its logits, on the device.
 //
 //   logits (M, V); per sequence: temperature, top_p, min_p, repetition_penalty, top_k, seed, sample (B);
-//   seen (B, V): 1 for tokens that have occurred; step (B): tokens drawn so far; position, token, logprob (B);
+//   occurred (B, V): 1 for tokens that have occurred; step (B): tokens sampled so far; position, token, logprob (B);
 //   row (M) holds the sequence of each row of logits; without `row`, row m belongs to sequence m
 //   with SAMPLE_CHANGES: changes (B, 258): 128 entries of two floats, then frequency_penalty and presence_penalty.
 //   Entry 0 holds two numbers: 1 if any logit of the sequence changes, and min_new_tokens. Every other entry holds two
-//   biases, one until min_new_tokens are drawn and one afterwards. seen[b, t] also holds twice the index of token t's
-//   entry; index 0: no bias. With SAMPLE_CHANGES 2, counts (B, V): how often each token was drawn
+//   biases, one until min_new_tokens are sampled and one afterwards. occurred[b, t] also holds twice the index of token
+//   t's entry; index 0: no bias. With SAMPLE_CHANGES 2, counts (B, V): how often each token was sampled
 //   with SAMPLE_MASKS: mask_index (M): 1 + the index of the row's mask, or 0 for no mask; masks (R, ceil(V / 32)): bit
 //   t % 32 of word t / 32 is 1 if token t is allowed
 //
 //   l     = -inf for a token that the row's mask excludes. For any other token, l is first logit + bias, where a bias
 //           of -inf excludes an end token that is not yet allowed. For a seen token, l is then multiplied by 1 /
-//           repetition_penalty if l is positive, else by repetition_penalty. For a drawn token, frequency_penalty times
-//           its count and presence_penalty are then subtracted
+//           repetition_penalty if l is positive, else by repetition_penalty. For a sampled token, frequency_penalty
+//           times its count and presence_penalty are then subtracted
 //   mass  = floor(2^40 exp((l - max l) / temperature)), an integer
 //   top-k   keeps the k largest l. Of these tokens, top-p keeps the fewest tokens, largest l first, whose masses
 //           add up to at least the fraction p of the mass of these tokens. Ties with the last token kept are kept as
@@ -23,15 +23,15 @@
 //   temperature 0: the token with the largest l; of several such tokens, the lowest id
 //
 // logprob is the token's log-probability under the unmodified logits. A row with NaN, or with only -inf, gives token
-// -1. With SAMPLE_GUESSES, row i (from 0) of a sequence is drawn with the counter step + i, as if the guesses in its
-// rows 1 to i had been drawn. tokens/guesses.cu then decides which drawn tokens are taken, and changes the state. With
-// `forced`, a row reports the given token and its logprob instead; the temperature must be 0.
+// -1. With SAMPLE_DRAFTS, row i (from 0) of a sequence is sampled with the counter step + i, as if the draft tokens in
+// its rows 1 to i had been sampled. tokens/drafts.cu then decides which sampled tokens are taken, and changes the
+// state. With `forced`, a row reports the given token and its logprob instead; the temperature must be 0.
 //
 //   sample_token: one to eight blocks per row; after exp all arithmetic is integer: the same bits in any batch. The
 //       blocks of a row are a cluster, each with a contiguous part of the row. The first pass computes maximum and
 //       log-sum-exp, which suffices for temperature 0. For top-k and top-p, candidates.cuh finds the smallest l kept.
 //       The last pass adds the masses kept and draws
-//   mark_seen: sets `seen` for tokens of prompts, for the repetition penalty
+//   mark_occurred: sets `occurred` for tokens of prompts, for the repetition penalty
 //
 // Blocks read their parts of a row from global memory in every pass: a copy in shared memory takes longer. The loop of
 // first_pass counts loads: a loop over columns takes longer with masks.
@@ -82,11 +82,11 @@ __device__ float first_pass(const Row& row, Shared& s, bool top_k, Best& best, O
 #pragma unroll
             for (int i = 0; i < FIRST; ++i) l[i] = raw[i] = next[i];
             if (left > 0) load_columns(columns + thread + (done + FIRST) * PASS, left * PASS, PASS, -INFINITY, next);
-            if (row.seen) {
-                unsigned char seen[FIRST];
-                load_columns(row.seen + first, row.V - first, PASS, (unsigned char)0, seen);
+            if (row.marks) {
+                unsigned char marks[FIRST];
+                load_columns(row.marks + first, row.V - first, PASS, (unsigned char)0, marks);
 #pragma unroll
-                for (int i = 0; i < FIRST; ++i) l[i] = row.changed(raw[i], seen[i], first + i * PASS);
+                for (int i = 0; i < FIRST; ++i) l[i] = row.changed(raw[i], marks[i], first + i * PASS);
             }
             row.exclude(l, first, PASS);
             online.take(raw);
@@ -171,10 +171,10 @@ __device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p, 
             largest_ones.limit = found.digit + 1.0f;
         }
         if (enough) listed = gather(largest_ones, row, s);
-        among.cut = listed <= LIST ? select(false, row, s, listed, k) : least_kept(row, s, among, k, -1.0f);
-        // least_kept returns -inf if fewer than k tokens have a mass; then all tokens with a mass are kept.
+        among.cut = listed <= LIST ? select(false, row, s, listed, k) : min_kept(row, s, among, k, -1.0f);
+        // min_kept returns -inf if fewer than k tokens have a mass; then all tokens with a mass are kept.
     }
-    return p < 1.0f ? least_kept(row, s, among, 0, p) : among.cut;
+    return p < 1.0f ? min_kept(row, s, among, 0, p) : among.cut;
 }
 
 // Draws a token with l >= cut and a mass of at least `least`. Returns the token in the block whose part contains it, -1
@@ -226,23 +226,23 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     const int* top_k,                 // (B)
     const long long* seed,            // (B)
     const int* sample,                // (B)
-    unsigned char* seen,              // (B, V): set to 1 for the token
+    unsigned char* occurred,              // (B, V): set to 1 for the token
     int* position,                    // (B): incremented, up to n_ctx - 1
     int* step,                        // (B): incremented
-    int* token,                       // (B), with SAMPLE_GUESSES (M)
+    int* token,                       // (B), with SAMPLE_DRAFTS (M)
     float* logprob,                   // same shape as token
     const int* row,                   // (M) or null: sequence of each row; outside 0 ... B - 1: no sequence
     int* next_token,                  // (M): a copy of token; next_token, next_position and turn: null if row is
     int* next_position,               // (M): a copy of position
-    int* turn,                        // (M): incremented for every row, except with SAMPLE_GUESSES
+    int* turn,                        // (M): incremented for every row, except with SAMPLE_DRAFTS
     const float* changes,             // (B, 258) with SAMPLE_CHANGES
     int* counts,                      // (B, V) with SAMPLE_CHANGES 2: incremented for the token
     int* report,                      // (2, 2, M) or null: token, bits of logprob, for even and odd turns (or steps)
     const int* mask_index,            // (M) with SAMPLE_MASKS: 1 + the index of the row's mask; 0: no mask
     const int* masks,                 // (R, ceil(V / 32)) with SAMPLE_MASKS: bits of allowed tokens
-    const int* forced,                // (B, H) with SAMPLE_GUESSES, or null: the token at each position, for its logprob
+    const int* forced,                // (B, H) with SAMPLE_DRAFTS, or null: the token at each position, for its logprob
     int B, int V, int H, int n_ctx,
-    int together) {                   // SAMPLE_GUESSES: consecutive rows per sequence, at successive positions
+    int together) {                   // SAMPLE_DRAFTS: consecutive rows per sequence, at successive positions
     __shared__ Shared s;
     const int m = blockIdx.x / RANKS, rank = rank_in_row(), thread = threadIdx.x;
     const auto sequence = [&] { return row ? row[m] : m; };
@@ -251,7 +251,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     if (RANKS > 1) arrive_in_cluster();
     if (b < 0 || b >= B) {
         wait_for_previous();
-        if (turn && !GUESSES && rank == 0 && thread == 0) ++turn[m];
+        if (turn && !DRAFTS && rank == 0 && thread == 0) ++turn[m];
         return;
     }
     const float heat = temperature[b], p = top_p[b], part = min_p[b];
@@ -259,18 +259,18 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     const float penalty = repetition_penalty[b];
     for (int bin = thread; bin < BINS; bin += THREADS) s.low[bin] = s.high[bin] = 0;
     wait_for_previous();
-    const int guesses = GUESSES ? m % together : 0;  // number of guesses in earlier rows and this row
-    const int at_position = GUESSES ? next_position[m] : 0;
+    const int drafts = DRAFTS ? m % together : 0;  // number of draft tokens in earlier rows and this row
+    const int at_position = DRAFTS ? next_position[m] : 0;
     __shared__ Row values;  // shared, because each thread would have a copy in local memory
     if (thread == 0) {
         s.bad = 0;
         values.x = logits + (long long)m * V;
-        values.seen = seen + (long long)b * V;
+        values.marks = occurred + (long long)b * V;
         values.V = V;
         values.penalty = penalty;
         values.less = 1.0f / penalty;
         const float* const own = CHANGED ? changes + (long long)b * CHANGES : nullptr;
-        if (CHANGED) values.changes = step[b] + guesses < __float_as_int(own[1]) ? own : own + 1;
+        if (CHANGED) values.changes = step[b] + drafts < __float_as_int(own[1]) ? own : own + 1;
         if (COUNTED) {
             values.frequency = own[CHANGES - 2];
             values.presence = own[CHANGES - 1];
@@ -279,15 +279,15 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
         }
         const int mask = MASKED ? mask_index[m] : 0;
         values.allowed = mask ? masks + (mask - 1LL) * ((V + 31) / 32) : nullptr;
-        if (penalty == 1.0f && !(CHANGED && own[0] != 0.0f)) values.seen = nullptr;
+        if (penalty == 1.0f && !(CHANGED && own[0] != 0.0f)) values.marks = nullptr;
         values.first = min(rank * length, V);
         values.end = min(values.first + length, V);
-        if (GUESSES) {
-            values.guessed = next_token + m - guesses + 1;
-            values.guesses = guesses;
+        if (DRAFTS) {
+            values.drafted = next_token + m - drafts + 1;
+            values.drafts = drafts;
         }
     }
-    if (heat != 0.0f && thread == THREADS - 1) s.random = philox(step[b] + guesses, sample[b], seed[b]);
+    if (heat != 0.0f && thread == THREADS - 1) s.random = philox(step[b] + drafts, sample[b], seed[b]);
     if (at_position < 0) return;
     __syncthreads();
     if (RANKS > 1) wait_for_cluster();  // all blocks have started: their shared memory can be written
@@ -310,12 +310,12 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
     if (thread > 0 || id < 0) return;
     b = sequence();  // recomputed, because a register for it would spill
     float raw = best.l;
-    const bool force = GUESSES && forced && !none;
+    const bool force = DRAFTS && forced && !none;
     if (force) id = forced[(long long)b * H + next_position[m] + 1];
-    if (!none && (values.seen || heat != 0.0f || force)) raw = values.x[id];
+    if (!none && (values.marks || heat != 0.0f || force)) raw = values.x[id];
     const int now = step[b], chosen = none ? -1 : id;
     const float likely = none ? __int_as_float(0x7fffffff) : raw - online.max - logf(online.sum);
-    if (GUESSES) {
+    if (DRAFTS) {
         token[m] = chosen;
         logprob[m] = likely;
         return;
@@ -332,19 +332,20 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
         to[0] = chosen;
         to[M] = __float_as_int(likely);
     }
-    unsigned char& now_seen = seen[(long long)b * V + id];
-    if (!none) now_seen = CHANGED ? now_seen | 1 : 1;
+    unsigned char& now_occurred = occurred[(long long)b * V + id];
+    if (!none) now_occurred = CHANGED ? now_occurred | 1 : 1;
     if (COUNTED && !none) ++counts[(long long)b * V + id];
 }
 
 // grid (ceil(N / blockDim.x)), block (any)
-extern "C" __global__ void mark_seen(
+extern "C" __global__ void mark_occurred(
     const int* tokens,    // (N): tokens of all rows, concatenated
-    const int* rows,      // (N): for each token, the row of `seen`
-    unsigned char* seen,  // (B, V): set to 1 for these tokens; indices out of range are ignored
+    const int* rows,      // (N): for each token, the row of `occurred`
+    unsigned char* occurred,  // (B, V): set to 1 for these tokens; indices out of range are ignored
     int N, int B, int V) {
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= N) return;
     const int token = tokens[i], row = rows[i];
-    if (0 <= token && token < V && 0 <= row && row < B) ((volatile unsigned char*)seen)[(long long)row * V + token] = 1;
+    if (0 <= token && token < V && 0 <= row && row < B)
+        ((volatile unsigned char*)occurred)[(long long)row * V + token] = 1;
 }

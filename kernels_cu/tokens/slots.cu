@@ -1,11 +1,12 @@
 // Sets the state of decoding: arrays (B) of slots, and arrays (M) of the rows of a step.
 //
 //   begin_slots: sets sampling parameters, position and step of slots whose sequences begin
-//   place_rows: sets token and position of a step's rows from the last token, the position and the guesses of their
+//   place_rows: sets token and position of a step's rows from the last token, the position and the draft tokens of
+//   their
 //       slots
 //
 // grid (ceil(N / blockDim.x)) for N sequences or rows; block (any)
-#include "lib/guesses.cuh"
+#include "lib/drafts.cuh"
 
 // The numbers of N sequences in one array: N numbers of 64 bits, then N numbers of 32 bits for each further argument,
 // in order.
@@ -52,16 +53,16 @@ extern "C" __global__ void place_rows(
     const int* row,       // (M): slot of each row; a row with a slot outside 0 ... B - 1 is not changed
     const int* token,     // (B)
     const int* position,  // (B)
-    const int* guess,     // (B, K); or null: no guesses, a row computes its slot's last token
-    const int* left,      // (B): tokens that may still be drawn
+    const int* draft,     // (B, K); or null: no draft tokens, a row computes its slot's last token
+    const int* left,      // (B): tokens that may still be sampled
     int* of_rows,         // (M): token of each row
     int* at,              // (M): position of each row
     int together,         // rows per slot
     int M, int B, int K) {
     const int m = blockIdx.x * blockDim.x + threadIdx.x;
     if (m >= M) return;
-    const int slot = row[m], i = guess ? m % together : 0;
+    const int slot = row[m], i = draft ? m % together : 0;
     if (slot < 0 || slot >= B) return;
-    of_rows[m] = i ? guess[(long long)slot * K + i - 1] : token[slot];
-    at[m] = guess ? position_of(i, of_rows[m], position[slot], left[slot]) : position[slot];
+    of_rows[m] = i ? draft[(long long)slot * K + i - 1] : token[slot];
+    at[m] = draft ? position_of(i, of_rows[m], position[slot], left[slot]) : position[slot];
 }

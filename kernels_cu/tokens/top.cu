@@ -20,11 +20,11 @@
 #ifndef TOP_LOADS  // loads in flight per thread
 #define TOP_LOADS 8
 #endif
-#ifndef TOP_MOST  // maximum of K
-#define TOP_MOST 32
+#ifndef TOP_MAX  // maximum of K
+#define TOP_MAX 32
 #endif
 
-constexpr int THREADS = TOP_THREADS, WARPS = THREADS / 32, KEPT = TOP_KEPT, LOADS = TOP_LOADS, MOST = TOP_MOST;
+constexpr int THREADS = TOP_THREADS, WARPS = THREADS / 32, KEPT = TOP_KEPT, LOADS = TOP_LOADS, MAX = TOP_MAX;
 constexpr int NONE = 0x7fffffff;  // id of a missing token
 static_assert(THREADS % 32 == 0 && WARPS <= 32, "one lane of a warp for each list");
 
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(TOP_THREADS) top_logprobs_kernel(
     int* ids,             // (M, K)
     float* logprobs,      // (M, K)
     int V, int K) {
-    __shared__ Best lists[WARPS][MOST];
+    __shared__ Best lists[WARPS][MAX];
     __shared__ Online parts[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float* x = logits + (long long)blockIdx.x * V;

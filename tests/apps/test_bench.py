@@ -281,10 +281,10 @@ def run_race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def test_what_a_row_says(run_race: Callable[..., Any]) -> None:
-    new, old = Racer("hopper"), Racer("mma")
-    rows, skipped, turns = run_race(new, old, ms={"hopper": 1.0, "mma": 1.5})
+    new, old = Racer("wgmma"), Racer("mma")
+    rows, skipped, turns = run_race(new, old, ms={"wgmma": 1.0, "mma": 1.5})
     assert skipped == []
-    assert turns == [["hopper", "mma"]]
+    assert turns == [["wgmma", "mma"]]
     assert new.rounds == old.rounds == [1, 5]  # a round takes 0.7 ms, 3 ms are wanted
     first, second = rows
     assert first.us == pytest.approx(20.0)  # 1 ms for ten copies and five rounds
@@ -327,7 +327,7 @@ def test_who_cannot_run_is_told_with_the_reason(run_race: Callable[..., Any]) ->
 def test_how_many_copies_and_rounds() -> None:
     assert copies_for(traffic=10, cache=100) == 40
     assert copies_for(traffic=1000, cache=100) == 1
-    assert copies_for(traffic=1, cache=100) == race.MOST_SETS
+    assert copies_for(traffic=1, cache=100) == race.MAX_SETS
     for once_ms, copies, rounds in ((0.5, 10, 6), (10.0, 10, 1), (0.0, 10, 200), (0.0, 10_000, 1)):
         assert rounds_for(once_ms, copies) == rounds
 
@@ -345,7 +345,7 @@ def test_the_drivers_version(tmp_path: Path) -> None:
 @pytest.fixture
 def report() -> Report:
     rows = [
-        row(O, "hopper", error=1e-3),
+        row(O, "wgmma", error=1e-3),
         row(O, "mma", 3.0),
     ]
     for work in block_works("float32", "1x"):
@@ -369,12 +369,12 @@ def test_the_table(report: Report) -> None:
     assert "A step of decoding" not in text
     lines = [line.split() for line in text.splitlines()]
     first = next(line for line in lines if line[:2] == ["1x6", "causal"])
-    assert first[2:5] == ["bfloat16", "hopper", "2.00"]
+    assert first[2:5] == ["bfloat16", "wgmma", "2.00"]
     assert first[-3:] == ["1.00", "1.0e-03", "ok"]
     assert next(line for line in lines if line[:1] == ["mma"])[-3] == "1.50"
     assert next(line for line in lines if line[:2] == ["skeleton", "50.00"])[-3] == "2.50"
     assert "not run: block bfloat16: old: takes [x]" in text
-    wrong = shown(replace(report, rows=[row(O, "hopper", error=1.0), row(O, "mma", 2.5)]))
+    wrong = shown(replace(report, rows=[row(O, "wgmma", error=1.0), row(O, "mma", 2.5)]))
     assert wrong.count("WRONG") == 1
     assert " 1.00 " not in wrong  # no ratio to a wrong result
 
@@ -417,7 +417,7 @@ def test_json_has_everything(measured: list[list[Work]], report: Report) -> None
     found = ended.json
     assert list(found) == ["versions", "ceilings", "rows", "skipped"]
     assert found["ceilings"] == {"copy_gb_s": 4000.0, "tflop_s": dict(BEST.tflop_s)}
-    assert [entry["contender"] for entry in found["rows"]][:3] == ["hopper", "mma", "fused"]
+    assert [entry["contender"] for entry in found["rows"]][:3] == ["wgmma", "mma", "fused"]
     assert found["rows"][0]["max_rel"] is None
     assert found["rows"][1]["sizes"] == {"B": 1, "T": 6, "causal": 1}
     assert [(work.name, work.dtype) for work in measured[0]] == [

@@ -63,7 +63,7 @@ def profile_of(
 
 def own_us(kernel: str) -> float:
     """Return the time of a kernel on the emulated GPU; kernels have different times."""
-    return 0.0 if kernel == "mark_seen" else 2.0 + len(kernel) / 8
+    return 0.0 if kernel == "mark_occurred" else 2.0 + len(kernel) / 8
 
 
 @contextmanager
@@ -186,7 +186,7 @@ def test_kernels_of_a_gpu_move_the_same(
     # positions stay zero, as kernels here only take time: each row sees one key
     assert sum(each.cache for each in moved.values()) == cache_of([0] * ROWS, itemsize)
     scales = 0
-    if dtype == "float32":  # two-part weights: 2 x 2 bytes and a scale for each row
+    if dtype == "float32":  # hi/lo weights: 2 x 2 bytes and a scale for each row
         outputs = sum(s[1] for s in CONFIG.block_shapes().values() if len(s) == 2)
         scales = 4 * (CONFIG.n_layer * outputs + CONFIG.vocab_size)
     assert sum(each.weights for each in moved.values()) == weights_of(ROWS, itemsize) + scales
@@ -277,9 +277,9 @@ def test_a_llama_on_a_gpu_reads_every_weight_once(
     token = found.passes[1].timeline
     table = engine._matrices["wte"].nbytes
     stored = model.nbytes - table
-    if dtype == "float32":  # two-part matrices replace the matrices that model.nbytes counts
+    if dtype == "float32":  # hi/lo matrices replace the matrices that model.nbytes counts
         vectors = sum(vector.nbytes for vector in engine._vectors.values())
-        stored = vectors + sum(matrix.nbytes for matrix in engine.prompts.two_part.values())
+        stored = vectors + sum(matrix.nbytes for matrix in engine.prompts.hi_lo.values())
     expected = stored + rows * table // large.vocab_size
     frequencies = 8 * large.head_size // 2
     if "gated_sums" in {ran.op for ran in token.ran}:
@@ -346,7 +346,7 @@ def test_each_recording_of_a_call_is_a_pass(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(found) == 2
         direct.clear()
         engine.log_likelihood([ids])
-        assert "mark_seen" not in direct
+        assert "mark_occurred" not in direct
         with pytest.raises(ZeroDivisionError):
             engine.timed(lambda: 1 // 0)
         assert engine.timed(lambda: None) == []
@@ -423,16 +423,16 @@ def test_measuring_leaves_the_state_of_the_sampler(monkeypatch: pytest.MonkeyPat
         engine: Any = GPT2(GPT2Weights.random(0, CONFIG), "cuda:0", "bfloat16").engine
         decoding: Any = start_all(engine, prompts, [Sampling()] * ROWS, STEPS + 1)
         state, positions = decoding._steps.state, decoding._steps.positions[:ROWS]
-        before = [array.copy() for array in (state.seen, state.step, positions)]
+        before = [array.copy() for array in (state.occurred, state.step, positions)]
 
         def sample() -> None:
-            for array in (state.seen, state.step, positions):
+            for array in (state.occurred, state.step, positions):
                 array[...] = array + 1
 
         effects["sample_token"] = sample
         for step in range(1, STEPS):
             assert len(engine.timed(decoding.next)) == 1
-            for array, first in zip((state.seen, state.step, positions), before, strict=True):
+            for array, first in zip((state.occurred, state.step, positions), before, strict=True):
                 np.testing.assert_array_equal(array, first + step)
 
 

@@ -390,11 +390,11 @@ def test_sizes_of_bodies(server: Running, monkeypatch: pytest.MonkeyPatch) -> No
     status, found = post(server, "/tokenize", {"prompt": text})
     assert (status, found["tokens"]) == (200, [*text.encode()])
     assert post(server, "/detokenize", {"tokens": found["tokens"]}) == (200, {"prompt": text})
-    for size in (app.MOST_BODY + 1, 10_000_000):  # the second is refused while it is being sent
+    for size in (app.MAX_BODY + 1, 10_000_000):  # the second is refused while it is being sent
         status, found = post(server, COMPLETION, {"prompt": "x" * size})
         assert status == 413
         assert "at most 4,194,304 bytes" in found["error"]["message"]
-    monkeypatch.setattr(app, "MOST_DROPPED", 5_000_000)
+    monkeypatch.setattr(app, "MAX_DROPPED", 5_000_000)
     with sent(server, COMPLETION, b" " * 5_000_001, 2**40) as endless:
         assert endless.recv(12) == b"HTTP/1.1 413"
 
@@ -454,14 +454,14 @@ def test_shares_of_a_full_queue() -> None:
         ("c", 1, True), ("d", 2, False), ("d", 1, True), ("e", 1, False),
     ]:  # fmt: skip
         rows = list(Run(engine, BYTES, "a", samples=count, max_new_tokens=9, seed=0).rows)
-        with contextlib.nullcontext() if fits else pytest.raises(service.Full):
+        with contextlib.nullcontext() if fits else pytest.raises(service.QueueFull):
             outlet.submit(0, rows, client, None)
             taken += rows
     alone.cancel(taken * 2)
     engine.go.set()
     eventually(lambda: alone.open == 0 and not alone._open_of)
     alone.close()
-    with pytest.raises(service.Full):  # the service has ended
+    with pytest.raises(service.QueueFull):  # the service has ended
         alone.submit([], outlet)
     loop.close()
 
@@ -992,7 +992,9 @@ def test_events_that_come_together_are_sent_together(
     assert (len(found), told, len(times)) == (events, texts, len(groups) - 1)
 
 
-@pytest.mark.parametrize(("rows", "released"), [(service.FEW, "aab"), (service.FEW + 1, "ab")])
+@pytest.mark.parametrize(
+    ("rows", "released"), [(service.MAX_EARLY_ROWS, "aab"), (service.MAX_EARLY_ROWS + 1, "ab")]
+)
 def test_pieces_in_flight(rows: int, released: str) -> None:
     """A row gets new tokens once its piece is received. With few rows one more may be in flight."""
     found: list[Any] = []
@@ -1216,13 +1218,13 @@ NumpyDecoding.next = lambda *_: 1 / 0
 def test_an_engine_that_fails_ends_the_server() -> None:
     """A supervisor can then restart it. Requests and the log state the reason."""
     with command(first=FAILING) as (child, line), client_of_command(line) as client:
-        for number in range(service.MOST_FAILED):
+        for number in range(service.MAX_FAILED):
             asked: dict[str, Any] = {"prompt": "a", "stream": number % 2 == 0}
             with pytest.raises(openai.APIError, match="the engine failed: ZeroDivisionError"):
                 list(client.completions.create(model="shakespeare", **asked))
         assert child.wait(60) == 1
         log = child.stderr.read()
-    assert log.count("ERROR a step of the engine failed\nTraceback") == service.MOST_FAILED - 1
+    assert log.count("ERROR a step of the engine failed\nTraceback") == service.MAX_FAILED - 1
     assert log.count("CRITICAL the engine failed\nTraceback") == 1
     assert log.endswith("ZeroDivisionError: division by zero\n")
 

@@ -14,7 +14,7 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from gpt2block import GPT2
-from gpt2block.apps.serve.service import Full
+from gpt2block.apps.serve.service import QueueFull
 from gpt2block.engine.generation.rows import Row
 from gpt2block.engine.model import Sampled
 from gpt2block.engine.numpy.model import NumpyDecoding
@@ -180,18 +180,18 @@ def test_the_keyboard_reaches_tokens_and_alternatives(page: Any) -> None:
     assert not find(page, "#explain").is_enabled()
 
 
-def test_guessed_tokens_are_marked(
+def test_draft_tokens_are_marked(
     page: Any, server: Running, model: GPT2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here every odd drawn token is marked; the legend explains it while the text has any."""
     own, following = server.server, NumpyDecoding.next
 
-    def odd_guessed(decoding: NumpyDecoding) -> Sampled:
+    def odd_drafted(decoding: NumpyDecoding) -> Sampled:
         found = following(decoding)
-        return found._replace(guessed=found.tokens % 2 == 1)
+        return found._replace(drafted=found.tokens % 2 == 1)
 
     monkeypatch.setattr(own, "settings", replace(own.settings, speculate=True))
-    monkeypatch.setattr(NumpyDecoding, "next", odd_guessed)
+    monkeypatch.setattr(NumpyDecoding, "next", odd_drafted)
     proceed(page, TEXT)
     drawn = every(page, ".token.drawn")
     odd = [ord(each[-1]) % 2 == 1 for each in continued(model, TEXT.encode())]
@@ -280,7 +280,7 @@ def test_a_full_queue(page: Any, server: Running, monkeypatch: pytest.MonkeyPatc
     """The question that was refused can be sent again."""
 
     def submit(*given: Any) -> None:
-        raise Full
+        raise QueueFull
 
     use(page, ("#text", TEXT))
     rows(page, "Next token")

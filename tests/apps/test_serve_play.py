@@ -224,8 +224,8 @@ def test_rows_go_on_while_a_pass_is_explained(model: Any, monkeypatch: pytest.Mo
 def test_explained_passes_are_short_and_few(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     explaining = Explaining()
     monkeypatch.setattr(passes, "collect", explaining)
-    monkeypatch.setattr(passes, "MOST_EXPLAINING", 1)
-    monkeypatch.setattr(play, "MOST_EXPLAINED", 5)
+    monkeypatch.setattr(passes, "MAX_EXPLAINING", 1)
+    monkeypatch.setattr(play, "MAX_EXPLAINED", 5)
     ann, bob, _ = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
     with serving(model, rows=1, keys=KEYS) as running, ThreadPoolExecutor(2) as pool:
         status, found = post(running, EXPLAIN, {"ids": [1] * 6}, **ann)
@@ -243,7 +243,7 @@ def test_explained_passes_are_short_and_few(model: Any, monkeypatch: pytest.Monk
 def test_a_model_that_is_too_large_is_not_explained(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(play, "MOST_PARAMETERS", 1000)
+    monkeypatch.setattr(play, "MAX_PARAMETERS", 1000)
     with serving(model, BYTES, rows=1) as running:
         assert json.loads(get(running, "/play/model")[2])["explained"] == 0
         status, found = post(running, EXPLAIN, {"ids": [1]})

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
-from gpt2block.apps.serve.channel import MOST_ITEMS, Channel
+from gpt2block.apps.serve.channel import MAX_ITEMS, Channel
 from tests import serving as serving_
 from tests.apps import test_serve, test_serve_clients, test_serve_play
 from tests.apps.test_serve import command
@@ -203,19 +203,19 @@ def test_items_cross_within_a_turn_and_in_order() -> None:
         ours, theirs = socket.socketpair()
         found: list[Any] = []
         here = await Channel.over(ours, lambda *_: None, lambda: None)
-        for number in range(MOST_ITEMS):
+        for number in range(MAX_ITEMS):
             with pytest.raises(BlockingIOError):
                 theirs.recv(8, socket.MSG_DONTWAIT)
             here.send("a", number, b"0" * size)
         assert theirs.recv(8, socket.MSG_DONTWAIT | socket.MSG_PEEK)
         here.send("b")
         there = await Channel.over(theirs, lambda *item: found.append(item), here.close)
-        while len(found) <= MOST_ITEMS:
+        while len(found) <= MAX_ITEMS:
             await asyncio.sleep(0.001)
         there.close()
         here.close()
         return found
 
     for size in (1, 2**19):
-        items = [("a", number, b"0" * size) for number in range(MOST_ITEMS)]
+        items = [("a", number, b"0" * size) for number in range(MAX_ITEMS)]
         assert asyncio.run(crossed(size)) == [*items, ("b",)]

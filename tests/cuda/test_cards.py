@@ -27,7 +27,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     device = SimpleNamespace(
         id=0,
         compute_capability="90",
-        attributes={cards.MOST_SHARED: 232448, "MultiProcessorCount": 132},
+        attributes={cards.MAX_SHARED: 232448, "MultiProcessorCount": 132},
     )
 
     def load(ptx: str) -> None:
@@ -73,7 +73,7 @@ def test_a_card_decides_instead_of_the_gpu(
 ) -> None:
     monkeypatch.setenv(cards.AS_GPU, text)
     assert cards.capability_of(0) == capability
-    assert cards.attribute_of(0, cards.MOST_SHARED) == shared
+    assert cards.attribute_of(0, cards.MAX_SHARED) == shared
     assert cards.attribute_of(0, "MultiProcessorCount") == 132
     assert cards.compiled_for() == architecture
     asked = gpu.compiler._get_arch_for_options_for_nvrtc

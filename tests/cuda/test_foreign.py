@@ -227,7 +227,7 @@ def test_threads_share_the_views_of_tensors(on_stream: Any) -> None:
             assert view.data.ptr == array.data.ptr
 
     assert together(work) == []
-    assert foreign._new_view.cache_info().currsize == foreign.MOST_VIEWS
+    assert foreign._new_view.cache_info().currsize == foreign.MAX_VIEWS
 
 
 # --- on the GPU -----------------------------------------------------------------------------------

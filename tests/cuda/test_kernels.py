@@ -98,10 +98,10 @@ ODD_CONSTANTS = {
         "STORAGE_BF16=1 ATT_CAUSAL=0 ATT_SIZE=128 ATT_SERVES=3 ATT_WARPS=2 ATT_FRAGS=1 "
         "ATT_STAGES=2 ATT_BLOCKS=4"
     ),
-    "matmul/prompt/mma_two_part.cu": (
+    "matmul/prompt/mma_hi_lo.cu": (
         "GEMM_M=64 GEMM_N=80 GEMM_WARPS_M=2 GEMM_GELU=1 GEMM_RESIDUAL=1 GEMM_SPLIT_OUT=1"
     ),
-    "attention/prompt/mma_two_part.cu": "ATT_CAUSAL=0 ATT_WARPS=2 ATT_STAGES=2",
+    "attention/prompt/mma_hi_lo.cu": "ATT_CAUSAL=0 ATT_WARPS=2 ATT_STAGES=2",
     "matmul/prompt/rmsnorm_mma.cu": (
         "STORAGE_BF16=1 WEIGHT_E4M3=1 MMA_W_NK=1 MMA_ROWS=96 MMA_RESIDUAL=1"
     ),
@@ -109,13 +109,13 @@ ODD_CONSTANTS = {
         "STORAGE_BF16=1 GEMM_A_ROWS=48 GEMM_N=224 GEMM_GROUP_M=64 GEMM_GROUP_N=224 "
         "GEMM_CHUNK=16 GEMM_SHARES=2 NORM_W_NK=1 NORM_TURNS=0"
     ),
-    "attention/prompt/wgmma_two_part.cu": (
+    "attention/prompt/wgmma_hi_lo.cu": (
         "ATT_CAUSAL=0 ATT_SERVES=2 ATT_ONE_SCALE=1 ATT_SHARES=1 ATT_TURNS=0 ATT_SLOTS=4"
     ),
     "attention/prompt/wgmma.cu": "STORAGE_FP16=1 ATT_CAUSAL=0 ATT_TURNS=0 ATT_SLOTS=4",
     "tokens/sample.cu": "SAMPLE_THREADS=512 SAMPLE_LOADS=7 SAMPLE_LIST=100 SAMPLE_CHANGES=1 "
     "SAMPLE_MASKS=1",
-    "elementwise/two_part.cu": "SPLIT_WIDTH=1 SPLIT_ROWS=8",
+    "elementwise/hi_lo.cu": "SPLIT_WIDTH=1 SPLIT_ROWS=8",
     "learn/softmax/ladder.cu": "SOFTMAX_CAUSAL=1 SOFTMAX_WIDTH=1",
     "learn/trimat/ladder.cu": "NH=3 HS=20",
     "learn/trimat/pipelined.cu": "NH=3 HS=20",

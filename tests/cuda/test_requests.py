@@ -106,7 +106,7 @@ def test_several_are_compiled_at_the_same_time(raw: Raw, monkeypatch: pytest.Mon
 
 def test_many_cores_do_not_mean_many_threads(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 192)
-    assert requests.most_threads() == requests.MOST_THREADS
+    assert requests.max_threads() == requests.MAX_THREADS
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     begun, may_end = Queue[str](), threading.Event()
 

@@ -202,7 +202,7 @@ def test_boxes_are_zero_outside_of_the_tensor(x: int, y: int, swizzle: int) -> N
         ("load_box(s, ", "load_box(s + 16, ", "misaligned"),
     ],
 )
-def test_wrong_uses_of_the_copy_engine_are_found(old: str, new: str, found: str) -> None:
+def test_wrong_uses_of_tma_are_found(old: str, new: str, found: str) -> None:
     assert old in BOXES
     given, stored = np.zeros((2, 12, 36), np.float32), np.zeros((1, 14, 40), np.float32)
     module, args = _module(BOXES.replace(old, new)), [_map(given, 128), _map(stored, 128), 0, 0]

@@ -296,7 +296,7 @@ def test_queries_grow_in_every_pass() -> None:
 
 
 def test_the_recordings_of_each_architecture_read_all_tensors() -> None:
-    """Divided, padded and two-part weights are read instead of the original tensors."""
+    """Divided, padded and hi/lo weights are read instead of the original tensors."""
     with recording("9.0"):
         for (kind, own), dtype in zip(OWN.values(), cycle(FORMATS)):
             engine = model_of(kind(**SIZES | own), "cuda", dtype).engine

@@ -20,7 +20,7 @@ from tests.engine.test_batching import EVERYWHERE, finish, model, on, random_opt
 from tests.engine.test_grammars import CONFIG, ENCODING, RULES
 from tests.generating import Run, generate
 
-SMALL = {"PIECE": 8, "LEAST_COPIED": 4, "least_shared": lambda *_: 10}  # for short prompts
+SMALL = {"PIECE": 8, "MIN_COPIED": 4, "min_shared": lambda *_: 10}  # for short prompts
 BEGINS = ([1] * 20, [*[1] * 11, *range(9)], [7] * 5)  # prompts begin with some of these tokens
 LETTERS = [chr(n) for n in range(32, 120)]
 OF_RULES = {"stop_ids": None, "min_new_tokens": 0}

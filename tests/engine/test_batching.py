@@ -221,7 +221,7 @@ def test_each_row_has_its_own_end() -> None:
 def test_tokens_of_a_step_after_the_end_of_a_row_are_left_out(
     ends: dict[str, Any], text: str, count: int
 ) -> None:
-    """Each step returns four tokens of the slot, as a step with right guesses does."""
+    """Each step returns four tokens of the slot, as a step with right draft tokens does."""
     engine = MarkovEngine(cycle(257))
     row = row_of(engine, "a", BYTES, temperature=0, max_new_tokens=8, **ends)
     batch = Batch(engine, 1, 64)
@@ -279,14 +279,14 @@ def test_a_held_row_gives_all_its_tokens_once_it_is_not() -> None:
     rows[0].held = False
     assert batch.step() == rows[:1]
     assert rows[0].take() == "cdef"
-    tokens, logprobs, _, guessed = rows[0].take_tokens()
+    tokens, logprobs, _, drafted = rows[0].take_tokens()
     assert (tokens, len(logprobs)) == ([*b"bcdef"], 5)
-    assert guessed == [False, True, False, True, False]  # odd tokens are guessed
+    assert drafted == [False, True, False, True, False]  # odd tokens are drafted
     rows[0].held = True
     assert batch.step() == rows[1:]
     assert (rows[1].take(), rows[1].finish_reason) == ("cd", "stop")
     assert len(rows[1].tokens) == len(rows[1].logprobs) == 6
-    assert rows[1].guessed == [False, True] * 3
+    assert rows[1].drafted == [False, True] * 3
     finish(batch)
     assert (rows[0].take(), rows[0].finish_reason) == ("ghij", "length")
 
@@ -349,7 +349,7 @@ def test_a_row_with_wrong_logits_ends_alone(held: bool) -> None:
     assert "the logits are NaN after 3 new tokens" in str(rows[0].error)
     assert rows[0].text == "vwx"
     assert (rows[1].text, rows[1].error) == ("bcde", None)
-    assert [row.guessed for row in rows] == [[False, True, False], [False, True, False, True]]
+    assert [row.drafted for row in rows] == [[False, True, False], [False, True, False, True]]
     with pytest.raises(InputError, match="the logits are NaN after 3 new tokens"):
         generate(engine, BYTES, ["u", "a"], temperature=0, max_new_tokens=4)
 

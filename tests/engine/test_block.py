@@ -403,5 +403,5 @@ def test_one_informative_line_each(weights: BlockWeights, block: Block) -> None:
     assert repr(matrix) == (
         "WeightMatrix(K=48, N=192, float8_e4m3fn, scales, layout 'KN', NumPy, 9,984 bytes)"
     )
-    two_part = gpt2block.TwoPartMatrix.from_float32(weights.w_fc)
-    assert repr(two_part) == "TwoPartMatrix(shape=(48, 192), NumPy, 37,056 bytes)"
+    hi_lo = gpt2block.HiLoMatrix.from_float32(weights.w_fc)
+    assert repr(hi_lo) == "HiLoMatrix(shape=(48, 192), NumPy, 37,056 bytes)"

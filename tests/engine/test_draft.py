@@ -1,4 +1,4 @@
-"""A smaller model that guesses tokens: texts stay the same, and a step gives several tokens."""
+"""A smaller model that drafts tokens: texts stay the same, and a step gives several tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def gpt2(config: GPT2Config, seed: int, dtype: str = "float32") -> GPT2:
     [("shuffled", "sampled"), *(pytest.param("gpu", each, marks=GPU.marks) for each in OPTIONS)],
 )
 def test_the_text_is_that_without_a_draft(where: str, options: str, taken: list[int]) -> None:
-    """Guesses by the model itself are nearly all right, even sampled ones; by another, some are."""
+    """Nearly all drafts of the model itself are right, even sampled ones; of another, some."""
     with running_on(where):
         model, prompts = gpt2(LARGE, 0), random_prompts([9, 20, 3], LARGE)
         few = 8 if where != "gpu" else 14
@@ -79,8 +79,8 @@ def test_prompts_that_begin_alike(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, taken: list[int]
 ) -> None:
     """A draft's kv_cache gets the same copies, pieces and slots as the decoding's cache."""
-    monkeypatch.setattr(batching, "LEAST_COPIED", 4)
-    monkeypatch.setattr(batching, "least_shared", lambda *_: 10)
+    monkeypatch.setattr(batching, "MIN_COPIED", 4)
+    monkeypatch.setattr(batching, "min_shared", lambda *_: 10)
     monkeypatch.setattr(batching, "PIECE", 64)
     kind, own = OWN[name]
     config = kind(**{**SIZES, **own, "n_ctx": 200})
@@ -105,7 +105,7 @@ def test_prompts_that_begin_alike(
     assert sum(taken) > 2.5 * len([n for n in taken if n])
 
 
-def test_what_cannot_guess() -> None:
+def test_what_cannot_draft() -> None:
     with running_on("forward"):
         model = gpt2(SMALL, 0)
         cases: list[tuple[Any, str]] = [
@@ -123,7 +123,7 @@ def test_what_cannot_guess() -> None:
         with pytest.raises(InputError, match=r"17 texts together with a draft model: expected at"):
             model.generate([[1]] * 17, speculate=True, rows_at_once=17, max_new_tokens=1)
     host = GPT2(GPT2Weights.random(0, SMALL), "cpu")
-    with pytest.raises(InputError, match="as NumPy guesses nothing"):
+    with pytest.raises(InputError, match="as NumPy drafts nothing"):
         host.draft_model = GPT2(GPT2Weights.random(1, SMALL), "cpu")
     host.draft_model = None
 
@@ -132,7 +132,7 @@ def test_what_cannot_guess() -> None:
     ("given", "message"),
     [
         ([], "--draft-model: expected --speculate with it"),
-        (["--speculate"], "both models on one GPU, as NumPy guesses nothing"),
+        (["--speculate"], "both models on one GPU, as NumPy drafts nothing"),
     ],
 )
 def test_on_the_command_line(given: list[str], message: str) -> None:

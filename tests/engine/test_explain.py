@@ -119,7 +119,7 @@ def test_steps_have_their_kernels_and_what_the_fused_plan_joins() -> None:
     assert [(k["plan"], k["file"], k["names"]) for k in steps["ff1"]["kernels"]] == [
         ("step by step", "learn/matmul/skeleton.cu", ["matmul_bias_tiled"]),
         ("fused plan", "matmul/prompt/mma.cu", ["gemm_mma"]),
-        ("fused plan", "matmul/prompt/wgmma.cu", ["gemm_hopper"]),
+        ("fused plan", "matmul/prompt/wgmma.cu", ["gemm_wgmma"]),
     ]
     assert steps["ln1"]["kernels"][0]["names"] == ["layernorm_kernel"]  # rows of 64, not 768
     for step in steps.values():

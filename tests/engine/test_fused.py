@@ -26,7 +26,7 @@ from gpt2block import (
     block as block_module,
 )
 from gpt2block.apps import cli
-from gpt2block.block import fused_problem, rounded, two_part_problem
+from gpt2block.block import fused_problem, hi_lo_problem, rounded
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import kernels, overlap, requests
 from gpt2block.engine import recording
@@ -233,7 +233,7 @@ def test_weights_that_scales_cannot_follow_from(
 ) -> None:
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 90)
     choose, fits = block_module._choose, BlockWeights.random(0, HEAD_64)
-    assert two_part_problem(fits) is None
+    assert hi_lo_problem(fits) is None
     assert choose("auto", "float32", fits, 0) == "fused"
     for name, value, message in (
         ("w_proj", np.nan, "w_proj: expected finite weights, found infinity or NaN"),

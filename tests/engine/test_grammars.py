@@ -21,7 +21,7 @@ from gpt2block import GPT2, GPT2Config, InputError
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.rows import Generation
 from gpt2block.engine.grammars import Grammar, Matcher, matching, vocabulary_of
-from gpt2block.engine.guessing import SpeculationPolicy
+from gpt2block.engine.speculation import SpeculationPolicy
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from gpt2block.sampling import mask_words, packed, unpacked
 from tests.devices import SOMEWHERE, running_on
@@ -126,7 +126,7 @@ def test_a_vocabulary_without_an_end() -> None:
     assert (ids_of(matcher), matcher.complete_at) == ([], 2)
 
 
-def test_masks_of_several_texts_and_their_guesses() -> None:
+def test_masks_of_several_texts_and_their_draft_tokens() -> None:
     person, true = matcher_of(schema=PERSON), matcher_of(choice=["true"])
     first, second = person.forced(), true.forced()
     assert (bytes_of(first), bytes_of(second)) == (b'{"name": ', b"true")
@@ -138,7 +138,7 @@ def test_masks_of_several_texts_and_their_guesses() -> None:
         np.testing.assert_array_equal(masks[n], matcher.mask())
         matcher.accept(first[n : n + 1])
     found = [bytes_of(np.flatnonzero(unpacked(mask, V))) for mask in masks[3:]]
-    assert found == [b"t", b"r", b"", b""]  # no token after the wrong guess x
+    assert found == [b"t", b"r", b"", b""]  # no token after the wrong draft token x
     np.testing.assert_array_equal(person.mask(), masks[0])  # the state of the matchers is unchanged
 
 
@@ -266,8 +266,8 @@ def mixed(engine: Any, slots: int, **options: Any) -> list[Generation]:
 
 
 @pytest.fixture
-def many_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let steps compute all guesses that fit; return a list of each step's rows per slot."""
+def many_drafts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let steps compute all draft tokens that fit; return a list of each step's rows per slot."""
     run = list[int]()
 
     def for_forced(pace: SpeculationPolicy, counts: NDArray[np.int64], most: int) -> int:
@@ -280,13 +280,13 @@ def many_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)
-def test_texts_have_the_bits_of_no_guesses_and_of_no_batch(
-    where: str, many_guesses: list[int], monkeypatch: pytest.MonkeyPatch
+def test_texts_have_the_bits_of_no_draft_tokens_and_of_no_batch(
+    where: str, many_drafts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_on(where):
         engine = GPT2(GPT2Weights.random(0, CONFIG), device="cuda").engine
         alone = mixed(engine, 1, repetition_penalty=1.2)
-        assert 8 in many_guesses
+        assert 8 in many_drafts
         for found, rule in zip(alone[1:], RULES, strict=False):
             checked(rule, found)
         assert mixed(engine, 3, repetition_penalty=1.2) == alone
@@ -298,8 +298,8 @@ def test_texts_have_the_bits_of_no_guesses_and_of_no_batch(
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)
-def test_guesses_save_steps(where: str, many_guesses: list[int]) -> None:
-    """Names and braces of a schema are computed in one step; copied guesses change nothing."""
+def test_draft_tokens_save_steps(where: str, many_drafts: list[int]) -> None:
+    """Names and braces of a schema are computed in one step; copied draft tokens change nothing."""
     with running_on(where):
         engine = GPT2(GPT2Weights.random(0, CONFIG), device="cuda").engine
         given: dict[str, Any] = {"schema": PERSON, "max_new_tokens": 40, "seed": 1}
@@ -308,14 +308,14 @@ def test_guesses_save_steps(where: str, many_guesses: list[int]) -> None:
             run.finish()
         (first,), (second,) = (run.rows for run in runs)
         assert first.tokens == second.tokens
-        assert sum(first.guessed) >= 5
-        assert len(many_guesses) < 2 * len(first.tokens)
+        assert sum(first.drafted) >= 5
+        assert len(many_drafts) < 2 * len(first.tokens)
 
 
 @pytest.mark.parametrize("others", [{}, {"schema": PERSON}])
 @pytest.mark.parametrize("where", ["cpu", *SOMEWHERE])
 def test_a_mask_that_takes_long_delays_no_other_text(
-    where: str, others: dict[str, Any], many_guesses: list[int], monkeypatch: pytest.MonkeyPatch
+    where: str, others: dict[str, Any], many_drafts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts with its grammar wait. All texts have the tokens, on a GPU the bits, as if alone."""
     go, write = threading.Event(), Matcher.write
@@ -367,15 +367,15 @@ HALF = {"regex": "([a-f]true12){30}"}  # two of three tokens are determined
 
 
 @pytest.mark.parametrize(
-    ("rule", "guesses", "most"),
+    ("rule", "drafts", "most"),
     [({"stop_ids": []}, False, 43), (HALF, False, 73), (HALF, True, 43)],
 )
 def test_calls_of_the_host_for_a_token(
-    rule: dict[str, Any], guesses: bool, most: int, many_guesses: list[int],
+    rule: dict[str, Any], drafts: bool, most: int, many_drafts: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The average number of the package's Python functions called per token has a limit."""
-    if not guesses:
+    if not drafts:
         monkeypatch.setattr(SpeculationPolicy, "for_forced", lambda *_: 1)
     with running_on("shuffled"):
         engine = GPT2(GPT2Weights.random(0, CONFIG), device="cuda").engine

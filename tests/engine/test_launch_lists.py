@@ -105,7 +105,7 @@ def test_a_kernel_runs_in_a_list_or_has_a_reason() -> None:
         (
             "attention/decode/split.cu attention_split",
             "part",
-            (*map(str, ROWS), "guesses", "draft", "trace"),
+            (*map(str, ROWS), "lookup", "draft", "trace"),
         ),
         ("matmul/decode/wgmma_gguf.cu decode_wgmma_gguf", "capability", ("9.0",)),
         ("elementwise/relu_squared.cu relu_squared", "model", ("nanochat",)),

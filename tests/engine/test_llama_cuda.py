@@ -167,7 +167,7 @@ def test_weights_that_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -
         Llama.from_pretrained(path, device=device, dtype="bfloat16")
 
 
-def test_two_part_copies_that_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hi_lo_copies_that_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies count as weights: little free memory is an error, and never changes the kernels."""
     weights = LlamaWeights.random(0, LlamaConfig(n_layer=1, n_head=2, n_embd=128, n_ff=256,
                                                  n_ctx=64, vocab_size=101))  # fmt: skip
@@ -175,8 +175,8 @@ def test_two_part_copies_that_do_not_fit(device: str, monkeypatch: pytest.Monkey
     if not cuda.replaced():
         return
     needed = weight_bytes(weights.config, USUAL)
-    copies = sum(each.nbytes for each in engine.prompts.two_part.values())
-    assert engine.products == "two_part"
+    copies = sum(each.nbytes for each in engine.prompts.hi_lo.values())
+    assert engine.products == "hi_lo"
     monkeypatch.setattr(type(cuda.cupy.cuda.Device()), "mem_info", (needed + copies - 1, 1 << 40))
     message = f"take {needed:,} bytes in float32 and {copies:,} as pairs of float16 matrices, the "
     message += rf"GPU has {needed + copies - 1:,} bytes free: .* \(float16, bfloat16, float8_e5m2"
@@ -184,7 +184,7 @@ def test_two_part_copies_that_do_not_fit(device: str, monkeypatch: pytest.Monkey
         Llama(weights, device=device)
     Llama(weights, device=device, dtype="bfloat16")
     monkeypatch.setattr(type(cuda.cupy.cuda.Device()), "mem_info", (needed + copies, 1 << 40))
-    assert Llama(weights, device=device).engine.products == "two_part"  # type: ignore[attr-defined]
+    assert Llama(weights, device=device).engine.products == "hi_lo"  # type: ignore[attr-defined]
 
 
 def test_the_commands(device: str, tmp_path: Path, capsys: Any) -> None:

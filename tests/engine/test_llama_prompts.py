@@ -1,4 +1,4 @@
-"""Prompts of Llama models on tensor cores, with float32 (two-part) and FP8 weights.
+"""Prompts of Llama models on tensor cores, with float32 (hi/lo) and FP8 weights.
 
 With float32 the error against float64 is at most the error of float32 kernels without tensor cores;
 on a GPU, whose tensor cores truncate sums, at most twice that error. With FP8 the error is due to
@@ -28,7 +28,7 @@ TINY = LlamaConfig(
     n_layer=1, n_head=2, n_kv_head=1, n_embd=72, n_ctx=40, vocab_size=53, n_ff=40, head_size=64,
     attention_bias=True,
 )  # fmt: skip
-H200_SHARED = 232448  # two-part heads of 128 channels need more than the emulated GPU has
+H200_SHARED = 232448  # hi/lo heads of 128 channels need more than the emulated GPU has
 
 
 @pytest.fixture(params=["emulator", GPU])
@@ -84,14 +84,14 @@ def test_two_parts_are_as_near_to_float64(
     weights = LlamaWeights.random(2, replace(TINY, n_embd=264, head_size=head))
     model: Any = Llama(weights, device="cuda")
     plain: Any = without_tensor_cores(weights, monkeypatch)
-    assert (model.engine.products, plain.engine.products) == ("two_part", "float32")
+    assert (model.engine.products, plain.engine.products) == ("hi_lo", "float32")
     ids = random_ids(17)
     logits = exact_tensors(model.engine, ids)["logits"]
     assert rms(model(ids) - logits) <= (1 if cuda.replaced() else 2) * rms(plain(ids) - logits)
     assert np.abs(model(ids, last=True) - logits[-1]).max() <= 1e-6 * np.abs(logits).max()
 
 
-def test_two_part_steps(device: None) -> None:
+def test_hi_lo_steps(device: None) -> None:
     """Conversions are not separate steps in traces and comparisons."""
     model: Any = Llama(LlamaWeights.random(2, TINY), device="cuda")
     ids = random_ids(15)
@@ -115,7 +115,7 @@ def test_fp8_errs_by_float16(device: None) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
 def test_a_batch_and_a_continued_prompt(device: None, dtype: str) -> None:
     model: Any = Llama(LlamaWeights.random(2, TINY), device="cuda", dtype=dtype)
-    assert model.engine.products == ("two_part" if dtype == "float32" else "fp8")
+    assert model.engine.products == ("hi_lo" if dtype == "float32" else "fp8")
     rows = [random_ids(n) for n in (9, 1, 5)]
     for last in (True,) if cuda.replaced() else (False, True):
         for ids, found in zip(rows, model(rows, last=last), strict=True):
@@ -184,7 +184,7 @@ def test_what_float16_cannot_hold_or_the_gpu_has_no_shared_memory_for(
 
     weights = LlamaWeights.random(2, TINY)
     weights.blocks[0].w_gate[...] *= 1e5  # SiLU is not linear: gate is not divided
-    assert products("float32") == "two_part"
+    assert products("float32") == "hi_lo"
     assert products("float8_e5m2") == "float32"
     if cuda.replaced():
         set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=101376)

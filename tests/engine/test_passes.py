@@ -15,11 +15,11 @@ from gpt2block import Block, BlockWeights, GPT2Config, LlamaConfig, emulator, re
 from gpt2block.block import largest, spec_of
 from gpt2block.cuda import cupy
 from gpt2block.engine.block import BlockSpec
-from gpt2block.engine.numpy.machine import NumpyMachine
+from gpt2block.engine.numpy.executor import NumpyExecutor
 from gpt2block.engine.passes import model_steps
 from gpt2block.engine.passes.blocks import PassSettings
 from gpt2block.engine.passes.bounds import Bounds
-from gpt2block.engine.passes.machine import Step
+from gpt2block.engine.passes.executor import Step
 from gpt2block.engine.passes.prefill import Prefill, Products
 from gpt2block.engine.recorder import ALIGNMENT, Arena, ArenaFull, Offsets
 from gpt2block.engine.recording import Recordings
@@ -47,8 +47,8 @@ def test_ten_steps_and_seven_of_the_same_names() -> None:
     assert tuple(step.name for step in seven.steps) == SEVEN
     assert seven.matrices == {"w_qkv", "w_attn", "w_fc", "w_proj"}
     assert not ten.matrices
-    assert not ten.two_part
-    assert replace(seven, bounds={}).two_part == {"ln1", "qkv", "attn", "ln2", "gelu"}
+    assert not ten.hi_lo
+    assert replace(seven, bounds={}).hi_lo == {"ln1", "qkv", "attn", "ln2", "gelu"}
 
 
 @pytest.mark.parametrize("kernels", ["skeleton", "fused"])
@@ -124,9 +124,9 @@ def test_a_layer_of_each_pass() -> None:
         ]  # fmt: skip
     continued = ops_of(prefill(Prefill("16_bits", 9, 2, 9, True, True), CONFIG, "logits"))
     assert continued[2:4] == ["kv kv_append", "attn attention_packed"]
-    continued = ops_of(prefill(Prefill("two_part", 9, 2, 9, True, True), CONFIG, "logits"))
+    continued = ops_of(prefill(Prefill("hi_lo", 9, 2, 9, True, True), CONFIG, "logits"))
     assert continued[2:5] == [
-        "kv kv_append", "attn_cached attention_packed", "attn two_part",
+        "kv kv_append", "attn_cached attention_packed", "attn hi_lo",
     ]  # fmt: skip
     for cached, append in ((False, []), (True, ["kv kv_append"])):
         shape = Prefill("16_bits", 9, 2, 9, cached, fp8_cache="float8_e5m2")
@@ -181,7 +181,7 @@ def test_a_block_is_the_formula() -> None:
     x = np.random.default_rng(0).normal(size=(2, 7, 48))
     for causal, kernels in itertools.product((False, True), ("skeleton", "fused")):
         truth = reference.block_forward(x, weights, causal)
-        out = spec_of(weights, causal, kernels).run(NumpyMachine({**weights.tensors(), "x": x}))
+        out = spec_of(weights, causal, kernels).run(NumpyExecutor({**weights.tensors(), "x": x}))
         np.testing.assert_allclose(out, truth, rtol=1e-13, atol=1e-13)
 
 
@@ -281,7 +281,7 @@ def test_steps_whose_options_differ_in_their_names_are_not_alike(emulated: Any) 
 
 def test_scales_of_several_sequences_are_measured(emulated: Any) -> None:
     def run(do: Any) -> Any:
-        return do("a", "two_part", ("x",), dtype="two_part")
+        return do("a", "hi_lo", ("x",), dtype="hi_lo")
 
     recording = Recordings().make(run, {"x": cupy.full((3, 512, 4), 1, "float32")})
     recording.run()

@@ -1,4 +1,4 @@
-"""Prompts of GPT-2 on tensor cores: 16 bits, float32 as two-part terms, and FP8 as float16.
+"""Prompts of GPT-2 on tensor cores: 16 bits, float32 as hi/lo terms, and FP8 as float16.
 
 The residual stream is float32. The error against float64, with the stored weights, is at most twice
 the error of NumPy plus the rounding term of the kernels' tests. NumPy computes in float32 and, like
@@ -51,7 +51,7 @@ UNTIED = replace(SMALL, n_layer=1, vocab_size=504, tie_word_embeddings=False)
 DTYPES = ("bfloat16", "float16")
 PRODUCTS = {
     **dict.fromkeys(DTYPES, "16_bits"),
-    "float32": "two_part",
+    "float32": "hi_lo",
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
 }
@@ -530,10 +530,10 @@ def test_decoding_after_a_prefill(dtype: str) -> None:
 
 @pytest.mark.gpu
 @in_16_bits
-@pytest.mark.parametrize("variant", ["mma", "hopper"])
+@pytest.mark.parametrize("variant", ["mma", "wgmma"])
 def test_either_tier(dtype: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both variants run, even the one that this GPU would not choose."""
-    cupy_with(HOPPER_CAPABILITY if variant == "hopper" else MMA_CAPABILITY)
+    cupy_with(HOPPER_CAPABILITY if variant == "wgmma" else MMA_CAPABILITY)
     model = made(SMALL, dtype)
     gemm = replace(GEMM, variants=(GEMM.variant(variant),))
     monkeypatch.setattr(import_module("gpt2block.ops.gemm"), "OPERATION", gemm)

@@ -18,11 +18,11 @@ from gpt2block.engine.cuda.caches import CudaCache, apart
 from gpt2block.engine.generation import batching
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.prefixes import (
-    MOST_COMPARED,
+    MAX_COMPARED,
     NOTHING,
     HeldPrefix,
     Prefixes,
-    least_shared,
+    min_shared,
 )
 from gpt2block.engine.generation.rows import Row
 from gpt2block.engine.model import Ids, Start
@@ -94,7 +94,7 @@ def test_the_longest_of_a_client(entries: Entries, prompt: list[int], least: int
         most = max(counts.values(), default=0)
         if most < least:
             assert found == NOTHING
-        elif len(entries) <= MOST_COMPARED:
+        elif len(entries) <= MAX_COMPARED:
             last = [slot for slot, count in counts.items() if count == most][-1]
             assert found == HeldPrefix(last, most)
         elif coming:
@@ -134,8 +134,8 @@ def test_copies_that_depend_on_each_other() -> None:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let few tokens be worth a copy, or a wait, as tiny models have few."""
-    monkeypatch.setattr(batching, "LEAST_COPIED", 4)
-    monkeypatch.setattr(batching, "least_shared", lambda *_: 10)
+    monkeypatch.setattr(batching, "MIN_COPIED", 4)
+    monkeypatch.setattr(batching, "min_shared", lambda *_: 10)
 
 
 class Spy:
@@ -247,7 +247,7 @@ def test_a_batch_is_freed_when_it_is_not_used() -> None:
     [(32, 13_500_000_000, 200), (30, 270_000_000, 2664), (1, 0, 60e6)],
 )
 def test_rows_wait_where_that_is_faster(n_layer: int, nbytes: int, tokens: float) -> None:
-    assert least_shared(n_layer, nbytes) == pytest.approx(tokens, rel=0.01)
+    assert min_shared(n_layer, nbytes) == pytest.approx(tokens, rel=0.01)
 
 
 def arriving(model: Model[Any], rng: np.random.Generator, count: int) -> None:

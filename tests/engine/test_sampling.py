@@ -66,7 +66,7 @@ def rows_of_logits(seed: int, B: int, V: int, spread: float = 3.0, ties: bool = 
     return (np.round(x) if ties else x).astype(np.float32)
 
 
-def some_seen(seed: int, B: int, V: int) -> NDArray[np.uint8]:
+def some_occurred(seed: int, B: int, V: int) -> NDArray[np.uint8]:
     return (np.random.default_rng(seed + 99).random((B, V)) < 0.3).astype(np.uint8)
 
 
@@ -156,10 +156,10 @@ def test_rows_ask_each_for_its_own() -> None:
 # --- the filters ---------------------------------------------------------------------------------
 
 
-def kept_by_hand(x: Array, sampling: Sampling, seen: Array) -> set[int]:
+def kept_by_hand(x: Array, sampling: Sampling, occurred: Array) -> set[int]:
     """Apply the filters of `transformers` in order, in float64; tied tokens are kept together."""
     scores = [float(value) for value in x]
-    for i in map(int, np.flatnonzero(seen)):
+    for i in map(int, np.flatnonzero(occurred)):
         factor = float(np.float32(sampling.repetition_penalty))
         scores[i] = scores[i] * factor if scores[i] < 0 else scores[i] / factor
     scores = [score / sampling.temperature for score in scores]
@@ -207,10 +207,12 @@ def test_what_is_kept(
     seed, V, spread = logits
     (x,) = rows_of_logits(seed, 1, V, spread, ties) + np.float32(30)
     x[1:][np.random.default_rng(seed).random(V - 1) < hidden] = -np.inf
-    (seen,) = some_seen(seed, 1, V)
+    (occurred,) = some_occurred(seed, 1, V)
     sampling = Sampling(temperature, top_k, top_p, min_p, penalty)
-    expected = kept_by_hand(x, sampling, seen)
-    assert set(np.flatnonzero(masses(penalized(x, sampling, seen), sampling)).tolist()) == expected
+    expected = kept_by_hand(x, sampling, occurred)
+    assert (
+        set(np.flatnonzero(masses(penalized(x, sampling, occurred), sampling)).tolist()) == expected
+    )
     assert expected
 
 
@@ -237,10 +239,10 @@ def test_each_filter_alone() -> None:
 
 def test_the_repetition_penalty() -> None:
     x = np.array([2, -2, 1, -1.5, 0], np.float32)
-    seen = np.array([1, 1, 0, 0, 1], np.uint8)
+    occurred = np.array([1, 1, 0, 0, 1], np.uint8)
     sampling = replace(GREEDY, repetition_penalty=4)
-    assert choose(x, sampling, 0, seen).token == 2
-    mass = masses(penalized(x, sampling, seen), replace(sampling, temperature=1))
+    assert choose(x, sampling, 0, occurred).token == 2
+    mass = masses(penalized(x, sampling, occurred), replace(sampling, temperature=1))
     logits = np.array([0.5, -8, 1, -1.5, 0])
     np.testing.assert_allclose(mass / 2**40, np.exp(logits - 1), rtol=1e-6)
 
@@ -252,9 +254,9 @@ def test_biases() -> None:
     token, logprob = choose(x, Sampling(temperature=0, logit_bias=[(0, 100)]), 0)
     assert token == 0
     assert logprob == pytest.approx(-math.log(np.exp(x.astype(np.float64)).sum()))
-    seen = np.array([0, 0, 1, 1], np.uint8)
+    occurred = np.array([0, 0, 1, 1], np.uint8)
     sampling = Sampling(temperature=1, repetition_penalty=2, logit_bias={2: -3, 3: 5})
-    mass = masses(penalized(x, sampling, seen), sampling)
+    mass = masses(penalized(x, sampling, occurred), sampling)
     exact = np.exp(np.array([0.0, 1.0, -2.0, 2.0]))
     np.testing.assert_allclose(mass / mass.sum(), exact / exact.sum(), rtol=1e-6)
     assert Sampling(logit_bias={5: 1, 2: 0.5}) == Sampling(logit_bias=[(2, 0.5), (5, 1)])
@@ -262,20 +264,20 @@ def test_biases() -> None:
 
 
 def test_penalties_of_drawn_tokens_and_end_tokens() -> None:
-    """Penalties follow the repetition penalty and use counts of drawn tokens.
+    """Penalties follow the repetition penalty and use counts of sampled tokens.
 
     An end token has no mass before `min_new_tokens` tokens.
     """
     x, counts = np.array([2, -2, 1, 0.5, np.inf], np.float32), np.array([3, 0, 1, 0, 0], np.int32)
-    seen = np.array([1, 1, 1, 0, 0], np.uint8)
+    occurred = np.array([1, 1, 1, 0, 0], np.uint8)
     options: dict[str, Any] = {"frequency_penalty": 0.5, "presence_penalty": -0.25}
     sampling = Sampling(temperature=0, repetition_penalty=2, **options)
-    got = penalized(x, sampling, seen, counts)
+    got = penalized(x, sampling, occurred, counts)
     assert got.tolist() == [1 - 1.5 + 0.25, -4, 0.5 - 0.5 + 0.25, 0.5, math.inf]
     ends = replace(sampling, min_new_tokens=2, end_ids=[4, 3, 4], logit_bias={3: 9})
     assert (ends.late, replace(ends, min_new_tokens=0).late) == ((3, 4), ())
-    assert penalized(x, ends, seen, counts, 1).tolist() == [*got[:3], -math.inf, -math.inf]
-    assert penalized(x, ends, seen, counts, 2).tolist() == [*got[:3], 9.5, math.inf]
+    assert penalized(x, ends, occurred, counts, 1).tolist() == [*got[:3], -math.inf, -math.inf]
+    assert penalized(x, ends, occurred, counts, 2).tolist() == [*got[:3], 9.5, math.inf]
     assert [choose(x, ends, step).token for step in (0, 1, 2)] == [0, 0, 4]
     assert choose(x[:1], replace(ends, end_ids=[0], logit_bias={}), 0).token == -1
     with pytest.raises(InputError, match="end_ids: expected token ids from 0 to 3, got 4"):
@@ -307,7 +309,7 @@ def test_biases_that_mean_nothing(given: Any, message: str) -> None:
 def test_the_kernel_changes_logits(device: Any, counted: bool, masked: bool) -> None:
     """Some rows have no changes, and some change a token in several ways."""
     B, V, step = 7 + 2 * counted, 777, 3
-    x, seen = rows_of_logits(3, B, V), some_seen(3, B, V)
+    x, occurred = rows_of_logits(3, B, V), some_occurred(3, B, V)
     few = {1: 2.5, 70: 30, 71: 30, 776: -4, int(x[1].argmax()): -9}
     rows = [
         Sampling(temperature=0, logit_bias=few),
@@ -324,8 +326,8 @@ def test_the_kernel_changes_logits(device: Any, counted: bool, masked: bool) -> 
             for n in (step, step + 1)
         ),
     ]
-    counts = np.random.default_rng(4).integers(0, 9, (B, V), dtype=np.int32) * seen
-    counts[6, x[6].argmax()] = seen[6, x[6].argmax()] = counted
+    counts = np.random.default_rng(4).integers(0, 9, (B, V), dtype=np.int32) * occurred
+    counts[6, x[6].argmax()] = occurred[6, x[6].argmax()] = counted
     defines: Defines = (("SAMPLE_CHANGES", 1 + counted),)
     table = np.zeros((B, CHANGES), np.float32)
     places = np.zeros((B, V), np.uint8)
@@ -343,21 +345,23 @@ def test_the_kernel_changes_logits(device: Any, counted: bool, masked: bool) -> 
         given["mask_index"] = index * (np.arange(B) % 3 > 0)
         given["masks"] = packed(allowed)[::-1].copy()
         masks = [mask if b % 3 else None for b, mask in enumerate(packed(allowed))]
-    got = run(device, x, rows, step, seen | places, defines=defines, **given)
-    assert_as_chosen(x, rows, step, seen, got._replace(seen=got.seen & 1), counts, masks)
+    got = run(device, x, rows, step, occurred | places, defines=defines, **given)
+    assert_as_chosen(
+        x, rows, step, occurred, got._replace(occurred=got.occurred & 1), counts, masks
+    )
     if masked:
         assert all(allowed[b, token] for b, token in enumerate(got.token) if b % 3)
         return
     assert (got.token[-2], got.token[-1] % 2) == (70, 1)
-    np.testing.assert_array_equal(got.seen & 254, places)
-    without = run(device, x[2:4], rows[2:4], step, seen[2:4])
+    np.testing.assert_array_equal(got.occurred & 254, places)
+    without = run(device, x[2:4], rows[2:4], step, occurred[2:4])
     np.testing.assert_array_equal(got.token[2:4], without.token)
     np.testing.assert_array_equal(got.logprob[2:4], without.logprob)
 
 
 @one_order
 def test_a_call_with_masks(device: Any) -> None:
-    """Allowed tokens are drawn with unmasked log-probabilities; if none is allowed, -1 is."""
+    """Allowed tokens are sampled with unmasked log-probabilities; if none is allowed, -1 is."""
     x = rows_of_logits(8, 3, 50)
     allowed = np.zeros((3, 50), bool)
     allowed[[0, 0, 1], [4, 49, 32]] = True
@@ -366,10 +370,10 @@ def test_a_call_with_masks(device: Any) -> None:
     for sampling in (GREEDY, Sampling(seed=3), Sampling(top_k=1), Sampling(top_p=0.1)):
         expected = reference.sample_token(x, sampling, **given)
         on_device: dict[str, Any] = {n: device.asarray(each) for n, each in given.items()}
-        drawn = ops.sample_token(device.asarray(x), sampling, **on_device).get()
-        assert drawn.tolist() == expected.tolist()
-        assert drawn[0] in {4, 49}
-        assert drawn[1:].tolist() == [32, -1]
+        sampled = ops.sample_token(device.asarray(x), sampling, **on_device).get()
+        assert sampled.tolist() == expected.tolist()
+        assert sampled[0] in {4, 49}
+        assert sampled[1:].tolist() == [32, -1]
     for call, array in ((reference.sample_token, np.asarray), (ops.sample_token, device.asarray)):
         with pytest.raises(InputError, match=r"masks: .*3, 2"):
             call(array(x), masks=array(np.zeros((3, 3), np.int32)))
@@ -385,9 +389,9 @@ def test_a_call_with_biases(device: Any) -> None:
     counts = np.zeros(x.shape, np.int32)
     counts[0, x[0].argmax()] = 5
     penalty = Sampling(temperature=0, frequency_penalty=9)
-    drawn = ops.sample_token(logits, penalty, counts=device.asarray(counts)).get()
-    assert drawn.tolist() == reference.sample_token(x, penalty, counts=counts).tolist()
-    assert (drawn != x.argmax(-1)).tolist() == [True, False]
+    sampled = ops.sample_token(logits, penalty, counts=device.asarray(counts)).get()
+    assert sampled.tolist() == reference.sample_token(x, penalty, counts=counts).tolist()
+    assert (sampled != x.argmax(-1)).tolist() == [True, False]
     with pytest.raises(InputError, match="logit_bias: expected token ids from 0 to 49, got 50"):
         ops.sample_token(logits, Sampling(logit_bias={50: 1}))
 
@@ -477,16 +481,16 @@ def test_draws_have_the_probabilities(by: str) -> None:
 class State(NamedTuple):
     """Arrays that the kernel writes."""
 
-    seen: Array
+    occurred: Array
     position: Array
     step: Array
     token: Array
     logprob: Array
 
 
-def state_before(B: int, V: int, step: int, seen: Array | None, position: int = 5) -> State:
+def state_before(B: int, V: int, step: int, occurred: Array | None, position: int = 5) -> State:
     return State(
-        np.zeros((B, V), np.uint8) if seen is None else seen.copy(),
+        np.zeros((B, V), np.uint8) if occurred is None else occurred.copy(),
         np.full(B, position, np.int32),
         np.full(B, step, np.int32),
         np.full(B, -7, np.int32),
@@ -499,7 +503,7 @@ def run(
     x: Array,
     rows: Sequence[Sampling],
     step: int = 0,
-    seen: Array | None = None,
+    occurred: Array | None = None,
     *,
     threads: int = 128,
     defines: Defines = (),
@@ -523,7 +527,7 @@ def run(
             return choose_geometry(rows, few.get(blocks or 0, sms), clusters)
         return choose_geometry(rows, sms, clusters, threads, defines)
 
-    before = state_before(B, V, step, seen, position)
+    before = state_before(B, V, step, occurred, position)
     results = []
     for _ in range(1 if replaced() else 2):
         state = SampleState.allocate(B, V)
@@ -541,9 +545,9 @@ def run(
             bound = bind_state(logits, state, n_ctx, report, None, given[0], given[1], of_masks)
         assert bound.run() is state.token
         if counts is not None:
-            drawn = np.zeros_like(counts)
-            drawn[np.arange(B), state.token.get()] = 1
-            np.testing.assert_array_equal(given[1].get(), counts + drawn)
+            sampled = np.zeros_like(counts)
+            sampled[np.arange(B), state.token.get()] = 1
+            np.testing.assert_array_equal(given[1].get(), counts + sampled)
         results.append(State(*(getattr(state, name).get() for name in State._fields)))
         check_report(report.get(), step, results[-1])
     for first, last in zip(results[0], results[-1], strict=True):
@@ -562,7 +566,7 @@ def assert_as_chosen(
     x: Array,
     rows: Sequence[Sampling],
     step: int,
-    seen: Array,
+    occurred: Array,
     got: State,
     counts: Array | None = None,
     masks: Sequence[Array | None] | None = None,
@@ -570,13 +574,15 @@ def assert_as_chosen(
     """Assert that tokens and state equal NumPy's, and that log-probabilities are as accurate."""
     times = np.zeros(x.shape, np.int32) if counts is None else counts
     masks = masks or [None] * len(rows)
-    chosen = [choose(x[b], row, step, seen[b], times[b], masks[b]) for b, row in enumerate(rows)]
+    chosen = [
+        choose(x[b], row, step, occurred[b], times[b], masks[b]) for b, row in enumerate(rows)
+    ]
     tokens = np.array([token for token, _ in chosen])
     np.testing.assert_array_equal(got.token, tokens)
     real = np.flatnonzero(tokens >= 0)
-    marked = seen.copy()
+    marked = occurred.copy()
     marked[real, tokens[real]] = 1
-    np.testing.assert_array_equal(got.seen, marked)
+    np.testing.assert_array_equal(got.occurred, marked)
     np.testing.assert_array_equal(got.step, np.full(len(x), step + 1))
     truth = np.array([logprob for _, logprob in chosen])
     stated = np.isfinite(truth)
@@ -612,11 +618,11 @@ def test_the_kernel_chooses_as_numpy_does(
     device: Any, V: int, spread: float, ties: bool, hidden: float, threads: int, listed: int | None
 ) -> None:
     B, step = len(EVERY_WAY), V % 5
-    x, seen = rows_of_logits(V, B, V, spread, ties), some_seen(V, B, V)
+    x, occurred = rows_of_logits(V, B, V, spread, ties), some_occurred(V, B, V)
     x[:, 1:][np.random.default_rng(V).random((B, V - 1)) < hidden] = -np.inf
     defines = (("SAMPLE_LIST", listed),) if listed else ()
-    got = run(device, x, EVERY_WAY, step, seen, threads=threads, defines=defines)
-    assert_as_chosen(x, EVERY_WAY, step, seen, got)
+    got = run(device, x, EVERY_WAY, step, occurred, threads=threads, defines=defines)
+    assert_as_chosen(x, EVERY_WAY, step, occurred, got)
 
 
 @one_order
@@ -628,10 +634,10 @@ def test_rows_of_logits_in_slots(device: Any) -> None:
     B, V, chosen = 9, 300, [7, -1, 0, 9, 4]
     x = rows_of_logits(1, len(chosen), V)
     options = [Sampling(top_k=20, repetition_penalty=1.3, seed=b) for b in range(B)]
-    seen, step = some_seen(1, B, V), np.arange(B, dtype=np.int32)
+    occurred, step = some_occurred(1, B, V), np.arange(B, dtype=np.int32)
     state = SampleState.allocate(B, V)
     state.begin(step[::-1].copy(), options[::-1], 10 + step[::-1], step[::-1])
-    state.seen.set(seen)
+    state.occurred.set(occurred)
     row, token, position = (device.full(len(chosen), -5, "int32") for _ in range(3))
     slots = Slots(row, token, position, device.asarray(np.arange(5, dtype=np.int32)))
     slots.row.set(np.array(chosen, np.int32))
@@ -646,15 +652,15 @@ def test_rows_of_logits_in_slots(device: Any) -> None:
             assert slots.token.get()[m] == slots.position.get()[m] == -5
             assert half.tolist() == [-9, -9]
             continue
-        expected = choose(x[m], options[b], b, seen[b])
-        seen[b, expected.token] = 1
+        expected = choose(x[m], options[b], b, occurred[b])
+        occurred[b, expected.token] = 1
         expected_step[b] += 1
         assert slots.token.get()[m] == state.token.get()[b] == half[0] == expected.token
         assert slots.position.get()[m] == state.position.get()[b] == min(11 + b, 15)
         assert half[1:].view(np.float32)[0] == state.logprob.get()[b]
     np.testing.assert_array_equal(slots.turn.get(), np.arange(1, 6))
     np.testing.assert_array_equal(state.step.get(), expected_step)
-    np.testing.assert_array_equal(state.seen.get(), seen)
+    np.testing.assert_array_equal(state.occurred.get(), occurred)
     assert state.token.get()[[1, 2, 3, 5, 6, 8]].tolist() == [0] * 6
 
 
@@ -676,9 +682,9 @@ def test_rows_get_the_tokens_and_positions_of_their_slots(device: Any) -> None:
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
-    x, seen = rows_of_logits(5, 4, 5001), some_seen(5, 4, 5001)
+    x, occurred = rows_of_logits(5, 4, 5001), some_occurred(5, 4, 5001)
     with running_on("shuffled") as device:
-        results = [run(device, x, EVERY_WAY[:4], 9, seen, threads=n) for n in (32, 512, 1024)]
+        results = [run(device, x, EVERY_WAY[:4], 9, occurred, threads=n) for n in (32, 512, 1024)]
     for got in results[1:]:
         for one, other in zip(got, results[0], strict=True):
             np.testing.assert_array_equal(one, other)
@@ -687,9 +693,9 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 @on_gpu
 def test_more_rows_than_multiprocessors_give_the_bits_of_few(device: Any) -> None:
     V = 50257
-    x, seen = (np.tile(a, (60, 1)) for a in (rows_of_logits(5, 4, V), some_seen(5, 4, V)))
-    many = run(device, x, EVERY_WAY[:4] * 60, 9, seen)
-    few = run(device, x[:4], EVERY_WAY[:4], 9, seen[:4])
+    x, occurred = (np.tile(a, (60, 1)) for a in (rows_of_logits(5, 4, V), some_occurred(5, 4, V)))
+    many = run(device, x, EVERY_WAY[:4] * 60, 9, occurred)
+    few = run(device, x[:4], EVERY_WAY[:4], 9, occurred[:4])
     for one, other in zip(many, few, strict=True):
         np.testing.assert_array_equal(one[:4], other)
         np.testing.assert_array_equal(one[-4:], other)
@@ -703,10 +709,10 @@ def test_any_number_of_blocks_gives_the_same_bits(device: Any, V: int) -> None:
     x = np.concatenate([rows_of_logits(5, 12, V, s, ties=s == 3) for s in spreads])
     x[12:24, 1:][np.random.default_rng(V).random((12, V - 1)) < 0.5] = -np.inf
     x[20, V // 2], x[21], x[22, V // 3] = np.nan, -np.inf, np.inf
-    rows, seen = EVERY_WAY * len(spreads), some_seen(5, len(x), V)
+    rows, occurred = EVERY_WAY * len(spreads), some_occurred(5, len(x), V)
     for step in range(3):
-        results = [run(device, x, rows, step, seen, blocks=n) for n in (1, 2, 4, 8)]
-        assert_as_chosen(x, rows, step, seen, results[0])
+        results = [run(device, x, rows, step, occurred, blocks=n) for n in (1, 2, 4, 8)]
+        assert_as_chosen(x, rows, step, occurred, results[0])
         for got in results[1:]:
             for one, other in zip(got, results[0], strict=True):
                 np.testing.assert_array_equal(one, other)
@@ -737,10 +743,10 @@ def test_launches(rows: int, clusters: bool, blocks: int, threads: int) -> None:
 def test_a_row_chooses_the_same_alone(device: Any) -> None:
     """A row has the same bits at another alignment: rows have an odd length."""
     B, V = len(EVERY_WAY), 515
-    x, seen = rows_of_logits(6, B, V), some_seen(6, B, V)
-    together = run(device, x, EVERY_WAY, 1, seen)
+    x, occurred = rows_of_logits(6, B, V), some_occurred(6, B, V)
+    together = run(device, x, EVERY_WAY, 1, occurred)
     for b in range(B):
-        alone = run(device, x[b : b + 1], EVERY_WAY[b : b + 1], 1, seen[b : b + 1])
+        alone = run(device, x[b : b + 1], EVERY_WAY[b : b + 1], 1, occurred[b : b + 1])
         for one, all_rows in zip(alone, together, strict=True):
             np.testing.assert_array_equal(one, all_rows[b : b + 1])
 
@@ -769,10 +775,10 @@ def test_equal_masses_and_zeros_of_both_signs(device: Any) -> None:
         Sampling(top_p=0.25, min_p=0.5, seed=5),
         Sampling(temperature=1e30, top_p=0.5, seed=6),  # masses are equal, logits are not
     ]
-    seen = np.zeros(x.shape, np.uint8)
+    occurred = np.zeros(x.shape, np.uint8)
     for step in range(8):
-        got = run(device, x, rows, step, seen)
-        assert_as_chosen(x, rows, step, seen, got)
+        got = run(device, x, rows, step, occurred)
+        assert_as_chosen(x, rows, step, occurred, got)
         assert got.token[6] >= 20
 
 
@@ -784,13 +790,13 @@ def test_rows_that_the_kernel_cannot_choose_from(device: Any) -> None:
     x[4:6, [3, 200]] = np.inf, np.nan
     x[6:8, [3, 200]] = np.inf
     rows = [GREEDY, Sampling(top_k=4, top_p=0.9)] * 5
-    seen = np.zeros(x.shape, np.uint8)
-    got = run(device, x, rows, 0, seen)
-    assert_as_chosen(x, rows, 0, seen, got)
+    occurred = np.zeros(x.shape, np.uint8)
+    got = run(device, x, rows, 0, occurred)
+    assert_as_chosen(x, rows, 0, occurred, got)
     assert got.token[:6].tolist() == [-1] * 6
     assert got.token[6] == 3
     assert got.token[7] in (3, 200)
-    assert not got.seen[:6].any()
+    assert not got.occurred[:6].any()
 
 
 @one_order
@@ -806,11 +812,11 @@ def test_the_tokens_of_prompts_are_marked(device: Any) -> None:
     B, V = 3, 40
     tokens = np.array([0, 39, 5, 5, 40, -1, 7, 7], np.int32)
     rows = np.array([0, 0, 1, 1, 1, 1, 3, -1], np.int32)
-    seen = np.zeros((B, V), np.uint8)
-    seen[2, 2] = 1
-    expected = seen.copy()
+    occurred = np.zeros((B, V), np.uint8)
+    occurred[2, 2] = 1
+    expected = occurred.copy()
     expected[[0, 0, 1], [0, 39, 5]] = 1
-    got = ops.mark_seen(*map(device.asarray, (tokens, rows, seen))).get()
+    got = ops.mark_occurred(*map(device.asarray, (tokens, rows, occurred))).get()
     np.testing.assert_array_equal(got, expected)
 
 
@@ -822,9 +828,9 @@ def test_the_tokens_of_prompts_are_marked(device: Any) -> None:
 @pytest.mark.parametrize("V", [50257, 200_003])
 def test_vocabularies(device: Any, V: int, spread: float) -> None:
     B = len(EVERY_WAY)
-    x, seen = rows_of_logits(9, B, V, spread), some_seen(9, B, V)
+    x, occurred = rows_of_logits(9, B, V, spread), some_occurred(9, B, V)
     for step in range(3):
-        assert_as_chosen(x, EVERY_WAY, step, seen, run(device, x, EVERY_WAY, step, seen))
+        assert_as_chosen(x, EVERY_WAY, step, occurred, run(device, x, EVERY_WAY, step, occurred))
 
 
 @on_gpu
@@ -844,22 +850,22 @@ def test_steps_follow_each_other_in_one_state(device: Any) -> None:
     state.set(rows)
     logits = device.asarray(np.tile(x, (2, 1)))
     bound = bind_state(logits, state, 1024)
-    seen = np.zeros((2, 1000), np.uint8)
+    occurred = np.zeros((2, 1000), np.uint8)
     for step in range(20):
         tokens = bound.run().get()
         for b in range(2):
-            assert tokens[b] == choose(x, rows[b], step, seen[b]).token
-            seen[b, tokens[b]] = 1
-    np.testing.assert_array_equal(state.seen.get(), seen)
+            assert tokens[b] == choose(x, rows[b], step, occurred[b]).token
+            occurred[b, tokens[b]] = 1
+    np.testing.assert_array_equal(state.occurred.get(), occurred)
     assert state.position.get().tolist() == state.step.get().tolist() == [20, 20]
 
 
 @one_order
 def test_calls_and_bad_inputs(device: Any) -> None:
-    x, seen = rows_of_logits(11, 3, 700), some_seen(11, 3, 700)
+    x, occurred = rows_of_logits(11, 3, 700), some_occurred(11, 3, 700)
     rows = [GREEDY, EVERY_WAY[6], EVERY_WAY[7]]
-    got = ops.sample_token(device.asarray(x), rows, step=4, seen=device.asarray(seen))
-    np.testing.assert_array_equal(got.get(), reference.sample_token(x, rows, 4, seen))
+    got = ops.sample_token(device.asarray(x), rows, step=4, occurred=device.asarray(occurred))
+    np.testing.assert_array_equal(got.get(), reference.sample_token(x, rows, 4, occurred))
     logits = device.asarray(x)
     with pytest.raises(InputError, match="sampling: expected a Sampling, or 3"):
         ops.sample_token(logits, rows[:2])

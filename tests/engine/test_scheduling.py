@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt2block.engine.generation.scheduling import (
-    MOST_REMOVED,
+    MAX_REMOVED,
     START_COST,
     PieceScheduler,
     RowScheduler,
@@ -173,10 +173,10 @@ def test_a_slot_has_the_row_that_runs_in_it() -> None:
     assert scheduler.rows_of([1, 0]) == [1, 2]
 
 
-@pytest.mark.parametrize("removed", [1, MOST_REMOVED, MOST_REMOVED + 1])
+@pytest.mark.parametrize("removed", [1, MAX_REMOVED, MAX_REMOVED + 1])
 def test_rows_that_start_again_can_be_removed(removed: int) -> None:
     """A single row is removed, or so many that they are dropped together; others keep order."""
-    rows, others = ([object() for _ in range(n)] for n in (4, MOST_REMOVED + 3))
+    rows, others = ([object() for _ in range(n)] for n in (4, MAX_REMOVED + 3))
     scheduler: RowScheduler[object] = RowScheduler(4)
     scheduler.add(rows)
     scheduler.place()
@@ -223,7 +223,7 @@ def test_removed_rows_are_not_kept_until_their_turn(kept: int) -> None:
         gone.append(weakref.ref(came[0]))
         scheduler.remove(came[0])
         del came
-    assert sum(ref() is not None for ref in gone) <= max(MOST_REMOVED, kept) + 1
+    assert sum(ref() is not None for ref in gone) <= max(MAX_REMOVED, kept) + 1
     assert scheduler.waiting == kept
     for other in others:
         scheduler.release(0)

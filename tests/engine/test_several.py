@@ -1,8 +1,8 @@
 """A model on several GPUs gives the same bits as on one GPU.
 
-Without GPUs, threads drive emulated GPUs that share one memory. A gather would wait for launches of
-other GPUs that the emulator runs only later. Therefore it runs in two parts, with a barrier of all
-threads in between.
+Without GPUs, threads drive emulated GPUs that share one memory. An all-gather would wait for
+launches of other GPUs that the emulator runs only later. Therefore it runs in two parts, with a
+barrier of all threads in between.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from gpt2block.engine.cuda.several_bytes import bytes_by_gpu
 from gpt2block.engine.explain import collect
 from gpt2block.engine.inspect.compare import compare_tensors, exact_tensors
 from gpt2block.engine.model import Start, start_all
-from gpt2block.engine.passes.machine import Machine, Step
-from gpt2block.engine.passes.shares import Divided, Meeting, Share
+from gpt2block.engine.passes.executor import Executor, Step
+from gpt2block.engine.passes.shards import Divided, Meeting, Shard
 from gpt2block.files.checkpoints import Checkpoint, save_gguf, save_pretrained
 from gpt2block.files.checkpoints.gguf_types import Encoded, InBlocks
 from gpt2block.files.checkpoints.stored import Stored
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from gpt2block.models.config import ModelConfig, model_shapes
-from gpt2block.ops import gather
-from gpt2block.ops.gather import RECEIVE, SEND, part_of
+from gpt2block.ops import all_gather
+from gpt2block.ops.all_gather import LOAD, STORE, part_of
 from gpt2block.sampling import Sampling
 from tests.devices import GPU, assert_same_bits, running_on
 from tests.engine.test_architectures_cuda import FORMATS, OWN, SIZES
@@ -85,10 +85,10 @@ def noting(patch: pytest.MonkeyPatch, place: Any, name: str, note: Callable[[], 
 
 @contextmanager
 def emulated_together(count: int) -> Iterator[None]:
-    """Run gathers in two parts, and refuse memory that is allocated while gathers could wait.
+    """Run all-gathers in two parts, and refuse memory that is allocated while gathers could wait.
 
-    On GPUs, an allocation between a meeting of all threads and a gather could wait for the gathers
-    of other threads, which wait for the gather of this thread.
+    On GPUs, an allocation between a meeting of all threads and an all-gather could wait for the
+    all-gathers of other threads, which wait for the all-gather of this thread.
     """
     barrier, one_at_a_time, run = threading.Barrier(count), threading.Lock(), Launch.run
     since_met = threading.local()
@@ -100,14 +100,14 @@ def emulated_together(count: int) -> Iterator[None]:
         since_met.allocated = True
 
     def run_in_parts(launch: Launch) -> None:
-        if launch.name not in gather.KERNELS:
-            # The emulator copies all arrays of a launch, here the mailboxes, back and forth.
-            sends = "OTHERS" in dict(launch.function._key[-1])
-            with one_at_a_time if sends else nullcontext():
+        if launch.name not in all_gather.KERNELS:
+            # The emulator copies all arrays of a launch, here the peer buffers, back and forth.
+            to_peers = "OTHERS" in dict(launch.function._key[-1])
+            with one_at_a_time if to_peers else nullcontext():
                 run(launch)
             return
         assert not since_met.allocated
-        for parts in (SEND, RECEIVE):
+        for parts in (STORE, LOAD):
             with one_at_a_time:
                 run(part_of(launch, parts))
             barrier.wait(600)  # a thread may compile meanwhile
@@ -116,7 +116,7 @@ def emulated_together(count: int) -> Iterator[None]:
         patch.setattr(Launch, "run", run_in_parts)
         patch.setattr(recording, "capture", Again)
         for name in ("CAPACITY", "WORDS", "ROOM"):
-            patch.setattr(gather, name, 4096)
+            patch.setattr(all_gather, name, 4096)
         patch.setattr(cuda_timeline, "capture", Again)
         patch.setattr(cuda_timeline, "interleaved_ms", partial(interleaved_ms, count=1))
         noting(patch, Meeting, "exchange", meets)
@@ -145,7 +145,7 @@ def gpus(count: int) -> list[int]:
     """Return the first GPUs, or the emulated GPU `count` times.
 
     A real GPU appears only once, because two threads on one GPU could block each other: an
-    allocation waits for all work of the GPU, also for a gather of the other thread.
+    allocation waits for all work of the GPU, also for an all-gather of the other thread.
     """
     if replaced():
         return [0] * count
@@ -179,7 +179,7 @@ def sampled(engine: Any, count: int, steps: int, vocab_size: int) -> list[tuple[
     return found
 
 
-class Noting(Machine):
+class Noting(Executor):
     """Notes each step, whether it sends columns, and whether it receives sent columns."""
 
     def __init__(self) -> None:
@@ -187,24 +187,24 @@ class Noting(Machine):
         self.steps: list[tuple[str, bool, bool]] = []
 
     def do(self, step: Step, into: Any) -> Array:
-        self.steps.append((step.name, "sends" in step.attrs, step.attrs.get("sent", False)))
+        self.steps.append((step.name, "to_peers" in step.attrs, step.attrs.get("sent", False)))
         return np.zeros((1, step.attrs.get("N", 64)), np.float32)
 
 
 def test_sent_columns_are_gathered_before_other_words() -> None:
     box = SimpleNamespace(data=SimpleNamespace(ptr=1))
     config, do = LlamaConfig(n_layer=1, **SEVERAL), Noting()
-    share = Share(config, "float16", 0, 2, Meeting(2), {"abort": box, "own": box, "to_1": box})
-    divided, x = Divided(do, share, fuses=True), np.zeros((1, 128), np.float32)
+    shard = Shard(config, "float16", 0, 2, Meeting(2), {"abort": box, "own": box, "to_1": box})
+    divided, x = Divided(do, shard, fuses=True), np.zeros((1, 128), np.float32)
     for name in ("w_o", "w_gate", "w_down", "w_up"):
         last = divided(name, "linear", (x, name, "", "", "", ""), decoding=True)
     divided.whole(last)
     assert do.steps == [
-        ("w_o.share", True, False),
-        ("w_gate.share", False, False),
+        ("w_o.shard", True, False),
+        ("w_gate.shard", False, False),
         ("w_o", False, True),
-        ("w_down.share", True, False),
-        ("w_up.share", False, False),
+        ("w_down.shard", True, False),
+        ("w_up.shard", False, False),
         ("w_down", False, True),
         ("w_up", False, False),
     ]
@@ -285,8 +285,8 @@ def test_each_gpu_has_a_timeline_of_each_pass(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
-def test_a_draft_model_guesses_on_each_gpu(where: str) -> None:
-    """The draft model is a copy of the model, so it guesses nearly all tokens."""
+def test_a_draft_model_drafts_on_each_gpu(where: str) -> None:
+    """The draft model is a copy of the model, so it drafts nearly all tokens."""
     config, rows, steps = config_of("llama", 1), 2, 7
     with one_and_several(where, config, Formats("float8_e4m3fn", None), 2) as (one, several):
         expected = sampled(one, rows, steps, 203)
@@ -306,7 +306,7 @@ def test_a_draft_model_guesses_on_each_gpu(where: str) -> None:
             while len(found) < rows * steps:
                 each = decoding.next()
                 found += zip(*(a.tolist() for a in each[:3]), strict=True)
-                right += 0 if each.guessed is None else int(each.guessed.sum())
+                right += 0 if each.drafted is None else int(each.drafted.sum())
             assert sorted(found, key=itemgetter(0)) == sorted(expected, key=itemgetter(0))
             assert right > rows * steps / 2
         several.draft = None
@@ -399,22 +399,22 @@ def test_each_gpu_reads_its_share_alone(
             monkeypatch.setattr(kind, method.__name__, counting(read, lock, method))
         several = SeveralCudaModels(config, iter(tensors), formats, gpus(count))
         parts = several.parts
-        shares = [part._share for part in parts if part._share is not None]
+        shards = [part._shard for part in parts if part._shard is not None]
         expected = Counter[str]()
         for tensor, array, _ in tensors:
             blocks = isinstance(array, InBlocks)
-            times = count if blocks and not shares[0].spans(tensor) else 1
+            times = count if blocks and not shards[0].spans(tensor) else 1
             pieces = [each for _, each in array.parts] if blocks else getattr(array, "pieces", ())
             for piece in pieces:
                 expected[piece.label] += times * piece.nbytes
         assert read == expected
-        if dtype != FILE:  # bytes by shapes have no shares of biases
+        if dtype != FILE:  # bytes by shapes have no shards of biases
             by_shapes = bytes_by_gpu(config, formats, count, {})
             assert several.bytes_by_gpu.weights == pytest.approx(by_shapes.weights, rel=0.02)
             assert several.bytes_by_gpu.kv_cache_per_token == by_shapes.kv_cache_per_token
-        for part, share in zip(parts, shares, strict=True):
+        for part, shard in zip(parts, shards, strict=True):
             for tensor, matrix in one._matrices.items():
-                spans = share.spans(tensor) or ((0, matrix.N),)
+                spans = shard.spans(tensor) or ((0, matrix.N),)
                 columns = [matrix.columns(*span) for span in spans]
                 own = part._matrices[tensor]
                 assert (own.whole_N, own.largest) == (matrix.N, matrix.largest)
@@ -467,7 +467,7 @@ def test_all_gpus_raise_the_error_of_a_read(where: str) -> None:
 def test_which_parts_are_divided(name: str, count: int, heads: bool) -> None:
     config = config_of(name, 1)
     meeting = Meeting(count)
-    parts = [Share(config, "float16", n, count, meeting) for n in range(count)]
+    parts = [Shard(config, "float16", n, count, meeting) for n in range(count)]
     whole = model_shapes(config)
     for tensor, shape in whole.items():
         widths = [part.shapes()[tensor] for part in parts]
@@ -495,7 +495,7 @@ def own_part(array: Array, spans: Sequence[tuple[int, int]], axis: int) -> Array
     return array.take(np.concatenate(ranges), axis)
 
 
-def joined(parts: Sequence[Share], name: str, own: Sequence[Array], axis: int) -> Array:
+def joined(parts: Sequence[Shard], name: str, own: Sequence[Array], axis: int) -> Array:
     """Return the part that the first GPU joins from the parts of all GPUs."""
     with ThreadPoolExecutor(len(parts)) as pool:
         return next(pool.map(lambda part: part.joined(name, own[part.index], axis), parts))

@@ -24,8 +24,8 @@ from gpt2block.engine.cuda import (
 from gpt2block.engine.cuda.choice import DecodingChoice
 from gpt2block.engine.cuda.start_up import PROMPTS, TOGETHER
 from gpt2block.engine.generation.batching import Batch
-from gpt2block.engine.guessing import ROWS
 from gpt2block.engine.model import Start
+from gpt2block.engine.speculation import ROWS
 from tests.devices import GPU, running_on
 from tests.engine.test_decoding import TINY, model, random_prompts
 from tests.generating import Run
@@ -113,7 +113,7 @@ def test_only_steps_that_run_are_recorded(
     + [pytest.param("gpu", reuse, marks=GPU.marks) for reuse in (False, True)],
 )
 def test_rows_have_the_bits_of_a_batch_that_prepared_nothing(where: Any, reuse: bool) -> None:
-    """With NumPy there is nothing to prepare. With reused prefixes, the batch also guesses."""
+    """With NumPy there is nothing to prepare. With reused prefixes, the batch also draft tokens."""
     with nullcontext() if where == "cpu" else running_on(where):
         m = model("cpu" if where == "cpu" else "cuda", TINY)
         options: dict[str, Any] = {"max_new_tokens": 4, "seed": 3, "top_logprobs": 2}

@@ -18,9 +18,9 @@ from gpt2block.ops.registry import find
 from tests.command_line import gpt2block
 
 DOCS = Path(__file__).parents[2] / "docs"
-TOKEN, FUSION, BITS, GUESS = (
+TOKEN, FUSION, BITS, DRAFT = (
     (DOCS / "learn" / f"{name}.md").read_text(encoding="utf-8")
-    for name in ("9-one-token", "10-fusion", "11-eight-bits", "12-guess-and-verify")
+    for name in ("9-one-token", "10-fusion", "11-eight-bits", "12-draft-and-verify")
 )
 on_emulator = pytest.mark.skipif(
     emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
@@ -121,9 +121,9 @@ def test_splits_that_are_not_scaled_are_wrong_except_with_one_key(tmp_path: Path
 
 
 # Chapter 12 contains the program that checks the kernels of its exercises.
-(CHECK,) = re.findall(r"```python\n(.*?)```", GUESS, re.DOTALL)
-SOLUTIONS = re.findall(r"```cuda\n(// Chapter 12, exercise \d: .*?)```", GUESS, re.DOTALL)
-KERNELS = ("count_taken", "find_latest", "find_guesses")
+(CHECK,) = re.findall(r"```python\n(.*?)```", DRAFT, re.DOTALL)
+SOLUTIONS = re.findall(r"```cuda\n(// Chapter 12, exercise \d: .*?)```", DRAFT, re.DOTALL)
+KERNELS = ("count_taken", "find_latest", "find_drafts")
 RUNS = ("forward", "reverse", "shuffled", "interleaved")
 
 
@@ -140,15 +140,15 @@ def replaced(text: str, old: str, new: str = "") -> str:
     return text.replace(old, new)
 
 
-def test_what_guesses_cost_and_bring_is_measured() -> None:
+def test_what_draft_tokens_cost_and_bring_is_measured() -> None:
     page = (DOCS / "performance.md").read_text("utf-8")
-    measured = figures(page.partition("### Guessed tokens")[2].partition("###")[0])
+    measured = figures(page.partition("### Draft tokens")[2].partition("###")[0])
     names = ("Llama 7B, float16", "Llama 7B, E5M2", "GPT-2 small, bfloat16")
     for name in names:
-        assert figures(GUESS)[name] == [cell.split(" (")[0] for cell in measured[name][1:]]
+        assert figures(DRAFT)[name] == [cell.split(" (")[0] for cell in measured[name][1:]]
     assert "takes 3.0 µs per step if the text has 2,000 tokens" in re.sub(r"\s+", " ", page)
-    answer = re.findall(r"(\d\.\d+) at s = (\d\.\d+)", GUESS)
-    costs = [figures(GUESS)[name][0].split(" / ")[1] for name in names[::2]]
+    answer = re.findall(r"(\d\.\d+) at s = (\d\.\d+)", DRAFT)
+    costs = [figures(DRAFT)[name][0].split(" / ")[1] for name in names[::2]]
     assert costs == [tokens for tokens, _ in answer[:2]]
     for tokens, share in answer:
         given = sum(float(share) ** n for n in range(8))
@@ -156,7 +156,7 @@ def test_what_guesses_cost_and_bring_is_measured() -> None:
 
 
 @on_emulator
-def test_the_solutions_of_guesses_are_right(tmp_path: Path) -> None:
+def test_the_solutions_of_chapter_12_are_right(tmp_path: Path) -> None:
     assert [re.findall(r"void (\w+)\(", text) for text in SOLUTIONS] == [[name] for name in KERNELS]
     done = checked(tmp_path, *SOLUTIONS)
     right = [f"{name}, {run}: 0 of 30 sequences are wrong" for name in KERNELS for run in RUNS]
@@ -164,7 +164,7 @@ def test_the_solutions_of_guesses_are_right(tmp_path: Path) -> None:
 
 
 @on_emulator
-def test_mistakes_in_the_kernels_of_guesses_are_found(tmp_path: Path) -> None:
+def test_mistakes_in_the_kernels_of_drafts_are_found(tmp_path: Path) -> None:
     """Mistakes are those that the exercises name, and other easy ones."""
     count, latest, copy = SOLUTIONS
     at_most = "if (found >= 0) atomicMax(&latest, found);"
@@ -182,7 +182,7 @@ def test_mistakes_in_the_kernels_of_guesses_are_found(tmp_path: Path) -> None:
     early = replaced(latest, "int at = 1 + threadIdx.x", "int at = threadIdx.x")
     for text, found in (
         (replaced(count, "id >= 0 && "), wrong),
-        (replaced(count, "lane < R - 1", "lane < R"), "out of bounds: .* of guess"),
+        (replaced(count, "lane < R - 1", "lane < R"), "out of bounds: .* of draft token"),
         (early, "out of bounds: .* of tokens"),
         (replaced(copy, "length <= at && "), "out of bounds: .* of tokens"),
         (replaced(copy, "i % followed", "i + 0 * followed"), wrong),

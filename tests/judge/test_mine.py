@@ -396,7 +396,7 @@ def test_launches_of_few_instructions_run_in_every_way(
     def run(_: Any, case: Case, each: EmulatedRun) -> on_cpu._Ran:
         ran.setdefault(case.label, []).append(each)
         checked = Checked(case.sizes, ((1,), (1,), 0), 0.0, 0.0, 1.0)
-        return on_cpu._Ran(checked, (), on_cpu.MOST_AGAIN if "C=772" in case.label else 1)
+        return on_cpu._Ran(checked, (), on_cpu.MAX_AGAIN if "C=772" in case.label else 1)
 
     monkeypatch.setattr(on_cpu._Judge, "_run", run)
     file = written(tmp_path, template(find("gelu")))
@@ -740,8 +740,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use the emulator, with replays of 1 ms: one round over two copies of the inputs."""
     if NO_EMULATOR:
         pytest.skip(NO_EMULATOR)
-    monkeypatch.setattr(race, "MOST_SETS", 2)
-    monkeypatch.setattr(variants, "MOST_LAUNCHES", 2)
+    monkeypatch.setattr(race, "MAX_SETS", 2)
+    monkeypatch.setattr(variants, "MAX_LAUNCHES", 2)
     monkeypatch.setattr(timing, "CALLS", 1)
     monkeypatch.setattr(timing, "REPLAYS", 1)
     monkeypatch.setattr(ceilings, "measured", lambda names: BEST)

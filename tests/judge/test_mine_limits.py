@@ -208,7 +208,7 @@ def test_a_slow_kernel_is_not_judged_if_the_template_is_slow(
     kernel = matched(read(small), find("add"), ("float32", "KN"))
     monkeypatch.setattr(on_cpu, "path_of", lambda operation: slow)  # a slow template
     monkeypatch.setattr(on_cpu, "BUDGET", 10_000)
-    monkeypatch.setattr(on_cpu, "MOST_BUDGET", 1_000_000)
+    monkeypatch.setattr(on_cpu, "MAX_BUDGET", 1_000_000)
     with pytest.raises(NotJudged, match="a launch still runs after 1,000,000 instructions of w"):
         list(on_cpu.check_kernel(kernel, cases(kernel, "KN")))
 

@@ -299,7 +299,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     "keys after the query": ("attention/8.2", "+ lane <= query", "+ lane < T", "are wrong"),
     "memory that grows with T": ("attention/8.1", "shared=4 * T", "shared=4 * T * HS", "a GPU"),
     "sums of float16": ("trimat/6.2", "sum += a.hi * c.hi;",
-                        "sum = two_part(sum + a.hi * c.hi).hi;", "are wrong"),
+                        "sum = hi_lo(sum + a.hi * c.hi).hi;", "are wrong"),
 }  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def test_tiles_for_little_shared_memory(
 ) -> None:
     """A GPU with 64 KB of shared memory per block gets smaller tiles."""
     set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=T4)
-    geometry = online_geometry(1, 150, 1, size, NKV=1, block=None, most_shared=T4)
+    geometry = online_geometry(1, 150, 1, size, NKV=1, block=None, max_shared=T4)
     assert geometry.shared <= T4
     assert_computed(device, ONLINE_KERNEL, 150, (1, 1, size), True)
 
@@ -102,23 +102,23 @@ def test_missing_barriers_show() -> None:
 
 
 def test_tiles_fit_the_shared_memory() -> None:
-    geometry = online_geometry(8, 1024, 12, 64, NKV=12, block=None, most_shared=H200)
+    geometry = online_geometry(8, 1024, 12, 64, NKV=12, block=None, max_shared=H200)
     assert (geometry.grid, geometry.block) == ((96, 8), (128,))
     assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
     for size in (4, 64, 128, 256):
         for limit in (99 * 1024, H200):
-            geometry = online_geometry(1, 4096, 1, size, NKV=1, block=None, most_shared=limit)
+            geometry = online_geometry(1, 4096, 1, size, NKV=1, block=None, max_shared=limit)
             assert geometry.shared <= limit
-    short = online_geometry(1, 5, 1, 64, NKV=1, block=None, most_shared=H200)
+    short = online_geometry(1, 5, 1, 64, NKV=1, block=None, max_shared=H200)
     assert short.block == (32,)
     with pytest.raises(InputError, match=r"head size 256: the smallest tiles .* use variant mha"):
-        online_geometry(1, 4096, 1, 256, NKV=1, block=None, most_shared=T4)
+        online_geometry(1, 4096, 1, 256, NKV=1, block=None, max_shared=T4)
     with pytest.raises(InputError, match=r"take 85,760 .* 65,536 for them: use a smaller block"):
-        online_geometry(1, 4096, 1, 256, NKV=1, block=64, most_shared=T4)
+        online_geometry(1, 4096, 1, 256, NKV=1, block=64, max_shared=T4)
 
 
 def test_what_a_grid_cannot_take_is_refused() -> None:
-    online = partial(online_geometry, block=None, most_shared=H200)
+    online = partial(online_geometry, block=None, max_shared=H200)
     with pytest.raises(
         InputError, match=r"make a grid of 12,096,000,000 blocks, .* variant online"
     ):
@@ -138,7 +138,7 @@ def test_what_a_grid_cannot_take_is_refused() -> None:
 def test_every_head_stays_in_registers() -> None:
     jobs = []
     for arch, size in (("sm_75", 33), ("sm_90", 80), ("sm_90", 128), ("sm_90", 256)):
-        geometry = online_geometry(8, 1024, 3, size, NKV=3, block=None, most_shared=H200)
+        geometry = online_geometry(8, 1024, 3, size, NKV=3, block=None, max_shared=H200)
         jobs.append((ONLINE, arch, geometry.defines))
     assert_clean(jobs)
 

@@ -22,7 +22,7 @@ from gpt2block.cuda import kernels, replaced
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import Order
-from gpt2block.models.weights.two_part import TwoPartMatrix
+from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.attention_cached import (
     APPEND,
     ATTENTION_PACKED,
@@ -68,7 +68,7 @@ from tests.ops.test_terms import terms as terms_of
 from tests.plain import normal
 
 Array = NDArray[Any]
-H200 = gpus.H200["most_shared"]
+H200 = gpus.H200["max_shared"]
 MODULE = sys.modules[split_geometry.__module__]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -391,10 +391,10 @@ def test_append(device: Any, heads: Heads, dtype: str) -> None:
 
 
 @one_order
-def test_append_of_two_part_rows(device: Any) -> None:
+def test_append_of_hi_lo_rows(device: Any) -> None:
     row, position = np.array([1, 0, 1], np.int32), np.array([0, 4, 3], np.int32)
     k, v = (device.asarray(np.zeros((2, 5, 16), np.float32)) for _ in range(2))
-    matrix = TwoPartMatrix.from_float32(device.asarray(normal(0, 3, 64)))
+    matrix = HiLoMatrix.from_float32(device.asarray(normal(0, 3, 64)))
     places = device.asarray(row), device.asarray(position)
     KV_APPEND.bind((matrix, k, v, *places)).run()
     joined = matrix.joined().get()

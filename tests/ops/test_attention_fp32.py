@@ -1,6 +1,6 @@
-"""Attention of two-part matrices: rows of any magnitude, one scale, launches.
+"""Attention of hi/lo matrices: rows of any magnitude, one scale, launches.
 
-A two-part matrix is (hi + lo 2^-11) scale, with a scale for each row.
+A hi/lo matrix is (hi + lo 2^-11) scale, with a scale for each row.
 tests/ops/test_attention_laws.py has the requirements of every attention kernel.
 """
 
@@ -16,32 +16,32 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops
 from gpt2block.cuda import replaced
-from gpt2block.models.weights.two_part import TwoPartMatrix, scale_for
-from gpt2block.ops.attention import HOPPER_TWO_PART, MMA_TWO_PART
+from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
+from gpt2block.ops.attention import MMA_HI_LO, WGMMA_HI_LO
 from gpt2block.ops.engines.attention_tiles import (
-    HOPPER_TWO_PART_SHARED,
-    hopper_two_part_geometry,
-    two_part_geometry,
+    WGMMA_HI_LO_SHARED,
+    hi_lo_geometry,
+    wgmma_hi_lo_geometry,
 )
 from tests import plain
-from tests.attentions import KERNELS, Kernel, assert_right, both_masks, expanded, in_two_parts
+from tests.attentions import KERNELS, Kernel, as_hi_lo, assert_right, both_masks, expanded
 from tests.caches import Heads, row_width
 from tests.compiling import assert_clean
 from tests.devices import GPU, combinations, one_order, set_attributes
 from tests.gpus import H200, HOPPER_CAPABILITY, MMA_CAPABILITY, RTX, cupy_with
 
 Array = NDArray[Any]
-MOST_SHARED = H200["most_shared"]
+MAX_SHARED = H200["max_shared"]
 every_variant = pytest.mark.parametrize(
     ("device", "variant"),
-    [("shuffled", "mma"), *(pytest.param("gpu", v, marks=GPU.marks) for v in ("mma", "hopper"))],
+    [("shuffled", "mma"), *(pytest.param("gpu", v, marks=GPU.marks) for v in ("mma", "wgmma"))],
     indirect=["device"],
 )
 
 
 @pytest.fixture
 def device(device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=MOST_SHARED)
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=MAX_SHARED)
     cupy_with()  # tensor cores
     return device
 
@@ -62,7 +62,7 @@ def test_rows_of_any_size(cp: Any, variant: str, causal: bool, size: float) -> N
     qkv[:, 128:] *= np.float32(size) * 10 ** np.linspace(-2, 2, T, dtype=np.float32)[::-1, None]
     qkv[:, 128 + 7] *= 100
     qkv[40] = 0
-    got = KERNELS[f"{variant}-two-part"](cp, qkv, [T], heads, causal)
+    got = KERNELS[f"{variant}-hi-lo"](cp, qkv, [T], heads, causal)
     assert_right(got, qkv, [T], heads, causal, np if replaced() else cp)
 
 
@@ -82,7 +82,7 @@ def test_one_scale_for_all_rows(cp: Any, variant: str, causal: bool) -> None:
         return np.stack([high, low]), np.full(len(x), scale, np.float32)
 
     one, several = (
-        Kernel(partial(in_two_parts, variant, convert=with_one_scale, one_scale=known))(
+        Kernel(partial(as_hi_lo, variant, convert=with_one_scale, one_scale=known))(
             cp, qkv, lengths, heads, causal
         )
         for known in (scale, None)
@@ -97,7 +97,7 @@ def test_the_op_with_grouped_queries(device: Any, heads: Heads, causal: bool) ->
     NH, NKV, _ = heads
     qkv = plain.normal(NH, 70, row_width(heads))
     wide = expanded(qkv, heads)
-    parts = [TwoPartMatrix.from_float32(device.asarray(rows)) for rows in (qkv, wide)]
+    parts = [HiLoMatrix.from_float32(device.asarray(rows)) for rows in (qkv, wide)]
     got = ops.attention(parts[0], NH, causal, n_kv_head=NKV).joined().get()
     same = ops.attention(parts[1], NH, causal).joined().get()
     np.testing.assert_array_equal(got, same)
@@ -106,10 +106,10 @@ def test_the_op_with_grouped_queries(device: Any, heads: Heads, causal: bool) ->
 
 @one_order
 def test_too_little_shared_memory_is_refused(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=RTX["most_shared"])
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=RTX["max_shared"])
     if replaced():
-        large = TwoPartMatrix.from_float32(device.zeros((5, 4 * 128), "float32"))
-        with pytest.raises(InputError, match="head size 128: two-part matrices take 174,080 bytes"):
+        large = HiLoMatrix.from_float32(device.zeros((5, 4 * 128), "float32"))
+        with pytest.raises(InputError, match="head size 128: hi/lo matrices take 174,080 bytes"):
             ops.attention(large, 2, n_kv_head=1)
 
 
@@ -122,18 +122,16 @@ def test_no_spills() -> None:
     jobs = []
     for causal, one_scale in itertools.product((False, True), repeat=2):
         for gpu in (H200, RTX):
-            most = gpu["most_shared"]
-            geometry, _ = two_part_geometry(8, 1024, 12, causal, one_scale, most_shared=most)
+            most = gpu["max_shared"]
+            geometry, _ = hi_lo_geometry(8, 1024, 12, causal, one_scale, max_shared=most)
             blocks = int(dict(geometry.defines)["ATT_BLOCKS"])
             assert blocks == (2 if causal and one_scale and gpu is H200 else 1)
             assert blocks * (geometry.shared + 1024) <= most + 1024
             others = ("sm_80",) if gpu is H200 else ("sm_120",)
             archs = ("sm_90",) * (gpu is H200) + others * (causal and one_scale)
-            jobs += [(MMA_TWO_PART, arch, geometry.defines) for arch in archs]
-    large, _ = two_part_geometry(
-        8, 1024, 32, False, True, most_shared=MOST_SHARED, HS=128, serves=4
-    )
-    assert_clean([*jobs, (MMA_TWO_PART, "sm_90", large.defines)])
+            jobs += [(MMA_HI_LO, arch, geometry.defines) for arch in archs]
+    large, _ = hi_lo_geometry(8, 1024, 32, False, True, max_shared=MAX_SHARED, HS=128, serves=4)
+    assert_clean([*jobs, (MMA_HI_LO, "sm_90", large.defines)])
 
 
 @pytest.mark.slow
@@ -142,19 +140,19 @@ def test_no_spills_on_hopper() -> None:
     jobs = []
     for causal, one_scale in itertools.product((False, True), repeat=2):
         for serves in (1, 3):
-            geometry, _ = hopper_two_part_geometry(
+            geometry, _ = wgmma_hi_lo_geometry(
                 8, 1024, 12, causal, one_scale, sms=H200["sms"], serves=serves
             )
-            jobs.append((HOPPER_TWO_PART, "sm_90a", geometry.defines))
+            jobs.append((WGMMA_HI_LO, "sm_90a", geometry.defines))
     assert_clean(jobs)
 
 
 def test_the_grid_of_hopper() -> None:
     """There is a block per 64 queries, up to the number of multiprocessors."""
     for B, T, NH, blocks in ((1, 1, 1, 1), (1, 512, 12, 96), (8, 1024, 12, 132), (3, 129, 2, 18)):
-        geometry, band = hopper_two_part_geometry(B, T, NH, True, True, sms=H200["sms"])
+        geometry, band = wgmma_hi_lo_geometry(B, T, NH, True, True, sms=H200["sms"])
         assert geometry.grid == (blocks,)
-        assert geometry.shared == HOPPER_TWO_PART_SHARED <= MOST_SHARED
+        assert geometry.shared == WGMMA_HI_LO_SHARED <= MAX_SHARED
         assert 1 <= band <= B * NH
     with pytest.raises(InputError, match="use smaller batches"):
-        hopper_two_part_geometry(2**20, 2**20, 12, True, True, sms=132)
+        wgmma_hi_lo_geometry(2**20, 2**20, 12, True, True, sms=132)

@@ -37,7 +37,7 @@ def cp(
     where: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Any]:
     with running_on(where, races=request.function is test_right) as cupy:
-        set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=H200["most_shared"])
+        set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=H200["max_shared"])
         cupy_with(kernel.capability)
         yield cupy
 
@@ -322,7 +322,7 @@ def test_prompts_that_are_continued(
 @pytest.mark.parametrize(
     ("name", "size"),
     [("online", 20), ("online", 64), *((name, 64) for name in KERNELS if name.endswith("16")
-                                       and name.startswith(("mma", "hopper")))],
+                                       and name.startswith(("mma", "wgmma")))],
 )  # fmt: skip
 def test_a_long_sequence(name: str, size: int, causal: bool) -> None:
     """Some of 65,541 queries are checked; the scores of all would take 17 GB."""

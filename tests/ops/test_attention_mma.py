@@ -20,20 +20,20 @@ from numpy.typing import NDArray
 from gpt2block import InputError, ops
 from gpt2block.cuda import kernels, replaced
 from gpt2block.emulator import Order
-from gpt2block.ops.attention import HOPPER, HOPPER_ALTERNATE, MMA, VARLEN
+from gpt2block.ops.attention import MMA, VARLEN, WGMMA, WGMMA_ALTERNATE
 from gpt2block.ops.attention import OPERATION as ATTENTION
 from gpt2block.ops.engines.attention_tiles import (
-    HOPPER_SHARED,
-    HOPPER_THREADS,
     MMA_TILES,
+    WGMMA_SHARED,
+    WGMMA_THREADS,
     AttentionTile,
     alternate_geometry,
     alternates,
-    cached_hopper_geometry,
-    hopper_geometry,
+    cached_wgmma_geometry,
     mma_geometry,
     mma_stage,
     together,
+    wgmma_geometry,
 )
 from tests import plain
 from tests.attentions import (
@@ -189,7 +189,7 @@ def test_the_tile_fits_the_gpu(
 def test_shared_memory_holds_two_tiles_at_least(gpu: Gpu) -> None:
     for tile in MMA_TILES[64]:
         geometry, _ = mma_geometry(8, 1024, 12, True, **gpu, tile=tile)
-        assert 2 * mma_stage(64) <= geometry.shared <= gpu["most_shared"]
+        assert 2 * mma_stage(64) <= geometry.shared <= gpu["max_shared"]
         assert geometry.shared == dict(geometry.defines)["ATT_STAGES"] * mma_stage(64)
 
 
@@ -204,14 +204,14 @@ def test_the_grid_of_hopper() -> None:
     """There is a block per tile, up to the number of SMs; all other sizes are fixed."""
     for B, T, NH, blocks in ((1, 1, 1, 1), (1, 1024, 12, 96), (8, 1024, 12, 132), (3, 129, 2, 12)):
         for causal in (False, True):
-            geometry, band = hopper_geometry(B, T, NH, causal, sms=132)
+            geometry, band = wgmma_geometry(B, T, NH, causal, sms=132)
             assert geometry.grid == (blocks,)
-            assert (geometry.block, geometry.shared) == ((HOPPER_THREADS,), HOPPER_SHARED[64])
+            assert (geometry.block, geometry.shared) == ((WGMMA_THREADS,), WGMMA_SHARED[64])
             heads = (("ATT_SIZE", 64), ("ATT_SERVES", 1))
             assert geometry.defines == (("ATT_CAUSAL", int(causal)), *heads)
             assert 1 <= band <= B * NH
     with pytest.raises(InputError, match="use smaller batches"):
-        hopper_geometry(2**20, 2**20, 12, True, sms=132)
+        wgmma_geometry(2**20, 2**20, 12, True, sms=132)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_packed_rows_count_once() -> None:
 def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "launch_at", lambda file, *_: file)
     monkeypatch.setattr(MODULE, "tensor_map", lambda *_: None)
-    for capability, few, many in ((80, MMA, MMA), (90, HOPPER_ALTERNATE, HOPPER), (120, MMA, MMA)):
+    for capability, few, many in ((80, MMA, MMA), (90, WGMMA_ALTERNATE, WGMMA), (120, MMA, MMA)):
         monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _, c=capability: c)
         with running_on("forward") as device:
             for B, T, best in ((1, 5, few), (200, 500, many)):
@@ -279,18 +279,18 @@ def test_no_tile_spills() -> None:
     assert_clean(jobs)
     jobs, only = list[Job](), list[str]()
     wide: Any = {"sms": H200["sms"], **grouped}
-    found = [hopper_geometry(8, 1024, 32, causal, **wide)[0] for causal in (True, False)]
-    for causal, made_for in product((True, False), (hopper_geometry, alternate_geometry)):
+    found = [wgmma_geometry(8, 1024, 32, causal, **wide)[0] for causal in (True, False)]
+    for causal, made_for in product((True, False), (wgmma_geometry, alternate_geometry)):
         found.append(made_for(1, 1024, 12, causal, sms=H200["sms"], serves=3)[0])
     few: Any = {"sms": H200["sms"], "HS": 64, "serves": 3}
     sizes = ((8, 512, 32, 4096, 8192), wide), ((1, 50, 9, 50, 8192), few)
-    of_cache = [cached_hopper_geometry(*each, **heads) for each, heads in sizes]
+    of_cache = [cached_wgmma_geometry(*each, **heads) for each, heads in sizes]
     for geometry, cache in (
         *((each, None) for each in found),
         *((geometry, "float8_e4m3fn") for geometry, _ in of_cache),
         (of_cache[0][0], None),
     ):
-        file = HOPPER_ALTERNATE if "alternate" in geometry.kernel else HOPPER
+        file = WGMMA_ALTERNATE if "alternate" in geometry.kernel else WGMMA
         stored = kernels.stored_as("bfloat16", cache=cache)
         jobs.append((file, "sm_90a", (*stored, *geometry.defines)))
         only.append(geometry.kernel)
@@ -307,7 +307,7 @@ def cp(variant: str) -> ModuleType:
 
 @pytest.mark.gpu
 @both_masks
-@pytest.mark.parametrize("variant", ["mma", "hopper"])
+@pytest.mark.parametrize("variant", ["mma", "wgmma"])
 def test_tiles_give_the_same_bits_on_the_gpu(cp: ModuleType, variant: str, causal: bool) -> None:
     """A sequence has the same bits in batches with other tiles or several tiles per block."""
     T, B, heads = 1000, 70, (12, 12, 64)
@@ -344,7 +344,7 @@ def hostile(qkv: Array, lengths: Sequence[int], first_value: int) -> list[Array]
 def test_alternate_keys_give_the_same_bits(causal: bool, dtype: str, heads: Heads) -> None:
     """Two warpgroups share a query's keys, or one has all; blocks may have many tiles."""
     cp, (NH, NKV, _) = cupy_with(HOPPER_CAPABILITY), heads
-    whole, alternate = (KERNELS[f"hopper-{way}-{dtype}"] for way in WAYS)
+    whole, alternate = (KERNELS[f"wgmma-{way}-{dtype}"] for way in WAYS)
     ragged = [300, 0, 1, 128, 129, 1000, 65, 64, 640, 257]
     for B, T in ((1, 1), (2, 64), (1, 65), (3, 128), (1, 129), (1, 385), (2, 1000), (20, 320)):
         lengths = [T] * B if B < 20 else ragged
@@ -401,7 +401,7 @@ def test_arrays_of_a_cache_that_do_not_fit() -> None:
         ((x, starts, k, k, at, at), {}, "k: overlaps v"),
         ((x, starts, wide, wide + 1, at, at), {}, r"k: expected shape \(1, 8, 128\)"),
         ((x, starts, k.astype("float32"), v.astype("float32"), at, at), {}, "k: .*float16"),
-        ((x, starts, k, v, at, at), {"variant": "mma"}, "k: only variant hopper"),
+        ((x, starts, k, v, at, at), {"variant": "mma"}, "k: only variant wgmma"),
     ):
         with pytest.raises(InputError, match=problem):
             bind(inputs, **options)
@@ -409,7 +409,7 @@ def test_arrays_of_a_cache_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize(
     ("device", "variant"),
-    [("shuffled", "mma"), *(pytest.param("gpu", v, marks=GPU.marks) for v in ("mma", "hopper"))],
+    [("shuffled", "mma"), *(pytest.param("gpu", v, marks=GPU.marks) for v in ("mma", "wgmma"))],
     indirect=["device"],
 )
 def test_the_op(device: Any, cp: ModuleType, variant: str) -> None:
@@ -446,11 +446,11 @@ def test_bad_input(device: Any) -> None:
                 {"variant": variant},
                 f"variant {variant}: qkv: expected float16 or bfloat16, got float32",
             )
-            for variant in ("mma", "hopper")
+            for variant in ("mma", "wgmma")
         ),
         ((x, 2), {"variant": "online"}, "qkv: expected float32, got float16"),
         ((x, 4), {"variant": "mma"}, "mma: head size 32: tensor cores take 64, 128, 256"),
-        ((x, 4), {"variant": "hopper"}, "hopper: head size 32: tensor cores take 64, 128, 256"),
+        ((x, 4), {"variant": "wgmma"}, "wgmma: head size 32: tensor cores take 64, 128, 256"),
         ((x, 5), {}, "C a multiple of n_head 5, got"),
         ((x, 6), {"n_kv_head": 4}, "n_kv_head: expected a divisor of n_head 6, got 4"),
         ((x, 6), {"n_kv_head": 0}, "n_kv_head: expected a divisor of n_head 6, got 0"),
@@ -464,7 +464,7 @@ def test_bad_input(device: Any) -> None:
         ((x.astype("float32"), 2), ragged, "float32 takes sequences of one length"),
     ]
     if replaced():
-        cases += [((x, 2), {"variant": "hopper"}, "variant hopper: .*use variant mma")]
+        cases += [((x, 2), {"variant": "wgmma"}, "variant wgmma: .*use variant mma")]
     for args, options, message in cases:
         with pytest.raises(InputError, match=message):
             ops.attention(*args, **options)

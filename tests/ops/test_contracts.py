@@ -22,7 +22,7 @@ EXAMPLES = {
     "matmul_bias": Example({"K": 8, "N": 4}),
     "blocks_matmul": Example({"K": 512, "N": 4}, dtype="float16"),
     "gemm": Example({"K": 64, "N": 16, "S": 9, "H": 9}, dtype="float16"),
-    "two_part": Example({"K": 8}),
+    "hi_lo": Example({"K": 8}),
     "take": Example({"N": 5, "C": 8, "B": 3}),
     "rmsnorm": Example({"C": 8}, dtype="bfloat16"),
     "rmsnorm_add": Example({"C": 8}),
@@ -56,7 +56,7 @@ EXAMPLES = {
     "log_likelihood": Example({"V": 9}),
     "top_logprobs": Example({"M": 2, "V": 9}, {"K": 20}),
     "sample_token": Example({"B": 2, "V": 9}),
-    "mark_seen": Example({"N": 5, "B": 2, "V": 9}),
+    "mark_occurred": Example({"N": 5, "B": 2, "V": 9}),
     "kv_append": Example({"N": 3, "W": 32, **KV}),
     "kv_round": Example({"N": 3, "W": 32}, {**HEADS, "kv_dtype": "float8_e5m2"}),
 }

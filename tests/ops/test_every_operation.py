@@ -64,7 +64,7 @@ def cases() -> Iterator[Any]:
                 case = f"{name}-{variant.name}-{dtype}-{size}"
                 arguments = operation, variant, dtype, size
                 if (dtype, size) in emulated(dtypes, place):
-                    where = "hopper" if variant.name == "hopper" else "shuffled"
+                    where = "hopper" if variant.name == "wgmma" else "shuffled"
                     yield pytest.param(where, *arguments, id=f"{case}-emulator")
                 yield pytest.param("gpu", *arguments, id=f"{case}-gpu", marks=pytest.mark.gpu)
 

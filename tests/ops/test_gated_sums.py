@@ -41,7 +41,7 @@ Array = NDArray[Any]
 device = devices.device
 DTYPES = gated_sums.DTYPES
 EPS = 1e-5
-HOPPER = GpuLimits(132, 232448, 16)
+WGMMA = GpuLimits(132, 232448, 16)
 SMOLLM2 = LlamaConfig(
     n_layer=2, n_head=9, n_kv_head=3, n_embd=576, n_ff=1536, vocab_size=515, n_ctx=64,
     theta=10000.0, tie_word_embeddings=True,
@@ -322,7 +322,7 @@ def test_what_the_reference_refuses() -> None:
 
 def test_which_layers_can_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 90)
-    monkeypatch.setattr(gated_sums, "limits", lambda: HOPPER)
+    monkeypatch.setattr(gated_sums, "limits", lambda: WGMMA)
     shapes = SMOLLM2.block_shapes()
     assert [splits_of("bfloat16", M, shapes) for M in (1, 2, 4, 5)] == [6, 6, 6, 0]
     assert splits_of("float32", 1, shapes) == 0
@@ -335,9 +335,9 @@ def test_which_layers_can_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_blocks == [6, 6, 0, 0]
     assert splits_of("file", 1, shapes) == 0
     for C, H in ((1040, 2080), (576, 1500), (960, 2560), (584, 1536), (1024, 4096)):
-        assert geometry(1, C, H, "bfloat16", HOPPER) is None
+        assert geometry(1, C, H, "bfloat16", WGMMA) is None
     blocks = [
-        geometry(M, 576, 1536, "bfloat16", HOPPER._replace(sms=sms)).grid  # type: ignore[union-attr]
+        geometry(M, 576, 1536, "bfloat16", WGMMA._replace(sms=sms)).grid  # type: ignore[union-attr]
         for M, sms in ((1, 132), (2, 132), (1, 60))
     ]
     assert blocks == [(96,), (48,), (48,)]  # clusters of 16 and 8 blocks
@@ -465,7 +465,7 @@ def test_the_launches_of_a_model(dtype: str) -> None:
 def test_the_chosen_kernels_compile_without_spills() -> None:
     jobs, only = [], []
     for i, (M, (C, H), dtype) in enumerate(product((1, 2, 4), SIZES[1:5], DTYPES[1:3])):
-        made = geometry(M, C, H, dtype, HOPPER)
+        made = geometry(M, C, H, dtype, WGMMA)
         assert made is not None
         stored = ("float32", dtype) if dtype in FP8 else (dtype,)
         jobs.append((gated_sums.FILE, "sm_90a", (*stored_as(*stored), *made.defines)))
@@ -483,7 +483,7 @@ def test_the_chosen_kernels_compile_without_spills() -> None:
                 jobs.append(("matmul/decode/mma.cu", "sm_90a", constants))
                 only.append("decode_mma")
     for M, (name, (C, H)) in product((1, 4), (("Q4_1", SIZES[2]), ("Q4_K", SIZES[3]))):
-        of_blocks = blocks_geometry(M, C, H, (name, DOWN.get(name, name)), 1, HOPPER)
+        of_blocks = blocks_geometry(M, C, H, (name, DOWN.get(name, name)), 1, WGMMA)
         assert of_blocks is not None
         constants = (*stored_as("float16", GGUF), ("TERM_COUNT", 1), *of_blocks.defines)
         jobs.append((gated_sums.BLOCKS_FILE, "sm_90a", constants))

@@ -1,4 +1,4 @@
-"""gemm on tensor cores: two-part matrices, FP8 weights, two matrices at once, wrong input.
+"""gemm on tensor cores: hi/lo matrices, FP8 weights, two matrices at once, wrong input.
 
 test_product_laws.py has the requirements of every kernel of gemm.
 """
@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import InputError, TwoPartMatrix, ops, reference
+from gpt2block import HiLoMatrix, InputError, ops, reference
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.engines import gemm_hopper as _gemm_hopper
-from gpt2block.ops.engines.gemm_hopper import FLAGS, MOST_ROWS, OF_REGISTERS, STREAMED
+from gpt2block.ops.engines import gemm_wgmma as _gemm_wgmma
+from gpt2block.ops.engines.gemm_wgmma import FLAGS, MAX_ROWS, OF_REGISTERS, STREAMED
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.gemm import WIDEN, allocate_stream_k_workspace
 from tests import devices, plain
@@ -30,7 +30,7 @@ from tests.products import GPT2, KERNELS, PARTS, Case
 
 Array = NDArray[Any]
 device = devices.device
-SPLIT = KERNELS["gemm-mma-two_part-to-float32"]
+SPLIT = KERNELS["gemm-mma-hi_lo-to-float32"]
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def cp() -> Any:
     return cupy_with(HOPPER_CAPABILITY)
 
 
-# --- two-part matrices: only a GPU can test how a tensor core adds --------------------------------
+# --- hi/lo matrices: only a GPU can test how a tensor core adds --------------------------------
 
 
 def test_infinity_and_nan_are_what_they_are_in_float() -> None:
@@ -165,8 +165,8 @@ def test_weights_are_widened_in_every_tile(
         w = WeightMatrix.quantize(rng.standard_normal((N, K), np.float32), format, "NK")
     else:
         *first, last = format.split()
-        ranges = [(name, MOST_ROWS) for name in first]
-        w = GgufMatrix.random([*ranges, (last, N - MOST_ROWS * len(first))], K)
+        ranges = [(name, MAX_ROWS) for name in first]
+        w = GgufMatrix.random([*ranges, (last, N - MAX_ROWS * len(first))], K)
     narrow = replace(w, data=cp.asarray(w.data), scale=None)
     wide = WeightMatrix(WIDEN.bind((narrow, None)).run(), "float16", None, "NK")
     bias = cp.asarray(rng.standard_normal(N, np.float32))
@@ -177,8 +177,8 @@ def test_weights_are_widened_in_every_tile(
         options: dict[str, Any] = {"gelu": True, "dtype": "float32" if float_out else "float16"}
         expected = ops.gemm(a, wide, bias, added, **options).get()
         for tile in OF_REGISTERS + STREAMED:
-            monkeypatch.setattr(_gemm_hopper, "choose_tile", lambda *_, tile=tile: tile)
-            _gemm_hopper.geometry.cache_clear()
+            monkeypatch.setattr(_gemm_wgmma, "choose_tile", lambda *_, tile=tile: tile)
+            _gemm_wgmma.geometry.cache_clear()
             inputs = a, narrow, bias, added, None, None, workspace
             got = GEMM.bind(inputs, **options).run().get()
             assert_same_bits(got, expected)
@@ -188,7 +188,7 @@ def test_weights_are_widened_in_every_tile(
             assert_same_bits(got, expected[row])
             assert not workspace[:FLAGS].any()
         monkeypatch.undo()
-        _gemm_hopper.geometry.cache_clear()
+        _gemm_wgmma.geometry.cache_clear()
 
 
 # --- calls of Blocks and Llamas -------------------------------------------------------------------
@@ -198,13 +198,13 @@ def test_weights_are_widened_in_every_tile(
 @pytest.mark.parametrize("M", [1, 100, 128, 1000, 1024])
 def test_k_in_parts(cp: Any, M: int) -> None:
     """K is divided, as in calls of a Block."""
-    kernel = KERNELS["gemm-hopper-bfloat16-to-bfloat16"]
+    kernel = KERNELS["gemm-wgmma-bfloat16-to-bfloat16"]
     for N, K in ((768, 768), (768, 3072)):
         case = Case(M, K, N, residual=True)
         given = kernel.made(case)
         names = "x", "w", "bias", "residual"
         inputs = [kernel.uploaded(cp, name, given[name]) for name in names]
-        out = GEMM.bind(tuple(inputs), inputs[3], split_k=True, variant="hopper").run()
+        out = GEMM.bind(tuple(inputs), inputs[3], split_k=True, variant="wgmma").run()
         kernel.assert_right(out.get(), given, case, "gpu")
 
 
@@ -241,13 +241,13 @@ def test_gate_and_up_are_one_product(
 
 @pytest.mark.gpu
 def test_rows_beyond_the_last_one_are_neither_read_nor_written(cp: Any) -> None:
-    kernel, case = KERNELS["gemm-hopper-bfloat16-to-bfloat16"], Case(200, 768, 2304)
+    kernel, case = KERNELS["gemm-wgmma-bfloat16-to-bfloat16"], Case(200, 768, 2304)
     given = kernel.made(case)
     memory = cp.full((208, 768), np.nan, "bfloat16")
     memory[:200] = cp.asarray(given["x"])
     out = cp.full((208, 2304), 7, "bfloat16")
     w, bias = (kernel.uploaded(cp, name, given[name]) for name in ("w", "bias"))
-    GEMM.bind((memory[:200], w, bias), out[:200], variant="hopper").run()
+    GEMM.bind((memory[:200], w, bias), out[:200], variant="wgmma").run()
     got = out.get()
     assert (got[200:].astype(np.float32) == 7).all()
     kernel.assert_right(got[:200], given, case, "gpu")
@@ -283,16 +283,16 @@ def test_wrong_input_is_refused(device: Any) -> None:
 
     a, w, half = device.zeros((4, 64), "bfloat16"), matrix(), device.zeros((4, 64), "float16")
     float32 = device.zeros((4, 64), "float32")
-    parts = TwoPartMatrix.from_float32(device.full((8, 64), 1, "float32"))
+    parts = HiLoMatrix.from_float32(device.full((8, 64), 1, "float32"))
     ones = device.full((8, 64), 1, "float32")
     fp8 = WeightMatrix.quantize(ones, "float8_e5m2", "NK")
     odd = device.zeros(4 * 48 + 4, "bfloat16")[4:].reshape(4, 48)
     memory = device.zeros(511, "float16")
     up = {"up": matrix(8, dtype="float16")}
-    a_dtype = "dtype 'float16': expected float32 or 'two_part' with a Two"
+    a_dtype = "dtype 'float16': expected float32 or 'hi_lo' with a Two"
     whole = r"bound: expected the largest magnitude that the result can have"
     cases: tuple[tuple[tuple[Any, ...], dict[str, Any], str], ...] = (
-        ((a, w), {"variant": "wgmma"}, "unknown variant 'wgmma': expected one of mma, hopper"),
+        ((a, w), {"variant": "cores"}, "unknown variant 'cores': expected one of mma, wgmma"),
         ((a, w), {"dtype": "float16"}, "'float16': expected bfloat16, like a, or float32"),
         ((float32, w), {}, "a: expected bfloat16 or float16, got float32"),
         ((half, w), {}, "w: expected float16, like a, got bfloat16"),
@@ -308,13 +308,13 @@ def test_wrong_input_is_refused(device: Any) -> None:
         ((half, fp8, None, None, up["up"]), {}, "up: expected"),
         ((float32, parts, None, None, up["up"]), {}, "up: expected"),
         ((half, up["up"], None, None, up["up"]), {"variant": "mma"}, "multiplies by one matrix"),
-        ((parts, ones), {}, "w: expected a TwoPartMatrix, got ndarray: use TwoPartMatrix.from"),
+        ((parts, ones), {}, "w: expected a HiLoMatrix, got ndarray: use HiLoMatrix.from"),
         ((ones[:, :56].copy(), parts), {}, r"w: expected shape \(8, 56\), got \(8, 64\)"),
         ((ones.astype("float16"), parts), {}, "a: expected float32, got float16"),
         ((parts, parts), {"dtype": "float16"}, a_dtype),
-        ((parts, parts), {"dtype": "two_part"}, whole),
-        ((parts, parts), {"bound": 1.0}, "bound: only for a two-part result"),
-        ((parts, parts), {"dtype": "two_part", "bound": math.inf}, "bound: expected a magnitude"),
+        ((parts, parts), {"dtype": "hi_lo"}, whole),
+        ((parts, parts), {"bound": 1.0}, "bound: only for a hi/lo result"),
+        ((parts, parts), {"dtype": "hi_lo", "bound": math.inf}, "bound: expected a magnitude"),
         ((parts, parts), {"variant": "split"}, "'split' does not run by itself: expected one of"),
     )
     for inputs, options, message in cases:

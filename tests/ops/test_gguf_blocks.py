@@ -37,7 +37,7 @@ from gpt2block.models.architectures import architecture_of
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix, random_blocks
 from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.engines import linear_hopper as _linear_hopper
+from gpt2block.ops.engines import linear_wgmma as _linear_wgmma
 from gpt2block.ops.gemm import WIDEN
 from gpt2block.ops.linear import LINEAR_QKV, LINEAR_ROPE
 from gpt2block.ops.linear import OPERATION as LINEAR
@@ -255,7 +255,7 @@ def test_products_by_wgmma_have_the_same_bits(types: tuple[str, ...], units: int
     """K has few splits, the most splits (shared by sets of warps), or a shorter last split."""
     cupy_with(HOPPER_CAPABILITY)
     K = units * (256 if TYPES[types[0]].size == 256 else 128)
-    D, order = 128, _linear_hopper.terms(GGUF, rounded=True)
+    D, order = 128, _linear_wgmma.terms(GGUF, rounded=True)
     ranges = [(name, 3 * D // len(types)) for name in types]
     w, up = (GgufMatrix.random(ranges, K, seed).mapped(cupy.asarray) for seed in (1, 2))
     rng = np.random.default_rng(7)
@@ -277,7 +277,7 @@ def test_products_by_wgmma_have_the_same_bits(types: tuple[str, ...], units: int
 
 def test_a_chunk_of_two_types_has_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: HOPPER_CAPABILITY)
-    order = _linear_hopper.terms(GGUF, rounded=True)
+    order = _linear_wgmma.terms(GGUF, rounded=True)
     with running_on("shuffled"):
         w = GgufMatrix.random([("Q4_0", 48), ("Q8_0", 80)], 128).mapped(cupy.asarray)
         gated = cupy.zeros((9, 128), "float32"), w, None, None, None, None, w

@@ -170,7 +170,7 @@ def test_products_for_two_formats_compile_without_spills() -> None:
     """FP8 weights have one format, and the cache the other."""
     mixed = kernels.stored_as("float16", "float8_e5m2", "float8_e4m3fn")
     product: Any = (64, 768, 256, "float8_e5m2")
-    gpu = {"clusters": True, "sms": 132, "most_shared": gpus.H200["most_shared"]}
+    gpu = {"clusters": True, "sms": 132, "max_shared": gpus.H200["max_shared"]}
     tile = _linear_mma_tiles.choose(*product, **gpu)
     made = _linear_mma_tiles.geometry(*product, tile)
     jobs: Any = [

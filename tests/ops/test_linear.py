@@ -1,4 +1,4 @@
-"""The linear layer: choice of variants, results in the kv_cache, two-part weights, wrong input.
+"""The linear layer: choice of variants, results in the kv_cache, hi/lo weights, wrong input.
 
 test_product_laws.py has the requirements of every kernel of it.
 """
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import TWO_PART, cache_dtype
+from gpt2block.cuda.kernels import HI_LO, cache_dtype
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.elementwise import SILU_MUL
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
@@ -51,14 +51,14 @@ class Arguments:
         self.x, self.w, self.bias, self.gamma, self.beta, self.residual = arrays
 
 
-# --- two-part weights, and LayerNorm --------------------------------------------------------------
+# --- hi/lo weights, and LayerNorm --------------------------------------------------------------
 
 
 @on_one_order
 @pytest.mark.parametrize("variant", ["mma", "mma_tiles"])
 def test_the_bound_of_x_gives_the_scale_of_its_terms(where: str, variant: str) -> None:
     """Bounds that are powers of two are exact; without a bound, x may have float16's range."""
-    kernel, case = KERNELS[f"linear-{variant}-two_part"], Case(5, 176, 21, bias=False)
+    kernel, case = KERNELS[f"linear-{variant}-hi_lo"], Case(5, 176, 21, bias=False)
     given = kernel.made(case)
 
     def product(x: Array, bound: float | None = None) -> Array:
@@ -77,14 +77,14 @@ def test_the_bound_of_x_gives_the_scale_of_its_terms(where: str, variant: str) -
 
 
 @one_order
-def test_what_two_part_weights_do_not_permit(device: Any) -> None:
-    given, others = Arguments(3, 60, 24, TWO_PART), Arguments(3, 60, 24, "float32")
-    with pytest.raises(InputError, match="mma: K 60: expected a multiple of 8 for two_part"):
+def test_what_hi_lo_weights_do_not_permit(device: Any) -> None:
+    given, others = Arguments(3, 60, 24, HI_LO), Arguments(3, 60, 24, "float32")
+    with pytest.raises(InputError, match="mma: K 60: expected a multiple of 8 for hi_lo"):
         OPERATION.bind((given.x, given.w), variant="mma")
     for variant in ("matvec", "tiles"):
-        with pytest.raises(InputError, match="takes no TwoPartMatrix: use variant mma"):
+        with pytest.raises(InputError, match="takes no HiLoMatrix: use variant mma"):
             OPERATION.bind((given.x, given.w), variant=variant)
-    with pytest.raises(InputError, match="x_bound: expected a TwoPartMatrix"):
+    with pytest.raises(InputError, match="x_bound: expected a HiLoMatrix"):
         OPERATION.bind((others.x, others.w), x_bound=1.0)
     with pytest.raises(InputError, match="bound: expected a magnitude"):
         OPERATION.bind((given.x, given.w), x_bound=-1.0)
@@ -171,10 +171,10 @@ def assert_qkv(where: str, name: str, case: Case, n_ctx: int, position: Array) -
         ("linear-mma-float32", Case(3, 48, 21, norm=True), 4),
         ("linear-mma-float8_e4m3fn", Case(1, 528, 30, norm=True), 3),
         ("linear-mma-bfloat16", Case(10, 784, 27, norm=True), 3),
-        ("linear-mma-two_part", Case(3, 48, 21, norm=True), 4),
+        ("linear-mma-hi_lo", Case(3, 48, 21, norm=True), 4),
         *(
             (f"linear-mma_tiles-{dtype}", Case(7, 48, 144, tile=ODD), 5)
-            for dtype in (*WEIGHTS, TWO_PART)
+            for dtype in (*WEIGHTS, HI_LO)
         ),
     ],
     ids=str,
@@ -212,7 +212,7 @@ def test_what_decides_between_the_variants(where: str, monkeypatch: pytest.Monke
         assert kernel(M, 60, "float32") == "decode_mma"
     assert kernel(17, 64, "float16") == "linear_tiles"
     assert kernel(17, 64, "float16", decoding=True) == "decode_mma"
-    monkeypatch.setattr(LINEAR, "FEW_PRODUCTS", 17 * 24 * 64 - 1)
+    monkeypatch.setattr(LINEAR, "MAX_MMA_PRODUCTS", 17 * 24 * 64 - 1)
     assert kernel(17, 64, "float16", decoding=True) == "decode_mma_tiles"
     assert kernel(17, 60, "float16", decoding=True) == "decode_cores"
     with pytest.raises(InputError, match="mma: K 60: expected a multiple of 8 for bfloat16"):
@@ -229,25 +229,25 @@ def test_the_registry_names_the_kernels() -> None:
     auxiliary = [f"{v.name}: {kernel}" for v in OPERATION.auxiliary for kernel in v.kernels]
     assert auxiliary == [
         "gguf: decode_mma_gguf",
-        "gguf_hopper: decode_wgmma_gguf",
+        "gguf_wgmma: decode_wgmma_gguf",
         "qkv_gguf: decode_mma_gguf",
-        "qkv_gguf_hopper: decode_wgmma_gguf",
+        "qkv_gguf_wgmma: decode_wgmma_gguf",
         "rope_gguf: decode_mma_gguf",
-        "rope_gguf_hopper: decode_wgmma_gguf",
+        "rope_gguf_wgmma: decode_wgmma_gguf",
         "gguf sums: gguf_chunk_sums",
         "qkv_matvec: decode_cores",
         "qkv_mma: decode_mma",
         "qkv_mma_tiles: decode_mma_tiles",
-        "qkv_hopper: decode_wgmma",
+        "qkv_wgmma: decode_wgmma",
         "rope_mma: decode_mma",
-        "rope_hopper: decode_wgmma",
+        "rope_wgmma: decode_wgmma",
         "linear_sums: decode_mma",
         "linear_sums_gguf: decode_mma_gguf",
         "rope_sums: decode_mma",
         "gated_sums: decode_ffn_mma",
         "gated_sums_gguf: decode_ffn_mma_gguf",
         "words: gather",
-        "words: gather_rows",
+        "words: all_gather_rows",
         "normed: rmsnorm_gathered",
     ]
 

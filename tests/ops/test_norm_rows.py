@@ -169,11 +169,11 @@ def six() -> Iterator[tuple[Job, str]]:
 
 
 def narrow() -> Iterator[tuple[Job, str]]:
-    """Yield the kernels before 16-bit and before two-part products, each compiled alone."""
+    """Yield the kernels before 16-bit and before hi/lo products, each compiled alone."""
     for i, (rows, C) in enumerate(((1, 768), (MANY, 768), (MANY, 4096), (1, 16384), (1, 16383))):
-        for j, (float_x, two_part) in enumerate(((False, False), (True, False), (True, True))):
-            how = narrow_geometry(float_x, rows, C, math.gcd(C, 8), H200, two_part)
-            stored = kernels.stored_as("float16" if two_part else "bfloat16")
+        for j, (float_x, hi_lo) in enumerate(((False, False), (True, False), (True, True))):
+            how = narrow_geometry(float_x, rows, C, math.gcd(C, 8), H200, hi_lo)
+            stored = kernels.stored_as("float16" if hi_lo else "bfloat16")
             arch = ("sm_80", "sm_90")[(i + j) % 2]
             yield (NARROW, arch, (*stored, *how.defines)), how.kernel
 

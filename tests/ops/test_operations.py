@@ -411,7 +411,7 @@ def test_every_variant_is_right_and_timed(operation: Operation) -> None:
     stored = workload.check_storage(operation)
     chosen = [v for v in operation.variants if stored[0] in (v.dtypes or operation.workload.dtypes)]
     rows, skipped = measure_variants(operation, chosen, sizes, BEST, stored)
-    terms = ["hopper"] if operation.name == "linear" else []  # takes terms, not floats
+    terms = ["wgmma"] if operation.name == "linear" else []  # takes terms, not floats
     assert [message.partition(":")[0] for message in skipped] == terms
     assert [row.variant for row in rows] == [v.name for v in chosen if v.name not in terms]
     for row in rows:

@@ -22,9 +22,9 @@ from gpt2block import (
     Block,
     BlockWeights,
     GPT2Config,
+    HiLoMatrix,
     LlamaConfig,
     LlamaWeights,
-    TwoPartMatrix,
     emulator,
     random_input,
 )
@@ -44,11 +44,11 @@ from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.weights.gguf import TYPES
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops import registry
+from gpt2block.ops.drafts import DraftTokens, bind_take
 from gpt2block.ops.gemm import OPERATION as GEMM
-from gpt2block.ops.guesses import Guesses, bind_take
 from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_MATMUL
-from gpt2block.ops.sample_token import SampleState, Slots, bind_drawn, bind_state
+from gpt2block.ops.sample_token import SampleState, Slots, bind_sampled, bind_state
 from gpt2block.sampling import Sampling
 from tests.devices import assert_same_bits, on_gpu, on_hopper
 from tests.gpus import HOPPER_CAPABILITY, cupy_with
@@ -63,7 +63,7 @@ LATER_NS = 50_000_000  # long enough even if other processes use the GPU
 READ_EARLY: Mapping[str, tuple[str, ...]] = {
     "sample_token": ("temperature", "top_p", "min_p", "top_k", "repetition_penalty", "row"),
     "attention_split": ("row", "position", "k", "v"),
-    "take_guesses": ("row",),
+    "take_drafts": ("row",),
 }
 
 WEIGHT_MAPS = ("w", "w1", "w3", "up")  # tensor maps of weights, which no kernel writes
@@ -148,7 +148,7 @@ def assert_waits(launches: tuple[Any, ...], late: list[Any], outs: list[Any]) ->
 
 
 def in_memory(tensor: Any) -> list[Any]:
-    if isinstance(tensor, TwoPartMatrix):
+    if isinstance(tensor, HiLoMatrix):
         return [tensor.parts, tensor.scale]
     return [] if tensor is None else [tensor]
 
@@ -408,21 +408,21 @@ def test_the_sampler_of_some_rows(device: Any, row: list[int]) -> None:
 
 
 @on_hopper
-def test_the_sampler_of_rows_with_guesses(device: Any) -> None:
+def test_the_sampler_of_rows_with_draft_tokens(device: Any) -> None:
     """Absent rows wait too; the next kernel takes the tokens that the rows have drawn."""
     V, together, rng = 500, 2, np.random.default_rng(0)
-    state, guesses = SampleState.allocate(4, V), Guesses.allocate(4, 20)
-    guesses.left.fill(9)
+    state, drafts = SampleState.allocate(4, V), DraftTokens.allocate(4, 20)
+    drafts.left.fill(9)
     logits = cupy.asarray(rng.standard_normal((6, V), np.float32))
     numbers = ([2, 2, -1, -1, 0, 0], [5, 6, 0, 0, 5, -1], [3, 4, 0, 0, 3, -1], [0] * 6)
     slots = Slots(*(cupy.asarray(np.array(each, np.int32)) for each in numbers))
     drawn = cupy.zeros(6, "int32"), cupy.zeros(6, "float32")
     report = cupy.zeros((2, 3, 6), "int32")
     of_rows = state._replace(token=drawn[0], logprob=drawn[1])
-    sampler = bind_drawn(logits, of_rows, slots, together)
+    sampler = bind_sampled(logits, of_rows, slots, together)
     assert_waits(sampler.launches, [logits, slots.token, slots.position, state.step], [*drawn])
-    taking = bind_take(drawn, slots, guesses, state, together, None, report)
-    assert_waits(taking.launches, [*drawn, *slots[1:], *guesses, *state[-4:]], [report])
+    taking = bind_take(drawn, slots, drafts, state, together, None, report)
+    assert_waits(taking.launches, [*drawn, *slots[1:], *drafts, *state[-4:]], [report])
 
 
 @on_hopper
@@ -430,9 +430,9 @@ def test_the_sampler(device: Any) -> None:
     V, rng = 500, np.random.default_rng(0)
     state = SampleState.allocate(3, V)
     state.set([Sampling(temperature=t, top_p=0.9, repetition_penalty=1.3) for t in (0.0, 0.7, 1.2)])
-    state.seen.set(rng.integers(2, size=(3, V), dtype=np.uint8))
+    state.occurred.set(rng.integers(2, size=(3, V), dtype=np.uint8))
     logits = cupy.asarray(rng.standard_normal((3, V), np.float32))
-    late = [logits, state.seen, state.position, state.step]
+    late = [logits, state.occurred, state.position, state.step]
     assert_waits(bind_state(logits, state).launches, late, [state.token, state.logprob])
 
 
@@ -468,7 +468,7 @@ def test_a_conversion_to_two_parts_and_its_product(device: Any, rows: int) -> No
     """The product is launched early after split_rows, which is launched early too."""
     rng = np.random.default_rng(0)
     a, residual = (uploaded(rng.standard_normal((rows, n))) for n in (72, 96))
-    w = TwoPartMatrix.from_float32(uploaded(rng.standard_normal((96, 72))))
+    w = HiLoMatrix.from_float32(uploaded(rng.standard_normal((96, 72))))
     bias = uploaded(rng.standard_normal(96))
     bound = GEMM.bind((a, w, bias, residual))
     assert bound.launches[0].name == "split_rows"
@@ -482,7 +482,7 @@ def test_the_product_behind_rmsnorm(rows: int) -> None:
     rng, C = np.random.default_rng(0), 512
     x, gamma = uploaded(rng.standard_normal((rows, C)), "float16"), uploaded(np.ones(C), "float16")
     w = WeightMatrix(uploaded(rng.standard_normal((C, C)) / 20, "float16"), "float16", None, "KN")
-    bound = RMSNORM_MATMUL.bind((x, gamma, w), head_dim=64, variant="hopper")
+    bound = RMSNORM_MATMUL.bind((x, gamma, w), head_dim=64, variant="wgmma")
     norm, product = bound.launches
     norm.run()
     normed = bound.extra[-1]

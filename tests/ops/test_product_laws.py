@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import TWO_PART
+from gpt2block.cuda.kernels import HI_LO
 from gpt2block.models.weights.matrix import WeightMatrix
 from tests import plain
 from tests.devices import GPU, IN_TESTS, assert_barriers_show, assert_same_bits
@@ -144,20 +144,20 @@ def test_any_size_up_to(where: str, kernel: Kernel, case: Case, data: st.DataObj
 
 BITS_ON_CPU: Table = {
     "linear-mma-float32": [Case(17, 264, 14, **FULL)],
-    "linear-mma-two_part": [Case(17, 264, 14, **FULL)],
+    "linear-mma-hi_lo": [Case(17, 264, 14, **FULL)],
     "linear-mma-bfloat16": [Case(17, 264, 14, **FULL)],
     "linear-matvec-float32": [Case(17, 264, 14, **FULL)],
     **{f"linear-mma_tiles-{name}": [Case(20, 1168, 37, gelu=True)]
-       for name in ("float32", "bfloat16", FP8_E4M3, TWO_PART)},
+       for name in ("float32", "bfloat16", FP8_E4M3, HI_LO)},
     "linear-tiles-float32": [Case(131, 136, 104, **ENDS)],
     "linear-tiles-bfloat16": [Case(131, 136, 104, **ENDS)],
     "gemm-mma-bfloat16-to-bfloat16": [Case(40, 136, 80, bias=False)],
-    "gemm-mma-two_part-to-float32": [Case(40, 136, 80, bias=False)],
+    "gemm-mma-hi_lo-to-float32": [Case(40, 136, 80, bias=False)],
 }  # fmt: skip
 BY_MMA = (1, 8, 8), (129, 184, 264), (260, 1032, 520), (3000, 768, 776)
 BY_WGMMA = (1, 264, 8), (129, 520, 264), (1000, 768, 776), (5000, 264, 2312)
 BITS_ON_GPU: Table = {
-    "linear-hopper-*": with_ends([ENDS], (1, 768, 768), (3, 896, 200), (17, 384, 130),
+    "linear-wgmma-*": with_ends([ENDS], (1, 768, 768), (3, 896, 200), (17, 384, 130),
                                  (64, 128, 768), (65, 4096, 100), (200, 768, 64),
                                  (3, 64, 40), (70, 576, 136), (200, 1600, 64)),
     "linear-mma_tiles-*": with_ends([ENDS], (200, 768, 2304), (65, 3072, 768), (64, 768, 5001),
@@ -170,12 +170,12 @@ BITS_ON_GPU: Table = {
                                 (2000, 768, 768), (131, 136, 104)),
     "gemm-mma-*16-to-*16": with_ends([{"bias": False}, {"residual": True}], *BY_MMA),
     "gemm-mma-*-to-float32": with_ends([{"residual": True}], *BY_MMA),
-    "gemm-mma-two_part-to-two_part": with_ends([{"gelu": True}], *BY_MMA),
+    "gemm-mma-hi_lo-to-hi_lo": with_ends([{"gelu": True}], *BY_MMA),
     # With a short K warpgroups do not wait for the ring.
-    "gemm-hopper-bfloat16-to-bfloat16": [Case(5000, K, 2312) for K in (8, 64, 128, 192)],
-    "gemm-hopper-*16-to-*16": with_ends(ALL_ENDS, *BY_WGMMA),
-    "gemm-hopper-*-to-float32": with_ends(FLOAT_ENDS, *BY_WGMMA),
-    "gemm-hopper-two_part-to-two_part": with_ends([{"gelu": True}], *BY_WGMMA),
+    "gemm-wgmma-bfloat16-to-bfloat16": [Case(5000, K, 2312) for K in (8, 64, 128, 192)],
+    "gemm-wgmma-*16-to-*16": with_ends(ALL_ENDS, *BY_WGMMA),
+    "gemm-wgmma-*-to-float32": with_ends(FLOAT_ENDS, *BY_WGMMA),
+    "gemm-wgmma-hi_lo-to-hi_lo": with_ends([{"gelu": True}], *BY_WGMMA),
     "gemm-*-bfloat16-to-float32": [Case(1000, K, N) for N, K in GPT2],
     "gemm-*-bfloat16-to-bfloat16": [Case(1000, K, N, gelu=True) for N, K in GPT2],
     "matmul-registers": with_ends([{}], (131, 70, 132), (70, 19, 101), (517, 1000, 516),
@@ -183,9 +183,9 @@ BITS_ON_GPU: Table = {
     "rmsnorm_*-mma-own-float16-KN": [Case(1, 264, 40, apart=8), Case(333, 1032, 1448),
                                      Case(1000, 136, 3032, apart=8)],
     "rmsnorm_*-mma-own-bfloat16-KN": [Case(129, 72, 520, apart=8)],
-    "rmsnorm_*-hopper-own-float16-*": [Case(1, 264, 40, apart=10), Case(333, 1032, 1448),
+    "rmsnorm_*-wgmma-own-float16-*": [Case(1, 264, 40, apart=10), Case(333, 1032, 1448),
                                        Case(1000, 136, 3032, apart=8)],
-    "rmsnorm_*-hopper-own-bfloat16-*": [Case(129, 72, 520, apart=8)],
+    "rmsnorm_*-wgmma-own-bfloat16-*": [Case(129, 72, 520, apart=8)],
 }  # fmt: skip
 
 
@@ -255,14 +255,14 @@ def test_products_are_added_in_the_order_of_k(where: str, name: str, tile: Any) 
 
 EDGES: Table = {
     **{f"linear-mma-{name}": [Case(37, 32, 44, **ENDS)]
-       for name in ("float32", "bfloat16", FP8_E4M3, TWO_PART)},
+       for name in ("float32", "bfloat16", FP8_E4M3, HI_LO)},
     "linear-mma_tiles-*": [Case(37, 32, 44, **ENDS, tile=ODD)],
     "linear-tiles-float32": [Case(37, 32, 44, **ENDS)],
     "linear-tiles-float16": [Case(37, 32, 44, **ENDS)],
     "matmul-*": [Case(37, 21, 44)],
     "gemm-mma-bfloat16-to-bfloat16": [Case(37, 32, 48, residual=True, tile=NARROW)],
 }  # fmt: skip
-EDGES_OF_WGMMA: Table = {"gemm-hopper-bfloat16-to-bfloat16": [Case(37, 32, 48, residual=True)]}
+EDGES_OF_WGMMA: Table = {"gemm-wgmma-bfloat16-to-bfloat16": [Case(37, 32, 48, residual=True)]}
 
 
 @every_case(EDGES, {**EDGES, **EDGES_OF_WGMMA})
@@ -294,7 +294,7 @@ ANYWHERE_ON_CPU: Table = {"matmul-*": [Case(42, 48, 52)]}
 ANYWHERE_ON_GPU: Table = {
     **ANYWHERE_ON_CPU,
     "linear-tiles-*": [Case(42, 48, 52, residual=True)],
-    "linear-hopper-*": OF_WGMMA,
+    "linear-wgmma-*": OF_WGMMA,
 }
 
 
@@ -352,7 +352,7 @@ def test_more_rows_than_a_grid_is_high(name: str) -> None:
 
 REFERENCES: Table = {
     "linear-matvec-float8_e4m3fn": with_ends([{}, ENDS, {"norm": True}, FULL], (2, 5, 3)),
-    "gemm-mma-two_part-to-float32": [Case(6, 4, 5, **ENDS, sequences=2), Case(2, 4, 5, bias=False)],
+    "gemm-mma-hi_lo-to-float32": [Case(6, 4, 5, **ENDS, sequences=2), Case(2, 4, 5, bias=False)],
     "matmul-naive": with_ends([{}, {"bias": False}], (3, 5, 4)),
     "rmsnorm_matmul-matvec-own-float32-*": [
         Case(3, 6, 8, head_dim=4), Case(6, 6, 8, head_dim=4, half_split=True, sequences=2)],

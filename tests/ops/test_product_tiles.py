@@ -12,19 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry, stored_as
+from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, stored_as
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
-from gpt2block.ops.engines import (
-    gemm_hopper as _gemm_hopper,
-)
 from gpt2block.ops.engines import (
     gemm_mma as _gemm_mma,
 )
 from gpt2block.ops.engines import (
-    linear_gguf as _linear_gguf,
+    gemm_wgmma as _gemm_wgmma,
 )
 from gpt2block.ops.engines import (
-    linear_hopper as _linear_hopper,
+    linear_gguf as _linear_gguf,
 )
 from gpt2block.ops.engines import linear_matvec as matvec
 from gpt2block.ops.engines import linear_mma as mma
@@ -35,12 +32,15 @@ from gpt2block.ops.engines import (
     linear_tiles as _linear_tiles,
 )
 from gpt2block.ops.engines import (
-    rmsnorm_hopper as _rmsnorm_hopper,
+    linear_wgmma as _linear_wgmma,
 )
 from gpt2block.ops.engines import (
     rmsnorm_mma as _rmsnorm_mma,
 )
-from gpt2block.ops.engines.gemm_hopper import HopperGemmTile, choose_tile
+from gpt2block.ops.engines import (
+    rmsnorm_wgmma as _rmsnorm_wgmma,
+)
+from gpt2block.ops.engines.gemm_wgmma import WgmmaGemmTile, choose_tile
 from gpt2block.ops.engines.rmsnorm_matvec import geometry as rmsnorm_matvec
 from gpt2block.ops.gguf import range_defines
 from gpt2block.ops.products import fastest, room
@@ -48,7 +48,7 @@ from tests.compiling import Job, assert_clean
 from tests.gpus import A100, GPUS, H200, RTX, Gpu
 from tests.products import DTYPES, FP8_E4M3, GPT2, GROUPED, MATMUL, WEIGHTS
 
-SMS, MOST_SHARED = H200["sms"], H200["most_shared"]
+SMS, MAX_SHARED = H200["sms"], H200["max_shared"]
 SHARED = 64 << 10  # bytes of shared memory that a block can have from sm_75 on
 QKV, OUT, FC, PROJ = GPT2
 SHAPES = [  # (K, N) of the four GPT-2 models and of the bundled model, and odd sizes
@@ -65,8 +65,8 @@ ENDS = [
     {"gelu": True, "residual": True, "other_out": False},
 ]
 SPLIT_ENDS = [
-    {"two_part": True, "gelu": True, "residual": False, "other_out": True},
-    {"two_part": True, "gelu": False, "residual": True, "other_out": False},
+    {"hi_lo": True, "gelu": True, "residual": False, "other_out": True},
+    {"hi_lo": True, "gelu": False, "residual": True, "other_out": False},
 ]
 
 
@@ -92,18 +92,18 @@ def of_gemm(M: int, N: int, K: int) -> tuple[int, ...]:
     return int(chosen["GEMM_M"]), int(chosen["GEMM_N"]), *how.grid
 
 
-def of_gemm_hopper(M: int, N: int, K: int) -> tuple[int, ...]:
+def of_gemm_wgmma(M: int, N: int, K: int) -> tuple[int, ...]:
     """Return rows and columns of the tile, and splits of K if K may be split.
 
     The chosen tile was the fastest on an H200, or within 2 % of it.
     """
-    assert choose_tile(_gemm_hopper.TILES, M, N, K, False, SMS).split_k == 1
-    chosen = choose_tile(_gemm_hopper.TILES, M, N, K, True, SMS)
+    assert choose_tile(_gemm_wgmma.TILES, M, N, K, False, SMS).split_k == 1
+    chosen = choose_tile(_gemm_wgmma.TILES, M, N, K, True, SMS)
     return chosen.rows, chosen.columns, chosen.split_k
 
 
-def of_two_parts(M: int, N: int, K: int) -> tuple[int, ...]:
-    chosen = choose_tile(_gemm_hopper.TWO_PART_TILES, M, N, K, False, SMS)
+def of_hi_lo(M: int, N: int, K: int) -> tuple[int, ...]:
+    chosen = choose_tile(_gemm_wgmma.HI_LO_TILES, M, N, K, False, SMS)
     return chosen.rows, chosen.columns
 
 
@@ -117,7 +117,7 @@ def of_llama(matrices: int, M: int, N: int) -> tuple[int, ...]:
 def of_llama_hopper(matrices: int, M: int, N: int) -> tuple[int, ...]:
     """Return rows and columns of the tile, and splits of K, for K 4096."""
     layout = ("KN", "NK")[matrices - 1]
-    _, chosen = _rmsnorm_hopper.geometry(matrices, M, N, 4096, layout=layout, sms=SMS)
+    _, chosen = _rmsnorm_wgmma.geometry(matrices, M, N, 4096, layout=layout, sms=SMS)
     return chosen.rows, chosen.columns, chosen.split_k
 
 
@@ -138,14 +138,14 @@ CHOSEN: dict[Callable[..., tuple[int, ...]], dict[tuple[int, ...], tuple[int, ..
         (1024, 768, 3072): (64, 96, 128), (8192, 768, 3072): (128, 192, 132),
         (65536, 3072, 768): (128, 256, 132),
     },
-    of_gemm_hopper: {
+    of_gemm_wgmma: {
         (128, *QKV): (64, 64, 1), (128, *OUT): (64, 64, 2),
         (128, *FC): (64, 64, 1), (128, *PROJ): (128, 64, 4),
         (1024, *QKV): (128, 144, 1), (1024, *OUT): (64, 96, 1),
         (1024, *FC): (128, 192, 1), (1024, *PROJ): (128, 96, 2),
         **{(M, *sizes): (128, 192, 1) for M in (8192, 65536) for sizes in GPT2},
     },
-    of_two_parts: {
+    of_hi_lo: {
         **{(128, *sizes): (64, 48) for sizes in GPT2},
         (1024, *QKV): (64, 96), (1024, *OUT): (64, 96),
         (1024, *FC): (64, 128), (1024, *PROJ): (64, 96),
@@ -190,7 +190,7 @@ def test_splits_have_whole_units() -> None:
     found = {K: mma.splits(K) for K in (16, 768, 3072, 6400, 1152)}
     assert found == {16: (1, 1), 768: (6, 1), 3072: (8, 3), 6400: (8, 7), 1152: (5, 2)}
     for K in (8, 64, 72, 128, 192):  # no split of a short K is empty
-        assert choose_tile(_gemm_hopper.TILES, 128, 768, K, True, SMS).split_k <= -(-K // 64)
+        assert choose_tile(_gemm_wgmma.TILES, 128, 768, K, True, SMS).split_k <= -(-K // 64)
 
 
 # --- limits of launches ---------------------------------------------------------------------------
@@ -263,11 +263,11 @@ def test_rows_that_no_block_can_hold() -> None:
 @pytest.mark.parametrize("clusters", [False, True])
 @pytest.mark.parametrize("dtype", WEIGHTS)
 def test_a_tile_of_decoding_has_room(gpu: Gpu, clusters: bool, dtype: str) -> None:
-    limits = {"sms": gpu["sms"], "most_shared": gpu["most_shared"] - 1024}
+    limits = {"sms": gpu["sms"], "max_shared": gpu["max_shared"] - 1024}
     for M in (1, 17, 64, 200, 512, 4096):
         for N, K in ((2304, 768), (768, 3072), (50257, 768), (4800, 1600), (1600, 6400), (1, 16)):
             tile = _linear_mma_tiles.choose(M, N, K, dtype, clusters=clusters, **limits)
-            assert _linear_mma_tiles.shared_bytes(tile, K, dtype) <= limits["most_shared"]
+            assert _linear_mma_tiles.shared_bytes(tile, K, dtype) <= limits["max_shared"]
             assert tile.cluster == 1 or clusters
             found = _linear_mma_tiles.geometry(M, N, K, dtype, tile)
             assert found.grid[0] % tile.cluster == 0
@@ -288,9 +288,9 @@ def test_a_tile_of_decoding_by_wgmma_can_run(
     M: int, N: int, K: int, dtype: str, gated: bool, sms: int, rounded: bool
 ) -> None:
     """A tile fits in shared memory, a cluster has at most 8 blocks, and each block has work."""
-    of = _linear_hopper.HopperProduct(M, (N,), K, dtype, gated, rounded)
-    tile = _linear_hopper.choose(of, sms, MOST_SHARED)
-    assert of.block_bytes(tile) <= room(MOST_SHARED, tile.blocks)
+    of = _linear_wgmma.WgmmaProduct(M, (N,), K, dtype, gated, rounded)
+    tile = _linear_wgmma.choose(of, sms, MAX_SHARED)
+    assert of.block_bytes(tile) <= room(MAX_SHARED, tile.blocks)
     assert tile.rows >= 4
     assert tile.splits * tile.shares <= 8
     of_block = -(-mma.splits(K)[0] // tile.splits)
@@ -308,9 +308,9 @@ def test_a_tile_of_decoding_with_blocks_has_room(name: str) -> None:
     w = GgufMatrix.random([(name, 64)], 256)
     sizes = product((1, 5, 9, 17, 33, 200), (64, 576, 4096, 12288), range(128, 16640, 512))
     for (M, N, K), sms, summed in product(sizes, (132, 8), (False, True)):
-        of = _linear_hopper.HopperProduct(M, (N,), K, GGUF, summed, True, w.tile, w.units, summed)
-        tile = _linear_hopper.choose(of, sms, MOST_SHARED)
-        assert of.block_bytes(tile) <= room(MOST_SHARED, tile.blocks)
+        of = _linear_wgmma.WgmmaProduct(M, (N,), K, GGUF, summed, True, w.tile, w.units, summed)
+        tile = _linear_wgmma.choose(of, sms, MAX_SHARED)
+        assert of.block_bytes(tile) <= room(MAX_SHARED, tile.blocks)
 
 
 @pytest.mark.parametrize("gpu", [A100, H200, RTX], ids=["A100", "H200", "RTX"])
@@ -333,15 +333,15 @@ def test_a_tile_of_gemm_or_after_rmsnorm_has_room(gpu: Gpu) -> None:
 
 
 def assert_room(how: Geometry, blocks: int, gpu: Gpu) -> None:
-    assert (how.shared + 1024) * blocks <= gpu["most_shared"] + 1024
+    assert (how.shared + 1024) * blocks <= gpu["max_shared"] + 1024
     assert how.block[0] in (128, 256)
 
 
-@pytest.mark.parametrize("tile", _gemm_hopper.TILES, ids=str)
-def test_a_tile_of_gemm_by_wgmma_has_room(tile: HopperGemmTile) -> None:
+@pytest.mark.parametrize("tile", _gemm_wgmma.TILES, ids=str)
+def test_a_tile_of_gemm_by_wgmma_has_room(tile: WgmmaGemmTile) -> None:
     for M, float_out in product((1, 130, 100_000), (False, True)):
-        how, _ = _gemm_hopper.geometry(M, 768, 3072, other_out=float_out, sms=SMS, tile=tile)
-        assert how.shared <= MOST_SHARED
+        how, _ = _gemm_wgmma.geometry(M, 768, 3072, other_out=float_out, sms=SMS, tile=tile)
+        assert how.shared <= MAX_SHARED
         assert how.grid[0] % tile.cluster == 0
         assert how.grid[0] <= SMS or tile.split_k > 1
 
@@ -363,11 +363,11 @@ def decoding_tiles() -> Iterator[Job]:
     """Yield tiles of GPT-2's decoding products on large GPUs, in alternating dtypes."""
     stored = {name: stored_as("bfloat16", name) for name in FP8}
     stored |= {name: stored_as(name) for name in DTYPES}
-    stored[TWO_PART] = stored_as("float32", TWO_PART)
+    stored[HI_LO] = stored_as("float32", HI_LO)
     jobs: list[Job] = []
     for arch, gpu in GPUS[:2]:
-        most_shared, clusters = gpu["most_shared"] - 1024, arch != "sm_80"
-        limits = {"clusters": clusters, "sms": gpu["sms"], "most_shared": most_shared}
+        max_shared, clusters = gpu["max_shared"] - 1024, arch != "sm_80"
+        limits = {"clusters": clusters, "sms": gpu["sms"], "max_shared": max_shared}
         for M, (N, K) in product((17, 64, 256, 512), (QKV, PROJ, (50257, 768))):
             for dtype, constants in stored.items():
                 tile = _linear_mma_tiles.choose(M, N, K, dtype, **limits)
@@ -381,32 +381,32 @@ def decoding_tiles() -> Iterator[Job]:
 def gemm_tiles() -> Iterator[Job]:
     """Yield each tile with one of the epilogues that need most registers."""
     tiles = [(tile, ENDS[i % 3]) for i, tile in enumerate(_gemm_mma.TILES)]
-    tiles += [(tile, SPLIT_ENDS[i % 2]) for i, tile in enumerate(_gemm_mma.TWO_PART_TILES)]
+    tiles += [(tile, SPLIT_ENDS[i % 2]) for i, tile in enumerate(_gemm_mma.HI_LO_TILES)]
     for (tile, ends), (arch, gpu) in zip(tiles, cycle(GPUS)):
         options: Any = {**ends, "tile": tile}
         try:
             found = arch, _gemm_mma.geometry(500, 768, 768, **options, **gpu)
         except ValueError:  # no room for this tile, and none is left to choose from
             found = "sm_90", _gemm_mma.geometry(500, 768, 768, **options, **H200)
-        split = "two_part" in ends
-        file = _gemm_mma.TWO_PART_FILE if split else _gemm_mma.FILE
+        split = "hi_lo" in ends
+        file = _gemm_mma.HI_LO_FILE if split else _gemm_mma.FILE
         stored = stored_as("float16" if split else "bfloat16")
         yield file, found[0], (*stored, *found[1].defines)
 
 
-def gemm_hopper_tiles() -> Iterator[Job]:
+def gemm_wgmma_tiles() -> Iterator[Job]:
     """Yield each tile with GELU, with a residual or without both, and some further epilogues."""
     of_a_block = [{}, {"gelu": True}, {"residual": True}]
-    tiles = [(tile, "bfloat16", of_a_block[i % 3]) for i, tile in enumerate(_gemm_hopper.TILES)]
+    tiles = [(tile, "bfloat16", of_a_block[i % 3]) for i, tile in enumerate(_gemm_wgmma.TILES)]
     others = [("float16", {"other_out": True}), ("float16", {"gelu": True})]
     others += [("bfloat16", ends) for ends in ENDS[1:]]
-    tiles += [(tile, *each) for tile, each in zip(_gemm_hopper.TILES, others, strict=False)]
-    tiles += [(t, "", SPLIT_ENDS[i % 2]) for i, t in enumerate(_gemm_hopper.TWO_PART_TILES)]
+    tiles += [(tile, *each) for tile, each in zip(_gemm_wgmma.TILES, others, strict=False)]
+    tiles += [(t, "", SPLIT_ENDS[i % 2]) for i, t in enumerate(_gemm_wgmma.HI_LO_TILES)]
     for tile, dtype, ends in tiles:
         options: Any = {**ends, "tile": tile}
-        how, _ = _gemm_hopper.geometry(500, 768, 768, sms=SMS, **options)
-        assert how.shared <= MOST_SHARED
-        file = _gemm_hopper.FILE if dtype else _gemm_hopper.TWO_PART_FILE
+        how, _ = _gemm_wgmma.geometry(500, 768, 768, sms=SMS, **options)
+        assert how.shared <= MAX_SHARED
+        file = _gemm_wgmma.FILE if dtype else _gemm_wgmma.HI_LO_FILE
         yield file, "sm_90a", (*(stored_as(dtype) if dtype else ()), *how.defines)
 
 
@@ -414,14 +414,14 @@ def gemm_fp8_tiles() -> Iterator[Job]:
     """Yield tiles that alternate between both FP8 formats, with scales or without."""
     two_ends = ((False, False), (True, False), (False, True))
     for other_out in (False, True):
-        tiles = _gemm_hopper.OF_REGISTERS + _gemm_hopper.STREAMED
+        tiles = _gemm_wgmma.OF_REGISTERS + _gemm_wgmma.STREAMED
         turns = zip(tiles, cycle(FP8), cycle((True, True, False)))
         for (tile, format, scaled), (gelu, residual) in product(turns, two_ends):
             ends = {"gelu": gelu, "residual": residual, "scaled": scaled, "other_out": other_out}
             options: Any = {**ends, "fp8": True, "sms": SMS, "tile": tile}
-            how, _ = _gemm_hopper.geometry(500, 768, 768, **options)
-            assert how.shared <= MOST_SHARED
-            yield _gemm_hopper.FP8_FILE, "sm_90a", (*stored_as("float16", format), *how.defines)
+            how, _ = _gemm_wgmma.geometry(500, 768, 768, **options)
+            assert how.shared <= MAX_SHARED
+            yield _gemm_wgmma.FP8_FILE, "sm_90a", (*stored_as("float16", format), *how.defines)
 
 
 @pytest.mark.parametrize(
@@ -437,9 +437,9 @@ def test_products_of_prompts_that_are_divided(M: int, N: int, K: int, divided: b
     """Tiles are divided if memory for partial sums is given and whole tiles leave SMs idle."""
     for streams in (False, True):
         options: Any = {"fp8": True, "streams": streams, "sms": SMS}
-        how, tile = _gemm_hopper.geometry(M, N, K, **options)
+        how, tile = _gemm_wgmma.geometry(M, N, K, **options)
         assert tile.stream == (streams and divided)
-        assert how.shared <= MOST_SHARED
+        assert how.shared <= MAX_SHARED
 
 
 def gguf_tiles() -> Iterator[Job]:
@@ -450,7 +450,7 @@ def gguf_tiles() -> Iterator[Job]:
         options: Any = {"terms": 2, "clusters": arch != "sm_80", **gpu}
         how = _linear_gguf.geometry(M, 4096, ((name, 4096),), **options)
         assert how is not None
-        assert how.shared <= gpu["most_shared"]
+        assert how.shared <= gpu["max_shared"]
         stored = stored_as("float16", GGUF)
         yield _linear_gguf.FILE, arch, (*stored, *how.defines, *range_defines(w))
 
@@ -466,35 +466,35 @@ def gguf_tiles() -> Iterator[Job]:
     ],
 )
 def test_rows_of_blocks_of_gguf(M: int, N: int, K: int, rows: int, together: int) -> None:
-    gpu = {"sms": SMS, "most_shared": MOST_SHARED, "clusters": True}
+    gpu = {"sms": SMS, "max_shared": MAX_SHARED, "clusters": True}
     how = _linear_gguf.geometry(M, K, (("Q4_1", N),), terms=1, **gpu)
     assert how is not None
     found = dict(how.defines)
     assert (found["LM_ROWS"], found["GGUF_TOGETHER"], how.grid[1]) == (rows, together, M // rows)
 
 
-def gguf_hopper_tiles() -> Iterator[Job]:
+def gguf_wgmma_tiles() -> Iterator[Job]:
     """Yield tiles for prompts with alternating types and epilogues, and for decoding."""
     names = cycle(TYPES)
-    tiles = _gemm_hopper.OF_REGISTERS + _gemm_hopper.STREAMED
+    tiles = _gemm_wgmma.OF_REGISTERS + _gemm_wgmma.STREAMED
     for other_out, tile in product((False, True), tiles):
         w = GgufMatrix.random([(next(names), 128), (next(names), 128)], 256)
         ends = {"residual": other_out, "scaled": not other_out, "other_out": other_out}
-        octet = max(TYPES[name].tile for name, _ in w.ranges)
-        how, _ = _gemm_hopper.geometry(500, 768, 768, octet=octet, sms=SMS, tile=tile, **ends)
-        assert how.shared <= MOST_SHARED
+        size = max(TYPES[name].tile for name, _ in w.ranges)
+        how, _ = _gemm_wgmma.geometry(500, 768, 768, row_group=size, sms=SMS, tile=tile, **ends)
+        assert how.shared <= MAX_SHARED
         defines = (*stored_as("float16", GGUF), *how.defines, *range_defines(w))
-        yield _gemm_hopper.GGUF_FILE, "sm_90a", defines
+        yield _gemm_wgmma.GGUF_FILE, "sm_90a", defines
     kinds = cycle(((0, 0, 0), (1, 1, 1), (0, 1, 0), (1, 1, 1), (1, 0, 0)))
     for rows, (N, K) in product((1, 8, 16, 32, 64), ((4096, 4096), (12288, 4096), (384, 1024))):
         gated, terms, summed = map(bool, next(kinds))
         w = GgufMatrix.random([(next(names), 64)], 256)
-        of = _linear_hopper.HopperProduct(rows, (N,), K, GGUF, gated, True, w.tile, w.units, summed)
-        chosen = _linear_hopper.choose(of, SMS, MOST_SHARED)
-        how = _linear_hopper.geometry(of, chosen, gated=gated, to_terms=terms)
-        assert how.shared + of.static_bytes(chosen) <= MOST_SHARED
+        of = _linear_wgmma.WgmmaProduct(rows, (N,), K, GGUF, gated, True, w.tile, w.units, summed)
+        chosen = _linear_wgmma.choose(of, SMS, MAX_SHARED)
+        how = _linear_wgmma.geometry(of, chosen, gated=gated, to_terms=terms)
+        assert how.shared + of.static_bytes(chosen) <= MAX_SHARED
         defines = (*stored_as("float16", GGUF), *how.defines, *range_defines(w))
-        yield _linear_hopper.GGUF_FILE, "sm_90a", defines
+        yield _linear_wgmma.GGUF_FILE, "sm_90a", defines
 
 
 def matmul_tiles() -> Iterator[Job]:
@@ -506,20 +506,20 @@ def matmul_tiles() -> Iterator[Job]:
         yield MATMUL.REGISTERS, ("sm_75", "sm_80", "sm_90")[i % 3], how.defines
 
 
-def rmsnorm_hopper_tiles() -> Iterator[Job]:
+def rmsnorm_wgmma_tiles() -> Iterator[Job]:
     """Yield tiles that alternate between dtypes, and between RoPE and no RoPE."""
     tiles = [
         (matrices, layout, tile)
         for matrices, layout in product((1, 2), ("KN", "NK"))
-        for tile in _rmsnorm_hopper.tiles(matrices, layout)
+        for tile in _rmsnorm_wgmma.tiles(matrices, layout)
     ]
     for i, (matrices, layout, tile) in enumerate(tiles):
         options: dict[str, Any] = {"layout": layout, "turns": i % 2 == 0, "tile": tile}
-        how, _ = _rmsnorm_hopper.geometry(matrices, 500, 4096, 4096, sms=SMS, **options)
-        assert how.shared <= MOST_SHARED
+        how, _ = _rmsnorm_wgmma.geometry(matrices, 500, 4096, 4096, sms=SMS, **options)
+        assert how.shared <= MAX_SHARED
         assert how.grid[0] % tile.cluster == 0
         defines = (*stored_as(("float16", "bfloat16")[i % 2]), *how.defines)
-        yield _rmsnorm_hopper.FILE, "sm_90a", defines
+        yield _rmsnorm_wgmma.FILE, "sm_90a", defines
 
 
 def rmsnorm_mma_tiles() -> Iterator[Job]:
@@ -551,9 +551,9 @@ def rmsnorm_mma_tiles() -> Iterator[Job]:
 @pytest.mark.parametrize(
     "jobs",
     [
-        *(decoding_tiles, gemm_tiles, gemm_hopper_tiles, gemm_fp8_tiles),
-        *(gguf_tiles, gguf_hopper_tiles),
-        *(matmul_tiles, rmsnorm_hopper_tiles, rmsnorm_mma_tiles),
+        *(decoding_tiles, gemm_tiles, gemm_wgmma_tiles, gemm_fp8_tiles),
+        *(gguf_tiles, gguf_wgmma_tiles),
+        *(matmul_tiles, rmsnorm_wgmma_tiles, rmsnorm_mma_tiles),
     ],
 )
 def test_no_tile_spills(jobs: Callable[[], Iterator[Job]]) -> None:
@@ -569,7 +569,7 @@ def test_tiles_of_many_rows_compile_and_fit() -> None:
             assert how.block[0] <= 256
             assert how.shared <= SHARED
             jobs.append((_linear_tiles.FILE, arch, (*stored[size], *how.defines)))
-    assert_clean(jobs, most_registers=128)
+    assert_clean(jobs, max_registers=128)
 
 
 @pytest.mark.slow
@@ -580,19 +580,19 @@ def test_the_chosen_kernels_of_wgmma_compile_without_spills() -> None:
     small = ((1536, 576, True, 0), (480, 576, False, 64))
     for (i, M), (N, K, gated, head) in product(enumerate((1, 16, 64)), (*large, *small)):
         stored = (("bfloat16",), ("float16", "float8_e4m3fn"))[(i + gated) % 2]
-        of = _linear_hopper.HopperProduct(M, (N,), K, stored[-1], gated or head > 0)
-        tile = _linear_hopper.choose(of, SMS, MOST_SHARED)
+        of = _linear_wgmma.WgmmaProduct(M, (N,), K, stored[-1], gated or head > 0)
+        tile = _linear_wgmma.choose(of, SMS, MAX_SHARED)
         assert tile.teams == (2 if M == 64 and K == 576 else 1)
         options: dict[str, Any] = {"gated": gated, "to_terms": gated, "head": head}
-        made = _linear_hopper.geometry(of, tile, **options)
+        made = _linear_wgmma.geometry(of, tile, **options)
         ends = (("EPILOGUE", "EPILOGUE_APPEND_ROPE"),) if head else ()
-        jobs.append((_linear_hopper.FILE, "sm_90a", (*stored_as(*stored), *made.defines, *ends)))
+        jobs.append((_linear_wgmma.FILE, "sm_90a", (*stored_as(*stored), *made.defines, *ends)))
     for M, (N, K) in product((64, 256, 512), (QKV, FC, PROJ)):
-        of = _linear_hopper.HopperProduct(M, (N,), K, "bfloat16")
-        tile = _linear_hopper.choose(of, SMS, MOST_SHARED)
-        made = _linear_hopper.geometry(of, tile, to_terms=N == 3072)
+        of = _linear_wgmma.WgmmaProduct(M, (N,), K, "bfloat16")
+        tile = _linear_wgmma.choose(of, SMS, MAX_SHARED)
+        made = _linear_wgmma.geometry(of, tile, to_terms=N == 3072)
         rounded = (("TERM_COUNT", 1),)
         for constants in (stored_as("bfloat16"), (*stored_as("float16"), *rounded)):
             ends = of_q_k_v if N == 2304 else ()
-            jobs.append((_linear_hopper.FILE, "sm_90a", (*constants, *made.defines, *ends)))
+            jobs.append((_linear_wgmma.FILE, "sm_90a", (*constants, *made.defines, *ends)))
     assert_clean(jobs)

@@ -67,8 +67,8 @@ def test_the_functions_take_plain_matrices_and_give_pairs() -> None:
     ("change", "message"),
     [
         (
-            {"variant": "wgmma"},
-            "unknown variant 'wgmma': expected one of matvec, mma, unfused, hopper",
+            {"variant": "cores"},
+            "unknown variant 'cores': expected one of matvec, mma, unfused, wgmma",
         ),
         ({"head_dim": 9}, "head_dim 9: expected an even number that divides N 48"),
         ({"head_dim": 16.0}, "head_dim 16.0: expected an even number that divides N 48"),
@@ -76,7 +76,7 @@ def test_the_functions_take_plain_matrices_and_give_pairs() -> None:
         ({"head_dim": 36}, "head_dim 36: expected an even number that divides N 48"),
         ({"head_dim": 8, "start": -1}, "start: expected a whole number from 0 to 1,048,575"),
         ({"variant": "mma"}, "variant mma: takes float16 and bfloat16: use variant matvec"),
-        ({"variant": "hopper"}, "variant hopper: (takes float16 and bfloat16|needs a GPU of)"),
+        ({"variant": "wgmma"}, "variant wgmma: (takes float16 and bfloat16|needs a GPU of)"),
         ({"w": (64, 48, "float16")}, "w: expected float32, got float16"),
         ({"x": (64,)}, r"x: expected \(\.\.\., T, K\)"),
     ],
@@ -105,4 +105,4 @@ def test_feed_forward_matrices_must_be_alike() -> None:
 
 def test_the_registry_names_both() -> None:
     names = [[variant.name for variant in each.variants] for each in (RMSNORM_FFN, RMSNORM_MATMUL)]
-    assert names == [["matvec", "mma", "unfused", "hopper"]] * 2
+    assert names == [["matvec", "mma", "unfused", "wgmma"]] * 2

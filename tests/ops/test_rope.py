@@ -22,7 +22,7 @@ from gpt2block.ops import registry
 from gpt2block.ops.rope import (
     BLOCKS,
     FILE,
-    MOST_POSITIONS,
+    MAX_POSITIONS,
     OPERATION,
     choose_geometry,
     exponent_step,
@@ -218,7 +218,7 @@ def test_far_positions(where: str, theta: float, D: int) -> None:
     """Angles have a relative error of about 2^-27, as the source states; pair 0 is exact."""
     x = np.zeros((1, 8, 1, D), np.float32)
     x[..., 0::2] = 1  # the result is cosines and sines
-    for start in (0, 4095, 131064, MOST_POSITIONS - 8):
+    for start in (0, 4095, 131064, MAX_POSITIONS - 8):
         got = evaluate(where, x, start, theta)
         assert_right(got, x, start, theta)
         error = np.abs(got - exact(x, start, theta))
@@ -549,7 +549,7 @@ def test_bad_input() -> None:
         (x, {"start": -1}, r"start: expected a whole number from 0 to 1,048,573 .* got -1"),
         (x, {"start": 1.5}, "start: expected a whole number"),
         (x, {"start": True}, "start: expected a whole number"),
-        (x, {"start": MOST_POSITIONS - 2}, "for 3 positions, got 1048574"),
+        (x, {"start": MAX_POSITIONS - 2}, "for 3 positions, got 1048574"),
         (x, {"theta": 0.5}, "theta: expected a number from 1"),
         (x, {"theta": math.inf}, "theta: expected a number from 1"),
         (x, {"theta": math.nan}, "theta: expected a number from 1"),

@@ -22,14 +22,14 @@ from gpt2block.bulk.predictor import Arguments
 from gpt2block.cuda import cupy
 from gpt2block.cuda.formats import DTYPES as WEIGHTS_DTYPES
 from gpt2block.cuda.formats import FILE, FormatOptions
-from gpt2block.cuda.kernels import TWO_PART
+from gpt2block.cuda.kernels import HI_LO
 from gpt2block.engine.cuda import choice as cuda_choice
 from gpt2block.engine.cuda.model import CudaModel
 from gpt2block.engine.cuda.steps import DecodingSteps
 from gpt2block.models.config import GPT2Config
 from gpt2block.models.config.llama import LlamaConfig
+from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.models.weights.two_part import TwoPartMatrix, scale_for
 from gpt2block.ops.attention_cached import ATTENTION_SPLIT
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.linear import OPERATION as LINEAR
@@ -47,14 +47,14 @@ Array = NDArray[Any]
 device = devices.device
 DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 every_kind = pytest.mark.parametrize("kind", DTYPES)
-BOUND = 6.0  # largest magnitude of two-part values
+BOUND = 6.0  # largest magnitude of hi/lo values
 SCALE = scale_for(BOUND)
 WEIGHTS = GPT2Weights.random(0, GPT2Config(1, 1, 64, 8, 40))
 PRODUCTS = "linear", "linear_qkv", "gated_sums", "linear_sums", "rope_sums"
 
 
 def made_of(kind: str, width: int = 0, rounded: bool = False) -> Terms:
-    made = Terms(kind, width, SCALE if kind == TWO_PART else 1.0, rounded)
+    made = Terms(kind, width, SCALE if kind == HI_LO else 1.0, rounded)
     return made.with_sums(32)
 
 
@@ -84,7 +84,7 @@ def terms(
     except, if summed, for the sums of chunks.
     """
     dtype, factor = DTYPES.get(kind, np.float16), 1
-    if kind == TWO_PART:
+    if kind == HI_LO:
         x, factor = x / np.float32(SCALE), 2048
     high = x.astype(dtype)
     low = ((x - high.astype(np.float32)) * np.float32(factor)).astype(dtype)
@@ -177,14 +177,14 @@ def assert_rounded_products(x: Array, w: WeightMatrix, bias: Any) -> None:
 
 
 @devices.combinations(times=1, M=[17, 33, 64, 65, 200], K=[96, 264])
-def test_products_of_two_part_terms(device: Any, M: int, K: int) -> None:
+def test_products_of_hi_lo_terms(device: Any, M: int, K: int) -> None:
     """With every kernel and in any batch, products equal those of the original floats."""
     N = 50
     x, residual, bias = plain.normal(0, M, K), plain.normal(3, M, N), plain.normal(2, N)
-    w = two_part_matrix(N, K)
-    (kind,) = terms_of(TWO_PART, M, {"w": (K, N)})["w"]
-    assert kind == Terms(TWO_PART)
-    kind = made_of(TWO_PART)
+    w = hi_lo_matrix(N, K)
+    (kind,) = terms_of(HI_LO, M, {"w": (K, N)})["w"]
+    assert kind == Terms(HI_LO)
+    kind = made_of(HI_LO)
 
     def product(of: Array, rows: slice, **options: Any) -> Array:
         inputs = [None if a is None else cupy.asarray(a[rows]) for a in (of, residual)]
@@ -195,26 +195,26 @@ def test_products_of_two_part_terms(device: Any, M: int, K: int) -> None:
     every = slice(None)
     expected = product(x, every, variant="mma", x_bound=BOUND)
     for variant in ("mma", "mma_tiles"):
-        assert_same_bits(product(terms(x, TWO_PART), every, variant=variant, terms=kind), expected)
+        assert_same_bits(product(terms(x, HI_LO), every, variant=variant, terms=kind), expected)
     for rows in (slice(M - 1, M), slice(M // 2, None)):
-        alone = product(terms(x, TWO_PART), rows, decoding=True, terms=kind)
+        alone = product(terms(x, HI_LO), rows, decoding=True, terms=kind)
         assert_same_bits(alone, expected[rows])
     larger = kind._replace(scale=4 * SCALE)
-    made = product(terms(x, TWO_PART), every, decoding=True, terms=kind, to_terms=larger)
-    assert_same_bits(made, terms(expected / 4, TWO_PART))
+    made = product(terms(x, HI_LO), every, decoding=True, terms=kind, to_terms=larger)
+    assert_same_bits(made, terms(expected / 4, HI_LO))
 
 
-def two_part_matrix(N: int, K: int) -> TwoPartMatrix:
-    numbers = TwoPartMatrix.from_float32(plain.normal(1, N, K) / np.float32(K**0.5))
+def hi_lo_matrix(N: int, K: int) -> HiLoMatrix:
+    numbers = HiLoMatrix.from_float32(plain.normal(1, N, K) / np.float32(K**0.5))
     return numbers.mapped(cupy.asarray)
 
 
-@pytest.mark.parametrize("kind", [*DTYPES, TWO_PART])
+@pytest.mark.parametrize("kind", [*DTYPES, HI_LO])
 @one_order
 def test_qkv_of_terms(device: Any, kind: str) -> None:
     x, B, C = plain.normal(0, 3, 64), 3, 24
-    w = two_part_matrix(72, 64) if kind == TWO_PART else matrix(72, 64, kind)
-    bound = {"x_bound": BOUND} if kind == TWO_PART else {}
+    w = hi_lo_matrix(72, 64) if kind == HI_LO else matrix(72, 64, kind)
+    bound = {"x_bound": BOUND} if kind == HI_LO else {}
     found = []
     for given in (x, terms(x, kind)):
         caches = [cupy.asarray(np.zeros((B, 2, C), DTYPES.get(kind, np.float32))) for _ in range(2)]
@@ -235,7 +235,7 @@ def test_qkv_of_terms(device: Any, kind: str) -> None:
             for C, width in ((70, 0), (768, 0), (768, 8), (768, 16))
             for kind in DTYPES
         ),
-        *((C, 0, TWO_PART) for C in (70, 768)),
+        *((C, 0, HI_LO) for C in (70, 768)),
     ],
 )
 @one_order
@@ -254,8 +254,8 @@ def test_layernorm(device: Any, C: int, width: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("C", "width", "kind"),
     [
-        *((70, 0, kind) for kind in ("bfloat16", TWO_PART)),
-        *((768, 0, TWO_PART), (768, 8, "float16"), (768, 2, "float16"), (128, 2, "float16")),
+        *((70, 0, kind) for kind in ("bfloat16", HI_LO)),
+        *((768, 0, HI_LO), (768, 8, "float16"), (768, 2, "float16"), (128, 2, "float16")),
     ],
 )
 @one_order
@@ -272,7 +272,7 @@ def test_rmsnorm(device: Any, C: int, width: int, kind: str) -> None:
 @devices.combinations(
     times=1,
     shape=[(3, 6, 0), (2, 40, 0), (1, 64, 8), (2, 64, 16), (2, 64, 2), (4, 32, 2), (8, 48, 2)],
-    kind=[*DTYPES, TWO_PART],
+    kind=[*DTYPES, HI_LO],
 )
 def test_attention(device: Any, shape: tuple[int, int, int], kind: str) -> None:
     """Attention stores terms of its result. shape: heads, channels per head, width of terms."""
@@ -466,13 +466,13 @@ def test_what_has_no_terms(device: Any) -> None:
         InputError, match="float32, 64 inputs, 8 outputs: expected terms of no dtype"
     ):
         LINEAR.bind((x, matrix(8, 64, "float32")), terms=Terms("float16"))
-    parts, of_parts = two_part_matrix(8, 64), made_of(TWO_PART)
-    assert terms_of(TWO_PART, 17, {"w": (24, 8), "v": (20, 8)}) == {"w": (Terms(TWO_PART),)}
-    assert not terms_of(TWO_PART, 16, {"w": (24, 8)})
+    parts, of_parts = hi_lo_matrix(8, 64), made_of(HI_LO)
+    assert terms_of(HI_LO, 17, {"w": (24, 8), "v": (20, 8)}) == {"w": (Terms(HI_LO),)}
+    assert not terms_of(HI_LO, 16, {"w": (24, 8)})
     with pytest.raises(InputError, match="x_bound: terms have a scale: expected either"):
         LINEAR.bind((x, parts), terms=of_parts, x_bound=2.0)
     for other in (Terms("float16"), of_parts._replace(width=8)):
-        with pytest.raises(InputError, match="two_part, 64 inputs, 8 outputs: expected terms of"):
+        with pytest.raises(InputError, match="hi_lo, 64 inputs, 8 outputs: expected terms of"):
             LINEAR.bind((x, parts), terms=other)
     w = matrix(7, 64, "float16")
     refused = {
@@ -484,8 +484,8 @@ def test_what_has_no_terms(device: Any) -> None:
             LINEAR.bind((x, w), to_terms=Terms(kind))
     with pytest.raises(InputError, match="takes and gives floats"):
         LINEAR.bind((x, w), variant="matvec", terms=Terms("float16"))
-    with pytest.raises(InputError, match=r"hopper: (needs a GPU|takes and)"):
-        LINEAR.bind((x, w), variant="hopper")
+    with pytest.raises(InputError, match=r"wgmma: (needs a GPU|takes and)"):
+        LINEAR.bind((x, w), variant="wgmma")
     up = matrix(8, 64, "float16")
     with pytest.raises(InputError, match=r"up: expected shape \(64, 7\), got \(64, 8\)"):
         LINEAR.bind((x, w, None, None, None, None, up))
@@ -515,14 +515,14 @@ def test_what_has_no_terms(device: Any) -> None:
 @one_order
 def test_what_cannot_be_rounded(device: Any) -> None:
     x, w = cupy.asarray(plain.normal(0, 2, 64)), matrix(8, 64, "float16")
-    brain, parts = matrix(8, 64, "bfloat16"), two_part_matrix(8, 64)
-    of_brain, of_parts = Terms("bfloat16", rounded=True), made_of(TWO_PART, rounded=True)
+    brain, parts = matrix(8, 64, "bfloat16"), hi_lo_matrix(8, 64)
+    of_brain, of_parts = Terms("bfloat16", rounded=True), made_of(HI_LO, rounded=True)
     rounded, odd = Terms("float16", rounded=True), matrix(8, 60, "float16")
     narrow = cupy.asarray(plain.normal(0, 2, 60))
     for matrix_of, options, message in (
         (brain, {"x_dtype": "float16"}, "x_dtype 'float16', weights of bfloat16: expected float16"),
         (brain, {"terms": of_brain}, "x_dtype 'float16', weights of bfloat16: expected float16"),
-        (parts, {"terms": of_parts}, "x_dtype 'float16', weights of two_part: expected float16"),
+        (parts, {"terms": of_parts}, "x_dtype 'float16', weights of hi_lo: expected float16"),
         (w, {"x_dtype": "float32"}, "x_dtype 'float32', weights of float16: expected float16"),
         (w, {"x_dtype": "float16", "terms": rounded}, "terms are rounded or not: expected either"),
         (
@@ -554,17 +554,17 @@ def test_the_steps_that_hand_over_terms() -> None:
         assert not any("terms" in step.attrs for step in steps)
 
 
-def test_the_steps_that_hand_over_two_part_terms() -> None:
+def test_the_steps_that_hand_over_hi_lo_terms() -> None:
     """Operands with a bound are terms, scaled for this bound; all others are floats."""
     config = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
-    known = dict.fromkeys(("w_qkv", "w_attn", "w_fc", "w_proj", "lm_head"), (Terms(TWO_PART),))
+    known = dict.fromkeys(("w_qkv", "w_attn", "w_fc", "w_proj", "lm_head"), (Terms(HI_LO),))
     bounds = {"h.0.ln1": 3.0, "h.0.qkv": 40.0, "h.0.ln2": 4.0, "h.0.gelu": 5.0}
     steps = {step.name: step for step in decode(config, False, known, bounds=bounds)}
     scales = {"h.0.ln1": 4.0, "h.0.attn": 64.0, "h.0.ln2": 4.0, "h.0.gelu": 8.0}
     for gives, takes in (("ln1", "q"), ("attn", "x1"), ("ln2", "gelu"), ("gelu", "output")):
         scale = scale_for(scales[f"h.0.{gives}"])
-        assert steps[f"h.0.{gives}"].attrs["to_terms"] == Terms(TWO_PART, 0, scale)
-        assert steps[f"h.0.{takes}"].attrs["terms"] == Terms(TWO_PART, 0, scale)
+        assert steps[f"h.0.{gives}"].attrs["to_terms"] == Terms(HI_LO, 0, scale)
+        assert steps[f"h.0.{takes}"].attrs["terms"] == Terms(HI_LO, 0, scale)
         assert steps[f"h.0.{takes}"].inputs[1].endswith(".parts")
         assert "x_bound" not in steps[f"h.0.{takes}"].attrs
     assert "to_terms" not in steps["ln_f"].attrs

@@ -35,7 +35,7 @@ MODULE = sys.modules["gpt2block.ops.trimat"]
 UNTOUCHED = 1e30  # initial values of the output
 VARIANTS = [variant.name for variant in OPERATION.variants]
 IN_FLOAT = VARIANTS[:-1]  # variants that add up in float32, in order
-FEW_SMS = {"sms": 1, "most_shared": H200["most_shared"]}  # a block then has several tiles
+FEW_SMS = {"sms": 1, "max_shared": H200["max_shared"]}  # a block then has several tiles
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -93,13 +93,13 @@ def one_after_the_other(qkv: Array) -> Array:
 
 def assert_right(got: Array, qkv: Array, variant: str = "") -> None:
     truth = reference.trimat(qkv.astype(np.float64))
-    if variant == "tri6" and float(np.abs(below(got) - below(truth)).max()) <= two_part_error(qkv):
+    if variant == "tri6" and float(np.abs(below(got) - below(truth)).max()) <= hi_lo_error(qkv):
         return
     plain.assert_as_accurate(below(got), below(truth), below(one_after_the_other(qkv)))
 
 
-def two_part_error(qkv: Array) -> float:
-    """Return an error bound of tri6 with two-part numbers (lib/two_part.cuh).
+def hi_lo_error(qkv: Array) -> float:
+    """Return an error bound of tri6 with hi/lo numbers (lib/hi_lo.cuh).
 
     Two factors are rounded to 22 bits, and the product of their low parts is left out. Each of
     these three errors is at most 2^-22 of |q| |k|.
@@ -309,7 +309,7 @@ def test_no_spills() -> None:
     for arch, gpu in GPUS:
         for HS in (64, 128):
             geometry, _ = mma_geometry(8, 1024, 12, HS, **gpu)
-            assert geometry.shared <= gpu["most_shared"]
+            assert geometry.shared <= gpu["max_shared"]
             jobs.append((MMA, arch, geometry.defines))
     assert_clean(jobs)
 

@@ -149,14 +149,14 @@ def test_a_recipe_moves_every_address(host: Recorder) -> None:
 
 
 def test_the_oldest_recipe_is_forgotten(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("gpt2block.ops.warm"), "MOST", 3)
+    monkeypatch.setattr(import_module("gpt2block.ops.warm"), "MAX_CALLS", 3)
     for n in range(1, 9):
         ops.softmax(host.array((2, n)))
         assert len(_cached_calls) <= 3
 
 
 def test_threads_forget_known_at_once(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("gpt2block.ops.warm"), "MOST", 3)
+    monkeypatch.setattr(import_module("gpt2block.ops.warm"), "MAX_CALLS", 3)
     inputs = [host.array((2, n)) for n in range(1, 40)]
 
     def work(number: int) -> None:

@@ -17,9 +17,9 @@ from gpt2block import (
     BlockWeights,
     GPT2Config,
     GPT2Weights,
+    HiLoMatrix,
     InputError,
     Sampling,
-    TwoPartMatrix,
     WeightMatrix,
     random_input,
     reference,
@@ -49,8 +49,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "GPT2Weights.random": GPT2Weights.random,
     "random_input": random_input,
     "astype": BlockWeights.random(0, CONFIG).astype,
-    "TwoPartMatrix": TwoPartMatrix,
-    "TwoPartMatrix.from_float32": TwoPartMatrix.from_float32,
+    "HiLoMatrix": HiLoMatrix,
+    "HiLoMatrix.from_float32": HiLoMatrix.from_float32,
     "WeightMatrix": WeightMatrix,
     "quantize": WeightMatrix.quantize,
     "Sampling": Sampling,
@@ -61,7 +61,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the matrix subclass")
 
 
 # Functions whose results are not floats that a call with float64 arrays can check.
-EXACT = {"two_part", "joined", "to_fp8", "from_fp8", "sample_token", *list(FUNCTIONS)[-11:]}
+EXACT = {"hi_lo", "joined", "to_fp8", "from_fp8", "sample_token", *list(FUNCTIONS)[-11:]}
 
 
 def random_array(rng: random.Random) -> Any:
@@ -116,7 +116,7 @@ def fitting_arguments(rng: random.Random, name: str) -> dict[str, Any]:
         "rmsnorm_matmul": {"x": x, "gamma": x[0, 0], "w": w, "head_dim": 2},
         "to_fp8": {"x": x[0], "format": "float8_e4m3fn", "scale": abs(x[0, 0]) + 1, "layout": "KN"},
         "log_likelihood": {"logits": x, "targets": np.zeros((2, T), int)},
-        "sample_token": {"logits": x[0], "seen": np.zeros((T, K), np.uint8), "step": 3},
+        "sample_token": {"logits": x[0], "occurred": np.zeros((T, K), np.uint8), "step": 3},
         "encoder": {"ids": np.arange(T)[None], "wte": draw((6, K)), "wpe": draw((T, K))},
         "encoder_rows": {"ids": np.arange(T), "positions": np.arange(T), "wte": draw((6, K)),
                          "wpe": draw((T, K))},

@@ -33,7 +33,7 @@ STEPS = 16  # decoding steps in one timed replay
 TURNS = timing.REPLAYS
 DIFFERENT = 3  # number of different prompts; row b has prompt b mod DIFFERENT
 ROWS = "1,2,4,8,16,32,64,128,256"
-MOST_ROWS = 4096
+MAX_ROWS = 4096
 GREEDY = Sampling(temperature=0)
 SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=0)
 NAME = "gpt2block"
@@ -266,8 +266,8 @@ def random_gpt2(dtype: str | None, name: str | None, cache: str | None) -> Rando
 def parse_rows(text: str) -> tuple[int, ...]:
     """Parse a list of numbers of rows such as "1,8,64". Raises InputError."""
     words = text.split(",")
-    if not all(w.strip().isdecimal() and len(w) < 10 and 0 < int(w) <= MOST_ROWS for w in words):
+    if not all(w.strip().isdecimal() and len(w) < 10 and 0 < int(w) <= MAX_ROWS for w in words):
         raise InputError(
-            f"--rows: expected numbers from 1 to {MOST_ROWS:,} such as 1,8,64, got {text!r}"
+            f"--rows: expected numbers from 1 to {MAX_ROWS:,} such as 1,8,64, got {text!r}"
         )
     return tuple(dict.fromkeys(map(int, words)))

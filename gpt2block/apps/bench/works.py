@@ -23,11 +23,11 @@ from gpt2block.cuda import cupy, timing
 from gpt2block.engine.block import BlockSpec
 from gpt2block.engine.cuda.block import OUTPUT
 from gpt2block.engine.model import Ids
-from gpt2block.engine.passes.machine import Machine
+from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.recording import Recordings
 from gpt2block.errors import InputError
 from gpt2block.files.parameters.gpt2 import BlockWeights
-from gpt2block.models.weights.two_part import TwoPartMatrix
+from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops import workload
 from gpt2block.ops.bench.race import (
     REFUSALS,
@@ -238,14 +238,14 @@ def _blocks(
 
 
 def recorded(
-    spec: BlockSpec, sets: Sets, executor: Callable[[Machine], Machine] = lambda do: do
+    spec: BlockSpec, sets: Sets, executor: Callable[[Executor], Executor] = lambda do: do
 ) -> Capture:
     """Record the block's launches for each copy of its inputs; return a `capture` of them.
 
     The blocks share the memory of activations. executor: returns the executor of the block's steps.
     """
     if spec.bounds is not None:
-        sets = [_with_two_part(spec, each) for each in sets]
+        sets = [_with_hi_lo(spec, each) for each in sets]
     outs = [cupy.empty_like(each["x"]) for each in sets]
     recordings = Recordings()
     bound = [
@@ -260,7 +260,7 @@ def recorded(
     return capture
 
 
-def _with_two_part(spec: BlockSpec, arrays: Host) -> Host:
-    """Convert the weight matrices to TwoPartMatrix, which float32 tensor-core products read."""
+def _with_hi_lo(spec: BlockSpec, arrays: Host) -> Host:
+    """Convert the weight matrices to HiLoMatrix, which float32 tensor-core products read."""
     matrices = {name: cupy.ascontiguousarray(arrays[name].T) for name in spec.matrices}
-    return {**arrays, **{name: TwoPartMatrix.from_float32(w) for name, w in matrices.items()}}
+    return {**arrays, **{name: HiLoMatrix.from_float32(w) for name, w in matrices.items()}}

@@ -14,7 +14,7 @@ from gpt2block.apps.bench import BenchRow, Report
 from gpt2block.apps.bench.decoding import SAMPLED, STEPS, TURNS
 from gpt2block.apps.cli.display import console, new_table, print_json, print_table, tracked
 from gpt2block.cuda.timing import REPLAYS
-from gpt2block.ops.bench.race import CACHES, MOST_SETS
+from gpt2block.ops.bench.race import CACHES, MAX_SETS
 
 TITLES: Mapping[str, str] = {  # kind of benchmark → title; sizes replace the names in braces
     "block": "GPT-2 small's block, B x T",
@@ -22,7 +22,7 @@ TITLES: Mapping[str, str] = {  # kind of benchmark → title; sizes replace the 
 }
 KERNELS = (  # how kernels are timed
     f"us: one call of a CUDA graph, median of {REPLAYS} replays, contenders in turn, inputs",
-    f"rotated over copies that fill {CACHES} times the L2 cache, at most {MOST_SETS}",
+    f"rotated over copies that fill {CACHES} times the L2 cache, at most {MAX_SETS}",
     "ours: launches overlap and K may be split, as in the graph of a block",
     "% matmul, % copy: of those ceilings, for the least operations and bytes required",
     "max rel: error against float64 relative to the largest value; ok: within rounding",

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from gpt2block.engine.chat.conversation import Conversation
     from gpt2block.engine.chat.messages import Message
 
-MOST_FILE = 2**24  # maximum bytes of a conversation's file: 16 MiB
+MAX_FILE = 2**24  # maximum bytes of a conversation's file: 16 MiB
 DONE = {  # command → confirmation
     "reset": "the conversation begins anew",
     "undo": "the last message and its answer are taken back",
@@ -152,7 +152,7 @@ def _system(text: str) -> dict[str, str]:
 
 
 def _read(file: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
-    text = read_text(str(file), MOST_FILE).removeprefix(BYTE_ORDER_MARK)
+    text = read_text(str(file), MAX_FILE).removeprefix(BYTE_ORDER_MARK)
     try:
         return read(json.loads(text))
     except (ValueError, RecursionError) as error:  # InputError is a ValueError

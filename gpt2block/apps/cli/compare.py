@@ -15,7 +15,7 @@ from gpt2block.apps.cli.options import argument, json_option, option
 from gpt2block.engine.inspect.compare import Comparison
 from gpt2block.errors import InputError
 
-MOST_TOKENS = 1024  # a limit, because the tensors of all steps are kept in float64
+MAX_TOKENS = 1024  # a limit, because the tensors of all steps are kept in float64
 DEFAULT_TEXT = "To be, or not to be, that is the question"
 text_argument = partial(argument, "Input text; by default a short one.")
 
@@ -44,7 +44,7 @@ def compare(
     assert encoding is not None  # without a tokenizer, load_model has raised an error
     text = DEFAULT_TEXT if text is None else text
     ids = token_ids(encoding, text, loaded.config.vocab_size, "TEXT")
-    most = min(MOST_TOKENS, loaded.config.n_ctx)
+    most = min(MAX_TOKENS, loaded.config.n_ctx)
     least = 2 if cached else 1
     if len(ids) < least:
         expected = "two tokens for a decoding step" if cached else "one token"

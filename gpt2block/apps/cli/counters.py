@@ -32,7 +32,7 @@ from gpt2block.ops.operation import Operation, Sizes, Variant
 CAPABILITY, MULTIPROCESSORS = "90", 132  # an NVIDIA H200
 # The fastest float32 variants there of operations whose default has the bits of another document.
 FASTEST = {"attention": "online", "layernorm": "6", "matmul_bias": "registers"}
-MOST_COST = 0.3  # largest judge.sizes.cost of reduced sizes
+MAX_COST = 0.3  # largest judge.sizes.cost of reduced sizes
 KEPT = {"attention": "C", "trimat": "HS"}  # size that is not reduced, if it is no row's length
 # The counters in tables; JSON has bytes, too.
 SHOWN = [k for k, name in enumerate(Counts._fields) if name not in ("load_bytes", "store_bytes")]
@@ -129,7 +129,7 @@ def reduced(operation: Operation, stated: Sizes) -> Sizes:
     """
     found = {**operation.workload.sizes, **stated}
     kept = {*stated, KEPT.get(operation.name) or name_of_row(operation, found)}
-    while cost(operation, found, operation.workload.attrs) > MOST_COST:
+    while cost(operation, found, operation.workload.attrs) > MAX_COST:
         free = [name for name, size in found.items() if name not in kept and size > 1]
         if not free:
             break

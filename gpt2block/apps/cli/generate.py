@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from gpt2block.model import Model
 
 DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # default prompt of the bundled models
-MOST_PROMPT = 2**24  # maximum bytes of a prompt: 16 MiB
+MAX_PROMPT = 2**24  # maximum bytes of a prompt: 16 MiB
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _prompt(given: str | None, default: str) -> str:
     if given not in (None, "-"):
         return given or ""
     if given == "-" or not sys.stdin.isatty():
-        text = read_text("-", MOST_PROMPT).removesuffix("\n").removesuffix("\r")
+        text = read_text("-", MAX_PROMPT).removesuffix("\n").removesuffix("\r")
         if text or given == "-":
             return text
     return default

@@ -24,7 +24,7 @@ from gpt2block.apps.cli.display import (
 from gpt2block.apps.cli.model import model_option, revision_option
 from gpt2block.apps.cli.options import argument, json_option, option, option_of
 from gpt2block.checks import check_integer
-from gpt2block.cuda.doctor import MOST_GPUS
+from gpt2block.cuda.doctor import MAX_GPUS
 from gpt2block.cuda.formats import (
     CACHE_WITH_FP8,
     FILE,
@@ -66,7 +66,7 @@ def info(
         }
         for formats in with_cache(kv_dtype)
     }
-    check_integer("gpus", gpus, 1, MOST_GPUS, f"1 to {MOST_GPUS}")
+    check_integer("gpus", gpus, 1, MAX_GPUS, f"1 to {MAX_GPUS}")
     in_blocks = checkpoint.nbytes_in_blocks
     if in_blocks and CACHE_WITH_FP8 in memory:  # FILE allows the kv_dtypes that float16 allows
         memory[FILE] = {**memory[CACHE_WITH_FP8], "weights": in_blocks}

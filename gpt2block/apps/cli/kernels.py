@@ -15,7 +15,7 @@ from rich.table import Table
 from gpt2block.apps.cli.display import new_table, print_table
 from gpt2block.judge.kernel import MINE
 from gpt2block.ops.bench.ceilings import Ceilings
-from gpt2block.ops.bench.race import CACHES, MOST_SETS
+from gpt2block.ops.bench.race import CACHES, MAX_SETS
 from gpt2block.ops.bench.variants import Measurement, ceiling_for
 from gpt2block.ops.registry import OPERATIONS, Operation
 from gpt2block.ops.workload import tolerance
@@ -103,7 +103,7 @@ def print_measurements(
 def _print_method(out: Console, what: str, dtype: str, ceiling: Ceilings) -> None:
     """Print the measured operation, the method of measurement, and the hardware limits."""
     out.print(f"{what}, {dtype}; medians, inputs rotated over copies that")
-    out.print(f"fill {CACHES} times the L2 cache, at most {MOST_SETS} copies")
+    out.print(f"fill {CACHES} times the L2 cache, at most {MAX_SETS} copies")
     out.print(
         f"ceilings in this run: copy {ceiling.copy_gb_s:.0f} GB/s, cuBLAS float32 "
         f"{ceiling.tflop_s['float32']:.1f} and float16 {ceiling.tflop_s['float16']:.0f} TFLOP/s"

@@ -20,7 +20,7 @@ from gpt2block.judge.why import Why
 from gpt2block.ops.bench.variants import Measurement
 from gpt2block.ops.operation import Operation, Variant
 
-MOST_LINES = 20  # maximum number of lines of a kernel's output to show
+MAX_LINES = 20  # maximum number of lines of a kernel's output to show
 WIDTH_OF_NUMBERS = 24  # characters of the columns of numbers, and of the spaces between columns
 LONGEST_EVENT = 46  # characters of an event that is not folded
 
@@ -58,10 +58,10 @@ def print_verdict(out: Console, found: Verdict) -> None:
 def _print_text(out: Console, source: UserSource, text: str) -> None:
     lines = printable_lines(text).splitlines()
     out.print(f"{escape(source.name)} prints:")
-    for line in lines[:MOST_LINES]:
+    for line in lines[:MAX_LINES]:
         out.print(f"  {escape(line)}", no_wrap=True, overflow="ellipsis")
-    if len(lines) > MOST_LINES:
-        out.print(f"  and {len(lines) - MOST_LINES:,} more lines")
+    if len(lines) > MAX_LINES:
+        out.print(f"  and {len(lines) - MAX_LINES:,} more lines")
 
 
 def _print_checked(out: Console, checked: Sequence[Checked]) -> None:

@@ -50,7 +50,7 @@ special_option = partial(
 stride_option = partial(option, "Tokens between windows; half of the context by default.")
 draft_option = partial(
     option,
-    "A smaller model with the same tokens that guesses for --speculate, named as for --model.",
+    "A smaller model with the same tokens that drafts for --speculate, named as for --model.",
     complete=complete.models,
 )
 chat_template_option = partial(
@@ -195,7 +195,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
 def load_draft(
     loaded: Model[Any], options: ModelOptions, name: str | None, speculate: bool
 ) -> None:
-    """Load the draft model `name` (unless None), which guesses next tokens for a loaded model.
+    """Load the draft model `name` (unless None), which drafts next tokens for a loaded model.
 
     It has the loaded model's options, and the first GPU of a model on several. Prints a note on
     stderr if `speculate` has no effect on the CPU.

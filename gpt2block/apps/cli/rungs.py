@@ -16,7 +16,7 @@ from gpt2block.cuda import kernels
 from gpt2block.emulator import ORDERS, emulated, stand_in
 from gpt2block.errors import InputError
 from gpt2block.judge.kernel import described
-from gpt2block.judge.refused import HOPPER, USUAL
+from gpt2block.judge.refused import USUAL, WGMMA
 from gpt2block.judge.verdict import CPU, FOUND_NONE, NO_TIMES
 from gpt2block.ops import workload
 from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
@@ -73,7 +73,7 @@ def _variant(variant: Variant, prepared: Sequence[Prepared], dtype: str) -> Rung
     """Check a variant at each size that it supports; if it supports none, return the reason."""
     taken: list[Sizes] = []
     off, why = (0.0, 0.0), ""
-    capability = HOPPER if kernels.architecture(variant.file) else USUAL
+    capability = WGMMA if kernels.architecture(variant.file) else USUAL
     for operation, sizes, host, truth in prepared:
         try:
             for order in ORDERS:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gpt2block.files.tokenizers.encoding import Encoding
     from gpt2block.model import Model
 
-MOST_TEXT = 2**28  # maximum bytes of a text: 256 MiB
+MAX_TEXT = 2**28  # maximum bytes of a text: 256 MiB
 
 
 def score(
@@ -64,7 +64,7 @@ def score(
     if of_tokens and special:
         raise InputError("--special: expected a text, got a token file")
     text: Any = (
-        scoring.load_tokens(regular_file(file)) if of_tokens else read_text(file, MOST_TEXT, True)
+        scoring.load_tokens(regular_file(file)) if of_tokens else read_text(file, MAX_TEXT, True)
     )
     hint = None if of_tokens else "--tokens reads token ids instead of text"
     loaded, encoding = load_model(model, hint)

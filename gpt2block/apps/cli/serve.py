@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 NEEDED = ("jinja2", "starlette", "uvicorn", "pydantic", "prometheus_client")
 HOST, PORT = "127.0.0.1", 8000
-MOST_KEYS = 2**20  # maximum bytes of the file of API keys
-LEAST_KEY = 16  # minimum characters of an API key
-FEW_CORES = 2  # number of cores up to which one process does everything
-MOST_OWN = 8  # most processes for HTTP unless --processes is given
-MOST_PROCESSES = 256
+MAX_KEYS = 2**20  # maximum bytes of the file of API keys
+MIN_KEY = 16  # minimum characters of an API key
+MAX_ALONE = 2  # number of cores up to which one process does everything
+MAX_OWN = 8  # most processes for HTTP unless --processes is given
+MAX_PROCESSES = 256
 ONLY_KEY = "default"  # name of a file's only key if the file does not name the key
 
 
@@ -258,10 +258,10 @@ def _processes(given: int | None) -> int:
     """Return the number of processes for HTTP. given: value of --processes."""
     if given is None:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        return 0 if cores <= FEW_CORES or sys.platform == "win32" else min(MOST_OWN, cores // 2)
+        return 0 if cores <= MAX_ALONE or sys.platform == "win32" else min(MAX_OWN, cores // 2)
     if given and sys.platform == "win32":
         raise InputError(f"--processes: expected 0 on Windows, got {given}")
-    return check_integer("processes", given, 0, MOST_PROCESSES, f"0 to {MOST_PROCESSES}")
+    return check_integer("processes", given, 0, MAX_PROCESSES, f"0 to {MAX_PROCESSES}")
 
 
 def _runner(
@@ -321,16 +321,16 @@ def _name(model: str) -> str:
 
 def _keys(file: Path) -> dict[str, str]:
     """Read API keys from a file: name → key. Error messages never contain a key."""
-    text = read_text(str(file), MOST_KEYS).removeprefix(BYTE_ORDER_MARK)
+    text = read_text(str(file), MAX_KEYS).removeprefix(BYTE_ORDER_MARK)
     lines = [line.split() for line in text.splitlines()]
     lines = [line for line in lines if line and not line[0].startswith("#")]
     if len(lines) == 1 and len(lines[0]) == 1:
         lines = [[ONLY_KEY, *lines[0]]]
     keys = {line[0].removesuffix(":"): line[-1] for line in lines}
-    good = [len(key) >= LEAST_KEY and key.isascii() and key.isprintable() for key in keys.values()]
+    good = [len(key) >= MIN_KEY and key.isascii() and key.isprintable() for key in keys.values()]
     if not lines or not all(good) or not all(len(line) == 2 for line in lines):
         raise InputError(
-            f"{file}: expected a key of at least {LEAST_KEY} ASCII characters without white space, "
+            f"{file}: expected a key of at least {MIN_KEY} ASCII characters without white space, "
             "or a line NAME KEY for each"
         )
     if len({*keys.values()}) < len(lines):

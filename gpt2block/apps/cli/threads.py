@@ -13,9 +13,9 @@ from collections.abc import Callable
 # Variables from which libraries of matrix products read their number of threads; OpenBLAS's first.
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SLOW = 1e9  # bytes per second: a step that reads the weights more slowly is slow
-FEW = 16  # tokens of a step whose time is that of reading the weights
+MEMORY_BOUND_TOKENS = 16  # tokens of a step whose time is that of reading the weights
 STEPS = 3  # number of slow steps after which products are measured
-LEAST = 1.5  # ratio of times from which on one thread is advised
+MIN_RATIO = 1.5  # ratio of times from which on one thread is advised
 PRODUCTS = (
     "import numpy, timeit; x, w = numpy.ones((1, 1024), 'f'), numpy.ones((1024, 8192), 'f'); "
     "count, seconds = timeit.Timer(lambda: x @ w).autorange(); print(seconds / count)"
@@ -40,12 +40,12 @@ def slow_steps(nbytes: int) -> Callable[[int, float], None]:
 
     def watch(tokens: int, seconds: float) -> None:
         nonlocal slow
-        slow += tokens <= FEW and seconds * SLOW > nbytes
+        slow += tokens <= MEMORY_BOUND_TOKENS and seconds * SLOW > nbytes
         if slow != STEPS or os.environ.get(THREADS[0]) == "1":
             return
         slow += 1
         ratio = seconds_of_product() / seconds_of_product(**dict.fromkeys(THREADS, "1"))
-        if ratio >= LEAST:
+        if ratio >= MIN_RATIO:
             line = (
                 f"note: while other programs use the cores, a matrix product is {ratio:.1f} times "
                 "as fast with one thread: --threads 1, or OPENBLAS_NUM_THREADS=1 before Python "

@@ -19,8 +19,8 @@ from gpt2block.apps.cli.texts import read_text
 from gpt2block.cuda.formats import BY_DEFAULT
 from gpt2block.errors import InputError, printable
 
-MOST_FILE = 2**32  # maximum bytes of a file of receipts: 4 GiB
-MOST_SHOWN = 10  # maximum number of problems that are printed
+MAX_FILE = 2**32  # maximum bytes of a file of receipts: 4 GiB
+MAX_SHOWN = 10  # maximum number of problems that are printed
 EVENT = "data: "  # begins a line of a saved stream
 
 
@@ -59,7 +59,7 @@ def verify(
             bar.advance(task)
             codes[check.code] += 1
             tokens, nan = tokens + check.tokens, nan + check.nan
-            if check.code and codes[1] + codes[2] <= MOST_SHOWN:
+            if check.code and codes[1] + codes[2] <= MAX_SHOWN:
                 file, number, _ = receipts[index]
                 bar.console.print(printable(f"{file}, receipt {number}: {check.problem}", 1000),
                                   markup=False, highlight=False, soft_wrap=True)  # fmt: skip
@@ -78,7 +78,7 @@ def _read(file: str) -> list[Any]:
     """Return the receipts in a file: JSON, lines of JSON, or the events of a saved stream."""
     from gpt2block.engine.receipts import found_in  # noqa: PLC0415
 
-    text = read_text(file, MOST_FILE)
+    text = read_text(file, MAX_FILE)
     lines = [line.removeprefix(EVENT) for line in text.splitlines()]
     values = [_value(text)] if isinstance(_value(text), (dict, list)) else [*map(_value, lines)]
     found = [*found_in([each for each in values if each not in ("", "[DONE]")])]

@@ -21,9 +21,9 @@ from gpt2block.model import Model
 from gpt2block.ops.bench import ceilings
 from gpt2block.sampling import Sampling
 
-MOST_ROWS, MOST_STEPS = 4096, 100
-MOST_TOKENS = 2**17  # maximum number of tokens of all rows together
-MOST_OF_FREE = 8  # each array of a timed copy takes at most 1/MOST_OF_FREE of the free memory
+MAX_ROWS, MAX_STEPS = 4096, 100
+MAX_TOKENS = 2**17  # maximum number of tokens of all rows together
+MAX_OF_FREE = 8  # each array of a timed copy takes at most 1/MAX_OF_FREE of the free memory
 
 
 class TimedPass(NamedTuple):
@@ -109,15 +109,15 @@ def of_block(block: Block | LlamaBlock, rows: int, tokens: int, steps: int) -> l
 def check_sizes(rows: int, tokens: int, steps: int) -> None:
     """Raise InputError if a size, or the product of rows and tokens, is out of range."""
     for option, value, most in (
-        ("--rows", rows, MOST_ROWS),
-        ("--tokens", tokens, MOST_TOKENS),
-        ("--steps", steps, MOST_STEPS),
+        ("--rows", rows, MAX_ROWS),
+        ("--tokens", tokens, MAX_TOKENS),
+        ("--steps", steps, MAX_STEPS),
     ):
         if not 1 <= value <= most:
             raise InputError(f"{option}: expected 1 to {most:,}, got {value}")
-    if rows * tokens > MOST_TOKENS:
+    if rows * tokens > MAX_TOKENS:
         raise InputError(
-            f"--rows {rows} and --tokens {tokens}: expected at most {MOST_TOKENS:,} tokens in all "
+            f"--rows {rows} and --tokens {tokens}: expected at most {MAX_TOKENS:,} tokens in all "
             f"rows, got {rows * tokens:,}"
         )
 
@@ -132,4 +132,4 @@ def copy_gb_s(device: int | None) -> float:
     if device is None:
         return ceilings.host_copy_gb_s()
     with cupy.cuda.Device(device):
-        return ceilings.copy_gb_s(min(ceilings.COPIED, free_bytes() // MOST_OF_FREE))
+        return ceilings.copy_gb_s(min(ceilings.COPIED, free_bytes() // MAX_OF_FREE))

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 from gpt2block.apps.serve.engine import EngineSide
 from gpt2block.apps.serve.protocol import ApiError
-from gpt2block.apps.serve.service import EngineFailed, Full, Piece
+from gpt2block.apps.serve.service import EngineFailed, Piece, QueueFull
 from gpt2block.engine.generation.rows import EndReason, Row, Tops
 from gpt2block.engine.receipts import receipt_of
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_ids
 
 REASONS = {"length": "length", "context": "length", "stop": "stop"}
-LEAST = -9999.0  # log-probability that is sent in place of -inf
+MIN_LOGPROB = -9999.0  # log-probability that is sent in place of -inf
 
 
 class Part(NamedTuple):
@@ -39,7 +39,7 @@ class Part(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     tops: list[Tops]
-    guessed: list[bool]
+    drafted: list[bool]
     finish_reason: EndReason | None = None
     error: str | None = None
 
@@ -50,7 +50,7 @@ class Part(NamedTuple):
             self.tokens + other.tokens,
             self.logprobs + other.logprobs,
             self.tops + other.tops,
-            self.guessed + other.guessed,
+            self.drafted + other.drafted,
             other.finish_reason,
             other.error,
         )
@@ -147,7 +147,7 @@ class Answer:
         try:
             deadline = None if seconds == math.inf else monotonic() + seconds
             await self._engine.submit(self._number, self.rows, self.put, client, deadline)
-        except Full:
+        except QueueFull:
             problem = "the server has as many requests as it takes: try again later"
             raise ApiError(503, problem, code="overloaded") from None
         except EngineFailed as error:
@@ -394,8 +394,8 @@ class ChatForm(Form):
 
 
 def finite(logprob: float) -> float:
-    """Return `logprob`, but LEAST for -inf, which JSON cannot represent; OpenAI does the same."""
-    return max(logprob, LEAST)
+    """Return `logprob`, but MIN_LOGPROB for -inf, which JSON cannot represent, as OpenAI does."""
+    return max(logprob, MIN_LOGPROB)
 
 
 async def whole(answer: Answer, choices: Sequence[AnswerChoice]) -> None:
@@ -413,7 +413,7 @@ async def streamed(
     logprobs: bool,
     usage_of: UsageOf | None,
     prompts: Mapping[int, list[int]] | None = None,
-    guesses: bool = False,
+    drafts: bool = False,
     observe: Callable[[float], None] = lambda seconds: None,
     failed: Callable[[Exception], ApiError] = lambda error: ApiError(500, repr(error)),
     sent: Sent = Sent(),  # noqa: B008  (it has no state)
@@ -422,7 +422,7 @@ async def streamed(
 
     echoes: texts with which the answers begin. usage_of: computes the usage for a last chunk; None:
     no such chunk. prompts: token ids of the prompt of each choice, for the first event of the
-    choice; None: no token ids. guesses: whether events with token ids tell which were guessed.
+    choice; None: no token ids. drafts: whether events with token ids tell which were drafted.
     observe: called with the seconds between two times at which events are sent. failed: converts an
     exception other than ApiError to the error for the client. sent: converts objects to events.
     """
@@ -436,15 +436,15 @@ async def streamed(
         return sent.chunk(found)
 
     def deltas(
-        index: int, part: AnswerChoice, new: list[int], guessed: list[bool]
+        index: int, part: AnswerChoice, new: list[int], drafted: list[bool]
     ) -> list[dict[str, Any]]:
         found = form.deltas(index, part, logprobs, offsets[index])
         if part.reason and answer.rows:
             found[-1] |= sent.facts(answer.rows[index])
         if prompts is not None:
             found[0]["token_ids"] = new
-            if guesses:
-                found[0]["guessed"] = guessed
+            if drafts:
+                found[0]["guessed"] = drafted
         return found
 
     offsets, count, last = [TextOffsets() for _ in echoes], 0, 0.0
@@ -462,7 +462,7 @@ async def streamed(
                     each
                     for index, part in new
                     if part.text or part.finish_reason or (part.tokens and detailed)
-                    for each in deltas(index, _choice(part), part.tokens, part.guessed)
+                    for each in deltas(index, _choice(part), part.tokens, part.drafted)
                 ]
                 found = [event(part) for part in parts if detailed or not form.is_empty(part)]
                 if found:

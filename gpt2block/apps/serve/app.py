@@ -78,8 +78,8 @@ from gpt2block.errors import CheckpointError, InputError
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_ids, special_id
 
-MOST_BODY = 4 * 2**20  # most bytes of a request's body
-MOST_DROPPED = 64 * 2**20  # most bytes read of a too large body: clients read errors after it
+MAX_BODY = 4 * 2**20  # most bytes of a request's body
+MAX_DROPPED = 64 * 2**20  # most bytes read of a too large body: clients read errors after it
 SMALL_BODY = 4096  # most bytes of a body that is parsed in the event loop, not in a thread
 BODY_SECONDS = 30.0  # time limit for receiving a body
 GRACE = 25  # seconds that running requests get to finish when the server stops
@@ -91,7 +91,7 @@ MANY_TOKENS = 1024  # most values in JSON that is written in the event loop, not
 
 
 @dataclass(frozen=True)
-class Asked:
+class PreparedRequest:
     """A validated request that is ready to run."""
 
     given: SampledRequest
@@ -275,13 +275,13 @@ class Server:
             asked = await self._in_thread(request, self._response, given)
             return await self._answer(request, asked)
 
-    def _response(self, given: ResponsesRequest) -> Asked:
+    def _response(self, given: ResponsesRequest) -> PreparedRequest:
         """Return the chat request that answers a request to /v1/responses."""
         names, n_ctx = self.settings.names, self.model.config.n_ctx
         asked = self._chat(validated(ChatRequest, chat_body(given), names, n_ctx))
         return replace(asked, sent=ResponseSent(given, self.settings.name))
 
-    def _completion(self, given: CompletionRequest) -> Asked:
+    def _completion(self, given: CompletionRequest) -> PreparedRequest:
         n, top, new = given.n or 1, given.logprobs or 0, given.max_tokens
         if new == 0 and not given.echo:
             raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
@@ -299,9 +299,9 @@ class Server:
                 echo.text = prompt if isinstance(prompt, str) else data.decode(errors="replace")
         form = TextForm(self.settings.name, self.encoding, unwritten)
         of_rows = [each for each in echoes for _ in range(n)]
-        return Asked(given, rows, prompts, of_rows, form, given.logprobs is not None)
+        return PreparedRequest(given, rows, prompts, of_rows, form, given.logprobs is not None)
 
-    def _chat(self, given: ChatRequest) -> Asked:
+    def _chat(self, given: ChatRequest) -> PreparedRequest:
         top, logprobs = given.top_logprobs or 0, bool(given.logprobs)
         if top and not logprobs:
             raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
@@ -318,7 +318,7 @@ class Server:
         rows = self._rows([ids], given, most, top, use)
         named = (self.settings.name, self.encoding)
         form = ChatForm(*named) if use is None else ToolChatForm(*named, use)
-        return Asked(given, rows, [ids], [AnswerChoice()] * len(rows), form, logprobs)
+        return PreparedRequest(given, rows, [ids], [AnswerChoice()] * len(rows), form, logprobs)
 
     def _template_arguments(self, template: ChatTemplate, given: TemplateFields) -> dict[str, Any]:
         """Return the keyword arguments for `ChatTemplate.ids` that a chat request determines."""
@@ -391,9 +391,9 @@ class Server:
 
         top: alternatives to report per token.
         """
-        count, most_rows = len(prompts) * (given.n or 1), self.model.slots + self.settings.queue
-        if count > most_rows:
-            problem = f"n: {count} continuations: this server takes {most_rows} at most"
+        count, max_rows = len(prompts) * (given.n or 1), self.model.slots + self.settings.queue
+        if count > max_rows:
+            problem = f"n: {count} continuations: this server takes {max_rows} at most"
             raise ApiError(400, problem, "n")
         if (given.min_tokens or 0) > most:
             raise ApiError(400, f"min_tokens: expected at most max_tokens, {most}", "min_tokens")
@@ -422,7 +422,7 @@ class Server:
         more = tokenizer.token_ids(None, given.stop_token_ids or (), V, "stop_token_ids")
         return [*ends, *more.tolist()]
 
-    async def _answer(self, request: Request, asked: Asked) -> Response:
+    async def _answer(self, request: Request, asked: PreparedRequest) -> Response:
         request.state.asked = asked
         left = anyio.current_effective_deadline() - anyio.current_time()
         for rule in {row.rule for row in asked.rows} - {None}:
@@ -456,7 +456,11 @@ class Server:
         return self._whole(asked, choices, new, JSONResponse)
 
     def _whole(
-        self, asked: Asked, choices: Sequence[AnswerChoice], new: int, kind: type[JSONResponse]
+        self,
+        asked: PreparedRequest,
+        choices: Sequence[AnswerChoice],
+        new: int,
+        kind: type[JSONResponse],
     ) -> Response:
         """Return the response object for complete answers with `new` tokens in total."""
         form, logprobs = asked.form, asked.logprobs
@@ -470,11 +474,11 @@ class Server:
             for index, each in enumerate(written):
                 each["token_ids"] = asked.rows[index].tokens if asked.rows else []
                 if self.settings.speculate:
-                    each["guessed"] = asked.rows[index].guessed if asked.rows else []
+                    each["guessed"] = asked.rows[index].drafted if asked.rows else []
             form.with_prompts(found, prompts)
         return kind(asked.sent.whole(found))
 
-    def _usage(self, asked: Asked, new: int) -> dict[str, Any]:
+    def _usage(self, asked: PreparedRequest, new: int) -> dict[str, Any]:
         """Return OpenAI's usage object for answers with `new` tokens in total."""
         cached = None
         if self.model.reuses:  # tokens count as cached if all rows of a prompt reuse them
@@ -628,16 +632,16 @@ async def _body(request: Request) -> bytes:
         with anyio.fail_after(BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
-                if size <= MOST_BODY:
+                if size <= MAX_BODY:
                     found += part
-                elif size > MOST_DROPPED:
+                elif size > MAX_DROPPED:
                     break
     except TimeoutError:
         raise ApiError(408, f"the body: expected within {BODY_SECONDS:g} s") from None
     except ClientDisconnect:
         raise ApiError(499, "the client is gone") from None
-    if size > MOST_BODY:
-        raise ApiError(413, f"the body: expected at most {MOST_BODY:,} bytes")
+    if size > MAX_BODY:
+        raise ApiError(413, f"the body: expected at most {MAX_BODY:,} bytes")
     return bytes(found)
 
 

@@ -10,13 +10,13 @@ from contextlib import suppress
 from typing import Any
 
 HEAD = 8  # bytes of a message's length
-MOST_ITEMS = 8  # maximum items per message, so that a long turn of the event loop sends some early
+MAX_ITEMS = 8  # maximum items per message, so that a long turn of the event loop sends some early
 
 
 class Channel(asyncio.Protocol):
     """One end of a connection of two processes, which send each other items in messages.
 
-    An item is a name with arguments. A message has up to MOST_ITEMS items of a turn of the
+    An item is a name with arguments. A message has up to MAX_ITEMS items of a turn of the
     event loop, as a pickle after its length; the processes belong to one server, and trust each
     other.
 
@@ -48,11 +48,11 @@ class Channel(asyncio.Protocol):
         return self._transport is None or bool(self._transport.is_closing())
 
     def send(self, name: str, *arguments: Any) -> None:
-        """Send an item at the end of this turn or with MOST_ITEMS, unless the channel is closed."""
+        """Send an item at the end of this turn or with MAX_ITEMS, unless the channel is closed."""
         if not self._items:
             self._loop.call_soon(self._flush)
         self._items.append((name, *arguments))
-        if len(self._items) >= MOST_ITEMS:
+        if len(self._items) >= MAX_ITEMS:
             self._flush()
 
     def _flush(self) -> None:

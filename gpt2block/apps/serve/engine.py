@@ -50,7 +50,7 @@ class EngineSide(ABC):
     async def submit(
         self, number: int, rows: Sequence[Row], put: Put, client: str, deadline: float | None
     ) -> None:
-        """Queue the rows (continuations) of a request. Raises Full or EngineFailed.
+        """Queue the rows (continuations) of a request. Raises QueueFull or EngineFailed.
 
         put: called in the event loop with new tokens, until `end`. deadline: a time of
         `time.monotonic`, which all processes share.

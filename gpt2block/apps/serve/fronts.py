@@ -20,7 +20,7 @@ from gpt2block.apps.serve.host import Host
 from gpt2block.apps.serve.listening import BACKLOG, SetKeys, exit_in_time
 from gpt2block.apps.serve.log import log, traceback_of
 from gpt2block.apps.serve.protocol import ApiError
-from gpt2block.apps.serve.service import EngineFailed, Full, Key, Outlet, Piece, Service
+from gpt2block.apps.serve.service import EngineFailed, Key, Outlet, Piece, QueueFull, Service
 from gpt2block.engine.generation.rows import Row
 from gpt2block.errors import PrintableError
 
@@ -214,7 +214,7 @@ class Front:
         error: Exception | None = None
         try:
             self._outlet.submit(number, rows, client, deadline)
-        except (Full, EngineFailed) as refusal:
+        except (QueueFull, EngineFailed) as refusal:
             error = refusal
         self.send("result", number, None, error)
 

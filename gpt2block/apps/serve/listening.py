@@ -30,7 +30,7 @@ from gpt2block.errors import printable
 EXIT_SECONDS = 29.0  # seconds after SIGTERM or SIGINT in which a server has to end
 OTHER_FILES = 64  # number of open files that are not connections
 BACKLOG = 2048  # most connections that wait until the server accepts them
-MOST_BEHIND = 2**16  # most bytes that a client may send before the previous response is complete
+MAX_BEHIND = 2**16  # most bytes that a client may send before the previous response is complete
 PROBE_SECONDS = 0.001  # between the first two interim responses to a client that sends no more
 HEAD_SECONDS = 20  # time limit for the headers of a connection's next request
 # Longest wait of the thread that runs decoding steps for the GIL (sys.setswitchinterval). Python's
@@ -82,7 +82,7 @@ class Protocol(H11Protocol):
     def _read_on(self) -> None:
         if self.conn.their_state is h11.DONE:
             self.flow.resume_reading()
-            if len(self._behind) > MOST_BEHIND:
+            if len(self._behind) > MAX_BEHIND:
                 self.transport.abort()
 
     @property

@@ -28,8 +28,8 @@ from gpt2block.files.tokenizers.encoding import Encoding
 
 PASSES_AT_ONCE = 4  # threads that compute passes
 COMPILING_AT_ONCE = 2  # threads that compile rules; a client gets one of them
-MOST_OF_RULES = 2**31  # most bytes that compiling the rules took that are kept or in use
-MOST_EXPLAINING = 8  # most `explain` requests per client that run (one at a time) or wait
+MAX_OF_RULES = 2**31  # most bytes that compiling the rules took that are kept or in use
+MAX_EXPLAINING = 8  # most `explain` requests per client that run (one at a time) or wait
 KEPT_PAGES = 8  # most `explain` pages kept per client, each of a few MB
 
 
@@ -77,7 +77,7 @@ class Passes:
             grown = trial.run(rule) if POSSIBLE else 0
         finally:
             self._idle.append(trial)
-        if self.vocabulary.grown + grown > MOST_OF_RULES:
+        if self.vocabulary.grown + grown > MAX_OF_RULES:
             problem = f"{rule.name}: the rules in use take too much memory: try again later"
             raise ApiError(503, problem, code="overloaded")
         self.vocabulary.matcher(rule, grown)
@@ -112,10 +112,8 @@ class Passes:
 
     async def explain(self, client: str, ids: Ids) -> str:
         """Generate an `explain` page (one at a time) of a pass; return its secret name."""
-        if self._explaining[client] == MOST_EXPLAINING:
-            problem = (
-                f"the server explains {MOST_EXPLAINING} positions of a client: try again later"
-            )
+        if self._explaining[client] == MAX_EXPLAINING:
+            problem = f"the server explains {MAX_EXPLAINING} positions of a client: try again later"
             raise ApiError(503, problem, code="overloaded")
         self._explaining[client] += 1
         try:

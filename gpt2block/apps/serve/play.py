@@ -27,7 +27,7 @@ from gpt2block import reference
 from gpt2block.apps.serve.answers import TextForm
 from gpt2block.apps.serve.engine import EngineSide
 from gpt2block.apps.serve.kept import Kept, keep, kept_of
-from gpt2block.apps.serve.protocol import ApiError, Body, Drawn, Tokens
+from gpt2block.apps.serve.protocol import ApiError, Body, SamplingFields, Tokens
 from gpt2block.apps.serve.settings import ServedModel
 from gpt2block.engine.model import Floats, Ids
 from gpt2block.errors import CheckpointError
@@ -37,8 +37,8 @@ from gpt2block.sampling import Sampling, probabilities
 
 SHOWN = 40  # most tokens of a distribution that the page shows
 KEPT_LOGITS = 16  # logits kept per client, to apply other sampling options quickly
-MOST_EXPLAINED = 256  # most tokens of a pass that `explain` runs
-MOST_PARAMETERS = 2**29  # most parameters of a model for `explain`; 4 GiB in float64
+MAX_EXPLAINED = 256  # most tokens of a pass that `explain` runs
+MAX_PARAMETERS = 2**29  # most parameters of a model for `explain`; 4 GiB in float64
 
 IdsOf = Callable[[Any, str], Ids]  # arguments: text or token ids, name of the field
 MakeRoute = Callable[..., Route]
@@ -50,7 +50,7 @@ class TokensRequest(Body):
     prompt: str | Tokens
 
 
-class NextRequest(Drawn):
+class NextRequest(SamplingFields):
     """The body of a request to /play/next. token: an id that the answer always includes."""
 
     ids: Tokens = Field(min_length=1)
@@ -114,7 +114,7 @@ class Play:
             "vocab_size": config.vocab_size,
             "chat": chat,
             "chat_sampling": self._model.chat_sampling if chat else {},
-            "explained": self._most_explained(),
+            "explained": self._max_explained(),
         }
         return JSONResponse(found)
 
@@ -136,9 +136,9 @@ class Play:
 
     async def explain(self, request: Request, given: ExplainRequest) -> Response:
         """Generate an `explain` page (one at a time) of a forward pass; return the page's path."""
-        ids, most = self._ids_of(given.ids, "ids"), self._most_explained()
+        ids, most = self._ids_of(given.ids, "ids"), self._max_explained()
         if not most:
-            parameters = f"models of at most {MOST_PARAMETERS:,} parameters"
+            parameters = f"models of at most {MAX_PARAMETERS:,} parameters"
             raise ApiError(400, f"explain: expected {parameters}: use gpt2block explain")
         if len(ids) > most:
             problem = f"ids: expected at most {most} tokens to explain, got {len(ids)}"
@@ -156,11 +156,11 @@ class Play:
 
     # --- contents of the answers ------------------------------------------------------------------
 
-    def _most_explained(self) -> int:
+    def _max_explained(self) -> int:
         """Return the most tokens that `explain` accepts; 0 if the model is too large for it."""
         config = self._model.config
         parameters = sum(map(math.prod, model_shapes(config).values()))
-        return min(MOST_EXPLAINED, config.n_ctx) if parameters <= MOST_PARAMETERS else 0
+        return min(MAX_EXPLAINED, config.n_ctx) if parameters <= MAX_PARAMETERS else 0
 
     def _token(self, id: int) -> dict[str, Any]:
         return {"id": id, "token": self._form.token(id)}
@@ -181,7 +181,7 @@ class Play:
 
     def _distribution(self, logits: Floats, given: NextRequest) -> dict[str, Any]:
         of_model = reference.softmax(logits.astype(np.float64))
-        drawn = probabilities(logits, Sampling(**given.drawing()))
+        drawn = probabilities(logits, Sampling(**given.sampling_keywords()))
 
         def entry(id: int) -> dict[str, Any]:
             told = {"probability": float(of_model[id]), "drawn": float(drawn[id])}

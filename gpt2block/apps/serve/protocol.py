@@ -27,18 +27,18 @@ from gpt2block.checks import meaning_of
 from gpt2block.engine.generation.options import KEYWORDS, Options
 from gpt2block.engine.grammars import Grammar
 from gpt2block.errors import InputError, printable, shown
-from gpt2block.sampling import MOST_ALTERNATIVES, NUMBERS, LogitBias
+from gpt2block.sampling import MAX_ALTERNATIVES, NUMBERS, LogitBias
 
-MOST_PROMPTS = 256  # most prompts of a request
-MOST_SAMPLES = 128
-MOST_STOPS = 16
-MOST_STOP = 256  # most characters of a stop text
-MOST_VALUES = 2**14  # most biases, stop ids, values in messages, commas of a body for C's decoder
-MOST_MESSAGES = 2**12
-MOST_TEXT = 2**20  # most bytes of the texts of all messages
-MOST_TOOLS = 128
-MOST_NEW = 2**31 - 1  # most new tokens per answer
-MOST_RULE = 2**16  # most characters of a schema, regular expression, list of choices or grammar
+MAX_PROMPTS = 256  # most prompts of a request
+MAX_SAMPLES = 128
+MAX_STOPS = 16
+MAX_STOP = 256  # most characters of a stop text
+MAX_VALUES = 2**14  # most biases, stop ids, values in messages, commas of a body for C's decoder
+MAX_MESSAGES = 2**12
+MAX_TEXT = 2**20  # most bytes of the texts of all messages
+MAX_TOOLS = 128
+MAX_NEW = 2**31 - 1  # most new tokens per answer
+MAX_RULE = 2**16  # most characters of a schema, regular expression, list of choices or grammar
 PART = 2**13  # list entries that are checked or written without releasing the GIL
 LONGEST_KEY = 100  # most characters of a key shown in an error
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # pattern of a token id written as a string
@@ -106,20 +106,20 @@ def _values(given: Any, info: ValidationInfo) -> Any:
 
     The length of the rendered text is not known yet: a template may leave messages out.
     """
-    if isinstance(given, list) and len(given) > MOST_MESSAGES:
-        raise _too_many(info, MOST_MESSAGES, "messages", 413)
+    if isinstance(given, list) and len(given) > MAX_MESSAGES:
+        raise _too_many(info, MAX_MESSAGES, "messages", 413)
     count, size, waiting = 0, 0, [given]
     while waiting:
         each = waiting.pop()
         if isinstance(each, str):
             size += len(each.encode(errors="replace"))
-            if size > MOST_TEXT:
-                raise _too_many(info, MOST_TEXT, "bytes of text", 413)
+            if size > MAX_TEXT:
+                raise _too_many(info, MAX_TEXT, "bytes of text", 413)
         inner = [*each, *each.values()] if isinstance(each, dict) else each
         if isinstance(inner, list):
             count += len(each)
-            if count > MOST_VALUES:
-                raise _too_many(info, MOST_VALUES, "values: messages, parts and fields", 413)
+            if count > MAX_VALUES:
+                raise _too_many(info, MAX_VALUES, "values: messages, parts and fields", 413)
             waiting += inner
     return given
 
@@ -147,8 +147,8 @@ def _texts(given: Any, info: ValidationInfo) -> list[Any]:
     of_ids = isinstance(given, list) and [*map(type, given[:1])] == [int]
     found = [given] if isinstance(given, str) or of_ids else given
     if isinstance(found, list):
-        if not 1 <= len(found) <= MOST_PROMPTS:
-            raise ValueError(f"expected 1 to {MOST_PROMPTS} of them, not {len(found)}")
+        if not 1 <= len(found) <= MAX_PROMPTS:
+            raise ValueError(f"expected 1 to {MAX_PROMPTS} of them, not {len(found)}")
         most = max(len(each) if isinstance(each, list) else 0 for each in found)
         check_length(most, cast(int, info.context), info.field_name or "")
     if not isinstance(found, list) or not all(map(_is_text, found)):
@@ -313,7 +313,7 @@ def _with_further_numbers(kind: type[Request]) -> type[Request]:
     return made
 
 
-class Drawn(Body):
+class SamplingFields(Body):
     """Fields of sampling parameters. top_k and min_p are extensions of OpenAI's protocol."""
 
     temperature: float | None = Field(1.0, ge=0, le=2)
@@ -321,7 +321,7 @@ class Drawn(Body):
     top_k: int | None = Field(0, ge=-1)
     min_p: float | None = Field(0.0, ge=0, le=1)
 
-    def drawing(self) -> dict[str, Any]:
+    def sampling_keywords(self) -> dict[str, Any]:
         """Return the numeric Sampling options without the seed; null becomes the default."""
         found: dict[str, Any] = {}
         for name, field in type(self).model_fields.items():
@@ -332,17 +332,17 @@ class Drawn(Body):
 
 
 @_with_further_numbers
-class SampledRequest(Drawn):
+class SampledRequest(SamplingFields):
     """Fields that requests of text completions and of chat completions share.
 
     repetition_penalty, receipt, return_token_ids and the fields after it are additions. Source,
     except for repetition_penalty and receipt: vLLM, "OpenAI-Compatible Server".
     """
 
-    max_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
-    n: int | None = Field(1, ge=1, le=MOST_SAMPLES)
+    max_tokens: NewTokens = Field(None, ge=1, le=MAX_NEW)
+    n: int | None = Field(1, ge=1, le=MAX_SAMPLES)
     best_of: Annotated[int | None, AfterValidator(_as_n)] = None  # must be n: all answers are sent
-    stop: Annotated[str | list[str] | None, _at_most(MOST_STOPS, "texts")] = None
+    stop: Annotated[str | list[str] | None, _at_most(MAX_STOPS, "texts")] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)  # answers contain the seed modulo 2^64
     stream: bool | None = False
     stream_options: Annotated[StreamFields | None, AfterValidator(_with_stream)] = None
@@ -351,11 +351,11 @@ class SampledRequest(Drawn):
     frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100)]] | None,
-        _at_most(MOST_VALUES, "token ids"),
+        _at_most(MAX_VALUES, "token ids"),
     ] = None
     receipt: bool | None = False
     return_token_ids: bool | None = False
-    stop_token_ids: Annotated[Tokens | None, _at_most(MOST_VALUES, "token ids")] = None
+    stop_token_ids: Annotated[Tokens | None, _at_most(MAX_VALUES, "token ids")] = None
     ignore_eos: bool | None = False
     min_tokens: int | None = Field(0, ge=0)
     skip_special_tokens: bool | None = False
@@ -368,7 +368,7 @@ class SampledRequest(Drawn):
         rule: replaces the request's own rule. more: further keywords of `GPT2.generate`.
         """
         found: dict[str, Any] = {
-            **self.drawing(),
+            **self.sampling_keywords(),
             "samples": self.n or 1,
             "stop": self._stops(),
             "logit_bias": self._biases(),
@@ -404,8 +404,8 @@ class SampledRequest(Drawn):
             return place, rule
         field = place.partition(".")[0]
         size = len(json.dumps(next(iter(rule.values()))))
-        if size > MOST_RULE:
-            problem = f"{place}: expected at most {MOST_RULE:,} characters, got {size:,}"
+        if size > MAX_RULE:
+            problem = f"{place}: expected at most {MAX_RULE:,} characters, got {size:,}"
             raise ApiError(413, problem, field)
         self.check_ends(field)
         return place, rule
@@ -419,8 +419,8 @@ class SampledRequest(Drawn):
 
     def _stops(self) -> list[str]:
         stop = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop else []
-        if any(len(text) > MOST_STOP for text in stop):
-            raise ApiError(400, f"stop: expected at most {MOST_STOP} characters each", "stop")
+        if any(len(text) > MAX_STOP for text in stop):
+            raise ApiError(400, f"stop: expected at most {MAX_STOP} characters each", "stop")
         return stop
 
     def _biases(self) -> LogitBias:
@@ -443,8 +443,8 @@ class CompletionRequest(SampledRequest):
     """The body of a request to /v1/completions. logprobs: alternatives to report at each token."""
 
     prompt: Texts = [""]
-    max_tokens: NewTokens = Field(16, ge=0, le=MOST_NEW)
-    logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    max_tokens: NewTokens = Field(16, ge=0, le=MAX_NEW)
+    logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
     echo: bool | None = False
 
 
@@ -522,14 +522,14 @@ class ChatRequest(SampledRequest, TemplateFields):
     tools: Annotated[
         list[ToolFields] | None,
         BeforeValidator(_values),
-        _at_most(MOST_TOOLS, "tools"),
+        _at_most(MAX_TOOLS, "tools"),
         AfterValidator(_with_names),
     ] = None
     tool_choice: Annotated[ToolChoice, AfterValidator(_of_tools)] = None
     parallel_tool_calls: bool | None = True
-    max_completion_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
+    max_completion_tokens: NewTokens = Field(None, ge=1, le=MAX_NEW)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
 
 
 class EmbeddingRequest(Body):
@@ -562,7 +562,7 @@ class _PatientDecoder(json.JSONDecoder):
         self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. Raises ApiError for a repeated key, whose value would be ambiguous."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -577,8 +577,8 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
     Raises ApiError, which names the first field that is wrong.
     """
     try:
-        reader = _PatientDecoder if data.count(b",") > MOST_VALUES else None
-        given = json.loads(data.decode("utf-8-sig"), cls=reader, object_pairs_hook=_each_once)
+        reader = _PatientDecoder if data.count(b",") > MAX_VALUES else None
+        given = json.loads(data.decode("utf-8-sig"), cls=reader, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body: expected JSON in UTF-8: {shown(str(error))}") from None
     if not isinstance(given, dict):

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from gpt2block.apps.serve.protocol import MOST_PROMPTS, MOST_TEXT, ApiError, Body
+from gpt2block.apps.serve.protocol import MAX_PROMPTS, MAX_TEXT, ApiError, Body
 from gpt2block.engine.generation.rows import BAD_WEIGHTS
 from gpt2block.engine.model import Ids, ModelEngine
 from gpt2block.errors import InputError
@@ -53,7 +53,7 @@ class RerankRequest(Body):
     """
 
     query: str = Field(min_length=1)
-    documents: list[Document] = Field(min_length=1, max_length=MOST_PROMPTS)
+    documents: list[Document] = Field(min_length=1, max_length=MAX_PROMPTS)
     top_n: int | None = Field(None, ge=1)
     return_documents: bool | None = True
     instruction: str | None = None
@@ -62,8 +62,8 @@ class RerankRequest(Body):
 def check_size(given: RerankRequest) -> None:
     """Raise ApiError if the query, which is read once per document, is too long in total."""
     size = len(given.documents) * len((given.query + (given.instruction or "")).encode())
-    if size > 4 * MOST_TEXT:
-        problem = f"query: expected at most {4 * MOST_TEXT:,} bytes, counted for each document"
+    if size > 4 * MAX_TEXT:
+        problem = f"query: expected at most {4 * MAX_TEXT:,} bytes, counted for each document"
         raise ApiError(413, problem, "query")
 
 

@@ -15,7 +15,7 @@ from gpt2block.apps.serve.protocol import ApiError
 from gpt2block.apps.serve.responses import ResponsesRequest
 
 Event = dict[str, Any]
-MOST = "max_output_tokens"  # reason of an answer that is incomplete
+MAX_OUTPUT_TOKENS = "max_output_tokens"  # reason of an answer that is incomplete
 # Names of Response's fields that repeat the request's
 REPEATED = (
     "instructions", "max_output_tokens", "metadata", "tools", "user", "temperature", "top_p",
@@ -144,7 +144,7 @@ class ResponseSent(Sent):
         events = [*(self._text("") if rest else ()), *self._close(status)]
         self._response |= {
             "status": status,
-            "incomplete_details": None if status == "completed" else {"reason": MOST},
+            "incomplete_details": None if status == "completed" else {"reason": MAX_OUTPUT_TOKENS},
             "completed_at": int(time.time()) if status == "completed" else None,
             "output": self._output,
             "usage": self._usage and _usage(self._usage),

@@ -14,17 +14,17 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from gpt2block.apps.serve.protocol import (
-    MOST_NEW,
+    MAX_NEW,
     NEUTRAL,
     ApiError,
-    Drawn,
     Messages,
     NewTokens,
+    SamplingFields,
     Variables,
     refused,
 )
 from gpt2block.errors import InputError, shown
-from gpt2block.sampling import MOST_ALTERNATIVES
+from gpt2block.sampling import MAX_ALTERNATIVES
 
 LOGPROBS = "message.output_text.logprobs"
 # Values of `include`. Except for the first, they concern items that no answer of this server has.
@@ -52,7 +52,7 @@ class TextFields(BaseModel):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesRequest(Drawn):
+class ResponsesRequest(SamplingFields):
     """The body of a request to /v1/responses.
 
     Additions: seed, chat_template_kwargs, skip_special_tokens, top_k and min_p.
@@ -68,14 +68,14 @@ class ResponsesRequest(Drawn):
     }
     input: str | Messages
     instructions: str | None = None
-    max_output_tokens: NewTokens = Field(None, ge=1, le=MOST_NEW)
+    max_output_tokens: NewTokens = Field(None, ge=1, le=MAX_NEW)
     stream: bool | None = False
     text: TextFields | None = None
     tools: Messages | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include: list[Included] | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
     metadata: dict[str, str] | None = Field(None, max_length=16)
     user: str | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)

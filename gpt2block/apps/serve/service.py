@@ -24,9 +24,10 @@ from gpt2block.engine.grammars import Grammar, Matcher
 from gpt2block.engine.model import ModelEngine
 
 PAUSE = 4e-5  # seconds per open row between deliveries; twice the time of delivering its tokens
-LEAST_PAUSE = 5e-4  # seconds; shorter pauses are left out
-FEW = 4  # open rows up to which a piece is sent before the front has received the previous one
-MOST_FAILED = 3  # failed steps in a row after which the engine is not used any more
+MIN_PAUSE = 5e-4  # seconds; shorter pauses are left out
+# open rows up to which a piece is sent before the front has received the previous one
+MAX_EARLY_ROWS = 4
+MAX_FAILED = 3  # failed steps in a row after which the engine is not used any more
 REST_S = 60.0  # seconds without a request after which the batch gives memory back
 TOKENS_AT_ONCE = 4096  # prompt tokens in a step after which the step computes no further prompt
 
@@ -41,7 +42,7 @@ class Piece(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     tops: list[Tops]
-    guessed: list[bool]
+    drafted: list[bool]
     reused: int = 0
     finish_reason: EndReason | None = None
     error: str | None = None
@@ -50,7 +51,7 @@ class Piece(NamedTuple):
 Key = tuple[int, int]  # (number of a request, index of a row of the request)
 
 
-class Full(Exception):  # noqa: N818  (a reason, not a fault)
+class QueueFull(Exception):  # noqa: N818  (a reason, not a fault)
     """Raised if the queue is full, so that no further row (continuation) can wait."""
 
 
@@ -78,10 +79,10 @@ class Service:
     equal share of them may still submit rows, until there are twice as many rows.
 
     If the engine raises an exception, the rows in slots end with an error, and the batch restarts
-    with the waiting rows. The service fails if the batch cannot restart, or after MOST_FAILED
+    with the waiting rows. The service fails if the batch cannot restart, or after MAX_FAILED
     failed steps in a row.
 
-    batch: an empty result of `batch_of`. most_waiting: most rows that wait for a slot. loop: event
+    batch: an empty result of `batch_of`. max_waiting: most rows that wait for a slot. loop: event
     loop in which pieces are delivered. on_failure: called in the loop after the last pieces if the
     service has failed. observe_first: called in the thread with the seconds to a row's first token.
     observe_between: called after a step with an array, for each row that got a further token the
@@ -94,12 +95,12 @@ class Service:
     def __init__(
         self,
         batch: Batch,
-        most_waiting: int,
+        max_waiting: int,
         loop: asyncio.AbstractEventLoop,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._batch, self._on_failure = batch, on_failure
-        self._loop, self._most_waiting = loop, most_waiting
+        self._loop, self._max_waiting = loop, max_waiting
         self._changed = threading.Condition()
         # (submitted row, its outlet and key, its deadline or None for no deadline)
         self._new: deque[tuple[Row, Place, float | None]] = deque()
@@ -141,25 +142,25 @@ class Service:
         client: str = "",
         deadline: float | None = None,
     ) -> None:
-        """Queue the rows (continuations) of a client's request, or raise Full or EngineFailed.
+        """Queue the rows (continuations) of a client's request, or raise QueueFull or EngineFailed.
 
-        Also raises Full if the compiled rule of a row is no longer kept. number: identifies the
-        request in the outlet. deadline: as for Batch.
+        Also raises QueueFull if the compiled rule of a row is no longer kept. number: identifies
+        the request in the outlet. deadline: as for Batch.
         """
         with self._changed:
             if self.failure is not None:
                 raise EngineFailed(self.failure)
-            most, count = self.slots + self._most_waiting, self.open + len(rows)
+            most, count = self.slots + self._max_waiting, self.open + len(rows)
             own = self._open_of[client] + len(rows)
             share = most // len(self._open_of.keys() | {client})
             if self._ends or (count > most and (own > share or count > 2 * most)):
-                raise Full
+                raise QueueFull
             for row in rows:
                 row.client = client
                 if row.rule is not None:
                     row.matcher = self.matcher_of(row.rule)
                     if row.matcher is None:
-                        raise Full
+                        raise QueueFull
             self._open_of[client] = own
             for index, row in enumerate(rows):
                 self._new.append((row, (outlet, (number, index)), deadline))
@@ -181,7 +182,7 @@ class Service:
             for row in rows:
                 row.held = False
 
-        if (pause := PAUSE * self.open) < LEAST_PAUSE:
+        if (pause := PAUSE * self.open) < MIN_PAUSE:
             go_on()
         else:
             self._loop.call_later(pause, go_on)
@@ -213,7 +214,7 @@ class Service:
     def _turn(self) -> str | None:
         """Take changes and run a step. If the engine fails, log the reason, and return a message.
 
-        Raises the exception of the last of MOST_FAILED failed steps in a row.
+        Raises the exception of the last of MAX_FAILED failed steps in a row.
         """
         try:
             self._take_changes()
@@ -222,7 +223,7 @@ class Service:
         except BaseException as error:
             self.failed += 1
             self._failed_in_a_row += 1
-            if self._failed_in_a_row == MOST_FAILED:
+            if self._failed_in_a_row == MAX_FAILED:
                 raise
             log.error("a step of the engine failed\n%s", traceback_of(error))
             return f"the engine failed: {error!r}"
@@ -364,7 +365,7 @@ class Outlet:
         rows = [row for row, _, _ in pieces if row is not None]
         self._on_the_way.append(rows)
         self._deliver([(key, piece) for _, key, piece in pieces])
-        if len(self._on_the_way) == 1 and self._service.open <= FEW:
+        if len(self._on_the_way) == 1 and self._service.open <= MAX_EARLY_ROWS:
             self._service.release(rows)
 
     def received(self) -> None:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 VARIABLE = "GPT2BLOCK_CPU_CUDA_CACHE"
-MOST_BYTES = 512 * 2**20  # size of the files above which the least recently used ones are deleted
+MAX_BYTES = 512 * 2**20  # size of the files above which the least recently used ones are deleted
 
 
 @cache
@@ -55,7 +55,7 @@ def write(name: str, text: str) -> None:
         trim()
 
 
-def trim(most: int = MOST_BYTES) -> None:
+def trim(most: int = MAX_BYTES) -> None:
     """If the files have more than `most` bytes, delete those that were not used for longest."""
     files = [(path.stat(), path) for path in folder().iterdir() if path.is_file()]
     total = sum(stat.st_size for stat, _ in files)

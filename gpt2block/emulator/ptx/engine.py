@@ -33,7 +33,7 @@ from gpt2block.emulator.ptx.tensor_maps import TensorMap
 
 Order = Literal["forward", "reverse", "shuffled", "interleaved"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled", "interleaved")
-MOST_THREADS = 1024  # threads of a block
+MAX_THREADS = 1024  # threads of a block
 BUDGET = 100_000_000  # warp instructions of a launch
 SOURCES = Path(__file__).parent / "cpp"
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique")
@@ -255,8 +255,8 @@ def _number(at: Sequence[int], sizes: Any) -> int:
 def _check_sizes(
     kernel: str, grid: Sequence[int], block: Sequence[int], cluster: Sequence[int]
 ) -> None:
-    if not 0 < math.prod(block) <= MOST_THREADS:
-        raise LaunchError(f"{kernel}: a block has 1 to {MOST_THREADS} threads, got {tuple(block)}")
+    if not 0 < math.prod(block) <= MAX_THREADS:
+        raise LaunchError(f"{kernel}: a block has 1 to {MAX_THREADS} threads, got {tuple(block)}")
     if min(grid) < 1 or any(n % m for n, m in zip(grid, cluster, strict=False)):
         raise LaunchError(
             f"{kernel}: expected a grid of whole clusters {tuple(cluster)}, got {tuple(grid)}"

@@ -29,7 +29,7 @@ OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-l
 ASK, FIXED_ADDRESSES = 0xFFFFFFFF, 0x0040000  # arguments of personality(2)
 PYTHON = (sys.executable, "-I", "-S")  # a process without the packages and variables of this one
 PADDING, ARGUMENTS = "PADDING", 2**16  # a child's variable; bytes of what starts a child
-MOST_TEXT = 2**26  # bytes of PTX or of a log that a child returns
+MAX_TEXT = 2**26  # bytes of PTX or of a log that a child returns
 TOOLKIT = Path("/usr/local/cuda")
 MISSING = (
     "NVRTC, CUDA's run-time compiler, is not installed: pip install 'nvidia-cuda-nvrtc>=13.3,<14'"
@@ -122,7 +122,7 @@ def _key(request: Sequence[str], folders: Sequence[str]) -> str | None:
                 if path not in seen and path.is_file():
                     seen.add(path)
                     with path.open(encoding="utf-8", errors="replace") as opened:
-                        waiting.append((opened.read(MOST_TEXT), path.parent))
+                        waiting.append((opened.read(MAX_TEXT), path.parent))
                     digest.update(f"{path} {waiting[-1][0]}".encode())
         return f"{digest.hexdigest()[:32]}.ptx.gz"
     return None
@@ -257,8 +257,8 @@ class _Library:
         size = ctypes.c_size_t()
         if getattr(self.functions, f"nvrtcGet{what}Size")(program, ctypes.byref(size)):
             return ""
-        if size.value > MOST_TEXT:
-            sys.exit(f"more than {MOST_TEXT} bytes of {what}")
+        if size.value > MAX_TEXT:
+            sys.exit(f"more than {MAX_TEXT} bytes of {what}")
         text = ctypes.create_string_buffer(size.value)
         getattr(self.functions, f"nvrtcGet{what}")(program, text)
         return text.raw.replace(b"\0", b"").decode(errors="replace")

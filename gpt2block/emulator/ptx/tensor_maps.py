@@ -1,4 +1,4 @@
-"""Tensor maps, which describe arrays to the copy engine, as arguments of kernels."""
+"""Tensor maps, which describe arrays to TMA, as arguments of kernels."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from gpt2block.errors import InputError, shown
 from gpt2block.files.tokenizers.encoding import Encoding
 from gpt2block.sampling import with_defaults
 
-LEAST = 1024  # minimum number of tokens for which a conversation's batch allocates memory
+MIN_TOKENS = 1024  # minimum number of tokens for which a conversation's batch allocates memory
 SYSTEM = "system"  # role of the first messages, which stay in every prompt
 
 
@@ -191,7 +191,7 @@ class Conversation:
         speculate, batch = chosen.speculate, self._batch
         if batch is None or batch.n_ctx < needed or batch.speculate != speculate:
             self._batch = None  # frees the old batch's memory first
-            n_ctx = min(self.n_ctx, max(LEAST, 2 * needed))
+            n_ctx = min(self.n_ctx, max(MIN_TOKENS, 2 * needed))
             self._batch = Batch(self._engine, 1, n_ctx, reuse=True, speculate=speculate)
         run.batch = self._batch
         return run

@@ -37,7 +37,7 @@ from jinja2.parser import Parser  # noqa: E402
 from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
 
 MEMORY = 2**30  # limit of the address space in bytes, except on Windows
-MOST = 2**22  # maximum characters of a rendering
+MAX_CHARACTERS = 2**22  # maximum characters of a rendering
 MARKS = range(0xF0000, 0x10FFFE)  # private-use code points that stand for variables' characters
 # Roles from which a template may build a special token's name, as in "<|" + role + "|>".
 ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function", "ipython",
@@ -226,8 +226,8 @@ def rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
     for part in template.generate(**variables):
         parts.append(part)
         length += len(part)
-        if length > MOST:
-            raise jinja2.TemplateError(f"it writes more than {MOST:,} characters")
+        if length > MAX_CHARACTERS:
+            raise jinja2.TemplateError(f"it writes more than {MAX_CHARACTERS:,} characters")
     return "".join(parts)
 
 

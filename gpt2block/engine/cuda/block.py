@@ -19,13 +19,13 @@ from gpt2block.cuda.foreign import InOrder, as_cupy, direct_view
 from gpt2block.engine.block import NOTHING, BlockEngine, BlockSpec, Given, check_array, check_out
 from gpt2block.engine.cuda.timeline import timed
 from gpt2block.engine.model import StepResult
-from gpt2block.engine.passes.machine import Step
+from gpt2block.engine.passes.executor import Step
 from gpt2block.engine.recorder import Recorded
 from gpt2block.engine.recording import Recording, Recordings
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import InputError
+from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.models.weights.two_part import TwoPartMatrix
 from gpt2block.ops.attention import check_limits
 from gpt2block.ops.stored import stored
 
@@ -61,7 +61,7 @@ class CudaEngine(BlockEngine):
 
     dtype: dtype of x, of every step's result and of the matrices of fused products, which are
     already rounded to it; all other weights are float32. With `BlockSpec.bounds`, both operands of
-    fused products are stored as TwoPartMatrix; a trace returns such activations as float32.
+    fused products are stored as HiLoMatrix; a trace returns such activations as float32.
     Thread-safe; calls on different streams wait for each other, since they share memory.
     """
 
@@ -104,7 +104,7 @@ class CudaEngine(BlockEngine):
             return array.astype(self._dtype, copy=False) if name in self._scales_of_rms else array
         array = cupy.asarray(w, dtype="float32")
         if self.spec.bounds is not None:
-            return TwoPartMatrix.from_float32(stored(array, "float32", transposed=True))
+            return HiLoMatrix.from_float32(stored(array, "float32", transposed=True))
         rows = stored(array, self._dtype, transposed=True)
         return WeightMatrix(rows, self._dtype, None, "NK")
 
@@ -139,8 +139,8 @@ class CudaEngine(BlockEngine):
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
         with cupy.cuda.Device(self.device):
             known = {**self._weights, **{n: _sendable(t) for n, t in tensors.items()}}
-            two_part = self.spec.two_part & tensors.keys()
-            known |= {name: TwoPartMatrix.from_float32(known[name]) for name in two_part}
+            hi_lo = self.spec.hi_lo & tensors.keys()
+            known |= {name: HiLoMatrix.from_float32(known[name]) for name in hi_lo}
             recording = Recordings().make(lambda do: do.do(step, None), known)
             recording.run()
             out = recording.out.get()  # copy before timing, which repeats in-place kernels

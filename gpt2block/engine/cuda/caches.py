@@ -13,7 +13,7 @@ from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.cuda.formats import Formats, cache_option, itemsize
 from gpt2block.engine.model import Drafts, Item, RowFrequencies, cache_kind, describe_cache
-from gpt2block.engine.passes.shares import Share
+from gpt2block.engine.passes.shards import Shard
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.errors import InputError
 from gpt2block.models.config import ModelConfig
@@ -22,9 +22,9 @@ from gpt2block.ops.attention_cached import KV_COPY
 KEPT_SHAPES = 4  # maximum prefill shapes recorded per cache; also maximum temporary caches kept
 KEPT_STARTS = 160  # maximum prefill shapes recorded for the cache of a decoding
 KEPT_CACHES = 2  # maximum caches of ended decodings kept for reuse, with their CUDA graphs
-MOST_LARGER = 2  # maximum size of a reused cache, relative to the size of a new cache
-MOST_SLOTS = 512  # maximum slots of a decoding whose caller accepts fewer slots than requested
-LEAST_CONTEXT = 64  # minimum positions per slot in a decoding's cache
+MAX_LARGER = 2  # maximum size of a reused cache, relative to the size of a new cache
+MAX_SLOTS = 512  # maximum slots of a decoding whose caller accepts fewer slots than requested
+MIN_CONTEXT = 64  # minimum positions per slot in a decoding's cache
 ALIGNED = 16  # bytes per vector load of the kernels
 
 
@@ -112,10 +112,10 @@ def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, in
 class DecodingCaches:
     """The kv_caches of Decodings. A later Decoding can reuse the cache of an ended Decoding."""
 
-    def __init__(self, config: ModelConfig, formats: Formats, share: Share | None = None) -> None:
-        """share: this GPU's part of a model on several GPUs, whose caches have equal sizes."""
-        self._config, self._formats, self._share = config, formats, share
-        self.kv_width = config.kv_width if share is None else share.kv_width
+    def __init__(self, config: ModelConfig, formats: Formats, shard: Shard | None = None) -> None:
+        """shard: this GPU's part of a model on several GPUs, whose caches have equal sizes."""
+        self._config, self._formats, self._shard = config, formats, shard
+        self.kv_width = config.kv_width if shard is None else shard.kv_width
         self._itemsize = itemsize(formats.cache_dtype)
         self._ended: deque[CudaCache] = deque()
 
@@ -125,10 +125,10 @@ class DecodingCaches:
 
     def take(self, slots: int, n_ctx: int, fewer: bool) -> CudaCache:
         """Return a cache of at least `slots` slots. fewer: allow fewer slots if memory is short."""
-        n_ctx = min(max(LEAST_CONTEXT, rounded_up(n_ctx, 4)), self._config.n_ctx)
+        n_ctx = min(max(MIN_CONTEXT, rounded_up(n_ctx, 4)), self._config.n_ctx)
         slots = rounded_up(slots, 2)
         if fewer:
-            slots = min(slots, MOST_SLOTS)
+            slots = min(slots, MAX_SLOTS)
         self._forget(KEPT_CACHES)
         kept = self._kept(slots, n_ctx)
         if fewer and kept is None:
@@ -148,7 +148,7 @@ class DecodingCaches:
 
     def _of_all_gpus(self, value: Item) -> list[Item]:
         """Return the `value` that each GPU of the model passes, in the order of the GPUs."""
-        return [value] if self._share is None else self._share.exchange(value)
+        return [value] if self._shard is None else self._shard.exchange(value)
 
     def new(self, batch: int, n_ctx: int) -> CudaCache:
         """Return a new cache, after freeing kept caches if memory is short. Raises MemoryError."""
@@ -172,7 +172,7 @@ class DecodingCaches:
     def _kept(self, slots: int, n_ctx: int) -> CudaCache | None:
         """Return a kept cache of an ended decoding with `slots` slots, or None.
 
-        A cache has at least n_ctx and at most MOST_LARGER * n_ctx positions per slot. Decodings may
+        A cache has at least n_ctx and at most MAX_LARGER * n_ctx positions per slot. Decodings may
         end, and give back their caches, while this runs.
         """
         for _ in range(len(self._ended)):
@@ -180,7 +180,7 @@ class DecodingCaches:
                 cache = self._ended.popleft()
             except IndexError:
                 return None
-            if cache.batch == slots and n_ctx <= cache.n_ctx <= MOST_LARGER * n_ctx:
+            if cache.batch == slots and n_ctx <= cache.n_ctx <= MAX_LARGER * n_ctx:
                 return cache
             self._ended.append(cache)
         return None
@@ -197,7 +197,7 @@ class DecodingCaches:
         return free_bytes() + sum(cache.nbytes for cache in tuple(self._ended))
 
     def _row_bytes(self, n_ctx: int) -> int:
-        """Return the bytes per slot of keys, values, logits, seen-token flags and activations.
+        """Return the bytes per slot of keys, values, logits, activations, and flags of tokens.
 
         All steps and layers share memory for activations, counted twice because a smaller arena
         can remain in use after a larger one is allocated.

@@ -7,11 +7,11 @@ from functools import cached_property
 from typing import Any
 
 from gpt2block.cuda.formats import FILE, Formats
-from gpt2block.cuda.kernels import TWO_PART
+from gpt2block.cuda.kernels import HI_LO
 from gpt2block.engine.passes.blocks import PassSettings
 from gpt2block.engine.passes.decoding import DecodePass, SumsPass
+from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.passes.forward import forward
-from gpt2block.engine.passes.machine import Machine
 from gpt2block.models.architectures.architecture import Architecture
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
@@ -25,7 +25,7 @@ class DecodingChoice:
     """Choose the kernels of a decoding step by its number of rows (tokens).
 
     matrices: in device memory, by name. bounds: upper bounds of the magnitudes of operands by name,
-    with which products of float32 models read two-part weights; {} for other models.
+    with which products of float32 models read hi/lo weights; {} for other models.
 
     ====================================  =================================================
     rows of a step                        kernels of a layer, and us of a step (NVIDIA H200)
@@ -85,7 +85,7 @@ class DecodingChoice:
             shapes = {name: shape for name, shape in shapes.items() if self._by_wgmma(name)}
             if len(shapes) < len(matrices):
                 return {}
-        dtype = TWO_PART if self.bounds else self.formats.dtype
+        dtype = HI_LO if self.bounds else self.formats.dtype
         fuses = self._fusions(rows)
         plain = fuses.norms and not self._norms_heads
         found = terms_of(dtype, rows, shapes, self.x_dtype is not None, plain)
@@ -94,7 +94,7 @@ class DecodingChoice:
         return found
 
     def step(
-        self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int = 1
+        self, do: Executor, rows: int, terms: Mapping[str, Any] | None, together: int = 1
     ) -> Any:
         """Run a decoding step of `rows` rows (tokens), up to logits, on the executor `do`.
 
@@ -106,7 +106,7 @@ class DecodingChoice:
         return forward(chosen, self.architecture, self.config, "logits")
 
     def _pass(
-        self, do: Machine, rows: int, terms: Mapping[str, Any] | None, together: int
+        self, do: Executor, rows: int, terms: Mapping[str, Any] | None, together: int
     ) -> DecodePass:
         """Return the pass (operations on `do`) of a decoding step. Arguments: see `step`."""
         shapes, fp8_cache = self.config.block_shapes(), self.formats.fp8_cache

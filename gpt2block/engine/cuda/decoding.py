@@ -9,28 +9,28 @@ import numpy as np
 
 from gpt2block.engine.cuda.caches import CudaCache, copy_slots
 from gpt2block.engine.cuda.draft import Draft
-from gpt2block.engine.cuda.grammars import Guessed, Pending, SlotMatchers
+from gpt2block.engine.cuda.grammars import Drafted, Pending, SlotMatchers
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.cuda.prefill import prefill_starts
 from gpt2block.engine.cuda.start_up import start_up
-from gpt2block.engine.cuda.steps import MOST_GUESSING, InFlight, steps_of
+from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, InFlight, steps_of
 from gpt2block.engine.grammars import MaskJob
-from gpt2block.engine.guessing import ROWS, SpeculationPolicy
 from gpt2block.engine.model import NOTHING, Drafts, Ids, Sampled, Start, in_groups, without
 from gpt2block.engine.recorder import rounded_up
+from gpt2block.engine.speculation import ROWS, SpeculationPolicy
 
 PREFILL_TOKENS = 8192  # maximum prompt tokens of one prefill
 IN_FLIGHT = 2  # maximum launched steps whose results the host has not read
-MOST_KNOWN_TEXTS = 8  # slots of known texts: more slots would only have fewer rows each
+MAX_KNOWN_TEXTS = 8  # slots of known texts: more slots would only have fewer rows each
 
 
 class CudaDecoding:
     """Decoding on a GPU: a step is launched before the host reads the previous step's tokens.
 
     A stopped sequence is computed for at most one more step. speculate: if it is True, a step also
-    verifies guesses of the next tokens if that is expected to be faster. Steps of known texts
-    verify as many tokens as they have rows. draft: the draft model, which guesses tokens in every
-    step; None: guesses are copied from the sequence's earlier tokens.
+    verifies draft tokens if that is expected to be faster. Steps of known texts
+    verify as many tokens as they have rows. draft: the draft model, which drafts tokens in every
+    step; None: draft tokens are copied from the sequence's earlier tokens.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class CudaDecoding:
         self.slots, self.n_ctx = slots, cache.n_ctx
         self._model, self._cache, self._draft = model, cache, draft
         self._steps = steps_of(model, cache, speculate)
-        guesses = speculate is True
-        self._pace = SpeculationPolicy(cache.batch, self._steps.times) if guesses else None
+        drafts = speculate is True
+        self._pace = SpeculationPolicy(cache.batch, self._steps.times) if drafts else None
         # Per slot: known text, if the steps verify known texts.
         self._texts: list[Ids] | None = None
         if speculate in ("known", "forced"):
@@ -92,7 +92,7 @@ class CudaDecoding:
         slots = np.array([start.slot for start in group], np.int32)
         masked = any(start.matcher for start in group)
         if masked:
-            self._steps.allow_guesses()
+            self._steps.allow_drafts()
         self._steps.of(self._model, slots, masked=masked)  # allocates memory for first tokens
         grammars = self._with_grammars() or any(each.matcher and each.steps > 1 for each in group)
         self._left[slots] = [start.steps - 1 for start in group]
@@ -110,8 +110,8 @@ class CudaDecoding:
         step = self._steps.begin(self._model, group, slots, logits)
         self._alternatives[slots] = [start.alternatives for start in group]
         if masked and self._matchers is None:
-            assert self._steps.guesses is not None
-            self._matchers = SlotMatchers(self.slots, self._steps.guesses.guess.shape[1])
+            assert self._steps.drafts is not None
+            self._matchers = SlotMatchers(self.slots, self._steps.drafts.draft.shape[1])
         if self._matchers is not None:
             for start in group:
                 self._matchers.begin(start.slot, start.matcher)
@@ -155,7 +155,7 @@ class CudaDecoding:
                     if not self._in_flight:
                         raise RuntimeError("next: expected a sequence in at least one slot")
                     result = self._in_flight.popleft()
-                    if result.guesses:
+                    if result.drafts:
                         self._take(result)
                     else:
                         self._found.append(result.get())
@@ -239,44 +239,44 @@ class CudaDecoding:
     def _rows_of_texts(self, slots: Ids) -> int:
         """Return the rows per slot of a step that verifies known texts: a power of two."""
         most = int(self._left[slots].max())
-        fits = max(1, MOST_GUESSING // rounded_up(len(slots), 1))
+        fits = max(1, MAX_DRAFT_ROWS // rounded_up(len(slots), 1))
         return min(1 << (fits.bit_length() - 1), 1 << (most - 1).bit_length())
 
     def _plan(self) -> Pending:
-        """Choose the next step, in which at least one slot has a grammar, and its guesses."""
+        """Choose the next step, in which at least one slot has a grammar, and its draft tokens."""
         slots, matchers = self._running(), self._matchers
         assert matchers is not None
         expected, together = matchers.expected(slots), 1
-        guesses: Guessed = [()] * len(slots)
+        drafts: Drafted = [()] * len(slots)
         if self._texts is not None:
             together = self._rows_of_texts(slots) if matchers.some[slots].all() else 1
             expected = [
                 self._texts[slot][-left:].tolist()
                 for slot, left in zip(slots.tolist(), self._left[slots].tolist(), strict=True)
             ]
-        # Guesses would delay slots without grammars.
+        # Draft tokens would delay slots without grammars.
         elif any(expected) and matchers.some[slots].all():
             counts = np.array([len(each) for each in expected])
-            together = matchers.pace.for_forced(counts, MOST_GUESSING)
+            together = matchers.pace.for_forced(counts, MAX_DRAFT_ROWS)
             together = self._model.recordings.agreed(together)
         if together > 1:
             most = np.minimum(self._left[slots] - 1, together - 1).tolist()
-            guesses = [each[:n] for each, n in zip(expected, most, strict=True)]
+            drafts = [each[:n] for each, n in zip(expected, most, strict=True)]
         step = self._steps.of(self._model, slots, together, masked=True)
         if not step.captured:
             matchers.pace.skip()
         counted = 1 if self._texts is None else np.minimum(self._left[slots], together)
         self._left[slots] -= counted
-        return Pending(step, slots, guesses, counted)
+        return Pending(step, slots, drafts, counted)
 
     def _launch_forward(self, planned: Pending) -> None:
         """Launch the forward pass of a step in which at least one slot has a grammar."""
-        step, slots, guesses, _ = planned
+        step, slots, drafts, _ = planned
         several = step.together > 1
         if several:
             assert self._matchers is not None
-            assert self._steps.guesses is not None
-            self._matchers.write(slots, guesses, self._steps.guesses)
+            assert self._steps.drafts is not None
+            self._matchers.write(slots, drafts, self._steps.drafts)
         self._steps.place(slots, step, again=several)
         step.forward(self._model)
         self._pending, self._stopped = planned, []
@@ -295,14 +295,14 @@ class CudaDecoding:
 
         The next step is chosen before the launch, so that the GPU does not wait for this choice.
         """
-        step, slots, guesses, expected = pending
+        step, slots, drafts, expected = pending
         assert self._matchers is not None
         for result in self._in_flight:
             result.accept()
-        # Determined tokens are computed as guesses, if rows for them fit into the next step.
-        find = len(slots) * ROWS[0] <= MOST_GUESSING and bool(self._matchers.some[slots].all())
+        # Determined tokens are computed as draft tokens, if rows for them fit into the next step.
+        find = len(slots) * ROWS[0] <= MAX_DRAFT_ROWS and bool(self._matchers.some[slots].all())
         find = find and self._texts is None
-        jobs, late = self._matchers.compute(slots, guesses, find)
+        jobs, late = self._matchers.compute(slots, drafts, find)
         late = self._model.recordings.agreed(late)  # other GPUs wait for masks that the first has
         if late:
             self._set_aside(pending, jobs, late)
@@ -327,12 +327,12 @@ class CudaDecoding:
             return False
         together = 1 if self._texts is None else self._rows_of_texts(slots)
         if self._pace:
-            together = self._pace.together(slots, MOST_GUESSING)
+            together = self._pace.together(slots, MAX_DRAFT_ROWS)
             together = self._model.recordings.agreed(together)
         if self._draft:
             together = max(together, ROWS[0])
             self._model.recordings.meet()  # the draft may allocate memory, so gathers wait
-            self._draft.guess(slots, together - 1, self._steps, self._model.stream)
+            self._draft.propose(slots, together - 1, self._steps, self._model.stream)
             self._model.recordings.meet()
         step = self._steps.of(self._model, slots, together)
         if self._pace and not step.captured:

@@ -1,8 +1,8 @@
-"""Speculative decoding: a smaller draft model guesses tokens, which a decoding step verifies.
+"""Speculative decoding: a smaller draft model drafts tokens, which a decoding step verifies.
 
 The draft model has its own kv_cache and sampler. Before each step of the decoding it samples the
 next tokens of each slot with the random numbers that the larger model will use, so that sampled
-guesses can be right, too. Guesses change no token, only how many tokens a step yields.
+draft tokens can be right, too. Draft tokens change no token, only how many tokens a step yields.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from gpt2block.ops.sample_token import Slots, bind_place
 
 
 class Draft:
-    """A draft model that guesses next tokens. Its kv_cache has the same slots as the Decoding.
+    """A draft model that drafts next tokens. Its kv_cache has the same slots as the Decoding.
 
     If the larger model is on several GPUs, each GPU has a copy of the draft. All copies make the
-    same guesses.
+    same draft tokens.
     """
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
@@ -62,8 +62,8 @@ class Draft:
     def start(self, group: Sequence[Start], running: Ids) -> None:
         """Compute the rest of the prompts, and start their sequences in the draft's slots.
 
-        All prompts are new, or all continue cached tokens. running: slots of the next guesses, for
-        which kernels are compiled while the prompts run; empty if other prompts follow.
+        All prompts are new, or all continue cached tokens. running: slots of the next draft tokens,
+        for which kernels are compiled while the prompts run; empty if other prompts follow.
         """
         slots = np.array([start.slot for start in group], np.int32)
         with self._model.running():
@@ -72,12 +72,13 @@ class Draft:
             if len(running):
                 self._steps.of(self._model, running).recording(self._model)
 
-    def guess(self, slots: Ids, count: int, steps: DecodingSteps, stream: Any) -> None:
-        """Write `count` guessed tokens per slot into `steps`, whose launches run on `stream`.
+    def propose(self, slots: Ids, count: int, steps: DecodingSteps, stream: Any) -> None:
+        """Write `count` draft tokens per slot into `steps`, whose launches run on `stream`.
 
-        K and V of the last guess are also computed: if it is right, the next step continues it.
+        K and V of the last draft token are also computed: if it is right, the next step continues
+        it.
         """
-        assert steps.guesses is not None
+        assert steps.drafts is not None
         own = self._steps
         with self._between(stream):
             step = own.of(self._model, slots)
@@ -89,4 +90,4 @@ class Draft:
             for n in range(count + 1):
                 step.recording(self._model).repeat(self._model.stream)
                 if n < count:
-                    cupy.copyto(steps.guesses.guess[:, n], own.state.token)
+                    cupy.copyto(steps.drafts.draft[:, n], own.state.token)

@@ -1,4 +1,4 @@
-"""Decoding steps with grammars: masks of allowed tokens, and guesses of tokens that are determined.
+"""Decoding steps with grammars: masks of allowed tokens, and determined tokens as drafts.
 
 A mask depends on all tokens before it, so that the host must read a step's tokens before it can
 compute the next step's masks. Such a step therefore runs in two parts: the forward pass is launched
@@ -18,14 +18,14 @@ import numpy as np
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, pinned
 from gpt2block.engine.grammars import Masker, MaskJob, Matcher
-from gpt2block.engine.guessing import SpeculationPolicy
 from gpt2block.engine.model import Ids
-from gpt2block.ops.guesses import MOST_GUESSES, Guesses
+from gpt2block.engine.speculation import SpeculationPolicy
+from gpt2block.ops.drafts import MAX_DRAFTS, DraftTokens
 from gpt2block.ops.sample_token import Masks
 from gpt2block.sampling import mask_words
 
-ANY_NUMBER = 2**30  # value of `Guesses.left` if only the host counts the tokens left to draw
-Guessed = Sequence[Sequence[int]]  # for each slot of a step, the tokens in its rows after the first
+ANY_NUMBER = 2**30  # value of `DraftTokens.left` if only the host counts the tokens left to draw
+Drafted = Sequence[Sequence[int]]  # for each slot of a step, the tokens in its rows after the first
 
 
 class PinnedPair:
@@ -79,19 +79,19 @@ class Pending(NamedTuple):
 
     step: Any  # DecodingStep
     slots: Ids
-    guesses: Guessed
-    expected: Ids | int = 1  # number of tokens for each slot if all guesses are right
+    drafts: Drafted
+    expected: Ids | int = 1  # number of tokens for each slot if all draft tokens are right
 
 
 class SlotMatchers:
     """The Matchers of a decoding's slots, and the tokens that the grammars determine next.
 
     These tokens are known before they are sampled. Therefore one step computes the rows of several
-    such tokens, as it does for guesses.
+    such tokens, as it does for draft tokens.
     """
 
     def __init__(self, slots: int, most: int) -> None:
-        """most: maximum guesses of a slot in a step."""
+        """most: maximum draft tokens of a slot in a step."""
         self.of: list[Matcher | None] = [None] * slots
         self.some = np.zeros(slots, bool)  # whether each slot has a matcher, and is not late
         self.pace = SpeculationPolicy(slots)  # times of steps with different numbers of rows
@@ -108,17 +108,17 @@ class SlotMatchers:
         self.late.pop(slot, None)  # left by a sequence that ended before its last step
 
     def compute(
-        self, slots: Ids, guesses: Guessed, find: bool
+        self, slots: Ids, drafts: Drafted, find: bool
     ) -> tuple[list[MaskJob | None], list[int]]:
         """Return for each slot the masks of the next sampler, and the indices of late masks.
 
-        None: all tokens are allowed. guesses: of the rows that this sampler reads. find: whether to
+        None: all tokens are allowed. drafts: of the rows that this sampler reads. find: whether to
         find determined tokens. The matchers must have accepted all tokens of earlier samplers.
         """
         jobs: list[MaskJob | None] = []
-        for slot, guessed in zip(slots.tolist(), guesses, strict=True):
+        for slot, drafted in zip(slots.tolist(), drafts, strict=True):
             matcher, (late, _) = self.of[slot], self.late.pop(slot, (None, None))
-            jobs.append(late or (matcher and MaskJob(matcher, guessed, find)))
+            jobs.append(late or (matcher and MaskJob(matcher, drafted, find)))
         self.masker.compute(job for job in jobs if job is not None and job.future is None)
         if not self.masker.late:
             return jobs, []
@@ -143,17 +143,17 @@ class SlotMatchers:
     def expect(self, slots: Ids, jobs: Sequence[MaskJob | None], together: int) -> None:
         """Store the tokens that are determined after the tokens of a sampler with these masks."""
         for slot, job in zip(slots.tolist(), jobs, strict=True):
-            guessed, forced = (job.guesses[: together - 1], job.forced) if job else ((), [])
+            drafted, forced = (job.drafts[: together - 1], job.forced) if job else ((), [])
             right = 0
-            while right < min(len(guessed), len(forced)) and guessed[right] == forced[right]:
+            while right < min(len(drafted), len(forced)) and drafted[right] == forced[right]:
                 right += 1
-            self._next[slot] = [*forced[right + 1 : right + 1 + MOST_GUESSES]]
+            self._next[slot] = [*forced[right + 1 : right + 1 + MAX_DRAFTS]]
 
-    def write(self, slots: Ids, guesses: Guessed, to: Guesses) -> None:
-        """Copy the guesses of `slots` to the device. All other slots get none."""
+    def write(self, slots: Ids, drafts: Drafted, to: DraftTokens) -> None:
+        """Copy the draft tokens of `slots` to the device. All other slots get none."""
         buffer, sent = self._buffer.next()
         buffer[:] = -1
-        for slot, guessed in zip(slots.tolist(), guesses, strict=True):
-            buffer[slot, : len(guessed)] = guessed
-        to.guess[: len(buffer)].set(buffer)
+        for slot, drafted in zip(slots.tolist(), drafts, strict=True):
+            buffer[slot, : len(drafted)] = drafted
+        to.draft[: len(buffer)].set(buffer)
         sent.record()

@@ -24,14 +24,13 @@ from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import Formats
 from gpt2block.engine.cuda.caches import KEPT_SHAPES, CudaCache, DecodingCaches, forget_oldest
 from gpt2block.engine.cuda.choice import DecodingChoice
-from gpt2block.engine.cuda.decoding import MOST_KNOWN_TEXTS, CudaDecoding
+from gpt2block.engine.cuda.decoding import MAX_KNOWN_TEXTS, CudaDecoding
 from gpt2block.engine.cuda.draft import Draft
 from gpt2block.engine.cuda.prefill import PrefillPrograms, Requested, programs_of
 from gpt2block.engine.cuda.products import choose_products, divisors, request_kernels
-from gpt2block.engine.cuda.steps import MOST_GUESSING, DecodingSteps, steps_of
+from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, DecodingSteps, steps_of
 from gpt2block.engine.cuda.timeline import timed
 from gpt2block.engine.cuda.weights import CudaWeights, PromptWeights, check_room
-from gpt2block.engine.guessing import ROWS
 from gpt2block.engine.model import (
     Drafts,
     Floats,
@@ -44,12 +43,13 @@ from gpt2block.engine.model import (
     stored_tensors,
 )
 from gpt2block.engine.passes.blocks import PassSettings
+from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.passes.forward import Want, forward
-from gpt2block.engine.passes.machine import Machine
 from gpt2block.engine.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products
-from gpt2block.engine.passes.shares import OF_SHARE, Share
+from gpt2block.engine.passes.shards import OF_SHARD, Shard
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.recording import Recording, Recordings
+from gpt2block.engine.speculation import ROWS
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
 from gpt2block.models.architectures import architecture_of
@@ -71,7 +71,7 @@ class CudaModel(CudaWeights):
     Prefill computes on tensor cores (`on_tensor_cores`) if the GPU has them and the architecture
     permits the head size. With 16-bit matrices, its activations have the matrices' dtype. With FP8
     matrices they are float16; activations that may exceed its range are divided by a power of two
-    (`divisors`). With float32 matrices, operands are two-part; decoding reads these matrices, too.
+    (`divisors`). With float32 matrices, operands are hi/lo; decoding reads these matrices, too.
 
     Thread-safe: calls run one after another on one stream.
     """
@@ -82,22 +82,22 @@ class CudaModel(CudaWeights):
         tensors: Tensors,
         formats: Formats,
         device: int,
-        share: Share | None = None,
+        shard: Shard | None = None,
     ) -> None:
-        """share: this GPU's part of a model on several GPUs; None if the model is on one GPU."""
+        """shard: this GPU's part of a model on several GPUs; None if the model is on one GPU."""
         super().__init__(config, formats, f"cuda:{device}")
-        self.device, self._share = device, share
+        self.device, self._shard = device, shard
         self._architecture, self._settings = architecture_of(config), PassSettings.of(config)
-        if share is not None:
-            self._settings = self._settings._replace(**share.heads)
+        if shard is not None:
+            self._settings = self._settings._replace(**shard.heads)
         self._scratch_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
-        self.recordings = Recordings(share)
-        self._caches = DecodingCaches(config, formats, share)
-        self.draft: CudaModel | None = None  # the model that guesses tokens for this one
+        self.recordings = Recordings(shard)
+        self._caches = DecodingCaches(config, formats, shard)
+        self.draft: CudaModel | None = None  # the model that drafts tokens for this one
         self._lock = threading.RLock()
         with cupy.cuda.Device(device):
-            check_room(config, formats, share)
+            check_room(config, formats, shard)
             self.stream = cupy.cuda.Stream(non_blocking=True)
             tensors_ready = cupy.cuda.Event(disable_timing=True)
             tensors_ready.record()  # the caller's stream may still compute tensors in device memory
@@ -108,17 +108,17 @@ class CudaModel(CudaWeights):
                 constants = self._architecture.constants(config, self._vectors)
                 self._constants = {name: cupy.asarray(a) for name, a in constants.items()}
                 weights = self._matrices, self._vectors
-                if share is not None:
-                    self._take_share_of_head(share)
+                if shard is not None:
+                    self._take_shard_of_head(shard)
                 self.products, self._bounds = self._choose_products(largest)
-                two_part, fp8 = self.products == "two_part", self.products == "fp8"
+                hi_lo, fp8 = self.products == "hi_lo", self.products == "fp8"
                 self._divisors = divisors(config, self._bounds) if fp8 else {}
-                divided, several = self._divisors, share is not None
+                divided, several = self._divisors, shard is not None
                 self.prompts = PromptWeights(config, self.products, *weights, divided, several)
-                bounds = self._bounds if two_part else {}
+                bounds = self._bounds if hi_lo else {}
                 functions = self._architecture, self._settings, several
                 self.decoding = DecodingChoice(config, formats, self._matrices, bounds, *functions)
-                exact = continues_exactly(config.head_size, formats.fp8_cache) and not two_part
+                exact = continues_exactly(config.head_size, formats.fp8_cache) and not hi_lo
                 self.continues_exactly = exact or not self.on_tensor_cores
                 self.divides_prompts = self.continues_exactly
                 self.stream.synchronize()
@@ -131,7 +131,7 @@ class CudaModel(CudaWeights):
 
     def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
         """Return the kind of prefill's products, and bounds of their operands by name."""
-        return choose_products(self.config, self._matrices, self._vectors, largest, self._share)
+        return choose_products(self.config, self._matrices, self._vectors, largest, self._shard)
 
     @property
     def on_tensor_cores(self) -> bool:
@@ -146,9 +146,9 @@ class CudaModel(CudaWeights):
         while True:
             with self.running():  # the lock is free while the caller uses an item
                 item = next(items, None)
-                if item is not None and self._share is not None:
+                if item is not None and self._shard is not None:
                     name, array, layout = item
-                    item = name, self._share.joined(name, array, int(layout == "KN")), layout
+                    item = name, self._shard.joined(name, array, int(layout == "KN")), layout
             if item is None:
                 return
             yield item
@@ -287,13 +287,13 @@ class CudaModel(CudaWeights):
         V = self.config.vocab_size
         with self.running():
             recording = self._pass(ids, cached)
-            copying = ("kv_append", "kv_round", "operand", "rows", "take", "two_part")
+            copying = ("kv_append", "kv_round", "operand", "rows", "take", "hi_lo")
             names = [n for n, each in recording.steps.items() if each.step.op not in copying]
             traced = recording.trace(filter(recording.returns, names))
             copies = {name: copy.get() for name, copy in traced.items()}
-            if (share := self._share) is not None:
-                joined = {name: share.joined(name, copy) for name, copy in copies.items()}
-                copies = {name.removesuffix(OF_SHARE): copy for name, copy in joined.items()}
+            if (shard := self._shard) is not None:
+                joined = {name: shard.joined(name, copy) for name, copy in copies.items()}
+                copies = {name.removesuffix(OF_SHARD): copy for name, copy in joined.items()}
             whole = {name: self._whole(name, copy, cached) for name, copy in copies.items()}
         heads = ("logits", "uncapped")
         return {n: a[:, :V] if n.startswith(heads) else a for n, a in whole.items()}
@@ -332,13 +332,13 @@ class CudaModel(CudaWeights):
     ) -> CudaDecoding:
         smaller = self.draft if speculate is True else None
         if fewer and speculate in ("known", "forced"):
-            slots = min(slots, MOST_KNOWN_TEXTS)
+            slots = min(slots, MAX_KNOWN_TEXTS)
         if smaller is not None:
-            most = MOST_GUESSING // ROWS[0]
+            most = MAX_DRAFT_ROWS // ROWS[0]
             if slots > most and not fewer:
                 raise InputError(
                     f"{slots:,} texts together with a draft model: expected at most {most}, as a "
-                    f"step has {MOST_GUESSING} rows with guesses: use ",
+                    f"step has {MAX_DRAFT_ROWS} rows with draft tokens: use ",
                     Argument("rows_at_once"),
                     f" of {most}",
                 )
@@ -357,7 +357,7 @@ class CudaModel(CudaWeights):
             return decoding
 
     def drafting(self, slots: int, n_ctx: int) -> tuple[Draft, CudaCache]:
-        """Return a Draft that guesses tokens for another model's slots, and the Draft's cache."""
+        """Return a Draft that drafts tokens for another model's slots, and the Draft's cache."""
         with self.running():
             cache = self._caches.take(slots, n_ctx, fewer=False)
             return Draft(self, cache), cache
@@ -383,7 +383,7 @@ class CudaModel(CudaWeights):
         self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
         hopper = gpu().has_wgmma
-        appends = hopper and tensor_cores_take("hopper", self.config.head_size)
+        appends = hopper and tensor_cores_take("wgmma", self.config.head_size)
         return Prefill(
             self.products,
             rows,
@@ -399,7 +399,7 @@ class CudaModel(CudaWeights):
 
     def given(self) -> dict[str, Any]:
         """Return {name that steps use: array or matrix} of the weights that decoding reads."""
-        return {**self._vectors, **self._matrices, **self._constants, **self.prompts.two_part}
+        return {**self._vectors, **self._matrices, **self._constants, **self.prompts.hi_lo}
 
     def prompt_weights(self, head: bool) -> dict[str, Any]:
         """Return the weights that prefill reads, with memory for converted weights.
@@ -417,7 +417,7 @@ class CudaModel(CudaWeights):
         shape = Prefill(self.products, len(hidden), 1, len(hidden), cached=False)
         tensors = {**self.prompt_weights(head=True), "normed": hidden}
 
-        def run(do: Machine, first: int, end: int) -> Any:
+        def run(do: Executor, first: int, end: int) -> Any:
             return self._prefill_pass(shape, do).logits_of("normed", first, end)
 
         for first in range(0, len(hidden), ROWS_AT_ONCE):
@@ -426,9 +426,9 @@ class CudaModel(CudaWeights):
             recording.run()
             yield recording.out
 
-    def _prefill_pass(self, shape: Prefill, do: Machine) -> PrefillPass:
+    def _prefill_pass(self, shape: Prefill, do: Executor) -> PrefillPass:
         return shape.over(do, self._settings, self.formats.dtype, self._bounds)
 
-    def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
+    def forward_pass(self, shape: Prefill, do: Executor, want: Want | None) -> Any:
         """Run a prefill of this shape, up to the output `want`, on the executor `do`."""
         return forward(self._prefill_pass(shape, do), self._architecture, self.config, want)

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from gpt2block.engine.cuda.choice import DecodingChoice
+from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.passes.forward import Want
-from gpt2block.engine.passes.machine import Machine
 from gpt2block.engine.passes.prefill import Prefill
 from gpt2block.engine.recording import Recordings
 from gpt2block.models.config import ModelConfig
@@ -42,6 +42,6 @@ class CudaPasses(Protocol):
         """Return the Prefill of `rows` tokens. cached: whether the kv_cache stores any layers."""
         ...
 
-    def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
+    def forward_pass(self, shape: Prefill, do: Executor, want: Want | None) -> Any:
         """Run a prefill of this shape, up to the output `want`, on the executor `do`."""
         ...

@@ -17,13 +17,13 @@ from gpt2block.cuda.formats import FILE, FP8, GGUF, Formats, own_cache_dtype
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.engine.model import FLOAT16
 from gpt2block.engine.passes.prefill import Products
-from gpt2block.engine.passes.shares import Share
+from gpt2block.engine.passes.shards import Shard
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import ModelConfig
+from gpt2block.models.weights.hi_lo import LARGEST_BOUND, HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix, on_host
-from gpt2block.models.weights.two_part import LARGEST_BOUND, TwoPartMatrix
 from gpt2block.ops import registry
-from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
+from gpt2block.ops.attention import SIXTEEN_BITS, hi_lo_fits
 from gpt2block.ops.products import MULTIPLE
 from gpt2block.ops.sample_token import request as request_sampler
 from gpt2block.ops.to_fp8 import ROW_NORMS
@@ -41,9 +41,9 @@ def request_kernels(config: ModelConfig, formats: Formats) -> None:
     if products == "float32":
         return
     qkv: Any
-    if products == "two_part":
+    if products == "hi_lo":
         parts = cupy.empty((2, 1, width), "float16")
-        qkv = TwoPartMatrix(parts, cupy.empty(1, "float32"), (1, width), one_scale=1.0)
+        qkv = HiLoMatrix(parts, cupy.empty(1, "float32"), (1, width), one_scale=1.0)
     else:
         qkv = cupy.empty((1, width), FLOATS[own_cache_dtype(formats.dtype)])
     heads = {"n_head": config.n_head, "n_kv_head": config.kv_width // config.head_size}
@@ -59,7 +59,7 @@ def possible_products(config: ModelConfig, dtype: str) -> Products:
         return "16_bits"
     if dtype in (*FP8, FILE):
         return "fp8"
-    return "two_part" if two_part_fits(config.head_size) else "float32"
+    return "hi_lo" if hi_lo_fits(config.head_size) else "float32"
 
 
 def has_sizes_of_tensor_cores(config: ModelConfig) -> bool:
@@ -69,9 +69,9 @@ def has_sizes_of_tensor_cores(config: ModelConfig) -> bool:
     return known and not any(n % MULTIPLE for n in sizes)
 
 
-def two_part_bytes(config: ModelConfig, formats: Formats) -> int:
-    """Return the bytes of the two-part copies of weights; 0 if products do not read such copies."""
-    if possible_products(config, formats.dtype) != "two_part":
+def hi_lo_bytes(config: ModelConfig, formats: Formats) -> int:
+    """Return the bytes of the hi/lo copies of weights; 0 if products do not read such copies."""
+    if possible_products(config, formats.dtype) != "hi_lo":
         return 0
     shapes = [shape for shape in config.block_shapes().values() if len(shape) == 2]
     head = config.n_embd, config.vocab_size
@@ -83,14 +83,14 @@ def choose_products(
     matrices: Mapping[str, WeightMatrix],
     vectors: Mapping[str, CudaArray],
     largest: Mapping[str, float],
-    share: Share | None = None,
+    shard: Shard | None = None,
 ) -> tuple[Products, dict[str, float]]:
     """Return the kind of prefill's products, and a dict from operands' names to upper bounds.
 
     The products are possible if no activation of a prompt, divided by its divisor if it has one
-    (`divisors`), can exceed the range of float16, or of a two-part scale, for any tokens. largest:
-    the largest magnitude of every tensor. share: this GPU's part of the matrices, if they are
-    divided; bounds then hold for the shares of all GPUs.
+    (`divisors`), can exceed the range of float16, or of a hi/lo scale, for any tokens. largest:
+    the largest magnitude of every tensor. shard: this GPU's part of the matrices, if they are
+    divided; bounds then hold for the shards of all GPUs.
     """
     blocks = [matrix for name, matrix in matrices.items() if name.startswith("h.")]
     in_blocks = any(matrix.dtype == GGUF for matrix in matrices.values())
@@ -103,7 +103,7 @@ def choose_products(
         if matrices[w].dtype in IN_BYTES:  # float16 activations need tight bounds
             ones = cupy.full((matrices[w].K,), 1, "float32")
             own = row_norms(matrices[w], vectors[gamma] if gamma else ones)
-            return own if share is None else np.concatenate(share.exchange(own))
+            return own if shard is None else np.concatenate(shard.exchange(own))
         factor = largest[gamma] if gamma else 1.0
         return np.array([math.sqrt(matrices[w].K) * largest[w] * factor])
 

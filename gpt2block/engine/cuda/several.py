@@ -1,4 +1,4 @@
-"""A model on several GPUs: one thread drives each GPU, which has a share of every matrix.
+"""A model on several GPUs: one thread drives each GPU, which has a shard of every matrix.
 
 Every call runs on all GPUs at once, each with its own `CudaModel`, and returns the results of the
 first. Host code is the same on all of them, so that they launch the same gathers in the same order.
@@ -41,13 +41,13 @@ from gpt2block.engine.model import (
     Tensors,
     describe_cache,
 )
-from gpt2block.engine.passes.shares import Meeting, Share
+from gpt2block.engine.passes.shards import Meeting, Shard
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import DeviceError, InputError
 from gpt2block.files.checkpoints.checkpoint import Checkpoint, FileStates
 from gpt2block.files.checkpoints.stored import Stored
 from gpt2block.models.config import ModelConfig
-from gpt2block.ops.gather import Mailboxes
+from gpt2block.ops.all_gather import PeerBuffers
 
 Found = TypeVar("Found")
 
@@ -55,9 +55,9 @@ Found = TypeVar("Found")
 class Crew:
     """A thread for each GPU. All threads run the same calls, in the same order.
 
-    Gathers of two models must not run on a GPU at the same time. Their blocks wait for other GPUs
-    while they occupy multiprocessors. Each gather could wait for blocks of another GPU that the
-    other gather prevents from starting.
+    All-gathers of two models must not run on a GPU at the same time. Their blocks wait for other
+    GPUs while they occupy multiprocessors. Each gather could wait for blocks of another GPU that
+    the other gather prevents from starting.
     """
 
     lock = threading.RLock()  # held by the crew that runs a call
@@ -65,24 +65,24 @@ class Crew:
 
     def __init__(self, devices: Sequence[int]) -> None:
         self.devices = tuple(devices)
-        self.mail, self.meeting = Mailboxes(devices), Meeting(len(devices))
+        self.peers, self.meeting = PeerBuffers(devices), Meeting(len(devices))
         self._threads = [ThreadPoolExecutor(1, f"cuda:{device}") for device in devices]
 
     def run(self, calls: Sequence[Callable[[], Found]]) -> list[Found]:
         """Run a call on each GPU's thread, all at once; return their results.
 
         If a call raises, all other calls end: gathers that wait for this GPU end without a result.
-        Raises the error of the first GPU that has one, or DeviceError if a gather has waited too
-        long.
+        Raises the error of the first GPU that has one, or DeviceError if an all-gather has waited
+        too long.
         """
         with self.lock:
             self._wait_for_others()
             pairs = zip(self._threads, calls, strict=True)
             futures = [thread.submit(self._guarded, call) for thread, call in pairs]
             errors = [error for each in futures if (error := each.exception()) is not None]
-            if not errors and not self.mail.aborted:
+            if not errors and not self.peers.aborted:
                 return [each.result() for each in futures]
-            self.mail.clear()
+            self.peers.clear()
             self.meeting.reset()
             own = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
             raise (
@@ -109,7 +109,7 @@ class Crew:
         try:
             return call()
         except BaseException:
-            self.mail.abort()
+            self.peers.abort()
             self.meeting.abort()
             raise
 
@@ -118,7 +118,7 @@ class SeveralCaches:
     """The kv_caches of a model on several GPUs.
 
     Each GPU stores the keys and values of the heads that it computes: its own, or all of them
-    (`Share.divides_heads`). nbytes is the sum over all GPUs.
+    (`Shard.divides_heads`). nbytes is the sum over all GPUs.
     """
 
     def __init__(self, parts: Sequence[CudaCache], kind: Any) -> None:
@@ -158,17 +158,18 @@ class SeveralCudaModels:
         self.config, self.formats, self.devices = config, formats, tuple(devices)
         self._crew = crew = Crew(devices)
         with cupy.cuda.Device(devices[0]):
-            two_part = possible_products(config, formats.dtype) == "two_part"
+            hi_lo = possible_products(config, formats.dtype) == "hi_lo"
 
         def made(index: int, items: Tensors) -> CudaModel:
             device = devices[index]
             with cupy.cuda.Device(device):
-                mail = crew.mail.of(index)
-            return CudaModel(config, items, formats, device, replace(share, index=index, mail=mail))
+                peers = crew.peers.of(index)
+            own = replace(shard, index=index, peers=peers)
+            return CudaModel(config, items, formats, device, own)
 
-        share = Share(config, formats.dtype, 0, len(devices), crew.meeting, two_part=two_part)
-        self._share = share  # share of the first GPU
-        copies = _copies(_read_whole(tensors, share), len(devices))
+        shard = Shard(config, formats.dtype, 0, len(devices), crew.meeting, hi_lo=hi_lo)
+        self._shard = shard  # shard of the first GPU
+        copies = _copies(_read_whole(tensors, shard), len(devices))
         calls = [partial(made, n, each) for n, each in enumerate(copies)]
         self.parts: list[CudaModel] = crew.run(calls)
         first = self.parts[0]
@@ -185,7 +186,7 @@ class SeveralCudaModels:
 
     @property
     def draft(self) -> CudaModel | None:
-        """The first GPU's copy of the draft model. Every GPU has one; all make equal guesses."""
+        """The first GPU's copy of the draft model. Every GPU has one; all draft the same tokens."""
         return self.parts[0].draft
 
     @draft.setter
@@ -203,7 +204,7 @@ class SeveralCudaModels:
 
     @property
     def bytes_by_gpu(self) -> BytesByGpu:
-        of_token = token_bytes(self.config, self.formats, self._share)
+        of_token = token_bytes(self.config, self.formats, self._shard)
         return BytesByGpu([part.nbytes for part in self.parts], of_token)
 
     def describe(self) -> str:
@@ -301,11 +302,11 @@ class SeveralDecodings:
             part.stop(slots)
 
 
-def _read_whole(tensors: Tensors, share: Share) -> Tensors:
+def _read_whole(tensors: Tensors, shard: Shard) -> Tensors:
     """Yield the tensors. Read each `Stored` that is not divided, once for all GPUs."""
     for name, given, layout in tensors:
         array: Any = given
-        if isinstance(array, Stored) and not share.spans(name):
+        if isinstance(array, Stored) and not shard.spans(name):
             array = array.read()
         yield name, array, layout
 

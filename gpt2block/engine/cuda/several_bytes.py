@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gpt2block.cuda.formats import FILE, Formats, itemsize
 from gpt2block.engine.cuda.products import has_sizes_of_tensor_cores
 from gpt2block.engine.model import weight_bytes
-from gpt2block.engine.passes.shares import Meeting, Share
+from gpt2block.engine.passes.shards import Meeting, Shard
 from gpt2block.files.checkpoints.gguf_types import bytes_in_blocks
 from gpt2block.files.checkpoints.stored import Stored
 from gpt2block.models.config import ModelConfig
@@ -28,23 +28,21 @@ def bytes_by_gpu(
 
     stored: the model's tensors in a file, whose types determine the bytes for dtype "file".
     """
-    two_part = formats.dtype == "float32" and has_sizes_of_tensor_cores(config)
+    hi_lo = formats.dtype == "float32" and has_sizes_of_tensor_cores(config)
     meeting = Meeting(count)
-    shares = [
-        Share(config, formats.dtype, n, count, meeting, two_part=two_part) for n in range(count)
-    ]
+    shards = [Shard(config, formats.dtype, n, count, meeting, hi_lo=hi_lo) for n in range(count)]
     if formats.dtype == FILE:
-        weights = [bytes_in_blocks(_own(stored, share)) for share in shares]
+        weights = [bytes_in_blocks(_own(stored, shard)) for shard in shards]
     else:
-        weights = [weight_bytes(config, formats, share.shapes()) for share in shares]
-    return BytesByGpu(weights, token_bytes(config, formats, shares[0]))
+        weights = [weight_bytes(config, formats, shard.shapes()) for shard in shards]
+    return BytesByGpu(weights, token_bytes(config, formats, shards[0]))
 
 
-def token_bytes(config: ModelConfig, formats: Formats, share: Share) -> int:
+def token_bytes(config: ModelConfig, formats: Formats, shard: Shard) -> int:
     """Return the bytes of a token's keys and values of all layers on one of several GPUs."""
-    return 2 * config.n_layer * share.kv_width * itemsize(formats.cache_dtype)
+    return 2 * config.n_layer * shard.kv_width * itemsize(formats.cache_dtype)
 
 
-def _own(stored: Mapping[str, Stored], share: Share) -> list[Stored]:
-    spans = ((tensor, share.spans(name)) for name, tensor in stored.items())
+def _own(stored: Mapping[str, Stored], shard: Shard) -> list[Stored]:
+    spans = ((tensor, shard.spans(name)) for name, tensor in stored.items())
     return [tensor.of_spans(own) if own else tensor for tensor, own in spans]

@@ -19,10 +19,10 @@ from gpt2block.cuda import cupy
 from gpt2block.engine.cuda.caches import CudaCache
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.cuda.prefill import programs_of, start_kind
-from gpt2block.engine.cuda.steps import MOST_GUESSING, DecodingStep, steps_of
-from gpt2block.engine.guessing import ROWS
+from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, DecodingStep, steps_of
 from gpt2block.engine.model import Ids
 from gpt2block.engine.recorder import rounded_up
+from gpt2block.engine.speculation import ROWS
 
 PROMPTS = 16, 256  # prefills to capture as CUDA graphs: minimum and maximum tokens per prompt
 TOGETHER = 4  # largest number of prompts per prefill that `start_up` captures as a CUDA graph
@@ -42,7 +42,7 @@ def start_up(
 
     slots: slots of a decoding in which no sequence runs; their kv_cache is overwritten. most:
     maximum tokens of prompts that start together. continued: whether prompts may continue cached
-    tokens. speculate: whether steps compute guesses, too.
+    tokens. speculate: whether steps compute draft tokens, too.
     """
     start = _Parts(model, cache, speculate)
     counts = sorted({rounded_up(n, 2) for n in range(1, slots + 1)})
@@ -52,7 +52,7 @@ def start_up(
     steps = [(count, 1) for count in counts]
     if speculate:
         pairs = product(sorted({min(rounded_up(n, 1), cache.batch) for n in counts}), ROWS)
-        steps += [(count, rows) for count, rows in pairs if count * rows <= MOST_GUESSING]
+        steps += [(count, rows) for count, rows in pairs if count * rows <= MAX_DRAFT_ROWS]
     parts: list[Callable[[], None]] = [
         # The largest prefill comes first, because smaller prefills can then use its memory.
         *(partial(start.bind, kind) for kind in sorted(bound, reverse=True)),

@@ -19,7 +19,6 @@ from gpt2block.engine.cuda.caches import CudaCache
 from gpt2block.engine.cuda.grammars import ANY_NUMBER, HostMasks
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.grammars import Matcher
-from gpt2block.engine.guessing import StepTimes
 from gpt2block.engine.model import (
     Alternatives,
     Drafts,
@@ -33,20 +32,21 @@ from gpt2block.engine.model import (
 from gpt2block.engine.passes import check_read
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.recording import Recording
-from gpt2block.ops.guesses import MOST_GUESSES, MOST_KNOWN, TAKEN, Guesses, bind_take
+from gpt2block.engine.speculation import StepTimes
+from gpt2block.ops.drafts import MAX_DRAFTS, MAX_KNOWN, TAKEN, DraftTokens, bind_take
 from gpt2block.ops.sample_token import (
     SampleState,
     Slots,
-    bind_drawn,
     bind_place,
+    bind_sampled,
     bind_state,
-    mark_seen,
+    mark_occurred,
 )
 from gpt2block.ops.top_logprobs import TOP_LOGPROBS
-from gpt2block.sampling import CHANGES, MOST_ALTERNATIVES, Sampling, changes
+from gpt2block.sampling import CHANGES, MAX_ALTERNATIVES, Sampling, changes
 
-CHANGED, COUNTED = 1, 2  # kinds of logit changes; COUNTED: penalties need counts of drawn tokens
-MOST_GUESSING = 64  # maximum rows (tokens) of a step that also computes guessed tokens
+CHANGED, COUNTED = 1, 2  # kinds of logit changes; COUNTED: penalties need counts of sampled tokens
+MAX_DRAFT_ROWS = 64  # maximum rows (tokens) of a step that also computes draft tokens
 
 
 class DecodingSteps:
@@ -57,37 +57,37 @@ class DecodingSteps:
     ) -> None:
         """floats: whether activations are readable floats; else `Terms`. The results are equal.
 
-        speculate: all steps can compute guesses; otherwise only steps with grammars can.
+        speculate: all steps can compute draft tokens; otherwise only steps with grammars can.
         """
         B, config = cache.batch, model.config
         self.floats, self.speculate = floats, speculate
         self.n_ctx, self.batch = cache.n_ctx, B
         self.state = SampleState.allocate(B, config.vocab_size)
-        most = MOST_KNOWN if speculate in ("known", "forced") else MOST_GUESSES
-        self.guesses = Guesses.allocate(B, cache.n_ctx, most) if speculate else None
-        self.rows = rows = max(B, min(B * (1 + most), MOST_GUESSING))
+        most = MAX_KNOWN if speculate in ("known", "forced") else MAX_DRAFTS
+        self.drafts = DraftTokens.allocate(B, cache.n_ctx, most) if speculate else None
+        self.rows = rows = max(B, min(B * (1 + most), MAX_DRAFT_ROWS))
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
         self.cache_tensors = cache_tensors(cache, config.n_layer)
         # Key: number of slots, kind of logit changes (0, CHANGED or COUNTED), rows per slot, masks.
         self._steps: dict[tuple[int, int, int, bool], DecodingStep] = {}
         self.changes: CudaArray = None  # (slots, CHANGES) logit changes, created on first use
-        self.counts: CudaArray = None  # (slots, V) counts of drawn tokens, created on first use
+        self.counts: CudaArray = None  # (slots, V) counts of sampled tokens, created on first use
         self._changed = np.zeros(B, np.int8)  # result of `_kind_of` for each slot
         # Arguments of the last assignment by `place`: number of rows, rows per slot, slots.
         self._placed: tuple[int, int, Ids] | None = None
-        self.times = StepTimes()  # measured times of steps that compute guesses
+        self.times = StepTimes()  # measured times of steps that compute draft tokens
 
     @cached_property
     def masks(self) -> HostMasks:
         """Masks for steps with grammars."""
         return HostMasks(self.rows, self.logits.shape[1])
 
-    def allow_guesses(self) -> None:
-        """Allocate memory for guesses before the first step that has grammars."""
-        if self.guesses is None:
-            self.guesses = Guesses.allocate(self.batch, self.n_ctx)
-            self.guesses.left.fill(ANY_NUMBER)
+    def allow_drafts(self) -> None:
+        """Allocate memory for draft tokens before the first step that has grammars."""
+        if self.drafts is None:
+            self.drafts = DraftTokens.allocate(self.batch, self.n_ctx)
+            self.drafts.left.fill(ANY_NUMBER)
 
     def restart(self) -> None:
         """Reset all steps for a new decoding, and drop results of the previous decoding."""
@@ -103,7 +103,7 @@ class DecodingSteps:
         masked: whether rows may have masks of allowed tokens.
         """
         changed = int(self._changed[slots].max(initial=0))
-        # With guesses, the number of slots is a power of two, which limits the recorded steps.
+        # With draft tokens, the number of slots is a power of two, which limits the recorded steps.
         count = min(rounded_up(len(slots), 2 if together == 1 else 1), self.batch)
         kind = count, changed, together, masked
         if kind not in self._steps:
@@ -114,7 +114,7 @@ class DecodingSteps:
     def place(self, slots: Ids, step: DecodingStep, again: bool = False) -> None:
         """Assign the first rows of `step` to `slots`, and mark its other rows as unused.
 
-        again: copy tokens even if the rows are assigned already, because guesses have changed.
+        again: copy tokens even if the rows are assigned already, because draft tokens have changed.
         """
         rows, together = step.rows, step.together
         placed = self._placed
@@ -170,19 +170,19 @@ class DecodingSteps:
         self, model: CudaPasses, starts: Sequence[Start], slots: Ids, logits: CudaArray
     ) -> DecodingStep:
         """Start sequences from the logits of their last prompt tokens; return the sampling step."""
-        ids = [start.ids if start.seen is None else start.seen for start in starts]
+        ids = [start.ids if start.occurred is None else start.occurred for start in starts]
         positions = np.array([len(start.ids) - 1 for start in starts], np.int32)
-        drawn = np.array([start.drawn for start in starts], np.int32)
-        self.state.begin(slots, [start.sampling for start in starts], positions, drawn)
+        sampled = np.array([start.sampled for start in starts], np.int32)
+        self.state.begin(slots, [start.sampling for start in starts], positions, sampled)
         if any(start.sampling.repetition_penalty != 1 for start in starts):
-            self.state.seen[cupy.asarray(slots)] = 0
+            self.state.occurred[cupy.asarray(slots)] = 0
             of_token = np.repeat(slots, [len(each) for each in ids])
-            mark_seen(np.concatenate(ids), of_token, self.state.seen)
-        if self.guesses is not None:
+            mark_occurred(np.concatenate(ids), of_token, self.state.occurred)
+        if self.drafts is not None:
             left, prompts = zip(*((start.steps, len(start.ids)) for start in starts), strict=True)
             known = [start.ids[:0] if start.known is None else start.known for start in starts]
             texts = [np.concatenate([s.ids, text]) for s, text in zip(starts, known, strict=True)]
-            self.guesses.begin(slots.tolist(), texts, left, prompts)
+            self.drafts.begin(slots.tolist(), texts, left, prompts)
             self._placed = None  # positions of rows must be copied again
         self._set_changes(starts, ids)
         step = self.of(model, slots, masked=any(start.matcher for start in starts))
@@ -190,10 +190,10 @@ class DecodingSteps:
         self.place(slots, step)
         return step
 
-    def _set_changes(self, starts: Sequence[Start], seen: Sequence[Ids]) -> None:
+    def _set_changes(self, starts: Sequence[Start], occurred: Sequence[Ids]) -> None:
         """Store the logit changes (bias and penalties) of new sequences in the slots' arrays."""
         V = self.logits.shape[1]
-        for start, ids in zip(starts, seen, strict=True):
+        for start, ids in zip(starts, occurred, strict=True):
             changed = _kind_of(start.sampling)
             if changed or self._changed[start.slot]:
                 if self.changes is None:
@@ -201,7 +201,7 @@ class DecodingSteps:
                 values, places = changes(start.sampling, V)
                 places[ids] |= 1
                 self.changes[start.slot].set(values)
-                self.state.seen[start.slot].set(places)
+                self.state.occurred[start.slot].set(places)
             if changed == COUNTED:
                 if self.counts is None:
                     self.counts = cupy.zeros((self.batch, V), "int32")
@@ -252,8 +252,8 @@ class DecodingStep:
         if masks is not None:
             masks = masks._replace(index=masks.index[:rows])
         after: tuple[Bound, ...]
-        self.guesses = of.guesses if of.speculate or masked else None
-        if self.guesses is None:
+        self.drafts = of.drafts if of.speculate or masked else None
+        if self.drafts is None:
             # Axes: even or odd launch; token or logprob; row.
             self._sampled, report = _on_host((2, 2, rows))
             self.placing = bind_place(of.state, slots)
@@ -261,14 +261,14 @@ class DecodingStep:
         else:
             # Axes: even or odd launch; token, logprob or flags; row.
             self._sampled, report = _on_host((2, 3, rows))
-            guess, left = self.guesses.guess, self.guesses.left
-            self.placing = bind_place(of.state, slots, guess, left, together)
-            forced = self.guesses.history if of.speculate == "forced" else None
-            self._drawn = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
-            state = of.state._replace(token=self._drawn[0], logprob=self._drawn[1])
+            draft, left = self.drafts.draft, self.drafts.left
+            self.placing = bind_place(of.state, slots, draft, left, together)
+            forced = self.drafts.history if of.speculate == "forced" else None
+            self._by_row = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
+            state = of.state._replace(token=self._by_row[0], logprob=self._by_row[1])
             after = (
-                bind_drawn(logits, state, slots, together, tables, counts, masks, forced),
-                bind_take(self._drawn, slots, self.guesses, of.state, together, counts, report),
+                bind_sampled(logits, state, slots, together, tables, counts, masks, forced),
+                bind_take(self._by_row, slots, self.drafts, of.state, together, counts, report),
             )
         self._given = {**of.cache_tensors, "tokens": tokens, "row": row, "positions": positions}
         self._sampler, self._masked, self._floats = after, masked, of.floats
@@ -351,7 +351,7 @@ class DecodingStep:
         self._launched += 1
         top = self._top[half].found if alternatives else None
         found, done = self._sampled[half], self._done[half]
-        result = InFlight(slots, done, found, top, self.together, self.guesses is not None)
+        result = InFlight(slots, done, found, top, self.together, self.drafts is not None)
         self._results[half] = result
         return result
 
@@ -365,7 +365,7 @@ class _Top:
     """Host arrays, and the launch that writes the most likely tokens of each row to them."""
 
     def __init__(self, logits: CudaArray) -> None:
-        shape = len(logits), MOST_ALTERNATIVES
+        shape = len(logits), MAX_ALTERNATIVES
         ids, to_ids = _on_host(shape)
         bits, to_bits = _on_host(shape)
         self.launch = TOP_LOGPROBS.bind_on_device((logits,), (to_ids, to_bits.view("float32")))
@@ -375,7 +375,7 @@ class _Top:
 class InFlight:
     """The tokens of a launched step, which are copied from pinned memory on first use.
 
-    together: rows per slot. guesses: whether a slot can have several tokens.
+    together: rows per slot. drafts: whether a slot can have several tokens.
     """
 
     def __init__(
@@ -385,9 +385,9 @@ class InFlight:
         sampled: Ids,
         top: Alternatives | None,
         together: int = 1,
-        guesses: bool = False,
+        drafts: bool = False,
     ) -> None:
-        self.slots, self.together, self.guesses = slots, together, guesses
+        self.slots, self.together, self.drafts = slots, together, drafts
         self.expected: Ids | int = 1  # number of tokens that each slot was expected to sample
         self.masked = False  # whether the sampler read masks
         self._matchers: Sequence[Matcher | None] = ()
@@ -442,8 +442,8 @@ class InFlight:
         self.read()
         tokens, logprobs, flags = (a.reshape(-1, self.together).T for a in self._sampled)
         taken = flags & TAKEN > 0
-        guessed = np.zeros_like(taken)
-        guessed[:-1] = taken[1:]  # row n + 1 is taken if its guess is row n's token
+        drafted = np.zeros_like(taken)
+        drafted[:-1] = taken[1:]  # row n + 1 is taken if its draft token is row n's token
         place = nth, at = np.nonzero(taken)
         top = self._top
         if top:
@@ -451,7 +451,7 @@ class InFlight:
             top = Alternatives(top.ids[rows], top.logprobs[rows])
         likely = logprobs[place].view(np.float32)
         found = Sampled(
-            self.slots[at], tokens[place], likely, top, guessed[place], nth.astype(np.int32)
+            self.slots[at], tokens[place], likely, top, drafted[place], nth.astype(np.int32)
         )
         return without(found, np.concatenate(self._stopped)) if self._stopped else found
 

@@ -62,8 +62,8 @@ def measured(recording: Recording) -> Timeline:
     Repeated runs of its steps have equal results. Arrays that later launches change are restored.
 
     On several GPUs, all threads measure the same launches at the same time, because gathers wait
-    for each other. The time of a gather thus includes the wait for the slowest GPU. The threads
-    meet between allocations and launches of gathers (see `Recordings.meet`).
+    for each other. The time of an all-gather thus includes the wait for the slowest GPU. The
+    threads meet between allocations and launches of all-gathers (see `Recordings.meet`).
     """
     kernels = list(_kernels(recording))
     changed = [array for bound in recording.after for array in (bound.out, *bound.extra)]
@@ -87,9 +87,9 @@ def measured(recording: Recording) -> Timeline:
     whole = _graph(steps, early)
     (us,) = _us([whole], recording.meet)
 
-    def lead(least_us: float = LEAD_US) -> None:
+    def lead(min_us: float = LEAD_US) -> None:
         restore()
-        for _ in range(recording.agreed(ceil(least_us / us))):
+        for _ in range(recording.agreed(ceil(min_us / us))):
             whole()
 
     start, many = _us([_graph([nothing] * n, False) for n in (1, 1 + EMPTY)], lead)
@@ -107,9 +107,10 @@ def ends_us(launches: Sequence[Any], overlapping: bool, lead: Callable[..., None
     take less than LEAD_US, `lead` runs before them. The sum of all differences is scaled to the
     time of the pass.
 
-    On several GPUs, a graph can end after a kernel that sends columns and before the gather that
-    receives them. The first gather of the next graph can then take these columns for its own, and
-    wait too short a time. The last graph is the whole pass, whose gathers receive all columns.
+    On several GPUs, a graph can end after a kernel that sends columns and before the all-gather
+    that receives them. The first all-gather of the next graph can then take these columns for its
+    own, and wait too short a time. The last graph is the whole pass, whose gathers receive all
+    columns.
     """
     ends: list[float] = []
     for first in range(0, len(launches), TOGETHER):
@@ -173,8 +174,8 @@ def _graph(launches: Sequence[Any], overlapping: bool) -> Callable[[], None]:
 
 
 def _nothing() -> Launch:
-    """Return a launch that does nothing: `mark_seen` with no tokens, to measure launch overhead."""
-    return launch_at(FILE, Geometry("mark_seen", (1,), (32,)), (None, None, None, 0, 0, 0))
+    """Return a launch of `mark_occurred` without tokens, to measure the overhead of a launch."""
+    return launch_at(FILE, Geometry("mark_occurred", (1,), (32,)), (None, None, None, 0, 0, 0))
 
 
 def _in_memory(array: Any, terms: Terms | None) -> TensorSpec:

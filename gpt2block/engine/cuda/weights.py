@@ -14,33 +14,33 @@ from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import DTYPES, FILE, Formats, itemsize
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.engine.cuda.caches import free_bytes
-from gpt2block.engine.cuda.products import divided_weights, two_part_bytes
+from gpt2block.engine.cuda.products import divided_weights, hi_lo_bytes
 from gpt2block.engine.model import StoredModel, weight_bytes
-from gpt2block.engine.passes.machine import two_part_of
+from gpt2block.engine.passes.executor import hi_lo_of
 from gpt2block.engine.passes.prefill import Products
-from gpt2block.engine.passes.shares import Share
+from gpt2block.engine.passes.shards import Shard
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints.gguf_types import InBlocks
 from gpt2block.files.checkpoints.stored import Stored
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.weights.gguf import GgufMatrix
+from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix, request
-from gpt2block.models.weights.two_part import TwoPartMatrix
 from gpt2block.ops.call import storage
 from gpt2block.ops.gemm import allocate_stream_k_workspace, widens
 from gpt2block.ops.products import MULTIPLE
 from gpt2block.ops.stored import stored
 
 
-def check_room(config: ModelConfig, formats: Formats, share: Share | None = None) -> None:
+def check_room(config: ModelConfig, formats: Formats, shard: Shard | None = None) -> None:
     """Raise MemoryError, before a tensor is read, if the weights do not fit on the device.
 
-    The weights include the two-part copies that products on tensor cores read. Free memory affects
-    neither the kind of products nor results. share: the part of the weights on this device.
+    The weights include the hi/lo copies that products on tensor cores read. Free memory affects
+    neither the kind of products nor results. shard: the part of the weights on this device.
     """
-    shapes = None if share is None else share.shapes()
+    shapes = None if shard is None else shard.shapes()
     needed, free = weight_bytes(config, formats, shapes), free_bytes()
-    more = two_part_bytes(config, formats) // (1 if share is None else share.count)
+    more = hi_lo_bytes(config, formats) // (1 if shard is None else shard.count)
     if needed + more > free:
         copies = f" and {more:,} as pairs of float16 matrices" if more else ""
         raise MemoryError(
@@ -60,23 +60,23 @@ def _narrower(formats: Formats) -> str:
 class CudaWeights(StoredModel):
     """Base class of models on a GPU: stores their weights in device memory."""
 
-    _share: Share | None = None
+    _shard: Shard | None = None
 
     def _vector(self, name: str, array: NDArray[Any]) -> CudaArray:
-        spans = () if self._share is None else self._share.spans(name)
+        spans = () if self._shard is None else self._shard.spans(name)
         if spans:
             array = np.concatenate([array[begin:end] for begin, end in spans])
         return cupy.asarray(array.astype(np.float32, copy=False), order="C")
 
     def _matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
-        """Return a matrix of a checkpoint, or this GPU's share, as `_whole_matrix` does.
+        """Return a matrix of a checkpoint, or this GPU's shard, as `_whole_matrix` does.
 
-        Only the share is uploaded; of a `Stored` or `InBlocks`, only the share is read. `largest`
+        Only the shard is uploaded; of a `Stored` or `InBlocks`, only the shard is read. `largest`
         is the largest magnitude of the whole matrix.
         """
-        share = self._share
-        spans = () if share is None else share.spans(name)
-        if share is None or not spans:
+        shard = self._shard
+        spans = () if shard is None else shard.spans(name)
+        if shard is None or not spans:
             return self._whole_matrix(name, _read(array), layout)
         try:
             own = self._whole_matrix(name, *_outputs(array, layout, spans))
@@ -85,12 +85,12 @@ class CudaWeights(StoredModel):
             self._whole_matrix(name, _read(array), layout)
             raise
         N = array.N if isinstance(array, GgufMatrix) else array.shape[layout.index("N")]
-        largest = float(np.max(share.exchange(own.largest)))
+        largest = float(np.max(shard.exchange(own.largest)))
         return own.trusted(**{**vars(own), "share_of": N, "largest": largest})
 
-    def _take_share_of_head(self, share: Share) -> None:
+    def _take_shard_of_head(self, shard: Shard) -> None:
         """Replace a tied lm_head by a view of this GPU's rows; the embedding needs all rows."""
-        head, spans = self._matrices["lm_head"], share.spans("lm_head")
+        head, spans = self._matrices["lm_head"], shard.spans("lm_head")
         if spans and head is self._matrices["wte"]:
             self._matrices["lm_head"] = head.columns(*spans[0])
 
@@ -153,16 +153,16 @@ def _outputs(array: Any, layout: str, spans: Sequence[tuple[int, int]]) -> tuple
     return whole.view(given.dtype), "NK"
 
 
-def joined(shares: Sequence[GgufMatrix]) -> GgufMatrix:
-    """Return shares of one matrix in host memory as one matrix, in memory of its own."""
-    ranges = list(shares[0].ranges)
-    for name, n in (pair for each in shares[1:] for pair in each.ranges):
+def joined(shards: Sequence[GgufMatrix]) -> GgufMatrix:
+    """Return shards of one matrix in host memory as one matrix, in memory of its own."""
+    ranges = list(shards[0].ranges)
+    for name, n in (pair for each in shards[1:] for pair in each.ranges):
         if ranges[-1][0] == name:
             ranges[-1] = name, ranges[-1][1] + n
         else:
             ranges.append((name, n))
-    data = np.concatenate([each.data for each in shares])
-    return shares[0].trusted(**{**vars(shares[0]), "data": data, "ranges": tuple(ranges)})
+    data = np.concatenate([each.data for each in shards])
+    return shards[0].trusted(**{**vars(shards[0]), "data": data, "ranges": tuple(ranges)})
 
 
 class PromptWeights:
@@ -189,10 +189,10 @@ class PromptWeights:
         self._bias: CudaArray | None = None
         if products != "float32" or on_several:
             self._pad_head()
-        self.two_part: dict[str, TwoPartMatrix] = {}  # decoding reads these matrices, too
-        if products == "two_part":
-            self.two_part = {
-                two_part_of(name): TwoPartMatrix.from_float32(matrix.data)
+        self.hi_lo: dict[str, HiLoMatrix] = {}  # decoding reads these matrices, too
+        if products == "hi_lo":
+            self.hi_lo = {
+                hi_lo_of(name): HiLoMatrix.from_float32(matrix.data)
                 for name, matrix in matrices.items()
                 if name.startswith("h.") or name == "lm_head"
             }
@@ -240,9 +240,9 @@ class PromptWeights:
     def _head_of_all(self) -> dict[str, Any]:
         """Return lm_head for the logits of all tokens; it is split into two parts on first use."""
         head: Any = self._head
-        if self.products == "two_part":
-            name = two_part_of("lm_head" if self._bias is None else "head")
-            if name not in self.two_part:
-                self.two_part[name] = TwoPartMatrix.from_float32(head.data)
-            head = self.two_part[name]
+        if self.products == "hi_lo":
+            name = hi_lo_of("lm_head" if self._bias is None else "head")
+            if name not in self.hi_lo:
+                self.hi_lo[name] = HiLoMatrix.from_float32(head.data)
+            head = self.hi_lo[name]
         return {"head": head, "head_bias": self._bias}

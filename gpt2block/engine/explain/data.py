@@ -19,15 +19,15 @@ from gpt2block.engine.inspect.compare import Comparison, compare_tensors, exact_
 from gpt2block.engine.inspect.lens import lens_of, weights_of
 from gpt2block.engine.model import Floats, Ids, TracedEngine
 from gpt2block.engine.passes import fused_steps, model_steps
-from gpt2block.engine.passes.machine import Step
+from gpt2block.engine.passes.executor import Step
 from gpt2block.errors import InputError
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_id
 from gpt2block.models.config import ModelConfig, model_shapes
 
-MOST_TOKENS = 1024  # maximum tokens of a text, as every tensor is kept in float64
+MAX_TOKENS = 1024  # maximum tokens of a text, as every tensor is kept in float64
 DETAILED_CELLS = 16_384  # maximum grid cells per tensor in the detailed layer or outside blocks
 OTHER_CELLS = 400_000  # maximum total of grid cells of all tensors in layers without details
-LEAST_CELLS, MOST_CELLS = 256, 8_192  # minimum and maximum grid cells per tensor of such layers
+MIN_CELLS, MAX_CELLS = 256, 8_192  # minimum and maximum grid cells per tensor of such layers
 ATTENTION_WEIGHTS = 800_000  # maximum total of the attention weights of all heads and layers
 OPENED_VALUES = 450_000  # maximum values of attention and products in the detailed layer
 OPENED_AND_WEIGHTS = 1_090_000  # maximum sum of these values and all attention weights
@@ -86,7 +86,7 @@ def collect(
 
 def check(config: ModelConfig, tokens: int, layer: int) -> int:
     """Return the layer. Raise InputError if the page cannot show it, or this number of tokens."""
-    most = min(MOST_TOKENS, config.n_ctx)
+    most = min(MAX_TOKENS, config.n_ctx)
     if not 1 <= tokens <= most:
         advice = "shorten it" if tokens else "give some text"
         raise InputError(f"text: expected 1 to {most:,} tokens, got {tokens:,}: {advice}")
@@ -205,7 +205,7 @@ def _tensors(
 ) -> dict[str, Any]:
     """Return {step: shapes, statistics, errors, time and downsampled values of its tensor}."""
     others = len(plan.block) * (config.n_layer - 1)
-    cells = min(MOST_CELLS, max(LEAST_CELLS, OTHER_CELLS // max(1, others)))
+    cells = min(MAX_CELLS, max(MIN_CELLS, OTHER_CELLS // max(1, others)))
     shapes: dict[str, tuple[int, ...]] = {**model_shapes(config)}
     shapes["lm_head"] = shapes.get("lm_head", shapes["wte"])[::-1]
     shapes |= dict.fromkeys(("tokens", "positions"), (len(exact["embedding"]),))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_COLUMNS = 256
+MAX_COLUMNS = 256
 Array = NDArray[np.floating[Any]]
 
 
@@ -20,7 +20,7 @@ def grid_shape(rows: int, columns: int, cells: int) -> tuple[int, int]:
     rows if they are few.
     """
     kept = min(rows, max(1, math.isqrt(cells // 2)))
-    return kept, min(columns, MOST_COLUMNS, max(1, cells // kept))
+    return kept, min(columns, MAX_COLUMNS, max(1, cells // kept))
 
 
 def starts(size: int, parts: int) -> NDArray[np.int64]:

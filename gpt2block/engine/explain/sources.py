@@ -12,7 +12,7 @@ from typing import Any
 
 from gpt2block import reference
 from gpt2block.cuda import kernels
-from gpt2block.engine.passes.machine import Step
+from gpt2block.engine.passes.executor import Step
 from gpt2block.models.config import ModelConfig
 from gpt2block.ops.attention import OPERATION as ATTENTION
 from gpt2block.ops.attention import head_constants, tensor_cores_take
@@ -20,7 +20,7 @@ from gpt2block.ops.operation import Operation, Variant
 from gpt2block.ops.registry import OPERATIONS
 
 TEN_STEPS, FUSED, HERE = "step by step", "fused plan", "ran here"  # why a page shows a kernel
-_FUSED_VARIANTS = ("narrow", "mma", "hopper")
+_FUSED_VARIANTS = ("narrow", "mma", "wgmma")
 # Operation on packed rows of several sequences → its equivalent for one sequence, easier to read
 _OF_ONE_SEQUENCE = {"attention_packed": "attention", "rope_packed": "rope_qkv"}
 _ROW_SIZES = {"layernorm768_kernel": 768}  # kernel → the only row length that it supports

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.engine.generation.prefixes import LEAST_COPIED, NOTHING, Prefixes, least_shared
+from gpt2block.engine.generation.prefixes import MIN_COPIED, NOTHING, Prefixes, min_shared
 from gpt2block.engine.generation.rows import Ends, NewTokens, Row, Tops
 from gpt2block.engine.generation.scheduling import PIECE, PieceScheduler, RowScheduler
 from gpt2block.engine.grammars import Matcher
@@ -59,8 +59,8 @@ class Batch:
         self._piece = PIECE if engine.divides_prompts else 0
         self._prefixes: Prefixes | None = None
         if reuse or engine.continues_exactly:
-            self._prefixes = Prefixes(1 if reuse else LEAST_COPIED, engine.config.short_context)
-        self._least_shared = least_shared(engine.config.n_layer, engine.nbytes)
+            self._prefixes = Prefixes(1 if reuse else MIN_COPIED, engine.config.short_context)
+        self._min_shared = min_shared(engine.config.n_layer, engine.nbytes)
         self._continues = self._prefixes is not None or 0 < self._piece < n_ctx
         self._begin(slots, fewer)
         choose = self._prefixes.slot_for if self._prefixes is not None else None
@@ -277,14 +277,14 @@ class Batch:
         following: list[tuple[int, int, Row]] = []
         for slot, row in (*self._following.items(), *self._scheduler.place()):
             leader, gain = self._leader(slot, row)
-            if gain < LEAST_COPIED:
+            if gain < MIN_COPIED:
                 self._start(slot, row)
             else:
                 gains[leader] = gains.get(leader, 0) + gain
                 following.append((leader, slot, row))
         self._following.clear()
         for leader, slot, row in following:
-            if gains[leader] < self._least_shared:
+            if gains[leader] < self._min_shared:
                 self._start(slot, row)
             else:
                 self._following[slot] = row
@@ -309,7 +309,7 @@ class Batch:
             (source, row.reused), _ = self._prefixes.longest(row, start.ids)
             if self._reuse and row.exact:
                 row.reused = 0
-            if source != slot and row.reused < LEAST_COPIED:
+            if source != slot and row.reused < MIN_COPIED:
                 row.reused = 0
             elif source != slot:
                 self._copies.append((source, slot, row.reused))
@@ -332,8 +332,8 @@ class Batch:
                     self._prefixes.drop(slot)
             elif self._prefixes is not None and started:
                 # The last token is left out: its keys and values have not been computed.
-                drawn = np.array(row.tokens[started.drawn : -1], np.int32)
-                ids = np.concatenate([started.ids, drawn])
+                sampled = np.array(row.tokens[started.sampled : -1], np.int32)
+                ids = np.concatenate([started.ids, sampled])
                 self._prefixes.hold(slot, row, ids, len(ids))
 
 
@@ -374,13 +374,13 @@ class _NewTokens:
         self._of_slot: list[Any] = [None] * slots  # key of each slot in _endings
         self._begun = np.zeros(slots, bool)
         self.matchers: dict[int, Matcher] = {}  # {slot: matcher of its row} while the row runs
-        self._drawn = np.zeros(slots, np.int64)  # number of tokens that each row has sampled
+        self._sampled = np.zeros(slots, np.int64)  # number of tokens that each row has sampled
         self._count = np.zeros(slots, np.int64)  # number of buffered tokens per slot
         self._cuts: dict[int, list[int]] = {}  # slot: buffered tokens up to each that may end it
         self._tokens = np.empty((slots, n_ctx), np.int32)
         self._logprobs = np.empty((slots, n_ctx), np.float32)
-        self._guessed = np.zeros((slots, n_ctx), bool)
-        self._guesses = False  # whether the engine reports guessed tokens
+        self._drafted = np.zeros((slots, n_ctx), bool)
+        self._drafts = False  # whether the engine reports draft tokens
         self.latest, self.firsts = NO_SLOTS, np.empty(0, bool)
         self.ending = np.empty(0, bool)  # whether each of the latest tokens may end its row
 
@@ -390,7 +390,7 @@ class _NewTokens:
         self.left[start.slot] = start.steps
         self._begun[start.slot] = False
         self._alternatives[start.slot] = start.alternatives
-        self._drawn[start.slot] = start.drawn
+        self._sampled[start.slot] = start.sampled
         if start.matcher is not None:
             self.matchers[start.slot] = start.matcher
         key = ends.stop, ends.stop_ids, id(ends.encoding)
@@ -402,17 +402,17 @@ class _NewTokens:
 
     def add(self, sampled: Sampled) -> None:
         """Store the sampled tokens of slots."""
-        slots, tokens, logprobs, top, guessed, nth = sampled
+        slots, tokens, logprobs, top, drafted, nth = sampled
         if top is not None:
             self._add_top(slots, top)
         place = slots, self._count[slots] if nth is None else self._count[slots] + nth
-        drawn = self._drawn[slots] + place[1] - self._count[slots] + 1  # up to each token
+        number = self._sampled[slots] + place[1] - self._count[slots] + 1  # up to each token
         self._tokens[place], self._logprobs[place] = tokens, logprobs
-        if guessed is not None:
-            self._guessed[place], self._guesses = guessed, True
+        if drafted is not None:
+            self._drafted[place], self._drafts = drafted, True
         new = np.bincount(slots, minlength=len(self.left))
         self._count += new
-        self._drawn += new
+        self._sampled += new
         self.left -= new
         self.latest = slots if nth is None else slots[nth == 0]
         self.firsts = ~self._begun[self.latest]
@@ -420,7 +420,7 @@ class _NewTokens:
         may_end = (tokens < 0) | np.isnan(logprobs) | self._may_end(slots, tokens)
         for at, slot in enumerate(slots.tolist() if self.matchers else ()):
             matcher = self.matchers.get(slot)
-            if matcher is not None and matcher.complete_at == drawn[at]:
+            if matcher is not None and matcher.complete_at == number[at]:
                 may_end[at] = True
         self.ending = self.left[self.latest] == 0
         if may_end.any():
@@ -465,12 +465,12 @@ class _NewTokens:
         both = [a[slots, : counts.max(initial=0)].tolist() for a in (self._tokens, self._logprobs)]
         each = zip(slots.tolist(), counts.tolist(), *both, strict=True)
         for slot, n, tokens, logprobs in each:
-            guessed = self._guessed[slot, :n].tolist() if self._guesses else [False] * n
+            drafted = self._drafted[slot, :n].tolist() if self._drafts else [False] * n
             top, ends = self._top.pop(slot, []), sorted({n, *self._cuts.pop(slot, ())} - {0})
             yield (
                 slot,
                 [
-                    (tokens[i:j], logprobs[i:j], top[i:j], guessed[i:j])
+                    (tokens[i:j], logprobs[i:j], top[i:j], drafted[i:j])
                     for i, j in pairwise([0, *ends])
                 ],
             )

@@ -27,7 +27,7 @@ from gpt2block.sampling import Sampling, check_biased, new_seed
 
 Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
-MOST_ROWS = 2**20  # most rows per call: number of prompts times samples
+MAX_ROWS = 2**20  # most rows per call: number of prompts times samples
 
 
 def generate(engine: ModelEngine, encoding: Tokenizer, prompts: Any, options: Options) -> Any:
@@ -243,10 +243,10 @@ def computes_alone(engine: ModelEngine) -> bool:
 
 
 def _check_rows(prompts: int, samples: int) -> None:
-    if prompts * samples > MOST_ROWS:
+    if prompts * samples > MAX_ROWS:
         what = "samples" if samples > 1 else "prompts"
         raise InputError(
-            f"{what}: expected at most {MOST_ROWS:,} rows, one for each sample of each prompt, "
+            f"{what}: expected at most {MAX_ROWS:,} rows, one for each sample of each prompt, "
             f"got {prompts:,} prompts and {samples:,} samples: make several calls"
         )
 

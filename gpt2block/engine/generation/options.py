@@ -98,9 +98,9 @@ class Options:
     )
     speculate: bool = option(
         False,
-        "On a GPU, guess the next tokens from the text so far, and compute them together.",
+        "On a GPU, draft the next tokens from the text so far, and compute them together.",
         more="The tokens and their log-probabilities stay the same to the last bit. A text that "
-        "repeats parts of its prompt takes fewer steps; for other texts, guessing soon stops.",
+        "repeats parts of its prompt takes fewer steps; for other texts, drafting soon stops.",
     )
     receipt: bool = option(
         False,

@@ -8,22 +8,22 @@ from typing import NamedTuple
 from gpt2block.engine.generation.rows import Row
 from gpt2block.engine.model import Ids
 
-LEAST_COPIED = 64  # minimum tokens for which a copy of a slot's keys and values is faster
-LEAST_SHARED = 200  # minimum tokens to wait for: fewer take the time of reading all weights once
+MIN_COPIED = 64  # minimum tokens for which a copy of a slot's keys and values is faster
+MIN_SHARED = 200  # minimum tokens to wait for: fewer take the time of reading all weights once
 # Times with 16-bit weights on an NVIDIA H100: seconds per layer of a pass with few tokens, and
 # seconds per token and byte of weights.
 LAYER_S, BYTE_S = 60e-6, 2.5e-15
-MOST_COMPARED = 4  # maximum number of slots to compare with a prompt, latest first
+MAX_COMPARED = 4  # maximum number of slots to compare with a prompt, latest first
 Key = tuple[str, bool, bytes]
 
 
-def least_shared(n_layer: int, nbytes: int) -> int:
+def min_shared(n_layer: int, nbytes: int) -> int:
     """Return the minimum length of a common prefix that a row waits for another row to compute.
 
     Computing this many tokens takes about as long as one more pass of a model with n_layer layers
     and nbytes bytes of weights.
     """
-    return max(LEAST_SHARED, int(n_layer * LAYER_S / (nbytes * BYTE_S + 1e-12)))
+    return max(MIN_SHARED, int(n_layer * LAYER_S / (nbytes * BYTE_S + 1e-12)))
 
 
 class _Held(NamedTuple):
@@ -88,7 +88,7 @@ class Prefixes:
 
         The first result counts tokens whose keys and values have been computed, the second also
         tokens that are being computed. The last token of the prompt never counts. If more than
-        MOST_COMPARED slots have equal first tokens, the result may be a slot with fewer tokens, but
+        MAX_COMPARED slots have equal first tokens, the result may be a slot with fewer tokens, but
         more than half as many.
         """
         done = coming = NOTHING
@@ -97,7 +97,7 @@ class Prefixes:
             return done, coming  # without the shortest prefix, no slot has a longer prefix
         for n in reversed(sizes):
             slots = self._alike.get(self._key(row, ids[:n]), {})
-            for slot, _ in zip(reversed(slots), range(MOST_COMPARED), strict=False):
+            for slot, _ in zip(reversed(slots), range(MAX_COMPARED), strict=False):
                 held = self._of_slot[slot]
                 tokens = _common(held.ids, ids)
                 if tokens > coming.tokens:

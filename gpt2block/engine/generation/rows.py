@@ -24,7 +24,7 @@ FinishReason = Literal["length", "stop", "context"]
 EndReason = Literal["length", "stop", "context", "error", "rule", "cancelled", "deadline"]
 SHOWN_TEXT = 200  # most characters of a text in `repr`
 Tops = tuple[tuple[int, float], ...]  # (id, log-probability) of a position's most likely tokens
-# Arguments of `Row.add`: tokens, log-probabilities, most likely tokens, whether each was guessed
+# Arguments of `Row.add`: tokens, log-probabilities, most likely tokens, whether each was drafted
 NewTokens = tuple[Sequence[int], Sequence[float], Sequence[Tops], Sequence[bool]]
 BAD_WEIGHTS = (
     "the weights hold infinity or NaN, or numbers too large for their dtype: try ",
@@ -112,7 +112,7 @@ class Row:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[Tops] = []
-        self.guessed: list[bool] = []  # for each token, whether it was guessed (speculation)
+        self.drafted: list[bool] = []  # for each token, whether it was drafted (speculation)
         self.finish_reason: EndReason | None = None
         self.error: Exception | None = None
         self.reused = 0  # number of prompt tokens whose keys and values were reused
@@ -138,7 +138,7 @@ class Row:
         found = copy(self)
         found.ends = replace(self.ends, stop=(), encoding=None)
         found._encoding = None
-        found.tokens, found.logprobs, found.tops, found.guessed = [], [], [], []
+        found.tokens, found.logprobs, found.tops, found.drafted = [], [], [], []
         found._pieces, found.unwritten = [], frozenset()
         return found
 
@@ -154,21 +154,21 @@ class Row:
 
     def start(self, slot: int) -> Start:
         """Return the Start for a slot. Its ids: the prompt, or the last half of a full context."""
-        ids, drawn, seen = self.prompt, len(self.tokens), None
-        if drawn:
-            seen = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
-            ids = seen[-max(1, self.ends.n_ctx // 2) :]
-        steps = min(self.ends.max_new_tokens - drawn, self.ends.n_ctx - len(ids) + 1)
-        known = None if self.known is None else self.known[drawn : drawn + steps]
+        ids, sampled, occurred = self.prompt, len(self.tokens), None
+        if sampled:
+            occurred = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
+            ids = occurred[-max(1, self.ends.n_ctx // 2) :]
+        steps = min(self.ends.max_new_tokens - sampled, self.ends.n_ctx - len(ids) + 1)
+        known = None if self.known is None else self.known[sampled : sampled + steps]
         more = self.alternatives, self.most, self.matcher, known
-        return Start(slot, ids, self.sampling, steps, drawn, seen, 0, *more)
+        return Start(slot, ids, self.sampling, steps, sampled, occurred, 0, *more)
 
     def add(
         self,
         tokens: Sequence[int],
         logprobs: Sequence[float],
         tops: Sequence[Tops],
-        guessed: Sequence[bool],
+        drafted: Sequence[bool],
     ) -> None:
         """Append sampled tokens to the row (continuation), which only the last of them may end.
 
@@ -177,10 +177,10 @@ class Row:
         """
         wrong = "NaN" if tokens[-1] < 0 else "infinite" if math.isnan(logprobs[-1]) else ""
         if wrong:
-            tokens, logprobs, guessed = tokens[:-1], logprobs[:-1], guessed[:-1]
+            tokens, logprobs, drafted = tokens[:-1], logprobs[:-1], drafted[:-1]
         self.tokens += tokens
         self.logprobs += logprobs
-        self.guessed += guessed
+        self.drafted += drafted
         for token, logprob, top in zip(tokens, logprobs, tops, strict=False):
             self.tops.append(tuple((id, logprob if id == token else p) for id, p in top))
         if wrong:
@@ -220,10 +220,10 @@ class Row:
         if not self.ends.stop:
             self.add(*new)
             return
-        tokens, logprobs, tops, guessed = new
+        tokens, logprobs, tops, drafted = new
         for n in range(len(tokens)):
             own = slice(n, n + 1)
-            self.add(tokens[own], logprobs[own], tops[own], guessed[own])
+            self.add(tokens[own], logprobs[own], tops[own], drafted[own])
             if self.finish_reason:
                 return
 
@@ -276,10 +276,10 @@ class Row:
         return piece
 
     def take_tokens(self) -> tuple[list[int], list[float], list[Tops], list[bool]]:
-        """Return entries of `tokens`, `logprobs`, `tops`, `guessed` since the last call."""
+        """Return entries of `tokens`, `logprobs`, `tops`, `drafted` since the last call."""
         first, self._tokens_taken = self._tokens_taken, len(self.tokens)
         new = slice(first, None)
-        return self.tokens[new], self.logprobs[new], self.tops[new], self.guessed[new]
+        return self.tokens[new], self.logprobs[new], self.tops[new], self.drafted[new]
 
     @property
     def text(self) -> str:

@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 PIECE = 4096  # most tokens of a part of a prompt; parts end at multiples of PIECE
 START_COST = 2  # starting rows takes about 1 / START_COST of the time of a decoding step
-MOST_REMOVED = 64  # number of removed rows above which the queues may be cleaned
+MAX_REMOVED = 64  # number of removed rows above which the queues may be cleaned
 
 
 class Turns(Generic[Item]):
@@ -92,7 +92,7 @@ class RowScheduler(Generic[Item]):
         """Remove a waiting row (continuation), so that it never starts."""
         self._removed[id(row)] = row
         self.waiting -= 1
-        if len(self._removed) > max(MOST_REMOVED, self.waiting):
+        if len(self._removed) > max(MAX_REMOVED, self.waiting):
             self._forget_removed()
 
     def _forget_removed(self) -> None:

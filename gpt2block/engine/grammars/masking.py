@@ -26,13 +26,13 @@ THREADS, LATE_THREADS = 256, 2  # most threads of masks that are waited for, and
 
 @dataclass(eq=False)
 class MaskJob:
-    """Computes the mask of a text's next token, and the masks after guesses of its next tokens.
+    """Computes the mask of a text's next token, and the masks after its draft tokens.
 
     find: whether to find `forced`, the result of Matcher.forced. future: of the job's thread.
     """
 
     matcher: Matcher
-    guesses: Sequence[int] = ()
+    drafts: Sequence[int] = ()
     find: bool = False
     masks: NDArray[np.int32] = field(init=False)
     forced: Sequence[int] = ()
@@ -41,8 +41,8 @@ class MaskJob:
 
     def run(self) -> None:
         words = mask_words(self.matcher.vocab_size)
-        self.masks = np.empty((1 + len(self.guesses), words), np.int32)
-        self.matcher.write(self.guesses, self.masks)
+        self.masks = np.empty((1 + len(self.drafts), words), np.int32)
+        self.matcher.write(self.drafts, self.masks)
         if self.find:
             self.forced = self.matcher.forced()
         self.done = True

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 KEPT, KEPT_BYTES = 64, 2**28  # most compiled grammars that a Vocabulary keeps, and their bytes
 # A compiled grammar grows while masks take more than USUAL_S of CPU time, by at most BYTES_PER_S
-# (measured: 75 MB/s) and by at most MOST_GROWTH (measured: 62 MB until llguidance ends the text).
-USUAL_S, BYTES_PER_S, MOST_GROWTH = 1e-4, 2**27, 2**26
+# (measured: 75 MB/s) and by at most MAX_GROWTH (measured: 62 MB until llguidance ends the text).
+USUAL_S, BYTES_PER_S, MAX_GROWTH = 1e-4, 2**27, 2**26
 TEXTS = 4096  # number of forced texts whose tokens are cached; most of them occur in every row
 FORCED = 256  # most characters of a forced text that are divided into tokens
 LONG_S = 0.005  # a step does not wait for a mask that takes more CPU time than this
@@ -49,7 +49,7 @@ class CompiledGrammar:
     @property
     def nbytes(self) -> int:
         """An upper bound of the bytes."""
-        return self.grown + min(int(BYTES_PER_S * self.seconds), MOST_GROWTH)
+        return self.grown + min(int(BYTES_PER_S * self.seconds), MAX_GROWTH)
 
 
 class Matcher:
@@ -100,13 +100,13 @@ class Matcher:
             if ends and not unpacked(self._next_mask(), self.vocab_size).any():
                 self.complete_at = self._count
 
-    def write(self, guesses: Sequence[int], masks: NDArray[np.int32]) -> None:
-        """Write the mask of the next token, and the mask after each guess, to `masks`.
+    def write(self, drafts: Sequence[int], masks: NDArray[np.int32]) -> None:
+        """Write the mask of the next token, and the mask after each draft token, to `masks`.
 
-        masks: (1 + number of guesses, ceil(V / 32)) int32. After a wrong guess, and for a text with
-        a problem, no token is allowed.
+        masks: (1 + number of draft tokens, ceil(V / 32)) int32. After a wrong draft token, and for
+        a text with a problem, no token is allowed.
         """
-        if not self._count and not guesses:
+        if not self._count and not drafts:
             masks[...] = self._first[: masks.shape[1]]
             return
         wide, state = np.zeros((len(masks), self.words), np.int32), cast("Any", self.state)
@@ -114,8 +114,8 @@ class Matcher:
             began = thread_time()
             if self.problem is None:
                 address, nbytes = wide.ctypes.data, self.words * wide.itemsize
-                if guesses:
-                    draft = list(guesses)
+                if drafts:
+                    draft = list(drafts)
                     state.unsafe_compute_mask_ptr_with_draft_token(address, nbytes, draft)
                 else:
                     state.unsafe_compute_mask_ptr(address, nbytes)
@@ -138,7 +138,7 @@ class Matcher:
     def forced(self) -> list[int]:
         """Return the tokens into which an encoder divides the bytes that the grammar forces next.
 
-        The tokens are guesses, because other tokens can have the same bytes. Call this after
+        The tokens are draft tokens, because other tokens can have the same bytes. Call this after
         `write`: llguidance then knows the bytes, which it finds here without releasing the GIL.
         """
         if not self._count:

@@ -15,7 +15,7 @@ from gpt2block.engine import notebook
 from gpt2block.engine.block import NOTHING, BlockEngine, Given
 from gpt2block.engine.model import Ids, RowFrequencies, StepResult, TracedEngine
 from gpt2block.engine.numpy.block import NumpyEngine
-from gpt2block.engine.numpy.machine import NumpyMachine
+from gpt2block.engine.numpy.executor import NumpyExecutor
 from gpt2block.engine.passes.blocks import ModelStepPass, PassSettings
 from gpt2block.engine.passes.forward import forward
 from gpt2block.engine.passes.prefill import ROWS_AT_ONCE
@@ -73,11 +73,11 @@ def compare_steps(
     truth: dict[str, NDArray[Any]] = {"x": host.astype(np.float64)}
     rows = Comparisons()
     for step in engine.spec.steps:
-        truth[step.name] = exact.machine({**truth, **given}).do(step)
+        truth[step.name] = exact.executor({**truth, **given}).do(step)
         rounded = {name: truth[name].astype(FLOATS[dtype]) for name in step.inputs if name in truth}
         own = engine.step(step, {**rounded, **given})
         wide = {name: array.astype(np.float64) for name, array in rounded.items()}
-        expected = exact.machine({**wide, **given}).do(step)
+        expected = exact.executor({**wide, **given}).do(step)
         rows.append(_compared(own, expected, traced[step.name], truth[step.name]))
     return rows
 
@@ -122,7 +122,7 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     batch |= {"cu_seqlens": np.array([0, T]), "start": np.array([0])}
     constants = architecture.constants(config, weights)
     constants |= RowFrequencies(config, 1, T, np).tensors
-    do = NumpyMachine({**weights, **constants, **kept, **batch}, keep=None)
+    do = NumpyExecutor({**weights, **constants, **kept, **batch}, keep=None)
     forward(ModelStepPass(do, PassSettings.of(config), T), architecture, config, "logits")
     found: dict[str, Exact] = do.kept
     scores = np.asarray(reference.log_likelihood(found["logits"], np.roll(ids, -1)), np.float64)

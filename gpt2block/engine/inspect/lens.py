@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.engine import notebook
 from gpt2block.engine.model import Floats, Ids, TracedEngine
-from gpt2block.engine.numpy.machine import FUNCTIONS
+from gpt2block.engine.numpy.executor import FUNCTIONS
 from gpt2block.engine.passes import final_step
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_id
 from gpt2block.files.tokenizers.lookup import ReadLater

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import FLOATS, require_host
 from gpt2block.engine.block import NOTHING, BlockEngine, BlockSpec, Given, check_array, check_out
-from gpt2block.engine.numpy.machine import Functions, NumpySteps
+from gpt2block.engine.numpy.executor import Functions, NumpySteps
 
 
 class NumpyEngine(NumpySteps, BlockEngine):
@@ -32,13 +32,13 @@ class NumpyEngine(NumpySteps, BlockEngine):
         host = self._accept(x)
         if out is not None:
             check_out(out, host.shape, np.ndarray, self._stored.name)
-        found: NDArray[Any] = self.spec.run(self.machine({**given, "x": host}))
+        found: NDArray[Any] = self.spec.run(self.executor({**given, "x": host}))
         if out is not None:
             out[...] = found
         return found if out is None else out
 
     def trace(self, x: Any, given: Given = NOTHING) -> dict[str, NDArray[Any]]:
-        do = self.machine({**given, "x": self._accept(x)}, keep=None)
+        do = self.executor({**given, "x": self._accept(x)}, keep=None)
         self.spec.run(do)
         return do.kept
 

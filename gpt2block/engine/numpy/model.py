@@ -31,7 +31,7 @@ from gpt2block.engine.model import (
     describe_cache,
     stored_tensors,
 )
-from gpt2block.engine.numpy.machine import FUNCTIONS, Functions, NumpyMachine, NumpySteps
+from gpt2block.engine.numpy.executor import FUNCTIONS, Functions, NumpyExecutor, NumpySteps
 from gpt2block.engine.passes import model_steps
 from gpt2block.engine.passes.blocks import ModelStepPass, PassSettings, StepPass
 from gpt2block.engine.passes.forward import forward
@@ -153,7 +153,7 @@ class NumpyModel(NumpySteps, StoredModel):
         cache.reserve(max(map(sum, zip(starts, lengths, strict=True))))
         streams = ["embedding", *(f"h.{n}.output" for n in range(self.config.n_layer))]
         keep = streams if want == "states" else []
-        do = self.machine(self._tensors(sequences, cache), keep)
+        do = self.executor(self._tensors(sequences, cache), keep)
         begun = perf_counter()
         found = self._run(do, "hidden" if want == "states" else want, max(lengths))
         ends = np.cumsum(lengths)
@@ -181,13 +181,13 @@ class NumpyModel(NumpySteps, StoredModel):
         }
         return {**cache_tensors(cache, self.config.n_layer), **batch}
 
-    def _run(self, do: NumpyMachine, want: Any, longest: int) -> Any:
+    def _run(self, do: NumpyExecutor, want: Any, longest: int) -> Any:
         """Run a forward pass; return its output `want`. longest: tokens of the longest sequence."""
         step = ModelStepPass(do, PassSettings.of(self.config), longest)
         return forward(step, architecture_of(self.config), self.config, want)
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
-        do = self.machine(self._pass(ids, cached), keep=None)
+        do = self.executor(self._pass(ids, cached), keep=None)
         self._run(do, "logits", 1 if cached else len(ids))
         return {name: made for name, made in do.kept.items() if not name.endswith(".kv")}
 
@@ -233,7 +233,7 @@ class NumpyModel(NumpySteps, StoredModel):
 
         hidden: final norm of each row.
         """
-        do = self.machine({"hidden": hidden, "targets": targets})
+        do = self.executor({"hidden": hidden, "targets": targets})
         logits = StepPass(do, PassSettings.of(self.config)).logits("hidden")
         scores: Floats = do("scores", "log_likelihood", (logits, "targets"))
         return scores, logits.argmax(axis=-1).astype(np.int32)
@@ -241,7 +241,7 @@ class NumpyModel(NumpySteps, StoredModel):
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: Drafts = False
     ) -> NumpyDecoding:
-        """Return a NumpyDecoding. It never guesses: BLAS results depend on the number of rows."""
+        """Return a NumpyDecoding. It drafts nothing: BLAS results depend on the number of rows."""
         fewest = min(slots, SLOTS) if fewer else slots
         return NumpyDecoding(self, fewest, n_ctx, speculate == "forced")
 
@@ -270,10 +270,10 @@ class NumpyDecoding:
         self._sampling = [Sampling()] * slots
         self._matchers: list[Matcher | None] = [None] * slots
         self._left = np.zeros(slots, np.int32)  # number of tokens left to sample per slot
-        self._drawn = np.zeros(slots, np.int32)
+        self._steps = np.zeros(slots, np.int32)
         self._alternatives = np.zeros(slots, np.int32)
-        self._seen = np.zeros((slots, model.config.vocab_size), np.uint8)
-        self._counts = np.zeros(self._seen.shape, np.int32)  # times that each token was drawn
+        self._occurred = np.zeros((slots, model.config.vocab_size), np.uint8)
+        self._counts = np.zeros(self._occurred.shape, np.int32)  # times that each token was sampled
         self._next = [np.empty(0, np.int32)] * slots  # per slot: ids to process before sampling
         self._masker = Masker()
         self._late: dict[
@@ -285,17 +285,29 @@ class NumpyDecoding:
 
     def start(self, starts: Sequence[Start]) -> None:
         for start in starts:
-            slot, ids, sampling, steps, drawn, seen, cached, alternatives, _, matcher, text = start
+            (
+                slot,
+                ids,
+                sampling,
+                steps,
+                sampled,
+                occurred,
+                cached,
+                alternatives,
+                _,
+                matcher,
+                text,
+            ) = start
             if self._texts is not None:
                 assert text is not None
                 self._texts[slot] = iter(text.tolist())
             self._cache.frequencies.begin(slot, start.n_tokens)
             self._cache.lengths[slot], self._next[slot] = cached, ids[cached:]
             self._sampling[slot], self._matchers[slot] = sampling, matcher
-            self._left[slot], self._drawn[slot] = steps, drawn
+            self._left[slot], self._steps[slot] = steps, sampled
             self._alternatives[slot] = alternatives
-            self._seen[slot] = 0
-            self._seen[slot, ids if seen is None else seen] = 1
+            self._occurred[slot] = 0
+            self._occurred[slot, ids if occurred is None else occurred] = 1
             if sampling.counts:
                 self._counts[slot] = start.counts(self._counts.shape[1])
 
@@ -351,18 +363,20 @@ class NumpyDecoding:
         """Sample a token for each active slot."""
         tokens, logprobs = np.empty(len(active), np.int32), np.empty(len(active), np.float32)
         for n, slot in enumerate(active.tolist()):
-            seen, counts = self._seen[slot], self._counts[slot]
+            occurred, counts = self._occurred[slot], self._counts[slot]
             options, matcher = self._sampling[slot], self._matchers[slot]
-            step, allowed = self._drawn[slot], masks.get(slot)
+            step, allowed = self._steps[slot], masks.get(slot)
             forced = None if self._texts is None else next(self._texts[slot])
-            token, logprobs[n] = choose(logits[slot], options, step, seen, counts, allowed, forced)
+            token, logprobs[n] = choose(
+                logits[slot], options, step, occurred, counts, allowed, forced
+            )
             tokens[n] = token
             if matcher is not None:
                 matcher.accept([token])
-            seen[max(token, 0)] |= token >= 0
+            occurred[max(token, 0)] |= token >= 0
             counts[max(token, 0)] += token >= 0
             self._next[slot] = tokens[n : n + 1]
-        self._drawn[active] += 1
+        self._steps[active] += 1
         self._left[active] -= 1
         top = None
         if self._alternatives[active].any():

@@ -4,7 +4,7 @@ forward       a pass through all blocks of a model, and the outputs of a pass
 blocks        a pass with one step per operation, and the fused block
 prefill       passes over the new tokens of all sequences as rows of one matrix
 decoding      passes over one token for each row of a kv_cache
-machine       the interface that runs steps; implementations are in `gpt2block.engine`
+executor      the interface that runs steps; implementations are in `gpt2block.engine`
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from gpt2block.engine.passes import forward as _forward
 from gpt2block.engine.passes.blocks import BlockPass, ModelStepPass, PassSettings, StepPass
-from gpt2block.engine.passes.machine import Outline, Step, two_part_of
+from gpt2block.engine.passes.executor import Outline, Step, hi_lo_of
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import ModelConfig, model_shapes
 
@@ -44,14 +44,14 @@ def model_steps(config: ModelConfig) -> list[Step]:
 def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
     """Raise RuntimeError if the model has a tensor that no step of a pass to logits reads.
 
-    A matrix counts as read if its two-part form is read. A vector from which the
+    A matrix counts as read if its hi/lo form is read. A vector from which the
     architecture computes a constant counts as read, but the constant itself must be read.
     """
     of = architecture_of(config)
     sources: dict[str, float] = defaultdict(lambda: 1.0)  # records the vectors that are read
     needed = [*model_shapes(config), *of.constants(config, sources)]
     read = {name for step in steps for name in step.inputs} | {*sources}
-    unread = [n for n in needed if n not in read and two_part_of(n) not in read]
+    unread = [n for n in needed if n not in read and hi_lo_of(n) not in read]
     if unread:
         more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
         functions = (of.attention, of.feed_forward, of.final)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from gpt2block.engine.passes.executor import HI_LO, Executor
 from gpt2block.engine.passes.forward import Pass, Product
-from gpt2block.engine.passes.machine import TWO_PART, Machine
 from gpt2block.models.architectures.architecture import To, Value
 from gpt2block.models.config import ModelConfig
 
@@ -109,7 +109,7 @@ def _layer(h: str) -> int:
 class StepPass(Pass):
     """A forward pass with a step per operation: 10 steps in a GPT-2 block, 12 in a Llama block."""
 
-    def __init__(self, do: Machine, settings: PassSettings) -> None:
+    def __init__(self, do: Executor, settings: PassSettings) -> None:
         self.do, self.c = do, settings
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
@@ -148,7 +148,7 @@ class ModelStepPass(StepPass):
     longest: the number of tokens of the longest sequence.
     """
 
-    def __init__(self, do: Machine, settings: PassSettings, longest: int) -> None:
+    def __init__(self, do: Executor, settings: PassSettings, longest: int) -> None:
         super().__init__(do, settings)
         self.longest, self._last = longest, False
 
@@ -182,12 +182,12 @@ class BlockPass(StepPass):
     """A forward pass of a block in few steps, as products fuse residual, GELU and norm.
 
     bounds: the largest magnitude of each result by name, for float32 on tensor cores, where
-    operands are two-part; else None. split_k: whether projections may split the sum over K.
+    operands are hi/lo; else None. split_k: whether projections may split the sum over K.
     """
 
     def __init__(
         self,
-        do: Machine,
+        do: Executor,
         settings: PassSettings,
         bounds: Mapping[str, float] | None = None,
         split_k: bool = False,
@@ -199,7 +199,7 @@ class BlockPass(StepPass):
         """Return the options that set the format of the named result, an operand of a product."""
         if self.bounds is None:
             return {}
-        return {"dtype": TWO_PART, "bound": self.bounds.get(name)}
+        return {"dtype": HI_LO, "bound": self.bounds.get(name)}
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         if not beta:

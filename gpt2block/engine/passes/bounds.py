@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.engine.passes.machine import Machine, Step
+from gpt2block.engine.passes.executor import Executor, Step
 from gpt2block.models.architectures.architecture import Value
 from gpt2block.ops.layernorm import layernorm_bound
 
 Bound = float | None  # an upper bound, or None if it is unknown
 
 
-class Bounds(Machine):
+class Bounds(Executor):
     """An executor that computes an upper bound of each step's result. `found`: bounds by name.
 
     tensors: NumPy arrays by name, matrices (K, N). NaN or infinite weights give no usable bound.

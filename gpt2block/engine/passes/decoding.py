@@ -7,13 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpt2block.cuda.formats import cache_option
-from gpt2block.cuda.kernels import TWO_PART
+from gpt2block.cuda.kernels import HI_LO
 from gpt2block.engine.passes.blocks import PassSettings
+from gpt2block.engine.passes.executor import Executor, hi_lo_of
 from gpt2block.engine.passes.forward import Pass, Product
-from gpt2block.engine.passes.machine import Machine, two_part_of
 from gpt2block.models.architectures.architecture import To, Value
 from gpt2block.models.weights.gguf import UNIT
-from gpt2block.models.weights.two_part import scale_for
+from gpt2block.models.weights.hi_lo import scale_for
 from gpt2block.ops.gated_sums import Fusions
 from gpt2block.ops.terms import CHUNK, Terms
 
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     gamma: str = ""
     beta: str = ""
     terms: Terms | None = None
-    narrow: bool = False  # whether rows are a prefill's attention in 16 bits or two-part format
+    narrow: bool = False  # whether rows are a prefill's attention in 16 bits or hi/lo format
     bound: float | None = None  # upper bound of the (normalized) rows' magnitudes, if known
 
 
@@ -35,9 +35,9 @@ class DecodePass(Pass):
     norms: whether products fuse LayerNorm, which is fastest for few rows; else LayerNorm has its
     own steps, with bitwise equal results. known: the `Terms` in which x of a product can be stored,
     preferred terms first, by the last part of the weights' name; empty if products read floats.
-    Two-part terms need an operand with a bound, from which their scale is computed.
+    Hi/lo terms need an operand with a bound, from which their scale is computed.
     fp8_cache: the FP8 format of the kv_cache, or None. bounds: upper bounds of the magnitudes of
-    operands, by name; products of bounded operands read two-part weights instead of float32.
+    operands, by name; products of bounded operands read hi/lo weights instead of float32.
     x_dtype: the dtype to which x of a product without terms is rounded, or None. together: the
     number of neighbouring rows that belong to one sequence. fuses: what products that read floats
     can fuse. summed: the names in `known` of the products that read sums of chunks of x.
@@ -47,7 +47,7 @@ class DecodePass(Pass):
 
     def __init__(
         self,
-        do: Machine,
+        do: Executor,
         settings: PassSettings,
         norms: bool = True,
         known: Mapping[str, Sequence[Terms]] | None = None,
@@ -157,12 +157,12 @@ class DecodePass(Pass):
         return f"{h}k", f"{h}v", "row", "positions"
 
     def _weights(self, w: str, a: Rows) -> tuple[str, dict[str, Any]]:
-        """Return the name of the weights (`w` or its two-part form) for rows `a`, and options."""
+        """Return the name of the weights (`w` or its hi/lo form) for rows `a`, and options."""
         if a.terms:
-            return (two_part_of(w) if a.terms.dtype == TWO_PART else w), {}
-        if a.bound is None or not self.do.has(two_part_of(w)):
+            return (hi_lo_of(w) if a.terms.dtype == HI_LO else w), {}
+        if a.bound is None or not self.do.has(hi_lo_of(w)):
             return w, {}
-        return two_part_of(w), {"x_bound": _power_from(a.bound)}
+        return hi_lo_of(w), {"x_bound": _power_from(a.bound)}
 
     def _given(self, a: Rows) -> dict[str, Any]:
         """Return a product's options for rows `a`: eps for a norm, and terms or x_dtype."""
@@ -189,10 +189,10 @@ class DecodePass(Pass):
         for terms in first:
             if not all(terms in each for each in others) or width not in (None, terms.width):
                 continue
-            if terms.dtype != TWO_PART:
+            if terms.dtype != HI_LO:
                 summed = any(_matrix_of(w) in self.summed for w in to)
                 return terms.with_sums(together) if summed else terms
-            if bound is not None and all(self.do.has(two_part_of(w)) for w in to):
+            if bound is not None and all(self.do.has(hi_lo_of(w)) for w in to):
                 return terms._replace(scale=scale_for(_power_from(bound)))
         return None
 
@@ -228,7 +228,7 @@ class SumsPass(DecodePass):
 
     def __init__(
         self,
-        do: Machine,
+        do: Executor,
         settings: PassSettings,
         splits: int,
         fp8_cache: str | None = None,

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from gpt2block.engine.passes.machine import Machine
+from gpt2block.engine.passes.executor import Executor
 from gpt2block.models.architectures.architecture import Architecture, To, Value
 from gpt2block.models.config import ModelConfig
 
@@ -38,15 +38,15 @@ class Product(NamedTuple):
 
 
 class Pass(ABC):
-    """The operations of a forward pass, and the Machine (executor) that runs its steps.
+    """The operations of a forward pass, and the Executor that runs its steps.
 
     Arguments of an operation are the names of its result and weights. `to` has the names of the
     weights of the products that read the result, or of the step that reads it, such as "rope"; they
-    determine its format: floats, 16 bits, two-part or terms. With an empty `to`, the result is
+    determine its format: floats, 16 bits, hi/lo or terms. With an empty `to`, the result is
     float32. h is the prefix of a layer's names.
     """
 
-    do: Machine
+    do: Executor
     c: Any  # an instance of gpt2block.engine.passes.blocks.PassSettings
     of_stream: Mapping[str, Any] = {}  # options for RMSNorm of the residual stream
 

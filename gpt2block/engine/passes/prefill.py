@@ -2,7 +2,7 @@
 
     PrefillPass      float32 products, by `linear`
     TensorCorePass   16-bit products, also with FP8 weights, by `gemm`
-    TwoPartPass      products of float32 in two float16 parts, by `gemm`
+    HiLoPass      products of float32 in two float16 parts, by `gemm`
     LastRows         steps after the last attention, for the last rows, by kernels of decoding
 
 After the last attention, a pass whose output is "last" continues with one row per sequence.
@@ -17,12 +17,12 @@ from typing import Any, Literal
 from gpt2block.cuda.formats import cache_option
 from gpt2block.engine.passes.blocks import PassSettings
 from gpt2block.engine.passes.decoding import DecodePass, Rows
+from gpt2block.engine.passes.executor import HI_LO, Executor, hi_lo_of
 from gpt2block.engine.passes.forward import Pass, Product
-from gpt2block.engine.passes.machine import TWO_PART, Machine, two_part_of
 from gpt2block.models.architectures.architecture import To, Value
 
 ROWS_AT_ONCE = 1024  # rows of logits computed together
-Products = Literal["float32", "16_bits", "fp8", "two_part"]
+Products = Literal["float32", "16_bits", "fp8", "hi_lo"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Prefill:
     """The parameters that determine the steps of a prefill on a GPU.
 
     products: "float32" for `linear`; otherwise `gemm` on tensor cores, with activations of 16 bits
-    or two-part. With "fp8", a product whose kernel cannot read FP8 weights first converts them
+    or hi/lo. With "fp8", a product whose kernel cannot read FP8 weights first converts them
     into the tensor "wide"; other products exchange partial sums in "stream_k_workspace". rows: the
     number of new tokens of all sequences. longest: an upper bound for one sequence. cached: whether
     there is a kv_cache; on tensor cores, attention over new tokens alone does not need it.
@@ -67,16 +67,16 @@ class Prefill:
         return self.batch if reads_cache or self.ends is None else self.ends
 
     def over(
-        self, do: Machine, settings: PassSettings, dtype: str, bounds: Mapping[str, float]
+        self, do: Executor, settings: PassSettings, dtype: str, bounds: Mapping[str, float]
     ) -> PrefillPass:
         """Create the prefill pass with these parameters.
 
-        dtype: the weights' dtype. bounds: as for TwoPartPass.
+        dtype: the weights' dtype. bounds: as for HiLoPass.
         """
         if self.products == "float32":
             return PrefillPass(do, settings, self)
-        if self.products == "two_part":
-            return TwoPartPass(do, settings, self, bounds)
+        if self.products == "hi_lo":
+            return HiLoPass(do, settings, self, bounds)
         return TensorCorePass(do, settings, self, "float16" if self.products == "fp8" else dtype)
 
 
@@ -86,7 +86,7 @@ class PrefillPass(Pass):
     bounds: Mapping[str, float] = {}
     of_stream: Mapping[str, Any] = {"variant": "stream"}
 
-    def __init__(self, do: Machine, settings: PassSettings, shape: Prefill) -> None:
+    def __init__(self, do: Executor, settings: PassSettings, shape: Prefill) -> None:
         self.do, self.c, self.shape = do, settings, shape
         self.kv = cache_option(shape.fp8_cache)
 
@@ -162,7 +162,7 @@ class PrefillPass(Pass):
 class TensorCorePass(PrefillPass):
     """Prefill with operands in float16 or bfloat16, to which FP8 weights are converted."""
 
-    def __init__(self, do: Machine, settings: PassSettings, shape: Prefill, dtype: str) -> None:
+    def __init__(self, do: Executor, settings: PassSettings, shape: Prefill, dtype: str) -> None:
         super().__init__(do, settings, shape)
         self.dtype = dtype
         self.wide = ("", "wide", "stream_k_workspace") if shape.products == "fp8" else ()
@@ -229,14 +229,14 @@ class TensorCorePass(PrefillPass):
         )
 
 
-class TwoPartPass(TensorCorePass):
-    """Prefill whose operands are two-part: two float16 parts for each float32 number.
+class HiLoPass(TensorCorePass):
+    """Prefill whose operands are hi/lo: two float16 numbers for each float32 number.
 
     bounds: upper bounds of the magnitudes of the operands that have a single scale, by name.
     """
 
     def __init__(
-        self, do: Machine, settings: PassSettings, shape: Prefill, bounds: Mapping[str, float]
+        self, do: Executor, settings: PassSettings, shape: Prefill, bounds: Mapping[str, float]
     ) -> None:
         super().__init__(do, settings, shape, "float32")
         self.bounds = bounds
@@ -246,36 +246,36 @@ class TwoPartPass(TensorCorePass):
         return y if beta else self._converted(name, y, to)
 
     def _operand(self, name: str, to: To) -> dict[str, Any]:
-        if not self._reads_two_part(to):
+        if not self._reads_hi_lo(to):
             return {"dtype": "float32"}
-        return {"dtype": TWO_PART, "bound": self.bounds[name]}
+        return {"dtype": HI_LO, "bound": self.bounds[name]}
 
     def operand(self, name: str, x: Value, to: To) -> Value:
         return self._converted(name, x, to)
 
-    def _reads_two_part(self, to: To) -> bool:
+    def _reads_hi_lo(self, to: To) -> bool:
         """Return whether products with weights `to` read operands in two float16 parts.
 
         lm_head does not count, because `head` converts its operand itself.
         """
         kept = [w for w in to if w != "lm_head"]
-        return any(w == "attention" or self.do.has(two_part_of(w)) for w in kept)
+        return any(w == "attention" or self.do.has(hi_lo_of(w)) for w in kept)
 
     def _converted(self, name: str, y: Value, to: To) -> Value:
-        return self.do(two_part_of(name), "two_part", (y,)) if self._reads_two_part(to) else y
+        return self.do(hi_lo_of(name), "hi_lo", (y,)) if self._reads_hi_lo(to) else y
 
     def _product(self, p: Product) -> Value:
         operand: dict[str, Any] = {}
         if p.residual is None:  # [Q | K | V] stays float32 if the prompt is continued
             operand = self._operand(p.result, () if self.shape.continued and not p.gelu else p.to)
-        inputs = (p.a, two_part_of(p.w), p.bias, p.residual)
+        inputs = (p.a, hi_lo_of(p.w), p.bias, p.residual)
         return self.do(p.result, "gemm", inputs, into=p.residual, **p.options, **operand)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         if self.shape.continued:  # attention over a kv_cache computes in float32
             self._append(h, qkv)
             y = self._over_cache(f"{h}attn_cached", h, qkv)
-            return self.do(f"{h}attn", "two_part", (y,))
+            return self.do(f"{h}attn", "hi_lo", (y,))
         operand = self._converted(f"{h}rope", qkv, ("attention",)) if self.c.rope else qkv
         if self.shape.cached:
             self._append(h, qkv)
@@ -285,7 +285,7 @@ class TwoPartPass(TensorCorePass):
         return self._converted(f"{h}ff", super().gated(h, x, to), to)
 
     def head(self, name: str, hidden: Value) -> Value:
-        return super().head(name, self.do(two_part_of(name), "two_part", (hidden,)))
+        return super().head(name, self.do(hi_lo_of(name), "hi_lo", (hidden,)))
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
         x = self._last("last.x", x)
@@ -295,7 +295,7 @@ class TwoPartPass(TensorCorePass):
 class LastRows(DecodePass):
     """Last steps of a prefill, which have few rows and therefore use the decoding kernels.
 
-    The product that reads the attention's result, in 16 bits or two-part, has the prefill's kernel.
+    The product that reads the attention's result, in 16 bits or hi/lo, has the prefill's kernel.
     """
 
     def __init__(self, prefill: PrefillPass) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from gpt2block.errors import CheckpointError, InputError, shown
 
 READ = "a Hugging Face directory, a .safetensors file, a file of PyTorch, llm.c or llama.cpp (GGUF)"
-_NAMED_AT_MOST = 4
+_MAX_NAMED = 4
 _LONGEST_JSON = 100_000_000  # bytes, the limit that safetensors sets for a file's header
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -113,5 +113,5 @@ def read_object(file: Path) -> dict[str, Any]:
 def first_names(names: Iterable[str]) -> str:
     """Join the first names for a message; "…" stands for further names."""
     listed = list(names)
-    rest = ", …" if len(listed) > _NAMED_AT_MOST else ""
-    return ", ".join(listed[:_NAMED_AT_MOST]) + rest
+    rest = ", …" if len(listed) > _MAX_NAMED else ""
+    return ", ".join(listed[:_MAX_NAMED]) + rest

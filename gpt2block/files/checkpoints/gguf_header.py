@@ -28,7 +28,7 @@ PREFIX = "tokenizer.ggml."  # prefix of the tokenizer's keys
 TOKEN_ID = "_token_id"  # suffix of keys whose value is a token id
 _VERSIONS = (2, 3)  # version 1, with lengths of 32 bits, is not supported
 _LONGEST = 2**28  # maximum bytes of a header; 1,000,000 tokens need a tenth of this limit
-_MOST_DIMS = 4
+_MAX_DIMS = 4
 # GGUF type of a number → NumPy dtype
 _NUMBERS: Mapping[int, str] = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4",
                                6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8"}  # fmt: skip
@@ -222,8 +222,8 @@ def _tensors(file: Path, data: _Bytes, count: int) -> Iterator[Encoded]:
         name = data.text()
         with _naming(name):
             n_dims = data.integer()
-            if not 1 <= n_dims <= _MOST_DIMS:
-                raise ValueError(f"expected 1 to {_MOST_DIMS} dimensions, got {n_dims:,}")
+            if not 1 <= n_dims <= _MAX_DIMS:
+                raise ValueError(f"expected 1 to {_MAX_DIMS} dimensions, got {n_dims:,}")
             shape = struct.unpack(f"<{n_dims}Q", data.take(8 * n_dims))[::-1]
             kind, offset = data.integer(), int.from_bytes(data.take(8), "little")
             if kind not in sizes:

@@ -28,7 +28,7 @@ from gpt2block.models.config import ModelConfig, Shapes, model_shapes
 Array = NDArray[np.floating[Any]]
 Block = TypeVar("Block", bound="BlockArrays")
 Model = TypeVar("Model", bound="ModelArrays[Any]")
-MOST_NUMBERS = 2**40  # most random numbers per call: 4 TiB of float32
+MAX_NUMBERS = 2**40  # most random numbers per call: 4 TiB of float32
 
 
 class BlockArrays(ABC):
@@ -299,8 +299,8 @@ def checked(name: str, array: Any, shape: tuple[int, ...]) -> Array:
 def generator(seed: Any, numbers: int) -> np.random.Generator:
     """Return a random generator. Raises InputError for a wrong seed, or too many `numbers`."""
     seed = check_integer("seed", seed, 0, math.inf, "an integer of at least 0")
-    if numbers > MOST_NUMBERS:
-        raise InputError(f"expected sizes of at most {MOST_NUMBERS:,} numbers, got {numbers:,}")
+    if numbers > MAX_NUMBERS:
+        raise InputError(f"expected sizes of at most {MAX_NUMBERS:,} numbers, got {numbers:,}")
     return np.random.default_rng(seed)
 
 

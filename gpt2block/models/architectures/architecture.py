@@ -57,7 +57,7 @@ class Architecture(Protocol):
     ) -> dict[str, float]:
         """Return {name: upper bound of the magnitudes} of matrix products' operands.
 
-        Products with two-part or FP8 weights need the bounds, which cover the layers' operands and
+        Products with hi/lo or FP8 weights need the bounds, which cover the layers' operands and
         intermediates and the final norm, for all tokens.
 
         largest: the largest magnitude of every tensor. norms(w, gamma): upper bounds of the

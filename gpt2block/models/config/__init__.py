@@ -25,13 +25,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 Settings = Iterable[tuple[str, tuple[Any, ...], str]]
 # Keys of config.json that change the result of other architectures. An entry has a key, the values
 # without effect, and what this package computes. A list in config.json has a value per layer.
-_ALL_SEEN, _PLAIN_NORMS = "attention sees all earlier tokens", "queries and keys have no norm"
+_ALL_VISIBLE, _PLAIN_NORMS = "attention sees all earlier tokens", "queries and keys have no norm"
 _UNSCALED = "embeddings, residuals and logits are not scaled"
 OF_OTHERS: Settings = (
-    ("layer_types", (None, "full_attention"), _ALL_SEEN),
-    ("sliding_window_pattern", (None, 1), _ALL_SEEN),
-    ("use_sliding_window", (None, False), _ALL_SEEN),
-    ("attention_chunk_size", (None,), _ALL_SEEN),
+    ("layer_types", (None, "full_attention"), _ALL_VISIBLE),
+    ("sliding_window_pattern", (None, 1), _ALL_VISIBLE),
+    ("use_sliding_window", (None, False), _ALL_VISIBLE),
+    ("attention_chunk_size", (None,), _ALL_VISIBLE),
     ("no_rope_layers", (None, 1), "all layers have RoPE"),
     ("no_rope_layer_interval", (None, 0), "all layers have RoPE"),
     ("rope_interleaved", (None, False), "RoPE pairs channels of the two halves of a head"),
@@ -211,7 +211,7 @@ class ModelConfig(ABC):
         window = config.get("sliding_window")
         wide = (window,) if sees_all(window, self.n_ctx) else ()
         return (
-            ("sliding_window", (None, *wide), f"{_ALL_SEEN} of {self.n_ctx}"),
+            ("sliding_window", (None, *wide), f"{_ALL_VISIBLE} of {self.n_ctx}"),
             ("query_pre_attn_scalar", (None, self.head_size), scale),
             ("attention_multiplier", (None, self.head_size**-0.5), scale),
             ("scale_depth", (None, self.n_layer**0.5), _UNSCALED),

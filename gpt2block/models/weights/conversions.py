@@ -1,8 +1,8 @@
 """Launch the kernels that convert matrices on a GPU. The callers have checked the arrays.
 
-`WeightMatrix.quantize` and `TwoPartMatrix.from_float32` run these launches, and `gpt2block.ops`
+`WeightMatrix.quantize` and `HiLoMatrix.from_float32` run these launches, and `gpt2block.ops`
 describes them as operations. Kernels: fp8/absmax.cu, fp8/convert.cu, elementwise/store_weights.cu
-and elementwise/two_part.cu.
+and elementwise/hi_lo.cu.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ STORED_FROM: dict[str, Defines] = {
     "bfloat16": (("FROM_BF16", 1),),
 }
 
-TWO_PART_FILE = "elementwise/two_part.cu"
-TWO_PART_WARPS = 4  # warps per block of split_rows; each warp converts a row
+HI_LO_FILE = "elementwise/hi_lo.cu"
+HI_LO_WARPS = 4  # warps per block of split_rows; each warp converts a row
 
 
 def check_sizes(name: str, shape: tuple[int, ...], largest: int = LARGEST) -> None:
@@ -120,11 +120,11 @@ def store(w: CudaArray, out: CudaArray, transposed: bool = False) -> Launch:
     return launch_at(STORE_FILE, geometry, (w.view("uint8"), out, R, C), storage=out.dtype.name)
 
 
-def two_part(x: CudaArray, parts: CudaArray, scale: CudaArray) -> Launch:
-    """Return a launch that writes `parts` and `scale` of a `TwoPartMatrix` for x (..., K)."""
+def hi_lo(x: CudaArray, parts: CudaArray, scale: CudaArray) -> Launch:
+    """Return a launch that writes `parts` and `scale` of a `HiLoMatrix` for x (..., K)."""
     _, rows, K = parts.shape
     width = vector_width(K, parts, x)
-    defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", TWO_PART_WARPS))
-    grid = (ceil(rows / TWO_PART_WARPS),)
-    geometry = Geometry("split_rows", grid, (32 * TWO_PART_WARPS,), defines=defines)
-    return launch_at(TWO_PART_FILE, geometry, (x, parts, scale, rows, K), "float16")
+    defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", HI_LO_WARPS))
+    grid = (ceil(rows / HI_LO_WARPS),)
+    geometry = Geometry("split_rows", grid, (32 * HI_LO_WARPS,), defines=defines)
+    return launch_at(HI_LO_FILE, geometry, (x, parts, scale, rows, K), "float16")

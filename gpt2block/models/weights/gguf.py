@@ -29,9 +29,9 @@ from gpt2block.models.weights.matrix import WeightMatrix, on_host
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-OCTET, UNIT = 8, 128  # rows per tile, and inputs per tile
+ROW_GROUP, UNIT = 8, 128  # rows per tile, and inputs per tile
 LANES = 4  # lanes of a warp per row of a tile
-MOST_RANGES = 3  # maximum ranges (consecutive outputs of one type): one each for q, k, v
+MAX_RANGES = 3  # maximum ranges (consecutive outputs of one type): one each for q, k, v
 BORDER = 16  # a range begins at a multiple of BORDER outputs, as a warp's outputs have one type
 AT_ONCE = 2**20  # number of weights that are decoded at a time
 SHIFTS = np.arange(8, dtype=np.uint8)
@@ -57,7 +57,7 @@ class BlockType(NamedTuple):
     @property
     def tile(self) -> int:
         """Bytes of `units` tiles (8 rows x 128 inputs each) and the scales that they share."""
-        return OCTET * (self.units * UNIT * self.bits // 8 + self.of_scales)
+        return ROW_GROUP * (self.units * UNIT * self.bits // 8 + self.of_scales)
 
     def row_bytes(self, K: int) -> int:
         """Return the bytes of eight rows of K inputs each."""
@@ -91,8 +91,8 @@ class GgufMatrix(WeightMatrix):
     inputs: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.ranges) <= MOST_RANGES:
-            raise InputError(f"weights: expected 1 to {MOST_RANGES} types, got {self.ranges}")
+        if not 0 < len(self.ranges) <= MAX_RANGES:
+            raise InputError(f"weights: expected 1 to {MAX_RANGES} types, got {self.ranges}")
         if any(begin % BORDER for begin in self.begins):
             raise InputError(
                 f"weights: types from outputs {self.begins} on: expected multiples of {BORDER}"
@@ -184,12 +184,12 @@ class GgufMatrix(WeightMatrix):
 
     def pieces(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield (index of the first output, weights (n, K)) for each group of n outputs."""
-        at_once = max(1, AT_ONCE // (OCTET * self.K))  # octets (8 rows) decoded at a time
+        at_once = max(1, AT_ONCE // (ROW_GROUP * self.K))  # row groups (8 rows) decoded at a time
         for name, n, count, data in self.of_ranges():
-            octets = data.reshape(-1, TYPES[name].row_bytes(self.K))
-            for first in range(0, len(octets), at_once):
-                piece = unpack(on_host(octets[first : first + at_once]).ravel(), name, self.K)
-                begin = OCTET * first
+            row_groups = data.reshape(-1, TYPES[name].row_bytes(self.K))
+            for first in range(0, len(row_groups), at_once):
+                piece = unpack(on_host(row_groups[first : first + at_once]).ravel(), name, self.K)
+                begin = ROW_GROUP * first
                 piece = piece[: count - begin]
                 if self.scale is not None:
                     piece *= on_host(self.scale)[n + begin :][: len(piece), None]
@@ -237,11 +237,12 @@ class GgufMatrix(WeightMatrix):
         flat = ids.ravel()
         out = np.empty((len(flat), self.K), np.float32)
         for name, n, count, data in self.of_ranges():
-            octets = data.reshape(-1, TYPES[name].row_bytes(self.K))
+            row_groups = data.reshape(-1, TYPES[name].row_bytes(self.K))
             here = np.flatnonzero((flat >= n) & (flat < n + count))
             of_range = flat[here] - n
-            chosen = unpack(on_host(octets[of_range // OCTET]).ravel(), name, self.K)
-            out[here] = chosen.reshape(-1, OCTET, self.K)[np.arange(len(here)), of_range % OCTET]
+            chosen = unpack(on_host(row_groups[of_range // ROW_GROUP]).ravel(), name, self.K)
+            places = np.arange(len(here)), of_range % ROW_GROUP
+            out[here] = chosen.reshape(-1, ROW_GROUP, self.K)[places]
         return out.reshape(*ids.shape, self.K)
 
     def __repr__(self) -> str:
@@ -262,7 +263,7 @@ def random_blocks(name: str, N: int, K: int, seed: int = 0, size: float = 1.0) -
 
 def range_bytes(ranges: Sequence[tuple[str, int]], K: int) -> list[int]:
     """Return a list of the bytes of each range (consecutive outputs of one GGUF type)."""
-    return [ceil(n / OCTET) * TYPES[name].row_bytes(K) for name, n in ranges]
+    return [ceil(n / ROW_GROUP) * TYPES[name].row_bytes(K) for name, n in ranges]
 
 
 def _largest(data: NDArray[np.uint8], name: str, K: int) -> float:
@@ -278,12 +279,12 @@ def _largest(data: NDArray[np.uint8], name: str, K: int) -> float:
 
 def pack(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
     """Convert rows of blocks, uint8 (N, bytes per row), from the file order to the kernel order."""
-    rows, of_octet = max(1, AT_ONCE // (OCTET * K)) * OCTET, TYPES[name].row_bytes(K)
-    packed = np.empty(ceil(len(raw) / OCTET) * of_octet, np.uint8)
+    rows, of_row_group = max(1, AT_ONCE // (ROW_GROUP * K)) * ROW_GROUP, TYPES[name].row_bytes(K)
+    packed = np.empty(ceil(len(raw) / ROW_GROUP) * of_row_group, np.uint8)
 
     def some(first: int) -> None:  # runs in several threads: NumPy releases the interpreter lock
         piece = _packed(raw[first : first + rows], name, K)
-        begin = first // OCTET * of_octet
+        begin = first // ROW_GROUP * of_row_group
         packed[begin : begin + len(piece)] = piece
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -294,15 +295,16 @@ def pack(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
 
 def _packed(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
     kind = TYPES[name]
-    O, blocks = ceil(len(raw) / OCTET), K // kind.size  # noqa: E741
+    O, blocks = ceil(len(raw) / ROW_GROUP), K // kind.size  # noqa: E741
     G = ceil(K / (kind.units * UNIT))
-    whole = np.zeros((O * OCTET, G * kind.units * UNIT // kind.size, kind.nbytes), np.uint8)
+    whole = np.zeros((O * ROW_GROUP, G * kind.units * UNIT // kind.size, kind.nbytes), np.uint8)
     whole[: len(raw), :blocks] = raw.reshape(len(raw), blocks, kind.nbytes)
     codes, scales = _codes_and_scales(whole, name)
-    codes = codes.reshape(O, OCTET, G, kind.units, 4, 4, LANES, 2)  # (..., chunk, pair, lane, code)
-    codes = codes.swapaxes(-3, -2).reshape(O, OCTET, G, kind.units, 4, LANES, 8)
+    # (..., chunk, pair, lane, code)
+    codes = codes.reshape(O, ROW_GROUP, G, kind.units, 4, 4, LANES, 2)
+    codes = codes.swapaxes(-3, -2).reshape(O, ROW_GROUP, G, kind.units, 4, LANES, 8)
     codes = codes.transpose(0, 2, 3, 1, 4, 5, 6)
-    scales = scales.reshape(O, OCTET, G, -1).swapaxes(1, 2)
+    scales = scales.reshape(O, ROW_GROUP, G, -1).swapaxes(1, 2)
     parts = (scales[..., :16], scales[..., 16:]) if kind.bits == 6 else (scales,)
     planes = [plane.reshape(O, G, -1) for plane in (*_planes(codes, kind), *parts)]
     tiles: NDArray[np.uint8] = np.concatenate(planes, axis=-1)
@@ -373,7 +375,7 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
     G = ceil(K / (kind.units * UNIT))
     tiles = data.reshape(-1, G, kind.tile)
     O = len(tiles)  # noqa: E741
-    low = kind.units * OCTET * UNIT * (8 if kind.bits == 8 else 4) // 8
+    low = kind.units * ROW_GROUP * UNIT * (8 if kind.bits == 8 else 4) // 8
     codes = _codes(tiles, kind, low)
     with np.errstate(**QUIET):
         scale, minimum = _scales(tiles, kind)  # axes (eight rows, group, row, sub-block)
@@ -382,46 +384,46 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
         values *= scale[..., None]
         if kind.minimum:
             values -= minimum[..., None]
-    rows: NDArray[np.float32] = values.transpose(0, 2, 1, 3, 4).reshape(O * OCTET, -1)[:, :K]
+    rows: NDArray[np.float32] = values.transpose(0, 2, 1, 3, 4).reshape(O * ROW_GROUP, -1)[:, :K]
     return rows
 
 
 def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
     """Return uint8 codes by (eight rows, group of tiles, row, input). low: bytes of low bits."""
     O, G = tiles.shape[:2]  # noqa: E741
-    shape = O, G, kind.units, OCTET, LANES
+    shape = O, G, kind.units, ROW_GROUP, LANES
     if kind.bits == 8:
-        lanes = tiles[..., :low].reshape(O, G, 1, 2, OCTET, LANES, 2, 8)
+        lanes = tiles[..., :low].reshape(O, G, 1, 2, ROW_GROUP, LANES, 2, 8)
         lanes = lanes.transpose(0, 1, 2, 4, 5, 3, 6, 7).reshape(*shape, 4, 8)
     else:
         words = tiles[..., :low].reshape(*shape, 4, 4)
         lanes = np.empty((*shape, 4, 8), np.uint8)
         lanes[..., [0, 4, 1, 5]], lanes[..., [2, 6, 3, 7]] = words & 15, words >> 4
     if kind.bits in (5, 6):
-        size = OCTET * UNIT * (kind.bits - 4) // 8 * kind.units
+        size = ROW_GROUP * UNIT * (kind.bits - 4) // 8 * kind.units
         bits = tiles[..., low : low + size].reshape(*shape, -1, 4)
         high = np.empty((*bits.shape[:-1], 8), np.uint8)
         high[..., [0, 4, 1, 5]], high[..., [2, 6, 3, 7]] = bits & 15, bits >> 4
         each = kind.bits - 4
         of_chunks: Any = high[..., None, :] >> each * SHIFTS[: 4 // each, None] & (1 << each) - 1
         lanes |= of_chunks.reshape(lanes.shape) << 4
-    chunks = lanes.swapaxes(-3, -2).reshape(O, G, kind.units, OCTET, 4, LANES, 4, 2)
+    chunks = lanes.swapaxes(-3, -2).reshape(O, G, kind.units, ROW_GROUP, 4, LANES, 4, 2)
     chunks = chunks.swapaxes(-3, -2)  # axes (eight rows, group, tile, row, chunk, pair, lane, code)
-    return chunks.reshape(O, G, kind.units, OCTET, UNIT).swapaxes(2, 3)
+    return chunks.reshape(O, G, kind.units, ROW_GROUP, UNIT).swapaxes(2, 3)
 
 
 def _scales(tiles: NDArray[np.uint8], kind: BlockType) -> tuple[Any, Any]:
     """Return float32 scales and minimums by (eight rows, group of tiles, row, sub-block)."""
     O, G = tiles.shape[:2]  # noqa: E741
-    rest = np.ascontiguousarray(tiles[..., kind.tile - OCTET * kind.of_scales :])
+    rest = np.ascontiguousarray(tiles[..., kind.tile - ROW_GROUP * kind.of_scales :])
     if kind.bits == 6:
-        s = rest[..., :128].view(np.int8).reshape(O, G, OCTET, 16).astype(np.float32)
+        s = rest[..., :128].view(np.int8).reshape(O, G, ROW_GROUP, 16).astype(np.float32)
         d = np.ascontiguousarray(rest[..., 128:]).view(np.float16).astype(np.float32)
         return s * d[..., None], None
     if kind.size == 32:
-        halves = rest.view(np.float16).reshape(O, G, OCTET, 4, -1).astype(np.float32)
+        halves = rest.view(np.float16).reshape(O, G, ROW_GROUP, 4, -1).astype(np.float32)
         return halves[..., 0], -halves[..., -1]
-    words = rest.reshape(O, G, OCTET, 16)
+    words = rest.reshape(O, G, ROW_GROUP, 16)
     d = np.ascontiguousarray(words[..., :4]).view(np.float16).astype(np.float32)
     both, low = words[..., 4:12], words[..., None, 12:] >> SHIFTS[[0, 4], None] & 15
     least = both >> 6 << 4 | low.reshape(both.shape)

@@ -19,7 +19,7 @@ from gpt2block.cuda.arrays import CudaArray, Read, read_into
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
-from gpt2block.models.weights.gguf import OCTET, TYPES, UNIT, GgufMatrix, range_bytes
+from gpt2block.models.weights.gguf import ROW_GROUP, TYPES, UNIT, GgufMatrix, range_bytes
 from gpt2block.models.weights.matrix import on_host
 
 FILE = "gguf/pack.cu"
@@ -60,7 +60,7 @@ def pack(
     head = of_heads[0].N // of_heads[0].heads if of_heads else 0
     N = sum(part.N for part in rows)
     units = ceil(K / (kind.units * UNIT)) * kind.units
-    grid, defines = (ceil(N / OCTET), ceil(units / WARPS)), (("GGUF_TYPE", kind.number),)
+    grid, defines = (ceil(N / ROW_GROUP), ceil(units / WARPS)), (("GGUF_TYPE", kind.number),)
     geometry = Geometry("gguf_pack", grid, (32 * WARPS,), defines=defines)
     args = raw, out, largest, K, N, head, sum(part.N for part in of_heads)
     return launch_at(FILE, geometry, args, "float16", GGUF)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 REFUSALS = (InputError, KernelError, MemoryError)  # errors of a variant that cannot run
 REPLAY_MS = 3.0  # ms of a graph's replay: long enough to make the graph's launch time negligible
 CACHES = 4  # a round over all copies of the inputs moves this many times the size of the L2 cache
-MOST_SETS = 256  # maximum number of copies of the inputs
-MOST_CALLS = 2000  # maximum number of calls captured in one graph
+MAX_SETS = 256  # maximum number of copies of the inputs
+MAX_CALLS = 2000  # maximum number of calls captured in one graph
 
 Replay = Callable[[], None]
 Check = Callable[[Replay, tuple[Any, ...]], tuple[float, float]]
@@ -113,7 +113,7 @@ def _captured(contender: Contender, copies: int, rounds: int | None) -> tuple[Ca
 
 def rounds_for(once_ms: float, copies: int) -> int:
     """Return a graph's number of rounds (one call on every copy of the inputs) of `once_ms` ms."""
-    return max(1, min(ceil(REPLAY_MS / max(once_ms, 1e-3)), MOST_CALLS // copies))
+    return max(1, min(ceil(REPLAY_MS / max(once_ms, 1e-3)), MAX_CALLS // copies))
 
 
 def first_line(error: BaseException) -> str:
@@ -168,7 +168,7 @@ def gpu_index(device: str | None) -> int:
 def rotated(host: Host, traffic: int) -> list[dict[str, Any]]:
     """Return copies of the inputs in device memory that together exceed the L2 cache.
 
-    A round over the copies moves CACHES times the size of the L2 cache; there are at most MOST_SETS
+    A round over the copies moves CACHES times the size of the L2 cache; there are at most MAX_SETS
     copies. traffic: bytes that a call with one copy moves.
     """
     count = copies_for(traffic, cupy.cuda.Device().attributes["L2CacheSize"])
@@ -181,4 +181,4 @@ def rotated(host: Host, traffic: int) -> list[dict[str, Any]]:
 
 
 def copies_for(traffic: int, cache: int) -> int:
-    return min(MOST_SETS, max(1, ceil(CACHES * cache / traffic)))
+    return min(MAX_SETS, max(1, ceil(CACHES * cache / traffic)))

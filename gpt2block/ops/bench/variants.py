@@ -16,7 +16,7 @@ from gpt2block.ops.bench.race import Contender, bind_copies, capture_bound, race
 from gpt2block.ops.registry import Operation, Variant
 
 REPLAY_BYTES = 8 << 30  # total bytes that the calls in one graph move
-MOST_LAUNCHES = 4096  # maximum number of a variant's calls in one graph
+MAX_LAUNCHES = 4096  # maximum number of a variant's calls in one graph
 CEILINGS = ("float32", "float16")  # arithmetics of cuBLAS with which results are compared
 
 
@@ -126,7 +126,7 @@ def _restore(inputs: tuple[Any, ...], host: tuple[Any, ...], out: Any) -> None:
 
 def rounds_for(copies: int, traffic: int) -> int:
     """Return the number of rounds (calls on every copy) in a graph that takes some ms."""
-    return max(1, min(REPLAY_BYTES // (copies * traffic), MOST_LAUNCHES // copies))
+    return max(1, min(REPLAY_BYTES // (copies * traffic), MAX_LAUNCHES // copies))
 
 
 def ceiling_for(ceilings: Ceilings, dtype: str) -> float:

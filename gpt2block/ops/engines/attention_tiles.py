@@ -16,27 +16,27 @@ from gpt2block.errors import InputError
 from gpt2block.ops.call import Call
 from gpt2block.ops.products import room
 
-MOST_BLOCKS = 2**31 - 1, 65535  # maximum blocks of a grid: along x; along y or z
+MAX_BLOCKS = 2**31 - 1, 65535  # maximum blocks of a grid: along x; along y or z
 WARPS = (4, 2, 1)  # warps per block of variant `online`, fastest first
 KEYS = (64, 32)  # keys per tile of variant `online`, fastest first
 
 TENSOR_HEADS = (64, 128)  # channels per head that all tensor-core kernels support
 MMA_HEADS = (*TENSOR_HEADS, 256)  # channels per head that variant mma supports in 16 bits
-HOPPER_TILE = 128  # queries per tile, and keys per tile, of variant hopper
-HOPPER_THREADS = 384  # two consumer warpgroups, 1 warp that copies, 3 warps that write the kv_cache
-# HOPPER_SHARED: bytes of shared memory per block, by channels per head. They hold tiles of K and V
+WGMMA_TILE = 128  # queries per tile, and keys per tile, of variant wgmma
+WGMMA_THREADS = 384  # two consumer warpgroups, 1 warp that copies, 3 warps that write the kv_cache
+# WGMMA_SHARED: bytes of shared memory per block, by channels per head. They hold tiles of K and V
 # (eight for 64 channels, four for 128), two tiles of queries, a tile of output, and barriers.
-HOPPER_SHARED = {64: 181408, 128: 230496}
+WGMMA_SHARED = {64: 181408, 128: 230496}
 # Constants of the kernel whose two warpgroups process alternate groups of 128 keys: channels per
 # head, queries per tile, and bytes of shared memory, including the second warpgroup's sums.
 ALTERNATE_HEAD, ALTERNATE_TILE, ALTERNATE_SHARED = 64, 64, 199840
-HOPPER_MOST_TILES = 2**30 - 1  # maximum tiles per launch: range of the kernels' counters
-HOPPER_TWO_PART_HEAD = 64  # channels per head that hopper supports for a TwoPartMatrix
-HOPPER_TWO_PART_TILE = 64  # queries per tile, and keys per tile, for a TwoPartMatrix
-HOPPER_TWO_PART_THREADS = 384  # two consumer warpgroups, and a warpgroup with one copying thread
-# HOPPER_TWO_PART_SHARED: bytes of shared memory per block. They hold eight tiles of K and V, two
+WGMMA_MAX_TILES = 2**30 - 1  # maximum tiles per launch: range of the kernels' counters
+WGMMA_HI_LO_HEAD = 64  # channels per head that wgmma supports for a HiLoMatrix
+WGMMA_HI_LO_TILE = 64  # queries per tile, and keys per tile, for a HiLoMatrix
+WGMMA_HI_LO_THREADS = 384  # two consumer warpgroups, and a warpgroup with one copying thread
+# WGMMA_HI_LO_SHARED: bytes of shared memory per block. They hold eight tiles of K and V, two
 # tiles of queries, the sums that the second warpgroup passes to the first, barriers and padding.
-HOPPER_TWO_PART_SHARED = 184480
+WGMMA_HI_LO_SHARED = 184480
 CACHED = 32 << 20  # bytes of K and V that the L2 cache is assumed to keep
 
 
@@ -68,24 +68,24 @@ def shared_bytes(HS: int, warps: int, keys: int) -> int:
 
 @lru_cache(maxsize=1024)
 def online_geometry(
-    B: int, T: int, NH: int, HS: int, *, NKV: int, block: int | None, most_shared: int
+    B: int, T: int, NH: int, HS: int, *, NKV: int, block: int | None, max_shared: int
 ) -> Geometry:
     """Return the launch geometry of variant `online` for B sequences of length T.
 
-    block: threads per block, or None for the best number. most_shared: bytes of shared memory that
+    block: threads per block, or None for the best number. max_shared: bytes of shared memory that
     a block can have. Raises InputError if no tile fits in shared memory or the grid is too large.
     """
-    warps, keys = _online_tile(HS, T, block, most_shared)
+    warps, keys = _online_tile(HS, T, block, max_shared)
     queries = warps * warp_queries(HS)
     blocks = ceil(T / queries)
-    if blocks > MOST_BLOCKS[1]:
-        raise InputError(f"T {T:,}: variant online takes at most {MOST_BLOCKS[1] * queries:,}")
+    if blocks > MAX_BLOCKS[1]:
+        raise InputError(f"T {T:,}: variant online takes at most {MAX_BLOCKS[1] * queries:,}")
     defines = (*heads_defines(NH, NKV, HS), ("AO_WARPS", warps), ("AO_KEYS", keys))
     shared = shared_bytes(HS, warps, keys)
     return Geometry("attention_forward_online", (B * NH, blocks), (32 * warps,), shared, defines)
 
 
-def _online_tile(HS: int, T: int, block: int | None, most_shared: int) -> tuple[int, int]:
+def _online_tile(HS: int, T: int, block: int | None, max_shared: int) -> tuple[int, int]:
     """Return (warps per block, keys per tile) of the largest tile that fits in shared memory.
 
     Fewer than half of the warps are idle. The largest tile has the largest product of warps and
@@ -99,13 +99,13 @@ def _online_tile(HS: int, T: int, block: int | None, most_shared: int) -> tuple[
     tiles = [(warps, keys) for warps in choices for keys in KEYS]
     tiles.sort(key=lambda tile: (-tile[0] * tile[1], -tile[1]))
     for warps, keys in tiles:
-        if shared_bytes(HS, warps, keys) <= most_shared:
+        if shared_bytes(HS, warps, keys) <= max_shared:
             return warps, keys
     smallest = min(shared_bytes(HS, *tile) for tile in tiles)
     todo = "use variant mha" if block is None else "use a smaller block"
     raise InputError(
         f"head size {HS}: the smallest tiles of variant online take {smallest:,} bytes of shared "
-        f"memory, this GPU has {most_shared:,} for them: {todo}"
+        f"memory, this GPU has {max_shared:,} for them: {todo}"
     )
 
 
@@ -144,14 +144,14 @@ def mma_geometry(
     causal: bool,
     *,
     sms: int,
-    most_shared: int,
+    max_shared: int,
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
     tile: AttentionTile | None = None,
 ) -> tuple[Geometry, int]:
     """Return the geometry of `mma` for B sequences of up to T rows, and the result of `together`.
 
-    sms: multiprocessors of the GPU. most_shared: bytes of shared memory that a block can have.
+    sms: multiprocessors of the GPU. max_shared: bytes of shared memory that a block can have.
     serves: heads of Q that share a head of K. tile: used instead of the fastest tile. Raises
     InputError if the grid is too large.
     """
@@ -161,7 +161,7 @@ def mma_geometry(
     stage = mma_stage(HS)
     # queries: bytes of shared memory for queries; 0 for head sizes 64 and 128 (kept in registers)
     queries = 0 if HS in TENSOR_HEADS else tile.queries * _row_bytes(HS)
-    stages = 3 if room(most_shared, tile.blocks) >= 3 * stage + queries else 2
+    stages = 3 if room(max_shared, tile.blocks) >= 3 * stage + queries else 2
     defines = (
         ("ATT_CAUSAL", int(causal)),
         *tensor_heads_defines(HS, serves),
@@ -176,18 +176,18 @@ def mma_geometry(
 
 
 @lru_cache(maxsize=1024)
-def two_part_geometry(
+def hi_lo_geometry(
     B: int,
     T: int,
     NH: int,
     causal: bool,
     one_scale: bool,
     *,
-    most_shared: int,
+    max_shared: int,
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """Return the values of `mma_geometry` for a kernel that reads qkv from a TwoPartMatrix.
+    """Return the values of `mma_geometry` for a kernel that reads qkv from a HiLoMatrix.
 
     Two groups of 4 warps process the 64 queries of a tile. one_scale: whether all rows have the
     same scale.
@@ -196,8 +196,8 @@ def two_part_geometry(
     warps, stage = 4, 2 * mma_stage(HS)
     queries = stage // 2  # bytes of 64 queries
     grid = _grid(B, T, NH, 16 * warps)
-    blocks = 2 if causal and one_scale and room(most_shared, 2) >= 2 * stage + queries else 1
-    stages = 3 if room(most_shared, blocks) >= 3 * stage + queries else 2
+    blocks = 2 if causal and one_scale and room(max_shared, 2) >= 2 * stage + queries else 1
+    stages = 3 if room(max_shared, blocks) >= 3 * stage + queries else 2
     defines = (
         ("ATT_CAUSAL", int(causal)),
         *tensor_heads_defines(HS, serves),
@@ -207,16 +207,16 @@ def two_part_geometry(
         ("ATT_BLOCKS", blocks),
     )
     shared = stages * stage + queries
-    if shared > most_shared:
+    if shared > max_shared:
         raise InputError(
-            f"head size {HS}: two-part matrices take {shared:,} bytes of shared memory, this GPU "
-            f"has {most_shared:,}: use float32 and variant online"
+            f"head size {HS}: hi/lo matrices take {shared:,} bytes of shared memory, this GPU "
+            f"has {max_shared:,}: use float32 and variant online"
         )
     geometry = Geometry("attention_fp32_mma", grid, (64 * warps,), shared, defines)
     return geometry, together(B, 2 * T, NH, causal, HS, serves)
 
 
-def hopper_geometry(
+def wgmma_geometry(
     B: int,
     T: int,
     NH: int,
@@ -226,14 +226,14 @@ def hopper_geometry(
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """Return the geometry of variant `hopper`, and the result of `together` for this call.
+    """Return the geometry of variant `wgmma`, and the result of `together` for this call.
 
     A block processes several tiles. Raises InputError if there are more tiles than it can count.
     """
-    tiles = _hopper_tiles(B, T, NH, HOPPER_TILE)
-    grid, block = (min(tiles, sms),), (HOPPER_THREADS,)
+    tiles = _wgmma_tiles(B, T, NH, WGMMA_TILE)
+    grid, block = (min(tiles, sms),), (WGMMA_THREADS,)
     defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(HS, serves))
-    geometry = Geometry("attention_hopper", grid, block, HOPPER_SHARED[HS], defines)
+    geometry = Geometry("attention_wgmma", grid, block, WGMMA_SHARED[HS], defines)
     return geometry, together(B, T, NH, causal, HS, serves)
 
 
@@ -244,10 +244,10 @@ def alternate_geometry(
 
     The second value is the result of `together` for this call.
     """
-    head, tiles = ALTERNATE_HEAD, _hopper_tiles(B, T, NH, ALTERNATE_TILE)
-    grid, block = (min(tiles, sms),), (HOPPER_THREADS,)
+    head, tiles = ALTERNATE_HEAD, _wgmma_tiles(B, T, NH, ALTERNATE_TILE)
+    grid, block = (min(tiles, sms),), (WGMMA_THREADS,)
     defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(head, serves))
-    geometry = Geometry("attention_hopper_alternate", grid, block, ALTERNATE_SHARED, defines)
+    geometry = Geometry("attention_wgmma_alternate", grid, block, ALTERNATE_SHARED, defines)
     return geometry, together(B, T, NH, causal, head, serves)
 
 
@@ -278,7 +278,7 @@ class Rate(NamedTuple):
         return ceil(tiles / sms) * self.step / self.warpgroups
 
 
-WHOLE_KEYS, ALTERNATE_KEYS = Rate(HOPPER_TILE, 1, 3.5, 1.2, 1.4), Rate(64, 2, 2.9, 1.5, 0.7)
+WHOLE_KEYS, ALTERNATE_KEYS = Rate(WGMMA_TILE, 1, 3.5, 1.2, 1.4), Rate(64, 2, 2.9, 1.5, 0.7)
 
 
 @lru_cache(maxsize=1024)
@@ -289,20 +289,20 @@ def alternates(B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> bo
 
 
 @lru_cache(maxsize=1024)
-def cached_hopper_geometry(
+def cached_wgmma_geometry(
     B: int, T: int, NH: int, N: int, P: int, *, sms: int, HS: int, serves: int
 ) -> tuple[Geometry, int]:
-    """Return the faster of `hopper_geometry` and `alternate_geometry`, for keys in a kv_cache.
+    """Return the faster of `wgmma_geometry` and `alternate_geometry`, for keys in a kv_cache.
 
     N: rows of all B sequences together. P: maximum number of keys of a sequence. Only the device
     knows the actual numbers: the estimate is for N / T sequences of T rows, the maximum.
     """
-    tiles, sequences = _hopper_tiles(B, T + HOPPER_TILE, NH, ALTERNATE_TILE), ceil(N / T)
+    tiles, sequences = _wgmma_tiles(B, T + WGMMA_TILE, NH, ALTERNATE_TILE), ceil(N / T)
     rates = (rate.after(sequences, T, NH, sms) for rate in (ALTERNATE_KEYS, WHOLE_KEYS))
     if HS == ALTERNATE_HEAD and next(rates) < next(rates):
         geometry, _ = alternate_geometry(sequences, T, NH, True, sms=sms, serves=serves)
     else:
-        geometry, _ = hopper_geometry(sequences, T, NH, True, sms=sms, HS=HS, serves=serves)
+        geometry, _ = wgmma_geometry(sequences, T, NH, True, sms=sms, HS=HS, serves=serves)
     kernel = geometry.kernel.replace("attention", "attention_cached")
     geometry = geometry._replace(kernel=kernel, grid=(min(tiles, sms),))
     heads = together(sequences, P, NH, True, HS, serves)
@@ -310,7 +310,7 @@ def cached_hopper_geometry(
 
 
 @lru_cache(maxsize=1024)
-def hopper_two_part_geometry(
+def wgmma_hi_lo_geometry(
     B: int,
     T: int,
     NH: int,
@@ -320,30 +320,30 @@ def hopper_two_part_geometry(
     sms: int,
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """Return the same two values as `hopper_geometry`, for a qkv that is a TwoPartMatrix."""
-    head, tiles = HOPPER_TWO_PART_HEAD, _hopper_tiles(B, T, NH, HOPPER_TWO_PART_TILE)
+    """Return the same two values as `wgmma_geometry`, for a qkv that is a HiLoMatrix."""
+    head, tiles = WGMMA_HI_LO_HEAD, _wgmma_tiles(B, T, NH, WGMMA_HI_LO_TILE)
     defines = (
         ("ATT_CAUSAL", int(causal)),
         *tensor_heads_defines(head, serves),
         ("ATT_ONE_SCALE", int(one_scale)),
     )
     geometry = Geometry(
-        "attention_fp32_hopper",
+        "attention_fp32_wgmma",
         (min(tiles, sms),),
-        (HOPPER_TWO_PART_THREADS,),
-        HOPPER_TWO_PART_SHARED,
+        (WGMMA_HI_LO_THREADS,),
+        WGMMA_HI_LO_SHARED,
         defines,
     )
     return geometry, together(B, 2 * T, NH, causal, head, serves)
 
 
-def _hopper_tiles(B: int, T: int, NH: int, queries: int) -> int:
+def _wgmma_tiles(B: int, T: int, NH: int, queries: int) -> int:
     """Return the number of query tiles. Raises InputError if kernels cannot count so many tiles."""
     tiles = B * NH * ceil(T / queries)
-    if tiles > HOPPER_MOST_TILES:
+    if tiles > WGMMA_MAX_TILES:
         raise InputError(
-            f"B {B:,}, T {T:,} and {NH:,} heads make {tiles:,} tiles, variant hopper counts to "
-            f"{HOPPER_MOST_TILES:,}: use smaller batches"
+            f"B {B:,}, T {T:,} and {NH:,} heads make {tiles:,} tiles, variant wgmma counts to "
+            f"{WGMMA_MAX_TILES:,}: use smaller batches"
         )
     return tiles
 
@@ -366,10 +366,10 @@ def tensor_heads_defines(HS: int, serves: int) -> Defines:
 def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
     """Return a grid, one block per head and `queries` rows. Raises InputError if too large."""
     blocks = B * NH * ceil(T / queries)
-    if blocks > MOST_BLOCKS[0]:
+    if blocks > MAX_BLOCKS[0]:
         raise InputError(
             f"B {B:,}, T {T:,} and {NH:,} heads make a grid of {blocks:,} blocks, CUDA takes "
-            f"{MOST_BLOCKS[0]:,}: use smaller batches"
+            f"{MAX_BLOCKS[0]:,}: use smaller batches"
         )
     return (blocks,)
 

@@ -23,7 +23,7 @@ class Epilogue(NamedTuple):
     name: value of the macro EPILOGUE, without "EPILOGUE_". args: the kernel's arguments that only
     the epilogue reads, by name. head: channels of a head, with RoPE, else 0. splits: partial sums
     per value that the kernel adds to x or to the residual stream. T: the kernel's type `T`, if the
-    weights are FP8 or two-part. fp8_cache: the FP8 format of the kv_cache, or None. defines: macros
+    weights are FP8 or hi/lo. fp8_cache: the FP8 format of the kv_cache, or None. defines: macros
     of the epilogue.
     """
 
@@ -58,13 +58,13 @@ Ends = Callable[[Call], Epilogue]  # chooses the epilogue of a call
 
 
 def add(c: Call) -> Epilogue:
-    """Return the epilogue of `linear`: [residual +] [gelu] sum, which option `sends` also sends."""
+    """Return the epilogue of `linear`: [residual +] [gelu] sum, also sent with `to_peers`."""
     args = {"out": c.output("out"), "gelu": int(c.gelu)}
-    if c.sends is None:
+    if c.to_peers is None:
         return Epilogue("ADD", {**args, "residual": c.residual})
     if c.residual is not None or c.to_terms:
         raise UnsupportedCall("sends floats, without residual")
-    return Epilogue("SEND", {**args, **c.sends.args}, defines=c.sends.defines)
+    return Epilogue("PEERS", {**args, **c.to_peers.args}, defines=c.to_peers.defines)
 
 
 def add_sums(c: Call) -> Epilogue:

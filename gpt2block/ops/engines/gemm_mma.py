@@ -1,4 +1,4 @@
-"""Tiles and launch geometry of matmul/prompt/mma.cu and matmul/prompt/mma_two_part.cu, which
+"""Tiles and launch geometry of matmul/prompt/mma.cu and matmul/prompt/mma_hi_lo.cu, which
 multiply matrices with mma.sync."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from gpt2block.ops.products import count_tiles, room
 
 FILE = "matmul/prompt/mma.cu"
 KERNEL = "gemm_mma"
-TWO_PART_FILE = "matmul/prompt/mma_two_part.cu"
-TWO_PART_KERNEL = "gemm_split_mma"
+HI_LO_FILE = "matmul/prompt/mma_hi_lo.cu"
+HI_LO_KERNEL = "gemm_split_mma"
 
 # Approximate rates of an SM, per clock.
 MULTIPLY_ADDS = 1050
@@ -21,7 +21,7 @@ L2_BYTES = 28  # bytes per clock that an SM reads from the L2 cache
 SHARED_BYTES = 112  # bytes per clock that an SM reads from or writes to shared memory
 STORED_BYTES = 32  # bytes per clock that an SM writes to device memory
 STEP = 40  # minimum clocks per step of 16 values along K, for any tile
-FEWEST_STAGES = 3
+MIN_STAGES = 3
 
 
 class MmaGemmTile(NamedTuple):
@@ -51,8 +51,8 @@ TILES = (
     MmaGemmTile(128, 256, (2, 4), 64, 4, 1),
 )
 
-# Tiles for TwoPartMatrix operands, whose kernel keeps three sums per output.
-TWO_PART_TILES = (
+# Tiles for HiLoMatrix operands, whose kernel keeps three sums per output.
+HI_LO_TILES = (
     MmaGemmTile(16, 32, (1, 4), 64, 8, 6),
     MmaGemmTile(32, 32, (2, 2), 64, 8, 4),
     MmaGemmTile(64, 48, (2, 2), 64, 6, 3),
@@ -68,26 +68,26 @@ def geometry(
     N: int,
     K: int,
     *,
-    two_part: bool = False,
+    hi_lo: bool = False,
     gelu: bool = False,
     residual: bool = False,
     other_out: bool = False,
     scaled: bool = False,
     early: bool = True,
     sms: int,
-    most_shared: int,
+    max_shared: int,
     tile: MmaGemmTile | None = None,
 ) -> Geometry:
-    """Return the geometry of gemm_split_mma if `two_part`, else of gemm_mma. a: (M, K), w: (N, K).
+    """Return the geometry of gemm_split_mma if `hi_lo`, else of gemm_mma. a: (M, K), w: (N, K).
 
-    other_out: whether the result is float32; with two_part, whether it is a two-part matrix.
+    other_out: whether the result is float32; with hi_lo, whether it is a hi/lo matrix.
     scaled: whether w has scales. early: whether w may be loaded before the previous kernel has
-    ended. sms: multiprocessors of the GPU. most_shared: bytes of shared memory that a block may
+    ended. sms: multiprocessors of the GPU. max_shared: bytes of shared memory that a block may
     request. tile: used instead of the best tile. The result has the same bits for any tile.
     """
-    parts = 1 + two_part
-    candidates = (tile,) if tile else TWO_PART_TILES if two_part else TILES
-    memory = tuple(room(most_shared, blocks) for blocks in (1, 2))
+    parts = 1 + hi_lo
+    candidates = (tile,) if tile else HI_LO_TILES if hi_lo else TILES
+    memory = tuple(room(max_shared, blocks) for blocks in (1, 2))
     fitting = [fit for each in candidates if (fit := _fit(each, memory, parts))]
     tile = min(fitting, key=lambda each: _clocks(each, M, N, K, sms, parts))
     warps_m, warps_n = tile.warps
@@ -100,31 +100,31 @@ def geometry(
         ("GEMM_STAGES", tile.stages),
         ("GEMM_EARLY", tile.early * early),
         ("GEMM_BLOCKS", tile.blocks),
-        *epilogue(two_part, gelu, residual, other_out, scaled),
+        *epilogue(hi_lo, gelu, residual, other_out, scaled),
     )
     grid = min(count_tiles(tile, M, N), sms * tile.blocks)
     shared = tile.stages * parts * _slice(tile)
-    kernel = TWO_PART_KERNEL if two_part else KERNEL
+    kernel = HI_LO_KERNEL if hi_lo else KERNEL
     return Geometry(kernel, (grid,), (32 * warps_m * warps_n,), shared, defines)
 
 
-def epilogue(two_part: bool, gelu: bool, residual: bool, other_out: bool, scaled: bool) -> Defines:
+def epilogue(hi_lo: bool, gelu: bool, residual: bool, other_out: bool, scaled: bool) -> Defines:
     """Compile-time constants that select the epilogue of an mma or wgmma kernel."""
     return (
         ("GEMM_GELU", int(gelu)),
         ("GEMM_RESIDUAL", int(residual)),
-        ("GEMM_SPLIT_OUT" if two_part else "GEMM_FLOAT_OUT", int(other_out)),
+        ("GEMM_SPLIT_OUT" if hi_lo else "GEMM_FLOAT_OUT", int(other_out)),
         *((("GEMM_SCALED", 1),) if scaled else ()),
     )
 
 
 def _slice(tile: MmaGemmTile) -> int:
-    """Bytes of shared memory for a 16-bit slice of `a` and `w`. TwoPartMatrix inputs need two."""
+    """Bytes of shared memory for a 16-bit slice of `a` and `w`. HiLoMatrix inputs need two."""
     return 2 * tile.slice * (tile.rows + tile.columns)
 
 
 def _clocks(tile: MmaGemmTile, M: int, N: int, K: int, sms: int, parts: int) -> float:
-    """Estimated clocks of the SM with the most tiles. parts: 2 for TwoPartMatrix inputs, else 1."""
+    """Estimated clocks of the SM with the most tiles. parts: 2 for HiLoMatrix inputs, else 1."""
     sides, size = tile.rows + tile.columns, tile.rows * tile.columns
     warps_m, warps_n = tile.warps
     read = tile.rows * warps_n + tile.columns * warps_m  # rows that warps load from shared memory
@@ -146,6 +146,6 @@ def _fit(tile: MmaGemmTile, memory: tuple[int, ...], parts: int) -> MmaGemmTile 
     """
     for blocks in range(tile.blocks, 0, -1):
         stages = min(tile.stages, memory[blocks - 1] // (parts * _slice(tile)))
-        if stages >= FEWEST_STAGES:
+        if stages >= MIN_STAGES:
             return tile._replace(stages=stages, blocks=blocks, early=min(tile.early, stages - 1))
     return None

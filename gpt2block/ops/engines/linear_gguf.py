@@ -13,10 +13,10 @@ from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.cuda.requests import Launch
-from gpt2block.models.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
+from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES, GgufMatrix
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.epilogues import Epilogue
-from gpt2block.ops.engines.linear_mma import FLOAT, MOST_SPLITS, TERMS, UNIT, splits
+from gpt2block.ops.engines.linear_mma import FLOAT, MAX_SPLITS, TERMS, UNIT, splits
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.gguf import range_defines
 from gpt2block.ops.operation import UnsupportedCall
@@ -26,12 +26,12 @@ from gpt2block.ops.terms import count_define
 FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
 COLUMNS = BORDER  # columns of the product (rows of w) per warp
 WARPS = range(12, 0, -1)  # possible warps per block if all multiply the same split (range of K)
-FEW_ROWS, MOST_ROWS = 8, 64  # maximum rows of x per block if a Cut is `together`, and if not
-MOST_NORMED = 32  # maximum rows of x in products that fuse RMSNorm
+JOINT_ROWS, MAX_ROWS = 8, 64  # maximum rows of x per block if a WorkSplit is `together`, and if not
+MAX_NORMED = 32  # maximum rows of x in products that fuse RMSNorm
 FLIGHT = 3  # slots in the ring of a warp; a slot holds 128 values of K of the warp's columns
-MOST_FLIGHT = 6  # maximum slots if only one block fits on a multiprocessor
-# Registers per lane that hold x: HELD for FEW_ROWS rows of a unit, at most MOST_HELD for a split.
-HELD, MOST_HELD, MOST_TILES = 16, 176, 2  # MOST_TILES: maximum rows, in multiples of FEW_ROWS
+MAX_FLIGHT = 6  # maximum slots if only one block fits on a multiprocessor
+# Registers per lane that hold x: HELD for JOINT_ROWS rows of a unit, at most MAX_HELD for a split.
+HELD, MAX_HELD, MAX_TILES = 16, 176, 2  # MAX_TILES: maximum rows, in multiples of JOINT_ROWS
 STATIC = 1024  # maximum bytes of static shared memory per block
 BLOCKS = 2  # maximum blocks per multiprocessor; no block of the next kernel fits next to them
 EXCHANGE = 200  # time to exchange sums in a cluster, in the unit of `duration`
@@ -51,7 +51,7 @@ class SharedMemory(NamedTuple):
     norm: int
     terms: int
 
-    def of(self, cut: Cut) -> int:
+    def of(self, cut: WorkSplit) -> int:
         """Return the bytes per block: rows of x, sums, and a ring of weights for each warp."""
         row, planes, pitch = self.row(1), 2, COLUMNS * cut.warps + 8
         if cut.together:
@@ -69,7 +69,7 @@ class SharedMemory(NamedTuple):
         return row + (0, 8, FLOAT * self.parts)[self.norm]
 
 
-class Cut(NamedTuple):
+class WorkSplit(NamedTuple):
     """Division of a product among blocks and warps. Results do not depend on the division."""
 
     rows: int  # rows of x per block
@@ -97,9 +97,9 @@ def geometry(
     clusters: bool,
     holds: bool = False,
     sms: int,
-    most_shared: int,
+    max_shared: int,
 ) -> Geometry | None:
-    """Return the launch geometry for x (M, K), or None if no `Cut` is possible.
+    """Return the launch geometry for x (M, K), or None if no `WorkSplit` is possible.
 
     This is so if a row of x does not fit in shared memory, or if the outputs of a GGUF type do not
     begin at a multiple of COLUMNS, or of the channels of a head.
@@ -107,41 +107,41 @@ def geometry(
     ranges: GGUF types and their numbers of outputs. norm: norm of x, 0 none, 1 LayerNorm, 2
     RMSNorm. up: whether there is a second matrix. rope: channels per head with RoPE, else 0. terms:
     16-bit terms per value of x. clusters: whether blocks form clusters. holds: whether registers
-    may hold x. most_shared: maximum bytes of dynamic shared memory per block.
+    may hold x. max_shared: maximum bytes of dynamic shared memory per block.
     """
     ends = [(2 if up else 1) * end for end in accumulate(n for _, n in ranges)]
     parts, units = splits(K)
     memory = SharedMemory(parts, units, max(slot_bytes(t) for t, _ in ranges), norm, terms)
 
-    def fitting(candidates: Iterable[Cut]) -> list[Cut]:
-        return [cut for cut in candidates if memory.of(cut) <= most_shared]
+    def fitting(candidates: Iterable[WorkSplit]) -> list[WorkSplit]:
+        return [cut for cut in candidates if memory.of(cut) <= max_shared]
 
     if any(begin % (rope or COLUMNS) for begin in ends[:-1]):
         return None
-    few = _halved(min(M, FEW_ROWS))
-    cuts = fitting(Cut(rows, parts, together=True) for rows in few)[:1]
+    few = _halved(min(M, JOINT_ROWS))
+    cuts = fitting(WorkSplit(rows, parts, together=True) for rows in few)[:1]
     if holds and not norm and [cut.rows for cut in cuts] != few[:1]:
-        most = FEW_ROWS * min(MOST_TILES, MOST_HELD // (HELD * units))
-        held = (Cut(rows, parts, True, held=True) for rows in _halved(min(M, most)) if most)
+        most = JOINT_ROWS * min(MAX_TILES, MAX_HELD // (HELD * units))
+        held = (WorkSplit(rows, parts, True, held=True) for rows in _halved(min(M, most)) if most)
         cuts += fitting(held)[:1]
     if not norm and [cut.rows for cut in cuts] != _halved(M)[:1]:
         warps = [n for n in WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
-        rows = _halved(min(M, MOST_ROWS))
-        cuts += fitting(Cut(n, each, together=False) for n in rows for each in warps)
+        rows = _halved(min(M, MAX_ROWS))
+        cuts += fitting(WorkSplit(n, each, together=False) for n in rows for each in warps)
     if not cuts:
         return None
 
-    def turns(cut: Cut) -> tuple[int, int]:
+    def turns(cut: WorkSplit) -> tuple[int, int]:
         """Return (blocks per multiprocessor, groups of columns that a block computes in turn)."""
-        room_for = _blocks(cut, memory.of(cut), most_shared)
+        room_for = _blocks(cut, memory.of(cut), max_shared)
         most = max(1, _most(sms, room_for, cluster(cut)) // ceil(M / cut.rows))
         return room_for, ceil(ceil(ends[-1] / cut.columns) / most)
 
-    def cluster(cut: Cut) -> int:
+    def cluster(cut: WorkSplit) -> int:
         return 1 if cut.together or not clusters else parts
 
     # Time estimate per warp, in relative units: 5 to unpack weights, 1 to multiply 8 rows of x.
-    def duration(cut: Cut) -> float:
+    def duration(cut: WorkSplit) -> float:
         room_for, count = turns(cut)
         exchange = EXCHANGE if cluster(cut) > 1 else 0
         work = count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
@@ -152,7 +152,7 @@ def geometry(
     cut = min(cuts, key=duration)
     blocks, count = turns(cut)
     if holds and blocks == 1 and cut.together:
-        deeper = (cut._replace(flight=n) for n in range(MOST_FLIGHT, FLIGHT - 1, -1))
+        deeper = (cut._replace(flight=n) for n in range(MAX_FLIGHT, FLIGHT - 1, -1))
         cut = fitting(deeper)[0]
     defines = (
         ("LM_K", K),
@@ -167,13 +167,13 @@ def geometry(
     # The launch requests so much memory that no block of the next kernel starts next to these
     # blocks. Otherwise some multiprocessors would later run three blocks and others one. A decoding
     # step of a model with 7 billion weights takes 1.94 ms instead of 2.19 ms (H100).
-    shared = filled(most_shared + STATIC, blocks, memory.of(cut))
+    shared = filled(max_shared + STATIC, blocks, memory.of(cut))
     return Geometry(KERNEL, grid, (WARP * cut.warps,), shared, defines)
 
 
 def slot_bytes(name: str) -> int:
     """Return the bytes of 128 values of K for a warp's columns, in weights of this GGUF type."""
-    return 2 * OCTET * (UNIT * TYPES[name].bits // 8 + TYPES[name].of_scales)
+    return 2 * ROW_GROUP * (UNIT * TYPES[name].bits // 8 + TYPES[name].of_scales)
 
 
 def _halved(rows: int) -> list[int]:
@@ -181,10 +181,10 @@ def _halved(rows: int) -> list[int]:
     return [power_of_two(rows) >> i for i in range(power_of_two(rows).bit_length())]
 
 
-def _blocks(cut: Cut, shared: int, most_shared: int) -> int:
+def _blocks(cut: WorkSplit, shared: int, max_shared: int) -> int:
     """Return the number of blocks with `shared` bytes that run on a multiprocessor at a time."""
-    most = 1 if cut.held or cut.rows > 2 * FEW_ROWS else BLOCKS
-    return next(n for n in range(most, 0, -1) if n == 1 or shared <= room(most_shared, n))
+    most = 1 if cut.held or cut.rows > 2 * JOINT_ROWS else BLOCKS
+    return next(n for n in range(most, 0, -1) if n == 1 or shared <= room(max_shared, n))
 
 
 def _most(sms: int, blocks: int, cluster: int) -> int:
@@ -195,7 +195,7 @@ def _most(sms: int, blocks: int, cluster: int) -> int:
 
 def normalizes(M: int, K: int) -> bool:
     """Return whether products of x (M, K) can fuse RMSNorm, which limits the sizes of M and K."""
-    return M <= MOST_NORMED and K <= UNIT * MOST_SPLITS
+    return M <= MAX_NORMED and K <= UNIT * MAX_SPLITS
 
 
 def norm_of(gamma: Any, beta: Any) -> int:
@@ -238,7 +238,7 @@ def launch(
         clusters=gpu().has_clusters and not holds,
         holds=holds,
         sms=device_attribute("MultiProcessorCount"),
-        most_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC,
+        max_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC,
     )
     if launch_geometry is None:
         raise UnsupportedCall(

@@ -12,17 +12,18 @@ from gpt2block.ops.engines.rows import WARP, power_of_two
 FILE, KERNEL = "matmul/decode/cores.cu", "decode_cores"
 MANY_COLUMNS = 16384  # minimum outputs N of a whole matrix for which blocks loop over columns
 PART = 256  # preferred number of values of K per warp
-MOST_STEPS = 3  # maximum loads per column that a thread has in flight
-MOST_WARPS = 12  # maximum warps that divide K
+MAX_STEPS = 3  # maximum loads per column that a thread has in flight
+MAX_WARPS = 12  # maximum warps that divide K
 PREFERRED_WARPS = (6, 12), (12, 18)  # (fewest, most) warps per block, by `rows >= MORE_ROWS`
-MORE_ROWS = 4  # minimum rows of x per block for the second entries of PREFERRED_WARPS and FEWEST
-MOST_ROWS = 8, 16  # maximum rows of x per block, by `N >= MANY_COLUMNS`
-MOST_LOADED = 12  # maximum loads of weights that a thread has in flight
+# minimum rows of x per block for the second entries of PREFERRED_WARPS and MIN_COLUMNS
+MORE_ROWS = 4
+MAX_ROWS = 8, 16  # maximum rows of x per block, by `N >= MANY_COLUMNS`
+MAX_LOADED = 12  # maximum loads of weights that a thread has in flight
 HELD = 32  # maximum values of a single row of x that a thread keeps in registers
 ROW_BYTES = 103_000  # maximum bytes of x in shared memory per block with several rows
 COLUMNS = (1, 2, 3, 4, 5, 6)  # possible numbers of columns per group
 BEST_COLUMNS = 6  # preferred columns per group
-FEWEST = 4, 12  # minimum columns per block, by `rows >= MORE_ROWS`; fewer would take as long
+MIN_COLUMNS = 4, 12  # minimum columns per block, by `rows >= MORE_ROWS`; fewer would take as long
 EACH_BLOCK = 4  # number of columns whose products take as long as loading x into a block
 
 
@@ -53,10 +54,10 @@ def order(N: int, K: int, weight: int) -> tuple[int, int, int]:
     split = 1
     if N < MANY_COLUMNS:
         parts = ceil(K / PART)
-        split = ceil(parts / ceil(parts / MOST_WARPS))
+        split = ceil(parts / ceil(parts / MAX_WARPS))
         split = min(split, ceil(K / (WARP * width)))
     units = ceil(K / (WARP * width * split))  # loads per column and thread
-    return width, split, ceil(units / ceil(units / MOST_STEPS))
+    return width, split, ceil(units / ceil(units / MAX_STEPS))
 
 
 def layout(
@@ -69,7 +70,7 @@ def layout(
     whole_N = whole_N or N
     loop = whole_N >= MANY_COLUMNS
     width, split, steps = order(whole_N, K, weight)
-    rows = min(MOST_ROWS[loop], power_of_two(M))
+    rows = min(MAX_ROWS[loop], power_of_two(M))
     while rows > 1 and 4 * rows * K > ROW_BYTES:
         rows //= 2
     if loop:
@@ -92,7 +93,7 @@ def _columns(N: int, split: int, steps: int, rows: int, sms: int) -> tuple[int, 
     def cost(candidate: tuple[int, int]) -> tuple[int, int, int]:
         columns, groups = candidate
         block, warps = columns * groups, groups * split
-        busiest = ceil(ceil(N / block) / sms) * (max(block, FEWEST[more]) + EACH_BLOCK)
+        busiest = ceil(ceil(N / block) / sms) * (max(block, MIN_COLUMNS[more]) + EACH_BLOCK)
         odd = max(0, fewest - warps) + max(0, warps - most)
         cost = (odd, busiest) if more else (busiest, odd)
         return *cost, abs(columns - BEST_COLUMNS)
@@ -100,7 +101,7 @@ def _columns(N: int, split: int, steps: int, rows: int, sms: int) -> tuple[int, 
     candidates = [
         (columns, groups)
         for columns in COLUMNS
-        if columns * steps <= MOST_LOADED
+        if columns * steps <= MAX_LOADED
         for groups in range(1, max(1, most // split) + 1)
     ]
     return min(candidates, key=cost)
@@ -115,17 +116,17 @@ def geometry(
     *,
     norm: bool = False,
     sms: int = 132,
-    most_shared: int = 232_448,
+    max_shared: int = 232_448,
     whole_N: int | None = None,
     cut: MatvecLayout | None = None,
 ) -> Geometry | None:
-    """Return the launch of the kernel, or None if a row of x does not fit in `most_shared` bytes.
+    """Return the launch of the kernel, or None if a row of x does not fit in `max_shared` bytes.
 
     weight: bytes per weight. norm: whether the kernel computes LayerNorm of x. whole_N: as in
     `layout`. cut: the layout to use; by default, the result of `layout`.
     """
     cut = cut or layout(M, N, K, weight, sms, whole_N)
-    while (shared := 4 * shared_floats(cut, K, norm)) > most_shared:
+    while (shared := 4 * shared_floats(cut, K, norm)) > max_shared:
         if cut.rows == 1:
             return None
         cut = cut._replace(rows=cut.rows // 2)

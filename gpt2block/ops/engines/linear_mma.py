@@ -7,33 +7,33 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import FP8, TWO_PART, Geometry
+from gpt2block.cuda.kernels import FP8, HI_LO, Geometry
 from gpt2block.ops.engines.rows import WARP, power_of_two
 
 FILE, KERNEL = "matmul/decode/mma.cu", "decode_mma"
 UNIT = 128  # values of K per unit; a split (a range of K, summed separately) is 1 or more units
-MOST_SPLITS = 8  # maximum splits of K
+MAX_SPLITS = 8  # maximum splits of K
 RMSNORM = 2  # value of the macro LM_NORM for kernels that compute RMSNorm of x
-MOST_NORMED = UNIT * MOST_SPLITS  # maximum channels of x whose RMSNorm a product fuses
+MAX_NORMED = UNIT * MAX_SPLITS  # maximum channels of x whose RMSNorm a product fuses
 HALF_SPLITS = 4  # with GGUF blocks, splits 0 to 3 and the other splits are added separately
-OCTET = 8  # columns of the product (rows of w) per octet
+ROW_GROUP = 8  # columns of the product (rows of w) per row group
 LOADED = 16  # bytes of a row of w per load of a lane
 MANY_COLUMNS = 16384  # minimum outputs N for which warps loop over groups of columns
 # Layout if warps loop over groups of columns. With 50,257 columns, a warp of an H200 has 2 groups.
 LOOP_COLUMNS, LOOP_WARPS = 16, 12
 LOOP_ROWS, LOOP_REGISTERS = 16, 96  # rows of x per block; registers per lane for weights in flight
 FLOAT_LOOP_WARPS = 8  # warps per block with 4-byte weights and many rows, whose sums need registers
-FEW_ROWS = 4  # rows of x per mma
+ROWS_PER_MMA = 4  # rows of x per mma
 COLUMNS = (32, 24, 16, 8)  # possible columns per block; an mma instruction computes 8 columns
 PAIRED_COLUMNS = (32, 16)  # possible columns per block, half of them of each of two matrices
-MOST_FLIGHT = 3  # maximum units of K in flight per lane; more need too many instructions
+MAX_FLIGHT = 3  # maximum units of K in flight per lane; more need too many instructions
 ROOM_REGISTERS = 96  # maximum registers per lane for weights in flight with two blocks per SM
-MOST_UNITS = 8  # maximum units per split with two blocks per SM
+MAX_UNITS = 8  # maximum units per split with two blocks per SM
 # The grid has at least one block for 2 multiprocessors, or one for 3 if weights have 4 bytes,
 # splits have several units of K, or there are several blocks along M.
-FEWEST_BLOCKS = 2, 3
+MIN_BLOCKS = 2, 3
 FLOAT = 4  # bytes per float32
-BYTES = {"float32": 4, TWO_PART: 4, "float16": 2, "bfloat16": 2}  # bytes per weight; 1 for others
+BYTES = {"float32": 4, HI_LO: 4, "float16": 2, "bfloat16": 2}  # bytes per weight; 1 for others
 TERMS = 2  # 16-bit terms per value of x
 
 
@@ -41,14 +41,14 @@ class Limits(NamedTuple):
     """Limits of blocks that do not loop over columns, measured on an H200."""
 
     rows: tuple[tuple[int, int], ...]  # pairs: maximum M, and the fastest rows of x per block
-    most_rows: int  # rows of x per block for larger M
+    max_rows: int  # rows of x per block for larger M
     columns: int  # maximum columns per block
     nbytes: int  # maximum bytes of weights per block; more would take one multiprocessor too long
     registers: int  # maximum registers per lane for weights in flight
 
 
 NARROW = Limits(((8, 4), (64, 8)), 16, 32, 150_000, 144)
-FLOATS = Limits(((8, FEW_ROWS),), 8, 16, 150_000, 192)
+FLOATS = Limits(((8, ROWS_PER_MMA),), 8, 16, 150_000, 192)
 
 
 class MmaLayout(NamedTuple):
@@ -65,7 +65,7 @@ class MmaLayout(NamedTuple):
 def splits(K: int) -> tuple[int, int]:
     """Return (splits of K, units of 128 per split), which determine the order of additions."""
     units = ceil(K / UNIT)
-    each = ceil(units / MOST_SPLITS)
+    each = ceil(units / MAX_SPLITS)
     return ceil(units / each), each
 
 
@@ -86,8 +86,9 @@ def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
     """Return a layout for MANY_COLUMNS outputs or more, in which warps loop over columns."""
     weight = BYTES.get(dtype, 1)
     rows = power_of_two(min(M, LOOP_ROWS))
-    units = [n for n in range(1, MOST_FLIGHT + 1) if ceil(K / UNIT) % n == 0]
-    registers = LOOP_REGISTERS * 8 // (4 + max(rows, FEW_ROWS))  # sums of the rows take registers
+    units = [n for n in range(1, MAX_FLIGHT + 1) if ceil(K / UNIT) % n == 0]
+    # sums of the rows take registers
+    registers = LOOP_REGISTERS * 8 // (4 + max(rows, ROWS_PER_MMA))
     flight = _flight(units, LOOP_COLUMNS, weight, registers)
     crowded = weight == FLOAT and 2 * rows >= LOOP_ROWS
     return MmaLayout(
@@ -102,20 +103,20 @@ def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]
     weights: 8 rows of x and their LayerNorm take longer than reading the weights again from L2.
     """
     weight = BYTES.get(dtype, 1)
-    floats = weight == FLOAT  # float32 or two-part weights
+    floats = weight == FLOAT  # float32 or hi/lo weights
     limits = FLOATS if floats else NARROW
-    rows = next((rows for up_to, rows in limits.rows if up_to >= M), limits.most_rows)
+    rows = next((rows for up_to, rows in limits.rows if up_to >= M), limits.max_rows)
     rows = min(rows, power_of_two(M))
     row_blocks = ceil(M / rows)
     parts, each = splits(K)
-    fewest = sms / FEWEST_BLOCKS[floats or each > 1 or row_blocks > 1]
+    fewest = sms / MIN_BLOCKS[floats or each > 1 or row_blocks > 1]
     fitting = [c for c in possible if c <= limits.columns and c * K * weight <= limits.nbytes]
     columns = next((c for c in fitting if row_blocks * ceil(N / c) >= fewest), possible[-1])
-    most = MOST_FLIGHT - (dtype == TWO_PART and rows > 2)
-    units = list(range(1, min(each, most) + 1)) if rows <= FEW_ROWS or not floats else [1]
+    most = MAX_FLIGHT - (dtype == HI_LO and rows > 2)
+    units = list(range(1, min(each, most) + 1)) if rows <= ROWS_PER_MMA or not floats else [1]
     flight = _flight(units, columns, weight, limits.registers)
-    once = flight == each or (dtype == TWO_PART and flight < MOST_FLIGHT)
-    room = floats and each <= MOST_UNITS and _room(columns, flight, rows, once)
+    once = flight == each or (dtype == HI_LO and flight < MAX_FLIGHT)
+    room = floats and each <= MAX_UNITS and _room(columns, flight, rows, once)
     return MmaLayout(columns, flight, False, parts, 1 + room, rows)
 
 
@@ -125,8 +126,8 @@ def _room(columns: int, flight: int, rows: int, once: bool) -> bool:
     The second block belongs to the next kernel. once: whether all units of a split are in flight at
     once, or enough registers remain to load the other units later.
     """
-    if rows > FEW_ROWS:
-        return columns == OCTET and flight == 1
+    if rows > ROWS_PER_MMA:
+        return columns == ROW_GROUP and flight == 1
     return once and flight * _unit_registers(columns, FLOAT) <= ROOM_REGISTERS
 
 
@@ -150,19 +151,19 @@ def geometry(
     *,
     norm: int = 0,
     sms: int = 132,
-    most_shared: int = 232_448,
+    max_shared: int = 232_448,
     terms: bool = False,
     columns: Sequence[int] = COLUMNS,
     cut: MmaLayout | None = None,
 ) -> Geometry | None:
-    """Return the launch of the kernel, or None if a row of x does not fit in `most_shared` bytes.
+    """Return the launch of the kernel, or None if a row of x does not fit in `max_shared` bytes.
 
     dtype: dtype of the weights. norm: norm of x, 0 none, 1 LayerNorm, 2 RMSNorm. terms: whether x
     is stored as 16-bit terms. columns: possible columns per block, as for `layout`. cut:
     the layout to use; by default, the result of `layout`.
     """
     cut = cut or layout(M, N, K, dtype, sms, columns)
-    while (shared := shared_bytes(cut, K, dtype, norm)) > most_shared:
+    while (shared := shared_bytes(cut, K, dtype, norm)) > max_shared:
         if cut.rows == 1:
             return None
         cut = cut._replace(rows=cut.rows // 2)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import TWO_PART, Geometry
+from gpt2block.cuda.kernels import HI_LO, Geometry
 from gpt2block.ops.engines.linear_mma import BYTES, FLOAT, UNIT, splits
 from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.products import count_tiles, room
@@ -33,13 +33,13 @@ class MmaLinearTile(NamedTuple):
 
 # Larger tiles read x and w less often from the L2 cache. More small tiles run at the same time:
 # tensor cores wait less. With 4-byte weights, large tiles need too many registers.
-FEW = MmaLinearTile(32, 128, (2, 4), 4, blocks=2)  # tile for up to 32 rows of x
+SMALL = MmaLinearTile(32, 128, (2, 4), 4, blocks=2)  # tile for up to 32 rows of x
 SLIM = MmaLinearTile(64, 32, (4, 1), 5, blocks=3)
 SLIM_LONG = MmaLinearTile(64, 32, (4, 2), 5, blocks=2)  # tile for 4-byte weights and K >= LONG_K
 EVEN = MmaLinearTile(64, 64, (2, 2), 5, blocks=2)  # largest tile for 4-byte weights
 WIDE = MmaLinearTile(64, 96, (2, 3), 5, blocks=2)
 LARGE = MmaLinearTile(64, 128, (2, 2), 4, blocks=2)
-TILES = FEW, SLIM, SLIM_LONG, EVEN, WIDE, LARGE
+TILES = SMALL, SLIM, SLIM_LONG, EVEN, WIDE, LARGE
 
 
 def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
@@ -47,7 +47,7 @@ def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
     weight = BYTES.get(dtype, 1)
     parts, units = splits(K)
     each = ceil(parts / tile.cluster) * units * UNIT  # values of K per block
-    part = tile.chunks * 64 * (1 + (dtype == TWO_PART)) // weight  # values of K per slice
+    part = tile.chunks * 64 * (1 + (dtype == HI_LO)) // weight  # values of K per slice
     stages = min(tile.stages, ceil(min(each, K) / part))
     planes = parts if tile.cluster > 1 else 1
     sums = 4 * planes * ceil(tile.rows / tile.cluster) * (tile.columns + PAD)
@@ -56,19 +56,19 @@ def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
 
 @lru_cache(maxsize=1024)
 def choose(
-    M: int, N: int, K: int, dtype: str, *, clusters: bool, sms: int, most_shared: int
+    M: int, N: int, K: int, dtype: str, *, clusters: bool, sms: int, max_shared: int
 ) -> MmaLinearTile:
     """Return the tile for x (M, K) and weights (N, K) on a GPU with `sms` multiprocessors.
 
-    dtype: dtype of the weights. clusters: whether the GPU has clusters. most_shared: maximum bytes
+    dtype: dtype of the weights. clusters: whether the GPU has clusters. max_shared: maximum bytes
     of dynamic shared memory per block. The cluster is the smallest that divides the splits of K
     equally and lets the grid fill the GPU.
     """
     floats = BYTES.get(dtype) == FLOAT
     wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
     filled = FILLED * sms
-    if FEW.rows >= M:
-        tile = FEW
+    if SMALL.rows >= M:
+        tile = SMALL
     elif count_tiles(wide, M, N) >= filled:
         tile = wide
     elif K >= LONG_K and SLIM.rows < M:
@@ -97,15 +97,15 @@ def choose(
             pipelines = list(_pipelines(one._replace(cluster=cluster), dtype))
             for blocks in range(wanted, 0, -1):
                 for candidate in pipelines:
-                    if shared_bytes(candidate, K, dtype) <= room(most_shared, blocks):
+                    if shared_bytes(candidate, K, dtype) <= room(max_shared, blocks):
                         return candidate._replace(blocks=blocks)
     return SLIM._replace(stages=2, blocks=1)
 
 
 def _pipelines(tile: MmaLinearTile, dtype: str) -> Iterator[MmaLinearTile]:
     """Yield variants of the tile with other slice sizes and stages, most bytes in flight first."""
-    if dtype in BYTES and dtype != TWO_PART and tile.warps[0] * tile.warps[1] % 4 == 0:
-        yield tile._replace(chunks=2, stages=FEW.stages)  # longer slices need fewer barriers
+    if dtype in BYTES and dtype != HI_LO and tile.warps[0] * tile.warps[1] % 4 == 0:
+        yield tile._replace(chunks=2, stages=SMALL.stages)  # longer slices need fewer barriers
     for stages in range(tile.stages, 1, -1):
         yield tile._replace(stages=stages)
 

@@ -11,7 +11,7 @@ from gpt2block.ops.products import count_tiles, fastest
 
 FILE = "matmul/prompt/cores.cu"
 KERNEL = "linear_tiles"
-MOST_LOADED = 8  # maximum number of weights per copy, if a weight has less than 4 bytes
+MAX_LOADED = 8  # maximum number of weights per copy, if a weight has less than 4 bytes
 MAX_SIZE = 2**31 - 1024  # maximum M and N: an int still holds them plus the size of a tile
 MAX_K = 2**23  # maximum K: the first and last row of a tile are less than 4 GB apart
 
@@ -57,17 +57,17 @@ def geometry(
     store: int,
     gelu: bool,
     sms: int,
-    most_shared: int,
+    max_shared: int,
     tile: LinearTile | None = None,
 ) -> Geometry:
     """Return the launch for x (M, K) and weights (N, K) of `size` bytes per weight.
 
     load: weights per copy if size is below 4, a power of two up to 8 that divides K; the weights
     are aligned to a copy. store: 4 if rows of out and residual are aligned to 16 bytes, else 1.
-    most_shared: maximum bytes of shared memory per block. tile: by default, the fastest one.
+    max_shared: maximum bytes of shared memory per block. tile: by default, the fastest one.
     """
     tile = tile or fastest(TILES, M, N, sms)
-    while shared_bytes(tile, size) > most_shared and tile.stages > 2:
+    while shared_bytes(tile, size) > max_shared and tile.stages > 2:
         tile = tile._replace(stages=tile.stages - 1)
     threads = WARP * tile.rows // (8 * tile.side) * (tile.columns // (4 * tile.span))
     defines = (

@@ -10,8 +10,8 @@ from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops.engines.rows import WARP, power_of_two
 
 FILE = "matmul/decode/rmsnorm_cores.cu"
-MOST_ROWS = 4  # maximum rows of x per block
-MOST_SUMS = 64  # maximum sums that a thread keeps in registers
+MAX_ROWS = 4  # maximum rows of x per block
+MAX_SUMS = 64  # maximum sums that a thread keeps in registers
 Pairing = Literal["neighbours", "halves", "two matrices"]
 
 
@@ -26,7 +26,7 @@ def geometry(
     pairing: Pairing,
     head_dim: int,
     alignment: int,
-    most_shared: int,
+    max_shared: int,
 ) -> Geometry | None:
     """Return the geometry of a matvec kernel, or None if a row does not fit in shared memory.
 
@@ -37,12 +37,12 @@ def geometry(
     """
     two = pairing == "two matrices"
     halves = pairing == "halves"
-    rows = min(MOST_ROWS, power_of_two(M))
+    rows = min(MAX_ROWS, power_of_two(M))
     strips = 2 if layout == "NK" or pairing != "neighbours" else 1
     unit = K if layout == "NK" else head_dim // 2 if halves else N  # must be divisible by `width`
     width = 16 // weight
     if layout == "KN":
-        width = min(width, MOST_SUMS // (strips * rows))
+        width = min(width, MAX_SUMS // (strips * rows))
     while unit % width or alignment % (width * weight):
         width //= 2
     if layout == "NK":
@@ -59,9 +59,9 @@ def geometry(
         unroll = 8 if weight > 1 and strips == 1 else 4
         parts = 4 * threads // WARP * strips * lanes * width
     row = 4 * step * ceil(K / step) + parts
-    while rows > 1 and rows * row > most_shared:
+    while rows > 1 and rows * row > max_shared:
         rows //= 2
-    if row > most_shared:
+    if row > max_shared:
         return None
     defines = (
         ("MV_NK", int(layout == "NK")),

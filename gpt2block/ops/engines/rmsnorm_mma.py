@@ -14,7 +14,7 @@ FILE = "matmul/prompt/rmsnorm_mma.cu"
 # Approximate rates of an SM, per clock.
 MULTIPLY_ADDS = 1000  # multiply-adds of mma.sync per clock and SM
 BYTES = 28  # bytes per clock that an SM reads from the L2 cache
-FEW_STAGES = 4  # minimum slices in shared memory if an SM holds several blocks
+MIN_STAGES = 4  # minimum slices in shared memory if an SM holds several blocks
 
 
 class RmsnormTile(NamedTuple):
@@ -68,7 +68,7 @@ def geometry(
     weight: int,
     layout: str,
     sms: int,
-    most_shared: int,
+    max_shared: int,
     norm: bool = True,
     residual: bool = False,
     tile: RmsnormTile | None = None,
@@ -76,14 +76,14 @@ def geometry(
     """Return the geometry of rmsnorm_matmul_mma (one matrix) or rmsnorm_ffn_mma (two matrices).
 
     Each matrix has N columns. weight: bytes of a weight. layout: "KN" or "NK". sms: multiprocessors
-    of the GPU. most_shared: bytes of shared memory that a block may request. norm: whether x is
+    of the GPU. max_shared: bytes of shared memory that a block may request. norm: whether x is
     normalized. residual: whether a residual is added to x. tile: used instead of the best of
     `TILES`.
     """
     whole = [
         fit
         for candidate in (TILES if tile is None else (tile,))
-        if (fit := _fit(candidate, weight, layout, most_shared, norm, residual))
+        if (fit := _fit(candidate, weight, layout, max_shared, norm, residual))
         and not (weight == 1 and candidate.columns // candidate.warps[1] % 16)
     ]
     chosen = min(whole, key=lambda tile: _cost(tile, matrices, M, N, weight, sms))
@@ -130,13 +130,13 @@ def _end(tile: RmsnormTile) -> int:
 
 
 def _fit(
-    tile: RmsnormTile, weight: int, layout: str, most_shared: int, norm: bool, residual: bool
+    tile: RmsnormTile, weight: int, layout: str, max_shared: int, norm: bool, residual: bool
 ) -> RmsnormTile | None:
     """Return `tile` with the blocks and slices that fit in shared memory; None if too few fit."""
     stage = _stage(tile, weight, layout, norm, residual)
     for blocks in range(tile.blocks, 0, -1):
-        own = room(most_shared, blocks)
+        own = room(max_shared, blocks)
         stages = min(tile.stages, own // stage)
-        if _end(tile) <= own and stages >= (2 if blocks == 1 else FEW_STAGES):
+        if _end(tile) <= own and stages >= (2 if blocks == 1 else MIN_STAGES):
             return tile._replace(stages=stages, blocks=blocks)
     return None

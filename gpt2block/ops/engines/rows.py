@@ -15,7 +15,7 @@ WARP = 32
 VALUES = 32  # maximum values of a row that a thread keeps in registers
 THREADS = 512  # maximum threads per row
 LONGEST_IN_REGISTERS = VALUES * THREADS
-FEW_THREADS = 256  # maximum threads per row if their registers can hold the row
+MAX_REGISTER_THREADS = 256  # maximum threads per row if their registers can hold the row
 FILLED = 1024  # threads per SM that suffice to saturate memory bandwidth
 BLOCK = 128  # threads per block if a row has at most one warp
 
@@ -73,7 +73,7 @@ def _threads(loads: int, most: int, wanted: int) -> int:
     """Return a number of threads per row near `wanted` with which few threads are idle."""
     if loads < WARP:
         return power_of_two(loads)
-    fewest = min(most, ceil(loads / max(1, min(wanted, FEW_THREADS))))
+    fewest = min(most, ceil(loads / max(1, min(wanted, MAX_REGISTER_THREADS))))
     choices = range(fewest, min(most, 2 * fewest) + 1)  # loads per thread
     warps = {held: ceil(ceil(loads / held) / WARP) for held in choices}
     held = min(choices, key=lambda held: (warps[held] * held, held))

@@ -84,11 +84,11 @@
 #ifndef AS_VECTORS  // vectors of K, and of V, in flight per thread
 #define AS_VECTORS 8
 #endif
-#ifndef AS_SENDS  // 1: out, as floats, is also sent to the other GPUs
-#define AS_SENDS 0
+#ifndef AS_PEER_STORES  // 1: out, as floats, is also sent to the other GPUs
+#define AS_PEER_STORES 0
 #endif
-#ifndef AS_GUESSES  // 1: each sequence has `together` consecutive rows, for guessed tokens
-#define AS_GUESSES 0
+#ifndef AS_DRAFTS  // 1: each sequence has `together` consecutive rows, for draft tokens
+#define AS_DRAFTS 0
 #endif
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 constexpr int ROW = NH * HS, KV_ROW = NKV * HS, SERVES = NH / NKV;  // SERVES: heads of q per head of K
@@ -198,9 +198,9 @@ __device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
         const int key = first + i * GROUPS + (int)threadIdx.x % 32 / LANES;
-        const bool seen = key <= last && !is_past(key, last);
+        const bool visible = key <= last && !is_past(key, last);
         s[i] = __fmul_rn(lanes_sum<LANES>(s[i]), unit);
-        if (!seen) s[i] = -INFINITY;
+        if (!visible) s[i] = -INFINITY;
     }
 }
 
@@ -273,10 +273,10 @@ __device__ __forceinline__ void sync_team() {
 }
 
 // Sends zeros for the block's heads of a query without a sequence: the other GPUs wait for words of all queries.
-__device__ __forceinline__ void send_zeros(const Mail& mail, int query, unsigned round) {
+__device__ __forceinline__ void store_zeros(const Peers& peers, int query, unsigned round) {
     for (int i = threadIdx.x; i < SLOTS * HS; i += 32 * WARPS) {
         const int own = i / HS % AS_QUERIES, team = blockIdx.y * AS_HEADS + i / HS / AS_QUERIES;
-        if (own < queries_of(team)) mail.send_outputs<1>(query, (head_of(team) + own) * HS + i % HS, {0.0f}, round);
+        if (own < queries_of(team)) peers.store_outputs<1>(query, (head_of(team) + own) * HS + i % HS, {0.0f}, round);
     }
 }
 
@@ -287,10 +287,10 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     const int* row,       // (M); kernels that can overlap with this one do not write it
     const int* position,  // (M)
     int B, int n_ctx, int together,  // together: consecutive rows per sequence, a power of two
-    float out_scale,      // scale of out, used if AS_TERMS selects two-part terms
+    float out_scale,      // scale of out, used if AS_TERMS selects hi/lo terms
     float* out,           // (M, C)
     const long long* own, long long* to_1, long long* to_2, long long* to_3, long long* to_4, long long* to_5,
-    long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // with AS_SENDS: Mail
+    long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // with AS_PEER_STORES: Peers
 #if AS_QUERIES > 1  // sizeof(Shared) can exceed the limit of static shared memory
     extern __shared__ __align__(16) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -299,13 +299,13 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
 #endif
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = AS_CLUSTER > 1 ? rank_in_cluster() : 0;
     const long long query = blockIdx.z;
-    const int mine = AS_GUESSES ? blockIdx.z & (together - 1) : 0;
+    const int mine = AS_DRAFTS ? blockIdx.z & (together - 1) : 0;
     const int before = load_racing(position + query - mine), b = __ldcg(row + query);
     const int worker = warp % AS_WARPS * AS_CLUSTER + rank;
     const int own_slot = warp / AS_WARPS * AS_QUERIES, team = blockIdx.y * AS_HEADS + warp / AS_WARPS;
     const int head = head_of(team), column = head * HS + lane % LANES * AS_WIDTH;
     const bool cached = b >= 0 && b < B;
-    const int hint = cached && (!AS_GUESSES || before >= 0) ? min(before + mine, n_ctx - 1) : -1;
+    const int hint = cached && (!AS_DRAFTS || before >= 0) ? min(before + mine, n_ctx - 1) : -1;
     if (AS_CLUSTER > 1) arrive_in_cluster();
 
     const long long from = ((long long)b * n_ctx + lane / LANES) * KV_ROW + column - (head - team / TEAMS) * HS;
@@ -317,10 +317,10 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     values.load(own_v, first, lowest, hint - mine - 1);
     let_next_start();
     wait_for_previous();
-    const Mail mail{own, {to_1, to_2, to_3, to_4, to_5, to_6, to_7}, first_column, all_columns, capacity};
-    const unsigned exchange = AS_SENDS ? next_round(own) : 0;
+    const Peers peers{own, {to_1, to_2, to_3, to_4, to_5, to_6, to_7}, first_column, all_columns, capacity};
+    const unsigned exchange = AS_PEER_STORES ? next_round(own) : 0;
     const auto end_without_keys = [&] {
-        if (AS_SENDS && rank == 0) send_zeros(mail, query, exchange);
+        if (AS_PEER_STORES && rank == 0) store_zeros(peers, query, exchange);
     };
     if (!cached) return end_without_keys();
 
@@ -335,8 +335,8 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
         }
     }
     if (first <= hint && hint - mine < first + ROUND) {
-        keys.add(own_k, first, AS_GUESSES ? max(hint - mine, lowest) : hint, hint);
-        values.add(own_v, first, AS_GUESSES ? max(hint - mine, lowest) : hint, hint);
+        keys.add(own_k, first, AS_DRAFTS ? max(hint - mine, lowest) : hint, hint);
+        values.add(own_v, first, AS_DRAFTS ? max(hint - mine, lowest) : hint, hint);
     }
     const int last = min(__ldcg(position + query), n_ctx - 1);
     if (last < 0) return end_without_keys();
@@ -386,7 +386,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             if (more || own_query >= queries_of(of)) continue;
             float result = whole[i].o / whole[i].l;
             const int at = (head_of(of) + own_query) * HS + channel, m = query, M = gridDim.z;
-            if (AS_SENDS && channel < HS) mail.send_outputs<1>(m, at, {result}, exchange);
+            if (AS_PEER_STORES && channel < HS) peers.store_outputs<1>(m, at, {result}, exchange);
             if constexpr (AS_TERMS) result = term_of<AS_TERMS>(result, inverse_of(out_scale));
             if constexpr (TERM_SUMS) store_sum_of_pairs(out, (unsigned)__float_as_int(result), m, at, M, ROW);
             if (channel < HS && (has_low() || channel % 2 == 0)) out[term_place(m, at, M, ROW)] = result;

@@ -28,7 +28,7 @@
 // the end of a sequence are not read and count as zeros. With a cache, a query has the same bits as in attention_mma,
 // for any start.
 //
-// Measured: docs/performance.md#attention, with a cache docs/experiments.md#attention_hopper
+// Measured: docs/performance.md#attention, with a cache docs/experiments.md#attention_wgmma
 //
 // Source of the idea: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023).
 //
@@ -105,14 +105,14 @@ struct Queries {
     }
 
     // Processes a tile of keys. With MASKED, not all queries see all keys of the tile. If causal, row i of the warp
-    // sees keys 0 .. seen + i, or only the last WINDOW of these; otherwise all rows see keys 0 .. seen.
+    // sees keys 0 .. last + i, or only the last WINDOW of these; otherwise all rows see keys 0 .. last.
     template <bool MASKED>
-    __device__ __forceinline__ void take(const char* keys, const char* values, int seen) {
+    __device__ __forceinline__ void take(const char* keys, const char* values, int last) {
         const int lane = threadIdx.x % 32;
         // The last key that row g = lane / 4 sees, relative to the lane's first key.
-        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - lane % 4 * 2;
+        const int sees = last + (ATT_CAUSAL ? lane / 4 : 0) - lane % 4 * 2;
         float s[FRAGS][NEAR][4];
-        multiply_keys<MASKED>(s, keys, seen);
+        multiply_keys<MASKED>(s, keys, last);
         float base[FRAGS][2], factor[FRAGS][2];
         bool moves = false;
 #pragma unroll
@@ -138,18 +138,18 @@ struct Queries {
             }
         }
         if (__any_sync(0xffffffffu, moves)) rescale(factor);
-        multiply_values<MASKED>(s, base, values, seen);
+        multiply_values<MASKED>(s, base, values, last);
     }
 
     // Returns whether no query of fragments `from` to `to` sees keys 8 n .. 8 n + 15 of a tile. The result is the same
     // for the whole warp.
     template <bool MASKED>
-    static __device__ __forceinline__ bool hidden(int from, int to, int n, int seen) {
-        return MASKED && (8 * n > (ATT_CAUSAL ? seen + 16 * to + 15 : seen) || is_past(8 * n + 15, seen + 16 * from));
+    static __device__ __forceinline__ bool hidden(int from, int to, int n, int last) {
+        return MASKED && (8 * n > (ATT_CAUSAL ? last + 16 * to + 15 : last) || is_past(8 * n + 15, last + 16 * from));
     }
 
     template <bool MASKED>
-    __device__ __forceinline__ void multiply_keys(float (&s)[FRAGS][NEAR][4], const char* keys, int seen) const {
+    __device__ __forceinline__ void multiply_keys(float (&s)[FRAGS][NEAR][4], const char* keys, int last) const {
         const int lane = threadIdx.x % 32;
         keys += (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16;
 #pragma unroll
@@ -166,12 +166,12 @@ struct Queries {
             for (int f = 0; !KEPT && f < FRAGS; ++f) load_query(a[f], f, k);
 #pragma unroll
             for (int n = 0; n < NEAR; n += 2) {
-                if (hidden<MASKED>(0, FRAGS - 1, n, seen)) continue;
+                if (hidden<MASKED>(0, FRAGS - 1, n, last)) continue;
                 unsigned b[2][2];
                 load_matrices<false>(b[0][0], b[0][1], b[1][0], b[1][1], keys + 8 * n * PITCH + 32 * k);
 #pragma unroll
                 for (int f = 0; f < FRAGS; ++f) {
-                    if (hidden<MASKED>(f, f, n, seen)) continue;
+                    if (hidden<MASKED>(f, f, n, last)) continue;
                     mma(s[f][n], a[f], b[0]);
                     mma(s[f][n + 1], a[f], b[1]);
                 }
@@ -194,12 +194,12 @@ struct Queries {
 
     template <bool MASKED>
     __device__ __forceinline__ void multiply_values(const float (&s)[FRAGS][NEAR][4], const float (&base)[FRAGS][2],
-                                                    const char* values, int seen) {
+                                                    const char* values, int last) {
         const int lane = threadIdx.x % 32;
         values += lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
         for (int k = 0; k < KEYS / 16; ++k) {  // one step per 16 keys
-            if (hidden<MASKED>(0, FRAGS - 1, 2 * k, seen)) continue;
+            if (hidden<MASKED>(0, FRAGS - 1, 2 * k, last)) continue;
             unsigned p[FRAGS][4];
 #pragma unroll
             for (int part = 0; part < COLUMNS; part += PART) {
@@ -208,11 +208,11 @@ struct Queries {
                 load_values(b, here);
 #pragma unroll
                 for (int f = 0; f < FRAGS; ++f) {
-                    if (hidden<MASKED>(f, f, 2 * k, seen)) continue;
+                    if (hidden<MASKED>(f, f, 2 * k, last)) continue;
                     if (part == 0) make_weights(p[f], s[f], base[f], f, k);
                     constexpr bool ANY = ATT_CACHED || WINDOW;
-                    const int ahead = ANY ? seen + 16 * f - 16 * k : 0;  // query i sees keys 0 .. ahead + i of the 16
-                    const bool in_part = ANY ? ahead < 15 || is_past(0, ahead + 15) : 16 * k == seen + 16 * f;
+                    const int ahead = ANY ? last + 16 * f - 16 * k : 0;  // query i sees keys 0 .. ahead + i of the 16
+                    const bool in_part = ANY ? ahead < 15 || is_past(0, ahead + 15) : 16 * k == last + 16 * f;
                     if (MASKED && ATT_CAUSAL && in_part && any_not_finite(b)) {
                         multiply_apart(out[f] + part, p[f], b, ahead);
                         if (f + 1 < FRAGS) load_values(b, here);
@@ -312,13 +312,13 @@ __device__ __forceinline__ void attend(char* ring, const Job& job, const Place& 
         wait_for_groups<ATT_STAGES - 2>();
         __syncthreads();  // the tile is complete; no thread still reads the previous tile or the queries
         ask(empty);
-        const int seen = (ATT_CAUSAL ? start + first : end - 1) - key;
+        const int last = (ATT_CAUSAL ? start + first : end - 1) - key;
         const int rows = ATT_CAUSAL ? WARP_QUERIES - 1 : 0;
-        if (first < job.length && seen + rows >= 0 && !is_past(KEYS - 1, seen)) {
-            if (seen >= KEYS - 1 && !is_past(0, seen + rows)) {
-                queries.take<false>(stage, stage + TILE, seen);
+        if (first < job.length && last + rows >= 0 && !is_past(KEYS - 1, last)) {
+            if (last >= KEYS - 1 && !is_past(0, last + rows)) {
+                queries.take<false>(stage, stage + TILE, last);
             } else {
-                queries.take<true>(stage, stage + TILE, seen);
+                queries.take<true>(stage, stage + TILE, last);
             }
         }
         empty = stage;

@@ -6,11 +6,11 @@
 //                    V of C / ATT_SERVES; a head of K and V serves ATT_SERVES neighbouring heads of Q
 //   out (rows, C)    the rows of all sequences, one sequence after the other
 //
-//   attention_hopper: tensor cores (wgmma), 64 queries per warpgroup: one warp copies K and V (TMA), the softmax
+//   attention_wgmma: tensor cores (wgmma), 64 queries per warpgroup: one warp copies K and V (TMA), the softmax
 //       overlaps the products, each block processes many tiles; ragged batches
-//   attention_cached_hopper: attention_hopper with ATT_CACHED: the queries of sequence b begin at position start[b]; K
+//   attention_cached_wgmma: attention_wgmma with ATT_CACHED: the queries of sequence b begin at position start[b]; K
 //       and V come from a kv_cache that already contains the queries' keys. A row has the same bits as in
-//       attention_hopper over its whole sequence
+//       attention_wgmma over its whole sequence
 //
 // A tile is 128 queries of a head, for two warpgroups. The queries are loaded first. Then keys and values are loaded
 // into a ring in shared memory, 128 keys at a time, from the last keys that the queries see to the first:
@@ -32,7 +32,7 @@
 // If there is a kv_cache, warps without other work write K and V to it (lib/attention/wgmma_append.cuh).
 // lib/attention/wgmma_work.cuh describes which tiles a block processes.
 //
-// Measured: docs/experiments.md#attention_hopper
+// Measured: docs/experiments.md#attention_wgmma
 //
 // Source of the idea: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"
 // (2024).
@@ -56,8 +56,8 @@ constexpr int QUERIES = 128, RINGS = 1, SERIES = SIZE == 64 ? 2 : 1;
 #include "lib/attention/wgmma_work.cuh"
 #include "lib/attention/wgmma_rows.cuh"
 #include "lib/attention/wgmma_append.cuh"
-constexpr int MANY = WIDENS ? 216 : 232, FEW = WIDENS ? 72 : 40;  // registers: MANY for consumers, FEW for copies
-static_assert(GROUPS * MANY + FEW <= (GROUPS + 1) * 168, "a block would wait forever for more than it starts with");
+constexpr int CONSUMER_REGISTERS = WIDENS ? 216 : 232, PRODUCER_REGISTERS = WIDENS ? 72 : 40;
+static_assert(GROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (GROUPS + 1) * 168, "a block would wait forever");
 static_assert(QUERIES == GROUPS * GROUP_QUERIES && QUERIES == KEYS,
               "one kind of box, of which one has keys that are later than some of a tile's queries");
 
@@ -124,7 +124,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, 
         T* const to = out + (work.row + row) * C + SIZE * work.head;
         const Values values(work, v);
         const int before = work.begin - row, left = work.length - row, end = min(work.length, from + KEYS);
-        const int seen_from = WINDOW ? first_step(work) * KEYS : from;
+        const int visible_from = WINDOW ? first_step(work) * KEYS : from;
         more = work.next();
         const unsigned number = own.count++;
         const Matrix last_values = own.arrived(number);
@@ -141,13 +141,13 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, 
         } else {
             even.divide();
         }
-        if (!finite) even.add_not_finite(values, seen_from, end, row + own.lane / 4);
+        if (!finite) even.add_not_finite(values, visible_from, end, row + own.lane / 4);
         own.store(even, to, C, before, left);
     }
     wait_for_products<0>();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_wgmma(
     const __grid_constant__ TensorMap map,    // tensor map of qkv, of which only Q is read
     const __grid_constant__ TensorMap k_map,  // tensor maps of k and v, not used for FP8
     const __grid_constant__ TensorMap v_map,
@@ -164,11 +164,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper
     Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x, start, N, n_ctx};
     const int warp = uniform(threadIdx.x / 32);
     if (warp < COPIER) {
-        take_registers<MANY>();
+        take_registers<CONSUMER_REGISTERS>();
         consume(shared, work, v, out, true);
         return;
     }
-    give_registers<FEW>();
+    give_registers<PRODUCER_REGISTERS>();
     const Source from{map, k_map, v_map, k, v};
     if (WIDENS) {
         produce(shared, from, work);
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_wgmma(
     const __grid_constant__ TensorMap map,  // tensor map of qkv
     const T* qkv,                           // (rows, W)
     const int* cu_seqlens,                  // (B + 1), not decreasing; null: B sequences of seq_len rows
@@ -197,11 +197,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
     const int warp = uniform(threadIdx.x / 32);
     if (warp < COPIER) {
-        take_registers<MANY>();
+        take_registers<CONSUMER_REGISTERS>();
         consume(shared, work, rows, out, cu_seqlens != nullptr);
         return;
     }
-    give_registers<FEW>();
+    give_registers<PRODUCER_REGISTERS>();
     if (warp == COPIER) {
         if (elect_one()) produce(shared, {map, map, map, rows, rows}, work);
         __syncwarp();

@@ -2,10 +2,10 @@
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]    j <= i with ATT_CAUSAL, else the whole sequence
 //
-//   attention_hopper_alternate: for few sequences, the same bits as attention_hopper: two warpgroups process alternate
+//   attention_wgmma_alternate: for few sequences, the same bits as attention_wgmma: two warpgroups process alternate
 //       keys for 64 queries, so that the last queries take half as long
-//   attention_cached_hopper_alternate: attention_hopper_alternate with ATT_CACHED, with the bits of
-//       attention_cached_hopper
+//   attention_cached_wgmma_alternate: attention_wgmma_alternate with ATT_CACHED, with the bits of
+//       attention_cached_wgmma
 //
 // Arguments, products and softmax are the same as in attention/prompt/wgmma.cu. In that file a tile is 128 queries: one
 // prompt of 1,024 tokens with 12 heads has 96 tiles, and the last tile of a head takes 8 steps of 128 keys, which is
@@ -20,7 +20,7 @@
 // not overlap the end of the current tile. Therefore this kernel is faster only if there are few tiles, or one or two
 // tiles per sequence. gpt2block/ops/engines/attention_tiles.py estimates the times of both kernels.
 //
-// Measured: docs/experiments.md#attention_hopper
+// Measured: docs/experiments.md#attention_wgmma
 //
 // map: the tensor map of attention/prompt/wgmma.cu. Block (THREADS), grid: one block per multiprocessor, or per tile if
 // there are fewer tiles, dynamic shared memory sizeof(Block) + 1024. Arrays are aligned to 16 bytes.
@@ -145,9 +145,9 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T
         if (last >= own.group) finite = attend(own, sums, work, tile, last - own.group, ragged);
         own.release(shared.answered[tile % 2]);
         const Values values(work, v);
-        const int seen_from = WINDOW ? first_step(work) * KEYS : from, end = min(work.length, from + KEYS);
+        const int visible_from = WINDOW ? first_step(work) * KEYS : from, end = min(work.length, from + KEYS);
         if (own.group == 1) {
-            if (WINDOW && !finite) sums.add_not_finite(values, seen_from, end, row + own.lane / 4);
+            if (WINDOW && !finite) sums.add_not_finite(values, visible_from, end, row + own.lane / 4);
             if (last > 0) give(shared.passed, sums);
             continue;
         }
@@ -156,13 +156,13 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T
         } else {
             sums.divide();
         }
-        if (!finite) sums.add_not_finite(values, seen_from, end, row + own.lane / 4);
+        if (!finite) sums.add_not_finite(values, visible_from, end, row + own.lane / 4);
         T* const to = out + (work.row + row) * C + SIZE * work.head;
         own.store(sums, to, C, work.begin - row, work.length - row);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper_alternate(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_wgmma_alternate(
     const __grid_constant__ TensorMap map,    // tensor map of qkv, of which only Q is read
     const __grid_constant__ TensorMap k_map,  // tensor maps of k and v, not used for FP8
     const __grid_constant__ TensorMap v_map,
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_hopper
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_alternate(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_wgmma_alternate(
     const __grid_constant__ TensorMap map,  // tensor map of qkv
     const T* qkv,                           // (rows, W)
     const int* cu_seqlens,                  // (B + 1), not decreasing; null: B sequences of seq_len rows

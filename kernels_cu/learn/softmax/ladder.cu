@@ -47,7 +47,7 @@ struct alignas(4 * SOFTMAX_WIDTH) Pack {
     float v[SOFTMAX_WIDTH];
 };
 
-__device__ int columns_seen(int row, int n) { return SOFTMAX_CAUSAL ? row % n + 1 : n; }
+__device__ int visible_columns(int row, int n) { return SOFTMAX_CAUSAL ? row % n + 1 : n; }
 
 // The value subtracted before exp: the maximum, or 0 if only -inf has been seen. exp(-inf - 0) is 0, but exp(-inf +
 // inf) would be NaN.
@@ -55,12 +55,12 @@ __device__ float reference_point(float max) { return max == -INFINITY ? 0.0f : m
 
 // Loads columns first .. first + SOFTMAX_WIDTH - 1 of a row. Columns that the row does not see are set to -inf without
 // a load.
-__device__ Pack load(const float* x, int first, int seen) {
-    if (first + SOFTMAX_WIDTH <= seen) return *reinterpret_cast<const Pack*>(x + first);
+__device__ Pack load(const float* x, int first, int visible) {
+    if (first + SOFTMAX_WIDTH <= visible) return *reinterpret_cast<const Pack*>(x + first);
     Pack pack;
 #pragma unroll
     for (int j = 0; j < SOFTMAX_WIDTH; ++j) {
-        pack.v[j] = SOFTMAX_CAUSAL && first + j < seen ? x[first + j] : -INFINITY;  // not causal: after the row
+        pack.v[j] = SOFTMAX_CAUSAL && first + j < visible ? x[first + j] : -INFINITY;  // not causal: after the row
     }
     return pack;
 }
@@ -83,19 +83,19 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK) softmax_forward_kern
     __shared__ float scratch[SOFTMAX_BLOCK];
     const int row = blockIdx.x;
     if (row >= rows) return;
-    const int seen = columns_seen(row, n);
+    const int visible = visible_columns(row, n);
     x += (long long)row * n;
     y += (long long)row * n;
 
     float max = -INFINITY;
-    for (int c = threadIdx.x; c < seen; c += SOFTMAX_BLOCK) max = fmaxf(max, x[c]);
+    for (int c = threadIdx.x; c < visible; c += SOFTMAX_BLOCK) max = fmaxf(max, x[c]);
     max = block_reduce_max<SOFTMAX_BLOCK>(max, scratch);
 
     float sum = 0.0f;
-    for (int c = threadIdx.x; c < seen; c += SOFTMAX_BLOCK) sum += expf(x[c] - max);
+    for (int c = threadIdx.x; c < visible; c += SOFTMAX_BLOCK) sum += expf(x[c] - max);
     sum = block_reduce_sum<SOFTMAX_BLOCK>(sum, scratch);
 
-    for (int c = threadIdx.x; c < n; c += SOFTMAX_BLOCK) y[c] = c < seen ? expf(x[c] - max) / sum : 0.0f;
+    for (int c = threadIdx.x; c < n; c += SOFTMAX_BLOCK) y[c] = c < visible ? expf(x[c] - max) / sum : 0.0f;
 }
 
 // launch: grid=ceil(rows / (block / 32)) block=256
@@ -106,19 +106,19 @@ extern "C" __global__ void softmax_forward_kernel2(
     const int lane = threadIdx.x % 32;
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= rows) return;
-    const int seen = columns_seen(row, n);
+    const int visible = visible_columns(row, n);
     x += (long long)row * n;
     y += (long long)row * n;
 
     Online own = {-INFINITY, 0.0f};
-    for (int c = lane; c < seen; c += 32) {
+    for (int c = lane; c < visible; c += 32) {
         const float max = fmaxf(own.max, x[c]), point = reference_point(max);
         own = {max, own.sum * expf(own.max - point) + expf(x[c] - point)};
     }
     const Online all = combine_warp(own);
 
     const float point = reference_point(all.max), scale = 1.0f / all.sum;
-    for (int c = lane; c < n; c += 32) y[c] = c < seen ? expf(x[c] - point) * scale : 0.0f;
+    for (int c = lane; c < n; c += 32) y[c] = c < visible ? expf(x[c] - point) * scale : 0.0f;
 }
 
 // Any block of a multiple of 32 threads; n is a multiple of SOFTMAX_WIDTH.
@@ -131,13 +131,13 @@ extern "C" __global__ void softmax_forward_kernel3(
     const int warps = blockDim.x / 32, step = blockDim.x * SOFTMAX_WIDTH;
     const int row = blockIdx.x;
     if (row >= rows) return;
-    const int seen = columns_seen(row, n);
+    const int visible = visible_columns(row, n);
     x += (long long)row * n;
     y += (long long)row * n;
 
     Online own = {-INFINITY, 0.0f};
-    for (int c = threadIdx.x * SOFTMAX_WIDTH; c < seen; c += step) {
-        const Pack pack = load(x, c, seen);
+    for (int c = threadIdx.x * SOFTMAX_WIDTH; c < visible; c += step) {
+        const Pack pack = load(x, c, visible);
         float max = own.max;
 #pragma unroll
         for (int j = 0; j < SOFTMAX_WIDTH; ++j) max = fmaxf(max, pack.v[j]);
@@ -157,9 +157,9 @@ extern "C" __global__ void softmax_forward_kernel3(
     const float scale = 1.0f / sum;
 
     for (int c = threadIdx.x * SOFTMAX_WIDTH; c < n; c += step) {
-        Pack pack = load(x, c, seen);
+        Pack pack = load(x, c, visible);
 #pragma unroll
-        for (int j = 0; j < SOFTMAX_WIDTH; ++j) pack.v[j] = c + j < seen ? expf(pack.v[j] - point) * scale : 0.0f;
+        for (int j = 0; j < SOFTMAX_WIDTH; ++j) pack.v[j] = c + j < visible ? expf(pack.v[j] - point) * scale : 0.0f;
         *reinterpret_cast<Pack*>(y + c) = pack;
     }
 }
@@ -180,14 +180,14 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_THREADS* SOFTMAX_ROWS) soft
         inside = row < rows;
     }
     // Threads beyond the last row read nothing, but they must take part in the shuffles.
-    const int seen = inside ? columns_seen(row, n) : 0;
+    const int visible = inside ? visible_columns(row, n) : 0;
     x += (long long)row * n;
     y += (long long)row * n;
 
     Pack held[SOFTMAX_HELD];
 #pragma unroll
     for (int i = 0; i < SOFTMAX_HELD; ++i) {
-        held[i] = load(x, (thread + i * SOFTMAX_THREADS) * SOFTMAX_WIDTH, seen);
+        held[i] = load(x, (thread + i * SOFTMAX_THREADS) * SOFTMAX_WIDTH, visible);
     }
     float max = -INFINITY, sum = 0.0f;
 #pragma unroll
@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_THREADS* SOFTMAX_ROWS) soft
         const int c = (thread + i * SOFTMAX_THREADS) * SOFTMAX_WIDTH;
         if (c >= n) break;
 #pragma unroll
-        for (int j = 0; j < SOFTMAX_WIDTH; ++j) held[i].v[j] = c + j < seen ? held[i].v[j] * scale : 0.0f;
+        for (int j = 0; j < SOFTMAX_WIDTH; ++j) held[i].v[j] = c + j < visible ? held[i].v[j] * scale : 0.0f;
         *reinterpret_cast<Pack*>(y + c) = held[i];
     }
 }

@@ -1,5 +1,5 @@
 // Determines where new keys and values belong in a kv_cache. Included by attention/cache/kv_cache.cu and
-// attention/cache/kv_cache_two_part.cu.
+// attention/cache/kv_cache_hi_lo.cu.
 //
 // One thread copies a vector of KV_WIDTH channels at a time. Rows and positions outside the cache are skipped. Grid:
 // one block per row of qkv; block: any number of threads.

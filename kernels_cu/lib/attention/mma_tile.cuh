@@ -1,4 +1,4 @@
-// A tile of a head's rows in shared memory, for attention/prompt/mma.cu and attention/prompt/mma_two_part.cu. The
+// A tile of a head's rows in shared memory, for attention/prompt/mma.cu and attention/prompt/mma_hi_lo.cu. The
 // including file defines THREADS.
 //
 // The pitch (bytes between rows in shared memory) is an odd number of 16-byte chunks. Therefore ldmatrix has no bank

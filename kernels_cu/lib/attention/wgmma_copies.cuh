@@ -1,9 +1,9 @@
 // Loads of Q, K and V into the shared memory of attention/prompt/wgmma.cu and attention/prompt/wgmma_alternate.cu. The
-// copy engine (TMA) loads them, except K and V of an FP8 kv_cache, which the threads of the copying warps load and
+// TMA loads them, except K and V of an FP8 kv_cache, which the threads of the copying warps load and
 // widen. Included by lib/attention/wgmma_rows.cuh.
 #pragma once
 
-// Sources of the rows of Q, K and V. With ATT_CACHED, `k` and `v` are the arrays of the kv_cache. The copy engine reads
+// Sources of the rows of Q, K and V. With ATT_CACHED, `k` and `v` are the arrays of the kv_cache. TMA reads
 // these arrays through k_map and v_map, unless they are FP8: then threads read them.
 struct Source {
     const TensorMap &map, &k_map, &v_map;

@@ -253,15 +253,15 @@ struct Consumer {
     // after the end of the sequence and, with a causal mask, keys after the query. first: the tile's first query.
     __device__ __forceinline__ void begin(Sums& sums, int from, int first, int length) {
         float factor[2];
-        const int seen = first + row + lane / 4 - from - 2 * (lane % 4), left = length - from;
+        const int last = first + row + lane / 4 - from - 2 * (lane % 4), left = length - from;
         hide_past(from, first);
         if (ATT_CAUSAL && first + row / GROUP_QUERIES * GROUP_QUERIES == from) {
-            mask<0, KEYS / 4>(seen, 8);
+            mask<0, KEYS / 4>(last, 8);
             sums.soften<KEYS / 4>(s, factor);
             pack<KEYS / 4>();
         } else {
             if (ATT_CAUSAL) {
-                mask<KEYS / 4, KEYS / 2>(seen - GROUP_QUERIES, 8);
+                mask<KEYS / 4, KEYS / 2>(last - GROUP_QUERIES, 8);
             } else if (left < KEYS) {
                 mask<0, KEYS / 2>(left - 1 - 2 * (lane % 4), 0);
             }
@@ -273,20 +273,20 @@ struct Consumer {
     // Masks, among the 128 keys starting at `from`, the keys that precede the window of the lane's queries.
     __device__ __forceinline__ void hide_past(int from, int first) {
         if (!is_past(from, first + row / GROUP_QUERIES * GROUP_QUERIES + GROUP_QUERIES - 1)) return;
-        const int seen = first + row + lane / 4 - from - 2 * (lane % 4);
+        const int last = first + row + lane / 4 - from - 2 * (lane % 4);
 #pragma unroll
         for (int i = 0; i < KEYS / 2; ++i) {
-            if (is_past(i / 4 * 8 + i % 2, seen + (i & 2 ? 8 : 0))) s[i] = -INFINITY;
+            if (is_past(i / 4 * 8 + i % 2, last + (i & 2 ? 8 : 0))) s[i] = -INFINITY;
         }
     }
 
-    // Masks each of the lane's scores FROM to TO - 1 whose key comes after key `seen`, or in row g + 8 after key `seen`
+    // Masks each of the lane's scores FROM to TO - 1 whose key comes after key `last`, or in row g + 8 after key `last`
     // + `later`. Keys are counted from the key of score FROM.
     template <int FROM, int TO>
-    __device__ __forceinline__ void mask(int seen, int later) {
+    __device__ __forceinline__ void mask(int last, int later) {
 #pragma unroll
         for (int i = FROM; i < TO; ++i) {
-            if ((i - FROM) / 4 * 8 + i % 2 > seen + (i & 2 ? later : 0)) s[i] = -INFINITY;
+            if ((i - FROM) / 4 * 8 + i % 2 > last + (i & 2 ? later : 0)) s[i] = -INFINITY;
         }
     }
 

@@ -1,5 +1,5 @@
 // The tiles of QUERIES queries that a block of attention/prompt/wgmma.cu, attention/prompt/wgmma_alternate.cu or
-// attention/prompt/wgmma_two_part.cu processes, one after the other. The including file defines QUERIES.
+// attention/prompt/wgmma_hi_lo.cu processes, one after the other. The including file defines QUERIES.
 //
 // Sequences are packed rows: sequence b has rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows b *
 // seq_len .. (b + 1) * seq_len - 1. With ATT_CACHED, the first row of sequence b is at position start[b], and the keys

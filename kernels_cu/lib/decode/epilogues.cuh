@@ -5,7 +5,7 @@
 //   EPILOGUE_ADD_SUMS      AddSums: Add, and the split sums of an earlier product (lib/split_sums.cuh)
 //   EPILOGUE_APPEND        Append: stores q in an array, k and v in the KV cache
 //   EPILOGUE_APPEND_ROPE   AppendRope: Append after RoPE of q and k
-//   EPILOGUE_SEND          Send: out = [gelu] sum, also sent to other GPUs (lib/exchange.cuh)
+//   EPILOGUE_PEERS          ToPeers: out = [gelu] sum, also sent to other GPUs (lib/exchange.cuh)
 //
 // late(m, n) loads other data that output (m, n) needs, such as the residual, before the sum is complete. value() then
 // receives the scaled sum plus the bias, and store() receives the return value of value(). With ROTATES, rotated()
@@ -26,7 +26,7 @@
 #define EPILOGUE_ADD_SUMS 1
 #define EPILOGUE_APPEND 2
 #define EPILOGUE_APPEND_ROPE 3
-#define EPILOGUE_SEND 4
+#define EPILOGUE_PEERS 4
 #ifndef EPILOGUE
 #define EPILOGUE EPILOGUE_ADD
 #endif
@@ -71,18 +71,18 @@ struct Add {
 };
 
 // Version of Add without a residual: also sends the outputs to the other GPUs.
-struct Send : Add {
+struct ToPeers : Add {
     typedef unsigned Late;  // number of the round
-    Mail mail;
+    Peers peers;
 
-    __device__ Send(float* out, int N, int with_gelu, const Mail& mail) : Add{nullptr, out, N, with_gelu}, mail(mail) {}
+    __device__ ToPeers(float* out, int N, int gelu, const Peers& peers) : Add{nullptr, out, N, gelu}, peers(peers) {}
 
-    __device__ Late late(int, int) const { return next_round(mail.own); }
+    __device__ Late late(int, int) const { return next_round(peers.own); }
     __device__ float added(float v, Late) const { return v; }
     __device__ float value(float v, Late) const { return Add::value(v, 0.0f); }
 
     __device__ void store(int m, int n, float v, Late round) const {
-        mail.send_outputs<1>(m, n, {v}, round);
+        peers.store_outputs<1>(m, n, {v}, round);
         out[(long long)m * N + n] = v;
     }
 };

@@ -55,7 +55,7 @@ constexpr int SPLITS = order::splits(LM_K), UNITS = order::split_units(LM_K);  /
 constexpr int LENGTH = order::split_length(LM_K);                              // values of K per split
 constexpr int WARPS = LM_LOOP || LM_ALONE ? LM_WARPS : SPLITS, THREADS = 32 * WARPS;
 constexpr int UNIT_CHUNKS = order::UNIT / order::CHUNK;
-constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + order::TILE_OCTETS - 1) / order::TILE_OCTETS;
+constexpr int ROW_GROUPS = (LM_COLUMNS + 7) / 8, TILES = (ROW_GROUPS + order::TILE_GROUPS - 1) / order::TILE_GROUPS;
 constexpr int VECTORS = TILES * order::TILE_VECTORS;  // 16-byte vectors of w that a lane loads per chunk
 constexpr int HALF = (LM_COLUMNS + 1) / 2;  // with LM_ROPE, columns HALF and later are second channels of pairs
 constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
@@ -72,9 +72,9 @@ constexpr int LOADS = (LM_K + 127) / 128;       // loads of 4 values per lane if
 constexpr bool IN_REGISTERS = LM_K <= 2048;     // whether a warp keeps a whole row in registers
 // Number of rows that a warp loads at once, so that their latencies overlap: MEASURED rows to compute LayerNorm
 // statistics, BROUGHT rows to store terms.
-constexpr int MOST_MEASURED = order::FLOATS || LM_ROWS <= 2 * WARPS ? 2 : 3;
-constexpr int MEASURED = IN_REGISTERS && LOADS <= 8 && LM_ROWS > WARPS ? MOST_MEASURED : 1;
-constexpr int IN_FLIGHT = (order::TILE_OCTETS == 1 ? 12 : 24) / UNITS;
+constexpr int MAX_MEASURED = order::FLOATS || LM_ROWS <= 2 * WARPS ? 2 : 3;
+constexpr int MEASURED = IN_REGISTERS && LOADS <= 8 && LM_ROWS > WARPS ? MAX_MEASURED : 1;
+constexpr int IN_FLIGHT = (order::TILE_GROUPS == 1 ? 12 : 24) / UNITS;
 constexpr int BROUGHT = IN_FLIGHT < 1 ? 1 : IN_FLIGHT < LM_ROWS ? IN_FLIGHT : LM_ROWS;
 constexpr bool EARLY = !LM_LOOP && UNITS <= 2;  // true: gamma, beta are loaded before the wait for the previous kernel
 typedef Vec<float, 4> Four;
@@ -119,7 +119,7 @@ struct BlockTerms {
     }
 };
 
-// Splits four values into their high terms and their low terms, two pairs each. inverse: 1 / scale, for two-part terms.
+// Splits four values into their high terms and their low terms, two pairs each. inverse: 1 / scale, for hi/lo terms.
 __device__ __forceinline__ void split_four(const float (&v)[4], float inverse, uint2& high, uint2& low) {
     split_pair<order::KIND>(v[0], v[1], inverse, high.x, low.x);
     split_pair<order::KIND>(v[2], v[3], inverse, high.y, low.y);
@@ -135,7 +135,7 @@ struct Input {
     float eps;
     int M, first;
     char* shared;            // LM_ROWS rows, then the norm's statistics of each row
-    float inverse;           // 1 / scale of x, with two-part weights
+    float inverse;           // 1 / scale of x, with hi/lo weights
     const float* sums;       // (LM_SUMS, M, K): split sums to add to x for RMSNorm
     const float* sum_scale;  // (K) or null: scales of `sums`
     Four early[2][EARLY ? UNITS : 1];

@@ -28,12 +28,12 @@ struct Column {
 
 constexpr int LANE_ROWS = 2 / order::TERMS;  // rows per tile whose sums lane 4 g + t has; the first is LANE_ROWS * t
 
-typedef float Totals[TILES][ROW_TILES][order::TILE_OCTETS * LANE_ROWS];  // lane 4 g + t: sums of every 8th column
+typedef float Totals[TILES][ROW_TILES][order::TILE_GROUPS * LANE_ROWS];  // lane 4 g + t: sums of every 8th column
 
 // A lane's sums over one split (range of K), for the rows and columns of `Totals`. With two terms of x, each output has
 // two sums, one for the high terms and one for the low terms.
 struct Sums {
-    float of[TILES][ROW_TILES][2 * order::TILE_OCTETS];
+    float of[TILES][ROW_TILES][2 * order::TILE_GROUPS];
 
     // Adds the sums of this split to `totals`, the sums over all splits (ranges of K).
     __device__ __forceinline__ void add_to(Totals& totals) const {
@@ -42,8 +42,8 @@ struct Sums {
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {
 #pragma unroll
-                for (int i = 0; i < order::TILE_OCTETS * LANE_ROWS; ++i) {
-                    const float(&sum)[2 * order::TILE_OCTETS] = of[tile][r];
+                for (int i = 0; i < order::TILE_GROUPS * LANE_ROWS; ++i) {
+                    const float(&sum)[2 * order::TILE_GROUPS] = of[tile][r];
                     totals[tile][r][i] += LANE_ROWS == 2 ? sum[i] : order::joined(sum[2 * i], sum[2 * i + 1]);
                 }
             }
@@ -55,7 +55,7 @@ __device__ __forceinline__ void add(Totals& to, const Totals& from) {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
-        for (int i = 0; i < ROW_TILES * order::TILE_OCTETS * LANE_ROWS; ++i) {
+        for (int i = 0; i < ROW_TILES * order::TILE_GROUPS * LANE_ROWS; ++i) {
             (&to[tile][0][0])[i] += (&from[tile][0][0])[i];
         }
     }
@@ -66,13 +66,13 @@ __device__ __forceinline__ void add(Totals& to, const Totals& from) {
 template <typename Use>
 __device__ __forceinline__ void each(const Totals& totals, Use use) {
 #pragma unroll
-    for (int octet = 0; octet < OCTETS; ++octet) {
+    for (int row_group = 0; row_group < ROW_GROUPS; ++row_group) {
 #pragma unroll
         for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
-            const int r = i / LANE_ROWS, column = 8 * octet + threadIdx.x % 32 / 4;
+            const int r = i / LANE_ROWS, column = 8 * row_group + threadIdx.x % 32 / 4;
             const int row = order::TILE_ROWS * r + threadIdx.x % 4 * LANE_ROWS + i % LANE_ROWS;
-            const int at = octet % order::TILE_OCTETS * LANE_ROWS + i % LANE_ROWS;
-            const float total = totals[octet / order::TILE_OCTETS][r][at];
+            const int at = row_group % order::TILE_GROUPS * LANE_ROWS + i % LANE_ROWS;
+            const float total = totals[row_group / order::TILE_GROUPS][r][at];
             if (column < LM_COLUMNS && row < LM_ROWS) use(column, row, total);
         }
     }

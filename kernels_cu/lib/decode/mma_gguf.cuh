@@ -4,7 +4,7 @@
 //   lib/gguf.cuh             layout and unpacking of the blocks
 //   lib/decode/order.cuh     the order of the additions
 //
-// A warp computes 16 columns of the output at a time: two octets (groups of eight rows) of w, which are operand A of an
+// A warp computes 16 columns of the output at a time: two row groups (of eight rows) of w, which are operand A of an
 // mma. It copies units of 128 values along K to a ring buffer in shared memory that only this warp uses. Lanes read
 // data that other lanes have copied, and no register holds data that is in flight:
 //
@@ -58,9 +58,9 @@ struct Blocks {
     typedef typename Side::Rows Rows;
     static constexpr int K = Side::K, UNITS = Side::UNITS;
     static constexpr bool SHORT = order::splits(K) * UNITS * order::UNIT > K;  // the last split can be shorter
-    // Bytes in the ring for a unit (128 values of K) of an octet (eight rows of w): low bits, high bits and scales.
-    static constexpr int OCTET_BYTES = Part::LOW_BYTES + Part::HIGH_BYTES + Part::SCALE_BYTES;
-    static constexpr int SLOT = 2 * OCTET_BYTES;
+    // Bytes in the ring for a unit (128 values of K) of an row group (eight rows of w): low bits, high bits and scales.
+    static constexpr int ROW_GROUP_BYTES = Part::LOW_BYTES + Part::HIGH_BYTES + Part::SCALE_BYTES;
+    static constexpr int SLOT = 2 * ROW_GROUP_BYTES;
 
     const W* w;   // weights of the outputs with one GGUF type (OfRange)
     const W* up;  // weights of these outputs in the matrix `up`; null if Side::UP is false
@@ -71,11 +71,11 @@ struct Blocks {
     __device__ __forceinline__ Blocks(const W* all, const W* all_up, char* ring, int N)
         : w(all + OfRange::begin(K)), up(Side::UP ? all_up + OfRange::begin(K) : nullptr),
           ring(reinterpret_cast<W*>(ring)), N(N), to_low(kept(threadIdx.x % 32 * 16)),
-          to_more(kept((threadIdx.x % 32 < 16 ? 0 : OCTET_BYTES) + Part::LOW_BYTES + own_byte())) {}
+          to_more(kept((threadIdx.x % 32 < 16 ? 0 : ROW_GROUP_BYTES) + Part::LOW_BYTES + own_byte())) {}
 
-    // Cursor: addresses from which a lane copies the next unit: the low bits of both octets, and the high bits and
-    // scales of the first octet (lanes 0 to 15) or of the second octet (lanes 16 to 31). AT_ONCE: high bits and scales
-    // have at most 256 bytes in total; some lanes then copy high bits, the other lanes scales.
+    // Cursor: addresses from which a lane copies the next unit: the low bits of both row groups, and the high bits and
+    // scales of the first row group (lanes 0 to 15) or of the second row group (lanes 16 to 31). AT_ONCE: high bits and
+    // scales have at most 256 bytes in total; some lanes then copy high bits, the other lanes scales.
     static constexpr bool AT_ONCE = Part::HIGH_BYTES + Part::SCALE_BYTES <= 256;
 
     struct Cursor {
@@ -95,13 +95,13 @@ struct Blocks {
 
     // Returns the addresses from which this lane copies unit `unit` (128 values of K), for the 16 columns from n on.
     __device__ __forceinline__ Cursor cursor(int n, int unit) const {
-        const auto octet = [&](int i) {
+        const auto row_group = [&](int i) {
             const int row = Side::row(n + 8 * i, N) - OfRange::FROM;
-            return (Side::UP && i ? up : w) + (long long)(row / gguf::OCTET) * Part::row_bytes(K);
+            return (Side::UP && i ? up : w) + (long long)(row / gguf::ROW_GROUP) * Part::row_bytes(K);
         };
         const int low = Part::low_at(unit) + threadIdx.x % 32 * 16;
-        const W* const first = octet(0);
-        const W* const second = octet(1);
+        const W* const first = row_group(0);
+        const W* const second = row_group(1);
         const W* const own = threadIdx.x % 32 < 16 ? first : second;
         Cursor found = {{first + low, second + low}, nullptr, nullptr};
         found.high = own + Part::high_at(unit) + own_byte(), found.scales = own + Part::scales_at(unit) + own_byte();
@@ -117,12 +117,12 @@ struct Blocks {
         W* const more = ring + slot + to_more;
         const auto further = [&](int bytes) { return half == Part::UNITS - 1 ? Part::BYTES - half * bytes : bytes; };
 #pragma unroll
-        for (int octet = 0; octet < 2; ++octet) {
+        for (int row_group = 0; row_group < 2; ++row_group) {
 #pragma unroll
             for (int i = 0; i < 512 * Part::VECTORS; i += 512) {
-                copy16(to + octet * OCTET_BYTES + i, from.low[octet] + i, true);
+                copy16(to + row_group * ROW_GROUP_BYTES + i, from.low[row_group] + i, true);
             }
-            from.low[octet] += further(Part::LOW_BYTES);
+            from.low[row_group] += further(Part::LOW_BYTES);
         }
         constexpr int FIRST = Part::HIGH_BYTES + (AT_ONCE ? Part::SCALE_BYTES : 0);
         if (own_byte() < FIRST) copy16(more, from.high, true);
@@ -150,7 +150,7 @@ struct Blocks {
         typename Part::Own own[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const W* const lows = from + i * OCTET_BYTES;
+            const W* const lows = from + i * ROW_GROUP_BYTES;
             const W* const highs = lows + Part::LOW_BYTES;
             parts[i].load(lows, highs, highs + Part::HIGH_BYTES, half, threadIdx.x % 32 / 4);
             own[i] = parts[i].own(half);

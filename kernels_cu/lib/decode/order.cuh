@@ -5,13 +5,13 @@
 //
 //   terms   each x is the sum of two numbers of the mma's input type (lib/terms.cuh): for bfloat16 weights bfloat16,
 //           which keeps 16 bits; for float16 and FP8 weights float16, 22 bits; for float weights tf32, 22 bits. For
-//           two-part weights x is two-part, too (lib/two_part.cuh), with one scale for all rows. In an mma the high and
+//           hi/lo weights x is hi/lo, too (lib/hi_lo.cuh), with one scale for all rows. In an mma the high and
 //           the low terms of a row of x are two rows, whose products with w have separate sums. With TERM_COUNT 1, x is
 //           rounded to one number, the high term
 //   step    the values along K of one mma: 8 for float weights, otherwise 16
 //   split   a contiguous range of K: `split_units(K)` units of 128 values. The tensor cores add its steps in order.
 //           They truncate sums instead of rounding them; this error is far smaller than the rounding of 16-bit weights.
-//           Float and two-part weights have two terms, too. For these weights the tensor cores add only one chunk of K,
+//           Float and hi/lo weights have two terms, too. For these weights the tensor cores add only one chunk of K,
 //           starting from 0, with separate sums for the high and low terms of w; float additions then add both sums to
 //           the split's sum. The result of a split is its sum for high terms of x plus its sum for low terms of x
 //   total   ((split 0 + split 1) + split 2) + ..., with at most 8 splits
@@ -35,7 +35,7 @@
 //
 //   c[0], c[1] = row g, columns 2t, 2t + 1        c[2], c[3] = row g + 8
 //
-// A chunk is 64 bytes along K of a column of w (with two-part weights, 64 bytes of the high parts and 64 bytes of the
+// A chunk is 64 bytes along K of a column of w (with hi/lo weights, 64 bytes of the high parts and 64 bytes of the
 // low parts). Lane 4 g + t loads 16 of these bytes, at offset 16 t, and x at the same positions along K. The lane's
 // values of a step are neighbours in these 16 bytes: an mma may take values along K in any order, provided that A and B
 // use the same order. Therefore neither operand needs ldmatrix. GGUF blocks are packed in the order of an mma, and x is
@@ -45,7 +45,7 @@
 #pragma once
 #include "lib/storage.cuh"
 #include "lib/terms.cuh"
-#include "lib/two_part.cuh"
+#include "lib/hi_lo.cuh"
 
 namespace order {
 
@@ -55,13 +55,13 @@ constexpr bool BRAIN = true;                // whether the mma multiplies bfloat
 #else
 constexpr bool BRAIN = false;
 #endif
-#if defined(WEIGHT_TWO_PART)
-constexpr bool TWO_PART = true;
+#if defined(WEIGHT_HI_LO)
+constexpr bool HI_LO = true;
 #else
-constexpr bool TWO_PART = false;
+constexpr bool HI_LO = false;
 #endif
-constexpr int KIND = TWO_PART ? TWO_PART_TERMS : BRAIN ? BF16_TERMS : FP16_TERMS;  // format of x's terms (unless tf32)
-constexpr int PARTS = TWO_PART ? 2 : 1;     // stored numbers per weight
+constexpr int KIND = HI_LO ? HI_LO_TERMS : BRAIN ? BF16_TERMS : FP16_TERMS;  // format of x's terms (unless tf32)
+constexpr int PARTS = HI_LO ? 2 : 1;        // stored numbers per weight
 #if defined(WEIGHT_GGUF)
 constexpr bool BLOCKS = true;               // whether weights are GGUF blocks (lib/decode/mma_gguf.cuh)
 #else
@@ -72,12 +72,12 @@ constexpr int CHUNK = 4 * WIDTH;            // values of K per chunk: 16, 32, or
 constexpr int STEP = FLOATS ? 8 : 16;       // values of K per mma
 constexpr int STEPS = CHUNK / STEP;         // mma instructions per chunk
 constexpr int TERMS = BLOCKS ? TERM_COUNT : 2;      // terms per value of x in an mma; low terms can be 0
-static_assert(TERM_COUNT == 2 || !(FLOATS || TWO_PART), "x is rounded for weights of one term");
-constexpr int UNIT = 128, MOST_SPLITS = 8;  // values of K per unit; maximum number of splits (ranges of K)
-constexpr int HALF_SPLITS = BLOCKS ? MOST_SPLITS / 2 : MOST_SPLITS;  // splits in a half, which is added up first
+static_assert(TERM_COUNT == 2 || !(FLOATS || HI_LO), "x is rounded for weights of one term");
+constexpr int UNIT = 128, MAX_SPLITS = 8;  // values of K per unit; maximum number of splits (ranges of K)
+constexpr int HALF_SPLITS = BLOCKS ? MAX_SPLITS / 2 : MAX_SPLITS;  // splits in a half, which is added up first
 
 __host__ __device__ constexpr int units(int K) { return (K + UNIT - 1) / UNIT; }
-__host__ __device__ constexpr int split_units(int K) { return (units(K) + MOST_SPLITS - 1) / MOST_SPLITS; }
+__host__ __device__ constexpr int split_units(int K) { return (units(K) + MAX_SPLITS - 1) / MAX_SPLITS; }
 __host__ __device__ constexpr int splits(int K) { return (units(K) + split_units(K) - 1) / split_units(K); }
 __host__ __device__ constexpr int split_length(int K) { return UNIT * split_units(K); }  // values of K
 
@@ -106,19 +106,19 @@ __device__ __forceinline__ void convert_fp8(unsigned bytes, unsigned& first, uns
 // the sum of products with the low terms.
 __device__ __forceinline__ float joined(float high, float low) {
     if constexpr (TERM_COUNT == 1) return high;
-    return TWO_PART ? fmaf(low, 1.0f / LOW, high) : high + low;
+    return HI_LO ? fmaf(low, 1.0f / LOW, high) : high + low;
 }
 
-// Returns an output: `sum` times the scale of the output's column, plus the bias. With two-part weights, the sum is
+// Returns an output: `sum` times the scale of the output's column, plus the bias. With hi/lo weights, the sum is
 // also multiplied by the scale of x.
 __device__ __forceinline__ float finished(float sum, float scale, float x_scale, float bias) {
-    if constexpr (TWO_PART) {  // smaller scale first, as in lib/two_part.cuh
+    if constexpr (HI_LO) {  // smaller scale first, as in lib/hi_lo.cuh
         sum *= fminf(scale, x_scale), scale = fmaxf(scale, x_scale);
     }
     return fmaf(sum, scale, bias);
 }
 
-constexpr int TILE_OCTETS = FLOATS || TWO_PART ? 1 : 2;  // groups of 8 columns in a tile whose operand A is w
+constexpr int TILE_GROUPS = FLOATS || HI_LO ? 1 : 2;  // groups of 8 columns in a tile whose operand A is w
 constexpr int TILE_VECTORS = FLOATS ? 1 : 2;             // 16-byte vectors of w per lane and chunk in this tile
 
 // The values of lane 4 g + t from a chunk of w, as operand A of mma instructions: rows g and g + 8 of A are two columns

@@ -49,7 +49,7 @@ constexpr int FINISHERS = DH_TEAMS * WARPS;                       // consumer wa
 // Three consumer warpgroups need more registers than each warp of a block of 13 warps can have. Therefore the producer
 // becomes a fourth warpgroup, which gives most of its registers to the consumers.
 constexpr bool MOVES_REGISTERS = DH_GROUPS == 3;
-constexpr int FEW_REGISTERS = 32, MANY_REGISTERS = 160;  // per thread: FEW: producer; MANY: consumer
+constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;  // per thread: PRODUCER: producer; CONSUMER: consumer
 constexpr int THREADS = 32 * CONSUMERS + (MOVES_REGISTERS ? 128 : 32 * DH_DEPTH);
 constexpr int ALL_TERMS = DH_ROWS > 4 ? TERM_COUNT * DH_ROWS : 8;  // columns of B: at least 8, of which 4 can be unused
 constexpr int TERMS = ALL_TERMS / DH_TEAMS;                  // columns of B per warp
@@ -170,7 +170,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     };
     const long long first = (long long)share.row * K + (long long)share.k * share.rows;  // index of first value in x
     const char* of_tile = reinterpret_cast<const char*>(x) + 2 * TERM_COUNT * first;
-    // The last box of x. If K ends in the middle of a unit, the copy engine fills the rest of W with zeros, and this
+    // The last box of x. If K ends in the middle of a unit, TMA fills the rest of W with zeros, and this
     // box is loaded again: for finite x, its products with the zeros are 0.
     const int last = (K - share.k) / BOX - 1;
     const auto load_x = [&](int slice, int stage) {

@@ -34,15 +34,15 @@ struct AddTwo : Add {
 };
 
 // N is even, and out is aligned to 8 bytes.
-struct SendTwo : Send {
+struct TwoToPeers : ToPeers {
     typedef Late LateTwo;
-    using Send::Send;
+    using ToPeers::ToPeers;
 
     __device__ LateTwo late_two(int m, int n) const { return late(m, n); }
     __device__ float2 added_two(float first, float second, LateTwo) const { return {first, second}; }
 
     __device__ void store_two(int m, int n, float2 v, LateTwo round) const {
-        mail.send_outputs<2>(m, n, {v.x, v.y}, round);
+        peers.store_outputs<2>(m, n, {v.x, v.y}, round);
         *reinterpret_cast<float2*>(out + (long long)m * N + n) = v;
     }
 };

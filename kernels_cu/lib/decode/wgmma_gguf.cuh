@@ -4,7 +4,7 @@
 // A stage of the ring of x holds a unit of 128 values of K: two boxes of 64 values, and the sums of x over chunks of 32
 // values (lib/chunk_sums.cuh). W has a separate ring of GGUF tiles of 128 or 256 values of K, with one copy per eight
 // rows of W. An earlier version had, for every unit of eight rows, three copies: low bits, high bits and scales. TMA,
-// Hopper's copy engine, was then the bottleneck.
+// TMA, was then the bottleneck.
 //
 // A lane unpacks the codes of two rows of W, as operand A, while the products of the previous chunk are running. In
 // Q4_K and Q5_K, codes are multiplied by the integer scale s, and a sum covers a GGUF block of 256 values; in other
@@ -32,7 +32,7 @@
 #define DH_TILES 2
 #endif
 
-constexpr int ROW_OCTETS = 8 * DH_GROUPS;  // 8-row groups of W (and U) per block
+constexpr int ROW_GROUPS = 8 * DH_GROUPS;  // 8-row groups of W (and U) per block
 constexpr int SUMS_AT = X_BYTES;           // offset of the chunk sums in a stage
 
 // Operands of a product besides x. w, up: GGUF weights. sums: sums of x over chunks (lib/chunk_sums.cuh), read only if
@@ -55,17 +55,17 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     }
     const int lane = threadIdx.x % 32, of_rows = 2 * share.rows;
     const int begin = share.k / order::UNIT, end = begin + share.slices;  // units
-    const int each = TWO ? ROW_OCTETS / 2 : ROW_OCTETS, there = min(each, (max(0, N - share.column) + 7) / 8);
-    const bool own = lane < ROW_OCTETS && lane % each < there;
+    const int each = TWO ? ROW_GROUPS / 2 : ROW_GROUPS, there = min(each, (max(0, N - share.column) + 7) / 8);
+    const bool own = lane < ROW_GROUPS && lane % each < there;
     const int row = first_row(share.column + lane % each * 8) + (DH_ROPE && lane >= each ? HALF_HEAD : 0);
-    const W* const octet = (DH_GATED && lane >= each ? from.up : from.w) + OfRange::begin(K) +
-                           (long long)((row - OfRange::FROM) / gguf::OCTET) * Part::row_bytes(K);
+    const W* const row_group = (DH_GATED && lane >= each ? from.up : from.w) + OfRange::begin(K) +
+                           (long long)((row - OfRange::FROM) / gguf::ROW_GROUP) * Part::row_bytes(K);
     const int first_tile = begin / Part::UNITS, tiles = (end - 1) / Part::UNITS + 1 - first_tile;
     const auto load_w = [&](int count) {  // in any order of lanes: the phase ends when all bytes have arrived
         const int stage = count % DH_TILES;
         if (lane == 0) arrive_and_expect(ring.tile_full[stage], (TWO ? 2 : 1) * there * Part::BYTES);
         char* const to = ring.tile(stage) + lane * Part::BYTES;
-        if (own) load_bytes(to, octet + (first_tile + count) * Part::BYTES, Part::BYTES, ring.tile_full[stage]);
+        if (own) load_bytes(to, row_group + (first_tile + count) * Part::BYTES, Part::BYTES, ring.tile_full[stage]);
     };
     const long long value = (long long)share.row * K + (long long)share.k * share.rows;
     const char* const of_tile = reinterpret_cast<const char*>(x) + 2 * value;
@@ -180,8 +180,8 @@ struct Consumer {
         const int warp = own_warp(), row = own_row(), half = unit % Part::UNITS;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int octet = TWO ? warp + i * ROW_OCTETS / 2 : 2 * warp + row / 8;
-            const W* of = reinterpret_cast<const W*>(ring.tile(tile)) + octet * Part::BYTES;
+            const int row_group = TWO ? warp + i * ROW_GROUPS / 2 : 2 * warp + row / 8;
+            const W* of = reinterpret_cast<const W*>(ring.tile(tile)) + row_group * Part::BYTES;
             parts[i].load(of + Part::low_at(half), of + Part::high_at(half), of + Part::scales_at(0), unit,
                           TWO ? row : row % 8 + i);
         }

@@ -260,10 +260,10 @@ __device__ __forceinline__ void run(const float* x, const Sources& from, const S
     let_next_start();
     if (CLUSTER > 1) arrive_in_cluster();
     if (threadIdx.x >= 32 * CONSUMERS) {
-        if constexpr (MOVES_REGISTERS) give_registers<FEW_REGISTERS>();
+        if constexpr (MOVES_REGISTERS) give_registers<PRODUCER_REGISTERS>();
         if (DH_DEPTH > 1 || warp == CONSUMERS) produce(ring, share, from, x, share.limit, K);
         return;
     }
-    if constexpr (MOVES_REGISTERS) take_registers<MANY_REGISTERS>();
+    if constexpr (MOVES_REGISTERS) take_registers<CONSUMER_REGISTERS>();
     consume(ring, share, corner, totals, scales, end, M, share.limit, K);
 }

@@ -1,6 +1,6 @@
 // Tiles of a product on tensor cores (mma.sync; sm_80 and newer): the copies of slices along K into shared memory, a
 // warp's loads from there, and the loop over copies and products. Shared by matmul/prompt/mma.cu and
-// matmul/prompt/mma_two_part.cu. The including file selects T (lib/storage.cuh) and may set these constants:
+// matmul/prompt/mma_hi_lo.cu. The including file selects T (lib/storage.cuh) and may set these constants:
 //
 //   GEMM_M, GEMM_N                rows and columns of a block's tile
 //   GEMM_WARPS_M, GEMM_WARPS_N    warps along the rows and columns of a tile; their product is a power of two
@@ -8,7 +8,7 @@
 //   GEMM_STAGES                   number of slices that shared memory holds
 //   GEMM_EARLY                    slices of w that are copied before the previous kernel has ended
 //   GEMM_BLOCKS                   minimum blocks per SM (__launch_bounds__)
-//   GEMM_PARTS                    2: two-part operands, stored as (2, M, K) and (2, N, K); otherwise 1
+//   GEMM_PARTS                    2: hi/lo operands, stored as (2, M, K) and (2, N, K); otherwise 1
 //   GEMM_FLOAT_OUT                1: out and residual are float
 //   GEMM_GELU                     1: GELU is applied to the sums
 //   GEMM_RESIDUAL                 1: the residual is added

@@ -1,9 +1,9 @@
 // The common parts of the Hopper products: tiles, the ring in shared memory, the roles of the warpgroups. Included by
-// matmul/prompt/wgmma.cu, lib/matmul/wgmma_registers.cuh, matmul/prompt/wgmma_two_part.cu and
+// matmul/prompt/wgmma.cu, lib/matmul/wgmma_registers.cuh, matmul/prompt/wgmma_hi_lo.cu and
 // matmul/prompt/rmsnorm_wgmma.cu, which may set the constants below to other values.
 //
 // The products are a w^T. A block has three warpgroups. One thread of the first warpgroup requests slices (64 along K)
-// of a tile's rows of a and w from the copy engine, into a ring buffer in shared memory. The other two warpgroups,
+// of a tile's rows of a and w from TMA, into a ring buffer in shared memory. The other two warpgroups,
 // called groups, multiply:
 //
 //   ring     [a | w] [a | w] [a | w] [a | w]       barriers: full: slice has arrived; empty: slice has been read
@@ -14,7 +14,7 @@
 // at most one tile per block, both groups share it: GEMM_GROUP_M x GEMM_GROUP_N is a group's part. Clusters have one of
 // two uses. With GEMM_SHARES > 1, the blocks of a cluster have tiles below each other, which use the same rows of w:
 // each block loads a part of these rows for all blocks, which reduces the load on the L2 cache. With GEMM_SPLITS > 1
-// (not in matmul/prompt/wgmma_two_part.cu), the blocks of a cluster divide the K of one tile. With GEMM_STREAM, the
+// (not in matmul/prompt/wgmma_hi_lo.cu), the blocks of a cluster divide the K of one tile. With GEMM_STREAM, the
 // slices of all tiles are divided equally among clusters. If two clusters share a tile, the cluster with the later
 // slices starts from the sums of the other cluster. A cluster begins with its last tile, so that these sums are
 // complete when they are needed:
@@ -23,7 +23,7 @@
 //   cluster 1   [ first part of tile 2 .............. | last part of tile 1 ]
 //   cluster 2   [ tile 3 ........................... | last part of tile 2 ]
 //
-// a and w are arrays (GEMM_PARTS, rows, K), with two parts for two-part numbers. The boxes of the tensor maps are (1,
+// a and w are arrays (GEMM_PARTS, rows, K), with two parts for hi/lo numbers. The boxes of the tensor maps are (1,
 // GEMM_A_ROWS, 64) for a, (1, GEMM_N / GEMM_SHARES, 64) for w, and (1, 64, GEMM_CHUNK) for the output. Grid: one
 // cluster per tile or, without GEMM_SPLITS, at most as many clusters as fit on the GPU at once. Block (THREADS).
 // Dynamic shared memory, aligned to 1024 bytes: the ring, chunks of output, received sums, the kernel's struct Rest;
@@ -95,7 +95,7 @@ constexpr int BUFFERS = 2;  // chunks of output in flight per warpgroup
 constexpr int RECEIVED_BYTES = (GEMM_SPLITS - 1) * GEMM_M * (GEMM_N / GEMM_SPLITS) * 4;  // sums from other blocks
 
 static_assert(GROUPS == 1 || GROUPS == CONSUMERS, "a tile is for one group or for both");
-static_assert(GEMM_CHUNK == 16 || GEMM_CHUNK == 32 || GEMM_CHUNK == 64, "the copy engine swizzles 32, 64 or 128 bytes");
+static_assert(GEMM_CHUNK == 16 || GEMM_CHUNK == 32 || GEMM_CHUNK == 64, "TMA swizzles 32, 64 or 128 bytes");
 static_assert(PART_N % GEMM_CHUNK == 0 && GEMM_GROUP_N % GEMM_SPLITS == 0, "whole chunks");
 static_assert(GEMM_GROUP_M % 64 == 0 && GEMM_A_ROWS % 8 == 0 && GEMM_A_ROWS <= GEMM_M, "whole wgmmas, whole swizzles");
 static_assert(GEMM_N % (8 * GEMM_SHARES) == 0, "each block's part of w starts on 1024 bytes");
@@ -138,7 +138,7 @@ struct Work {
 #endif
     }
 
-    // Returns the number of slices in the first `parts` splits (ranges of K). For two-part numbers, the number is
+    // Returns the number of slices in the first `parts` splits (ranges of K). For hi/lo numbers, the number is
     // rounded up to an even number; a slice after the end of K is zeros.
     static __device__ int slices(int K, int parts) {
         const int all = (K + GEMM_PARTS * SLICE - 1) / (GEMM_PARTS * SLICE) * GEMM_PARTS;

@@ -12,7 +12,7 @@
 // The products along K are added in the same order for every tile, as in matmul/prompt/wgmma.cu. A row therefore has
 // the same bits in any batch, and the same bits as with w stored in 16 bits.
 //
-// Any M; N is a multiple of 8; all arrays are aligned to 16 bytes. residual may be out: the copy engine reads an
+// Any M; N is a multiple of 8; all arrays are aligned to 16 bytes. residual may be out: TMA reads an
 // element before it writes it. The boxes of the tensor maps are (1, GEMM_N / GEMM_SHARES, 64) of a and (1, GEMM_CHUNK,
 // 64) of the output.
 #pragma once
@@ -68,7 +68,7 @@ struct Row {
 };
 
 // Stores 16-bit outputs, like Chunks of lib/matmul/wgmma_tile.cuh: a chunk of GEMM_CHUNK rows and 64 columns of out is
-// written to a buffer in shared memory, from which TMA (Hopper's copy engine) copies it to out. Before that, TMA loads
+// written to a buffer in shared memory, from which TMA copies it to out. Before that, TMA loads
 // the chunk's residual into the same buffer.
 struct Chunks {
     char* const buffers;  // BUFFERS chunks
@@ -281,12 +281,12 @@ __device__ __forceinline__ void run(const Product& p, Weights weights) {
 
     Work at(p.N, p.M, p.K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {
-        give_registers<Weights::FEW_REGISTERS>();
+        give_registers<Weights::PRODUCER_REGISTERS>();
         weights.produce(p, ring, barriers, at);
         __syncwarp();
         return;
     }
-    take_registers<Weights::MANY_REGISTERS>();
+    take_registers<Weights::CONSUMER_REGISTERS>();
     const Group group;
     float* const own_bias = rest.bias[group.index];
     const Handed handed{p.handed, group};

@@ -93,8 +93,8 @@ __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* 
     }
 }
 
-// Stores 16-bit outputs in chunks of 64 rows: a chunk is written to a buffer in shared memory, from which TMA (Hopper's
-// copy engine) copies it to out. Before that, TMA loads the chunk's residual into the same buffer.
+// Stores 16-bit outputs in chunks of 64 rows: a chunk is written to a buffer in shared memory, from which TMA
+// TMA) copies it to out. Before that, TMA loads the chunk's residual into the same buffer.
 struct Chunks {
     char* const buffers;  // BUFFERS chunks
     Barrier* const arrived;

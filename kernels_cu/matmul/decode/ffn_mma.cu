@@ -59,36 +59,36 @@ constexpr int BYTES = COPIED + FF_COPIED * OUT_OF_WARP * H_CHUNKS * THREADS * 16
 static_assert(BYTES <= 227 * 1024, "a block has room");
 static_assert(ARRIVED % 8 == 0 && HIDDEN % 16 == 0 && STAGED % 16 == 0, "alignment");
 
-// A lane's weights from a matrix (N, K): from OCTETS groups of eight columns (rows in memory), CHUNKS chunks along K of
-// one column per group. They are kept in registers, or with IN_SHARED in shared memory.
-template <int K, int CHUNKS, int OCTETS, bool IN_SHARED>
+// A lane's weights from a matrix (N, K): from ROW_GROUPS groups of eight columns (rows in memory), CHUNKS chunks along
+// K of one column per group. They are kept in registers, or with IN_SHARED in shared memory.
+template <int K, int CHUNKS, int ROW_GROUPS, bool IN_SHARED>
 struct Panel {
-    static constexpr int TILES = (OCTETS + 1) / 2;
+    static constexpr int TILES = (ROW_GROUPS + 1) / 2;
     uint4* own;  // IN_SHARED: the thread's first vector; further vectors are THREADS vectors apart
     uint4 raw[IN_SHARED ? 1 : CHUNKS][2 * TILES];
     float sums[TILES][ROW_TILES][4];
 
-    // Loads the lane's column of group `octet`. column: address of the first value of the column for this warp. there:
-    // whether the column exists. Weights of missing columns, and after `left` values, are zero.
-    __device__ __forceinline__ void fetch(int octet, const W* column, bool there, int left) {
+    // Loads the lane's column of group `row_group`. column: address of the first value of the column for this warp.
+    // there: whether the column exists. Weights of missing columns, and after `left` values, are zero.
+    __device__ __forceinline__ void fetch(int row_group, const W* column, bool there, int left) {
         const int t = threadIdx.x % 4 * order::WIDTH;
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             const bool needed = there && (K % order::UNIT == 0 || chunk * order::CHUNK + t < left);
             const W* from = column + chunk * order::CHUNK + t;
             if constexpr (IN_SHARED) {
-                copy16(own + (chunk * OCTETS + octet) * THREADS, from, needed);
+                copy16(own + (chunk * ROW_GROUPS + row_group) * THREADS, from, needed);
             } else {
-                raw[chunk][octet] = {};
+                raw[chunk][row_group] = {};
                 typedef Vec<W, order::WIDTH> Vector;
-                if (needed) raw[chunk][octet] = stream_in<Vector>(from).raw;
+                if (needed) raw[chunk][row_group] = stream_in<Vector>(from).raw;
             }
         }
     }
 
-    __device__ __forceinline__ uint4 get(int chunk, int octet) const {
-        if (octet >= OCTETS) return {};
-        return IN_SHARED ? own[(chunk * OCTETS + octet) * THREADS] : raw[IN_SHARED ? 0 : chunk][octet];
+    __device__ __forceinline__ uint4 get(int chunk, int row_group) const {
+        if (row_group >= ROW_GROUPS) return {};
+        return IN_SHARED ? own[(chunk * ROW_GROUPS + row_group) * THREADS] : raw[IN_SHARED ? 0 : chunk][row_group];
     }
 
     // Multiplies the weights by rows of the other operand. rows(x, i, chunk) must load the lane's values of row tile i
@@ -118,17 +118,17 @@ struct Panel {
         }
     }
 
-    // Calls use(octet, row, sum) for each sum of the lane: for its column of group `octet` and row `row`. The sums for
-    // high and low terms of x are added.
+    // Calls use(row group, row, sum) for each sum of the lane: for its column of group `row_group` and row `row`. The
+    // sums for high and low terms of x are added.
     template <typename Use>
     __device__ __forceinline__ void each(Use use) const {
 #pragma unroll
-        for (int octet = 0; octet < OCTETS; ++octet) {
+        for (int row_group = 0; row_group < ROW_GROUPS; ++row_group) {
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {
-                const int row = order::TILE_ROWS * r + threadIdx.x % 4, i = octet % 2 * 2;
-                const float(&of)[4] = sums[octet / 2][r];
-                if (row < LM_ROWS) use(octet, row, order::joined(of[i], of[i + 1]));
+                const int row = order::TILE_ROWS * r + threadIdx.x % 4, i = row_group % 2 * 2;
+                const float(&of)[4] = sums[row_group / 2][r];
+                if (row < LM_ROWS) use(row_group, row, order::joined(of[i], of[i + 1]));
             }
         }
     }
@@ -191,19 +191,19 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
 #pragma unroll
     for (int m = 0; m < MATRICES; ++m) {
 #pragma unroll
-        for (int octet = 0; octet < OF_WARP; ++octet) {
-            const long long n = own + 8 * octet + g;
+        for (int row_group = 0; row_group < OF_WARP; ++row_group) {
+            const long long n = own + 8 * row_group + g;
             const W* column = (m ? up : w) + n * LM_K + warp * LENGTH;
-            first.fetch(m * OF_WARP + octet, column, true, LM_K - warp * LENGTH);
+            first.fetch(m * OF_WARP + row_group, column, true, LM_K - warp * LENGTH);
         }
     }
     Second second = {};
     second.own = reinterpret_cast<uint4*>(shared + COPIED) + threadIdx.x;
 #pragma unroll
-    for (int octet = 0; octet < OUT_OF_WARP; ++octet) {
-        const int column = 8 * (warp * OUT_OF_WARP + octet) + g;
+    for (int row_group = 0; row_group < OUT_OF_WARP; ++row_group) {
+        const int column = 8 * (warp * OUT_OF_WARP + row_group) + g;
         const W* from = v + (long long)(rank * OWN_OUT + column) * FF_H + h_split * H_LENGTH;
-        second.fetch(octet, from, column < OWN_OUT, H_LENGTH);
+        second.fetch(row_group, from, column < OWN_OUT, H_LENGTH);
     }
     if (FF_COPIED) end_group();
     Ends ends;
@@ -225,8 +225,8 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
         input.get(to, i, warp * UNITS + chunk / UNIT_CHUNKS, chunk % UNIT_CHUNKS);
     });
     float* totals = reinterpret_cast<float*>(shared + TOTALS);
-    first.each([&](int octet, int row, float sum) {
-        const int m = octet / OF_WARP, column = 8 * (octet % OF_WARP) + g;
+    first.each([&](int row_group, int row, float sum) {
+        const int m = row_group / OF_WARP, column = 8 * (row_group % OF_WARP) + g;
         totals[((warp * LM_ROWS + row) * MATRICES + m) * OWN + column] = sum;
     });
     const auto complete = [&](int r) { complete_row(shared, r, ends); };
@@ -240,8 +240,8 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
         const int k = chunk * order::CHUNK + lane % 4 * order::WIDTH;
         to.load(shared + HIDDEN + r * H_PITCH + 2 * k, H_TERM);
     });
-    second.each([&](int octet, int row, float sum) {
-        const int column = 8 * (warp * OUT_OF_WARP + octet) + g;
+    second.each([&](int row_group, int row, float sum) {
+        const int column = 8 * (warp * OUT_OF_WARP + row_group) + g;
         if (column >= OWN_OUT || row >= M) return;
         sums[((long long)h_split * M + row) * LM_K + rank * OWN_OUT + column] = sum;
     });

@@ -66,14 +66,14 @@ struct Weights {
         const int g = threadIdx.x % 32 / 4, k = unit * order::UNIT + threadIdx.x % 4 * order::WIDTH;
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-            const int octet = i / order::PARTS, part = i % order::PARTS;
-            const W* const of = LM_UP && 8 * octet >= LM_COLUMNS / 2 ? up : w;
-            const W* from = of + ((long long)part * N + Column(n + 8 * octet + g, N).n) * LM_K + k;
+            const int row_group = i / order::PARTS, part = i % order::PARTS;
+            const W* const of = LM_UP && 8 * row_group >= LM_COLUMNS / 2 ? up : w;
+            const W* from = of + ((long long)part * N + Column(n + 8 * row_group + g, N).n) * LM_K + k;
 #pragma unroll
             for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
                 raw[slot][chunk][i] = {};
-                if (octet >= OCTETS) continue;
-                if (8 * octet + 7 >= LM_COLUMNS && 8 * octet + g >= LM_COLUMNS) continue;
+                if (row_group >= ROW_GROUPS) continue;
+                if (8 * row_group + 7 >= LM_COLUMNS && 8 * row_group + g >= LM_COLUMNS) continue;
                 if (LM_K % order::UNIT && k + chunk * order::CHUNK >= LM_K) continue;
                 if (SPLITS * LENGTH > LM_K && unit * order::UNIT >= LM_K) continue;
                 typedef Vec<W, order::WIDTH> Vector;
@@ -106,7 +106,7 @@ template <typename End>
 __device__ __forceinline__ void multiply(const W* w, const W* up, const float* scale, const float* up_scale,
                                          const float* bias, float x_scale, Input& input, const End& end, float* totals,
                                          int N) {
-    static_assert(!LM_UP || (!LM_LOOP && LM_COLUMNS % 16 == 0), "half of a block's columns are whole octets");
+    static_assert(!LM_UP || (!LM_LOOP && LM_COLUMNS % 16 == 0), "half of a block's columns are whole row_groups");
     constexpr int OUTPUTS = LM_ROWS * LM_COLUMNS, ENDS = (OUTPUTS + THREADS - 1) / THREADS;
     const int split = threadIdx.x / 32, start = blockIdx.x * LM_COLUMNS;
     Weights weights(w, up, N);
@@ -276,12 +276,12 @@ extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(
     const float* x,                       // (M, K)
     const float* __restrict__ gamma,      // (K), with LM_NORM
     const float* __restrict__ beta,       // (K), with LM_NORM 1
-    const W* __restrict__ w,              // (N, K); two-part weights: (2, N, K)
+    const W* __restrict__ w,              // (N, K); hi/lo weights: (2, N, K)
     const float* __restrict__ scale,      // (N) or null
     const W* __restrict__ up,             // (N, K), with LM_UP
     const float* __restrict__ up_scale,   // (N) or null
     const float* __restrict__ bias,       // (N) or null
-    float x_scale,                        // scale of x, with two-part weights
+    float x_scale,                        // scale of x, with hi/lo weights
     const float* sums,                    // (LM_SUMS, M, N); with EPILOGUE_APPEND_ROPE (LM_SUMS, M, K), to add to x
     const float* __restrict__ sum_scale,  // (N) or null; with EPILOGUE_APPEND_ROPE (K) or null
     const float* residual,                // (M, N) or null; may be out
@@ -295,7 +295,7 @@ extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(
     const float* __restrict__ gamma_k,    // (LM_ROPE), with LM_QK_NORM
     float eps, int M, int N, int gelu, int C, int n_head, int n_kv_head, int B, int n_ctx,
     const long long* own, long long* to_1, long long* to_2, long long* to_3, long long* to_4, long long* to_5,
-    long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // EPILOGUE_SEND: Mail
+    long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // EPILOGUE_PEERS: Peers
 #if EPILOGUE == EPILOGUE_ADD_SUMS
     const AddSums<LM_SUMS> end{residual, sums, sum_scale, out, M, N};
     run(x, nullptr, nullptr, 0.0f, M, w, scale, nullptr, 1.0f, end, N);
@@ -307,9 +307,9 @@ extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(
     const Append end{out, k_cache, v_cache, row, position, C, B, n_ctx};
     run(x, gamma, beta, eps, M, w, scale, bias, x_scale, end, N);
 #else
-#if EPILOGUE == EPILOGUE_SEND
-    const Mail mail{own, {to_1, to_2, to_3, to_4, to_5, to_6, to_7}, first_column, all_columns, capacity};
-    const Send end(out, N, gelu, mail);
+#if EPILOGUE == EPILOGUE_PEERS
+    const Peers peers{own, {to_1, to_2, to_3, to_4, to_5, to_6, to_7}, first_column, all_columns, capacity};
+    const ToPeers end(out, N, gelu, peers);
 #else
     const Add end{residual, out, N, gelu};
 #endif

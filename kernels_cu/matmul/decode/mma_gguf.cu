@@ -161,7 +161,7 @@ struct Shared {
     static constexpr int SLOT_OF = Blocks<gguf::OfRange<RANGE>>::SLOT;
     static constexpr int ROWS = GGUF_HELD ? 0 : Input::BYTES;
     static constexpr int FIRST = SLOT_OF<0>, SECOND = SLOT_OF<1>, THIRD = SLOT_OF<2>;
-    static constexpr int MOST = FIRST > SECOND ? FIRST : SECOND, SLOT = MOST > THIRD ? MOST : THIRD;
+    static constexpr int MAX = FIRST > SECOND ? FIRST : SECOND, SLOT = MAX > THIRD ? MAX : THIRD;
 
     __device__ __forceinline__ static float* plane(const Input& input, int turn) {
         return reinterpret_cast<float*>(input.shared + ROWS) + turn % 2 * PLANE;
@@ -373,7 +373,7 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
     KV* v_cache,                      // (B, n_ctx, C), or (B, n_ctx, n_kv_head LM_ROPE)
     float eps, int M, int N, int gelu, int C, int n_head, int n_kv_head, int B, int n_ctx,
     const long long* own, long long* to_1, long long* to_2, long long* to_3, long long* to_4, long long* to_5,
-    long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // EPILOGUE_SEND: Mail
+    long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // EPILOGUE_PEERS: Peers
 #if EPILOGUE == EPILOGUE_ADD_SUMS
     const AddSums<LM_SUMS> end{residual, sums, nullptr, out, M, N};
     run(x, nullptr, nullptr, 0.0f, M, {w, nullptr, nullptr, N}, end);
@@ -384,9 +384,9 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
 #elif EPILOGUE == EPILOGUE_APPEND
     const Append end{out, k_cache, v_cache, row, position, C, B, n_ctx};
     run(x, gamma, beta, eps, M, {w, nullptr, bias, N}, end);
-#elif EPILOGUE == EPILOGUE_SEND
-    const Mail mail{own, {to_1, to_2, to_3, to_4, to_5, to_6, to_7}, first_column, all_columns, capacity};
-    run(x, gamma, beta, eps, M, {w, up, bias, N}, Send(out, N, gelu, mail));
+#elif EPILOGUE == EPILOGUE_PEERS
+    const Peers peers{own, {to_1, to_2, to_3, to_4, to_5, to_6, to_7}, first_column, all_columns, capacity};
+    run(x, gamma, beta, eps, M, {w, up, bias, N}, ToPeers(out, N, gelu, peers));
 #else
     run(x, gamma, beta, eps, M, {w, up, bias, N}, Add{residual, out, N, gelu});
 #endif

@@ -19,7 +19,7 @@
 //   x   The thread that has copied 4 values of a row replaces them by their terms (lib/terms.cuh), which a lane later
 //       loads at once. With DT_TERMS, x already consists of terms. With float weights, lanes compute terms in registers
 //   w   a lane loads 16 bytes of a column, its operands of several mma steps; FP8 is converted in registers. The high
-//       and low parts of a column of two-part weights are neighbours in shared memory
+//       and low parts of a column of hi/lo weights are neighbours in shared memory
 //
 // At the end of each split (a range of K), its sums are written to shared memory, row by row. The epilogue stores whole
 // rows:
@@ -136,8 +136,8 @@ struct Total {
 template <typename End>
 __device__ __forceinline__ void store(const Total& total, const Share& share, const float* scale, const float* bias,
                                       float x_scale, float out_scale, const End& end, int own, int splits, int N) {
-    constexpr int OF_WARP = (OWN_ROWS + WARPS - 1) / WARPS, MOST = ACROSS < 8 ? 8 / ACROSS : 1;
-    constexpr int AHEAD = OF_WARP < MOST ? OF_WARP : MOST;  // rows that a warp stores at a time
+    constexpr int OF_WARP = (OWN_ROWS + WARPS - 1) / WARPS, MAX = ACROSS < 8 ? 8 / ACROSS : 1;
+    constexpr int AHEAD = OF_WARP < MAX ? OF_WARP : MAX;  // rows that a warp stores at a time
     const int lane = threadIdx.x % 32, left = N - share.column - lane;  // columns of out from the lane's first one on
     float scales[ACROSS], biases[ACROSS];
 #pragma unroll
@@ -236,11 +236,11 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
 
 extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREADS, DT_BLOCKS) decode_mma_tiles(
     const float* x,                   // (M, K)
-    const W* __restrict__ w,          // (N, K); two-part weights: (2, N, K)
+    const W* __restrict__ w,          // (N, K); hi/lo weights: (2, N, K)
     const float* __restrict__ scale,  // (N) or null
     const float* __restrict__ bias,   // (N) or null
-    float x_scale,                    // scale of x, with two-part weights
-    float out_scale,                  // scale of out's terms, with two-part weights
+    float x_scale,                    // scale of x, with hi/lo weights
+    float out_scale,                  // scale of out's terms, with hi/lo weights
     const float* residual,            // (M, N) or null; may be out
     float* out,                       // (M, N); with DT_OUT_TERMS stored as 16-bit terms; with EPILOGUE_APPEND q (M, C)
     const int* row,                   // (M), with EPILOGUE_APPEND

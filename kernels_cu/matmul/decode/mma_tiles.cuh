@@ -89,7 +89,7 @@ struct Share {
 // A thread's copies of slices of x. In each slice, a thread copies one 16-byte unit of several rows.
 struct CopiesOfX {
     static constexpr int STEP = THREADS / X_UNITS, PASSES = (DT_ROWS + STEP - 1) / STEP;  // PASSES of STEP rows
-    static constexpr int AT_ONCE = order::TWO_PART ? 2 : PASSES;  // unrolled passes, limited by registers
+    static constexpr int AT_ONCE = order::HI_LO ? 2 : PASSES;  // unrolled passes, limited by registers
     const float* from;  // address in the next slice
     int k, K, row, left, at, stride;  // left: rows from `row` on; at: offset in a stage; stride: floats per row
 
@@ -133,7 +133,7 @@ struct CopiesOfX {
 };
 
 // A thread's copies of slices of w. In each slice, a thread copies one 16-byte unit of several rows of w. In shared
-// memory, the high parts of a row of two-part weights precede its low parts.
+// memory, the high parts of a row of hi/lo weights precede its low parts.
 struct CopiesOfW {
     static constexpr int STEP = THREADS / W_UNITS, PASSES = (DT_COLUMNS + STEP - 1) / STEP, WIDE = 16 / sizeof(W);
     const W* from;  // address in the next slice
@@ -178,7 +178,7 @@ typedef float Sums[TILES_M][TILES_N][4];
 // A lane's values of 8 rows of x, with both terms, as operand A. They cover one step or, for weights with two terms,
 // all steps of a chunk.
 struct RowTile {
-    static constexpr int STEPS = order::TILE_OCTETS == 1 ? order::STEPS : 1;
+    static constexpr int STEPS = order::TILE_GROUPS == 1 ? order::STEPS : 1;
     unsigned value[STEPS][4];
 
     // row: address of the lane's row in a stage. unit: index of the lane's first 16-byte unit. With float weights, one
@@ -204,13 +204,13 @@ struct RowTile {
 
 // A lane's values of a chunk of 8 columns of w as operand B.
 struct ColumnTile {
-    unsigned high[order::STEPS][2], low[order::STEPS][2];  // low: only for float and two-part weights
+    unsigned high[order::STEPS][2], low[order::STEPS][2];  // low: only for float and hi/lo weights
 
-    // unit: index in row `row` of the lane's 16-byte unit; with two-part weights, of the unit with high parts.
+    // unit: index in row `row` of the lane's 16-byte unit; with hi/lo weights, of the unit with high parts.
     __device__ __forceinline__ void take(const char* row, int unit, int g) {
         const uint4 v = *reinterpret_cast<const uint4*>(row + w_unit(g, unit));
         const unsigned words[4] = {v.x, v.y, v.z, v.w};
-        if constexpr (order::TWO_PART) {
+        if constexpr (order::HI_LO) {
             const uint4 second = *reinterpret_cast<const uint4*>(row + w_unit(g, unit + PART_UNITS));
             low[0][0] = second.x, low[0][1] = second.y, low[1][0] = second.z, low[1][1] = second.w;
         }
@@ -238,7 +238,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&x)[4], 
 // first compute sums over the chunk, which are then added to the sums of the split by float additions.
 __device__ __forceinline__ void add_chunk(float (&sums)[TILES_N][4], const char* x, int unit, int g,
                                           const ColumnTile* columns) {
-    if constexpr (order::TILE_OCTETS == 1) {
+    if constexpr (order::TILE_GROUPS == 1) {
         const RowTile rows(x, unit, g);
 #pragma unroll
         for (int n = 0; n < TILES_N; ++n) {

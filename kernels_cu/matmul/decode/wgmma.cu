@@ -3,8 +3,8 @@
 //   decode_wgmma: large matrices or many rows on Hopper, by wgmma, with x as 16-bit terms; the same bits as decode_mma.
 //       out = [residual +] [gelu] (x W^T * scale + bias), or with DH_GATED, for two matrices,
 //       out = silu(x W^T * scale) (x U^T * up_scale)
-//   decode_wgmma (qkv_hopper): EPILOGUE_APPEND stores q in an array, k and v in the KV cache
-//   decode_wgmma (rope_hopper): EPILOGUE_APPEND_ROPE rotates q and k before it stores them. A warp has 8 rows of W and
+//   decode_wgmma (qkv_wgmma): EPILOGUE_APPEND stores q in an array, k and v in the KV cache
+//   decode_wgmma (rope_wgmma): EPILOGUE_APPEND_ROPE rotates q and k before it stores them. A warp has 8 rows of W and
 //       the 8 rows that are D / 2 rows later, so that a lane has both sums of a pair of channels. The result has the
 //       same bits as the product without RoPE followed by positions/rope_append.cu
 //
@@ -28,7 +28,7 @@
 //
 // Any M and N; K is a multiple of 64. grid (DH_SHARES * DH_SPLITS * ceil(M / TERM_ROWS) * ceil(N / (COLUMNS *
 // DH_SHARES))), block (128 * DH_GROUPS * DH_TEAMS + 32), or 512 with DH_GROUPS 3.
-// gpt2block/ops/engines/linear_hopper.py chooses the constants and computes the dynamic shared memory.
+// gpt2block/ops/engines/linear_wgmma.py chooses the constants and computes the dynamic shared memory.
 //
 // The epilogue is a loop. When it was unrolled, it took several times as long: a block fetched 3,300 to 5,000
 // instructions and executed each instruction once.
@@ -67,7 +67,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     KV* v_cache,                           // (B, n_ctx, C), or (B, n_ctx, n_kv_head DH_ROPE)
     int M, int N, int K, int gelu, int C, int n_head, int n_kv_head, int B, int n_ctx,
     const long long* own, long long* to_1, long long* to_2, long long* to_3, long long* to_4, long long* to_5,
-    long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // EPILOGUE_SEND: Mail
+    long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // EPILOGUE_PEERS: Peers
 #if EPILOGUE == EPILOGUE_APPEND_ROPE
     const Scales scales{scale, scale ? scale + HALF_HEAD : nullptr, bias};
     const AppendRopeTwo end{{rotations, out, k_cache, v_cache, row, position, n_head, n_kv_head, B, n_ctx}};
@@ -75,9 +75,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
 #elif EPILOGUE == EPILOGUE_APPEND
     const AppendTwo end{{out, k_cache, v_cache, row, position, C, B, n_ctx}};
     run(x, {w, w}, Scales{scale, nullptr, bias}, end, M, N, K);
-#elif EPILOGUE == EPILOGUE_SEND
-    const Mail mail{own, {to_1, to_2, to_3, to_4, to_5, to_6, to_7}, first_column, all_columns, capacity};
-    run(x, {w, up}, Scales{scale, up_scale, bias}, SendTwo(out, N, gelu, mail), M, N, K);
+#elif EPILOGUE == EPILOGUE_PEERS
+    const Peers peers{own, {to_1, to_2, to_3, to_4, to_5, to_6, to_7}, first_column, all_columns, capacity};
+    run(x, {w, up}, Scales{scale, up_scale, bias}, TwoToPeers(out, N, gelu, peers), M, N, K);
 #elif DH_OUT_TERMS
     run(x, {w, up}, Scales{scale, up_scale, bias}, AddTerms{{{residual, out, N, gelu}}, M}, M, N, K);
 #else

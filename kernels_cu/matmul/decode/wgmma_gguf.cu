@@ -2,8 +2,8 @@
 //
 //   decode_wgmma_gguf: GGUF weights by wgmma, with the same bits as decode_mma_gguf, x rounded to one float16 term.
 //       out = [residual +] [gelu] (x W^T + bias), or with DH_GATED, for two matrices, out = silu(x W^T) (x U^T)
-//   decode_wgmma_gguf (qkv_gguf_hopper): EPILOGUE_APPEND stores q in an array, k and v in the KV cache
-//   decode_wgmma_gguf (rope_gguf_hopper): EPILOGUE_APPEND_ROPE rotates q and k before it stores them
+//   decode_wgmma_gguf (qkv_gguf_wgmma): EPILOGUE_APPEND stores q in an array, k and v in the KV cache
+//   decode_wgmma_gguf (rope_gguf_wgmma): EPILOGUE_APPEND_ROPE rotates q and k before it stores them
 //
 // lib/decode/wgmma_gguf.cuh multiplies the GGUF blocks. With TERM_SUMS, a product with DH_GATED also stores the sums of
 // chunks of its outputs (lib/chunk_sums.cuh).

@@ -155,14 +155,14 @@ template <int MATRICES, typename Begin, typename End>
 __device__ __forceinline__ void compute_tile(const Inputs& in, const Tile& tile, char* shared, float eps, Begin begin,
                                              End end) {
     constexpr int COLUMNS = MMA_COLUMNS / MATRICES;
-    constexpr bool FEW = FRAGS_M * FRAGS_N <= 16;  // enough registers are free to hold values prepared by begin()
+    constexpr bool SMALL = FRAGS_M * FRAGS_N <= 16;  // enough registers are free to hold values prepared by begin()
     const Warp warp;
     const Share<COLUMNS / 8, MMA_ROWS> share;
     float sums[FRAGS_M][FRAGS_N][4] = {}, squares[FRAGS_M][2] = {};
     multiply_tile<MATRICES>(
         in, tile, shared, warp,
         [&] {
-            if (FEW) begin(8 * share.part);
+            if (SMALL) begin(8 * share.part);
         },
         sums, squares);
 
@@ -193,7 +193,7 @@ __device__ __forceinline__ void compute_tile(const Inputs& in, const Tile& tile,
     __syncthreads();
 
     if (!share.has(0)) return;
-    if (!FEW) begin(8 * share.part);
+    if (!SMALL) begin(8 * share.part);
 #pragma unroll 1
     for (int row = share.row; row < min(MMA_ROWS, in.M - tile.row); row += share.STEP) {
         float v[MATRICES][8], factor = WEIGHT_FACTOR;

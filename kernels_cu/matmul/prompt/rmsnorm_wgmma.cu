@@ -1,9 +1,9 @@
 // The products after an RMSNorm in Llama, for Hopper. n (M, K) is the normalised x, computed by norms/rmsnorm.cu, or
 // for a model's prompt by norms/rmsnorm_stream.cu:
 //
-//   rmsnorm_matmul_hopper: the product by TMA and wgmma, which fetches weights while rmsnorm runs; RoPE in its
+//   rmsnorm_matmul_wgmma: the product by TMA and wgmma, which fetches weights while rmsnorm runs; RoPE in its
 //       epilogue. out = n w, then RoPE on each head (head_dim columns); w (K, N), or (N, K) with NORM_W_NK 1
-//   rmsnorm_ffn_hopper: the products by TMA and wgmma, which fetch weights while rmsnorm runs; columns of W1 and W3
+//   rmsnorm_ffn_wgmma: the products by TMA and wgmma, which fetch weights while rmsnorm runs; columns of W1 and W3
 //       next to each other. out = silu(n w1) (n w3); w1 and w3 have the shape of w
 //
 // n, w and out are __half or __nv_bfloat16, sums are float. lib/matmul/wgmma.cuh and lib/matmul/wgmma_tile.cuh have the
@@ -94,7 +94,7 @@ __device__ __forceinline__ float activated(float v) { return gate_of(v); }
 __device__ __forceinline__ float activated(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
 #endif
 
-// The body of rmsnorm_matmul_hopper and rmsnorm_ffn_hopper.
+// The body of rmsnorm_matmul_wgmma and rmsnorm_ffn_wgmma.
 template <int MATRICES>
 __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (&w)[MATRICES], const TensorMap& out,
                                     int M, int N, int K, const Turn& turn) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
     if (group.thread == 0) wait_for_reads<0>();
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) rmsnorm_matmul_hopper(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) rmsnorm_matmul_wgmma(
     const __grid_constant__ TensorMap n,    // (1, M, K)
     const __grid_constant__ TensorMap w,    // (1, K, N), or (1, N, K) with NORM_W_NK 1
     const __grid_constant__ TensorMap out,  // (1, M, N)
@@ -190,7 +190,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) rmsnorm_ffn_hopper(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) rmsnorm_ffn_wgmma(
     const __grid_constant__ TensorMap n,    // (1, M, K)
     const __grid_constant__ TensorMap w1,   // (1, K, N), or (1, N, K) with NORM_W_NK 1
     const __grid_constant__ TensorMap w3,   // same shape as w1

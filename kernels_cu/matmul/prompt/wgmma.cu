@@ -2,7 +2,7 @@
 //
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
-//   gemm_hopper: TMA and wgmma: one warpgroup loads, two multiply in turn, which hides the epilogues
+//   gemm_wgmma: TMA and wgmma: one warpgroup loads, two multiply in turn, which hides the epilogues
 //
 // a and w are __half or __nv_bfloat16, sums are float, out has the type of a or is float. w_scale is used with
 // GEMM_SCALED. lib/matmul/wgmma.cuh describes the organisation of a block. The products along K are added in the same
@@ -16,9 +16,9 @@
 //   two blocks load their common rows of w together (GEMM_SHARES 2)
 //   the address of a tile is computed once per tile, not once per slice loaded
 //
-// Measured: docs/experiments.md#gemm_hopper
+// Measured: docs/experiments.md#gemm_wgmma
 //
-// Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. residual may be out: the copy engine reads an
+// Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. residual may be out: TMA reads an
 // element before it writes it.
 //
 // architecture: sm_90a
@@ -97,7 +97,7 @@ __device__ __forceinline__ void store_float(const Finals& sums, const Group& gro
     group.sync();  // all reads of biases and scales are done
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_hopper(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_wgmma(
     const __grid_constant__ TensorMap a,         // (1, M, K)
     const __grid_constant__ TensorMap w,         // (1, N, K)
     const __grid_constant__ TensorMap residual,  // (1, M, N), with GEMM_RESIDUAL

@@ -1,6 +1,6 @@
 // GEMM for Hopper with FP8 weights. lib/matmul/wgmma_registers.cuh has the formula.
 //
-//   gemm_fp8_hopper: FP8 weights are widened in registers, as wgmma's first operand
+//   gemm_fp8_wgmma: FP8 weights are widened in registers, as wgmma's first operand
 //
 // Products of this kind are bound by shared memory, which delivers 128 bytes per cycle. For 128 x 128 outputs, the
 // tensor cores multiply a slice of 64 values along K in 512 cycles. Amounts of data moved in shared memory, in KB:
@@ -17,7 +17,7 @@
 // A product whose weights another kernel first widens in memory takes much longer. GEMM_STREAM gives clusters equal
 // parts of all slices, so that no multiprocessor is idle while others compute a last tile.
 //
-// Measured: docs/experiments.md#gemm_split_hopper-gemm_fp8_hopper-and-gemm_gguf_hopper
+// Measured: docs/experiments.md#gemm_split_wgmma-gemm_fp8_wgmma-and-gemm_gguf_wgmma
 //
 // K is a multiple of 16. The boxes of the tensor map of w are (1, GEMM_M, 64).
 //
@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_step(unsigned (&w)[BLOCKS_M][4], const char
 }
 
 struct Fp8 {
-    static constexpr int BYTES = 0, FEW_REGISTERS = 24, MANY_REGISTERS = 240;
+    static constexpr int BYTES = 0, PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
     const TensorMap& map;
 
     __device__ __forceinline__ void place(char*) {}
@@ -101,7 +101,7 @@ struct Fp8 {
     }
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_fp8_hopper(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_fp8_wgmma(
     const __grid_constant__ TensorMap a,         // (1, M, K)
     const __grid_constant__ TensorMap w,         // (1, N, K)
     const __grid_constant__ TensorMap residual,  // (1, M, N), with GEMM_RESIDUAL

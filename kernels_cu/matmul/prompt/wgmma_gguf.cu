@@ -1,6 +1,6 @@
 // GEMM for Hopper with weights in GGUF blocks (lib/gguf.cuh). lib/matmul/wgmma_registers.cuh has the formula.
 //
-//   gemm_gguf_hopper: GGUF weights become float16 in registers, each rounded once, as wgmma's first operand
+//   gemm_gguf_wgmma: GGUF weights become float16 in registers, each rounded once, as wgmma's first operand
 //
 // A second ring buffer, in addition to the ring of slices of a, holds GGUF blocks. For each eight rows of w, a warp of
 // the loading warpgroup copies a tile of 128 or 256 values along K, whose bytes are contiguous. A lane unpacks 32
@@ -19,7 +19,7 @@
 // GEMM_STREAM gives the clusters equal parts of all slices. Without GEMM_STREAM, 132 multiprocessors take two waves for
 // 1.45 waves of tiles (N 12288) and for 1.3 waves (N 11008).
 //
-// Measured: docs/experiments.md#gemm_split_hopper-gemm_fp8_hopper-and-gemm_gguf_hopper
+// Measured: docs/experiments.md#gemm_split_wgmma-gemm_fp8_wgmma-and-gemm_gguf_wgmma
 //
 // K is a multiple of 32. The range of outputs of each GGUF type begins at a multiple of GEMM_M.
 //
@@ -37,8 +37,8 @@
 
 static_assert(BLOCKS_M == 1, "a lane has two rows");
 
-constexpr int TILE_OCTETS = GEMM_M / gguf::OCTET;
-constexpr int BLOCK_BYTES = TILE_OCTETS * gguf::largest_tile();  // bytes of GGUF blocks per stage
+constexpr int TILE_GROUPS = GEMM_M / gguf::ROW_GROUP;
+constexpr int BLOCK_BYTES = TILE_GROUPS * gguf::largest_tile();  // bytes of GGUF blocks per stage
 constexpr int GGUF_STAGES = gguf::OfRange<0>::Of::WIDE ? 2 : 3;
 
 struct Blocks {
@@ -46,7 +46,7 @@ struct Blocks {
         Barrier full[GGUF_STAGES], empty[GGUF_STAGES];
         char tiles[GGUF_STAGES][BLOCK_BYTES];
     };
-    static constexpr int BYTES = (sizeof(Ring) + 15) / 16 * 16, FEW_REGISTERS = 40, MANY_REGISTERS = 232;
+    static constexpr int BYTES = (sizeof(Ring) + 15) / 16 * 16, PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
     const W* w;
     Ring* ring = nullptr;
@@ -85,16 +85,16 @@ struct Blocks {
         constexpr int SLICES = 2 * Part::UNITS;  // slices of matrix `a` that a tile of GGUF blocks multiplies
         const int row = work.row(), begin = work.first / SLICES, end = (work.last + SLICES - 1) / SLICES;
         const int left = max(0, (OfRange::LAST ? p.N : OfRange::NEXT) - row);  // rows of w; 0 after the last tile
-        const int octets = min(TILE_OCTETS, (left + 7) / gguf::OCTET);
+        const int row_groups = min(TILE_GROUPS, (left + 7) / gguf::ROW_GROUP);
         const int lane = threadIdx.x % 32, of_row = Part::row_bytes(p.K);
-        const W* from = w + OfRange::begin(p.K) + (long long)((row - OfRange::FROM) / gguf::OCTET + lane) * of_row;
+        const W* from = w + OfRange::begin(p.K) + (long long)((row - OfRange::FROM) / gguf::ROW_GROUP + lane) * of_row;
         for (int at = begin * Part::BYTES; at < end * Part::BYTES; at += Part::BYTES, ++count) {
             const int stage = count % GGUF_STAGES;
             if (count >= GGUF_STAGES) wait(ring->empty[stage], (count / GGUF_STAGES - 1) & 1, "empty of blocks");
-            if (lane == 0) arrive_and_expect(ring->full[stage], octets * Part::BYTES);
+            if (lane == 0) arrive_and_expect(ring->full[stage], row_groups * Part::BYTES);
             __syncwarp();
             char* const to = ring->tiles[stage] + lane * Part::BYTES;
-            if (lane < octets) load_bytes(to, from + at, Part::BYTES, ring->full[stage]);
+            if (lane < row_groups) load_bytes(to, from + at, Part::BYTES, ring->full[stage]);
         }
     }
 
@@ -123,13 +123,13 @@ struct Blocks {
                 return multiply_range<RANGE + 1>(sums, slices, barriers, group, slice, at);
             }
         }
-        const int octet = (group.row + 16 * group.warp) / gguf::OCTET, length = at.last;
+        const int row_group = (group.row + 16 * group.warp) / gguf::ROW_GROUP, length = at.last;
         unsigned halves[2][2][4];  // [chunk % 2][wgmma step][register]
 #pragma unroll 1
         for (int unit = at.first / 2; 2 * unit < length; ++unit) {
             const int stage = count % GGUF_STAGES, of_stage = unit % Part::UNITS;
             if (of_stage == 0) wait(ring->full[stage], count / GGUF_STAGES & 1, "blocks");
-            const W* from = reinterpret_cast<const W*>(ring->tiles[stage]) + octet * Part::BYTES;
+            const W* from = reinterpret_cast<const W*>(ring->tiles[stage]) + row_group * Part::BYTES;
             Part parts[2];
             typename Part::Factors own[2];
 #pragma unroll
@@ -186,7 +186,7 @@ struct Blocks {
     }
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_gguf_hopper(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_gguf_wgmma(
     const __grid_constant__ TensorMap a,         // (1, M, K)
     const W* w,                                  // (N, K), GGUF blocks
     const __grid_constant__ TensorMap residual,  // (1, M, N), with GEMM_RESIDUAL

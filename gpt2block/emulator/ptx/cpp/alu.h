@@ -15,19 +15,19 @@ template <class T>
 constexpr unsigned WIDTH = 8 * sizeof(T);
 
 // Calls make with a value of the C++ type for an integer type of PTX. Returns null for other types. SIGNS: whether the
-// sign of the type matters. LEAST: bits of the shortest type on which there are operations: 8, 16 or 32.
-template <bool SIGNS = true, unsigned LEAST = 16, class F>
+// sign of the type matters. MIN_BITS: bits of the shortest type on which there are operations: 8, 16 or 32.
+template <bool SIGNS = true, unsigned MIN_BITS = 16, class F>
 auto for_type(const Type& type, F make) -> decltype(make(0)) {
     if (type.kind == 'f' || type.kind == 'p') return nullptr;
     if constexpr (SIGNS) {
-        if (type.kind == 's') return for_type<false, LEAST>({'u', type.bits, ""}, [&](auto unsigned_) {
+        if (type.kind == 's') return for_type<false, MIN_BITS>({'u', type.bits, ""}, [&](auto unsigned_) {
             return make(std::make_signed_t<decltype(unsigned_)>());
         });
     }
-    if constexpr (LEAST <= 8) {
+    if constexpr (MIN_BITS <= 8) {
         if (type.bits == 8) return make(uint8_t());
     }
-    if constexpr (LEAST <= 16) {
+    if constexpr (MIN_BITS <= 16) {
         if (type.bits == 16) return make(uint16_t());
     }
     return type.bits == 32 ? make(uint32_t()) : type.bits == 64 ? make(uint64_t()) : nullptr;
@@ -44,16 +44,16 @@ constexpr Handler rows(F) {  // of 64 bits, whatever the type
     static_assert(std::is_empty_v<F>);
     return mapped<uint64_t, F>;
 }
-template <unsigned LEAST = 16, class F>
+template <unsigned MIN_BITS = 16, class F>
 constexpr Pick integers(F) {
     return [](Form& f) {
-        return for_type<true, LEAST>(f.type(), [](auto t) -> Handler { return mapped<decltype(t), F>; });
+        return for_type<true, MIN_BITS>(f.type(), [](auto t) -> Handler { return mapped<decltype(t), F>; });
     };
 }
-template <unsigned LEAST = 16, class F>
+template <unsigned MIN_BITS = 16, class F>
 constexpr Pick bits(F) {  // the sign of the type does not matter
     return [](Form& f) {
-        return for_type<false, LEAST>(f.type(), [](auto t) -> Handler { return mapped<decltype(t), F>; });
+        return for_type<false, MIN_BITS>(f.type(), [](auto t) -> Handler { return mapped<decltype(t), F>; });
     };
 }
 
@@ -63,10 +63,10 @@ static void mapped_first(Warp& w, const Instr& i, Mask active) {
     const auto of_bits = [](uint64_t a, auto... others) -> uint64_t { return (Unsigned<T>)(T)F()((T)a, others...); };
     w.map<uint64_t>(i, active, of_bits, std::make_index_sequence<arity<F, T>()>());
 }
-template <unsigned LEAST = 16, class F>
+template <unsigned MIN_BITS = 16, class F>
 constexpr Pick first(F) {
     return [](Form& f) {
-        return for_type<true, LEAST>(f.type(), [](auto t) -> Handler { return mapped_first<decltype(t), F>; });
+        return for_type<true, MIN_BITS>(f.type(), [](auto t) -> Handler { return mapped_first<decltype(t), F>; });
     };
 }
 

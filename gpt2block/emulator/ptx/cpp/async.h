@@ -142,7 +142,7 @@ inline AsyncBlock& of(Block& block) {
 inline AsyncBlock::OfThread& of(const Warp& w, int lane) { return of(w.block).threads[w.thread(lane)]; }
 inline AsyncBlock::OfWarp& of(const Warp& w) { return of(w.block).warps[w.first / LANES]; }
 
-// A block has ended: stores of the copy engine complete.
+// A block has ended: stores of TMA complete.
 inline void finish(Block& block) {
     if (!block.async) return;
     Machine& m = block.machine;
@@ -197,7 +197,7 @@ static void copy(Warp& w, const Instr& i, Mask active) {
     });
 }
 
-// Groups of copies to shared memory, and of stores of the copy engine, are committed and waited for in the same way.
+// Groups of copies to shared memory, and of stores of TMA, are committed and waited for in the same way.
 template <Groups<Copy> AsyncBlock::OfThread::*GROUPS>
 static void commit(Warp& w, const Instr&, Mask active) {
     for_lanes(active, [&](int l) { ++(of(w, l).*GROUPS).group; });
@@ -356,7 +356,7 @@ static void arrive_with_copies(Warp& w, const Instr& i, Mask active) {
     });
 }
 
-// --- the copy engine: bulk copies, and boxes of tensors
+// --- TMA: bulk copies, and boxes of tensors
 
 struct Map {  // a tensor map as gpt2block/emulator/ptx/tensor_maps.py encodes it; dimension 0 is contiguous
     uint64_t address;

@@ -6,7 +6,7 @@
 
 namespace calls {
 
-constexpr std::size_t MOST_PRINTED = 1 << 16;  // bytes
+constexpr std::size_t MAX_PRINTED = 1 << 16;  // bytes
 
 static uint64_t read(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, Space space) {
     uint64_t value = 0;
@@ -19,7 +19,7 @@ static uint64_t argument(Warp& w, const Instr& i, int k, int lane) {  // a point
 
 static std::string text_at(Warp& w, const Instr& i, int lane, uint64_t address) {
     std::string text;
-    while (text.size() < MOST_PRINTED) {
+    while (text.size() < MAX_PRINTED) {
         const char c = (char)read(w, i, lane, address + text.size(), 1, Space::generic);
         if (!c) break;
         text += c;
@@ -65,9 +65,9 @@ static std::string formatted(Warp& w, const Instr& i, int lane, const std::strin
 static void vprintf(Warp& w, const Instr& i, Mask active) {  // result, format, arguments
     for_lanes(active, [&](int l) {
         std::string& all = w.machine.printed;
-        if (all.size() >= MOST_PRINTED) return;
+        if (all.size() >= MAX_PRINTED) return;
         all += formatted(w, i, l, text_at(w, i, l, argument(w, i, 1, l)), argument(w, i, 2, l));
-        all.resize(std::min(all.size(), MOST_PRINTED));
+        all.resize(std::min(all.size(), MAX_PRINTED));
     });
 }
 

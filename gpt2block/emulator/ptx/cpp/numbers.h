@@ -46,7 +46,7 @@ public:
 template <unsigned E, unsigned M>
 struct Format {
     static constexpr unsigned BITS = 1 + E + M, EXPONENT = E, FRACTION = M;
-    static constexpr int BIAS = (1 << (E - 1)) - 1, LEAST = 1 - BIAS;  // LEAST: exponent of the smallest normal number
+    static constexpr int BIAS = (1 << (E - 1)) - 1, MIN_EXPONENT = 1 - BIAS;  // MIN_EXPONENT: exponent of the smallest normal number
     static constexpr uint64_t SIGN = 1ull << (E + M), MAGNITUDE = SIGN - 1, NAN_ = MAGNITUDE;
     static constexpr bool HAS_INFINITY = E != 4;
     static constexpr uint64_t INFINITY_ = HAS_INFINITY ? MAGNITUDE >> M << M : MAGNITUDE, LARGEST = INFINITY_ - 1;
@@ -87,7 +87,7 @@ inline uint64_t narrow(double x, Way way = {}) {
     const bool negative = own >> 63, normal = magnitude >= F64::NORMAL;
     if (magnitude > F64::INFINITY_) return F::NAN_;
     if (way.relu && negative) return 0;
-    const int exponent = normal ? (int)(magnitude >> 52) - F64::BIAS : F64::LEAST, above = exponent - F::LEAST;
+    const int exponent = normal ? (int)(magnitude >> 52) - F64::BIAS : F64::MIN_EXPONENT, above = exponent - F::MIN_EXPONENT;
     const uint64_t significand = (magnitude & (F64::NORMAL - 1)) | (normal ? F64::NORMAL : 0);
     const int shift = std::min(52 - (int)F::FRACTION - std::min(above, 0), 63);
     const uint64_t rest = significand & ((1ull << shift) - 1), half = 1ull << (shift - 1);

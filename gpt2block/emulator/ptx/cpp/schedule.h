@@ -16,8 +16,8 @@ constexpr int64_t TURN = 4096;           // warp instructions of a warp before t
 constexpr int64_t BLOCK_TURN = 1 << 18;  // of a block, before another block starts beside it
 constexpr int64_t SHORT_TURN = 24;       // of a warp if blocks are interleaved
 constexpr std::size_t INTERLEAVED = 6;   // blocks in flight then
-constexpr std::size_t MOST_IN_FLIGHT = 512;
-constexpr std::size_t MOST_CALLS = 1000;
+constexpr std::size_t MAX_IN_FLIGHT = 512;
+constexpr std::size_t MAX_CALLS = 1000;
 
 // Special registers, which stay the same while a warp runs. k: the axis of those with .x, .y or .z.
 using Special = uint64_t (*)(const Warp& w, int lane, int k);
@@ -370,7 +370,7 @@ struct Run {
             kept.local.assign(local, local + p.local_bytes);
             kept.result = i.op[2].index, kept.result_bytes = i.op[2].count;
             const char* endless = "functions call themselves without an end";
-            if (w.calls[lane].size() > MOST_CALLS) m.fail(w, i, lane, "endless", endless);
+            if (w.calls[lane].size() > MAX_CALLS) m.fail(w, i, lane, "endless", endless);
         }
         w.rows[i.op[1].index * LANES + lane] = pc + 1 + (saves ? CODE : 0);
         w.pc[lane] = (uint32_t)target;
@@ -505,7 +505,7 @@ struct Run {
             for (std::size_t k = 0; k < m.in_flight.size(); ++k) progress |= run_block(*m.in_flight[k]);
             slow = !finish();
             if (m.order == Order::interleaved && progress) continue;
-            if (slow && m.in_flight.size() < MOST_IN_FLIGHT && start()) continue;
+            if (slow && m.in_flight.size() < MAX_IN_FLIGHT && start()) continue;
             if (!progress && slow) deadlock();
         }
     }

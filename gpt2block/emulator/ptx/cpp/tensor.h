@@ -31,7 +31,7 @@ using Decode = void (*)(uint32_t code, double& value, int& exponent);
 template <class F>
 void decode_float(uint32_t code, double& x, int& exponent) {
     x = value<F>(code);
-    exponent = exponent_of(x, F::EXPONENT == 8 ? F::LEAST : F16::LEAST);
+    exponent = exponent_of(x, F::EXPONENT == 8 ? F::MIN_EXPONENT : F16::MIN_EXPONENT);
 }
 template <class T>
 void decode_integer(uint32_t code, double& x, int&) {
@@ -62,7 +62,7 @@ inline void add_block(const double* a, const int* ea, const double* b, const int
                       double* sums, Sums kind) {
     constexpr int N = 8;
     int top[N];
-    for (int j = 0; j < N; ++j) top[j] = std::max(exponent_of(sums[j], F32::LEAST), -900);
+    for (int j = 0; j < N; ++j) top[j] = std::max(exponent_of(sums[j], F32::MIN_EXPONENT), -900);
     for (int k = 0; k < depth; ++k) {
         for (int j = 0; j < N; ++j) top[j] = std::max(top[j], ea[k] + eb[k * columns + j]);
     }

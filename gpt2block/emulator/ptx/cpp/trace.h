@@ -5,8 +5,8 @@
 
 #include <set>
 
-constexpr std::size_t MOST_STEPS = 20'000;  // that are kept: the last ones
-constexpr std::size_t MOST_BYTES = 16;      // of a value
+constexpr std::size_t MAX_STEPS = 20'000;  // that are kept: the last ones
+constexpr std::size_t MAX_BYTES = 16;       // of a value
 
 struct Step {
     Access at;
@@ -30,7 +30,7 @@ struct Trace {
 
     Step& add(const Warp& w, const Instr& i, int lane, const char* kind, int64_t byte = 0) {
         settle();
-        if (steps.size() == MOST_STEPS) steps.pop_front(), ++left_out;
+        if (steps.size() == MAX_STEPS) steps.pop_front(), ++left_out;
         return steps.emplace_back(Step{w.here(i, lane), kind, &i - w.machine.program->code.data(), byte});
     }
     void each(const Warp& w, const Instr& i, Mask lanes, const char* kind) {
@@ -46,7 +46,7 @@ struct Trace {
     }
     static std::string bytes_at(const void* data, std::size_t bytes) {  // hexadecimal
         std::string text;
-        for (std::size_t k = 0; k < std::min(bytes, MOST_BYTES); ++k) {
+        for (std::size_t k = 0; k < std::min(bytes, MAX_BYTES); ++k) {
             const uint8_t byte = static_cast<const uint8_t*>(data)[k];
             text += "0123456789abcdef"[byte >> 4], text += "0123456789abcdef"[byte & 15];
         }

@@ -38,7 +38,7 @@ function drawHead() {
   painters.set("attention-ramp", paintBar);
   paintBar();
   const cut = side < T ? ` ${T} tokens are shown in ${side} rows and columns; each cell is the largest weight of its area.` : "";
-  const labeled = side === T && T <= MOST_LABELS;
+  const labeled = side === T && T <= MAX_LABELS;
   byId("attention-map").replaceChildren(labeled ? el("div", {class: "labeled"}, tokenLabels("columns"), tokenLabels("rows"), map) : map, readout, el("div", {class: "legend"}, ...legend("0%", bar, "100%", "color by the square root of the weight")),
     el("p", {class: "note"}, `Click a row, or press Enter, to select its token.${cut}`));
   drawAttended();

@@ -7,7 +7,7 @@ const windowOf = layer => model.windows[layer] === null ? "" : ` In this layer a
 const growth = model.growth ? ` Queries at position t are then multiplied by 1 + ${model.growth[0]} log(1 + ⌊t / ${model.growth[1]}⌋).` : "";
 const T = tokens.length;
 const state = {layer: data.layer, step: plan.before[0], head: 0, position: T - 1, opened: 0, read: 0, channel: 0};
-const MOST_LABELS = 44;
+const MAX_LABELS = 44;
 const painters = new Map();  // functions that redraw elements whose colors depend on the theme
 const byId = id => document.getElementById(id);
 

@@ -81,9 +81,9 @@ function drawTensor(step, tensor) {
   return [el("div", {class: labels ? "labeled" : null}, labels, map), readout, el("div", {class: "legend"}, ...scale),
     el("p", {class: "note"}, `Rows are tokens, columns are channels. ${area}`)];
 }
-function tokenLabels(kind) {  // labels along an axis of tokens; "" for more than MOST_LABELS tokens
+function tokenLabels(kind) {  // labels along an axis of tokens; "" for more than MAX_LABELS tokens
   const long = tokens.some(({text}) => visible(text).length > 1) ? " long" : "";
-  return T > MOST_LABELS ? "" : el("div", {class: `labels ${kind}${long}`, "aria-hidden": "true"}, ...tokens.map(token => el("span", {}, visible(token.text))));
+  return T > MAX_LABELS ? "" : el("div", {class: `labels ${kind}${long}`, "aria-hidden": "true"}, ...tokens.map(token => el("span", {}, visible(token.text))));
 }
 function part(size, parts, unit) {
   const least = Math.floor(size / parts), most = Math.ceil(size / parts);

@@ -30,8 +30,8 @@ extern "C" __global__ void my_attention(
     float m = -INFINITY, s = 0.0f;  // the largest score so far; the sum of this lane's weights
     float o[PARTS] = {};
 
-    const int seen = min(T, (int)(blockIdx.x + 1) * WARPS);  // keys that some query of the block sees
-    for (int first = 0; first < seen; first += KEYS) {
+    const int visible = min(T, (int)(blockIdx.x + 1) * WARPS);  // keys that some query of the block sees
+    for (int first = 0; first < visible; first += KEYS) {
         __syncthreads();  // the previous tile has been read
         for (int i = threadIdx.x; i < KEYS * HS; i += 32 * WARPS) {
             const int key = i / HS, d = i % HS;

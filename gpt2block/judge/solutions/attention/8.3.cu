@@ -34,8 +34,8 @@ extern "C" __global__ void my_attention(
 #pragma unroll
     for (int r = 0; r < QUERIES; ++r) m[r] = -INFINITY;
 
-    const int seen = min(T, (int)(blockIdx.x + 1) * WARPS * QUERIES);  // keys that some query of the block sees
-    for (int first = 0; first < seen; first += KEYS) {
+    const int visible = min(T, (int)(blockIdx.x + 1) * WARPS * QUERIES);  // keys that some query of the block sees
+    for (int first = 0; first < visible; first += KEYS) {
         __syncthreads();  // the previous tile has been read
         for (int i = threadIdx.x; i < KEYS * HS; i += 32 * WARPS) {
             const int key = i / HS, d = i % HS;
@@ -54,10 +54,10 @@ extern "C" __global__ void my_attention(
         float weight[QUERIES];
 #pragma unroll
         for (int r = 0; r < QUERIES; ++r) {
-            const float seen_score = first + lane <= query + r ? score[r] / sqrtf((float)HS) : -INFINITY;
-            const float new_m = fmaxf(m[r], lanes_max<32>(seen_score));  // finite: every query sees key 0
+            const float visible_score = first + lane <= query + r ? score[r] / sqrtf((float)HS) : -INFINITY;
+            const float new_m = fmaxf(m[r], lanes_max<32>(visible_score));  // finite: every query sees key 0
             const float factor = expf(m[r] - new_m);
-            weight[r] = expf(seen_score - new_m);
+            weight[r] = expf(visible_score - new_m);
             s[r] = s[r] * factor + weight[r];
             m[r] = new_m;
 #pragma unroll

@@ -9,20 +9,20 @@
 #include "lib/storage.cuh"
 
 #define WARPS 4
-#define MOST 4  // maximum channels per lane, for heads of up to 128 channels
+#define MAX_CHANNELS 4  // maximum channels per lane, for heads of up to 128 channels
 
 extern "C" __global__ void my_attention(
     const T* qkv,  // (B, T, 3C): rows [Q | K | V]; each part has the channels of head 0, head 1, ...
     T* out,        // (B, T, C)
     int seq_len, int n_head, int HS) {
-    __shared__ float m_of[WARPS], l_of[WARPS], o_of[WARPS][32 * MOST];
+    __shared__ float m_of[WARPS], l_of[WARPS], o_of[WARPS][32 * MAX_CHANNELS];
     const int i = blockIdx.x, head = blockIdx.y, C = n_head * HS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const T* rows = qkv + blockIdx.z * (long long)seq_len * 3 * C + head * HS;
     const T* q = rows + i * 3LL * C;
-    assert(HS <= 32 * MOST);
+    assert(HS <= 32 * MAX_CHANNELS);
 
-    float m = -INFINITY, l = 0.0f, o[MOST] = {};
+    float m = -INFINITY, l = 0.0f, o[MAX_CHANNELS] = {};
     for (int j = warp; j <= i; j += WARPS) {
         const T* k = rows + j * 3LL * C + C;
         const T* v = k + C;
@@ -38,7 +38,7 @@ extern "C" __global__ void my_attention(
         m = largest;
         l = l * before + weight;
 #pragma unroll
-        for (int c = 0; c < MOST; ++c) {
+        for (int c = 0; c < MAX_CHANNELS; ++c) {
             const int d = 32 * c + lane;
             if (d < HS) o[c] = o[c] * before + weight * widen(v[d]);
         }
@@ -46,7 +46,7 @@ extern "C" __global__ void my_attention(
 
     if (lane == 0) m_of[warp] = m, l_of[warp] = l;
 #pragma unroll
-    for (int c = 0; c < MOST; ++c) o_of[warp][32 * c + lane] = o[c];
+    for (int c = 0; c < MAX_CHANNELS; ++c) o_of[warp][32 * c + lane] = o[c];
     __syncthreads();
 
     float largest = m_of[0];  // finite: every query sees key 0, a key of warp 0

@@ -8,11 +8,11 @@
 // launch: grid=ceil(T / 16), ceil(T / 16), B * NH block=16, 16
 #include <cuda_fp16.h>
 
-struct TwoPart {
+struct HiLo {
     float hi, lo;
 };
 
-__device__ TwoPart two_part(float x) {
+__device__ HiLo hi_lo(float x) {
     const float hi = __half2float(__float2half_rn(x));
     return {hi, __half2float(__float2half_rn(x - hi))};
 }
@@ -31,7 +31,7 @@ extern "C" __global__ void my_trimat(
 
     float sum = 0.0f;
     for (int d = 0; d < HS; ++d) {
-        const TwoPart a = two_part(q[d]), c = two_part(k[d]);
+        const HiLo a = hi_lo(q[d]), c = hi_lo(k[d]);
         sum += a.lo * c.hi + a.hi * c.lo;  // the small products first
         sum += a.hi * c.hi;
     }

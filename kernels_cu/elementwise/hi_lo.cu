@@ -1,5 +1,5 @@
 // Conversion of rows of float to two float16 parts and a scale per row, the operands of the products with float
-// accuracy (lib/two_part.cuh describes the format):
+// accuracy (lib/hi_lo.cuh describes the format):
 //
 //   split_rows: one warp per row: the scale from the largest magnitude, then both parts. The warp reads the row twice,
 //       the second time mostly from the cache. Shuffles find the largest finite magnitude. Infinity and NaN stay in hi
@@ -15,7 +15,7 @@
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
-#include "lib/two_part.cuh"
+#include "lib/hi_lo.cuh"
 
 #ifndef SPLIT_WIDTH  // elements per load: 1, 2 or 4
 #define SPLIT_WIDTH 4

@@ -1,4 +1,4 @@
-"""Shares of a model that several GPUs compute: columns of matrices and heads, with equal bits."""
+"""Shards of a model that several GPUs compute: columns of matrices and heads, with equal bits."""
 
 from __future__ import annotations
 
@@ -13,67 +13,67 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import FP8, TWO_PART
+from gpt2block.cuda.kernels import FP8, HI_LO
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
+from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.models.weights.two_part import TwoPartMatrix
+from gpt2block.ops.all_gather import ALL_GATHER, PeerBuffers, PeerStores
 from gpt2block.ops.attention import VARLEN
 from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT
-from gpt2block.ops.engines import (
-    linear_hopper as _linear_hopper,
-)
 from gpt2block.ops.engines import (
     linear_matvec as _linear_matvec,
 )
 from gpt2block.ops.engines import (
     linear_mma as _linear_mma,
 )
-from gpt2block.ops.gather import GATHER, Mailboxes, Sends
+from gpt2block.ops.engines import (
+    linear_wgmma as _linear_wgmma,
+)
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import OPERATION as LINEAR
 from tests.attentions import DTYPES
 from tests.caches import KINDS, Cache, Heads, random_cache
 from tests.devices import GPU, SOMEWHERE, assert_same_bits, combinations, one_order
-from tests.ops.test_gather import few_words
+from tests.ops.test_all_gather import few_words
 from tests.ops.test_terms import terms
 from tests.plain import normal
 
 Array = NDArray[Any]
 N, K = 272, 512
-SHARES = (0, 144), (144, 272)
+SHARDS = (0, 144), (144, 272)
 ROWS = 1, 4, 16, 64
 RANGES = {
     "q, k, v": (("Q4_K", 128), ("Q6_K", 64), ("Q5_K", 80)),
     "two types": (("Q8_0", 128), ("Q4_0", 144)),
 }
 WEIGHTS = ("float32", "float16", "bfloat16", *FP8)
-EVERY = (*WEIGHTS, TWO_PART, *TYPES, *RANGES)
+EVERY = (*WEIGHTS, HI_LO, *TYPES, *RANGES)
 
 
 def matrix(kind: str, n: int = N, k: int = K) -> Any:
-    """Return weights (n, k) on the host: of a dtype, two-part, or in GGUF blocks."""
+    """Return weights (n, k) on the host: of a dtype, hi/lo, or in GGUF blocks."""
     if kind in TYPES or kind in RANGES:
         return GgufMatrix.random(RANGES.get(kind, ((kind, n),)), k)
     w = normal(1, n, k) * np.linspace(0.1, 3, n, dtype=np.float32)[:, None]
-    if kind == TWO_PART:
-        return TwoPartMatrix.from_float32(w)
+    if kind == HI_LO:
+        return HiLoMatrix.from_float32(w)
     return WeightMatrix.quantize(w, kind, "NK")
 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_shares_are_the_columns_of_the_matrix(kind: str) -> None:
     whole = matrix(kind)
-    for begin, end in (*SHARES, (0, N), (16, 32), (128, 192)):
-        share = whole.columns(begin, end)
-        if kind == TWO_PART:
-            assert_same_bits(share.get(), whole.get()[begin:end])
+    for begin, end in (*SHARDS, (0, N), (16, 32), (128, 192)):
+        shard = whole.columns(begin, end)
+        if kind == HI_LO:
+            assert_same_bits(shard.get(), whole.get()[begin:end])
             continue
-        assert_same_bits(share.dequantized(), whole.dequantized()[:, begin:end])
-        assert np.shares_memory(share.data, whole.data)
-        assert (share.N, share.K, share.whole_N) == (end - begin, K, N)
-        assert share.columns(0, 16).whole_N == N
-        assert share.largest == whole.largest
-        type(share)(**vars(share))  # passes all checks
+        assert_same_bits(shard.dequantized(), whole.dequantized()[:, begin:end])
+        assert np.shares_memory(shard.data, whole.data)
+        assert (shard.N, shard.K, shard.whole_N) == (end - begin, K, N)
+        assert shard.columns(0, 16).whole_N == N
+        assert shard.largest == whole.largest
+        type(shard)(**vars(shard))  # passes all checks
     for begin, end in ((16, 16), (-16, 16), (0, N + 16)):
         with pytest.raises(InputError, match="expected borders of some of 272 outputs"):
             whole.columns(begin, end)
@@ -95,7 +95,7 @@ EMULATED = (  # each program takes the emulator a second to compile
     ("float8_e4m3fn", "matvec", (1,)),
     ("float16", "mma", ROWS),
     ("float8_e5m2", "mma", (4,)),
-    (TWO_PART, "mma_tiles", (64,)),
+    (HI_LO, "mma_tiles", (64,)),
     ("bfloat16", "mma_tiles", (64,)),
     ("float32", "tiles", (64,)),
     ("Q4_K", "", (64,)),
@@ -103,7 +103,7 @@ EMULATED = (  # each program takes the emulator a second to compile
 )
 ON_GPU = (
     *product(WEIGHTS, ("matvec", "mma", "mma_tiles", "tiles")),
-    *product([TWO_PART], ("mma", "mma_tiles")),
+    *product([HI_LO], ("mma", "mma_tiles")),
     *product([*TYPES, *RANGES], [""]),
     *product([*WEIGHTS[1:], *TYPES, *RANGES], ["hopper"]),
 )
@@ -115,17 +115,21 @@ def multiplied(
     w: Any,
     span: tuple[int, int],
     variant: str,
-    sends: Any = None,
+    to_peers: Any = None,
     gated: bool = False,
 ) -> Array:
-    """Return the product of x with a share of the outputs, plus the share of the bias, or gated."""
+    """Return the product of x with a shard of the outputs, plus the shard of the bias, or gated."""
     bias = device.asarray(normal(2, N)[slice(*span)])
-    options: dict[str, Any] = {"variant": variant or None, "decoding": not variant, "sends": sends}
-    if variant == "hopper":
+    options: dict[str, Any] = {
+        "variant": variant or None,
+        "decoding": not variant,
+        "to_peers": to_peers,
+    }
+    if variant == "wgmma":
         rounded = w.dtype == GGUF
-        order = _linear_hopper.terms(w.dtype, rounded)
+        order = _linear_wgmma.terms(w.dtype, rounded)
         x = terms(x, order.dtype, order.width, rounded=rounded)
-        options = {"decoding": True, "terms": order, "sends": sends}
+        options = {"decoding": True, "terms": order, "to_peers": to_peers}
     more = (None, None, None, None, w) if gated else (bias,)
     inputs = device.asarray(x), w, *more
     return np.asarray(LINEAR.bind(inputs, **options).run().get())
@@ -142,7 +146,7 @@ def multiplied(
 def test_products_of_shares(
     device: Any, kind: str, variant: str, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole matrix has as many columns as lm_head, so blocks loop; a share has fewer."""
+    """The whole matrix has as many columns as lm_head, so blocks loop; a shard has fewer."""
     for module in (_linear_matvec, _linear_mma):
         monkeypatch.setattr(module, "MANY_COLUMNS", N)
         module.geometry.cache_clear()
@@ -150,7 +154,7 @@ def test_products_of_shares(
     x = normal(3, 64, K)
     for M in rows:
         expected = multiplied(device, x[:M], whole, (0, N), variant)
-        parts = [multiplied(device, x[:M], whole.columns(*s), s, variant) for s in SHARES]
+        parts = [multiplied(device, x[:M], whole.columns(*s), s, variant) for s in SHARDS]
         assert_same_bits(np.concatenate(parts, axis=1), expected)
     for module in (_linear_matvec, _linear_mma):
         module.geometry.cache_clear()
@@ -166,37 +170,37 @@ def test_shares_of_lm_head(device: Any, variant: str) -> None:
     assert _linear_matvec.order(n, K, 2) != _linear_matvec.order(begin, K, 2)
     parts = []
     for span in ((0, begin), (begin, n)):
-        share = whole.columns(*span)
-        alone = ops.linear(x, replace(share, share_of=None), variant=variant).get()
-        parts.append(ops.linear(x, share, variant=variant).get())  # another recipe
+        shard = whole.columns(*span)
+        alone = ops.linear(x, replace(shard, share_of=None), variant=variant).get()
+        parts.append(ops.linear(x, shard, variant=variant).get())  # another recipe
         assert np.array_equal(parts[-1], alone) == (variant == "mma")
     assert_same_bits(np.concatenate(parts, axis=1), expected)
 
 
 @one_order
-@pytest.mark.parametrize("kind", ["bfloat16", "float8_e5m2", TWO_PART, "two types"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float8_e5m2", HI_LO, "two types"])
 def test_products_of_prompts(device: Any, kind: str) -> None:
     whole = matrix(kind).mapped(device.asarray)
     x = normal(3, 33, K)
-    a = device.asarray(x if kind == TWO_PART else x.astype(DTYPES.get(kind, np.float16)))
+    a = device.asarray(x if kind == HI_LO else x.astype(DTYPES.get(kind, np.float16)))
 
     def computed(w: Any) -> Array:
         bound = GEMM.bind((a, w), dtype="float32")
         return np.asarray(bound.run().get())
 
-    parts = [computed(whole.columns(*span)) for span in SHARES]
+    parts = [computed(whole.columns(*span)) for span in SHARDS]
     assert_same_bits(np.concatenate(parts, axis=1), computed(whole))
 
 
 def received(
-    device: Any, mail: Mailboxes, parts: Sequence[Array], firsts: Sequence[int]
+    device: Any, peers: PeerBuffers, parts: Sequence[Array], firsts: Sequence[int]
 ) -> list[Array]:
     """Return the whole matrices that the GPUs receive after their kernels have sent `parts`."""
     options = {"N": sum(part.shape[1] for part in parts), "sent": True}
     found = []
     for me, (part, first) in enumerate(zip(parts, firsts, strict=True)):
-        inputs = device.asarray(part), None, *mail.of(me).values()
-        found.append(GATHER.bind_on_device(inputs, first=first, **options).run().get())
+        inputs = device.asarray(part), None, *peers.of(me).values()
+        found.append(ALL_GATHER.bind_on_device(inputs, first=first, **options).run().get())
     return found
 
 
@@ -218,7 +222,7 @@ def received(
         *(
             pytest.param("gpu", *case, True, marks=GPU.marks)
             for case in ON_GPU
-            if case[1] in ("mma", "hopper", "") and case[0] not in (TWO_PART, "float32")
+            if case[1] in ("mma", "wgmma", "") and case[0] not in (HI_LO, "float32")
         ),
     ],
     indirect=["device"],
@@ -228,19 +232,19 @@ def test_products_send_their_columns(
 ) -> None:
     few_words(monkeypatch, 8 * N)
     whole, x = matrix(kind).mapped(device.asarray), normal(3, 8, K)
-    mail, firsts = Mailboxes([0, 0]), [begin for begin, _ in SHARES]
-    for M in (1, 5, 8):  # the third round uses the first half of the mailboxes again
+    peers, firsts = PeerBuffers([0, 0]), [begin for begin, _ in SHARDS]
+    for M in (1, 5, 8):  # the third round uses the first half of the peer buffers again
         expected = multiplied(device, x[:M], whole, (0, N), variant, gated=gated)
         parts = []
-        for me, span in enumerate(SHARES):
-            sends, share = Sends(mail.of(me), N, span[0]), whole.columns(*span)
-            parts.append(multiplied(device, x[:M], share, span, variant, sends, gated))
-        for result in received(device, mail, parts, firsts):
+        for me, span in enumerate(SHARDS):
+            to_peers, shard = PeerStores(peers.of(me), N, span[0]), whole.columns(*span)
+            parts.append(multiplied(device, x[:M], shard, span, variant, to_peers, gated))
+        for result in received(device, peers, parts, firsts):
             assert_same_bits(result, expected)
-    assert not mail.aborted
+    assert not peers.aborted
 
 
-HEADS: dict[Heads, tuple[tuple[int, int], ...]] = {  # heads -> shares of the heads of q
+HEADS: dict[Heads, tuple[tuple[int, int], ...]] = {  # heads -> shards of the heads of q
     (4, 1, 16): ((0, 3), (3, 4)),  # K and V are computed on each GPU
     (8, 2, 16): ((0, 4), (4, 8)),
     (4, 4, 16): ((0, 2), (2, 4)),
@@ -259,7 +263,7 @@ def of_heads(held: Cache, begin: int, end: int) -> tuple[slice, Cache]:
 
 @combinations(times=1, heads=list(HEADS), kind=KINDS)
 def test_attention_of_shares(device: Any, heads: Heads, kind: str) -> None:
-    """Attention of decoding, and of new tokens after a cache, gives a share of the heads."""
+    """Attention of decoding, and of new tokens after a cache, gives a shard of the heads."""
     held = random_cache(heads, [70, 70], 70, kind)
     q = normal(1, 2, heads[0] * heads[2])
     numbers = [np.array(each, np.int32) for each in ((0, 1), (69, 40), (0, 1, 2))]
@@ -278,7 +282,7 @@ def test_attention_of_shares(device: Any, heads: Heads, kind: str) -> None:
 
     expected = computed(slice(None), held, None)
     serves = heads[0] // heads[1]
-    parts = [computed(*of_heads(held, *share), serves) for share in HEADS[heads]]
+    parts = [computed(*of_heads(held, *shard), serves) for shard in HEADS[heads]]
     for got, right in zip(zip(*parts, strict=True), expected, strict=True):
         assert_same_bits(np.concatenate(got, axis=1), right)
 
@@ -290,29 +294,29 @@ def test_attention_sends_its_columns(
     """Row 1 has no position, row 2 no sequence: their words are arbitrary, but must arrive."""
     few_words(monkeypatch)
     (NH, _, HS), held = heads, random_cache(heads, [70, 70], 70, kind)
-    q, width, mail = normal(1, 4, NH * HS), NH * HS // 2, Mailboxes([0, 0])
+    q, width, peers = normal(1, 4, NH * HS), NH * HS // 2, PeerBuffers([0, 0])
     numbers = (0, 1, -1, 1), (69, -1, 5, 40)
     places = [device.asarray(np.array(each, np.int32)) for each in numbers]
 
-    def computed(columns: slice, held: Cache, sends: Sends | None = None) -> Array:
+    def computed(columns: slice, held: Cache, to_peers: PeerStores | None = None) -> Array:
         own = device.asarray(np.ascontiguousarray(q[:, columns]))
         inputs = own, *map(device.asarray, (held.k, held.v)), *places
-        given: Any = {"n_head": held.heads[0], "kv_dtype": held.kv_dtype, "sends": sends}
+        given: Any = {"n_head": held.heads[0], "kv_dtype": held.kv_dtype, "to_peers": to_peers}
         return np.asarray(ATTENTION_SPLIT.bind(inputs, **given).run().get())
 
     expected, halves = computed(slice(None), held), ((0, NH // 2), (NH // 2, NH))
     for _ in range(3):
         parts = [
-            computed(*of_heads(held, *half), Sends(mail.of(me), NH * HS, me * width))
+            computed(*of_heads(held, *half), PeerStores(peers.of(me), NH * HS, me * width))
             for me, half in enumerate(halves)
         ]
-        for result in received(device, mail, parts, (0, width)):
+        for result in received(device, peers, parts, (0, width)):
             assert_same_bits(result[::3], expected[::3])
-    assert not mail.aborted
+    assert not peers.aborted
 
 
 @one_order
-@pytest.mark.parametrize("kind", [*DTYPES, TWO_PART])
+@pytest.mark.parametrize("kind", [*DTYPES, HI_LO])
 def test_attention_of_prompts(device: Any, kind: str) -> None:
     (NH, NKV, HS), T = (4, 2, 64), 40
     qkv = normal(1, T, (NH + 2 * NKV) * HS).astype(DTYPES.get(kind, np.float32))
@@ -320,7 +324,7 @@ def test_attention_of_prompts(device: Any, kind: str) -> None:
 
     def computed(rows: Array, n_head: int, n_kv_head: int) -> Array:
         given: Any = device.asarray(np.ascontiguousarray(rows))
-        given = ops.two_part(given) if kind == TWO_PART else given
+        given = ops.hi_lo(given) if kind == HI_LO else given
         options = {"n_head": n_head, "n_kv_head": n_kv_head, "causal": True, "max_seqlen": 25}
         out = VARLEN.bind((given, lengths), **options).run()
         return np.asarray(out.get())

@@ -1,10 +1,10 @@
-// GEMM of two-part matrices on tensor cores, for sm_80 and newer:
+// GEMM of hi/lo matrices on tensor cores, for sm_80 and newer:
 //
 //   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
 //
 //   gemm_split_mma: float32 accuracy: three products of float16 parts, sums added to floats every 128 values of K
 //
-// A value of a or w is (hi + lo / 2048) scale with 22 bits. Each row has one scale, a power of two (lib/two_part.cuh).
+// A value of a or w is (hi + lo / 2048) scale with 22 bits. Each row has one scale, a power of two (lib/hi_lo.cuh).
 // The product lo lo is omitted:
 //
 //   out[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
@@ -16,7 +16,7 @@
 // Infinity and NaN in a or w give the same output as in float. One exception: infinity times a number whose high part
 // is 0 (below 2^-39 of the largest in its row) gives NaN.
 //
-// out is float, or with GEMM_SPLIT_OUT 1 two-part with one scale for all rows. The caller guarantees that this scale is
+// out is float, or with GEMM_SPLIT_OUT 1 hi/lo with one scale for all rows. The caller guarantees that this scale is
 // large enough: values that are more than twice too large for the scale become infinite.
 //
 // lib/matmul/mma.cuh has the tiles and the loop over K. Any M; N and K are multiples of 8; all arrays are aligned to 16
@@ -37,7 +37,7 @@
 #include "lib/fresh.cuh"
 #include "lib/fast.cuh"
 #include "lib/overlap.cuh"
-#include "lib/two_part.cuh"
+#include "lib/hi_lo.cuh"
 #include "lib/sm80.cuh"
 #include "lib/matmul/mma.cuh"
 

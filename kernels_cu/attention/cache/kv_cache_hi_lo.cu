@@ -1,7 +1,7 @@
-// Appends new keys and values from two-part rows to a kv_cache of float. A two-part row holds each number as two
+// Appends new keys and values from hi/lo rows to a kv_cache of float. A hi/lo row holds each number as two
 // float16 numbers, with one scale per row.
 //
-//   kv_append_split: kv_append from two-part rows. See attention/cache/kv_cache.cu and lib/two_part.cuh
+//   kv_append_split: kv_append from hi/lo rows. See attention/cache/kv_cache.cu and lib/hi_lo.cuh
 //
 //   qkv (N, W): a row is [Q | K | V], and its last 2 C columns are K and V. With grouped queries, W > 3C
 //   k[row, position] = columns W-2C..W-C-1 of qkv, v[row, position] = columns W-C..W-1   k, v (B, n_ctx, C)
@@ -11,7 +11,7 @@
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "lib/attention/kv_cache.cuh"
-#include "lib/two_part.cuh"
+#include "lib/hi_lo.cuh"
 
 extern "C" __global__ void kv_append_split(
     const T* parts,       // (2, N, W)

@@ -1,4 +1,4 @@
-"""Choose how many tokens per sequence a decoding step computes: its last token and guesses."""
+"""Choose how many tokens per sequence a decoding step computes: its last token and draft tokens."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from numpy.typing import NDArray
 
 from gpt2block.engine.model import Ids
 from gpt2block.engine.recorder import rounded_up
-from gpt2block.ops.guesses import MOST_GUESSES, RIGHT, TAKEN
+from gpt2block.ops.drafts import MAX_DRAFTS, RIGHT, TAKEN
 
-ROWS = (4, 1 + MOST_GUESSES)  # possible rows (tokens) per sequence in a step with guesses
-# Assumed times of steps with 4 and with 1 + MOST_GUESSES rows per sequence, relative to one row,
-# until measured. First pair: up to FEW sequences. Second: more sequences (compute-bound products).
+ROWS = (4, 1 + MAX_DRAFTS)  # possible rows (tokens) per sequence in a step with draft tokens
+# Assumed times of steps with 4 and with 1 + MAX_DRAFTS rows per sequence, relative to one row,
+# until measured. First pair: up to MAX_MEMORY_BOUND sequences. Second: more sequences
+# (compute-bound products).
 UNKNOWN = ((1.3, 1.6), (2.0, 3.2))
-FEW = 4
-RIGHT_FIRST = 0.0, 0.25  # initial shares of right guesses: after a wrong guess; after a right guess
-MOST = 0.999  # maximum share of right guesses that is assumed
-LEAST = 0.1  # minimum share of right guesses at which a step with guesses is considered
-WEIGHT = 1 / 6  # weight of the newest guess in the running share of right guesses
-GAIN = 1.03  # expected speedup that a step with guesses must exceed
+MAX_MEMORY_BOUND = 4
+# initial shares of right draft tokens: after a wrong draft token; after a right draft token
+RIGHT_FIRST = 0.0, 0.25
+MAX_SHARE = 0.999  # maximum share of right draft tokens that is assumed
+# minimum share of right draft tokens at which a step with draft tokens is considered
+MIN_SHARE = 0.1
+WEIGHT = 1 / 6  # weight of the newest draft token in the running share of right draft tokens
+GAIN = 1.03  # expected speedup that a step with draft tokens must exceed
 NEWEST = 9  # number of a kind's newest times, of which the median counts
 FORGOTTEN = (
     128  # number of timed steps after which the times of a kind that did not run are dropped
@@ -60,24 +63,26 @@ class StepTimes:
 
 
 class SpeculationPolicy:
-    """Chooses the rows (tokens) per sequence of a step from recent guess accuracy and step times.
+    """Chooses the rows per sequence of a step from times and recent accuracy of draft tokens.
 
-    A step with one row, too, counts whether the guess of its next token is right: comparing the
-    sampled token with the guess costs nothing. Right guesses come in runs. Therefore guesses after
-    a right guess and guesses after a wrong guess have separate shares. Times are intervals between
-    results, including the host's work. The choice changes no token.
+    A step with one row, too, counts whether the draft of its next token is right: comparing the
+    sampled token with the draft token costs nothing. Right draft tokens come in runs. Therefore
+    draft tokens after a right draft token and draft tokens after a wrong draft token have separate
+    shares. Times are intervals between results, including the host's work. The choice changes no
+    token.
     """
 
     def __init__(self, slots: int, times: StepTimes | None = None) -> None:
         """times: times that earlier policies have measured for the same steps."""
-        # Per slot: shares of right guesses among guesses after a wrong and after a right guess.
+        # Per slot: shares of right draft tokens among draft tokens after a wrong and after a right
+        # draft token.
         self._shares = [list(RIGHT_FIRST) for _ in range(slots)]
-        self._state = [False] * slots  # per slot: whether the last guess was right
+        self._state = [False] * slots  # per slot: whether the last draft token was right
         self._times = StepTimes() if times is None else times
         self._last: float | None = None
 
     def begin(self, slots: Ids) -> None:
-        """Reset the shares of right guesses of slots in which new sequences begin."""
+        """Reset the shares of right draft tokens of slots in which new sequences begin."""
         for slot in slots:
             self._shares[slot], self._state[slot] = list(RIGHT_FIRST), False
         self.skip()  # the next interval includes prompts
@@ -87,7 +92,7 @@ class SpeculationPolicy:
         self._last = None
 
     def add(self, slots: Ids, flags: Ids) -> None:
-        """Update the shares of right guesses of N slots. flags: (N, rows per slot), of a step.
+        """Update the shares of right draft tokens of N slots. flags: (N, rows per slot), of a step.
 
         This loop takes 2 us for a slot with 8 rows; NumPy's operations would take 90 us.
         """
@@ -109,9 +114,9 @@ class SpeculationPolicy:
             self._times.add(slots, together, now - before)
 
     def for_forced(self, counts: NDArray[np.int64], most: int) -> int:
-        """Return the rows per slot of a step whose guesses are almost certainly right.
+        """Return the rows per slot of a step whose draft tokens are almost certainly right.
 
-        counts: the number of guesses of each slot. most: maximum of all rows of the step.
+        counts: the number of draft tokens of each slot. most: maximum of all rows of the step.
         """
         return self._fastest(lambda rows: len(counts) + np.minimum(counts, rows - 1).sum(),
                              len(counts), most)  # fmt: skip
@@ -121,7 +126,7 @@ class SpeculationPolicy:
         if len(slots) * ROWS[0] > most:
             return 1
         shares = [(self._shares[slot][self._state[slot]], self._shares[slot][1]) for slot in slots]
-        if max(first for first, _ in shares) < LEAST:
+        if max(first for first, _ in shares) < MIN_SHARE:
             return 1
         return self._fastest(lambda rows: sum(_expected(*share, rows) for share in shares),
                              len(slots), most)  # fmt: skip
@@ -134,7 +139,7 @@ class SpeculationPolicy:
         count = rounded_up(slots, 1)
         one = self._times.get((count, 1)) or 1.0
         best, fastest = 1, slots / one * GAIN
-        for rows, unknown in zip(ROWS, UNKNOWN[count > FEW], strict=True):
+        for rows, unknown in zip(ROWS, UNKNOWN[count > MAX_MEMORY_BOUND], strict=True):
             if count * rows > most:
                 break
             time = self._times.get((count, rows)) or one * unknown
@@ -146,5 +151,5 @@ class SpeculationPolicy:
 
 def _expected(first: float, later: float, rows: int) -> float:
     """Return the expected number of accepted tokens of a sequence in a step with `rows` rows."""
-    later = min(later, MOST)
+    later = min(later, MAX_SHARE)
     return 1 + first * (1 - later ** (rows - 1)) / (1 - later)

@@ -1,9 +1,10 @@
-"""Shares of a model on several GPUs, and the machine that runs a GPU's share of a pass's steps.
+"""Shards of a model on several GPUs, and the executor that runs a GPU's shard of a pass's steps.
 
-A share of a matrix has all of its inputs (K) and some neighbouring outputs (N). So every output is
+A shard of a matrix has all of its inputs (K) and some neighbouring outputs (N). So every output is
 bitwise equal to the same output of the whole matrix. Attention and its kv_cache are divided by
-heads if `Share.divides_heads`; otherwise every GPU computes all heads. Steps that read whole rows
-gather them first (`ops.gather`). Norms, the residual stream and sampling are computed on every GPU.
+heads if `Shard.divides_heads`; otherwise every GPU computes all heads. Steps that read whole rows
+gather them first (`ops.all_gather`). Norms, the residual stream and sampling are computed on every
+GPU.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import normed_together
 from gpt2block.cuda.formats import FILE
-from gpt2block.engine.passes.machine import Machine, Step
+from gpt2block.engine.passes.executor import Executor, Step
 from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import ModelConfig, model_shapes
-from gpt2block.ops.gather import MAIL, Sends, can_send, normalizes, stores_terms
+from gpt2block.ops.all_gather import PEER_INPUTS, PeerStores, can_store, normalizes, stores_terms
 from gpt2block.ops.products import MULTIPLE
 
-BORDER = 64  # a share begins at a multiple of BORDER outputs
+BORDER = 64  # a shard begins at a multiple of BORDER outputs
 BORDER_OF_BLOCKS = 128  # BORDER of matrices that keep their GGUF types
 QKV = "w_qkv"
 # Operation of a product → places of its weights and of its residual among the inputs.
 PRODUCTS: Mapping[str, tuple[int, int]] = {"linear": (1, 5), "gemm": (1, 3)}
 ATTENTION = "attention", "attention_split", "attention_varlen", "attention_packed"
 ELEMENTWISE = "silu_mul", "relu_squared", "cap"  # computed before a GPU's columns are gathered
-SENT = "w_o", "w_attn", "w_down", "w_proj"  # matrices whose products can send their columns
+STORING = "w_o", "w_attn", "w_down", "w_proj"  # matrices whose products can send their columns
 GATED = 6  # inputs of `linear` before the second matrix, with which a product can also send
-OF_SHARE = ".share"  # ends the names of results that have only this GPU's columns
+OF_SHARD = ".shard"  # ends the names of results that have only this GPU's columns
 HEADS = "q", "qkv", "rope", "k", "v"  # results and caches that are divided if heads are divided
 
 
@@ -63,11 +64,11 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Share:
+class Shard:
     """The part of a model that one of `count` GPUs has.
 
     config, dtype: of the whole model. index: number of this GPU, from 0. meeting: shared by the
-    threads of all GPUs. mail: {name: array} of a gather's mailboxes (`Mailboxes.of`).
+    threads of all GPUs. peers: {name: array} of an all-gather's peer buffers (`PeerBuffers.of`).
     """
 
     config: ModelConfig
@@ -75,8 +76,8 @@ class Share:
     index: int
     count: int
     meeting: Meeting
-    mail: Mapping[str, Any] = field(default_factory=dict)
-    two_part: bool = False  # whether products of prompts read two-part operands
+    peers: Mapping[str, Any] = field(default_factory=dict)
+    hi_lo: bool = False  # whether products of prompts read hi/lo operands
 
     @cached_property
     def divides_heads(self) -> bool:
@@ -84,11 +85,11 @@ class Share:
 
         Otherwise each GPU computes all heads. This is so if the heads of q or of k cannot be
         divided equally, if a GPU's channels of K are no multiple of BORDER_OF_BLOCKS with GGUF
-        types, or if one norm or one scale (of two-part operands) applies to all heads.
+        types, or if one norm or one scale (of hi/lo operands) applies to all heads.
         """
         c, shapes = self.config, self.config.block_shapes()
         n_kv_head = c.kv_width // c.head_size
-        if self.two_part or c.n_head % self.count or n_kv_head % self.count:
+        if self.hi_lo or c.n_head % self.count or n_kv_head % self.count:
             return False
         if self.dtype == FILE and (c.kv_width // self.count) % BORDER_OF_BLOCKS:
             return False
@@ -110,7 +111,7 @@ class Share:
 
     @cached_property
     def borders(self) -> dict[str, tuple[int, ...]]:
-        """A dict {name of a matrix: (first output of each share, …, N)}.
+        """A dict {name of a matrix: (first output of each shard, …, N)}.
 
         Names are without the layer's prefix. w_qkv is absent (see `spans`), and so is a matrix with
         too few outputs to divide, which every GPU has whole. A tied lm_head is divided, wte is not.
@@ -145,10 +146,10 @@ class Share:
         return ()
 
     def width(self, name: str) -> int | None:
-        """Return the number of outputs that a gather of a product with this matrix returns.
+        """Return the number of outputs that an all-gather of a product with this matrix returns.
 
-        Return None if the product needs no gather. The padded copy of lm_head is named "head"; its
-        number of outputs is rounded up to a multiple of MULTIPLE.
+        Return None if the product needs no all-gather. The padded copy of lm_head is named "head";
+        its number of outputs is rounded up to a multiple of MULTIPLE.
         """
         base = matrix_of(name)
         if base == "head":
@@ -175,9 +176,9 @@ class Share:
         return found
 
     @cached_property
-    def sends(self) -> Callable[[int, int], Sends]:
-        """A function that returns `Sends(mail, N, first)`, one object for each pair N, first."""
-        return cache(partial(Sends, self.mail))
+    def to_peers(self) -> Callable[[int, int], PeerStores]:
+        """A function that returns `PeerStores(peers, N, first)`, one object per pair N, first."""
+        return cache(partial(PeerStores, self.peers))
 
     def exchange(self, value: Any = None) -> list[Any]:
         """Wait for the threads of all GPUs; return their values in the order of the GPUs."""
@@ -185,7 +186,7 @@ class Share:
 
     def has_part(self, name: str) -> bool:
         """Whether this GPU has only its columns or heads of a step's result or of a kv_cache."""
-        return name.endswith(OF_SHARE) or (self.divides_heads and matrix_of(name) in HEADS)
+        return name.endswith(OF_SHARD) or (self.divides_heads and matrix_of(name) in HEADS)
 
     def joined(self, name: str, own: NDArray[Any], axis: int = -1) -> NDArray[Any]:
         """Join the parts that all GPUs have of a result, or of a tensor, along an axis.
@@ -216,11 +217,12 @@ def matrix_of(name: str) -> str:
 class Columns:
     """This GPU's columns of a result. They are gathered before the first step that reads it whole.
 
-    Columns that a kernel has sent are gathered earlier if another gather comes first. value: the
-    array of the columns, or None after the gather. N: number of columns of the whole. first: this
-    GPU's first column. step: the step that computes the whole result on one GPU. stream: the
-    residual stream to add to the gathered result, or None. into: the array that receives the result
-    of the gather, or None. whole: this result, including the stream, or None before the gather.
+    Columns that a kernel has sent are gathered earlier if another all-gather comes first. value:
+    the array of the columns, or None after the all-gather. N: number of columns of the whole.
+    first: this GPU's first column. step: the step that computes the whole result on one GPU.
+    stream: the residual stream to add to the gathered result, or None. into: the array that
+    receives the result of the all-gather, or None. whole: this result, including the stream, or
+    None before the all-gather.
     """
 
     def __init__(
@@ -237,37 +239,37 @@ class Columns:
         self.whole: Value = None
 
 
-class Divided(Machine):
-    """A machine that runs a GPU's share of the steps on the machine `do`, and gathers rows.
+class Divided(Executor):
+    """An executor that runs a GPU's shard of the steps on the executor `do`, and gathers rows.
 
     A pass lists the steps of the whole model, with this GPU's numbers of heads. fuses: if true, one
     kernel gathers columns, adds them to the residual stream and normalizes the sum, so that the
-    addition has no step. Attention and products then also send their columns. A gather of sent
+    addition has no step. Attention and products then also send their columns. An all-gather of sent
     columns only receives, so it cannot be run without the kernel that sends them.
     """
 
-    def __init__(self, do: Machine, share: Share, fuses: bool = False) -> None:
-        super().__init__({**do.tensors, **share.mail})
+    def __init__(self, do: Executor, shard: Shard, fuses: bool = False) -> None:
+        super().__init__({**do.tensors, **shard.peers})
         do.tensors = self.tensors
-        self._do, self._share, self._fuses = do, share, fuses
-        self._sent: Columns | None = None  # columns that the next gather must receive
+        self._do, self._shard, self._fuses = do, shard, fuses
+        self._sent: Columns | None = None  # columns that the next all-gather must receive
 
     def do(self, step: Step, into: Value) -> Value:
         given = step.inputs
         if step.op == "rmsnorm" and self._is_stream_to_gather(given[0]):
-            return self._gather_norm(step, given[0])
-        if step.op in PRODUCTS and (N := self._share.width(given[PRODUCTS[step.op][0]])):
+            return self._all_gather_norm(step, given[0])
+        if step.op in PRODUCTS and (N := self._shard.width(given[PRODUCTS[step.op][0]])):
             return self._product(step, N, into)
         if step.op in ELEMENTWISE and all(self._is_unsent(each) for each in given):
             to = into.value if isinstance(into, Columns) else None
             value = self._own(step, tuple(each.value for each in given), to)
             return Columns(value, given[0].N, given[0].first, step)
         inputs = tuple(self.whole(each) for each in given)
-        if step.op in ATTENTION and self._share.divides_heads:
-            width = self._share.config.q_width
-            first = self._share.index * width // self._share.count
-            sends = step.op == "attention_split" and self._sends(inputs[0], width)
-            return self._columns(Columns(None, width, first, step), inputs, sends)
+        if step.op in ATTENTION and self._shard.divides_heads:
+            width = self._shard.config.q_width
+            first = self._shard.index * width // self._shard.count
+            to_peers = step.op == "attention_split" and self._stores(inputs[0], width)
+            return self._columns(Columns(None, width, first, step), inputs, to_peers)
         return self._do.do(step._replace(inputs=inputs), self.whole(into))
 
     def _product(self, step: Step, N: int, into: Value) -> Value:
@@ -280,32 +282,32 @@ class Divided(Machine):
         if not self._is_given(added):
             added = None
         dtype = "float32" if added is not None and step.op == "gemm" else step.dtype
-        first, into = self._share.first(step.inputs[weights]), self.whole(into)
+        first, into = self._shard.first(step.inputs[weights]), self.whole(into)
         columns = Columns(None, N, first, step._replace(dtype=dtype), added, into)
-        ends = matrix_of(step.inputs[weights]) in SENT or len(inputs) > GATED
-        sends = ends and step.attrs.get("decoding", False) and self._sends(inputs[0], N)
-        self._columns(columns, tuple(inputs), sends)
+        ends = matrix_of(step.inputs[weights]) in STORING or len(inputs) > GATED
+        to_peers = ends and step.attrs.get("decoding", False) and self._stores(inputs[0], N)
+        self._columns(columns, tuple(inputs), to_peers)
         deferred = added is None or (
             self._fuses and added is into and normalizes(columns.value.shape[0], N)
         )
         return columns if deferred else self.whole(columns)
 
-    def _sends(self, x: Value, N: int) -> bool:
+    def _stores(self, x: Value, N: int) -> bool:
         """Whether a kernel can send its columns of a result with the rows of x and N columns."""
-        return self._fuses and bool(self._share.mail) and can_send(x.shape[0], N)
+        return self._fuses and bool(self._shard.peers) and can_store(x.shape[0], N)
 
-    def _columns(self, columns: Columns, inputs: tuple[Value, ...], sends: bool) -> Columns:
-        """Compute this GPU's columns. The kernel also sends them if `sends` is true."""
+    def _columns(self, columns: Columns, inputs: tuple[Value, ...], to_peers: bool) -> Columns:
+        """Compute this GPU's columns. The kernel also sends them if `to_peers` is true."""
         step, more = columns.step, {}
-        if sends:
+        if to_peers:
             self.receive()
-            more["sends"] = self._share.sends(columns.N, columns.first)
+            more["to_peers"] = self._shard.to_peers(columns.N, columns.first)
             self._sent = columns
         columns.value = self._own(step._replace(attrs={**step.attrs, **more}), inputs)
         return columns
 
     def receive(self, but: Columns | None = None) -> None:
-        """Gather columns that a kernel has sent before the next gather, unless they are `but`."""
+        """Gather columns that a kernel has already sent, unless they are `but`."""
         if self._sent is not None and self._sent is not but:
             self.whole(self._sent)
 
@@ -318,18 +320,18 @@ class Divided(Machine):
     def _is_stream_to_gather(self, value: Value) -> bool:
         return isinstance(value, Columns) and value.stream is not None and value.whole is None
 
-    def _gather_norm(self, step: Step, columns: Columns) -> Value:
+    def _all_gather_norm(self, step: Step, columns: Columns) -> Value:
         """Add the gathered columns to the residual stream, and return the norm of the stream."""
-        sizes = {**self._sizes(columns), "eps": step.attrs["eps"]}
-        inputs = (columns.value, columns.stream, step.inputs[1], *self._mail)
+        sizes = {**self._sizes(columns), "eps": step.attrs["eps"], "bound": step.bound}
+        inputs = (columns.value, columns.stream, step.inputs[1], *self._peers)
         terms = step.attrs.get("to_terms")
-        y = self._do(step.name, "gather_norm", inputs, to_terms=terms, bound=step.bound, **sizes)
+        y = self._do(step.name, "all_gather_norm", inputs, to_terms=terms, **sizes)
         columns.whole, columns.value = columns.stream, None
         return y
 
     def _own(self, step: Step, inputs: tuple[Value, ...], into: Value = None) -> Value:
         attrs = {name: value for name, value in step.attrs.items() if name != "to_terms"}
-        own = step._replace(name=step.name + OF_SHARE, inputs=inputs, attrs=attrs)
+        own = step._replace(name=step.name + OF_SHARD, inputs=inputs, attrs=attrs)
         return self._do.do(own, into)
 
     def whole(self, value: Value) -> Value:
@@ -340,37 +342,37 @@ class Divided(Machine):
         if not isinstance(value, Columns):
             return value
         if value.whole is None:
-            value.whole = self._gather(value, value.stream or "", value.into)
+            value.whole = self._all_gather(value, value.stream or "", value.into)
             value.value = None  # frees the memory of the columns
         return value.whole
 
     @property
-    def _mail(self) -> tuple[str, ...]:
-        return tuple(name for name in MAIL if name in self._share.mail)
+    def _peers(self) -> tuple[str, ...]:
+        return tuple(name for name in PEER_INPUTS if name in self._shard.peers)
 
     def _sizes(self, columns: Columns) -> dict[str, Any]:
-        """Return the options of the gather of these columns, which is the next gather."""
+        """Return the options of the all-gather of these columns, which is the next all-gather."""
         self.receive(columns)
         sent, self._sent = self._sent is columns, None
         return {"N": columns.N, "first": columns.first, "sent": sent}
 
-    def _gather(self, columns: Columns, residual: Value, into: Value) -> Value:
+    def _all_gather(self, columns: Columns, residual: Value, into: Value) -> Value:
         step, sizes = columns.step, self._sizes(columns)
         terms = step.attrs.get("to_terms")
-        inputs = (columns.value, residual, *self._mail)
+        inputs = (columns.value, residual, *self._peers)
         if terms and stores_terms(columns.value.shape[0], columns.N):
             sizes["to_terms"] = terms
-            return self._do(step.name, "gather", inputs, into=into, bound=step.bound, **sizes)
+            return self._do(step.name, "all_gather", inputs, into=into, bound=step.bound, **sizes)
         name = f"{step.name}.floats" if terms else step.name
-        y = self._do(name, "gather", inputs, into=into, bound=step.bound, **sizes)
+        y = self._do(name, "all_gather", inputs, into=into, bound=step.bound, **sizes)
         if terms is None:
             return y
         return self._do(step.name, "operand", (y,), dtype="float32", to_terms=terms)
 
 
-def of_share(run: Callable[[Machine], Any], do: Machine, share: Share, fuses: bool = False) -> Any:
-    """Run a GPU's share of a pass's steps on the machine `do`; return the pass's whole result."""
-    divided = Divided(do, share, fuses)
+def of_shard(run: Callable[[Executor], Any], do: Executor, shard: Shard, fuses: bool) -> Any:
+    """Run a GPU's shard of a pass's steps on the executor `do`; return the pass's whole result."""
+    divided = Divided(do, shard, fuses)
     found = divided.whole(run(divided))
     divided.receive()
     return found

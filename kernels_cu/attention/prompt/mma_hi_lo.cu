@@ -1,11 +1,11 @@
-// Attention of two-part matrices by mma.sync of fp16 (sm_80 and newer), for heads of 64 or 128 channels:
+// Attention of hi/lo matrices by mma.sync of fp16 (sm_80 and newer), for heads of 64 or 128 channels:
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else all rows
 //
 //   attention_fp32_mma: float32 accuracy on tensor cores: each float32 matrix as two float16 matrices, three products
 //       instead of one
 //
-// A number is x = (hi + lo / 2048) scale[row], where scale is a power of two (lib/two_part.cuh). A product is computed
+// A number is x = (hi + lo / 2048) scale[row], where scale is a power of two (lib/hi_lo.cuh). A product is computed
 // as hi hi + (hi lo + lo hi) / 2048, with the sum of hi lo and lo hi in a separate accumulator.
 //
 //   parts (2, rows, W)       hi, then lo; rows [Q | K | V] as in attention/prompt/mma.cu
@@ -39,7 +39,7 @@
 #include "lib/common.cuh"
 #include "lib/fast.cuh"
 #include "lib/overlap.cuh"
-#include "lib/two_part.cuh"
+#include "lib/hi_lo.cuh"
 #include "lib/attention/mma_work.cuh"
 #include "lib/sm80.cuh"
 
@@ -61,7 +61,7 @@
 
 constexpr int HALF = 32 * ATT_WARPS, THREADS = 2 * HALF, QUERIES = 16 * ATT_WARPS;
 #include "lib/attention/mma_tile.cuh"
-#include "lib/attention/two_part_rows.cuh"
+#include "lib/attention/hi_lo_rows.cuh"
 constexpr int STAGE = 4 * TILE, OWN = KEYS / 2;  // STAGE: bytes of K hi, K lo, V hi, V lo; OWN: keys of a tile per warp
 constexpr int SUMS = 4 * COLUMNS;  // output sums per thread
 static_assert(ATT_STAGES >= 2 && QUERIES > 0, "one tile travels while another is multiplied");
@@ -94,19 +94,19 @@ struct Queries {
 
     // Returns whether none of the warp's queries sees any of the HELD keys from key 8 n on.
     template <bool MASKED, int HELD>
-    static __device__ __forceinline__ bool hidden(int n, int seen) {
-        return MASKED && (8 * n > (ATT_CAUSAL ? seen + 15 : seen) || is_past(8 * n + HELD - 1, seen));
+    static __device__ __forceinline__ bool hidden(int n, int last) {
+        return MASKED && (8 * n > (ATT_CAUSAL ? last + 15 : last) || is_past(8 * n + HELD - 1, last));
     }
 
     // Processes the warp's keys of a tile, of which only the first `there` keys exist. With MASKED, not all queries see
-    // all of these keys. If causal, row i of the warp sees keys 0 .. seen + i, or only the last WINDOW of these;
-    // otherwise all rows see keys 0 .. seen. `rows`: the high parts of the queries; the low parts follow after QUERIES
+    // all of these keys. If causal, row i of the warp sees keys 0 .. last + i, or only the last WINDOW of these;
+    // otherwise all rows see keys 0 .. last. `rows`: the high parts of the queries; the low parts follow after QUERIES
     // rows.
     template <bool MASKED>
-    __device__ __forceinline__ void take(const char* rows, const char* stage, const float* scale, int there, int seen) {
+    __device__ __forceinline__ void take(const char* rows, const char* stage, const float* scale, int there, int last) {
         const int lane = threadIdx.x % 32, t = lane % 4;
         // The last key that row g = lane / 4 sees, relative to the lane's first key.
-        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * t;
+        const int sees = last + (ATT_CAUSAL ? lane / 4 : 0) - 2 * t;
         float of_key[OWN / 8][2], s[OWN / 8][4];
 #pragma unroll
         for (int n = 0; n < OWN / 8; ++n) {
@@ -116,7 +116,7 @@ struct Queries {
                 of_key[n][e] = ATT_ONE_SCALE ? 1.0f : __ldcg(scale + (MASKED ? min(key, there - 1) : key));
             }
         }
-        multiply_keys<MASKED>(s, rows, stage, seen);
+        multiply_keys<MASKED>(s, rows, stage, last);
         float largest[2] = {-INFINITY, -INFINITY}, highest[2] = {top[0], top[1]};
 #pragma unroll
         for (int n = 0; n < OWN / 8; ++n) {
@@ -169,12 +169,12 @@ struct Queries {
                 q[k][i] = both.lo;
             }
         }
-        multiply_values<MASKED>(p, q, stage + 2 * TILE, seen);
+        multiply_values<MASKED>(p, q, stage + 2 * TILE, last);
     }
 
     template <bool MASKED>
     static __device__ __forceinline__ void multiply_keys(float (&s)[OWN / 8][4], const char* rows, const char* keys,
-                                                         int seen) {
+                                                         int last) {
         const int lane = threadIdx.x % 32;
         rows += lane % 16 * PITCH + lane / 16 * 16;
         keys += lane % 8 * PITCH + lane / 8 % 2 * 16 + lane / 16 * TILE;  // lanes 16 to 31 load lo of K
@@ -188,7 +188,7 @@ struct Queries {
             load_matrices<false>(lo[0], lo[1], lo[2], lo[3], rows + QUERIES * PITCH + 32 * k);
 #pragma unroll
             for (int n = 0; n < OWN / 8; ++n) {
-                if (hidden<MASKED, 8>(n, seen)) continue;
+                if (hidden<MASKED, 8>(n, last)) continue;
                 unsigned b[2], c[2];
                 load_matrices<false>(b[0], b[1], c[0], c[1], keys + 8 * n * PITCH + 32 * k);
                 mma(s[n], hi, b);
@@ -205,7 +205,7 @@ struct Queries {
 
     template <bool MASKED>
     __device__ __forceinline__ void multiply_values(const unsigned (&p)[OWN / 16][4], const unsigned (&q)[OWN / 16][4],
-                                                    const char* values, int seen) {
+                                                    const char* values, int last) {
         const int lane = threadIdx.x % 32;
         values += lane % 16 * PITCH + lane / 16 * TILE;
 #pragma unroll
@@ -213,11 +213,11 @@ struct Queries {
             float sums[4] = {}, cross[4] = {};
 #pragma unroll
             for (int k = 0; k < OWN / 16; ++k) {  // one step per 16 keys
-                if (hidden<MASKED, 16>(2 * k, seen)) continue;
+                if (hidden<MASKED, 16>(2 * k, last)) continue;
                 unsigned b[2], c[2];
                 load_matrices<true>(b[0], b[1], c[0], c[1], values + 16 * k * PITCH + 16 * n);
-                const bool in_part = 16 * k == seen || is_past(16 * k, seen + 15);
-                if (MASKED && ATT_CAUSAL && in_part) take_apart(out[n], p[k], b, c, WINDOW ? seen - 16 * k : 0);
+                const bool in_part = 16 * k == last || is_past(16 * k, last + 15);
+                if (MASKED && ATT_CAUSAL && in_part) take_apart(out[n], p[k], b, c, WINDOW ? last - 16 * k : 0);
                 mma(sums, p[k], b);
                 mma(cross, p[k], c);
                 mma(cross, q[k], b);
@@ -311,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     const Job job = choose_job(cu_seqlens, B, seq_len, n_head, together, QUERIES);
     if (job.first >= job.length) return;
     const int C = SIZE * n_head, KV = C / ATT_SERVES, left = job.length - job.first;
-    const int keys = ATT_CAUSAL ? min(job.length, job.first + QUERIES) : job.length;  // keys seen: 0 .. keys - 1
+    const int keys = ATT_CAUSAL ? min(job.length, job.first + QUERIES) : job.length;  // visible keys: 0 .. keys - 1
     const long long stride = C + 2LL * KV, part = rows * stride;
     const T* head = parts + job.row * stride + SIZE * job.head;
     scale += job.row;
@@ -347,12 +347,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
         __syncthreads();  // the tile and the queries are complete; no thread still reads the previous tile
         ask(ring + empty);
         const char *const asked = asking + warp * PITCH, *const tile = ring + stage + own * PITCH;
-        const int from = key + own, seen = (ATT_CAUSAL ? first : job.length - 1) - from;
-        if (first < job.length && seen >= 0 && !is_past(OWN - 1, seen)) {
-            if (seen >= OWN - 1 && !is_past(0, seen + 15) && !Queries::ALL_MASKED) {
-                queries.take<false>(asked, tile, scale + from, job.length - from, seen);
+        const int from = key + own, last = (ATT_CAUSAL ? first : job.length - 1) - from;
+        if (first < job.length && last >= 0 && !is_past(OWN - 1, last)) {
+            if (last >= OWN - 1 && !is_past(0, last + 15) && !Queries::ALL_MASKED) {
+                queries.take<false>(asked, tile, scale + from, job.length - from, last);
             } else {
-                queries.take<true>(asked, tile, scale + from, job.length - from, seen);
+                queries.take<true>(asked, tile, scale + from, job.length - from, last);
             }
         }
         empty = stage;

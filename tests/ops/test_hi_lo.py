@@ -1,4 +1,4 @@
-"""Two-part matrices: TwoPartMatrix, and the ops that return or take one.
+"""Hi/lo matrices: HiLoMatrix, and the ops that return or take one.
 
 test_product_laws.py and test_attention_laws.py test the accuracy of products and attention.
 """
@@ -15,11 +15,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, TwoPartMatrix, ops, reference
+from gpt2block import HiLoMatrix, InputError, ops, reference
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import compute_capability
-from gpt2block.models.weights.two_part import scale_for
+from gpt2block.models.weights.hi_lo import scale_for
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.layernorm import layernorm_bound
 from gpt2block.ops.registry import OPERATIONS, STEPS
@@ -54,7 +54,7 @@ def wild(seed: int, rows: int, K: int) -> Array:
 def test_the_parts_of_every_number(seed: int, rows: int, K: int) -> None:
     x = wild(seed, rows, K)
     with np.errstate(over="ignore"):
-        parts, scale = reference.two_part(x)
+        parts, scale = reference.hi_lo(x)
     assert (parts.shape, parts.dtype.name) == ((2, rows, K), "float16")
     assert (scale.shape, scale.dtype.name) == ((rows,), "float32")
     for r in range(rows):
@@ -76,20 +76,20 @@ def test_the_parts_of_every_number(seed: int, rows: int, K: int) -> None:
                 )
 
 
-def test_two_part_and_joined() -> None:
+def test_hi_lo_and_joined() -> None:
     x = plain.normal(0, 2, 3, 40)
-    matrix = TwoPartMatrix.from_float32(x)
+    matrix = HiLoMatrix.from_float32(x)
     assert (matrix.shape, matrix.ndim, matrix.size) == ((2, 3, 40), 3, 240)
     assert matrix.nbytes == 2 * 2 * 240 + 4 * 6
     assert matrix.one_scale is None
     joined = matrix.joined()
     assert joined.dtype == np.float32
     assert np.abs(joined - x).max() <= np.abs(x).max() * 2.0**-22
-    np.testing.assert_array_equal(TwoPartMatrix.from_float32(joined).joined(), joined)
+    np.testing.assert_array_equal(HiLoMatrix.from_float32(joined).joined(), joined)
     np.testing.assert_array_equal(
-        TwoPartMatrix.from_float32(x[:, ::2]).joined(), matrix.joined()[:, ::2]
+        HiLoMatrix.from_float32(x[:, ::2]).joined(), matrix.joined()[:, ::2]
     )
-    assert TwoPartMatrix.from_float32(x[0, 0]).parts.shape == (2, 1, 40)
+    assert HiLoMatrix.from_float32(x[0, 0]).parts.shape == (2, 1, 40)
 
 
 @pytest.mark.parametrize(
@@ -121,19 +121,19 @@ def test_a_bound_that_is_none(bound: float) -> None:
 def test_parts_that_do_not_fit_together(parts: Any, scale: Any, shape: Any, message: str) -> None:
     made = [np.ones(*a) if isinstance(a, tuple) else a for a in (parts, scale)]
     with pytest.raises(InputError, match=message):
-        TwoPartMatrix(made[0], made[1], shape)
+        HiLoMatrix(made[0], made[1], shape)
 
 
 def test_scales_that_are_no_powers_of_two_and_arrays_in_strides() -> None:
-    good = TwoPartMatrix.from_float32(plain.normal(0, 3, 8))
+    good = HiLoMatrix.from_float32(plain.normal(0, 3, 8))
     for wrong in (3.0, 0.0, -1.0, np.nan, np.inf, 2.0**-127):
         scale = good.scale.copy()
         scale[1] = wrong
         with pytest.raises(InputError, match=r"scale: expected powers of two from 2\^-126 on, got"):
-            TwoPartMatrix(good.parts, scale, (3, 8))
+            HiLoMatrix(good.parts, scale, (3, 8))
     wide = np.zeros((2, 3, 16), np.float16)[..., ::2]
     with pytest.raises(InputError, match="parts: expected a C-contiguous array"):
-        TwoPartMatrix(wide, good.scale, (3, 8))
+        HiLoMatrix(wide, good.scale, (3, 8))
 
 
 @pytest.mark.parametrize(
@@ -147,21 +147,21 @@ def test_scales_that_are_no_powers_of_two_and_arrays_in_strides() -> None:
 )
 def test_what_cannot_be_converted(x: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        TwoPartMatrix.from_float32(x)
+        HiLoMatrix.from_float32(x)
     with pytest.raises(InputError, match="x: expected a NumPy array of float32"):
-        reference.two_part(x)
+        reference.hi_lo(x)
 
 
 # --- the kernels on the CPU -----------------------------------------------------------------------
 
 
-def host(matrix: TwoPartMatrix) -> TwoPartMatrix:
-    return TwoPartMatrix(matrix.parts.get(), matrix.scale.get(), matrix.shape)
+def host(matrix: HiLoMatrix) -> HiLoMatrix:
+    return HiLoMatrix(matrix.parts.get(), matrix.scale.get(), matrix.shape)
 
 
-def assert_same(got: TwoPartMatrix, x: Array) -> None:
+def assert_same(got: HiLoMatrix, x: Array) -> None:
     """Assert that parts and scales have the bits of the reference, except for bits of NaN."""
-    parts, scale = reference.two_part(x)
+    parts, scale = reference.hi_lo(x)
     np.testing.assert_array_equal(got.scale.view(np.uint32), scale.view(np.uint32))
     np.testing.assert_array_equal(got.parts, parts)
     there = ~np.isnan(parts)
@@ -181,23 +181,23 @@ def without_subnormals(x: Array) -> Array:
 def test_rows_of_all_magnitudes(order: str, rows: int, K: int) -> None:
     x = without_subnormals(wild(K, rows, K))
     with running_on(order):
-        assert_same(host(TwoPartMatrix.from_float32(cupy.asarray(x))), x)
+        assert_same(host(HiLoMatrix.from_float32(cupy.asarray(x))), x)
 
 
 @one_order
 def test_rows_that_are_not_contiguous(device: Any) -> None:
     x = without_subnormals(wild(0, 5, 64))
-    assert_same(host(ops.two_part(device.asarray(x)[:, ::2])), x[:, ::2])
+    assert_same(host(ops.hi_lo(device.asarray(x)[:, ::2])), x[:, ::2])
 
 
 @one_order
 @pytest.mark.parametrize("K", [1, 6, 192])
-def test_rows_of_a_two_part_matrix(device: Any, K: int) -> None:
+def test_rows_of_a_hi_lo_matrix(device: Any, K: int) -> None:
     x = plain.normal(K, 9, K) * np.float32(1e3)
     indices = np.array([8, 0, 3, 3], np.int32)
-    inputs = ops.two_part(device.asarray(x)), device.asarray(indices)
+    inputs = ops.hi_lo(device.asarray(x)), device.asarray(indices)
     got = STEPS["take"].bind(inputs).run().get()
-    np.testing.assert_array_equal(got, reference.joined(*reference.two_part(x))[indices])
+    np.testing.assert_array_equal(got, reference.joined(*reference.hi_lo(x))[indices])
 
 
 @every_device
@@ -214,14 +214,14 @@ def test_rows_of_a_matrix(device: Any, C: int, dtype: str) -> None:
 
 @one_order
 @pytest.mark.parametrize("C", [2, 64, 130])
-def test_two_part_rows_into_a_cache(device: Any, C: int) -> None:
+def test_hi_lo_rows_into_a_cache(device: Any, C: int) -> None:
     """Rows and positions outside the cache are skipped."""
     qkv = plain.normal(C, 5, 3 * C)
     row, position = np.array([1, 0, -1, 1, 2], np.int32), np.array([3, 0, 1, 4, 0], np.int32)
     k, v = (device.zeros((2, 4, C), "float32") for _ in "kv")
     at = map(device.asarray, (row, position))
-    ops.kv_append(ops.two_part(device.asarray(qkv)), k, v, *at)
-    joined = reference.joined(*reference.two_part(qkv))
+    ops.kv_append(ops.hi_lo(device.asarray(qkv)), k, v, *at)
+    joined = reference.joined(*reference.hi_lo(qkv))
     for got, part in ((k, joined[:, C : 2 * C]), (v, joined[:, 2 * C :])):
         expected = np.zeros((2, 4, C), np.float32)
         expected[1, 3], expected[0, 0] = part[0], part[1]
@@ -230,12 +230,12 @@ def test_two_part_rows_into_a_cache(device: Any, C: int) -> None:
 
 @every_order
 @pytest.mark.parametrize(("rows", "C"), [(5, 768), (3, 300)])
-def test_two_part_layernorm(order: str, rows: int, C: int) -> None:
+def test_hi_lo_layernorm(order: str, rows: int, C: int) -> None:
     x, gamma, beta = inputs(rows, C)
     x[rows - 1] = 0
     x[1, 7] = np.nan
     with running_on(order, H200):
-        out = TwoPartMatrix.empty((rows, C), layernorm_bound(gamma, beta))
+        out = HiLoMatrix.empty((rows, C), layernorm_bound(gamma, beta))
         arrays = tuple(map(cupy.asarray, (x, gamma, beta)))
         LAYERNORM.bind(arrays, out, eps=EPS).run()
         got = host(out).joined()
@@ -254,24 +254,24 @@ def cp() -> ModuleType:
 
 def variants() -> tuple[str, ...]:
     """Return the variants of `gemm` that this GPU has."""
-    return ("mma", "hopper") if compute_capability() == 90 else ("mma",)
+    return ("mma", "wgmma") if compute_capability() == 90 else ("mma",)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "shape", [(1, 1), (3, 7), (33, 130), (2, 5, 768), (1000, 3072), (2, 50257)]
 )
-def test_two_part_gives_the_bits_of_the_reference(cp: ModuleType, shape: tuple[int, ...]) -> None:
+def test_hi_lo_gives_the_bits_of_the_reference(cp: ModuleType, shape: tuple[int, ...]) -> None:
     rows = math.prod(shape[:-1])
     x = wild(0, rows, shape[-1]).reshape(shape)
     for _ in range(2):
-        assert_same(host(TwoPartMatrix.from_float32(cp.asarray(x))), x)
+        assert_same(host(HiLoMatrix.from_float32(cp.asarray(x))), x)
     memory = cp.zeros(x.size + 1, "float32")
     odd = memory[1:].reshape(shape)
     odd[...] = cp.asarray(x)
-    assert_same(host(TwoPartMatrix.from_float32(odd)), x)
-    got = TwoPartMatrix.from_float32(cp.asarray(x))
-    expected = TwoPartMatrix.from_float32(x).joined()
+    assert_same(host(HiLoMatrix.from_float32(odd)), x)
+    got = HiLoMatrix.from_float32(cp.asarray(x))
+    expected = HiLoMatrix.from_float32(x).joined()
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(got.joined().get(), without_subnormals(expected))
 
@@ -306,7 +306,7 @@ def test_a_product_is_as_accurate_as_cublas(cp: ModuleType, K: int, N: int, size
         off = np.abs(got.get()[rows] - truth[rows]) / largest
         return float(off.max()), float(np.sqrt((off**2).mean()))
 
-    matrix = TwoPartMatrix.from_float32(cp.asarray(w))
+    matrix = HiLoMatrix.from_float32(cp.asarray(w))
     try:
         peer = error(cp.matmul(*here) + cp.asarray(bias))
     except ImportError:
@@ -314,7 +314,7 @@ def test_a_product_is_as_accurate_as_cublas(cp: ModuleType, K: int, N: int, size
     results = []
     for variant in variants():
         got = ops.gemm(here[0], matrix, cp.asarray(bias), variant=variant)
-        parts = TwoPartMatrix.from_float32(here[0])
+        parts = HiLoMatrix.from_float32(here[0])
         again = ops.gemm(parts, matrix, cp.asarray(bias), variant=variant)
         np.testing.assert_array_equal(got.get(), again.get())
         np.testing.assert_array_equal(got.get()[5], bias)
@@ -340,7 +340,7 @@ def test_rows_and_weights_at_the_ends_of_float32(cp: ModuleType) -> None:
     a = rng.standard_normal((len(sizes), 64), dtype=np.float32) * sizes[:, None]
     w = rng.standard_normal((56, 64), dtype=np.float32) * np.repeat(sizes, 8)[:, None]
     truth = a.astype(np.float64) @ w.T.astype(np.float64)
-    matrix = TwoPartMatrix.from_float32(cp.asarray(w))
+    matrix = HiLoMatrix.from_float32(cp.asarray(w))
     for variant in variants():
         got = ops.gemm(cp.asarray(a), matrix, variant=variant).get()
         with np.errstate(over="ignore"):
@@ -353,63 +353,63 @@ def test_rows_and_weights_at_the_ends_of_float32(cp: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-def test_two_part_layernorm_product_and_attention(cp: ModuleType) -> None:
+def test_hi_lo_layernorm_product_and_attention(cp: ModuleType) -> None:
     """The public functions are called one after another; the result is compared with float64."""
     x, gamma, beta = inputs(100, 128)
     w, bias = plain.normal(3, 128, 384), plain.normal(4, 384)
     vectors = cp.asarray(gamma), cp.asarray(beta)
-    n = ops.layernorm(cp.asarray(x), *vectors, dtype="two_part")
-    assert isinstance(n, TwoPartMatrix)
+    n = ops.layernorm(cp.asarray(x), *vectors, dtype="hi_lo")
+    assert isinstance(n, HiLoMatrix)
     assert_normalized([n.get()], (x, gamma, beta))
-    matrix = TwoPartMatrix.from_float32(cp.asarray(np.ascontiguousarray(w.T)))
+    matrix = HiLoMatrix.from_float32(cp.asarray(np.ascontiguousarray(w.T)))
     bound = layernorm_bound(gamma, beta) * float(np.abs(w).sum(axis=0).max()) + 4
-    qkv = ops.gemm(n, matrix, cp.asarray(bias), dtype="two_part", bound=bound)
+    qkv = ops.gemm(n, matrix, cp.asarray(bias), dtype="hi_lo", bound=bound)
     assert qkv.one_scale == scale_for(bound)
     np.testing.assert_allclose(qkv.get(), ops.gemm(n, matrix, cp.asarray(bias)).get(), rtol=2e-7)
     out = ops.attention(qkv, 2, True)
     assert out.shape == (100, 128)
     truth = reference.attention(qkv.get().astype(np.float64), 2, True)
     plain.assert_as_accurate(out.get(), truth, plain.attention(qkv.get(), 2, True))
-    again = ops.gemm(n, matrix, cp.asarray(bias), dtype="two_part", bound=bound)
+    again = ops.gemm(n, matrix, cp.asarray(bias), dtype="hi_lo", bound=bound)
     np.testing.assert_array_equal(again.parts.get(), qkv.parts.get())
 
 
 @pytest.mark.gpu
 def test_a_bound_that_is_too_small_shows(cp: ModuleType) -> None:
-    a, w = cp.ones((8, 64), "float32"), TwoPartMatrix.from_float32(cp.ones((8, 64), "float32"))
-    assert (ops.gemm(a, w, dtype="two_part", bound=33.0).get() == 64).all()
-    assert np.isinf(ops.gemm(a, w, dtype="two_part", bound=31.0).get()).all()
+    a, w = cp.ones((8, 64), "float32"), HiLoMatrix.from_float32(cp.ones((8, 64), "float32"))
+    assert (ops.gemm(a, w, dtype="hi_lo", bound=33.0).get() == 64).all()
+    assert np.isinf(ops.gemm(a, w, dtype="hi_lo", bound=31.0).get()).all()
 
 
 @one_order
 def test_outputs_that_do_not_fit_are_refused(device: Any) -> None:
     ones = device.full((64, 64), 1, "float32")
-    a, w = TwoPartMatrix.from_float32(ones), TwoPartMatrix.from_float32(ones)
+    a, w = HiLoMatrix.from_float32(ones), HiLoMatrix.from_float32(ones)
     gemm, norm, attention = (OPERATIONS[name].bind for name in ("gemm", "layernorm", "attention"))
     for out, message in (
         (
-            TwoPartMatrix.empty((64, 64)),
-            r"out: expected one scale for all rows and no bound: TwoPartMatrix\.empty",
+            HiLoMatrix.empty((64, 64)),
+            r"out: expected one scale for all rows and no bound: HiLoMatrix\.empty",
         ),
-        (TwoPartMatrix.empty((64, 64), 1.0, a.parts), r"out: overlaps a\.parts: expected another"),
-        (TwoPartMatrix.empty((32, 64), 1.0), r"out: expected shape \(64, 64\), got \(32, 64\)"),
+        (HiLoMatrix.empty((64, 64), 1.0, a.parts), r"out: overlaps a\.parts: expected another"),
+        (HiLoMatrix.empty((32, 64), 1.0), r"out: expected shape \(64, 64\), got \(32, 64\)"),
         (ones[:32], r"out: expected shape \(64, 64\), got \(32, 64\)"),
     ):
         with pytest.raises(InputError, match=message):
             gemm((a, w), out)
-    with pytest.raises(InputError, match="residual: expected none with a two-part result"):
-        gemm((a, w, None, ones), TwoPartMatrix.empty((64, 64), 1.0))
+    with pytest.raises(InputError, match="residual: expected none with a hi/lo result"):
+        gemm((a, w, None, ones), HiLoMatrix.empty((64, 64), 1.0))
     with pytest.raises(InputError, match="out: expected one scale for all rows"):
         norm((ones, ones[0], ones[1]), a, eps=1e-5)
-    with pytest.raises(InputError, match="a two-part result is for variant narrow"):
-        norm((ones, ones[0], ones[1]), TwoPartMatrix.empty((64, 64), 1.0), eps=1e-5, variant=6)
-    qkv = TwoPartMatrix.from_float32(device.full((4, 192), 1, "float32"))
+    with pytest.raises(InputError, match="a hi/lo result is for variant narrow"):
+        norm((ones, ones[0], ones[1]), HiLoMatrix.empty((64, 64), 1.0), eps=1e-5, variant=6)
+    qkv = HiLoMatrix.from_float32(device.full((4, 192), 1, "float32"))
     for options, message in (
         ({"n_head": 2}, "head size 32: tensor cores take 64, 128"),
         ({"n_head": 5}, "qkv: expected .* a multiple of n_head 5"),
         (
             {"n_head": 1, "variant": "online"},
-            "variant online: takes no two-part matrix: use variant mma",
+            "variant online: takes no hi/lo matrix: use variant mma",
         ),
     ):
         with pytest.raises(InputError, match=message):

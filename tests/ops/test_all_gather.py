@@ -1,4 +1,4 @@
-"""Gathers of columns that several GPUs have computed."""
+"""All-gathers of columns that several GPUs have computed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, reference
 from gpt2block.cuda import replaced
-from gpt2block.ops import gather
-from gpt2block.ops.gather import GATHER, GATHER_NORM, RECEIVE, SEND, Mailboxes, part_of
+from gpt2block.ops import all_gather
+from gpt2block.ops.all_gather import ALL_GATHER, ALL_GATHER_NORM, LOAD, STORE, PeerBuffers, part_of
 from gpt2block.ops.rmsnorm import OPERAND
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.terms import Terms
@@ -24,8 +24,8 @@ Array = NDArray[Any]
 
 def gathered(
     cupy: Any,
-    mail: Mailboxes,
-    shares: Sequence[Array],
+    peers: PeerBuffers,
+    shards: Sequence[Array],
     residual: Array | None,
     norm: Mapping[str, Any] | None = None,
     **options: Any,
@@ -33,21 +33,21 @@ def gathered(
     """Return the results of all GPUs: streams of one device, or emulated GPUs that take turns.
 
     norm: weights and options of a norm; the results are then the sums and their norms. options: of
-    a gather without a norm.
+    an all-gather without a norm.
     """
-    firsts = np.cumsum([0, *(share.shape[1] for share in shares)])
+    firsts = np.cumsum([0, *(shard.shape[1] for shard in shards)])
     found, rounds = list[Any](), []
-    for me, share in enumerate(shares):
-        out = cupy.full((len(share), int(firsts[-1])), np.nan, share.dtype)
+    for me, shard in enumerate(shards):
+        out = cupy.full((len(shard), int(firsts[-1])), np.nan, shard.dtype)
         to = None if residual is None else cupy.asarray(residual)
-        inputs = (cupy.asarray(share), to, *mail.of(me).values())
+        inputs = (cupy.asarray(shard), to, *peers.of(me).values())
         sizes: dict[str, Any] = {"N": int(firsts[-1]), "first": int(firsts[me])}
         if norm is None:
-            bound = GATHER.bind_on_device(inputs, out if to is None else to, **sizes, **options)
+            bound = ALL_GATHER.bind_on_device(inputs, out if to is None else to, **sizes, **options)
         else:
             inputs = (*inputs[:2], cupy.asarray(norm["weight"]), *inputs[2:])
             sizes |= {"eps": EPS, "to_terms": norm["to_terms"]}
-            bound = GATHER_NORM.bind_on_device(inputs, out, **sizes)
+            bound = ALL_GATHER_NORM.bind_on_device(inputs, out, **sizes)
             found.append(to)
         found.append(bound.out)
         rounds.append((inputs, bound.launches))
@@ -56,11 +56,11 @@ def gathered(
             _ = launch.function.shared_size_bytes
     for launches in zip(*(each for _, each in rounds), strict=True):
         if replaced():
-            for parts in (SEND, RECEIVE):
+            for parts in (STORE, LOAD):
                 for launch in launches:
                     part_of(launch, parts).run()
         else:
-            for stream, launch in zip(streams(cupy, len(shares)), launches, strict=True):
+            for stream, launch in zip(streams(cupy, len(shards)), launches, strict=True):
                 with stream:
                     launch.run()
             cupy.cuda.Device().synchronize()
@@ -87,9 +87,9 @@ EPS = 1e-5
 
 
 def few_words(patch: pytest.MonkeyPatch, words: int = 1024) -> None:
-    """Make mailboxes small: 1,024 words need several rounds, and the emulator copies few words."""
+    """Make peer buffers small: 1,024 words need several rounds; the emulator copies few words."""
     for name, count in {"CAPACITY": words, "WORDS": words, "ROOM": words * 3 // 2}.items():
-        patch.setattr(gather, name, count)
+        patch.setattr(all_gather, name, count)
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)
@@ -104,14 +104,14 @@ def test_all_gpus_get_all_columns(
 ) -> None:
     few_words(monkeypatch)
     with running_on(where) as cupy:
-        mail = Mailboxes([0] * len(columns))
-        for seed in range(4):  # repeats reuse each half of a mailbox
-            shares = [normal(seed + n, M, S).astype(dtype) for n, S in enumerate(columns)]
+        peers = PeerBuffers([0] * len(columns))
+        for seed in range(4):  # repeats reuse each half of a peer buffer
+            shards = [normal(seed + n, M, S).astype(dtype) for n, S in enumerate(columns)]
             residual = normal(99, M, sum(columns)) if adds else None
-            expected = reference.gathered(shares, residual)
-            for result in gathered(cupy, mail, shares, residual):
+            expected = reference.all_gathered(shards, residual)
+            for result in gathered(cupy, peers, shards, residual):
                 np.testing.assert_array_equal(result, expected)
-        assert not mail.aborted
+        assert not peers.aborted
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)
@@ -123,21 +123,21 @@ def test_a_gather_with_a_norm_has_the_bits_of_both(
     C, M = sum(columns), 3
     few_words(monkeypatch, words=M * C)
     with running_on(where) as cupy:
-        mail = Mailboxes([0] * len(columns))
+        peers = PeerBuffers([0] * len(columns))
         for seed in range(3):
-            shares = [normal(seed + n, M, S) for n, S in enumerate(columns)]
+            shards = [normal(seed + n, M, S) for n, S in enumerate(columns)]
             residual, weight = normal(99, M, C), normal(98, 1, C)[0]
             norm = {"weight": weight, "to_terms": terms}
-            results = gathered(cupy, mail, shares, residual, norm)
-            total = cupy.asarray(reference.gathered(shares, residual))
+            results = gathered(cupy, peers, shards, residual, norm)
+            total = cupy.asarray(reference.all_gathered(shards, residual))
             inputs, options = (total, cupy.asarray(weight)), {"eps": EPS, "to_terms": terms}
             out = cupy.full((M, C), np.nan, "float32")  # terms do not fill the array
             RMSNORM.bind_on_device(inputs, out, variant="stream", **options).run()
             for stream, normed in zip(results[::2], results[1::2], strict=True):
                 assert_same_bits(stream, total.get())
                 assert_same_bits(normed, out.get())
-            gathered(cupy, mail, shares, residual)  # both kernels use the halves in turn
-        assert not mail.aborted
+            gathered(cupy, peers, shards, residual)  # both kernels use the halves in turn
+        assert not peers.aborted
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)
@@ -148,7 +148,7 @@ def test_a_gather_with_a_norm_has_the_bits_of_both(
         Terms("bfloat16", 8),
         Terms("float16", 16, 1.0, True),
         Terms("float16", 2, 1.0, True, True),
-        Terms("two_part", 0, 0.25),
+        Terms("hi_lo", 0, 0.25),
     ],
     ids=str,
 )
@@ -159,15 +159,15 @@ def test_a_gather_of_terms_has_the_bits_of_operand(
     columns, M = (128, 192, 64), 67
     few_words(monkeypatch, words=M * sum(columns))
     with running_on(where) as cupy:
-        mail = Mailboxes([0] * len(columns))
+        peers = PeerBuffers([0] * len(columns))
         for seed in range(2):
-            shares = [normal(seed + n, M, S) for n, S in enumerate(columns)]
+            shards = [normal(seed + n, M, S) for n, S in enumerate(columns)]
             out = cupy.full((M, sum(columns)), np.nan, "float32")  # terms do not fill the array
-            whole = cupy.asarray(np.concatenate(shares, axis=1))
+            whole = cupy.asarray(np.concatenate(shards, axis=1))
             OPERAND.bind_on_device((whole,), out, to_terms=terms).run()
-            for result in gathered(cupy, mail, shares, None, to_terms=terms):
+            for result in gathered(cupy, peers, shards, None, to_terms=terms):
                 assert_same_bits(result, out.get())
-        assert not mail.aborted
+        assert not peers.aborted
 
 
 @pytest.mark.parametrize(
@@ -186,29 +186,29 @@ def test_what_is_refused(
     shape: tuple[int, int], dtype: str, options: dict[str, Any], said: str
 ) -> None:
     with running_on("shuffled") as cupy:
-        share, mail = cupy.zeros(shape, dtype), Mailboxes([0]).of(0).values()
-        operation, given = GATHER, tuple[Any, ...]((share, None))
+        shard, peers = cupy.zeros(shape, dtype), PeerBuffers([0]).of(0).values()
+        operation, given = ALL_GATHER, tuple[Any, ...]((shard, None))
         if "eps" in options:
             N = options["N"]
             rows, weight = cupy.zeros((shape[0], N), "float32"), cupy.zeros(N, "float32")
-            operation, given = GATHER_NORM, (share, rows, weight)
+            operation, given = ALL_GATHER_NORM, (shard, rows, weight)
         with pytest.raises(InputError, match=said):
-            operation.bind_on_device((*given, *mail), **options)
+            operation.bind_on_device((*given, *peers), **options)
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)
 def test_a_gather_ends_after_an_abort(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     few_words(monkeypatch)
     with running_on(where) as cupy:
-        mail = Mailboxes([0, 0])
-        share = cupy.zeros((1, 64), "float32")
-        mail.abort()
-        bound = GATHER.bind_on_device((share, None, *mail.of(0).values()), N=128, first=0)
+        peers = PeerBuffers([0, 0])
+        shard = cupy.zeros((1, 64), "float32")
+        peers.abort()
+        bound = ALL_GATHER.bind_on_device((shard, None, *peers.of(0).values()), N=128, first=0)
         bound.run()  # no GPU sends the other half
         cupy.cuda.Device().synchronize()
-        assert mail.aborted
-        mail.clear()
-        assert not mail.aborted
-        shares = [normal(n, 1, 64) for n in range(2)]
-        for result in gathered(cupy, mail, shares, None):
-            np.testing.assert_array_equal(result, np.concatenate(shares, axis=1))
+        assert peers.aborted
+        peers.clear()
+        assert not peers.aborted
+        shards = [normal(n, 1, 64) for n in range(2)]
+        for result in gathered(cupy, peers, shards, None):
+            np.testing.assert_array_equal(result, np.concatenate(shards, axis=1))

@@ -1,14 +1,14 @@
-// GEMM of two-part matrices for Hopper:
+// GEMM of hi/lo matrices for Hopper:
 //
 //   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
 //
-//   gemm_split_hopper: float32 accuracy by TMA and wgmma: sums of high parts are added to floats during other products
+//   gemm_split_wgmma: float32 accuracy by TMA and wgmma: sums of high parts are added to floats during other products
 //
-// The parts hi and lo of a and w (lib/two_part.cuh) are multiplied as follows:
+// The parts hi and lo of a and w (lib/hi_lo.cuh) are multiplied as follows:
 //
 //   (a w^T)[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
 //
-// matmul/prompt/mma_two_part.cu describes the promotion of sums (the addition to separate floats, with rounding), the
+// matmul/prompt/mma_hi_lo.cu describes the promotion of sums (the addition to separate floats, with rounding), the
 // output with GEMM_SPLIT_OUT, and the effects of infinity and NaN. The sum of hi hi is promoted every 128 values along
 // K, while the products of hi lo and lo hi are running. The sums need three registers per output, so tiles are smaller
 // than in matmul/prompt/wgmma.cu.
@@ -43,7 +43,7 @@
 #endif
 #include "lib/storage.cuh"
 #include "lib/fast.cuh"
-#include "lib/two_part.cuh"
+#include "lib/hi_lo.cuh"
 #include "lib/matmul/wgmma.cuh"
 
 #ifndef GEMM_SPLIT_OUT
@@ -207,7 +207,7 @@ __device__ __forceinline__ void store_parts(const Total& total, const Group& gro
     }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_split_hopper(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_split_wgmma(
     const __grid_constant__ TensorMap a,          // (2, M, K): hi, lo
     const __grid_constant__ TensorMap w,          // (2, N, K)
     const __grid_constant__ TensorMap out_parts,  // (2, M, N), used instead of out with GEMM_SPLIT_OUT 1

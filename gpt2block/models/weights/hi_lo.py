@@ -1,4 +1,4 @@
-"""`TwoPartMatrix`: matrices for products of float32 accuracy on half-precision tensor cores."""
+"""`HiLoMatrix`: matrices for products of float32 accuracy on half-precision tensor cores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpt2block.checks import check_integer, check_span, is_plain, real
 from gpt2block.cuda import cupy, is_array
 from gpt2block.cuda.arrays import Composite, check, contiguous
 from gpt2block.errors import InputError, shown
-from gpt2block.models.number_formats import SMALLEST_SCALE, joined, two_part
+from gpt2block.models.number_formats import SMALLEST_SCALE, hi_lo, joined
 from gpt2block.models.weights import conversions
 from gpt2block.models.weights.matrix import check_device, check_kind, kind, on_host
 
@@ -20,12 +20,12 @@ LARGEST_BOUND = 2.0**127  # largest magnitude for which `scale_for` has a scale
 
 
 @dataclass(frozen=True, eq=False)
-class TwoPartMatrix(Composite):
+class HiLoMatrix(Composite):
     """A matrix of float32 numbers (..., K), stored as (hi + lo 2^-11) scale, with a scale per row.
 
     parts: (2, rows, K), hi and lo in float16. scale: (rows,), float32 powers of two. Both are NumPy
     or CuPy arrays, C-contiguous. shape: (..., K), where the product of the leading axes is rows.
-    `two_part` defines the parts: they keep 22 significant bits of each number, or its
+    `hi_lo` defines the parts: they keep 22 significant bits of each number, or its
     bits above 2^-50 times the largest number in the row. one_scale: the scale of all rows if it was
     chosen before the numbers were known, as in `empty`; else None.
 
@@ -67,8 +67,8 @@ class TwoPartMatrix(Composite):
             )
 
     @classmethod
-    def from_float32(cls, x: Any) -> TwoPartMatrix:
-        """Return a float32 array (..., K) as a TwoPartMatrix.
+    def from_float32(cls, x: Any) -> HiLoMatrix:
+        """Return a float32 array (..., K) as a HiLoMatrix.
 
         A NumPy array is converted on the host, a CuPy array on the GPU; both conversions give equal
         parts and scales. Raises InputError.
@@ -78,19 +78,19 @@ class TwoPartMatrix(Composite):
             check("x", x)
             conversions.check_sizes("x", _rows("x", x.shape), conversions.LARGEST_OPERAND)
             made = cls.empty(x.shape)
-            conversions.two_part(x, made.parts, made.scale).run()
+            conversions.hi_lo(x, made.parts, made.scale).run()
             return made
         if not is_plain(x):
             raise InputError(f"x: expected a NumPy or CuPy array, got {kind(x)}")
         if x.dtype != np.float32:
             raise InputError(f"x: expected float32, got {x.dtype}: use .astype('float32')")
         _rows("x", x.shape)
-        return cls(*two_part(x), x.shape)
+        return cls(*hi_lo(x), x.shape)
 
     @classmethod
     def empty(
         cls, shape: tuple[int, ...], bound: float | None = None, parts: Any = None
-    ) -> TwoPartMatrix:
+    ) -> HiLoMatrix:
         """Allocate a matrix on the current GPU for a kernel to write.
 
         bound: the largest magnitude of the result, which determines one scale for all rows; None
@@ -105,7 +105,7 @@ class TwoPartMatrix(Composite):
         return cls(parts, cupy.full((rows,), one, dtype="float32"), shape, one)
 
     def __repr__(self) -> str:
-        return f"TwoPartMatrix(shape={self.shape}, {kind(self.parts)}, {self.nbytes:,} bytes)"
+        return f"HiLoMatrix(shape={self.shape}, {kind(self.parts)}, {self.nbytes:,} bytes)"
 
     @property
     def ndim(self) -> int:
@@ -121,11 +121,11 @@ class TwoPartMatrix(Composite):
         """Bytes of the parts and the scales."""
         return int(self.parts.nbytes) + int(self.scale.nbytes)
 
-    def columns(self, begin: int, end: int) -> TwoPartMatrix:
+    def columns(self, begin: int, end: int) -> HiLoMatrix:
         """Return the share with outputs (rows) begin … end - 1 of weights (N, K), a copy."""
         check_span(begin, end, len(self.scale))
         parts, scale = self.parts[:, begin:end].copy(), self.scale[begin:end].copy()
-        return TwoPartMatrix(parts, scale, parts.shape[1:], self.one_scale)
+        return HiLoMatrix(parts, scale, parts.shape[1:], self.one_scale)
 
     def joined(self) -> Any:
         """Return the numbers as a float32 array (..., K), NumPy or CuPy."""

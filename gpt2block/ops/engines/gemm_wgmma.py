@@ -7,27 +7,27 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines, Geometry
-from gpt2block.models.weights.gguf import OCTET
+from gpt2block.models.weights.gguf import ROW_GROUP
 from gpt2block.ops.engines.gemm_mma import epilogue
 
 FILE = "matmul/prompt/wgmma.cu"
-KERNEL = "gemm_hopper"
+KERNEL = "gemm_wgmma"
 FP8_FILE = "matmul/prompt/wgmma_fp8.cu"
-FP8_KERNEL = "gemm_fp8_hopper"
+FP8_KERNEL = "gemm_fp8_wgmma"
 GGUF_FILE = "matmul/prompt/wgmma_gguf.cu"
-GGUF_KERNEL = "gemm_gguf_hopper"
-TWO_PART_FILE = "matmul/prompt/wgmma_two_part.cu"
-TWO_PART_KERNEL = "gemm_split_hopper"
+GGUF_KERNEL = "gemm_gguf_wgmma"
+HI_LO_FILE = "matmul/prompt/wgmma_hi_lo.cu"
+HI_LO_KERNEL = "gemm_split_wgmma"
 SLICE = 64  # values along K in a slice
 CONSUMERS = 2  # warpgroups of a block that multiply
 THREADS = 128 * (1 + CONSUMERS)
 BUFFERS = 2  # output chunks per warpgroup that can be in flight to device memory
 ALIGNMENT = 1024  # bytes to which the ring of slices in shared memory is aligned
-MOST_SHARED = 227 * 1024  # maximum bytes of shared memory per block
-MOST_GGUF_STAGES = 3  # maximum slices of K in the ring of GGUF blocks
+MAX_SHARED = 227 * 1024  # maximum bytes of shared memory per block
+MAX_GGUF_STAGES = 3  # maximum slices of K in the ring of GGUF blocks
 
 
-class HopperGemmTile(NamedTuple):
+class WgmmaGemmTile(NamedTuple):
     """Sizes of a tile (constants of lib/matmul/wgmma.cuh) and its estimated times on an H200."""
 
     rows: int
@@ -54,31 +54,31 @@ class HopperGemmTile(NamedTuple):
 # tiles with 176 columns, times are estimated from tiles with 192 columns. For N = 11008, 176
 # columns save 4 % of the time at 1,024 rows and nothing at 512 rows.
 TILES = (
-    HopperGemmTile(128, 192, (128, 192), 4, 64, 1, 2, 2.4, 0.437, 1.1),
-    HopperGemmTile(128, 192, (64, 192), 4, 64, 1, 2, 0.8, 0.436, 2.5),
-    HopperGemmTile(128, 176, (128, 176), 5, 16, 1, 2, 2.4, 0.415, 1.1),
-    HopperGemmTile(128, 144, (64, 144), 5, 16, 1, 2, 0.7, 0.400, 2.5),
-    HopperGemmTile(128, 128, (128, 128), 6, 32, 1, 2, 2.4, 0.380, 0.8),
-    HopperGemmTile(128, 128, (64, 128), 6, 32, 1, 2, 0.8, 0.382, 1.8),
-    HopperGemmTile(128, 96, (128, 96), 6, 32, 1, 2, 2.2, 0.275, 0.5),
-    HopperGemmTile(128, 96, (64, 96), 7, 32, 1, 1, 0.6, 0.285, 1.5),
-    HopperGemmTile(64, 96, (64, 96), 8, 32, 1, 2, 2.0, 0.151, 0.4),
-    HopperGemmTile(64, 64, (64, 32), 8, 32, 1, 1, 1.2, 0.154, 0.7),
-    HopperGemmTile(128, 96, (64, 96), 6, 16, 2, 1, 0.0, 0.247, 3.5),
-    HopperGemmTile(128, 64, (64, 64), 8, 16, 2, 1, 0.0, 0.195, 2.8),
-    HopperGemmTile(64, 64, (64, 32), 8, 16, 2, 1, 0.0, 0.168, 2.1),
-    HopperGemmTile(128, 64, (64, 64), 8, 16, 4, 1, 0.0, 0.228, 2.7),
+    WgmmaGemmTile(128, 192, (128, 192), 4, 64, 1, 2, 2.4, 0.437, 1.1),
+    WgmmaGemmTile(128, 192, (64, 192), 4, 64, 1, 2, 0.8, 0.436, 2.5),
+    WgmmaGemmTile(128, 176, (128, 176), 5, 16, 1, 2, 2.4, 0.415, 1.1),
+    WgmmaGemmTile(128, 144, (64, 144), 5, 16, 1, 2, 0.7, 0.400, 2.5),
+    WgmmaGemmTile(128, 128, (128, 128), 6, 32, 1, 2, 2.4, 0.380, 0.8),
+    WgmmaGemmTile(128, 128, (64, 128), 6, 32, 1, 2, 0.8, 0.382, 1.8),
+    WgmmaGemmTile(128, 96, (128, 96), 6, 32, 1, 2, 2.2, 0.275, 0.5),
+    WgmmaGemmTile(128, 96, (64, 96), 7, 32, 1, 1, 0.6, 0.285, 1.5),
+    WgmmaGemmTile(64, 96, (64, 96), 8, 32, 1, 2, 2.0, 0.151, 0.4),
+    WgmmaGemmTile(64, 64, (64, 32), 8, 32, 1, 1, 1.2, 0.154, 0.7),
+    WgmmaGemmTile(128, 96, (64, 96), 6, 16, 2, 1, 0.0, 0.247, 3.5),
+    WgmmaGemmTile(128, 64, (64, 64), 8, 16, 2, 1, 0.0, 0.195, 2.8),
+    WgmmaGemmTile(64, 64, (64, 32), 8, 16, 2, 1, 0.0, 0.168, 2.1),
+    WgmmaGemmTile(128, 64, (64, 64), 8, 16, 4, 1, 0.0, 0.228, 2.7),
 )
 
 # Tiles of kernels that keep weights in registers: rows of a tile are rows of w, and its columns are
 # rows of a. The times are fitted to products of GPT-2 and Llama 7B with FP8 weights and M from 128
 # to 2048. Other measured tiles, most of them with a single warpgroup, were never the fastest.
 OF_REGISTERS = (
-    HopperGemmTile(128, 256, (64, 256), 5, 32, 1, 2, 0.4, 0.655, 2.2),
-    HopperGemmTile(128, 192, (64, 192), 6, 32, 1, 2, 0.0, 0.500, 2.7),
-    HopperGemmTile(128, 128, (64, 128), 8, 32, 1, 2, 0.7, 0.367, 1.2),
-    HopperGemmTile(128, 96, (64, 96), 8, 32, 1, 1, 0.7, 0.327, 1.1),
-    HopperGemmTile(64, 64, (64, 64), 8, 32, 1, 1, 1.9, 0.246, 0.0),
+    WgmmaGemmTile(128, 256, (64, 256), 5, 32, 1, 2, 0.4, 0.655, 2.2),
+    WgmmaGemmTile(128, 192, (64, 192), 6, 32, 1, 2, 0.0, 0.500, 2.7),
+    WgmmaGemmTile(128, 128, (64, 128), 8, 32, 1, 2, 0.7, 0.367, 1.2),
+    WgmmaGemmTile(128, 96, (64, 96), 8, 32, 1, 1, 0.7, 0.327, 1.1),
+    WgmmaGemmTile(64, 64, (64, 64), 8, 32, 1, 1, 1.9, 0.246, 0.0),
 )
 
 # STREAMED: tiles for calls that provide memory for partial sums, which one cluster passes to the
@@ -88,23 +88,23 @@ STREAMED = tuple(tile._replace(stream=True) for tile in OF_REGISTERS if tile.sha
 STREAM_K_US = 4.0
 FLAGS = 1024  # floats before the partial sums: flags that say whether a warpgroup's sums are stored
 
-MOST_ROWS = max(tile.rows for tile in OF_REGISTERS)
+MAX_ROWS = max(tile.rows for tile in OF_REGISTERS)
 
-# Tiles for TwoPartMatrix operands, whose kernel keeps three accumulators per output.
-TWO_PART_TILES = (
-    HopperGemmTile(64, 128, (64, 128), 4, 32, 1, 2, 2.2, 0.471, 1.6),
-    HopperGemmTile(64, 96, (64, 96), 5, 32, 1, 2, 2.0, 0.355, 1.5),
-    HopperGemmTile(64, 48, (64, 48), 7, 16, 1, 1, 2.0, 0.246, 0.7),
+# Tiles for HiLoMatrix operands, whose kernel keeps three accumulators per output.
+HI_LO_TILES = (
+    WgmmaGemmTile(64, 128, (64, 128), 4, 32, 1, 2, 2.2, 0.471, 1.6),
+    WgmmaGemmTile(64, 96, (64, 96), 5, 32, 1, 2, 2.0, 0.355, 1.5),
+    WgmmaGemmTile(64, 48, (64, 48), 7, 16, 1, 1, 2.0, 0.246, 0.7),
 )
 
 
 def choose_tile(
-    tiles: tuple[HopperGemmTile, ...], M: int, N: int, K: int, split_k: bool, sms: int
-) -> HopperGemmTile:
+    tiles: tuple[WgmmaGemmTile, ...], M: int, N: int, K: int, split_k: bool, sms: int
+) -> WgmmaGemmTile:
     """Return the tile with the shortest estimated time. split_k: whether a tile may split K."""
     slices = ceil(K / SLICE)
 
-    def us(tile: HopperGemmTile) -> float:
+    def us(tile: WgmmaGemmTile) -> float:
         waves = _tiles(tile, M, N) / _at_once(tile, sms)
         if tile.stream:
             ends = STREAM_K_US + ceil(waves) * tile.wave_us
@@ -116,12 +116,12 @@ def choose_tile(
     return min(allowed, key=us)
 
 
-def _tiles(tile: HopperGemmTile, M: int, N: int) -> int:
+def _tiles(tile: WgmmaGemmTile, M: int, N: int) -> int:
     """Number of units of work in (M, N): groups of `tile.shares` tiles that share loads of w."""
     return ceil(M / (tile.rows * tile.shares)) * ceil(N / tile.columns)
 
 
-def _at_once(tile: HopperGemmTile, sms: int) -> int:
+def _at_once(tile: WgmmaGemmTile, sms: int) -> int:
     """Estimated number of clusters that run at once. Clusters of 3+ blocks leave SMs unused."""
     return sms // tile.cluster if tile.cluster < 3 else 8 * sms // (9 * tile.cluster)
 
@@ -132,7 +132,7 @@ def geometry(
     N: int,
     K: int,
     *,
-    two_part: bool = False,
+    hi_lo: bool = False,
     gelu: bool = False,
     residual: bool = False,
     other_out: bool = False,
@@ -140,48 +140,48 @@ def geometry(
     early: bool = True,
     split_k: bool = False,
     fp8: bool = False,
-    octet: int = 0,
+    row_group: int = 0,
     streams: bool = False,
     sms: int,
-    tile: HopperGemmTile | None = None,
-) -> tuple[Geometry, HopperGemmTile]:
-    """Return a gemm_*hopper kernel's launch geometry, and the tile from which tensor maps follow.
+    tile: WgmmaGemmTile | None = None,
+) -> tuple[Geometry, WgmmaGemmTile]:
+    """Return a gemm_*wgmma kernel's launch geometry, and the tile from which tensor maps follow.
 
     a is (M, K), w (N, K). other_out, scaled, early, tile: as in `geometry` of `_gemm_mma`. Unless K
-    is split, the result has the same bits for any tile. fp8: whether w is FP8, for gemm_fp8_hopper.
-    octet: bytes of eight rows of w in GGUF blocks, for gemm_gguf_hopper; 0 for other weights. These
-    two kernels multiply w by a, in this order, and do not split K. streams: whether the call
+    is split, the result has the same bits for any tile. fp8: whether w is FP8, for gemm_fp8_wgmma.
+    row_group: bytes of eight rows of w in GGUF blocks, for gemm_gguf_wgmma; 0 for other weights.
+    These two kernels multiply w by a, in this order, and do not split K. streams: whether the call
     provides `workspace_floats` floats of memory to these two kernels.
     """
-    turned = fp8 or octet > 0
+    turned = fp8 or row_group > 0
     of_registers = OF_REGISTERS + STREAMED * streams
-    candidates = TWO_PART_TILES if two_part else of_registers if turned else TILES
+    candidates = HI_LO_TILES if hi_lo else of_registers if turned else TILES
     if turned:
         M, N = N, M
     tile = tile or choose_tile(candidates, M, N, K, split_k and candidates is TILES, sms)
-    if two_part:
-        kernel, chunks, floats = TWO_PART_KERNEL, BUFFERS * other_out, 2 * tile.group[1]
+    if hi_lo:
+        kernel, chunks, floats = HI_LO_KERNEL, BUFFERS * other_out, 2 * tile.group[1]
     elif turned:
         kernel = FP8_KERNEL if fp8 else GGUF_KERNEL
         chunks, floats = BUFFERS * (not other_out), (1 + scaled) * tile.group[0]
     else:
         kernel, chunks = KERNEL, BUFFERS * (not other_out)
         floats = (1 + scaled) * tile.group[1] // tile.split_k  # floats of bias, and of scales
-    of_w = 0 if octet else 1 if fp8 else 2
-    shared = shared_bytes(tile, 1 + two_part, chunks, floats, of_w)
-    if octet:
-        shared += MOST_GGUF_STAGES * (tile.rows // OCTET * octet + 16) + 16
-        while shared > MOST_SHARED:
+    of_w = 0 if row_group else 1 if fp8 else 2
+    shared = shared_bytes(tile, 1 + hi_lo, chunks, floats, of_w)
+    if row_group:
+        shared += MAX_GGUF_STAGES * (tile.rows // ROW_GROUP * row_group + 16) + 16
+        while shared > MAX_SHARED:
             tile = tile._replace(stages=tile.stages - 1)
             shared -= 2 * SLICE * tile.columns + 16
-    ends = epilogue(two_part, gelu, residual, other_out, scaled)
+    ends = epilogue(hi_lo, gelu, residual, other_out, scaled)
     if not early:
         ends += (("GEMM_EARLY", 0),)
     return launched(kernel, tile, M, N, sms, shared, ends), tile
 
 
 def launched(
-    kernel: str, tile: HopperGemmTile, M: int, N: int, sms: int, shared: int, ends: Defines
+    kernel: str, tile: WgmmaGemmTile, M: int, N: int, sms: int, shared: int, ends: Defines
 ) -> Geometry:
     """Return the launch geometry of a kernel based on lib/matmul/wgmma.cuh, for a result (M, N).
 
@@ -213,7 +213,7 @@ def workspace_floats(sms: int) -> int:
 
 
 def shared_bytes(
-    tile: HopperGemmTile, parts: int, chunks: int, floats: int, of_rows: int = 2
+    tile: WgmmaGemmTile, parts: int, chunks: int, floats: int, of_rows: int = 2
 ) -> int:
     """Bytes of shared memory per block: slices, output, received sums, bias and scales, barriers.
 

@@ -9,10 +9,10 @@ from gpt2block.cuda.arrays import CudaArray, device_attribute
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
-from gpt2block.ops.engines.gemm_hopper import (
+from gpt2block.ops.engines.gemm_wgmma import (
     BUFFERS,
     SLICE,
-    HopperGemmTile,
+    WgmmaGemmTile,
     choose_tile,
     launched,
     shared_bytes,
@@ -26,11 +26,11 @@ FILE = "matmul/prompt/rmsnorm_wgmma.cu"
 # SM one block: 64x64 with K split in two makes 128 blocks for 4,096 columns, and 64x192 makes 115
 # blocks for the 2 · 11,008 columns of the feed-forward.
 MATMUL_TILES = (
-    HopperGemmTile(256, 128, (128, 128), 4, 32, 1, 1, 0.0, 0.673, 0.0),
-    HopperGemmTile(128, 128, (64, 128), 6, 32, 1, 1, 0.0, 0.390, 0.0),
-    HopperGemmTile(128, 64, (64, 64), 8, 32, 1, 2, 0.0, 0.278, 0.0),
-    HopperGemmTile(128, 64, (64, 64), 8, 32, 2, 1, 0.0, 0.361, 0.0),
-    HopperGemmTile(64, 64, (64, 32), 8, 16, 2, 1, 0.0, 0.327, 0.0),
+    WgmmaGemmTile(256, 128, (128, 128), 4, 32, 1, 1, 0.0, 0.673, 0.0),
+    WgmmaGemmTile(128, 128, (64, 128), 6, 32, 1, 1, 0.0, 0.390, 0.0),
+    WgmmaGemmTile(128, 64, (64, 64), 8, 32, 1, 2, 0.0, 0.278, 0.0),
+    WgmmaGemmTile(128, 64, (64, 64), 8, 32, 2, 1, 0.0, 0.361, 0.0),
+    WgmmaGemmTile(64, 64, (64, 32), 8, 16, 2, 1, 0.0, 0.327, 0.0),
 )
 
 # Tiles of the feed-forward, by layout of the weights. Columns of a tile count both weight matrices.
@@ -38,19 +38,19 @@ MATMUL_TILES = (
 # SM. In layout (K, N), weights are loaded in boxes of 64 columns.
 FFN_TILES = {
     "NK": (
-        HopperGemmTile(128, 192, (128, 192), 4, 32, 1, 2, 0.0, 0.515, 0.0),
-        HopperGemmTile(128, 224, (64, 224), 4, 16, 1, 2, 0.0, 0.632, 0.0),
-        HopperGemmTile(128, 192, (64, 192), 4, 32, 1, 1, 0.0, 0.780, 0.0),
-        HopperGemmTile(64, 192, (64, 96), 6, 16, 1, 1, 0.0, 0.730, 0.0),
+        WgmmaGemmTile(128, 192, (128, 192), 4, 32, 1, 2, 0.0, 0.515, 0.0),
+        WgmmaGemmTile(128, 224, (64, 224), 4, 16, 1, 2, 0.0, 0.632, 0.0),
+        WgmmaGemmTile(128, 192, (64, 192), 4, 32, 1, 1, 0.0, 0.780, 0.0),
+        WgmmaGemmTile(64, 192, (64, 96), 6, 16, 1, 1, 0.0, 0.730, 0.0),
     ),
     "KN": (
-        HopperGemmTile(128, 256, (64, 256), 4, 32, 1, 1, 1.8, 0.83, 2.4),
-        HopperGemmTile(64, 256, (64, 128), 5, 32, 1, 1, 0.5, 0.45, 1.2),
+        WgmmaGemmTile(128, 256, (64, 256), 4, 32, 1, 1, 1.8, 0.83, 2.4),
+        WgmmaGemmTile(64, 256, (64, 128), 5, 32, 1, 1, 0.5, 0.45, 1.2),
     ),
 }
 
 
-def tiles(matrices: int, layout: str) -> tuple[HopperGemmTile, ...]:
+def tiles(matrices: int, layout: str) -> tuple[WgmmaGemmTile, ...]:
     """Return the tiles to choose from, for one or two weight matrices stored in `layout`."""
     return MATMUL_TILES if matrices == 1 else FFN_TILES[layout]
 
@@ -93,8 +93,8 @@ def geometry(
     layout: str,
     turns: bool = False,
     sms: int,
-    tile: HopperGemmTile | None = None,
-) -> tuple[Geometry, HopperGemmTile]:
+    tile: WgmmaGemmTile | None = None,
+) -> tuple[Geometry, WgmmaGemmTile]:
     """Return the geometry for M rows and one or two matrices with N outputs, and the chosen tile.
 
     layout: layout of w, "KN" or "NK". turns: whether the kernel computes RoPE. tile: used instead
@@ -107,17 +107,17 @@ def geometry(
         ("NORM_W_NK", int(layout == "NK")),
         ("NORM_TURNS", int(turns)),
     )
-    kernel = "rmsnorm_matmul_hopper" if matrices == 1 else "rmsnorm_ffn_hopper"
+    kernel = "rmsnorm_matmul_wgmma" if matrices == 1 else "rmsnorm_ffn_wgmma"
     shared = shared_bytes(tile, 1, BUFFERS, tile.group[1] // tile.split_k)
     return launched(kernel, tile, M, columns, sms, shared, ends), tile
 
 
-def rows_loaded(tile: HopperGemmTile, M: int) -> int:
+def rows_loaded(tile: WgmmaGemmTile, M: int) -> int:
     """Rows that a TMA copy for a tile includes; no more than needed, as all rows take time."""
     return min(tile.rows, ceil(M / 16) * 16)
 
 
-def weight_box(tile: HopperGemmTile, matrices: int, layout: str) -> tuple[int, int, int]:
+def weight_box(tile: WgmmaGemmTile, matrices: int, layout: str) -> tuple[int, int, int]:
     """Shape of the box of w, an array (1, N, K) or (1, K, N), that a block loads at a time."""
     if layout == "KN":
         return 1, SLICE // tile.shares, SLICE

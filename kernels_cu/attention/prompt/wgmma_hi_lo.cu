@@ -2,14 +2,14 @@
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else all j
 //
-// attention/prompt/mma_two_part.cu describes matrices, scales, weights, ATT_ONE_SCALE, and how infinite and NaN values
+// attention/prompt/mma_hi_lo.cu describes matrices, scales, weights, ATT_ONE_SCALE, and how infinite and NaN values
 // are treated. attention/prompt/wgmma.cu describes copies by TMA into a ring.
 //
 //   parts (2, rows, W)       hi, then lo; a row is [Q | K | V], and scale (rows) applies to its Q, K and V
 //   out_parts (2, rows, C)   the rows of all sequences, one sequence after the other
 //   out_scale (rows)         the largest scale of the rows that row i sees
 //
-//   attention_fp32_hopper: float32 accuracy by wgmma: two warpgroups take alternate keys of 64 queries, copied by TMA
+//   attention_fp32_wgmma: float32 accuracy by wgmma: two warpgroups take alternate keys of 64 queries, copied by TMA
 //
 // A tile is 64 keys; tiles are processed from the last keys that the queries see to the first. Two warpgroups halve the
 // time of a sequence's last queries, which see the most keys. The second group passes its sums to the first at the end.
@@ -41,7 +41,7 @@
 #endif
 #include "lib/common.cuh"
 #include "lib/fast.cuh"
-#include "lib/two_part.cuh"
+#include "lib/hi_lo.cuh"
 #include "lib/sm80.cuh"
 #include "lib/sm90_wgmma.cuh"
 
@@ -55,8 +55,8 @@
 #define ATT_TURNS 1
 #endif
 #include "lib/attention/scores.cuh"
-#include "lib/attention/two_part_rows.cuh"
-#include "attention/prompt/wgmma_two_part_copies.cuh"
+#include "lib/attention/hi_lo_rows.cuh"
+#include "attention/prompt/wgmma_hi_lo_copies.cuh"
 
 constexpr int SUMS = 4 * COLUMNS;  // output sums per thread
 
@@ -157,12 +157,12 @@ struct Consumer {
     }
 
     // Replaces the scores of a tile by P (softmax weights) in two parts. With MASKED, not all queries see all of the
-    // tile's keys. If causal, row i of the warp sees keys 0 .. seen + i, or only the last WINDOW of these; otherwise
-    // all rows see keys 0 .. seen.
+    // tile's keys. If causal, row i of the warp sees keys 0 .. last + i, or only the last WINDOW of these; otherwise
+    // all rows see keys 0 .. last.
     template <bool MASKED>
-    __device__ __forceinline__ void soften(int seen) {
+    __device__ __forceinline__ void soften(int last) {
         // The last key that row g = lane / 4 sees, relative to the lane's first key.
-        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * (lane % 4);
+        const int sees = last + (ATT_CAUSAL ? lane / 4 : 0) - 2 * (lane % 4);
         float largest[2] = {-INFINITY, -INFINITY}, highest[2] = {top[0], top[1]};
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n) {
@@ -368,7 +368,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const T* part
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_fp32_hopper(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_fp32_wgmma(
     const __grid_constant__ TensorMap map,  // tensor map of parts
     const T* parts,                         // (2, rows, W)
     const float* scale,                     // (rows), powers of two from 2^-126 to 2^126

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.contract import unchecked
 from gpt2block.engine.model import StepResult
-from gpt2block.engine.passes.machine import Machine, Step
+from gpt2block.engine.passes.executor import Executor, Step
 from gpt2block.engine.timeline import Call, Clock, Timeline
 from gpt2block.models.architectures.architecture import Value
 
@@ -43,7 +43,7 @@ class Functions(dict[str, Callable[..., Any]]):
 FUNCTIONS = Functions({})
 
 
-class NumpyMachine(Machine):
+class NumpyExecutor(Executor):
     """An executor that computes each step immediately; results are freed after their last use.
 
     keep: names of results that `kept` holds; None for all. functions: compute the steps. note:
@@ -87,11 +87,11 @@ class NumpySteps:
     def describe(self) -> str:
         return f"CPU ({platform.machine()}), NumPy {np.__version__}"
 
-    def machine(
+    def executor(
         self, tensors: Mapping[str, NDArray[Any]], keep: Collection[str] | None = ()
-    ) -> NumpyMachine:
-        """Return a NumpyMachine for the arrays `known` and `tensors`. keep: see NumpyMachine."""
-        return NumpyMachine({**self.known, **tensors}, keep, self.functions, self._note)
+    ) -> NumpyExecutor:
+        """Return a NumpyExecutor for the arrays `known` and `tensors`. keep: see NumpyExecutor."""
+        return NumpyExecutor({**self.known, **tensors}, keep, self.functions, self._note)
 
     def timed(self, call: Call) -> list[Timeline]:
         """Call `call`; return a list with the Timeline of its steps, empty if no step ran."""
@@ -106,7 +106,7 @@ class NumpySteps:
 
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
         """Run one step RUNS times; return its result and the shortest wall time."""
-        do, times = self.machine(tensors), []
+        do, times = self.executor(tensors), []
         for _ in range(RUNS):
             start = perf_counter()
             out = do.do(step)

@@ -1,7 +1,7 @@
-"""`Machine`, the interface of executors of a pass's steps; `Outline`, which only lists steps.
+"""`Executor`, the interface of executors of a pass's steps; `Outline`, which only lists steps.
 
-A pass calls a machine once for each step (`gpt2block.engine.passes.forward`). Machines compute with
-NumPy, record kernel launches, compute bounds of magnitudes, or list the steps.
+A pass calls an executor once for each step (`gpt2block.engine.passes.forward`). Executors compute
+with NumPy, record kernel launches, compute bounds of magnitudes, or list the steps.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from gpt2block.models.architectures.architecture import Value
 
-TWO_PART = "two_part"  # dtype name that stands for a TwoPartMatrix
+HI_LO = "hi_lo"  # dtype name that stands for a HiLoMatrix
 
 
-def two_part_of(matrix: str) -> str:
-    """Return the name of a matrix's two-part form (two float16 parts for each float32 number)."""
+def hi_lo_of(matrix: str) -> str:
+    """Return the name of a matrix's hi/lo form (two float16 numbers for each float32 number)."""
     return f"{matrix}.parts"
 
 
@@ -25,7 +25,7 @@ class Step(NamedTuple):
 
     inputs: results, or names of tensors, in the order of the function's arrays; "" for an omitted
     array. In an Outline, all inputs are names. dtype: the result's dtype, if the inputs do not
-    determine it. bound: upper bound of the magnitudes of a two-part result, from which the scale of
+    determine it. bound: upper bound of the magnitudes of a hi/lo result, from which the scale of
     all its rows is computed.
     """
 
@@ -37,7 +37,7 @@ class Step(NamedTuple):
     bound: float | None = None
 
 
-class Machine(ABC):
+class Executor(ABC):
     """Interface of an executor, which runs the steps of a forward pass.
 
     tensors: weights, constants, arrays of a batch and of a kv_cache by name; None if absent.
@@ -75,7 +75,7 @@ class Name(str):
     """The name of a result in an Outline, which has no arrays."""
 
 
-class Outline(Machine):
+class Outline(Executor):
     """An executor that lists the steps of a forward pass without running them, for docs and pages.
 
     names: the names of the existing tensors.

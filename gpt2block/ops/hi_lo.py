@@ -1,7 +1,7 @@
-"""Split float32 rows into two-part matrices: high and low float16 parts, and a scale per row.
+"""Split float32 rows into hi/lo matrices: high and low float16 parts, and a scale per row.
 
 `gemm`, `attention` and `layernorm` take or return such matrices. Operation `take` selects rows of
-them or of an array. Kernels: elementwise/two_part.cu and elementwise/take_rows.cu.
+them or of an array. Kernels: elementwise/hi_lo.cu and elementwise/take_rows.cu.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.models.weights import conversions
 from gpt2block.models.weights.conversions import (
+    HI_LO_FILE,
+    HI_LO_WARPS,
     LARGEST_OPERAND,
-    TWO_PART_FILE,
-    TWO_PART_WARPS,
     vector_width,
 )
-from gpt2block.models.weights.two_part import TwoPartMatrix
+from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operation import Operation, variant
 
@@ -27,23 +27,23 @@ TAKE_FILE = "elementwise/take_rows.cu"
 JOIN_THREADS = 256  # maximum threads per block of join_rows and take_rows
 
 
-@variant("split rows", TWO_PART_FILE, "split_rows")
+@variant("split rows", HI_LO_FILE, "split_rows")
 def _split_rows(c: Call) -> Launch:
     conversions.check_sizes("x", (c.rows, c.K), LARGEST_OPERAND)
-    return conversions.two_part(c.x, c.output("out").parts, c.out.scale)
+    return conversions.hi_lo(c.x, c.output("out").parts, c.out.scale)
 
 
-OPERATION = Operation(name="two_part", variants=(_split_rows,))
+OPERATION = Operation(name="hi_lo", variants=(_split_rows,))
 
 
-@variant("join rows", TWO_PART_FILE, "join_rows")
+@variant("join rows", HI_LO_FILE, "join_rows")
 def _join_rows(c: Call) -> Launch:
     width = vector_width(c.C, c.output("out"))
     block = min(JOIN_THREADS, 32 * ceil(c.C / (32 * width)))
-    defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", TWO_PART_WARPS))
+    defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", HI_LO_WARPS))
     geometry = Geometry("join_rows", (c.B,), (block,), defines=defines)
     args = (c.x.parts, c.x.scale, c.indices, c.out, c.N, c.C)
-    return launch_at(TWO_PART_FILE, geometry, args, "float16")
+    return launch_at(HI_LO_FILE, geometry, args, "float16")
 
 
 @variant("rows", TAKE_FILE, "take_rows")
@@ -55,27 +55,27 @@ def _take_rows(c: Call) -> Launch:
 
 
 def _prepare_take(unchecked: UncheckedCall) -> Call:
-    """Check a call of `take`, but not its indices. Rows of a TwoPartMatrix become float32."""
-    two_part = isinstance(unchecked.inputs[0], TwoPartMatrix)
-    c = unchecked.checked(out_dtype="float32" if two_part else storage(unchecked.inputs[0]))
-    c.order = (_join_rows if two_part else _take_rows,)
+    """Check a call of `take`, but not its indices. Rows of a HiLoMatrix become float32."""
+    hi_lo = isinstance(unchecked.inputs[0], HiLoMatrix)
+    c = unchecked.checked(out_dtype="float32" if hi_lo else storage(unchecked.inputs[0]))
+    c.order = (_join_rows if hi_lo else _take_rows,)
     return c
 
 
 TAKE = Operation(name="take", variants=(_join_rows, _take_rows), prepare=_prepare_take)
 
 
-def two_part(x: CudaArray) -> TwoPartMatrix:
-    """Convert float32 (..., K) to a TwoPartMatrix, bitwise as `reference.two_part` does."""
+def hi_lo(x: CudaArray) -> HiLoMatrix:
+    """Convert float32 (..., K) to a HiLoMatrix, bitwise as `reference.hi_lo` does."""
     inputs = contiguous(x)  # keep a reference: a launch does not keep arrays alive
-    matrix: TwoPartMatrix = OPERATION.bind_on_device(inputs).run()
+    matrix: HiLoMatrix = OPERATION.bind_on_device(inputs).run()
     return matrix
 
 
-def check_one_scale(out: TwoPartMatrix, bound: float | None) -> None:
-    """Raise InputError unless out has a single scale, as from `TwoPartMatrix.empty(shape, bound)`.
+def check_one_scale(out: HiLoMatrix, bound: float | None) -> None:
+    """Raise InputError unless out has a single scale, as from `HiLoMatrix.empty(shape, bound)`.
 
     A bound is an argument of `empty` and must not be passed in addition to its result.
     """
     if bound is not None or out.one_scale is None:
-        raise InputError("out: expected one scale for all rows and no bound: TwoPartMatrix.empty")
+        raise InputError("out: expected one scale for all rows and no bound: HiLoMatrix.empty")

@@ -15,10 +15,10 @@ from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
-from gpt2block.models.weights.gguf import BORDER, OCTET, TYPES, GgufMatrix
+from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES, GgufMatrix
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.epilogues import Epilogue
-from gpt2block.ops.engines.linear_mma import BYTES, HALF_SPLITS, LOADED, MOST_SPLITS, UNIT, splits
+from gpt2block.ops.engines.linear_mma import BYTES, HALF_SPLITS, LOADED, MAX_SPLITS, UNIT, splits
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.gguf import chunk_sums, range_defines
 from gpt2block.ops.operation import UnsupportedCall
@@ -28,24 +28,24 @@ from gpt2block.ops.terms import CHUNK, IN_ORDER, Terms, count_define
 FILE, KERNEL = "matmul/decode/wgmma.cu", "decode_wgmma"
 GGUF_FILE, GGUF_KERNEL = "matmul/decode/wgmma_gguf.cu", "decode_wgmma_gguf"
 TERM_ROWS = 64  # rows of x per tile of 16-bit terms, and maximum rows per block
-FEWEST_ROWS = 4  # minimum rows of x per block
-FEWEST_COLUMNS = 8  # minimum columns of wgmma's operand x; a column is one term of a row of x
+MIN_ROWS = 4  # minimum rows of x per block
+MIN_COLUMNS = 8  # minimum columns of wgmma's operand x; a column is one term of a row of x
 LINE = 128  # bytes of a row of W in a slice of K
 BOX = 64  # values of K of x per copy; divides K
 GROUP_COLUMNS, GROUP_WARPS = 64, 4  # outputs and warps per warpgroup
-MOST_GROUPS = 3  # maximum warpgroups per block that multiply
+MAX_GROUPS = 3  # maximum warpgroups per block that multiply
 ROPE_BOX = 32  # rows of W per copy with RoPE; a divisor of half a head's channels
 ALIGNMENT = 1024  # bytes to which shared memory is aligned
 BARRIERS, CONSTANTS = 512, 512  # maximum bytes of static shared memory per block, per warpgroup
 PAIR = 8  # bytes of two float32 sums
 LONG_ROW = 16_384  # bytes of a row of weights from which on one block per SM is fastest
 SHORT_K = 1024  # K up to which two sets of warps, which both load the weights, were faster than one
-LEAST_STAGES = 4  # minimum stages of a ring, if another tile is possible
+MIN_STAGES = 4  # minimum stages of a ring, if another tile is possible
 PLACES = {1: 1.0, 2: 1.0, 3: 0.85}  # blocks per cluster: fraction of the SMs that are usable
 FEWER_PLACES = 0.75  # fraction of the SMs that clusters of 4 or more blocks can use
 
 
-class HopperLinearTile(NamedTuple):
+class WgmmaLinearTile(NamedTuple):
     """The constants of a kernel that determine its speed, but not its results."""
 
     rows: int  # rows of x per block
@@ -64,7 +64,7 @@ class HopperLinearTile(NamedTuple):
 
         With three warpgroups that multiply, a fourth warpgroup copies.
         """
-        copying = GROUP_WARPS if self.groups == MOST_GROUPS else 1
+        copying = GROUP_WARPS if self.groups == MAX_GROUPS else 1
         return 32 * (GROUP_WARPS * self.groups * self.teams + copying) * self.depth
 
     def columns(self, two: bool) -> int:
@@ -72,12 +72,13 @@ class HopperLinearTile(NamedTuple):
         return GROUP_COLUMNS * self.groups // (1 + two)
 
 
-class HopperProduct(NamedTuple):
+class WgmmaProduct(NamedTuple):
     """The sizes and formats of a product of x (M, K) and weights (N, K).
 
     outputs: (N,), or the number of outputs of each GGUF type. two: whether each output needs two
     rows of weights, of two gated matrices or, with RoPE, of the halves of a head. rounded: whether
-    x has one term per value. octet, units: `GgufMatrix.tile` and `.units` of the weights, or 0 and
+    x has one term per value. row_group, units: `GgufMatrix.tile` and `.units` of the weights, or 0
+    and
     0. summed: whether the kernel also stores the sums of chunks of the outputs.
     """
 
@@ -87,47 +88,48 @@ class HopperProduct(NamedTuple):
     dtype: str
     two: bool = False
     rounded: bool = False
-    octet: int = 0
+    row_group: int = 0
     units: int = 0
     summed: bool = False
 
-    def grid(self, tile: HopperLinearTile) -> int:
+    def grid(self, tile: WgmmaLinearTile) -> int:
         """Return the number of blocks in the grid."""
         groups = sum(ceil(n / tile.columns(self.two)) for n in self.outputs)
         shared = tile.shares * ceil(groups / tile.shares)
         return tile.splits * shared * ceil(self.M / TERM_ROWS)
 
-    def stage_bytes(self, tile: HopperLinearTile) -> int:
+    def stage_bytes(self, tile: WgmmaLinearTile) -> int:
         """Return the bytes of a ring stage: slices of x and, unless W has GGUF blocks, of W."""
-        columns = max(FEWEST_COLUMNS, (1 if self.rounded else 2) * tile.rows)
-        if self.octet:
+        columns = max(MIN_COLUMNS, (1 if self.rounded else 2) * tile.rows)
+        if self.row_group:
             return ceil((2 * UNIT + UNIT // 8) * columns / ALIGNMENT) * ALIGNMENT
         x_bytes = 2 * columns * (LINE // BYTES.get(self.dtype, 1))
         return LINE * GROUP_COLUMNS * tile.groups + x_bytes
 
-    def sums_bytes(self, tile: HopperLinearTile) -> int:
+    def sums_bytes(self, tile: WgmmaLinearTile) -> int:
         """Return the bytes of sums that a block receives and, with GGUF blocks, of its own sums."""
-        tiles, parts = GROUP_WARPS * tile.groups * tile.rows // FEWEST_ROWS, splits(self.K)[0]
+        tiles, parts = GROUP_WARPS * tile.groups * tile.rows // MIN_ROWS, splits(self.K)[0]
         messages, kept = (0 if tile.splits == 1 else parts), 0
-        if self.octet and tile.splits < 3:  # two sums per output: of splits 0 to 3, of the others
+        # two sums per output: of splits 0 to 3, of the others
+        if self.row_group and tile.splits < 3:
             halves = ceil(parts / HALF_SPLITS)
             messages, kept = (0, halves) if tile.splits == 1 else (1, 2 * tile.depth - 1)
             kept *= max(tiles, 2 * GROUP_WARPS * tile.groups)
         return (messages * ceil(tiles / tile.splits) + kept) * 32 * PAIR
 
-    def static_bytes(self, tile: HopperLinearTile) -> int:
+    def static_bytes(self, tile: WgmmaLinearTile) -> int:
         """Return the maximum bytes of static shared memory of a block."""
         # With `summed`, a float for each four columns of a chunk, in each row of the tile.
         fours = 4 * (CHUNK // 4) * tile.rows if self.summed else 0
         return BARRIERS + (CONSTANTS * tile.teams + fours) * tile.groups
 
-    def shared_bytes(self, tile: HopperLinearTile) -> int:
+    def shared_bytes(self, tile: WgmmaLinearTile) -> int:
         """Return the bytes of dynamic shared memory of a block: rings of slices, and sums."""
         ring = tile.stages * self.stage_bytes(tile)
-        ring += tile.tiles * GROUP_COLUMNS // OCTET * tile.groups * self.octet
+        ring += tile.tiles * GROUP_COLUMNS // ROW_GROUP * tile.groups * self.row_group
         return ALIGNMENT + tile.depth * ring + self.sums_bytes(tile)
 
-    def block_bytes(self, tile: HopperLinearTile) -> int:
+    def block_bytes(self, tile: WgmmaLinearTile) -> int:
         """Return the maximum bytes of shared memory of a block, static and dynamic."""
         return self.static_bytes(tile) + self.shared_bytes(tile)
 
@@ -149,7 +151,7 @@ def _can_share(parts: int, blocks: int) -> bool:
     return (blocks - 1) * ceil(parts / blocks) < parts
 
 
-def _many_rows(p: HopperProduct, sms: int) -> HopperLinearTile:
+def _many_rows(p: WgmmaProduct, sms: int) -> WgmmaLinearTile:
     """Return a tile for more than 32 rows, for which wgmma and shared memory limit the speed.
 
     The tile has the fewest warpgroups with which no SM has a second block. If less than half of the
@@ -157,7 +159,7 @@ def _many_rows(p: HopperProduct, sms: int) -> HopperLinearTile:
     two sets of warps if the epilogue combines two rows of weights and K is short. Blocks that share
     x read it less often.
     """
-    tiles = [HopperLinearTile(TERM_ROWS, groups) for groups in range(1, MOST_GROUPS + 1)]
+    tiles = [WgmmaLinearTile(TERM_ROWS, groups) for groups in range(1, MAX_GROUPS + 1)]
     grids = {tile: p.grid(tile) for tile in tiles}
     fitting = [tile for tile in tiles if grids[tile] <= sms]
     if fitting:
@@ -168,20 +170,20 @@ def _many_rows(p: HopperProduct, sms: int) -> HopperLinearTile:
     if waves >= 0.5:
         shares = 1 if tile.groups == 1 else 4 if waves < 1.4 and p.M <= TERM_ROWS else 2
         return tile._replace(shares=shares)
-    shared = [n for n in range(1, MOST_SPLITS + 1) if _can_share(splits(p.K)[0], n)]
+    shared = [n for n in range(1, MAX_SPLITS + 1) if _can_share(splits(p.K)[0], n)]
     most = max(n for n in shared if n * grids[tile] <= sms * PLACES.get(n, FEWER_PLACES))
     return tile._replace(splits=most, teams=2 if p.two and most > 1 and p.K <= SHORT_K else 1)
 
 
-def _few_rows(p: HopperProduct, rows: int, sms: int) -> list[HopperLinearTile]:
+def _few_rows(p: WgmmaProduct, rows: int, sms: int) -> list[WgmmaLinearTile]:
     """Return tiles for up to 32 rows, preferred tiles first. Memory bandwidth limits the speed.
 
     One block per SM with a deep ring reads long rows of weights at the highest rate. For short rows
     there are more blocks, so that blocks of the next kernel start early.
     """
-    tile, parts = HopperLinearTile(rows, 1, blocks=3), splits(p.K)[0]
+    tile, parts = WgmmaLinearTile(rows, 1, blocks=3), splits(p.K)[0]
     grid = p.grid(tile)
-    tiles: list[HopperLinearTile] = []
+    tiles: list[WgmmaLinearTile] = []
     alone = parts % 2 == 0 and 0.9 * sms <= 2 * grid <= sms
     if alone and (p.K * BYTES.get(p.dtype, 1) >= LONG_ROW or rows > 16):
         tiles.append(tile._replace(splits=2, blocks=1))
@@ -200,21 +202,21 @@ def _few_rows(p: HopperProduct, rows: int, sms: int) -> list[HopperLinearTile]:
     return tiles
 
 
-def _of_blocks(p: HopperProduct, rows: int, sms: int) -> HopperLinearTile:
+def _of_blocks(p: WgmmaProduct, rows: int, sms: int) -> WgmmaLinearTile:
     """Return the tile for weights in GGUF blocks; the rules follow measurements on an H100.
 
     Up to 32 rows, K is divided until a multiprocessor has about three blocks. For more rows, a
-    multiprocessor has one block, with a deep ring, if the block has MOST_GROUPS warpgroups or if
+    multiprocessor has one block, with a deep ring, if the block has MAX_GROUPS warpgroups or if
     all blocks then run at once; otherwise two blocks. If it has one block, of one warpgroup, with
-    half of a K of MOST_SPLITS splits, this block has two sets of warps. Blocks of one warpgroup
+    half of a K of MAX_SPLITS splits, this block has two sets of warps. Blocks of one warpgroup
     that do not divide K form clusters that share x.
     """
     parts, each = splits(p.K)
     possible = [n for n in (1, 2, 4) if parts > HALF_SPLITS * (n > 1) and (n < 3 or parts % n == 0)]
     if p.summed:  # each block finishes the same rows in all warps, and adds up their outputs
-        possible = [n for n in possible if rows // FEWEST_ROWS % n == 0]
+        possible = [n for n in possible if rows // MIN_ROWS % n == 0]
 
-    def duration(tile: HopperLinearTile) -> float:
+    def duration(tile: WgmmaLinearTile) -> float:
         """Estimate the µs for more than 32 rows: a time per 128 values of K, and a constant."""
         waves, wide = p.grid(tile) / sms, tile.groups > 1
         turns, unit = (ceil(waves), 1.0) if wide else (ceil(waves / 2), 0.55 if waves <= 1 else 0.8)
@@ -222,13 +224,13 @@ def _of_blocks(p: HopperProduct, rows: int, sms: int) -> HopperLinearTile:
 
     if rows == TERM_ROWS:
         halves = possible[:2]  # clusters of 4 blocks, which exchange more sums, are slower
-        tiles = [HopperLinearTile(rows, groups, n) for groups in (1, MOST_GROUPS) for n in halves]
+        tiles = [WgmmaLinearTile(rows, groups, n) for groups in (1, MAX_GROUPS) for n in halves]
         tile = min(tiles, key=duration)
-        once = tile.groups == MOST_GROUPS or p.grid(tile) <= sms
-        deep = once and tile.groups == 1 and tile.splits == 2 and parts == MOST_SPLITS
+        once = tile.groups == MAX_GROUPS or p.grid(tile) <= sms
+        deep = once and tile.groups == 1 and tile.splits == 2 and parts == MAX_SPLITS
         tile = tile._replace(blocks=1 if once else 2, depth=2 if deep else 1)
     else:
-        tile = HopperLinearTile(rows, 1, blocks=3)
+        tile = WgmmaLinearTile(rows, 1, blocks=3)
         enough = 2.5 * sms / p.grid(tile)
         tile = tile._replace(splits=next((n for n in possible if n >= enough), possible[-1]))
     if tile.splits == 1 and tile.groups == 1:
@@ -236,13 +238,11 @@ def _of_blocks(p: HopperProduct, rows: int, sms: int) -> HopperLinearTile:
     return tile
 
 
-def _with_stages(
-    p: HopperProduct, tile: HopperLinearTile, most_shared: int
-) -> HopperLinearTile | None:
+def _with_stages(p: WgmmaProduct, tile: WgmmaLinearTile, max_shared: int) -> WgmmaLinearTile | None:
     """Return the tile with all stages that fit, and fewer blocks per SM if 2 stages do not fit."""
     slices = ceil(p.K * BYTES.get(p.dtype, 1) / LINE)
     for blocks in range(tile.blocks, 0, -1):
-        left = room(most_shared, blocks) - p.block_bytes(tile)
+        left = room(max_shared, blocks) - p.block_bytes(tile)
         stages = tile.stages + left // (tile.depth * p.stage_bytes(tile))
         if stages >= tile.stages:
             most = max(2, slices // (tile.splits * tile.depth))
@@ -250,12 +250,12 @@ def _with_stages(
     return None
 
 
-def _fitted(p: HopperProduct, tile: HopperLinearTile, most_shared: int) -> HopperLinearTile | None:
+def _fitted(p: WgmmaProduct, tile: WgmmaLinearTile, max_shared: int) -> WgmmaLinearTile | None:
     """Return the tile with the largest rings. A ring of GGUF tiles spans at most x's K."""
-    fitted = _with_stages(p, tile, most_shared)
-    while fitted and p.octet:
+    fitted = _with_stages(p, tile, max_shared)
+    while fitted and p.row_group:
         more = tile._replace(blocks=fitted.blocks, tiles=fitted.tiles + 1)
-        deeper = _with_stages(p, more, most_shared)
+        deeper = _with_stages(p, more, max_shared)
         if not deeper or deeper.blocks < fitted.blocks or deeper.stages < p.units * deeper.tiles:
             break
         fitted = deeper
@@ -263,28 +263,30 @@ def _fitted(p: HopperProduct, tile: HopperLinearTile, most_shared: int) -> Hoppe
 
 
 @lru_cache(maxsize=1024)
-def choose(p: HopperProduct, sms: int, most_shared: int) -> HopperLinearTile:
+def choose(p: WgmmaProduct, sms: int, max_shared: int) -> WgmmaLinearTile:
     """Return the tile for a product. Rules follow measurements on an H200, for few rows an H100.
 
-    most_shared: bytes of shared memory that a block may request. If the sums that a block receives
+    max_shared: bytes of shared memory that a block may request. If the sums that a block receives
     leave few stages, K is not split.
     """
-    rows = max(FEWEST_ROWS, power_of_two(min(p.M, TERM_ROWS)))
-    if p.octet:
+    rows = max(MIN_ROWS, power_of_two(min(p.M, TERM_ROWS)))
+    if p.row_group:
         tiles = [_of_blocks(p, rows, sms)]
     else:
         tiles = _few_rows(p, rows, sms) if rows < TERM_ROWS else [_many_rows(p, sms)]
     for tile in tiles:
-        fitted = _fitted(p, tile, most_shared)
-        if fitted and (fitted.stages >= LEAST_STAGES or tile is tiles[-1]):
+        fitted = _fitted(p, tile, max_shared)
+        if fitted and (fitted.stages >= MIN_STAGES or tile is tiles[-1]):
             return fitted
-    return HopperLinearTile(rows, 1) if p.octet else tiles[-1]._replace(splits=1, blocks=1, teams=1)
+    return (
+        WgmmaLinearTile(rows, 1) if p.row_group else tiles[-1]._replace(splits=1, blocks=1, teams=1)
+    )
 
 
 @lru_cache(maxsize=1024)
 def geometry(
-    p: HopperProduct,
-    tile: HopperLinearTile,
+    p: WgmmaProduct,
+    tile: WgmmaLinearTile,
     *,
     gated: bool = False,
     to_terms: bool = False,
@@ -305,13 +307,13 @@ def geometry(
         *((("DH_GATED", 1),) if gated else ()),
         *((("DH_OUT_TERMS", 1),) if to_terms else ()),
         *((("DH_ROPE", head),) if head else ()),
-        *((("DH_TILES", tile.tiles),) if p.octet else ()),
+        *((("DH_TILES", tile.tiles),) if p.row_group else ()),
         *((("DH_DEPTH", tile.depth),) if tile.depth > 1 else ()),
         *((("DH_TEAMS", tile.teams),) if tile.teams > 1 else ()),
         *((("TERM_SUMS", 1),) if p.summed else ()),
         *count_define(p.rounded),
     )
-    kernel = GGUF_KERNEL if p.octet else KERNEL
+    kernel = GGUF_KERNEL if p.row_group else KERNEL
     return Geometry(kernel, (p.grid(tile),), (tile.threads,), p.shared_bytes(tile), defines)
 
 
@@ -320,14 +322,14 @@ def takes_blocks(w: GgufMatrix, head: int = 0) -> bool:
     return w.K % UNIT == 0 and not any(begin % (head or BORDER) for begin in w.begins)
 
 
-def _product(c: Call, head: int) -> HopperProduct:
+def _product(c: Call, head: int) -> WgmmaProduct:
     """Return the product of a call, or raise UnsupportedCall."""
     two = c.up is not None or head > 0
     if c.w.dtype != GGUF:
         if c.K % BOX:
             raise UnsupportedCall(f"K {c.K:,}: expected a multiple of {BOX}: use variant mma_tiles")
         outputs = (c.N // 2 if head else c.N,)
-        return HopperProduct(c.M, outputs, c.K, c.w.dtype, two, c.rounded)
+        return WgmmaProduct(c.M, outputs, c.K, c.w.dtype, two, c.rounded)
     if not c.rounded or not takes_blocks(c.w, head):
         raise UnsupportedCall(
             f"w {c.w}: expected x rounded, and K in multiples of {UNIT}: pass floats"
@@ -336,7 +338,7 @@ def _product(c: Call, head: int) -> HopperProduct:
         raise UnsupportedCall(f"up: expected types {c.w.ranges}, got {c.up.ranges}")
     outputs = tuple(n // 2 if head else n for _, n in c.w.ranges)
     summed = c.to_terms is not None and c.to_terms.summed
-    return HopperProduct(c.M, outputs, c.K, GGUF, two, True, c.w.tile, c.w.units, summed)
+    return WgmmaProduct(c.M, outputs, c.K, GGUF, two, True, c.w.tile, c.w.units, summed)
 
 
 def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
@@ -347,8 +349,8 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     """
     head, in_blocks = epilogue.head, c.w.dtype == GGUF
     p = _product(c, head)
-    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    tile = choose(p, device_attribute("MultiProcessorCount"), most_shared)
+    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+    tile = choose(p, device_attribute("MultiProcessorCount"), max_shared)
     check_addresses(c, "x", "w", "up")
     to_terms, gated = c.to_terms is not None, c.up is not None
     launch_geometry = geometry(p, tile, gated=gated, to_terms=to_terms, head=head)
@@ -371,9 +373,9 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     defines += gate_define(c.gelu) if gated else ()
     shared = launch_geometry.shared
     if in_blocks:
-        shared = filled(most_shared, tile.blocks, shared)
+        shared = filled(max_shared, tile.blocks, shared)
     elif tile.rows == TERM_ROWS:  # all shared memory: two blocks per SM would be slower
-        shared = filled(most_shared, 1, shared)
+        shared = filled(max_shared, 1, shared)
     file = GGUF_FILE if in_blocks else FILE
     launch_geometry = launch_geometry._replace(shared=shared)
     product = epilogue.launch(file, launch_geometry, defines, args, c.w)

@@ -1,4 +1,4 @@
-"""Guessed tokens: the guesses, the tokens taken, and texts equal to decoding without guesses."""
+"""Draft tokens: their ids, the tokens taken, and texts equal to decoding without them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from gpt2block import GPT2, GPT2Config, InputError, Model, emulator, reference
 from gpt2block.cuda import kernels, replaced
 from gpt2block.emulator.stand_in import USUAL
 from gpt2block.engine.generation.batching import Batch
-from gpt2block.engine.guessing import FORGOTTEN, ROWS, SpeculationPolicy, StepTimes
 from gpt2block.engine.model import Ids, Start
+from gpt2block.engine.speculation import FORGOTTEN, ROWS, SpeculationPolicy, StepTimes
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from gpt2block.ops.attention_cached import SPLIT, split_geometry
-from gpt2block.ops.guesses import (
-    GUESSED,
-    MOST_GUESSES,
-    MOST_KNOWN,
+from gpt2block.ops.drafts import (
+    DRAFTED,
+    MAX_DRAFTS,
+    MAX_KNOWN,
     RIGHT,
-    TAKE_GUESSES,
+    TAKE_DRAFTS,
     TAKEN,
-    Guesses,
+    DraftTokens,
 )
-from gpt2block.ops.sample_token import Masks, SampleState, Slots, bind_drawn
+from gpt2block.ops.sample_token import Masks, SampleState, Slots, bind_sampled
 from gpt2block.sampling import Sampling, changes, packed
-from tests.caches import UNSENT, random_cache
+from tests.caches import NO_PEERS, random_cache
 from tests.devices import GPU, SOMEWHERE, edited, every_device, running_on, with_source
 from tests.engine.test_architectures_cuda import FORMATS, OWN
 from tests.engine.test_architectures_cuda import made as of_architecture
@@ -44,11 +44,11 @@ from tests.plain import normal
 Array = NDArray[Any]
 
 
-# --- the guesses
+# --- the draft tokens
 
 
 @pytest.mark.parametrize(
-    ("tokens", "guess"),
+    ("tokens", "draft"),
     [
         ([5], [-1, -1, -1, -1]),
         ([1, 2, 3], [-1, -1, -1, -1]),
@@ -60,15 +60,15 @@ Array = NDArray[Any]
         ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
     ],
 )
-def test_guesses_by_hand(tokens: list[int], guess: list[int]) -> None:
-    found = reference.guess_tokens(np.array(tokens, np.int32), 4)
+def test_draft_tokens_by_hand(tokens: list[int], draft: list[int]) -> None:
+    found = reference.draft_tokens(np.array(tokens, np.int32), 4)
     assert found.dtype == np.int32
-    assert found.tolist() == guess
+    assert found.tolist() == draft
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30))
-def test_a_guess_is_what_followed_the_longest_end(tokens: list[int]) -> None:
-    (first, *_) = reference.guess_tokens(np.array(tokens, np.int32), 1).tolist()
+def test_a_draft_is_what_followed_the_longest_end(tokens: list[int]) -> None:
+    (first, *_) = reference.draft_tokens(np.array(tokens, np.int32), 1).tolist()
     followed: dict[int, list[int]] = {
         length: [tokens[at] for at in range(length, len(tokens)) if tokens[at - length : at] == end]
         for length in (1, 2, 3)
@@ -82,9 +82,9 @@ def test_a_guess_is_what_followed_the_longest_end(tokens: list[int]) -> None:
 
 
 def taken_by_hand(given: dict[str, Array], together: int) -> dict[str, Array]:
-    """Compute the arrays after `take_guesses`, slot by slot."""
+    """Compute the arrays after `take_drafts`, slot by slot."""
     got = {name: array.copy() for name, array in given.items()}
-    K = got["guess"].shape[1]
+    K = got["draft"].shape[1]
     for first in range(0, len(got["row"]), together):
         half, b = got["turn"][first] % 2, got["row"][first]
         got["turn"][first] += 1
@@ -93,80 +93,82 @@ def taken_by_hand(given: dict[str, Array], together: int) -> dict[str, Array]:
         rows, count, goes_on = range(together), 0, True
         for i in rows:
             there = got["at"][first + i] >= 0
-            drawn, guess = got["drawn"][first + i], got["guess"][b, i] if i < K else -1
-            right = there and guess >= 0 and guess == drawn
+            sampled, draft = got["sampled"][first + i], got["draft"][b, i] if i < K else -1
+            right = there and draft >= 0 and draft == sampled
             goes_on = goes_on and there
-            flags = TAKEN * goes_on + GUESSED * (there and guess >= 0) + RIGHT * right
+            flags = TAKEN * goes_on + DRAFTED * (there and draft >= 0) + RIGHT * right
             likely = got["likely"][first + i : first + i + 1].view(np.int32)[0]
-            got["report"][half, :, first + i] = (drawn, likely, flags) if there else (-1, 0, flags)
+            got["report"][half, :, first + i] = (
+                (sampled, likely, flags) if there else (-1, 0, flags)
+            )
             if goes_on:
                 count += 1
-                got["history"][b, got["position"][b] + count] = drawn
-                if drawn >= 0:
-                    got["seen"][b, drawn] |= 1
-                    got["counts"][b, drawn] += 1
-                got["token"][b], got["logprob"][b] = drawn, got["likely"][first + i]
+                got["history"][b, got["position"][b] + count] = sampled
+                if sampled >= 0:
+                    got["occurred"][b, sampled] |= 1
+                    got["counts"][b, sampled] += 1
+                got["token"][b], got["logprob"][b] = sampled, got["likely"][first + i]
             goes_on = goes_on and right
         got["position"][b] += count
         got["step"][b] += count
         got["left"][b] -= count
         if count and (end := int(got["known"][b])):
             text = got["history"][b, got["position"][b] + 1 : end][:K]
-            got["guess"][b] = [*text, *[-1] * (K - len(text))]
+            got["draft"][b] = [*text, *[-1] * (K - len(text))]
         elif count:
             known = got["history"][b, : got["position"][b] + 1]
-            got["guess"][b] = reference.guess_tokens(known, K)
+            got["draft"][b] = reference.draft_tokens(known, K)
         for i in rows:
-            guess = got["guess"][b, i - 1] if count else -1
-            token = guess if i or not count else got["token"][b]
+            draft = got["draft"][b, i - 1] if count else -1
+            token = draft if i or not count else got["token"][b]
             got["token_of"][first + i] = token
             runs = count and i < got["left"][b] and (i == 0 or token >= 0)
             got["at"][first + i] = got["position"][b] + i if runs else -1
     return got
 
 
-def drawn_case(rng: np.random.Generator, together: int) -> dict[str, Array]:
+def sampled_case(rng: np.random.Generator, together: int) -> dict[str, Array]:
     """Draw a step with four of five slots and few distinct tokens; -1 stands for NaN logits.
 
     Every second slot has a known text; more than eight rows per slot are rows of known texts.
     """
     few = together <= 8
-    B, N, V, H, K = 5, 4, 4, *((24, 7) if few else (160, MOST_KNOWN))
+    B, N, V, H, K = 5, 4, 4, *((24, 7) if few else (160, MAX_KNOWN))
     position = rng.integers(0, H - K - 2, B).astype(np.int32)
     left = rng.integers(0, K + 3, B).astype(np.int32)
     history = rng.integers(0, V, (B, H)).astype(np.int32)
     known = np.where(np.arange(B) % 2 * few, 0, rng.integers(position + 2, H)).astype(np.int32)
-    guess = np.stack([reference.guess_tokens(history[b, : position[b] + 1], K) for b in range(B)])
+    draft = np.stack([reference.draft_tokens(history[b, : position[b] + 1], K) for b in range(B)])
     for b in np.flatnonzero(known):
         text = history[b, position[b] + 1 : known[b]][:K]
-        guess[b] = [*text, *[-1] * (K - len(text))]
+        draft[b] = [*text, *[-1] * (K - len(text))]
     slots = rng.permutation(B)[:N].astype(np.int32)
     slots[rng.integers(N)] = -1
     row = np.repeat(slots, together)
     i = np.tile(np.arange(together), N)
-    token_of = np.where(i, guess[row, i - 1], history[row, position[row]]).astype(np.int32)
+    token_of = np.where(i, draft[row, i - 1], history[row, position[row]]).astype(np.int32)
     runs = (row >= 0) & (i < left[row]) & ((i == 0) | (token_of >= 0))
-    drawn = np.where(
+    sampled = np.where(
         rng.random(len(row)) < (0.7 if few else 0.98),
-        guess[row, np.minimum(i, K - 1)],
+        draft[row, np.minimum(i, K - 1)],
         rng.integers(-1, V, len(row)),
     ).astype(np.int32)
     return {
-        "drawn": drawn,
+        "sampled": sampled,
         "likely": rng.standard_normal(len(row)).astype(np.float32),
         "row": row,
         "token_of": token_of,
         "at": np.where(runs, position[row] + i, -1).astype(np.int32),
         "turn": rng.integers(0, 5, len(row)).astype(np.int32),
         "history": history,
-        "guess": guess,
+        "draft": draft,
         "left": left,
         "known": known,
         "position": position,
         "step": rng.integers(0, 9, B).astype(np.int32),
         "token": history[np.arange(B), position].astype(np.int32),
         "logprob": rng.standard_normal(B).astype(np.float32),
-        "seen": rng.integers(0, 2, (B, V)).astype(np.uint8) * 3,
+        "occurred": rng.integers(0, 2, (B, V)).astype(np.uint8) * 3,
         "counts": rng.integers(0, 3, (B, V)).astype(np.int32),
         "report": np.full((2, 3, len(row)), 77, np.int32),
     }
@@ -174,14 +176,14 @@ def drawn_case(rng: np.random.Generator, together: int) -> dict[str, Array]:
 
 @every_device
 @pytest.mark.parametrize("together", [1, 2, 4, 8, 64])
-def test_tokens_up_to_the_first_wrong_guess_are_taken(device: Any, together: int) -> None:
+def test_tokens_up_to_the_first_wrong_draft_are_taken(device: Any, together: int) -> None:
     rng = np.random.default_rng(together)
     for case in range(8 if replaced() else 20):
-        given = drawn_case(rng, together)
+        given = sampled_case(rng, together)
         expected = taken_by_hand(given, together)
         arrays = {name: device.asarray(array) for name, array in given.items()}
         inputs = [None if case % 4 == 0 and n == "counts" else a for n, a in arrays.items()]
-        TAKE_GUESSES.bind_on_device(tuple(inputs), together=together).run()
+        TAKE_DRAFTS.bind_on_device(tuple(inputs), together=together).run()
         for name, array in arrays.items():
             unchanged = case % 4 == 0 and name == "counts"
             wanted = given[name] if unchanged else expected[name]
@@ -191,31 +193,31 @@ def test_tokens_up_to_the_first_wrong_guess_are_taken(device: Any, together: int
 @pytest.mark.parametrize("together", [0, 3, 9])
 def test_rows_that_are_not_of_whole_slots(together: int) -> None:
     with running_on("forward") as device:
-        arrays = map(device.asarray, drawn_case(np.random.default_rng(0), 4).values())
+        arrays = map(device.asarray, sampled_case(np.random.default_rng(0), 4).values())
         with pytest.raises(InputError, match="together: expected 1 to 8, a divisor of 16 rows"):
-            TAKE_GUESSES.bind_on_device(tuple(arrays), together=together)
+            TAKE_DRAFTS.bind_on_device(tuple(arrays), together=together)
 
 
 @every_device
 def test_a_sequence_begins_with_its_prompt(device: Any) -> None:
-    guesses = Guesses.allocate(4, 6)
-    guesses.guess.fill(3)
+    drafts = DraftTokens.allocate(4, 6)
+    drafts.draft.fill(3)
     prompts = [np.arange(1, 6), np.array([9]), np.arange(20, 27)]
     texts = [ids.astype(np.int32) for ids in prompts]
-    guesses.begin([2, 0, 3], texts, [4, 1, 2], [5, 1, 4])
+    drafts.begin([2, 0, 3], texts, [4, 1, 2], [5, 1, 4])
     history = np.zeros((4, 7), np.int32)
     history[2, :5], history[0, :1], history[3] = prompts
-    np.testing.assert_array_equal(guesses.history.get(), history)
-    np.testing.assert_array_equal(guesses.left.get(), [1, 0, 4, 2])
+    np.testing.assert_array_equal(drafts.history.get(), history)
+    np.testing.assert_array_equal(drafts.left.get(), [1, 0, 4, 2])
     expected = np.array([[-1] * 7, [3] * 7, [-1] * 7, [24, 25, 26, -1, -1, -1, -1]])
-    np.testing.assert_array_equal(guesses.guess.get(), expected)
-    np.testing.assert_array_equal(guesses.known.get(), [0, 0, 0, 7])  # the last text is known
+    np.testing.assert_array_equal(drafts.draft.get(), expected)
+    np.testing.assert_array_equal(drafts.known.get(), [0, 0, 0, 7])  # the last text is known
 
 
 @every_device
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_row_is_drawn_as_if_guesses_were_right(device: Any, masked: bool) -> None:
-    """Each row has its own step, and the guesses of earlier rows of its slot count as drawn."""
+def test_a_row_is_sampled_as_if_draft_tokens_were_right(device: Any, masked: bool) -> None:
+    """Each row has its own step, and draft tokens of earlier rows of its slot count as sampled."""
     B, V, together, rng = 3, 40, 4, np.random.default_rng(0)
     options: dict[str, Any] = {"repetition_penalty": 1.4, "frequency_penalty": 0.3}
     options |= {"presence_penalty": 0.2, "logit_bias": {7: 1.0}, "min_new_tokens": 6}
@@ -226,8 +228,8 @@ def test_a_row_is_drawn_as_if_guesses_were_right(device: Any, masked: bool) -> N
     ]
     rows = [Sampling(**options, **kind, end_ids=(3,)) for kind in kinds]
     logits = rng.standard_normal((B * together, V)).astype(np.float32)
-    seen, counts = np.zeros((B, V), np.uint8), rng.integers(0, 3, (B, V)).astype(np.int32)
-    seen[counts > 0] = 1
+    occurred, counts = np.zeros((B, V), np.uint8), rng.integers(0, 3, (B, V)).astype(np.int32)
+    occurred[counts > 0] = 1
     tokens, step = rng.integers(0, V, B * together).astype(np.int32), np.array([0, 4, 9], np.int32)
     logits.reshape(B, -1, V)[np.arange(B)[:, None], :, tokens.reshape(B, -1)] += 3  # likely tokens
     at = np.arange(B * together, dtype=np.int32) % 7 - 1  # -1: an absent row
@@ -235,38 +237,38 @@ def test_a_row_is_drawn_as_if_guesses_were_right(device: Any, masked: bool) -> N
     state.set(rows)
     state.step.set(step)
     tables = [changes(row, V) for row in rows]
-    state.seen.set(np.stack([places for _, places in tables]) | seen)
+    state.occurred.set(np.stack([places for _, places in tables]) | occurred)
     row = np.repeat(np.arange(B, dtype=np.int32), together)
     row[-2:] = -1  # no slot
     slots = Slots(*map(device.asarray, (row, tokens, at, np.zeros_like(row))))
-    drawn, likely = (
+    sampled, likely = (
         device.asarray(np.full(len(row), 99, np.int32)),
         device.zeros(len(row), "float32"),
     )
     host = (np.stack([values for values, _ in tables]), counts, logits)
-    table, of_drawn, on_device = map(device.asarray, host)
-    before = [array.get() for array in (state.seen, state.step, state.position)]
-    given = state._replace(token=drawn, logprob=likely)
+    table, of_sampled, on_device = map(device.asarray, host)
+    before = [array.get() for array in (state.occurred, state.step, state.position)]
+    given = state._replace(token=sampled, logprob=likely)
     allowed = rng.random((B * together, V)) < 0.2 if masked else np.ones((B * together, V), bool)
     allowed[::3] = True  # rows without a mask
     masks = packed(allowed)
     index = np.arange(1, B * together + 1, dtype=np.int32)
     index[::3] = 0
     of_masks = Masks(device.asarray(index), device.asarray(masks)) if masked else None
-    bind_drawn(on_device, given, slots, together, table, of_drawn, of_masks).run()
-    for m, (b, got) in enumerate(zip(row, drawn.get(), strict=True)):
-        guesses = tokens[b * together + 1 : m + 1]
-        now = counts[b] + np.bincount(guesses, minlength=V).astype(np.int32)
-        of = {"step": int(step[b]) + len(guesses), "seen": (now > 0).astype(np.uint8)[None]}
+    bind_sampled(on_device, given, slots, together, table, of_sampled, of_masks).run()
+    for m, (b, got) in enumerate(zip(row, sampled.get(), strict=True)):
+        drafts = tokens[b * together + 1 : m + 1]
+        now = counts[b] + np.bincount(drafts, minlength=V).astype(np.int32)
+        of = {"step": int(step[b]) + len(drafts), "occurred": (now > 0).astype(np.uint8)[None]}
         of["masks"] = masks[m : m + 1]
         expected = reference.sample_token(logits[m : m + 1], rows[b], counts=now[None], **of)
         assert got == (expected[0] if at[m] >= 0 and b >= 0 else 99), m
-    assert not slots.turn.get().any()  # only take_guesses counts turns
-    for array, held in zip((state.seen, state.step, state.position), before, strict=True):
+    assert not slots.turn.get().any()  # only take_drafts counts turns
+    for array, held in zip((state.occurred, state.step, state.position), before, strict=True):
         np.testing.assert_array_equal(array.get(), held)
 
 
-# --- texts equal those without guesses
+# --- texts equal those without draft tokens
 
 SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=48, vocab_size=7)
 FEW = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=80, vocab_size=7)
@@ -280,11 +282,11 @@ OPTIONS = {"greedy": {"temperature": 0}, "sampled": SAMPLED, "changed": CHANGED}
 
 
 def texts_agree(model: Any, prompts: list[Ids], options: dict[str, Any], at_once: int) -> int:
-    """Assert that a batch with guesses equals each prompt alone; return the number of tokens."""
+    """Assert that a batch with draft tokens equals each prompt alone; return the token count."""
     options = {"max_new_tokens": 40, "seed": 5, "stop_ids": ()} | options
     alone = [model.generate(prompt, **options) for prompt in prompts]
-    guessed = model.generate(prompts, rows_at_once=at_once, speculate=True, **options)
-    assert guessed == alone
+    drafted = model.generate(prompts, rows_at_once=at_once, speculate=True, **options)
+    assert drafted == alone
     return sum(len(each.tokens) for each in alone)
 
 
@@ -313,7 +315,7 @@ def test_the_text_of_a_gpt2(where: str, options: str, by_turns: list[int]) -> No
         few, at_once = {"max_new_tokens": 16}, 1 if options == "greedy" else 2
         tokens = texts_agree(model, prompts, few | OPTIONS[options], at_once)
         assert 8 in by_turns
-        assert len(by_turns) < 0.6 * tokens or options == "changed"  # many guesses are right
+        assert len(by_turns) < 0.6 * tokens or options == "changed"  # many draft tokens are right
 
 
 def cases() -> list[Any]:
@@ -353,7 +355,7 @@ def test_many_texts_that_repeat_themselves() -> None:
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)
-def test_sequences_come_and_go_with_guesses(where: str, by_turns: list[int]) -> None:
+def test_sequences_come_and_go_with_draft_tokens(where: str, by_turns: list[int]) -> None:
     """A stopped slot returns no further token, not even a token that the host has already read."""
     with running_on(where):
         model, rng = GPT2(GPT2Weights.random(0, SMALL), device="cuda"), np.random.default_rng(1)
@@ -389,8 +391,8 @@ def test_sequences_come_and_go_with_guesses(where: str, by_turns: list[int]) -> 
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)
-def test_which_tokens_were_guessed(where: str, by_turns: list[int]) -> None:
-    """All tokens of a step except its last were guessed: they equal `guess_tokens` of the text."""
+def test_which_tokens_were_drafted(where: str, by_turns: list[int]) -> None:
+    """All tokens of a step except its last were drafted: they equal `draft_tokens` of the text."""
     with running_on(where):
         engine = GPT2(GPT2Weights.random(0, SMALL), device="cuda").engine
         (prompt,) = random_prompts([22], SMALL)
@@ -400,15 +402,15 @@ def test_which_tokens_were_guessed(where: str, by_turns: list[int]) -> None:
         while batch.busy:
             batch.step()
     ids, first, steps = np.concatenate([prompt, np.array(row.tokens, np.int32)]), len(prompt), 0
-    for last in np.flatnonzero(~np.array(row.guessed)) + len(prompt):
-        guess = reference.guess_tokens(ids[:first], MOST_GUESSES)
-        assert guess[: last - first].tolist() == ids[first:last].tolist()
+    for last in np.flatnonzero(~np.array(row.drafted)) + len(prompt):
+        draft = reference.draft_tokens(ids[:first], MAX_DRAFTS)
+        assert draft[: last - first].tolist() == ids[first:last].tolist()
         first, steps = last + 1, steps + 1
-    assert sum(row.guessed) > 4
+    assert sum(row.drafted) > 4
     assert steps <= len(by_turns) + 1  # the first token comes from the prompt
 
 
-def test_numpy_does_not_guess() -> None:
+def test_numpy_does_not_draft() -> None:
     model = GPT2(GPT2Weights.random(0, FEW), device="cpu")
     options: dict[str, Any] = {"max_new_tokens": 9, "seed": 1}
     (prompt,) = random_prompts([5], FEW)
@@ -442,13 +444,13 @@ def test_keys_of_this_step_are_not_loaded_early() -> None:
     begins = "    const int warp = threadIdx.x / 32, lane"
     text = edited(SPLIT, begins, before + begins).replace(ENDS, after + ENDS)
     held.k[1] = held.k[0]  # the keys that are written late
-    geometry = split_geometry(together, n_ctx, *heads, 4, 4, H200["most_shared"], False)
+    geometry = split_geometry(together, n_ctx, *heads, 4, 4, H200["max_shared"], False)
     run: dict[str, Any] = {"shared": geometry.shared, "checks": USUAL}
-    run |= {"defines": (*geometry.defines, ("AS_GUESSES", 1))}
+    run |= {"defines": (*geometry.defines, ("AS_DRAFTS", 1))}
     outs = []
     for each in (kernels.read_source(SPLIT), text):
         out = np.full(q.shape, np.nan, np.float32)
-        args = [q, held.k.copy(), held.v, row, position, 2, n_ctx, together, 1.0, out, *UNSENT]
+        args = [q, held.k.copy(), held.v, row, position, 2, n_ctx, together, 1.0, out, *NO_PEERS]
         with with_source(SPLIT, each):
             emulator.run(SPLIT, geometry.kernel, geometry.grid, geometry.block, args, **run)
         outs.append(out)
@@ -464,7 +466,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("gpt2block.engine.guessing.perf_counter", lambda: self.now)
+        monkeypatch.setattr("gpt2block.engine.speculation.perf_counter", lambda: self.now)
 
 
 @pytest.fixture
@@ -479,7 +481,7 @@ def played(
     steps: int = 400,
     odd: Mapping[int, list[float]] = MappingProxyType({}),
 ) -> list[int]:
-    """Return rows of each step. share: of right guesses. costs: rows -> time of a step.
+    """Return rows of each step. share: of right draft tokens. costs: rows -> time of a step.
 
     odd: rows -> times of the first steps with this number of rows, which are removed from it.
     """
@@ -488,7 +490,7 @@ def played(
     for _ in range(steps):
         together = pace.together(slot, 128)
         right = rng.random(together) < share
-        flags = np.full((1, together), GUESSED, np.int32) | RIGHT * right
+        flags = np.full((1, together), DRAFTED, np.int32) | RIGHT * right
         flags[0, : int(np.argmin([*right[:-1], False])) + 1] |= TAKEN
         clock.now += odd[together].pop(0) if odd.get(together) else costs[together]
         pace.result(1, together)
@@ -555,8 +557,8 @@ def test_steps_that_record_launches_are_not_timed(monkeypatch: pytest.MonkeyPatc
             assert timed == [(1, 1)] * expected
 
 
-def test_runs_of_right_guesses_pay_where_most_are_wrong(clock: Clock) -> None:
-    """A fifth of the guesses is right, in runs of ten."""
+def test_runs_of_right_draft_tokens_pay_where_most_are_wrong(clock: Clock) -> None:
+    """A fifth of the draft tokens is right, in runs of ten."""
     pace, slot, run = SpeculationPolicy(1), np.zeros(1, np.int32), list[int]()
     pace.begin(slot)
     right, costs = np.tile(np.arange(50) < 10, 40), {1: 1.0, 4: 1.2, 8: 1.4}
@@ -576,7 +578,7 @@ def test_runs_of_right_guesses_pay_where_most_are_wrong(clock: Clock) -> None:
 def test_no_more_rows_than_a_step_may_have() -> None:
     pace, slots = SpeculationPolicy(40), np.arange(40, dtype=np.int32)
     for _ in range(3):
-        pace.add(slots, np.full((40, 8), TAKEN | GUESSED | RIGHT, np.int32))
+        pace.add(slots, np.full((40, 8), TAKEN | DRAFTED | RIGHT, np.int32))
     assert pace.together(slots[:1], 128) == 8
     assert pace.together(slots[:20], 128) == 4
     assert pace.together(slots, 128) == 1

@@ -1,5 +1,5 @@
-// Functions for two-part numbers (lib/two_part.cuh) in attention/prompt/mma_two_part.cu and
-// attention/prompt/wgmma_two_part.cu: splitting floats into two parts in the operand registers of a product, and
+// Functions for hi/lo numbers (lib/hi_lo.cuh) in attention/prompt/mma_hi_lo.cu and
+// attention/prompt/wgmma_hi_lo.cu: splitting floats into two parts in the operand registers of a product, and
 // storing a warp's rows. The including file defines ATT_ONE_SCALE and includes lib/attention/scores.cuh and
 // lib/sm80.cuh.
 //

@@ -1,4 +1,4 @@
-// Two-part numbers, which give float accuracy on half-precision tensor cores: x = (hi + lo / 2048) scale.
+// Hi/lo numbers, which give float accuracy on half-precision tensor cores: x = (hi + lo / 2048) scale.
 //
 //   scale   one per row: a power of two; the row's largest magnitude / scale is at least 2^14 and less than 2^15
 //   hi      half(x / scale)
@@ -43,7 +43,7 @@ __device__ __forceinline__ void join(float (&high)[WIDTH], const float (&low)[WI
     for (int e = 0; e < WIDTH; ++e) high[e] = fmaf(low[e], 1.0f / LOW, high[e]) * scale;
 }
 
-// Returns a sum of products of two-part numbers. high: the sum of products of two high parts. cross: the sum of
+// Returns a sum of products of hi/lo numbers. high: the sum of products of two high parts. cross: the sum of
 // products of a high part and a low part. If `high` is infinite or NaN, `cross` is ignored: it could have the opposite
 // sign or be NaN (infinity times a low part of 0).
 __device__ __forceinline__ float sum_of(float high, float cross) {

@@ -1,5 +1,5 @@
-// Constants, shared memory, copies and the search for infinite and NaN values for attention/prompt/wgmma_two_part.cu,
-// which describes them. The including file defines ATT_CAUSAL and includes lib/attention/two_part_rows.cuh.
+// Constants, shared memory, copies and the search for infinite and NaN values for attention/prompt/wgmma_hi_lo.cu,
+// which describes them. The including file defines ATT_CAUSAL and includes lib/attention/hi_lo_rows.cuh.
 #pragma once
 
 #include "lib/sm90.cuh"

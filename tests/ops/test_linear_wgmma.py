@@ -154,7 +154,7 @@ def test_rope_refuses(device: Any, change: dict[str, Any], message: str) -> None
     gpus.cupy_with(90)
     options: dict[str, Any] = {
         "n_head": 2,
-        "terms": KERNELS["linear-hopper-bfloat16"].terms,
+        "terms": KERNELS["linear-wgmma-bfloat16"].terms,
         **change,
     }
     D = options.pop("D", 128)
