@@ -198,7 +198,7 @@ class _Work:
         """Compute the shards of `todo`. Raises JobError if the job cannot continue."""
         begun = perf_counter()
         waiting = deque(todo)
-        self._watcher.show(self.outcome, 0)
+        self._watcher.show(self.outcome, inside=0)
         try:
             while waiting or self._submitted or self._suspects:
                 while waiting and len(self._submitted) < self._capacity(client):
@@ -279,7 +279,7 @@ class _Work:
         self.outcome.done_now += result.records + result.errors
         self.outcome.tokens_now += result.tokens
         self.outcome.lines_done += shard.lines
-        self._watcher.show(self.outcome, 0)
+        self._watcher.show(self.outcome, inside=0)
 
     def _stopped(self, reason: str) -> JobError:
         done = len(self._manifest.done)

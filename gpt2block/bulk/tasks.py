@@ -46,7 +46,7 @@ def problem_of(error: BaseException) -> Problem:
     "prompt 0: " and the like is removed: a task numbers its inputs, and the record is the only one.
     """
     if isinstance(error, MemoryError):
-        return Problem(printable(f"not enough memory: {error}"), True)
+        return Problem(printable(f"not enough memory: {error}"), no_memory=True)
     of_cuda = "CUDA" in type(error).__name__ or type(error).__module__.startswith("cupy")
     if isinstance(error, _NOT_FROM_RECORD) or of_cuda:
         raise error

@@ -99,7 +99,7 @@ class SpeculationPolicy:
         for slot, of_rows in zip(slots.tolist(), flags.tolist(), strict=True):
             shares, state = self._shares[slot], self._state[slot]
             for flag in of_rows:
-                if not flag & TAKEN:
+                if not flag & TAKEN:  # this row's token was not accepted
                     break
                 right = flag & RIGHT > 0
                 shares[state] += WEIGHT * (right - shares[state])

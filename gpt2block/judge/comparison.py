@@ -59,7 +59,7 @@ class Checked:
     problem: str = ""
     printed: str = ""  # text that the kernel printed in the first run
     inputs: str = ""  # name of special inputs; "" for ordinary inputs
-    off: tuple[str, int] | None = None  # the first wrong element: output and flat index
+    first_wrong: tuple[str, int] | None = None  # the first wrong element: output and flat index
 
     @property
     def label(self) -> str:

@@ -136,7 +136,7 @@ def check_kernel(operation: str, source: str | Path, **options: Any) -> Verdict:
 def _matched(
     source: str | Path,
     operation: Operation,
-    stored: tuple[str, str],
+    stored: tuple[str, str],  # (dtype, layout)
     args: str | None,
     launch: Mapping[str, str | None],
 ) -> Kernel:
@@ -145,6 +145,7 @@ def _matched(
     try:
         return matched(read(file, **launch), operation, stored, args)
     except InputError as error:
+        # OWN is the option --mine; in Python, the argument `source` names the file.
         parts = ("source" if part == OWN else part for part in error.parts)
         if file != source:  # source is a text: leave out the temporary folder
             parts = (p.replace(f"{file.parent}/", "") if isinstance(p, str) else p for p in parts)

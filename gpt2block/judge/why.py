@@ -149,7 +149,7 @@ class Launcher:
 
     kernel: Kernel
     case: Case
-    run: EmulatedRun
+    mode: EmulatedRun
     capability: str
 
     def launch(self, debug: bool, trace: Trace) -> tuple[Result, Checked | None]:
@@ -158,7 +158,7 @@ class Launcher:
         debug: whether the kernel is compiled without optimisation.
         """
         source, seen = self.kernel.source, list[Result]()
-        checks = stand_in.Checks(True, BUDGET, self.run.variant, debug, seen.append, trace=trace)
+        checks = stand_in.Checks(True, BUDGET, self.mode.variant, debug, seen.append, trace=trace)
         loaded = kernels.load(str(source.path), source.name, self.kernel.defines)
         loaded.found.module.module(debug).memory.clear()
         checked = None
@@ -168,7 +168,7 @@ class Launcher:
 
     def compared(self, checks: stand_in.Checks) -> Checked:
         """Launch the kernel; return its result. Raises EmulatorError for an error of the kernel."""
-        run, waits = self.run, self.kernel.source.waits
+        run, waits = self.mode, self.kernel.source.waits
         device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
         with device, stand_in.early_launches() if waits else nullcontext():
             return comparison.compare(self.kernel, self.case, guarded=False, fill=run.fill)
@@ -188,14 +188,14 @@ def why(launcher: Launcher, found: Finding) -> Why:
     The steps of a kernel that is compiled without optimisation have the order of the source. If
     the problem does not occur in it, the steps are those of the compilation that has the problem.
     """
-    for debug in dict.fromkeys((True, launcher.run.debug)):
+    for debug in dict.fromkeys((True, launcher.mode.debug)):
         with suppress(UnsupportedError):
             result, checked = launcher.launch(debug, Trace())
             problems = [each for each in result.findings if _same(each, found)]
             if problems:
                 return _up_to(launcher, debug, problems[0])
-            if checked and checked.off and not found.lines:
-                return _up_to_write(launcher, debug, *checked.off)
+            if checked and checked.first_wrong and not found.lines:
+                return _up_to_write(launcher, debug, *checked.first_wrong)
     return Why(note=f"{NO_STEPS}: the problem did not occur again.")
 
 

@@ -202,7 +202,7 @@ def _check_cores(c: Call, norm: int) -> None:
     _on_cuda_cores(c)
     if norm == mma.RMSNORM:
         raise UnsupportedCall("takes no gamma without beta: use variant mma")
-    _store_after(c)
+    _send_after(c)
     if c.terms:
         raise UnsupportedCall(FLOATS_ALONE)
     if c.up:
@@ -270,7 +270,7 @@ def _on_cuda_cores(c: Call) -> None:
         raise UnsupportedCall("does not round x: use variant mma")
 
 
-def _store_after(c: Call) -> None:
+def _send_after(c: Call) -> None:
     """Let another kernel send out to the other GPUs, if option `to_peers` is given."""
     if c.to_peers is not None:
         c.after, c.to_peers = (*c.after, c.to_peers.launch(c.output("out"))), None
@@ -292,7 +292,7 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
         raise UnsupportedCall(
             "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
         )
-    _store_after(c)
+    _send_after(c)
     _check_sizes(c)
     if c.up or any(terms and terms.width for terms in (c.terms, c.to_terms)):
         raise UnsupportedCall(
@@ -317,7 +317,7 @@ def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
     if not (c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)):
         raise UnsupportedCall("takes and gives terms in the order of wgmma: use variant mma_tiles")
     if c.to_peers and (c.w.dtype == GGUF or c.N % 2 or c.to_peers.args["all_columns"] % 2):
-        _store_after(c)  # the kernel sends pairs of columns
+        _send_after(c)  # the kernel sends pairs of columns
     return wgmma.launch(c, epilogue(c))
 
 
@@ -367,13 +367,13 @@ GGUF_ENGINES = (
 @variant("tiles", tiles.FILE, tiles.KERNEL)
 def _tiles(c: Call) -> Any:
     if c.w.dtype == GGUF:
-        return _by_mma_gguf(c, add)
+        return _by_mma_gguf(c, epilogue=add)
     _on_cuda_cores(c)
     if c.gamma is not None:
         raise UnsupportedCall("takes no gamma and beta: use variant matvec")
     if c.terms or c.to_terms or c.up:
         raise UnsupportedCall("takes and gives floats, of one matrix: use variant wgmma")
-    _store_after(c)
+    _send_after(c)
     M, N, K, data = c.M, c.N, c.K, c.w.data
     if max(M, N) > tiles.MAX_SIZE or K > tiles.MAX_K:
         raise UnsupportedCall(
@@ -383,12 +383,12 @@ def _tiles(c: Call) -> Any:
     geometry = tiles.geometry(
         M,
         N,
-        data.itemsize,
-        min(tiles.MAX_LOADED, alignment(K * data.itemsize, data.data.ptr) // data.itemsize),
-        4 if row_alignment(N, c.output("out"), c.residual) == 16 else 1,
-        c.gelu,
-        device_attribute("MultiProcessorCount"),
-        device_attribute("MaxSharedMemoryPerBlockOptin"),
+        size=data.itemsize,
+        load=min(tiles.MAX_LOADED, alignment(K * data.itemsize, data.data.ptr) // data.itemsize),
+        store=4 if row_alignment(N, c.output("out"), c.residual) == 16 else 1,
+        gelu=c.gelu,
+        sms=device_attribute("MultiProcessorCount"),
+        max_shared=device_attribute("MaxSharedMemoryPerBlockOptin"),
     )
     args = (c.x, data, c.w.scale, c.bias, c.residual, c.output("out"), M, K, N)
     return launch_at(tiles.FILE, geometry, args, *storage_of(c.w))
@@ -423,8 +423,8 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     `terms` are rounded if `Terms.rounded` is set. to_peers: the `PeerStores` of out, which is then
     sent to other GPUs, too, by this kernel if it can.
     """
-    c = _checked(unchecked, HI_LO_LINEAR)
-    c.M, c.T = c.rows, "float32"
+    c = _checked(unchecked, with_hi_lo=HI_LO_LINEAR)
+    c.M = c.rows
     _check(c)
     if c.up is not None and (c.up.dtype != c.w.dtype or c.bias is not None):
         raise InputError(f"up: {c.up.dtype}: expected {c.w.dtype}, as w has, and no bias")
@@ -433,15 +433,15 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     return c
 
 
-def _checked(unchecked: UncheckedCall, hi_lo: Contract) -> Call:
-    """Return the checked call and set its scale of x. hi_lo: contract for a HiLoMatrix w."""
+def _checked(unchecked: UncheckedCall, with_hi_lo: Contract) -> Call:
+    """Return the checked call and set its scale of x. with_hi_lo: contract for a HiLoMatrix w."""
     if not isinstance(unchecked.inputs[1], HiLoMatrix):
         if unchecked.options["x_bound"] is not None:
             raise InputError("x_bound: expected a HiLoMatrix: only with one x has a scale")
         c = unchecked.checked()
         c.x_scale = 1.0
         return c
-    c = unchecked.checked(hi_lo)
+    c = unchecked.checked(with_hi_lo)
     c.w = Parts(c.w.parts, c.w.scale)
     if c.terms and c.x_bound is not None:
         raise InputError("x_bound: terms have a scale: expected either")
@@ -456,7 +456,7 @@ def _prepare_qkv(unchecked: UncheckedCall) -> Call:
     weights, float32 with a HiLoMatrix). No two rows of x may have the same row and position of
     the cache. k and v of a token outside the cache are not stored. Other options: as in `linear`.
     """
-    c = _checked(unchecked, HI_LO_QKV)
+    c = _checked(unchecked, with_hi_lo=HI_LO_QKV)
     c.T, c.to_terms, c.up = cache_dtype(c.w.dtype), None, None
     _check(c)
     if c.fp8_cache is None:

@@ -270,7 +270,7 @@ def _prepare_matmul(unchecked: UncheckedCall) -> Call:
             raise InputError(f"head_dim {head_dim!r}: expected an even number that divides N {c.N}")
     c.start, c.theta = check_rotation(start, theta, c.x.shape[-2])
     c.head_dim = int(head_dim or 0)
-    c.residual = c.h = None
+    c.residual = c.h = None  # only rmsnorm_ffn adds a residual; h is the sum
     c.gelu = False
     c.order = _preferred(c)
     return c

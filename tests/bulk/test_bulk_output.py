@@ -247,7 +247,7 @@ def test_an_input_that_changes_during_the_job(
     before = lines.read_text()
     with monkeypatch.context() as patch:
         changed = before.replace("to be", "to bee")
-        patch.setattr(cli_map._Watcher, "show", lambda *_: lines.write_text(changed))
+        patch.setattr(cli_map._Watcher, "show", lambda *_, **__: lines.write_text(changed))
         ended = run(*command)
     assert ended.code == 1
     assert "shard 3 failed: ChangedError" in ended.err

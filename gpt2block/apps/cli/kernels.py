@@ -46,11 +46,12 @@ def operations_report() -> list[dict[str, Any]]:
     return [
         {
             "operation": operation.name,
-            "document": operation.workload.document,
+            "document": operation.workload.document,  # where its kernels come from
             "idea": operation.workload.idea,
             "sizes": dict(operation.workload.sizes),
             "dtypes": operation.workload.dtypes,
             "variants": [variant.described() for variant in operation.variants],
+            # kernels that do not run on their own
             "auxiliary": [variant.described() for variant in operation.auxiliary],
         }
         for operation in OPERATIONS.values()

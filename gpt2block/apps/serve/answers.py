@@ -344,14 +344,14 @@ class ChatForm(Form):
 
     def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return self._told({"index": index, "message": message}, choice, logprobs)
+        return self._filled({"index": index, "message": message}, choice, logprobs)
 
     def deltas(
         self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
     ) -> list[dict[str, Any]]:
         new, part = self._read(index, part, part.reason is not None)
         found = [
-            self._told({"index": index, "delta": each}, AnswerChoice(), False)
+            self._filled({"index": index, "delta": each}, AnswerChoice(), logprobs=False)
             for each in new or [{}]
         ]
         found[0]["logprobs"] = self._logprobs(part.scored) if logprobs else None
@@ -369,9 +369,9 @@ class ChatForm(Form):
 
     def first(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
-        return self._told({"index": index, "delta": delta}, AnswerChoice(), False)
+        return self._filled({"index": index, "delta": delta}, AnswerChoice(), logprobs=False)
 
-    def _told(self, said: dict[str, Any], choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
+    def _filled(self, said: dict[str, Any], choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
         found = self._logprobs(choice.scored) if logprobs else None
         return {**said, "logprobs": found, "finish_reason": choice.reason}
 

@@ -173,7 +173,7 @@ class ToolChatForm(ChatForm):
             message["tool_calls"] = calls
         for call in calls:
             del call["index"]
-        return self._told({"index": index, "message": message}, choice, logprobs)
+        return self._filled({"index": index, "message": message}, choice, logprobs)
 
     def is_empty(self, delta: dict[str, Any]) -> bool:
         return not delta["delta"] and delta["finish_reason"] is None

@@ -113,6 +113,7 @@ def _compile_one(
     connection: Connection, vocabulary: Vocabulary, seconds: float, memory: int
 ) -> NoReturn:
     """Wait for a rule, compile it, send the result, and end this process."""
+    # If memory runs out, `found` stays as if SIGABRT had ended this process: see Trial._limit.
     code, found = ENDED, cast("int | str", -signal.SIGABRT)
     with suppress(EOFError, OSError):
         rule: Grammar = connection.recv()
@@ -120,7 +121,7 @@ def _compile_one(
         with suppress(MemoryError):
             try:
                 vocabulary.matcher(rule)
-                found = max(0, _memory()[1] - before)
+                found = max(0, _memory()[1] - before)  # bytes that no file backs
             except InputError as error:
                 found = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)  # a signal now would send a second result

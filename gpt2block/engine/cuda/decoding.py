@@ -191,7 +191,7 @@ class CudaDecoding:
 
     def _with_grammars(self) -> bool:
         """Whether any of the running slots has a grammar."""
-        return self._matchers is not None and bool(self._left[self._matchers.some].any())
+        return self._matchers is not None and bool(self._left[self._matchers.masked].any())
 
     def _launch_more(self) -> None:
         """Launch steps until enough are in flight. Steps with grammars are launched in two parts.
@@ -217,7 +217,7 @@ class CudaDecoding:
             slots = np.array(ready, np.int32)
             step = self._steps.again(self._model, slots, [matchers.late[n][1] for n in ready])
             self._model.recordings.meet()  # the step may have allocated memory
-            matchers.some[slots] = True
+            matchers.masked[slots] = True
             self._sample(Pending(step, slots, [()] * len(ready)))
 
     def _set_aside(self, pending: Pending, jobs: list[MaskJob | None], late: Sequence[int]) -> None:
@@ -234,7 +234,7 @@ class CudaDecoding:
             job, jobs[n] = jobs[n], None
             assert job is not None
             self._matchers.late[slot] = job, logits
-            self._matchers.some[slot] = False
+            self._matchers.masked[slot] = False
 
     def _rows_of_texts(self, slots: Ids) -> int:
         """Return the rows per slot of a step that verifies known texts: a power of two."""
@@ -255,7 +255,7 @@ class CudaDecoding:
                 for slot, left in zip(slots.tolist(), self._left[slots].tolist(), strict=True)
             ]
         # Draft tokens would delay slots without grammars.
-        elif any(expected) and matchers.some[slots].all():
+        elif any(expected) and matchers.masked[slots].all():
             counts = np.array([len(each) for each in expected])
             together = matchers.pace.for_forced(counts, MAX_DRAFT_ROWS)
             together = self._model.recordings.agreed(together)
@@ -300,13 +300,13 @@ class CudaDecoding:
         for result in self._in_flight:
             result.accept()
         # Determined tokens are computed as draft tokens, if rows for them fit into the next step.
-        find = len(slots) * ROWS[0] <= MAX_DRAFT_ROWS and bool(self._matchers.some[slots].all())
+        find = len(slots) * ROWS[0] <= MAX_DRAFT_ROWS and bool(self._matchers.masked[slots].all())
         find = find and self._texts is None
         jobs, late = self._matchers.compute(slots, drafts, find)
         late = self._model.recordings.agreed(late)  # other GPUs wait for masks that the first has
         if late:
             self._set_aside(pending, jobs, late)
-            for each in stopped:
+            for each in stopped:  # a stopped sequence must not wait for its mask
                 self._matchers.stop(each)
             stopped = [*stopped, slots[late]]
         self._steps.masks.write(jobs, step.together)

@@ -93,7 +93,7 @@ class SlotMatchers:
     def __init__(self, slots: int, most: int) -> None:
         """most: maximum draft tokens of a slot in a step."""
         self.of: list[Matcher | None] = [None] * slots
-        self.some = np.zeros(slots, bool)  # whether each slot has a matcher, and is not late
+        self.masked = np.zeros(slots, bool)  # whether each slot has a matcher, and is not late
         self.pace = SpeculationPolicy(slots)  # times of steps with different numbers of rows
         self.late: dict[
             int, tuple[MaskJob, CudaArray]
@@ -104,7 +104,7 @@ class SlotMatchers:
 
     def begin(self, slot: int, matcher: Matcher | None) -> None:
         """Set the Matcher of a new sequence."""
-        self.of[slot], self.some[slot], self._next[slot] = matcher, matcher is not None, []
+        self.of[slot], self.masked[slot], self._next[slot] = matcher, matcher is not None, []
         self.late.pop(slot, None)  # left by a sequence that ended before its last step
 
     def compute(

@@ -271,12 +271,12 @@ class CudaModel(CudaWeights):
         computed: list[tuple[list[CudaArray], list[int]]] = []
         with self.running():
             for group in in_groups(sequences, TOKENS_AT_ONCE):
-                repeats = self.on_tensor_cores
-                several = padded(group) if repeats else group
-                prefill = self.prefill(several, self._scratch(several, repeats), want)
+                pads = self.on_tensor_cores  # elsewhere, kept caches of padded batches need memory
+                several = padded(group) if pads else group
+                prefill = self.prefill(several, self._scratch(several, repeats=pads), want)
                 arrays = [prefill.out.copy()]
                 if want == "likeliest":
-                    arrays.append(prefill.likeliest[:, 0].copy())
+                    arrays.append(prefill.likeliest[:, 0].copy())  # (N, 1)
                 computed.append((arrays, prefill.ends[: len(group)]))
             for arrays, ends in computed:
                 rows = zip(*(np.split(each.get(), ends)[:-1] for each in arrays), strict=True)

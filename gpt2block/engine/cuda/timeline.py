@@ -114,14 +114,15 @@ def ends_us(launches: Sequence[Any], overlapping: bool, lead: Callable[..., None
     """
     ends: list[float] = []
     for first in range(0, len(launches), TOGETHER):
-        start, known = max(0, first - EARLIER), max(0, first - 1)
+        start, last_known = max(0, first - EARLIER), max(0, first - 1)
         last = min(first + TOGETHER, len(launches))
-        parts = [_graph(launches[start : n + 1], overlapping) for n in range(known, last)]
+        parts = [_graph(launches[start : n + 1], overlapping) for n in range(last_known, last)]
         led: Callable[[], None] = lead
         if start:
             before = _graph(launches[:start], overlapping)
             led = partial(_led, partial(lead, LEAD_US - ends[start - 1]), before)
         found = list(accumulate(_us(parts, led), max))
+        # found[0] and ends[-1] are the end of the same launch, `last_known`.
         ends += [ends[-1] + each - found[0] for each in found[1:]] if ends else found
     (pass_us,) = _us([_graph(launches, overlapping)], lead)
     return [end * pass_us / ends[-1] for end in ends]
@@ -192,13 +193,14 @@ def _kernels(recording: Recording) -> Iterator[KernelTiming]:
     """Yield a KernelTiming, still without times, for each kernel of a recording."""
     for name, (step, launches, *_) in recording.steps.items():
         inputs = [recording.known(each) if each else None for each in step.inputs]
-        if terms := step.attrs.get("terms"):
+        if terms := step.attrs.get("terms"):  # the 16-bit format in which x is stored
             inputs[0] = _in_memory(inputs[0], terms)
-        names = ["" if each in recording.steps else each for each in step.inputs]
+        # Names of weights and other tensors: `moved` counts "" as an activation.
+        tensors = ["" if each in recording.steps else each for each in step.inputs]
         out = _in_memory(recording.known(name), step.attrs.get("to_terms"))
         dtypes = out.dtype, weights_dtype(step.op, inputs)
         for each in launches:
-            nbytes = moved(step.op, names, inputs, out) if each is launches[-1] else BytesMoved()
+            nbytes = moved(step.op, tensors, inputs, out) if each is launches[-1] else BytesMoved()
             yield KernelTiming(name, step.op, each.name, each.grid, each.block, *dtypes, nbytes)
     for bound in recording.after:  # the sampler's launches, which read the pass's result
         nbytes = BytesMoved(activations=recording.out.nbytes + bound.out.nbytes)

@@ -146,7 +146,7 @@ def block(o: Any, of: Architecture, x: Value, h: str = "") -> Value:
 
 
 def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) -> Value:
-    """Run a model up to the output `want`. None: stop after K and V of the last layer.
+    """Run a model on the pass `o` up to the output `want`. None: stop after the last K and V.
 
     "last": logits of the last row of each sequence. "logits": logits of all rows. "rows": the final
     norm, as input of a later product with lm_head. "hidden": the final norm as floats. "stream":

@@ -323,8 +323,9 @@ def _encode_text(
 ) -> list[int]:
     """Encode a text, without adding the ids of `prefix_of`. `given`: as in `encode_chat`."""
     check_encodable(name, text)
-    known = isinstance(encoding, (tiktoken.Encoding, TokenizersEncoding))
-    names = set(filter(None, encoding.special_tokens_set)) if special and known else set()
+    # In an encoding of another class, names of special tokens are ordinary text.
+    finds = special and isinstance(encoding, (tiktoken.Encoding, TokenizersEncoding))
+    names = set(filter(None, encoding.special_tokens_set)) if finds else set()
     try:
         if isinstance(encoding, TokenizersEncoding) and special:
             return encoding.encode_given(text, given)

@@ -149,11 +149,11 @@ def mma_geometry(
     serves: int = 1,
     tile: AttentionTile | None = None,
 ) -> tuple[Geometry, int]:
-    """Return the geometry of `mma` for B sequences of up to T rows, and the result of `together`.
+    """Return the geometry of `mma` for B sequences of up to T rows, and how many heads take turns.
 
     sms: multiprocessors of the GPU. max_shared: bytes of shared memory that a block can have.
-    serves: heads of Q that share a head of K. tile: used instead of the fastest tile. Raises
-    InputError if the grid is too large.
+    serves: heads of Q that share a head of K. tile: used instead of the fastest tile. The second
+    result is that of `together`. Raises InputError if the grid is too large.
     """
     if tile is None:
         tile = min(MMA_TILES[HS], key=lambda tile: _clocks(tile, B, T, NH, causal, sms))
@@ -226,7 +226,7 @@ def wgmma_geometry(
     HS: int = TENSOR_HEADS[0],
     serves: int = 1,
 ) -> tuple[Geometry, int]:
-    """Return the geometry of variant `wgmma`, and the result of `together` for this call.
+    """Return the geometry of variant `wgmma`, and how many heads take turns (`together`).
 
     A block processes several tiles. Raises InputError if there are more tiles than it can count.
     """

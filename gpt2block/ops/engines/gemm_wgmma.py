@@ -32,7 +32,7 @@ class WgmmaGemmTile(NamedTuple):
 
     rows: int
     columns: int
-    group: tuple[int, int]  # rows, columns that a warpgroup computes: the whole tile or half of it
+    warpgroup: tuple[int, int]  # rows, columns of a warpgroup: the whole tile or half of it
     stages: int  # slices of K in the ring in shared memory
     chunk: int  # columns of an output chunk (a warpgroup's outputs that are stored at a time)
     split_k: int  # blocks of a cluster, each of which multiplies 1 / split_k of K
@@ -159,21 +159,22 @@ def geometry(
     if turned:
         M, N = N, M
     tile = tile or choose_tile(candidates, M, N, K, split_k and candidates is TILES, sms)
+    chunks = BUFFERS * (hi_lo == other_out)  # only 16-bit results pass through shared memory
     if hi_lo:
-        kernel, chunks, floats = HI_LO_KERNEL, BUFFERS * other_out, 2 * tile.group[1]
+        kernel, floats = HI_LO_KERNEL, 2 * tile.warpgroup[1]
     elif turned:
         kernel = FP8_KERNEL if fp8 else GGUF_KERNEL
-        chunks, floats = BUFFERS * (not other_out), (1 + scaled) * tile.group[0]
+        floats = (1 + scaled) * tile.warpgroup[0]
     else:
-        kernel, chunks = KERNEL, BUFFERS * (not other_out)
-        floats = (1 + scaled) * tile.group[1] // tile.split_k  # floats of bias, and of scales
-    of_w = 0 if row_group else 1 if fp8 else 2
-    shared = shared_bytes(tile, 1 + hi_lo, chunks, floats, of_w)
+        kernel, floats = KERNEL, (1 + scaled) * tile.warpgroup[1] // tile.split_k
+    # chunks and floats (of bias and scales) are numbers per warpgroup
+    of_rows = 0 if row_group else 1 if fp8 else 2  # bytes per value of the tile's rows
+    shared = shared_bytes(tile, 1 + hi_lo, chunks, floats, of_rows)
     if row_group:
         shared += MAX_GGUF_STAGES * (tile.rows // ROW_GROUP * row_group + 16) + 16
         while shared > MAX_SHARED:
             tile = tile._replace(stages=tile.stages - 1)
-            shared -= 2 * SLICE * tile.columns + 16
+            shared -= 2 * SLICE * tile.columns + 16  # bytes of a stage, and of its barriers
     ends = epilogue(hi_lo, gelu, residual, other_out, scaled)
     if not early:
         ends += (("GEMM_EARLY", 0),)
@@ -187,7 +188,7 @@ def launched(
 
     ends: compile-time constants that only this kernel has.
     """
-    rows, columns = tile.group
+    rows, columns = tile.warpgroup
     defines = (
         ("GEMM_M", tile.rows),
         ("GEMM_N", tile.columns),

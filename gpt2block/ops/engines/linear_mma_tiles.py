@@ -46,12 +46,13 @@ def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
     """Return the bytes of dynamic shared memory per block: sums, and slices of x and w."""
     weight = BYTES.get(dtype, 1)
     parts, units = splits(K)
-    each = ceil(parts / tile.cluster) * units * UNIT  # values of K per block
-    part = tile.chunks * 64 * (1 + (dtype == HI_LO)) // weight  # values of K per slice
-    stages = min(tile.stages, ceil(min(each, K) / part))
-    planes = parts if tile.cluster > 1 else 1
+    block_k = ceil(parts / tile.cluster) * units * UNIT  # values of K per block
+    # values of K per slice: a chunk has 64 bytes of a row of w, or of each half of hi/lo weights
+    slice_k = tile.chunks * 64 * (1 + (dtype == HI_LO)) // weight
+    stages = min(tile.stages, ceil(min(block_k, K) / slice_k))
+    planes = parts if tile.cluster > 1 else 1  # a block alone adds all parts in one plane
     sums = 4 * planes * ceil(tile.rows / tile.cluster) * (tile.columns + PAD)
-    return ceil(sums / 128) * 128 + stages * part * (4 * tile.rows + weight * tile.columns)
+    return ceil(sums / 128) * 128 + stages * slice_k * (4 * tile.rows + weight * tile.columns)
 
 
 @lru_cache(maxsize=1024)

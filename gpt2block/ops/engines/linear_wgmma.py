@@ -243,6 +243,7 @@ def _with_stages(p: WgmmaProduct, tile: WgmmaLinearTile, max_shared: int) -> Wgm
     slices = ceil(p.K * BYTES.get(p.dtype, 1) / LINE)
     for blocks in range(tile.blocks, 0, -1):
         left = room(max_shared, blocks) - p.block_bytes(tile)
+        # tile.depth: sets of warps, each with rings, that divide the K of a block
         stages = tile.stages + left // (tile.depth * p.stage_bytes(tile))
         if stages >= tile.stages:
             most = max(2, slices // (tile.splits * tile.depth))

@@ -108,7 +108,7 @@ def geometry(
         ("NORM_TURNS", int(turns)),
     )
     kernel = "rmsnorm_matmul_wgmma" if matrices == 1 else "rmsnorm_ffn_wgmma"
-    shared = shared_bytes(tile, 1, BUFFERS, tile.group[1] // tile.split_k)
+    shared = shared_bytes(tile, 1, BUFFERS, tile.warpgroup[1] // tile.split_k)
     return launched(kernel, tile, M, columns, sms, shared, ends), tile
 
 
@@ -121,5 +121,5 @@ def weight_box(tile: WgmmaGemmTile, matrices: int, layout: str) -> tuple[int, in
     """Shape of the box of w, an array (1, N, K) or (1, K, N), that a block loads at a time."""
     if layout == "KN":
         return 1, SLICE // tile.shares, SLICE
-    columns = tile.columns if matrices == 1 else tile.group[1] // 2  # columns of one matrix
+    columns = tile.columns if matrices == 1 else tile.warpgroup[1] // 2  # columns of one matrix
     return 1, columns // tile.shares, SLICE
