@@ -28,7 +28,7 @@ class Card(NamedTuple):
     max_shared: int
 
 
-CARDS: Mapping[int, Card] = {  # by compute capability
+CARDS: Mapping[int, Card] = {  # compute capability: card
     75: Card("T4", 40, 64 << 10),
     80: Card("A100", 108, 163 << 10),
     86: Card("RTX 3090", 82, 99 << 10),
@@ -40,7 +40,7 @@ CARDS: Mapping[int, Card] = {  # by compute capability
 
 
 class Properties(NamedTuple):
-    """What the GPUs of a compute capability have. Kernels are chosen by these properties.
+    """Properties of the GPUs of a compute capability, by which kernels are chosen.
 
     has_mma: mma.sync of 16-bit floats with K = 16, and asynchronous copies to shared memory.
     has_overlap: launches that overlap the previous kernel. has_wgmma: products of warpgroups, and

@@ -17,7 +17,7 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import event_ms
 from gpt2block.engine.model import Item, StepResult
 from gpt2block.engine.passes.executor import Executor
-from gpt2block.engine.passes.shards import OF_SHARD, PRODUCTS, Shard, of_shard
+from gpt2block.engine.passes.shards import OF_SHARD, PRODUCTS, ModelShard, of_shard
 from gpt2block.engine.recorder import (
     Arena,
     ArenaFull,
@@ -283,7 +283,7 @@ class Recordings:
     model on several GPUs; None for a model on one GPU.
     """
 
-    def __init__(self, shard: Shard | None = None) -> None:
+    def __init__(self, shard: ModelShard | None = None) -> None:
         self.shard = shard
         self._arena: Arena | None = None
         self.watch: Callable[[Recording], None] | None = None

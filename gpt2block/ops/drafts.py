@@ -24,7 +24,7 @@ FILE = "tokens/drafts.cu"
 THREADS = 512
 COPYING = 256  # threads per block of begin_drafts
 MAX_DRAFTS = 7  # maximum draft tokens per sequence in a step
-MAX_KNOWN = 63  # the same if the text of the sequence is known, so that drafts are right
+MAX_KNOWN = 63  # maximum draft tokens per sequence if its text is known, so that drafts are right
 # flags of a sampled token: accepted; had a draft token; it was right
 TAKEN, DRAFTED, RIGHT = 1, 2, 4
 

@@ -224,7 +224,7 @@ def splits_of(
 
 
 class Fusions(NamedTuple):
-    """What products of few rows that read floats compute, too, besides biases and residuals."""
+    """Operations that are fused with products of few rows of floats, besides bias and residual."""
 
     norms: bool = False  # the RMSNorm of x
     rope: bool = False  # RoPE, if heads have no norms or `heads` is set

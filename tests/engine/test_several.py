@@ -45,7 +45,7 @@ from gpt2block.engine.explain import collect
 from gpt2block.engine.inspect.compare import compare_tensors, exact_tensors
 from gpt2block.engine.model import Start, start_all
 from gpt2block.engine.passes.executor import Executor, Step
-from gpt2block.engine.passes.shards import Divided, Meeting, Shard
+from gpt2block.engine.passes.shards import Divided, Meeting, ModelShard
 from gpt2block.files.checkpoints import Checkpoint, save_gguf, save_pretrained
 from gpt2block.files.checkpoints.gguf_types import Encoded, InBlocks
 from gpt2block.files.checkpoints.stored import Stored
@@ -194,7 +194,7 @@ class Noting(Executor):
 def test_sent_columns_are_gathered_before_other_words() -> None:
     box = SimpleNamespace(data=SimpleNamespace(ptr=1))
     config, do = LlamaConfig(n_layer=1, **SEVERAL), Noting()
-    shard = Shard(config, "float16", 0, 2, Meeting(2), {"abort": box, "own": box, "to_1": box})
+    shard = ModelShard(config, "float16", 0, 2, Meeting(2), {"abort": box, "own": box, "to_1": box})
     divided, x = Divided(do, shard, fuses=True), np.zeros((1, 128), np.float32)
     for name in ("w_o", "w_gate", "w_down", "w_up"):
         last = divided(name, "linear", (x, name, "", "", "", ""), decoding=True)
@@ -467,7 +467,7 @@ def test_all_gpus_raise_the_error_of_a_read(where: str) -> None:
 def test_which_parts_are_divided(name: str, count: int, heads: bool) -> None:
     config = config_of(name, 1)
     meeting = Meeting(count)
-    parts = [Shard(config, "float16", n, count, meeting) for n in range(count)]
+    parts = [ModelShard(config, "float16", n, count, meeting) for n in range(count)]
     whole = model_shapes(config)
     for tensor, shape in whole.items():
         widths = [part.shapes()[tensor] for part in parts]
@@ -495,7 +495,7 @@ def own_part(array: Array, spans: Sequence[tuple[int, int]], axis: int) -> Array
     return array.take(np.concatenate(ranges), axis)
 
 
-def joined(parts: Sequence[Shard], name: str, own: Sequence[Array], axis: int) -> Array:
+def joined(parts: Sequence[ModelShard], name: str, own: Sequence[Array], axis: int) -> Array:
     """Return the part that the first GPU joins from the parts of all GPUs."""
     with ThreadPoolExecutor(len(parts)) as pool:
         return next(pool.map(lambda part: part.joined(name, own[part.index], axis), parts))

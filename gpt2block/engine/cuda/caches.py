@@ -13,7 +13,7 @@ from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.cuda.formats import Formats, cache_option, itemsize
 from gpt2block.engine.model import Drafts, Item, RowFrequencies, cache_kind, describe_cache
-from gpt2block.engine.passes.shards import Shard
+from gpt2block.engine.passes.shards import ModelShard
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.errors import InputError
 from gpt2block.models.config import ModelConfig
@@ -112,7 +112,9 @@ def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, in
 class DecodingCaches:
     """The kv_caches of Decodings. A later Decoding can reuse the cache of an ended Decoding."""
 
-    def __init__(self, config: ModelConfig, formats: Formats, shard: Shard | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, formats: Formats, shard: ModelShard | None = None
+    ) -> None:
         """shard: this GPU's part of a model on several GPUs, whose caches have equal sizes."""
         self._config, self._formats, self._shard = config, formats, shard
         self.kv_width = config.kv_width if shard is None else shard.kv_width

@@ -131,7 +131,7 @@ class DecodingChoice:
         return "gamma_q" in self.config.block_shapes()
 
     def _fusions(self, rows: int) -> Fusions:
-        """What the products by decode_mma fuse in steps of `rows` rows."""
+        """Return the operations that products by decode_mma fuse in steps of `rows` rows."""
         shapes, head_size = self.config.block_shapes(), self.config.head_size
         return fusions(self.formats.dtype, rows, shapes, head_size)
 

@@ -249,7 +249,7 @@ class CudaDecoding:
         expected, together = matchers.expected(slots), 1
         drafts: Drafted = [()] * len(slots)
         if self._texts is not None:
-            together = self._rows_of_texts(slots) if matchers.some[slots].all() else 1
+            together = self._rows_of_texts(slots) if matchers.masked[slots].all() else 1
             expected = [
                 self._texts[slot][-left:].tolist()
                 for slot, left in zip(slots.tolist(), self._left[slots].tolist(), strict=True)

@@ -46,7 +46,7 @@ from gpt2block.engine.passes.blocks import PassSettings
 from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.passes.forward import Want, forward
 from gpt2block.engine.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products
-from gpt2block.engine.passes.shards import OF_SHARD, Shard
+from gpt2block.engine.passes.shards import OF_SHARD, ModelShard
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.recording import Recording, Recordings
 from gpt2block.engine.speculation import ROWS
@@ -82,7 +82,7 @@ class CudaModel(CudaWeights):
         tensors: Tensors,
         formats: Formats,
         device: int,
-        shard: Shard | None = None,
+        shard: ModelShard | None = None,
     ) -> None:
         """shard: this GPU's part of a model on several GPUs; None if the model is on one GPU."""
         super().__init__(config, formats, f"cuda:{device}")

@@ -17,7 +17,7 @@ from gpt2block.cuda.formats import FILE, FP8, GGUF, Formats, own_cache_dtype
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.engine.model import FLOAT16
 from gpt2block.engine.passes.prefill import Products
-from gpt2block.engine.passes.shards import Shard
+from gpt2block.engine.passes.shards import ModelShard
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.weights.hi_lo import LARGEST_BOUND, HiLoMatrix
@@ -83,7 +83,7 @@ def choose_products(
     matrices: Mapping[str, WeightMatrix],
     vectors: Mapping[str, CudaArray],
     largest: Mapping[str, float],
-    shard: Shard | None = None,
+    shard: ModelShard | None = None,
 ) -> tuple[Products, dict[str, float]]:
     """Return the kind of prefill's products, and a dict from operands' names to upper bounds.
 

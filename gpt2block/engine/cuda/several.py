@@ -41,7 +41,7 @@ from gpt2block.engine.model import (
     Tensors,
     describe_cache,
 )
-from gpt2block.engine.passes.shards import Meeting, Shard
+from gpt2block.engine.passes.shards import Meeting, ModelShard
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import DeviceError, InputError
 from gpt2block.files.checkpoints.checkpoint import Checkpoint, FileStates
@@ -118,7 +118,7 @@ class SeveralCaches:
     """The kv_caches of a model on several GPUs.
 
     Each GPU stores the keys and values of the heads that it computes: its own, or all of them
-    (`Shard.divides_heads`). nbytes is the sum over all GPUs.
+    (`ModelShard.divides_heads`). nbytes is the sum over all GPUs.
     """
 
     def __init__(self, parts: Sequence[CudaCache], kind: Any) -> None:
@@ -167,7 +167,7 @@ class SeveralCudaModels:
             own = replace(shard, index=index, peers=peers)
             return CudaModel(config, items, formats, device, own)
 
-        shard = Shard(config, formats.dtype, 0, len(devices), crew.meeting, hi_lo=hi_lo)
+        shard = ModelShard(config, formats.dtype, 0, len(devices), crew.meeting, hi_lo=hi_lo)
         self._shard = shard  # shard of the first GPU
         copies = _copies(_read_whole(tensors, shard), len(devices))
         calls = [partial(made, n, each) for n, each in enumerate(copies)]
@@ -302,7 +302,7 @@ class SeveralDecodings:
             part.stop(slots)
 
 
-def _read_whole(tensors: Tensors, shard: Shard) -> Tensors:
+def _read_whole(tensors: Tensors, shard: ModelShard) -> Tensors:
     """Yield the tensors. Read each `Stored` that is not divided, once for all GPUs."""
     for name, given, layout in tensors:
         array: Any = given

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gpt2block.cuda.formats import FILE, Formats, itemsize
 from gpt2block.engine.cuda.products import has_sizes_of_tensor_cores
 from gpt2block.engine.model import weight_bytes
-from gpt2block.engine.passes.shards import Meeting, Shard
+from gpt2block.engine.passes.shards import Meeting, ModelShard
 from gpt2block.files.checkpoints.gguf_types import bytes_in_blocks
 from gpt2block.files.checkpoints.stored import Stored
 from gpt2block.models.config import ModelConfig
@@ -30,7 +30,9 @@ def bytes_by_gpu(
     """
     hi_lo = formats.dtype == "float32" and has_sizes_of_tensor_cores(config)
     meeting = Meeting(count)
-    shards = [Shard(config, formats.dtype, n, count, meeting, hi_lo=hi_lo) for n in range(count)]
+    shards = [
+        ModelShard(config, formats.dtype, n, count, meeting, hi_lo=hi_lo) for n in range(count)
+    ]
     if formats.dtype == FILE:
         weights = [bytes_in_blocks(_own(stored, shard)) for shard in shards]
     else:
@@ -38,11 +40,11 @@ def bytes_by_gpu(
     return BytesByGpu(weights, token_bytes(config, formats, shards[0]))
 
 
-def token_bytes(config: ModelConfig, formats: Formats, shard: Shard) -> int:
+def token_bytes(config: ModelConfig, formats: Formats, shard: ModelShard) -> int:
     """Return the bytes of a token's keys and values of all layers on one of several GPUs."""
     return 2 * config.n_layer * shard.kv_width * itemsize(formats.cache_dtype)
 
 
-def _own(stored: Mapping[str, Stored], shard: Shard) -> list[Stored]:
+def _own(stored: Mapping[str, Stored], shard: ModelShard) -> list[Stored]:
     spans = ((tensor, shard.spans(name)) for name, tensor in stored.items())
     return [tensor.of_spans(own) if own else tensor for tensor, own in spans]

@@ -18,7 +18,7 @@ from gpt2block.engine.cuda.products import divided_weights, hi_lo_bytes
 from gpt2block.engine.model import StoredModel, weight_bytes
 from gpt2block.engine.passes.executor import hi_lo_of
 from gpt2block.engine.passes.prefill import Products
-from gpt2block.engine.passes.shards import Shard
+from gpt2block.engine.passes.shards import ModelShard
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints.gguf_types import InBlocks
 from gpt2block.files.checkpoints.stored import Stored
@@ -32,7 +32,7 @@ from gpt2block.ops.products import MULTIPLE
 from gpt2block.ops.stored import stored
 
 
-def check_room(config: ModelConfig, formats: Formats, shard: Shard | None = None) -> None:
+def check_room(config: ModelConfig, formats: Formats, shard: ModelShard | None = None) -> None:
     """Raise MemoryError, before a tensor is read, if the weights do not fit on the device.
 
     The weights include the hi/lo copies that products on tensor cores read. Free memory affects
@@ -60,7 +60,7 @@ def _narrower(formats: Formats) -> str:
 class CudaWeights(StoredModel):
     """Base class of models on a GPU: stores their weights in device memory."""
 
-    _shard: Shard | None = None
+    _shard: ModelShard | None = None
 
     def _vector(self, name: str, array: NDArray[Any]) -> CudaArray:
         spans = () if self._shard is None else self._shard.spans(name)
@@ -88,7 +88,7 @@ class CudaWeights(StoredModel):
         largest = float(np.max(shard.exchange(own.largest)))
         return own.trusted(**{**vars(own), "share_of": N, "largest": largest})
 
-    def _take_shard_of_head(self, shard: Shard) -> None:
+    def _take_shard_of_head(self, shard: ModelShard) -> None:
         """Replace a tied lm_head by a view of this GPU's rows; the embedding needs all rows."""
         head, spans = self._matrices["lm_head"], shard.spans("lm_head")
         if spans and head is self._matrices["wte"]:

@@ -2,9 +2,9 @@
 
 A shard of a matrix has all of its inputs (K) and some neighbouring outputs (N). So every output is
 bitwise equal to the same output of the whole matrix. Attention and its kv_cache are divided by
-heads if `Shard.divides_heads`; otherwise every GPU computes all heads. Steps that read whole rows
-gather them first (`ops.all_gather`). Norms, the residual stream and sampling are computed on every
-GPU.
+heads if `ModelShard.divides_heads`; otherwise every GPU computes all heads. Steps that read whole
+rows gather them first (`ops.all_gather`). Norms, the residual stream and sampling are computed on
+every GPU.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ModelShard:
     """The part of a model that one of `count` GPUs has.
 
     config, dtype: of the whole model. index: number of this GPU, from 0. meeting: shared by the
@@ -248,7 +248,7 @@ class Divided(Executor):
     columns only receives, so it cannot be run without the kernel that sends them.
     """
 
-    def __init__(self, do: Executor, shard: Shard, fuses: bool = False) -> None:
+    def __init__(self, do: Executor, shard: ModelShard, fuses: bool = False) -> None:
         super().__init__({**do.tensors, **shard.peers})
         do.tensors = self.tensors
         self._do, self._shard, self._fuses = do, shard, fuses
@@ -370,7 +370,7 @@ class Divided(Executor):
         return self._do(step.name, "operand", (y,), dtype="float32", to_terms=terms)
 
 
-def of_shard(run: Callable[[Executor], Any], do: Executor, shard: Shard, fuses: bool) -> Any:
+def of_shard(run: Callable[[Executor], Any], do: Executor, shard: ModelShard, fuses: bool) -> Any:
     """Run a GPU's shard of a pass's steps on the executor `do`; return the pass's whole result."""
     divided = Divided(do, shard, fuses)
     found = divided.whole(run(divided))
