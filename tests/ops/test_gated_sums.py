@@ -246,7 +246,8 @@ def test_the_first_layer(
         if fused:
             by = run("rotations", places[1], cupy.asarray(half.frequencies))
             inputs = (x, gamma, w, None, None, by, k, v, *places, *half.of_heads)
-            q = run("rope_sums", *inputs, eps=EPS, n_head=half.heads, kv_dtype=kv_dtype)
+            options: Any = {"n_head": half.heads, "kv_dtype": kv_dtype, **half.grown}
+            q = run("rope_sums", *inputs, eps=EPS, **options)
         else:
             q = half.turned(qkv, (k, v, *places), kv_dtype=kv_dtype)
         found.append([each.get() for each in (q, k, v)])

@@ -214,9 +214,7 @@ class Answer:
 class Sent:
     """Converts completion objects to responses and events; a subclass, to those of another API."""
 
-    identity: Mapping[str, Any] | None = (
-        None  # argument of `receipt_of`; None: no receipts
-    )
+    identity: Mapping[str, Any] | None = None  # argument of `receipt_of`; None: no receipts
 
     def facts(self, row: Row) -> dict[str, Any]:
         """Return fields of a choice about its row (continuation), which has ended."""
