@@ -245,7 +245,8 @@ def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size
     C, H = shapes["w_gate"]
     narrow = max(shapes["w_qkv"][1], 2 * H) < mma.MANY_COLUMNS
     norms = C <= MAX_CHANNELS and C % MULTIPLE == 0 and narrow
-    rope = head_size % 16 == 0 and shapes["w_qkv"][1] < mma.MANY_COLUMNS
+    loads = C % (MULTIPLE if dtype in FP8 else MULTIPLE // 2) == 0  # 16 bytes of a row at a time
+    rope = loads and head_size % 16 == 0 and shapes["w_qkv"][1] < mma.MANY_COLUMNS
     plain, normed = _is_plain(shapes), "gamma_q" in shapes
     each = shapes.get("gamma_q") == (head_size,)  # no norm of all heads together
     heads = each and plain and norms and has.has_clusters and M <= MAX_NORMED_HEADS
@@ -256,7 +257,7 @@ def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size
         return Fusions()
     if has.has_wgmma and not any(name.startswith(OF_OUTPUTS) for name in shapes):
         return Fusions(*(plain,) * 3, heads)
-    return Fusions(norms, rope, gate=H % 8 == 0, heads=heads)
+    return Fusions(norms, rope, gate=loads and H % 8 == 0, heads=heads)
 
 
 OF_OUTPUTS = "gamma_attn", "gamma_ff"  # norms of the outputs of attention and feed-forward

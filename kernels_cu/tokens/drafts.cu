@@ -112,7 +112,8 @@ extern "C" __global__ void take_drafts(
     }
     __syncthreads();  // all threads have read the state of the slot
     const Tokens tokens{own, taken};
-    const int in_first = __ffs(~taken.goes_on[0]);  // rows up to the first wrong draft token; 0: the first 32 draft tokens are right
+    // rows up to the first wrong draft token; 0: the first 32 draft tokens are right
+    const int in_first = __ffs(~taken.goes_on[0]);
     const int count = !taken.some ? 0 : in_first ? in_first : 32 + __ffs(~taken.goes_on[1]), last = before + count;
     if (thread == 0) turn[first] = turns + 1;
     if (thread < together) {

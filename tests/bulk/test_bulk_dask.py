@@ -292,7 +292,9 @@ def test_two_clients_share_a_cluster(
 
     def run(seed: int) -> None:
         watcher = Mock()
-        watcher.show.side_effect = lambda *_: watcher.show.call_count == 1 and both.wait(TIMEOUT)
+        watcher.show.side_effect = lambda *_, inside: (
+            watcher.show.call_count == 1 and both.wait(TIMEOUT)
+        )
         job, few = generating(tmp_path / f"{seed}", seed), records.parent / "few.jsonl"
         driver.run(job, [str(few)], watcher, scheduler=client.scheduler.address)
 

@@ -63,13 +63,9 @@ def test_the_times_are_those_of_the_measurements() -> None:
     for each in (told, f"{4.08 * 8 / 6.74:.2f} bits a weight", f"{4.08 / (13.48 / 4.7):.2f} ms"):
         assert each in FLAT
     header = (SOURCE_DIR / "lib" / "decode" / "mma_gguf.cuh").read_text(encoding="utf-8")
-    for words in (
-        "192 instructions per unit",
-        "takes 12.4 us: DRAM",
-        "48 % of its rate",
-        "0.57 instructions per cycle",
-    ):
-        assert words in re.sub(r"\s+(//\s+)?", " ", header)
+    assert "192 instructions per unit" in re.sub(r"\s+(//\s+)?", " ", header)
+    alone = "without a preceding kernel 12.4: DRAM at 48 % of its rate, 0.57 instructions a cycle"
+    assert alone in (DOCS / "experiments.md").read_text(encoding="utf-8")
     assert "executes 48 instructions:" in FLAT
     size = f"{12288 * 4096 * 4.5 / 8e6:.1f} MB"
     assert f"{size}, takes 12.4 µs by itself." in FLAT

@@ -146,7 +146,8 @@ def test_what_draft_tokens_cost_and_bring_is_measured() -> None:
     names = ("Llama 7B, float16", "Llama 7B, E5M2", "GPT-2 small, bfloat16")
     for name in names:
         assert figures(DRAFT)[name] == [cell.split(" (")[0] for cell in measured[name][1:]]
-    assert "takes 3.0 µs per step if the text has 2,000 tokens" in re.sub(r"\s+", " ", page)
+    told = "takes 3.0, 3.0 and 4.7 µs per step of a text of 500, 2,000 and 8,000 tokens"
+    assert told in re.sub(r"\s+", " ", page)
     answer = re.findall(r"(\d\.\d+) at s = (\d\.\d+)", DRAFT)
     costs = [figures(DRAFT)[name][0].split(" / ")[1] for name in names[::2]]
     assert costs == [tokens for tokens, _ in answer[:2]]
@@ -182,7 +183,7 @@ def test_mistakes_in_the_kernels_of_drafts_are_found(tmp_path: Path) -> None:
     early = replaced(latest, "int at = 1 + threadIdx.x", "int at = threadIdx.x")
     for text, found in (
         (replaced(count, "id >= 0 && "), wrong),
-        (replaced(count, "lane < R - 1", "lane < R"), "out of bounds: .* of draft token"),
+        (replaced(count, "lane < R - 1", "lane < R"), "out of bounds: .* of draft"),
         (early, "out of bounds: .* of tokens"),
         (replaced(copy, "length <= at && "), "out of bounds: .* of tokens"),
         (replaced(copy, "i % followed", "i + 0 * followed"), wrong),

@@ -289,7 +289,7 @@ def test_wrong_input_is_refused(device: Any) -> None:
     odd = device.zeros(4 * 48 + 4, "bfloat16")[4:].reshape(4, 48)
     memory = device.zeros(511, "float16")
     up = {"up": matrix(8, dtype="float16")}
-    a_dtype = "dtype 'float16': expected float32 or 'hi_lo' with a Two"
+    a_dtype = "dtype 'float16': expected float32 or 'hi_lo' with a HiLo"
     whole = r"bound: expected the largest magnitude that the result can have"
     cases: tuple[tuple[tuple[Any, ...], dict[str, Any], str], ...] = (
         ((a, w), {"variant": "cores"}, "unknown variant 'cores': expected one of mma, wgmma"),

@@ -246,7 +246,7 @@ def test_the_registry_names_the_kernels() -> None:
         "rope_sums: decode_mma",
         "gated_sums: decode_ffn_mma",
         "gated_sums_gguf: decode_ffn_mma_gguf",
-        "words: gather",
+        "words: all_gather",
         "words: all_gather_rows",
         "normed: rmsnorm_gathered",
     ]
@@ -288,7 +288,7 @@ def test_wrong_input_is_refused(device: Any, variant: str) -> None:
         ({"beta": x[0]}, "beta: expected gamma, too"),
         ({"out": x}, r"out: expected shape \(3, 4\), got \(3, 8\)"),
         (parts, "out: overlaps residual in part"),
-        ({"variant": "wgmma"}, "linear: unknown variant 'wgmma': expected one of matvec"),
+        ({"variant": "hopper"}, "linear: unknown variant 'hopper': expected one of matvec"),
     ]
     if variant == "matvec":
         unaligned = WeightMatrix(shifted, "float32", None, "NK")
