@@ -132,6 +132,12 @@ class Failures:
                 file.write(f"FAILED {report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores: tests wait for subprocesses in a third of their time."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Exempt collected tests from garbage collection, which would visit them many times."""

@@ -6,12 +6,14 @@ docs/receipt.schema.json describes a receipt, docs/proof.md the promise.
 from __future__ import annotations
 
 import base64
+import ctypes
 import hashlib
 import importlib.metadata
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -42,6 +44,7 @@ SHA256_THREADS = 8
 THREADS = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 # Fields that are for information, or that a check compares with the generated text.
 NOT_COMPARED = "gpt2block", "model", "gpus", "options", "tokens", "finish_reason", "logprobs"
+NAMES = "model", "finish_reason"  # of these fields, those that are strings or null
 SAMPLED = tuple(each.name for each in fields(Sampling) if each.name != "end_ids")
 _known: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # results of `identity`
 _hashes: dict[Any, str] = {}  # hashes of weights by config and states of their files
@@ -74,16 +77,30 @@ def _device(device: str) -> dict[str, Any]:
         config: Any = np.show_config(mode="dicts")
         blas = config["Build Dependencies"]["blas"]
         simd = config.get("SIMD Extensions", {}).get("found", [])[-1:]
-        own = " ".join((blas.get("name"), blas.get("version"), "NumPy", np.__version__, *simd))
-        stated = [os.environ[name] for name in THREADS if os.environ.get(name)]
+        core, threads = _openblas()
+        own = (core, blas.get("name"), blas.get("version"), "NumPy", np.__version__, *simd)
         found = {"device": "cpu", "gpus": 0, "nvrtc": None, "kernels": None}
-        return {**found, "blas": own, "threads": (*stated, str(os.cpu_count()))[0]}
+        return {**found, "blas": " ".join(filter(None, own)), "threads": threads}
     numbers = device.removeprefix("cuda:").split(",")
     with cupy.cuda.Device(int(numbers[0])):
         found = {"device": f"sm_{compute_capability()}", "gpus": len(numbers)}
     found["nvrtc"] = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
     found["kernels"] = hash_of_sources(Path(kernels_cu.__path__[0]))
     return {**found, "blas": None, "threads": None}
+
+
+def _openblas() -> tuple[str, str]:
+    """Return the CPU whose kernels OpenBLAS has chosen, "" without OpenBLAS, and its threads."""
+    of_numpy = Path(np.__file__).parent
+    for folder in (of_numpy.with_name("numpy.libs"), of_numpy / ".dylibs"):
+        for path in folder.glob("libscipy_openblas*"):
+            with suppress(AttributeError):  # another build of OpenBLAS
+                library = ctypes.CDLL(str(path))  # loaded already
+                library.scipy_openblas_get_corename64_.restype = ctypes.c_char_p
+                core = library.scipy_openblas_get_corename64_().decode()
+                return core, str(library.scipy_openblas_get_num_threads64_())
+    stated = [os.environ[name] for name in THREADS if os.environ.get(name)]
+    return os.environ.get("OPENBLAS_CORETYPE", ""), (*stated, str(os.cpu_count()))[0]
 
 
 @lru_cache(maxsize=4)
@@ -201,8 +218,9 @@ def require_equal(stated: Mapping[str, Any], known: Mapping[str, Any], before: s
     Raises KeyError for a missing field. Of fields that are not compared, the types are checked.
     """
     for name, value in known.items():
-        own, kinds = stated[name], (type(value), str, type(None))
-        if type(own) not in kinds if name in NOT_COMPARED else own != value:
+        own, kinds = stated[name], (str, type(None)) if name in NAMES else (type(value),)
+        wrong = type(own) not in kinds if name in NOT_COMPARED else own != value
+        if wrong or isinstance(own, bool):
             own, other = shown(own)[:24], shown(value)[:24]
             raise InputError(f"{before}{name}: the receipt states {own}, here it is {other}")
 
@@ -220,7 +238,8 @@ def found_in(value: Any) -> Iterator[Any]:
             yield from found_in(each)
     elif isinstance(value, dict) and value.get("receipt") is not None:
         yield from found_in(value["receipt"])
-    elif isinstance(value, dict) and "choices" in value:
-        yield from found_in([each for each in value["choices"] if "receipt" in each])
+    elif isinstance(value, dict) and isinstance(choices := value.get("choices"), list):
+        own = [each for each in choices if not isinstance(each, dict) or "receipt" in each]
+        yield from found_in(own)
     else:
         yield value

@@ -106,6 +106,8 @@ def nothing(receipt: dict[str, Any]) -> Iterator[tuple[Any, str]]:
         rest = {key: value for key, value in receipt.items() if key != name}
         yield rest, f"{name}: expected"
         yield {**receipt, name: 1.5}, name
+    for name, value in {"prompt": [[1], [2]], "gpus": "x", "model": True, "seed": 9}.items():
+        yield {**receipt, name: value}, ""
     for name in options:
         rest = {key: value for key, value in options.items() if key != name}
         yield {**receipt, "options": rest}, f"{name}: expected, but missing"
@@ -212,13 +214,21 @@ def test_the_commands(tmp_path: Path) -> None:
     done = gpt2block("verify", other)
     assert (done.code, done.out[:35]) == (1, "1 of 2 texts are as stated, 1 diffe")
     assert f"{other}, receipt 2: token 0: the receipt states" in done.err
-    events = '{"choices": []}', f'{{"receipt": {lines[0]}}}', "[DONE]"
+    other.write_text(f"{json.dumps({'receipt': lines[0][:99]})}\n{lines[1]}", encoding="utf-8")
+    assert gpt2block("verify", other).out.startswith(
+        "1 of 2 texts are as stated, 0 differ, 1 cannot"
+    )
+    events = '{"choices": []}', f'{{"text": "\u2028", "receipt": {lines[0]}}}', "[DONE]"
     other.write_text("".join(f"data: {each}\n\n" for each in events))
     assert gpt2block("verify", other).code == 0
     done = gpt2block("verify", file, "--dtype", "bfloat16")
     assert (done.code, done.out[:36]) == (2, "0 of 2 texts are as stated, 0 differ")
     assert done.err.count("dtype: the receipt states 'float32', here it is 'bfloat16'") == 2
-    problems = {lines[0][:300]: "expected the JSON of a receipt: ", "": "expected receipts"}
+    problems = {
+        lines[0][:300]: "expected the JSON of a receipt: ",
+        "": "expected receipts",
+        '{"choices": [5]}': "got 5",
+    }
     for text, problem in {**problems, "{}": "--model: expected a name"}.items():
         other.write_text(text)
         assert problem in gpt2block("verify", other).error

@@ -78,6 +78,7 @@ def generate(
     The prompt and its continuation go to stdout, the speed to stderr. Ctrl-C ends the text.
     """
     from gpt2block.engine.generation.generate import Run  # noqa: PLC0415
+    from gpt2block.engine.receipts import append_receipts  # noqa: PLC0415
     from gpt2block.files.tokenizers.tokenizer import token_ids  # noqa: PLC0415
 
     clock = Stopwatch(perf_counter())
@@ -89,6 +90,8 @@ def generate(
     text = _prompt(prompt, default)
     start: Any = _read_ids(text) if ids else text
     hint = None if ids else "--ids takes token ids instead of text"
+    if receipt is not None:
+        append_receipts(receipt, ())  # an error for a file that cannot be written, before the text
     loaded, encoding = load_model(model, hint)
     load_draft(loaded, model, draft_model, options.speculate)
     if special:
@@ -98,8 +101,6 @@ def generate(
     writer = None if as_json else Writer(run.rows, beginning, ids)
     interrupted = _follow(run, clock, writer)
     if receipt is not None:
-        from gpt2block.engine.receipts import append_receipts  # noqa: PLC0415
-
         ended = (row for row in run.rows if row.finish_reason)
         append_receipts(receipt, (row.result().receipt for row in ended))
     if writer is None:

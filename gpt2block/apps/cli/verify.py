@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from time import perf_counter
 from typing import Any
@@ -15,7 +16,7 @@ from gpt2block.apps.cli.codes import FAILED, WRONG
 from gpt2block.apps.cli.display import progress_bar
 from gpt2block.apps.cli.model import ModelOptions, load_model, model_option
 from gpt2block.apps.cli.options import argument, option
-from gpt2block.apps.cli.texts import read_text
+from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, read_text
 from gpt2block.cuda.formats import BY_DEFAULT
 from gpt2block.errors import InputError, printable
 
@@ -55,7 +56,7 @@ def verify(
     begun, codes, tokens, nan = perf_counter(), [0, 0, 0], 0, 0
     with progress_bar("verifying") as bar:
         task = bar.add_task("verifying", total=len(receipts))
-        for index, check in check_receipts(loaded.engine, encoding, given):
+        for index, check in check_receipts(loaded.engine, encoding or loaded.lookup, given):
             bar.advance(task)
             codes[check.code] += 1
             tokens, nan = tokens + check.tokens, nan + check.nan
@@ -78,8 +79,9 @@ def _read(file: str) -> list[Any]:
     """Return the receipts in a file: JSON, lines of JSON, or the events of a saved stream."""
     from gpt2block.engine.receipts import found_in  # noqa: PLC0415
 
-    text = read_text(file, MAX_FILE)
-    lines = [line.removeprefix(EVENT) for line in text.splitlines()]
+    text = read_text(file, MAX_FILE).removeprefix(BYTE_ORDER_MARK)
+    # Not `splitlines`: JSON strings can contain U+0085, U+2028 and U+2029.
+    lines = [line.removeprefix(EVENT) for line in text.split("\n")]
     values = [_value(text)] if isinstance(_value(text), (dict, list)) else [*map(_value, lines)]
     found = [*found_in([each for each in values if each not in ("", "[DONE]")])]
     if not found:
@@ -99,8 +101,13 @@ def _options(options: VerifyOptions, receipts: Sequence[Any]) -> ModelOptions:
     """Return the options of the model: by default the name and the formats that receipts state."""
     from gpt2block.engine.receipts import parsed  # noqa: PLC0415
 
-    first = next((each for each in receipts if isinstance(each, dict)), None)
-    first = first or parsed(receipts[0])  # JSON text; raises an error for any other text
+    first = None
+    for each in receipts:
+        with suppress(InputError):  # `check_receipts` reports it
+            first = parsed(each)
+            if isinstance(first.get("model"), str):
+                break
+    first = parsed(receipts[0]) if first is None else first  # raises an error for any other text
     name, formats = options.model or first.get("model"), options.formats
     if not isinstance(name, str):
         raise InputError("--model: expected a name or path of a model, as the receipt has none")

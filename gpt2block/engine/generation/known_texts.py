@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from gpt2block.checks import several
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.generate import Run, computes_alone
 from gpt2block.engine.generation.options import Options
@@ -37,7 +38,7 @@ def score_generated(
     are NaN or infinite.
     """
     run = Run(engine, encoding, prompts, options)
-    given = [continuations] if run.single else list(continuations)
+    given = [continuations] if run.single else several(continuations)
     if len(given) != len(run.rows):
         raise InputError(
             f"continuations: expected one for each of {len(run.rows):,} prompts, got {len(given):,}"
@@ -136,14 +137,15 @@ def _row(
         grammar = Grammar(str(rule), "options.rule")
         grammar.check()
         options.follow(grammar)
-    run = Run(engine, encoding, stated["prompt"], options)
+    prompt = tokenizer.token_ids(None, stated["prompt"], V, "prompt")
+    run = Run(engine, encoding, prompt, options)
     (row,) = run.rows
     row.unwritten = frozenset(tokenizer.token_ids(None, own["unwritten"], V, "unwritten").tolist())
     again = receipt_of(row, known)
     require_equal(own, again["options"], "options.")
     require_equal(stated, again)
-    if unknown := {*stated, *own} - {*again, *again["options"]}:
-        raise InputError(f"{shown(min(unknown))}: this version has no such field")
+    if unknown := ({*stated} - {*again}) | ({*own} - {*again["options"]}):
+        raise InputError(f"{shown(min(map(str, unknown)))}: this version has no such field")
     tokens = tokenizer.token_ids(None, stated["tokens"], V, "tokens")
     try:
         logprobs = np.frombuffer(base64.b64decode(stated["logprobs"], validate=True), "<f4")
