@@ -123,7 +123,7 @@ class RandomLlama(RandomModel):
         if self._exact is None:
             engine: Any = self.on(self.device).engine
             if self.gpus > 1 or engine.on_tensor_cores:
-                # Generate the weights again if `stored` lacks scales (FP8) or has only shares.
+                # Generate the weights again if `stored` lacks scales (FP8) or has only shards.
                 again = self.gpus > 1 or self.dtype in (*FP8, FILE)
                 tensors = random_tensors(self.config, self.dtype) if again else self.stored()
                 engine = _Float32Activations(self.config, tensors, self.formats, self.device)

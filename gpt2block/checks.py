@@ -81,7 +81,7 @@ def check_integer(name: str, value: Any, least: float, most: float, expected: st
 
 
 def check_span(begin: Any, end: Any, N: int, multiple: int = 1) -> None:
-    """Raise InputError unless begin and end are the borders of a share of N outputs of a matrix.
+    """Raise InputError unless begin and end are the borders of a shard of N outputs of a matrix.
 
     Borders are multiples of `multiple`, except the end of the matrix.
     """

@@ -13,6 +13,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # a script finds only modules of its own folder
 
 from gpt2block.cuda.cards import AS_GPU, CARDS, dotted
 

@@ -1,6 +1,6 @@
 """GPUs by compute capability, their properties, and the card whose kernels this process runs.
 
-`tools/as_gpu.py` names another card in the variable AS_GPU of the environment. The package then
+`tools/as_gpu.py` names another card in the environment variable GPT2BLOCK_AS_GPU. The package then
 chooses kernels as on that card, within its shared memory, and runs them on the GPU at hand. CuPy
 compiles PTX for a card that is older than this GPU, and the driver translates the PTX. Kernels of a
 newer card are compiled for the GPU at hand.
@@ -124,7 +124,15 @@ def capability_of(device: int | None = None) -> int:
 def _capability(device: int) -> int:
     own = int(cupy.cuda.Device(device).compute_capability)
     card = None if replaced() else chosen()
-    return card.capability if card else own
+    if card is None:
+        return own
+    pairs = zip(properties(card.capability), properties(own), strict=True)
+    if any(needed > there for needed, there in pairs):
+        raise InputError(
+            f"{AS_GPU}: a GPU of compute capability {dotted(own)} cannot run the kernels of "
+            f"{dotted(card.capability)}: name an older card"
+        )
+    return card.capability
 
 
 @cache

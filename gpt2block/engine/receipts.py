@@ -44,7 +44,7 @@ SHA256_THREADS = 8
 THREADS = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 # Fields that are for information, or that a check compares with the generated text.
 NOT_COMPARED = "gpt2block", "model", "gpus", "options", "tokens", "finish_reason", "logprobs"
-NAMES = "model", "finish_reason"  # of these fields, those that are strings or null
+NAMES = "model", "finish_reason"  # fields of NOT_COMPARED that are strings or null
 SAMPLED = tuple(each.name for each in fields(Sampling) if each.name != "end_ids")
 _known: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # results of `identity`
 _hashes: dict[Any, str] = {}  # hashes of weights by config and states of their files
@@ -100,7 +100,7 @@ def _openblas() -> tuple[str, str]:
                 core = library.scipy_openblas_get_corename64_().decode()
                 return core, str(library.scipy_openblas_get_num_threads64_())
     stated = [os.environ[name] for name in THREADS if os.environ.get(name)]
-    return os.environ.get("OPENBLAS_CORETYPE", ""), (*stated, str(os.cpu_count()))[0]
+    return "", (*stated, str(os.cpu_count()))[0]
 
 
 @lru_cache(maxsize=4)

@@ -73,7 +73,7 @@ MORE_ROWS = Cluster(8, True), Cluster(16, False)
 
 
 class GpuLimits(NamedTuple):
-    """GpuLimits of a GPU: multiprocessors, bytes of shared memory per block, blocks per cluster."""
+    """Limits of a GPU: multiprocessors, bytes of shared memory per block, blocks per cluster."""
 
     sms: int
     max_shared: int

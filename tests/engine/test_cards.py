@@ -59,6 +59,23 @@ def test_how_many_kernels_a_layer_has(
             assert 0 < len(found) <= limit, found
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "kind", "n_embd"),
+    [
+        ("8.0", "bfloat16", LlamaConfig, 36),
+        ("8.9", "float8_e4m3fn", LlamaConfig, 40),
+        ("9.0", "bfloat16", Olmo2Config, 36),
+    ],
+)
+def test_rows_of_no_whole_loads_are_not_fused(
+    capability: str, dtype: str, kind: Any, n_embd: int
+) -> None:
+    with recording(capability):
+        config = kind(1, 2, n_embd, 64, 64, n_ff=64, head_size=16)
+        engine = engine_of(config, dtype, None, None)
+        assert len(engine.forward([IDS[:1]], "last", engine.new_cache(1, 64))) == 1
+
+
 SMALL = LlamaConfig(2, 4, 96, 64, 101, n_kv_head=1, n_ff=384, head_size=32)
 SMALL_MODELS: dict[str, ModelConfig] = {
     "with biases": replace(SMALL, attention_bias=True),

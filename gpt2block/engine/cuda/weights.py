@@ -238,7 +238,7 @@ class PromptWeights:
         return weights
 
     def _head_of_all(self) -> dict[str, Any]:
-        """Return lm_head for the logits of all tokens; it is split into two parts on first use."""
+        """Return lm_head for the logits of all tokens; it is converted to hi/lo on first use."""
         head: Any = self._head
         if self.products == "hi_lo":
             name = hi_lo_of("lm_head" if self._bias is None else "head")

@@ -153,7 +153,7 @@ class PrefillPass(Pass):
         return TilesOfLastRows(self), self._last("last.x", x), Rows(self._last("last.attn", y))
 
     def _last(self, name: str, x: Value, joined: bool = False) -> Value:
-        """Return each sequence's last row of x. joined: convert rows in two parts to float32."""
+        """Return each sequence's last row of x. joined: convert hi/lo rows to float32."""
         if self.shape.ends is not None or self.shape.batch > 1 or joined:
             return self.do(name, "take", (x, "last"), dtype="float32" if joined else None)
         return self.do(name, "rows", (x,), first=self.shape.rows - 1, end=self.shape.rows)

@@ -191,7 +191,8 @@ def _settings(header: Header, prefix: str) -> dict[str, Any]:
     if pattern is not None:  # the period of layers without a window, or a bool per layer
         layers = np.atleast_1d(pattern).tolist()
         if type(pattern) is int and type(blocks) is int:
-            layers = all_but_every(max(1, pattern), min(blocks, LIMITS["n_layer"]))
+            period = max(0, pattern) or blocks + 1  # 0: all layers have the window
+            layers = all_but_every(period, min(blocks, LIMITS["n_layer"]))
         settings[_PATTERN] = tuple(layers)
     return settings
 

@@ -100,7 +100,8 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
     named = architecture_of(config).GGUF
     keys = {key: getattr(config, field) for key, (field, _) in gguf.fields_of(type(config)).items()}
     keys |= {key: value for key, (_, value) in gguf.following(config).items()}
-    keys |= {key: getattr(config, field) or 0 for key, field in config.GGUF_KEYS.items()}
+    own = {key: getattr(config, field) for key, field in config.GGUF_KEYS.items()}
+    keys |= {key: 0 if value is None else value for key, value in own.items()}
     keys |= {"vocab_size": config.vocab_size, **_scaling(config)[0]}
     return {"general.architecture": named, **{f"{named}.{key}": keys[key] for key in keys}}
 

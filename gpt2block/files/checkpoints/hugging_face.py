@@ -239,7 +239,8 @@ def _text_tensors(file: Path, tensors: Sequence[Stored]) -> Sequence[Stored]:
     left = [each.label for each in tensors if not _TEXT.match(each.label)]
     modules = Counter(label.removeprefix("model.").split(".")[0] for label in left)
     named = ", ".join(f"{module} ({count} tensors)" for module, count in modules.items())
-    warnings.warn(f"{file}: only the text model is read, without {named}", stacklevel=2)
+    if named:
+        warnings.warn(f"{file}: only the text model is read, without {named}", stacklevel=2)
     kept = (each for each in tensors if _TEXT.match(each.label))
     return [replace(each, label=_TEXT.sub("", each.label)) for each in kept]
 

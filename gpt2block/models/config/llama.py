@@ -412,7 +412,10 @@ class PartlyWindowedConfig(WindowedConfig):
         objects, own = rope_objects(config).get("rope_parameters", {}), {}
         if {*objects} & {*KINDS}:
             local = objects.get(KINDS[1]) or {}
-            kind = local.get("rope_type", "default") if isinstance(local, dict) else local
+            kind = local
+            if isinstance(local, dict):
+                check_settings(local, tuple(_ROPE_SETTINGS)[:1], f"rope_parameters: {KINDS[1]}: ")
+                kind = local.get("rope_type") or local.get("type") or "default"
             if kind != "default":
                 raise CheckpointError(
                     f'config.json: rope_parameters: {KINDS[1]}: expected rope_type "default", '

@@ -1,7 +1,7 @@
 """Epilogues of the products of decoding: what a kernel of matmul/decode/ does with its sums.
 
 kernels_cu/lib/decode/epilogues.cuh contains the code of the epilogues. A call of an operation
-determines the epilogue, and the engine, a module such as `_linear_mma`, determines the kernel.
+determines the epilogue, and the engine, a module such as `linear_mma`, determines the kernel.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ struct Blocks {
     typedef typename Side::Rows Rows;
     static constexpr int K = Side::K, UNITS = Side::UNITS;
     static constexpr bool SHORT = order::splits(K) * UNITS * order::UNIT > K;  // the last split can be shorter
-    // Bytes in the ring for a unit (128 values of K) of an row group (eight rows of w): low bits, high bits and scales.
+    // Bytes in the ring for a unit (128 values of K) of a row group (eight rows of w): low bits, high bits and scales.
     static constexpr int ROW_GROUP_BYTES = Part::LOW_BYTES + Part::HIGH_BYTES + Part::SCALE_BYTES;
     static constexpr int SLOT = 2 * ROW_GROUP_BYTES;
 

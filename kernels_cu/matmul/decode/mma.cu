@@ -33,7 +33,7 @@
 // other columns, without any barrier. This is for products with more columns than one grid can hold, such as lm_head.
 //
 // grid (ceil(N / LM_COLUMNS) or with LM_LOOP any number, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the
-// Python module `_linear_mma` computes the dynamic shared memory. Any M and N; the size of a row of W is a multiple of
+// Python module `linear_mma` computes the dynamic shared memory. Any M and N; the size of a row of W is a multiple of
 // 16 bytes.
 //
 // Measured: docs/experiments.md#decode_mma, with LM_UP docs/experiments.md#decode_ffn_mma

@@ -35,7 +35,7 @@
 // On Hopper, matmul/decode/wgmma_gguf.cu is used for more than 8 rows if x is rounded to one term.
 //
 // grid (any multiple of GGUF_CLUSTER, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the Python module
-// `_linear_gguf` computes the dynamic shared memory. The range of outputs of each GGUF type begins at a multiple of the
+// `linear_gguf` computes the dynamic shared memory. The range of outputs of each GGUF type begins at a multiple of the
 // block's columns and, with LM_ROPE, at the start of a head.
 #ifndef WEIGHT_GGUF
 #define WEIGHT_GGUF
