@@ -249,7 +249,8 @@ class ChatTemplate:
             answer = ""
         finally:
             timer.cancel()
-        if not answer:
+            timer.join()  # now `stop` has killed the worker, or never will
+        if late.is_set() or not answer:
             self._end()
             if late.is_set():
                 problem = f"the chat template takes more than {self.seconds:g} s"
