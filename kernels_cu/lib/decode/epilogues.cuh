@@ -5,7 +5,7 @@
 //   EPILOGUE_ADD_SUMS      AddSums: Add, and the split sums of an earlier product (lib/split_sums.cuh)
 //   EPILOGUE_APPEND        Append: stores q in an array, k and v in the KV cache
 //   EPILOGUE_APPEND_ROPE   AppendRope: Append after RoPE of q and k
-//   EPILOGUE_PEERS          ToPeers: out = [gelu] sum, also sent to other GPUs (lib/exchange.cuh)
+//   EPILOGUE_PEERS         ToPeers: out = [gelu] sum, also sent to other GPUs (lib/exchange.cuh)
 //
 // late(m, n) loads other data that output (m, n) needs, such as the residual, before the sum is complete. value() then
 // receives the scaled sum plus the bias, and store() receives the return value of value(). With ROTATES, rotated()
