@@ -292,7 +292,7 @@ def test_two_clients_share_a_cluster(
 
     def run(seed: int) -> None:
         watcher = Mock()
-        watcher.show.side_effect = lambda *_, inside: (
+        watcher.show.side_effect = lambda found, inside: (
             watcher.show.call_count == 1 and both.wait(TIMEOUT)
         )
         job, few = generating(tmp_path / f"{seed}", seed), records.parent / "few.jsonl"
