@@ -55,7 +55,7 @@ class BaseBlock(Hinted):
     _engine: BlockEngine
 
     @staticmethod
-    def _checked(weights: Any, kind: type, dtype: Any, kernels: Any) -> None:
+    def _checked(weights: object, kind: type, dtype: object, kernels: object) -> None:
         """Raise InputError unless `weights` has class `kind`, and dtype and kernels are known."""
         if not isinstance(weights, kind):
             raise InputError(
@@ -109,7 +109,7 @@ class BaseBlock(Hinted):
         """Return the timelines of the forward passes that `call` runs; see `TracedEngine.timed`."""
         return self._engine.timed(call)
 
-    def _compare(self, x: Any, given: Given = NOTHING) -> Comparisons:
+    def _compare(self, x: object, given: Given = NOTHING) -> Comparisons:
         """Compare every step's result with a float64 run that uses the same rounded weights."""
         exact = NumpyEngine(self.spec, self._tensors(self.weights.astype(np.float64)))
         return compare_steps(self._engine, exact, x, self.dtype, given)
@@ -163,7 +163,7 @@ class Block(BaseBlock):
             f"kernels {self.kernels!r}, {self.device}, {self.weight_bytes:,} bytes)"
         )
 
-    def __call__(self, x: Any, out: Any | None = None) -> Any:
+    def __call__(self, x: object, out: object | None = None) -> Any:
         """Compute the block. x (T, C) or (B, T, C) of the block's dtype → shape and dtype of x.
 
         For a NumPy x the result is a NumPy array. For a CUDA array (CuPy, DLPack,
@@ -175,11 +175,11 @@ class Block(BaseBlock):
         """
         return self._engine.forward(x, out)
 
-    def trace(self, x: Any) -> dict[str, Any]:
+    def trace(self, x: object) -> dict[str, Any]:
         """Return a dict from step names, "ln1" to "output", to copies of the steps' results."""
         return self._engine.trace(x)
 
-    def compare(self, x: Any) -> Comparisons:
+    def compare(self, x: object) -> Comparisons:
         """Compare every step's result, in order, with float64 NumPy. x: NumPy input of the block.
 
         The float64 run starts from the same x and weights, rounded to the block's dtype.
@@ -390,7 +390,7 @@ class LlamaBlock(BaseBlock):
             f"{self.weight_bytes:,} bytes)"
         )
 
-    def __call__(self, x: Any, positions: Any = None, out: Any | None = None) -> Any:
+    def __call__(self, x: object, positions: object = None, out: object | None = None) -> Any:
         """Compute the block. x (T, C) or (B, T, C) of the block's dtype → shape and dtype of x.
 
         positions: T integers on the host, from 0 to 2^31 - 1; None: 0 … T - 1. As for Block, a
@@ -399,11 +399,11 @@ class LlamaBlock(BaseBlock):
         """
         return self._engine.forward(x, out, _given(positions, x))
 
-    def trace(self, x: Any, positions: Any = None) -> dict[str, Any]:
+    def trace(self, x: object, positions: object = None) -> dict[str, Any]:
         """Return a dict from step names, "rms1" to "output", to the steps' results."""
         return self._engine.trace(x, _given(positions, x))
 
-    def compare(self, x: Any, positions: Any = None) -> Comparisons:
+    def compare(self, x: object, positions: object = None) -> Comparisons:
         """Compare every step's result, in order, with float64 NumPy; arguments as in `__call__`.
 
         The float64 run starts from the same x and weights, rounded to the block's dtype.
@@ -411,7 +411,7 @@ class LlamaBlock(BaseBlock):
         return self._compare(x, _given(positions, x))
 
 
-def _given(positions: Any, x: Any) -> Given:
+def _given(positions: object, x: object) -> Given:
     """Return the input tensor "positions" of a call: the positions of the rows of x, (T,).
 
     Raises InputError for wrong positions. The engine checks x.

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block.errors import InputError, UnknownOption, shown
 
@@ -162,7 +161,7 @@ def several(given: Any) -> list[Any]:
         return [given]
 
 
-def is_plain(array: object) -> TypeGuard[NDArray[Any]]:
+def is_plain(array: object) -> TypeGuard[np.ndarray]:
     """Return whether `array` is a NumPy array, but neither a masked array nor an np.matrix.
 
     The mask of a masked array would be ignored, and * of an np.matrix is the matrix product.
@@ -171,7 +170,7 @@ def is_plain(array: object) -> TypeGuard[NDArray[Any]]:
     return isinstance(array, np.ndarray) and not isinstance(array, kinds)
 
 
-def plain_array(name: str, given: Any) -> NDArray[Any]:
+def plain_array(name: str, given: object) -> np.ndarray:
     """Call `np.asarray`. Raises InputError for masked arrays and bools, which NumPy accepts."""
     if isinstance(given, np.ma.MaskedArray):
         raise InputError(f"{name}: expected an array without a mask, got a NumPy masked array")
@@ -180,7 +179,7 @@ def plain_array(name: str, given: Any) -> NDArray[Any]:
     return as_numpy(name, given)
 
 
-def as_numpy(name: str, given: Any) -> NDArray[Any]:
+def as_numpy(name: str, given: object) -> np.ndarray:
     """Call `np.asarray`. Raises InputError in place of RuntimeError, which torch tensors may raise.
 
     Raises TypeError, ValueError or OverflowError as `np.asarray` does.
@@ -191,7 +190,7 @@ def as_numpy(name: str, given: Any) -> NDArray[Any]:
         raise InputError(f"{name}: cannot be read as an array: {error}") from error
 
 
-def of_bfloat16(array: Any) -> str:
+def of_bfloat16(array: object) -> str:
     """Return advice for an error message if `array` is a torch tensor of bfloat16, otherwise "".
 
     NumPy cannot read tensors of bfloat16. The advice is appended to the message.
@@ -226,7 +225,7 @@ def named_options(**rejected: str) -> Callable[[Callable[P, R]], Callable[P, R]]
     return decorated
 
 
-def _name_of(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+def _name_of(function: Callable[..., Any], args: tuple[object, ...]) -> str:
     """Return a function's name for messages; a method's name begins with its object's class."""
     owner, dot, name = function.__qualname__.rpartition(".")
     if dot and args:
@@ -243,7 +242,7 @@ def unknown_option(callee: str, name: str, known: Iterable[str]) -> UnknownOptio
     return UnknownOption(f"{callee}: unknown keyword {name!r}: {hint}")
 
 
-def host_array(x: Any) -> NDArray[Any] | None:
+def host_array(x: object) -> np.ndarray | None:
     """Return `x` as a NumPy array if it is in host memory, else None.
 
     The array is copied only if its byte order differs from this machine's byte order.
@@ -253,12 +252,12 @@ def host_array(x: Any) -> NDArray[Any] | None:
     if isinstance(x, np.ndarray):
         return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
     if hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] in DLPACK_HOST:
-        shared: NDArray[Any] = imported(np.from_dlpack, x)
+        shared: np.ndarray = imported(np.from_dlpack, x)
         return shared
     return None
 
 
-def require_host(x: Any, use: str, dtype: Any, on_gpu: str) -> NDArray[Any]:
+def require_host(x: Any, use: str, dtype: Any, on_gpu: str) -> np.ndarray:
     """Return `host_array(x)`. Raises InputError if the result is None.
 
     on_gpu: advice in the message for a CUDA array.
@@ -275,7 +274,7 @@ def require_host(x: Any, use: str, dtype: Any, on_gpu: str) -> NDArray[Any]:
     raise InputError(f"x: expected a NumPy array {use}, got {type(x).__name__}{todo}")
 
 
-def imported(from_library: Callable[[Any], Any], x: Any) -> Any:
+def imported(from_library: Callable[[Any], R], x: object) -> R:
     """Return from_library(x), which converts an array of another library. Raises InputError."""
     try:
         return from_library(x)
@@ -285,7 +284,7 @@ def imported(from_library: Callable[[Any], Any], x: Any) -> Any:
         ) from error
 
 
-def check_count(name: str, value: Any, most: int = LARGEST_COUNT) -> int:
+def check_count(name: str, value: object, most: int = LARGEST_COUNT) -> int:
     """Return the value as an int. Raises InputError unless it is a non-bool integer in 1..most."""
     count = check_integer(name, value, 1, math.inf, "a positive integer")
     return check_integer(name, count, 1, most, f"at most {most:,}")
@@ -313,18 +312,18 @@ def check_blocks(K: int) -> None:
         raise InputError(f"x: expected rows of a multiple of 256 numbers, got {K:,}")
 
 
-def check_eps(value: Any) -> float:
+def check_eps(value: object) -> float:
     """Return the value as a float. Raises InputError unless it is a valid epsilon in float32."""
     expected = "a finite number of at least 0 that fits float32"
     return check_number("eps", value, 0, LARGEST_FLOAT32, expected)
 
 
-def check_token(name: str, value: Any) -> int:
+def check_token(name: str, value: object) -> int:
     """Return the value as an int. Raises InputError unless it is a valid token id."""
     return check_integer(name, value, 0, LARGEST_COUNT, "token ids")
 
 
-def _position(name: str, value: Any) -> int:
+def _position(name: str, value: object) -> int:
     return check_integer(name, value, 0, MAX_POSITIONS, "an integer of at least 0 below 2^31")
 
 
@@ -373,7 +372,7 @@ class Meaning(NamedTuple):
         return f"{self.text[0].lower()}{self.text[1:]} {self.more}".rstrip()
 
 
-def option(default: Any, text: str, range: Range | None = None, more: str = "") -> Any:
+def option(default: object, text: str, range: Range | None = None, more: str = "") -> Any:
     """Return a dataclass field that is an option with this description, default and range."""
     return field(default=default, metadata={"meaning": Meaning(text, more, range)})
 
@@ -388,7 +387,7 @@ def meaning_of(option: Field[Any]) -> Meaning:
     return meaning
 
 
-def document(target: Any, options: Mapping[str, Field[Any]]) -> None:
+def document(target: object, options: Mapping[str, Field[Any]]) -> None:
     """Insert the descriptions of these options into a docstring, if it has a place for them."""
     text = target.__doc__ or ""  # python -OO removes docstrings
     indent = next((line.removesuffix(PLACE) for line in text.splitlines() if PLACE in line), "")

@@ -174,7 +174,7 @@ def takes(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         optional = {name for name, one in parameters.items() if one.default is None}
         optional |= {entry.name for entry in contract.inputs if entry.optional}
 
-        def fitting(name: str, value: Any, sizes: Sizes, dtypes: set[Any]) -> Any:
+        def fitting(name: str, value: object, sizes: Sizes, dtypes: set[Any]) -> Any:
             if value is None and name in optional:
                 return value
             if name in entries:
@@ -209,7 +209,7 @@ def unchecked(function: Callable[P, R]) -> Callable[P, R]:
     return inner
 
 
-def _widened(kind: str, value: Any, dtypes: set[Any]) -> Any:
+def _widened(kind: str, value: object, dtypes: set[Any]) -> Any:
     """Convert an array to native byte order, 16-bit to float32; append its dtype to `dtypes`."""
     if kind == "kv" or not isinstance(value, np.ndarray):
         return value
@@ -241,7 +241,7 @@ def _check(entry: Entry, value: Any, sizes: Sizes) -> None:
         )
 
 
-def _described(name: str, value: Any) -> str:
+def _described(name: str, value: object) -> str:
     if isinstance(value, np.ma.MaskedArray):
         return "a NumPy masked array"
     if isinstance(value, np.matrix):

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gpt2block.engine.generation.scoring import Score, ScoredTokens
     from gpt2block.files.checkpoints.embedding_files import EmbeddingDefaults, Pooling
 
-Row = Sequence[int] | NDArray[np.integer[Any]]  # token ids (T,); an array may also be (B, T)
+Row = Sequence[int] | NDArray[np.integer]  # token ids (T,); an array may also be (B, T)
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 Weights = TypeVar("Weights", bound=ModelArrays[Any])
 Loaded = TypeVar("Loaded", bound="Model[Any]")
@@ -401,7 +401,7 @@ class Model(Hinted, Generic[Weights]):
             return states
         return np.stack(states, axis=1).reshape(len(states[0]), *shape, -1)
 
-    def trace(self, ids: Prompt, cached: bool = False) -> dict[str, NDArray[Any]]:
+    def trace(self, ids: Prompt, cached: bool = False) -> dict[str, np.ndarray]:
         """Run a forward pass; return a dict from step names to results (T, channels).
 
         ids: a text or token ids (T,).
@@ -476,7 +476,7 @@ class Model(Hinted, Generic[Weights]):
     @named_options()
     @with_keywords()
     def generate(
-        self, prompts: Prompt | Prompts, **options: Any
+        self, prompts: Prompt | Prompts, **options: object
     ) -> Generation | list[Generation] | list[list[Generation]]:
         """Continue a prompt (text or token ids), or each prompt of a list.
 
@@ -516,7 +516,7 @@ class Model(Hinted, Generic[Weights]):
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Generation:
         """Generate the answer to a conversation.
@@ -547,7 +547,7 @@ class Model(Hinted, Generic[Weights]):
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         **options: Unpack[StreamOptions],
     ) -> Generator[str, None, Generation]:
         """Yield the answer to a conversation in pieces. Arguments are as in `chat`."""
@@ -559,7 +559,7 @@ class Model(Hinted, Generic[Weights]):
     def conversation(
         self,
         messages: Iterable[Message] = (),
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> Conversation:
         """Return a Conversation that starts with `messages` and keeps its kv_cache between answers.
 
@@ -634,16 +634,16 @@ class Model(Hinted, Generic[Weights]):
 
     @overload
     def score_generated(
-        self, prompts: Prompt, continuations: Generation | Row, **options: Any
+        self, prompts: Prompt, continuations: Generation | Row, **options: object
     ) -> ScoredTokens: ...
     @overload
     def score_generated(
-        self, prompts: Prompts, continuations: Sequence[Generation | Row], **options: Any
+        self, prompts: Prompts, continuations: Sequence[Generation | Row], **options: object
     ) -> list[ScoredTokens]: ...
     @named_options()
     @with_keywords("samples", "receipt")
     def score_generated(
-        self, prompts: Any, continuations: Any, **options: Any
+        self, prompts: object, continuations: object, **options: object
     ) -> ScoredTokens | list[ScoredTokens]:
         """Return the log-probabilities that `generate` computes for the tokens of continuations.
 
@@ -672,7 +672,7 @@ class Model(Hinted, Generic[Weights]):
     @overload
     def verify(self, receipt: list[Any]) -> list[ReceiptCheck]: ...
     @overload
-    def verify(self, receipt: Mapping[str, Any] | str) -> ReceiptCheck: ...
+    def verify(self, receipt: Mapping[str, object] | str) -> ReceiptCheck: ...
     @named_options()
     def verify(self, receipt: Any) -> ReceiptCheck | list[ReceiptCheck]:
         """Check the receipt of a generated text, an object or JSON text, or each one of a list.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gpt2block.files.parameters.llama import LlamaBlockWeights
     from gpt2block.models.weights.matrix import WeightMatrix
 
-Array = NDArray[np.floating[Any]]
+Array = NDArray[np.floating]
 
 # Number of queries that attention_cached processes together, to skip keys after the last of these
 # queries. Products of 16 queries (16 x 256 x 64) are too small for BLAS to use several threads;
@@ -47,7 +47,7 @@ MATCH = 3  # draft_tokens searches for an earlier occurrence of up to 3 last tok
 
 
 @takes("ids i32 ... T; wte f32 V C; wpe f32 P C -> out f32 ... T C")
-def encoder(ids: NDArray[np.integer[Any]], wte: Array, wpe: Array) -> Array:
+def encoder(ids: NDArray[np.integer], wte: Array, wpe: Array) -> Array:
     """Add token and position embeddings. ids (..., T), wte (V, C), wpe (n_ctx, C) → (..., T, C)."""
     _check_places("ids", ids, len(wte))
     if ids.shape[-1] > len(wpe):
@@ -58,8 +58,8 @@ def encoder(ids: NDArray[np.integer[Any]], wte: Array, wpe: Array) -> Array:
 
 @takes("ids positions i32 N; wte table V C; wpe? f32 P C -> out f32 N C")
 def encoder_rows(
-    ids: NDArray[np.integer[Any]],
-    positions: NDArray[np.integer[Any]],
+    ids: NDArray[np.integer],
+    positions: NDArray[np.integer],
     wte: Array | WeightMatrix,
     wpe: Array | None = None,
     factor: float = 1.0,
@@ -208,8 +208,8 @@ def kv_append(
     qkv: Array,
     k: Array,
     v: Array,
-    row: NDArray[np.integer[Any]],
-    position: NDArray[np.integer[Any]],
+    row: NDArray[np.integer],
+    position: NDArray[np.integer],
 ) -> Array:
     """Write K and V of rows [Q | K | V] into a kv_cache, in place; return the cache's `k`.
 
@@ -248,8 +248,8 @@ def attention_packed(
     qkv: Array,
     k: Array,
     v: Array,
-    cu_seqlens: NDArray[np.integer[Any]],
-    start: NDArray[np.integer[Any]],
+    cu_seqlens: NDArray[np.integer],
+    start: NDArray[np.integer],
     n_head: int,
     longest: int | None = None,
     softmax_scale: float | None = None,
@@ -288,11 +288,11 @@ def attention_packed(
 )
 def attention_varlen(
     qkv: Array,
-    cu_seqlens: NDArray[np.integer[Any]],
+    cu_seqlens: NDArray[np.integer],
     k: Array | None = None,
     v: Array | None = None,
-    row: NDArray[np.integer[Any]] | None = None,
-    position: NDArray[np.integer[Any]] | None = None,
+    row: NDArray[np.integer] | None = None,
+    position: NDArray[np.integer] | None = None,
     *,
     n_head: int,
     causal: bool = False,
@@ -328,8 +328,8 @@ def attention_split(
     q: Array,
     k: Array,
     v: Array,
-    row: NDArray[np.integer[Any]],
-    position: NDArray[np.integer[Any]],
+    row: NDArray[np.integer],
+    position: NDArray[np.integer],
     n_head: int,
     softmax_scale: float | None = None,
     window: int | None = None,
@@ -470,8 +470,8 @@ def linear_qkv(
     beta: Array | None,
     k: Array,
     v: Array,
-    row: NDArray[np.integer[Any]],
-    position: NDArray[np.integer[Any]],
+    row: NDArray[np.integer],
+    position: NDArray[np.integer],
     eps: float = 1e-5,
 ) -> Array:
     """Compute Q, K and V of a token per sequence by `linear`; write K and V into a kv_cache.
@@ -507,7 +507,7 @@ def gemm(
 
 
 @takes("x mixed N C; indices i32 B -> out out_dtype B C")
-def take(x: Array, indices: NDArray[np.integer[Any]]) -> Array:
+def take(x: Array, indices: NDArray[np.integer]) -> Array:
     """Return rows of x by index. x (N, C), indices (B,) → (B, C)."""
     _check_places("indices", indices, len(x))
     taken: Array = x[indices]
@@ -620,7 +620,7 @@ def rope(x: Array, start: int = 0, theta: float = 10000.0, half_split: bool = Fa
 @takes("qkv any ... T W; positions i32 T; frequencies f64 P -> out~qkv any ... T W")
 def rope_qkv(
     qkv: Array,
-    positions: NDArray[np.integer[Any]],
+    positions: NDArray[np.integer],
     frequencies: Array,
     n_head: int,
     n_kv_head: int,
@@ -650,9 +650,9 @@ def rope_qkv(
 @takes("qkv any N W; positions i32 N; frequencies f64 B P; row i32 N -> out~qkv any N W")
 def rope_packed(
     qkv: Array,
-    positions: NDArray[np.integer[Any]],
+    positions: NDArray[np.integer],
     frequencies: Array,
-    row: NDArray[np.integer[Any]],
+    row: NDArray[np.integer],
     n_head: int,
     n_kv_head: int,
     half_split: bool = False,
@@ -677,8 +677,8 @@ def rope_append(
     frequencies: Array,
     k: Array,
     v: Array,
-    row: NDArray[np.integer[Any]],
-    position: NDArray[np.integer[Any]],
+    row: NDArray[np.integer],
+    position: NDArray[np.integer],
     n_head: int,
     half_split: bool = False,
     factor: float = 1.0,
@@ -728,7 +728,7 @@ def qk_norm(
 )
 def qk_norm_rope(
     qkv: Array,
-    positions: NDArray[np.integer[Any]],
+    positions: NDArray[np.integer],
     frequencies: Array,
     gamma_q: Array,
     gamma_k: Array,
@@ -750,8 +750,8 @@ def qk_norm_append(
     frequencies: Array,
     k: Array,
     v: Array,
-    row: NDArray[np.integer[Any]],
-    position: NDArray[np.integer[Any]],
+    row: NDArray[np.integer],
+    position: NDArray[np.integer],
     gamma_q: Array,
     gamma_k: Array,
     n_head: int,
@@ -774,8 +774,8 @@ def linear_rope(
     by: Array,
     k: Array,
     v: Array,
-    row: NDArray[np.integer[Any]],
-    position: NDArray[np.integer[Any]],
+    row: NDArray[np.integer],
+    position: NDArray[np.integer],
     n_head: int,
     growth: tuple[float, int] | None = None,
 ) -> Array:
@@ -797,8 +797,8 @@ def _append_rotated(
     by: Array,
     k: Array,
     v: Array,
-    row: NDArray[np.integer[Any]],
-    position: NDArray[np.integer[Any]],
+    row: NDArray[np.integer],
+    position: NDArray[np.integer],
     n_head: int,
     growth: tuple[float, int] | None,
 ) -> Array:
@@ -820,9 +820,9 @@ def _append_rotated(
 
 @takes("position i32 N; frequencies f64 ... P; row? i32 N -> out f32 N P 2")
 def rotations(
-    position: NDArray[np.integer[Any]],
+    position: NDArray[np.integer],
     frequencies: Array,
-    row: NDArray[np.integer[Any]] | None = None,
+    row: NDArray[np.integer] | None = None,
     factor: float = 1.0,
 ) -> Array:
     """Return the cosines and sines of RoPE's angles, position times frequency, in radians.
@@ -836,14 +836,14 @@ def rotations(
 
 
 def _rotations(
-    position: NDArray[np.integer[Any]], frequencies: Array, factor: float
+    position: NDArray[np.integer], frequencies: Array, factor: float
 ) -> tuple[Array, Array]:
     """Return cosines and sines of position · frequencies, times factor for nonzero frequencies."""
     angle, times = position * frequencies, np.where(frequencies == 0, 1.0, factor)
     return times * np.cos(angle), times * np.sin(angle)
 
 
-def _grow(q: Array, position: NDArray[np.integer[Any]], growth: tuple[float, int] | None) -> None:
+def _grow(q: Array, position: NDArray[np.integer], growth: tuple[float, int] | None) -> None:
     """Multiply queries (..., T, H, D) in place by the factor of their positions (T,)."""
     if growth is not None:
         beta, span = growth
@@ -972,8 +972,8 @@ def rope_sums(
     by: Array,
     k: Array,
     v: Array,
-    row: NDArray[np.integer[Any]],
-    position: NDArray[np.integer[Any]],
+    row: NDArray[np.integer],
+    position: NDArray[np.integer],
     gamma_q: Array | None = None,
     gamma_k: Array | None = None,
     *,
@@ -1026,7 +1026,7 @@ def silu_mul(gate: Array, up: Array, gelu: bool = False) -> Array:
     return gated
 
 
-def _spans(cu_seqlens: NDArray[np.integer[Any]], N: int) -> list[tuple[int, int]]:
+def _spans(cu_seqlens: NDArray[np.integer], N: int) -> list[tuple[int, int]]:
     """Return pairs (first row, last row + 1), one per sequence. Raises InputError for bad input."""
     ends = cu_seqlens.tolist()
     if ends != sorted(ends) or ends[0] < 0 or ends[-1] > N:
@@ -1034,7 +1034,7 @@ def _spans(cu_seqlens: NDArray[np.integer[Any]], N: int) -> list[tuple[int, int]
     return list(pairwise(ends))
 
 
-def _check_places(name: str, indices: NDArray[np.integer[Any]], count: int) -> None:
+def _check_places(name: str, indices: NDArray[np.integer], count: int) -> None:
     """Raise InputError for an index outside 0…count - 1; NumPy would accept negative indices."""
     least, most = int(indices.min()), int(indices.max())
     if least < 0 or most >= count:
@@ -1048,7 +1048,7 @@ def _matrix(w: Array | WeightMatrix, like: Array) -> Array:
 
 
 @takes("logits f32 ... V; targets i32 ... -> out f32 ...")
-def log_likelihood(logits: Array, targets: NDArray[np.integer[Any]]) -> Array:
+def log_likelihood(logits: Array, targets: NDArray[np.integer]) -> Array:
     """Return each row's log-probability of its target: logits[target] - log Σ exp(logits).
 
     logits (..., V), targets (...) → (...). The result is NaN for a target outside 0…V-1, and for a
@@ -1172,7 +1172,7 @@ def block_forward(x: Array, w: BlockWeights, causal: bool = False) -> Array:
 
 @takes("x any ... T C; positions i32 T")
 def llama_block_forward(
-    x: Array, w: LlamaBlockWeights, positions: NDArray[np.integer[Any]], causal: bool = True
+    x: Array, w: LlamaBlockWeights, positions: NDArray[np.integer], causal: bool = True
 ) -> Array:
     """Compute a Llama block. x (T, C) or (B, T, C), positions (T,) → shape and dtype of x."""
     if not hasattr(w, "w_gate") or w.n_embd != x.shape[-1]:

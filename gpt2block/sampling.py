@@ -38,7 +38,7 @@ MAX_ALTERNATIVES = 20  # limit of most likely tokens to report per position
 
 _USUAL = f"{SMALLEST:.1e} to {LARGEST:.1e}"
 _PENALTY = Range(-MAX_BIAS, MAX_BIAS, "a finite number, -2^64 to 2^64, 0 for none")
-Floats = NDArray[np.floating[Any]]
+Floats = NDArray[np.floating]
 LogitBias = Mapping[int, float] | Iterable[tuple[int, float]]
 Masses = NDArray[np.uint64]
 Mask = NDArray[np.int32]  # (ceil(V / 32),): bit t % 32 of word t / 32 is 1 for an allowed token t
@@ -212,7 +212,7 @@ def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases.items()))
 
 
-def _ids(given: Any) -> tuple[int, ...]:
+def _ids(given: object) -> tuple[int, ...]:
     """Return distinct token ids in ascending order. Raises InputError for other values."""
     if not isinstance(given, Iterable):
         raise InputError(f"end_ids: expected token ids, got {shown(given)}")
@@ -227,7 +227,7 @@ def new_seed() -> int:
     return secrets.randbits(SEED_BITS)
 
 
-def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(options: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, Any]:
     """Add `defaults` for missing keywords of `generate`, unless `options` has a `sampling`."""
     return {**({} if options.get("sampling") else defaults), **options}
 
@@ -460,7 +460,7 @@ def rows_of(sampling: Sampling | Sequence[Sampling] | None, B: int) -> list[Samp
     return rows
 
 
-def parameters(rows: Sequence[Sampling]) -> dict[str, NDArray[Any]]:
+def parameters(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
     """Return the kernel's arguments as arrays (B,) by field name; a seed's bits are int64."""
     dtypes = {
         "temperature": np.float32,
@@ -471,7 +471,7 @@ def parameters(rows: Sequence[Sampling]) -> dict[str, NDArray[Any]]:
         "seed": np.uint64,
         "sample": np.int32,
     }
-    arrays: dict[str, NDArray[Any]] = {
+    arrays: dict[str, np.ndarray] = {
         name: np.array([getattr(row, name) for row in rows], dtype)
         for name, dtype in dtypes.items()
     }

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import pytest
@@ -43,8 +43,7 @@ def cupy_with(capability: int = MMA_CAPABILITY) -> ModuleType:
         pytest.skip(f"needs compute capability {capability / 10}, this GPU has {there / 10}")
     if capability == HOPPER_CAPABILITY != there:
         pytest.skip(f"wgmma needs compute capability 9.0, this GPU has {there / 10}")
-    module: ModuleType = cupy
-    return module
+    return cast("ModuleType", cupy)
 
 
 WAIT_S = 10.0  # seconds to wait until tests of other processes free memory

@@ -86,7 +86,7 @@ def local(
             stack.close()
 
 
-def _started(**options: Any) -> SpecCluster:
+def _started(**options: object) -> SpecCluster:
     try:
         return SpecCluster(**options)
     except RuntimeError as error:
@@ -202,7 +202,7 @@ def check(client: Client, device: str | None) -> tuple[str, bool]:
     return str(engines.pop()), read
 
 
-def _answers(client: Client, call: Any, *arguments: Any) -> Iterator[tuple[str, Any]]:
+def _answers(client: Client, call: object, *arguments: object) -> Iterator[tuple[str, Any]]:
     """Call a function on every worker; yield (address, result). Raises InputError, DeviceError."""
     for address, answer in client.run(call, *arguments, on_error="return").items():
         if isinstance(answer, BaseException):

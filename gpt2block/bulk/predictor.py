@@ -116,7 +116,7 @@ class Predictor:
         revision: str | None = None,
         kv_dtype: str | None = None,
         batch_tokens: int = 16384,
-        **options: Any,
+        **options: object,
     ) -> None:
         refuse_removed(options, "Predictor: ")
         self.arguments = Arguments(
@@ -223,8 +223,8 @@ class Predictor:
 
     def rows(
         self,
-        values: Sequence[Any],
-        seeds: Sequence[Any] | None = None,
+        values: Sequence[object],
+        seeds: Sequence[object] | None = None,
         progress: Callable[[int], None] = lambda records: None,
     ) -> list[Row | Problem]:
         """Return for each record {column: result}, or a Problem if the record cannot be computed.
@@ -256,7 +256,7 @@ class Predictor:
             progress(len(part))
         return [row for row in results if row is not None]
 
-    def _ids(self, value: Any) -> Ids:
+    def _ids(self, value: object) -> Ids:
         """Return a record's token ids. Raises InputError for a record that cannot be computed."""
         if isinstance(value, str):
             if self.encoding is None:

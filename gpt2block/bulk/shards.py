@@ -56,19 +56,19 @@ def replace_file(path: Path, data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+def json_lines(rows: Iterable[Mapping[str, object]]) -> bytes:
     """Encode one JSON object per line in UTF-8; NaN and infinity, which JSON lacks, become null."""
     return b"".join(_json(_plain(row)) + b"\n" for row in rows)
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
     try:
         return _TO_JSON.encode(value).encode()
     except UnicodeEncodeError:  # a lone surrogate in a kept field
         return json.dumps(value, allow_nan=False, default=str).encode()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Convert a value to JSON types. A float32 gets the fewest digits that identify it."""
     if isinstance(value, Cell):
         return _plain(value.value())
@@ -93,7 +93,7 @@ class JsonPart:
         self._columns = tuple(columns)
         self._lines: list[bytes] = []
 
-    def add(self, index: int, kept: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+    def add(self, index: int, kept: Mapping[str, object], row: Mapping[str, object]) -> None:
         """Add a record's kept fields and results. Raises an error if they cannot be encoded."""
         results = {name: row[name] for name in self._columns}
         self._lines.append(json_lines([{"index": index, **kept, **results}]))
@@ -111,7 +111,7 @@ class ParquetPart:
     """
 
     def __init__(
-        self, columns: Mapping[str, Kind], keep: Iterable[str], types: Mapping[str, Any]
+        self, columns: Mapping[str, Kind], keep: Iterable[str], types: Mapping[str, object]
     ) -> None:
         self._pa = pa = require_pyarrow()
         of_kind = {
@@ -127,14 +127,14 @@ class ParquetPart:
         self._types = {"index": pa.int64(), **self._kept, **results}
         self._values: dict[str, list[Any]] = {name: [] for name in self._types}
 
-    def add(self, index: int, kept: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+    def add(self, index: int, kept: Mapping[str, object], row: Mapping[str, object]) -> None:
         """Add a record's kept fields and results, as `JsonPart.add` does."""
         fields = {name: self._field(name, kept[name]) for name in self._kept}
         entry = {**row, "index": index, **fields}
         for name, values in self._values.items():
             values.append(entry[name])
 
-    def _field(self, name: str, value: Any) -> Any:
+    def _field(self, name: str, value: object) -> Any:
         if name in self._typed:
             return value
         plain = _plain(value)
@@ -240,7 +240,7 @@ class Manifest:
         return damaged
 
 
-def _parse_entry(entry: Any) -> ShardEntry:
+def _parse_entry(entry: object) -> ShardEntry:
     """Parse a manifest entry. Raises ValueError for an entry that `Manifest.add` never writes."""
     names = [field.name for field in fields(ShardEntry)]
     if not isinstance(entry, dict) or sorted(entry) != sorted(names):

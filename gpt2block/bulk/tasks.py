@@ -132,7 +132,7 @@ class Generating(Task):
         receipts: bool = False,
         samples: int = 1,
         seed: int = 0,
-        **options: Any,
+        **options: object,
     ) -> None:
         Sampling(seed=seed)  # raises InputError for an invalid seed
         self._config, self._encoding = config, encoding
@@ -148,7 +148,7 @@ class Generating(Task):
         if receipts:
             self.columns["receipt"] = text
 
-    def _start(self, prompts: Any, engine: ModelEngine | None = None) -> Run:
+    def _start(self, prompts: object, engine: ModelEngine | None = None) -> Run:
         """Check the prompts; return a Run that generates. Only the generation needs `engine`."""
         config: Any = SimpleNamespace(config=self._config)
         return Run(engine or config, self._encoding, prompts, self._options)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import signal
-from typing import Any
 
 
-def dask_setup(worker: Any) -> None:
+def dask_setup(worker: object) -> None:
     """Ignore Ctrl-C, which a terminal sends to all processes: the client ends its workers.
 
     Warnings are silenced, as the client may end a worker during a shard or a heartbeat.

@@ -12,17 +12,55 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from gpt2block.errors import DeviceError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from typing_extensions import Self
 
 NOT_INITIALIZED = 3  # error code of CUDA calls, even cuInit, if CUDA was initialized before a fork
 FORKED = "this process was forked after CUDA had been initialized, and CUDA does not work in it"
 FORKED_FIX = "start processes with multiprocessing's method 'spawn' or 'forkserver'"
+
+
+class CudaArray(Protocol):  # noqa: PLW1641  (not hashable, like NumPy arrays)
+    """A `cupy.ndarray`, by the attributes that this package uses. CuPy has no type stubs."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+    ndim: int
+    size: int
+    itemsize: int
+    nbytes: int
+    T: Self
+    data: Any
+    flags: Any
+    device: Any
+
+    def __init__(self, shape: object, dtype: object, memptr: object, strides: object = None): ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Self]: ...
+    def __getitem__(self, index: object, /) -> Self: ...
+    def __setitem__(self, index: object, value: object, /) -> None: ...
+    def __eq__(self, other: object, /) -> Any: ...
+    def __ne__(self, other: object, /) -> Any: ...
+    def __add__(self, other: object, /) -> Self: ...
+    def reshape(self, *shape: int | tuple[int, ...]) -> Self: ...
+    def transpose(self, *axes: int) -> Self: ...
+    def ravel(self) -> Self: ...
+    def view(self, dtype: object = None) -> Self: ...
+    def astype(self, dtype: object, copy: bool = True) -> Self: ...
+    def copy(self, order: str = "C") -> Self: ...
+    def fill(self, value: object) -> None: ...
+    def get(self, *, out: np.ndarray | None = None, blocking: bool = True) -> np.ndarray: ...
+    def set(self, arr: np.ndarray) -> None: ...
 
 
 class _CuPy:
@@ -31,6 +69,12 @@ class _CuPy:
     Raises DeviceError if CuPy is missing, or in a process forked after CUDA was initialized.
     """
 
+    ndarray: type[CudaArray]
+    empty: Callable[..., CudaArray]  # types of the functions that return new arrays or views
+    zeros: Callable[..., CudaArray]
+    asarray: Callable[..., CudaArray]
+    ascontiguousarray: Callable[..., CudaArray]
+    from_dlpack: Callable[..., CudaArray]
     _module: Any = None  # replacement of CuPy while `replaced_by` is active
     _forked = False  # whether this process was forked; CUDA may then not work
 
@@ -52,7 +96,7 @@ class _CuPy:
         return found
 
 
-cupy: Any = _CuPy()
+cupy = _CuPy()
 
 
 def _check_fork() -> None:
@@ -110,7 +154,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> TypeGuard[CudaArray]:
     """Return whether x is a CuPy array. Does not import CuPy."""
     if not replaced() and "cupy" not in sys.modules:
         return False
@@ -123,7 +167,7 @@ def replaced() -> bool:
 
 
 @contextmanager
-def replaced_by(module: Any) -> Iterator[None]:
+def replaced_by(module: object) -> Iterator[None]:
     """Within this context manager, use `module` instead of CuPy in the whole process."""
     names = vars(cupy)
     before = dict(names)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.cuda import CudaArray as CudaArray  # noqa: PLC0414  (in this module)
 from gpt2block.cuda import cupy
 from gpt2block.cuda.cards import attribute_of, capability_of
 from gpt2block.cuda.kernels import dtype_name
@@ -20,7 +21,7 @@ from gpt2block.errors import InputError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-CudaArray = Any  # cupy.ndarray, which has no type stubs
+AnyArray = np.ndarray | CudaArray  # an array in host or device memory
 Shape = tuple[int, ...]
 Read = Callable[[int, NDArray[np.uint8]], None]
 PIECES, PIECE_BYTES = 2, 2**24  # maximum copies to the host that run at once; bytes per copy
@@ -55,13 +56,13 @@ class Composite:
     PARTS: ClassVar[tuple[tuple[str, str], ...]]
 
     @classmethod
-    def trusted(cls, **attributes: Any) -> Self:
+    def trusted(cls, **attributes: object) -> Self:
         """Create a matrix without checks, from attributes that are known to be consistent."""
         matrix = cls.__new__(cls)
         vars(matrix).update(attributes)
         return matrix
 
-    def arrays(self) -> dict[str, Any]:
+    def arrays(self) -> dict[str, CudaArray]:
         """Return a dict of the matrix's arrays; keys are suffixes of their names in messages."""
         return arrays_of("", self)
 
@@ -73,6 +74,9 @@ class Composite:
         parts = {part: getattr(self, part) for _, part in self.PARTS}
         results = {part: function(array) for part, array in parts.items() if array is not None}
         return self.trusted(**{**vars(self), **results})
+
+
+Operand = AnyArray | Composite | None  # an argument of an operation
 
 
 def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
@@ -92,7 +96,7 @@ class Expected(NamedTuple):
     """The arguments of `check`: an array, and the properties that the array must have."""
 
     name: str
-    array: Any
+    array: object
     dtype: str
     strided: bool = False
     multiple: int = 1
@@ -106,7 +110,7 @@ def check_each(arrays: Iterable[Expected]) -> None:
 
 def check(
     name: str,
-    array: Any,
+    array: object,
     shape: tuple[int, ...] | None = None,
     dtype: str = "float32",
     strided: bool = False,
@@ -160,7 +164,10 @@ def check_address(name: str, array: CudaArray, multiple: int = 16) -> None:
 
 
 def check_apart(
-    name: str, out: Any, apart: Mapping[str, Any], in_place: Mapping[str, Any] | None = None
+    name: str,
+    out: Operand,
+    apart: Mapping[str, Operand],
+    in_place: Mapping[str, Operand] | None = None,
 ) -> None:
     """Raise InputError if an output overlaps an input, which other thread blocks may still read.
 
@@ -230,7 +237,7 @@ def checked_row_stride(name: str, x: CudaArray) -> int:
     return stride
 
 
-def in_rows(x: Any) -> Any:
+def in_rows(x: object) -> Any:
     """Return x, or a contiguous copy if x is a CuPy array without a `row_stride`."""
     if isinstance(x, cupy.ndarray) and x.size and row_stride("x", x) is None:
         return _copied(x)
@@ -286,14 +293,14 @@ def reserve_local_memory(nbytes: int) -> None:
         runtime.deviceSetLimit(runtime.cudaLimitStackSize, nbytes)
 
 
-def pinned(shape: Shape, dtype: str = "int32") -> NDArray[Any]:
+def pinned(shape: Shape, dtype: str = "int32") -> np.ndarray:
     """Allocate an array in pinned host memory, which the GPU reads and writes asynchronously."""
     count = prod(shape)
     memory = cupy.cuda.alloc_pinned_memory(np.dtype(dtype).itemsize * count)
     return np.frombuffer(memory, dtype, count).reshape(shape)
 
 
-def on_device(host: NDArray[Any]) -> CudaArray:
+def on_device(host: np.ndarray) -> CudaArray:
     """Return an array of the current device that is in the memory of `host`, a pinned array."""
     return _at(host.ctypes.data, host, cupy.cuda.Device().id)
 
@@ -304,12 +311,12 @@ def seen_from_here(array: CudaArray) -> CudaArray:
     return array if array.device.id == device else _at(array.data.ptr, array, device)
 
 
-def _at(address: int, array: Any, device: int) -> CudaArray:
+def _at(address: int, array: AnyArray, device: int) -> CudaArray:
     owner = cupy.cuda.UnownedMemory(address, array.nbytes, array, device)
     return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(owner, 0))
 
 
-def to_host(parts: Iterable[CudaArray], rows: NDArray[Any]) -> None:
+def to_host(parts: Iterable[CudaArray], rows: np.ndarray) -> None:
     """Copy the rows of 2-D arrays, one array after another, to the host array `rows`.
 
     `rows` may have fewer columns. The rows pass through pinned memory in pieces: the GPU copies a
@@ -317,7 +324,7 @@ def to_host(parts: Iterable[CudaArray], rows: NDArray[Any]) -> None:
     stream before the next part, which may reuse the same device memory, is requested.
     """
     # waiting: copies in flight, each as (piece, event after the copy, first row of the piece)
-    waiting: deque[tuple[NDArray[Any], Any, int]] = deque()
+    waiting: deque[tuple[np.ndarray, Any, int]] = deque()
 
     def take() -> None:
         piece, copied, first = waiting.popleft()
@@ -348,8 +355,8 @@ def read_into(out: CudaArray, parts: Iterable[tuple[Read, int]]) -> None:
     part's bytes from `begin` on. Threads read pieces into pinned memory while the GPU copies
     earlier pieces.
     """
-    reading: deque[tuple[Future[None], NDArray[Any]]] = deque()
-    copying: deque[tuple[Any, NDArray[Any]]] = deque()  # (event after a copy, pinned memory)
+    reading: deque[tuple[Future[None], np.ndarray]] = deque()
+    copying: deque[tuple[Any, np.ndarray]] = deque()  # (event after a copy, pinned memory)
     at = 0
 
     def copy() -> None:
@@ -377,7 +384,7 @@ def read_into(out: CudaArray, parts: Iterable[tuple[Read, int]]) -> None:
         copying.popleft()[0].synchronize()
 
 
-def contiguous(*arrays: Any) -> tuple[Any, ...]:
+def contiguous(*arrays: object) -> tuple[Any, ...]:
     """Copy CuPy arrays that are not C-contiguous; return other arguments unchanged."""
     return tuple(
         _copied(array)
@@ -387,7 +394,7 @@ def contiguous(*arrays: Any) -> tuple[Any, ...]:
     )
 
 
-def on_16_bytes(name: str, array: Any) -> Any:
+def on_16_bytes(name: str, array: object) -> Any:
     """Return the array. Copy a CuPy array unless it is C-contiguous and aligned to 16 bytes."""
     if not isinstance(array, cupy.ndarray):
         return array

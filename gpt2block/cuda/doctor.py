@@ -162,7 +162,7 @@ class _CallError(Exception):
     """Raised if a driver call fails. Arguments: the error code, and a description of the error."""
 
 
-def _call(cuda: Any, function: str, *arguments: Any) -> None:
+def _call(cuda: Any, function: str, *arguments: object) -> None:
     code, name = int(getattr(cuda, function)(*arguments)), ctypes.c_char_p()
     if code:
         cuda.cuGetErrorName(code, ctypes.byref(name))
@@ -170,7 +170,7 @@ def _call(cuda: Any, function: str, *arguments: Any) -> None:
         raise _CallError(code, f"{function} returned {code}, {known}")
 
 
-def _probe_device(cuda: Any, index: int) -> VisibleDevice:
+def _probe_device(cuda: object, index: int) -> VisibleDevice:
     device, name, memory = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
     major, minor, multiprocessors = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     _call(cuda, "cuDeviceGet", ctypes.byref(device), index)

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from gpt2block.checks import FLOATS, host_array, imported
-from gpt2block.cuda import cupy
+from gpt2block.cuda import CudaArray, cupy
 from gpt2block.errors import InputError
 
-CudaArray = Any  # cupy.ndarray, which has no type stubs
 MAX_VIEWS = 64  # maximum number of cached views of torch tensors
 LEGACY = 1  # default stream in `__cuda_array_interface__`; CUDA's functions also accept 0
 
@@ -39,7 +38,7 @@ class InOrder:
         self.stream.wait_event(self._done)
         return self
 
-    def join(self, array: Any) -> None:
+    def join(self, array: object) -> None:
         """Make the call's stream wait for the work that the array's library has queued."""
         theirs = _stream_of(array)
         if theirs == self.stream.ptr or theirs in self._others:
@@ -65,7 +64,7 @@ def _capturing(stream: str) -> InputError:
     return InputError(f"{stream} is capturing a graph: a Block captures graphs itself")
 
 
-def _stream_of(array: Any) -> int | None:
+def _stream_of(array: object) -> int | None:
     """Return the stream on which the array's library works, 0 for the default stream.
 
     Return None if it is not known. In `__cuda_array_interface__`, None also stands for the default
@@ -93,7 +92,7 @@ def _torch_stream(torch: Any, device: int) -> int:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-def as_cupy(array: Any) -> CudaArray:
+def as_cupy(array: object) -> CudaArray:
     """Return a CuPy view of a CUDA array for which `direct_view` returns None.
 
     array: an object that supports DLPack or `__cuda_array_interface__`. Raises InputError for other
@@ -128,7 +127,7 @@ def direct_view(array: Any) -> CudaArray | None:
 
 @lru_cache(MAX_VIEWS)  # lru_cache is thread-safe
 def _new_view(
-    pointer: int, dtype: Any, shape: Sequence[int], strides: Sequence[int], device: int
+    pointer: int, dtype: object, shape: Sequence[int], strides: Sequence[int], device: int
 ) -> CudaArray | None:
     """Return a view that does not own its memory; None for an empty array or unknown dtype."""
     stored = FLOATS.get(str(dtype).removeprefix("torch."))

@@ -35,7 +35,7 @@ def cache_option(fp8: str | None) -> dict[str, Any]:
     return {} if fp8 is None else {"kv_dtype": fp8}
 
 
-def dtype_option(default: Any, text: str, values: tuple[str, ...] = DTYPES) -> Any:
+def dtype_option(default: object, text: str, values: tuple[str, ...] = DTYPES) -> Any:
     """Return a dataclass field for a dtype, which is also a command-line option with this help."""
     return field(default=default, metadata={"help": text, "values": values})
 

@@ -273,7 +273,7 @@ def _parameter(text: str, aliases: Mapping[str, str]) -> Parameter:
 def launch_at(
     file: str,
     geometry: Geometry,
-    args: tuple[Any, ...] | Mapping[str, Any],
+    args: tuple[object, ...] | Mapping[str, object],
     storage: str = "float32",
     weights: str | None = None,
     cache: str | None = None,
@@ -307,7 +307,7 @@ def stored_as(storage: str, weights: str | None = None, cache: str | None = None
     return STORAGE[storage] + WEIGHTS.get(weights or "", ()) + FP8_CACHE.get(cache or "", ())
 
 
-def in_order(signature: Signature, args: Mapping[str, Any]) -> tuple[Any, ...]:
+def in_order(signature: Signature, args: Mapping[str, object]) -> tuple[Any, ...]:
     """Return arguments in the prototype's order.
 
     A parameter without an argument is null or 0. Raises KernelError for an argument without a
@@ -321,7 +321,7 @@ def in_order(signature: Signature, args: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def typed_arguments(
     signature: Signature,
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     storage: str = "float32",
     weights: str | None = None,
     cache: str | None = None,
@@ -356,7 +356,7 @@ def _typed(
 
 
 @cache
-def dtype_name(dtype: np.dtype[Any]) -> str:
+def dtype_name(dtype: np.dtype) -> str:
     """Return the cached `dtype.name`, or a string such as ">f4" for a non-native byte order."""
     return str(dtype.name if dtype.isnative else dtype.str)
 
@@ -381,7 +381,7 @@ def element(
     return np.dtype(scalar).name, label
 
 
-def typed_scalar(kernel: str, parameter: Parameter, arg: Any) -> Scalar:
+def typed_scalar(kernel: str, parameter: Parameter, arg: object) -> Scalar:
     """Convert a Python number to a NumPy scalar of the prototype's type. Raises KernelError."""
     scalar, label = _dtype(kernel, parameter)
     integral = issubclass(scalar, np.integer)

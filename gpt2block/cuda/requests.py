@@ -81,7 +81,7 @@ class Function:
             self._shared = nbytes
 
     def __call__(
-        self, grid: tuple[int, ...], block: tuple[int, ...], args: Any, shared_mem: int = 0
+        self, grid: tuple[int, ...], block: tuple[int, ...], args: object, shared_mem: int = 0
     ) -> None:
         self.found(grid, block, args, shared_mem=shared_mem)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt2block.cuda import cupy, replaced
+from gpt2block.cuda import CudaArray, cupy, replaced
 from gpt2block.errors import DeviceError
 
 BYTES = 128  # bytes of a tensor map, which must be aligned to 64 bytes
@@ -66,7 +66,7 @@ class TensorMap(NamedTuple):
 NO_MAP = TensorMap(0, "uint8", (), (), ())  # argument for a parameter that a kernel does not use
 
 
-def tensor_map(array: Any, box: tuple[int, ...]) -> TensorMap:
+def tensor_map(array: CudaArray, box: tuple[int, ...]) -> TensorMap:
     """Return the tensor map of a CuPy array whose last axis is contiguous.
 
     box: shape of the copied boxes, in the same axis order. Its last axis has 32, 64 or 128 bytes,

@@ -58,7 +58,7 @@ def run(
     kernel: str,
     grid: tuple[int, ...],
     block: tuple[int, ...],
-    args: Sequence[Any],
+    args: Sequence[object],
     *,
     shared: int = 0,
     defines: kernels.Defines = (),

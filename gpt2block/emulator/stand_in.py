@@ -69,7 +69,7 @@ class _Pointer:
     def memset(self, value: int, nbytes: int) -> None:
         ctypes.memset(self.ptr, value, nbytes)
 
-    def copy_from_device_async(self, source: Any, nbytes: int, stream: Any = None) -> None:
+    def copy_from_device_async(self, source: Any, nbytes: int, stream: object = None) -> None:
         def copy() -> None:
             ctypes.memmove(self.ptr, source.ptr, nbytes)
 
@@ -77,11 +77,11 @@ class _Pointer:
 
 
 class UnownedMemory:
-    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
+    def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
         self.ptr, self.size, self.owner = ptr, size, owner
 
 
-class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
+class ndarray(np.ndarray):  # noqa: N801  (CuPy's name)
     """A NumPy array with the additional methods of a CuPy array."""
 
     def __new__(
@@ -110,15 +110,13 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
     def device(self) -> Any:
         return Device()
 
-    def get(
-        self, out: np.ndarray[Any, Any] | None = None, blocking: bool = True
-    ) -> np.ndarray[Any, Any]:
+    def get(self, out: np.ndarray | None = None, blocking: bool = True) -> np.ndarray:
         if out is None:
             return np.array(self)
         out[...] = self
         return out
 
-    def set(self, array: Any) -> None:
+    def set(self, array: object) -> None:
         self[...] = np.asarray(array)
 
 
@@ -135,7 +133,7 @@ def empty(shape: Any, dtype: Any = "float64") -> ndarray:
     return made
 
 
-def adopt(array: np.ndarray[Any, Any]) -> ndarray:
+def adopt(array: np.ndarray) -> ndarray:
     """Return a device array that shares the memory of a host array, if it is C-contiguous."""
     if not array.flags.c_contiguous:
         return asarray(array)
@@ -146,14 +144,14 @@ def adopt(array: np.ndarray[Any, Any]) -> ndarray:
     return array.view(ndarray)
 
 
-def _allocated(owner: np.ndarray[Any, Any], address: int, nbytes: int) -> None:
+def _allocated(owner: np.ndarray, address: int, nbytes: int) -> None:
     """Allow kernels to read and write `nbytes` bytes at `address` as long as `owner` lives."""
 
     key = address, id(owner)
     _memory[key] = weakref.ref(owner, lambda _: _memory.pop(key, None)), nbytes
 
 
-def asarray(array: Any, dtype: Any = None, order: str | None = None) -> ndarray:
+def asarray(array: object, dtype: Any = None, order: str | None = None) -> ndarray:
     if hasattr(array, "__cuda_array_interface__"):
         return _shared(array.__cuda_array_interface__)
     host = np.asarray(array)
@@ -185,11 +183,11 @@ def array(value: Any, dtype: Any = None) -> ndarray:
     return made
 
 
-def zeros(shape: Any, dtype: Any = "float64") -> ndarray:
+def zeros(shape: object, dtype: object = "float64") -> ndarray:
     return full(shape, 0, dtype)
 
 
-def full(shape: Any, value: Any, dtype: Any = "float64") -> ndarray:
+def full(shape: object, value: object, dtype: object = "float64") -> ndarray:
     made = empty(shape, dtype)
     made[...] = value
     return made
@@ -199,13 +197,13 @@ def empty_like(array: Any) -> ndarray:
     return empty(array.shape, array.dtype)
 
 
-def ascontiguousarray(array: Any) -> ndarray:
+def ascontiguousarray(array: object) -> ndarray:
     if isinstance(array, ndarray) and array.flags.c_contiguous:
         return array
     return asarray(np.array(array, order="C"))
 
 
-def asnumpy(array: Any) -> np.ndarray[Any, Any]:
+def asnumpy(array: object) -> np.ndarray:
     return np.array(array)
 
 
@@ -304,7 +302,7 @@ class EmulatedFunction:
         self,
         grid: tuple[int, ...],
         block: tuple[int, ...],
-        args: Sequence[Any],
+        args: Sequence[object],
         shared_mem: int = 0,
     ) -> None:
         early = _state.early
@@ -314,7 +312,7 @@ class EmulatedFunction:
         self,
         grid: tuple[int, ...],
         block: tuple[int, ...],
-        args: Sequence[Any],
+        args: Sequence[object],
         shared: int,
         early: Collection[str] | None,
     ) -> None:
@@ -356,7 +354,7 @@ def encode_tensor_map(place: int, dtype: int, rank: int, address: int, *layout: 
     return 0
 
 
-def _value(kernel: str, arg: Any, spans: dict[int, Any]) -> Any:
+def _value(kernel: str, arg: object, spans: dict[int, Any]) -> Any:
     """Return an argument in the form that the engine takes."""
     if isinstance(arg, np.void):
         address, rank, item, swizzle, _, *numbers = _MAP.unpack_from(arg.tobytes())
@@ -416,7 +414,7 @@ class Stream:
     def is_capturing(self) -> bool:
         return self._captured is not None
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: object) -> None:
         pass
 
     def synchronize(self) -> None:

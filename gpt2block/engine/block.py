@@ -22,7 +22,7 @@ from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import InputError
 from gpt2block.models.architectures.architecture import Architecture
 
-Given = Mapping[str, NDArray[np.integer[Any]]]
+Given = Mapping[str, NDArray[np.integer]]
 NOTHING: Given = {}
 
 
@@ -95,15 +95,15 @@ class BlockEngine(ABC):
         return sum(int(w.nbytes) for w in self._weights.values())
 
     @abstractmethod
-    def forward(self, x: Any, out: Any | None, given: Given = NOTHING) -> Any:
+    def forward(self, x: object, out: object | None, given: Given = NOTHING) -> Any:
         """Return the block's output for `x` in `out`, or in a new array if `out` is None."""
 
     @abstractmethod
-    def trace(self, x: Any, given: Given = NOTHING) -> dict[str, Any]:
+    def trace(self, x: object, given: Given = NOTHING) -> dict[str, Any]:
         """Run the block; return a dict from step names to copies of the steps' results."""
 
     @abstractmethod
-    def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
+    def step(self, step: Step, tensors: Mapping[str, np.ndarray]) -> StepResult:
         """Run and time one step. tensors: dict from names of activations to NumPy arrays."""
 
     @abstractmethod

@@ -14,7 +14,7 @@ from gpt2block.files.tokenizers.lookup import Lookup
 
 
 def sequences(
-    engine: ModelEngine, ids: Any, cache: KVCache | None = None
+    engine: ModelEngine, ids: object, cache: KVCache | None = None
 ) -> tuple[list[Ids], tuple[int, ...] | None]:
     """Check `ids`; return its sequences and its shape (None if sequences differ in length)."""
     config = engine.config
@@ -37,7 +37,7 @@ def sequences(
     return found, shape
 
 
-def one_sequence(engine: ModelEngine, ids: Any, cached: bool = False) -> Ids:
+def one_sequence(engine: ModelEngine, ids: object, cached: bool = False) -> Ids:
     """Check that `ids` is one sequence, of at least two tokens if `cached`; return it."""
     check_flag("cached", cached)
     found, _ = sequences(engine, ids)
@@ -50,7 +50,7 @@ def one_sequence(engine: ModelEngine, ids: Any, cached: bool = False) -> Ids:
     return found[0]
 
 
-def tokens(engine: ModelEngine, lookup: Lookup, text: Any, cached: bool = False) -> Ids:
+def tokens(engine: ModelEngine, lookup: Lookup, text: object, cached: bool = False) -> Ids:
     """Return the ids of `text`, a string or one sequence of ids. cached: see `one_sequence`."""
     if isinstance(text, str):
         from gpt2block.files.tokenizers import tokenizer  # noqa: PLC0415  (tiktoken imports slowly)

@@ -28,7 +28,7 @@ from gpt2block.sampling import Sampling
 
 Ids = NDArray[np.int32]  # (T,), the token ids of one sequence
 Floats = NDArray[np.float32]
-Tensors = Iterable[tuple[str, NDArray[Any], str | None]]  # name, array, layout; None for a vector
+Tensors = Iterable[tuple[str, np.ndarray, str | None]]  # name, array, layout; None for a vector
 Output = Literal["logits", "last", "hidden", "states"]
 
 Item = TypeVar("Item")
@@ -56,7 +56,7 @@ def weight_bytes(
 
 
 def stored_tensors(
-    config: ModelConfig, vectors: Mapping[str, Any], matrices: Mapping[str, WeightMatrix]
+    config: ModelConfig, vectors: Mapping[str, object], matrices: Mapping[str, WeightMatrix]
 ) -> Tensors:
     """Yield tensors in the order of `model_shapes`; copy each to the host only when reached."""
     for name in model_shapes(config):
@@ -134,11 +134,11 @@ class StoredModel(ABC):
             )
 
     @abstractmethod
-    def _vector(self, name: str, array: NDArray[Any]) -> Any:
+    def _vector(self, name: str, array: np.ndarray) -> Any:
         """Return a vector as a float32 array of the backend."""
 
     @abstractmethod
-    def _matrix(self, name: str, array: NDArray[Any], layout: str) -> WeightMatrix:
+    def _matrix(self, name: str, array: np.ndarray, layout: str) -> WeightMatrix:
         """Return a matrix converted to the dtype of the model."""
 
 
@@ -457,7 +457,7 @@ class StepResult(NamedTuple):
 
     name: str
     kernel: str  # names of the step's kernels, or of its reference function
-    out: NDArray[Any]  # (rows, channels)
+    out: np.ndarray  # (rows, channels)
     ms: float
 
 
@@ -472,11 +472,11 @@ class TracedEngine(ModelEngine, Protocol):
     checkpoint: Checkpoint | None
     file_states: FileStates | None
 
-    def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
+    def trace(self, ids: Ids, cached: bool) -> dict[str, np.ndarray]:
         """Run the steps in order; return a dict from step names to results (rows, channels)."""
 
     def run_alone(
-        self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
+        self, ids: Ids, cached: bool, exact: Mapping[str, np.ndarray]
     ) -> Iterator[StepResult]:
         """Run every step on exact inputs, rounded to their storage dtype, not on earlier results.
 

@@ -172,12 +172,12 @@ def _of_text(encoding: Any) -> str | None:
     return of_tokenizer(encoding)
 
 
-def certify(engine: Any, row: Row) -> dict[str, Any]:
+def certify(engine: object, row: Row) -> dict[str, Any]:
     """Return the receipt of a row that has ended, which an engine has generated."""
     return receipt_of(row, identity(engine))
 
 
-def receipt_of(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
+def receipt_of(row: Row, known: Mapping[str, object]) -> dict[str, Any]:
     """Return the receipt of a row that has ended. known: the `identity` of its engine."""
     ends, rule = row.ends, row.rule and row.rule.source
     reader: Any = of_outputs(row.reader) if ends.stop or rule else None
@@ -201,7 +201,7 @@ def receipt_of(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def parsed(receipt: Any) -> dict[str, Any]:
+def parsed(receipt: object) -> dict[str, Any]:
     """Return a receipt, which can also be JSON text, as an object. Raises InputError."""
     try:
         found = json.loads(receipt) if isinstance(receipt, (str, bytes)) else receipt
@@ -212,7 +212,9 @@ def parsed(receipt: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def require_equal(stated: Mapping[str, Any], known: Mapping[str, Any], before: str = "") -> None:
+def require_equal(
+    stated: Mapping[str, object], known: Mapping[str, object], before: str = ""
+) -> None:
     """Raise InputError, which names the field, unless a receipt has the values of `known`.
 
     Raises KeyError for a missing field. Of fields that are not compared, the types are checked.
@@ -225,13 +227,13 @@ def require_equal(stated: Mapping[str, Any], known: Mapping[str, Any], before: s
             raise InputError(f"{before}{name}: the receipt states {own}, here it is {other}")
 
 
-def append_receipts(path: str | Path, receipts: Iterable[Any]) -> None:
+def append_receipts(path: str | Path, receipts: Iterable[object]) -> None:
     """Append receipts to a file, each as a line of JSON. Raises OSError."""
     with Path(path).open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(each, separators=(",", ":")) + "\n" for each in receipts)
 
 
-def found_in(value: Any) -> Iterator[Any]:
+def found_in(value: object) -> Iterator[Any]:
     """Yield the receipts in JSON: a receipt, a line of `map`, a server's answer, or a list."""
     if isinstance(value, list):
         for each in value:

@@ -15,11 +15,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from gpt2block import reference
 from gpt2block.contract import MATRICES, Sizes
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, Shape
+from gpt2block.cuda.arrays import CudaArray, Operand, Shape
 from gpt2block.cuda.kernels import dtype_name
 from gpt2block.cuda.requests import Launch
 from gpt2block.engine.passes.executor import HI_LO, Executor, Step
@@ -98,7 +99,7 @@ class Arena:
     def nbytes(self) -> int:
         return int(self._memory.nbytes)
 
-    def empty(self, shape: Shape, dtype: Any) -> CudaArray:
+    def empty(self, shape: Shape, dtype: DTypeLike) -> CudaArray:
         """Return a new array, freed when Python drops it and its views. Raises ArenaFull."""
         nbytes = bytes_of(shape, dtype)
         lease = Lease(self._offsets, nbytes)
@@ -232,7 +233,7 @@ class Recorder(Executor):
         """Allocate and return the array or matrix for a result."""
 
     @abstractmethod
-    def _bind(self, step: Step, inputs: tuple[Any, ...], out: Any, made: Result) -> None:
+    def _bind(self, step: Step, inputs: tuple[Operand, ...], out: Operand, made: Result) -> None:
         """Bind a step to its arrays. out: output array; None if the step changes an input."""
 
 
@@ -291,7 +292,7 @@ class Measure(Recorder):
         scales = bytes_of(shape[:-1], "float32")
         return _Leased(parts, *((Lease(self._offsets, scales),) if bound is None else ()))
 
-    def _bind(self, step: Step, inputs: tuple[Any, ...], out: Any, made: Result) -> None:
+    def _bind(self, step: Step, inputs: tuple[Operand, ...], out: Operand, made: Result) -> None:
         pass
 
 
@@ -327,7 +328,7 @@ class Binder(Recorder):
             scale = self._arena.filled(name.rpartition(".")[2], rows, one_scale)
         return HiLoMatrix.trusted(parts=parts, scale=scale, shape=shape, one_scale=one_scale)
 
-    def _bind(self, step: Step, inputs: tuple[Any, ...], out: Any, made: Result) -> None:
+    def _bind(self, step: Step, inputs: tuple[Operand, ...], out: Operand, made: Result) -> None:
         places, kind = signature_of((*inputs, made.array), step.attrs.values())
         key = step.op, out is None, places, kind, tuple(step.attrs)
         known = self._known.get(step.name)
@@ -341,7 +342,12 @@ class Binder(Recorder):
         self.steps[step.name] = Recorded(step, launches, key, result, extra)
 
     def _launches(
-        self, step: Step, inputs: tuple[Any, ...], out: Any, kind: Hashable, places: tuple[int, ...]
+        self,
+        step: Step,
+        inputs: tuple[Operand, ...],
+        out: Operand,
+        kind: Hashable,
+        places: tuple[int, ...],
     ) -> tuple[tuple[Launch, ...], tuple[Any, ...]]:
         """Return a step's launches and auxiliary arrays; they are derived once for all layers."""
         alike = step.op, out is None, kind, tuple(step.attrs)

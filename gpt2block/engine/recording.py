@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.cuda import cupy, overlap
@@ -99,7 +98,7 @@ class Recording:
             finally:
                 cupy.cuda.nvtx.RangePop()
 
-    def replay(self, stream: Any, private: Any) -> None:
+    def replay(self, stream: Any, private: object) -> None:
         """Replay the launches as a CUDA graph on `stream`. The first call captures it on `private`.
 
         Every kernel must be loaded already, by a run of this recording or of another recording.
@@ -116,7 +115,7 @@ class Recording:
             self.captured = True
         self._graph.launch(stream)
 
-    def repeat(self, stream: Any) -> None:
+    def repeat(self, stream: object) -> None:
         """Run on `stream`, which must be current; from the second call on, as a CUDA graph."""
         if self._ran:
             self.replay(stream, stream)
@@ -180,7 +179,7 @@ class Recording:
         gathered = name.endswith(OF_SHARD) and name.removesuffix(OF_SHARD) in self.steps
         return not gathered and (self.shard.index == 0 or self.shard.has_part(name))
 
-    def run_alone(self, exact: Mapping[str, NDArray[Any]]) -> Iterator[StepResult]:
+    def run_alone(self, exact: Mapping[str, np.ndarray]) -> Iterator[StepResult]:
         """Run and time each step on exact inputs, rounded to their storage dtype.
 
         exact: float64 tensors by name, of the steps' results and K and V of a kv_cache, (B, T, C).
@@ -213,7 +212,7 @@ class Recording:
         self.meet()
         return event_ms(partial(self.run_steps, name))
 
-    def _exact(self, given: str, exact: Mapping[str, NDArray[Any]]) -> NDArray[Any] | None:
+    def _exact(self, given: str, exact: Mapping[str, np.ndarray]) -> np.ndarray | None:
         """Return the exact input `given` of a step, or this GPU's part; None if it is unknown."""
         values, shard = exact.get(given.removesuffix(OF_SHARD)), self.shard
         if values is None or shard is None or not shard.has_part(given):
@@ -232,7 +231,7 @@ def _copy(value: Any, to: Any) -> None:
         cupy.copyto(targets[part], array)
 
 
-def fill(array: CudaArray, exact: NDArray[Any], kv_dtype: str | None = None) -> None:
+def fill(array: CudaArray, exact: np.ndarray, kv_dtype: str | None = None) -> None:
     """Copy `exact` to the first elements along each axis of `array`, rounded to its format.
 
     kv_dtype: the FP8 format of arrays of uint8.
@@ -251,7 +250,7 @@ def fill(array: CudaArray, exact: NDArray[Any], kv_dtype: str | None = None) -> 
         part[...] = cupy.asarray(exact.astype(np.float32)).astype(array.dtype)
 
 
-def _with_scale(x: NDArray[Any], scale: float) -> tuple[NDArray[Any], NDArray[Any]]:
+def _with_scale(x: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Return `reference.hi_lo` of x, but with the given scale for all rows."""
     scaled = (x / scale).astype(np.float32)
     high = scaled.astype(np.float16)

@@ -9,11 +9,10 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.contract import MATRICES
-from gpt2block.cuda.arrays import Shape
+from gpt2block.cuda.arrays import Operand, Shape
 from gpt2block.engine.passes import BATCH
 from gpt2block.engine.passes.executor import Step
 from gpt2block.engine.recorder import VIEW, TensorSpec, described
@@ -97,7 +96,7 @@ class Timeline(NamedTuple):
         return self.ran[-1].apart + (self.us - self.ran[-1].end)
 
 
-def moved(op: str, names: Sequence[str], inputs: Sequence[Any], out: TensorSpec) -> BytesMoved:
+def moved(op: str, names: Sequence[str], inputs: Sequence[object], out: TensorSpec) -> BytesMoved:
     """Return the least bytes that a step with the operation `op` moves.
 
     names: name of each input that is a tensor, "" for results. inputs: arrays, None for absent
@@ -140,7 +139,7 @@ def _read(op: str, name: str, given: Mapping[str, Any], out: TensorSpec) -> int:
     return stored.nbytes
 
 
-def _tokens(given: Mapping[str, Any]) -> tuple[int, int]:
+def _tokens(given: Mapping[str, object]) -> tuple[int, int]:
     """Return the number of new tokens, and the number of keys that attention reads."""
     if "position" in given:
         row, position = on_host(given["row"]), on_host(given["position"])
@@ -151,13 +150,13 @@ def _tokens(given: Mapping[str, Any]) -> tuple[int, int]:
     return int(new.sum()), int((on_host(given["start"]) + new)[present].sum())
 
 
-def on_host(array: Any) -> NDArray[Any]:
+def on_host(array: object) -> np.ndarray:
     """Return an integer array as int64 in host memory."""
     host = array.get() if hasattr(array, "get") else array
     return np.asarray(host, np.int64)
 
 
-def weights_dtype(op: str, inputs: Sequence[Any]) -> str:
+def weights_dtype(op: str, inputs: Sequence[object]) -> str:
     """Return the dtype of the first weight matrix that a step reads, or "" if it reads none."""
     entries = reference.CONTRACTS[op].inputs
     for entry, value in zip(entries, inputs, strict=False):
@@ -175,7 +174,9 @@ class Clock:
         self._noting = 0.0  # seconds
         self._start = perf_counter()
 
-    def note(self, step: Step, inputs: Sequence[Any], out: Any, began: float, ended: float) -> None:
+    def note(
+        self, step: Step, inputs: Sequence[Operand], out: Operand, began: float, ended: float
+    ) -> None:
         """Record a step. inputs: input arrays. began, ended: perf_counter times in seconds."""
         if step.op != VIEW:
             end, own = 1e6 * (ended - self._start - self._noting), 1e6 * (ended - began)

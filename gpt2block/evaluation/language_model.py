@@ -67,7 +67,7 @@ class EvaluatedModel(TemplateLM):
         max_length: int | None = None,
         max_gen_toks: int = 256,
         prefix_token_id: int | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         receipts: str | None = None,
     ) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class EvaluatedModel(TemplateLM):
         return self.eot_token_id
 
     def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
         """Return the token ids of a text, in which names of special tokens become their ids.
 
@@ -147,7 +147,7 @@ class EvaluatedModel(TemplateLM):
         return before, after or self.tok_encode(spaces + continuation, add_special_tokens=False)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: object
     ) -> list[Scored]:
         """Return log-likelihoods of continuations after contexts, as `loglikelihood` does."""
         rows = []

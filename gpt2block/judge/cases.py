@@ -48,7 +48,7 @@ class Case:
     sizes: Sizes
     attrs: Attrs
     inputs: tuple[Any, ...]
-    truths: Mapping[str, NDArray[Any]]
+    truths: Mapping[str, np.ndarray]
     bound: float  # largest error that rounding explains, relative to the largest value
     name: str = ""  # name of special inputs; "" for ordinary inputs
     hint: str = ""  # advice if a kernel fails this case after passing all earlier cases
@@ -168,7 +168,7 @@ def _steps(shape: tuple[int, ...]) -> NDArray[np.float32]:
     return ((7 * i + i // 17) % 17 - 8).astype(np.float32).reshape(shape)
 
 
-def _first(value: Callable[[tuple[int, ...]], NDArray[Any]]) -> Change:
+def _first(value: Callable[[tuple[int, ...]], np.ndarray]) -> Change:
     """Return a `change` that replaces the first input by `value(shape of the first input)`."""
     return lambda given, _: (value(given[0].shape).astype(np.float32), *given[1:])
 
@@ -179,7 +179,7 @@ def _equal(shape: tuple[int, ...]) -> NDArray[np.float32]:
     return np.broadcast_to(rows[..., None], shape).astype(np.float32)
 
 
-def _masked(given: Inputs, _: Mapping[str, Any]) -> Inputs:
+def _masked(given: Inputs, _: Mapping[str, object]) -> Inputs:
     """Set the first two, all later or all even-numbered scores of a row to -inf, except one."""
     scores, *targets = given
     rows = scores.reshape(-1, scores.shape[-1]).copy()
@@ -190,7 +190,7 @@ def _masked(given: Inputs, _: Mapping[str, Any]) -> Inputs:
     return rows.reshape(scores.shape), *targets
 
 
-def _peaked(given: Inputs, _: Mapping[str, Any]) -> Inputs:
+def _peaked(given: Inputs, _: Mapping[str, object]) -> Inputs:
     """Raise one score of each row by 200, at a different place in each row."""
     scores = given[0].copy()
     rows = scores.reshape(-1, scores.shape[-1])
@@ -198,7 +198,7 @@ def _peaked(given: Inputs, _: Mapping[str, Any]) -> Inputs:
     return scores, *given[1:]
 
 
-def _unlikely(given: Inputs, _: Mapping[str, Any]) -> Inputs:
+def _unlikely(given: Inputs, _: Mapping[str, object]) -> Inputs:
     """Lower the logit of each row's target token by 200."""
     logits, targets = given[0].copy(), given[1]
     logits[np.arange(len(targets)), targets] -= 200
@@ -245,7 +245,7 @@ def _numbers_of_fp8(shape: tuple[int, ...]) -> NDArray[np.float64]:
     return np.resize(np.concatenate([magnitudes, -magnitudes]), shape)
 
 
-def _gates(given: Inputs, _: Mapping[str, Any]) -> Inputs:
+def _gates(given: Inputs, _: Mapping[str, object]) -> Inputs:
     gate, up = given
     return np.resize([-100, -20, 0, 20, 100], gate.shape).astype(np.float32), up
 

@@ -26,7 +26,7 @@ Send = Callable[[Any], None]
 
 
 def supervised(
-    target: Callable[..., None], args: tuple[Any, ...], first: Stage, daemon: bool = True
+    target: Callable[..., None], args: tuple[object, ...], first: Stage, daemon: bool = True
 ) -> Iterator[Any]:
     """Run target(send, *args) in a child process; yield the objects, except Stages, that it sends.
 
@@ -64,7 +64,7 @@ def supervised(
         receiver.close()
 
 
-def _main(sender: Connection, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _main(sender: Connection, target: Callable[..., None], args: tuple[object, ...]) -> None:
     target(sender.send, *args)
     sender.send(None)  # the target has returned
     sender.close()

@@ -147,7 +147,7 @@ def because(found: Finding, cause: str) -> Finding:
     return replace(found, text=f"{cause}\n{found.text}")
 
 
-def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bad: NDArray[np.bool_]) -> str:
+def wrong(name: str, out: np.ndarray, truth: np.ndarray, bad: NDArray[np.bool_]) -> str:
     """Describe how many elements of an output are wrong, and the first. bad: mask of them."""
     exact = truth.dtype.kind in "iu"
     count = int(bad.sum())
@@ -168,7 +168,7 @@ def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], bad: NDArray[np.boo
     return f"{of}: {where} is {got}, expected {expected}"
 
 
-def _bad(out: NDArray[Any], truth: NDArray[Any], bound: float) -> NDArray[np.bool_]:
+def _bad(out: np.ndarray, truth: np.ndarray, bound: float) -> NDArray[np.bool_]:
     """Return the mask of the elements with errors above `bound` times the largest value."""
     if truth.dtype.kind in "iu":
         return np.asarray(out != truth)
@@ -178,7 +178,7 @@ def _bad(out: NDArray[Any], truth: NDArray[Any], bound: float) -> NDArray[np.boo
         return np.asarray(known & ~(np.abs(out.astype(np.float64) - truth) <= limit))
 
 
-def exchanged(kernel: Kernel, given: Case, out: NDArray[Any]) -> str:
+def exchanged(kernel: Kernel, given: Case, out: np.ndarray) -> str:
     """Name the array of which a kernel exchanges two indexes; return "" if there is none.
 
     out: the result of the operation as the kernel has computed it.
@@ -205,7 +205,7 @@ def exchanged(kernel: Kernel, given: Case, out: NDArray[Any]) -> str:
     )
 
 
-def _exchanges(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
+def _exchanges(array: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the array as it is read with each pair of its indexes exchanged."""
     for i, j in combinations([axis for axis, n in enumerate(array.shape) if n > 1], 2):
         shape = list(array.shape)
@@ -218,7 +218,7 @@ def _number(value: Any, digits: int = 6) -> str:
     return str(int(value)) if exact else f"{float(value):.{digits}g}"
 
 
-def _poisoned(out: NDArray[Any]) -> NDArray[np.bool_]:
+def _poisoned(out: np.ndarray) -> NDArray[np.bool_]:
     """Return the mask of the elements that still hold the fill byte NAN_BYTE."""
     raw = np.frombuffer(out.tobytes(), np.uint8).reshape(*out.shape, out.itemsize)
     mask: NDArray[np.bool_] = (raw == NAN_BYTE).all(axis=-1)

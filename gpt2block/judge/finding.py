@@ -144,7 +144,7 @@ class Finding:
         return as_json(self, names)
 
 
-def as_json(of: Any, names: Iterable[str]) -> dict[str, Any]:
+def as_json(of: object, names: Iterable[str]) -> dict[str, Any]:
     """Return attributes as JSON can hold them: None for NaN and infinity, lists for tuples."""
     found = {name: getattr(of, name) for name in names}
     for name, value in found.items():
@@ -265,7 +265,7 @@ def element(source: UserSource, array: str, byte: int, size: int, line: int) -> 
     return f"{array}[{index}]{''.join(further)}" if extents else array
 
 
-def dtype_of(ctype: str, storage: str = "V0") -> np.dtype[Any]:
+def dtype_of(ctype: str, storage: str = "V0") -> np.dtype:
     """Return the dtype of a C++ type, of 0 bytes if not known. storage: of the types T and W."""
     return np.dtype(storage if ctype in ("T", "W") else _DTYPES.get(ctype, "V0"))
 

@@ -165,7 +165,7 @@ def _options(text: str) -> dict[str, str]:
 
 
 def judge(
-    kernels: Sequence[KernelFile], jobs: int, limit_s: float = LIMIT_S, **options: Any
+    kernels: Sequence[KernelFile], jobs: int, limit_s: float = LIMIT_S, **options: object
 ) -> Iterator[Judged]:
     """Check kernels in `jobs` child processes; yield each verdict as soon as it is known.
 
@@ -196,7 +196,7 @@ def judge(
 def _work(
     chunks: deque[list[KernelFile]],
     limit_s: float,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     done: SimpleQueue[Judged | Exception],
 ) -> None:
     """Check chunks of kernels until none is left, each in a child process.
@@ -230,7 +230,7 @@ def _ended(entry: KernelFile, end: ProcessExited, seconds: float) -> Judged:
 
 
 def _serve(
-    send: Send, chunk: Sequence[KernelFile], limit_s: float, options: Mapping[str, Any]
+    send: Send, chunk: Sequence[KernelFile], limit_s: float, options: Mapping[str, object]
 ) -> None:
     """Run in the child process: check the kernels and send a `Judged` for each."""
     for entry in chunk:

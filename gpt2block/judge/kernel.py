@@ -63,10 +63,10 @@ class Kernel:
 
     def bind(
         self,
-        inputs: tuple[Any, ...],
-        out: Any = None,
+        inputs: tuple[object, ...],
+        out: object = None,
         allocate: Allocate = lambda output: cupy.empty(output.shape, output.dtype),
-        **attrs: Any,
+        **attrs: object,
     ) -> Bound:
         """Bind the kernel to arrays on the current device; `extra` has all outputs but the result.
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import sqrt
-from typing import Any
 
 from gpt2block.contract import size_of
 from gpt2block.ops.operation import Operation
@@ -54,7 +53,7 @@ _ROUNDINGS: Mapping[str, tuple[int, str]] = {
 }
 
 
-def limit(operation: Operation, dtype: str, at: Mapping[str, Any]) -> float:
+def limit(operation: Operation, dtype: str, at: Mapping[str, object]) -> float:
     """Return the largest error that rounding explains, relative to the largest value.
 
     dtype: dtype of the activations. at: sizes and attributes. Operations whose results are integers

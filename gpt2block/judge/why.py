@@ -290,7 +290,7 @@ class _Telling:
             "before the wait": ", before wait_for_previous()",
         }.get(problem.kind, "")
 
-    def _dtype(self, array: str, at: engine.Where, size: int, opcode: str = "") -> np.dtype[Any]:
+    def _dtype(self, array: str, at: engine.Where, size: int, opcode: str = "") -> np.dtype:
         """Return the dtype of the accessed elements, of bytes if it is not known."""
         declared_as = dtype_of(declared(self.kernel.source, array, at.line)[0], self.kernel.dtype)
         for dtype in (declared_as, declared_as.base):
@@ -332,7 +332,7 @@ class _Telling:
         return f"receives {value} from lane {sent.source}"
 
 
-def _texts(data: bytes, dtype: np.dtype[Any]) -> list[str]:
+def _texts(data: bytes, dtype: np.dtype) -> list[str]:
     """Return the values of the elements of which all bytes are known."""
     whole = data[: len(data) // dtype.itemsize * dtype.itemsize]
     return list(map(_text, np.frombuffer(whole, dtype).tolist())) if whole else []

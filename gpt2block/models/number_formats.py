@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gpt2block.contract import takes
 from gpt2block.errors import InputError
 
-Array = NDArray[np.floating[Any]]
+Array = NDArray[np.floating]
 
 SMALLEST_SCALE = 2.0**-126  # smallest scale in `hi_lo`; its inverse is also a float32
 

@@ -107,7 +107,7 @@ _MODULE_OF = {name: name for name in __all__ if name != "Bound"} | {
 class _Functions(ModuleType):
     """This module: a name of a function and of its module stands for the function."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if isinstance(value, ModuleType) and _MODULE_OF.get(name) == name:
             value = getattr(value, name)
         super().__setattr__(name, value)

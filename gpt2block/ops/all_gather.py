@@ -54,15 +54,15 @@ class PeerStores:
         boxes = {name: box for name, box in peers.items() if name != "abort"}
         self.args = {**boxes, "first_column": first, "all_columns": N, "capacity": CAPACITY}
         self.defines = _others(len(boxes) - 1)
+        self._N, self._first = N, first
         self._peers = tuple(peers.get(name) for name in PEER_INPUTS)
         self.addresses = tuple(box.data.ptr for box in peers.values())
 
     def launch(self, columns: CudaArray) -> Launch:
         """Return a launch that only sends `columns`, the float32 output of a kernel that cannot."""
         M, S = columns.shape
-        N, first = self.args["all_columns"], self.args["first_column"]
         arrays = columns, None, columns, *self._peers
-        return part_of(_with_numbers(arrays, M, S, N, first), STORE)
+        return part_of(_with_numbers(arrays, M, S, self._N, self._first), STORE)
 
 
 def _others(count: int) -> Defines:
@@ -189,7 +189,7 @@ def _with_flags(arrays: tuple[Any, ...], M: int, S: int, N: int, first: int) -> 
     return launch_at(FILE, geometry, args, storage=dtype_name(arrays[0].dtype))
 
 
-def _others_of(arrays: tuple[Any, ...]) -> Defines:
+def _others_of(arrays: tuple[object, ...]) -> Defines:
     """Return the macro with the number of other GPUs. arrays: end with the inputs PEER_INPUTS."""
     return _others(sum(box is not None for box in arrays[1 - MAX_GPUS :]))
 

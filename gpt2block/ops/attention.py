@@ -419,7 +419,7 @@ def _check_cache(c: Call) -> None:
         check_address(name, arrays[name])
 
 
-def checked_heads(n_head: Any, n_kv_head: Any) -> tuple[int, int]:
+def checked_heads(n_head: object, n_kv_head: object) -> tuple[int, int]:
     """Return checked numbers of heads of Q and of K. n_kv_head None: K has as many heads as Q.
 
     Raises InputError.

@@ -32,6 +32,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
+from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.attention import LARGEST_HEAD, MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.engines.attention_tiles import (
@@ -234,7 +235,7 @@ def _check_head(HS: int) -> None:
         raise InputError(f"head size {HS}: attention over a kv_cache takes at most {LARGEST_HEAD}")
 
 
-def _heads(name: str, Q: int, n_head: Any, C: int) -> tuple[int, int, int]:
+def _heads(name: str, Q: int, n_head: object, C: int) -> tuple[int, int, int]:
     """Return n_head, n_kv_head and head size for Q channels of queries and C channels of K.
 
     name: argument with the queries, for the InputError if the sizes do not fit.
@@ -585,14 +586,15 @@ def attention_cached(
     C. The bits of a query's result do not depend on the division of its sequence into calls. Heads
     have at most 256 channels. softmax_scale, window: as in `attention`.
     """
-    options = {
-        "start": start,
-        "n_head": n_head,
-        "kv_dtype": kv_dtype,
-        "softmax_scale": softmax_scale,
-        "window": window,
-    }
-    return call(OPERATION, contiguous(q, k, v), **options).out
+    return call(
+        OPERATION,
+        contiguous(q, k, v),
+        start=start,
+        n_head=n_head,
+        kv_dtype=kv_dtype,
+        softmax_scale=softmax_scale,
+        window=window,
+    ).out
 
 
 def attention_packed(
@@ -652,7 +654,7 @@ def attention_split(
 
 
 def kv_append(
-    qkv: CudaArray,
+    qkv: CudaArray | HiLoMatrix,
     k: CudaArray,
     v: CudaArray,
     row: CudaArray,

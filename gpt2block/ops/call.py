@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gpt2block.checks import SCALARS, meant
 from gpt2block.contract import MATRICES, Contract, Entry, Sizes, check_shapes
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import Expected, check_apart, check_each, same_memory
+from gpt2block.cuda.arrays import Expected, Operand, check_apart, check_each, same_memory
 from gpt2block.cuda.kernels import FP8, IN_BYTES, STORAGE, dtype_name
 from gpt2block.errors import InputError, shown
 from gpt2block.models.weights.hi_lo import HiLoMatrix
@@ -60,10 +60,9 @@ class Call(SimpleNamespace):
             entry = next(each for each in self.contract.outputs if each.name == name)
             shape = entry.shape({**vars(self), "...": vars(self).get("leading", ())})
             if _kind(entry, None, self) == HI_LO:
-                made = HiLoMatrix.empty(shape, vars(self).get("bound"))
+                setattr(self, name, HiLoMatrix.empty(shape, vars(self).get("bound")))
             else:
-                made = cupy.empty(shape, _dtype(entry, None, self))
-            setattr(self, name, made)
+                setattr(self, name, cupy.empty(shape, _dtype(entry, None, self)))
         return vars(self)[name]
 
 
@@ -76,7 +75,7 @@ class UncheckedCall(NamedTuple):
     options: Mapping[str, Any]
     defaults: Mapping[str, Any]
 
-    def checked(self, contract: Contract | None = None, **more: Any) -> Call:
+    def checked(self, contract: Contract | None = None, **more: object) -> Call:
         """Check the call by `contract`, by default the operation's contract. Raises InputError.
 
         more: additional options, or replacements of `options`. Options with a known meaning
@@ -91,7 +90,9 @@ class UncheckedCall(NamedTuple):
         return checked(contract or self.contract, self.inputs, self.out, **options)
 
 
-def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Call:
+def checked(
+    contract: Contract, inputs: tuple[Operand, ...], out: Any = None, **options: Any
+) -> Call:
     """Check a call of an operation.
 
     inputs, out: arrays in the order of the contract; None for an omitted array. options: attributes
@@ -103,7 +104,7 @@ def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **opti
     arrays: list[Expected] = []
     shapes: list[tuple[Entry, Any]] = []
 
-    def expect(entry: Entry, value: Any) -> None:
+    def expect(entry: Entry, value: Operand) -> None:
         try:
             expected, shape = _expected(entry, value, call)
         except InputError:
@@ -179,7 +180,7 @@ def _expected(entry: Entry, value: Any, call: Call) -> tuple[tuple[Expected, ...
     return (array,), getattr(value, "shape", ())
 
 
-def _kind(entry: Entry, value: Any, call: Call) -> str:
+def _kind(entry: Entry, value: Operand, call: Call) -> str:
     """Return the kind of an array. For "mixed", return "hi_lo" for a HiLoMatrix, else "any".
 
     The first array of kind "mixed" determines the kind of all.
@@ -191,7 +192,7 @@ def _kind(entry: Entry, value: Any, call: Call) -> str:
     return HI_LO if vars(call).get("storage") == HI_LO else "any"
 
 
-def _dtype(entry: Entry, value: Any, call: Call) -> str:
+def _dtype(entry: Entry, value: Operand, call: Call) -> str:
     """Return the dtype that an array must have."""
     kind = _kind(entry, value, call)
     if kind in ("any", "strided"):
@@ -209,7 +210,7 @@ def _dtype(entry: Entry, value: Any, call: Call) -> str:
     return dtype
 
 
-def cache_storage(k: Any, fp8: str | None) -> str:
+def cache_storage(k: object, fp8: str | None) -> str:
     """Return the dtype of a kv_cache, from its array k and its FP8 format. Raises InputError."""
     if fp8 is None:
         return storage(k)
@@ -217,7 +218,7 @@ def cache_storage(k: Any, fp8: str | None) -> str:
     return "uint8"
 
 
-def check_format(kv_dtype: Any) -> None:
+def check_format(kv_dtype: object) -> None:
     """Raise InputError unless kv_dtype is an FP8 format."""
     if not isinstance(kv_dtype, str) or kv_dtype not in FP8:
         raise InputError(
@@ -226,7 +227,7 @@ def check_format(kv_dtype: Any) -> None:
         )
 
 
-def _of_matrix(name: str, w: Any, layout: str | None) -> tuple[Expected, ...]:
+def _of_matrix(name: str, w: object, layout: str | None) -> tuple[Expected, ...]:
     """Return the expected arrays of a WeightMatrix. layout: required layout, None for any.
 
     Raises InputError for another type or layout.
@@ -244,7 +245,7 @@ def _of_matrix(name: str, w: Any, layout: str | None) -> tuple[Expected, ...]:
     return (data,) if w.scale is None else (data, Expected(f"{name}.scale", w.scale, "float32"))
 
 
-def storage(x: Any) -> str:
+def storage(x: object) -> str:
     """Return the dtype to require: x's dtype if kernels support it as type `T`, else float32."""
     name = dtype_name(x.dtype) if isinstance(x, cupy.ndarray) else ""
     return name if name in STORAGE else "float32"

@@ -11,6 +11,7 @@ from math import ceil
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from gpt2block.checks import LARGEST_COUNT
 from gpt2block.cuda import cupy
@@ -167,7 +168,7 @@ def on_device(ids: Any, V: int) -> CudaArray:
 
 
 def encoder(
-    ids: Any,
+    ids: ArrayLike | CudaArray,
     wte: CudaArray,
     wpe: CudaArray,
     variant: str | int | None = None,

@@ -150,7 +150,7 @@ def _mma(c: Call) -> Any:
     return launch_at(mma.FILE, _mma_geometry(c), args, c.storage)
 
 
-def _wgmma_geometry(c: Call, **of_weights: Any) -> tuple[Geometry, Boxes]:
+def _wgmma_geometry(c: Call, **of_weights: object) -> tuple[Geometry, Boxes]:
     """Return geometry and boxes of tensor maps. of_weights: fp8 or row_group."""
     geometry, tile = wgmma.geometry(*c.sizes, **_constants(c), split_k=c.split_k, **of_weights)
     a, w = (1, tile.rows, wgmma.SLICE), (1, tile.columns // tile.shares, wgmma.SLICE)
@@ -167,7 +167,7 @@ def _wgmma_hi_lo(c: Call) -> Launch:
     return launch_at(wgmma.HI_LO_FILE, geometry, args, "float16")
 
 
-def _wgmma_launch(c: Call, **of_weights: Any) -> tuple[Geometry, tuple[Any, ...]]:
+def _wgmma_launch(c: Call, **of_weights: object) -> tuple[Geometry, tuple[Any, ...]]:
     """Return geometry and arguments of a 16-bit product. GGUF blocks have no tensor map."""
     M, N, K = c.sizes
     workspace: tuple[Any, ...] = ()
@@ -240,7 +240,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     return c
 
 
-def _out_dtype(dtype: str | None, out: Any, own: str | None) -> str:
+def _out_dtype(dtype: str | None, out: object, own: str | None) -> str:
     """Return the result's dtype or "hi_lo". `own`: dtype of `a`, None for a HiLoMatrix."""
     known = ("float32", HI_LO) if own is None else (own, "float32")
     if dtype is None:
@@ -316,7 +316,7 @@ def _converted(c: Call) -> tuple[Launch, ...]:
         if isinstance(c.a, HiLoMatrix):
             return ()
         before = TO_HI_LO.bind_on_device((c.a,))
-        c.a, c.kept = before.out, tuple(before.out.arrays().values())
+        c.a, c.kept = before.out, tuple(arrays_of("", before.out).values())
         return before.launches
     c.weights, c.scale = c.w.data, c.w.scale
     if c.w.dtype not in IN_BYTES:
@@ -445,5 +445,6 @@ def gemm(
     peak performance" (2022).
     """
     a, bias, residual = contiguous(a, bias, residual)
-    options = {"gelu": gelu, "split_k": split_k, "dtype": dtype, "variant": variant, "bound": bound}
-    return call(OPERATION, (a, w, bias, residual, up), **options).out
+    inputs = (a, w, bias, residual, up)
+    options: dict[str, Any] = {"gelu": gelu, "split_k": split_k, "dtype": dtype, "bound": bound}
+    return call(OPERATION, inputs, variant=variant, **options).out

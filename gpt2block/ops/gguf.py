@@ -10,6 +10,7 @@ from math import ceil
 from typing import Any
 
 from gpt2block.checks import LARGEST_COUNT
+from gpt2block.cuda.arrays import CudaArray
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
@@ -47,7 +48,7 @@ def _of_ranges(
 def widen(c: Call) -> tuple[Launch, ...]:
     """Dequantize w to float16 (N, K) into `out`."""
 
-    def of_range(data: Any, defines: Defines, begin: int, rows: int) -> Launch:
+    def of_range(data: CudaArray, defines: Defines, begin: int, rows: int) -> Launch:
         grid = ceil(c.K / UNIT), ceil(rows / (ROW_GROUP * WARPS))
         geometry = Geometry("gguf_widen", grid, (WARP * WARPS,), defines=defines)
         return launch_at(FILE, geometry, (data, c.output("out"), c.K, begin, rows), "float16", GGUF)
@@ -59,7 +60,7 @@ def widen(c: Call) -> tuple[Launch, ...]:
 def row_norms(c: Call) -> tuple[Launch, ...]:
     """Write the sum of squares of each row of w · gamma to `squares`."""
 
-    def of_range(data: Any, defines: Defines, begin: int, rows: int) -> Launch:
+    def of_range(data: CudaArray, defines: Defines, begin: int, rows: int) -> Launch:
         geometry = Geometry("gguf_row_norms", (ceil(rows / ROW_GROUP),), (WARP,), defines=defines)
         args = data, c.gamma, c.output("squares"), c.K, begin, rows
         return launch_at(FILE, geometry, args, "float16", GGUF)
@@ -87,7 +88,7 @@ def pack(c: Call) -> Launch:
     return gguf_packing.pack(c.parts, c.raw, c.output("out"), c.largest, c.K)
 
 
-def _chunk_sums(x: Any, sums: Any, M: int, K: int) -> Launch:
+def _chunk_sums(x: CudaArray, sums: CudaArray, M: int, K: int) -> Launch:
     """Return a launch that writes the sum of each 32 values along K of x (M, K) to `sums`.
 
     x holds 16-bit `Terms`. Products multiply minimums of GGUF blocks by these sums.

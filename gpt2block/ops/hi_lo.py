@@ -7,6 +7,7 @@ them or of an array. Kernels: elementwise/hi_lo.cu and elementwise/take_rows.cu.
 from __future__ import annotations
 
 from math import ceil
+from typing import cast
 
 from gpt2block.cuda.arrays import CudaArray, contiguous
 from gpt2block.cuda.kernels import Geometry, launch_at
@@ -68,8 +69,7 @@ TAKE = Operation(name="take", variants=(_join_rows, _take_rows), prepare=_prepar
 def hi_lo(x: CudaArray) -> HiLoMatrix:
     """Convert float32 (..., K) to a HiLoMatrix, bitwise as `reference.hi_lo` does."""
     inputs = contiguous(x)  # keep a reference: a launch does not keep arrays alive
-    matrix: HiLoMatrix = OPERATION.bind_on_device(inputs).run()
-    return matrix
+    return cast("HiLoMatrix", OPERATION.bind_on_device(inputs).run())
 
 
 def check_one_scale(out: HiLoMatrix, bound: float | None) -> None:

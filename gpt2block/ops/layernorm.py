@@ -424,6 +424,5 @@ def layernorm(
     wide = isinstance(gamma, cupy.ndarray) and gamma.dtype == cupy.float32
     if variant is None and (stats or (half and not wide)):
         variant = STATS_VARIANT
-    options = {"variant": variant, "block": block, "stats": stats, "dtype": dtype}
-    bound = call(OPERATION, arrays, eps=eps, **options)
-    return (bound.out, *bound.extra) if stats else bound.out
+    bound = call(OPERATION, arrays, eps=eps, variant=variant, block=block, stats=stats, dtype=dtype)
+    return (bound.out, bound.extra[0], bound.extra[1]) if stats else bound.out

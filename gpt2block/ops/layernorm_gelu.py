@@ -87,5 +87,5 @@ def layernorm_gelu(
     16,384 values. Few rows get more threads each, so the last bits of a row can depend on the
     number of rows; `block` fixes the threads per row.
     """
-    arrays, options = contiguous(x, gamma, beta), {"eps": eps, "variant": variant, "block": block}
-    return call(OPERATION, arrays, **options).out
+    arrays = contiguous(x, gamma, beta)
+    return call(OPERATION, arrays, eps=eps, variant=variant, block=block).out

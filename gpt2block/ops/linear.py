@@ -626,5 +626,4 @@ def linear(
     bits alone and among other rows.
     """
     inputs = (*contiguous(x), w, *contiguous(bias, gamma, beta, residual))
-    options = {"gelu": gelu, "eps": eps, "variant": variant, "x_bound": x_bound}
-    return call(OPERATION, inputs, **options).out
+    return call(OPERATION, inputs, gelu=gelu, eps=eps, variant=variant, x_bound=x_bound).out

@@ -12,13 +12,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.checks import meant
 from gpt2block.contract import MATRICES, Contract, Entry, size_of
 from gpt2block.cuda import kernels, replaced
-from gpt2block.cuda.arrays import Bound, arrays_of, mapped
+from gpt2block.cuda.arrays import Bound, Operand, arrays_of, mapped
 from gpt2block.cuda.launch_lines import default_block, stated_launch
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import Argument, InputError, KernelError
@@ -27,7 +26,7 @@ from gpt2block.ops.call import Call, UncheckedCall
 Sizes = Mapping[str, int]  # sizes of one run by name: "B", "T", "C", "NH", "HS", "N" …
 Attrs = Mapping[str, Any]
 Case = tuple[Sizes, Attrs]  # sizes, and the attributes that differ from the documented attributes
-Inputs = tuple[NDArray[Any], ...]
+Inputs = tuple[np.ndarray, ...]
 Count = Callable[[Sizes], int]
 Names = tuple[str, ...]
 REQUIRED: Any = object()  # marks an option without a default
@@ -165,7 +164,7 @@ class Operation:
     line: str = ""  # text of the contract, for an operation without function in the reference
     workload: Workload = field(default_factory=Workload)
 
-    def bind(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
+    def bind(self, inputs: tuple[Operand, ...], out: object = None, **options: object) -> Bound:
         """Check the arrays and options of a call. Return a Bound, which can `run` many times.
 
         inputs, out: CuPy arrays, or NumPy arrays, for which the kernels run on the CPU (see
@@ -177,7 +176,7 @@ class Operation:
             return self.bind_on_device(inputs, out, **options)
         from gpt2block import emulator  # noqa: PLC0415  (needed for host arrays alone)
 
-        def adopted(value: Any) -> Any:
+        def adopted(value: object) -> Any:
             return emulator.adopted(value) if isinstance(value, np.ndarray) else value
 
         with emulator.emulated():
@@ -185,7 +184,9 @@ class Operation:
             options = {name: adopted(value) for name, value in options.items()}
             return self.bind_on_device(inputs, mapped(adopted, out), **options)
 
-    def bind_on_device(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
+    def bind_on_device(
+        self, inputs: tuple[Operand, ...], out: object = None, **options: object
+    ) -> Bound:
         """Do the same as `bind`, but accept CuPy arrays only."""
         for name in options.keys() - self.options.keys():
             raise TypeError(f"{self.name}: unexpected keyword argument {name!r}")

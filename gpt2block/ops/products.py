@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
-from gpt2block.cuda.arrays import check_address
+from gpt2block.cuda.arrays import CudaArray, check_address
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.kernels import HI_LO, WEIGHTS, Defines
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -21,8 +21,8 @@ Tile = TypeVar("Tile")
 class Parts(NamedTuple):
     """A HiLoMatrix (N, K) with a WeightMatrix's attribute names, for code that takes both."""
 
-    data: Any  # float16 parts, (2, N, K)
-    scale: Any
+    data: CudaArray  # float16 parts, (2, N, K)
+    scale: CudaArray
     dtype: str = HI_LO
 
 

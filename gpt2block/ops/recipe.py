@@ -28,7 +28,7 @@ class Recipe(NamedTuple):
     launches: tuple[tuple[Launch, tuple[tuple[int, int], ...]], ...]
 
     @classmethod
-    def of(cls, launches: Iterable[Any], addresses: Sequence[int]) -> Recipe | None:
+    def of(cls, launches: Iterable[object], addresses: Sequence[int]) -> Recipe | None:
         """Return a Recipe of launches, or None if they use an address that is not in `addresses`.
 
         addresses: addresses of all arrays. The first of equal addresses is used: an output can be
@@ -57,14 +57,14 @@ class Recipe(NamedTuple):
         return tuple(moved)
 
 
-def _address(arg: Any) -> int:
+def _address(arg: object) -> int:
     """Return the address in an argument of a launch, or 0 if the argument has none."""
     if type(arg) is TensorMap:
         return arg.address
     return int(arg) if type(arg) is np.uintp else 0
 
 
-def _moved(arg: Any, address: int) -> Any:
+def _moved(arg: object, address: int) -> Any:
     return TensorMap(address, *arg[1:]) if type(arg) is TensorMap else np.uintp(address)
 
 
@@ -73,7 +73,9 @@ def addresses_of(values: Iterable[Any]) -> tuple[int, ...]:
     return tuple([a.data.ptr for value in values for a in arrays_of("", value).values()])
 
 
-def signature_of(values: Iterable[Any], options: Iterable[Any]) -> tuple[tuple[int, ...], Hashable]:
+def signature_of(
+    values: Iterable[object], options: Iterable[object]
+) -> tuple[tuple[int, ...], Hashable]:
     """Return all arrays' addresses, and a key of all other properties that launches depend on.
 
     Launches of calls with equal keys differ only in addresses.
@@ -103,6 +105,6 @@ def _described(value: Any, addresses: list[int]) -> Hashable:
     return value.shape, value.dtype, value.strides, memory.device_id, memory.ptr % ALIGNED
 
 
-def exactly(option: Any) -> Hashable:
+def exactly(option: object) -> Hashable:
     """Return a key that is equal only for identical options: 1 and True have different keys."""
     return type(option), option.hex() if type(option) is float else option

@@ -252,7 +252,7 @@ def _checked(unchecked: UncheckedCall, **more: Any) -> Call:
     return c
 
 
-def _matrix(name: str, w: Any) -> WeightMatrix:
+def _matrix(name: str, w: object) -> WeightMatrix:
     """Return w as a WeightMatrix. w is a WeightMatrix or an array (K, N)."""
     if isinstance(w, WeightMatrix):
         return w

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from math import ceil
-from typing import Any
 
 import numpy as np
 
@@ -138,7 +137,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     return c
 
 
-def check_rotation(start: Any, theta: Any, T: int) -> tuple[int, float]:
+def check_rotation(start: object, theta: object, T: int) -> tuple[int, float]:
     """Return start and theta, checked for T positions. Raises InputError for too large angles."""
     most = MAX_POSITIONS - T
     expected = f"a whole number from 0 to {most:,} for {T:,} positions"

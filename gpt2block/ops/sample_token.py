@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import Bound, CudaArray, contiguous, device_attribute
+from gpt2block.cuda.arrays import AnyArray, Bound, CudaArray, contiguous, device_attribute
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
 from gpt2block.cuda.requests import Launch
@@ -99,7 +99,7 @@ class SampleState(NamedTuple):
 class Masks(NamedTuple):
     """R masks of allowed tokens for M rows of logits, on the device."""
 
-    index: CudaArray  # (M,) int32: 1 + the index of the row's mask; 0 for rows without a mask
+    index: CudaArray  # type: ignore[assignment]  # (M,) int32: 1 + the row's mask; 0: no mask
     masks: CudaArray  # (R, ceil(V / 32)) int32: bit t % 32 of word t / 32 is 1 for allowed tokens t
 
 
@@ -115,7 +115,7 @@ class Slots(NamedTuple):
     turn: CudaArray  # number of launches of this kernel so far
 
 
-def _per_row(file: str, kernel: str, rows: int, args: tuple[Any, ...]) -> Launch:
+def _per_row(file: str, kernel: str, rows: int, args: tuple[object, ...]) -> Launch:
     """Return a launch with one thread per row."""
     return launch_at(file, Geometry(kernel, (ceil(rows / ROWS_BLOCK),), (ROWS_BLOCK,)), args)
 
@@ -203,7 +203,7 @@ _SAMPLED = replace(_STATE, line=_line("M"))
 
 
 def bind_state(
-    logits: Any,
+    logits: CudaArray,
     state: SampleState,
     n_ctx: int = ENDLESS,
     report: CudaArray | None = None,
@@ -228,7 +228,7 @@ def bind_state(
 
 
 def bind_sampled(
-    logits: Any,
+    logits: CudaArray,
     state: SampleState,
     slots: Slots,
     together: int,
@@ -281,13 +281,13 @@ def bind_place(
     draft tokens, limited by the number of tokens that the slot may still draw.
     """
     inputs = (slots.row, state.token, state.position, draft, left, slots.token, slots.position)
-    placed = PLACE_ROWS.bind_on_device(inputs, together=together)
-    return placed._replace(extra=(*state, *slots, draft, left))
+    arrays = tuple(each for each in (*state, *slots, draft, left) if each is not None)
+    return PLACE_ROWS.bind_on_device(inputs, together=together)._replace(extra=arrays)
 
 
 @variant("occurred", FILE, "mark_occurred")
 def _occurred(c: Call) -> Launch:
-    """Launch mark_occurred: occurred[rows[i], tokens[i]] = 1. Indices out of range are skipped."""
+    """Launch mark_occurred: occurred[rows[i], tokens[i]] = 1. AnyArray out of range are skipped."""
     if c.N > MAX_ROWS:
         raise InputError(f"tokens: expected at most {MAX_ROWS:,}, got {c.N:,}")
     return _per_row(FILE, "mark_occurred", c.N, (c.tokens, c.rows, c.occurred, c.N, c.B, c.V))
@@ -332,7 +332,7 @@ def _prepare(unchecked: UncheckedCall) -> Bound:
     return bind_state(c.logits, state, changes=tables, counts=counts, masks=masks)
 
 
-def _make(at: Mapping[str, Any], rng: np.random.Generator) -> Inputs:
+def _make(at: Mapping[str, object], rng: np.random.Generator) -> Inputs:
     return (draw_stable(at, rng),)
 
 
@@ -380,7 +380,7 @@ def sample_token(
     return OPERATION.bind_on_device((logits,), **options).run()
 
 
-def _integers(name: str, value: Any) -> CudaArray:
+def _integers(name: str, value: AnyArray) -> CudaArray:
     """Return integers from the host or the device as an int32 device array."""
     (array,) = contiguous(value if isinstance(value, cupy.ndarray) else np.asarray(value))
     if array.dtype.kind not in "iu":
@@ -388,10 +388,10 @@ def _integers(name: str, value: Any) -> CudaArray:
     return cupy.asarray(array, np.int32)
 
 
-def mark_occurred(tokens: CudaArray, rows: CudaArray, occurred: CudaArray) -> CudaArray:
+def mark_occurred(tokens: AnyArray, rows: AnyArray, occurred: CudaArray) -> CudaArray:
     """Set occurred[rows[i], tokens[i]] to 1 for packed tokens (N,) of prompts; return `occurred`.
 
     occurred is (B, V) uint8, rows (N,). Raises InputError.
     """
-    tokens, rows = (_integers(n, a) for n, a in (("tokens", tokens), ("rows", rows)))
-    return MARK_OCCURRED.bind_on_device((tokens, rows, occurred)).run()
+    indices = (_integers(n, a) for n, a in (("tokens", tokens), ("rows", rows)))
+    return MARK_OCCURRED.bind_on_device((*indices, occurred)).run()

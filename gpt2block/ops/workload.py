@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.checks import meant
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import mapped
+from gpt2block.cuda.arrays import Operand, mapped
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import Argument, InputError
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -26,7 +26,7 @@ from gpt2block.sampling import Sampling, draw, masses, random_bits
 MARGIN = 2.0**-10  # change of random number u and of top_p that changes no token of `draw_stable`
 
 Host = Mapping[str, Any]  # name of an input → array or WeightMatrix
-Truth = NDArray[Any]  # exact results: float64, or integers
+Truth = np.ndarray  # exact results: float64, or integers
 
 
 def inputs_and_truth(
@@ -51,7 +51,7 @@ def inputs_and_truth(
     return stored, truth
 
 
-def truth_of(operation: Operation, inputs: Iterable[Any], attrs: Mapping[str, Any]) -> Truth:
+def truth_of(operation: Operation, inputs: Iterable[Any], attrs: Mapping[str, object]) -> Truth:
     """Return the result of the NumPy reference in float64."""
     wide = [a if isinstance(a, WeightMatrix) else widened(a) for a in inputs]
     truth: Any = getattr(reference, operation.name)(*wide, **attrs)
@@ -59,19 +59,19 @@ def truth_of(operation: Operation, inputs: Iterable[Any], attrs: Mapping[str, An
     return found
 
 
-def _stored(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+def _stored(array: np.ndarray, dtype: str) -> np.ndarray:
     """Convert a float32 array to `dtype`, or to float16 if `dtype` is FP8; leave integers as is."""
     storage = "float16" if dtype in FP8 else dtype
     return array.astype(np.dtype(storage)) if array.dtype == np.float32 else array
 
 
-def matrix(array: NDArray[Any], dtype: str, layout: str) -> WeightMatrix:
+def matrix(array: np.ndarray, dtype: str, layout: str) -> WeightMatrix:
     """Convert weights (K, N) to a WeightMatrix of this dtype and layout."""
     in_memory = np.ascontiguousarray(array if layout == "KN" else array.T)
     return WeightMatrix.quantize(in_memory, dtype, layout)
 
 
-def widened(array: NDArray[Any]) -> NDArray[Any]:
+def widened(array: np.ndarray) -> np.ndarray:
     """Return the array in float64, or unchanged if it holds integers."""
     return array if array.dtype.kind in "iu" else array.astype(np.float64)
 
@@ -111,7 +111,7 @@ def options_for(operation: Operation, variant: Variant, block: int | None = None
     return name | ({} if block is None else {"block": block})
 
 
-def uploaded(value: Any) -> Any:
+def uploaded(value: Operand) -> Any:
     """Copy an array, or the arrays of a WeightMatrix, to device memory."""
     return mapped(cupy.asarray, value)
 
@@ -133,7 +133,7 @@ def errors(out: Any, truth: Truth) -> tuple[float, float]:
     infinity are not compared. Both results are NaN if another element of `out` is not finite. For
     integers, the result is (255, 1) if any element differs, else (0, 0).
     """
-    xp = np if isinstance(out, np.ndarray) else cupy
+    xp: Any = np if isinstance(out, np.ndarray) else cupy
     if truth.dtype.kind in "iu":
         wrong = float((out != xp.asarray(truth)).any())
         return 255 * wrong, wrong

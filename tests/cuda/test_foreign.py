@@ -206,7 +206,7 @@ def test_a_capture_is_left_alone(
 def test_a_model_waits_for_tensors_in_device_memory(log: Log) -> None:
     """The model's stream is non-blocking, and tensors may still be being computed."""
     weights = LlamaWeights.random(0, replace(LLAMA, head_size=10))
-    tensors = [
+    tensors: Any = [
         (name, cupy.asarray(np.ascontiguousarray(a.T if layout == "KN" else a)), layout and "NK")
         for name, a, layout in weights.tensors()
     ]

@@ -374,9 +374,9 @@ def test_a_call_with_masks(device: Any) -> None:
         assert sampled.tolist() == expected.tolist()
         assert sampled[0] in {4, 49}
         assert sampled[1:].tolist() == [32, -1]
-    for call, array in ((reference.sample_token, np.asarray), (ops.sample_token, device.asarray)):
+    for module, array in ((reference, np.asarray), (ops, device.asarray)):
         with pytest.raises(InputError, match=r"masks: .*3, 2"):
-            call(array(x), masks=array(np.zeros((3, 3), np.int32)))
+            module.sample_token(array(x), masks=array(np.zeros((3, 3), np.int32)))
 
 
 @one_order

@@ -206,4 +206,4 @@ def test_bad_input() -> None:
         ((ids, wte, wpe), {"block": 33}, "block size 33: expected one of 32, 64"),
     ):
         with pytest.raises(InputError, match=message):
-            ops.encoder(*args, **options)
+            ops.encoder(*args, **dict[str, Any](options))

@@ -186,7 +186,7 @@ def test_weights_are_widened_in_every_tile(
             inputs = a[row], narrow, bias, added[row], None, None, workspace
             got = GEMM.bind(inputs, **options).run().get()
             assert_same_bits(got, expected[row])
-            assert not workspace[:FLAGS].any()
+            assert not workspace[:FLAGS].get().any()
         monkeypatch.undo()
         _gemm_wgmma.geometry.cache_clear()
 

@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from tests.threads import together
 class Recorder:
     """A recorder of launches instead of a GPU: kernel, grid and arguments."""
 
-    def __init__(self, cp: ModuleType) -> None:
+    def __init__(self, cp: Any) -> None:
         self.cp = cp
         self.launches: list[tuple[str, tuple[int, ...], tuple[Any, ...]]] = []
         self.memory: list[Any] = []
@@ -180,8 +180,7 @@ def warm() -> ModuleType:
 def cp() -> ModuleType:
     import cupy  # noqa: PLC0415
 
-    module: ModuleType = cupy
-    return module
+    return cast("ModuleType", cupy)
 
 
 def random(cp: ModuleType, seed: int, *shape: int, dtype: Any = np.float32) -> Any:

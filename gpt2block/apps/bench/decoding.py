@@ -162,7 +162,7 @@ class Steps:
         return Captured(replay, (written,))
 
     def written(
-        self, tokens: Sequence[Sequence[int]] | NDArray[Any], logprob: Callable[[int, int], Any]
+        self, tokens: Sequence[Sequence[int]] | np.ndarray, logprob: Callable[[int, int], Any]
     ) -> GeneratedSequences:
         """Return the sequences (prompt and new tokens) of the rows of the batch that are checked.
 
@@ -194,7 +194,7 @@ def model_work(
     stored = [f"kv_cache {model.cache_dtype}"] if fp8 else []
     shown = [each for each in ("n_layer", "n_embd", "n_kv_head") if each in config]
 
-    def contenders(sets: Any, device: int) -> Iterator[Contender]:
+    def contenders(sets: object, device: int) -> Iterator[Contender]:
         for by, capture in ours(device).items():
             yield Contender(by, capture, own_cache_dtype(model.dtype))
 

@@ -77,7 +77,7 @@ class Work:
     sizes: Mapping[str, int]
     flops: int
     traffic: int
-    truth: Callable[..., NDArray[Any]]
+    truth: Callable[..., np.ndarray]
     ours: Callable[[Sets, int], Iterable[Contender]]
     inputs: Callable[[], Host] = dict
     roundings: int = 1
@@ -91,7 +91,7 @@ class Work:
         inputs = self.inputs()
         return rotated(inputs, self.traffic) if inputs else [inputs]
 
-    def check(self, replay: Replay, outs: tuple[Any, ...]) -> Errors:
+    def check(self, replay: Replay, outs: tuple[object, ...]) -> Errors:
         """Replay a graph, and return the (absolute, relative) error of its least accurate output.
 
         outs: arrays, which are filled with NaN before the replay, or functions, which return an
@@ -104,7 +104,7 @@ class Work:
         found = [self._errors(out() if callable(out) else out) for out in outs]
         return max(found, key=lambda errors: errors[1] if isfinite(errors[1]) else inf)
 
-    def _errors(self, out: Any) -> Errors:
+    def _errors(self, out: object) -> Errors:
         if isinstance(out, GeneratedSequences):
             return out.errors(self.truth)
         return workload.errors(out, self.truth())
@@ -200,7 +200,7 @@ def named(works: Iterable[Work], only: str | None) -> list[Work]:
 
 
 @lru_cache(maxsize=8)
-def sequences(T: int, width: int, dtype: str) -> NDArray[Any]:
+def sequences(T: int, width: int, dtype: str) -> np.ndarray:
     """Generate n different random inputs of T rows each: an array (n, T, width) of `dtype`."""
     count = max(1, TOKENS // T)
     rng = np.random.default_rng(T)
@@ -216,7 +216,7 @@ def block_weights(dtype: str) -> BlockWeights:
 
 
 @lru_cache(maxsize=8)
-def _block_truth(T: int, causal: bool, dtype: str) -> NDArray[Any]:
+def _block_truth(T: int, causal: bool, dtype: str) -> np.ndarray:
     x = widened(sequences(T, C, dtype))
     return reference.block_forward(x, block_weights(dtype), causal).reshape(-1, C)
 

@@ -126,7 +126,7 @@ def _of_trained_weights(options: BlockOptions) -> BlockReport:
     checkpoint.check_layer(options.layer)  # raises an error before any block is computed
     check_choice("dtype", options.dtype, FLOATS)
     x = reference.encoder(ids, ends.wte, ends.wpe).astype(FLOATS[options.dtype])
-    truth: NDArray[np.floating[Any]] = x.astype(np.float64)
+    truth: NDArray[np.floating] = x.astype(np.float64)
     facts: dict[str, Any] = {}
     steps: list[Comparison] = []
     stream = []

@@ -103,7 +103,7 @@ def chat(
     file: Path | None = path_option(
         "Continue the conversation of this JSON file, as /save writes it."
     ),
-    chat_template_kwargs: Mapping[str, Any] | None = chat_template_option(),
+    chat_template_kwargs: Mapping[str, object] | None = chat_template_option(),
     receipt: Path | None = path_option(RECEIPT),
     as_json: bool = option(
         "Read a message from each line, as JSON: a text, or role and content. Write each answer as "
@@ -271,7 +271,7 @@ class Session:
         for line in text.split("\n"):
             say(line)
 
-    def _answer(self, text: str | None, **more: Any) -> None:
+    def _answer(self, text: str | None, **more: object) -> None:
         conversation, before = self.conversation, self.conversation.left_out
         begun, ended = perf_counter(), False
         pieces = conversation.stream(text, **{**asdict(self.options), **more})

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from gpt2block.apps.cli import complete
 from gpt2block.apps.cli.options import argument, option
@@ -92,7 +91,7 @@ def _is_there(output: Path) -> bool:
     return os.path.lexists(output)
 
 
-def _with_notes(save: Callable[..., Path], *arguments: Any, **options: Any) -> Path:
+def _with_notes(save: Callable[..., Path], *arguments: object, **options: object) -> Path:
     """Return save(*arguments, **options), and print its warnings to stderr."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

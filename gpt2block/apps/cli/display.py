@@ -42,7 +42,7 @@ def shown(text: str) -> str:
     return escape(printable(text, _LONGEST_LINE))
 
 
-def for_json(value: Any) -> Any:
+def for_json(value: object) -> Any:
     """Return `value` with NaN and infinity, which JSON does not have, replaced by None."""
     if isinstance(value, dict):
         return {key: for_json(entry) for key, entry in value.items()}
@@ -51,7 +51,7 @@ def for_json(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print JSON, with null for NaN and infinity."""
     print(json.dumps(for_json(value)))
 

@@ -147,7 +147,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
 
 
 def _generation_facts(
-    ends: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+    ends: Sequence[Mapping[str, object]], settings: Mapping[str, object]
 ) -> dict[str, str]:
     """Return lines: the end tokens, and generation_config.json's settings except token ids."""
     named = [

@@ -42,7 +42,7 @@ def receive_on_a_thread() -> None:
         _thread.start_new_thread(_pass_on, (_thread.get_ident(),))
 
 
-def _replace_handler(old: Any, new: Any) -> None:
+def _replace_handler(old: object, new: Any) -> None:
     if signal.getsignal(signal.SIGINT) is old:
         try:  # noqa: SIM105  (importing contextlib is slow)
             signal.signal(signal.SIGINT, new)
@@ -56,11 +56,11 @@ def _pass_on(main_thread: int) -> NoReturn:
         signal.pthread_kill(main_thread, signal.SIGUSR1)
 
 
-def _call_handler(_: int, frame: Any) -> None:
+def _call_handler(_: int, frame: object) -> None:
     handler: Any = signal.getsignal(signal.SIGINT)
     if callable(handler):
         handler(signal.SIGINT, frame)
 
 
-def _end_at_once(*_: Any) -> NoReturn:
+def _end_at_once(*_: object) -> NoReturn:
     os._exit(INTERRUPTED)

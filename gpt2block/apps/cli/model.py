@@ -98,7 +98,7 @@ def device_of(device: str | None, gpus: int | None) -> str | None:
     return first_gpus(gpus)
 
 
-def keyword(name: str, sentence: str = "{}", names: tuple[str, ...] = (), **default: Any) -> Any:
+def keyword(name: str, sentence: str = "{}", names: tuple[str, ...] = (), **default: object) -> Any:
     """Return an option for a keyword of `GPT2.generate`, with the keyword's help and default.
 
     sentence: help text, in which {} stands for the keyword's help without its full stop. names: as
@@ -182,7 +182,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
         raise CheckpointError(*error.parts, f"; {hint}") from error
     hidden = options.model in BUNDLED_NAMES  # no progress bar: bundled models load in no time
 
-    def progress(tensors: Iterable[Any]) -> Iterable[Any]:
+    def progress(tensors: Iterable[object]) -> Iterable[Any]:
         with progress_bar("loading", hidden) as bar:
             yield from bar.track(tensors, len(checkpoint.stored))
 

@@ -51,7 +51,7 @@ def argument(text: str, default: Any = None, complete: Any = None, **settings: A
     return field(default=default, metadata={"info": info})
 
 
-def path_option(text: str, default: Any = None, *names: str, **settings: Any) -> Any:
+def path_option(text: str, default: object = None, *names: str, **settings: object) -> Any:
     """Declare a field or parameter as an option with a path; `~` is the home directory."""
     return option(text, default, *names, **{"parser": path_of, "metavar": "PATH"} | settings)
 
@@ -98,7 +98,7 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
         else:
             infos[name], types[name] = parameter.default.metadata["info"], kind
 
-    def run(**given: Any) -> None:
+    def run(**given: object) -> None:
         values = dict(given)
         try:
             for name, group in groups.items():
@@ -160,7 +160,9 @@ def option_of(kind: Any, name: str) -> Any:
     return field(default=found.default, metadata={"info": _info_of(found)})
 
 
-def _spelling(infos: Mapping[str, Any], given: Mapping[str, Any]) -> Callable[[Argument], str]:
+def _spelling(
+    infos: Mapping[str, object], given: Mapping[str, object]
+) -> Callable[[Argument], str]:
     """Return a function that converts argument names to option names: "top_k" to "--top-k".
 
     given: values of the command's options. An argument named like one of these values, such as a

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -106,7 +106,7 @@ def serve(
     ),
     speculate: bool = keyword("speculate", names=("--speculate",)),
     draft_model: str | None = draft_option(),
-    chat_template_kwargs: Mapping[str, Any] | None = chat_template_option(),
+    chat_template_kwargs: Mapping[str, object] | None = chat_template_option(),
     pooling: Literal["mean", "last", "cls"] | None = option(
         "Embeddings: mean, last or first (cls) of the final hidden states; by default as in the "
         "model's 1_Pooling/config.json, else the mean.",
@@ -297,7 +297,7 @@ def _reload(file: Path | None, set_keys: SetKeys) -> None:
     log.warning("SIGHUP: %d keys were read", len(keys))
 
 
-def _memory(engine: Any) -> str:
+def _memory(engine: object) -> str:
     """Return words about the bytes on each GPU for a model on several GPUs, else ""."""
     if not hasattr(engine, "bytes_by_gpu"):
         return ""

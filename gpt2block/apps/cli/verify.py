@@ -97,7 +97,7 @@ def _value(text: str) -> Any:
         return text.strip()
 
 
-def _options(options: VerifyOptions, receipts: Sequence[Any]) -> ModelOptions:
+def _options(options: VerifyOptions, receipts: Sequence[object]) -> ModelOptions:
     """Return the options of the model: by default the name and the formats that receipts state."""
     from gpt2block.engine.receipts import parsed  # noqa: PLC0415
 

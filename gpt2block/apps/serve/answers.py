@@ -259,7 +259,7 @@ class Form(ABC):
         self._model, self._encoding, self._created = model, encoding, int(time.time())
         self._unwritten = unwritten
 
-    def object(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
+    def object(self, kind: str, choices: list[Any], **more: object) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self._created, "model": self._model}
         return {**head, "choices": choices, **more}
 
@@ -429,7 +429,7 @@ async def streamed(
     more: dict[str, Any] = {} if usage_of is None else {"usage": None}
     untold = dict(prompts or {})
 
-    def event(*choices: dict[str, Any], **changed: Any) -> bytes:
+    def event(*choices: dict[str, Any], **changed: object) -> bytes:
         found = form.object(form.chunk, list(choices), **{**more, **changed})
         first = [each["index"] for each in choices if each["index"] in untold]
         form.with_prompts(found, {index: untold.pop(index) for index in first})

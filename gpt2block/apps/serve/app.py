@@ -245,14 +245,16 @@ class Server:
         names, n_ctx = self.settings.names, self.model.config.n_ctx
         return await self._prepared(request, parsed, kind, body, names, n_ctx)
 
-    async def _prepared(self, request: Request, call: Callable[..., Any], *arguments: Any) -> Any:
+    async def _prepared(
+        self, request: Request, call: Callable[..., Any], *arguments: object
+    ) -> Any:
         """Return call(*arguments): computed directly if the body is small, else in a thread."""
         if int(request.headers.get("content-length", SMALL_BODY + 1)) <= SMALL_BODY:
             return call(*arguments)
         return await self._in_thread(request, call, *arguments)
 
     async def _in_thread(
-        self, request: Request, call: Callable[..., Value], *arguments: Any
+        self, request: Request, call: Callable[..., Value], *arguments: object
     ) -> Value:
         """Return call(*arguments), computed in a thread; clients whose calls wait take turns."""
         return await self._threads.run(request.state.client, call, *arguments)
@@ -487,7 +489,7 @@ class Server:
             cached = sum(map(min, groups))
         return usage(sum(map(len, asked.prompts)), new, cached)
 
-    async def _written(self, request: Request, found: Any, values: int) -> Response:
+    async def _written(self, request: Request, found: object, values: int) -> Response:
         """Return a response with `found` as JSON; a thread encodes more than MANY_TOKENS values."""
         if values > MANY_TOKENS:
             return await self._in_thread(request, _PatientResponse, found)
@@ -595,7 +597,7 @@ class Server:
 class _PatientResponse(JSONResponse):
     """A large JSON response, encoded in Python code, which lets other threads run meanwhile."""
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         texts = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(content)
         return b"".join(iter(lambda: "".join(islice(texts, PART)).encode(), b""))
 

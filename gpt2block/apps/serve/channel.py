@@ -47,7 +47,7 @@ class Channel(asyncio.Protocol):
         """Whether the other end can get no more items."""
         return self._transport is None or bool(self._transport.is_closing())
 
-    def send(self, name: str, *arguments: Any) -> None:
+    def send(self, name: str, *arguments: object) -> None:
         """Send an item at the end of this turn or with MAX_ITEMS, unless the channel is closed."""
         if not self._items:
             self._loop.call_soon(self._flush)
@@ -73,7 +73,7 @@ class Channel(asyncio.Protocol):
             self._flush()
             self._transport.close()
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: object) -> None:
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:

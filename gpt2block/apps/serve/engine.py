@@ -105,9 +105,9 @@ class EngineSide(ABC):
         """End a row whose text has a stop string that ends with its token `needed` - 1."""
 
     @abstractmethod
-    async def call(self, name: str, client: str = "", *arguments: Any) -> Any:
+    async def call(self, name: str, client: str = "", *arguments: object) -> Any:
         """Return the result of one of the calls of Host, for a client."""
 
     @abstractmethod
-    def note(self, name: str, *arguments: Any) -> None:
+    def note(self, name: str, *arguments: object) -> None:
         """Call a method of Metrics."""

@@ -91,7 +91,7 @@ class RemoteEngine(EngineSide):
     def stop(self, number: int, index: int, needed: int) -> None:
         self._channel.send("stop", number, index, needed)
 
-    async def call(self, name: str, client: str = "", *arguments: Any) -> Any:
+    async def call(self, name: str, client: str = "", *arguments: object) -> Any:
         self.pass_notes()
         number = self.new_number()
         try:
@@ -100,10 +100,10 @@ class RemoteEngine(EngineSide):
             self._channel.send("drop", number)
             raise
 
-    def note(self, name: str, *arguments: Any) -> None:
+    def note(self, name: str, *arguments: object) -> None:
         self._channel.send("note", name, arguments)
 
-    async def _result(self, name: str, number: int, *arguments: Any) -> Any:
+    async def _result(self, name: str, number: int, *arguments: object) -> Any:
         if self._channel.closed:
             raise EngineFailed(ENDED)
         self._results[number] = asyncio.get_running_loop().create_future()
@@ -113,7 +113,7 @@ class RemoteEngine(EngineSide):
         finally:
             del self._results[number]
 
-    def _receive(self, name: str, *arguments: Any) -> None:
+    def _receive(self, name: str, *arguments: object) -> None:
         receivers: dict[str, Callable[..., None]] = {
             "pieces": self._pieces,
             "result": self._finished,
@@ -126,7 +126,7 @@ class RemoteEngine(EngineSide):
         self._channel.send("received")  # first, so that the next pieces are computed meanwhile
         self._deliver((key, Piece(*piece)) for key, piece in pieces)
 
-    def _finished(self, number: int, result: Any, error: Exception | None) -> None:
+    def _finished(self, number: int, result: object, error: Exception | None) -> None:
         future = self._results.get(number)
         if future is None or future.done():
             return

@@ -105,7 +105,7 @@ class Fronts:
             # signal's number from a file descriptor. This number would be SIGUSR1.
             signal.signal(signal.SIGINT, self._end_soon)
 
-    def _end_soon(self, *_: Any) -> None:
+    def _end_soon(self, *_: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end_in_time)
 
@@ -186,7 +186,7 @@ class Front:
             task.cancel()
         return await asyncio.to_thread(self._code)
 
-    def send(self, name: str, *arguments: Any) -> None:
+    def send(self, name: str, *arguments: object) -> None:
         """Send an item to the process, unless it has ended."""
         if self._channel is not None:
             self._channel.send(name, *arguments)
@@ -201,7 +201,7 @@ class Front:
             self.process.kill()
             return self.process.wait()
 
-    def _receive(self, name: str, *arguments: Any) -> None:
+    def _receive(self, name: str, *arguments: object) -> None:
         self._receivers[name](*arguments)
 
     def _is_ready(self) -> None:
@@ -218,12 +218,14 @@ class Front:
             error = refusal
         self.send("result", number, None, error)
 
-    def _call(self, number: int, name: str, client: str, arguments: Sequence[Any]) -> None:
+    def _call(self, number: int, name: str, client: str, arguments: Sequence[object]) -> None:
         task = asyncio.create_task(self._called(number, name, client, arguments))
         self._calls[number] = task
         task.add_done_callback(lambda _: self._calls.pop(number))
 
-    async def _called(self, number: int, name: str, client: str, arguments: Sequence[Any]) -> None:
+    async def _called(
+        self, number: int, name: str, client: str, arguments: Sequence[object]
+    ) -> None:
         result: Any = None
         failure: Exception | None = None
         try:
@@ -238,5 +240,5 @@ class Front:
         if task := self._calls.get(number):
             task.cancel()
 
-    def _note(self, name: str, arguments: Sequence[Any]) -> None:
+    def _note(self, name: str, arguments: Sequence[object]) -> None:
         getattr(self._host.metrics, name)(*arguments)

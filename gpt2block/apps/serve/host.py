@@ -55,7 +55,7 @@ class Host:
             self.service = None
             await to_thread.run_sync(service.close)
 
-    async def call(self, name: str, client: str, *arguments: Any) -> Any:
+    async def call(self, name: str, client: str, *arguments: object) -> Any:
         """Return the result of a call of CALLS or PASSES for a client."""
         assert name in CALLS + PASSES
         owner = self if name in CALLS else self._passes
@@ -102,9 +102,9 @@ class LocalEngine(EngineSide):
     def stop(self, number: int, index: int, needed: int) -> None:
         self._outlet.stop(number, index, needed)
 
-    async def call(self, name: str, client: str = "", *arguments: Any) -> Any:
+    async def call(self, name: str, client: str = "", *arguments: object) -> Any:
         self.pass_notes()
         return await self.host.call(name, client, *arguments)
 
-    def note(self, name: str, *arguments: Any) -> None:
+    def note(self, name: str, *arguments: object) -> None:
         getattr(self.host.metrics, name)(*arguments)

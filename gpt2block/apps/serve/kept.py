@@ -19,7 +19,7 @@ def kept_of(kept: Kept[Kept[Value]], client: str) -> Kept[Value]:
     return kept[client]
 
 
-def keep(kept: Kept[Value], key: Any, value: Value, most: int) -> None:
+def keep(kept: Kept[Value], key: object, value: Value, most: int) -> None:
     """Store `value` under `key`; remove the oldest value if there are more than `most`."""
     kept[key] = value
     if len(kept) > most:

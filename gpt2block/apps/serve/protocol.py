@@ -131,7 +131,7 @@ def _too_many(info: ValidationInfo, most: int, what: str, status: int = 400) -> 
 
 
 def _at_most(most: int, what: str) -> BeforeValidator:
-    def check(given: Any, info: ValidationInfo) -> Any:
+    def check(given: object, info: ValidationInfo) -> Any:
         if isinstance(given, (list, dict)) and len(given) > most:
             raise _too_many(info, most, what)
         return given
@@ -142,7 +142,7 @@ def _at_most(most: int, what: str) -> BeforeValidator:
 Tokens = Annotated[list[Any], BeforeValidator(_token_ids)]
 
 
-def _texts(given: Any, info: ValidationInfo) -> list[Any]:
+def _texts(given: object, info: ValidationInfo) -> list[Any]:
     """Check the length of an input, and return it as a list of texts or of lists of token ids."""
     of_ids = isinstance(given, list) and [*map(type, given[:1])] == [int]
     found = [given] if isinstance(given, str) or of_ids else given
@@ -156,7 +156,7 @@ def _texts(given: Any, info: ValidationInfo) -> list[Any]:
     return found
 
 
-def _is_text(given: Any) -> bool:
+def _is_text(given: object) -> bool:
     """Return whether a value is a text or token ids; the model's tokenizer checks the ids later."""
     return isinstance(given, str) or (isinstance(given, list) and set(map(type, given)) <= {int})
 
@@ -197,7 +197,7 @@ def check_length(count: int, n_ctx: int, field: str, least: str = "") -> None:
         raise ApiError(400, problem, field.partition(".")[0], "context_length_exceeded")
 
 
-def _or_all(given: Any, info: ValidationInfo) -> Any:
+def _or_all(given: object, info: ValidationInfo) -> Any:
     """Return a limit of new tokens; -1 becomes `info.context` (as many as fit in the context)."""
     return info.context if type(given) is int and given == -1 else given
 
@@ -233,7 +233,7 @@ def _as_n(given: int | None, info: ValidationInfo) -> int | None:
     return given
 
 
-def _with_stream(given: Any, info: ValidationInfo) -> Any:
+def _with_stream(given: object, info: ValidationInfo) -> Any:
     if given is not None and not info.data.get("stream"):
         raise ValueError("expected stream: true with it")
     return given
@@ -362,7 +362,7 @@ class SampledRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    def options(self, rule: Grammar | None = None, **more: Any) -> Options:
+    def options(self, rule: Grammar | None = None, **more: object) -> Options:
         """Return this request's generation options. The rule of the answers is not compiled yet.
 
         rule: replaces the request's own rule. more: further keywords of `GPT2.generate`.
@@ -613,7 +613,7 @@ def _check_neutral(name: str, value: Any, accepted: Any) -> None:
     raise ApiError(400, problem, name, "unsupported_parameter")
 
 
-def _of_field(error: ValidationError, given: Any) -> ApiError:
+def _of_field(error: ValidationError, given: object) -> ApiError:
     """Return an error for the first problem of a body; it names the path of the wrong value.
 
     For a value that may have several types, pydantic reports a problem with each type. The problem

@@ -182,7 +182,7 @@ class ResponseSent(Sent):
     def _of_response(self, kind: str) -> Event:
         return {"type": f"response.{kind}", "response": {**self._response}}
 
-    def _of_item(self, kind: str, **more: Any) -> Event:
+    def _of_item(self, kind: str, **more: object) -> Event:
         """Return an event that contains the item in progress, or else the item's id."""
         named = {} if "item" in more else {"item_id": self._output[-1]["id"]}
         index = len(self._output) - 1

@@ -153,7 +153,7 @@ def messages_of(given: str | list[Any], before: list[dict[str, Any]]) -> list[di
     return messages
 
 
-def _message_of(item: Any, place: str) -> dict[str, Any]:
+def _message_of(item: object, place: str) -> dict[str, Any]:
     """Convert an item of `input` to a message of a chat; return {} for reasoning."""
     fields = _present(item, place)
     kind = fields.pop("type", "message" if "role" in fields else None)
@@ -179,7 +179,7 @@ def _message_of(item: Any, place: str) -> dict[str, Any]:
     return {}
 
 
-def _content(given: Any, place: str) -> str | list[dict[str, Any]]:
+def _content(given: object, place: str) -> str | list[dict[str, Any]]:
     """Convert the content of an item to the content of a chat message: a text, or parts of text."""
     if isinstance(given, str):
         return given
@@ -197,7 +197,7 @@ def _content(given: Any, place: str) -> str | list[dict[str, Any]]:
     return parts
 
 
-def _present(given: Any, place: str) -> dict[str, Any]:
+def _present(given: object, place: str) -> dict[str, Any]:
     """Return the fields of an object that are not null."""
     if not isinstance(given, dict):
         raise _refused(f"{place}: expected an object, got {shown(given)}")

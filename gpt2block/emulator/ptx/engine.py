@@ -163,7 +163,7 @@ class Result:
 class Pointer(NamedTuple):
     """An argument that points into an array, a number of bytes after its start."""
 
-    array: NDArray[Any]
+    array: np.ndarray
     offset: int
 
 
@@ -176,7 +176,7 @@ def launch(
     kernel: str,
     grid: Sequence[int],
     block: Sequence[int],
-    args: Sequence[Any],
+    args: Sequence[object],
     *,
     cluster: Sequence[int] = (),
     shared: int = 0,
@@ -349,7 +349,7 @@ class _Arrays:
 
     def arguments(
         self,
-        args: Sequence[Any],
+        args: Sequence[object],
         names: Sequence[str],
         written: Sequence[NDArray[np.uint8] | None],
     ) -> bytes:
@@ -390,7 +390,7 @@ class _Arrays:
         data.written = (ctypes.c_void_p * count)(*shadows)
         data.constant = (ctypes.c_uint8 * count)(*self.constant)
 
-    def early(self, args: Sequence[Any], early: Sequence[bool]) -> Any:
+    def early(self, args: Sequence[object], early: Sequence[bool]) -> Any:
         """Return for each array whether it may be accessed before the wait."""
         found = [True] * len(self.encoded.variables) + [False] * len(self.data)
         for value, each in zip(args, early, strict=True):

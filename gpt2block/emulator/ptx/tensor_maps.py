@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from numpy.typing import NDArray
+import numpy as np
 
 BYTES = 128
 
@@ -17,7 +17,7 @@ class TensorMap(NamedTuple):
     swizzled box, 32, 64 or 128; 0 without swizzle.
     """
 
-    array: NDArray[Any]
+    array: np.ndarray
     offset: int  # bytes from the array's start
     item: int  # bytes of an element
     sizes: tuple[int, ...]

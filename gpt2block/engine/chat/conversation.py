@@ -49,7 +49,7 @@ class Conversation:
         template: ChatTemplate,
         messages: Iterable[Message] = (),
         sampling: Mapping[str, float] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> None:
         """sampling: default sampling options of answers, as keywords of `GPT2.stream`."""
         self.messages: list[Message] = list(messages)
@@ -81,7 +81,7 @@ class Conversation:
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
-        **options: Any,
+        **options: object,
     ) -> Generator[str, None, Generation | None]:
         """Add a message and yield the model's answer in pieces, as `GPT2.stream` does.
 
@@ -230,7 +230,7 @@ def _turns(messages: Sequence[Message]) -> list[int]:
     return [first, *(at for at in range(first + 1, len(roles)) if roles[at] == "user")]
 
 
-def read_messages(value: Any) -> list[Message]:
+def read_messages(value: object) -> list[Message]:
     """Convert parsed JSON (a text, a message or a list) to a list of messages, and check them."""
     if isinstance(value, str):
         value = {"role": "user", "content": value}

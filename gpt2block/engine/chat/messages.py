@@ -35,7 +35,7 @@ class TemplateNames(NamedTuple):
     variables: Collection[str]
 
 
-def checked(messages: Any) -> None:
+def checked(messages: object) -> None:
     """Raise InputError unless `messages` have a valid form; the template is not considered."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise InputError(f"messages: {EXPECTED}, got {shown(messages)}")
@@ -105,7 +105,7 @@ def _refuse(problem: str, index: int) -> NoReturn:
     raise InputError(f"messages: {problem}, at {index}")
 
 
-def _absent(name: str, value: Any) -> bool:
+def _absent(name: str, value: object) -> bool:
     return value is None or (
         name in ABSENT_IF_EMPTY and not value and isinstance(value, (str, list, dict))
     )
@@ -124,7 +124,7 @@ def _text(message: Message, index: int) -> str:
     return content
 
 
-def _text_of_part(part: Any, place: str) -> str:
+def _text_of_part(part: object, place: str) -> str:
     given = {n: v for n, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
     text = given.pop("text", None)
     if given != {"type": "text"} or not isinstance(text, str):
@@ -133,7 +133,7 @@ def _text_of_part(part: Any, place: str) -> str:
     return text
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_object(call: Mapping[str, object]) -> dict[str, Any]:
     """Return a tool call whose arguments are parsed from JSON text into an object.
 
     The name of a function comes first, because models read the name before the arguments.

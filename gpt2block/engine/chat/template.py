@@ -117,7 +117,7 @@ class ChatTemplate:
         self,
         add_generation_prompt: bool | None,
         continue_final_message: bool,
-        chat_template_kwargs: Mapping[str, Any] | None,
+        chat_template_kwargs: Mapping[str, object] | None,
     ) -> dict[str, Any]:
         """Return keyword arguments for `render`. Raises InputError as `check_variables` does."""
         if chat_template_kwargs:
@@ -138,7 +138,9 @@ class ChatTemplate:
         assert self._names is not None
         return self._names
 
-    def normalized(self, messages: Any, arguments_as_objects: bool = True) -> list[dict[str, Any]]:
+    def normalized(
+        self, messages: object, arguments_as_objects: bool = True
+    ) -> list[dict[str, Any]]:
         """Return messages in the form that this template reads. Raises as `render` does."""
         write_calls = self.tool_form.written if self.tool_form else None
         return normalized(messages, self.names, arguments_as_objects, write_calls)
@@ -160,7 +162,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
-        **variables: Any,
+        **variables: object,
     ) -> dict[str, Any]:
         """Return {"text": …}; with `places`, also the ranges copied from messages or variables."""
         self.check_variables(variables)

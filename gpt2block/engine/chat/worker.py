@@ -76,7 +76,7 @@ def marked(text: str) -> MarkedText:
     return MarkedText(text.translate(marks))
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a copy of a value with each mark replaced by the character that it stands for."""
     if isinstance(value, str):
         return str.translate(value, marks.back)
@@ -87,7 +87,7 @@ def plain(value: Any) -> Any:
     return {plain(k): plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def followed(value: Any, key: str = "") -> Any:
+def followed(value: object, key: str = "") -> Any:
     """Return a copy of a JSON value whose strings consist of marks instead of characters."""
     if isinstance(value, str):
         return MarkedText(value) if key == "role" and value in ROLES else marked(value)
@@ -133,7 +133,7 @@ def _method(name: str) -> Callable[..., Any]:
     """Return the method `name` of `str` for `MarkedText`, which keeps marks in its results."""
     of_str = getattr(str, name)
 
-    def method(self: MarkedText, *args: Any, **options: Any) -> Any:
+    def method(self: MarkedText, *args: object, **options: object) -> Any:
         if name in _KEEPING:
             return MarkedText(of_str(self, *args))
         found = of_str(plain(self), *plain(args), **plain(options))
@@ -174,7 +174,7 @@ def _followed_filter(do: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a jinja2 filter so that, apart from marks, its result is as for unmarked input."""
 
     @wraps(do)
-    def filtered(*args: Any, **options: Any) -> Any:
+    def filtered(*args: object, **options: object) -> Any:
         read = (Iterator, KeysView, ValuesView, ItemsView)  # `plain` does not copy them
         args = tuple(list(each) if isinstance(each, read) else each for each in args)
         found = do(*args, **options)
@@ -194,7 +194,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block.checks import host_array
-from gpt2block.cuda import cupy, doctor, timing
+from gpt2block.cuda import CudaArray, cupy, doctor, timing
 from gpt2block.cuda.arrays import Shape, contiguous, on_16_bytes
 from gpt2block.cuda.foreign import InOrder, as_cupy, direct_view
 from gpt2block.engine.block import NOTHING, BlockEngine, BlockSpec, Given, check_array, check_out
@@ -29,7 +28,6 @@ from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.attention import check_limits
 from gpt2block.ops.stored import stored
 
-CudaArray = Any  # cupy.ndarray, which has no type stubs
 MAX_SHAPES = 8  # maximum input shapes whose workspaces are kept
 OUTPUT = "output"  # name of the last step
 MAX_CALLS = 16  # maximum triples (shape, x pointer, out pointer) whose launches are kept
@@ -46,7 +44,7 @@ class _Workspace:
 
     given: dict[str, CudaArray]
     known: Mapping[str, Recorded] = field(default_factory=dict)
-    sent: dict[str, NDArray[Any]] = field(default_factory=dict)
+    sent: dict[str, np.ndarray] = field(default_factory=dict)
 
     def send(self, given: Given) -> None:
         """Copy the arrays that changed since the last call to the device, on the current stream."""
@@ -68,7 +66,7 @@ class CudaEngine(BlockEngine):
     def __init__(
         self,
         spec: BlockSpec,
-        weights: Mapping[str, NDArray[Any]],
+        weights: Mapping[str, np.ndarray],
         device: int,
         graph: bool,
         dtype: str = "float32",
@@ -92,7 +90,7 @@ class CudaEngine(BlockEngine):
         self._calls: OrderedDict[tuple[Shape, int, int], Recording] = OrderedDict()
         self._lock = threading.RLock()
 
-    def _stored(self, name: str, w: NDArray[Any]) -> Any:
+    def _stored(self, name: str, w: np.ndarray) -> Any:
         """Return a weight in the format that kernels read: a float32 array, or a matrix (N, K).
 
         RMSNorm weights get the dtype of x; float64 arrays, such as frequencies, remain float64.
@@ -111,7 +109,7 @@ class CudaEngine(BlockEngine):
     def describe(self) -> str:
         return doctor.describe_device(self.device)
 
-    def forward(self, x: Any, out: Any | None, given: Given = NOTHING) -> Any:
+    def forward(self, x: object, out: Any | None, given: Given = NOTHING) -> Any:
         with self._lock, cupy.cuda.Device(self.device), InOrder(self._done, self._queued) as order:
             array, on_host = self._accept(x, order)
             if on_host:
@@ -128,7 +126,7 @@ class CudaEngine(BlockEngine):
             self._run(array, target, given, order.stream)
             return target if out is None else out
 
-    def trace(self, x: Any, given: Given = NOTHING) -> dict[str, Any]:
+    def trace(self, x: object, given: Given = NOTHING) -> dict[str, Any]:
         with self._lock, cupy.cuda.Device(self.device), InOrder(self._done, self._queued) as order:
             array, on_host = self._accept(x, order)
             recording = self._recorded(array, cupy.empty(array.shape, dtype=self._dtype), given)
@@ -136,7 +134,7 @@ class CudaEngine(BlockEngine):
             copies = recording.trace()
             return {n: copy.get() for n, copy in copies.items()} if on_host else copies
 
-    def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
+    def step(self, step: Step, tensors: Mapping[str, np.ndarray]) -> StepResult:
         with cupy.cuda.Device(self.device):
             known = {**self._weights, **{n: _sendable(t) for n, t in tensors.items()}}
             hi_lo = self.spec.hi_lo & tensors.keys()
@@ -151,7 +149,7 @@ class CudaEngine(BlockEngine):
         with self._lock:
             return timed(self._recordings, call)
 
-    def _accept(self, x: Any, order: InOrder) -> tuple[CudaArray, bool]:
+    def _accept(self, x: object, order: InOrder) -> tuple[CudaArray, bool]:
         """Check `x`; return a C-contiguous array on this GPU, and whether `x` was on the host.
 
         For products on tensor cores the array is also aligned to 16 bytes.
@@ -165,7 +163,7 @@ class CudaEngine(BlockEngine):
         check_array("x", array, self.spec.width, self._dtype)
         return (on_16_bytes("x", array) if self.spec.matrices else contiguous(array)[0]), False
 
-    def _adopt(self, array: Any, view: CudaArray | None, order: InOrder) -> CudaArray:
+    def _adopt(self, array: object, view: CudaArray | None, order: InOrder) -> CudaArray:
         """Return a CuPy view of another library's array. Raises InputError for another GPU.
 
         view: the result of `direct_view`.
@@ -181,7 +179,7 @@ class CudaEngine(BlockEngine):
             order.join(array)
         return view
 
-    def _run(self, x: CudaArray, out: CudaArray, given: Given, stream: Any) -> None:
+    def _run(self, x: CudaArray, out: CudaArray, given: Given, stream: object) -> None:
         key = (x.shape, x.data.ptr, out.data.ptr)
         recording = self._calls.pop(key, None)
         repeated = recording is not None
@@ -234,7 +232,7 @@ class CudaEngine(BlockEngine):
         return self._workspaces.setdefault(shape, _Workspace(on_device))
 
 
-def _sendable(array: NDArray[Any]) -> CudaArray:
+def _sendable(array: np.ndarray) -> CudaArray:
     """Return a C-contiguous copy of `array` on the device; integers become int32."""
     return cupy.asarray(array.astype(np.int32) if array.dtype.kind in "iu" else array, order="C")
 

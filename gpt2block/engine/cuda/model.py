@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy, doctor
 from gpt2block.cuda.arrays import CudaArray, mapped, to_host
@@ -245,9 +244,8 @@ class CudaModel(CudaWeights):
             ]
         ends = prefill.ends[:-1]
         if want == "logits":
-            hidden = prefill.out.copy()
-            logits = np.empty((len(hidden), self.config.vocab_size), np.float32)
-            to_host(self._logits(hidden), logits)
+            logits = np.empty((len(prefill.out), self.config.vocab_size), np.float32)
+            to_host(self._logits(prefill.out.copy()), logits)
             return np.split(logits, ends)
         hidden = prefill.out.get()
         if want == "hidden":
@@ -261,13 +259,13 @@ class CudaModel(CudaWeights):
     def likeliest(self, sequences: Sequence[Ids]) -> list[tuple[Floats, Ids]]:
         return [(scores, ids) for scores, ids in self._scored(sequences, "likeliest")]
 
-    def _scored(self, sequences: Sequence[Ids], want: Want) -> list[tuple[NDArray[Any], ...]]:
+    def _scored(self, sequences: Sequence[Ids], want: Want) -> list[tuple[np.ndarray, ...]]:
         """Return a tuple of arrays (T - 1,) for each sequence: log-likelihoods of its tokens.
 
         The second array, for want "likeliest", has the most likely tokens. Results are copied to
         the host after all groups have run.
         """
-        found: list[tuple[NDArray[Any], ...]] = []
+        found: list[tuple[np.ndarray, ...]] = []
         computed: list[tuple[list[CudaArray], list[int]]] = []
         with self.running():
             for group in in_groups(sequences, TOKENS_AT_ONCE):
@@ -283,7 +281,7 @@ class CudaModel(CudaWeights):
                 found += [tuple(part[:-1] for part in row) for row in rows]
         return found
 
-    def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
+    def trace(self, ids: Ids, cached: bool) -> dict[str, np.ndarray]:
         V = self.config.vocab_size
         with self.running():
             recording = self._pass(ids, cached)
@@ -299,7 +297,7 @@ class CudaModel(CudaWeights):
         return {n: a[:, :V] if n.startswith(heads) else a for n, a in whole.items()}
 
     def run_alone(
-        self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
+        self, ids: Ids, cached: bool, exact: Mapping[str, np.ndarray]
     ) -> Iterator[StepResult]:
         with self.running():
             by = {} if cached else self._divisors
@@ -311,7 +309,7 @@ class CudaModel(CudaWeights):
         with self.running():
             return timed(self.recordings, call)
 
-    def _whole(self, name: str, result: NDArray[Any], cached: bool) -> NDArray[Any]:
+    def _whole(self, name: str, result: np.ndarray, cached: bool) -> np.ndarray:
         """Return a step's result, multiplied by its divisor if `_pass` has divided it."""
         divided = name in self._divisors and not cached
         return result * np.float32(self._divisors[name]) if divided else result

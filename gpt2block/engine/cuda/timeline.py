@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 from math import ceil
-from typing import Any
 
 from gpt2block.cuda import cupy, overlap
+from gpt2block.cuda.arrays import Operand
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import interleaved_ms
@@ -99,7 +99,9 @@ def measured(recording: Recording) -> Timeline:
     return assembled(kernels, ends, apart, start, max(0.0, many - start) / EMPTY)
 
 
-def ends_us(launches: Sequence[Any], overlapping: bool, lead: Callable[..., None]) -> list[float]:
+def ends_us(
+    launches: Sequence[object], overlapping: bool, lead: Callable[..., None]
+) -> list[float]:
     """Return the µs from the start of the pass to the end of each of its launches, ascending.
 
     lead: function that launches work before the pass, for a number of µs, by default LEAD_US. A
@@ -161,7 +163,7 @@ def assembled(
     return Timeline(tuple(ran), ends[-1], between)
 
 
-def _graph(launches: Sequence[Any], overlapping: bool) -> Callable[[], None]:
+def _graph(launches: Sequence[object], overlapping: bool) -> Callable[[], None]:
     """Capture a graph of launches; return a function that launches it on the current stream.
 
     The upload allocates the graph's memory now, because the graph's first launch may follow a
@@ -179,7 +181,7 @@ def _nothing() -> Launch:
     return launch_at(FILE, Geometry("mark_occurred", (1,), (32,)), (None, None, None, 0, 0, 0))
 
 
-def _in_memory(array: Any, terms: Terms | None) -> TensorSpec:
+def _in_memory(array: Operand, terms: Terms | None) -> TensorSpec:
     """Return the TensorSpec of an array: shape, dtype and number of bytes.
 
     The number is half the array's bytes if `terms` keeps one 16-bit number per float.

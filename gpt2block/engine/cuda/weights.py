@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy, is_array
-from gpt2block.cuda.arrays import CudaArray
+from gpt2block.cuda.arrays import AnyArray, CudaArray
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import DTYPES, FILE, Formats, itemsize
 from gpt2block.cuda.kernels import IN_BYTES
@@ -62,7 +61,7 @@ class CudaWeights(StoredModel):
 
     _shard: ModelShard | None = None
 
-    def _vector(self, name: str, array: NDArray[Any]) -> CudaArray:
+    def _vector(self, name: str, array: np.ndarray) -> CudaArray:
         spans = () if self._shard is None else self._shard.spans(name)
         if spans:
             array = np.concatenate([array[begin:end] for begin, end in spans])
@@ -94,7 +93,7 @@ class CudaWeights(StoredModel):
         if spans and head is self._matrices["wte"]:
             self._matrices["lm_head"] = head.columns(*spans[0])
 
-    def _whole_matrix(self, name: str, array: Any, layout: str) -> WeightMatrix:
+    def _whole_matrix(self, name: str, array: object, layout: str) -> WeightMatrix:
         """Return a matrix of a checkpoint in device memory, in the model's dtype, layout "NK".
 
         GGUF blocks stay quantized if the GPU has tensor cores; else they are dequantized. The
@@ -123,11 +122,11 @@ class CudaWeights(StoredModel):
         )
 
 
-def _read(array: Any) -> Any:
+def _read(array: AnyArray | Stored | InBlocks) -> Any:
     return array.read() if isinstance(array, Stored) else array
 
 
-def _outputs(array: Any, layout: str, spans: Sequence[tuple[int, int]]) -> tuple[Any, str]:
+def _outputs(array: object, layout: str, spans: Sequence[tuple[int, int]]) -> tuple[Any, str]:
     """Return outputs of a matrix of a checkpoint, in ranges (begin, end), and their layout.
 
     An array in device memory may be on another GPU. Its outputs are copied to the current GPU.
@@ -144,10 +143,10 @@ def _outputs(array: Any, layout: str, spans: Sequence[tuple[int, int]]) -> tuple
     with given.device:
         bits = given.view(f"u{given.itemsize}")  # not every CuPy can copy bfloat16
         rows = bits if layout == "NK" else bits.T
-        parts = [cupy.ascontiguousarray(rows[begin:end]) for begin, end in spans]
+        copies = [cupy.ascontiguousarray(rows[begin:end]) for begin, end in spans]
         cupy.cuda.Device().synchronize()
-    whole, at = cupy.empty((sum(map(len, parts)), rows.shape[1]), bits.dtype), 0
-    for part in parts:
+    whole, at = cupy.empty((sum(map(len, copies)), rows.shape[1]), bits.dtype), 0
+    for part in copies:
         whole[at : at + len(part)] = cupy.asarray(part)
         at += len(part)
     return whole.view(given.dtype), "NK"

@@ -35,7 +35,7 @@ LENS_ENTRIES = 60_000  # maximum total of logit-lens entries of all layers and p
 LENS_TOP = 5
 NEXT_TOKENS = 24  # number of next tokens that the page lists, although it has all logits
 Shapes = Mapping[str, tuple[int, ...]]
-Traced = Mapping[str, NDArray[Any]]
+Traced = Mapping[str, np.ndarray]
 
 
 def collect(
@@ -119,7 +119,7 @@ def _short(name: str) -> str:
     return name.split(".", 2)[2] if name.startswith("h.") else name
 
 
-def _by_plan_names(traced: Traced) -> dict[str, NDArray[Any]]:
+def _by_plan_names(traced: Traced) -> dict[str, np.ndarray]:
     """Return `traced`; the first group of rows of "logits", "logits.0", is also named "logits"."""
     return {name.removesuffix(".0"): tensor for name, tensor in traced.items()} | dict(traced)
 
@@ -169,7 +169,7 @@ def _model(engine: TracedEngine, name: str) -> dict[str, Any]:
 
 
 def _tokens(
-    encoding: Encoding | None, ids: Ids, logits: NDArray[np.floating[Any]]
+    encoding: Encoding | None, ids: Ids, logits: NDArray[np.floating]
 ) -> list[dict[str, Any]]:
     """Return each token's id, text, bytes and surprisal in bits (None for the first token)."""
     scores = reference.log_likelihood(logits[:-1], ids[1:]).tolist() if len(ids) > 1 else []
@@ -241,7 +241,7 @@ def _input_shapes(step: Step, shapes: Shapes) -> list[list[Any]]:
     ]
 
 
-def _statistics(tensor: NDArray[Any]) -> dict[str, float | None]:
+def _statistics(tensor: np.ndarray) -> dict[str, float | None]:
     wide = tensor.astype(np.float64)
     values = {"min": wide.min(), "max": wide.max(), "mean": wide.mean()}
     return {name: _rounded(float(value)) for name, value in values.items()}

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_COLUMNS = 256
-Array = NDArray[np.floating[Any]]
+Array = NDArray[np.floating]
 
 
 def grid_shape(rows: int, columns: int, cells: int) -> tuple[int, int]:

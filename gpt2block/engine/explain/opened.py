@@ -19,7 +19,7 @@ from gpt2block.engine.passes import model_steps
 
 ATTENTION_VALUES = 200_000  # maximum float16 values of Q, K and V; a float32 value counts as two
 PRODUCT = "matmul_bias"
-Tensors = Mapping[str, NDArray[Any]]
+Tensors = Mapping[str, np.ndarray]
 
 
 def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> d
     return {"attention": attention, "products": products}
 
 
-def _weights(engine: TracedEngine, names: set[str]) -> dict[str, NDArray[Any]]:
+def _weights(engine: TracedEngine, names: set[str]) -> dict[str, np.ndarray]:
     """Return {name: array} for `names` that the model has: matrices (K, N), biases (N,)."""
     tied = {"wte"} if "lm_head" in names else set()
     found = {
@@ -68,10 +68,10 @@ def _weights(engine: TracedEngine, names: set[str]) -> dict[str, NDArray[Any]]:
 
 
 def _product(
-    x: NDArray[Any],
-    w: NDArray[Any],
-    b: NDArray[Any] | None,
-    y: NDArray[Any],
+    x: np.ndarray,
+    w: np.ndarray,
+    b: np.ndarray | None,
+    y: np.ndarray,
     lines: int,
     first: NDArray[np.int64] | None,
 ) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class DataTemplate(Template):
     delimiter = "@@"
 
 
-def json_of_script(data: Any) -> str:
+def json_of_script(data: object) -> str:
     """Return JSON that a script element can hold."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character, escaped in _ESCAPED.items():  # replace is much faster than translate

@@ -25,12 +25,12 @@ from gpt2block.files.tokenizers.lookup import Tokenizer, of_inputs, of_outputs
 from gpt2block.models.config import ModelConfig
 from gpt2block.sampling import Sampling, check_biased, new_seed
 
-Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
-Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
+Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer]]
+Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer]]
 MAX_ROWS = 2**20  # most rows per call: number of prompts times samples
 
 
-def generate(engine: ModelEngine, encoding: Tokenizer, prompts: Any, options: Options) -> Any:
+def generate(engine: ModelEngine, encoding: Tokenizer, prompts: object, options: Options) -> Any:
     """Continue a prompt (text or token ids), or each prompt of a list.
 
     Returns a Generation for one prompt and a list for a list; with `samples` above 1, a list of
@@ -89,7 +89,7 @@ class Run:
         self,
         engine: ModelEngine,
         encoding: Tokenizer,
-        prompts: Any,
+        prompts: object,
         options: Options,
         compiles: bool = True,
     ) -> None:

@@ -27,7 +27,11 @@ FINISHED = get_args(FinishReason)
 
 
 def score_generated(
-    engine: ModelEngine, encoding: Tokenizer, prompts: Any, continuations: Any, options: Options
+    engine: ModelEngine,
+    encoding: Tokenizer,
+    prompts: object,
+    continuations: object,
+    options: Options,
 ) -> ScoredTokens | list[ScoredTokens]:
     """Return the log-probabilities that `generate` computes for tokens after a prompt.
 
@@ -83,7 +87,7 @@ class ReceiptCheck:
 
 
 def check_receipts(
-    engine: ModelEngine, encoding: Tokenizer, receipts: Sequence[Any]
+    engine: ModelEngine, encoding: Tokenizer, receipts: Sequence[object]
 ) -> Iterator[tuple[int, ReceiptCheck]]:
     """Generate the texts of receipts again; yield (index, ReceiptCheck) when a check ends.
 
@@ -119,7 +123,7 @@ def check_receipts(
 
 
 def _row(
-    engine: ModelEngine, encoding: Tokenizer, stated: Mapping[str, Any], known: Mapping[str, Any]
+    engine: ModelEngine, encoding: Tokenizer, stated: Mapping[str, Any], known: Mapping[str, object]
 ) -> tuple[Row, Floats]:
     """Return the row that generates a stated text again, and the stated log-probabilities.
 

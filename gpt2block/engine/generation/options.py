@@ -189,7 +189,7 @@ class Options:
         return cls(**others, seed=sampling.seed, sampling=sampling)
 
 
-def _strings(stop: Any) -> tuple[str, ...]:
+def _strings(stop: object) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(several(stop))
     if not all(isinstance(string, str) and string for string in strings):
         raise InputError(f"stop: expected strings of at least one character, got {shown(stop)}")

@@ -33,7 +33,7 @@ from gpt2block.files.tokenizers.encoding import Encoding, as_array, bytes_of_id,
 from gpt2block.files.tokenizers.lookup import ReadLater, Tokenizer, of_inputs, of_outputs
 
 Progress = Callable[[int, int], None]  # tokens scored so far, tokens to score
-Tokens = NDArray[np.integer[Any]]
+Tokens = NDArray[np.integer]
 
 LLM_C_MAGIC = 20240520
 _HEADER = 256  # number of int32 values in the header of llm.c's token files
@@ -159,7 +159,7 @@ class Score(ReadLater):
 def score(
     engine: ModelEngine,
     encoding: Tokenizer,
-    text: Any,
+    text: object,
     *,
     stride: int | None = None,
     tokens_at_once: int = 8192,
@@ -237,7 +237,7 @@ def score(
 def embed(
     engine: ModelEngine,
     encoding: Tokenizer,
-    inputs: Any,
+    inputs: object,
     pooling: Pooling = "mean",
     tokens_at_once: int = 8192,
     overflow: Overflow = "error",
@@ -304,7 +304,7 @@ def check_dimensions(dimensions: int | None, n_embd: int) -> None:
         check_integer("dimensions", dimensions, 1, n_embd, expected)
 
 
-def instructed(instruction: str, texts: Any) -> Any:
+def instructed(instruction: str, texts: object) -> Any:
     """Return a text, or each text of a list, with an instruction in Qwen3-Embedding's format.
 
     No space follows "Query:". Raises InputError for token ids. Source: Zhang et al., "Qwen3
@@ -318,7 +318,7 @@ def instructed(instruction: str, texts: Any) -> Any:
     return f"Instruct: {instruction}\nQuery:{texts}"
 
 
-def check_embed_options(pooling: Any, overflow: Any) -> None:
+def check_embed_options(pooling: object, overflow: object) -> None:
     """Raise InputError for values that `embed` does not accept."""
     check_choice("pooling", pooling, get_args(Pooling))
     check_choice("overflow", overflow, get_args(Overflow))
@@ -375,14 +375,14 @@ def _from_bin(path: Path) -> Tokens:
     return np.memmap(path, "<u2", "r", offset=first)
 
 
-def is_list(text: Any) -> bool:
+def is_list(text: object) -> bool:
     """Return whether `text` is a list or tuple of texts or of sequences of ids."""
     return isinstance(text, (list, tuple)) and any(
         isinstance(entry, str) or np.ndim(entry) for entry in text
     )
 
 
-def _tokens(encoding: Encoding | None, text: Any, vocab_size: int, name: str) -> Tokens:
+def _tokens(encoding: Encoding | None, text: object, vocab_size: int, name: str) -> Tokens:
     """Return checked token ids that later changes to the caller's array cannot affect.
 
     A read-only memory map is not copied. An array is checked in parts.

@@ -45,7 +45,7 @@ class Grammar:
     schemas: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     @classmethod
-    def of(cls, **keywords: Any) -> Grammar | None:
+    def of(cls, **keywords: object) -> Grammar | None:
         """Return the Grammar of one of the keywords schema, regex, choice and grammar.
 
         schema: a JSON schema, as a mapping, True or JSON text. regex: a regular expression of the
@@ -63,7 +63,7 @@ class Grammar:
         return made
 
     @classmethod
-    def unchecked(cls, **keywords: Any) -> Grammar | None:
+    def unchecked(cls, **keywords: object) -> Grammar | None:
         """Return a Grammar as `of` does, without checking whether it can be compiled.
 
         This takes little time for any rule, while compiling can take any time and memory.
@@ -109,7 +109,7 @@ def _problem(source: str) -> str:
     return "; ".join(line for line in lines if line.strip("^ "))
 
 
-def _compiled(schema: Any) -> str:
+def _compiled(schema: object) -> str:
     """Return the source of a Grammar for a schema of `parsed`."""
     from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
 
@@ -119,13 +119,13 @@ def _compiled(schema: Any) -> str:
         raise InputError(f"schema: expected a JSON schema: {error}") from None
 
 
-def _of_regex(given: Any) -> str:
+def _of_regex(given: object) -> str:
     from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
 
     return LLMatcher.grammar_from_regex(_text("regex", given))
 
 
-def _of_choice(given: Any) -> str:
+def _of_choice(given: object) -> str:
     from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
 
     texts: Sequence[Any] = [given] if isinstance(given, str) else several(given)
@@ -138,7 +138,7 @@ def _of_choice(given: Any) -> str:
     return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {literals}")
 
 
-def _of_lark(given: Any) -> str:
+def _of_lark(given: object) -> str:
     from llguidance import grammar_from  # noqa: PLC0415  (optional dependency)
 
     try:
@@ -147,7 +147,7 @@ def _of_lark(given: Any) -> str:
         raise InputError(f"grammar: {error}") from None
 
 
-def _text(name: str, given: Any) -> str:
+def _text(name: str, given: object) -> str:
     if not isinstance(given, str) or not given:
         raise InputError(f"{name}: expected a text, got {shown(given)}")
     check_encodable(name, given)

@@ -59,7 +59,7 @@ def fault(part: Part) -> str:
     return ""
 
 
-def as_json(value: Any) -> str:
+def as_json(value: object) -> str:
     """Return JSON of a value of a schema."""
     return json.dumps(value, default=float)
 

@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[str, Any]] = {
 Path = tuple[str | int, ...]
 
 
-def parsed(given: Any) -> Any:
+def parsed(given: object) -> Any:
     """Return a schema, which is a value or JSON text, as JSON values with Decimals for floats."""
     try:
         text = given if isinstance(given, str) else json.dumps(given)
@@ -62,7 +62,7 @@ def parsed(given: Any) -> Any:
         raise InputError(problem) from None
 
 
-def parts(schema: Any) -> Iterator[tuple[Path, Any]]:
+def parts(schema: object) -> Iterator[tuple[Path, Any]]:
     """Yield the path and the value of a schema and of all schemas in it, outer schemas first."""
     waiting: list[tuple[Path, Any]] = [((), schema)]
     while waiting:
@@ -79,7 +79,7 @@ def parts(schema: Any) -> Iterator[tuple[Path, Any]]:
         waiting += reversed(inner)
 
 
-def check_schema(schema: Any) -> None:
+def check_schema(schema: object) -> None:
     """Raise InputError, which names the place, for a part that is no schema or not supported."""
     if schema is False:
         raise InputError("schema: expected a schema that allows a text, got False")
@@ -90,7 +90,7 @@ def check_schema(schema: Any) -> None:
                 raise InputError(f"schema: {place(path)}{problem}")
 
 
-def _fault(part: Any) -> str:
+def _fault(part: object) -> str:
     """Return which keyword or value has a wrong type or is not supported, or an empty text."""
     if not isinstance(part, dict):
         return f"expected an object, got {numbers.as_json(part)}"
@@ -123,7 +123,7 @@ def _overflow(every: list[tuple[Path, Any]], part: dict[str, Any]) -> str:
     return "multipleOf: the product of several is too large: write one that is their multiple"
 
 
-def translated(schema: Any) -> str:
+def translated(schema: object) -> str:
     """Return JSON of a schema that permits the same values, and that llguidance compiles exactly.
 
     schema: a result of `parsed`.
@@ -145,7 +145,7 @@ def translated(schema: Any) -> str:
     return numbers.as_json(schema)
 
 
-def _resolved(part: Any, schema: Any) -> Any:
+def _resolved(part: object, schema: object) -> Any:
     """Return the part of a schema to which another part refers, or else this other part."""
     reference = part.get("$ref", "") if isinstance(part, dict) else ""
     for key in reference.split("/")[1:]:
@@ -153,7 +153,7 @@ def _resolved(part: Any, schema: Any) -> Any:
     return schema if reference else part
 
 
-def _are_apart(first: Any, second: Any, inner: bool = True) -> bool:
+def _are_apart(first: object, second: object, inner: bool = True) -> bool:
     """Return whether it is certain that no value fits two schemas.
 
     By their constants, their types, the ranges of their numbers, or by a required property.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +60,7 @@ class Comparisons(list[Comparison]):
 
 
 def compare_steps(
-    engine: BlockEngine, exact: NumpyEngine, x: Any, dtype: str, given: Given = NOTHING
+    engine: BlockEngine, exact: NumpyEngine, x: object, dtype: str, given: Given = NOTHING
 ) -> Comparisons:
     """Compare the result of every step of a block with `exact`, the same block in float64.
 
@@ -70,7 +69,7 @@ def compare_steps(
     """
     host = require_host(x, "to compare", FLOATS[dtype], "copy it to the host")
     traced = engine.trace(host, given)
-    truth: dict[str, NDArray[Any]] = {"x": host.astype(np.float64)}
+    truth: dict[str, np.ndarray] = {"x": host.astype(np.float64)}
     rows = Comparisons()
     for step in engine.spec.steps:
         truth[step.name] = exact.executor({**truth, **given}).do(step)
@@ -82,7 +81,7 @@ def compare_steps(
     return rows
 
 
-def _compared(alone: StepResult, expected: Exact, traced: NDArray[Any], truth: Exact) -> Comparison:
+def _compared(alone: StepResult, expected: Exact, traced: np.ndarray, truth: Exact) -> Comparison:
     """Compare a step's results with float64.
 
     alone, expected: result of the step on exact inputs, and its exact value. traced, truth: result
@@ -93,7 +92,7 @@ def _compared(alone: StepResult, expected: Exact, traced: NDArray[Any], truth: E
     return Comparison(alone.name, alone.kernel, truth.shape, alone.ms, *both)
 
 
-def errors(got: NDArray[Any], truth: NDArray[Any]) -> tuple[float, float]:
+def errors(got: np.ndarray, truth: np.ndarray) -> tuple[float, float]:
     """Return the largest absolute difference, and its ratio to the largest magnitude of `truth`."""
     largest = float(np.abs(got.astype(np.float64) - truth).max())
     return largest, largest / max(float(np.abs(truth).max()), np.finfo(np.float64).tiny)
@@ -143,7 +142,7 @@ def compare_tensors(
     ids: Ids,
     cached: bool,
     exact: Mapping[str, Exact],
-    traced: Mapping[str, NDArray[Any]],
+    traced: Mapping[str, np.ndarray],
 ) -> Comparisons:
     """Compare as `compare` does. exact: from `exact_tensors`. traced: from the engine's `trace`."""
     exact = _by_engine_names(exact, engine.config, len(ids), cached)

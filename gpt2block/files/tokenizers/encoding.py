@@ -397,7 +397,7 @@ def bytes_of_ids(encoding: Encoding, tokens: Sequence[int]) -> bytes:
     return b"".join(map(_token_bytes(encoding).__getitem__, tokens))
 
 
-def as_array(given: Any, name: str) -> NDArray[Any]:
+def as_array(given: object, name: str) -> np.ndarray:
     """Return token ids as a NumPy array.
 
     Raises InputError for masked arrays and booleans, which NumPy would convert without an error,
@@ -414,7 +414,7 @@ def as_array(given: Any, name: str) -> NDArray[Any]:
     return as_numpy(name, given)
 
 
-def row_of_ids(given: Any, name: str, text: str = "") -> NDArray[Any]:
+def row_of_ids(given: object, name: str, text: str = "") -> np.ndarray:
     """Return `given` as integers (T,). `text`: other valid kinds of input, named in errors."""
     try:
         ids = as_array(given, name)
@@ -432,7 +432,7 @@ def row_of_ids(given: Any, name: str, text: str = "") -> NDArray[Any]:
     return ids
 
 
-def ids_to_decode(tokens: Any, known: Container[int]) -> list[int]:
+def ids_to_decode(tokens: object, known: Container[int]) -> list[int]:
     """Return token ids as a list of int. Raises InputError for an id that is not in `known`."""
     ids: list[int] = row_of_ids(tokens, "tokens").tolist()
     for at, token in enumerate(ids):

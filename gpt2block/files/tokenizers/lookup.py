@@ -66,7 +66,7 @@ class Lookup:
 Tokenizer = Encoding | Lookup | None
 
 
-def of_inputs(tokenizer: Tokenizer, inputs: Any) -> Encoding | None:
+def of_inputs(tokenizer: Tokenizer, inputs: object) -> Encoding | None:
     """Return the tokenizer for `inputs` (text, ids, or a list); for ids only, it may be None.
 
     Raises CheckpointError if there is a text but no tokenizer.

@@ -247,7 +247,7 @@ def from_gguf(path: Path) -> Encoding:
     return _of_spec(path, files[TOKENIZER], files[SETTINGS])
 
 
-def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
+def _of_spec(path: Path, spec: object, settings: Mapping[str, object]) -> Encoding:
     """Create a tokenizer from the content of tokenizer.json and of tokenizer_config.json.
 
     path: file to name in errors.
@@ -396,7 +396,7 @@ def _splits_words(encoding: tiktoken.Encoding) -> bool:
 
 
 def token_ids(
-    encoding: Encoding | None, given: Any, vocab_size: int, name: str, special: bool = False
+    encoding: Encoding | None, given: object, vocab_size: int, name: str, special: bool = False
 ) -> NDArray[np.int32]:
     """Return a text's or a sequence's token ids, (T,); T may be 0. `special`: as in `encode`.
 
@@ -414,7 +414,7 @@ def token_ids(
 
 
 def whole_text_ids(
-    encoding: Encoding | None, given: Any, vocab_size: int, name: str
+    encoding: Encoding | None, given: object, vocab_size: int, name: str
 ) -> NDArray[np.int32]:
     """Return token ids as `token_ids` does, and after a text the ids of `suffix_of`.
 
@@ -427,7 +427,7 @@ def whole_text_ids(
     return np.append(ids, np.array(suffix_of(encoding), np.int32))
 
 
-def check_ids(ids: NDArray[Any], vocab_size: int, name: str, first: int = 0) -> None:
+def check_ids(ids: np.ndarray, vocab_size: int, name: str, first: int = 0) -> None:
     """Raise InputError for an id outside the vocabulary. `first`: position to report for ids[0]."""
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         index = int(((ids < 0) | (ids >= vocab_size)).argmax())

@@ -103,7 +103,7 @@ def id_of(spec: Any, content: str | None) -> int | None:
     return id
 
 
-def adds_prefix_space(spec: Any) -> bool:
+def adds_prefix_space(spec: object) -> bool:
     """Return whether the tokenizer adds a space before every text."""
     return any(step.get("add_prefix_space") for step in steps_of(spec, "pre_tokenizer"))
 
@@ -158,7 +158,7 @@ def _check_pipeline(spec: Any) -> None:
         raise ValueError(f"decoder: expected ByteLevel, got {', '.join(map(str, decoders))}")
 
 
-def _is_sentence_piece(spec: Any) -> bool:
+def _is_sentence_piece(spec: object) -> bool:
     """Return whether a tokenizer has SentencePiece's decoders only, and no ByteLevel step.
 
     Tokens can then be decoded individually: ▁ becomes a space, and only the first space of a text
@@ -190,7 +190,7 @@ def _check_model(model: Any, fallback: bool) -> None:
             )
 
 
-def _check_ids(vocab: Mapping[str, Any], added: Sequence[_Added]) -> None:
+def _check_ids(vocab: Mapping[str, object], added: Sequence[_Added]) -> None:
     """Raise ValueError unless every token has one id, and every id one token."""
     for token in added:
         if token.content in vocab and token.token_id != vocab[token.content]:
@@ -219,7 +219,7 @@ def _pipeline_problem(spec: Any) -> str | None:
     return f"model.{min(unknown)}" if unknown else None
 
 
-def _split_of(spec: Any) -> str | None:
+def _split_of(spec: object) -> str | None:
     """Return a regular expression with which tiktoken splits like the pre_tokenizer, else None.
 
     Both packages have the same classes of characters. Behaviors Isolated and inverted Removed are

@@ -214,7 +214,7 @@ class GgufMatrix(WeightMatrix):
     def widened(self) -> WeightMatrix:
         return self
 
-    def __rmatmul__(self, x: NDArray[Any]) -> NDArray[Any]:
+    def __rmatmul__(self, x: np.ndarray) -> np.ndarray:
         """Return x (..., K) @ weights, decoding one group of outputs at a time."""
         out = np.empty((*x.shape[:-1], self.N), np.result_type(x.dtype, np.float32))
         for n, piece in self.pieces():
@@ -232,7 +232,7 @@ class GgufMatrix(WeightMatrix):
     def __len__(self) -> int:
         return self.N
 
-    def __getitem__(self, ids: NDArray[Any]) -> NDArray[np.float32]:
+    def __getitem__(self, ids: np.ndarray) -> NDArray[np.float32]:
         """Return the weights of the outputs `ids`, in shape ids.shape + (K,)."""
         flat = ids.ravel()
         out = np.empty((len(flat), self.K), np.float32)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpt2block.checks import check_integer, check_span, is_plain, real
 from gpt2block.cuda import cupy, is_array
-from gpt2block.cuda.arrays import Composite, check, contiguous
+from gpt2block.cuda.arrays import Composite, CudaArray, check, contiguous
 from gpt2block.errors import InputError, shown
 from gpt2block.models.number_formats import SMALLEST_SCALE, hi_lo, joined
 from gpt2block.models.weights import conversions
@@ -89,7 +90,7 @@ class HiLoMatrix(Composite):
 
     @classmethod
     def empty(
-        cls, shape: tuple[int, ...], bound: float | None = None, parts: Any = None
+        cls, shape: tuple[int, ...], bound: float | None = None, parts: CudaArray | None = None
     ) -> HiLoMatrix:
         """Allocate a matrix on the current GPU for a kernel to write.
 
@@ -131,7 +132,7 @@ class HiLoMatrix(Composite):
         """Return the numbers as a float32 array (..., K), NumPy or CuPy."""
         return joined(self.parts, self.scale).reshape(self.shape)
 
-    def get(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def get(self) -> NDArray[np.float32]:
         """Return the numbers as a NumPy array."""
         return on_host(self.joined())
 

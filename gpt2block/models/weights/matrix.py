@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import FLOATS, check_span, is_plain, meant
 from gpt2block.cuda import cupy, is_array
-from gpt2block.cuda.arrays import Composite, check
+from gpt2block.cuda.arrays import AnyArray, Composite, check
 from gpt2block.cuda.kernels import FP8, STORAGE
 from gpt2block.errors import InputError
 from gpt2block.models.number_formats import FP8_FORMATS, from_fp8, to_fp8
@@ -155,7 +155,7 @@ class WeightMatrix(Composite):
         scale = None if self.scale is None else self.scale[begin:end]
         return self._share(self.data[begin:end], scale)
 
-    def _share(self, data: Any, scale: Any, **more: Any) -> Self:
+    def _share(self, data: AnyArray, scale: AnyArray | None, **more: object) -> Self:
         """Return a share of this matrix's outputs, from arrays that need no checks."""
         changes = {"data": data, "scale": scale, "share_of": self.whole_N, **more}
         return self.trusted(**{**vars(self), **changes})
@@ -240,7 +240,7 @@ def request(given: str, dtype: str) -> None:
         conversions.store(w, cupy.empty(w.shape, FLOATS[dtype]))
 
 
-def check_finite(name: str, array: NDArray[Any]) -> None:
+def check_finite(name: str, array: np.ndarray) -> None:
     """Raise InputError, with the first position, if a host array contains infinity or NaN."""
     bad = ~np.isfinite(array.astype(np.float32, copy=False))
     if bad.any():
@@ -266,7 +266,7 @@ def _check_choices(dtype: str, layout: str) -> None:
     check_layout(layout)
 
 
-def _check_array(name: str, array: Any, *dtypes: str) -> None:
+def _check_array(name: str, array: object, *dtypes: str) -> None:
     if not is_plain(array) and not is_array(array):
         raise InputError(f"{name}: expected a NumPy or CuPy array, got {kind(array)}")
     if array.ndim != 2 or array.size == 0:
@@ -275,7 +275,7 @@ def _check_array(name: str, array: Any, *dtypes: str) -> None:
         raise InputError(f"{name}: expected {' or '.join(dtypes)}, got {array.dtype}")
 
 
-def check_kind(scale: Any, array: Any, name: str, verb: str) -> None:
+def check_kind(scale: object, array: object, name: str, verb: str) -> None:
     """Raise InputError unless `scale` and `array` are both NumPy or both CuPy arrays."""
     if kind(scale) != kind(array):
         raise InputError(
@@ -289,15 +289,15 @@ def check_device(scale: Any, array: Any, name: str) -> None:
         raise InputError(f"scale: on device {scale.device.id}, {name} on {array.device.id}")
 
 
-def kind(array: Any) -> str:
+def kind(array: object) -> str:
     if is_plain(array):
         return "NumPy"
     return "CuPy" if is_array(array) else type(array).__name__
 
 
-def on_host(array: Any) -> NDArray[Any]:
+def on_host(array: Any) -> np.ndarray:
     """Return a NumPy or CuPy array as a NumPy array."""
-    host: NDArray[Any] = array.get() if is_array(array) else array
+    host: np.ndarray = array.get() if is_array(array) else array
     return host
 
 
@@ -327,7 +327,7 @@ def _to_fp8(w: Any, dtype: str, scale: Any, layout: str) -> Any:
     return found
 
 
-def _rows(matrix: NDArray[Any]) -> list[NDArray[Any]]:
+def _rows(matrix: np.ndarray) -> list[np.ndarray]:
     """Return views of groups of rows, for calls that would need too much memory for all rows."""
     rows = max(1, AT_ONCE // matrix.shape[1])
     return [matrix[first : first + rows] for first in range(0, len(matrix), rows)]

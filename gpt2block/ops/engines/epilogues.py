@@ -40,7 +40,7 @@ class Epilogue(NamedTuple):
         file: str,
         geometry: Geometry,
         defines: Defines,
-        args: Mapping[str, Any],
+        args: Mapping[str, object],
         w: WeightMatrix | Parts,
     ) -> Launch:
         """Return the launch of a kernel for weights w with this epilogue.

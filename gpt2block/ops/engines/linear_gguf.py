@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gpt2block.cuda.arrays import device_attribute
+from gpt2block.cuda.arrays import CudaArray, device_attribute
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry
@@ -198,7 +198,7 @@ def normalizes(M: int, K: int) -> bool:
     return M <= MAX_NORMED and K <= UNIT * MAX_SPLITS
 
 
-def norm_of(gamma: Any, beta: Any) -> int:
+def norm_of(gamma: CudaArray | None, beta: CudaArray | None) -> int:
     """Return LM_NORM, the norm of x that a product fuses: 0 none, 1 LayerNorm, 2 RMSNorm."""
     return 0 if gamma is None else 1 if beta is not None else 2
 
@@ -207,10 +207,10 @@ def launch(
     c: Call,
     epilogue: Epilogue,
     *,
-    gamma: Any = None,
-    beta: Any = None,
+    gamma: CudaArray | None = None,
+    beta: CudaArray | None = None,
     eps: float = 0.0,
-    bias: Any = None,
+    bias: CudaArray | None = None,
     up: GgufMatrix | None = None,
     rounded: bool,
 ) -> Launch:

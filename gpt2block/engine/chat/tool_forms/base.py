@@ -103,7 +103,7 @@ class ToolForm:
         """Return an id for a call."""
         return token_hex(5)[:9] if self.short_ids else f"call_{token_hex(12)}"
 
-    def written(self, content: str, calls: Sequence[Mapping[str, Any]]) -> str:
+    def written(self, content: str, calls: Sequence[Mapping[str, object]]) -> str:
         """Return a content followed by calls in OpenAI's format, as the model writes them.
 
         Raises InputError for calls of another format.
@@ -142,7 +142,7 @@ def _text(tools: list[Any]) -> str:
     return json.dumps(tools, ensure_ascii=False)
 
 
-def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, str]:
+def _name_and_arguments(call: Mapping[str, object]) -> tuple[str, str]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InputError(

@@ -25,7 +25,7 @@ def lark(
     required: bool,
     parallel: bool,
     special: Callable[[str], int | None] = lambda text: None,
-    format: Mapping[str, Any] | None = None,
+    format: Mapping[str, object] | None = None,
 ) -> str:
     """Return a grammar of the answers of a model with this form.
 
@@ -93,12 +93,12 @@ def _call(form: ToolForm, name: str, arguments: str, literal: Callable[[str], st
     return f'{head} {arguments} "}}"'
 
 
-def schema_text(schema: Mapping[str, Any]) -> str:
+def schema_text(schema: Mapping[str, object]) -> str:
     """Return the JSON text of a schema, with the options of llguidance."""
     return translated(parsed({**schema, "x-guidance": JSON_FORM}))
 
 
-def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def closed(schema: Mapping[str, object]) -> Mapping[str, Any]:
     """Return a schema of an object that allows only listed properties unless it says otherwise.
 
     A schema that combines several schemas stays as it is.
