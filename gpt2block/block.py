@@ -76,7 +76,7 @@ class BaseBlock(Hinted):
 
         self._engine = CudaEngine(spec, tensors, index, graph, self.dtype)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         options = self.causal, self._device, self.dtype, self.kernels, self._graph
         return type(self), (self.weights, *options)
 

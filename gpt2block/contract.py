@@ -174,7 +174,7 @@ def takes(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         optional = {name for name, one in parameters.items() if one.default is None}
         optional |= {entry.name for entry in contract.inputs if entry.optional}
 
-        def fitting(name: str, value: object, sizes: Sizes, dtypes: set[Any]) -> Any:
+        def fitting(name: str, value: object, sizes: Sizes, dtypes: set[object]) -> object:
             if value is None and name in optional:
                 return value
             if name in entries:
@@ -209,7 +209,7 @@ def unchecked(function: Callable[P, R]) -> Callable[P, R]:
     return inner
 
 
-def _widened(kind: str, value: object, dtypes: set[Any]) -> Any:
+def _widened(kind: str, value: object, dtypes: set[object]) -> object:
     """Convert an array to native byte order, 16-bit to float32; append its dtype to `dtypes`."""
     if kind == "kv" or not isinstance(value, np.ndarray):
         return value
@@ -219,7 +219,7 @@ def _widened(kind: str, value: object, dtypes: set[Any]) -> Any:
     return value.astype(np.float32 if native.char in "eE" else native, copy=False)
 
 
-def _rounded(made: Any, dtype: Any, given: list[Any]) -> Any:
+def _rounded(made: Any, dtype: Any, given: list[object]) -> object:
     """Convert a float32 result to `dtype`, unless the result is one of the arguments `given`."""
     unchanged = made.dtype != np.float32 or any(made is value for value in given)
     return made if unchanged else made.astype(dtype)

@@ -309,7 +309,7 @@ def _job_errors(problem: str, *errors: type[Exception]) -> Iterator[None]:
         raise JobError(message) from error
 
 
-def _compare(manifest: shards.Manifest, ours: dict[str, Any]) -> None:
+def _compare(manifest: shards.Manifest, ours: dict[str, object]) -> None:
     """Raise InputError if the manifest belongs to another job.
 
     An engine or dtype of None, not yet known from the workers, matches any value.
@@ -335,7 +335,7 @@ def _compare(manifest: shards.Manifest, ours: dict[str, Any]) -> None:
             )
 
 
-def _flat(job: dict[str, Any]) -> dict[str, Any]:
+def _flat(job: dict[str, object]) -> dict[str, object]:
     """Return a flat copy of a nested mapping: key `inner` in `outer` becomes `outer.inner`."""
     flat: dict[str, Any] = {}
     for name, value in job.items():

@@ -138,7 +138,7 @@ class Predictor:
         predictor.arguments = arguments
         return predictor
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"arguments": self.arguments}
 
     @cached_property
@@ -338,7 +338,7 @@ class Predictor:
         return column
 
 
-def _entries(name: str, column: Any) -> list[Any]:
+def _entries(name: str, column: Any) -> list[object]:
     """Return the entries of `column`, one per record. Raises InputError if it is not a column."""
     if isinstance(column, np.ma.MaskedArray):
         raise InputError(

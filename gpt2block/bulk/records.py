@@ -198,7 +198,7 @@ def are_typed(files: Sequence[Path], keep: Sequence[str]) -> bool:
     return True
 
 
-def arrow_types(path: Path, columns: Sequence[str]) -> dict[str, Any]:
+def arrow_types(path: Path, columns: Sequence[str]) -> dict[str, object]:
     """Return the Arrow types of a Parquet file's columns by name. Raises InputError, OSError."""
     schema = _parquet_file(path, columns).schema_arrow
     return {name: schema.field(name).type for name in columns}

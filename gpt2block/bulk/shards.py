@@ -68,7 +68,7 @@ def _json(value: object) -> bytes:
         return json.dumps(value, allow_nan=False, default=str).encode()
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Convert a value to JSON types. A float32 gets the fewest digits that identify it."""
     if isinstance(value, Cell):
         return _plain(value.value())
@@ -134,7 +134,7 @@ class ParquetPart:
         for name, values in self._values.items():
             values.append(entry[name])
 
-    def _field(self, name: str, value: object) -> Any:
+    def _field(self, name: str, value: object) -> object:
         if name in self._typed:
             return value
         plain = _plain(value)

@@ -71,11 +71,12 @@ class _CuPy:
 
     ndarray: type[CudaArray]
     empty: Callable[..., CudaArray]  # types of the functions that return new arrays or views
+    full: Callable[..., CudaArray]
     zeros: Callable[..., CudaArray]
     asarray: Callable[..., CudaArray]
     ascontiguousarray: Callable[..., CudaArray]
     from_dlpack: Callable[..., CudaArray]
-    _module: Any = None  # replacement of CuPy while `replaced_by` is active
+    _module: object = None  # replacement of CuPy while `replaced_by` is active
     _forked = False  # whether this process was forked; CUDA may then not work
 
     def __getattr__(self, name: str) -> Any:

@@ -65,7 +65,7 @@ SCALARS: Mapping[str, type[np.generic]] = {
 TENSOR_MAP = TensorMap.__name__  # type of parameters that are tensor maps, passed by value
 POINTERS, NULL = frozenset(f"{name}*" for name in (*SCALARS, "T", "W", "KV")), np.uintp(0)
 # Arguments of parameters that a launch does not use; null for pointers.
-UNUSED: Mapping[str, Any] = {TENSOR_MAP: NO_MAP, **dict.fromkeys(SCALARS, 0)}
+UNUSED: Mapping[str, TensorMap | int] = {TENSOR_MAP: NO_MAP, **dict.fromkeys(SCALARS, 0)}
 
 # Macros by dtype, for the types `T`, `W` and `KV` of a source (kernels_cu/lib/storage.cuh). FP8
 # values are stored in arrays of uint8. `W` and `KV` are the same type as `T` unless they are FP8.
@@ -307,7 +307,7 @@ def stored_as(storage: str, weights: str | None = None, cache: str | None = None
     return STORAGE[storage] + WEIGHTS.get(weights or "", ()) + FP8_CACHE.get(cache or "", ())
 
 
-def in_order(signature: Signature, args: Mapping[str, object]) -> tuple[Any, ...]:
+def in_order(signature: Signature, args: Mapping[str, object]) -> tuple[object, ...]:
     """Return arguments in the prototype's order.
 
     A parameter without an argument is null or 0. Raises KernelError for an argument without a
@@ -404,7 +404,7 @@ def _dtype(kernel: str, parameter: Parameter) -> tuple[type[np.generic], str]:
     return dtype, label
 
 
-def load(file: str, name: str, defines: Defines = ()) -> Any:
+def load(file: str, name: str, defines: Defines = ()) -> Function:
     """Request a kernel for the current device. Uses of the returned `Function` wait for the kernel.
 
     Raises KernelError if the file requires another architecture.
@@ -413,7 +413,7 @@ def load(file: str, name: str, defines: Defines = ()) -> Any:
 
 
 @cache
-def _function(device: int, file: str, name: str, defines: Defines) -> Any:
+def _function(device: int, file: str, name: str, defines: Defines) -> Function:
     options(file, capability_of(device))  # raises for a wrong device
     return Function(_compiled, (device, file, name, defines))
 

@@ -99,7 +99,7 @@ def default_block(file: str, kernel: str) -> int:
 def stated_launch(
     file: str,
     kernel: str,
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     known: Mapping[str, Any],
     threads: int | None = None,
     defines: Defines = (),

@@ -8,9 +8,9 @@ Launch".
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
-from typing import Any
 
 from gpt2block.cuda import cupy, replaced
 from gpt2block.cuda.cards import gpu
@@ -46,7 +46,7 @@ class _Config(ctypes.Structure):
 
 
 @cache
-def _launch_kernel() -> Any:
+def _launch_kernel() -> Callable[..., int]:
     call = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     call.argtypes = (
         ctypes.POINTER(_Config),

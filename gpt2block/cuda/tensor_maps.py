@@ -7,8 +7,9 @@ Access".
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,14 +23,14 @@ _SWIZZLES = {32: 1, 64: 2, 128: 3}  # bytes of a box's row → value of CUtensor
 _LONG_LINES = 3  # value of CUtensorMapL2promotion: promote L2 fetches to 256 bytes
 
 
-def _encode() -> Any:
+def _encode() -> Callable[..., int]:
     """Return cuTensorMapEncodeTiled, with a current context, which a new thread does not have."""
     cupy.cuda.Device().use()
     return cupy.encode_tensor_map if replaced() else _driver_call()
 
 
 @cache
-def _driver_call() -> Any:
+def _driver_call() -> Callable[..., int]:
     call = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
     call.argtypes = (
         ctypes.c_void_p,

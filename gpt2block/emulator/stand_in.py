@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a dtype's name)
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from gpt2block.cuda import kernels, requests
 from gpt2block.cuda.cards import CARDS, MAX_SHARED
@@ -41,6 +42,7 @@ ATTRIBUTES = {
     MAX_SHARED: CARDS[int(CAPABILITY)].max_shared,
     "L2CacheSize": 1 << 20,
 }
+ShapeLike = int | Sequence[int]
 BUDGET = 10_000_000_000  # warp instructions of a launch without checks
 __version__ = "emulated"
 float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
@@ -48,7 +50,7 @@ float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
 # (address, id(owner)) → (weak reference to the owner, bytes). An owner is an array that keeps
 # memory alive; memory of an object that is not an array can have several views as owners. Memory
 # counts as allocated as long as one of its owners lives.
-_memory: dict[tuple[int, int], tuple[weakref.ref[Any], int]] = {}
+_memory: dict[tuple[int, int], tuple[weakref.ref[np.ndarray], int]] = {}
 
 
 class MemoryPointer:
@@ -69,7 +71,9 @@ class _Pointer:
     def memset(self, value: int, nbytes: int) -> None:
         ctypes.memset(self.ptr, value, nbytes)
 
-    def copy_from_device_async(self, source: Any, nbytes: int, stream: object = None) -> None:
+    def copy_from_device_async(
+        self, source: MemoryPointer, nbytes: int, stream: object = None
+    ) -> None:
         def copy() -> None:
             ctypes.memmove(self.ptr, source.ptr, nbytes)
 
@@ -86,8 +90,8 @@ class ndarray(np.ndarray):  # noqa: N801  (CuPy's name)
 
     def __new__(
         cls,
-        shape: Any,
-        dtype: Any = "float64",
+        shape: ShapeLike,
+        dtype: DTypeLike = "float64",
         memptr: MemoryPointer | None = None,
         strides: Sequence[int] | None = None,
     ) -> ndarray:
@@ -120,7 +124,7 @@ class ndarray(np.ndarray):  # noqa: N801  (CuPy's name)
         self[...] = np.asarray(array)
 
 
-def empty(shape: Any, dtype: Any = "float64") -> ndarray:
+def empty(shape: ShapeLike, dtype: DTypeLike = "float64") -> ndarray:
     """Return a new array, aligned to 512 bytes, whose bytes are all 0xFF."""
     dtype = np.dtype(dtype)
     sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
@@ -151,7 +155,7 @@ def _allocated(owner: np.ndarray, address: int, nbytes: int) -> None:
     _memory[key] = weakref.ref(owner, lambda _: _memory.pop(key, None)), nbytes
 
 
-def asarray(array: object, dtype: Any = None, order: str | None = None) -> ndarray:
+def asarray(array: object, dtype: DTypeLike | None = None, order: str | None = None) -> ndarray:
     if hasattr(array, "__cuda_array_interface__"):
         return _shared(array.__cuda_array_interface__)
     host = np.asarray(array)
@@ -176,24 +180,24 @@ def _shared(interface: dict[str, Any]) -> ndarray:
     return ndarray(shape, dtype, MemoryPointer(memory, 0), interface["strides"])
 
 
-def array(value: Any, dtype: Any = None) -> ndarray:
+def array(value: ArrayLike, dtype: DTypeLike | None = None) -> ndarray:
     host = np.array(value, dtype)
     made = empty(host.shape, host.dtype)
     made[...] = host
     return made
 
 
-def zeros(shape: object, dtype: object = "float64") -> ndarray:
+def zeros(shape: ShapeLike, dtype: DTypeLike = "float64") -> ndarray:
     return full(shape, 0, dtype)
 
 
-def full(shape: object, value: object, dtype: object = "float64") -> ndarray:
+def full(shape: ShapeLike, value: object, dtype: DTypeLike = "float64") -> ndarray:
     made = empty(shape, dtype)
     made[...] = value
     return made
 
 
-def empty_like(array: Any) -> ndarray:
+def empty_like(array: np.ndarray) -> ndarray:
     return empty(array.shape, array.dtype)
 
 
@@ -207,7 +211,7 @@ def asnumpy(array: object) -> np.ndarray:
     return np.array(array)
 
 
-def copyto(target: ndarray, source: Any) -> None:
+def copyto(target: ndarray, source: ArrayLike) -> None:
     _now_or_captured(lambda: np.copyto(target, source))
 
 
@@ -354,7 +358,7 @@ def encode_tensor_map(place: int, dtype: int, rank: int, address: int, *layout: 
     return 0
 
 
-def _value(kernel: str, arg: object, spans: dict[int, Any]) -> Any:
+def _value(kernel: str, arg: object, spans: dict[int, object]) -> object:
     """Return an argument in the form that the engine takes."""
     if isinstance(arg, np.void):
         address, rank, item, swizzle, _, *numbers = _MAP.unpack_from(arg.tobytes())
@@ -535,7 +539,7 @@ def _now_or_captured(call: Callable[[], None]) -> None:
         captured.append(call)
 
 
-def get_default_memory_pool() -> Any:
+def get_default_memory_pool() -> SimpleNamespace:
     """Return a memory pool that caches no memory: its free_bytes() is always 0."""
     return SimpleNamespace(free_bytes=lambda: 0, free_all_blocks=lambda: None)
 

@@ -46,8 +46,8 @@ THREADS = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 NOT_COMPARED = "gpt2block", "model", "gpus", "options", "tokens", "finish_reason", "logprobs"
 NAMES = "model", "finish_reason"  # fields of NOT_COMPARED that are strings or null
 SAMPLED = tuple(each.name for each in fields(Sampling) if each.name != "end_ids")
-_known: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # results of `identity`
-_hashes: dict[Any, str] = {}  # hashes of weights by config and states of their files
+_known: WeakKeyDictionary[object, dict[str, object]] = WeakKeyDictionary()  # results of `identity`
+_hashes: dict[object, str] = {}  # hashes of weights by config and states of their files
 
 
 def identity(engine: Any) -> dict[str, Any]:
@@ -168,11 +168,11 @@ def of_tokenizer(encoding: Encoding | None) -> str | None:
 
 
 @lru_cache(maxsize=4)
-def _of_text(encoding: Any) -> str | None:
+def _of_text(encoding: Encoding | None) -> str | None:
     return of_tokenizer(encoding)
 
 
-def certify(engine: object, row: Row) -> dict[str, Any]:
+def certify(engine: object, row: Row) -> dict[str, object]:
     """Return the receipt of a row that has ended, which an engine has generated."""
     return receipt_of(row, identity(engine))
 

@@ -168,9 +168,9 @@ class Recorded(NamedTuple):
 
     step: Step
     launches: tuple[Launch, ...]
-    key: tuple[Any, ...]
+    key: tuple[object, ...]
     result: Any
-    extra: tuple[Any, ...]
+    extra: tuple[CudaArray, ...]
 
 
 class Recorder(Executor):
@@ -314,7 +314,9 @@ class Binder(Recorder):
         super().__init__(tensors, outs)
         self.steps: dict[str, Recorded] = {}
         self._arena, self._known, self._borrowed = arena, known or {}, borrowed
-        self._recipes: dict[Hashable, tuple[Recipe | None, tuple[Any, ...], tuple[int, ...]]] = {}
+        self._recipes: dict[
+            Hashable, tuple[Recipe | None, tuple[CudaArray, ...], tuple[int, ...]]
+        ] = {}
 
     def _allocated(self, name: str, shape: Shape, dtype: str, bound: float | None) -> Any:
         if dtype != HI_LO:
@@ -348,7 +350,7 @@ class Binder(Recorder):
         out: Operand,
         kind: Hashable,
         places: tuple[int, ...],
-    ) -> tuple[tuple[Launch, ...], tuple[Any, ...]]:
+    ) -> tuple[tuple[Launch, ...], tuple[CudaArray, ...]]:
         """Return a step's launches and auxiliary arrays; they are derived once for all layers."""
         alike = step.op, out is None, kind, tuple(step.attrs)
         recipe, extra, further = self._recipes.get(alike, (None, (), ()))

@@ -93,7 +93,7 @@ class EvaluatedModel(TemplateLM):
 
     @classmethod
     def create_from_arg_obj(
-        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+        cls, arg_dict: dict[str, object], additional_config: dict[str, object] | None = None
     ) -> EvaluatedModel:
         """Return a model. Model arguments replace lm_eval's options, such as its device cuda:0."""
         others = {k: v for k, v in (additional_config or {}).items() if k not in arg_dict}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.cuda import cupy
+from gpt2block.cuda import CudaArray, cupy
 from gpt2block.cuda.arrays import mapped
 from gpt2block.judge.arguments import Output, Values, values
 from gpt2block.judge.cases import Case
@@ -96,9 +96,9 @@ def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) ->
     fills the outputs before the launch.
     """
     arrays = tuple(map(workload.uploaded, given.inputs))
-    guards: list[Any] = []
+    guards: list[CudaArray] = []
 
-    def allocate(output: Output) -> Any:
+    def allocate(output: Output) -> CudaArray:
         array, memory = _guarded(output, GUARD if guarded else 0, fill)
         guards.append(memory)
         return array
@@ -225,7 +225,7 @@ def _poisoned(out: np.ndarray) -> NDArray[np.bool_]:
     return mask
 
 
-def _guarded(output: Output, guard: int, fill: int) -> tuple[Any, Any]:
+def _guarded(output: Output, guard: int, fill: int) -> tuple[CudaArray, CudaArray]:
     """Return an array filled with the byte `fill`, and the memory of the array and its guards."""
     dtype = np.dtype(output.dtype)
     nbytes = int(np.prod(output.shape)) * dtype.itemsize
@@ -235,7 +235,7 @@ def _guarded(output: Output, guard: int, fill: int) -> tuple[Any, Any]:
     return part.view(dtype).reshape(output.shape), memory
 
 
-def _overwritten(names: list[str], guards: list[Any]) -> str:
+def _overwritten(names: list[str], guards: list[CudaArray]) -> str:
     """Describe the first write to a guard area, by output and byte; return "" if there is none."""
     for name, memory in zip(names, guards, strict=False):
         found = cupy.asnumpy(memory)

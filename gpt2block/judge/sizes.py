@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import gcd, lcm
-from typing import Any
 
 import numpy as np
 
@@ -36,7 +35,7 @@ _WIDE = (
 # over a row; heads of qk_norm and rope are shorter. Positions of rope are small, so that a float
 # angle is right. In another entry, a row has an odd number of these vectors. In some entry of every
 # operation, an array has over 2^16 elements; of every elementwise operation, over 2^16 vectors.
-FURTHER: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+FURTHER: Mapping[str, tuple[Mapping[str, object], ...]] = {
     "add": ({"N": 13, "C": 769}, {"N": 13, "C": 772}, {"N": 104, "C": 2568}),
     "attention": ({"B": 86, "T": 2, "C": 128, "n_head": 2},
                   {"B": 1, "T": 257, "C": 8, "n_head": 2}),

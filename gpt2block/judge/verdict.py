@@ -206,14 +206,14 @@ class Verdict:
         return "\n".join((*parts, summary, *(text(f"hint: {each}") for each in self.hints)))
 
 
-def _check_as_dict(check: Checked) -> dict[str, Any]:
+def _check_as_dict(check: Checked) -> dict[str, object]:
     grid, block, shared = check.geometry
     launched = {"grid": list(grid), "block": list(block), "shared": shared}
     off = as_json(check, ("max_abs", "max_rel", "bound"))
     return {"sizes": dict(check.sizes), "inputs": check.inputs, **launched, **off}
 
 
-def _row_as_dict(row: Measurement) -> dict[str, Any]:
+def _row_as_dict(row: Measurement) -> dict[str, object]:
     return as_json(row, (*asdict(row), "right"))
 
 

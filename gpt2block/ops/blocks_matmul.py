@@ -6,8 +6,6 @@ has one kernel for each variant.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from gpt2block.checks import check_blocks
@@ -22,11 +20,11 @@ FILE = "learn/gguf/ladder.cu"
 TYPE = TYPES["Q4_K"]
 
 
-def _args(c: Call) -> tuple[Any, ...]:
+def _args(c: Call) -> tuple[object, ...]:
     return c.x, c.w, c.output("out"), c.rows, c.N, c.K
 
 
-def _mma_args(c: Call) -> tuple[Any, ...]:
+def _mma_args(c: Call) -> tuple[object, ...]:
     if c.storage != "float16":
         raise UnsupportedCall(f"takes x of float16, got {c.storage}: use variant warp")
     needs_mma(": use variant warp")

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from gpt2block.checks import SCALARS, meant
 from gpt2block.contract import MATRICES, Contract, Entry, Sizes, check_shapes
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import Expected, Operand, check_apart, check_each, same_memory
+from gpt2block.cuda.arrays import CudaArray, Expected, Operand, check_apart, check_each, same_memory
 from gpt2block.cuda.kernels import FP8, IN_BYTES, STORAGE, dtype_name
+from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError, shown
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -29,7 +30,9 @@ FIXED = {
 }
 
 
-CACHE: Mapping[str, Any] = {"kv_dtype": None}  # option of operations on a kv_cache: its FP8 format
+CACHE: Mapping[str, object] = {
+    "kv_dtype": None
+}  # option of operations on a kv_cache: its FP8 format
 
 
 class Call(SimpleNamespace):
@@ -48,9 +51,9 @@ class Call(SimpleNamespace):
 
     contract: Contract
     order: tuple[Any, ...] = ()  # preferred variants, or their names
-    before: tuple[Any, ...] = ()
-    after: tuple[Any, ...] = ()
-    kept: tuple[Any, ...] = ()
+    before: tuple[Launch, ...] = ()
+    after: tuple[Launch, ...] = ()
+    kept: tuple[CudaArray, ...] = ()
     fp8_cache: str | None = None
     to_peers: Any = None
 
@@ -73,7 +76,7 @@ class UncheckedCall(NamedTuple):
     inputs: tuple[Any, ...]
     out: Any
     options: Mapping[str, Any]
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, object]
 
     def checked(self, contract: Contract | None = None, **more: object) -> Call:
         """Check the call by `contract`, by default the operation's contract. Raises InputError.

@@ -39,11 +39,11 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 MAX_THREADS = 256  # maximum threads per row of kernel encoder_rows
 
 
-def _args(c: Call) -> tuple[Any, ...]:
+def _args(c: Call) -> tuple[object, ...]:
     return c.ids, c.wte, c.wpe, c.output("out"), c.ids.size, c.T, c.C, c.V
 
 
-def _vector_args(c: Call) -> tuple[Any, ...]:
+def _vector_args(c: Call) -> tuple[object, ...]:
     if row_alignment(c.C, c.wte, c.wpe, c.output("out")) != 16:
         raise UnsupportedCall(
             f"expected C to be a multiple of 4, got {c.C}, and rows that start on a multiple of 16 "

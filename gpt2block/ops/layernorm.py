@@ -125,7 +125,7 @@ def narrow_geometry(
     return Geometry(kernel, (ceil(rows / (shape.rows * each)),), (shape.block,), defines=defines)
 
 
-def _every(c: Call) -> tuple[Any, ...]:
+def _every(c: Call) -> tuple[object, ...]:
     """Return the arguments of a kernel that writes out, mean and rstd."""
     return c.x, c.gamma, c.beta, c.output("out"), c.mean, c.rstd, c.eps, c.rows, c.C
 
@@ -170,7 +170,7 @@ def _skeleton(c: Call) -> Launch:
     return launch_at(file, Geometry(name, (c.rows,), block, defines=defines), args)
 
 
-def _float_args(c: Call) -> tuple[Any, ...]:
+def _float_args(c: Call) -> tuple[object, ...]:
     """Return the arguments of variants 1 to 5, which take float32, and set N, their rows."""
     _fit(c)
     c.N = c.rows

@@ -47,6 +47,7 @@ from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
 from gpt2block.ops.operation import (
     REQUIRED,
+    Launches,
     Operation,
     UnsupportedCall,
     Variant,
@@ -341,12 +342,12 @@ class Engine(NamedTuple):
     name: str
     file: str
     kernel: str
-    launch: Callable[[Call, Ends], Any]
+    launch: Callable[[Call, Ends], Launches]
 
     def then(self, epilogue: Ends, prefix: str = "") -> Variant:
         """Return the variant with an epilogue. Its name begins with `prefix`."""
 
-        def launch(c: Call) -> Any:
+        def launch(c: Call) -> Launches:
             return self.launch(c, epilogue)
 
         return Variant(prefix + self.name, self.file, (self.kernel,), launch)
@@ -365,7 +366,7 @@ GGUF_ENGINES = (
 
 
 @variant("tiles", tiles.FILE, tiles.KERNEL)
-def _tiles(c: Call) -> Any:
+def _tiles(c: Call) -> Launches:
     if c.w.dtype == GGUF:
         return _by_mma_gguf(c, epilogue=add)
     _on_cuda_cores(c)

@@ -8,7 +8,7 @@ learn/matmul/skeleton.cu, learn/matmul/ladder.cu, learn/matmul/registers.cu.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
 from gpt2block.cuda.kernels import Geometry, launch_at
@@ -87,7 +87,7 @@ def registers_geometry(tile: MatmulTile, groups: int, M: int, N: int, width: int
     return Geometry("matmul_forward_kernel3", grid, (WARP * warps,), shared, defines)
 
 
-def _args(c: Call) -> tuple[Any, ...]:
+def _args(c: Call) -> tuple[object, ...]:
     M, K, N = c.rows, c.K, c.N
     if max(M, K, N) > MAX_SIZE:
         raise UnsupportedCall(
@@ -96,7 +96,7 @@ def _args(c: Call) -> tuple[Any, ...]:
     return c.a, c.w, c.bias, c.output("out"), M, K, N
 
 
-def _tiled_args(c: Call) -> tuple[Any, ...]:
+def _tiled_args(c: Call) -> tuple[object, ...]:
     if c.rows > MAX_ROWS:
         raise UnsupportedCall(TOO_MANY_ROWS.format(c.rows))
     return _args(c)

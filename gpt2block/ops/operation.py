@@ -27,9 +27,10 @@ Sizes = Mapping[str, int]  # sizes of one run by name: "B", "T", "C", "NH", "HS"
 Attrs = Mapping[str, Any]
 Case = tuple[Sizes, Attrs]  # sizes, and the attributes that differ from the documented attributes
 Inputs = tuple[np.ndarray, ...]
+Launches = Launch | tuple[Launch, ...]
 Count = Callable[[Sizes], int]
 Names = tuple[str, ...]
-REQUIRED: Any = object()  # marks an option without a default
+REQUIRED = object()  # marks an option without a default
 
 
 class UnsupportedCall(Exception):  # noqa: N818  (a reason to take another variant)
@@ -70,16 +71,16 @@ class Variant:
 
 def variant(
     name: str, file: str, *kernels: str, **fields: Any
-) -> Callable[[Callable[[Call], Any]], Variant]:
+) -> Callable[[Callable[[Call], Launches]], Variant]:
     """Decorator that turns a function that returns launches into a Variant."""
 
-    def decorate(launch: Callable[[Call], Any]) -> Variant:
+    def decorate(launch: Callable[[Call], Launches]) -> Variant:
         return Variant(name, file, kernels, launch, **fields)
 
     return decorate
 
 
-Arguments = Callable[[Call], tuple[Any, ...]]
+Arguments = Callable[[Call], tuple[object, ...]]
 
 
 def as_stated(
@@ -221,7 +222,7 @@ class Operation:
         given = (each for each in self.contract.inputs if not each.optional or each.name in of)
         return tuple(map(drawn, given))
 
-    def set_axes(self, known: dict[str, Any]) -> None:
+    def set_axes(self, known: dict[str, object]) -> None:
         """Add the axes of the contract that sizes and attributes in `known` determine."""
         for axis, text in self.workload.axes.items():
             if axis != "..." and axis not in known:

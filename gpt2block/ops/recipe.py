@@ -64,11 +64,11 @@ def _address(arg: object) -> int:
     return int(arg) if type(arg) is np.uintp else 0
 
 
-def _moved(arg: object, address: int) -> Any:
+def _moved(arg: object, address: int) -> object:
     return TensorMap(address, *arg[1:]) if type(arg) is TensorMap else np.uintp(address)
 
 
-def addresses_of(values: Iterable[Any]) -> tuple[int, ...]:
+def addresses_of(values: Iterable[object]) -> tuple[int, ...]:
     """Return the addresses of the arrays of all arguments."""
     return tuple([a.data.ptr for value in values for a in arrays_of("", value).values()])
 

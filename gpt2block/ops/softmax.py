@@ -6,7 +6,6 @@ Kernels: learn/softmax/ladder.cu, one for each variant.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
 from gpt2block.cuda.kernels import Defines, Geometry, launch_at
@@ -35,7 +34,7 @@ FILE = "learn/softmax/ladder.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 
-def _args(c: Call) -> tuple[Any, ...]:
+def _args(c: Call) -> tuple[object, ...]:
     return c.scores, c.output("out"), c.rows, c.T
 
 

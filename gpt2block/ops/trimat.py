@@ -82,7 +82,7 @@ def mma_geometry(
     return geometry, (heads, span, together)
 
 
-def _args(c: Call) -> tuple[Any, ...]:
+def _args(c: Call) -> tuple[object, ...]:
     return c.qkv, c.output("out"), c.T
 
 

@@ -369,7 +369,7 @@ def test_a_model_of_tensors_that_are_still_computed() -> None:
     ids = [1, 2, 3]
     expected = Llama(weights, device="cuda")(ids)
     source = [(name, cupy.asarray(a), layout) for name, a, layout in weights.tensors()]
-    tensors = [(name, cupy.full(a.shape, 1.0, "float32"), layout) for name, a, layout in source]
+    tensors: Any = [(n, cupy.full(a.shape, 1.0, "float32"), layout) for n, a, layout in source]
     cupy.cuda.Device().synchronize()
     busy(0)
     with cupy.cuda.Stream(non_blocking=True):

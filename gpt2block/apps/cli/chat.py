@@ -178,7 +178,9 @@ def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
         sys.stdout.flush()
 
 
-def _answered(conversation: Conversation, message: Message, options: ChatOptions) -> dict[str, Any]:
+def _answered(
+    conversation: Conversation, message: Message, options: ChatOptions
+) -> dict[str, object]:
     begun = perf_counter()
     for _ in conversation.stream(message, **asdict(options)):
         pass

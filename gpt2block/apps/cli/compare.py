@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 from rich.console import Console
 
@@ -70,7 +69,7 @@ def compare(
     out.print("Errors against float64, relative to the tensor's largest value.")
 
 
-def _entry(row: Comparison) -> dict[str, Any]:
+def _entry(row: Comparison) -> dict[str, object]:
     return {name: value for name, value in asdict(row).items() if name != "ms"}
 
 

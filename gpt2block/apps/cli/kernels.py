@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -41,7 +40,7 @@ def list_variants(out: Console, operation: Operation) -> None:
     out.print(table)
 
 
-def operations_report() -> list[dict[str, Any]]:
+def operations_report() -> list[dict[str, object]]:
     """Return every operation with its variants, for JSON."""
     return [
         {
@@ -60,7 +59,7 @@ def operations_report() -> list[dict[str, Any]]:
 
 def measured_report(
     measured: Sequence[list[Measurement]], skipped: list[str], ceiling: Ceilings
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return for JSON: the hardware limits, all measurements, and why variants were skipped."""
     tflop_s = {f"fp{bits}_tflop_s": ceiling.tflop_s[f"float{bits}"] for bits in (32, 16)}
     return {

@@ -86,7 +86,7 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
     Errors of the library then name the command's options instead of the library's arguments.
     """
     groups: dict[str, Any] = {}  # parameter of `function` → dataclass of options
-    infos: dict[str, Any] = {}  # name of an option or argument → its Typer declaration
+    infos: dict[str, object] = {}  # name of an option or argument → its Typer declaration
     types: dict[str, Any] = {}
     hints = get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
@@ -121,7 +121,7 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
     app.command(function.__name__, help=text, epilog=f"Example: gpt2block {example}")(run)
 
 
-def _options_of(kind: Any) -> Iterator[tuple[str, Any, Any]]:
+def _options_of(kind: Any) -> Iterator[tuple[str, object, object]]:
     """Yield (name, declaration, type) of each option in a dataclass and nested dataclasses."""
     types = get_type_hints(kind)
     for each in fields(kind):
@@ -131,7 +131,7 @@ def _options_of(kind: Any) -> Iterator[tuple[str, Any, Any]]:
             yield each.name, info, types[each.name]
 
 
-def _made(kind: Any, values: dict[str, Any]) -> Any:
+def _made(kind: Any, values: dict[str, object]) -> object:
     """Build a dataclass from `values` of its options, and remove these from `values`."""
     types, given = get_type_hints(kind), {}
     for each in fields(kind):
@@ -142,7 +142,7 @@ def _made(kind: Any, values: dict[str, Any]) -> Any:
     return kind(**given)
 
 
-def _info_of(each: Field[Any]) -> Any:
+def _info_of(each: Field[Any]) -> object:
     """Return the Typer declaration of a field; None for a field that is not an option.
 
     The metadata of a library's field contain its help and its possible values.

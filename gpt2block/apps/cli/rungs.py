@@ -135,7 +135,7 @@ def print_rungs(
 
 def rungs_report(
     operation: Operation, rungs: Sequence[Rung], skipped: Sequence[str], note: str | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the emulator's results for JSON. `note`: why no GPU is used, None for --device cpu."""
     return {
         "operation": operation.name,

@@ -91,7 +91,7 @@ def score(
     _print_score(file, loaded, found, seconds)
 
 
-def _prepend_end_of_text(encoding: Encoding | None, ids: Any, vocab_size: int) -> Any:
+def _prepend_end_of_text(encoding: Encoding | None, ids: Any, vocab_size: int) -> object:
     """Prepend the ids that the tokenizer puts before every text, unless `ids` begin with them.
 
     A tokenizer without a prefix, such as GPT-2's, prepends <|endoftext|>. Raises InputError if the

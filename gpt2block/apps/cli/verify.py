@@ -89,7 +89,7 @@ def _read(file: str) -> list[Any]:
     return found
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     """Return the value of JSON; a text that is not JSON is returned unchanged."""
     try:
         return json.loads(text)

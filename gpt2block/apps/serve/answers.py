@@ -371,11 +371,13 @@ class ChatForm(Form):
         delta = {"role": "assistant", "content": ""}
         return self._filled({"index": index, "delta": delta}, AnswerChoice(), logprobs=False)
 
-    def _filled(self, said: dict[str, Any], choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
+    def _filled(
+        self, said: dict[str, object], choice: AnswerChoice, logprobs: bool
+    ) -> dict[str, object]:
         found = self._logprobs(choice.scored) if logprobs else None
         return {**said, "logprobs": found, "finish_reason": choice.reason}
 
-    def with_prompts(self, found: dict[str, Any], prompts: Mapping[int, list[int]]) -> None:
+    def with_prompts(self, found: dict[str, object], prompts: Mapping[int, list[int]]) -> None:
         """Add the prompt's ids to the response once, because all choices have the same prompt."""
         if 0 in prompts:
             found["prompt_token_ids"] = prompts[0]
@@ -388,7 +390,7 @@ class ChatForm(Form):
         ]
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float | None) -> dict[str, object]:
         likely = None if logprob is None else finite(logprob)
         return {"token": self.token(token), "logprob": likely, "bytes": [*self.bytes_of(token)]}
 

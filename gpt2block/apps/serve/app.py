@@ -236,7 +236,7 @@ class Server:
             raise ApiError(401, problem, code="invalid_api_key")
         return names[0]
 
-    async def _parsed(self, request: Request, kind: type[Any]) -> Any:
+    async def _parsed(self, request: Request, kind: type[Value]) -> Value:
         """Read, parse and validate the body of a request."""
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json":
@@ -246,8 +246,8 @@ class Server:
         return await self._prepared(request, parsed, kind, body, names, n_ctx)
 
     async def _prepared(
-        self, request: Request, call: Callable[..., Any], *arguments: object
-    ) -> Any:
+        self, request: Request, call: Callable[..., Value], *arguments: object
+    ) -> Value:
         """Return call(*arguments): computed directly if the body is small, else in a thread."""
         if int(request.headers.get("content-length", SMALL_BODY + 1)) <= SMALL_BODY:
             return call(*arguments)

@@ -29,7 +29,7 @@ class Channel(asyncio.Protocol):
     ) -> None:
         self._held, self._receive, self._lost = held, receive, lost
         self._loop = asyncio.get_running_loop()
-        self._items: list[Any] = []
+        self._items: list[object] = []
         self._data = bytearray()
         self._transport: Any = None
 

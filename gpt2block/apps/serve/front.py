@@ -103,7 +103,7 @@ class RemoteEngine(EngineSide):
     def note(self, name: str, *arguments: object) -> None:
         self._channel.send("note", name, arguments)
 
-    async def _result(self, name: str, number: int, *arguments: object) -> Any:
+    async def _result(self, name: str, number: int, *arguments: object) -> object:
         if self._channel.closed:
             raise EngineFailed(ENDED)
         self._results[number] = asyncio.get_running_loop().create_future()

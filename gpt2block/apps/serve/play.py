@@ -162,7 +162,7 @@ class Play:
         parameters = sum(map(math.prod, model_shapes(config).values()))
         return min(MAX_EXPLAINED, config.n_ctx) if parameters <= MAX_PARAMETERS else 0
 
-    def _token(self, id: int) -> dict[str, Any]:
+    def _token(self, id: int) -> dict[str, object]:
         return {"id": id, "token": self._form.token(id)}
 
     async def _kept_logits(self, request: Request, ids: Ids) -> Floats:
@@ -179,7 +179,7 @@ class Play:
             kept.pop(key, None)
             raise
 
-    def _distribution(self, logits: Floats, given: NextRequest) -> dict[str, Any]:
+    def _distribution(self, logits: Floats, given: NextRequest) -> dict[str, object]:
         of_model = reference.softmax(logits.astype(np.float64))
         drawn = probabilities(logits, Sampling(**given.sampling_keywords()))
 

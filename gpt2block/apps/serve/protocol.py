@@ -92,7 +92,7 @@ NEUTRAL: Mapping[str, Any] = {
 Request = TypeVar("Request", bound="Body")
 
 
-def _token_ids(given: Any) -> Any:
+def _token_ids(given: Any) -> object:
     """Return token ids after checks in parts: pydantic would hold the GIL for the whole list."""
     for first in range(0, len(given) if isinstance(given, list) else 0, PART):
         part = given[first : first + PART]
@@ -142,7 +142,7 @@ def _at_most(most: int, what: str) -> BeforeValidator:
 Tokens = Annotated[list[Any], BeforeValidator(_token_ids)]
 
 
-def _texts(given: object, info: ValidationInfo) -> list[Any]:
+def _texts(given: object, info: ValidationInfo) -> list[object]:
     """Check the length of an input, and return it as a list of texts or of lists of token ids."""
     of_ids = isinstance(given, list) and [*map(type, given[:1])] == [int]
     found = [given] if isinstance(given, str) or of_ids else given
@@ -197,7 +197,7 @@ def check_length(count: int, n_ctx: int, field: str, least: str = "") -> None:
         raise ApiError(400, problem, field.partition(".")[0], "context_length_exceeded")
 
 
-def _or_all(given: object, info: ValidationInfo) -> Any:
+def _or_all(given: object, info: ValidationInfo) -> object:
     """Return a limit of new tokens; -1 becomes `info.context` (as many as fit in the context)."""
     return info.context if type(given) is int and given == -1 else given
 
@@ -233,7 +233,7 @@ def _as_n(given: int | None, info: ValidationInfo) -> int | None:
     return given
 
 
-def _with_stream(given: object, info: ValidationInfo) -> Any:
+def _with_stream(given: object, info: ValidationInfo) -> object:
     if given is not None and not info.data.get("stream"):
         raise ValueError("expected stream: true with it")
     return given
@@ -249,7 +249,7 @@ class SchemaFormat(Fields):
 
     name: str | None = None
     description: str | None = None
-    schema_: Any = Field(alias="schema")
+    schema_: object = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -274,7 +274,7 @@ class ResponseFormat(Fields):
 class StructuredOutputs(Fields):
     """The field structured_outputs. Source: vLLM, "Structured Outputs"."""
 
-    json_: Any = Field(None, alias="json")
+    json_: object = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -460,7 +460,7 @@ class TemplateFields(Body):
     chat_template_kwargs: Variables | None = None
 
 
-def _of_object(given: dict[str, Any] | None) -> dict[str, Any] | None:
+def _of_object(given: dict[str, object] | None) -> dict[str, object] | None:
     """Return the schema of a function's parameters. Raises ValueError unless it has type object."""
     if given and given.get("type") != "object":
         raise ValueError("expected the JSON schema of an object, with the type 'object'")
@@ -562,7 +562,7 @@ class _PatientDecoder(json.JSONDecoder):
         self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a JSON object. Raises ApiError for a repeated key, whose value would be ambiguous."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -587,7 +587,7 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
 
 
 def validated(
-    kind: type[Request], given: dict[str, Any], names: Collection[str], n_ctx: int
+    kind: type[Request], given: dict[str, object], names: Collection[str], n_ctx: int
 ) -> Request:
     """Return the request with the fields `given`. Other arguments and errors: as for `parsed`."""
     if given.get("function_call") == "none":
@@ -634,7 +634,7 @@ def _of_field(error: ValidationError, given: object) -> ApiError:
     return ApiError(400, f"{place}: {said}, got {shown(first['input'])}", field)
 
 
-def _place(problem: Any, given: Any) -> list[Any]:
+def _place(problem: Any, given: Any) -> list[object]:
     """Return the keys that lead to a value in a body, without pydantic's names of types."""
     found = []
     for key in problem["loc"]:

@@ -36,7 +36,7 @@ class ResponseSent(Sent):
 
     def __init__(self, given: ResponsesRequest, model: str) -> None:
         repeated = {name: getattr(given, name) for name in REPEATED}
-        self._response: dict[str, Any] = {
+        self._response: dict[str, object] = {
             **{"id": _id("resp"), "object": "response", "created_at": int(time.time())},
             **{"status": "in_progress", "background": False, "model": model, "output": []},
             "text": {"format": (given.text and given.text.format) or {"type": "text"},
@@ -189,7 +189,7 @@ class ResponseSent(Sent):
         return {"type": f"response.{kind}", "output_index": index, **named, **more}
 
 
-def _part() -> dict[str, Any]:
+def _part() -> dict[str, object]:
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 

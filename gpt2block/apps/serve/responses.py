@@ -72,7 +72,7 @@ class ResponsesRequest(SamplingFields):
     stream: bool | None = False
     text: TextFields | None = None
     tools: Messages | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool | None = None
     include: list[Included] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
@@ -87,7 +87,7 @@ class ResponsesRequest(SamplingFields):
         return LOGPROBS in (self.include or ())
 
 
-def chat_body(given: ResponsesRequest) -> dict[str, Any]:
+def chat_body(given: ResponsesRequest) -> dict[str, object]:
     """Return the body of the chat request that has the same answer.
 
     Fields that the request does not have are absent. Raises ApiError for items, tools and formats
@@ -179,7 +179,7 @@ def _message_of(item: object, place: str) -> dict[str, Any]:
     return {}
 
 
-def _content(given: object, place: str) -> str | list[dict[str, Any]]:
+def _content(given: object, place: str) -> str | list[dict[str, object]]:
     """Convert the content of an item to the content of a chat message: a text, or parts of text."""
     if isinstance(given, str):
         return given
@@ -197,7 +197,7 @@ def _content(given: object, place: str) -> str | list[dict[str, Any]]:
     return parts
 
 
-def _present(given: object, place: str) -> dict[str, Any]:
+def _present(given: object, place: str) -> dict[str, object]:
     """Return the fields of an object that are not null."""
     if not isinstance(given, dict):
         raise _refused(f"{place}: expected an object, got {shown(given)}")
@@ -205,8 +205,8 @@ def _present(given: object, place: str) -> dict[str, Any]:
 
 
 def _values_of(
-    given: dict[str, Any], place: str, *needed: str, others: Collection[str] = ("id", "status")
-) -> list[Any]:
+    given: dict[str, object], place: str, *needed: str, others: Collection[str] = ("id", "status")
+) -> list[object]:
     """Return the values of the fields `needed`. others: fields without effect."""
     if unknown := [name for name in given if name not in (*needed, *others)]:
         raise _refused(f"{place}.{unknown[0]}: there is no such field", "unknown_parameter")
@@ -215,7 +215,7 @@ def _values_of(
     return [given[name] for name in needed]
 
 
-def _chat_tool(given: dict[str, Any], index: int) -> dict[str, Any]:
+def _chat_tool(given: dict[str, object], index: int) -> dict[str, object]:
     """Return a function tool in the form of chats."""
     tool = _present(given, f"tools.{index}")
     if tool.pop("type", None) != "function":
@@ -225,7 +225,7 @@ def _chat_tool(given: dict[str, Any], index: int) -> dict[str, Any]:
     return {"type": "function", "function": tool}
 
 
-def _chat_choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+def _chat_choice(given: str | dict[str, object] | None) -> str | dict[str, object] | None:
     if not isinstance(given, dict):
         return given
     if given.keys() != {"type", "name"} or given["type"] != "function":
@@ -234,7 +234,7 @@ def _chat_choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | N
     return {"type": "function", "function": {"name": given["name"]}}
 
 
-def _chat_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+def _chat_format(given: dict[str, object] | None) -> dict[str, object] | None:
     """Return text.format in the form of response_format; None for plain text."""
     if given is None or given == {"type": "text"}:
         return None

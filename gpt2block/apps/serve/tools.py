@@ -24,9 +24,9 @@ from gpt2block.engine.grammars.grammar import Grammar
 from gpt2block.errors import InputError, require
 from gpt2block.files.tokenizers.encoding import Encoding, special_id
 
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
+ANY_OBJECT: dict[str, object] = {"type": "object"}
 UNKNOWN_FORM = "tools: the chat template does not show the form in which this model writes calls"
-NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+NO_PARAMETERS: dict[str, object] = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _checked(place: str, schema: Any) -> Mapping[str, Any]:
     return {} if schema is True else found
 
 
-def _as_shown(tool: ToolFields) -> dict[str, Any]:
+def _as_shown(tool: ToolFields) -> dict[str, object]:
     """Return a tool as chat templates read it; `strict` is for the server alone."""
     function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
     parameters = tool.function.parameters or NO_PARAMETERS
@@ -175,7 +175,7 @@ class ToolChatForm(ChatForm):
             del call["index"]
         return self._filled({"index": index, "message": message}, choice, logprobs)
 
-    def is_empty(self, delta: dict[str, Any]) -> bool:
+    def is_empty(self, delta: dict[str, object]) -> bool:
         return not delta["delta"] and delta["finish_reason"] is None
 
     def _read(

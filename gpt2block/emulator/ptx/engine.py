@@ -263,7 +263,7 @@ def _check_sizes(
         )
 
 
-def _three(sizes: Sequence[int]) -> Any:
+def _three(sizes: Sequence[int]) -> ctypes.Array[ctypes.c_uint32]:
     return (ctypes.c_uint32 * 3)(*sizes, *(1,) * (3 - len(sizes)))
 
 
@@ -527,7 +527,7 @@ def _split(number: int, sizes: list[int]) -> tuple[int, int, int]:
 class _Loaded:
     """A kernel that the library has loaded."""
 
-    library: Any
+    library: ctypes.CDLL
     handle: int
     encoded: Encoded
 
@@ -561,7 +561,7 @@ def _loaded(encoded: Encoded) -> _Loaded:
     return _Loaded(library, handle, encoded)
 
 
-def _library() -> Any:
+def _library() -> ctypes.CDLL:
     """Return the engine's library, which is built if the cache does not have it."""
     with _BUILDING:
         found = _opened()
@@ -571,7 +571,7 @@ def _library() -> Any:
 
 
 @cache
-def _opened() -> Any:
+def _opened() -> ctypes.CDLL | str:
     """Return the library, or why there is none: a build that has failed is not tried again."""
     try:
         library = ctypes.CDLL(str(_built()))

@@ -64,7 +64,7 @@ class Conversation:
         if self.messages:
             template.normalized(self.messages)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "answer": None, "_batch": None, "_latest": None}
 
     def __repr__(self) -> str:
@@ -173,7 +173,7 @@ class Conversation:
         return result
 
     def _run(
-        self, messages: Sequence[Message], template: dict[str, Any], options: dict[str, Any]
+        self, messages: Sequence[Message], template: dict[str, object], options: dict[str, object]
     ) -> Run:
         """Return the Run that generates an answer, in the last answer's KV cache if possible.
 

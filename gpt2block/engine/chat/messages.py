@@ -52,7 +52,7 @@ def normalized(
     names: TemplateNames,
     arguments_as_objects: bool = True,
     write_calls: WriteCalls | None = None,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return `messages` in the form that a chat template whose source has these `names` reads.
 
     Null fields, and empty fields in ABSENT_IF_EMPTY, are removed. The content becomes one text,
@@ -133,7 +133,7 @@ def _text_of_part(part: object, place: str) -> str:
     return text
 
 
-def _with_object(call: Mapping[str, object]) -> dict[str, Any]:
+def _with_object(call: Mapping[str, object]) -> dict[str, object]:
     """Return a tool call whose arguments are parsed from JSON text into an object.
 
     The name of a function comes first, because models read the name before the arguments.
@@ -146,7 +146,7 @@ def _with_object(call: Mapping[str, object]) -> dict[str, Any]:
     return {**call, "arguments": _object(call.get("arguments"))}
 
 
-def _object(arguments: Any) -> Any:
+def _object(arguments: Any) -> object:
     try:
         found = json.loads(arguments or "{}", object_pairs_hook=_unique)
     except (ValueError, TypeError, RecursionError):  # bad JSON, or integers of over 4,300 digits
@@ -154,7 +154,7 @@ def _object(arguments: Any) -> Any:
     return found if isinstance(found, dict) else arguments
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a key comes twice")  # a dict would keep only one of the values

@@ -140,7 +140,7 @@ class ChatTemplate:
 
     def normalized(
         self, messages: object, arguments_as_objects: bool = True
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """Return messages in the form that this template reads. Raises as `render` does."""
         write_calls = self.tool_form.written if self.tool_form else None
         return normalized(messages, self.names, arguments_as_objects, write_calls)
@@ -275,10 +275,10 @@ class ChatTemplate:
         if vars(self).get("_worker") is not None:
             self._end()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"source": self.source, "tokens": self.tokens}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
 

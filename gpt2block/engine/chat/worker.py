@@ -87,7 +87,7 @@ def plain(value: object) -> Any:
     return {plain(k): plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def followed(value: object, key: str = "") -> Any:
+def followed(value: object, key: str = "") -> object:
     """Return a copy of a JSON value whose strings consist of marks instead of characters."""
     if isinstance(value, str):
         return MarkedText(value) if key == "role" and value in ROLES else marked(value)
@@ -174,7 +174,7 @@ def _followed_filter(do: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a jinja2 filter so that, apart from marks, its result is as for unmarked input."""
 
     @wraps(do)
-    def filtered(*args: object, **options: object) -> Any:
+    def filtered(*args: object, **options: object) -> object:
         read = (Iterator, KeysView, ValuesView, ItemsView)  # `plain` does not copy them
         args = tuple(list(each) if isinstance(each, read) else each for each in args)
         found = do(*args, **options)
@@ -221,7 +221,7 @@ def environment(follows: bool = False) -> jinja2.Environment:
     return made
 
 
-def rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
+def rendered(template: jinja2.Template, variables: dict[str, object]) -> str:
     parts, length = [], 0
     for part in template.generate(**variables):
         parts.append(part)
@@ -244,7 +244,7 @@ def places(
     return [each.span() for each in re.finditer(f"[{own}]+", following)] if own else []
 
 
-def names_of(source: str) -> dict[str, Any]:
+def names_of(source: str) -> dict[str, object]:
     """Return the fields of `TemplateNames` for the source of a template."""
     tree = environment().parse(source)
     found = [*tree.find_all((nodes.Getattr, nodes.Getitem))]

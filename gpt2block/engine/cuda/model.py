@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gpt2block.cuda import cupy, doctor
-from gpt2block.cuda.arrays import CudaArray, mapped, to_host
+from gpt2block.cuda.arrays import CudaArray, Operand, mapped, to_host
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import Formats
 from gpt2block.engine.cuda.caches import KEPT_SHAPES, CudaCache, DecodingCaches, forget_oldest
@@ -52,6 +52,7 @@ from gpt2block.engine.speculation import ROWS
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
 from gpt2block.models.architectures import architecture_of
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import ModelConfig, model_shapes
 from gpt2block.models.weights.matrix import on_host
 from gpt2block.ops.attention import tensor_cores_take
@@ -122,7 +123,7 @@ class CudaModel(CudaWeights):
                 self.divides_prompts = self.continues_exactly
                 self.stream.synchronize()
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> object:
         raise InputError(
             "a model on a GPU cannot be copied or pickled: load it again with from_pretrained, in "
             "another process too (a Predictor is pickled without its model), or use device='cpu'"
@@ -395,11 +396,11 @@ class CudaModel(CudaWeights):
             appends=appends and self.formats.fp8_cache is None,
         )
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Operand]:
         """Return {name that steps use: array or matrix} of the weights that decoding reads."""
         return {**self._vectors, **self._matrices, **self._constants, **self.prompts.hi_lo}
 
-    def prompt_weights(self, head: bool) -> dict[str, Any]:
+    def prompt_weights(self, head: bool) -> dict[str, Operand]:
         """Return the weights that prefill reads, with memory for converted weights.
 
         head: whether to include the padded lm_head for logits of all tokens, as "head",
@@ -415,7 +416,7 @@ class CudaModel(CudaWeights):
         shape = Prefill(self.products, len(hidden), 1, len(hidden), cached=False)
         tensors = {**self.prompt_weights(head=True), "normed": hidden}
 
-        def run(do: Executor, first: int, end: int) -> Any:
+        def run(do: Executor, first: int, end: int) -> Value:
             return self._prefill_pass(shape, do).logits_of("normed", first, end)
 
         for first in range(0, len(hidden), ROWS_AT_ONCE):
@@ -427,6 +428,6 @@ class CudaModel(CudaWeights):
     def _prefill_pass(self, shape: Prefill, do: Executor) -> PrefillPass:
         return shape.over(do, self._settings, self.formats.dtype, self._bounds)
 
-    def forward_pass(self, shape: Prefill, do: Executor, want: Want | None) -> Any:
+    def forward_pass(self, shape: Prefill, do: Executor, want: Want | None) -> Value:
         """Run a prefill of this shape, up to the output `want`, on the executor `do`."""
         return forward(self._prefill_pass(shape, do), self._architecture, self.config, want)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from gpt2block.cuda.arrays import Operand
 from gpt2block.engine.cuda.choice import DecodingChoice
 from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.passes.forward import Want
 from gpt2block.engine.passes.prefill import Prefill
 from gpt2block.engine.recording import Recordings
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import ModelConfig
 
 
@@ -28,11 +30,11 @@ class CudaPasses(Protocol):
         """Hold the model's lock, with its device and stream current."""
         ...
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Operand]:
         """Return {name that steps use: array or matrix} of the weights that decoding reads."""
         ...
 
-    def prompt_weights(self, head: bool) -> dict[str, Any]:
+    def prompt_weights(self, head: bool) -> dict[str, Operand]:
         """Return the weights of prefill. head: include lm_head for logits of all tokens."""
         ...
 
@@ -42,6 +44,6 @@ class CudaPasses(Protocol):
         """Return the Prefill of `rows` tokens. cached: whether the kv_cache stores any layers."""
         ...
 
-    def forward_pass(self, shape: Prefill, do: Executor, want: Want | None) -> Any:
+    def forward_pass(self, shape: Prefill, do: Executor, want: Want | None) -> Value:
         """Run a prefill of this shape, up to the output `want`, on the executor `do`."""
         ...

@@ -228,7 +228,7 @@ def _tensors(
     return found
 
 
-def _input_shapes(step: Step, shapes: Shapes) -> list[list[Any]]:
+def _input_shapes(step: Step, shapes: Shapes) -> list[list[object]]:
     """Return [name, shape] of each input of a step, except inputs that describe the batch.
 
     Names from the step's layer are short; a name from the previous layer is not.

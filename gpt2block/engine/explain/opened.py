@@ -74,7 +74,7 @@ def _product(
     y: np.ndarray,
     lines: int,
     first: NDArray[np.int64] | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return some rows of x (T, K), some columns of w (K, N), and the values of b and y there.
 
     lines: maximum number of rows and columns, each of K float16 values; equal for all products.

@@ -78,7 +78,7 @@ def described(variant: Variant, plan: str, config: ModelConfig) -> dict[str, Any
 
 def _shown(
     plan: str, file: str, names: list[str], idea: str, config: ModelConfig
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the data that describe kernels of one file on a page.
 
     line: line of the first kernel. constants: values of the macros for the model's heads that a
@@ -111,7 +111,7 @@ def line_of(file: str, kernel: str) -> int:
     return text.count("\n", 0, match.end()) + 1 if match else 1
 
 
-def kernels_run(names: Iterable[str], config: ModelConfig) -> list[dict[str, Any]]:
+def kernels_run(names: Iterable[str], config: ModelConfig) -> list[dict[str, object]]:
     """Return data that describe these kernels on a page, except kernels of other libraries."""
     files = {name: file for file in kernels.sources() for name in kernels.signatures(file)}
     return [

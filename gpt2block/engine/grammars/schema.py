@@ -68,7 +68,7 @@ def parts(schema: object) -> Iterator[tuple[Path, Any]]:
     while waiting:
         path, each = waiting.pop()
         yield path, each
-        inner: list[tuple[Path, Any]] = []
+        inner: list[tuple[Path, object]] = []
         for name, value in each.items() if isinstance(each, dict) else ():
             if name in _OF_NAMES and isinstance(value, dict):
                 inner += [((*path, name, key), one) for key, one in value.items()]
@@ -145,7 +145,7 @@ def translated(schema: object) -> str:
     return numbers.as_json(schema)
 
 
-def _resolved(part: object, schema: object) -> Any:
+def _resolved(part: object, schema: object) -> object:
     """Return the part of a schema to which another part refers, or else this other part."""
     reference = part.get("$ref", "") if isinstance(part, dict) else ""
     for key in reference.split("/")[1:]:

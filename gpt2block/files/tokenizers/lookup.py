@@ -107,7 +107,7 @@ class ReadLater:
             vars(self)[name] = fields[name]()
             return vars(self)[name]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the values of all fields, for pickle."""
         values = {name: getattr(self, name) for name in vars(self).get("_later", ())}
         return {name: value for name, value in vars(self).items() if name != "_later"} | values

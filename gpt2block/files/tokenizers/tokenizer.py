@@ -148,7 +148,7 @@ def _in_directory(directory: Path) -> Encoding | None:
     return None
 
 
-def _settings(directory: Path, may_add: bool = False) -> Mapping[str, Any]:
+def _settings(directory: Path, may_add: bool = False) -> Mapping[str, object]:
     """Read tokenizer_config.json, or return {} if it does not exist.
 
     eos_token may also come from special_tokens_map.json. may_add: whether the settings may add
@@ -437,7 +437,7 @@ def check_ids(ids: np.ndarray, vocab_size: int, name: str, first: int = 0) -> No
         )
 
 
-def as_list(given: Any, name: str) -> tuple[bool, list[Any]]:
+def as_list(given: Any, name: str) -> tuple[bool, list[object]]:
     """Return (whether `given` is one text or one row of ids, the list of all texts or rows).
 
     Raises InputError, with `name` in the message, unless `given` is a text, a row of ids or a list

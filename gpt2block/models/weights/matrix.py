@@ -312,7 +312,7 @@ def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
     return np.concatenate(largest) if layout == "NK" else np.maximum.reduce(largest)
 
 
-def _to_fp8(w: Any, dtype: str, scale: Any, layout: str) -> Any:
+def _to_fp8(w: Any, dtype: str, scale: Any, layout: str) -> AnyArray:
     """Round a matrix to FP8 as `reference.to_fp8` does; a NumPy array by groups of rows."""
     if is_array(w):
         rounded = cupy.empty(w.shape, "uint8")
@@ -333,7 +333,7 @@ def _rows(matrix: np.ndarray) -> list[np.ndarray]:
     return [matrix[first : first + rows] for first in range(0, len(matrix), rows)]
 
 
-def _rounded(w: Any, dtype: str, absmax: NDArray[np.float32], name: str) -> Any:
+def _rounded(w: AnyArray, dtype: str, absmax: NDArray[np.float32], name: str) -> AnyArray:
     """Round w to a float dtype. Raises InputError if finite weights would become infinite."""
     target = FLOATS[dtype]
     with np.errstate(over="ignore"):

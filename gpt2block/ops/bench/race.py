@@ -63,7 +63,7 @@ def refuse(why: str, rounds: int) -> Captured:
     raise InputError(why)
 
 
-def first_and_last(outs: Iterable[object]) -> tuple[Any, ...]:
+def first_and_last(outs: Iterable[object]) -> tuple[object, ...]:
     """Return the first and, if there are several, the last output: only these are checked."""
     first, *others = outs
     return (first, *others[-1:])
@@ -122,7 +122,7 @@ def first_line(error: BaseException) -> str:
 
 
 def bind_copies(
-    bind: Callable[..., Bound], inputs: Sequence[tuple[Operand, ...]], outs: list[Any]
+    bind: Callable[..., Bound], inputs: Sequence[tuple[Operand, ...]], outs: list[Operand]
 ) -> list[Bound]:
     """Return `bind(arrays, out)` for each copy of the inputs and the entry of `outs` for this copy.
 
