@@ -25,10 +25,10 @@ import numpy as np
 from benchmarks.llama import SHAPES, RandomLlama
 from gpt2block import Block, BlockWeights, GPT2Config
 from gpt2block.apps.bench.decoding import GREEDY, STEPS, RandomModel, Steps
-from gpt2block.block import reads_blocks
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.cuda.cards import CARDS, dotted
+from gpt2block.cuda.devices import reads_blocks
 from gpt2block.cuda.formats import FILE
 from gpt2block.models.config import size
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from benchmarks.random_weights import bytes_in_blocks, random_tensors
 from gpt2block.apps.bench.decoding import RandomModel
-from gpt2block.block import reads_blocks
 from gpt2block.cuda import cupy
+from gpt2block.cuda.devices import reads_blocks
 from gpt2block.cuda.formats import FILE
 from gpt2block.cuda.kernels import FP8
 from gpt2block.engine.cuda.model import CudaModel

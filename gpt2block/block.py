@@ -18,8 +18,10 @@ from gpt2block.checks import (
     plain_array,
 )
 from gpt2block.cuda import cards, cupy, doctor
-from gpt2block.cuda.devices import resolve_device, resolve_devices
+from gpt2block.cuda.arrays import check
+from gpt2block.cuda.devices import resolve_device
 from gpt2block.engine.block import NOTHING, BlockEngine, BlockSpec, Given
+from gpt2block.engine.cuda.block import CudaEngine, run_once
 from gpt2block.engine.inspect.compare import Comparisons, compare_steps
 from gpt2block.engine.numpy.block import NumpyEngine
 from gpt2block.engine.passes.blocks import PassSettings
@@ -72,8 +74,6 @@ class BaseBlock(Hinted):
         if index is None:
             self._engine = NumpyEngine(spec, tensors, self.dtype)
             return
-        from gpt2block.engine.cuda.block import CudaEngine  # noqa: PLC0415  (it imports CuPy)
-
         self._engine = CudaEngine(spec, tensors, index, graph, self.dtype)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -187,12 +187,6 @@ class Block(BaseBlock):
         return self._compare(x)
 
 
-def reads_blocks(device: str | None) -> bool:
-    """Return whether `device` is a GPU that supports GGUF weights. Raises like `resolve_device`."""
-    indices = resolve_devices(device)
-    return bool(indices) and all(cards.gpu(each).has_mma for each in indices)
-
-
 Weights = TypeVar("Weights", bound=BlockArrays)
 
 
@@ -304,9 +298,6 @@ def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
     """
     seq_len = check_count("seq_len", seq_len)
     doctor.require_cuda("gpt2block.solve")
-    from gpt2block.cuda.arrays import check  # noqa: PLC0415
-    from gpt2block.engine.cuda.block import run_once  # noqa: PLC0415
-
     shape = (seq_len, 768)
     for name, array in (("x", x), ("output", output), ("weights", weights)):
         check(name, array)

@@ -25,6 +25,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field, fields
+from difflib import get_close_matches
 from numbers import Integral
 from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
@@ -124,8 +125,6 @@ def meant(value: object, known: Iterable[str]) -> str:
 
     A dtype of NumPy or torch is compared by its name.
     """
-    from difflib import get_close_matches  # noqa: PLC0415
-
     name = value.__name__ if isinstance(value, type) else str(value)
     text, names = name.lower().removeprefix("torch."), list(known)
     if isinstance(value, (type, np.dtype)) or str(value).startswith("torch."):
@@ -235,8 +234,6 @@ def _name_of(function: Callable[..., Any], args: tuple[object, ...]) -> str:
 
 def unknown_option(callee: str, name: str, known: Iterable[str]) -> UnknownOption:
     """Return the error for a keyword that a function does not have, with the nearest keyword."""
-    from difflib import get_close_matches  # noqa: PLC0415
-
     nearest = get_close_matches(name, list(known), 1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"see help({callee})"
     return UnknownOption(f"{callee}: unknown keyword {name!r}: {hint}")

@@ -10,41 +10,55 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, over
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.block import reads_blocks
 from gpt2block.checks import check_callable, check_count, check_flag, named_options
 from gpt2block.cuda import begin
-from gpt2block.cuda.devices import resolve_devices
+from gpt2block.cuda.devices import reads_blocks, resolve_devices
 from gpt2block.cuda.formats import FILE, REMOVED, FormatOptions, Formats
 from gpt2block.engine import inputs
-from gpt2block.engine.generation.options import Options, with_keywords
+from gpt2block.engine.chat.conversation import Conversation
+from gpt2block.engine.chat.messages import Message
+from gpt2block.engine.chat.template import ChatTemplate
+from gpt2block.engine.cuda.model import CudaModel
+from gpt2block.engine.cuda.several import SeveralCudaModels
+from gpt2block.engine.explain import Page, collect
+from gpt2block.engine.generation import generate, known_texts, scoring
+from gpt2block.engine.generation.generate import Prompt, Prompts
+from gpt2block.engine.generation.known_texts import ReceiptCheck
+from gpt2block.engine.generation.options import (
+    GenerateOptions,
+    Options,
+    Overflow,
+    StreamOptions,
+    with_keywords,
+)
+from gpt2block.engine.generation.rows import Generation
+from gpt2block.engine.generation.scoring import Score, ScoredTokens
 from gpt2block.engine.inspect import lens
 from gpt2block.engine.inspect.compare import Comparisons, compare
 from gpt2block.engine.inspect.lens import LogitLens
 from gpt2block.engine.model import Floats, KVCache, Tensors, TracedEngine
+from gpt2block.engine.numpy.model import NumpyModel
 from gpt2block.errors import CheckpointError, Hinted, InputError
 from gpt2block.files.checkpoints import BUNDLED, Checkpoint, save_gguf, save_pretrained
+from gpt2block.files.checkpoints.chat_files import chat_sampling, chat_template
+from gpt2block.files.checkpoints.embedding_files import (
+    EmbeddingDefaults,
+    Pooling,
+    chosen,
+    embedding_defaults,
+)
 from gpt2block.files.parameters.arrays import ModelArrays
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from gpt2block.files.parameters.llama import LlamaWeights
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_ids
 from gpt2block.files.tokenizers.lookup import Lookup, of_inputs
+from gpt2block.files.tokenizers.tokenizer import token_ids
 from gpt2block.models.config import GPT2Config, ModelConfig
 from gpt2block.models.config.llama import LlamaConfig
 from gpt2block.sampling import with_defaults
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from gpt2block.engine.chat.conversation import Conversation
-    from gpt2block.engine.chat.messages import Message
-    from gpt2block.engine.chat.template import ChatTemplate
-    from gpt2block.engine.explain import Page
-    from gpt2block.engine.generation.generate import Prompt, Prompts
-    from gpt2block.engine.generation.known_texts import ReceiptCheck
-    from gpt2block.engine.generation.options import GenerateOptions, Overflow, StreamOptions
-    from gpt2block.engine.generation.rows import Generation
-    from gpt2block.engine.generation.scoring import Score, ScoredTokens
-    from gpt2block.files.checkpoints.embedding_files import EmbeddingDefaults, Pooling
 
 Row = Sequence[int] | NDArray[np.integer]  # token ids (T,); an array may also be (B, T)
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -170,16 +184,10 @@ class Model(Hinted, Generic[Weights]):
         indices = resolve_devices(device)
         self.engine: TracedEngine
         if not indices:
-            from gpt2block.engine.numpy.model import NumpyModel  # noqa: PLC0415
-
             self.engine = NumpyModel(config, tensors, formats)
         elif len(indices) > 1:
-            from gpt2block.engine.cuda.several import SeveralCudaModels  # noqa: PLC0415
-
             self.engine = SeveralCudaModels(config, tensors, formats, indices)
         else:
-            from gpt2block.engine.cuda.model import CudaModel  # noqa: PLC0415
-
             self.engine = CudaModel(config, tensors, formats, indices[0])
         self.engine.checkpoint, self.engine.file_states = checkpoint, states
 
@@ -286,9 +294,6 @@ class Model(Hinted, Generic[Weights]):
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The template of the model's conversations. Raises CheckpointError if there is none."""
-        from gpt2block.engine.chat.template import ChatTemplate  # noqa: PLC0415
-        from gpt2block.files.checkpoints.chat_files import chat_template  # noqa: PLC0415
-
         found = chat_template(self._checkpoint) if self._checkpoint else None
         if found is None:
             raise CheckpointError(
@@ -305,8 +310,6 @@ class Model(Hinted, Generic[Weights]):
         Read from the model's generation_config.json, else a temperature of 0.2 and a top_p of 0.9.
         Raises CheckpointError for values out of range.
         """
-        from gpt2block.files.checkpoints.chat_files import chat_sampling  # noqa: PLC0415
-
         return chat_sampling(self._checkpoint)
 
     @cached_property
@@ -316,8 +319,6 @@ class Model(Hinted, Generic[Weights]):
         A model without these files has the mean, which is not normalized. Raises CheckpointError
         for damaged files, and for poolings and modules that are not supported.
         """
-        from gpt2block.files.checkpoints.embedding_files import embedding_defaults  # noqa: PLC0415
-
         return embedding_defaults(self._checkpoint)
 
     def tensors(self) -> Tensors:
@@ -450,9 +451,6 @@ class Model(Hinted, Generic[Weights]):
         distribution. layer: the block that the page opens, with finer heatmaps. T is at most 1024.
         Raises InputError.
         """
-        from gpt2block.engine.explain import Page, collect  # noqa: PLC0415
-        from gpt2block.files.tokenizers.tokenizer import token_ids  # noqa: PLC0415
-
         encoding = of_inputs(self.lookup, text)
         ids = token_ids(encoding, text, self.config.vocab_size, "text")
         return Page(collect(self.engine, encoding, self.name, ids, layer))
@@ -489,8 +487,6 @@ class Model(Hinted, Generic[Weights]):
         keyword), and for logits that are NaN or infinite; CheckpointError for text when the
         tokenizer cannot be loaded; MemoryError when the GPU has no room for rows_at_once.
         """
-        from gpt2block.engine.generation import generate  # noqa: PLC0415
-
         found: Generation | list[Generation] | list[list[Generation]] = generate.generate(
             self.engine, self.lookup, prompts, Options.of(options)
         )
@@ -506,8 +502,6 @@ class Model(Hinted, Generic[Weights]):
         The keywords are as in `generate`. The generator's return value is the Generation.
         Raises as `generate` does; wrong arguments raise immediately.
         """
-        from gpt2block.engine.generation import generate  # noqa: PLC0415
-
         return generate.stream(self.engine, self.lookup, prompt, Options.of(options))
 
     def chat(
@@ -567,8 +561,6 @@ class Model(Hinted, Generic[Weights]):
         another form and variables that the template does not read, and CheckpointError as `chat`
         does.
         """
-        from gpt2block.engine.chat.conversation import Conversation  # noqa: PLC0415
-
         return Conversation(
             self.engine,
             self.tokenizer,
@@ -619,8 +611,6 @@ class Model(Hinted, Generic[Weights]):
         progress: called with the numbers of tokens scored so far and in total. likeliest: whether
         `tokens.likeliest` holds the most likely token at each position. Raises InputError.
         """
-        from gpt2block.engine.generation import scoring  # noqa: PLC0415
-
         found: Score | list[Score] = scoring.score(
             self.engine,
             self.lookup,
@@ -659,8 +649,6 @@ class Model(Hinted, Generic[Weights]):
 
         Raises as `generate` does, and InputError for texts that are longer than the context.
         """
-        from gpt2block.engine.generation import known_texts  # noqa: PLC0415
-
         return known_texts.score_generated(
             self.engine,
             self.lookup,
@@ -682,8 +670,6 @@ class Model(Hinted, Generic[Weights]):
         log-probabilities are as stated, 1 if one differs, and 2 if the text cannot be compared,
         such as a text of another model. `problem` is a sentence about the difference.
         """
-        from gpt2block.engine.generation import known_texts  # noqa: PLC0415
-
         several = isinstance(receipt, list)
         receipts = receipt if several else [receipt]
         found = dict(known_texts.check_receipts(self.engine, self.lookup, receipts))
@@ -710,9 +696,6 @@ class Model(Hinted, Generic[Weights]):
 
         Raises InputError, and CheckpointError as `embedding_defaults` does.
         """
-        from gpt2block.engine.generation import scoring  # noqa: PLC0415
-        from gpt2block.files.checkpoints.embedding_files import chosen  # noqa: PLC0415
-
         own = chosen(pooling, normalize, lambda: self.embedding_defaults)
         given: Any = texts if instruction is None else scoring.instructed(instruction, texts)
         return scoring.embed(

@@ -7,6 +7,7 @@ The algorithm is documented in kernels_cu/tokens/sample.cu.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypedDict, cast
@@ -222,8 +223,6 @@ def _ids(given: object) -> tuple[int, ...]:
 
 def new_seed() -> int:
     """Return a random seed."""
-    import secrets  # noqa: PLC0415  (slow to import)
-
     return secrets.randbits(SEED_BITS)
 
 

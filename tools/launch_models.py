@@ -9,8 +9,8 @@ import numpy as np
 from launch_recorder import Recorder
 
 from gpt2block import GPT2Config, LlamaConfig, Model, RopeScaling, Sampling
-from gpt2block.block import reads_blocks
 from gpt2block.cuda import cupy
+from gpt2block.cuda.devices import reads_blocks
 from gpt2block.cuda.formats import FILE
 from gpt2block.engine.model import Start
 from gpt2block.models.architectures.gemma3 import Gemma3Config

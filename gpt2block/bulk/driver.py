@@ -18,10 +18,10 @@ from uuid import uuid4
 from distributed import CancelledError, Client, Future, KilledWorker, TimeoutError
 from distributed.system import MEMORY_LIMIT
 
-from gpt2block.block import reads_blocks
 from gpt2block.bulk import cluster, paths, records, shards
 from gpt2block.bulk.job import Failed, Job, engine_of, gpus_of, threads_of
 from gpt2block.bulk.records import Shard
+from gpt2block.cuda.devices import reads_blocks
 from gpt2block.cuda.formats import USUAL
 from gpt2block.engine.model import weight_bytes
 from gpt2block.errors import Argument, CheckpointError, InputError, PrintableError

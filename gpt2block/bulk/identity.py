@@ -7,6 +7,7 @@ import importlib.metadata
 import platform
 from pathlib import Path
 
+import kernels_cu
 from gpt2block.engine.receipts import hash_of_sources, of_checkpoint
 from gpt2block.files.checkpoints import Checkpoint
 
@@ -18,8 +19,6 @@ def of_model(name: str | Path, revision: str | None = None) -> str:
 
 def of_program() -> str:
     """Return the SHA-256 of gpt2block's sources, which also distinguishes unreleased versions."""
-    import kernels_cu  # noqa: PLC0415
-
     folders = [Path(__file__).parent.parent, *map(Path, kernels_cu.__path__)]
     return hashlib.sha256("".join(map(hash_of_sources, folders)).encode()).hexdigest()
 

@@ -13,14 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpt2block.block import reads_blocks
 from gpt2block.bulk import identity, paths, records, shards
 from gpt2block.bulk.predictor import Arguments, Predictor, record_seed
 from gpt2block.bulk.records import Record, Shard
 from gpt2block.bulk.tasks import Embedding, Problem, Row, problem_of
 from gpt2block.checks import check_choice, check_count
 from gpt2block.cuda import doctor, first_gpus
-from gpt2block.cuda.devices import resolve_device
+from gpt2block.cuda.devices import reads_blocks, resolve_device
 from gpt2block.engine.receipts import of_tokenizer
 from gpt2block.errors import DeviceError, InputError, printable
 from gpt2block.files.checkpoints import BUNDLED_NAMES, Checkpoint

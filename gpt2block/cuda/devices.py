@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpt2block.cuda import cupy, doctor
+from gpt2block.cuda.cards import gpu
 from gpt2block.errors import Argument, DeviceError, InputError, shown
 
 
@@ -44,3 +45,9 @@ def resolve_devices(device: str | None) -> tuple[int, ...]:
         here = f"this machine has {count}, cuda:0…cuda:{count - 1}"
         raise DeviceError(Argument("device"), f" {device!r}: {here}")
     return numbers
+
+
+def reads_blocks(device: str | None) -> bool:
+    """Return whether `device` is a GPU that supports GGUF weights. Raises like `resolve_device`."""
+    indices = resolve_devices(device)
+    return bool(indices) and all(gpu(each).has_mma for each in indices)

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from gpt2block.cuda import kernels, replaced_by
 from gpt2block.cuda.doctor import Check
+from gpt2block.emulator import stand_in
 from gpt2block.emulator.ptx.engine import ORDERS, Order, missing
-
-if TYPE_CHECKING:
-    from gpt2block.emulator.stand_in import Checks
 
 __all__ = ["ORDERS", "Order", "adopted", "check", "emulated", "missing", "run"]
 
@@ -28,7 +26,7 @@ __all__ = ["ORDERS", "Order", "adopted", "check", "emulated", "missing", "run"]
 def emulated(
     order: Order = "forward",
     multiprocessors: int = 4,
-    checks: Checks | None = None,
+    checks: stand_in.Checks | None = None,
     capability: str = "80",
 ) -> Iterator[Any]:
     """Emulate a GPU on the CPU, in the whole process, until the context ends.
@@ -39,8 +37,6 @@ def emulated(
     "80" or "90". Yields the replacement of the cupy module, whose arrays every function of this
     package accepts.
     """
-    from gpt2block.emulator import stand_in  # noqa: PLC0415  (replaces CuPy only if it is used)
-
     chosen = checks or stand_in.USUAL
     with replaced_by(stand_in), stand_in.device(order, multiprocessors, chosen, capability):
         yield stand_in
@@ -48,8 +44,6 @@ def emulated(
 
 def adopted(array: Any) -> Any:
     """Return a NumPy array as an emulated device array; a C-contiguous array is not copied."""
-    from gpt2block.emulator import stand_in  # noqa: PLC0415
-
     return stand_in.adopt(array)
 
 
@@ -67,7 +61,7 @@ def run(
     order: Order = "forward",
     capability: str = "80",
     early: Collection[str] | None = None,
-    checks: Checks | None = None,
+    checks: stand_in.Checks | None = None,
 ) -> None:
     """Launch a kernel on NumPy arrays, which the launch changes; None is a null pointer.
 
@@ -78,8 +72,6 @@ def run(
     default all. An array that is passed twice becomes the same pointer twice. Raises EmulatorError
     for an error of the kernel, and KernelError for arguments that do not fit.
     """
-    from gpt2block.emulator import stand_in  # noqa: PLC0415
-
     with emulated(order, checks=checks or stand_in.CHECKED, capability=capability):
         values = tuple(adopted(arg) if isinstance(arg, np.ndarray) else arg for arg in args)
         geometry = kernels.Geometry(kernel, grid, block, shared, defines)

@@ -9,6 +9,7 @@ import numpy as np
 from gpt2block.checks import check_flag
 from gpt2block.engine.model import Ids, KVCache, ModelEngine
 from gpt2block.errors import InputError
+from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import as_array
 from gpt2block.files.tokenizers.lookup import Lookup
 
@@ -53,8 +54,6 @@ def one_sequence(engine: ModelEngine, ids: object, cached: bool = False) -> Ids:
 def tokens(engine: ModelEngine, lookup: Lookup, text: object, cached: bool = False) -> Ids:
     """Return the ids of `text`, a string or one sequence of ids. cached: see `one_sequence`."""
     if isinstance(text, str):
-        from gpt2block.files.tokenizers import tokenizer  # noqa: PLC0415  (tiktoken imports slowly)
-
         text = tokenizer.token_ids(lookup.encoding, text, engine.config.vocab_size, "text")
         if not len(text):
             raise InputError("text: expected at least one token, got an empty text")

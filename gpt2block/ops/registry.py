@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -93,8 +94,6 @@ def bind(name: str, inputs: tuple[Operand, ...], out: object = None, **options: 
 def find(name: str) -> Operation:
     """Return an operation by name. Raises InputError with the nearest name and all names."""
     if name not in _PLACES:
-        from difflib import get_close_matches  # noqa: PLC0415
-
         near = get_close_matches(name, _PLACES, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise InputError(f"unknown operation {name!r}{hint}: expected one of {', '.join(_PLACES)}")

@@ -12,8 +12,8 @@ import pytest
 from launch_recorder import recording
 
 from gpt2block.apps.bench import report
-from gpt2block.block import reads_blocks
 from gpt2block.cuda import cards
+from gpt2block.cuda.devices import reads_blocks
 from gpt2block.errors import InputError
 
 TOOL = Path(__file__).parents[2] / "tools" / "as_gpu.py"

@@ -13,6 +13,7 @@ import typer
 
 from gpt2block.apps.cli.codes import INTERRUPTED, WRONG
 from gpt2block.apps.cli.options import add_command
+from gpt2block.cuda.formats import refuse_removed
 from gpt2block.errors import INSTEAD, InputError
 
 _UsageError: Any = typer.BadParameter.__base__  # UsageError of Click, or of Typer's copy of Click
@@ -97,8 +98,6 @@ def run(app: typer.Typer, arguments: list[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # message: the help text or ""
             print(message, end="")
             return WRONG
-        from gpt2block.cuda.formats import refuse_removed  # noqa: PLC0415  (slow to import)
-
         refuse_removed([getattr(error, "option_name", "").lstrip("-")], "--")
         more = f" (see {context.command_path} --help)" if context else ""
         raise InputError(f"{message.rstrip('.')}{_advice(message)}{more}") from None

@@ -13,6 +13,7 @@ from gpt2block.apps.cli.model import ModelOptions, load_model, model_facts
 from gpt2block.apps.cli.options import argument, json_option, option
 from gpt2block.engine.inspect.compare import Comparison
 from gpt2block.errors import InputError
+from gpt2block.files.tokenizers.tokenizer import token_ids
 
 MAX_TOKENS = 1024  # a limit, because the tensors of all steps are kept in float64
 DEFAULT_TEXT = "To be, or not to be, that is the question"
@@ -32,10 +33,6 @@ def compare(
     A row shows the step with the largest error of a layer. The float64 pass uses the weights as
     they are stored, and keys and values that are not rounded.
     """
-    from gpt2block.files.tokenizers.tokenizer import (  # noqa: PLC0415  (tiktoken takes its time)
-        token_ids,
-    )
-
     loaded, encoding = load_model(model, "--ids of generate reads token ids")
     n_layer = loaded.config.n_layer
     if layer is not None and not 0 <= layer < n_layer:

@@ -9,6 +9,7 @@ from gpt2block.apps.cli.compare import DEFAULT_TEXT, text_argument
 from gpt2block.apps.cli.display import console, shown, working
 from gpt2block.apps.cli.model import ModelOptions, load_model
 from gpt2block.apps.cli.options import option, path_option
+from gpt2block.files.tokenizers.tokenizer import token_ids
 from gpt2block.files.writing import check_file
 
 
@@ -26,9 +27,6 @@ def explain(
     file that needs no network.
     """
     from gpt2block.engine import explain as explaining  # noqa: PLC0415
-    from gpt2block.files.tokenizers.tokenizer import (  # noqa: PLC0415  (tiktoken takes its time)
-        token_ids,
-    )
 
     check_file(output)
     loaded, encoding = load_model(model, "--tokenizer takes the path of one")

@@ -34,6 +34,7 @@ from gpt2block.apps.cli.writer import Writer
 from gpt2block.engine.generation.options import Options
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints import BUNDLED_NAMES
+from gpt2block.files.tokenizers.tokenizer import token_ids
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -79,7 +80,6 @@ def generate(
     """
     from gpt2block.engine.generation.generate import Run  # noqa: PLC0415
     from gpt2block.engine.receipts import append_receipts  # noqa: PLC0415
-    from gpt2block.files.tokenizers.tokenizer import token_ids  # noqa: PLC0415
 
     clock = Stopwatch(perf_counter())
     if ids and special:

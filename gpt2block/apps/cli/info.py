@@ -33,8 +33,10 @@ from gpt2block.cuda.formats import (
     itemsize,
     with_cache,
 )
+from gpt2block.engine.model import weight_bytes
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints import BUNDLED, Checkpoint
+from gpt2block.files.tokenizers.tokenizer import sources_of_end_tokens
 
 
 def info(
@@ -49,8 +51,6 @@ def info(
 ) -> None:
     """Show the sizes, end tokens, memory and tensors of a model, without reading tensor data."""
     from gpt2block.engine.cuda.several_bytes import bytes_by_gpu  # noqa: PLC0415
-    from gpt2block.engine.model import weight_bytes  # noqa: PLC0415
-    from gpt2block.files.tokenizers.tokenizer import sources_of_end_tokens  # noqa: PLC0415
 
     given = [each for each in (model, named) if each is not None]
     if len(given) > 1:

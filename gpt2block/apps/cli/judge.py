@@ -23,6 +23,7 @@ from gpt2block.apps.cli.display import (
     shown,
 )
 from gpt2block.apps.cli.options import argument, json_option, option, path_of, path_option
+from gpt2block.cuda import doctor
 from gpt2block.errors import InputError
 from gpt2block.files.writing import check_file, write_file
 
@@ -91,7 +92,6 @@ def judge(
 
 def _check_device(device: str | None) -> None:
     """Raise DeviceError if the device cannot be used, so that not every kernel reports it."""
-    from gpt2block.cuda import doctor  # noqa: PLC0415
     from gpt2block.judge.on_cpu import require_emulator  # noqa: PLC0415
 
     if device not in (None, "cpu", "cuda"):

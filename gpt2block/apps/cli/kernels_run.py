@@ -25,6 +25,7 @@ from gpt2block.apps.cli.kernels import (
 from gpt2block.apps.cli.kernels_options import KernelsOptions, OwnOptions
 from gpt2block.apps.cli.listing import rung
 from gpt2block.apps.cli.mine import print_source, print_verdict, print_why
+from gpt2block.apps.cli.plots import check_file
 from gpt2block.apps.cli.rungs import check_variants, print_rungs, rungs_report
 from gpt2block.cuda import doctor
 from gpt2block.errors import DeviceError, InputError, NotJudged, check_all
@@ -38,6 +39,7 @@ from gpt2block.judge.source import read
 from gpt2block.judge.templates import template as template_of
 from gpt2block.judge.verdict import Verdict
 from gpt2block.judge.why import EMULATOR_ONLY
+from gpt2block.judge.why_page import html_of
 from gpt2block.ops import workload
 from gpt2block.ops.bench import ceilings
 from gpt2block.ops.bench.variants import CEILINGS, measure_variants
@@ -91,8 +93,6 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     variants = found.variants if options.variant is None else (found.variant(options.variant),)
     stored = workload.check_storage(found, options.dtype, options.layout)
     if options.plot is not None:
-        from gpt2block.apps.cli.plots import check_file  # noqa: PLC0415  (slow to import)
-
         check_all(partial(check_file, options.plot), later=partial(doctor.require_cuda, "the GPU"))
     user = None
     if own.mine is not None:
@@ -262,8 +262,6 @@ def _show_own(request: Request, found: Verdict) -> bool:
     """Print the verdict. Raise an exception, for exit code 2, if the kernel was not judged."""
     page = request.own.why_page
     if page is not None and found.why is not None:
-        from gpt2block.judge.why_page import html_of  # noqa: PLC0415  (slow to import)
-
         write_file(page, html_of(found, found.why).encode())
     wanted = request.options.counters and found.right
     counted = _counted(request, found.kernel) if wanted else None

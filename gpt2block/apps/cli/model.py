@@ -21,6 +21,7 @@ from gpt2block.engine.generation.options import KEYWORDS
 from gpt2block.errors import CheckpointError, InputError, require
 from gpt2block.files.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.files.checkpoints.locating import SMOLLM2
+from gpt2block.files.tokenizers.lookup import Lookup
 from gpt2block.sampling import NUMBERS
 
 if TYPE_CHECKING:
@@ -168,7 +169,6 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
     hint: advice that is added to the error if the model has no tokenizer. None: the command works
     with token ids, and only tokenizer files next to the weights are read.
     """
-    from gpt2block.files.tokenizers.lookup import Lookup  # noqa: PLC0415
     from gpt2block.model import load  # noqa: PLC0415
 
     require_for(options.model, options.model)

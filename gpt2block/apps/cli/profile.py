@@ -28,16 +28,21 @@ from gpt2block.apps.cli.model import (
     revision_option,
 )
 from gpt2block.apps.cli.options import argument, json_option, option, path_option
+from gpt2block.block import Block, LlamaBlock
 from gpt2block.checks import check_choice
+from gpt2block.cuda.devices import resolve_devices
 from gpt2block.cuda.formats import BY_DEFAULT, FormatOptions
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints import BUNDLED, Checkpoint
+from gpt2block.files.parameters.gpt2 import BlockWeights, GPT2Weights
+from gpt2block.files.parameters.llama import LlamaBlockWeights
 from gpt2block.files.writing import check_file, write_file
+from gpt2block.models.config import size
+from gpt2block.models.config.llama import LlamaConfig
 
 if TYPE_CHECKING:
     from gpt2block.apps.profiling.runs import Profile
     from gpt2block.apps.profiling.summary import PassTimes, TimedOperation
-    from gpt2block.block import Block, LlamaBlock
     from gpt2block.model import Model
 
 WHAT = ("generate", "score", "block")
@@ -73,7 +78,6 @@ def profile(
     """
     from gpt2block.apps.profiling import runs  # noqa: PLC0415  (slow to import)
     from gpt2block.apps.profiling.trace import trace  # noqa: PLC0415
-    from gpt2block.cuda.devices import resolve_devices  # noqa: PLC0415
 
     check_choice("WHAT", what, WHAT)
     check_file(output)
@@ -107,9 +111,7 @@ def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
         chosen = options.model, options.revision, options.formats, options.device
         loaded, _ = load_model(ModelOptions(*chosen), None)
         return loaded, loaded.name, loaded.dtypes
-    from gpt2block.files.parameters.gpt2 import GPT2Weights  # noqa: PLC0415
     from gpt2block.model import GPT2  # noqa: PLC0415
-    from gpt2block.models.config import size  # noqa: PLC0415
 
     weights = GPT2Weights.random(0, size(options.size))
     given = options.formats.resolved(in_blocks=False)
@@ -119,12 +121,6 @@ def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
 
 def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
     """Load the first block of the model. Return the block, its name and its dtype."""
-    from gpt2block.block import Block, LlamaBlock  # noqa: PLC0415
-    from gpt2block.files.parameters.gpt2 import BlockWeights  # noqa: PLC0415
-    from gpt2block.files.parameters.llama import LlamaBlockWeights  # noqa: PLC0415
-    from gpt2block.models.config import size  # noqa: PLC0415
-    from gpt2block.models.config.llama import LlamaConfig  # noqa: PLC0415
-
     made: Block | LlamaBlock
     dtype = options.formats.resolved(in_blocks=False).dtype
     where: dict[str, Any] = {"device": options.device, "dtype": dtype}

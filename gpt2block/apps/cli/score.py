@@ -21,6 +21,7 @@ from gpt2block.apps.cli.model import (
 from gpt2block.apps.cli.options import argument, json_option, option
 from gpt2block.apps.cli.texts import read_text, regular_file
 from gpt2block.errors import InputError
+from gpt2block.files.tokenizers.tokenizer import end_of_text, prefix_of, token_ids
 
 if TYPE_CHECKING:
     from gpt2block.engine.generation.scoring import Score
@@ -57,7 +58,6 @@ def score(
     A window as long as the model's context slides over the text; each token is predicted once.
     """
     from gpt2block.engine.generation import scoring  # noqa: PLC0415
-    from gpt2block.files.tokenizers.tokenizer import token_ids  # noqa: PLC0415
 
     begun = perf_counter()
     of_tokens = Path(file).suffix in (".npy", ".bin") if tokens is None else tokens
@@ -97,8 +97,6 @@ def _prepend_end_of_text(encoding: Encoding | None, ids: Any, vocab_size: int) -
     A tokenizer without a prefix, such as GPT-2's, prepends <|endoftext|>. Raises InputError if the
     tokenizer has no such token.
     """
-    from gpt2block.files.tokenizers.tokenizer import end_of_text, prefix_of  # noqa: PLC0415
-
     prefix = prefix_of(encoding) if encoding is not None else []
     if prefix:
         present = np.array_equal(ids[: len(prefix)], prefix)

@@ -7,6 +7,7 @@ The number of threads is never changed within a process, as the last bits of res
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -58,8 +59,6 @@ def slow_steps(nbytes: int) -> Callable[[int, float], None]:
 
 def seconds_of_product(**variables: str) -> float:
     """Return the time of a matrix product in a child process with these environment variables."""
-    import subprocess  # noqa: PLC0415  (slow to import)
-
     command = [sys.executable, "-c", PRODUCTS]
     environment = {**os.environ, **variables}
     return float(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)

@@ -15,6 +15,7 @@ from gpt2block.engine.generation.generate import Run
 from gpt2block.engine.generation.options import Options
 from gpt2block.engine.generation.rows import Generation, Row
 from gpt2block.engine.model import ModelEngine
+from gpt2block.engine.receipts import append_receipts
 from gpt2block.errors import InputError, shown
 from gpt2block.files.tokenizers.encoding import Encoding
 from gpt2block.sampling import with_defaults
@@ -167,8 +168,6 @@ class Conversation:
                     self.messages.append({"role": "assistant", "content": row.text})
         result = row.result()
         if self.receipts is not None:
-            from gpt2block.engine.receipts import append_receipts  # noqa: PLC0415
-
             append_receipts(self.receipts, [result.receipt])
         return result
 

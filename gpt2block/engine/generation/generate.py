@@ -18,6 +18,7 @@ from gpt2block.engine.generation.options import Options
 from gpt2block.engine.generation.rows import Ends, Generation, Row
 from gpt2block.engine.grammars import Grammar, Matcher, vocabulary_of
 from gpt2block.engine.model import Drafts, Ids, ModelEngine
+from gpt2block.engine.receipts import certify
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding
@@ -135,8 +136,6 @@ class Run:
             found = Row(start, own, reader, ends, options.top_logprobs, options.rule)
             found.matcher = None if matcher is None else matcher.copy()
             if options.receipt:
-                from gpt2block.engine.receipts import certify  # noqa: PLC0415  (slow to import)
-
                 found.exact, found.certify = True, partial(certify, engine)
             return found
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpt2block.errors import CheckpointError
+from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ class Lookup:
 
     @cached_property
     def _found(self) -> Encoding | CheckpointError:
-        from gpt2block.files.tokenizers import tokenizer  # noqa: PLC0415  (tiktoken imports slowly)
-
         try:
             if self._path is not None:
                 return tokenizer.from_path(self._path, self._vocab_size)
