@@ -77,6 +77,7 @@ class Composite:
 
 
 Operand = AnyArray | Composite | None  # an argument of an operation
+Operands = tuple[Operand, ...]
 
 
 def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
@@ -164,10 +165,7 @@ def check_address(name: str, array: CudaArray, multiple: int = 16) -> None:
 
 
 def check_apart(
-    name: str,
-    out: Operand,
-    apart: Mapping[str, Operand],
-    in_place: Mapping[str, Operand] | None = None,
+    name: str, out: Operand, apart: Mapping[str, Operand], in_place: Mapping[str, Operand] = {}
 ) -> None:
     """Raise InputError if an output overlaps an input, which other thread blocks may still read.
 
@@ -176,7 +174,7 @@ def check_apart(
     """
     for written in arrays_of(name, out).values():
         first, last = _extent(written)
-        for kind, inputs in (("", apart), (" in part", in_place or {})):
+        for kind, inputs in (("", apart), (" in part", in_place)):
             for given, value in inputs.items():
                 for part, array in arrays_of(given, value).items():
                     start, end = _extent(array)

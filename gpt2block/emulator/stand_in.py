@@ -42,7 +42,6 @@ ATTRIBUTES = {
     MAX_SHARED: CARDS[int(CAPABILITY)].max_shared,
     "L2CacheSize": 1 << 20,
 }
-ShapeLike = int | Sequence[int]
 BUDGET = 10_000_000_000  # warp instructions of a launch without checks
 __version__ = "emulated"
 float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
@@ -90,7 +89,7 @@ class ndarray(np.ndarray):  # noqa: N801  (CuPy's name)
 
     def __new__(
         cls,
-        shape: ShapeLike,
+        shape: int | Sequence[int],
         dtype: DTypeLike = "float64",
         memptr: MemoryPointer | None = None,
         strides: Sequence[int] | None = None,
@@ -124,7 +123,7 @@ class ndarray(np.ndarray):  # noqa: N801  (CuPy's name)
         self[...] = np.asarray(array)
 
 
-def empty(shape: ShapeLike, dtype: DTypeLike = "float64") -> ndarray:
+def empty(shape: int | Sequence[int], dtype: DTypeLike = "float64") -> ndarray:
     """Return a new array, aligned to 512 bytes, whose bytes are all 0xFF."""
     dtype = np.dtype(dtype)
     sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
@@ -187,11 +186,11 @@ def array(value: ArrayLike, dtype: DTypeLike | None = None) -> ndarray:
     return made
 
 
-def zeros(shape: ShapeLike, dtype: DTypeLike = "float64") -> ndarray:
+def zeros(shape: int | Sequence[int], dtype: DTypeLike = "float64") -> ndarray:
     return full(shape, 0, dtype)
 
 
-def full(shape: ShapeLike, value: object, dtype: DTypeLike = "float64") -> ndarray:
+def full(shape: int | Sequence[int], value: object, dtype: DTypeLike = "float64") -> ndarray:
     made = empty(shape, dtype)
     made[...] = value
     return made

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,6 +25,7 @@ import numpy as np
 import kernels_cu
 from gpt2block.cuda import cupy, doctor
 from gpt2block.cuda.arrays import compute_capability
+from gpt2block.engine.generation.rows import Row
 from gpt2block.errors import InputError, shown
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.stored import Stored
@@ -32,9 +33,6 @@ from gpt2block.files.tokenizers.encoding import Encoding, rules, special_id, tok
 from gpt2block.files.tokenizers.lookup import of_outputs
 from gpt2block.files.tokenizers.tokenizer import end_of_text
 from gpt2block.sampling import Sampling
-
-if TYPE_CHECKING:
-    from gpt2block.engine.generation.rows import Row
 
 FORMAT, VERSION = "gpt2block_receipt", 1  # field with the version of the format, and its value
 # Folders of the package whose code cannot change a bit of a text.
@@ -212,9 +210,7 @@ def parsed(receipt: object) -> dict[str, Any]:
     return dict(found)
 
 
-def require_equal(
-    stated: Mapping[str, object], known: Mapping[str, object], before: str = ""
-) -> None:
+def require_equal(stated: Mapping[str, object], known: dict[str, object], before: str = "") -> None:
     """Raise InputError, which names the field, unless a receipt has the values of `known`.
 
     Raises KeyError for a missing field. Of fields that are not compared, the types are checked.

@@ -586,15 +586,9 @@ def attention_cached(
     C. The bits of a query's result do not depend on the division of its sequence into calls. Heads
     have at most 256 channels. softmax_scale, window: as in `attention`.
     """
-    return call(
-        OPERATION,
-        contiguous(q, k, v),
-        start=start,
-        n_head=n_head,
-        kv_dtype=kv_dtype,
-        softmax_scale=softmax_scale,
-        window=window,
-    ).out
+    options: dict[str, Any] = {"start": start, "n_head": n_head, "kv_dtype": kv_dtype}
+    options |= {"softmax_scale": softmax_scale, "window": window}
+    return call(OPERATION, contiguous(q, k, v), **options).out
 
 
 def attention_packed(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gpt2block.checks import SCALARS, meant
 from gpt2block.contract import MATRICES, Contract, Entry, Sizes, check_shapes
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, Expected, Operand, check_apart, check_each, same_memory
+from gpt2block.cuda.arrays import Expected, Operand, Operands, check_apart, check_each, same_memory
 from gpt2block.cuda.kernels import FP8, IN_BYTES, STORAGE, dtype_name
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError, shown
@@ -30,9 +30,7 @@ FIXED = {
 }
 
 
-CACHE: Mapping[str, object] = {
-    "kv_dtype": None
-}  # option of operations on a kv_cache: its FP8 format
+CACHE: Mapping[str, object] = {"kv_dtype": None}  # option with a kv_cache: its FP8 format
 
 
 class Call(SimpleNamespace):
@@ -53,7 +51,7 @@ class Call(SimpleNamespace):
     order: tuple[Any, ...] = ()  # preferred variants, or their names
     before: tuple[Launch, ...] = ()
     after: tuple[Launch, ...] = ()
-    kept: tuple[CudaArray, ...] = ()
+    kept: tuple[Any, ...] = ()
     fp8_cache: str | None = None
     to_peers: Any = None
 
@@ -93,9 +91,7 @@ class UncheckedCall(NamedTuple):
         return checked(contract or self.contract, self.inputs, self.out, **options)
 
 
-def checked(
-    contract: Contract, inputs: tuple[Operand, ...], out: Any = None, **options: Any
-) -> Call:
+def checked(contract: Contract, inputs: Operands, out: Any = None, **options: Any) -> Call:
     """Check a call of an operation.
 
     inputs, out: arrays in the order of the contract; None for an omitted array. options: attributes

@@ -445,6 +445,5 @@ def gemm(
     peak performance" (2022).
     """
     a, bias, residual = contiguous(a, bias, residual)
-    inputs = (a, w, bias, residual, up)
     options: dict[str, Any] = {"gelu": gelu, "split_k": split_k, "dtype": dtype, "bound": bound}
-    return call(OPERATION, inputs, variant=variant, **options).out
+    return call(OPERATION, (a, w, bias, residual, up), variant=variant, **options).out

@@ -73,9 +73,7 @@ def addresses_of(values: Iterable[object]) -> tuple[int, ...]:
     return tuple([a.data.ptr for value in values for a in arrays_of("", value).values()])
 
 
-def signature_of(
-    values: Iterable[object], options: Iterable[object]
-) -> tuple[tuple[int, ...], Hashable]:
+def signature_of(values: Iterable[Any], options: Iterable[Any]) -> tuple[tuple[int, ...], Hashable]:
     """Return all arrays' addresses, and a key of all other properties that launches depend on.
 
     Launches of calls with equal keys differ only in addresses.

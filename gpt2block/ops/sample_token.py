@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -374,10 +374,8 @@ def sample_token(
     Each call copies the parameters to the device; `SampleState` and `bind_state` avoid these
     copies. Raises InputError.
     """
-    (logits,) = contiguous(logits)
-    options: dict[str, Any] = {"sampling": sampling, "step": step, "occurred": occurred}
-    options |= {"counts": counts, "masks": masks}
-    return OPERATION.bind_on_device((logits,), **options).run()
+    inputs, state = contiguous(logits), {"occurred": occurred, "counts": counts, "masks": masks}
+    return OPERATION.bind_on_device(inputs, sampling=sampling, step=step, **state).run()
 
 
 def _integers(name: str, value: AnyArray) -> CudaArray:
@@ -393,5 +391,5 @@ def mark_occurred(tokens: AnyArray, rows: AnyArray, occurred: CudaArray) -> Cuda
 
     occurred is (B, V) uint8, rows (N,). Raises InputError.
     """
-    indices = (_integers(n, a) for n, a in (("tokens", tokens), ("rows", rows)))
+    indices = _integers("tokens", tokens), _integers("rows", rows)  # launches keep no arrays
     return MARK_OCCURRED.bind_on_device((*indices, occurred)).run()

@@ -33,6 +33,7 @@ from gpt2block.apps.cli.model import (
 from gpt2block.apps.cli.options import option, path_of, path_option
 from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, RECEIPT, read_text
 from gpt2block.checks import check_choice, check_encodable
+from gpt2block.engine.chat.messages import Message, read_messages
 from gpt2block.engine.generation.options import KEYWORDS, Options
 from gpt2block.engine.grammars.grammar import RULES
 from gpt2block.errors import InputError, PrintableError
@@ -41,7 +42,6 @@ from gpt2block.files.writing import write_file
 
 if TYPE_CHECKING:
     from gpt2block.engine.chat.conversation import Conversation
-    from gpt2block.engine.chat.messages import Message
 
 MAX_FILE = 2**24  # maximum bytes of a conversation's file: 16 MiB
 DONE = {  # command → confirmation
@@ -119,7 +119,7 @@ def chat(
     kv_cache: only new tokens are computed.
     """
     require_for("chat", model.model, "jinja2")
-    from gpt2block.engine.chat.conversation import Conversation, read_messages  # noqa: PLC0415
+    from gpt2block.engine.chat.conversation import Conversation  # noqa: PLC0415
 
     if isinstance(sys.stdin, TextIOWrapper):
         # A terminal keeps its encoding. Some programs begin text in UTF-8 with U+FEFF.
@@ -164,8 +164,6 @@ def _read(file: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
 
 def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
     """Answer each user message from stdin; append messages of other roles without an answer."""
-    from gpt2block.engine.chat.conversation import read_messages  # noqa: PLC0415
-
     for line in filter(str.strip, sys.stdin):
         try:
             for message in read_messages(json.loads(line)):

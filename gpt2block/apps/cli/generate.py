@@ -32,6 +32,7 @@ from gpt2block.apps.cli.options import argument, json_option, option, path_optio
 from gpt2block.apps.cli.texts import RECEIPT, read_text
 from gpt2block.apps.cli.writer import Writer
 from gpt2block.engine.generation.options import Options
+from gpt2block.engine.receipts import append_receipts
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints import BUNDLED_NAMES
 from gpt2block.files.tokenizers.tokenizer import token_ids
@@ -79,7 +80,6 @@ def generate(
     The prompt and its continuation go to stdout, the speed to stderr. Ctrl-C ends the text.
     """
     from gpt2block.engine.generation.generate import Run  # noqa: PLC0415
-    from gpt2block.engine.receipts import append_receipts  # noqa: PLC0415
 
     clock = Stopwatch(perf_counter())
     if ids and special:

@@ -33,6 +33,7 @@ from gpt2block.cuda.formats import (
     itemsize,
     with_cache,
 )
+from gpt2block.engine.cuda.several_bytes import bytes_by_gpu
 from gpt2block.engine.model import weight_bytes
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints import BUNDLED, Checkpoint
@@ -50,8 +51,6 @@ def info(
     as_json: bool = json_option(),
 ) -> None:
     """Show the sizes, end tokens, memory and tensors of a model, without reading tensor data."""
-    from gpt2block.engine.cuda.several_bytes import bytes_by_gpu  # noqa: PLC0415
-
     given = [each for each in (model, named) if each is not None]
     if len(given) > 1:
         raise InputError("--model: expected the model as the argument or as this option, not both")

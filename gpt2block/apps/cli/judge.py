@@ -75,7 +75,7 @@ def judge(
         found.extend(bar.track(results, len(kernels)))
     found.sort(key=lambda each: kernels.index(each.entry))
     if csv_file is not None:
-        write_file(csv_file, _as_csv(found).encode())
+        write_file(csv_file, _as_csv(found, judging.COLUMNS).encode())
     confusion, unexpected = judging.confusion(found), judging.disagreements(found)
     if as_json:
         rows = [each.as_dict() for each in found]
@@ -102,11 +102,9 @@ def _check_device(device: str | None) -> None:
         require_emulator()
 
 
-def _as_csv(found: Sequence[Judged]) -> str:
-    from gpt2block.judge.folder import COLUMNS  # noqa: PLC0415
-
+def _as_csv(found: Sequence[Judged], columns: Sequence[str]) -> str:
     stream = io.StringIO()
-    writer = csv.DictWriter(stream, (*COLUMNS, *CSV_COLUMNS), extrasaction="ignore")
+    writer = csv.DictWriter(stream, (*columns, *CSV_COLUMNS), extrasaction="ignore")
     writer.writeheader()
     for each in found:
         row = each.as_dict()

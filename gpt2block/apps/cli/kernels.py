@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gpt2block.apps.cli.display import new_table, print_table
+from gpt2block.apps.cli.plots import End, check_file, label_ends, save
 from gpt2block.judge.kernel import MINE
 from gpt2block.ops.bench.ceilings import Ceilings
 from gpt2block.ops.bench.race import CACHES, MAX_SETS
@@ -159,8 +160,6 @@ def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Pa
 
     Raises InputError if matplotlib is missing or the file cannot be written.
     """
-    from gpt2block.apps.cli.plots import End, check_file, label_ends, save  # noqa: PLC0415
-
     check_file(file)
     from matplotlib.figure import Figure  # noqa: PLC0415
 

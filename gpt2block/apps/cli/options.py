@@ -160,9 +160,7 @@ def option_of(kind: Any, name: str) -> Any:
     return field(default=found.default, metadata={"info": _info_of(found)})
 
 
-def _spelling(
-    infos: Mapping[str, object], given: Mapping[str, object]
-) -> Callable[[Argument], str]:
+def _spelling(infos: dict[str, object], given: Mapping[str, object]) -> Callable[[Argument], str]:
     """Return a function that converts argument names to option names: "top_k" to "--top-k".
 
     given: values of the command's options. An argument named like one of these values, such as a

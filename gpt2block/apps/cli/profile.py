@@ -28,6 +28,9 @@ from gpt2block.apps.cli.model import (
     revision_option,
 )
 from gpt2block.apps.cli.options import argument, json_option, option, path_option
+from gpt2block.apps.profiling import summary
+from gpt2block.apps.profiling.summary import PassTimes, TimedOperation
+from gpt2block.apps.profiling.trace import trace
 from gpt2block.block import Block, LlamaBlock
 from gpt2block.checks import check_choice
 from gpt2block.cuda.devices import resolve_devices
@@ -42,7 +45,6 @@ from gpt2block.models.config.llama import LlamaConfig
 
 if TYPE_CHECKING:
     from gpt2block.apps.profiling.runs import Profile
-    from gpt2block.apps.profiling.summary import PassTimes, TimedOperation
     from gpt2block.model import Model
 
 WHAT = ("generate", "score", "block")
@@ -77,7 +79,6 @@ def profile(
     times do not depend on them. On a CPU the steps run with NumPy.
     """
     from gpt2block.apps.profiling import runs  # noqa: PLC0415  (slow to import)
-    from gpt2block.apps.profiling.trace import trace  # noqa: PLC0415
 
     check_choice("WHAT", what, WHAT)
     check_file(output)
@@ -137,8 +138,6 @@ def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
 
 def _facts(found: Profile, output: Path) -> dict[str, Any]:
     """Return the object that --json prints."""
-    from gpt2block.apps.profiling import summary  # noqa: PLC0415
-
     kinds = summary.kinds(found)
     facts = {name: value for name, value in vars(found).items() if name != "passes"}
     return {
@@ -155,8 +154,6 @@ def _with_bytes(row: PassTimes | TimedOperation) -> dict[str, Any]:
 
 
 def _print(found: Profile, output: Path) -> None:
-    from gpt2block.apps.profiling import summary  # noqa: PLC0415
-
     out = console()
     out.print(f"device  {shown(found.device)}")
     out.print(f"model   {shown(found.model)}, {found.dtype}")
@@ -199,9 +196,7 @@ def _print_operations(out: Console, rows: Sequence[TimedOperation], times: PassT
 
 
 def _own_us(row: TimedOperation) -> str:
-    from gpt2block.apps.profiling.summary import RESOLUTION_US  # noqa: PLC0415
-
-    return f"{row.own_us:,.1f}" if row.own_us else f"< {row.count * RESOLUTION_US:,.1f}"
+    return f"{row.own_us:,.1f}" if row.own_us else f"< {row.count * summary.RESOLUTION_US:,.1f}"
 
 
 def _print_times(out: Console, times: PassTimes) -> None:

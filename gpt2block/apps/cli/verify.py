@@ -18,6 +18,7 @@ from gpt2block.apps.cli.model import ModelOptions, load_model, model_option
 from gpt2block.apps.cli.options import argument, option
 from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, read_text
 from gpt2block.cuda.formats import BY_DEFAULT
+from gpt2block.engine.receipts import found_in, parsed
 from gpt2block.errors import InputError, printable
 
 MAX_FILE = 2**32  # maximum bytes of a file of receipts: 4 GiB
@@ -77,8 +78,6 @@ def verify(
 
 def _read(file: str) -> list[Any]:
     """Return the receipts in a file: JSON, lines of JSON, or the events of a saved stream."""
-    from gpt2block.engine.receipts import found_in  # noqa: PLC0415
-
     text = read_text(file, MAX_FILE).removeprefix(BYTE_ORDER_MARK)
     # Not `splitlines`: JSON strings can contain U+0085, U+2028 and U+2029.
     lines = [line.removeprefix(EVENT) for line in text.split("\n")]
@@ -99,8 +98,6 @@ def _value(text: str) -> object:
 
 def _options(options: VerifyOptions, receipts: Sequence[object]) -> ModelOptions:
     """Return the options of the model: by default the name and the formats that receipts state."""
-    from gpt2block.engine.receipts import parsed  # noqa: PLC0415
-
     first = None
     for each in receipts:
         with suppress(InputError):  # `check_receipts` reports it

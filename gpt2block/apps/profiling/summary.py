@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from gpt2block.apps.profiling.runs import Profile
 from gpt2block.engine.timeline import BytesMoved, KernelTiming, Timeline
+
+if TYPE_CHECKING:
+    from gpt2block.apps.profiling.runs import Profile
 
 RESOLUTION_US = 0.5  # resolution of CUDA events, and so of a kernel's time, in µs
 _LAYER = re.compile(r"h\.(\d+)\.(.+)")

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpt2block.apps.profiling.runs import Profile
 from gpt2block.apps.profiling.summary import layer_of
 from gpt2block.cuda import doctor
 from gpt2block.engine.timeline import KernelTiming, Timeline
+
+if TYPE_CHECKING:
+    from gpt2block.apps.profiling.runs import Profile
 
 AS_IT_RUNS, APART = "as it runs", "one kernel at a time"
 PASSES, KERNELS = 1, 2  # PASSES: track of passes, layers; KERNELS: first track of kernels

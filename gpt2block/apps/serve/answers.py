@@ -19,7 +19,7 @@ from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 
 from gpt2block.apps.serve.engine import EngineSide
-from gpt2block.apps.serve.protocol import ApiError
+from gpt2block.apps.serve.protocol import ApiError, JsonObject
 from gpt2block.apps.serve.service import EngineFailed, Piece, QueueFull
 from gpt2block.engine.generation.rows import EndReason, Row, Tops
 from gpt2block.engine.receipts import receipt_of
@@ -120,7 +120,7 @@ def late() -> ApiError:
     return ApiError(504, problem, code="timeout")
 
 
-UsageOf = Callable[[int], dict[str, Any]]  # argument: number of new tokens; returns a usage object
+UsageOf = Callable[[int], JsonObject]  # argument: number of new tokens; returns a usage object
 
 
 class Answer:
@@ -216,22 +216,20 @@ class Sent:
 
     identity: Mapping[str, Any] | None = None  # argument of `receipt_of`; None: no receipts
 
-    def facts(self, row: Row) -> dict[str, Any]:
+    def facts(self, row: Row) -> JsonObject:
         """Return fields of a choice about its row (continuation), which has ended."""
-        found: dict[str, Any] = {"seed": row.sampling.seed}
+        found: JsonObject = {"seed": row.sampling.seed}
         return found | ({"receipt": receipt_of(row, self.identity)} if self.identity else {})
 
-    def choice(
-        self, form: Form, index: int, choice: AnswerChoice, logprobs: bool
-    ) -> dict[str, Any]:
+    def choice(self, form: Form, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:
         """Return a choice of the completion from which `whole` makes a response."""
         return form.choice(index, choice, logprobs)
 
-    def whole(self, found: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, found: JsonObject) -> JsonObject:
         """Return the object of a complete response. found: the object of a completion."""
         return found
 
-    def chunk(self, found: dict[str, Any]) -> bytes:
+    def chunk(self, found: JsonObject) -> bytes:
         """Return the server-sent events of a chunk of a completion."""
         return server_sent(json.dumps(found))
 
@@ -259,29 +257,29 @@ class Form(ABC):
         self._model, self._encoding, self._created = model, encoding, int(time.time())
         self._unwritten = unwritten
 
-    def object(self, kind: str, choices: list[Any], **more: object) -> dict[str, Any]:
+    def object(self, kind: str, choices: list[Any], **more: object) -> JsonObject:
         head = {"id": self.id, "object": kind, "created": self._created, "model": self._model}
         return {**head, "choices": choices, **more}
 
     @abstractmethod
-    def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
+    def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:
         """Return a complete response. logprobs: whether it includes tokens' log-probabilities."""
 
     @abstractmethod
     def deltas(
         self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         """Return one or more chunks of a stream. offsets: TextOffsets after the previous chunks."""
 
-    def is_empty(self, delta: dict[str, Any]) -> bool:
+    def is_empty(self, delta: JsonObject) -> bool:
         """Return whether a chunk without log-probabilities has no content."""
         return False
 
-    def first(self, index: int) -> dict[str, Any] | None:
+    def first(self, index: int) -> JsonObject | None:
         """Return the chunk that a stream sends before the first tokens of a choice, or None."""
         return None
 
-    def with_prompts(self, found: dict[str, Any], prompts: Mapping[int, list[int]]) -> None:
+    def with_prompts(self, found: JsonObject, prompts: Mapping[int, list[int]]) -> None:
         """Add prompts' token ids to a response, as vLLM does. prompts: {index of a choice: ids}.
 
         Each choice of /v1/completions has the token ids of its own prompt.
@@ -307,17 +305,17 @@ class TextForm(Form):
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
+    def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:
         return self.deltas(index, choice, logprobs, TextOffsets())[0]
 
     def deltas(
         self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         found = self._logprobs(part.scored, offsets) if logprobs else None
         text, reason = part.text, part.reason
         return [{"index": index, "text": text, "logprobs": found, "finish_reason": reason}]
 
-    def _logprobs(self, scored: Scored, offsets: TextOffsets) -> dict[str, Any]:
+    def _logprobs(self, scored: Scored, offsets: TextOffsets) -> JsonObject:
         """Return the logprobs object; alternatives, if requested, include the token itself."""
         texts = [self.token(token) for token in scored.tokens]
         found: list[dict[str, float] | None] = []
@@ -342,13 +340,13 @@ class ChatForm(Form):
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
+    def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         return self._filled({"index": index, "message": message}, choice, logprobs)
 
     def deltas(
         self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         new, part = self._read(index, part, part.reason is not None)
         found = [
             self._filled({"index": index, "delta": each}, AnswerChoice(), logprobs=False)
@@ -360,29 +358,27 @@ class ChatForm(Form):
 
     def _read(
         self, index: int, part: AnswerChoice, final: bool
-    ) -> tuple[list[dict[str, Any]], AnswerChoice]:
+    ) -> tuple[list[JsonObject], AnswerChoice]:
         """Return what a part adds to the message, in order, and the part with its end's reason.
 
         final: whether the answer ends with this part.
         """
         return [{"content": part.text}] if part.text else [], part
 
-    def first(self, index: int) -> dict[str, Any]:
+    def first(self, index: int) -> JsonObject:
         delta = {"role": "assistant", "content": ""}
         return self._filled({"index": index, "delta": delta}, AnswerChoice(), logprobs=False)
 
-    def _filled(
-        self, said: dict[str, object], choice: AnswerChoice, logprobs: bool
-    ) -> dict[str, object]:
+    def _filled(self, said: JsonObject, choice: AnswerChoice, logprobs: bool) -> JsonObject:
         found = self._logprobs(choice.scored) if logprobs else None
         return {**said, "logprobs": found, "finish_reason": choice.reason}
 
-    def with_prompts(self, found: dict[str, object], prompts: Mapping[int, list[int]]) -> None:
+    def with_prompts(self, found: JsonObject, prompts: Mapping[int, list[int]]) -> None:
         """Add the prompt's ids to the response once, because all choices have the same prompt."""
         if 0 in prompts:
             found["prompt_token_ids"] = prompts[0]
 
-    def _logprobs(self, scored: Scored) -> dict[str, Any]:
+    def _logprobs(self, scored: Scored) -> JsonObject:
         of_tokens = zip(scored.tokens, scored.logprobs, scored.tops, strict=True)
         content = [
             {**self._entry(token, logprob), "top_logprobs": [self._entry(*each) for each in top]}
@@ -390,7 +386,7 @@ class ChatForm(Form):
         ]
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float | None) -> dict[str, object]:
+    def _entry(self, token: int, logprob: float | None) -> JsonObject:
         likely = None if logprob is None else finite(logprob)
         return {"token": self.token(token), "logprob": likely, "bytes": [*self.bytes_of(token)]}
 
@@ -428,10 +424,10 @@ async def streamed(
     observe: called with the seconds between two times at which events are sent. failed: converts an
     exception other than ApiError to the error for the client. sent: converts objects to events.
     """
-    more: dict[str, Any] = {} if usage_of is None else {"usage": None}
+    more: JsonObject = {} if usage_of is None else {"usage": None}
     untold = dict(prompts or {})
 
-    def event(*choices: dict[str, Any], **changed: object) -> bytes:
+    def event(*choices: JsonObject, **changed: object) -> bytes:
         found = form.object(form.chunk, list(choices), **{**more, **changed})
         first = [each["index"] for each in choices if each["index"] in untold]
         form.with_prompts(found, {index: untold.pop(index) for index in first})
@@ -439,7 +435,7 @@ async def streamed(
 
     def deltas(
         index: int, part: AnswerChoice, new: list[int], drafted: list[bool]
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         found = form.deltas(index, part, logprobs, offsets[index])
         if part.reason and answer.rows:
             found[-1] |= sent.facts(answer.rows[index])
@@ -498,7 +494,7 @@ def _choice(part: Part) -> AnswerChoice:
     return found
 
 
-def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, Any]:
+def usage(prompt: int, completion: int, cached: int | None = None) -> JsonObject:
     """Return OpenAI's usage object. cached: number of reused prompt tokens; None: not counted."""
     total = prompt + completion
     told = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}

@@ -51,6 +51,7 @@ from gpt2block.apps.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    JsonObject,
     SampledRequest,
     TemplateFields,
     TokenizeRequest,
@@ -245,13 +246,11 @@ class Server:
         names, n_ctx = self.settings.names, self.model.config.n_ctx
         return await self._prepared(request, parsed, kind, body, names, n_ctx)
 
-    async def _prepared(
-        self, request: Request, call: Callable[..., Value], *arguments: object
-    ) -> Value:
-        """Return call(*arguments): computed directly if the body is small, else in a thread."""
+    async def _prepared(self, request: Request, call: Callable[..., Value], *args: object) -> Value:
+        """Return call(*args): computed directly if the body is small, else in a thread."""
         if int(request.headers.get("content-length", SMALL_BODY + 1)) <= SMALL_BODY:
-            return call(*arguments)
-        return await self._in_thread(request, call, *arguments)
+            return call(*args)
+        return await self._in_thread(request, call, *args)
 
     async def _in_thread(
         self, request: Request, call: Callable[..., Value], *arguments: object
@@ -322,7 +321,7 @@ class Server:
         form = ChatForm(*named) if use is None else ToolChatForm(*named, use)
         return PreparedRequest(given, rows, [ids], [AnswerChoice()] * len(rows), form, logprobs)
 
-    def _template_arguments(self, template: ChatTemplate, given: TemplateFields) -> dict[str, Any]:
+    def _template_arguments(self, template: ChatTemplate, given: TemplateFields) -> JsonObject:
         """Return the keyword arguments for `ChatTemplate.ids` that a chat request determines."""
         own = (given.add_generation_prompt, bool(given.continue_final_message))
         variables = {**self.settings.chat_template_kwargs, **(given.chat_template_kwargs or {})}
@@ -480,7 +479,7 @@ class Server:
             form.with_prompts(found, prompts)
         return kind(asked.sent.whole(found))
 
-    def _usage(self, asked: PreparedRequest, new: int) -> dict[str, Any]:
+    def _usage(self, asked: PreparedRequest, new: int) -> JsonObject:
         """Return OpenAI's usage object for answers with `new` tokens in total."""
         cached = None
         if self.model.reuses:  # tokens count as cached if all rows of a prompt reuse them

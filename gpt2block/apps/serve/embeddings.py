@@ -9,7 +9,7 @@ import base64
 from collections.abc import Sequence
 from typing import Any
 
-from gpt2block.apps.serve.protocol import EmbeddingRequest, named
+from gpt2block.apps.serve.protocol import EmbeddingRequest, JsonObject, named
 from gpt2block.engine.generation import scoring
 from gpt2block.engine.model import Floats, Ids, ModelEngine
 from gpt2block.files.checkpoints.embedding_files import Pooling
@@ -35,9 +35,7 @@ def vectors_of(
     return scoring.embed(engine, None, [*inputs], pooling, dimensions=dimensions, normalize=True)
 
 
-def embedding_list(
-    vectors: Floats, form: str | None, model: str, prompt_tokens: int
-) -> dict[str, Any]:
+def embedding_list(vectors: Floats, form: str | None, model: str, prompt_tokens: int) -> JsonObject:
     """Return the response object. form: "base64" for text of little-endian float32, or "float"."""
     shown: list[Any] = vectors.tolist()
     if form == "base64":

@@ -223,9 +223,7 @@ class Front:
         self._calls[number] = task
         task.add_done_callback(lambda _: self._calls.pop(number))
 
-    async def _called(
-        self, number: int, name: str, client: str, arguments: Sequence[object]
-    ) -> None:
+    async def _called(self, number: int, name: str, client: str, arguments: Sequence[Any]) -> None:
         result: Any = None
         failure: Exception | None = None
         try:

@@ -13,7 +13,7 @@ from gpt2block.apps.serve.answers import Scored
 from gpt2block.apps.serve.embeddings import vectors_of
 from gpt2block.apps.serve.kept import Kept, keep, kept_of
 from gpt2block.apps.serve.prompts import scored_prompt
-from gpt2block.apps.serve.protocol import ApiError
+from gpt2block.apps.serve.protocol import ApiError, JsonObject
 from gpt2block.apps.serve.rerank import scores_of
 from gpt2block.apps.serve.settings import ServerSettings
 from gpt2block.apps.serve.trials import POSSIBLE, Trial
@@ -61,7 +61,7 @@ class Passes:
         """Return the scores of documents for /v1/rerank, computed in one pass."""
         return await self._threads.run(client, scores_of, self._model.engine, answers, ids)
 
-    async def identity(self, client: str) -> dict[str, Any]:
+    async def identity(self, client: str) -> JsonObject:
         """Return the fields of receipts that state the model, which has the server's name."""
         found = await self._threads.run(client, identity, self._model.engine)
         return {**found, "model": self._settings.name}

@@ -27,7 +27,7 @@ from gpt2block import reference
 from gpt2block.apps.serve.answers import TextForm
 from gpt2block.apps.serve.engine import EngineSide
 from gpt2block.apps.serve.kept import Kept, keep, kept_of
-from gpt2block.apps.serve.protocol import ApiError, Body, SamplingFields, Tokens
+from gpt2block.apps.serve.protocol import ApiError, Body, JsonObject, SamplingFields, Tokens
 from gpt2block.apps.serve.settings import ServedModel
 from gpt2block.engine.model import Floats, Ids
 from gpt2block.errors import CheckpointError
@@ -121,7 +121,7 @@ class Play:
     async def tokens(self, request: Request, given: TokensRequest) -> Response:
         """Return ids and texts of the tokens of a text, or of given token ids."""
 
-        def found() -> list[dict[str, Any]]:
+        def found() -> list[JsonObject]:
             return [self._token(id) for id in self._ids_of(given.prompt, "prompt").tolist()]
 
         return JSONResponse({"tokens": await self._in_thread(request, found)})
@@ -162,7 +162,7 @@ class Play:
         parameters = sum(map(math.prod, model_shapes(config).values()))
         return min(MAX_EXPLAINED, config.n_ctx) if parameters <= MAX_PARAMETERS else 0
 
-    def _token(self, id: int) -> dict[str, object]:
+    def _token(self, id: int) -> JsonObject:
         return {"id": id, "token": self._form.token(id)}
 
     async def _kept_logits(self, request: Request, ids: Ids) -> Floats:
@@ -179,11 +179,11 @@ class Play:
             kept.pop(key, None)
             raise
 
-    def _distribution(self, logits: Floats, given: NextRequest) -> dict[str, object]:
+    def _distribution(self, logits: Floats, given: NextRequest) -> JsonObject:
         of_model = reference.softmax(logits.astype(np.float64))
         drawn = probabilities(logits, Sampling(**given.sampling_keywords()))
 
-        def entry(id: int) -> dict[str, Any]:
+        def entry(id: int) -> JsonObject:
             told = {"probability": float(of_model[id]), "drawn": float(drawn[id])}
             return {**self._token(id), **told, "rank": 1 + int((logits > logits[id]).sum())}
 

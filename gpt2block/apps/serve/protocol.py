@@ -48,6 +48,7 @@ ANYTHING = object()  # in place of a list of values: any value is accepted and i
 # Unsupported fields of requests, with their values that do not change the result and are accepted.
 # Null is accepted for all of them. Sources: OpenAI, "API reference"; vLLM, "OpenAI-Compatible
 # Server"; llama.cpp, "LLaMA.cpp HTTP Server". docs/serve.md has the same table.
+JsonObject = dict[str, Any]  # an object of JSON in a request or an answer
 NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("user", "metadata", "store", "safety_identifier"), ANYTHING),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "service_tier"), ANYTHING),
@@ -178,7 +179,7 @@ class ApiError(Exception):
         return type(self), (self.status, self.message, self.param, self.code)
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonObject:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         found = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": found}
@@ -259,7 +260,7 @@ class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
-    def rule(self) -> tuple[str, dict[str, Any]]:
+    def rule(self) -> tuple[str, JsonObject]:
         """Return the place of the rule in a request, and the rule as a keyword of `generate`."""
         if (self.json_schema is not None) != (self.type == "json_schema"):
             problem = "response_format: expected json_schema with the type json_schema, and only it"
@@ -280,7 +281,7 @@ class StructuredOutputs(Fields):
     grammar: str | None = None
     json_object: bool | None = None
 
-    def rule(self) -> tuple[str, dict[str, Any]]:
+    def rule(self) -> tuple[str, JsonObject]:
         """Return the place of the rule in a request, and the rule as a keyword of `generate`."""
         given: dict[str, tuple[str, Any]] = {
             "json": ("schema", self.json_),
@@ -301,7 +302,7 @@ class StructuredOutputs(Fields):
 def _with_further_numbers(kind: type[Request]) -> type[Request]:
     """Class decorator: add fields for the numeric options of Sampling that have no field yet."""
     given = {KEYWORD_OF.get(name, name) for name in kind.model_fields}
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for name in NUMBERS:
         if name not in given:
             default, meaning = KEYWORDS[name].default, meaning_of(KEYWORDS[name])
@@ -321,9 +322,9 @@ class SamplingFields(Body):
     top_k: int | None = Field(0, ge=-1)
     min_p: float | None = Field(0.0, ge=0, le=1)
 
-    def sampling_keywords(self) -> dict[str, Any]:
+    def sampling_keywords(self) -> JsonObject:
         """Return the numeric Sampling options without the seed; null becomes the default."""
-        found: dict[str, Any] = {}
+        found: JsonObject = {}
         for name, field in type(self).model_fields.items():
             if (keyword := KEYWORD_OF.get(name, name)) in NUMBERS and keyword != "seed":
                 value = getattr(self, name)
@@ -367,7 +368,7 @@ class SampledRequest(SamplingFields):
 
         rule: replaces the request's own rule. more: further keywords of `GPT2.generate`.
         """
-        found: dict[str, Any] = {
+        found: JsonObject = {
             **self.sampling_keywords(),
             "samples": self.n or 1,
             "stop": self._stops(),
@@ -393,7 +394,7 @@ class SampledRequest(SamplingFields):
             raise ApiError(400, problem, place.partition(".")[0]) from None
         return made and replace(made, name=place)
 
-    def rule(self) -> tuple[str, dict[str, Any]]:
+    def rule(self) -> tuple[str, JsonObject]:
         """Return the place of the rule that the answers follow, and the rule as a keyword."""
         given = [each for each in (self.response_format, self.structured_outputs) if each]
         if len(given) > 1:
@@ -449,7 +450,7 @@ class CompletionRequest(SampledRequest):
 
 
 Messages = Annotated[list[Any], BeforeValidator(_values)]  # the chat template checks messages
-Variables = Annotated[dict[str, Any], BeforeValidator(_values)]
+Variables = Annotated[JsonObject, BeforeValidator(_values)]
 
 
 class TemplateFields(Body):
@@ -460,7 +461,7 @@ class TemplateFields(Body):
     chat_template_kwargs: Variables | None = None
 
 
-def _of_object(given: dict[str, object] | None) -> dict[str, object] | None:
+def _of_object(given: JsonObject | None) -> JsonObject | None:
     """Return the schema of a function's parameters. Raises ValueError unless it has type object."""
     if given and given.get("type") != "object":
         raise ValueError("expected the JSON schema of an object, with the type 'object'")
@@ -472,7 +473,7 @@ class FunctionFields(Fields):
 
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, AfterValidator(_of_object)] = None
+    parameters: Annotated[JsonObject | None, AfterValidator(_of_object)] = None
     strict: bool | None = None
 
 
@@ -562,7 +563,7 @@ class _PatientDecoder(json.JSONDecoder):
         self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
 
 
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> JsonObject:
     """Return a JSON object. Raises ApiError for a repeated key, whose value would be ambiguous."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -587,7 +588,7 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
 
 
 def validated(
-    kind: type[Request], given: dict[str, object], names: Collection[str], n_ctx: int
+    kind: type[Request], given: JsonObject, names: Collection[str], n_ctx: int
 ) -> Request:
     """Return the request with the fields `given`. Other arguments and errors: as for `parsed`."""
     if given.get("function_call") == "none":

@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import random
 import time
-from typing import Any
 
 from gpt2block.apps.serve.answers import AnswerChoice, Form, Sent, TextOffsets, server_sent
-from gpt2block.apps.serve.protocol import ApiError
+from gpt2block.apps.serve.protocol import ApiError, JsonObject
 from gpt2block.apps.serve.responses import ResponsesRequest
 
-Event = dict[str, Any]
 MAX_OUTPUT_TOKENS = "max_output_tokens"  # reason of an answer that is incomplete
 # Names of Response's fields that repeat the request's
 REPEATED = (
@@ -36,7 +34,7 @@ class ResponseSent(Sent):
 
     def __init__(self, given: ResponsesRequest, model: str) -> None:
         repeated = {name: getattr(given, name) for name in REPEATED}
-        self._response: dict[str, object] = {
+        self._response: JsonObject = {
             **{"id": _id("resp"), "object": "response", "created_at": int(time.time())},
             **{"status": "in_progress", "background": False, "model": model, "output": []},
             "text": {"format": (given.text and given.text.format) or {"type": "text"},
@@ -46,25 +44,23 @@ class ResponseSent(Sent):
             **repeated,
             **{name: value for name, value in DEFAULTS.items() if repeated[name] is None},
         }  # fmt: skip
-        self._output: list[dict[str, Any]] = []  # items, of which only the latest is in progress
+        self._output: list[JsonObject] = []  # items, of which only the latest is in progress
         self._calls: dict[int, int] = {}  # index of a tool call → its place in the output
-        self._logprobs: list[dict[str, Any]] = []  # tokens whose text comes with a later token
+        self._logprobs: list[JsonObject] = []  # tokens whose text comes with a later token
         self._reason: str | None = None  # the choice's finish_reason
-        self._usage: dict[str, Any] | None = None
+        self._usage: JsonObject | None = None
         self._sequence = 0  # number of events so far
 
-    def choice(
-        self, form: Form, index: int, choice: AnswerChoice, logprobs: bool
-    ) -> dict[str, Any]:
+    def choice(self, form: Form, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:
         return {"deltas": form.deltas(index, choice, logprobs, TextOffsets())}
 
-    def whole(self, found: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, found: JsonObject) -> JsonObject:
         for choice in found["choices"]:
             self._take({**found, "choices": choice["deltas"]})
         self._end()
         return self._response
 
-    def chunk(self, found: dict[str, Any]) -> bytes:
+    def chunk(self, found: JsonObject) -> bytes:
         return self._written(self._take(found))
 
     def end(self) -> bytes:
@@ -81,7 +77,7 @@ class ResponseSent(Sent):
         }  # fmt: skip
         return self._written([*events, self._of_response("failed")])
 
-    def _written(self, events: list[Event]) -> bytes:
+    def _written(self, events: list[JsonObject]) -> bytes:
         found = []
         for event in events:
             numbered = {**event, "sequence_number": self._sequence}
@@ -89,11 +85,11 @@ class ResponseSent(Sent):
             self._sequence += 1
         return b"".join(found)
 
-    def _begin(self) -> list[Event]:
+    def _begin(self) -> list[JsonObject]:
         """Return the first two events of a stream; none if they were returned before."""
         return [] if self._sequence else [*map(self._of_response, ("created", "in_progress"))]
 
-    def _take(self, found: dict[str, Any]) -> list[Event]:
+    def _take(self, found: JsonObject) -> list[JsonObject]:
         """Return the events of a chunk of the chat completion."""
         events = self._begin()
         self._usage = found.get("usage") or self._usage
@@ -106,9 +102,9 @@ class ResponseSent(Sent):
             self._reason = choice["finish_reason"] or self._reason
         return events
 
-    def _text(self, text: str) -> list[Event]:
+    def _text(self, text: str) -> list[JsonObject]:
         """Return the events of more text, with the log-probabilities of the tokens so far."""
-        events = list[Event]()
+        events = list[JsonObject]()
         if not self._in_message:
             item = {"id": _id("msg"), "type": "message", "role": "assistant", "content": []}
             events += self._open(item)
@@ -123,9 +119,9 @@ class ResponseSent(Sent):
         self._logprobs = []
         return events
 
-    def _call(self, call: dict[str, Any]) -> list[Event]:
+    def _call(self, call: JsonObject) -> list[JsonObject]:
         """Return the events of a part of a tool call, which begins or continues a function call."""
-        events, index, function = list[Event](), call["index"], call["function"]
+        events, index, function = list[JsonObject](), call["index"], call["function"]
         if index not in self._calls:
             events += self._open({"id": _id("fc"), "type": "function_call", "call_id": call["id"],
                                   "name": function["name"], "arguments": ""})  # fmt: skip
@@ -137,7 +133,7 @@ class ResponseSent(Sent):
             events.append(self._of_item("function_call_arguments.delta", delta=more))
         return events
 
-    def _end(self) -> list[Event]:
+    def _end(self) -> list[JsonObject]:
         """Return the last events of a stream."""
         status = "incomplete" if self._reason == "length" else "completed"
         rest = not self._output or (self._in_message and self._logprobs)
@@ -155,13 +151,13 @@ class ResponseSent(Sent):
     def _in_message(self) -> bool:
         return bool(self._output) and self._output[-1]["type"] == "message"
 
-    def _open(self, item: dict[str, Any]) -> list[Event]:
+    def _open(self, item: JsonObject) -> list[JsonObject]:
         """Close the item in progress, and append a new item. Return the events of both."""
         events = self._close("completed")
         self._output.append({**item, "status": "in_progress"})
         return [*events, self._of_item("output_item.added", item={**self._output[-1]})]
 
-    def _close(self, status: str) -> list[Event]:
+    def _close(self, status: str) -> list[JsonObject]:
         """End the item in progress. Return its last events."""
         if not self._output:
             return []
@@ -179,17 +175,17 @@ class ResponseSent(Sent):
             *events,
         ]
 
-    def _of_response(self, kind: str) -> Event:
+    def _of_response(self, kind: str) -> JsonObject:
         return {"type": f"response.{kind}", "response": {**self._response}}
 
-    def _of_item(self, kind: str, **more: object) -> Event:
+    def _of_item(self, kind: str, **more: object) -> JsonObject:
         """Return an event that contains the item in progress, or else the item's id."""
         named = {} if "item" in more else {"item_id": self._output[-1]["id"]}
         index = len(self._output) - 1
         return {"type": f"response.{kind}", "output_index": index, **named, **more}
 
 
-def _part() -> dict[str, object]:
+def _part() -> JsonObject:
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
@@ -197,7 +193,7 @@ def _id(prefix: str) -> str:
     return f"{prefix}_{random.getrandbits(192):048x}"
 
 
-def _without_bytes(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_bytes(logprobs: list[JsonObject]) -> list[JsonObject]:
     """Return log-probabilities as events have them: without the bytes of tokens."""
     return [
         {"token": each["token"], "logprob": each["logprob"],
@@ -207,7 +203,7 @@ def _without_bytes(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _usage(given: dict[str, Any]) -> dict[str, Any]:
+def _usage(given: JsonObject) -> JsonObject:
     """Return a usage object of responses for the usage object of a chat completion."""
     cached = (given.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return {

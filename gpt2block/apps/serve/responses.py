@@ -17,6 +17,7 @@ from gpt2block.apps.serve.protocol import (
     MAX_NEW,
     NEUTRAL,
     ApiError,
+    JsonObject,
     Messages,
     NewTokens,
     SamplingFields,
@@ -48,7 +49,7 @@ class TextFields(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    format: dict[str, Any] | None = None
+    format: JsonObject | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -72,7 +73,7 @@ class ResponsesRequest(SamplingFields):
     stream: bool | None = False
     text: TextFields | None = None
     tools: Messages | None = None
-    tool_choice: str | dict[str, object] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     include: list[Included] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
@@ -87,7 +88,7 @@ class ResponsesRequest(SamplingFields):
         return LOGPROBS in (self.include or ())
 
 
-def chat_body(given: ResponsesRequest) -> dict[str, object]:
+def chat_body(given: ResponsesRequest) -> JsonObject:
     """Return the body of the chat request that has the same answer.
 
     Fields that the request does not have are absent. Raises ApiError for items, tools and formats
@@ -131,7 +132,7 @@ def named_as_given(fields: Collection[str]) -> Iterator[None]:
         raise ApiError(found.status, message, param, found.code) from error
 
 
-def messages_of(given: str | list[Any], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def messages_of(given: str | list[Any], before: list[JsonObject]) -> list[JsonObject]:
     """Return the messages of a chat: `before`, then the messages for the field `input`.
 
     Function calls become tool calls of the assistant's message before them; consecutive calls
@@ -153,7 +154,7 @@ def messages_of(given: str | list[Any], before: list[dict[str, Any]]) -> list[di
     return messages
 
 
-def _message_of(item: object, place: str) -> dict[str, Any]:
+def _message_of(item: object, place: str) -> JsonObject:
     """Convert an item of `input` to a message of a chat; return {} for reasoning."""
     fields = _present(item, place)
     kind = fields.pop("type", "message" if "role" in fields else None)
@@ -179,7 +180,7 @@ def _message_of(item: object, place: str) -> dict[str, Any]:
     return {}
 
 
-def _content(given: object, place: str) -> str | list[dict[str, object]]:
+def _content(given: object, place: str) -> str | list[JsonObject]:
     """Convert the content of an item to the content of a chat message: a text, or parts of text."""
     if isinstance(given, str):
         return given
@@ -197,7 +198,7 @@ def _content(given: object, place: str) -> str | list[dict[str, object]]:
     return parts
 
 
-def _present(given: object, place: str) -> dict[str, object]:
+def _present(given: object, place: str) -> JsonObject:
     """Return the fields of an object that are not null."""
     if not isinstance(given, dict):
         raise _refused(f"{place}: expected an object, got {shown(given)}")
@@ -205,7 +206,7 @@ def _present(given: object, place: str) -> dict[str, object]:
 
 
 def _values_of(
-    given: dict[str, object], place: str, *needed: str, others: Collection[str] = ("id", "status")
+    given: JsonObject, place: str, *needed: str, others: Collection[str] = ("id", "status")
 ) -> list[object]:
     """Return the values of the fields `needed`. others: fields without effect."""
     if unknown := [name for name in given if name not in (*needed, *others)]:
@@ -215,7 +216,7 @@ def _values_of(
     return [given[name] for name in needed]
 
 
-def _chat_tool(given: dict[str, object], index: int) -> dict[str, object]:
+def _chat_tool(given: JsonObject, index: int) -> JsonObject:
     """Return a function tool in the form of chats."""
     tool = _present(given, f"tools.{index}")
     if tool.pop("type", None) != "function":
@@ -225,7 +226,7 @@ def _chat_tool(given: dict[str, object], index: int) -> dict[str, object]:
     return {"type": "function", "function": tool}
 
 
-def _chat_choice(given: str | dict[str, object] | None) -> str | dict[str, object] | None:
+def _chat_choice(given: str | JsonObject | None) -> str | JsonObject | None:
     if not isinstance(given, dict):
         return given
     if given.keys() != {"type", "name"} or given["type"] != "function":
@@ -234,7 +235,7 @@ def _chat_choice(given: str | dict[str, object] | None) -> str | dict[str, objec
     return {"type": "function", "function": {"name": given["name"]}}
 
 
-def _chat_format(given: dict[str, object] | None) -> dict[str, object] | None:
+def _chat_format(given: JsonObject | None) -> JsonObject | None:
     """Return text.format in the form of response_format; None for plain text."""
     if given is None or given == {"type": "text"}:
         return None

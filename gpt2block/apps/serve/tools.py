@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from gpt2block.apps.serve.answers import AnswerChoice, ChatForm
-from gpt2block.apps.serve.protocol import ApiError, ChatRequest, NamedChoice, ToolFields
+from gpt2block.apps.serve.protocol import ApiError, ChatRequest, JsonObject, NamedChoice, ToolFields
 from gpt2block.engine.chat.messages import checked
 from gpt2block.engine.chat.template import ChatTemplate
 from gpt2block.engine.chat.tool_forms import FORMS
@@ -24,9 +24,9 @@ from gpt2block.engine.grammars.grammar import Grammar
 from gpt2block.errors import InputError, require
 from gpt2block.files.tokenizers.encoding import Encoding, special_id
 
-ANY_OBJECT: dict[str, object] = {"type": "object"}
+ANY_OBJECT: JsonObject = {"type": "object"}
 UNKNOWN_FORM = "tools: the chat template does not show the form in which this model writes calls"
-NO_PARAMETERS: dict[str, object] = {"type": "object", "properties": {}}
+NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class ToolUse:
         return "none" if self.required else "instead" if self.format else "around"
 
     def offered(
-        self, template: ChatTemplate, messages: list[Any], arguments: dict[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
+        self, template: ChatTemplate, messages: list[Any], arguments: JsonObject
+    ) -> tuple[list[Any], JsonObject]:
         """Return the messages and the arguments with which the template shows the tools."""
         checked(messages)
         tools = [_as_shown(tool) for tool in self.given]
@@ -139,7 +139,7 @@ def _checked(place: str, schema: Any) -> Mapping[str, Any]:
     return {} if schema is True else found
 
 
-def _as_shown(tool: ToolFields) -> dict[str, object]:
+def _as_shown(tool: ToolFields) -> JsonObject:
     """Return a tool as chat templates read it; `strict` is for the server alone."""
     function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
     parameters = tool.function.parameters or NO_PARAMETERS
@@ -162,11 +162,11 @@ class ToolChatForm(ChatForm):
             partial(CallReader, use.form, names, held, use.texts)
         )
 
-    def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> dict[str, Any]:
+    def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:
         deltas, choice = self._read(index, choice, True)
         content = "".join(each.get("content", "") for each in deltas)
         calls = [call for each in deltas for call in each.get("tool_calls", ())]
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
         if calls or self._use.required:
             message["content"] = content or None
         if calls:
@@ -175,13 +175,13 @@ class ToolChatForm(ChatForm):
             del call["index"]
         return self._filled({"index": index, "message": message}, choice, logprobs)
 
-    def is_empty(self, delta: dict[str, object]) -> bool:
+    def is_empty(self, delta: JsonObject) -> bool:
         return not delta["delta"] and delta["finish_reason"] is None
 
     def _read(
         self, index: int, part: AnswerChoice, final: bool
-    ) -> tuple[list[dict[str, Any]], AnswerChoice]:
-        reader, deltas = self._readers[index], list[dict[str, Any]]()
+    ) -> tuple[list[JsonObject], AnswerChoice]:
+        reader, deltas = self._readers[index], list[JsonObject]()
         for each in reader.read(part.text, final):
             kind = "content" if isinstance(each, str) else "tool_calls"
             if not deltas or kind not in deltas[-1]:
@@ -194,7 +194,7 @@ class ToolChatForm(ChatForm):
             part = replace(part, reason="tool_calls")
         return deltas, part
 
-    def _add(self, calls: list[dict[str, Any]], part: CallPart) -> None:
+    def _add(self, calls: list[JsonObject], part: CallPart) -> None:
         """Add a part of a call to the entries of tool_calls, of which it may continue the last."""
         if part.name is not None:
             id, function = self._use.form.new_id(), {"name": part.name, "arguments": ""}

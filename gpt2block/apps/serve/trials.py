@@ -17,7 +17,7 @@ import tempfile
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from gpt2block.engine.grammars import Grammar, Vocabulary
 from gpt2block.errors import InputError
@@ -37,9 +37,7 @@ class Trial:
     which the memory of its fork may grow.
     """
 
-    def __init__(
-        self, vocabulary: tuple[object, ...], seconds: float, memory: int = MEMORY
-    ) -> None:
+    def __init__(self, vocabulary: tuple[Any, ...], seconds: float, memory: int = MEMORY) -> None:
         self._given = vocabulary, seconds, memory
         self._process: subprocess.Popen[bytes] | None = None
 

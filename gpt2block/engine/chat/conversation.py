@@ -16,7 +16,7 @@ from gpt2block.engine.generation.options import Options
 from gpt2block.engine.generation.rows import Generation, Row
 from gpt2block.engine.model import ModelEngine
 from gpt2block.engine.receipts import append_receipts
-from gpt2block.errors import InputError, shown
+from gpt2block.errors import InputError
 from gpt2block.files.tokenizers.encoding import Encoding
 from gpt2block.sampling import with_defaults
 
@@ -227,15 +227,3 @@ def _turns(messages: Sequence[Message]) -> list[int]:
     roles = [message["role"] for message in messages]
     first = next((at for at, role in enumerate(roles) if role != SYSTEM), len(roles))
     return [first, *(at for at in range(first + 1, len(roles)) if roles[at] == "user")]
-
-
-def read_messages(value: object) -> list[Message]:
-    """Convert parsed JSON (a text, a message or a list) to a list of messages, and check them."""
-    if isinstance(value, str):
-        value = {"role": "user", "content": value}
-    messages = [value] if isinstance(value, dict) else value
-    if not isinstance(messages, list):
-        raise InputError(f"expected a message, or a list of them, got {shown(value)}")
-    if messages:
-        checked(messages)
-    return messages

@@ -165,3 +165,15 @@ def continued(message: Message, text: str, between: str = "") -> dict[str, Any]:
     """Return a message with `text` appended to its content. between: text between both, if any."""
     content = _text(message, 0)
     return {**message, "content": f"{content}{between if content else ''}{text}"}
+
+
+def read_messages(value: object) -> list[Message]:
+    """Convert parsed JSON (a text, a message or a list) to a list of messages, and check them."""
+    if isinstance(value, str):
+        value = {"role": "user", "content": value}
+    messages = [value] if isinstance(value, dict) else value
+    if not isinstance(messages, list):
+        raise InputError(f"expected a message, or a list of them, got {shown(value)}")
+    if messages:
+        checked(messages)
+    return messages

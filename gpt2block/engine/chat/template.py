@@ -138,9 +138,7 @@ class ChatTemplate:
         assert self._names is not None
         return self._names
 
-    def normalized(
-        self, messages: object, arguments_as_objects: bool = True
-    ) -> list[dict[str, object]]:
+    def normalized(self, messages: Any, arguments_as_objects: bool = True) -> list[dict[str, Any]]:
         """Return messages in the form that this template reads. Raises as `render` does."""
         write_calls = self.tool_form.written if self.tool_form else None
         return normalized(messages, self.names, arguments_as_objects, write_calls)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 from math import ceil
+from typing import Any
 
 from gpt2block.cuda import cupy, overlap
 from gpt2block.cuda.arrays import Operand
@@ -99,9 +100,7 @@ def measured(recording: Recording) -> Timeline:
     return assembled(kernels, ends, apart, start, max(0.0, many - start) / EMPTY)
 
 
-def ends_us(
-    launches: Sequence[object], overlapping: bool, lead: Callable[..., None]
-) -> list[float]:
+def ends_us(launches: Sequence[Any], overlapping: bool, lead: Callable[..., None]) -> list[float]:
     """Return the µs from the start of the pass to the end of each of its launches, ascending.
 
     lead: function that launches work before the pass, for a number of µs, by default LEAD_US. A

@@ -27,11 +27,7 @@ FINISHED = get_args(FinishReason)
 
 
 def score_generated(
-    engine: ModelEngine,
-    encoding: Tokenizer,
-    prompts: object,
-    continuations: object,
-    options: Options,
+    engine: ModelEngine, encoding: Tokenizer, prompts: Any, continuations: Any, options: Options
 ) -> ScoredTokens | list[ScoredTokens]:
     """Return the log-probabilities that `generate` computes for tokens after a prompt.
 

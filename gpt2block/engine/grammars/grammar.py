@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpt2block.checks import check_encodable, several
-from gpt2block.engine.grammars.schema import check_schema, parsed, place_of, translated
-from gpt2block.errors import InputError, require, shown
+from gpt2block.engine.grammars.schema import check_schema, parsed, place_of
+from gpt2block.errors import InputError, require
 
 RULES = ("schema", "regex", "choice", "grammar")  # keywords of `GPT2.generate`
 Schema = Mapping[str, Any] | bool | str
-_REGEX_ERROR = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^.*\nerror: (.*)")
-# JSON is written on one line. With free white space, models can write spaces without end, and
-# fewer bytes of a text are determined by its schema.
-JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Remedies for problems that llguidance reports: part of its message -> message.
 REMEDIES = {
     "oneOf constraints": "oneOf: it is not certain that no value fits two of its schemas: write "
@@ -74,81 +68,28 @@ class Grammar:
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)}: expected only one of them")
         require(f"{next(iter(given))}=", "tools", "llguidance")
+        from gpt2block.engine.grammars import sources  # noqa: PLC0415  (imports llguidance)
+
         ((name, value),) = given.items()
         if name == "schema":
             schema = parsed(value)
             check_schema(schema)
             text = value if isinstance(value, str) else json.dumps(value)
-            return cls(_compiled(schema), name, (("", text),))
-        sources = {"regex": _of_regex, "choice": _of_choice, "grammar": _of_lark}
-        return cls(sources[name](value), name)
+            return cls(sources.of_schema(schema), name, (("", text),))
+        return cls(getattr(sources, f"of_{name}")(value), name)
 
     def check(self) -> None:
         """Raise InputError, which names the place if it is known, unless the grammar compiles."""
-        problem = _problem(self.source)
+        from gpt2block.engine.grammars.sources import of_schema, problem_of  # noqa: PLC0415
+
+        problem = problem_of(self.source)
         if not problem:
             return
         for place, text in self.schemas:
             schema = parsed(text)
-            if wrong := _problem(_compiled(schema)):
-                inner = place_of(schema, lambda part: bool(_problem(_compiled(part))))
+            if wrong := problem_of(of_schema(schema)):
+                inner = place_of(schema, lambda part: bool(problem_of(of_schema(part))))
                 remedies = [remedy for part, remedy in REMEDIES.items() if part in wrong]
                 wrong = remedies[0].format(wrong) if remedies else wrong
                 raise InputError(f"{place or self.name}: {inner}{wrong}")
         raise InputError(f"{self.name}: {problem}")
-
-
-def _problem(source: str) -> str:
-    """Return a message on one line about a grammar that cannot be compiled; "" if it can."""
-    from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
-
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(source)
-    if is_error and (refused := _REGEX_ERROR.search(messages[0])):
-        return f'"{refused[1]}": {refused[3]} at character {len(refused[2]) + 1}'
-    lines = [line.strip() for line in messages[0].splitlines()] if is_error else []
-    return "; ".join(line for line in lines if line.strip("^ "))
-
-
-def _compiled(schema: object) -> str:
-    """Return the source of a Grammar for a schema of `parsed`."""
-    from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
-
-    try:
-        return LLMatcher.grammar_from_json_schema(translated(schema), JSON_FORM)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"schema: expected a JSON schema: {error}") from None
-
-
-def _of_regex(given: object) -> str:
-    from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
-
-    return LLMatcher.grammar_from_regex(_text("regex", given))
-
-
-def _of_choice(given: object) -> str:
-    from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
-
-    texts: Sequence[Any] = [given] if isinstance(given, str) else several(given)
-    if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise InputError(f"choice: expected texts of at least one character, got {shown(given)}")
-    for text in texts:
-        check_encodable("choice", text)
-    literals = " | ".join(json.dumps(text) for text in texts)
-    # A single terminal, because llguidance allows a rule at most 2,000 alternatives.
-    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {literals}")
-
-
-def _of_lark(given: object) -> str:
-    from llguidance import grammar_from  # noqa: PLC0415  (optional dependency)
-
-    try:
-        return grammar_from("grammar", _text("grammar", given))
-    except ValueError as error:
-        raise InputError(f"grammar: {error}") from None
-
-
-def _text(name: str, given: object) -> str:
-    if not isinstance(given, str) or not given:
-        raise InputError(f"{name}: expected a text, got {shown(given)}")
-    check_encodable(name, given)
-    return given

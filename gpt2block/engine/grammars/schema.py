@@ -41,6 +41,9 @@ DEEPEST = 118  # keys from a schema to the schemas in it: llguidance reads 127 l
 MANY = 200  # schemas of oneOf that are compared in pairs
 LARGE = 2**14  # characters of a schema in which parts are compiled without the definitions
 NESTED = "nested too deeply: write this schema in $defs, and refer to it by $ref"
+# JSON is written on one line. With free white space, models can write spaces without end, and
+# fewer bytes of a text are determined by its schema.
+JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 KINDS: dict[str, tuple[str, Any]] = {
     **dict.fromkeys(_OF_NAMES, ("an object", dict)), "$ref": ("a text", str),
     **dict.fromkeys(("anyOf", "allOf", "oneOf", "enum"), ("an array", list)),

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpt2block.engine.chat.tool_forms.base import Tool, ToolForm
-from gpt2block.engine.grammars.grammar import JSON_FORM
-from gpt2block.engine.grammars.schema import parsed, translated
+from gpt2block.engine.grammars.schema import JSON_FORM, parsed, translated
 
 COMBINING = frozenset({"anyOf", "allOf", "oneOf", "$ref", "if", "dependentSchemas"})
 ANY_TEXT = r"/(.|\n)*/"
