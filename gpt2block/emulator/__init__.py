@@ -42,9 +42,12 @@ def emulated(
         yield stand_in
 
 
-def adopted(array: Any) -> Any:
-    """Return a NumPy array as an emulated device array; a C-contiguous array is not copied."""
-    return stand_in.adopt(array)
+def adopted(value: object) -> Any:
+    """Return a NumPy array as an emulated device array, and any other value unchanged.
+
+    A C-contiguous array is not copied.
+    """
+    return stand_in.adopt(value) if isinstance(value, np.ndarray) else value
 
 
 def run(
@@ -73,7 +76,7 @@ def run(
     for an error of the kernel, and KernelError for arguments that do not fit.
     """
     with emulated(order, checks=checks or stand_in.CHECKED, capability=capability):
-        values = tuple(adopted(arg) if isinstance(arg, np.ndarray) else arg for arg in args)
+        values = tuple(map(adopted, args))
         geometry = kernels.Geometry(kernel, grid, block, shared, defines)
         launch = kernels.launch_at(file, geometry, values, storage, None, cache)
         if early is None:

@@ -177,13 +177,10 @@ class Operation:
             return self.bind_on_device(inputs, out, **options)
         from gpt2block import emulator  # noqa: PLC0415  (needed for host arrays alone)
 
-        def adopted(value: object) -> Any:
-            return emulator.adopted(value) if isinstance(value, np.ndarray) else value
-
         with emulator.emulated():
-            inputs = tuple(mapped(adopted, value) for value in inputs)
-            options = {name: adopted(value) for name, value in options.items()}
-            return self.bind_on_device(inputs, mapped(adopted, out), **options)
+            inputs = tuple(mapped(emulator.adopted, value) for value in inputs)
+            options = {name: emulator.adopted(value) for name, value in options.items()}
+            return self.bind_on_device(inputs, mapped(emulator.adopted, out), **options)
 
     def bind_on_device(self, inputs: Operands, out: object = None, **options: object) -> Bound:
         """Do the same as `bind`, but accept CuPy arrays only."""

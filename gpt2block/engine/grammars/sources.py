@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
 
 from llguidance import LLMatcher, grammar_from
 
@@ -38,7 +36,7 @@ def of_regex(given: object) -> str:
 
 
 def of_choice(given: object) -> str:
-    texts: Sequence[Any] = [given] if isinstance(given, str) else several(given)
+    texts = [given] if isinstance(given, str) else several(given)
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise InputError(f"choice: expected texts of at least one character, got {shown(given)}")
     for text in texts:
