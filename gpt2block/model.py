@@ -172,11 +172,7 @@ class Model(Hinted, Generic[Weights]):
     _checkpoint: Checkpoint | None = None
 
     def _set_up(
-        self,
-        config: ModelConfig,
-        tensors: Tensors,
-        device: str | None,
-        formats: Formats,
+        self, config: ModelConfig, tensors: Tensors, device: str | None, formats: Formats
     ) -> None:
         self.config, self.formats = config, formats
         checkpoint = self._checkpoint
@@ -624,11 +620,11 @@ class Model(Hinted, Generic[Weights]):
 
     @overload
     def score_generated(
-        self, prompts: Prompt, continuations: Generation | Row, **options: object
+        self, prompts: Prompt, continuations: Generation | Row, **options: Any
     ) -> ScoredTokens: ...
     @overload
     def score_generated(
-        self, prompts: Prompts, continuations: Sequence[Generation | Row], **options: object
+        self, prompts: Prompts, continuations: Sequence[Generation | Row], **options: Any
     ) -> list[ScoredTokens]: ...
     @named_options()
     @with_keywords("samples", "receipt")

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,7 +25,6 @@ import numpy as np
 import kernels_cu
 from gpt2block.cuda import cupy, doctor
 from gpt2block.cuda.arrays import compute_capability
-from gpt2block.engine.generation.rows import Row
 from gpt2block.errors import InputError, shown
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.stored import Stored
@@ -33,6 +32,9 @@ from gpt2block.files.tokenizers.encoding import Encoding, rules, special_id, tok
 from gpt2block.files.tokenizers.lookup import of_outputs
 from gpt2block.files.tokenizers.tokenizer import end_of_text
 from gpt2block.sampling import Sampling
+
+if TYPE_CHECKING:
+    from gpt2block.engine.generation.rows import Row
 
 FORMAT, VERSION = "gpt2block_receipt", 1  # field with the version of the format, and its value
 # Folders of the package whose code cannot change a bit of a text.
@@ -170,12 +172,12 @@ def _of_text(encoding: Encoding | None) -> str | None:
     return of_tokenizer(encoding)
 
 
-def certify(engine: object, row: Row) -> dict[str, object]:
+def certify(engine: Any, row: Row) -> dict[str, Any]:
     """Return the receipt of a row that has ended, which an engine has generated."""
     return receipt_of(row, identity(engine))
 
 
-def receipt_of(row: Row, known: Mapping[str, object]) -> dict[str, Any]:
+def receipt_of(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the receipt of a row that has ended. known: the `identity` of its engine."""
     ends, rule = row.ends, row.rule and row.rule.source
     reader: Any = of_outputs(row.reader) if ends.stop or rule else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil, gcd
+from typing import Any
 
 import numpy as np
 
@@ -83,7 +84,7 @@ def _geometry(
     return geometry
 
 
-def _over_rows(c: Call, kernel: str, B: int, N: int, D: int, *arrays: object) -> Launch:
+def _over_rows(c: Call, kernel: str, B: int, N: int, D: int, *arrays: Any) -> Launch:
     """Launch a kernel on rows of qkv. `arrays`: arguments of the kernel between qkv and gamma_q."""
     n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
     normed, heads = n_head + n_kv_head, n_head + 2 * n_kv_head

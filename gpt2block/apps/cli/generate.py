@@ -186,7 +186,7 @@ def _summary(loaded: Model[Any], seed: int, run: Run, clock: Stopwatch) -> str:
     )
 
 
-def _sample(row: Row, has_text: bool) -> dict[str, object]:
+def _sample(row: Row, has_text: bool) -> dict[str, Any]:
     """Return a sample for JSON. finish_reason: None after Ctrl-C. text: None without tokenizer."""
     return {
         "text": row.text if has_text else None,

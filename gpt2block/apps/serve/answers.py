@@ -216,9 +216,9 @@ class Sent:
 
     identity: Mapping[str, Any] | None = None  # argument of `receipt_of`; None: no receipts
 
-    def facts(self, row: Row) -> JsonObject:
+    def facts(self, row: Row) -> dict[str, Any]:
         """Return fields of a choice about its row (continuation), which has ended."""
-        found: JsonObject = {"seed": row.sampling.seed}
+        found: dict[str, Any] = {"seed": row.sampling.seed}
         return found | ({"receipt": receipt_of(row, self.identity)} if self.identity else {})
 
     def choice(self, form: Form, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:

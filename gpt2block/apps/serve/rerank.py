@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from gpt2block.apps.serve.protocol import MAX_PROMPTS, MAX_TEXT, ApiError, Body, JsonObject
+from gpt2block.apps.serve.protocol import MAX_PROMPTS, MAX_TEXT, ApiError, Body
 from gpt2block.engine.generation.rows import BAD_WEIGHTS
 from gpt2block.engine.model import Ids, ModelEngine
 from gpt2block.errors import InputError
@@ -108,10 +108,10 @@ def scores_of(engine: ModelEngine, answers: tuple[int, int], prompts: Sequence[I
 
 def ranking(
     given: RerankRequest, scores: Sequence[float], model: str, prompt_tokens: int
-) -> JsonObject:
+) -> dict[str, Any]:
     """Return the response object: the `top_n` results, by descending score."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
-    results: list[JsonObject] = [
+    results: list[dict[str, Any]] = [
         {"index": index, "relevance_score": scores[index]} for index in order[: given.top_n]
     ]
     if given.return_documents is not False:

@@ -119,7 +119,7 @@ def check_receipts(
 
 
 def _row(
-    engine: ModelEngine, encoding: Tokenizer, stated: Mapping[str, Any], known: Mapping[str, object]
+    engine: ModelEngine, encoding: Tokenizer, stated: Mapping[str, Any], known: Mapping[str, Any]
 ) -> tuple[Row, Floats]:
     """Return the row that generates a stated text again, and the stated log-probabilities.
 
