@@ -188,15 +188,16 @@ def gemma3_text(rng: random.Random) -> dict[str, Any]:
 
 def lfm2(rng: random.Random) -> dict[str, Any]:
     """At least one layer has attention; heads have at least 4 channels, for their norms."""
-    found, layers = llama(rng) | {"num_hidden_layers": rng.randint(2, 4)}, list[str]()
+    found = llama(rng) | {"num_hidden_layers": rng.randint(2, 4)}
     for key in ("attention_bias", "mlp_bias", "rms_norm_eps", "hidden_act", "head_dim"):
-        found.pop(key, None)
+        del found[key]
     layers = ["full_attention", *rng.choices(("conv", "full_attention"), (3, 1), k=3)]
     layers = rng.sample(layers[: found["num_hidden_layers"]], found["num_hidden_layers"])
     found["hidden_size"] = found["num_attention_heads"] * 2 * rng.randint(2, 6)
+    found["intermediate_size"] = rng.randint(2, 80)
     found |= {"norm_eps": rng.choice((1e-5, 1e-3)), "conv_bias": rng.random() < 0.3}
     found |= {"conv_L_cache": rng.choice((3, 3, 3, 1, 2, 5)), "block_multiple_of": 4}
-    found |= {"block_ffn_dim_multiplier": rng.choice((1.0, 1.3, None))}
+    found |= {"block_ffn_dim_multiplier": rng.choice((1.0, 1.3))}
     found |= {"block_auto_adjust_ff_dim": rng.random() < 0.7}
     if rng.random() < 0.3:
         full = [n for n, kind in enumerate(layers) if kind == "full_attention"]

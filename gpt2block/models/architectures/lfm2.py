@@ -122,13 +122,11 @@ class Lfm2Config(LlamaConfig):
 
 def _adjusted(config: Mapping[str, Any], n_ff: int) -> int:
     """Return two thirds of n_ff times a factor, rounded up to a multiple, as `transformers` does."""
-    n_ff, factor = int(2 * n_ff / 3), config.get("block_ffn_dim_multiplier", 1.0)
-    if factor is None:
-        return n_ff
     name, several = "block_ffn_dim_multiplier", "block_multiple_of"
-    factor = check_number(name, factor, 2.0**-20, 2.0**20, "a number from 2^-20 to 2^20")
+    expected = "a number from 2^-20 to 2^20"
+    factor = check_number(name, config.get(name, 1.0), 2.0**-20, 2.0**20, expected)
     multiple = check_count(several, config.get(several, 256), ALL_LIMITS["n_ff"])
-    return -(-int(factor * n_ff) // multiple) * multiple
+    return -(-int(factor * int(2 * n_ff / 3)) // multiple) * multiple
 
 
 def _conv_layers(config: Mapping[str, Any], n_layer: int) -> tuple[bool, ...]:
