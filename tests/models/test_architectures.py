@@ -187,13 +187,12 @@ def gemma3_text(rng: random.Random) -> dict[str, Any]:
 
 
 def lfm2(rng: random.Random) -> dict[str, Any]:
-    """At least one layer has attention; heads have at least 4 channels, for their norms."""
-    found = llama(rng) | {"num_hidden_layers": rng.randint(2, 4)}
-    for key in ("attention_bias", "mlp_bias", "rms_norm_eps", "hidden_act", "head_dim"):
-        del found[key]
+    """At least one layer has attention; heads have at least 8 channels, as for Qwen3."""
+    found = sizes(rng) | {"num_hidden_layers": rng.randint(2, 4), "max_position_embeddings": 80}
+    del found["rms_norm_eps"], found["hidden_act"]
     layers = ["full_attention", *rng.choices(("conv", "full_attention"), (3, 1), k=3)]
     layers = rng.sample(layers[: found["num_hidden_layers"]], found["num_hidden_layers"])
-    found["hidden_size"] = found["num_attention_heads"] * 2 * rng.randint(2, 6)
+    found |= {"hidden_size": 4 * rng.randint(6, 20), "head_dim": 2 * rng.randint(4, 12)}
     found["intermediate_size"] = rng.randint(2, 80)
     found |= {"norm_eps": rng.choice((1e-5, 1e-3)), "conv_bias": rng.random() < 0.3}
     found |= {"conv_L_cache": rng.choice((3, 3, 3, 1, 2, 5)), "block_multiple_of": 4}
@@ -374,7 +373,7 @@ def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any],
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            spread = 0.3 if tensor.ndim == 1 else tensor.shape[1] ** -0.5
+            spread = 0.3 if tensor.ndim == 1 else tensor.shape[-1] ** -0.5
             # Gemma 3 adds 1 to its norms' weights.
             tensor.normal_("norm" in name and kind != "gemma3_text", spread)
     return model.eval()
