@@ -128,6 +128,8 @@ class Naming:
             ends[first] += count
             if sharing[first] > 1:
                 tensor = tensor.rows(begin, begin + count)
+            if len(shape) == 3:
+                tensor = replace(tensor, shape=shape)
             if ours.endswith(".w_qkv") and config.head_order:
                 heads = config.q_width + config.kv_width
                 tensor = replace(tensor, head_order=config.head_order, in_heads=heads)
