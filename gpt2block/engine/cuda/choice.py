@@ -13,7 +13,7 @@ from gpt2block.engine.passes.decoding import DecodePass, SumsPass
 from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.passes.forward import forward
 from gpt2block.models.architectures.architecture import Architecture
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import ModelConfig, shapes_in_blocks
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.gated_sums import Fusions, fusions, splits_of
@@ -66,7 +66,7 @@ class DecodingChoice:
     @cached_property
     def x_dtype(self) -> str | None:
         """The dtype to which matrix products round their input x; None: they do not round x."""
-        inputs = (s[0] for s in self.config.block_shapes().values() if len(s) == 2)
+        inputs = {s[0] for s in shapes_in_blocks(self.config).values() if len(s) == 2}
         return ROUNDED if can_round(self.formats.dtype, inputs) else None
 
     def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:
@@ -142,11 +142,12 @@ class DecodingChoice:
         if f"{layers[0]}w_gate" not in self.matrices:
             return False
         for h in layers:
-            matrices = [self.matrices[f"{h}{name}"] for name in ("w_qkv", "w_gate", "w_up")]
+            names = ("w_gate", "w_up", *("w_qkv",) * (f"{h}w_qkv" in self.matrices))
+            matrices = [self.matrices[f"{h}{name}"] for name in names]
             blocks = [w for w in matrices if isinstance(w, GgufMatrix)]
-            if len(blocks) < len(matrices) or blocks[1].ranges != blocks[2].ranges:
+            if len(blocks) < len(matrices) or blocks[0].ranges != blocks[1].ranges:
                 return False
-            if any(begin % self.config.head_size for begin in blocks[0].begins):
+            if any(begin % self.config.head_size for w in blocks[2:] for begin in w.begins):
                 return False
         return True
 
@@ -154,11 +155,12 @@ class DecodingChoice:
     def _types_of_ffn(self) -> set[tuple[str, str]]:
         """Set of pairs (GGUF type of w_gate, GGUF type of w_down) over all layers.
 
-        Empty if `_in_blocks` is false, if w_down or w_o is not a GGUF matrix, or if w_gate or
-        w_down has blocks of several types.
+        Empty if `_in_blocks` is false, if layers have short convolutions, if w_down or w_o is not a
+        GGUF matrix, or if w_gate or w_down has blocks of several types.
         """
         types: set[tuple[str, str]] = set()
-        for n in range(self.config.n_layer) if self._in_blocks else ():
+        alike = self._in_blocks and not any(self.config.conv_layers)
+        for n in range(self.config.n_layer) if alike else ():
             matrices = [self.matrices[f"h.{n}.{name}"] for name in ("w_gate", "w_down", "w_o")]
             ranges = [w.ranges for w in matrices if isinstance(w, GgufMatrix)]
             if len(ranges) < len(matrices) or any(len(each) > 1 for each in ranges[:2]):

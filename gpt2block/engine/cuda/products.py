@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from gpt2block.engine.model import FLOAT16
 from gpt2block.engine.passes.prefill import Products
 from gpt2block.engine.passes.shards import ModelShard
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import ModelConfig, shapes_in_blocks
 from gpt2block.models.weights.hi_lo import LARGEST_BOUND, HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix, on_host
 from gpt2block.ops import registry
@@ -64,7 +65,7 @@ def possible_products(config: ModelConfig, dtype: str) -> Products:
 
 def has_sizes_of_tensor_cores(config: ModelConfig) -> bool:
     """Return whether tensor cores can compute products and attention of the model's sizes."""
-    sizes = (n for shape in config.block_shapes().values() for n in shape)
+    sizes = {n for shape in shapes_in_blocks(config).values() if len(shape) < 3 for n in shape}
     known = config.head_size in architecture_of(config).TENSOR_HEADS
     return known and not any(n % MULTIPLE for n in sizes)
 
@@ -73,9 +74,9 @@ def hi_lo_bytes(config: ModelConfig, formats: Formats) -> int:
     """Return the bytes of the hi/lo copies of weights; 0 if products do not read such copies."""
     if possible_products(config, formats.dtype) != "hi_lo":
         return 0
-    shapes = [shape for shape in config.block_shapes().values() if len(shape) == 2]
+    shapes = [shape for shape in shapes_in_blocks(config).values() if len(shape) == 2]
     head = config.n_embd, config.vocab_size
-    return sum(4 * (K + 1) * N for K, N in (*(config.n_layer * shapes), head))
+    return sum(4 * (K + 1) * N for K, N in (*shapes, head))
 
 
 def choose_products(
@@ -103,7 +104,7 @@ def choose_products(
         if matrices[w].dtype in IN_BYTES:  # float16 activations need tight bounds
             ones = cupy.full((matrices[w].K,), 1, "float32")
             own = row_norms(matrices[w], vectors[gamma] if gamma else ones)
-            return own if shard is None else np.concatenate(shard.exchange(own))
+            return own if shard is None else shard.in_order(w, own)
         factor = largest[gamma] if gamma else 1.0
         return np.array([math.sqrt(matrices[w].K) * largest[w] * factor])
 
@@ -116,8 +117,9 @@ def choose_products(
 def divisors(config: ModelConfig, bounds: Mapping[str, float]) -> dict[str, float]:
     """Return {name of an activation: power of two by which it is divided to fit float16}."""
     powers: dict[str, float] = {}
-    for n in range(config.n_layer):
-        names = [f"h.{n}.{name}" for name in architecture_of(config).DIVIDED[:2]]
+    of_layers = product(range(config.n_layer), architecture_of(config).DIVIDED)
+    for n, (_, results, _) in of_layers:
+        names = [name for name in (f"h.{n}.{each}" for each in results) if name in bounds]
         largest = max((bounds[name] for name in names), default=0)
         if FLOAT16 < largest < math.inf:
             powers |= dict.fromkeys(names, 2.0 ** math.ceil(math.log2(largest / FLOAT16)))
@@ -136,12 +138,17 @@ def divided_weights(
     powers of two is exact, except for activations that become subnormal in float16.
     """
     divided: dict[str, Any] = {}
-    for h, divisor in {name.rpartition(".")[0]: divisor for name, divisor in by.items()}.items():
-        first, _, last = architecture_of(config).DIVIDED
-        divided[f"{h}.w_{first}"] = matrices[f"{h}.w_{first}"].times(1 / divisor)
-        divided[f"{h}.w_{last}"] = matrices[f"{h}.w_{last}"].times(divisor)
-        if (bias := f"{h}.b_{first}") in vectors:
-            divided[bias] = vectors[bias] * np.float32(1 / divisor)
+    of_layers = product(range(config.n_layer), architecture_of(config).DIVIDED)
+    for n, (first, (result, *_), last) in of_layers:
+        if (divisor := by.get(f"h.{n}.{result}")) is None:
+            continue
+        name, bias = f"h.{n}.{first}", f"h.{n}.b_{first.removeprefix('w_')}"
+        if name in matrices:
+            divided[name] = matrices[name].times(1 / divisor)
+        divided[f"h.{n}.{last}"] = matrices[f"h.{n}.{last}"].times(divisor)
+        for vector in (name, bias):
+            if vector in vectors:
+                divided[vector] = vectors[vector] * np.float32(1 / divisor)
     return divided
 
 

@@ -19,7 +19,8 @@ class PassSettings(NamedTuple):
     head instead of neighbours. own: whether each sequence has its own frequencies. qk_norm,
     embedding_norm, windows: as in ModelConfig; windows is () if no layer has a window. embedding,
     softmax_scale, turned, cap, growth: the fields embedding, attention, rope, cap and growth of
-    `Scales`. gelu: whether the gate of the feed-forward is GELU.
+    `Scales`. gelu: whether the gate of the feed-forward is GELU. convs: whether each layer has a
+    short convolution in place of attention; () if none has.
     """
 
     n_head: int
@@ -39,6 +40,7 @@ class PassSettings(NamedTuple):
     cap: float | None = None
     own: bool = False
     growth: tuple[float, int] | None = None
+    convs: tuple[bool, ...] = ()
 
     @classmethod
     def of(cls, config: ModelConfig) -> PassSettings:
@@ -59,11 +61,16 @@ class PassSettings(NamedTuple):
             cap=scales.cap,
             own=config.short_context > 0,
             growth=scales.growth,
+            convs=config.conv_layers,
         )
 
     def frequencies_of(self, h: str) -> str:
         """Return the name of a layer's RoPE frequencies. h: the prefix of the layer's names."""
         return self.rope[_layer(h)]
+
+    def has_conv(self, h: str) -> bool:
+        """Return whether a layer has a short convolution. h: the prefix of the layer's names."""
+        return bool(self.convs) and self.convs[_layer(h)]
 
     @property
     def heads(self) -> dict[str, Any]:
@@ -135,6 +142,9 @@ class StepPass(Pass):
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         options = {**self.c.heads, **self.c.scores(h), "causal": self.c.causal}
         return self.do(f"{h}attn", "attention", (qkv,), **options)
+
+    def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
+        return self._short_conv(h, bcx)
 
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")

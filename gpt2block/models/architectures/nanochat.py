@@ -97,7 +97,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
 FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "", False
 NORM, QKV, TENSOR_HEADS = llama.NORM, llama.QKV, llama.TENSOR_HEADS
-DIVIDED: tuple[str, ...] = ()  # ReLU squared is not linear: no scaling of weights
+DIVIDED = llama.DIVIDED[:0]  # ReLU squared is not linear: no scaling of weights
 
 
 def constants(config: NanoChatConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
