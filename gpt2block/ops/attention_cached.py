@@ -32,7 +32,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
-from gpt2block.ops.attention import LARGEST_HEAD, MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
+from gpt2block.ops.attention import MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.engines.attention_tiles import (
     MAX_BLOCKS,
@@ -56,6 +56,8 @@ TILES = "attention/prompt/cores.cu"
 SPLIT = "attention/decode/split.cu"
 APPEND = "attention/cache/kv_cache.cu"
 APPEND_HI_LO = "attention/cache/kv_cache_hi_lo.cu"
+LARGEST_HEAD = 512  # maximum channels per head of variants tiles and split
+LARGEST_STATIC = 256  # maximum channels per head for which split has static shared memory
 TILE_SIZES = (
     (4, 64),
     (2, 64),
@@ -175,7 +177,8 @@ def split_geometry(
     )
     if itemsize == 1:
         defines = (*defines, ("AS_VECTORS", FP8_VECTORS))
-    shared = _split_shared(queries, HS) if queries > 1 else 0
+    dynamic = queries > 1 or HS > LARGEST_STATIC
+    shared = _split_shared(queries, HS) if dynamic else 0
     return Geometry("attention_split", (cluster, teams, M), (32 * warps,), shared, defines)
 
 
@@ -252,17 +255,18 @@ def _heads(name: str, Q: int, n_head: Any, C: int) -> tuple[int, int, int]:
     return n_head, C // HS, HS
 
 
-def _check_rows(c: Call) -> None:
+def _check_rows(c: Call, queries: bool = False) -> None:
     """Raise InputError unless rows of qkv are [Q | K | V], float32 or in the dtype of the cache.
 
     With a cache of FP8, rows can have any dtype. The channels of Q are a multiple of the C channels
-    of k.
+    of k. queries: rows are Q only.
     """
     if c.storage not in ("float32", HI_LO, c.kv_storage) and c.fp8_cache is None:
         check("qkv", c.qkv)
-    if c.W < 3 * c.C or c.W % c.C:
+    least = c.C if queries else 3 * c.C
+    if c.W < least or c.W % c.C:
         raise InputError(
-            f"qkv: expected (N, {3 * c.C}), or a larger multiple of k's {c.C} channels, "
+            f"qkv: expected (N, {least}), or a larger multiple of k's {c.C} channels, "
             f"got {c.qkv.shape}"
         )
 
@@ -365,8 +369,8 @@ def _packed(unchecked: UncheckedCall) -> Call:
     """
     c = unchecked.checked()
     c.longest = check_integer("longest", c.longest, 1, math.inf, "a number of queries")
-    _check_rows(c)
-    c.rows_of_q, c.Q, c.starts, c.first = c.qkv, c.W - 2 * c.C, c.start, 0
+    _check_rows(c, queries=c.queries)
+    c.rows_of_q, c.Q, c.starts, c.first = c.qkv, c.W - 2 * c.C * (not c.queries), c.start, 0
     return c
 
 
@@ -507,6 +511,7 @@ ATTENTION_PACKED = Operation(
         "longest": REQUIRED,
         "softmax_scale": None,
         "window": None,
+        "queries": False,
         "kv_dtype": None,
         "variant": None,
     },
@@ -583,7 +588,7 @@ def attention_cached(
     q (T, Q) float32, k and v (start + T, C) or longer, float32, float16, bfloat16 or, as uint8, the
     FP8 format kv_dtype → (T, Q). With grouped queries, k and v have fewer heads: Q is a multiple of
     C. The bits of a query's result do not depend on the division of its sequence into calls. Heads
-    have at most 256 channels. softmax_scale, window: as in `attention`.
+    have at most 512 channels. softmax_scale, window: as in `attention`.
     """
     options = {
         "start": start,

@@ -158,7 +158,7 @@ def decoding(
     return q, held, np.array(positions, np.int32)
 
 
-@combinations(times=1, heads=[(3, 3, 16), (4, 2, 8), (8, 1, 8), (8, 2, 64)], kind=KINDS)
+@combinations(times=1, heads=[(3, 3, 16), (4, 2, 8), (8, 1, 8), (8, 2, 64), (2, 1, 512)], kind=KINDS)
 def test_split_in_a_longer_cache(device: Any, heads: Heads, kind: str) -> None:
     q, held, position = decoding(heads, [139, 2, 127], 141, kind)
     longer = split(device, q, held.longer(7 * 141), position)
@@ -281,7 +281,7 @@ def test_split_without_its_barrier_shows() -> None:
 
 @combinations(
     times=1,
-    heads=[(3, 1, 8), (2, 2, 64), (2, 2, 12), (2, 1, 128), (3, 3, 7), (1, 1, 256), (2, 1, 80)],
+    heads=[(3, 1, 8), (2, 2, 64), (2, 2, 12), (2, 1, 128), (3, 3, 7), (1, 1, 256), (2, 1, 80), (2, 1, 512)],
     kind=KINDS,
     dtype=["float16", "bfloat16"],
 )
@@ -425,8 +425,8 @@ def test_launches() -> None:
     assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
     for longest in (1, 5000):  # the keys per tile depend only on the head size
         assert tiles_geometry(1, longest, 12, 12, 64, 2, H200).defines == geometry.defines
-    with pytest.raises(InputError, match=r"head size 257: .* at most 256"):
-        split_geometry(1, 10, 1, 1, 257, 4, 132, H200, True)
+    with pytest.raises(InputError, match=r"head size 513: .* at most 512"):
+        split_geometry(1, 10, 1, 1, 513, 4, 132, H200, True)
     with pytest.raises(InputError, match="head size 256: the smallest tiles take"):
         tiles_geometry(1, 10, 1, 1, 256, 4, 49152)
     with pytest.raises(InputError, match="too many for a grid"):

@@ -25,7 +25,9 @@ EXAMPLES = {
     "hi_lo": Example({"K": 8}),
     "take": Example({"N": 5, "C": 8, "B": 3}),
     "rmsnorm": Example({"C": 8}, dtype="bfloat16"),
-    "rmsnorm_add": Example({"C": 8}),
+    "rmsnorm_add": Example({"C": 8, "S": 2}),
+    "rmsnorm_groups": Example({"N": 5, "W": 16, "P": 8}),
+    "gated_columns": Example({"N": 5, "W": 16, "P": 8}, {"first": 8}),
     "operand": Example({"C": 8}),
     "rmsnorm_matmul": Example({"K": 8, "N": 4}),
     "rmsnorm_ffn": Example({"K": 8, "N": 4}, dtype="float16"),
@@ -35,7 +37,9 @@ EXAMPLES = {
         {**HEADS, "causal": True, "max_seqlen": 3},
     ),
     "attention_cached": Example({"T": 3, "Q": 16, "P": 7, "C": 8}, {"start": 2, "n_head": 2}),
-    "attention_packed": Example({"N": 5, "W": 32, **KV}, {"n_head": 2, "longest": 3}),
+    "attention_packed": Example(
+        {"N": 5, "W": 32, **KV}, {"n_head": 2, "longest": 3, "queries": False}
+    ),
     "attention_split": Example({"M": 3, "Q": 16, **KV}, {"n_head": 2}),
     "rope": Example({"T": 5, "H": 2, "D": 8}, dtype="float16"),
     "rope_qkv": Example({"T": 5, "W": 32, "P": 4}, HEADS),

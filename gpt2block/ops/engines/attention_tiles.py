@@ -56,7 +56,7 @@ def heads_defines(NH: int, NKV: int, HS: int) -> Defines:
 
 def warp_queries(HS: int) -> int:
     """Queries per warp of variant `online`: fewer for larger heads, to keep sums in registers."""
-    return 32 if HS <= 64 else 16 if HS <= 128 else 8
+    return 32 if HS <= 64 else 16 if HS <= 128 else 8 if HS <= 256 else 4
 
 
 def shared_bytes(HS: int, warps: int, keys: int) -> int:

@@ -32,7 +32,7 @@
 // it has copied to floats in the tile, before the barrier that makes them visible to other threads. The order of
 // additions for a query depends only on KEYS, not on the other queries or on the query's position in a block.
 //
-// Any number of queries and keys. Any HS up to 256: larger heads have fewer queries per warp, so that o fits in
+// Any number of queries and keys. Any HS up to 512: larger heads have fewer queries per warp, so that o fits in
 // registers. If HS is a multiple of 4 (with 16-bit K and V: of 8; with FP8: of 16), rows are aligned to 16 bytes and
 // are copied in 16-byte pieces. GPUs before sm_80 have no cp.async: copies are synchronous and go through registers.
 //
@@ -61,13 +61,13 @@
 #define AO_KEYS 64
 #endif
 #ifndef AO_ROWS  // queries per thread
-#define AO_ROWS (HS <= 64 ? 8 : HS <= 128 ? 4 : 2)
+#define AO_ROWS (HS <= 64 ? 8 : HS <= 128 ? 4 : HS <= 256 ? 2 : 1)
 #endif
 #ifndef AO_UNROLL  // unroll factor of loops that add 4 products per step
 #define AO_UNROLL 1
 #endif
 static_assert(NH % NKV == 0, "every head of K serves as many heads of Q");
-static_assert(NH > 0 && HS > 0 && HS <= 256, "o must fit in registers: HS <= 256");
+static_assert(NH > 0 && HS > 0 && HS <= 512, "o must fit in registers: HS <= 512");
 static_assert(AO_WARPS > 0 && AO_WARPS <= 8, "a thread needs up to 255 registers: at most 8 warps");
 static_assert(AO_KEYS > 0 && AO_KEYS % 32 == 0, "a warp's threads hold 32 keys at a time");
 
