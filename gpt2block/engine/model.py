@@ -21,7 +21,7 @@ from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.checkpoints.checkpoint import Checkpoint, FileStates
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.config import LayerCache, ModelConfig, model_shapes
+from gpt2block.models.config import TABLES, LayerCache, ModelConfig, model_shapes
 from gpt2block.models.weights.gguf import TYPES
 from gpt2block.models.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 from gpt2block.sampling import Sampling
@@ -50,8 +50,8 @@ def weight_bytes(
             total += 4 * math.prod(shape)
             continue
         total += int(math.prod(shape) * least)
-        if formats.dtype == SCALED:  # one scale per output (row of wte or lm_head)
-            total += 4 * shape[0 if name in ("wte", "lm_head") else 1]
+        if formats.dtype == SCALED:  # one scale per output (row of a table or lm_head)
+            total += 4 * shape[0 if name in (*TABLES, "lm_head") else 1]
     return total
 
 

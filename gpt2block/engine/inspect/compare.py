@@ -27,7 +27,7 @@ from gpt2block.engine.passes.blocks import ModelStepPass, PassSettings
 from gpt2block.engine.passes.forward import forward
 from gpt2block.engine.passes.prefill import ROWS_AT_ONCE
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import TABLES, ModelConfig
 
 Exact = NDArray[np.float64]
 
@@ -120,7 +120,7 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
         for name, array, layout in engine.tensors()
     }
     weights.setdefault("lm_head", weights["wte"])
-    weights["wte"] = weights["wte"].T
+    weights |= {name: weights[name].T for name in TABLES if name in weights}
     T = len(ids)
     kept = by_name(layer_rows(config.layer_caches, lambda _, width: np.zeros((1, T, width))))
     rows = np.arange(T)

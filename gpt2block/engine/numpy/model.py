@@ -40,7 +40,7 @@ from gpt2block.engine.passes.blocks import ModelStepPass, PassSettings, StepPass
 from gpt2block.engine.passes.forward import forward
 from gpt2block.files.checkpoints.gguf_types import InBlocks
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import TABLES, ModelConfig
 from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.sampling import Mask, Sampling, choose
@@ -116,7 +116,9 @@ class NumpyModel(NumpySteps, StoredModel):
         self._store(tensors)
         matrices = {name: matrix.operand for name, matrix in self._matrices.items()}
         constants = architecture_of(config).constants(config, self._vectors)
-        self.known = {**self._vectors, **matrices, "wte": self._matrices["wte"].table, **constants}
+        self.known = {**self._vectors, **matrices, **constants}
+        tables = (name for name in TABLES if name in matrices)
+        self.known |= {name: self._matrices[name].table for name in tables}
         self.functions = Functions({"kv_append": self._kv_append})
 
     def _vector(self, name: str, array: NDArray[Any]) -> Floats:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from gpt2block.engine.passes.executor import HI_LO, Executor
 from gpt2block.engine.passes.forward import Pass, Product
 from gpt2block.models.architectures.architecture import To, Value
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import LayerEmbeddings, ModelConfig
 
 
 class PassSettings(NamedTuple):
@@ -19,7 +19,9 @@ class PassSettings(NamedTuple):
     head instead of neighbours. own: whether each sequence has its own frequencies. qk_norm,
     embedding_norm, windows: as in ModelConfig; windows is () if no layer has a window. embedding,
     softmax_scale, turned, cap, growth: the fields embedding, attention, rope, cap and growth of
-    `Scales`. gelu: whether the gate of the feed-forward is GELU.
+    `Scales`. gelu: whether the gate of the feed-forward is GELU. values: whether heads of V have
+    norms. layers: as `layer_embeddings` of ModelConfig. sources: for each layer, the layer whose
+    keys and values it reads.
     """
 
     n_head: int
@@ -39,6 +41,9 @@ class PassSettings(NamedTuple):
     cap: float | None = None
     own: bool = False
     growth: tuple[float, int] | None = None
+    values: bool = False
+    layers: LayerEmbeddings | None = None
+    sources: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: ModelConfig) -> PassSettings:
@@ -59,11 +64,23 @@ class PassSettings(NamedTuple):
             cap=scales.cap,
             own=config.short_context > 0,
             growth=scales.growth,
+            values=config.VALUE_NORMS,
+            layers=config.layer_embeddings,
+            sources=tuple(cache.layer for cache in config.layer_caches),
         )
 
     def frequencies_of(self, h: str) -> str:
         """Return the name of a layer's RoPE frequencies. h: the prefix of the layer's names."""
         return self.rope[_layer(h)]
+
+    def shares(self, h: str) -> bool:
+        """Return whether a layer reads the keys and values of an earlier layer."""
+        return bool(self.sources) and self.sources[_layer(h)] != _layer(h)
+
+    def columns_of(self, h: str) -> dict[str, Any]:
+        """Return the options of `gated_columns` that select a layer's part of the rows `layers`."""
+        assert self.layers is not None
+        return {"first": _layer(h) * self.layers.width, **self.gate}
 
     @property
     def heads(self) -> dict[str, Any]:
@@ -74,6 +91,11 @@ class PassSettings(NamedTuple):
         window = self.windows[_layer(h)] if self.windows else None
         options = {"softmax_scale": self.softmax_scale, "window": window}
         return {name: value for name, value in options.items() if value is not None}
+
+    @property
+    def head_norms(self) -> dict[str, Any]:
+        """The options of norms of heads: eps, and `values` if heads of V have norms, too."""
+        return {"eps": self.eps, **({"values": True} if self.values else {})}
 
     @property
     def gate(self) -> dict[str, Any]:
@@ -126,7 +148,7 @@ class StepPass(Pass):
     def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=("attention",))
         if norms:
-            options = {**self.c.heads, "eps": self.c.eps}
+            options = {**self.c.heads, **self.c.head_norms}
             y = self.do(f"{h}qk", "qk_norm", (y, *norms), **options)
         if not rope:
             return y
@@ -159,8 +181,11 @@ class ModelStepPass(StepPass):
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         k, v = f"{h}k", f"{h}v"
-        self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
         options = {"n_head": self.c.n_head, "longest": self.longest, **self.c.scores(h)}
+        if self.c.shares(h):
+            options["queries"] = True
+        else:
+            self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
         inputs = (qkv, k, v, "cu_seqlens", "start")
         return self.do(f"{h}attn", "attention_packed", inputs, **options)
 

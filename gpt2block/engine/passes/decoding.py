@@ -44,6 +44,7 @@ class DecodePass(Pass):
     """
 
     of_stream: Mapping[str, Any] = {"variant": "stream"}
+    to_rope: To = ()
 
     def __init__(
         self,
@@ -126,7 +127,8 @@ class DecodePass(Pass):
         y = self.product(f"{h}qkv", x, w, bias)
         inputs = (y, rope, *cache, *norms)
         if norms:
-            return self.do(name, "qk_norm_append", inputs, eps=self.c.eps, **heads, **self.kv)
+            options = {**self.c.head_norms, **heads, **self.kv}
+            return self.do(name, "qk_norm_append", inputs, **options)
         options = {**heads, **self.c.multiplied, **self.kv}
         return self.do(name, "rope_append", inputs, half_split=True, **options)
 

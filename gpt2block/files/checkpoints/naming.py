@@ -13,11 +13,11 @@ from gpt2block.errors import CheckpointError
 from gpt2block.files.checkpoints.files import first_names
 from gpt2block.files.checkpoints.stored import DTYPES, Stored, joined
 from gpt2block.models.architectures import ARCHITECTURES
-from gpt2block.models.config import ModelConfig, model_shapes
+from gpt2block.models.config import TABLES, ModelConfig, model_shapes
 from gpt2block.models.config.llama import LlamaConfig
 
 Shape = tuple[int, ...]
-_OUTSIDE = ("wte", "lm_head")  # matrices (vocab_size, C) outside the blocks
+_OUTSIDE = (*TABLES, "lm_head")  # matrices (vocab_size, …) outside the blocks
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Naming:
 
     def shape_of(self, ours: str, shape: Shape) -> Shape:
         """Return a tensor's shape in a file. `shape`: the tensor's shape in `model_shapes`."""
-        turned = ours.startswith("h.") and self.layout_of(ours) == "NK"
+        turned = self.layout_of(ours) == "NK" and ours not in _OUTSIDE
         return shape[::-1] if turned else shape
 
     def parts(self, config: ModelConfig) -> dict[str, dict[str, Shape]]:
@@ -75,11 +75,10 @@ class Naming:
         the name of the first.
         """
         found: dict[str, dict[str, Shape]] = {}
-        heads = (config.q_width, config.kv_width, config.kv_width)  # rows of Q, K and V
         for ours, shape in model_shapes(config).items():
             names = self.in_file(ours)
             rows, *rest = self.shape_of(ours, shape)
-            counts = heads if len(names) == len(heads) else (rows,)
+            counts = config.qkv_widths(int(ours.split(".")[1])) if len(names) > 1 else (rows,)
             into = found.setdefault(self.first_of(ours), {})
             for name, n in zip(names, counts, strict=True):
                 into[name] = (n + into.get(name, (0,))[0], *rest)
@@ -186,8 +185,8 @@ def _names(architecture: Mapping[str, tuple[str, str]], column: int) -> dict[str
     for pair, modules in architecture.items():
         module = modules[column]
         parts = [module.format(part) for part in "qkv"] if "{}" in module else [module]
-        for ours, suffix in zip(pair.split(), ("weight", "bias"), strict=False):
-            found[ours] = tuple(f"{part}.{suffix}" for part in parts)
+        for ours, suffix in zip(pair.split(), (".weight", ".bias"), strict=False):
+            found[ours] = tuple(part.rstrip(".") + suffix * (part[-1] != ".") for part in parts)
     return found
 
 

@@ -23,7 +23,7 @@ from gpt2block.checks import (
 )
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.files.checkpoints import Checkpoint
-from gpt2block.models.config import ModelConfig, Shapes, model_shapes
+from gpt2block.models.config import TABLES, ModelConfig, Shapes, model_shapes
 
 Array = NDArray[np.floating[Any]]
 Block = TypeVar("Block", bound="BlockArrays")
@@ -225,8 +225,9 @@ class ModelArrays(Generic[Block]):
 
 def layout_of(name: str, dimensions: int) -> str | None:
     """Return the layout of a tensor that is kept as an array: of a matrix "KN" or "NK"."""
-    outer = "NK" if name in ("wte", "lm_head") else None
-    return "KN" if name.startswith("h.") and dimensions == 2 else outer
+    if name in (*TABLES, "lm_head"):
+        return "NK"
+    return "KN" if dimensions == 2 and name != "wpe" else None
 
 
 def check_architecture(checkpoint: Checkpoint, expected: type[ModelConfig]) -> None:

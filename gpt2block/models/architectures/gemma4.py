@@ -41,7 +41,7 @@ from gpt2block.models.config.llama import (
 )
 
 OVERRIDES, GLOBAL, PART = "per_layer_config", "global_head_dim", "partial_rotary_factor"
-TABLE_ROWS, LARGER = "vocab_size_per_layer_input", "the head size of layers without a window"
+TABLE_ROWS = "vocab_size_per_layer_input"
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Gemma4Config(Gemma3Config):
     NAME: ClassVar[str] = "Gemma4"
     MODEL_TYPE: ClassVar[str] = "gemma4_text"
     ADDED_TO_NORMS: ClassVar[float] = 0.0
+    VALUE_NORMS: ClassVar[bool] = True
     FLAGS: ClassVar[tuple[str, ...]] = (*Gemma3Config.FLAGS, "use_double_wide_mlp")
     HONOURED: ClassVar[tuple[str, ...]] = (*PartlyWindowedConfig.HONOURED, CAP)
     OTHERS: ClassVar[Mapping[str, str]] = {
@@ -226,18 +227,19 @@ class Gemma4Config(Gemma3Config):
 def _overridden(overrides: Any, fields: Mapping[str, Any]) -> Any:
     """Return the head size of layers without a window that per_layer_config states.
 
-    The package `transformers` writes this key in place of global_head_dim.
+    The package `transformers` writes this key in place of global_head_dim; it is empty if all
+    layers have the same head size.
     """
+    if overrides == {}:
+        return fields["head_size"]
     layers = [str(n) for n, sliding in enumerate(fields["sliding_layers"]) if not sliding]
-    found = list(overrides.values()) if isinstance(overrides, dict) else []
-    sizes = [each.get("head_dim") if isinstance(each, dict) else None for each in found]
-    kept = {"num_key_value_heads": fields["n_kv_head"]}
-    plain = {"head_dim": sizes[0], **kept} if sizes else {}
-    alike = all(each and plain | each == plain and each.get("head_dim") for each in found)
-    if not alike or sorted(map(str, overrides)) != sorted(layers):
+    named = {str(n): each for n, each in overrides.items()} if isinstance(overrides, dict) else {}
+    sizes = [named[n].get("head_dim") if isinstance(named.get(n), dict) else None for n in layers]
+    same = {"head_dim": sizes[0], "num_key_value_heads": fields["n_kv_head"]}
+    if sizes[0] is None or named.keys() != {*layers} or any(same | named[n] != same for n in layers):
         raise CheckpointError(
-            f"config.json: {OVERRIDES}: expected {LARGER}, head_dim, for each of these layers "
-            f"({', '.join(layers)}), got {shown(overrides)}"
+            f"config.json: {OVERRIDES}: expected the same head_dim for each of the layers without "
+            f"a window ({', '.join(layers)}), got {shown(overrides)}"
         )
     return sizes[0]
 

@@ -56,6 +56,7 @@ OF_OTHERS: Settings = (
     ("parallel_attn", (None, False), "the feed-forward follows attention"),
 )
 _PER_LAYER = ("layer_types", "no_rope_layers")
+TABLES = ("wte", "layer_table")  # matrices (vocab_size, …), whose rows are read by token
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # vocabulary size, id of <|endoftext|>
 
 
@@ -91,6 +92,18 @@ class LayerCache(NamedTuple):
     narrow: bool = True
 
 
+class LayerEmbeddings(NamedTuple):
+    """Constants of the rows that a token has for each layer, in addition to its embedding.
+
+    width: channels of a row for a layer. factor: factor of the table's rows. eps: added to the
+    variance by the norm of the projected embedding.
+    """
+
+    width: int
+    factor: float
+    eps: float
+
+
 @dataclass(frozen=True)
 class ModelConfig(ABC):
     """Base class of model configs, with the sizes that all architectures have.
@@ -106,7 +119,8 @@ class ModelConfig(ABC):
     HONOURED: keys of OF_OTHERS that this architecture supports. GGUF_KEYS: key of GGUF files,
     without the architecture's name → field. GGUF_NEUTRAL: key of GGUF files → its only supported
     value. GATE: activation of a gated feed-forward; "gelu" is the tanh approximation.
-    ADDED_TO_NORMS: number that GGUF files add to the weights of norms.
+    ADDED_TO_NORMS: number that GGUF files add to the weights of norms. VALUE_NORMS: whether heads of
+    values have norms without weights, next to norms of heads of queries and keys.
     """
 
     NAME: ClassVar[str]
@@ -120,6 +134,7 @@ class ModelConfig(ABC):
     GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {}
     GATE: ClassVar[Literal["silu", "gelu"]] = "silu"
     ADDED_TO_NORMS: ClassVar[float] = 0.0
+    VALUE_NORMS: ClassVar[bool] = False
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
     n_layer: int
@@ -179,6 +194,11 @@ class ModelConfig(ABC):
         return ""
 
     @property
+    def layer_embeddings(self) -> LayerEmbeddings | None:
+        """The constants of the embeddings for each layer; None if there are none."""
+        return None
+
+    @property
     def qk_norm(self) -> bool:
         """Whether queries and keys have norms."""
         return "gamma_q" in self.block_shapes()
@@ -209,6 +229,10 @@ class ModelConfig(ABC):
     def shapes_of(self, layer: int) -> Shapes:
         """Return a dict of names and shapes of the tensors of one layer's block."""
         return self.block_shapes()
+
+    def qkv_widths(self, layer: int) -> tuple[int, int, int]:
+        """Return the channels of queries, keys and values in a layer."""
+        return self.q_width, self.kv_width, self.kv_width
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
