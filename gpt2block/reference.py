@@ -243,9 +243,7 @@ def kv_round(qkv: Array, n_head: int, n_kv_head: int, kv_dtype: str) -> Array:
     return np.concatenate([qkv[:, :Q], rounded.astype(qkv.dtype)], axis=1)
 
 
-@takes(
-    "qkv any N W; k v kv B P C; cu_seqlens i32 B+1; start i32 B -> out any N W-2*C*(1-queries)"
-)
+@takes("qkv any N W; k v kv B P C; cu_seqlens i32 B+1; start i32 B -> out any N W-2*C")
 def attention_packed(
     qkv: Array,
     k: Array,
@@ -256,32 +254,47 @@ def attention_packed(
     longest: int | None = None,
     softmax_scale: float | None = None,
     window: int | None = None,
-    queries: bool = False,
 ) -> Array:
     """Compute `attention_cached` for several sequences, whose rows in qkv are concatenated.
 
     qkv (N, Q + 2C), rows [Q | K | V]; k, v (B, n_ctx, C), which already contain the new keys and
     values → (N, Q). Rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 belong to sequence b, at positions
     from start[b] on. longest: number of rows of the longest sequence, used only by kernels.
-    queries: whether rows are queries only, qkv (N, Q).
     """
     C = k.shape[-1]
-    Q = qkv.shape[1] - 2 * C * (not queries)
+    Q = qkv.shape[1] - 2 * C
     if Q < C or Q % C or len(cu_seqlens) != len(k) + 1:
         raise InputError(
             f"expected qkv (N, {3 * C}), or more queries, and cu_seqlens ({len(k) + 1},), as k is "
             f"{k.shape}, got {qkv.shape} and {cu_seqlens.shape}"
         )
-    out = np.zeros((len(qkv), Q), qkv.dtype)
-    for b, (first, end) in enumerate(_spans(cu_seqlens, len(qkv))):
+    return unchecked(attention_queries)(
+        qkv[:, :Q], k, v, cu_seqlens, start, n_head, longest, softmax_scale, window
+    )
+
+
+@takes("q any N Q; k v kv B P C; cu_seqlens i32 B+1; start i32 B -> out any N Q")
+def attention_queries(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens: NDArray[np.integer[Any]],
+    start: NDArray[np.integer[Any]],
+    n_head: int,
+    longest: int | None = None,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+) -> Array:
+    """Compute `attention_packed` for rows q (N, Q) of queries only → (N, Q)."""
+    out = np.zeros(q.shape, q.dtype)
+    for b, (first, end) in enumerate(_spans(cu_seqlens, len(q))):
         at = int(start[b])
         keys = at + end - first
         if not 0 <= at <= keys <= k.shape[1]:
             raise InputError(f"start: expected 0 to {k.shape[1] - end + first}, got {at}")
         if end > first:
-            q = qkv[first:end, :Q]
             out[first:end] = unchecked(attention_cached)(
-                q, k[b, :keys], v[b, :keys], at, n_head, softmax_scale, window
+                q[first:end], k[b, :keys], v[b, :keys], at, n_head, softmax_scale, window
             )
     return out
 

@@ -255,18 +255,17 @@ def _heads(name: str, Q: int, n_head: Any, C: int) -> tuple[int, int, int]:
     return n_head, C // HS, HS
 
 
-def _check_rows(c: Call, queries: bool = False) -> None:
+def _check_rows(c: Call) -> None:
     """Raise InputError unless rows of qkv are [Q | K | V], float32 or in the dtype of the cache.
 
     With a cache of FP8, rows can have any dtype. The channels of Q are a multiple of the C channels
-    of k. queries: rows are Q only.
+    of k.
     """
     if c.storage not in ("float32", HI_LO, c.kv_storage) and c.fp8_cache is None:
         check("qkv", c.qkv)
-    least = c.C if queries else 3 * c.C
-    if c.W < least or c.W % c.C:
+    if c.W < 3 * c.C or c.W % c.C:
         raise InputError(
-            f"qkv: expected (N, {least}), or a larger multiple of k's {c.C} channels, "
+            f"qkv: expected (N, {3 * c.C}), or a larger multiple of k's {c.C} channels, "
             f"got {c.qkv.shape}"
         )
 
@@ -369,8 +368,18 @@ def _packed(unchecked: UncheckedCall) -> Call:
     """
     c = unchecked.checked()
     c.longest = check_integer("longest", c.longest, 1, math.inf, "a number of queries")
-    _check_rows(c, queries=c.queries)
-    c.rows_of_q, c.Q, c.starts, c.first = c.qkv, c.W - 2 * c.C * (not c.queries), c.start, 0
+    _check_rows(c)
+    c.rows_of_q, c.Q, c.starts, c.first = c.qkv, c.W - 2 * c.C, c.start, 0
+    return c
+
+
+def _queries(unchecked: UncheckedCall) -> Call:
+    """Check an `attention_queries` call, which is `attention_packed` for rows of queries only."""
+    c = unchecked.checked()
+    c.longest = check_integer("longest", c.longest, 1, math.inf, "a number of queries")
+    if c.storage not in ("float32", c.kv_storage) and c.fp8_cache is None:
+        check("q", c.q)
+    c.rows_of_q, c.starts, c.first, c.qkv, c.W = c.q, c.start, 0, c.q, c.Q
     return c
 
 
@@ -503,19 +512,19 @@ def _flops(sizes: Sizes) -> int:
     return 4 * sizes["C"] * (T * START + T * (T + 1) // 2)
 
 
+_OPTIONS = {
+    "n_head": REQUIRED,
+    "longest": REQUIRED,
+    "softmax_scale": None,
+    "window": None,
+    "kv_dtype": None,
+    "variant": None,
+}
 ATTENTION_PACKED = Operation(
-    name="attention_packed",
-    variants=(_tiles, _mma, _wgmma),
-    options={
-        "n_head": REQUIRED,
-        "longest": REQUIRED,
-        "softmax_scale": None,
-        "window": None,
-        "queries": False,
-        "kv_dtype": None,
-        "variant": None,
-    },
-    prepare=_packed,
+    name="attention_packed", variants=(_tiles, _mma, _wgmma), options=_OPTIONS, prepare=_packed
+)
+ATTENTION_QUERIES = Operation(
+    name="attention_queries", variants=(_tiles, _mma, _wgmma), options=_OPTIONS, prepare=_queries
 )
 ATTENTION_SPLIT = Operation(
     name="attention_split",
@@ -559,7 +568,7 @@ OPERATION = Operation(
     },
     prepare=_one_sequence,
     parts=(_wgmma_few,),
-    steps=(ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND, KV_COPY),
+    steps=(ATTENTION_PACKED, ATTENTION_QUERIES, ATTENTION_SPLIT, KV_APPEND, KV_ROUND, KV_COPY),
     workload=Workload(
         idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
         sizes={"T": 128, "C": 768},

@@ -99,7 +99,7 @@ def checked(contract: Contract, inputs: tuple[Any, ...], out: Any = None, **opti
     """
     call = Call(contract=contract, **options)
     call.fp8_cache = options.get("kv_dtype")
-    sizes: Sizes = {name: value for name, value in vars(call).items() if isinstance(value, int)}
+    sizes: Sizes = {name: value for name, value in vars(call).items() if type(value) is int}
     arrays: list[Expected] = []
     shapes: list[tuple[Entry, Any]] = []
 

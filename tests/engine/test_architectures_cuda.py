@@ -22,6 +22,7 @@ from gpt2block.errors import InputError
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures import architecture_of, llama
 from gpt2block.models.architectures.gemma3 import Gemma3Config
+from gpt2block.models.architectures.gemma4 import Gemma4Config
 from gpt2block.models.architectures.granite import GraniteConfig
 from gpt2block.models.architectures.granitemoehybrid import GraniteHybridConfig
 from gpt2block.models.architectures.ministral3 import Ministral3Config
@@ -58,6 +59,13 @@ LONG = RopeScaling(
 YARN = RopeScaling("yarn", 4.0, original_context=8, beta_fast=2.0, beta_slow=0.05)
 
 
+# The second sliding layer and the last layer read keys and values of the first two layers.
+GEMMA4: dict[str, Any] = {
+    "n_layer": 4, "sliding_layers": (True, False, True, False), "window": 5, "shared_layers": 2,
+    "global_head_size": 128, "use_double_wide_mlp": True, "n_layer_embd": 16, "logits_cap": 2.0,
+}  # fmt: skip
+
+
 class Geglu(MistralConfig):
     """A Mistral with GELU instead of SiLU."""
 
@@ -86,6 +94,10 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
             "head_size": 256,
             "embedding_dtype": "bfloat16",
         },
+    ),
+    "gemma4": (Gemma4Config, GEMMA4),
+    "gemma4-512": (
+        Gemma4Config, {**GEMMA4, "head_size": 256, "global_head_size": 512, "attention_bias": True},
     ),
     "mistral": (MistralConfig, {"window": 5}),
     "ministral3": (Ministral3Config, {"scaling": YARN, "beta": 0.4}),

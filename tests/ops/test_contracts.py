@@ -37,9 +37,8 @@ EXAMPLES = {
         {**HEADS, "causal": True, "max_seqlen": 3},
     ),
     "attention_cached": Example({"T": 3, "Q": 16, "P": 7, "C": 8}, {"start": 2, "n_head": 2}),
-    "attention_packed": Example(
-        {"N": 5, "W": 32, **KV}, {"n_head": 2, "longest": 3, "queries": False}
-    ),
+    "attention_packed": Example({"N": 5, "W": 32, **KV}, {"n_head": 2, "longest": 3}),
+    "attention_queries": Example({"N": 5, "Q": 16, **KV}, {"n_head": 2, "longest": 3}),
     "attention_split": Example({"M": 3, "Q": 16, **KV}, {"n_head": 2}),
     "rope": Example({"T": 5, "H": 2, "D": 8}, dtype="float16"),
     "rope_qkv": Example({"T": 5, "W": 32, "P": 4}, HEADS),

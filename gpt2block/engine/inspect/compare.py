@@ -168,7 +168,8 @@ def _by_engine_names(
     found, qkv = dict(exact), architecture_of(config).QKV
     for name, tensor in exact.items():
         if name.endswith(f".{qkv}"):
-            found[f"{name.removesuffix(qkv)}q"] = tensor[:, : config.q_width]
+            width, *_ = config.qkv_widths(int(name.split(".")[1]))
+            found[f"{name.removesuffix(qkv)}q"] = tensor[:, :width]
         elif name in ("uncapped", "logits", "scores"):
             spans = range(0, T, ROWS_AT_ONCE)
             found |= {f"{name}.{first}": tensor[first : first + ROWS_AT_ONCE] for first in spans}

@@ -77,6 +77,10 @@ class PassSettings(NamedTuple):
         """Return whether a layer reads the keys and values of an earlier layer."""
         return bool(self.sources) and self.sources[_layer(h)] != _layer(h)
 
+    def attention_of(self, h: str) -> str:
+        """Return the operation that computes a layer's attention of prompts over a kv_cache."""
+        return "attention_queries" if self.shares(h) else "attention_packed"
+
     def columns_of(self, h: str) -> dict[str, Any]:
         """Return the options of `gated_columns` that select a layer's part of the rows `layers`."""
         assert self.layers is not None
@@ -182,12 +186,10 @@ class ModelStepPass(StepPass):
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         k, v = f"{h}k", f"{h}v"
         options = {"n_head": self.c.n_head, "longest": self.longest, **self.c.scores(h)}
-        if self.c.shares(h):
-            options["queries"] = True
-        else:
+        if not self.c.shares(h):
             self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
         inputs = (qkv, k, v, "cu_seqlens", "start")
-        return self.do(f"{h}attn", "attention_packed", inputs, **options)
+        return self.do(f"{h}attn", self.c.attention_of(h), inputs, **options)
 
     def last_rows(self, x: Value, y: Value) -> tuple[ModelStepPass, Value, Value]:
         """Keep all rows until the final norm, as NumPy products of fewer rows round differently."""

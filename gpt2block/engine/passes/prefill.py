@@ -117,9 +117,8 @@ class PrefillPass(Pass):
 
     def _over_cache(self, name: str, h: str, qkv: Value) -> Value:
         options = {"n_head": self.c.n_head, "longest": self.shape.longest, **self.c.scores(h)}
-        options |= {"queries": True} if self.c.shares(h) else {}
         inputs = (qkv, f"{h}k", f"{h}v", "cu_seqlens", "start")
-        return self.do(name, "attention_packed", inputs, **options, **self.kv)
+        return self.do(name, self.c.attention_of(h), inputs, **options, **self.kv)
 
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate", to=("silu_mul",))

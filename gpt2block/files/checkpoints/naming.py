@@ -13,7 +13,7 @@ from gpt2block.errors import CheckpointError
 from gpt2block.files.checkpoints.files import first_names
 from gpt2block.files.checkpoints.stored import DTYPES, Stored, joined
 from gpt2block.models.architectures import ARCHITECTURES
-from gpt2block.models.config import TABLES, ModelConfig, model_shapes
+from gpt2block.models.config import TABLES, ModelConfig, is_product, model_shapes
 from gpt2block.models.config.llama import LlamaConfig
 
 Shape = tuple[int, ...]
@@ -65,7 +65,7 @@ class Naming:
 
     def shape_of(self, ours: str, shape: Shape) -> Shape:
         """Return a tensor's shape in a file. `shape`: the tensor's shape in `model_shapes`."""
-        turned = self.layout_of(ours) == "NK" and ours not in _OUTSIDE
+        turned = self.layout_of(ours) == "NK" and is_product(ours)
         return shape[::-1] if turned else shape
 
     def parts(self, config: ModelConfig) -> dict[str, dict[str, Shape]]:

@@ -58,6 +58,7 @@ class Gemma4Config(Gemma3Config):
     MODEL_TYPE: ClassVar[str] = "gemma4_text"
     ADDED_TO_NORMS: ClassVar[float] = 0.0
     VALUE_NORMS: ClassVar[bool] = True
+    FROM_CACHE: ClassVar[bool] = True
     FLAGS: ClassVar[tuple[str, ...]] = (*Gemma3Config.FLAGS, "use_double_wide_mlp")
     HONOURED: ClassVar[tuple[str, ...]] = (*PartlyWindowedConfig.HONOURED, CAP)
     OTHERS: ClassVar[Mapping[str, str]] = {

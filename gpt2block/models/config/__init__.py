@@ -120,7 +120,8 @@ class ModelConfig(ABC):
     without the architecture's name → field. GGUF_NEUTRAL: key of GGUF files → its only supported
     value. GATE: activation of a gated feed-forward; "gelu" is the tanh approximation.
     ADDED_TO_NORMS: number that GGUF files add to the weights of norms. VALUE_NORMS: whether heads of
-    values have norms without weights, next to norms of heads of queries and keys.
+    values have norms without weights, next to norms of heads of queries and keys. FROM_CACHE:
+    whether attention of prompts always reads keys and values from a kv_cache.
     """
 
     NAME: ClassVar[str]
@@ -135,6 +136,7 @@ class ModelConfig(ABC):
     GATE: ClassVar[Literal["silu", "gelu"]] = "silu"
     ADDED_TO_NORMS: ClassVar[float] = 0.0
     VALUE_NORMS: ClassVar[bool] = False
+    FROM_CACHE: ClassVar[bool] = False
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
     n_layer: int
@@ -482,6 +484,16 @@ def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     first, last = config.outer_shapes()
     head = {} if config.tie_word_embeddings else {"lm_head": (config.vocab_size, config.n_embd)}
     return {**first, **shapes_in_blocks(config), **last, **head}
+
+
+def is_product(name: str) -> bool:
+    """Return whether a tensor of this name is a matrix of a product, other than lm_head."""
+    return name.rpartition(".")[2].startswith("w_")
+
+
+def product_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return {name: (in, out)} of the matrices of all products, without lm_head."""
+    return {name: shape for name, shape in model_shapes(config).items() if is_product(name)}
 
 
 def shapes_in_blocks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
