@@ -44,13 +44,13 @@ def weight_bytes(
     lower bound: the bytes that the types Q4_0 and Q4_K would need.
     """
     total = 0
-    least = 4.5 / 8 if formats.dtype == FILE else itemsize(formats.dtype)
     for name, shape in (shapes or model_shapes(config)).items():
         if len(shape) == 1 or name == "wpe":
             total += 4 * math.prod(shape)
             continue
-        total += int(math.prod(shape) * least)
-        if formats.dtype == SCALED:  # one scale per output (row of a table or lm_head)
+        dtype = formats.dtype_of(name)
+        total += int(math.prod(shape) * (4.5 / 8 if formats.dtype == FILE else itemsize(dtype)))
+        if dtype == SCALED:  # one scale per output (row of a table or lm_head)
             total += 4 * shape[0 if name in (*TABLES, "lm_head") else 1]
     return total
 

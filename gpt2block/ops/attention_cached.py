@@ -37,6 +37,7 @@ from gpt2block.ops.call import HI_LO, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.engines.attention_tiles import (
     MAX_BLOCKS,
     MMA_HEADS,
+    ONE_TILE,
     TENSOR_HEADS,
     WGMMA_TILE,
     cached_wgmma_geometry,
@@ -103,7 +104,8 @@ def tiles_geometry(
     """
     _check_head(HS)
     for warps, keys in TILE_SIZES:
-        staged = keys * HS * itemsize if itemsize < 4 and HS % (16 // itemsize) == 0 else 0
+        pieces = itemsize < 4 and HS % (16 // itemsize) == 0 and HS <= ONE_TILE
+        staged = keys * HS * itemsize if pieces else 0
         shared = shared_bytes(HS, warps, keys) + staged
         if shared <= shared_limit:
             break
@@ -173,7 +175,7 @@ def split_geometry(
         ("AS_QUERIES", queries),
         ("AS_WARPS", warps),
         ("AS_CLUSTER", cluster),
-        ("AS_BLOCKS", max(held // warps, 1)),
+        ("AS_BLOCKS", 1 if HS > LARGEST_STATIC else max(held // warps, 1)),
     )
     if itemsize == 1:
         defines = (*defines, ("AS_VECTORS", FP8_VECTORS))
@@ -202,7 +204,8 @@ def _queries_of_team(serves: int, HS: int, shared_limit: int) -> list[int]:
     serves: heads of q with the same head of K, which are divided into teams of about equal size.
     Registers and shared memory limit the largest number.
     """
-    equal = {ceil(serves / ceil(serves / most)) for most in range(2, MAX_QUERIES + 1)}
+    largest = MAX_QUERIES if HS <= LARGEST_STATIC else 2  # registers hold no more
+    equal = {ceil(serves / ceil(serves / most)) for most in range(2, largest + 1)}
     return [1, *sorted(q for q in equal - {1} if _split_shared(q, HS) <= shared_limit)]
 
 

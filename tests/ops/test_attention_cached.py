@@ -429,6 +429,9 @@ def test_launches() -> None:
         split_geometry(1, 10, 1, 1, 513, 4, 132, H200, True)
     with pytest.raises(InputError, match="head size 256: the smallest tiles take"):
         tiles_geometry(1, 10, 1, 1, 256, 4, 49152)
+    for itemsize in (1, 2, 4):  # heads of 512 channels fit on a GPU with 99 KB of shared memory
+        assert tiles_geometry(1, 99, 8, 1, 512, itemsize, 101376).block == (64,)
+        assert split_geometry(1, 99, 8, 1, 512, itemsize, 170, 101376, True).shared <= 101376
     with pytest.raises(InputError, match="too many for a grid"):
         tiles_geometry(1, 2**24, 1, 1, 64, 4, H200)
     assert dict(append_geometry(5, 768, 2304, 2, 16, 16).defines)["KV_WIDTH"] == 8
@@ -472,6 +475,7 @@ def test_no_spills() -> None:
         ("sm_90", "bfloat16", (32, 8, 128), (SPLIT,)),
         ("sm_90", "bfloat16", (2, 2, 250), (TILES, SPLIT)),
         ("sm_90", "float32", (2, 2, 256), (TILES, SPLIT)),
+        *(("sm_90", kind, (8, 1, 512), (TILES, SPLIT)) for kind in KINDS),
         ("sm_90", "float8_e5m2", (12, 12, 64), (TILES, SPLIT)),
         ("sm_90", "float8_e4m3fn", (32, 8, 128), (TILES, SPLIT, APPEND, ROPE_APPEND)),
         ("sm_90", "float8_e5m2", (32, 32, 128), (SPLIT,)),

@@ -115,11 +115,11 @@ class CudaWeights(StoredModel):
             array, layout = array.dequantized().T, "NK"
         rows = cupy.asarray(array)
         if not self._matrices:
-            request(storage(rows), self.formats.matrix_dtype)
+            request(storage(rows), self.formats.dtype_of(name))
         if layout == "KN":
             rows = stored(rows, storage(rows), transposed=True)
         return WeightMatrix.quantize(
-            rows, self.formats.matrix_dtype, "NK", name, self.formats.allow_nonfinite
+            rows, self.formats.dtype_of(name), "NK", name, self.formats.allow_nonfinite
         )
 
 

@@ -126,7 +126,7 @@ class NumpyModel(NumpySteps, StoredModel):
 
     def _matrix(self, name: str, array: NDArray[Any], layout: str) -> WeightMatrix:
         stored = self.formats
-        given = stored.matrix_dtype, layout, name, stored.allow_nonfinite
+        given = stored.dtype_of(name), layout, name, stored.allow_nonfinite
         if isinstance(array, InBlocks):
             return array.on_host()
         if isinstance(array, GgufMatrix):
@@ -136,7 +136,7 @@ class NumpyModel(NumpySteps, StoredModel):
     def tensors(self) -> Tensors:
         for name, array, layout in stored_tensors(self.config, self._vectors, self._matrices):
             of_blocks = isinstance(self._matrices.get(name), GgufMatrix)
-            dtype = self.formats.matrix_dtype if layout and not of_blocks else "float32"
+            dtype = self.formats.dtype_of(name) if layout and not of_blocks else "float32"
             stored = FLOATS.get(dtype, np.float32)  # FP8 and GGUF blocks become float32
             read = array.astype(stored, copy=False).view()
             read.flags.writeable = False  # read-only, because the model computes with it
