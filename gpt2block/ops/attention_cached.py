@@ -77,7 +77,8 @@ WIDE_SPLIT_WARPS = 8
 SPLIT_WARPS_OF_SM = {1: 16, 2: 16, 4: 12}  # maximum warps per SM by itemsize of the cache
 SPLIT_WARPS_OF_SM_GROUPED = {1: 12, 2: 8, 4: 8}  # maximum warps per SM, with several q heads each
 FP8_GROUPED_WIDTH = 8  # FP8 elements per load that registers allow with several heads of q per warp
-FP8_VECTORS = 4  # vectors of K (and as many of V) in flight per thread; 8 would spill registers
+# Vectors of K (and as many of V) in flight per thread, with FP8 or large heads; 8 would spill
+FEWER_VECTORS = 4
 MAX_QUERIES = 4  # maximum heads of q per warp
 MAX_CLUSTER = 8  # maximum blocks per cluster
 APPEND_MAX_THREADS = 256  # maximum threads per block of kernel `append`
@@ -177,8 +178,8 @@ def split_geometry(
         ("AS_CLUSTER", cluster),
         ("AS_BLOCKS", 1 if HS > LARGEST_STATIC else max(held // warps, 1)),
     )
-    if itemsize == 1:
-        defines = (*defines, ("AS_VECTORS", FP8_VECTORS))
+    if itemsize == 1 or HS > LARGEST_STATIC:
+        defines = (*defines, ("AS_VECTORS", FEWER_VECTORS))
     dynamic = queries > 1 or HS > LARGEST_STATIC
     shared = _split_shared(queries, HS) if dynamic else 0
     return Geometry("attention_split", (cluster, teams, M), (32 * warps,), shared, defines)
