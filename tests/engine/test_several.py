@@ -158,6 +158,7 @@ def config_of(name: str, n_layer: int, **more: int) -> ModelConfig:
     if name == "gpt2":
         return GPT2Config(n_layer=n_layer, n_head=4, n_embd=256, n_ctx=64, vocab_size=203)
     kind, own = OWN.get(name, (LlamaConfig, {}))
+    n_layer = own.get("n_layer", n_layer)
     layers = {key: value[:n_layer] for key, value in own.items() if isinstance(value, tuple)}
     return kind(**{**SIZES, **SEVERAL, **own, **layers, **more, "n_layer": n_layer})
 

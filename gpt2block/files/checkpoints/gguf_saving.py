@@ -102,6 +102,7 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
     keys |= {key: value for key, (_, value) in gguf.following(config).items()}
     own = {key: getattr(config, field) for key, field in config.GGUF_KEYS.items()}
     keys |= {key: 0 if value is None else value for key, value in own.items()}
+    keys = config.to_gguf(keys)
     keys |= {"vocab_size": config.vocab_size, **_scaling(config)[0]}
     return {"general.architecture": named, **{f"{named}.{key}": keys[key] for key in keys}}
 
@@ -206,6 +207,8 @@ def _check_config(config: ModelConfig) -> None:
 def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
     """Return the GGUF keys and the tensors that describe the RoPE scaling."""
     scaling = config.scaling if isinstance(config, LlamaConfig) else None
+    if isinstance(config, LlamaConfig) and config.rope_factors:
+        return {}, {ROPE_FACTORS: np.array(config.rope_factors, np.float32)}
     if not isinstance(config, LlamaConfig) or scaling is None:
         return {}, {}
     if scaling.kind == "linear":

@@ -207,7 +207,14 @@ def _naming(model_type: str, gguf: bool) -> Naming:
 
 def naming_of(config: ModelConfig, gguf: bool = False) -> Naming:
     """Return the Naming of a config's architecture for Hugging Face's files, or for GGUF."""
-    return _naming(config.MODEL_TYPE, gguf)
+    found = _naming(config.MODEL_TYPE, gguf)
+    shared = [str(n) for n, cache in enumerate(config.layer_caches) if cache.layer != n]
+    if not shared:
+        return found
+    # Files may have keys and values of layers that read those of an earlier layer.
+    kinds = r"(self_attn\.[kv]_(proj|norm)|attn_[kv](_norm)?)\.(weight|bias)"
+    unread = rf"{re.escape(found.block)}({'|'.join(shared)})\.{kinds}"
+    return replace(found, ignored=f"{found.ignored}|{unread}")
 
 
 GPT2_NAMING = _naming("gpt2", False)

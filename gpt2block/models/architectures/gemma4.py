@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -41,7 +41,8 @@ from gpt2block.models.config.llama import (
 )
 
 OVERRIDES, GLOBAL, PART = "per_layer_config", "global_head_dim", "partial_rotary_factor"
-TABLE_ROWS = "vocab_size_per_layer_input"
+TABLE_ROWS, WIDE, FF = "vocab_size_per_layer_input", "use_double_wide_mlp", "feed_forward_length"
+NO_ROTATION = 1e30  # factor that divides the frequencies of pairs that do not rotate in GGUF files
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,20 @@ class Gemma4Config(Gemma3Config):
     ADDED_TO_NORMS: ClassVar[float] = 0.0
     VALUE_NORMS: ClassVar[bool] = True
     FROM_CACHE: ClassVar[bool] = True
-    FLAGS: ClassVar[tuple[str, ...]] = (*Gemma3Config.FLAGS, "use_double_wide_mlp")
+    FLAGS: ClassVar[tuple[str, ...]] = (*Gemma3Config.FLAGS, WIDE)
     HONOURED: ClassVar[tuple[str, ...]] = (*PartlyWindowedConfig.HONOURED, CAP)
     OTHERS: ClassVar[Mapping[str, str]] = {
         **PartlyWindowedConfig.OTHERS, "logits_cap": CAP, "shared_layers": "num_kv_shared_layers",
         "n_layer_embd": "hidden_size_per_layer_input", "global_head_size": GLOBAL,
     }  # fmt: skip
+    GGUF_KEYS: ClassVar[Mapping[str, str]] = {
+        **Gemma3Config.GGUF_KEYS, "attention.sliding_window_pattern": "sliding_layers",
+        "attention.shared_kv_layers": "shared_layers", "attention.key_length_swa": "head_size",
+        "attention.key_length": "global_head_size", WIDE: WIDE,
+        "embedding_length_per_layer_input": "n_layer_embd", CAP: "logits_cap",
+    }  # fmt: skip
+    GGUF_ZEROS: ClassVar[tuple[str, ...]] = ("n_layer_embd",)
+    PARTIAL: ClassVar[bool] = True
     ABSENT: ClassVar[Mapping[str, Any]] = {
         "n_ctx": 131072, "eps": 1e-6, "n_kv_head": 4, "head_size": 256, "theta": 1e6,
         "window": 512, "tie_word_embeddings": True,
@@ -213,6 +222,49 @@ class Gemma4Config(Gemma3Config):
         if OVERRIDES in config:
             own["global_head_size"] = _overridden(config[OVERRIDES], fields)
         return fields | own
+
+    @property
+    def gguf_sizes(self) -> dict[str, tuple[str, int]]:
+        """{GGUF key that the other fields determine: (meaning in words, value)}."""
+        full, sliding = (("the head size", n) for n in (self.global_head_size, self.head_size))
+        of_full = dict.fromkeys(("attention.value_length", "rope.dimension_count"), full)
+        return of_full | {f"{key}_swa": sliding for key in of_full}
+
+    @property
+    def rope_factors(self) -> tuple[float, ...]:
+        """Factors that divide RoPE's frequencies of layers without a window in a GGUF file."""
+        factor = 1.0 if self.scaling is None else self.scaling.factor
+        return tuple(factor if turned else NO_ROTATION for turned in self.frequencies() > 0)
+
+    def with_rope_factors(self, factors: tuple[float, ...]) -> Gemma4Config:
+        """Return the config for these factors of a GGUF file."""
+        count = sum(each < NO_ROTATION / 2 for each in factors)
+        pairs, factor = self.global_head_size // 2, factors[0] if count else 1.0
+        expected = (*(factor,) * count, *(pairs - count) * (factors[-1],))
+        if len(factors) != pairs or factors != expected:
+            raise InputError(f"rope_freqs: expected one factor for the first of {pairs} pairs, and "
+                             f"{NO_ROTATION:g} for the others, got {shown(factors)}")  # fmt: skip
+        parts = (count / pairs, (count + 0.25) / pairs)  # the first may be rounded down to less
+        part = next(each for each in parts if int(each * (2 * pairs) // 2) == count)
+        scaling = None if factor == 1 else RopeScaling("linear", factor)
+        return replace(self, rotary_part=part, scaling=scaling)
+
+    @classmethod
+    def from_gguf(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return a GGUF file's metadata, with one value for the widths of the feed-forward."""
+        widths, shared = settings.get(FF), settings.get("attention.shared_kv_layers")
+        several = isinstance(widths, (list, np.ndarray)) and isinstance(shared, int)
+        if not several or not 0 < shared < len(widths):
+            return settings
+        own = [int(n) for n in widths[: len(widths) - shared]]
+        doubled = [int(n) for n in widths[len(widths) - shared :]] == [2 * own[0]] * shared
+        return {**settings, FF: [*own, *own[:1] * shared], WIDE: True} if doubled else settings
+
+    def to_gguf(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """Return metadata by GGUF key with an array of the widths of the feed-forward."""
+        wide, n = keys.pop(WIDE), self.shared_layers
+        widths = (*(self.n_ff,) * (self.n_layer - n), *(2 * self.n_ff,) * n)
+        return keys | ({FF: widths} if wide else {})
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Return the content of a `config.json` with which `transformers` loads this model."""

@@ -118,8 +118,8 @@ class ModelConfig(ABC):
     keys of config.json, supported values (the default first), and the reason for no others.
     HONOURED: keys of OF_OTHERS that this architecture supports. GGUF_KEYS: key of GGUF files,
     without the architecture's name → field. GGUF_NEUTRAL: key of GGUF files → its only supported
-    value. GATE: activation of a gated feed-forward; "gelu" is the tanh approximation.
-    ADDED_TO_NORMS: number that GGUF files add to the weights of norms. VALUE_NORMS: whether heads of
+    value. GGUF_ZEROS: fields of GGUF_KEYS for which 0 is a value, and not the default. GATE:
+    activation of a gated feed-forward; "gelu" is the tanh approximation. ADDED_TO_NORMS: number that GGUF files add to the weights of norms. VALUE_NORMS: whether heads of
     values have norms without weights, next to norms of heads of queries and keys. FROM_CACHE:
     whether attention of prompts always reads keys and values from a kv_cache.
     """
@@ -133,6 +133,7 @@ class ModelConfig(ABC):
     HONOURED: ClassVar[tuple[str, ...]] = ()
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {}
     GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {}
+    GGUF_ZEROS: ClassVar[tuple[str, ...]] = ()
     GATE: ClassVar[Literal["silu", "gelu"]] = "silu"
     ADDED_TO_NORMS: ClassVar[float] = 0.0
     VALUE_NORMS: ClassVar[bool] = False
@@ -241,6 +242,15 @@ class ModelConfig(ABC):
         """The part of a kv_cache that each layer reads."""
         width = self.kv_width
         return tuple(LayerCache(layer, width, width) for layer in range(self.n_layer))
+
+    @classmethod
+    def from_gguf(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return a GGUF file's metadata, with one value for arrays that this class can express."""
+        return settings
+
+    def to_gguf(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """Return metadata by GGUF key with the arrays that `from_gguf` reads."""
+        return keys
 
     @classmethod
     def from_hugging_face(cls: type[Config], config: Any) -> Config:
