@@ -32,7 +32,9 @@ from gpt2block import (
     Model,
     RopeScaling,
 )
+from gpt2block.cuda.formats import Formats
 from gpt2block.engine.inspect.compare import exact_tensors
+from gpt2block.engine.model import token_bytes
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.hugging_face import parse_config
 from gpt2block.models.config import OF_OTHERS, model_shapes
@@ -42,7 +44,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-shards")
 NAMES = (
     *LLAMAS, "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3",
-    "phi3", "olmo2", "olmo3", "nanochat", "gemma3",
+    "phi3", "olmo2", "olmo3", "nanochat", "gemma3", "gemma4",
 )  # fmt: skip
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
@@ -51,6 +53,8 @@ SMOLLM3, GRANITE = {"model_type": "smollm3"}, {"model_type": "granite"}
 GRANITE4 = {"model_type": "granitemoehybrid", "shared_intermediate_size": 56}
 MINISTRAL3, OLMO3 = {"model_type": "ministral3"}, {"model_type": "olmo3"}
 PHI3, GEMMA3 = {"model_type": "phi3"}, {"model_type": "gemma3_text"}
+GEMMA4 = {"model_type": "gemma4_text", "global_head_dim": 12}
+FULL = {"layer_types": ["full_attention"] * 2}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 5}
 THETA_3 = {"rope_parameters": {"rope_theta": 3}}
 Array = NDArray[Any]
@@ -124,7 +128,8 @@ def test_float32_every_position_from_a_cache_and_a_greedy_text(device: str, name
         assert error(states[-1], expected["hidden"]) <= limit
         for chunks in cuts:
             cache = model.new_cache(2)
-            assert cache.nbytes == model.config.n_layer * 2 * 2 * 256 * model.config.kv_width * 4
+            of_token = token_bytes(model.config.layer_caches, Formats())
+            assert cache.nbytes == 2 * 256 * of_token
             spans = itertools.pairwise(chunks)
             parts = [model(ids[:, first:end], cache=cache) for first, end in spans]
             assert error(np.concatenate(parts, 1), expected["logits"]) <= limit
@@ -306,6 +311,16 @@ def test_the_class_follows_the_architecture() -> None:
         (PHI3 | {"rope_scaling": LONGROPE}, "expected a factor for each of 6 frequencies, got 5"),
         (PHI3 | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 9}}, "contradict"),
         (PHI3, "layers.0.mlp.gate_up_proj.weight"),
+        (GEMMA4 | {"enable_moe_block": True}, "got true: mixtures of experts are not supported"),
+        (GEMMA4 | {"attention_k_eq_v": True}, "got true: values have a projection of their own"),
+        (GEMMA4 | {"use_bidirectional_attention": "all"}, "got 'all': a token sees no later ones"),
+        (GEMMA4 | {"num_kv_shared_layers": 1}, "shared_layers: expected layers of both kinds bef"),
+        (GEMMA4 | {"num_kv_shared_layers": 2}, "shared_layers: expected 0 to 1, got 2"),
+        (GEMMA4 | {"vocab_size_per_layer_input": 88}, "vocab_size_per_layer_input: expected 89, as"),
+        (GEMMA4 | {"per_layer_config": {"0": {"head_dim": 8}}}, "of the layers without a window (1"),
+        (GEMMA4 | {"global_head_dim": 9}, "global_head_size: expected an even number, got 9"),
+        (GEMMA4 | {"rope_parameters": {"full_attention": YARN}}, "rope_scaling: expected linear in Gemma4, got yarn"),
+        (GEMMA4 | FULL, "tensors missing: embed_tokens_per_layer.weight, "),
         (OLMO3 | {"sliding_window": None}, "sliding_window: expected a positive integer, got None"),
         (MINISTRAL3, "expected rope_parameters: missing"),
         (
@@ -319,7 +334,7 @@ def test_the_class_follows_the_architecture() -> None:
         ({"model_type": "mamba2", "state_size": 8}, "'mamba2': layers of Mamba are not supported"),
         (
             {"model_type": "b", "text_config": {"model_type": "c"}},
-            "nanochat', 'gemma3_text', got 'c",
+            "gemma3_text', 'gemma4_text', got 'c",
         ),
     ],
 )
@@ -370,12 +385,39 @@ GRANITE_MICRO = COMMON | {
 }  # fmt: skip
 
 
+GEMMA4_E2B = {
+    "model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144, "head_dim": 256,
+    "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1,
+    "global_head_dim": 512, "num_global_key_value_heads": None, "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True, "hidden_size_per_layer_input": 256, "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144, "max_position_embeddings": 131072, "dtype": "bfloat16",
+    "rms_norm_eps": 1e-6, "sliding_window": 512, "final_logit_softcapping": 30.0,
+    "attention_bias": False, "attention_k_eq_v": False, "attention_dropout": 0.0,
+    "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "bos_token_id": 2,
+    "moe_intermediate_size": None, "use_bidirectional_attention": None, "pad_token_id": 0,
+    "eos_token_id": 1, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "layer_types": [*4 * ["sliding_attention"], "full_attention"] * 7, "initializer_range": 0.02,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6,
+                           "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    },
+}  # fmt: skip
+GEMMA4_E4B = GEMMA4_E2B | {
+    "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42,
+    "num_key_value_heads": 2, "num_kv_shared_layers": 18, "use_double_wide_mlp": False,
+    "layer_types": [*5 * ["sliding_attention"], "full_attention"] * 7,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("content", "billions", "windows", "attention", "growth"),
     [
         (OLMO3_7B, 7.3, 24, None, None),
         (MINISTRAL3_3B, 3.43, 0, 128**-0.5, (0.1, 16384)),
         (GRANITE_MICRO, 3.4, 0, 0.015625, None),
+        (GEMMA4_E2B, 4.63, 28, 1, None),
+        (GEMMA4_E4B, 7.46, 35, 1, None),
     ],
 )
 def test_published_configs(
@@ -504,7 +546,8 @@ OPTIONAL = (
 
 @pytest.mark.parametrize(
     "name",
-    ["tiny", "llama-plain", "llama-shards", "phi3", "olmo3", "ministral3", "granitemoehybrid"],
+    ["tiny", "llama-plain", "llama-shards", "phi3", "olmo3", "ministral3", "granitemoehybrid",
+     "gemma4"],
 )
 def test_values_of_any_type_are_honoured_or_refused(name: str) -> None:
     config = json.loads((GOLDEN / name / "config.json").read_text())

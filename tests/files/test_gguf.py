@@ -73,6 +73,7 @@ def tiny(tmp_path: Path) -> Path:
         "olmo2",
         "olmo3",
         "ministral3",
+        "gemma4",
         *(f"llama-{name}" for name in LLAMAS),
     ],
 )
@@ -140,6 +141,9 @@ def test_keys_of_converters(name: str, keys: dict[str, Any], tmp_path: Path) -> 
         ("granite", {"granite.rope.scaling.finetuned": False}, "finetuned: False is not supported"),
         ("olmo3", {"olmo2.attention.sliding_window_pattern": [True]}, "for each of 2 layers"),
         ("llama-plain", {"llama.attention.sliding_window_pattern": 2}, "not supported"),
+        ("gemma4", {"gemma4.rope.scaling.type": "yarn"}, "scaling.type: 'yarn' is not supported"),
+        ("gemma4", {"gemma4.attention.shared_kv_layers": 1}, "one value for all blocks, got"),
+        ("gemma4", {"gemma4.attention.key_length": 10}, "expected one factor for the first of 5"),
     ],
 )
 def test_keys_that_are_not_honoured(

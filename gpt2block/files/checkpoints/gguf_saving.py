@@ -43,7 +43,7 @@ _ENDS = tuple(f"{PREFIX}{name}{TOKEN_ID}" for name in ("eos", "eot", "eom"))
 # Config fields without a GGUF key of their own: tensors or the tokenizer's keys store the values
 _ELSEWHERE = {
     "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias", "scaling", "bos_token_id",
-    "eos_token_ids",
+    "eos_token_ids", "rotary_part",
 }  # fmt: skip
 _INSTEAD = "write a Hugging Face directory instead"
 
