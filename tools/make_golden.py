@@ -15,8 +15,8 @@ values were computed in float64 and rounded to float32 once. `transformers` conv
 angles, norms and softmax to float32 by name; these names are redefined as float64 meanwhile.
 
 The committed files were made with torch 2.13.0 (tiny), 2.15.0 (llama-*), 2.14.1 (mistral, gemma3,
-olmo3, ministral3, granitemoehybrid, gemma4) and 2.11.0 (other files), and transformers 5.23.0, 5.24.0
-(files of torch 2.14.1) or 5.17.0 (other files).
+olmo3, ministral3, granitemoehybrid, lfm2, gemma4) and 2.11.0 (other files), and transformers
+5.23.0, 5.24.0 (files of torch 2.14.1) or 5.17.0 (other files).
 The package itself needs neither torch nor transformers.
 """
 
@@ -259,6 +259,18 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "final_logit_softcapping": 6.0,
         "pad_token_id": None,
     },
+    "lfm2": {
+        "model_type": "lfm2",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 14,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_multiple_of": 4,
+        "norm_eps": 1e-4,
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+    },
 }
 Arrays = dict[str, NDArray[Any]]
 
@@ -305,9 +317,9 @@ def make_model(folder: Path, settings: dict[str, Any]) -> None:
 
     stored, mean = model(), int(kind != "gemma3_text")  # Gemma's norms add 1 to their weights
     weights = {n: llama_weight(rng, n, t.shape, mean) for n, t in stored.state_dict().items()}
-    for name in weights:
-        if kind == "gemma4_text" and name.endswith("q_norm.weight"):  # scores have no other scale
-            weights[name] *= np.float16(len(weights[name]) ** -0.5)
+    for name, array in weights.items():
+        if kind == "gemma4_text" and name.endswith("q_norm.weight"):
+            array *= np.float16(len(array) ** -0.5)  # scores have no other scale
     if settings["tie_word_embeddings"]:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     stored.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
@@ -315,7 +327,8 @@ def make_model(folder: Path, settings: dict[str, Any]) -> None:
     with in_float64():
         exact = model()
         load(exact, weights)
-        expected = evaluated(exact, [*exact.model.layers, exact.model.norm], ids)
+        last = exact.model.embedding_norm if kind == "lfm2" else exact.model.norm
+        expected = evaluated(exact, [*exact.model.layers, last], ids)
         expected["greedy"] = continued(exact, ids[:1, :PROMPT])
     if settings["tie_word_embeddings"]:
         del weights["lm_head.weight"]
@@ -350,7 +363,7 @@ def llama_weight(rng: np.random.Generator, name: str, shape: Any, mean: int) -> 
     if len(shape) == 1:
         array = 0.3 * array + mean * ("norm" in name or "scalar" in name)
     else:
-        array = array / np.sqrt(shape[1] if ".layers." in name else 4)
+        array = array / np.sqrt(shape[-1] if ".layers." in name else 4)
     return array.astype(np.float16)
 
 

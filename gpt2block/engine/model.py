@@ -45,7 +45,7 @@ def weight_bytes(
     """
     total = 0
     for name, shape in (shapes or model_shapes(config)).items():
-        if len(shape) == 1 or name == "wpe":
+        if len(shape) != 2 or name == "wpe":
             total += 4 * math.prod(shape)
             continue
         dtype = formats.dtype_of(name)

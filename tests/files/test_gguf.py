@@ -74,6 +74,7 @@ def tiny(tmp_path: Path) -> Path:
         "olmo3",
         "ministral3",
         "gemma4",
+        "lfm2",
         *(f"llama-{name}" for name in LLAMAS),
     ],
 )
@@ -124,6 +125,7 @@ LOG = {"mistral3.rope.scaling.attn_factor": None, "mistral3.rope.scaling.yarn_lo
         ("granite", GRANITE4 | {"granite.rope.scaling.finetuned": True}),
         ("ministral3", LOG),
         ("olmo3", {"olmo2.attention.sliding_window_pattern": 2}),  # a period
+        ("lfm2", {"lfm2.rope.dimension_count": 14, "lfm2.attention.head_count_kv": [0, 2, 0]}),
     ],
 )
 def test_keys_of_converters(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
@@ -144,6 +146,10 @@ def test_keys_of_converters(name: str, keys: dict[str, Any], tmp_path: Path) -> 
         ("gemma4", {"gemma4.rope.scaling.type": "yarn"}, "scaling.type: 'yarn' is not supported"),
         ("gemma4", {"gemma4.attention.shared_kv_layers": 1}, "one value for all blocks, got"),
         ("gemma4", {"gemma4.attention.key_length": 10}, "expected one factor for the first of 5"),
+        ("llama-plain", {"llama.attention.head_count_kv": [3, 0]}, "one value for all blocks"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, 2]}, "one value for all blocks"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, 2, 4]}, "one value for all blocks"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, 0, 0]}, "n_kv_head: expected a positive"),
     ],
 )
 def test_keys_that_are_not_honoured(

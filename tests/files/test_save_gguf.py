@@ -51,6 +51,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # settings that are not defaults
     "gemma4_text": {"window": 5, "local_theta": 100.0, "sliding_layers": (True, False, True, False),
                     "n_layer": 4, "shared_layers": 2, "use_double_wide_mlp": True, "n_layer_embd": 8,
                     "global_head_size": 16, "rotary_part": 0.5, "logits_cap": 30.0},
+    "lfm2": {"conv_layers": (True, False), "conv_length": 5},
 }  # fmt: skip
 QUIET = "ignore:.*(has no tokenizer|matrices are F16)"
 
@@ -73,7 +74,7 @@ class Random:
 
 def stored(name: str, array: NDArray[Any], config: ModelConfig, type: str) -> Any:
     """Return a tensor (outputs, inputs) as a file stores it, as float32 by the package gguf."""
-    if array.ndim == 1 or name == "wpe":
+    if array.ndim != 2 or name == "wpe":
         added = np.float32(config.ADDED_TO_NORMS if "gamma" in name else 0)
         return (array + added) - added
     kind = gguf.GGMLQuantizationType[type.upper()]
@@ -108,6 +109,8 @@ def as_llama_cpp(config: ModelConfig, name: str, array: Any) -> Any:
         return array.T
     if config.MODEL_TYPE == "gemma3_text" and name.endswith("norm.weight"):
         return array.astype(np.float32) + 1
+    if name.endswith(".conv.weight"):
+        return array.squeeze(1)
     if config.MODEL_TYPE in ("llama", "mistral", "ministral3", "granite", "smollm3"):
         for part, n_head in (("q", config.n_head), ("k", config.kv_width // config.head_size)):
             if f".{part}_proj." in name:
@@ -119,7 +122,7 @@ def as_llama_cpp(config: ModelConfig, name: str, array: Any) -> Any:
 @pytest.mark.parametrize(
     "source",
     ["tiny", "qwen2", "qwen3", "mistral", "granite", "smollm3", "phi3", "olmo2", "olmo3",
-     "ministral3", "gemma3", "llama-plain", "llama-grouped", "llama-tied"],
+     "ministral3", "gemma3", "lfm2", "llama-plain", "llama-grouped", "llama-tied"],
 )  # fmt: skip
 def test_names_and_rows_are_those_of_llama_cpp(source: str) -> None:
     """The package gguf's table gives the names, for files that `transformers` wrote."""
@@ -172,6 +175,7 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
                  rope.SCALING_ATTN_FACTOR: 1.25, rope.SCALING_ORIG_CTX_LEN: 16},
         "gemma3_text": {attention.SLIDING_WINDOW: 5, "{arch}.rope.freq_base_swa": 100.0,
                         "{arch}.embedding_dtype": "float32"},  # llama.cpp does not read this key
+        "lfm2": {attention.HEAD_COUNT_KV: (0, 2), gguf.Keys.ShortConv.L_CACHE: 5},
         "qwen3": yarn,
         "ministral3": yarn | {attention.TEMPERATURE_SCALE: 0.25},
         "gemma4_text": {
@@ -187,7 +191,9 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
                          attention.SLIDING_WINDOW_PATTERN: (True, False)},
     }  # fmt: skip
     named = {"mistral": "llama", "ministral3": "mistral3", "granitemoehybrid": "granite"}
-    name = (named | {"olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}).get(kind, kind)
+    name = (named | {"olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}).get(
+        kind, kind
+    )
     keys = {key.format(arch=name): each for key, each in (expected | others.get(kind, {})).items()}
     assert metadata_of(Random(c)) == {"general.architecture": name, **keys}
 

@@ -158,7 +158,9 @@ def decoding(
     return q, held, np.array(positions, np.int32)
 
 
-@combinations(times=1, heads=[(3, 3, 16), (4, 2, 8), (8, 1, 8), (8, 2, 64), (2, 1, 512)], kind=KINDS)
+@combinations(
+    times=1, heads=[(3, 3, 16), (4, 2, 8), (8, 1, 8), (8, 2, 64), (2, 1, 512)], kind=KINDS
+)
 def test_split_in_a_longer_cache(device: Any, heads: Heads, kind: str) -> None:
     q, held, position = decoding(heads, [139, 2, 127], 141, kind)
     longer = split(device, q, held.longer(7 * 141), position)
@@ -281,7 +283,16 @@ def test_split_without_its_barrier_shows() -> None:
 
 @combinations(
     times=1,
-    heads=[(3, 1, 8), (2, 2, 64), (2, 2, 12), (2, 1, 128), (3, 3, 7), (1, 1, 256), (2, 1, 80), (2, 1, 512)],
+    heads=[
+        (3, 1, 8),
+        (2, 2, 64),
+        (2, 2, 12),
+        (2, 1, 128),
+        (3, 3, 7),
+        (1, 1, 256),
+        (2, 1, 80),
+        (2, 1, 512),
+    ],
     kind=KINDS,
     dtype=["float16", "bfloat16"],
 )

@@ -142,12 +142,12 @@ class DecodingChoice:
         if f"{layers[0]}w_gate" not in self.matrices:
             return False
         for h in layers:
-            qkv = "w_qkv" if f"{h}w_qkv" in self.matrices else "w_q"
-            matrices = [self.matrices[f"{h}{name}"] for name in (qkv, "w_gate", "w_up")]
+            names = ("w_gate", "w_up", *("w_qkv",) * (f"{h}w_qkv" in self.matrices))
+            matrices = [self.matrices[f"{h}{name}"] for name in names]
             blocks = [w for w in matrices if isinstance(w, GgufMatrix)]
-            if len(blocks) < len(matrices) or blocks[1].ranges != blocks[2].ranges:
+            if len(blocks) < len(matrices) or blocks[0].ranges != blocks[1].ranges:
                 return False
-            if any(begin % self.config.head_size for begin in blocks[0].begins):
+            if any(begin % self.config.head_size for w in blocks[2:] for begin in w.begins):
                 return False
         return True
 

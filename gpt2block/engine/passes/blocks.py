@@ -19,9 +19,10 @@ class PassSettings(NamedTuple):
     head instead of neighbours. own: whether each sequence has its own frequencies. qk_norm,
     embedding_norm, windows: as in ModelConfig; windows is () if no layer has a window. embedding,
     softmax_scale, turned, cap, growth: the fields embedding, attention, rope, cap and growth of
-    `Scales`. gelu: whether the gate of the feed-forward is GELU. values: whether heads of V have
-    norms. layers: as `layer_embeddings` of ModelConfig. sources: for each layer, the layer whose
-    keys and values it reads.
+    `Scales`. gelu: whether the gate of the feed-forward is GELU. convs: whether each layer has a
+    short convolution in place of attention; () if none has. values: whether heads of V have norms.
+    layers: as `layer_embeddings` of ModelConfig. sources: for each layer, the layer whose keys and
+    values it reads.
     """
 
     n_head: int
@@ -44,6 +45,7 @@ class PassSettings(NamedTuple):
     values: bool = False
     layers: LayerEmbeddings | None = None
     sources: tuple[int, ...] = ()
+    convs: tuple[bool, ...] = ()
 
     @classmethod
     def of(cls, config: ModelConfig) -> PassSettings:
@@ -67,11 +69,16 @@ class PassSettings(NamedTuple):
             values=config.VALUE_NORMS,
             layers=config.layer_embeddings,
             sources=tuple(cache.layer for cache in config.layer_caches),
+            convs=config.conv_layers,
         )
 
     def frequencies_of(self, h: str) -> str:
         """Return the name of a layer's RoPE frequencies. h: the prefix of the layer's names."""
         return self.rope[_layer(h)]
+
+    def has_conv(self, h: str) -> bool:
+        """Return whether a layer has a short convolution. h: the prefix of the layer's names."""
+        return bool(self.convs) and self.convs[_layer(h)]
 
     def shares(self, h: str) -> bool:
         """Return whether a layer reads the keys and values of an earlier layer."""
@@ -161,6 +168,9 @@ class StepPass(Pass):
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         options = {**self.c.heads, **self.c.scores(h), "causal": self.c.causal}
         return self.do(f"{h}attn", "attention", (qkv,), **options)
+
+    def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
+        return self._short_conv(h, bcx)
 
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")

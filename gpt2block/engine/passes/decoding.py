@@ -141,6 +141,12 @@ class DecodePass(Pass):
         y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
         return Rows(y, terms=terms, bound=bound)
 
+    def short_conv(self, h: str, bcx: Value, to: To = ()) -> Rows:
+        bound = self._bounds.get(f"{h}conv")
+        terms = self._terms(to, bound, together=UNIT)
+        y = self._short_conv(h, bcx, dtype="float32", **_to(terms))
+        return Rows(y, terms=terms, bound=bound)
+
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")
         ordered = x.terms is not None and x.terms.width > 0

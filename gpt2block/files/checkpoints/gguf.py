@@ -22,7 +22,7 @@ from gpt2block.files.checkpoints.gguf_header import MAGIC, Header, as_python, re
 from gpt2block.files.checkpoints.naming import LONGROPE_FACTORS, ROPE_FACTORS, naming_of
 from gpt2block.files.checkpoints.stored import Stored
 from gpt2block.models.architectures import GGUF_ARCHITECTURES, GGUF_WITH_WINDOW, architecture_of
-from gpt2block.models.config import LIMITS, GPT2Config, ModelConfig, sees_all
+from gpt2block.models.config import CONV_LAYERS, LIMITS, GPT2Config, ModelConfig, sees_all
 from gpt2block.models.config.llama import LlamaConfig, RopeScaling, all_but_every, yarn_attention
 
 # GGUF key without the architecture's prefix → (field of the config, default of an absent key)
@@ -53,7 +53,7 @@ _READ = {
     "expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count",
     "ssm.inner_size", "ssm.time_step_rank",
 }  # fmt: skip
-_PATTERN = "attention.sliding_window_pattern"
+_PATTERN, KV_HEADS = "attention.sliding_window_pattern", "attention.head_count_kv"
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "feed_forward_length")
 # GGUF key that is not implemented → the only accepted value, which has no effect on results
 _NEUTRAL: Mapping[str, Any] = {
@@ -179,13 +179,23 @@ def _config(header: Header) -> ModelConfig:
 
 
 def _settings(header: Header, prefix: str, kind: type[ModelConfig]) -> dict[str, Any]:
-    """Return the metadata below a prefix: a value for all blocks, or a tuple by `_PATTERN`."""
+    """Return the metadata below a prefix: a value for all blocks, or a tuple by `_PATTERN`.
+
+    Layers with 0 heads of keys have convolutions if `kind` has a key `CONV_LAYERS`, by which a
+    tuple then states these layers.
+    """
+    convs = CONV_LAYERS in kind.GGUF_KEYS
     header.check_usable(prefix)
     settings = kind.from_gguf(header.under(prefix))
     blocks, pattern = settings.get("block_count"), settings.pop(_PATTERN, None)
     if isinstance(blocks, (list, np.ndarray)):
         raise CheckpointError(f"{prefix}block_count: expected a number, got {shown(blocks)}")
+    heads = settings.get(KV_HEADS)
+    if convs and isinstance(heads, (list, np.ndarray)) and len(heads) == blocks:
+        settings[KV_HEADS] = [max(heads) if n == 0 else n for n in np.asarray(heads).tolist()]
     settings = {key: _of_all_blocks(prefix + key, settings[key], blocks) for key in settings}
+    if convs and isinstance(heads, (list, np.ndarray)):
+        settings[CONV_LAYERS] = tuple(bool(n == 0) for n in heads)
     if pattern is not None:  # the period of layers without a window, or a bool per layer
         layers = np.atleast_1d(pattern).tolist()
         if type(pattern) is int and type(blocks) is int:
@@ -223,7 +233,9 @@ def _llama_config(
     if "attention.scale" in kind.GGUF_KEYS:
         scalars.setdefault(kind.GGUF_KEYS["attention.scale"], config.head_size**-0.5)
     if kind.PARTIAL:
-        scaled = [key for key in settings if key.startswith("rope.scal") and settings[key] != "none"]
+        scaled = [
+            key for key in settings if key.startswith("rope.scal") and settings[key] != "none"
+        ]
         for key in scaled:
             raise CheckpointError(f"{prefix}{key}: {shown(settings[key])} is not supported")
         (factors,) = _factors(header, (ROPE_FACTORS,))

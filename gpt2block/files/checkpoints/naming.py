@@ -65,6 +65,8 @@ class Naming:
 
     def shape_of(self, ours: str, shape: Shape) -> Shape:
         """Return a tensor's shape in a file. `shape`: the tensor's shape in `model_shapes`."""
+        if len(shape) == 3 and not self.prefix:  # GGUF has a matrix for weights of a convolution
+            return shape[::2]
         turned = self.layout_of(ours) == "NK" and is_product(ours)
         return shape[::-1] if turned else shape
 
@@ -125,6 +127,8 @@ class Naming:
             ends[first] += count
             if sharing[first] > 1:
                 tensor = tensor.rows(begin, begin + count)
+            if len(shape) == 3:
+                tensor = replace(tensor, shape=shape)
             if ours.endswith(".w_qkv") and config.head_order:
                 heads = config.q_width + config.kv_width
                 tensor = replace(tensor, head_order=config.head_order, in_heads=heads)

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from gpt2block.checks import FLOATS, check_count, check_integer, check_number
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.models.architectures import gemma3, llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, To, Value
-from gpt2block.models.architectures.gemma3 import CAP, EMBEDDING_DTYPE, SCALE, Gemma3Config
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.architectures.gemma3 import CAP, SCALE, Gemma3Config
 from gpt2block.models.config import (
     LayerCache,
     LayerEmbeddings,
@@ -34,7 +34,6 @@ from gpt2block.models.config import (
 )
 from gpt2block.models.config.llama import (
     KINDS,
-    LlamaConfig,
     PartlyWindowedConfig,
     RopeScaling,
     rope_objects,
@@ -95,7 +94,10 @@ class Gemma4Config(Gemma3Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least, most in (("shared_layers", 0, self.n_layer - 1), ("n_layer_embd", 0, 2**16)):
+        for name, least, most in (
+            ("shared_layers", 0, self.n_layer - 1),
+            ("n_layer_embd", 0, 2**16),
+        ):
             number = check_integer(name, getattr(self, name), least, most, f"{least} to {most}")
             object.__setattr__(self, name, number)
         size = check_count("global_head_size", self.global_head_size, 2**16)
@@ -268,7 +270,10 @@ class Gemma4Config(Gemma3Config):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
-        content, factor = super().to_hugging_face(), 1.0 if self.scaling is None else self.scaling.factor
+        content, factor = (
+            super().to_hugging_face(),
+            1.0 if self.scaling is None else self.scaling.factor,
+        )
         full = {"rope_type": "proportional", "rope_theta": content.pop("rope_theta")}
         full |= {PART: self.rotary_part, "factor": factor}
         local = {"rope_type": "default", "rope_theta": self.local_theta}
@@ -289,7 +294,11 @@ def _overridden(overrides: Any, fields: Mapping[str, Any]) -> Any:
     named = {str(n): each for n, each in overrides.items()} if isinstance(overrides, dict) else {}
     sizes = [named[n].get("head_dim") if isinstance(named.get(n), dict) else None for n in layers]
     same = {"head_dim": sizes[0], "num_key_value_heads": fields["n_kv_head"]}
-    if sizes[0] is None or named.keys() != {*layers} or any(same | named[n] != same for n in layers):
+    if (
+        sizes[0] is None
+        or named.keys() != {*layers}
+        or any(same | named[n] != same for n in layers)
+    ):
         raise CheckpointError(
             f"config.json: {OVERRIDES}: expected the same head_dim for each of the layers without "
             f"a window ({', '.join(layers)}), got {shown(overrides)}"
@@ -317,7 +326,9 @@ final = llama.final
 
 def constants(config: Gemma4Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
     """Return {name: tensor}: RoPE frequencies, and norm weights of embeddings for layers."""
-    halved = {"gamma_layers_scaled": vectors["gamma_layers"] * 2**-0.5} if config.n_layer_embd else {}
+    halved = (
+        {"gamma_layers_scaled": vectors["gamma_layers"] * 2**-0.5} if config.n_layer_embd else {}
+    )
     return {**config.layer_frequencies(), **halved}
 
 
@@ -367,7 +378,10 @@ def operand_bounds(
     config: Gemma4Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
     """Bound operands as Llama and Qwen3 do; the residual stream is an operand after norms, too."""
-    root, bounds = math.sqrt(config.n_embd), {"rms_f": math.sqrt(config.n_embd) * largest["gamma_f"]}
+    root, bounds = (
+        math.sqrt(config.n_embd),
+        {"rms_f": math.sqrt(config.n_embd) * largest["gamma_f"]},
+    )
     for layer, stream in enumerate([*stream_bounds(config, largest)][:-1]):
         h, shapes = f"h.{layer}.", config.shapes_of(layer)
 

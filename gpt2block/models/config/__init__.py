@@ -57,6 +57,7 @@ OF_OTHERS: Settings = (
 )
 _PER_LAYER = ("layer_types", "no_rope_layers")
 TABLES = ("wte", "layer_table")  # matrices (vocab_size, …), whose rows are read by token
+CONV_LAYERS = "conv_layers"  # GGUF files have no such key, but 0 heads of keys in these layers
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # vocabulary size, id of <|endoftext|>
 
 
@@ -215,6 +216,11 @@ class ModelConfig(ABC):
     def short_context(self) -> int:
         """Longest sequence (tokens) that uses RoPE's short-context frequencies; 0 if none does."""
         return 0
+
+    @property
+    def conv_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has a short convolution in place of attention; () if none has."""
+        return ()
 
     @property
     def windows(self) -> tuple[int | None, ...]:
