@@ -319,7 +319,7 @@ def make_model(folder: Path, settings: dict[str, Any]) -> None:
     weights = {n: llama_weight(rng, n, t.shape, mean) for n, t in stored.state_dict().items()}
     for name, array in weights.items():
         if kind == "gemma4_text" and name.endswith("q_norm.weight"):
-            array *= np.float16(len(array) ** -0.5)  # scores have no other scale
+            array[:] = array * len(array) ** -0.5  # scores have no other scale
     if settings["tie_word_embeddings"]:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     stored.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})

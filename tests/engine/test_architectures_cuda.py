@@ -169,6 +169,8 @@ def test_no_activation_is_above_its_bound(name: str) -> None:
     for n, stream in enumerate(streams[:-1]):
         found |= {f"h.{n}.attn_in": stream, f"h.{n}.ff_in": found[f"h.{n}.x1"]}
         found[f"h.{n}.ff2_in"] = found.get(f"h.{n}.relu2", stream)
+        found[f"h.{n}.layer_in"] = found.get(f"h.{n}.x2", stream)
+        found[f"h.{n}.layer_ff_in"] = found.get(f"h.{n}.layer_ff", stream)
     bounds = of.operand_bounds(config, largest, norms)
     assert bounds.keys() <= found.keys()
     for each, bound in bounds.items():

@@ -401,7 +401,7 @@ def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any],
             # Gemma 3 adds 1 to its norms' weights.
             tensor.normal_("norm" in name and kind != "gemma3_text", spread)
             if kind == "gemma4_text" and name.endswith("q_norm.weight"):
-                tensor *= len(tensor) ** -0.5  # scores have no other scale
+                tensor.mul_(len(tensor) ** -0.5)  # scores have no other scale
         for name, tensor in model.named_buffers():
             if name.endswith("layer_scalar"):
                 tensor.uniform_(0.5, 1.5)

@@ -133,8 +133,8 @@ class DecodePass(Pass):
         return self.do(name, "rope_append", inputs, half_split=True, **options)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
-        means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # name of the result that contains V
-        bound = self._bounds.get(means_of)
+        means_of = "rope" if self.c.rope else "qkv"  # name of the result that contains V
+        bound = self._bounds.get(f"{h}{'q_rope' if self.c.shares(h) else means_of}")
         terms = self._terms(to, bound, together=self.c.head_size)
         options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(terms), **self.kv}
         options |= self.together

@@ -115,10 +115,10 @@ class Pass(ABC):
         """
 
     def queries(self, h: str, x: Value, rope: str, norm: str) -> Value:
-        """Compute the queries, with a norm of heads and RoPE, of a layer without keys and values."""
-        y = self.product(f"{h}qkv", x, f"{h}w_q", f"{h}b_q", to=self.to_rope)
+        """Compute queries, with a norm of heads and RoPE, in a layer without keys and values."""
+        y = self.product(f"{h}queries", x, f"{h}w_q", f"{h}b_q", to=self.to_rope)
         inputs, options = (y, "positions", rope, norm, norm), {**self.c.heads, "eps": self.c.eps}
-        return self.do(f"{h}rope", "qk_norm_rope", inputs, into=y, **options, queries=True)
+        return self.do(f"{h}q_rope", "qk_norm_rope", inputs, into=y, **options, queries=True)
 
     def turned(self, h: str, qkv: Value, rope: str, norms: To = ()) -> Value:
         """Apply RoPE in place to rows [Q | K | V]; first the norms of q and k heads, if `norms`."""

@@ -308,11 +308,11 @@ def generator(seed: Any, numbers: int) -> np.random.Generator:
 def random_tensors(seed: Any, shapes: Shapes) -> dict[str, NDArray[np.float32]]:
     """Draw tensors in the given order: γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), others ~ N(0, 0.02)."""
     rng = generator(seed, sum(map(math.prod, shapes.values())))
-    ranges = {"g": (0.8, 1.2), "b": (-0.1, 0.1)}
+    ranges = {"g": (0.8, 1.2), "l": (0.8, 1.2), "b": (-0.1, 0.1)}
     tensors: dict[str, NDArray[np.float32]] = {}
     for name, shape in shapes.items():
         kind = name.rpartition(".")[2]
-        if kind.startswith(("gamma", "beta")):
+        if kind.startswith(("gamma", "layer_scalar", "beta")):
             tensors[name] = rng.uniform(*ranges[kind[0]], shape).astype(np.float32)
         else:
             tensors[name] = rng.standard_normal(shape, dtype=np.float32)

@@ -28,7 +28,6 @@ from gpt2block.models.config import (
     LayerCache,
     LayerEmbeddings,
     ModelConfig,
-    Scales,
     Settings,
     Shapes,
 )
@@ -94,11 +93,8 @@ class Gemma4Config(Gemma3Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least, most in (
-            ("shared_layers", 0, self.n_layer - 1),
-            ("n_layer_embd", 0, 2**16),
-        ):
-            number = check_integer(name, getattr(self, name), least, most, f"{least} to {most}")
+        for name, most in (("shared_layers", self.n_layer - 1), ("n_layer_embd", 2**16)):
+            number = check_integer(name, getattr(self, name), 0, most, f"0 to {most}")
             object.__setattr__(self, name, number)
         size = check_count("global_head_size", self.global_head_size, 2**16)
         if size % 2:
@@ -116,16 +112,6 @@ class Gemma4Config(Gemma3Config):
         """Raise InputError unless RoPE's frequencies are divided by a number."""
         if scaling.kind != "linear":
             raise InputError(f"rope_scaling: expected linear in {self.NAME}, got {scaling.kind}")
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Return the attention window of each layer in tokens; None for a layer without one."""
-        return super().windows
-
-    @property
-    def scales(self) -> Scales:
-        """Return the scalar factors and limits of a forward pass; scores are not scaled."""
-        return super().scales
 
     @property
     def layer_embeddings(self) -> LayerEmbeddings | None:
@@ -391,15 +377,18 @@ def operand_bounds(
 
         gammas = [largest[f"{h}{name}"] for name in ("gamma_q", "gamma_k") if name in shapes]
         heads = math.sqrt(config.head_size_of(layer)) * max(1.0, *gammas)
-        qkv = float(product(1, "qkv" if "w_qkv" in shapes else "q").max())
+        shared = "w_q" in shapes
+        qkv = float(product(1, "q" if shared else "qkv").max())
         gate, up = product(2, "gate"), product(2, "up")
         bounds |= {f"{h}rms{n}": root * largest[f"{h}gamma{n}"] for n in (1, 2)}
-        bounds |= {f"{h}rope": max(heads, qkv), f"{h}gate": float(gate.max())}
+        # The bound of queries is a bound of the means of values, too: these have norms.
+        bounds |= {f"{h}{'q_rope' if shared else 'rope'}": max(heads, qkv)}
+        bounds[f"{h}gate"] = float(gate.max())
         bounds |= {f"{h}up": float(up.max()), f"{h}ff": float((gate * up).max())}
         if (P := config.layer_embeddings) is None:
             continue
-        stream += root * (largest[f"{h}gamma_attn"] + largest[f"{h}gamma_ff"])
+        x2 = stream + root * (largest[f"{h}gamma_attn"] + largest[f"{h}gamma_ff"])
         row = math.sqrt(P.width / 2) * largest["gamma_layers"] + P.factor * largest["layer_table"]
-        gated = root * stream * float(norms(f"{h}w_layer_gate", "").max()) * row
-        bounds |= {f"{h}layer_in": stream, f"{h}layer_ff_in": gated}
+        gated = root * x2 * float(norms(f"{h}w_layer_gate", "").max()) * row
+        bounds |= {f"{h}layer_in": x2, f"{h}layer_ff_in": gated}
     return bounds

@@ -120,9 +120,10 @@ class ModelConfig(ABC):
     HONOURED: keys of OF_OTHERS that this architecture supports. GGUF_KEYS: key of GGUF files,
     without the architecture's name → field. GGUF_NEUTRAL: key of GGUF files → its only supported
     value. GGUF_ZEROS: fields of GGUF_KEYS for which 0 is a value, and not the default. GATE:
-    activation of a gated feed-forward; "gelu" is the tanh approximation. ADDED_TO_NORMS: number that GGUF files add to the weights of norms. VALUE_NORMS: whether heads of
-    values have norms without weights, next to norms of heads of queries and keys. FROM_CACHE:
-    whether attention of prompts always reads keys and values from a kv_cache.
+    activation of a gated feed-forward; "gelu" is the tanh approximation. ADDED_TO_NORMS: number
+    that GGUF files add to the weights of norms. VALUE_NORMS: whether heads of values have norms
+    without weights, next to norms of heads of queries and keys. FROM_CACHE: whether attention of
+    prompts always reads keys and values from a kv_cache.
     """
 
     NAME: ClassVar[str]

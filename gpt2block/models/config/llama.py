@@ -285,7 +285,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def rope_factors(self) -> tuple[float, ...]:
-        """Factors that divide RoPE's frequencies in a GGUF file; () if `scaling` determines them."""
+        """Factors that divide RoPE's frequencies in a GGUF file; () if they follow from scaling."""
         return ()
 
     def with_rope_factors(self, factors: tuple[float, ...]) -> LlamaConfig:
