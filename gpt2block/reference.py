@@ -794,8 +794,8 @@ def qk_norm(
     if not normed_together(gamma_q.shape, gamma_k.shape, n_head, n_kv_head, D):
         q, k = (rows.reshape(*rows.shape[:-1], -1, D) for rows in (q, k))
     q, k = (
-        unchecked(rmsnorm)(*pair, eps).reshape(*qkv.shape[:-1], width)
-        for *pair, width in ((q, gamma_q, n_head * D), (k, gamma_k, n_kv_head * D))
+        unchecked(rmsnorm)(rows, gamma, eps).reshape(*qkv.shape[:-1], heads * D)
+        for rows, gamma, heads in ((q, gamma_q, n_head), (k, gamma_k, n_kv_head))
     )
     if values:
         heads = v.reshape(*v.shape[:-1], -1, D)

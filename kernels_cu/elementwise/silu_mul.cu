@@ -36,6 +36,8 @@ extern "C" __global__ void silu_mul(const T* gate,  // (n)
     Vector::store(out + i, g);
 }
 
+constexpr int FLOATS = SM_WIDTH < 4 ? SM_WIDTH : 4;  // elements per vector of floats
+
 extern "C" __global__ void gated_columns(
     const float* gate,  // (N, P)
     const float* rows,  // (N, W)
@@ -45,12 +47,12 @@ extern "C" __global__ void gated_columns(
     long long n) {  // N P
     let_next_start();
     wait_for_previous();
-    const long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * SM_WIDTH;
+    const long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * FLOATS;
     if (i >= n) return;
-    float g[SM_WIDTH], u[SM_WIDTH];
-    load_fresh<float, SM_WIDTH>(gate + i).unpack(g);
-    load_fresh<float, SM_WIDTH>(rows + i / P * W + first + i % P).unpack(u);
+    float g[FLOATS], u[FLOATS];
+    load_fresh<float, FLOATS>(gate + i).unpack(g);
+    load_fresh<float, FLOATS>(rows + i / P * W + first + i % P).unpack(u);
 #pragma unroll
-    for (int k = 0; k < SM_WIDTH; ++k) g[k] = gate_of(g[k]) * u[k];
-    Vec<float, SM_WIDTH>::store(out + i, g);
+    for (int k = 0; k < FLOATS; ++k) g[k] = gate_of(g[k]) * u[k];
+    Vec<float, FLOATS>::store(out + i, g);
 }
