@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -471,6 +472,23 @@ def test_published_configs(
     assert config.scales.attention == pytest.approx(attention)
     assert config.scales.growth == growth
     assert parse_config(config.to_hugging_face()) == config
+
+
+def test_keys_and_values_that_no_layer_reads(tmp_path: Path) -> None:
+    """Files may have matrices of layers that read an earlier layer's keys, not of other layers."""
+    tensors, ids = load_file(GOLDEN / "gemma4" / "model.safetensors"), np.arange(9)
+    names = [name for name in tensors if re.search(r"[kv]_(proj|norm)", name)]
+    twice = {name.replace("layers.1.", "layers.3."): tensors[name] for name in names}
+    assert len(twice.keys() - tensors) == 3
+    shutil.copy(GOLDEN / "gemma4" / "config.json", tmp_path)
+    save_file(tensors | twice, tmp_path / "model.safetensors")
+    found = gpt2block.from_pretrained(tmp_path, device="cpu")
+    np.testing.assert_array_equal(found(ids), load("gemma4")(ids))
+    del tensors[names[0]]
+    tensors["model.layers.3.self_attn.q.weight"] = np.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 tensors missing: .*; 1 tensors unexpected: .*q"):
+        Checkpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize("prefixes", [("language_model.model.", "language_model."),

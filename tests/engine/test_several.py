@@ -469,6 +469,7 @@ def test_all_gpus_raise_the_error_of_a_read(where: str) -> None:
         ("gpt2", 4, True),
         ("olmo2", 2, False),
         ("lfm2-bias", 2, True),
+        ("gemma4", 2, False),
     ],
 )
 def test_which_parts_are_divided(name: str, count: int, heads: bool) -> None:

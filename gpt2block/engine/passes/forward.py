@@ -186,7 +186,8 @@ def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) ->
     the residual stream before the final norm. "log_likelihood", "likeliest": as computed by
     `Pass.scores`.
     """
-    *front, end = (f"h.{n}." for n in range(config.n_layer))
+    storing = 1 + max(cache.layer for cache in config.layer_caches)  # layers up to the last K and V
+    *front, end = (f"h.{n}." for n in range(storing if want is None else config.n_layer))
     x = o.embed()
     for h in front:
         x = block(o, of, x, h)
