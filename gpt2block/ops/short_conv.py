@@ -33,7 +33,9 @@ def _short_conv(c: Call) -> Launch:
             check_address(name, array, width * array.itemsize)
     threads = min(32 * ceil(c.C / (32 * width)), MAX_THREADS)
     defines = (("CONV_L", c.L), ("CONV_WIDTH", width), *stored_defines("CONV_TERMS", c.to_terms))
-    kernel, scale = ("short_conv_narrow", ()) if narrow else ("short_conv", (stored_scale(c.to_terms),))
+    kernel, scale = (
+        ("short_conv_narrow", ()) if narrow else ("short_conv", (stored_scale(c.to_terms),))
+    )
     grid = (c.M, ceil(c.C / (threads * width)))
     geometry = Geometry(kernel, grid, (threads,), defines=defines)
     slots = (0, 0) if c.k is None else (c.B, c.P)
@@ -68,4 +70,3 @@ SHORT_CONV = Operation(
     options={"dtype": None, "to_terms": None},
     prepare=_prepare,
 )
-

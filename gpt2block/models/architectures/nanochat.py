@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import check_number
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, Divided, RowNorms, To, Value
+from gpt2block.models.architectures.architecture import (
+    CheckpointLayout,
+    Divided,
+    RowNorms,
+    To,
+    Value,
+)
 from gpt2block.models.config import ModelConfig, Scales, Settings, Shapes
 from gpt2block.models.config.llama import LlamaConfig
 
