@@ -338,7 +338,10 @@ SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
         lambda name, value: check_number(name, value, 2.0**-40, 2.0**40, "2^-40 to 2^40"),
     ),
     "theta": lambda name, value: check_number(name, value, 1, 2.0**100, "a number from 1 to 2^100"),
-    **dict.fromkeys(("causal", "gelu", "split_k", "half_split", "saturate", "stats"), check_flag),
+    **dict.fromkeys(
+        ("causal", "gelu", "split_k", "half_split", "saturate", "stats", "values", "queries"),
+        check_flag,
+    ),
 }
 
 

@@ -303,16 +303,33 @@ def attention_packed(
             f"expected qkv (N, {3 * C}), or more queries, and cu_seqlens ({len(k) + 1},), as k is "
             f"{k.shape}, got {qkv.shape} and {cu_seqlens.shape}"
         )
-    out = np.zeros((len(qkv), Q), qkv.dtype)
-    for b, (first, end) in enumerate(_spans(cu_seqlens, len(qkv))):
+    return unchecked(attention_queries)(
+        qkv[:, :Q], k, v, cu_seqlens, start, n_head, longest, softmax_scale, window
+    )
+
+
+@takes("q any N Q; k v kv B P C; cu_seqlens i32 B+1; start i32 B -> out any N Q")
+def attention_queries(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens: NDArray[np.integer[Any]],
+    start: NDArray[np.integer[Any]],
+    n_head: int,
+    longest: int | None = None,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+) -> Array:
+    """Compute `attention_packed` for rows q (N, Q) of queries only → (N, Q)."""
+    out = np.zeros(q.shape, q.dtype)
+    for b, (first, end) in enumerate(_spans(cu_seqlens, len(q))):
         at = int(start[b])
         keys = at + end - first
         if not 0 <= at <= keys <= k.shape[1]:
             raise InputError(f"start: expected 0 to {k.shape[1] - end + first}, got {at}")
         if end > first:
-            q = qkv[first:end, :Q]
             out[first:end] = unchecked(attention_cached)(
-                q, k[b, :keys], v[b, :keys], at, n_head, softmax_scale, window
+                q[first:end], k[b, :keys], v[b, :keys], at, n_head, softmax_scale, window
             )
     return out
 
@@ -621,10 +638,28 @@ def rmsnorm(x: Array, weight: Array, eps: float = 1e-6) -> Array:
     return x / rms * weight
 
 
-@takes("x f32 ... C; weight f32 C; residual f32 ... C -> out~residual f32 ... C")
-def rmsnorm_add(x: Array, weight: Array, residual: Array, eps: float = 1e-6) -> Array:
-    """Return residual + rmsnorm(x); residual has the shape of x, weight is as in `rmsnorm`."""
-    return residual + rmsnorm(x, weight, eps)
+@takes("x f32 ... C; weight f32 C; residual f32 ... C; scale? f32 S -> out~residual f32 ... C")
+def rmsnorm_add(
+    x: Array, weight: Array, residual: Array, scale: Array | None = None, eps: float = 1e-6
+) -> Array:
+    """Return residual + rmsnorm(x); residual has the shape of x, weight is as in `rmsnorm`.
+
+    scale (1,): multiplies the sum.
+    """
+    added: Array = residual + rmsnorm(x, weight, eps)
+    return added if scale is None else added * scale
+
+
+@takes("x f32 N W; weight f32 P; residual f32 N W -> out~residual f32 N W")
+def rmsnorm_groups(x: Array, weight: Array, residual: Array, eps: float = 1e-6) -> Array:
+    """Return residual + the `rmsnorm` of each group of P neighbouring channels of x.
+
+    x, residual (N, W) with W a multiple of P, weight (P,) → (N, W).
+    """
+    N, W = x.shape
+    if W % len(weight):
+        raise InputError(f"x: expected rows of a multiple of {len(weight)} channels, got {W}")
+    return residual + rmsnorm(x.reshape(N, -1, len(weight)), weight, eps).reshape(N, W)
 
 
 @takes("x f32 ... C -> out out_dtype ... C")
@@ -735,13 +770,20 @@ def rope_append(
 
 @takes("qkv any ... W; gamma_q any G; gamma_k any H -> out~qkv any ... W")
 def qk_norm(
-    qkv: Array, gamma_q: Array, gamma_k: Array, n_head: int, n_kv_head: int, eps: float = 1e-6
+    qkv: Array,
+    gamma_q: Array,
+    gamma_k: Array,
+    n_head: int,
+    n_kv_head: int,
+    eps: float = 1e-6,
+    values: bool = False,
 ) -> Array:
     """Apply `rmsnorm` to each head of the queries and keys of rows [Q | K | V].
 
     qkv (..., (n_head + 2 n_kv_head) D), gamma_q (D,) for each head of Q, gamma_k (D,) for each head
     of K → the shape of qkv; V is copied. With gamma_q (n_head D,) and gamma_k (n_kv_head D,), there
-    is one norm over all heads of Q, and one over all heads of K.
+    is one norm over all heads of Q, and one over all heads of K. values: apply `rmsnorm`, with
+    weights of 1, to each head of V, too.
     Sources: Qwen Team, "Qwen3 Technical Report" (2025); OLMo Team, "2 OLMo 2 Furious" (2024).
     """
     normed = n_head + n_kv_head
@@ -752,8 +794,12 @@ def qk_norm(
     if not normed_together(gamma_q.shape, gamma_k.shape, n_head, n_kv_head, D):
         q, k = (rows.reshape(*rows.shape[:-1], -1, D) for rows in (q, k))
     q, k = (
-        rmsnorm(*pair, eps).reshape(*qkv.shape[:-1], -1) for pair in ((q, gamma_q), (k, gamma_k))
+        unchecked(rmsnorm)(rows, gamma, eps).reshape(*qkv.shape[:-1], heads * D)
+        for rows, gamma, heads in ((q, gamma_q, n_head), (k, gamma_k, n_kv_head))
     )
+    if values:
+        heads = v.reshape(*v.shape[:-1], -1, D)
+        v = rmsnorm(heads, np.ones(D, v.dtype), eps).reshape(v.shape)
     return np.concatenate([q, k, v], axis=-1).astype(qkv.dtype, copy=False)
 
 
@@ -770,10 +816,16 @@ def qk_norm_rope(
     n_head: int,
     n_kv_head: int,
     eps: float = 1e-6,
+    values: bool = False,
+    queries: bool = False,
 ) -> Array:
-    """Apply `qk_norm`, then `rope_qkv` with half_split=True; arguments as in both functions."""
-    normed = qk_norm(qkv, gamma_q, gamma_k, n_head, n_kv_head, eps)
-    return rope_qkv(normed, positions, frequencies, n_head, n_kv_head, True)
+    """Apply `qk_norm`, then `rope_qkv` with half_split=True; arguments as in both functions.
+
+    queries: rows are queries only, (..., T, n_head D).
+    """
+    n_kv_head = 0 if queries else n_kv_head
+    normed = unchecked(qk_norm)(qkv, gamma_q, gamma_k, n_head, n_kv_head, eps, values)
+    return unchecked(rope_qkv)(normed, positions, frequencies, n_head, n_kv_head, True)
 
 
 @takes(
@@ -791,10 +843,11 @@ def qk_norm_append(
     gamma_k: Array,
     n_head: int,
     eps: float = 1e-6,
+    values: bool = False,
 ) -> Array:
     """Apply `qk_norm`, then `rope_append` with half_split=True; arguments as in both functions."""
     n_kv_head = k.shape[-1] // (2 * len(frequencies))
-    normed = qk_norm(qkv, gamma_q, gamma_k, n_head, n_kv_head, eps)
+    normed = qk_norm(qkv, gamma_q, gamma_k, n_head, n_kv_head, eps, values)
     return rope_append(normed, frequencies, k, v, row, position, n_head, True)
 
 
@@ -1059,6 +1112,15 @@ def silu_mul(gate: Array, up: Array, gelu: bool = False) -> Array:
     with np.errstate(over="ignore"):  # an infinite exp(-x) correctly gives -0
         gated: Array = gate / (1 + np.exp(-gate)) * up
     return gated
+
+
+@takes("gate f32 N P; rows f32 N W -> out~gate f32 N P")
+def gated_columns(gate: Array, rows: Array, first: int, gelu: bool = False) -> Array:
+    """Return `silu_mul` of gate (N, P) and the P columns of rows (N, W) from column `first` on."""
+    P = gate.shape[1]
+    if not 0 <= first <= rows.shape[1] - P:
+        raise InputError(f"first: expected 0 to {rows.shape[1] - P}, got {first}")
+    return unchecked(silu_mul)(gate, rows[:, first : first + P], gelu)
 
 
 def _spans(cu_seqlens: NDArray[np.integer], N: int) -> list[tuple[int, int]]:

@@ -14,12 +14,13 @@ from gpt2block.cuda.devices import reads_blocks
 from gpt2block.cuda.formats import FILE
 from gpt2block.engine.model import Start
 from gpt2block.models.architectures.gemma3 import Gemma3Config
+from gpt2block.models.architectures.gemma4 import Gemma4Config
 from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.models.architectures.nanochat import NanoChatConfig
 from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.architectures.phi3 import Phi3Config
 from gpt2block.models.architectures.qwen3 import Qwen3Config
-from gpt2block.models.config import ModelConfig, model_shapes
+from gpt2block.models.config import TABLES, ModelConfig, model_shapes
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
 from gpt2block.ops.drafts import MAX_DRAFTS, RIGHT, TAKEN
@@ -29,6 +30,10 @@ ROWS = 1, 2, 8, 16, 17, 64, 128
 SIZES: Mapping[str, Any] = {
     "n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_size": 64, "n_embd": 256, "n_ff": 512,
     "n_ctx": 1024, "vocab_size": 515,
+}  # fmt: skip
+GEMMA4: Mapping[str, Any] = {
+    **SIZES, "n_layer": 4, "head_size": 256, "sliding_layers": (True, False) * 2, "window": 128,
+    "shared_layers": 2, "use_double_wide_mlp": True, "logits_cap": 30.0,
 }  # fmt: skip
 LONG = RopeScaling(
     "longrope", 1.0, original_context=256, factors=(1.0,) * 24, long_factors=(2.0,) * 24
@@ -42,6 +47,7 @@ CONFIGS: Mapping[str, ModelConfig] = {
     "phi3": Phi3Config(**SIZES, rotary=48, scaling=LONG),
     "qwen3": Qwen3Config(**SIZES),
     "lfm2": Lfm2Config(**SIZES, conv_layers=(True, False)),
+    "gemma4": Gemma4Config(**GEMMA4),
     "gpt2-odd": GPT2Config(2, 3, 33, 1024, 101),  # heads of 11 channels
     "gpt2-768": GPT2Config(2, 12, 768, 1024, 50257),
     "llama-2048": LlamaConfig(2, 32, 2048, 1024, 32000, n_kv_head=8, n_ff=8192),
@@ -57,7 +63,7 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {  # dtypes of weights and of th
     "Q4_K_M": (FILE, None),
     "Q8_0/e4m3": (FILE, "float8_e4m3fn"),
 }
-OTHERS = "gemma3", "nanochat", "olmo2", "phi3", "qwen3", "lfm2"
+OTHERS = "gemma3", "nanochat", "olmo2", "phi3", "qwen3", "lfm2", "gemma4"
 SOME = {"gpt2-odd": ("float32",), "gpt2-768": ("float32", "bfloat16", "e4m3/e4m3")}
 SOME |= dict.fromkeys(OTHERS, ("bfloat16", "Q4_K_M"))
 SOME["llama-2048"] = "bfloat16", "e4m3/e4m3", "Q8_0", "Q4_K_M"
@@ -75,7 +81,7 @@ def engine_of(
 
     def tensors() -> Iterator[tuple[str, Any, str | None]]:
         for name, shape in model_shapes(config).items():
-            rows = shape if name in ("wte", "lm_head") else shape[::-1]
+            rows = shape if name in (*TABLES, "lm_head") else shape[::-1]
             if len(shape) != 2 or name == "wpe":
                 yield name, np.full(shape, 2e5 if name.endswith("b_up") else 1, np.float32), None
             elif types:

@@ -15,8 +15,8 @@ values were computed in float64 and rounded to float32 once. `transformers` conv
 angles, norms and softmax to float32 by name; these names are redefined as float64 meanwhile.
 
 The committed files were made with torch 2.13.0 (tiny), 2.15.0 (llama-*), 2.14.1 (mistral, gemma3,
-olmo3, ministral3, granitemoehybrid, lfm2) and 2.11.0 (other files), and transformers 5.23.0, 5.24.0
-(files of torch 2.14.1) or 5.17.0 (other files).
+olmo3, ministral3, granitemoehybrid, lfm2, gemma4) and 2.11.0 (other files), and transformers
+5.23.0, 5.24.0 (files of torch 2.14.1) or 5.17.0 (other files).
 The package itself needs neither torch nor transformers.
 """
 
@@ -233,6 +233,32 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "final_logit_softcapping": 6.0,
         "pad_token_id": None,
     },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "global_head_dim": 14,
+        "hidden_act": None,
+        "layer_types": 2 * ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 89,
+        "rope_theta": None,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.45,
+            },
+        },
+        "final_logit_softcapping": 6.0,
+        "pad_token_id": None,
+    },
     "lfm2": {
         "model_type": "lfm2",
         "num_attention_heads": 4,
@@ -291,6 +317,9 @@ def make_model(folder: Path, settings: dict[str, Any]) -> None:
 
     stored, mean = model(), int(kind != "gemma3_text")  # Gemma's norms add 1 to their weights
     weights = {n: llama_weight(rng, n, t.shape, mean) for n, t in stored.state_dict().items()}
+    for name, array in weights.items():
+        if kind == "gemma4_text" and name.endswith("q_norm.weight"):
+            array[:] = array * len(array) ** -0.5  # scores have no other scale
     if settings["tie_word_embeddings"]:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     stored.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
@@ -332,7 +361,7 @@ def llama_weight(rng: np.random.Generator, name: str, shape: Any, mean: int) -> 
     """Draw weights of a Llama, with matrices (outputs, inputs). mean: mean of weights of norms."""
     array = rng.standard_normal(tuple(shape))
     if len(shape) == 1:
-        array = 0.3 * array + mean * ("norm" in name)
+        array = 0.3 * array + mean * ("norm" in name or "scalar" in name)
     else:
         array = array / np.sqrt(shape[-1] if ".layers." in name else 4)
     return array.astype(np.float16)

@@ -131,10 +131,13 @@ class Formats(FormatOptions):
         usual = self.cache_dtype == own_cache_dtype(self.dtype)
         return self.dtype if usual else f"{self.dtype}, kv_cache {self.cache_dtype}"
 
-    @property
-    def matrix_dtype(self) -> str:
-        """The dtype to which matrices are converted, except those that stay in GGUF blocks."""
-        return CACHE_WITH_FP8 if self.dtype == FILE else self.dtype
+    def dtype_of(self, name: str) -> str:
+        """Return the dtype to which a matrix is converted unless it stays in GGUF blocks.
+
+        A table of embeddings for layers is read row by row, so FP8 would save no time.
+        """
+        dtype = CACHE_WITH_FP8 if self.dtype == FILE else self.dtype
+        return "bfloat16" if name == "layer_table" and dtype in FP8 else dtype
 
     def facts(self) -> dict[str, str]:
         """Return the dtypes for the output of commands with --json."""

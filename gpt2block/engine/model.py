@@ -22,7 +22,7 @@ from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.checkpoints.checkpoint import Checkpoint, FileStates
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.config import LayerCache, ModelConfig, model_shapes
+from gpt2block.models.config import TABLES, LayerCache, ModelConfig, model_shapes
 from gpt2block.models.weights.gguf import TYPES
 from gpt2block.models.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 from gpt2block.sampling import Sampling
@@ -45,14 +45,14 @@ def weight_bytes(
     lower bound: the bytes that the types Q4_0 and Q4_K would need.
     """
     total = 0
-    least = 4.5 / 8 if formats.dtype == FILE else itemsize(formats.dtype)
     for name, shape in (shapes or model_shapes(config)).items():
         if len(shape) != 2 or name == "wpe":
             total += 4 * math.prod(shape)
             continue
-        total += int(math.prod(shape) * least)
-        if formats.dtype == SCALED:  # one scale per output (row of wte or lm_head)
-            total += 4 * shape[0 if name in ("wte", "lm_head") else 1]
+        dtype = formats.dtype_of(name)
+        total += int(math.prod(shape) * (4.5 / 8 if formats.dtype == FILE else itemsize(dtype)))
+        if dtype == SCALED:  # one scale per output (row of a table or lm_head)
+            total += 4 * shape[0 if name in (*TABLES, "lm_head") else 1]
     return total
 
 

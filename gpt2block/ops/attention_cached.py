@@ -33,11 +33,12 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.models.weights.hi_lo import HiLoMatrix
-from gpt2block.ops.attention import LARGEST_HEAD, MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
+from gpt2block.ops.attention import MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.engines.attention_tiles import (
     MAX_BLOCKS,
     MMA_HEADS,
+    ONE_TILE,
     TENSOR_HEADS,
     WGMMA_TILE,
     cached_wgmma_geometry,
@@ -58,6 +59,8 @@ TILES = "attention/prompt/cores.cu"
 SPLIT = "attention/decode/split.cu"
 APPEND = "attention/cache/kv_cache.cu"
 APPEND_HI_LO = "attention/cache/kv_cache_hi_lo.cu"
+LARGEST_HEAD = 512  # maximum channels per head of variants tiles and split
+LARGEST_STATIC = 256  # maximum channels per head for which split has static shared memory
 TILE_SIZES = (
     (4, 64),
     (2, 64),
@@ -76,7 +79,8 @@ WIDE_SPLIT_WARPS = 8
 SPLIT_WARPS_OF_SM = {1: 16, 2: 16, 4: 12}  # maximum warps per SM by itemsize of the cache
 SPLIT_WARPS_OF_SM_GROUPED = {1: 12, 2: 8, 4: 8}  # maximum warps per SM, with several q heads each
 FP8_GROUPED_WIDTH = 8  # FP8 elements per load that registers allow with several heads of q per warp
-FP8_VECTORS = 4  # vectors of K (and as many of V) in flight per thread; 8 would spill registers
+# Vectors of K (and as many of V) in flight per thread, with FP8 or large heads; 8 would spill
+FEWER_VECTORS = 4
 MAX_QUERIES = 4  # maximum heads of q per warp
 MAX_CLUSTER = 8  # maximum blocks per cluster
 APPEND_MAX_THREADS = 256  # maximum threads per block of kernel `append`
@@ -103,7 +107,8 @@ def tiles_geometry(
     """
     _check_head(HS)
     for warps, keys in TILE_SIZES:
-        staged = keys * HS * itemsize if itemsize < 4 and HS % (16 // itemsize) == 0 else 0
+        pieces = itemsize < 4 and HS % (16 // itemsize) == 0 and HS <= ONE_TILE
+        staged = keys * HS * itemsize if pieces else 0
         shared = shared_bytes(HS, warps, keys) + staged
         if shared <= shared_limit:
             break
@@ -173,11 +178,12 @@ def split_geometry(
         ("AS_QUERIES", queries),
         ("AS_WARPS", warps),
         ("AS_CLUSTER", cluster),
-        ("AS_BLOCKS", max(held // warps, 1)),
+        ("AS_BLOCKS", 1 if HS > LARGEST_STATIC else max(held // warps, 1)),
     )
-    if itemsize == 1:
-        defines = (*defines, ("AS_VECTORS", FP8_VECTORS))
-    shared = _split_shared(queries, HS) if queries > 1 else 0
+    if itemsize == 1 or HS > LARGEST_STATIC:
+        defines = (*defines, ("AS_VECTORS", FEWER_VECTORS))
+    dynamic = queries > 1 or HS > LARGEST_STATIC
+    shared = _split_shared(queries, HS) if dynamic else 0
     return Geometry("attention_split", (cluster, teams, M), (32 * warps,), shared, defines)
 
 
@@ -201,7 +207,8 @@ def _queries_of_team(serves: int, HS: int, shared_limit: int) -> list[int]:
     serves: heads of q with the same head of K, which are divided into teams of about equal size.
     Registers and shared memory limit the largest number.
     """
-    equal = {ceil(serves / ceil(serves / most)) for most in range(2, MAX_QUERIES + 1)}
+    largest = MAX_QUERIES if HS <= LARGEST_STATIC else 2  # registers hold no more
+    equal = {ceil(serves / ceil(serves / most)) for most in range(2, largest + 1)}
     return [1, *sorted(q for q in equal - {1} if _split_shared(q, HS) <= shared_limit)]
 
 
@@ -372,6 +379,16 @@ def _packed(unchecked: UncheckedCall) -> Call:
     return c
 
 
+def _queries(unchecked: UncheckedCall) -> Call:
+    """Check an `attention_queries` call, which is `attention_packed` for rows of queries only."""
+    c = unchecked.checked()
+    c.longest = check_integer("longest", c.longest, 1, math.inf, "a number of queries")
+    if c.storage not in ("float32", c.kv_storage) and c.fp8_cache is None:
+        check("q", c.q)
+    c.rows_of_q, c.starts, c.first, c.qkv, c.W = c.q, c.start, 0, c.q, c.Q
+    return c
+
+
 def _one_sequence(unchecked: UncheckedCall) -> Call:
     c = unchecked.checked()
     expected = f"0 to {c.P - c.T:,} for {c.T:,} queries and {c.P:,} keys"
@@ -501,18 +518,19 @@ def _flops(sizes: Sizes) -> int:
     return 4 * sizes["C"] * (T * START + T * (T + 1) // 2)
 
 
+_OPTIONS = {
+    "n_head": REQUIRED,
+    "longest": REQUIRED,
+    "softmax_scale": None,
+    "window": None,
+    "kv_dtype": None,
+    "variant": None,
+}
 ATTENTION_PACKED = Operation(
-    name="attention_packed",
-    variants=(_tiles, _mma, _wgmma),
-    options={
-        "n_head": REQUIRED,
-        "longest": REQUIRED,
-        "softmax_scale": None,
-        "window": None,
-        "kv_dtype": None,
-        "variant": None,
-    },
-    prepare=_packed,
+    name="attention_packed", variants=(_tiles, _mma, _wgmma), options=_OPTIONS, prepare=_packed
+)
+ATTENTION_QUERIES = Operation(
+    name="attention_queries", variants=(_tiles, _mma, _wgmma), options=_OPTIONS, prepare=_queries
 )
 ATTENTION_SPLIT = Operation(
     name="attention_split",
@@ -556,7 +574,15 @@ OPERATION = Operation(
     },
     prepare=_one_sequence,
     parts=(_wgmma_few,),
-    steps=(ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND, KV_COPY, SHORT_CONV),
+    steps=(
+        ATTENTION_PACKED,
+        ATTENTION_QUERIES,
+        ATTENTION_SPLIT,
+        KV_APPEND,
+        KV_ROUND,
+        KV_COPY,
+        SHORT_CONV,
+    ),
     workload=Workload(
         idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
         sizes={"T": 128, "C": 768},
@@ -585,7 +611,7 @@ def attention_cached(
     q (T, Q) float32, k and v (start + T, C) or longer, float32, float16, bfloat16 or, as uint8, the
     FP8 format kv_dtype → (T, Q). With grouped queries, k and v have fewer heads: Q is a multiple of
     C. The bits of a query's result do not depend on the division of its sequence into calls. Heads
-    have at most 256 channels. softmax_scale, window: as in `attention`.
+    have at most 512 channels. softmax_scale, window: as in `attention`.
     """
     options: dict[str, Any] = {"start": start, "n_head": n_head, "kv_dtype": kv_dtype}
     options |= {"softmax_scale": softmax_scale, "window": window}

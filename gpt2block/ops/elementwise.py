@@ -6,8 +6,9 @@ residual.cu, gelu.cu, relu_squared.cu and cap.cu in elementwise/.
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, gcd
 
+from gpt2block.checks import check_integer
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, alignment, check_alignment, contiguous
 from gpt2block.cuda.kernels import Geometry, launch_at
@@ -91,6 +92,17 @@ def _silu_mul(c: Call) -> Launch:
     return launch_at(SILU_MUL_FILE, geometry, (*arrays, size), storage=c.storage)
 
 
+@variant("columns", SILU_MUL_FILE, "gated_columns")
+def _gated_columns(c: Call) -> Launch:
+    expected = f"0 to {c.W - c.P}, for {c.P} of {c.W} columns"
+    first = check_integer("first", c.first, 0, c.W - c.P, expected)
+    width = min(gcd(4, c.P, c.W, first), alignment(c.gate.data.ptr, c.rows.data.ptr) // 4)
+    defines = (("SM_WIDTH", width), *gate_define(c.gelu))
+    geometry = Geometry("gated_columns", (ceil(c.N * c.P / (width * BLOCK)),), (BLOCK,), 0, defines)
+    args = (c.gate, c.rows, c.output("out"), first, c.P, c.W, c.N * c.P)
+    return launch_at(SILU_MUL_FILE, geometry, args)
+
+
 @variant("relu squared", "elementwise/relu_squared.cu", "relu_squared")
 def _relu_squared(c: Call) -> Launch:
     geometry = Geometry("relu_squared", (ceil(c.x.size / BLOCK),), (BLOCK,))
@@ -105,11 +117,14 @@ def _cap(c: Call) -> Launch:
 
 RELU_SQUARED = Operation(name="relu_squared", variants=(_relu_squared,))
 CAP = Operation(name="cap", variants=(_cap,), options={"limit": REQUIRED})
+GATED_COLUMNS = Operation(
+    name="gated_columns", variants=(_gated_columns,), options={"first": REQUIRED, "gelu": False}
+)
 SILU_MUL = Operation(
     name="silu_mul",
     variants=(_silu_mul,),
     options={"gelu": False},
-    steps=(RELU_SQUARED, CAP),
+    steps=(RELU_SQUARED, CAP, GATED_COLUMNS),
     workload=Workload(
         idea="gate / (1 + exp(-gate)) · up, the gated feed-forward of Llama; or GELU(gate) · up",
         sizes={"M": 16, "N": 11008},

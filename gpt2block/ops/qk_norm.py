@@ -3,7 +3,8 @@
 `qk_norm` returns the rows with the heads of Q and K normalized, in place if requested.
 `qk_norm_rope` also applies RoPE. `qk_norm_append`, for decoding, returns Q and writes K and V to a
 kv_cache. If gamma has a weight for each channel of Q or K instead of one head, the norm is computed
-over all heads together. Kernels: positions/qk_norm.cu.
+over all heads together. values: whether heads of V have a norm, too, without weights. Kernels:
+positions/qk_norm.cu.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def _geometry(
     if B > MAX_BATCH:
         raise InputError(f"qkv: expected at most {MAX_BATCH:,} sequences in a call, got {B:,}")
     if normed_together(c.gamma_q.shape, c.gamma_k.shape, n_head, n_kv_head, D):
+        if c.values:
+            raise InputError("values: expected norms of heads, got norms of all heads together")
         geometry = geometry_of_rows(kernel, B, N, n_head + n_kv_head, D)
     else:
         geometry = choose_geometry(kernel, B, N, moved, D, device_attribute("MultiProcessorCount"))
@@ -81,18 +84,24 @@ def _geometry(
     for name in ("qkv", "gamma_q", "gamma_k", "k", "v", "out"):
         if (array := getattr(c, name, None)) is not None:
             check_address(name, array, width * array.itemsize)
-    return geometry
+    return geometry.with_defines((("QN_VALUES", 1),)) if c.values else geometry
 
 
-def _over_rows(c: Call, kernel: str, B: int, N: int, D: int, *arrays: Any) -> Launch:
-    """Launch a kernel on rows of qkv. `arrays`: arguments of the kernel between qkv and gamma_q."""
+def _over_rows(
+    c: Call, kernel: str, B: int, N: int, D: int, *arrays: Any, queries: bool = False
+) -> Launch:
+    """Launch a kernel on rows of qkv. `arrays`: arguments of the kernel between qkv and gamma_q.
+
+    queries: whether the rows have no keys and values.
+    """
     n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
+    n_kv_head = 0 if queries else n_kv_head
     normed, heads = n_head + n_kv_head, n_head + 2 * n_kv_head
     if heads * D != c.W:
         raise InputError(
             f"qkv: expected rows of {heads * D}, {heads} heads of {D} channels, got {c.qkv.shape}"
         )
-    moved = normed if same_memory(c.qkv, c.output("out")) else heads
+    moved = normed if same_memory(c.qkv, c.output("out")) and not c.values else heads
     geometry = _geometry(c, kernel, B, N, moved, D, n_head, n_kv_head)
     sizes = (n_head, normed, moved, heads, c.eps)
     args = (c.qkv, *arrays, c.gamma_q, c.gamma_k, c.out, *sizes)
@@ -113,7 +122,8 @@ def _heads(c: Call) -> Launch:
 @variant("rope", FILE, "qk_norm_rope")
 def _rope(c: Call) -> Launch:
     """Launch qk_norm_rope for heads of 2P channels. The host does not check positions."""
-    return _over_rows(c, "qk_norm_rope", c.rows, c.T, 2 * c.P, c.positions, c.frequencies)
+    arrays = c.positions, c.frequencies
+    return _over_rows(c, "qk_norm_rope", c.rows, c.T, 2 * c.P, *arrays, queries=c.queries)
 
 
 @variant("append", FILE, "qk_norm_append")
@@ -147,18 +157,24 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 QK_NORM_ROPE = Operation(
     name="qk_norm_rope",
     variants=(_rope,),
-    options={"n_head": REQUIRED, "n_kv_head": REQUIRED, "eps": 1e-6},
+    options={
+        "n_head": REQUIRED,
+        "n_kv_head": REQUIRED,
+        "eps": 1e-6,
+        "values": False,
+        "queries": False,
+    },
 )
 QK_NORM_APPEND = Operation(
     name="qk_norm_append",
     variants=(_append,),
-    options={"n_head": REQUIRED, "eps": 1e-6, **CACHE},
+    options={"n_head": REQUIRED, "eps": 1e-6, "values": False, **CACHE},
 )
 
 OPERATION = Operation(
     name="qk_norm",
     variants=(_heads,),
-    options={"n_head": REQUIRED, "n_kv_head": REQUIRED, "eps": 1e-6},
+    options={"n_head": REQUIRED, "n_kv_head": REQUIRED, "eps": 1e-6, "values": False},
     steps=(QK_NORM_ROPE, QK_NORM_APPEND),
     workload=Workload(
         idea="rmsnorm of each head of Q and of K in rows [Q | K | V]",

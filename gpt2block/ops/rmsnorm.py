@@ -1,8 +1,8 @@
 """RMSNorm: x / sqrt(mean(x²) + eps) · weight over each row.
 
 Kernels: norms/rmsnorm.cu (rows) and, for forward passes, norms/rmsnorm_stream.cu (stream), where
-`rmsnorm_add` adds the norm of x to the residual stream, and `operand` converts rows of the stream
-without a norm.
+`rmsnorm_add` adds the norm of x to the residual stream, `rmsnorm_groups` does so for groups of
+channels of a row, and `operand` converts rows of the stream without a norm.
 """
 
 from __future__ import annotations
@@ -106,13 +106,29 @@ def _stream(c: Call) -> Launch:
     return launch_at(STREAM, geometry, args, storage=c.out_dtype)
 
 
-@variant("add", STREAM, "rmsnorm_add", dtypes=("float32",))
+@variant("add", STREAM, "rmsnorm_add", "rmsnorm_add_scaled", dtypes=("float32",))
 def _add(c: Call) -> Launch:
+    if c.scale is not None and c.S != 1:
+        raise InputError(f"scale: expected shape (1,), got {c.scale.shape}")
+    return _added(c, c.rows, c.C, *(() if c.scale is None else (c.scale,)))
+
+
+@variant("groups", STREAM, "rmsnorm_add", dtypes=("float32",))
+def _groups(c: Call) -> Launch:
+    """Launch rmsnorm_add with each group of P channels as a row."""
+    if c.W % c.P:
+        raise InputError(f"x: expected rows of a multiple of {c.P} channels, got {c.W}")
+    return _added(c, c.N * (c.W // c.P), c.P)
+
+
+def _added(c: Call, rows: int, C: int, *scale: CudaArray) -> Launch:
+    """Launch rmsnorm_add for rows of C channels, or rmsnorm_add_scaled if there is a scale."""
     arrays = {"x": c.x, "weight": c.weight, "residual": c.residual, "out": c.output("out")}
     for name, array in arrays.items():
-        check_address(name, array, 4 * gcd(4, c.C))
-    geometry = stream_geometry(c.rows, c.C)._replace(kernel="rmsnorm_add")
-    return launch_at(STREAM, geometry, (*arrays.values(), c.eps))
+        check_address(name, array, 4 * gcd(4, C))
+    kernel = "rmsnorm_add_scaled" if scale else "rmsnorm_add"
+    geometry = stream_geometry(rows, C)._replace(kernel=kernel)
+    return launch_at(STREAM, geometry, (c.x, c.weight, c.residual, *scale, c.out, c.eps))
 
 
 @variant("operand", STREAM, "operand_rows", dtypes=("float32",))
@@ -183,6 +199,7 @@ def _prepare_operand(unchecked: UncheckedCall) -> Call:
 
 
 RMSNORM_ADD = Operation(name="rmsnorm_add", variants=(_add,), options={"eps": 1e-6})
+RMSNORM_GROUPS = Operation(name="rmsnorm_groups", variants=(_groups,), options={"eps": 1e-6})
 OPERAND = Operation(
     name="operand",
     variants=(_operand,),
@@ -202,7 +219,7 @@ OPERATION = Operation(
         "to_terms": None,
     },
     prepare=_prepare,
-    steps=(RMSNORM_SUMS, RMSNORM_ADD, OPERAND),
+    steps=(RMSNORM_SUMS, RMSNORM_ADD, RMSNORM_GROUPS, OPERAND),
     workload=Workload(
         document="kernl's Llama kernels",
         idea="x / sqrt(mean(x²) + eps) · weight over each row",

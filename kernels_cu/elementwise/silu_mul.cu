@@ -7,6 +7,7 @@
 // these kernels compute GELU(gate) up instead (lib/gate.cuh).
 //
 //   silu_mul: one thread per vector; launches may overlap. Vectors have SM_WIDTH elements
+//   gated_columns: `up` is a range of columns of float rows, and gate and out have only these columns
 //
 // Grid (ceil(n / (SM_WIDTH * block))), block (any).
 #include "lib/fresh.cuh"
@@ -33,4 +34,25 @@ extern "C" __global__ void silu_mul(const T* gate,  // (n)
 #pragma unroll
     for (int k = 0; k < SM_WIDTH; ++k) g[k] = gate_of(g[k]) * u[k];
     Vector::store(out + i, g);
+}
+
+constexpr int FLOATS = SM_WIDTH < 4 ? SM_WIDTH : 4;  // elements per vector of floats
+
+extern "C" __global__ void gated_columns(
+    const float* gate,  // (N, P)
+    const float* rows,  // (N, W)
+    float* out,         // (N, P); may be gate
+    int first,          // the first of P columns of rows
+    int P, int W,
+    long long n) {  // N P
+    let_next_start();
+    wait_for_previous();
+    const long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * FLOATS;
+    if (i >= n) return;
+    float g[FLOATS], u[FLOATS];
+    load_fresh<float, FLOATS>(gate + i).unpack(g);
+    load_fresh<float, FLOATS>(rows + i / P * W + first + i % P).unpack(u);
+#pragma unroll
+    for (int k = 0; k < FLOATS; ++k) g[k] = gate_of(g[k]) * u[k];
+    Vec<float, FLOATS>::store(out + i, g);
 }

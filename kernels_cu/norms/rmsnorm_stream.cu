@@ -9,6 +9,7 @@
 //       kernels of gated_sums, such as matmul/decode/ffn_mma.cu, have stored these sums, one for each part of the inner
 //       dimension
 //   rmsnorm_add: adds the norm of x to the residual stream, in place: out = residual + x * r * weight
+//   rmsnorm_add_scaled: rmsnorm_add, then a multiplication of the sum by one number, which is in device memory
 //   rmsnorm_gathered: for a model on several GPUs, each of which has computed some columns of x: gathers x, adds it to
 //       the residual stream, in place, and normalizes the stream; the same bits as peers/all_gather.cu followed by
 //       rmsnorm_stream; only for rows that threads keep in registers
@@ -115,12 +116,10 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
               [&](int c, const float (&v)[RS_WIDTH]) { store(out, out_scale, c, v); });
 }
 
-extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add(
-    const float* x,                    // (M, C)
-    const float* __restrict__ weight,  // (C)
-    const float* residual,             // (M, C)
-    float* out,                        // (M, C); may be residual
-    float eps) {
+// Stores change(sum) for each sum of residual and the norm of x.
+template <typename Change>
+__device__ __forceinline__ void add_norm(
+    const float* x, const float* weight, const float* residual, float* out, float eps, Change change) {
     const long long row = (long long)blockIdx.x * RS_C;
     const auto read = [&](int, int c) { return load_fresh<float, RS_WIDTH>(x + row + c); };
     normalize(weight, eps, always, read,
@@ -128,9 +127,29 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add(
                   float old[RS_WIDTH];
                   load_fresh<float, RS_WIDTH>(residual + row + c).unpack(old);
 #pragma unroll
-                  for (int e = 0; e < RS_WIDTH; ++e) v[e] += old[e];
+                  for (int e = 0; e < RS_WIDTH; ++e) v[e] = change(v[e] + old[e]);
                   Values::store(out + row + c, v);
               });
+}
+
+extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add(
+    const float* x,                    // (M, C)
+    const float* __restrict__ weight,  // (C)
+    const float* residual,             // (M, C)
+    float* out,                        // (M, C); may be residual
+    float eps) {
+    add_norm(x, weight, residual, out, eps, [](float sum) { return sum; });
+}
+
+extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add_scaled(
+    const float* x,                    // (M, C)
+    const float* __restrict__ weight,  // (C)
+    const float* residual,             // (M, C)
+    const float* __restrict__ scale,   // (1)
+    float* out,                        // (M, C); may be residual
+    float eps) {
+    const float by = *scale;
+    add_norm(x, weight, residual, out, eps, [&](float sum) { return __fmul_rn(sum, by); });
 }
 
 extern "C" __global__ void __launch_bounds__(RS_THREADS) operand_rows(

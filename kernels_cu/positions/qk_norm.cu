@@ -1,5 +1,6 @@
 // QK-Norm, then RoPE. QK-Norm is RMSNorm of each head of q and k, with one gamma for all heads of q and another for all
-// heads of k. With QN_TEAMS, it is instead one RMSNorm over all heads of q and one over all heads of k.
+// heads of k. With QN_TEAMS, it is instead one RMSNorm over all heads of q and one over all heads of k. With QN_VALUES,
+// each head of v has an RMSNorm without gamma. `normed` and `heads` are n_head for rows of queries.
 //
 //   n = x s gamma,   s = 1 / sqrt(mean(x^2) + eps)     over the D channels of a head, or over all channels of q or of k
 //   (r, i) -> (r cos a - i sin a, r sin a + i cos a)   for channels p and p + D / 2, a = position[n] frequencies[p]
@@ -43,6 +44,10 @@
 #ifndef QN_TEAMS  // teams per block, for norms over all heads of q and all heads of k; 0: a norm per head
 #define QN_TEAMS 0
 #endif
+#ifndef QN_VALUES  // 1: heads of v are normalized, without gamma
+#define QN_VALUES 0
+#endif
+static_assert(!QN_TEAMS || !QN_VALUES, "norms over all heads leave v as it is");
 
 constexpr int HALF = QN_D / 2, VECTORS = HALF / QN_WIDTH;
 constexpr int PIECES = next_power((VECTORS + QN_LANES - 1) / QN_LANES);  // vectors of half a head per lane
@@ -89,6 +94,16 @@ struct Head {
             for (int e = 0; e < QN_WIDTH; ++e) {
                 first[p][e] = head_normed(first[p][e], factor, gamma.first[p][e]);
                 second[p][e] = head_normed(second[p][e], factor, gamma.second[p][e]);
+            }
+        });
+    }
+
+    __device__ __forceinline__ void scale(float factor) {
+        each([&](int p, int) {
+#pragma unroll
+            for (int e = 0; e < QN_WIDTH; ++e) {
+                first[p][e] = __fmul_rn(first[p][e], factor);
+                second[p][e] = __fmul_rn(second[p][e], factor);
             }
         });
     }
@@ -211,6 +226,8 @@ struct Team {
                 if (i > 0 && h == n_head) load_gamma(h);
                 heads[i].scale(factor, gamma);
                 by(heads[i]);
+            } else if (QN_VALUES) {
+                heads[i].scale(factor);
             }
             store(h, heads[i]);
         }
@@ -221,7 +238,7 @@ extern "C" __global__ void qk_norm(
     const T* qkv,                   // (N, heads D)
     const T* __restrict__ gamma_q,  // (D), or (n_head D) with QN_TEAMS
     const T* __restrict__ gamma_k,  // (D), or (n_kv_head D) with QN_TEAMS
-    T* out,                         // (N, heads D), or qkv: then V stays in place, and `moved` excludes V
+    T* out,                         // (N, heads D), or qkv: then V stays in place without QN_VALUES, and `moved` excludes V
     int n_head,
     int normed,                     // number of heads of Q and K together
     int moved,                      // heads that are written: all heads, or only the normed ones
@@ -239,7 +256,7 @@ extern "C" __global__ void qk_norm_rope(
     const double* frequencies,          // (D / 2): radians per position
     const float* __restrict__ gamma_q,  // (D), or (n_head D) with QN_TEAMS
     const float* __restrict__ gamma_k,  // (D), or (n_kv_head D) with QN_TEAMS
-    T* out,                             // (B, N, heads D), or qkv: then V stays in place, and `moved` excludes V
+    T* out,                             // (B, N, heads D), or qkv: as in qk_norm
     int n_head, int normed, int moved, int heads, float eps) {
     Team<float> team(gamma_q, gamma_k, n_head, normed);
     const double position = __ldcg(positions + blockIdx.x);

@@ -22,6 +22,7 @@ from gpt2block.errors import InputError
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures import architecture_of, llama
 from gpt2block.models.architectures.gemma3 import Gemma3Config
+from gpt2block.models.architectures.gemma4 import Gemma4Config
 from gpt2block.models.architectures.granite import GraniteConfig
 from gpt2block.models.architectures.granitemoehybrid import GraniteHybridConfig
 from gpt2block.models.architectures.lfm2 import Lfm2Config
@@ -59,6 +60,13 @@ LONG = RopeScaling(
 YARN = RopeScaling("yarn", 4.0, original_context=8, beta_fast=2.0, beta_slow=0.05)
 
 
+# The second sliding layer and the last layer read keys and values of the first two layers.
+GEMMA4: dict[str, Any] = {
+    "n_layer": 4, "sliding_layers": (True, False, True, False), "window": 5, "shared_layers": 2,
+    "global_head_size": 128, "use_double_wide_mlp": True, "n_layer_embd": 16, "logits_cap": 2.0,
+}  # fmt: skip
+
+
 class Geglu(MistralConfig):
     """A Mistral with GELU instead of SiLU."""
 
@@ -88,6 +96,11 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
             "embedding_dtype": "bfloat16",
         },
     ),
+    "gemma4": (Gemma4Config, GEMMA4),
+    "gemma4-512": (
+        Gemma4Config,
+        {**GEMMA4, "head_size": 256, "global_head_size": 512, "attention_bias": True},
+    ),
     "mistral": (MistralConfig, {"window": 5}),
     "ministral3": (Ministral3Config, {"scaling": YARN, "beta": 0.4}),
     "olmo3": (Olmo3Config, {"scaling": YARN, "window": 5, "sliding_layers": (True, False)}),
@@ -114,7 +127,7 @@ Case = tuple[str, str, bool]
 
 def cases() -> list[Any]:
     """Return some cases for the emulator, where each is many programs, and all for a GPU."""
-    emulated = [("qwen3", "float16"), ("phi3", "bfloat16")]
+    emulated = [("qwen3", "float16"), ("phi3", "bfloat16"), ("gemma4", "float8_e4m3fn")]
     everywhere = product(OWN, FORMATS, (False, True))
     found = [("emulator", (*case, False)) for case in emulated]
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]
@@ -156,6 +169,8 @@ def test_no_activation_is_above_its_bound(name: str) -> None:
     for n, stream in enumerate(streams[:-1]):
         found |= {f"h.{n}.attn_in": stream, f"h.{n}.ff_in": found[f"h.{n}.x1"]}
         found[f"h.{n}.ff2_in"] = found.get(f"h.{n}.relu2", stream)
+        found[f"h.{n}.layer_in"] = found.get(f"h.{n}.x2", stream)
+        found[f"h.{n}.layer_ff_in"] = found.get(f"h.{n}.layer_ff", stream)
     bounds = of.operand_bounds(config, largest, norms)
     assert bounds.keys() <= found.keys()
     for each, bound in bounds.items():

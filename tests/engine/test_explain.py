@@ -32,12 +32,14 @@ from gpt2block.engine.explain import Page, collect, grids
 from gpt2block.engine.passes import model_steps
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.gemma3 import Gemma3Config
+from gpt2block.models.architectures.gemma4 import Gemma4Config
 from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.models.architectures.ministral3 import Ministral3Config
 from gpt2block.models.architectures.nanochat import NanoChatConfig
 from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.architectures.qwen3 import Qwen3Config
 from gpt2block.models.config.llama import LlamaConfig, RopeScaling
+from tests.engine.test_architectures_cuda import GEMMA4
 from tests.engine.test_compare import CONFIG, IDS, SEVEN, TEN, device  # noqa: F401
 from tests.markov import byte_encoding
 
@@ -314,6 +316,7 @@ def test_a_block_with_a_convolution_shows_the_attention_of_another() -> None:
         of(NanoChatConfig),
         of(Qwen3Config),
         of(Gemma3Config, window=2, logits_cap=3.0),
+        of(Gemma4Config, **GEMMA4, rotary_part=0.5),
         of(Lfm2Config, conv_layers=(True, False)),
         of(Ministral3Config, beta=0.5, scaling=RopeScaling("yarn", 2.0, original_context=2)),
     ],

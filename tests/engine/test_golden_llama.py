@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -43,7 +44,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-shards")
 NAMES = (
     *LLAMAS, "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3",
-    "phi3", "lfm2", "olmo2", "olmo3", "nanochat", "gemma3",
+    "phi3", "lfm2", "olmo2", "olmo3", "nanochat", "gemma3", "gemma4",
 )  # fmt: skip
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
@@ -53,6 +54,8 @@ LFM2 = {"model_type": "lfm2"}
 GRANITE4 = {"model_type": "granitemoehybrid", "shared_intermediate_size": 56}
 MINISTRAL3, OLMO3 = {"model_type": "ministral3"}, {"model_type": "olmo3"}
 PHI3, GEMMA3 = {"model_type": "phi3"}, {"model_type": "gemma3_text"}
+GEMMA4 = {"model_type": "gemma4_text", "global_head_dim": 12}
+FULL = {"layer_types": ["full_attention"] * 2}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 5}
 THETA_3 = {"rope_parameters": {"rope_theta": 3}}
 Array = NDArray[Any]
@@ -309,6 +312,25 @@ def test_the_class_follows_the_architecture() -> None:
         (PHI3 | {"rope_scaling": LONGROPE}, "expected a factor for each of 6 frequencies, got 5"),
         (PHI3 | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 9}}, "contradict"),
         (PHI3, "layers.0.mlp.gate_up_proj.weight"),
+        (GEMMA4 | {"enable_moe_block": True}, "got true: mixtures of experts are not supported"),
+        (GEMMA4 | {"attention_k_eq_v": True}, "got true: values have a projection of their own"),
+        (GEMMA4 | {"use_bidirectional_attention": "all"}, "got 'all': a token sees no later ones"),
+        (GEMMA4 | {"num_kv_shared_layers": 1}, "shared_layers: expected layers of both kinds bef"),
+        (GEMMA4 | {"num_kv_shared_layers": 2}, "shared_layers: expected 0 to 1, got 2"),
+        (
+            GEMMA4 | {"vocab_size_per_layer_input": 88},
+            "vocab_size_per_layer_input: expected 89, as",
+        ),
+        (
+            GEMMA4 | {"per_layer_config": {"0": {"head_dim": 8}}},
+            "of the layers without a window (1",
+        ),
+        (GEMMA4 | {"global_head_dim": 9}, "global_head_size: expected an even number, got 9"),
+        (
+            GEMMA4 | {"rope_parameters": {"full_attention": YARN}},
+            "rope_scaling: expected linear in Gemma4, got yarn",
+        ),
+        (GEMMA4 | FULL, "tensors missing: embed_tokens_per_layer.weight, "),
         (OLMO3 | {"sliding_window": None}, "sliding_window: expected a positive integer, got None"),
         (MINISTRAL3, "expected rope_parameters: missing"),
         (
@@ -339,7 +361,7 @@ def test_the_class_follows_the_architecture() -> None:
         ({"model_type": "mamba2", "state_size": 8}, "'mamba2': layers of Mamba are not supported"),
         (
             {"model_type": "b", "text_config": {"model_type": "c"}},
-            "nanochat', 'gemma3_text', got 'c",
+            "gemma3_text', 'gemma4_text', got 'c",
         ),
     ],
 )
@@ -402,12 +424,39 @@ LFM2_1_2B = {
 }  # fmt: skip
 
 
+GEMMA4_E2B = {
+    "model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144, "head_dim": 256,
+    "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1,
+    "global_head_dim": 512, "num_global_key_value_heads": None, "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True, "hidden_size_per_layer_input": 256, "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144, "max_position_embeddings": 131072, "dtype": "bfloat16",
+    "rms_norm_eps": 1e-6, "sliding_window": 512, "final_logit_softcapping": 30.0,
+    "attention_bias": False, "attention_k_eq_v": False, "attention_dropout": 0.0,
+    "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "bos_token_id": 2,
+    "moe_intermediate_size": None, "use_bidirectional_attention": None, "pad_token_id": 0,
+    "eos_token_id": 1, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "layer_types": [*4 * ["sliding_attention"], "full_attention"] * 7, "initializer_range": 0.02,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6,
+                           "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    },
+}  # fmt: skip
+GEMMA4_E4B = GEMMA4_E2B | {
+    "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42,
+    "num_key_value_heads": 2, "num_kv_shared_layers": 18, "use_double_wide_mlp": False,
+    "layer_types": [*5 * ["sliding_attention"], "full_attention"] * 7,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("content", "billions", "windows", "attention", "growth"),
     [
         (OLMO3_7B, 7.3, 24, None, None),
         (MINISTRAL3_3B, 3.43, 0, 128**-0.5, (0.1, 16384)),
         (GRANITE_MICRO, 3.4, 0, 0.015625, None),
+        (GEMMA4_E2B, 4.63, 28, 1, None),
+        (GEMMA4_E4B, 7.46, 35, 1, None),
         (LFM2_1_2B, 1.17, 0, None, None),
         (LFM2_1_2B | {"tie_embedding": False}, 1.30, 0, None, None),
     ],
@@ -423,6 +472,23 @@ def test_published_configs(
     assert config.scales.attention == pytest.approx(attention)
     assert config.scales.growth == growth
     assert parse_config(config.to_hugging_face()) == config
+
+
+def test_keys_and_values_that_no_layer_reads(tmp_path: Path) -> None:
+    """Files may have matrices of layers that read an earlier layer's keys, not of other layers."""
+    tensors, ids = load_file(GOLDEN / "gemma4" / "model.safetensors"), np.arange(9)
+    names = [name for name in tensors if re.search(r"[kv]_(proj|norm)", name)]
+    twice = {name.replace("layers.1.", "layers.3."): tensors[name] for name in names}
+    assert len(twice.keys() - tensors) == 3
+    shutil.copy(GOLDEN / "gemma4" / "config.json", tmp_path)
+    save_file(tensors | twice, tmp_path / "model.safetensors")
+    found = gpt2block.from_pretrained(tmp_path, device="cpu")
+    np.testing.assert_array_equal(found(ids), load("gemma4")(ids))
+    del tensors[names[0]]
+    tensors["model.layers.3.self_attn.q.weight"] = np.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 tensors missing: .*; 1 tensors unexpected: .*q"):
+        Checkpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize("prefixes", [("language_model.model.", "language_model."),
@@ -547,6 +613,7 @@ OPTIONAL = (
         "ministral3",
         "granitemoehybrid",
         "lfm2",
+        "gemma4",
     ],
 )
 def test_values_of_any_type_are_honoured_or_refused(name: str) -> None:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from gpt2block import InputError, WeightMatrix, ops, reference
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
-from gpt2block.ops.elementwise import CAP, RELU_SQUARED, SILU_MUL
-from gpt2block.ops.rmsnorm import OPERAND, RMSNORM_ADD
+from gpt2block.ops.elementwise import CAP, GATED_COLUMNS, RELU_SQUARED, SILU_MUL
+from gpt2block.ops.rmsnorm import OPERAND, RMSNORM_ADD, RMSNORM_GROUPS
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.terms import Terms
 from tests import devices, plain
@@ -54,13 +54,50 @@ def test_a_norm_is_added_to_the_stream(device: Any, C: int) -> None:
     y, gamma, stream = (cupy.asarray(array) for array in (x, weight, residual))
     got = RMSNORM_ADD.bind((y, gamma, stream), eps=EPS).run().get()
     wide = [array.astype(np.float64) for array in (x, weight, residual)]
-    exact = reference.rmsnorm_add(wide[0], wide[1], wide[2], EPS)[::2]
+    exact = reference.rmsnorm_add(wide[0], wide[1], wide[2], eps=EPS)[::2]
     assert np.abs(got[::2] - exact).max() <= 8 * 2.0**-24 * np.abs(exact).max()
     assert np.isnan(got[1]).all()
     assert RMSNORM_ADD.bind((y, gamma, stream), stream, eps=EPS).run() is stream
     assert_same_bits(stream.get(), got)
     last = cupy.asarray(x[2:]), gamma, cupy.asarray(residual[2:])
     assert_same_bits(RMSNORM_ADD.bind(last, eps=EPS).run().get(), got[2:])
+
+
+@every_device
+def test_groups_of_channels_are_normalized_and_columns_gated(device: Any) -> None:
+    """A group has the bits of a row; a scale multiplies the sum; NaN stays in its group."""
+    x, weight, stream = plain.normal(0, 5, 3 * 36), plain.normal(1, 36), plain.normal(2, 5, 3 * 36)
+    x[1, 40] = np.nan
+    one = np.array([0.37], np.float32)
+    y, gamma, residual, by = (cupy.asarray(array) for array in (x, weight, stream, one))
+    got = RMSNORM_GROUPS.bind((y, gamma, residual), eps=EPS).run().get()
+    rows = y.reshape(15, 36), gamma, residual.reshape(15, 36)
+    assert_same_bits(got.reshape(15, 36), RMSNORM_ADD.bind(rows, eps=EPS).run().get())
+    assert np.isnan(got).sum() == 36
+    scaled = RMSNORM_ADD.bind((*rows, by), eps=EPS).run().get()
+    assert_same_bits(scaled, got.reshape(15, 36) * one)
+    wide = [array.astype(np.float64) for array in (x, weight, stream)]
+    exact = np.delete(reference.rmsnorm_groups(*wide, EPS), 1, 0)
+    assert np.abs(np.delete(got, 1, 0) - exact).max() <= 8 * 2.0**-24 * np.abs(exact).max()
+    for gate, first in ((plain.normal(3, 5, 36), 36), (plain.normal(4, 5, 6), 73)):
+        columns = np.ascontiguousarray(stream[:, first : first + gate.shape[1]])
+        own, up = cupy.asarray(gate), cupy.asarray(columns)
+        gated = GATED_COLUMNS.bind((own, residual), first=first, gelu=True).run()
+        expected = SILU_MUL.bind((own, up), gelu=True).run()
+        assert_same_bits(gated.get(), expected.get())
+        truth = reference.gated_columns(gate, stream, first, gelu=True)
+        np.testing.assert_allclose(gated.get(), truth, rtol=1e-5, atol=1e-6)
+    refused: list[tuple[Any, str]] = [
+        (
+            lambda: RMSNORM_GROUPS.bind((y, gamma[:7], residual)),
+            "x: expected rows of a multiple of 7",
+        ),
+        (lambda: RMSNORM_ADD.bind((*rows, gamma)), r"scale: expected shape \(1,\), got"),
+        (lambda: GATED_COLUMNS.bind((y, residual), first=1), "first: expected 0 to 0, for 108"),
+    ]
+    for call, message in refused:
+        with pytest.raises(InputError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("C", [1, 130, 1028, 8196])

@@ -158,7 +158,7 @@ def config_of(name: str, n_layer: int, **more: int) -> ModelConfig:
     if name == "gpt2":
         return GPT2Config(n_layer=n_layer, n_head=4, n_embd=256, n_ctx=64, vocab_size=203)
     kind, own = OWN.get(name, (LlamaConfig, {}))
-    n_layer = max(n_layer, len(own.get("conv_layers", ())))
+    n_layer = max(n_layer, len(own.get("conv_layers", ())), own.get("n_layer", 0))
     layers = {key: value[:n_layer] for key, value in own.items() if isinstance(value, tuple)}
     return kind(**{**SIZES, **SEVERAL, **own, **layers, **more, "n_layer": n_layer})
 
@@ -469,6 +469,7 @@ def test_all_gpus_raise_the_error_of_a_read(where: str) -> None:
         ("gpt2", 4, True),
         ("olmo2", 2, False),
         ("lfm2-bias", 2, True),
+        ("gemma4", 2, False),
     ],
 )
 def test_which_parts_are_divided(name: str, count: int, heads: bool) -> None:

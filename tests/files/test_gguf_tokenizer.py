@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from gpt2block import CheckpointError
 from gpt2block.files.checkpoints import Checkpoint, save_gguf, save_pretrained
 from gpt2block.files.checkpoints.chat_files import chat_template
 from gpt2block.files.checkpoints.gguf_header import read_header
+from gpt2block.files.checkpoints.gguf_tokenizer import as_files
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding, TokenizersEncoding
 from gpt2block.files.tokenizers.tokenizer_json import TiktokenEncoding
@@ -320,6 +322,24 @@ def test_sentence_piece_without_a_space_before_a_text(tmp_path: Path) -> None:
         assert ids == tokenizer.encode(with_space, text)
         assert found.decode(ids) == " " + text
         assert with_space.decode(ids) == text
+
+
+def test_merges_of_gemma_4(tmp_path: Path) -> None:
+    """A file with merges gives the ids of scores; merges never join newlines with other text."""
+    model = trained(add_dummy_prefix=False, user_defined_symbols=["\n", "\na"])
+    plain = sentence_piece_keys(model, (), add_space_prefix=False, add_bos_token=False)
+    spec = json.loads(as_files(file_with(tmp_path, plain))["tokenizer.json"])
+    merges = [" ".join(pair) for pair in spec["model"]["merges"]]
+    keys = plain | {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges}
+    del keys["tokenizer.ggml.scores"], keys["tokenizer.ggml.add_space_prefix"]
+    expected, found = loaded(tmp_path, plain), loaded(tmp_path, keys)
+    assert len(expected.encode_ordinary("\na")) == 1 < len(found.encode_ordinary("\na"))
+    for text in [*texts()[:200], "a\n\na b\n"]:
+        whole = [*re.split("(\n+)", text)]
+        assert found.encode_ordinary(text) == [
+            id_ for part in whole for id_ in expected.encode_ordinary(part)
+        ]
+        assert found.decode(found.encode_ordinary(text)) == text
 
 
 def gemma(model: sentencepiece.SentencePieceProcessor, users: Sequence[str]) -> Any:

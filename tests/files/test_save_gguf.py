@@ -49,6 +49,10 @@ OTHERS: dict[str, dict[str, Any]] = {  # settings that are not defaults
     "olmo3": {"window": 5, "local_theta": 100.0, "scaling": YARN, "sliding_layers": (True, False)},
     "phi3": {"rotary": 6, "scaling": LONG, "n_ff": 40, "window": 8},
     "gemma3_text": {"window": 5, "local_theta": 100.0, "n_layer": 7},
+    "gemma4_text": {"window": 5, "local_theta": 100.0, "sliding_layers": (True, False) * 2,
+                    "n_layer": 4, "shared_layers": 2, "use_double_wide_mlp": True,
+                    "n_layer_embd": 8, "global_head_size": 16, "rotary_part": 0.5,
+                    "logits_cap": 30.0},
     "lfm2": {"conv_layers": (True, False), "conv_length": 5},
 }  # fmt: skip
 QUIET = "ignore:.*(has no tokenizer|matrices are F16)"
@@ -176,11 +180,23 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
         "lfm2": {attention.HEAD_COUNT_KV: (0, 2), gguf.Keys.ShortConv.L_CACHE: 5},
         "qwen3": yarn,
         "ministral3": yarn | {attention.TEMPERATURE_SCALE: 0.25},
+        "gemma4_text": {
+            llm.FEED_FORWARD_LENGTH: (96, 96, 192, 192), attention.SLIDING_WINDOW: 5,
+            attention.SLIDING_WINDOW_PATTERN: (True, False, True, False),
+            attention.SHARED_KV_LAYERS: 2, attention.KEY_LENGTH: 16, attention.VALUE_LENGTH: 16,
+            rope.DIMENSION_COUNT: 16, llm.EMBD_LENGTH_PER_LAYER_INP: 8,
+            "{arch}.embedding_dtype": "float32",
+            "{arch}.attention.key_length_swa": 12, "{arch}.attention.value_length_swa": 12,
+            "{arch}.rope.dimension_count_swa": 12, "{arch}.rope.freq_base_swa": 100.0,
+            llm.FINAL_LOGIT_SOFTCAPPING: 30.0,
+        },
         "olmo3": yarn | {attention.SLIDING_WINDOW: 5, "{arch}.rope.freq_base_swa": 100.0,
                          attention.SLIDING_WINDOW_PATTERN: (True, False)},
     }  # fmt: skip
     named = {"mistral": "llama", "ministral3": "mistral3", "granitemoehybrid": "granite"}
-    name = (named | {"olmo3": "olmo2", "gemma3_text": "gemma3"}).get(kind, kind)
+    name = (named | {"olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}).get(
+        kind, kind
+    )
     keys = {key.format(arch=name): each for key, each in (expected | others.get(kind, {})).items()}
     assert metadata_of(Random(c)) == {"general.architecture": name, **keys}
 

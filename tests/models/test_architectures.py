@@ -186,6 +186,30 @@ def gemma3_text(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def gemma4_text(rng: random.Random) -> dict[str, Any]:
+    """Layers of both kinds, of which some share keys and values; heads of two sizes."""
+    found = gemma3_text(rng)
+    del found["query_pre_attn_scalar"]
+    kinds = ("sliding_attention", "full_attention")
+    own = rng.choices(kinds, k=rng.randint(1, 3))
+    shared = rng.choices(own, k=rng.randint(0, 3)) if "full_attention" in own else []
+    if not shared or shared[-1] != "full_attention":
+        (shared or own).append("full_attention")
+    rope = {"rope_type": "proportional", "rope_theta": rng.choice((1e6, 100.0))}
+    rope["partial_rotary_factor"] = rng.choice((0.25, 0.5, 1.0))
+    found["rope_parameters"]["full_attention"] = rng.choice(
+        (rope, rope, rope | {"factor": 4.0}, {"rope_type": "default", "rope_theta": 1e4})
+    )
+    return found | {
+        "layer_types": own + shared, "num_hidden_layers": len(own + shared),
+        "num_kv_shared_layers": len(shared), "use_double_wide_mlp": rng.random() < 0.5,
+        "global_head_dim": 2 * rng.randint(4, 24),
+        # `transformers` 5.24.0 cannot run shared layers without embeddings for each layer.
+        "hidden_size_per_layer_input": rng.choice((8, 14) if shared else (0, 8, 14)),
+        "vocab_size_per_layer_input": found["vocab_size"],
+    }  # fmt: skip
+
+
 def lfm2(rng: random.Random) -> dict[str, Any]:
     """At least one layer has attention; heads have at least 8 channels, as for Qwen3."""
     found = sizes(rng) | {"num_hidden_layers": rng.randint(2, 4), "max_position_embeddings": 80}
@@ -225,7 +249,7 @@ KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
     each.__name__: each
     for each in (
         llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
-        olmo2, olmo3, nanochat, gemma3_text, lfm2, yarn,
+        olmo2, olmo3, nanochat, gemma3_text, gemma4_text, lfm2, yarn,
     )
 }  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -376,6 +400,11 @@ def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any],
             spread = 0.3 if tensor.ndim == 1 else tensor.shape[-1] ** -0.5
             # Gemma 3 adds 1 to its norms' weights.
             tensor.normal_("norm" in name and kind != "gemma3_text", spread)
+            if kind == "gemma4_text" and name.endswith("q_norm.weight"):
+                tensor.mul_(len(tensor) ** -0.5)  # scores have no other scale
+        for name, tensor in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                tensor.uniform_(0.5, 1.5)
     return model.eval()
 
 

@@ -158,7 +158,9 @@ def decoding(
     return q, held, np.array(positions, np.int32)
 
 
-@combinations(times=1, heads=[(3, 3, 16), (4, 2, 8), (8, 1, 8), (8, 2, 64)], kind=KINDS)
+@combinations(
+    times=1, heads=[(3, 3, 16), (4, 2, 8), (8, 1, 8), (8, 2, 64), (2, 1, 512)], kind=KINDS
+)
 def test_split_in_a_longer_cache(device: Any, heads: Heads, kind: str) -> None:
     q, held, position = decoding(heads, [139, 2, 127], 141, kind)
     longer = split(device, q, held.longer(7 * 141), position)
@@ -281,7 +283,16 @@ def test_split_without_its_barrier_shows() -> None:
 
 @combinations(
     times=1,
-    heads=[(3, 1, 8), (2, 2, 64), (2, 2, 12), (2, 1, 128), (3, 3, 7), (1, 1, 256), (2, 1, 80)],
+    heads=[
+        (3, 1, 8),
+        (2, 2, 64),
+        (2, 2, 12),
+        (2, 1, 128),
+        (3, 3, 7),
+        (1, 1, 256),
+        (2, 1, 80),
+        (2, 1, 512),
+    ],
     kind=KINDS,
     dtype=["float16", "bfloat16"],
 )
@@ -425,10 +436,13 @@ def test_launches() -> None:
     assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
     for longest in (1, 5000):  # the keys per tile depend only on the head size
         assert tiles_geometry(1, longest, 12, 12, 64, 2, H200).defines == geometry.defines
-    with pytest.raises(InputError, match=r"head size 257: .* at most 256"):
-        split_geometry(1, 10, 1, 1, 257, 4, 132, H200, True)
+    with pytest.raises(InputError, match=r"head size 513: .* at most 512"):
+        split_geometry(1, 10, 1, 1, 513, 4, 132, H200, True)
     with pytest.raises(InputError, match="head size 256: the smallest tiles take"):
         tiles_geometry(1, 10, 1, 1, 256, 4, 49152)
+    for itemsize in (1, 2, 4):  # heads of 512 channels fit on a GPU with 99 KB of shared memory
+        assert tiles_geometry(1, 99, 8, 1, 512, itemsize, 101376).block == (64,)
+        assert split_geometry(1, 99, 8, 1, 512, itemsize, 170, 101376, True).shared <= 101376
     with pytest.raises(InputError, match="too many for a grid"):
         tiles_geometry(1, 2**24, 1, 1, 64, 4, H200)
     assert dict(append_geometry(5, 768, 2304, 2, 16, 16).defines)["KV_WIDTH"] == 8
@@ -472,6 +486,7 @@ def test_no_spills() -> None:
         ("sm_90", "bfloat16", (32, 8, 128), (SPLIT,)),
         ("sm_90", "bfloat16", (2, 2, 250), (TILES, SPLIT)),
         ("sm_90", "float32", (2, 2, 256), (TILES, SPLIT)),
+        *(("sm_90", kind, (8, 1, 512), (TILES, SPLIT)) for kind in KINDS),
         ("sm_90", "float8_e5m2", (12, 12, 64), (TILES, SPLIT)),
         ("sm_90", "float8_e4m3fn", (32, 8, 128), (TILES, SPLIT, APPEND, ROPE_APPEND)),
         ("sm_90", "float8_e5m2", (32, 32, 128), (SPLIT,)),

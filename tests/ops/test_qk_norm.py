@@ -111,6 +111,35 @@ def test_with_the_kv_cache(device: Any, heads: Heads, kind: str, together: bool)
     assert k.get()[1, 6].astype(np.float32).any()
 
 
+@combinations(times=1, heads=[(3, 1, 6), (2, 2, 8), (2, 1, 512)], kind=("float16", "float8_e5m2"))
+def test_norms_of_values_and_of_queries_alone(device: Any, heads: Heads, kind: str) -> None:
+    """Values have norms without weights, in every operation; rows of queries have no K and V."""
+    NH, NKV, D = heads
+    dtype, fp8 = DTYPES.get(kind, np.uint8), kind if kind in FORMATS else None
+    qkv, gamma = 3 * plain.normal(2, 3, row_width(heads)), gammas(heads)
+    place = np.array([0, 2, 6], np.int32)
+    x, at, turns, *norms = map(device.asarray, (qkv, place, frequencies(D), *gamma))
+    options: Any = {"eps": EPS, "n_head": NH}
+    both = {**options, "values": True}
+    got = registry.bind("qk_norm_rope", (x, at, turns, *norms), n_kv_head=NKV, **both).run()
+    wide = qkv.astype(np.float64), place, frequencies(D), *gamma
+    assert_close(got.get(), reference.qk_norm_rope(*wide, NH, NKV, EPS, True), "float32")
+    k, v, k2, v2 = (device.asarray(np.zeros((1, 7, NKV * D), dtype)) for _ in range(4))
+    row = device.zeros(3, "int32")
+    inputs = (x, turns, k, v, row, at, *norms)
+    q = registry.bind("qk_norm_append", inputs, kv_dtype=fp8, **both).run().get()
+    ops.kv_append(got, k2, v2, row, at, fp8)
+    assert_same_bits(v.get(), v2.get())
+    alone = device.asarray(np.ascontiguousarray(qkv[:, : NH * D]))
+    turned = (alone, at, turns, norms[0], norms[0])
+    bound = registry.bind("qk_norm_rope", turned, alone, n_kv_head=NKV, queries=True, **options)
+    assert_same_bits(bound.run().get(), q)
+    assert (
+        registry.bind("qk_norm_rope", (x, at, turns, *norms), x, n_kv_head=NKV, **both).run() is x
+    )
+    assert_same_bits(x.get(), got.get())
+
+
 def test_norms_together_on_numpy() -> None:
     """Each norm is the RMSNorm of one row of all heads."""
     qkv, (of_q, of_k) = plain.normal(0, 3, 6 * 8).astype(np.float64), gammas((4, 1, 8), True)

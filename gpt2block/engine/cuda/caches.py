@@ -227,4 +227,6 @@ class DecodingCaches:
         c = self._config
         keys = n_ctx * self._token_bytes
         widths: int = c.n_embd + sum(sum(s[1:]) for s in c.block_shapes().values())
+        if c.layer_embeddings:
+            widths += 2 * c.n_layer * c.layer_embeddings.width
         return keys + 5 * c.vocab_size + 2 * 4 * widths

@@ -120,7 +120,7 @@ class CudaModel(CudaWeights):
                 functions = self._architecture, self._settings, several
                 self.decoding = DecodingChoice(config, formats, self._matrices, bounds, *functions)
                 exact = continues_exactly(config.head_size, formats.fp8_cache) and not hi_lo
-                self.continues_exactly = exact or not self.on_tensor_cores
+                self.continues_exactly = exact or self._reads_cache
                 self.divides_prompts = self.continues_exactly
                 self.stream.synchronize()
 
@@ -138,6 +138,11 @@ class CudaModel(CudaWeights):
     def on_tensor_cores(self) -> bool:
         """Whether prefill is computed on tensor cores."""
         return self.products != "float32"
+
+    @property
+    def _reads_cache(self) -> bool:
+        """Whether attention of new prompts reads keys and values from a kv_cache."""
+        return self.config.FROM_CACHE or not self.on_tensor_cores
 
     def describe(self) -> str:
         return doctor.describe_device(self.device)
@@ -224,7 +229,7 @@ class CudaModel(CudaWeights):
         shape = count, self.config.n_ctx if repeats else longest
         cache = kept.get(shape)
         if cache is None:
-            caches = () if self.on_tensor_cores else in_shared_memory(self._caches.of_layers)
+            caches = in_shared_memory(self._caches.of_layers) if self._reads_cache else ()
             cache = CudaCache(self.config, *shape, self.formats, caches)
             cache.kept_shapes = KEPT_OF_COUNT if repeats else KEPT_SHAPES
             kept[shape] = cache
@@ -271,7 +276,7 @@ class CudaModel(CudaWeights):
         computed: list[tuple[list[CudaArray], list[int]]] = []
         with self.running():
             for group in in_groups(sequences, TOKENS_AT_ONCE):
-                pads = self.on_tensor_cores  # elsewhere, kept caches of padded batches need memory
+                pads = not self._reads_cache  # else kept caches of padded batches need memory
                 several = padded(group) if pads else group
                 prefill = self.prefill(several, self._scratch(several, repeats=pads), want)
                 arrays = [prefill.out.copy()]
@@ -390,7 +395,7 @@ class CudaModel(CudaWeights):
             batch,
             longest,
             cached=cached,
-            continued=continued and self.on_tensor_cores,
+            continued=(continued or self.config.FROM_CACHE) and self.on_tensor_cores,
             ends=ends,
             fp8_cache=self.formats.fp8_cache,
             gated=self.products == "16_bits" and hopper,

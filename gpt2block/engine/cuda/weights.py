@@ -21,7 +21,7 @@ from gpt2block.engine.passes.shards import ModelShard
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints.gguf_types import InBlocks
 from gpt2block.files.checkpoints.stored import Stored
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import ModelConfig, is_product
 from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix, request
@@ -114,11 +114,11 @@ class CudaWeights(StoredModel):
             array, layout = array.dequantized().T, "NK"
         rows = cupy.asarray(array)
         if not self._matrices:
-            request(storage(rows), self.formats.matrix_dtype)
+            request(storage(rows), self.formats.dtype_of(name))
         if layout == "KN":
             rows = stored(rows, storage(rows), transposed=True)
         return WeightMatrix.quantize(
-            rows, self.formats.matrix_dtype, "NK", name, self.formats.allow_nonfinite
+            rows, self.formats.dtype_of(name), "NK", name, self.formats.allow_nonfinite
         )
 
 
@@ -193,7 +193,7 @@ class PromptWeights:
             self.hi_lo = {
                 hi_lo_of(name): HiLoMatrix.from_float32(matrix.data)
                 for name, matrix in matrices.items()
-                if name.startswith("h.") or name == "lm_head"
+                if is_product(name) or name == "lm_head"
             }
         self._divided = divided_weights(config, by, matrices, vectors)
 
@@ -222,7 +222,7 @@ class PromptWeights:
             weights |= self._head_of_all()
         if self.products != "fp8":
             return weights
-        used = [m for name, m in self._matrices.items() if name.startswith("h.")]
+        used = [m for name, m in self._matrices.items() if is_product(name)]
         used += [weights["head"]] if head else []
         converted = (m for m in used if m.dtype in IN_BYTES and not widens(m))
         size = max((m.N * m.K for m in converted), default=0)

@@ -98,13 +98,14 @@ def check(config: ModelConfig, tokens: int, layer: int) -> int:
 class _Plan:
     """The steps of a forward pass before, in and after the blocks. blocks: a list for each layer.
 
-    Steps of the same name in several blocks are equal.
+    Steps of the same name in several blocks are equal, except that attention may read rows of
+    queries only.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         kept = [step for step in model_steps(config) if step.op != "kv_append"]
-        self.steps = {_short(step.name): step for step in kept}
+        self.steps = {_short(step.name): step for step in reversed(kept)}
         self.blocks: list[list[str]] = []
         self.joined: dict[str, Any] = {}
         for n in range(config.n_layer):
@@ -116,7 +117,7 @@ class _Plan:
                 self.joined |= {_short(name): found for name, found in joined.items()}
             self.blocks.append(names)
         outer = [step.name for step in kept if not step.name.startswith("h.")]
-        first = outer.index("embedding") + 1
+        first = next(n for n, step in enumerate(kept) if step.name.startswith("h."))
         self.before, self.after = outer[:first], outer[first:]
 
     @property

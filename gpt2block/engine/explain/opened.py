@@ -38,6 +38,7 @@ def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> d
     kept = rows if whole else rows[: max(1, ATTENTION_VALUES // rows.shape[1])]
     attention = {
         "layer": of_attention,
+        "head_size": engine.config.qkv_widths(of_attention)[0] // engine.config.n_head,
         "tokens": len(kept),
         "rows": grids.exact(kept) if whole else grids.encoded(kept),
     }

@@ -26,7 +26,7 @@ from gpt2block.engine.passes.blocks import ModelStepPass, PassSettings
 from gpt2block.engine.passes.forward import forward
 from gpt2block.engine.passes.prefill import ROWS_AT_ONCE
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import TABLES, ModelConfig
 
 Exact = NDArray[np.float64]
 
@@ -119,7 +119,7 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
         for name, array, layout in engine.tensors()
     }
     weights.setdefault("lm_head", weights["wte"])
-    weights["wte"] = weights["wte"].T
+    weights |= {name: weights[name].T for name in TABLES if name in weights}
     T = len(ids)
     kept = by_name(layer_rows(config.layer_caches, lambda _, width: np.zeros((1, T, width))))
     rows = np.arange(T)
@@ -167,7 +167,8 @@ def _by_engine_names(
     found, qkv = dict(exact), architecture_of(config).QKV
     for name, tensor in exact.items():
         if name.endswith(f".{qkv}"):
-            found[f"{name.removesuffix(qkv)}q"] = tensor[:, : config.q_width]
+            width, *_ = config.qkv_widths(int(name.split(".")[1]))
+            found[f"{name.removesuffix(qkv)}q"] = tensor[:, :width]
         elif name in ("uncapped", "logits", "scores"):
             spans = range(0, T, ROWS_AT_ONCE)
             found |= {f"{name}.{first}": tensor[first : first + ROWS_AT_ONCE] for first in spans}

@@ -85,15 +85,14 @@ def attention_weights(engine: TracedEngine, ids: Ids) -> Floats:
 def weights_of(engine: TracedEngine, traced: Mapping[str, np.ndarray]) -> Floats:
     """Return the attention weights of all layers. traced: the result of the engine's `trace`."""
     config = engine.config
-    T = len(traced["embedding"])
-    Q, D = config.q_width, config.head_size
-    n_kv_head = config.kv_width // D
+    T, n_kv_head = len(traced["embedding"]), config.kv_width // config.head_size
     shared = np.arange(config.n_head) * n_kv_head // config.n_head  # each query head's key head
     weights = np.zeros((config.n_layer, config.n_head, T, T), np.float32)
     for layer in layers_with_attention(config):
         rows = rows_of_attention(engine, traced, layer)
-        q = rows[:, :Q].reshape(T, -1, D).swapaxes(0, 1)
-        k = rows[:, Q : Q + config.kv_width].reshape(T, -1, D).swapaxes(0, 1)
+        Q, K, _ = config.qkv_widths(layer)
+        D = Q // config.n_head
+        q, k = (each.reshape(T, -1, D).swapaxes(0, 1) for each in (rows[:, :Q], rows[:, Q : Q + K]))
         scale, window = config.scales.attention, config.windows[layer]
         scores = q @ k[shared].swapaxes(-1, -2) * np.float32(D**-0.5 if scale is None else scale)
         past = np.tri(T, k=-(window or T), dtype=bool)  # True for keys before the window
@@ -109,8 +108,13 @@ def layers_with_attention(config: ModelConfig) -> list[int]:
 def rows_of_attention(engine: TracedEngine, traced: Mapping[str, np.ndarray], layer: int) -> Floats:
     """Return float32 rows [Q | K | V] (T, channels) as the attention of a layer reads them."""
     config = engine.config
-    rows = traced[f"h.{layer}.{architecture_of(config).QKV}"].astype(np.float32)
+    source = config.layer_caches[layer].layer
+    name = architecture_of(config).QKV if source == layer else "q_rope"
+    rows = traced[f"h.{layer}.{name}"].astype(np.float32)
     rows = rows.reshape(len(rows), -1)
+    if source != layer:  # rows have queries only; keys and values are an earlier layer's
+        Q, *_ = config.qkv_widths(source)
+        return np.concatenate([rows, rows_of_attention(engine, traced, source)[:, Q:]], axis=1)
     fp8 = engine.formats.fp8_cache
     if fp8:  # a kv_cache of FP8 rounds keys and values
         n_kv_head = config.kv_width // config.head_size

@@ -40,7 +40,7 @@ from gpt2block.engine.passes.blocks import ModelStepPass, PassSettings, StepPass
 from gpt2block.engine.passes.forward import forward
 from gpt2block.files.checkpoints.gguf_types import InBlocks
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import TABLES, ModelConfig
 from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.sampling import Mask, Sampling, choose
@@ -122,7 +122,9 @@ class NumpyModel(NumpySteps, StoredModel):
         self._store(tensors)
         matrices = {name: matrix.operand for name, matrix in self._matrices.items()}
         constants = architecture_of(config).constants(config, self._vectors)
-        self.known = {**self._vectors, **matrices, "wte": self._matrices["wte"].table, **constants}
+        self.known = {**self._vectors, **matrices, **constants}
+        tables = (name for name in TABLES if name in matrices)
+        self.known |= {name: self._matrices[name].table for name in tables}
         self.functions = Functions({"kv_append": self._kv_append})
 
     def _vector(self, name: str, array: NDArray[Any]) -> Floats:
@@ -130,7 +132,7 @@ class NumpyModel(NumpySteps, StoredModel):
 
     def _matrix(self, name: str, array: NDArray[Any], layout: str) -> WeightMatrix:
         stored = self.formats
-        given = stored.matrix_dtype, layout, name, stored.allow_nonfinite
+        given = stored.dtype_of(name), layout, name, stored.allow_nonfinite
         if isinstance(array, InBlocks):
             return array.on_host()
         if isinstance(array, GgufMatrix):
@@ -140,7 +142,7 @@ class NumpyModel(NumpySteps, StoredModel):
     def tensors(self) -> Tensors:
         for name, array, layout in stored_tensors(self.config, self._vectors, self._matrices):
             of_blocks = isinstance(self._matrices.get(name), GgufMatrix)
-            dtype = self.formats.matrix_dtype if layout and not of_blocks else "float32"
+            dtype = self.formats.dtype_of(name) if layout and not of_blocks else "float32"
             stored = FLOATS.get(dtype, np.float32)  # FP8 and GGUF blocks become float32
             read = array.astype(stored, copy=False).view()
             read.flags.writeable = False  # read-only, because the model computes with it

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from gpt2block.engine.passes.executor import HI_LO, Executor
 from gpt2block.engine.passes.forward import Pass, Product
 from gpt2block.models.architectures.architecture import To, Value
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import LayerEmbeddings, ModelConfig
 
 
 class PassSettings(NamedTuple):
@@ -20,7 +20,9 @@ class PassSettings(NamedTuple):
     embedding_norm, windows: as in ModelConfig; windows is () if no layer has a window. embedding,
     softmax_scale, turned, cap, growth: the fields embedding, attention, rope, cap and growth of
     `Scales`. gelu: whether the gate of the feed-forward is GELU. convs: whether each layer has a
-    short convolution in place of attention; () if none has.
+    short convolution in place of attention; () if none has. values: whether heads of V have norms.
+    layers: as `layer_embeddings` of ModelConfig. sources: for each layer, the layer whose keys and
+    values it reads.
     """
 
     n_head: int
@@ -40,6 +42,9 @@ class PassSettings(NamedTuple):
     cap: float | None = None
     own: bool = False
     growth: tuple[float, int] | None = None
+    values: bool = False
+    layers: LayerEmbeddings | None = None
+    sources: tuple[int, ...] = ()
     convs: tuple[bool, ...] = ()
 
     @classmethod
@@ -61,6 +66,9 @@ class PassSettings(NamedTuple):
             cap=scales.cap,
             own=config.short_context > 0,
             growth=scales.growth,
+            values=config.VALUE_NORMS,
+            layers=config.layer_embeddings,
+            sources=tuple(cache.layer for cache in config.layer_caches),
             convs=config.conv_layers,
         )
 
@@ -72,6 +80,19 @@ class PassSettings(NamedTuple):
         """Return whether a layer has a short convolution. h: the prefix of the layer's names."""
         return bool(self.convs) and self.convs[_layer(h)]
 
+    def shares(self, h: str) -> bool:
+        """Return whether a layer reads the keys and values of an earlier layer."""
+        return bool(self.sources) and self.sources[_layer(h)] != _layer(h)
+
+    def attention_of(self, h: str) -> str:
+        """Return the operation that computes a layer's attention of prompts over a kv_cache."""
+        return "attention_queries" if self.shares(h) else "attention_packed"
+
+    def columns_of(self, h: str) -> dict[str, Any]:
+        """Return the options of `gated_columns` that select a layer's part of the rows `layers`."""
+        assert self.layers is not None
+        return {"first": _layer(h) * self.layers.width, **self.gate}
+
     @property
     def heads(self) -> dict[str, Any]:
         return {"n_head": self.n_head, "n_kv_head": self.n_kv_head}
@@ -81,6 +102,11 @@ class PassSettings(NamedTuple):
         window = self.windows[_layer(h)] if self.windows else None
         options = {"softmax_scale": self.softmax_scale, "window": window}
         return {name: value for name, value in options.items() if value is not None}
+
+    @property
+    def head_norms(self) -> dict[str, Any]:
+        """The options of norms of heads: eps, and `values` if heads of V have norms, too."""
+        return {"eps": self.eps, **({"values": True} if self.values else {})}
 
     @property
     def gate(self) -> dict[str, Any]:
@@ -133,7 +159,7 @@ class StepPass(Pass):
     def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=("attention",))
         if norms:
-            options = {**self.c.heads, "eps": self.c.eps}
+            options = {**self.c.heads, **self.c.head_norms}
             y = self.do(f"{h}qk", "qk_norm", (y, *norms), **options)
         if not rope:
             return y
@@ -169,10 +195,11 @@ class ModelStepPass(StepPass):
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         k, v = f"{h}k", f"{h}v"
-        self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
         options = {"n_head": self.c.n_head, "longest": self.longest, **self.c.scores(h)}
+        if not self.c.shares(h):
+            self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
         inputs = (qkv, k, v, "cu_seqlens", "start")
-        return self.do(f"{h}attn", "attention_packed", inputs, **options)
+        return self.do(f"{h}attn", self.c.attention_of(h), inputs, **options)
 
     def last_rows(self, x: Value, y: Value) -> tuple[ModelStepPass, Value, Value]:
         """Keep all rows until the final norm, as NumPy products of fewer rows round differently."""

@@ -44,6 +44,7 @@ class DecodePass(Pass):
     """
 
     of_stream: Mapping[str, Any] = {"variant": "stream"}
+    to_rope: To = ()
 
     def __init__(
         self,
@@ -126,13 +127,14 @@ class DecodePass(Pass):
         y = self.product(f"{h}qkv", x, w, bias)
         inputs = (y, rope, *cache, *norms)
         if norms:
-            return self.do(name, "qk_norm_append", inputs, eps=self.c.eps, **heads, **self.kv)
+            options = {**self.c.head_norms, **heads, **self.kv}
+            return self.do(name, "qk_norm_append", inputs, **options)
         options = {**heads, **self.c.multiplied, **self.kv}
         return self.do(name, "rope_append", inputs, half_split=True, **options)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
-        means_of = f"{h}rope" if self.c.rope else f"{h}qkv"  # name of the result that contains V
-        bound = self._bounds.get(means_of)
+        means_of = "rope" if self.c.rope else "qkv"  # name of the result that contains V
+        bound = self._bounds.get(f"{h}{'q_rope' if self.c.shares(h) else means_of}")
         terms = self._terms(to, bound, together=self.c.head_size)
         options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(terms), **self.kv}
         options |= self.together

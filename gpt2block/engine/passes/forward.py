@@ -49,6 +49,8 @@ class Pass(ABC):
     do: Executor
     c: Any  # an instance of gpt2block.engine.passes.blocks.PassSettings
     of_stream: Mapping[str, Any] = {}  # options for RMSNorm of the residual stream
+    to_rope: To = ("rope",)  # `to` of a product whose result RoPE reads
+    layers: Value = None  # the rows of all layers' embeddings, if the architecture has them
 
     def embed(self) -> Value:
         """Return a row per token: token embedding, plus position embedding if there is one.
@@ -58,9 +60,20 @@ class Pass(ABC):
         inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.embedding
         scaled = {} if factor == 1 else {"factor": factor}
         if not self.c.embedding_norm:
-            return self.do("embedding", "encoder_rows", inputs, **scaled)
+            x = self.do("embedding", "encoder_rows", inputs, **scaled)
+            self.layers = self._layers(x) if self.c.layers else None
+            return x
         normed = self.do("vectors", "encoder_rows", inputs, **scaled), self.c.embedding_norm
         return self.do("embedding", "rmsnorm", normed, eps=self.c.eps, **self.of_stream)
+
+    def _layers(self, x: Value) -> Value:
+        """Compute the rows of all layers' embeddings from tokens and their embeddings x."""
+        y = self.operand("layers_in", x, to=("w_layers",))
+        y = self.product("layers_proj", y, "w_layers")
+        rows = ("tokens", "positions", "layer_table", "")
+        rows = self.do("layers_rows", "encoder_rows", rows, factor=self.c.layers.factor)
+        inputs, eps = (y, "gamma_layers_scaled", rows), self.c.layers.eps
+        return self.do("layers", "rmsnorm_groups", inputs, into=rows, eps=eps)
 
     @abstractmethod
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
@@ -88,9 +101,10 @@ class Pass(ABC):
         """Convert the residual stream x to the format of products that read x without a norm."""
         return x
 
-    def add_norm(self, name: str, x: Value, y: Value, gamma: str) -> Value:
-        """Compute x + RMSNorm(y), where y is the result of a product."""
-        return self.do(name, "rmsnorm_add", (y, gamma, x), into=x, eps=self.c.eps)
+    def add_norm(self, name: str, x: Value, y: Value, gamma: str, scale: str = "") -> Value:
+        """Compute x + RMSNorm(y), where y is the result of a product, times `scale` if given."""
+        inputs = (y, gamma, x, *((scale,) if scale else ()))
+        return self.do(name, "rmsnorm_add", inputs, into=x, eps=self.c.eps)
 
     @abstractmethod
     def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
@@ -100,11 +114,17 @@ class Pass(ABC):
         the heads of q and of k, which precede RoPE; () if the architecture has no such norms.
         """
 
+    def queries(self, h: str, x: Value, rope: str, norm: str) -> Value:
+        """Compute queries, with a norm of heads and RoPE, in a layer without keys and values."""
+        y = self.product(f"{h}queries", x, f"{h}w_q", f"{h}b_q", to=self.to_rope)
+        inputs, options = (y, "positions", rope, norm, norm), {**self.c.heads, "eps": self.c.eps}
+        return self.do(f"{h}q_rope", "qk_norm_rope", inputs, into=y, **options, queries=True)
+
     def turned(self, h: str, qkv: Value, rope: str, norms: To = ()) -> Value:
         """Apply RoPE in place to rows [Q | K | V]; first the norms of q and k heads, if `norms`."""
         inputs = (qkv, "positions", rope, *norms)
         if norms:
-            options = {**self.c.heads, "eps": self.c.eps}
+            options = {**self.c.heads, **self.c.head_norms}
             return self.do(f"{h}rope", "qk_norm_rope", inputs, into=qkv, **options)
         op, inputs = self.c.step_of_rope(qkv, rope)
         return self.do(f"{h}rope", op, inputs, into=qkv, **self.c.turn)
@@ -124,6 +144,11 @@ class Pass(ABC):
     @abstractmethod
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         """Compute silu(gate) * up, or gelu(gate) * up if `PassSettings.gelu` is set."""
+
+    def gated_by_layer(self, h: str, gate: Value) -> Value:
+        """Compute gelu(gate) or silu(gate), as `gated`, times the layer's columns of `layers`."""
+        inputs, options = (gate, self.layers), self.c.columns_of(h)
+        return self.do(f"{h}layer_ff", "gated_columns", inputs, into=gate, **options)
 
     def relu_squared(self, name: str, x: Value) -> Value:
         """Compute max(x, 0)² in place, where x is the result of a product."""
@@ -161,7 +186,8 @@ def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) ->
     the residual stream before the final norm. "log_likelihood", "likeliest": as computed by
     `Pass.scores`.
     """
-    *front, end = (f"h.{n}." for n in range(config.n_layer))
+    storing = 1 + max(cache.layer for cache in config.layer_caches)  # layers up to the last K and V
+    *front, end = (f"h.{n}." for n in range(storing if want is None else config.n_layer))
     x = o.embed()
     for h in front:
         x = block(o, of, x, h)

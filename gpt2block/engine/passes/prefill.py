@@ -112,12 +112,13 @@ class PrefillPass(Pass):
         return self._over_cache(f"{h}attn", h, qkv)
 
     def _append(self, h: str, qkv: Value) -> None:
-        self.do(f"{h}kv", "kv_append", (qkv, f"{h}k", f"{h}v", "row", "positions"), **self.kv)
+        if not self.c.shares(h):
+            self.do(f"{h}kv", "kv_append", (qkv, f"{h}k", f"{h}v", "row", "positions"), **self.kv)
 
     def _over_cache(self, name: str, h: str, qkv: Value) -> Value:
         options = {"n_head": self.c.n_head, "longest": self.shape.longest, **self.c.scores(h)}
         inputs = (qkv, f"{h}k", f"{h}v", "cu_seqlens", "start")
-        return self.do(name, "attention_packed", inputs, **options, **self.kv)
+        return self.do(name, self.c.attention_of(h), inputs, **options, **self.kv)
 
     def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
         return self._short_conv(h, bcx, dtype="float32")
@@ -153,7 +154,14 @@ class PrefillPass(Pass):
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
         """Return a pass for the remaining steps, then each sequence's last row of x and of y."""
-        return TilesOfLastRows(self), self._last("last.x", x), Rows(self._last("last.attn", y))
+        o = self._with_layers(TilesOfLastRows(self))
+        return o, self._last("last.x", x), Rows(self._last("last.attn", y))
+
+    def _with_layers(self, o: DecodePass) -> DecodePass:
+        """Return `o`, with the rows of layers' embeddings of each sequence's last token."""
+        if self.c.layers:
+            o.layers = self._last("last.layers", self.layers)
+        return o
 
     def _last(self, name: str, x: Value, joined: bool = False) -> Value:
         """Return each sequence's last row of x. joined: convert hi/lo rows to float32."""
@@ -229,7 +237,7 @@ class TensorCorePass(PrefillPass):
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
         return (
-            LastRows(self),
+            self._with_layers(LastRows(self)),
             self._last("last.x", x),
             Rows(self._last("last.attn", y), narrow=True),
         )
@@ -298,7 +306,8 @@ class HiLoPass(TensorCorePass):
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
         x = self._last("last.x", x)
-        return LastRows(self), x, Rows(self._last("last.attn", y, joined=True))
+        o = self._with_layers(LastRows(self))
+        return o, x, Rows(self._last("last.attn", y, joined=True))
 
 
 class LastRows(DecodePass):

@@ -29,7 +29,7 @@ from gpt2block.ops.products import MULTIPLE
 
 BORDER = 64  # a shard begins at a multiple of BORDER outputs
 BORDER_OF_BLOCKS = 128  # BORDER of matrices that keep their GGUF types
-QKV = "w_qkv"
+QKV, QUERIES = "w_qkv", "w_q"
 # Operation of a product → places of its weights and of its residual among the inputs.
 PRODUCTS: Mapping[str, tuple[int, int]] = {"linear": (1, 5), "gemm": (1, 3)}
 ATTENTION = "attention", "attention_split", "attention_varlen", "attention_packed"
@@ -90,11 +90,12 @@ class ModelShard:
 
         Otherwise each GPU computes all heads. This is so if the heads of q or of k cannot be
         divided equally, if a GPU's channels of K are no multiple of BORDER_OF_BLOCKS with GGUF
-        types, or if one norm or one scale (of hi/lo operands) applies to all heads.
+        types, if one norm or one scale (of hi/lo operands) applies to all heads, or if layers have
+        heads of different sizes.
         """
         c, shapes = self.config, self.config.block_shapes()
         n_kv_head = c.kv_width // c.head_size
-        if self.hi_lo or c.n_head % self.count or n_kv_head % self.count:
+        if c.FROM_CACHE or self.hi_lo or c.n_head % self.count or n_kv_head % self.count:
             return False
         if self.dtype == FILE and (c.kv_width // self.count) % BORDER_OF_BLOCKS:
             return False
@@ -127,8 +128,9 @@ class ModelShard:
     def borders(self) -> dict[str, tuple[int, ...]]:
         """A dict {name of a matrix: (first output of each shard, …, N)}.
 
-        w_qkv is absent (see `spans`), w_in if channels are divided, and so is a matrix with too few
-        outputs to divide, which every GPU has whole. A tied lm_head is divided, wte is not.
+        w_qkv is absent (see `spans`), w_in if channels are divided, and so are matrices that every
+        GPU has whole: w_q, matrices outside the blocks, and those with too few outputs to divide. A
+        tied lm_head is divided, wte is not.
         """
         sizes = {n: s[1] for n, s in shapes_in_blocks(self.config).items() if len(s) == 2}
         sizes["lm_head"] = self.config.vocab_size
@@ -136,7 +138,7 @@ class ModelShard:
         found = {}
         for name, N in sizes.items():
             units = -(-N // unit)
-            in_parts = matrix_of(name) == QKV or self.parts(name)
+            in_parts = matrix_of(name) in (QKV, QUERIES) or self.parts(name)
             if not in_parts and units >= self.count:
                 each, more = divmod(units, self.count)
                 ends = [(n * each + min(n, more)) * unit for n in range(self.count)]

@@ -18,7 +18,7 @@ from gpt2block.files.checkpoints.files import check_pointer, read_object, read_s
 from gpt2block.files.checkpoints.gguf_end_tokens import end_tokens
 from gpt2block.files.checkpoints.locating import BUNDLED, BUNDLED_NAMES, EXPECTED, hub_id, locate
 from gpt2block.files.checkpoints.stored import Stored
-from gpt2block.models.config import ModelConfig, end_tokens_in
+from gpt2block.models.config import ModelConfig, end_tokens_in, is_product
 
 __all__ = ["BUNDLED", "BUNDLED_NAMES", "Checkpoint"]
 
@@ -210,7 +210,7 @@ class Checkpoint:
     def _read(self, name: str) -> Array:
         tensor = self.stored[name]
         array = tensor.read()
-        if tensor.layout == "NK" and name.startswith("h."):
+        if tensor.layout == "NK" and is_product(name):
             array = np.ascontiguousarray(array.T)
         return array.astype(np.float32, copy=False)
 

@@ -6,7 +6,7 @@ channels; reading restores Hugging Face's order. Quantized tensors are read as f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -49,6 +49,7 @@ _READ = {
     "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.finetuned",
     "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier", "tensor_data_layout",
     # sizes of tensors that Granite 4.0's dense models do not have
+    "attention.value_length_swa", "rope.dimension_count_swa",
     "expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count",
     "ssm.inner_size", "ssm.time_step_rank",
 }  # fmt: skip
@@ -103,10 +104,7 @@ def fields_of(kind: type[ModelConfig]) -> Mapping[str, tuple[str, Any]]:
 def following(config: ModelConfig) -> dict[str, tuple[str, int]]:
     """Return a dict: GGUF key that the config determines → (value's meaning in words, value)."""
     if isinstance(config, LlamaConfig):
-        return {
-            "attention.value_length": ("the head size", config.head_size),
-            "rope.dimension_count": ("the head size", config.rotary_size),
-        }
+        return config.gguf_sizes
     return {
         "feed_forward_length": ("4 n_embd", 4 * config.n_embd),
         "attention.head_count_kv": ("n_head", config.n_head),
@@ -141,7 +139,7 @@ def _config(header: Header) -> ModelConfig:
             "with llama-gguf-split --merge"
         )
     prefix = f"{architecture}."
-    settings = _settings(header, prefix, CONV_LAYERS in known.CONFIG.GGUF_KEYS)
+    settings = _settings(header, prefix, known.CONFIG)
     if settings.get("attention.sliding_window"):
         known = GGUF_WITH_WINDOW.get(known.GGUF, known)
     neutral = {**_NEUTRAL, **known.CONFIG.GGUF_NEUTRAL}
@@ -180,14 +178,15 @@ def _config(header: Header) -> ModelConfig:
     return config
 
 
-def _settings(header: Header, prefix: str, convs: bool) -> dict[str, Any]:
+def _settings(header: Header, prefix: str, kind: type[ModelConfig]) -> dict[str, Any]:
     """Return the metadata below a prefix: a value for all blocks, or a tuple by `_PATTERN`.
 
-    convs: whether layers with 0 heads of keys have convolutions, which the tuple by `CONV_LAYERS`
-    then states.
+    Layers with 0 heads of keys have convolutions if `kind` has a key `CONV_LAYERS`, by which a
+    tuple then states these layers.
     """
+    convs = CONV_LAYERS in kind.GGUF_KEYS
     header.check_usable(prefix)
-    settings = header.under(prefix)
+    settings = kind.from_gguf(header.under(prefix))
     blocks, pattern = settings.get("block_count"), settings.pop(_PATTERN, None)
     if isinstance(blocks, (list, np.ndarray)):
         raise CheckpointError(f"{prefix}block_count: expected a number, got {shown(blocks)}")
@@ -229,10 +228,26 @@ def _llama_config(
     fields |= {flag: name in header.tensors for flag, name in flags.items() if flag in kind.FLAGS}
     config = kind(**fields, bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"))
     given = {field: settings.get(key) for key, field in kind.GGUF_KEYS.items()}
-    scalars = {field: value for field, value in given.items() if value}  # 0 means the default
+    # 0 means the default
+    scalars = {f: v for f, v in given.items() if v or (v == 0 and f in kind.GGUF_ZEROS)}
     if "attention.scale" in kind.GGUF_KEYS:
         scalars.setdefault(kind.GGUF_KEYS["attention.scale"], config.head_size**-0.5)
+    if kind.PARTIAL:
+        scaled = (key for key in settings if key.startswith("rope.scal"))
+        for key in scaled:
+            raise CheckpointError(f"{prefix}{key}: {shown(settings[key])} is not supported")
+        (factors,) = _factors(header, (ROPE_FACTORS,))
+        return replace(config, **scalars).with_rope_factors(factors)
     return replace(config, **scalars, scaling=_scaling(prefix, settings, header))
+
+
+def _factors(header: Header, names: Iterable[str]) -> list[tuple[float, ...]]:
+    """Return the factors by which tensors of a file divide RoPE's frequencies."""
+    for name in names:
+        if name not in header.tensors:
+            raise CheckpointError(f"expected {name}: missing")
+        header.tensors[name].check_type()
+    return [tuple(header.tensors[name].read().ravel().tolist()) for name in names]
 
 
 def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeScaling | None:
@@ -260,10 +275,7 @@ def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeSc
         return RopeScaling("linear", factor) if linear else None
     if linear:
         raise CheckpointError(f"{prefix}rope.scaling.factor: not supported with {names[0]}")
-    factors = []
-    for name in names:
-        header.tensors[name].check_type()
-        factors.append(tuple(header.tensors[name].read().ravel().tolist()))
+    factors = _factors(header, names)
     if not long:
         return RopeScaling("longrope", 1.0, factors=factors[0])
     original = settings.get("rope.scaling.original_context_length", settings.get("context_length"))

@@ -43,7 +43,7 @@ _ENDS = tuple(f"{PREFIX}{name}{TOKEN_ID}" for name in ("eos", "eot", "eom"))
 # Config fields without a GGUF key of their own: tensors or the tokenizer's keys store the values
 _ELSEWHERE = {
     "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias", "scaling", "bos_token_id",
-    "eos_token_ids",
+    "eos_token_ids", "rotary_part",
 }  # fmt: skip
 _INSTEAD = "write a Hugging Face directory instead"
 
@@ -102,6 +102,7 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
     keys |= {key: value for key, (_, value) in gguf.following(config).items()}
     own = {key: getattr(config, field) for key, field in config.GGUF_KEYS.items()}
     keys |= {key: 0 if value is None else value for key, value in own.items()}
+    keys = config.to_gguf(keys)
     if CONV_LAYERS in keys:
         n, convs = keys[gguf.KV_HEADS], keys.pop(CONV_LAYERS)
         keys[gguf.KV_HEADS] = tuple(0 if conv else n for conv in convs)
@@ -209,6 +210,8 @@ def _check_config(config: ModelConfig) -> None:
 def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
     """Return the GGUF keys and the tensors that describe the RoPE scaling."""
     scaling = config.scaling if isinstance(config, LlamaConfig) else None
+    if isinstance(config, LlamaConfig) and config.rope_factors:
+        return {}, {ROPE_FACTORS: np.array(config.rope_factors, np.float32)}
     if not isinstance(config, LlamaConfig) or scaling is None:
         return {}, {}
     if scaling.kind == "linear":

@@ -136,12 +136,13 @@ def files_from(metadata: Mapping[str, Any]) -> dict[str, Any]:
         raise _unsupported("model", model)
     if model == "gpt2":
         spec, adds_bos = _byte_level(found, tokens, kinds, metadata.get("general.architecture"))
-    elif model == "llama":
+    elif model in ("llama", "gemma4"):
         tokens = [
             token.replace(" ", _SPACE) if kind == USER_DEFINED and _is_run(token) else token
             for token, kind in zip(tokens, kinds, strict=True)
         ]
-        spec, adds_bos = _sentence_piece(found, tokens, kinds, named.get("unk_token")), True
+        spec = _sentence_piece(found, tokens, kinds, named.get("unk_token"), model == "gemma4")
+        adds_bos = True
     else:
         raise _unsupported("model", model)
     adds_bos = _flag(found, "add_bos_token", adds_bos) and "bos_token" in named
@@ -243,14 +244,19 @@ def _byte_level(
 
 
 def _sentence_piece(
-    found: Mapping[str, Any], tokens: Sequence[str], kinds: list[int], unknown: str | None
+    found: Mapping[str, Any],
+    tokens: Sequence[str],
+    kinds: list[int],
+    unknown: str | None,
+    merged: bool = False,
 ) -> dict[str, Any]:
     """Return tokenizer.json's steps of SentencePiece's BPE with byte fallback.
 
     As in llama.cpp, the text after a special or user-defined token begins with a space, too.
-    Merges of user-defined runs of spaces come first, as in the tokenizer.json of Gemma.
+    Merges of user-defined runs of spaces come first, as in the tokenizer.json of Gemma. merged:
+    whether the file has merges, as for Gemma 4, which never join a run of newlines with other text;
+    else merges follow from the scores of tokens.
     """
-    scores = _numbers(found, "scores", tokens)
     if kinds.count(BYTE) != 256 or unknown is None:
         raise CheckpointError(
             f"{PREFIX}token_type: expected 256 tokens for bytes, and an unknown token"
@@ -259,17 +265,19 @@ def _sentence_piece(
     spaced = next((token for token in added if _SPACE in token and not _is_run(token)), None)
     if spaced is not None:  # never in a text: spaces become ▁ after added tokens are matched
         raise _unsupported("token_type", spaced)
-    prefix = _flag(found, "add_space_prefix", True)
+    prefix = _flag(found, "add_space_prefix", not merged)
     prepend = {"type": "Prepend", "prepend": _SPACE}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     to_pieces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     to_text = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     decoders = [to_text, {"type": "ByteFallback"}, {"type": "Fuse"}, *([strip] * prefix)]
-    merges = _merges(tokens, kinds, scores)
+    merges: list[Any] = _strings(found, "merges") if merged else []
+    merges = merges or _merges(tokens, kinds, _numbers(found, "scores", tokens))
+    newlines = {"type": "Split", "pattern": {"Regex": r"\n+"}, "behavior": "Isolated"}
     options = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
     return {
         "normalizer": {"type": "Sequence", "normalizers": [prepend] * prefix + [to_pieces]},
-        "pre_tokenizer": None,
+        "pre_tokenizer": newlines | {"invert": False} if merged else None,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": _bpe(tokens, kinds, merges, **options),
     }

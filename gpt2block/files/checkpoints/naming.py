@@ -13,11 +13,11 @@ from gpt2block.errors import CheckpointError
 from gpt2block.files.checkpoints.files import first_names
 from gpt2block.files.checkpoints.stored import DTYPES, Stored, joined
 from gpt2block.models.architectures import ARCHITECTURES
-from gpt2block.models.config import ModelConfig, model_shapes
+from gpt2block.models.config import TABLES, ModelConfig, is_product, model_shapes
 from gpt2block.models.config.llama import LlamaConfig
 
 Shape = tuple[int, ...]
-_OUTSIDE = ("wte", "lm_head")  # matrices (vocab_size, C) outside the blocks
+_OUTSIDE = (*TABLES, "lm_head")  # matrices (vocab_size, …) outside the blocks
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Naming:
         """Return a tensor's shape in a file. `shape`: the tensor's shape in `model_shapes`."""
         if len(shape) == 3 and not self.prefix:  # GGUF has a matrix for weights of a convolution
             return shape[::2]
-        turned = ours.startswith("h.") and self.layout_of(ours) == "NK"
+        turned = self.layout_of(ours) == "NK" and is_product(ours)
         return shape[::-1] if turned else shape
 
     def parts(self, config: ModelConfig) -> dict[str, dict[str, Shape]]:
@@ -77,11 +77,10 @@ class Naming:
         the name of the first.
         """
         found: dict[str, dict[str, Shape]] = {}
-        heads = (config.q_width, config.kv_width, config.kv_width)  # rows of Q, K and V
         for ours, shape in model_shapes(config).items():
             names = self.in_file(ours)
             rows, *rest = self.shape_of(ours, shape)
-            counts = heads if len(names) == len(heads) else (rows,)
+            counts = config.qkv_widths(int(ours.split(".")[1])) if len(names) > 1 else (rows,)
             into = found.setdefault(self.first_of(ours), {})
             for name, n in zip(names, counts, strict=True):
                 into[name] = (n + into.get(name, (0,))[0], *rest)
@@ -190,8 +189,8 @@ def _names(architecture: Mapping[str, tuple[str, str]], column: int) -> dict[str
     for pair, modules in architecture.items():
         module = modules[column]
         parts = [module.format(part) for part in "qkv"] if "{}" in module else [module]
-        for ours, suffix in zip(pair.split(), ("weight", "bias"), strict=False):
-            found[ours] = tuple(f"{part}.{suffix}" for part in parts)
+        for ours, suffix in zip(pair.split(), (".weight", ".bias"), strict=False):
+            found[ours] = tuple(part.rstrip(".") + suffix * (part[-1] != ".") for part in parts)
     return found
 
 
@@ -212,7 +211,14 @@ def _naming(model_type: str, gguf: bool) -> Naming:
 
 def naming_of(config: ModelConfig, gguf: bool = False) -> Naming:
     """Return the Naming of a config's architecture for Hugging Face's files, or for GGUF."""
-    return _naming(config.MODEL_TYPE, gguf)
+    found = _naming(config.MODEL_TYPE, gguf)
+    shared = [str(n) for n, cache in enumerate(config.layer_caches) if cache.layer != n]
+    if not shared:
+        return found
+    # Files may have keys and values of layers that read those of an earlier layer.
+    kinds = r"(self_attn\.[kv]_(proj|norm)|attn_[kv](_norm)?)\.(weight|bias)"
+    unread = rf"{re.escape(found.block)}({'|'.join(shared)})\.{kinds}"
+    return replace(found, ignored=f"{found.ignored}|{unread}")
 
 
 GPT2_NAMING = _naming("gpt2", False)

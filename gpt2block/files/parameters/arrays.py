@@ -23,7 +23,7 @@ from gpt2block.checks import (
 )
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.files.checkpoints import Checkpoint
-from gpt2block.models.config import ModelConfig, Shapes, model_shapes
+from gpt2block.models.config import TABLES, ModelConfig, Shapes, model_shapes
 
 Array = NDArray[np.floating[Any]]
 Block = TypeVar("Block", bound="BlockArrays")
@@ -225,8 +225,9 @@ class ModelArrays(Generic[Block]):
 
 def layout_of(name: str, dimensions: int) -> str | None:
     """Return the layout of a tensor that is kept as an array: of a matrix "KN" or "NK"."""
-    outer = "NK" if name in ("wte", "lm_head") else None
-    return "KN" if name.startswith("h.") and dimensions == 2 else outer
+    if name in (*TABLES, "lm_head"):
+        return "NK"
+    return "KN" if dimensions == 2 and name != "wpe" else None
 
 
 def check_architecture(checkpoint: Checkpoint, expected: type[ModelConfig]) -> None:
@@ -307,11 +308,11 @@ def generator(seed: Any, numbers: int) -> np.random.Generator:
 def random_tensors(seed: Any, shapes: Shapes) -> dict[str, NDArray[np.float32]]:
     """Draw tensors in the given order: γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), others ~ N(0, 0.02)."""
     rng = generator(seed, sum(map(math.prod, shapes.values())))
-    ranges = {"g": (0.8, 1.2), "b": (-0.1, 0.1)}
+    ranges = {"g": (0.8, 1.2), "l": (0.8, 1.2), "b": (-0.1, 0.1)}
     tensors: dict[str, NDArray[np.float32]] = {}
     for name, shape in shapes.items():
         kind = name.rpartition(".")[2]
-        if kind.startswith(("gamma", "beta")):
+        if kind.startswith(("gamma", "layer_scalar", "beta")):
             tensors[name] = rng.uniform(*ranges[kind[0]], shape).astype(np.float32)
         else:
             tensors[name] = rng.standard_normal(shape, dtype=np.float32)

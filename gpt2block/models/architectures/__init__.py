@@ -15,6 +15,7 @@ olmo2     OLMo 2
 olmo3     OLMo 3
 nanochat  nanochat
 gemma3    The text models of Gemma 3
+gemma4    The text models of Gemma 4 without mixtures of experts
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Mapping, Sequence
 
 from gpt2block.models.architectures import (
     gemma3,
+    gemma4,
     gpt2,
     granite,
     granitemoehybrid,
@@ -43,7 +45,7 @@ from gpt2block.models.config import ModelConfig
 
 _ALL: Sequence[Architecture] = (
     gpt2, llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
-    lfm2, olmo2, olmo3, nanochat, gemma3,
+    lfm2, olmo2, olmo3, nanochat, gemma3, gemma4,
 )  # fmt: skip
 # Architectures whose GGUF files have another architecture's name, and architectures of files that
 # have a sliding window

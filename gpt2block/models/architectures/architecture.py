@@ -33,7 +33,8 @@ class Architecture(Protocol):
     """Interface of an architecture's module: names of tensors, and functions that compute a model.
 
     NAMES: gpt2block's names of a weight and its bias → the module's name in `transformers` and in
-    GGUF; {} stands for q, k and v, whose rows gpt2block has in one tensor. FILES: the layout in
+    GGUF; {} stands for q, k and v, whose rows gpt2block has in one tensor; a module name that
+    ends with "." is a tensor without the suffix ".weight". FILES: the layout in
     `transformers`. An engine needs the other fields in addition to the shapes in its config.
     """
 

@@ -56,6 +56,7 @@ OF_OTHERS: Settings = (
     ("parallel_attn", (None, False), "the feed-forward follows attention"),
 )
 _PER_LAYER = ("layer_types", "no_rope_layers")
+TABLES = ("wte", "layer_table")  # matrices (vocab_size, …), whose rows are read by token
 CONV_LAYERS = "conv_layers"  # GGUF files have no such key, but 0 heads of keys in these layers
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # vocabulary size, id of <|endoftext|>
 
@@ -92,6 +93,18 @@ class LayerCache(NamedTuple):
     narrow: bool = True
 
 
+class LayerEmbeddings(NamedTuple):
+    """Constants of the rows that a token has for each layer, in addition to its embedding.
+
+    width: channels of a row for a layer. factor: factor of the table's rows. eps: added to the
+    variance by the norm of the projected embedding.
+    """
+
+    width: int
+    factor: float
+    eps: float
+
+
 @dataclass(frozen=True)
 class ModelConfig(ABC):
     """Base class of model configs, with the sizes that all architectures have.
@@ -106,8 +119,11 @@ class ModelConfig(ABC):
     keys of config.json, supported values (the default first), and the reason for no others.
     HONOURED: keys of OF_OTHERS that this architecture supports. GGUF_KEYS: key of GGUF files,
     without the architecture's name → field. GGUF_NEUTRAL: key of GGUF files → its only supported
-    value. GATE: activation of a gated feed-forward; "gelu" is the tanh approximation.
-    ADDED_TO_NORMS: number that GGUF files add to the weights of norms.
+    value. GGUF_ZEROS: fields of GGUF_KEYS for which 0 is a value, and not the default. GATE:
+    activation of a gated feed-forward; "gelu" is the tanh approximation. ADDED_TO_NORMS: number
+    that GGUF files add to the weights of norms. VALUE_NORMS: whether heads of values have norms
+    without weights, next to norms of heads of queries and keys. FROM_CACHE: whether attention of
+    prompts always reads keys and values from a kv_cache.
     """
 
     NAME: ClassVar[str]
@@ -119,8 +135,11 @@ class ModelConfig(ABC):
     HONOURED: ClassVar[tuple[str, ...]] = ()
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {}
     GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {}
+    GGUF_ZEROS: ClassVar[tuple[str, ...]] = ()
     GATE: ClassVar[Literal["silu", "gelu"]] = "silu"
     ADDED_TO_NORMS: ClassVar[float] = 0.0
+    VALUE_NORMS: ClassVar[bool] = False
+    FROM_CACHE: ClassVar[bool] = False
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
     n_layer: int
@@ -180,6 +199,11 @@ class ModelConfig(ABC):
         return ""
 
     @property
+    def layer_embeddings(self) -> LayerEmbeddings | None:
+        """The constants of the embeddings for each layer; None if there are none."""
+        return None
+
+    @property
     def qk_norm(self) -> bool:
         """Whether queries and keys have norms."""
         return "gamma_q" in self.block_shapes()
@@ -216,11 +240,24 @@ class ModelConfig(ABC):
         """Return a dict of names and shapes of the tensors of one layer's block."""
         return self.block_shapes()
 
+    def qkv_widths(self, layer: int) -> tuple[int, int, int]:
+        """Return the channels of queries, keys and values in a layer."""
+        return self.q_width, self.kv_width, self.kv_width
+
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
         """The part of a kv_cache that each layer reads."""
         width = self.kv_width
         return tuple(LayerCache(layer, width, width) for layer in range(self.n_layer))
+
+    @classmethod
+    def from_gguf(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return a GGUF file's metadata, with one value for arrays that this class can express."""
+        return settings
+
+    def to_gguf(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """Return metadata by GGUF key with the arrays that `from_gguf` reads."""
+        return keys
 
     @classmethod
     def from_hugging_face(cls: type[Config], config: Any) -> Config:
@@ -464,6 +501,16 @@ def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     first, last = config.outer_shapes()
     head = {} if config.tie_word_embeddings else {"lm_head": (config.vocab_size, config.n_embd)}
     return {**first, **shapes_in_blocks(config), **last, **head}
+
+
+def is_product(name: str) -> bool:
+    """Return whether a tensor of this name is a matrix of a product, other than lm_head."""
+    return name.rpartition(".")[2].startswith("w_")
+
+
+def product_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return {name: (in, out)} of the matrices of all products, without lm_head."""
+    return {name: shape for name, shape in model_shapes(config).items() if is_product(name)}
 
 
 def shapes_in_blocks(config: ModelConfig) -> dict[str, tuple[int, ...]]:

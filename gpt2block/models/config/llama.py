@@ -190,6 +190,8 @@ class LlamaConfig(ModelConfig):
         ("quantization_config", (None,), "quantized weights are not supported"),
     )
 
+    PARTIAL: ClassVar[bool] = False  # whether GGUF files store which pairs RoPE rotates as factors
+
     n_layer: int = 32
     n_head: int = 32
     n_embd: int = 4096
@@ -272,6 +274,23 @@ class LlamaConfig(ModelConfig):
     def rotary_size(self) -> int:
         """Channels of a head that RoPE rotates."""
         return self.head_size
+
+    @property
+    def gguf_sizes(self) -> dict[str, tuple[str, int]]:
+        """{GGUF key that the other fields determine: (meaning in words, value)}."""
+        return {
+            "attention.value_length": ("the head size", self.head_size),
+            "rope.dimension_count": ("the head size", self.rotary_size),
+        }
+
+    @property
+    def rope_factors(self) -> tuple[float, ...]:
+        """Factors that divide RoPE's frequencies in a GGUF file; () if they follow from scaling."""
+        return ()
+
+    def with_rope_factors(self, factors: tuple[float, ...]) -> LlamaConfig:
+        """Return the config for these factors of a GGUF file, if PARTIAL is set."""
+        raise NotImplementedError
 
     @property
     def scales(self) -> Scales:

@@ -20,6 +20,7 @@ MAX_BLOCKS = 2**31 - 1, 65535  # maximum blocks of a grid: along x; along y or z
 WARPS = (4, 2, 1)  # warps per block of variant `online`, fastest first
 KEYS = (64, 32)  # keys per tile of variant `online`, fastest first
 
+ONE_TILE = 256  # channels per head above which K and V share memory
 TENSOR_HEADS = (64, 128)  # channels per head that all tensor-core kernels support
 MMA_HEADS = (*TENSOR_HEADS, 256)  # channels per head that variant mma supports in 16 bits
 WGMMA_TILE = 128  # queries per tile, and keys per tile, of variant wgmma
@@ -56,14 +57,18 @@ def heads_defines(NH: int, NKV: int, HS: int) -> Defines:
 
 def warp_queries(HS: int) -> int:
     """Queries per warp of variant `online`: fewer for larger heads, to keep sums in registers."""
-    return 32 if HS <= 64 else 16 if HS <= 128 else 8
+    return 32 if HS <= 64 else 16 if HS <= 128 else 8 if HS <= 256 else 4
 
 
 def shared_bytes(HS: int, warps: int, keys: int) -> int:
-    """Bytes of shared memory per block of variant `online`: Q, K, V, and 32 weights per query."""
+    """Bytes of shared memory per block of variant `online`: Q, K, V, and 32 weights per query.
+
+    K and V of heads of more than ONE_TILE channels have the same bytes.
+    """
     queries = warps * warp_queries(HS)
     stride = 4 * (ceil(HS / 4) | 1)
-    return 4 * ((queries + keys) * stride + keys * 32 * ceil(HS / 32) + queries * 48)
+    values = keys * 32 * ceil(HS / 32) if HS <= ONE_TILE else 0
+    return 4 * ((queries + keys) * stride + values + queries * 48)
 
 
 @lru_cache(maxsize=1024)

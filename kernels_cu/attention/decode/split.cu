@@ -32,8 +32,9 @@
 // it was wrong, the loads are repeated. With a window, split 0 contains the window's first key. The grid does not
 // depend on positions.
 //
-// Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES > 1 sizeof(Shared) bytes of
-// dynamic shared memory. Positions beyond the cache mean its last position. Idea: Dao et al., "Flash-Decoding" (2023).
+// Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES > 1 or HS > 256 sizeof(Shared)
+// bytes of dynamic shared memory. Positions beyond the cache mean its last position. Idea: Dao et al.,
+// "Flash-Decoding" (2023).
 //
 // Measured: docs/experiments.md#attention_split
 #include "lib/attention/spans.cuh"
@@ -106,7 +107,7 @@ constexpr int ROUND = HELD * GROUPS;                          // keys that a war
 constexpr int WARPS = AS_HEADS * AS_WARPS, WORKERS = AS_WARPS * AS_CLUSTER;
 constexpr int CHUNKS = (HS + 31) / 32;                        // groups of 32 channels per head
 constexpr int ITEMS = (SLOTS * CHUNKS + WARPS - 1) / WARPS;   // groups of 32 channels that a warp combines
-static_assert(NH > 0 && HS > 0 && HS <= 256, "HS: 1 to 256");
+static_assert(NH > 0 && HS > 0 && HS <= 512, "HS: 1 to 512");
 static_assert(HS % AS_WIDTH == 0, "a head is whole vectors");
 static_assert(NH % NKV == 0, "every head of K serves as many heads of q");
 static_assert(!AS_TERMS || HS % (TERM_SUMS ? 32 : 2) == 0, "a pair of channels, or a chunk, is of one head");
@@ -291,7 +292,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     float* out,           // (M, C)
     const long long* own, long long* to_1, long long* to_2, long long* to_3, long long* to_4, long long* to_5,
     long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // with AS_PEER_STORES: Peers
-#if AS_QUERIES > 1  // sizeof(Shared) can exceed the limit of static shared memory
+#if AS_QUERIES > 1 || HS > 256  // sizeof(Shared) can exceed the limit of static shared memory
     extern __shared__ __align__(16) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
 #else

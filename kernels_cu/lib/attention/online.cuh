@@ -28,11 +28,14 @@
 //   a thread's keys        32 g + 4 tx + e   (g = 0..KEYS/32-1, tx = 0..7, e = 0..3), in s[r][4 g + e]
 //   a thread's channels    32 g + 4 tx + e, in o[r][g][e]
 //
+// Heads of more than 256 channels: K and V have one buffer in turn, so that a GPU with 99 KB of shared memory has room.
+// Then a tile of V is loaded when all threads have read the tile of K, and threads convert it to floats in registers.
+//
 // K and V of 16 bits or FP8 are copied unconverted to a separate buffer. Each thread converts the 16-byte pieces that
 // it has copied to floats in the tile, before the barrier that makes them visible to other threads. The order of
 // additions for a query depends only on KEYS, not on the other queries or on the query's position in a block.
 //
-// Any number of queries and keys. Any HS up to 256: larger heads have fewer queries per warp, so that o fits in
+// Any number of queries and keys. Any HS up to 512: larger heads have fewer queries per warp, so that o fits in
 // registers. If HS is a multiple of 4 (with 16-bit K and V: of 8; with FP8: of 16), rows are aligned to 16 bytes and
 // are copied in 16-byte pieces. GPUs before sm_80 have no cp.async: copies are synchronous and go through registers.
 //
@@ -61,13 +64,13 @@
 #define AO_KEYS 64
 #endif
 #ifndef AO_ROWS  // queries per thread
-#define AO_ROWS (HS <= 64 ? 8 : HS <= 128 ? 4 : 2)
+#define AO_ROWS (HS <= 64 ? 8 : HS <= 128 ? 4 : HS <= 256 ? 2 : 1)
 #endif
 #ifndef AO_UNROLL  // unroll factor of loops that add 4 products per step
 #define AO_UNROLL 1
 #endif
 static_assert(NH % NKV == 0, "every head of K serves as many heads of Q");
-static_assert(NH > 0 && HS > 0 && HS <= 256, "o must fit in registers: HS <= 256");
+static_assert(NH > 0 && HS > 0 && HS <= 512, "o must fit in registers: HS <= 512");
 static_assert(AO_WARPS > 0 && AO_WARPS <= 8, "a thread needs up to 255 registers: at most 8 warps");
 static_assert(AO_KEYS > 0 && AO_KEYS % 32 == 0, "a warp's threads hold 32 keys at a time");
 
@@ -82,6 +85,7 @@ constexpr int KEYS = AO_KEYS;
 constexpr int DEPTH = (HS + 3) / 4 * 4;      // HS rounded up to a multiple of 4; padding is 0
 constexpr int STRIDE = 4 * (DEPTH / 4 | 1);  // floats between rows; 8 consecutive rows start in different banks
 constexpr int V_STRIDE = 32 * GROUPS;
+constexpr bool ONE_TILE = HS > 256;  // K and V have one buffer
 constexpr int P_STRIDE = 32 + 16;  // floats between rows: no bank conflicts in stores of 4 float4 to each of 2 rows
 
 // Divides COUNT rows of a head into pieces of WIDTH elements, and calls copy(row, more, d) for each of this thread's
@@ -109,7 +113,9 @@ __device__ __forceinline__ int place(int key) { return key / 32 * 32 + key % 4 *
 template <typename E>
 constexpr int ACROSS = HS % (16 / (int)sizeof(E)) ? 1 : 16 / (int)sizeof(E);  // elements per piece (16 bytes, or 1)
 template <typename E>
-constexpr bool STAGED = sizeof(E) < 4 && ACROSS<E> > 1;
+constexpr bool IN_PIECES = sizeof(E) < 4 && ACROSS<E> > 1;
+template <typename E>
+constexpr bool STAGED = IN_PIECES<E> && !ONE_TILE;
 
 template <typename E>
 __device__ __forceinline__ float as_float(E value) {
@@ -120,21 +126,45 @@ __device__ __forceinline__ float as_float(E value) {
     }
 }
 
-// Copies COUNT rows of a head, `distance` elements apart, to shared memory: floats directly to the tile, other types to
-// the buffer `staged`. Rows after the end of the sequence are copies of its last row; no query sees them.
+// Copies COUNT rows of a head of 16 bits or FP8 to a tile in shared memory. Each thread converts the elements to float
+// in registers.
 template <int COUNT, int TO_STRIDE, bool PLACED, typename E>
-__device__ __forceinline__ void copy_rows(float* to, E* staged, const E* head, int distance, int first, int rows) {
+__device__ __forceinline__ void copy_rows_widened(float* to, const E* head, int distance, int first, int rows) {
     for_each_piece<COUNT, ACROSS<E>>([&](int row, int more, int d) {
         const E* from = head + (long long)min(first + row + more, rows - 1) * distance + d;
         float* there = to + (PLACED ? place(row) + place(more) : row + more) * TO_STRIDE + d;
-        if constexpr (STAGED<E>) {
-            copy_vec(reinterpret_cast<float*>(staged + (row + more) * HS + d), reinterpret_cast<const float*>(from));
-        } else if constexpr (ACROSS<E> > 1) {
-            copy_vec(there, from);
+        if constexpr (ACROSS<E> > 1) {
+            float v[ACROSS<E>];
+            load_fresh<E, ACROSS<E>>(from).unpack(v);
+#pragma unroll
+            for (int e = 0; e < ACROSS<E>; e += 4) {
+                st_vec(there + e, make_float4(v[e], v[e + 1], v[e + 2], v[e + 3]));
+            }
         } else {
             *there = d < HS ? as_float(*from) : 0.0f;
         }
     });
+}
+
+// Copies COUNT rows of a head, `distance` elements apart, to shared memory: floats directly to the tile, other types to
+// the buffer `staged`. Rows after the end of the sequence are copies of its last row; no query sees them.
+template <int COUNT, int TO_STRIDE, bool PLACED, typename E>
+__device__ __forceinline__ void copy_rows(float* to, E* staged, const E* head, int distance, int first, int rows) {
+    if constexpr (IN_PIECES<E> && ONE_TILE) {
+        copy_rows_widened<COUNT, TO_STRIDE, PLACED>(to, head, distance, first, rows);
+    } else {
+        for_each_piece<COUNT, ACROSS<E>>([&](int row, int more, int d) {
+            const E* from = head + (long long)min(first + row + more, rows - 1) * distance + d;
+            float* there = to + (PLACED ? place(row) + place(more) : row + more) * TO_STRIDE + d;
+            if constexpr (STAGED<E>) {
+                copy_vec(reinterpret_cast<float*>(staged + (row + more) * HS + d), reinterpret_cast<const float*>(from));
+            } else if constexpr (ACROSS<E> > 1) {
+                copy_vec(there, from);
+            } else {
+                *there = d < HS ? as_float(*from) : 0.0f;
+            }
+        });
+    }
 }
 
 // Converts the 16-byte pieces that this thread has copied to `staged` to float. Call it after wait_for_copies().
@@ -152,26 +182,6 @@ __device__ __forceinline__ void widen_rows(float* to, const E* staged) {
             }
         });
     }
-}
-
-// Copies 16-bit queries like copy_rows. Queries are loaded only once, so each thread converts them to float in
-// registers.
-template <int COUNT, int TO_STRIDE, typename E>
-__device__ __forceinline__ void copy_rows_widened(float* to, const E* head, int distance, int first, int rows) {
-    for_each_piece<COUNT, ACROSS<E>>([&](int row, int more, int d) {
-        const E* from = head + (long long)min(first + row + more, rows - 1) * distance + d;
-        float* there = to + (row + more) * TO_STRIDE + d;
-        if constexpr (ACROSS<E> > 1) {
-            float v[ACROSS<E>];
-            load_fresh<E, ACROSS<E>>(from).unpack(v);
-#pragma unroll
-            for (int e = 0; e < ACROSS<E>; e += 4) {
-                st_vec(there + e, make_float4(v[e], v[e + 1], v[e + 2], v[e + 3]));
-            }
-        } else {
-            *there = d < HS ? as_float(*from) : 0.0f;
-        }
-    });
 }
 
 __device__ __forceinline__ void add_product(float (&sum)[4], float a, float4 b) {
@@ -259,8 +269,8 @@ template <typename E, typename Q, typename Find>
 __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find find) {
     float* const q_s = tiles;                   // (QUERIES, HS), rows STRIDE floats apart
     float* const k_s = q_s + QUERIES * STRIDE;  // (KEYS, HS), rows STRIDE floats apart
-    float* const v_s = k_s + KEYS * STRIDE;     // (KEYS, HS), rows V_STRIDE floats apart
-    float* const p_s = v_s + KEYS * V_STRIDE;   // (QUERIES, 32), rows P_STRIDE floats apart
+    float* const v_s = k_s + (ONE_TILE ? 0 : KEYS * STRIDE);  // (KEYS, HS), rows V_STRIDE floats apart
+    float* const p_s = k_s + KEYS * (STRIDE + (ONE_TILE ? 0 : V_STRIDE));  // (QUERIES, 32), rows P_STRIDE floats apart
     E* const staged = reinterpret_cast<E*>(p_s + QUERIES * P_STRIDE);  // (KEYS, HS), if K and V are not float
 
     // The bits of the lane number are permuted so that each half of a warp reads 8 rows of K and 2 rows of Q at a time.
@@ -301,23 +311,31 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
     }
 
     if constexpr (sizeof(Q) < 4) {
-        copy_rows_widened<QUERIES, STRIDE>(q_s, task.q, task.q_distance, block_query, queries);
+        copy_rows_widened<QUERIES, STRIDE, false>(q_s, task.q, task.q_distance, block_query, queries);
     } else {
         copy_rows<QUERIES, STRIDE, false>(q_s, q_s, task.q, task.q_distance, block_query, queries);
     }
     copy_rows<KEYS, STRIDE, true>(k_s, staged, task.k, task.kv_distance, first_key, rows);
 #pragma unroll 1
     for (int key = first_key; key < n_keys; key += KEYS) {
+        if (ONE_TILE && key > first_key) {
+            __syncthreads();  // all threads have read the tile of V
+            copy_rows<KEYS, STRIDE, true>(k_s, staged, task.k, task.kv_distance, key, rows);
+        }
         wait_for_copies();
         widen_rows<KEYS, STRIDE, true>(k_s, staged);
         __syncthreads();  // the tile of K is complete; all threads have read the previous tile of V
-        copy_rows<KEYS, V_STRIDE, false>(v_s, staged, task.v, task.kv_distance, key, rows);
+        if (!ONE_TILE) copy_rows<KEYS, V_STRIDE, false>(v_s, staged, task.v, task.kv_distance, key, rows);
         float s[ROWS][COLUMNS];
         if (key < some_see && key + KEYS > none_before) compute_scores(s, q, k);
+        if (ONE_TILE) {
+            __syncthreads();  // all threads have read the tile of K
+            copy_rows<KEYS, V_STRIDE, false>(v_s, staged, task.v, task.kv_distance, key, rows);
+        }
         wait_for_copies();
         widen_rows<KEYS, V_STRIDE, false>(v_s, staged);
         __syncthreads();  // the tile of V is complete; all threads have read the tile of K
-        if (key + KEYS < n_keys) {
+        if (!ONE_TILE && key + KEYS < n_keys) {
             copy_rows<KEYS, STRIDE, true>(k_s, staged, task.k, task.kv_distance, key + KEYS, rows);
         }
         if (key >= some_see || key + KEYS <= none_before) continue;

@@ -4,7 +4,7 @@ const rowsOfQKV = decoded(data.opened.attention.rows), openedTokens = data.opene
 const openedWindow = model.windows[data.opened.attention.layer], scaleOfScores = steps.attn.number;  // window null: all tokens; scale null: 1 / √d
 const isPast = (position, j) => openedWindow !== null && j <= position - openedWindow;
 function attentionRow(position, head) {
-  const D = model.head_size, Q = model.n_head * D, KV = model.n_kv_head * D, shared = Math.floor(head * model.n_kv_head / model.n_head);
+  const D = data.opened.attention.head_size, Q = model.n_head * D, KV = model.n_kv_head * D, shared = Math.floor(head * model.n_kv_head / model.n_head);
   const part = (token, from) => rowsOfQKV.subarray(token * (Q + 2 * KV) + from, token * (Q + 2 * KV) + from + D);
   const seen = Array.from({length: position + 1}, (_, j) => j), all = Array.from({length: Math.min(openedTokens, position + 1 + LATER)}, (_, j) => j);
   const q = part(position, head * D), keys = all.map(j => part(j, Q + shared * D)), values = seen.map(j => part(j, Q + KV + shared * D));
@@ -55,10 +55,10 @@ function detailOfValues({position, head, values, weights, output}, j, drawTable)
 }
 // head, cell, sum: heading, entry and total of a column of the table
 const OPENED_STEPS = [
-  {title: "Q·K", head: () => "q·k", about: row => `The query of ${nameOfToken(row.position)} is multiplied by the key of every token: one score each, the sum of ${model.head_size} products.`,
+  {title: "Q·K", head: () => "q·k", about: row => `The query of ${nameOfToken(row.position)} is multiplied by the key of every token: one score each, the sum of ${data.opened.attention.head_size} products.`,
     cell: (row, j) => number(row.scores[j]), detail: detailOfScore},
   {title: "scale", head: () => scaleOfScores === null ? "÷ √d" : "scaled", about: () => scaleOfScores === null
-    ? `Every score is divided by √${model.head_size}, the root of the number of channels of a head, so that wider heads do not have larger scores.`
+    ? `Every score is divided by √${data.opened.attention.head_size}, the root of the number of channels of a head, so that wider heads do not have larger scores.`
     : `Every score is multiplied by ${number(scaleOfScores)}, a number of this model's config.`,
     cell: (row, j) => number(row.scaled[j]), detail: detailOfScale},
   {title: "mask", head: () => "masked", about: row => `Scores of tokens after ${nameOfToken(row.position)} become −∞: a token must not see what comes later.${openedWindow === null ? "" : ` So do those before the last ${openedWindow} tokens, the window of this layer.`}`,

@@ -24,6 +24,12 @@ const WALK = {
   relu2: () => "Positive numbers are squared and negative ones become 0: without it, two products would be no more than one.",
   ff2: () => `A product brings them back to ${widthOf("ff2")} channels.`,
   down: () => `A product brings them back to ${widthOf("down")} channels.`,
+  queries: () => `One product turns them into ${widthOf("queries")} numbers: the queries of ${model.n_head} heads. Keys and values are those of an earlier block.`,
+  q_rope: () => "Every query is divided by its root mean square, multiplied by γ, and rotated by angles that grow with its position.",
+  x2: () => "They are divided by their root mean square, multiplied by γ, and added to the residual stream.",
+  layer_gate: () => `A product computes ${widthOf("layer_gate")} gates for each token, for the row that the token has for this block.`,
+  layer_ff: () => "Each number of the row is multiplied by the GELU of its gate.",
+  layer_proj: () => `A product brings them back to ${widthOf("layer_proj")} channels.`,
   output: () => `They are added to the residual stream, which ${state.layer + 1 < model.n_layer ? `block ${state.layer + 1}` : plan.after[0]} reads next.`,
 };
 let walking = false;

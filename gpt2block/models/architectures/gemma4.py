@@ -1,0 +1,395 @@
+"""Gemma 4's text models: Gemma 3's block with embeddings for each layer, and shared kv_caches.
+
+Layers without a window have larger heads, and RoPE that rotates a part of their channels. Scores
+are not scaled; values have a norm without weights. The last layers have queries only, and read the
+keys and values of the last earlier layer of their kind. After the feed-forward, a gated projection
+adds a row that each token has for each layer: the sum of a row of a table and of a projection of
+the embedding. The block's output is multiplied by a scalar. Mixtures of experts are refused.
+
+Source: Gemma4 in `transformers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.checks import FLOATS, check_count, check_integer, check_number
+from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.models.architectures import gemma3, llama
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.architectures.gemma3 import CAP, SCALE, Gemma3Config
+from gpt2block.models.config import (
+    LayerCache,
+    LayerEmbeddings,
+    ModelConfig,
+    Settings,
+    Shapes,
+)
+from gpt2block.models.config.llama import (
+    KINDS,
+    PartlyWindowedConfig,
+    RopeScaling,
+    rope_objects,
+)
+
+OVERRIDES, GLOBAL, PART = "per_layer_config", "global_head_dim", "partial_rotary_factor"
+TABLE_ROWS, WIDE, FF = "vocab_size_per_layer_input", "use_double_wide_mlp", "feed_forward_length"
+NO_ROTATION = 1e30  # factor that divides the frequencies of pairs that do not rotate in GGUF files
+
+
+@dataclass(frozen=True)
+class Gemma4Config(Gemma3Config):
+    """Sizes of a Gemma 4 text model; head_size is the head size of layers with a window.
+
+    global_head_size: head size of the other layers, in which RoPE rotates the part rotary_part.
+    shared_layers: number of layers, the last ones, without keys and values of their own.
+    use_double_wide_mlp: whether these layers have 2 n_ff channels. n_layer_embd: channels of the
+    embedding of a token for each layer; 0 if there are none. embedding_dtype: as in Gemma3Config.
+    """
+
+    NAME: ClassVar[str] = "Gemma4"
+    MODEL_TYPE: ClassVar[str] = "gemma4_text"
+    ADDED_TO_NORMS: ClassVar[float] = 0.0
+    VALUE_NORMS: ClassVar[bool] = True
+    FROM_CACHE: ClassVar[bool] = True
+    FLAGS: ClassVar[tuple[str, ...]] = (*Gemma3Config.FLAGS, WIDE)
+    HONOURED: ClassVar[tuple[str, ...]] = (*PartlyWindowedConfig.HONOURED, CAP)
+    OTHERS: ClassVar[Mapping[str, str]] = {
+        **PartlyWindowedConfig.OTHERS, "logits_cap": CAP, "shared_layers": "num_kv_shared_layers",
+        "n_layer_embd": "hidden_size_per_layer_input", "global_head_size": GLOBAL,
+    }  # fmt: skip
+    GGUF_KEYS: ClassVar[Mapping[str, str]] = {
+        **Gemma3Config.GGUF_KEYS, "attention.sliding_window_pattern": "sliding_layers",
+        "attention.shared_kv_layers": "shared_layers", "attention.key_length_swa": "head_size",
+        "attention.key_length": "global_head_size", WIDE: WIDE,
+        "embedding_length_per_layer_input": "n_layer_embd", CAP: "logits_cap",
+    }  # fmt: skip
+    GGUF_ZEROS: ClassVar[tuple[str, ...]] = ("n_layer_embd",)
+    PARTIAL: ClassVar[bool] = True
+    ABSENT: ClassVar[Mapping[str, Any]] = {
+        "n_ctx": 131072, "eps": 1e-6, "n_kv_head": 4, "head_size": 256, "theta": 1e6,
+        "window": 512, "tie_word_embeddings": True,
+    }  # fmt: skip
+    SETTINGS: ClassVar[Settings] = (
+        *(each for each in Gemma3Config.SETTINGS if each[0] != "use_bidirectional_attention"),
+        ("use_bidirectional_attention", (None, False, "vision"), "a token sees no later ones"),
+        ("enable_moe_block", (None, False), "mixtures of experts are not supported"),
+        ("attention_k_eq_v", (None, False), "values have a projection of their own"),
+    )
+
+    scalar: float = 1
+    local_theta: float = 10000.0
+    global_head_size: int = 512
+    rotary_part: float = 0.25
+    shared_layers: int = 0
+    use_double_wide_mlp: bool = False
+    n_layer_embd: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, most in (("shared_layers", self.n_layer - 1), ("n_layer_embd", 2**16)):
+            number = check_integer(name, getattr(self, name), 0, most, f"0 to {most}")
+            object.__setattr__(self, name, number)
+        size = check_count("global_head_size", self.global_head_size, 2**16)
+        if size % 2:
+            raise InputError(f"global_head_size: expected an even number, got {size}")
+        part = check_number("rotary_part", self.rotary_part, 0, 1, "a number from 0 to 1")
+        object.__setattr__(self, "rotary_part", part)
+        own = self.sliding_layers[: self.n_layer - self.shared_layers]
+        if {*own} != {*self.sliding_layers}:
+            raise InputError(
+                f"shared_layers: expected layers of both kinds before the last {self.shared_layers}"
+                ", whose keys and values these layers read"
+            )
+
+    def _check_scaling(self, scaling: RopeScaling) -> None:
+        """Raise InputError unless RoPE's frequencies are divided by a number."""
+        if scaling.kind != "linear":
+            raise InputError(f"rope_scaling: expected linear in {self.NAME}, got {scaling.kind}")
+
+    @property
+    def layer_embeddings(self) -> LayerEmbeddings | None:
+        """Return the constants of the embeddings for each layer.
+
+        The projection of the embedding is not multiplied by n_embd ** -0.5 before its norm, which
+        is the same with n_embd times eps. The sum with the table's row is divided by sqrt(2).
+        """
+        P = self.n_layer_embd
+        root = float(np.asarray(math.sqrt(P)).astype(FLOATS[self.embedding_dtype]))
+        return LayerEmbeddings(P, root * 2**-0.5, self.eps * self.n_embd) if P else None
+
+    def head_size_of(self, layer: int) -> int:
+        """Return the channels of a head in a layer."""
+        return self.head_size if self.sliding_layers[layer] else self.global_head_size
+
+    def source_of(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer reads: itself, or an earlier one."""
+        own = self.n_layer - self.shared_layers
+        alike = [n for n in range(own) if self.sliding_layers[n] == self.sliding_layers[layer]]
+        return layer if layer < own else alike[-1]
+
+    @property
+    def layer_caches(self) -> tuple[LayerCache, ...]:
+        """Return the part of a kv_cache that each layer reads."""
+        layers = range(self.n_layer)
+        widths = [self.n_kv_head * self.head_size_of(n) for n in layers]
+        return tuple(LayerCache(self.source_of(n), widths[n], widths[n]) for n in layers)
+
+    def qkv_widths(self, layer: int) -> tuple[int, int, int]:
+        """Return the channels of queries, keys and values in a layer."""
+        D = self.head_size_of(layer)
+        return self.n_head * D, self.n_kv_head * D, self.n_kv_head * D
+
+    def frequencies(self) -> NDArray[np.float64]:
+        """Return the radians per position of each pair in layers without a window."""
+        D, factor = self.global_head_size, 1.0 if self.scaling is None else self.scaling.factor
+        turned = self.theta ** (-2 * np.arange(int(self.rotary_part * D // 2)) / D) / factor
+        return np.pad(turned, (0, D // 2 - len(turned)))
+
+    def shapes_of(self, layer: int) -> Shapes:
+        """Return {name: shape} of the tensors of one layer's block."""
+        C, D, (Q, KV, _) = (self.n_embd,), self.head_size_of(layer), self.qkv_widths(layer)
+        shared, P = self.source_of(layer) != layer, self.n_layer_embd
+        FF = self.n_ff * (2 if shared and self.use_double_wide_mlp else 1)
+        heads: Shapes = {"w_q": (*C, Q), "gamma_q": (D,)}
+        if not shared:
+            heads = {"w_qkv": (*C, Q + 2 * KV), "gamma_q": (D,), "gamma_k": (D,)}
+        embedding: Shapes = {"w_layer_gate": (*C, P), "w_layer": (P, *C), "gamma_layer": C}
+        shapes = {
+            "gamma1": C, **heads, "w_o": (Q, *C), "gamma_attn": C, "gamma2": C,
+            "w_gate": (*C, FF), "w_up": (*C, FF), "w_down": (FF, *C), "gamma_ff": C,
+            **(embedding if P else {}), "layer_scalar": (1,),
+        }  # fmt: skip
+        biased = [n for n in ("w_qkv", "w_q", "w_o") if n in shapes and self.attention_bias]
+        return shapes | {f"b{name[1:]}": shapes[name][1:] for name in biased}
+
+    def block_shapes(self) -> Shapes:
+        """Return {name: shape} of the tensors of all layers' blocks, with the largest shapes."""
+        found: dict[str, tuple[int, ...]] = {}
+        for layer in range(self.n_layer):
+            for name, shape in self.shapes_of(layer).items():
+                found[name] = max(shape, found.get(name, shape))
+        return found
+
+    def outer_shapes(self) -> tuple[Shapes, Shapes]:
+        """Return name → shape of the tensors before and after the blocks, without lm_head."""
+        (first, last), P = super().outer_shapes(), self.n_layer_embd
+        of_all = self.n_layer * P
+        table: Shapes = {"layer_table": (self.vocab_size, of_all)}
+        table = {**table, "w_layers": (self.n_embd, of_all), "gamma_layers": (P,)}
+        return {**first, **(table if P else {})}, last
+
+    @classmethod
+    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert the content of a config.json to {field of this class: value}."""
+        own: dict[str, Any] = {}
+        objects = rope_objects(config).get("rope_parameters", {})
+        full = objects.get(KINDS[0])
+        if isinstance(full, dict) and full.get("rope_type") == "proportional":
+            own["rotary_part"] = full.get(PART, 1.0)
+            kind = "linear" if full.get("factor", 1.0) != 1 else "default"
+            full = {k: v for k, v in full.items() if k != PART} | {"rope_type": kind}
+            config = {**config, "rope_parameters": {**objects, KINDS[0]: full}}
+        elif objects:
+            own["rotary_part"] = 1.0
+        fields = super()._fields_in(config)
+        rows = config.get(TABLE_ROWS)
+        if rows not in (None, fields["vocab_size"]) and fields.get("n_layer_embd", 1):
+            raise CheckpointError(
+                f"config.json: {TABLE_ROWS}: expected {fields['vocab_size']}, as vocab_size, "
+                f"got {shown(rows)}"
+            )
+        # As in `transformers`, the last layer never has a window.
+        fields["sliding_layers"] = (*fields["sliding_layers"][:-1], False)
+        if OVERRIDES in config:
+            own["global_head_size"] = _overridden(config[OVERRIDES], fields)
+        return fields | own
+
+    @property
+    def gguf_sizes(self) -> dict[str, tuple[str, int]]:
+        """{GGUF key that the other fields determine: (meaning in words, value)}."""
+        full, sliding = (("the head size", n) for n in (self.global_head_size, self.head_size))
+        of_full = dict.fromkeys(("attention.value_length", "rope.dimension_count"), full)
+        return of_full | {f"{key}_swa": sliding for key in of_full}
+
+    @property
+    def rope_factors(self) -> tuple[float, ...]:
+        """Factors that divide RoPE's frequencies of layers without a window in a GGUF file."""
+        factor = 1.0 if self.scaling is None else self.scaling.factor
+        return tuple(factor if turned else NO_ROTATION for turned in self.frequencies() > 0)
+
+    def with_rope_factors(self, factors: tuple[float, ...]) -> Gemma4Config:
+        """Return the config for these factors of a GGUF file."""
+        count = sum(each < NO_ROTATION / 2 for each in factors)
+        pairs, factor = self.global_head_size // 2, factors[0] if count else 1.0
+        expected = (*(factor,) * count, *(pairs - count) * (factors[-1],))
+        if len(factors) != pairs or factors != expected:
+            raise InputError(f"rope_freqs: expected one factor for the first of {pairs} pairs, and "
+                             f"{NO_ROTATION:g} for the others, got {shown(factors)}")  # fmt: skip
+        parts = (count / pairs, (count + 0.25) / pairs)  # the first may be rounded down to less
+        part = next(each for each in parts if int(each * (2 * pairs) // 2) == count)
+        scaling = None if factor == 1 else RopeScaling("linear", factor)
+        return replace(self, rotary_part=part, scaling=scaling)
+
+    @classmethod
+    def from_gguf(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return a GGUF file's metadata, with one value for the widths of the feed-forward."""
+        widths: Any = settings.get(FF)
+        shared: Any = settings.get("attention.shared_kv_layers")
+        several = isinstance(widths, (list, np.ndarray)) and isinstance(shared, int)
+        if not several or not 0 < shared < len(widths):
+            return settings
+        own = [int(n) for n in widths[: len(widths) - shared]]
+        doubled = [int(n) for n in widths[len(widths) - shared :]] == [2 * own[0]] * shared
+        return {**settings, FF: [*own, *own[:1] * shared], WIDE: True} if doubled else settings
+
+    def to_gguf(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """Return metadata by GGUF key with an array of the widths of the feed-forward."""
+        wide, n = keys.pop(WIDE), self.shared_layers
+        widths = (*(self.n_ff,) * (self.n_layer - n), *(2 * self.n_ff,) * n)
+        return keys | ({FF: widths} if wide else {})
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Return the content of a `config.json` with which `transformers` loads this model."""
+        content, factor = (
+            super().to_hugging_face(),
+            1.0 if self.scaling is None else self.scaling.factor,
+        )
+        full = {"rope_type": "proportional", "rope_theta": content.pop("rope_theta")}
+        full |= {PART: self.rotary_part, "factor": factor}
+        local = {"rope_type": "default", "rope_theta": self.local_theta}
+        del content[SCALE], content["rope_scaling"]
+        rope = dict(zip(KINDS, (full, local), strict=True))
+        return content | {"rope_parameters": rope, TABLE_ROWS: self.vocab_size}
+
+
+def _overridden(overrides: Any, fields: Mapping[str, Any]) -> Any:
+    """Return the head size of layers without a window that per_layer_config states.
+
+    The package `transformers` writes this key in place of global_head_dim; it is empty if all
+    layers have the same head size.
+    """
+    if overrides == {}:
+        return fields["head_size"]
+    layers = [str(n) for n, sliding in enumerate(fields["sliding_layers"]) if not sliding]
+    named = {str(n): each for n, each in overrides.items()} if isinstance(overrides, dict) else {}
+    sizes = [named[n].get("head_dim") if isinstance(named.get(n), dict) else None for n in layers]
+    same = {"head_dim": sizes[0], "num_key_value_heads": fields["n_kv_head"]}
+    if (
+        sizes[0] is None
+        or named.keys() != {*layers}
+        or any(same | named[n] != same for n in layers)
+    ):
+        raise CheckpointError(
+            f"config.json: {OVERRIDES}: expected the same head_dim for each of the layers without "
+            f"a window ({', '.join(layers)}), got {shown(overrides)}"
+        )
+    return sizes[0]
+
+
+CONFIG: type[ModelConfig] = Gemma4Config
+NAMES: Mapping[str, tuple[str, str]] = {
+    **gemma3.NAMES,
+    "w_q b_q": ("self_attn.q_proj", "attn_q"),
+    "w_layer_gate": ("per_layer_input_gate", "inp_gate"),
+    "w_layer": ("per_layer_projection", "proj"),
+    "gamma_layer": ("post_per_layer_input_norm", "post_norm"),
+    "layer_scalar": ("layer_scalar.", "layer_output_scale"),
+    "layer_table": ("embed_tokens_per_layer", "per_layer_token_embd"),
+    "w_layers": ("per_layer_model_projection", "per_layer_model_proj"),
+    "gamma_layers": ("per_layer_projection_norm", "per_layer_proj_norm"),
+}
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = "gemma4", False
+NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
+final = llama.final
+
+
+def constants(config: Gemma4Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {name: tensor}: RoPE frequencies, and norm weights of embeddings for layers."""
+    halved = (
+        {"gamma_layers_scaled": vectors["gamma_layers"] * 2**-0.5} if config.n_layer_embd else {}
+    )
+    return {**config.layer_frequencies(), **halved}
+
+
+def attention(o: Any, h: str, x: Value) -> Value:
+    """Compute a block's first half, attention, over the layer's own keys or an earlier layer's."""
+    shared = o.c.shares(h)
+    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_q" if shared else f"{h}w_qkv",))
+    if shared:
+        y = o.queries(h, y, o.c.frequencies_of(h), f"{h}gamma_q")
+    else:
+        y = o.qkv(h, y, rope=o.c.frequencies_of(h), norms=(f"{h}gamma_q", f"{h}gamma_k"))
+    return o.attend(h, y, to=(f"{h}w_o",))
+
+
+def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
+    """Compute the block's output from x and from attention; each of three sums has a norm."""
+    scalar = f"{h}layer_scalar"
+    y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
+    x = o.add_norm(f"{h}x1", x, y, f"{h}gamma_attn")
+    y = o.norm(f"{h}rms2", x, f"{h}gamma2", to=(f"{h}w_gate", f"{h}w_up"))
+    y = o.gated(h, y, to=(f"{h}w_down",))
+    y = o.product(f"{h}down", y, f"{h}w_down")
+    if not o.c.layers:
+        return o.add_norm(f"{h}output", x, y, f"{h}gamma_ff", scalar)
+    x = o.add_norm(f"{h}x2", x, y, f"{h}gamma_ff")
+    y = o.operand(f"{h}layer_in", x, to=(f"{h}w_layer_gate",))
+    y = o.product(f"{h}layer_gate", y, f"{h}w_layer_gate")
+    y = o.operand(f"{h}layer_ff_in", o.gated_by_layer(h, y), to=(f"{h}w_layer",))
+    y = o.product(f"{h}layer_proj", y, f"{h}w_layer")
+    return o.add_norm(f"{h}output", x, y, f"{h}gamma_layer", scalar)
+
+
+def stream_bounds(config: Gemma4Config, largest: Mapping[str, float]) -> Iterator[float]:
+    """Yield upper bounds, for any input, of the residual stream after the embedding and each block.
+
+    The C values of an RMSNorm are at most sqrt(C) times its largest weight.
+    """
+    stream, names = largest["wte"] * config.scales.embedding, ("attn", "ff", "layer")
+    yield stream
+    for h in (f"h.{layer}." for layer in range(config.n_layer)):
+        added = sum(largest.get(f"{h}gamma_{name}", 0.0) for name in names)
+        stream = (stream + math.sqrt(config.n_embd) * added) * largest[f"{h}layer_scalar"]
+        yield stream
+
+
+def operand_bounds(
+    config: Gemma4Config, largest: Mapping[str, float], norms: RowNorms
+) -> dict[str, float]:
+    """Bound operands as Llama and Qwen3 do; the residual stream is an operand after norms, too."""
+    root, bounds = (
+        math.sqrt(config.n_embd),
+        {"rms_f": math.sqrt(config.n_embd) * largest["gamma_f"]},
+    )
+    for layer, stream in enumerate([*stream_bounds(config, largest)][:-1]):
+        h, shapes = f"h.{layer}.", config.shapes_of(layer)
+
+        def product(n: int, name: str, h: str = h) -> NDArray[Any]:
+            sums = root * norms(f"{h}w_{name}", f"{h}gamma{n}")
+            return np.asarray(sums + largest.get(f"{h}b_{name}", 0.0))
+
+        gammas = [largest[f"{h}{name}"] for name in ("gamma_q", "gamma_k") if name in shapes]
+        heads = math.sqrt(config.head_size_of(layer)) * max(1.0, *gammas)
+        shared = "w_q" in shapes
+        qkv = float(product(1, "q" if shared else "qkv").max())
+        gate, up = product(2, "gate"), product(2, "up")
+        bounds |= {f"{h}rms{n}": root * largest[f"{h}gamma{n}"] for n in (1, 2)}
+        # The bound of queries is a bound of the means of values, too: these have norms.
+        bounds |= {f"{h}{'q_rope' if shared else 'rope'}": max(heads, qkv)}
+        bounds[f"{h}gate"] = float(gate.max())
+        bounds |= {f"{h}up": float(up.max()), f"{h}ff": float((gate * up).max())}
+        if (P := config.layer_embeddings) is None:
+            continue
+        x2 = stream + root * (largest[f"{h}gamma_attn"] + largest[f"{h}gamma_ff"])
+        row = math.sqrt(P.width / 2) * largest["gamma_layers"] + P.factor * largest["layer_table"]
+        gated = root * x2 * float(norms(f"{h}w_layer_gate", "").max()) * row
+        bounds |= {f"{h}layer_in": x2, f"{h}layer_ff_in": gated}
+    return bounds
