@@ -1026,7 +1026,7 @@ def silu_mul(gate: Array, up: Array, gelu: bool = False) -> Array:
     return gated
 
 
-def _spans(cu_seqlens: NDArray[np.integer], N: int) -> list[tuple[int, int]]:
+def _spans(cu_seqlens: NDArray[np.integer[Any]], N: int) -> list[tuple[int, int]]:
     """Return pairs (first row, last row + 1), one per sequence. Raises InputError for bad input."""
     ends = cu_seqlens.tolist()
     if ends != sorted(ends) or ends[0] < 0 or ends[-1] > N:

@@ -19,6 +19,7 @@ from typing import Any
 
 from gpt2block.checks import check_integer
 from gpt2block.cuda.arrays import (
+    Composite,
     CudaArray,
     alignment,
     check,
@@ -32,7 +33,6 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
-from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.attention import LARGEST_HEAD, MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.engines.attention_tiles import (
@@ -648,7 +648,7 @@ def attention_split(
 
 
 def kv_append(
-    qkv: CudaArray | HiLoMatrix,
+    qkv: CudaArray | Composite,
     k: CudaArray,
     v: CudaArray,
     row: CudaArray,
