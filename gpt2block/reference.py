@@ -1123,7 +1123,7 @@ def gated_columns(gate: Array, rows: Array, first: int, gelu: bool = False) -> A
     return unchecked(silu_mul)(gate, rows[:, first : first + P], gelu)
 
 
-def _spans(cu_seqlens: NDArray[np.integer], N: int) -> list[tuple[int, int]]:
+def _spans(cu_seqlens: NDArray[np.integer[Any]], N: int) -> list[tuple[int, int]]:
     """Return pairs (first row, last row + 1), one per sequence. Raises InputError for bad input."""
     ends = cu_seqlens.tolist()
     if ends != sorted(ends) or ends[0] < 0 or ends[-1] > N:

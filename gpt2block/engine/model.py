@@ -12,7 +12,6 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.cuda.arrays import AnyArray
 from gpt2block.cuda.formats import FILE, GGUF, Formats, itemsize, own_cache_dtype
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.engine.grammars import Matcher
@@ -135,7 +134,7 @@ class StoredModel(ABC):
             )
 
     @abstractmethod
-    def _vector(self, name: str, array: np.ndarray) -> AnyArray:
+    def _vector(self, name: str, array: np.ndarray) -> Any:
         """Return a vector as a float32 array of the backend."""
 
     @abstractmethod
@@ -246,7 +245,7 @@ class RowFrequencies:
 
         library: module of the cache's arrays, NumPy or CuPy.
         """
-        self.tensors: dict[str, AnyArray] = {}
+        self.tensors: dict[str, Any] = {}
         self._short, self._copy = config.short_context, library.copyto
         if self._short:
             sets, self._long = short_and_long(config), [n_ctx > self._short] * batch

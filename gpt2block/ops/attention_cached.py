@@ -19,6 +19,7 @@ from typing import Any
 
 from gpt2block.checks import check_integer
 from gpt2block.cuda.arrays import (
+    Composite,
     CudaArray,
     alignment,
     check,
@@ -675,7 +676,7 @@ def attention_split(
 
 
 def kv_append(
-    qkv: CudaArray | HiLoMatrix,
+    qkv: CudaArray | Composite,
     k: CudaArray,
     v: CudaArray,
     row: CudaArray,
