@@ -112,6 +112,7 @@ class _Encoder:
         self.function = module.function(kernel)
         self.rows: dict[str, int] = {}
         self.predicates: dict[str, int] = {}
+        self.operands: dict[str, tuple[int, int, int, int]] = {}  # of the function, by their text
         self.functions: dict[str, Function] = {}
         self.frames: dict[
             str, dict[str, int]
@@ -144,7 +145,8 @@ class _Encoder:
                     )
         if name in self.functions:
             return []
-        self.functions[name] = function = self.module.function(name)
+        function = self.function if name == self.function.name else self.module.function(name)
+        self.functions[name] = function
         if not function.entry:
             formal = (*function.results, *function.parameters)
             row, offsets = self._frame(formal, name not in self._pointed)
@@ -181,7 +183,7 @@ class _Encoder:
 
     def _function(self, function: Function) -> None:
         self.function = function
-        self.rows, self.predicates = {}, {}
+        self.rows, self.predicates, self.operands = {}, {}, {}
         self.aliases = dict(self._arguments(function))
         start = len(self.made.code)
         self.made.functions[function.name] = start
@@ -253,7 +255,13 @@ class _Encoder:
         made = self.made
         first = len(made.operands)
         for text in operands:
+            if text in self.operands:
+                made.operands.append(self.operands[text])
+                continue
+            before = len(made.operands)
             self._operand(text.strip(), each, start)
+            if len(made.operands) == before + 1 and made.operands[-1][0] != LABEL:
+                self.operands[text] = made.operands[-1]
         guard = 0
         if each.guard:
             plain = each.guard.lstrip("!")
@@ -290,15 +298,15 @@ class _Encoder:
         elif "|" in text:
             for part in text.split("|"):
                 self._operand(part.strip(), each, start)
-        elif text.startswith("!") or self._type(text) == "pred":
+        elif text.startswith("!") or (of := self._type(text)) == "pred":
             kind = NOT_PREDICATE if text[0] == "!" else PREDICATE
             add((kind, self._predicate(text.lstrip("!")), 0, 0))
-        elif each.opcode.startswith("br") and not self._type(text):
+        elif not of and each.opcode.startswith("br"):
             for label in self.function.tables.get(text, (text,)):
                 add((LABEL, start + self.function.target(label, each.scope), 0, 0))
         else:
             row = self._row(text)
-            self._vector([row, row + 1] if self._type(text) == "b128" else [row])
+            self._vector([row, row + 1] if of == "b128" else [row])
 
     def _of_call(self, what: str, name: str) -> tuple[int, int, int, int]:
         """Return an operand of a call or a return, which PTX does not have."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from threading import Lock
 from typing import Any, NamedTuple
@@ -244,7 +244,9 @@ class _Reader:
                 self.renamed.pop()
 
     def _statement(self, word: str, rest: str, guard: str) -> None:
-        if word.startswith(".reg"):
+        if not word.startswith("."):
+            self._instruction(word, rest, guard)
+        elif word.startswith(".reg"):
             kind, _, names = f"{word[4:]} {rest}".strip(" .").partition(" ")
             self._registers(kind, names)
         elif word in (".param", ".local", ".shared"):
@@ -254,15 +256,17 @@ class _Reader:
             variable = _variable(match)
             variable.name = self._declare(variable.name)
             self.function.variables[variable.name] = variable
-        elif rest.startswith(":"):  # a table or a prototype: its name stands before it
+
+    def _instruction(self, word: str, rest: str, guard: str) -> None:
+        if rest.startswith(":"):  # a table or a prototype: its name stands before it
             if ".branchtargets" in rest:
                 self.function.tables[word] = tuple(_OPERAND.findall(rest.split("targets")[1]))
-        elif not word.startswith("."):
-            if self.renamed[-1]:
-                rest = re.sub(r"[\w$%]+", self._current, rest)
-                guard = re.sub(r"[\w$%]+", self._current, guard)
-            operands = tuple(_OPERAND.findall(rest))
-            self.function.code.append(Instruction(word, operands, guard, self.place, self.scope))
+            return
+        if self.renamed[-1]:
+            rest = re.sub(r"[\w$%]+", self._current, rest)
+            guard = re.sub(r"[\w$%]+", self._current, guard)
+        operands = tuple(_OPERAND.findall(rest))
+        self.function.code.append(Instruction(word, operands, guard, self.place, self.scope))
 
     def _current(self, name: re.Match[str]) -> str:
         return self.renamed[-1].get(name[0], name[0])
@@ -283,10 +287,9 @@ class _Reader:
                 self.function.registers[self._declare(stem)] = kind
 
     def _line(self, text: str) -> None:
-        match = _LOC.match(text)
-        if not match:
+        numbers = _numbers(text)
+        if not numbers:
             return
-        numbers = tuple(int(each or 0) for each in match.groups())
         here = numbers[:3]
         self.outer[here] = numbers[3:]
         for _ in range(32):  # positions may name each other in a circle
@@ -297,10 +300,17 @@ class _Reader:
             self.place = Place(here[0], here[1])
 
 
+@lru_cache(maxsize=4096)
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a .loc: file, line and column, and those of where it was inlined."""
+    match = _LOC.match(text)
+    return tuple(int(each or 0) for each in match.groups()) if match else ()
+
+
 def called(function: Function) -> Iterator[str]:
     """Yield the names after call instructions."""
     for instruction in function.code:
-        if instruction.opcode.split(".")[0] == "call":
+        if instruction.opcode.startswith("call"):
             yield call_target(instruction)[1]
 
 

@@ -105,17 +105,18 @@ constexpr Pick test(Op) {
 struct Conversion {
     Type to, from;  // of an element
     bool pair;
-    void (*decode)(const uint64_t* bits, int shift, const Conversion&, Way, double* x);
-    uint64_t (*encode)(double x, const Conversion&, Way);
+    void (*decode)(const uint64_t* bits, int shift, const Conversion&, const Way&, double* x);
+    uint64_t (*encode)(double x, const Conversion&, const Way&);
 };
 
 template <class F>
-void decode(const uint64_t* bits, int shift, const Conversion&, Way way, double* x) {
+void decode(const uint64_t* bits, int shift, const Conversion&, const Way& way, double* x) {
     const uint64_t ones = F::MAGNITUDE | F::SIGN;
     for (int l = 0; l < LANES; ++l) x[l] = value<F>(bits[l] >> shift & ones, way.ftz && F::BITS == 32);
 }
 template <class F>
-uint64_t encode(double x, const Conversion&, Way way) {
+uint64_t encode(double x, const Conversion&, const Way& given) {
+    Way way = given;
     way.ftz &= F::BITS == 32;
     return finish<F>(x, way) << (std::is_same_v<F, TF32> ? 13 : 0);
 }
@@ -124,20 +125,20 @@ inline uint64_t extended(uint64_t x, const Type& type) {
     const int unused = 64 - (int)type.bits;
     return type.is_signed() ? (uint64_t)((int64_t)(x << unused) >> unused) : x << unused >> unused;
 }
-static void decode_integer(const uint64_t* bits, int, const Conversion& c, Way, double* x) {
+static void decode_integer(const uint64_t* bits, int, const Conversion& c, const Way&, double* x) {
     const bool is_signed = c.from.is_signed();
     for (int l = 0; l < LANES; ++l) {
         const uint64_t whole = extended(bits[l], c.from);
         x[l] = c.to.bits < 64 ? odd_integer(whole, is_signed) : is_signed ? (double)(int64_t)whole : (double)whole;
     }
 }
-static uint64_t encode_integer(double x, const Conversion& c, Way) {
+static uint64_t encode_integer(double x, const Conversion& c, const Way&) {
     return to_integer(x, c.to.bits, c.to.is_signed(), c.from.bits == 64);
 }
 
 static void cvt(Warp& w, const Instr& i, Mask active) {
     const Conversion& c = *reinterpret_cast<const Conversion*>(i.form->arg[0]);
-    const Way way = i.form->way;
+    const Way& way = i.form->way;
     const Rounding rounding(way.round);
     uint64_t made[LANES] = {};
     double x[LANES];

@@ -123,7 +123,8 @@ inline Region enter(Warp& w, const Instr& i, int lane, uint64_t address, unsigne
 // often serves this one, too.
 [[gnu::always_inline]] inline uint8_t* touch(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes,
                                              Space space, unsigned use, unsigned align, Region& near) {
-    if (address - near.origin >= near.room) near = enter(w, i, lane, address, bytes, space, use);
+    // Made in place: a wide copy of members that were just written one by one would wait for them.
+    if (address - near.origin >= near.room) new (&near) Region(enter(w, i, lane, address, bytes, space, use));
     const uint64_t from = address - near.origin;
     if (w.machine.checks || from & (align - 1)) check(w, i, lane, near, from, bytes, use, align);
     return near.data + from;
