@@ -33,7 +33,6 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
-from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.attention import MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.engines.attention_tiles import (
