@@ -32,6 +32,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
+from gpt2block.ops import delta
 from gpt2block.ops.attention import LARGEST_HEAD, MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.engines.attention_tiles import (
@@ -554,7 +555,7 @@ OPERATION = Operation(
     },
     prepare=_one_sequence,
     parts=(_wgmma_few,),
-    steps=(ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND, KV_COPY),
+    steps=(ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND, KV_COPY, *delta.STEPS),
     workload=Workload(
         idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
         sizes={"T": 128, "C": 768},
