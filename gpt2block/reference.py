@@ -1074,11 +1074,12 @@ RECENT = 16  # rows of a slot that later passes may need to repeat tokens; at le
 
 
 @takes(
-    "x f32 N W; conv f32 D 4; rate dt_bias f32 H; row i32 N; spans i32 B 6; state? f32 B 2 P; "
+    "x f32 N W; ba f32 N A; conv f32 D 1 4; rate dt_bias f32 H; row i32 N; spans i32 B 6; state? f32 B 2 P; "
     "recent? f32 B R Y -> out f32 N+7*B D+2*H"
 )
 def delta_inputs(
     x: Array,
+    ba: Array,
     conv: Array,
     rate: Array,
     dt_bias: Array,
@@ -1092,8 +1093,8 @@ def delta_inputs(
 ) -> Array:
     """Compute q, k, v, decay and β of a gated delta net: the inputs of `delta_rule`.
 
-    x (N, D + 2H + V), rows [q | k | v | b | a | z] with D channels of q, k and v, and H heads of v;
-    conv (D, 4); rate, dt_bias (H,); spans: from `delta_spans` → rows [q | k | v | decay | β]. Each
+    x (N, D + V), rows [q | k | v | z] with D channels of q, k and v; ba (N, 2H), rows [b | a] for H
+    heads of v; conv (D, 1, 4); rate, dt_bias (H,); spans: from `delta_spans` → rows [q | k | v | decay | β]. Each
     channel of q, k and v is a weighted sum of 4 tokens (a causal convolution), then SiLU. Each of
     the n_k_head heads of k_size channels of q and of k is divided by its Euclidean norm, and q also
     by the square root of k_size. decay = exp(-rate softplus(a + dt_bias)), β = sigmoid(b). The
@@ -1106,8 +1107,8 @@ def delta_inputs(
         first, start, end, base, *_ = span
         if end == start:
             continue
-        raw = _delta_rows(x, D, H, slot, span, state, recent, base - 3, end)
-        mixed = sum(raw[n : len(raw) - 3 + n, :D] * conv[:, n] for n in range(4))
+        raw = _delta_rows(np.hstack([x[:, :D], ba]), D, slot, span, state, recent, base - 3, end)
+        mixed = sum(raw[n : len(raw) - 3 + n, :D] * conv[:, 0, n] for n in range(4))
         mixed = unchecked(silu_mul)(mixed, np.ones_like(mixed))
         for channels in (mixed[:, :K], mixed[:, K : 2 * K]):
             heads = channels.reshape(len(mixed), n_k_head, k_size)  # a view
@@ -1125,7 +1126,6 @@ def delta_inputs(
 def _delta_rows(
     x: Array,
     D: int,
-    H: int,
     slot: int,
     span: Sequence[int],
     state: Array | None,
@@ -1133,15 +1133,15 @@ def _delta_rows(
     begin: int,
     end: int,
 ) -> Array:
-    """Return rows [q | k | v | b | a] of x of the positions `begin` to `end` - 1 of a slot.
+    """Return rows [q | k | v | b | a] of the positions `begin` to `end` - 1 of a slot.
 
-    Rows before the state's tokens have no b and a; before the first token they are zeros.
+    x: the new rows. Rows before the state's tokens have no b and a; before the first token they are zeros.
     """
     first, start, _, base, source, _ = span
-    found = np.zeros((end - begin, D + 2 * H), x.dtype)
+    found = np.zeros((end - begin, x.shape[1]), x.dtype)
     for n, at in enumerate(range(begin, end)):
         if at >= start:
-            found[n] = x[first + at - start, : D + 2 * H]
+            found[n] = x[first + at - start]
         elif at >= base and recent is not None:
             found[n] = recent[slot, at % RECENT]
         elif source >= 0 and state is not None:
@@ -1150,11 +1150,12 @@ def _delta_rows(
 
 
 @takes(
-    "x f32 N W; rows f32 M Y; conv f32 D 4; spans i32 B 6; state? f32 B 2 P; recent? f32 B R Y "
-    "-> out f32 N W-Y; state? f32 B 2 P; recent? f32 B R Y"
+    "x f32 N W; ba f32 N A; rows f32 M Y; conv f32 D 1 4; spans i32 B 6; state? f32 B 2 P; recent? f32 B R Y "
+    "-> out f32 N W-D; state? f32 B 2 P; recent? f32 B R Y"
 )
 def delta_rule(
     x: Array,
+    ba: Array,
     rows: Array,
     conv: Array,
     spans: NDArray[np.integer[Any]],
@@ -1168,15 +1169,15 @@ def delta_rule(
 ) -> Array:
     """Apply the gated delta rule, token by token: S ← decay S; S ← S + β (v - S k) kᵀ; o = S q.
 
-    x, conv: as for `delta_inputs`; rows: its result (N + 7B, D + 2H) → o (N, V). S is a matrix for
+    x, ba, conv: as for `delta_inputs`; rows: its result (N + 7B, D + 2H) → o (N, V). S is a matrix for
     each head of v. Neighbouring heads of v share a head of q and k; with `tiled`, heads of v whose
     numbers have the same remainder do. state (B, 2, P): two states of each slot; a state is the
-    last three rows [q | k | v] of x, then S of all heads, (V / H, k_size) each. recent (B, RECENT,
+    last three rows [q | k | v], then S of all heads, (V / H, k_size) each. recent (B, RECENT,
     D + 2H): rows [q | k | v | b | a] of tokens after the newer state, by position modulo RECENT.
     Both are updated as `delta_spans` says, with the same `steps`. A row has the same bits however a
     text is divided into passes. Source: Yang et al., "Gated Delta Networks" (2024).
     """
-    D, H = len(conv), (rows.shape[1] - len(conv)) // 2
+    D, H, x = len(conv), ba.shape[1] // 2, np.hstack([x[:, : len(conv)], ba])
     K = n_k_head * k_size
     out = np.zeros((len(x), D - 2 * K), x.dtype)
     of_head = np.arange(H) % n_k_head if tiled else np.arange(H) // (H // n_k_head)
@@ -1197,10 +1198,10 @@ def delta_rule(
             if not again:
                 out[first + at - start] = (S @ q[:, :, None]).ravel()
             if at + 1 == kept and state is not None:
-                last = _delta_rows(x, D, H, slot, span, state, recent, kept - 3, kept)[:, :D]
+                last = _delta_rows(x, D, slot, span, state, recent, kept - 3, kept)[:, :D]
                 state[slot, target] = np.concatenate([last.ravel(), S.ravel()])
         for at in range(kept, end) if recent is not None else ():
-            recent[slot, at % RECENT] = x[first + at - start, : D + 2 * H]
+            recent[slot, at % RECENT] = x[first + at - start]
     return out
 
 

@@ -23,7 +23,7 @@ THREADS = 256  # threads of delta_spans
 
 def _sizes(c: Call) -> tuple[int, int, Defines]:
     """Return channels of q, k and v, heads of v, and the macros of the sizes of heads."""
-    D, H = c.conv.shape[0], (c.rows_width - c.conv.shape[0]) // 2
+    D, H = c.D, c.A // 2
     V = D - 2 * c.n_k_head * c.k_size
     if V <= 0 or V % H or H % c.n_k_head or (D + 2 * H) % 4 or c.k_size % 4 or V // H % 4:
         raise InputError(
@@ -47,23 +47,21 @@ def _spans(c: Call) -> Launch:
 
 @variant("delta inputs", INPUTS, "delta_inputs")
 def _inputs(c: Call) -> Launch:
-    c.rows_width = c.D + 2 * c.H
     D, H, defines = _sizes(c)
     grid = (c.N, ceil((2 * c.n_k_head + H + 1) / WARPS))
     geometry = Geometry("delta_inputs", grid, (32, WARPS), defines=defines)
-    arrays = (c.x, c.conv, c.rate, c.dt_bias, c.row, c.spans, c.state, c.recent, c.output("out"))
+    arrays = (c.x, c.ba, c.conv, c.rate, c.dt_bias, c.row, c.spans, c.state, c.recent, c.output("out"))
     return launch_at(INPUTS, geometry, (*arrays, c.W, _pitch(c), D, H, c.n_k_head, c.N, c.B))
 
 
 @variant("delta rule", RULE, "delta_rule")
 def _rule(c: Call) -> Launch:
-    c.rows_width = c.Y
     D, H, defines = _sizes(c)
     columns = (D - 2 * c.n_k_head * c.k_size) // H
     grid = (H, ceil(columns / COLUMNS), c.B)
     defines += (("DELTA_TILED", 1),) if c.tiled else ()
     geometry = Geometry("delta_rule", grid, (LANES, COLUMNS), defines=defines)
-    arrays = (c.x, c.rows, c.spans, c.state, c.recent, c.output("out"))
+    arrays = (c.x, c.ba, c.rows, c.spans, c.state, c.recent, c.output("out"))
     sizes = (c.W, _pitch(c), D, H, c.n_k_head, c.N, int(c.steps))
     return launch_at(RULE, geometry, (*arrays, *sizes))
 

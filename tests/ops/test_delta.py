@@ -37,7 +37,7 @@ class Layer:
         self.D, self.V = 2 * Hk * k + H * v, H * v
         self.library, self.heads = library, {"n_k_head": Hk, "k_size": k}
         self.rule: dict[str, Any] = {**self.heads, "tiled": tiled}
-        weights = (plain.normal(seed, self.D, 4), plain.normal(1, H), plain.normal(2, H))
+        weights = (plain.normal(seed, self.D, 1, 4), plain.normal(1, H), plain.normal(2, H))
         self.weights = [self._array(each) for each in (*weights, plain.normal(3, v))]
         self.weights[1] = self._array(np.exp(weights[1]))
         self.state = self._array(np.full((SLOTS, 2, 3 * self.D + H * v * k), np.nan, np.float32))
@@ -62,11 +62,11 @@ class Layer:
                 return getattr(reference, name)(*inputs, **options)
             return registry.bind(name, inputs, **options).run()
 
-        x = self._array(x)
+        x, ba = (self._array(each) for each in np.split(x, [self.D + self.V], axis=1))
         spans = call("delta_spans", *given, self.held, steps=steps)
         kept = self.state, self.recent
-        rows = call("delta_inputs", x, conv, rate, dt, given[0], spans, *kept, **self.heads)
-        o = call("delta_rule", x, rows, conv, spans, *kept, **self.rule, steps=steps)
+        rows = call("delta_inputs", x, ba, conv, rate, dt, given[0], spans, *kept, **self.heads)
+        o = call("delta_rule", x, ba, rows, conv, spans, *kept, **self.rule, steps=steps)
         made = call("gated_rmsnorm", o, x, gamma, eps=1e-6)
         return made if self.library is np else made.get()
 
@@ -139,7 +139,7 @@ def test_heads_that_kernels_do_not_compute_are_an_error() -> None:
     layer = Layer(Sizes(1, 1, 8, 4), np)
     x, (conv, rate, dt, _) = layer.rows(2), [each.astype(np.float32) for each in layer.weights]
     spans = reference.delta_spans(np.zeros(2, int), np.arange(2), layer.held)
-    given = (x, conv, rate, dt, np.zeros(2, np.int32), spans, None, None)
+    given = (x[:, :-2].copy(), x[:, -2:].copy(), conv, rate, dt, np.zeros(2, np.int32), spans, None, None)
     with pytest.raises(
         InputError, match=r"an even number, got 1 heads of 8 channels of k, 1 heads"
     ):

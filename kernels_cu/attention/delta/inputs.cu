@@ -95,6 +95,7 @@ __device__ __forceinline__ void head_of(const DeltaRows& of, const float* conv, 
 
 extern "C" __global__ void delta_inputs(
     const float* x,        // (N, W)
+    const float* ba,       // (N, 2 H)
     const float* conv,     // (D, 4)
     const float* rate,     // (H)
     const float* dt_bias,  // (H)
@@ -111,7 +112,7 @@ extern "C" __global__ void delta_inputs(
     const Span span = span_of(spans, slot);
     const int own = span.start + n - span.first;
     if (own >= span.end) return;
-    const DeltaRows of = {x, state, recent, W, P, D, H, slot, span};
+    const DeltaRows of = {x, ba, state, recent, W, P, D, H, slot, span};
     const int K = n_k_head * DELTA_K;
     for (int position = n == span.first ? span.base : own; position <= own; ++position) {
         float* const out = rows + row_of(span, slot, position, N) * (D + 2 * H);

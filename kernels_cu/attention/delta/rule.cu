@@ -98,6 +98,7 @@ struct Column {
 
 extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
     const float* x,     // (N, W)
+    const float* ba,    // (N, 2 H)
     const float* rows,  // (N + 7 B, D + 2 H)
     const int* spans,   // (B, 6)
     float* state,       // (B, 2, P); or null
@@ -177,9 +178,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
         }
     }
 
-    // The blocks of a slot divide its last three rows of x and its recent rows.
+    // The blocks of a slot divide its last three rows and its recent rows.
     if (!state) return;
-    const DeltaRows of = {x, state, recent, W, P, D, H, slot, span};
+    const DeltaRows of = {x, ba, state, recent, W, P, D, H, slot, span};
     const int block = blockIdx.y * gridDim.x + blockIdx.x, all = gridDim.x * gridDim.y * THREADS;
     for (int i = block * THREADS + thread; i < 3 * D; i += all) {
         state[(2LL * slot + span.target) * P + i] = of.at(kept - 3 + i / D, i % D);
