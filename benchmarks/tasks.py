@@ -41,7 +41,7 @@ def stage(
         rows = cupy.asarray(np.arange(M + 1, dtype=np.int32))
         batch = {"tokens": tokens, "positions": positions, "row": rows[:M]}
         batch |= {"cu_seqlens": rows, "start": positions}
-        caches = cache_tensors(cache, engine.config.n_layer)
+        caches = cache_tensors(cache)
         recording = engine.recordings.make(
             lambda do: staged(do, engine.config, fusions),
             {**engine.given(), **caches, **batch},

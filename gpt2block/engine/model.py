@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.cuda.formats import FILE, GGUF, Formats, itemsize
+from gpt2block.cuda.formats import FILE, GGUF, Formats, itemsize, own_cache_dtype
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.engine.grammars import Matcher
 from gpt2block.engine.passes import check_read, model_steps
@@ -21,7 +21,7 @@ from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.checkpoints.checkpoint import Checkpoint, FileStates
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.config import ModelConfig, model_shapes
+from gpt2block.models.config import LayerCache, ModelConfig, model_shapes
 from gpt2block.models.weights.gguf import TYPES
 from gpt2block.models.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 from gpt2block.sampling import Sampling
@@ -157,7 +157,7 @@ def check_stream(config: ModelConfig, largest: Mapping[str, float]) -> None:
     limit = math.sqrt(float(np.finfo(np.float32).max) / config.n_embd) / 2
     seen: list[str] = []
     for layer, stream in enumerate(architecture.stream_bounds(config, largest), -1):
-        seen += first if layer < 0 else [f"h.{layer}.{name}" for name in config.block_shapes()]
+        seen += first if layer < 0 else [f"h.{layer}.{name}" for name in config.shapes_of(layer)]
         if stream > limit:
             worst = max(seen, key=lambda name: largest[name])
             raise InputError(
@@ -199,15 +199,18 @@ def padded(group: list[Ids]) -> list[Ids]:
     return [*group, *np.array_split(np.zeros(missing, np.int32), more)] if more else group
 
 
-# n_layer, channels of keys, dtype, device, checksum of RoPE frequencies ("" if always the same)
-CacheKind = tuple[int, int, str, str, str]
+# n_layer, channels of keys (of each layer, if layers differ), dtype, device, checksum of RoPE
+# frequencies ("" if always the same)
+CacheKind = tuple[int, int | tuple[int, ...], str, str, str]
 
 
 def cache_kind(config: ModelConfig, formats: Formats, device: str) -> CacheKind:
     """Return the CacheKind: properties that a kv_cache and the model that uses it must share."""
     sets = short_and_long(config)
     rope = f"longrope {crc32(sets.tobytes()):x}" if len(sets) else ""
-    return config.n_layer, config.kv_width, formats.cache_dtype, device, rope
+    widths = tuple(each.keys for each in config.layer_caches)
+    width = widths if len({*widths}) > 1 else widths[0]
+    return config.n_layer, width, formats.cache_dtype, device, rope
 
 
 def short_and_long(config: ModelConfig) -> NDArray[np.float64]:
@@ -257,15 +260,73 @@ class RowFrequencies:
             self._long[row] = long
 
 
-def cache_tensors(cache: Any, n_layer: int) -> dict[str, Any]:
+def stored_rows(caches: Iterable[LayerCache]) -> Iterator[tuple[LayerCache, int]]:
+    """Yield (cache of the layer, channels) of the arrays of a kv_cache: K of layer 0, V of it, …
+
+    A layer without keys or values, or that reads the rows of another layer, has fewer arrays.
+    """
+    for layer, each in enumerate(caches):
+        for width in (each.keys, each.values) if each.layer == layer else ():
+            if width:
+                yield each, width
+
+
+def layer_rows(
+    caches: Sequence[LayerCache], make: Callable[[LayerCache, int], Any]
+) -> list[tuple[Any, Any]]:
+    """Return for each layer its arrays (k, v); None for an array that the layer does not have.
+
+    make: called for each item of `stored_rows`, returns the array.
+    """
+    made: dict[int, tuple[Any, ...]] = {}
+    for layer, each in enumerate(caches):
+        if each.layer == layer:
+            made[layer] = tuple(make(each, n) if n else None for n in (each.keys, each.values))
+    return [made[each.layer] for each in caches]
+
+
+def in_shared_memory(caches: Sequence[LayerCache]) -> tuple[LayerCache, ...]:
+    """Return caches for sequences that no later pass continues: equal layers share their rows.
+
+    Layers whose rows other layers read keep their own rows.
+    """
+    kept = {each.layer for layer, each in enumerate(caches) if each.layer != layer}
+    first: dict[LayerCache, int] = {}
+    return tuple(
+        each
+        if each.layer in kept
+        else each._replace(layer=first.setdefault(each._replace(layer=0), each.layer))
+        for each in caches
+    )
+
+
+def row_dtype(cache: LayerCache, formats: Formats) -> str:
+    """Return the dtype of a layer's rows in a kv_cache."""
+    return formats.cache_dtype if cache.narrow else own_cache_dtype(formats.dtype)
+
+
+def token_bytes(caches: Iterable[LayerCache], formats: Formats) -> int:
+    """Return the bytes of one token's rows in a kv_cache of these layers."""
+    rows = stored_rows(caches)
+    return sum(width * itemsize(row_dtype(each, formats)) for each, width in rows)
+
+
+def by_name(layers: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    """Return {tensor name: array} of all layers' arrays (k, v), as `layer_rows` returns them."""
+    return {
+        f"h.{n}.{half}": array
+        for n, pair in enumerate(layers)
+        for half, array in zip("kv", pair, strict=True)
+        if array is not None
+    }
+
+
+def cache_tensors(cache: Any) -> dict[str, Any]:
     """Return {tensor name: array} of a cache: each layer's K and V, and RoPE's frequencies.
 
-    cache.layers holds pairs (k, v): one per layer, a single pair for all layers, or no pairs.
+    cache.layers: the result of `layer_rows`, or an empty list without memory for keys and values.
     """
-    named, layers = dict(cache.frequencies.tensors), cache.layers
-    for n in range(n_layer if len(layers) else 0):
-        named[f"h.{n}.k"], named[f"h.{n}.v"] = layers[n % len(layers)]
-    return named
+    return {**cache.frequencies.tensors, **by_name(cache.layers)}
 
 
 def describe_cache(cache: KVCache) -> str:

@@ -1259,7 +1259,7 @@ def test_memory_is_given_back_after_a_time_without_requests(
     with serving(model, rows=2) as running:
         assert post(running, COMPLETION, {"prompt": "abcdefgh", "max_tokens": 9})[0] == 200
         cache: Any = running.service._batch._decoding._cache
-        eventually(lambda: cache.layers.shape[3] == 4 and cache.lengths == [0, 0])
+        eventually(lambda: cache.positions == 4 and cache.lengths == [0, 0])
 
 
 @pytest.mark.usefixtures("smollm2_files")

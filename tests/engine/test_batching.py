@@ -463,14 +463,14 @@ def test_the_cache_of_numpy_grows_with_the_texts_and_is_given_back(
             )
             batch.submit([early])
             batch.step()
-            sizes.append(cache.layers.shape[3])
+            sizes.append(cache.positions)
             batch.submit([long, copied])
             batch.rest()  # changes nothing while rows run
             finish(batch)
-            sizes.append(cache.layers.shape[3])
+            sizes.append(cache.positions)
             assert copied.reused == 66
             found.append([(row.tokens, row.logprobs) for row in (early, long, copied)])
             batch.rest()
-            sizes.append(cache.layers.shape[3])
+            sizes.append(cache.positions)
         assert sizes == [max(70, first), 200, first] * 2
     assert found == found[:1] * 4

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gpt2block import GPT2, GPT2Config, Model
 from gpt2block.cuda.formats import Formats
-from gpt2block.engine.cuda.caches import CudaCache, apart
+from gpt2block.engine.cuda.caches import CudaCache, apart, copy_slots
 from gpt2block.engine.generation import batching
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.prefixes import (
@@ -25,9 +25,11 @@ from gpt2block.engine.generation.prefixes import (
     min_shared,
 )
 from gpt2block.engine.generation.rows import Row
-from gpt2block.engine.model import Ids, Start
+from gpt2block.engine.model import Ids, Start, by_name, in_shared_memory, token_bytes
+from gpt2block.engine.numpy.model import NumpyCache, NumpyDecoding
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.files.parameters.gpt2 import GPT2Weights
+from gpt2block.models.config import LayerCache
 from gpt2block.ops.attention_cached import KV_COPY
 from gpt2block.sampling import Sampling
 from tests.caches import KINDS, stored
@@ -48,10 +50,50 @@ def test_halves_of_a_cache_are_aligned(batch: int, kv_dtype: str | None) -> None
     config = GPT2Config(n_layer=2, n_head=1, n_embd=3, n_ctx=7, vocab_size=5)
     with running_on("shuffled"):
         cache = CudaCache(config, batch, 7, Formats("float16", kv_dtype))
+        (memory,) = cache.arrays
         for each in (half for layer in cache.layers for half in layer):
             assert each.shape == (batch, 7, 3)
-            assert (each.data.ptr - cache.data.data.ptr) % 16 == 0
+            assert (each.data.ptr - memory.data.ptr) % 16 == 0
         assert cache.nbytes == 2 * 2 * batch * 7 * 3 * (1 if kv_dtype else 2)
+
+
+UNLIKE = (LayerCache(0, 4, 4), LayerCache(1, 6, 0, narrow=False), LayerCache(0, 4, 4),
+          LayerCache(3, 6, 0, narrow=False), LayerCache(4, 4, 4))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [NumpyCache, CudaCache])
+def test_layers_of_a_cache_can_differ(kind: Any) -> None:
+    """Layers 1 and 3 have no values, and rows of 16 bits; layer 2 reads the rows of layer 0."""
+
+    class Config(GPT2Config):
+        layer_caches = UNLIKE
+
+    config, formats = Config(5, 1, 4, 300, 5), Formats("float16", "float8_e5m2")
+    assert in_shared_memory(UNLIKE) == (*UNLIKE[:3], UNLIKE[1], UNLIKE[4])
+    assert token_bytes(UNLIKE, formats) == 4 * 4 + 2 * 6 * 2
+    with running_on("shuffled"):
+        cache = kind(config, 3, 300, formats)
+        if kind is CudaCache:
+            assert cache.nbytes == 3 * 300 * token_bytes(UNLIKE, formats)
+            assert [each.dtype for each in cache.arrays] == [np.uint8, np.float16]
+        widths = [
+            [half if half is None else half.shape[-1] for half in own] for own in cache.layers
+        ]
+        assert widths == [[4, 4], [6, None], [4, 4], [6, None], [4, 4]]
+        assert cache.layers[2] == cache.layers[0]
+        for n, rows in enumerate(by_name(cache.layers).values()):
+            rows[1] = n + 1
+        expected = {name: rows[1, 0, 0] for name, rows in by_name(cache.layers).items()}
+        assert len({*map(float, expected.values())}) == 6
+        if kind is NumpyCache:
+            cache.lengths = [0, 2, 0]
+            cache.reserve(290)
+            NumpyDecoding.copy(SimpleNamespace(_cache=cache), [(1, 2, 2)])  # type: ignore[arg-type]
+        else:
+            copy_slots(cache, [(1, 2, 2)])
+        for name, rows in by_name(cache.layers).items():
+            assert (rows[2, :2] == expected[name]).all()
+            assert (rows[2, 2:] == 0).all()
 
 
 # --- the slot that has the tokens of a prompt

@@ -197,7 +197,7 @@ def test_sent_columns_are_gathered_before_other_words() -> None:
     shard = ModelShard(config, "float16", 0, 2, Meeting(2), {"abort": box, "own": box, "to_1": box})
     divided, x = Divided(do, shard, fuses=True), np.zeros((1, 128), np.float32)
     for name in ("w_o", "w_gate", "w_down", "w_up"):
-        last = divided(name, "linear", (x, name, "", "", "", ""), decoding=True)
+        last = divided(name, "linear", (x, f"h.0.{name}", "", "", "", ""), decoding=True)
     divided.whole(last)
     assert do.steps == [
         ("w_o.shard", True, False),

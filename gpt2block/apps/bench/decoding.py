@@ -21,11 +21,11 @@ from gpt2block.cuda import cupy, timing
 from gpt2block.cuda.formats import DTYPES, Formats, itemsize, own_cache_dtype
 from gpt2block.cuda.kernels import FP8
 from gpt2block.engine.cuda.decoding import IN_FLIGHT
-from gpt2block.engine.model import Ids, Sampled, start_all
+from gpt2block.engine.model import Ids, Sampled, start_all, token_bytes
 from gpt2block.errors import InputError
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.model import Model
-from gpt2block.models.config import ModelConfig, model_shapes, size
+from gpt2block.models.config import ModelConfig, model_shapes, shapes_in_blocks, size
 from gpt2block.ops.bench.race import Capture, Captured, Contender
 from gpt2block.sampling import Sampling
 
@@ -86,9 +86,9 @@ class RandomModel:
     @property
     def matrix_elements(self) -> int:
         """Number of elements in all weight matrices of a forward pass, including lm_head."""
-        shapes = self.config.block_shapes().values()
-        block = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-        return self.config.n_layer * block + self.config.vocab_size * self.config.n_embd
+        shapes = shapes_in_blocks(self.config).values()
+        blocks = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+        return blocks + self.config.vocab_size * self.config.n_embd
 
     @property
     def weight_bytes(self) -> int:
@@ -104,7 +104,7 @@ class RandomModel:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in the kv_caches of all layers."""
-        return 2 * self.config.n_layer * self.config.kv_width * itemsize(self.cache_dtype)
+        return token_bytes(self.config.layer_caches, self.formats)
 
     def attention_flops(self, keys: int) -> int:
         """Return the FLOPs of all layers' attention, if each head scores `keys` query-key pairs."""

@@ -30,7 +30,6 @@ from gpt2block.cuda.formats import (
     FILE,
     FormatOptions,
     Formats,
-    itemsize,
     with_cache,
 )
 from gpt2block.errors import InputError
@@ -49,7 +48,7 @@ def info(
 ) -> None:
     """Show the sizes, end tokens, memory and tensors of a model, without reading tensor data."""
     from gpt2block.engine.cuda.several_bytes import bytes_by_gpu  # noqa: PLC0415
-    from gpt2block.engine.model import weight_bytes  # noqa: PLC0415
+    from gpt2block.engine.model import token_bytes, weight_bytes  # noqa: PLC0415
     from gpt2block.files.tokenizers.tokenizer import sources_of_end_tokens  # noqa: PLC0415
 
     given = [each for each in (model, named) if each is not None]
@@ -57,12 +56,11 @@ def info(
         raise InputError("--model: expected the model as the argument or as this option, not both")
     checkpoint = Checkpoint.open(given[0] if given else BUNDLED, revision)
     c = checkpoint.config
-    per_token = 2 * c.n_layer * c.kv_width
     memory: dict[str, dict[str, Any]] = {
         formats.dtype: {
             "weights": weight_bytes(c, formats),
             "kv_cache_dtype": formats.cache_dtype,
-            "kv_cache_per_row": per_token * c.n_ctx * itemsize(formats.cache_dtype),
+            "kv_cache_per_row": c.n_ctx * token_bytes(c.layer_caches, formats),
         }
         for formats in with_cache(kv_dtype)
     }
@@ -176,11 +174,11 @@ def _rope_facts(scaling: Any) -> dict[str, str]:
 
 def _without_repetition(tensors: list[dict[str, Any]], n_layer: int) -> Iterator[dict[str, Any]]:
     """Yield tensors; of equal blocks only the first block's, with names such as "h.0 … h.11"."""
-    kinds: dict[str, set[tuple[Any, ...]]] = {}
+    blocks: dict[str, list[tuple[Any, ...]]] = {}
     for tensor in tensors:
-        kind = tensor["name"].rpartition(".")[2]
-        kinds.setdefault(kind, set()).add((tuple(tensor["shape"]), tensor["dtype"]))
-    alike = n_layer > 1 and all(len(found) == 1 for found in kinds.values())
+        block, _, kind = tensor["name"].rpartition(".")
+        blocks.setdefault(block, []).append((kind, tuple(tensor["shape"]), tensor["dtype"]))
+    alike = n_layer > 1 and all(found == blocks["h.0"] for h, found in blocks.items() if h)
     for tensor in tensors:
         block, _, kind = tensor["name"].rpartition(".")
         if not (alike and block):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from math import ceil, gcd
 from typing import Any
@@ -11,12 +11,23 @@ import numpy as np
 
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
-from gpt2block.cuda.formats import Formats, cache_option, itemsize
-from gpt2block.engine.model import Drafts, Item, RowFrequencies, cache_kind, describe_cache
+from gpt2block.cuda.arrays import CudaArray
+from gpt2block.cuda.formats import Formats, cache_option
+from gpt2block.engine.model import (
+    Drafts,
+    Item,
+    RowFrequencies,
+    cache_kind,
+    describe_cache,
+    layer_rows,
+    row_dtype,
+    stored_rows,
+    token_bytes,
+)
 from gpt2block.engine.passes.shards import ModelShard
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.errors import InputError
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import LayerCache, ModelConfig
 from gpt2block.ops.attention_cached import KV_COPY
 
 KEPT_SHAPES = 4  # maximum prefill shapes recorded per cache; also maximum temporary caches kept
@@ -42,9 +53,10 @@ def forget_oldest(kept: OrderedDict[Any, Any], most: int, stream: Any) -> None:
 
 
 class CudaCache:
-    """Keys and values as one array (2 n_layer, slots, n_ctx, KV): K of layer 0, V of layer 0, …
+    """Keys and values as an array (2 n_layer, slots, n_ctx, KV): K of layer 0, V of layer 0, …
 
-    Each layer's K and V begin at a multiple of ALIGNED bytes; unused slots are added if necessary.
+    If layers differ, `arrays` has an array for each number of channels and dtype. Each layer's K
+    and V begin at a multiple of ALIGNED bytes; unused slots are added if necessary.
     prefills, steps: a model's recordings for this cache. A key of `prefills` is a prefill's sizes.
     """
 
@@ -54,24 +66,25 @@ class CudaCache:
         batch: int,
         n_ctx: int,
         formats: Formats,
-        layers: int | None = None,
-        kv_width: int | None = None,
+        caches: Sequence[LayerCache] | None = None,
     ) -> None:
-        """layers: the number of layers to store; None for all.
+        """caches: the caches of the layers that are stored; None for `config.layer_caches`.
 
-        kv_width: channels of K, fewer than the model's if a GPU has only some heads.
+        They have fewer channels than the model's if a GPU has only some heads.
         """
-        kv_width = kv_width or config.kv_width
+        caches = config.layer_caches if caches is None else caches
         self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
         self.kind = cache_kind(config, formats, f"cuda:{cupy.cuda.Device().id}")
         self.lengths, self.fp8 = [0] * batch, formats.fp8_cache
-        count = config.n_layer if layers is None else layers
-        stored = "uint8" if formats.fp8_cache else FLOATS[formats.cache_dtype]
-        multiple = ALIGNED // gcd(ALIGNED, n_ctx * kv_width * np.dtype(stored).itemsize)
-        slots = ceil(batch / multiple) * multiple  # slots `batch` and above are padding, unused
-        self.data = cupy.zeros((2 * count, slots, n_ctx, kv_width), stored)
-        used = self.data[:, :batch]
-        self.layers = list(zip(used[::2], used[1::2], strict=True))
+
+        def kind(each: LayerCache, width: int) -> tuple[int, Any]:
+            dtype = row_dtype(each, formats)
+            return width, FLOATS.get(dtype, "uint8")
+
+        counts = Counter(kind(*each) for each in stored_rows(caches))
+        self.arrays = [_zeros(n, batch, n_ctx, *each) for each, n in counts.items()]
+        rows = {each: iter(a[:, :batch]) for each, a in zip(counts, self.arrays, strict=True)}
+        self.layers = layer_rows(caches, lambda each, width: next(rows[kind(each, width)]))
         self.frequencies = RowFrequencies(config, batch, n_ctx, cupy)
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
         self.steps: dict[Drafts, Any] = {}  # key: source of the draft tokens that steps verify
@@ -84,17 +97,25 @@ class CudaCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(int(each.nbytes) for layer in self.layers for each in layer)
+        return sum(int(each[:, : self.batch].nbytes) for each in self.arrays)
 
     def __repr__(self) -> str:
         return describe_cache(self)
+
+
+def _zeros(count: int, batch: int, n_ctx: int, width: int, stored: Any) -> CudaArray:
+    """Return zeros (count, slots, n_ctx, width) of at least `batch` slots; others are unused."""
+    multiple = ALIGNED // gcd(ALIGNED, n_ctx * width * np.dtype(stored).itemsize)
+    return cupy.zeros((count, ceil(batch / multiple) * multiple, n_ctx, width), stored)
 
 
 def copy_slots(cache: CudaCache, copies: Sequence[tuple[int, int, int]]) -> None:
     """Copy keys and values from slots to other slots of a cache; see `Decoding.copy`."""
     for group in apart(copies):
         numbers = cupy.asarray(np.array(group, np.int32).T, order="C")
-        KV_COPY.bind_on_device((cache.data, *numbers), **cache_option(cache.fp8)).run()
+        for rows in cache.arrays:
+            option = cache_option(cache.fp8 if rows.dtype == np.uint8 else None)
+            KV_COPY.bind_on_device((rows, *numbers), **option).run()
 
 
 def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
@@ -117,8 +138,8 @@ class DecodingCaches:
     ) -> None:
         """shard: this GPU's part of a model on several GPUs, whose caches have equal sizes."""
         self._config, self._formats, self._shard = config, formats, shard
-        self.kv_width = config.kv_width if shard is None else shard.kv_width
-        self._itemsize = itemsize(formats.cache_dtype)
+        self.of_layers = (config if shard is None else shard).layer_caches
+        self._token_bytes = token_bytes(self.of_layers, formats)
         self._ended: deque[CudaCache] = deque()
 
     def give_back(self, cache: CudaCache) -> None:
@@ -156,15 +177,14 @@ class DecodingCaches:
         """Return a new cache, after freeing kept caches if memory is short. Raises MemoryError."""
         try:
             try:
-                return CudaCache(self._config, batch, n_ctx, self._formats, None, self.kv_width)
+                return CudaCache(self._config, batch, n_ctx, self._formats, self.of_layers)
             except cupy.cuda.memory.OutOfMemoryError:
                 if not self._ended:
                     raise
                 self._forget(0)
-            return CudaCache(self._config, batch, n_ctx, self._formats, None, self.kv_width)
+            return CudaCache(self._config, batch, n_ctx, self._formats, self.of_layers)
         except cupy.cuda.memory.OutOfMemoryError as error:
-            c = self._config
-            size = 2 * c.n_layer * batch * n_ctx * self.kv_width * self._itemsize
+            size = batch * n_ctx * self._token_bytes
             raise MemoryError(
                 f"Out of memory: keys and values of {batch:,} rows of {n_ctx:,} tokens take "
                 f"{size / 1e9:.2f} GB, the GPU has {self._free() / 1e9:.2f} GB free: expected "
@@ -205,6 +225,6 @@ class DecodingCaches:
         can remain in use after a larger one is allocated.
         """
         c = self._config
-        keys: int = 2 * c.n_layer * n_ctx * self.kv_width * self._itemsize
+        keys = n_ctx * self._token_bytes
         widths: int = c.n_embd + sum(sum(s[1:]) for s in c.block_shapes().values())
         return keys + 5 * c.vocab_size + 2 * 4 * widths

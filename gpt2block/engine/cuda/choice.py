@@ -13,7 +13,7 @@ from gpt2block.engine.passes.decoding import DecodePass, SumsPass
 from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.passes.forward import forward
 from gpt2block.models.architectures.architecture import Architecture
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import ModelConfig, shapes_in_blocks
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.gated_sums import Fusions, fusions, splits_of
@@ -66,7 +66,7 @@ class DecodingChoice:
     @cached_property
     def x_dtype(self) -> str | None:
         """The dtype to which matrix products round their input x; None: they do not round x."""
-        inputs = (s[0] for s in self.config.block_shapes().values() if len(s) == 2)
+        inputs = {s[0] for s in shapes_in_blocks(self.config).values() if len(s) == 2}
         return ROUNDED if can_round(self.formats.dtype, inputs) else None
 
     def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:

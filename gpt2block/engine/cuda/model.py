@@ -39,6 +39,7 @@ from gpt2block.engine.model import (
     StepResult,
     Tensors,
     in_groups,
+    in_shared_memory,
     padded,
     stored_tensors,
 )
@@ -211,7 +212,7 @@ class CudaModel(CudaWeights):
             return logits
 
     def _scratch(self, sequences: Sequence[Ids], repeats: bool = False) -> CudaCache:
-        """Return a cache for sequences that no later call continues; all layers share its memory.
+        """Return a cache for sequences that no later call continues; layers share its memory.
 
         Attention on tensor cores needs no keys and values in the cache. repeats: whether the batch
         was padded; its shapes will recur, so more of their programs are kept.
@@ -223,8 +224,8 @@ class CudaModel(CudaWeights):
         shape = count, self.config.n_ctx if repeats else longest
         cache = kept.get(shape)
         if cache is None:
-            layers = 0 if self.on_tensor_cores else 1
-            cache = CudaCache(self.config, *shape, self.formats, layers, self._caches.kv_width)
+            caches = () if self.on_tensor_cores else in_shared_memory(self._caches.of_layers)
+            cache = CudaCache(self.config, *shape, self.formats, caches)
             cache.kept_shapes = KEPT_OF_COUNT if repeats else KEPT_SHAPES
             kept[shape] = cache
             forget_oldest(kept, most, self.stream)

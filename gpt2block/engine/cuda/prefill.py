@@ -52,7 +52,7 @@ class PrefillPrograms:
         self._sizes |= {"cu_seqlens": B + 1, "start": B, "last": L}
         ends = np.cumsum(list(self._sizes.values()))[:-1].tolist()
         batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
-        self._tensors = {**batch, **cache_tensors(cache, model.config.n_layer)}
+        self._tensors = {**batch, **cache_tensors(cache)}
         self._recordings: dict[Want | None, Recording] = {}
         self._known: Mapping[str, Recorded] = {}  # first recording's steps, which others reuse
 

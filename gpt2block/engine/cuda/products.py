@@ -19,7 +19,7 @@ from gpt2block.engine.model import FLOAT16
 from gpt2block.engine.passes.prefill import Products
 from gpt2block.engine.passes.shards import ModelShard
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import ModelConfig, shapes_in_blocks
 from gpt2block.models.weights.hi_lo import LARGEST_BOUND, HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix, on_host
 from gpt2block.ops import registry
@@ -64,7 +64,7 @@ def possible_products(config: ModelConfig, dtype: str) -> Products:
 
 def has_sizes_of_tensor_cores(config: ModelConfig) -> bool:
     """Return whether tensor cores can compute products and attention of the model's sizes."""
-    sizes = (n for shape in config.block_shapes().values() for n in shape)
+    sizes = {n for shape in shapes_in_blocks(config).values() for n in shape}
     known = config.head_size in architecture_of(config).TENSOR_HEADS
     return known and not any(n % MULTIPLE for n in sizes)
 
@@ -73,9 +73,9 @@ def hi_lo_bytes(config: ModelConfig, formats: Formats) -> int:
     """Return the bytes of the hi/lo copies of weights; 0 if products do not read such copies."""
     if possible_products(config, formats.dtype) != "hi_lo":
         return 0
-    shapes = [shape for shape in config.block_shapes().values() if len(shape) == 2]
+    shapes = [shape for shape in shapes_in_blocks(config).values() if len(shape) == 2]
     head = config.n_embd, config.vocab_size
-    return sum(4 * (K + 1) * N for K, N in (*(config.n_layer * shapes), head))
+    return sum(4 * (K + 1) * N for K, N in (*shapes, head))
 
 
 def choose_products(

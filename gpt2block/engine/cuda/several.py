@@ -28,7 +28,7 @@ from gpt2block.engine.cuda.caches import CudaCache
 from gpt2block.engine.cuda.decoding import CudaDecoding
 from gpt2block.engine.cuda.model import CudaModel
 from gpt2block.engine.cuda.products import possible_products
-from gpt2block.engine.cuda.several_bytes import BytesByGpu, token_bytes
+from gpt2block.engine.cuda.several_bytes import BytesByGpu
 from gpt2block.engine.cuda.timeline import watched
 from gpt2block.engine.model import (
     Drafts,
@@ -40,6 +40,7 @@ from gpt2block.engine.model import (
     StepResult,
     Tensors,
     describe_cache,
+    token_bytes,
 )
 from gpt2block.engine.passes.shards import Meeting, ModelShard
 from gpt2block.engine.timeline import Call, Timeline
@@ -204,7 +205,7 @@ class SeveralCudaModels:
 
     @property
     def bytes_by_gpu(self) -> BytesByGpu:
-        of_token = token_bytes(self.config, self.formats, self._shard)
+        of_token = token_bytes(self._shard.layer_caches, self.formats)
         return BytesByGpu([part.nbytes for part in self.parts], of_token)
 
     def describe(self) -> str:

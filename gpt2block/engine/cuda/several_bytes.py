@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gpt2block.cuda.formats import FILE, Formats, itemsize
+from gpt2block.cuda.formats import FILE, Formats
 from gpt2block.engine.cuda.products import has_sizes_of_tensor_cores
-from gpt2block.engine.model import weight_bytes
+from gpt2block.engine.model import token_bytes, weight_bytes
 from gpt2block.engine.passes.shards import Meeting, ModelShard
 from gpt2block.files.checkpoints.gguf_types import bytes_in_blocks
 from gpt2block.files.checkpoints.stored import Stored
@@ -37,12 +37,7 @@ def bytes_by_gpu(
         weights = [bytes_in_blocks(_own(stored, shard)) for shard in shards]
     else:
         weights = [weight_bytes(config, formats, shard.shapes()) for shard in shards]
-    return BytesByGpu(weights, token_bytes(config, formats, shards[0]))
-
-
-def token_bytes(config: ModelConfig, formats: Formats, shard: ModelShard) -> int:
-    """Return the bytes of a token's keys and values of all layers on one of several GPUs."""
-    return 2 * config.n_layer * shard.kv_width * itemsize(formats.cache_dtype)
+    return BytesByGpu(weights, token_bytes(shards[0].layer_caches, formats))
 
 
 def _own(stored: Mapping[str, Stored], shard: ModelShard) -> list[Stored]:

@@ -68,7 +68,7 @@ class DecodingSteps:
         self.rows = rows = max(B, min(B * (1 + most), MAX_DRAFT_ROWS))
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
-        self.cache_tensors = cache_tensors(cache, config.n_layer)
+        self.cache_tensors = cache_tensors(cache)
         # Key: number of slots, kind of logit changes (0, CHANGED or COUNTED), rows per slot, masks.
         self._steps: dict[tuple[int, int, int, bool], DecodingStep] = {}
         self.changes: CudaArray = None  # (slots, CHANGES) logit changes, created on first use

@@ -13,7 +13,14 @@ from gpt2block import reference
 from gpt2block.checks import FLOATS, require_host
 from gpt2block.engine import notebook
 from gpt2block.engine.block import NOTHING, BlockEngine, Given
-from gpt2block.engine.model import Ids, RowFrequencies, StepResult, TracedEngine
+from gpt2block.engine.model import (
+    Ids,
+    RowFrequencies,
+    StepResult,
+    TracedEngine,
+    by_name,
+    layer_rows,
+)
 from gpt2block.engine.numpy.block import NumpyEngine
 from gpt2block.engine.numpy.executor import NumpyExecutor
 from gpt2block.engine.passes.blocks import ModelStepPass, PassSettings
@@ -115,8 +122,7 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     weights.setdefault("lm_head", weights["wte"])
     weights["wte"] = weights["wte"].T
     T = len(ids)
-    caches = [f"h.{n}.{half}" for n in range(config.n_layer) for half in "kv"]
-    kept = {name: np.zeros((1, T, config.kv_width)) for name in caches}
+    kept = by_name(layer_rows(config.layer_caches, lambda _, width: np.zeros((1, T, width))))
     rows = np.arange(T)
     batch = {"tokens": ids, "positions": rows, "row": 0 * rows}
     batch |= {"cu_seqlens": np.array([0, T]), "start": np.array([0])}

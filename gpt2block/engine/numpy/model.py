@@ -29,6 +29,9 @@ from gpt2block.engine.model import (
     cache_kind,
     cache_tensors,
     describe_cache,
+    in_shared_memory,
+    layer_rows,
+    stored_rows,
     stored_tensors,
 )
 from gpt2block.engine.numpy.executor import FUNCTIONS, Functions, NumpyExecutor, NumpySteps
@@ -50,10 +53,10 @@ FIRST_POSITIONS = 256  # positions of each row for which a kv_cache has memory a
 
 
 class NumpyCache:
-    """Keys and values (layers, 2, batch, positions, KV): float32, rounded to the cache's dtype.
+    """Keys and values (batch, positions, KV) of each layer: float32, rounded to the cache's dtype.
 
-    The memory grows with the longest row, up to n_ctx positions. layers: number of layers to store;
-    None for all. With 1, all layers share its memory.
+    The memory grows with the longest row, up to n_ctx positions. shared: whether equal layers share
+    their memory.
     """
 
     def __init__(
@@ -62,34 +65,38 @@ class NumpyCache:
         batch: int,
         n_ctx: int,
         formats: Formats,
-        layers: int | None = None,
+        shared: bool = False,
     ) -> None:
         self.batch, self.n_ctx = batch, n_ctx
         self.kind = cache_kind(config, formats, "cpu")
-        self._sizes = layers or config.n_layer, config.kv_width
+        caches = config.layer_caches
+        self._caches = in_shared_memory(caches) if shared else caches
         self.release()
         self.frequencies = RowFrequencies(config, batch, n_ctx, np)
 
     def release(self) -> None:
         """Forget all tokens, and give back the memory of later positions."""
         self.lengths = [0] * self.batch
-        self.layers = self._zeros(min(self.n_ctx, FIRST_POSITIONS))
+        self._allocate(min(self.n_ctx, FIRST_POSITIONS))
 
     def reserve(self, count: int) -> None:
         """Provide memory for `count` positions of each row."""
-        before = self.layers
-        if count > before.shape[3]:
-            self.layers = self._zeros(min(self.n_ctx, max(count, 2 * before.shape[3])))
-            for row, n in enumerate(self.lengths):
-                self.layers[:, :, row, :n] = before[:, :, row, :n]
+        if count > self.positions:
+            before = self.arrays
+            self._allocate(min(self.n_ctx, max(count, 2 * self.positions)))
+            for old, new in zip(before, self.arrays, strict=True):
+                for row, n in enumerate(self.lengths):
+                    new[row, :n] = old[row, :n]
 
-    def _zeros(self, positions: int) -> Floats:
-        layers, width = self._sizes
-        return np.zeros((layers, 2, self.batch, positions, width), np.float32)
+    def _allocate(self, positions: int) -> None:
+        self.positions, widths = positions, [width for _, width in stored_rows(self._caches)]
+        self.arrays = [np.zeros((self.batch, positions, n), np.float32) for n in widths]
+        arrays = iter(self.arrays)
+        self.layers = layer_rows(self._caches, lambda *_: next(arrays))
 
     @property
     def nbytes(self) -> int:
-        return self.layers.nbytes
+        return sum(each.nbytes for each in self.arrays)
 
     def __repr__(self) -> str:
         return describe_cache(self)
@@ -143,9 +150,9 @@ class NumpyModel(NumpySteps, StoredModel):
         cache: NumpyCache | None = None,
     ) -> list[Floats]:
         """See `ModelEngine.forward`. want "rows": the final norm of all rows, before lm_head."""
-        if cache is None:  # then all layers can share one layer's memory
+        if cache is None:  # then layers can share one layer's memory
             longest = max(map(len, sequences))
-            cache = NumpyCache(self.config, len(sequences), longest, self.formats, layers=1)
+            cache = NumpyCache(self.config, len(sequences), longest, self.formats, shared=True)
             for row, ids in enumerate(sequences):
                 cache.frequencies.begin(row, len(ids))
         lengths = [len(ids) for ids in sequences]
@@ -179,7 +186,7 @@ class NumpyModel(NumpySteps, StoredModel):
             "start": np.array(cache.lengths),
             "last": ends[lengths > 0] - 1,
         }
-        return {**cache_tensors(cache, self.config.n_layer), **batch}
+        return {**cache_tensors(cache), **batch}
 
     def _run(self, do: NumpyExecutor, want: Any, longest: int) -> Any:
         """Run a forward pass; return its output `want`. longest: tokens of the longest sequence."""
@@ -322,7 +329,8 @@ class NumpyDecoding:
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         for source, target, count in copies:
             self._cache.lengths[target] = count
-            self._cache.layers[:, :, target, :count] = self._cache.layers[:, :, source, :count]
+            for rows in self._cache.arrays:
+                rows[target, :count] = rows[source, :count]
 
     def stop(self, slots: Ids) -> None:
         self._left[slots] = 0

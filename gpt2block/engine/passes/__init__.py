@@ -28,8 +28,9 @@ def names_of(config: ModelConfig) -> set[str]:
     """Return the names of all tensors that a model's passes can read."""
     shapes = model_shapes(config)
     constants = architecture_of(config).constants(config, dict.fromkeys(shapes, 1.0))
-    caches = (f"h.{n}.{half}" for n in range(config.n_layer) for half in "kv")
-    return {*shapes, "lm_head", *constants, *BATCH, *caches}
+    caches = enumerate(config.layer_caches)
+    rows = (f"h.{n}.{name}" for n, (_, k, v, _) in caches for name in "k" * (k > 0) + "v" * (v > 0))
+    return {*shapes, "lm_head", *constants, *BATCH, *rows}
 
 
 def model_steps(config: ModelConfig) -> list[Step]:

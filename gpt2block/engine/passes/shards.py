@@ -23,7 +23,7 @@ from gpt2block.checks import normed_together
 from gpt2block.cuda.formats import FILE
 from gpt2block.engine.passes.executor import Executor, Step
 from gpt2block.models.architectures.architecture import Value
-from gpt2block.models.config import ModelConfig, model_shapes
+from gpt2block.models.config import LayerCache, ModelConfig, model_shapes, shapes_in_blocks
 from gpt2block.ops.all_gather import PEER_INPUTS, PeerStores, can_store, normalizes, stores_terms
 from gpt2block.ops.products import MULTIPLE
 
@@ -105,24 +105,26 @@ class ModelShard:
         return {"n_head": c.n_head // by, "n_kv_head": c.kv_width // c.head_size // by}
 
     @property
-    def kv_width(self) -> int:
-        """Channels of K of this GPU's heads."""
-        return int(self.heads["n_kv_head"]) * self.config.head_size
+    def layer_caches(self) -> tuple[LayerCache, ...]:
+        """The part of this GPU's kv_cache that each layer reads."""
+        by = self.count if self.divides_heads else 1
+        caches = self.config.layer_caches
+        return tuple(c._replace(keys=c.keys // by, values=c.values // by) for c in caches)
 
     @cached_property
     def borders(self) -> dict[str, tuple[int, ...]]:
         """A dict {name of a matrix: (first output of each shard, …, N)}.
 
-        Names are without the layer's prefix. w_qkv is absent (see `spans`), and so is a matrix with
-        too few outputs to divide, which every GPU has whole. A tied lm_head is divided, wte is not.
+        w_qkv is absent (see `spans`), and so is a matrix with too few outputs to divide, which
+        every GPU has whole. A tied lm_head is divided, wte is not.
         """
-        sizes = {n: s[1] for n, s in self.config.block_shapes().items() if len(s) == 2}
+        sizes = {n: s[1] for n, s in shapes_in_blocks(self.config).items() if len(s) == 2}
         sizes["lm_head"] = self.config.vocab_size
         unit = BORDER_OF_BLOCKS if self.dtype == FILE else BORDER
         found = {}
         for name, N in sizes.items():
             units = -(-N // unit)
-            if name != QKV and units >= self.count:
+            if matrix_of(name) != QKV and units >= self.count:
                 each, more = divmod(units, self.count)
                 ends = [(n * each + min(n, more)) * unit for n in range(self.count)]
                 found[name] = (*ends, N)
@@ -133,16 +135,14 @@ class ModelShard:
 
         Return () if this GPU has all outputs. A bias has the ranges of its matrix.
         """
-        base = matrix_of(name)
-        if base.startswith("b_"):
-            base = f"w{base[1:]}"
-        if base == QKV and self.divides_heads:
+        name = _plain(name).replace(".b_", ".w_")
+        if matrix_of(name) == QKV and self.divides_heads:
             sizes = self.config.q_width, self.config.kv_width, self.config.kv_width
             ends = (0, sizes[0], sum(sizes[:2]))
             own = [(first, size // self.count) for first, size in zip(ends, sizes, strict=True)]
             return tuple((at + self.index * n, at + (self.index + 1) * n) for at, n in own)
-        if base in self.borders:
-            return (tuple(pairwise(self.borders[base]))[self.index],)
+        if name in self.borders:
+            return (tuple(pairwise(self.borders[name]))[self.index],)
         return ()
 
     def width(self, name: str) -> int | None:
@@ -151,16 +151,16 @@ class ModelShard:
         Return None if the product needs no all-gather. The padded copy of lm_head is named "head";
         its number of outputs is rounded up to a multiple of MULTIPLE.
         """
-        base = matrix_of(name)
-        if base == "head":
+        name = _plain(name)
+        if name == "head":
             N = self.borders["lm_head"][-1] if "lm_head" in self.borders else 0
             return N + -N % MULTIPLE or None
-        return self.borders[base][-1] if base in self.borders else None
+        return self.borders[name][-1] if name in self.borders else None
 
     def first(self, name: str) -> int:
         """Return the first output of a matrix that this GPU has."""
-        base = matrix_of(name)
-        return self.borders["lm_head" if base == "head" else base][self.index]
+        name = _plain(name)
+        return self.borders["lm_head" if name == "head" else name][self.index]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return {name: shape} of this GPU's tensors, as `model_shapes` does of the model's."""
@@ -209,9 +209,14 @@ class ModelShard:
         return np.concatenate([np.split(each, self.count, -1)[self.index] for each in ranges], -1)
 
 
+def _plain(name: str) -> str:
+    """Return the name of a matrix, from its own or from the name of its hi/lo form."""
+    return name.removesuffix(".parts")
+
+
 def matrix_of(name: str) -> str:
     """Return a matrix's name without the layer's prefix and without ".parts"."""
-    return name.removesuffix(".parts").rpartition(".")[2]
+    return _plain(name).rpartition(".")[2]
 
 
 class Columns:

@@ -201,7 +201,7 @@ class Checkpoint:
         Raises CheckpointError unless 0 ≤ layer < n_layer.
         """
         self.check_layer(layer)
-        return {name: self._read(f"h.{layer}.{name}") for name in self.config.block_shapes()}
+        return {name: self._read(f"h.{layer}.{name}") for name in self.config.shapes_of(layer)}
 
     def read_outer(self) -> dict[str, Array]:
         """Return the tensors outside the blocks by name, as float32; a tied lm_head is absent."""

@@ -157,7 +157,7 @@ class ModelArrays(Generic[Block]):
                 )
             got = block.settings()
             expected = {name: getattr(c, name) for name in got}
-            if got != expected or block.shapes != c.block_shapes():
+            if got != expected or block.shapes != c.shapes_of(layer):
                 wanted = ", ".join(f"{name} {value}" for name, value in expected.items())
                 raise InputError(
                     f"block {layer}: expected {wanted}, got {', '.join(map(str, got.values()))}"
@@ -190,7 +190,7 @@ class ModelArrays(Generic[Block]):
     def _random(cls: type[Model], seed: int, config: ModelConfig) -> Model:
         tensors = random_tensors(seed, model_shapes(config))
         blocks = [
-            {name: tensors.pop(f"h.{layer}.{name}") for name in config.block_shapes()}
+            {name: tensors.pop(f"h.{layer}.{name}") for name in config.shapes_of(layer)}
             for layer in range(config.n_layer)
         ]
         return cls._of(config, tensors, blocks)

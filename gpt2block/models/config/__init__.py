@@ -78,6 +78,19 @@ class Scales(NamedTuple):
     growth: tuple[float, int] | None = None
 
 
+class LayerCache(NamedTuple):
+    """The part of a kv_cache that a layer reads: a row of keys and a row of values per token.
+
+    layer: the layer that stores the rows, this layer or an earlier one. keys, values: channels of
+    the rows; 0 if there are none. narrow: whether a kv_cache of FP8 stores the rows in FP8.
+    """
+
+    layer: int
+    keys: int
+    values: int
+    narrow: bool = True
+
+
 @dataclass(frozen=True)
 class ModelConfig(ABC):
     """Base class of model configs, with the sizes that all architectures have.
@@ -187,7 +200,21 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def block_shapes(self) -> Shapes:
-        """Return a dict of names and shapes of a block's tensors; matrices are (in, out)."""
+        """Return a dict of names and shapes of a block's tensors; matrices are (in, out).
+
+        If layers have different tensors, the dict has the tensors of all layers, and the largest of
+        several shapes of a tensor.
+        """
+
+    def shapes_of(self, layer: int) -> Shapes:
+        """Return a dict of names and shapes of the tensors of one layer's block."""
+        return self.block_shapes()
+
+    @property
+    def layer_caches(self) -> tuple[LayerCache, ...]:
+        """The part of a kv_cache that each layer reads."""
+        width = self.kv_width
+        return tuple(LayerCache(layer, width, width) for layer in range(self.n_layer))
 
     @classmethod
     def from_hugging_face(cls: type[Config], config: Any) -> Config:
@@ -425,13 +452,18 @@ def block_shapes(n_embd: int) -> dict[str, tuple[int, ...]]:
 def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return a dict of names and shapes of a model's tensors, in the package's order.
 
-    The order is: tensors before the blocks; tensors of blocks, named `h.N.` and a name of
-    `config.block_shapes()`; tensors after the blocks; lm_head unless it is tied to wte. Matrices of
-    blocks are (in, out); wte and lm_head are (vocab_size, C).
+    The order is: tensors before the blocks; tensors of blocks; tensors after the blocks; lm_head
+    unless it is tied to wte. wte and lm_head are (vocab_size, C).
     """
     first, last = config.outer_shapes()
-    block = config.block_shapes()
-    layers = range(config.n_layer)
-    blocks = {f"h.{layer}.{name}": shape for layer in layers for name, shape in block.items()}
     head = {} if config.tie_word_embeddings else {"lm_head": (config.vocab_size, config.n_embd)}
-    return {**first, **blocks, **last, **head}
+    return {**first, **shapes_in_blocks(config), **last, **head}
+
+
+def shapes_in_blocks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return a dict of names and shapes of the tensors of all blocks, in the package's order.
+
+    Names are `h.N.` and a name of `config.shapes_of(N)`. Matrices are (in, out).
+    """
+    blocks = ((f"h.{layer}.", config.shapes_of(layer)) for layer in range(config.n_layer))
+    return {h + name: shape for h, shapes in blocks for name, shape in shapes.items()}
