@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from gpt2block.checks import as_float, check_blocks, check_integer, is_plain, normed_together
 from gpt2block.contract import Contract, takes, unchecked
 from gpt2block.errors import InputError, shown
+from gpt2block.models.config import RECENT
 from gpt2block.models.number_formats import from_fp8 as from_fp8  # noqa: PLC0414  (in this module)
 from gpt2block.models.number_formats import hi_lo as hi_lo  # noqa: PLC0414
 from gpt2block.models.number_formats import joined as joined  # noqa: PLC0414
@@ -1069,8 +1070,7 @@ def delta_spans(
     return spans
 
 
-REPLAYED = 7  # maximum number of tokens after its state that a pass of a gated delta net repeats
-RECENT = 16  # rows of a slot that later passes may need to repeat tokens; at least 1 + 2 REPLAYED
+REPLAYED = 7  # maximum number of tokens that a pass computes again; 1 + 2 REPLAYED <= RECENT
 
 
 @takes(
@@ -1205,7 +1205,7 @@ def delta_rule(
     return out
 
 
-@takes("o f32 N V; x f32 N W; gamma f32 G -> out f32 N V")
+@takes("o f32 N V; x f32 N W; gamma f32 G -> out~o f32 N V")
 def gated_rmsnorm(o: Array, x: Array, gamma: Array, eps: float = 1e-6) -> Array:
     """Return rmsnorm(o) · SiLU(z) of each head, where z are the last channels of the rows of x.
 

@@ -186,6 +186,25 @@ def gemma3_text(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def qwen3_5_text(rng: random.Random) -> dict[str, Any]:
+    """Gated delta nets and gated attention in any order; heads of attention as for Qwen3."""
+    found = qwen3(rng) | {"max_position_embeddings": 80, "num_hidden_layers": rng.randint(4, 6)}
+    del found["use_sliding_window"], found["attention_bias"]
+    rope = {"rope_type": "default", "rope_theta": found.pop("rope_theta")}
+    rope |= rng.choice(({}, {"partial_rotary_factor": rng.choice((0.25, 0.5, 1.0))}))
+    kinds = ["full_attention", *rng.choices(("linear_attention", "full_attention"), k=2)]
+    types = {"layer_types": rng.sample(kinds, 3), "num_hidden_layers": 3}
+    layers = rng.choice(({}, types, types, {"full_attention_interval": 2}))
+    n_k_head = rng.choice((1, 2, 3))
+    return found | layers | {
+        "rope_parameters": rope,
+        "linear_num_key_heads": n_k_head,
+        "linear_num_value_heads": n_k_head * rng.choice((1, 2, 3)),
+        "linear_key_head_dim": rng.randint(8, 20),
+        "linear_value_head_dim": rng.randint(8, 20),
+    }
+
+
 def yarn(rng: random.Random) -> dict[str, Any]:
     """Draw another kind of model with YaRN; optional settings are absent, null, 0 or given."""
     make = rng.choice((llama, qwen2, qwen3, mistral, olmo2))
@@ -207,7 +226,7 @@ KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
     each.__name__: each
     for each in (
         llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
-        olmo2, olmo3, nanochat, gemma3_text, yarn,
+        olmo2, olmo3, nanochat, gemma3_text, qwen3_5_text, yarn,
     )
 }  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -356,8 +375,9 @@ def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any],
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             spread = 0.3 if tensor.ndim == 1 else tensor.shape[1] ** -0.5
-            # Gemma 3 adds 1 to its norms' weights.
-            tensor.normal_("norm" in name and kind != "gemma3_text", spread)
+            # Gemma 3 and Qwen3.5 add 1 to weights of norms, but not to linear_attn.norm.
+            plain = kind not in ("gemma3_text", "qwen3_5_text") or "linear_attn.norm" in name
+            tensor.normal_("norm" in name and plain, spread)
     return model.eval()
 
 

@@ -139,7 +139,17 @@ def test_heads_that_kernels_do_not_compute_are_an_error() -> None:
     layer = Layer(Sizes(1, 1, 8, 4), np)
     x, (conv, rate, dt, _) = layer.rows(2), [each.astype(np.float32) for each in layer.weights]
     spans = reference.delta_spans(np.zeros(2, int), np.arange(2), layer.held)
-    given = (x[:, :-2].copy(), x[:, -2:].copy(), conv, rate, dt, np.zeros(2, np.int32), spans, None, None)
+    given = (
+        x[:, :-2].copy(),
+        x[:, -2:].copy(),
+        conv,
+        rate,
+        dt,
+        np.zeros(2, np.int32),
+        spans,
+        None,
+        None,
+    )
     with pytest.raises(
         InputError, match=r"an even number, got 1 heads of 8 channels of k, 1 heads"
     ):

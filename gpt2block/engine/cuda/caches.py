@@ -20,7 +20,9 @@ from gpt2block.engine.model import (
     cache_kind,
     describe_cache,
     layer_rows,
+    new_states,
     row_dtype,
+    state_bytes,
     stored_rows,
     token_bytes,
 )
@@ -67,10 +69,12 @@ class CudaCache:
         n_ctx: int,
         formats: Formats,
         caches: Sequence[LayerCache] | None = None,
+        continued: bool = True,
     ) -> None:
         """caches: the caches of the layers that are stored; None for `config.layer_caches`.
 
-        They have fewer channels than the model's if a GPU has only some heads.
+        They have fewer channels than the model's if a GPU has only some heads. continued: whether
+        later passes continue sequences, from states of gated delta nets.
         """
         caches = config.layer_caches if caches is None else caches
         self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
@@ -86,6 +90,7 @@ class CudaCache:
         rows = {each: iter(a[:, :batch]) for each, a in zip(counts, self.arrays, strict=True)}
         self.layers = layer_rows(caches, lambda each, width: next(rows[kind(each, width)]))
         self.frequencies = RowFrequencies(config, batch, n_ctx, cupy)
+        self.states = new_states(config, batch, cupy, continued)
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
         self.steps: dict[Drafts, Any] = {}  # key: source of the draft tokens that steps verify
 
@@ -97,7 +102,8 @@ class CudaCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(int(each[:, : self.batch].nbytes) for each in self.arrays)
+        states = sum(int(each.nbytes) for each in self.states.values())
+        return states + sum(int(each[:, : self.batch].nbytes) for each in self.arrays)
 
     def __repr__(self) -> str:
         return describe_cache(self)
@@ -184,7 +190,7 @@ class DecodingCaches:
                 self._forget(0)
             return CudaCache(self._config, batch, n_ctx, self._formats, self.of_layers)
         except cupy.cuda.memory.OutOfMemoryError as error:
-            size = batch * n_ctx * self._token_bytes
+            size = batch * (n_ctx * self._token_bytes + state_bytes(self._config))
             raise MemoryError(
                 f"Out of memory: keys and values of {batch:,} rows of {n_ctx:,} tokens take "
                 f"{size / 1e9:.2f} GB, the GPU has {self._free() / 1e9:.2f} GB free: expected "
@@ -219,7 +225,7 @@ class DecodingCaches:
         return free_bytes() + sum(cache.nbytes for cache in tuple(self._ended))
 
     def _row_bytes(self, n_ctx: int) -> int:
-        """Return the bytes per slot of keys, values, logits, activations, and flags of tokens.
+        """Return the bytes per slot of keys, values, states, logits, activations, and flags of tokens.
 
         All steps and layers share memory for activations, counted twice because a smaller arena
         can remain in use after a larger one is allocated.
@@ -227,4 +233,4 @@ class DecodingCaches:
         c = self._config
         keys = n_ctx * self._token_bytes
         widths: int = c.n_embd + sum(sum(s[1:]) for s in c.block_shapes().values())
-        return keys + 5 * c.vocab_size + 2 * 4 * widths
+        return keys + state_bytes(c) + 5 * c.vocab_size + 2 * 4 * widths

@@ -110,7 +110,7 @@ class DecodingChoice:
     ) -> DecodePass:
         """Return the pass (operations on `do`) of a decoding step. Arguments: see `step`."""
         shapes, fp8_cache = self.config.block_shapes(), self.formats.fp8_cache
-        if terms == {} and not self.divided:
+        if terms == {} and not self.divided and self.config.delta_nets is None:
             types = self._types_of_ffn if self.formats.dtype == FILE else ()
             splits = splits_of(self.formats.dtype, rows, shapes, types, self.config.head_size)
             if splits:
@@ -142,11 +142,12 @@ class DecodingChoice:
         if f"{layers[0]}w_gate" not in self.matrices:
             return False
         for h in layers:
-            matrices = [self.matrices[f"{h}{name}"] for name in ("w_qkv", "w_gate", "w_up")]
+            names = (f"{h}w_gate", f"{h}w_up", f"{h}w_qkv")  # not all layers have a w_qkv
+            matrices = [self.matrices[name] for name in names if name in self.matrices]
             blocks = [w for w in matrices if isinstance(w, GgufMatrix)]
-            if len(blocks) < len(matrices) or blocks[1].ranges != blocks[2].ranges:
+            if len(blocks) < len(matrices) or blocks[0].ranges != blocks[1].ranges:
                 return False
-            if any(begin % self.config.head_size for begin in blocks[0].begins):
+            if any(begin % self.config.head_size for w in blocks[2:] for begin in w.begins):
                 return False
         return True
 

@@ -240,6 +240,7 @@ class CudaDecoding:
         """Return the rows per slot of a step that verifies known texts: a power of two."""
         most = int(self._left[slots].max())
         fits = max(1, MAX_DRAFT_ROWS // rounded_up(len(slots), 1))
+        fits = min(fits, self._steps.most_together)
         return min(1 << (fits.bit_length() - 1), 1 << (most - 1).bit_length())
 
     def _plan(self) -> Pending:

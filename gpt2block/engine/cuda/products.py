@@ -59,12 +59,13 @@ def possible_products(config: ModelConfig, dtype: str) -> Products:
         return "16_bits"
     if dtype in (*FP8, FILE):
         return "fp8"
-    return "hi_lo" if hi_lo_fits(config.head_size) else "float32"
+    fits = hi_lo_fits(config.head_size) and config.delta_nets is None  # gates read floats
+    return "hi_lo" if fits else "float32"
 
 
 def has_sizes_of_tensor_cores(config: ModelConfig) -> bool:
     """Return whether tensor cores can compute products and attention of the model's sizes."""
-    sizes = {n for shape in shapes_in_blocks(config).values() for n in shape}
+    sizes = {n for shape in shapes_in_blocks(config).values() if len(shape) < 3 for n in shape}
     known = config.head_size in architecture_of(config).TENSOR_HEADS
     return known and not any(n % MULTIPLE for n in sizes)
 

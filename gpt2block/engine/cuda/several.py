@@ -155,6 +155,9 @@ class SeveralCudaModels:
     def __init__(
         self, config: ModelConfig, tensors: Tensors, formats: Formats, devices: Sequence[int]
     ) -> None:
+        if config.delta_nets is not None:
+            raise InputError(f"{config.MODEL_TYPE} on {len(devices)} GPUs: expected one GPU, as "
+                             "gated delta nets are not divided among several")  # fmt: skip
         _check_alike(devices)
         self.config, self.formats, self.devices = config, formats, tuple(devices)
         self._crew = crew = Crew(devices)

@@ -35,7 +35,8 @@ class Batch:
 
     A row reuses the keys and values of the first tokens that its prompt shares with an earlier
     prompt of the same client, if this changes no bit of the result
-    (`ModelEngine.continues_exactly`): it gets the slot that holds them, or a copy of them.
+    (`ModelEngine.continues_exactly`): it gets the slot that holds them, or a copy of them. Rows of
+    models with gated delta nets reuse nothing: their states are of whole texts.
 
     slots, n_ctx, fewer, speculate: as in ModelEngine.decode; a prompt plus its new tokens, except
     the last one, must fit in n_ctx. reuse: whether rows, with any engine, also reuse keys and
@@ -58,7 +59,7 @@ class Batch:
         self._engine, self._reuse, self._tokens_at_once = engine, reuse, tokens_at_once
         self._piece = PIECE if engine.divides_prompts else 0
         self._prefixes: Prefixes | None = None
-        if reuse or engine.continues_exactly:
+        if (reuse or engine.continues_exactly) and engine.config.delta_nets is None:
             self._prefixes = Prefixes(1 if reuse else MIN_COPIED, engine.config.short_context)
         self._min_shared = min_shared(engine.config.n_layer, engine.nbytes)
         self._continues = self._prefixes is not None or 0 < self._piece < n_ctx

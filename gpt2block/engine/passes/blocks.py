@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from gpt2block.engine.passes.executor import HI_LO, Executor
 from gpt2block.engine.passes.forward import Pass, Product
 from gpt2block.models.architectures.architecture import To, Value
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import DeltaNets, ModelConfig
 
 
 class PassSettings(NamedTuple):
@@ -19,7 +19,7 @@ class PassSettings(NamedTuple):
     head instead of neighbours. own: whether each sequence has its own frequencies. qk_norm,
     embedding_norm, windows: as in ModelConfig; windows is () if no layer has a window. embedding,
     softmax_scale, turned, cap, growth: the fields embedding, attention, rope, cap and growth of
-    `Scales`. gelu: whether the gate of the feed-forward is GELU.
+    `Scales`. gelu: whether the gate of the feed-forward is GELU. delta_nets: as in ModelConfig.
     """
 
     n_head: int
@@ -39,6 +39,7 @@ class PassSettings(NamedTuple):
     cap: float | None = None
     own: bool = False
     growth: tuple[float, int] | None = None
+    delta_nets: DeltaNets | None = None
 
     @classmethod
     def of(cls, config: ModelConfig) -> PassSettings:
@@ -59,11 +60,22 @@ class PassSettings(NamedTuple):
             cap=scales.cap,
             own=config.short_context > 0,
             growth=scales.growth,
+            delta_nets=config.delta_nets,
         )
 
     def frequencies_of(self, h: str) -> str:
         """Return the name of a layer's RoPE frequencies. h: the prefix of the layer's names."""
         return self.rope[_layer(h)]
+
+    def is_delta(self, h: str) -> bool:
+        """Return whether a layer is a gated delta net. h: the prefix of the layer's names."""
+        return self.delta_nets is not None and self.delta_nets.layers[_layer(h)]
+
+    @property
+    def heads_of_delta(self) -> dict[str, Any]:
+        """The options of operations of gated delta nets: number and channels of heads of k."""
+        of = self.delta_nets
+        return {} if of is None else {"n_k_head": of.n_k_head, "k_size": of.k_size}
 
     @property
     def heads(self) -> dict[str, Any]:

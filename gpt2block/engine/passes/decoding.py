@@ -44,6 +44,7 @@ class DecodePass(Pass):
     """
 
     of_stream: Mapping[str, Any] = {"variant": "stream"}
+    of_steps: Mapping[str, Any] = {"steps": True}
 
     def __init__(
         self,
@@ -138,6 +139,9 @@ class DecodePass(Pass):
         options |= self.together
         y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
         return Rows(y, terms=terms, bound=bound)
+
+    def gated_heads(self, h: str, gate: Value, y: Rows, to: To = ()) -> Value:
+        return super().gated_heads(h, gate, y.value, to)
 
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")

@@ -15,6 +15,7 @@ from gpt2block.engine.passes.executor import Executor
 from gpt2block.models.architectures.architecture import Architecture, To, Value
 from gpt2block.models.config import ModelConfig
 
+SPANS = ("row", "positions", "held")  # inputs of delta_spans
 Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood", "likeliest"]
 
 
@@ -49,12 +50,17 @@ class Pass(ABC):
     do: Executor
     c: Any  # an instance of gpt2block.engine.passes.blocks.PassSettings
     of_stream: Mapping[str, Any] = {}  # options for RMSNorm of the residual stream
+    # options of gated delta nets: whether later rows of a slot than its first may be refused
+    of_steps: Mapping[str, Any] = {}
+    spans: Value = None  # the result of `delta_spans`
 
     def embed(self) -> Value:
         """Return a row per token: token embedding, plus position embedding if there is one.
 
         If the architecture has an embedding norm, it is applied to the rows.
         """
+        if self.c.delta_nets is not None:
+            self.spans = self.do("spans", "delta_spans", SPANS, **self.of_steps)
         inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.embedding
         scaled = {} if factor == 1 else {"factor": factor}
         if not self.c.embedding_norm:
@@ -112,6 +118,29 @@ class Pass(ABC):
     @abstractmethod
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         """Compute attention of each query over the keys up to its position."""
+
+    def gate_of_heads(self, h: str, x: Value) -> Value:
+        """Compute the gate of attention's result, in the format of this result."""
+        return self.product(f"{h}g", x, f"{h}w_g")
+
+    def gated_heads(self, h: str, gate: Value, y: Value, to: To = ()) -> Value:
+        """Multiply attention's result y by sigmoid(gate)."""
+        y = self.do(f"{h}heads", "silu_mul", (gate, y), into=gate, sigmoid=True)
+        return self.operand(f"{h}mixer", y, to)
+
+    def delta(self, h: str, x: Value, to: To = ()) -> Value:
+        """Compute a gated delta net with its norm, without the output projection."""
+        y = self.product(f"{h}in", x, f"{h}w_in")
+        rows = y, self.product(f"{h}ba", x, f"{h}w_ba")
+        states, heads = (f"{h}state", f"{h}recent"), self.c.heads_of_delta
+        inputs = (*rows, f"{h}conv", f"{h}rate", f"{h}dt_bias", "row", self.spans, *states)
+        mixed = self.do(f"{h}mixed", "delta_inputs", inputs, **heads)
+        tiled = {"tiled": True} if self.c.delta_nets.tiled else {}
+        inputs = (*rows, mixed, f"{h}conv", self.spans, *states)
+        o = self.do(f"{h}delta", "delta_rule", inputs, **heads, **tiled, **self.of_steps)
+        del mixed  # free its memory for the result of the norm
+        o = self.do(f"{h}normed", "gated_rmsnorm", (o, y, f"{h}gamma_o"), into=o, eps=self.c.eps)
+        return self.operand(f"{h}mixer", o, to)
 
     @abstractmethod
     def gated(self, h: str, x: Value, to: To = ()) -> Value:

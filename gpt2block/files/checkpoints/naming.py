@@ -75,11 +75,10 @@ class Naming:
         the name of the first.
         """
         found: dict[str, dict[str, Shape]] = {}
-        heads = (config.q_width, config.kv_width, config.kv_width)  # rows of Q, K and V
         for ours, shape in model_shapes(config).items():
             names = self.in_file(ours)
             rows, *rest = self.shape_of(ours, shape)
-            counts = heads if len(names) == len(heads) else (rows,)
+            counts = config.file_rows(_kind(ours)) if len(names) > 1 else (rows,)
             into = found.setdefault(self.first_of(ours), {})
             for name, n in zip(names, counts, strict=True):
                 into[name] = (n + into.get(name, (0,))[0], *rest)
@@ -124,13 +123,20 @@ class Naming:
             first, count = self.first_of(ours), self.shape_of(ours, shape)[0]
             tensor, begin = whole[first], ends[first]
             ends[first] += count
-            if sharing[first] > 1:
+            if spans := config.file_spans(_kind(ours)):
+                tensor = tensor.of_spans(spans)
+            elif sharing[first] > 1:
                 tensor = tensor.rows(begin, begin + count)
             if ours.endswith(".w_qkv") and config.head_order:
                 heads = config.q_width + config.kv_width
                 tensor = replace(tensor, head_order=config.head_order, in_heads=heads)
             stored[ours] = tensor
         return stored
+
+
+def _kind(ours: str) -> str:
+    """Return a tensor's name without the prefix of its layer."""
+    return ours.rpartition(".")[2]
 
 
 def _laid_out(tensor: Stored, layout: str | None) -> Stored:
@@ -181,13 +187,20 @@ def _check(
 
 
 def _names(architecture: Mapping[str, tuple[str, str]], column: int) -> dict[str, tuple[str, ...]]:
-    """Map gpt2block's names to a file's names. `column`: 0 for Hugging Face, 1 for GGUF."""
+    """Map gpt2block's names to a file's names. `column`: 0 for Hugging Face, 1 for GGUF.
+
+    A module's name has {} for q, k and v, or + between modules whose rows are joined. A name after
+    = has no ending .weight or .bias.
+    """
     found = {}
     for pair, modules in architecture.items():
         module = modules[column]
-        parts = [module.format(part) for part in "qkv"] if "{}" in module else [module]
-        for ours, suffix in zip(pair.split(), ("weight", "bias"), strict=False):
-            found[ours] = tuple(f"{part}.{suffix}" for part in parts)
+        parts = module.split("+")
+        if "{}" in module:
+            parts = [module.format(part) for part in "qkv"]
+        for ours, suffix in zip(pair.split(), (".weight", ".bias"), strict=False):
+            ending = "" if module.startswith("=") else suffix
+            found[ours] = tuple(part.lstrip("=") + ending for part in parts)
     return found
 
 

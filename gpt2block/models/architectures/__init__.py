@@ -14,6 +14,7 @@ olmo2     OLMo 2
 olmo3     OLMo 3
 nanochat  nanochat
 gemma3    The text models of Gemma 3
+qwen3_5   The text models of Qwen3.5 and Qwen3.6, without mixtures of experts
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from gpt2block.models.architectures import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     smollm3,
 )
 from gpt2block.models.architectures.architecture import Architecture
@@ -41,7 +43,7 @@ from gpt2block.models.config import ModelConfig
 
 _ALL: Sequence[Architecture] = (
     gpt2, llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
-    olmo2, olmo3, nanochat, gemma3,
+    olmo2, olmo3, nanochat, gemma3, qwen3_5,
 )  # fmt: skip
 # Architectures whose GGUF files have another architecture's name, and architectures of files that
 # have a sliding window

@@ -19,7 +19,10 @@ LIMITS: Mapping[str, int] = {
     "vocab_size": 2**24,
 }
 # Limits of sizes that only some architectures have.
-ALL_LIMITS: Mapping[str, int] = {**LIMITS, "n_kv_head": 2**16, "n_ff": 2**20, "head_size": 2**16}
+ALL_LIMITS: Mapping[str, int] = {
+    **LIMITS, "n_kv_head": 2**16, "n_ff": 2**20, "head_size": 2**16,
+    **dict.fromkeys(("n_k_head", "n_v_head", "k_size", "v_size"), 2**12),
+}  # fmt: skip
 Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
 Settings = Iterable[tuple[str, tuple[Any, ...], str]]
@@ -56,6 +59,8 @@ OF_OTHERS: Settings = (
     ("parallel_attn", (None, False), "the feed-forward follows attention"),
 )
 _PER_LAYER = ("layer_types", "no_rope_layers")
+# Rows of a slot that later passes of a gated delta net may need, for tokens that they compute again
+RECENT = 16
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # vocabulary size, id of <|endoftext|>
 
 
@@ -89,6 +94,36 @@ class LayerCache(NamedTuple):
     keys: int
     values: int
     narrow: bool = True
+
+
+class DeltaNets(NamedTuple):
+    """The sizes of a model's gated delta nets, layers that keep a matrix for each head.
+
+    layers: whether each layer is one. n_k_head heads of k_size channels of q and of k, n_v_head
+    heads of v_size channels of v. tiled: as in `reference.delta_rule`.
+    """
+
+    layers: tuple[bool, ...]
+    n_k_head: int
+    n_v_head: int
+    k_size: int
+    v_size: int
+    tiled: bool = False
+
+    @property
+    def values(self) -> int:
+        """Channels of all heads of v."""
+        return self.n_v_head * self.v_size
+
+    @property
+    def channels(self) -> int:
+        """Channels of q, k and v together, over which the convolution runs."""
+        return 2 * self.n_k_head * self.k_size + self.values
+
+    @property
+    def state_size(self) -> int:
+        """Numbers in a state: three rows of q, k and v, and the matrices of all heads."""
+        return 3 * self.channels + self.values * self.k_size
 
 
 @dataclass(frozen=True)
@@ -198,6 +233,18 @@ class ModelConfig(ABC):
         """Attention window of each layer, in tokens, including the current one; None: no limit."""
         return (None,) * self.n_layer
 
+    def file_rows(self, name: str) -> tuple[int, ...]:
+        """Return how many rows of a block's tensor `name` each of several tensors of a file has."""
+        return self.q_width, self.kv_width, self.kv_width
+
+    def file_spans(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Return the rows (begin, end) of a file's tensors that a block's tensor `name` has.
+
+        The rows are those of the joined tensors of the file. (): the rows that follow the rows of
+        the tensor before it.
+        """
+        return ()
+
     @abstractmethod
     def block_shapes(self) -> Shapes:
         """Return a dict of names and shapes of a block's tensors; matrices are (in, out).
@@ -209,6 +256,11 @@ class ModelConfig(ABC):
     def shapes_of(self, layer: int) -> Shapes:
         """Return a dict of names and shapes of the tensors of one layer's block."""
         return self.block_shapes()
+
+    @property
+    def delta_nets(self) -> DeltaNets | None:
+        """The sizes of layers that are gated delta nets; None if there are none."""
+        return None
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
@@ -458,6 +510,19 @@ def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     first, last = config.outer_shapes()
     head = {} if config.tie_word_embeddings else {"lm_head": (config.vocab_size, config.n_embd)}
     return {**first, **shapes_in_blocks(config), **last, **head}
+
+
+def state_shapes(config: ModelConfig, slots: int) -> dict[str, tuple[int, ...]]:
+    """Return a dict of names and shapes of the arrays for states of gated delta nets.
+
+    They are `reference.delta_rule`'s state and recent of each layer, and `held` of all layers.
+    """
+    of, found = config.delta_nets, dict[str, tuple[int, ...]]()
+    for n, delta in enumerate(() if of is None else of.layers):
+        if of is not None and delta:
+            found[f"h.{n}.state"] = slots, 2, of.state_size
+            found[f"h.{n}.recent"] = slots, RECENT, of.channels + 2 * of.n_v_head
+    return found if of is None else {"held": (slots, 2), **found}
 
 
 def shapes_in_blocks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
