@@ -229,6 +229,41 @@ def kv_append(
     return k
 
 
+@takes(
+    "bcx f32 M W; taps f32 C 1 L; bias? f32 C; k? kv B P C; row position i32 M "
+    "-> out out_dtype M C; k? kv B P C"
+)
+def short_conv(
+    bcx: Array,
+    taps: Array,
+    bias: Array | None,
+    k: Array | None,
+    row: NDArray[np.integer[Any]],
+    position: NDArray[np.integer[Any]],
+) -> Array:
+    """Compute y_t = C_t · (bias + sum over j of taps_j · u_(t - L + 1 + j)), u = B · x, per channel.
+
+    bcx (M, 3C), rows [B | C | x]; taps (C, 1, L), bias (C,) → y (M, C). Row m belongs to sequence
+    row[m], at position[m]; u is 0 before position 0. k (n, n_ctx, C) has the u of earlier positions,
+    and receives the u of these rows, rounded to its dtype; without k, all sequences begin here.
+    """
+    C, _, L = taps.shape
+    if bcx.shape[1] != 3 * C:
+        raise InputError(f"bcx: expected (M, {3 * C}) for taps of {C} channels, got {bcx.shape}")
+    b, c, x = np.split(bcx, 3, axis=1)
+    if k is None:
+        k = np.zeros((int(row.max()) + 1, int(position.max()) + 1, C), bcx.dtype)
+    _check_places("row", row, len(k))
+    _check_places("position", position, k.shape[1])
+    k[row, position] = (b * x).astype(k.dtype, copy=False)
+    sums: Array = np.zeros_like(b) if bias is None else np.broadcast_to(bias, b.shape)
+    for j in range(L):
+        at = position - (L - 1 - j)
+        earlier = k[row, np.maximum(at, 0)].astype(b.dtype, copy=False)
+        sums = sums + taps[:, 0, j] * np.where(at[:, None] >= 0, earlier, 0)
+    return c * sums
+
+
 @takes("qkv any N W -> qkv any N W")
 def kv_round(qkv: Array, n_head: int, n_kv_head: int, kv_dtype: str) -> Array:
     """Round K and V in rows [Q | K | V] to numbers of the FP8 format `kv_dtype`.

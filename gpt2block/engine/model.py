@@ -46,7 +46,7 @@ def weight_bytes(
     total = 0
     least = 4.5 / 8 if formats.dtype == FILE else itemsize(formats.dtype)
     for name, shape in (shapes or model_shapes(config)).items():
-        if len(shape) == 1 or name == "wpe":
+        if len(shape) != 2 or name == "wpe":
             total += 4 * math.prod(shape)
             continue
         total += int(math.prod(shape) * least)

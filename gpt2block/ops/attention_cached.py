@@ -50,6 +50,7 @@ from gpt2block.ops.engines.attention_tiles import (
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import check_addresses, needs_mma, needs_wgmma
+from gpt2block.ops.short_conv import SHORT_CONV
 from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call
 
@@ -555,7 +556,15 @@ OPERATION = Operation(
     },
     prepare=_one_sequence,
     parts=(_wgmma_few,),
-    steps=(ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND, KV_COPY, *delta.STEPS),
+    steps=(
+        ATTENTION_PACKED,
+        ATTENTION_SPLIT,
+        KV_APPEND,
+        KV_ROUND,
+        KV_COPY,
+        SHORT_CONV,
+        *delta.STEPS,
+    ),
     workload=Workload(
         idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
         sizes={"T": 128, "C": 768},

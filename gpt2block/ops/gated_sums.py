@@ -204,12 +204,12 @@ def splits_of(
 ) -> int:
     """Return the option `splits` for M rows, or 0 if the layer cannot use `gated_sums`.
 
-    A layer must be Llama's, without biases and without norms on the outputs of attention and
-    feed-forward. dtype: dtype of the weights. shapes: shapes of the layer's tensors, by name.
+    A layer must be Llama's, without biases, without norms on the outputs of attention and
+    feed-forward, and without short convolutions in place of attention. dtype: dtype of the weights. shapes: shapes of the layer's tensors, by name.
     types: pairs of GGUF types of w_gate and w_down, of all layers; empty if a matrix has no GGUF
     blocks. head_size: channels per head, used for GGUF blocks.
     """
-    if not (gpu().has_clusters and _is_plain(shapes)):
+    if not (gpu().has_clusters and _is_plain(shapes)) or "w_in" in shapes:
         return 0
     if "gamma_q" in shapes and not normed_columns(*shapes["gamma_q"]):
         return 0
@@ -243,7 +243,7 @@ def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size
     if not has.has_mma or dtype not in DTYPES or MAX_ROTATED < M or "w_gate" not in shapes:
         return Fusions()
     C, H = shapes["w_gate"]
-    narrow = max(shapes["w_qkv"][1], 2 * H) < mma.MANY_COLUMNS
+    narrow = max(*(shapes[name][1] for name in FIRST if name in shapes), 2 * H) < mma.MANY_COLUMNS
     norms = C <= MAX_CHANNELS and C % MULTIPLE == 0 and narrow
     loads = C % (MULTIPLE if dtype in FP8 else MULTIPLE // 2) == 0  # 16 bytes of a row at a time
     rope = loads and head_size % 16 == 0 and shapes["w_qkv"][1] < mma.MANY_COLUMNS
@@ -260,6 +260,7 @@ def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size
     return Fusions(norms, rope, gate=loads and H % 8 == 0, heads=heads)
 
 
+FIRST = "w_qkv", "w_in"  # matrices that multiply the norm of a layer's input
 OF_OUTPUTS = "gamma_attn", "gamma_ff"  # norms of the outputs of attention and feed-forward
 
 

@@ -62,3 +62,24 @@ __device__ __forceinline__ void store_sum_of_pairs(T* x, unsigned pair, int m, i
     for (int distance = 16; distance > 2; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (threadIdx.x % 32 == 0) store_sum(x + (long long)M * K / 2, sum, m, k, M, K);
 }
+
+// Stores WIDTH values of row m of out (M, C), starting at channel c, or with KIND their 16-bit terms. scale: scale of
+// hi/lo terms. With TERM_SUMS, all lanes of a warp must call this function, with four values each.
+template <int KIND, typename E, int WIDTH>
+__device__ __forceinline__ void store_row(E* out, float scale, int m, int c, int M, int C, const float (&v)[WIDTH]) {
+    if constexpr (KIND) {
+        constexpr int LAST_PAIR = (WIDTH - 1) / 2;
+        const long long first = term_place(m, c, M, C);
+        unsigned high[(WIDTH + 1) / 2], low;
+#pragma unroll
+        for (int e = 0; e + 1 < WIDTH; e += 2) {
+            split_pair<KIND>(v[e], v[e + 1], inverse_of(scale), high[e / 2], low);
+            const long long place = further_place(first, e);
+            narrow_to(out[place], __int_as_float((int)high[e / 2]));
+            if (has_low()) narrow_to(out[low_place(place)], __int_as_float((int)low));
+        }
+        if constexpr (TERM_SUMS) store_sum_of_fours(out, high[0], high[LAST_PAIR], m, c, M, C);
+    } else {
+        Vec<E, WIDTH>::store(out + (long long)m * C + c, v);
+    }
+}

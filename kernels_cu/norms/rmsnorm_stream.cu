@@ -52,7 +52,6 @@ constexpr int STEP = RS_THREADS * RS_WIDTH;
 constexpr int LOADS = (RS_C + STEP - 1) / STEP;  // loads per thread
 constexpr bool HELD = LOADS <= RS_HELD;
 typedef Vec<float, RS_WIDTH> Values;
-constexpr int LAST_PAIR = (RS_WIDTH - 1) / 2;
 static_assert(!RS_TERMS || RS_WIDTH % 2 == 0, "a thread has whole pairs");
 static_assert(!TERM_SUMS || RS_C % 128 == 0, "a warp has whole chunks");
 
@@ -69,20 +68,7 @@ __device__ __forceinline__ void each_load(Use use) {
 // Stores values of the block's row, starting at channel c, or their 16-bit terms. `out_scale`: scale that is used if
 // RS_TERMS selects hi/lo terms.
 __device__ __forceinline__ void store(T* out, float out_scale, int c, const float (&v)[RS_WIDTH]) {
-    if constexpr (RS_TERMS) {
-        const long long first = term_place(blockIdx.x, c, gridDim.x, RS_C);
-        unsigned high[(RS_WIDTH + 1) / 2], low;
-#pragma unroll
-        for (int e = 0; e + 1 < RS_WIDTH; e += 2) {
-            split_pair<RS_TERMS>(v[e], v[e + 1], inverse_of(out_scale), high[e / 2], low);
-            const long long place = further_place(first, e);
-            narrow_to(out[place], __int_as_float((int)high[e / 2]));
-            if (has_low()) narrow_to(out[low_place(place)], __int_as_float((int)low));
-        }
-        if constexpr (TERM_SUMS) store_sum_of_fours(out, high[0], high[LAST_PAIR], blockIdx.x, c, gridDim.x, RS_C);
-    } else {
-        Vec<T, RS_WIDTH>::store(out + (long long)blockIdx.x * RS_C + c, v);
-    }
+    store_row<RS_TERMS>(out, out_scale, blockIdx.x, c, gridDim.x, RS_C, v);
 }
 
 // Normalises the block's row, unless before(), which runs when the previous kernel has ended, returns false. read(i, c)

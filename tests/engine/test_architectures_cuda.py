@@ -24,6 +24,7 @@ from gpt2block.models.architectures import architecture_of, llama
 from gpt2block.models.architectures.gemma3 import Gemma3Config
 from gpt2block.models.architectures.granite import GraniteConfig
 from gpt2block.models.architectures.granitemoehybrid import GraniteHybridConfig
+from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.models.architectures.ministral3 import Ministral3Config
 from gpt2block.models.architectures.mistral import MistralConfig
 from gpt2block.models.architectures.nanochat import NanoChatConfig
@@ -91,6 +92,8 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
     "ministral3": (Ministral3Config, {"scaling": YARN, "beta": 0.4}),
     "olmo3": (Olmo3Config, {"scaling": YARN, "window": 5, "sliding_layers": (True, False)}),
     "granite-4": (GraniteHybridConfig, {**SCALARS, "position_embedding_type": "nope"}),
+    "lfm2": (Lfm2Config, {"conv_layers": (True, False)}),
+    "lfm2-bias": (Lfm2Config, {"conv_layers": (False, True), "conv_bias": True}),
     "yarn": (MistralConfig, {"scaling": YARN}),
     "yarn-qk-norm": (Qwen3Config, {"scaling": YARN}),
 }

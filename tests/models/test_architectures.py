@@ -196,13 +196,35 @@ def qwen3_5_text(rng: random.Random) -> dict[str, Any]:
     types = {"layer_types": rng.sample(kinds, 3), "num_hidden_layers": 3}
     layers = rng.choice(({}, types, types, {"full_attention_interval": 2}))
     n_k_head = rng.choice((1, 2, 3))
-    return found | layers | {
-        "rope_parameters": rope,
-        "linear_num_key_heads": n_k_head,
-        "linear_num_value_heads": n_k_head * rng.choice((1, 2, 3)),
-        "linear_key_head_dim": rng.randint(8, 20),
-        "linear_value_head_dim": rng.randint(8, 20),
-    }
+    return (
+        found
+        | layers
+        | {
+            "rope_parameters": rope,
+            "linear_num_key_heads": n_k_head,
+            "linear_num_value_heads": n_k_head * rng.choice((1, 2, 3)),
+            "linear_key_head_dim": rng.randint(8, 20),
+            "linear_value_head_dim": rng.randint(8, 20),
+        }
+    )
+
+
+def lfm2(rng: random.Random) -> dict[str, Any]:
+    """At least one layer has attention; heads have at least 8 channels, as for Qwen3."""
+    found = sizes(rng) | {"num_hidden_layers": rng.randint(2, 4), "max_position_embeddings": 80}
+    del found["rms_norm_eps"], found["hidden_act"]
+    layers = ["full_attention", *rng.choices(("conv", "full_attention"), (3, 1), k=3)]
+    layers = rng.sample(layers[: found["num_hidden_layers"]], found["num_hidden_layers"])
+    found |= {"hidden_size": 4 * rng.randint(6, 20), "head_dim": 2 * rng.randint(4, 12)}
+    found["intermediate_size"] = rng.randint(2, 80)
+    found |= {"norm_eps": rng.choice((1e-5, 1e-3)), "conv_bias": rng.random() < 0.3}
+    found |= {"conv_L_cache": rng.choice((3, 3, 3, 1, 2, 5)), "block_multiple_of": 4}
+    found |= {"block_ffn_dim_multiplier": rng.choice((1.0, 1.3))}
+    found |= {"block_auto_adjust_ff_dim": rng.random() < 0.7}
+    if rng.random() < 0.3:
+        full = [n for n, kind in enumerate(layers) if kind == "full_attention"]
+        return found | {"full_attn_idxs": full}
+    return found | {"layer_types": layers}
 
 
 def yarn(rng: random.Random) -> dict[str, Any]:
@@ -226,7 +248,7 @@ KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
     each.__name__: each
     for each in (
         llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
-        olmo2, olmo3, nanochat, gemma3_text, qwen3_5_text, yarn,
+        olmo2, olmo3, nanochat, gemma3_text, lfm2, qwen3_5_text, yarn,
     )
 }  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -374,7 +396,7 @@ def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any],
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            spread = 0.3 if tensor.ndim == 1 else tensor.shape[1] ** -0.5
+            spread = 0.3 if tensor.ndim == 1 else tensor.shape[-1] ** -0.5
             # Gemma 3 and Qwen3.5 add 1 to weights of norms, but not to linear_attn.norm.
             plain = kind not in ("gemma3_text", "qwen3_5_text") or "linear_attn.norm" in name
             tensor.normal_("norm" in name and plain, spread)

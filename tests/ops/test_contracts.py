@@ -58,6 +58,7 @@ EXAMPLES = {
     "sample_token": Example({"B": 2, "V": 9}),
     "mark_occurred": Example({"N": 5, "B": 2, "V": 9}),
     "kv_append": Example({"N": 3, "W": 32, **KV}),
+    "short_conv": Example({"M": 3, "W": 24, "L": 3, **KV}),
     "kv_round": Example({"N": 3, "W": 32}, {**HEADS, "kv_dtype": "float8_e5m2"}),
 }
 

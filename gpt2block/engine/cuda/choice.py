@@ -142,8 +142,8 @@ class DecodingChoice:
         if f"{layers[0]}w_gate" not in self.matrices:
             return False
         for h in layers:
-            names = (f"{h}w_gate", f"{h}w_up", f"{h}w_qkv")  # not all layers have a w_qkv
-            matrices = [self.matrices[name] for name in names if name in self.matrices]
+            names = ("w_gate", "w_up", *("w_qkv",) * (f"{h}w_qkv" in self.matrices))
+            matrices = [self.matrices[f"{h}{name}"] for name in names]
             blocks = [w for w in matrices if isinstance(w, GgufMatrix)]
             if len(blocks) < len(matrices) or blocks[0].ranges != blocks[1].ranges:
                 return False

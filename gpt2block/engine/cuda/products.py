@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -117,8 +118,9 @@ def choose_products(
 def divisors(config: ModelConfig, bounds: Mapping[str, float]) -> dict[str, float]:
     """Return {name of an activation: power of two by which it is divided to fit float16}."""
     powers: dict[str, float] = {}
-    for n in range(config.n_layer):
-        names = [f"h.{n}.{name}" for name in architecture_of(config).DIVIDED[:2]]
+    of_layers = product(range(config.n_layer), architecture_of(config).DIVIDED)
+    for n, (_, results, _) in of_layers:
+        names = [name for name in (f"h.{n}.{each}" for each in results) if name in bounds]
         largest = max((bounds[name] for name in names), default=0)
         if FLOAT16 < largest < math.inf:
             powers |= dict.fromkeys(names, 2.0 ** math.ceil(math.log2(largest / FLOAT16)))
@@ -137,12 +139,17 @@ def divided_weights(
     powers of two is exact, except for activations that become subnormal in float16.
     """
     divided: dict[str, Any] = {}
-    for h, divisor in {name.rpartition(".")[0]: divisor for name, divisor in by.items()}.items():
-        first, _, last = architecture_of(config).DIVIDED
-        divided[f"{h}.w_{first}"] = matrices[f"{h}.w_{first}"].times(1 / divisor)
-        divided[f"{h}.w_{last}"] = matrices[f"{h}.w_{last}"].times(divisor)
-        if (bias := f"{h}.b_{first}") in vectors:
-            divided[bias] = vectors[bias] * np.float32(1 / divisor)
+    of_layers = product(range(config.n_layer), architecture_of(config).DIVIDED)
+    for n, (first, (result, *_), last) in of_layers:
+        if (divisor := by.get(f"h.{n}.{result}")) is None:
+            continue
+        name, bias = f"h.{n}.{first}", f"h.{n}.b_{first.removeprefix('w_')}"
+        if name in matrices:
+            divided[name] = matrices[name].times(1 / divisor)
+        divided[f"h.{n}.{last}"] = matrices[f"h.{n}.{last}"].times(divisor)
+        for vector in (name, bias):
+            if vector in vectors:
+                divided[vector] = vectors[vector] * np.float32(1 / divisor)
     return divided
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.checks import FLOATS
 from gpt2block.contract import unchecked
-from gpt2block.cuda.formats import Formats
+from gpt2block.cuda.formats import Formats, own_cache_dtype
 from gpt2block.engine.grammars import Masker, MaskJob, Matcher
 from gpt2block.engine.model import (
     Alternatives,
@@ -59,6 +59,8 @@ FIRST_POSITIONS = 256  # positions of each row for which a kv_cache has memory a
 class NumpyCache:
     """Keys and values (batch, positions, KV) of each layer: float32, rounded to the cache's dtype.
 
+    Rows that are never stored in FP8 (`LayerCache.narrow`) have the dtype itself.
+
     The memory grows with the longest row, up to n_ctx positions. shared: whether equal layers share
     their memory.
     """
@@ -76,6 +78,7 @@ class NumpyCache:
         caches = config.layer_caches
         self._caches = in_shared_memory(caches) if shared else caches
         self._new_states = partial(new_states, config, batch, np, not shared)
+        self._dtype = FLOATS[own_cache_dtype(formats.dtype)]
         self.release()
         self.frequencies = RowFrequencies(config, batch, n_ctx, np)
 
@@ -95,8 +98,11 @@ class NumpyCache:
                     new[row, :n] = old[row, :n]
 
     def _allocate(self, positions: int) -> None:
-        self.positions, widths = positions, [width for _, width in stored_rows(self._caches)]
-        self.arrays = [np.zeros((self.batch, positions, n), np.float32) for n in widths]
+        self.positions, rows = positions, stored_rows(self._caches)
+        self.arrays = [
+            np.zeros((self.batch, positions, width), np.float32 if each.narrow else self._dtype)
+            for each, width in rows
+        ]
         arrays = iter(self.arrays)
         self.layers = layer_rows(self._caches, lambda *_: next(arrays))
 

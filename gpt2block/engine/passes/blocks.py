@@ -20,6 +20,7 @@ class PassSettings(NamedTuple):
     embedding_norm, windows: as in ModelConfig; windows is () if no layer has a window. embedding,
     softmax_scale, turned, cap, growth: the fields embedding, attention, rope, cap and growth of
     `Scales`. gelu: whether the gate of the feed-forward is GELU. delta_nets: as in ModelConfig.
+    convs: whether each layer has a short convolution in place of attention; () if none has.
     """
 
     n_head: int
@@ -40,6 +41,7 @@ class PassSettings(NamedTuple):
     own: bool = False
     growth: tuple[float, int] | None = None
     delta_nets: DeltaNets | None = None
+    convs: tuple[bool, ...] = ()
 
     @classmethod
     def of(cls, config: ModelConfig) -> PassSettings:
@@ -61,6 +63,7 @@ class PassSettings(NamedTuple):
             own=config.short_context > 0,
             growth=scales.growth,
             delta_nets=config.delta_nets,
+            convs=config.conv_layers,
         )
 
     def frequencies_of(self, h: str) -> str:
@@ -76,6 +79,10 @@ class PassSettings(NamedTuple):
         """The options of operations of gated delta nets: number and channels of heads of k."""
         of = self.delta_nets
         return {} if of is None else {"n_k_head": of.n_k_head, "k_size": of.k_size}
+
+    def has_conv(self, h: str) -> bool:
+        """Return whether a layer has a short convolution. h: the prefix of the layer's names."""
+        return bool(self.convs) and self.convs[_layer(h)]
 
     @property
     def heads(self) -> dict[str, Any]:
@@ -147,6 +154,9 @@ class StepPass(Pass):
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         options = {**self.c.heads, **self.c.scores(h), "causal": self.c.causal}
         return self.do(f"{h}attn", "attention", (qkv,), **options)
+
+    def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
+        return self._short_conv(h, bcx)
 
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")

@@ -143,6 +143,12 @@ class DecodePass(Pass):
     def gated_heads(self, h: str, gate: Value, y: Rows, to: To = ()) -> Value:
         return super().gated_heads(h, gate, y.value, to)
 
+    def short_conv(self, h: str, bcx: Value, to: To = ()) -> Rows:
+        bound = self._bounds.get(f"{h}conv")
+        terms = self._terms(to, bound, together=UNIT)
+        y = self._short_conv(h, bcx, dtype="float32", **_to(terms))
+        return Rows(y, terms=terms, bound=bound)
+
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")
         ordered = x.terms is not None and x.terms.width > 0

@@ -143,6 +143,14 @@ class Pass(ABC):
         return self.operand(f"{h}mixer", o, to)
 
     @abstractmethod
+    def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
+        """Compute the short convolution of rows [B | C | x], and write rows of u to the kv_cache."""
+
+    def _short_conv(self, h: str, bcx: Value, **options: Any) -> Value:
+        inputs = (bcx, f"{h}taps", f"{h}b_taps", f"{h}k", "row", "positions")
+        return self.do(f"{h}conv", "short_conv", inputs, **options)
+
+    @abstractmethod
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         """Compute silu(gate) * up, or gelu(gate) * up if `PassSettings.gelu` is set."""
 

@@ -119,6 +119,9 @@ class PrefillPass(Pass):
         inputs = (qkv, f"{h}k", f"{h}v", "cu_seqlens", "start")
         return self.do(name, "attention_packed", inputs, **options, **self.kv)
 
+    def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
+        return self._short_conv(h, bcx, dtype="float32")
+
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate", to=("silu_mul",))
         up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up", to=("silu_mul",))
@@ -217,6 +220,9 @@ class TensorCorePass(PrefillPass):
             **options,
         )
 
+    def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
+        return self._short_conv(h, bcx, dtype=self.dtype)
+
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         biases = (f"{h}b_gate", f"{h}b_up")
         if not self.shape.gated or any(map(self.do.has, biases)):
@@ -286,6 +292,9 @@ class HiLoPass(TensorCorePass):
         if self.shape.cached:
             self._append(h, qkv)
         return self._over_new(h, operand)
+
+    def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
+        return self._converted(f"{h}conv", super().short_conv(h, bcx, to), to)
 
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         return self._converted(f"{h}ff", super().gated(h, x, to), to)

@@ -65,6 +65,8 @@ class Naming:
 
     def shape_of(self, ours: str, shape: Shape) -> Shape:
         """Return a tensor's shape in a file. `shape`: the tensor's shape in `model_shapes`."""
+        if len(shape) == 3 and not self.prefix:  # GGUF has a matrix for weights of a convolution
+            return shape[::2]
         turned = ours.startswith("h.") and self.layout_of(ours) == "NK"
         return shape[::-1] if turned else shape
 

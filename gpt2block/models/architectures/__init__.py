@@ -15,6 +15,7 @@ olmo3     OLMo 3
 nanochat  nanochat
 gemma3    The text models of Gemma 3
 qwen3_5   The text models of Qwen3.5 and Qwen3.6, without mixtures of experts
+lfm2      LFM2 and LFM2.5
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from gpt2block.models.architectures import (
     gpt2,
     granite,
     granitemoehybrid,
+    lfm2,
     llama,
     ministral3,
     mistral,
@@ -43,7 +45,7 @@ from gpt2block.models.config import ModelConfig
 
 _ALL: Sequence[Architecture] = (
     gpt2, llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
-    olmo2, olmo3, nanochat, gemma3, qwen3_5,
+    olmo2, olmo3, nanochat, gemma3, lfm2, qwen3_5,
 )  # fmt: skip
 # Architectures whose GGUF files have another architecture's name, and architectures of files that
 # have a sliding window

@@ -11,6 +11,7 @@ from gpt2block.models.config import ModelConfig
 
 Value = Any  # the result of a step, whose type differs between NumPy and CUDA
 To = tuple[str, ...]
+Divided = tuple[tuple[str, tuple[str, ...], str], ...]
 RowNorms = Callable[[str, str], NDArray[Any]]
 
 
@@ -45,9 +46,10 @@ class Architecture(Protocol):
     NORM: str  # the name of the architecture's norms in messages
     QKV: str  # the step whose result is the rows [Q | K | V] that attention reads
     TENSOR_HEADS: tuple[int, ...]  # head sizes for which a prefill can use tensor cores
-    # Names of three steps: product, activation, product. With FP8 weights, the first may use w / s
-    # and the last w · s, to keep the activation in float16's range; () if this is not possible.
-    DIVIDED: tuple[str, ...]
+    # Weights w of a step, results that are linear in w, and the weights of the next product. With
+    # FP8 weights, the step may use w / s and the product its weights times s, to keep the results
+    # in float16's range; () if this is not possible.
+    DIVIDED: Divided
 
     def constants(self, config: Any, vectors: Mapping[str, Any]) -> dict[str, Any]:
         """Return {name: tensor} of tensors computed from the config and the model's vectors."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.architectures.architecture import CheckpointLayout, Divided, RowNorms, Value
 from gpt2block.models.config import GPT2Config, ModelConfig
 
 CONFIG: type[ModelConfig] = GPT2Config
@@ -33,7 +33,7 @@ GGUF, GGUF_ROPE_INTERLEAVED = "gpt2", False
 NORM = "LayerNorm"
 QKV = "qkv"  # the step whose result is the rows [Q | K | V] that attention reads
 TENSOR_HEADS: tuple[int, ...] = (64,)  # head sizes for which a prefill can use tensor cores
-DIVIDED: tuple[str, ...] = ()  # GELU is not linear: no scaling of weights by a factor
+DIVIDED: Divided = ()  # GELU is not linear: no scaling of weights by a factor
 
 
 def attention(o: Any, h: str, x: Value) -> Value:

@@ -229,6 +229,11 @@ class ModelConfig(ABC):
         return 0
 
     @property
+    def conv_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has a short convolution in place of attention; () if none has."""
+        return ()
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Attention window of each layer, in tokens, including the current one; None: no limit."""
         return (None,) * self.n_layer

@@ -1,0 +1,223 @@
+"""LFM2 and LFM2.5: Llama's block; most layers have a short convolution in place of attention.
+
+A convolution layer computes [B | C | x] = norm(h) · w_in, u = B · x, y = C · (taps ∗ u) and y · w_out.
+The convolution ∗ adds, for each channel on its own, u of the last conv_length tokens, each times a
+weight. The rows of u are the layer's keys in the kv_cache; the layer has no values. The other layers
+have attention with norms of heads, as Qwen3 does. Source: Liquid AI, "LFM2 Technical Report" (2025),
+and Lfm2 in `transformers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.checks import check_count, check_number
+from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.models.architectures import llama, qwen3
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.config import (
+    ALL_LIMITS,
+    LayerCache,
+    ModelConfig,
+    Settings,
+    Shapes,
+    agreed,
+    check_settings,
+)
+from gpt2block.models.config.llama import LlamaConfig, check_layers
+
+KINDS = ("full_attention", "conv")
+MAX_TAPS = 8  # maximum terms of a convolution
+# Names of tensors that only one kind of layers has
+OF_ATTENTION = "w_qkv", "gamma_q", "gamma_k", "w_o"
+OF_CONV = "w_in", "b_in", "taps", "b_taps", "w_out", "b_out"
+
+
+@dataclass(frozen=True)
+class Lfm2Config(LlamaConfig):
+    """Sizes of an LFM2 model. conv_layers: whether each layer has a convolution; () means none has.
+
+    conv_length: terms of a convolution. conv_bias: whether it and its two products have biases.
+    """
+
+    NAME: ClassVar[str] = "Lfm2"
+    MODEL_TYPE: ClassVar[str] = "lfm2"
+    FLAGS: ClassVar[tuple[str, ...]] = (*ModelConfig.FLAGS, "conv_bias")
+    OTHERS: ClassVar[Mapping[str, str]] = {
+        **LlamaConfig.OTHERS, "eps": "norm_eps", "conv_length": "conv_L_cache",
+    }  # fmt: skip
+    ABSENT: ClassVar[Mapping[str, Any]] = {
+        "n_ctx": 128_000, "eps": 1e-5, "n_kv_head": 8, "theta": 1e6, "tie_word_embeddings": True,
+    }  # fmt: skip
+    HONOURED: ClassVar[tuple[str, ...]] = ("layer_types",)
+    SETTINGS: ClassVar[Settings] = (
+        *LlamaConfig.SETTINGS,
+        ("block_use_swiglu", (True,), "the feed-forward has a gate"),
+        ("use_pos_enc", (True,), "attention has RoPE"),
+    )
+    GGUF_KEYS: ClassVar[Mapping[str, str]] = {"shortconv.l_cache": "conv_length"}
+
+    conv_layers: tuple[bool, ...] = ()
+    conv_length: int = 3
+    conv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = self.conv_layers or (False,) * self.n_layer
+        layers = check_layers("conv_layers", layers, self.n_layer)
+        if all(layers):
+            raise InputError("conv_layers: expected at least one layer with attention, got none")
+        object.__setattr__(self, "conv_layers", layers)
+        length = check_count("conv_L_cache", self.conv_length, MAX_TAPS)
+        object.__setattr__(self, "conv_length", length)
+
+    @property
+    def layer_caches(self) -> tuple[LayerCache, ...]:
+        """The part of a kv_cache that each layer reads: keys and values, or rows of u."""
+        caches, C = enumerate(super().layer_caches), self.n_embd
+        of_conv = [LayerCache(layer, C, 0, narrow=False) for layer in range(self.n_layer)]
+        return tuple(of_conv[n] if self.conv_layers[n] else each for n, each in caches)
+
+    def block_shapes(self) -> Shapes:
+        """Return {name: shape} of the tensors of both kinds of layers."""
+        C, D = self.n_embd, (self.head_size,)
+        shapes = {**super().block_shapes(), "gamma_q": D, "gamma_k": D}
+        if any(self.conv_layers):
+            shapes |= {"w_in": (C, 3 * C), "taps": (C, 1, self.conv_length), "w_out": (C, C)}
+            biases = {"b_in": (3 * C,), "b_taps": (C,), "b_out": (C,)}
+            shapes |= biases if self.conv_bias else {}
+        return shapes
+
+    def shapes_of(self, layer: int) -> Shapes:
+        """Return {name: shape} of the tensors of a layer with attention or with a convolution."""
+        others = OF_ATTENTION if self.conv_layers[layer] else OF_CONV
+        return {name: shape for name, shape in self.block_shapes().items() if name not in others}
+
+    @classmethod
+    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert the content of a config.json to {field of this class: value}."""
+        renamed = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+        given = {theirs: config[key] for key, theirs in renamed.items() if key in config}
+        fields = super()._fields_in(config | given)
+        width = (fields["n_embd"],)
+        others = {"block_dim": width, "conv_dim": width, "conv_dim_out": width}
+        others |= {"num_heads": (fields["n_head"],)}
+        check_settings(config, [(key, own, "all sizes are one") for key, own in others.items()])
+        if config.get("block_auto_adjust_ff_dim", True):
+            fields["n_ff"] = _adjusted(config, fields["n_ff"])
+        return fields | {"conv_layers": _conv_layers(config, fields["n_layer"])}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Return the content of a `config.json` with which `transformers` loads this model."""
+        kinds = [KINDS[conv] for conv in self.conv_layers]
+        content = super().to_hugging_face() | {"layer_types": kinds, "pad_token_id": None}
+        return content | {"block_auto_adjust_ff_dim": False}
+
+
+def _adjusted(config: Mapping[str, Any], n_ff: int) -> int:
+    """Return two thirds of n_ff times a factor, rounded up to a multiple, as `transformers` does."""
+    name, several = "block_ffn_dim_multiplier", "block_multiple_of"
+    expected = "a number from 2^-20 to 2^20"
+    factor = check_number(name, config.get(name, 1.0), 2.0**-20, 2.0**20, expected)
+    multiple = check_count(several, config.get(several, 256), ALL_LIMITS["n_ff"])
+    return -(-int(factor * int(2 * n_ff / 3)) // multiple) * multiple
+
+
+def _conv_layers(config: Mapping[str, Any], n_layer: int) -> tuple[bool, ...]:
+    """Return whether each layer has a convolution, from layer_types or full_attn_idxs."""
+    kinds, full = config.get("layer_types"), config.get("full_attn_idxs")
+    given = {}
+    if kinds is not None:
+        if not isinstance(kinds, list) or not all(each in KINDS for each in kinds):
+            raise CheckpointError(f"config.json: layer_types: expected a list of "
+                                  f"{' and '.join(KINDS)}, got {shown(kinds)}")  # fmt: skip
+        given["layer_types"] = tuple(each == "conv" for each in kinds)
+    if full is not None:
+        if not isinstance(full, list) or not all(n in range(n_layer) for n in full):
+            raise CheckpointError(f"config.json: full_attn_idxs: expected a list of numbers below "
+                                  f"{n_layer}, got {shown(full)}")  # fmt: skip
+        given["full_attn_idxs"] = tuple(n not in full for n in range(n_layer))
+    return agreed(given) if given else ()
+
+
+CONFIG: type[ModelConfig] = Lfm2Config
+NAMES: Mapping[str, tuple[str, str]] = {
+    **llama.NAMES,
+    "gamma1": ("operator_norm", "attn_norm"),
+    "gamma_q": ("self_attn.q_layernorm", "attn_q_norm"),
+    "gamma_k": ("self_attn.k_layernorm", "attn_k_norm"),
+    "w_o b_o": ("self_attn.out_proj", "attn_output"),
+    "w_in b_in": ("conv.in_proj", "shortconv.in_proj"),
+    "taps b_taps": ("conv.conv", "shortconv.conv"),
+    "w_out b_out": ("conv.out_proj", "shortconv.out_proj"),
+    "gamma2": ("ffn_norm", "ffn_norm"),
+    "w_gate b_gate": ("feed_forward.w1", "ffn_gate"),
+    "w_up b_up": ("feed_forward.w3", "ffn_up"),
+    "w_down b_down": ("feed_forward.w2", "ffn_down"),
+    "gamma_f": ("embedding_norm", "token_embd_norm"),
+}
+FILES: CheckpointLayout = llama.FILES
+GGUF, GGUF_ROPE_INTERLEAVED = "lfm2", False
+NORM, QKV, TENSOR_HEADS = llama.NORM, llama.QKV, llama.TENSOR_HEADS
+DIVIDED = (*llama.DIVIDED, ("taps", ("conv",), "w_out"))
+final, constants = llama.final, llama.constants
+
+
+def attention(o: Any, h: str, x: Value) -> Value:
+    """Compute a block's first half: attention with norms of heads, or a short convolution."""
+    if not o.c.has_conv(h):
+        return qwen3.attention(o, h, x)
+    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_in",))
+    y = o.product(f"{h}bcx", y, f"{h}w_in", f"{h}b_in")
+    return o.short_conv(h, y, to=(f"{h}w_out",))
+
+
+def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
+    """Compute a block's second half as Llama does; w_out projects the result of a convolution."""
+    return llama.feed_forward(o, h, x, y, out="out" if o.c.has_conv(h) else "o")
+
+
+def _conv_layer_names(config: Lfm2Config) -> list[str]:
+    return [f"h.{layer}." for layer, conv in enumerate(config.conv_layers) if conv]
+
+
+def stream_bounds(config: Lfm2Config, largest: Mapping[str, float]) -> Iterator[float]:
+    """Yield upper bounds of the residual stream as Llama does.
+
+    A convolution layer adds y · w_out, where y = C · (taps ∗ (B · x)), and each of B, C and x is a
+    product of w_in with normalized rows, as in Llama's bounds.
+    """
+    n, added = config.n_embd, {}
+    for h in _conv_layer_names(config):
+        bcx = n * largest[f"{h}gamma1"] * largest[f"{h}w_in"] + largest.get(f"{h}b_in", 0.0)
+        sums = config.conv_length * largest[f"{h}taps"] * bcx**2 + largest.get(f"{h}b_taps", 0.0)
+        rows = n * bcx * sums * largest[f"{h}w_out"] + largest.get(f"{h}b_out", 0.0)
+        added |= {f"{h}w_qkv": 0.0, f"{h}w_o": 0.0, f"{h}b_o": rows}
+    return llama.stream_bounds(config, {**largest, **added})
+
+
+def operand_bounds(
+    config: Lfm2Config, largest: Mapping[str, float], norms: RowNorms
+) -> dict[str, float]:
+    """Bound operands as Qwen3 does, and the result y of each convolution channel by channel."""
+    convs, own = _conv_layer_names(config), {**largest}
+    own |= {f"{h}gamma_{name}": 0.0 for h in convs for name in "qk"}
+
+    def of_first_product(w: str, gamma: str) -> NDArray[Any]:
+        h, _, name = w.rpartition(".")
+        return norms(f"{h}.w_in" if name == "w_qkv" and f"{h}." in convs else w, gamma)
+
+    bounds = qwen3.operand_bounds(config, own, of_first_product)
+    for h in convs:
+        del bounds[f"{h}rope"]
+        rows = math.sqrt(config.n_embd) * norms(f"{h}w_in", f"{h}gamma1")
+        b, c, x = np.resize(rows + largest.get(f"{h}b_in", 0.0), (3, len(rows) // 3 or 1))
+        sums = config.conv_length * largest[f"{h}taps"] * b * x + largest.get(f"{h}b_taps", 0.0)
+        bounds[f"{h}conv"] = float((c * sums).max())
+    return bounds
