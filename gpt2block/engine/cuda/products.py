@@ -66,7 +66,7 @@ def possible_products(config: ModelConfig, dtype: str) -> Products:
 
 def has_sizes_of_tensor_cores(config: ModelConfig) -> bool:
     """Return whether tensor cores can compute products and attention of the model's sizes."""
-    sizes = {n for shape in shapes_in_blocks(config).values() if len(shape) < 3 for n in shape}
+    sizes = {n for shape in shapes_in_blocks(config).values() if len(shape) == 2 for n in shape}
     known = config.head_size in architecture_of(config).TENSOR_HEADS
     return known and not any(n % MULTIPLE for n in sizes)
 
