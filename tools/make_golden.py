@@ -15,7 +15,7 @@ values were computed in float64 and rounded to float32 once. `transformers` conv
 angles, norms and softmax to float32 by name; these names are redefined as float64 meanwhile.
 
 The committed files were made with torch 2.13.0 (tiny), 2.15.0 (llama-*), 2.14.1 (mistral, gemma3,
-olmo3, ministral3, granitemoehybrid) and 2.11.0 (other files), and transformers 5.23.0, 5.24.0
+olmo3, ministral3, granitemoehybrid, lfm2) and 2.11.0 (other files), and transformers 5.23.0, 5.24.0
 (files of torch 2.14.1) or 5.17.0 (other files).
 The package itself needs neither torch nor transformers.
 """
@@ -233,6 +233,18 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "final_logit_softcapping": 6.0,
         "pad_token_id": None,
     },
+    "lfm2": {
+        "model_type": "lfm2",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 14,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_multiple_of": 4,
+        "norm_eps": 1e-4,
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+    },
 }
 Arrays = dict[str, NDArray[Any]]
 
@@ -286,7 +298,8 @@ def make_model(folder: Path, settings: dict[str, Any]) -> None:
     with in_float64():
         exact = model()
         load(exact, weights)
-        expected = evaluated(exact, [*exact.model.layers, exact.model.norm], ids)
+        last = exact.model.embedding_norm if kind == "lfm2" else exact.model.norm
+        expected = evaluated(exact, [*exact.model.layers, last], ids)
         expected["greedy"] = continued(exact, ids[:1, :PROMPT])
     if settings["tie_word_embeddings"]:
         del weights["lm_head.weight"]
@@ -321,7 +334,7 @@ def llama_weight(rng: np.random.Generator, name: str, shape: Any, mean: int) -> 
     if len(shape) == 1:
         array = 0.3 * array + mean * ("norm" in name)
     else:
-        array = array / np.sqrt(shape[1] if ".layers." in name else 4)
+        array = array / np.sqrt(shape[-1] if ".layers." in name else 4)
     return array.astype(np.float16)
 
 

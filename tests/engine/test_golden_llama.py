@@ -33,6 +33,7 @@ from gpt2block import (
     RopeScaling,
 )
 from gpt2block.engine.inspect.compare import exact_tensors
+from gpt2block.engine.model import token_bytes
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.hugging_face import parse_config
 from gpt2block.models.config import OF_OTHERS, model_shapes
@@ -41,13 +42,14 @@ from tests.devices import GPU, running_on
 GOLDEN = Path(__file__).parents[1] / "golden"
 LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-shards")
 NAMES = (
-    *LLAMAS, "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3",
+    *LLAMAS, "lfm2", "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3",
     "phi3", "olmo2", "olmo3", "nanochat", "gemma3",
 )  # fmt: skip
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
 YARN = {"rope_type": "yarn", "factor": 2}
 SMOLLM3, GRANITE = {"model_type": "smollm3"}, {"model_type": "granite"}
+LFM2 = {"model_type": "lfm2"}
 GRANITE4 = {"model_type": "granitemoehybrid", "shared_intermediate_size": 56}
 MINISTRAL3, OLMO3 = {"model_type": "ministral3"}, {"model_type": "olmo3"}
 PHI3, GEMMA3 = {"model_type": "phi3"}, {"model_type": "gemma3_text"}
@@ -124,7 +126,7 @@ def test_float32_every_position_from_a_cache_and_a_greedy_text(device: str, name
         assert error(states[-1], expected["hidden"]) <= limit
         for chunks in cuts:
             cache = model.new_cache(2)
-            assert cache.nbytes == model.config.n_layer * 2 * 2 * 256 * model.config.kv_width * 4
+            assert cache.nbytes == 2 * 256 * token_bytes(model.config.layer_caches, model.formats)
             spans = itertools.pairwise(chunks)
             parts = [model(ids[:, first:end], cache=cache) for first, end in spans]
             assert error(np.concatenate(parts, 1), expected["logits"]) <= limit
@@ -183,7 +185,8 @@ def test_saved_and_loaded_again(name: str, dtype: str | None, tmp_path: Path) ->
         assert array.dtype == (np.float32 if dtype else np.float16)
         np.testing.assert_array_equal(array, kept)
     written = load_file(tmp_path / "again" / "model.safetensors")
-    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight"} <= set(written)
+    out = "out_proj" if name == "lfm2" else "o_proj"
+    assert {"model.embed_tokens.weight", f"model.layers.1.self_attn.{out}.weight"} <= set(written)
 
 
 def test_arrays_are_saved_as_the_checkpoint_they_come_from(tmp_path: Path) -> None:
@@ -315,6 +318,20 @@ def test_the_class_follows_the_architecture() -> None:
         (GRANITE4 | {"num_local_experts": 8}, "got 8: mixtures of experts are not supported"),
         (GRANITE4 | {"layer_types": ["mamba"]}, "['mamba']: layers of Mamba2 are not supported"),
         (GRANITE4 | {"position_embedding_type": "alibi"}, "or 'nope' or null, got 'alibi': all"),
+        (LFM2 | {"layer_types": ["conv", "sliding_attention"]}, "expected a list of full_attention"),
+        (LFM2 | {"layer_types": ["conv"]}, "conv_layers: expected true or false for each of 2"),
+        (LFM2 | {"layer_types": ["conv", "conv"]}, "expected at least one layer with attention"),
+        (LFM2 | {"full_attn_idxs": [2]}, "full_attn_idxs: expected a list of numbers below 2"),
+        (
+            LFM2 | {"full_attn_idxs": [0], "layer_types": ["conv", "full_attention"]},
+            "layer_types (True, False) contradicts full_attn_idxs (False, True)",
+        ),
+        (LFM2 | {"conv_L_cache": 9}, "conv_L_cache: expected at most 8, got 9"),
+        (LFM2 | {"conv_dim": 12}, "conv_dim: expected 36, got 12"),
+        (LFM2 | {"use_pos_enc": False}, "use_pos_enc: expected true, got false: attention has"),
+        (LFM2 | {"block_use_swiglu": False}, "block_use_swiglu: expected true, got false"),
+        (LFM2 | {"block_ffn_dim_multiplier": None}, "block_ffn_dim_multiplier: expected a number"),
+        ({"model_type": "lfm2_moe", "num_experts": 8}, "mixtures of experts are not supported"),
         ({"model_type": "a", "num_experts": 8, "vision_config": {"b": 1}}, "'a': mixtures of exp"),
         ({"model_type": "mamba2", "state_size": 8}, "'mamba2': layers of Mamba are not supported"),
         (
@@ -368,6 +385,18 @@ GRANITE_MICRO = COMMON | {
     "mamba_n_groups": 1, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False,
     "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 100257,
 }  # fmt: skip
+LFM2_1_2B = {
+    "model_type": "lfm2", "block_auto_adjust_ff_dim": True, "block_dim": 2048, "conv_dim": 2048,
+    "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0,
+    "block_multiple_of": 256, "block_norm_eps": 1e-5, "block_out_init_scale": 1.0,
+    "block_use_swiglu": True, "block_use_xavier_init": True, "conv_L_cache": 3, "conv_bias": False,
+    "conv_dim_out": 2048, "conv_use_xavier_init": True, "eos_token_id": 7, "hidden_size": 2048,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14], "initializer_range": 0.02, "norm_eps": 1e-5,
+    "max_position_embeddings": 128000, "num_attention_heads": 32, "num_heads": 32, "use_cache": True,
+    "num_hidden_layers": 16, "num_key_value_heads": 8, "pad_token_id": 0, "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16", "use_pos_enc": True, "vocab_size": 65536, "bos_token_id": 1,
+    "intermediate_size": 12288,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -376,6 +405,8 @@ GRANITE_MICRO = COMMON | {
         (OLMO3_7B, 7.3, 24, None, None),
         (MINISTRAL3_3B, 3.43, 0, 128**-0.5, (0.1, 16384)),
         (GRANITE_MICRO, 3.4, 0, 0.015625, None),
+        (LFM2_1_2B, 1.17, 0, None, None),
+        (LFM2_1_2B | {"tie_embedding": False}, 1.30, 0, None, None),
     ],
 )
 def test_published_configs(
@@ -504,7 +535,10 @@ OPTIONAL = (
 
 @pytest.mark.parametrize(
     "name",
-    ["tiny", "llama-plain", "llama-shards", "phi3", "olmo3", "ministral3", "granitemoehybrid"],
+    [
+        "tiny", "llama-plain", "llama-shards", "phi3", "olmo3", "ministral3", "granitemoehybrid",
+        "lfm2",
+    ],
 )
 def test_values_of_any_type_are_honoured_or_refused(name: str) -> None:
     config = json.loads((GOLDEN / name / "config.json").read_text())

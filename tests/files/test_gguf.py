@@ -73,6 +73,7 @@ def tiny(tmp_path: Path) -> Path:
         "olmo2",
         "olmo3",
         "ministral3",
+        "lfm2",
         *(f"llama-{name}" for name in LLAMAS),
     ],
 )
@@ -123,6 +124,7 @@ LOG = {"mistral3.rope.scaling.attn_factor": None, "mistral3.rope.scaling.yarn_lo
         ("granite", GRANITE4 | {"granite.rope.scaling.finetuned": True}),
         ("ministral3", LOG),
         ("olmo3", {"olmo2.attention.sliding_window_pattern": 2}),  # a period
+        ("lfm2", {"lfm2.rope.dimension_count": 14, "lfm2.attention.head_count_kv": [0, 2, 0]}),
     ],
 )
 def test_keys_of_converters(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
@@ -140,6 +142,10 @@ def test_keys_of_converters(name: str, keys: dict[str, Any], tmp_path: Path) -> 
         ("granite", {"granite.rope.scaling.finetuned": False}, "finetuned: False is not supported"),
         ("olmo3", {"olmo2.attention.sliding_window_pattern": [True]}, "for each of 2 layers"),
         ("llama-plain", {"llama.attention.sliding_window_pattern": 2}, "not supported"),
+        ("llama-plain", {"llama.attention.head_count_kv": [3, 0]}, "one value for all blocks"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, 2]}, "one value for all blocks"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, 2, 4]}, "one value for all blocks"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, 0, 0]}, "n_kv_head: expected a positive"),
     ],
 )
 def test_keys_that_are_not_honoured(

@@ -48,6 +48,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # settings that are not defaults
     "olmo3": {"window": 5, "local_theta": 100.0, "scaling": YARN, "sliding_layers": (True, False)},
     "phi3": {"rotary": 6, "scaling": LONG, "n_ff": 40, "window": 8},
     "gemma3_text": {"window": 5, "local_theta": 100.0, "n_layer": 7},
+    "lfm2": {"conv_layers": (True, False), "conv_length": 5},
 }  # fmt: skip
 QUIET = "ignore:.*(has no tokenizer|matrices are F16)"
 
@@ -70,7 +71,7 @@ class Random:
 
 def stored(name: str, array: NDArray[Any], config: ModelConfig, type: str) -> Any:
     """Return a tensor (outputs, inputs) as a file stores it, as float32 by the package gguf."""
-    if array.ndim == 1 or name == "wpe":
+    if array.ndim != 2 or name == "wpe":
         added = np.float32(config.ADDED_TO_NORMS if "gamma" in name else 0)
         return (array + added) - added
     kind = gguf.GGMLQuantizationType[type.upper()]
@@ -105,6 +106,8 @@ def as_llama_cpp(config: ModelConfig, name: str, array: Any) -> Any:
         return array.T
     if config.MODEL_TYPE == "gemma3_text" and name.endswith("norm.weight"):
         return array.astype(np.float32) + 1
+    if name.endswith(".conv.weight"):
+        return array.squeeze(1)
     if config.MODEL_TYPE in ("llama", "mistral", "ministral3", "granite", "smollm3"):
         for part, n_head in (("q", config.n_head), ("k", config.kv_width // config.head_size)):
             if f".{part}_proj." in name:
@@ -116,7 +119,7 @@ def as_llama_cpp(config: ModelConfig, name: str, array: Any) -> Any:
 @pytest.mark.parametrize(
     "source",
     ["tiny", "qwen2", "qwen3", "mistral", "granite", "smollm3", "phi3", "olmo2", "olmo3",
-     "ministral3", "gemma3", "llama-plain", "llama-grouped", "llama-tied"],
+     "ministral3", "gemma3", "lfm2", "llama-plain", "llama-grouped", "llama-tied"],
 )  # fmt: skip
 def test_names_and_rows_are_those_of_llama_cpp(source: str) -> None:
     """The package gguf's table gives the names, for files that `transformers` wrote."""
@@ -169,6 +172,7 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
                  rope.SCALING_ATTN_FACTOR: 1.25, rope.SCALING_ORIG_CTX_LEN: 16},
         "gemma3_text": {attention.SLIDING_WINDOW: 5, "{arch}.rope.freq_base_swa": 100.0,
                         "{arch}.embedding_dtype": "float32"},  # llama.cpp does not read this key
+        "lfm2": {attention.HEAD_COUNT_KV: (0, 2), gguf.Keys.ShortConv.L_CACHE: 5},
         "qwen3": yarn,
         "ministral3": yarn | {attention.TEMPERATURE_SCALE: 0.25},
         "olmo3": yarn | {attention.SLIDING_WINDOW: 5, "{arch}.rope.freq_base_swa": 100.0,

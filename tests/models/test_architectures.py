@@ -188,7 +188,8 @@ def gemma3_text(rng: random.Random) -> dict[str, Any]:
 
 def qwen3_5_text(rng: random.Random) -> dict[str, Any]:
     """Gated delta nets and gated attention in any order; heads of attention as for Qwen3."""
-    found = qwen3(rng) | {"max_position_embeddings": 80, "num_hidden_layers": rng.randint(4, 6)}
+    found = qwen3(rng) | {"hidden_size": 4 * rng.randint(6, 20), "num_hidden_layers": 4}
+    found["max_position_embeddings"] = 80
     del found["use_sliding_window"], found["attention_bias"]
     rope = {"rope_type": "default", "rope_theta": found.pop("rope_theta")}
     rope |= rng.choice(({}, {"partial_rotary_factor": rng.choice((0.25, 0.5, 1.0))}))
@@ -203,8 +204,8 @@ def qwen3_5_text(rng: random.Random) -> dict[str, Any]:
             "rope_parameters": rope,
             "linear_num_key_heads": n_k_head,
             "linear_num_value_heads": n_k_head * rng.choice((1, 2, 3)),
-            "linear_key_head_dim": rng.randint(8, 20),
-            "linear_value_head_dim": rng.randint(8, 20),
+            "linear_key_head_dim": rng.randint(12, 24),
+            "linear_value_head_dim": rng.randint(12, 24),
         }
     )
 

@@ -22,7 +22,7 @@ from gpt2block.files.checkpoints.gguf_header import MAGIC, Header, as_python, re
 from gpt2block.files.checkpoints.naming import LONGROPE_FACTORS, ROPE_FACTORS, naming_of
 from gpt2block.files.checkpoints.stored import Stored
 from gpt2block.models.architectures import GGUF_ARCHITECTURES, GGUF_WITH_WINDOW, architecture_of
-from gpt2block.models.config import LIMITS, GPT2Config, ModelConfig, sees_all
+from gpt2block.models.config import CONV_LAYERS, LIMITS, GPT2Config, ModelConfig, sees_all
 from gpt2block.models.config.llama import LlamaConfig, RopeScaling, all_but_every, yarn_attention
 
 # GGUF key without the architecture's prefix → (field of the config, default of an absent key)
@@ -52,7 +52,7 @@ _READ = {
     "expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count",
     "ssm.inner_size", "ssm.time_step_rank",
 }  # fmt: skip
-_PATTERN = "attention.sliding_window_pattern"
+_PATTERN, KV_HEADS = "attention.sliding_window_pattern", "attention.head_count_kv"
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "feed_forward_length")
 # GGUF key that is not implemented → the only accepted value, which has no effect on results
 _NEUTRAL: Mapping[str, Any] = {
@@ -141,7 +141,7 @@ def _config(header: Header) -> ModelConfig:
             "with llama-gguf-split --merge"
         )
     prefix = f"{architecture}."
-    settings = _settings(header, prefix)
+    settings = _settings(header, prefix, CONV_LAYERS in known.CONFIG.GGUF_KEYS)
     if settings.get("attention.sliding_window"):
         known = GGUF_WITH_WINDOW.get(known.GGUF, known)
     neutral = {**_NEUTRAL, **known.CONFIG.GGUF_NEUTRAL}
@@ -180,14 +180,23 @@ def _config(header: Header) -> ModelConfig:
     return config
 
 
-def _settings(header: Header, prefix: str) -> dict[str, Any]:
-    """Return the metadata below a prefix: a value for all blocks, or a tuple by `_PATTERN`."""
+def _settings(header: Header, prefix: str, convs: bool) -> dict[str, Any]:
+    """Return the metadata below a prefix: a value for all blocks, or a tuple by `_PATTERN`.
+
+    convs: whether layers with 0 heads of keys have convolutions, which the tuple by `CONV_LAYERS`
+    then states.
+    """
     header.check_usable(prefix)
     settings = header.under(prefix)
     blocks, pattern = settings.get("block_count"), settings.pop(_PATTERN, None)
     if isinstance(blocks, (list, np.ndarray)):
         raise CheckpointError(f"{prefix}block_count: expected a number, got {shown(blocks)}")
+    heads = settings.get(KV_HEADS)
+    if convs and isinstance(heads, (list, np.ndarray)) and len(heads) == blocks:
+        settings[KV_HEADS] = [max(heads) if n == 0 else n for n in np.asarray(heads).tolist()]
     settings = {key: _of_all_blocks(prefix + key, settings[key], blocks) for key in settings}
+    if convs and isinstance(heads, (list, np.ndarray)):
+        settings[CONV_LAYERS] = tuple(bool(n == 0) for n in heads)
     if pattern is not None:  # the period of layers without a window, or a bool per layer
         layers = np.atleast_1d(pattern).tolist()
         if type(pattern) is int and type(blocks) is int:

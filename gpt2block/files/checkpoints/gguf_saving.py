@@ -35,7 +35,7 @@ from gpt2block.files.checkpoints.saving import (
 )
 from gpt2block.files.writing import check_file, put_in_place, temporary_folder
 from gpt2block.models.architectures import GGUF_ARCHITECTURES, architecture_of
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import CONV_LAYERS, ModelConfig
 from gpt2block.models.config.llama import LlamaConfig, yarn_attention
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -102,6 +102,9 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
     keys |= {key: value for key, (_, value) in gguf.following(config).items()}
     own = {key: getattr(config, field) for key, field in config.GGUF_KEYS.items()}
     keys |= {key: 0 if value is None else value for key, value in own.items()}
+    if CONV_LAYERS in keys:
+        n, convs = keys[gguf.KV_HEADS], keys.pop(CONV_LAYERS)
+        keys[gguf.KV_HEADS] = tuple(0 if conv else n for conv in convs)
     keys |= {"vocab_size": config.vocab_size, **_scaling(config)[0]}
     return {"general.architecture": named, **{f"{named}.{key}": keys[key] for key in keys}}
 
@@ -243,7 +246,7 @@ def _kinds(path: Path, config: ModelConfig, kind: str) -> dict[str, tuple[str, S
     parts = naming_of(config, gguf=True).parts(config).values()
     for name, shape in (pair for names in parts for pair in names.items()):
         stored = kind
-        if len(shape) == 1 or name == "position_embd.weight":
+        if len(shape) == 1 or name.endswith(("position_embd.weight", "shortconv.conv.weight")):
             stored = "F32"
         elif shape[-1] % block:
             stored = "F16"

@@ -77,7 +77,7 @@ PRE: Mapping[str, _Pre] = {
     ),
     "command-r": _Pre([_DIGITS, _WORDS], nfc=True),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3"),
+        ("llama-bpe", "llama3", "llama-v3", "lfm2"),
         _Pre(_splits(patterns.LLAMA_3), ignore_merges=True, adds_bos=True),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Pre(_splits(patterns.LLAMA_3))),

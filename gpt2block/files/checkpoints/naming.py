@@ -129,6 +129,8 @@ class Naming:
                 tensor = tensor.of_spans(spans)
             elif sharing[first] > 1:
                 tensor = tensor.rows(begin, begin + count)
+            if len(shape) == 3:
+                tensor = replace(tensor, shape=shape)
             if ours.endswith(".w_qkv") and config.head_order:
                 heads = config.q_width + config.kv_width
                 tensor = replace(tensor, head_order=config.head_order, in_heads=heads)

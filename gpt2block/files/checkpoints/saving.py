@@ -255,7 +255,10 @@ def as_in_files(
             raise InputError(f"weights: expected {awaited} at this position, got {name}")
         if layout != naming.layout_of(name) and isinstance(array, np.ndarray):
             array = array.T  # noqa: PLW2901
-        rows = _converted(name, array, naming.shape_of(name, shapes[name]), dtype)
+        shape = naming.shape_of(name, shapes[name])
+        if len(shapes[name]) == 3 and getattr(array, "shape", ()) == shapes[name]:
+            array = array.reshape(shape)  # noqa: PLW2901
+        rows = _converted(name, array, shape, dtype)
         if name.endswith(".w_qkv") and config.head_order:
             rows = rows.copy()
             heads = config.q_width + config.kv_width

@@ -10,12 +10,12 @@ granite   Granite 3, 4.1 and 4.2
 granitemoehybrid  The dense models of Granite 4.0
 smollm3   SmolLM3
 phi3      Phi-3 and Phi-4-mini
+lfm2      LFM2 and LFM2.5
 olmo2     OLMo 2
 olmo3     OLMo 3
 nanochat  nanochat
 gemma3    The text models of Gemma 3
 qwen3_5   The text models of Qwen3.5 and Qwen3.6, without mixtures of experts
-lfm2      LFM2 and LFM2.5
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from gpt2block.models.config import ModelConfig
 
 _ALL: Sequence[Architecture] = (
     gpt2, llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
-    olmo2, olmo3, nanochat, gemma3, lfm2, qwen3_5,
+    lfm2, olmo2, olmo3, nanochat, gemma3, qwen3_5,
 )  # fmt: skip
 # Architectures whose GGUF files have another architecture's name, and architectures of files that
 # have a sliding window

@@ -23,6 +23,7 @@ from gpt2block.models.architectures import llama, qwen3
 from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.models.config import (
     ALL_LIMITS,
+    CONV_LAYERS,
     LayerCache,
     ModelConfig,
     Settings,
@@ -61,7 +62,9 @@ class Lfm2Config(LlamaConfig):
         ("block_use_swiglu", (True,), "the feed-forward has a gate"),
         ("use_pos_enc", (True,), "attention has RoPE"),
     )
-    GGUF_KEYS: ClassVar[Mapping[str, str]] = {"shortconv.l_cache": "conv_length"}
+    GGUF_KEYS: ClassVar[Mapping[str, str]] = {
+        "shortconv.l_cache": "conv_length", CONV_LAYERS: "conv_layers",
+    }  # fmt: skip
 
     conv_layers: tuple[bool, ...] = ()
     conv_length: int = 3

@@ -59,6 +59,7 @@ OF_OTHERS: Settings = (
     ("parallel_attn", (None, False), "the feed-forward follows attention"),
 )
 _PER_LAYER = ("layer_types", "no_rope_layers")
+CONV_LAYERS = "conv_layers"  # GGUF files have no such key, but 0 heads of keys in these layers
 # Rows of a slot that later passes of a gated delta net may need, for tokens that they compute again
 RECENT = 16
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # vocabulary size, id of <|endoftext|>
