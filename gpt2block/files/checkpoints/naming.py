@@ -27,7 +27,7 @@ class Naming:
     names: gpt2block's name → names in the file; names of a block's tensors follow `block`, which
     replaces `h.`, and the number of the layer. matrices: layout of a block's matrices. prefix:
     prefix of all names except lm_head's. ignored: regular expression for the names of buffers that
-    are not weights.
+    are not weights. tiled: the order of heads of gated delta nets in files that are written.
     """
 
     names: Mapping[str, tuple[str, ...]]
@@ -35,6 +35,7 @@ class Naming:
     matrices: str
     prefix: str = ""
     ignored: str = "(?!)"
+    tiled: bool = False
 
     def bare(self, name: str) -> str:
         """Return a file's tensor name without prefixes such as `transformer.`.
@@ -218,7 +219,7 @@ def _naming(model_type: str, gguf: bool) -> Naming:
     if gguf:
         ignored = "|".join(map(re.escape, (ROPE_FACTORS, *LONGROPE_FACTORS)))
         ignored = ignored if issubclass(of.CONFIG, LlamaConfig) else "(?!)"
-        return Naming(_names(of.NAMES, 1), "blk.", "NK", ignored=ignored)
+        return Naming(_names(of.NAMES, 1), "blk.", "NK", ignored=ignored, tiled=True)
     prefix, block, matrices, ignored = of.FILES
     return Naming(_names(of.NAMES, 0), block, matrices, prefix, ignored)
 

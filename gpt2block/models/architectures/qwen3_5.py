@@ -40,6 +40,7 @@ from gpt2block.models.config.llama import (
 
 HEADS = ("n_k_head", "n_v_head", "k_size", "v_size")
 DELTA, EVERY = "linear_attention", "full_attention_interval"
+RECURRENT = "attention.recurrent_layers"  # key of GGUF files: whether each layer is a delta net
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,15 @@ class Qwen35Config(PartlyRotatedConfig):
         "n_ctx": 32768, "eps": 1e-6, "n_kv_head": 4, "head_size": 256,
         "n_k_head": 16, "n_v_head": 32, "k_size": 128, "v_size": 128,
     }  # fmt: skip
+    GGUF_KEYS: ClassVar[Mapping[str, str]] = {
+        "ssm.group_count": "n_k_head", "ssm.time_step_rank": "n_v_head",
+        "ssm.state_size": "k_size", "rope.dimension_count": "rotary",
+    }  # fmt: skip
+    GGUF_READ: ClassVar[tuple[str, ...]] = (
+        "ssm.inner_size", EVERY, RECURRENT, "rope.dimension_sections", "nextn_predict_layers",
+    )  # fmt: skip
+    GGUF_FIELDS: ClassVar[tuple[str, ...]] = ("v_size", "delta_layers", "tiled")
+    GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {"ssm.conv_kernel": 4}
     HONOURED: ClassVar[tuple[str, ...]] = (PARTIAL, "layer_types")
     SETTINGS: ClassVar[Settings] = (
         *LlamaConfig.SETTINGS,
@@ -158,14 +168,33 @@ class Qwen35Config(PartlyRotatedConfig):
     def to_hugging_face(self) -> dict[str, Any]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         content = super().to_hugging_face()
-        if self.tiled:
-            raise InputError("tiled: transformers orders heads otherwise: expected False")
         rope = {"rope_type": "default", "rope_theta": content.pop("rope_theta")}
         rope |= content.pop("rope_scaling") or {}
         types = [DELTA if delta else KINDS[0] for delta in self.delta_layers]
         return content | {
             "rope_parameters": rope | {PARTIAL: self.rotary_part}, "layer_types": types,
             "pad_token_id": None, "linear_conv_kernel_dim": 4,
+        }  # fmt: skip
+
+    @classmethod
+    def gguf_fields(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return {field: value} of the keys of a GGUF file, which orders heads of v otherwise."""
+        fields = super().gguf_fields(settings)
+        n_v_head, n_layer = fields["n_v_head"] or 0, settings["block_count"]
+        layers = settings.get(RECURRENT)
+        if layers is None:
+            layers = all_but_every(check_count(EVERY, settings.get(EVERY, 4)), n_layer)
+        v_size = settings.get("ssm.inner_size", 0) // max(1, n_v_head)
+        return fields | {
+            "delta_layers": tuple(bool(each) for each in np.atleast_1d(layers)[:n_layer]),
+            "v_size": v_size, "tiled": n_v_head > (fields["n_k_head"] or 0),
+        }  # fmt: skip
+
+    def gguf_settings(self) -> dict[str, Any]:
+        """Return {key: value} of the fields that have keys in GGUF files."""
+        return super().gguf_settings() | {
+            "ssm.conv_kernel": 4, "ssm.inner_size": self.delta_nets.values,
+            RECURRENT: self.delta_layers, "rope.dimension_sections": [self.rotary // 2, 0, 0, 0],
         }  # fmt: skip
 
 

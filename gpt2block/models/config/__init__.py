@@ -140,7 +140,8 @@ class ModelConfig(ABC):
     values of fields that config.json omits, if they differ from the class's defaults. SETTINGS:
     keys of config.json, supported values (the default first), and the reason for no others.
     HONOURED: keys of OF_OTHERS that this architecture supports. GGUF_KEYS: key of GGUF files,
-    without the architecture's name → field. GGUF_NEUTRAL: key of GGUF files → its only supported
+    without the architecture's name → field. GGUF_READ: other keys that `gguf_fields` reads, also
+    as arrays. GGUF_FIELDS: other fields that `gguf_settings` writes. GGUF_NEUTRAL: key of GGUF files → its only supported
     value. GATE: activation of a gated feed-forward; "gelu" is the tanh approximation.
     ADDED_TO_NORMS: number that GGUF files add to the weights of norms.
     """
@@ -153,6 +154,8 @@ class ModelConfig(ABC):
     SETTINGS: ClassVar[Settings]
     HONOURED: ClassVar[tuple[str, ...]] = ()
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {}
+    GGUF_READ: ClassVar[tuple[str, ...]] = ()
+    GGUF_FIELDS: ClassVar[tuple[str, ...]] = ()
     GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {}
     GATE: ClassVar[Literal["silu", "gelu"]] = "silu"
     ADDED_TO_NORMS: ClassVar[float] = 0.0
@@ -325,6 +328,15 @@ class ModelConfig(ABC):
         named = {ours: theirs for ours, (theirs, *_) in self.SIZES.items()} | self._others()
         fields = {theirs: getattr(self, ours) for ours, theirs in named.items()}
         return {"model_type": self.MODEL_TYPE, **fields, "eos_token_id": self.eos_token_id}
+
+    @classmethod
+    def gguf_fields(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return {field: value} of the keys of a GGUF file; None and 0 stand for the default."""
+        return {field: settings.get(key) for key, field in cls.GGUF_KEYS.items()}
+
+    def gguf_settings(self) -> dict[str, Any]:
+        """Return {key: value} of the fields that have keys in GGUF files."""
+        return {key: getattr(self, field) for key, field in self.GGUF_KEYS.items()}
 
     @abstractmethod
     def outer_shapes(self) -> tuple[Shapes, Shapes]:
