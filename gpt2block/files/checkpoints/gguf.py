@@ -254,12 +254,16 @@ def _llama_config(
 ) -> LlamaConfig:
     flags = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
     fields |= {flag: name in header.tensors for flag, name in flags.items() if flag in kind.FLAGS}
-    config = kind(**fields, bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"))
     given = kind.gguf_fields(settings)
-    scalars = {field: value for field, value in given.items() if value}  # 0 means the default
-    if "attention.scale" in kind.GGUF_KEYS:
-        scalars.setdefault(kind.GGUF_KEYS["attention.scale"], config.head_size**-0.5)
-    return replace(config, **scalars, scaling=_scaling(prefix, settings, header))
+    fields |= {field: value for field, value in given.items() if value}  # 0 means the default
+    fields |= {"bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id")}
+    config = kind(**fields, scaling=_scaling(prefix, settings, header))
+    scale = kind.GGUF_KEYS.get("attention.scale", "")
+    return (
+        replace(config, **{scale: config.head_size**-0.5})
+        if scale not in fields and scale
+        else config
+    )
 
 
 def _scaling(prefix: str, settings: Mapping[str, Any], header: Header) -> RopeScaling | None:

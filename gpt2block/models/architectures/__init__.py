@@ -4,6 +4,7 @@ gpt2      GPT-2
 llama     Llama 1 to 3, SmolLM2, TinyLlama and others
 qwen2     Qwen2.5
 qwen3     The dense models of Qwen3
+qwen3_5   The text models of Qwen3.5 and Qwen3.6, without mixtures of experts
 mistral   Mistral 7B and Mistral Nemo
 ministral3  Ministral 3
 granite   Granite 3, 4.1 and 4.2
@@ -15,7 +16,6 @@ olmo2     OLMo 2
 olmo3     OLMo 3
 nanochat  nanochat
 gemma3    The text models of Gemma 3
-qwen3_5   The text models of Qwen3.5 and Qwen3.6, without mixtures of experts
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from gpt2block.models.architectures.architecture import Architecture
 from gpt2block.models.config import ModelConfig
 
 _ALL: Sequence[Architecture] = (
-    gpt2, llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
-    lfm2, olmo2, olmo3, nanochat, gemma3, qwen3_5,
+    gpt2, llama, qwen2, qwen3, qwen3_5, mistral, ministral3, granite, granitemoehybrid, smollm3,
+    phi3, lfm2, olmo2, olmo3, nanochat, gemma3,
 )  # fmt: skip
 # Architectures whose GGUF files have another architecture's name, and architectures of files that
 # have a sliding window

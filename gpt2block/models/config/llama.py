@@ -326,7 +326,8 @@ class LlamaConfig(ModelConfig):
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments of this class, read from a config.json, except eos_token_ids."""
         given = {k: value for k, value in config.items() if value is not None or k not in _OPTIONAL}
-        missing = [key for (key,) in cls.SIZES.values() if key not in (*given, *_OPTIONAL)]
+        needed = {key: ours for ours, (key,) in cls.SIZES.items() if ours not in cls.ABSENT}
+        missing = [key for key in needed if key not in (*given, *_OPTIONAL)]
         if missing:
             raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")
         theta, scaling = _rope_of(given, cls.ABSENT, cls.HONOURED)
