@@ -350,6 +350,15 @@ def state_bytes(config: ModelConfig) -> int:
     return 4 * sum(map(math.prod, state_shapes(config, 1).values()))
 
 
+def check_divides(config: ModelConfig, gpus: int) -> None:
+    """Raise InputError if so many GPUs cannot divide a model with this config."""
+    if gpus > 1 and config.delta_nets is not None:
+        raise InputError(
+            f"{config.MODEL_TYPE} on {gpus} GPUs: expected one GPU, as gated delta nets are not "
+            "divided among several"
+        )
+
+
 def describe_cache(cache: KVCache) -> str:
     """Return the `repr` of a kv_cache: one line with its sizes, dtype and device."""
     n_layer, width, dtype, device, _ = cache.kind

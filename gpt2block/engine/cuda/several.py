@@ -39,6 +39,7 @@ from gpt2block.engine.model import (
     Start,
     StepResult,
     Tensors,
+    check_divides,
     describe_cache,
     token_bytes,
 )
@@ -155,9 +156,7 @@ class SeveralCudaModels:
     def __init__(
         self, config: ModelConfig, tensors: Tensors, formats: Formats, devices: Sequence[int]
     ) -> None:
-        if config.delta_nets is not None:
-            raise InputError(f"{config.MODEL_TYPE} on {len(devices)} GPUs: expected one GPU, as "
-                             "gated delta nets are not divided among several")  # fmt: skip
+        check_divides(config, len(devices))
         _check_alike(devices)
         self.config, self.formats, self.devices = config, formats, tuple(devices)
         self._crew = crew = Crew(devices)
