@@ -219,7 +219,7 @@ class Recording:
         if values is None or shard is None or not shard.has_part(given):
             return values
         if not given.endswith(OF_SHARD):
-            return shard.own_heads(values)
+            return shard.own_part(given, values)
         product = self.steps[given].step
         first = shard.first(product.inputs[PRODUCTS[product.op][0]])
         return values[:, first : first + self.value(given).shape[-1]]

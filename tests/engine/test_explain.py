@@ -32,6 +32,7 @@ from gpt2block.engine.explain import Page, collect, grids
 from gpt2block.engine.passes import model_steps
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.gemma3 import Gemma3Config
+from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.models.architectures.ministral3 import Ministral3Config
 from gpt2block.models.architectures.nanochat import NanoChatConfig
 from gpt2block.models.architectures.olmo2 import Olmo2Config
@@ -261,9 +262,8 @@ def test_a_llama_has_its_own_steps() -> None:
     made = Llama(LlamaWeights.random(0, LLAMA), "cpu")
     data = made.explain([3, 1, 4, 1, 5]).data
     assert data["model"]["kind"] == "Llama"
-    assert data["plan"]["block"] == [
-        "rms1", "qkv", "rope", "attn", "proj", "x1", "rms2", "gate", "up", "ff", "down", "output"
-    ]  # fmt: skip
+    last = ["proj", "x1", "rms2", "gate", "up", "ff", "down", "output"]
+    assert data["plan"]["blocks"] == 2 * [["rms1", "qkv", "rope", "attn", *last]]
     assert data["steps"]["gate"]["joins"] == ["rms2", "gate", "up", "ff"]
     assert [token["text"] for token in data["tokens"]] == ["#3", "#1", "#4", "#1", "#5"]
     trace = made.trace([3, 1, 4, 1, 5])
@@ -296,6 +296,15 @@ def of(kind: type[Any], **more: Any) -> Model[Any]:
     return Model.from_tensors(config, random_model(0, config), "cpu", "float32", None)
 
 
+def test_a_block_with_a_convolution_shows_the_attention_of_another() -> None:
+    made = of(Lfm2Config, conv_layers=(True, False, True), n_layer=3)
+    data = made.explain([1, 2, 3]).data
+    assert data["plan"]["blocks"][0] == ["rms_in", "bcx", "conv", *data["plan"]["blocks"][1][5:]]
+    assert data["opened"]["attention"]["layer"] == 1
+    assert data["steps"]["bcx"]["joins"] == ["rms_in", "bcx"]
+    assert not made.attention([1, 2, 3])[[0, 2]].any()
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -305,6 +314,7 @@ def of(kind: type[Any], **more: Any) -> Model[Any]:
         of(NanoChatConfig),
         of(Qwen3Config),
         of(Gemma3Config, window=2, logits_cap=3.0),
+        of(Lfm2Config, conv_layers=(True, False)),
         of(Ministral3Config, beta=0.5, scaling=RopeScaling("yarn", 2.0, original_context=2)),
     ],
 )

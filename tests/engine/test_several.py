@@ -158,6 +158,7 @@ def config_of(name: str, n_layer: int, **more: int) -> ModelConfig:
     if name == "gpt2":
         return GPT2Config(n_layer=n_layer, n_head=4, n_embd=256, n_ctx=64, vocab_size=203)
     kind, own = OWN.get(name, (LlamaConfig, {}))
+    n_layer = max(n_layer, len(own.get("conv_layers", ())))
     layers = {key: value[:n_layer] for key, value in own.items() if isinstance(value, tuple)}
     return kind(**{**SIZES, **SEVERAL, **own, **layers, **more, "n_layer": n_layer})
 
@@ -462,7 +463,8 @@ def test_all_gpus_raise_the_error_of_a_read(where: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "count", "heads"),
-    [("llama", 2, True), ("llama", 4, False), ("gpt2", 4, True), ("olmo2", 2, False)],
+    [("llama", 2, True), ("llama", 4, False), ("gpt2", 4, True), ("olmo2", 2, False),
+     ("lfm2-bias", 2, True)],
 )
 def test_which_parts_are_divided(name: str, count: int, heads: bool) -> None:
     config = config_of(name, 1)
@@ -483,11 +485,15 @@ def test_which_parts_are_divided(name: str, count: int, heads: bool) -> None:
         axis = int(len(shape) == 2 and tensor != "lm_head")
         own = [own_part(array, part.spans(tensor), axis) for part in parts]
         assert_same_bits(joined(parts, tensor, own, axis), array)
-    Q, KV = config.q_width, config.kv_width
-    for result, N in {"q": Q, "qkv": Q + 2 * KV, "k": KV}.items() if heads else ():
+    Q, KV, C = config.q_width, config.kv_width, config.n_embd
+    results = {"h.0.q": Q, "h.0.qkv": Q + 2 * KV, "h.0.k": KV} if heads else {}
+    if config.conv_layers:
+        results |= {"h.1.bcx": 3 * C, "h.1.k": C}
+    for result, N in results.items():
         rows = np.arange(2 * N).reshape(2, N)
-        own = [part.own_heads(rows) for part in parts]
-        assert_same_bits(joined(parts, f"h.0.{result}", own, -1), rows)
+        own = [part.own_part(result, rows) for part in parts]
+        assert own[1].shape == (2, N // count)
+        assert_same_bits(joined(parts, result, own, -1), rows)
 
 
 def own_part(array: Array, spans: Sequence[tuple[int, int]], axis: int) -> Array:

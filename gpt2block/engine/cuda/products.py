@@ -105,7 +105,7 @@ def choose_products(
         if matrices[w].dtype in IN_BYTES:  # float16 activations need tight bounds
             ones = cupy.full((matrices[w].K,), 1, "float32")
             own = row_norms(matrices[w], vectors[gamma] if gamma else ones)
-            return own if shard is None else np.concatenate(shard.exchange(own))
+            return own if shard is None else shard.in_order(w, own)
         factor = largest[gamma] if gamma else 1.0
         return np.array([math.sqrt(matrices[w].K) * largest[w] * factor])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from base64 import b64encode
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def collect(
         "text": _text(encoding, *ids.tolist()),
         "tokens": _tokens(encoding, ids, traced["logits"]),
         "texts": {str(i): _text(encoding, i) for i in sorted({*shown, *lens["ids"]})},
-        "plan": {"before": plan.before, "block": plan.block, "after": plan.after},
+        "plan": {"before": plan.before, "blocks": plan.blocks, "after": plan.after},
         "steps": steps,
         "functions": {op: sources.function_source(op) for op in dict.fromkeys(ops)},
         "files": files,
@@ -95,23 +96,32 @@ def check(config: ModelConfig, tokens: int, layer: int) -> int:
 
 
 class _Plan:
-    """The steps of a forward pass before, in and after the blocks; all blocks have equal steps."""
+    """The steps of a forward pass before, in and after the blocks. blocks: a list for each layer.
+
+    Steps of the same name in several blocks are equal.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         kept = [step for step in model_steps(config) if step.op != "kv_append"]
-        block = [step for step in kept if step.name.startswith("h.0.")]
         self.steps = {_short(step.name): step for step in kept}
-        self.block = [_short(step.name) for step in block]
+        self.blocks: list[list[str]] = []
+        self.joined: dict[str, Any] = {}
+        for n in range(config.n_layer):
+            h, before = f"h.{n}.", f"h.{n - 1}.output" if n else "embedding"
+            block = [step for step in kept if step.name.startswith(h)]
+            names = [_short(step.name) for step in block]
+            if names not in self.blocks:
+                joined = sources.joined_steps(block, fused_steps(config, h, before))
+                self.joined |= {_short(name): found for name, found in joined.items()}
+            self.blocks.append(names)
         outer = [step.name for step in kept if not step.name.startswith("h.")]
         first = outer.index("embedding") + 1
         self.before, self.after = outer[:first], outer[first:]
-        joined = sources.joined_steps(block, fused_steps(config, "h.0.", "embedding"))
-        self.joined = {_short(name): found for name, found in joined.items()}
 
     @property
     def short_names(self) -> list[str]:
-        return [*self.before, *self.block, *self.after]
+        return [*self.before, *dict.fromkeys(chain(*self.blocks)), *self.after]
 
 
 def _short(name: str) -> str:
@@ -204,7 +214,7 @@ def _tensors(
     layer: int,
 ) -> dict[str, Any]:
     """Return {step: shapes, statistics, errors, time and downsampled values of its tensor}."""
-    others = len(plan.block) * (config.n_layer - 1)
+    others = sum(map(len, plan.blocks)) - len(plan.blocks[layer])
     cells = min(MAX_CELLS, max(MIN_CELLS, OTHER_CELLS // max(1, others)))
     shapes: dict[str, tuple[int, ...]] = {**model_shapes(config)}
     shapes["lm_head"] = shapes.get("lm_head", shapes["wte"])[::-1]

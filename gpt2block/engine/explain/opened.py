@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.engine.explain import grids
-from gpt2block.engine.inspect.lens import rows_of_attention
+from gpt2block.engine.inspect.lens import layers_with_attention, rows_of_attention
 from gpt2block.engine.model import TracedEngine
 from gpt2block.engine.passes import model_steps
 
@@ -25,14 +25,19 @@ Tensors = Mapping[str, NDArray[Any]]
 def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> dict[str, Any]:
     """Return data of a layer's attention and matrix products, and of the product for the logits.
 
+    If the layer has no attention, the attention is that of the first layer that has.
+
     tensors: the result of the engine's `trace`, completed by the steps that it does not store.
     values: maximum number of float16 values, more than ATTENTION_VALUES; a float32 value counts as
     two.
     """
-    rows = rows_of_attention(engine, tensors, layer)
+    attending = layers_with_attention(engine.config)
+    of_attention = layer if layer in attending else attending[0]
+    rows = rows_of_attention(engine, tensors, of_attention)
     whole = 2 * rows.size <= ATTENTION_VALUES
     kept = rows if whole else rows[: max(1, ATTENTION_VALUES // rows.shape[1])]
     attention = {
+        "layer": of_attention,
         "tokens": len(kept),
         "rows": grids.exact(kept) if whole else grids.encoded(kept),
     }

@@ -17,6 +17,7 @@ from gpt2block.engine.passes import final_step
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_id
 from gpt2block.files.tokenizers.lookup import ReadLater
 from gpt2block.models.architectures import architecture_of
+from gpt2block.models.config import ModelConfig
 
 POSITIONS = 6  # number of last positions that a table in text form shows
 POSITIONS_HTML = 32
@@ -76,7 +77,7 @@ def attention_weights(engine: TracedEngine, ids: Ids) -> Floats:
     """Return the attention weights of tokens ids (T,): float32 (n_layer, n_head, T, T).
 
     weights[l, h, i, j] is the weight of token j for query token i, 0 for j > i. The sum of weights
-    over j is 1.
+    over j is 1. All weights of a layer with a short convolution in place of attention are 0.
     """
     return weights_of(engine, engine.trace(ids, cached=False))
 
@@ -88,8 +89,8 @@ def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floa
     Q, D = config.q_width, config.head_size
     n_kv_head = config.kv_width // D
     shared = np.arange(config.n_head) * n_kv_head // config.n_head  # each query head's key head
-    weights = np.empty((config.n_layer, config.n_head, T, T), np.float32)
-    for layer in range(config.n_layer):
+    weights = np.zeros((config.n_layer, config.n_head, T, T), np.float32)
+    for layer in layers_with_attention(config):
         rows = rows_of_attention(engine, traced, layer)
         q = rows[:, :Q].reshape(T, -1, D).swapaxes(0, 1)
         k = rows[:, Q : Q + config.kv_width].reshape(T, -1, D).swapaxes(0, 1)
@@ -98,6 +99,11 @@ def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floa
         past = np.tri(T, k=-(window or T), dtype=bool)  # True for keys before the window
         weights[layer] = reference.softmax(np.where(past, -np.inf, scores), causal=True)
     return weights
+
+
+def layers_with_attention(config: ModelConfig) -> list[int]:
+    """Return the layers that have attention, in which others have a short convolution."""
+    return [n for n in range(config.n_layer) if not (config.conv_layers and config.conv_layers[n])]
 
 
 def rows_of_attention(

@@ -34,10 +34,9 @@ QKV = "w_qkv"
 PRODUCTS: Mapping[str, tuple[int, int]] = {"linear": (1, 5), "gemm": (1, 3)}
 ATTENTION = "attention", "attention_split", "attention_varlen", "attention_packed"
 ELEMENTWISE = "silu_mul", "relu_squared", "cap"  # computed before a GPU's columns are gathered
-STORING = "w_o", "w_attn", "w_down", "w_proj"  # matrices whose products can send their columns
+STORING = "w_o", "w_attn", "w_out", "w_down", "w_proj"  # matrices whose products can send their columns
 GATED = 6  # inputs of `linear` before the second matrix, with which a product can also send
 OF_SHARD = ".shard"  # ends the names of results that have only this GPU's columns
-HEADS = "q", "qkv", "rope", "k", "v"  # results and caches that are divided if heads are divided
 
 
 class Meeting:
@@ -98,6 +97,12 @@ class ModelShard:
         of_q, of_k = shapes["gamma_q"], shapes["gamma_k"]
         return not normed_together(of_q, of_k, c.n_head, n_kv_head, c.head_size)
 
+    @cached_property
+    def divides_channels(self) -> bool:
+        """Whether each GPU has its own channels of short convolutions; else each has all."""
+        C, unit = self.config.n_embd, BORDER_OF_BLOCKS if self.dtype == FILE else MULTIPLE
+        return not (self.hi_lo or C % self.count or (C // self.count) % unit)
+
     @property
     def heads(self) -> dict[str, Any]:
         """The numbers of heads of this GPU: n_head and n_kv_head."""
@@ -107,16 +112,17 @@ class ModelShard:
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
         """The part of this GPU's kv_cache that each layer reads."""
-        by = self.count if self.divides_heads else 1
-        caches = self.config.layer_caches
-        return tuple(c._replace(keys=c.keys // by, values=c.values // by) for c in caches)
+        by = {True: self.divides_heads, False: self.divides_channels}
+        counts = (self.count if by[c.values > 0] else 1 for c in self.config.layer_caches)
+        pairs = zip(self.config.layer_caches, counts, strict=True)
+        return tuple(c._replace(keys=c.keys // n, values=c.values // n) for c, n in pairs)
 
     @cached_property
     def borders(self) -> dict[str, tuple[int, ...]]:
         """A dict {name of a matrix: (first output of each shard, …, N)}.
 
-        w_qkv is absent (see `spans`), and so is a matrix with too few outputs to divide, which
-        every GPU has whole. A tied lm_head is divided, wte is not.
+        w_qkv is absent (see `spans`), w_in if channels are divided, and so is a matrix with too few
+        outputs to divide, which every GPU has whole. A tied lm_head is divided, wte is not.
         """
         sizes = {n: s[1] for n, s in shapes_in_blocks(self.config).items() if len(s) == 2}
         sizes["lm_head"] = self.config.vocab_size
@@ -124,7 +130,8 @@ class ModelShard:
         found = {}
         for name, N in sizes.items():
             units = -(-N // unit)
-            if matrix_of(name) != QKV and units >= self.count:
+            in_parts = matrix_of(name) == QKV or self.parts(name)
+            if not in_parts and units >= self.count:
                 each, more = divmod(units, self.count)
                 ends = [(n * each + min(n, more)) * unit for n in range(self.count)]
                 found[name] = (*ends, N)
@@ -135,15 +142,31 @@ class ModelShard:
 
         Return () if this GPU has all outputs. A bias has the ranges of its matrix.
         """
-        name = _plain(name).replace(".b_", ".w_")
-        if matrix_of(name) == QKV and self.divides_heads:
-            sizes = self.config.q_width, self.config.kv_width, self.config.kv_width
-            ends = (0, sizes[0], sum(sizes[:2]))
-            own = [(first, size // self.count) for first, size in zip(ends, sizes, strict=True)]
+        if parts := self.parts(name):
+            firsts = np.cumsum((0, *parts[:-1])).tolist()
+            own = [(first, size // self.count) for first, size in zip(firsts, parts, strict=True)]
             return tuple((at + self.index * n, at + (self.index + 1) * n) for at, n in own)
+        name = _plain(name).replace(".b_", ".w_")
         if name in self.borders:
             return (tuple(pairwise(self.borders[name]))[self.index],)
         return ()
+
+    def parts(self, name: str) -> tuple[int, ...]:
+        """Return the sizes of the parts [Q | K | V] or [B | C | x] of each of which a GPU has a share.
+
+        name: of weights, of a result, or of a kv_cache, whose only part is K, V or u. Return () if
+        each GPU has all, or a range of neighbouring outputs.
+        """
+        base, C = matrix_of(name.removesuffix(OF_SHARD)), self.config.n_embd
+        convs, (h, *_) = self.config.conv_layers, name.removeprefix("h.").split(".")
+        if convs and h.isdigit() and convs[int(h)]:
+            parts = {"w_in": 3 * (C,), "b_in": 3 * (C,), "bcx": 3 * (C,)}
+            parts |= dict.fromkeys(("taps", "b_taps", "k"), (C,))
+            return parts.get(base, ()) if self.divides_channels else ()
+        own = {"q": (self.config.q_width,), "k": (self.config.kv_width,)}
+        own["v"], all_heads = own["k"], (*own["q"], *own["k"], *own["k"])
+        own |= dict.fromkeys((QKV, "b_qkv", "qkv", "rope"), all_heads)
+        return own.get(base, ()) if self.divides_heads else ()
 
     def width(self, name: str) -> int | None:
         """Return the number of outputs that an all-gather of a product with this matrix returns.
@@ -156,6 +179,12 @@ class ModelShard:
             N = self.borders["lm_head"][-1] if "lm_head" in self.borders else 0
             return N + -N % MULTIPLE or None
         return self.borders[name][-1] if name in self.borders else None
+
+    def divided_width(self, op: str) -> int:
+        """Return the columns of the result of attention or of a convolution; 0 if none has parts."""
+        if op == "short_conv":
+            return self.config.n_embd if self.divides_channels else 0
+        return self.config.q_width if op in ATTENTION and self.divides_heads else 0
 
     def first(self, name: str) -> int:
         """Return the first output of a matrix that this GPU has."""
@@ -186,7 +215,7 @@ class ModelShard:
 
     def has_part(self, name: str) -> bool:
         """Whether this GPU has only its columns or heads of a step's result or of a kv_cache."""
-        return name.endswith(OF_SHARD) or (self.divides_heads and matrix_of(name) in HEADS)
+        return name.endswith(OF_SHARD) or bool(self.parts(name))
 
     def joined(self, name: str, own: NDArray[Any], axis: int = -1) -> NDArray[Any]:
         """Join the parts that all GPUs have of a result, or of a tensor, along an axis.
@@ -194,7 +223,7 @@ class ModelShard:
         name: as in a recording or a checkpoint. The threads of all GPUs call this; only the first
         GPU joins the parts. The other GPUs return `own`, and the first GPU does if `own` is whole.
         """
-        spans = self.spans(QKV if matrix_of(name) in HEADS else name)
+        spans = self.spans(name)
         parts = self.exchange(own) if spans or self.has_part(name) else [own]
         if self.index or len(parts) == 1:
             return own
@@ -202,11 +231,20 @@ class ModelShard:
         pieces = zip(*(np.split(part, ends, axis) for part in parts), strict=True)
         return np.concatenate([piece for of_range in pieces for piece in of_range], axis)
 
-    def own_heads(self, whole: NDArray[Any]) -> NDArray[Any]:
-        """Return this GPU's heads of rows [Q | K | V], of Q alone, or of K or V in a kv_cache."""
-        sizes = self.config.q_width, self.config.kv_width
-        ranges = np.split(whole, np.cumsum(sizes), -1)  # the last two are empty without [K | V]
-        return np.concatenate([np.split(each, self.count, -1)[self.index] for each in ranges], -1)
+    def in_order(self, name: str, own: NDArray[Any]) -> NDArray[Any]:
+        """Return numbers (N,) of all outputs of a matrix, from the numbers of each GPU's outputs."""
+        spans = self.spans(name)
+        if not spans:
+            return own
+        places = np.concatenate([np.arange(*span) for span in spans])
+        whole = self.exchange((places, own))
+        order = np.argsort(np.concatenate([each for each, _ in whole]))
+        found: NDArray[Any] = np.concatenate([numbers for _, numbers in whole])[order]
+        return found
+
+    def own_part(self, name: str, whole: NDArray[Any]) -> NDArray[Any]:
+        """Return this GPU's heads or channels of a result, or of rows in a kv_cache."""
+        return np.concatenate([whole[..., begin:end] for begin, end in self.spans(name)], -1)
 
 
 def _plain(name: str) -> str:
@@ -270,8 +308,7 @@ class Divided(Executor):
             value = self._own(step, tuple(each.value for each in given), to)
             return Columns(value, given[0].N, given[0].first, step)
         inputs = tuple(self.whole(each) for each in given)
-        if step.op in ATTENTION and self._shard.divides_heads:
-            width = self._shard.config.q_width
+        if width := self._shard.divided_width(step.op):
             first = self._shard.index * width // self._shard.count
             to_peers = step.op == "attention_split" and self._stores(inputs[0], width)
             return self._columns(Columns(None, width, first, step), inputs, to_peers)

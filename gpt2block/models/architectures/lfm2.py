@@ -176,7 +176,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half: attention with norms of heads, or a short convolution."""
     if not o.c.has_conv(h):
         return qwen3.attention(o, h, x)
-    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_in",))
+    y = o.norm(f"{h}rms_in", x, f"{h}gamma1", to=(f"{h}w_in",))
     y = o.product(f"{h}bcx", y, f"{h}w_in", f"{h}b_in")
     return o.short_conv(h, y, to=(f"{h}w_out",))
 
@@ -219,6 +219,7 @@ def operand_bounds(
     bounds = qwen3.operand_bounds(config, own, of_first_product)
     for h in convs:
         del bounds[f"{h}rope"]
+        bounds[f"{h}rms_in"] = bounds.pop(f"{h}rms1")
         rows = math.sqrt(config.n_embd) * norms(f"{h}w_in", f"{h}gamma1")
         b, c, x = np.resize(rows + largest.get(f"{h}b_in", 0.0), (3, len(rows) // 3 or 1))
         sums = config.conv_length * largest[f"{h}taps"] * b * x + largest.get(f"{h}b_taps", 0.0)

@@ -16,11 +16,11 @@ function nameOfCell(index) {
   return end - first > 1 ? `tokens ${span(first, end)}` : `${quoted(tokens[first].text)} (${first})`;
 }
 function drawAttention() {
-  byId("attention-layer").value = state.layer;
+  byId("attention-layer").value = attending();
   const drawings = [];
   byId("heads").replaceChildren(...Array.from({length: model.n_head}, (_, head) => {
     const canvas = el("canvas", {"aria-hidden": "true"});
-    drawings.push(() => paint(canvas, side, side, (r, c) => colorOfWeight(weightsOf(state.layer, head), r, c)));
+    drawings.push(() => paint(canvas, side, side, (r, c) => colorOfWeight(weightsOf(attending(), head), r, c)));
     return el("button", {type: "button", class: "pick", "data-head": head, "aria-pressed": head === state.head, onclick: () => { state.head = head; drawHead(); }}, canvas, `head ${head}`);
   }));
   const draw = () => drawings.forEach(each => each());
@@ -30,9 +30,9 @@ function drawAttention() {
 }
 function drawHead() {
   for (const button of byId("heads").children) button.setAttribute("aria-pressed", Number(button.dataset.head) === state.head);
-  const values = weightsOf(state.layer, state.head), readout = el("output", {class: "readout", id: "attention-readout", "aria-live": "polite"});
+  const values = weightsOf(attending(), state.head), readout = el("output", {class: "readout", id: "attention-readout", "aria-live": "polite"});
   const describe = (r, c) => c > r ? `${nameOfCell(r)} does not see ${nameOfCell(c)}, which comes later` : `${nameOfCell(r)} reads ${nameOfCell(c)} with weight ${percent(weightAt(values, r, c))}`;
-  const map = heatmap({name: "attention", label: `Attention of block ${state.layer}, head ${state.head}: rows read columns`, rows: side, columns: side, describe, readout,
+  const map = heatmap({name: "attention", label: `Attention of block ${attending()}, head ${state.head}: rows read columns`, rows: side, columns: side, describe, readout,
     colorAt: (r, c) => colorOfWeight(values, r, c), start: [cellOf(state.position), 0], chosen: r => selectPosition(areaOf(r, side, T)[1] - 1)});
   const bar = el("span", {class: "ramp"}), paintBar = () => { bar.style.background = ramp(theme(SEQUENTIAL)); };
   painters.set("attention-ramp", paintBar);
@@ -44,7 +44,7 @@ function drawHead() {
   drawAttended();
 }
 function drawAttended() {
-  const {position, layer, head} = state, values = weightsOf(layer, head), row = cellOf(position);
+  const {position, head} = state, values = weightsOf(attending(), head), row = cellOf(position);
   byId("attended-title").textContent = `What ${quoted(tokens[position].text)} (${position}) reads`;
   byId("attended").replaceChildren(...tokens.slice(0, position + 1).map(({text}, n) => {
     const weight = weightAt(values, row, Math.min(cellOf(n), row));

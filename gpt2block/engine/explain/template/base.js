@@ -1,6 +1,9 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const {model, tokens, plan, steps, tensors} = data;
+const {model, tokens, steps, tensors} = data;
+const plan = {...data.plan, get block() { return this.blocks[state.layer]; }};  // block: the steps of the selected block
+const attends = layer => plan.blocks[layer].includes("attn");
+const attending = () => attends(state.layer) ? state.layer : data.opened.attention.layer;  // the block whose attention is shown
 const served = model.n_head / model.n_kv_head;  // number of query heads per key head
 const GROUPED = `Queries are grouped: each of the ${model.n_kv_head} head${model.n_kv_head > 1 ? "s" : ""} of keys and values serves ${served} heads of queries.`;
 const windowOf = layer => model.windows[layer] === null ? "" : ` In this layer a token sees the last ${model.windows[layer]} tokens only, its own among them: its window.`;

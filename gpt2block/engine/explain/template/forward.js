@@ -1,7 +1,7 @@
 // ---- the forward pass
 const inBlock = step => plan.block.includes(step);
 const tensorName = step => inBlock(step) ? `h.${state.layer}.${step}` : step;
-const timeOfBlock = layer => plan.block.reduce((sum, step) => sum + (tensors[`h.${layer}.${step}`].ms ?? 0), 0);
+const timeOfBlock = layer => plan.blocks[layer].reduce((sum, step) => sum + (tensors[`h.${layer}.${step}`].ms ?? 0), 0);
 function flowButton(key, title, small, onclick) {
   return el("li", {}, el("button", {type: "button", class: "pick", "data-part": key, onclick}, title, el("small", {}, small)));
 }
@@ -12,7 +12,7 @@ function drawFlow() {
     flowButton("next", "next token", quoted(textOf(data.next.shown[0])), () => byId("next").scrollIntoView()));
 }
 const fusedLetters = (() => {  // step → letter of its group; a group is one kernel in the fused plan
-  const groups = [...new Set(plan.block.map(step => steps[step].joins.join()))].filter(group => group.includes(","));
+  const groups = [...new Set(plan.blocks.flat().map(step => steps[step].joins.join()))].filter(group => group.includes(","));
   return step => { const at = groups.indexOf(steps[step].joins.join()); return at < 0 ? "" : "ABCDEFGH"[at]; };
 })();
 function stepButton(step) {

@@ -1,7 +1,7 @@
 // ---- one row of attention, step by step, from the queries, keys and values of the block that the page opens
 const LATER = 3;  // number of tokens shown after the selected token, to show that the mask hides them
 const rowsOfQKV = decoded(data.opened.attention.rows), openedTokens = data.opened.attention.tokens;
-const openedWindow = model.windows[data.layer], scaleOfScores = steps.attn.number;  // window null: all tokens; scale null: 1 / √d
+const openedWindow = model.windows[data.opened.attention.layer], scaleOfScores = steps.attn.number;  // window null: all tokens; scale null: 1 / √d
 const isPast = (position, j) => openedWindow !== null && j <= position - openedWindow;
 function attentionRow(position, head) {
   const D = model.head_size, Q = model.n_head * D, KV = model.n_kv_head * D, shared = Math.floor(head * model.n_kv_head / model.n_head);
@@ -69,10 +69,10 @@ const OPENED_STEPS = [
     cell: (row, j) => j > row.position ? "0" : number(row.weights[j] * row.values[j][state.channel]), sum: row => number(row.output[state.channel]), detail: detailOfValues},
 ];
 function drawOpened() {
-  const {layer, head, position} = state, box = byId("opened-row");
+  const {head, position} = state, layer = attending(), opened = data.opened.attention.layer, box = byId("opened-row");
   byId("opened-title").textContent = `One row of attention, step by step: block ${layer}, head ${head}, ${nameOfToken(position)}`;
-  if (layer !== data.layer) {
-    box.replaceChildren(el("p", {class: "note"}, `The page holds queries, keys and values of block ${data.layer} alone. `, el("button", {type: "button", onclick: () => selectLayer(data.layer)}, `Open block ${data.layer}`)));
+  if (layer !== opened) {
+    box.replaceChildren(el("p", {class: "note"}, `The page holds queries, keys and values of block ${opened} alone. `, el("button", {type: "button", onclick: () => selectLayer(opened)}, `Open block ${opened}`)));
     return;
   }
   if (position >= openedTokens) {

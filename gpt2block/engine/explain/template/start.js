@@ -17,7 +17,8 @@ function drawNotes() {
   ];
   if (model.n_layer > 1 && own.rows * own.columns > other.rows * other.columns) notes.push(`To keep the page small, heatmaps of block ${data.layer} have more cells than those of the other blocks, here ${own.rows} × ${own.columns} and ${other.rows} × ${other.columns}. The option --layer, or layer= of explain, chooses the block.`);
   const {attention: held} = data.opened;
-  notes.push(`Of block ${data.layer}, the page holds queries, keys and values of ${held.tokens < T ? `the first ${held.tokens} tokens` : "all tokens"}, ${held.rows.scale === undefined ? "in float32" : "rounded to float16"}, and rows and columns of its products: rows in float32, weights rounded to float16. It computes scores, weights and sums from these numbers.`);
+  const ofProducts = held.layer === data.layer ? "its products" : `the products of block ${data.layer}, which has no attention`;
+  notes.push(`Of block ${held.layer}, the page holds queries, keys and values of ${held.tokens < T ? `the first ${held.tokens} tokens` : "all tokens"}, ${held.rows.scale === undefined ? "in float32" : "rounded to float16"}, and rows and columns of ${ofProducts}: rows in float32, weights rounded to float16. It computes scores, weights and sums from these numbers.`);
   if (tokens.some(({bytes}) => partial(bytes))) notes.push("A token that is not a whole character, but some of its bytes, is shown as these bytes: \\xe4 is the byte e4.");
   if (side < T) notes.push(`To keep the page small, attention over ${T} tokens is downsampled to ${side} × ${side} cells for each head.`);
   if (data.lens.positions < T) notes.push(`To keep the page small, the logit lens holds the last ${data.lens.positions} positions.`);
@@ -45,7 +46,7 @@ drawTokens();
 drawFlow();
 setUpWalk();
 drawForward();
-byId("attention-layer").append(...Array.from({length: model.n_layer}, (_, layer) => el("option", {value: layer}, `${layer}`)));
+byId("attention-layer").append(...plan.blocks.map((_, layer) => layer).filter(attends).map(layer => el("option", {value: layer}, `${layer}`)));
 byId("attention-layer").addEventListener("change", event => selectLayer(Number(event.target.value)));
 drawAttention();
 byId("lens-position").max = T - 1;

@@ -24,7 +24,7 @@ function drawDetail() {
   byId("detail").replaceChildren(neighbours(), left, el("div", {}, ...drawTensor(step, tensor)), drawProduct(step), drawCode(step));
 }
 function neighbours() {  // buttons for the previous and the next step, perhaps in another block
-  const layers = Array.from({length: model.n_layer}, (_, layer) => plan.block.map(step => ({step, layer})));
+  const layers = Array.from({length: model.n_layer}, (_, layer) => plan.blocks[layer].map(step => ({step, layer})));
   const all = [...plan.before.map(step => ({step})), ...layers.flat(), ...plan.after.map(step => ({step}))];
   const at = all.findIndex(({step, layer}) => step === state.step && (layer ?? state.layer) === state.layer);
   const button = (move, shown) => {

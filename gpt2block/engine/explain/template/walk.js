@@ -8,8 +8,11 @@ const WALK = {
   qk: () => "Every query and key is divided by its root mean square, or by that of all heads, and multiplied by γ.",
   rope: () => "Every query and key is rotated by angles that grow with its position, so that the product of two depends on their distance.",
   attn: () => `In each of ${model.n_head} heads, ${readToken()} compares its query with the keys of the ${model.windows[state.layer] === null ? "" : `last ${model.windows[state.layer]} `}tokens up to itself, and the softmax of the results weights the mean of their values.`,
-  proj: () => `A product mixes the means of all heads into ${widthOf("proj")} numbers.`,
-  x1: () => `They are added to the residual stream: the vector of ${readToken()} now has what attention read from other tokens.`,
+  rms_in: () => `The ${widthOf("rms_in")} numbers of each token in the residual stream are divided by their root mean square, then multiplied by γ.`,
+  bcx: () => `One product turns them into ${widthOf("bcx")} numbers: B, C and x, each with a number for every channel of the convolution.`,
+  conv: () => `In each channel, B · x of ${readToken()} and of the tokens just before it are added with the weights of the channel, and the sum is multiplied by C.`,
+  proj: () => `A product mixes ${attends(state.layer) ? "the means of all heads" : "all channels"} into ${widthOf("proj")} numbers.`,
+  x1: () => `They are added to the residual stream: the vector of ${readToken()} now has what ${attends(state.layer) ? "attention" : "the convolution"} read from other tokens.`,
   ln2: () => "The sum is normalized like the block's input, before the feed-forward network reads it.",
   rms2: () => "The sum is normalized like the block's input, before the feed-forward network reads it.",
   ff1: () => `A product expands each token's vector to ${widthOf("ff1")} channels; in this half of the block, each token is computed by itself.`,
@@ -27,7 +30,7 @@ let walking = false;
 function setUpWalk() {
   const button = (id, text, onclick) => el("button", {type: "button", id: `walk-${id}`, onclick}, text);
   byId("walk").append(
-    button("start", `Walk through the block in ${plan.block.length} steps`, () => { walking = true; selectStep(plan.block[0]); byId("walk-next").focus(); }),
+    button("start", "", () => { walking = true; selectStep(plan.block[0]); byId("walk-next").focus(); }),
     el("p", {id: "walk-text", "aria-live": "polite"}),
     button("back", "Back", () => walk(-1)), button("next", "Next", () => walk(1)), button("end", "End", endWalk));
   byId("walk").addEventListener("keydown", event => {
@@ -51,6 +54,7 @@ function endWalk() {
 function drawWalk() {  // draw the sentence of the selected step, wherever the step was selected
   walking &&= inBlock(state.step);
   byId("walk").classList.toggle("walking", walking);
+  byId("walk-start").textContent = `Walk through the block in ${plan.block.length} steps`;
   for (const node of byId("walk").children) node.hidden = walking === (node.id === "walk-start");
   const at = plan.block.indexOf(state.step), last = at + 1 === plan.block.length;
   byId("walk-text").replaceChildren(...walking ? [el("b", {}, `Step ${at + 1} of ${plan.block.length}, ${state.step}. `), WALK[state.step]()] : []);
