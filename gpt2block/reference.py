@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gpt2block.checks import as_float, check_blocks, check_integer, is_plain, normed_together
 from gpt2block.contract import Contract, takes, unchecked
 from gpt2block.errors import InputError, shown
-from gpt2block.models.config import RECENT
+from gpt2block.models.config import RECENT, SAVED
 from gpt2block.models.number_formats import from_fp8 as from_fp8  # noqa: PLC0414  (in this module)
 from gpt2block.models.number_formats import hi_lo as hi_lo  # noqa: PLC0414
 from gpt2block.models.number_formats import joined as joined  # noqa: PLC0414
@@ -1185,8 +1185,9 @@ def _delta_rows(
 
 
 @takes(
-    "x f32 N W; ba f32 N A; rows f32 M Y; conv f32 D 1 4; spans i32 B 6; state? f32 B 2 P; recent? f32 B R Y "
-    "-> out f32 N W-D; state? f32 B 2 P; recent? f32 B R Y"
+    "x f32 N W; ba f32 N A; rows f32 E Y; conv f32 D 1 4; spans i32 B 6; state? f32 B 2 P; "
+    "recent? f32 B R Y; pool? f32 S P; saved? i32 B M "
+    "-> out f32 N W-D; state? f32 B 2 P; recent? f32 B R Y; pool? f32 S P"
 )
 def delta_rule(
     x: Array,
@@ -1196,6 +1197,8 @@ def delta_rule(
     spans: NDArray[np.integer[Any]],
     state: Array | None = None,
     recent: Array | None = None,
+    pool: Array | None = None,
+    saved: NDArray[np.integer[Any]] | None = None,
     *,
     n_k_head: int,
     k_size: int,
@@ -1204,13 +1207,17 @@ def delta_rule(
 ) -> Array:
     """Apply the gated delta rule, token by token: S ← decay S; S ← S + β (v - S k) kᵀ; o = S q.
 
-    x, ba, conv: as for `delta_inputs`; rows: its result (N + 7B, D + 2H) → o (N, V). S is a matrix for
-    each head of v. Neighbouring heads of v share a head of q and k; with `tiled`, heads of v whose
-    numbers have the same remainder do. state (B, 2, P): two states of each slot; a state is the
-    last three rows [q | k | v], then S of all heads, (V / H, k_size) each. recent (B, RECENT,
-    D + 2H): rows [q | k | v | b | a] of tokens after the newer state, by position modulo RECENT.
-    Both are updated as `delta_spans` says, with the same `steps`. A row has the same bits however a
-    text is divided into passes. Source: Yang et al., "Gated Delta Networks" (2024).
+    x, ba, conv: as for `delta_inputs`; rows: its result (N + 7B, D + 2H) → o (N, V). S is a matrix
+    for each head of v. Neighbouring heads of v share a head of q and k; with `tiled`, heads of v
+    whose numbers have the same remainder do.
+
+    state (B, 2, P): two states of each slot; a state is the last three rows [q | k | v], then S of
+    all heads, (V / H, k_size) each. recent (B, RECENT, D + 2H): rows [q | k | v | b | a] of tokens
+    after the newer state, by position modulo RECENT. Both are updated as `delta_spans` says, with
+    the same `steps`. pool (S, P): states after the first 256, 512, … tokens of slots, and after the
+    last token of a pass, in entries saved (B, M); the last column is that of the last token. -1:
+    the state is not kept. A row has the same bits however a text is divided into passes. Source:
+    Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024).
     """
     D, H, x = len(conv), ba.shape[1] // 2, np.hstack([x[:, : len(conv)], ba])
     K = n_k_head * k_size
@@ -1221,7 +1228,7 @@ def delta_rule(
         S = np.zeros((H, (D - 2 * K) // H, k_size), x.dtype)
         if source >= 0 and state is not None:
             S = state[slot, source, 3 * D :].reshape(S.shape).copy()
-        kept = start + 1 if steps else end
+        written = start + 1 if steps else end
         for at in range(base, end):
             again = at < start
             r = rows[len(x) + REPLAYED * slot + at - base if again else first + at - start]
@@ -1232,10 +1239,18 @@ def delta_rule(
             S += change[:, :, None] * k[:, None]
             if not again:
                 out[first + at - start] = (S @ q[:, :, None]).ravel()
-            if at + 1 == kept and state is not None:
-                last = _delta_rows(x, D, slot, span, state, recent, kept - 3, kept)[:, :D]
-                state[slot, target] = np.concatenate([last.ravel(), S.ravel()])
-        for at in range(kept, end) if recent is not None else ():
+            places = [] if state is None or at + 1 != written else [state[slot, target]]
+            if saved is not None and pool is not None and not again:
+                whole, rest = divmod(at + 1, SAVED)
+                entries = [saved[slot, whole - 1]] * (rest == 0) + [saved[slot, -1]] * (
+                    at + 1 == end
+                )
+                places += [pool[entry] for entry in entries if entry >= 0]
+            if places:
+                last = _delta_rows(x, D, slot, span, state, recent, at - 2, at + 1)[:, :D]
+            for place in places:
+                place[...] = np.concatenate([last.ravel(), S.ravel()])
+        for at in range(written, end) if recent is not None else ():
             recent[slot, at % RECENT] = x[first + at - start]
     return out
 

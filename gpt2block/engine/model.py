@@ -463,10 +463,13 @@ class Decoding(Protocol):
         """Compute K and V of ids[cached:] of unfinished prompts, for a later call of `start`."""
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy keys and values of a slot's first tokens to a free slot, for each copy in order.
+        """Copy keys, values and states of a slot's first tokens to a free slot, in order.
 
         copies: (source slot, target slot, number of tokens) of each copy.
         """
+
+    def reusable(self, source: int, target: int, tokens: int) -> int:
+        """Return how many of the first `tokens` tokens of slot `source` slot `target` can reuse."""
 
     def next(self) -> Sampled:
         """Return the next sampled tokens: at most one of each sequence, in the sequence's order.

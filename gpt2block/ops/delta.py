@@ -12,6 +12,7 @@ from math import ceil
 from gpt2block.cuda.kernels import Defines, Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
+from gpt2block.models.config import SAVED
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import REQUIRED, Operation, variant
 
@@ -70,10 +71,11 @@ def _rule(c: Call) -> Launch:
     D, H, defines = _sizes(c)
     columns = (D - 2 * c.n_k_head * c.k_size) // H
     grid = (H, ceil(columns / COLUMNS), c.B)
-    defines += (("DELTA_TILED", 1),) if c.tiled else ()
+    defines += (("DELTA_SAVED", SAVED), *((("DELTA_TILED", 1),) if c.tiled else ()))
     geometry = Geometry("delta_rule", grid, (LANES, COLUMNS), defines=defines)
-    arrays = (c.x, c.ba, c.rows, c.spans, c.state, c.recent, c.output("out"))
-    sizes = (c.W, _pitch(c), D, H, c.n_k_head, c.N, int(c.steps))
+    arrays = (c.x, c.ba, c.rows, c.spans, c.state, c.recent, c.pool, c.saved, c.output("out"))
+    saved = 0 if c.saved is None else c.M
+    sizes = (c.W, _pitch(c), D, H, c.n_k_head, c.N, saved, int(c.steps))
     return launch_at(RULE, geometry, (*arrays, *sizes))
 
 

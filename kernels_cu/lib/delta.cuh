@@ -5,6 +5,9 @@
 //   rows    (N + 7 B, D + 2 H) rows [q | k | v | decay | beta] made of x; then 7 rows of tokens to repeat for each slot
 //   spans   (B, 6)             for each slot: the tokens that a pass computes, and the states that it reads and writes
 //   state   (B, 2, P)          two states of each slot: the last three rows [q | k | v] of x, then S of each head
+//   pool    (S, P)             states that other texts with the same first tokens can continue from
+//   saved   (B, M)             for each slot: the entries of `pool` for the states after 256, 512 ... tokens and, last,
+//                              after the last token of a pass; -1 for none
 //   recent  (B, 16, D + 2 H)   rows [q | k | v | b | a] of the tokens after the newer state, by position modulo 16
 //
 // A step may compute draft tokens that are refused later. Therefore it writes the state after its first row only, and

@@ -42,6 +42,7 @@ class Layer:
         self.weights[1] = self._array(np.exp(weights[1]))
         self.state = self._array(np.full((SLOTS, 2, 3 * self.D + H * v * k), np.nan, np.float32))
         self.recent = self._array(np.full((SLOTS, 16, self.D + 2 * H), np.nan, np.float32))
+        self.pool: tuple[Any, ...] = ()
         self.held = library.asarray(np.full((SLOTS, 2), 5, np.int32))
 
     def _array(self, host: Any) -> Any:
@@ -65,8 +66,9 @@ class Layer:
         x, ba = (self._array(each) for each in np.split(x, [self.D + self.V], axis=1))
         spans = call("delta_spans", *given, self.held, steps=steps)
         kept = self.state, self.recent
+        pool = () if steps else self.pool
         rows = call("delta_inputs", x, ba, conv, rate, dt, given[0], spans, *kept, **self.heads)
-        o = call("delta_rule", x, ba, rows, conv, spans, *kept, **self.rule, steps=steps)
+        o = call("delta_rule", x, ba, rows, conv, spans, *kept, *pool, **self.rule, steps=steps)
         made = call("gated_rmsnorm", o, x, gamma, eps=1e-6)
         return made if self.library is np else made.get()
 

@@ -345,6 +345,9 @@ class NumpyDecoding:
             for rows in self._cache.arrays:
                 rows[target, :count] = rows[source, :count]
 
+    def reusable(self, source: int, target: int, tokens: int) -> int:
+        return tokens
+
     def stop(self, slots: Ids) -> None:
         self._left[slots] = 0
         for slot in slots.tolist():

@@ -137,6 +137,8 @@ class Pass(ABC):
         mixed = self.do(f"{h}mixed", "delta_inputs", inputs, **heads)
         tiled = {"tiled": True} if self.c.delta_nets.tiled else {}
         inputs = (*rows, mixed, f"{h}conv", self.spans, *states)
+        if not self.of_steps:
+            inputs = (*inputs, f"{h}pool", "saved")
         o = self.do(f"{h}delta", "delta_rule", inputs, **heads, **tiled, **self.of_steps)
         del mixed  # free its memory for the result of the norm
         o = self.do(f"{h}normed", "gated_rmsnorm", (o, y, f"{h}gamma_o"), into=o, eps=self.c.eps)

@@ -62,6 +62,7 @@ _PER_LAYER = ("layer_types", "no_rope_layers")
 CONV_LAYERS = "conv_layers"  # GGUF files have no such key, but 0 heads of keys in these layers
 # Rows of a slot that later passes of a gated delta net may need, for tokens that they compute again
 RECENT = 16
+SAVED = 256  # tokens from a state of gated delta nets that other texts can reuse to the next
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # vocabulary size, id of <|endoftext|>
 
 

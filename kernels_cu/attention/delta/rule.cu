@@ -34,6 +34,9 @@
 #ifndef DELTA_COLUMNS  // a multiple of 4
 #define DELTA_COLUMNS 16
 #endif
+#ifndef DELTA_SAVED  // tokens from a state that other texts can reuse to the next
+#define DELTA_SAVED 256
+#endif
 #ifndef DELTA_CHUNK
 #define DELTA_CHUNK 8
 #endif
@@ -103,8 +106,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
     const int* spans,   // (B, 6)
     float* state,       // (B, 2, P); or null
     float* recent,      // (B, 16, D + 2 H); or null
+    float* pool,        // (S, P); or null
+    const int* saved,   // (B, M); or null
     float* out,         // (N, H DELTA_V)
-    long long W, long long P, int D, int H, int n_k_head, int N, int steps) {
+    long long W, long long P, int D, int H, int n_k_head, int N, int M, int steps) {
     let_next_start();
     wait_for_previous();
     __shared__ Chunk chunks[2];
@@ -152,7 +157,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
             own.s[n][0] = four.x, own.s[n][1] = four.y, own.s[n][2] = four.z, own.s[n][3] = four.w;
         });
     }
-    const int kept = steps ? span.start + 1 : span.end;  // number of tokens of the state that the pass writes
+    const int written = steps ? span.start + 1 : span.end;  // number of tokens of the state that the pass writes
+    // Returns the entry of `pool` for the state after `tokens` tokens; the second one for the last token.
+    const auto entry_of = [&](int tokens, bool last) {
+        if (!saved || tokens <= span.start || (!last && tokens % DELTA_SAVED > 0)) return -1;
+        return __ldcg(saved + slot * M + (last ? M : tokens / DELTA_SAVED) - 1);
+    };
+    const auto store = [&](float* to) {
+        Column::each([&](int n, int channel) {
+            st_vec(to + place + channel, make_float4(own.s[n][0], own.s[n][1], own.s[n][2], own.s[n][3]));
+        });
+    };
     for (int from = span.base, turn = 0; from < span.end; from += DELTA_CHUNK, turn ^= 1) {
         wait_for_copies();
         __syncthreads();
@@ -169,11 +184,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
                 const long long row = span.first + position - span.start;
                 out[(row * H + head) * DELTA_V + column] = span.source == -2 ? unknown : made;
             }
-            if (holds && state && position + 1 == kept) {
-                float* const to = state + (2LL * slot + span.target) * P + place;
-                Column::each([&](int n, int channel) {
-                    st_vec(to + channel, make_float4(own.s[n][0], own.s[n][1], own.s[n][2], own.s[n][3]));
-                });
+            if (holds && state && position + 1 == written) store(state + (2LL * slot + span.target) * P);
+            if (holds && saved) {
+                const int whole = entry_of(position + 1, false);
+                const int last = position + 1 == span.end ? entry_of(position + 1, true) : -1;
+                if (whole >= 0) store(pool + whole * P);
+                if (last >= 0) store(pool + last * P);
             }
         }
     }
@@ -182,11 +198,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
     if (!state) return;
     const DeltaRows of = {x, ba, state, recent, W, P, D, H, slot, span};
     const int block = blockIdx.y * gridDim.x + blockIdx.x, all = gridDim.x * gridDim.y * THREADS;
-    for (int i = block * THREADS + thread; i < 3 * D; i += all) {
-        state[(2LL * slot + span.target) * P + i] = of.at(kept - 3 + i / D, i % D);
+    const auto store_rows = [&](float* to, int tokens) {
+        for (int i = block * THREADS + thread; i < 3 * D; i += all) to[i] = of.at(tokens - 3 + i / D, i % D);
+    };
+    store_rows(state + (2LL * slot + span.target) * P, written);
+    for (int tokens = span.start / DELTA_SAVED * DELTA_SAVED + DELTA_SAVED; saved && tokens <= span.end;
+         tokens += DELTA_SAVED) {
+        const int entry = entry_of(tokens, false);
+        if (entry >= 0) store_rows(pool + entry * P, tokens);
     }
-    for (int i = block * THREADS + thread; i < (span.end - kept) * Y; i += all) {
-        const int position = kept + i / Y;
+    const int last = entry_of(span.end, true);
+    if (last >= 0) store_rows(pool + last * P, span.end);
+    for (int i = block * THREADS + thread; i < (span.end - written) * Y; i += all) {
+        const int position = written + i / Y;
         recent[((long long)slot * DELTA_RECENT + position % DELTA_RECENT) * Y + i % Y] = of.at(position, i % Y);
     }
 }
