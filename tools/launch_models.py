@@ -14,6 +14,7 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.formats import FILE
 from gpt2block.engine.model import Start
 from gpt2block.models.architectures.gemma3 import Gemma3Config
+from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.models.architectures.nanochat import NanoChatConfig
 from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.architectures.phi3 import Phi3Config
@@ -40,6 +41,7 @@ CONFIGS: Mapping[str, ModelConfig] = {
     "olmo2": Olmo2Config(**SIZES),
     "phi3": Phi3Config(**SIZES, rotary=48, scaling=LONG),
     "qwen3": Qwen3Config(**SIZES),
+    "lfm2": Lfm2Config(**SIZES, conv_layers=(True, False)),
     "gpt2-odd": GPT2Config(2, 3, 33, 1024, 101),  # heads of 11 channels
     "gpt2-768": GPT2Config(2, 12, 768, 1024, 50257),
     "llama-2048": LlamaConfig(2, 32, 2048, 1024, 32000, n_kv_head=8, n_ff=8192),
@@ -55,8 +57,9 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {  # dtypes of weights and of th
     "Q4_K_M": (FILE, None),
     "Q8_0/e4m3": (FILE, "float8_e4m3fn"),
 }
+OTHERS = "gemma3", "nanochat", "olmo2", "phi3", "qwen3", "lfm2"
 SOME = {"gpt2-odd": ("float32",), "gpt2-768": ("float32", "bfloat16", "e4m3/e4m3")}
-SOME |= dict.fromkeys(("gemma3", "nanochat", "olmo2", "phi3", "qwen3"), ("bfloat16", "Q4_K_M"))
+SOME |= dict.fromkeys(OTHERS, ("bfloat16", "Q4_K_M"))
 SOME["llama-2048"] = "bfloat16", "e4m3/e4m3", "Q8_0", "Q4_K_M"
 MODELS = [(name, each) for name in CONFIGS for each in SOME.get(name, FORMATS)]
 IN_Q4_K_M = {"wte": "Q6_K", "lm_head": "Q6_K", "h.0.w_down": "Q6_K"}  # other matrices: Q4_K
@@ -73,7 +76,7 @@ def engine_of(
     def tensors() -> Iterator[tuple[str, Any, str | None]]:
         for name, shape in model_shapes(config).items():
             rows = shape if name in ("wte", "lm_head") else shape[::-1]
-            if len(shape) == 1 or name == "wpe":
+            if len(shape) != 2 or name == "wpe":
                 yield name, np.full(shape, 2e5 if name.endswith("b_up") else 1, np.float32), None
             elif types:
                 yield name, _blocks(config, name, rows, types), "NK"

@@ -1,5 +1,4 @@
-// Short convolution of LFM2: in each channel on its own, the values u of the last L tokens are added, each times a
-// weight.
+// Short convolution of LFM2: in each channel, values u of the last L tokens are added, each times a weight.
 //
 //   u(t) = B(t) x(t)     y(t) = C(t) (bias + taps_0 u(t - L + 1) + ... + taps_(L - 1) u(t))
 //
@@ -15,9 +14,9 @@
 //   an earlier position, which an earlier launch has computed              u from the kv_cache
 //   before position 0                                                      0
 //
-// u is rounded to the type of the kv_cache in all cases, and the terms of a sum are added in the order of positions. So y
-// has the same bits whether a prompt is computed at once, in pieces, or token by token, next to any other rows. No thread
-// loads from the kv_cache what another thread stores. Rows outside the kv_cache store nothing there.
+// u is rounded to the type of the kv_cache in all cases, and the terms of a sum are added in the order of positions.
+// So y has the same bits whether a prompt is computed at once, in pieces, or token by token, next to any other rows.
+// No thread loads from the kv_cache what another thread stores. Rows outside the kv_cache store nothing there.
 //
 // grid (M, ceil(C / (blockDim.x * CONV_WIDTH))), block (any multiple of 32).
 #include "lib/fresh.cuh"

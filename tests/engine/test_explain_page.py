@@ -18,8 +18,9 @@ from gpt2block.engine.explain import Page, collect
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.architectures.gemma3 import Gemma3Config
+from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.sampling import Sampling, masses
-from tests.engine.test_explain import EVIL, LLAMA, tokens_of
+from tests.engine.test_explain import EVIL, LLAMA, of, tokens_of
 from tests.engine.test_explain import model as bundled
 from tests.markov import byte_encoding
 
@@ -677,4 +678,21 @@ def test_other_pages_load(browser: Any, model: GPT2, tmp_path: Path, kind: str) 
     assert (heads in text, "NH = 4, NKV = 2, HS = 8" in text) == 2 * (kind == "llama",)
     find(browser, '[data-part="logits"]').click()  # logits of these models have no bias
     assert "b" not in find(browser, ".formula math").text
+    assert browser.get_log("browser") == []
+
+
+def test_the_page_of_blocks_that_differ(browser: Any, tmp_path: Path) -> None:
+    """A block with a convolution has no attention: the page shows that of block 1."""
+    made = of(Lfm2Config, conv_layers=(True, False, True), n_layer=3)
+    load(browser, made.explain([3, 1, 4], layer=2).save(tmp_path / "page.html"))
+    assert texts(browser, "#attention-layer *") == ["1"]
+    for layer, count in enumerate((11, 13, 11)):
+        browser.execute_script("endWalk(); selectLayer(arguments[0])", layer)
+        assert find(browser, "#walk-start").text == f"Walk through the block in {count} steps"
+        assert "block 1, head 0" in find(browser, "#opened-title").text
+        for step in browser.execute_script("return plan.block"):
+            find(browser, f'[data-step="{step}"]').click()
+            assert find(browser, ".formula math").is_displayed()
+            browser.execute_script("walking = true; drawWalk()")
+            assert step in find(browser, "#walk-text").text
     assert browser.get_log("browser") == []
