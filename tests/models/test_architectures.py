@@ -273,7 +273,8 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     """A batch has unequal lengths. Errors against float64 are relative to the largest logit.
 
     A few models have large errors in float32: for them the limit is twice the error of
-    `transformers`. A different token is permitted if it is as likely.
+    `transformers`; for Qwen3.5, whose delta rule `transformers` computes in chunks, four times. A
+    different token is permitted if it is as likely.
     """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -304,7 +305,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
             steps = zip(after[len(prompt) - 1 :], made.tokens, strict=False)
             off = max(off, *(step.max() - step[token] for step, token in steps))
         own = max(np.abs(a - b).max() for a, b in zip(single, exact, strict=True))
-        if off > max(limit * largest, 2 * own):
+        if off > max(limit * largest, (4 if kind == "qwen3_5_text" else 2) * own):
             wrong[seed] = float(off / largest), settings
     assert not wrong
 
