@@ -1109,8 +1109,8 @@ REPLAYED = 7  # maximum number of tokens that a pass computes again; 1 + 2 REPLA
 
 
 @takes(
-    "x f32 N W; ba f32 N A; conv f32 D 1 4; rate dt_bias f32 H; row i32 N; spans i32 B 6; state? f32 B 2 P; "
-    "recent? f32 B R Y -> out f32 N+7*B D+2*H"
+    "x f32 N W; ba f32 N A; conv f32 D 1 4; rate dt_bias f32 H; row i32 N; spans i32 B 6; "
+    "state? f32 B 2 P; recent? f32 B R Y -> out f32 N+7*B D+2*H"
 )
 def delta_inputs(
     x: Array,
@@ -1129,12 +1129,12 @@ def delta_inputs(
     """Compute q, k, v, decay and β of a gated delta net: the inputs of `delta_rule`.
 
     x (N, D + V), rows [q | k | v | z] with D channels of q, k and v; ba (N, 2H), rows [b | a] for H
-    heads of v; conv (D, 1, 4); rate, dt_bias (H,); spans: from `delta_spans` → rows [q | k | v | decay | β]. Each
-    channel of q, k and v is a weighted sum of 4 tokens (a causal convolution), then SiLU. Each of
-    the n_k_head heads of k_size channels of q and of k is divided by its Euclidean norm, and q also
-    by the square root of k_size. decay = exp(-rate softplus(a + dt_bias)), β = sigmoid(b). The
-    first N rows of the result are those of x. Rows of tokens that are computed again follow: 7 for
-    each slot, undefined if unused. state, recent: as for `delta_rule`.
+    heads of v; conv (D, 1, 4); rate, dt_bias (H,); spans: from `delta_spans` → rows [q | k | v |
+    decay | β]. Each channel of q, k and v is a weighted sum of 4 tokens (a causal convolution), then
+    SiLU. Each of the n_k_head heads of k_size channels of q and of k is divided by its Euclidean
+    norm, and q also by the square root of k_size. decay = exp(-rate softplus(a + dt_bias)),
+    β = sigmoid(b). The first N rows of the result are those of x. Rows of tokens that are computed
+    again follow: 7 for each slot, undefined if unused. state, recent: as for `delta_rule`.
     """
     D, H, K = len(conv), len(rate), n_k_head * k_size
     out = np.zeros((len(x) + REPLAYED * len(spans), D + 2 * H), x.dtype)
@@ -1143,7 +1143,9 @@ def delta_inputs(
         if end == start:
             continue
         raw = _delta_rows(np.hstack([x[:, :D], ba]), D, slot, span, state, recent, base - 3, end)
-        mixed = sum(raw[n : len(raw) - 3 + n, :D] * conv[:, 0, n] for n in range(4))
+        mixed = np.zeros((end - base, D), x.dtype)
+        for n in range(4):
+            mixed += raw[n : len(raw) - 3 + n, :D] * conv[:, 0, n]
         mixed = unchecked(silu_mul)(mixed, np.ones_like(mixed))
         for channels in (mixed[:, :K], mixed[:, K : 2 * K]):
             heads = channels.reshape(len(mixed), n_k_head, k_size)  # a view
@@ -1170,7 +1172,8 @@ def _delta_rows(
 ) -> Array:
     """Return rows [q | k | v | b | a] of the positions `begin` to `end` - 1 of a slot.
 
-    x: the new rows. Rows before the state's tokens have no b and a; before the first token they are zeros.
+    x: the new rows. Rows of tokens before the state have no b and a; rows before the first token
+    are zeros.
     """
     first, start, _, base, source, _ = span
     found = np.zeros((end - begin, x.shape[1]), x.dtype)
@@ -1250,8 +1253,9 @@ def delta_rule(
                 last = _delta_rows(x, D, slot, span, state, recent, at - 2, at + 1)[:, :D]
             for place in places:
                 place[...] = np.concatenate([last.ravel(), S.ravel()])
-        for at in range(written, end) if recent is not None else ():
-            recent[slot, at % RECENT] = x[first + at - start]
+        if recent is not None:
+            for at in range(written, end):
+                recent[slot, at % RECENT] = x[first + at - start]
     return out
 
 

@@ -33,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "MIN_SHARED", 4)
 
 
-def rows_of(model: Model[Any], *prompts: Ids, slots: int = 2) -> Iterator[list[Row]]:
+def rows_of(model: Model[Any], *prompts: list[Ids], slots: int = 2) -> Iterator[list[Row]]:
     """Run each group of prompts in the same Batch; yield their rows."""
     batch = Batch(model.engine, slots, 40)
     for group in prompts:
@@ -76,7 +76,7 @@ def test_pieces_and_prefixes_have_the_same_bits(
         assert model.generate(prompts[1], **options) == alone[1]
         whole, cache = model(ids[:40]), model.new_cache()
         parts = [model(ids[a:b], cache) for a, b in pairwise((0, 5, 21, 40))]
-        if model.engine.continues_exactly:  # type: ignore[attr-defined]
+        if model.engine.continues_exactly:
             np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 

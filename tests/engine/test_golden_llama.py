@@ -320,7 +320,10 @@ def test_the_class_follows_the_architecture() -> None:
         (GRANITE4 | {"num_local_experts": 8}, "got 8: mixtures of experts are not supported"),
         (GRANITE4 | {"layer_types": ["mamba"]}, "['mamba']: layers of Mamba2 are not supported"),
         (GRANITE4 | {"position_embedding_type": "alibi"}, "or 'nope' or null, got 'alibi': all"),
-        (LFM2 | {"layer_types": ["conv", "sliding_attention"]}, "expected a list of full_attention"),
+        (
+            LFM2 | {"layer_types": ["conv", "sliding_attention"]},
+            "expected a list of full_attention",
+        ),
         (LFM2 | {"layer_types": ["conv"]}, "conv_layers: expected true or false for each of 2"),
         (LFM2 | {"layer_types": ["conv", "conv"]}, "expected at least one layer with attention"),
         (LFM2 | {"full_attn_idxs": [2]}, "full_attn_idxs: expected a list of numbers below 2"),
@@ -583,8 +586,15 @@ OPTIONAL = (
 @pytest.mark.parametrize(
     "name",
     [
-        "tiny", "llama-plain", "llama-shards", "phi3", "olmo3", "ministral3", "granitemoehybrid",
-        "lfm2", "qwen3_5",
+        "tiny",
+        "llama-plain",
+        "llama-shards",
+        "phi3",
+        "olmo3",
+        "ministral3",
+        "granitemoehybrid",
+        "lfm2",
+        "qwen3_5",
     ],
 )
 def test_values_of_any_type_are_honoured_or_refused(name: str) -> None:

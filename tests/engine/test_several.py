@@ -463,8 +463,13 @@ def test_all_gpus_raise_the_error_of_a_read(where: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "count", "heads"),
-    [("llama", 2, True), ("llama", 4, False), ("gpt2", 4, True), ("olmo2", 2, False),
-     ("lfm2-bias", 2, True)],
+    [
+        ("llama", 2, True),
+        ("llama", 4, False),
+        ("gpt2", 4, True),
+        ("olmo2", 2, False),
+        ("lfm2-bias", 2, True),
+    ],
 )
 def test_which_parts_are_divided(name: str, count: int, heads: bool) -> None:
     config = config_of(name, 1)

@@ -108,12 +108,11 @@ def as_llama_cpp(config: ModelConfig, name: str, array: Any) -> Any:
         (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
     ):
         return array.T
-    if config.MODEL_TYPE == "gemma3_text" and name.endswith("norm.weight"):
+    adds_1 = config.MODEL_TYPE in ("gemma3_text", "qwen3_5_text") and ".linear_" not in name
+    if adds_1 and name.endswith("norm.weight"):
         return array.astype(np.float32) + 1
     if ".linear_attn." in name:
         return delta_as_llama_cpp(config, name, array)
-    if config.MODEL_TYPE == "qwen3_5_text" and name.endswith("norm.weight"):
-        return array.astype(np.float32) + 1
     if name.endswith(".conv.weight"):
         return array.squeeze(1)
     if config.MODEL_TYPE in ("llama", "mistral", "ministral3", "granite", "smollm3"):
@@ -209,7 +208,8 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
                          attention.SLIDING_WINDOW_PATTERN: (True, False)},
     }  # fmt: skip
     named = {"mistral": "llama", "ministral3": "mistral3", "granitemoehybrid": "granite"}
-    name = (named | {"olmo3": "olmo2", "gemma3_text": "gemma3", "qwen3_5_text": "qwen35"}).get(kind, kind)
+    named |= {"olmo3": "olmo2", "gemma3_text": "gemma3", "qwen3_5_text": "qwen35"}
+    name = named.get(kind, kind)
     keys = {key.format(arch=name): each for key, each in (expected | others.get(kind, {})).items()}
     assert metadata_of(Random(c)) == {"general.architecture": name, **keys}
 

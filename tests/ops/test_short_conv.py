@@ -43,7 +43,9 @@ def test_a_row_has_the_same_bits_in_prompts_and_steps(
         for n, rows in enumerate(launches):
             given = np.stack([bcx[row] for row in rows])
             if launches is DRAFTS and n == 1:
-                given[1:4] += 1  # wrong draft tokens, whose positions the next launch computes again
+                given[1:4] += (
+                    1  # wrong draft tokens, whose positions the next launch computes again
+                )
             at = [device.asarray(np.array(each, np.int32)) for each in zip(*rows, strict=True)]
             inputs = device.asarray(given), *fixed, k, *at
             made |= zip(rows, registry.bind("short_conv", inputs).run().get(), strict=True)
@@ -81,8 +83,10 @@ def test_formats_of_a_result(device: Any) -> None:
         words = [each.get().view(np.uint32) for each in (run(k, to_terms=terms), expected)]
         used = words[0].size if terms.width == 0 else N * C // 2 + 4 * N
         np.testing.assert_array_equal(*(each.ravel()[:used] for each in words))
-    for wrong, message in (({"dtype": "bfloat16"}, "expected float32 or k's float16, got bfloat16"),
-                           ({"dtype": "float16", "to_terms": terms}, "expected out in float32")):
+    for wrong, message in (
+        ({"dtype": "bfloat16"}, "expected float32 or k's float16, got bfloat16"),
+        ({"dtype": "float16", "to_terms": terms}, "expected out in float32"),
+    ):
         with pytest.raises(InputError, match=message):
             run(k, **wrong)
     with pytest.raises(InputError, match=r"bcx: expected \(M, 384\) for 128 channels, got \(5, 38"):

@@ -130,8 +130,9 @@ def copy_slots(cache: CudaCache, copies: Sequence[tuple[int, int, int]]) -> None
         for rows in cache.arrays:
             option = cache_option(cache.fp8 if rows.dtype == np.uint8 else None)
             KV_COPY.bind_on_device((rows, *numbers), **option).run()
-    for copy in copies if cache.kept_states is not None else ():
-        cache.kept_states.copy(*copy)
+    if (states := cache.kept_states) is not None:
+        for copy in copies:
+            states.copy(*copy)
 
 
 def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
@@ -243,7 +244,7 @@ class DecodingCaches:
         return free_bytes() + sum(cache.nbytes for cache in tuple(self._ended))
 
     def _row_bytes(self, n_ctx: int) -> int:
-        """Return the bytes per slot of keys, values, states, logits, activations, and flags of tokens.
+        """Return the bytes per slot of keys, values, states, logits, activations, flags of tokens.
 
         All steps and layers share memory for activations, counted twice because a smaller arena
         can remain in use after a larger one is allocated.

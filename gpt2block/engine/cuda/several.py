@@ -294,6 +294,9 @@ class SeveralDecodings:
         pairs = zip(self._parts, [starts, *own], strict=True)
         self._crew.run([partial(getattr(part, name), each) for part, each in pairs])
 
+    def reusable(self, source: int, target: int, tokens: int) -> int:
+        return tokens
+
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         self._each(lambda part: part.copy(copies))
 

@@ -132,14 +132,13 @@ class Pass(ABC):
         """Compute a gated delta net with its norm, without the output projection."""
         y = self.product(f"{h}in", x, f"{h}w_in")
         rows = y, self.product(f"{h}ba", x, f"{h}w_ba")
-        states, heads = (f"{h}state", f"{h}recent"), self.c.heads_of_delta
-        inputs = (*rows, f"{h}conv", f"{h}rate", f"{h}dt_bias", "row", self.spans, *states)
-        mixed = self.do(f"{h}mixed", "delta_inputs", inputs, **heads)
-        tiled = {"tiled": True} if self.c.delta_nets.tiled else {}
-        inputs = (*rows, mixed, f"{h}conv", self.spans, *states)
-        if not self.of_steps:
-            inputs = (*inputs, f"{h}pool", "saved")
-        o = self.do(f"{h}delta", "delta_rule", inputs, **heads, **tiled, **self.of_steps)
+        states, options = (f"{h}state", f"{h}recent"), dict(self.c.heads_of_delta)
+        given = (*rows, f"{h}conv", f"{h}rate", f"{h}dt_bias", "row", self.spans, *states)
+        mixed = self.do(f"{h}mixed", "delta_inputs", given, **options)
+        options |= {**({"tiled": True} if self.c.delta_nets.tiled else {}), **self.of_steps}
+        pool = () if self.of_steps else (f"{h}pool", "saved")
+        inputs = (*rows, mixed, f"{h}conv", self.spans, *states, *pool)
+        o = self.do(f"{h}delta", "delta_rule", inputs, **options)
         del mixed  # free its memory for the result of the norm
         o = self.do(f"{h}normed", "gated_rmsnorm", (o, y, f"{h}gamma_o"), into=o, eps=self.c.eps)
         return self.operand(f"{h}mixer", o, to)

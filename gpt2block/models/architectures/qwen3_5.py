@@ -107,7 +107,8 @@ class Qwen35Config(PartlyRotatedConfig):
     @property
     def delta_nets(self) -> DeltaNets:
         """Return the sizes of the layers that are gated delta nets."""
-        return DeltaNets(self.delta_layers, *(getattr(self, name) for name in HEADS), self.tiled)
+        heads = self.n_k_head, self.n_v_head, self.k_size, self.v_size
+        return DeltaNets(self.delta_layers, *heads, self.tiled)
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
@@ -250,7 +251,7 @@ def constants(config: Qwen35Config, vectors: Mapping[str, Any]) -> dict[str, Any
         norms = ("gamma1", "gamma2") if delta else ("gamma1", "gamma_q", "gamma_k", "gamma2")
         for name in (f"h.{n}.{norm}" for norm in norms):
             gamma = 1 + vectors[name]
-            if name[-1] in "qk" and config.head_order and getattr(gamma, "ndim", 0):
+            if name[-1] in "qk" and config.head_order and np.ndim(vectors[name]):
                 gamma = gamma[list(config.head_order)]
             found[f"{name}_and_1"] = gamma
         if delta:

@@ -141,9 +141,10 @@ class ModelConfig(ABC):
     values of fields that config.json omits, if they differ from the class's defaults. SETTINGS:
     keys of config.json, supported values (the default first), and the reason for no others.
     HONOURED: keys of OF_OTHERS that this architecture supports. GGUF_KEYS: key of GGUF files,
-    without the architecture's name → field. GGUF_READ: other keys that `gguf_fields` reads, also
-    as arrays. GGUF_FIELDS: other fields that `gguf_settings` writes. GGUF_NEUTRAL: key of GGUF files → its only supported
-    value. GATE: activation of a gated feed-forward; "gelu" is the tanh approximation.
+    without the architecture's name → field. GGUF_READ: other keys that `gguf_fields` reads, also as
+    arrays. GGUF_FIELDS: other fields that `gguf_settings` writes. GGUF_NEUTRAL: key of GGUF files →
+    its only supported value. GATE: activation of a gated feed-forward; "gelu" is the tanh
+    approximation.
     ADDED_TO_NORMS: number that GGUF files add to the weights of norms.
     """
 
