@@ -189,10 +189,11 @@ def gemma3_text(rng: random.Random) -> dict[str, Any]:
 def qwen3_5_text(rng: random.Random) -> dict[str, Any]:
     """Gated delta nets and gated attention in any order; heads of attention as for Qwen3.
 
-    Heads of delta nets have at least 16 channels, as norms of small values magnify errors.
+    Heads of delta nets have at least 16 channels, and ε is large, as norms of small values magnify
+    errors: `transformers` computes the delta rule in chunks, and rounds otherwise.
     """
     found = qwen3(rng) | {"hidden_size": 4 * rng.randint(10, 20), "num_hidden_layers": 4}
-    found |= {"max_position_embeddings": 80, "rms_norm_eps": rng.choice((1e-5, 1e-3))}
+    found |= {"max_position_embeddings": 80, "rms_norm_eps": 1e-3}
     del found["use_sliding_window"], found["attention_bias"]
     rope = {"rope_type": "default", "rope_theta": found.pop("rope_theta")}
     rope |= rng.choice(({}, {"partial_rotary_factor": rng.choice((0.25, 0.5, 1.0))}))
@@ -273,8 +274,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     """A batch has unequal lengths. Errors against float64 are relative to the largest logit.
 
     A few models have large errors in float32: for them the limit is twice the error of
-    `transformers`; for Qwen3.5, whose delta rule `transformers` computes in chunks, four times. A
-    different token is permitted if it is as likely.
+    `transformers`. A different token is permitted if it is as likely.
     """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -305,7 +305,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
             steps = zip(after[len(prompt) - 1 :], made.tokens, strict=False)
             off = max(off, *(step.max() - step[token] for step, token in steps))
         own = max(np.abs(a - b).max() for a, b in zip(single, exact, strict=True))
-        if off > max(limit * largest, (4 if kind == "qwen3_5_text" else 2) * own):
+        if off > max(limit * largest, 2 * own):
             wrong[seed] = float(off / largest), settings
     assert not wrong
 
