@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,12 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
     name = named.get(kind, kind)
     keys = {key.format(arch=name): each for key, each in (expected | others.get(kind, {})).items()}
     assert metadata_of(Random(c)) == {"general.architecture": name, **keys}
+
+
+def test_biases_of_convolutions_are_refused(tmp_path: Path) -> None:
+    config = replace(config_of("lfm2"), conv_bias=True)  # type: ignore[call-arg]
+    with pytest.raises(InputError, match="lfm2: GGUF has no key for conv_bias True"):
+        save_gguf(tmp_path / "m.gguf", Random(config), "f16")
 
 
 @pytest.mark.usefixtures("smollm2_files")

@@ -108,7 +108,8 @@ class RandomModel:
 
     def attention_flops(self, keys: int) -> int:
         """Return the FLOPs of all layers' attention, if each head scores `keys` query-key pairs."""
-        return 4 * self.config.n_layer * self.config.q_width * keys
+        layers = sum(each.values > 0 for each in self.config.layer_caches)
+        return 4 * layers * self.config.q_width * keys
 
 
 @dataclass(frozen=True)
