@@ -264,6 +264,11 @@ class Model(Hinted, Generic[Weights]):
         if not isinstance(model, Model) or model is self:
             got = "the model itself" if model is self else type(model).__name__
             raise InputError(f"draft_model: expected another Model, got {got}")
+        if model.config.delta_nets is not None:
+            raise InputError(
+                f"draft_model: expected a model without gated delta nets, whose states cannot go "
+                f"back, got {model.config.MODEL_TYPE}"
+            )
         engine, place = self.engine, getattr(model.engine, "device", None)
         places = getattr(engine, "devices", (getattr(engine, "device", None),))
         if place is None or place not in places:

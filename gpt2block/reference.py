@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from gpt2block.checks import as_float, check_blocks, check_integer, is_plain, normed_together
 from gpt2block.contract import Contract, takes, unchecked
 from gpt2block.errors import InputError, shown
+from gpt2block.models.config import RECENT, SAVED
 from gpt2block.models.number_formats import from_fp8 as from_fp8  # noqa: PLC0414  (in this module)
 from gpt2block.models.number_formats import hi_lo as hi_lo  # noqa: PLC0414
 from gpt2block.models.number_formats import joined as joined  # noqa: PLC0414
@@ -1105,12 +1106,15 @@ def _scales(w: Array | WeightMatrix, like: Array) -> Any:
 
 
 @takes("gate up any ... -> out~gate~up any ...")
-def silu_mul(gate: Array, up: Array, gelu: bool = False) -> Array:
-    """Return SiLU(gate) · up or GELU(gate) · up, for equal shapes. SiLU(x) = x / (1 + exp(-x))."""
+def silu_mul(gate: Array, up: Array, gelu: bool = False, sigmoid: bool = False) -> Array:
+    """Return SiLU(gate) · up, GELU(gate) · up or sigmoid(gate) · up, for equal shapes.
+
+    sigmoid(x) = 1 / (1 + exp(-x)), and SiLU(x) = x sigmoid(x).
+    """
     if gelu:
         return _gelu(gate) * up
     with np.errstate(over="ignore"):  # an infinite exp(-x) correctly gives -0
-        gated: Array = gate / (1 + np.exp(-gate)) * up
+        gated: Array = (1 if sigmoid else gate) / (1 + np.exp(-gate)) * up
     return gated
 
 
@@ -1121,6 +1125,211 @@ def gated_columns(gate: Array, rows: Array, first: int, gelu: bool = False) -> A
     if not 0 <= first <= rows.shape[1] - P:
         raise InputError(f"first: expected 0 to {rows.shape[1] - P}, got {first}")
     return unchecked(silu_mul)(gate, rows[:, first : first + P], gelu)
+
+
+@takes("row positions i32 N; held i32 B 2 -> out i32 B 6; held i32 B 2")
+def delta_spans(
+    row: NDArray[np.integer[Any]],
+    positions: NDArray[np.integer[Any]],
+    held: NDArray[np.integer[Any]],
+    steps: bool = False,
+) -> NDArray[np.int32]:
+    """Return, for each of B slots, which tokens a pass computes, and from which state it continues.
+
+    A slot holds two states of a gated delta net: the states after the first held[slot] tokens, or
+    -1 for none. Row n is the token at positions[n] of slot row[n]; the rows of a slot are
+    neighbours. Rows with a negative slot or position are not computed.
+
+    → (B, 6): first row, position of the first row, position after the last row; number of tokens of
+    the state from which the pass continues, and its index, or -1 to begin with zeros; index of the
+    state that the pass replaces. All are 0 for a slot without rows. The pass computes tokens after
+    its state again, at most REPLAYED. It replaces the other state by the state after its last row
+    or, with `steps`, after its first row, as later rows may be refused draft tokens. `held` is
+    updated. A pass that runs again has the same result.
+    """
+    spans = np.zeros((len(held), 6), np.int32)
+    computed = (row >= 0) & (positions >= 0)
+    for slot in np.unique(row[computed]).tolist():
+        own = np.flatnonzero(computed & (row == slot))
+        start = int(positions[own[0]])
+        end = start + len(own)
+        known = [(n, i) for i, n in enumerate(held[slot].tolist()) if 0 <= n <= start]
+        base, source = max(known, default=(start, -2)) if start else (0, -1)
+        if source == -2 or start - base > REPLAYED:
+            raise InputError(
+                f"positions: expected 0, or at most {REPLAYED} more than the tokens of a state of "
+                f"slot {slot}, {held[slot].tolist()}, got {start}"
+            )
+        target = 1 - max(source, 0) if start else 0
+        spans[slot] = own[0], start, end, base, source, target
+        held[slot, 1 - target] = base if start else -1
+        held[slot, target] = start + 1 if steps else end
+    return spans
+
+
+REPLAYED = 7  # maximum number of tokens that a pass computes again; 1 + 2 REPLAYED <= RECENT
+
+
+@takes(
+    "x f32 N W; ba f32 N A; conv f32 D 1 4; rate dt_bias f32 H; row i32 N; spans i32 B 6; "
+    "state? f32 B 2 P; recent? f32 B R Y -> out f32 N+7*B D+2*H"
+)
+def delta_inputs(
+    x: Array,
+    ba: Array,
+    conv: Array,
+    rate: Array,
+    dt_bias: Array,
+    row: NDArray[np.integer[Any]],
+    spans: NDArray[np.integer[Any]],
+    state: Array | None = None,
+    recent: Array | None = None,
+    *,
+    n_k_head: int,
+    k_size: int,
+) -> Array:
+    """Compute q, k, v, decay and β of a gated delta net: the inputs of `delta_rule`.
+
+    x (N, D + V), rows [q | k | v | z] with D channels of q, k and v; ba (N, 2H), rows [b | a] for H
+    heads of v; conv (D, 1, 4); rate, dt_bias (H,); spans: from `delta_spans` → rows [q | k | v |
+    decay | β]. Each channel of q, k and v is a weighted sum of 4 tokens (a causal convolution),
+    then SiLU. Each of the n_k_head heads of k_size channels of q and of k is divided by its Euclidean
+    norm, and q also by the square root of k_size. decay = exp(-rate softplus(a + dt_bias)),
+    β = sigmoid(b). The first N rows of the result are those of x. Rows of tokens that are computed
+    again follow: 7 for each slot, undefined if unused. state, recent: as for `delta_rule`.
+    """
+    D, H, K = len(conv), len(rate), n_k_head * k_size
+    out = np.zeros((len(x) + REPLAYED * len(spans), D + 2 * H), x.dtype)
+    for slot, span in enumerate(spans.tolist()):
+        first, start, end, base, *_ = span
+        if end == start:
+            continue
+        raw = _delta_rows(np.hstack([x[:, :D], ba]), D, slot, span, state, recent, base - 3, end)
+        mixed = np.zeros((end - base, D), x.dtype)
+        for n in range(4):
+            mixed += raw[n : len(raw) - 3 + n, :D] * conv[:, 0, n]
+        mixed = unchecked(silu_mul)(mixed, np.ones_like(mixed))
+        for channels in (mixed[:, :K], mixed[:, K : 2 * K]):
+            heads = channels.reshape(len(mixed), n_k_head, k_size)  # a view
+            heads /= np.sqrt((heads * heads).sum(axis=-1, keepdims=True) + 1e-6)
+        mixed[:, :K] /= np.sqrt(np.asarray(k_size, x.dtype))
+        b, a = np.split(raw[3:, D:], 2, axis=1)
+        decay = np.exp(-rate * np.logaddexp(0, a + dt_bias, dtype=x.dtype))
+        beta = unchecked(silu_mul)(b, np.ones_like(b), sigmoid=True)
+        made, replayed = np.concatenate([mixed, decay, beta], axis=1), start - base
+        out[len(x) + REPLAYED * slot :][:replayed] = made[:replayed]
+        out[first : first + end - start] = made[replayed:]
+    return out
+
+
+def _delta_rows(
+    x: Array,
+    D: int,
+    slot: int,
+    span: Sequence[int],
+    state: Array | None,
+    recent: Array | None,
+    begin: int,
+    end: int,
+) -> Array:
+    """Return rows [q | k | v | b | a] of the positions `begin` to `end` - 1 of a slot.
+
+    x: the new rows. Rows of tokens before the state have no b and a; rows before the first token
+    are zeros.
+    """
+    first, start, _, base, source, _ = span
+    found = np.zeros((end - begin, x.shape[1]), x.dtype)
+    for n, at in enumerate(range(begin, end)):
+        if at >= start:
+            found[n] = x[first + at - start]
+        elif at >= base and recent is not None:
+            found[n] = recent[slot, at % RECENT]
+        elif source >= 0 and state is not None:
+            found[n, :D] = state[slot, source, : 3 * D].reshape(3, D)[at - base + 3]
+    return found
+
+
+@takes(
+    "x f32 N W; ba f32 N A; rows f32 E Y; conv f32 D 1 4; spans i32 B 6; state? f32 B 2 P; "
+    "recent? f32 B R Y; pool? f32 S P; saved? i32 B M "
+    "-> out f32 N W-D; state? f32 B 2 P; recent? f32 B R Y; pool? f32 S P"
+)
+def delta_rule(
+    x: Array,
+    ba: Array,
+    rows: Array,
+    conv: Array,
+    spans: NDArray[np.integer[Any]],
+    state: Array | None = None,
+    recent: Array | None = None,
+    pool: Array | None = None,
+    saved: NDArray[np.integer[Any]] | None = None,
+    *,
+    n_k_head: int,
+    k_size: int,
+    steps: bool = False,
+    tiled: bool = False,
+) -> Array:
+    """Apply the gated delta rule, token by token: S ← decay S; S ← S + β (v - S k) kᵀ; o = S q.
+
+    x, ba, conv: as for `delta_inputs`; rows: its result (N + 7B, D + 2H) → o (N, V). S is a matrix
+    for each head of v. Neighbouring heads of v share a head of q and k; with `tiled`, heads of v
+    whose numbers have the same remainder do.
+
+    state (B, 2, P): two states of each slot; a state is the last three rows [q | k | v], then S of
+    all heads, (V / H, k_size) each. recent (B, RECENT, D + 2H): rows [q | k | v | b | a] of tokens
+    after the newer state, by position modulo RECENT. Both are updated as `delta_spans` says, with
+    the same `steps`. pool (S, P): states after the first 256, 512, … tokens of slots, and after the
+    last token of a pass, in entries saved (B, M); the last column is that of the last token. -1:
+    the state is not kept. A row has the same bits however a text is divided into passes. Source:
+    Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024).
+    """
+    D, H, x = len(conv), ba.shape[1] // 2, np.hstack([x[:, : len(conv)], ba])
+    K = n_k_head * k_size
+    out = np.zeros((len(x), D - 2 * K), x.dtype)
+    of_head = np.arange(H) % n_k_head if tiled else np.arange(H) // (H // n_k_head)
+    for slot, span in enumerate(spans.tolist()):
+        first, start, end, base, source, target = span
+        S = np.zeros((H, (D - 2 * K) // H, k_size), x.dtype)
+        if source >= 0 and state is not None:
+            S = state[slot, source, 3 * D :].reshape(S.shape).copy()
+        written = start + 1 if steps else end
+        for at in range(base, end):
+            again = at < start
+            r = rows[len(x) + REPLAYED * slot + at - base if again else first + at - start]
+            q, k = (part.reshape(n_k_head, k_size)[of_head] for part in (r[:K], r[K : 2 * K]))
+            v = r[2 * K : D].reshape(H, -1)
+            S *= r[D : D + H, None, None]
+            change = r[D + H :, None] * (v - (S @ k[:, :, None])[:, :, 0])
+            S += change[:, :, None] * k[:, None]
+            if not again:
+                out[first + at - start] = (S @ q[:, :, None]).ravel()
+            places = [] if state is None or at + 1 != written else [state[slot, target]]
+            if saved is not None and pool is not None and not again:
+                whole, rest = divmod(at + 1, SAVED)
+                entries = [saved[slot, whole - 1]] * (rest == 0) + [saved[slot, -1]] * (
+                    at + 1 == end
+                )
+                places += [pool[entry] for entry in entries if entry >= 0]
+            if places:
+                last = _delta_rows(x, D, slot, span, state, recent, at - 2, at + 1)[:, :D]
+            for place in places:
+                place[...] = np.concatenate([last.ravel(), S.ravel()])
+        if recent is not None:
+            for at in range(written, end):
+                recent[slot, at % RECENT] = x[first + at - start]
+    return out
+
+
+@takes("o f32 N V; x f32 N W; gamma f32 G -> out~o f32 N V")
+def gated_rmsnorm(o: Array, x: Array, gamma: Array, eps: float = 1e-6) -> Array:
+    """Return rmsnorm(o) · SiLU(z) of each head, where z are the last channels of the rows of x.
+
+    o (N, V) of heads of G channels, x (N, W), gamma (G,) → (N, V).
+    """
+    heads = o.reshape(len(o), -1, len(gamma))
+    z = np.ascontiguousarray(x[:, -o.shape[1] :])
+    return unchecked(silu_mul)(z, unchecked(rmsnorm)(heads, gamma, eps).reshape(o.shape))
 
 
 def _spans(cu_seqlens: NDArray[np.integer[Any]], N: int) -> list[tuple[int, int]]:

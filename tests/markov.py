@@ -167,6 +167,9 @@ class MarkovDecoding:
     def extend(self, starts: Sequence[Start]) -> None:
         self.engine.pieces += [(start.slot, start.cached, len(start.ids)) for start in starts]
 
+    def reusable(self, source: int, target: int, tokens: int) -> int:
+        return tokens
+
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         raise AssertionError("the engine does not continue exactly")
 

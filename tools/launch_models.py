@@ -20,6 +20,7 @@ from gpt2block.models.architectures.nanochat import NanoChatConfig
 from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.architectures.phi3 import Phi3Config
 from gpt2block.models.architectures.qwen3 import Qwen3Config
+from gpt2block.models.architectures.qwen3_5 import Qwen35Config
 from gpt2block.models.config import TABLES, ModelConfig, model_shapes
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
@@ -46,6 +47,9 @@ CONFIGS: Mapping[str, ModelConfig] = {
     "olmo2": Olmo2Config(**SIZES),
     "phi3": Phi3Config(**SIZES, rotary=48, scaling=LONG),
     "qwen3": Qwen3Config(**SIZES),
+    "qwen3_5": Qwen35Config(
+        **SIZES, delta_layers=(True, False), rotary=16, n_k_head=2, n_v_head=4, k_size=64, v_size=64
+    ),
     "lfm2": Lfm2Config(**SIZES, conv_layers=(True, False)),
     "gemma4": Gemma4Config(**GEMMA4),
     "gpt2-odd": GPT2Config(2, 3, 33, 1024, 101),  # heads of 11 channels
@@ -63,7 +67,7 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {  # dtypes of weights and of th
     "Q4_K_M": (FILE, None),
     "Q8_0/e4m3": (FILE, "float8_e4m3fn"),
 }
-OTHERS = "gemma3", "nanochat", "olmo2", "phi3", "qwen3", "lfm2", "gemma4"
+OTHERS = "gemma3", "nanochat", "olmo2", "phi3", "qwen3", "qwen3_5", "lfm2", "gemma4"
 SOME = {"gpt2-odd": ("float32",), "gpt2-768": ("float32", "bfloat16", "e4m3/e4m3")}
 SOME |= dict.fromkeys(OTHERS, ("bfloat16", "Q4_K_M"))
 SOME["llama-2048"] = "bfloat16", "e4m3/e4m3", "Q8_0", "Q4_K_M"

@@ -15,8 +15,8 @@ values were computed in float64 and rounded to float32 once. `transformers` conv
 angles, norms and softmax to float32 by name; these names are redefined as float64 meanwhile.
 
 The committed files were made with torch 2.13.0 (tiny), 2.15.0 (llama-*), 2.14.1 (mistral, gemma3,
-olmo3, ministral3, granitemoehybrid, lfm2, gemma4) and 2.11.0 (other files), and transformers
-5.23.0, 5.24.0 (files of torch 2.14.1) or 5.17.0 (other files).
+olmo3, ministral3, granitemoehybrid, lfm2, gemma4, qwen3_5) and 2.11.0 (other files), and
+transformers 5.23.0, 5.24.0 (files of torch 2.14.1) or 5.17.0 (other files).
 The package itself needs neither torch nor transformers.
 """
 
@@ -259,6 +259,20 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "final_logit_softcapping": 6.0,
         "pad_token_id": None,
     },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 12,
+        "pad_token_id": None,
+    },
     "lfm2": {
         "model_type": "lfm2",
         "num_attention_heads": 4,
@@ -315,8 +329,11 @@ def make_model(folder: Path, settings: dict[str, Any]) -> None:
         config = AutoConfig.for_model(kind, **deepcopy(settings))
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
-    stored, mean = model(), int(kind != "gemma3_text")  # Gemma's norms add 1 to their weights
-    weights = {n: llama_weight(rng, n, t.shape, mean) for n, t in stored.state_dict().items()}
+    stored, adds_1 = model(), kind in ("gemma3_text", "qwen3_5_text")  # norms add 1 to weights
+    weights = {
+        n: llama_weight(rng, n, t.shape, int(not adds_1 or "linear_attn.norm" in n))
+        for n, t in stored.state_dict().items()
+    }
     for name, array in weights.items():
         if kind == "gemma4_text" and name.endswith("q_norm.weight"):
             array[:] = array * len(array) ** -0.5  # scores have no other scale

@@ -21,7 +21,7 @@ from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.checkpoints.checkpoint import Checkpoint, FileStates
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.config import TABLES, LayerCache, ModelConfig, model_shapes
+from gpt2block.models.config import TABLES, LayerCache, ModelConfig, model_shapes, state_shapes
 from gpt2block.models.weights.gguf import TYPES
 from gpt2block.models.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 from gpt2block.sampling import Sampling
@@ -322,11 +322,41 @@ def by_name(layers: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
 
 
 def cache_tensors(cache: Any) -> dict[str, Any]:
-    """Return {tensor name: array} of a cache: each layer's K and V, and RoPE's frequencies.
+    """Return {tensor name: array} of a cache: each layer's K and V or states, RoPE's frequencies.
 
     cache.layers: the result of `layer_rows`, or an empty list without memory for keys and values.
     """
-    return {**cache.frequencies.tensors, **by_name(cache.layers)}
+    return {**cache.frequencies.tensors, **by_name(cache.layers), **cache.states}
+
+
+def new_states(config: ModelConfig, slots: int, library: Any, kept: bool = True) -> dict[str, Any]:
+    """Return {tensor name: array} of the states of gated delta nets; empty if there are none.
+
+    library: module of the arrays, NumPy or CuPy. kept: whether later passes continue sequences;
+    otherwise there are no states but `held`, which says so.
+    """
+    shapes = state_shapes(config, slots).items()
+    return {
+        name: library.full(shape, -1, "int32")
+        if name == "held"
+        else library.zeros(shape, "float32")
+        for name, shape in shapes
+        if kept or name == "held"
+    }
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Return the bytes of the states of gated delta nets of one sequence."""
+    return 4 * sum(map(math.prod, state_shapes(config, 1).values()))
+
+
+def check_divides(config: ModelConfig, gpus: int) -> None:
+    """Raise InputError if so many GPUs cannot divide a model with this config."""
+    if gpus > 1 and config.delta_nets is not None:
+        raise InputError(
+            f"{config.MODEL_TYPE} on {gpus} GPUs: expected one GPU, as gated delta nets are not "
+            "divided among several"
+        )
 
 
 def describe_cache(cache: KVCache) -> str:
@@ -433,10 +463,13 @@ class Decoding(Protocol):
         """Compute K and V of ids[cached:] of unfinished prompts, for a later call of `start`."""
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy keys and values of a slot's first tokens to a free slot, for each copy in order.
+        """Copy keys, values and states of a slot's first tokens to a free slot, in order.
 
         copies: (source slot, target slot, number of tokens) of each copy.
         """
+
+    def reusable(self, source: int, target: int, tokens: int) -> int:
+        """Return how many of the first `tokens` tokens of slot `source` slot `target` can reuse."""
 
     def next(self) -> Sampled:
         """Return the next sampled tokens: at most one of each sequence, in the sequence's order.

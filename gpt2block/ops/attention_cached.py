@@ -33,6 +33,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
+from gpt2block.ops import delta
 from gpt2block.ops.attention import MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.engines.attention_tiles import (
@@ -582,6 +583,7 @@ OPERATION = Operation(
         KV_ROUND,
         KV_COPY,
         SHORT_CONV,
+        *delta.STEPS,
     ),
     workload=Workload(
         idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",

@@ -87,7 +87,8 @@ def _silu_mul(c: Call) -> Launch:
     width = alignment(*(array.data.ptr for array in arrays)) // c.out.itemsize  # elements per load
     while size % width:
         width //= 2
-    grid, defines = (ceil(size / (width * BLOCK)),), (("SM_WIDTH", width), *gate_define(c.gelu))
+    kind = (("GATE_SIGMOID", 1),) if c.sigmoid else gate_define(c.gelu)
+    grid, defines = (ceil(size / (width * BLOCK)),), (("SM_WIDTH", width), *kind)
     geometry = Geometry("silu_mul", grid, (BLOCK,), defines=defines)
     return launch_at(SILU_MUL_FILE, geometry, (*arrays, size), storage=c.storage)
 
@@ -123,7 +124,7 @@ GATED_COLUMNS = Operation(
 SILU_MUL = Operation(
     name="silu_mul",
     variants=(_silu_mul,),
-    options={"gelu": False},
+    options={"gelu": False, "sigmoid": False},
     steps=(RELU_SQUARED, CAP, GATED_COLUMNS),
     workload=Workload(
         idea="gate / (1 + exp(-gate)) · up, the gated feed-forward of Llama; or GELU(gate) · up",

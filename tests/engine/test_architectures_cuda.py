@@ -34,6 +34,7 @@ from gpt2block.models.architectures.olmo3 import Olmo3Config
 from gpt2block.models.architectures.phi3 import Phi3Config
 from gpt2block.models.architectures.qwen2 import Qwen2Config
 from gpt2block.models.architectures.qwen3 import Qwen3Config
+from gpt2block.models.architectures.qwen3_5 import Qwen35Config
 from gpt2block.models.architectures.smollm3 import SmolLM3Config
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import LlamaConfig
@@ -107,6 +108,17 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
     "granite-4": (GraniteHybridConfig, {**SCALARS, "position_embedding_type": "nope"}),
     "lfm2": (Lfm2Config, {"conv_layers": (True, False)}),
     "lfm2-bias": (Lfm2Config, {"conv_layers": (False, True), "conv_bias": True}),
+    "qwen3_5": (
+        Qwen35Config,
+        {
+            "delta_layers": (True, False),
+            "rotary": 16,
+            "n_k_head": 2,
+            "n_v_head": 4,
+            "k_size": 16,
+            "v_size": 16,
+        },
+    ),
     "yarn": (MistralConfig, {"scaling": YARN}),
     "yarn-qk-norm": (Qwen3Config, {"scaling": YARN}),
 }

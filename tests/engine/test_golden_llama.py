@@ -34,7 +34,7 @@ from gpt2block import (
     RopeScaling,
 )
 from gpt2block.engine.inspect.compare import exact_tensors
-from gpt2block.engine.model import token_bytes
+from gpt2block.engine.model import state_bytes, token_bytes
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.hugging_face import parse_config
 from gpt2block.models.config import OF_OTHERS, model_shapes
@@ -44,13 +44,14 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-shards")
 NAMES = (
     *LLAMAS, "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3",
-    "phi3", "lfm2", "olmo2", "olmo3", "nanochat", "gemma3", "gemma4",
+    "phi3", "lfm2", "olmo2", "olmo3", "nanochat", "gemma3", "gemma4", "qwen3_5",
 )  # fmt: skip
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
 YARN = {"rope_type": "yarn", "factor": 2}
 SMOLLM3, GRANITE = {"model_type": "smollm3"}, {"model_type": "granite"}
 LFM2 = {"model_type": "lfm2"}
+QWEN3_5 = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}
 GRANITE4 = {"model_type": "granitemoehybrid", "shared_intermediate_size": 56}
 MINISTRAL3, OLMO3 = {"model_type": "ministral3"}, {"model_type": "olmo3"}
 PHI3, GEMMA3 = {"model_type": "phi3"}, {"model_type": "gemma3_text"}
@@ -129,7 +130,8 @@ def test_float32_every_position_from_a_cache_and_a_greedy_text(device: str, name
         assert error(states[-1], expected["hidden"]) <= limit
         for chunks in cuts:
             cache = model.new_cache(2)
-            assert cache.nbytes == 2 * 256 * token_bytes(model.config.layer_caches, model.formats)
+            of_token = token_bytes(model.config.layer_caches, model.formats)
+            assert cache.nbytes == 2 * (256 * of_token + state_bytes(model.config))
             spans = itertools.pairwise(chunks)
             parts = [model(ids[:, first:end], cache=cache) for first, end in spans]
             assert error(np.concatenate(parts, 1), expected["logits"]) <= limit
@@ -356,6 +358,18 @@ def test_the_class_follows_the_architecture() -> None:
         (LFM2 | {"use_pos_enc": False}, "use_pos_enc: expected true, got false: attention has"),
         (LFM2 | {"block_use_swiglu": False}, "block_use_swiglu: expected true, got false"),
         (LFM2 | {"block_ffn_dim_multiplier": None}, "block_ffn_dim_multiplier: expected a number"),
+        (QWEN3_5 | {"layer_types": ["mamba", "full_attention"]}, "of linear_attention and full_a"),
+        (QWEN3_5 | {"layer_types": ["full_attention"]}, "delta_layers: expected true or false for"),
+        (QWEN3_5 | {"layer_types": 2 * ["linear_attention"]}, "expected a layer with full_attent"),
+        (QWEN3_5 | {"linear_num_value_heads": 24}, "n_v_head 24 is not a multiple of n_k_head 16"),
+        (QWEN3_5 | {"linear_conv_kernel_dim": 3}, "expected 4, got 3: convolutions are over 4"),
+        (QWEN3_5 | {"attention_bias": True}, "expected false, got true: projections of attention"),
+        (QWEN3_5 | {"attn_output_gate": False}, "attn_output_gate: expected true, got false"),
+        (QWEN3_5 | {"output_gate_type": "sigmoid"}, "output_gate_type: expected 'swish' or 'silu'"),
+        (
+            {"model_type": "qwen3_5_moe", "text_config": {"model_type": "b", "num_experts": 8}},
+            "'b': mixtures of experts are not supported",
+        ),
         ({"model_type": "lfm2_moe", "num_experts": 8}, "mixtures of experts are not supported"),
         ({"model_type": "a", "num_experts": 8, "vision_config": {"b": 1}}, "'a': mixtures of exp"),
         ({"model_type": "mamba2", "state_size": 8}, "'mamba2': layers of Mamba are not supported"),
@@ -449,6 +463,29 @@ GEMMA4_E4B = GEMMA4_E2B | {
 }  # fmt: skip
 
 
+QWEN3_5_08B = {
+    "model_type": "qwen3_5_text", "attention_bias": False, "attention_dropout": 0.0,
+    "attn_output_gate": True, "dtype": "bfloat16", "eos_token_id": 248044, "hidden_act": "silu",
+    "full_attention_interval": 4, "head_dim": 256, "hidden_size": 1024, "intermediate_size": 3584,
+    "initializer_range": 0.02, "layer_types": 6 * [*3 * ["linear_attention"], "full_attention"],
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144, "mlp_only_layers": [], "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False, "num_attention_heads": 8, "num_hidden_layers": 24,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "use_cache": True,
+    "vocab_size": 248320, "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+        "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
+QWEN3_5_9B = QWEN3_5_08B | {
+    "hidden_size": 4096, "intermediate_size": 12288, "linear_num_value_heads": 32,
+    "num_attention_heads": 16, "num_hidden_layers": 32, "num_key_value_heads": 4,
+    "layer_types": 8 * [*3 * ["linear_attention"], "full_attention"],
+    "tie_word_embeddings": False, "output_gate_type": "swish",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("content", "billions", "windows", "attention", "growth"),
     [
@@ -459,6 +496,8 @@ GEMMA4_E4B = GEMMA4_E2B | {
         (GEMMA4_E4B, 7.46, 35, 1, None),
         (LFM2_1_2B, 1.17, 0, None, None),
         (LFM2_1_2B | {"tie_embedding": False}, 1.30, 0, None, None),
+        (QWEN3_5_08B, 0.752, 0, None, None),
+        (QWEN3_5_9B, 8.95, 0, None, None),
     ],
 )
 def test_published_configs(
@@ -491,16 +530,24 @@ def test_keys_and_values_that_no_layer_reads(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize("prefixes", [("language_model.model.", "language_model."),
-                                      ("model.language_model.", "")])  # fmt: skip
-def test_the_text_model_of_a_multimodal_checkpoint(prefixes: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "prefixes"),
+    [
+        ("ministral3", "mistral3", ("language_model.model.", "language_model.")),
+        ("ministral3", "mistral3", ("model.language_model.", "")),
+        ("qwen3_5", "qwen3_5", ("model.language_model.", "")),
+    ],
+)
+def test_the_text_model_of_a_multimodal_checkpoint(
+    name: str, kind: str, prefixes: Any, tmp_path: Path
+) -> None:
     """Other tensors are named in a warning; end tokens and ties may be settings of the whole."""
-    text = json.loads((GOLDEN / "ministral3" / "config.json").read_text())
-    whole = {"model_type": "mistral3", "eos_token_id": 7, "tie_word_embeddings": False}
+    text = json.loads((GOLDEN / name / "config.json").read_text())
+    whole = {"model_type": kind, "eos_token_id": 7, "tie_word_embeddings": False}
     whole |= {"text_config": text, "vision_config": {"model_type": "pixtral"}}
-    tensors = load_file(GOLDEN / "ministral3" / "model.safetensors")
-    tensors = {f"{prefixes[not name.startswith('model.')]}{name.removeprefix('model.')}": array
-               for name, array in tensors.items()}  # fmt: skip
+    tensors = load_file(GOLDEN / name / "model.safetensors")
+    tensors = {f"{prefixes[not n.startswith('model.')]}{n.removeprefix('model.')}": array
+               for n, array in tensors.items()}  # fmt: skip
     tensors |= {f"vision_tower.{n}.weight": np.zeros(2, np.float16) for n in range(3)}
     tensors["model.multi_modal_projector.norm.weight"] = np.zeros(2, np.float16)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -508,9 +555,9 @@ def test_the_text_model_of_a_multimodal_checkpoint(prefixes: Any, tmp_path: Path
     left = r"without multi_modal_projector \(1 tensors\), vision_tower \(3 tensors\)"
     with pytest.warns(UserWarning, match=left):
         model = gpt2block.from_pretrained(tmp_path, device="cpu")
-    ids = expected_of("ministral3")["ids"]
-    assert model.config == replace(load("ministral3").config, eos_token_ids=(7,))
-    np.testing.assert_array_equal(model(ids), load("ministral3")(ids))
+    ids = expected_of(name)["ids"]
+    assert model.config == replace(load(name).config, eos_token_ids=(7,))
+    np.testing.assert_array_equal(model(ids), load(name)(ids))
     (tmp_path / "config.json").write_text(json.dumps(whole | {"quantization_config": {"a": 1}}))
     with pytest.raises(CheckpointError, match="quantized weights are not supported"):
         Checkpoint.open(tmp_path)
@@ -614,6 +661,7 @@ OPTIONAL = (
         "granitemoehybrid",
         "lfm2",
         "gemma4",
+        "qwen3_5",
     ],
 )
 def test_values_of_any_type_are_honoured_or_refused(name: str) -> None:

@@ -104,8 +104,9 @@ def test_a_step_computes_64_tokens(where: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def cases() -> list[Any]:
-    """Return architectures and formats: one pair on the emulator, all on a GPU."""
-    found = [pytest.param("shuffled", "mistral", "float8_e5m2")]
+    """Return architectures and formats: two pairs on the emulator, all on a GPU."""
+    some = (("mistral", "float8_e5m2"), ("qwen3_5", "bfloat16"))
+    found = [pytest.param("shuffled", *each) for each in some]
     every = product(OWN, FORMATS)
     return found + [pytest.param("gpu", *case, marks=GPU.marks) for case in every]
 

@@ -90,6 +90,19 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Pat
     np.testing.assert_allclose(model(ids), theirs(ids), rtol=0, atol=2e-6 * largest)
 
 
+def test_heads_of_gated_delta_nets_in_the_order_of_a_file(tmp_path: Path) -> None:
+    """The model of a GGUF file has the logits of its source, and is saved as its source."""
+    source = gpt2block.from_pretrained(GOLDEN / "qwen3_5", device="cpu")
+    found: Any = gpt2block.from_pretrained(save(tmp_path / "m.gguf", GOLDEN / "qwen3_5"), "cpu")
+    assert found.config.tiled
+    np.testing.assert_allclose(found(ids), source(ids), rtol=0, atol=2e-6 * source(ids).max())
+    again = Checkpoint.open(found.save_pretrained(tmp_path / "again"))
+    assert again.config == source.config
+    for (name, array, _), (_, expected, _) in zip(again.tensors(), source.tensors(), strict=True):
+        truth = expected if array.shape == expected.shape else expected.T
+        np.testing.assert_allclose(array, truth, rtol=0, atol=1e-6 * ("a_log" in name))
+
+
 def test_every_fourth_layer_of_smollm3_has_no_positions(tmp_path: Path) -> None:
     """GGUF files have no key for these layers, so the architecture implies them."""
     config = SmolLM3Config(n_layer=5, n_head=2, n_embd=8, n_ctx=16, vocab_size=11, n_ff=8)

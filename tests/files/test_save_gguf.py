@@ -54,6 +54,8 @@ OTHERS: dict[str, dict[str, Any]] = {  # settings that are not defaults
                     "n_layer_embd": 8, "global_head_size": 16, "rotary_part": 0.5,
                     "logits_cap": 30.0},
     "lfm2": {"conv_layers": (True, False), "conv_length": 5},
+    "qwen3_5_text": {"delta_layers": (False, True), "rotary": 4, "n_k_head": 2, "n_v_head": 4,
+                     "k_size": 16, "v_size": 8, "tiled": True},
 }  # fmt: skip
 QUIET = "ignore:.*(has no tokenizer|matrices are F16)"
 
@@ -77,6 +79,8 @@ class Random:
 def stored(name: str, array: NDArray[Any], config: ModelConfig, type: str) -> Any:
     """Return a tensor (outputs, inputs) as a file stores it, as float32 by the package gguf."""
     if array.ndim != 2 or name == "wpe":
+        if name.endswith("a_log"):  # files have -exp of it
+            return np.log(np.exp(array))
         added = np.float32(config.ADDED_TO_NORMS if "gamma" in name else 0)
         return (array + added) - added
     kind = gguf.GGMLQuantizationType[type.upper()]
@@ -109,8 +113,11 @@ def as_llama_cpp(config: ModelConfig, name: str, array: Any) -> Any:
         (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
     ):
         return array.T
-    if config.MODEL_TYPE == "gemma3_text" and name.endswith("norm.weight"):
+    adds_1 = config.MODEL_TYPE in ("gemma3_text", "qwen3_5_text") and ".linear_" not in name
+    if adds_1 and name.endswith("norm.weight"):
         return array.astype(np.float32) + 1
+    if ".linear_attn." in name:
+        return delta_as_llama_cpp(config, name, array)
     if name.endswith(".conv.weight"):
         return array.squeeze(1)
     if config.MODEL_TYPE in ("llama", "mistral", "ministral3", "granite", "smollm3"):
@@ -121,10 +128,25 @@ def as_llama_cpp(config: ModelConfig, name: str, array: Any) -> Any:
     return array
 
 
+def delta_as_llama_cpp(config: Any, name: str, array: Any) -> Any:
+    """Convert a tensor of a gated delta net: -exp(A_log), and heads of v in another order."""
+    K, heads = 2 * config.n_k_head * config.k_size, (config.n_k_head, -1)
+    kind, wide = name.split(".linear_attn.")[1], array.astype(np.float32)
+    wide = -np.exp(wide) if kind == "A_log" else wide.squeeze(1) if "conv1d" in kind else wide
+    if kind == "norm.weight":
+        return wide
+    axis, first = int("out_proj" in kind), K if "qkv" in kind or "conv1d" in kind else 0
+    rows = np.moveaxis(wide, axis, 0)
+    size = config.v_size if len(rows) - first > config.n_v_head else 1
+    of_k = rows[first:].reshape(*heads, size, *rows.shape[1:])
+    tiled = of_k.swapaxes(0, 1).reshape(-1, *rows.shape[1:])
+    return np.moveaxis(np.concatenate([rows[:first], tiled]), 0, axis)
+
+
 @pytest.mark.parametrize(
     "source",
     ["tiny", "qwen2", "qwen3", "mistral", "granite", "smollm3", "phi3", "olmo2", "olmo3",
-     "ministral3", "gemma3", "lfm2", "llama-plain", "llama-grouped", "llama-tied"],
+     "ministral3", "gemma3", "lfm2", "qwen3_5", "llama-plain", "llama-grouped", "llama-tied"],
 )  # fmt: skip
 def test_names_and_rows_are_those_of_llama_cpp(source: str) -> None:
     """The package gguf's table gives the names, for files that `transformers` wrote."""
@@ -139,7 +161,8 @@ def test_names_and_rows_are_those_of_llama_cpp(source: str) -> None:
     factors = {name for name in found if name.startswith("rope_")}
     assert len(found) == len(expected) + len(factors)
     for name, array in expected.items():
-        theirs = str(names.get_name(name, try_suffixes=(".weight", ".bias")))
+        renamed = name.replace("dt_bias", "dt_proj.bias")  # by the converter, too
+        theirs = str(names.get_name(renamed, try_suffixes=(".weight", ".bias")))
         np.testing.assert_array_equal(found[theirs], as_llama_cpp(config, name, array), name)
 
 
@@ -177,6 +200,12 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
                  rope.SCALING_ATTN_FACTOR: 1.25, rope.SCALING_ORIG_CTX_LEN: 16},
         "gemma3_text": {attention.SLIDING_WINDOW: 5, "{arch}.rope.freq_base_swa": 100.0,
                         "{arch}.embedding_dtype": "float32"},  # llama.cpp does not read this key
+        "qwen3_5_text": {
+            rope.DIMENSION_COUNT: 4, rope.DIMENSION_SECTIONS: [2, 0, 0, 0],
+            gguf.Keys.SSM.CONV_KERNEL: 4, gguf.Keys.SSM.STATE_SIZE: 16,
+            gguf.Keys.SSM.GROUP_COUNT: 2, gguf.Keys.SSM.TIME_STEP_RANK: 4,
+            gguf.Keys.SSM.INNER_SIZE: 32, "{arch}.attention.recurrent_layers": (False, True),
+        },
         "lfm2": {attention.HEAD_COUNT_KV: (0, 2), gguf.Keys.ShortConv.L_CACHE: 5},
         "qwen3": yarn,
         "ministral3": yarn | {attention.TEMPERATURE_SCALE: 0.25},
@@ -194,9 +223,8 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
                          attention.SLIDING_WINDOW_PATTERN: (True, False)},
     }  # fmt: skip
     named = {"mistral": "llama", "ministral3": "mistral3", "granitemoehybrid": "granite"}
-    name = (named | {"olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}).get(
-        kind, kind
-    )
+    named |= {"olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}
+    name = (named | {"qwen3_5_text": "qwen35"}).get(kind, kind)
     keys = {key.format(arch=name): each for key, each in (expected | others.get(kind, {})).items()}
     assert metadata_of(Random(c)) == {"general.architecture": name, **keys}
 

@@ -210,6 +210,34 @@ def gemma4_text(rng: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def qwen3_5_text(rng: random.Random) -> dict[str, Any]:
+    """Gated delta nets and gated attention in any order; heads of attention as for Qwen3.
+
+    Heads of delta nets have at least 16 channels, and ε is large, as norms of small values magnify
+    errors: `transformers` computes the delta rule in chunks, and rounds otherwise.
+    """
+    found = qwen3(rng) | {"hidden_size": 4 * rng.randint(10, 20), "num_hidden_layers": 4}
+    found |= {"max_position_embeddings": 80, "rms_norm_eps": 1e-3}
+    del found["use_sliding_window"], found["attention_bias"]
+    rope = {"rope_type": "default", "rope_theta": found.pop("rope_theta")}
+    rope |= rng.choice(({}, {"partial_rotary_factor": rng.choice((0.25, 0.5, 1.0))}))
+    kinds = ["full_attention", *rng.choices(("linear_attention", "full_attention"), k=2)]
+    types = {"layer_types": rng.sample(kinds, 3), "num_hidden_layers": 3}
+    layers = rng.choice(({}, types, types, {"full_attention_interval": 2}))
+    n_k_head = rng.choice((1, 2, 3))
+    return (
+        found
+        | layers
+        | {
+            "rope_parameters": rope,
+            "linear_num_key_heads": n_k_head,
+            "linear_num_value_heads": n_k_head * rng.choice((1, 2, 3)),
+            "linear_key_head_dim": rng.randint(16, 24),
+            "linear_value_head_dim": rng.randint(16, 24),
+        }
+    )
+
+
 def lfm2(rng: random.Random) -> dict[str, Any]:
     """At least one layer has attention; heads have at least 8 channels, as for Qwen3."""
     found = sizes(rng) | {"num_hidden_layers": rng.randint(2, 4), "max_position_embeddings": 80}
@@ -249,7 +277,7 @@ KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
     each.__name__: each
     for each in (
         llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
-        olmo2, olmo3, nanochat, gemma3_text, gemma4_text, lfm2, yarn,
+        olmo2, olmo3, nanochat, gemma3_text, gemma4_text, lfm2, qwen3_5_text, yarn,
     )
 }  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -257,7 +285,11 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.mark.parametrize(
     ("kind", "device", "count", "limit"),
-    [*((kind, "cpu", 60, 2e-6) for kind in KINDS if kind != "yarn")]
+    [
+        (kind, "cpu", 60, 5e-6 if kind == "qwen3_5_text" else 2e-6)
+        for kind in KINDS
+        if kind != "yarn"
+    ]
     + [pytest.param(kind, "cuda", 12, 1e-5, marks=GPU.marks) for kind in KINDS],
 )
 def test_logits_and_greedy_tokens_are_those_of_transformers(
@@ -398,8 +430,9 @@ def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any],
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             spread = 0.3 if tensor.ndim == 1 else tensor.shape[-1] ** -0.5
-            # Gemma 3 adds 1 to its norms' weights.
-            tensor.normal_("norm" in name and kind != "gemma3_text", spread)
+            # Gemma 3 and Qwen3.5 add 1 to weights of norms, but not to linear_attn.norm.
+            plain = kind not in ("gemma3_text", "qwen3_5_text") or "linear_attn.norm" in name
+            tensor.normal_("norm" in name and plain, spread)
             if kind == "gemma4_text" and name.endswith("q_norm.weight"):
                 tensor.mul_(len(tensor) ** -0.5)  # scores have no other scale
         for name, tensor in model.named_buffers():

@@ -33,10 +33,11 @@ from gpt2block.cuda.formats import (
     with_cache,
 )
 from gpt2block.engine.cuda.several_bytes import bytes_by_gpu
-from gpt2block.engine.model import token_bytes, weight_bytes
+from gpt2block.engine.model import check_divides, state_bytes, token_bytes, weight_bytes
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints import BUNDLED, Checkpoint
 from gpt2block.files.tokenizers.tokenizer import sources_of_end_tokens
+from gpt2block.models.config import DeltaNets
 
 
 def info(
@@ -60,10 +61,12 @@ def info(
             "weights": weight_bytes(c, formats),
             "kv_cache_dtype": formats.cache_dtype,
             "kv_cache_per_row": c.n_ctx * token_bytes(c.layer_caches, formats),
+            **({} if c.delta_nets is None else {"states_per_row": state_bytes(c)}),
         }
         for formats in with_cache(kv_dtype)
     }
     check_integer("gpus", gpus, 1, MAX_GPUS, f"1 to {MAX_GPUS}")
+    check_divides(c, gpus)
     in_blocks = checkpoint.nbytes_in_blocks
     if in_blocks and CACHE_WITH_FP8 in memory:  # FILE allows the kv_dtypes that float16 allows
         memory[FILE] = {**memory[CACHE_WITH_FP8], "weights": in_blocks}
@@ -112,6 +115,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
             "file": str(checkpoint.file),
             "sizes": f"{c.n_layer} blocks, width {c.n_embd}, {c.n_head} heads of {c.head_size}"
             f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
+            **_delta_facts(c.delta_nets, facts["memory"]),
             **_rope_facts(getattr(c, "scaling", None)),
             "parameters": f"{facts['parameters']:,}",
             "stored": f"{', '.join(facts['dtypes'])}, {megabytes(facts['nbytes'])}",
@@ -158,6 +162,16 @@ def _generation_facts(
         if not name.endswith("_token_id") and not name.startswith(("_", "transformers_"))
     )
     return facts | ({"suggested": f"{others}; not applied"} if others else {})
+
+
+def _delta_facts(of: DeltaNets | None, memory: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return a line: the layers that are gated delta nets, and the memory of their states."""
+    if of is None:
+        return {}
+    (states,) = {sizes["states_per_row"] for sizes in memory.values()}
+    heads = f"{of.n_k_head} heads of {of.k_size} for keys, {of.n_v_head} of {of.v_size} for values"
+    return {"gated delta nets": f"{sum(of.layers)} of {len(of.layers)} blocks, {heads}; states of "
+                                f"{megabytes(states)} float32 a row"}  # fmt: skip
 
 
 def _rope_facts(scaling: Any) -> dict[str, str]:

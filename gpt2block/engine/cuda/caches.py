@@ -20,12 +20,15 @@ from gpt2block.engine.model import (
     cache_kind,
     describe_cache,
     layer_rows,
+    new_states,
     row_dtype,
+    state_bytes,
     stored_rows,
     token_bytes,
 )
 from gpt2block.engine.passes.shards import ModelShard
 from gpt2block.engine.recorder import rounded_up
+from gpt2block.engine.states import KeptStates, pool_bytes, pool_shapes
 from gpt2block.errors import InputError
 from gpt2block.models.config import LayerCache, ModelConfig
 from gpt2block.ops.attention_cached import KV_COPY
@@ -67,10 +70,14 @@ class CudaCache:
         n_ctx: int,
         formats: Formats,
         caches: Sequence[LayerCache] | None = None,
+        continued: bool = True,
+        pool: bool = False,
     ) -> None:
         """caches: the caches of the layers that are stored; None for `config.layer_caches`.
 
-        They have fewer channels than the model's if a GPU has only some heads.
+        They have fewer channels than the model's if a GPU has only some heads. continued: whether
+        later passes continue sequences, from states of gated delta nets. pool: whether other
+        sequences can continue from states, too.
         """
         caches = config.layer_caches if caches is None else caches
         self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
@@ -86,6 +93,12 @@ class CudaCache:
         rows = {each: iter(a[:, :batch]) for each, a in zip(counts, self.arrays, strict=True)}
         self.layers = layer_rows(caches, lambda each, width: next(rows[kind(each, width)]))
         self.frequencies = RowFrequencies(config, batch, n_ctx, cupy)
+        self.states = new_states(config, batch, cupy, continued)
+        self.kept_states: KeptStates | None = None
+        for name, shape in pool_shapes(config, batch, n_ctx).items() if pool else ():
+            self.states[name] = cupy.zeros(shape, "int32" if name == "saved" else "float32")
+        if "saved" in self.states:
+            self.kept_states = KeptStates(self.states)
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
         self.steps: dict[Drafts, Any] = {}  # key: source of the draft tokens that steps verify
 
@@ -97,7 +110,8 @@ class CudaCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(int(each[:, : self.batch].nbytes) for each in self.arrays)
+        states = sum(int(each.nbytes) for each in self.states.values())
+        return states + sum(int(each[:, : self.batch].nbytes) for each in self.arrays)
 
     def __repr__(self) -> str:
         return describe_cache(self)
@@ -116,6 +130,9 @@ def copy_slots(cache: CudaCache, copies: Sequence[tuple[int, int, int]]) -> None
         for rows in cache.arrays:
             option = cache_option(cache.fp8 if rows.dtype == np.uint8 else None)
             KV_COPY.bind_on_device((rows, *numbers), **option).run()
+    if (states := cache.kept_states) is not None:
+        for copy in copies:
+            states.copy(*copy)
 
 
 def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
@@ -160,7 +177,7 @@ class DecodingCaches:
             kept = self._kept(slots, n_ctx)
         while kept is None:
             try:
-                kept = self.new(slots, n_ctx)
+                kept = self.new(slots, n_ctx, pool=True)
             except MemoryError:
                 if not fewer or slots == 1:
                     raise
@@ -173,18 +190,26 @@ class DecodingCaches:
         """Return the `value` that each GPU of the model passes, in the order of the GPUs."""
         return [value] if self._shard is None else self._shard.exchange(value)
 
-    def new(self, batch: int, n_ctx: int) -> CudaCache:
-        """Return a new cache, after freeing kept caches if memory is short. Raises MemoryError."""
+    def new(self, batch: int, n_ctx: int, pool: bool = False) -> CudaCache:
+        """Return a new cache, after freeing kept caches if memory is short. Raises MemoryError.
+
+        pool: as for CudaCache.
+        """
+
+        def made() -> CudaCache:
+            caches = self.of_layers
+            return CudaCache(self._config, batch, n_ctx, self._formats, caches, pool=pool)
+
         try:
             try:
-                return CudaCache(self._config, batch, n_ctx, self._formats, self.of_layers)
+                return made()
             except cupy.cuda.memory.OutOfMemoryError:
                 if not self._ended:
                     raise
                 self._forget(0)
-            return CudaCache(self._config, batch, n_ctx, self._formats, self.of_layers)
+            return made()
         except cupy.cuda.memory.OutOfMemoryError as error:
-            size = batch * n_ctx * self._token_bytes
+            size = batch * (n_ctx * self._token_bytes + state_bytes(self._config))
             raise MemoryError(
                 f"Out of memory: keys and values of {batch:,} rows of {n_ctx:,} tokens take "
                 f"{size / 1e9:.2f} GB, the GPU has {self._free() / 1e9:.2f} GB free: expected "
@@ -219,7 +244,7 @@ class DecodingCaches:
         return free_bytes() + sum(cache.nbytes for cache in tuple(self._ended))
 
     def _row_bytes(self, n_ctx: int) -> int:
-        """Return the bytes per slot of keys, values, logits, activations, and flags of tokens.
+        """Return the bytes per slot of keys, values, states, logits, activations, flags of tokens.
 
         All steps and layers share memory for activations, counted twice because a smaller arena
         can remain in use after a larger one is allocated.
@@ -229,4 +254,4 @@ class DecodingCaches:
         widths: int = c.n_embd + sum(sum(s[1:]) for s in c.block_shapes().values())
         if c.layer_embeddings:
             widths += 2 * c.n_layer * c.layer_embeddings.width
-        return keys + 5 * c.vocab_size + 2 * 4 * widths
+        return keys + state_bytes(c) + pool_bytes(c) + 5 * c.vocab_size + 2 * 4 * widths

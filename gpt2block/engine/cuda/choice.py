@@ -110,7 +110,7 @@ class DecodingChoice:
     ) -> DecodePass:
         """Return the pass (operations on `do`) of a decoding step. Arguments: see `step`."""
         shapes, fp8_cache = self.config.block_shapes(), self.formats.fp8_cache
-        if terms == {} and not self.divided:
+        if terms == {} and not self.divided and self.config.delta_nets is None:
             types = self._types_of_ffn if self.formats.dtype == FILE else ()
             splits = splits_of(self.formats.dtype, rows, shapes, types, self.config.head_size)
             if splits:

@@ -51,6 +51,8 @@ class CudaDecoding:
         if speculate in ("known", "forced"):
             self._texts = [np.empty(0, np.int32)] * slots
         self._steps.restart()
+        if (states := cache.kept_states) is not None:
+            states.clear()
         # Per slot: maximum tokens still to sample. A launched step counts as one sampled token, or
         # as all tokens of a known text that it verifies.
         self._left = np.zeros(slots, np.int32)
@@ -86,6 +88,10 @@ class CudaDecoding:
             copy_slots(self._cache, copies)
             if self._draft:
                 self._draft.copy(copies)
+
+    def reusable(self, source: int, target: int, tokens: int) -> int:
+        states = self._cache.kept_states
+        return tokens if states is None else states.longest(source, target, tokens)
 
     def _start(self, group: Sequence[Start], last: bool) -> None:
         self._sample_pending()
@@ -240,6 +246,7 @@ class CudaDecoding:
         """Return the rows per slot of a step that verifies known texts: a power of two."""
         most = int(self._left[slots].max())
         fits = max(1, MAX_DRAFT_ROWS // rounded_up(len(slots), 1))
+        fits = min(fits, self._steps.most_together)
         return min(1 << (fits.bit_length() - 1), 1 << (most - 1).bit_length())
 
     def _plan(self) -> Pending:

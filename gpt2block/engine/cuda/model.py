@@ -61,6 +61,7 @@ from gpt2block.ops.attention_cached import continues_exactly
 
 TOKENS_AT_ONCE = 8192  # maximum tokens of a prefill of several sequences
 KEPT_COUNTS = 32  # maximum scratch caches kept for padded batches, one per number of sequences
+STATES = ("delta_spans", "delta_inputs")  # operations whose results are no rows of a pass
 KEPT_OF_COUNT = 8  # prefill shapes kept per scratch cache of padded batches
 
 
@@ -230,7 +231,7 @@ class CudaModel(CudaWeights):
         cache = kept.get(shape)
         if cache is None:
             caches = in_shared_memory(self._caches.of_layers) if self._reads_cache else ()
-            cache = CudaCache(self.config, *shape, self.formats, caches)
+            cache = CudaCache(self.config, *shape, self.formats, caches, continued=False)
             cache.kept_shapes = KEPT_OF_COUNT if repeats else KEPT_SHAPES
             kept[shape] = cache
             forget_oldest(kept, most, self.stream)
@@ -292,7 +293,7 @@ class CudaModel(CudaWeights):
         V = self.config.vocab_size
         with self.running():
             recording = self._pass(ids, cached)
-            copying = ("kv_append", "kv_round", "operand", "rows", "take", "hi_lo")
+            copying = ("kv_append", "kv_round", "operand", "rows", "take", "hi_lo", *STATES)
             names = [n for n, each in recording.steps.items() if each.step.op not in copying]
             traced = recording.trace(filter(recording.returns, names))
             copies = {name: copy.get() for name, copy in traced.items()}

@@ -211,6 +211,9 @@ def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], 
     """Call `prefill_slots` for these Starts, of which all or none have cached tokens."""
     for start in group if cache.frequencies.tensors else ():
         cache.frequencies.begin(start.slot, start.n_tokens)
+    if (states := cache.kept_states) is not None:
+        for start in group:
+            states.begin(start.slot, start.cached, len(start.ids))
     slots, cached = [start.slot for start in group], [start.cached for start in group]
     new = [start.ids[start.cached :] for start in group]
     return prefill_slots(model, new, slots, cached, cache, last)

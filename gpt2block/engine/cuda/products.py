@@ -60,7 +60,8 @@ def possible_products(config: ModelConfig, dtype: str) -> Products:
         return "16_bits"
     if dtype in (*FP8, FILE):
         return "fp8"
-    return "hi_lo" if hi_lo_fits(config.head_size) else "float32"
+    fits = hi_lo_fits(config.head_size) and config.delta_nets is None  # gates read floats
+    return "hi_lo" if fits else "float32"
 
 
 def has_sizes_of_tensor_cores(config: ModelConfig) -> bool:

@@ -39,6 +39,7 @@ from gpt2block.engine.model import (
     Start,
     StepResult,
     Tensors,
+    check_divides,
     describe_cache,
     token_bytes,
 )
@@ -155,6 +156,7 @@ class SeveralCudaModels:
     def __init__(
         self, config: ModelConfig, tensors: Tensors, formats: Formats, devices: Sequence[int]
     ) -> None:
+        check_divides(config, len(devices))
         _check_alike(devices)
         self.config, self.formats, self.devices = config, formats, tuple(devices)
         self._crew = crew = Crew(devices)
@@ -291,6 +293,9 @@ class SeveralDecodings:
         ]
         pairs = zip(self._parts, [starts, *own], strict=True)
         self._crew.run([partial(getattr(part, name), each) for part, each in pairs])
+
+    def reusable(self, source: int, target: int, tokens: int) -> int:
+        return tokens
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         self._each(lambda part: part.copy(copies))

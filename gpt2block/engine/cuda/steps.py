@@ -63,7 +63,9 @@ class DecodingSteps:
         self.floats, self.speculate = floats, speculate
         self.n_ctx, self.batch = cache.n_ctx, B
         self.state = SampleState.allocate(B, config.vocab_size)
-        most = MAX_KNOWN if speculate in ("known", "forced") else MAX_DRAFTS
+        known = speculate in ("known", "forced") and config.delta_nets is None
+        most = MAX_KNOWN if known else MAX_DRAFTS  # states can be computed again for MAX_DRAFTS
+        self.most_together = 1 + most
         self.drafts = DraftTokens.allocate(B, cache.n_ctx, most) if speculate else None
         self.rows = rows = max(B, min(B * (1 + most), MAX_DRAFT_ROWS))
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")

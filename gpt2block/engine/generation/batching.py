@@ -35,7 +35,8 @@ class Batch:
 
     A row reuses the keys and values of the first tokens that its prompt shares with an earlier
     prompt of the same client, if this changes no bit of the result
-    (`ModelEngine.continues_exactly`): it gets the slot that holds them, or a copy of them.
+    (`ModelEngine.continues_exactly`): it gets the slot that holds them, or a copy of them. With
+    gated delta nets, it reuses the tokens whose states are kept (`KeptStates`).
 
     slots, n_ctx, fewer, speculate: as in ModelEngine.decode; a prompt plus its new tokens, except
     the last one, must fit in n_ctx. reuse: whether rows, with any engine, also reuse keys and
@@ -58,7 +59,8 @@ class Batch:
         self._engine, self._reuse, self._tokens_at_once = engine, reuse, tokens_at_once
         self._piece = PIECE if engine.divides_prompts else 0
         self._prefixes: Prefixes | None = None
-        if reuse or engine.continues_exactly:
+        self._states = engine.config.delta_nets is not None
+        if engine.continues_exactly or (reuse and not self._states):
             self._prefixes = Prefixes(1 if reuse else MIN_COPIED, engine.config.short_context)
         self._min_shared = min_shared(engine.config.n_layer, engine.nbytes)
         self._continues = self._prefixes is not None or 0 < self._piece < n_ctx
@@ -306,12 +308,13 @@ class Batch:
         """Queue a row's prompt, without first tokens whose keys and values a slot holds already."""
         start = row.start(slot)
         if self._prefixes is not None:
-            (source, row.reused), _ = self._prefixes.longest(row, start.ids)
+            (source, shared), _ = self._prefixes.longest(row, start.ids)
+            row.reused = self._decoding.reusable(source, slot, shared)
             if self._reuse and row.exact:
                 row.reused = 0
             if source != slot and row.reused < MIN_COPIED:
                 row.reused = 0
-            elif source != slot:
+            elif source != slot or (self._states and row.reused):
                 self._copies.append((source, slot, row.reused))
             self._prefixes.hold(slot, row, start.ids, row.reused)
         self._starts[slot] = start._replace(cached=row.reused)

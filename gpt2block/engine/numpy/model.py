@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from gpt2block.engine.model import (
     describe_cache,
     in_shared_memory,
     layer_rows,
+    new_states,
     stored_rows,
     stored_tensors,
 )
@@ -49,6 +51,8 @@ ROWS_AT_ONCE = 1024  # maximum rows whose logits are computed at a time for like
 SLOTS = 16  # maximum slots of a decoding whose caller accepts fewer slots than requested
 
 
+# Operations whose results are no rows of a pass
+UNCOMPARED = ("kv_append", "delta_spans", "delta_inputs")
 FIRST_POSITIONS = 256  # positions of each row for which a kv_cache has memory at first
 
 
@@ -73,6 +77,7 @@ class NumpyCache:
         self.kind = cache_kind(config, formats, "cpu")
         caches = config.layer_caches
         self._caches = in_shared_memory(caches) if shared else caches
+        self._new_states = partial(new_states, config, batch, np, not shared)
         self._dtype = FLOATS[own_cache_dtype(formats.dtype)]
         self.release()
         self.frequencies = RowFrequencies(config, batch, n_ctx, np)
@@ -80,6 +85,7 @@ class NumpyCache:
     def release(self) -> None:
         """Forget all tokens, and give back the memory of later positions."""
         self.lengths = [0] * self.batch
+        self.states = self._new_states()
         self._allocate(min(self.n_ctx, FIRST_POSITIONS))
 
     def reserve(self, count: int) -> None:
@@ -102,7 +108,7 @@ class NumpyCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.arrays)
+        return sum(each.nbytes for each in (*self.arrays, *self.states.values()))
 
     def __repr__(self) -> str:
         return describe_cache(self)
@@ -213,7 +219,8 @@ class NumpyModel(NumpySteps, StoredModel):
         inputs |= {name: tensor.astype(np.float32) for name, tensor in exact.items()}
         for step in model_steps(self.config):
             found = self.step(step, inputs)
-            if step.op != "kv_append":
+            inputs.setdefault(step.name, found.out)
+            if step.op not in UNCOMPARED:
                 yield found
 
     def _pass(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
@@ -339,6 +346,9 @@ class NumpyDecoding:
             self._cache.lengths[target] = count
             for rows in self._cache.arrays:
                 rows[target, :count] = rows[source, :count]
+
+    def reusable(self, source: int, target: int, tokens: int) -> int:
+        return tokens
 
     def stop(self, slots: Ids) -> None:
         self._left[slots] = 0

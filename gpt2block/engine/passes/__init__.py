@@ -16,7 +16,7 @@ from gpt2block.engine.passes import forward as _forward
 from gpt2block.engine.passes.blocks import BlockPass, ModelStepPass, PassSettings, StepPass
 from gpt2block.engine.passes.executor import Outline, Step, hi_lo_of
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.config import ModelConfig, model_shapes
+from gpt2block.models.config import ModelConfig, model_shapes, state_shapes
 
 # Names of the int32 arrays that describe a batch of packed sequences. For each token: its id,
 # position, sequence and target (the next token's id); shape (N,). For each sequence: its first row
@@ -30,7 +30,7 @@ def names_of(config: ModelConfig) -> set[str]:
     constants = architecture_of(config).constants(config, dict.fromkeys(shapes, 1.0))
     caches = enumerate(config.layer_caches)
     rows = (f"h.{n}.{name}" for n, (_, k, v, _) in caches for name in "k" * (k > 0) + "v" * (v > 0))
-    return {*shapes, "lm_head", *constants, *BATCH, *rows}
+    return {*shapes, "lm_head", *constants, *BATCH, *rows, *state_shapes(config, 1)}
 
 
 def model_steps(config: ModelConfig) -> list[Step]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from gpt2block.engine.passes.executor import HI_LO, Executor
 from gpt2block.engine.passes.forward import Pass, Product
 from gpt2block.models.architectures.architecture import To, Value
-from gpt2block.models.config import LayerEmbeddings, ModelConfig
+from gpt2block.models.config import DeltaNets, LayerEmbeddings, ModelConfig
 
 
 class PassSettings(NamedTuple):
@@ -19,10 +19,10 @@ class PassSettings(NamedTuple):
     head instead of neighbours. own: whether each sequence has its own frequencies. qk_norm,
     embedding_norm, windows: as in ModelConfig; windows is () if no layer has a window. embedding,
     softmax_scale, turned, cap, growth: the fields embedding, attention, rope, cap and growth of
-    `Scales`. gelu: whether the gate of the feed-forward is GELU. convs: whether each layer has a
-    short convolution in place of attention; () if none has. values: whether heads of V have norms.
-    layers: as `layer_embeddings` of ModelConfig. sources: for each layer, the layer whose keys and
-    values it reads.
+    `Scales`. gelu: whether the gate of the feed-forward is GELU. delta_nets: as in ModelConfig.
+    convs: whether each layer has a short convolution in place of attention; () if none has. values:
+    whether heads of V have norms. layers: as `layer_embeddings` of ModelConfig. sources: for each
+    layer, the layer whose keys and values it reads.
     """
 
     n_head: int
@@ -45,6 +45,7 @@ class PassSettings(NamedTuple):
     values: bool = False
     layers: LayerEmbeddings | None = None
     sources: tuple[int, ...] = ()
+    delta_nets: DeltaNets | None = None
     convs: tuple[bool, ...] = ()
 
     @classmethod
@@ -69,12 +70,23 @@ class PassSettings(NamedTuple):
             values=config.VALUE_NORMS,
             layers=config.layer_embeddings,
             sources=tuple(cache.layer for cache in config.layer_caches),
+            delta_nets=config.delta_nets,
             convs=config.conv_layers,
         )
 
     def frequencies_of(self, h: str) -> str:
         """Return the name of a layer's RoPE frequencies. h: the prefix of the layer's names."""
         return self.rope[_layer(h)]
+
+    def is_delta(self, h: str) -> bool:
+        """Return whether a layer is a gated delta net. h: the prefix of the layer's names."""
+        return self.delta_nets is not None and self.delta_nets.layers[_layer(h)]
+
+    @property
+    def heads_of_delta(self) -> dict[str, Any]:
+        """The options of operations of gated delta nets: number and channels of heads of k."""
+        of = self.delta_nets
+        return {} if of is None else {"n_k_head": of.n_k_head, "k_size": of.k_size}
 
     def has_conv(self, h: str) -> bool:
         """Return whether a layer has a short convolution. h: the prefix of the layer's names."""

@@ -45,6 +45,7 @@ class DecodePass(Pass):
 
     of_stream: Mapping[str, Any] = {"variant": "stream"}
     to_rope: To = ()
+    of_steps: Mapping[str, Any] = {"steps": True}
 
     def __init__(
         self,
@@ -140,6 +141,9 @@ class DecodePass(Pass):
         options |= self.together
         y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
         return Rows(y, terms=terms, bound=bound)
+
+    def gated_heads(self, h: str, gate: Value, y: Rows, to: To = ()) -> Value:
+        return super().gated_heads(h, gate, y.value, to)
 
     def short_conv(self, h: str, bcx: Value, to: To = ()) -> Rows:
         bound = self._bounds.get(f"{h}conv")

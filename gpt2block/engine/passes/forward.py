@@ -15,6 +15,7 @@ from gpt2block.engine.passes.executor import Executor
 from gpt2block.models.architectures.architecture import Architecture, To, Value
 from gpt2block.models.config import ModelConfig
 
+SPANS = ("row", "positions", "held")  # inputs of delta_spans
 Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood", "likeliest"]
 
 
@@ -51,12 +52,17 @@ class Pass(ABC):
     of_stream: Mapping[str, Any] = {}  # options for RMSNorm of the residual stream
     to_rope: To = ("rope",)  # `to` of a product whose result RoPE reads
     layers: Value = None  # the rows of all layers' embeddings, if the architecture has them
+    # options of gated delta nets: whether later rows of a slot than its first may be refused
+    of_steps: Mapping[str, Any] = {}
+    spans: Value = None  # the result of `delta_spans`
 
     def embed(self) -> Value:
         """Return a row per token: token embedding, plus position embedding if there is one.
 
         If the architecture has an embedding norm, it is applied to the rows.
         """
+        if self.c.delta_nets is not None:
+            self.spans = self.do("spans", "delta_spans", SPANS, **self.of_steps)
         inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.embedding
         scaled = {} if factor == 1 else {"factor": factor}
         if not self.c.embedding_norm:
@@ -132,6 +138,30 @@ class Pass(ABC):
     @abstractmethod
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         """Compute attention of each query over the keys up to its position."""
+
+    def gate_of_heads(self, h: str, x: Value) -> Value:
+        """Compute the gate of attention's result, in the format of this result."""
+        return self.product(f"{h}g", x, f"{h}w_g")
+
+    def gated_heads(self, h: str, gate: Value, y: Value, to: To = ()) -> Value:
+        """Multiply attention's result y by sigmoid(gate)."""
+        y = self.do(f"{h}heads", "silu_mul", (gate, y), into=gate, sigmoid=True)
+        return self.operand(f"{h}mixer", y, to)
+
+    def delta(self, h: str, x: Value, to: To = ()) -> Value:
+        """Compute a gated delta net with its norm, without the output projection."""
+        y = self.product(f"{h}in", x, f"{h}w_in")
+        rows = y, self.product(f"{h}ba", x, f"{h}w_ba")
+        states, options = (f"{h}state", f"{h}recent"), dict(self.c.heads_of_delta)
+        given = (*rows, f"{h}conv", f"{h}rate", f"{h}dt_bias", "row", self.spans, *states)
+        mixed = self.do(f"{h}mixed", "delta_inputs", given, **options)
+        options |= {**({"tiled": True} if self.c.delta_nets.tiled else {}), **self.of_steps}
+        pool = () if self.of_steps else (f"{h}pool", "saved")
+        inputs = (*rows, mixed, f"{h}conv", self.spans, *states, *pool)
+        o = self.do(f"{h}delta", "delta_rule", inputs, **options)
+        del mixed  # free its memory for the result of the norm
+        o = self.do(f"{h}normed", "gated_rmsnorm", (o, y, f"{h}gamma_o"), into=o, eps=self.c.eps)
+        return self.operand(f"{h}mixer", o, to)
 
     @abstractmethod
     def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:

@@ -197,6 +197,12 @@ class TensorCorePass(PrefillPass):
         inputs = (p.a, p.w, p.bias, p.residual, *self.wide)
         return self.do(p.result, "gemm", inputs, into=p.residual, **p.options, **operand)
 
+    def gate_of_heads(self, h: str, x: Value) -> Value:
+        return self.product(f"{h}g", x, f"{h}w_g", to=("attention",))
+
+    def gated_heads(self, h: str, gate: Value, y: Value, to: To = ()) -> Value:
+        return self.do(f"{h}heads", "silu_mul", (gate, y), into=gate, sigmoid=True)
+
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         if self.shape.continued:
             return super().attend(h, qkv, to)

@@ -55,6 +55,7 @@ _READ = {
 }  # fmt: skip
 _PATTERN, KV_HEADS = "attention.sliding_window_pattern", "attention.head_count_kv"
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "feed_forward_length")
+NEGATED = ".ssm_a"  # ends the names of tensors that files store as -exp of the model's
 # GGUF key that is not implemented → the only accepted value, which has no effect on results
 _NEUTRAL: Mapping[str, Any] = {
     "attention.causal": True, "attention.sliding_window": 0, "attention.scale": 0.0,
@@ -80,9 +81,12 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
         config = _config(header)
     found: dict[str, Stored] = {}
     for name, tensor in header.tensors.items():
+        if _layer_of(name) >= config.n_layer and _drafting(header):
+            continue
         tensor.check_type()
         heads, added = differences(config, name)
-        found[name] = replace(tensor, heads=heads, added=added)
+        negated = name.endswith(NEGATED)
+        found[name] = replace(tensor, heads=heads, added=added, negated=negated)
     naming = naming_of(config, gguf=True)
     return config, naming.model_tensors(file, "block_count is", config, found)
 
@@ -93,7 +97,22 @@ def differences(config: ModelConfig, name: str) -> tuple[int, float]:
     if architecture_of(config).GGUF_ROPE_INTERLEAVED:
         n_kv_head = config.kv_width // config.head_size
         heads = config.n_head * (".attn_q." in name) + n_kv_head * (".attn_k." in name)
-    return heads, config.ADDED_TO_NORMS * name.endswith("_norm.weight")
+    added = name.endswith("_norm.weight") and not name.endswith("ssm_norm.weight")
+    return heads, config.ADDED_TO_NORMS * added
+
+
+def _layer_of(name: str) -> int:
+    """Return the number of the block of a tensor; -1 outside the blocks."""
+    block, _, number = name.partition(".")
+    number = number.partition(".")[0]
+    return int(number) if block == "blk" and number.isdecimal() else -1
+
+
+def _drafting(header: Header) -> int:
+    """Return the number of last blocks of a file that only draft tokens."""
+    named = header.metadata.get("general.architecture")
+    found: int = header.metadata.get(f"{named}.nextn_predict_layers", 0)
+    return found
 
 
 def fields_of(kind: type[ModelConfig]) -> Mapping[str, tuple[str, Any]]:
@@ -139,7 +158,9 @@ def _config(header: Header) -> ModelConfig:
             "with llama-gguf-split --merge"
         )
     prefix = f"{architecture}."
-    settings = _settings(header, prefix, known.CONFIG)
+    settings, own = _settings(header, prefix, known.CONFIG), known.CONFIG.GGUF_READ
+    if "nextn_predict_layers" in own and type(settings.get("block_count")) is int:
+        settings["block_count"] -= _drafting(header)
     if settings.get("attention.sliding_window"):
         known = GGUF_WITH_WINDOW.get(known.GGUF, known)
     neutral = {**_NEUTRAL, **known.CONFIG.GGUF_NEUTRAL}
@@ -147,7 +168,7 @@ def _config(header: Header) -> ModelConfig:
         wide = key.endswith(".sliding_window") and sees_all(
             value, settings.get("context_length", 2048)
         )
-        read = key in known.CONFIG.GGUF_KEYS or (key in _READ and key not in neutral)
+        read = key in (*known.CONFIG.GGUF_KEYS, *own) or (key in _READ and key not in neutral)
         if not read and not wide and value != neutral.get(key, neutral):
             raise CheckpointError(f"{prefix}{key}: {shown(value)} is not supported")
     missing = [prefix + key for key in _NEEDED if key not in settings]
@@ -182,7 +203,7 @@ def _settings(header: Header, prefix: str, kind: type[ModelConfig]) -> dict[str,
     """Return the metadata below a prefix: a value for all blocks, or a tuple by `_PATTERN`.
 
     Layers with 0 heads of keys have convolutions if `kind` has a key `CONV_LAYERS`, by which a
-    tuple then states these layers.
+    tuple then states these layers. Keys of `kind.GGUF_READ` may have arrays.
     """
     convs = CONV_LAYERS in kind.GGUF_KEYS
     header.check_usable(prefix)
@@ -193,7 +214,10 @@ def _settings(header: Header, prefix: str, kind: type[ModelConfig]) -> dict[str,
     heads = settings.get(KV_HEADS)
     if convs and isinstance(heads, (list, np.ndarray)) and len(heads) == blocks:
         settings[KV_HEADS] = [max(heads) if n == 0 else n for n in np.asarray(heads).tolist()]
-    settings = {key: _of_all_blocks(prefix + key, settings[key], blocks) for key in settings}
+    settings = {
+        key: value if key in kind.GGUF_READ else _of_all_blocks(prefix + key, value, blocks)
+        for key, value in settings.items()
+    }
     if convs and isinstance(heads, (list, np.ndarray)):
         settings[CONV_LAYERS] = tuple(bool(n == 0) for n in heads)
     if pattern is not None:  # the period of layers without a window, or a bool per layer
@@ -226,19 +250,21 @@ def _llama_config(
 ) -> LlamaConfig:
     flags = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
     fields |= {flag: name in header.tensors for flag, name in flags.items() if flag in kind.FLAGS}
-    config = kind(**fields, bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"))
-    given = {field: settings.get(key) for key, field in kind.GGUF_KEYS.items()}
+    given = kind.gguf_fields(settings)
     # 0 means the default
-    scalars = {f: v for f, v in given.items() if v or (v == 0 and f in kind.GGUF_ZEROS)}
-    if "attention.scale" in kind.GGUF_KEYS:
-        scalars.setdefault(kind.GGUF_KEYS["attention.scale"], config.head_size**-0.5)
+    fields |= {f: v for f, v in given.items() if v or (v == 0 and f in kind.GGUF_ZEROS)}
+    fields |= {"bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id")}
     if kind.PARTIAL:
         scaled = (key for key in settings if key.startswith("rope.scal"))
         for key in scaled:
             raise CheckpointError(f"{prefix}{key}: {shown(settings[key])} is not supported")
         (factors,) = _factors(header, (ROPE_FACTORS,))
-        return replace(config, **scalars).with_rope_factors(factors)
-    return replace(config, **scalars, scaling=_scaling(prefix, settings, header))
+        return kind(**fields).with_rope_factors(factors)
+    config = kind(**fields, scaling=_scaling(prefix, settings, header))
+    scale = kind.GGUF_KEYS.get("attention.scale", "")
+    if scale and scale not in fields:
+        return replace(config, **{scale: config.head_size**-0.5})
+    return config
 
 
 def _factors(header: Header, names: Iterable[str]) -> list[tuple[float, ...]]:

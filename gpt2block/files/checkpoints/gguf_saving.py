@@ -100,9 +100,8 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
     named = architecture_of(config).GGUF
     keys = {key: getattr(config, field) for key, (field, _) in gguf.fields_of(type(config)).items()}
     keys |= {key: value for key, (_, value) in gguf.following(config).items()}
-    own = {key: getattr(config, field) for key, field in config.GGUF_KEYS.items()}
+    own = config.gguf_settings()
     keys |= {key: 0 if value is None else value for key, value in own.items()}
-    keys = config.to_gguf(keys)
     if CONV_LAYERS in keys:
         n, convs = keys[gguf.KV_HEADS], keys.pop(CONV_LAYERS)
         keys[gguf.KV_HEADS] = tuple(0 if conv else n for conv in convs)
@@ -194,7 +193,7 @@ def _check_config(config: ModelConfig) -> None:
         raise InputError(f"{config.MODEL_TYPE}: GGUF has no such architecture, expected one of "
                          f"{known}: {_INSTEAD}")  # fmt: skip
     named = {field for field, _ in gguf.fields_of(type(config)).values()}
-    named |= _ELSEWHERE | {*config.GGUF_KEYS.values()}
+    named |= _ELSEWHERE | {*config.GGUF_KEYS.values(), *config.GGUF_FIELDS}
     given = {field.name: getattr(config, field.name) for field in fields(config)}
     read = type(config)(**{name: value for name, value in given.items() if name in named})
     lost = {name: value for name, value in given.items() if getattr(read, name) != value}
@@ -233,8 +232,13 @@ def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.
 
 
 def _as_in_file(config: ModelConfig, name: str, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Convert a tensor's rows to GGUF: reorder them for RoPE, or add GGUF's constant to norms."""
+    """Convert a tensor's rows to GGUF: reorder them for RoPE, or add GGUF's constant to norms.
+
+    Others are stored as -exp of the tensor.
+    """
     heads, added = gguf.differences(config, name)
+    if name.endswith(gguf.NEGATED):
+        return -np.exp(rows)
     if heads:
         halves = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
         rows = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
@@ -249,7 +253,9 @@ def _kinds(path: Path, config: ModelConfig, kind: str) -> dict[str, tuple[str, S
     parts = naming_of(config, gguf=True).parts(config).values()
     for name, shape in (pair for names in parts for pair in names.items()):
         stored = kind
-        if len(shape) == 1 or name.endswith(("position_embd.weight", "shortconv.conv.weight")):
+        if len(shape) == 1 or name.endswith(
+            ("position_embd.weight", "conv.weight", "conv1d.weight")
+        ):
             stored = "F32"
         elif shape[-1] % block:
             stored = "F16"

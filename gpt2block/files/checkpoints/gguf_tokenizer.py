@@ -82,6 +82,7 @@ PRE: Mapping[str, _Pre] = {
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Pre(_splits(patterns.LLAMA_3))),
     "qwen2": _Pre(_splits(patterns.QWEN_2), nfc=True),
+    "qwen35": _Pre(_splits(patterns.QWEN_3_5), nfc=True),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez"), _Pre(_splits(patterns.QWEN_2))),
     "tekken": _Pre(_splits(patterns.TEKKEN), ignore_merges=True, adds_bos=True),
     "gpt-4o": _Pre(_splits(patterns.GPT_4O)),

@@ -46,13 +46,15 @@ class Encoded(Stored):
 
     kind: number of the tensor's GGUF type. length: its size in bytes. heads: number of heads of a
     tensor of Q or K, whose rows are reordered; 0 for other tensors. added: constant that the
-    file's values contain in addition to the model's.
+    file's values contain in addition to the model's. negated: whether the file's values are -exp of
+    the model's.
     """
 
     kind: int = 0
     length: int = 0
     heads: int = 0
     added: float = 0.0
+    negated: bool = False
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -90,7 +92,8 @@ class Encoded(Stored):
                 piece = flat[first : first + rows]
                 data = self._taken(stream, len(piece) * row_bytes)
                 values = self._ordered(_decoded(data, self.kind).reshape(piece.shape))
-                piece[...] = values - self.added if self.added else values
+                values = values - self.added if self.added else values
+                piece[...] = np.log(-values) if self.negated else values
 
     def read_blocks(self) -> NDArray[np.uint8]:
         """Return the rows' encoded bytes, (N, bytes per row), heads in the model's row order.

@@ -54,7 +54,7 @@ _ABSENT = {"model_type": "mistral", "tie_word_embeddings": True}
 _UNSUPPORTED = {
     "mixtures of experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "layers of Mamba": ("mamba_d_state", "ssm_state_size", "state_size"),
-    "gated delta nets": ("linear_num_value_heads",), "layers of convolutions": ("conv_L_cache",),
+    "layers of convolutions": ("conv_L_cache",),
     "images": ("vision_config",), "sounds": ("audio_config",),
 }  # fmt: skip
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

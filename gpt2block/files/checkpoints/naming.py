@@ -27,7 +27,7 @@ class Naming:
     names: gpt2block's name → names in the file; names of a block's tensors follow `block`, which
     replaces `h.`, and the number of the layer. matrices: layout of a block's matrices. prefix:
     prefix of all names except lm_head's. ignored: regular expression for the names of buffers that
-    are not weights.
+    are not weights. tiled: the order of heads of gated delta nets in files that are written.
     """
 
     names: Mapping[str, tuple[str, ...]]
@@ -35,6 +35,7 @@ class Naming:
     matrices: str
     prefix: str = ""
     ignored: str = "(?!)"
+    tiled: bool = False
 
     def bare(self, name: str) -> str:
         """Return a file's tensor name without prefixes such as `transformer.`.
@@ -80,7 +81,8 @@ class Naming:
         for ours, shape in model_shapes(config).items():
             names = self.in_file(ours)
             rows, *rest = self.shape_of(ours, shape)
-            counts = config.qkv_widths(int(ours.split(".")[1])) if len(names) > 1 else (rows,)
+            layer = int(ours.split(".")[1]) if len(names) > 1 else 0
+            counts = config.file_rows(_kind(ours), layer) if len(names) > 1 else (rows,)
             into = found.setdefault(self.first_of(ours), {})
             for name, n in zip(names, counts, strict=True):
                 into[name] = (n + into.get(name, (0,))[0], *rest)
@@ -125,7 +127,9 @@ class Naming:
             first, count = self.first_of(ours), self.shape_of(ours, shape)[0]
             tensor, begin = whole[first], ends[first]
             ends[first] += count
-            if sharing[first] > 1:
+            if spans := config.file_spans(_kind(ours)):
+                tensor = tensor.of_spans(spans)
+            elif sharing[first] > 1:
                 tensor = tensor.rows(begin, begin + count)
             if len(shape) == 3:
                 tensor = replace(tensor, shape=shape)
@@ -134,6 +138,11 @@ class Naming:
                 tensor = replace(tensor, head_order=config.head_order, in_heads=heads)
             stored[ours] = tensor
         return stored
+
+
+def _kind(ours: str) -> str:
+    """Return a tensor's name without the prefix of its layer."""
+    return ours.rpartition(".")[2]
 
 
 def _laid_out(tensor: Stored, layout: str | None) -> Stored:
@@ -184,13 +193,20 @@ def _check(
 
 
 def _names(architecture: Mapping[str, tuple[str, str]], column: int) -> dict[str, tuple[str, ...]]:
-    """Map gpt2block's names to a file's names. `column`: 0 for Hugging Face, 1 for GGUF."""
+    """Map gpt2block's names to a file's names. `column`: 0 for Hugging Face, 1 for GGUF.
+
+    A module's name has {} for q, k and v, or + between modules whose rows are joined. A name after
+    = has no ending .weight or .bias.
+    """
     found = {}
     for pair, modules in architecture.items():
         module = modules[column]
-        parts = [module.format(part) for part in "qkv"] if "{}" in module else [module]
+        parts = module.split("+")
+        if "{}" in module:
+            parts = [module.format(part) for part in "qkv"]
         for ours, suffix in zip(pair.split(), (".weight", ".bias"), strict=False):
-            found[ours] = tuple(part.rstrip(".") + suffix * (part[-1] != ".") for part in parts)
+            ending = "" if module.startswith("=") else suffix
+            found[ours] = tuple(part.lstrip("=") + ending for part in parts)
     return found
 
 
@@ -204,7 +220,7 @@ def _naming(model_type: str, gguf: bool) -> Naming:
     if gguf:
         ignored = "|".join(map(re.escape, (ROPE_FACTORS, *LONGROPE_FACTORS)))
         ignored = ignored if issubclass(of.CONFIG, LlamaConfig) else "(?!)"
-        return Naming(_names(of.NAMES, 1), "blk.", "NK", ignored=ignored)
+        return Naming(_names(of.NAMES, 1), "blk.", "NK", ignored=ignored, tiled=True)
     prefix, block, matrices, ignored = of.FILES
     return Naming(_names(of.NAMES, 0), block, matrices, prefix, ignored)
 

@@ -15,9 +15,13 @@ _CASES = (f"{_FIRST}{_CAPITALS}*{_SMALL}+", f"{_FIRST}{_CAPITALS}+{_SMALL}*")
 
 LLAMA_3 = rf"{_ENDINGS}|{_FIRST}\p{{L}}+|\p{{N}}{{1,3}}{_OTHERS}"  # GPT-4 (cl100k) has it, too
 QWEN_2 = rf"{_ENDINGS}|{_FIRST}\p{{L}}+|\p{{N}}{_OTHERS}"
+QWEN_3_5 = (  # as QWEN_2, with combining marks as letters
+    rf"{_ENDINGS}|{_FIRST}[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 GPT_4O = "|".join(f"{each}{_ENDINGS}?" for each in _CASES) + r"|\p{N}{1,3}" + _OTHERS_2
 TEKKEN = "|".join(_CASES) + r"|\p{N}" + _OTHERS_2  # used by Mistral Nemo
-SPLITS = frozenset({LLAMA_3, QWEN_2, GPT_4O, TEKKEN})
+SPLITS = frozenset({LLAMA_3, QWEN_2, QWEN_3_5, GPT_4O, TEKKEN})
 
 # DeepSeek V3 splits by three expressions one after another: the first matches digits, the second
 # Chinese and Japanese, the third all other text.

@@ -249,6 +249,9 @@ def as_in_files(
     """
     config, shapes = weights.config, model_shapes(weights.config)
     expected = iter(shapes)
+    joined: dict[
+        str, NDArray[Any]
+    ] = {}  # rows that one tensor of the file joins, by its first name
     for name, array, layout in weights.tensors():
         awaited = next(expected, "no more tensors")
         if name != awaited:
@@ -263,10 +266,51 @@ def as_in_files(
             rows = rows.copy()
             heads = config.q_width + config.kv_width
             reorder(rows[:heads], np.argsort(config.head_order).tolist())
-        yield name, rows
+        kind = name.rpartition(".")[2]
+        if spans := config.file_spans(kind):
+            first = naming.first_of(name)
+            whole = joined.setdefault(first, np.empty((0, *rows.shape[1:]), rows.dtype))
+            joined[first] = _with_spans(whole, rows, spans)
+            if name == first:
+                continue
+            name, rows = first, joined.pop(first)  # noqa: PLW2901
+        yield name, of_value_heads(config, kind, rows, naming.tiled)
     missing = list(expected)
     if missing:
         raise InputError(f"weights: {len(missing)} tensors missing: {first_names(missing)}")
+
+
+def _with_spans(
+    whole: NDArray[Any], rows: NDArray[Any], spans: Iterable[tuple[int, int]]
+) -> NDArray[Any]:
+    """Return `whole` with `rows` in ranges of its rows; it grows to the end of the last range."""
+    places = np.concatenate([np.arange(*span) for span in spans])
+    found = np.empty((max(len(whole), places.max() + 1), *rows.shape[1:]), rows.dtype)
+    found[: len(whole)] = whole
+    found[places] = rows
+    return found
+
+
+def of_value_heads(config: ModelConfig, kind: str, rows: NDArray[Any], tiled: bool) -> NDArray[Any]:
+    """Return a tensor of a gated delta net with its heads of v in another order.
+
+    kind: the tensor's name without its layer's prefix. tiled: the new order: whether heads whose
+    numbers have the same remainder share a head of k, instead of neighbours.
+    """
+    of = config.delta_nets
+    if of is None or tiled == of.tiled:
+        return rows
+    before = of.channels - of.values  # rows of q and k
+    places = {"w_in": (before, of.v_size), "conv": (before, of.v_size), "w_out": (0, of.v_size)}
+    places |= dict.fromkeys(("w_ba", "a_log", "dt_bias"), (0, 1))
+    if kind not in places:
+        return rows
+    order = np.arange(of.n_v_head).reshape(of.n_k_head, -1).T.ravel()
+    (first, size), turned = places[kind], rows.T if kind == "w_out" else rows
+    heads = turned[first:].reshape(-1, of.n_v_head, size, *turned.shape[1:])
+    ordered = heads[:, order if tiled else np.argsort(order)].reshape(-1, *turned.shape[1:])
+    found = np.concatenate([turned[:first], ordered])
+    return np.ascontiguousarray(found.T) if kind == "w_out" else found
 
 
 def _converted(

@@ -4,6 +4,7 @@ gpt2      GPT-2
 llama     Llama 1 to 3, SmolLM2, TinyLlama and others
 qwen2     Qwen2.5
 qwen3     The dense models of Qwen3
+qwen3_5   The text models of Qwen3.5 and Qwen3.6, without mixtures of experts
 mistral   Mistral 7B and Mistral Nemo
 ministral3  Ministral 3
 granite   Granite 3, 4.1 and 4.2
@@ -38,14 +39,15 @@ from gpt2block.models.architectures import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     smollm3,
 )
 from gpt2block.models.architectures.architecture import Architecture
 from gpt2block.models.config import ModelConfig
 
 _ALL: Sequence[Architecture] = (
-    gpt2, llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
-    lfm2, olmo2, olmo3, nanochat, gemma3, gemma4,
+    gpt2, llama, qwen2, qwen3, qwen3_5, mistral, ministral3, granite, granitemoehybrid, smollm3,
+    phi3, lfm2, olmo2, olmo3, nanochat, gemma3, gemma4,
 )  # fmt: skip
 # Architectures whose GGUF files have another architecture's name, and architectures of files that
 # have a sliding window

@@ -249,11 +249,11 @@ class Gemma4Config(Gemma3Config):
         doubled = [int(n) for n in widths[len(widths) - shared :]] == [2 * own[0]] * shared
         return {**settings, FF: [*own, *own[:1] * shared], WIDE: True} if doubled else settings
 
-    def to_gguf(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """Return metadata by GGUF key with an array of the widths of the feed-forward."""
-        wide, n = keys.pop(WIDE), self.shared_layers
+    def gguf_settings(self) -> dict[str, Any]:
+        """Return {key: value} of GGUF's keys, with an array of the widths of the feed-forward."""
+        keys, n = super().gguf_settings(), self.shared_layers
         widths = (*(self.n_ff,) * (self.n_layer - n), *(2 * self.n_ff,) * n)
-        return keys | ({FF: widths} if wide else {})
+        return keys | ({FF: widths} if keys.pop(WIDE) else {})
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
@@ -300,7 +300,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "w_layer_gate": ("per_layer_input_gate", "inp_gate"),
     "w_layer": ("per_layer_projection", "proj"),
     "gamma_layer": ("post_per_layer_input_norm", "post_norm"),
-    "layer_scalar": ("layer_scalar.", "layer_output_scale"),
+    "layer_scalar": ("=layer_scalar", "layer_output_scale"),
     "layer_table": ("embed_tokens_per_layer", "per_layer_token_embd"),
     "w_layers": ("per_layer_model_projection", "per_layer_model_proj"),
     "gamma_layers": ("per_layer_projection_norm", "per_layer_proj_norm"),

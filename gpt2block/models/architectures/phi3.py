@@ -19,21 +19,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gpt2block.checks import check_integer, check_number
 from gpt2block.models.architectures import llama
 from gpt2block.models.architectures.architecture import CheckpointLayout
-from gpt2block.models.config import ALL_LIMITS, ModelConfig, agreed
-from gpt2block.models.config.llama import WindowedConfig, rope_objects
+from gpt2block.models.config import ModelConfig
+from gpt2block.models.config.llama import PARTIAL, PartlyRotatedConfig, WindowedConfig
 
-ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
+ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
-class Phi3Config(WindowedConfig):
-    """Sizes of a Phi-3 model, which may have an attention window and has no biases.
-
-    rotary: channels of a head that RoPE rotates; 0 means all. An odd number is rounded up to pairs.
-    """
+class Phi3Config(PartlyRotatedConfig, WindowedConfig):
+    """Sizes of a Phi-3 model, which may have an attention window and has no biases."""
 
     NAME: ClassVar[str] = "Phi3"
     MODEL_TYPE: ClassVar[str] = "phi3"
@@ -44,49 +40,18 @@ class Phi3Config(WindowedConfig):
         "rope.dimension_count": "rotary", "attention.sliding_window": "window",
     }  # fmt: skip
 
-    rotary: int = 0
-
-    def __post_init__(self) -> None:
-        check_integer("rotary", self.rotary, 0, ALL_LIMITS["head_size"], "a number of channels")
-        super().__post_init__()
-        expected = f"at most the head size, {self.head_size}"
-        rotary = check_integer("rotary", self.rotary, 0, self.head_size, expected)
-        object.__setattr__(self, "rotary", rotary or self.head_size)
-
-    @property
-    def rotary_size(self) -> int:
-        """Number of channels of each head that RoPE rotates."""
-        return self.rotary or self.head_size
-
-    @property
-    def head_order(self) -> tuple[int, ...]:
-        """For each channel of a head of q and k, its index in a file; () if orders are equal."""
-        turned, D = 2 * -(-self.rotary // 2), self.head_size
-        if turned == D:
-            return ()
-        pairs, rest = turned // 2, (D - turned) // 2
-        halves = ((0, turned), (pairs, turned + rest))  # per half: first rotated, first other
-        return tuple(c for a, b in halves for c in (*range(a, a + pairs), *range(b, b + rest)))
-
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
-        fields = super()._fields_in({ORIGINAL: 4096, **config})
-        places = {"": config} | {f"{name}: ": each for name, each in rope_objects(config).items()}
-        given = {f"{place}{PARTIAL}": each.get(PARTIAL) for place, each in places.items()}
-        given = {name: each for name, each in given.items() if each is not None}
-        factor = check_number(PARTIAL, agreed(given or {PARTIAL: 1}), 0, 1, "a number up to 1")
-        size = fields.get("head_size") or fields["n_embd"] // fields["n_head"]
-        rotary = check_integer(PARTIAL, int(size * factor), 1, size, "a channel of a head or more")
-        return fields | {"rotary": rotary}
+        return super()._fields_in({ORIGINAL: 4096, **config})
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
-        fractions = (self.rotary / self.head_size, (self.rotary + 0.5) / self.head_size)
-        exact = next(each for each in fractions if int(self.head_size * each) == self.rotary)
         original = {} if self.scaling is None else {ORIGINAL: self.scaling.original_context}
         # The default pad_token_id of transformers is not a valid id in a smaller vocabulary.
-        return super().to_hugging_face() | original | {PARTIAL: exact, "pad_token_id": None}
+        return (
+            super().to_hugging_face() | original | {PARTIAL: self.rotary_part, "pad_token_id": None}
+        )
 
 
 CONFIG: type[ModelConfig] = Phi3Config

@@ -19,7 +19,10 @@ LIMITS: Mapping[str, int] = {
     "vocab_size": 2**24,
 }
 # Limits of sizes that only some architectures have.
-ALL_LIMITS: Mapping[str, int] = {**LIMITS, "n_kv_head": 2**16, "n_ff": 2**20, "head_size": 2**16}
+ALL_LIMITS: Mapping[str, int] = {
+    **LIMITS, "n_kv_head": 2**16, "n_ff": 2**20, "head_size": 2**16,
+    **dict.fromkeys(("n_k_head", "n_v_head", "k_size", "v_size"), 2**12),
+}  # fmt: skip
 Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
 Settings = Iterable[tuple[str, tuple[Any, ...], str]]
@@ -58,6 +61,9 @@ OF_OTHERS: Settings = (
 _PER_LAYER = ("layer_types", "no_rope_layers")
 TABLES = ("wte", "layer_table")  # matrices (vocab_size, …), whose rows are read by token
 CONV_LAYERS = "conv_layers"  # GGUF files have no such key, but 0 heads of keys in these layers
+# Rows of a slot that later passes of a gated delta net may need, for tokens that they compute again
+RECENT = 16
+SAVED = 256  # tokens from a state of gated delta nets that other texts can reuse to the next
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # vocabulary size, id of <|endoftext|>
 
 
@@ -105,6 +111,36 @@ class LayerEmbeddings(NamedTuple):
     eps: float
 
 
+class DeltaNets(NamedTuple):
+    """The sizes of a model's gated delta nets, layers that keep a matrix for each head.
+
+    layers: whether each layer is one. n_k_head heads of k_size channels of q and of k, n_v_head
+    heads of v_size channels of v. tiled: as in `reference.delta_rule`.
+    """
+
+    layers: tuple[bool, ...]
+    n_k_head: int
+    n_v_head: int
+    k_size: int
+    v_size: int
+    tiled: bool = False
+
+    @property
+    def values(self) -> int:
+        """Channels of all heads of v."""
+        return self.n_v_head * self.v_size
+
+    @property
+    def channels(self) -> int:
+        """Channels of q, k and v together, over which the convolution runs."""
+        return 2 * self.n_k_head * self.k_size + self.values
+
+    @property
+    def state_size(self) -> int:
+        """Numbers in a state: three rows of q, k and v, and the matrices of all heads."""
+        return 3 * self.channels + self.values * self.k_size
+
+
 @dataclass(frozen=True)
 class ModelConfig(ABC):
     """Base class of model configs, with the sizes that all architectures have.
@@ -118,12 +154,13 @@ class ModelConfig(ABC):
     values of fields that config.json omits, if they differ from the class's defaults. SETTINGS:
     keys of config.json, supported values (the default first), and the reason for no others.
     HONOURED: keys of OF_OTHERS that this architecture supports. GGUF_KEYS: key of GGUF files,
-    without the architecture's name → field. GGUF_NEUTRAL: key of GGUF files → its only supported
-    value. GGUF_ZEROS: fields of GGUF_KEYS for which 0 is a value, and not the default. GATE:
-    activation of a gated feed-forward; "gelu" is the tanh approximation. ADDED_TO_NORMS: number
-    that GGUF files add to the weights of norms. VALUE_NORMS: whether heads of values have norms
-    without weights, next to norms of heads of queries and keys. FROM_CACHE: whether attention of
-    prompts always reads keys and values from a kv_cache.
+    without the architecture's name → field. GGUF_READ: other keys that `gguf_fields` reads, also as
+    arrays. GGUF_FIELDS: other fields that `gguf_settings` writes. GGUF_NEUTRAL: key of GGUF files →
+    its only supported value. GGUF_ZEROS: fields of GGUF_KEYS for which 0 is a value, and not the
+    default. GATE: activation of a gated feed-forward; "gelu" is the tanh approximation.
+    ADDED_TO_NORMS: number that GGUF files add to the weights of norms. VALUE_NORMS: whether heads
+    of values have norms without weights, next to norms of heads of queries and keys. FROM_CACHE:
+    whether attention of prompts always reads keys and values from a kv_cache.
     """
 
     NAME: ClassVar[str]
@@ -134,6 +171,8 @@ class ModelConfig(ABC):
     SETTINGS: ClassVar[Settings]
     HONOURED: ClassVar[tuple[str, ...]] = ()
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {}
+    GGUF_READ: ClassVar[tuple[str, ...]] = ()
+    GGUF_FIELDS: ClassVar[tuple[str, ...]] = ()
     GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {}
     GGUF_ZEROS: ClassVar[tuple[str, ...]] = ()
     GATE: ClassVar[Literal["silu", "gelu"]] = "silu"
@@ -228,6 +267,18 @@ class ModelConfig(ABC):
         """Attention window of each layer, in tokens, including the current one; None: no limit."""
         return (None,) * self.n_layer
 
+    def file_rows(self, name: str, layer: int) -> tuple[int, ...]:
+        """Return how many rows of a block's tensor `name` each of several tensors of a file has."""
+        return self.qkv_widths(layer)
+
+    def file_spans(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Return the rows (begin, end) of a file's tensors that a block's tensor `name` has.
+
+        The rows are those of the joined tensors of the file. (): the rows that follow the rows of
+        the tensor before it.
+        """
+        return ()
+
     @abstractmethod
     def block_shapes(self) -> Shapes:
         """Return a dict of names and shapes of a block's tensors; matrices are (in, out).
@@ -245,6 +296,11 @@ class ModelConfig(ABC):
         return self.q_width, self.kv_width, self.kv_width
 
     @property
+    def delta_nets(self) -> DeltaNets | None:
+        """The sizes of layers that are gated delta nets; None if there are none."""
+        return None
+
+    @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
         """The part of a kv_cache that each layer reads."""
         width = self.kv_width
@@ -254,10 +310,6 @@ class ModelConfig(ABC):
     def from_gguf(cls, settings: dict[str, Any]) -> dict[str, Any]:
         """Return a GGUF file's metadata, with one value for arrays that this class can express."""
         return settings
-
-    def to_gguf(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """Return metadata by GGUF key with the arrays that `from_gguf` reads."""
-        return keys
 
     @classmethod
     def from_hugging_face(cls: type[Config], config: Any) -> Config:
@@ -310,6 +362,15 @@ class ModelConfig(ABC):
         named = {ours: theirs for ours, (theirs, *_) in self.SIZES.items()} | self._others()
         fields = {theirs: getattr(self, ours) for ours, theirs in named.items()}
         return {"model_type": self.MODEL_TYPE, **fields, "eos_token_id": self.eos_token_id}
+
+    @classmethod
+    def gguf_fields(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return {field: value} of the keys of a GGUF file; None and 0 stand for the default."""
+        return {field: settings.get(key) for key, field in cls.GGUF_KEYS.items()}
+
+    def gguf_settings(self) -> dict[str, Any]:
+        """Return {key: value} of the fields that have keys in GGUF files."""
+        return {key: getattr(self, field) for key, field in self.GGUF_KEYS.items()}
 
     @abstractmethod
     def outer_shapes(self) -> tuple[Shapes, Shapes]:
@@ -511,6 +572,19 @@ def is_product(name: str) -> bool:
 def product_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return {name: (in, out)} of the matrices of all products, without lm_head."""
     return {name: shape for name, shape in model_shapes(config).items() if is_product(name)}
+
+
+def state_shapes(config: ModelConfig, slots: int) -> dict[str, tuple[int, ...]]:
+    """Return a dict of names and shapes of the arrays for states of gated delta nets.
+
+    They are `reference.delta_rule`'s state and recent of each layer, and `held` of all layers.
+    """
+    of, found = config.delta_nets, dict[str, tuple[int, ...]]()
+    for n, delta in enumerate(() if of is None else of.layers):
+        if of is not None and delta:
+            found[f"h.{n}.state"] = slots, 2, of.state_size
+            found[f"h.{n}.recent"] = slots, RECENT, of.channels + 2 * of.n_v_head
+    return found if of is None else {"held": (slots, 2), **found}
 
 
 def shapes_in_blocks(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -31,10 +31,10 @@ from gpt2block.models.config import (
 )
 
 _RopeKind = Literal["linear", "llama3", "longrope", "yarn"]
-_ORIGINAL = "original_max_position_embeddings"
+_ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 _ROPE_SETTINGS: Settings = (
-    ("partial_rotary_factor", (None, 1), "RoPE rotates all channels of a head"),
+    (PARTIAL, (None, 1), "RoPE rotates all channels of a head"),
     ("full_attention", (None,), "RoPE is the same in all layers"),  # parameters by layer type
     ("sliding_attention", (None,), "RoPE is the same in all layers"),
     *(each for each in OF_OTHERS if each[0] == "llama_4_scaling_beta"),
@@ -345,7 +345,8 @@ class LlamaConfig(ModelConfig):
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments of this class, read from a config.json, except eos_token_ids."""
         given = {k: value for k, value in config.items() if value is not None or k not in _OPTIONAL}
-        missing = [key for (key,) in cls.SIZES.values() if key not in (*given, *_OPTIONAL)]
+        needed = {key: ours for ours, (key,) in cls.SIZES.items() if ours not in cls.ABSENT}
+        missing = [key for key in needed if key not in (*given, *_OPTIONAL)]
         if missing:
             raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")
         theta, scaling = _rope_of(given, cls.ABSENT, cls.HONOURED)
@@ -362,6 +363,61 @@ class LlamaConfig(ModelConfig):
             "rope_theta": self.theta,
             "rope_scaling": None if self.scaling is None else _scaling_fields(self.scaling),
         }
+
+
+@dataclass(frozen=True)
+class PartlyRotatedConfig(LlamaConfig):
+    """Sizes of a model whose RoPE may rotate only a part of each head.
+
+    rotary: channels of a head that RoPE rotates; 0 means all. An odd number is rounded up to pairs.
+    ROTARY_PART: the part of a head that RoPE rotates if config.json does not state it.
+    """
+
+    ROTARY_PART: ClassVar[float] = 1
+
+    rotary: int = 0
+
+    def __post_init__(self) -> None:
+        check_integer("rotary", self.rotary, 0, ALL_LIMITS["head_size"], "a number of channels")
+        super().__post_init__()
+        expected = f"at most the head size, {self.head_size}"
+        rotary = check_integer("rotary", self.rotary, 0, self.head_size, expected)
+        object.__setattr__(self, "rotary", rotary or self.head_size)
+
+    @property
+    def rotary_size(self) -> int:
+        """Number of channels of each head that RoPE rotates."""
+        return self.rotary or self.head_size
+
+    @property
+    def head_order(self) -> tuple[int, ...]:
+        """For each channel of a head of q and k, its index in a file; () if orders are equal."""
+        turned, D = 2 * -(-self.rotary // 2), self.head_size
+        if turned == D:
+            return ()
+        pairs, rest = turned // 2, (D - turned) // 2
+        halves = ((0, turned), (pairs, turned + rest))  # per half: first rotated, first other
+        return tuple(c for a, b in halves for c in (*range(a, a + pairs), *range(b, b + rest)))
+
+    @property
+    def rotary_part(self) -> float:
+        """Return the part of a head that RoPE rotates, as config.json states it."""
+        fractions = (self.rotary / self.head_size, (self.rotary + 0.5) / self.head_size)
+        return next(each for each in fractions if int(self.head_size * each) == self.rotary)
+
+    @classmethod
+    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert the content of a config.json to {field of this class: value}."""
+        fields = super()._fields_in(config)
+        places = {"": config} | {f"{name}: ": each for name, each in rope_objects(config).items()}
+        given = {f"{place}{PARTIAL}": each.get(PARTIAL) for place, each in places.items()}
+        given = {name: each for name, each in given.items() if each is not None}
+        factor = check_number(
+            PARTIAL, agreed(given or {PARTIAL: cls.ROTARY_PART}), 0, 1, "a number up to 1"
+        )
+        size = fields.get("head_size") or fields["n_embd"] // fields["n_head"]
+        rotary = check_integer(PARTIAL, int(size * factor), 1, size, "a channel of a head or more")
+        return fields | {"rotary": rotary}
 
 
 @dataclass(frozen=True)

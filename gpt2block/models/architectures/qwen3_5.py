@@ -1,0 +1,323 @@
+"""Qwen3.5 and Qwen3.6: three of four layers are gated delta nets, the others gated attention.
+
+A gated delta net keeps a matrix S for each head instead of keys and values, and its memory does not
+grow with the text: `reference.delta_inputs` and `reference.delta_rule` have the formulas. Attention
+multiplies its result by sigmoid(gate), has norms of q and k, and RoPE rotates a part of each head.
+Weights of norms are stored as w and multiply as 1 + w; the norm after the delta rule has plain
+weights. Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024), and
+Qwen3_5 in `transformers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gpt2block.checks import check_count, check_flag
+from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.models.architectures import gemma3, llama, qwen3
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.config import (
+    ALL_LIMITS,
+    DeltaNets,
+    LayerCache,
+    ModelConfig,
+    Settings,
+    Shapes,
+)
+from gpt2block.models.config.llama import (
+    KINDS,
+    PARTIAL,
+    LlamaConfig,
+    PartlyRotatedConfig,
+    all_but_every,
+    check_layers,
+)
+
+HEADS = ("n_k_head", "n_v_head", "k_size", "v_size")
+DELTA, EVERY = "linear_attention", "full_attention_interval"
+RECURRENT = "attention.recurrent_layers"  # key of GGUF files: whether each layer is a delta net
+
+
+@dataclass(frozen=True)
+class Qwen35Config(PartlyRotatedConfig):
+    """Sizes of a Qwen3.5 model; head_size, n_head and n_kv_head are those of attention.
+
+    delta_layers: whether each layer is a gated delta net; () means all but every fourth. Other
+    fields: see DeltaNets.
+    """
+
+    NAME: ClassVar[str] = "Qwen3_5"
+    MODEL_TYPE: ClassVar[str] = "qwen3_5_text"
+    ROTARY_PART: ClassVar[float] = 0.25
+    ADDED_TO_NORMS: ClassVar[float] = 1.0
+    FLAGS: ClassVar[tuple[str, ...]] = ModelConfig.FLAGS
+    SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **LlamaConfig.SIZES,
+        "n_k_head": ("linear_num_key_heads",), "n_v_head": ("linear_num_value_heads",),
+        "k_size": ("linear_key_head_dim",), "v_size": ("linear_value_head_dim",),
+    }  # fmt: skip
+    ABSENT: ClassVar[Mapping[str, Any]] = {
+        "n_ctx": 32768, "eps": 1e-6, "n_kv_head": 4, "head_size": 256,
+        "n_k_head": 16, "n_v_head": 32, "k_size": 128, "v_size": 128,
+    }  # fmt: skip
+    GGUF_KEYS: ClassVar[Mapping[str, str]] = {
+        "ssm.group_count": "n_k_head", "ssm.time_step_rank": "n_v_head",
+        "ssm.state_size": "k_size", "rope.dimension_count": "rotary",
+    }  # fmt: skip
+    GGUF_READ: ClassVar[tuple[str, ...]] = (
+        "ssm.inner_size", EVERY, RECURRENT, "rope.dimension_sections", "nextn_predict_layers",
+    )  # fmt: skip
+    GGUF_FIELDS: ClassVar[tuple[str, ...]] = ("v_size", "delta_layers", "tiled")
+    GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {"ssm.conv_kernel": 4}
+    HONOURED: ClassVar[tuple[str, ...]] = (PARTIAL, "layer_types")
+    SETTINGS: ClassVar[Settings] = (
+        *LlamaConfig.SETTINGS,
+        ("attention_bias", (False,), "projections of attention have no biases"),
+        ("attn_output_gate", (True,), "attention has a gate"),
+        ("output_gate_type", ("swish", "silu"), "the gate of a delta net is SiLU"),
+        ("linear_conv_kernel_dim", (4,), "convolutions are over 4 tokens"),
+    )
+
+    delta_layers: tuple[bool, ...] = ()
+    n_k_head: int = 16
+    n_v_head: int = 32
+    k_size: int = 128
+    v_size: int = 128
+    tiled: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = self.delta_layers or all_but_every(4, self.n_layer)
+        object.__setattr__(self, "delta_layers", check_layers("delta_layers", layers, self.n_layer))
+        if all(self.delta_layers):
+            raise InputError(f"layer_types: expected a layer with {KINDS[0]}, got none")
+        for name in HEADS:
+            size = check_count(name, getattr(self, name), ALL_LIMITS[name])
+            object.__setattr__(self, name, size)
+        check_flag("tiled", self.tiled)
+        if self.n_v_head % self.n_k_head:
+            raise InputError(f"n_v_head {self.n_v_head} is not a multiple of n_k_head "
+                             f"{self.n_k_head}")  # fmt: skip
+
+    @property
+    def delta_nets(self) -> DeltaNets:
+        """Return the sizes of the layers that are gated delta nets."""
+        heads = self.n_k_head, self.n_v_head, self.k_size, self.v_size
+        return DeltaNets(self.delta_layers, *heads, self.tiled)
+
+    @property
+    def layer_caches(self) -> tuple[LayerCache, ...]:
+        """Return the part of a kv_cache that each layer reads; gated delta nets read none."""
+        widths = (0 if delta else self.kv_width for delta in self.delta_layers)
+        return tuple(LayerCache(layer, width, width) for layer, width in enumerate(widths))
+
+    def block_shapes(self) -> Shapes:
+        """Return {name: shape} of the tensors of both kinds of blocks."""
+        return {**self._shapes(True), **self._shapes(False)}
+
+    def shapes_of(self, layer: int) -> Shapes:
+        """Return {name: shape} of the tensors of a layer's block."""
+        return self._shapes(self.delta_layers[layer])
+
+    def _shapes(self, delta: bool) -> Shapes:
+        llama, of, C = super().block_shapes(), self.delta_nets, self.n_embd
+        H, size = (self.n_v_head,), (self.head_size,)
+        own: dict[str, tuple[int, ...]]
+        if delta:
+            own = {"w_in": (C, of.channels + of.values), "w_ba": (C, 2 * self.n_v_head)}
+            own |= {"conv": (of.channels, 1, 4), "a_log": H, "dt_bias": H}
+            own |= {"gamma_o": (self.v_size,), "w_out": (of.values, C)}
+        else:
+            own = {"w_qkv": llama["w_qkv"], "w_g": (C, self.q_width)}
+            own |= {"gamma_q": size, "gamma_k": size, "w_o": llama["w_o"]}
+        rest = {name: llama[name] for name in ("gamma2", "w_gate", "w_up", "w_down")}
+        return {"gamma1": (C,), **own, **rest}
+
+    def file_rows(self, name: str, layer: int) -> tuple[int, ...]:
+        """Return the rows of each tensor of a file that has rows of a block's tensor `name`."""
+        of = self.delta_nets
+        rows = {"w_in": (of.channels, of.values), "w_ba": (of.n_v_head, of.n_v_head)}
+        return {**rows, "w_g": (self.q_width, 0, 0)}.get(name) or super().file_rows(name, layer)
+
+    def file_spans(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Return the rows of q's tensor in files, where each head of q precedes its gate."""
+        D, Q = self.head_size, 2 * self.q_width
+        heads = range(0, Q, 2 * D)
+        if name == "w_g":
+            return tuple((at + D, at + 2 * D) for at in heads)
+        own = (*((at, at + D) for at in heads), (Q, Q + 2 * self.kv_width))
+        return own if name == "w_qkv" else ()
+
+    @classmethod
+    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert the content of a config.json to {field of this class: value}."""
+        fields, kinds = super()._fields_in(config), (DELTA, KINDS[0])
+        types = config.get("layer_types")
+        if types is None:
+            every = check_count(EVERY, config.get(EVERY, 4))
+            return fields | {"delta_layers": all_but_every(every, fields["n_layer"])}
+        if not isinstance(types, list) or any(each not in kinds for each in types):
+            raise CheckpointError(f"config.json: layer_types: expected a list of "
+                                  f"{' and '.join(kinds)}, got {shown(types)}")  # fmt: skip
+        return fields | {"delta_layers": tuple(each == DELTA for each in types)}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Return the content of a `config.json` with which `transformers` loads this model."""
+        content = super().to_hugging_face()
+        rope = {"rope_type": "default", "rope_theta": content.pop("rope_theta")}
+        rope |= content.pop("rope_scaling") or {}
+        types = [DELTA if delta else KINDS[0] for delta in self.delta_layers]
+        return content | {
+            "rope_parameters": rope | {PARTIAL: self.rotary_part}, "layer_types": types,
+            "pad_token_id": None, "linear_conv_kernel_dim": 4,
+        }  # fmt: skip
+
+    @classmethod
+    def gguf_fields(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return {field: value} of the keys of a GGUF file, which orders heads of v otherwise."""
+        fields = super().gguf_fields(settings)
+        n_v_head, n_layer = fields["n_v_head"] or 0, settings["block_count"]
+        layers = settings.get(RECURRENT)
+        if layers is None:
+            layers = all_but_every(check_count(EVERY, settings.get(EVERY, 4)), n_layer)
+        v_size = settings.get("ssm.inner_size", 0) // max(1, n_v_head)
+        return fields | {
+            "delta_layers": tuple(bool(each) for each in np.atleast_1d(layers)[:n_layer]),
+            "v_size": v_size, "tiled": n_v_head > (fields["n_k_head"] or 0),
+        }  # fmt: skip
+
+    def gguf_settings(self) -> dict[str, Any]:
+        """Return {key: value} of the fields that have keys in GGUF files."""
+        return super().gguf_settings() | {
+            "ssm.conv_kernel": 4, "ssm.inner_size": self.delta_nets.values,
+            RECURRENT: self.delta_layers, "rope.dimension_sections": [self.rotary // 2, 0, 0, 0],
+        }  # fmt: skip
+
+
+CONFIG: type[ModelConfig] = Qwen35Config
+NAMES: Mapping[str, tuple[str, str]] = {
+    **qwen3.NAMES,
+    "w_g": qwen3.NAMES["w_qkv b_qkv"],  # each head's gate follows the head's rows of q
+    "w_in": ("linear_attn.in_proj_qkv+linear_attn.in_proj_z", "attn_qkv+attn_gate"),
+    "w_ba": ("linear_attn.in_proj_b+linear_attn.in_proj_a", "ssm_beta+ssm_alpha"),
+    "conv": ("linear_attn.conv1d", "ssm_conv1d"),
+    "a_log": ("=linear_attn.A_log", "=ssm_a"),
+    "dt_bias": ("=linear_attn.dt_bias", "=ssm_dt.bias"),
+    "gamma_o": ("linear_attn.norm", "ssm_norm"),
+    "w_out": ("linear_attn.out_proj", "ssm_out"),
+    "gamma2": ("post_attention_layernorm", "post_attention_norm"),
+}
+FILES = CheckpointLayout("model.", "layers.", "NK", r"(.+\.)?rotary_emb\w*\..+|mtp\..+")
+GGUF, GGUF_ROPE_INTERLEAVED = "qwen35", False
+NORM, QKV, DIVIDED = llama.NORM, llama.QKV, llama.DIVIDED
+TENSOR_HEADS: tuple[int, ...] = llama.TENSOR_HEADS
+final = gemma3.final
+
+
+def attention(o: Any, h: str, x: Value) -> Value:
+    """Compute a block's first half: a gated delta net, or attention with a gate."""
+    if o.c.is_delta(h):
+        y = o.norm(f"{h}rms1", x, f"{h}gamma1_and_1", to=(f"{h}w_in", f"{h}w_ba"))
+        return o.delta(h, y, to=(f"{h}w_out",))
+    y = o.norm(f"{h}rms1", x, f"{h}gamma1_and_1", to=(f"{h}w_qkv", f"{h}w_g"))
+    gate = o.gate_of_heads(h, y)
+    norms = (f"{h}gamma_q_and_1", f"{h}gamma_k_and_1")
+    y = o.attend(h, o.qkv(h, y, rope="frequencies", norms=norms))
+    return o.gated_heads(h, gate, y, to=(f"{h}w_o",))
+
+
+def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
+    """Compute x1 = x + projected attention; return the block's output x1 + gated_ffn(norm(x1))."""
+    out = "out" if o.c.is_delta(h) else "o"
+    x = o.product(f"{h}proj", y, f"{h}w_{out}", add=(f"{h}x1", x))
+    del y  # free y's memory for the result of the norm
+    y = o.norm(f"{h}rms2", x, f"{h}gamma2_and_1", to=(f"{h}w_gate", f"{h}w_up"))
+    y = o.gated(h, y, to=(f"{h}w_down",))
+    return o.product(f"{h}down", y, f"{h}w_down", add=(f"{h}output", x))
+
+
+def constants(config: Qwen35Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {name: tensor} of RoPE frequencies, 1 + w of norms' weights w, and exp(a_log).
+
+    Weights of norms of q and k have the order of the heads' channels.
+    """
+    found: dict[str, Any] = {"frequencies": config.frequencies()}
+    for n, delta in enumerate(config.delta_layers):
+        norms = ("gamma1", "gamma2") if delta else ("gamma1", "gamma_q", "gamma_k", "gamma2")
+        for name in (f"h.{n}.{norm}" for norm in norms):
+            gamma = 1 + vectors[name]
+            if name[-1] in "qk" and config.head_order and np.ndim(vectors[name]):
+                gamma = gamma[list(config.head_order)]
+            found[f"{name}_and_1"] = gamma
+        if delta:
+            found[f"h.{n}.rate"] = np.exp(vectors[f"h.{n}.a_log"])
+    return found | {"gamma_f_and_1": 1 + vectors["gamma_f"]}
+
+
+def _factors(config: Qwen35Config, largest: Mapping[str, float]) -> dict[str, float]:
+    """Return bounds of the factors by which norms multiply, and of other tensors."""
+    found = {}
+    for name, value in largest.items():
+        kind = name.rpartition(".")[2]
+        found[name] = value + (kind.startswith("gamma") and kind != "gamma_o")
+    return found
+
+
+def stream_bounds(config: Qwen35Config, largest: Mapping[str, float]) -> Iterator[float]:
+    """Yield upper bounds of the residual stream, as Llama does.
+
+    Gates of attention increase no magnitude. A head of a delta net's norm has a Euclidean norm of
+    at most sqrt(v_size) times the largest γ, before SiLU(z) multiplies it.
+    """
+    C, of, factors = config.n_embd, config.delta_nets, _factors(config, largest)
+    stream = largest["wte"]
+    yield stream
+    for h, delta in zip(_layers(config), config.delta_layers, strict=True):
+
+        def product(n: int, name: str, h: str = h) -> float:
+            return C * factors[f"{h}gamma{n}"] * largest[f"{h}w_{name}"]
+
+        if delta:
+            root = math.sqrt(of.v_size) * factors[f"{h}gamma_o"]
+            stream += root * product(1, "in") * of.values * largest[f"{h}w_out"]
+        else:
+            stream += product(1, "qkv") * config.q_width * largest[f"{h}w_o"]
+        stream += product(2, "gate") * product(2, "up") * config.n_ff * largest[f"{h}w_down"]
+        yield stream
+
+
+def operand_bounds(
+    config: Qwen35Config, largest: Mapping[str, float], norms: RowNorms
+) -> dict[str, float]:
+    """Bound operands as Llama and Qwen3 do. |W (1+w)| <= |W| + |W w| for a row W of a matrix."""
+    root, factors, of = math.sqrt(config.n_embd), _factors(config, largest), config.delta_nets
+    bounds = {"rms_f": root * factors["gamma_f"]}
+    for h, delta in zip(_layers(config), config.delta_layers, strict=True):
+
+        def product(n: int, name: str, h: str = h) -> Any:
+            w, gamma = f"{h}w_{name}", f"{h}gamma{n}"
+            return root * (norms(w, "") + norms(w, gamma))
+
+        gate, up = product(2, "gate"), product(2, "up")
+        bounds |= {f"{h}rms{n}": root * factors[f"{h}gamma{n}"] for n in (1, 2)}
+        bounds |= {f"{h}gate": float(gate.max()), f"{h}up": float(up.max())}
+        bounds[f"{h}ff"] = float((gate * up).max())
+        if delta:
+            z = float(product(1, "in")[-of.values :].max())
+            bounds[f"{h}normed"] = math.sqrt(of.v_size) * factors[f"{h}gamma_o"] * z
+        else:
+            turned = math.sqrt(2) * float(product(1, "qkv").max())
+            heads = math.sqrt(config.head_size) * max(
+                factors[f"{h}gamma_q"], factors[f"{h}gamma_k"]
+            )
+            bounds[f"{h}rope"] = max(turned, heads)
+    return bounds
+
+
+def _layers(config: Qwen35Config) -> Iterator[str]:
+    return (f"h.{layer}." for layer in range(config.n_layer))

@@ -1,0 +1,100 @@
+"""The operations of gated delta nets, layers that keep a matrix for each head instead of keys.
+
+`delta_spans` finds the tokens that a pass computes and the states to continue from, `delta_inputs`
+computes q, k, v, decay and β, `delta_rule` applies the rule to the states, and `gated_rmsnorm`
+normalizes its result. Kernels: attention/delta/inputs.cu and attention/delta/rule.cu.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from gpt2block.cuda.kernels import Defines, Geometry, launch_at
+from gpt2block.cuda.requests import Launch
+from gpt2block.errors import InputError
+from gpt2block.models.config import SAVED
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import REQUIRED, Operation, variant
+
+INPUTS, RULE = "attention/delta/inputs.cu", "attention/delta/rule.cu"
+WARPS = 4  # rows and heads of a block that has a warp for each
+LANES, COLUMNS = 8, 16  # DELTA_LANES and DELTA_COLUMNS of the kernel
+THREADS = 256  # threads of delta_spans
+
+
+def _sizes(c: Call) -> tuple[int, int, Defines]:
+    """Return channels of q, k and v, heads of v, and the macros of the sizes of heads."""
+    D, H = c.D, c.A // 2
+    V = D - 2 * c.n_k_head * c.k_size
+    if V <= 0 or V % H or H % c.n_k_head or (D + 2 * H) % 4 or c.k_size % 4 or V // H % 4:
+        raise InputError(
+            f"heads of a gated delta net: expected sizes that are multiples of 4, and heads of v "
+            f"in a multiple of heads of k, an even number, got {c.n_k_head} heads of {c.k_size} "
+            f"channels of k, {H} heads of {V} channels of v"
+        )
+    return D, H, (("DELTA_K", c.k_size), ("DELTA_V", V // H))
+
+
+def _pitch(c: Call) -> int:
+    """Return the number of floats of a state; 0 without states."""
+    return 0 if c.state is None else int(c.state.shape[2])
+
+
+@variant("delta spans", INPUTS, "delta_spans")
+def _spans(c: Call) -> Launch:
+    args = (c.row, c.positions, c.held, c.output("out"), c.N, c.B, int(c.steps))
+    return launch_at(INPUTS, Geometry("delta_spans", (1,), (THREADS,)), args)
+
+
+@variant("delta inputs", INPUTS, "delta_inputs")
+def _inputs(c: Call) -> Launch:
+    D, H, defines = _sizes(c)
+    grid = (c.N, ceil((2 * c.n_k_head + H + 1) / WARPS))
+    geometry = Geometry("delta_inputs", grid, (32, WARPS), defines=defines)
+    arrays = (
+        c.x,
+        c.ba,
+        c.conv,
+        c.rate,
+        c.dt_bias,
+        c.row,
+        c.spans,
+        c.state,
+        c.recent,
+        c.output("out"),
+    )
+    return launch_at(INPUTS, geometry, (*arrays, c.W, _pitch(c), D, H, c.n_k_head, c.N, c.B))
+
+
+@variant("delta rule", RULE, "delta_rule")
+def _rule(c: Call) -> Launch:
+    D, H, defines = _sizes(c)
+    columns = (D - 2 * c.n_k_head * c.k_size) // H
+    grid = (H, ceil(columns / COLUMNS), c.B)
+    defines += (("DELTA_SAVED", SAVED), *((("DELTA_TILED", 1),) if c.tiled else ()))
+    geometry = Geometry("delta_rule", grid, (LANES, COLUMNS), defines=defines)
+    arrays = (c.x, c.ba, c.rows, c.spans, c.state, c.recent, c.pool, c.saved, c.output("out"))
+    saved = 0 if c.saved is None else c.M
+    sizes = (c.W, _pitch(c), D, H, c.n_k_head, c.N, saved, int(c.steps))
+    return launch_at(RULE, geometry, (*arrays, *sizes))
+
+
+@variant("gated norm", RULE, "gated_rmsnorm")
+def _gated(c: Call) -> Launch:
+    if c.V % c.G or c.W < c.V:
+        raise InputError(f"o: expected heads of {c.G} channels, up to {c.W}, got {c.V} channels")
+    geometry = Geometry("gated_rmsnorm", (c.N, ceil(c.V // c.G / WARPS)), (32, WARPS))
+    geometry = geometry.with_defines((("DELTA_V", c.G),))
+    args = (c.o, c.x, c.gamma, c.output("out"), c.W, c.V // c.G, c.eps)
+    return launch_at(RULE, geometry, args)
+
+
+_HEADS = {"n_k_head": REQUIRED, "k_size": REQUIRED}
+STEPS = (
+    Operation(name="delta_spans", variants=(_spans,), options={"steps": False}),
+    Operation(name="delta_inputs", variants=(_inputs,), options=_HEADS),
+    Operation(
+        name="delta_rule", variants=(_rule,), options={**_HEADS, "steps": False, "tiled": False}
+    ),
+    Operation(name="gated_rmsnorm", variants=(_gated,), options={"eps": 1e-6}),
+)

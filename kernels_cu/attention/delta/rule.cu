@@ -1,0 +1,246 @@
+// The gated delta rule: each head of v keeps a matrix S, which forgets, and learns to map each key to its value.
+//
+//   S <- decay S,   S <- S + beta (v - S k) k^T,   o = S q     token by token, in prompts and in steps
+//
+// A column of S here is the row of S that makes one channel of v: columns do not depend on each other. DELTA_LANES
+// lanes hold a column in registers, and add its products by shuffles, in an order that depends on DELTA_K alone. So a
+// token has the same bits in a prompt of any length and in a step. lib/delta.cuh describes the arrays.
+//
+//   delta_rule: a block processes DELTA_COLUMNS columns of a head of a slot; rows are copied to shared memory DELTA_CHUNK
+//       tokens at a time, while the block computes the chunk before
+//   gated_rmsnorm: out = o s gamma silu(z), s = 1 / sqrt(mean(o^2) + eps) over a head; one warp per row and head
+//
+// Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024).
+//
+// delta_rule: grid (H, DELTA_V / DELTA_COLUMNS rounded up, B), block (DELTA_LANES, DELTA_COLUMNS). gated_rmsnorm: grid
+// (N, ceil(H / 4)), block (32, 4).
+#include "lib/common.cuh"
+#include "lib/copies.cuh"
+#include "lib/delta.cuh"
+#include "lib/overlap.cuh"
+
+#ifndef DELTA_K  // channels of a head of q and k: a multiple of 4
+#define DELTA_K 128
+#endif
+#ifndef DELTA_V  // channels of a head of v: a multiple of 4
+#define DELTA_V 128
+#endif
+#ifndef DELTA_TILED  // whether heads of v with the same remainder share a head of k, instead of neighbours
+#define DELTA_TILED 0
+#endif
+#ifndef DELTA_LANES
+#define DELTA_LANES 8
+#endif
+#ifndef DELTA_COLUMNS  // a multiple of 4
+#define DELTA_COLUMNS 16
+#endif
+#ifndef DELTA_SAVED  // tokens from a state that other texts can reuse to the next
+#define DELTA_SAVED 256
+#endif
+#ifndef DELTA_CHUNK
+#define DELTA_CHUNK 8
+#endif
+
+constexpr int VECTORS = (DELTA_K / 4 + DELTA_LANES - 1) / DELTA_LANES;  // vectors of a column per lane
+constexpr int THREADS = DELTA_LANES * DELTA_COLUMNS;
+static_assert(DELTA_K % 4 == 0 && DELTA_V % 4 == 0 && DELTA_COLUMNS % 4 == 0, "rows are whole vectors");
+
+// A chunk of tokens in shared memory. Vectors of a short head's lanes that hold no channels are zeros.
+struct __align__(16) Chunk {
+    float q[DELTA_CHUNK][4 * VECTORS * DELTA_LANES], k[DELTA_CHUNK][4 * VECTORS * DELTA_LANES];
+    float v[DELTA_CHUNK][DELTA_COLUMNS], decay[DELTA_CHUNK], beta[DELTA_CHUNK];
+};
+
+// A lane's part of a column of S: 4 VECTORS channels of k.
+struct Column {
+    float s[VECTORS][4];
+
+    // Calls use(vector, channel) for each of the lane's vectors with channels.
+    template <typename Use>
+    __device__ __forceinline__ static void each(Use use) {
+#pragma unroll
+        for (int n = 0; n < VECTORS; ++n) {
+            const int channel = 4 * (n * DELTA_LANES + (int)threadIdx.x);
+            if (channel < DELTA_K) use(n, channel);
+        }
+    }
+
+    // Returns the sum of the products with a row in shared memory, in all lanes of the column.
+    __device__ __forceinline__ float times(const float* row) const {
+        float sums[4] = {};
+#pragma unroll
+        for (int n = 0; n < VECTORS; ++n) {
+            const float4 r = ld_vec(row + 4 * (n * DELTA_LANES + threadIdx.x));
+            sums[0] = fmaf(s[n][0], r.x, sums[0]);
+            sums[1] = fmaf(s[n][1], r.y, sums[1]);
+            sums[2] = fmaf(s[n][2], r.z, sums[2]);
+            sums[3] = fmaf(s[n][3], r.w, sums[3]);
+        }
+        return lanes_sum<DELTA_LANES>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    }
+
+    __device__ __forceinline__ void add(const float* row, float change) {
+#pragma unroll
+        for (int n = 0; n < VECTORS; ++n) {
+            const float4 r = ld_vec(row + 4 * (n * DELTA_LANES + threadIdx.x));
+            s[n][0] = fmaf(r.x, change, s[n][0]);
+            s[n][1] = fmaf(r.y, change, s[n][1]);
+            s[n][2] = fmaf(r.z, change, s[n][2]);
+            s[n][3] = fmaf(r.w, change, s[n][3]);
+        }
+    }
+
+    __device__ __forceinline__ void decay(float factor) {
+#pragma unroll
+        for (int n = 0; n < VECTORS; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) s[n][e] = __fmul_rn(s[n][e], factor);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
+    const float* x,     // (N, W)
+    const float* ba,    // (N, 2 H)
+    const float* rows,  // (N + 7 B, D + 2 H)
+    const int* spans,   // (B, 6)
+    float* state,       // (B, 2, P); or null
+    float* recent,      // (B, 16, D + 2 H); or null
+    float* pool,        // (S, P); or null
+    const int* saved,   // (B, M); or null
+    float* out,         // (N, H DELTA_V)
+    long long W, long long P, int D, int H, int n_k_head, int N, int M, int steps) {
+    let_next_start();
+    wait_for_previous();
+    __shared__ Chunk chunks[2];
+    const int head = blockIdx.x, slot = blockIdx.z, begin = blockIdx.y * DELTA_COLUMNS;
+    const int column = begin + threadIdx.y, thread = threadIdx.y * DELTA_LANES + threadIdx.x;
+    const int of_k = DELTA_TILED ? head % n_k_head : head / (H / n_k_head);
+    const int K = n_k_head * DELTA_K, Y = D + 2 * H;
+    const Span span = span_of(spans, slot);
+    if (span.start == span.end) return;
+    const bool holds = column < DELTA_V;
+    const long long place = 3LL * D + ((long long)head * DELTA_V + column) * DELTA_K;  // of the column in a state
+
+    // Starts copies of the chunk of tokens from a position on.
+    const auto copy = [&](Chunk& to, int from) {
+        const int count = min(DELTA_CHUNK, span.end - from);
+        constexpr int OF_K = DELTA_K / 4, OF_V = DELTA_COLUMNS / 4, ALL = 2 * OF_K + OF_V + 2;
+        for (int i = thread; i < count * ALL; i += THREADS) {
+            const int t = i / ALL, part = i % ALL;
+            const float* const row = rows + row_of(span, slot, from + t, N) * Y;
+            if (part < OF_K) {
+                copy_vec(to.q[t] + 4 * part, row + of_k * DELTA_K + 4 * part);
+            } else if (part < 2 * OF_K) {
+                copy_vec(to.k[t] + 4 * (part - OF_K), row + K + of_k * DELTA_K + 4 * (part - OF_K));
+            } else if (part < 2 * OF_K + OF_V) {
+                const int c = 4 * (part - 2 * OF_K);
+                if (begin + c < DELTA_V) copy_vec(to.v[t] + c, row + 2 * K + head * DELTA_V + begin + c);
+            } else if (part == 2 * OF_K + OF_V) {
+                to.decay[t] = __ldcg(row + D + head);
+            } else {
+                to.beta[t] = __ldcg(row + D + H + head);
+            }
+        }
+    };
+
+    if (DELTA_K < 4 * VECTORS * DELTA_LANES) {
+        for (int i = thread; i < 2 * (int)sizeof(Chunk) / 4; i += THREADS) reinterpret_cast<float*>(chunks)[i] = 0.0f;
+        __syncthreads();
+    }
+    Column own = {};
+    copy(chunks[0], span.base);
+    if (span.source >= 0 && holds) {
+        const float* const from = state + (2LL * slot + span.source) * P + place;
+        Column::each([&](int n, int channel) {
+            const float4 four = __ldcg(reinterpret_cast<const float4*>(from + channel));
+            own.s[n][0] = four.x, own.s[n][1] = four.y, own.s[n][2] = four.z, own.s[n][3] = four.w;
+        });
+    }
+    const int written = steps ? span.start + 1 : span.end;  // number of tokens of the state that the pass writes
+    // Returns the entry of `pool` for the state after `tokens` tokens; the second one for the last token.
+    const auto entry_of = [&](int tokens, bool last) {
+        if (!saved || tokens <= span.start || (!last && tokens % DELTA_SAVED > 0)) return -1;
+        return __ldcg(saved + slot * M + (last ? M : tokens / DELTA_SAVED) - 1);
+    };
+    const auto store = [&](float* to) {
+        Column::each([&](int n, int channel) {
+            st_vec(to + place + channel, make_float4(own.s[n][0], own.s[n][1], own.s[n][2], own.s[n][3]));
+        });
+    };
+    for (int from = span.base, turn = 0; from < span.end; from += DELTA_CHUNK, turn ^= 1) {
+        wait_for_copies();
+        __syncthreads();
+        if (from + DELTA_CHUNK < span.end) copy(chunks[turn ^ 1], from + DELTA_CHUNK);
+        const Chunk& chunk = chunks[turn];
+        for (int t = 0; t < DELTA_CHUNK && from + t < span.end; ++t) {
+            own.decay(chunk.decay[t]);
+            const float change = __fmul_rn(chunk.beta[t], chunk.v[t][threadIdx.y] - own.times(chunk.k[t]));
+            own.add(chunk.k[t], change);
+            const float made = own.times(chunk.q[t]);
+            const int position = from + t;
+            if (holds && threadIdx.x == 0 && position >= span.start) {
+                const float unknown = __int_as_float(0x7fffffff);
+                const long long row = span.first + position - span.start;
+                out[(row * H + head) * DELTA_V + column] = span.source == -2 ? unknown : made;
+            }
+            if (holds && state && position + 1 == written) store(state + (2LL * slot + span.target) * P);
+            if (holds && saved) {
+                const int whole = entry_of(position + 1, false);
+                const int last = position + 1 == span.end ? entry_of(position + 1, true) : -1;
+                if (whole >= 0) store(pool + whole * P);
+                if (last >= 0) store(pool + last * P);
+            }
+        }
+    }
+
+    // The blocks of a slot divide its last three rows and its recent rows.
+    if (!state) return;
+    const DeltaRows of = {x, ba, state, recent, W, P, D, H, slot, span};
+    const int block = blockIdx.y * gridDim.x + blockIdx.x, all = gridDim.x * gridDim.y * THREADS;
+    const auto store_rows = [&](float* to, int tokens) {
+        for (int i = block * THREADS + thread; i < 3 * D; i += all) to[i] = of.at(tokens - 3 + i / D, i % D);
+    };
+    store_rows(state + (2LL * slot + span.target) * P, written);
+    for (int tokens = span.start / DELTA_SAVED * DELTA_SAVED + DELTA_SAVED; saved && tokens <= span.end;
+         tokens += DELTA_SAVED) {
+        const int entry = entry_of(tokens, false);
+        if (entry >= 0) store_rows(pool + entry * P, tokens);
+    }
+    const int last = entry_of(span.end, true);
+    if (last >= 0) store_rows(pool + last * P, span.end);
+    for (int i = block * THREADS + thread; i < (span.end - written) * Y; i += all) {
+        const int position = written + i / Y;
+        recent[((long long)slot * DELTA_RECENT + position % DELTA_RECENT) * Y + i % Y] = of.at(position, i % Y);
+    }
+}
+
+extern "C" __global__ void gated_rmsnorm(
+    const float* o,      // (N, H DELTA_V)
+    const float* x,      // (N, W): the last H DELTA_V channels are z
+    const float* gamma,  // (DELTA_V)
+    float* out,          // (N, H DELTA_V)
+    long long W, int H, float eps) {
+    let_next_start();
+    wait_for_previous();
+    const long long n = blockIdx.x;
+    const int head = blockIdx.y * blockDim.y + threadIdx.y, width = H * DELTA_V;
+    if (head >= H) return;
+    constexpr int VALUES = (DELTA_V + 31) / 32;
+    float value[VALUES], square = 0.0f;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+        const int c = threadIdx.x + 32 * i;
+        value[i] = c < DELTA_V ? __ldcg(o + n * width + head * DELTA_V + c) : 0.0f;
+        square = fmaf(value[i], value[i], square);
+    }
+    const float factor = rsqrtf(fmaf(lanes_sum<32>(square), 1.0f / DELTA_V, eps));
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+        const int c = threadIdx.x + 32 * i;
+        if (c >= DELTA_V) continue;
+        const float z = __ldcg(x + (n + 1) * W - width + head * DELTA_V + c);
+        const float normed = __fmul_rn(__fmul_rn(value[i], factor), gamma[c]);
+        out[n * width + head * DELTA_V + c] = __fmul_rn(normed, z / (1.0f + expf(-z)));
+    }
+}

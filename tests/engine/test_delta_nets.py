@@ -1,0 +1,120 @@
+"""Gated delta nets in a model: prompts in pieces and batches, and prefixes of other texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block import InputError, Model, reference
+from gpt2block.engine import states
+from gpt2block.engine.generation import batching, prefixes
+from gpt2block.engine.generation.batching import Batch
+from gpt2block.engine.generation.rows import Ends, Row
+from gpt2block.engine.model import Ids, check_divides
+from gpt2block.ops import delta
+from gpt2block.sampling import Sampling
+from tests.devices import GPU, running_on
+from tests.engine.test_architectures_cuda import FORMATS, made
+
+NEW = 3  # tokens of a text
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a state every 8 tokens, and reuse prefixes of 4 tokens or more."""
+    for module in (states, reference, delta):
+        monkeypatch.setattr(module, "SAVED", 8)
+    for each in (batching, prefixes):
+        monkeypatch.setattr(each, "MIN_COPIED", 4)
+    monkeypatch.setattr(prefixes, "MIN_SHARED", 4)
+
+
+def rows_of(model: Model[Any], *prompts: list[Ids], slots: int = 2) -> Iterator[list[Row]]:
+    """Run each group of prompts in the same Batch; yield their rows."""
+    batch = Batch(model.engine, slots, 40)
+    for group in prompts:
+        ends = Ends(NEW, 40, False, (), frozenset(), None)
+        rows = [Row(ids, Sampling(seed=1), None, ends, 0) for ids in group]
+        batch.submit(rows)
+        while batch.busy:
+            batch.step()
+        yield rows
+
+
+def cases() -> list[Any]:
+    every = [pytest.param("gpu", dtype, marks=GPU.marks) for dtype in FORMATS]
+    return [pytest.param("hopper", "float16"), *every]
+
+
+@pytest.mark.parametrize(("where", "dtype"), cases())
+def test_pieces_and_prefixes_have_the_same_bits(
+    where: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later prompts continue from states after 8 tokens, after prompts, and of other slots."""
+    with running_on(where):
+        model = made(("qwen3_5", dtype, False), "cuda")
+        ids = np.random.default_rng(0).integers(53, size=60).astype(np.int32)
+        first, text = ids[:19], np.concatenate
+        groups = [
+            [first],
+            [text([first, ids[30:35]]), text([first[:13], ids[40:45]])],
+            [text([first[:18], ids[50:53]]), ids[25:36]],
+            [text([first[:13], ids[40:44], ids[:3]])],
+        ]
+        options: dict[str, Any] = {"max_new_tokens": NEW, "seed": 1, "stop_ids": ()}
+        prompts = [ids for group in groups for ids in group]
+        alone = [model.generate(prompt, **options) for prompt in prompts]
+        found = [row for rows in rows_of(model, *groups) for row in rows]
+        for row, expected in zip(found, alone, strict=True):
+            assert (tuple(row.tokens), tuple(row.logprobs)) == (expected.tokens, expected.logprobs)
+        assert [row.reused for row in found] == [0, 19, 8, 16, 0, 8]
+        monkeypatch.setattr(batching, "PIECE", 8)
+        assert model.generate(prompts[1], **options) == alone[1]
+        whole, cache = model(ids[:40]), model.new_cache()
+        parts = [model(ids[a:b], cache) for a, b in pairwise((0, 5, 21, 40))]
+        if model.engine.continues_exactly:
+            np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_entries_are_given_up_oldest_first() -> None:
+    """A pass keeps states after its last token, shared tokens, and some between."""
+    shapes = {"saved": (2, 9), "h.0.pool": (8, 3), "h.0.state": (2, 2, 3), "held": (2, 2)}
+    arrays = {name: Settable(np.zeros(shape, np.int32)) for name, shape in shapes.items()}
+    kept = states.KeptStates(arrays)
+    kept.begin(0, 0, 60)
+    assert sorted(kept._entries) == [(0, 8), (0, 32), (0, 56), (0, 60)]
+    assert [kept.longest(0, 1, n) for n in (60, 59, 7)] == [60, 56, 0]
+    row = arrays["saved"][0]
+    assert row[-1] >= 0
+    assert (row[:-1] >= 0).sum() == states.ENTRIES - 1
+    kept.longest(0, 1, 21)  # the next text of slot 1 shares 21 tokens
+    kept.begin(1, 8, 60)
+    assert kept.longest(1, 0, 21) == 16
+    kept.copy(1, 0, 16)
+    assert arrays["held"][0].tolist() == [16, -1]
+    assert kept.longest(0, 1, 60) == 16
+    kept.begin(0, 16, 50)
+    assert len(set(kept._entries.values())) <= 8
+
+
+class Settable(np.ndarray[Any, Any]):
+    """A NumPy array with CuPy's method `set`."""
+
+    def __new__(cls, array: Any) -> Any:
+        return array.view(cls)
+
+    def set(self, values: Any) -> None:
+        self[...] = values
+
+
+def test_what_gated_delta_nets_cannot_do() -> None:
+    model = made(("qwen3_5", "float32", False), "cpu")
+    other = made(("qwen3", "float32", False), "cpu")
+    with pytest.raises(InputError, match="qwen3_5_text on 2 GPUs: expected one GPU, as gated"):
+        check_divides(model.config, 2)
+    with pytest.raises(InputError, match=r"draft_model: expected a model without gated delta nets"):
+        other.draft_model = model
