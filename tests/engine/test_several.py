@@ -374,6 +374,8 @@ LOADS = [
     ("arrays", "gpt2", "bfloat16", 2),
     ("device", "llama", "bfloat16", 2),
     ("device", "gpt2", "float16", 4),
+    ("gguf", "lfm2", FILE, 2),
+    ("safetensors", "lfm2-bias", "float16", 2),
 ]
 
 
