@@ -194,9 +194,8 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
                          attention.SLIDING_WINDOW_PATTERN: (True, False)},
     }  # fmt: skip
     named = {"mistral": "llama", "ministral3": "mistral3", "granitemoehybrid": "granite"}
-    name = (named | {"olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}).get(
-        kind, kind
-    )
+    named |= {"olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}
+    name = named.get(kind, kind)
     keys = {key.format(arch=name): each for key, each in (expected | others.get(kind, {})).items()}
     assert metadata_of(Random(c)) == {"general.architecture": name, **keys}
 
