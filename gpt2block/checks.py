@@ -324,6 +324,7 @@ def _position(name: str, value: object) -> int:
     return check_integer(name, value, 0, MAX_POSITIONS, "an integer of at least 0 below 2^31")
 
 
+FLAGS = "causal", "gelu", "split_k", "half_split", "saturate", "stats", "values", "queries"
 # Checks of scalar arguments by argument name. A name has the same meaning in all functions.
 SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
     "n_head": check_count,
@@ -338,10 +339,7 @@ SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
         lambda name, value: check_number(name, value, 2.0**-40, 2.0**40, "2^-40 to 2^40"),
     ),
     "theta": lambda name, value: check_number(name, value, 1, 2.0**100, "a number from 1 to 2^100"),
-    **dict.fromkeys(
-        ("causal", "gelu", "split_k", "half_split", "saturate", "stats", "values", "queries"),
-        check_flag,
-    ),
+    **dict.fromkeys(FLAGS, check_flag),
 }
 
 

@@ -154,16 +154,11 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
     return rng.standard_normal((T, heads * D), dtype=np.float32), *gammas
 
 
+OPTIONS = {"n_head": REQUIRED, "n_kv_head": REQUIRED, "eps": 1e-6, "values": False}
 QK_NORM_ROPE = Operation(
     name="qk_norm_rope",
     variants=(_rope,),
-    options={
-        "n_head": REQUIRED,
-        "n_kv_head": REQUIRED,
-        "eps": 1e-6,
-        "values": False,
-        "queries": False,
-    },
+    options={**OPTIONS, "queries": False},
 )
 QK_NORM_APPEND = Operation(
     name="qk_norm_append",
@@ -174,7 +169,7 @@ QK_NORM_APPEND = Operation(
 OPERATION = Operation(
     name="qk_norm",
     variants=(_heads,),
-    options={"n_head": REQUIRED, "n_kv_head": REQUIRED, "eps": 1e-6, "values": False},
+    options=OPTIONS,
     steps=(QK_NORM_ROPE, QK_NORM_APPEND),
     workload=Workload(
         idea="rmsnorm of each head of Q and of K in rows [Q | K | V]",

@@ -83,15 +83,11 @@ def test_groups_of_channels_are_normalized_and_columns_gated(device: Any) -> Non
         columns = np.ascontiguousarray(stream[:, first : first + gate.shape[1]])
         own, up = cupy.asarray(gate), cupy.asarray(columns)
         gated = GATED_COLUMNS.bind((own, residual), first=first, gelu=True).run()
-        expected = SILU_MUL.bind((own, up), gelu=True).run()
-        assert_same_bits(gated.get(), expected.get())
+        assert_same_bits(gated.get(), SILU_MUL.bind((own, up), gelu=True).run().get())
         truth = reference.gated_columns(gate, stream, first, gelu=True)
         np.testing.assert_allclose(gated.get(), truth, rtol=1e-5, atol=1e-6)
     refused: list[tuple[Any, str]] = [
-        (
-            lambda: RMSNORM_GROUPS.bind((y, gamma[:7], residual)),
-            "x: expected rows of a multiple of 7",
-        ),
+        (lambda: RMSNORM_GROUPS.bind((y, gamma[:7], residual)), "x: expected rows of a multiple"),
         (lambda: RMSNORM_ADD.bind((*rows, gamma)), r"scale: expected shape \(1,\), got"),
         (lambda: GATED_COLUMNS.bind((y, residual), first=1), "first: expected 0 to 0, for 108"),
     ]

@@ -283,19 +283,11 @@ def test_split_without_its_barrier_shows() -> None:
 
 @combinations(
     times=1,
-    heads=[
-        (3, 1, 8),
-        (2, 2, 64),
-        (2, 2, 12),
-        (2, 1, 128),
-        (3, 3, 7),
-        (1, 1, 256),
-        (2, 1, 80),
-        (2, 1, 512),
-    ],
+    heads=[(3, 1, 8), (2, 2, 64), (2, 2, 12), (2, 1, 128), (3, 3, 7), (1, 1, 256), (2, 1, 80),
+           (2, 1, 512)],
     kind=KINDS,
     dtype=["float16", "bfloat16"],
-)
+)  # fmt: skip
 def test_rows_of_16_bits_give_those_of_float32_rounded_once(
     device: Any, heads: Heads, kind: str, dtype: str
 ) -> None:

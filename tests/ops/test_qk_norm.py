@@ -134,9 +134,8 @@ def test_norms_of_values_and_of_queries_alone(device: Any, heads: Heads, kind: s
     turned = (alone, at, turns, norms[0], norms[0])
     bound = registry.bind("qk_norm_rope", turned, alone, n_kv_head=NKV, queries=True, **options)
     assert_same_bits(bound.run().get(), q)
-    assert (
-        registry.bind("qk_norm_rope", (x, at, turns, *norms), x, n_kv_head=NKV, **both).run() is x
-    )
+    bound = registry.bind("qk_norm_rope", (x, at, turns, *norms), x, n_kv_head=NKV, **both)
+    assert bound.run() is x
     assert_same_bits(x.get(), got.get())
 
 

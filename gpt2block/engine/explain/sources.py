@@ -22,11 +22,8 @@ from gpt2block.ops.registry import OPERATIONS
 TEN_STEPS, FUSED, HERE = "step by step", "fused plan", "ran here"  # why a page shows a kernel
 _FUSED_VARIANTS = ("narrow", "mma", "wgmma")
 # Operation on packed rows of several sequences → its equivalent for one sequence, easier to read
-_OF_ONE_SEQUENCE = {
-    "attention_packed": "attention",
-    "attention_queries": "attention",
-    "rope_packed": "rope_qkv",
-}
+_OF_ONE_SEQUENCE = {"attention_packed": "attention", "attention_queries": "attention",
+                    "rope_packed": "rope_qkv"}  # fmt: skip
 _ROW_SIZES = {"layernorm768_kernel": 768}  # kernel → the only row length that it supports
 _KERNELS_OF = {"rope_qkv": "rope"}  # function → operation whose kernels compute it
 

@@ -24,19 +24,8 @@ from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.models.architectures import gemma3, llama
 from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.models.architectures.gemma3 import CAP, SCALE, Gemma3Config
-from gpt2block.models.config import (
-    LayerCache,
-    LayerEmbeddings,
-    ModelConfig,
-    Settings,
-    Shapes,
-)
-from gpt2block.models.config.llama import (
-    KINDS,
-    PartlyWindowedConfig,
-    RopeScaling,
-    rope_objects,
-)
+from gpt2block.models.config import LayerCache, LayerEmbeddings, ModelConfig, Settings, Shapes
+from gpt2block.models.config.llama import KINDS, PartlyWindowedConfig, RopeScaling, rope_objects
 
 OVERRIDES, GLOBAL, PART = "per_layer_config", "global_head_dim", "partial_rotary_factor"
 TABLE_ROWS, WIDE, FF = "vocab_size_per_layer_input", "use_double_wide_mlp", "feed_forward_length"
@@ -148,8 +137,9 @@ class Gemma4Config(Gemma3Config):
 
     def frequencies(self) -> NDArray[np.float64]:
         """Return the radians per position of each pair in layers without a window."""
-        D, factor = self.global_head_size, 1.0 if self.scaling is None else self.scaling.factor
-        turned = self.theta ** (-2 * np.arange(int(self.rotary_part * D // 2)) / D) / factor
+        D = self.global_head_size
+        pairs = np.arange(int(self.rotary_part * D // 2))
+        turned = self.theta ** (-2 * pairs / D) / self.rope_factor
         return np.pad(turned, (0, D // 2 - len(turned)))
 
     def shapes_of(self, layer: int) -> Shapes:
@@ -219,10 +209,15 @@ class Gemma4Config(Gemma3Config):
         return of_full | {f"{key}_swa": sliding for key in of_full}
 
     @property
+    def rope_factor(self) -> float:
+        """The number that divides RoPE's frequencies in layers without a window."""
+        return 1.0 if self.scaling is None else self.scaling.factor
+
+    @property
     def rope_factors(self) -> tuple[float, ...]:
         """Factors that divide RoPE's frequencies of layers without a window in a GGUF file."""
-        factor = 1.0 if self.scaling is None else self.scaling.factor
-        return tuple(factor if turned else NO_ROTATION for turned in self.frequencies() > 0)
+        turned = self.frequencies() > 0
+        return tuple(self.rope_factor if each else NO_ROTATION for each in turned)
 
     def with_rope_factors(self, factors: tuple[float, ...]) -> Gemma4Config:
         """Return the config for these factors of a GGUF file."""
@@ -257,12 +252,9 @@ class Gemma4Config(Gemma3Config):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
-        content, factor = (
-            super().to_hugging_face(),
-            1.0 if self.scaling is None else self.scaling.factor,
-        )
+        content = super().to_hugging_face()
         full = {"rope_type": "proportional", "rope_theta": content.pop("rope_theta")}
-        full |= {PART: self.rotary_part, "factor": factor}
+        full |= {PART: self.rotary_part, "factor": self.rope_factor}
         local = {"rope_type": "default", "rope_theta": self.local_theta}
         del content[SCALE], content["rope_scaling"]
         rope = dict(zip(KINDS, (full, local), strict=True))
@@ -281,11 +273,8 @@ def _overridden(overrides: Any, fields: Mapping[str, Any]) -> Any:
     named = {str(n): each for n, each in overrides.items()} if isinstance(overrides, dict) else {}
     sizes = [named[n].get("head_dim") if isinstance(named.get(n), dict) else None for n in layers]
     same = {"head_dim": sizes[0], "num_key_value_heads": fields["n_kv_head"]}
-    if (
-        sizes[0] is None
-        or named.keys() != {*layers}
-        or any(same | named[n] != same for n in layers)
-    ):
+    alike = None not in sizes and all(same | named[n] == same for n in layers)
+    if not alike or named.keys() != {*layers}:
         raise CheckpointError(
             f"config.json: {OVERRIDES}: expected the same head_dim for each of the layers without "
             f"a window ({', '.join(layers)}), got {shown(overrides)}"
@@ -313,10 +302,10 @@ final = llama.final
 
 def constants(config: Gemma4Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
     """Return {name: tensor}: RoPE frequencies, and norm weights of embeddings for layers."""
-    halved = (
-        {"gamma_layers_scaled": vectors["gamma_layers"] * 2**-0.5} if config.n_layer_embd else {}
-    )
-    return {**config.layer_frequencies(), **halved}
+    found: dict[str, Any] = {**config.layer_frequencies()}
+    if config.n_layer_embd:
+        found["gamma_layers_scaled"] = vectors["gamma_layers"] * 2**-0.5
+    return found
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
@@ -365,10 +354,8 @@ def operand_bounds(
     config: Gemma4Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
     """Bound operands as Llama and Qwen3 do; the residual stream is an operand after norms, too."""
-    root, bounds = (
-        math.sqrt(config.n_embd),
-        {"rms_f": math.sqrt(config.n_embd) * largest["gamma_f"]},
-    )
+    root = math.sqrt(config.n_embd)
+    bounds = {"rms_f": root * largest["gamma_f"]}
     for layer, stream in enumerate([*stream_bounds(config, largest)][:-1]):
         h, shapes = f"h.{layer}.", config.shapes_of(layer)
 
