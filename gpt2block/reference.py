@@ -241,11 +241,11 @@ def short_conv(
     row: NDArray[np.integer[Any]],
     position: NDArray[np.integer[Any]],
 ) -> Array:
-    """Compute y_t = C_t · (bias + sum over j of taps_j · u_(t - L + 1 + j)), u = B · x, per channel.
+    """Compute y_t = C_t · (bias + Σ_j taps_j · u_(t - L + 1 + j)), u = B · x, in each channel.
 
     bcx (M, 3C), rows [B | C | x]; taps (C, 1, L), bias (C,) → y (M, C). Row m belongs to sequence
-    row[m], at position[m]; u is 0 before position 0. k (n, n_ctx, C) has the u of earlier positions,
-    and receives the u of these rows, rounded to its dtype; without k, all sequences begin here.
+    row[m], at position[m]; u is 0 before position 0. k (n, n_ctx, C) has u of earlier positions,
+    and receives u of these rows, rounded to its dtype; without k, all sequences begin here.
     """
     C, _, L = taps.shape
     if bcx.shape[1] != 3 * C:

@@ -126,7 +126,7 @@ Case = tuple[str, str, bool]
 
 def cases() -> list[Any]:
     """Return some cases for the emulator, where each is many programs, and all for a GPU."""
-    emulated = [("qwen3", "float16"), ("phi3", "bfloat16")]
+    emulated = [("qwen3", "float16"), ("phi3", "bfloat16"), ("lfm2", "float8_e4m3fn")]
     everywhere = product(OWN, FORMATS, (False, True))
     found = [("emulator", (*case, False)) for case in emulated]
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]

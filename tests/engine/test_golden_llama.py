@@ -42,8 +42,8 @@ from tests.devices import GPU, running_on
 GOLDEN = Path(__file__).parents[1] / "golden"
 LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-shards")
 NAMES = (
-    *LLAMAS, "lfm2", "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3",
-    "phi3", "olmo2", "olmo3", "nanochat", "gemma3", "qwen3_5",
+    *LLAMAS, "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3",
+    "phi3", "lfm2", "olmo2", "olmo3", "nanochat", "gemma3", "qwen3_5",
 )  # fmt: skip
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
@@ -409,10 +409,10 @@ LFM2_1_2B = {
     "block_use_swiglu": True, "block_use_xavier_init": True, "conv_L_cache": 3, "conv_bias": False,
     "conv_dim_out": 2048, "conv_use_xavier_init": True, "eos_token_id": 7, "hidden_size": 2048,
     "full_attn_idxs": [2, 5, 8, 10, 12, 14], "initializer_range": 0.02, "norm_eps": 1e-5,
-    "max_position_embeddings": 128000, "num_attention_heads": 32, "num_heads": 32, "use_cache": True,
-    "num_hidden_layers": 16, "num_key_value_heads": 8, "pad_token_id": 0, "rope_theta": 1000000.0,
-    "torch_dtype": "bfloat16", "use_pos_enc": True, "vocab_size": 65536, "bos_token_id": 1,
-    "intermediate_size": 12288,
+    "max_position_embeddings": 128000, "num_attention_heads": 32, "num_heads": 32,
+    "use_cache": True, "num_hidden_layers": 16, "num_key_value_heads": 8, "pad_token_id": 0,
+    "rope_theta": 1000000.0, "torch_dtype": "bfloat16", "use_pos_enc": True, "vocab_size": 65536,
+    "bos_token_id": 1, "intermediate_size": 12288,
 }  # fmt: skip
 
 

@@ -145,7 +145,7 @@ class Pass(ABC):
 
     @abstractmethod
     def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
-        """Compute the short convolution of rows [B | C | x], and write rows of u to the kv_cache."""
+        """Compute the short convolution of rows [B | C | x]; write rows of u to the kv_cache."""
 
     def _short_conv(self, h: str, bcx: Value, **options: Any) -> Value:
         inputs = (bcx, f"{h}taps", f"{h}b_taps", f"{h}k", "row", "positions")

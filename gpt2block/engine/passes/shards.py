@@ -158,21 +158,21 @@ class ModelShard:
         return ()
 
     def parts(self, name: str) -> tuple[int, ...]:
-        """Return the sizes of the parts [Q | K | V] or [B | C | x] of each of which a GPU has a share.
+        """Return the sizes of the parts, such as [Q | K | V], of each of which a GPU has a share.
 
         name: of weights, of a result, or of a kv_cache, whose only part is K, V or u. Return () if
         each GPU has all, or a range of neighbouring outputs.
         """
-        base, C = matrix_of(name.removesuffix(OF_SHARD)), self.config.n_embd
-        convs, (h, *_) = self.config.conv_layers, name.removeprefix("h.").split(".")
-        if convs and h.isdigit() and convs[int(h)]:
-            parts = {"w_in": 3 * (C,), "b_in": 3 * (C,), "bcx": 3 * (C,)}
-            parts |= dict.fromkeys(("taps", "b_taps", "k"), (C,))
-            return parts.get(base, ()) if self.divides_channels else ()
-        own = {"q": (self.config.q_width,), "k": (self.config.kv_width,)}
-        own["v"], all_heads = own["k"], (*own["q"], *own["k"], *own["k"])
-        own |= dict.fromkeys((QKV, "b_qkv", "qkv", "rope"), all_heads)
-        return own.get(base, ()) if self.divides_heads else ()
+        base, c = matrix_of(name.removesuffix(OF_SHARD)), self.config
+        h, found = name.removeprefix("h.").partition(".")[0], dict[str, tuple[int, ...]]()
+        if c.conv_layers and h.isdigit() and c.conv_layers[int(h)]:
+            found = dict.fromkeys(("w_in", "b_in", "bcx"), 3 * (c.n_embd,))
+            found |= dict.fromkeys(("taps", "b_taps", "k"), (c.n_embd,))
+            return found.get(base, ()) if self.divides_channels else ()
+        found = {"q": (c.q_width,), "k": (c.kv_width,), "v": (c.kv_width,)}
+        rows = (c.q_width, c.kv_width, c.kv_width)
+        found |= dict.fromkeys((QKV, "b_qkv", "qkv", "rope"), rows)
+        return found.get(base, ()) if self.divides_heads else ()
 
     def width(self, name: str) -> int | None:
         """Return the number of outputs that an all-gather of a product with this matrix returns.
@@ -187,7 +187,7 @@ class ModelShard:
         return self.borders[name][-1] if name in self.borders else None
 
     def divided_width(self, op: str) -> int:
-        """Return the columns of the result of attention or of a convolution; 0 if none has parts."""
+        """Return the columns of a divided result of attention or a convolution, or 0."""
         if op == "short_conv":
             return self.config.n_embd if self.divides_channels else 0
         return self.config.q_width if op in ATTENTION and self.divides_heads else 0
@@ -238,7 +238,7 @@ class ModelShard:
         return np.concatenate([piece for of_range in pieces for piece in of_range], axis)
 
     def in_order(self, name: str, own: NDArray[Any]) -> NDArray[Any]:
-        """Return numbers (N,) of all outputs of a matrix, from the numbers of each GPU's outputs."""
+        """Return numbers (N,) of all outputs of a matrix, from the numbers of each GPU's own."""
         spans = self.spans(name)
         if not spans:
             return own

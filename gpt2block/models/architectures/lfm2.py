@@ -1,9 +1,9 @@
 """LFM2 and LFM2.5: Llama's block; most layers have a short convolution in place of attention.
 
-A convolution layer computes [B | C | x] = norm(h) · w_in, u = B · x, y = C · (taps ∗ u) and y · w_out.
-The convolution ∗ adds, for each channel on its own, u of the last conv_length tokens, each times a
-weight. The rows of u are the layer's keys in the kv_cache; the layer has no values. The other layers
-have attention with norms of heads, as Qwen3 does. Source: Liquid AI, "LFM2 Technical Report" (2025),
+A layer with a convolution computes [B | C | x] = norm(h) · w_in, u = B · x, y = C · (taps ∗ u), and
+y · w_out. The convolution ∗ adds, in each channel, u of the last conv_length tokens, each times a
+weight. The rows of u are the layer's keys in the kv_cache; the layer has no values. Other layers
+have attention with norms of heads, as in Qwen3. Source: Liquid AI, "LFM2 Technical Report" (2025),
 and Lfm2 in `transformers`.
 """
 
@@ -124,7 +124,7 @@ class Lfm2Config(LlamaConfig):
 
 
 def _adjusted(config: Mapping[str, Any], n_ff: int) -> int:
-    """Return two thirds of n_ff times a factor, rounded up to a multiple, as `transformers` does."""
+    """Return two thirds of n_ff times a factor, rounded up to a multiple, as in `transformers`."""
     name, several = "block_ffn_dim_multiplier", "block_multiple_of"
     expected = "a number from 2^-20 to 2^20"
     factor = check_number(name, config.get(name, 1.0), 2.0**-20, 2.0**20, expected)

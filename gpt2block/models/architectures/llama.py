@@ -15,12 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.models.architectures.architecture import (
-    CheckpointLayout,
-    Divided,
-    RowNorms,
-    Value,
-)
+from gpt2block.models.architectures.architecture import CheckpointLayout, Divided, RowNorms, Value
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import LlamaConfig
 

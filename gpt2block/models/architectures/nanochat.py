@@ -19,13 +19,7 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import check_number
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import (
-    CheckpointLayout,
-    Divided,
-    RowNorms,
-    To,
-    Value,
-)
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, To, Value
 from gpt2block.models.config import ModelConfig, Scales, Settings, Shapes
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -103,7 +97,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
 FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "", False
 NORM, QKV, TENSOR_HEADS = llama.NORM, llama.QKV, llama.TENSOR_HEADS
-DIVIDED: Divided = ()  # ReLU squared is not linear: no scaling of weights
+DIVIDED = llama.DIVIDED[:0]  # ReLU squared is not linear: no scaling of weights
 
 
 def constants(config: NanoChatConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
