@@ -104,7 +104,7 @@ def test_a_step_computes_64_tokens(where: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def cases() -> list[Any]:
-    """Return architectures and formats: two pairs on the emulator, all on a GPU."""
+    """Return architectures and formats: some on the emulator, all on a GPU."""
     some = (("mistral", "float8_e5m2"), ("qwen3_5", "bfloat16"))
     found = [pytest.param("shuffled", *each) for each in some]
     every = product(OWN, FORMATS)

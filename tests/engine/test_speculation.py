@@ -319,7 +319,7 @@ def test_the_text_of_a_gpt2(where: str, options: str, by_turns: list[int]) -> No
 
 
 def cases() -> list[Any]:
-    """Return architectures and formats: two pairs on the emulator, all on a GPU."""
+    """Return architectures and formats: some on the emulator, all on a GPU."""
     every = product(("gpt2", *OWN), FORMATS, (False, True))
     some = (("mistral", "float8_e5m2"), ("lfm2", "float8_e5m2"), ("qwen3_5", "bfloat16"))
     found = [pytest.param("shuffled", *each, False) for each in some]

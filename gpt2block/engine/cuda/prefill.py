@@ -46,7 +46,7 @@ class PrefillPrograms:
         self.shape = shape
         self.ends: list[int] = []
         self.states: list[Floats] = []
-        self.out: CudaArray = None
+        self.out: CudaArray  # the result of the last `run`
         self._numbers = cupy.empty(4 * N + 2 * B + L + 1, "int32")
         self._sizes = {"tokens": N, "targets": N, "positions": N, "row": N}
         self._sizes |= {"cu_seqlens": B + 1, "start": B, "last": L}
