@@ -25,6 +25,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -142,15 +143,14 @@ def of_http() -> Iterator[tuple[str, str]]:
     way = Way()
     threading.setprofile(way.enter)  # for new threads, such as threads of the server
     settings = ServerSettings(("shakespeare",), hosts=("testserver",))
-    host = Host(model, model.tokenizer, settings)
+    host: Any = Host(model, model.tokenizer, settings)
     app = Server(host.served, model.tokenizer, settings, LocalEngine(host)).app()
     with TestClient(app) as client:
 
         def complete() -> None:
             body = {"prompt": "JULIET:", "max_tokens": 1, "seed": 0}
             client.post("/v1/completions", json=body).raise_for_status()
-            changed: Any = host.service and host.service._changed
-            while not changed._waiters:
+            while not host.service._changed._waiters:
                 time.sleep(0.001)
 
         complete()
@@ -201,10 +201,17 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
+def statements(path: Path) -> list[ast.Import | ast.ImportFrom | ast.ClassDef]:
+    """Return the imports and classes of a file, also those in functions."""
+    every = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [each for each in every if isinstance(each, ast.Import | ast.ImportFrom | ast.ClassDef)]
+
+
 def imported(path: Path, modules: Mapping[str, Path]) -> set[str]:
     """Return the modules of the package that a file imports anywhere."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = (f"{node.module}.{each.name}" for each in node.names)
             found |= {name if name in modules else node.module for name in names}
@@ -233,9 +240,8 @@ def circles() -> list[list[str]]:
 
 def classes_twice() -> dict[str, int]:
     """Return names that several classes have, and the number of these classes."""
-    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in sources())
-    nodes = (node for tree in trees for node in ast.walk(tree))
-    count = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    every = (node for path in sources() for node in statements(path))
+    count = Counter(node.name for node in every if isinstance(node, ast.ClassDef))
     return {name: n for name, n in sorted(count.items()) if n > 1}
 
 
@@ -259,8 +265,9 @@ def structure() -> Iterator[str]:
     """Return all lines of tests/golden/house.txt except the walks."""
     for circle in circles():
         yield f"circle of {', '.join(circle)}: {len(circle)} files"
-    yield f"names of several classes: {len(classes_twice())}"
-    yield from (f"classes with the name {name}: {n}" for name, n in classes_twice().items())
+    twice = classes_twice()
+    yield f"names of several classes: {len(twice)}"
+    yield from (f"classes with the name {name}: {n}" for name, n in twice.items())
     yield from (f"files with the option {each}: {files_of(each)}" for each in OPTIONS)
 
 

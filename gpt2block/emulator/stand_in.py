@@ -385,7 +385,7 @@ def _allocation(address: int) -> tuple[int, int] | None:
     """Return (first byte, size) of the live allocation that contains an address, or None."""
     known = _memory.copy()  # the garbage collector may remove entries of _memory during the loop
     for (start, _), (owner, nbytes) in known.items():
-        if start <= address < start + max(1, nbytes) and owner() is not None:
+        if start <= address < start + (nbytes or 1) and owner() is not None:
             return start, nbytes
     return None
 

@@ -73,7 +73,7 @@ def interrupted(launcher: str, arguments: list[str], after: float) -> tuple[int,
     process = start(launcher, arguments, signal.default_int_handler)
     time.sleep(after)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=100)
     return process.returncode, out, err
 
 
@@ -129,7 +129,7 @@ def test_ctrl_c_while_it_writes_says_so() -> None:
     assert process.stdout is not None
     assert process.stdout.read(12).startswith("KING")  # then its continuation
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=100)
     assert process.returncode == 130
     assert err.endswith("ended: interrupted\n")
     assert err.count("\n") == 1
@@ -139,7 +139,7 @@ def test_an_ignored_ctrl_c_stays_ignored() -> None:
     """SIGINT is ignored under nohup, or in the background of a script."""
     process = start("module", ["--version"], signal.SIG_IGN)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=100)
     assert (process.returncode, out, err) == (0, f"gpt2block {doctor.version()}\n", "")
 
 

@@ -16,7 +16,7 @@ from gpt2block import GPT2, GPT2Config, GPT2Weights, KernelError
 from gpt2block.cuda import requests
 from gpt2block.cuda.requests import Function
 
-WAIT = 30.0  # seconds after which a test fails that would wait forever
+WAIT = 300.0  # seconds after which a test fails that would wait forever
 STORING = ("absmax_nk_kernel", "store_weights", "to_fp8_kernel")  # kernels that store weights
 
 

@@ -15,7 +15,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -547,9 +547,9 @@ BOMBS: dict[str, bytes] = {
 def test_a_bomb_is_refused_in_time(file: Path, bomb: str) -> None:
     for content in (zipped(BOMBS[bomb], DATA), legacy(BOMBS[bomb], {})):
         file.write_bytes(content)
-        begin = perf_counter()
+        begin = process_time()
         refused(file)
-        assert perf_counter() - begin < 5
+        assert process_time() - begin < 5
 
 
 def test_more_opcodes_than_any_checkpoint_has(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -866,18 +866,18 @@ def test_other_threads_run_while_a_text_is_encoded(tmp_path: Path, write: Any) -
     changed = {} if write is sentence_piece else {"ignore_merges": True}
     encoding = tokenizer.from_tokenizer_json(write(tmp_path, **changed))
     assert isinstance(encoding, TokenizersEncoding)
-    text, ticks, ended = "ab " * 500_000, [time.perf_counter()], threading.Event()
+    text, ticks, ended = "ab " * 500_000, [time.process_time()], threading.Event()
 
     def tick() -> None:
         while not ended.wait(0.001):
-            ticks.append(time.perf_counter())
+            ticks.append(time.process_time())
 
     thread = threading.Thread(target=tick)
     thread.start()
-    begun = time.perf_counter()
+    begun = time.process_time()
     for special in (False, True):
         tokenizer.encode(encoding, text, special)
-    took = time.perf_counter() - begun
+    took = time.process_time() - begun
     ended.set()
     thread.join()
-    assert max(np.diff([*ticks, time.perf_counter()])) < took / 4
+    assert max(np.diff([*ticks, time.process_time()])) < took / 4

@@ -145,8 +145,8 @@ class _Encoder:
                     )
         if name in self.functions:
             return []
-        function = self.function if name == self.function.name else self.module.function(name)
-        self.functions[name] = function
+        known = name == self.function.name  # the kernel
+        self.functions[name] = function = self.function if known else self.module.function(name)
         if not function.entry:
             formal = (*function.results, *function.parameters)
             row, offsets = self._frame(formal, name not in self._pointed)

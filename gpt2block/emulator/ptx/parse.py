@@ -244,8 +244,15 @@ class _Reader:
                 self.renamed.pop()
 
     def _statement(self, word: str, rest: str, guard: str) -> None:
-        if not word.startswith("."):
-            self._instruction(word, rest, guard)
+        if rest.startswith(":"):  # a table or a prototype: its name stands before it
+            if ".branchtargets" in rest:
+                self.function.tables[word] = tuple(_OPERAND.findall(rest.split("targets")[1]))
+        elif not word.startswith("."):
+            if self.renamed[-1]:
+                rest = re.sub(r"[\w$%]+", self._current, rest)
+                guard = re.sub(r"[\w$%]+", self._current, guard)
+            operands = tuple(_OPERAND.findall(rest))
+            self.function.code.append(Instruction(word, operands, guard, self.place, self.scope))
         elif word.startswith(".reg"):
             kind, _, names = f"{word[4:]} {rest}".strip(" .").partition(" ")
             self._registers(kind, names)
@@ -256,17 +263,6 @@ class _Reader:
             variable = _variable(match)
             variable.name = self._declare(variable.name)
             self.function.variables[variable.name] = variable
-
-    def _instruction(self, word: str, rest: str, guard: str) -> None:
-        if rest.startswith(":"):  # a table or a prototype: its name stands before it
-            if ".branchtargets" in rest:
-                self.function.tables[word] = tuple(_OPERAND.findall(rest.split("targets")[1]))
-            return
-        if self.renamed[-1]:
-            rest = re.sub(r"[\w$%]+", self._current, rest)
-            guard = re.sub(r"[\w$%]+", self._current, guard)
-        operands = tuple(_OPERAND.findall(rest))
-        self.function.code.append(Instruction(word, operands, guard, self.place, self.scope))
 
     def _current(self, name: re.Match[str]) -> str:
         return self.renamed[-1].get(name[0], name[0])

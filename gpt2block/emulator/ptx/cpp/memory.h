@@ -97,12 +97,20 @@ inline Region enter(Warp& w, const Instr& i, int lane, uint64_t address, unsigne
     return region;
 }
 
+// Returns whether all bytes were written and none is between variables, as is usual.
+inline bool all_written(const uint8_t* written, unsigned bytes) {
+    constexpr uint64_t ONES = 0x0101010101010101;
+    const auto same = [&](auto ones) { return std::memcmp(written, &ones, sizeof ones) == 0; };
+    return bytes == 4 ? same((uint32_t)ONES) : bytes == 2 ? same((uint16_t)ONES) : bytes == 8 ? same(ONES)
+           : bytes == 1 ? *written == 1 : bytes == 16 && same(ONES) && std::memcmp(written + 8, written, 8) == 0;
+}
+
 // Checks what is more than an address.
 [[gnu::always_inline]] inline void check(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from,
                                          unsigned bytes, unsigned use, unsigned align) {
     if (from & (align - 1)) throw misuse(w, i, lane, region, from, bytes, use, "misaligned");
     if (!w.machine.checks || !bytes) return;
-    if (region.written && !(use & UNWRITTEN)) {
+    if (region.written && !(use & UNWRITTEN) && !all_written(region.written + from, bytes)) {
         uint8_t* written = region.written + from;
         const bool between = (written[0] | written[bytes - 1]) & GAP;
         if (between) throw misuse(w, i, lane, region, from, bytes, use, "out of bounds");
