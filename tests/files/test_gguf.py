@@ -563,7 +563,8 @@ def test_the_default_dtype(
 ) -> None:  # fmt: skip
     """capability: of the GPU; None: no GPU. dtypes: the model's dtypes, or an error message."""
     file = save(tmp_path / "m.gguf", large.directory, lambda name: kind)
-    monkeypatch.setattr("gpt2block.cuda.devices.resolve_devices", lambda _: (0,) if capability else ())
+    indices = (0,) if capability else ()
+    monkeypatch.setattr("gpt2block.cuda.devices.resolve_devices", lambda _: indices)
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: capability)
     monkeypatch.setattr(Model, "_set_up", lambda model, *given: setattr(model, "formats", given[3]))
     for load in (gpt2block.from_pretrained, Llama.from_pretrained):
