@@ -127,7 +127,8 @@ Case = tuple[str, str, bool]
 
 def cases() -> list[Any]:
     """Return some cases for the emulator, where each is many programs, and all for a GPU."""
-    emulated = [("qwen3", "float16"), ("phi3", "bfloat16"), ("gemma4", "float8_e4m3fn")]
+    emulated = [("qwen3", "float16"), ("phi3", "bfloat16"), ("lfm2", "float8_e4m3fn")]
+    emulated += [("gemma4", "float8_e4m3fn")]
     everywhere = product(OWN, FORMATS, (False, True))
     found = [("emulator", (*case, False)) for case in emulated]
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]
@@ -229,11 +230,14 @@ def test_each_sequence_has_the_short_or_the_long_factors(
 
 
 def test_a_kv_cache_is_of_the_frequencies_of_its_model() -> None:
-    """A cache of an equal model with other RoPE frequencies is refused."""
+    """A cache of an equal model with other frequencies, convolutions or sources is refused."""
     config = Phi3Config(**SIZES, rotary=48, scaling=LONG)
     others = replace(LONG, long_factors=(2.0,) * 24), replace(LONG, long_factors=())
     configs = config, *(replace(config, scaling=each) for each in others)
-    for model, other in permutations([model_of(each, "cpu", "float32") for each in configs], 2):
+    convs = [Lfm2Config(**SIZES, conv_layers=each) for each in ((True, False), (False, True))]
+    shared = [Gemma4Config(**{**SIZES, **GEMMA4, "shared_layers": n}) for n in (0, 2)]
+    models = [model_of(each, "cpu", "float32") for each in (*configs, *convs, *shared)]
+    for model, other in permutations(models, 2):
         with pytest.raises(InputError, match=r"cache: expected one from this model's new_cache"):
             model([1, 2], other.new_cache())
 

@@ -319,6 +319,22 @@ def arriving(model: Model[Any], rng: np.random.Generator, count: int) -> None:
     assert any(row.reused for row in rows) == exact
 
 
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_convolutions_continue(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of slots and pieces of prompts contain what convolutions read of earlier tokens."""
+    kind, own = OWN["lfm2"]
+    config = kind(**{**SIZES, **own, "n_ctx": 120})
+    options: dict[str, Any] = {"max_new_tokens": 3, "stop_ids": (), "seed": 1}
+    with running_on(where):
+        model: Model[Any] = Model.from_tensors(config, random_model(3, config), "cuda", "bfloat16")
+        ids = np.random.default_rng(0).integers(53, size=60)
+        whole = model.generate(ids, **options)
+        monkeypatch.setattr(batching, "PIECE", 16)
+        assert model.generate(ids, **options) == whole
+        arriving(model, np.random.default_rng(3), 8)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def cases(*names: str) -> list[Any]:
     """Return few cases for the emulator, where each compiles many programs, and all for a GPU."""
     emulated = [("qwen3", "float8_e5m2", 4), ("llama", "float16", 2)]
     if "gemma3-256" in names:  # no tensor cores for prompts
-        emulated.append(("gemma3-256", "float32", 2))
+        emulated += [("gemma3-256", "float32", 2), ("lfm2", "bfloat16", 2)]
     everywhere = product(names, FORMATS, (2, 4))
     found = [pytest.param("shuffled", *case) for case in emulated]
     return found + [pytest.param("gpu", *case, marks=GPU.marks) for case in everywhere]
@@ -374,6 +374,8 @@ LOADS = [
     ("arrays", "gpt2", "bfloat16", 2),
     ("device", "llama", "bfloat16", 2),
     ("device", "gpt2", "float16", 4),
+    ("gguf", "lfm2", FILE, 2),
+    ("safetensors", "lfm2-bias", "float16", 2),
 ]
 
 

@@ -321,7 +321,8 @@ def test_the_text_of_a_gpt2(where: str, options: str, by_turns: list[int]) -> No
 def cases() -> list[Any]:
     """Return architectures and formats: one pair on the emulator, all on a GPU."""
     every = product(("gpt2", *OWN), FORMATS, (False, True))
-    found = [pytest.param("shuffled", "mistral", "float8_e5m2", False)]
+    few = ("mistral", "lfm2")
+    found = [pytest.param("shuffled", name, "float8_e5m2", False) for name in few]
     return found + [pytest.param("gpu", *case, marks=GPU.marks) for case in every]
 
 

@@ -39,6 +39,7 @@ from gpt2block.engine.model import start_all
 from gpt2block.engine.recording import Recording
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.files.parameters.gpt2 import GPT2Weights
+from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.models.architectures.nanochat import NanoChatConfig
 from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.weights.gguf import TYPES
@@ -381,11 +382,13 @@ def test_the_steps_of_a_prompt_of_a_llama(device: Any, mlp_bias: bool) -> None:
     [
         (Olmo2Config, {"rmsnorm_add", "operand", "qk_norm_rope"}),
         (NanoChatConfig, {"relu_squared", "cap", "operand", "rmsnorm"}),
+        (Lfm2Config, {"short_conv"}),
     ],
 )
 def test_the_steps_of_other_architectures(device: Any, kind: type[Any], own: set[str]) -> None:
     """Steps that a Llama lacks wait, in prompts and in decoding."""
-    config = kind(1, 2, 64, 40, 53, n_kv_head=1, n_ff=48, head_size=64)
+    convs = {"conv_layers": (True, False)} if kind is Lfm2Config else {}
+    config = kind(1 + len(convs), 2, 64, 40, 53, n_kv_head=1, n_ff=48, head_size=64, **convs)
     model = CudaModel(config, random_model(3, config), Formats("bfloat16", None), 0)
     ids = np.random.default_rng(0).integers(53, size=14, dtype=np.int32)
     with model.running():
