@@ -219,8 +219,8 @@ def padded(group: list[Ids]) -> list[Ids]:
     return [*group, *np.array_split(np.zeros(missing, np.int32), more)] if more else group
 
 
-# n_layer, channels of keys (if layers differ, of keys and values of each layer), dtype, device,
-# checksum of RoPE frequencies ("" if always the same)
+# n_layer, channels of keys (if layers differ, of keys and values that each layer stores), dtype,
+# device, checksum of RoPE frequencies ("" if always the same)
 CacheKind = tuple[int, int | tuple[int, ...], str, str, str]
 
 
@@ -228,7 +228,8 @@ def cache_kind(config: ModelConfig, formats: Formats, device: str) -> CacheKind:
     """Return the CacheKind: properties that a kv_cache and the model that uses it must share."""
     sets = short_and_long(config)
     rope = f"longrope {crc32(sets.tobytes()):x}" if len(sets) else ""
-    widths = tuple(each.keys + each.values for each in config.layer_caches)
+    caches = enumerate(config.layer_caches)
+    widths = tuple(each.keys + each.values if each.layer == n else 0 for n, each in caches)
     width = widths if {*widths} != {2 * config.kv_width} else config.kv_width
     return config.n_layer, width, formats.cache_dtype, device, rope
 

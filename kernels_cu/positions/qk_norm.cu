@@ -238,7 +238,7 @@ extern "C" __global__ void qk_norm(
     const T* qkv,                   // (N, heads D)
     const T* __restrict__ gamma_q,  // (D), or (n_head D) with QN_TEAMS
     const T* __restrict__ gamma_k,  // (D), or (n_kv_head D) with QN_TEAMS
-    T* out,                         // (N, heads D), or qkv: then V stays in place without QN_VALUES, and `moved` excludes V
+    T* out,                         // (N, heads D), or qkv: `moved` excludes V, which stays in place, without QN_VALUES
     int n_head,
     int normed,                     // number of heads of Q and K together
     int moved,                      // heads that are written: all heads, or only the normed ones

@@ -73,8 +73,9 @@ class DecodingSteps:
         self.cache_tensors = cache_tensors(cache)
         # Key: number of slots, kind of logit changes (0, CHANGED or COUNTED), rows per slot, masks.
         self._steps: dict[tuple[int, int, int, bool], DecodingStep] = {}
-        self.changes: CudaArray | None = None  # (slots, CHANGES) logit changes, created on first use
-        self.counts: CudaArray | None = None  # (slots, V) counts of sampled tokens, created on first use
+        # Created on first use: logit changes (slots, CHANGES), and counts of sampled tokens (slots, V)
+        self.changes: CudaArray | None = None
+        self.counts: CudaArray | None = None
         self._changed = np.zeros(B, np.int8)  # result of `_kind_of` for each slot
         # Arguments of the last assignment by `place`: number of rows, rows per slot, slots.
         self._placed: tuple[int, int, Ids] | None = None

@@ -216,8 +216,9 @@ def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) ->
     the residual stream before the final norm. "log_likelihood", "likeliest": as computed by
     `Pass.scores`.
     """
-    storing = 1 + max(cache.layer for cache in config.layer_caches)  # layers up to the last K and V
-    *front, end = (f"h.{n}." for n in range(storing if want is None else config.n_layer))
+    # For keys and values alone, the layers after the last one that stores them are not needed.
+    layers = config.n_layer if want else 1 + max(each.layer for each in config.layer_caches)
+    *front, end = (f"h.{n}." for n in range(layers))
     x = o.embed()
     for h in front:
         x = block(o, of, x, h)

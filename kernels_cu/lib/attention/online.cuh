@@ -113,9 +113,7 @@ __device__ __forceinline__ int place(int key) { return key / 32 * 32 + key % 4 *
 template <typename E>
 constexpr int ACROSS = HS % (16 / (int)sizeof(E)) ? 1 : 16 / (int)sizeof(E);  // elements per piece (16 bytes, or 1)
 template <typename E>
-constexpr bool IN_PIECES = sizeof(E) < 4 && ACROSS<E> > 1;
-template <typename E>
-constexpr bool STAGED = IN_PIECES<E> && !ONE_TILE;
+constexpr bool STAGED = sizeof(E) < 4 && ACROSS<E> > 1 && !ONE_TILE;
 
 template <typename E>
 __device__ __forceinline__ float as_float(E value) {
@@ -126,14 +124,19 @@ __device__ __forceinline__ float as_float(E value) {
     }
 }
 
-// Copies COUNT rows of a head of 16 bits or FP8 to a tile in shared memory. Each thread converts the elements to float
-// in registers.
-template <int COUNT, int TO_STRIDE, bool PLACED, typename E>
-__device__ __forceinline__ void copy_rows_widened(float* to, const E* head, int distance, int first, int rows) {
+// Copies COUNT rows of a head, `distance` elements apart, to shared memory: floats directly to the tile, other types to
+// the buffer `staged`, or, with WIDENS, converted to float in registers to the tile. Rows after the end of the sequence
+// are copies of its last row; no query sees them.
+template <int COUNT, int TO_STRIDE, bool PLACED, bool WIDENS, typename E>
+__device__ __forceinline__ void copy_rows(float* to, E* staged, const E* head, int distance, int first, int rows) {
     for_each_piece<COUNT, ACROSS<E>>([&](int row, int more, int d) {
         const E* from = head + (long long)min(first + row + more, rows - 1) * distance + d;
         float* there = to + (PLACED ? place(row) + place(more) : row + more) * TO_STRIDE + d;
-        if constexpr (ACROSS<E> > 1) {
+        if constexpr (ACROSS<E> == 1) {
+            *there = d < HS ? as_float(*from) : 0.0f;
+        } else if constexpr (sizeof(E) == 4) {
+            copy_vec(there, from);
+        } else if constexpr (WIDENS) {
             float v[ACROSS<E>];
             load_fresh<E, ACROSS<E>>(from).unpack(v);
 #pragma unroll
@@ -141,30 +144,9 @@ __device__ __forceinline__ void copy_rows_widened(float* to, const E* head, int 
                 st_vec(there + e, make_float4(v[e], v[e + 1], v[e + 2], v[e + 3]));
             }
         } else {
-            *there = d < HS ? as_float(*from) : 0.0f;
+            copy_vec(reinterpret_cast<float*>(staged + (row + more) * HS + d), reinterpret_cast<const float*>(from));
         }
     });
-}
-
-// Copies COUNT rows of a head, `distance` elements apart, to shared memory: floats directly to the tile, other types to
-// the buffer `staged`. Rows after the end of the sequence are copies of its last row; no query sees them.
-template <int COUNT, int TO_STRIDE, bool PLACED, typename E>
-__device__ __forceinline__ void copy_rows(float* to, E* staged, const E* head, int distance, int first, int rows) {
-    if constexpr (IN_PIECES<E> && ONE_TILE) {
-        copy_rows_widened<COUNT, TO_STRIDE, PLACED>(to, head, distance, first, rows);
-    } else {
-        for_each_piece<COUNT, ACROSS<E>>([&](int row, int more, int d) {
-            const E* from = head + (long long)min(first + row + more, rows - 1) * distance + d;
-            float* there = to + (PLACED ? place(row) + place(more) : row + more) * TO_STRIDE + d;
-            if constexpr (STAGED<E>) {
-                copy_vec(reinterpret_cast<float*>(staged + (row + more) * HS + d), reinterpret_cast<const float*>(from));
-            } else if constexpr (ACROSS<E> > 1) {
-                copy_vec(there, from);
-            } else {
-                *there = d < HS ? as_float(*from) : 0.0f;
-            }
-        });
-    }
 }
 
 // Converts the 16-byte pieces that this thread has copied to `staged` to float. Call it after wait_for_copies().
@@ -310,33 +292,30 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
         }
     }
 
-    if constexpr (sizeof(Q) < 4) {
-        copy_rows_widened<QUERIES, STRIDE, false>(q_s, task.q, task.q_distance, block_query, queries);
-    } else {
-        copy_rows<QUERIES, STRIDE, false>(q_s, q_s, task.q, task.q_distance, block_query, queries);
-    }
-    copy_rows<KEYS, STRIDE, true>(k_s, staged, task.k, task.kv_distance, first_key, rows);
+    // Queries are loaded only once, so each thread converts them.
+    copy_rows<QUERIES, STRIDE, false, true>(q_s, (Q*)nullptr, task.q, task.q_distance, block_query, queries);
+    copy_rows<KEYS, STRIDE, true, ONE_TILE>(k_s, staged, task.k, task.kv_distance, first_key, rows);
 #pragma unroll 1
     for (int key = first_key; key < n_keys; key += KEYS) {
         if (ONE_TILE && key > first_key) {
             __syncthreads();  // all threads have read the tile of V
-            copy_rows<KEYS, STRIDE, true>(k_s, staged, task.k, task.kv_distance, key, rows);
+            copy_rows<KEYS, STRIDE, true, ONE_TILE>(k_s, staged, task.k, task.kv_distance, key, rows);
         }
         wait_for_copies();
         widen_rows<KEYS, STRIDE, true>(k_s, staged);
         __syncthreads();  // the tile of K is complete; all threads have read the previous tile of V
-        if (!ONE_TILE) copy_rows<KEYS, V_STRIDE, false>(v_s, staged, task.v, task.kv_distance, key, rows);
+        if (!ONE_TILE) copy_rows<KEYS, V_STRIDE, false, ONE_TILE>(v_s, staged, task.v, task.kv_distance, key, rows);
         float s[ROWS][COLUMNS];
         if (key < some_see && key + KEYS > none_before) compute_scores(s, q, k);
         if (ONE_TILE) {
             __syncthreads();  // all threads have read the tile of K
-            copy_rows<KEYS, V_STRIDE, false>(v_s, staged, task.v, task.kv_distance, key, rows);
+            copy_rows<KEYS, V_STRIDE, false, ONE_TILE>(v_s, staged, task.v, task.kv_distance, key, rows);
         }
         wait_for_copies();
         widen_rows<KEYS, V_STRIDE, false>(v_s, staged);
         __syncthreads();  // the tile of V is complete; all threads have read the tile of K
         if (!ONE_TILE && key + KEYS < n_keys) {
-            copy_rows<KEYS, STRIDE, true>(k_s, staged, task.k, task.kv_distance, key + KEYS, rows);
+            copy_rows<KEYS, STRIDE, true, ONE_TILE>(k_s, staged, task.k, task.kv_distance, key + KEYS, rows);
         }
         if (key >= some_see || key + KEYS <= none_before) continue;
 
