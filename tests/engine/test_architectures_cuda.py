@@ -104,7 +104,7 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
             "n_v_head": 4,
             "k_size": 16,
             "v_size": 16,
-        },
+        },  # fmt: skip
     ),
     "yarn": (MistralConfig, {"scaling": YARN}),
     "yarn-qk-norm": (Qwen3Config, {"scaling": YARN}),
