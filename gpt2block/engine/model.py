@@ -219,6 +219,8 @@ def padded(group: list[Ids]) -> list[Ids]:
     return [*group, *np.array_split(np.zeros(missing, np.int32), more)] if more else group
 
 
+# Operations of a pass whose results are no rows of the pass, which is why they are not compared
+UNCOMPARED = ("kv_append", "delta_spans", "delta_inputs")
 # n_layer, channels of keys (if layers differ, of keys and values that each layer stores), dtype,
 # device, checksum of RoPE frequencies ("" if always the same)
 CacheKind = tuple[int, int | tuple[int, ...], str, str, str]

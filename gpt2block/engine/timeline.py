@@ -25,6 +25,7 @@ GATHERED = {
 ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # named inputs of a pass that are not weights
 # Buffers for converted weights and partial sums, and memory through which GPUs exchange columns.
 SCRATCH = "memory", "stream_k_workspace", *PEER_INPUTS
+STATES = "state", "recent", "pool", "saved", "held"  # inputs of gated delta nets
 Call = Callable[[], Any]
 
 
@@ -109,6 +110,11 @@ def moved(op: str, names: Sequence[str], inputs: Sequence[object], out: TensorSp
     for entry, name in zip(contract.inputs, names, strict=False):
         value = given[entry.name]
         if value is None or entry.name in SCRATCH:
+            continue
+        if entry.name in STATES:
+            if (op, entry.name) == ("delta_rule", "state"):  # each slot reads one, writes another
+                stored = TensorSpec.of(value)
+                cache += stored.nbytes // stored.shape[0] * min(stored.shape[0], out.shape[0])
             continue
         if entry.kind == "kv":
             stored, (new, keys) = TensorSpec.of(value), _tokens(given)

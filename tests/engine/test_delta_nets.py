@@ -83,32 +83,22 @@ def test_pieces_and_prefixes_have_the_same_bits(
 def test_entries_are_given_up_oldest_first() -> None:
     """A pass keeps states after its last token, shared tokens, and some between."""
     shapes = {"saved": (2, 9), "h.0.pool": (8, 3), "h.0.state": (2, 2, 3), "held": (2, 2)}
-    arrays = {name: Settable(np.zeros(shape, np.int32)) for name, shape in shapes.items()}
-    kept = states.KeptStates(arrays)
-    kept.begin(0, 0, 60)
-    assert sorted(kept._entries) == [(0, 8), (0, 32), (0, 56), (0, 60)]
-    assert [kept.longest(0, 1, n) for n in (60, 59, 7)] == [60, 56, 0]
-    row = arrays["saved"][0]
-    assert row[-1] >= 0
-    assert (row[:-1] >= 0).sum() == states.ENTRIES - 1
-    kept.longest(0, 1, 21)  # the next text of slot 1 shares 21 tokens
-    kept.begin(1, 8, 60)
-    assert kept.longest(1, 0, 21) == 16
-    kept.copy(1, 0, 16)
-    assert arrays["held"][0].tolist() == [16, -1]
-    assert kept.longest(0, 1, 60) == 16
-    kept.begin(0, 16, 50)
-    assert len(set(kept._entries.values())) <= 8
-
-
-class Settable(np.ndarray[Any, Any]):
-    """A NumPy array with CuPy's method `set`."""
-
-    def __new__(cls, array: Any) -> Any:
-        return array.view(cls)
-
-    def set(self, values: Any) -> None:
-        self[...] = values
+    with running_on("forward") as cupy:
+        arrays = {name: cupy.zeros(shape, "int32") for name, shape in shapes.items()}
+        kept = states.KeptStates(arrays)
+        kept.begin(0, 0, 60)
+        assert [kept.longest(0, 1, n) for n in (60, 59, 55, 31, 7)] == [60, 56, 32, 8, 0]
+        row = arrays["saved"].get()[0]
+        assert np.flatnonzero(row >= 0).tolist() == [0, 3, 6, 8]
+        kept.longest(0, 1, 21)  # the next text of slot 1 shares 21 tokens
+        kept.begin(1, 8, 60)
+        assert kept.longest(1, 0, 21) == 16
+        kept.copy(1, 0, 16)
+        assert arrays["held"].get()[0].tolist() == [16, -1]
+        assert kept.longest(0, 1, 60) == 16
+        for _ in range(2):
+            kept.begin(0, 16, 50)
+        assert [kept.longest(slot, 1 - slot, 60) for slot in (0, 1)] == [50, 60]
 
 
 def test_what_gated_delta_nets_cannot_do() -> None:

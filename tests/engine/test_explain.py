@@ -38,6 +38,7 @@ from gpt2block.models.architectures.ministral3 import Ministral3Config
 from gpt2block.models.architectures.nanochat import NanoChatConfig
 from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.architectures.qwen3 import Qwen3Config
+from gpt2block.models.architectures.qwen3_5 import Qwen35Config
 from gpt2block.models.config.llama import LlamaConfig, RopeScaling
 from tests.engine.test_architectures_cuda import GEMMA4
 from tests.engine.test_compare import CONFIG, IDS, SEVEN, TEN, device  # noqa: F401
@@ -318,6 +319,7 @@ def test_a_block_with_a_convolution_shows_the_attention_of_another() -> None:
         of(Gemma3Config, window=2, logits_cap=3.0),
         of(Gemma4Config, **GEMMA4, rotary_part=0.5),
         of(Lfm2Config, conv_layers=(True, False)),
+        of(Qwen35Config, delta_layers=(True, False), n_k_head=1, n_v_head=2, k_size=8, v_size=8),
         of(Ministral3Config, beta=0.5, scaling=RopeScaling("yarn", 2.0, original_context=2)),
     ],
 )

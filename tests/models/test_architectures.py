@@ -225,17 +225,10 @@ def qwen3_5_text(rng: random.Random) -> dict[str, Any]:
     types = {"layer_types": rng.sample(kinds, 3), "num_hidden_layers": 3}
     layers = rng.choice(({}, types, types, {"full_attention_interval": 2}))
     n_k_head = rng.choice((1, 2, 3))
-    return (
-        found
-        | layers
-        | {
-            "rope_parameters": rope,
-            "linear_num_key_heads": n_k_head,
-            "linear_num_value_heads": n_k_head * rng.choice((1, 2, 3)),
-            "linear_key_head_dim": rng.randint(16, 24),
-            "linear_value_head_dim": rng.randint(16, 24),
-        }
-    )
+    heads = {"linear_num_key_heads": n_k_head}
+    heads |= {"linear_num_value_heads": n_k_head * rng.choice((1, 2, 3))}
+    heads |= {f"linear_{each}_head_dim": rng.randint(16, 24) for each in ("key", "value")}
+    return found | layers | heads | {"rope_parameters": rope}
 
 
 def lfm2(rng: random.Random) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, DecodingSteps, steps_of
 from gpt2block.engine.cuda.timeline import timed
 from gpt2block.engine.cuda.weights import CudaWeights, PromptWeights, check_room
 from gpt2block.engine.model import (
+    UNCOMPARED,
     Drafts,
     Floats,
     Ids,
@@ -61,7 +62,6 @@ from gpt2block.ops.attention_cached import continues_exactly
 
 TOKENS_AT_ONCE = 8192  # maximum tokens of a prefill of several sequences
 KEPT_COUNTS = 32  # maximum scratch caches kept for padded batches, one per number of sequences
-STATES = ("delta_spans", "delta_inputs")  # operations whose results are no rows of a pass
 KEPT_OF_COUNT = 8  # prefill shapes kept per scratch cache of padded batches
 
 
@@ -293,7 +293,7 @@ class CudaModel(CudaWeights):
         V = self.config.vocab_size
         with self.running():
             recording = self._pass(ids, cached)
-            copying = ("kv_append", "kv_round", "operand", "rows", "take", "hi_lo", *STATES)
+            copying = (*UNCOMPARED, "kv_round", "operand", "rows", "take", "hi_lo")
             names = [n for n, each in recording.steps.items() if each.step.op not in copying]
             traced = recording.trace(filter(recording.returns, names))
             copies = {name: copy.get() for name, copy in traced.items()}

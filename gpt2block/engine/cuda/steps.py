@@ -73,7 +73,7 @@ class DecodingSteps:
         self.cache_tensors = cache_tensors(cache)
         # Key: number of slots, kind of logit changes (0, CHANGED or COUNTED), rows per slot, masks.
         self._steps: dict[tuple[int, int, int, bool], DecodingStep] = {}
-        # Created on first use: logit changes (slots, CHANGES), and counts of sampled tokens (slots, V)
+        # Created on first use: logit changes (slots, CHANGES), counts of sampled tokens (slots, V)
         self.changes: CudaArray | None = None
         self.counts: CudaArray | None = None
         self._changed = np.zeros(B, np.int8)  # result of `_kind_of` for each slot

@@ -18,7 +18,7 @@ from gpt2block.engine.explain import grids, sources
 from gpt2block.engine.explain.opened import opened
 from gpt2block.engine.inspect.compare import Comparison, compare_tensors, exact_tensors
 from gpt2block.engine.inspect.lens import lens_of, weights_of
-from gpt2block.engine.model import Floats, Ids, TracedEngine
+from gpt2block.engine.model import UNCOMPARED, Floats, Ids, TracedEngine
 from gpt2block.engine.passes import fused_steps, model_steps
 from gpt2block.engine.passes.executor import Step
 from gpt2block.errors import InputError
@@ -104,7 +104,7 @@ class _Plan:
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        kept = [step for step in model_steps(config) if step.op != "kv_append"]
+        kept = [step for step in model_steps(config) if step.op not in UNCOMPARED]
         self.steps = {_short(step.name): step for step in reversed(kept)}
         self.blocks: list[list[str]] = []
         self.joined: dict[str, Any] = {}
@@ -113,7 +113,8 @@ class _Plan:
             block = [step for step in kept if step.name.startswith(h)]
             names = [_short(step.name) for step in block]
             if names not in self.blocks:
-                joined = sources.joined_steps(block, fused_steps(config, h, before))
+                fused = [s for s in fused_steps(config, h, before) if s.op not in UNCOMPARED]
+                joined = sources.joined_steps(block, fused)
                 self.joined |= {_short(name): found for name, found in joined.items()}
             self.blocks.append(names)
         outer = [step.name for step in kept if not step.name.startswith("h.")]
@@ -157,7 +158,7 @@ def _step(
     return {
         "op": sources.function_of(step),
         "number": step.attrs.get("softmax_scale", step.attrs.get("factor")),
-        "gate": "gelu" if step.attrs.get("gelu") else "silu",
+        "gate": next((each for each in ("gelu", "sigmoid") if step.attrs.get(each)), "silu"),
         "adds": step.op in ("add", "rmsnorm_add"),
         "kernels": found,
         "joins": [_short(name) for name in names],
@@ -222,7 +223,7 @@ def _tensors(
     shapes |= dict.fromkeys(("tokens", "positions"), (len(exact["embedding"]),))
     found = {}
     for step in model_steps(config):
-        if step.op == "kv_append":
+        if step.op in UNCOMPARED:
             continue
         shapes[step.name] = exact[step.name].shape
         stored = step.name in traced

@@ -77,7 +77,7 @@ def attention_weights(engine: TracedEngine, ids: Ids) -> Floats:
     """Return the attention weights of tokens ids (T,): float32 (n_layer, n_head, T, T).
 
     weights[l, h, i, j] is the weight of token j for query token i, 0 for j > i. The sum of weights
-    over j is 1. All weights of a layer with a short convolution in place of attention are 0.
+    over j is 1. All weights of a layer without attention are 0.
     """
     return weights_of(engine, engine.trace(ids, cached=False))
 
@@ -101,8 +101,8 @@ def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floa
 
 
 def layers_with_attention(config: ModelConfig) -> list[int]:
-    """Return the layers that have attention, in which others have a short convolution."""
-    return [n for n in range(config.n_layer) if not (config.conv_layers and config.conv_layers[n])]
+    """Return the layers that have attention; others have no values in a kv_cache."""
+    return [n for n, cache in enumerate(config.layer_caches) if cache.values]
 
 
 def rows_of_attention(

@@ -16,6 +16,7 @@ from gpt2block.contract import unchecked
 from gpt2block.cuda.formats import Formats, own_cache_dtype
 from gpt2block.engine.grammars import Masker, MaskJob, Matcher
 from gpt2block.engine.model import (
+    UNCOMPARED,
     Alternatives,
     Drafts,
     Floats,
@@ -50,8 +51,6 @@ ROWS_AT_ONCE = 1024  # maximum rows whose logits are computed at a time for like
 SLOTS = 16  # maximum slots of a decoding whose caller accepts fewer slots than requested
 
 
-# Operations whose results are no rows of a pass
-UNCOMPARED = ("kv_append", "delta_spans", "delta_inputs")
 FIRST_POSITIONS = 256  # positions of each row for which a kv_cache has memory at first
 
 

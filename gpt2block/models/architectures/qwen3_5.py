@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -144,14 +145,33 @@ class Qwen35Config(PartlyRotatedConfig):
         rows = {"w_in": (of.channels, of.values), "w_ba": (of.n_v_head, of.n_v_head)}
         return {**rows, "w_g": (self.q_width, 0, 0)}.get(name) or super().file_rows(name, layer)
 
+    @property
+    def head_order(self) -> tuple[int, ...]:
+        """Return (): `file_spans` has the order of the channels of heads."""
+        return ()
+
+    @property
+    def channel_order(self) -> tuple[int, ...]:
+        """For each channel of a head of q and k, its index in files; () if orders are equal."""
+        return super().head_order
+
     def file_spans(self, name: str) -> tuple[tuple[int, int], ...]:
-        """Return the rows of q's tensor in files, where each head of q precedes its gate."""
+        """Return rows of files, where each head of q precedes its gate.
+
+        In heads of q and k, the channels that RoPE rotates come first.
+        """
         D, Q = self.head_size, 2 * self.q_width
         heads = range(0, Q, 2 * D)
         if name == "w_g":
             return tuple((at + D, at + 2 * D) for at in heads)
-        own = (*((at, at + D) for at in heads), (Q, Q + 2 * self.kv_width))
-        return own if name == "w_qkv" else ()
+        if name != "w_qkv":
+            return ()
+        order = self.channel_order or range(D)
+        cuts = [n for n in range(1, D) if order[n] != order[n - 1] + 1]
+        runs = [(order[a], order[b - 1] + 1) for a, b in pairwise([0, *cuts, D])]
+        both = (*heads, *range(Q, Q + self.kv_width, D))
+        ordered = [(at + begin, at + end) for at in both for begin, end in runs]
+        return (*ordered, (Q + self.kv_width, Q + 2 * self.kv_width))
 
     @classmethod
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,8 +271,8 @@ def constants(config: Qwen35Config, vectors: Mapping[str, Any]) -> dict[str, Any
         norms = ("gamma1", "gamma2") if delta else ("gamma1", "gamma_q", "gamma_k", "gamma2")
         for name in (f"h.{n}.{norm}" for norm in norms):
             gamma = 1 + vectors[name]
-            if name[-1] in "qk" and config.head_order and np.ndim(vectors[name]):
-                gamma = gamma[list(config.head_order)]
+            if name[-1] in "qk" and config.channel_order and np.ndim(vectors[name]):
+                gamma = gamma[list(config.channel_order)]
             found[f"{name}_and_1"] = gamma
         if delta:
             found[f"h.{n}.rate"] = np.exp(vectors[f"h.{n}.a_log"])
