@@ -78,7 +78,8 @@ def test_formats_of_a_result(device: Any) -> None:
         expected = registry.bind("operand", (floats,), dtype="float32", to_terms=terms).run()
         words = [each.get().view(np.uint32) for each in (run(k, to_terms=terms), expected)]
         used = N * C // 2 + 4 * N if terms.width else N * C
-        np.testing.assert_array_equal(*(each.ravel()[:used] for each in words))
+        first, second = (each.ravel()[:used] for each in words)
+        np.testing.assert_array_equal(first, second)
     with pytest.raises(InputError, match="expected float32 or k's float16, got bfloat16"):
         run(k, dtype="bfloat16")
     with pytest.raises(InputError, match="expected out in float32, got float16"):
