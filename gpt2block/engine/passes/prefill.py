@@ -112,7 +112,7 @@ class PrefillPass(Pass):
         return self._over_cache(f"{h}attn", h, qkv)
 
     def _append(self, h: str, qkv: Value) -> None:
-        if not self.c.shares(h):
+        if h not in self.c.readers:
             self.do(f"{h}kv", "kv_append", (qkv, f"{h}k", f"{h}v", "row", "positions"), **self.kv)
 
     def _over_cache(self, name: str, h: str, qkv: Value) -> Value:
