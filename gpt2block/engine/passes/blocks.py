@@ -80,10 +80,6 @@ class PassSettings(NamedTuple):
         """Return whether a layer has a short convolution. h: the prefix of the layer's names."""
         return bool(self.convs) and self.convs[_layer(h)]
 
-    def attention_of(self, h: str) -> str:
-        """Return the operation that computes a layer's attention of prompts over a kv_cache."""
-        return "attention_queries" if h in self.readers else "attention_packed"
-
     def columns_of(self, h: str) -> dict[str, Any]:
         """Return the options of `gated_columns` that select a layer's part of the rows `layers`."""
         assert self.layers is not None
@@ -195,7 +191,8 @@ class ModelStepPass(StepPass):
         if h not in self.c.readers:
             self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
         inputs = (qkv, k, v, "cu_seqlens", "start")
-        return self.do(f"{h}attn", self.c.attention_of(h), inputs, **options)
+        op = "attention_queries" if h in self.c.readers else "attention_packed"
+        return self.do(f"{h}attn", op, inputs, **options)
 
     def last_rows(self, x: Value, y: Value) -> tuple[ModelStepPass, Value, Value]:
         """Keep all rows until the final norm, as NumPy products of fewer rows round differently."""

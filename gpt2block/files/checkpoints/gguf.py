@@ -233,8 +233,7 @@ def _llama_config(
     if "attention.scale" in kind.GGUF_KEYS:
         scalars.setdefault(kind.GGUF_KEYS["attention.scale"], config.head_size**-0.5)
     if kind.PARTIAL:
-        scaled = (key for key in settings if key.startswith("rope.scal"))
-        for key in scaled:
+        for key in (each for each in settings if each.startswith("rope.scal")):
             raise CheckpointError(f"{prefix}{key}: {shown(settings[key])} is not supported")
         (factors,) = _factors(header, (ROPE_FACTORS,))
         return replace(config, **scalars).with_rope_factors(factors)
