@@ -341,7 +341,7 @@ def test_the_class_follows_the_architecture() -> None:
         (LFM2 | {"full_attn_idxs": [2]}, "full_attn_idxs: expected a list of numbers below 2"),
         (
             LFM2 | {"full_attn_idxs": [0], "layer_types": ["conv", "full_attention"]},
-            "layer_types (True, False) contradicts full_attn_idxs (False, True)",
+            "layer_types ['conv', 'full_attention'] contradicts full_attn_idxs ['full_attent",
         ),
         (LFM2 | {"conv_L_cache": 9}, "conv_L_cache: expected at most 8, got 9"),
         (LFM2 | {"conv_dim": 12}, "conv_dim: expected 36, got 12"),
