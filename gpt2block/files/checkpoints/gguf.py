@@ -236,8 +236,7 @@ def _llama_config(
     if kind.PARTIAL:
         for key in (each for each in settings if each.startswith("rope.scal")):
             raise CheckpointError(f"{prefix}{key}: {shown(settings[key])} is not supported")
-        (factors,) = _factors(header, (ROPE_FACTORS,))
-        return replace(config, **scalars).with_rope_factors(factors)
+        return replace(config, **scalars).with_rope_factors(*_factors(header, (ROPE_FACTORS,)))
     return replace(config, **scalars, scaling=_scaling(prefix, settings, header))
 
 

@@ -240,8 +240,7 @@ class Gemma4Config(Gemma3Config):
     @classmethod
     def from_gguf(cls, settings: dict[str, Any]) -> dict[str, Any]:
         """Return a GGUF file's metadata, with one value for the widths of the feed-forward."""
-        widths: Any = settings.get(FF)
-        shared: Any = settings.get("attention.shared_kv_layers")
+        widths, shared = settings.get(FF), settings.get("attention.shared_kv_layers")
         several = isinstance(widths, (list, np.ndarray)) and isinstance(shared, int)
         if not several or not 0 < shared < len(widths):
             return settings
