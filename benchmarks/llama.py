@@ -20,6 +20,7 @@ from gpt2block.engine.model import Ids, Tensors
 from gpt2block.engine.passes.prefill import Products
 from gpt2block.errors import InputError
 from gpt2block.model import Model
+from gpt2block.models.architectures.gemma4 import Gemma4Config
 from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.models.architectures.mistral import MistralConfig
 from gpt2block.models.architectures.qwen3 import Qwen3Config
@@ -53,6 +54,12 @@ SHAPES: Mapping[str, LlamaConfig] = {
         n_layer=16, n_head=16, n_kv_head=8, n_embd=1024, n_ff=4608, n_ctx=128_000,
         vocab_size=65536, theta=1e6, tie_word_embeddings=True,
         conv_layers=tuple(n not in (2, 5, 8, 10, 12, 14) for n in range(16)),
+    ),
+    "gemma4-e2b": Gemma4Config(
+        n_layer=35, n_head=8, n_kv_head=1, n_embd=1536, n_ff=6144, n_ctx=131072, head_size=256,
+        vocab_size=262144, eps=1e-6, theta=1e6, tie_word_embeddings=True, window=512,
+        sliding_layers=(True, True, True, True, False) * 7, shared_layers=20, logits_cap=30.0,
+        use_double_wide_mlp=True, embedding_dtype="bfloat16",
     ),
     "70b": LlamaConfig(
         n_layer=80, n_head=64, n_kv_head=8, n_embd=8192, n_ff=28672, n_ctx=8192, vocab_size=128256,

@@ -14,7 +14,7 @@ from gpt2block.cuda.arrays import CudaArray
 from gpt2block.cuda.formats import FILE, GGUF
 from gpt2block.cuda.kernels import FP8
 from gpt2block.engine.model import Tensors
-from gpt2block.models.config import ModelConfig, model_shapes
+from gpt2block.models.config import TABLES, ModelConfig, model_shapes
 from gpt2block.models.config.llama import LlamaConfig
 from gpt2block.models.weights.gguf import ROW_GROUP, TYPES, GgufMatrix, range_bytes
 
@@ -23,7 +23,7 @@ ROW_GROUPS = 509  # count of different row groups (8 rows) of random GGUF blocks
 DEVIATION = 0.02  # standard deviation of random weights
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # multiples of the golden ratio modulo 1 are spread evenly
 MULTIPLE = TYPES["Q4_K"].size  # divisor of the inputs of a matrix in blocks of Q4_K
-OUTER = "wte", "lm_head"  # matrices with shape (N, K); a layer's matrices have shape (K, N)
+OUTER = (*TABLES, "lm_head")  # matrices with shape (N, K); a layer's matrices have shape (K, N)
 Ranges = tuple[tuple[str, int], ...]  # pairs (GGUF type, number of outputs)
 
 
@@ -101,13 +101,19 @@ def gguf_types(config: ModelConfig, name: str, N: int) -> Ranges:
     if precise and matrix == "w_down":
         return (("Q6_K", N),)
     if precise and matrix == "w_qkv":
-        return ("Q4_K", N - config.kv_width), ("Q6_K", config.kv_width)
+        values = config.qkv_widths(n)[2]
+        return ("Q4_K", N - values), ("Q6_K", values)
     return (("Q4_K", N),)
 
 
 def bytes_in_blocks(config: ModelConfig, unread: str) -> int:
-    """Return the bytes of all matrices in blocks of `gguf_types`, except the matrix `unread`."""
-    matrices = ((name, N, K) for _, name, N, K in _matrices(config) if name != unread)
+    """Return the bytes of the matrices in blocks of `gguf_types`.
+
+    Not included are the matrix `unread`, and the table of embeddings for layers, of which a step
+    reads a row per token.
+    """
+    left = unread, "layer_table"
+    matrices = ((name, N, K) for _, name, N, K in _matrices(config) if name not in left)
     return sum(sum(range_bytes(gguf_types(config, name, N), K)) for name, N, K in matrices)
 
 

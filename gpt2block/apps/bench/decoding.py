@@ -25,7 +25,7 @@ from gpt2block.engine.model import Ids, Sampled, start_all, token_bytes
 from gpt2block.errors import InputError
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.model import Model
-from gpt2block.models.config import ModelConfig, model_shapes, shapes_in_blocks, size
+from gpt2block.models.config import ModelConfig, model_shapes, product_shapes, size
 from gpt2block.ops.bench.race import Capture, Captured, Contender
 from gpt2block.sampling import Sampling
 
@@ -86,8 +86,7 @@ class RandomModel:
     @property
     def matrix_elements(self) -> int:
         """Number of elements in all weight matrices of a forward pass, including lm_head."""
-        shapes = shapes_in_blocks(self.config).values()
-        blocks = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+        blocks = sum(math.prod(shape) for shape in product_shapes(self.config).values())
         return blocks + self.config.vocab_size * self.config.n_embd
 
     @property

@@ -19,10 +19,17 @@ class PassSettings(NamedTuple):
     head instead of neighbours. own: whether each sequence has its own frequencies. qk_norm,
     embedding_norm, windows: as in ModelConfig; windows is () if no layer has a window. embedding,
     softmax_scale, turned, cap, growth: the fields embedding, attention, rope, cap and growth of
+<<<<<<< HEAD
     `Scales`. gelu: whether the gate of the feed-forward is GELU. delta_nets: as in ModelConfig.
     convs: whether each layer has a short convolution in place of attention; () if none has. values:
     whether heads of V have norms. layers: as `layer_embeddings` of ModelConfig. sources: for each
     layer, the layer whose keys and values it reads.
+=======
+    `Scales`. gelu: whether the gate of the feed-forward is GELU. convs: whether each layer has a
+    short convolution in place of attention; () if none has. values: whether heads of V have norms.
+    layers: as `layer_embeddings` of ModelConfig. readers: prefixes of the names of the layers that
+    read the keys and values of an earlier layer.
+>>>>>>> gemma4
     """
 
     n_head: int
@@ -44,8 +51,12 @@ class PassSettings(NamedTuple):
     growth: tuple[float, int] | None = None
     values: bool = False
     layers: LayerEmbeddings | None = None
+<<<<<<< HEAD
     sources: tuple[int, ...] = ()
     delta_nets: DeltaNets | None = None
+=======
+    readers: tuple[str, ...] = ()
+>>>>>>> gemma4
     convs: tuple[bool, ...] = ()
 
     @classmethod
@@ -69,8 +80,12 @@ class PassSettings(NamedTuple):
             growth=scales.growth,
             values=config.VALUE_NORMS,
             layers=config.layer_embeddings,
+<<<<<<< HEAD
             sources=tuple(cache.layer for cache in config.layer_caches),
             delta_nets=config.delta_nets,
+=======
+            readers=tuple(f"h.{n}." for n in config.reading_layers),
+>>>>>>> gemma4
             convs=config.conv_layers,
         )
 
@@ -91,14 +106,6 @@ class PassSettings(NamedTuple):
     def has_conv(self, h: str) -> bool:
         """Return whether a layer has a short convolution. h: the prefix of the layer's names."""
         return bool(self.convs) and self.convs[_layer(h)]
-
-    def shares(self, h: str) -> bool:
-        """Return whether a layer reads the keys and values of an earlier layer."""
-        return bool(self.sources) and self.sources[_layer(h)] != _layer(h)
-
-    def attention_of(self, h: str) -> str:
-        """Return the operation that computes a layer's attention of prompts over a kv_cache."""
-        return "attention_queries" if self.shares(h) else "attention_packed"
 
     def columns_of(self, h: str) -> dict[str, Any]:
         """Return the options of `gated_columns` that select a layer's part of the rows `layers`."""
@@ -208,10 +215,11 @@ class ModelStepPass(StepPass):
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         k, v = f"{h}k", f"{h}v"
         options = {"n_head": self.c.n_head, "longest": self.longest, **self.c.scores(h)}
-        if not self.c.shares(h):
+        if h not in self.c.readers:
             self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
         inputs = (qkv, k, v, "cu_seqlens", "start")
-        return self.do(f"{h}attn", self.c.attention_of(h), inputs, **options)
+        op = "attention_queries" if h in self.c.readers else "attention_packed"
+        return self.do(f"{h}attn", op, inputs, **options)
 
     def last_rows(self, x: Value, y: Value) -> tuple[ModelStepPass, Value, Value]:
         """Keep all rows until the final norm, as NumPy products of fewer rows round differently."""

@@ -135,7 +135,7 @@ class DecodePass(Pass):
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
         means_of = "rope" if self.c.rope else "qkv"  # name of the result that contains V
-        bound = self._bounds.get(f"{h}{'q_rope' if self.c.shares(h) else means_of}")
+        bound = self._bounds.get(f"{h}{'q_rope' if h in self.c.readers else means_of}")
         terms = self._terms(to, bound, together=self.c.head_size)
         options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(terms), **self.kv}
         options |= self.together

@@ -112,13 +112,14 @@ class PrefillPass(Pass):
         return self._over_cache(f"{h}attn", h, qkv)
 
     def _append(self, h: str, qkv: Value) -> None:
-        if not self.c.shares(h):
+        if h not in self.c.readers:
             self.do(f"{h}kv", "kv_append", (qkv, f"{h}k", f"{h}v", "row", "positions"), **self.kv)
 
     def _over_cache(self, name: str, h: str, qkv: Value) -> Value:
         options = {"n_head": self.c.n_head, "longest": self.shape.longest, **self.c.scores(h)}
         inputs = (qkv, f"{h}k", f"{h}v", "cu_seqlens", "start")
-        return self.do(name, self.c.attention_of(h), inputs, **options, **self.kv)
+        op = "attention_queries" if h in self.c.readers else "attention_packed"
+        return self.do(name, op, inputs, **options, **self.kv)
 
     def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
         return self._short_conv(h, bcx, dtype="float32")
@@ -312,8 +313,7 @@ class HiLoPass(TensorCorePass):
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
         x = self._last("last.x", x)
-        o = self._with_layers(LastRows(self))
-        return o, x, Rows(self._last("last.attn", y, joined=True))
+        return self._with_layers(LastRows(self)), x, Rows(self._last("last.attn", y, joined=True))
 
 
 class LastRows(DecodePass):

@@ -256,9 +256,9 @@ def _llama_config(
     fields |= {f: v for f, v in given.items() if v or (v == 0 and f in kind.GGUF_ZEROS)}
     fields |= {"bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id")}
     if kind.PARTIAL:
-        scaled = (key for key in settings if key.startswith("rope.scal"))
-        for key in scaled:
+        for key in (each for each in settings if each.startswith("rope.scal")):
             raise CheckpointError(f"{prefix}{key}: {shown(settings[key])} is not supported")
+<<<<<<< HEAD
         (factors,) = _factors(header, (ROPE_FACTORS,))
         return kind(**fields).with_rope_factors(factors)
     config = kind(**fields, scaling=_scaling(prefix, settings, header))
@@ -266,6 +266,10 @@ def _llama_config(
     if scale and scale not in fields:
         return replace(config, **{scale: config.head_size**-0.5})
     return config
+=======
+        return replace(config, **scalars).with_rope_factors(*_factors(header, (ROPE_FACTORS,)))
+    return replace(config, **scalars, scaling=_scaling(prefix, settings, header))
+>>>>>>> gemma4
 
 
 def _factors(header: Header, names: Iterable[str]) -> list[tuple[float, ...]]:

@@ -228,7 +228,7 @@ def _naming(model_type: str, gguf: bool) -> Naming:
 def naming_of(config: ModelConfig, gguf: bool = False) -> Naming:
     """Return the Naming of a config's architecture for Hugging Face's files, or for GGUF."""
     found = _naming(config.MODEL_TYPE, gguf)
-    shared = [str(n) for n, cache in enumerate(config.layer_caches) if cache.layer != n]
+    shared = [str(n) for n in config.reading_layers]
     if not shared:
         return found
     # Files may have keys and values of layers that read those of an earlier layer.

@@ -119,9 +119,14 @@ class Gemma4Config(Gemma3Config):
 
     def source_of(self, layer: int) -> int:
         """Return the layer whose keys and values a layer reads: itself, or an earlier one."""
-        own = self.n_layer - self.shared_layers
-        alike = [n for n in range(own) if self.sliding_layers[n] == self.sliding_layers[layer]]
-        return layer if layer < own else alike[-1]
+        readers, kinds = self.reading_layers, self.sliding_layers
+        alike = [n for n in range(readers.start) if kinds[n] == kinds[layer]]
+        return alike[-1] if layer in readers else layer
+
+    @property
+    def reading_layers(self) -> range:
+        """The layers that read the keys and values of an earlier layer."""
+        return range(self.n_layer - self.shared_layers, self.n_layer)
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
@@ -145,7 +150,7 @@ class Gemma4Config(Gemma3Config):
     def shapes_of(self, layer: int) -> Shapes:
         """Return {name: shape} of the tensors of one layer's block."""
         C, D, (Q, KV, _) = (self.n_embd,), self.head_size_of(layer), self.qkv_widths(layer)
-        shared, P = self.source_of(layer) != layer, self.n_layer_embd
+        shared, P = layer in self.reading_layers, self.n_layer_embd
         FF = self.n_ff * (2 if shared and self.use_double_wide_mlp else 1)
         heads: Shapes = {"w_q": (*C, Q), "gamma_q": (D,)}
         if not shared:
@@ -235,8 +240,7 @@ class Gemma4Config(Gemma3Config):
     @classmethod
     def from_gguf(cls, settings: dict[str, Any]) -> dict[str, Any]:
         """Return a GGUF file's metadata, with one value for the widths of the feed-forward."""
-        widths: Any = settings.get(FF)
-        shared: Any = settings.get("attention.shared_kv_layers")
+        widths, shared = settings.get(FF), settings.get("attention.shared_kv_layers")
         several = isinstance(widths, (list, np.ndarray)) and isinstance(shared, int)
         if not several or not 0 < shared < len(widths):
             return settings
@@ -310,7 +314,7 @@ def constants(config: Gemma4Config, vectors: Mapping[str, Any]) -> dict[str, Any
 
 def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, over the layer's own keys or an earlier layer's."""
-    shared = o.c.shares(h)
+    shared = h in o.c.readers
     y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_q" if shared else f"{h}w_qkv",))
     if shared:
         y = o.queries(h, y, o.c.frequencies_of(h), f"{h}gamma_q")

@@ -291,6 +291,11 @@ class ModelConfig(ABC):
         """Return a dict of names and shapes of the tensors of one layer's block."""
         return self.block_shapes()
 
+    @property
+    def reading_layers(self) -> range:
+        """The layers that read the keys and values of an earlier layer."""
+        return range(0)
+
     def qkv_widths(self, layer: int) -> tuple[int, int, int]:
         """Return the channels of queries, keys and values in a layer."""
         return self.q_width, self.kv_width, self.kv_width
