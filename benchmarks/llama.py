@@ -20,6 +20,7 @@ from gpt2block.engine.model import Ids, Tensors
 from gpt2block.engine.passes.prefill import Products
 from gpt2block.errors import InputError
 from gpt2block.model import Model
+from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.models.architectures.mistral import MistralConfig
 from gpt2block.models.architectures.qwen3 import Qwen3Config
 from gpt2block.models.config import model_shapes
@@ -47,6 +48,11 @@ SHAPES: Mapping[str, LlamaConfig] = {
     "mistral-7b": MistralConfig(
         n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, n_ff=14336, n_ctx=32768,
         vocab_size=32768, theta=1e6,
+    ),
+    "lfm2-350m": Lfm2Config(
+        n_layer=16, n_head=16, n_kv_head=8, n_embd=1024, n_ff=4608, n_ctx=128_000,
+        vocab_size=65536, theta=1e6, tie_word_embeddings=True,
+        conv_layers=tuple(n not in (2, 5, 8, 10, 12, 14) for n in range(16)),
     ),
     "70b": LlamaConfig(
         n_layer=80, n_head=64, n_kv_head=8, n_embd=8192, n_ff=28672, n_ctx=8192, vocab_size=128256,

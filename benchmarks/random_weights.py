@@ -40,7 +40,7 @@ def random_tensors(config: LlamaConfig, dtype: str, library: Any = cupy) -> Tens
         _blocks(config, library) if dtype == FILE else _floats(config, dtype, library, rng)
     )
     for name, shape in model_shapes(config).items():
-        if len(shape) == 1:
+        if len(shape) != 2:
             yield name, library.asarray(rng.uniform(0.8, 1.2, shape).astype(np.float32)), None
         else:
             yield name, next(matrices), "NK"

@@ -118,9 +118,29 @@ class StoredModel(ABC):
                 Argument("dtype", "float16"),
             )
         if not self.formats.allow_nonfinite:
-            check_stream(self.config, largest)
+            self._check_stream(largest)
         self._matrices.setdefault("lm_head", self._matrices["wte"])
         return largest
+
+    def _check_stream(self, largest: Mapping[str, float]) -> None:
+        """Check the residual stream by magnitudes, then for short convolutions by norms of rows.
+
+        A convolution multiplies three products, so that bounds by magnitudes are far too large.
+        """
+        try:
+            check_stream(self.config, largest)
+        except InputError:
+            convs = [f"h.{n}." for n, conv in enumerate(self.config.conv_layers) if conv]
+            if not convs:
+                raise
+            check_stream(self.config, {**largest, **{f"{h}w_in": self._mean(h) for h in convs}})
+
+    def _mean(self, h: str) -> float:
+        """Return the magnitude of w_in if each weight of the row with the largest norm had it."""
+        gamma = on_host(self._vectors[f"{h}gamma1"])
+        rows = self._matrices[f"{h}w_in"].dequantized() * gamma[:, None]
+        most = float(np.linalg.norm(rows, axis=0).max())
+        return most / (math.sqrt(len(gamma)) * (float(np.abs(gamma).max()) or 1.0))
 
     def _check_blocks(self, name: str, largest: float) -> None:
         """Raise InputError if a GGUF matrix's largest magnitude is NaN or too large for float16."""
@@ -201,8 +221,8 @@ def padded(group: list[Ids]) -> list[Ids]:
 
 # Operations of a pass whose results are no rows of the pass, which is why they are not compared
 UNCOMPARED = ("kv_append", "delta_spans", "delta_inputs")
-# n_layer, channels of keys (of each layer, if layers differ), dtype, device, checksum of RoPE
-# frequencies ("" if always the same)
+# n_layer, channels of keys (if layers differ, of keys and values of each layer), dtype, device,
+# checksum of RoPE frequencies ("" if always the same)
 CacheKind = tuple[int, int | tuple[int, ...], str, str, str]
 
 
@@ -210,8 +230,8 @@ def cache_kind(config: ModelConfig, formats: Formats, device: str) -> CacheKind:
     """Return the CacheKind: properties that a kv_cache and the model that uses it must share."""
     sets = short_and_long(config)
     rope = f"longrope {crc32(sets.tobytes()):x}" if len(sets) else ""
-    widths = tuple(each.keys for each in config.layer_caches)
-    width = widths if len({*widths}) > 1 else widths[0]
+    widths = tuple(each.keys + each.values for each in config.layer_caches)
+    width = widths if {*widths} != {2 * config.kv_width} else config.kv_width
     return config.n_layer, width, formats.cache_dtype, device, rope
 
 

@@ -217,11 +217,13 @@ def test_each_sequence_has_the_short_or_the_long_factors(
 
 
 def test_a_kv_cache_is_of_the_frequencies_of_its_model() -> None:
-    """A cache of an equal model with other RoPE frequencies is refused."""
+    """A cache of an equal model with other RoPE frequencies, or other convolutions, is refused."""
     config = Phi3Config(**SIZES, rotary=48, scaling=LONG)
     others = replace(LONG, long_factors=(2.0,) * 24), replace(LONG, long_factors=())
     configs = config, *(replace(config, scaling=each) for each in others)
-    for model, other in permutations([model_of(each, "cpu", "float32") for each in configs], 2):
+    convs = [Lfm2Config(**SIZES, conv_layers=each) for each in ((True, False), (False, True))]
+    models = [model_of(each, "cpu", "float32") for each in (*configs, *convs)]
+    for model, other in permutations(models, 2):
         with pytest.raises(InputError, match=r"cache: expected one from this model's new_cache"):
             model([1, 2], other.new_cache())
 

@@ -33,9 +33,11 @@ from gpt2block import (
     RopeScaling,
 )
 from gpt2block.engine.inspect.compare import exact_tensors
-from gpt2block.engine.model import state_bytes, token_bytes
+from gpt2block.engine.model import check_stream, state_bytes, token_bytes
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.hugging_face import parse_config
+from gpt2block.files.parameters.arrays import random_model
+from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.models.config import OF_OTHERS, model_shapes
 from tests.devices import GPU, running_on
 
@@ -329,7 +331,7 @@ def test_the_class_follows_the_architecture() -> None:
         (LFM2 | {"full_attn_idxs": [2]}, "full_attn_idxs: expected a list of numbers below 2"),
         (
             LFM2 | {"full_attn_idxs": [0], "layer_types": ["conv", "full_attention"]},
-            "layer_types (True, False) contradicts full_attn_idxs (False, True)",
+            "layer_types ['conv', 'full_attention'] contradicts full_attn_idxs ['full_attent",
         ),
         (LFM2 | {"conv_L_cache": 9}, "conv_L_cache: expected at most 8, got 9"),
         (LFM2 | {"conv_dim": 12}, "conv_dim: expected 36, got 12"),
@@ -665,6 +667,21 @@ def test_a_large_weight_that_would_hide_the_others(tmp_path: Path) -> None:
     with pytest.raises(gpt2block.InputError, match=r"h.0.w_down: .* RMSNorm's squares overflow"):
         Llama(weights)
     Llama(weights, allow_nonfinite=True)
+
+
+def test_a_large_weight_of_a_convolution_is_judged_by_the_norm_of_its_row() -> None:
+    """By magnitudes alone, a limit would be 8**3 times lower with 64 inputs of a product."""
+    config: Any = Lfm2Config(2, 2, 64, 8, 5, n_ff=8, conv_layers=(True, False))
+    tensors = {name: (array, layout) for name, array, layout in random_model(0, config)}
+    for weight, fits in ((2e4, True), (2e6, False)):
+        tensors["h.0.w_in"][0][0, 0] = weight
+        given = ((name, *each) for name, each in tensors.items())
+        refused = pytest.raises(gpt2block.InputError, match=r"h\.0\.w_in: .* RMSNorm's squares")
+        with nullcontext() if fits else refused:
+            Model.from_tensors(config, given, "cpu", "float32")
+    largest = {name: float(np.abs(array).max()) for name, (array, _) in tensors.items()}
+    with pytest.raises(gpt2block.InputError, match="overflow"):
+        check_stream(config, largest | {"h.0.w_in": 2e4})
 
 
 @pytest.mark.parametrize("name", ["llama-plain", "llama-grouped", "qwen2"])

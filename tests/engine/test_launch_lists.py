@@ -35,7 +35,7 @@ TELLING = (  # tested programs of the golden file, which has too many to run in 
     r"10.0 (model llama 2/1x64 (bfloat16|float8_e5m2) own|operation (attention|rmsnorm_\w+) .*)",
     r"7.5 (model (gpt2 2x64|llama 4/1x32) float32 .*|products linear float8_e5m2|operation gemm.*)",
     r"9.0 generation (gpt2|llama) (float32|e4m3/e4m3|Q8_0/e4m3|Q4_K|Q4_K_M)",
-    r"9.0 generation (gemma3|nanochat|olmo2|phi3|qwen3|qwen3_5) .*",
+    r"9.0 generation (gemma3|lfm2|nanochat|olmo2|phi3|qwen3|qwen3_5) .*",
     r"9.0 generation (gpt2-768 float32|(gpt2-768|llama-2048) e4m3/e4m3|llama-2048 Q4_K_M)",
     r"8.0 generation (llama (float32|Q8_0)|gpt2 e4m3/e4m3|(nanochat|gemma3) Q4_K_M)",
     r"7.5 generation (gpt2-odd float32|(gemma3|llama) bfloat16)",

@@ -94,7 +94,7 @@ class RandomModel:
     def weight_bytes(self) -> int:
         """Bytes of weights that a decoding step reads: matrices in `dtype`, vectors in float32."""
         shapes = model_shapes(self.config).values()
-        vectors = sum(shape[0] for shape in shapes if len(shape) == 1)
+        vectors = sum(math.prod(shape) for shape in shapes if len(shape) != 2)
         return self._matrix_bytes + 4 * vectors
 
     @property
@@ -103,8 +103,10 @@ class RandomModel:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in the kv_caches of all layers."""
-        return token_bytes(self.config.layer_caches, self.formats)
+        """Bytes of one token's keys and values that attention of all layers reads."""
+        caches = self.config.layer_caches
+        read = [each if each.values else each._replace(keys=0) for each in caches]
+        return token_bytes(read, self.formats)
 
     def attention_flops(self, keys: int) -> int:
         """Return the FLOPs of all layers' attention, if each head scores `keys` query-key pairs."""

@@ -34,7 +34,6 @@ from gpt2block.engine.model import (
     in_shared_memory,
     layer_rows,
     new_states,
-    stored_rows,
     stored_tensors,
 )
 from gpt2block.engine.numpy.executor import FUNCTIONS, Functions, NumpyExecutor, NumpySteps
@@ -43,7 +42,7 @@ from gpt2block.engine.passes.blocks import ModelStepPass, PassSettings, StepPass
 from gpt2block.engine.passes.forward import forward
 from gpt2block.files.checkpoints.gguf_types import InBlocks
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import LayerCache, ModelConfig
 from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.sampling import Mask, Sampling, choose
@@ -97,13 +96,13 @@ class NumpyCache:
                     new[row, :n] = old[row, :n]
 
     def _allocate(self, positions: int) -> None:
-        self.positions, rows = positions, stored_rows(self._caches)
-        self.arrays = [
-            np.zeros((self.batch, positions, width), np.float32 if each.narrow else self._dtype)
-            for each, width in rows
-        ]
-        arrays = iter(self.arrays)
-        self.layers = layer_rows(self._caches, lambda *_: next(arrays))
+        def make(each: LayerCache, width: int) -> Floats:
+            dtype = np.float32 if each.narrow else self._dtype
+            self.arrays.append(np.zeros((self.batch, positions, width), dtype))
+            return self.arrays[-1]
+
+        self.positions, self.arrays = positions, list[Floats]()
+        self.layers = layer_rows(self._caches, make)
 
     @property
     def nbytes(self) -> int:

@@ -34,13 +34,8 @@ QKV = "w_qkv"
 PRODUCTS: Mapping[str, tuple[int, int]] = {"linear": (1, 5), "gemm": (1, 3)}
 ATTENTION = "attention", "attention_split", "attention_varlen", "attention_packed"
 ELEMENTWISE = "silu_mul", "relu_squared", "cap"  # computed before a GPU's columns are gathered
-STORING = (
-    "w_o",
-    "w_attn",
-    "w_out",
-    "w_down",
-    "w_proj",
-)  # matrices whose products can send their columns
+# Matrices whose products can send their columns
+STORING = "w_o", "w_attn", "w_out", "w_down", "w_proj"
 GATED = 6  # inputs of `linear` before the second matrix, with which a product can also send
 OF_SHARD = ".shard"  # ends the names of results that have only this GPU's columns
 

@@ -216,14 +216,15 @@ def _settings(
     if isinstance(blocks, (list, np.ndarray)):
         raise CheckpointError(f"{prefix}block_count: expected a number, got {shown(blocks)}")
     heads = settings.get(KV_HEADS)
-    if convs and isinstance(heads, (list, np.ndarray)) and len(heads) == blocks:
-        settings[KV_HEADS] = [max(heads) if n == 0 else n for n in np.asarray(heads).tolist()]
+    heads = heads.tolist() if isinstance(heads, np.ndarray) else heads
+    if convs and isinstance(heads, list) and len(heads) == blocks:
+        settings[KV_HEADS] = [max(heads) if n == 0 else n for n in heads]
     settings = {
         key: value if key in arrays else _of_all_blocks(prefix + key, value, blocks)
         for key, value in settings.items()
     }
-    if convs and isinstance(heads, (list, np.ndarray)):
-        settings[CONV_LAYERS] = tuple(bool(n == 0) for n in heads)
+    if convs and isinstance(heads, list):
+        settings[CONV_LAYERS] = tuple(n == 0 for n in heads)
     if pattern is not None:  # the period of layers without a window, or a bool per layer
         layers = np.atleast_1d(pattern).tolist()
         if type(pattern) is int and type(blocks) is int:

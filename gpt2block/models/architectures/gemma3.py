@@ -189,4 +189,4 @@ def operand_bounds(
     def both(w: str, gamma: str) -> Any:
         return norms(w, "") + norms(w, gamma)
 
-    return qwen3.operand_bounds(config, wide, both)  # type: ignore[arg-type]  # both: an ndarray
+    return qwen3.operand_bounds(config, wide, both)

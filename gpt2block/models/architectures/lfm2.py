@@ -107,7 +107,7 @@ class Lfm2Config(LlamaConfig):
         """Convert the content of a config.json to {field of this class: value}."""
         renamed = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
         given = {theirs: config[key] for key, theirs in renamed.items() if key in config}
-        fields = super()._fields_in(config | given)
+        fields = super()._fields_in({**config, **given})
         width = (fields["n_embd"],)
         others = {"block_dim": width, "conv_dim": width, "conv_dim_out": width}
         others |= {"num_heads": (fields["n_head"],)}
@@ -135,18 +135,17 @@ def _adjusted(config: Mapping[str, Any], n_ff: int) -> int:
 def _conv_layers(config: Mapping[str, Any], n_layer: int) -> tuple[bool, ...]:
     """Return whether each layer has a convolution, from layer_types or full_attn_idxs."""
     kinds, full = config.get("layer_types"), config.get("full_attn_idxs")
-    given = {}
-    if kinds is not None:
-        if not isinstance(kinds, list) or not all(each in KINDS for each in kinds):
-            raise CheckpointError(f"config.json: layer_types: expected a list of "
-                                  f"{' and '.join(KINDS)}, got {shown(kinds)}")  # fmt: skip
-        given["layer_types"] = tuple(each == "conv" for each in kinds)
+    given = {} if kinds is None else {"layer_types": kinds}
     if full is not None:
         if not isinstance(full, list) or not all(n in range(n_layer) for n in full):
             raise CheckpointError(f"config.json: full_attn_idxs: expected a list of numbers below "
                                   f"{n_layer}, got {shown(full)}")  # fmt: skip
-        given["full_attn_idxs"] = tuple(n not in full for n in range(n_layer))
-    return agreed(given) if given else ()
+        given["full_attn_idxs"] = [KINDS[n not in full] for n in range(n_layer)]
+    found = agreed(given) if given else []
+    if not isinstance(found, list) or not all(each in KINDS for each in found):
+        raise CheckpointError(f"config.json: layer_types: expected a list of "
+                              f"{' and '.join(KINDS)}, got {shown(found)}")  # fmt: skip
+    return tuple(each == "conv" for each in found)
 
 
 CONFIG: type[ModelConfig] = Lfm2Config
@@ -196,7 +195,7 @@ def stream_bounds(config: Lfm2Config, largest: Mapping[str, float]) -> Iterator[
     A convolution layer adds y · w_out, where y = C · (taps ∗ (B · x)), and each of B, C and x is a
     product of w_in with normalized rows, as in Llama's bounds.
     """
-    n, added = config.n_embd, {}
+    n, added = config.n_embd, dict[str, float]()
     for h in _conv_layer_names(config):
         bcx = n * largest[f"{h}gamma1"] * largest[f"{h}w_in"] + largest.get(f"{h}b_in", 0.0)
         sums = config.conv_length * largest[f"{h}taps"] * bcx**2 + largest.get(f"{h}b_taps", 0.0)

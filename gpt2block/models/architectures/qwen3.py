@@ -15,6 +15,7 @@ from gpt2block.models.architectures import llama
 from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.models.architectures.qwen2 import QwenConfig
 from gpt2block.models.config import ModelConfig, Shapes
+from gpt2block.models.config.llama import LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, ll
 
 
 def operand_bounds(
-    config: Qwen3Config, largest: Mapping[str, float], norms: RowNorms
+    config: LlamaConfig, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
     """Bound operands as Llama does. Bounds of q and k hold before and after their norms.
 
