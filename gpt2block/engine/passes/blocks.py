@@ -19,17 +19,10 @@ class PassSettings(NamedTuple):
     head instead of neighbours. own: whether each sequence has its own frequencies. qk_norm,
     embedding_norm, windows: as in ModelConfig; windows is () if no layer has a window. embedding,
     softmax_scale, turned, cap, growth: the fields embedding, attention, rope, cap and growth of
-<<<<<<< HEAD
     `Scales`. gelu: whether the gate of the feed-forward is GELU. delta_nets: as in ModelConfig.
     convs: whether each layer has a short convolution in place of attention; () if none has. values:
-    whether heads of V have norms. layers: as `layer_embeddings` of ModelConfig. sources: for each
-    layer, the layer whose keys and values it reads.
-=======
-    `Scales`. gelu: whether the gate of the feed-forward is GELU. convs: whether each layer has a
-    short convolution in place of attention; () if none has. values: whether heads of V have norms.
-    layers: as `layer_embeddings` of ModelConfig. readers: prefixes of the names of the layers that
-    read the keys and values of an earlier layer.
->>>>>>> gemma4
+    whether heads of V have norms. layers: as `layer_embeddings` of ModelConfig. readers: prefixes
+    of the names of the layers that read the keys and values of an earlier layer.
     """
 
     n_head: int
@@ -51,12 +44,8 @@ class PassSettings(NamedTuple):
     growth: tuple[float, int] | None = None
     values: bool = False
     layers: LayerEmbeddings | None = None
-<<<<<<< HEAD
-    sources: tuple[int, ...] = ()
-    delta_nets: DeltaNets | None = None
-=======
     readers: tuple[str, ...] = ()
->>>>>>> gemma4
+    delta_nets: DeltaNets | None = None
     convs: tuple[bool, ...] = ()
 
     @classmethod
@@ -80,12 +69,8 @@ class PassSettings(NamedTuple):
             growth=scales.growth,
             values=config.VALUE_NORMS,
             layers=config.layer_embeddings,
-<<<<<<< HEAD
-            sources=tuple(cache.layer for cache in config.layer_caches),
-            delta_nets=config.delta_nets,
-=======
             readers=tuple(f"h.{n}." for n in config.reading_layers),
->>>>>>> gemma4
+            delta_nets=config.delta_nets,
             convs=config.conv_layers,
         )
 

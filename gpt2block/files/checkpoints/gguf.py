@@ -216,7 +216,7 @@ def _settings(header: Header, prefix: str, kind: type[ModelConfig]) -> dict[str,
     if convs and isinstance(heads, list) and len(heads) == blocks:
         settings[KV_HEADS] = [max(heads) if n == 0 else n for n in heads]
     settings = {
-        key: value if key in arrays else _of_all_blocks(prefix + key, value, blocks)
+        key: value if key in kind.GGUF_READ else _of_all_blocks(prefix + key, value, blocks)
         for key, value in settings.items()
     }
     if convs and isinstance(heads, list):
@@ -258,18 +258,12 @@ def _llama_config(
     if kind.PARTIAL:
         for key in (each for each in settings if each.startswith("rope.scal")):
             raise CheckpointError(f"{prefix}{key}: {shown(settings[key])} is not supported")
-<<<<<<< HEAD
-        (factors,) = _factors(header, (ROPE_FACTORS,))
-        return kind(**fields).with_rope_factors(factors)
+        return kind(**fields).with_rope_factors(*_factors(header, (ROPE_FACTORS,)))
     config = kind(**fields, scaling=_scaling(prefix, settings, header))
     scale = kind.GGUF_KEYS.get("attention.scale", "")
     if scale and scale not in fields:
         return replace(config, **{scale: config.head_size**-0.5})
     return config
-=======
-        return replace(config, **scalars).with_rope_factors(*_factors(header, (ROPE_FACTORS,)))
-    return replace(config, **scalars, scaling=_scaling(prefix, settings, header))
->>>>>>> gemma4
 
 
 def _factors(header: Header, names: Iterable[str]) -> list[tuple[float, ...]]:
