@@ -123,7 +123,7 @@ def test_norms_of_values_and_of_queries_alone(device: Any, heads: Heads, kind: s
     both = {**options, "values": True}
     got = registry.bind("qk_norm_rope", (x, at, turns, *norms), n_kv_head=NKV, **both).run()
     wide = qkv.astype(np.float64), place, frequencies(D), *gamma
-    assert_close(got.get(), reference.qk_norm_rope(*wide, NH, NKV, EPS, True), "float32")
+    assert_close(got.get(), reference.qk_norm_rope(*wide, **{**both, "n_kv_head": NKV}), "float32")
     k, v, k2, v2 = (device.asarray(np.zeros((1, 7, NKV * D), dtype)) for _ in range(4))
     row = device.zeros(3, "int32")
     inputs = (x, turns, k, v, row, at, *norms)
