@@ -122,8 +122,8 @@ def test_norms_of_values_and_of_queries_alone(device: Any, heads: Heads, kind: s
     options: Any = {"eps": EPS, "n_head": NH}
     both = {**options, "values": True}
     got = registry.bind("qk_norm_rope", (x, at, turns, *norms), n_kv_head=NKV, **both).run()
-    wide: Any = qkv.astype(np.float64), place, frequencies(D), *gamma, NH, NKV, EPS, True
-    assert_close(got.get(), reference.qk_norm_rope(*wide), "float32")
+    wide = qkv.astype(np.float64), place, frequencies(D), *gamma
+    assert_close(got.get(), reference.qk_norm_rope(*wide, **{**both, "n_kv_head": NKV}), "float32")
     k, v, k2, v2 = (device.asarray(np.zeros((1, 7, NKV * D), dtype)) for _ in range(4))
     row = device.zeros(3, "int32")
     inputs = (x, turns, k, v, row, at, *norms)

@@ -240,13 +240,12 @@ class Gemma4Config(Gemma3Config):
     @classmethod
     def from_gguf(cls, settings: dict[str, Any]) -> dict[str, Any]:
         """Return a GGUF file's metadata, with one value for the widths of the feed-forward."""
-        widths, shared = settings.get(FF), settings.get("attention.shared_kv_layers")
-        several = isinstance(widths, (list, np.ndarray)) and isinstance(shared, int)
-        if not several or not 0 < shared < len(widths):
+        n, ff = settings.get("attention.shared_kv_layers"), settings.get(FF)
+        if not (isinstance(n, int) and isinstance(ff, (list, np.ndarray)) and 0 < n < len(ff)):
             return settings
-        own = [int(n) for n in widths[: len(widths) - shared]]
-        doubled = [int(n) for n in widths[len(widths) - shared :]] == [2 * own[0]] * shared
-        return {**settings, FF: [*own, *own[:1] * shared], WIDE: True} if doubled else settings
+        widths = np.asarray(ff).tolist()
+        doubled = widths[-n:] == [2 * widths[0]] * n
+        return {**settings, FF: widths[:-n] + widths[:1] * n, WIDE: True} if doubled else settings
 
     def gguf_settings(self) -> dict[str, Any]:
         """Return {key: value} of GGUF's keys, with an array of the widths of the feed-forward."""
