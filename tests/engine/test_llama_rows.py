@@ -76,8 +76,8 @@ def test_groups_of_channels_are_normalized_and_columns_gated(device: Any) -> Non
     assert np.isnan(got).sum() == 36
     scaled = RMSNORM_ADD.bind((*rows, by), eps=EPS).run().get()
     assert_same_bits(scaled, got.reshape(15, 36) * one)
-    wide = [array.astype(np.float64) for array in (x, weight, stream)]
-    exact = np.delete(reference.rmsnorm_groups(*wide, eps=EPS), 1, 0)
+    x64, weight64, stream64 = (array.astype(np.float64) for array in (x, weight, stream))
+    exact = np.delete(reference.rmsnorm_groups(x64, weight64, stream64, EPS), 1, 0)
     assert np.abs(np.delete(got, 1, 0) - exact).max() <= 8 * 2.0**-24 * np.abs(exact).max()
     for gate, first in ((plain.normal(3, 5, 36), 36), (plain.normal(4, 5, 6), 73)):
         columns = np.ascontiguousarray(stream[:, first : first + gate.shape[1]])
