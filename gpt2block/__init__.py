@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from gpt2block.block import Block, LlamaBlock, solve
     from gpt2block.bulk.predictor import Predictor
     from gpt2block.engine.explain import Page
-    from gpt2block.engine.generation.rows import Generation
     from gpt2block.engine.generation.scoring import Score, ScoredToken, ScoredTokens
+    from gpt2block.engine.generation.sequences import Generation
     from gpt2block.engine.inspect.compare import Comparison, Comparisons
     from gpt2block.engine.inspect.lens import LogitLens
     from gpt2block.engine.model import KVCache
@@ -111,7 +111,7 @@ _NAMES = {  # module → names that the package exports from the module
     "model": "GPT2 Llama Model from_pretrained",
     "engine.model": "KVCache",
     "sampling": "Sampling",
-    "engine.generation.rows": "Generation",
+    "engine.generation.sequences": "Generation",
     "engine.generation.scoring": "Score ScoredToken ScoredTokens",
     "models.weights.matrix": "WeightMatrix",
     "models.weights.hi_lo": "HiLoMatrix",

@@ -6,7 +6,7 @@ as fields of dataclasses: default, range and meaning of each are written once.
     @documented
     @dataclass(frozen=True)
     class Sampling:
-        '''The sampling options of one row.
+        '''The sampling options of one sequence.
 
         {options}
         '''

@@ -31,8 +31,8 @@ from gpt2block.engine.generation.options import (
     StreamOptions,
     with_keywords,
 )
-from gpt2block.engine.generation.rows import Generation
 from gpt2block.engine.generation.scoring import Score, ScoredTokens
+from gpt2block.engine.generation.sequences import Generation
 from gpt2block.engine.inspect import lens
 from gpt2block.engine.inspect.compare import Comparisons, compare
 from gpt2block.engine.inspect.lens import LogitLens
@@ -60,7 +60,7 @@ from gpt2block.sampling import with_defaults
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Row = Sequence[int] | NDArray[np.integer]  # token ids (T,); an array may also be (B, T)
+Tokens = Sequence[int] | NDArray[np.integer]  # token ids (T,); an array may also be (B, T)
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 Weights = TypeVar("Weights", bound=ModelArrays[Any])
 Loaded = TypeVar("Loaded", bound="Model[Any]")
@@ -360,22 +360,22 @@ class Model(Hinted, Generic[Weights]):
         return self.engine.new_cache(batch, n_ctx)
 
     @overload
-    def __call__(self, ids: Row, cache: KVCache | None = None, last: bool = False) -> Floats: ...
+    def __call__(self, ids: Tokens, cache: KVCache | None = None, last: bool = False) -> Floats: ...
     @overload
     def __call__(
-        self, ids: Sequence[Row], cache: KVCache | None = None, *, last: Literal[True]
+        self, ids: Sequence[Tokens], cache: KVCache | None = None, *, last: Literal[True]
     ) -> Floats: ...
     @overload
     def __call__(
-        self, ids: Sequence[Row], cache: KVCache | None = None, last: bool = False
+        self, ids: Sequence[Tokens], cache: KVCache | None = None, last: bool = False
     ) -> Floats | list[Floats]: ...
     def __call__(
-        self, ids: Row | Sequence[Row], cache: KVCache | None = None, last: bool = False
+        self, ids: Tokens | Sequence[Tokens], cache: KVCache | None = None, last: bool = False
     ) -> Floats | list[Floats]:
         """Return float32 logits: (T, V), (B, T, V), or a list of (T, V) if sequence lengths differ.
 
-        last: return the logits of the last position only, (V,) or (B, V). cache: row b of the ids
-        continues row b of the cache, to which its keys and values are appended.
+        last: return the logits of the last position only, (V,) or (B, V). cache: sequence b of
+        the ids continues sequence b of the cache, to which its keys and values are appended.
         """
         check_flag("last", last)
         sequences, shape = inputs.sequences(self.engine, ids, cache)
@@ -386,10 +386,10 @@ class Model(Hinted, Generic[Weights]):
         return together.reshape(*(shape[:-1] if last else shape), -1)
 
     @overload
-    def hidden_states(self, ids: Row) -> Floats: ...
+    def hidden_states(self, ids: Tokens) -> Floats: ...
     @overload
-    def hidden_states(self, ids: Sequence[Row]) -> Floats | list[Floats]: ...
-    def hidden_states(self, ids: Row | Sequence[Row]) -> Floats | list[Floats]:
+    def hidden_states(self, ids: Sequence[Tokens]) -> Floats | list[Floats]: ...
+    def hidden_states(self, ids: Tokens | Sequence[Tokens]) -> Floats | list[Floats]:
         """Return hidden states in float32: the embedding, each block's output, then the final norm.
 
         Returns (n_layer + 2, T, C), (n_layer + 2, B, T, C), or a list of (n_layer + 2, T, C).
@@ -604,7 +604,7 @@ class Model(Hinted, Generic[Weights]):
         """Return the Score of a text or token ids: its log-likelihood, perplexity, bits per byte.
 
         Returns a Score, whose `tokens` hold the log-probability and surprisal of every token; for a
-        list of texts or of rows of ids, a list of Scores.
+        list of texts or of sequences of ids, a list of Scores.
 
         Windows of n_ctx tokens slide by `stride` (None: n_ctx // 2), see `scoring.score`.
         tokens_at_once: tokens of the windows computed together; on a GPU, results do not depend on
@@ -625,11 +625,11 @@ class Model(Hinted, Generic[Weights]):
 
     @overload
     def score_generated(
-        self, prompts: Prompt, continuations: Generation | Row, **options: Any
+        self, prompts: Prompt, continuations: Generation | Tokens, **options: Any
     ) -> ScoredTokens: ...
     @overload
     def score_generated(
-        self, prompts: Prompts, continuations: Sequence[Generation | Row], **options: Any
+        self, prompts: Prompts, continuations: Sequence[Generation | Tokens], **options: Any
     ) -> list[ScoredTokens]: ...
     @named_options()
     @with_keywords("samples", "receipt")

@@ -66,14 +66,14 @@ SAMPLING_OPTIONS = tuple(SamplingKeywords.__annotations__)
 @documented
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling options of one row (a continuation of a prompt).
+    """The sampling options of one sequence (a prompt and its continuation).
 
     {options}
 
     logit_bias, min_new_tokens and the penalties are applied first, then the other options in the
-    order of the fields. Sampled tokens are the tokens that the row has sampled, without its prompt.
-    A temperature of 1 with all filters off draws from the model's own distribution. The same
-    logits, seed, sample and step give the same token, alone or in a batch.
+    order of the fields. Sampled tokens are the tokens that the sequence has sampled, without its
+    prompt. A temperature of 1 with all filters off draws from the model's own distribution. The
+    same logits, seed, sample and step give the same token, alone or in a batch.
     Raises InputError for values out of range.
     """
 
@@ -247,10 +247,10 @@ def choose(
     allowed: Mask | None = None,
     forced: int | None = None,
 ) -> Choice:
-    """Sample the next token of a row (a continuation of a prompt).
+    """Sample the next token of a sequence.
 
     logits: (V,). occurred: (V,), nonzero for tokens already in the text. counts: (V,), how often
-    each token was sampled. step: number of tokens that the row has sampled so far. allowed: Mask of
+    each token was sampled. step: number of tokens sampled so far. allowed: Mask of
     tokens that can be sampled; None: all tokens. forced: a token that is returned in place of a
     sampled one, with its log-probability. +inf is treated as the largest number; -inf has no mass.
     The filters have the same order and meaning as in `transformers`.
@@ -305,7 +305,7 @@ def check_biased(sampling: Sampling, V: int) -> None:
 
 
 def changes(sampling: Sampling, V: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Return a row's logit changes as the kernel reads them: a table, and an index per token.
+    """Return a sequence's logit changes as the kernel reads them: a table, and an index per token.
 
     Entry 0 of the table holds 1 if anything changes, and the bits of min_new_tokens. The second
     array holds twice the index of each token's entry in the table.

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpt2block.engine.generation import generate as generation
 from gpt2block.engine.generation.options import Options
-from gpt2block.engine.generation.rows import Generation
+from gpt2block.engine.generation.sequences import Generation
 from gpt2block.engine.model import ModelEngine
 
 

@@ -1,7 +1,7 @@
 """A fast, predictable replacement for GPT-2: a table that gives logits for the last token.
 
 It asserts the requirements of a real engine: sequences of 1 to n_ctx tokens, ids in the vocabulary,
-no step of a row whose cache is full.
+no step of a sequence whose cache is full.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def byte_encoding(*merges: bytes, end: bool = True) -> tiktoken.Encoding:
 class MarkovEngine:
     """An engine with logits `table` (V, V) by the last token.
 
-    script: for each row, the tokens that decoding returns instead of drawing them.
+    script: for each sequence, the tokens that decoding returns instead of drawing them.
     """
 
     nbytes = 0

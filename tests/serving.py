@@ -136,7 +136,7 @@ def serving(
 
 
 def clients_of(running: Running) -> list[str]:
-    """Return a list to which the clients of all rows submitted from now on are appended."""
+    """Return a list to which the clients of all sequences submitted from now on are appended."""
     names, submit = [], running.service.submit
 
     def noted(*given: Any) -> None:

@@ -183,7 +183,7 @@ class Predictor:
     def __call__(self, batch: Batch) -> dict[str, Any]:
         """Return the batch's columns and the result columns, as arrays.
 
-        batch: "text", or "tokens" (rows of ids), and optionally "seed", an integer from 0 to
+        batch: "text", or "tokens" (sequences of ids), and optionally "seed", an integer from 0 to
         2**64 - 1 for each record; by default it is derived from the option `seed` and the record.
         The result column `error` is "", or the reason why a record has no result; the other result
         columns of such a record are NaN, 0 or empty.

@@ -15,7 +15,7 @@ from gpt2block.checks import check_flag, check_integer
 from gpt2block.engine.generation import scoring
 from gpt2block.engine.generation.generate import Run
 from gpt2block.engine.generation.options import Options, Overflow
-from gpt2block.engine.generation.rows import BAD_WEIGHTS
+from gpt2block.engine.generation.sequences import BAD_WEIGHTS
 from gpt2block.engine.model import Ids, ModelEngine
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError, printable
 from gpt2block.files.checkpoints.embedding_files import EmbeddingDefaults, Pooling, chosen
@@ -118,7 +118,7 @@ class Generating(Task):
 
     options: the keywords of `GPT2.generate`. logprobs: also return the tokens and their
     log-probabilities. receipts: also return the receipt of each text, as JSON. The number of
-    records in a batch is not limited: the engine computes `rows_at_once` rows together.
+    records in a batch is not limited: the engine computes `rows_at_once` sequences together.
     """
 
     tokens_at_once = 2**31
@@ -162,10 +162,10 @@ class Generating(Task):
 
     def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
         run, samples = self._start(list(records), engine), self._options.samples
-        for index, one in enumerate(run.rows):
+        for index, one in enumerate(run.sequences):
             one.sampling = replace(one.sampling, seed=seeds[index // samples])
         run.finish()
-        written = [one.result() for one in run.rows]
+        written = [one.result() for one in run.sequences]
         rows = []
         for first in range(0, len(written), samples):
             group = written[first : first + samples]

@@ -27,13 +27,13 @@ def sequences(
         )
     before = [0] * len(found) if cache is None else cache.lengths
     if len(before) != len(found):
-        raise InputError(f"ids: {len(found)} sequences for a cache of {len(before)} rows")
+        raise InputError(f"ids: {len(found)} sequences for a cache of {len(before)} sequences")
     most = config.n_ctx if cache is None else cache.n_ctx
-    for row, (start, new) in enumerate(zip(before, found, strict=True)):
+    for n, (start, new) in enumerate(zip(before, found, strict=True)):
         if start + len(new) > most:
             after = f" after the {start} in the cache" if start else ""
             raise InputError(
-                f"ids: row {row} has {len(new)} tokens{after}, the context is n_ctx = {most}"
+                f"ids: sequence {n} has {len(new)} tokens{after}, the context is n_ctx = {most}"
             )
     return found, shape
 
@@ -79,7 +79,7 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
         shape = rows[0].shape
         rows = list(rows[0].reshape(-1, shape[-1])) if rows[0].size else rows
     for b, row in enumerate(rows):
-        name = f"ids: row {b}" if len(rows) > 1 else "ids"
+        name = f"ids: sequence {b}" if len(rows) > 1 else "ids"
         if row.dtype.kind in "US":
             raise InputError(
                 f"{name}: expected token ids, got text: use model.tokenizer.encode_ordinary(text): "

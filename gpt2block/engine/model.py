@@ -249,22 +249,22 @@ class KVCache(Protocol):
     kind: CacheKind
     batch: int
     n_ctx: int
-    lengths: list[int]  # number of cached tokens of each row
+    lengths: list[int]  # number of cached tokens of each sequence
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory for the keys and values of all rows."""
+        """Bytes of memory for the keys and values of all sequences."""
 
 
-class RowFrequencies:
-    """RoPE's frequencies for each row of a kv_cache, if frequencies depend on sequence length.
+class SequenceFrequencies:
+    """RoPE's frequencies for each sequence of a kv_cache, if they depend on sequence length.
 
-    tensors: name in a pass → frequencies of all rows, (batch, head_size / 2) float64; empty if all
-    sequences have the same frequencies.
+    tensors: name in a pass → frequencies of all sequences, (batch, head_size / 2) float64; empty if
+    all sequences have the same frequencies.
     """
 
     def __init__(self, config: ModelConfig, batch: int, n_ctx: int, library: Any) -> None:
-        """Set the frequencies of all rows to the frequencies for sequences of n_ctx tokens.
+        """Set the frequencies of all sequences to the frequencies for sequences of n_ctx tokens.
 
         library: module of the cache's arrays, NumPy or CuPy.
         """
@@ -275,12 +275,12 @@ class RowFrequencies:
             self._sets = library.asarray(sets)
             self.tensors["frequencies"] = library.asarray(sets[np.array(self._long, int)])
 
-    def begin(self, row: int, n_tokens: int) -> None:
-        """Set the frequencies of a row for a new sequence of up to n_tokens tokens."""
+    def begin(self, sequence: int, n_tokens: int) -> None:
+        """Set the frequencies of a new sequence of up to n_tokens tokens."""
         long = n_tokens > self._short
-        if self._short and long != self._long[row]:
-            self._copy(self.tensors["frequencies"][row], self._sets[int(long)])
-            self._long[row] = long
+        if self._short and long != self._long[sequence]:
+            self._copy(self.tensors["frequencies"][sequence], self._sets[int(long)])
+            self._long[sequence] = long
 
 
 def stored_rows(caches: Iterable[LayerCache]) -> Iterator[tuple[LayerCache, int]]:
@@ -544,8 +544,8 @@ class ModelEngine(Protocol):
 
         want: "logits" (T, V); "last", the logits of the last token (V,); "hidden" (T, C), after the
         final norm; "states" (n_layer + 2, T, C), the residual stream before, between and after
-        the blocks, then hidden. With a cache, sequence b continues row b of the cache; an empty
-        sequence leaves its row unchanged.
+        the blocks, then hidden. With a cache, sequence b continues sequence b of the cache; an
+        empty one changes nothing in the cache.
         """
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
@@ -615,6 +615,6 @@ def start_all(
     """Start each prompt in a slot of a new Decoding, to sample `steps` tokens; return it."""
     n_ctx = max(map(len, prompts)) + steps - 1
     decoding = engine.decode(len(prompts), n_ctx)
-    rows = zip(prompts, sampling, strict=True)
-    decoding.start([Start(slot, ids, options, steps) for slot, (ids, options) in enumerate(rows)])
+    sequences = zip(prompts, sampling, strict=True)
+    decoding.start([Start(slot, *each, steps) for slot, each in enumerate(sequences)])
     return decoding

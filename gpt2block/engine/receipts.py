@@ -34,7 +34,7 @@ from gpt2block.files.tokenizers.tokenizer import end_of_text
 from gpt2block.sampling import Sampling
 
 if TYPE_CHECKING:
-    from gpt2block.engine.generation.rows import Row
+    from gpt2block.engine.generation.sequences import TokenSequence
 
 FORMAT, VERSION = "gpt2block_receipt", 1  # field with the version of the format, and its value
 # Folders of the package whose code cannot change a bit of a text.
@@ -172,32 +172,32 @@ def _of_text(encoding: Encoding | None) -> str | None:
     return of_tokenizer(encoding)
 
 
-def certify(engine: Any, row: Row) -> dict[str, Any]:
-    """Return the receipt of a row that has ended, which an engine has generated."""
-    return receipt_of(row, identity(engine))
+def certify(engine: Any, sequence: TokenSequence) -> dict[str, Any]:
+    """Return the receipt of a sequence that has ended, which an engine has generated."""
+    return receipt_of(sequence, identity(engine))
 
 
-def receipt_of(row: Row, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the receipt of a row that has ended. known: the `identity` of its engine."""
-    ends, rule = row.ends, row.rule and row.rule.source
-    reader: Any = of_outputs(row.reader) if ends.stop or rule else None
+def receipt_of(sequence: TokenSequence, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the receipt of a sequence that has ended. known: the `identity` of its engine."""
+    ends, rule = sequence.ends, sequence.rule and sequence.rule.source
+    reader: Any = of_outputs(sequence.reader) if ends.stop or rule else None
     return {
         **known,
         "tokenizer": _of_text(reader),
         "llguidance": importlib.metadata.version("llguidance") if rule else None,
         "options": {
-            **{name: getattr(row.sampling, name) for name in SAMPLED},
-            "logit_bias": [list(pair) for pair in row.sampling.biases],
+            **{name: getattr(sequence.sampling, name) for name in SAMPLED},
+            "logit_bias": [list(pair) for pair in sequence.sampling.biases],
             "max_new_tokens": ends.max_new_tokens,
             "stop": list(ends.stop),
             "stop_ids": sorted(ends.stop_ids),
-            "unwritten": sorted(row.unwritten) if ends.stop else [],
+            "unwritten": sorted(sequence.unwritten) if ends.stop else [],
             "rule": rule,
         },
-        "prompt": row.prompt.tolist(),
-        "tokens": list(row.tokens),
-        "finish_reason": row.finish_reason,
-        "logprobs": base64.b64encode(np.array(row.logprobs, "<f4").tobytes()).decode(),
+        "prompt": sequence.prompt.tolist(),
+        "tokens": list(sequence.tokens),
+        "finish_reason": sequence.finish_reason,
+        "logprobs": base64.b64encode(np.array(sequence.logprobs, "<f4").tobytes()).decode(),
     }
 
 

@@ -40,17 +40,17 @@ class EvaluatedModel(TemplateLM):
     """A model for lm_eval, which calls it with requests and computes the metrics of tasks.
 
     model: a name or path as in `gpt2block.from_pretrained`, such as a GGUF file. device, dtype,
-    kv_dtype, revision: as in `from_pretrained`. batch_size: most rows computed together, or
-    "auto" for as many as fit; max_batch_size limits "auto". max_length: most tokens of a row, by
-    default n_ctx. max_gen_toks: most new tokens of a text if the task does not say.
+    kv_dtype, revision: as in `from_pretrained`. batch_size: most sequences computed together, or
+    "auto" for as many as fit; max_batch_size limits "auto". max_length: most tokens of a sequence,
+    by default n_ctx. max_gen_toks: most new tokens of a text if the task does not say.
     prefix_token_id: the token before a text without context, by default the tokenizer's first token
     (<s>) or its end of text. chat_template_kwargs: as in `Model.chat`. receipts: file to which the
     receipt of each generated text is appended, as a line of JSON.
 
-    A row of more than `max_length` tokens loses tokens at its start. A long text is divided into
-    lm_eval's rolling windows. A window has `max_length` tokens, including the last predicted token,
-    as in lm_eval's type `vllm`; in lm_eval's type `hf`, it has one token more. Results do not
-    depend on `batch_size`: with NumPy, therefore, every row is computed alone. Raises
+    A sequence of more than `max_length` tokens loses tokens at its start. A long text is divided
+    into lm_eval's rolling windows. A window has `max_length` tokens, including the last predicted
+    token, as in lm_eval's type `vllm`; in lm_eval's type `hf`, it has one token more. Results do
+    not depend on `batch_size`: with NumPy, therefore, every sequence is computed alone. Raises
     UnknownOption, InputError, CheckpointError and DeviceError, as `from_pretrained` does.
     """
 
@@ -82,9 +82,9 @@ class EvaluatedModel(TemplateLM):
         self.max_length = check_integer("max_length", most, 2, n_ctx, expected)
         self.max_gen_toks = check_count("max_gen_toks", max_gen_toks)
         self.batch_size = batch_size
-        self._rows = _rows_of(batch_size, max_batch_size)
+        self._sequences = _sequences_of(batch_size, max_batch_size)
         if isinstance(self.model.engine, NumpyModel):
-            self._rows = 1
+            self._sequences = 1
         self._prefix, self._variables = prefix_token_id, chat_template_kwargs
         self._receipts = receipts
         if prefix_token_id is not None:
@@ -150,16 +150,16 @@ class EvaluatedModel(TemplateLM):
         self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: object
     ) -> list[Scored]:
         """Return log-likelihoods of continuations after contexts, as `loglikelihood` does."""
-        rows = []
+        sequences = []
         for texts, context, continuation in requests:
             if not 0 < len(continuation) < self.max_length:
                 raise InputError(
                     f"continuation: expected 1 to {self.max_length - 1:,} tokens, as max_length is "
                     f"{self.max_length:,}, got {len(continuation):,} for {shown(texts)}"
                 )
-            row = [*(context or [self.prefix_token_id]), *continuation]
-            rows.append(row[-self.max_length :])
-        scores, found = self._scores(rows, disable_tqdm), []
+            ids = [*(context or [self.prefix_token_id]), *continuation]
+            sequences.append(ids[-self.max_length :])
+        scores, found = self._scores(sequences, disable_tqdm), []
         for (texts, _, continuation), score in zip(requests, scores, strict=True):
             last, tokens = slice(-len(continuation), None), score.tokens
             assert tokens.likeliest is not None
@@ -169,21 +169,21 @@ class EvaluatedModel(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", texts, found[-1])
         return found
 
-    def _scores(self, rows: Sequence[list[int]], quiet: bool) -> list[Score]:
-        """Return the Score of each row of ids. Rows of similar length are computed together."""
-        order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+    def _scores(self, texts: Sequence[list[int]], quiet: bool) -> list[Score]:
+        """Return the Score of each text's ids; texts of similar length are computed together."""
+        order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
         found: dict[int, Score] = {}
-        with tqdm(total=sum(map(len, rows)) - len(rows), unit=" tokens", disable=quiet) as bar:
-            size = self._rows or len(rows) or 1
-            for first in range(0, len(rows), size):
+        with tqdm(total=sum(map(len, texts)) - len(texts), unit=" tokens", disable=quiet) as bar:
+            size = self._sequences or len(texts) or 1
+            for first in range(0, len(texts), size):
                 batch = order[first : first + size]
                 scores = self.model.score(
-                    [rows[index] for index in batch],
+                    [texts[index] for index in batch],
                     progress=partial(_advance, bar, bar.n),
                     likeliest=True,
                 )
                 found.update(zip(batch, scores, strict=True))
-        return [found[index] for index in range(len(rows))]
+        return [found[index] for index in range(len(texts))]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -236,9 +236,9 @@ class EvaluatedModel(TemplateLM):
         seed = check_integer("seed", options.pop("seed", SEED), 0, 2**63, "an integer")
         options = {"temperature": 1.0 if sampled else 0.0, "seed": seed + repeat, **options}
         options["receipt"] = self._receipts is not None
-        rows = [self.tok_encode(prompt)[-room:] for prompt in prompts]
+        sequences = [self.tok_encode(prompt)[-room:] for prompt in prompts]
         found = self.model.generate(
-            rows, max_new_tokens=new, stop=stop, rows_at_once=self._rows, **options
+            sequences, max_new_tokens=new, stop=stop, rows_at_once=self._sequences, **options
         )
         if self._receipts is not None:
             append_receipts(self._receipts, (each.receipt for each in found))
@@ -277,8 +277,8 @@ class EvaluatedModel(TemplateLM):
         )
 
 
-def _rows_of(batch_size: int | str, most: int | None) -> int | None:
-    """Return the most rows that are computed together; None: as many as fit. Raises InputError."""
+def _sequences_of(batch_size: int | str, most: int | None) -> int | None:
+    """Return the most sequences computed together; None: as many as fit. Raises InputError."""
     limit = None if most is None else check_count("max_batch_size", most)
     if str(batch_size).partition(":")[0] == "auto":
         return limit

@@ -18,7 +18,7 @@ import pytest
 
 from gpt2block import Block, Comparison
 from gpt2block.apps.cli import display, kernels_run, threads
-from gpt2block.apps.cli.block import BlockReport, _print_report, _rows
+from gpt2block.apps.cli.block import BlockReport, _print_report, _sequences
 from gpt2block.cuda import requests
 from tests.command_line import gpt2block, printed
 
@@ -148,9 +148,9 @@ def test_long_names_are_folded_and_numbers_are_whole(
 
 
 def test_rows_of_a_batch_are_rotations_of_the_text() -> None:
-    rows = _rows([1, 2, 3, 4], 3, 2)
+    rows = _sequences([1, 2, 3, 4], 3, 2)
     assert rows.tolist() == [[1, 2, 3], [2, 3, 4]]
-    assert _rows([1, 2], None, 1).tolist() == [1, 2]
+    assert _sequences([1, 2], None, 1).tolist() == [1, 2]
 
 
 def test_a_trained_directory_without_a_tokenizer(data: Path) -> None:

@@ -40,7 +40,7 @@ from gpt2block.apps.cli import serve as cli_serve
 from gpt2block.apps.serve import answers, app, listening, metrics, passes, protocol, service
 from gpt2block.apps.serve.answers import REASONS, TextOffsets
 from gpt2block.apps.serve.prompts import scored_prompt
-from gpt2block.engine.generation.rows import EndReason
+from gpt2block.engine.generation.sequences import EndReason
 from gpt2block.engine.numpy import model as numpy_model
 from gpt2block.errors import InputError
 from gpt2block.files.tokenizers import tokenizer
@@ -215,7 +215,7 @@ def test_a_stream_of_pieces_with_several_tokens(
     sent = post(server, COMPLETION, asked | usage)[1]
     match(without_ids(completion_of(sent)), without_ids(whole), exact=True)
     assert max(lengths) > 1
-    parts = sent.count("data:")  # on a busy machine each of the 4 rows may have two, sent together
+    parts = sent.count("data:")  # on a busy machine each of the 4 texts may have two, sent together
     least = before + (not late and parts > 12)
     eventually(lambda: least <= server.metric("piece_seconds_count") < before + parts)
 
@@ -233,7 +233,7 @@ def test_a_new_seed_each_time_and_temperature_1(server: Running) -> None:
 
 def pieces_so_far(server: Running) -> float:
     """Return the number of pieces, after the pieces of earlier requests are counted."""
-    eventually(lambda: not any(outlet._rows for outlet in server.outlets))
+    eventually(lambda: not any(outlet._sequences for outlet in server.outlets))
     return server.metric("piece_seconds_count")
 
 
@@ -444,7 +444,7 @@ def test_clients_without_keys(model: Any, forwarded: str | None, proxies: Any, c
 
 
 def test_shares_of_a_full_queue() -> None:
-    """A client with less than its share of 4 rows is accepted, up to 8 rows of all clients."""
+    """A client with less than its share of 4 texts is accepted, up to 8 texts of all clients."""
     loop = asyncio.new_event_loop()
     engine: Any = Slow()
     alone = service.Service(service.batch_of(engine, 1), 3, loop)
@@ -453,7 +453,7 @@ def test_shares_of_a_full_queue() -> None:
         ("a", 4, True), ("a", 1, False), ("b", 3, False), ("b", 2, True), ("b", 1, False),
         ("c", 1, True), ("d", 2, False), ("d", 1, True), ("e", 1, False),
     ]:  # fmt: skip
-        rows = list(Run(engine, BYTES, "a", samples=count, max_new_tokens=9, seed=0).rows)
+        rows = list(Run(engine, BYTES, "a", samples=count, max_new_tokens=9, seed=0).sequences)
         with contextlib.nullcontext() if fits else pytest.raises(service.QueueFull):
             outlet.submit(0, rows, client, None)
             taken += rows
@@ -706,7 +706,7 @@ def fail(*_: Any) -> Any:
 def test_a_step_that_fails_ends_its_requests_alone(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine fails in a step, or when the row of a disconnected client is stopped."""
+    """The engine fails in a step, or when the sequence of a disconnected client is stopped."""
     engine = Slow()
     with serving(model_of(engine), rows=1) as running:
         batch = running.service._batch
@@ -864,7 +864,8 @@ def test_nothing_is_left_after_many_requests(server: Running) -> None:
         for each in [workers.submit(work) for _ in range(4)]:
             each.result()
     assert threading.active_count() < threads + app.AT_ONCE  # AT_ONCE threads encode texts
-    eventually(lambda: server.service.open == 0)  # an answer is sent before its row is forgotten
+    # an answer is sent before its sequence is forgotten
+    eventually(lambda: server.service.open == 0)
     assert not server.service._since
     assert not server.service._places
 
@@ -973,7 +974,7 @@ def test_events_that_come_together_are_sent_together(
     async def sent() -> list[bytes]:
         given: Any = SimpleNamespace(new_number=lambda: 0)
         engine: Any = Slow()
-        answer = answers.Answer(given, [*Run(engine, BYTES, "a", max_new_tokens=6, seed=0).rows])
+        answer = answers.Answer(given, Run(engine, BYTES, "a", max_new_tokens=6, seed=0).sequences)
         form, echoes = answers.TextForm("small", BYTES), [answers.AnswerChoice()]
         stream = answers.streamed(answer, form, echoes, False, None, observe=times.append)
         found = []
@@ -993,10 +994,10 @@ def test_events_that_come_together_are_sent_together(
 
 
 @pytest.mark.parametrize(
-    ("rows", "released"), [(service.MAX_EARLY_ROWS, "aab"), (service.MAX_EARLY_ROWS + 1, "ab")]
+    ("rows", "released"), [(service.MAX_EARLY, "aab"), (service.MAX_EARLY + 1, "ab")]
 )
 def test_pieces_in_flight(rows: int, released: str) -> None:
-    """A row gets new tokens once its piece is received. With few rows one more may be in flight."""
+    """A sequence gets new tokens once its piece is received; of few, one more may be in flight."""
     found: list[Any] = []
     fake: Any = SimpleNamespace(open=rows, release=found.extend)
     piece = service.Piece([1], [0.0], [], [False])

@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from gpt2block import GPT2
 from gpt2block.apps.serve.service import QueueFull
-from gpt2block.engine.generation.rows import Row
+from gpt2block.engine.generation.sequences import TokenSequence
 from gpt2block.engine.model import Sampled
 from gpt2block.engine.numpy.model import NumpyDecoding
 from tests.engine import test_explain_page as explain_page
@@ -335,9 +335,9 @@ def test_stop_keeps_what_was_written(
     batch = server.service._batch
     step = batch.step
 
-    def slow() -> list[Row]:
+    def slow() -> list[TokenSequence]:
         time.sleep(0.02)
-        found: list[Row] = step()
+        found: list[TokenSequence] = step()
         return found
 
     monkeypatch.setattr(batch, "step", slow)

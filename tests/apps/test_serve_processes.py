@@ -103,11 +103,11 @@ def test_a_process_for_http_that_is_killed(caplog: pytest.LogCaptureFixture) -> 
     engine, connections = Slow(), []
     with serving(model_of(engine), rows=4, connections=40) as running:
         first, second = running.fronts.fronts
-        while not (first._outlet._rows and second._outlet._rows):
+        while not (first._outlet._sequences and second._outlet._sequences):
             connections.append(test_serve.sent(running, COMPLETION, STREAM))
-            eventually(lambda: sum(len(o._rows) for o in running.outlets) == len(connections))
+            eventually(lambda: sum(len(o._sequences) for o in running.outlets) == len(connections))
             assert len(connections) < 100
-        stays = len(second._outlet._rows)
+        stays = len(second._outlet._sequences)
         first.process.kill()
         engine.go.set()
         ended = [b"data: [DONE]" in read(each) for each in connections]
@@ -127,8 +127,8 @@ def test_a_process_for_http_ends_with_the_engines_process(
     engine = Slow()
     with serving(model_of(engine), rows=1) as running:
         connection = test_serve.sent(running, COMPLETION, STREAM)
-        eventually(lambda: any(outlet._rows for outlet in running.outlets))
-        (front,) = [each for each in running.fronts.fronts if each._outlet._rows]
+        eventually(lambda: any(outlet._sequences for outlet in running.outlets))
+        (front,) = [each for each in running.fronts.fronts if each._outlet._sequences]
         abort = front._channel._transport.abort  # as if this process had ended
         running.fronts._loop.call_soon_threadsafe(abort)
         assert b"the engine's process has ended" in read(connection)
@@ -182,7 +182,7 @@ def test_tokens_after_a_stop_string_do_not_count(processes: int) -> None:
         def needed() -> float:
             return running.metric("new_tokens_total") - running.metric("overdrawn_tokens_total")
 
-        eventually(lambda: needed() == 12)  # a row may end before its stop string is reported
+        eventually(lambda: needed() == 12)  # a sequence may end before its stop string is reported
 
 
 def test_processes_have_no_gpu_and_no_weights() -> None:

@@ -1,4 +1,4 @@
-"""A batch in random states: rows come and end in every way, and each equals the row alone."""
+"""A batch in random states: sequences come and end in every way, each as if alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("llguidance")
 
 from gpt2block.engine.generation import batching
 from gpt2block.engine.generation.batching import Batch
-from gpt2block.engine.generation.rows import Generation, Row
+from gpt2block.engine.generation.sequences import Generation, TokenSequence
 from tests.engine.test_batching import EVERYWHERE, finish, model, on, random_options
 from tests.engine.test_grammars import CONFIG, ENCODING, RULES
 from tests.generating import Run, generate
@@ -34,7 +34,7 @@ ENDS: dict[str, dict[str, Any]] = {
 
 
 class Machine(sm.RuleBasedStateMachine):
-    """Rows of a Batch. model, exact: set by the test; exact: whether rows have the bits alone."""
+    """Sequences of a Batch. model, exact: set by the test; exact: whether bits are as alone."""
 
     model: Any
     exact = False
@@ -48,7 +48,8 @@ class Machine(sm.RuleBasedStateMachine):
         engine = self.model.engine
         self.batch = Batch(engine, slots, CONFIG.n_ctx, False, reuse, most, speculate)
         self.exact &= not reuse
-        self.rows: list[tuple[Row, Generation]] = []  # rows, and their results alone
+        # sequences, and their results alone
+        self.sequences: list[tuple[TokenSequence, Generation]] = []
 
     @sm.rule(
         begin=st.sampled_from(BEGINS), length=st.integers(1, 20),
@@ -61,27 +62,27 @@ class Machine(sm.RuleBasedStateMachine):
         ids = [*begin[:length], *[seed % 4] * min(more, CONFIG.n_ctx - length)]
         options = random_options(np.random.default_rng(seed)) | ENDS[ends] | {"samples": samples}
         alone = generate(self.model.engine, ENCODING, ids, **options)
-        rows = [*Run(self.model.engine, ENCODING, ids, **options).rows]
-        for row in rows:
-            row.client, row.held = client, seed % 2 == 1
-        self.rows += zip(rows, alone, strict=True)
-        self.batch.submit(rows, None if seconds is None else Machine.now + seconds, client)
+        sequences = [*Run(self.model.engine, ENCODING, ids, **options).sequences]
+        for sequence in sequences:
+            sequence.client, sequence.held = client, seed % 2 == 1
+        self.sequences += zip(sequences, alone, strict=True)
+        self.batch.submit(sequences, None if seconds is None else Machine.now + seconds, client)
 
     @sm.precondition(lambda self: self.batch.busy)
     @sm.rule(each_token=st.booleans(), count=st.integers(1, 5), released=st.booleans())
     def step(self, each_token: bool, count: int, released: bool) -> None:
         Machine.now += 1
-        for row, _ in self.rows if released else ():
-            row.held = False
+        for sequence, _ in self.sequences if released else ():
+            sequence.held = False
         for _ in range(count):
             if self.batch.busy:
                 self.batch.step(each_token)
 
     @sm.rule(chosen=st.sets(st.integers(0, 9), max_size=3))
     def cancel(self, chosen: set[int]) -> None:
-        self.batch.cancel([row for n, (row, _) in enumerate(self.rows[::-1]) if n in chosen])
+        self.batch.cancel([each for n, (each, _) in enumerate(self.sequences[::-1]) if n in chosen])
 
-    @sm.precondition(lambda self: self.batch.busy and len(self.rows) % 3 == 0)
+    @sm.precondition(lambda self: self.batch.busy and len(self.sequences) % 3 == 0)
     @sm.rule(name=st.sampled_from(["start", "extend", "copy", "next", "stop"]), after=st.booleans())
     def fail(self, name: str, after: bool) -> None:
         """Let a method of the engine fail in a step, before or after its work; then restart."""
@@ -94,30 +95,30 @@ class Machine(sm.RuleBasedStateMachine):
             raise InterruptedError
 
         setattr(decoding, name, fails)
-        unfinished = [row for row, _ in self.rows if not row.finish_reason]
+        unfinished = [sequence for sequence, _ in self.sequences if not sequence.finish_reason]
         with suppress(InterruptedError):
             self.batch.step()
         self.batch.restart(InterruptedError())
-        assert sum(row.finish_reason == "error" for row in unfinished) <= self.batch.slots
+        assert sum(sequence.finish_reason == "error" for sequence in unfinished) <= self.batch.slots
 
     @sm.invariant()
-    def rows_are_as_alone(self) -> None:
-        for row, alone in self.rows:
-            count = len(row.tokens)
-            found = row.tokens, row.logprobs, row.tops
+    def sequences_are_as_alone(self) -> None:
+        for sequence, alone in self.sequences:
+            count = len(sequence.tokens)
+            found = sequence.tokens, sequence.logprobs, sequence.tops
             expected = alone.tokens[:count], alone.logprobs[:count], alone.top_logprobs[:count]
             assert found[0] == [*expected[0]]
             assert found == tuple(map(list, expected)) or not self.exact
             np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
-            if row.finish_reason not in (None, "cancelled", "deadline", "error"):
-                assert (row.finish_reason, row.text) == (alone.finish_reason, alone.text)
+            if sequence.finish_reason not in (None, "cancelled", "deadline", "error"):
+                assert (sequence.finish_reason, sequence.text) == (alone.finish_reason, alone.text)
                 assert count == len(alone.tokens)
 
     def teardown(self) -> None:
         batch = self.batch
         finish(batch)
-        self.rows_are_as_alone()
-        assert all(row.finish_reason for row, _ in self.rows)
+        self.sequences_are_as_alone()
+        assert all(sequence.finish_reason for sequence, _ in self.sequences)
         assert (batch.busy, batch.waiting, len(batch._pieces)) == (False, 0, 0)
         assert sorted(batch._scheduler._free) == [*range(batch.slots)]
         assert not batch._new.left.any()
@@ -126,7 +127,7 @@ class Machine(sm.RuleBasedStateMachine):
 
 @EVERYWHERE
 @pytest.mark.parametrize("more", [False, True])
-def test_rows_in_random_states(device: str, more: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_in_random_states(device: str, more: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """more: whether NumPy reuses prefixes as a GPU does, and a GPU has a draft model."""
     for name, value in {**SMALL, "monotonic": lambda: Machine.now}.items():
         monkeypatch.setattr(batching, name, value)

@@ -1,4 +1,4 @@
-"""A batch: rows come and go and equal rows alone; the cached tokens of a slot can be reused."""
+"""A batch: sequences come and go, each as if alone; the cached tokens of a slot can be reused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gpt2block import GPT2, GPT2Config, InputError
 from gpt2block.apps.serve.service import batch_of
 from gpt2block.engine.generation import batching
 from gpt2block.engine.generation.batching import TURN, Batch
-from gpt2block.engine.generation.rows import Row
 from gpt2block.engine.generation.scheduling import PIECE
+from gpt2block.engine.generation.sequences import TokenSequence
 from gpt2block.engine.model import Ids, Sampled, Start
 from gpt2block.engine.numpy import model as numpy_model
 from gpt2block.files.parameters.gpt2 import GPT2Weights
@@ -38,8 +38,8 @@ def on(device: str) -> Any:
     return nullcontext() if device == "cpu" else running_on(device)
 
 
-def row_of(engine: Any, prompt: Any, encoding: Any = None, **options: Any) -> Row:
-    return Run(engine, encoding, prompt, **options).rows[0]
+def pending(engine: Any, prompt: Any, encoding: Any = None, **options: Any) -> TokenSequence:
+    return Run(engine, encoding, prompt, **options).sequences[0]
 
 
 def finish(batch: Batch) -> None:
@@ -48,7 +48,7 @@ def finish(batch: Batch) -> None:
 
 
 def random_options(rng: np.random.Generator) -> dict[str, Any]:
-    """Draw options of a row for sampling and its end; many rows end by chance."""
+    """Draw options of a sequence for sampling and its end; many sequences end by chance."""
     return {
         "max_new_tokens": int(rng.integers(1, 12)),
         "temperature": float(rng.choice([0, 0.3, 1])),
@@ -68,34 +68,34 @@ def random_options(rng: np.random.Generator) -> dict[str, Any]:
 
 @EVERYWHERE
 def test_prompts_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row has the same pieces, and so bits, as alone; running rows get a token in each step."""
+    """A sequence has the same pieces, and so bits, as alone; each step gives it a token."""
     monkeypatch.setattr(batching, "PIECE", 5)
     rng = np.random.default_rng(1)
     with on(device):
         m = model(device)
         prompts = [rng.integers(37, size=n).tolist() for n in (3, 17, 10, 24, 5, 11)]
 
-        def row(index: int) -> Row:
+        def sequence(index: int) -> TokenSequence:
             new = 12 if index == 0 else 1 + index % 3
-            return row_of(m.engine, prompts[index], max_new_tokens=new, seed=index)
+            return pending(m.engine, prompts[index], max_new_tokens=new, seed=index)
 
         def batch(slots: int) -> Batch:
             return Batch(m.engine, slots, TINY.n_ctx, tokens_at_once=6)
 
-        rows, together = [row(index) for index in range(6)], batch(4)
-        together.submit(rows[:1])
+        sequences, together = [sequence(index) for index in range(6)], batch(4)
+        together.submit(sequences[:1])
         together.step()
-        together.submit(rows[1:4])
+        together.submit(sequences[1:4])
         for _ in range(6):  # each step computes at most one of the pieces
             assert together.step()
-        assert len(rows[0].tokens) >= 4
-        cancelled = row(3)
-        together.submit([*rows[4:], cancelled])
+        assert len(sequences[0].tokens) >= 4
+        cancelled = sequence(3)
+        together.submit([*sequences[4:], cancelled])
         together.step()
         together.cancel([cancelled])
         finish(together)
-        for index, each in enumerate(rows):
-            alone, one = row(index), batch(1)
+        for index, each in enumerate(sequences):
+            alone, one = sequence(index), batch(1)
             one.submit([alone])
             finish(one)
             whole = m.generate(prompts[index], max_new_tokens=len(each.tokens), seed=index)
@@ -112,11 +112,11 @@ def test_generate_has_the_pieces_of_a_server() -> None:
     ids, options = [1] * (2 * PIECE + 3), {"max_new_tokens": 2, "temperature": 0}
     found = generate(engine, None, ids, **options)
     alone, engine.pieces = engine.pieces, []
-    server, row = batch_of(engine, 2), row_of(engine, ids, **options)
-    server.submit([row])
+    server, sequence = batch_of(engine, 2), pending(engine, ids, **options)
+    server.submit([sequence])
     finish(server)
     assert alone == engine.pieces == [(0, 0, PIECE), (0, PIECE, 2 * PIECE)]
-    assert list(found.tokens) == row.tokens
+    assert list(found.tokens) == sequence.tokens
     engine.pieces, engine.divides_prompts = [], False
     assert generate(engine, None, ids, **options).tokens == found.tokens
     assert engine.pieces == []
@@ -141,76 +141,77 @@ def test_models_that_divide_prompts(dtype: str, kv_dtype: str | None, divides: b
 
 
 @pytest.mark.parametrize("options", [{"stop_ids": [3]}, {"stop": ["\x03"]}, {}])
-def test_a_divided_prompt_follows_a_row_that_has_ended_early(
+def test_a_divided_prompt_follows_a_sequence_that_has_ended_early(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No slot counts as decoding after its row has ended: by a stop, or by wrong logits."""
+    """No slot counts as decoding after its sequence has ended: by a stop, or by wrong logits."""
     monkeypatch.setattr(batching, "PIECE", 4)
     engine = MarkovEngine(cycle(257))
     engine.table[2] = engine.table[2] if options else np.nan
-    rows = [row_of(engine, [1], BYTES, **options), row_of(engine, [5] * 10, max_new_tokens=3)]
+    first = pending(engine, [1], BYTES, **options)
+    sequences = [first, pending(engine, [5] * 10, max_new_tokens=3)]
     batch = Batch(engine, 1, engine.config.n_ctx, tokens_at_once=4)
-    batch.submit(rows)
+    batch.submit(sequences)
     finish(batch)
-    assert rows[0].finish_reason == ("stop" if options else "error")
-    assert (rows[1].tokens, rows[1].finish_reason) == ([6, 7, 8], "length")
+    assert sequences[0].finish_reason == ("stop" if options else "error")
+    assert (sequences[1].tokens, sequences[1].finish_reason) == ([6, 7, 8], "length")
 
 
-def test_rows_end_at_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting rows end too, and rows whose prompt is being computed; other rows continue."""
+def test_sequences_end_at_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting sequences end too, and those whose prompt is being computed; others continue."""
     engine, now = MarkovEngine(cycle(8)), [10.0]
     monkeypatch.setattr(batching, "monotonic", lambda: now[0])
     monkeypatch.setattr(batching, "PIECE", 1)
-    rows = [row_of(engine, [1] * n, max_new_tokens=6, temperature=0) for n in (1, 1, 3, 1, 1)]
+    sequences = [pending(engine, [1] * n, max_new_tokens=6, temperature=0) for n in (1, 1, 3, 1, 1)]
     batch = Batch(engine, 3, engine.config.n_ctx, tokens_at_once=1)
-    batch.submit(rows[:1])
-    batch.submit(rows[1:2], deadline=13)
-    batch.submit(rows[2:4], deadline=12)
-    batch.submit(rows[4:], deadline=1000)
+    batch.submit(sequences[:1])
+    batch.submit(sequences[1:2], deadline=13)
+    batch.submit(sequences[2:4], deadline=12)
+    batch.submit(sequences[4:], deadline=1000)
     batch.step()
     batch.step()
-    late = {id(row): list(row.tokens) for row in rows}
+    late = {id(sequence): list(sequence.tokens) for sequence in sequences}
     now[0] = 12.0
-    assert {id(row) for row in batch.step()} == {id(row) for row in rows[2:4]}
-    assert [row.finish_reason for row in rows] == [None, None, "deadline", "deadline", None]
+    assert {id(each) for each in batch.step()} == {id(each) for each in sequences[2:4]}
+    assert [each.finish_reason for each in sequences] == [None, None, "deadline", "deadline", None]
     now[0] = 13.5
-    assert batch.step() == rows[1:2]
-    assert rows[1].tokens == late[id(rows[1])]
+    assert batch.step() == sequences[1:2]
+    assert sequences[1].tokens == late[id(sequences[1])]
     finish(batch)
-    assert [row.finish_reason for row in rows[::4]] == ["length", "length"]
-    assert rows[4].tokens == [2, 3, 4, 5, 6, 7]
+    assert [sequence.finish_reason for sequence in sequences[::4]] == ["length", "length"]
+    assert sequences[4].tokens == [2, 3, 4, 5, 6, 7]
     assert not batch.waiting
 
 
-def test_ended_rows_are_forgotten_before_their_deadline() -> None:
+def test_ended_sequences_are_forgotten_before_their_deadline() -> None:
     """A server with a long timeout does not keep every text until its deadline."""
     engine = MarkovEngine(cycle(8))
     batch = Batch(engine, 2, engine.config.n_ctx)
     left = []
     for _ in range(20):
-        row = row_of(engine, [1], max_new_tokens=2, temperature=0)
-        batch.submit([row], monotonic() + 1000)
+        sequence = pending(engine, [1], max_new_tokens=2, temperature=0)
+        batch.submit([sequence], monotonic() + 1000)
         finish(batch)
-        left.append(weakref.ref(row))
-    del row
+        left.append(weakref.ref(sequence))
+    del sequence
     assert sum(each() is not None for each in left) <= 1
 
 
-def test_each_row_has_its_own_end() -> None:
-    """Rows that run together end by stop strings, stop ids and lengths."""
+def test_each_sequence_has_its_own_end() -> None:
+    """Sequences that run together end by stop strings, stop ids and lengths."""
     engine = MarkovEngine(cycle(257), script=None)
-    rows = [
-        row_of(engine, "a", BYTES, stop=["ef"], temperature=0, max_new_tokens=20),
-        row_of(engine, "a", BYTES, stop=["h", "zz"], temperature=0, max_new_tokens=20),
-        row_of(engine, "a", BYTES, stop_ids=[ord("d")], temperature=0, max_new_tokens=20),
-        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=3),
-        row_of(engine, "a", BYTES, stop=["ef"], temperature=0, max_new_tokens=20),
+    sequences = [
+        pending(engine, "a", BYTES, stop=["ef"], temperature=0, max_new_tokens=20),
+        pending(engine, "a", BYTES, stop=["h", "zz"], temperature=0, max_new_tokens=20),
+        pending(engine, "a", BYTES, stop_ids=[ord("d")], temperature=0, max_new_tokens=20),
+        pending(engine, "a", BYTES, temperature=0, max_new_tokens=3),
+        pending(engine, "a", BYTES, stop=["ef"], temperature=0, max_new_tokens=20),
     ]
     batch = Batch(engine, 3, 64)
-    batch.submit(rows)
+    batch.submit(sequences)
     finish(batch)
-    assert [row.text for row in rows] == ["bcd", "bcdefg", "bc", "bcd", "bcd"]
-    reasons = [row.finish_reason for row in rows]
+    assert [sequence.text for sequence in sequences] == ["bcd", "bcdefg", "bc", "bcd", "bcd"]
+    reasons = [sequence.finish_reason for sequence in sequences]
     assert reasons == ["stop", "stop", "stop", "length", "stop"]
 
 
@@ -218,12 +219,12 @@ def test_each_row_has_its_own_end() -> None:
     ("ends", "text", "count"),
     [({"stop_ids": [ord("c")]}, "b", 2), ({"stop": ["de"]}, "bc", 4), ({}, "bcdefghi", 8)],
 )
-def test_tokens_of_a_step_after_the_end_of_a_row_are_left_out(
+def test_tokens_of_a_step_after_the_end_of_a_sequence_are_left_out(
     ends: dict[str, Any], text: str, count: int
 ) -> None:
     """Each step returns four tokens of the slot, as a step with right draft tokens does."""
     engine = MarkovEngine(cycle(257))
-    row = row_of(engine, "a", BYTES, temperature=0, max_new_tokens=8, **ends)
+    sequence = pending(engine, "a", BYTES, temperature=0, max_new_tokens=8, **ends)
     batch = Batch(engine, 1, 64)
     decoding: Any = batch._decoding
     one = decoding.next
@@ -234,90 +235,90 @@ def test_tokens_of_a_step_after_the_end_of_a_row_are_left_out(
         return Sampled(*place, nth=np.arange(4, dtype=np.int32))
 
     decoding.next = four
-    batch.submit([row])
+    batch.submit([sequence])
     finish(batch)
-    assert (row.text, len(row.tokens), len(row.logprobs)) == (text, count, count)
+    assert (sequence.text, len(sequence.tokens), len(sequence.logprobs)) == (text, count, count)
 
 
-def test_held_rows_come_where_they_may_have_ended() -> None:
+def test_held_sequences_come_where_they_may_have_ended() -> None:
     engine = MarkovEngine(cycle(257))
-    rows = [
-        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=8, stop=["fg"]),  # held
-        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=4),  # held
-        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=7),
+    sequences = [
+        pending(engine, "a", BYTES, temperature=0, max_new_tokens=8, stop=["fg"]),  # held
+        pending(engine, "a", BYTES, temperature=0, max_new_tokens=4),  # held
+        pending(engine, "a", BYTES, temperature=0, max_new_tokens=7),
     ]
-    for row in rows[:2]:
-        row.held = True
+    for sequence in sequences[:2]:
+        sequence.held = True
     batch = Batch(engine, 3, 64)
-    batch.submit(rows)
+    batch.submit(sequences)
     steps, firsts, begun = [], [], []
     while batch.busy:
-        steps.append([rows.index(row) for row in batch.step()])
+        steps.append([sequences.index(sequence) for sequence in batch.step()])
         firsts.append(batch.firsts.tolist())
         begun.append(batch.begun)
         assert len(batch.latest) == len(firsts[-1])
     assert steps == [[2], [2], [2], [1, 2], [2], [0, 2], [2]]
-    assert begun == [rows, *[[]] * 6]
+    assert begun == [sequences, *[[]] * 6]
     assert firsts == [[True] * 3, *[[False] * 3] * 3, *[[False] * 2] * 2, [False]]
-    assert [row.text for row in rows] == ["bcde", "bcde", "bcdefgh"]
+    assert [sequence.text for sequence in sequences] == ["bcde", "bcde", "bcdefgh"]
 
 
-def test_a_held_row_gives_all_its_tokens_once_it_is_not() -> None:
-    """A released row gives log-probabilities and flags too; a stop string ends even a held row."""
+def test_a_held_sequence_gives_all_its_tokens_once_it_is_not() -> None:
+    """A released sequence gives log-probabilities and flags too; a stop string ends a held one."""
     engine = MarkovEngine(cycle(257))
-    rows = [
-        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=9),
-        row_of(engine, "a", BYTES, temperature=0, max_new_tokens=9, stop=["efg"]),
+    sequences = [
+        pending(engine, "a", BYTES, temperature=0, max_new_tokens=9),
+        pending(engine, "a", BYTES, temperature=0, max_new_tokens=9, stop=["efg"]),
     ]
     batch = Batch(engine, 2, 64, speculate=True)
-    batch.submit(rows)
-    assert batch.step() == rows
-    assert [row.take() for row in rows] == ["b", "b"]
-    for row in rows:
-        row.held = True
+    batch.submit(sequences)
+    assert batch.step() == sequences
+    assert [sequence.take() for sequence in sequences] == ["b", "b"]
+    for sequence in sequences:
+        sequence.held = True
     assert [batch.step() for _ in range(3)] == [[]] * 3
-    rows[0].held = False
-    assert batch.step() == rows[:1]
-    assert rows[0].take() == "cdef"
-    tokens, logprobs, _, drafted = rows[0].take_tokens()
+    sequences[0].held = False
+    assert batch.step() == sequences[:1]
+    assert sequences[0].take() == "cdef"
+    tokens, logprobs, _, drafted = sequences[0].take_tokens()
     assert (tokens, len(logprobs)) == ([*b"bcdef"], 5)
     assert drafted == [False, True, False, True, False]  # odd tokens are drafted
-    rows[0].held = True
-    assert batch.step() == rows[1:]
-    assert (rows[1].take(), rows[1].finish_reason) == ("cd", "stop")
-    assert len(rows[1].tokens) == len(rows[1].logprobs) == 6
-    assert rows[1].drafted == [False, True] * 3
+    sequences[0].held = True
+    assert batch.step() == sequences[1:]
+    assert (sequences[1].take(), sequences[1].finish_reason) == ("cd", "stop")
+    assert len(sequences[1].tokens) == len(sequences[1].logprobs) == 6
+    assert sequences[1].drafted == [False, True] * 3
     finish(batch)
-    assert (rows[0].take(), rows[0].finish_reason) == ("ghij", "length")
+    assert (sequences[0].take(), sequences[0].finish_reason) == ("ghij", "length")
 
 
 def test_slots_take_turns_where_nobody_reads_each_token() -> None:
-    """After its turn a row has a token of each step, whether it is held or not."""
+    """After its turn a sequence has a token of each step, whether it is held or not."""
     engine = MarkovEngine(cycle(257))
     count = 2 * TURN + TURN // 2
     asked: dict[str, Any] = {"temperature": 0, "max_new_tokens": count}
-    rows = [row_of(engine, "a", BYTES, **asked) for _ in range(TURN)]
-    rows[0].held = True
+    sequences = [pending(engine, "a", BYTES, **asked) for _ in range(TURN)]
+    sequences[0].held = True
     batch = Batch(engine, TURN, 64)
-    batch.submit(rows)
+    batch.submit(sequences)
     given: dict[int, list[int]] = {n: [] for n in range(TURN)}
     for step in range(1, count + 1):
-        found = [rows.index(row) for row in batch.step(each_token=False)]
+        found = [sequences.index(sequence) for sequence in batch.step(each_token=False)]
         assert len(found) == (TURN if step == count else 1)
         for n in found:
-            assert len(rows[n].tokens) == len(rows[n].logprobs) == step
-            assert rows[n].finish_reason == ("length" if step == count else None)
+            assert len(sequences[n].tokens) == len(sequences[n].logprobs) == step
+            assert sequences[n].finish_reason == ("length" if step == count else None)
             given[n].append(step)
     for steps in given.values():
         assert (np.diff([0, *steps]) <= TURN).all()
     assert not batch.busy
-    assert {row.text for row in rows} == {generate(engine, BYTES, "a", **asked).text}
+    assert {sequence.text for sequence in sequences} == {generate(engine, BYTES, "a", **asked).text}
 
 
-def test_a_cancelled_row_keeps_its_text_and_frees_its_slot() -> None:
+def test_a_cancelled_sequence_keeps_its_text_and_frees_its_slot() -> None:
     engine = MarkovEngine(cycle(257))
     first, second, third = (
-        row_of(engine, text, BYTES, temperature=0, max_new_tokens=9, stop=["zz"]) for text in "afp"
+        pending(engine, text, BYTES, temperature=0, max_new_tokens=9, stop=["zz"]) for text in "afp"
     )
     batch = Batch(engine, 1, 64)
     batch.submit([first, second, third])
@@ -336,20 +337,20 @@ def test_a_cancelled_row_keeps_its_text_and_frees_its_slot() -> None:
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_a_row_with_wrong_logits_ends_alone(held: bool) -> None:
+def test_a_sequence_with_wrong_logits_ends_alone(held: bool) -> None:
     table = cycle(257)
     table[ord("x")] = np.nan
     engine = MarkovEngine(table)
-    rows = [row_of(engine, text, BYTES, temperature=0, max_new_tokens=4) for text in ("u", "a")]
-    rows[0].held = held
+    sequences = [pending(engine, text, BYTES, temperature=0, max_new_tokens=4) for text in "ua"]
+    sequences[0].held = held
     batch = Batch(engine, 2, 64, speculate=True)
-    batch.submit(rows)
+    batch.submit(sequences)
     finish(batch)
-    assert rows[0].finish_reason == "error"
-    assert "the logits are NaN after 3 new tokens" in str(rows[0].error)
-    assert rows[0].text == "vwx"
-    assert (rows[1].text, rows[1].error) == ("bcde", None)
-    assert [row.drafted for row in rows] == [[False, True, False], [False, True, False, True]]
+    assert sequences[0].finish_reason == "error"
+    assert "the logits are NaN after 3 new tokens" in str(sequences[0].error)
+    assert sequences[0].text == "vwx"
+    assert (sequences[1].text, sequences[1].error) == ("bcde", None)
+    assert [sequence.drafted for sequence in sequences] == [[False, True, False], [False, True] * 2]
     with pytest.raises(InputError, match="the logits are NaN after 3 new tokens"):
         generate(engine, BYTES, ["u", "a"], temperature=0, max_new_tokens=4)
 
@@ -369,11 +370,11 @@ class Spy:
         decoding.start = noted
 
 
-def told(batch: Batch, engine: Any, ids: list[int], **options: Any) -> Row:
-    row = row_of(engine, ids, temperature=0, **options)
-    batch.submit([row])
+def told(batch: Batch, engine: Any, ids: list[int], **options: Any) -> TokenSequence:
+    sequence = pending(engine, ids, temperature=0, **options)
+    batch.submit([sequence])
     finish(batch)
-    return row
+    return sequence
 
 
 @pytest.mark.parametrize(
@@ -382,7 +383,7 @@ def told(batch: Batch, engine: Any, ids: list[int], **options: Any) -> Row:
      *(pytest.param("gpu", each, marks=GPU.marks) for each in ("float32", "bfloat16"))],
 )  # fmt: skip
 def test_what_a_slot_has_computed_is_not_computed_again(device: str, dtype: str) -> None:
-    """Prompts continue, repeat or replace the last row's tokens; results are as alone."""
+    """Prompts continue, repeat or replace the last sequence's tokens; results are as alone."""
     config = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=64, vocab_size=61)
     rng, few = np.random.default_rng(0), 4 if device in ("cpu", "gpu") else 2
     with on(device):
@@ -396,51 +397,51 @@ def test_what_a_slot_has_computed_is_not_computed_again(device: str, dtype: str)
         prompts = [[*ids, 1, 2, 3], [*ids, 1, 2, 3], [*ids[:11], 5, 6], [7], again]
         found = [told(batch, m.engine, each, max_new_tokens=few) for each in prompts]
         assert spy.computed == [9, 4, 1, 2, 1, 15]
-        for row, prompt in zip(found, prompts, strict=True):
+        for sequence, prompt in zip(found, prompts, strict=True):
             expected = m.generate(prompt, max_new_tokens=few, temperature=0)
-            assert tuple(row.tokens) == expected.tokens
-            np.testing.assert_allclose(row.logprobs, expected.logprobs, atol=2e-2)
+            assert tuple(sequence.tokens) == expected.tokens
+            np.testing.assert_allclose(sequence.logprobs, expected.logprobs, atol=2e-2)
         twice = [told(batch, m.engine, prompts[0], max_new_tokens=few) for _ in range(2)]
         assert twice[0].tokens == twice[1].tokens
 
 
-def test_a_cancelled_rows_tokens_are_reused() -> None:
+def test_a_cancelled_sequences_tokens_are_reused() -> None:
     m = model("cpu")
     batch = Batch(m.engine, 1, TINY.n_ctx, reuse=True)
     spy = Spy(batch)
-    row = row_of(m.engine, [1, 2, 3], temperature=0, max_new_tokens=9)
-    batch.submit([row])
+    sequence = pending(m.engine, [1, 2, 3], temperature=0, max_new_tokens=9)
+    batch.submit([sequence])
     for _ in range(4):
         batch.step()
-    batch.cancel([row])
-    after: Ids = np.array([1, 2, 3, *row.tokens, 9], np.int32)
+    batch.cancel([sequence])
+    after: Ids = np.array([1, 2, 3, *sequence.tokens, 9], np.int32)
     found = told(batch, m.engine, after.tolist(), max_new_tokens=5)
     assert spy.computed == [3, 2]
     assert tuple(found.tokens) == m.generate(after, max_new_tokens=5, temperature=0).tokens
 
 
 @EVERYWHERE
-def test_a_row_gets_the_slot_with_most_of_its_tokens(device: str) -> None:
+def test_a_sequence_gets_the_slot_with_most_of_its_tokens(device: str) -> None:
     """Otherwise it gets the slot that has been free longest, to keep recent tokens."""
     with on(device):
         m = model(device)
         batch = Batch(m.engine, 3, TINY.n_ctx, reuse=True)
         spy = Spy(batch)
         begin = [[1, 2, 3, 4], [5, 6, 7], [1, 2, 8, 9]]
-        rows = [row_of(m.engine, ids, temperature=0, max_new_tokens=3) for ids in begin]
-        batch.submit(rows)
+        sequences = [pending(m.engine, ids, temperature=0, max_new_tokens=3) for ids in begin]
+        batch.submit(sequences)
         finish(batch)
         assert spy.computed == [4, 3, 4]
-        prompts = [[5, 6, 7, *rows[1].tokens, 1], [1, 2, 8, 9, 4], [9, 9], [1, 2, 8, 3]]
+        prompts = [[5, 6, 7, *sequences[1].tokens, 1], [1, 2, 8, 9, 4], [9, 9], [1, 2, 8, 3]]
         for ids in prompts:
-            row = told(batch, m.engine, ids, max_new_tokens=2)
+            sequence = told(batch, m.engine, ids, max_new_tokens=2)
             expected = m.generate(ids, max_new_tokens=2, temperature=0)
-            assert tuple(row.tokens) == expected.tokens
+            assert tuple(sequence.tokens) == expected.tokens
         assert spy.computed[3:] == [2, 1, 2, 1]
-        together = [row_of(m.engine, p, temperature=0, max_new_tokens=2) for p in prompts[:3]]
+        together = [pending(m.engine, p, temperature=0, max_new_tokens=2) for p in prompts[:3]]
         batch.submit(together)
         finish(batch)
-        assert [row.reused for row in together] == [6, 3, 1]
+        assert [sequence.reused for sequence in together] == [6, 3, 1]
 
 
 def test_the_cache_of_numpy_grows_with_the_texts_and_is_given_back(
@@ -458,18 +459,18 @@ def test_the_cache_of_numpy_grows_with_the_texts_and_is_given_back(
         for _ in range(2):  # again after the memory has been given back
             options: dict[str, Any] = {"max_new_tokens": 9, "stop_ids": (), "seed": 1}
             early, long, copied = (
-                row_of(m.engine, prompt, **options)
+                pending(m.engine, prompt, **options)
                 for prompt in (ids[:70], ids[::-1][:190], [*ids[:66], 1, 2])
             )
             batch.submit([early])
             batch.step()
             sizes.append(cache.positions)
             batch.submit([long, copied])
-            batch.rest()  # changes nothing while rows run
+            batch.rest()  # changes nothing while sequences run
             finish(batch)
             sizes.append(cache.positions)
             assert copied.reused == 66
-            found.append([(row.tokens, row.logprobs) for row in (early, long, copied)])
+            found.append([(each.tokens, each.logprobs) for each in (early, long, copied)])
             batch.rest()
             sizes.append(cache.positions)
         assert sizes == [max(70, first), 200, first] * 2

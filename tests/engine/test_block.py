@@ -291,10 +291,7 @@ def test_wrong_out_is_refused_and_left_alone(block: Block, out: Any, message: st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"dtype": "float64"},
-            "dtype: expected one of float32, float16, bfloat16, got 'floa",
-        ),
+        ({"dtype": "float64"}, "dtype: expected one of float32, float16, bfloat16, got 'floa"),
         (
             {"dtype": np.float16},
             "dtype: expected one of .* got <class 'numpy.float16'>: use 'float16'",

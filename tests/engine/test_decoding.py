@@ -1,4 +1,4 @@
-"""Slots: rows get the same tokens as alone, whenever and in whichever slot they run."""
+"""Slots: sequences get the same tokens as alone, whenever and in whichever slot they run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpt2block import GPT2, GPT2Config, InputError, cuda
 from gpt2block.cuda.formats import DTYPES
 from gpt2block.emulator.stand_in import Stream
 from gpt2block.engine.cuda import steps as cuda_steps
-from gpt2block.engine.generation.rows import Generation
+from gpt2block.engine.generation.sequences import Generation
 from gpt2block.engine.model import Ids, Start, start_all
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from gpt2block.models.config import ModelConfig
@@ -46,7 +46,7 @@ def the_same(got: Generation, expected: Generation) -> bool:
 
 
 def test_slots_on_the_emulator() -> None:
-    """Refilled slots, a stop id, and a restarted row give the bits of rows alone."""
+    """Refilled slots, a stop id, and a restarted sequence give the bits alone."""
     with running_on("shuffled"):
         m, prompts = model("cuda"), random_prompts([3, 1, 22])
         options: dict[str, Any] = {"max_new_tokens": 4, "seed": 3, "stop_ids": [2, 10]}
@@ -303,7 +303,7 @@ def test_out_of_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             failed = limited(patch, cuda.cupy, 2 * keys)
             m.engine._caches._ended.clear()  # type: ignore[attr-defined]
-            with pytest.raises(MemoryError, match=r"3 rows of 24 tokens take .* expected fewer"):
+            with pytest.raises(MemoryError, match=r"3 sequences of 24 tokens .* expected fewer"):
                 m.generate(prompts, rows_at_once=3, **options)
             assert m.engine.decode(3, 24, fewer=True).slots == 1
             assert failed[:2] == [3 * keys] * 2
@@ -311,7 +311,7 @@ def test_out_of_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             limited(patch, cuda.cupy, keys - 1)
             m.engine._caches._ended.clear()  # type: ignore[attr-defined]
-            with pytest.raises(MemoryError, match="Out of memory: keys and values of 1 rows"):
+            with pytest.raises(MemoryError, match="Out of memory: keys and values of 1 sequences"):
                 m.generate(prompts, **options)
         assert m.generate(prompts, **options) == expected
 
@@ -334,7 +334,7 @@ def test_slots_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_on("forward"):
         m = model("cuda", GPT2Config(1, 1, 8, 64, 5))
         device = type(cuda.cupy.cuda.Device())
-        per_row = m.engine._caches._row_bytes(64)  # type: ignore[attr-defined]
+        per_row = m.engine._caches._sequence_bytes(64)  # type: ignore[attr-defined]
         for free, slots in ((1 << 32, 512), (2 * 9 * per_row, 9), (per_row, 1)):
             monkeypatch.setattr(device, "mem_info", (free, 1 << 40))
             assert m.engine.decode(4000, 64, fewer=True).slots == slots

@@ -13,7 +13,7 @@ from gpt2block import InputError, Model, reference
 from gpt2block.engine import states
 from gpt2block.engine.generation import batching, prefixes
 from gpt2block.engine.generation.batching import Batch
-from gpt2block.engine.generation.rows import Ends, Row
+from gpt2block.engine.generation.sequences import Ends, Row
 from gpt2block.engine.model import Ids, check_divides
 from gpt2block.ops import delta
 from gpt2block.sampling import Sampling

@@ -20,7 +20,7 @@ from gpt2block.files.parameters.arrays import random_model
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from tests.devices import GPU, running_on
 from tests.engine.test_architectures_cuda import FORMATS, OWN, SIZES
-from tests.engine.test_batching import finish, row_of
+from tests.engine.test_batching import finish, pending
 from tests.engine.test_decoding import random_prompts
 
 SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=48, vocab_size=7)
@@ -96,12 +96,12 @@ def test_prompts_that_begin_alike(
     model.draft_model = models[1]
     taken.clear()
     batch = Batch(model.engine, 5, 160, tokens_at_once=100, speculate=True)
-    rows = [row_of(model.engine, ids.tolist(), **options) for ids in prompts]
-    batch.submit(rows)
+    sequences = [pending(model.engine, ids.tolist(), **options) for ids in prompts]
+    batch.submit(sequences)
     finish(batch)
-    for row, expected in zip(rows, alone, strict=True):
-        assert tuple(row.tokens) == expected.tokens
-        assert tuple(row.logprobs) == expected.logprobs
+    for sequence, expected in zip(sequences, alone, strict=True):
+        assert tuple(sequence.tokens) == expected.tokens
+        assert tuple(sequence.logprobs) == expected.logprobs
     assert sum(taken) > 2.5 * len([n for n in taken if n])
 
 

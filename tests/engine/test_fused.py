@@ -22,9 +22,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import Block, BlockWeights, GPT2Config, InputError, random_input, reference
-from gpt2block import (
-    block as block_module,
-)
+from gpt2block import block as block_module
 from gpt2block.apps import cli
 from gpt2block.block import fused_problem, hi_lo_problem, rounded
 from gpt2block.checks import FLOATS

@@ -1,4 +1,4 @@
-"""Generation: ends of rows, streamed pieces, and rows that are independent of their batch."""
+"""Generation: ends of sequences, streamed pieces, and independence of the batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt2block import InputError
-from gpt2block.engine.generation.rows import Generation, Text
+from gpt2block.engine.generation.sequences import Generation, Text
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling
 from tests.generating import Run, generate, stream
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
@@ -24,7 +24,7 @@ V = 257
 
 
 def says(text: str | bytes, n_ctx: int = 64) -> MarkovEngine:
-    """Return an engine whose only row generates this text, one byte per token."""
+    """Return an engine whose only sequence generates this text, one byte per token."""
     data = text.encode() if isinstance(text, str) else text
     return MarkovEngine(cycle(V), n_ctx, [data])
 
@@ -91,8 +91,8 @@ def test_a_stop_string_over_several_tokens() -> None:
 
 def test_what_could_have_begun_a_stop_string_is_text_in_the_end() -> None:
     run = Run(says("one\nKI"), BYTES, "x", stop=["\nKING"], max_new_tokens=6)
-    assert [row.take() for row in run] == ["o", "n", "e", "", "", "\nKI"]
-    assert run.rows[0].result().finish_reason == "length"
+    assert [sequence.take() for sequence in run] == ["o", "n", "e", "", "", "\nKI"]
+    assert run.sequences[0].result().finish_reason == "length"
 
 
 def test_the_stop_string_that_is_complete_first_ends_the_text() -> None:
@@ -235,7 +235,7 @@ def test_only_a_row_that_has_not_ended_overflows() -> None:
     assert short.text == "{"
     assert short.finish_reason == "stop"
     assert long.text == "bcdefghijklmnopqrstu"
-    assert {(row, len(ids)) for row, ids in engine.restarts} == {(0, 3)}
+    assert {(sequence, len(ids)) for sequence, ids in engine.restarts} == {(0, 3)}
     a, b = generate(MarkovEngine(cycle(256), n_ctx=6), BYTES, ["a", "wxyz"], temperature=0)
     assert (a.finish_reason, len(a.tokens)) == ("context", 6)
     assert (b.finish_reason, len(b.tokens)) == ("context", 3)
@@ -261,8 +261,8 @@ def test_a_row_is_the_same_in_every_batch(
 def test_a_run_tells_of_every_token_once() -> None:
     run = Run(MarkovEngine(cycle(256)), BYTES, ["a", "x"], stop="{", temperature=0)
     told = list(run)
-    assert [told.count(row) for row in run.rows] == [len(row.tokens) for row in run.rows]
-    assert [len(row.tokens) for row in run.rows] == [26, 3]
+    counts = [len(sequence.tokens) for sequence in run.sequences]
+    assert [told.count(sequence) for sequence in run.sequences] == counts == [26, 3]
 
 
 def test_samples_differ_and_seeds_do() -> None:
@@ -413,7 +413,7 @@ def test_an_unknown_keyword_names_the_nearest(name: str, hint: str) -> None:
 
 def test_rows_are_bounded_and_made_when_they_are_needed() -> None:
     engine = MarkovEngine(cycle(256))
-    with pytest.raises(InputError, match=r"samples: expected at most 1,048,576 rows.*10,000,000"):
+    with pytest.raises(InputError, match=r"samples: .* at most 1,048,576 sequences.*10,000,000"):
         generate(engine, BYTES, "a", samples=10_000_000)
     with pytest.raises(InputError, match=r"samples: .*2 prompts and 524,289 samples"):
         Run(engine, BYTES, ["a", "b"], samples=2**19 + 1)
@@ -422,9 +422,9 @@ def test_rows_are_bounded_and_made_when_they_are_needed() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20
-    assert len(run.rows) == 2**20
-    assert run.rows[-1].sampling.sample == 2**19 - 1
-    assert run.rows[2**19].prompt.tolist() == [ord("b")]
+    assert len(run.sequences) == 2**20
+    assert run.sequences[-1].sampling.sample == 2**19 - 1
+    assert run.sequences[2**19].prompt.tolist() == [ord("b")]
     with pytest.raises(InputError, match="sample: expected the number of a sample"):
         Run(engine, BYTES, "a", samples=2, sampling=Sampling(sample=2**31 - 1))
 

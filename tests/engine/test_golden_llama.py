@@ -261,10 +261,7 @@ def test_the_class_follows_the_architecture() -> None:
             {"rope_scaling": {"type": "linear", "factor": 2}, **THETA_3, "rope_theta": 3},
             "rope_scaling RopeScaling(kind='linear', factor=2.0, ",
         ),
-        (
-            {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 4}},
-            "factor=4.0, ",
-        ),
+        ({"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 4}}, "factor=4.0, "),
         (
             {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2}},
             "rope_scaling: rope_type 'default' contradicts rope_scaling: type 'linear'",

@@ -19,7 +19,7 @@ pytest.importorskip("llguidance")
 
 from gpt2block import GPT2, GPT2Config, InputError
 from gpt2block.engine.generation.batching import Batch
-from gpt2block.engine.generation.rows import Generation
+from gpt2block.engine.generation.sequences import Generation
 from gpt2block.engine.grammars import Grammar, Matcher, matching, vocabulary_of
 from gpt2block.engine.speculation import SpeculationPolicy
 from gpt2block.files.parameters.gpt2 import GPT2Weights
@@ -256,13 +256,13 @@ def mixed(engine: Any, slots: int, **options: Any) -> list[Generation]:
         for n, rule in enumerate(rules)
     ]  # fmt: skip
     batch = Batch(engine, slots, CONFIG.n_ctx)
-    rows = [run.rows[0] for run in runs]
-    batch.submit(rows[:4])
+    sequences = [run.sequences[0] for run in runs]
+    batch.submit(sequences[:4])
     batch.step()
-    batch.submit(rows[4:])
+    batch.submit(sequences[4:])
     while batch.busy:
         batch.step()
-    return [row.result() for row in rows]
+    return [sequence.result() for sequence in sequences]
 
 
 @pytest.fixture
@@ -306,7 +306,7 @@ def test_draft_tokens_save_steps(where: str, many_drafts: list[int]) -> None:
         runs = [Run(engine, ENCODING, [1], speculate=each, **given) for each in (False, True)]
         for run in runs:
             run.finish()
-        (first,), (second,) = (run.rows for run in runs)
+        (first,), (second,) = (run.sequences for run in runs)
         assert first.tokens == second.tokens
         assert sum(first.drafted) >= 5
         assert len(many_drafts) < 2 * len(first.tokens)
@@ -336,7 +336,7 @@ def test_a_mask_that_takes_long_delays_no_other_text(
         for run in runs[4:]:
             run.finish()
         monkeypatch.setattr(Matcher, "write", slow)
-        batch, rows = Batch(engine, 4, CONFIG.n_ctx), [run.rows[0] for run in runs[:4]]
+        batch, rows = Batch(engine, 4, CONFIG.n_ctx), [run.sequences[0] for run in runs[:4]]
         batch.submit(rows[:3])
         while len(rows[0].tokens) < 5:
             batch.step()
@@ -348,8 +348,8 @@ def test_a_mask_that_takes_long_delays_no_other_text(
         while batch.busy:
             batch.step()
     for row, run in zip(rows, runs[4:], strict=True):
-        assert row.tokens == run.rows[0].tokens
-        assert where == "cpu" or row.result() == run.rows[0].result()
+        assert row.tokens == run.sequences[0].tokens
+        assert where == "cpu" or row.result() == run.sequences[0].result()
 
 
 @pytest.mark.parametrize(("seconds", "fails"), [(0.04, False), (0.06, True)])
@@ -380,7 +380,7 @@ def test_calls_of_the_host_for_a_token(
     with running_on("shuffled"):
         engine = GPT2(GPT2Weights.random(0, CONFIG), device="cuda").engine
         batch = Batch(engine, 1, CONFIG.n_ctx)
-        rows = Run(engine, ENCODING, [1], max_new_tokens=60, seed=1, **rule).rows
+        rows = Run(engine, ENCODING, [1], max_new_tokens=60, seed=1, **rule).sequences
         batch.submit(rows)
         while len(rows[0].tokens) < 20:  # records the steps
             batch.step()

@@ -23,8 +23,8 @@ from gpt2block import (
     reference,
 )
 from gpt2block.engine import notebook
-from gpt2block.engine.generation.rows import Generation
 from gpt2block.engine.generation.scoring import score
+from gpt2block.engine.generation.sequences import Generation
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.gemma3 import Gemma3Config
 from gpt2block.models.architectures.granite import GraniteConfig

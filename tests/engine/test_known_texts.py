@@ -15,7 +15,7 @@ from gpt2block.cuda.formats import FILE, Formats
 from gpt2block.engine.cuda.steps import InFlight
 from gpt2block.engine.generation.known_texts import ReceiptCheck, check_receipts, score_generated
 from gpt2block.engine.generation.options import Options
-from gpt2block.engine.generation.rows import Generation
+from gpt2block.engine.generation.sequences import Generation
 from gpt2block.engine.model import Sampled
 from gpt2block.files.checkpoints import save_gguf
 from gpt2block.files.parameters.arrays import random_model

@@ -151,7 +151,7 @@ def test_a_ragged_batch_goes_on_in_chunks_of_any_length(device: str) -> None:
     ("device", "dtype"),
     [("cpu", "float32"), *(pytest.param("cuda", d, marks=pytest.mark.gpu) for d in DTYPES)],
 )
-def test_a_row_is_the_same_alone_and_in_any_batch(device: str, dtype: str) -> None:
+def test_a_sequence_is_the_same_alone_and_in_any_batch(device: str, dtype: str) -> None:
     """On the GPU prefill and decoding give equal bits; with NumPy, BLAS rounds differently."""
     m = model(SMALL, device, dtype)
     rows = [random_ids(SMALL, 1 + 13 * b, seed=b) for b in range(17)]
@@ -260,7 +260,7 @@ def test_greedy_decoding_takes_the_most_likely_token(device: str) -> None:
 
 
 @everywhere
-def test_sampled_rows_are_the_same_alone_and_in_a_batch(device: str) -> None:
+def test_sampled_sequences_are_the_same_alone_and_in_a_batch(device: str) -> None:
     m = model(SMALL, device)
     prompts = [random_ids(SMALL, n, seed=n) for n in (5, 50, 9)]
     options = [
@@ -283,7 +283,7 @@ def test_sampled_rows_are_the_same_alone_and_in_a_batch(device: str) -> None:
 
 
 @everywhere
-def test_a_full_row_starts_again_with_its_newer_half(device: str) -> None:
+def test_a_full_sequence_starts_again_with_its_newer_half(device: str) -> None:
     m = model(TINY, device)
     prompts = [random_ids(TINY, n, seed=n) for n in (15, 4)]
     options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0, "repetition_penalty": 1.3}
@@ -305,7 +305,7 @@ def test_a_full_row_starts_again_with_its_newer_half(device: str) -> None:
 
 @everywhere
 def test_prompts_as_long_as_the_context(device: str) -> None:
-    """Rows start full, fill together or continue longer; each is equal to the row alone."""
+    """Sequences start full, fill together or continue longer; each is as alone."""
     m = model(TINY, device)
     full = TINY.n_ctx
     prompts = [random_ids(TINY, n, seed=n) for n in (full, full + 3, full - 1, 1, full, 5)]
@@ -320,7 +320,7 @@ def test_prompts_as_long_as_the_context(device: str) -> None:
 
 @everywhere
 def test_a_ragged_batch_at_every_position(device: str) -> None:
-    """After prompts of different lengths, each row gets one token at a time until it is full."""
+    """After prompts of different lengths, each sequence gets a token at a time until full."""
     m, rows = model(TINY, device), [random_ids(TINY, TINY.n_ctx, seed=b) for b in range(3)]
     limit = 2 * max(float32_error(weights(TINY), row) for row in rows)
     full = [m(row) for row in rows]
@@ -341,12 +341,12 @@ def test_bad_ids_and_caches(device: str) -> None:
     m = model(TINY, device)
     for ids, message in (
         ([1, 37], "ids: id 37 at 1: expected 0 to 36"),
-        ([[1, 2], [3, -1]], "ids: row 1: id -1 at 1: expected 0 to 36"),
+        ([[1, 2], [3, -1]], "ids: sequence 1: id -1 at 1: expected 0 to 36"),
         ([], r"expected integers of shape \(T,\)"),
         ([0.5], "got float64"),
         ([[[1]]], r"at least one token each, got int64 \(1, 1\)"),
-        ([[1], []], "row 1: expected integers"),
-        (np.zeros(21, int), "row 0 has 21 tokens, the context is n_ctx = 20"),
+        ([[1], []], "sequence 1: expected integers"),
+        (np.zeros(21, int), "sequence 0 has 21 tokens, the context is n_ctx = 20"),
         (np.ma.array([1, 2], mask=[False, True]), "ids: expected token ids, got a masked array"),
         ([1, True], "ids: token 1 is True: expected an integer"),
         ([10**400], "ids"),
@@ -358,9 +358,9 @@ def test_bad_ids_and_caches(device: str) -> None:
             m(ids)  # type: ignore[arg-type]
     kv_cache = m.new_cache(2, 5)
     m([[1, 2, 3], [4]], cache=kv_cache)
-    with pytest.raises(InputError, match=r"row 0 has 3 tokens after the 3 in the cache, .* = 5"):
+    with pytest.raises(InputError, match=r"sequence 0 has 3 tokens after the 3 in .* = 5"):
         m([[1, 2, 3], [4, 5, 6]], cache=kv_cache)
-    with pytest.raises(InputError, match="ids: 1 sequences for a cache of 2 rows"):
+    with pytest.raises(InputError, match="ids: 1 sequences for a cache of 2 sequences"):
         m([1], cache=kv_cache)
     assert kv_cache.lengths == [3, 1]
     other = GPT2Config(n_layer=1, n_head=3, n_embd=24, n_ctx=20, vocab_size=37)

@@ -1,4 +1,4 @@
-"""Prompts with common prefixes: a prefix is computed once, and each row equals the row alone."""
+"""Prompts with common prefixes: a prefix is computed once, and each sequence is as alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gpt2block.engine.generation.prefixes import (
     Prefixes,
     min_shared,
 )
-from gpt2block.engine.generation.rows import Row
+from gpt2block.engine.generation.sequences import TokenSequence
 from gpt2block.engine.model import Ids, Start, by_name, in_shared_memory, token_bytes
 from gpt2block.engine.numpy.model import NumpyCache, NumpyDecoding
 from gpt2block.files.parameters.arrays import random_model
@@ -35,7 +35,7 @@ from gpt2block.sampling import Sampling
 from tests.caches import KINDS, stored
 from tests.devices import every_device, running_on
 from tests.engine.test_architectures_cuda import FORMATS, OWN, SIZES, WIDE, WINDOW
-from tests.engine.test_batching import finish, random_options, row_of
+from tests.engine.test_batching import finish, pending, random_options
 from tests.plain import normal
 
 TINY = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=64, vocab_size=37)
@@ -63,7 +63,7 @@ UNLIKE = (LayerCache(0, 4, 4), LayerCache(1, 6, 0, narrow=False), LayerCache(0, 
 
 @pytest.mark.parametrize("kind", [NumpyCache, CudaCache])
 def test_layers_of_a_cache_can_differ(kind: Any) -> None:
-    """Layers 1 and 3 have no values, and rows of 16 bits; layer 2 reads the rows of layer 0."""
+    """Layers 1 and 3 have no values, and sequences of 16 bits; layer 2 reads the sequences of layer 0."""
 
     class Config(GPT2Config):
         layer_caches = UNLIKE
@@ -81,9 +81,9 @@ def test_layers_of_a_cache_can_differ(kind: Any) -> None:
         ]
         assert widths == [[4, 4], [6, None], [4, 4], [6, None], [4, 4]]
         assert cache.layers[2] == cache.layers[0]
-        for n, rows in enumerate(by_name(cache.layers).values()):
-            rows[1] = n + 1
-        expected = {name: rows[1, 0, 0] for name, rows in by_name(cache.layers).items()}
+        for n, sequences in enumerate(by_name(cache.layers).values()):
+            sequences[1] = n + 1
+        expected = {name: sequences[1, 0, 0] for name, sequences in by_name(cache.layers).items()}
         assert len({*map(float, expected.values())}) == 6
         if kind is NumpyCache:
             cache.lengths = [0, 2, 0]
@@ -91,9 +91,9 @@ def test_layers_of_a_cache_can_differ(kind: Any) -> None:
             NumpyDecoding.copy(SimpleNamespace(_cache=cache), [(1, 2, 2)])  # type: ignore[arg-type]
         else:
             copy_slots(cache, [(1, 2, 2)])
-        for name, rows in by_name(cache.layers).items():
-            assert (rows[2, :2] == expected[name]).all()
-            assert (rows[2, 2:] == 0).all()
+        for name, sequences in by_name(cache.layers).items():
+            assert (sequences[2, :2] == expected[name]).all()
+            assert (sequences[2, 2:] == 0).all()
 
 
 # --- the slot that has the tokens of a prompt
@@ -113,21 +113,21 @@ def test_layers_of_a_cache_can_differ(kind: Any) -> None:
 def test_the_longest_of_a_client(entries: Entries, prompt: list[int], least: int) -> None:
     """The expected length is counted by hand: common tokens among those already computed.
 
-    The prompt's last token does not count. "c" is a row of client "a" that may become longer than
-    short rows.
+    The prompt's last token does not count. "c" is a sequence of client "a" that may become longer
+    than short sequences.
     """
     kinds, prefixes = {"a": ("a", 8), "b": ("b", 8), "c": ("a", 9)}, Prefixes(least, short=8)
-    rows: Any = {name: SimpleNamespace(client=c, most=n) for name, (c, n) in kinds.items()}
+    sequences: Any = {name: SimpleNamespace(client=c, most=n) for name, (c, n) in kinds.items()}
     for slot, (name, ids, done) in entries.items():
-        prefixes.hold(slot, rows["a"], np.array([1, 1, 1, 1, 1], np.int32), 5)  # replaced
-        prefixes.hold(slot, rows[name], np.array(ids, np.int32), min(done, len(ids)))
+        prefixes.hold(slot, sequences["a"], np.array([1, 1, 1, 1, 1], np.int32), 5)  # replaced
+        prefixes.hold(slot, sequences[name], np.array(ids, np.int32), min(done, len(ids)))
 
     def common(ids: list[int]) -> int:
         most = min(len(ids), len(prompt) - 1)
         return next((n for n in range(most) if ids[n] != prompt[n]), most)
 
     given: Ids = np.array(prompt, np.int32)
-    for found, coming in zip(prefixes.longest(rows["a"], given), (False, True), strict=True):
+    for found, coming in zip(prefixes.longest(sequences["a"], given), (False, True), strict=True):
         counts = {
             slot: common(ids if coming else ids[:done])
             for slot, (name, ids, done) in entries.items()
@@ -144,7 +144,7 @@ def test_the_longest_of_a_client(entries: Entries, prompt: list[int], least: int
     for slot in entries:
         prefixes.drop(slot)
         prefixes.drop(slot)
-    assert prefixes.longest(rows["a"], given) == (NOTHING, NOTHING)
+    assert prefixes.longest(sequences["a"], given) == (NOTHING, NOTHING)
     assert not prefixes._alike
 
 
@@ -198,37 +198,37 @@ class Spy:
 
         decoding.start = noted
 
-    def row(self, ids: list[int], new: int = 2, client: str = "") -> Row:
-        row = row_of(self.model.engine, ids, temperature=0, max_new_tokens=new)
-        row.client = client
-        self.batch.submit([row], client=client)
-        return row
+    def sequence(self, ids: list[int], new: int = 2, client: str = "") -> TokenSequence:
+        sequence = pending(self.model.engine, ids, temperature=0, max_new_tokens=new)
+        sequence.client = client
+        self.batch.submit([sequence], client=client)
+        return sequence
 
-    def finish(self, *rows: Row) -> list[tuple[int, int]]:
-        """Finish rows; return the computed numbers, and assert that each row equals it alone."""
+    def finish(self, *sequences: TokenSequence) -> list[tuple[int, int]]:
+        """Finish sequences, assert that each is as alone, and return the computed numbers."""
         finish(self.batch)
-        for row in rows:
-            alone = self.model.generate(row.prompt, max_new_tokens=2, temperature=0)
-            assert tuple(row.tokens) == alone.tokens
+        for sequence in sequences:
+            alone = self.model.generate(sequence.prompt, max_new_tokens=2, temperature=0)
+            assert tuple(sequence.tokens) == alone.tokens
         found, self.computed = self.computed, []
         return found
 
 
 @pytest.mark.usefixtures("few")
-def test_what_rows_begin_with_is_computed_once() -> None:
-    """Rows share it if they start together, later or while others run, but not across clients."""
+def test_what_sequences_begin_with_is_computed_once() -> None:
+    """Sequences share it if they start together, later or while others run; clients do not."""
     spy, begin = Spy(4), list(range(9))
-    alike = [spy.row([*begin, 20 + n]) for n in range(4)]
+    alike = [spy.sequence([*begin, 20 + n]) for n in range(4)]
     assert spy.finish(*alike) == [(0, 10), (9, 1), (9, 1), (9, 1)]
-    assert [row.reused for row in alike] == [0, 9, 9, 9]
-    others = [spy.row([*begin, 20], client="other"), spy.row([*begin, 30])]
+    assert [sequence.reused for sequence in alike] == [0, 9, 9, 9]
+    others = [spy.sequence([*begin, 20], client="other"), spy.sequence([*begin, 30])]
     assert sorted(spy.finish(*others)) == [(0, 10), (9, 1)]
-    running = spy.row([7] * 12, new=9)
+    running = spy.sequence([7] * 12, new=9)
     spy.batch.step()
     assert not running.finish_reason
-    spy.finish(spy.row([7] * 8 + [1]))
+    spy.finish(spy.sequence([7] * 8 + [1]))
     assert len(running.tokens) == 9
-    two = [spy.row([5] * 9), spy.row([5] * 9)]  # too few tokens to wait for
+    two = [spy.sequence([5] * 9), spy.sequence([5] * 9)]  # too few tokens to wait for
     assert spy.finish(*two) == [(0, 9), (0, 9)]
 
 
@@ -240,36 +240,36 @@ def test_sequences_with_other_frequencies_share_nothing() -> None:
     spy = Spy(4, Model.from_tensors(config, random_model(3, config), "cpu", "float32"))
     computed = []
     for last, new in ((10, 2), (11, 3), (12, 2), (13, 9)):
-        row = spy.row([1, 2, 3, 4, 5, last], new)
+        sequence = spy.sequence([1, 2, 3, 4, 5, last], new)
         computed += spy.finish()
-        alone = spy.model.generate(row.prompt, max_new_tokens=new, temperature=0)
-        assert tuple(row.tokens) == alone.tokens
+        alone = spy.model.generate(sequence.prompt, max_new_tokens=new, temperature=0)
+        assert tuple(sequence.tokens) == alone.tokens
     assert computed == [(0, 6), (0, 6), (5, 1), (5, 1)]
 
 
 @pytest.mark.usefixtures("few")
-def test_a_slot_keeps_what_another_row_may_continue() -> None:
+def test_a_slot_keeps_what_another_sequence_may_continue() -> None:
     """A prompt gets a slot if it has most of its tokens; otherwise it gets a copy of them."""
     spy = Spy(2)
-    spy.finish(spy.row([1] * 20))
-    spy.finish(spy.row([2] * 5))
-    assert spy.finish(spy.row([*[1] * 6, 3, 3])) == [(6, 2)]  # in the slot that had the twos
-    assert spy.finish(spy.row([1] * 22)) == [(20, 2)]
-    assert spy.finish(spy.row([*[1] * 6, 3, 3, 4])) == [(8, 1)]
+    spy.finish(spy.sequence([1] * 20))
+    spy.finish(spy.sequence([2] * 5))
+    assert spy.finish(spy.sequence([*[1] * 6, 3, 3])) == [(6, 2)]  # in the slot that had the twos
+    assert spy.finish(spy.sequence([1] * 22)) == [(20, 2)]
+    assert spy.finish(spy.sequence([*[1] * 6, 3, 3, 4])) == [(8, 1)]
 
 
 @pytest.mark.usefixtures("few")
-def test_a_row_that_others_wait_for_is_cancelled() -> None:
-    """Another row then computes the common prefix; waiting rows can be cancelled too."""
+def test_a_sequence_that_others_wait_for_is_cancelled() -> None:
+    """Another sequence then computes the common prefix; waiting sequences can be cancelled too."""
     spy = Spy(4, tokens_at_once=1)
-    first, *rest = [spy.row([*range(12), 20 + n]) for n in range(4)]
+    first, *rest = [spy.sequence([*range(12), 20 + n]) for n in range(4)]
     spy.batch._pieces._piece = 5
     spy.batch.step()
     assert spy.batch.waiting == 4
     spy.batch.cancel([first, rest[2]])
     assert spy.batch.waiting == 2
     assert spy.finish(*rest[:2]) == [(10, 3), (12, 1)]
-    assert [row.finish_reason for row in (first, rest[2])] == ["cancelled"] * 2
+    assert [sequence.finish_reason for sequence in (first, rest[2])] == ["cancelled"] * 2
 
 
 def test_a_batch_is_freed_when_it_is_not_used() -> None:
@@ -277,7 +277,7 @@ def test_a_batch_is_freed_when_it_is_not_used() -> None:
     engine: Any = GPT2(GPT2Weights.random(0, TINY), device="cpu").engine
     engine.continues_exactly = True
     batch = Batch(engine, 2, TINY.n_ctx)
-    batch.submit([row_of(engine, [1, 2, 3], max_new_tokens=2)])
+    batch.submit([pending(engine, [1, 2, 3], max_new_tokens=2)])
     finish(batch)
     left = weakref.ref(batch)
     del batch
@@ -288,7 +288,7 @@ def test_a_batch_is_freed_when_it_is_not_used() -> None:
     ("n_layer", "nbytes", "tokens"),
     [(32, 13_500_000_000, 200), (30, 270_000_000, 2664), (1, 0, 60e6)],
 )
-def test_rows_wait_where_that_is_faster(n_layer: int, nbytes: int, tokens: float) -> None:
+def test_sequences_wait_where_that_is_faster(n_layer: int, nbytes: int, tokens: float) -> None:
     assert min_shared(n_layer, nbytes) == pytest.approx(tokens, rel=0.01)
 
 
@@ -303,20 +303,20 @@ def arriving(model: Model[Any], rng: np.random.Generator, count: int) -> None:
         ids = np.concatenate([begin, rng.integers(V, size=rng.integers(0, n_ctx // 5))])
         options = random_options(rng) | {"stop_ids": (), "max_new_tokens": int(rng.integers(1, 8))}
         asked.append((ids.tolist(), options))
-    rows = [row_of(model.engine, ids, **options) for ids, options in asked]
-    batch, left = Batch(model.engine, 5, n_ctx, tokens_at_once=n_ctx), list(rows)
+    sequences = [pending(model.engine, ids, **options) for ids, options in asked]
+    batch, left = Batch(model.engine, 5, n_ctx, tokens_at_once=n_ctx), list(sequences)
     while left or batch.busy:
         new = [left.pop(0) for _ in range(min(len(left), rng.poisson(1)))]
         batch.submit(new)
         if batch.busy:
             batch.step(each_token=bool(rng.integers(2)))
-    for row, (ids, options) in zip(rows, asked, strict=True):
+    for sequence, (ids, options) in zip(sequences, asked, strict=True):
         expected = model.generate(ids, **options)
-        assert tuple(row.tokens) == expected.tokens
-        assert tuple(row.logprobs) == expected.logprobs
-        assert tuple(row.tops) == expected.top_logprobs
+        assert tuple(sequence.tokens) == expected.tokens
+        assert tuple(sequence.logprobs) == expected.logprobs
+        assert tuple(sequence.tops) == expected.top_logprobs
     exact: bool = model.engine.continues_exactly
-    assert any(row.reused for row in rows) == exact
+    assert any(sequence.reused for sequence in sequences) == exact
 
 
 @pytest.mark.usefixtures("few")

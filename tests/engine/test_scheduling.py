@@ -1,4 +1,4 @@
-"""The assignment of rows to slots: each row runs once, in order, never more than slots."""
+"""The assignment of sequences to slots: each runs once, in order, never more than slots."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from gpt2block.engine.generation.scheduling import (
     MAX_REMOVED,
     START_COST,
     PieceScheduler,
-    RowScheduler,
+    SequenceScheduler,
 )
 
 LENGTHS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=40)
 
 
-def scheduler_of(rows: int, slots: int) -> RowScheduler[int]:
-    """Return a scheduler in which rows 0, 1, 2 … wait."""
-    scheduler: RowScheduler[int] = RowScheduler(slots)
-    scheduler.add(range(rows))
+def scheduler_of(sequences: int, slots: int) -> SequenceScheduler[int]:
+    """Return a scheduler in which sequences 0, 1, 2 … wait."""
+    scheduler: SequenceScheduler[int] = SequenceScheduler(slots)
+    scheduler.add(range(sequences))
     return scheduler
 
 
 @given(lengths=LENGTHS, slots=st.integers(1, 12))
-def test_every_row_runs_as_often_as_it_asks(lengths: list[list[int]], slots: int) -> None:
-    """lengths: for each row, the number of steps of each of its stays in a slot."""
+def test_every_sequence_runs_as_often_as_it_asks(lengths: list[list[int]], slots: int) -> None:
+    """lengths: for each sequence, the number of steps of each of its stays in a slot."""
     scheduler, left = scheduler_of(len(lengths), slots), [list(times) for times in lengths]
-    running: dict[int, tuple[int, int]] = {}  # slot → row, steps left
+    running: dict[int, tuple[int, int]] = {}  # slot → sequence, steps left
     started: list[int] = []
-    missed: Counter[int] = Counter()  # steps for which ended rows have waited
+    missed: Counter[int] = Counter()  # steps for which ended sequences have waited
     waiting: list[int] = []
     while scheduler.busy:
         free = slots - len(running)
         placed = scheduler.place()
         assert len(placed) <= free
         assert placed or running
-        for slot, row in placed:
+        for slot, sequence in placed:
             assert slot not in running
-            assert scheduler.row_of(slot) == row
+            assert scheduler.sequence_of(slot) == sequence
             if waiting:
-                assert row == waiting.pop(0)  # comes before new rows
-            elif row not in started:
-                assert row == len(started)
-                started.append(row)
-            running[slot] = row, left[row].pop(0)
-            missed[row] = 0
-        for row in waiting:
-            missed[row] += 1
-            assert missed[row] <= slots
-        for slot, (row, steps) in list(running.items()):
-            running[slot] = row, steps - 1
+                assert sequence == waiting.pop(0)  # comes before new sequences
+            elif sequence not in started:
+                assert sequence == len(started)
+                started.append(sequence)
+            running[slot] = sequence, left[sequence].pop(0)
+            missed[sequence] = 0
+        for sequence in waiting:
+            missed[sequence] += 1
+            assert missed[sequence] <= slots
+        for slot, (sequence, steps) in list(running.items()):
+            running[slot] = sequence, steps - 1
             if steps == 1:
                 del running[slot]
-                scheduler.release(slot, again=bool(left[row]))
-                if left[row]:
-                    waiting.append(row)
+                scheduler.release(slot, again=bool(left[sequence]))
+                if left[sequence]:
+                    waiting.append(sequence)
     assert started == list(range(len(lengths)))
     assert not any(left)
     assert not running
     assert scheduler.place() == []
 
 
-def test_one_row_does_not_wait() -> None:
+def test_one_sequence_does_not_wait() -> None:
     scheduler = scheduler_of(5, 2)
     assert scheduler.place() == [(0, 0), (1, 1)]
     scheduler.release(1)
@@ -77,11 +77,11 @@ def test_one_row_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("ended", [1, 4, 64])
-def test_rows_wait_for_others_while_many_run(ended: int) -> None:
-    """Rows wait until missed steps outweigh a start: the more rows have ended, the sooner."""
+def test_sequences_wait_for_others_while_many_run(ended: int) -> None:
+    """Sequences wait until missed steps outweigh a start: the more have ended, the sooner."""
     slots = 64 * START_COST
     scheduler = scheduler_of(2 * slots, slots)
-    assert scheduler.place() == [(row, row) for row in range(slots)]
+    assert scheduler.place() == [(sequence, sequence) for sequence in range(slots)]
     for slot in range(ended):
         scheduler.release(slot)
     steps = 1
@@ -92,18 +92,18 @@ def test_rows_wait_for_others_while_many_run(ended: int) -> None:
 
 
 def test_clients_take_turns() -> None:
-    """Removed rows take no turn; a client that returns gains no earlier turn."""
-    scheduler: RowScheduler[str] = RowScheduler(1)
-    rows = {
+    """Removed sequences take no turn; a client that returns gains no earlier turn."""
+    scheduler: SequenceScheduler[str] = SequenceScheduler(1)
+    sequences = {
         name: [f"{name}{n}" for n in range(count)]
         for name, count in zip("abc", (6, 1, 3), strict=True)
     }
-    for client, each in rows.items():
+    for client, each in sequences.items():
         scheduler.add(each, client)
-    scheduler.remove(rows["a"][1])
+    scheduler.remove(sequences["a"][1])
     order = []
     while scheduler.busy:
-        order += [row for _, row in scheduler.place()]
+        order += [sequence for _, sequence in scheduler.place()]
         scheduler.release(0)
         if order[-1] == "c0":
             scheduler.add(["b1"], "b")
@@ -119,27 +119,27 @@ def test_pieces_end_where_they_would_alone(
 ) -> None:
     """prompts: numbers of computed and of new tokens. All arrive at once, the worst case."""
     pieces: PieceScheduler[int] = PieceScheduler(most, piece)
-    for row, (first, new) in enumerate(prompts):
-        pieces.add(row, row, first, first + new)
-    ends = {row: first for row, (first, _) in enumerate(prompts)}
+    for sequence, (first, new) in enumerate(prompts):
+        pieces.add(sequence, sequence, first, first + new)
+    ends = {sequence: first for sequence, (first, _) in enumerate(prompts)}
     turns: Counter[int] = Counter()
     while pieces:
-        rows = len(pieces)
+        sequences = len(pieces)
         taken = pieces.take()
         tokens = sum(each.end - each.first for each in taken)
         assert 0 < tokens < most + piece
-        assert tokens >= most or len(taken) == rows
-        for slot, row, first, end, last in taken:
-            total = sum(prompts[row])
-            assert slot == row
-            assert first == ends[row]
+        assert tokens >= most or len(taken) == sequences
+        for slot, sequence, first, end, last in taken:
+            total = sum(prompts[sequence])
+            assert slot == sequence
+            assert first == ends[sequence]
             assert end == min(total, (first // piece + 1) * piece)
             assert last == (end == total)
-            ends[row] = end
-            turns[row] += 1
-        waiting = [turns[row] for row in range(len(prompts)) if ends[row] < sum(prompts[row])]
+            ends[sequence] = end
+            turns[sequence] += 1
+        waiting = [turns[each] for each in range(len(prompts)) if ends[each] < sum(prompts[each])]
         assert not waiting or max(waiting) <= min(waiting) + 1
-    assert ends == {row: sum(prompt) for row, prompt in enumerate(prompts)}
+    assert ends == {sequence: sum(prompt) for sequence, prompt in enumerate(prompts)}
 
 
 @pytest.mark.parametrize(
@@ -156,45 +156,45 @@ def test_pieces_end_where_they_would_alone(
 def test_a_step_takes_pieces_until_it_has_its_tokens(
     prompts: list[tuple[int, int]], most: int | None, taken: list[int]
 ) -> None:
-    """prompts: first token and end of each. taken: rows that the step takes, in order."""
+    """prompts: first token and end of each. taken: sequences that the step takes, in order."""
     pieces: PieceScheduler[int] = PieceScheduler(most, 4)
-    for row, (first, end) in enumerate(prompts):
-        pieces.add(row, row, first, end)
-    assert [each.row for each in pieces.take()] == taken
+    for sequence, (first, end) in enumerate(prompts):
+        pieces.add(sequence, sequence, first, end)
+    assert [each.sequence for each in pieces.take()] == taken
 
 
-def test_a_slot_has_the_row_that_runs_in_it() -> None:
+def test_a_slot_has_the_sequence_that_runs_in_it() -> None:
     scheduler = scheduler_of(3, 2)
     scheduler.place()
-    assert [scheduler.slot_of(row) for row in range(3)] == [0, 1, None]
+    assert [scheduler.slot_of(sequence) for sequence in range(3)] == [0, 1, None]
     scheduler.release(0)
     assert scheduler.place() == [(0, 2)]
-    assert [scheduler.slot_of(row) for row in range(3)] == [None, 1, 0]
-    assert scheduler.rows_of([1, 0]) == [1, 2]
+    assert [scheduler.slot_of(sequence) for sequence in range(3)] == [None, 1, 0]
+    assert scheduler.sequences_of([1, 0]) == [1, 2]
 
 
 @pytest.mark.parametrize("removed", [1, MAX_REMOVED, MAX_REMOVED + 1])
-def test_rows_that_start_again_can_be_removed(removed: int) -> None:
-    """A single row is removed, or so many that they are dropped together; others keep order."""
-    rows, others = ([object() for _ in range(n)] for n in (4, MAX_REMOVED + 3))
-    scheduler: RowScheduler[object] = RowScheduler(4)
-    scheduler.add(rows)
+def test_sequences_that_start_again_can_be_removed(removed: int) -> None:
+    """One sequence is removed, or so many that they are dropped together; others keep order."""
+    sequences, others = ([object() for _ in range(n)] for n in (4, MAX_REMOVED + 3))
+    scheduler: SequenceScheduler[object] = SequenceScheduler(4)
+    scheduler.add(sequences)
     scheduler.place()
     for slot in range(4):
         scheduler.release(slot, again=True)
     scheduler.add(others)
-    gone = [rows[2], *others[1:removed]]
-    for row in gone:
-        scheduler.remove(row)
+    gone = [sequences[2], *others[1:removed]]
+    for sequence in gone:
+        scheduler.remove(sequence)
     started = []
     while scheduler.busy:
-        for slot, row in scheduler.place():
-            started.append(row)
+        for slot, sequence in scheduler.place():
+            started.append(sequence)
             scheduler.release(slot)
-    assert started == [row for row in [*rows, *others] if row not in gone]
+    assert started == [sequence for sequence in [*sequences, *others] if sequence not in gone]
 
 
-def test_a_row_that_waits_can_be_removed() -> None:
+def test_a_sequence_that_waits_can_be_removed() -> None:
     pieces: PieceScheduler[str] = PieceScheduler(4, 4)
     pieces.add(0, "long", 0, 9)
     pieces.add(1, "short", 0, 2)
@@ -206,13 +206,13 @@ def test_a_row_that_waits_can_be_removed() -> None:
 
 
 class Waiting:
-    """A row to which weak references are possible."""
+    """A sequence to which weak references are possible."""
 
 
 @pytest.mark.parametrize("kept", [0, 3, 200])
-def test_removed_rows_are_not_kept_until_their_turn(kept: int) -> None:
-    """While the only slot is taken, rows come and are removed; others wait, in order."""
-    scheduler: RowScheduler[Waiting] = RowScheduler(1)
+def test_removed_sequences_are_not_kept_until_their_turn(kept: int) -> None:
+    """While the only slot is taken, sequences come and are removed; others wait, in order."""
+    scheduler: SequenceScheduler[Waiting] = SequenceScheduler(1)
     first, others = Waiting(), [Waiting() for _ in range(kept)]
     scheduler.add([first])
     assert scheduler.place() == [(0, first)]

@@ -15,7 +15,7 @@ pytest.importorskip("llguidance")
 
 import jsonschema
 
-from gpt2block.engine.generation.rows import Generation
+from gpt2block.engine.generation.sequences import Generation
 from gpt2block.engine.grammars import Grammar, vocabulary_of
 from gpt2block.errors import InputError
 from tests.generating import generate

@@ -20,15 +20,9 @@ from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.all_gather import ALL_GATHER, PeerBuffers, PeerStores
 from gpt2block.ops.attention import VARLEN
 from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT
-from gpt2block.ops.engines import (
-    linear_matvec as _linear_matvec,
-)
-from gpt2block.ops.engines import (
-    linear_mma as _linear_mma,
-)
-from gpt2block.ops.engines import (
-    linear_wgmma as _linear_wgmma,
-)
+from gpt2block.ops.engines import linear_matvec as _linear_matvec
+from gpt2block.ops.engines import linear_mma as _linear_mma
+from gpt2block.ops.engines import linear_wgmma as _linear_wgmma
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import OPERATION as LINEAR
 from tests.attentions import DTYPES

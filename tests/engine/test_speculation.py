@@ -397,17 +397,18 @@ def test_which_tokens_were_drafted(where: str, by_turns: list[int]) -> None:
     with running_on(where):
         engine = GPT2(GPT2Weights.random(0, SMALL), device="cuda").engine
         (prompt,) = random_prompts([22], SMALL)
-        (row,) = Run(engine, None, prompt, max_new_tokens=24, seed=3, stop_ids=(), **SAMPLED).rows
+        run = Run(engine, None, prompt, max_new_tokens=24, seed=3, stop_ids=(), **SAMPLED)
         batch = Batch(engine, 1, SMALL.n_ctx, speculate=True)
-        batch.submit([row])
+        batch.submit([sequence := run.sequences[0]])
         while batch.busy:
             batch.step()
-    ids, first, steps = np.concatenate([prompt, np.array(row.tokens, np.int32)]), len(prompt), 0
-    for last in np.flatnonzero(~np.array(row.drafted)) + len(prompt):
+    ids = np.concatenate([prompt, np.array(sequence.tokens, np.int32)])
+    first, steps = len(prompt), 0
+    for last in np.flatnonzero(~np.array(sequence.drafted)) + first:
         draft = reference.draft_tokens(ids[:first], MAX_DRAFTS)
         assert draft[: last - first].tolist() == ids[first:last].tolist()
         first, steps = last + 1, steps + 1
-    assert sum(row.drafted) > 4
+    assert sum(sequence.drafted) > 4
     assert steps <= len(by_turns) + 1  # the first token comes from the prompt
 
 

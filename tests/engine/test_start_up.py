@@ -12,15 +12,9 @@ from launch_recorder import recording
 
 from gpt2block import GPT2Config, Sampling
 from gpt2block.cuda import requests
-from gpt2block.engine.cuda import (
-    decoding as cuda_decoding,
-)
-from gpt2block.engine.cuda import (
-    draft as cuda_draft,
-)
-from gpt2block.engine.cuda import (
-    prefill as cuda_prefill,
-)
+from gpt2block.engine.cuda import decoding as cuda_decoding
+from gpt2block.engine.cuda import draft as cuda_draft
+from gpt2block.engine.cuda import prefill as cuda_prefill
 from gpt2block.engine.cuda.choice import DecodingChoice
 from gpt2block.engine.cuda.start_up import PROMPTS, TOGETHER
 from gpt2block.engine.generation.batching import Batch
@@ -126,6 +120,6 @@ def test_rows_have_the_bits_of_a_batch_that_prepared_nothing(where: Any, reuse: 
             run = Run(m.engine, None, [np.zeros(5, np.int32), *random_prompts([1, 9])], **options)
             run.batch = batch
             run.finish()
-            assert not any(row.reused for row in run.rows)
-            got.append([row.result() for row in run.rows])
+            assert not any(row.reused for row in run.sequences)
+            got.append([row.result() for row in run.sequences])
         assert got[0] == got[1]

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt2block import CheckpointError, GPT2Config, GPT2Weights, InputError
-from gpt2block.engine.generation.rows import Text
+from gpt2block.engine.generation.sequences import Text
 from gpt2block.engine.inputs import as_sequences
 from gpt2block.engine.receipts import of_tokenizer
 from gpt2block.files.checkpoints import save_pretrained

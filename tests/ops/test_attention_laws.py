@@ -15,15 +15,7 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from tests import plain
-from tests.attentions import (
-    FAMILIES,
-    KERNELS,
-    Kernel,
-    assert_right,
-    both_masks,
-    expanded,
-    parts,
-)
+from tests.attentions import FAMILIES, KERNELS, Kernel, assert_right, both_masks, expanded, parts
 from tests.caches import Heads
 from tests.devices import GPU, IN_TESTS, assert_same_bits, running_on, set_attributes
 from tests.gpus import H200, HOPPER_CAPABILITY, cupy_with, large_memory

@@ -15,13 +15,7 @@ from gpt2block.cuda import cupy as cp
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.encoder import OPERATION
 from tests import plain
-from tests.devices import (
-    combinations,
-    moved,
-    on_every_backend,
-    on_every_device,
-    outputs,
-)
+from tests.devices import combinations, moved, on_every_backend, on_every_device, outputs
 from tests.plain import normal
 
 Array = NDArray[Any]

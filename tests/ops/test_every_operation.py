@@ -32,10 +32,7 @@ SIZES = (
     | {"D": 34},
 )
 WITH_HEADS = ({"M": 3, "K": 64, "N": 128}, {"M": 17, "K": 96, "N": 256})  # sizes of products
-DEVICES = [
-    pytest.param("shuffled", id="emulator"),
-    pytest.param("gpu", marks=pytest.mark.gpu),
-]
+DEVICES = [pytest.param("shuffled", id="emulator"), pytest.param("gpu", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES, indirect=True)
 
 

@@ -17,14 +17,7 @@ from gpt2block.cuda import cupy
 from gpt2block.ops.layernorm import NARROW
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from tests import plain
-from tests.devices import (
-    H200,
-    assert_same_bits,
-    on_one_of_each,
-    on_one_order,
-    outputs,
-    running_on,
-)
+from tests.devices import H200, assert_same_bits, on_one_of_each, on_one_order, outputs, running_on
 from tests.norms import KERNELS, NUMPY
 
 Array = NDArray[Any]

@@ -315,9 +315,7 @@ def test_a_series_shows_where_the_fastest_changes() -> None:
     assert printed.count("    ok ") == 3
 
 
-def test_a_variant_that_cannot_run_is_told_and_the_others_run(
-    measured: Callable[..., Any],
-) -> None:
+def test_a_variant_that_cannot_run_is_told_and_the_others_run(measured: Callable[..., Any]) -> None:
     why = "rows, block 256: variant rows does not take this"
     softmax = find("softmax")
     (rows, skipped), _ = measured(softmax, refused="rows")
@@ -332,11 +330,7 @@ def test_the_command_measures_on_the_emulator() -> None:
     ended = gpt2block("kernels", "softmax", "--shape", "B=1,NH=1,T=5", "--json")
     assert ended.code == 0
     found = ended.json
-    assert found["ceilings"] == {
-        "copy_gb_s": 4000.0,
-        "fp32_tflop_s": 50.0,
-        "fp16_tflop_s": 700.0,
-    }
+    assert found["ceilings"] == {"copy_gb_s": 4000.0, "fp32_tflop_s": 50.0, "fp16_tflop_s": 700.0}
     assert found["skipped"] == []
     softmax = find("softmax")
     assert [row["variant"] for row in found["rows"]] == [v.name for v in softmax.variants]

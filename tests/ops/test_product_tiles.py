@@ -14,32 +14,16 @@ from hypothesis import strategies as st
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, stored_as
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
-from gpt2block.ops.engines import (
-    gemm_mma as _gemm_mma,
-)
-from gpt2block.ops.engines import (
-    gemm_wgmma as _gemm_wgmma,
-)
-from gpt2block.ops.engines import (
-    linear_gguf as _linear_gguf,
-)
+from gpt2block.ops.engines import gemm_mma as _gemm_mma
+from gpt2block.ops.engines import gemm_wgmma as _gemm_wgmma
+from gpt2block.ops.engines import linear_gguf as _linear_gguf
 from gpt2block.ops.engines import linear_matvec as matvec
 from gpt2block.ops.engines import linear_mma as mma
-from gpt2block.ops.engines import (
-    linear_mma_tiles as _linear_mma_tiles,
-)
-from gpt2block.ops.engines import (
-    linear_tiles as _linear_tiles,
-)
-from gpt2block.ops.engines import (
-    linear_wgmma as _linear_wgmma,
-)
-from gpt2block.ops.engines import (
-    rmsnorm_mma as _rmsnorm_mma,
-)
-from gpt2block.ops.engines import (
-    rmsnorm_wgmma as _rmsnorm_wgmma,
-)
+from gpt2block.ops.engines import linear_mma_tiles as _linear_mma_tiles
+from gpt2block.ops.engines import linear_tiles as _linear_tiles
+from gpt2block.ops.engines import linear_wgmma as _linear_wgmma
+from gpt2block.ops.engines import rmsnorm_mma as _rmsnorm_mma
+from gpt2block.ops.engines import rmsnorm_wgmma as _rmsnorm_wgmma
 from gpt2block.ops.engines.gemm_wgmma import WgmmaGemmTile, choose_tile
 from gpt2block.ops.engines.rmsnorm_matvec import geometry as rmsnorm_matvec
 from gpt2block.ops.gguf import range_defines

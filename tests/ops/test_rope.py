@@ -129,11 +129,7 @@ def test_an_odd_head_is_refused() -> None:
 @example(sizes=(1, 1, 32, 64), half_split=False, widest=8, sms=H200, block=None)
 @example(sizes=(1, 500, 32, 64), half_split=False, widest=8, sms=H200, block=None)
 def test_everything_is_taken_once(
-    sizes: tuple[int, int, int, int],
-    half_split: bool,
-    widest: int,
-    sms: int,
-    block: int | None,
+    sizes: tuple[int, int, int, int], half_split: bool, widest: int, sms: int, block: int | None
 ) -> None:
     B, T, H, half = sizes
     D = 2 * half

@@ -19,11 +19,7 @@ from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.kernels import Geometry, signatures
 from gpt2block.emulator import Order
 from gpt2block.errors import InputError
-from gpt2block.ops.trimat import (
-    MMA,
-    OPERATION,
-    mma_geometry,
-)
+from gpt2block.ops.trimat import MMA, OPERATION, mma_geometry
 from gpt2block.ops.trimat import OPERATION as TRIMAT
 from tests import plain
 from tests.compiling import assert_clean

@@ -31,7 +31,7 @@ from gpt2block.sampling import Sampling
 
 STEPS = 16  # decoding steps in one timed replay
 TURNS = timing.REPLAYS
-DIFFERENT = 3  # number of different prompts; row b has prompt b mod DIFFERENT
+DIFFERENT = 3  # number of different prompts; sequence b has prompt b mod DIFFERENT
 ROWS = "1,2,4,8,16,32,64,128,256"
 MAX_ROWS = 4096
 GREEDY = Sampling(temperature=0)
@@ -133,7 +133,7 @@ class Steps:
 
     def prompts(self) -> list[Ids]:
         different = self.model.prompts([self.start] * DIFFERENT)
-        return [different[row % DIFFERENT] for row in range(self.rows)]
+        return [different[n % DIFFERENT] for n in range(self.rows)]
 
     def decoded(self, device: int, sampling: Sampling, rounds: int) -> Captured:
         """Start decoding by the model's engine; return a Captured that replays `rounds` steps."""
@@ -158,7 +158,7 @@ class Steps:
                 for slot, token in zip(step.slots.tolist(), step.tokens.tolist(), strict=True):
                     tokens[slot].append(token)
                 logprobs[step.slots] = step.logprobs
-            found = self.written(tokens, lambda row, token: logprobs[row])
+            found = self.written(tokens, lambda n, token: logprobs[n])
             return found._replace(greedy=sampling.temperature == 0)
 
         return Captured(replay, (written,))
@@ -166,14 +166,14 @@ class Steps:
     def written(
         self, tokens: Sequence[Sequence[int]] | np.ndarray, logprob: Callable[[int, int], Any]
     ) -> GeneratedSequences:
-        """Return the sequences (prompt and new tokens) of the rows of the batch that are checked.
+        """Return the sequences (prompt and new tokens) that are checked.
 
-        tokens: the new tokens of every row. logprob: returns the log-probability of a row's last
-        token, from the row and the token.
+        tokens: the new tokens of every sequence. logprob: returns the log-probability of a last
+        token, from the sequence's number and the token.
         """
-        rows, prompts = sorted({*range(min(self.rows, DIFFERENT)), self.rows - 1}), self.prompts()
-        sequences = [np.array([*prompts[row], *tokens[row]], np.int32) for row in rows]
-        logprobs = [float(logprob(row, int(tokens[row][-1]))) for row in rows]
+        kept, prompts = sorted({*range(min(self.rows, DIFFERENT)), self.rows - 1}), self.prompts()
+        sequences = [np.array([*prompts[n], *tokens[n]], np.int32) for n in kept]
+        logprobs = [float(logprob(n, int(tokens[n][-1]))) for n in kept]
         return GeneratedSequences(sequences, logprobs)
 
 
@@ -266,7 +266,7 @@ def random_gpt2(dtype: str | None, name: str | None, cache: str | None) -> Rando
 
 
 def parse_rows(text: str) -> tuple[int, ...]:
-    """Parse a list of numbers of rows such as "1,8,64". Raises InputError."""
+    """Parse a list of numbers of sequences such as "1,8,64". Raises InputError."""
     words = text.split(",")
     if not all(w.strip().isdecimal() and len(w) < 10 and 0 < int(w) <= MAX_ROWS for w in words):
         raise InputError(

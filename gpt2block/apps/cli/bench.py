@@ -34,7 +34,7 @@ MODEL = (  # how a model is timed
     f"a step: median of {TURNS} turns of {STEPS}",
     f"sampled: temperature {SAMPLED.temperature}, top-k {SAMPLED.top_k}, top-p {SAMPLED.top_p}",
     "% floor: share of the least time, that of reading all weights once in each step",
-    "and the keys and values of all rows once, at the rate of the copy",
+    "and the keys and values of all sequences once, at the rate of the copy",
     "max rel: error of logits, log-probabilities relative to the largest exact logit",
 )
 

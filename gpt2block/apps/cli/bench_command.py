@@ -24,7 +24,7 @@ class BenchOptions:
     decode: bool = option(
         "Time steps of decoding with a whole GPT-2 with random weights.", False, "--decode"
     )
-    rows: str | None = option("With --decode: rows decoded together, such as 1,8,64.")
+    rows: str | None = option("With --decode: sequences decoded together, such as 1,8,64.")
     size: str | None = option("With --decode: gpt2 (the default), gpt2-medium, -large or -xl.")
     kv_dtype: str | None = option(
         "With --decode: float8_e5m2 or float8_e4m3fn for keys and values.", complete=complete.dtypes

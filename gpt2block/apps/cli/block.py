@@ -40,8 +40,8 @@ class BlockOptions:
     )
     layer: int = option("Index of the block whose steps are shown.", 0)
     text: str | None = option("Input text; by default a passage of Shakespeare.")
-    seq_len: int | None = option("Tokens per row; by default the whole text.")
-    batch: int = option("Rows; row b is the text rotated by b tokens.", 1)
+    seq_len: int | None = option("Tokens per sequence; by default the whole text.")
+    batch: int = option("Sequences; sequence b is the text rotated by b tokens.", 1)
     causal: bool = option("Attend only to earlier tokens.", True)
     dtype: str = option(
         "float32, bfloat16 or float16.", "float32", complete=complete.one_of(*FLOATS)
@@ -66,7 +66,8 @@ class BlockReport:
     input: str  # description of x
     steps: list[Comparison]
     # Only for trained weights: `stream` has the largest relative error of the residual stream
-    # after each block; `next_tokens` has the first row's most likely next tokens with probability.
+    # after each block; `next_tokens` has the first sequence's most likely next tokens with
+    # probability.
     stream: list[float] = field(default_factory=list)
     next_tokens: list[tuple[str, float]] = field(default_factory=list)
 
@@ -107,7 +108,7 @@ def _of_trained_weights(options: BlockOptions) -> BlockReport:
     """Run a text through every block of a checkpoint, and compare each step of one block.
 
     After every block, the residual stream of the device is compared with that of float64 NumPy with
-    the same matrices. Row b of a batch is the text rotated by b tokens.
+    the same matrices. Sequence b of a batch is the text rotated by b tokens.
     """
     checkpoint = Checkpoint.open(options.weights, options.revision)
     config = checkpoint.config
@@ -116,7 +117,7 @@ def _of_trained_weights(options: BlockOptions) -> BlockReport:
     text = options.text
     if text is None:
         text = (Checkpoint.open(BUNDLED).directory / "passage.txt").read_text(encoding="utf-8")
-    ids = _rows(tokenizer.encode(encoding, text), options.seq_len, options.batch)
+    ids = _sequences(tokenizer.encode(encoding, text), options.seq_len, options.batch)
     length = ids.shape[-1]
     if length > config.n_ctx:
         raise InputError(
@@ -166,8 +167,8 @@ def _facts(options: BlockOptions, block: Block) -> dict[str, Any]:
     }
 
 
-def _rows(tokens: list[int], seq_len: int | None, batch: int) -> NDArray[np.int64]:
-    """Return token ids (batch, T), or (T,) for batch 1; row b begins at token b of the text."""
+def _sequences(tokens: list[int], seq_len: int | None, batch: int) -> NDArray[np.int64]:
+    """Return token ids (batch, T), or (T,) for batch 1; sequence b begins at token b."""
     T = len(tokens) if seq_len is None else seq_len
     _shape(batch, T, 1)
     if len(tokens) < T:

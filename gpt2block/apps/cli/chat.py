@@ -182,16 +182,16 @@ def _answered(
     begun = perf_counter()
     for _ in conversation.stream(message, **asdict(options)):
         pass
-    row = conversation.answer
-    assert row is not None
+    sequence = conversation.answer
+    assert sequence is not None
     return {
         **conversation.messages[-1],
-        "finish_reason": row.finish_reason,
-        "tokens": len(row.tokens),
-        "prompt_tokens": len(row.prompt),
-        "reused_tokens": row.reused,
+        "finish_reason": sequence.finish_reason,
+        "tokens": len(sequence.tokens),
+        "prompt_tokens": len(sequence.prompt),
+        "reused_tokens": sequence.reused,
         "left_out": conversation.left_out,
-        "seed": row.sampling.seed,
+        "seed": sequence.sampling.seed,
         "seconds": perf_counter() - begun,
     }
 
@@ -292,20 +292,20 @@ class Session:
                 ended = True
         pieces.close()
         self._write("\n")
-        row = conversation.answer
-        assert row is not None
-        rate = len(row.tokens) / (perf_counter() - begun)
-        reused = f", {row.reused:,} of them computed before" if row.reused else ""
-        why = row.finish_reason if ended else "interrupted"
+        sequence = conversation.answer
+        assert sequence is not None
+        rate = len(sequence.tokens) / (perf_counter() - begun)
+        reused = f", {sequence.reused:,} of them computed before" if sequence.reused else ""
+        why = sequence.finish_reason if ended else "interrupted"
         self._say(
-            f"{len(row.tokens)} tokens, {rate:,.1f} tokens/s; prompt {len(row.prompt):,}{reused}; "
-            f"ended: {why}"
+            f"{len(sequence.tokens)} tokens, {rate:,.1f} tokens/s; "
+            f"prompt {len(sequence.prompt):,}{reused}; ended: {why}"
         )
 
     def _reading(self) -> str:
         """Return the step that runs before the answer begins."""
-        row = self.conversation.answer
-        return f"reading {len(row.prompt) - row.reused:,} tokens" if row else ""
+        sequence = self.conversation.answer
+        return f"reading {len(sequence.prompt) - sequence.reused:,} tokens" if sequence else ""
 
     def _write(self, text: str) -> None:
         sys.stdout.write(printable_lines(text) if sys.stdout.isatty() else text)

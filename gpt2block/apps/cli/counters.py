@@ -73,10 +73,7 @@ class KernelCounts:
 
 
 def count_all(
-    operation: Operation,
-    variants: Iterable[Variant | None],
-    sizes: Sizes,
-    stored: tuple[str, str],
+    operation: Operation, variants: Iterable[Variant | None], sizes: Sizes, stored: tuple[str, str]
 ) -> tuple[list[KernelCounts], list[str]]:
     """Return the counters of variants, and a line of text for each one that cannot run.
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpt2block.engine.generation.generate import Run
-    from gpt2block.engine.generation.rows import Row
+    from gpt2block.engine.generation.sequences import TokenSequence
     from gpt2block.model import Model
 
 DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # default prompt of the bundled models
@@ -98,18 +98,18 @@ def generate(
         start = token_ids(encoding, text, loaded.config.vocab_size, "prompt", special=True)
     run = Run(loaded.engine, encoding, start, asked)
     beginning = " ".join(map(str, start.tolist())) if ids else text
-    writer = None if as_json else Writer(run.rows, beginning, ids)
+    writer = None if as_json else Writer(run.sequences, beginning, ids)
     interrupted = _follow(run, clock, writer)
     if receipt is not None:
-        ended = (row for row in run.rows if row.finish_reason)
-        append_receipts(receipt, (row.result().receipt for row in ended))
+        ended = (sequence for sequence in run.sequences if sequence.finish_reason)
+        append_receipts(receipt, (sequence.result().receipt for sequence in ended))
     if writer is None:
         print_json(
             {
                 **model_facts(loaded),
                 "prompt": start.tolist() if ids else text,
                 "seed": options.seed,
-                "samples": [_sample(row, encoding is not None) for row in run.rows],
+                "samples": [_sample(sequence, encoding is not None) for sequence in run.sequences],
                 "seconds_to_first_token": clock.to_first,
                 "tokens_per_second": clock.rate,
             }
@@ -126,16 +126,16 @@ class Stopwatch:
     """The times of the command's start and its first and last token, and counts of tokens."""
 
     begun: float
-    at_first: int = 0  # number of tokens that the first step generated: one per row
+    at_first: int = 0  # number of tokens that the first step generated: one per sequence
     first: float | None = None
     last: float = 0.0
     tokens: int = 0
 
-    def tick(self, row: Row) -> None:
-        """Count a new token of the continuation `row`, and record its time."""
+    def tick(self, sequence: TokenSequence) -> None:
+        """Count a new token of the sequence, and record its time."""
         self.last = perf_counter()
         self.first = self.first or self.last
-        if self.at_first == self.tokens and len(row.tokens) == 1:
+        if self.at_first == self.tokens and len(sequence.tokens) == 1:
             self.at_first += 1
         self.tokens += 1
 
@@ -146,7 +146,7 @@ class Stopwatch:
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second after the first step, which generates one token per row (sample)."""
+        """Tokens per second after the first step, which generates one token per sample."""
         if self.first is None or self.tokens <= self.at_first:
             return None
         return (self.tokens - self.at_first) / (self.last - self.first)
@@ -155,20 +155,20 @@ class Stopwatch:
 def _follow(run: Run, clock: Stopwatch, writer: Writer | None) -> bool:
     """Generate all tokens. Return True if Ctrl-C ended the generation early.
 
-    The first Ctrl-C closes the rows, a second one raises KeyboardInterrupt.
+    The first Ctrl-C closes the sequences, a second one raises KeyboardInterrupt.
     """
     with ExitStack() as first:  # contexts that end at the first token
-        step = f"reading {len(run.rows[0].prompt):,} tokens"
+        step = f"reading {len(run.sequences[0].prompt):,} tokens"
         first.enter_context(working(lambda: step, hidden=writer is None))
         try:
-            for row in run:
+            for sequence in run:
                 first.close()
-                clock.tick(row)
+                clock.tick(sequence)
                 if writer:
-                    writer.show(row)
+                    writer.show(sequence)
         except KeyboardInterrupt:
-            for row in run.rows:
-                row.close()
+            for sequence in run.sequences:
+                sequence.close()
             return True
     return False
 
@@ -177,8 +177,8 @@ def _summary(loaded: Model[Any], seed: int, run: Run, clock: Stopwatch) -> str:
     """Return one line: model, device, tokens, speed, seed, and why each continuation ended."""
     rate = f", {clock.rate:,.1f} tokens/s" if clock.rate else ""
     first = f", first after {clock.to_first:.2f} s" if clock.to_first else ""
-    ends = ", ".join(dict.fromkeys(row.finish_reason or "interrupted" for row in run.rows))
-    if any(row.finish_reason == "context" for row in run.rows):
+    ends = ", ".join(dict.fromkeys(each.finish_reason or "interrupted" for each in run.sequences))
+    if any(sequence.finish_reason == "context" for sequence in run.sequences):
         ends += f" (all {loaded.config.n_ctx} tokens used: --overflow truncate continues)"
     return (
         f"{loaded.name}, {loaded.dtypes}, {loaded.device}: {clock.tokens} tokens{rate}{first}; "
@@ -186,13 +186,13 @@ def _summary(loaded: Model[Any], seed: int, run: Run, clock: Stopwatch) -> str:
     )
 
 
-def _sample(row: Row, has_text: bool) -> dict[str, Any]:
+def _sample(sequence: TokenSequence, has_text: bool) -> dict[str, Any]:
     """Return a sample for JSON. finish_reason: None after Ctrl-C. text: None without tokenizer."""
     return {
-        "text": row.text if has_text else None,
-        "tokens": row.tokens,
-        "logprobs": row.logprobs,
-        "finish_reason": row.finish_reason,
+        "text": sequence.text if has_text else None,
+        "tokens": sequence.tokens,
+        "logprobs": sequence.logprobs,
+        "finish_reason": sequence.finish_reason,
     }
 
 

@@ -123,7 +123,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
         }
     )
     out = console()
-    table = new_table(("dtype on a GPU", "weights", f"kv_cache, a row of {c.n_ctx}"))
+    table = new_table(("dtype on a GPU", "weights", f"kv_cache, a sequence of {c.n_ctx}"))
     divided: Any = None  # a table, if the model is on several GPUs
     for dtype, sizes in facts["memory"].items():
         cache = f"{megabytes(sizes['kv_cache_per_row'])} {sizes['kv_cache_dtype']}"

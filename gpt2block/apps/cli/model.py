@@ -218,8 +218,4 @@ def note_on_cpu(option: str) -> None:
 
 def model_facts(loaded: Model[Any]) -> dict[str, Any]:
     """Return the fields about a loaded model that --json prints."""
-    return {
-        "model": loaded.name,
-        "device": loaded.device,
-        **loaded.formats.facts(),
-    }
+    return {"model": loaded.name, "device": loaded.device, **loaded.formats.facts()}

@@ -1,77 +1,76 @@
-"""Write the rows (samples) of `gpt2block generate` to stdout while tokens are generated."""
+"""Write the samples (sequences) of `gpt2block generate` to stdout while tokens are generated."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from gpt2block.engine.generation.rows import Row
+    from gpt2block.engine.generation.sequences import Sequences, TokenSequence
 
 
 class Writer:
-    """Write rows (samples) to stdout, one after another; the current row's text as it is generated.
+    """Write samples to stdout, one after another; the current one's text as it is generated.
 
     ids: write token ids instead of text.
     """
 
-    def __init__(self, rows: Sequence[Row], prompt: str, ids: bool) -> None:
-        self._rows, self._prompt, self._ids = rows, prompt, ids
+    def __init__(self, sequences: Sequences, prompt: str, ids: bool) -> None:
+        self._sequences, self._prompt, self._ids = sequences, prompt, ids
         self._terminal = Console(highlight=False) if sys.stdout.isatty() else None
         self._current = -1
         self._tail = "\n\n"  # the last two characters written
 
-    def show(self, row: Row) -> None:
-        """Write the new text of `row` if `row` is the sample that is being written."""
+    def show(self, sequence: TokenSequence) -> None:
+        """Write the new text of `sequence` if `sequence` is the sample that is being written."""
         if self._current < 0:
             self._start_next()
-        if row is self._rows[self._current]:
-            self._write(self._take(row))
-            while row.finish_reason and self._current + 1 < len(self._rows):
-                row = self._start_next()
+        if sequence is self._sequences[self._current]:
+            self._write(self._take(sequence))
+            while sequence.finish_reason and self._current + 1 < len(self._sequences):
+                sequence = self._start_next()
 
     def rest(self, logprobs: bool) -> None:
         """Write all text that is not yet written, and with `logprobs` all log-probabilities."""
         if self._current >= 0:
-            self._write(self._take(self._rows[self._current]))
-        while self._current + 1 < len(self._rows):
+            self._write(self._take(self._sequences[self._current]))
+        while self._current + 1 < len(self._sequences):
             self._start_next()
         self._end_line("\n")
-        for number, row in enumerate(self._rows if logprobs else ()):
+        for number, sequence in enumerate(self._sequences if logprobs else ()):
             self._end_line("\n\n")
             self._write(self._heading(number))
-            pieces = row.tokens if self._ids else row.token_texts()
-            for piece, logprob in zip(pieces, row.logprobs, strict=True):
+            pieces = sequence.tokens if self._ids else sequence.token_texts()
+            for piece, logprob in zip(pieces, sequence.logprobs, strict=True):
                 self._write(f"{logprob:9.4f}  {piece!r}\n")
 
-    def _start_next(self) -> Row:
-        """Write the heading, prompt and text of the next row (sample), now the current row."""
+    def _start_next(self) -> TokenSequence:
+        """Write the heading, prompt and text of the next sample, now the current sequence."""
         self._end_line("\n\n")
         self._current += 1
-        row = self._rows[self._current]
+        sequence = self._sequences[self._current]
         self._write(self._heading(self._current))
         if self._terminal:
             self._terminal.print(Text(self._prompt, style="bold"), end="", soft_wrap=True)
             self._tail = self._prompt[-2:]
         else:
             self._write(self._prompt)
-        self._write(self._take(row))
-        return row
+        self._write(self._take(sequence))
+        return sequence
 
-    def _take(self, row: Row) -> str:
-        """Return the text, or the token ids, generated for a row (sample) since the last call."""
+    def _take(self, sequence: TokenSequence) -> str:
+        """Return the text, or the token ids, generated for a sequence since the last call."""
         if not self._ids:
-            return row.take()
-        tokens, *_ = row.take_tokens()
+            return sequence.take()
+        tokens, *_ = sequence.take_tokens()
         return "".join(f" {token}" for token in tokens)
 
     def _heading(self, number: int) -> str:
-        several = len(self._rows) > 1
-        return f"--- sample {number + 1} of {len(self._rows)}\n" if several else ""
+        several = len(self._sequences) > 1
+        return f"--- sample {number + 1} of {len(self._sequences)}\n" if several else ""
 
     def _end_line(self, end: str) -> None:
         """Write newlines until the output ends with `end`, which consists of newlines."""

@@ -22,7 +22,7 @@ from gpt2block.ops.bench import ceilings
 from gpt2block.sampling import Sampling
 
 MAX_ROWS, MAX_STEPS = 4096, 100
-MAX_TOKENS = 2**17  # maximum number of tokens of all rows together
+MAX_TOKENS = 2**17  # maximum number of tokens of all sequences together
 MAX_OF_FREE = 8  # each array of a timed copy takes at most 1/MAX_OF_FREE of the free memory
 
 
@@ -42,8 +42,8 @@ class TimedPass(NamedTuple):
 class Profile:
     """Timed passes of one model or block, in the order in which the passes ran.
 
-    tokens: number of tokens per row; with "generate", before the first new token. copy_gb_s: GB/s
-    of a copy within the device's memory, from which the floor of a time follows.
+    tokens: number of tokens per sequence; with "generate", before the first new token. copy_gb_s:
+    GB/s of a copy within the device's memory, from which the floor of a time follows.
     """
 
     what: str
@@ -61,7 +61,7 @@ class Profile:
 
 
 def of_generate(model: Model[Any], rows: int, tokens: int, steps: int) -> list[TimedPass]:
-    """Time a prompt of random tokens for each row, then `steps` steps of decoding.
+    """Time a prompt of random tokens for each sequence, then `steps` steps of decoding.
 
     The sizes must have passed `check_sizes`. Raises InputError if they exceed the model's context.
     """
@@ -118,7 +118,7 @@ def check_sizes(rows: int, tokens: int, steps: int) -> None:
     if rows * tokens > MAX_TOKENS:
         raise InputError(
             f"--rows {rows} and --tokens {tokens}: expected at most {MAX_TOKENS:,} tokens in all "
-            f"rows, got {rows * tokens:,}"
+            f"sequences, got {rows * tokens:,}"
         )
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from gpt2block.apps.serve.engine import EngineSide
 from gpt2block.apps.serve.protocol import ApiError, JsonObject
 from gpt2block.apps.serve.service import EngineFailed, Piece, QueueFull
-from gpt2block.engine.generation.rows import EndReason, Row, Tops
+from gpt2block.engine.generation.sequences import EndReason, Sequences, TokenSequence, Tops
 from gpt2block.engine.receipts import receipt_of
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_ids
 
@@ -30,7 +30,7 @@ MIN_LOGPROB = -9999.0  # log-probability that is sent in place of -inf
 
 
 class Part(NamedTuple):
-    """New tokens of a row (a continuation), and the text that they add.
+    """New tokens of a sequence, and the text that they add.
 
     finish_reason: as for Piece; "stop" if the text contains a stop string. error: as for Piece.
     """
@@ -44,7 +44,7 @@ class Part(NamedTuple):
     error: str | None = None
 
     def joined(self, other: Part) -> Part:
-        """Return this part together with the next part of the same row."""
+        """Return this part together with the next part of the same sequence."""
         return Part(
             self.text + other.text,
             self.tokens + other.tokens,
@@ -106,7 +106,7 @@ class TextOffsets:
 
 
 def _failure(part: Part) -> ApiError | None:
-    """Return the error to send if a row (a continuation) failed or ran out of time, else None."""
+    """Return the error to send if a sequence failed or ran out of time, else None."""
     if part.finish_reason == "error":
         return ApiError(500, part.error or "an error")
     if part.finish_reason == "rule":
@@ -124,29 +124,29 @@ UsageOf = Callable[[int], JsonObject]  # argument: number of new tokens; returns
 
 
 class Answer:
-    """The rows (continuations) of a request, with the text and tokens that the engine has computed.
+    """The sequences of a request, with the text and tokens that the engine has computed.
 
-    The engine computes copies of the rows, without text. The rows receive the tokens of these
-    copies, and find stop strings in their text.
+    The engine computes copies of the sequences, without text. The sequences receive the tokens of
+    these copies, and find stop strings in their text.
     """
 
-    def __init__(self, engine: EngineSide, rows: Sequence[Row]) -> None:
-        self.rows, self._engine, self._number = rows, engine, engine.new_number()
-        self._parts: list[tuple[int, Part]] = []  # (row index, part that was not sent yet)
-        self._growing: dict[int, int] = {}  # row index: index in _parts of its part to extend
+    def __init__(self, engine: EngineSide, sequences: Sequences) -> None:
+        self.sequences, self._engine, self._number = sequences, engine, engine.new_number()
+        self._parts: list[tuple[int, Part]] = []  # (sequence index, part that was not sent yet)
+        self._growing: dict[int, int] = {}  # sequence index: index in _parts of its part to extend
         self._some = asyncio.Event()
         self._mistake: Exception | None = None  # an unexpected exception of `put`
 
     async def submit(self, client: str = "", seconds: float = math.inf) -> None:
-        """Queue the rows. Raises ApiError if the queue is full, or the engine has failed.
+        """Queue the sequences. Raises ApiError if the queue is full, or the engine has failed.
 
-        seconds: time limit of the rows; infinity: no limit.
+        seconds: time limit of the sequences; infinity: no limit.
         """
-        if not self.rows:
+        if not self.sequences:
             return
         try:
             deadline = None if seconds == math.inf else monotonic() + seconds
-            await self._engine.submit(self._number, self.rows, self.put, client, deadline)
+            await self._engine.submit(self._number, self.sequences, self.put, client, deadline)
         except QueueFull:
             problem = "the server has as many requests as it takes: try again later"
             raise ApiError(503, problem, code="overloaded") from None
@@ -154,7 +154,7 @@ class Answer:
             raise ApiError(500, str(error)) from None
 
     def put(self, index: int, piece: Piece) -> None:
-        """Add the tokens of a piece to a row. `pieces` raises the exceptions."""
+        """Add the tokens of a piece to a sequence. `pieces` raises the exceptions."""
         try:
             self._add(index, piece)
         except Exception as error:
@@ -162,22 +162,22 @@ class Answer:
         self._some.set()
 
     def _add(self, index: int, piece: Piece) -> None:
-        """Add the tokens of a piece to a row. Tokens after a stop string are dropped.
+        """Add the tokens of a piece to a sequence. Tokens after a stop string are dropped.
 
-        A row's first part is sent separately. Its later parts are joined until they are sent.
+        A sequence's first part is sent separately. Its later parts are joined until they are sent.
         """
-        row = self.rows[index]
-        if row.finish_reason:
+        sequence = self.sequences[index]
+        if sequence.finish_reason:
             return
-        row.reused, before = piece.reused, len(row.tokens)
+        sequence.reused, before = piece.reused, len(sequence.tokens)
         if piece.tokens:
-            row.add_until_end(piece[:4])
-        dropped = before + len(piece.tokens) - len(row.tokens)
-        if row.finish_reason and (dropped or not piece.finish_reason):
-            self._engine.stop(self._number, index, len(row.tokens))
-        elif piece.finish_reason and not row.finish_reason:
-            row.end_as(piece.finish_reason)
-        part = Part(row.take(), *row.take_tokens(), row.finish_reason, piece.error)
+            sequence.add_until_end(piece[:4])
+        dropped = before + len(piece.tokens) - len(sequence.tokens)
+        if sequence.finish_reason and (dropped or not piece.finish_reason):
+            self._engine.stop(self._number, index, len(sequence.tokens))
+        elif piece.finish_reason and not sequence.finish_reason:
+            sequence.end_as(piece.finish_reason)
+        part = Part(sequence.take(), *sequence.take_tokens(), sequence.finish_reason, piece.error)
         if index in self._growing:
             at = self._growing[index]
             part = self._parts[at][1].joined(part)
@@ -188,11 +188,11 @@ class Answer:
             self._parts.append((index, part))
 
     async def pieces(self) -> AsyncGenerator[list[tuple[int, Part]], None]:
-        """Yield lists of pairs (row index, its new Part) until all rows have ended.
+        """Yield lists of pairs (sequence index, its new Part) until all sequences have ended.
 
         Each list has the parts delivered since the previous list, up to a failure if there is one.
         """
-        left = len(self.rows)
+        left = len(self.sequences)
         while left:
             await self._some.wait()
             self._some.clear()
@@ -207,7 +207,7 @@ class Answer:
             left -= sum(part.finish_reason is not None for _, part in new)
 
     def close(self) -> None:
-        """End the rows (continuations) of this request that have not ended yet."""
+        """End the sequences of this request that have not ended yet."""
         self._engine.end(self._number)
 
 
@@ -216,10 +216,10 @@ class Sent:
 
     identity: Mapping[str, Any] | None = None  # argument of `receipt_of`; None: no receipts
 
-    def facts(self, row: Row) -> dict[str, Any]:
-        """Return fields of a choice about its row (continuation), which has ended."""
-        found: dict[str, Any] = {"seed": row.sampling.seed}
-        return found | ({"receipt": receipt_of(row, self.identity)} if self.identity else {})
+    def facts(self, sequence: TokenSequence) -> dict[str, Any]:
+        """Return fields of a choice about its sequence, which has ended."""
+        found: dict[str, Any] = {"seed": sequence.sampling.seed}
+        return found | ({"receipt": receipt_of(sequence, self.identity)} if self.identity else {})
 
     def choice(self, form: Form, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:
         """Return a choice of the completion from which `whole` makes a response."""
@@ -245,7 +245,7 @@ class Sent:
 class Form(ABC):
     """Base class of response formats. encoding: tokenizer; None for a model without tokenizer.
 
-    unwritten: as in Row.
+    unwritten: as in TokenSequence.
     """
 
     prefix, whole, chunk = "", "", ""
@@ -397,7 +397,7 @@ def finite(logprob: float) -> float:
 
 
 async def whole(answer: Answer, choices: Sequence[AnswerChoice]) -> None:
-    """Wait until all rows (continuations) have ended; return an AnswerChoice per row."""
+    """Wait until all sequences have ended; return an AnswerChoice per sequence."""
     async with aclosing(answer.pieces()) as pieces:
         async for new in pieces:
             for index, part in new:
@@ -437,8 +437,8 @@ async def streamed(
         index: int, part: AnswerChoice, new: list[int], drafted: list[bool]
     ) -> list[JsonObject]:
         found = form.deltas(index, part, logprobs, offsets[index])
-        if part.reason and answer.rows:
-            found[-1] |= sent.facts(answer.rows[index])
+        if part.reason and answer.sequences:
+            found[-1] |= sent.facts(answer.sequences[index])
         if prompts is not None:
             found[0]["token_ids"] = new
             if drafts:

@@ -73,7 +73,7 @@ from gpt2block.engine.chat.template import ChatTemplate, RenderingTimeoutError
 from gpt2block.engine.chat.tool_forms import FORMS
 from gpt2block.engine.chat.tool_forms.base import reads_tools
 from gpt2block.engine.generation.generate import Run
-from gpt2block.engine.generation.rows import Row
+from gpt2block.engine.generation.sequences import Sequences, TokenSequence
 from gpt2block.engine.model import Ids, in_groups
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.files.tokenizers import tokenizer
@@ -96,9 +96,9 @@ class PreparedRequest:
     """A validated request that is ready to run."""
 
     given: SampledRequest
-    rows: Sequence[Row]
+    sequences: Sequences
     prompts: Sequence[Ids]
-    echoes: Sequence[AnswerChoice]  # for each row, the prompt as start of the answer
+    echoes: Sequence[AnswerChoice]  # for each sequence, the prompt as start of the answer
     form: Form
     logprobs: bool
     sent: Sent = field(default_factory=Sent)
@@ -119,11 +119,7 @@ class Server:
     """
 
     def __init__(
-        self,
-        model: ServedModel,
-        encoding: Encoding,
-        settings: ServerSettings,
-        engine: EngineSide,
+        self, model: ServedModel, encoding: Encoding, settings: ServerSettings, engine: EngineSide
     ) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
         self.keys = settings.keys  # API keys; may be replaced, but not by an empty set
@@ -290,7 +286,7 @@ class Server:
             raise ApiError(400, "stream: expected max_tokens of at least 1", "stream")
         prompts = [self._ids(*each) for each in named("prompt", given.prompt)]
         most, unwritten = 16 if new is None else new, self._unwritten(given, None)
-        rows = self._rows(prompts, given, most, top, None) if most else []
+        sequences = self._sequences(prompts, given, most, top, None) if most else []
         echoes = [AnswerChoice() for _ in prompts]
         if given.echo:
             for echo, ids, prompt in zip(echoes, prompts, given.prompt, strict=True):
@@ -299,8 +295,8 @@ class Server:
                 )
                 echo.text = prompt if isinstance(prompt, str) else data.decode(errors="replace")
         form = TextForm(self.settings.name, self.encoding, unwritten)
-        of_rows = [each for each in echoes for _ in range(n)]
-        return PreparedRequest(given, rows, prompts, of_rows, form, given.logprobs is not None)
+        starts = [each for each in echoes for _ in range(n)]
+        return PreparedRequest(given, sequences, prompts, starts, form, given.logprobs is not None)
 
     def _chat(self, given: ChatRequest) -> PreparedRequest:
         top, logprobs = given.top_logprobs or 0, bool(given.logprobs)
@@ -316,10 +312,11 @@ class Server:
         self._check_length(len(found), "messages")
         ids = np.array(found, np.int32)
         most = given.max_completion_tokens or given.max_tokens or self.model.config.n_ctx
-        rows = self._rows([ids], given, most, top, use)
+        sequences = self._sequences([ids], given, most, top, use)
         named = (self.settings.name, self.encoding)
         form = ChatForm(*named) if use is None else ToolChatForm(*named, use)
-        return PreparedRequest(given, rows, [ids], [AnswerChoice()] * len(rows), form, logprobs)
+        starts = [AnswerChoice()] * len(sequences)
+        return PreparedRequest(given, sequences, [ids], starts, form, logprobs)
 
     def _template_arguments(self, template: ChatTemplate, given: TemplateFields) -> JsonObject:
         """Return the keyword arguments for `ChatTemplate.ids` that a chat request determines."""
@@ -385,16 +382,16 @@ class Server:
         kept = () if use is None else use.form.marks
         return frozenset(special_id(self.encoding, name) for name in names.difference(kept))
 
-    def _rows(
+    def _sequences(
         self, prompts: list[Ids], given: SampledRequest, most: int, top: int, use: ToolUse | None
-    ) -> list[Row]:
-        """Return a request's rows (continuations).
+    ) -> list[TokenSequence]:
+        """Return a request's sequences.
 
         top: alternatives to report per token.
         """
-        count, max_rows = len(prompts) * (given.n or 1), self.model.slots + self.settings.queue
-        if count > max_rows:
-            problem = f"n: {count} continuations: this server takes {max_rows} at most"
+        count, max_sequences = len(prompts) * (given.n or 1), self.model.slots + self.settings.queue
+        if count > max_sequences:
+            problem = f"n: {count} continuations: this server takes {max_sequences} at most"
             raise ApiError(400, problem, "n")
         if (given.min_tokens or 0) > most:
             raise ApiError(400, f"min_tokens: expected at most max_tokens, {most}", "min_tokens")
@@ -406,13 +403,13 @@ class Server:
         rule = None if use is None else use.grammar(self.encoding)
         ids = self._stop_ids(given)
         options = given.options(rule=rule, max_new_tokens=most, top_logprobs=top, stop_ids=ids)
-        model: Any = self.model  # Run needs only its config, as it does not generate the rows
-        rows = list(Run(model, self.encoding, prompts, options, compiles=False).rows)
+        model: Any = self.model  # Run needs only its config, as it does not generate the sequences
+        sequences = list(Run(model, self.encoding, prompts, options, compiles=False).sequences)
         unwritten = self._unwritten(given, use)
-        for row in rows:  # tokens of a whole answer without stop strings arrive together
-            row.held, row.unwritten = not given.stream and not row.ends.stop, unwritten
-            row.exact = bool(given.receipt)
-        return rows
+        for sequence in sequences:  # tokens of a whole answer without stop strings arrive together
+            sequence.held = not given.stream and not sequence.ends.stop
+            sequence.unwritten, sequence.exact = unwritten, bool(given.receipt)
+        return sequences
 
     def _stop_ids(self, given: SampledRequest) -> list[int] | None:
         """Return ids of tokens that end answers of this request; None: the model's end tokens."""
@@ -426,13 +423,13 @@ class Server:
     async def _answer(self, request: Request, asked: PreparedRequest) -> Response:
         request.state.asked = asked
         left = anyio.current_effective_deadline() - anyio.current_time()
-        for rule in {row.rule for row in asked.rows} - {None}:
+        for rule in {sequence.rule for sequence in asked.sequences} - {None}:
             await self.engine.call("compile", request.state.client, rule)
         if asked.given.receipt:
             asked.sent.identity = await self.engine.call("identity", request.state.client)
-        answer = Answer(self.engine, asked.rows)
+        answer = Answer(self.engine, asked.sequences)
         await answer.submit(request.state.client, left)
-        self.engine.note("started", sum(map(len, asked.prompts)), len(asked.rows))
+        self.engine.note("started", sum(map(len, asked.prompts)), len(asked.sequences))
         if asked.given.stream:
             wanted = partial(self._usage, asked) if asked.given.usage_wanted else None
             events = streamed(
@@ -444,12 +441,12 @@ class Server:
         choices = [AnswerChoice(echo.text) for echo in asked.echoes]
         for choice, echo in zip(choices, asked.echoes, strict=True):
             choice.scored.add(echo.scored)
-            choice.reason = None if asked.rows else "length"
+            choice.reason = None if asked.sequences else "length"
         try:
             await whole(answer, choices)
         finally:
             answer.close()
-        new = sum(len(row.tokens) for row in asked.rows)
+        new = sum(len(sequence.tokens) for sequence in asked.sequences)
         if new + sum(len(choice.scored.tokens) for choice in choices) > MANY_TOKENS:
             return await self._in_thread(
                 request, self._whole, asked, choices, new, _PatientResponse
@@ -468,23 +465,23 @@ class Server:
         written = [
             asked.sent.choice(form, index, each, logprobs) for index, each in enumerate(choices)
         ]
-        for each, row in zip(written, asked.rows, strict=False):
-            each.update(asked.sent.facts(row))
+        for each, sequence in zip(written, asked.sequences, strict=False):
+            each.update(asked.sent.facts(sequence))
         found = form.object(form.whole, written, usage=self._usage(asked, new))
         if (prompts := asked.prompt_ids) is not None:
             for index, each in enumerate(written):
-                each["token_ids"] = asked.rows[index].tokens if asked.rows else []
+                each["token_ids"] = asked.sequences[index].tokens if asked.sequences else []
                 if self.settings.speculate:
-                    each["guessed"] = asked.rows[index].drafted if asked.rows else []
+                    each["guessed"] = asked.sequences[index].drafted if asked.sequences else []
             form.with_prompts(found, prompts)
         return kind(asked.sent.whole(found))
 
     def _usage(self, asked: PreparedRequest, new: int) -> JsonObject:
         """Return OpenAI's usage object for answers with `new` tokens in total."""
         cached = None
-        if self.model.reuses:  # tokens count as cached if all rows of a prompt reuse them
-            samples = len(asked.rows) // len(asked.prompts)
-            groups = zip(*[iter(row.reused for row in asked.rows)] * samples, strict=True)
+        if self.model.reuses:  # tokens count as cached if all sequences of a prompt reuse them
+            samples = len(asked.sequences) // len(asked.prompts)
+            groups = zip(*[iter(each.reused for each in asked.sequences)] * samples, strict=True)
             cached = sum(map(min, groups))
         return usage(sum(map(len, asked.prompts)), new, cached)
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
 from gpt2block.apps.serve.service import Key, Piece
-from gpt2block.engine.generation.rows import Row
+from gpt2block.engine.generation.sequences import Sequences
 
 MANY_NOTES = 1024  # number of noted intervals at which they are passed on
 
-Put = Callable[[int, Piece], None]  # receives the index of a row and its new tokens
+Put = Callable[[int, Piece], None]  # receives the index of a sequence and its new tokens
 
 
 class State(NamedTuple):
@@ -28,12 +28,12 @@ class State(NamedTuple):
 class EngineSide(ABC):
     """The engine as a front uses it, in the front's process or in another one.
 
-    Rows cross to the engine without text, and token ids come back: the front encodes, decodes and
-    searches stop strings.
+    Sequences cross to the engine without text, and token ids come back: the front encodes, decodes
+    and searches stop strings.
     """
 
     def __init__(self) -> None:
-        # number of a request: receiver of its tokens, and number of its rows
+        # number of a request: receiver of its tokens, and number of its sequences
         self._puts: dict[int, tuple[Put, int]] = {}
         self._numbers = count()
         self._between: list[float] = []  # seconds between events of streams
@@ -48,22 +48,23 @@ class EngineSide(ABC):
         return next(self._numbers)
 
     async def submit(
-        self, number: int, rows: Sequence[Row], put: Put, client: str, deadline: float | None
+        self, number: int, sequences: Sequences, put: Put, client: str, deadline: float | None
     ) -> None:
-        """Queue the rows (continuations) of a request. Raises QueueFull or EngineFailed.
+        """Queue the sequences of a request. Raises QueueFull or EngineFailed.
 
         put: called in the event loop with new tokens, until `end`. deadline: a time of
         `time.monotonic`, which all processes share.
         """
-        self._puts[number] = put, len(rows)
+        self._puts[number] = put, len(sequences)
         try:
-            await self._submit(number, [row.without_text() for row in rows], client, deadline)
+            without = [each.without_text() for each in sequences]
+            await self._submit(number, without, client, deadline)
         except BaseException:
             self.end(number)
             raise
 
     def end(self, number: int) -> None:
-        """End the rows of a request, and deliver no more of their tokens."""
+        """End the sequences of a request, and deliver no more of their tokens."""
         if self._puts.pop(number, None) is not None:
             self.pass_notes()
             self._end(number)
@@ -88,13 +89,13 @@ class EngineSide(ABC):
     def fail(self, problem: str) -> None:
         """End all requests with an error."""
         piece = Piece([], [], [], [], 0, "error", problem)
-        for put, rows in [*self._puts.values()]:
-            for index in range(rows):
+        for put, sequences in [*self._puts.values()]:
+            for index in range(sequences):
                 put(index, piece)
 
     @abstractmethod
     async def _submit(
-        self, number: int, rows: Sequence[Row], client: str, deadline: float | None
+        self, number: int, sequences: Sequences, client: str, deadline: float | None
     ) -> None: ...
 
     @abstractmethod
@@ -102,7 +103,7 @@ class EngineSide(ABC):
 
     @abstractmethod
     def stop(self, number: int, index: int, needed: int) -> None:
-        """End a row whose text has a stop string that ends with its token `needed` - 1."""
+        """End a sequence whose text has a stop string that ends with its token `needed` - 1."""
 
     @abstractmethod
     async def call(self, name: str, client: str = "", *arguments: object) -> Any:

@@ -25,7 +25,7 @@ from gpt2block.apps.serve.listening import Protocol, config, settle
 from gpt2block.apps.serve.log import set_up_log
 from gpt2block.apps.serve.service import EngineFailed, Key, Piece
 from gpt2block.apps.serve.settings import ServedModel, ServerSettings
-from gpt2block.engine.generation.rows import Row
+from gpt2block.engine.generation.sequences import Sequences
 from gpt2block.files.tokenizers.encoding import Encoding
 
 ENDED = "the engine's process has ended"
@@ -81,9 +81,9 @@ class RemoteEngine(EngineSide):
         self._channel.send("ready")
 
     async def _submit(
-        self, number: int, rows: Sequence[Row], client: str, deadline: float | None
+        self, number: int, sequences: Sequences, client: str, deadline: float | None
     ) -> None:
-        await self._result("submit", number, rows, client, deadline)
+        await self._result("submit", number, sequences, client, deadline)
 
     def _end(self, number: int) -> None:
         self._channel.send("end", number)

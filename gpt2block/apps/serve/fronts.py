@@ -21,7 +21,7 @@ from gpt2block.apps.serve.listening import BACKLOG, SetKeys, exit_in_time
 from gpt2block.apps.serve.log import log, traceback_of
 from gpt2block.apps.serve.protocol import ApiError
 from gpt2block.apps.serve.service import EngineFailed, Key, Outlet, Piece, QueueFull, Service
-from gpt2block.engine.generation.rows import Row
+from gpt2block.engine.generation.sequences import Sequences
 from gpt2block.errors import PrintableError
 
 PAUSE = 1.0  # seconds before a process that was never ready is started again
@@ -209,11 +209,11 @@ class Front:
         self._on_ready()
 
     def _submit(
-        self, number: int, rows: Sequence[Row], client: str, deadline: float | None
+        self, number: int, sequences: Sequences, client: str, deadline: float | None
     ) -> None:
         error: Exception | None = None
         try:
-            self._outlet.submit(number, rows, client, deadline)
+            self._outlet.submit(number, sequences, client, deadline)
         except (QueueFull, EngineFailed) as refusal:
             error = refusal
         self.send("result", number, None, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +16,7 @@ from gpt2block.apps.serve.metrics import Metrics
 from gpt2block.apps.serve.passes import Passes
 from gpt2block.apps.serve.service import Key, Outlet, Piece, Service, batch_of
 from gpt2block.apps.serve.settings import ServedModel, ServerSettings
-from gpt2block.engine.generation.rows import Row
+from gpt2block.engine.generation.sequences import Sequences
 from gpt2block.files.tokenizers.encoding import Encoding
 
 PASSES = (  # calls of Passes
@@ -92,9 +92,9 @@ class LocalEngine(EngineSide):
         self._loop.call_soon(self._outlet.received)  # after the tasks that send the pieces
 
     async def _submit(
-        self, number: int, rows: Sequence[Row], client: str, deadline: float | None
+        self, number: int, sequences: Sequences, client: str, deadline: float | None
     ) -> None:
-        self._outlet.submit(number, rows, client, deadline)
+        self._outlet.submit(number, sequences, client, deadline)
 
     def _end(self, number: int) -> None:
         self._outlet.end(number)

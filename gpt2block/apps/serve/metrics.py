@@ -64,7 +64,7 @@ class Metrics:
         self._prompt = Counter(
             "gpt2block_prompt_tokens", "Tokens of prompts of accepted requests.", registry=registry
         )
-        self._rows = Counter("gpt2block_rows", "Continuations asked for.", registry=registry)
+        self._sequences = Counter("gpt2block_rows", "Continuations asked for.", registry=registry)
         self._between = Intervals(
             "gpt2block_piece_seconds",
             "Between what a stream sends at once, of one token or more.",
@@ -106,9 +106,9 @@ class Metrics:
     def fault(self, path: str) -> None:
         self._faults.labels(path).inc()
 
-    def started(self, prompt_tokens: int, rows: int) -> None:
+    def started(self, prompt_tokens: int, sequences: int) -> None:
         self._prompt.inc(prompt_tokens)
-        self._rows.inc(rows)
+        self._sequences.inc(sequences)
 
     def between(self, seconds: Sequence[float]) -> None:
         """Record times between two events of a stream."""

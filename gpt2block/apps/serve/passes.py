@@ -67,7 +67,7 @@ class Passes:
         return {**found, "model": self._settings.name}
 
     async def compile(self, client: str, rule: Grammar) -> None:
-        """Compile a grammar, for rows that are submitted next. Raises InputError and ApiError."""
+        """Compile a grammar for sequences submitted next. Raises InputError and ApiError."""
         if self.matcher(rule) is None:
             await self._compiling.run(client, self._compile, rule)
 

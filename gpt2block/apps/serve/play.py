@@ -68,7 +68,7 @@ class Play:
 
     model, encoding, name: model, tokenizer and model name of the server. engine: computes passes.
     ids_of: returns the ids of a prompt. in_thread(request, function, ...): runs a function in a
-    worker thread while the steps of the running rows go on.
+    worker thread while the steps of the running sequences go on.
     """
 
     def __init__(

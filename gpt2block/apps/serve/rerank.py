@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from gpt2block.apps.serve.protocol import MAX_PROMPTS, MAX_TEXT, ApiError, Body
-from gpt2block.engine.generation.rows import BAD_WEIGHTS
+from gpt2block.engine.generation.sequences import BAD_WEIGHTS
 from gpt2block.engine.model import Ids, ModelEngine
 from gpt2block.errors import InputError
 from gpt2block.files.tokenizers import tokenizer

@@ -1,7 +1,7 @@
-"""The thread that generates the rows (continuations) of all requests in one batch.
+"""The thread that generates the sequences of all requests in one batch.
 
-Requests come from an event loop, and their tokens go back to the event loop. The rows of the batch
-have no text, and are changed only in the thread.
+Requests come from an event loop, and their tokens go back to the event loop. The sequences of the
+batch have no text, and are changed only in the thread.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from numpy.typing import NDArray
 
 from gpt2block.apps.serve.log import log, traceback_of
 from gpt2block.engine.generation.batching import Batch
-from gpt2block.engine.generation.rows import EndReason, Row, Tops
+from gpt2block.engine.generation.sequences import EndReason, Sequences, TokenSequence, Tops
 from gpt2block.engine.grammars import Grammar, Matcher
 from gpt2block.engine.model import ModelEngine
 
-PAUSE = 4e-5  # seconds per open row between deliveries; twice the time of delivering its tokens
+# seconds per open sequence between deliveries; twice the time of delivering its tokens
+PAUSE = 4e-5
 MIN_PAUSE = 5e-4  # seconds; shorter pauses are left out
-# open rows up to which a piece is sent before the front has received the previous one
-MAX_EARLY_ROWS = 4
+# open sequences up to which a piece is sent before the front has received the previous one
+MAX_EARLY = 4
 MAX_FAILED = 3  # failed steps in a row after which the engine is not used any more
 REST_S = 60.0  # seconds without a request after which the batch gives memory back
 TOKENS_AT_ONCE = 4096  # prompt tokens in a step after which the step computes no further prompt
 
 
 class Piece(NamedTuple):
-    """The new tokens of a row (a continuation) since its last Piece, from one or more steps.
+    """The new tokens of a sequence since its last Piece, from one or more steps.
 
-    reused: as Row.reused. finish_reason: finish_reason of the Row once the row has ended, else
-    None. error: the message of Row.error.
+    reused: as TokenSequence.reused. finish_reason: finish_reason of the TokenSequence once the
+    sequence has ended, else None. error: the message of TokenSequence.error.
     """
 
     tokens: list[int]
@@ -48,15 +49,15 @@ class Piece(NamedTuple):
     error: str | None = None
 
 
-Key = tuple[int, int]  # (number of a request, index of a row of the request)
+Key = tuple[int, int]  # (number of a request, index of a sequence of the request)
 
 
 class QueueFull(Exception):  # noqa: N818  (a reason, not a fault)
-    """Raised if the queue is full, so that no further row (continuation) can wait."""
+    """Raised if the queue is full, so that no further sequence can wait."""
 
 
 class EngineFailed(Exception):  # noqa: N818
-    """Raised if the engine has failed in a step of a row (continuation), or cannot go on."""
+    """Raised if the engine has failed in a step of a sequence, or cannot go on."""
 
 
 def batch_of(
@@ -71,25 +72,26 @@ def batch_of(
 
 
 class Service:
-    """A thread that generates the rows (continuations) of all requests in one batch.
+    """A thread that generates the sequences of all requests in one batch.
 
-    Pieces of a row are delivered to the Outlet that has submitted the row.
+    Pieces of a sequence are delivered to the Outlet that has submitted the sequence.
 
     Clients take turns. If all slots and places in the queue are taken, a client with at most its
-    equal share of them may still submit rows, until there are twice as many rows.
+    equal share of them may still submit sequences, until there are twice as many sequences.
 
-    If the engine raises an exception, the rows in slots end with an error, and the batch restarts
-    with the waiting rows. The service fails if the batch cannot restart, or after MAX_FAILED
-    failed steps in a row.
+    If the engine raises an exception, the sequences in slots end with an error, and the batch
+    restarts with the waiting sequences. The service fails if the batch cannot restart, or after
+    MAX_FAILED failed steps in a row.
 
-    batch: an empty result of `batch_of`. max_waiting: most rows that wait for a slot. loop: event
-    loop in which pieces are delivered. on_failure: called in the loop after the last pieces if the
-    service has failed. observe_first: called in the thread with the seconds to a row's first token.
-    observe_between: called after a step with an array, for each row that got a further token the
-    seconds since its previous token. tokens: number of tokens generated so far.
+    batch: an empty result of `batch_of`. max_waiting: most sequences that wait for a slot. loop:
+    event loop in which pieces are delivered. on_failure: called in the loop after the last pieces
+    if the service has failed. observe_first: called in the thread with the seconds to a sequence's
+    first token. observe_between: called after a step with an array, for each sequence that got a
+    further token the seconds since its previous token. tokens: number of tokens generated so far.
     overdrawn: number of these tokens that were generated after the stop string of their text.
     failed: number of failed steps.
-    matcher_of: returns the Matcher of a row's rule; None if the compiled rule is no longer kept.
+    matcher_of: returns the Matcher of a sequence's rule; None if the compiled rule is no longer
+    kept.
     """
 
     def __init__(
@@ -102,15 +104,17 @@ class Service:
         self._batch, self._on_failure = batch, on_failure
         self._loop, self._max_waiting = loop, max_waiting
         self._changed = threading.Condition()
-        # (submitted row, its outlet and key, its deadline or None for no deadline)
-        self._new: deque[tuple[Row, Place, float | None]] = deque()
-        # (cancelled row, number of its tokens that are needed, None if this is not known)
-        self._cancelled: deque[tuple[Row, int | None]] = deque()
-        self._open_of: Counter[str] = Counter()  # client: number of rows that run or wait
-        self._places: dict[Row, Place] = {}  # row: outlet and key
-        self._since: dict[Row, float] = {}  # row: time of submission, until its first token
+        # (submitted sequence, its outlet and key, its deadline or None for no deadline)
+        self._new: deque[tuple[TokenSequence, Place, float | None]] = deque()
+        # (cancelled sequence, number of its tokens that are needed, None if this is not known)
+        self._cancelled: deque[tuple[TokenSequence, int | None]] = deque()
+        self._open_of: Counter[str] = Counter()  # client: number of sequences that run or wait
+        self._places: dict[TokenSequence, Place] = {}  # sequence: outlet and key
+        # sequence: time of submission, until its first token
+        self._since: dict[TokenSequence, float] = {}
         self._last = np.zeros(batch.slots)  # time of each slot's last token
-        self._pieces: deque[tuple[Place, Row | None, Piece]] = deque()  # not delivered yet
+        # not delivered yet
+        self._pieces: deque[tuple[Place, TokenSequence | None, Piece]] = deque()
         self._called = False  # whether a delivery is scheduled in the event loop
         self.observe_first: Callable[[float], None] = lambda seconds: None
         self.observe_between: Callable[[NDArray[np.float64]], None] = lambda seconds: None
@@ -126,61 +130,61 @@ class Service:
 
     @property
     def open(self) -> int:
-        """The number of rows (continuations) that run or wait for a slot."""
+        """The number of sequences that run or wait for a slot."""
         return len(self._places) + len(self._new)
 
     @property
     def waiting(self) -> int:
-        """The number of rows (continuations) that wait for a slot."""
+        """The number of sequences that wait for a slot."""
         return max(0, self.open - self.slots)
 
     def submit(
         self,
-        rows: Sequence[Row],
+        sequences: Sequences,
         outlet: Outlet,
         number: int = 0,
         client: str = "",
         deadline: float | None = None,
     ) -> None:
-        """Queue the rows (continuations) of a client's request, or raise QueueFull or EngineFailed.
+        """Queue the sequences of a client's request, or raise QueueFull or EngineFailed.
 
-        Also raises QueueFull if the compiled rule of a row is no longer kept. number: identifies
-        the request in the outlet. deadline: as for Batch.
+        Also raises QueueFull if the compiled rule of a sequence is no longer kept. number:
+        identifies the request in the outlet. deadline: as for Batch.
         """
         with self._changed:
             if self.failure is not None:
                 raise EngineFailed(self.failure)
-            most, count = self.slots + self._max_waiting, self.open + len(rows)
-            own = self._open_of[client] + len(rows)
+            most, count = self.slots + self._max_waiting, self.open + len(sequences)
+            own = self._open_of[client] + len(sequences)
             share = most // len(self._open_of.keys() | {client})
             if self._ends or (count > most and (own > share or count > 2 * most)):
                 raise QueueFull
-            for row in rows:
-                row.client = client
-                if row.rule is not None:
-                    row.matcher = self.matcher_of(row.rule)
-                    if row.matcher is None:
+            for sequence in sequences:
+                sequence.client = client
+                if sequence.rule is not None:
+                    sequence.matcher = self.matcher_of(sequence.rule)
+                    if sequence.matcher is None:
                         raise QueueFull
             self._open_of[client] = own
-            for index, row in enumerate(rows):
-                self._new.append((row, (outlet, (number, index)), deadline))
+            for index, sequence in enumerate(sequences):
+                self._new.append((sequence, (outlet, (number, index)), deadline))
             self._changed.notify()
 
-    def cancel(self, rows: Iterable[Row], needed: int | None = None) -> None:
-        """End rows (continuations), and deliver no more of their tokens.
+    def cancel(self, sequences: Iterable[TokenSequence], needed: int | None = None) -> None:
+        """End sequences, and deliver no more of their tokens.
 
         needed: number of tokens up to the end of a stop string; further tokens are `overdrawn`.
         """
         with self._changed:
-            self._cancelled.extend((row, needed) for row in rows)
+            self._cancelled.extend((sequence, needed) for sequence in sequences)
             self._changed.notify()
 
-    def release(self, rows: Sequence[Row]) -> None:
-        """Let rows deliver new tokens after a pause, which is longer if more rows are open."""
+    def release(self, sequences: Sequences) -> None:
+        """Let sequences deliver new tokens after a pause, which is longer if more are open."""
 
         def go_on() -> None:
-            for row in rows:
-                row.held = False
+            for sequence in sequences:
+                sequence.held = False
 
         if (pause := PAUSE * self.open) < MIN_PAUSE:
             go_on()
@@ -188,7 +192,7 @@ class Service:
             self._loop.call_later(pause, go_on)
 
     def close(self) -> None:
-        """End the thread without finishing the running rows (continuations)."""
+        """End the thread without finishing the running sequences."""
         with self._changed:
             self._ends = True
             self._changed.notify()
@@ -230,54 +234,54 @@ class Service:
         return None
 
     def _go_on(self, problem: str) -> None:
-        """Restart the batch after a failed step, and deliver the errors of the rows in slots."""
+        """Restart the batch after a failed step, and deliver the errors of sequences in slots."""
         self._batch.restart(EngineFailed(problem))
-        self._deliver([row for row in self._places if row.finish_reason])
+        self._deliver([sequence for sequence in self._places if sequence.finish_reason])
 
     def _step(self) -> None:
-        rows = self._batch.step()
+        sequences = self._batch.step()
         self._failed_in_a_row = 0
         self._note()
-        self._deliver(rows)
+        self._deliver(sequences)
 
-    def _deliver(self, rows: Sequence[Row]) -> None:
-        """Deliver the new tokens of rows (continuations), and forget the rows that have ended."""
-        for row in rows:
-            row.held = True
-        self._send([(self._places[row], row, piece_of(row)) for row in rows])
-        for row in rows:
-            if row.finish_reason:
-                self._forget(row)
+    def _deliver(self, sequences: Sequences) -> None:
+        """Deliver the new tokens of sequences, and forget the sequences that have ended."""
+        for sequence in sequences:
+            sequence.held = True
+        self._send([(self._places[each], each, piece_of(each)) for each in sequences])
+        for sequence in sequences:
+            if sequence.finish_reason:
+                self._forget(sequence)
 
     def _take_changes(self) -> None:
-        """Add submitted rows, end cancelled rows; wait if idle."""
+        """Add submitted sequences, end cancelled sequences; wait if idle."""
         with self._changed:
             while not (self._ends or self._new or self._cancelled or self._batch.busy):
                 if not self._changed.wait(REST_S):
                     self._batch.rest()
             new, self._new = self._new, deque()
             cancelled, self._cancelled = self._cancelled, deque()
-            self._places |= {row: place for row, place, _ in new}
+            self._places |= {sequence: place for sequence, place, _ in new}
         now = perf_counter()
-        self._since |= {row: now for row, *_ in new}
+        self._since |= {sequence: now for sequence, *_ in new}
         for (client, deadline), each in groupby(new, lambda each: (each[0].client, each[2])):
-            self._batch.submit([row for row, *_ in each], deadline, client)
-        gone = [row for row, _ in cancelled if row in self._places]
-        for row in gone:
-            self._forget(row)
+            self._batch.submit([sequence for sequence, *_ in each], deadline, client)
+        gone = [sequence for sequence, _ in cancelled if sequence in self._places]
+        for sequence in gone:
+            self._forget(sequence)
         self._batch.cancel(gone)
         self.overdrawn += sum(
-            len(row.tokens) - needed for row, needed in cancelled if needed is not None
+            len(sequence.tokens) - needed for sequence, needed in cancelled if needed is not None
         )
 
-    def _forget(self, row: Row) -> None:
-        if self._places.pop(row, None) is None:
+    def _forget(self, sequence: TokenSequence) -> None:
+        if self._places.pop(sequence, None) is None:
             return
-        self._since.pop(row, None)
+        self._since.pop(sequence, None)
         with self._changed:
-            self._open_of[row.client] -= 1
-            if not self._open_of[row.client]:
-                del self._open_of[row.client]
+            self._open_of[sequence.client] -= 1
+            if not self._open_of[sequence.client]:
+                del self._open_of[sequence.client]
 
     def _note(self) -> None:
         now, slots = perf_counter(), self._batch.latest
@@ -286,11 +290,11 @@ class Service:
         self.tokens += len(slots)
         self.observe_between(now - self._last[slots[~self._batch.firsts]])
         self._last[slots] = now
-        for row in self._batch.begun:
-            if since := self._since.pop(row, None):
+        for sequence in self._batch.begun:
+            if since := self._since.pop(sequence, None):
                 self.observe_first(now - since)
 
-    def _send(self, pieces: Iterable[tuple[Place, Row | None, Piece]]) -> None:
+    def _send(self, pieces: Iterable[tuple[Place, TokenSequence | None, Piece]]) -> None:
         """Schedule delivery of `pieces` in the event loop, together with undelivered pieces."""
         self._pieces.extend(pieces)
         if self._pieces and not self._called:
@@ -299,15 +303,15 @@ class Service:
 
     def _deliver_all(self) -> None:
         self._called = False  # first: for later pieces, `_send` schedules a new call
-        found: dict[Outlet, list[tuple[Row | None, Key, Piece]]] = {}
+        found: dict[Outlet, list[tuple[TokenSequence | None, Key, Piece]]] = {}
         while self._pieces:
-            (outlet, key), row, piece = self._pieces.popleft()
-            found.setdefault(outlet, []).append((row, key, piece))
+            (outlet, key), sequence, piece = self._pieces.popleft()
+            found.setdefault(outlet, []).append((sequence, key, piece))
         for outlet, pieces in found.items():
             outlet.put(pieces)
 
     def _fail(self, error: BaseException) -> None:
-        """Log the error, and end all running and waiting rows (continuations) with it."""
+        """Log the error, and end all running and waiting sequences with it."""
         log.critical("the engine failed\n%s", traceback_of(error))
         with self._changed:
             self.failure = f"the engine failed: {error!r}"
@@ -318,18 +322,18 @@ class Service:
         self._loop.call_soon_threadsafe(self._on_failure)
 
 
-def piece_of(row: Row) -> Piece:
+def piece_of(sequence: TokenSequence) -> Piece:
     """Return a Piece with the tokens that a continuation has received since its last Piece."""
-    error = str(row.error) if row.error is not None else None
-    return Piece(*row.take_tokens(), row.reused, row.finish_reason, error)
+    error = str(sequence.error) if sequence.error is not None else None
+    return Piece(*sequence.take_tokens(), sequence.reused, sequence.finish_reason, error)
 
 
 class Outlet:
-    """Submits the rows of the requests of one front, and delivers their pieces in batches.
+    """Submits the sequences of the requests of one front, and delivers their pieces in batches.
 
-    A front is the part of a server that answers HTTP requests. A row is held from the delivery of a
-    piece until the front has received it. The row's next piece has all tokens sampled meanwhile:
-    one token if the front is fast, several if it is slow.
+    A front is the part of a server that answers HTTP requests. A sequence is held from the delivery
+    of a piece until the front has received it. The sequence's next piece has all tokens sampled
+    meanwhile: one token if the front is fast, several if it is slow.
 
     deliver: called in the event loop of the service with pairs (key, Piece) of a batch, which the
     front has received when it calls `received`.
@@ -339,43 +343,47 @@ class Outlet:
         self, service: Service, deliver: Callable[[list[tuple[Key, Piece]]], None]
     ) -> None:
         self._service, self._deliver = service, deliver
-        self._rows: dict[int, Sequence[Row]] = {}  # number of a request: its rows
-        self._on_the_way: deque[list[Row]] = deque()  # rows of delivered, not yet received batches
+        # number of a request: its sequences
+        self._sequences: dict[int, Sequence[TokenSequence]] = {}
+        # sequences of delivered, not yet received batches
+        self._on_the_way: deque[list[TokenSequence]] = deque()
 
-    def submit(self, number: int, rows: Sequence[Row], client: str, deadline: float | None) -> None:
-        """Queue the rows of a request as `Service.submit` does."""
-        self._service.submit(rows, self, number, client, deadline)
-        self._rows[number] = rows
+    def submit(
+        self, number: int, sequences: Sequences, client: str, deadline: float | None
+    ) -> None:
+        """Queue the sequences of a request as `Service.submit` does."""
+        self._service.submit(sequences, self, number, client, deadline)
+        self._sequences[number] = sequences
 
     def stop(self, number: int, index: int, needed: int) -> None:
-        """End a row whose text has a stop string that ends with its token `needed` - 1."""
-        self._service.cancel(self._rows[number][index : index + 1], needed)
+        """End a sequence whose text has a stop string that ends with its token `needed` - 1."""
+        self._service.cancel(self._sequences[number][index : index + 1], needed)
 
     def end(self, number: int) -> None:
-        """End the rows of a request, which get no more tokens."""
-        self._service.cancel(self._rows.pop(number, ()))
+        """End the sequences of a request, which get no more tokens."""
+        self._service.cancel(self._sequences.pop(number, ()))
 
     def close(self) -> None:
         """End all requests."""
-        for number in [*self._rows]:
+        for number in [*self._sequences]:
             self.end(number)
 
-    def put(self, pieces: Sequence[tuple[Row | None, Key, Piece]]) -> None:
-        """Deliver a batch of pieces. The row is None if the engine has failed."""
-        rows = [row for row, _, _ in pieces if row is not None]
-        self._on_the_way.append(rows)
+    def put(self, pieces: Sequence[tuple[TokenSequence | None, Key, Piece]]) -> None:
+        """Deliver a batch of pieces. The sequence is None if the engine has failed."""
+        sequences = [sequence for sequence, _, _ in pieces if sequence is not None]
+        self._on_the_way.append(sequences)
         self._deliver([(key, piece) for _, key, piece in pieces])
-        if len(self._on_the_way) == 1 and self._service.open <= MAX_EARLY_ROWS:
-            self._service.release(rows)
+        if len(self._on_the_way) == 1 and self._service.open <= MAX_EARLY:
+            self._service.release(sequences)
 
     def received(self) -> None:
-        """Let the rows of the batch that the front has received deliver new tokens, after a pause.
+        """Let the sequences of the received batch deliver new tokens, after a pause.
 
         Batches are received in the order of their delivery. The pause limits the share of time that
         is spent on delivering tokens.
         """
-        rows = self._on_the_way.popleft()
-        self._service.release(rows)
+        sequences = self._on_the_way.popleft()
+        self._service.release(sequences)
 
 
-Place = tuple[Outlet, Key]  # destination of the pieces of a row
+Place = tuple[Outlet, Key]  # destination of the pieces of a sequence

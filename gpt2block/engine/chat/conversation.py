@@ -13,7 +13,7 @@ from gpt2block.engine.chat.template import ChatTemplate
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.generate import Run
 from gpt2block.engine.generation.options import Options
-from gpt2block.engine.generation.rows import Generation, Row
+from gpt2block.engine.generation.sequences import Generation, TokenSequence
 from gpt2block.engine.model import ModelEngine
 from gpt2block.engine.receipts import append_receipts
 from gpt2block.errors import InputError
@@ -38,9 +38,9 @@ class Conversation:
     the context is used; a turn lasts from a user's message to the next user's message. `left_out`
     counts these messages; `clear` sets it to 0.
 
-    answer: the Row of the last answer: its `tokens`, the tokens of its `prompt`, and how many of
-    the prompt's tokens were `reused`. Not thread-safe. A copied or unpickled conversation on the
-    CPU has the messages, and computes its kv_cache again.
+    answer: the TokenSequence of the last answer: its `tokens`, the tokens of its `prompt`, and how
+    many of the prompt's tokens were `reused`. Not thread-safe. A copied or unpickled conversation
+    on the CPU has the messages, and computes its kv_cache again.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Conversation:
         template.arguments(None, False, chat_template_kwargs)  # checks chat_template_kwargs
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.left_out, self._sampling = 0, dict(sampling or {})
-        self.answer: Row | None = None
+        self.answer: TokenSequence | None = None
         self.receipts: Path | None = None  # file to which receipts of whole answers are appended
         self._engine, self._encoding, self._template = engine, encoding, template
         self._batch: Batch | None = None
@@ -143,7 +143,7 @@ class Conversation:
             run = self._run([*self.messages, *asked], template, options)
         self.messages += asked
         read = deepcopy(self.messages)
-        self.answer = row = run.rows[0]
+        self.answer = sequence = run.sequences[0]
         steps = iter(run)
         try:
             for each in steps:
@@ -160,13 +160,13 @@ class Conversation:
                 del self.messages[-1]
             raise
         finally:
-            steps.close()  # cancels an unfinished row; after this call, `row.text` is final
+            steps.close()  # cancels an unfinished sequence, whose text is then final
             if self._batch is not None and self.messages == read:
                 if template["continue_final_message"]:
-                    self.messages[-1] = continued(self.messages[-1], row.text)
+                    self.messages[-1] = continued(self.messages[-1], sequence.text)
                 else:
-                    self.messages.append({"role": "assistant", "content": row.text})
-        result = row.result()
+                    self.messages.append({"role": "assistant", "content": sequence.text})
+        result = sequence.result()
         if self.receipts is not None:
             append_receipts(self.receipts, [result.receipt])
         return result

@@ -16,7 +16,7 @@ from gpt2block.cuda.formats import Formats, cache_option
 from gpt2block.engine.model import (
     Drafts,
     Item,
-    RowFrequencies,
+    SequenceFrequencies,
     cache_kind,
     describe_cache,
     layer_rows,
@@ -92,7 +92,7 @@ class CudaCache:
         self.arrays = [_zeros(n, batch, n_ctx, *each) for each, n in counts.items()]
         rows = {each: iter(a[:, :batch]) for each, a in zip(counts, self.arrays, strict=True)}
         self.layers = layer_rows(caches, lambda each, width: next(rows[kind(each, width)]))
-        self.frequencies = RowFrequencies(config, batch, n_ctx, cupy)
+        self.frequencies = SequenceFrequencies(config, batch, n_ctx, cupy)
         self.states = new_states(config, batch, cupy, continued)
         self.kept_states: KeptStates | None = None
         for name, shape in pool_shapes(config, batch, n_ctx).items() if pool else ():
@@ -172,7 +172,7 @@ class DecodingCaches:
         self._forget(KEPT_CACHES)
         kept = self._kept(slots, n_ctx)
         if fewer and kept is None:
-            room = min(self._of_all_gpus(self._free() // 2 // self._row_bytes(n_ctx)))
+            room = min(self._of_all_gpus(self._free() // 2 // self._sequence_bytes(n_ctx)))
             slots = max(1, min(slots, room))
             kept = self._kept(slots, n_ctx)
         while kept is None:
@@ -211,9 +211,9 @@ class DecodingCaches:
         except cupy.cuda.memory.OutOfMemoryError as error:
             size = batch * (n_ctx * self._token_bytes + state_bytes(self._config))
             raise MemoryError(
-                f"Out of memory: keys and values of {batch:,} rows of {n_ctx:,} tokens take "
+                f"Out of memory: keys and values of {batch:,} sequences of {n_ctx:,} tokens take "
                 f"{size / 1e9:.2f} GB, the GPU has {self._free() / 1e9:.2f} GB free: expected "
-                "fewer rows, or fewer tokens a row"
+                "fewer sequences, or fewer tokens in each"
             ) from error
 
     def _kept(self, slots: int, n_ctx: int) -> CudaCache | None:
@@ -243,7 +243,7 @@ class DecodingCaches:
         """Return the free bytes of device memory, counting CuPy's pool and kept caches as free."""
         return free_bytes() + sum(cache.nbytes for cache in tuple(self._ended))
 
-    def _row_bytes(self, n_ctx: int) -> int:
+    def _sequence_bytes(self, n_ctx: int) -> int:
         """Return the bytes per slot of keys, values, states, logits, activations, flags of tokens.
 
         All steps and layers share memory for activations, counted twice because a smaller arena

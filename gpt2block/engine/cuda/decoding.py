@@ -173,7 +173,7 @@ class CudaDecoding:
     def _take(self, result: InFlight) -> None:
         """Wait for a speculative step; append the accepted tokens of its slots to `_found`."""
         found = result.taken()
-        result.accept()  # the last token of a row may complete its text
+        result.accept()  # the last token of a sequence may complete its text
         self._found.append(found)
         sampled = np.bincount(found.slots, minlength=self.slots)
         fewer = np.zeros(self.slots, np.int64)  # tokens that were expected, and not sampled

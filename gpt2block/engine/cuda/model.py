@@ -237,8 +237,8 @@ class CudaModel(CudaWeights):
             forget_oldest(kept, most, self.stream)
         kept.move_to_end(shape)
         cache.lengths = [0] * count
-        for row, ids in enumerate(sequences):
-            cache.frequencies.begin(row, len(ids))
+        for number, ids in enumerate(sequences):
+            cache.frequencies.begin(number, len(ids))
         return cache
 
     def _forward(self, sequences: Sequence[Ids], want: Output, cache: CudaCache) -> list[Floats]:
@@ -371,9 +371,9 @@ class CudaModel(CudaWeights):
     def prefill(
         self, sequences: Sequence[Ids], cache: CudaCache, want: Requested | None = None
     ) -> PrefillPrograms:
-        """Run the sequences through all blocks; append their keys and values to rows of the cache.
+        """Run the sequences through all blocks; append their keys and values to the cache.
 
-        Nonempty sequences must either all start empty rows, or all continue their rows.
+        Nonempty sequences must either all start, or all continue sequences of the cache.
         """
         lengths = [len(ids) for ids in sequences]
         rows, longest = sum(lengths), max(lengths)

@@ -1,4 +1,4 @@
-"""Continuous batching: rows (continuations of prompts) start and end independently in slots."""
+"""Continuous batching: sequences start and end independently in slots."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.engine.generation.prefixes import MIN_COPIED, NOTHING, Prefixes, min_shared
-from gpt2block.engine.generation.rows import Ends, NewTokens, Row, Tops
-from gpt2block.engine.generation.scheduling import PIECE, PieceScheduler, RowScheduler
+from gpt2block.engine.generation.scheduling import PIECE, PieceScheduler, SequenceScheduler
+from gpt2block.engine.generation.sequences import Ends, NewTokens, Sequences, TokenSequence, Tops
 from gpt2block.engine.grammars import Matcher
 from gpt2block.engine.model import Alternatives, Drafts, Ids, ModelEngine, Sampled, Start
 from gpt2block.files.tokenizers.encoding import bytes_of_ids
 from gpt2block.sampling import Sampling
 
 NO_SLOTS = np.empty(0, np.int32)
-FIRST_TOKENS = 4  # number of tokens that `start_up` generates per row
-TURN = 16  # number of steps after which a row receives its slot's buffered tokens
+FIRST_TOKENS = 4  # number of tokens that `start_up` generates per sequence
+TURN = 16  # number of steps after which a sequence receives its slot's buffered tokens
 
 
 class Batch:
-    """Generates rows (continuations), each with its own prompt, sampling and end conditions.
+    """Generates sequences, each with its own prompt, sampling and end conditions.
 
-    `step` computes the next tokens of all running rows; `submit` adds rows at any time, and
-    `cancel` ends them. The tokens of a row do not depend on other rows. After an exception in
-    `step` or `cancel`, the batch must not be used again before `restart`.
+    `step` computes the next tokens of all running sequences; `submit` adds sequences at any time,
+    and `cancel` ends them. The tokens of a sequence do not depend on other sequences. After an
+    exception in `step` or `cancel`, the batch must not be used again before `restart`.
 
-    A row reuses the keys and values of the first tokens that its prompt shares with an earlier
+    A sequence reuses the keys and values of the first tokens that its prompt shares with an earlier
     prompt of the same client, if this changes no bit of the result
     (`ModelEngine.continues_exactly`): it gets the slot that holds them, or a copy of them. With
     gated delta nets, it reuses the tokens whose states are kept (`KeptStates`).
 
     slots, n_ctx, fewer, speculate: as in ModelEngine.decode; a prompt plus its new tokens, except
-    the last one, must fit in n_ctx. reuse: whether rows, with any engine, also reuse keys and
-    values of tokens that an earlier row sampled. Other kernels may have computed these keys and
-    values, so the last bits of a result can depend on the earlier row. tokens_at_once: `most` of
-    PieceScheduler; the engine divides prompts into pieces of PIECE tokens if it can.
+    the last one, must fit in n_ctx. reuse: whether sequences, with any engine, also reuse keys and
+    values of tokens that an earlier sequence sampled. Other kernels may have computed these keys
+    and values, so the last bits of a result can depend on the earlier sequence. tokens_at_once:
+    `most` of PieceScheduler; the engine divides prompts into pieces of PIECE tokens if it can.
     """
 
     def __init__(
@@ -66,22 +66,24 @@ class Batch:
         self._continues = self._prefixes is not None or 0 < self._piece < n_ctx
         self._begin(slots, fewer)
         choose = self._prefixes.slot_for if self._prefixes is not None else None
-        self._scheduler: RowScheduler[Row] = RowScheduler(self.slots, choose)
+        self._scheduler: SequenceScheduler[TokenSequence] = SequenceScheduler(self.slots, choose)
         self._vocab_size = engine.config.vocab_size
-        self._deadlines: list[tuple[float, int, Row]] = []  # heap: (deadline, unique number, row)
+        # heap: (deadline, unique number, sequence)
+        self._deadlines: list[tuple[float, int, TokenSequence]] = []
         self._numbers, self._steps = count(), count()
 
     def _begin(self, slots: int, fewer: bool) -> None:
         """Create a Decoding, whose slots are free, and the state of its slots."""
         self._decoding = self._engine.decode(slots, self.n_ctx, fewer, self.speculate)
         self.slots = self._decoding.slots
-        self._pieces: PieceScheduler[Row] = PieceScheduler(self._tokens_at_once, self._piece)
-        self._starts: dict[int, Start] = {}  # {slot: Start of a row with incomplete prompt}
-        # {slot: row that waits until another row has computed the prefix of both prompts}
-        self._following: dict[int, Row] = {}
+        self._pieces = PieceScheduler[TokenSequence](self._tokens_at_once, self._piece)
+        self._starts: dict[int, Start] = {}  # {slot: Start of a sequence with incomplete prompt}
+        # {slot: sequence that waits until another sequence has computed the prefix of both prompts}
+        self._following: dict[int, TokenSequence] = {}
         self._copies: list[tuple[int, int, int]] = []  # (source slot, target slot, tokens)
-        self._started: dict[int, Start] = {}  # {slot: Start of its row} if reuse is on
-        self.begun: list[Row] = []  # rows whose first token was computed in the last step
+        self._started: dict[int, Start] = {}  # {slot: Start of its sequence} if reuse is on
+        # sequences whose first token was computed in the last step
+        self.begun: list[TokenSequence] = []
 
     @cached_property
     def _new(self) -> _NewTokens:
@@ -90,7 +92,7 @@ class Batch:
 
     @property
     def busy(self) -> bool:
-        """Whether any row (continuation) runs or waits for a slot."""
+        """Whether any sequence runs or waits for a slot."""
         return self._scheduler.busy
 
     @property
@@ -100,7 +102,7 @@ class Batch:
 
     @property
     def waiting(self) -> int:
-        """The number of rows (continuations) whose prompts are not fully computed yet."""
+        """The number of sequences whose prompts are not fully computed yet."""
         return self._scheduler.waiting + len(self._pieces) + len(self._following)
 
     @property
@@ -126,31 +128,31 @@ class Batch:
                 Sampling(presence_penalty=1),
             )
             prompt = np.zeros(1, np.int32)
-            self.submit([Row(prompt, each, None, ends, n) for n, each in enumerate(usual)])
+            self.submit([TokenSequence(prompt, one, None, ends, n) for n, one in enumerate(usual)])
             while self.busy:
                 self.step()
             if self._prefixes is not None:
                 self._prefixes.clear()
 
-    def submit(self, rows: Sequence[Row], deadline: float | None = None, client: str = "") -> None:
-        """Queue a client's rows (continuations), which start in this order. Clients take turns.
+    def submit(self, sequences: Sequences, deadline: float | None = None, client: str = "") -> None:
+        """Queue a client's sequences, which start in this order. Clients take turns.
 
-        deadline: a time of `time.monotonic`. The first step after the deadline ends rows that still
-        run or wait.
+        deadline: a time of `time.monotonic`. The first step after the deadline ends sequences that
+        still run or wait.
         """
-        self._scheduler.add(rows, client)
+        self._scheduler.add(sequences, client)
         if deadline is not None:
-            for row in rows:
-                heapq.heappush(self._deadlines, (deadline, next(self._numbers), row))
+            for sequence in sequences:
+                heapq.heappush(self._deadlines, (deadline, next(self._numbers), sequence))
 
-    def step(self, each_token: bool = True) -> list[Row]:
-        """Compute parts of waiting prompts, then a token of each running row (continuation).
+    def step(self, each_token: bool = True) -> list[TokenSequence]:
+        """Compute parts of waiting prompts, then a token of each running sequence.
 
-        Returns the rows that received tokens. A row receives all its buffered tokens together: in a
-        step in which it may have ended, and with each_token in every step unless it is `held`.
-        Without each_token, rows receive tokens in turn, every TURN steps, so that few tokens remain
-        when all rows end. If deadlines have passed, only their rows are returned. Raises
-        RuntimeError if no row runs or waits.
+        Returns the sequences that received tokens. A sequence receives all its buffered tokens
+        together: in a step in which it may have ended, and with each_token in every step unless it
+        is `held`. Without each_token, sequences receive tokens in turn, every TURN steps, so that
+        few tokens remain when all sequences end. If deadlines have passed, only their sequences are
+        returned. Raises RuntimeError if no sequence runs or waits.
         """
         self.begun = []
         if late := self._late():
@@ -161,42 +163,42 @@ class Batch:
         self._compute_prompts()
         self._new.latest = NO_SLOTS
         if self._pieces and not self._new.left.any():
-            return []  # no row is ready to decode
+            return []  # no sequence is ready to decode
         self._new.add(self._decoding.next())
-        rows_of, taken = self._scheduler.rows_of, self._new.ending
-        self.begun = rows_of(self.latest[self.firsts].tolist())
+        sequences_of, taken = self._scheduler.sequences_of, self._new.ending
+        self.begun = sequences_of(self.latest[self.firsts].tolist())
         if each_token:
-            held = np.array([row.held for row in rows_of(self.latest.tolist())], bool)
+            held = np.array([each.held for each in sequences_of(self.latest.tolist())], bool)
             taken = taken | ~held
         else:
             taken = taken | ((self.latest + next(self._steps)) % TURN == 0)
         updated, ended = [], []
         for slot, parts in self._new.take(self.latest[taken]):
-            row = self._scheduler.row_of(slot)
+            sequence = self._scheduler.sequence_of(slot)
             for part in parts:
-                row.add(*part)
-                if row.finish_reason:
+                sequence.add(*part)
+                if sequence.finish_reason:
                     break
-            updated.append(row)
-            if row.finish_reason or not self._new.left[slot]:
+            updated.append(sequence)
+            if sequence.finish_reason or not self._new.left[slot]:
                 ended.append(slot)
         if ended:
             self._release(ended)
         return updated
 
     def restart(self, error: Exception) -> None:
-        """Free all slots after an exception in the engine. Rows that wait for a slot go on.
+        """Free all slots after an exception in the engine. Sequences that wait for a slot go on.
 
-        Rows in slots end with `error`. Their tokens that they have not received are lost. Call this
-        after the exception is handled: its traceback keeps the memory of the earlier Decoding.
+        Sequences in slots end with `error`. Their tokens that they have not received are lost. Call
+        this after the exception is handled: its traceback keeps the memory of the earlier Decoding.
         Raises an exception if the engine cannot begin again.
         """
-        for slot, row in enumerate(self._scheduler.rows_of(range(self.slots))):
-            if row is None:
+        for slot, sequence in enumerate(self._scheduler.sequences_of(range(self.slots))):
+            if sequence is None:
                 continue
             follows = slot in self._following  # no part of its prompt has been computed
-            if not follows and row.finish_reason is None:
-                row.error, row.finish_reason = error, "error"
+            if not follows and sequence.finish_reason is None:
+                sequence.error, sequence.finish_reason = error, "error"
             self._scheduler.release(slot, again=follows)
         if self._prefixes is not None:
             self._prefixes.clear()
@@ -206,45 +208,45 @@ class Batch:
         self._begin(self.slots, fewer=False)
 
     def rest(self) -> None:
-        """Give the memory of keys and values back if no row runs or waits, on the CPU."""
+        """Give the memory of keys and values back if no sequence runs or waits, on the CPU."""
         release = getattr(self._decoding, "release", None)
         if release is not None and not self.busy:
             release()
             if self._prefixes is not None:
                 self._prefixes.clear()
 
-    def _late(self) -> list[Row]:
-        """Remove and return the unfinished rows (continuations) whose deadlines have passed.
+    def _late(self) -> list[TokenSequence]:
+        """Remove and return the unfinished sequences whose deadlines have passed.
 
-        Rows at the front of the heap that have already ended are removed from it, too.
+        Sequences at the front of the heap that have already ended are removed from it, too.
         """
         late, now = [], monotonic()
         while self._deadlines:
-            deadline, _, row = self._deadlines[0]
-            if row.finish_reason is None:
+            deadline, _, sequence = self._deadlines[0]
+            if sequence.finish_reason is None:
                 if deadline > now:
                     break
-                late.append(row)
+                late.append(sequence)
             heapq.heappop(self._deadlines)
         return late
 
     def cancel(
-        self, rows: Sequence[Row], reason: Literal["cancelled", "deadline"] = "cancelled"
+        self, sequences: Sequences, reason: Literal["cancelled", "deadline"] = "cancelled"
     ) -> None:
-        """End these rows (continuations). Rows that have already ended are unchanged."""
+        """End these sequences. Sequences that have already ended are unchanged."""
         slots = []
-        for row in rows:
-            if row.finish_reason:
+        for sequence in sequences:
+            if sequence.finish_reason:
                 continue
-            slot = self._scheduler.slot_of(row)
+            slot = self._scheduler.slot_of(sequence)
             if slot is None:
-                self._scheduler.remove(row)
+                self._scheduler.remove(sequence)
             else:
                 slots.append(slot)
                 for part in chain(*(parts for _, parts in self._new.take(np.array([slot])))):
-                    row.add(*part)
-            if not row.finish_reason:
-                row.cancel(reason)
+                    sequence.add(*part)
+            if not sequence.finish_reason:
+                sequence.cancel(reason)
         if slots:
             self._release(slots)
 
@@ -263,81 +265,82 @@ class Batch:
         if complete:
             self._decoding.start(complete)
         for start in complete:  # runs while the GPU computes the prompts
-            row = self._scheduler.row_of(start.slot)
-            self._new.begin(start, row)
+            sequence = self._scheduler.sequence_of(start.slot)
+            self._new.begin(start, sequence)
             if self._prefixes is not None:
-                self._prefixes.hold(start.slot, row, start.ids, len(start.ids))
+                self._prefixes.hold(start.slot, sequence, start.ids, len(start.ids))
             if self._reuse:
                 self._started[start.slot] = start
 
     def _place(self) -> None:
-        """Assign waiting rows (continuations) to free slots, and queue their prompts.
+        """Assign waiting sequences to free slots, and queue their prompts.
 
-        Rows wait while another row computes a prefix that they can reuse, if it is long enough.
+        Sequences wait while another sequence computes a prefix that they can reuse, if it is long
+        enough.
         """
-        gains: dict[int, int] = {}  # {slot: prompt tokens that rows save by waiting for it}
-        following: list[tuple[int, int, Row]] = []
-        for slot, row in (*self._following.items(), *self._scheduler.place()):
-            leader, gain = self._leader(slot, row)
+        gains: dict[int, int] = {}  # {slot: prompt tokens that sequences save by waiting for it}
+        following: list[tuple[int, int, TokenSequence]] = []
+        for slot, sequence in (*self._following.items(), *self._scheduler.place()):
+            leader, gain = self._leader(slot, sequence)
             if gain < MIN_COPIED:
-                self._start(slot, row)
+                self._start(slot, sequence)
             else:
                 gains[leader] = gains.get(leader, 0) + gain
-                following.append((leader, slot, row))
+                following.append((leader, slot, sequence))
         self._following.clear()
-        for leader, slot, row in following:
+        for leader, slot, sequence in following:
             if gains[leader] < self._min_shared:
-                self._start(slot, row)
+                self._start(slot, sequence)
             else:
-                self._following[slot] = row
+                self._following[slot] = sequence
         if self._copies:
             self._decoding.copy(self._copies)
             self._copies.clear()
 
-    def _leader(self, slot: int, row: Row) -> tuple[int, int]:
+    def _leader(self, slot: int, sequence: TokenSequence) -> tuple[int, int]:
         """Return the slot that will hold a prompt's longest prefix, and the gain of waiting for it.
 
         The gain is the number of tokens of the prefix that no slot has computed yet.
         """
-        if self._prefixes is None or (self._reuse and row.exact):
+        if self._prefixes is None or (self._reuse and sequence.exact):
             return NOTHING
-        done, coming = self._prefixes.longest(row, row.start(slot).ids)
+        done, coming = self._prefixes.longest(sequence, sequence.start(slot).ids)
         return coming.slot, coming.tokens - done.tokens
 
-    def _start(self, slot: int, row: Row) -> None:
-        """Queue a row's prompt, without first tokens whose keys and values a slot holds already."""
-        start = row.start(slot)
+    def _start(self, slot: int, sequence: TokenSequence) -> None:
+        """Queue a sequence's prompt, without first tokens whose keys and values a slot holds."""
+        start = sequence.start(slot)
         if self._prefixes is not None:
-            (source, shared), _ = self._prefixes.longest(row, start.ids)
-            row.reused = self._decoding.reusable(source, slot, shared)
-            if self._reuse and row.exact:
-                row.reused = 0
-            if source != slot and row.reused < MIN_COPIED:
-                row.reused = 0
-            elif source != slot or (self._states and row.reused):
-                self._copies.append((source, slot, row.reused))
-            self._prefixes.hold(slot, row, start.ids, row.reused)
-        self._starts[slot] = start._replace(cached=row.reused)
-        self._pieces.add(slot, row, row.reused, len(start.ids))
+            (source, shared), _ = self._prefixes.longest(sequence, start.ids)
+            sequence.reused = self._decoding.reusable(source, slot, shared)
+            if self._reuse and sequence.exact:
+                sequence.reused = 0
+            if source != slot and sequence.reused < MIN_COPIED:
+                sequence.reused = 0
+            elif source != slot or (self._states and sequence.reused):
+                self._copies.append((source, slot, sequence.reused))
+            self._prefixes.hold(slot, sequence, start.ids, sequence.reused)
+        self._starts[slot] = start._replace(cached=sequence.reused)
+        self._pieces.add(slot, sequence, sequence.reused, len(start.ids))
 
     def _release(self, slots: Sequence[int]) -> None:
-        """Free the slots of rows that leave them. A row that has not ended waits to start again."""
+        """Free the slots of sequences that leave them. Sequences that have not ended wait again."""
         if len(stopped := self._new.end(slots)):
             self._decoding.stop(stopped)
         for slot in slots:
-            row = self._scheduler.row_of(slot)
-            self._scheduler.release(slot, again=row.finish_reason is None)
+            sequence = self._scheduler.sequence_of(slot)
+            self._scheduler.release(slot, again=sequence.finish_reason is None)
             self._following.pop(slot, None)
             started = self._started.pop(slot, None)
-            if self._starts.pop(slot, None):  # the row's prompt is incomplete
-                self._pieces.remove(row)
+            if self._starts.pop(slot, None):  # the sequence's prompt is incomplete
+                self._pieces.remove(sequence)
                 if self._prefixes is not None:
                     self._prefixes.drop(slot)
             elif self._prefixes is not None and started:
                 # The last token is left out: its keys and values have not been computed.
-                sampled = np.array(row.tokens[started.sampled : -1], np.int32)
+                sampled = np.array(sequence.tokens[started.sampled : -1], np.int32)
                 ids = np.concatenate([started.ids, sampled])
-                self._prefixes.hold(slot, row, ids, len(ids))
+                self._prefixes.hold(slot, sequence, ids, len(ids))
 
 
 class _Endings:
@@ -366,18 +369,19 @@ class _Endings:
 
 
 class _NewTokens:
-    """Buffers for sampled tokens of each slot, which its row (continuation) receives later."""
+    """Buffers for sampled tokens of each slot, which its sequence receives later."""
 
     def __init__(self, slots: int, n_ctx: int, vocab_size: int) -> None:
         self.left = np.zeros(slots, np.int64)  # number of tokens that each slot may still sample
         self._vocab_size = vocab_size
         self._alternatives = np.zeros(slots, np.int64)  # per slot: alternatives to report
         self._top: dict[int, list[Tops]] = {}  # slot: most likely tokens at each position
-        self._endings: dict[Any, _Endings] = {}  # tokens that may end rows, by end conditions
+        self._endings: dict[Any, _Endings] = {}  # tokens that may end sequences, by end conditions
         self._of_slot: list[Any] = [None] * slots  # key of each slot in _endings
         self._begun = np.zeros(slots, bool)
-        self.matchers: dict[int, Matcher] = {}  # {slot: matcher of its row} while the row runs
-        self._sampled = np.zeros(slots, np.int64)  # number of tokens that each row has sampled
+        # {slot: matcher of its sequence} while the sequence runs
+        self.matchers: dict[int, Matcher] = {}
+        self._sampled = np.zeros(slots, np.int64)  # number of tokens that each sequence has sampled
         self._count = np.zeros(slots, np.int64)  # number of buffered tokens per slot
         self._cuts: dict[int, list[int]] = {}  # slot: buffered tokens up to each that may end it
         self._tokens = np.empty((slots, n_ctx), np.int32)
@@ -385,11 +389,11 @@ class _NewTokens:
         self._drafted = np.zeros((slots, n_ctx), bool)
         self._drafts = False  # whether the engine reports draft tokens
         self.latest, self.firsts = NO_SLOTS, np.empty(0, bool)
-        self.ending = np.empty(0, bool)  # whether each of the latest tokens may end its row
+        self.ending = np.empty(0, bool)  # whether each of the latest tokens may end its sequence
 
-    def begin(self, start: Start, row: Row) -> None:
-        """Prepare the buffers of a slot for the tokens of a new row (continuation)."""
-        ends = row.ends
+    def begin(self, start: Start, sequence: TokenSequence) -> None:
+        """Prepare the buffers of a slot for the tokens of a new sequence."""
+        ends = sequence.ends
         self.left[start.slot] = start.steps
         self._begun[start.slot] = False
         self._alternatives[start.slot] = start.alternatives
@@ -458,10 +462,10 @@ class _NewTokens:
         return stopped
 
     def take(self, slots: Ids) -> Iterator[tuple[int, list[NewTokens]]]:
-        """Remove buffered tokens; yield each slot with parts of them, as arguments of `Row.add`.
+        """Remove buffered tokens; yield each slot with parts, as arguments of `TokenSequence.add`.
 
-        Only the last token of a part may end its row. The arrays are converted together, which is
-        faster if there are many slots.
+        Only the last token of a part may end its sequence. The arrays are converted together, which
+        is faster if there are many slots.
         """
         counts = self._count[slots]
         self._count[slots] = 0

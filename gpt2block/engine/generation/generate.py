@@ -1,7 +1,7 @@
 """Generate text: stop strings, streaming, several samples, texts longer than the context.
 
-An engine computes and samples the tokens; this module decodes them to text. The text of a row does
-not depend on the other rows of its batch.
+An engine computes and samples the tokens; this module decodes them to text. The text of a sequence
+does not depend on the other sequences of its batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.options import Options
-from gpt2block.engine.generation.rows import Ends, Generation, Row
+from gpt2block.engine.generation.sequences import Ends, Generation, TokenSequence
 from gpt2block.engine.grammars import Grammar, Matcher, vocabulary_of
 from gpt2block.engine.model import Drafts, Ids, ModelEngine
 from gpt2block.engine.receipts import certify
@@ -28,7 +28,7 @@ from gpt2block.sampling import Sampling, check_biased, new_seed
 
 Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
-MAX_ROWS = 2**20  # most rows per call: number of prompts times samples
+MAX_SEQUENCES = 2**20  # most sequences per call: number of prompts times samples
 
 
 def generate(engine: ModelEngine, encoding: Tokenizer, prompts: object, options: Options) -> Any:
@@ -45,7 +45,7 @@ def generate(engine: ModelEngine, encoding: Tokenizer, prompts: object, options:
     """
     run = Run(engine, encoding, prompts, options)
     run.finish()
-    results, samples = [row.result() for row in run.rows], options.samples
+    results, samples = [sequence.result() for sequence in run.sequences], options.samples
     if samples == 1:
         return results[0] if run.single else results
     groups = [results[first : first + samples] for first in range(0, len(results), samples)]
@@ -65,25 +65,25 @@ def stream(
     run = Run(engine, of_inputs(encoding, prompt), prompt, options)
     if not run.single:
         raise InputError("stream: expected one prompt, got a list")
-    if len(run.rows) > 1:
-        raise InputError(f"stream: expected one sample, got {len(run.rows)}: use generate")
+    if len(run.sequences) > 1:
+        raise InputError(f"stream: expected one sample, got {len(run.sequences)}: use generate")
     return _pieces(run)
 
 
 def _pieces(run: Run) -> Generator[str, None, Generation]:
-    for row in run:
-        piece = row.take()
+    for sequence in run:
+        piece = sequence.take()
         if piece:
             yield piece
-    return run.rows[0].result()
+    return run.sequences[0].result()
 
 
 class Run:
-    """The rows (continuations) of one call: one for each sample of each prompt.
+    """The sequences of one call: one for each sample of each prompt.
 
-    Iteration generates the tokens, and yields the row of each new token until all rows have ended.
-    batch: an idle Batch to run in; None: a new one. compiles: whether rows get the matchers of
-    their grammar; otherwise their owner must set the matchers.
+    Iteration generates the tokens, and yields the sequence of each new token until all sequences
+    have ended. batch: an idle Batch to run in; None: a new one. compiles: whether sequences get the
+    matchers of their grammar; otherwise their owner must set the matchers.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Run:
         self._alone = options.receipt  # whether bits must not depend on other texts
         self.batch: Batch | None = None
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
-        _check_rows(len(self.prompts), samples)
+        _check_sequences(len(self.prompts), samples)
         if samples > 1:
             replace(sampling, sample=sampling.sample + samples - 1)  # checks the last index
         starts, end = [], tokenizer.end_of_text(encoding, V)
@@ -125,96 +125,96 @@ class Run:
             start = tokenizer.token_ids(encoding, prompt, V, name)
             starts.append(_fitting(start, name, end, ends))
 
-        # `row` has no reference to `self`: a cycle of references would keep ended rows in memory.
-        def row(index: int) -> Row:
+        # `create` has no reference to `self`: a cycle would keep ended sequences in memory.
+        def create(index: int) -> TokenSequence:
             start, more = starts[index // samples], index % samples
             own = sampling
             if options.seed is None:
                 own = replace(sampling, seed=new_seed())
             elif more:
                 own = replace(sampling, sample=sampling.sample + more)
-            found = Row(start, own, reader, ends, options.top_logprobs, options.rule)
-            found.matcher = None if matcher is None else matcher.copy()
+            sequence = TokenSequence(start, own, reader, ends, options.top_logprobs, options.rule)
+            sequence.matcher = None if matcher is None else matcher.copy()
             if options.receipt:
-                found.exact, found.certify = True, partial(certify, engine)
-            return found
+                sequence.exact, sequence.certify = True, partial(certify, engine)
+            return sequence
 
-        self.rows = LazyRows(len(starts) * samples, row)
+        self.sequences = LazySequences(len(starts) * samples, create)
         longest = max(map(len, starts))
         self.n_ctx = min(ends.n_ctx, longest + ends.max_new_tokens - 1)  # positions per slot
 
     def follow(self, texts: Sequence[Ids], forced: bool = False) -> None:
-        """Compute several tokens of known texts, one for each row, together.
+        """Compute several tokens of known texts, one for each sequence, together.
 
-        A row ends with its text at the latest. forced: the tokens of the rows are the tokens of
-        the texts, instead of sampled tokens.
+        A sequence ends with its text at the latest. forced: the tokens of the sequences are the
+        tokens of the texts, instead of sampled tokens.
         """
         self._speculate, self._alone = "forced" if forced else "known", True
-        for row, text in zip(self.rows, texts, strict=True):
-            row.known, most = text, len(row.prompt) + len(text)
-            row.ends = replace(row.ends, max_new_tokens=min(len(text), row.ends.max_new_tokens))
+        for sequence, text in zip(self.sequences, texts, strict=True):
+            ends, most, sequence.known = sequence.ends, len(sequence.prompt) + len(text), text
+            sequence.ends = replace(ends, max_new_tokens=min(len(text), ends.max_new_tokens))
             if forced:
-                row.most, row.sampling = max(row.most, most), Sampling(temperature=0.0)
-                row.matcher, no_end = None, ((), frozenset[int](), None)
-                row.ends = Ends(len(text), row.ends.n_ctx, False, *no_end)
-            self.n_ctx = min(row.ends.n_ctx, max(self.n_ctx, most - 1))
+                sequence.most = max(sequence.most, most)
+                sequence.sampling, sequence.matcher = Sampling(temperature=0.0), None
+                sequence.ends = Ends(len(text), ends.n_ctx, False, (), frozenset(), None)
+            self.n_ctx = min(ends.n_ctx, max(self.n_ctx, most - 1))
 
-    def __iter__(self) -> Generator[Row, None, None]:
+    def __iter__(self) -> Generator[TokenSequence, None, None]:
         return self._generate(each_token=True)
 
     def finish(self) -> None:
-        """Generate all tokens; faster than iteration: a row receives many tokens at a time."""
+        """Generate all tokens; faster than iteration: a sequence receives many tokens at a time."""
         for _ in self._generate(each_token=False):
             pass
 
-    def _generate(self, each_token: bool) -> Generator[Row, None, None]:
-        """Generate all tokens; yield a row (continuation) each time that it has got new tokens.
+    def _generate(self, each_token: bool) -> Generator[TokenSequence, None, None]:
+        """Generate all tokens; yield a sequence each time that it has got new tokens.
 
-        each_token: whether rows receive each token at once, instead of several at a time.
+        each_token: whether sequences receive each token at once, instead of several at a time.
         """
         batch = self._own_batch() if self.batch is None else self.batch
-        batch.submit(self.rows)
+        batch.submit(self.sequences)
         try:
             while batch.busy:
-                for row in batch.step(each_token):
-                    if row.error is not None:
-                        raise row.error
-                    yield row
+                for sequence in batch.step(each_token):
+                    if sequence.error is not None:
+                        raise sequence.error
+                    yield sequence
         finally:
             if self.batch is not None:
-                batch.cancel(self.rows)
+                batch.cancel(self.sequences)
 
     def _own_batch(self) -> Batch:
         at_once = 1 if self._alone and computes_alone(self._engine) else self._rows_at_once
-        slots = len(self.rows) if at_once is None else min(at_once, len(self.rows))
+        slots = len(self.sequences) if at_once is None else min(at_once, len(self.sequences))
         fewer = at_once is None
         return Batch(self._engine, slots, self.n_ctx, fewer, speculate=self._speculate)
 
 
-class LazyRows(Sequence[Row]):
-    """A sequence of the rows (continuations) of a call; each row is created on first use."""
+class LazySequences(Sequence[TokenSequence]):
+    """The sequences of a call; each sequence is created on first use."""
 
-    def __init__(self, count: int, create: Callable[[int], Row]) -> None:
+    def __init__(self, count: int, create: Callable[[int], TokenSequence]) -> None:
         self._count, self._create = count, create
-        self._created: dict[int, Row] = {}
+        self._created: dict[int, TokenSequence] = {}
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Row]:
-        return map(self._row, range(self._count))
+    def __iter__(self) -> Iterator[TokenSequence]:
+        return map(self._sequence, range(self._count))
 
     @overload
-    def __getitem__(self, index: int) -> Row: ...
+    def __getitem__(self, index: int) -> TokenSequence: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+    def __getitem__(self, index: slice) -> list[TokenSequence]: ...
+    def __getitem__(self, index: int | slice) -> TokenSequence | list[TokenSequence]:
         selected = range(self._count)[index]
         if isinstance(selected, range):
             return [self[i] for i in selected]
-        return self._row(selected)
+        return self._sequence(selected)
 
-    def _row(self, index: int) -> Row:
+    def _sequence(self, index: int) -> TokenSequence:
         if index not in self._created:
             self._created[index] = self._create(index)
         return self._created[index]
@@ -241,11 +241,11 @@ def computes_alone(engine: ModelEngine) -> bool:
     return engine.cache_kind[3] == "cpu"
 
 
-def _check_rows(prompts: int, samples: int) -> None:
-    if prompts * samples > MAX_ROWS:
+def _check_sequences(prompts: int, samples: int) -> None:
+    if prompts * samples > MAX_SEQUENCES:
         what = "samples" if samples > 1 else "prompts"
         raise InputError(
-            f"{what}: expected at most {MAX_ROWS:,} rows, one for each sample of each prompt, "
+            f"{what}: expected at most {MAX_SEQUENCES:,} sequences, one per sample of each prompt, "
             f"got {prompts:,} prompts and {samples:,} samples: make several calls"
         )
 

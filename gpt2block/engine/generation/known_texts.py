@@ -13,8 +13,8 @@ from gpt2block.checks import several
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.generate import Run, computes_alone
 from gpt2block.engine.generation.options import Options
-from gpt2block.engine.generation.rows import FinishReason, Generation, Row
 from gpt2block.engine.generation.scoring import ScoredTokens
+from gpt2block.engine.generation.sequences import FinishReason, Generation, TokenSequence
 from gpt2block.engine.grammars import Grammar
 from gpt2block.engine.model import Floats, Ids, ModelEngine
 from gpt2block.engine.receipts import SAMPLED, identity, parsed, receipt_of, require_equal
@@ -39,17 +39,17 @@ def score_generated(
     """
     run = Run(engine, encoding, prompts, options)
     given = [continuations] if run.single else several(continuations)
-    if len(given) != len(run.rows):
+    if len(given) != (count := len(run.sequences)):
         raise InputError(
-            f"continuations: expected one for each of {len(run.rows):,} prompts, got {len(given):,}"
+            f"continuations: expected one for each of {count:,} prompts, got {len(given):,}"
         )
     texts = [_ids(engine, run, index, each) for index, each in enumerate(given)]
     run.follow(texts, forced=True)
     run.finish()
     found = []
-    for row, text in zip(run.rows, texts, strict=True):
-        logprobs, first = np.array(row.logprobs, np.float32), int(row.prompt[-1])
-        found.append(ScoredTokens(text, logprobs, encoding, first, None, tuple(row.tops)))
+    for sequence, text in zip(run.sequences, texts, strict=True):
+        logprobs, first = np.array(sequence.logprobs, np.float32), int(sequence.prompt[-1])
+        found.append(ScoredTokens(text, logprobs, encoding, first, None, tuple(sequence.tops)))
     return found[0] if run.single else found
 
 
@@ -58,7 +58,7 @@ def _ids(engine: ModelEngine, run: Run, index: int, given: Any) -> Ids:
     name = "continuation" if run.single else f"continuation {index}"
     ids: Sequence[int] = given.tokens if isinstance(given, Generation) else given
     found = tokenizer.token_ids(None, ids, engine.config.vocab_size, name)
-    most = engine.config.n_ctx - len(run.rows[index].prompt) + 1
+    most = engine.config.n_ctx - len(run.sequences[index].prompt) + 1
     if not 0 < len(found) <= most:
         raise InputError(
             f"{name}: expected 1 to {most:,} tokens, as the model's context is "
@@ -90,38 +90,38 @@ def check_receipts(
     The stated tokens are drafts: a step computes several of them. A text is as stated exactly if
     all of them are sampled, with equal bits of their log-probabilities, and the text ends there.
     """
-    known, rows = identity(engine), dict[Row, tuple[int, dict[str, Any]]]()
+    known, sequences = identity(engine), dict[TokenSequence, tuple[int, dict[str, Any]]]()
     for index, receipt in enumerate(receipts):
         try:
             stated = parsed(receipt)
             require_equal(stated, known)
-            row, logprobs = _row(engine, encoding, stated, known)
-            rows[row] = index, {**stated, "logprobs": logprobs}
+            sequence, logprobs = _sequence(engine, encoding, stated, known)
+            sequences[sequence] = index, {**stated, "logprobs": logprobs}
         except InputError as error:
             yield index, ReceiptCheck(2, str(error))
         except KeyError as error:
             yield index, ReceiptCheck(2, f"{error.args[0]}: expected, but missing")
-    if not rows:
+    if not sequences:
         return
-    at_once = 1 if computes_alone(engine) else len(rows)
-    n_ctx = max(len(row.prompt) + row.ends.max_new_tokens - 1 for row in rows)
+    at_once = 1 if computes_alone(engine) else len(sequences)
+    n_ctx = max(len(sequence.prompt) + sequence.ends.max_new_tokens - 1 for sequence in sequences)
     batch = Batch(engine, at_once, n_ctx, fewer=True, speculate="known")
-    batch.submit([*rows])
+    batch.submit([*sequences])
     while batch.busy:
-        for row in batch.step(each_token=False):
-            index, stated = rows[row]
-            problem = _problem(row, stated)
-            if problem and row.finish_reason is None:
-                batch.cancel([row])
-            if row.finish_reason:
+        for sequence in batch.step(each_token=False):
+            index, stated = sequences[sequence]
+            problem = _problem(sequence, stated)
+            if problem and sequence.finish_reason is None:
+                batch.cancel([sequence])
+            if sequence.finish_reason:
                 nan = bool(np.isnan(stated["logprobs"]).any())
-                yield index, ReceiptCheck(int(bool(problem)), problem, len(row.tokens), nan)
+                yield index, ReceiptCheck(int(bool(problem)), problem, len(sequence.tokens), nan)
 
 
-def _row(
+def _sequence(
     engine: ModelEngine, encoding: Tokenizer, stated: Mapping[str, Any], known: Mapping[str, Any]
-) -> tuple[Row, Floats]:
-    """Return the row that generates a stated text again, and the stated log-probabilities.
+) -> tuple[TokenSequence, Floats]:
+    """Return the sequence that generates a stated text again, and the stated log-probabilities.
 
     Raises InputError, which names the field, unless the receipt is one of this model and version.
     """
@@ -139,9 +139,10 @@ def _row(
         options.follow(grammar)
     prompt = tokenizer.token_ids(None, stated["prompt"], V, "prompt")
     run = Run(engine, encoding, prompt, options)
-    (row,) = run.rows
-    row.unwritten = frozenset(tokenizer.token_ids(None, own["unwritten"], V, "unwritten").tolist())
-    again = receipt_of(row, known)
+    (sequence,) = run.sequences
+    unwritten = tokenizer.token_ids(None, own["unwritten"], V, "unwritten")
+    sequence.unwritten = frozenset(unwritten.tolist())
+    again = receipt_of(sequence, known)
     require_equal(own, again["options"], "options.")
     require_equal(stated, again)
     if unknown := ({*stated} - {*again}) | ({*own} - {*again["options"]}):
@@ -154,32 +155,32 @@ def _row(
     if not len(logprobs) == len(tokens) > 0 or stated["finish_reason"] not in FINISHED:
         raise InputError("logprobs, finish_reason: expected those of one token or more")
     run.follow([tokens])
-    return row, logprobs
+    return sequence, logprobs
 
 
-def _problem(row: Row, stated: Mapping[str, Any]) -> str:
-    """Return a sentence about the first difference between a row and the stated text, or ""."""
-    tokens, count = stated["tokens"], min(len(row.tokens), len(stated["tokens"]))
-    own, other = np.array(row.logprobs[:count], np.float32), stated["logprobs"][:count]
+def _problem(sequence: TokenSequence, stated: Mapping[str, Any]) -> str:
+    """Return a sentence about the first difference of a sequence from the stated text, or ""."""
+    tokens, count = stated["tokens"], min(len(sequence.tokens), len(stated["tokens"]))
+    own, other = np.array(sequence.logprobs[:count], np.float32), stated["logprobs"][:count]
     wrong = (own.view(np.int32) != other.view(np.int32)) | (
-        np.array(row.tokens[:count]) != tokens[:count]
+        np.array(sequence.tokens[:count]) != tokens[:count]
     )
     if wrong.any():
         at = int(wrong.argmax())
         return (
             f"token {at}: the receipt states {tokens[at]} with a log-probability of "
-            f"{_shown(other[at])}, generated is {row.tokens[at]} with {_shown(own[at])}"
+            f"{_shown(other[at])}, generated is {sequence.tokens[at]} with {_shown(own[at])}"
         )
-    if row.finish_reason in (None, "cancelled"):
+    if sequence.finish_reason in (None, "cancelled"):
         return ""
-    reason = None if row.error else row.finish_reason
-    if reason == "length" and row.ends.max_new_tokens < stated["options"]["max_new_tokens"]:
-        reason = "context" if row.full else None
+    reason = None if sequence.error else sequence.finish_reason
+    if reason == "length" and sequence.ends.max_new_tokens < stated["options"]["max_new_tokens"]:
+        reason = "context" if sequence.full else None
     if reason == stated["finish_reason"] and count == len(tokens):
         return ""
-    ended = f"ends with {reason!r}" if reason else row.error or "goes on"
+    ended = f"ends with {reason!r}" if reason else sequence.error or "goes on"
     return (
-        f"token {len(row.tokens)}: the receipt states {len(tokens):,} tokens and the reason "
+        f"token {len(sequence.tokens)}: the receipt states {len(tokens):,} tokens and the reason "
         f"{stated['finish_reason']!r}, the generated text {ended}"
     )
 

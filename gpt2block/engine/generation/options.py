@@ -20,12 +20,7 @@ from gpt2block.checks import (
 )
 from gpt2block.engine.grammars.grammar import RULES, Grammar, Schema
 from gpt2block.errors import Argument, InputError, shown
-from gpt2block.sampling import (
-    SAMPLING_OPTIONS,
-    Sampling,
-    SamplingKeywords,
-    check_alternatives,
-)
+from gpt2block.sampling import SAMPLING_OPTIONS, Sampling, SamplingKeywords, check_alternatives
 
 Overflow = Literal["error", "truncate"]
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gpt2block.engine.generation.rows import Row
+from gpt2block.engine.generation.sequences import TokenSequence
 from gpt2block.engine.model import Ids
 
 MIN_COPIED = 64  # minimum tokens for which a copy of a slot's keys and values is faster
@@ -18,7 +18,7 @@ Key = tuple[str, bool, bytes]
 
 
 def min_shared(n_layer: int, nbytes: int) -> int:
-    """Return the minimum length of a common prefix that a row waits for another row to compute.
+    """Return the minimum length of a common prefix that a sequence waits for another to compute.
 
     Computing this many tokens takes about as long as one more pass of a model with n_layer layers
     and nbytes bytes of weights.
@@ -50,7 +50,7 @@ class Prefixes:
     Slots are indexed by their first `least` tokens, their first 2 · `least` tokens, 4 · `least`, …
 
     least: number of first tokens that a prompt must share with a slot. short: short_context of
-    ModelConfig. Rows that may exceed it and other rows do not find each other's tokens.
+    ModelConfig. Sequences that may exceed it and other sequences do not find each other's tokens.
     """
 
     def __init__(self, least: int, short: int = 0) -> None:
@@ -58,13 +58,13 @@ class Prefixes:
         self._of_slot: dict[int, _Held] = {}
         self._alike: dict[Key, dict[int, None]] = {}  # by hash of first tokens: slots, latest last
 
-    def hold(self, slot: int, row: Row, ids: Ids, done: int) -> None:
+    def hold(self, slot: int, sequence: TokenSequence, ids: Ids, done: int) -> None:
         """Record the tokens that a slot now holds; forget its earlier tokens."""
         if (held := self._of_slot.get(slot)) and held.ids is ids:
             self._of_slot[slot] = held._replace(done=done)
             return
         self.drop(slot)
-        keys = tuple(self._key(row, ids[:n]) for n in self._sizes(len(ids)))
+        keys = tuple(self._key(sequence, ids[:n]) for n in self._sizes(len(ids)))
         self._of_slot[slot] = _Held(ids, done, keys)
         for key in keys:
             self._alike.setdefault(key, {})[slot] = None
@@ -81,7 +81,7 @@ class Prefixes:
         self._of_slot.clear()
         self._alike.clear()
 
-    def longest(self, row: Row, ids: Ids) -> tuple[HeldPrefix, HeldPrefix]:
+    def longest(self, sequence: TokenSequence, ids: Ids) -> tuple[HeldPrefix, HeldPrefix]:
         """Return a prompt's longest computed prefix, and its longest one computed or in progress.
 
         Of slots with equally long prefixes, the latest is returned.
@@ -93,10 +93,10 @@ class Prefixes:
         """
         done = coming = NOTHING
         sizes = self._sizes(len(ids) - 1)
-        if sizes and self._key(row, ids[: sizes[0]]) not in self._alike:
+        if sizes and self._key(sequence, ids[: sizes[0]]) not in self._alike:
             return done, coming  # without the shortest prefix, no slot has a longer prefix
         for n in reversed(sizes):
-            slots = self._alike.get(self._key(row, ids[:n]), {})
+            slots = self._alike.get(self._key(sequence, ids[:n]), {})
             for slot, _ in zip(reversed(slots), range(MAX_COMPARED), strict=False):
                 held = self._of_slot[slot]
                 tokens = _common(held.ids, ids)
@@ -108,18 +108,19 @@ class Prefixes:
                 break
         return done, coming
 
-    def slot_for(self, row: Row, free: Sequence[int]) -> int:
-        """Return the free slot with the longest prefix of a row's prompt, else the first free slot.
+    def slot_for(self, sequence: TokenSequence, free: Sequence[int]) -> int:
+        """Return the free slot with the longest prefix of a sequence's prompt, else the first one.
 
-        A slot that would lose most of its tokens is avoided: the row gets a copy of its prefix.
+        A slot that would lose most of its tokens is avoided: the sequence gets a copy of its
+        prefix.
         """
-        (slot, tokens), _ = self.longest(row, row.start(free[0]).ids)
+        (slot, tokens), _ = self.longest(sequence, sequence.start(free[0]).ids)
         if slot in free and 2 * tokens >= len(self._of_slot[slot].ids):
             return slot
         return next((each for each in free if each != slot), slot)
 
-    def _key(self, row: Row, ids: Ids) -> Key:
-        return row.client, row.most > self._short, ids.tobytes()
+    def _key(self, sequence: TokenSequence, ids: Ids) -> Key:
+        return sequence.client, sequence.most > self._short, ids.tobytes()
 
     def _sizes(self, most: int) -> list[int]:
         """Return the prefix lengths by which slots are indexed: the least one times 1, 2, 4, …"""

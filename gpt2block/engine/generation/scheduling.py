@@ -1,7 +1,7 @@
-"""Choose which rows (continuations) start next, and which parts of prompts run before a step.
+"""Choose which sequences start next, and which parts of prompts run before a step.
 
-Turns holds waiting items by client; RowScheduler assigns rows to slots; PieceScheduler selects the
-pieces of prompts before each step.
+Turns holds waiting items by client; SequenceScheduler assigns sequences to slots; PieceScheduler
+selects the pieces of prompts before each step.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 Item = TypeVar("Item")
 
 PIECE = 4096  # most tokens of a part of a prompt; parts end at multiples of PIECE
-START_COST = 2  # starting rows takes about 1 / START_COST of the time of a decoding step
-MAX_REMOVED = 64  # number of removed rows above which the queues may be cleaned
+START_COST = 2  # starting sequences takes about 1 / START_COST of the time of a decoding step
+MAX_REMOVED = 64  # number of removed sequences above which the queues may be cleaned
 
 
 class Turns(Generic[Item]):
@@ -52,18 +52,18 @@ class Turns(Generic[Item]):
             self._of[client] = deque([iter(left)])
 
 
-class RowScheduler(Generic[Item]):
-    """Assigns rows (continuations) to slots in order. A free slot gets the next waiting row.
+class SequenceScheduler(Generic[Item]):
+    """Assigns sequences to slots in order. A free slot gets the next waiting sequence.
 
-    Clients with waiting rows take turns, one row each.
+    Clients with waiting sequences take turns, one sequence each.
 
-    Starting any number of rows interrupts the running rows. Therefore rows wait, although slots are
-    free, until the steps that they have missed cost as much as the interruption: with one running
-    row they start immediately, with many running rows they start together. A row waits for at most
-    as many steps as there are running rows.
+    Starting any number of sequences interrupts the running sequences. Therefore sequences wait,
+    although slots are free, until the steps that they have missed cost as much as the interruption:
+    with one running sequence they start immediately, with many running sequences they start
+    together. A sequence waits for at most as many steps as there are running sequences.
 
-    choose: function that selects a free slot for a row; its list begins with the slot that has been
-    free the longest. None: the lowest free slots.
+    choose: function that selects a free slot for a sequence; its list begins with the slot that has
+    been free the longest. None: the lowest free slots.
     """
 
     def __init__(
@@ -71,38 +71,39 @@ class RowScheduler(Generic[Item]):
     ) -> None:
         self._new: Turns[Item] = Turns()
         self._again: deque[Item] = deque()
-        self._removed: dict[int, Item] = {}  # removed rows by id()
-        self.waiting = 0  # number of waiting rows
+        self._removed: dict[int, Item] = {}  # removed sequences by id()
+        self.waiting = 0  # number of waiting sequences
         self._free, self._choose = list(range(slots)), choose
-        self._row_of: list[Item | None] = [None] * slots
+        self._sequence_of: list[Item | None] = [None] * slots
         self._running = 0
-        self._missed = 0  # sum, over the steps since rows last started, of rows that could start
+        # sum, over the steps since sequences last started, of sequences that could start
+        self._missed = 0
 
     @property
     def busy(self) -> bool:
-        """Whether any row (continuation) runs or waits for a slot."""
+        """Whether any sequence runs or waits for a slot."""
         return self._running + self.waiting > 0
 
-    def add(self, rows: Sequence[Item], client: str = "") -> None:
-        """Queue rows (continuations) after the client's others; each is read when it starts."""
-        self._new.add(rows, client)
-        self.waiting += len(rows)
+    def add(self, sequences: Sequence[Item], client: str = "") -> None:
+        """Queue sequences after the client's others; each is read when it starts."""
+        self._new.add(sequences, client)
+        self.waiting += len(sequences)
 
-    def remove(self, row: Item) -> None:
-        """Remove a waiting row (continuation), so that it never starts."""
-        self._removed[id(row)] = row
+    def remove(self, sequence: Item) -> None:
+        """Remove a waiting sequence, so that it never starts."""
+        self._removed[id(sequence)] = sequence
         self.waiting -= 1
         if len(self._removed) > max(MAX_REMOVED, self.waiting):
             self._forget_removed()
 
     def _forget_removed(self) -> None:
-        """Delete removed rows from the queues; otherwise they stay there until they are next."""
-        self._new.keep(lambda row: id(row) not in self._removed)
-        self._again = deque(row for row in self._again if id(row) not in self._removed)
+        """Delete removed sequences from the queues; else they stay there until they are next."""
+        self._new.keep(lambda sequence: id(sequence) not in self._removed)
+        self._again = deque(each for each in self._again if id(each) not in self._removed)
         self._removed.clear()
 
     def place(self) -> list[tuple[int, Item]]:
-        """Assign waiting continuations to free slots; return pairs (slot, row) to start."""
+        """Assign waiting continuations to free slots; return pairs (slot, sequence) to start."""
         count = min(len(self._free), self.waiting)
         self._missed += count
         if not count or START_COST * self._missed < self._running:
@@ -112,58 +113,58 @@ class RowScheduler(Generic[Item]):
             self._free.sort()
         placed = []
         for _ in range(count):
-            row = self._take()
-            slot = self._free[0] if self._choose is None else self._choose(row, self._free)
+            sequence = self._take()
+            slot = self._free[0] if self._choose is None else self._choose(sequence, self._free)
             self._free.remove(slot)
-            self._row_of[slot] = row
+            self._sequence_of[slot] = sequence
             self._running += 1
-            placed.append((slot, row))
+            placed.append((slot, sequence))
         return placed
 
     def _take(self) -> Item:
-        """Remove and return the next waiting row (continuation). At least one must be waiting."""
+        """Remove and return the next waiting sequence. At least one must be waiting."""
         self.waiting -= 1
         while self._again:
-            if self._wanted(row := self._again.popleft()):
-                return row
+            if self._wanted(sequence := self._again.popleft()):
+                return sequence
         found = self._new.take(self._wanted)
         assert found is not None
         return found
 
-    def _wanted(self, row: Item) -> bool:
-        """Return False for a row that was removed, after forgetting its removal; else True."""
-        return self._removed.pop(id(row), None) is None
+    def _wanted(self, sequence: Item) -> bool:
+        """Return False for a sequence that was removed, after forgetting its removal; else True."""
+        return self._removed.pop(id(sequence), None) is None
 
-    def slot_of(self, row: Item) -> int | None:
-        """Return the slot in which a row (continuation) runs, or None if it does not run."""
-        return next((slot for slot, each in enumerate(self._row_of) if each is row), None)
+    def slot_of(self, sequence: Item) -> int | None:
+        """Return the slot in which a sequence runs, or None if it does not run."""
+        return next((slot for slot, each in enumerate(self._sequence_of) if each is sequence), None)
 
-    def row_of(self, slot: int) -> Item:
-        """Return the row (continuation) that runs in this slot."""
-        row = self._row_of[slot]
-        assert row is not None
-        return row
+    def sequence_of(self, slot: int) -> Item:
+        """Return the sequence that runs in this slot."""
+        sequence = self._sequence_of[slot]
+        assert sequence is not None
+        return sequence
 
-    def rows_of(self, slots: Sequence[int]) -> list[Item]:
-        """Return the rows (continuations) that these slots compute."""
-        rows: list[Any] = [self._row_of[slot] for slot in slots]
-        return rows
+    def sequences_of(self, slots: Sequence[int]) -> list[Item]:
+        """Return the sequences that these slots compute."""
+        sequences: list[Any] = [self._sequence_of[slot] for slot in slots]
+        return sequences
 
     def release(self, slot: int, again: bool = False) -> None:
         """Free a slot. again: whether its continuation restarts, before any new one starts."""
         if again:
-            self._again.append(self.row_of(slot))
+            self._again.append(self.sequence_of(slot))
             self.waiting += 1
-        self._row_of[slot] = None
+        self._sequence_of[slot] = None
         self._free.append(slot)
         self._running -= 1
 
 
 class PromptPiece(NamedTuple):
-    """A part of a row's prompt: tokens `first` to `end` - 1. last: whether the prompt ends here."""
+    """A part of a sequence's prompt: tokens `first` to `end` - 1. last: whether it ends here."""
 
     slot: int
-    row: Any
+    sequence: Any
     first: int
     end: int
     last: bool
@@ -172,10 +173,10 @@ class PromptPiece(NamedTuple):
 class PieceScheduler(Generic[Item]):
     """Selects parts of prompts to compute before each step, limited so that steps are not late.
 
-    Waiting rows take turns, with one piece each. Pieces end at multiples of `piece` tokens of the
-    prompt, so that a prompt is divided in the same way whatever else runs; with piece 0, prompts
-    are not divided. most: number of tokens from which a step gets no further piece; a step
-    therefore gets fewer than most + piece tokens. None: a step gets a piece of every row.
+    Waiting sequences take turns, with one piece each. Pieces end at multiples of `piece` tokens of
+    the prompt, so that a prompt is divided in the same way whatever else runs; with piece 0,
+    prompts are not divided. most: number of tokens from which a step gets no further piece; a step
+    therefore gets fewer than most + piece tokens. None: a step gets a piece of every sequence.
     """
 
     def __init__(self, most: int | None = None, piece: int = PIECE) -> None:
@@ -186,12 +187,12 @@ class PieceScheduler(Generic[Item]):
         """Return the number of prompts that are not fully computed."""
         return len(self._waiting)
 
-    def add(self, slot: int, row: Item, first: int, end: int) -> None:
+    def add(self, slot: int, sequence: Item, first: int, end: int) -> None:
         """Queue a prompt of `end` tokens, of which the first `first` have been computed."""
-        self._waiting.append(PromptPiece(slot, row, first, end, True))
+        self._waiting.append(PromptPiece(slot, sequence, first, end, True))
 
     def take(self) -> list[PromptPiece]:
-        """Return the parts of prompts to compute before the next step, at most one per row."""
+        """Return the parts of prompts to compute before the next step, at most one per sequence."""
         taken: list[PromptPiece] = []
         tokens = 0
         for _ in range(len(self._waiting)):
@@ -208,9 +209,9 @@ class PieceScheduler(Generic[Item]):
                 break
         return taken
 
-    def remove(self, row: Item) -> bool:
-        """Remove a row's prompt from the queue; return whether it was in the queue."""
-        pieces = [left for left in self._waiting if left.row is row]
+    def remove(self, sequence: Item) -> bool:
+        """Remove a sequence's prompt from the queue; return whether it was in the queue."""
+        pieces = [left for left in self._waiting if left.sequence is sequence]
         for piece in pieces:
             self._waiting.remove(piece)
         return bool(pieces)

@@ -24,7 +24,7 @@ from gpt2block.checks import (
 )
 from gpt2block.engine import notebook
 from gpt2block.engine.generation.options import Overflow
-from gpt2block.engine.generation.rows import BAD_WEIGHTS, Tops
+from gpt2block.engine.generation.sequences import BAD_WEIGHTS, Tops
 from gpt2block.engine.model import Floats, Ids, ModelEngine, in_groups
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints.embedding_files import Pooling

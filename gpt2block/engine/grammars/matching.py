@@ -1,4 +1,4 @@
-"""Matchers: for each row (continuation), the tokens that its grammar allows next."""
+"""Matchers: for each sequence, the tokens that its grammar allows next."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ KEPT, KEPT_BYTES = 64, 2**28  # most compiled grammars that a Vocabulary keeps, 
 # A compiled grammar grows while masks take more than USUAL_S of CPU time, by at most BYTES_PER_S
 # (measured: 75 MB/s) and by at most MAX_GROWTH (measured: 62 MB until llguidance ends the text).
 USUAL_S, BYTES_PER_S, MAX_GROWTH = 1e-4, 2**27, 2**26
-TEXTS = 4096  # number of forced texts whose tokens are cached; most of them occur in every row
+TEXTS = 4096  # number of forced texts whose tokens are cached; most of them occur in every sequence
 FORCED = 256  # most characters of a forced text that are divided into tokens
 LONG_S = 0.005  # a step does not wait for a mask that takes more CPU time than this
-SLOW_S = 0.05  # a row ends if its masks take more CPU time than this, on average over SLOW_MASKS
+# a sequence ends if its masks take more CPU time than this, on average over SLOW_MASKS
+SLOW_S = 0.05
 SLOW_MASKS = 8
 TOO_COMPLEX = "{}: the text cannot be continued ({}): expected a simpler one"
 TOO_SLOW = f"{SLOW_MASKS} masks of allowed tokens in a row take more than {1e3 * SLOW_S:g} ms each"

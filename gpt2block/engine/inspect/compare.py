@@ -14,7 +14,7 @@ from gpt2block.engine import notebook
 from gpt2block.engine.block import NOTHING, BlockEngine, Given
 from gpt2block.engine.model import (
     Ids,
-    RowFrequencies,
+    SequenceFrequencies,
     StepResult,
     TracedEngine,
     by_name,
@@ -128,7 +128,7 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     batch |= {"cu_seqlens": np.array([0, T]), "start": np.array([0])}
     batch |= new_states(config, 1, np, kept=False)
     constants = architecture.constants(config, weights)
-    constants |= RowFrequencies(config, 1, T, np).tensors
+    constants |= SequenceFrequencies(config, 1, T, np).tensors
     do = NumpyExecutor({**weights, **constants, **kept, **batch}, keep=None)
     forward(ModelStepPass(do, PassSettings.of(config), T), architecture, config, "logits")
     # These are no rows of the pass: engines compute them from exact inputs.

@@ -22,8 +22,8 @@ from gpt2block.engine.model import (
     Floats,
     Ids,
     Output,
-    RowFrequencies,
     Sampled,
+    SequenceFrequencies,
     Start,
     StepResult,
     StoredModel,
@@ -51,7 +51,7 @@ ROWS_AT_ONCE = 1024  # maximum rows whose logits are computed at a time for like
 SLOTS = 16  # maximum slots of a decoding whose caller accepts fewer slots than requested
 
 
-FIRST_POSITIONS = 256  # positions of each row for which a kv_cache has memory at first
+FIRST_POSITIONS = 256  # positions of each sequence for which a kv_cache has memory at first
 
 
 class NumpyCache:
@@ -59,8 +59,8 @@ class NumpyCache:
 
     Rows that are never stored in FP8 (`LayerCache.narrow`) have the dtype itself.
 
-    The memory grows with the longest row, up to n_ctx positions. shared: whether equal layers share
-    their memory.
+    The memory grows with the longest sequence, up to n_ctx positions. shared: whether equal layers
+    share their memory.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class NumpyCache:
         self._new_states = partial(new_states, config, batch, np, not shared)
         self._dtype = FLOATS[own_cache_dtype(formats.dtype)]
         self.release()
-        self.frequencies = RowFrequencies(config, batch, n_ctx, np)
+        self.frequencies = SequenceFrequencies(config, batch, n_ctx, np)
 
     def release(self) -> None:
         """Forget all tokens, and give back the memory of later positions."""
@@ -87,7 +87,7 @@ class NumpyCache:
         self._allocate(min(self.n_ctx, FIRST_POSITIONS))
 
     def reserve(self, count: int) -> None:
-        """Provide memory for `count` positions of each row."""
+        """Provide memory for `count` positions of each sequence."""
         if count > self.positions:
             before = self.arrays
             self._allocate(min(self.n_ctx, max(count, 2 * self.positions)))
@@ -165,8 +165,8 @@ class NumpyModel(NumpySteps, StoredModel):
         if cache is None:  # then layers can share one layer's memory
             longest = max(map(len, sequences))
             cache = NumpyCache(self.config, len(sequences), longest, self.formats, shared=True)
-            for row, ids in enumerate(sequences):
-                cache.frequencies.begin(row, len(ids))
+            for number, ids in enumerate(sequences):
+                cache.frequencies.begin(number, len(ids))
         lengths = [len(ids) for ids in sequences]
         starts = list(cache.lengths)
         cache.reserve(max(map(sum, zip(starts, lengths, strict=True))))

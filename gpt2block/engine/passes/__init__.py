@@ -3,7 +3,7 @@
 forward       a pass through all blocks of a model, and the outputs of a pass
 blocks        a pass with one step per operation, and the fused block
 prefill       passes over the new tokens of all sequences as rows of one matrix
-decoding      passes over one token for each row of a kv_cache
+decoding      passes over one token for each sequence of a kv_cache
 executor      the interface that runs steps; implementations are in `gpt2block.engine`
 """
 

@@ -8,7 +8,7 @@ whole head, and other pairs have frequency zero, so that Llama's RoPE kernels ca
 With longrope, RoPE has a factor for each frequency and multiplies the pairs that it rotates. There
 are two sets of factors. A sequence has one set at all positions, chosen when it begins: the
 short set if it may have at most original_context tokens, else the long set. So each row of a
-kv_cache has its own frequencies (`RowFrequencies`), and the RoPE kernels are the variants that
+kv_cache has its own frequencies (`SequenceFrequencies`), and the RoPE kernels are the variants that
 read them. Source: Microsoft, "Phi-3 Technical Report" (2024), and Phi3 in `transformers`, which
 changes to the long set when a text grows above original_context.
 """

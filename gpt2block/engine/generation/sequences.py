@@ -1,4 +1,4 @@
-"""Rows: continuations of a prompt during generation, with tokens, text and end conditions."""
+"""Sequences: continuations of a prompt during generation, with tokens, text and end conditions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ FinishReason = Literal["length", "stop", "context"]
 EndReason = Literal["length", "stop", "context", "error", "rule", "cancelled", "deadline"]
 SHOWN_TEXT = 200  # most characters of a text in `repr`
 Tops = tuple[tuple[int, float], ...]  # (id, log-probability) of a position's most likely tokens
-# Arguments of `Row.add`: tokens, log-probabilities, most likely tokens, whether each was drafted
+# Arguments of `TokenSequence.add`: tokens, log-probabilities, most likely tokens, whether each was
+# drafted
 NewTokens = tuple[Sequence[int], Sequence[float], Sequence[Tops], Sequence[bool]]
 BAD_WEIGHTS = (
     "the weights hold infinity or NaN, or numbers too large for their dtype: try ",
@@ -73,7 +74,7 @@ class Generation(ReadLater):
 
 @dataclass(frozen=True)
 class Ends:
-    """Conditions that end a row (continuation). encoding: tokenizer for stop strings, or None."""
+    """Conditions that end a sequence. encoding: tokenizer for stop strings, or None."""
 
     max_new_tokens: int
     n_ctx: int
@@ -83,11 +84,11 @@ class Ends:
     encoding: Encoding | None
 
 
-class Row:
+class TokenSequence:
     """A continuation of a prompt that is being generated.
 
     Tokens are decoded when the text is read, or immediately if there are stop strings.
-    finish_reason: None until the row ends; a FinishReason; "error" if its logits were NaN or
+    finish_reason: None until the sequence ends; a FinishReason; "error" if its logits were NaN or
     infinite or the engine has failed, or "rule" if its grammar is too complex to continue the text,
     with the exception in `error`; "cancelled"; or "deadline" if its time ran out.
     """
@@ -120,8 +121,8 @@ class Row:
         self.held = False  # whether Batch.step may deliver tokens later
         self.known: Ids | None = None  # the continuation if it is known: the Decoding's drafts
         self.exact = False  # whether kernels of prompts compute the whole prompt
-        # Returns the receipt of a row that has ended; None: no receipt is wanted.
-        self.certify: Callable[[Row], dict[str, Any]] | None = None
+        # Returns the receipt of a sequence that has ended; None: no receipt is wanted.
+        self.certify: Callable[[TokenSequence], dict[str, Any]] | None = None
         self.unwritten: frozenset[int] = frozenset()  # ids of tokens that the text leaves out
         self._encoding = encoding
         self._at_end_token = self._closed = False
@@ -129,11 +130,11 @@ class Row:
         self._pieces: list[str] = []
         self._taken = self._tokens_taken = 0
 
-    def without_text(self) -> Row:
+    def without_text(self) -> TokenSequence:
         """Return a copy without tokenizer and stop strings, which knows token ids only.
 
-        The row must have no tokens yet. The copy can be pickled, and generated in another process.
-        Its tokens are then added to this row, which finds the stop strings.
+        The sequence must have no tokens yet. The copy can be pickled, and generated in another
+        process. Its tokens are then added to this sequence, which finds the stop strings.
         """
         found = copy(self)
         found.ends = replace(self.ends, stop=(), encoding=None)
@@ -149,7 +150,7 @@ class Row:
 
     @cached_property
     def _text(self) -> Text:
-        """The decoder of the text; created on first use, because many rows need no text."""
+        """The decoder of the text; created on first use, because many sequences need no text."""
         return Text(self.ends.stop)
 
     def start(self, slot: int) -> Start:
@@ -170,10 +171,10 @@ class Row:
         tops: Sequence[Tops],
         drafted: Sequence[bool],
     ) -> None:
-        """Append sampled tokens to the row (continuation), which only the last of them may end.
+        """Append sampled tokens to the sequence, which only the last of them may end.
 
         If the last token is invalid because of NaN or infinite logits, the other tokens are added,
-        and the row ends with an error. tops: alternatives of each token; empty without any.
+        and the sequence ends with an error. tops: alternatives of each token; empty without any.
         """
         wrong = "NaN" if tokens[-1] < 0 else "infinite" if math.isnan(logprobs[-1]) else ""
         if wrong:
@@ -201,7 +202,7 @@ class Row:
             self.finish_reason = "stop" if self._stopped else reason
 
     def _problem(self, wrong: str) -> tuple[InputError, EndReason]:
-        """Return the error of a row without a valid token, and the reason of its end.
+        """Return the error of a sequence without a valid token, and the reason of its end.
 
         wrong: "NaN" or "infinite".
         """
@@ -238,12 +239,12 @@ class Row:
         return len(self.prompt) + len(self.tokens) > self.ends.n_ctx
 
     def cancel(self, reason: Literal["cancelled", "deadline"] = "cancelled") -> None:
-        """End the row (continuation) before an end condition is met."""
+        """End the sequence before an end condition is met."""
         self.close()
         self.finish_reason = reason
 
     def end_as(self, reason: EndReason) -> None:
-        """End this row for the reason for which its copy without text has ended.
+        """End this sequence for the reason for which its copy without text has ended.
 
         Only the copy knows of a deadline, an error, and a text that is complete by its grammar.
         """
@@ -258,7 +259,7 @@ class Row:
             self._decode()
 
     def _decode(self) -> None:
-        """Decode the new tokens to text, except for a stop token that ended the row."""
+        """Decode the new tokens to text, except for a stop token that ended the sequence."""
         end = len(self.tokens) - self._at_end_token
         if self.ends.stop and self._decoded < (early := min(end, self.sampling.min_new_tokens)):
             data = self._bytes(self.tokens[self._decoded : early])
@@ -292,7 +293,7 @@ class Row:
         return [self._bytes([token]).decode(errors="replace") for token in self.tokens]
 
     def result(self) -> Generation:
-        """Return the Generation (the result) of a row whose text has ended."""
+        """Return the Generation (the result) of a sequence whose text has ended."""
         reason = self.finish_reason
         assert reason is not None
         assert reason != "error"
@@ -309,6 +310,9 @@ class Row:
         if self.unwritten:
             tokens = [token for token in tokens if token not in self.unwritten]
         return b"" if encoding is None else bytes_of_ids(encoding, tokens)
+
+
+Sequences = Sequence[TokenSequence]
 
 
 class Text:
