@@ -667,7 +667,7 @@ def rmsnorm_groups(x: Array, weight: Array, residual: Array, eps: float = 1e-6) 
 def operand(x: Array) -> Array:
     """Convert x (..., C) to the format that GPU matrix products read. Here, x stays unchanged.
 
-    On a GPU: 16-bit numbers, or the `Terms` of decoding.
+    On a GPU: 16-bit numbers, or the `Operand` of decoding.
     """
     return x
 

@@ -14,7 +14,7 @@ from gpt2block.engine.passes.forward import forward
 from gpt2block.engine.passes.prefill import Prefill
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import ModelConfig
-from gpt2block.ops.terms import Terms
+from gpt2block.ops.operands import Operand
 
 
 def outline(config: ModelConfig) -> Outline:
@@ -36,7 +36,7 @@ def prefill(shape: Prefill, config: ModelConfig, want: Any) -> list[Step]:
 def decode(
     config: ModelConfig,
     norms: bool = True,
-    known: Mapping[str, Sequence[Terms]] | None = None,
+    known: Mapping[str, Sequence[Operand]] | None = None,
     kv_dtype: str | None = None,
     bounds: Mapping[str, float] | None = None,
     x_dtype: str | None = None,

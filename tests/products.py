@@ -59,14 +59,14 @@ from gpt2block.ops.engines.linear_mma_tiles import MmaLinearTile
 from gpt2block.ops.engines.rmsnorm_mma import RmsnormTile
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.gemm import OPERATION as GEMM
+from gpt2block.ops.operands import Operand
 from gpt2block.ops.operation import Operation
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.ops.terms import Terms
 from tests import plain
 from tests.devices import H200, assert_same_bits, moved, running_on
 from tests.gpus import H200 as H200_LIMITS
 from tests.gpus import HOPPER_CAPABILITY, MMA_CAPABILITY, cupy_with
-from tests.ops.test_terms import rounded_to_float16, terms
+from tests.ops.test_operands import as_operand, rounded_to_float16
 
 Array = NDArray[Any]
 Given = dict[str, Any]  # arrays and matrices by name
@@ -138,8 +138,8 @@ class Kernel:
     """A variant of an operation. dtype: of x, or "hi_lo".
 
     weights, out: dtypes of the matrices and of the result; "": dtype. layout: of the matrices.
-    terms: `Terms` in which x is stored instead of floats. alike: name of a kernel that gives the
-    same bits. alone: whether a row has the same bits alone and among other rows, with any tile.
+    operand: `Operand` in which x is stored instead of floats. alike: name of a kernel that gives
+    the same bits. alone: whether a row has the same bits alone and among other rows, with any tile.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Kernel:
     weights: str = ""
     out: str = ""
     layout: str = "NK"
-    terms: Terms | None = None
+    operand: Operand | None = None
     alike: str = ""
     alone: bool = True
 
@@ -199,7 +199,7 @@ class Kernel:
             x -= np.float32(0.5)
             x[len(x) // 2] = 0  # a row of zeros
             x[..., K // 2] *= 100  # a column of outliers
-        if self.terms and self.terms.rounded:
+        if self.operand and self.operand.rounded:
             x = rounded_to_float16(x)
         x = x.astype(DTYPES.get(self.dtype, np.float32))
         if case.apart:
@@ -262,8 +262,8 @@ class Kernel:
         kept = [a for arrays in inputs for a in arrays.values() if a.flags.c_contiguous]
         before = [array.get() for array in kept]
         chosen: dict[str, Any] = {"variant": self.variant}
-        if self.terms:
-            chosen = {"terms": self.terms, "decoding": True}
+        if self.operand:
+            chosen = {"operand": self.operand, "decoding": True}
         bound = self.operation.bind(self.inputs(there), out, **self.attrs(case), **chosen)
         assert bound.run() is out
         for array, old in zip(kept, before, strict=True):
@@ -280,8 +280,9 @@ class Kernel:
             return upload(given.data)
         if name == "x" and self.dtype == HI_LO:
             return HiLoMatrix.from_float32(given).mapped(cp.asarray)
-        if name == "x" and self.terms:
-            return cp.asarray(terms(given, self.terms.dtype, self.terms.width, self.terms.rounded))
+        if name == "x" and self.operand:
+            dtype, width, _, rounded, _ = self.operand
+            return cp.asarray(as_operand(given, dtype, width, rounded))
         if name == "x" and not given.flags.c_contiguous:
             return cp.asarray(given.base)[..., : given.shape[-1]]
         return given if given is None else mapped(upload, given)
@@ -420,9 +421,9 @@ def linears() -> Iterator[Kernel]:
     for weights in ("float16", "bfloat16", *FP8):
         for rounded in (False, True) if weights in ("float16", FP8_E4M3) else (False,):
             name = f"linear-wgmma-{weights}{'-rounded' * rounded}"
-            order = _linear_wgmma.terms(weights, rounded)
+            order = _linear_wgmma.operand(weights, rounded)
             alike = f"linear-mma_tiles-{weights}"
-            yield Kernel(name, LINEAR_OP, "wgmma", weights=weights, terms=order, alike=alike)
+            yield Kernel(name, LINEAR_OP, "wgmma", weights=weights, operand=order, alike=alike)
 
 
 def gemms() -> Iterator[Kernel]:
@@ -507,7 +508,7 @@ TILES_ON_GPU: dict[str, Sequence[Any]] = {
 
 def tiles_of(where: str, kernel: Kernel, case: Case) -> Iterator[Any]:
     """Yield the tiles or layouts to try; None stands for the kernel's own choice."""
-    if where == "gpu" and kernel.terms:
+    if where == "gpu" and kernel.operand:
         yield from _of_decoding_by_wgmma(kernel, case)
         return
     table = TILES_ON_CPU
@@ -544,7 +545,7 @@ WGMMA_TILES = (
 
 
 def _of_decoding_by_wgmma(kernel: Kernel, case: Case) -> Iterator[_linear_wgmma.WgmmaLinearTile]:
-    assert kernel.terms
+    assert kernel.operand
     rows, tried = max(4, power_of_two(min(case.M, 64))), 0
     for groups, parts, shares, blocks in WGMMA_TILES:
         if parts > _linear_mma.splits(case.K)[0]:
@@ -552,9 +553,9 @@ def _of_decoding_by_wgmma(kernel: Kernel, case: Case) -> Iterator[_linear_wgmma.
         of_tile = max(rows, power_of_two(-(-parts // groups)))  # every block finishes some rows
         tile = _linear_wgmma.WgmmaLinearTile(of_tile, groups, parts, shares, blocks)
         sizes = case.M, (case.N,), case.K, kernel.weights
-        of = _linear_wgmma.WgmmaProduct(*sizes, rounded=kernel.terms.rounded)
+        of = _linear_wgmma.WgmmaProduct(*sizes, rounded=kernel.operand.rounded)
         divides = parts > 1 and groups < _linear_wgmma.MAX_GROUPS
-        for teams in (1, 2) if divides and of_tile == _linear_wgmma.TERM_ROWS else (1,):
+        for teams in (1, 2) if divides and of_tile == _linear_wgmma.OPERAND_ROWS else (1,):
             one = tile._replace(teams=teams)
             if of.block_bytes(one) <= H200_LIMITS["max_shared"]:
                 tried += 1

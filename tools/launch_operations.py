@@ -14,9 +14,9 @@ from gpt2block import HiLoMatrix, WeightMatrix
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8
+from gpt2block.ops.operands import Operand
 from gpt2block.ops.operation import Operation
 from gpt2block.ops.registry import OPERATIONS, STEPS
-from gpt2block.ops.terms import Terms
 
 HEADS = (2, 2, 64), (3, 3, 64), (4, 1, 64), (2, 1, 128), (4, 2, 32), (3, 3, 20), (12, 12, 64)
 ROWS = 1, 3, 16, 17, 64, 512
@@ -43,11 +43,11 @@ FORMS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {  # inputs after 
         ("bias gamma beta", {"gelu": True}),
         ("bias - - residual", {}),
         ("bias - - residual", DECODING),
-        ("bias", {**DECODING, "terms": "own"}),
-        ("bias", {**DECODING, "to_terms": "own"}),
-        ("bias - - residual", {**DECODING, "terms": "wide"}),
-        ("-", {**DECODING, "terms": "wide", "to_terms": "wide", "gelu": True}),
-        ("- - - - up", {**DECODING, "terms": "wide", "to_terms": "wide"}),
+        ("bias", {**DECODING, "operand": "own"}),
+        ("bias", {**DECODING, "to_operand": "own"}),
+        ("bias - - residual", {**DECODING, "operand": "wide"}),
+        ("-", {**DECODING, "operand": "wide", "to_operand": "wide", "gelu": True}),
+        ("- - - - up", {**DECODING, "operand": "wide", "to_operand": "wide"}),
     ),
     "gemm": (
         ("bias", {"gelu": True}),
@@ -114,8 +114,8 @@ def _variants(
 def product(name: str, dtype: str, to: Recorder) -> None:
     """Call all forms of `linear` and `gemm`, including hi/lo float32."""
     storage = FLOATS["float16" if dtype in FP8 else dtype]
-    own = Terms("bfloat16" if dtype == "bfloat16" else "float16")
-    terms = {"own": own, "wide": own._replace(width=16 if dtype in FP8 else 8)}
+    own = Operand("bfloat16" if dtype == "bfloat16" else "float16")
+    operand = {"own": own, "wide": own._replace(width=16 if dtype in FP8 else 8)}
     for M, (N, K) in itertools.product(ROWS, MATRICES):
         x: Any = cupy.empty((M, K), "float32" if name == "linear" else storage)
         w: Any = _matrix((K, N), dtype, "NK")
@@ -126,7 +126,7 @@ def product(name: str, dtype: str, to: Recorder) -> None:
         given |= {each: cupy.empty(shape, "float32") for each, shape in shapes.items()}
         for names, options in FORMS[name]:
             inputs = (x, w, *(given[each] for each in names.split()))
-            chosen = {key: terms.get(value, value) for key, value in options.items()}
+            chosen = {key: operand.get(value, value) for key, value in options.items()}
             _variants(to, f"{M} {N} {K} {names} {options}", OPERATIONS[name], inputs, chosen)
 
 

@@ -66,8 +66,8 @@ from gpt2block.ops.engines import linear_mma as _linear_mma
 from gpt2block.ops.engines import linear_wgmma as _linear_wgmma
 from gpt2block.ops.gemm import allocate_stream_k_workspace
 from gpt2block.ops.linear import LINEAR_ROPE, MORE_ROWS
+from gpt2block.ops.operands import Operand
 from gpt2block.ops.registry import OPERATIONS, STEPS, Operation
-from gpt2block.ops.terms import Terms
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
 SIZES |= {"H": 3, "D": 34}
@@ -271,7 +271,7 @@ def blocks_by_wgmma() -> None:
     """
     if not cards.gpu().has_wgmma:
         return
-    rng, order = np.random.default_rng(0), _linear_wgmma.terms(GGUF, rounded=True)
+    rng, order = np.random.default_rng(0), _linear_wgmma.operand(GGUF, rounded=True)
     for names in (*((name, name) for name in TYPES), ("Q4_K", "Q6_K"), ("Q5_1", "Q8_0")):
         ranges = tuple((name, 128) for name in dict.fromkeys(names))
         ranges = (*ranges[:-1], (ranges[-1][0], 256 - 128 * (len(ranges) - 1)))
@@ -283,18 +283,18 @@ def blocks_by_wgmma() -> None:
             row, by = cupy.arange(M, dtype="int32"), cupy.ones((M, 32, 2), "float32")
             queries, keys = rows[:, : w.N].copy(), rows[:, None, : w.N].astype("float16")
             found: list[list[Any]] = [[], [], []]
-            for terms, to in zip((None, order, order.with_sums(64)), found, strict=True):
-                options: dict[str, Any] = {"terms": terms} if terms else {"x_dtype": "float16"}
+            for operand, to in zip((None, order, order.with_sums(64)), found, strict=True):
+                options = {"operand": operand} if operand else {"x_dtype": "float16"}
                 multiply: Any = partial(
                     OPERATIONS["linear"].bind_on_device, decoding=True, **options
                 )
-                x = norm(variant="stream", to_terms=terms).run()
+                x = norm(variant="stream", to_operand=operand).run()
                 to.append(multiply((x, w)).run().get())
                 gated = x, w, None, None, None, None, w
-                y = multiply(gated, to_terms=terms).run()
+                y = multiply(gated, to_operand=operand).run()
                 to.append(multiply((y, down)).run().get())
                 heads = queries, keys, keys, row, cupy.zeros_like(row)
-                y = registry.bind("attention_split", heads, n_head=4, to_terms=terms).run()
+                y = registry.bind("attention_split", heads, n_head=4, to_operand=operand).run()
                 to.append(multiply((y, down)).run().get())
                 k, v = (cupy.zeros((M, 1, 64), "float16") for _ in range(2))
                 turned = x, w, None, by, k, v, row, cupy.zeros_like(row)
@@ -562,7 +562,7 @@ def gathers() -> None:
     gather must not wait for a later one: all all-gathers send first, then all receive.
     """
     cases = [(3, (40, 24)), (16, (256, 128, 128, 64)), (2500, (64, 48)), (4, (1024, 1024))]
-    for (M, widths), norm in product(cases, ("", "floats", "terms")):
+    for (M, widths), norm in product(cases, ("", "floats", "operand")):
         N, peers = sum(widths), PeerBuffers([0] * len(widths))
         if norm and not normalizes(M, N):
             continue
@@ -608,7 +608,7 @@ def streams_after(peers: PeerBuffers, shards: list[Any], residual: Any, norm: st
     for me, (shard, stream) in enumerate(zip(shards, streams, strict=True)):
         own, sizes = tuple(peers.of(me).values()), {"N": stream.shape[1], "first": first}
         if norm:
-            options = {**sizes, "to_terms": Terms("float16") if norm == "terms" else None}
+            options = {**sizes, "to_operand": Operand("float16") if norm == "operand" else None}
             inputs = shard, stream, residual[0], *own  # residual[0]: weights of the norm
             bound.append(ALL_GATHER_NORM.bind_on_device(inputs, **options))
         else:

@@ -22,9 +22,9 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.operands import LINE, Operand, check_operand, stored_defines, stored_scale
 from gpt2block.ops.operation import REQUIRED, Operation, variant
 from gpt2block.ops.rmsnorm import STREAM, stream_geometry
-from gpt2block.ops.terms import LINE, Terms, check_terms, stored_defines, stored_scale
 
 FILE = "peers/all_gather.cu"
 KERNELS = "all_gather", "all_gather_rows", "rmsnorm_gathered"  # kernels that exchange words
@@ -144,8 +144,8 @@ def _all_gather(c: Call) -> tuple[Launch, ...]:
     if c.sent and not can_store(M, N):
         raise InputError(f"{M:,} rows of {N:,} columns: expected fewer, or sent=False")
     flagged = M * N > WORDS and not any(n % 4 for n in (S, N, first))
-    if c.to_terms and not stores_terms(M, N):
-        raise InputError(f"{M:,} rows of {N:,} columns: expected floats, without to_terms")
+    if c.to_operand and not stores_operand(M, N):
+        raise InputError(f"{M:,} rows of {N:,} columns: expected floats, without to_operand")
     room = ROOM if flagged else CAPACITY
     if room < N:
         raise InputError(f"rows of {N:,} words: expected at most {room:,}")
@@ -154,7 +154,7 @@ def _all_gather(c: Call) -> tuple[Launch, ...]:
         rows = slice(row, min(M, row + at_once))
         residual = None if c.residual is None else c.residual[rows]
         given = (shard[rows], residual, out[rows], *_peers(c)), rows.stop - row, S, N, first
-        launch = _with_flags(*given) if flagged else _with_numbers(*given, c.to_terms)
+        launch = _with_flags(*given) if flagged else _with_numbers(*given, c.to_operand)
         launches.append(part_of(launch, LOAD) if c.sent else launch)
     return tuple(launches)
 
@@ -164,20 +164,20 @@ def can_store(M: int, N: int) -> bool:
     return M <= MAX_STORED_ROWS and M * N <= WORDS
 
 
-def stores_terms(M: int, N: int) -> bool:
-    """Return whether `all_gather` can store M rows of N columns as `Terms`."""
+def stores_operand(M: int, N: int) -> bool:
+    """Return whether `all_gather` can store M rows of N columns as `Operand`."""
     return M * N <= WORDS and N % LINE == 0
 
 
 def _with_numbers(
-    arrays: tuple[Any, ...], M: int, S: int, N: int, first: int, terms: Terms | None = None
+    arrays: tuple[Any, ...], M: int, S: int, N: int, first: int, operand: Operand | None = None
 ) -> Launch:
     width = 1 if S % 2 or N % 2 or first % 2 else 2  # words that a thread sends at a time
     blocks = min(_max_blocks(), ceil(M * N / (width * THREADS)))
     geometry = Geometry("all_gather", (blocks,), (THREADS,), defines=(("GATHER_WIDTH", width),))
-    defines = (*stored_defines("GATHER_TERMS", terms), *_others_of(arrays))
+    defines = (*stored_defines("GATHER_OPERAND", operand), *_others_of(arrays))
     geometry = geometry.with_defines(defines)
-    args = (*arrays, M, S, N, first, CAPACITY, stored_scale(terms), STORE | LOAD)
+    args = (*arrays, M, S, N, first, CAPACITY, stored_scale(operand), STORE | LOAD)
     return launch_at(FILE, geometry, args, storage=dtype_name(arrays[0].dtype))
 
 
@@ -233,8 +233,8 @@ def _all_gather_norm(c: Call) -> Launch:
         )
     geometry = stream_geometry(c.M, c.N)._replace(kernel="rmsnorm_gathered")
     peers = _peers(c)
-    defines = (*stored_defines("RS_TERMS", c.to_terms), *_others_of(peers))
-    scale = stored_scale(c.to_terms)
+    defines = (*stored_defines("RS_OPERAND", c.to_operand), *_others_of(peers))
+    scale = stored_scale(c.to_operand)
     sizes = c.S, c.first, CAPACITY, LOAD if c.sent else STORE | LOAD
     args = (c.shard, c.residual, c.weight, c.output("out"), scale, c.eps, *peers, *sizes)
     return launch_at(STREAM, geometry.with_defines(defines), args)
@@ -243,35 +243,35 @@ def _all_gather_norm(c: Call) -> Launch:
 def _prepare_norm(unchecked: UncheckedCall) -> Call:
     """Check a call of `all_gather_norm`.
 
-    to_terms is as in variant stream of `rmsnorm`. sent: whether the products have sent the columns
-    (`PeerStores`), so that the kernel only receives.
+    to_operand is as in variant stream of `rmsnorm`. sent: whether the products have sent the
+    columns (`PeerStores`), so that the kernel only receives.
     """
     N = unchecked.options["N"]
-    check_terms(unchecked.options["to_terms"], N, N)
+    check_operand(unchecked.options["to_operand"], N, N)
     return unchecked.checked()
 
 
 def _prepare_all_gather(unchecked: UncheckedCall) -> Call:
     """Check a call of `all_gather`.
 
-    to_terms: the `Terms` to store in out, with an even shard. sent: as in `all_gather_norm`.
+    to_operand: the `Operand` to store in out, with an even shard. sent: as in `all_gather_norm`.
     """
     N, c = unchecked.options["N"], unchecked.checked()
-    check_terms(c.to_terms, N, N)
-    if c.to_terms and dtype_name(c.shard.dtype) != "float32":
-        raise InputError(f"to_terms: expected float32, got {c.shard.dtype}")
+    check_operand(c.to_operand, N, N)
+    if c.to_operand and dtype_name(c.shard.dtype) != "float32":
+        raise InputError(f"to_operand: expected float32, got {c.shard.dtype}")
     return c
 
 
 ALL_GATHER_NORM = Operation(
     name="all_gather_norm",
     variants=(_all_gather_norm,),
-    options={"N": REQUIRED, "first": REQUIRED, "eps": 1e-6, "to_terms": None, "sent": False},
+    options={"N": REQUIRED, "first": REQUIRED, "eps": 1e-6, "to_operand": None, "sent": False},
     prepare=_prepare_norm,
 )
 ALL_GATHER = Operation(
     name="all_gather",
     variants=(_all_gather,),
-    options={"N": REQUIRED, "first": REQUIRED, "to_terms": None, "sent": False},
+    options={"N": REQUIRED, "first": REQUIRED, "to_operand": None, "sent": False},
     prepare=_prepare_all_gather,
 )

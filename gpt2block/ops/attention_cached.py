@@ -50,10 +50,10 @@ from gpt2block.ops.engines.attention_tiles import (
     warp_queries,
 )
 from gpt2block.ops.engines.rows import power_of_two
+from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import check_addresses, needs_mma, needs_wgmma
 from gpt2block.ops.short_conv import SHORT_CONV
-from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call
 
 TILES = "attention/prompt/cores.cu"
@@ -404,9 +404,9 @@ def _split(c: Call) -> Launch:
 
     The cache already holds these keys, including the query's own. A position beyond the cache
     counts as the last one; for a row outside the cache, or a position below 0, nothing is written.
-    to_terms: the `Terms` to store in out for `linear`, instead of floats; their dtype is the dtype
-    of k (hi/lo for float32, any for FP8). together: neighbouring rows per sequence, a power of
-    two; their positions are successive or -1. serves: as in `split_geometry`. to_peers: the
+    to_operand: the `Operand` to store in out for `linear`, instead of floats; their dtype is the
+    dtype of k (hi/lo for float32, any for FP8). together: neighbouring rows per sequence, a power
+    of two; their positions are successive or -1. serves: as in `split_geometry`. to_peers: the
     `PeerStores` of out, which is then sent to other GPUs, too.
     """
     if c.together < 1 or c.together & (c.together - 1) or c.M % c.together:
@@ -425,26 +425,26 @@ def _split(c: Call) -> Launch:
     if c.together > 1:
         geometry = geometry.with_defines((("AS_DRAFTS", 1),))
     T = "float32" if c.fp8_cache else c.kv_storage
-    if c.to_terms is not None:
+    if c.to_operand is not None:
         own = HI_LO if c.kv_storage == "float32" else c.kv_storage
-        if (c.to_terms.dtype != own and c.fp8_cache is None) or heads[-1] % 2:
+        if (c.to_operand.dtype != own and c.fp8_cache is None) or heads[-1] % 2:
             raise InputError(
-                f"terms of {c.to_terms}, k {c.kv_storage}, head size {heads[-1]}: expected the "
+                f"terms of {c.to_operand}, k {c.kv_storage}, head size {heads[-1]}: expected the "
                 "16-bit dtype of k, or hi_lo next to float32, and an even head size"
             )
-        check_terms(c.to_terms, c.Q, heads[-1])
-        ends = stored_defines("AS_TERMS", c.to_terms)
+        check_operand(c.to_operand, c.Q, heads[-1])
+        ends = stored_defines("AS_OPERAND", c.to_operand)
         geometry = geometry.with_defines(ends)
     width = int(dict(geometry.defines)["AS_WIDTH"])
     for name, array in (("q", c.q), ("k", c.k), ("v", c.v)):
         check_address(name, array, min(16, width * array.itemsize))
-    scale = stored_scale(c.to_terms)
+    scale = stored_scale(c.to_operand)
     args = {"q": c.q, "k": c.k, "v": c.v, "row": c.row, "position": c.position}
     args |= {"B": c.B, "n_ctx": c.P, "together": c.together, "out_scale": scale}
     args["out"] = c.output("out")
     if c.to_peers is not None:
-        if c.to_terms:
-            raise InputError("sends: expected floats, without to_terms")
+        if c.to_operand:
+            raise InputError("sends: expected floats, without to_operand")
         geometry = geometry.with_defines((("AS_PEER_STORES", 1), *c.to_peers.defines))
         args |= c.to_peers.args
     return launch_at(SPLIT, geometry, args, T, cache=c.fp8_cache)
@@ -540,7 +540,7 @@ ATTENTION_SPLIT = Operation(
         "n_head": REQUIRED,
         "softmax_scale": None,
         "window": None,
-        "to_terms": None,
+        "to_operand": None,
         "kv_dtype": None,
         "together": 1,
         "serves": None,

@@ -28,6 +28,7 @@ from gpt2block.ops.engines import linear_gguf as blocks
 from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums
 from gpt2block.ops.engines.rows import WARP, power_of_two
+from gpt2block.ops.operands import count_define, rounds
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
 from gpt2block.ops.products import (
     check_addresses,
@@ -36,7 +37,6 @@ from gpt2block.ops.products import (
     needs_mma,
     storage_of,
 )
-from gpt2block.ops.terms import count_define, rounds
 
 FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
 BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"
@@ -108,8 +108,8 @@ def geometry(M: int, C: int, H: int, dtype: str, of: GpuLimits) -> Geometry | No
 def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geometry:
     """Return the launch geometry, a cluster per split of H. shared: bytes per block."""
     defines = (
-        ("LM_K", C),
-        ("LM_ROWS", rows),
+        ("DECODE_K", C),
+        ("DECODE_ROWS", rows),
         ("FF_H", H),
         ("FF_CLUSTER", cluster.blocks),
     )
@@ -376,11 +376,11 @@ def _product(c: Call, epilogue: Epilogue) -> Launch:
     if launch_geometry is None:
         raise UnsupportedCall(f"K {c.K:,}: a row does not fit in shared memory")
     assert launch_geometry is not None
-    columns = int(dict(launch_geometry.defines)["LM_COLUMNS"])
-    defines: Defines = (("LM_SUMS", epilogue.splits), *((("LM_ROPE", D),) if D else ()))
+    columns = int(dict(launch_geometry.defines)["DECODE_COLUMNS"])
+    defines: Defines = (("DECODE_SUMS", epilogue.splits), *((("DECODE_ROPE", D),) if D else ()))
     defines += count_define(rounds(c.x_dtype, c.w.dtype))
     if normed:
-        defines += (("LM_QK_NORM", 1), ("LM_CLUSTER", _cluster_of_head(D // columns)))
+        defines += (("DECODE_QK_NORM", 1), ("DECODE_CLUSTER", _cluster_of_head(D // columns)))
     args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "M": c.M, "N": c.N}
     args |= {"gamma": c.gamma, "eps": c.eps} if D else {}
     return epilogue.launch(mma.FILE, launch_geometry, defines, args, c.w)

@@ -18,8 +18,8 @@ from gpt2block.models.weights import gguf_packing
 from gpt2block.models.weights.gguf import ROW_GROUP, TYPES, UNIT, GgufMatrix
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.rows import WARP
+from gpt2block.ops.operands import CHUNK
 from gpt2block.ops.operation import UnsupportedCall, Variant, variant
-from gpt2block.ops.terms import CHUNK
 
 FILE = "gguf/rows.cu"
 SUMS_FILE = "gguf/chunk_sums.cu"
@@ -91,7 +91,7 @@ def pack(c: Call) -> Launch:
 def _chunk_sums(x: CudaArray, sums: CudaArray, M: int, K: int) -> Launch:
     """Return a launch that writes the sum of each 32 values along K of x (M, K) to `sums`.
 
-    x holds 16-bit `Terms`. Products multiply minimums of GGUF blocks by these sums.
+    x holds 16-bit `Operand`. Products multiply minimums of GGUF blocks by these sums.
     """
     grid = (ceil(M * K / (CHUNK * SUMS_BLOCK)),)
     geometry = Geometry("gguf_chunk_sums", grid, (SUMS_BLOCK,))

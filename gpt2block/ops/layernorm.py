@@ -33,6 +33,7 @@ from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, storage
 from gpt2block.ops.engines.rows import check_rows, share
 from gpt2block.ops.hi_lo import check_one_scale
+from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
 from gpt2block.ops.operation import (
     REQUIRED,
     Inputs,
@@ -43,7 +44,6 @@ from gpt2block.ops.operation import (
     as_stated,
     variant,
 )
-from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
 
@@ -279,9 +279,9 @@ def _decode(c: Call) -> Launch:
         check_address(name, array, 4 * loaded)
     rows = min(MAX_DECODE_ROWS, ceil(c.rows / device_attribute("MultiProcessorCount")))
     sizes = (("LN_C", c.C), ("LN_X", loaded), ("LN_ROWS", rows))
-    defines = (*sizes, *stored_defines("LN_TERMS", c.to_terms))
+    defines = (*sizes, *stored_defines("LN_OPERAND", c.to_operand))
     geometry = Geometry("layernorm_decode", (ceil(c.rows / rows),), (32 * rows,), defines=defines)
-    args = (*arrays.values(), stored_scale(c.to_terms), c.eps, c.rows)
+    args = (*arrays.values(), stored_scale(c.to_operand), c.eps, c.rows)
     return launch_at("norms/layernorm_decode.cu", geometry, args)
 
 
@@ -289,7 +289,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call of `layernorm`. Bound.extra is (mean, rstd) if the variant computes them.
 
     Variants skeleton, narrow and decode compute neither; variant 6 computes both with stats. The
-    default is skeleton for float32 and narrow for 16 bits. to_terms: the `Terms` that variant
+    default is skeleton for float32 and narrow for 16 bits. to_operand: the `Operand` that variant
     decode stores in out for `linear`, instead of floats. A HiLoMatrix out has one scale for all
     rows. dtype "hi_lo" allocates such an out, with a scale from `bound`, or by default from
     gamma and beta.
@@ -307,7 +307,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
         out_dtype=storage(out if narrowed else unchecked.inputs[0]),
     )
     check_rows("x", c.x)
-    check_terms(c.to_terms, c.C)
+    check_operand(c.to_operand, c.C)
     if hi_lo:
         c.storage = "float32"
         if out is not None:
@@ -315,9 +315,9 @@ def _prepare(unchecked: UncheckedCall) -> Call:
         else:
             c.bound = layernorm_bound(c.gamma.get(), c.beta.get()) if bound is None else bound
             c.output("out")
-    if c.to_terms and variant != DECODE:
+    if c.to_operand and variant != DECODE:
         raise InputError(
-            f"layernorm: terms of {c.to_terms}, variant {variant}: expected variant decode"
+            f"layernorm: terms of {c.to_operand}, variant {variant}: expected variant decode"
         )
     c.order = (_skeleton if c.storage == "float32" and not hi_lo else _narrow,)
     return c
@@ -347,7 +347,7 @@ OPERATION = Operation(
         "rstd": None,
         "dtype": None,
         "bound": None,
-        "to_terms": None,
+        "to_operand": None,
     },
     prepare=_prepare,
     parts=(_skeleton,),

@@ -45,6 +45,7 @@ from gpt2block.ops.engines.epilogues import Ends, add, append, append_rope
 from gpt2block.ops.engines.thresholds import SAME_ENGINE, min_weights
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
+from gpt2block.ops.operands import CHUNK, Operand, check_operand, count_define, rounds, stored_scale
 from gpt2block.ops.operation import (
     REQUIRED,
     Launches,
@@ -61,7 +62,6 @@ from gpt2block.ops.products import (
     needs_wgmma,
     storage_of,
 )
-from gpt2block.ops.terms import CHUNK, Terms, check_terms, count_define, rounds, stored_scale
 from gpt2block.ops.warm import call
 
 DECODING_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
@@ -83,19 +83,19 @@ MAX_BLOCKS = 65535  # maximum blocks along the second axis of a grid
 normalizes, wgmma_takes = blocks.normalizes, wgmma.takes_blocks
 
 
-def terms_of(
+def operands_of(
     dtype: str,
     M: int,
     shapes: Mapping[str, tuple[int, int]],
     rounded: bool = False,
     fused: bool = False,
-) -> dict[str, tuple[Terms, ...]]:
-    """Return, for each product of a layer, the `Terms` in which x can be stored, fastest first.
+) -> dict[str, tuple[Operand, ...]]:
+    """Return, for each product of a layer, each `Operand` in which x can be stored, fastest first.
 
     M: rows of x. dtype: dtype of the weights. shapes: (K, N) of the matrices, by name. rounded:
     whether x is rounded to one term per value. fused: whether products that read floats fuse
-    RMSNorm, RoPE and the gate. A product without `Terms` reads x as floats: floats are faster for
-    few rows, and necessary for products without tensor cores or with tf32. The caller sets the
+    RMSNorm, RoPE and the gate. A product without an `Operand` reads x as floats: floats are faster
+    for few rows, and necessary for products without tensor cores or with tf32. The caller sets the
     scale of hi/lo terms. `engines.THRESHOLDS` lists the measured sizes. With GGUF blocks, mma is
     faster up to 8 rows: a step of a 7B model in Q4_K_M (H100) takes 3.1 ms for 8 rows. For 16 rows
     it takes 4.9 ms by mma, and 3.8 ms by wgmma.
@@ -105,23 +105,23 @@ def terms_of(
     if dtype in (FILE, GGUF):
         possible = rounded and M > blocks.JOINT_ROWS and gpu().has_wgmma
         fits = possible and not any(K % mma.UNIT for K, _ in shapes.values())
-        return dict.fromkeys(shapes, (wgmma.terms(dtype, rounded),)) if fits else {}
+        return dict.fromkeys(shapes, (wgmma.operand(dtype, rounded),)) if fits else {}
     multiple = mma.LOADED // itemsize_of(dtype)
     if dtype == HI_LO:
         fitting = [name for name, (K, _) in shapes.items() if M > MORE_ROWS and K % multiple == 0]
-        return dict.fromkeys(fitting, (Terms(HI_LO),))
-    wide = wgmma.terms(dtype, rounded)
+        return dict.fromkeys(fitting, (Operand(HI_LO),))
+    wide = wgmma.operand(dtype, rounded)
     kinds = ("fp8",) if dtype in FP8 else ("gated",) * ("w_gate" in shapes)
     least = min_weights(M, (*kinds, *("fused",) * fused))
     smallest = min(K * N for K, N in shapes.values())
     on_hopper = gpu().has_wgmma
 
-    def terms_for(K: int, N: int) -> tuple[Terms, ...]:
+    def operands_for(K: int, N: int) -> tuple[Operand, ...]:
         in_place = (wide._replace(width=0),) if M > MORE_ROWS and K % multiple == 0 else ()
         faster = (smallest if M <= SAME_ENGINE else K * N) >= least
         return (wide, *in_place) if on_hopper and K % wgmma.BOX == 0 and faster else in_place
 
-    return {name: terms for name, shape in shapes.items() if (terms := terms_for(*shape))}
+    return {name: operand for name, shape in shapes.items() if (operand := operands_for(*shape))}
 
 
 ROUNDING = ("float16", "float8_e5m2", "float8_e4m3fn", FILE)  # weights for which x is rounded
@@ -168,7 +168,7 @@ class FewRows(NamedTuple):
             raise UnsupportedCall(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
         if c.w.dtype == GGUF:
             raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
-        if c.to_terms:
+        if c.to_operand:
             raise UnsupportedCall(FLOATS_ALONE)
         geometry = self.geometry(c, outputs, norm)
         if geometry is None:
@@ -190,7 +190,7 @@ class FewRows(NamedTuple):
         if c.up:
             check_address("up", c.up.data, load)
             args |= {"up": c.up.data, "up_scale": c.up.scale}
-            defines += (("LM_UP", 1), *gate_define(c.gelu))
+            defines += (("DECODE_UP", 1), *gate_define(c.gelu))
             end = end._replace(args={**end.args, "gelu": 0})
         return end.launch(self.file, geometry, defines, args, c.w)
 
@@ -204,7 +204,7 @@ def _check_cores(c: Call, norm: int) -> None:
     if norm == mma.RMSNORM:
         raise UnsupportedCall("takes no gamma without beta: use variant mma")
     _send_after(c)
-    if c.terms:
+    if c.operand:
         raise UnsupportedCall(FLOATS_ALONE)
     if c.up:
         raise UnsupportedCall(ONE_MATRIX)
@@ -223,7 +223,7 @@ def _cores_load(c: Call) -> int:
 def _check_mma(c: Call, norm: int) -> None:
     _on_tensor_cores(c)
     outputs = c.N * (2 if c.up else 1)
-    if c.terms and c.terms.width:
+    if c.operand and c.operand.width:
         raise UnsupportedCall(FLOATS_ALONE)
     if c.up and c.residual is not None:
         raise UnsupportedCall(ONE_MATRIX)
@@ -237,8 +237,8 @@ def _check_mma(c: Call, norm: int) -> None:
 
 def _mma_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     columns = mma.PAIRED_COLUMNS if c.up else mma.COLUMNS
-    sizes, terms = (c.M, outputs, c.K, c.w.dtype), c.terms is not None
-    return mma.geometry(*sizes, norm=norm, terms=terms, columns=columns, **_of_device())
+    sizes, operand = (c.M, outputs, c.K, c.w.dtype), c.operand is not None
+    return mma.geometry(*sizes, norm=norm, operand=operand, columns=columns, **_of_device())
 
 
 def _of_device() -> dict[str, int]:
@@ -295,7 +295,7 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
         )
     _send_after(c)
     _check_sizes(c)
-    if c.up or any(terms and terms.width for terms in (c.terms, c.to_terms)):
+    if c.up or any(operand and operand.width for operand in (c.operand, c.to_operand)):
         raise UnsupportedCall(
             "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"
         )
@@ -304,10 +304,10 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     check_address("x", c.x)
     sizes = c.M, c.N, c.K, c.w.dtype
     tile = mma_tiles.choose(*sizes, clusters=gpu().has_clusters, **_of_device())
-    geometry = mma_tiles.geometry(*sizes, tile, c.terms is not None, c.to_terms is not None)
+    geometry = mma_tiles.geometry(*sizes, tile, c.operand is not None, c.to_operand is not None)
     defines = count_define(c.rounded)
     args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "bias": c.bias, "x_scale": c.x_scale}
-    args |= {"out_scale": stored_scale(c.to_terms), "M": c.M, "N": c.N, "K": c.K}
+    args |= {"out_scale": stored_scale(c.to_operand), "M": c.M, "N": c.N, "K": c.K}
     return epilogue(c).launch(mma_tiles.FILE, geometry, defines, args, c.w)
 
 
@@ -315,7 +315,7 @@ def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu or wgmma_gguf.cu."""
     needs_wgmma(": use variant mma_tiles")
     _check_sizes(c)
-    if not (c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)):
+    if not (c.operand and c.operand.width and (not c.to_operand or c.to_operand.width)):
         raise UnsupportedCall("takes and gives terms in the order of wgmma: use variant mma_tiles")
     if c.to_peers and (c.w.dtype == GGUF or c.N % 2 or c.to_peers.args["all_columns"] % 2):
         _send_after(c)  # the kernel sends pairs of columns
@@ -324,7 +324,7 @@ def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
 
 def _by_mma_gguf(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma_gguf.cu."""
-    if c.terms or c.to_terms:
+    if c.operand or c.to_operand:
         raise UnsupportedCall("takes and gives floats")
     norm: dict[str, Any] = {}
     end = epilogue(c)
@@ -372,7 +372,7 @@ def _tiles(c: Call) -> Launches:
     _on_cuda_cores(c)
     if c.gamma is not None:
         raise UnsupportedCall("takes no gamma and beta: use variant matvec")
-    if c.terms or c.to_terms or c.up:
+    if c.operand or c.to_operand or c.up:
         raise UnsupportedCall("takes and gives floats, of one matrix: use variant wgmma")
     _send_after(c)
     M, N, K, data = c.M, c.N, c.K, c.w.data
@@ -398,13 +398,13 @@ def _tiles(c: Call) -> Launches:
 def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     """Return variants for decoding, preferred first. All tensor-core variants give equal bits."""
     few_rows, on_tensor_cores, more_rows, by_wgmma = operation.variants[:4]
-    ordered = c.terms is not None and c.terms.width > 0
+    ordered = c.operand is not None and c.operand.width > 0
     if c.w.dtype == GGUF:
         return ((QKV_GGUF if operation is LINEAR_QKV else LINEAR_GGUF)[ordered],)
     if ordered:
         return (by_wgmma,)
     few = c.M * c.N * c.K <= MAX_MMA_PRODUCTS or c.M <= MORE_ROWS
-    tiles_first = c.to_terms or (c.gamma is None and not few)
+    tiles_first = c.to_operand or (c.gamma is None and not few)
     others = () if c.rounded else (few_rows,)
     return (*((more_rows,) if tiles_first else ()), on_tensor_cores, *others)
 
@@ -415,14 +415,14 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     decoding: whether to use the variants for few rows, so that the bits of a row do not depend on
     other rows. w: a WeightMatrix (N, K), or a HiLoMatrix for variants mma and mma_tiles.
     x_bound: with a HiLoMatrix, the largest magnitude of x or its LayerNorm, by default 2^15; it
-    determines the scale of x's terms. terms: the `Terms` in which x is stored (lib/terms.cuh), one
-    of `terms_of`; None with gamma, and with x_bound, because hi/lo terms have a scale. to_terms:
-    the `Terms` in which out is stored for another product with such weights; with `Terms.summed`,
-    only with `up` and GGUF blocks. up: a second WeightMatrix of w's dtype and shape; variants mma
-    and wgmma then compute silu(x w) (x up) or gelu(x w) (x up). x_dtype: "float16" rounds floats
-    of x, or their norm, in tensor-core kernels of decoding with float16 or FP8 weights. Stored
-    `terms` are rounded if `Terms.rounded` is set. to_peers: the `PeerStores` of out, which is then
-    sent to other GPUs, too, by this kernel if it can.
+    determines the scale of x's terms. operand: the `Operand` in which x is stored
+    (lib/operands.cuh), one of `operands_of`; None with gamma, and with x_bound, because hi/lo terms
+    have a scale. to_operand: the `Operand` in which out is stored for another product with such
+    weights; with `Operand.summed`, only with `up` and GGUF blocks. up: a second WeightMatrix of w's
+    dtype and shape; variants mma and wgmma then compute silu(x w) (x up) or gelu(x w) (x up).
+    x_dtype: "float16" rounds floats of x, or their norm, in tensor-core kernels of decoding with
+    float16 or FP8 weights. Stored An `operand` is rounded if `Operand.rounded` is set. to_peers:
+    the `PeerStores` of out, which is then sent to other GPUs, too, by this kernel if it can.
     """
     c = _checked(unchecked, with_hi_lo=HI_LO_LINEAR)
     c.M = c.rows
@@ -444,9 +444,9 @@ def _checked(unchecked: UncheckedCall, with_hi_lo: Contract) -> Call:
         return c
     c = unchecked.checked(with_hi_lo)
     c.w = Parts(c.w.parts, c.w.scale)
-    if c.terms and c.x_bound is not None:
+    if c.operand and c.x_bound is not None:
         raise InputError("x_bound: terms have a scale: expected either")
-    c.x_scale = stored_scale(c.terms) if c.x_bound is None else scale_for(c.x_bound)
+    c.x_scale = stored_scale(c.operand) if c.x_bound is None else scale_for(c.x_bound)
     return c
 
 
@@ -458,7 +458,7 @@ def _prepare_qkv(unchecked: UncheckedCall) -> Call:
     the cache. k and v of a token outside the cache are not stored. Other options: as in `linear`.
     """
     c = _checked(unchecked, with_hi_lo=HI_LO_QKV)
-    c.T, c.to_terms, c.up = cache_dtype(c.w.dtype), None, None
+    c.T, c.to_operand, c.up = cache_dtype(c.w.dtype), None, None
     _check(c)
     if c.fp8_cache is None:
         check("k", c.k, dtype=c.T)
@@ -471,16 +471,16 @@ def _prepare_qkv(unchecked: UncheckedCall) -> Call:
 def _prepare_rope(unchecked: UncheckedCall) -> Call:
     """Check a call of `linear_rope`, and choose the variant.
 
-    x has `terms` in the order of wgmma, or x is floats, which x_dtype "float16" rounds. N is
+    x is an `operand` in the order of wgmma, or x is floats, which x_dtype "float16" rounds. N is
     (n_head + 2 n_kv_head) D; the cache has C = n_kv_head D channels. RoPE rotates half-split pairs
     of q and k. k and v are as in `linear_qkv`. The host does not read row and position; kernels do
     not store k and v outside the cache. q is bitwise equal to `linear` followed by `rope_append`.
     """
-    c = unchecked.checked(to_terms=None, up=None)
+    c = unchecked.checked(to_operand=None, up=None)
     c.T = cache_dtype(c.w.dtype)
-    c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
+    c.rounded = rounds(c.operand.x_dtype if c.operand else c.x_dtype, c.w.dtype)
     variants = ROPE_GGUF if c.w.dtype == GGUF else LINEAR_ROPE.variants
-    c.order = (variants[c.terms is not None],)
+    c.order = (variants[c.operand is not None],)
     if c.fp8_cache is None:
         check("k", c.k, dtype=c.T)
     D = 2 * c.P
@@ -494,29 +494,29 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
 
 
 def _check(c: Call) -> None:
-    """Raise InputError unless gamma, beta, and the `Terms` of x and of out are compatible."""
+    """Raise InputError unless gamma, beta, and the `Operand` of x and of out are compatible."""
     if c.gamma is None and c.beta is not None:
         raise InputError("beta: expected gamma, too")
-    if c.terms and c.x_dtype is not None:
+    if c.operand and c.x_dtype is not None:
         raise InputError("x_dtype: terms are rounded or not: expected either")
-    c.rounded = rounds(c.terms.x_dtype if c.terms else c.x_dtype, c.w.dtype)
-    stored = [each for each in (c.terms, c.to_terms) if each is not None]
+    c.rounded = rounds(c.operand.x_dtype if c.operand else c.x_dtype, c.w.dtype)
+    stored = [each for each in (c.operand, c.to_operand) if each is not None]
     if not stored:
         return
     if any(each.rounded != c.rounded for each in stored):
-        raise InputError(f"terms of {c.to_terms}: expected both x and out rounded, or neither")
+        raise InputError(f"terms of {c.to_operand}: expected both x and out rounded, or neither")
     shapes = {"w": (c.K, c.N)}
-    known = terms_of(c.w.dtype, MORE_ROWS + 1, shapes, c.rounded).get("w", ())
+    known = operands_of(c.w.dtype, MORE_ROWS + 1, shapes, c.rounded).get("w", ())
     kinds = {each.dtype for each in known}
     orders = {0} if c.w.dtype == HI_LO else {0, wgmma.width(c.w.dtype)}
     unknown = any(each.dtype not in kinds or each.width not in orders for each in stored)
-    if unknown or (c.terms and c.gamma is not None):
+    if unknown or (c.operand and c.gamma is not None):
         raise InputError(
             f"w: {c.w.dtype}, {c.K} inputs, {c.N} outputs: expected terms of "
             f"{' or '.join(kinds) or 'no dtype'}, without gamma and beta: pass floats"
         )
     begins = c.w.begins if c.w.dtype == GGUF else ()  # a block computes columns of one type
-    check_terms(c.to_terms, c.N, gcd(CHUNK, *begins) if c.up is not None else 1)
+    check_operand(c.to_operand, c.N, gcd(CHUNK, *begins) if c.up is not None else 1)
 
 
 def _rope_by_mma(c: Call) -> Launch:
@@ -527,17 +527,17 @@ def _rope_by_mma(c: Call) -> Launch:
             f"heads of {D} channels, {c.N:,} outputs: expected a multiple of 16, and less than "
             f"{mma.MANY_COLUMNS:,} outputs: use linear and rope_append"
         )
-    c.gamma, c.beta, c.eps, c.up, c.to_terms, c.x_scale = None, None, 0.0, None, None, 1.0
+    c.gamma, c.beta, c.eps, c.up, c.to_operand, c.x_scale = None, None, 0.0, None, None, 1.0
     end = append_rope(c)
-    return MMA.launch(c, lambda _: end._replace(defines=(*end.defines, ("LM_ROPE", D))))
+    return MMA.launch(c, lambda _: end._replace(defines=(*end.defines, ("DECODE_ROPE", D))))
 
 
 def _rope_by_wgmma(c: Call) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu with RoPE."""
     needs_wgmma(": use linear and rope_append")
-    wanted, D = wgmma.terms(c.w.dtype, c.rounded), 2 * c.P
-    if c.terms != wanted:
-        raise UnsupportedCall(f"terms of {c.terms}: expected {wanted}")
+    wanted, D = wgmma.operand(c.w.dtype, c.rounded), 2 * c.P
+    if c.operand != wanted:
+        raise UnsupportedCall(f"terms of {c.operand}: expected {wanted}")
     multiple = 2 * wgmma.ROPE_BOX
     if D % multiple:
         raise UnsupportedCall(f"heads of {D} channels: expected a multiple of {multiple}")
@@ -551,7 +551,7 @@ ROPE_GGUF = tuple(engine.then(append_rope, "rope_") for engine in GGUF_ENGINES)
 LINEAR_QKV = Operation(
     name="linear_qkv",
     variants=tuple(engine.then(append, "qkv_") for engine in ENGINES),
-    options={"eps": 1e-5, "terms": None, **CACHE, "x_bound": None, "x_dtype": None},
+    options={"eps": 1e-5, "operand": None, **CACHE, "x_bound": None, "x_dtype": None},
     prepare=_prepare_qkv,
 )
 
@@ -561,7 +561,7 @@ LINEAR_ROPE = Operation(
         Variant("rope_mma", mma.FILE, (mma.KERNEL,), _rope_by_mma),
         Variant("rope_wgmma", wgmma.FILE, (wgmma.KERNEL,), _rope_by_wgmma),
     ),
-    options={"n_head": REQUIRED, "terms": None, **CACHE, "x_dtype": None, "growth": None},
+    options={"n_head": REQUIRED, "operand": None, **CACHE, "x_dtype": None, "growth": None},
     prepare=_prepare_rope,
 )
 
@@ -573,8 +573,8 @@ OPERATION = Operation(
         "eps": 1e-5,
         "variant": None,
         "decoding": False,
-        "terms": None,
-        "to_terms": None,
+        "operand": None,
+        "to_operand": None,
         "x_bound": None,
         "x_dtype": None,
         "to_peers": None,

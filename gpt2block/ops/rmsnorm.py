@@ -29,8 +29,8 @@ from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.engines.linear_mma import HALF_SPLITS
 from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, check_rows, share
+from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 from gpt2block.ops.warm import call
 
 FILE = "norms/rmsnorm.cu"
@@ -101,8 +101,8 @@ def _stream(c: Call) -> Launch:
     for name, array in (("x", c.x), ("weight", c.weight), ("out", c.output("out"))):
         check_address(name, array, array.itemsize * gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
-    geometry = geometry.with_defines(stored_defines("RS_TERMS", c.to_terms))
-    args = (c.x, c.weight, c.output("out"), stored_scale(c.to_terms), c.eps)
+    geometry = geometry.with_defines(stored_defines("RS_OPERAND", c.to_operand))
+    args = (c.x, c.weight, c.output("out"), stored_scale(c.to_operand), c.eps)
     return launch_at(STREAM, geometry, args, storage=c.out_dtype)
 
 
@@ -139,8 +139,8 @@ def _operand(c: Call) -> Launch:
     geometry = stream_geometry(c.rows, c.C)
     loads = ceil(c.C / (geometry.block[0] * gcd(4, c.C)))
     geometry = geometry._replace(kernel="operand_rows", grid=(c.rows, loads))
-    geometry = geometry.with_defines(stored_defines("RS_TERMS", c.to_terms))
-    return launch_at(STREAM, geometry, (c.x, out, stored_scale(c.to_terms)), storage=c.out_dtype)
+    geometry = geometry.with_defines(stored_defines("RS_OPERAND", c.to_operand))
+    return launch_at(STREAM, geometry, (c.x, out, stored_scale(c.to_operand)), storage=c.out_dtype)
 
 
 @variant("sums", STREAM, "rmsnorm_sums", dtypes=("float32",))
@@ -160,39 +160,39 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
     The rows of x may be any constant distance apart. block: threads per row. Variant stream takes
     contiguous float32 rows, without residual and block, and writes `dtype`, by default the dtype of
-    out; a row has the same bits in any number of rows. to_terms: the `Terms` that variant stream
-    stores in a float32 out for `linear`, instead of floats.
+    out; a row has the same bits in any number of rows. to_operand: the `Operand` that variant
+    stream stores in a float32 out for `linear`, instead of floats.
     """
-    dtype, to_terms = unchecked.options["dtype"], unchecked.options["to_terms"]
+    dtype, to_operand = unchecked.options["dtype"], unchecked.options["to_operand"]
     chosen, x = OPERATION.variant(unchecked.options["variant"] or "rows"), unchecked.inputs[0]
     if chosen.name == "stream":
         dtype = _stream_dtype(unchecked, "rmsnorm")
-    elif dtype is not None or to_terms is not None:
-        raise InputError("rmsnorm: dtype and to_terms are options of variant stream: use it")
+    elif dtype is not None or to_operand is not None:
+        raise InputError("rmsnorm: dtype and to_operand are options of variant stream: use it")
     c = unchecked.checked(variant=chosen.name, out_dtype=dtype or storage(x))
     check_rows("x", c.x)
     return c
 
 
 def _stream_dtype(unchecked: UncheckedCall, name: str) -> str:
-    """Return the checked dtype of out, which is float32 if out holds 16-bit `Terms`."""
-    dtype, to_terms, x = (
+    """Return the checked dtype of out, which is float32 if out holds 16-bit `Operand`."""
+    dtype, to_operand, x = (
         unchecked.options["dtype"],
-        unchecked.options["to_terms"],
+        unchecked.options["to_operand"],
         unchecked.inputs[0],
     )
     check("x", x)
     if dtype is None:
         dtype = "float32" if unchecked.out is None else storage(unchecked.out)
     check_choice("dtype", dtype, STORAGE)
-    if to_terms and dtype != "float32":
-        raise InputError(f"{name}: terms of {to_terms}: expected out in float32, got {dtype}")
-    check_terms(to_terms, x.shape[-1], x.shape[-1])
+    if to_operand and dtype != "float32":
+        raise InputError(f"{name}: terms of {to_operand}: expected out in float32, got {dtype}")
+    check_operand(to_operand, x.shape[-1], x.shape[-1])
     return str(dtype)
 
 
 def _prepare_operand(unchecked: UncheckedCall) -> Call:
-    """Check a call of `operand`. dtype and to_terms are as in variant stream of `rmsnorm`."""
+    """Check a call of `operand`. dtype and to_operand are as in variant stream of `rmsnorm`."""
     c = unchecked.checked(out_dtype=_stream_dtype(unchecked, "operand"))
     check_rows("x", c.x)
     return c
@@ -203,7 +203,7 @@ RMSNORM_GROUPS = Operation(name="rmsnorm_groups", variants=(_groups,), options={
 OPERAND = Operation(
     name="operand",
     variants=(_operand,),
-    options={"dtype": None, "to_terms": None},
+    options={"dtype": None, "to_operand": None},
     prepare=_prepare_operand,
 )
 RMSNORM_SUMS = Operation(name="rmsnorm_sums", variants=(_sums,), options={"eps": 1e-6})
@@ -216,7 +216,7 @@ OPERATION = Operation(
         "block": None,
         "variant": None,
         "dtype": None,
-        "to_terms": None,
+        "to_operand": None,
     },
     prepare=_prepare,
     steps=(RMSNORM_SUMS, RMSNORM_ADD, RMSNORM_GROUPS, OPERAND),

@@ -14,8 +14,8 @@ from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import UNIT
 from gpt2block.ops.call import Call, UncheckedCall, storage
+from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
 from gpt2block.ops.operation import Operation, variant
-from gpt2block.ops.terms import check_terms, stored_defines, stored_scale
 
 FILE = "elementwise/short_conv.cu"
 MAX_THREADS = 128
@@ -32,9 +32,9 @@ def _short_conv(c: Call) -> Launch:
         if array is not None:
             check_address(name, array, width * array.itemsize)
     threads = min(32 * ceil(c.C / (32 * width)), MAX_THREADS)
-    defines = (("CONV_L", c.L), ("CONV_WIDTH", width), *stored_defines("CONV_TERMS", c.to_terms))
+    defines = (("CONV_L", c.L), ("CONV_WIDTH", width), *stored_defines("CONV_TERMS", c.to_operand))
     kernel, scale = (
-        ("short_conv_narrow", ()) if narrow else ("short_conv", (stored_scale(c.to_terms),))
+        ("short_conv_narrow", ()) if narrow else ("short_conv", (stored_scale(c.to_operand),))
     )
     grid = (c.M, ceil(c.C / (threads * width)))
     geometry = Geometry(kernel, grid, (threads,), defines=defines)
@@ -46,9 +46,13 @@ def _short_conv(c: Call) -> Launch:
 def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call. dtype: of out, float32 or the dtype of u; without k, u has the dtype of out.
 
-    to_terms: the `Terms` to store in a float32 out for `linear`, instead of floats.
+    to_operand: the `Operand` to store in a float32 out for `linear`, instead of floats.
     """
-    dtype, to_terms, out = unchecked.options["dtype"], unchecked.options["to_terms"], unchecked.out
+    dtype, to_operand, out = (
+        unchecked.options["dtype"],
+        unchecked.options["to_operand"],
+        unchecked.out,
+    )
     if dtype is None:
         dtype = "float32" if out is None else storage(out)
     check_choice("dtype", dtype, STORAGE)
@@ -58,15 +62,15 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     c.T = dtype if c.k is None else c.kv_storage
     if dtype not in ("float32", c.T):
         raise InputError(f"dtype: expected float32 or k's {c.T}, got {dtype}")
-    if to_terms and dtype != "float32":
-        raise InputError(f"terms of {to_terms}: expected out in float32, got {dtype}")
-    check_terms(to_terms, c.C, UNIT)
+    if to_operand and dtype != "float32":
+        raise InputError(f"terms of {to_operand}: expected out in float32, got {dtype}")
+    check_operand(to_operand, c.C, UNIT)
     return c
 
 
 SHORT_CONV = Operation(
     name="short_conv",
     variants=(_short_conv,),
-    options={"dtype": None, "to_terms": None},
+    options={"dtype": None, "to_operand": None},
     prepare=_prepare,
 )

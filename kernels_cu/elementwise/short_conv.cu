@@ -4,7 +4,7 @@
 //
 //   bcx (M, 3C): a row is [B | C | x]     taps (C, L)     y (M, C)     k (n, n_ctx, C) of type KV: the kv_cache with u
 //
-//   short_conv: for decoding and prompts; y is float, or with CONV_TERMS 16-bit terms (lib/terms.cuh)
+//   short_conv: for decoding and prompts; y is float, or with CONV_TERMS 16-bit terms (lib/operands.cuh)
 //   short_conv_narrow: for prompts; y has the 16-bit type T of u in the kv_cache
 //
 // Row m belongs to sequence row[m], at position[m]. A thread computes CONV_WIDTH channels of a row. It stores u of its
@@ -30,7 +30,7 @@
 #ifndef CONV_WIDTH  // channels of a thread: gcd(4, C)
 #define CONV_WIDTH 4
 #endif
-#ifndef CONV_TERMS  // format of y: a kind of terms (16-bit parts of floats, lib/terms.cuh); 0: no terms
+#ifndef CONV_TERMS  // format of y: a kind of terms (16-bit parts of floats, lib/operands.cuh); 0: no terms
 #define CONV_TERMS 0
 #endif
 

@@ -4,8 +4,8 @@
 //   gguf_chunk_sums: one thread per chunk; sums of rows of x in the order of additions of lib/decode/mma.cuh
 //
 // grid (ceil(M K / 32 / threads)), block (any)
-#define TERM_WIDTH 2
-#define TERM_COUNT 1
+#define OPERAND_WIDTH 2
+#define OPERAND_TERMS 1
 #include "lib/overlap.cuh"
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
@@ -22,7 +22,7 @@ extern "C" __global__ void gguf_chunk_sums(
     float four[8];
 #pragma unroll
     for (int l = 0; l < 8; ++l) {
-        const long long place = term_place(m, chunk * 32 + 4 * l, M, K);
+        const long long place = operand_place(m, chunk * 32 + 4 * l, M, K);
         four[l] = sum_of((unsigned)__float_as_int(__ldcg(x + place))) +
                   sum_of((unsigned)__float_as_int(__ldcg(x + place + 1)));
     }

@@ -1,22 +1,23 @@
 // Sums of x over chunks of 32 values along K. Products with GGUF weights multiply the minimums of GGUF blocks (m or
 // dmin in lib/gguf.cuh) by these sums.
 //
-//   x (M, K), each value rounded to float16 (one term), in wgmma order (lib/terms.cuh, TERM_COUNT 1, TERM_WIDTH 2)
-//   -> for each row and chunk, the sum of the 32 values as two float16 numbers (split_sum). Groups of four values a, b,
+//   x (M, K), each value rounded to float16 (one term), in wgmma order (lib/operands.cuh, OPERAND_TERMS 1,
+//   OPERAND_WIDTH 2) -> for each row and chunk, the sum of the 32 values as two float16 numbers (split_sum). Groups of
+//   four values a, b,
 //      c, d are added as (a + b) + (c + d), the eight sums of these groups as in lanes_sum<8>
 //
-// With TERM_SUMS, the kernel that stores the values as terms also stores the chunk sums after them. Otherwise
-// gguf/chunk_sums.cu computes and stores the chunk sums. K is a multiple of 128. For every TERM_ROWS rows and every 128
-// values along K, the sums are contiguous, four 32-bit words per row. One bulk copy therefore loads the sums of all
+// With OPERAND_SUMS, the kernel that stores the values as terms also stores the chunk sums after them. Otherwise
+// gguf/chunk_sums.cu computes and stores the chunk sums. K is a multiple of 128. For every OPERAND_ROWS rows and every
+// 128 values along K, the sums are contiguous, four 32-bit words per row. One bulk copy therefore loads the sums of all
 // rows.
 //
 // The including file includes lib/sm80.cuh.
 #pragma once
 #include "lib/common.cuh"
-#include "lib/terms.cuh"
+#include "lib/operands.cuh"
 
-#ifndef TERM_SUMS
-#define TERM_SUMS 0
+#ifndef OPERAND_SUMS
+#define OPERAND_SUMS 0
 #endif
 
 // Returns the sum of a chunk divided by 32, as two float16 numbers: the rounded quotient and the remainder.
@@ -38,7 +39,7 @@ __device__ __forceinline__ float sum_of(unsigned pair) {
 // Stores `sum`, the sum over the chunk of 32 values along K that contains value k of row m, in the array `sums`.
 template <typename T>
 __device__ __forceinline__ void store_sum(T* sums, float sum, int m, int k, int M, int K) {
-    const int first = m / (int)TERM_ROWS * (int)TERM_ROWS, rows = min((int)TERM_ROWS, M - first);
+    const int first = m / (int)OPERAND_ROWS * (int)OPERAND_ROWS, rows = min((int)OPERAND_ROWS, M - first);
     const long long unit = (long long)first * (K / 128) + (long long)(k / 128) * rows + (m - first);
     narrow_to(sums[unit * 4 + k / 32 % 4], __int_as_float((int)split_sum(sum)));
 }
@@ -64,12 +65,12 @@ __device__ __forceinline__ void store_sum_of_pairs(T* x, unsigned pair, int m, i
 }
 
 // Stores WIDTH values of row m of out (M, C), starting at channel c, or with KIND their 16-bit terms. scale: scale of
-// hi/lo terms. With TERM_SUMS, all lanes of a warp must call this function, with four values each.
+// hi/lo terms. With OPERAND_SUMS, all lanes of a warp must call this function, with four values each.
 template <int KIND, typename E, int WIDTH>
 __device__ __forceinline__ void store_row(E* out, float scale, int m, int c, int M, int C, const float (&v)[WIDTH]) {
     if constexpr (KIND) {
         constexpr int LAST_PAIR = (WIDTH - 1) / 2;
-        const long long first = term_place(m, c, M, C);
+        const long long first = operand_place(m, c, M, C);
         unsigned high[(WIDTH + 1) / 2], low;
 #pragma unroll
         for (int e = 0; e + 1 < WIDTH; e += 2) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ void store_row(E* out, float scale, int m, int c, int
             narrow_to(out[place], __int_as_float((int)high[e / 2]));
             if (has_low()) narrow_to(out[low_place(place)], __int_as_float((int)low));
         }
-        if constexpr (TERM_SUMS) store_sum_of_fours(out, high[0], high[LAST_PAIR], m, c, M, C);
+        if constexpr (OPERAND_SUMS) store_sum_of_fours(out, high[0], high[LAST_PAIR], m, c, M, C);
     } else {
         Vec<E, WIDTH>::store(out + (long long)m * C + c, v);
     }

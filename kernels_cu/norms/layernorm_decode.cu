@@ -9,12 +9,12 @@
 // rows are read again from the L2 cache in each pass. gamma and beta are loaded before the previous kernel has ended
 // (lib/overlap.cuh).
 //
-// All arrays are float. With LN_TERMS, out holds each value as 16-bit terms (lib/terms.cuh), for a product on tensor
-// cores. grid (ceil(N / LN_ROWS)), block (32 * LN_ROWS). The arrays are aligned to LN_X floats.
+// All arrays are float. With LN_OPERAND, out holds each value as 16-bit terms (lib/operands.cuh), for a product on
+// tensor cores. grid (ceil(N / LN_ROWS)), block (32 * LN_ROWS). The arrays are aligned to LN_X floats.
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "lib/sm80.cuh"
-#include "lib/terms.cuh"
+#include "lib/operands.cuh"
 #include "lib/layernorm.cuh"
 
 #ifndef LN_C
@@ -26,8 +26,8 @@
 #ifndef LN_ROWS  // rows per block
 #define LN_ROWS 1
 #endif
-#ifndef LN_TERMS  // format of out: a kind of terms (16-bit parts of floats, lib/terms.cuh); 0: floats
-#define LN_TERMS 0
+#ifndef LN_OPERAND  // format of out: a kind of terms (16-bit parts of floats, lib/operands.cuh); 0: floats
+#define LN_OPERAND 0
 #endif
 #ifndef LN_HELD  // maximum number of loads that a lane keeps in registers
 #define LN_HELD 6
@@ -36,14 +36,14 @@
 constexpr int LOADS = (LN_C + 32 * LN_X - 1) / (32 * LN_X);
 constexpr bool HELD = LOADS <= LN_HELD;
 typedef Vec<float, LN_X> Values;
-static_assert(!LN_TERMS || LN_X % 2 == 0, "a lane has whole pairs");
+static_assert(!LN_OPERAND || LN_X % 2 == 0, "a lane has whole pairs");
 
 extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
     const float* x,                   // (N, C)
     const float* __restrict__ gamma,  // (C)
     const float* __restrict__ beta,   // (C)
     float* out,                       // (N, C): floats or 16-bit terms
-    float out_scale,                  // scale of out, used if LN_TERMS selects hi/lo terms
+    float out_scale,                  // scale of out, used if LN_OPERAND selects hi/lo terms
     float eps, int N) {
     const int row = blockIdx.x * LN_ROWS + threadIdx.x / 32;
     Values held[HELD ? LOADS : 1], gammas[HELD ? LOADS : 1], betas[HELD ? LOADS : 1];
@@ -70,16 +70,16 @@ extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
         (HELD ? betas[HELD ? i : 0] : Values::load(beta + k)).unpack(b);
 #pragma unroll
         for (int e = 0; e < LN_X; ++e) v[e] = of.of(v[e], g[e], b[e]);
-        if constexpr (LN_TERMS) {
+        if constexpr (LN_OPERAND) {
 #pragma unroll
             for (int e = 0; e + 1 < LN_X; e += 2) {
                 unsigned high, low;
-                split_pair<LN_TERMS>(v[e], v[e + 1], inverse_of(out_scale), high, low);
+                split_pair<LN_OPERAND>(v[e], v[e + 1], inverse_of(out_scale), high, low);
                 v[e] = __int_as_float((int)high), v[e + 1] = __int_as_float((int)low);
             }
         }
-        if constexpr (TERM_WIDTH > 0) {
-            const long long first = term_place(row, k, N, LN_C);
+        if constexpr (OPERAND_WIDTH > 0) {
+            const long long first = operand_place(row, k, N, LN_C);
 #pragma unroll
             for (int e = 0; e + 1 < LN_X; e += 2) {
                 const long long high = further_place(first, e);

@@ -1,7 +1,7 @@
 // RMSNorm of the residual stream of a model: out = x * r * weight, r = 1 / sqrt(mean(x^2) + eps), over each row.
 //
 //   x (M, C) float, weight (C) float, out (M, C) of type T: float for decoding, 16 bits for products on tensor cores.
-//   With RS_TERMS, out holds each value as 16-bit terms (lib/terms.cuh), for the products of decoding
+//   With RS_OPERAND, out holds each value as 16-bit terms (lib/operands.cuh), for the products of decoding
 //
 //   rmsnorm_stream: for the float32 rows of a model: a row has the same bits in any batch, out in any dtype,
 //       overlapping launches
@@ -27,7 +27,7 @@
 #include "lib/overlap.cuh"
 #include "lib/rows.cuh"
 #include "lib/sm80.cuh"
-#include "lib/chunk_sums.cuh"  // includes lib/terms.cuh
+#include "lib/chunk_sums.cuh"  // includes lib/operands.cuh
 #include "lib/split_sums.cuh"
 
 #ifndef RS_C
@@ -39,8 +39,8 @@
 #ifndef RS_THREADS  // threads per block: a multiple of 32
 #define RS_THREADS 256
 #endif
-#ifndef RS_TERMS  // format of out: a kind of terms (16-bit parts of floats, lib/terms.cuh); 0: no terms
-#define RS_TERMS 0
+#ifndef RS_OPERAND  // format of out: a kind of terms (16-bit parts of floats, lib/operands.cuh); 0: no terms
+#define RS_OPERAND 0
 #endif
 #ifndef RS_SUMS  // rmsnorm_sums: partial sums per output of the feed-forward
 #define RS_SUMS 1
@@ -53,8 +53,8 @@ constexpr int STEP = RS_THREADS * RS_WIDTH;
 constexpr int LOADS = (RS_C + STEP - 1) / STEP;  // loads per thread
 constexpr bool HELD = LOADS <= RS_HELD;
 typedef Vec<float, RS_WIDTH> Values;
-static_assert(!RS_TERMS || RS_WIDTH % 2 == 0, "a thread has whole pairs");
-static_assert(!TERM_SUMS || RS_C % 128 == 0, "a warp has whole chunks");
+static_assert(!RS_OPERAND || RS_WIDTH % 2 == 0, "a thread has whole pairs");
+static_assert(!OPERAND_SUMS || RS_C % 128 == 0, "a warp has whole chunks");
 
 // Calls use(i, c) for each of the thread's loads: i: index of the load, c: its first channel.
 template <typename Use>
@@ -67,9 +67,9 @@ __device__ __forceinline__ void each_load(Use use) {
 }
 
 // Stores values of the block's row, starting at channel c, or their 16-bit terms. `out_scale`: scale that is used if
-// RS_TERMS selects hi/lo terms.
+// RS_OPERAND selects hi/lo terms.
 __device__ __forceinline__ void store(T* out, float out_scale, int c, const float (&v)[RS_WIDTH]) {
-    store_row<RS_TERMS>(out, out_scale, blockIdx.x, c, gridDim.x, RS_C, v);
+    store_row<RS_OPERAND>(out, out_scale, blockIdx.x, c, gridDim.x, RS_C, v);
 }
 
 // Normalises the block's row, unless before(), which runs when the previous kernel has ended, returns false. read(i, c)
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
     const float* x,                    // (M, C)
     const float* __restrict__ weight,  // (C)
     T* out,                            // (M, C)
-    float out_scale,                   // scale of out, used if RS_TERMS selects hi/lo terms
+    float out_scale,                   // scale of out, used if RS_OPERAND selects hi/lo terms
     float eps) {
     const float* from = x + (long long)blockIdx.x * RS_C;
     normalize(weight, eps, always, [&](int, int c) { return load_fresh<float, RS_WIDTH>(from + c); },
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add_scaled(
 extern "C" __global__ void __launch_bounds__(RS_THREADS) operand_rows(
     const float* x,   // (M, C)
     T* out,           // (M, C)
-    float out_scale)  // scale of out, used if RS_TERMS selects hi/lo terms
+    float out_scale)  // scale of out, used if RS_OPERAND selects hi/lo terms
 {
     let_next_start();
     wait_for_previous();
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
     float* stream,                     // (M, C): the residual stream
     const float* __restrict__ weight,  // (C)
     T* out,                            // (M, C)
-    float out_scale,                   // scale of out, used if RS_TERMS selects hi/lo terms
+    float out_scale,                   // scale of out, used if RS_OPERAND selects hi/lo terms
     float eps,
     int* abort,  // abort and the next arguments: see peers/all_gather.cu
     long long* own,

@@ -1,7 +1,7 @@
 // Gathers rows whose columns several GPUs have computed: every GPU gets whole rows.
 //
 //   all_gather: stores words with the number of their round into the memory of the other GPUs, without a flag. With
-//       GATHER_TERMS, out holds each value as 16-bit terms (lib/terms.cuh), for the products of decoding
+//       GATHER_OPERAND, out holds each value as 16-bit terms (lib/operands.cuh), for the products of decoding
 //   all_gather_rows: many rows: stores words alone, and a flag after the rows of a block
 //
 //   out[m, n] = share_g[m, n - first_g] (+ residual[m, n])      g: the GPU that has column n
@@ -47,23 +47,23 @@
 #include "lib/overlap.cuh"
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
-#include "lib/chunk_sums.cuh"  // includes lib/terms.cuh
+#include "lib/chunk_sums.cuh"  // includes lib/operands.cuh
 
 #ifndef GATHER_WIDTH  // words that a thread of `all_gather` sends or receives at a time, 1 or 2; divides S, N and first
 #define GATHER_WIDTH 2
 #endif
-#ifndef GATHER_TERMS  // format of out: a kind of terms (16-bit parts of floats, lib/terms.cuh); 0: no terms
-#define GATHER_TERMS 0
+#ifndef GATHER_OPERAND  // format of out: a kind of terms (16-bit parts of floats, lib/operands.cuh); 0: no terms
+#define GATHER_OPERAND 0
 #endif
-static_assert(!GATHER_TERMS || (GATHER_WIDTH == 2 && sizeof(T) == 4), "a thread has a pair of floats");
+static_assert(!GATHER_OPERAND || (GATHER_WIDTH == 2 && sizeof(T) == 4), "a thread has a pair of floats");
 #define GATHER_THREADS 512
 
-// Stores the terms of the values n and n + 1 of row m, and with TERM_SUMS the sum of their chunk of 32 values.
+// Stores the terms of the values n and n + 1 of row m, and with OPERAND_SUMS the sum of their chunk of 32 values.
 // Neighbouring lanes have neighbouring pairs.
 __device__ __forceinline__ void store_terms(float* out, const unsigned* pair, float scale, int m, int n, int M, int N) {
     const float first = __uint_as_float(pair[0]), second = __uint_as_float(pair[1]);
-    const unsigned high = store_term_pair<GATHER_TERMS>(out, first, second, inverse_of(scale), m, n, M, N);
-    if constexpr (TERM_SUMS) {
+    const unsigned high = store_term_pair<GATHER_OPERAND>(out, first, second, inverse_of(scale), m, n, M, N);
+    if constexpr (OPERAND_SUMS) {
         float sum = sum_of(high);
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
 #pragma unroll
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) all_gather(
     int N,         // words of a row of `out`
     int first,     // first word of this GPU in a row of `out`
     int capacity,  // entries in half the area of `all_gather`, at least M N
-    float scale,   // scale of out, used if GATHER_TERMS selects hi/lo terms
+    float scale,   // scale of out, used if GATHER_OPERAND selects hi/lo terms
     int parts) {   // TO_PEERS, FROM_PEERS or both: FROM_PEERS if other kernels have sent the columns
     let_next_start();
     wait_for_previous();
@@ -120,9 +120,9 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) all_gather(
 #pragma unroll
         for (int w = 0; w < GATHER_WIDTH; ++w) {
             if (residual != nullptr) words[w] = __float_as_uint(__ldcg(residual + i + w) + __uint_as_float(words[w]));
-            if (!GATHER_TERMS) reinterpret_cast<unsigned*>(out)[i + w] = words[w];
+            if (!GATHER_OPERAND) reinterpret_cast<unsigned*>(out)[i + w] = words[w];
         }
-        if constexpr (GATHER_TERMS) {
+        if constexpr (GATHER_OPERAND) {
             ends = __any_sync(0xffffffffu, ends);  // store_terms() needs all lanes
             store_terms(reinterpret_cast<float*>(out), words, scale, m, n, M, N);
         }

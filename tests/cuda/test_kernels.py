@@ -24,27 +24,30 @@ from tests.devices import running_on
 # Each CUDA version's oldest and newest architecture, and the H200's. CI compiles with both.
 WITH_CUDA_12 = ("sm_70", "sm_120", "sm_90")
 WITH_CUDA_13 = ("sm_75", "sm_100", "sm_90")
-ROPE_OF_MMA = "EPILOGUE=EPILOGUE_APPEND_ROPE LM_K=576 LM_NORM=2 LM_SUMS=6 LM_ROPE=64 LM_COLUMNS=16"
+ROPE_OF_MMA = (
+    "EPILOGUE=EPILOGUE_APPEND_ROPE DECODE_K=576 DECODE_NORM=2 DECODE_SUMS=6 DECODE_ROPE=64 "
+    "DECODE_COLUMNS=16"
+)
 EPILOGUES = {  # constants of the epilogues that are not a kernel's default
     "matmul/decode/cores.cu": ["EPILOGUE=EPILOGUE_APPEND"],
     "matmul/decode/mma.cu": [
         "EPILOGUE=EPILOGUE_APPEND",
-        "EPILOGUE=EPILOGUE_ADD_SUMS LM_NORM=0 LM_SUMS=6 STORAGE_FP16=1",
+        "EPILOGUE=EPILOGUE_ADD_SUMS DECODE_NORM=0 DECODE_SUMS=6 STORAGE_FP16=1",
         f"{ROPE_OF_MMA} STORAGE_BF16=1",
     ],
     "matmul/decode/mma_gguf.cu": [
         "EPILOGUE=EPILOGUE_APPEND",
-        "EPILOGUE=EPILOGUE_ADD_SUMS LM_NORM=0 LM_SUMS=6",
-        ROPE_OF_MMA.removesuffix(" LM_COLUMNS=16"),
+        "EPILOGUE=EPILOGUE_ADD_SUMS DECODE_NORM=0 DECODE_SUMS=6",
+        ROPE_OF_MMA.removesuffix(" DECODE_COLUMNS=16"),
     ],
     "matmul/decode/mma_tiles.cu": ["EPILOGUE=EPILOGUE_APPEND"],
     "matmul/decode/wgmma.cu": [
         "EPILOGUE=EPILOGUE_APPEND",
-        "EPILOGUE=EPILOGUE_APPEND_ROPE DH_ROPE=64",
+        "EPILOGUE=EPILOGUE_APPEND_ROPE DECODE_ROPE=64",
     ],
     "matmul/decode/wgmma_gguf.cu": [
         "EPILOGUE=EPILOGUE_APPEND",
-        "EPILOGUE=EPILOGUE_APPEND_ROPE DH_ROPE=64",
+        "EPILOGUE=EPILOGUE_APPEND_ROPE DECODE_ROPE=64",
     ],
 }
 ODD_CONSTANTS = {
@@ -56,14 +59,17 @@ ODD_CONSTANTS = {
     "attention/cache/kv_cache.cu": "STORAGE_FP16=1 KV_WIDTH=8",
     "learn/attention/online.cu": "NH=4 NKV=2 HS=33 AO_WARPS=2 AO_KEYS=32",
     "matmul/decode/cores.cu": (
-        "STORAGE_BF16=1 WEIGHT_E4M3=1 LM_K=264 LM_ROWS=4 LM_WIDTH=8 LM_SPLIT=2 LM_STEPS=1 "
-        "LM_LOOP=1 LM_X=2 LM_HEAD=22"
+        "STORAGE_BF16=1 WEIGHT_E4M3=1 DECODE_K=264 DECODE_ROWS=4 DECODE_WIDTH=8 "
+        "DECODE_SPLIT=2 DECODE_STEPS=1 DECODE_LOOP=1 DECODE_X=2 DECODE_HEAD=22"
     ),
     "matmul/decode/mma_tiles.cu": (
-        "STORAGE_BF16=1 DT_ROWS=48 DT_COLUMNS=64 DT_WARPS_M=1 DT_WARPS_N=4 DT_CHUNKS=2"
+        "STORAGE_BF16=1 DECODE_ROWS=48 DECODE_COLUMNS=64 DECODE_WARPS_M=1 DECODE_WARPS_N=4 "
+        "DECODE_CHUNKS=2"
     ),
     "norms/layernorm_decode.cu": "LN_C=1602 LN_X=2 LN_ROWS=4",
-    "matmul/decode/mma.cu": "STORAGE_BF16=1 LM_K=1160 LM_ROWS=16 LM_COLUMNS=11 LM_FLIGHT=2",
+    "matmul/decode/mma.cu": (
+        "STORAGE_BF16=1 DECODE_K=1160 DECODE_ROWS=16 DECODE_COLUMNS=11 DECODE_FLIGHT=2"
+    ),
     "matmul/prompt/cores.cu": (
         "STORAGE_FP16=1 LT_ROWS=32 LT_COLUMNS=96 LT_SIDE=4 LT_SPAN=6 LT_DEPTH=32 LT_LOAD=1 "
         "LT_STORE=1 LT_GELU=1"

@@ -38,7 +38,7 @@ from gpt2block.models.architectures.qwen3_5 import Qwen35Config
 from gpt2block.models.architectures.smollm3 import SmolLM3Config
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import LlamaConfig
-from gpt2block.ops.terms import Terms
+from gpt2block.ops.operands import Operand
 from gpt2block.ops.workload import tolerance
 from tests import outlines
 from tests.devices import GPU, running_on
@@ -311,7 +311,7 @@ def test_a_bias_that_a_pass_forgets_is_an_error(
 def test_queries_grow_in_every_pass() -> None:
     """Each step that applies RoPE has the factor: four steps of prompts and decoding."""
     config = Ministral3Config(**SIZES, scaling=YARN, beta=0.4)
-    known = {"w_qkv": (Terms("float16", 8),)}
+    known = {"w_qkv": (Operand("float16", 8),)}
     prompt = outlines.prefill(Prefill("16_bits", 9, 1, 9, True), config, "last")
     passes = prompt, outlines.decode(config), outlines.decode(config, known=known)
     found: dict[str, Any] = {}

@@ -12,9 +12,9 @@ from gpt2block import InputError, WeightMatrix, ops, reference
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.ops.elementwise import CAP, GATED_COLUMNS, RELU_SQUARED, SILU_MUL
+from gpt2block.ops.operands import Operand
 from gpt2block.ops.rmsnorm import OPERAND, RMSNORM_ADD, RMSNORM_GROUPS
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
-from gpt2block.ops.terms import Terms
 from tests import devices, plain
 from tests.devices import assert_same_bits, every_device, moved, one_order
 
@@ -105,7 +105,7 @@ def test_the_stream_is_an_operand(device: Any, C: int) -> None:
         out = cupy.full(x.shape, np.nan, FLOATS[dtype])
         assert_same_bits(OPERAND.bind((stream,), out).run().get(), x.astype(FLOATS[dtype]))
     with pytest.raises(InputError, match="operand: terms of float16: expected out in float32, got"):
-        OPERAND.bind((stream,), dtype="bfloat16", to_terms=Terms("float16"))
+        OPERAND.bind((stream,), dtype="bfloat16", to_operand=Operand("float16"))
 
 
 @every_device
@@ -153,7 +153,7 @@ def test_what_the_stream_refuses(device: Any) -> None:
     ):
         with pytest.raises(InputError, match=message):
             RMSNORM.bind(inputs, variant="stream", **options)
-    with pytest.raises(InputError, match="dtype and to_terms are options of variant stream"):
+    with pytest.raises(InputError, match="dtype and to_operand are options of variant stream"):
         RMSNORM.bind((x, weight), dtype="float16")
 
 

@@ -29,7 +29,7 @@ from tests.attentions import DTYPES
 from tests.caches import KINDS, Cache, Heads, random_cache
 from tests.devices import GPU, SOMEWHERE, assert_same_bits, combinations, one_order
 from tests.ops.test_all_gather import few_words
-from tests.ops.test_terms import terms
+from tests.ops.test_operands import as_operand
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -121,9 +121,9 @@ def multiplied(
     }
     if variant == "wgmma":
         rounded = w.dtype == GGUF
-        order = _linear_wgmma.terms(w.dtype, rounded)
-        x = terms(x, order.dtype, order.width, rounded=rounded)
-        options = {"decoding": True, "terms": order, "to_peers": to_peers}
+        order = _linear_wgmma.operand(w.dtype, rounded)
+        x = as_operand(x, order.dtype, order.width, rounded=rounded)
+        options = {"decoding": True, "operand": order, "to_peers": to_peers}
     more = (None, None, None, None, w) if gated else (bias,)
     inputs = device.asarray(x), w, *more
     return np.asarray(LINEAR.bind(inputs, **options).run().get())

@@ -13,9 +13,9 @@ from gpt2block import InputError, reference
 from gpt2block.cuda import replaced
 from gpt2block.ops import all_gather
 from gpt2block.ops.all_gather import ALL_GATHER, ALL_GATHER_NORM, LOAD, STORE, PeerBuffers, part_of
+from gpt2block.ops.operands import Operand
 from gpt2block.ops.rmsnorm import OPERAND
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
-from gpt2block.ops.terms import Terms
 from tests.devices import SOMEWHERE, assert_same_bits, running_on
 from tests.plain import normal
 
@@ -46,7 +46,7 @@ def gathered(
             bound = ALL_GATHER.bind_on_device(inputs, out if to is None else to, **sizes, **options)
         else:
             inputs = (*inputs[:2], cupy.asarray(norm["weight"]), *inputs[2:])
-            sizes |= {"eps": EPS, "to_terms": norm["to_terms"]}
+            sizes |= {"eps": EPS, "to_operand": norm["to_operand"]}
             bound = ALL_GATHER_NORM.bind_on_device(inputs, out, **sizes)
             found.append(to)
         found.append(bound.out)
@@ -84,6 +84,7 @@ CASES: list[tuple[int, tuple[int, ...], str, bool]] = [
     (9, (128, 128, 64, 32), "float32", False),
 ]
 EPS = 1e-5
+HALVES = Operand("float16")
 
 
 def few_words(patch: pytest.MonkeyPatch, words: int = 1024) -> None:
@@ -115,10 +116,10 @@ def test_all_gpus_get_all_columns(
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)
-@pytest.mark.parametrize("terms", [None, Terms("float16"), Terms("float16", 2, 1.0, True, True)])
+@pytest.mark.parametrize("operand", [None, HALVES, Operand("float16", 2, 1.0, True, True)])
 @pytest.mark.parametrize("columns", [(128, 64, 64), (1024, 1024)])
 def test_a_gather_with_a_norm_has_the_bits_of_both(
-    where: str, terms: Terms | None, columns: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    where: str, operand: Operand | None, columns: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     C, M = sum(columns), 3
     few_words(monkeypatch, words=M * C)
@@ -127,10 +128,10 @@ def test_a_gather_with_a_norm_has_the_bits_of_both(
         for seed in range(3):
             shards = [normal(seed + n, M, S) for n, S in enumerate(columns)]
             residual, weight = normal(99, M, C), normal(98, 1, C)[0]
-            norm = {"weight": weight, "to_terms": terms}
+            norm = {"weight": weight, "to_operand": operand}
             results = gathered(cupy, peers, shards, residual, norm)
             total = cupy.asarray(reference.all_gathered(shards, residual))
-            inputs, options = (total, cupy.asarray(weight)), {"eps": EPS, "to_terms": terms}
+            inputs, options = (total, cupy.asarray(weight)), {"eps": EPS, "to_operand": operand}
             out = cupy.full((M, C), np.nan, "float32")  # terms do not fill the array
             RMSNORM.bind_on_device(inputs, out, variant="stream", **options).run()
             for stream, normed in zip(results[::2], results[1::2], strict=True):
@@ -142,18 +143,18 @@ def test_a_gather_with_a_norm_has_the_bits_of_both(
 
 @pytest.mark.parametrize("where", SOMEWHERE)
 @pytest.mark.parametrize(
-    "terms",
+    "operand",
     [
-        Terms("bfloat16"),
-        Terms("bfloat16", 8),
-        Terms("float16", 16, 1.0, True),
-        Terms("float16", 2, 1.0, True, True),
-        Terms("hi_lo", 0, 0.25),
+        Operand("bfloat16"),
+        Operand("bfloat16", 8),
+        Operand("float16", 16, 1.0, True),
+        Operand("float16", 2, 1.0, True, True),
+        Operand("hi_lo", 0, 0.25),
     ],
     ids=str,
 )
-def test_a_gather_of_terms_has_the_bits_of_operand(
-    where: str, terms: Terms, monkeypatch: pytest.MonkeyPatch
+def test_a_gathered_operand_has_the_bits_of_operand(
+    where: str, operand: Operand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of 384 columns are parts of two tiles of terms."""
     columns, M = (128, 192, 64), 67
@@ -164,8 +165,8 @@ def test_a_gather_of_terms_has_the_bits_of_operand(
             shards = [normal(seed + n, M, S) for n, S in enumerate(columns)]
             out = cupy.full((M, sum(columns)), np.nan, "float32")  # terms do not fill the array
             whole = cupy.asarray(np.concatenate(shards, axis=1))
-            OPERAND.bind_on_device((whole,), out, to_terms=terms).run()
-            for result in gathered(cupy, peers, shards, None, to_terms=terms):
+            OPERAND.bind_on_device((whole,), out, to_operand=operand).run()
+            for result in gathered(cupy, peers, shards, None, to_operand=operand):
                 assert_same_bits(result, out.get())
         assert not peers.aborted
 
@@ -176,8 +177,8 @@ def test_a_gather_of_terms_has_the_bits_of_operand(
         ((2, 3), "float16", {"N": 8, "first": 0}, "even numbers"),
         ((2, 4), "float32", {"N": 8, "first": 5}, "columns 5 to 9: expected columns of 8"),
         ((1, 4), "float32", {"N": 2**23, "first": 0}, "expected at most"),
-        ((1, 8), "float32", {"N": 16, "first": 0, "to_terms": Terms("float16")}, "expected floats"),
-        ((1, 64), "float16", {"N": 64, "first": 0, "to_terms": Terms("float16")}, "got float16"),
+        ((1, 8), "float32", {"N": 16, "first": 0, "to_operand": HALVES}, "expected floats"),
+        ((1, 64), "float16", {"N": 64, "first": 0, "to_operand": HALVES}, "got float16"),
         ((65, 4), "float32", {"N": 8, "first": 0, "eps": EPS}, "at most 64 rows of 8,192 columns"),
         ((1, 4), "float32", {"N": 8, "first": 2, "eps": EPS}, "expected multiples of 4 columns"),
     ],

@@ -35,8 +35,8 @@ from gpt2block.ops.attention_cached import (
     split_geometry,
     tiles_geometry,
 )
+from gpt2block.ops.operands import Operand
 from gpt2block.ops.rope_qkv import APPEND as ROPE_APPEND
-from gpt2block.ops.terms import Terms
 from tests import gpus
 from tests.attentions import KERNELS
 from tests.caches import (
@@ -64,7 +64,7 @@ from tests.devices import (
     set_attributes,
     with_source,
 )
-from tests.ops.test_terms import terms as terms_of
+from tests.ops.test_operands import as_operand
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -243,15 +243,15 @@ def test_every_code_is_read_as_its_number(device: Any, HS: int, kv_dtype: str) -
 
 
 @combinations(times=1, kv_dtype=list(FORMATS), kind=["float16", "bfloat16"], width=[0, 8])
-def test_terms_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) -> None:
-    """Terms can have any 16-bit dtype, whatever the dtype of the cache."""
+def test_operands_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) -> None:
+    """Operand can have any 16-bit dtype, whatever the dtype of the cache."""
     held = random_cache((1, 1, 64), [70, 70], 70, kv_dtype)
     row, position = (device.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
     inputs = (*map(device.asarray, (normal(0, 3, 64), held.k, held.v)), row, position)
     floats = ATTENTION_SPLIT.bind(inputs, n_head=1, kv_dtype=kv_dtype).run().get()
-    order = Terms(kind, width)
-    made = ATTENTION_SPLIT.bind(inputs, n_head=1, to_terms=order, kv_dtype=kv_dtype).run().get()
-    assert_same_bits(made, terms_of(floats, kind, width))
+    order = Operand(kind, width)
+    made = ATTENTION_SPLIT.bind(inputs, n_head=1, to_operand=order, kv_dtype=kv_dtype).run().get()
+    assert_same_bits(made, as_operand(floats, kind, width))
 
 
 def test_split_loads_again_when_the_hint_was_wrong() -> None:

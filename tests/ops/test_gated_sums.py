@@ -176,7 +176,7 @@ def model_steps(model: Model[Any]) -> list[Any]:
     """Return the steps of the plan for one row."""
     engine: Any = model.engine
     do = outlines.outline(model.config)
-    engine.decoding.step(do, 1, engine.decoding.terms(1))
+    engine.decoding.step(do, 1, engine.decoding.operands(1))
     return do.steps
 
 
@@ -369,11 +369,11 @@ def test_norms_of_heads_are_fused_in_steps_of_few_rows() -> None:
     made = architecture_of(config), PassSettings.of(config)
     with recording("9.0"):
         choice = cuda_choice.DecodingChoice(config, Formats("bfloat16"), {}, {}, *made)
-        terms = {rows: choice.terms(rows) for rows in (1, 2, 3, 4, 5)}
-        assert [list(terms[rows]) for rows in (1, 2, 3, 4)] == [[], *[["lm_head"]] * 3]
-        assert set(terms[5]) == {"w_qkv", "w_o", "w_gate", "w_up", "w_down", "lm_head"}
+        operands = {rows: choice.operands(rows) for rows in (1, 2, 3, 4, 5)}
+        assert [list(operands[rows]) for rows in (1, 2, 3, 4)] == [[], *[["lm_head"]] * 3]
+        assert set(operands[5]) == {"w_qkv", "w_o", "w_gate", "w_up", "w_down", "lm_head"}
         found = []
-        for rows, known in terms.items():
+        for rows, known in operands.items():
             do = outlines.outline(config)
             choice.step(do, rows, known)
             found.append([step.op for step in do.steps if step.name.startswith("h.3.")])
@@ -473,9 +473,9 @@ def test_the_chosen_kernels_compile_without_spills() -> None:
         only.append("decode_ffn_mma")
         if i % 5 == 0:
             for end, norm, N, more in (
-                ("APPEND_ROPE", 2, C + 384, (("LM_SUMS", splits(H)[0]), ("LM_ROPE", 64))),
-                ("APPEND_ROPE", 2, C + 384, (("LM_SUMS", 0), ("LM_ROPE", 64))),
-                ("ADD_SUMS", 0, C, (("LM_SUMS", splits(H)[0]),)),
+                ("APPEND_ROPE", 2, C + 384, (("DECODE_SUMS", splits(H)[0]), ("DECODE_ROPE", 64))),
+                ("APPEND_ROPE", 2, C + 384, (("DECODE_SUMS", 0), ("DECODE_ROPE", 64))),
+                ("ADD_SUMS", 0, C, (("DECODE_SUMS", splits(H)[0]),)),
             ):
                 cut = product_geometry(M, N, C, dtype, norm=norm)
                 assert cut is not None
@@ -486,7 +486,7 @@ def test_the_chosen_kernels_compile_without_spills() -> None:
     for M, (name, (C, H)) in product((1, 4), (("Q4_1", SIZES[2]), ("Q4_K", SIZES[3]))):
         of_blocks = blocks_geometry(M, C, H, (name, DOWN.get(name, name)), 1, WGMMA)
         assert of_blocks is not None
-        constants = (*stored_as("float16", GGUF), ("TERM_COUNT", 1), *of_blocks.defines)
+        constants = (*stored_as("float16", GGUF), ("OPERAND_TERMS", 1), *of_blocks.defines)
         jobs.append((gated_sums.BLOCKS_FILE, "sm_90a", constants))
         only.append("decode_ffn_mma_gguf")
     stream = stream_geometry(1, 576).defines

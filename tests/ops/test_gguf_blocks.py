@@ -45,7 +45,7 @@ from gpt2block.ops.to_fp8 import ROW_NORMS
 from tests import outlines
 from tests.devices import GPU, running_on
 from tests.gpus import HOPPER_CAPABILITY, cupy_with
-from tests.ops.test_terms import assert_terms, terms
+from tests.ops.test_operands import as_operand, assert_operand
 
 LLAMA = LlamaConfig(
     n_layer=1, n_head=4, n_kv_head=2, n_embd=256, n_ff=512, n_ctx=96, vocab_size=101
@@ -255,7 +255,7 @@ def test_products_by_wgmma_have_the_same_bits(types: tuple[str, ...], units: int
     """K has few splits, the most splits (shared by sets of warps), or a shorter last split."""
     cupy_with(HOPPER_CAPABILITY)
     K = units * (256 if TYPES[types[0]].size == 256 else 128)
-    D, order = 128, _linear_wgmma.terms(GGUF, rounded=True)
+    D, order = 128, _linear_wgmma.operand(GGUF, rounded=True)
     ranges = [(name, 3 * D // len(types)) for name in types]
     w, up = (GgufMatrix.random(ranges, K, seed).mapped(cupy.asarray) for seed in (1, 2))
     rng = np.random.default_rng(7)
@@ -263,26 +263,26 @@ def test_products_by_wgmma_have_the_same_bits(types: tuple[str, ...], units: int
     for M in (1, 9, 16, 17, 33, 64, 65, 200):
         x = rng.standard_normal((M, K)).astype(np.float16).astype(np.float32)
         weights = w, up, bias, cupy.asarray(rng.standard_normal((M, w.N), np.float32))
-        ordered = cupy.asarray(terms(x, "float16", order.width, rounded=True))
+        ordered = cupy.asarray(as_operand(x, "float16", order.width, rounded=True))
         expected = list(every_product(cupy.asarray(x), *weights, x_dtype="float16"))
-        for got, one in zip(every_product(ordered, *weights, terms=order), expected, strict=True):
+        for got, one in zip(every_product(ordered, *weights, operand=order), expected, strict=True):
             np.testing.assert_array_equal(got.get(), one.get())
-        options = {"decoding": True, "terms": order}
+        options = {"decoding": True, "operand": order}
         gated = (ordered, w, None, None, None, None, up)
         cases = ((ordered, w, bias), expected[0], order), (gated, expected[2], order.with_sums(32))
         for inputs, floats, to in cases:
-            made = LINEAR.bind_on_device(inputs, **options, to_terms=to).run()
-            assert_terms(made.get(), floats.get(), to)
+            made = LINEAR.bind_on_device(inputs, **options, to_operand=to).run()
+            assert_operand(made.get(), floats.get(), to)
 
 
 def test_a_chunk_of_two_types_has_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: HOPPER_CAPABILITY)
-    order = _linear_wgmma.terms(GGUF, rounded=True)
+    order = _linear_wgmma.operand(GGUF, rounded=True)
     with running_on("shuffled"):
         w = GgufMatrix.random([("Q4_0", 48), ("Q8_0", 80)], 128).mapped(cupy.asarray)
         gated = cupy.zeros((9, 128), "float32"), w, None, None, None, None, w
         with pytest.raises(InputError, match="of 16 of 128 channels: expected"):
-            LINEAR.bind_on_device(gated, terms=order, to_terms=order.with_sums(32))
+            LINEAR.bind_on_device(gated, operand=order, to_operand=order.with_sums(32))
 
 
 @pytest.mark.parametrize(
@@ -309,8 +309,8 @@ def test_kernels_store_sums_of_chunks_that_a_product_reads(
         made = architecture_of(config), PassSettings.of(config)
         choice = DecodingChoice(config, Formats("file"), matrices, {}, *made)
         do = outlines.outline(config)
-        choice.step(do, 16, choice.terms(16))
-    summed = {s.name for s in do.steps if (to := s.attrs.get("to_terms")) and to.summed}
+        choice.step(do, 16, choice.operands(16))
+    summed = {s.name for s in do.steps if (to := s.attrs.get("to_operand")) and to.summed}
     assert {name.removeprefix("h.0.") for name in summed} == set(expected.split())
 
 

@@ -33,7 +33,7 @@ from tests.caches import DTYPES, FORMATS, codes_of, widened
 from tests.command_line import gpt2block, printed
 from tests.compiling import assert_clean
 from tests.devices import GPU, assert_same_bits, combinations, one_order, running_on
-from tests.ops.test_terms import matrix
+from tests.ops.test_operands import matrix
 from tests.plain import normal
 from tests.products import QKV_KERNELS, use_variant
 

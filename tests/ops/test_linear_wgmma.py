@@ -18,17 +18,17 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8, cache_dtype
 from gpt2block.errors import InputError
 from gpt2block.ops.linear import OPERATION as LINEAR
+from gpt2block.ops.operands import Operand
 from gpt2block.ops.registry import STEPS
-from gpt2block.ops.terms import Terms
 from tests import devices, gpus, plain
 from tests.devices import assert_same_bits, on_gpu
-from tests.ops.test_terms import assert_terms, matrix
+from tests.ops.test_operands import assert_operand, matrix
 from tests.products import DTYPES, KERNELS, Case, Kernel
 
 Array = NDArray[Any]
 device = devices.device
 # Kernels for weights of each dtype, some with x rounded to float16.
-KINDS = [kernel for kernel in KERNELS.values() if kernel.terms]
+KINDS = [kernel for kernel in KERNELS.values() if kernel.operand]
 every_kind = pytest.mark.parametrize("kernel", KINDS, ids=lambda kernel: kernel.name)
 
 
@@ -44,38 +44,38 @@ def on_device(seed: int, *shape: int) -> Any:
 
 @every_kind
 @on_gpu
-def test_gelu_to_terms(device: Any, kernel: Kernel) -> None:
+def test_gelu_to_an_operand(device: Any, kernel: Kernel) -> None:
     gpus.cupy_with(90)
     for M, N in ((1, 64), (5, 192), (40, 256), (130, 3072)):
         x, handed = drawn(kernel, M, 768)
-        w, bias, order = matrix(N, 768, kernel.weights), on_device(2, N), kernel.terms
+        w, bias, order = matrix(N, 768, kernel.weights), on_device(2, N), kernel.operand
         floats = LINEAR.bind((x, w, bias), gelu=True, variant="mma").run().get()
-        options: Any = {"gelu": True, "decoding": True, "terms": order, "to_terms": order}
+        options: Any = {"gelu": True, "decoding": True, "operand": order, "to_operand": order}
         made = LINEAR.bind((handed, w, bias), **options)
         assert [launch.name for launch in made.launches] == ["decode_wgmma"]
         assert order is not None
-        assert_terms(made.run().get(), floats, order)
+        assert_operand(made.run().get(), floats, order)
 
 
 @every_kind
 @on_gpu
-def test_a_gated_product_and_its_terms(device: Any, kernel: Kernel) -> None:
+def test_a_gated_product_and_its_operand(device: Any, kernel: Kernel) -> None:
     gpus.cupy_with(90)
     for M, gelu in product((1, 5, 40, 130), (False, True)):
-        (x, handed), order = drawn(kernel, M, 256), kernel.terms
+        (x, handed), order = drawn(kernel, M, 256), kernel.operand
         gate, up = (matrix(192, 256, kernel.weights) for _ in range(2))
         inputs = (handed, gate, None, None, None, None, up)
-        made = LINEAR.bind(inputs, terms=order, gelu=gelu, decoding=True)
+        made = LINEAR.bind(inputs, operand=order, gelu=gelu, decoding=True)
         assert [launch.name for launch in made.launches] == ["decode_wgmma"]
         got = made.run().get()
         parts = (LINEAR.bind((x, w), variant="mma").run().get() for w in (gate, up))
         first, second = (part.astype(np.float64) for part in parts)
         exact = reference.silu_mul(first, second, gelu)
         assert np.abs(got - exact).max() <= 4 * 2.0**-24 * np.abs(exact).max()
-        options: Any = {"gelu": gelu, "terms": order, "to_terms": order, "decoding": True}
+        options: Any = {"gelu": gelu, "operand": order, "to_operand": order, "decoding": True}
         given = LINEAR.bind(inputs, **options).run().get()
         assert order is not None
-        assert_terms(given, got, order)
+        assert_operand(given, got, order)
 
 
 @every_kind
@@ -88,11 +88,11 @@ def test_qkv(device: Any, C: int, kv_dtype: str | None, kernel: Kernel) -> None:
     w, bias = matrix(3 * C, K, kernel.weights), on_device(2, 3 * C)
     kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(kernel.weights)]
     found = []
-    for rows, order in zip(drawn(kernel, B, K), (None, kernel.terms), strict=True):
+    for rows, order in zip(drawn(kernel, B, K), (None, kernel.operand), strict=True):
         k, v = (cupy.asarray(np.zeros((B, 2, C), kept)) for _ in range(2))
         row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (B, 2))
         inputs = (rows, w, bias, None, None, k, v, row, position)
-        bound = STEPS["linear_qkv"].bind(inputs, terms=order, kv_dtype=kv_dtype)
+        bound = STEPS["linear_qkv"].bind(inputs, operand=order, kv_dtype=kv_dtype)
         found.append([bound.run().get(), k.get(), v.get()])
     assert bound.launches[0].name == "decode_wgmma"
     for ours, theirs in zip(*found, strict=True):
@@ -126,7 +126,7 @@ def test_rope_has_the_bits_of_the_step_alone(
             if fused:
                 by = STEPS["rotations"].bind((position, frequencies)).run()
                 inputs = (handed, w, bias, by, *cache)
-                options: Any = {"terms": kernel.terms, "kv_dtype": kv_dtype, **grown}
+                options: Any = {"operand": kernel.operand, "kv_dtype": kv_dtype, **grown}
                 bound = STEPS["linear_rope"].bind(inputs, n_head=n_head, **options)
                 assert [launch.name for launch in bound.launches] == ["decode_wgmma"]
                 q = bound.run()
@@ -145,7 +145,7 @@ def test_rope_has_the_bits_of_the_step_alone(
     ("change", "message"),
     [
         ({"n_head": 3}, "w of 512 outputs, .* expected 640 outputs, 3 heads of q"),
-        ({"terms": Terms("float16", 16)}, "terms of float16 .* expected bfloat16"),
+        ({"operand": Operand("float16", 16)}, "terms of float16 .* expected bfloat16"),
         ({"D": 32}, "heads of 32 channels: expected a multiple of 64"),
     ],
 )
@@ -154,7 +154,7 @@ def test_rope_refuses(device: Any, change: dict[str, Any], message: str) -> None
     gpus.cupy_with(90)
     options: dict[str, Any] = {
         "n_head": 2,
-        "terms": KERNELS["linear-wgmma-bfloat16"].terms,
+        "operand": KERNELS["linear-wgmma-bfloat16"].operand,
         **change,
     }
     D = options.pop("D", 128)

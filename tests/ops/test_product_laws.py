@@ -303,7 +303,7 @@ def test_arrays_at_any_address(where: str, kernel: Kernel, case: Case) -> None:
     """Results have the same bits as at multiples of 512 bytes, which terms and weights need."""
     given = kernel.made(case)
     expected = kernel(where, given, case)
-    for names in (("residual",),) if kernel.terms else (tuple(given), ("w",), ("residual",), ()):
+    for names in (("residual",),) if kernel.operand else (tuple(given), ("w",), ("residual",), ()):
         for away in (names, (*names, "out")):
             assert_same_bits(kernel(where, given, case, away=away), expected)
 

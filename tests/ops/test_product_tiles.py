@@ -203,7 +203,7 @@ def test_every_column_and_row_of_decoding_has_a_block(K: int, N: int, sms: int) 
             assert where is not None
             assert where.block[0] == 32 * cut.warps <= 512
             assert cut.loop or cut.warps == mma.splits(K)[0] <= 8
-            assert where.grid[1] * int(dict(where.defines)["LM_ROWS"]) >= M
+            assert where.grid[1] * int(dict(where.defines)["DECODE_ROWS"]) >= M
             assert where.grid[0] * cut.columns >= N or cut.loop
             assert (where.grid[0] - 1) * cut.columns < N
 
@@ -454,7 +454,8 @@ def test_rows_of_blocks_of_gguf(M: int, N: int, K: int, rows: int, together: int
     how = _linear_gguf.geometry(M, K, (("Q4_1", N),), terms=1, **gpu)
     assert how is not None
     found = dict(how.defines)
-    assert (found["LM_ROWS"], found["GGUF_TOGETHER"], how.grid[1]) == (rows, together, M // rows)
+    assert (found["DECODE_ROWS"], how.grid[1]) == (rows, M // rows)
+    assert found["GGUF_TOGETHER"] == together
 
 
 def gguf_wgmma_tiles() -> Iterator[Job]:
@@ -471,11 +472,11 @@ def gguf_wgmma_tiles() -> Iterator[Job]:
         yield _gemm_wgmma.GGUF_FILE, "sm_90a", defines
     kinds = cycle(((0, 0, 0), (1, 1, 1), (0, 1, 0), (1, 1, 1), (1, 0, 0)))
     for rows, (N, K) in product((1, 8, 16, 32, 64), ((4096, 4096), (12288, 4096), (384, 1024))):
-        gated, terms, summed = map(bool, next(kinds))
+        gated, stores, summed = map(bool, next(kinds))
         w = GgufMatrix.random([(next(names), 64)], 256)
         of = _linear_wgmma.WgmmaProduct(rows, (N,), K, GGUF, gated, True, w.tile, w.units, summed)
         chosen = _linear_wgmma.choose(of, SMS, MAX_SHARED)
-        how = _linear_wgmma.geometry(of, chosen, gated=gated, to_terms=terms)
+        how = _linear_wgmma.geometry(of, chosen, gated=gated, to_operand=stores)
         assert how.shared + of.static_bytes(chosen) <= MAX_SHARED
         defines = (*stored_as("float16", GGUF), *how.defines, *range_defines(w))
         yield _linear_wgmma.GGUF_FILE, "sm_90a", defines
@@ -567,15 +568,15 @@ def test_the_chosen_kernels_of_wgmma_compile_without_spills() -> None:
         of = _linear_wgmma.WgmmaProduct(M, (N,), K, stored[-1], gated or head > 0)
         tile = _linear_wgmma.choose(of, SMS, MAX_SHARED)
         assert tile.teams == (2 if M == 64 and K == 576 else 1)
-        options: dict[str, Any] = {"gated": gated, "to_terms": gated, "head": head}
+        options: dict[str, Any] = {"gated": gated, "to_operand": gated, "head": head}
         made = _linear_wgmma.geometry(of, tile, **options)
         ends = (("EPILOGUE", "EPILOGUE_APPEND_ROPE"),) if head else ()
         jobs.append((_linear_wgmma.FILE, "sm_90a", (*stored_as(*stored), *made.defines, *ends)))
     for M, (N, K) in product((64, 256, 512), (QKV, FC, PROJ)):
         of = _linear_wgmma.WgmmaProduct(M, (N,), K, "bfloat16")
         tile = _linear_wgmma.choose(of, SMS, MAX_SHARED)
-        made = _linear_wgmma.geometry(of, tile, to_terms=N == 3072)
-        rounded = (("TERM_COUNT", 1),)
+        made = _linear_wgmma.geometry(of, tile, to_operand=N == 3072)
+        rounded = (("OPERAND_TERMS", 1),)
         for constants in (stored_as("bfloat16"), (*stored_as("float16"), *rounded)):
             ends = of_q_k_v if N == 2304 else ()
             jobs.append((_linear_wgmma.FILE, "sm_90a", (*constants, *made.defines, *ends)))

@@ -10,7 +10,7 @@ import pytest
 from gpt2block import InputError, reference
 from gpt2block.checks import FLOATS
 from gpt2block.ops import registry
-from gpt2block.ops.terms import Terms
+from gpt2block.ops.operands import Operand
 from tests import devices
 from tests.ops.test_every_operation import on_devices
 from tests.plain import normal
@@ -74,15 +74,15 @@ def test_formats_of_a_result(device: Any) -> None:
     floats, narrow = run(k), run(k, dtype="float16").get()
     np.testing.assert_array_equal(narrow, floats.get().astype(np.float16))
     np.testing.assert_array_equal(run(None, dtype="float16").get(), narrow)  # u is rounded, too
-    for terms in (Terms("float16"), Terms("float16", 2, rounded=True, summed=True)):
-        expected = registry.bind("operand", (floats,), dtype="float32", to_terms=terms).run()
-        words = [each.get().view(np.uint32) for each in (run(k, to_terms=terms), expected)]
+    for terms in (Operand("float16"), Operand("float16", 2, rounded=True, summed=True)):
+        expected = registry.bind("operand", (floats,), dtype="float32", to_operand=terms).run()
+        words = [each.get().view(np.uint32) for each in (run(k, to_operand=terms), expected)]
         used = N * C // 2 + 4 * N if terms.width else N * C
         first, second = (each.ravel()[:used] for each in words)
         np.testing.assert_array_equal(first, second)
     with pytest.raises(InputError, match="expected float32 or k's float16, got bfloat16"):
         run(k, dtype="bfloat16")
     with pytest.raises(InputError, match="expected out in float32, got float16"):
-        run(k, dtype="float16", to_terms=terms)
+        run(k, dtype="float16", to_operand=terms)
     with pytest.raises(InputError, match=r"bcx: expected \(M, 384\) for 128 channels, got \(5, 38"):
         run(k, bcx[:, :381].copy())

@@ -17,8 +17,8 @@ from gpt2block.models.config import ModelConfig, product_shapes
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.gated_sums import Fusions, fusions, splits_of
-from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, terms_of, wgmma_takes
-from gpt2block.ops.terms import ROUNDED, Terms
+from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, operands_of, wgmma_takes
+from gpt2block.ops.operands import ROUNDED, Operand
 
 
 class DecodingChoice:
@@ -37,10 +37,10 @@ class DecodingChoice:
                                           gate (16 bits and FP8: `fusions`). SmolLM2-135M,
                                           8 and 16 rows: 497 -> 408, 638 -> 547. If heads have
                                           norms, these are fused too, up to 4 rows, also with
-                                          large matrices (`terms_of`). Qwen3-0.6B, 2 and 4
+                                          large matrices (`operands_of`). Qwen3-0.6B, 2 and 4
                                           rows: 743 -> 601, 798 -> 652
-    more than 16, or fewer with large     norms are kernels of their own and write terms,
-    matrices (`terms_of`)                 which wgmma, mma tiles or mma multiply; wgmma also
+    more than 16, or fewer with large     norms are kernels of their own, write operands,
+    matrices (`operands_of`)                 which wgmma, mma tiles or mma multiply; wgmma also
                                           fuses RoPE and the gate. SmolLM2-135M, 64 rows: 1,117
                                           -> 911; Qwen3-0.6B, 32 rows: 1,546 -> 1,366
     ====================================  =================================================
@@ -69,11 +69,11 @@ class DecodingChoice:
         inputs = {K for K, _ in product_shapes(self.config).values()}
         return ROUNDED if can_round(self.formats.dtype, inputs) else None
 
-    def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:
-        """Return {name of a matrix: `Terms` (formats) in which its product can read x}.
+    def operands(self, rows: int) -> dict[str, tuple[Operand, ...]]:
+        """Return {name of a matrix: each `Operand` (format) in which its product can read x}.
 
         The result is empty for few rows if LayerNorm is fused with the products. If norms of heads
-        are fused, only lm_head has terms.
+        are fused, only lm_head has operands.
         """
         fused = rows <= MORE_ROWS and self.architecture.NORM == "LayerNorm"
         if fused or self.config.head_size % 2:
@@ -88,41 +88,41 @@ class DecodingChoice:
         dtype = HI_LO if self.bounds else self.formats.dtype
         fuses = self._fusions(rows)
         plain = fuses.norms and not self._norms_heads
-        found = terms_of(dtype, rows, shapes, self.x_dtype is not None, plain)
+        found = operands_of(dtype, rows, shapes, self.x_dtype is not None, plain)
         if fuses.heads:  # not measured for other models
             return {name: each for name, each in found.items() if name == "lm_head"}
         return found
 
     def step(
-        self, do: Executor, rows: int, terms: Mapping[str, Any] | None, together: int = 1
+        self, do: Executor, rows: int, operands: Mapping[str, Any] | None, together: int = 1
     ) -> Any:
         """Run a decoding step of `rows` rows (tokens), up to logits, on the executor `do`.
 
-        terms: the result of `terms`. None makes results readable, for traces: activations stay
-        floats, and RMSNorm, RoPE and the gate have steps of their own. together: neighbouring rows
-        of one sequence.
+        operands: the result of `operands`. None makes results readable, for traces: activations
+        stay floats, and RMSNorm, RoPE and the gate have steps of their own. together: neighbouring
+        rows of one sequence.
         """
-        chosen = self._pass(do, rows, terms, together)
+        chosen = self._pass(do, rows, operands, together)
         return forward(chosen, self.architecture, self.config, "logits")
 
     def _pass(
-        self, do: Executor, rows: int, terms: Mapping[str, Any] | None, together: int
+        self, do: Executor, rows: int, operands: Mapping[str, Any] | None, together: int
     ) -> DecodePass:
         """Return the pass (operations on `do`) of a decoding step. Arguments: see `step`."""
         shapes, fp8_cache = self.config.block_shapes(), self.formats.fp8_cache
-        if terms == {} and not self.divided and self.config.delta_nets is None:
+        if operands == {} and not self.divided and self.config.delta_nets is None:
             types = self._types_of_ffn if self.formats.dtype == FILE else ()
             splits = splits_of(self.formats.dtype, rows, shapes, types, self.config.head_size)
             if splits:
                 return SumsPass(do, self.settings, splits, fp8_cache, self.x_dtype, together)
-        norms, in_blocks = rows <= MORE_ROWS, terms is not None and self._in_blocks
+        norms, in_blocks = rows <= MORE_ROWS, operands is not None and self._in_blocks
         if in_blocks:
-            norms = normalizes(rows, self.config.n_embd) and not terms
-        fuses = self._fusions(rows) if terms is not None and norms else Fusions()
+            norms = normalizes(rows, self.config.n_embd) and not operands
+        fuses = self._fusions(rows) if operands is not None and norms else Fusions()
         if in_blocks:
             fuses = Fusions(norms=True, rope=True, gate=True)
-        options = terms, fp8_cache, self.bounds, self.x_dtype, together, fuses
-        summed = tuple(name for name in terms or () if self._reads_sums(name))
+        options = operands, fp8_cache, self.bounds, self.x_dtype, together, fuses
+        summed = tuple(name for name in operands or () if self._reads_sums(name))
         return DecodePass(do, self.settings, norms, *options, summed=summed)
 
     @property

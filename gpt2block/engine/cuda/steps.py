@@ -55,7 +55,7 @@ class DecodingSteps:
     def __init__(
         self, model: CudaPasses, cache: CudaCache, floats: bool = False, speculate: Drafts = False
     ) -> None:
-        """floats: whether activations are readable floats; else `Terms`. The results are equal.
+        """floats: whether activations are readable floats; else `Operand`. The results are equal.
 
         speculate: all steps can compute draft tokens; otherwise only steps with grammars can.
         """
@@ -282,9 +282,9 @@ class DecodingStep:
     def recording(self, model: CudaPasses) -> Recording:
         """Return the recorded launches. The first call records them: some steps only `sample`."""
         if self._recording is None:
-            terms = None if self._floats else model.decoding.terms(self.rows)
+            operands = None if self._floats else model.decoding.operands(self.rows)
             made = model.recordings.make(
-                lambda do: model.decoding.step(do, self.rows, terms, self.together),
+                lambda do: model.decoding.step(do, self.rows, operands, self.together),
                 {**model.given(), **self._given},
                 {"logits": self._logits},
                 overlapping=True,

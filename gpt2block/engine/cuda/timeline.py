@@ -24,8 +24,8 @@ from gpt2block.cuda.timing import interleaved_ms
 from gpt2block.engine.recorder import TensorSpec
 from gpt2block.engine.recording import Recording, Recordings, capture
 from gpt2block.engine.timeline import BytesMoved, Call, KernelTiming, Timeline, moved, weights_dtype
+from gpt2block.ops.operands import Operand
 from gpt2block.ops.sample_token import FILE
-from gpt2block.ops.terms import Terms
 
 EMPTY = 100  # number of empty kernels in the graph that measures the gap between kernels
 SAMPLE = "sample"  # name of the step that samples after a forward pass
@@ -180,13 +180,13 @@ def _nothing() -> Launch:
     return launch_at(FILE, Geometry("mark_occurred", (1,), (32,)), (None, None, None, 0, 0, 0))
 
 
-def _in_memory(array: Operand, terms: Terms | None) -> TensorSpec:
+def _in_memory(array: Operand, operand: Operand | None) -> TensorSpec:
     """Return the TensorSpec of an array: shape, dtype and number of bytes.
 
-    The number is half the array's bytes if `terms` keeps one 16-bit number per float.
+    The number is half the array's bytes if `operand` keeps one 16-bit number per float.
     """
     stored = TensorSpec.of(array)
-    half = terms is not None and terms.rounded and terms.width > 0
+    half = operand is not None and operand.rounded and operand.width > 0
     return stored._replace(nbytes=stored.nbytes // 2) if half else stored
 
 
@@ -194,11 +194,11 @@ def _kernels(recording: Recording) -> Iterator[KernelTiming]:
     """Yield a KernelTiming, still without times, for each kernel of a recording."""
     for name, (step, launches, *_) in recording.steps.items():
         inputs = [recording.known(each) if each else None for each in step.inputs]
-        if terms := step.attrs.get("terms"):  # the 16-bit format in which x is stored
-            inputs[0] = _in_memory(inputs[0], terms)
+        if operand := step.attrs.get("operand"):  # the 16-bit format in which x is stored
+            inputs[0] = _in_memory(inputs[0], operand)
         # Names of weights and other tensors: `moved` counts "" as an activation.
         tensors = ["" if each in recording.steps else each for each in step.inputs]
-        out = _in_memory(recording.known(name), step.attrs.get("to_terms"))
+        out = _in_memory(recording.known(name), step.attrs.get("to_operand"))
         dtypes = out.dtype, weights_dtype(step.op, inputs)
         for each in launches:
             nbytes = moved(step.op, tensors, inputs, out) if each is launches[-1] else BytesMoved()

@@ -15,16 +15,16 @@ from gpt2block.models.architectures.architecture import To, Value
 from gpt2block.models.weights.gguf import UNIT
 from gpt2block.models.weights.hi_lo import scale_for
 from gpt2block.ops.gated_sums import Fusions
-from gpt2block.ops.terms import CHUNK, Terms
+from gpt2block.ops.operands import CHUNK, Operand
 
 
 class Rows(NamedTuple):
-    """The left operand of a product: rows in format `terms`, or rows to normalize by `gamma`."""
+    """The left operand of a product: rows as `operand`, or rows to normalize by `gamma`."""
 
     value: Value
     gamma: str = ""
     beta: str = ""
-    terms: Terms | None = None
+    operand: Operand | None = None
     narrow: bool = False  # whether rows are a prefill's attention in 16 bits or hi/lo format
     bound: float | None = None  # upper bound of the (normalized) rows' magnitudes, if known
 
@@ -33,12 +33,12 @@ class DecodePass(Pass):
     """Decoding with five kernels per GPT-2 layer, as the QKV product also writes the kv_cache.
 
     norms: whether products fuse LayerNorm, which is fastest for few rows; else LayerNorm has its
-    own steps, with bitwise equal results. known: the `Terms` in which x of a product can be stored,
-    preferred terms first, by the last part of the weights' name; empty if products read floats.
-    Hi/lo terms need an operand with a bound, from which their scale is computed.
+    own steps, with bitwise equal results. known: the `Operand` in which x of a product can be
+    stored, preferred ones first, by the last part of the weights' name; empty if products read
+    floats. Hi/lo terms need an operand with a bound, from which their scale is computed.
     fp8_cache: the FP8 format of the kv_cache, or None. bounds: upper bounds of the magnitudes of
     operands, by name; products of bounded operands read hi/lo weights instead of float32.
-    x_dtype: the dtype to which x of a product without terms is rounded, or None. together: the
+    x_dtype: the dtype to which x of a product that reads floats is rounded, or None. together: the
     number of neighbouring rows that belong to one sequence. fuses: what products that read floats
     can fuse. summed: the names in `known` of the products that read sums of chunks of x.
     """
@@ -52,7 +52,7 @@ class DecodePass(Pass):
         do: Executor,
         settings: PassSettings,
         norms: bool = True,
-        known: Mapping[str, Sequence[Terms]] | None = None,
+        known: Mapping[str, Sequence[Operand]] | None = None,
         fp8_cache: str | None = None,
         bounds: Mapping[str, float] | None = None,
         x_dtype: str | None = None,
@@ -69,7 +69,7 @@ class DecodePass(Pass):
         self.rotations: dict[str, Value] = {}  # key: name of a tensor of RoPE frequencies
 
     def embed(self) -> Value:
-        if self.c.rope and self._fuses_rope(self._terms(("w_qkv",))):  # shared by all layers
+        if self.c.rope and self._fuses_rope(self._format(("w_qkv",))):  # shared by all layers
             for rope in dict.fromkeys(self.c.rope):
                 name = rope.replace("frequencies", "rotations")
                 inputs = ("positions", rope, *(("row",) if self.c.own else ()))
@@ -78,38 +78,38 @@ class DecodePass(Pass):
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
         bound = self._bounds.get(name)
-        read_terms = any(_matrix_of(w) in self.known for w in to)
-        fused = self.norms and self.fuses.norms and to[:1] != ("lm_head",) and not read_terms
+        read_operands = any(_matrix_of(w) in self.known for w in to)
+        fused = self.norms and self.fuses.norms and to[:1] != ("lm_head",) and not read_operands
         biased = any(self.do.has(w.replace("w_", "b_")) for w in to)
         if (beta and self.norms) or (to and fused and not beta and not biased):
             return Rows(x, gamma, beta, bound=bound)
         # The RMSNorm kernel computes UNIT neighbouring channels together. Therefore it can store
-        # sums of CHUNK channels with the terms (`Terms.with_sums`).
-        terms = self._terms(to, bound, together=1 if beta else UNIT)
+        # sums of CHUNK channels with the terms (`Operand.with_sums`).
+        operand = self._format(to, bound, together=1 if beta else UNIT)
         if beta:
-            options: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
+            options: dict[str, Any] = {"variant": "decode", "stats": False, **_to(operand)}
             y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **options)
         else:
-            options = {**self.of_stream, **_to(terms)}
+            options = {**self.of_stream, **_to(operand)}
             y = self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **options)
-        return Rows(y, terms=terms, bound=bound)
+        return Rows(y, operand=operand, bound=bound)
 
     def operand(self, name: str, x: Value, to: To) -> Rows:
         bound = self._bounds.get(name)
-        terms = self._terms(to, bound, together=UNIT)
-        y = self.do(name, "operand", (x,), dtype="float32", to_terms=terms) if terms else x
-        return Rows(y, terms=terms, bound=bound)
+        operand = self._format(to, bound, together=UNIT)
+        y = self.do(name, "operand", (x,), dtype="float32", to_operand=operand) if operand else x
+        return Rows(y, operand=operand, bound=bound)
 
     def _product(self, p: Product) -> Value:
         a: Rows = p.a
         bound = self._bounds.get(p.result)
-        stores = not a.gamma and _matrix_of(p.w) in self.known  # a product that can store `Terms`
-        terms = self._terms(p.to, bound, a.terms.width if a.terms else 0) if stores else None
+        stores = not a.gamma and _matrix_of(p.w) in self.known  # can store an `Operand`
+        operand = self._format(p.to, bound, a.operand.width if a.operand else 0) if stores else None
         w, w_options = self._weights(p.w, a)
-        options = {**self._given(a), **_to(terms), **p.options, **w_options}
+        options = {**self._given(a), **_to(operand), **p.options, **w_options}
         inputs = (a.value, w, p.bias, a.gamma, a.beta, p.residual)
         y = self.do(p.result, "linear", inputs, into=p.residual, decoding=True, **options)
-        return Rows(y, terms=terms, bound=bound) if p.to else y
+        return Rows(y, operand=operand, bound=bound) if p.to else y
 
     def qkv(self, h: str, x: Rows, rope: str = "", norms: To = ()) -> Value:
         """Compute and return the queries. Append the keys and values to the kv_cache."""
@@ -122,7 +122,7 @@ class DecodePass(Pass):
         if x.gamma and not x.beta and self._fuses_rope(None):
             inputs = (x.value, x.gamma, w, "", "", self.rotations[rope], *cache, *norms)
             return self.do(name, "rope_sums", inputs, **self._given(x), **heads, **self.kv)
-        if not norms and self._fuses_rope(x.terms):
+        if not norms and self._fuses_rope(x.operand):
             inputs = (x.value, w, bias, self.rotations[rope], *cache)
             return self.do(name, "linear_rope", inputs, **self._given(x), **heads, **self.kv)
         y = self.product(f"{h}qkv", x, w, bias)
@@ -136,30 +136,31 @@ class DecodePass(Pass):
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
         means_of = "rope" if self.c.rope else "qkv"  # name of the result that contains V
         bound = self._bounds.get(f"{h}{'q_rope' if h in self.c.readers else means_of}")
-        terms = self._terms(to, bound, together=self.c.head_size)
-        options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(terms), **self.kv}
+        operand = self._format(to, bound, together=self.c.head_size)
+        options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(operand), **self.kv}
         options |= self.together
         y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
-        return Rows(y, terms=terms, bound=bound)
+        return Rows(y, operand=operand, bound=bound)
 
     def gated_heads(self, h: str, gate: Value, y: Rows, to: To = ()) -> Value:
         return super().gated_heads(h, gate, y.value, to)
 
     def short_conv(self, h: str, bcx: Value, to: To = ()) -> Rows:
         bound = self._bounds.get(f"{h}conv")
-        terms = self._terms(to, bound, together=UNIT)
-        y = self._short_conv(h, bcx, dtype="float32", **_to(terms))
-        return Rows(y, terms=terms, bound=bound)
+        operand = self._format(to, bound, together=UNIT)
+        y = self._short_conv(h, bcx, dtype="float32", **_to(operand))
+        return Rows(y, operand=operand, bound=bound)
 
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")
-        ordered = x.terms is not None and x.terms.width > 0
+        ordered = x.operand is not None and x.operand.width > 0
         if (ordered or self.fuses.gate) and not any(map(self.do.has, biases)):
             # A warpgroup computes CHUNK neighbouring outputs of a gated product together.
-            terms = self._terms(to, width=x.terms.width, together=CHUNK) if x.terms else None
+            operand = x.operand and self._format(to, width=x.operand.width, together=CHUNK)
             inputs = (x.value, weights[0], "", x.gamma, "", "", weights[1])
-            options = {**self._given(x), **_to(terms), **self.c.gate}
-            return Rows(self.do(f"{h}ff", "linear", inputs, decoding=True, **options), terms=terms)
+            options = {**self._given(x), **_to(operand), **self.c.gate}
+            y = self.do(f"{h}ff", "linear", inputs, decoding=True, **options)
+            return Rows(y, operand=operand)
         gate = self.product(f"{h}gate", x, weights[0], biases[0])
         up = self.product(f"{h}up", x, weights[1], biases[1])
         y = self.do(f"{h}ff", "silu_mul", (gate, up), into=up, **self.c.gate)
@@ -170,42 +171,42 @@ class DecodePass(Pass):
 
     def _weights(self, w: str, a: Rows) -> tuple[str, dict[str, Any]]:
         """Return the name of the weights (`w` or its hi/lo form) for rows `a`, and options."""
-        if a.terms:
-            return (hi_lo_of(w) if a.terms.dtype == HI_LO else w), {}
+        if a.operand:
+            return (hi_lo_of(w) if a.operand.dtype == HI_LO else w), {}
         if a.bound is None or not self.do.has(hi_lo_of(w)):
             return w, {}
         return hi_lo_of(w), {"x_bound": _power_from(a.bound)}
 
     def _given(self, a: Rows) -> dict[str, Any]:
-        """Return a product's options for rows `a`: eps for a norm, and terms or x_dtype."""
+        """Return a product's options for rows `a`: eps for a norm, and operand or x_dtype."""
         normed = {"eps": self.c.eps} if a.gamma else {}
-        return normed | ({"terms": a.terms} if a.terms else self.rounding)
+        return normed | ({"operand": a.operand} if a.operand else self.rounding)
 
-    def _fuses_rope(self, terms: Terms | None) -> bool:
+    def _fuses_rope(self, operand: Operand | None) -> bool:
         """Return whether the QKV product fuses RoPE and appends to the kv_cache."""
-        ordered = terms is not None and terms.width > 0
-        if self.c.qk_norm and not (self.fuses.heads and terms is None):
+        ordered = operand is not None and operand.width > 0
+        if self.c.qk_norm and not (self.fuses.heads and operand is None):
             return False
-        possible = ordered or (self.fuses.rope and terms is None)
+        possible = ordered or (self.fuses.rope and operand is None)
         return possible and self.c.head_size % (64 if ordered else 16) == 0
 
-    def _terms(
+    def _format(
         self, to: To, bound: float | None = None, width: int | None = None, together: int = 1
-    ) -> Terms | None:
-        """Return the preferred `Terms` that the products with all weights `to` can read, or None.
+    ) -> Operand | None:
+        """Return the preferred `Operand` that all products with weights `to` can read, or None.
 
         bound: upper bound of the operand's magnitudes. width: the required width of the terms.
         together: neighbouring channels computed together by the kernel that stores the terms.
         """
         first, *others = [self.known.get(_matrix_of(w), ()) for w in to] or [()]
-        for terms in first:
-            if not all(terms in each for each in others) or width not in (None, terms.width):
+        for operand in first:
+            if not all(operand in each for each in others) or width not in (None, operand.width):
                 continue
-            if terms.dtype != HI_LO:
+            if operand.dtype != HI_LO:
                 summed = any(_matrix_of(w) in self.summed for w in to)
-                return terms.with_sums(together) if summed else terms
+                return operand.with_sums(together) if summed else operand
             if bound is not None and all(self.do.has(hi_lo_of(w)) for w in to):
-                return terms._replace(scale=scale_for(_power_from(bound)))
+                return operand._replace(scale=scale_for(_power_from(bound)))
         return None
 
 
@@ -283,7 +284,7 @@ class SumsPass(DecodePass):
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         return Gated(x.value.stream, x.gamma, f"{h}w_gate", f"{h}w_up")
 
-    def _fuses_rope(self, terms: Terms | None) -> bool:
+    def _fuses_rope(self, operand: Operand | None) -> bool:
         return True
 
 
@@ -297,5 +298,5 @@ def _matrix_of(w: str) -> str:
     return w.rpartition(".")[2]
 
 
-def _to(terms: Terms | None) -> dict[str, Any]:
-    return {"to_terms": terms} if terms else {}
+def _to(operand: Operand | None) -> dict[str, Any]:
+    return {"to_operand": operand} if operand else {}

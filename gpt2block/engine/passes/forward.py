@@ -43,7 +43,7 @@ class Pass(ABC):
 
     Arguments of an operation are the names of its result and weights. `to` has the names of the
     weights of the products that read the result, or of the step that reads it, such as "rope"; they
-    determine its format: floats, 16 bits, hi/lo or terms. With an empty `to`, the result is
+    determine its format: floats, 16 bits, hi/lo or `Operand`. With an empty `to`, the result is
     float32. h is the prefix of a layer's names.
     """
 

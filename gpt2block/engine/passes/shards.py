@@ -24,7 +24,7 @@ from gpt2block.cuda.formats import FILE
 from gpt2block.engine.passes.executor import Executor, Step
 from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import LayerCache, ModelConfig, model_shapes, shapes_in_blocks
-from gpt2block.ops.all_gather import PEER_INPUTS, PeerStores, can_store, normalizes, stores_terms
+from gpt2block.ops.all_gather import PEER_INPUTS, PeerStores, can_store, normalizes, stores_operand
 from gpt2block.ops.products import MULTIPLE
 
 BORDER = 64  # a shard begins at a multiple of BORDER outputs
@@ -369,13 +369,13 @@ class Divided(Executor):
         """Add the gathered columns to the residual stream, and return the norm of the stream."""
         sizes = {**self._sizes(columns), "eps": step.attrs["eps"], "bound": step.bound}
         inputs = (columns.value, columns.stream, step.inputs[1], *self._peers)
-        terms = step.attrs.get("to_terms")
-        y = self._do(step.name, "all_gather_norm", inputs, to_terms=terms, **sizes)
+        operand = step.attrs.get("to_operand")
+        y = self._do(step.name, "all_gather_norm", inputs, to_operand=operand, **sizes)
         columns.whole, columns.value = columns.stream, None
         return y
 
     def _own(self, step: Step, inputs: tuple[Value, ...], into: Value = None) -> Value:
-        attrs = {name: value for name, value in step.attrs.items() if name != "to_terms"}
+        attrs = {name: value for name, value in step.attrs.items() if name != "to_operand"}
         own = step._replace(name=step.name + OF_SHARD, inputs=inputs, attrs=attrs)
         return self._do.do(own, into)
 
@@ -403,16 +403,16 @@ class Divided(Executor):
 
     def _all_gather(self, columns: Columns, residual: Value, into: Value) -> Value:
         step, sizes = columns.step, self._sizes(columns)
-        terms = step.attrs.get("to_terms")
+        operand = step.attrs.get("to_operand")
         inputs = (columns.value, residual, *self._peers)
-        if terms and stores_terms(columns.value.shape[0], columns.N):
-            sizes["to_terms"] = terms
+        if operand and stores_operand(columns.value.shape[0], columns.N):
+            sizes["to_operand"] = operand
             return self._do(step.name, "all_gather", inputs, into=into, bound=step.bound, **sizes)
-        name = f"{step.name}.floats" if terms else step.name
+        name = f"{step.name}.floats" if operand else step.name
         y = self._do(name, "all_gather", inputs, into=into, bound=step.bound, **sizes)
-        if terms is None:
+        if operand is None:
             return y
-        return self._do(step.name, "operand", (y,), dtype="float32", to_terms=terms)
+        return self._do(step.name, "operand", (y,), dtype="float32", to_operand=operand)
 
 
 def of_shard(run: Callable[[Executor], Any], do: Executor, shard: ModelShard, fuses: bool) -> Any:

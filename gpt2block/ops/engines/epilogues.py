@@ -62,7 +62,7 @@ def add(c: Call) -> Epilogue:
     args = {"out": c.output("out"), "gelu": int(c.gelu)}
     if c.to_peers is None:
         return Epilogue("ADD", {**args, "residual": c.residual})
-    if c.residual is not None or c.to_terms:
+    if c.residual is not None or c.to_operand:
         raise UnsupportedCall("sends floats, without residual")
     return Epilogue("PEERS", {**args, **c.to_peers.args}, defines=c.to_peers.defines)
 

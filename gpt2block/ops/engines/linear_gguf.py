@@ -19,9 +19,9 @@ from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import FLOAT, MAX_SPLITS, TERMS, UNIT, splits
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.gguf import range_defines
+from gpt2block.ops.operands import count_define
 from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.ops.products import filled, gate_define, needs_mma, room
-from gpt2block.ops.terms import count_define
 
 FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
 COLUMNS = BORDER  # columns of the product (rows of w) per warp
@@ -155,13 +155,13 @@ def geometry(
         deeper = (cut._replace(flight=n) for n in range(MAX_FLIGHT, FLIGHT - 1, -1))
         cut = fitting(deeper)[0]
     defines = (
-        ("LM_K", K),
-        ("LM_ROWS", cut.rows),
-        ("LM_FLIGHT", cut.flight),
-        ("LM_BLOCKS", blocks),
+        ("DECODE_K", K),
+        ("DECODE_ROWS", cut.rows),
+        ("DECODE_FLIGHT", cut.flight),
+        ("DECODE_BLOCKS", blocks),
         ("GGUF_TOGETHER", int(cut.together)),
         *((("GGUF_HELD", 1),) if cut.held else ()),
-        *(() if cut.together else (("LM_WARPS", cut.warps), ("GGUF_CLUSTER", cluster(cut)))),
+        *(() if cut.together else (("DECODE_WARPS", cut.warps), ("GGUF_CLUSTER", cluster(cut)))),
     )
     grid = cluster(cut) * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
     # The launch requests so much memory that no block of the next kernel starts next to these
@@ -199,7 +199,7 @@ def normalizes(M: int, K: int) -> bool:
 
 
 def norm_of(gamma: CudaArray | None, beta: CudaArray | None) -> int:
-    """Return LM_NORM, the norm of x that a product fuses: 0 none, 1 LayerNorm, 2 RMSNorm."""
+    """Return DECODE_NORM, the norm of x that a product fuses: 0 none, 1 LayerNorm, 2 RMSNorm."""
     return 0 if gamma is None else 1 if beta is not None else 2
 
 
@@ -245,10 +245,10 @@ def launch(
             f"K {c.K:,}: a split of a row does not fit in this GPU's shared memory: use a "
             "WeightMatrix"
         )
-    defines: Defines = (("LM_NORM", norm),) if norm else ()
-    defines += (("LM_UP", 1), *gate_define(c.gelu)) if up is not None else ()
-    defines += (("LM_ROPE", epilogue.head),) if epilogue.head else ()
-    defines += (("LM_SUMS", epilogue.splits),) if epilogue.splits else ()
+    defines: Defines = (("DECODE_NORM", norm),) if norm else ()
+    defines += (("DECODE_UP", 1), *gate_define(c.gelu)) if up is not None else ()
+    defines += (("DECODE_ROPE", epilogue.head),) if epilogue.head else ()
+    defines += (("DECODE_SUMS", epilogue.splits),) if epilogue.splits else ()
     defines += (*count_define(rounded), *range_defines(c.w))
     matrices = {"w": c.w.data, "up": None if up is None else up.data}
     norms = {"gamma": gamma, "beta": beta, "eps": eps}

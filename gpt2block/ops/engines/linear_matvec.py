@@ -131,17 +131,17 @@ def geometry(
             return None
         cut = cut._replace(rows=cut.rows // 2)
     defines = (
-        ("LM_K", K),
-        ("LM_NORM", int(norm)),
-        ("LM_ROWS", cut.rows),
-        ("LM_WIDTH", cut.width),
-        ("LM_SPLIT", cut.split),
-        ("LM_COLUMNS", cut.columns),
-        ("LM_GROUPS", cut.groups),
-        ("LM_STEPS", cut.steps),
-        ("LM_LOOP", int(cut.loop)),
-        ("LM_BLOCKS", cut.blocks),
-        ("LM_X", gcd(4, K)),
+        ("DECODE_K", K),
+        ("DECODE_NORM", int(norm)),
+        ("DECODE_ROWS", cut.rows),
+        ("DECODE_WIDTH", cut.width),
+        ("DECODE_SPLIT", cut.split),
+        ("DECODE_COLUMNS", cut.columns),
+        ("DECODE_GROUPS", cut.groups),
+        ("DECODE_STEPS", cut.steps),
+        ("DECODE_LOOP", int(cut.loop)),
+        ("DECODE_BLOCKS", cut.blocks),
+        ("DECODE_X", gcd(4, K)),
     )
     blocks = ceil(N / (cut.columns * cut.groups))
     grid = (min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows))

@@ -13,7 +13,7 @@ from gpt2block.ops.engines.rows import WARP, power_of_two
 FILE, KERNEL = "matmul/decode/mma.cu", "decode_mma"
 UNIT = 128  # values of K per unit; a split (a range of K, summed separately) is 1 or more units
 MAX_SPLITS = 8  # maximum splits of K
-RMSNORM = 2  # value of the macro LM_NORM for kernels that compute RMSNorm of x
+RMSNORM = 2  # value of the macro DECODE_NORM for kernels that compute RMSNorm of x
 MAX_NORMED = UNIT * MAX_SPLITS  # maximum channels of x whose RMSNorm a product fuses
 HALF_SPLITS = 4  # with GGUF blocks, splits 0 to 3 and the other splits are added separately
 ROW_GROUP = 8  # columns of the product (rows of w) per row group
@@ -152,13 +152,13 @@ def geometry(
     norm: int = 0,
     sms: int = 132,
     max_shared: int = 232_448,
-    terms: bool = False,
+    operand: bool = False,
     columns: Sequence[int] = COLUMNS,
     cut: MmaLayout | None = None,
 ) -> Geometry | None:
     """Return the launch of the kernel, or None if a row of x does not fit in `max_shared` bytes.
 
-    dtype: dtype of the weights. norm: norm of x, 0 none, 1 LayerNorm, 2 RMSNorm. terms: whether x
+    dtype: dtype of the weights. norm: norm of x, 0 none, 1 LayerNorm, 2 RMSNorm. operand: whether x
     is stored as 16-bit terms. columns: possible columns per block, as for `layout`. cut:
     the layout to use; by default, the result of `layout`.
     """
@@ -168,15 +168,15 @@ def geometry(
             return None
         cut = cut._replace(rows=cut.rows // 2)
     defines = (
-        ("LM_K", K),
-        ("LM_NORM", int(norm)),
-        ("LM_ROWS", cut.rows),
-        ("LM_COLUMNS", cut.columns),
-        ("LM_FLIGHT", cut.flight),
-        ("LM_LOOP", int(cut.loop)),
-        ("LM_WARPS", cut.warps),
-        ("LM_BLOCKS", cut.blocks),
-        *((("LM_TERMS", 1),) if terms else ()),
+        ("DECODE_K", K),
+        ("DECODE_NORM", int(norm)),
+        ("DECODE_ROWS", cut.rows),
+        ("DECODE_COLUMNS", cut.columns),
+        ("DECODE_FLIGHT", cut.flight),
+        ("DECODE_LOOP", int(cut.loop)),
+        ("DECODE_WARPS", cut.warps),
+        ("DECODE_BLOCKS", cut.blocks),
+        *((("DECODE_OPERAND", 1),) if operand else ()),
     )
     blocks = ceil(N / (cut.columns * (cut.warps if cut.loop else 1)))
     grid = (min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows))

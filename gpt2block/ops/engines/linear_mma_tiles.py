@@ -118,25 +118,25 @@ def geometry(
     K: int,
     dtype: str,
     tile: MmaLinearTile,
-    terms: bool = False,
-    to_terms: bool = False,
+    operand: bool = False,
+    to_operand: bool = False,
 ) -> Geometry:
     """Return the launch of the kernel for x (M, K) and weights (N, K) of `dtype`.
 
-    terms, to_terms: whether x, and the result, are stored as 16-bit terms instead of floats.
+    operand, to_operand: whether x, and the result, are stored as 16-bit terms instead of floats.
     """
     warps_m, warps_n = tile.warps
     defines = (
-        ("DT_ROWS", tile.rows),
-        ("DT_COLUMNS", tile.columns),
-        ("DT_WARPS_M", warps_m),
-        ("DT_WARPS_N", warps_n),
-        ("DT_CHUNKS", tile.chunks),
-        ("DT_STAGES", tile.stages),
-        ("DT_CLUSTER", tile.cluster),
-        ("DT_BLOCKS", tile.blocks),
-        *((("DT_TERMS", 1),) if terms else ()),
-        *((("DT_OUT_TERMS", 1),) if to_terms else ()),
+        ("DECODE_ROWS", tile.rows),
+        ("DECODE_COLUMNS", tile.columns),
+        ("DECODE_WARPS_M", warps_m),
+        ("DECODE_WARPS_N", warps_n),
+        ("DECODE_CHUNKS", tile.chunks),
+        ("DECODE_STAGES", tile.stages),
+        ("DECODE_CLUSTER", tile.cluster),
+        ("DECODE_BLOCKS", tile.blocks),
+        *((("DECODE_OPERAND", 1),) if operand else ()),
+        *((("DECODE_OUT_OPERAND", 1),) if to_operand else ()),
     )
     grid = (tile.cluster * count_tiles(tile, M, N),)
     block = (WARP * warps_m * warps_n,)

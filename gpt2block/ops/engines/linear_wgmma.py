@@ -21,13 +21,13 @@ from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import BYTES, HALF_SPLITS, LOADED, MAX_SPLITS, UNIT, splits
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.gguf import chunk_sums, range_defines
+from gpt2block.ops.operands import CHUNK, IN_ORDER, Operand, count_define
 from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.ops.products import check_addresses, filled, gate_define, room
-from gpt2block.ops.terms import CHUNK, IN_ORDER, Terms, count_define
 
 FILE, KERNEL = "matmul/decode/wgmma.cu", "decode_wgmma"
 GGUF_FILE, GGUF_KERNEL = "matmul/decode/wgmma_gguf.cu", "decode_wgmma_gguf"
-TERM_ROWS = 64  # rows of x per tile of 16-bit terms, and maximum rows per block
+OPERAND_ROWS = 64  # rows of x per tile of 16-bit terms, and maximum rows per block
 MIN_ROWS = 4  # minimum rows of x per block
 MIN_COLUMNS = 8  # minimum columns of wgmma's operand x; a column is one term of a row of x
 LINE = 128  # bytes of a row of W in a slice of K
@@ -96,7 +96,7 @@ class WgmmaProduct(NamedTuple):
         """Return the number of blocks in the grid."""
         groups = sum(ceil(n / tile.columns(self.two)) for n in self.outputs)
         shared = tile.shares * ceil(groups / tile.shares)
-        return tile.splits * shared * ceil(self.M / TERM_ROWS)
+        return tile.splits * shared * ceil(self.M / OPERAND_ROWS)
 
     def stage_bytes(self, tile: WgmmaLinearTile) -> int:
         """Return the bytes of a ring stage: slices of x and, unless W has GGUF blocks, of W."""
@@ -135,15 +135,15 @@ class WgmmaProduct(NamedTuple):
 
 
 def width(dtype: str) -> int:
-    """Return `Terms.width` for weights of `dtype`: values of a row that a lane loads at once."""
+    """Return `Operand.width` for weights of `dtype`: values of a row that a lane loads at once."""
     if dtype in (GGUF, OF_FILE):
         return IN_ORDER
     return LOADED // BYTES.get(dtype, 1)
 
 
-def terms(dtype: str, rounded: bool = False) -> Terms:
-    """Return the 16-bit terms (`Terms`) in which x is stored for weights of a dtype."""
-    return Terms("bfloat16" if dtype == "bfloat16" else "float16", width(dtype), rounded=rounded)
+def operand(dtype: str, rounded: bool = False) -> Operand:
+    """Return the `Operand` in which x is stored for weights of a dtype."""
+    return Operand("bfloat16" if dtype == "bfloat16" else "float16", width(dtype), rounded=rounded)
 
 
 def _can_share(parts: int, blocks: int) -> bool:
@@ -159,7 +159,7 @@ def _many_rows(p: WgmmaProduct, sms: int) -> WgmmaLinearTile:
     two sets of warps if the epilogue combines two rows of weights and K is short. Blocks that share
     x read it less often.
     """
-    tiles = [WgmmaLinearTile(TERM_ROWS, groups) for groups in range(1, MAX_GROUPS + 1)]
+    tiles = [WgmmaLinearTile(OPERAND_ROWS, groups) for groups in range(1, MAX_GROUPS + 1)]
     grids = {tile: p.grid(tile) for tile in tiles}
     fitting = [tile for tile in tiles if grids[tile] <= sms]
     if fitting:
@@ -168,7 +168,7 @@ def _many_rows(p: WgmmaProduct, sms: int) -> WgmmaLinearTile:
         tile = min(tiles[:0:-1], key=lambda tile: tile.groups * ceil(grids[tile] / sms))
     waves = grids[tile] / sms
     if waves >= 0.5:
-        shares = 1 if tile.groups == 1 else 4 if waves < 1.4 and p.M <= TERM_ROWS else 2
+        shares = 1 if tile.groups == 1 else 4 if waves < 1.4 and p.M <= OPERAND_ROWS else 2
         return tile._replace(shares=shares)
     shared = [n for n in range(1, MAX_SPLITS + 1) if _can_share(splits(p.K)[0], n)]
     most = max(n for n in shared if n * grids[tile] <= sms * PLACES.get(n, FEWER_PLACES))
@@ -222,7 +222,7 @@ def _of_blocks(p: WgmmaProduct, rows: int, sms: int) -> WgmmaLinearTile:
         turns, unit = (ceil(waves), 1.0) if wide else (ceil(waves / 2), 0.55 if waves <= 1 else 0.8)
         return turns * (unit * parts * each / tile.splits + (12 if wide else 8))
 
-    if rows == TERM_ROWS:
+    if rows == OPERAND_ROWS:
         halves = possible[:2]  # clusters of 4 blocks, which exchange more sums, are slower
         tiles = [WgmmaLinearTile(rows, groups, n) for groups in (1, MAX_GROUPS) for n in halves]
         tile = min(tiles, key=duration)
@@ -234,7 +234,7 @@ def _of_blocks(p: WgmmaProduct, rows: int, sms: int) -> WgmmaLinearTile:
         enough = 2.5 * sms / p.grid(tile)
         tile = tile._replace(splits=next((n for n in possible if n >= enough), possible[-1]))
     if tile.splits == 1 and tile.groups == 1:
-        tile = tile._replace(shares=4 if rows == TERM_ROWS else 2)
+        tile = tile._replace(shares=4 if rows == OPERAND_ROWS else 2)
     return tile
 
 
@@ -270,11 +270,11 @@ def choose(p: WgmmaProduct, sms: int, max_shared: int) -> WgmmaLinearTile:
     max_shared: bytes of shared memory that a block may request. If the sums that a block receives
     leave few stages, K is not split.
     """
-    rows = max(MIN_ROWS, power_of_two(min(p.M, TERM_ROWS)))
+    rows = max(MIN_ROWS, power_of_two(min(p.M, OPERAND_ROWS)))
     if p.row_group:
         tiles = [_of_blocks(p, rows, sms)]
     else:
-        tiles = _few_rows(p, rows, sms) if rows < TERM_ROWS else [_many_rows(p, sms)]
+        tiles = _few_rows(p, rows, sms) if rows < OPERAND_ROWS else [_many_rows(p, sms)]
     for tile in tiles:
         fitted = _fitted(p, tile, max_shared)
         if fitted and (fitted.stages >= MIN_STAGES or tile is tiles[-1]):
@@ -290,28 +290,28 @@ def geometry(
     tile: WgmmaLinearTile,
     *,
     gated: bool = False,
-    to_terms: bool = False,
+    to_operand: bool = False,
     head: int = 0,
 ) -> Geometry:
     """Return the launch geometry for a product and a tile.
 
-    gated: whether there are two matrices. to_terms: whether the result is stored as terms. head:
+    gated: whether there are two matrices. to_operand: whether the result is stored as terms. head:
     with RoPE, the channels of a head; an output is then a pair of channels.
     """
     defines = (
-        ("DH_ROWS", tile.rows),
-        ("DH_GROUPS", tile.groups),
-        ("DH_SPLITS", tile.splits),
-        ("DH_SHARES", tile.shares),
-        ("DH_STAGES", tile.stages),
-        ("DH_BLOCKS", tile.blocks),
-        *((("DH_GATED", 1),) if gated else ()),
-        *((("DH_OUT_TERMS", 1),) if to_terms else ()),
-        *((("DH_ROPE", head),) if head else ()),
-        *((("DH_TILES", tile.tiles),) if p.row_group else ()),
-        *((("DH_DEPTH", tile.depth),) if tile.depth > 1 else ()),
-        *((("DH_TEAMS", tile.teams),) if tile.teams > 1 else ()),
-        *((("TERM_SUMS", 1),) if p.summed else ()),
+        ("DECODE_ROWS", tile.rows),
+        ("DECODE_GROUPS", tile.groups),
+        ("DECODE_SPLITS", tile.splits),
+        ("DECODE_SHARES", tile.shares),
+        ("DECODE_STAGES", tile.stages),
+        ("DECODE_BLOCKS", tile.blocks),
+        *((("DECODE_GATED", 1),) if gated else ()),
+        *((("DECODE_OUT_OPERAND", 1),) if to_operand else ()),
+        *((("DECODE_ROPE", head),) if head else ()),
+        *((("DECODE_TILES", tile.tiles),) if p.row_group else ()),
+        *((("DECODE_DEPTH", tile.depth),) if tile.depth > 1 else ()),
+        *((("DECODE_TEAMS", tile.teams),) if tile.teams > 1 else ()),
+        *((("OPERAND_SUMS", 1),) if p.summed else ()),
         *count_define(p.rounded),
     )
     kernel = GGUF_KERNEL if p.row_group else KERNEL
@@ -338,7 +338,7 @@ def _product(c: Call, head: int) -> WgmmaProduct:
     if c.up is not None and c.up.ranges != c.w.ranges:
         raise UnsupportedCall(f"up: expected types {c.w.ranges}, got {c.up.ranges}")
     outputs = tuple(n // 2 if head else n for _, n in c.w.ranges)
-    summed = c.to_terms is not None and c.to_terms.summed
+    summed = c.to_operand is not None and c.to_operand.summed
     return WgmmaProduct(c.M, outputs, c.K, GGUF, two, True, c.w.tile, c.w.units, summed)
 
 
@@ -353,8 +353,8 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     tile = choose(p, device_attribute("MultiProcessorCount"), max_shared)
     check_addresses(c, "x", "w", "up")
-    to_terms, gated = c.to_terms is not None, c.up is not None
-    launch_geometry = geometry(p, tile, gated=gated, to_terms=to_terms, head=head)
+    to_operand, gated = c.to_operand is not None, c.up is not None
+    launch_geometry = geometry(p, tile, gated=gated, to_operand=to_operand, head=head)
     before: tuple[Launch, ...] = ()
     defines: Defines = ()
     args = {"x": c.x, "bias": c.bias, "M": c.M, "N": c.N, "K": c.K}
@@ -362,7 +362,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     if in_blocks:
         if any(TYPES[name].minimum for name, _ in c.w.ranges):
             sums = c.x.reshape(-1)[c.M * c.K // 2 :]  # unused half: x contains 16-bit values
-            before = () if c.terms.summed else (chunk_sums.launch(c.x, sums, c.M, c.K),)
+            before = () if c.operand.summed else (chunk_sums.launch(c.x, sums, c.M, c.K),)
             args["chunk_sums"] = sums
         args |= {name: m.data for name, m in matrices.items()}
         defines = range_defines(c.w)
@@ -375,7 +375,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     shared = launch_geometry.shared
     if in_blocks:
         shared = filled(max_shared, tile.blocks, shared)
-    elif tile.rows == TERM_ROWS:  # all shared memory: two blocks per SM would be slower
+    elif tile.rows == OPERAND_ROWS:  # all shared memory: two blocks per SM would be slower
         shared = filled(max_shared, 1, shared)
     file = GGUF_FILE if in_blocks else FILE
     launch_geometry = launch_geometry._replace(shared=shared)

@@ -46,7 +46,7 @@
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "lib/sm80.cuh"
-#include "lib/chunk_sums.cuh"  // includes lib/terms.cuh
+#include "lib/chunk_sums.cuh"  // includes lib/operands.cuh
 
 #ifndef NH
 #define NH 12
@@ -79,8 +79,8 @@
 #ifndef AS_BLOCKS  // minimum blocks per multiprocessor: limits the registers
 #define AS_BLOCKS 1
 #endif
-#ifndef AS_TERMS  // format of out: a kind of terms (16-bit parts of floats, lib/terms.cuh); 0: floats
-#define AS_TERMS 0
+#ifndef AS_OPERAND  // format of out: a kind of terms (16-bit parts of floats, lib/operands.cuh); 0: floats
+#define AS_OPERAND 0
 #endif
 #ifndef AS_VECTORS  // vectors of K, and of V, in flight per thread
 #define AS_VECTORS 8
@@ -110,7 +110,7 @@ constexpr int ITEMS = (SLOTS * CHUNKS + WARPS - 1) / WARPS;   // groups of 32 ch
 static_assert(NH > 0 && HS > 0 && HS <= 512, "HS: 1 to 512");
 static_assert(HS % AS_WIDTH == 0, "a head is whole vectors");
 static_assert(NH % NKV == 0, "every head of K serves as many heads of q");
-static_assert(!AS_TERMS || HS % (TERM_SUMS ? 32 : 2) == 0, "a pair of channels, or a chunk, is of one head");
+static_assert(!AS_OPERAND || HS % (OPERAND_SUMS ? 32 : 2) == 0, "a pair of channels, or a chunk, is of one head");
 static_assert(NKV * TEAMS % AS_HEADS == 0, "a block takes whole teams");
 static_assert(HELD * ROUNDS == SHARE, "a thread's keys make whole rounds");
 
@@ -288,7 +288,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     const int* row,       // (M); kernels that can overlap with this one do not write it
     const int* position,  // (M)
     int B, int n_ctx, int together,  // together: consecutive rows per sequence, a power of two
-    float out_scale,      // scale of out, used if AS_TERMS selects hi/lo terms
+    float out_scale,      // scale of out, used if AS_OPERAND selects hi/lo terms
     float* out,           // (M, C)
     const long long* own, long long* to_1, long long* to_2, long long* to_3, long long* to_4, long long* to_5,
     long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // with AS_PEER_STORES: Peers
@@ -388,9 +388,9 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             float result = whole[i].o / whole[i].l;
             const int at = (head_of(of) + own_query) * HS + channel, m = query, M = gridDim.z;
             if (AS_PEER_STORES && channel < HS) peers.store_outputs<1>(m, at, {result}, exchange);
-            if constexpr (AS_TERMS) result = term_of<AS_TERMS>(result, inverse_of(out_scale));
-            if constexpr (TERM_SUMS) store_sum_of_pairs(out, (unsigned)__float_as_int(result), m, at, M, ROW);
-            if (channel < HS && (has_low() || channel % 2 == 0)) out[term_place(m, at, M, ROW)] = result;
+            if constexpr (AS_OPERAND) result = term_of<AS_OPERAND>(result, inverse_of(out_scale));
+            if constexpr (OPERAND_SUMS) store_sum_of_pairs(out, (unsigned)__float_as_int(result), m, at, M, ROW);
+            if (channel < HS && (has_low() || channel % 2 == 0)) out[operand_place(m, at, M, ROW)] = result;
         }
         if (!more) return;
         sync_team();  // the next span overwrites the splits in shared memory

@@ -8,7 +8,7 @@
 #include "lib/sm90.cuh"
 #endif
 
-#ifndef FF_H  // H, the number of hidden channels; x has LM_K channels
+#ifndef FF_H  // H, the number of hidden channels; x has DECODE_K channels
 #define FF_H 2048
 #endif
 #ifndef FF_CLUSTER  // blocks of a cluster; each cluster computes one split (range) of H
@@ -30,7 +30,7 @@ __device__ __forceinline__ void open_cluster(char* arrived) {
     if (threadIdx.x == 0) {
         Barrier& barrier = *reinterpret_cast<Barrier*>(arrived);
         init(barrier, 1);
-        arrive_and_expect(barrier, LM_ROWS * FF_CLUSTER * SENT * 16);
+        arrive_and_expect(barrier, DECODE_ROWS * FF_CLUSTER * SENT * 16);
         fence_inits();
     }
     __syncwarp();
@@ -48,7 +48,7 @@ __device__ __forceinline__ void exchange_hidden(const char* staged, char* arrive
     wait_for_cluster();  // the barriers of all blocks are initialised
 #endif
 #pragma unroll 1
-    for (int r = threadIdx.x / 32; r < LM_ROWS; r += WARPS) {
+    for (int r = threadIdx.x / 32; r < DECODE_ROWS; r += WARPS) {
         complete(r);
 #pragma unroll
         for (int i = threadIdx.x % 32; i < SENT * FF_CLUSTER; i += 32) {

@@ -1,5 +1,5 @@
 // The constants of matmul/decode/mma.cu, and loads of rows of x into shared memory, where each value is stored as the
-// sum of two terms (lib/terms.cuh).
+// sum of two terms (lib/operands.cuh).
 #pragma once
 #include "lib/chunk_sums.cuh"
 #include "lib/common.cuh"
@@ -8,83 +8,74 @@
 #include "lib/decode/order.cuh"
 #include "lib/split_sums.cuh"
 
-#ifndef LM_K
-#define LM_K 768
+#ifndef DECODE_K
+#define DECODE_K 768
 #endif
-#ifndef LM_NORM  // norm of x: 0: none, 1: LayerNorm, 2: RMSNorm with the bits of norms/rmsnorm_stream.cu
-#define LM_NORM 1
+#ifndef DECODE_NORM  // norm of x: 0: none, 1: LayerNorm, 2: RMSNorm with the bits of norms/rmsnorm_stream.cu
+#define DECODE_NORM 1
 #endif
-#ifndef LM_SUMS  // number of split sums (sums over ranges of K) to add to x, or without LM_NORM to the residual
-#define LM_SUMS 0
+#ifndef DECODE_SUMS  // number of split sums (sums over ranges of K) to add to x, or without DECODE_NORM to the residual
+#define DECODE_SUMS 0
 #endif
-#ifndef LM_ROPE  // channels of a head; one block computes both channels c and c + LM_ROPE / 2; 0: no RoPE
-#define LM_ROPE 0
+#ifndef DECODE_QK_NORM  // 1: heads of q and k are normalised, and DECODE_CLUSTER blocks compute one head
+#define DECODE_QK_NORM 0
 #endif
-#ifndef LM_QK_NORM  // 1: heads of q and k are normalised, and LM_CLUSTER blocks compute one head
-#define LM_QK_NORM 0
+#ifndef DECODE_ROWS  // rows of x per block: a power of two, up to 16
+#define DECODE_ROWS 1
 #endif
-#ifndef LM_CLUSTER
-#define LM_CLUSTER 1
+#ifndef DECODE_COLUMNS  // output columns per block; with DECODE_LOOP per warp
+#define DECODE_COLUMNS 18
 #endif
-#ifndef LM_ROWS  // rows of x per block: a power of two, up to 16
-#define LM_ROWS 1
+#ifndef DECODE_FLIGHT  // units of 128 values of K whose loads are in flight per lane
+#define DECODE_FLIGHT 1
 #endif
-#ifndef LM_COLUMNS  // output columns per block; with LM_LOOP per warp
-#define LM_COLUMNS 18
+#ifndef DECODE_LOOP
+#define DECODE_LOOP 0
 #endif
-#ifndef LM_FLIGHT  // units of 128 values of K whose loads are in flight per lane
-#define LM_FLIGHT 1
+#ifndef DECODE_WARPS  // warps per block, with DECODE_LOOP or DECODE_ALONE; otherwise one warp per split (range of K)
+#define DECODE_WARPS 8
 #endif
-#ifndef LM_LOOP
-#define LM_LOOP 0
+#ifndef DECODE_BLOCKS  // minimum blocks per SM (__launch_bounds__)
+#define DECODE_BLOCKS 1
 #endif
-#ifndef LM_WARPS  // warps per block, with LM_LOOP or LM_ALONE; otherwise one warp per split (range of K)
-#define LM_WARPS 8
-#endif
-#ifndef LM_TERMS  // 1: x is stored as 16-bit terms (lib/terms.cuh), not floats; not with LM_NORM
-#define LM_TERMS 0
-#endif
-#ifndef LM_BLOCKS  // minimum blocks per SM (__launch_bounds__)
-#define LM_BLOCKS 1
-#endif
-#ifndef LM_ALONE  // 1: shared memory holds x for only one split (range of K) at a time
-#define LM_ALONE 0
+#ifndef DECODE_ALONE  // 1: shared memory holds x for only one split (range of K) at a time
+#define DECODE_ALONE 0
 #endif
 
-constexpr int SPLITS = order::splits(LM_K), UNITS = order::split_units(LM_K);  // UNITS: units per split
-constexpr int LENGTH = order::split_length(LM_K);                              // values of K per split
-constexpr int WARPS = LM_LOOP || LM_ALONE ? LM_WARPS : SPLITS, THREADS = 32 * WARPS;
+constexpr int SPLITS = order::splits(DECODE_K), UNITS = order::split_units(DECODE_K);  // UNITS: units per split
+constexpr int LENGTH = order::split_length(DECODE_K);                          // values of K per split
+constexpr int WARPS = DECODE_LOOP || DECODE_ALONE ? DECODE_WARPS : SPLITS, THREADS = 32 * WARPS;
 constexpr int UNIT_CHUNKS = order::UNIT / order::CHUNK;
-constexpr int ROW_GROUPS = (LM_COLUMNS + 7) / 8, TILES = (ROW_GROUPS + order::TILE_GROUPS - 1) / order::TILE_GROUPS;
+constexpr int ROW_GROUPS = (DECODE_COLUMNS + 7) / 8, TILES = (ROW_GROUPS + order::TILE_GROUPS - 1) / order::TILE_GROUPS;
 constexpr int VECTORS = TILES * order::TILE_VECTORS;  // 16-byte vectors of w that a lane loads per chunk
-constexpr int HALF = (LM_COLUMNS + 1) / 2;  // with LM_ROPE, columns HALF and later are second channels of pairs
-constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
+constexpr int HALF = (DECODE_COLUMNS + 1) / 2;  // with DECODE_ROPE, columns HALF and later are second channels of pairs
+constexpr int ROW_TILES = (DECODE_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
 // Bytes of shared memory per row of x and split (range of K): TERM for the high or the low terms, TERMS_BYTES for all
 // terms. PADDING puts neighbouring rows, and the high and low terms of a row, into different banks. A lane reads 16
 // bytes at a time, or 32 with FP8.
 constexpr int PADDING = order::WIDTH == 16 ? 16 : 64, TERM = 2 * LENGTH + PADDING;
-constexpr int TERMS_BYTES = order::FLOATS || (LM_NORM == 1 && order::TERMS == 1) ? 4 * LENGTH : order::TERMS * TERM;
+constexpr int TERMS_BYTES = order::FLOATS || (DECODE_NORM == 1 && order::TERMS == 1) ? 4 * LENGTH : order::TERMS * TERM;
 constexpr int CHUNK_SUMS = order::BLOCKS ? 16 * UNITS : 0;  // bytes of chunk sums per split and term (GGUF weights)
 constexpr int SPLIT_BYTES = TERMS_BYTES + order::TERMS * CHUNK_SUMS;
-constexpr int KEPT = LM_ALONE ? 1 : SPLITS;  // splits of x that shared memory holds at a time
+constexpr int KEPT = DECODE_ALONE ? 1 : SPLITS;  // splits of x that shared memory holds at a time
 constexpr int PITCH = (KEPT * SPLIT_BYTES + 127) / 128 * 128 + PADDING;
-constexpr int LOADS = (LM_K + 127) / 128;       // loads of 4 values per lane if a warp loads a whole row
-constexpr bool IN_REGISTERS = LM_K <= 2048;     // whether a warp keeps a whole row in registers
+constexpr int LOADS = (DECODE_K + 127) / 128;   // loads of 4 values per lane if a warp loads a whole row
+constexpr bool IN_REGISTERS = DECODE_K <= 2048;  // whether a warp keeps a whole row in registers
 // Number of rows that a warp loads at once, so that their latencies overlap: MEASURED rows to compute LayerNorm
 // statistics, BROUGHT rows to store terms.
-constexpr int MAX_MEASURED = order::FLOATS || LM_ROWS <= 2 * WARPS ? 2 : 3;
-constexpr int MEASURED = IN_REGISTERS && LOADS <= 8 && LM_ROWS > WARPS ? MAX_MEASURED : 1;
+constexpr int MAX_MEASURED = order::FLOATS || DECODE_ROWS <= 2 * WARPS ? 2 : 3;
+constexpr int MEASURED = IN_REGISTERS && LOADS <= 8 && DECODE_ROWS > WARPS ? MAX_MEASURED : 1;
 constexpr int IN_FLIGHT = (order::TILE_GROUPS == 1 ? 12 : 24) / UNITS;
-constexpr int BROUGHT = IN_FLIGHT < 1 ? 1 : IN_FLIGHT < LM_ROWS ? IN_FLIGHT : LM_ROWS;
-constexpr bool EARLY = !LM_LOOP && UNITS <= 2;  // true: gamma, beta are loaded before the wait for the previous kernel
+constexpr int BROUGHT = IN_FLIGHT < 1 ? 1 : IN_FLIGHT < DECODE_ROWS ? IN_FLIGHT : DECODE_ROWS;
+constexpr bool EARLY = !DECODE_LOOP && UNITS <= 2;  // true: gamma, beta are loaded before the wait
 typedef Vec<float, 4> Four;
-static_assert(!LM_TERMS || !(LM_NORM || order::FLOATS), "terms have 16 bits, and x has no LayerNorm");
-static_assert(LM_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
-static_assert(LM_NORM != 2 || (UNITS == 1 && !LM_LOOP), "a thread of an RMSNorm has one load of a row");
-static_assert(!LM_ROPE || (!LM_LOOP && LM_COLUMNS % 2 == 0), "a block has pairs");
-static_assert(!LM_QK_NORM || LM_ROPE == LM_COLUMNS * LM_CLUSTER, "the blocks of a cluster have one head");
-static_assert(!LM_QK_NORM || ((HALF & (HALF - 1)) == 0 && LM_CLUSTER <= 8), "a block has 8, 16 or 32 columns");
-static_assert(!LM_SUMS || LM_NORM != 1, "x of a LayerNorm is complete");
+static_assert(!DECODE_OPERAND || !(DECODE_NORM || order::FLOATS), "terms have 16 bits, and x has no LayerNorm");
+static_assert(DECODE_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
+static_assert(DECODE_NORM != 2 || (UNITS == 1 && !DECODE_LOOP), "a thread of an RMSNorm has one load of a row");
+static_assert(!DECODE_ROPE || (!DECODE_LOOP && DECODE_COLUMNS % 2 == 0), "a block has pairs");
+static_assert(!DECODE_QK_NORM || DECODE_ROPE == DECODE_COLUMNS * DECODE_CLUSTER, "a cluster has one head");
+static_assert(!DECODE_QK_NORM || ((HALF & (HALF - 1)) == 0 && DECODE_CLUSTER <= 8), "a block has 8, 16 or 32 columns");
+static_assert(!DECODE_SUMS || DECODE_NORM != 1, "x of a LayerNorm is complete");
 
 __device__ __forceinline__ unsigned bits(float v) { return (unsigned)__float_as_int(v); }
 
@@ -92,7 +83,7 @@ __device__ __forceinline__ unsigned bits(float v) { return (unsigned)__float_as_
 // values, the pairs of values that lane 4 g + t reads, at 2 t, 2 t + 8, 2 t + 16 and 2 t + 24, are neighbours in
 // memory. SUMS_AT: byte offset of the chunk sums after the terms.
 template <int COUNT, int SUMS_AT>
-struct BlockTerms {
+struct BlockOperand {
     char* values;
 
     // Stores the high terms (`term` 0) or low terms (1) of a unit, four values per lane, and the sum of each chunk,
@@ -125,34 +116,34 @@ __device__ __forceinline__ void split_four(const float (&v)[4], float inverse, u
     split_pair<order::KIND>(v[2], v[3], inverse, high.y, low.y);
 }
 
-// A block's rows of x (M, K), normalised with LM_NORM. A row has PITCH bytes of shared memory, SPLIT_BYTES for each
-// split (range of K). With LM_NORM the SPLIT_BYTES first hold the values as floats. Finally they hold all high terms of
-// the split, followed by the low terms, or with float weights the values as floats.
+// A block's rows of x (M, K), normalised with DECODE_NORM. A row has PITCH bytes of shared memory, SPLIT_BYTES for each
+// split (range of K). With DECODE_NORM the SPLIT_BYTES first hold the values as floats. Finally they hold all high
+// terms of the split, followed by the low terms, or with float weights the values as floats.
 struct Input {
     const float* x;
     const float* gamma;
     const float* beta;
     float eps;
     int M, first;
-    char* shared;            // LM_ROWS rows, then the norm's statistics of each row
+    char* shared;            // DECODE_ROWS rows, then the norm's statistics of each row
     float inverse;           // 1 / scale of x, with hi/lo weights
-    const float* sums;       // (LM_SUMS, M, K): split sums to add to x for RMSNorm
+    const float* sums;       // (DECODE_SUMS, M, K): split sums to add to x for RMSNorm
     const float* sum_scale;  // (K) or null: scales of `sums`
     Four early[2][EARLY ? UNITS : 1];
 
     // Bytes of shared memory: the rows, then for each row the mean and rstd (LayerNorm), or one sum of squares per
     // split of K (RMSNorm), as floats.
-    static constexpr int BYTES = LM_ROWS * (PITCH + (LM_NORM == 2 ? 4 * SPLITS : LM_NORM ? 8 : 0));
+    static constexpr int BYTES = DECODE_ROWS * (PITCH + (DECODE_NORM == 2 ? 4 * SPLITS : DECODE_NORM ? 8 : 0));
 
-    __device__ __forceinline__ const float* row(int r) const { return x + (long long)min(first + r, M - 1) * LM_K; }
+    __device__ __forceinline__ const float* row(int r) const { return x + (long long)min(first + r, M - 1) * DECODE_K; }
     __device__ __forceinline__ char* values(int r, int split) const {
-        return shared + r * PITCH + (LM_ALONE ? 0 : split) * SPLIT_BYTES;
+        return shared + r * PITCH + (DECODE_ALONE ? 0 : split) * SPLIT_BYTES;
     }
     __device__ __forceinline__ float4* floats(int r, int k) const {
         return reinterpret_cast<float4*>(values(r, k / LENGTH)) + k % LENGTH / 4;
     }
     __device__ __forceinline__ float2* statistics(int r) const {
-        return reinterpret_cast<float2*>(shared + LM_ROWS * PITCH) + r;
+        return reinterpret_cast<float2*>(shared + DECODE_ROWS * PITCH) + r;
     }
 
     // A lane loads four values of a unit (128 values of K). Returns the position in the row of the first of the four,
@@ -163,30 +154,30 @@ struct Input {
 
     // Loads gamma and beta. This may precede the wait for the previous kernel, because no kernel writes them.
     __device__ __forceinline__ void prefetch() {
-        if constexpr (LM_NORM && EARLY) {
+        if constexpr (DECODE_NORM && EARLY) {
 #pragma unroll
             for (int unit = 0; unit < UNITS; ++unit) {
-                const int k = min(at(threadIdx.x / 32, unit), LM_K - 4);
+                const int k = min(at(threadIdx.x / 32, unit), DECODE_K - 4);
                 early[0][unit] = Four::load(gamma + k);
-                if (LM_NORM == 1) early[1][unit] = Four::load(beta + k);
+                if (DECODE_NORM == 1) early[1][unit] = Four::load(beta + k);
             }
         }
     }
 
     // Loads the block's rows of x into shared memory. Each warp loads the splits (ranges of K) that it multiplies. With
-    // LM_LOOP each warp multiplies all splits, so the caller must then use a barrier.
+    // DECODE_LOOP each warp multiplies all splits, so the caller must then use a barrier.
     __device__ __forceinline__ void bring() {
         const int warp = threadIdx.x / 32;
-        if constexpr (LM_NORM == 2) return bring_rms();
-        if constexpr (LM_NORM) {
+        if constexpr (DECODE_NORM == 2) return bring_rms();
+        if constexpr (DECODE_NORM) {
 #pragma unroll 1
-            for (int r = warp; r < LM_ROWS; r += WARPS * MEASURED) measure(r);
+            for (int r = warp; r < DECODE_ROWS; r += WARPS * MEASURED) measure(r);
             __syncthreads();
         }
 #pragma unroll 1
         for (int split = warp; split < SPLITS; split += WARPS) {
 #pragma unroll BROUGHT
-            for (int r = 0; r < LM_ROWS; ++r) put(r, split);
+            for (int r = 0; r < DECODE_ROWS; ++r) put(r, split);
         }
         __syncwarp();
     }
@@ -195,10 +186,10 @@ struct Input {
     // this call.
     __device__ __forceinline__ void bring_split(int split) const {
 #pragma unroll 1
-        for (int first = threadIdx.x / 32; first < LM_ROWS; first += WARPS * BROUGHT) {
+        for (int first = threadIdx.x / 32; first < DECODE_ROWS; first += WARPS * BROUGHT) {
 #pragma unroll
             for (int i = 0; i < BROUGHT; ++i) {
-                if (first + i * WARPS < LM_ROWS) put(first + i * WARPS, split);
+                if (first + i * WARPS < DECODE_ROWS) put(first + i * WARPS, split);
             }
         }
     }
@@ -207,9 +198,9 @@ struct Input {
     __device__ __forceinline__ float4 complete(int r, int k) const {
         float v[4];
         load_fresh<float, 4>(row(r) + k).unpack(v);
-        if constexpr (LM_SUMS) {
-            SplitSums<LM_SUMS, 4> added;
-            added.load(sums + (row(r) - x) + k, (long long)M * LM_K, sum_scale ? sum_scale + k : nullptr);
+        if constexpr (DECODE_SUMS) {
+            SplitSums<DECODE_SUMS, 4> added;
+            added.load(sums + (row(r) - x) + k, (long long)M * DECODE_K, sum_scale ? sum_scale + k : nullptr);
 #pragma unroll
             for (int e = 0; e < 4; ++e) v[e] = added.added_to(v[e], e);
         }
@@ -222,13 +213,13 @@ struct Input {
     __device__ __forceinline__ void bring_rms() const {
         constexpr int SUMS = SPLITS > 4 ? 8 : SPLITS > 2 ? 4 : 2;
         const int split = threadIdx.x / 32, lane = threadIdx.x % 32, k = at(split, 0);
-        const bool there = k < LM_K;
-        float* squares = reinterpret_cast<float*>(shared + LM_ROWS * PITCH);  // (LM_ROWS, SPLITS)
-        float4 v[LM_ROWS];
+        const bool there = k < DECODE_K;
+        float* squares = reinterpret_cast<float*>(shared + DECODE_ROWS * PITCH);  // (DECODE_ROWS, SPLITS)
+        float4 v[DECODE_ROWS];
 #pragma unroll
-        for (int r = 0; r < LM_ROWS; ++r) v[r] = there ? complete(r, k) : float4{};
+        for (int r = 0; r < DECODE_ROWS; ++r) v[r] = there ? complete(r, k) : float4{};
 #pragma unroll
-        for (int r = 0; r < LM_ROWS; ++r) {
+        for (int r = 0; r < DECODE_ROWS; ++r) {
             float square = 0.0f;
             square += v[r].x * v[r].x, square += v[r].y * v[r].y;
             square += v[r].z * v[r].z, square += v[r].w * v[r].w;
@@ -239,10 +230,10 @@ struct Input {
         float g[4] = {};
         if (there) early[0][0].unpack(g);
 #pragma unroll
-        for (int r = 0; r < LM_ROWS; ++r) {
+        for (int r = 0; r < DECODE_ROWS; ++r) {
             const int part = lane % SUMS;
             const float sum = lanes_sum<SUMS>(part < SPLITS ? squares[r * SPLITS + part] : 0.0f);
-            const float factor = rsqrtf(sum * (1.0f / LM_K) + eps);
+            const float factor = rsqrtf(sum * (1.0f / DECODE_K) + eps);
             float n[UNITS][4] = {{v[r].x, v[r].y, v[r].z, v[r].w}};
 #pragma unroll
             for (int e = 0; e < 4; ++e) n[0][e] *= factor * g[e];
@@ -258,7 +249,7 @@ struct Input {
 #pragma unroll
         for (int i = 0; i < MEASURED; ++i) {
             const float* from = row(first + i * WARPS);
-            each_of_lane<LM_K, 4>([&](int load, int k) {
+            each_of_lane<DECODE_K, 4>([&](int load, int k) {
                 float (&to)[4] = v[i][IN_REGISTERS ? load : 0];
                 load_fresh<float, 4>(from + k).unpack(to);
                 if (!IN_REGISTERS) *floats(first, k) = {to[0], to[1], to[2], to[3]};
@@ -267,15 +258,15 @@ struct Input {
 #pragma unroll
         for (int i = 0; i < MEASURED; ++i) {
             const int r = first + i * WARPS;
-            if (r >= LM_ROWS) break;
-            const Statistics<LM_K, 4> of(eps, [&](int load, int k, float (&to)[4]) {
+            if (r >= DECODE_ROWS) break;
+            const Statistics<DECODE_K, 4> of(eps, [&](int load, int k, float (&to)[4]) {
                 const float4 kept = IN_REGISTERS ? float4{} : *floats(r, k);
                 to[0] = IN_REGISTERS ? v[i][load][0] : kept.x, to[1] = IN_REGISTERS ? v[i][load][1] : kept.y;
                 to[2] = IN_REGISTERS ? v[i][load][2] : kept.z, to[3] = IN_REGISTERS ? v[i][load][3] : kept.w;
             });
             if (threadIdx.x % 32 == 0) *statistics(r) = {of.mean, of.rstd};
             if (IN_REGISTERS) {
-                each_of_lane<LM_K, 4>([&](int load, int k) {
+                each_of_lane<DECODE_K, 4>([&](int load, int k) {
                     const float (&from)[4] = v[i][load];
                     *floats(r, k) = {from[0], from[1], from[2], from[3]};
                 });
@@ -283,7 +274,7 @@ struct Input {
         }
     }
 
-    // Stores the 16-bit terms of one split (range of K) of row r in shared memory. With LM_NORM, values are first
+    // Stores the 16-bit terms of one split (range of K) of row r in shared memory. With DECODE_NORM, values are first
     // normalised (LayerNorm).
     __device__ __forceinline__ void put(int r, int split) const {
         float v[UNITS][4];
@@ -292,15 +283,15 @@ struct Input {
             const int k = at(split, unit);
             float (&to)[4] = v[unit];
             to[0] = to[1] = to[2] = to[3] = 0.0f;
-            if (SPLITS * LENGTH > LM_K && k >= LM_K) continue;
-            if constexpr (LM_NORM) {
+            if (SPLITS * LENGTH > DECODE_K && k >= DECODE_K) continue;
+            if constexpr (DECODE_NORM) {
                 const float4 kept = *floats(r, k);
                 to[0] = kept.x, to[1] = kept.y, to[2] = kept.z, to[3] = kept.w;
             } else {
                 load_fresh<float, 4>(row(r) + k).unpack(to);
             }
         }
-        if constexpr (LM_NORM) {
+        if constexpr (DECODE_NORM) {
             normalise(v, r, split);
             __syncwarp();  // all lanes have read the floats that the terms overwrite
         }
@@ -317,7 +308,7 @@ struct Input {
                 *floats(r, at(split, unit)) = {from[0], from[1], from[2], from[3]};
             } else {
                 uint2 high, low;
-                if constexpr (LM_TERMS) {
+                if constexpr (DECODE_OPERAND) {
                     high = {bits(from[0]), bits(from[2])}, low = {bits(from[1]), bits(from[3])};
                 } else {
                     split_four(from, inverse, high, low);
@@ -335,11 +326,11 @@ struct Input {
     }
 
     __device__ __forceinline__ void normalise(float (&v)[UNITS][4], int r, int split) const {
-        const Statistics<LM_K, 4> of(statistics(r)->x, statistics(r)->y);
+        const Statistics<DECODE_K, 4> of(statistics(r)->x, statistics(r)->y);
 #pragma unroll
         for (int unit = 0; unit < UNITS; ++unit) {
             const int k = at(split, unit);
-            if (SPLITS * LENGTH > LM_K && k >= LM_K) continue;
+            if (SPLITS * LENGTH > DECODE_K && k >= DECODE_K) continue;
             float g[4], b[4];
             (EARLY ? early[0][EARLY ? unit : 0] : Four::load(gamma + k)).unpack(g);
             (EARLY ? early[1][EARLY ? unit : 0] : Four::load(beta + k)).unpack(b);
@@ -351,8 +342,8 @@ struct Input {
     // A tile has order::TILE_ROWS rows of x. Returns the row, among the block's rows, that lane 4 g + t holds in tile
     // i. In a tile that extends beyond the last row, lanes repeat other rows.
     __device__ __forceinline__ static int row_of(int i) {
-        const int of_tile = threadIdx.x % 32 / 4 / order::TERMS;
-        return LM_ROWS % order::TILE_ROWS ? (order::TILE_ROWS * i + of_tile) % LM_ROWS : order::TILE_ROWS * i + of_tile;
+        const int row = order::TILE_ROWS * i + threadIdx.x % 32 / 4 / order::TERMS;
+        return DECODE_ROWS % order::TILE_ROWS ? row % DECODE_ROWS : row;
     }
 
     // Loads the lane's values of chunk `chunk` of a unit (128 values of K), in the row of tile i that the lane holds.
@@ -369,7 +360,7 @@ struct Input {
         get(to, i, unit / UNITS, unit % UNITS, chunk);
     }
 
-    __device__ __forceinline__ BlockTerms<UNITS, TERMS_BYTES> blocks(int r, int split) const {
+    __device__ __forceinline__ BlockOperand<UNITS, TERMS_BYTES> blocks(int r, int split) const {
         return {values(r, split)};
     }
 

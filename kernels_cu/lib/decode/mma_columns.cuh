@@ -2,11 +2,11 @@
 #pragma once
 #include "lib/decode/mma.cuh"
 
-#ifndef LM_UP  // 1: silu(x w) (x up): PAIRED / 2 columns of w alternate with as many of matrix `up`
-#define LM_UP 0
+#ifndef DECODE_UP  // 1: silu(x w) (x up): PAIRED / 2 columns of w alternate with as many of matrix `up`
+#define DECODE_UP 0
 #endif
 
-constexpr int PAIRED = order::BLOCKS ? 16 : LM_COLUMNS;  // with LM_ROPE, LM_UP: columns c, c + PAIRED / 2 are a pair
+constexpr int PAIRED = order::BLOCKS ? 16 : DECODE_COLUMNS;  // with RoPE or up: columns c, c + PAIRED / 2 are a pair
 
 // Column number `at`, counted over the columns that all blocks process. n: row of w (of N rows) for this column. there:
 // whether the column exists.
@@ -16,13 +16,13 @@ struct Column {
 
     __device__ __forceinline__ Column(int at, int N) : n(min(at, N - 1)), there(at < N) {
         const int pair = at / PAIRED * (PAIRED / 2) + at % PAIRED % (PAIRED / 2);
-        if constexpr (LM_ROPE) {
-            constexpr int D = LM_ROPE ? LM_ROPE : 2;
+        if constexpr (DECODE_ROPE) {
+            constexpr int D = DECODE_ROPE ? DECODE_ROPE : 2;
             const int kept = min(pair, N / 2 - 1);
             n = kept / (D / 2) * D + kept % (D / 2) + (at % PAIRED < PAIRED / 2 ? 0 : D / 2);
             there = pair < N / 2;
         }
-        if constexpr (LM_UP) n = min(pair, N - 1), there = pair < N;
+        if constexpr (DECODE_UP) n = min(pair, N - 1), there = pair < N;
     }
 };
 
@@ -73,7 +73,7 @@ __device__ __forceinline__ void each(const Totals& totals, Use use) {
             const int row = order::TILE_ROWS * r + threadIdx.x % 4 * LANE_ROWS + i % LANE_ROWS;
             const int at = row_group % order::TILE_GROUPS * LANE_ROWS + i % LANE_ROWS;
             const float total = totals[row_group / order::TILE_GROUPS][r][at];
-            if (column < LM_COLUMNS && row < LM_ROWS) use(column, row, total);
+            if (column < DECODE_COLUMNS && row < DECODE_ROWS) use(column, row, total);
         }
     }
 }

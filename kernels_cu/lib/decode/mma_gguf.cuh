@@ -28,17 +28,17 @@
 #include "lib/gguf_ranges.cuh"
 #include "lib/decode/mma_columns.cuh"
 
-static_assert(LM_COLUMNS == 16 && !LM_LOOP, "a warp has a tile of columns");
+static_assert(DECODE_COLUMNS == 16 && !DECODE_LOOP, "a warp has a tile of columns");
 
 constexpr int UNROLLED = UNITS % 2 == 0 ? 2 : 1;  // units per iteration; with 2, a unit's index in its tile is constant
 
 // Returns v. Prevents the compiler from computing v, which depends on threadIdx, again at each use.
 __device__ __forceinline__ int kept(int v) { return __shfl_sync(0xffffffffu, v, threadIdx.x % 32); }
 
-// Describes a product whose operand x is (M, LM_K): sizes along K, and the rows of w.
+// Describes a product whose operand x is (M, DECODE_K): sizes along K, and the rows of w.
 struct Whole {
-    static constexpr int K = LM_K, UNITS = ::UNITS;  // K: values along K; UNITS: units per split (range of K)
-    static constexpr bool UP = LM_UP;
+    static constexpr int K = DECODE_K, UNITS = ::UNITS;  // K: values along K; UNITS: units per split (range of K)
+    static constexpr bool UP = DECODE_UP;
     typedef Input Rows;
 
     __device__ __forceinline__ static int row(int column, int N) { return Column(column, N).n; }  // row of w
@@ -50,7 +50,7 @@ __device__ __forceinline__ unsigned earlier_sums(const Rows& input, int r, int s
     return input.chunk_sums(r, split, unit - half);
 }
 
-// The weights of a warp's columns: a ring buffer in shared memory for LM_FLIGHT units of K. OfRange: the range of
+// The weights of a warp's columns: a ring buffer in shared memory for DECODE_FLIGHT units of K. OfRange: the range of
 // outputs (lib/gguf_ranges.cuh) that contains the columns. Side: the description of the product, such as Whole.
 template <typename OfRange, typename Side = Whole>
 struct Blocks {
@@ -219,7 +219,7 @@ struct Blocks {
 
 // The units that a warp multiplies, in this order: COUNT units (128 values of K each) from unit `first` on for the 16
 // columns from n on, then the same units for the columns from n + step on, and so on up to `end`. Each unit is
-// requested LM_FLIGHT - 1 units before its use.
+// requested DECODE_FLIGHT - 1 units before its use.
 template <typename Blocks, int COUNT>
 struct Stream {
     const Blocks blocks;
@@ -231,7 +231,7 @@ struct Stream {
     __device__ __forceinline__ Stream(const Blocks& blocks, int first, int n, int step, int end)
         : blocks(blocks), first(first), step(step), end(end), next(blocks.cursor(n, first)), n(n) {
 #pragma unroll
-        for (int i = 0; i < LM_FLIGHT - 1; ++i) request(i);
+        for (int i = 0; i < DECODE_FLIGHT - 1; ++i) request(i);
     }
 
     // Requests the copy of the next unit (128 values of K). `at`: the member `unit`, or a number with the same parity.
@@ -249,16 +249,16 @@ struct Stream {
 
     // Adds the products of the next unit (128 values of K) to `sums`. `unit`: index of this unit in split `split`.
     __device__ __forceinline__ void use(int split, int unit, const typename Blocks::Rows& input, Sums& sums) {
-        wait_for_groups<LM_FLIGHT - 2>();
+        wait_for_groups<DECODE_FLIGHT - 2>();
         __syncwarp();  // the copies of all lanes have arrived, and all lanes have used the previous slot
-        request(UNITS % 2 == 0 ? unit + LM_FLIGHT - 1 : this->unit);
+        request(UNITS % 2 == 0 ? unit + DECODE_FLIGHT - 1 : this->unit);
         blocks.use(from, split, unit, input, sums, found);
         from = after(from);
     }
 
    private:
     __device__ __forceinline__ static int after(int slot) {
-        return slot == (LM_FLIGHT - 1) * Blocks::SLOT ? 0 : slot + Blocks::SLOT;
+        return slot == (DECODE_FLIGHT - 1) * Blocks::SLOT ? 0 : slot + Blocks::SLOT;
     }
 };
-static_assert(LM_FLIGHT >= 2, "a unit is requested before it is used");
+static_assert(DECODE_FLIGHT >= 2, "a unit is requested before it is used");

@@ -3,7 +3,7 @@
 #pragma once
 #include "lib/decode/mma_gguf.cuh"
 
-static_assert(GGUF_TOGETHER && order::TERMS == 1 && !LM_NORM, "a warp has one split of x, as given");
+static_assert(GGUF_TOGETHER && order::TERMS == 1 && !DECODE_NORM, "a warp has one split of x, as given");
 
 // A lane's values of one split (range of K) of the block's rows, in registers, as operands B of all mma instructions of
 // the split. Bits are those of `Input`.
@@ -21,7 +21,7 @@ struct Held {
 #pragma unroll
             for (int p = 0; p < 4; ++p) {
                 to[p] = 0;
-                if (SPLITS * LENGTH == LM_K || k < LM_K) {
+                if (SPLITS * LENGTH == DECODE_K || k < DECODE_K) {
                     float v[2];
                     load_fresh<float, 2>(input.row(Input::row_of(r)) + k + 8 * p + 2 * t).unpack(v);
                     split_pair<order::KIND>(v[0], v[1], 1.0f, to[p], low);

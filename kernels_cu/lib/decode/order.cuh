@@ -3,11 +3,11 @@
 //
 //   out[m, n] = sum over k of x[m, k] w[n, k]       x (M, K) float, w (N, K) of type W, K contiguous
 //
-//   terms   each x is the sum of two numbers of the mma's input type (lib/terms.cuh): for bfloat16 weights bfloat16,
+//   terms   each x is the sum of two numbers of the mma's input type (lib/operands.cuh): for bfloat16 weights bfloat16,
 //           which keeps 16 bits; for float16 and FP8 weights float16, 22 bits; for float weights tf32, 22 bits. For
 //           hi/lo weights x is hi/lo, too (lib/hi_lo.cuh), with one scale for all rows. In an mma the high and
-//           the low terms of a row of x are two rows, whose products with w have separate sums. With TERM_COUNT 1, x is
-//           rounded to one number, the high term
+//           the low terms of a row of x are two rows, whose products with w have separate sums. With OPERAND_TERMS 1, x
+//           is rounded to one number, the high term
 //   step    the values along K of one mma: 8 for float weights, otherwise 16
 //   split   a contiguous range of K: `split_units(K)` units of 128 values. The tensor cores add its steps in order.
 //           They truncate sums instead of rounding them; this error is far smaller than the rounding of 16-bit weights.
@@ -44,8 +44,21 @@
 // The including file selects T and W (lib/storage.cuh) and includes lib/sm80.cuh.
 #pragma once
 #include "lib/storage.cuh"
-#include "lib/terms.cuh"
+#include "lib/operands.cuh"
 #include "lib/hi_lo.cuh"
+
+#ifndef DECODE_ROPE  // channels of a head, if a product fuses RoPE; 0: no RoPE
+#define DECODE_ROPE 0
+#endif
+#ifndef DECODE_CLUSTER  // blocks of a cluster that divide K; in mma.cu the blocks that compute one head
+#define DECODE_CLUSTER 1
+#endif
+#ifndef DECODE_OPERAND  // 1: x is an operand of 16-bit terms (lib/operands.cuh), not floats
+#define DECODE_OPERAND 0
+#endif
+#ifndef DECODE_OUT_OPERAND  // 1: out is stored as an operand, for the next product
+#define DECODE_OUT_OPERAND 0
+#endif
 
 namespace order {
 
@@ -71,8 +84,8 @@ constexpr int WIDTH = BLOCKS ? 8 : 16 / sizeof(W);  // values of a column of w t
 constexpr int CHUNK = 4 * WIDTH;            // values of K per chunk: 16, 32, or 64 with FP8
 constexpr int STEP = FLOATS ? 8 : 16;       // values of K per mma
 constexpr int STEPS = CHUNK / STEP;         // mma instructions per chunk
-constexpr int TERMS = BLOCKS ? TERM_COUNT : 2;      // terms per value of x in an mma; low terms can be 0
-static_assert(TERM_COUNT == 2 || !(FLOATS || HI_LO), "x is rounded for weights of one term");
+constexpr int TERMS = BLOCKS ? OPERAND_TERMS : 2;   // terms per value of x in an mma; low terms can be 0
+static_assert(OPERAND_TERMS == 2 || !(FLOATS || HI_LO), "x is rounded for weights of one term");
 constexpr int UNIT = 128, MAX_SPLITS = 8;  // values of K per unit; maximum number of splits (ranges of K)
 constexpr int HALF_SPLITS = BLOCKS ? MAX_SPLITS / 2 : MAX_SPLITS;  // splits in a half, which is added up first
 
@@ -105,7 +118,7 @@ __device__ __forceinline__ void convert_fp8(unsigned bytes, unsigned& first, uns
 // Returns a sum of products with values that are split into terms. high: the sum of products with the high terms. low:
 // the sum of products with the low terms.
 __device__ __forceinline__ float joined(float high, float low) {
-    if constexpr (TERM_COUNT == 1) return high;
+    if constexpr (OPERAND_TERMS == 1) return high;
     return HI_LO ? fmaf(low, 1.0f / LOW, high) : high + low;
 }
 

@@ -72,14 +72,14 @@ struct AppendTwo : Append {
     }
 };
 
-constexpr int ORDERED = order::BLOCKS ? 2 : order::WIDTH;  // order of out's terms: see TERM_WIDTH, lib/terms.cuh
+constexpr int ORDERED = order::BLOCKS ? 2 : order::WIDTH;  // order of out's terms: see OPERAND_WIDTH, lib/operands.cuh
 
 // Version of AddTwo that stores out as 16-bit terms, in the layout that the next product reads.
-struct AddTerms : AddTwo {
+struct AddOperand : AddTwo {
     int M;
 
     __device__ void store(int m, int n, float v, Late) const {
-        if (has_low<ORDERED>() || n % 2 == 0) out[term_place<ORDERED>(m, n, M, N)] = v;
+        if (has_low<ORDERED>() || n % 2 == 0) out[operand_place<ORDERED>(m, n, M, N)] = v;
     }
 
     __device__ void store_two(int m, int n, float2 v, LateTwo) const {
@@ -89,7 +89,7 @@ struct AddTerms : AddTwo {
 
 // Version of AppendRope for lanes that have both sums of a pair. Column n is a pair of channels: channels n % (D / 2)
 // and n % (D / 2) + D / 2 of head n / (D / 2); the heads of q come first, then the heads of k, then the heads of v.
-struct AppendRopeTwo : AppendRope<DH_ROPE> {
+struct AppendRopeTwo : AppendRope<DECODE_ROPE> {
     static constexpr bool BY_ROW = false;
 
     __device__ Late late(int m, int n) const {

@@ -22,17 +22,17 @@
 // multiprocessor, a block requests so much shared memory that no second block fits, not even a block of the next
 // kernel.
 //
-// If such a block has only four consumer warps, no other warps hide their latencies. With DH_DEPTH 2, a block therefore
-// has two sets of warps with separate rings, which divide the values of K that the block multiplies.
+// If such a block has only four consumer warps, no other warps hide their latencies. With DECODE_DEPTH 2, a block
+// therefore has two sets of warps with separate rings, which divide the values of K that the block multiplies.
 //
 // Measured: docs/experiments.md#products-with-blocks-of-gguf
 #pragma once
 
-#ifndef DH_TILES  // number of GGUF tiles that the ring of W holds
-#define DH_TILES 2
+#ifndef DECODE_TILES  // number of GGUF tiles that the ring of W holds
+#define DECODE_TILES 2
 #endif
 
-constexpr int ROW_GROUPS = 8 * DH_GROUPS;  // 8-row groups of W (and U) per block
+constexpr int ROW_GROUPS = 8 * DECODE_GROUPS;  // 8-row groups of W (and U) per block
 constexpr int SUMS_AT = X_BYTES;           // offset of the chunk sums in a stage
 
 // Operands of a product besides x. w, up: GGUF weights. sums: sums of x over chunks (lib/chunk_sums.cuh), read only if
@@ -57,29 +57,29 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     const int begin = share.k / order::UNIT, end = begin + share.slices;  // units
     const int each = TWO ? ROW_GROUPS / 2 : ROW_GROUPS, there = min(each, (max(0, N - share.column) + 7) / 8);
     const bool own = lane < ROW_GROUPS && lane % each < there;
-    const int row = first_row(share.column + lane % each * 8) + (DH_ROPE && lane >= each ? HALF_HEAD : 0);
-    const W* const row_group = (DH_GATED && lane >= each ? from.up : from.w) + OfRange::begin(K) +
+    const int row = first_row(share.column + lane % each * 8) + (DECODE_ROPE && lane >= each ? HALF_HEAD : 0);
+    const W* const row_group = (DECODE_GATED && lane >= each ? from.up : from.w) + OfRange::begin(K) +
                            (long long)((row - OfRange::FROM) / gguf::ROW_GROUP) * Part::row_bytes(K);
     const int first_tile = begin / Part::UNITS, tiles = (end - 1) / Part::UNITS + 1 - first_tile;
     const auto load_w = [&](int count) {  // in any order of lanes: the phase ends when all bytes have arrived
-        const int stage = count % DH_TILES;
+        const int stage = count % DECODE_TILES;
         if (lane == 0) arrive_and_expect(ring.tile_full[stage], (TWO ? 2 : 1) * there * Part::BYTES);
         char* const to = ring.tile(stage) + lane * Part::BYTES;
         if (own) load_bytes(to, row_group + (first_tile + count) * Part::BYTES, Part::BYTES, ring.tile_full[stage]);
     };
     const long long value = (long long)share.row * K + (long long)share.k * share.rows;
     const char* const of_tile = reinterpret_cast<const char*>(x) + 2 * value;
-    const int box = BOX * of_rows, part = box / DH_SHARES, at = share.part * part;
-    const unsigned short all = ((1 << DH_SHARES) - 1) << share.rank * DH_SHARES;
+    const int box = BOX * of_rows, part = box / DECODE_SHARES, at = share.part * part;
+    const unsigned short all = ((1 << DECODE_SHARES) - 1) << share.rank * DECODE_SHARES;
     const auto load_x = [&](int unit) {
         if (lane != 31) return;
-        const int stage = (unit - begin) % DH_STAGES;
+        const int stage = (unit - begin) % DECODE_STAGES;
         char* const to = ring.stage(stage);
         arrive_and_expect(ring.full[stage], 2 * box + (Part::MINIMUM ? 16 * share.rows : 0));
         const char* const of_x = of_tile + (long long)(unit - begin) * 2 * box + at;
-        const bool whole = DH_SHARES == 1 && box == BOX_BYTES;  // whether two boxes are contiguous in both memories
+        const bool whole = DECODE_SHARES == 1 && box == BOX_BYTES;  // whether two boxes are contiguous in both memories
         for (int i = 0; i < 2; ++i) {
-            if (DH_SHARES > 1) load_bytes_for(all, to + i * BOX_BYTES + at, of_x + i * box, part, ring.full[stage]);
+            if (DECODE_SHARES > 1) load_bytes_for(all, to + i * BOX_BYTES + at, of_x + i * box, part, ring.full[stage]);
             else if (!whole || i == 0) {
                 load_bytes(to + i * BOX_BYTES, of_x + i * box, whole ? 2 * box : box, ring.full[stage]);
             }
@@ -89,27 +89,27 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
             load_bytes(to + SUMS_AT, sum, 16 * share.rows, ring.full[stage]);
         }
     };
-    for (int tile = 0; tile < min(DH_TILES, tiles); ++tile) load_w(tile);
+    for (int tile = 0; tile < min(DECODE_TILES, tiles); ++tile) load_w(tile);
     if (CLUSTER > 1) wait_for_cluster();  // the barriers of the other blocks are initialised
     wait_before_copies();
-    for (int unit = begin; unit < min(begin + DH_STAGES, end); ++unit) load_x(unit);
+    for (int unit = begin; unit < min(begin + DECODE_STAGES, end); ++unit) load_x(unit);
     // Stages of x and tiles of W are requested again in the order in which they become free. All lanes execute the same
     // path: separate branches for x and W would be serialised, and each branch would wait for the other's barriers.
     int tile = 0;
     for (int unit = begin; unit < end; ++unit) {
-        const int count = unit - begin, stage = count % DH_STAGES;
-        if (unit + DH_STAGES < end || DH_SHARES > 1) {  // with shares, also wait for other blocks' last arrivals
-            wait(ring.empty[stage], count / DH_STAGES & 1, "empty");
-            if (unit + DH_STAGES < end) load_x(unit + DH_STAGES);
+        const int count = unit - begin, stage = count % DECODE_STAGES;
+        if (unit + DECODE_STAGES < end || DECODE_SHARES > 1) {  // also wait for other blocks' last arrivals
+            wait(ring.empty[stage], count / DECODE_STAGES & 1, "empty");
+            if (unit + DECODE_STAGES < end) load_x(unit + DECODE_STAGES);
         }
-        if ((unit + 1) % Part::UNITS != 0 || tile + DH_TILES >= tiles) continue;
-        wait(ring.tile_empty[tile % DH_TILES], tile / DH_TILES & 1, "empty tile");
-        load_w(DH_TILES + tile++);
+        if ((unit + 1) % Part::UNITS != 0 || tile + DECODE_TILES >= tiles) continue;
+        wait(ring.tile_empty[tile % DECODE_TILES], tile / DECODE_TILES & 1, "empty tile");
+        load_w(DECODE_TILES + tile++);
     }
 }
 
 // Returns the row of W, among the rows of this warp, that lane 4 g + t has as row g of A. The lane's row g + 8 of A is
-// the next row of W; with DH_GATED, the same row of U; with RoPE, the row of W half a head later.
+// the next row of W; with DECODE_GATED, the same row of U; with RoPE, the row of W half a head later.
 __device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4 * (TWO ? 1 : 2); }
 constexpr int NEXT_ROW = 4;  // with TWO: distance of the lanes that hold rows 2 i and 2 i + 1 of W
 
@@ -156,22 +156,24 @@ struct Consumer {
     // only after the loads. Each lane arrives for its own loads. An arrival of lane 0 after __syncwarp() takes the same
     // time, but racecheck does not see this synchronisation of the warp and reports the loads of the other lanes.
     __device__ __forceinline__ void release(int used) const {
-        if (DH_SHARES == 1) arrive(ring.empty[used]);
+        if (DECODE_SHARES == 1) arrive(ring.empty[used]);
 #pragma unroll
-        for (int i = 0; DH_SHARES > 1 && i < DH_SHARES; ++i) arrive_at(ring.empty[used], rank * DH_SHARES + i);
+        for (int i = 0; DECODE_SHARES > 1 && i < DECODE_SHARES; ++i) {
+            arrive_at(ring.empty[used], rank * DECODE_SHARES + i);
+        }
     }
 
     // Waits until x of the next unit (128 values of K) has arrived, and returns the index of the stage that holds it.
     __device__ __forceinline__ int next() {
         const int full = stage;
-        wait<(DH_SHARES > 1)>(ring.full[full], phase, "full");
-        if (++stage == DH_STAGES) stage = 0, phase ^= 1;
+        wait<(DECODE_SHARES > 1)>(ring.full[full], phase, "full");
+        if (++stage == DECODE_STAGES) stage = 0, phase ^= 1;
         return full;
     }
 
     __device__ __forceinline__ void release_tile() {
         arrive(ring.tile_empty[tile]);
-        if (++tile == DH_TILES) tile = 0, tile_phase ^= 1;
+        if (++tile == DECODE_TILES) tile = 0, tile_phase ^= 1;
     }
 
     // Loads the lane's weights of one unit (128 values of K), from the lane's two rows of W.

@@ -3,30 +3,30 @@
 #pragma once
 #include "lib/decode/wgmma.cuh"
 
-constexpr int OWN = (FINISHERS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // 4-row tiles whose sums a block completes
-constexpr int OF_WARP = (TILES + DH_SPLITS - 1) / DH_SPLITS;      // maximum of 4-row tiles that a warp completes
+constexpr int OWN = (FINISHERS * TILES + DECODE_SPLITS - 1) / DECODE_SPLITS;  // 4-row tiles that a block completes
+constexpr int OF_WARP = (TILES + DECODE_SPLITS - 1) / DECODE_SPLITS;  // maximum of 4-row tiles that a warp completes
 constexpr int AHEAD = OF_WARP < 4 ? OF_WARP : 4;                  // 4-row tiles that a warp completes at a time
-// With TERM_COUNT 1, columns of B are rows of x, and lane 4 g + t has the sums of rows 2t and 2t + 1 of each eight
+// With OPERAND_TERMS 1, columns of B are rows of x, and lane 4 g + t has the sums of rows 2t and 2t + 1 of each eight
 // rows. IN_PAIRS: the lane writes the sums of both rows as 16 bytes, to the memory of two lanes. This requires that one
 // block finishes the tiles of both rows.
-constexpr bool IN_PAIRS = TERM_COUNT == 1 && (DH_SPLITS == 1 || TILES == 1);
+constexpr bool IN_PAIRS = OPERAND_TERMS == 1 && (DECODE_SPLITS == 1 || TILES == 1);
 constexpr int FOUND = IN_PAIRS ? TERMS / 2 : 2 * TILES;  // number of sums that a lane writes per split
 // For GGUF weights: true if a block computes one or both halves of the splits (ranges of K). The block then keeps the
 // sums over each half in shared memory.
-constexpr bool IN_HALVES = order::BLOCKS && DH_SPLITS <= 2;
-constexpr bool OF_HALVES = IN_HALVES && DH_SPLITS == 2;  // true: blocks exchange sums over half of the splits
+constexpr bool IN_HALVES = order::BLOCKS && DECODE_SPLITS <= 2;
+constexpr bool OF_HALVES = IN_HALVES && DECODE_SPLITS == 2;  // true: blocks exchange sums over half of the splits
 
 // Returns the number of sums that a block receives for each output of its tiles. With OF_HALVES it receives one sum;
 // the sum over the half that it has computed itself is already in its shared memory.
 __device__ __forceinline__ int messages(int splits) { return OF_HALVES ? 1 : splits; }
 
-static_assert(order::BLOCKS || DH_SPLITS > 1 || TILES <= 8 * DH_STAGES, "W of a warp has room for its sums");
-static_assert(FINISHERS * TILES >= DH_SPLITS, "every block finishes a tile");
+static_assert(order::BLOCKS || DECODE_SPLITS > 1 || TILES <= 8 * DECODE_STAGES, "W of a warp has room for its sums");
+static_assert(FINISHERS * TILES >= DECODE_SPLITS, "every block finishes a tile");
 
 // The sums of a lane's two rows of A over all splits, for all of its warp's tiles of 4 rows of x. The blocks of a
 // cluster exchange the sums of their splits through shared memory, as pairs of floats (messages(), OWN tiles, 32
-// lanes): block i % DH_SPLITS receives the sums of tile i and adds them. Without a cluster, a warp stores its sums in
-// the shared memory of its rows of W, after it has multiplied all of W. With GGUF weights and one or two blocks per
+// lanes): block i % DECODE_SPLITS receives the sums of tile i and adds them. Without a cluster, a warp stores its sums
+// in the shared memory of its rows of W, after it has multiplied all of W. With GGUF weights and one or two blocks per
 // tile (IN_HALVES), registers do not suffice: the sums over each half of the splits are added in shared memory. Two
 // blocks then exchange the sums of the tiles that the other block finishes.
 struct Totals {
@@ -36,7 +36,7 @@ struct Totals {
     int part, warp;  // warp: index among the FINISHERS
     float2* halves;  // with IN_HALVES: sums over halves of the splits
 
-    static constexpr int PLACES = DH_DEPTH > 1 ? 1 + order::HALF_SPLITS / 2 : 2;  // partial sums in `halves`
+    static constexpr int PLACES = DECODE_DEPTH > 1 ? 1 + order::HALF_SPLITS / 2 : 2;  // partial sums in `halves`
     static constexpr int HALF = TWO ? 1024 : 2048, BYTES = 32 * sizeof(float2);  // bytes: warp's rows of W; tile's sums
     static constexpr int IN_STAGE = 2048 / BYTES;                                // tiles of sums per stage
 
@@ -102,21 +102,21 @@ struct Totals {
         const int lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            const int i = warp * TILES + tile, rank = i % DH_SPLITS, block = rank * DH_SHARES + part;
+            const int i = warp * TILES + tile, rank = i % DECODE_SPLITS, block = rank * DECODE_SHARES + part;
             if (OF_HALVES && rank == split) continue;  // kept
-            float2* to = pairs + ((OF_HALVES ? 0 : split) * OWN + i / DH_SPLITS) * 32 + lane;
+            float2* to = pairs + ((OF_HALVES ? 0 : split) * OWN + i / DECODE_SPLITS) * 32 + lane;
             if constexpr (!IN_PAIRS) store_at(block, to, arrived, found[2 * tile], found[2 * tile + 1]);
             else if (t < 2) store_at(block, to + t, arrived, found[0], found[1], found[2], found[3]);
         }
     }
 
-    // Loads the sums of AHEAD tiles (`first`, `first` + DH_SPLITS, ...) and adds each tile's sums over all splits.
+    // Loads the sums of AHEAD tiles (`first`, `first` + DECODE_SPLITS, ...) and adds each tile's sums over all splits.
     __device__ __forceinline__ void get(float2 (&totals)[AHEAD], int first, int splits) const {
-        const int own = (warp * TILES + first) / DH_SPLITS, lane = threadIdx.x % 32;
-        if (DH_SPLITS == 1 || OF_HALVES) {
+        const int own = (warp * TILES + first) / DECODE_SPLITS, lane = threadIdx.x % 32;
+        if (DECODE_SPLITS == 1 || OF_HALVES) {
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
-                totals[i] = *kept(first + i * DH_SPLITS, lane);
+                totals[i] = *kept(first + i * DECODE_SPLITS, lane);
                 if (!OF_HALVES) continue;
                 const float2 more = pairs[(own + i) * 32 + lane];
                 totals[i].x += more.x, totals[i].y += more.y;
@@ -156,11 +156,11 @@ __device__ __forceinline__ void swap(float& first, float& second) {
 }
 
 // Regroups the sums of lane 4 g + t, for rows g and g + 8 of A, by tiles of 4 rows of x: `found` has the sums of row t
-// of each tile or, with IN_PAIRS, of two neighbouring rows. With TERM_COUNT 1 and tiles that different blocks finish,
-// lanes first exchange sums. Without this exchange, a warp would send 32 messages of 8 bytes per lane, each to one of
-// two blocks, and the product would take more than twice as long (docs/experiments.md#decode_wgmma).
+// of each tile or, with IN_PAIRS, of two neighbouring rows. With OPERAND_TERMS 1 and tiles that different blocks
+// finish, lanes first exchange sums. Without this exchange, a warp would send 32 messages of 8 bytes per lane, each to
+// one of two blocks, and the product would take more than twice as long (docs/experiments.md#decode_wgmma).
 __device__ __forceinline__ void by_tile(const float (&sums)[TERMS / 2], float (&found)[FOUND]) {
-    if constexpr (TERM_COUNT == 2) {
+    if constexpr (OPERAND_TERMS == 2) {
 #pragma unroll
         for (int i = 0; i < FOUND; ++i) found[i] = sums[2 * i] + sums[2 * i + 1];
     } else if constexpr (IN_PAIRS) {

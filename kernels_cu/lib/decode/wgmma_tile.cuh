@@ -9,14 +9,10 @@
 #include "lib/decode/wgmma_sums.cuh"
 #include "lib/decode/wgmma_epilogues.cuh"
 
-#ifndef DH_OUT_TERMS  // 1: out is stored as 16-bit terms, for the next product
-#define DH_OUT_TERMS 0
-#endif
+constexpr int ROW_SETS = DECODE_ROWS > 32 ? 2 : 1;  // sets of 32 rows of x per tile
 
-constexpr int ROW_SETS = DH_ROWS > 32 ? 2 : 1;  // sets of 32 rows of x per tile
-
-// Scales and bias of the rows of W. up: with DH_GATED or RoPE, scales of the second row of each output; rows of U have
-// no bias.
+// Scales and bias of the rows of W. up: with DECODE_GATED or RoPE, scales of the second row of each output; rows of U
+// have no bias.
 struct Scales {
     const float* w;
     const float* up;
@@ -29,7 +25,7 @@ struct Scales {
 __device__ __forceinline__ void load_constants(float4* of_warp, int n, int N, const Scales& scales) {
     const int row = first_row(n);
     const float* const second_scale = TWO ? scales.up : scales.w ? scales.w + 1 : nullptr;
-    const bool first = n < N, second = TWO ? first : n + 1 < N, has_bias = scales.bias && (DH_ROPE || !TWO);
+    const bool first = n < N, second = TWO ? first : n + 1 < N, has_bias = scales.bias && (DECODE_ROPE || !TWO);
     float4 found = {1.0f, 0.0f, 1.0f, 0.0f};
     if (first && scales.w) found.x = constant(scales.w + row);
     if (first && scales.bias) found.y = constant(scales.bias + row);
@@ -43,15 +39,15 @@ __device__ __forceinline__ void load_constants(float4* of_warp, int n, int N, co
 struct Corner {
     int row, column;
 
-    __device__ __forceinline__ int rows(int M) const { return min((int)TERM_ROWS, M - row); }
+    __device__ __forceinline__ int rows(int M) const { return min((int)OPERAND_ROWS, M - row); }
     __device__ __forceinline__ int own_column() const { return column + (TWO ? 8 : 16) * own_warp() + own_row(); }
 };
 
-// With TERM_SUMS, the sums of a warpgroup's outputs over groups of four columns, for all rows of the tile. A warp has
-// two groups of four columns, a warpgroup the eight groups of a chunk of 32 columns (lib/chunk_sums.cuh).
-typedef float Fours[TERM_SUMS ? DH_ROWS : 1][8];
-static_assert(!TERM_SUMS || (DH_GATED && DH_OUT_TERMS && TERM_COUNT == 1), "sums are of rounded outputs of a gate");
-static_assert(!TERM_SUMS || TILES % DH_SPLITS == 0, "a block finishes the same rows in all warps");
+// With OPERAND_SUMS, the sums of a warpgroup's outputs over groups of four columns, for all rows of the tile. A warp
+// has two groups of four columns, a warpgroup the eight groups of a chunk of 32 columns (lib/chunk_sums.cuh).
+typedef float Fours[OPERAND_SUMS ? DECODE_ROWS : 1][8];
+static_assert(!OPERAND_SUMS || (DECODE_GATED && DECODE_OUT_OPERAND && OPERAND_TERMS == 1), "sums of a rounded gate");
+static_assert(!OPERAND_SUMS || TILES % DECODE_SPLITS == 0, "a block finishes the same rows in all warps");
 
 // Adds up the sums of a warpgroup's chunk of columns, one row per thread, and stores them after the terms in end.out.
 // column: the first column of the chunk. limit: end of the columns of this GGUF type.
@@ -59,8 +55,8 @@ template <typename End>
 __device__ __forceinline__ void store_sums(const End& end, const Fours& fours, const Corner& corner, int rank,
                                            int column, int limit, int M) {
     const int row = threadIdx.x % 128;
-    sync_threads(DH_GROUPS > 1 ? 2 + own_warp() / 4 : 2, 128);  // barrier 1 is for the sets of warps
-    if (row >= corner.rows(M) || row / 4 % DH_SPLITS != rank || column >= limit) return;
+    sync_threads(DECODE_GROUPS > 1 ? 2 + own_warp() / 4 : 2, 128);  // barrier 1 is for the sets of warps
+    if (row >= corner.rows(M) || row / 4 % DECODE_SPLITS != rank || column >= limit) return;
     float sums[4];  // the order of additions of lanes_sum<8>
 #pragma unroll
     for (int l = 0; l < 4; ++l) sums[l] = fours[row][l] + fours[row][l + 4];
@@ -72,17 +68,17 @@ __device__ __forceinline__ void store_sums(const End& end, const Fours& fours, c
 struct Outputs {
     int n;
     float4 by;     // scale and bias of the first row of A, then of the second
-    float* fours;  // with TERM_SUMS: place in `Fours` of this lane's group of columns, for the first row of the tile
+    float* fours;  // with OPERAND_SUMS: place in `Fours` of this lane's group of columns, for the first row of the tile
 
     // Stores the sum over the lane's group of four outputs of row m, given the terms of the lanes' outputs.
     __device__ __forceinline__ void keep(float terms, int m) const {
         float sum = sum_of((unsigned)__float_as_int(terms));
         sum += __shfl_xor_sync(0xffffffffu, sum, 2 * NEXT_ROW);
-        if (threadIdx.x % 16 < 4) fours[8 * (m % (unsigned)DH_ROWS)] = sum;
+        if (threadIdx.x % 16 < 4) fours[8 * (m % (unsigned)DECODE_ROWS)] = sum;
     }
 
-    // Computes the outputs of AHEAD rows, m, m + 4 DH_SPLITS, ..., and stores the outputs for which `here` is true. All
-    // lanes of a warp must call this function.
+    // Computes the outputs of AHEAD rows, m, m + 4 DECODE_SPLITS, ..., and stores the outputs for which `here` is true.
+    // All lanes of a warp must call this function.
     template <typename End, typename Late>
     __device__ __forceinline__ void store(const End& end, int m, const bool (&here)[AHEAD],
                                           const float2 (&total)[AHEAD], const Late (&late)[AHEAD]) const {
@@ -90,19 +86,19 @@ struct Outputs {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             v[2 * i] = fmaf(total[i].x, by.x, by.y);
-            v[2 * i + 1] = DH_GATED ? total[i].y * by.z : fmaf(total[i].y, by.z, by.w);
+            v[2 * i + 1] = DECODE_GATED ? total[i].y * by.z : fmaf(total[i].y, by.z, by.w);
         }
         if constexpr (!TWO) end.activate(v);
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i, m += 4 * DH_SPLITS) {
+        for (int i = 0; i < AHEAD; ++i, m += 4 * DECODE_SPLITS) {
             const float first = v[2 * i], second = v[2 * i + 1];
-            if constexpr (DH_GATED) {
+            if constexpr (DECODE_GATED) {
                 float one = end.added(gate_of(first) * second, late[i]);
-                if (DH_OUT_TERMS) one = term_of<order::KIND, NEXT_ROW>(one);
-                if (TERM_SUMS) keep(one, m);
+                if (DECODE_OUT_OPERAND) one = term_of<order::KIND, NEXT_ROW>(one);
+                if (OPERAND_SUMS) keep(one, m);
                 if (here[i]) end.store(m, n, one, late[i]);
             } else if (here[i]) {
-                if constexpr (DH_ROPE) end.store_pair(m, n, first, second, late[i]);
+                if constexpr (DECODE_ROPE) end.store_pair(m, n, first, second, late[i]);
                 else end.store_two(m, n, end.added_two(first, second, late[i]), late[i]);
             }
         }
@@ -149,13 +145,13 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
     const int warp = all.warp, set = own_set(), t = threadIdx.x % 4, splits = order::splits(K);
     const int each = order::split_length(K) / SLICE;
     __shared__ float4 constants[8 * FINISHERS];
-    if (DH_DEPTH == 1 || set == 0) load_constants(constants + 8 * warp, corner.own_column(), N, scales);
+    if (DECODE_DEPTH == 1 || set == 0) load_constants(constants + 8 * warp, corner.own_column(), N, scales);
     [[maybe_unused]] float totals[FOUND] = {};
     Consumer consumer(ring, share);
     if (CLUSTER > 1) wait_for_cluster();  // the barriers of the other blocks are initialised
     wait_for_previous();
     Rows<End> rows;
-    if (DH_GROUPS == 1) rows.load(end, corner, M);  // with more groups, no registers are free for it yet
+    if (DECODE_GROUPS == 1) rows.load(end, corner, M);  // with more groups, no registers are free for it yet
     int split = share.first;
 #pragma unroll 1
     for (int left = share.slices; left > 0; left -= each, ++split) {
@@ -163,24 +159,24 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
         const int units = min(each, left) * SLICE / order::UNIT;
         consumer.multiply_split(sums, split * order::split_units(K), units, first_row(share.column));
         if constexpr (IN_HALVES) {
-            const int place = set ? 1 + split - share.first : DH_SPLITS > 1 ? 0 : split / order::HALF_SPLITS;
+            const int place = set ? 1 + split - share.first : DECODE_SPLITS > 1 ? 0 : split / order::HALF_SPLITS;
             all.add(sums, place, set || split % order::HALF_SPLITS == 0);
             continue;
         }
         float found[FOUND];
         by_tile(sums, found);
-        if constexpr (DH_SPLITS > 1) {
+        if constexpr (DECODE_SPLITS > 1) {
             all.send(split, found);
         } else {
 #pragma unroll
             for (int i = 0; i < FOUND; ++i) totals[i] += found[i];
         }
     }
-    if constexpr (DH_SPLITS == 1 && !IN_HALVES) all.keep(totals);
+    if constexpr (DECODE_SPLITS == 1 && !IN_HALVES) all.keep(totals);
     if constexpr (IN_HALVES) {
         float sums[TERMS / 2];
-        int count = DH_SPLITS > 1 || splits <= order::HALF_SPLITS ? 1 : 2;
-        if constexpr (DH_DEPTH > 1) {
+        int count = DECODE_SPLITS > 1 || splits <= order::HALF_SPLITS ? 1 : 2;
+        if constexpr (DECODE_DEPTH > 1) {
             sync_threads(1, 32 * CONSUMERS);
             if (set > 0) return;
             count = min(order::HALF_SPLITS, splits - share.rank * order::HALF_SPLITS) - order::HALF_SPLITS / 2 + 1;
@@ -191,31 +187,31 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
         if constexpr (OF_HALVES) all.send(share.rank, totals);
     }
 
-    if (DH_GROUPS > 1) rows.load(end, corner, M);
+    if (DECODE_GROUPS > 1) rows.load(end, corner, M);
     const int top = corner.row, count = corner.rows(M), n = corner.own_column();
-    const int rows_begin = DH_TEAMS > 1 ? 4 * TILES * set : 0;
-    const int rows_end = DH_TEAMS > 1 ? min(count, rows_begin + 4 * TILES) : count;
-    __shared__ Fours fours[DH_GROUPS];
+    const int rows_begin = DECODE_TEAMS > 1 ? 4 * TILES * set : 0;
+    const int rows_end = DECODE_TEAMS > 1 ? min(count, rows_begin + 4 * TILES) : count;
+    __shared__ Fours fours[DECODE_GROUPS];
     float* const of_lane = fours[warp / 4][0] + 2 * (warp % 4) + threadIdx.x % 32 / 16;
     const Outputs outputs{n, constants[8 * warp + threadIdx.x % 32 / 4], of_lane};
     // This loop over tiles is not unrolled: its instructions are fetched once and executed several times.
-    const int begin = DH_SPLITS > 1 ? (share.rank + DH_SPLITS - warp * TILES % DH_SPLITS) % DH_SPLITS : 0;
+    const int begin = (share.rank + DECODE_SPLITS - warp * TILES % DECODE_SPLITS) % DECODE_SPLITS;
 #pragma unroll 1
-    for (int first = begin; first < TILES; first += AHEAD * DH_SPLITS) {
+    for (int first = begin; first < TILES; first += AHEAD * DECODE_SPLITS) {
         decltype(rows.late(end, 0, 0, 0, true)) late[AHEAD];
         bool here[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            const int row = rows_begin + (first + i * DH_SPLITS) * 4 + t;
+            const int row = rows_begin + (first + i * DECODE_SPLITS) * 4 + t;
             here[i] = row < rows_end && n < N;
-            late[i] = rows.late(end, top + row, n, row % DH_ROWS, here[i]);
+            late[i] = rows.late(end, top + row, n, row % DECODE_ROWS, here[i]);
         }
-        if (DH_SPLITS > 1 && first == begin) wait<true>(all.arrived, 0, "sums");
+        if (DECODE_SPLITS > 1 && first == begin) wait<true>(all.arrived, 0, "sums");
         float2 total[AHEAD];
         all.get(total, first, splits);
         outputs.store(end, top + rows_begin + first * 4 + t, here, total, late);
     }
-    if constexpr (TERM_SUMS) {
+    if constexpr (OPERAND_SUMS) {
         store_sums(end, fours[warp / 4], corner, share.rank, corner.column + 8 * (warp - warp % 4), N, M);
     }
 }
@@ -224,44 +220,45 @@ template <typename End>
 __device__ __forceinline__ void run(const float* x, const Sources& from, const Scales& scales, const End& end, int M,
                                     int N, int K) {
     extern __shared__ char unaligned[];
-    __shared__ Barrier full[DH_DEPTH * DH_STAGES], empty[DH_DEPTH * DH_STAGES], arrived;
-    const int warp = threadIdx.x / 32, set = warp < CONSUMERS ? own_set() : (warp - CONSUMERS) % DH_DEPTH;
+    __shared__ Barrier full[DECODE_DEPTH * DECODE_STAGES], empty[DECODE_DEPTH * DECODE_STAGES], arrived;
+    const int warp = threadIdx.x / 32, set = warp < CONSUMERS ? own_set() : (warp - CONSUMERS) % DECODE_DEPTH;
     char* const stages = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
 #if defined(WEIGHT_GGUF)
-    __shared__ Barrier tile_full[DH_DEPTH * DH_TILES], tile_empty[DH_DEPTH * DH_TILES];
-    const Ring all{stages, full, empty, stages + DH_DEPTH * DH_STAGES * STAGE, tile_full, tile_empty};
-    const int stage = set * DH_STAGES, tile = set * DH_TILES;  // first stage and first GGUF tile of this set of warps
+    __shared__ Barrier tile_full[DECODE_DEPTH * DECODE_TILES], tile_empty[DECODE_DEPTH * DECODE_TILES];
+    const Ring all{stages, full, empty, stages + DECODE_DEPTH * DECODE_STAGES * STAGE, tile_full, tile_empty};
+    const int stage = set * DECODE_STAGES, tile = set * DECODE_TILES;  // first ones of this set of warps
     const Ring ring{all.stage(stage), full + stage, empty + stage, all.tile(tile), tile_full + tile, tile_empty + tile};
-    char* const after = all.tile(DH_DEPTH * DH_TILES);
+    char* const after = all.tile(DECODE_DEPTH * DECODE_TILES);
 #else
     const Ring ring{stages, full, empty};
-    char* const after = stages + DH_STAGES * STAGE;
+    char* const after = stages + DECODE_STAGES * STAGE;
 #endif
     const Share share(M, N, K, set);
     float2* const pairs = reinterpret_cast<float2*>(after);
     float2* const halves = pairs + (OF_HALVES ? OWN * 32 : 0);
-    const Totals totals{ring, pairs, arrived, share.part, DH_TEAMS > 1 ? warp : own_warp(), halves};
+    const Totals totals{ring, pairs, arrived, share.part, DECODE_TEAMS > 1 ? warp : own_warp(), halves};
     __shared__ Corner corner;
     if (threadIdx.x == 32 * CONSUMERS) {
         corner = {share.row, share.column};
 #if defined(WEIGHT_GGUF)
-        for (int i = 0; i < DH_DEPTH * DH_TILES; ++i) init(tile_full[i], 1), init(tile_empty[i], 32 * WARPS);
+        for (int i = 0; i < DECODE_DEPTH * DECODE_TILES; ++i) init(tile_full[i], 1), init(tile_empty[i], 32 * WARPS);
 #else
         prefetch(from.w);
 #endif
-        constexpr int EACH = order::BLOCKS ? 32 : 1;  // arrivals per warp
-        for (int i = 0; i < DH_DEPTH * DH_STAGES; ++i) init(full[i], 1), init(empty[i], EACH * DH_SHARES * FINISHERS);
+        constexpr int ARRIVALS = (order::BLOCKS ? 32 : 1) * DECODE_SHARES * FINISHERS;
+        for (int i = 0; i < DECODE_DEPTH * DECODE_STAGES; ++i) init(full[i], 1), init(empty[i], ARRIVALS);
         init(arrived, 1);
         fence_inits();
-        const int tiles = (FINISHERS * TILES - share.rank + DH_SPLITS - 1) / DH_SPLITS;
-        if (DH_SPLITS > 1) arrive_and_expect(arrived, tiles * messages(order::splits(K)) * 32 * (int)sizeof(float2));
+        const int tiles = (FINISHERS * TILES - share.rank + DECODE_SPLITS - 1) / DECODE_SPLITS;
+        const int bytes = tiles * messages(order::splits(K)) * 32 * (int)sizeof(float2);
+        if (DECODE_SPLITS > 1) arrive_and_expect(arrived, bytes);
     }
     __syncthreads();
     let_next_start();
     if (CLUSTER > 1) arrive_in_cluster();
     if (threadIdx.x >= 32 * CONSUMERS) {
         if constexpr (MOVES_REGISTERS) give_registers<PRODUCER_REGISTERS>();
-        if (DH_DEPTH > 1 || warp == CONSUMERS) produce(ring, share, from, x, share.limit, K);
+        if (DECODE_DEPTH > 1 || warp == CONSUMERS) produce(ring, share, from, x, share.limit, K);
         return;
     }
     if constexpr (MOVES_REGISTERS) take_registers<CONSUMER_REGISTERS>();

@@ -1,5 +1,5 @@
-// The constants of matmul/decode/cores.cu, and its loads of x. With LM_NORM, x is replaced by its LayerNorm: first the
-// mean, then the variance around the mean.
+// The constants of matmul/decode/cores.cu, and its loads of x. With DECODE_NORM, x is replaced by its LayerNorm: first
+// the mean, then the variance around the mean.
 //
 // Rows are kept in shared memory, except that each thread loads its part of a single short row without LayerNorm
 // directly into registers.
@@ -9,65 +9,65 @@
 #include "lib/storage.cuh"
 #include "lib/layernorm.cuh"
 
-#ifndef LM_K
-#define LM_K 768
+#ifndef DECODE_K
+#define DECODE_K 768
 #endif
-#ifndef LM_NORM
-#define LM_NORM 1
+#ifndef DECODE_NORM
+#define DECODE_NORM 1
 #endif
-#ifndef LM_ROWS
-#define LM_ROWS 1
+#ifndef DECODE_ROWS
+#define DECODE_ROWS 1
 #endif
-#ifndef LM_TOGETHER  // rows of x multiplied at a time: 2 is a compromise of fewer conversions and short code
-#define LM_TOGETHER (LM_ROWS > 1 ? 2 : 1)
+#ifndef DECODE_TOGETHER  // rows of x multiplied at a time: 2 is a compromise of fewer conversions and short code
+#define DECODE_TOGETHER (DECODE_ROWS > 1 ? 2 : 1)
 #endif
-#ifndef LM_WIDTH  // weights per load
-#define LM_WIDTH 4
+#ifndef DECODE_WIDTH  // weights per load
+#define DECODE_WIDTH 4
 #endif
-#ifndef LM_SPLIT
-#define LM_SPLIT 3
+#ifndef DECODE_SPLIT
+#define DECODE_SPLIT 3
 #endif
-#ifndef LM_STEPS
-#define LM_STEPS 2
+#ifndef DECODE_STEPS
+#define DECODE_STEPS 2
 #endif
-#ifndef LM_COLUMNS
-#define LM_COLUMNS 6
+#ifndef DECODE_COLUMNS
+#define DECODE_COLUMNS 6
 #endif
-#ifndef LM_GROUPS
-#define LM_GROUPS 3
+#ifndef DECODE_GROUPS
+#define DECODE_GROUPS 3
 #endif
-#ifndef LM_LOOP
-#define LM_LOOP 0
+#ifndef DECODE_LOOP
+#define DECODE_LOOP 0
 #endif
-#ifndef LM_BLOCKS  // minimum blocks per SM (__launch_bounds__), including blocks of the next kernel
-#define LM_BLOCKS 1
+#ifndef DECODE_BLOCKS  // minimum blocks per SM (__launch_bounds__), including blocks of the next kernel
+#define DECODE_BLOCKS 1
 #endif
-#ifndef LM_X  // values per load of x, gamma and beta
-#define LM_X 4
+#ifndef DECODE_X  // values per load of x, gamma and beta
+#define DECODE_X 4
 #endif
-constexpr int WARPS = LM_GROUPS * LM_SPLIT;
+constexpr int WARPS = DECODE_GROUPS * DECODE_SPLIT;
 constexpr int THREADS = 32 * WARPS;
-constexpr int UNIT = 32 * LM_WIDTH;
-constexpr int STEP = UNIT * LM_SPLIT;
-constexpr int CHUNK = STEP * LM_STEPS;           // values of K in flight at once
-constexpr int CHUNKS = (LM_K + CHUNK - 1) / CHUNK;
+constexpr int UNIT = 32 * DECODE_WIDTH;
+constexpr int STEP = UNIT * DECODE_SPLIT;
+constexpr int CHUNK = STEP * DECODE_STEPS;       // values of K in flight at once
+constexpr int CHUNKS = (DECODE_K + CHUNK - 1) / CHUNK;
 constexpr int PADDED = CHUNKS * CHUNK;           // floats per row in shared memory; zeros after K
-constexpr int OWN = CHUNKS * LM_STEPS;           // vectors of a row that a thread multiplies
-constexpr int COLUMNS = LM_GROUPS * LM_COLUMNS;  // output columns per block
-constexpr int VALUES = LM_TOGETHER * LM_COLUMNS; // sums per thread at a time
-constexpr int SHARES = (LM_K + THREADS * LM_X - 1) / (THREADS * LM_X);  // vectors of x that a thread loads per row
-constexpr bool FITS = LM_ROWS == 1 && OWN * LM_WIDTH <= 32;             // the row fits in the threads' registers
-constexpr int PIECE = LM_WIDTH < 4 ? LM_WIDTH : 4;                      // contiguous values that a lane reads at a time
-typedef Vec<W, LM_WIDTH> Weights;
-typedef Vec<float, LM_X> Values;
-static_assert(LM_K % LM_WIDTH == 0 && LM_K % LM_X == 0, "vectors do not cross the end of a row");
-static_assert(LM_ROWS % LM_TOGETHER == 0, "rows go together");
+constexpr int OWN = CHUNKS * DECODE_STEPS;       // vectors of a row that a thread multiplies
+constexpr int COLUMNS = DECODE_GROUPS * DECODE_COLUMNS;  // output columns per block
+constexpr int VALUES = DECODE_TOGETHER * DECODE_COLUMNS; // sums per thread at a time
+constexpr int SHARES = (DECODE_K + THREADS * DECODE_X - 1) / (THREADS * DECODE_X);  // vectors of x per thread and row
+constexpr bool FITS = DECODE_ROWS == 1 && OWN * DECODE_WIDTH <= 32;     // registers hold a row
+constexpr int PIECE = DECODE_WIDTH < 4 ? DECODE_WIDTH : 4;              // neighbouring values per load
+typedef Vec<W, DECODE_WIDTH> Weights;
+typedef Vec<float, DECODE_X> Values;
+static_assert(DECODE_K % DECODE_WIDTH == 0 && DECODE_K % DECODE_X == 0, "vectors do not cross the end of a row");
+static_assert(DECODE_ROWS % DECODE_TOGETHER == 0, "rows go together");
 
-// Returns the position of element k of a row in shared memory. A lane reads LM_WIDTH values as several float4. Float4
-// number i of all lanes are stored next to each other, which avoids bank conflicts.
+// Returns the position of element k of a row in shared memory. A lane reads DECODE_WIDTH values as several float4.
+// Float4 number i of all lanes are stored next to each other, which avoids bank conflicts.
 __device__ __forceinline__ int place(int k) {
-    if (LM_WIDTH <= 4) return k;
-    const int within = k % UNIT, lane = within / LM_WIDTH, e = within % LM_WIDTH;
+    if (DECODE_WIDTH <= 4) return k;
+    const int within = k % UNIT, lane = within / DECODE_WIDTH, e = within % DECODE_WIDTH;
     return k - within + e / 4 * 128 + lane * 4 + e % 4;
 }
 
@@ -92,20 +92,20 @@ __device__ __forceinline__ void read(float (&v)[N], const float* from) {
     }
 }
 
-__device__ __forceinline__ int share(int i) { return (i * THREADS + threadIdx.x) * LM_X; }  // index in a row of load i
+__device__ __forceinline__ int share(int i) { return (i * THREADS + threadIdx.x) * DECODE_X; }  // place of load i
 
 // A thread multiplies several vectors of a row. own_at(i) returns the index in the row of the thread's vector i,
 // own_place(i) the index in shared memory.
 __device__ __forceinline__ int own_at(int i) {
-    return i * STEP + threadIdx.x / 32 % LM_SPLIT * UNIT + threadIdx.x % 32 * LM_WIDTH;
+    return i * STEP + threadIdx.x / 32 % DECODE_SPLIT * UNIT + threadIdx.x % 32 * DECODE_WIDTH;
 }
 __device__ __forceinline__ int own_place(int i) {
-    return i * STEP + threadIdx.x / 32 % LM_SPLIT * UNIT + threadIdx.x % 32 * PIECE;
+    return i * STEP + threadIdx.x / 32 % DECODE_SPLIT * UNIT + threadIdx.x % 32 * PIECE;
 }
 
-__device__ __forceinline__ void read_own(float (&v)[LM_WIDTH], int i, const float* row) {
+__device__ __forceinline__ void read_own(float (&v)[DECODE_WIDTH], int i, const float* row) {
 #pragma unroll
-    for (int e = 0; e < LM_WIDTH; e += PIECE) {
+    for (int e = 0; e < DECODE_WIDTH; e += PIECE) {
         float piece[PIECE];
         read(piece, row + own_place(i) + e / 4 * 128);
 #pragma unroll
@@ -114,16 +114,16 @@ __device__ __forceinline__ void read_own(float (&v)[LM_WIDTH], int i, const floa
 }
 
 __device__ __forceinline__ void zeros_behind(float* row) {  // each thread writes some of the zeros
-    if constexpr (PADDED > LM_K) {
-        for (int k = LM_K + threadIdx.x; k < PADDED; k += THREADS) row[place(k)] = 0.0f;
+    if constexpr (PADDED > DECODE_K) {
+        for (int k = DECODE_K + threadIdx.x; k < PADDED; k += THREADS) row[place(k)] = 0.0f;
     }
 }
 
-// A block's rows of x (M, K). With LM_NORM, rows are replaced by their LayerNorm.
+// A block's rows of x (M, K). With DECODE_NORM, rows are replaced by their LayerNorm.
 struct Rows {
-    static constexpr bool HELD = FITS && !LM_NORM;
-    static constexpr int FLOATS = HELD ? 0 : (LM_ROWS + 2 * LM_NORM) * PADDED;  // floats of shared memory
-    static constexpr int EARLY = LM_NORM ? (SHARES < 2 ? SHARES : 2) : 1;  // vectors of gamma and beta loaded early
+    static constexpr bool HELD = FITS && !DECODE_NORM;
+    static constexpr int FLOATS = HELD ? 0 : (DECODE_ROWS + 2 * DECODE_NORM) * PADDED;  // floats of shared memory
+    static constexpr int EARLY = DECODE_NORM ? (SHARES < 2 ? SHARES : 2) : 1;  // vectors of gamma and beta loaded early
     const float* x;
     const float* gamma;
     const float* beta;
@@ -134,20 +134,20 @@ struct Rows {
     // Issues loads of gamma and beta, which no kernel writes, before the wait for the previous kernel.
     __device__ __forceinline__ void prefetch() {
 #pragma unroll
-        for (int i = 0; i < (LM_NORM ? EARLY : 0); ++i) {
-            const int k = min(share(i), LM_K - LM_X);
+        for (int i = 0; i < (DECODE_NORM ? EARLY : 0); ++i) {
+            const int k = min(share(i), DECODE_K - DECODE_X);
             early[0][i] = Values::load(gamma + k), early[1][i] = Values::load(beta + k);
         }
     }
 
     // Stores gamma and beta in shared memory, after the rows.
     __device__ __forceinline__ void put_gamma_beta(float* x_s) const {
-        float *gamma_s = x_s + LM_ROWS * PADDED, *beta_s = gamma_s + PADDED;
+        float *gamma_s = x_s + DECODE_ROWS * PADDED, *beta_s = gamma_s + PADDED;
 #pragma unroll
         for (int i = 0; i < SHARES; ++i) {
             const int k = share(i);
-            if (k >= LM_K) break;
-            float g[LM_X], b[LM_X];
+            if (k >= DECODE_K) break;
+            float g[DECODE_X], b[DECODE_X];
             (i < EARLY ? early[0][i < EARLY ? i : 0] : Values::load(gamma + k)).unpack(g);
             (i < EARLY ? early[1][i < EARLY ? i : 0] : Values::load(beta + k)).unpack(b);
             write(g, gamma_s + place(k)), write(b, beta_s + place(k));
@@ -155,28 +155,28 @@ struct Rows {
         zeros_behind(gamma_s), zeros_behind(beta_s);
     }
 
-    __device__ __forceinline__ void bring(float* x_s, float (&held)[OWN][LM_WIDTH]) const {
+    __device__ __forceinline__ void bring(float* x_s, float (&held)[OWN][DECODE_WIDTH]) const {
         if constexpr (HELD) {
             straight(held);
         } else {
-            LM_NORM ? normalised(x_s) : plain(x_s);
+            DECODE_NORM ? normalised(x_s) : plain(x_s);
             __syncthreads();
         }
     }
 
-    __device__ __forceinline__ const float* row(int r) const { return x + (long long)min(first + r, M - 1) * LM_K; }
+    __device__ __forceinline__ const float* row(int r) const { return x + (long long)min(first + r, M - 1) * DECODE_K; }
 
-    __device__ __forceinline__ void straight(float (&held)[OWN][LM_WIDTH]) const {
-        constexpr int PART = LM_X < PIECE ? LM_X : PIECE;
+    __device__ __forceinline__ void straight(float (&held)[OWN][DECODE_WIDTH]) const {
+        constexpr int PART = DECODE_X < PIECE ? DECODE_X : PIECE;
         typedef Vec<float, PART> Some;
-        Some loaded[OWN][LM_WIDTH / PART];
+        Some loaded[OWN][DECODE_WIDTH / PART];
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
 #pragma unroll
-            for (int e = 0; e < LM_WIDTH / PART; ++e) {
+            for (int e = 0; e < DECODE_WIDTH / PART; ++e) {
                 loaded[i][e] = {};
                 const float* from = row(0) + own_at(i) + e * PART;
-                if (PADDED == LM_K || own_at(i) < LM_K) {
+                if (PADDED == DECODE_K || own_at(i) < DECODE_K) {
                     loaded[i][e] = load_fresh<float, PART>(from);
                 }
             }
@@ -184,7 +184,7 @@ struct Rows {
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
 #pragma unroll
-            for (int e = 0; e < LM_WIDTH / PART; ++e) {
+            for (int e = 0; e < DECODE_WIDTH / PART; ++e) {
                 float v[PART];
                 loaded[i][e].unpack(v);
 #pragma unroll
@@ -195,38 +195,38 @@ struct Rows {
 
     // Loads all rows into shared memory, with all threads of the block and several loads per thread in flight.
     __device__ __forceinline__ void plain(float* x_s) const {
-        constexpr int LOADS = SHARES * LM_ROWS, BATCH = LOADS < 8 ? LOADS : 8;
+        constexpr int LOADS = SHARES * DECODE_ROWS, BATCH = LOADS < 8 ? LOADS : 8;
 #pragma unroll 1
         for (int at = 0; at < LOADS; at += BATCH) {
             Values v[BATCH];
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
-                const int k = share((at + i) / LM_ROWS), r = (at + i) % LM_ROWS;
-                if (k < LM_K && at + i < LOADS) v[i] = load_fresh<float, LM_X>(row(r) + k);
+                const int k = share((at + i) / DECODE_ROWS), r = (at + i) % DECODE_ROWS;
+                if (k < DECODE_K && at + i < LOADS) v[i] = load_fresh<float, DECODE_X>(row(r) + k);
             }
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
-                const int k = share((at + i) / LM_ROWS), r = (at + i) % LM_ROWS;
-                float values[LM_X];
+                const int k = share((at + i) / DECODE_ROWS), r = (at + i) % DECODE_ROWS;
+                float values[DECODE_X];
                 v[i].unpack(values);
-                if (k < LM_K && at + i < LOADS) write(values, x_s + r * PADDED + place(k));
+                if (k < DECODE_K && at + i < LOADS) write(values, x_s + r * PADDED + place(k));
             }
         }
-        for (int r = 0; r < LM_ROWS; ++r) zeros_behind(x_s + r * PADDED);
+        for (int r = 0; r < DECODE_ROWS; ++r) zeros_behind(x_s + r * PADDED);
     }
 
     // Each warp loads a row and computes its LayerNorm. A lane accesses only values that it has loaded: no barrier is
     // needed.
     __device__ __forceinline__ void normalised(float* x_s) const {
-        const float *gamma_s = x_s + LM_ROWS * PADDED, *beta_s = gamma_s + PADDED;
+        const float *gamma_s = x_s + DECODE_ROWS * PADDED, *beta_s = gamma_s + PADDED;
 #pragma unroll 1
-        for (int r = threadIdx.x / 32; r < (LM_ROWS + WARPS - 1) / WARPS * WARPS; r += WARPS) {
+        for (int r = threadIdx.x / 32; r < (DECODE_ROWS + WARPS - 1) / WARPS * WARPS; r += WARPS) {
             const float* from = row(r);
             float* to = x_s + r * PADDED;
-            if (r < LM_ROWS) {
-                each_of_lane<LM_K, LM_X>([&](int, int k) {
-                    float v[LM_X];
-                    load_fresh<float, LM_X>(from + k).unpack(v);
+            if (r < DECODE_ROWS) {
+                each_of_lane<DECODE_K, DECODE_X>([&](int, int k) {
+                    float v[DECODE_X];
+                    load_fresh<float, DECODE_X>(from + k).unpack(v);
                     write(v, to + place(k));
                 });
             }
@@ -234,17 +234,18 @@ struct Rows {
                 put_gamma_beta(x_s);
                 __syncthreads();
             }
-            if (r >= LM_ROWS) break;
-            const Statistics<LM_K, LM_X> of(eps, [&](int, int k, float (&v)[LM_X]) { read(v, to + place(k)); });
-            each_of_lane<LM_K, LM_X>([&](int, int k) {
-                float v[LM_X], g[LM_X], b[LM_X];
+            if (r >= DECODE_ROWS) break;
+            const auto load = [&](int, int k, float (&v)[DECODE_X]) { read(v, to + place(k)); };
+            const Statistics<DECODE_K, DECODE_X> of(eps, load);
+            each_of_lane<DECODE_K, DECODE_X>([&](int, int k) {
+                float v[DECODE_X], g[DECODE_X], b[DECODE_X];
                 read(v, to + place(k)), read(g, gamma_s + place(k)), read(b, beta_s + place(k));
 #pragma unroll
-                for (int e = 0; e < LM_X; ++e) v[e] = of.of(v[e], g[e], b[e]);
+                for (int e = 0; e < DECODE_X; ++e) v[e] = of.of(v[e], g[e], b[e]);
                 write(v, to + place(k));
             });
-            if constexpr (PADDED > LM_K) {
-                for (int k = LM_K + threadIdx.x % 32; k < PADDED; k += 32) to[place(k)] = 0.0f;
+            if constexpr (PADDED > DECODE_K) {
+                for (int k = DECODE_K + threadIdx.x % 32; k < PADDED; k += 32) to[place(k)] = 0.0f;
             }
         }
     }

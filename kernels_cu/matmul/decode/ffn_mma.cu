@@ -13,7 +13,7 @@
 // The next kernels add these sums to x in order, when they load x (lib/split_sums.cuh).
 //
 //   cluster s     h[s]     block 0 | block 1 | ...     H_LENGTH / FF_CLUSTER columns each, from all of x
-//                          each block sends its columns, as terms (lib/terms.cuh), to all blocks by st.async
+//                          each block sends its columns, as terms (lib/operands.cuh), to all blocks by st.async
 //                 sums[s]   block 0 | block 1 | ...     C / FF_CLUSTER outputs each, from all of h[s]
 //
 //   a warp        first product: one split of C, for all of the block's columns of h; second product: some outputs
@@ -27,7 +27,7 @@
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
 #define STORAGE_FP16
 #endif
-#define LM_NORM 2
+#define DECODE_NORM 2
 #include "lib/storage.cuh"
 #include "lib/gate.cuh"
 #include "lib/sm80.cuh"
@@ -41,19 +41,19 @@
 #define FF_COPIED 1
 #endif
 
-constexpr int OWN_OUT = LM_K / FF_CLUSTER;  // columns of sums[s] per block
+constexpr int OWN_OUT = DECODE_K / FF_CLUSTER;  // columns of sums[s] per block
 constexpr int MATRICES = 2;  // matrices of the first product: W and U
 constexpr int OF_WARP = OWN / 8, OUT_OF_WARP = ((OWN_OUT + 7) / 8 + WARPS - 1) / WARPS;  // 8-column groups per warp
 constexpr int H_CHUNKS = H_LENGTH / order::CHUNK;
 constexpr int H_TERM = 2 * H_LENGTH + PADDING, H_PITCH = (2 * H_TERM + 127) / 128 * 128 + PADDING;
 static_assert(!order::FLOATS, "of 16 bits or FP8");
-static_assert(LM_K % FF_CLUSTER == 0, "blocks have as many outputs");
+static_assert(DECODE_K % FF_CLUSTER == 0, "blocks have as many outputs");
 
 // The layout of shared memory.
-constexpr int HIDDEN = aligned16(Input::BYTES);      // LM_ROWS rows of H_PITCH bytes: h[s] as terms, from all blocks
-constexpr int STAGED = HIDDEN + LM_ROWS * H_PITCH;   // (LM_ROWS, 2, OWN): terms of this block's columns of h
-constexpr int TOTALS = STAGED + LM_ROWS * 4 * OWN;   // (SPLITS, LM_ROWS, MATRICES, OWN) floats: split sums
-constexpr int ARRIVED = TOTALS + SPLITS * LM_ROWS * MATRICES * OWN * 4;  // 8 bytes for a Barrier
+constexpr int HIDDEN = aligned16(Input::BYTES);      // DECODE_ROWS rows of H_PITCH bytes: h[s] of all blocks
+constexpr int STAGED = HIDDEN + DECODE_ROWS * H_PITCH;  // (DECODE_ROWS, 2, OWN): terms of this block's columns of h
+constexpr int TOTALS = STAGED + DECODE_ROWS * 4 * OWN;  // (SPLITS, DECODE_ROWS, MATRICES, OWN) floats: split sums
+constexpr int ARRIVED = TOTALS + SPLITS * DECODE_ROWS * MATRICES * OWN * 4;  // 8 bytes for a Barrier
 constexpr int COPIED = aligned16(ARRIVED + 8);  // with FF_COPIED, OUT_OF_WARP * H_CHUNKS 16-byte vectors per thread
 constexpr int BYTES = COPIED + FF_COPIED * OUT_OF_WARP * H_CHUNKS * THREADS * 16;
 static_assert(BYTES <= 227 * 1024, "a block has room");
@@ -128,13 +128,13 @@ struct Panel {
             for (int r = 0; r < ROW_TILES; ++r) {
                 const int row = order::TILE_ROWS * r + threadIdx.x % 4, i = row_group % 2 * 2;
                 const float(&of)[4] = sums[row_group / 2][r];
-                if (row < LM_ROWS) use(row_group, row, order::joined(of[i], of[i + 1]));
+                if (row < DECODE_ROWS) use(row_group, row, order::joined(of[i], of[i + 1]));
             }
         }
     }
 };
 
-typedef Panel<LM_K, UNITS * UNIT_CHUNKS, MATRICES * OF_WARP, false> First;
+typedef Panel<DECODE_K, UNITS * UNIT_CHUNKS, MATRICES * OF_WARP, false> First;
 typedef Panel<FF_H, H_CHUNKS, OUT_OF_WARP, FF_COPIED> Second;
 constexpr int LANES_OWN = (OWN + 31) / 32;  // columns of h that a lane completes per row
 
@@ -156,7 +156,7 @@ __device__ __forceinline__ void complete_row(char* shared, int r, const Ends& en
             float total = 0.0f;
 #pragma unroll
             for (int split = 0; split < SPLITS; ++split) {
-                total += totals[((split * LM_ROWS + r) * MATRICES + m) * OWN + min(column, OWN - 1)];
+                total += totals[((split * DECODE_ROWS + r) * MATRICES + m) * OWN + min(column, OWN - 1)];
             }
             v[m] = fmaf(total, ends.scale[m][i], 0.0f);
         }
@@ -170,8 +170,8 @@ __device__ __forceinline__ void complete_row(char* shared, int r, const Ends& en
     __syncwarp();
 }
 
-extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) decode_ffn_mma(
-    const float* x,                       // (M, C), M up to LM_ROWS
+extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_ffn_mma(
+    const float* x,                       // (M, C), M up to DECODE_ROWS
     const float* __restrict__ gamma,      // (C)
     const W* __restrict__ w,              // (H, C)
     const float* __restrict__ scale,      // (H) or null
@@ -193,8 +193,8 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
 #pragma unroll
         for (int row_group = 0; row_group < OF_WARP; ++row_group) {
             const long long n = own + 8 * row_group + g;
-            const W* column = (m ? up : w) + n * LM_K + warp * LENGTH;
-            first.fetch(m * OF_WARP + row_group, column, true, LM_K - warp * LENGTH);
+            const W* column = (m ? up : w) + n * DECODE_K + warp * LENGTH;
+            first.fetch(m * OF_WARP + row_group, column, true, DECODE_K - warp * LENGTH);
         }
     }
     Second second = {};
@@ -207,7 +207,7 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
     }
     if (FF_COPIED) end_group();
     Ends ends;
-    if (warp < LM_ROWS) {
+    if (warp < DECODE_ROWS) {
 #pragma unroll
         for (int i = 0; i < LANES_OWN; ++i) {
             const int n = own + min(i * 32 + lane, OWN - 1);
@@ -227,7 +227,7 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
     float* totals = reinterpret_cast<float*>(shared + TOTALS);
     first.each([&](int row_group, int row, float sum) {
         const int m = row_group / OF_WARP, column = 8 * (row_group % OF_WARP) + g;
-        totals[((warp * LM_ROWS + row) * MATRICES + m) * OWN + column] = sum;
+        totals[((warp * DECODE_ROWS + row) * MATRICES + m) * OWN + column] = sum;
     });
     const auto complete = [&](int r) { complete_row(shared, r, ends); };
     exchange_hidden(shared + STAGED, shared + ARRIVED, complete, [&](int r, int i) {
@@ -236,13 +236,13 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
     });
 
     second.multiply([&](order::Rows& to, int i, int chunk) {
-        const int r = (order::TILE_ROWS * i + lane / 8) % LM_ROWS;
+        const int r = (order::TILE_ROWS * i + lane / 8) % DECODE_ROWS;
         const int k = chunk * order::CHUNK + lane % 4 * order::WIDTH;
         to.load(shared + HIDDEN + r * H_PITCH + 2 * k, H_TERM);
     });
     second.each([&](int row_group, int row, float sum) {
         const int column = 8 * (warp * OUT_OF_WARP + row_group) + g;
         if (column >= OWN_OUT || row >= M) return;
-        sums[((long long)h_split * M + row) * LM_K + rank * OWN_OUT + column] = sum;
+        sums[((long long)h_split * M + row) * DECODE_K + rank * OWN_OUT + column] = sum;
     });
 }

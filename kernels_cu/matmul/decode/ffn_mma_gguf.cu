@@ -29,10 +29,10 @@
 #ifndef WEIGHT_GGUF
 #define WEIGHT_GGUF
 #endif
-#define LM_NORM 2
-#define LM_UP 1
-#define LM_COLUMNS 16
-#define LM_FLIGHT 2
+#define DECODE_NORM 2
+#define DECODE_UP 1
+#define DECODE_COLUMNS 16
+#define DECODE_FLIGHT 2
 #include "lib/storage.cuh"
 #include "lib/gate.cuh"
 #include "lib/sm80.cuh"
@@ -46,7 +46,7 @@
 
 constexpr int H_UNITS = order::split_units(FF_H);
 constexpr int OF_H = OWN / 8;                // tiles of W and U, per block
-constexpr int OUT_TILES = (LM_K + 15) / 16;  // tiles of V
+constexpr int OUT_TILES = (DECODE_K + 15) / 16;  // tiles of V
 constexpr int OUT_OF_WARP = (OUT_TILES + WARPS * FF_CLUSTER - 1) / (WARPS * FF_CLUSTER);
 static_assert(UNITS == 1, "a warp has a unit of C");
 
@@ -56,7 +56,7 @@ struct Hidden {
     static constexpr int PITCH = (TERMS_OF_SPLIT + order::TERMS * 16 * H_UNITS + 127) / 128 * 128 + PADDING;
     char* rows;
 
-    __device__ __forceinline__ BlockTerms<H_UNITS, TERMS_OF_SPLIT> blocks(int r) const { return {rows + r * PITCH}; }
+    __device__ __forceinline__ BlockOperand<H_UNITS, TERMS_OF_SPLIT> blocks(int r) const { return {rows + r * PITCH}; }
 
     __device__ __forceinline__ void get(order::Rows& to, int i, int, int unit, int chunk) const {
         const int k = unit * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;
@@ -87,11 +87,11 @@ typedef Blocks<gguf::OfRange<0>> First;
 typedef Blocks<OfV, OfHidden> Second;
 
 // The layout of shared memory.
-constexpr int RECEIVED = aligned16(Input::BYTES);            // (LM_ROWS, H_LENGTH) floats: h[s], from all blocks
-constexpr int HIDDEN = RECEIVED + LM_ROWS * 4 * H_LENGTH;    // h[s] as terms (lib/terms.cuh)
-constexpr int STAGED = HIDDEN + LM_ROWS * Hidden::PITCH;     // (LM_ROWS, OWN) floats: this block's h
-constexpr int TOTALS = STAGED + LM_ROWS * 4 * OWN;           // (SPLITS, LM_ROWS, OF_H, 16) floats: split sums
-constexpr int ARRIVED = TOTALS + SPLITS * LM_ROWS * OWN * 8; // 8 bytes for a Barrier
+constexpr int RECEIVED = aligned16(Input::BYTES);            // (DECODE_ROWS, H_LENGTH) floats: h[s], from all blocks
+constexpr int HIDDEN = RECEIVED + DECODE_ROWS * 4 * H_LENGTH;  // h[s] as terms (lib/operands.cuh)
+constexpr int STAGED = HIDDEN + DECODE_ROWS * Hidden::PITCH;  // (DECODE_ROWS, OWN) floats: this block's h
+constexpr int TOTALS = STAGED + DECODE_ROWS * 4 * OWN;       // (SPLITS, DECODE_ROWS, OF_H, 16) floats: split sums
+constexpr int ARRIVED = TOTALS + SPLITS * DECODE_ROWS * OWN * 8; // 8 bytes for a Barrier
 constexpr int WEIGHTS = aligned16(ARRIVED + 8);              // OF_WARP bytes for each warp
 constexpr int OF_WARP = OF_H * First::SLOT + OUT_OF_WARP * H_UNITS * Second::SLOT;
 constexpr int BYTES = WEIGHTS + WARPS * OF_WARP;
@@ -109,7 +109,8 @@ __device__ __forceinline__ void complete_row(char* shared, int r) {
             float halves[2] = {};
 #pragma unroll
             for (int s = 0; s < SPLITS; ++s) {
-                halves[s / order::HALF_SPLITS] += totals[s * LM_ROWS * 2 * OWN + column / 8 * 16 + 8 * m + column % 8];
+                const int at = s * DECODE_ROWS * 2 * OWN + column / 8 * 16 + 8 * m + column % 8;
+                halves[s / order::HALF_SPLITS] += totals[at];
             }
             v[m] = halves[0] + halves[1];
         }
@@ -119,8 +120,8 @@ __device__ __forceinline__ void complete_row(char* shared, int r) {
     __syncwarp();
 }
 
-extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) decode_ffn_mma_gguf(
-    const float* x,                   // (M, C), M up to LM_ROWS
+extern "C" __global__ void __cluster_dims__(FF_CLUSTER) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_ffn_mma_gguf(
+    const float* x,                   // (M, C), M up to DECODE_ROWS
     const float* __restrict__ gamma,  // (C)
     const W* __restrict__ w,          // (H, C), GGUF blocks
     const W* __restrict__ up,         // (H, C), GGUF blocks
@@ -142,13 +143,13 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
         first.fetch(tile * First::SLOT, warp, First::unit_of_tile(warp, 0), from);
     }
     end_group();
-    const Second second(v, nullptr, of_warp + OF_H * First::SLOT, LM_K);
+    const Second second(v, nullptr, of_warp + OF_H * First::SLOT, DECODE_K);
     const auto column = [&](int i) { return 16 * ((i * WARPS + warp) * FF_CLUSTER + rank); };
 #pragma unroll
     for (int i = 0; i < OUT_OF_WARP; ++i) {
         typename Second::Cursor from = second.cursor(column(i), h_split * H_UNITS);
 #pragma unroll
-        for (int unit = 0; column(i) < LM_K && unit < H_UNITS; ++unit) {
+        for (int unit = 0; column(i) < DECODE_K && unit < H_UNITS; ++unit) {
             const int number = h_split * H_UNITS + unit;
             const int half = Second::unit_of_tile(number - unit, unit);
             second.fetch((i * H_UNITS + unit) * Second::SLOT, number, half, from);
@@ -163,7 +164,7 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
 
     wait_for_groups<1>();
     __syncwarp();
-    float* const totals = reinterpret_cast<float*>(shared + TOTALS) + warp * LM_ROWS * 2 * OWN;
+    float* const totals = reinterpret_cast<float*>(shared + TOTALS) + warp * DECODE_ROWS * 2 * OWN;
 #pragma unroll 1
     for (int tile = 0; tile < OF_H; ++tile) {
         Sums of_split = {};
@@ -179,7 +180,7 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
     });
     const Hidden hidden{shared + HIDDEN};
 #pragma unroll 1
-    for (int i = warp; i < LM_ROWS * H_UNITS; i += WARPS) {
+    for (int i = warp; i < DECODE_ROWS * H_UNITS; i += WARPS) {
         const int r = i / H_UNITS, unit = i % H_UNITS;
         const float4 four = reinterpret_cast<const float4*>(shared + RECEIVED)[(r * H_UNITS + unit) * 32 + lane];
         const float values[4] = {four.x, four.y, four.z, four.w};
@@ -194,7 +195,7 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
     __syncwarp();
 #pragma unroll 1
     for (int i = 0; i < OUT_OF_WARP; ++i) {
-        if (column(i) >= LM_K) break;
+        if (column(i) >= DECODE_K) break;
         Sums of_split = {};
         typename Second::Found found = {};
 #pragma unroll
@@ -204,7 +205,8 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(
         Totals total = {};
         of_split.add_to(total);
         each(total, [&](int c, int row, float sum) {
-            if (row < M && column(i) + c < LM_K) sums[((long long)h_split * M + row) * LM_K + column(i) + c] = sum;
+            const long long first = ((long long)h_split * M + row) * DECODE_K;
+            if (row < M && column(i) + c < DECODE_K) sums[first + column(i) + c] = sum;
         });
     }
 }

@@ -1,42 +1,44 @@
 // Matrix products of a GPT-2 layer, and lm_head, in decoding on sm_80 and newer:
 //
 //   decode_mma: few rows on tensor cores, x rounded to one or two terms of the tensor cores' input type; a row has the
-//       same bits in any batch. out = [residual +] [gelu] (x W^T * scale + bias); with LM_NORM, x is replaced by its
-//       LayerNorm or RMSNorm; with LM_UP, for two matrices, out = silu(x W^T * scale) (x up^T * up_scale)
+//       same bits in any batch. out = [residual +] [gelu] (x W^T * scale + bias); with DECODE_NORM, x is replaced by
+//       its LayerNorm or RMSNorm; with DECODE_UP, for two matrices, out = silu(x W^T * scale) (x up^T * up_scale)
 //
 // EPILOGUE selects other outputs (lib/decode/epilogues.cuh):
 //
 //   decode_mma (qkv_mma): EPILOGUE_APPEND stores q in an array, k and v in the KV cache
 //   decode_mma (linear_sums): EPILOGUE_ADD_SUMS also adds the split sums of matmul/decode/ffn_mma.cu to the residual
 //   decode_mma (rope_sums): EPILOGUE_APPEND_ROPE rotates q and k before it stores them. The split sums are added to x.
-//       With LM_QK_NORM, heads of q and k are normalised (positions/qk_norm.cu); the blocks of a cluster add up their
-//       squares
+//       With DECODE_QK_NORM, heads of q and k are normalised (positions/qk_norm.cu); the blocks of a cluster add up
+//       their squares
 //
 // lib/decode/order.cuh defines the order of the additions. W is (N, K). As in matmul/decode/cores.cu, all loads of
 // weights are issued before the wait for the previous kernel, and little work is left for the time after the wait:
 //
 //   all warps   [ load weights | wait for x | x, its LayerNorm, as two terms | mma | sums of splits, epilogue ]
 //
-//   block   LM_COLUMNS neighbouring outputs of LM_ROWS rows; one warp per split
+//   block   DECODE_COLUMNS neighbouring outputs of DECODE_ROWS rows; one warp per split
 //   warp    the products of one split (a range of K) for all columns. Only LayerNorm and final sums need barriers
-//   lane    has LM_FLIGHT units of 128 values of K in flight: UNIT_CHUNKS 16-byte vectors per unit and eight columns
+//   lane    has DECODE_FLIGHT units of 128 values of K in flight: UNIT_CHUNKS 16-byte vectors per unit and eight
+//   columns
 //
 // An mma computes 4 rows of x (two terms each) by 16 columns of w, or by 8 columns if weights have two terms. Any
 // number of columns is possible: lanes without a column multiply zeros. Multiples of eight columns are faster, because
 // an mma with fewer columns takes as long.
 //
-// With LM_UP, half of a block's columns are rows of W, and the other half are rows of the matrix `up`. With LM_UP and
-// fused RMSNorm and RoPE, a layer of SmolLM2 135M with 5 to 16 rows has five kernels instead of ten, and takes less
-// time.
+// With DECODE_UP, half of a block's columns are rows of W, and the other half are rows of the matrix `up`. With
+// DECODE_UP and fused RMSNorm and RoPE, a layer of SmolLM2 135M with 5 to 16 rows has five kernels instead of ten, and
+// takes less time.
 //
-// With LM_LOOP, a warp multiplies all splits of LM_COLUMNS columns, one split after the other, and then continues with
-// other columns, without any barrier. This is for products with more columns than one grid can hold, such as lm_head.
+// With DECODE_LOOP, a warp multiplies all splits of DECODE_COLUMNS columns, one split after the other, and then
+// continues with other columns, without any barrier. This is for products with more columns than one grid can hold,
+// such as lm_head.
 //
-// grid (ceil(N / LM_COLUMNS) or with LM_LOOP any number, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the
-// Python module `linear_mma` computes the dynamic shared memory. Any M and N; the size of a row of W is a multiple of
-// 16 bytes.
+// grid (ceil(N / DECODE_COLUMNS) or with DECODE_LOOP any number, ceil(M / DECODE_ROWS)), block (32 * WARPS). `geometry`
+// of the Python module `linear_mma` computes the dynamic shared memory. Any M and N; the size of a row of W is a
+// multiple of 16 bytes.
 //
-// Measured: docs/experiments.md#decode_mma, with LM_UP docs/experiments.md#decode_ffn_mma
+// Measured: docs/experiments.md#decode_mma, with DECODE_UP docs/experiments.md#decode_ffn_mma
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
 #include "lib/cluster.cuh"
@@ -47,35 +49,35 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-#if LM_CLUSTER == 1
+#if DECODE_CLUSTER == 1
 #undef __cluster_dims__
 #define __cluster_dims__(...)
 #endif
 
-// A lane's weights in flight: LM_FLIGHT units (128 values of K each) of its columns.
+// A lane's weights in flight: DECODE_FLIGHT units (128 values of K each) of its columns.
 struct Weights {
-    uint4 raw[LM_FLIGHT][UNIT_CHUNKS][VECTORS];
+    uint4 raw[DECODE_FLIGHT][UNIT_CHUNKS][VECTORS];
     const W* w;
-    const W* up;  // with LM_UP, the matrix of the second half of a block's columns
+    const W* up;  // with DECODE_UP, the matrix of the second half of a block's columns
     const int N;
 
     __device__ __forceinline__ Weights(const W* w, const W* up, int N) : w(w), up(up), N(N) {}
 
-    // Loads unit `unit` of the LM_COLUMNS columns from n on. Weights after these columns, or after K, are zero.
+    // Loads unit `unit` of the DECODE_COLUMNS columns from n on. Weights after these columns, or after K, are zero.
     __device__ __forceinline__ void fetch(int slot, int unit, int n) {
         const int g = threadIdx.x % 32 / 4, k = unit * order::UNIT + threadIdx.x % 4 * order::WIDTH;
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             const int row_group = i / order::PARTS, part = i % order::PARTS;
-            const W* const of = LM_UP && 8 * row_group >= LM_COLUMNS / 2 ? up : w;
-            const W* from = of + ((long long)part * N + Column(n + 8 * row_group + g, N).n) * LM_K + k;
+            const W* const of = DECODE_UP && 8 * row_group >= DECODE_COLUMNS / 2 ? up : w;
+            const W* from = of + ((long long)part * N + Column(n + 8 * row_group + g, N).n) * DECODE_K + k;
 #pragma unroll
             for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
                 raw[slot][chunk][i] = {};
                 if (row_group >= ROW_GROUPS) continue;
-                if (8 * row_group + 7 >= LM_COLUMNS && 8 * row_group + g >= LM_COLUMNS) continue;
-                if (LM_K % order::UNIT && k + chunk * order::CHUNK >= LM_K) continue;
-                if (SPLITS * LENGTH > LM_K && unit * order::UNIT >= LM_K) continue;
+                if (8 * row_group + 7 >= DECODE_COLUMNS && 8 * row_group + g >= DECODE_COLUMNS) continue;
+                if (DECODE_K % order::UNIT && k + chunk * order::CHUNK >= DECODE_K) continue;
+                if (SPLITS * LENGTH > DECODE_K && unit * order::UNIT >= DECODE_K) continue;
                 typedef Vec<W, order::WIDTH> Vector;
                 raw[slot][chunk][i] = stream_in<Vector>(from + chunk * order::CHUNK).raw;
             }
@@ -100,18 +102,18 @@ struct Weights {
     }
 };
 
-// Computes a block's outputs; each warp multiplies one split (range of K). totals: shared memory for (SPLITS, LM_ROWS,
-// LM_COLUMNS) floats.
+// Computes a block's outputs; each warp multiplies one split (range of K). totals: shared memory for (SPLITS,
+// DECODE_ROWS, DECODE_COLUMNS) floats.
 template <typename End>
 __device__ __forceinline__ void multiply(const W* w, const W* up, const float* scale, const float* up_scale,
                                          const float* bias, float x_scale, Input& input, const End& end, float* totals,
                                          int N) {
-    static_assert(!LM_UP || (!LM_LOOP && LM_COLUMNS % 16 == 0), "half of a block's columns are whole row_groups");
-    constexpr int OUTPUTS = LM_ROWS * LM_COLUMNS, ENDS = (OUTPUTS + THREADS - 1) / THREADS;
-    const int split = threadIdx.x / 32, start = blockIdx.x * LM_COLUMNS;
+    static_assert(!DECODE_UP || (!DECODE_LOOP && DECODE_COLUMNS % 16 == 0), "half of the columns are whole row_groups");
+    constexpr int OUTPUTS = DECODE_ROWS * DECODE_COLUMNS, ENDS = (OUTPUTS + THREADS - 1) / THREADS;
+    const int split = threadIdx.x / 32, start = blockIdx.x * DECODE_COLUMNS;
     Weights weights(w, up, N);
 #pragma unroll
-    for (int i = 0; i < LM_FLIGHT; ++i) weights.fetch(i, split * UNITS + i, start);
+    for (int i = 0; i < DECODE_FLIGHT; ++i) weights.fetch(i, split * UNITS + i, start);
 
     struct {
         int m, n;
@@ -121,11 +123,11 @@ __device__ __forceinline__ void multiply(const W* w, const W* up, const float* s
     } last[ENDS];
 #pragma unroll
     for (int i = 0; i < ENDS; ++i) {
-        const int flat = i * THREADS + threadIdx.x, m = input.first + flat / LM_COLUMNS;
-        const Column column(start + flat % LM_COLUMNS, N);
+        const int flat = i * THREADS + threadIdx.x, m = input.first + flat / DECODE_COLUMNS;
+        const Column column(start + flat % DECODE_COLUMNS, N);
         last[i].there = flat < OUTPUTS && m < input.M && column.there;
-        if (LM_UP && flat % LM_COLUMNS >= LM_COLUMNS / 2) last[i].there = false;
-        if (LM_UP) last[i].partner_scale = up_scale ? constant(up_scale + column.n) : 1.0f;
+        if (DECODE_UP && flat % DECODE_COLUMNS >= DECODE_COLUMNS / 2) last[i].there = false;
+        if (DECODE_UP) last[i].partner_scale = up_scale ? constant(up_scale + column.n) : 1.0f;
         last[i].m = min(m, input.M - 1), last[i].n = column.n;
         last[i].scale = scale ? constant(scale + last[i].n) : 1.0f;
         last[i].bias = bias ? constant(bias + last[i].n) : 0.0f;
@@ -133,12 +135,12 @@ __device__ __forceinline__ void multiply(const W* w, const W* up, const float* s
             const int partner = end.partner(last[i].n);
             last[i].partner_scale = scale ? constant(scale + partner) : 1.0f;
             last[i].partner_bias = bias ? constant(bias + partner) : 0.0f;
-            if (LM_QK_NORM) last[i].gamma = constant(end.gamma(last[i].n));
-            if (LM_QK_NORM) last[i].partner_gamma = constant(end.gamma(partner));
+            if (DECODE_QK_NORM) last[i].gamma = constant(end.gamma(last[i].n));
+            if (DECODE_QK_NORM) last[i].partner_gamma = constant(end.gamma(partner));
         }
     }
     input.prefetch();
-    if (End::ROTATES && LM_CLUSTER > 1) arrive_in_cluster();
+    if (End::ROTATES && DECODE_CLUSTER > 1) arrive_in_cluster();
     let_next_start();
     wait_for_previous();
     input.bring();
@@ -147,19 +149,19 @@ __device__ __forceinline__ void multiply(const W* w, const W* up, const float* s
 
     Sums sums = {};
 #pragma unroll 1
-    for (int first = 0; first < UNITS; first += LM_FLIGHT) {
+    for (int first = 0; first < UNITS; first += DECODE_FLIGHT) {
 #pragma unroll
-        for (int i = 0; i < LM_FLIGHT; ++i) {
+        for (int i = 0; i < DECODE_FLIGHT; ++i) {
             const int unit = first + i;
-            if (UNITS % LM_FLIGHT && unit >= UNITS) break;
+            if (UNITS % DECODE_FLIGHT && unit >= UNITS) break;
             weights.use(i, split * UNITS + unit, input, sums);
-            if (unit + LM_FLIGHT < UNITS) weights.fetch(i, split * UNITS + unit + LM_FLIGHT, start);
+            if (unit + DECODE_FLIGHT < UNITS) weights.fetch(i, split * UNITS + unit + DECODE_FLIGHT, start);
         }
     }
     Totals of_split = {};
     sums.add_to(of_split);
     each(of_split, [&](int column, int row, float sum) {
-        totals[split * OUTPUTS + row * LM_COLUMNS + column] = sum;
+        totals[split * OUTPUTS + row * DECODE_COLUMNS + column] = sum;
     });
     __syncthreads();
     const auto total = [&](int flat) {
@@ -172,27 +174,27 @@ __device__ __forceinline__ void multiply(const W* w, const W* up, const float* s
         return order::finished(total(flat), scale, x_scale, bias);
     };
     if constexpr (End::ROTATES) {
-        __shared__ float squares[LM_CLUSTER][LM_ROWS];
-        const HeadSums<HALF, LM_CLUSTER, LM_ROWS> heads{squares};
+        __shared__ float squares[DECODE_CLUSTER][DECODE_ROWS];
+        const HeadSums<HALF, DECODE_CLUSTER, DECODE_ROWS> heads{squares};
         float own[ENDS], other[ENDS];
-        if (LM_CLUSTER > 1) wait_for_cluster();  // other blocks have started, so their shared memory can be written
+        if (DECODE_CLUSTER > 1) wait_for_cluster();  // other blocks have started, so their shared memory can be written
 #pragma unroll
         for (int i = 0; i < ENDS; ++i) {
-            const int at = i * THREADS + threadIdx.x, flat = min(at, OUTPUTS - 1), column = flat % LM_COLUMNS;
+            const int at = i * THREADS + threadIdx.x, flat = min(at, OUTPUTS - 1), column = flat % DECODE_COLUMNS;
             const bool first = column < HALF;
             own[i] = finished(flat, last[i].scale, last[i].bias);
             other[i] = finished(first ? flat + HALF : flat - HALF, last[i].partner_scale, last[i].partner_bias);
-            if constexpr (LM_QK_NORM) {
+            if constexpr (DECODE_QK_NORM) {
                 const float real = first ? own[i] : other[i], imaginary = first ? other[i] : own[i];
-                heads.give(real, imaginary, column, flat / LM_COLUMNS, at < OUTPUTS);
+                heads.give(real, imaginary, column, flat / DECODE_COLUMNS, at < OUTPUTS);
             }
         }
-        if (LM_QK_NORM) heads.exchange();
+        if (DECODE_QK_NORM) heads.exchange();
 #pragma unroll
         for (int i = 0; i < ENDS; ++i) {
             if (!last[i].there) continue;
-            if (LM_QK_NORM && end.has_norm(last[i].n)) {
-                const float factor = heads.factor((i * THREADS + threadIdx.x) / LM_COLUMNS, end.eps);
+            if (DECODE_QK_NORM && end.has_norm(last[i].n)) {
+                const float factor = heads.factor((i * THREADS + threadIdx.x) / DECODE_COLUMNS, end.eps);
                 own[i] = head_normed(own[i], factor, last[i].gamma);
                 other[i] = head_normed(other[i], factor, last[i].partner_gamma);
             }
@@ -205,36 +207,37 @@ __device__ __forceinline__ void multiply(const W* w, const W* up, const float* s
             if (!last[i].there) continue;
             const int flat = i * THREADS + threadIdx.x;
             float v = finished(flat, last[i].scale, last[i].bias);
-            if (LM_UP) v = gate_of(v) * finished(flat + LM_COLUMNS / 2, last[i].partner_scale, 0.0f);
+            if (DECODE_UP) v = gate_of(v) * finished(flat + DECODE_COLUMNS / 2, last[i].partner_scale, 0.0f);
             end.store(last[i].m, last[i].n, end.value(v, last[i].late), last[i].late);
         }
     }
 }
 
-// Computes outputs with LM_LOOP: a warp multiplies all splits of LM_COLUMNS columns, then all splits of other columns.
+// Computes outputs with DECODE_LOOP: a warp multiplies all splits of DECODE_COLUMNS columns, then all splits of other
+// columns.
 template <typename End>
 __device__ __forceinline__ void multiply_all(const W* w, const float* scale, const float* bias, float x_scale,
                                              Input& input, const End& end, int N) {
-    constexpr int ALL = order::units(LM_K);
-    static_assert(!LM_LOOP || ALL % LM_FLIGHT == 0, "the units in flight are the next ones, also of the next columns");
-    int start = ((int)blockIdx.x * WARPS + (int)threadIdx.x / 32) * LM_COLUMNS;
+    constexpr int ALL = order::units(DECODE_K);
+    static_assert(!DECODE_LOOP || ALL % DECODE_FLIGHT == 0, "units in flight are the next ones");
+    int start = ((int)blockIdx.x * WARPS + (int)threadIdx.x / 32) * DECODE_COLUMNS;
     Weights weights(w, nullptr, N);
 #pragma unroll
-    for (int i = 0; i < LM_FLIGHT; ++i) weights.fetch(i, i, start);
+    for (int i = 0; i < DECODE_FLIGHT; ++i) weights.fetch(i, i, start);
     let_next_start();
     wait_for_previous();
     input.bring();
     __syncthreads();
 
     while (start < N) {
-        const int next = start + (int)gridDim.x * WARPS * LM_COLUMNS;
+        const int next = start + (int)gridDim.x * WARPS * DECODE_COLUMNS;
         Totals totals = {};
         Sums sums = {};
 #pragma unroll 1
-        for (int first = 0; first < ALL; first += LM_FLIGHT) {
+        for (int first = 0; first < ALL; first += DECODE_FLIGHT) {
 #pragma unroll
-            for (int i = 0; i < LM_FLIGHT; ++i) {
-                const int unit = first + i, later = unit + LM_FLIGHT;
+            for (int i = 0; i < DECODE_FLIGHT; ++i) {
+                const int unit = first + i, later = unit + DECODE_FLIGHT;
                 weights.use(i, unit, input, sums);
                 if (later < ALL) weights.fetch(i, later, start);
                 else if (next < N) weights.fetch(i, later - ALL, next);
@@ -263,44 +266,44 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ float4 shared[];
     char* const rows = reinterpret_cast<char*>(shared);
-    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, rows, inverse_of(x_scale), sums, sum_scale, {}};
+    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * DECODE_ROWS, rows, inverse_of(x_scale), sums, sum_scale, {}};
     float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
-    if constexpr (LM_LOOP) multiply_all(w, scale, bias, x_scale, input, end, N);
+    if constexpr (DECODE_LOOP) multiply_all(w, scale, bias, x_scale, input, end, N);
     else multiply(w, up, scale, up_scale, bias, x_scale, input, end, totals, N);
 #else
     asm("trap;");
 #endif
 }
 
-extern "C" __global__ void __cluster_dims__(LM_CLUSTER, 1, 1) __launch_bounds__(THREADS, LM_BLOCKS) decode_mma(
+extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER, 1, 1) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma(
     const float* x,                       // (M, K)
-    const float* __restrict__ gamma,      // (K), with LM_NORM
-    const float* __restrict__ beta,       // (K), with LM_NORM 1
+    const float* __restrict__ gamma,      // (K), with DECODE_NORM
+    const float* __restrict__ beta,       // (K), with DECODE_NORM 1
     const W* __restrict__ w,              // (N, K); hi/lo weights: (2, N, K)
     const float* __restrict__ scale,      // (N) or null
-    const W* __restrict__ up,             // (N, K), with LM_UP
+    const W* __restrict__ up,             // (N, K), with DECODE_UP
     const float* __restrict__ up_scale,   // (N) or null
     const float* __restrict__ bias,       // (N) or null
     float x_scale,                        // scale of x, with hi/lo weights
-    const float* sums,                    // (LM_SUMS, M, N); with EPILOGUE_APPEND_ROPE (LM_SUMS, M, K), to add to x
+    const float* sums,                    // (DECODE_SUMS, M, N); with EPILOGUE_APPEND_ROPE (.., M, K), to add to x
     const float* __restrict__ sum_scale,  // (N) or null; with EPILOGUE_APPEND_ROPE (K) or null
     const float* residual,                // (M, N) or null; may be out
     float* out,                           // (M, N); with a KV cache only q, the first columns of [q | k | v]
-    const float* rotations,               // (M, LM_ROPE / 2, 2), with LM_ROPE
+    const float* rotations,               // (M, DECODE_ROPE / 2, 2), with DECODE_ROPE
     const int* row,                       // (M)
     const int* position,                  // (M)
-    KV* k_cache,                          // (B, n_ctx, C), or (B, n_ctx, n_kv_head LM_ROPE)
-    KV* v_cache,                          // (B, n_ctx, C), or (B, n_ctx, n_kv_head LM_ROPE)
-    const float* __restrict__ gamma_q,    // (LM_ROPE), with LM_QK_NORM
-    const float* __restrict__ gamma_k,    // (LM_ROPE), with LM_QK_NORM
+    KV* k_cache,                          // (B, n_ctx, C), or (B, n_ctx, n_kv_head DECODE_ROPE)
+    KV* v_cache,                          // (B, n_ctx, C), or (B, n_ctx, n_kv_head DECODE_ROPE)
+    const float* __restrict__ gamma_q,    // (DECODE_ROPE), with DECODE_QK_NORM
+    const float* __restrict__ gamma_k,    // (DECODE_ROPE), with DECODE_QK_NORM
     float eps, int M, int N, int gelu, int C, int n_head, int n_kv_head, int B, int n_ctx,
     const long long* own, long long* to_1, long long* to_2, long long* to_3, long long* to_4, long long* to_5,
     long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // EPILOGUE_PEERS: Peers
 #if EPILOGUE == EPILOGUE_ADD_SUMS
-    const AddSums<LM_SUMS> end{residual, sums, sum_scale, out, M, N};
+    const AddSums<DECODE_SUMS> end{residual, sums, sum_scale, out, M, N};
     run(x, nullptr, nullptr, 0.0f, M, w, scale, nullptr, 1.0f, end, N);
 #elif EPILOGUE == EPILOGUE_APPEND_ROPE
-    const AppendRope<LM_ROPE> end{rotations, out, k_cache, v_cache, row, position,
+    const AppendRope<DECODE_ROPE> end{rotations, out, k_cache, v_cache, row, position,
                                   n_head, n_kv_head, B, n_ctx, gamma_q, gamma_k, eps};
     run(x, gamma, nullptr, eps, M, w, scale, bias, 1.0f, end, N, sums, sum_scale);
 #elif EPILOGUE == EPILOGUE_APPEND

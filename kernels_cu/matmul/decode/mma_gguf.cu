@@ -2,8 +2,8 @@
 // output row do not depend on the number of rows:
 //
 //   decode_mma_gguf: GGUF weights, copied to shared memory while the previous columns are multiplied.
-//       out = [residual +] [gelu] (x W^T + bias), where x can be replaced by its LayerNorm or RMSNorm; with LM_UP, for
-//       two matrices, out = silu(x W^T) (x up^T)
+//       out = [residual +] [gelu] (x W^T + bias), where x can be replaced by its LayerNorm or RMSNorm; with DECODE_UP,
+//       for two matrices, out = silu(x W^T) (x up^T)
 //
 // EPILOGUE selects other outputs (lib/decode/epilogues.cuh):
 //
@@ -34,9 +34,9 @@
 //
 // On Hopper, matmul/decode/wgmma_gguf.cu is used for more than 8 rows if x is rounded to one term.
 //
-// grid (any multiple of GGUF_CLUSTER, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the Python module
+// grid (any multiple of GGUF_CLUSTER, ceil(M / DECODE_ROWS)), block (32 * WARPS). `geometry` of the Python module
 // `linear_gguf` computes the dynamic shared memory. The range of outputs of each GGUF type begins at a multiple of the
-// block's columns and, with LM_ROPE, at the start of a head.
+// block's columns and, with DECODE_ROPE, at the start of a head.
 #ifndef WEIGHT_GGUF
 #define WEIGHT_GGUF
 #endif
@@ -44,17 +44,17 @@
 #define GGUF_TOGETHER 1
 #endif
 #if GGUF_TOGETHER
-#define LM_ALONE 0
+#define DECODE_ALONE 0
 #else
-#define LM_ALONE 1
+#define DECODE_ALONE 1
 #endif
-#define LM_LOOP 0
-#define LM_COLUMNS 16
-#ifndef LM_FLIGHT
-#define LM_FLIGHT 4
+#define DECODE_LOOP 0
+#define DECODE_COLUMNS 16
+#ifndef DECODE_FLIGHT
+#define DECODE_FLIGHT 4
 #endif
-#ifndef LM_NORM
-#define LM_NORM 0
+#ifndef DECODE_NORM
+#define DECODE_NORM 0
 #endif
 #ifndef GGUF_CLUSTER
 #define GGUF_CLUSTER 1
@@ -78,13 +78,13 @@
 #define __cluster_dims__(...)
 #endif
 
-constexpr int ACROSS = GGUF_TOGETHER ? LM_COLUMNS : LM_COLUMNS * LM_WARPS;  // columns per block
+constexpr int ACROSS = GGUF_TOGETHER ? DECODE_COLUMNS : DECODE_COLUMNS * DECODE_WARPS;  // columns per block
 constexpr int PLANE_PITCH = GGUF_TOGETHER ? ACROSS : ACROSS + 8;
-constexpr int PLANES = GGUF_TOGETHER ? 2 * SPLITS : 2;  // (LM_ROWS, PLANE_PITCH) arrays of sums in shared memory
-constexpr int EACH = LM_UP ? 2 : 1;  // columns of w per output
+constexpr int PLANES = GGUF_TOGETHER ? 2 * SPLITS : 2;  // (DECODE_ROWS, PLANE_PITCH) arrays of sums in shared memory
+constexpr int EACH = DECODE_UP ? 2 : 1;  // columns of w per output
 static_assert(GGUF_CLUSTER == 1 || GGUF_CLUSTER == SPLITS, "a block has a split or all of them");
 static_assert(EACH * GGUF_FROM_1 % ACROSS == 0 && EACH * GGUF_FROM_2 % ACROSS == 0, "a block has columns of one type");
-static_assert(!LM_QK_NORM && !(LM_ALONE && LM_NORM), "other kernels have these");
+static_assert(!DECODE_QK_NORM && !(DECODE_ALONE && DECODE_NORM), "other kernels have these");
 
 struct Side : Whole {
 #if GGUF_HELD
@@ -131,7 +131,7 @@ struct Output {
     __device__ __forceinline__ void load(const Weighted& of, const End& end, int m_, int M, int start, int at_) {
         const Column column(start + at_, of.N);
         m = min(m_, M - 1), n = column.n, at = at_;
-        there = m_ < M && column.there && !(LM_UP && at % PAIRED >= PAIRED / 2);
+        there = m_ < M && column.there && !(DECODE_UP && at % PAIRED >= PAIRED / 2);
         if (there) late = end.late(m, n);
         bias = of.bias ? constant(of.bias + n) : 0.0f;
         if constexpr (End::ROTATES) partner_bias = of.bias ? constant(of.bias + end.partner(n)) : 0.0f;
@@ -145,7 +145,7 @@ struct Output {
         if constexpr (End::ROTATES) {
             const float other = order::finished(total(partner), 1.0f, 1.0f, partner_bias);
             end.store(m, n, end.rotated(n, v, other, late), late);
-        } else if constexpr (LM_UP) {
+        } else if constexpr (DECODE_UP) {
             end.store(m, n, gate_of(v) * total(partner), late);
         } else {
             end.store(m, n, end.value(v, late), late);
@@ -156,7 +156,7 @@ struct Output {
 // Shared memory after the rows of x: the sums of two groups of ACROSS columns (the current and the previous group), and
 // the ring buffers of the warps.
 struct Shared {
-    static constexpr int PLANE = PLANES / 2 * LM_ROWS * PLANE_PITCH;
+    static constexpr int PLANE = PLANES / 2 * DECODE_ROWS * PLANE_PITCH;
     template <int RANGE>
     static constexpr int SLOT_OF = Blocks<gguf::OfRange<RANGE>>::SLOT;
     static constexpr int ROWS = GGUF_HELD ? 0 : Input::BYTES;
@@ -168,7 +168,7 @@ struct Shared {
     }
 
     __device__ __forceinline__ static char* ring(const Input& input, int warp) {
-        return input.shared + (ROWS + 2 * 4 * PLANE + 15) / 16 * 16 + warp * LM_FLIGHT * SLOT;
+        return input.shared + (ROWS + 2 * 4 * PLANE + 15) / 16 * 16 + warp * DECODE_FLIGHT * SLOT;
     }
 };
 
@@ -179,7 +179,7 @@ struct Turn {  // count: groups of columns done; start: first column of the last
 #if GGUF_TOGETHER
 template <int RANGE, typename End, typename Rows>
 __device__ __forceinline__ void multiply(const Weighted& of, Input& input, Rows& rows, const End& end, Turn last) {
-    constexpr int OUTPUTS = LM_ROWS * ACROSS;
+    constexpr int OUTPUTS = DECODE_ROWS * ACROSS;
     constexpr bool AT_ONCE = OUTPUTS <= THREADS;
     const Range<RANGE> range(blockIdx.x, gridDim.x, of.N);
     const int warp = threadIdx.x / 32;  // also the index of the split (range of K) that the warp multiplies
@@ -213,7 +213,7 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, Rows&
         float* const totals = Shared::plane(input, last.count);
         last.count += 1;
         each(of_split, [&](int column, int row, float sum) {
-            totals[warp * OUTPUTS + row * LM_COLUMNS + column] = sum;
+            totals[warp * OUTPUTS + row * DECODE_COLUMNS + column] = sum;
         });
         __syncthreads();
 #pragma unroll 1
@@ -238,12 +238,12 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, Rows&
 template <typename End>
 __device__ __forceinline__ void add_splits(const Weighted& of, float* plane, const Input& input, const End& end,
                                            int start) {
-    constexpr int FOURS = ACROSS / 8, OWN = (LM_ROWS + GGUF_CLUSTER - 1) / GGUF_CLUSTER * FOURS;
+    constexpr int FOURS = ACROSS / 8, OWN = (DECODE_ROWS + GGUF_CLUSTER - 1) / GGUF_CLUSTER * FOURS;
     const int rank = blockIdx.x % GGUF_CLUSTER;
 #pragma unroll 1
     for (int i = threadIdx.x; i < OWN; i += THREADS) {
         const int row = i / FOURS * GGUF_CLUSTER + rank, at = i % FOURS / 2 * 16 + i % 2 * 4;
-        if (row >= LM_ROWS) continue;
+        if (row >= DECODE_ROWS) continue;
         float4 each[2][GGUF_CLUSTER];
 #pragma unroll
         for (int s = 0; s < GGUF_CLUSTER; ++s) {
@@ -293,7 +293,7 @@ template <int RANGE, typename End>
 __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const End& end, Turn last) {
     constexpr int OF_BLOCK = GGUF_CLUSTER == 1 ? SPLITS : 1;
     const Range<RANGE> range(blockIdx.x / GGUF_CLUSTER, gridDim.x / GGUF_CLUSTER, of.N);
-    const int warp = threadIdx.x / 32, own = warp * LM_COLUMNS, rank = blockIdx.x % GGUF_CLUSTER;
+    const int warp = threadIdx.x / 32, own = warp * DECODE_COLUMNS, rank = blockIdx.x % GGUF_CLUSTER;
     typedef Blocks<gguf::OfRange<RANGE>> Of;
     const Of blocks(of.w, of.up, Shared::ring(input, warp), of.N);
     Stream<Of, OF_BLOCK * UNITS> stream(blocks, rank * UNITS, range.first + own, range.step, range.end);
@@ -342,7 +342,7 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ float4 shared[];
     char* const rows = reinterpret_cast<char*>(shared);
-    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, rows, 1.0f, sums, nullptr, {}};
+    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * DECODE_ROWS, rows, 1.0f, sums, nullptr, {}};
 #if GGUF_HELD
     Held held;
     multiply<0>(of, input, held, end, Turn{0, 0});
@@ -356,29 +356,29 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
 #endif
 }
 
-extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, LM_BLOCKS) decode_mma_gguf(
+extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_gguf(
     const float* x,                   // (M, K)
-    const float* __restrict__ gamma,  // (K), with LM_NORM
-    const float* __restrict__ beta,   // (K), with LM_NORM 1
+    const float* __restrict__ gamma,  // (K), with DECODE_NORM
+    const float* __restrict__ beta,   // (K), with DECODE_NORM 1
     const W* __restrict__ w,          // (N, K), GGUF blocks
-    const W* __restrict__ up,         // (N, K), GGUF blocks, with LM_UP
+    const W* __restrict__ up,         // (N, K), GGUF blocks, with DECODE_UP
     const float* __restrict__ bias,   // (N) or null
-    const float* sums,                // (LM_SUMS, M, N); with EPILOGUE_APPEND_ROPE (LM_SUMS, M, K), to add to x
+    const float* sums,                // (DECODE_SUMS, M, N); with EPILOGUE_APPEND_ROPE (DECODE_SUMS, M, K), to add to x
     const float* residual,            // (M, N) or null; may be out
     float* out,                       // (M, N); with a KV cache only q, the first columns of [q | k | v]
-    const float* rotations,           // (M, LM_ROPE / 2, 2), with LM_ROPE
+    const float* rotations,           // (M, DECODE_ROPE / 2, 2), with DECODE_ROPE
     const int* row,                   // (M)
     const int* position,              // (M)
-    KV* k_cache,                      // (B, n_ctx, C), or (B, n_ctx, n_kv_head LM_ROPE)
-    KV* v_cache,                      // (B, n_ctx, C), or (B, n_ctx, n_kv_head LM_ROPE)
+    KV* k_cache,                      // (B, n_ctx, C), or (B, n_ctx, n_kv_head DECODE_ROPE)
+    KV* v_cache,                      // (B, n_ctx, C), or (B, n_ctx, n_kv_head DECODE_ROPE)
     float eps, int M, int N, int gelu, int C, int n_head, int n_kv_head, int B, int n_ctx,
     const long long* own, long long* to_1, long long* to_2, long long* to_3, long long* to_4, long long* to_5,
     long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // EPILOGUE_PEERS: Peers
 #if EPILOGUE == EPILOGUE_ADD_SUMS
-    const AddSums<LM_SUMS> end{residual, sums, nullptr, out, M, N};
+    const AddSums<DECODE_SUMS> end{residual, sums, nullptr, out, M, N};
     run(x, nullptr, nullptr, 0.0f, M, {w, nullptr, nullptr, N}, end);
 #elif EPILOGUE == EPILOGUE_APPEND_ROPE
-    const AppendRope<LM_ROPE> end{rotations, out, k_cache, v_cache, row, position,
+    const AppendRope<DECODE_ROPE> end{rotations, out, k_cache, v_cache, row, position,
                                   n_head, n_kv_head, B, n_ctx, nullptr, nullptr, 0.0f};
     run(x, gamma, nullptr, eps, M, {w, nullptr, bias, N}, end, sums);
 #elif EPILOGUE == EPILOGUE_APPEND

@@ -6,26 +6,28 @@
 //   decode_mma_tiles (qkv_mma_tiles): stores q in an array, k and v in the KV cache. EPILOGUE is EPILOGUE_APPEND
 //       (lib/decode/epilogues.cuh)
 //
-// x (M, K) is float, W (N, K) has any type. A block computes a tile of DT_ROWS rows by DT_COLUMNS columns of the
-// output. With DT_CLUSTER > 1, the blocks of a cluster divide the K of one tile: at 64 rows, a product of GPT-2 has so
-// few tiles that otherwise only a third of the GPU would be busy, and each block would load three times as much.
+// x (M, K) is float, W (N, K) has any type. A block computes a tile of DECODE_ROWS rows by DECODE_COLUMNS columns of
+// the output. With DECODE_CLUSTER > 1, the blocks of a cluster divide the K of one tile: at 64 rows, a product of GPT-2
+// has so few tiles that otherwise only a third of the GPU would be busy, and each block would load three times as much.
 //
 //   all threads   [ copy first slices of w | wait for x | copy first slices of x | multiply slices | sums | epilogue ]
 //
-// A slice is DT_CHUNKS chunks along K (lib/decode/order.cuh). Shared memory holds DT_STAGES slices; while one slice is
-// multiplied, the next slices are copied. Operand A of an mma is 8 rows of x with two terms each, operand B 8 columns
-// of w.
+// A slice is DECODE_CHUNKS chunks along K (lib/decode/order.cuh). Shared memory holds DECODE_STAGES slices; while one
+// slice is multiplied, the next slices are copied. Operand A of an mma is 8 rows of x with two terms each, operand B 8
+// columns of w.
 //
-//   x   The thread that has copied 4 values of a row replaces them by their terms (lib/terms.cuh), which a lane later
-//       loads at once. With DT_TERMS, x already consists of terms. With float weights, lanes compute terms in registers
+//   x   The thread that has copied 4 values of a row replaces them by their terms (lib/operands.cuh), which a lane
+//   later
+//       loads at once. With DECODE_OPERAND, x already consists of terms. With float weights, lanes compute terms in
+//       registers
 //   w   a lane loads 16 bytes of a column, its operands of several mma steps; FP8 is converted in registers. The high
 //       and low parts of a column of hi/lo weights are neighbours in shared memory
 //
 // At the end of each split (a range of K), its sums are written to shared memory, row by row. The epilogue stores whole
 // rows:
 //
-//   DT_CLUSTER 1   the sums are added to the sums of the previous splits
-//   otherwise      sums of row r are sent to block r % DT_CLUSTER of the cluster. Its mbarrier counts the received
+//   DECODE_CLUSTER 1   the sums are added to the sums of the previous splits
+//   otherwise      sums of row r are sent to block r % DECODE_CLUSTER of the cluster. Its mbarrier counts the received
 //                  bytes; when the sums of all splits have arrived, the block adds them in order
 //
 // Each group of 16 columns of w is permuted in shared memory, so that a lane's sums of a row are 4 neighbouring
@@ -33,19 +35,16 @@
 //
 // Any M and N; the size of a row of W is a multiple of 16 bytes; arrays are aligned to 16 bytes.
 //
-// grid (DT_CLUSTER * ceil(M / DT_ROWS) * ceil(N / DT_COLUMNS)), block (32 * DT_WARPS_M * DT_WARPS_N). `shared_bytes` of
-// gpt2block/ops/engines/linear_mma_tiles.py computes the dynamic shared memory.
+// grid (DECODE_CLUSTER * ceil(M / DECODE_ROWS) * ceil(N / DECODE_COLUMNS)), block (32 * DECODE_WARPS_M *
+// DECODE_WARPS_N). `shared_bytes` of gpt2block/ops/engines/linear_mma_tiles.py computes the dynamic shared memory.
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
 #include "lib/overlap.cuh"
+#include "lib/decode/order.cuh"
 
-#ifndef DT_CLUSTER  // blocks of a cluster that divide the K of a tile; more than 1 needs sm_90 or newer
-#define DT_CLUSTER 1
-#endif
-
-#if DT_CLUSTER > 1
+#if DECODE_CLUSTER > 1
 #include "lib/sm90.cuh"
-#else  // GPUs before sm_90 have no clusters
+#else  // GPUs before sm_90 have no clusters: DECODE_CLUSTER is 1
 #undef __cluster_dims__
 #define __cluster_dims__(size)
 #endif
@@ -53,17 +52,17 @@
 #include "lib/decode/epilogues.cuh"
 #include "matmul/decode/mma_tiles.cuh"
 
-// The sums in shared memory: a plane (rows, columns) for each split of K, or with DT_CLUSTER 1 one plane for all
+// The sums in shared memory: a plane (rows, columns) for each split of K, or with DECODE_CLUSTER 1 one plane for all
 // splits.
 struct Total {
     float* planes;
 
     static __device__ __forceinline__ int bytes(int splits) {  // bytes of shared memory, a multiple of 128
-        const int planes = DT_CLUSTER > 1 ? splits : 1;
+        const int planes = DECODE_CLUSTER > 1 ? splits : 1;
         return (planes * OWN_ROWS * PITCH * (int)sizeof(float) + 127) / 128 * 128;
     }
 
-#if DT_CLUSTER > 1
+#if DECODE_CLUSTER > 1
     static constexpr int PLANE = OWN_ROWS * PITCH;
     Barrier& arrived;
 
@@ -74,7 +73,7 @@ struct Total {
         if (threadIdx.x == 0) {
             init(arrived, 1);
             fence_inits();
-            arrive_and_expect(arrived, rows * splits * DT_COLUMNS * (int)sizeof(float));
+            arrive_and_expect(arrived, rows * splits * DECODE_COLUMNS * (int)sizeof(float));
         }
         __syncthreads();
         arrive_in_cluster();
@@ -83,7 +82,8 @@ struct Total {
     __device__ __forceinline__ void open() const { wait_for_cluster(); }  // call it before add4()
 
     __device__ __forceinline__ void add4(int split, int row, int column, float a, float b, float c, float d) const {
-        store_at(row % DT_CLUSTER, planes + split * PLANE + row / DT_CLUSTER * PITCH + column, arrived, a, b, c, d);
+        store_at(row % DECODE_CLUSTER, planes + split * PLANE + row / DECODE_CLUSTER * PITCH + column, arrived, a, b,
+                 c, d);
     }
 
     __device__ __forceinline__ void close() const { wait<true>(arrived, 0, "sums"); }
@@ -151,7 +151,7 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
         typename End::Late late[AHEAD][ACROSS] = {};
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            const int slot = first + i * WARPS, m = share.row + share.rank + slot * DT_CLUSTER;
+            const int slot = first + i * WARPS, m = share.row + share.rank + slot * DECODE_CLUSTER;
 #pragma unroll
             for (int j = 0; j < ACROSS; ++j) {
                 if (slot < own && 32 * j < left) late[i][j] = end.late(m, share.column + lane + 32 * j);
@@ -172,12 +172,12 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
         end.activate(v);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            const int slot = first + i * WARPS, m = share.row + share.rank + slot * DT_CLUSTER;
+            const int slot = first + i * WARPS, m = share.row + share.rank + slot * DECODE_CLUSTER;
 #pragma unroll
             for (int j = 0; j < ACROSS; ++j) {
                 if (slot >= own) continue;
                 float value = end.added(v[i * ACROSS + j], late[i][j]);
-                if constexpr (DT_OUT_TERMS) value = term_of<order::KIND>(value, inverse_of(out_scale));
+                if constexpr (DECODE_OUT_OPERAND) value = term_of<order::KIND>(value, inverse_of(out_scale));
                 if (32 * j < left) end.store(m, share.column + lane + 32 * j, value, late[i][j]);
             }
         }
@@ -193,40 +193,40 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
     CopiesOfX copies_of_x(x, share, M, K);
     CopiesOfW copies_of_w(w, share, N, K);
     const Warp warp;
-    const int slices = share.slices(), rows = min(DT_ROWS, M - share.row), splits = order::splits(K);
+    const int slices = share.slices(), rows = min(DECODE_ROWS, M - share.row), splits = order::splits(K);
 
     char* stages = shared + Total::bytes(splits);
-    const int early = min(DT_STAGES - 1, slices);
+    const int early = min(DECODE_STAGES - 1, slices);
     for (int slice = 0; slice < early; ++slice) copies_of_w.next(stages + slice * STAGE);
     let_next_start();
-#if DT_CLUSTER > 1
+#if DECODE_CLUSTER > 1
     __shared__ Barrier arrived;
-    const int own = (rows - share.rank + DT_CLUSTER - 1) / DT_CLUSTER;  // rows that this block stores
+    const int own = (rows - share.rank + DECODE_CLUSTER - 1) / DECODE_CLUSTER;  // rows that this block stores
     const Total total(reinterpret_cast<float*>(shared), arrived, own, splits);
 #else
     const int own = rows;
     const Total total{reinterpret_cast<float*>(shared)};
 #endif
     wait_for_previous();
-    for (int slice = 0; slice < DT_STAGES - 1; ++slice) {
+    for (int slice = 0; slice < DECODE_STAGES - 1; ++slice) {
         if (slice < early) copies_of_x.next(stages + slice * STAGE);
         end_group();
     }
     total.open();
 
     const int each = order::split_length(K) / SLICE;  // slices per split
-    char *stage = stages, *free = stages + (DT_STAGES - 1) * STAGE;
+    char *stage = stages, *free = stages + (DECODE_STAGES - 1) * STAGE;
     for (int split = share.first, slice = 0; split < share.last; ++split) {
         Sums sums = {};
         for (const int end = min(slice + each, slices); slice < end; ++slice) {
-            wait_for_groups<DT_STAGES - 2>();
+            wait_for_groups<DECODE_STAGES - 2>();
             copies_of_x.convert(stage, inverse_of(x_scale));
             __syncthreads();
-            if (slice + DT_STAGES - 1 < slices) copies_of_w.next(free), copies_of_x.next(free);
+            if (slice + DECODE_STAGES - 1 < slices) copies_of_w.next(free), copies_of_x.next(free);
             end_group();
             multiply(sums, stage, warp);
             free = stage;
-            stage = stage == stages + (DT_STAGES - 1) * STAGE ? stages : stage + STAGE;
+            stage = stage == stages + (DECODE_STAGES - 1) * STAGE ? stages : stage + STAGE;
         }
         total.add(split, sums, warp, rows);
     }
@@ -234,7 +234,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
     store(total, share, scale, bias, x_scale, out_scale, end, own, splits, N);
 }
 
-extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREADS, DT_BLOCKS) decode_mma_tiles(
+extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_tiles(
     const float* x,                   // (M, K)
     const W* __restrict__ w,          // (N, K); hi/lo weights: (2, N, K)
     const float* __restrict__ scale,  // (N) or null
@@ -242,7 +242,7 @@ extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREAD
     float x_scale,                    // scale of x, with hi/lo weights
     float out_scale,                  // scale of out's terms, with hi/lo weights
     const float* residual,            // (M, N) or null; may be out
-    float* out,                       // (M, N); with DT_OUT_TERMS stored as 16-bit terms; with EPILOGUE_APPEND q (M, C)
+    float* out,                       // (M, N); with DECODE_OUT_OPERAND 16-bit terms; with EPILOGUE_APPEND q (M, C)
     const int* row,                   // (M), with EPILOGUE_APPEND
     const int* position,              // (M), with EPILOGUE_APPEND
     KV* k_cache,                      // (B, n_ctx, C), with EPILOGUE_APPEND

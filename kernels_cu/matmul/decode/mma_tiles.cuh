@@ -1,56 +1,50 @@
-// The loop over K of matmul/decode/mma_tiles.cu: constants, copies of slices (DT_CHUNKS chunks of K) to shared memory,
-// and products of slices. The including file defines DT_CLUSTER and includes lib/sm80.cuh.
+// The loop over K of matmul/decode/mma_tiles.cu: constants, copies of slices (DECODE_CHUNKS chunks of K) to shared
+// memory, and products of slices. The including file defines DECODE_CLUSTER and includes lib/sm80.cuh.
 #pragma once
 #include "lib/storage.cuh"
 #include "lib/decode/order.cuh"
 
-#ifndef DT_ROWS  // rows of x per tile
-#define DT_ROWS 64
+#ifndef DECODE_ROWS  // rows of x per tile
+#define DECODE_ROWS 64
 #endif
-#ifndef DT_COLUMNS
-#define DT_COLUMNS 32
+#ifndef DECODE_COLUMNS
+#define DECODE_COLUMNS 32
 #endif
-#ifndef DT_WARPS_M  // warps along the rows of a tile
-#define DT_WARPS_M 4
+#ifndef DECODE_WARPS_M  // warps along the rows of a tile
+#define DECODE_WARPS_M 4
 #endif
-#ifndef DT_WARPS_N
-#define DT_WARPS_N 1
+#ifndef DECODE_WARPS_N
+#define DECODE_WARPS_N 1
 #endif
-#ifndef DT_CHUNKS  // chunks of K per slice; a chunk is 64 bytes of a row of w
-#define DT_CHUNKS 1
+#ifndef DECODE_CHUNKS  // chunks of K per slice; a chunk is 64 bytes of a row of w
+#define DECODE_CHUNKS 1
 #endif
-#ifndef DT_STAGES
-#define DT_STAGES 3
+#ifndef DECODE_STAGES
+#define DECODE_STAGES 3
 #endif
-#ifndef DT_TERMS  // 1: x is stored as 16-bit terms (lib/terms.cuh) instead of floats
-#define DT_TERMS 0
-#endif
-#ifndef DT_OUT_TERMS  // 1: out is stored as 16-bit terms instead of floats
-#define DT_OUT_TERMS 0
-#endif
-#ifndef DT_BLOCKS  // minimum blocks per SM (__launch_bounds__)
-#define DT_BLOCKS 1
+#ifndef DECODE_BLOCKS  // minimum blocks per SM (__launch_bounds__)
+#define DECODE_BLOCKS 1
 #endif
 
-constexpr int THREADS = 32 * DT_WARPS_M * DT_WARPS_N;
-constexpr int WARP_ROWS = DT_ROWS / DT_WARPS_M, WARP_COLUMNS = DT_COLUMNS / DT_WARPS_N;
+constexpr int THREADS = 32 * DECODE_WARPS_M * DECODE_WARPS_N;
+constexpr int WARP_ROWS = DECODE_ROWS / DECODE_WARPS_M, WARP_COLUMNS = DECODE_COLUMNS / DECODE_WARPS_N;
 constexpr int TILES_M = WARP_ROWS / 8, TILES_N = WARP_COLUMNS / 8;  // 8-row and 8-column tiles per warp
-constexpr int SLICE = DT_CHUNKS * order::CHUNK;                      // values of K
+constexpr int SLICE = DECODE_CHUNKS * order::CHUNK;                  // values of K
 constexpr int X_UNITS = SLICE / 4;                                     // 16-byte units of x per row of a slice
 constexpr int PART_UNITS = SLICE * sizeof(W) / 16, W_UNITS = order::PARTS * PART_UNITS;
 constexpr int X_EACH = order::WIDTH / 4;                               // units of x per lane and chunk
 constexpr int X_PITCH = 16 * X_UNITS, W_PITCH = 16 * W_UNITS;          // bytes per row of a slice
-constexpr int X_BYTES = DT_ROWS * X_PITCH, STAGE = X_BYTES + DT_COLUMNS * W_PITCH;
-constexpr int OWN_ROWS = (DT_ROWS + DT_CLUSTER - 1) / DT_CLUSTER;      // rows that a block stores
-constexpr int PITCH = DT_COLUMNS + 16;                                 // floats per row of sums: no bank conflicts
-constexpr int WARPS = THREADS / 32, ACROSS = DT_COLUMNS / 32;          // ACROSS: outputs per lane and row
-static_assert(TILES_M * 8 * DT_WARPS_M == DT_ROWS, "a warp has whole tiles of 8 rows");
-static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DT_WARPS_N == DT_COLUMNS, "a warp has whole groups of 16 columns");
+constexpr int X_BYTES = DECODE_ROWS * X_PITCH, STAGE = X_BYTES + DECODE_COLUMNS * W_PITCH;
+constexpr int OWN_ROWS = (DECODE_ROWS + DECODE_CLUSTER - 1) / DECODE_CLUSTER;  // rows that a block stores
+constexpr int PITCH = DECODE_COLUMNS + 16;                             // floats per row of sums: no bank conflicts
+constexpr int WARPS = THREADS / 32, ACROSS = DECODE_COLUMNS / 32;      // ACROSS: outputs per lane and row
+static_assert(TILES_M * 8 * DECODE_WARPS_M == DECODE_ROWS, "a warp has whole tiles of 8 rows");
+static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DECODE_WARPS_N == DECODE_COLUMNS, "a warp has groups of 16 columns");
 static_assert(THREADS % (2 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
 static_assert(WARPS <= 32 && STAGE % 128 == 0, "a block has up to 1024 threads; a stage begins with the first bank");
-static_assert(DT_COLUMNS == 32 * ACROSS, "a warp stores a row");
-static_assert(!(DT_TERMS || DT_OUT_TERMS) || !order::FLOATS, "terms have 16 bits");
-static_assert(DT_STAGES >= 2, "one slice is copied while another one is multiplied");
+static_assert(DECODE_COLUMNS == 32 * ACROSS, "a warp stores a row");
+static_assert(!(DECODE_OPERAND || DECODE_OUT_OPERAND) || !order::FLOATS, "terms have 16 bits");
+static_assert(DECODE_STAGES >= 2, "one slice is copied while another one is multiplied");
 
 // Returns the byte offset of 16-byte unit `unit` in row `row` of x in shared memory. Eight lanes load at a time, four
 // units of a row and four of the next row: these units are in different banks. Rows of 64 bytes need no permutation.
@@ -72,11 +66,11 @@ struct Share {
     int k, K;               // values of K in these splits: k .. K - 1
 
     __device__ __forceinline__ Share(int M, int N, int K) {
-        constexpr int SIZE = DT_CLUSTER;
-        const int tile = blockIdx.x / SIZE, tiles_m = (M - 1) / DT_ROWS + 1;
+        constexpr int SIZE = DECODE_CLUSTER;
+        const int tile = blockIdx.x / SIZE, tiles_m = (M - 1) / DECODE_ROWS + 1;
         const int splits = order::splits(K), each = (splits + SIZE - 1) / SIZE;
-        row = tile % tiles_m * DT_ROWS;
-        column = tile / tiles_m * DT_COLUMNS;
+        row = tile % tiles_m * DECODE_ROWS;
+        column = tile / tiles_m * DECODE_COLUMNS;
         rank = blockIdx.x % SIZE;
         first = min(rank * each, splits), last = min(first + each, splits);
         k = first * order::split_length(K);
@@ -88,7 +82,7 @@ struct Share {
 
 // A thread's copies of slices of x. In each slice, a thread copies one 16-byte unit of several rows.
 struct CopiesOfX {
-    static constexpr int STEP = THREADS / X_UNITS, PASSES = (DT_ROWS + STEP - 1) / STEP;  // PASSES of STEP rows
+    static constexpr int STEP = THREADS / X_UNITS, PASSES = (DECODE_ROWS + STEP - 1) / STEP;  // PASSES of STEP rows
     static constexpr int AT_ONCE = order::HI_LO ? 2 : PASSES;  // unrolled passes, limited by registers
     const float* from;  // address in the next slice
     int k, K, row, left, at, stride;  // left: rows from `row` on; at: offset in a stage; stride: floats per row
@@ -102,7 +96,7 @@ struct CopiesOfX {
         stride = K_;
     }
 
-    __device__ __forceinline__ bool has(int pass) const { return DT_ROWS % STEP == 0 || row + pass * STEP < DT_ROWS; }
+    __device__ __forceinline__ bool has(int i) const { return DECODE_ROWS % STEP == 0 || row + i * STEP < DECODE_ROWS; }
 
     __device__ __forceinline__ void next(char* stage) {
         const int rows = k < K ? left : 0;
@@ -117,7 +111,7 @@ struct CopiesOfX {
 
     // Replaces the floats that this thread has copied by terms, so that a lane can load its terms of a step at once.
     __device__ __forceinline__ void convert(char* stage, float inverse) const {
-        if constexpr (!DT_TERMS && !order::FLOATS) {
+        if constexpr (!DECODE_OPERAND && !order::FLOATS) {
 #pragma unroll AT_ONCE
             for (int pass = 0; pass < PASSES; ++pass) {
                 if (!has(pass)) continue;
@@ -135,7 +129,7 @@ struct CopiesOfX {
 // A thread's copies of slices of w. In each slice, a thread copies one 16-byte unit of several rows of w. In shared
 // memory, the high parts of a row of hi/lo weights precede its low parts.
 struct CopiesOfW {
-    static constexpr int STEP = THREADS / W_UNITS, PASSES = (DT_COLUMNS + STEP - 1) / STEP, WIDE = 16 / sizeof(W);
+    static constexpr int STEP = THREADS / W_UNITS, PASSES = (DECODE_COLUMNS + STEP - 1) / STEP, WIDE = 16 / sizeof(W);
     const W* from;  // address in the next slice
     int k, K, row, left, at, stride;
 
@@ -154,7 +148,7 @@ struct CopiesOfW {
         const W* w = from;
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
-            if (DT_COLUMNS % STEP == 0 || row + pass * STEP < DT_COLUMNS) {
+            if (DECODE_COLUMNS % STEP == 0 || row + pass * STEP < DECODE_COLUMNS) {
                 copy16(stage + at + pass * STEP * W_PITCH, w, pass * STEP < rows);
             }
             w += (long long)STEP * stride;
@@ -167,7 +161,7 @@ struct Warp {
     int row, column, g, t;  // first row and column in the tile; lane number: 4 g + t
 
     __device__ __forceinline__ Warp()
-        : row(threadIdx.x / 32 / DT_WARPS_N * WARP_ROWS), column(threadIdx.x / 32 % DT_WARPS_N * WARP_COLUMNS),
+        : row(threadIdx.x / 32 / DECODE_WARPS_N * WARP_ROWS), column(threadIdx.x / 32 % DECODE_WARPS_N * WARP_COLUMNS),
           g(threadIdx.x % 32 / 4), t(threadIdx.x % 4) {}
 };
 
@@ -266,7 +260,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const char* stage, const Wa
     const char* x = stage + (warp.row + warp.g) * X_PITCH;
     const char* w = stage + X_BYTES + (warp.column + warp.g) * W_PITCH;
 #pragma unroll 1  // unrolling needs too many registers
-    for (int chunk = 0; chunk < DT_CHUNKS; ++chunk) {
+    for (int chunk = 0; chunk < DECODE_CHUNKS; ++chunk) {
         const int unit = 4 * chunk + warp.t;
         ColumnTile columns[TILES_N];
 #pragma unroll

@@ -1,6 +1,6 @@
-"""Terms of x instead of floats (kernels_cu/lib/terms.cuh), from one step to the next product.
+"""Operands instead of floats (kernels_cu/lib/operands.cuh), from one step to the next product.
 
-Terms that a step stores, and products computed from them, have the same bits as with floats.
+Operands that a step stores, and products computed from them, have the same bits as with floats.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.attention_cached import ATTENTION_SPLIT
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.linear import OPERATION as LINEAR
-from gpt2block.ops.linear import terms_of
+from gpt2block.ops.linear import operands_of
+from gpt2block.ops.operands import Operand
 from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rmsnorm import OPERAND
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
-from gpt2block.ops.terms import Terms
 from tests import devices, plain
 from tests.command_line import gpt2block
 from tests.devices import GPU, assert_same_bits, one_order
@@ -53,8 +53,8 @@ WEIGHTS = GPT2Weights.random(0, GPT2Config(1, 1, 64, 8, 40))
 PRODUCTS = "linear", "linear_qkv", "gated_sums", "linear_sums", "rope_sums"
 
 
-def made_of(kind: str, width: int = 0, rounded: bool = False) -> Terms:
-    made = Terms(kind, width, SCALE if kind == HI_LO else 1.0, rounded)
+def made_of(kind: str, width: int = 0, rounded: bool = False) -> Operand:
+    made = Operand(kind, width, SCALE if kind == HI_LO else 1.0, rounded)
     return made.with_sums(32)
 
 
@@ -74,12 +74,12 @@ def chunk_sums(x: Array) -> Array:
     return np.concatenate(tiles)
 
 
-def terms(
+def as_operand(
     x: Array, kind: str, width: int = 0, rounded: bool = False, summed: bool = False
 ) -> Array:
     """Return floats (M, K) as terms: for each pair of values both high terms, then both low ones.
 
-    width: if not 0, terms have the order of wgmma that lib/terms.cuh defines. rounded: low terms
+    width: if not 0, terms have the order of wgmma that lib/operands.cuh defines. rounded: low terms
     are 0; in the order of wgmma they are omitted, so the second half of (M, K) is unused (NaN)
     except, if summed, for the sums of chunks.
     """
@@ -111,11 +111,11 @@ def terms(
     return np.concatenate([*ordered, nothing]).reshape(x.shape)
 
 
-def assert_terms(made: Array, x: Array, terms_of: Terms) -> None:
+def assert_operand(made: Array, x: Array, of: Operand) -> None:
     """Assert that an array has the terms of x; ignore its unused part."""
-    expected = terms(x, terms_of.dtype, terms_of.width, terms_of.rounded, terms_of.summed)
-    has_place = expected.size // 2 if terms_of.rounded and terms_of.width else expected.size
-    has_place += expected.size // 32 if terms_of.summed else 0
+    expected = as_operand(x, of.dtype, of.width, of.rounded, of.summed)
+    has_place = expected.size // 2 if of.rounded and of.width else expected.size
+    has_place += expected.size // 32 if of.summed else 0
     assert_same_bits(made.reshape(-1)[:has_place], expected.reshape(-1)[:has_place])
 
 
@@ -141,49 +141,49 @@ def matrix(N: int, K: int, dtype: str) -> WeightMatrix:
     ],
     indirect=["device"],
 )
-def test_products_of_terms_and_of_floats(device: Any, dtype: str) -> None:
+def test_products_of_operands_and_of_floats(device: Any, dtype: str) -> None:
     x, w = plain.normal(0, 19, 272), matrix(50, 272, dtype)
-    (kind,) = terms_of(dtype, 19, {"w": (272, 50)})["w"]
+    (kind,) = operands_of(dtype, 19, {"w": (272, 50)})["w"]
     bias = cupy.asarray(plain.normal(2, 50))
-    floats, pairs = cupy.asarray(x), cupy.asarray(terms(x, kind.dtype))
+    floats, pairs = cupy.asarray(x), cupy.asarray(as_operand(x, kind.dtype))
     expected = LINEAR.bind((floats, w, bias), gelu=True, variant="mma").run().get()
     for variant in ("mma", "mma_tiles"):
-        got = LINEAR.bind((pairs, w, bias), gelu=True, variant=variant, terms=kind).run().get()
+        got = LINEAR.bind((pairs, w, bias), gelu=True, variant=variant, operand=kind).run().get()
         assert_same_bits(got, expected)
     if kind.dtype == "float16":
         assert_rounded_products(x, w, bias)
-    made = LINEAR.bind((pairs, w, bias), gelu=True, decoding=True, terms=kind, to_terms=kind)
+    made = LINEAR.bind((pairs, w, bias), gelu=True, decoding=True, operand=kind, to_operand=kind)
     assert [launch.name for launch in made.launches] == ["decode_mma_tiles"]
-    assert_same_bits(made.run().get(), terms(expected, kind.dtype))
+    assert_same_bits(made.run().get(), as_operand(expected, kind.dtype))
 
 
 def assert_rounded_products(x: Array, w: WeightMatrix, bias: Any) -> None:
     """Assert that rounding products of floats and of terms equal products of rounded floats."""
-    kind = Terms("float16", rounded=True)
+    kind = Operand("float16", rounded=True)
     floats, rounded = cupy.asarray(x), cupy.asarray(rounded_to_float16(x))
     expected = LINEAR.bind((rounded, w, bias), gelu=True, variant="mma").run().get()
-    handed = cupy.asarray(terms(x, "float16", rounded=True))
+    handed = cupy.asarray(as_operand(x, "float16", rounded=True))
     for variant in ("mma", "mma_tiles"):
         options: dict[str, Any] = {"gelu": True, "variant": variant}
         got = LINEAR.bind((floats, w, bias), x_dtype="float16", **options).run().get()
         assert_same_bits(got, expected)
-        got = LINEAR.bind((handed, w, bias), terms=kind, **options).run().get()
+        got = LINEAR.bind((handed, w, bias), operand=kind, **options).run().get()
         assert_same_bits(got, expected)
-    options = {"gelu": True, "decoding": True, "to_terms": kind}
-    for given, how in ((handed, {"terms": kind}), (floats, {"x_dtype": "float16"})):
+    options = {"gelu": True, "decoding": True, "to_operand": kind}
+    for given, how in ((handed, {"operand": kind}), (floats, {"x_dtype": "float16"})):
         made = LINEAR.bind((given, w, bias), **options, **how)
         assert [launch.name for launch in made.launches] == ["decode_mma_tiles"]
-        assert_terms(made.run().get(), expected, kind)
+        assert_operand(made.run().get(), expected, kind)
 
 
 @devices.combinations(times=1, M=[17, 33, 64, 65, 200], K=[96, 264])
-def test_products_of_hi_lo_terms(device: Any, M: int, K: int) -> None:
+def test_products_of_hi_lo_operands(device: Any, M: int, K: int) -> None:
     """With every kernel and in any batch, products equal those of the original floats."""
     N = 50
     x, residual, bias = plain.normal(0, M, K), plain.normal(3, M, N), plain.normal(2, N)
     w = hi_lo_matrix(N, K)
-    (kind,) = terms_of(HI_LO, M, {"w": (K, N)})["w"]
-    assert kind == Terms(HI_LO)
+    (kind,) = operands_of(HI_LO, M, {"w": (K, N)})["w"]
+    assert kind == Operand(HI_LO)
     kind = made_of(HI_LO)
 
     def product(of: Array, rows: slice, **options: Any) -> Array:
@@ -195,13 +195,14 @@ def test_products_of_hi_lo_terms(device: Any, M: int, K: int) -> None:
     every = slice(None)
     expected = product(x, every, variant="mma", x_bound=BOUND)
     for variant in ("mma", "mma_tiles"):
-        assert_same_bits(product(terms(x, HI_LO), every, variant=variant, terms=kind), expected)
+        made = product(as_operand(x, HI_LO), every, variant=variant, operand=kind)
+        assert_same_bits(made, expected)
     for rows in (slice(M - 1, M), slice(M // 2, None)):
-        alone = product(terms(x, HI_LO), rows, decoding=True, terms=kind)
+        alone = product(as_operand(x, HI_LO), rows, decoding=True, operand=kind)
         assert_same_bits(alone, expected[rows])
     larger = kind._replace(scale=4 * SCALE)
-    made = product(terms(x, HI_LO), every, decoding=True, terms=kind, to_terms=larger)
-    assert_same_bits(made, terms(expected / 4, HI_LO))
+    made = product(as_operand(x, HI_LO), every, decoding=True, operand=kind, to_operand=larger)
+    assert_same_bits(made, as_operand(expected / 4, HI_LO))
 
 
 def hi_lo_matrix(N: int, K: int) -> HiLoMatrix:
@@ -211,16 +212,16 @@ def hi_lo_matrix(N: int, K: int) -> HiLoMatrix:
 
 @pytest.mark.parametrize("kind", [*DTYPES, HI_LO])
 @one_order
-def test_qkv_of_terms(device: Any, kind: str) -> None:
+def test_qkv_of_an_operand(device: Any, kind: str) -> None:
     x, B, C = plain.normal(0, 3, 64), 3, 24
     w = hi_lo_matrix(72, 64) if kind == HI_LO else matrix(72, 64, kind)
     bound = {"x_bound": BOUND} if kind == HI_LO else {}
     found = []
-    for given in (x, terms(x, kind)):
+    for given in (x, as_operand(x, kind)):
         caches = [cupy.asarray(np.zeros((B, 2, C), DTYPES.get(kind, np.float32))) for _ in range(2)]
         row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (3, 2))
         inputs = (cupy.asarray(given), w, None, None, None, *caches, row, position)
-        options: dict[str, Any] = bound if given is x else {"terms": made_of(kind)}
+        options: dict[str, Any] = bound if given is x else {"operand": made_of(kind)}
         q = STEPS["linear_qkv"].bind(inputs, **options).run().get()
         found.append([q, *(cache.get() for cache in caches)])
     for ours, theirs in zip(*found, strict=True):
@@ -247,8 +248,8 @@ def test_layernorm(device: Any, C: int, width: int, kind: str) -> None:
     floats = LAYERNORM.bind(tuple(inputs), **options).run().get()
     for rounded in (False, True):
         order = made_of(kind, width, rounded)
-        made = LAYERNORM.bind(tuple(inputs), to_terms=order, **options).run().get()
-        assert_terms(made, floats, order)
+        made = LAYERNORM.bind(tuple(inputs), to_operand=order, **options).run().get()
+        assert_operand(made, floats, order)
 
 
 @pytest.mark.parametrize(
@@ -264,9 +265,10 @@ def test_rmsnorm(device: Any, C: int, width: int, kind: str) -> None:
     floats = RMSNORM.bind(inputs, variant="stream").run().get()
     for rounded in (False, True):
         order = made_of(kind, width, rounded)
-        made = RMSNORM.bind(inputs, variant="stream", to_terms=order).run().get()
-        assert_terms(made, floats, order)
-        assert_terms(OPERAND.bind(inputs[:1], to_terms=order).run().get(), inputs[0].get(), order)
+        made = RMSNORM.bind(inputs, variant="stream", to_operand=order).run().get()
+        assert_operand(made, floats, order)
+        made = OPERAND.bind(inputs[:1], to_operand=order).run().get()
+        assert_operand(made, inputs[0].get(), order)
 
 
 @devices.combinations(
@@ -285,8 +287,8 @@ def test_attention(device: Any, shape: tuple[int, int, int], kind: str) -> None:
     floats = ATTENTION_SPLIT.bind(inputs, n_head=n_head).run().get()
     for rounded in (False, True):
         order = made_of(kind, width, rounded).with_sums(HS)
-        made = ATTENTION_SPLIT.bind(inputs, n_head=n_head, to_terms=order).run().get()
-        assert_terms(made, floats, order)
+        made = ATTENTION_SPLIT.bind(inputs, n_head=n_head, to_operand=order).run().get()
+        assert_operand(made, floats, order)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -294,8 +296,8 @@ def test_attention(device: Any, shape: tuple[int, int, int], kind: str) -> None:
 def test_a_step_of_many_rows_in_float32(device: Any) -> None:
     """With terms, logits have the bits of a step with floats, and of a row alone."""
     logits = partial(step_of, GPT2(WEIGHTS, "cuda", "float32"))
-    (with_terms, got), (without, expected) = logits(17), logits(17, floats=True)
-    assert (with_terms, without) == (5, 0)
+    (with_operands, got), (without, expected) = logits(17), logits(17, floats=True)
+    assert (with_operands, without) == (5, 0)
     assert_same_bits(got, expected)
     assert_same_bits(got[:1], logits(1)[1])
 
@@ -315,17 +317,17 @@ def step_of(model: GPT2, rows: int, floats: bool = False) -> tuple[int, Array]:
         slots = np.arange(rows, dtype=np.int32)
         made = steps.logits_of(engine, slots, ids[:rows, 3], at)
         recorded = steps.of(engine, slots).recording(engine).steps.values()
-        return sum("terms" in each.step.attrs for each in recorded), made
+        return sum("operand" in each.step.attrs for each in recorded), made
 
 
 @pytest.mark.usefixtures("small_blocks")
 @one_order
-def test_a_product_without_terms_gives_none(device: Any) -> None:
+def test_a_product_without_an_operand_gives_none(device: Any) -> None:
     """If 8 divides the channels of h but not of x, only the second product could take terms."""
     weights = GPT2Weights.random(0, GPT2Config(1, 2, 36, 8, 40))
     model = GPT2(weights, "cuda", "float16")
-    (with_terms, got), (_, alone) = step_of(model, 17), step_of(model, 1)
-    assert with_terms == 0
+    (with_operands, got), (_, alone) = step_of(model, 17), step_of(model, 1)
+    assert with_operands == 0
     assert_same_bits(got[:1], alone)
 
 
@@ -342,8 +344,8 @@ def test_rounded_activations(device: Any, dtype: str, monkeypatch: pytest.Monkey
     _, exact = step_of(GPT2(WEIGHTS, "cuda", dtype), 17)
     monkeypatch.setattr(cuda_choice, "can_round", lambda dtype, inputs: True)
     model = GPT2(WEIGHTS, "cuda", dtype)
-    (with_terms, got), (without, of_floats) = step_of(model, 17), step_of(model, 17, floats=True)
-    assert (with_terms, without) == (5, 0)
+    (with_operands, got), (without, of_floats) = step_of(model, 17), step_of(model, 17, floats=True)
+    assert (with_operands, without) == (5, 0)
     assert_same_bits(of_floats, got)
     assert_same_bits(step_of(model, 1)[1], got[:1])
     assert 0 < np.abs(got - exact).max() <= 2e-3 * np.abs(exact).max()
@@ -384,8 +386,8 @@ def test_the_products_that_wgmma_multiplies(
     expected: set[str],
 ) -> None:
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 90)
-    found = terms_of(dtype, M, shapes, fused=fused)
-    assert {name for name, terms in found.items() if terms[0].width} == expected
+    found = operands_of(dtype, M, shapes, fused=fused)
+    assert {name for name, operand in found.items() if operand[0].width} == expected
 
 
 def test_where_activations_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +443,7 @@ def test_the_products_that_round() -> None:
     """With x_dtype, all products that take no terms round."""
     gpt2 = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
     llama = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=128, n_ff=256, vocab_size=53)
-    known = {"w_fc": (Terms("float16", rounded=True),)}
+    known = {"w_fc": (Operand("float16", rounded=True),)}
     for make in (
         partial(decode, gpt2),
         partial(decode, gpt2, False, known),
@@ -451,29 +453,29 @@ def test_the_products_that_round() -> None:
         products = [step for step in make(x_dtype="float16") if step.op in PRODUCTS]
         assert len(products) >= 4 * 2 + 1 - 2 * (make.func is decode_sums)
         for step in products:
-            assert (step.attrs.get("x_dtype") == "float16") != ("terms" in step.attrs)
+            assert (step.attrs.get("x_dtype") == "float16") != ("operand" in step.attrs)
         assert not any("x_dtype" in step.attrs for step in make())
 
 
 @one_order
-def test_what_has_no_terms(device: Any) -> None:
+def test_what_is_no_operand(device: Any) -> None:
     dtypes = ("float32", "float16", "float8_e4m3fn")
-    found = [terms_of(dtype, 19, {"w": (24, 8)}) for dtype in dtypes]
-    assert found == [{}, {"w": (Terms("float16"),)}, {}]
-    assert not terms_of("float16", 3, {"w": (24, 8)})
+    found = [operands_of(dtype, 19, {"w": (24, 8)}) for dtype in dtypes]
+    assert found == [{}, {"w": (Operand("float16"),)}, {}]
+    assert not operands_of("float16", 3, {"w": (24, 8)})
     x = cupy.asarray(plain.normal(0, 2, 64))
     with pytest.raises(
         InputError, match="float32, 64 inputs, 8 outputs: expected terms of no dtype"
     ):
-        LINEAR.bind((x, matrix(8, 64, "float32")), terms=Terms("float16"))
+        LINEAR.bind((x, matrix(8, 64, "float32")), operand=Operand("float16"))
     parts, of_parts = hi_lo_matrix(8, 64), made_of(HI_LO)
-    assert terms_of(HI_LO, 17, {"w": (24, 8), "v": (20, 8)}) == {"w": (Terms(HI_LO),)}
-    assert not terms_of(HI_LO, 16, {"w": (24, 8)})
+    assert operands_of(HI_LO, 17, {"w": (24, 8), "v": (20, 8)}) == {"w": (Operand(HI_LO),)}
+    assert not operands_of(HI_LO, 16, {"w": (24, 8)})
     with pytest.raises(InputError, match="x_bound: terms have a scale: expected either"):
-        LINEAR.bind((x, parts), terms=of_parts, x_bound=2.0)
-    for other in (Terms("float16"), of_parts._replace(width=8)):
+        LINEAR.bind((x, parts), operand=of_parts, x_bound=2.0)
+    for other in (Operand("float16"), of_parts._replace(width=8)):
         with pytest.raises(InputError, match="hi_lo, 64 inputs, 8 outputs: expected terms of"):
-            LINEAR.bind((x, parts), terms=other)
+            LINEAR.bind((x, parts), operand=other)
     w = matrix(7, 64, "float16")
     refused = {
         "float16": "channels in multiples of 2, got 7",
@@ -481,9 +483,9 @@ def test_what_has_no_terms(device: Any) -> None:
     }
     for kind in DTYPES:
         with pytest.raises(InputError, match=refused[kind]):
-            LINEAR.bind((x, w), to_terms=Terms(kind))
+            LINEAR.bind((x, w), to_operand=Operand(kind))
     with pytest.raises(InputError, match="takes and gives floats"):
-        LINEAR.bind((x, w), variant="matvec", terms=Terms("float16"))
+        LINEAR.bind((x, w), variant="matvec", operand=Operand("float16"))
     with pytest.raises(InputError, match=r"wgmma: (needs a GPU|takes and)"):
         LINEAR.bind((x, w), variant="wgmma")
     up = matrix(8, 64, "float16")
@@ -491,43 +493,43 @@ def test_what_has_no_terms(device: Any) -> None:
         LINEAR.bind((x, w, None, None, None, None, up))
     gamma = cupy.asarray(plain.normal(1, 64))
     with pytest.raises(InputError, match="rmsnorm: terms of float16: expected out in float32, got"):
-        RMSNORM.bind((x, gamma), variant="stream", dtype="float16", to_terms=Terms("float16"))
+        RMSNORM.bind((x, gamma), variant="stream", dtype="float16", to_operand=Operand("float16"))
     with pytest.raises(
         InputError, match="layernorm: terms of float16, variant 6: expected variant decode"
     ):
-        LAYERNORM.bind((x, gamma, gamma), eps=1e-5, variant=6, to_terms=Terms("float16"))
+        LAYERNORM.bind((x, gamma, gamma), eps=1e-5, variant=6, to_operand=Operand("float16"))
     for C, width, multiple in ((70, 8, 64), (7, 0, 2)):
         wide = cupy.asarray(plain.normal(0, 2, C)), cupy.asarray(plain.normal(1, C))
         with pytest.raises(InputError, match=f"channels in multiples of {multiple}, got {C}"):
-            RMSNORM.bind(wide, variant="stream", to_terms=Terms("float16", width))
-    in_order = Terms("float16", 2, rounded=True, summed=True)
+            RMSNORM.bind(wide, variant="stream", to_operand=Operand("float16", width))
+    in_order = Operand("float16", 2, rounded=True, summed=True)
     for C, kind_of in ((64, in_order), (128, in_order._replace(rounded=False))):
         wide = cupy.asarray(plain.normal(0, 2, C)), cupy.asarray(plain.normal(1, C))
         with pytest.raises(InputError, match=f"of {C} of {C} channels: expected rounded "):
-            RMSNORM.bind(wide, variant="stream", to_terms=kind_of)
+            RMSNORM.bind(wide, variant="stream", to_operand=kind_of)
     k, at = cupy.asarray(plain.normal(1, 1, 4, 64)), cupy.asarray(np.zeros(2, np.int32))
     with pytest.raises(
         InputError, match="terms of float32, k float32, head size 32: expected the 16"
     ):
-        ATTENTION_SPLIT.bind((x, k, k, at, at), n_head=2, to_terms=Terms("float32"))
+        ATTENTION_SPLIT.bind((x, k, k, at, at), n_head=2, to_operand=Operand("float32"))
 
 
 @one_order
 def test_what_cannot_be_rounded(device: Any) -> None:
     x, w = cupy.asarray(plain.normal(0, 2, 64)), matrix(8, 64, "float16")
     brain, parts = matrix(8, 64, "bfloat16"), hi_lo_matrix(8, 64)
-    of_brain, of_parts = Terms("bfloat16", rounded=True), made_of(HI_LO, rounded=True)
-    rounded, odd = Terms("float16", rounded=True), matrix(8, 60, "float16")
+    of_brain, of_parts = Operand("bfloat16", rounded=True), made_of(HI_LO, rounded=True)
+    rounded, odd = Operand("float16", rounded=True), matrix(8, 60, "float16")
     narrow = cupy.asarray(plain.normal(0, 2, 60))
     for matrix_of, options, message in (
         (brain, {"x_dtype": "float16"}, "x_dtype 'float16', weights of bfloat16: expected float16"),
-        (brain, {"terms": of_brain}, "x_dtype 'float16', weights of bfloat16: expected float16"),
-        (parts, {"terms": of_parts}, "x_dtype 'float16', weights of hi_lo: expected float16"),
+        (brain, {"operand": of_brain}, "x_dtype 'float16', weights of bfloat16: expected float16"),
+        (parts, {"operand": of_parts}, "x_dtype 'float16', weights of hi_lo: expected float16"),
         (w, {"x_dtype": "float32"}, "x_dtype 'float32', weights of float16: expected float16"),
-        (w, {"x_dtype": "float16", "terms": rounded}, "terms are rounded or not: expected either"),
+        (w, {"x_dtype": "float16", "operand": rounded}, "terms are rounded or not: expected"),
         (
             w,
-            {"x_dtype": "float16", "to_terms": Terms("float16")},
+            {"x_dtype": "float16", "to_operand": Operand("float16")},
             "expected both x and out rounded",
         ),
         (w, {"x_dtype": "float16", "variant": "matvec"}, "matvec: does not round x: use variant"),
@@ -538,48 +540,48 @@ def test_what_cannot_be_rounded(device: Any) -> None:
             LINEAR.bind((narrow if matrix_of is odd else x, matrix_of), **given)
 
 
-def test_the_steps_that_hand_over_terms() -> None:
+def test_the_steps_that_hand_over_operands() -> None:
     """Steps store terms for products that take them; other steps and products use floats."""
     config = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
     weights = ("w_qkv", "w_attn", "w_fc", "w_proj", "lm_head")
-    terms = {name: (Terms("bfloat16"),) for name in weights}
-    steps = decode(config, False, terms)
-    gives = [step.name for step in steps if step.attrs.get("to_terms") == Terms("bfloat16")]
-    takes = [step.name for step in steps if step.attrs.get("terms")]
+    operand = {name: (Operand("bfloat16"),) for name in weights}
+    steps = decode(config, False, operand)
+    gives = [step.name for step in steps if step.attrs.get("to_operand") == Operand("bfloat16")]
+    takes = [step.name for step in steps if step.attrs.get("operand")]
     of_layer = [("ln1", "q"), ("attn", "x1"), ("ln2", "gelu"), ("gelu", "output")]
     pairs = [(f"h.{n}.{a}", f"h.{n}.{b}") for n in range(2) for a, b in of_layer]
     assert sorted(gives) == sorted([*(a for a, _ in pairs), "ln_f"])
     assert sorted(takes) == sorted([*(b for _, b in pairs), "logits"])
     for steps in (decode(config), decode(config, False, {})):
-        assert not any("terms" in step.attrs for step in steps)
+        assert not any("operand" in step.attrs for step in steps)
 
 
-def test_the_steps_that_hand_over_hi_lo_terms() -> None:
+def test_the_steps_that_hand_over_hi_lo_operands() -> None:
     """Operands with a bound are terms, scaled for this bound; all others are floats."""
     config = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
-    known = dict.fromkeys(("w_qkv", "w_attn", "w_fc", "w_proj", "lm_head"), (Terms(HI_LO),))
+    known = dict.fromkeys(("w_qkv", "w_attn", "w_fc", "w_proj", "lm_head"), (Operand(HI_LO),))
     bounds = {"h.0.ln1": 3.0, "h.0.qkv": 40.0, "h.0.ln2": 4.0, "h.0.gelu": 5.0}
     steps = {step.name: step for step in decode(config, False, known, bounds=bounds)}
     scales = {"h.0.ln1": 4.0, "h.0.attn": 64.0, "h.0.ln2": 4.0, "h.0.gelu": 8.0}
     for gives, takes in (("ln1", "q"), ("attn", "x1"), ("ln2", "gelu"), ("gelu", "output")):
         scale = scale_for(scales[f"h.0.{gives}"])
-        assert steps[f"h.0.{gives}"].attrs["to_terms"] == Terms(HI_LO, 0, scale)
-        assert steps[f"h.0.{takes}"].attrs["terms"] == Terms(HI_LO, 0, scale)
+        assert steps[f"h.0.{gives}"].attrs["to_operand"] == Operand(HI_LO, 0, scale)
+        assert steps[f"h.0.{takes}"].attrs["operand"] == Operand(HI_LO, 0, scale)
         assert steps[f"h.0.{takes}"].inputs[1].endswith(".parts")
         assert "x_bound" not in steps[f"h.0.{takes}"].attrs
-    assert "to_terms" not in steps["ln_f"].attrs
+    assert "to_operand" not in steps["ln_f"].attrs
     assert steps["logits"].inputs[1] == "lm_head"
 
 
-def test_the_terms_of_a_llama() -> None:
+def test_the_operands_of_a_llama() -> None:
     """Gate, up and their product are one step if both weights take terms in wgmma's order."""
     config = LlamaConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=128, n_ff=256, vocab_size=53)
-    wide, pairs = Terms("float16", 8), Terms("float16")
+    wide, pairs = Operand("float16", 8), Operand("float16")
     known = dict.fromkeys(("w_qkv", "w_gate", "w_up"), (wide,)) | {"w_down": (wide, pairs)}
     steps = {step.name: step for step in decode(config, True, known)}
     assert not {"h.0.gate", "h.0.up"} & set(steps)
     assert steps["h.0.ff"].inputs == ("h.0.rms2", "h.0.w_gate", "", "", "", "", "h.0.w_up")
-    found = {name: (s.attrs.get("terms"), s.attrs.get("to_terms")) for name, s in steps.items()}
+    found = {name: (s.attrs.get("operand"), s.attrs.get("to_operand")) for name, s in steps.items()}
     ends = {"rms1": (None, wide), "q": (wide, None), "ff": (wide, wide), "output": (wide, None)}
     for name in ("rms1", "q", "attn", "x1", "ff", "output"):
         assert found[f"h.0.{name}"] == ends.get(name, (None, None))
@@ -593,7 +595,7 @@ def test_rope_is_part_of_a_product_that_takes_the_order_of_wgmma() -> None:
     RoPE is a separate step with other terms and other head sizes.
     """
     sizes: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_ff": 64}
-    known = {"w_qkv": (Terms("float16", 8), Terms("float16"))}
+    known = {"w_qkv": (Operand("float16", 8), Operand("float16"))}
     config = LlamaConfig(n_embd=128, vocab_size=53, **sizes)
     steps = decode(config, True, known)
     assert steps[0].name == "rotations"
@@ -602,8 +604,8 @@ def test_rope_is_part_of_a_product_that_takes_the_order_of_wgmma() -> None:
     assert [step.name for step in fused] == ["h.0.q", "h.1.q"]
     cache = ("h.0.k", "h.0.v", "row", "positions")
     assert fused[0].inputs == ("h.0.rms1", "h.0.w_qkv", "", "rotations", *cache)
-    others = {"w_qkv": (Terms("float16"),)}, {"w_o": (Terms("float16", 8),)}
-    passes = [decode(config, True, terms) for terms in others]
+    others = {"w_qkv": (Operand("float16"),)}, {"w_o": (Operand("float16", 8),)}
+    passes = [decode(config, True, operand) for operand in others]
     passes.append(decode(LlamaConfig(n_embd=192, vocab_size=53, **sizes), True, known))
     for apart in passes:
         assert {"rope_append", "linear"} <= {step.op for step in apart}

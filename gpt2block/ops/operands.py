@@ -1,4 +1,4 @@
-"""Terms: 16-bit numbers that replace the floats of x in tensor-core products for decoding."""
+"""Operands of tensor-core products of decoding: 16-bit numbers that replace the floats of x."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from gpt2block.cuda.kernels import FP8, HI_LO, Defines
 from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import UNIT
 
-KINDS = {"float16": 1, "bfloat16": 2, HI_LO: 3}  # dtype of terms → constant of lib/terms.cuh
+KINDS = {"float16": 1, "bfloat16": 2, HI_LO: 3}  # dtype of terms → constant of lib/operands.cuh
 LINE = 64  # channels per line of terms in the order of wgmma
-IN_ORDER = 2  # Terms.width for GGUF blocks, whose codes are stored in the order of mma operands
+IN_ORDER = 2  # Operand.width for GGUF blocks, whose codes are stored in the order of mma operands
 CHUNK = 32  # channels of x per sum; minimums of GGUF blocks are multiplied by these sums
 ROUNDED = "float16"  # dtype that x can be rounded to
 ROUNDABLE = (ROUNDED, *FP8, GGUF)  # dtypes of weights for which x can be rounded
 
 
-class Terms(NamedTuple):
-    """Format of a tensor that stores one or two 16-bit numbers (terms) instead of each float.
+class Operand(NamedTuple):
+    """Format of x of a product that has one or two 16-bit numbers (terms) for each float.
 
-    Tensor-core products read such tensors (kernels_cu/lib/terms.cuh).
+    Tensor-core products read such tensors (kernels_cu/lib/operands.cuh).
     """
 
     dtype: str  # float16, bfloat16 or hi_lo
@@ -30,8 +30,8 @@ class Terms(NamedTuple):
     rounded: bool = False  # whether only the first term of each value is used
     summed: bool = False  # whether sums of CHUNK channels are stored after all terms
 
-    def with_sums(self, together: int) -> Terms:
-        """Return these terms with sums, if GGUF blocks read the terms and the kernel can add them.
+    def with_sums(self, together: int) -> Operand:
+        """Return this operand with sums, if GGUF blocks read it and the kernel can add them.
 
         together: neighbouring channels that the kernel computes together.
         """
@@ -48,29 +48,29 @@ class Terms(NamedTuple):
         return f"{kind} in the order of wgmma" if self.width else kind
 
 
-def check_terms(terms: Terms | None, channels: int, together: int = 1) -> None:
-    """Raise InputError unless rows of `channels` channels can be stored as these terms.
+def check_operand(operand: Operand | None, channels: int, together: int = 1) -> None:
+    """Raise InputError unless rows of `channels` channels can be stored as this operand.
 
     together: neighbouring channels that the kernel computes together, and can therefore add.
     """
-    if terms is None:
+    if operand is None:
         return
-    if terms.summed and (terms != terms.with_sums(together) or channels % UNIT):
+    if operand.summed and (operand != operand.with_sums(together) or channels % UNIT):
         raise InputError(
-            f"sums of terms of {terms}, of {together} of {channels:,} channels: expected rounded "
+            f"sums of terms of {operand}, of {together} of {channels:,} channels: expected rounded "
             f"terms of width {IN_ORDER}, {CHUNK} neighbouring channels, and rows of a multiple of "
             f"{UNIT} channels: pass terms without sums"
         )
-    multiple = LINE if terms.width else 2
+    multiple = LINE if operand.width else 2
     if channels % multiple:
         raise InputError(
-            f"terms of {terms}: expected channels in multiples of {multiple}, got {channels:,}"
+            f"terms of {operand}: expected channels in multiples of {multiple}, got {channels:,}"
         )
 
 
 def count_define(rounded: bool) -> Defines:
-    """Return the constant of lib/terms.cuh for one term per value; () unless `rounded`."""
-    return (("TERM_COUNT", 1),) if rounded else ()
+    """Return the constant of lib/operands.cuh for one term per value; () unless `rounded`."""
+    return (("OPERAND_TERMS", 1),) if rounded else ()
 
 
 def rounds(x_dtype: str | None, dtype: str) -> bool:
@@ -85,15 +85,15 @@ def rounds(x_dtype: str | None, dtype: str) -> bool:
     return True
 
 
-def stored_defines(constant: str, terms: Terms | None) -> Defines:
-    """Return constants for a kernel that stores terms. constant: macro that selects the format."""
-    if terms is None:
+def stored_defines(constant: str, operand: Operand | None) -> Defines:
+    """Return constants for a kernel that stores an operand. constant: macro of the format."""
+    if operand is None:
         return ()
-    width = (("TERM_WIDTH", terms.width),) if terms.width else ()
-    sums = (("TERM_SUMS", 1),) if terms.summed else ()
-    return ((constant, KINDS[terms.dtype]), *width, *sums, *count_define(terms.rounded))
+    width = (("OPERAND_WIDTH", operand.width),) if operand.width else ()
+    sums = (("OPERAND_SUMS", 1),) if operand.summed else ()
+    return ((constant, KINDS[operand.dtype]), *width, *sums, *count_define(operand.rounded))
 
 
-def stored_scale(terms: Terms | None) -> float:
-    """Return the scale argument of a kernel that can store terms; 1.0 without terms."""
-    return terms.scale if terms else 1.0
+def stored_scale(operand: Operand | None) -> float:
+    """Return the scale argument of a kernel that can store an operand; 1.0 for floats."""
+    return operand.scale if operand else 1.0
