@@ -50,18 +50,18 @@ def values(operation: Operation, inputs: tuple[Any, ...], attrs: Attrs) -> Value
     """Return the kernel arguments for inputs that `Operation.make` returns. Raises InputError."""
     check_known(operation)
     contract = operation.contract
-    given = tuple(zip(contract.inputs, inputs, strict=False))
+    pairs = tuple(zip(contract.inputs, inputs, strict=False))
     outputs = [each for each in contract.outputs if operation.workload.further or not each.optional]
     called = {each.name: each.name for each in (*contract.inputs, *outputs)}
     called.update(operation.workload.arrays)
-    sizes = _sizes(operation, given, attrs)
+    sizes = _sizes(operation, pairs, attrs)
     stored = str(inputs[0].dtype.name)
     aliases = dict(operation.workload.arrays)
     aliases |= {
         name: called[text] for name, text in operation.workload.aliases.items() if text in called
     }
     return Values(
-        {called[e.name]: value.data if e.kind in MATRICES else value for e, value in given},
+        {called[e.name]: value.data if e.kind in MATRICES else value for e, value in pairs},
         {called[e.name]: Output(e.shape(sizes), FIXED.get(e.kind, stored)) for e in outputs},
         _numbers(operation, sizes, attrs, called),
         aliases,

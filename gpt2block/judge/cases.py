@@ -98,21 +98,21 @@ def cases(
     operation = kernel.operation
     usual = (sizes.stated(operation, stated),) if stated else operation.cases
     further = () if stated else sizes.further(operation)
-    found = [case(kernel, *each, layout) for each in usual]
-    found += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
+    every = [case(kernel, *each, layout) for each in usual]
+    every += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
     several = usual[min(1, len(usual) - 1)]  # sizes with several rows and an odd size
     for at in (several, *further[-1:]):
         for special in SPECIAL.get(operation.name, ()):
-            found.append(case(kernel, *at, layout, special))
+            every.append(case(kernel, *at, layout, special))
     if not stated:
         for at in (sizes.unusual(operation), *_long(kernel)):
-            found.append(replace(case(kernel, *at, layout), hint=OTHER_SIZES, once=True))
+            every.append(replace(case(kernel, *at, layout), hint=OTHER_SIZES, once=True))
         hint = f"{OTHER_SIZES}\nrandom sizes: the same ones with --seed {seed} (in Python seed=)"
         drawn = tuple(sizes.random(operation, seed))
         for each in drawn:
-            found.append(replace(case(kernel, *each, layout), hint=hint, once=True))
-        found += [case(kernel, *drawn[0], layout, each) for each in SPECIAL.get(operation.name, ())]
-    return tuple(found)
+            every.append(replace(case(kernel, *each, layout), hint=hint, once=True))
+        every += [case(kernel, *drawn[0], layout, each) for each in SPECIAL.get(operation.name, ())]
+    return tuple(every)
 
 
 def case(
@@ -124,8 +124,8 @@ def case(
     own = operation.with_workload(attrs=all_attrs)
 
     def draw(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-        made = own.make(sizes, rng)
-        return special.change(made, {**all_attrs, **sizes}) if special else made
+        inputs = own.make(sizes, rng)
+        return special.change(inputs, {**all_attrs, **sizes}) if special else inputs
 
     drawn = own.with_workload(draw=draw) if special else own
     host, truth = workload.inputs_and_truth(drawn, at, kernel.dtype, layout)
@@ -134,11 +134,11 @@ def case(
         truths += own.workload.further(*map(workload.widened, host), **all_attrs)
     outputs = values(own, host, all_attrs).outputs
     bound = limit(operation, kernel.dtype, {**all_attrs, **at})
-    found = Case(at, all_attrs, host, dict(zip(outputs, truths, strict=True)), bound)
+    built = Case(at, all_attrs, host, dict(zip(outputs, truths, strict=True)), bound)
     if special is None:
-        return found
+        return built
     bound += special.slack
-    return replace(found, name=special.name, hint=special.why, bound=bound, once=True)
+    return replace(built, name=special.name, hint=special.why, bound=bound, once=True)
 
 
 def _long(kernel: Kernel) -> tuple[tuple[Sizes, Attrs], ...]:
@@ -190,17 +190,17 @@ def _masked(given: Inputs, _: Mapping[str, object]) -> Inputs:
     return rows.reshape(scores.shape), *targets
 
 
-def _peaked(given: Inputs, _: Mapping[str, object]) -> Inputs:
+def _peaked(inputs: Inputs, _: Mapping[str, object]) -> Inputs:
     """Raise one score of each row by 200, at a different place in each row."""
-    scores = given[0].copy()
+    scores = inputs[0].copy()
     rows = scores.reshape(-1, scores.shape[-1])
     rows[np.arange(len(rows)), np.arange(len(rows)) * 7 % rows.shape[1]] += 200
-    return scores, *given[1:]
+    return scores, *inputs[1:]
 
 
-def _unlikely(given: Inputs, _: Mapping[str, object]) -> Inputs:
+def _unlikely(inputs: Inputs, _: Mapping[str, object]) -> Inputs:
     """Lower the logit of each row's target token by 200."""
-    logits, targets = given[0].copy(), given[1]
+    logits, targets = inputs[0].copy(), inputs[1]
     logits[np.arange(len(targets)), targets] -= 200
     return logits, targets
 

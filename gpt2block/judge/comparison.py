@@ -89,13 +89,13 @@ class Fidelity(NamedTuple):
     text: str
 
 
-def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) -> Checked:
+def compare(kernel: Kernel, case: Case, guarded: bool, fill: int = NAN_BYTE) -> Checked:
     """Run the kernel once on outputs filled with a byte, and compare them with the exact values.
 
     guarded: put guard areas around each output, to detect writes outside of it. fill: the byte that
     fills the outputs before the launch.
     """
-    arrays = tuple(map(workload.uploaded, given.inputs))
+    arrays = tuple(map(workload.uploaded, case.inputs))
     guards: list[CudaArray] = []
 
     def allocate(output: Output) -> CudaArray:
@@ -103,48 +103,48 @@ def compare(kernel: Kernel, given: Case, guarded: bool, fill: int = NAN_BYTE) ->
         guards.append(memory)
         return array
 
-    run = kernel.bind(arrays, allocate=allocate, **given.attrs)
-    found = values(kernel.operation, arrays, given.attrs)
-    names = kernel.outputs(found)
+    run = kernel.bind(arrays, allocate=allocate, **case.attrs)
+    arguments = values(kernel.operation, arrays, case.attrs)
+    names = kernel.outputs(arguments)
     for launch in run.launches:
         launch.run()
     cupy.cuda.get_current_stream().synchronize()
     outs = [cupy.asnumpy(each) for each in (run.out, *run.extra)]
-    truths = [given.truths[name].reshape(out.shape) for name, out in zip(names, outs, strict=True)]
+    truths = [case.truths[name].reshape(out.shape) for name, out in zip(names, outs, strict=True)]
     errors = map(workload.errors, outs, truths)
     worst = max(errors, key=lambda each: np.inf if np.isnan(each[1]) else each[1])
     problem = (guarded and _overwritten(names, guards)) or ""
     off = None
     for name, out, truth in zip(names, outs, truths, strict=True):
-        bad = _bad(out, truth, given.bound)
+        bad = _bad(out, truth, case.bound)
         if bad.any():
             off = name, int(np.argmax(bad))
-            problem = problem or wrong(name, out, truth, bad) + exchanged(kernel, given, outs[0])
+            problem = problem or wrong(name, out, truth, bad) + exchanged(kernel, case, outs[0])
             break
-    problem = problem or _changed(found, names, given, kernel)
-    geometry = kernel.geometry(found.sizes)
-    return Checked(given.sizes, geometry, *worst, given.bound, problem, "", given.name, off)
+    problem = problem or _changed(arguments, names, case, kernel)
+    geometry = kernel.geometry(arguments.sizes)
+    return Checked(case.sizes, geometry, *worst, case.bound, problem, "", case.name, off)
 
 
-def finding(found: Checked, given: Case) -> Finding:
+def finding(checked: Checked, case: Case) -> Finding:
     """Return a Finding, which describes a check's problem to the user."""
-    what = found.problem
-    if given.name:
-        what = f"fragile: right for ordinary inputs, wrong for these ({given.name}): {what}"
+    what = checked.problem
+    if case.name:
+        what = f"fragile: right for ordinary inputs, wrong for these ({case.name}): {what}"
     error: dict[str, float] = {}
-    exact = all(truth.dtype.kind in "iu" for truth in given.truths.values())
-    if not exact and not found.max_rel <= found.bound:
-        error = {name: getattr(found, name) for name in ("max_abs", "max_rel", "bound")}
-        share = f" {found.max_abs:.1e}, which is {found.max_rel:.1e} of the largest value: "
-        said = f": NaN or infinity: {NOT_FINITE}" if isnan(found.max_rel) else share + LIMIT
-        what += "\nlargest error" + said.format(found.bound)
-    what += f"\n{given.hint}" if given.hint else ""
-    return Finding(what, (), f"at {given.label}", found.printed, **error)
+    exact = all(truth.dtype.kind in "iu" for truth in case.truths.values())
+    if not exact and not checked.max_rel <= checked.bound:
+        error = {name: getattr(checked, name) for name in ("max_abs", "max_rel", "bound")}
+        share = f" {checked.max_abs:.1e}, which is {checked.max_rel:.1e} of the largest value: "
+        said = f": NaN or infinity: {NOT_FINITE}" if isnan(checked.max_rel) else share + LIMIT
+        what += "\nlargest error" + said.format(checked.bound)
+    what += f"\n{case.hint}" if case.hint else ""
+    return Finding(what, (), f"at {case.label}", checked.printed, **error)
 
 
-def because(found: Finding, cause: str) -> Finding:
+def because(finding: Finding, cause: str) -> Finding:
     """Return a Finding whose text begins with its cause, such as SECOND_LAUNCH."""
-    return replace(found, text=f"{cause}\n{found.text}")
+    return replace(finding, text=f"{cause}\n{finding.text}")
 
 
 def wrong(name: str, out: np.ndarray, truth: np.ndarray, bad: NDArray[np.bool_]) -> str:
@@ -178,7 +178,7 @@ def _bad(out: np.ndarray, truth: np.ndarray, bound: float) -> NDArray[np.bool_]:
         return np.asarray(known & ~(np.abs(out.astype(np.float64) - truth) <= limit))
 
 
-def exchanged(kernel: Kernel, given: Case, out: np.ndarray) -> str:
+def exchanged(kernel: Kernel, case: Case, out: np.ndarray) -> str:
     """Name the array of which a kernel exchanges two indexes; return "" if there is none.
 
     out: the result of the operation as the kernel has computed it.
@@ -186,20 +186,20 @@ def exchanged(kernel: Kernel, given: Case, out: np.ndarray) -> str:
     if out.size > MAX_EXCHANGED:
         return ""
     operation = kernel.operation
-    result, exact = next(iter(given.truths.items()))
+    result, exact = next(iter(case.truths.items()))
     tried = [(result, out.shape, view, exact) for view in _exchanges(out)]
-    for at, (name, array) in enumerate(values(operation, given.inputs, given.attrs).inputs.items()):
+    for at, (name, array) in enumerate(values(operation, case.inputs, case.attrs).inputs.items()):
         for view in _exchanges(array):
-            inputs = list(given.inputs)
+            inputs = list(case.inputs)
             inputs[at] = mapped(lambda part: view if part is array else part, inputs[at])  # noqa: B023
-            truth = workload.truth_of(operation, inputs, given.attrs)
+            truth = workload.truth_of(operation, inputs, case.attrs)
             tried.append((name, array.shape, out, truth))
     return next(
         (
             f"\nthe result is right if two indexes of {name}, of shape {shape}, are exchanged: "
             "elements that are adjacent in memory differ in the last index"
             for name, shape, seen, truth in tried
-            if not _bad(seen, truth.reshape(out.shape), given.bound).any()
+            if not _bad(seen, truth.reshape(out.shape), case.bound).any()
         ),
         "",
     )
@@ -238,9 +238,9 @@ def _guarded(output: Output, guard: int, fill: int) -> tuple[CudaArray, CudaArra
 def _overwritten(names: list[str], guards: list[CudaArray]) -> str:
     """Describe the first write to a guard area, by output and byte; return "" if there is none."""
     for name, memory in zip(names, guards, strict=False):
-        found = cupy.asnumpy(memory)
-        size = len(found) - 2 * GUARD
-        for start, part in ((-GUARD, found[:GUARD]), (size, found[-GUARD:])):
+        data = cupy.asnumpy(memory)
+        size = len(data) - 2 * GUARD
+        for start, part in ((-GUARD, data[:GUARD]), (size, data[-GUARD:])):
             changed = np.flatnonzero(part != GUARD_BYTE)
             if len(changed):
                 at = start + int(changed[0])
@@ -248,10 +248,10 @@ def _overwritten(names: list[str], guards: list[CudaArray]) -> str:
     return ""
 
 
-def _changed(found: Values, names: list[str], given: Case, kernel: Kernel) -> str:
+def _changed(arguments: Values, names: list[str], case: Case, kernel: Kernel) -> str:
     """Describe an input that the kernel has changed; return "" if there is none."""
-    before = values(kernel.operation, given.inputs, given.attrs).inputs
-    for name, array in found.inputs.items():
+    before = values(kernel.operation, case.inputs, case.attrs).inputs
+    for name, array in arguments.inputs.items():
         if name not in names and cupy.asnumpy(array).tobytes() != before[name].tobytes():
             return f"the kernel changes its input {name}"
     return ""

@@ -146,19 +146,19 @@ class Finding:
 
 def as_json(of: object, names: Iterable[str]) -> dict[str, Any]:
     """Return attributes as JSON can hold them: None for NaN and infinity, lists for tuples."""
-    found = {name: getattr(of, name) for name in names}
-    for name, value in found.items():
+    fields = {name: getattr(of, name) for name in names}
+    for name, value in fields.items():
         if isinstance(value, float):
-            found[name] = float(value) if isfinite(value) else None
+            fields[name] = float(value) if isfinite(value) else None
         elif isinstance(value, tuple):
-            found[name] = list(value)
-    return found
+            fields[name] = list(value)
+    return fields
 
 
-def headline(source: UserSource, found: Finding) -> str:
+def headline(source: UserSource, problem: Finding) -> str:
     """Return a problem's description after the file's name and the first affected line number."""
-    place = f"{source.file}:{found.lines[0]}: " if found.lines else f"{source.file}: "
-    return found.text if found.text.startswith(source.file) else place + found.text
+    place = f"{source.file}:{problem.lines[0]}: " if problem.lines else f"{source.file}: "
+    return problem.text if problem.text.startswith(source.file) else place + problem.text
 
 
 def numbered(source: UserSource, found: Finding) -> list[str]:
@@ -220,16 +220,16 @@ def _with_line_before(source: UserSource, line: int, message: str) -> tuple[int,
     return (line,)
 
 
-def of_engine(source: UserSource, found: engine.Finding, at: str) -> Finding:
+def of_engine(source: UserSource, problem: engine.Finding, at: str) -> Finding:
     """Return the Finding for an error that the emulator has found in a launch."""
-    now = found.now
+    now = problem.now
     where = f"in block {now.block}, thread {now.thread}, {at}"
     of_user = [
         each.line
-        for each in (now, found.other)
+        for each in (now, problem.other)
         if each and each.line and Path(each.file).name == source.file
     ]
-    return Finding(_said(source, found), tuple(dict.fromkeys(of_user)), where)
+    return Finding(_said(source, problem), tuple(dict.fromkeys(of_user)), where)
 
 
 def _said(source: UserSource, found: engine.Finding) -> str:
@@ -283,15 +283,15 @@ def declared(source: UserSource, name: str, line: int) -> tuple[str, list[int]]:
         r"\b((?:(?:unsigned|long) )*\w+)([\s*&]+)(?:\w+\s*(?:\[[^;\]]*\]\s*)*,\s*)*"
         rf"{re.escape(name)}\s*((?:\[[^;]*?\]\s*)*)[;,={{]"
     )  # if the type is not known, "*" and "&" are operators
-    found = [
+    lines = [
         m
         for m in pattern.finditer(plain)
         if m[1] != "return" and (dtype_of(m[1]).itemsize or m[2].isspace())
     ]
-    if not found:
+    if not lines:
         return "", [0]
-    before = [each for each in found if plain.count("\n", 0, each.end()) < line]
-    last = (before or found)[-1]
+    before = [each for each in lines if plain.count("\n", 0, each.end()) < line]
+    last = (before or lines)[-1]
     ctype = last[1] + "*" * last[2].count("*")
     try:
         text = re.findall(r"\[([^\]]*)\]", last[3])

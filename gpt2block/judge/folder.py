@@ -88,14 +88,14 @@ def entries(folder: Path, operation: str | None = None) -> list[KernelFile]:
     if operation is not None:
         find(operation)
     table = folder / TABLE
-    found = list(_rows(table)) if table.is_file() else _files(folder, operation)
-    if not found:
+    files = list(_rows(table)) if table.is_file() else _files(folder, operation)
+    if not files:
         raise InputError(f"{folder}: no kernel: expected .cu files, or rows in {TABLE}")
-    return found
+    return files
 
 
 def _files(folder: Path, operation: str | None) -> list[KernelFile]:
-    found = []
+    files = []
     for path in sorted(folder.rglob("*.cu")):
         file = path.relative_to(folder).as_posix()
         head = "\n".join(read_text(path).splitlines()[:FIRST_LINES])
@@ -110,8 +110,8 @@ def _files(folder: Path, operation: str | None) -> list[KernelFile]:
             find(name)
         except InputError as error:
             raise InputError(f"{file}: {error}") from None
-        found.append(KernelFile(path, file, name))
-    return found
+        files.append(KernelFile(path, file, name))
+    return files
 
 
 def _rows(table: Path) -> Iterator[KernelFile]:
@@ -152,7 +152,7 @@ def _options(text: str) -> dict[str, str]:
         words = deque(shlex.split(text))
     except ValueError as error:
         raise InputError(f"options: {text!r}: {error}") from None
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     while words:
         name, equals, value = words.popleft().partition("=")
         if name.removeprefix("--") not in OPTIONS or not name.startswith("--"):
@@ -160,8 +160,8 @@ def _options(text: str) -> dict[str, str]:
             raise InputError(f"options: {name!r}: expected one of {known}")
         if not equals and not words:
             raise InputError(f"options: {name} needs a value")
-        found[name[2:]] = value if equals else words.popleft()
-    return found
+        options[name[2:]] = value if equals else words.popleft()
+    return options
 
 
 def judge(
@@ -180,10 +180,10 @@ def judge(
         thread.start()
     try:
         for _ in kernels:
-            found = done.get()
-            if isinstance(found, Exception):
-                raise found
-            yield found
+            result = done.get()
+            if isinstance(result, Exception):
+                raise result
+            yield result
     finally:
         while any(thread.is_alive() for thread in threads):
             chunks.clear()
@@ -211,13 +211,13 @@ def _work(
         with suppress(IndexError):  # no chunk is left
             while chunk := chunks.popleft():
                 begun, args = perf_counter(), (chunk, limit_s, options)
-                for found in supervised(_serve, args, Stage("the check", limit_s), daemon=False):
+                for result in supervised(_serve, args, Stage("the check", limit_s), daemon=False):
                     entry = chunk.pop(0)
-                    if isinstance(found, ProcessExited):
-                        done.put(_ended(entry, found, perf_counter() - begun))
+                    if isinstance(result, ProcessExited):
+                        done.put(_ended(entry, result, perf_counter() - begun))
                         chunks.extendleft([chunk] if chunk else ())
                     else:
-                        done.put(found)
+                        done.put(result)
                         begun = perf_counter()
     except Exception as error:
         done.put(error)
@@ -248,16 +248,16 @@ def judged(entry: KernelFile, **options: Any) -> Judged:
     try:
         if "shape" in options:
             options["shape"] = stated_sizes(find(entry.operation), options["shape"])
-        found = check(entry.path, entry.operation, **options)
+        verdict = check(entry.path, entry.operation, **options)
     except PrintableError as error:
         said = error.message(lambda argument: f"--{argument.name} {argument.value}".rstrip())
     except Exception as error:  # an error of the checks must not stop the other kernels
         said = f"{type(error).__name__}: {printable(str(error))}"
     else:
-        text = found.reason or (found.problem.text if found.problem else "")
+        text = verdict.reason or (verdict.problem.text if verdict.problem else "")
         first, _, rest = text.partition("\n")
         said = f"{first} {rest.partition(chr(10))[0]}" if first.endswith(":") else first
-        return Judged(entry, found.verdict, found.seconds, said, found.as_dict())
+        return Judged(entry, verdict.verdict, verdict.seconds, said, verdict.as_dict())
     return Judged(entry, NOT_JUDGED, perf_counter() - begun, said)
 
 
@@ -268,14 +268,14 @@ def confusion(found: Sequence[Judged]) -> dict[str, dict[str, int]]:
     return {e: {verdict: counts[e, verdict] for verdict in VERDICTS} for e in used}
 
 
-def disagreements(found: Sequence[Judged]) -> list[Judged]:
+def disagreements(verdicts: Sequence[Judged]) -> list[Judged]:
     """Return the kernels whose verdict is not the expected one.
 
     If no kernel has an expected verdict, all are expected to be right.
     """
-    if any(each.entry.expected for each in found):
-        return [each for each in found if each.entry.expected not in ("", each.verdict)]
-    return [each for each in found if each.verdict != RIGHT]
+    if any(each.entry.expected for each in verdicts):
+        return [each for each in verdicts if each.entry.expected not in ("", each.verdict)]
+    return [each for each in verdicts if each.verdict != RIGHT]
 
 
 def default_jobs() -> int:

@@ -44,23 +44,23 @@ def _doubles(text: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(text.splitlines(), 1):
         if intended.search(line):
             continue
-        for found in _OPERAND.finditer(line):
-            value = found["after"] or found["before"]
+        for match in _OPERAND.finditer(line):
+            value = match["after"] or match["before"]
             yield number, f"{value} is a double: write {value}f"
 
 
 def _uncalled(text: str) -> Iterator[tuple[int, str]]:
     """Yield (line, hint) for statements that are only the name of a function, such as a barrier."""
-    for found in _UNCALLED.finditer(text):
-        line = text.count("\n", 0, found.start(1)) + 1
-        yield line, f"{found[1]}; calls nothing: a call has parentheses: {found[1]}();"
+    for match in _UNCALLED.finditer(text):
+        line = text.count("\n", 0, match.start(1)) + 1
+        yield line, f"{match[1]}; calls nothing: a call has parentheses: {match[1]}();"
 
 
 def _shared(text: str) -> Iterator[tuple[int, str]]:
     """Yield (line, hint) for a second array in dynamic shared memory."""
-    found = {each[1]: each.start() for each in _SHARED.finditer(text)}
-    if len(found) > 1:
-        first, second, *_ = found
-        line = text.count("\n", 0, found[second]) + 1
+    arrays = {each[1]: each.start() for each in _SHARED.finditer(text)}
+    if len(arrays) > 1:
+        first, second, *_ = arrays
+        line = text.count("\n", 0, arrays[second]) + 1
         same = f"the extern __shared__ arrays {first} and {second} start at the same address"
         yield line, f"{same}: declare one array, and add an offset for the other one"

@@ -131,14 +131,14 @@ class Kernel:
         return grid, block, self._value("shared", text.shared, named)
 
     def _extents(self, option: str, text: str, sizes: Sizes) -> tuple[int, ...]:
-        found = tuple(self._value(option, part, sizes) for part in split(text))
-        if len(found) > 3 or any(extent < 1 for extent in found):
+        extents = tuple(self._value(option, part, sizes) for part in split(text))
+        if len(extents) > 3 or any(extent < 1 for extent in extents):
             at = described({name: size for name, size in sizes.items() if name != "block"})
             raise InputError(
                 *self.source.setting(option, text),
-                f" is {found} at {at}: expected one to three numbers of at least 1",
+                f" is {extents} at {at}: expected one to three numbers of at least 1",
             )
-        return found
+        return extents
 
     def _value(self, option: str, text: str, sizes: Sizes) -> int:
         try:
@@ -184,15 +184,15 @@ def matched(
     )
     values = arguments.values(operation, host, all_attrs)
     label = f"{source.place()}: {source.name}"
-    given = [p.name for p in source.parameters] if args is None else [*split(args)]
+    texts = [p.name for p in source.parameters] if args is None else [*split(args)]
     problems: list[Sequence[object]] = [*source.problems]
     names: list[str] = []
     told: list[object] = []
-    if len(given) != len(source.parameters):
-        count = f"{label} has {len(source.parameters)} parameters, not {len(given)}"
+    if len(texts) != len(source.parameters):
+        count = f"{label} has {len(source.parameters)} parameters, not {len(texts)}"
         problems.append((Argument("args"), f" {args}: {count}"))
-        given = []
-    for parameter, text in zip(source.parameters, given, strict=False):
+        texts = []
+    for parameter, text in zip(source.parameters, texts, strict=False):
         at = f"{source.place(parameter.name)}: {source.name}"
         try:
             names.append(_known(at, text, operation, values))

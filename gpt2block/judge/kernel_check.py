@@ -102,18 +102,18 @@ class CheckJob:
 
     def on_cpu(self, steps: bool) -> Verdict:
         """Check the kernel on the emulator. steps: whether `Verdict.why` is requested."""
-        given = self._cases()
+        cases = self._cases()
         timed = on_cpu.TimedSizes(self.sizes, self.stored[1], self.stated)
-        results = on_cpu.check_kernel(self.user, given, timed=timed, steps=steps)
-        return self._verdict("cpu", self.watched(results, given), steps)
+        results = on_cpu.check_kernel(self.user, cases, timed=timed, steps=steps)
+        return self._verdict("cpu", self.watched(results, cases), steps)
 
     def on_gpu(self, variants: tuple[str, ...] | None = None, sweep: bool = False) -> Verdict:
         """Check the kernel on the GPU. variants: built-in ones to time it with; None: no times."""
         from gpt2block.judge import on_gpu  # noqa: PLC0415  (imports benchmarks)
 
-        given, at = self._cases(), None if variants is None else self.sizes
-        job = on_gpu.ChildJob(self.user, given, variants or (), at, self.stored, sweep)
-        return self._verdict("cuda", self.watched(on_gpu.run(job), given))
+        cases, at = self._cases(), None if variants is None else self.sizes
+        job = on_gpu.ChildJob(self.user, cases, variants or (), at, self.stored, sweep)
+        return self._verdict("cuda", self.watched(on_gpu.run(job), cases))
 
     def _cases(self) -> tuple[Case, ...]:
         return cases(self.user, self.stored[1], self.stated, self.seed)

@@ -122,10 +122,10 @@ def check_kernel(
                 continue
             judge = _Judge(kernel, needs, function, capability, steps)
             again = capability != needs.capability
-            for found in judge.results(cases, None if again else timed):
-                if not (again and isinstance(found, Checked | Fidelity)):
-                    yield found
-                wrong |= isinstance(found, Finding)  # the steps of its threads may follow
+            for result in judge.results(cases, None if again else timed):
+                if not (again and isinstance(result, Checked | Fidelity)):
+                    yield result
+                wrong |= isinstance(result, Finding)  # the steps of its threads may follow
         if wrong or not _TELLS.search(without_literals(kernel.source.text)):
             return
 
@@ -275,8 +275,8 @@ class _Judge:
 
     def _explained(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding:
         """Return the Finding of a wrong run; name the setting without which the kernel is right."""
-        found = ran.found
-        wrong = found if isinstance(found, Finding) else comparison.finding(found, case)
+        result = ran.found
+        wrong = result if isinstance(result, Finding) else comparison.finding(result, case)
         if wrong.kind in ("race", "does_not_end", "kept_state", "uninitialized", "read_only"):
             return wrong
         easier = [
@@ -285,14 +285,14 @@ class _Judge:
             (run._replace(variant=0), PLACE_COUNTS),
             (run._replace(order=ORDERS[0], debug=False, variant=0), ORDER_COUNTS),
         ]
-        for tried, cause in easier[: 2 if isinstance(found, Finding) else None]:
+        for tried, cause in easier[: 2 if isinstance(result, Finding) else None]:
             self._forget()
             if tried != run or cause is comparison.SECOND_LAUNCH:
                 with suppress(_OverBudgetError):
                     if not self._run(case, tried).wrong:
                         by_order = cause is ORDER_COUNTS
                         return _of_order(wrong) if by_order else comparison.because(wrong, cause)
-        if isinstance(found, Finding):
+        if isinstance(result, Finding):
             return wrong
         with suppress(_OverBudgetError):  # the compiler may have removed the cause
             cause_of = self._run(case, run._replace(debug=True, checks=True)).found
@@ -306,21 +306,21 @@ class _Judge:
         if left is None or self.examined or run.debug:  # -G keeps results that no code uses
             return None
         self.examined = True
-        found = of_engine(self.kernel.source, left, f"at {case.label}, {run.order} order")
+        finding = of_engine(self.kernel.source, left, f"at {case.label}, {run.order} order")
         if left.size > MAX_KEPT:
-            return found
+            return finding
         memory = self._module(run.debug).memory
         before = {name: bytes(data) for name, data in memory.items()}
         if self._run(case, run).wrong:
-            return found
+            return finding
         after = {name: bytes(data) for name, data in memory.items()}
         if after == before:  # no count: the launch uses what another one has computed
-            return found
+            return finding
         for launches in LATER:
             for name, data in after.items():
                 memory[name] = _advanced(before[name], data, launches)
             if self._run(case, run).wrong:
-                return found
+                return finding
         self._forget()
         return None
 
@@ -348,9 +348,9 @@ class _Judge:
                 f"{source.file}: not judged: a launch still runs after {budget:,} instructions of "
                 f"warps at {case.label}: check the kernel on a GPU, or state other sizes"
             )
-        found = of_engine(source, error.found, f"at {case.label}, {run.order} order")
-        text = f"{found.text} after {error.budget:,} instructions of warps"
-        return _Ran(replace(found, text=f"{text}\nthe template executes {usual:,}"), (), 0)
+        finding = of_engine(source, error.found, f"at {case.label}, {run.order} order")
+        text = f"{finding.text} after {error.budget:,} instructions of warps"
+        return _Ran(replace(finding, text=f"{text}\nthe template executes {usual:,}"), (), 0)
 
     def _run(self, case: Case, run: EmulatedRun, budget: int | None = None) -> _Ran:
         """Launch the kernel once. Raises _OverBudgetError, and NotJudged."""
@@ -358,23 +358,23 @@ class _Judge:
         seen: list[engine.Result] = []
         budget = budget or BUDGET
         checks = stand_in.Checks(run.checks, budget, run.variant, run.debug, seen.append)
-        found: Checked | Finding
+        result: Checked | Finding
         try:
             checked = Launcher(self.kernel, case, run, self.capability).compared(checks)
             ran = f"\nthe threads ran in {run.order} order" if run.order != ORDERS[0] else ""
-            found = replace(checked, problem=checked.problem and checked.problem + ran)
+            result = replace(checked, problem=checked.problem and checked.problem + ran)
         except stand_in.EmulatorError as error:
             if error.finding.kind == "endless":
                 raise _OverBudgetError(error.finding, budget) from None
-            found = of_engine(source, error.finding, at)
+            result = of_engine(source, error.finding, at)
         except engine.LaunchError as error:
             raise NotJudged(f"{source.file}: not judged: {error}") from None
         notes = tuple(note for each in seen for note in each.findings if not note.fatal)
         unwritten = [each for each in notes if run.debug and self._matters(each)]
-        if isinstance(found, Checked) and unwritten:
-            found = of_engine(source, unwritten[0], at)
+        if isinstance(result, Checked) and unwritten:
+            result = of_engine(source, unwritten[0], at)
         printed = "".join(each.printed for each in seen)
-        return _Ran(replace(found, printed=printed), notes, sum(r.instructions for r in seen))
+        return _Ran(replace(result, printed=printed), notes, sum(r.instructions for r in seen))
 
     def _matters(self, note: engine.Finding) -> bool:
         """Return whether a kernel that is not optimised reads a value that nothing has written.
@@ -403,17 +403,17 @@ class _Judge:
 
     def _all_right(self, cases: Iterable[sizes.Case], layout: str) -> list[Checked | Finding]:
         """Run cases of large sizes up to the first Finding; leave out cases that take too long."""
-        found: list[Checked | Finding] = []
+        results: list[Checked | Finding] = []
         for at, attrs in cases:
             if self.ended:
                 break
             case = replace(case_of(self.kernel, at, attrs, layout), hint=OTHER_SIZES, once=True)
             with suppress(_OverBudgetError):
                 ran = self._run(case, LARGE_RUN, LARGE_BUDGET)
-                found.append(self._explained(case, LARGE_RUN, ran) if ran.wrong else ran.found)
-            if found and isinstance(found[-1], Finding):
+                results.append(self._explained(case, LARGE_RUN, ran) if ran.wrong else ran.found)
+            if results and isinstance(results[-1], Finding):
                 break
-        return found
+        return results
 
 
 def _unlaunchable(kernel: Kernel, at: Mapping[str, int], needs: ResourceUsage) -> Finding | None:
@@ -422,9 +422,9 @@ def _unlaunchable(kernel: Kernel, at: Mapping[str, int], needs: ResourceUsage) -
     return too_many(kernel, needs, kernel.geometry(at), most)
 
 
-def _of_order(found: Finding) -> Finding:
+def _of_order(wrong: Finding) -> Finding:
     return replace(
-        found, text=re.sub(r"\nthe threads ran in \w+ order", rf"\g<0>{ORDER_COUNTS}", found.text)
+        wrong, text=re.sub(r"\nthe threads ran in \w+ order", rf"\g<0>{ORDER_COUNTS}", wrong.text)
     )
 
 

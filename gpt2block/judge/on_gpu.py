@@ -92,14 +92,14 @@ def _compiled(send: Send, job: ChildJob) -> bool:
     send(COMPILE)
     case, path = job.cases[0], str(job.kernel.source.path)
     capability = compute_capability()
-    made = nvrtc.compile(
+    build = nvrtc.compile(
         kernels.program(path, job.kernel.defines),
         name="kernel.cu",
         arch=f"sm_{capability}",
         options=[each for each in kernels.options(path, capability) if each[:2] == "-I"],
     )
-    if isinstance(made, nvrtc.Refused) and made.reason:
-        raise NotJudged(f"{job.kernel.source.file}: not judged: {made.reason}")
+    if isinstance(build, nvrtc.Refused) and build.reason:
+        raise NotJudged(f"{job.kernel.source.file}: not judged: {build.reason}")
     arrays = tuple(map(workload.uploaded, case.inputs))
     try:
         for launch in job.kernel.bind(arrays, **case.attrs).launches:
@@ -115,16 +115,16 @@ def _right(send: Send, job: ChildJob) -> bool:
     for case in job.cases:
         send(Stage(f"the check at {case.label}", job.check_s))
         try:
-            found = _launched(job.kernel, case)
+            result = _launched(job.kernel, case)
         except InputError as error:
             if not case.hint:
                 raise
-            found = Finding(f"{error}\n{case.hint}", at=f"at {case.label}")
+            result = Finding(f"{error}\n{case.hint}", at=f"at {case.label}")
         except Exception as error:
-            found = _failed(error, case.label)
-        send(found)
-        if isinstance(found, Finding):
-            return found.kind == "fragile"
+            result = _failed(error, case.label)
+        send(result)
+        if isinstance(result, Finding):
+            return result.kind == "fragile"
     return True
 
 

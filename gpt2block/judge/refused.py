@@ -37,18 +37,18 @@ def refused(kernel: Kernel) -> Finding | ResourceUsage:
     """
     usual = capability_of(kernel)
     asked = kernels.architecture(str(kernel.source.path))
-    made = _compiled(kernel, asked or f"sm_{usual}")
-    above = re.search(r"requires \.target|not supported on \.target", made.log)
-    if isinstance(made, nvrtc.Refused) and above:
-        made = _compiled(kernel, "sm_90a")
-    if isinstance(made, nvrtc.Refused):
-        if made.reason and "ptxas error" not in made.log:
-            raise NotJudged(f"{kernel.source.file}: not judged: {made.reason}")
-        return of_compiler(kernel.source, made.log)
-    own = made.log.partition(f"'{kernel.source.name}'")[2]
+    build = _compiled(kernel, asked or f"sm_{usual}")
+    above = re.search(r"requires \.target|not supported on \.target", build.log)
+    if isinstance(build, nvrtc.Refused) and above:
+        build = _compiled(kernel, "sm_90a")
+    if isinstance(build, nvrtc.Refused):
+        if build.reason and "ptxas error" not in build.log:
+            raise NotJudged(f"{kernel.source.file}: not judged: {build.reason}")
+        return of_compiler(kernel.source, build.log)
+    own = build.log.partition(f"'{kernel.source.name}'")[2]
     used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", own)
-    found = (int(used[1]), int(used[2] or 0)) if used else (0, 0)
-    return ResourceUsage(*found, WGMMA if above else usual)
+    resources = (int(used[1]), int(used[2] or 0)) if used else (0, 0)
+    return ResourceUsage(*resources, WGMMA if above else usual)
 
 
 def capability_of(kernel: Kernel) -> str:

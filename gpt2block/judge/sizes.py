@@ -90,7 +90,7 @@ _DIVISORS: Mapping[str, tuple[str, str, int]] = {
 _LARGEST = {"attention": ("C", 64), "trimat": ("HS", 64), "rope": ("D", 128), "qk_norm": ("D", 128)}
 
 
-def stated(operation: Operation, given: Sizes) -> Case:
+def stated(operation: Operation, sizes: Sizes) -> Case:
     """Return a case with sizes that a user states, and the other sizes of the last small case.
 
     If the user states the size that an attribute divides, such as C for n_head heads, the attribute
@@ -99,9 +99,9 @@ def stated(operation: Operation, given: Sizes) -> Case:
     last, attrs = operation.cases[-1]
     name = _DIVISORS.get(operation.name, ("",))[0]
     documented = operation.workload.attrs
-    if name in given and given[name] % _unit(operation, name, documented) == 0:
+    if name in sizes and sizes[name] % _unit(operation, name, documented) == 0:
         attrs = documented
-    return {**last, **given}, attrs
+    return {**last, **sizes}, attrs
 
 
 def further(operation: Operation) -> tuple[Case, ...]:
@@ -128,9 +128,9 @@ def longer(operation: Operation, number: int) -> Iterator[Case]:
     at, attrs = max(further(operation), key=lambda each: each[0][row])
     unit = lcm(8, per * _unit(operation, row, attrs))
     while (size := (number // unit + 1) * unit) > per * at[row]:
-        found = {**at, row: size // per}
-        if cost(operation, found, attrs) <= OF_WHOLE:
-            yield found, attrs
+        sizes = {**at, row: size // per}
+        if cost(operation, sizes, attrs) <= OF_WHOLE:
+            yield sizes, attrs
         number //= 2
 
 
@@ -151,12 +151,12 @@ def random(operation: Operation, seed: int) -> Iterator[Case]:
     rng = np.random.default_rng(seed)
     known = (*operation.cases, *further(operation))
     most = max(cost(operation, *case) for case in known)
-    found = 0
-    while found < RANDOM:
+    count = 0
+    while count < RANDOM:
         sizes, attrs = known[rng.integers(len(known))]
         drawn = {name: _drawn(operation, name, size, attrs, rng) for name, size in sizes.items()}
         if cost(operation, drawn, attrs) <= most:
-            found += 1
+            count += 1
             yield drawn, attrs
 
 
@@ -173,7 +173,7 @@ def parts(operation: Operation, sizes: Sizes, stated: Collection[str]) -> tuple[
 
     stated: names of sizes that the user states, and that keep their values in all cases.
     """
-    found: dict[tuple[int, ...], Case] = {}
+    cases: dict[tuple[int, ...], Case] = {}
     names = list(sizes)
     for i in range(len(names)):
         rotated = names[i:] + names[:i]
@@ -182,8 +182,8 @@ def parts(operation: Operation, sizes: Sizes, stated: Collection[str]) -> tuple[
         divided = _DIVISORS.get(operation.name, ("",))[0]
         if divided in order and reduced[divided] == _unit(operation, divided, attrs):
             reduced, attrs = _reduced(operation, sizes, several_rows(operation)[1], order)
-        found[tuple(reduced.values())] = reduced, attrs
-    return tuple(found.values())
+        cases[tuple(reduced.values())] = reduced, attrs
+    return tuple(cases.values())
 
 
 def _reduced(operation: Operation, sizes: Sizes, attrs: Attrs, order: Iterable[str]) -> Case:

@@ -77,13 +77,13 @@ class UserSource:
     def host_code(self) -> list[str]:
         """The first place of each kind of host code, such as "main (line 9)"; headers come last."""
         plain = _outside_conditions(kernels.without_comments(self.text))
-        found: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         for each in _HOST.finditer(plain):
-            found.setdefault(next(filter(None, each.groups())), each.start())
+            numbers.setdefault(next(filter(None, each.groups())), each.start())
         for each in _HEADER.finditer(plain):
             if kernels.without_host_headers(each[0]):
-                found[f"#include {each[1]}"] = each.start()
-        return [f"{name} (line {plain.count(chr(10), 0, at) + 1})" for name, at in found.items()]
+                numbers[f"#include {each[1]}"] = each.start()
+        return [f"{name} (line {plain.count(chr(10), 0, at) + 1})" for name, at in numbers.items()]
 
     @property
     def number(self) -> int:
@@ -140,28 +140,28 @@ def read(
     """
     text = read_text(path)
     linked = kernels.parse(text, str(path.resolve()))
-    found = linked or kernels.parse(text, str(path.resolve()), any_linkage=True)
-    if not found:
+    prototypes = linked or kernels.parse(text, str(path.resolve()), any_linkage=True)
+    if not prototypes:
         raise InputError(f"{path}{_no_kernel(text)}")
-    if kernel is None and len(found) > 1:
+    if kernel is None and len(prototypes) > 1:
         raise InputError(
-            f"{path} has {len(found)} kernels: choose one with ",
+            f"{path} has {len(prototypes)} kernels: choose one with ",
             Argument("kernel"),
-            f" {'|'.join(found)}",
+            f" {'|'.join(prototypes)}",
         )
-    name = kernel or next(iter(found))
-    if name not in found:
-        near = get_close_matches(name, found, 1) or list(found)
+    name = kernel or next(iter(prototypes))
+    if name not in prototypes:
+        near = get_close_matches(name, prototypes, 1) or list(prototypes)
         use = f"use {', '.join(near)}"
         raise InputError(Argument("kernel"), f" {name}: {path.name} has no such kernel: {use}")
-    source = UserSource(path.resolve(), text, name, found[name].parameters, LaunchText(""))
+    source = UserSource(path.resolve(), text, name, prototypes[name].parameters, LaunchText(""))
     problems: list[tuple[object, ...]] = []
     if not linked:
         problems.append((f"{source.place()}{_not_linked(name, text)}",))
     line, stated = stated_launch(source.file, text, source._named[0])
     options = {"grid": grid, "block": block, "shared": shared}
-    given = {key: value for key, value in options.items() if value is not None}
-    settings = {**stated, **given}
+    own = {key: value for key, value in options.items() if value is not None}
+    settings = {**stated, **own}
     if "grid" not in settings:
         advice = f", or write a launch line above the kernel, such as `{EXAMPLE}`"
         what = f"{source.place()}: the grid of {name} is not stated: pass "
@@ -170,18 +170,18 @@ def read(
         source,
         launch=LaunchText(**{"grid": "", **settings}),
         launch_line=line,
-        stated=frozenset(stated) - frozenset(given),
+        stated=frozenset(stated) - frozenset(own),
         problems=tuple(problems),
     )
 
 
 def numbers(text: str) -> dict[str, int]:
     """Return the integers that a file defines by #define, const or constexpr, by name."""
-    found: dict[str, int] = {}
+    values: dict[str, int] = {}
     for name, value in _NUMBER.findall(kernels.without_comments(text)):
         with suppress(InputError):
-            found[name] = evaluated(value, found)
-    return found
+            values[name] = evaluated(value, values)
+    return values
 
 
 def largest_number(text: str, most: int, threads: int) -> int:
@@ -191,10 +191,10 @@ def largest_number(text: str, most: int, threads: int) -> int:
     """
     known, plain = numbers(text), kernels.without_comments(text)
     plain = re.sub(r"\b[A-Za-z_]\w*", lambda word: str(known.get(word[0], word[0])), plain)
-    found = {(each, 1) for each in _CHAIN.findall(plain)}
-    found |= {(extent, int(width or 1) * threads) for width, extent in _LOCAL.findall(plain)}
+    factors = {(each, 1) for each in _CHAIN.findall(plain)}
+    factors |= {(extent, int(width or 1) * threads) for width, extent in _LOCAL.findall(plain)}
     values = [0]
-    for each, times in found:
+    for each, times in factors:
         with suppress(InputError):
             values.append(evaluated(re.sub("[uUlL]", "", each), {}) * times)
     return max(value for value in values if value <= most)
@@ -205,12 +205,12 @@ def read_text(path: Path) -> str:
     try:
         if any(not c.isprintable() or c in '"\\' for c in str(path.resolve())):
             raise InputError(OWN, f" {path}: a path with quotes or backslashes: rename it")
-        found = path.stat()
-        if not S_ISREG(found.st_mode):  # compiling reads the file again: no pipe
+        status = path.stat()
+        if not S_ISREG(status.st_mode):  # compiling reads the file again: no pipe
             kind = "a directory" if path.is_dir() else "a pipe or a device"
             what = f" {path}: expected a regular file, got {kind}: write the kernel to a .cu file"
             raise InputError(OWN, what)
-        if found.st_size > LARGEST_FILE:
+        if status.st_size > LARGEST_FILE:
             raise InputError(OWN, f" {path}: more than {LARGEST_FILE:,} bytes: expected a .cu file")
         data = path.read_bytes()
         if data.startswith((b"\xff\xfe", b"\xfe\xff")):  # > in Windows PowerShell writes UTF-16
@@ -231,12 +231,12 @@ def read_text(path: Path) -> str:
 def _no_kernel(text: str) -> str:
     """Return the reason why a file has no readable kernel, as text after the file's name."""
     plain = kernels.without_comments(text)
-    found = _GLOBAL.search(plain)
+    match = _GLOBAL.search(plain)
     if not text.strip():
         return f": no kernel: the source is empty: {TEMPLATE} prints one to start from"
-    if found is None:
+    if match is None:
         return ': no kernel: expected extern "C" __global__ void name(...), as in ' + TEMPLATE
-    return f":{plain.count(chr(10), 0, found.end()) + 1}" + _not_linked(found[1], text)
+    return f":{plain.count(chr(10), 0, match.end()) + 1}" + _not_linked(match[1], text)
 
 
 def _not_linked(name: str, text: str) -> str:

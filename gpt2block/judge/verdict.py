@@ -82,21 +82,21 @@ class Verdict:
         steps: whether `why` is requested. timed_sizes: sizes that a GPU times; None: the documented
         sizes of the operation.
         """
-        found: list[Checked | Finding | Fidelity | BenchmarkResult | Why] = []
+        collected: list[Checked | Finding | Fidelity | BenchmarkResult | Why] = []
         reason, begun = None, perf_counter()
         try:
-            found.extend(results)
+            collected.extend(results)
         except NotJudged as error:
             reason = str(error)
-        findings = [each for each in found if isinstance(each, Finding)]
-        timed = next((each for each in found if isinstance(each, BenchmarkResult)), None)
-        told = next((each for each in found if isinstance(each, Why)), None)
+        findings = [each for each in collected if isinstance(each, Finding)]
+        timed = next((each for each in collected if isinstance(each, BenchmarkResult)), None)
+        told = next((each for each in collected if isinstance(each, Why)), None)
         if steps and told is None:
             told = Why(note=NO_STEPS if findings or reason is not None else NOTHING_WRONG)
         return cls(
             kernel,
             device,
-            tuple(each for each in found if isinstance(each, Checked)),
+            tuple(each for each in collected if isinstance(each, Checked)),
             (*findings, *_timed_wrong(timed)),
             reason,
             perf_counter() - begun,
@@ -104,7 +104,7 @@ class Verdict:
             timed,
             told,
             timed_sizes or kernel.operation.workload.sizes,
-            next((each.text for each in found if isinstance(each, Fidelity)), None),
+            next((each.text for each in collected if isinstance(each, Fidelity)), None),
         )
 
     @property

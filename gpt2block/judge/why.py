@@ -178,11 +178,11 @@ class Launcher:
         kernel, case = self.kernel, self.case
         output = values(kernel.operation, case.inputs, case.attrs).outputs[name]
         parameters = zip(kernel.source.parameters, kernel.names, strict=True)
-        found = [each.name for each, argument in parameters if argument == name]
-        return (found[0], index * np.dtype(output.dtype).itemsize) if found else None
+        names = [each.name for each, argument in parameters if argument == name]
+        return (names[0], index * np.dtype(output.dtype).itemsize) if names else None
 
 
-def why(launcher: Launcher, found: Finding) -> Why:
+def why(launcher: Launcher, finding: Finding) -> Why:
     """Return the steps of the threads that a Finding names, or a note that says why not.
 
     The steps of a kernel that is compiled without optimisation have the order of the source. If
@@ -191,19 +191,19 @@ def why(launcher: Launcher, found: Finding) -> Why:
     for debug in dict.fromkeys((True, launcher.mode.debug)):
         with suppress(UnsupportedError):
             result, checked = launcher.launch(debug, Trace())
-            problems = [each for each in result.findings if _same(each, found)]
+            problems = [each for each in result.findings if _same(each, finding)]
             if problems:
                 return _up_to(launcher, debug, problems[0])
-            if checked and checked.first_wrong and not found.lines:
+            if checked and checked.first_wrong and not finding.lines:
                 return _up_to_write(launcher, debug, *checked.first_wrong)
     return Why(note=f"{NO_STEPS}: the problem did not occur again.")
 
 
-def _same(problem: engine.Finding, found: Finding) -> bool:
+def _same(problem: engine.Finding, finding: Finding) -> bool:
     """Return whether an error of a launch has a line and a thread that a Finding names."""
-    named = found.threads or (str(problem.now),)
-    same = problem.now.line in found.lines and str(problem.now) in named
-    return same or (problem.kind == "endless" and found.kind == "does_not_end")
+    named = finding.threads or (str(problem.now),)
+    same = problem.now.line in finding.lines and str(problem.now) in named
+    return same or (problem.kind == "endless" and finding.kind == "does_not_end")
 
 
 def _up_to(launcher: Launcher, debug: bool, problem: engine.Finding) -> Why:
