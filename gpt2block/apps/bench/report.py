@@ -71,10 +71,10 @@ def run(
         for work in progress(list(works)):
             try:
                 sets = work.sets()
-                found, lines = rows_of(work, work.ours(sets, index), len(sets), best)
+                timed, lines = rows_of(work, work.ours(sets, index), len(sets), best)
             except MemoryError as error:
-                found, lines = [], [f"{work.what} {work.dtype} {work.name}: {first_line(error)}"]
-            rows += found
+                timed, lines = [], [f"{work.what} {work.dtype} {work.name}: {first_line(error)}"]
+            rows += timed
             skipped += lines
             sets = []  # drop references, so that device memory can be freed
             cupy.get_default_memory_pool().free_all_blocks()

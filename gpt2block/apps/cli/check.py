@@ -43,10 +43,10 @@ def _print_checks(checks: list[doctor.Check]) -> None:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for found in checks:
-        mark = "[yellow]note[/]" if found.ok and found.fix else "[green]ok[/]"
-        mark = mark if found.ok else "[red]no[/]"
-        table.add_row(mark, found.name, shown(found.detail))
-        if found.fix:
-            table.add_row("", "", f"[bold]→ {shown(found.fix)}[/]")
+    for check in checks:
+        mark = "[yellow]note[/]" if check.ok and check.fix else "[green]ok[/]"
+        mark = mark if check.ok else "[red]no[/]"
+        table.add_row(mark, check.name, shown(check.detail))
+        if check.fix:
+            table.add_row("", "", f"[bold]→ {shown(check.fix)}[/]")
     console().print(table)

@@ -47,16 +47,16 @@ def operations(incomplete: str) -> list[str]:
 
 def variants(context: typer.Context, incomplete: str) -> list[str]:
     """Complete the name of a variant of the operation on the command line."""
-    found = _operation(context)
-    return one_of(*(each.name for each in found.variants))(incomplete) if found else []
+    operation = _operation(context)
+    return one_of(*(each.name for each in operation.variants))(incomplete) if operation else []
 
 
 def solutions(context: typer.Context, incomplete: str) -> list[str]:
     """Complete the number of an exercise with a solution for the operation on the command line."""
     from gpt2block.judge.solutions import names  # noqa: PLC0415  (needed here alone)
 
-    found = _operation(context)
-    return one_of(*names(found.name))(incomplete) if found else []
+    operation = _operation(context)
+    return one_of(*names(operation.name))(incomplete) if operation else []
 
 
 def _operation(context: typer.Context) -> Operation | None:

@@ -80,14 +80,14 @@ def count_all(
     variants: None for the variant that the operation chooses on an NVIDIA H200. stored: (dtype,
     layout), as `workload.check_storage` returns them.
     """
-    found: list[KernelCounts] = []
+    counts: list[KernelCounts] = []
     skipped: list[str] = []
     for variant in variants:
         try:
-            found += count(operation, variant, sizes, stored)
+            counts += count(operation, variant, sizes, stored)
         except (InputError, EmulatorError) as error:
             skipped.append(f"{variant.name if variant else operation.name}: {error}")
-    return found, skipped
+    return counts, skipped
 
 
 def count(
@@ -124,14 +124,14 @@ def reduced(operation: Operation, stated: Sizes) -> Sizes:
 
     The sizes that a user states, and the length of a row, keep their values.
     """
-    found = {**operation.workload.sizes, **stated}
-    kept = {*stated, KEPT.get(operation.name) or name_of_row(operation, found)}
-    while cost(operation, found, operation.workload.attrs) > MAX_COST:
-        free = [name for name, size in found.items() if name not in kept and size > 1]
+    sizes = {**operation.workload.sizes, **stated}
+    kept = {*stated, KEPT.get(operation.name) or name_of_row(operation, sizes)}
+    while cost(operation, sizes, operation.workload.attrs) > MAX_COST:
+        free = [name for name, size in sizes.items() if name not in kept and size > 1]
         if not free:
             break
-        found[max(free, key=lambda name: (name == "B", found[name]))] //= 2
-    return found
+        sizes[max(free, key=lambda name: (name == "B", sizes[name]))] //= 2
+    return sizes
 
 
 def print_lines(out: Console, counted: Sequence[KernelCounts], skipped: Iterable[str]) -> None:

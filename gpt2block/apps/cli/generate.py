@@ -196,13 +196,13 @@ def _sample(sequence: TokenSequence, has_text: bool) -> dict[str, Any]:
     }
 
 
-def _prompt(given: str | None, default: str) -> str:
+def _prompt(argument: str | None, default: str) -> str:
     """Return the prompt argument, else stdin unless it is a terminal or empty, else `default`."""
-    if given not in (None, "-"):
-        return given or ""
-    if given == "-" or not sys.stdin.isatty():
+    if argument not in (None, "-"):
+        return argument or ""
+    if argument == "-" or not sys.stdin.isatty():
         text = read_text("-", MAX_PROMPT).removesuffix("\n").removesuffix("\r")
-        if text or given == "-":
+        if text or argument == "-":
             return text
     return default
 

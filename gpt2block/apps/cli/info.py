@@ -51,10 +51,10 @@ def info(
     as_json: bool = json_option(),
 ) -> None:
     """Show the sizes, end tokens, memory and tensors of a model, without reading tensor data."""
-    given = [each for each in (model, named) if each is not None]
-    if len(given) > 1:
+    models = [each for each in (model, named) if each is not None]
+    if len(models) > 1:
         raise InputError("--model: expected the model as the argument or as this option, not both")
-    checkpoint = Checkpoint.open(given[0] if given else BUNDLED, revision)
+    checkpoint = Checkpoint.open(models[0] if models else BUNDLED, revision)
     c = checkpoint.config
     memory: dict[str, dict[str, Any]] = {
         formats.dtype: {

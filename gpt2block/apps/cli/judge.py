@@ -68,21 +68,21 @@ def judge(
     _check_device(device)
     if csv_file is not None:
         check_file(csv_file)
-    found: list[Judged] = []
+    verdicts: list[Judged] = []
     with progress_bar("kernels", hidden=as_json) as bar:
         jobs = jobs or judging.default_jobs()
         results = judging.judge(kernels, jobs, device=device, seed=seed)
-        found.extend(bar.track(results, len(kernels)))
-    found.sort(key=lambda each: kernels.index(each.entry))
+        verdicts.extend(bar.track(results, len(kernels)))
+    verdicts.sort(key=lambda each: kernels.index(each.entry))
     if csv_file is not None:
-        write_file(csv_file, _as_csv(found, judging.COLUMNS).encode())
-    confusion, unexpected = judging.confusion(found), judging.disagreements(found)
+        write_file(csv_file, _as_csv(verdicts, judging.COLUMNS).encode())
+    confusion, unexpected = judging.confusion(verdicts), judging.disagreements(verdicts)
     if as_json:
-        rows = [each.as_dict() for each in found]
+        rows = [each.as_dict() for each in verdicts]
         head = {"schema": judging.SCHEMA, "seed": seed, "confusion": confusion}
         print_json({**head, "kernels": rows})
     else:
-        _print_kernels(console(), found)
+        _print_kernels(console(), verdicts)
         _print_confusion(console(), confusion)
         _print_unexpected(console(), unexpected)
         print(f"Random sizes: seed {seed}.")

@@ -30,9 +30,9 @@ def _check_together(options: KernelsOptions, own: OwnOptions) -> None:
         "--template": own.template or None,
         "--solution": own.solution,
     }
-    given = [name for name, value in values.items() if value is not None]
-    if len(given) > 1:
-        raise InputError(f"{given[0]} and {given[1]}: choose one of them")
+    stated = [name for name, value in values.items() if value is not None]
+    if len(stated) > 1:
+        raise InputError(f"{stated[0]} and {stated[1]}: choose one of them")
     needing = {f"--{name}": value for name, value in vars(options).items() if name != "as_json"}
     needing = {name: each for name, each in (values | needing).items() if each not in (None, False)}
     if needing and options.operation is None:

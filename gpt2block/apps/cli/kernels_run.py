@@ -79,28 +79,28 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
         else:
             list_operations(console())
         return True
-    found = find(options.operation)
+    op = find(options.operation)
     if own.template:
-        print(template_of(found), end="")
+        print(template_of(op), end="")
         return True
     if own.solution is not None:
-        print(solution_of(found, own.solution), end="")
+        print(solution_of(op, own.solution), end="")
         return True
     if options.source is not None:
-        print_source(console(), found, rung(found, options.source))
+        print_source(console(), op, rung(op, options.source))
         return True
-    parse_sizes(found, options.shape)
-    variants = found.variants if options.variant is None else (found.variant(options.variant),)
-    stored = workload.check_storage(found, options.dtype, options.layout)
+    parse_sizes(op, options.shape)
+    variants = op.variants if options.variant is None else (op.variant(options.variant),)
+    stored = workload.check_storage(op, options.dtype, options.layout)
     if options.plot is not None:
         check_all(partial(check_file, options.plot), later=partial(doctor.require_cuda, "the GPU"))
     user = None
     if own.mine is not None:
         text = read(own.mine, own.kernel, own.grid, own.block, own.shared)
-        user = matched(text, found, stored, own.args)
+        user = matched(text, op, stored, own.args)
     if options.counters and (lacking := emulator.missing()):
         raise DeviceError(f"--counters: {lacking}")
-    request = Request(found, variants, stored, options, own)
+    request = Request(op, variants, stored, options, own)
     if options.counters and user is None:
         return _count_variants(request)
     return _run(request, user, options.device)
@@ -208,14 +208,14 @@ def _on_gpu(request: Request) -> bool:
     return all(row.right for rows in measured for row in rows)
 
 
-def _watched(results: Iterable[T], given: Sequence[Case], hidden: bool) -> Iterator[T]:
+def _watched(results: Iterable[T], cases: Sequence[Case], hidden: bool) -> Iterator[T]:
     """Yield results of checks; meanwhile, a progress bar shows the check that runs."""
-    labels = [*(each.label for each in given), "sizes that a GPU times"]
+    labels = [*(each.label for each in cases), "sizes that a GPU times"]
     with progress_bar("{task.description}", hidden) as bar:
         task = bar.add_task(f"compiling, then at {labels[0]}", total=len(labels))
         for done, found in enumerate(results, 1):
             yield found
-            bar.update(task, completed=done, description=f"at {labels[min(done, len(given))]}")
+            bar.update(task, completed=done, description=f"at {labels[min(done, len(cases))]}")
 
 
 def _own(request: Request, user: Kernel, on_gpu: bool) -> bool:
@@ -227,11 +227,11 @@ def _own(request: Request, user: Kernel, on_gpu: bool) -> bool:
     if not on_gpu:
         return _show_own(request, job.on_cpu(request.steps))
     names = tuple(each.name for each in request.variants)
-    found = job.on_gpu(names, request.sweep)
-    if found.benchmark and options.plot is not None:
-        timed = found.benchmark
+    verdict = job.on_gpu(names, request.sweep)
+    if verdict.benchmark and options.plot is not None:
+        timed = verdict.benchmark
         draw_sweep(timed.rows, timed.ceiling, doctor.describe_device(0), options.plot)
-    return _show_own(request, found)
+    return _show_own(request, verdict)
 
 
 def _counted(
@@ -250,33 +250,33 @@ def _counted(
 
 def _count_variants(request: Request) -> bool:
     """Print the counters of the built-in variants. Return False if none could run."""
-    found = _counted(request)
+    counts = _counted(request)
     if request.options.as_json:
-        print_json(counters.report(*found))
+        print_json(counters.report(*counts))
     else:
-        counters.print_totals(console(), *found)
-    return bool(found[0])
+        counters.print_totals(console(), *counts)
+    return bool(counts[0])
 
 
-def _show_own(request: Request, found: Verdict) -> bool:
+def _show_own(request: Request, verdict: Verdict) -> bool:
     """Print the verdict. Raise an exception, for exit code 2, if the kernel was not judged."""
     page = request.own.why_page
-    if page is not None and found.why is not None:
-        write_file(page, html_of(found, found.why).encode())
-    wanted = request.options.counters and found.right
-    counted = _counted(request, found.kernel) if wanted else None
+    if page is not None and verdict.why is not None:
+        write_file(page, html_of(verdict, verdict.why).encode())
+    wanted = request.options.counters and verdict.right
+    counted = _counted(request, verdict.kernel) if wanted else None
     if request.options.as_json:
-        print_json(found.as_dict() | ({"counters": counters.report(*counted)} if counted else {}))
-        if found.reason is not None:
+        print_json(verdict.as_dict() | ({"counters": counters.report(*counted)} if counted else {}))
+        if verdict.reason is not None:
             raise typer.Exit(NO_VERDICT)
-    elif found.reason is not None:
-        raise NotJudged(found.reason)
+    elif verdict.reason is not None:
+        raise NotJudged(verdict.reason)
     else:
-        print_verdict(console(), found)
-        if request.own.why and found.why is not None:
-            print_why(console(), found.kernel.source, found.why)
+        print_verdict(console(), verdict)
+        if request.own.why and verdict.why is not None:
+            print_why(console(), verdict.kernel.source, verdict.why)
         if counted:
             counters.print_lines(console(), *counted)
         if page is not None:
             print(f"The steps are in {page}.")
-    return found.right
+    return verdict.right

@@ -25,31 +25,31 @@ WIDTH_OF_NUMBERS = 24  # characters of the columns of numbers, and of the spaces
 LONGEST_EVENT = 46  # characters of an event that is not folded
 
 
-def print_verdict(out: Console, found: Verdict) -> None:
+def print_verdict(out: Console, verdict: Verdict) -> None:
     """Print a kernel's checks, then its error or, if it was timed, its rank among the variants."""
-    source = found.kernel.source
-    out.print(escape(found.title))
-    if found.printed:  # the output for one size; other sizes print similar text
-        _print_text(out, source, found.printed)
-    if found.checks:
-        _print_checked(out, found.checks)
-    for each in found.findings:
+    source = verdict.kernel.source
+    out.print(escape(verdict.title))
+    if verdict.printed:  # the output for one size; other sizes print similar text
+        _print_text(out, source, verdict.printed)
+    if verdict.checks:
+        _print_checked(out, verdict.checks)
+    for each in verdict.findings:
         out.print(f"[bold red]{escape(headline(source, each))}[/]")
         for line in numbered(source, each):
             out.print(escape(line), no_wrap=True, overflow="ellipsis")
         if each.at:
             out.print(escape(each.at))
-    if found.right and found.device == "cpu":
+    if verdict.right and verdict.device == "cpu":
         out.print(ALL_ORDERS)
-        out.print(f"{escape(found.fidelity or '')}.")
-        out.print(f"A GPU times {described(found.timed_sizes)}: {found.at_timed_sizes}.")
-        if found.seed is not None:
-            out.print(f"Random sizes: seed {found.seed}.")
+        out.print(f"{escape(verdict.fidelity or '')}.")
+        out.print(f"A GPU times {described(verdict.timed_sizes)}: {verdict.at_timed_sizes}.")
+        if verdict.seed is not None:
+            out.print(f"Random sizes: seed {verdict.seed}.")
         out.print(NO_TIMES)
-    for hint in found.hints:
+    for hint in verdict.hints:
         out.print(f"hint: {escape(hint)}")
-    if found.benchmark:
-        timed = found.benchmark
+    if verdict.benchmark:
+        timed = verdict.benchmark
         out.print()
         print_measurements(out, timed.rows, timed.skipped, timed.ceiling)
         out.print(placed(timed.rows))

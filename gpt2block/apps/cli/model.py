@@ -117,14 +117,14 @@ def with_numbers(*names: str, optional: str = "") -> Callable[[type[Group]], typ
     """
 
     def decorated(kind: type[Group]) -> type[Group]:
-        found: list[tuple[str, Any, Any]] = []
+        numbers: list[tuple[str, Any, Any]] = []
         for name in names:
             number: Any = {"float": float, "int": int}[str(KEYWORDS[name].type)]
             if optional:
-                found.append((name, number | None, keyword(name, optional, default=None)))
+                numbers.append((name, number | None, keyword(name, optional, default=None)))
             else:
-                found.append((name, number, keyword(name)))
-        return make_dataclass(kind.__name__, found, bases=(kind,), frozen=True)
+                numbers.append((name, number, keyword(name)))
+        return make_dataclass(kind.__name__, numbers, bases=(kind,), frozen=True)
 
     return decorated
 

@@ -62,12 +62,12 @@ json_option = partial(option, "Print JSON.", False, "--json")
 def json_object(text: str) -> dict[str, Any]:
     """Parse the value of an option that takes a JSON object."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise typer.BadParameter(f'expected a JSON object such as {{"name": true}}, got {text!r}')
-    return found
+    return value
 
 
 def path_of(text: str) -> Path:
@@ -98,14 +98,14 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
         else:
             infos[name], types[name] = parameter.default.metadata["info"], kind
 
-    def run(**given: object) -> None:
-        values = dict(given)
+    def run(**options: object) -> None:
+        values = dict(options)
         try:
             for name, group in groups.items():
                 values[name] = _made(group, values)
             function(**values)
         except PrintableError as error:
-            raise type(error)(*error.texts(_spelling(infos, given))) from error
+            raise type(error)(*error.texts(_spelling(infos, options))) from error
 
     run.__annotations__ = types  # Typer reads the annotations with the signature
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -133,13 +133,13 @@ def _options_of(kind: Any) -> Iterator[tuple[str, object, object]]:
 
 def _made(kind: Any, values: dict[str, object]) -> object:
     """Build a dataclass from `values` of its options, and remove these from `values`."""
-    types, given = get_type_hints(kind), {}
+    types, keywords = get_type_hints(kind), {}
     for each in fields(kind):
         if is_dataclass(types[each.name]):
-            given[each.name] = _made(types[each.name], values)
+            keywords[each.name] = _made(types[each.name], values)
         elif each.name in values:
-            given[each.name] = values.pop(each.name)
-    return kind(**given)
+            keywords[each.name] = values.pop(each.name)
+    return kind(**keywords)
 
 
 def _info_of(each: Field[Any]) -> object:

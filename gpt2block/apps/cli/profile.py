@@ -115,36 +115,36 @@ def _model(options: ProfileOptions) -> tuple[Model[Any], str, str]:
     from gpt2block.model import GPT2  # noqa: PLC0415
 
     weights = GPT2Weights.random(0, size(options.size))
-    given = options.formats.resolved(in_blocks=False)
-    made = GPT2(weights, options.device, given.dtype, given.allow_nonfinite, given.kv_dtype)
-    return made, f"random weights, the shape of {options.size}", made.dtypes
+    formats = options.formats.resolved(in_blocks=False)
+    model = GPT2(weights, options.device, formats.dtype, formats.allow_nonfinite, formats.kv_dtype)
+    return model, f"random weights, the shape of {options.size}", model.dtypes
 
 
 def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
     """Load the first block of the model. Return the block, its name and its dtype."""
-    made: Block | LlamaBlock
+    block: Block | LlamaBlock
     dtype = options.formats.resolved(in_blocks=False).dtype
     where: dict[str, Any] = {"device": options.device, "dtype": dtype}
     if options.size is not None:
-        made = Block(BlockWeights.random(0, size(options.size)), **where)
-        return made, f"random weights, the shape of {options.size}", made.dtype
+        block = Block(BlockWeights.random(0, size(options.size)), **where)
+        return block, f"random weights, the shape of {options.size}", block.dtype
     checkpoint = Checkpoint.open(options.model, options.revision)
     if isinstance(checkpoint.config, LlamaConfig):
-        made = LlamaBlock(LlamaBlockWeights.from_pretrained(checkpoint), **where)
+        block = LlamaBlock(LlamaBlockWeights.from_pretrained(checkpoint), **where)
     else:
-        made = Block(BlockWeights.from_pretrained(checkpoint), **where)
-    return made, f"{checkpoint.name}, block 0", made.dtype
+        block = Block(BlockWeights.from_pretrained(checkpoint), **where)
+    return block, f"{checkpoint.name}, block 0", block.dtype
 
 
-def _facts(found: Profile, output: Path) -> dict[str, Any]:
+def _facts(profile: Profile, output: Path) -> dict[str, Any]:
     """Return the object that --json prints."""
-    kinds = summary.kinds(found)
-    facts = {name: value for name, value in vars(found).items() if name != "passes"}
+    kinds = summary.kinds(profile)
+    facts = {name: value for name, value in vars(profile).items() if name != "passes"}
     return {
         **facts,
         "trace": str(output),
-        "passes": [_with_bytes(summary.pass_times(found, kind)) for kind in kinds],
-        "operations": [_with_bytes(row) for k in kinds for row in summary.operations(found, k)],
+        "passes": [_with_bytes(summary.pass_times(profile, kind)) for kind in kinds],
+        "operations": [_with_bytes(row) for k in kinds for row in summary.operations(profile, k)],
     }
 
 
@@ -153,16 +153,16 @@ def _with_bytes(row: PassTimes | TimedOperation) -> dict[str, Any]:
     return {**asdict(row), "moved": row.moved._asdict()}
 
 
-def _print(found: Profile, output: Path) -> None:
+def _print(profile: Profile, output: Path) -> None:
     out = console()
-    out.print(f"device  {shown(found.device)}")
-    out.print(f"model   {shown(found.model)}, {found.dtype}")
-    out.print(f"input   {found.rows} x {found.tokens} random tokens")
-    out.print(f"floor   the time of a copy of as many bytes: {found.copy_gb_s:,.1f} GB/s here")
+    out.print(f"device  {shown(profile.device)}")
+    out.print(f"model   {shown(profile.model)}, {profile.dtype}")
+    out.print(f"input   {profile.rows} x {profile.tokens} random tokens")
+    out.print(f"floor   the time of a copy of as many bytes: {profile.copy_gb_s:,.1f} GB/s here")
     cached = False
-    for kind in summary.kinds(found):
-        times = summary.pass_times(found, kind)
-        rows = summary.operations(found, kind)
+    for kind in summary.kinds(profile):
+        times = summary.pass_times(profile, kind)
+        rows = summary.operations(profile, kind)
         _print_operations(out, rows, times)
         _print_times(out, times)
         cached |= any(row.of_floor is not None and row.of_floor > 1 for row in rows)

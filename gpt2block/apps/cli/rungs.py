@@ -61,11 +61,11 @@ def check_variants(
     variants = tuple(variants)
     rungs, skipped = [], []
     for variant in seen(variants):
-        found = _variant(variant, prepared, dtype)
-        if isinstance(found, str):
-            skipped.append(f"{variant.name}: {found}")
+        rung = _variant(variant, prepared, dtype)
+        if isinstance(rung, str):
+            skipped.append(f"{variant.name}: {rung}")
         else:
-            rungs.append(found)
+            rungs.append(rung)
     return rungs, skipped
 
 

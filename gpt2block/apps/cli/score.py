@@ -108,23 +108,23 @@ def _prepend_end_of_text(encoding: Encoding | None, ids: Any, vocab_size: int) -
 
 
 def _print_json(
-    file: str, loaded: Model[Any], found: Score, seconds: float, per_token: bool
+    file: str, loaded: Model[Any], score: Score, seconds: float, per_token: bool
 ) -> None:
     report = {
         "file": file,
         **model_facts(loaded),
-        "log_likelihood": found.log_likelihood,
-        "nats_per_token": found.nats_per_token,
-        "perplexity": found.perplexity,
-        "bits_per_byte": found.bits_per_byte,
-        "tokens": found.n_tokens,
-        "bytes": found.bytes,
-        "n_ctx": found.n_ctx,
-        "stride": found.stride,
+        "log_likelihood": score.log_likelihood,
+        "nats_per_token": score.nats_per_token,
+        "perplexity": score.perplexity,
+        "bits_per_byte": score.bits_per_byte,
+        "tokens": score.n_tokens,
+        "bytes": score.bytes,
+        "n_ctx": score.n_ctx,
+        "stride": score.stride,
         "seconds": seconds,
     }
     if per_token:
-        tokens = [token._asdict() | {"surprisal": token.surprisal} for token in found.tokens]
+        tokens = [token._asdict() | {"surprisal": token.surprisal} for token in score.tokens]
         report["per_token"] = tokens
     print_json(report)
 
@@ -133,16 +133,16 @@ SURPRISALS = ((1, "green"), (4, "default"), (8, "yellow"), (12, "red"))  # (maxi
 HIGHEST = "bold red"
 
 
-def _print_tokens(found: Score, encoding: Encoding | None) -> None:
+def _print_tokens(score: Score, encoding: Encoding | None) -> None:
     """Print the text, colored by surprisal, on a terminal; in a pipe print a line per token."""
     out = Console(highlight=False)
     if not out.is_terminal or encoding is None:
-        for token in found.tokens:
+        for token in score.tokens:
             print(f"{token.surprisal:9.4f}  {token.id:6}  {token.text!r}")
         print()
         return
-    text = Text(printable_lines(found.tokens.start))
-    for piece, bits in found.tokens.pieces():
+    text = Text(printable_lines(score.tokens.start))
+    for piece, bits in score.tokens.pieces():
         text.append(printable_lines(piece), style=color_of(bits))
     legend = Text("surprisal in bits: ", style="dim")
     for bits, style in SURPRISALS:
@@ -156,18 +156,18 @@ def color_of(bits: float) -> str:
     return next((style for most, style in SURPRISALS if bits <= most), HIGHEST)
 
 
-def _print_score(file: str, loaded: Model[Any], found: Score, seconds: float) -> None:
-    size = "" if found.bytes is None else f", {found.bytes:,} bytes"
+def _print_score(file: str, loaded: Model[Any], score: Score, seconds: float) -> None:
+    size = "" if score.bytes is None else f", {score.bytes:,} bytes"
     rows = {
-        "text": f"{file}: {found.n_tokens:,} tokens predicted{size}",
+        "text": f"{file}: {score.n_tokens:,} tokens predicted{size}",
         "model": f"{loaded.name}, {loaded.dtypes}, {loaded.device}",
-        "windows": f"{found.n_ctx} tokens, stride {found.stride}: each token predicted from at "
-        f"least {found.n_ctx - found.stride} before it, but near the start",
-        "log-likelihood": f"{found.log_likelihood:,.2f} nats",
-        "nats per token": f"{found.nats_per_token:.4f}",
-        "perplexity": f"{found.perplexity:,.4f}",
+        "windows": f"{score.n_ctx} tokens, stride {score.stride}: each token predicted from at "
+        f"least {score.n_ctx - score.stride} before it, but near the start",
+        "log-likelihood": f"{score.log_likelihood:,.2f} nats",
+        "nats per token": f"{score.nats_per_token:.4f}",
+        "perplexity": f"{score.perplexity:,.4f}",
     }
-    if found.bits_per_byte is not None:
-        rows["bits per byte"] = f"{found.bits_per_byte:.4f}"
-    rows["time"] = f"{seconds:.1f} s, {found.n_tokens / seconds:,.0f} tokens/s"
+    if score.bits_per_byte is not None:
+        rows["bits per byte"] = f"{score.bits_per_byte:.4f}"
+    rows["time"] = f"{seconds:.1f} s, {score.n_tokens / seconds:,.0f} tokens/s"
     print_facts(rows)

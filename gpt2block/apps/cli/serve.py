@@ -254,14 +254,14 @@ def _bound_file(path: Path) -> socket.socket:
     return held
 
 
-def _processes(given: int | None) -> int:
-    """Return the number of processes for HTTP. given: value of --processes."""
-    if given is None:
+def _processes(count: int | None) -> int:
+    """Return the number of processes for HTTP. count: value of --processes."""
+    if count is None:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         return 0 if cores <= MAX_ALONE or sys.platform == "win32" else min(MAX_OWN, cores // 2)
-    if given and sys.platform == "win32":
-        raise InputError(f"--processes: expected 0 on Windows, got {given}")
-    return check_integer("processes", given, 0, MAX_PROCESSES, f"0 to {MAX_PROCESSES}")
+    if count and sys.platform == "win32":
+        raise InputError(f"--processes: expected 0 on Windows, got {count}")
+    return check_integer("processes", count, 0, MAX_PROCESSES, f"0 to {MAX_PROCESSES}")
 
 
 def _runner(
@@ -305,12 +305,12 @@ def _memory(engine: object) -> str:
     return f", on each GPU {weights} of weights and {of_token} for a token's keys and values"
 
 
-def _host(given: str) -> str:
-    if not re.fullmatch(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]", given.lower()):
+def _host(host: str) -> str:
+    if not re.fullmatch(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]", host.lower()):
         raise InputError(
-            f"--allowed-host: expected a name without a port, such as example.com, got {given!r}"
+            f"--allowed-host: expected a name without a port, such as example.com, got {host!r}"
         )
-    return given.lower()
+    return host.lower()
 
 
 def _name(model: str) -> str:
@@ -349,14 +349,14 @@ def _network(proxy: str) -> str:
         ) from None
 
 
-def _origin(given: str) -> str:
+def _origin(origin: str) -> str:
     """Return an origin in lower case, as browsers send it. Raises InputError if it has a path."""
-    if given != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+", given.lower()):
+    if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+", origin.lower()):
         raise InputError(
             "--cors-origin: expected an origin without a path, such as https://example.com, or "
-            f"http://localhost:3000, got {given!r}"
+            f"http://localhost:3000, got {origin!r}"
         )
-    return given.lower()
+    return origin.lower()
 
 
 def _loopback(host: str) -> bool:

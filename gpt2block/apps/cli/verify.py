@@ -52,12 +52,12 @@ def verify(
     receipts = [(file, n, each) for file in files for n, each in enumerate(_read(file), 1)]
     if sample is not None:
         receipts = random.SystemRandom().sample(receipts, min(sample, len(receipts)))
-    given = [each for *_, each in receipts]
-    loaded, encoding = load_model(_options(model, given), None)
+    stated = [each for *_, each in receipts]
+    loaded, encoding = load_model(_options(model, stated), None)
     begun, codes, tokens, nan = perf_counter(), [0, 0, 0], 0, 0
     with progress_bar("verifying") as bar:
         task = bar.add_task("verifying", total=len(receipts))
-        for index, check in check_receipts(loaded.engine, encoding or loaded.lookup, given):
+        for index, check in check_receipts(loaded.engine, encoding or loaded.lookup, stated):
             bar.advance(task)
             codes[check.code] += 1
             tokens, nan = tokens + check.tokens, nan + check.nan
@@ -82,10 +82,10 @@ def _read(file: str) -> list[Any]:
     # Not `splitlines`: JSON strings can contain U+0085, U+2028 and U+2029.
     lines = [line.removeprefix(EVENT) for line in text.split("\n")]
     values = [_value(text)] if isinstance(_value(text), (dict, list)) else [*map(_value, lines)]
-    found = [*found_in([each for each in values if each not in ("", "[DONE]")])]
-    if not found:
+    receipts = [*found_in([each for each in values if each not in ("", "[DONE]")])]
+    if not receipts:
         raise InputError(f"{file}: expected receipts, found none")
-    return found
+    return receipts
 
 
 def _value(text: str) -> object:

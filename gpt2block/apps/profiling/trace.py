@@ -97,7 +97,7 @@ def _placed(
     ends: µs from the start of the pass to each kernel's end. offset: start of the pass in ns.
     tracks: end of the last slice of each track in ns; updated.
     """
-    found = []
+    events = []
     for ran, added, end_us in zip(timeline.ran, timeline.added, ends, strict=True):
         end = offset + _ns(end_us)
         start = max(offset, end - _ns(ran.own))
@@ -105,8 +105,8 @@ def _placed(
         if free == len(tracks):
             tracks.append(0)
         tracks[free] = end
-        found.append(Slice(ran, added, start, end, free))
-    return found
+        events.append(Slice(ran, added, start, end, free))
+    return events
 
 
 def _pass(

@@ -34,9 +34,9 @@ def error_response(error: ApiError, **headers: str) -> JSONResponse:
     return JSONResponse(error.body, error.status, {**HEADERS.get(error.status, {}), **headers})
 
 
-def request_id(given: str = "") -> str:
+def request_id(id: str = "") -> str:
     """Return the X-Request-Id that the client sent, if it is short and printable, else a new id."""
-    return given if REQUEST_ID.fullmatch(given) else f"req-{getrandbits(128):032x}"
+    return id if REQUEST_ID.fullmatch(id) else f"req-{getrandbits(128):032x}"
 
 
 class Access:
@@ -81,11 +81,11 @@ class Access:
             return error_response(OVERLOADED)
         if "content-length" in headers and "transfer-encoding" in headers:
             return error_response(FRAMED_TWICE, connection="close")
-        given = headers.get("host", "")
-        name = HOST.fullmatch(given.lower())
+        host = headers.get("host", "")
+        name = HOST.fullmatch(host.lower())
         if self._hosts and not (name and name[1] in self._hosts):
             names = f"{', '.join(self._hosts)} or another one by --allowed-host"
-            return error_response(ApiError(400, f"Host: expected {names}, got {shown(given)}"))
+            return error_response(ApiError(400, f"Host: expected {names}, got {shown(host)}"))
         return None
 
 

@@ -318,16 +318,16 @@ class TextForm(Form):
     def _logprobs(self, scored: Scored, offsets: TextOffsets) -> JsonObject:
         """Return the logprobs object; alternatives, if requested, include the token itself."""
         texts = [self.token(token) for token in scored.tokens]
-        found: list[dict[str, float] | None] = []
+        alternatives: list[dict[str, float] | None] = []
         for token, logprob, top in zip(scored.tokens, scored.logprobs, scored.tops, strict=True):
             shown = {self.token(id): finite(each) for id, each in top}
             if top and logprob is not None:
                 shown.setdefault(self.token(token), finite(logprob))
-            found.append(shown or None)
+            alternatives.append(shown or None)
         return {
             "tokens": texts,
             "token_logprobs": [None if each is None else finite(each) for each in scored.logprobs],
-            "top_logprobs": found if any(found) else None,
+            "top_logprobs": alternatives if any(alternatives) else None,
             "text_offset": [
                 offsets.next(b"" if token in self._unwritten else self.bytes_of(token))
                 for token in scored.tokens
@@ -348,13 +348,13 @@ class ChatForm(Form):
         self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
     ) -> list[JsonObject]:
         new, part = self._read(index, part, part.reason is not None)
-        found = [
+        deltas = [
             self._filled({"index": index, "delta": each}, AnswerChoice(), logprobs=False)
             for each in new or [{}]
         ]
-        found[0]["logprobs"] = self._logprobs(part.scored) if logprobs else None
-        found[-1]["finish_reason"] = part.reason
-        return found
+        deltas[0]["logprobs"] = self._logprobs(part.scored) if logprobs else None
+        deltas[-1]["finish_reason"] = part.reason
+        return deltas
 
     def _read(
         self, index: int, part: AnswerChoice, final: bool
@@ -428,22 +428,22 @@ async def streamed(
     untold = dict(prompts or {})
 
     def event(*choices: JsonObject, **changed: object) -> bytes:
-        found = form.object(form.chunk, list(choices), **{**more, **changed})
+        chunk = form.object(form.chunk, list(choices), **{**more, **changed})
         first = [each["index"] for each in choices if each["index"] in untold]
-        form.with_prompts(found, {index: untold.pop(index) for index in first})
-        return sent.chunk(found)
+        form.with_prompts(chunk, {index: untold.pop(index) for index in first})
+        return sent.chunk(chunk)
 
     def deltas(
         index: int, part: AnswerChoice, new: list[int], drafted: list[bool]
     ) -> list[JsonObject]:
-        found = form.deltas(index, part, logprobs, offsets[index])
+        chunk = form.deltas(index, part, logprobs, offsets[index])
         if part.reason and answer.sequences:
-            found[-1] |= sent.facts(answer.sequences[index])
+            chunk[-1] |= sent.facts(answer.sequences[index])
         if prompts is not None:
-            found[0]["token_ids"] = new
+            chunk[0]["token_ids"] = new
             if drafts:
-                found[0]["guessed"] = drafted
-        return found
+                chunk[0]["guessed"] = drafted
+        return chunk
 
     offsets, count, last = [TextOffsets() for _ in echoes], 0, 0.0
     detailed = logprobs or prompts is not None  # whether to send also tokens without text
@@ -462,9 +462,9 @@ async def streamed(
                     if part.text or part.finish_reason or (part.tokens and detailed)
                     for each in deltas(index, _choice(part), part.tokens, part.drafted)
                 ]
-                found = [event(part) for part in parts if detailed or not form.is_empty(part)]
-                if found:
-                    yield b"".join(found)
+                chunk = [event(part) for part in parts if detailed or not form.is_empty(part)]
+                if chunk:
+                    yield b"".join(chunk)
                     now = perf_counter()
                     if last:
                         observe(now - last)
@@ -489,9 +489,9 @@ def server_sent(data: str, name: str = "") -> bytes:
 
 def _choice(part: Part) -> AnswerChoice:
     """Convert a Part to an AnswerChoice, a part of an answer."""
-    found = AnswerChoice()
-    found.add(part)
-    return found
+    choice = AnswerChoice()
+    choice.add(part)
+    return choice
 
 
 def usage(prompt: int, completion: int, cached: int | None = None) -> JsonObject:

@@ -95,7 +95,7 @@ MANY_TOKENS = 1024  # most values in JSON that is written in the event loop, not
 class PreparedRequest:
     """A validated request that is ready to run."""
 
-    given: SampledRequest
+    body: SampledRequest
     sequences: Sequences
     prompts: Sequence[Ids]
     echoes: Sequence[AnswerChoice]  # for each sequence, the prompt as start of the answer
@@ -106,7 +106,7 @@ class PreparedRequest:
     @property
     def prompt_ids(self) -> dict[int, list[int]] | None:
         """Token ids of prompts by index of the choice, if the request wants them; else None."""
-        if not self.given.return_token_ids:
+        if not self.body.return_token_ids:
             return None
         samples = len(self.echoes) // len(self.prompts)
         return {i: self.prompts[i // samples].tolist() for i in range(len(self.echoes))}
@@ -197,8 +197,8 @@ class Server:
                     if kind is None:
                         response = await handler(request)
                     else:
-                        given = await self._parsed(request, kind)
-                        response = await _while_there(request.receive, handler(request, given))
+                        body = await self._parsed(request, kind)
+                        response = await _while_there(request.receive, handler(request, body))
             except TimeoutError:
                 response = error_response(late())
             except ApiError as error:
@@ -224,8 +224,8 @@ class Server:
         """Return the name of the request's API key, or the client's address if none is required."""
         if not self.keys:
             return request.client.host if request.client else ""
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        data, keys = given.strip().encode(), self.keys.items()
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        data, keys = token.strip().encode(), self.keys.items()
         # Compare all keys, so that the time does not tell which key matches.
         names = [name for name, key in keys if hmac.compare_digest(data, key.encode())]
         if scheme.lower() != "bearer" or not names:
@@ -256,72 +256,72 @@ class Server:
 
     # --- endpoints of completions -----------------------------------------------------------------
 
-    async def completions(self, request: Request, given: CompletionRequest) -> Response:
-        asked = await self._prepared(request, self._completion, given)
-        if given.echo and given.logprobs is not None:
-            for echo, ids in zip(asked.echoes[:: given.n or 1], asked.prompts, strict=True):
+    async def completions(self, request: Request, body: CompletionRequest) -> Response:
+        asked = await self._prepared(request, self._completion, body)
+        if body.echo and body.logprobs is not None:
+            for echo, ids in zip(asked.echoes[:: body.n or 1], asked.prompts, strict=True):
                 client = request.state.client
-                echo.scored = await self.engine.call("score", client, ids, given.logprobs)
+                echo.scored = await self.engine.call("score", client, ids, body.logprobs)
         return await self._answer(request, asked)
 
-    async def chat(self, request: Request, given: ChatRequest) -> Response:
-        return await self._answer(request, await self._in_thread(request, self._chat, given))
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
+        return await self._answer(request, await self._in_thread(request, self._chat, body))
 
-    async def responses(self, request: Request, given: ResponsesRequest) -> Response:
+    async def responses(self, request: Request, body: ResponsesRequest) -> Response:
         with named_as_given(ChatRequest.model_fields):
-            asked = await self._in_thread(request, self._response, given)
+            asked = await self._in_thread(request, self._response, body)
             return await self._answer(request, asked)
 
-    def _response(self, given: ResponsesRequest) -> PreparedRequest:
+    def _response(self, body: ResponsesRequest) -> PreparedRequest:
         """Return the chat request that answers a request to /v1/responses."""
         names, n_ctx = self.settings.names, self.model.config.n_ctx
-        asked = self._chat(validated(ChatRequest, chat_body(given), names, n_ctx))
-        return replace(asked, sent=ResponseSent(given, self.settings.name))
+        asked = self._chat(validated(ChatRequest, chat_body(body), names, n_ctx))
+        return replace(asked, sent=ResponseSent(body, self.settings.name))
 
-    def _completion(self, given: CompletionRequest) -> PreparedRequest:
-        n, top, new = given.n or 1, given.logprobs or 0, given.max_tokens
-        if new == 0 and not given.echo:
+    def _completion(self, body: CompletionRequest) -> PreparedRequest:
+        n, top, new = body.n or 1, body.logprobs or 0, body.max_tokens
+        if new == 0 and not body.echo:
             raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
-        if new == 0 and given.stream:
+        if new == 0 and body.stream:
             raise ApiError(400, "stream: expected max_tokens of at least 1", "stream")
-        prompts = [self._ids(*each) for each in named("prompt", given.prompt)]
-        most, unwritten = 16 if new is None else new, self._unwritten(given, None)
-        sequences = self._sequences(prompts, given, most, top, None) if most else []
+        prompts = [self._ids(*each) for each in named("prompt", body.prompt)]
+        most, unwritten = 16 if new is None else new, self._unwritten(body, None)
+        sequences = self._sequences(prompts, body, most, top, None) if most else []
         echoes = [AnswerChoice() for _ in prompts]
-        if given.echo:
-            for echo, ids, prompt in zip(echoes, prompts, given.prompt, strict=True):
+        if body.echo:
+            for echo, ids, prompt in zip(echoes, prompts, body.prompt, strict=True):
                 data = bytes_of_ids(
                     self.encoding, [id for id in ids.tolist() if id not in unwritten]
                 )
                 echo.text = prompt if isinstance(prompt, str) else data.decode(errors="replace")
         form = TextForm(self.settings.name, self.encoding, unwritten)
         starts = [each for each in echoes for _ in range(n)]
-        return PreparedRequest(given, sequences, prompts, starts, form, given.logprobs is not None)
+        return PreparedRequest(body, sequences, prompts, starts, form, body.logprobs is not None)
 
-    def _chat(self, given: ChatRequest) -> PreparedRequest:
-        top, logprobs = given.top_logprobs or 0, bool(given.logprobs)
+    def _chat(self, body: ChatRequest) -> PreparedRequest:
+        top, logprobs = body.top_logprobs or 0, bool(body.logprobs)
         if top and not logprobs:
             raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
         with self._template(partial(self._check_text, "messages")) as template:
-            arguments, messages = self._template_arguments(template, given), given.messages
-            use = ToolUse.of(given, template)
+            arguments, messages = self._template_arguments(template, body), body.messages
+            use = ToolUse.of(body, template)
             if use is not None:
                 messages, arguments = use.offered(template, messages, arguments)
             text, places = template.placed(messages, **arguments)
         found = tokenizer.encode_chat(self.encoding, text, places)
         self._check_length(len(found), "messages")
         ids = np.array(found, np.int32)
-        most = given.max_completion_tokens or given.max_tokens or self.model.config.n_ctx
-        sequences = self._sequences([ids], given, most, top, use)
+        most = body.max_completion_tokens or body.max_tokens or self.model.config.n_ctx
+        sequences = self._sequences([ids], body, most, top, use)
         named = (self.settings.name, self.encoding)
         form = ChatForm(*named) if use is None else ToolChatForm(*named, use)
         starts = [AnswerChoice()] * len(sequences)
-        return PreparedRequest(given, sequences, [ids], starts, form, logprobs)
+        return PreparedRequest(body, sequences, [ids], starts, form, logprobs)
 
-    def _template_arguments(self, template: ChatTemplate, given: TemplateFields) -> JsonObject:
+    def _template_arguments(self, template: ChatTemplate, body: TemplateFields) -> JsonObject:
         """Return the keyword arguments for `ChatTemplate.ids` that a chat request determines."""
-        own = (given.add_generation_prompt, bool(given.continue_final_message))
-        variables = {**self.settings.chat_template_kwargs, **(given.chat_template_kwargs or {})}
+        own = (body.add_generation_prompt, bool(body.continue_final_message))
+        variables = {**self.settings.chat_template_kwargs, **(body.chat_template_kwargs or {})}
         return template.arguments(*own, variables)
 
     def _ids(self, prompt: Any, field: str, whole: bool = False) -> Ids:
@@ -376,48 +376,48 @@ class Server:
     def _check_length(self, count: int, field: str, least: str = "") -> None:
         check_length(count, self.model.config.n_ctx, field, least)
 
-    def _unwritten(self, given: SampledRequest, use: ToolUse | None) -> frozenset[int]:
+    def _unwritten(self, body: SampledRequest, use: ToolUse | None) -> frozenset[int]:
         """Return ids of tokens that the texts leave out. The marks of calls stay, to be read."""
-        names = self.encoding.special_tokens_set if given.skip_special_tokens else set[str]()
+        names = self.encoding.special_tokens_set if body.skip_special_tokens else set[str]()
         kept = () if use is None else use.form.marks
         return frozenset(special_id(self.encoding, name) for name in names.difference(kept))
 
     def _sequences(
-        self, prompts: list[Ids], given: SampledRequest, most: int, top: int, use: ToolUse | None
+        self, prompts: list[Ids], body: SampledRequest, most: int, top: int, use: ToolUse | None
     ) -> list[TokenSequence]:
         """Return a request's sequences.
 
         top: alternatives to report per token.
         """
-        count, max_sequences = len(prompts) * (given.n or 1), self.model.slots + self.settings.queue
+        count, max_sequences = len(prompts) * (body.n or 1), self.model.slots + self.settings.queue
         if count > max_sequences:
             problem = f"n: {count} continuations: this server takes {max_sequences} at most"
             raise ApiError(400, problem, "n")
-        if (given.min_tokens or 0) > most:
+        if (body.min_tokens or 0) > most:
             raise ApiError(400, f"min_tokens: expected at most max_tokens, {most}", "min_tokens")
-        if given.receipt and not self.model.receipts:
+        if body.receipt and not self.model.receipts:
             problem = "receipt: this server was started without receipts"
             if self.settings.receipts:
                 problem = "receipt: expected a model on a GPU, or a server with --rows 1"
             raise ApiError(400, problem, "receipt")
         rule = None if use is None else use.grammar(self.encoding)
-        ids = self._stop_ids(given)
-        options = given.options(rule=rule, max_new_tokens=most, top_logprobs=top, stop_ids=ids)
+        ids = self._stop_ids(body)
+        options = body.options(rule=rule, max_new_tokens=most, top_logprobs=top, stop_ids=ids)
         model: Any = self.model  # Run needs only its config, as it does not generate the sequences
         sequences = list(Run(model, self.encoding, prompts, options, compiles=False).sequences)
-        unwritten = self._unwritten(given, use)
+        unwritten = self._unwritten(body, use)
         for sequence in sequences:  # tokens of a whole answer without stop strings arrive together
-            sequence.held = not given.stream and not sequence.ends.stop
-            sequence.unwritten, sequence.exact = unwritten, bool(given.receipt)
+            sequence.held = not body.stream and not sequence.ends.stop
+            sequence.unwritten, sequence.exact = unwritten, bool(body.receipt)
         return sequences
 
-    def _stop_ids(self, given: SampledRequest) -> list[int] | None:
+    def _stop_ids(self, body: SampledRequest) -> list[int] | None:
         """Return ids of tokens that end answers of this request; None: the model's end tokens."""
-        if not given.stop_token_ids and not given.ignore_eos:
+        if not body.stop_token_ids and not body.ignore_eos:
             return None
         config, V = self.model.config, self.model.config.vocab_size
-        ends = () if given.ignore_eos else tokenizer.end_tokens(config, self.encoding)
-        more = tokenizer.token_ids(None, given.stop_token_ids or (), V, "stop_token_ids")
+        ends = () if body.ignore_eos else tokenizer.end_tokens(config, self.encoding)
+        more = tokenizer.token_ids(None, body.stop_token_ids or (), V, "stop_token_ids")
         return [*ends, *more.tolist()]
 
     async def _answer(self, request: Request, asked: PreparedRequest) -> Response:
@@ -425,13 +425,13 @@ class Server:
         left = anyio.current_effective_deadline() - anyio.current_time()
         for rule in {sequence.rule for sequence in asked.sequences} - {None}:
             await self.engine.call("compile", request.state.client, rule)
-        if asked.given.receipt:
+        if asked.body.receipt:
             asked.sent.identity = await self.engine.call("identity", request.state.client)
         answer = Answer(self.engine, asked.sequences)
         await answer.submit(request.state.client, left)
         self.engine.note("started", sum(map(len, asked.prompts)), len(asked.sequences))
-        if asked.given.stream:
-            wanted = partial(self._usage, asked) if asked.given.usage_wanted else None
+        if asked.body.stream:
+            wanted = partial(self._usage, asked) if asked.body.usage_wanted else None
             events = streamed(
                 answer, asked.form, asked.echoes, asked.logprobs, wanted, asked.prompt_ids,
                 self.settings.speculate, self.engine.note_between,
@@ -493,60 +493,60 @@ class Server:
 
     # --- other endpoints --------------------------------------------------------------------------
 
-    async def embeddings(self, request: Request, given: EmbeddingRequest) -> Response:
-        inputs = inputs_of(given, self.model.config.n_embd)
+    async def embeddings(self, request: Request, body: EmbeddingRequest) -> Response:
+        inputs = inputs_of(body, self.model.config.n_embd)
         ids = [await self._prepared(request, self._ids, *each, True) for each in inputs]
-        client, size = request.state.client, given.dimensions
+        client, size = request.state.client, body.dimensions
         groups = in_groups(ids, TOKENS_AT_ONCE)
         parts = [await self.engine.call("embed", client, each, size) for each in groups]
         vectors = np.concatenate(parts)
-        form, count = given.encoding_format, sum(map(len, ids))
+        form, count = body.encoding_format, sum(map(len, ids))
         found = embedding_list(vectors, form, self.settings.name, count)
         return await self._written(request, found, vectors.size)
 
-    async def rerank(self, request: Request, given: RerankRequest) -> Response:
-        check_size(given)
+    async def rerank(self, request: Request, body: RerankRequest) -> Response:
+        check_size(body)
         answers, client = answer_ids(self.encoding), request.state.client
-        documents = named("documents", given.documents)
-        ids = [await self._prepared(request, self._judged_ids, given, *each) for each in documents]
+        documents = named("documents", body.documents)
+        ids = [await self._prepared(request, self._judged_ids, body, *each) for each in documents]
         groups = in_groups(ids, TOKENS_AT_ONCE)
         parts = [await self.engine.call("judge", client, answers, each) for each in groups]
-        found = ranking(given, [*chain(*parts)], self.settings.name, sum(map(len, ids)))
+        found = ranking(body, [*chain(*parts)], self.settings.name, sum(map(len, ids)))
         return await self._written(request, found, len(ids))
 
-    def _judged_ids(self, given: RerankRequest, document: str, field: str) -> Ids:
+    def _judged_ids(self, body: RerankRequest, document: str, field: str) -> Ids:
         """Return the prompt of a document for /v1/rerank. Raises ApiError if it is too long."""
-        self._check_text("query", given.query)
-        self._check_text(field, given.query + document)
-        ids = prompt_ids(self.encoding, given, document)
+        self._check_text("query", body.query)
+        self._check_text(field, body.query + document)
+        ids = prompt_ids(self.encoding, body, document)
         self._check_length(len(ids), field)
         return ids
 
-    async def tokenize(self, request: Request, given: TokenizeRequest) -> Response:
-        if (given.prompt is None) == (given.messages is None):
+    async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
+        if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: expected prompt or messages", "prompt")
         encoding, config = self.encoding, self.model.config
 
         def ids() -> list[int]:
-            if given.messages is not None:
+            if body.messages is not None:
                 with self._template(lambda text: None) as template:
-                    arguments = self._template_arguments(template, given)
-                    return list(template.ids(encoding, given.messages, **arguments))
-            if not given.prompt:
+                    arguments = self._template_arguments(template, body)
+                    return list(template.ids(encoding, body.messages, **arguments))
+            if not body.prompt:
                 return tokenizer.prefix_of(encoding)
-            return tokenizer.encode(encoding, given.prompt, name="prompt")
+            return tokenizer.encode(encoding, body.prompt, name="prompt")
 
-        run = self._prepared if given.messages is None else self._in_thread
+        run = self._prepared if body.messages is None else self._in_thread
         tokens = await run(request, ids)
         told = {"count": len(tokens), "max_model_len": config.n_ctx, "tokens": tokens}
         return await self._written(request, told, len(tokens))
 
-    async def detokenize(self, request: Request, given: DetokenizeRequest) -> Response:
+    async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
         encoding, V, found = self.encoding, self.model.config.vocab_size, bytearray()
 
         def text() -> Response:
-            for first in range(0, len(given.tokens), PART):
-                part = given.tokens[first : first + PART]
+            for first in range(0, len(body.tokens), PART):
+                part = body.tokens[first : first + PART]
                 tokenizer.check_ids(np.array(part), V, "tokens", first)
                 found.extend(bytes_of_ids(encoding, part))
             return JSONResponse({"prompt": found.decode(errors="replace")})

@@ -17,15 +17,15 @@ from gpt2block.files.checkpoints.embedding_files import Pooling
 TOKENS_AT_ONCE = 1024  # most tokens of inputs that are embedded in one pass
 
 
-def inputs_of(given: EmbeddingRequest, n_embd: int) -> list[tuple[Any, str]]:
+def inputs_of(request: EmbeddingRequest, n_embd: int) -> list[tuple[Any, str]]:
     """Return pairs (text or token ids, its name in errors). Texts include the instruction.
 
     Raises InputError for more dimensions than the model has, and for token ids with an instruction.
     """
-    scoring.check_dimensions(given.dimensions, n_embd)
-    if given.instruction is None:
-        return named("input", given.input)
-    return named("input", scoring.instructed(given.instruction, given.input))
+    scoring.check_dimensions(request.dimensions, n_embd)
+    if request.instruction is None:
+        return named("input", request.input)
+    return named("input", scoring.instructed(request.instruction, request.input))
 
 
 def vectors_of(

@@ -164,10 +164,10 @@ class Front:
         }
         self._socket, theirs = socket.socketpair()
         with theirs:
-            given = theirs.fileno(), *files
+            inherited = theirs.fileno(), *files
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gpt2block.apps.serve.front", *map(str, given)],
-                pass_fds=given,
+                [sys.executable, "-m", "gpt2block.apps.serve.front", *map(str, inherited)],
+                pass_fds=inherited,
             )
 
     async def run(self, start: Callable[[], FrontStart], ending: Callable[[], bool]) -> int:

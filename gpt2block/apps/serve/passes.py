@@ -99,12 +99,12 @@ class Passes:
 
     async def score(self, client: str, ids: Ids, alternatives: int) -> Scored:
         """Return the tokens of a prompt with log-probabilities and alternatives."""
-        found = Scored()
+        scored = Scored()
         async with self._caches.taken(client):
             parts = scored_prompt(self._model.engine, ids, alternatives)
             while part := await self._threads.run(client, next, parts, None):
-                found.add(part)
-        return found
+                scored.add(part)
+        return scored
 
     async def logits(self, client: str, ids: Ids) -> Floats:
         """Return the logits (V,) after `ids`. Raises InputError unless they are finite."""
@@ -137,10 +137,10 @@ class Passes:
 
     def _last_logits(self, ids: Ids) -> Floats:
         (logits,) = self._model.engine.forward([ids], "last")
-        found: Floats = np.asarray(logits, np.float32)
-        if not np.isfinite(found).all():
+        last: Floats = np.asarray(logits, np.float32)
+        if not np.isfinite(last).all():
             raise InputError("logits: expected finite ones, got NaN or infinity: check the weights")
-        return found
+        return last
 
     def _explanation(self, ids: Ids) -> str:
         return Page(collect(self._model.engine, self._encoding, self._settings.name, ids, 0)).html

@@ -126,13 +126,13 @@ class Play:
 
         return JSONResponse({"tokens": await self._in_thread(request, found)})
 
-    async def next(self, request: Request, given: NextRequest) -> Response:
+    async def next(self, request: Request, body: NextRequest) -> Response:
         """Return the next token's probabilities before and after the sampling options apply."""
-        token, V = given.token, self._model.config.vocab_size
+        token, V = body.token, self._model.config.vocab_size
         if token is not None and token >= V:
             raise ApiError(400, f"token: expected an id from 0 to {V - 1}, got {token}", "token")
-        logits = await self._kept_logits(request, self._ids_of(given.ids, "ids"))
-        return JSONResponse(await self._in_thread(request, self._distribution, logits, given))
+        logits = await self._kept_logits(request, self._ids_of(body.ids, "ids"))
+        return JSONResponse(await self._in_thread(request, self._distribution, logits, body))
 
     async def explain(self, request: Request, given: ExplainRequest) -> Response:
         """Generate an `explain` page (one at a time) of a forward pass; return the page's path."""
@@ -179,9 +179,9 @@ class Play:
             kept.pop(key, None)
             raise
 
-    def _distribution(self, logits: Floats, given: NextRequest) -> JsonObject:
+    def _distribution(self, logits: Floats, body: NextRequest) -> JsonObject:
         of_model = reference.softmax(logits.astype(np.float64))
-        drawn = probabilities(logits, Sampling(**given.sampling_keywords()))
+        drawn = probabilities(logits, Sampling(**body.sampling_keywords()))
 
         def entry(id: int) -> JsonObject:
             told = {"probability": float(of_model[id]), "drawn": float(drawn[id])}
@@ -190,7 +190,7 @@ class Play:
         positive = drawn[drawn > 0]
         return {
             "tokens": [entry(id) for id in np.argsort(-logits, kind="stable")[:SHOWN].tolist()],
-            "token": None if given.token is None else entry(given.token),
+            "token": None if body.token is None else entry(body.token),
             "kept": len(positive),
             "entropy": max(0.0, float(-(positive * np.log2(positive)).sum())),  # bits
         }

@@ -93,23 +93,23 @@ NEUTRAL: Mapping[str, Any] = {
 Request = TypeVar("Request", bound="Body")
 
 
-def _token_ids(given: Any) -> object:
+def _token_ids(ids: Any) -> object:
     """Return token ids after checks in parts: pydantic would hold the GIL for the whole list."""
-    for first in range(0, len(given) if isinstance(given, list) else 0, PART):
-        part = given[first : first + PART]
+    for first in range(0, len(ids) if isinstance(ids, list) else 0, PART):
+        part = ids[first : first + PART]
         if set(map(type, part)) != {int} or min(part) < 0:
             raise ValueError("expected token ids")
-    return given
+    return ids
 
 
-def _values(given: Any, info: ValidationInfo) -> Any:
+def _values(value: Any, info: ValidationInfo) -> Any:
     """Return messages unchanged. Raises ApiError for too many values or too much text.
 
     The length of the rendered text is not known yet: a template may leave messages out.
     """
-    if isinstance(given, list) and len(given) > MAX_MESSAGES:
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
         raise _too_many(info, MAX_MESSAGES, "messages", 413)
-    count, size, waiting = 0, 0, [given]
+    count, size, waiting = 0, 0, [value]
     while waiting:
         each = waiting.pop()
         if isinstance(each, str):
@@ -122,7 +122,7 @@ def _values(given: Any, info: ValidationInfo) -> Any:
             if count > MAX_VALUES:
                 raise _too_many(info, MAX_VALUES, "values: messages, parts and fields", 413)
             waiting += inner
-    return given
+    return value
 
 
 def _too_many(info: ValidationInfo, most: int, what: str, status: int = 400) -> ApiError:
@@ -143,23 +143,23 @@ def _at_most(most: int, what: str) -> BeforeValidator:
 Tokens = Annotated[list[Any], BeforeValidator(_token_ids)]
 
 
-def _texts(given: object, info: ValidationInfo) -> list[object]:
+def _texts(prompt: object, info: ValidationInfo) -> list[object]:
     """Check the length of an input, and return it as a list of texts or of lists of token ids."""
-    of_ids = isinstance(given, list) and [*map(type, given[:1])] == [int]
-    found = [given] if isinstance(given, str) or of_ids else given
-    if isinstance(found, list):
-        if not 1 <= len(found) <= MAX_PROMPTS:
-            raise ValueError(f"expected 1 to {MAX_PROMPTS} of them, not {len(found)}")
-        most = max(len(each) if isinstance(each, list) else 0 for each in found)
+    of_ids = isinstance(prompt, list) and [*map(type, prompt[:1])] == [int]
+    texts = [prompt] if isinstance(prompt, str) or of_ids else prompt
+    if isinstance(texts, list):
+        if not 1 <= len(texts) <= MAX_PROMPTS:
+            raise ValueError(f"expected 1 to {MAX_PROMPTS} of them, not {len(texts)}")
+        most = max(len(each) if isinstance(each, list) else 0 for each in texts)
         check_length(most, cast(int, info.context), info.field_name or "")
-    if not isinstance(found, list) or not all(map(_is_text, found)):
+    if not isinstance(texts, list) or not all(map(_is_text, texts)):
         raise ValueError("expected a text, token ids, or a list of texts or of token ids")
-    return found
+    return texts
 
 
-def _is_text(given: object) -> bool:
+def _is_text(value: object) -> bool:
     """Return whether a value is a text or token ids; the model's tokenizer checks the ids later."""
-    return isinstance(given, str) or (isinstance(given, list) and set(map(type, given)) <= {int})
+    return isinstance(value, str) or (isinstance(value, list) and set(map(type, value)) <= {int})
 
 
 Texts = Annotated[list[Any], BeforeValidator(_texts)]
@@ -185,10 +185,10 @@ class ApiError(Exception):
         return {"error": found}
 
 
-def named(field: str, given: list[Any]) -> list[tuple[Any, str]]:
+def named(field: str, entries: list[Any]) -> list[tuple[Any, str]]:
     """Return pairs (entry, its name in errors); names of several entries have an index."""
-    names = [field] if len(given) == 1 else [f"{field}.{index}" for index in range(len(given))]
-    return [*zip(given, names, strict=True)]
+    names = [field] if len(entries) == 1 else [f"{field}.{index}" for index in range(len(entries))]
+    return [*zip(entries, names, strict=True)]
 
 
 def check_length(count: int, n_ctx: int, field: str, least: str = "") -> None:
@@ -198,18 +198,18 @@ def check_length(count: int, n_ctx: int, field: str, least: str = "") -> None:
         raise ApiError(400, problem, field.partition(".")[0], "context_length_exceeded")
 
 
-def _or_all(given: object, info: ValidationInfo) -> object:
+def _or_all(value: object, info: ValidationInfo) -> object:
     """Return a limit of new tokens; -1 becomes `info.context` (as many as fit in the context)."""
-    return info.context if type(given) is int and given == -1 else given
+    return info.context if type(value) is int and value == -1 else value
 
 
 NewTokens = Annotated[int | None, BeforeValidator(_or_all)]
 
 
-def check_only(field: str, given: int | None, only: int, whose: str) -> None:
+def check_only(field: str, value: int | None, only: int, whose: str) -> None:
     """Raise ApiError unless the number is None or `only`, the single supported value."""
-    if given not in (None, only):
-        problem = f"{field}: {given} is not supported: expected {only}, {whose}, or none"
+    if value not in (None, only):
+        problem = f"{field}: {value} is not supported: expected {only}, {whose}, or none"
         raise ApiError(400, problem, field, "unsupported_parameter")
 
 
@@ -229,15 +229,15 @@ class Body(Fields):
     model: str | None = None
 
 
-def _as_n(given: int | None, info: ValidationInfo) -> int | None:
-    check_only("best_of", given, info.data.get("n") or 1, "as n")
-    return given
+def _as_n(value: int | None, info: ValidationInfo) -> int | None:
+    check_only("best_of", value, info.data.get("n") or 1, "as n")
+    return value
 
 
-def _with_stream(given: object, info: ValidationInfo) -> object:
-    if given is not None and not info.data.get("stream"):
+def _with_stream(value: object, info: ValidationInfo) -> object:
+    if value is not None and not info.data.get("stream"):
         raise ValueError("expected stream: true with it")
-    return given
+    return value
 
 
 class StreamFields(Fields):
@@ -283,33 +283,33 @@ class StructuredOutputs(Fields):
 
     def rule(self) -> tuple[str, JsonObject]:
         """Return the place of the rule in a request, and the rule as a keyword of `generate`."""
-        given: dict[str, tuple[str, Any]] = {
+        rules: dict[str, tuple[str, Any]] = {
             "json": ("schema", self.json_),
             "regex": ("regex", self.regex),
             "choice": ("choice", self.choice),
             "grammar": ("grammar", self.grammar),
             "json_object": ("schema", {"type": "object"} if self.json_object else None),
         }
-        found = {name: pair for name, pair in given.items() if pair[1] is not None}
-        if len(found) != 1:
-            names = ", ".join(given)
-            problem = f"structured_outputs: expected one of {names}, got {len(found)}"
+        stated = {name: pair for name, pair in rules.items() if pair[1] is not None}
+        if len(stated) != 1:
+            names = ", ".join(rules)
+            problem = f"structured_outputs: expected one of {names}, got {len(stated)}"
             raise ApiError(400, problem, "structured_outputs")
-        ((name, (keyword, value)),) = found.items()
+        ((name, (keyword, value)),) = stated.items()
         return f"structured_outputs.{name}", {keyword: value}
 
 
 def _with_further_numbers(kind: type[Request]) -> type[Request]:
     """Class decorator: add fields for the numeric options of Sampling that have no field yet."""
-    given = {KEYWORD_OF.get(name, name) for name in kind.model_fields}
-    found: JsonObject = {}
+    known = {KEYWORD_OF.get(name, name) for name in kind.model_fields}
+    further: JsonObject = {}
     for name in NUMBERS:
-        if name not in given:
+        if name not in known:
             default, meaning = KEYWORDS[name].default, meaning_of(KEYWORDS[name])
             least, most = (meaning.range or (None, None))[:2]
-            found[name] = (type(default) | None, Field(default, ge=least, le=most))
+            further[name] = (type(default) | None, Field(default, ge=least, le=most))
     made: type[Request] = create_model(
-        kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **found
+        kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **further
     )
     return made
 
@@ -324,12 +324,12 @@ class SamplingFields(Body):
 
     def sampling_keywords(self) -> JsonObject:
         """Return the numeric Sampling options without the seed; null becomes the default."""
-        found: JsonObject = {}
+        keywords: JsonObject = {}
         for name, field in type(self).model_fields.items():
             if (keyword := KEYWORD_OF.get(name, name)) in NUMBERS and keyword != "seed":
                 value = getattr(self, name)
-                found[keyword] = field.default if value is None else value
-        return {**found, "top_k": max(0, found["top_k"])}
+                keywords[keyword] = field.default if value is None else value
+        return {**keywords, "top_k": max(0, keywords["top_k"])}
 
 
 @_with_further_numbers
@@ -368,15 +368,15 @@ class SampledRequest(SamplingFields):
 
         rule: replaces the request's own rule. more: further keywords of `GPT2.generate`.
         """
-        found: JsonObject = {
+        keywords: JsonObject = {
             **self.sampling_keywords(),
             "samples": self.n or 1,
             "stop": self._stops(),
             "logit_bias": self._biases(),
         }
         if self.seed is not None:
-            found["seed"] = self.seed % 2**64
-        options, rule = Options.of({**found, **more}), rule or self._grammar()
+            keywords["seed"] = self.seed % 2**64
+        options, rule = Options.of({**keywords, **more}), rule or self._grammar()
         if rule is not None:
             options.follow(rule)
         return options
@@ -385,22 +385,22 @@ class SampledRequest(SamplingFields):
         """Return the rule that the answers follow, named by its place in the request."""
         place, rule = self.rule()
         try:
-            made = Grammar.unchecked(**rule)
+            grammar = Grammar.unchecked(**rule)
         except InputError as error:
             keyword = next(iter(rule))
             if not str(error).startswith(f"{keyword}: "):
                 raise
             problem = str(error).replace(keyword, place, 1)
             raise ApiError(400, problem, place.partition(".")[0]) from None
-        return made and replace(made, name=place)
+        return grammar and replace(grammar, name=place)
 
     def rule(self) -> tuple[str, JsonObject]:
         """Return the place of the rule that the answers follow, and the rule as a keyword."""
-        given = [each for each in (self.response_format, self.structured_outputs) if each]
-        if len(given) > 1:
+        formats = [each for each in (self.response_format, self.structured_outputs) if each]
+        if len(formats) > 1:
             problem = "structured_outputs: expected none with response_format"
             raise ApiError(400, problem, "structured_outputs")
-        place, rule = given[0].rule() if given else ("", {})
+        place, rule = formats[0].rule() if formats else ("", {})
         if not rule:
             return place, rule
         field = place.partition(".")[0]
@@ -426,14 +426,14 @@ class SampledRequest(SamplingFields):
 
     def _biases(self) -> LogitBias:
         """Return logit biases by token id as integers; JSON has the ids as strings."""
-        given = self.logit_bias
-        if not given:
+        biases = self.logit_bias
+        if not biases:
             return ()
-        for name in given:
+        for name in biases:
             if not TOKEN_ID.fullmatch(name):  # one spelling per id, so that no id occurs twice
                 problem = f"logit_bias: expected token ids, got {shown(name)}"
                 raise ApiError(400, problem, "logit_bias")
-        return {int(name): bias for name, bias in given.items()}
+        return {int(name): bias for name, bias in biases.items()}
 
     @property
     def usage_wanted(self) -> bool:
@@ -461,11 +461,11 @@ class TemplateFields(Body):
     chat_template_kwargs: Variables | None = None
 
 
-def _of_object(given: JsonObject | None) -> JsonObject | None:
+def _of_object(schema: JsonObject | None) -> JsonObject | None:
     """Return the schema of a function's parameters. Raises ValueError unless it has type object."""
-    if given and given.get("type") != "object":
+    if schema and schema.get("type") != "object":
         raise ValueError("expected the JSON schema of an object, with the type 'object'")
-    return given
+    return schema
 
 
 class FunctionFields(Fields):
@@ -486,11 +486,11 @@ class ToolFields(Fields):
         return self.function.name
 
 
-def _with_names(given: list[ToolFields] | None) -> list[ToolFields] | None:
-    names = [tool.name for tool in given or ()]
+def _with_names(tools: list[ToolFields] | None) -> list[ToolFields] | None:
+    names = [tool.name for tool in tools or ()]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"expected each name once, got {twice[0]!r} {len(twice)} times")
-    return given
+    return tools
 
 
 class NamedFunction(Fields):
@@ -507,13 +507,13 @@ class NamedChoice(Fields):
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice | None
 
 
-def _of_tools(given: ToolChoice, info: ValidationInfo) -> ToolChoice:
+def _of_tools(choice: ToolChoice, info: ValidationInfo) -> ToolChoice:
     names = [tool.name for tool in info.data.get("tools") or ()]
-    if given == "required" and not names:
+    if choice == "required" and not names:
         raise ValueError("expected tools with it")
-    if isinstance(given, NamedChoice) and given.function.name not in names:
+    if isinstance(choice, NamedChoice) and choice.function.name not in names:
         raise ValueError("expected the name of one of the tools")
-    return given
+    return choice
 
 
 class ChatRequest(SampledRequest, TemplateFields):
@@ -565,11 +565,11 @@ class _PatientDecoder(json.JSONDecoder):
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> JsonObject:
     """Return a JSON object. Raises ApiError for a repeated key, whose value would be ambiguous."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         ((key, count),) = Counter(key for key, _ in pairs).most_common(1)
         raise ApiError(400, f"the body: expected each key once, got {shown(key)} {count} times")
-    return found
+    return fields
 
 
 def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int) -> Request:
@@ -579,30 +579,30 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
     """
     try:
         reader = _PatientDecoder if data.count(b",") > MAX_VALUES else None
-        given = json.loads(data.decode("utf-8-sig"), cls=reader, object_pairs_hook=_unique_keys)
+        body = json.loads(data.decode("utf-8-sig"), cls=reader, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body: expected JSON in UTF-8: {shown(str(error))}") from None
-    if not isinstance(given, dict):
-        raise ApiError(400, f"the body: expected a JSON object, got {shown(given)}")
-    return validated(kind, given, names, n_ctx)
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body: expected a JSON object, got {shown(body)}")
+    return validated(kind, body, names, n_ctx)
 
 
 def validated(
-    kind: type[Request], given: JsonObject, names: Collection[str], n_ctx: int
+    kind: type[Request], body: JsonObject, names: Collection[str], n_ctx: int
 ) -> Request:
-    """Return the request with the fields `given`. Other arguments and errors: as for `parsed`."""
-    if given.get("function_call") == "none":
-        given.pop("functions", None)
-    for name in [name for name in kind.neutral if name in given and name not in kind.model_fields]:
-        _check_neutral(name, given.pop(name), kind.neutral[name])
+    """Return the request with the fields `body`. Other arguments and errors: as for `parsed`."""
+    if body.get("function_call") == "none":
+        body.pop("functions", None)
+    for name in [name for name in kind.neutral if name in body and name not in kind.model_fields]:
+        _check_neutral(name, body.pop(name), kind.neutral[name])
     try:
-        found = kind.model_validate(given, context=n_ctx)
+        request = kind.model_validate(body, context=n_ctx)
     except ValidationError as error:
-        raise _of_field(error, given) from None
-    if found.model is not None and found.model not in names:
-        problem = f"model: there is no {shown(found.model)}: expected {' or '.join(names)}"
+        raise _of_field(error, body) from None
+    if request.model is not None and request.model not in names:
+        problem = f"model: there is no {shown(request.model)}: expected {' or '.join(names)}"
         raise ApiError(404, problem, "model", "model_not_found")
-    return found
+    return request
 
 
 def _check_neutral(name: str, value: Any, accepted: Any) -> None:
@@ -635,15 +635,15 @@ def _of_field(error: ValidationError, given: object) -> ApiError:
     return ApiError(400, f"{place}: {said}, got {shown(first['input'])}", field)
 
 
-def _place(problem: Any, given: Any) -> list[object]:
+def _place(problem: Any, body: Any) -> list[object]:
     """Return the keys that lead to a value in a body, without pydantic's names of types."""
-    found = []
+    path = []
     for key in problem["loc"]:
-        inside = isinstance(given, dict) and key in given
-        if inside or (isinstance(given, list) and isinstance(key, int)):
-            given = given[key]
-            found.append(key)
-    return [*found, problem["loc"][-1]] if problem["type"] == "missing" else found
+        inside = isinstance(body, dict) and key in body
+        if inside or (isinstance(body, list) and isinstance(key, int)):
+            body = body[key]
+            path.append(key)
+    return [*path, problem["loc"][-1]] if problem["type"] == "missing" else path
 
 
 def refused(error: Exception, fields: Collection[str]) -> ApiError:

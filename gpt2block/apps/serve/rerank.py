@@ -59,9 +59,9 @@ class RerankRequest(Body):
     instruction: str | None = None
 
 
-def check_size(given: RerankRequest) -> None:
+def check_size(request: RerankRequest) -> None:
     """Raise ApiError if the query, which is read once per document, is too long in total."""
-    size = len(given.documents) * len((given.query + (given.instruction or "")).encode())
+    size = len(request.documents) * len((request.query + (request.instruction or "")).encode())
     if size > 4 * MAX_TEXT:
         problem = f"query: expected at most {4 * MAX_TEXT:,} bytes, counted for each document"
         raise ApiError(413, problem, "query")
@@ -78,15 +78,15 @@ def answer_ids(encoding: Encoding) -> tuple[int, int]:
     return ids[0][0], ids[1][0]
 
 
-def prompt_ids(encoding: Encoding, given: RerankRequest, document: str) -> Ids:
+def prompt_ids(encoding: Encoding, request: RerankRequest, document: str) -> Ids:
     """Return the token ids of the prompt for one document.
 
     Names of special tokens in the query, the document and the instruction are ordinary text.
     """
     text, places = BEGIN, []
     pairs = (
-        ("Instruct", given.instruction or TASK),
-        ("Query", given.query),
+        ("Instruct", request.instruction or TASK),
+        ("Query", request.query),
         ("Document", document),
     )
     for name, content in pairs:
@@ -107,16 +107,16 @@ def scores_of(engine: ModelEngine, answers: tuple[int, int], prompts: Sequence[I
 
 
 def ranking(
-    given: RerankRequest, scores: Sequence[float], model: str, prompt_tokens: int
+    request: RerankRequest, scores: Sequence[float], model: str, prompt_tokens: int
 ) -> dict[str, Any]:
     """Return the response object: the `top_n` results, by descending score."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     results: list[dict[str, Any]] = [
-        {"index": index, "relevance_score": scores[index]} for index in order[: given.top_n]
+        {"index": index, "relevance_score": scores[index]} for index in order[: request.top_n]
     ]
-    if given.return_documents is not False:
+    if request.return_documents is not False:
         for each in results:
-            each["document"] = {"text": given.documents[each["index"]]}
+            each["document"] = {"text": request.documents[each["index"]]}
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
     id = f"rerank-{random.getrandbits(128):032x}"
     return {"id": id, "object": "list", "model": model, "usage": usage, "results": results}

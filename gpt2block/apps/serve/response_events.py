@@ -32,12 +32,12 @@ class ResponseSent(Sent):
     A whole completion is converted as the chunks of a stream, which ends with the same response.
     """
 
-    def __init__(self, given: ResponsesRequest, model: str) -> None:
-        repeated = {name: getattr(given, name) for name in REPEATED}
+    def __init__(self, request: ResponsesRequest, model: str) -> None:
+        repeated = {name: getattr(request, name) for name in REPEATED}
         self._response: JsonObject = {
             **{"id": _id("resp"), "object": "response", "created_at": int(time.time())},
             **{"status": "in_progress", "background": False, "model": model, "output": []},
-            "text": {"format": (given.text and given.text.format) or {"type": "text"},
+            "text": {"format": (request.text and request.text.format) or {"type": "text"},
                      "verbosity": "medium"},
             "truncation": "disabled",
             **dict.fromkeys(NULL),
@@ -54,9 +54,9 @@ class ResponseSent(Sent):
     def choice(self, form: Form, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:
         return {"deltas": form.deltas(index, choice, logprobs, TextOffsets())}
 
-    def whole(self, found: JsonObject) -> JsonObject:
-        for choice in found["choices"]:
-            self._take({**found, "choices": choice["deltas"]})
+    def whole(self, answer: JsonObject) -> JsonObject:
+        for choice in answer["choices"]:
+            self._take({**answer, "choices": choice["deltas"]})
         self._end()
         return self._response
 
@@ -89,11 +89,11 @@ class ResponseSent(Sent):
         """Return the first two events of a stream; none if they were returned before."""
         return [] if self._sequence else [*map(self._of_response, ("created", "in_progress"))]
 
-    def _take(self, found: JsonObject) -> list[JsonObject]:
+    def _take(self, chunk: JsonObject) -> list[JsonObject]:
         """Return the events of a chunk of the chat completion."""
         events = self._begin()
-        self._usage = found.get("usage") or self._usage
-        for choice in found["choices"]:
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk["choices"]:
             self._logprobs += (choice.get("logprobs") or {}).get("content") or []
             if text := choice["delta"].get("content"):
                 events += self._text(text)
@@ -203,13 +203,13 @@ def _without_bytes(logprobs: list[JsonObject]) -> list[JsonObject]:
     ]  # fmt: skip
 
 
-def _usage(given: JsonObject) -> JsonObject:
+def _usage(usage: JsonObject) -> JsonObject:
     """Return a usage object of responses for the usage object of a chat completion."""
-    cached = (given.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return {
-        "input_tokens": given["prompt_tokens"],
+        "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": given["completion_tokens"],
+        "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": given["total_tokens"],
+        "total_tokens": usage["total_tokens"],
     }

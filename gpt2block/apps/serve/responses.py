@@ -88,27 +88,27 @@ class ResponsesRequest(SamplingFields):
         return LOGPROBS in (self.include or ())
 
 
-def chat_body(given: ResponsesRequest) -> JsonObject:
+def chat_body(request: ResponsesRequest) -> JsonObject:
     """Return the body of the chat request that has the same answer.
 
     Fields that the request does not have are absent. Raises ApiError for items, tools and formats
     that a chat request cannot have.
     """
-    if given.top_logprobs and not given.logprobs:
+    if request.top_logprobs and not request.logprobs:
         problem = f'top_logprobs: expected "{LOGPROBS}" in include with it'
         raise ApiError(400, problem, "top_logprobs")
-    first = [] if given.instructions is None else [("system", given.instructions)]
-    tools = [_chat_tool(tool, index) for index, tool in enumerate(given.tools or ())]
+    first = [] if request.instructions is None else [("system", request.instructions)]
+    tools = [_chat_tool(tool, index) for index, tool in enumerate(request.tools or ())]
     body = {
-        **{name: getattr(given, name) for name in SAME},
-        "messages": messages_of(given.input, [{"role": r, "content": text} for r, text in first]),
-        "max_completion_tokens": given.max_output_tokens,
-        "stream_options": {"include_usage": True} if given.stream else None,
-        "logprobs": given.logprobs or None,
-        "top_logprobs": given.top_logprobs or None,
+        **{name: getattr(request, name) for name in SAME},
+        "messages": messages_of(request.input, [{"role": r, "content": text} for r, text in first]),
+        "max_completion_tokens": request.max_output_tokens,
+        "stream_options": {"include_usage": True} if request.stream else None,
+        "logprobs": request.logprobs or None,
+        "top_logprobs": request.top_logprobs or None,
         "tools": tools or None,
-        "tool_choice": _chat_choice(given.tool_choice),
-        "response_format": _chat_format(given.text.format if given.text else None),
+        "tool_choice": _chat_choice(request.tool_choice),
+        "response_format": _chat_format(request.text.format if request.text else None),
     }
     return {name: value for name, value in body.items() if value is not None}
 
@@ -123,26 +123,26 @@ def named_as_given(fields: Collection[str]) -> Iterator[None]:
     try:
         yield
     except (ApiError, InputError) as error:
-        found = error if isinstance(error, ApiError) else refused(error, fields)
-        own = FIELDS.get(found.param or "", found.param)
+        refusal = error if isinstance(error, ApiError) else refused(error, fields)
+        own = FIELDS.get(refusal.param or "", refusal.param)
         message = re.sub(
-            "^(" + "|".join(FIELDS) + r")\b", lambda name: FIELDS[name[0]], found.message
+            "^(" + "|".join(FIELDS) + r")\b", lambda name: FIELDS[name[0]], refusal.message
         )
         param = own and own.partition(".")[0]
-        raise ApiError(found.status, message, param, found.code) from error
+        raise ApiError(refusal.status, message, param, refusal.code) from error
 
 
-def messages_of(given: str | list[Any], before: list[JsonObject]) -> list[JsonObject]:
+def messages_of(items: str | list[Any], before: list[JsonObject]) -> list[JsonObject]:
     """Return the messages of a chat: `before`, then the messages for the field `input`.
 
     Function calls become tool calls of the assistant's message before them; consecutive calls
     become tool calls of one message. Items of reasoning are left out, as chat templates leave out
     earlier reasoning.
     """
-    if isinstance(given, str):
-        return [*before, {"role": "user", "content": given}]
+    if isinstance(items, str):
+        return [*before, {"role": "user", "content": items}]
     messages = [*before]
-    for index, item in enumerate(given):
+    for index, item in enumerate(items):
         message, latest = _message_of(item, f"input.{index}"), messages[-1] if messages else {}
         if "tool_calls" in message and latest.get("role") == "assistant":
             calls = [*latest.get("tool_calls", ()), *message["tool_calls"]]
@@ -180,14 +180,14 @@ def _message_of(item: object, place: str) -> JsonObject:
     return {}
 
 
-def _content(given: object, place: str) -> str | list[JsonObject]:
+def _content(content: object, place: str) -> str | list[JsonObject]:
     """Convert the content of an item to the content of a chat message: a text, or parts of text."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        raise _refused(f"{place}: expected a text or a list of parts, got {shown(given)}")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _refused(f"{place}: expected a text or a list of parts, got {shown(content)}")
     parts = []
-    for index, each in enumerate(given):
+    for index, each in enumerate(content):
         part, at = _present(each, f"{place}.{index}"), f"{place}.{index}"
         kind = part.pop("type", None)
         if kind not in ("input_text", "output_text") or not isinstance(part.get("text"), str):
@@ -198,55 +198,55 @@ def _content(given: object, place: str) -> str | list[JsonObject]:
     return parts
 
 
-def _present(given: object, place: str) -> JsonObject:
+def _present(item: object, place: str) -> JsonObject:
     """Return the fields of an object that are not null."""
-    if not isinstance(given, dict):
-        raise _refused(f"{place}: expected an object, got {shown(given)}")
-    return {name: value for name, value in given.items() if value is not None}
+    if not isinstance(item, dict):
+        raise _refused(f"{place}: expected an object, got {shown(item)}")
+    return {name: value for name, value in item.items() if value is not None}
 
 
 def _values_of(
-    given: JsonObject, place: str, *needed: str, others: Collection[str] = ("id", "status")
+    fields: JsonObject, place: str, *needed: str, others: Collection[str] = ("id", "status")
 ) -> list[object]:
     """Return the values of the fields `needed`. others: fields without effect."""
-    if unknown := [name for name in given if name not in (*needed, *others)]:
+    if unknown := [name for name in fields if name not in (*needed, *others)]:
         raise _refused(f"{place}.{unknown[0]}: there is no such field", "unknown_parameter")
-    if missing := [name for name in needed if name not in given]:
+    if missing := [name for name in needed if name not in fields]:
         raise _refused(f"{place}.{missing[0]}: expected, but missing")
-    return [given[name] for name in needed]
+    return [fields[name] for name in needed]
 
 
-def _chat_tool(given: JsonObject, index: int) -> JsonObject:
+def _chat_tool(value: JsonObject, index: int) -> JsonObject:
     """Return a function tool in the form of chats."""
-    tool = _present(given, f"tools.{index}")
+    tool = _present(value, f"tools.{index}")
     if tool.pop("type", None) != "function":
-        kind = shown(given.get("type"))
+        kind = shown(value.get("type"))
         problem = f"tools.{index}: expected a function, got {kind}: this server runs no tools"
         raise ApiError(400, problem, "tools", "unsupported_parameter")
     return {"type": "function", "function": tool}
 
 
-def _chat_choice(given: str | JsonObject | None) -> str | JsonObject | None:
-    if not isinstance(given, dict):
-        return given
-    if given.keys() != {"type", "name"} or given["type"] != "function":
-        problem = f'tool_choice: expected "auto", "none", "required" or a function, got {given!r}'
+def _chat_choice(choice: str | JsonObject | None) -> str | JsonObject | None:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.keys() != {"type", "name"} or choice["type"] != "function":
+        problem = f'tool_choice: expected "auto", "none", "required" or a function, got {choice!r}'
         raise ApiError(400, problem, "tool_choice", "unsupported_parameter")
-    return {"type": "function", "function": {"name": given["name"]}}
+    return {"type": "function", "function": {"name": choice["name"]}}
 
 
-def _chat_format(given: JsonObject | None) -> JsonObject | None:
+def _chat_format(format: JsonObject | None) -> JsonObject | None:
     """Return text.format in the form of response_format; None for plain text."""
-    if given is None or given == {"type": "text"}:
+    if format is None or format == {"type": "text"}:
         return None
-    fields = {name: value for name, value in given.items() if value is not None}
+    fields = {name: value for name, value in format.items() if value is not None}
     kind = fields.pop("type", None)
     if kind == "json_schema":
         return {"type": kind, "json_schema": fields}
     if kind == "json_object" and not fields:
         return {"type": kind}
     expected = 'a type of "text", "json_object" or "json_schema"'
-    raise ApiError(400, f"text.format: expected {expected}, got {shown(given)}", "text")
+    raise ApiError(400, f"text.format: expected {expected}, got {shown(format)}", "text")
 
 
 def _refused(problem: str, code: str | None = None) -> ApiError:

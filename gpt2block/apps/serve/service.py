@@ -303,11 +303,11 @@ class Service:
 
     def _deliver_all(self) -> None:
         self._called = False  # first: for later pieces, `_send` schedules a new call
-        found: dict[Outlet, list[tuple[TokenSequence | None, Key, Piece]]] = {}
+        batches: dict[Outlet, list[tuple[TokenSequence | None, Key, Piece]]] = {}
         while self._pieces:
             (outlet, key), sequence, piece = self._pieces.popleft()
-            found.setdefault(outlet, []).append((sequence, key, piece))
-        for outlet, pieces in found.items():
+            batches.setdefault(outlet, []).append((sequence, key, piece))
+        for outlet, pieces in batches.items():
             outlet.put(pieces)
 
     def _fail(self, error: BaseException) -> None:

@@ -46,16 +46,16 @@ class ToolUse:
     format: tuple[str, Any] | None
 
     @classmethod
-    def of(cls, given: ChatRequest, template: ChatTemplate) -> ToolUse | None:
+    def of(cls, request: ChatRequest, template: ChatTemplate) -> ToolUse | None:
         """Return the ToolUse of a request, None if it has no tools that may be called.
 
         Raises ApiError if the form in which the model writes calls is not known.
         """
-        choice, tools = given.tool_choice, given.tools or ()
+        choice, tools = request.tool_choice, request.tools or ()
         if not tools or choice == "none":
             return None
-        place, rule = given.rule()
-        if given.structured_outputs is not None:
+        place, rule = request.rule()
+        if request.structured_outputs is not None:
             problem = 'structured_outputs: expected tool_choice "none" with it'
             raise ApiError(400, problem, "structured_outputs")
         form = template.tool_form
@@ -68,11 +68,11 @@ class ToolUse:
             tools,
             [tool for tool in tools if only in (None, tool.name)],
             choice == "required" or only is not None,
-            only is None and given.parallel_tool_calls is not False,
+            only is None and request.parallel_tool_calls is not False,
             (place, rule["schema"]) if rule else None,
         )
         if use.held_by:
-            given.check_ends(use.held_by)
+            request.check_ends(use.held_by)
         return use
 
     @property
@@ -111,12 +111,12 @@ class ToolUse:
         tools = [self._tool(tool) for tool in self.allowed]
         special, format = partial(_special_id, encoding), self.format and _checked(*self.format)
         text = lark(self.form, tools, self.required, self.parallel, special, format)
-        schemas = [(self._place(tool), json.dumps(made.schema))
-                   for tool, made in zip(self.allowed, tools, strict=True)]  # fmt: skip
+        schemas = [(self._place(tool), json.dumps(grammar.schema))
+                   for tool, grammar in zip(self.allowed, tools, strict=True)]  # fmt: skip
         if self.format:
             schemas.append((self.format[0], json.dumps(format)))
-        made = Grammar.unchecked(grammar=text)
-        return made and replace(made, name="tools", schemas=tuple(schemas))
+        grammar = Grammar.unchecked(grammar=text)
+        return grammar and replace(grammar, name="tools", schemas=tuple(schemas))
 
     def _place(self, tool: ToolFields) -> str:
         return f"tools.{self.given.index(tool)}.function.parameters"

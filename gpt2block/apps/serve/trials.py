@@ -55,16 +55,16 @@ class Trial:
             if self._process is None:
                 self._begin()
             self._connection.send(rule)
-            found: int | str = self._connection.recv()
+            result: int | str = self._connection.recv()
         except (EOFError, OSError):
             self.close()
             problem = f"{rule.name}: the process that compiles rules has ended: try again"
             raise ApiError(503, problem, code="overloaded") from None
-        if isinstance(found, str):
-            raise InputError(found)
-        if found < 0:
-            raise InputError(f"{rule.name}: {self._limit(-found)}: expected a simpler one")
-        return found
+        if isinstance(result, str):
+            raise InputError(result)
+        if result < 0:
+            raise InputError(f"{rule.name}: {self._limit(-result)}: expected a simpler one")
+        return result
 
     def close(self) -> None:
         """End the process. A call that waits for it raises ApiError."""
@@ -113,20 +113,20 @@ def _compile_one(
     connection: Connection, vocabulary: Vocabulary, seconds: float, memory: int
 ) -> NoReturn:
     """Wait for a rule, compile it, send the result, and end this process."""
-    # If memory runs out, `found` stays as if SIGABRT had ended this process: see Trial._limit.
-    code, found = ENDED, cast("int | str", -signal.SIGABRT)
+    # If memory runs out, `result` stays as if SIGABRT had ended this process: see Trial._limit.
+    code, result = ENDED, cast("int | str", -signal.SIGABRT)
     with suppress(EOFError, OSError):
         rule: Grammar = connection.recv()
         _, before = _set_limits(seconds, memory)
         with suppress(MemoryError):
             try:
                 vocabulary.matcher(rule)
-                found = max(0, _memory()[1] - before)  # bytes that no file backs
+                result = max(0, _memory()[1] - before)  # bytes that no file backs
             except InputError as error:
-                found = str(error)
+                result = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)  # a signal now would send a second result
         signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.send(found)
+        connection.send(result)
         code = 0
     os._exit(code)
 
@@ -137,16 +137,16 @@ def _set_limits(seconds: float, memory: int) -> tuple[int, int]:
 
     os.nice(NICE)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # llguidance may abort
-    found = _memory()
+    usage = _memory()
     for kind, limit in (
-        (resource.RLIMIT_AS, found[0] + memory),
+        (resource.RLIMIT_AS, usage[0] + memory),
         (resource.RLIMIT_STACK, STACK),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (limit, limit))
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, WALL * seconds)
-    return found
+    return usage
 
 
 def _memory() -> tuple[int, int]:
