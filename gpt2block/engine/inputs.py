@@ -19,36 +19,36 @@ def sequences(
 ) -> tuple[list[Ids], tuple[int, ...] | None]:
     """Check `ids`; return its sequences and its shape (None if sequences differ in length)."""
     config = engine.config
-    found, shape = as_sequences(ids, config.vocab_size)
+    checked, shape = as_sequences(ids, config.vocab_size)
     if cache is not None and getattr(cache, "kind", None) != engine.cache_kind:
         raise InputError(
             f"cache: expected one from this model's new_cache, {engine.cache_kind}, "
             f"got {getattr(cache, 'kind', cache)!r}"
         )
-    before = [0] * len(found) if cache is None else cache.lengths
-    if len(before) != len(found):
-        raise InputError(f"ids: {len(found)} sequences for a cache of {len(before)} sequences")
+    before = [0] * len(checked) if cache is None else cache.lengths
+    if len(before) != len(checked):
+        raise InputError(f"ids: {len(checked)} sequences for a cache of {len(before)} sequences")
     most = config.n_ctx if cache is None else cache.n_ctx
-    for n, (start, new) in enumerate(zip(before, found, strict=True)):
+    for n, (start, new) in enumerate(zip(before, checked, strict=True)):
         if start + len(new) > most:
             after = f" after the {start} in the cache" if start else ""
             raise InputError(
                 f"ids: sequence {n} has {len(new)} tokens{after}, the context is n_ctx = {most}"
             )
-    return found, shape
+    return checked, shape
 
 
 def one_sequence(engine: ModelEngine, ids: object, cached: bool = False) -> Ids:
     """Check that `ids` is one sequence, of at least two tokens if `cached`; return it."""
     check_flag("cached", cached)
-    found, _ = sequences(engine, ids)
+    checked, _ = sequences(engine, ids)
     least = 2 if cached else 1
-    if len(found) != 1 or len(found[0]) < least:
+    if len(checked) != 1 or len(checked[0]) < least:
         raise InputError(
             f"ids: expected one sequence of at least {least} tokens, got "
-            f"{[len(sequence) for sequence in found]}"
+            f"{[len(sequence) for sequence in checked]}"
         )
-    return found[0]
+    return checked[0]
 
 
 def tokens(engine: ModelEngine, lookup: Lookup, text: object, cached: bool = False) -> Ids:

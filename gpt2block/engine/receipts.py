@@ -72,21 +72,21 @@ def identity(engine: Any) -> dict[str, Any]:
 
 def _device(device: str) -> dict[str, Any]:
     """Return the fields about a device, named as in a CacheKind; on the CPU also about its BLAS."""
-    found: dict[str, Any]
+    facts: dict[str, Any]
     if device == "cpu":
         config: Any = np.show_config(mode="dicts")
         blas = config["Build Dependencies"]["blas"]
         simd = config.get("SIMD Extensions", {}).get("found", [])[-1:]
         core, threads = _openblas()
         own = (core, blas.get("name"), blas.get("version"), "NumPy", np.__version__, *simd)
-        found = {"device": "cpu", "gpus": 0, "nvrtc": None, "kernels": None}
-        return {**found, "blas": " ".join(filter(None, own)), "threads": threads}
+        facts = {"device": "cpu", "gpus": 0, "nvrtc": None, "kernels": None}
+        return {**facts, "blas": " ".join(filter(None, own)), "threads": threads}
     numbers = device.removeprefix("cuda:").split(",")
     with cupy.cuda.Device(int(numbers[0])):
-        found = {"device": f"sm_{compute_capability()}", "gpus": len(numbers)}
-    found["nvrtc"] = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
-    found["kernels"] = hash_of_sources(Path(kernels_cu.__path__[0]))
-    return {**found, "blas": None, "threads": None}
+        facts = {"device": f"sm_{compute_capability()}", "gpus": len(numbers)}
+    facts["nvrtc"] = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    facts["kernels"] = hash_of_sources(Path(kernels_cu.__path__[0]))
+    return {**facts, "blas": None, "threads": None}
 
 
 def _openblas() -> tuple[str, str]:
@@ -204,12 +204,12 @@ def receipt_of(sequence: TokenSequence, known: Mapping[str, Any]) -> dict[str, A
 def parsed(receipt: object) -> dict[str, Any]:
     """Return a receipt, which can also be JSON text, as an object. Raises InputError."""
     try:
-        found = json.loads(receipt) if isinstance(receipt, (str, bytes)) else receipt
+        value = json.loads(receipt) if isinstance(receipt, (str, bytes)) else receipt
     except (ValueError, RecursionError) as error:
         raise InputError(f"expected the JSON of a receipt: {error}") from None
-    if not isinstance(found, Mapping):
-        raise InputError(f"expected a receipt, got {shown(found)}")
-    return dict(found)
+    if not isinstance(value, Mapping):
+        raise InputError(f"expected a receipt, got {shown(value)}")
+    return dict(value)
 
 
 def require_equal(stated: Mapping[str, object], known: dict[str, object], before: str = "") -> None:

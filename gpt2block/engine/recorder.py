@@ -185,30 +185,30 @@ class Recorder(Executor):
 
     def do(self, step: Step, into: Value) -> Result:
         name, op, inputs, attrs, dtype, bound = step
-        given = [self._given(name, each) for each in inputs]
-        first, changes = given[0], op == VIEW
+        results = [self._given(name, each) for each in inputs]
+        first, changes = results[0], op == VIEW
         if changes and first:
-            made = self._rows(name, first, attrs["first"], attrs["end"])
+            result = self._rows(name, first, attrs["first"], attrs["end"])
         else:
             changed = reference.CONTRACTS[op].changed
-            target = into if changed is None else given[changed]
+            target = into if changed is None else results[changed]
             if target is not None:
-                made = Result(name, target.shape, target.dtype, target.array)
+                result = Result(name, target.shape, target.dtype, target.array)
                 target.overwritten = name
             else:
-                kinds = tuple([each and (each.shape, each.dtype) for each in given])
+                kinds = tuple([each and (each.shape, each.dtype) for each in results])
                 sizes = tuple([pair for pair in attrs.items() if type(pair[1]) is int])
-                made = self._new(name, *result_of(op, kinds, sizes, dtype), bound)
+                result = self._new(name, *result_of(op, kinds, sizes, dtype), bound)
             changes = changed is not None
-        names = tuple([each.name if each else "" for each in given])
-        out = None if changes else made.array
+        names = tuple([each.name if each else "" for each in results])
+        out = None if changes else result.array
         self._bind(
             Step(name, op, names, attrs, dtype, bound),
-            tuple([each.array if each else None for each in given]),
+            tuple([each.array if each else None for each in results]),
             out,
-            made,
+            result,
         )
-        return made
+        return result
 
     def _given(self, name: str, value: Any) -> Result | None:
         """Return `value` if it is a Result, else the tensor named `value`, or None if absent."""

@@ -56,8 +56,8 @@ class Recording:
             self.out = binder.kept(out.array)
         self.after: tuple[Bound, ...] = ()  # launches after the last step, such as the sampler's
         self.tensors = {n: a for n, a in binder.tensors.items() if n not in borrowed}
-        given = {**binder.tensors, **binder.outs}
-        self._sizes = {n: TensorSpec.of(given[n]) for n in borrowed if n in given}
+        arrays = {**binder.tensors, **binder.outs}
+        self._sizes = {n: TensorSpec.of(arrays[n]) for n in borrowed if n in arrays}
         self._owner = owner
         self.shard = None if owner is None else owner.shard
         self._ran = self._loaded = False
@@ -212,16 +212,16 @@ class Recording:
         self.meet()
         return event_ms(partial(self.run_steps, name))
 
-    def _exact(self, given: str, exact: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        """Return the exact input `given` of a step, or this GPU's part; None if it is unknown."""
-        values, shard = exact.get(given.removesuffix(OF_SHARD)), self.shard
-        if values is None or shard is None or not shard.has_part(given):
+    def _exact(self, name: str, exact: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Return the exact input `name` of a step, or this GPU's part; None if it is unknown."""
+        values, shard = exact.get(name.removesuffix(OF_SHARD)), self.shard
+        if values is None or shard is None or not shard.has_part(name):
             return values
-        if not given.endswith(OF_SHARD):
-            return shard.own_part(given, values)
-        product = self.steps[given].step
+        if not name.endswith(OF_SHARD):
+            return shard.own_part(name, values)
+        product = self.steps[name].step
         first = shard.first(product.inputs[PRODUCTS[product.op][0]])
-        return values[:, first : first + self.value(given).shape[-1]]
+        return values[:, first : first + self.value(name).shape[-1]]
 
 
 def _copy(value: Any, to: Any) -> None:

@@ -104,11 +104,11 @@ def moved(op: str, names: Sequence[str], inputs: Sequence[object], out: TensorSp
     inputs; float arrays may be a TensorSpec. out: the result.
     """
     contract = reference.CONTRACTS[op]
-    given = {entry.name: x for entry, x in zip(contract.inputs, inputs, strict=False)}
+    by_name = {entry.name: x for entry, x in zip(contract.inputs, inputs, strict=False)}
     written = {entry.name for entry in contract.outputs}
     weights = activations = cache = 0
     for entry, name in zip(contract.inputs, names, strict=False):
-        value = given[entry.name]
+        value = by_name[entry.name]
         if value is None or entry.name in SCRATCH:
             continue
         if entry.name in STATES:
@@ -117,11 +117,11 @@ def moved(op: str, names: Sequence[str], inputs: Sequence[object], out: TensorSp
                 cache += stored.nbytes // stored.shape[0] * min(stored.shape[0], out.shape[0])
             continue
         if entry.kind == "kv":
-            stored, (new, keys) = TensorSpec.of(value), _tokens(given)
+            stored, (new, keys) = TensorSpec.of(value), _tokens(by_name)
             token = stored.nbytes // prod(stored.shape[:2])  # (B, n_ctx, C)
             cache += token * (new if entry.name in written else keys)
             continue
-        nbytes = _read(op, entry.name, given, out)
+        nbytes = _read(op, entry.name, by_name, out)
         if name and name not in ACTIVATIONS:
             weights += nbytes
         else:
@@ -131,29 +131,29 @@ def moved(op: str, names: Sequence[str], inputs: Sequence[object], out: TensorSp
     return BytesMoved(weights, activations, cache)
 
 
-def _read(op: str, name: str, given: Mapping[str, Any], out: TensorSpec) -> int:
+def _read(op: str, name: str, inputs: Mapping[str, Any], out: TensorSpec) -> int:
     """Return the bytes that an operation reads of input `name`: all, some rows, or some columns."""
-    stored = TensorSpec.of(given[name])
+    stored = TensorSpec.of(inputs[name])
     if name in GATHERED.get(op, ()):
         return stored.nbytes // stored.shape[0] * out.shape[0]
     if name == "qkv" and op in ("kv_append", "attention_packed"):  # kv_append reads K, V; else Q
-        row, cached = stored.shape[-1], 2 * given["k"].shape[-1]
+        row, cached = stored.shape[-1], 2 * inputs["k"].shape[-1]
         return int(stored.nbytes * (cached if op == "kv_append" else row - cached) // row)
-    if name == "w_down" and "sums" in given:  # reads only scales, to add `sums`
-        scale = getattr(given[name], "scale", None)
+    if name == "w_down" and "sums" in inputs:  # reads only scales, to add `sums`
+        scale = getattr(inputs[name], "scale", None)
         return 0 if scale is None else int(scale.nbytes)
     return stored.nbytes
 
 
-def _tokens(given: Mapping[str, object]) -> tuple[int, int]:
+def _tokens(inputs: Mapping[str, object]) -> tuple[int, int]:
     """Return the number of new tokens, and the number of keys that attention reads."""
-    if "position" in given:
-        row, position = on_host(given["row"]), on_host(given["position"])
+    if "position" in inputs:
+        row, position = on_host(inputs["row"]), on_host(inputs["position"])
         present = row >= 0
         return int(present.sum()), int((position[present] + 1).sum())
-    new = np.diff(on_host(given["cu_seqlens"]))
+    new = np.diff(on_host(inputs["cu_seqlens"]))
     present = new > 0
-    return int(new.sum()), int((on_host(given["start"]) + new)[present].sum())
+    return int(new.sum()), int((on_host(inputs["start"]) + new)[present].sum())
 
 
 def on_host(array: object) -> np.ndarray:

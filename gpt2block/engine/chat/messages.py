@@ -66,7 +66,7 @@ def normalized(
     checked(messages)
     read = {"role", "content", "tool_call_id", *names.fields}
     written = write_calls is not None and "tool_calls" not in read
-    found, calls = [], list[Any]()  # calls: ids of tool calls that still lack a result
+    converted, calls = [], list[Any]()  # calls: ids of tool calls that still lack a result
     for index, message in enumerate(messages):
         fields = {name: value for name, value in message.items() if not _absent(name, value)}
         fields["content"] = _text(message, index)
@@ -79,17 +79,17 @@ def normalized(
         if unread:
             _refuse(f"the chat template reads no field {shown(unread[0])}: leave it out", index)
         if "tool_calls" in fields:
-            given = fields["tool_calls"]
-            if not isinstance(given, list) or not all(isinstance(call, Mapping) for call in given):
-                _refuse(f"tool_calls: expected a list of objects, got {shown(given)}", index)
-            calls = [call.get("id") for call in given]
+            items = fields["tool_calls"]
+            if not isinstance(items, list) or not all(isinstance(call, Mapping) for call in items):
+                _refuse(f"tool_calls: expected a list of objects, got {shown(items)}", index)
+            calls = [call.get("id") for call in items]
             ids = Counter(str(id) for id in calls if id is not None)
             if twice := [id for id, count in ids.items() if count > 1]:
                 _refuse(f"tool_calls: expected each id once, got {shown(twice[0])} again", index)
             if write_calls is not None and written:
                 fields["content"] = write_calls(fields["content"], fields.pop("tool_calls"))
             elif arguments_as_objects:
-                fields["tool_calls"] = [*map(_with_object, given)]
+                fields["tool_calls"] = [*map(_with_object, items)]
         if "tool_call_id" in fields and "tool_call_id" not in names.fields:
             # A template that does not read tool_call_id assigns results to calls by their order.
             if (id := fields.pop("tool_call_id")) not in calls[:1]:
@@ -97,8 +97,8 @@ def normalized(
             del calls[0]
         if arguments_as_objects and isinstance(fields.get("function_call"), Mapping):
             fields["function_call"] = _with_object(fields["function_call"])
-        found.append(fields)
-    return found
+        converted.append(fields)
+    return converted
 
 
 def _refuse(problem: str, index: int) -> NoReturn:
@@ -125,9 +125,9 @@ def _text(message: Message, index: int) -> str:
 
 
 def _text_of_part(part: object, place: str) -> str:
-    given = {n: v for n, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
-    text = given.pop("text", None)
-    if given != {"type": "text"} or not isinstance(text, str):
+    fields = {n: v for n, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
+    text = fields.pop("text", None)
+    if fields != {"type": "text"} or not isinstance(text, str):
         expected = "{'type': 'text', 'text': 'Hello'} without other fields"
         raise InputError(f"messages: expected {expected}, got {shown(part)} {place}")
     return text
@@ -148,17 +148,17 @@ def _with_object(call: Mapping[str, object]) -> dict[str, object]:
 
 def _object(arguments: Any) -> object:
     try:
-        found = json.loads(arguments or "{}", object_pairs_hook=_unique)
+        value = json.loads(arguments or "{}", object_pairs_hook=_unique)
     except (ValueError, TypeError, RecursionError):  # bad JSON, or integers of over 4,300 digits
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError("a key comes twice")  # a dict would keep only one of the values
-    return found
+    return fields
 
 
 def continued(message: Message, text: str, between: str = "") -> dict[str, Any]:

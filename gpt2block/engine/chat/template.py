@@ -110,8 +110,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], *more: Any, **variables: Any
     ) -> tuple[str, Spans]:
         """Return the text of `render`, and the text's ranges copied from messages and variables."""
-        found = self._rendered(True, messages, *more, **variables)
-        return found["text"], found["places"]
+        rendered = self._rendered(True, messages, *more, **variables)
+        return rendered["text"], rendered["places"]
 
     def arguments(
         self,
@@ -171,39 +171,39 @@ class ChatTemplate:
                 "continues the last message, or begins a message of its own"
             )
         prompt = check_flag("add_generation_prompt", not continues if prompt is None else prompt)
-        given = {**self.tokens, "tools": None, "documents": None, **variables}
-        given["add_generation_prompt"] = prompt
+        values = {**self.tokens, "tools": None, "documents": None, **variables}
+        values["add_generation_prompt"] = prompt
         names = ["messages", *variables] if places else []
-        found = self.normalized(messages)
+        converted = self.normalized(messages)
         try:
-            return self._answer(found, given, names, continues)
+            return self._answer(converted, values, names, continues)
         except InputError:  # some templates need a tool call's arguments as JSON text
             texts = self.normalized(messages, arguments_as_objects=False)
             with suppress(InputError):
-                if texts != found:
-                    return self._answer(texts, given, names, continues)
+                if texts != converted:
+                    return self._answer(texts, values, names, continues)
             raise
 
     def _answer(
-        self, messages: list[Any], given: dict[str, Any], names: list[str], continues: bool
+        self, messages: list[Any], values: dict[str, Any], names: list[str], continues: bool
     ) -> dict[str, Any]:
         """Render messages in the worker process. `names`: variables to find in the text."""
         content, mark = messages[-1]["content"], token_hex(8)
         if continues:  # if the space after `mark` is lost, the template strips the content
             messages = [*messages[:-1], {**messages[-1], "content": f"{content}{mark} "}]
         try:
-            line = json.dumps({**given, "messages": messages})
+            line = json.dumps({**values, "messages": messages})
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"messages: expected what JSON has: {error}") from error
         with self._lock:
             if self._worker is None:
                 self._start()
             until, about = monotonic() + self.seconds, "the chat template refuses these messages: "
-            found = self._ask(line, about, until)
-            self.check(found["text"])
+            rendered = self._ask(line, about, until)
+            self.check(rendered["text"])
             if names:
-                found |= self._ask(json.dumps(names), about, until)
-        return _ended_at(found, content, mark) if continues else found
+                rendered |= self._ask(json.dumps(names), about, until)
+        return _ended_at(rendered, content, mark) if continues else rendered
 
     def _start(self) -> None:
         require("a chat template", "serve", "jinja2")
@@ -217,12 +217,12 @@ class ChatTemplate:
         )
         about, until = "the chat template is damaged: ", monotonic() + SECONDS
         try:
-            found = self._ask(json.dumps(self.source), about, until, CheckpointError)
+            names = self._ask(json.dumps(self.source), about, until, CheckpointError)
         except CheckpointError:
             self._end()
             raise
         self._names = TemplateNames(
-            frozenset(found["fields"]), found["any_role"], frozenset(found["variables"])
+            frozenset(names["fields"]), names["any_role"], frozenset(names["variables"])
         )
 
     def _ask(
@@ -256,10 +256,10 @@ class ChatTemplate:
                 problem = f"the chat template takes more than {self.seconds:g} s"
                 raise RenderingTimeoutError(f"{problem}: choose another model")
             raise CheckpointError("the chat template ends its process: choose another model")
-        found: dict[str, Any] = json.loads(answer)
-        if "error" in found:
-            raise kind(about + found["error"])
-        return found
+        reply: dict[str, Any] = json.loads(answer)
+        if "error" in reply:
+            raise kind(about + reply["error"])
+        return reply
 
     def _end(self) -> None:
         worker, self._worker = self._worker, None
@@ -280,9 +280,9 @@ class ChatTemplate:
         self.__init__(**state)  # type: ignore[misc]
 
 
-def _ended_at(found: dict[str, Any], content: str, mark: str) -> dict[str, Any]:
+def _ended_at(rendered: dict[str, Any], content: str, mark: str) -> dict[str, Any]:
     """Cut off a rendering, as transformers does, at `mark`, which follows the last content."""
-    text = found["text"]
+    text = rendered["text"]
     if text.count(mark) != 1 or content.strip() not in text:
         raise InputError(
             "continue_final_message: the chat template does not write the content of the last "
@@ -290,5 +290,5 @@ def _ended_at(found: dict[str, Any], content: str, mark: str) -> dict[str, Any]:
         )
     at = text.index(mark)
     kept = text[:at] if text.startswith(f"{mark} ", at) else text[:at].rstrip()
-    places = [(a, min(b, len(kept))) for a, b in found.get("places", ()) if a < len(kept)]
+    places = [(a, min(b, len(kept))) for a, b in rendered.get("places", ()) if a < len(kept)]
     return {"text": kept, "places": places}

@@ -116,17 +116,17 @@ class MarkedText(str):
         pieces = str.split(plain(self), plain(old), count)
         return MarkedText(str.join(new, self._pieces(pieces, len(old))))
 
-    def _pieces(self, found: Any, gap: int) -> Any:
+    def _pieces(self, strings: Any, gap: int) -> Any:
         """Find strings in this text, in order, `gap` or more characters apart; return them."""
         whole, at, pieces = plain(self), 0, []
-        for piece in [found] if isinstance(found, str) else found:
+        for piece in [strings] if isinstance(strings, str) else strings:
             start = whole.find(piece, at)
             if start >= 0:
                 at = start + len(piece) + gap
                 pieces.append(self[start : start + len(piece)])
             else:
                 pieces.append(marked(piece))
-        return pieces[0] if isinstance(found, str) else type(found)(pieces)
+        return pieces[0] if isinstance(strings, str) else type(strings)(pieces)
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -136,11 +136,11 @@ def _method(name: str) -> Callable[..., Any]:
     def method(self: MarkedText, *args: object, **options: object) -> Any:
         if name in _KEEPING:
             return MarkedText(of_str(self, *args))
-        found = of_str(plain(self), *plain(args), **plain(options))
-        if not isinstance(found, (str, list, tuple)):
-            return found
+        result = of_str(plain(self), *plain(args), **plain(options))
+        if not isinstance(result, (str, list, tuple)):
+            return result
         separator = options.get("sep", args[0] if args else None) if "split" in name else None
-        return self._pieces(found, len(separator) if isinstance(separator, str) else 0)
+        return self._pieces(result, len(separator) if isinstance(separator, str) else 0)
 
     return method
 
@@ -177,13 +177,13 @@ def _followed_filter(do: Callable[..., Any]) -> Callable[..., Any]:
     def filtered(*args: object, **options: object) -> object:
         read = (Iterator, KeysView, ValuesView, ItemsView)  # `plain` does not copy them
         args = tuple(list(each) if isinstance(each, read) else each for each in args)
-        found = do(*args, **options)
-        if not isinstance(found, (str, int, float)):
-            return found
+        result = do(*args, **options)
+        if not isinstance(result, (str, int, float)):
+            return result
         true = do(*plain(args), **plain(options))
-        if not isinstance(found, str):
+        if not isinstance(result, str):
             return true
-        return MarkedText(found) if plain(found) == true else marked(true)
+        return MarkedText(result) if plain(result) == true else marked(true)
 
     return filtered
 
@@ -208,17 +208,17 @@ def to_json(
 
 def environment(follows: bool = False) -> jinja2.Environment:
     """Return a jinja2 environment like transformers'. `follows`: make strings `MarkedText`."""
-    made = ImmutableSandboxedEnvironment(
+    jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
-    made.filters["tojson"] = to_json
-    made.globals["raise_exception"] = refuse
-    made.globals["strftime_now"] = lambda form: str(now.strftime(form))
+    jinja.filters["tojson"] = to_json
+    jinja.globals["raise_exception"] = refuse
+    jinja.globals["strftime_now"] = lambda form: str(now.strftime(form))
     if follows:
-        made.code_generator_class = Following
-        made.concat = lambda parts: MarkedText("".join(parts))  # type: ignore[method-assign]
-        made.filters |= {name: _followed_filter(do) for name, do in made.filters.items()}
-    return made
+        jinja.code_generator_class = Following
+        jinja.concat = lambda parts: MarkedText("".join(parts))  # type: ignore[method-assign]
+        jinja.filters |= {name: _followed_filter(do) for name, do in jinja.filters.items()}
+    return jinja
 
 
 def rendered(template: jinja2.Template, variables: dict[str, object]) -> str:
@@ -232,12 +232,12 @@ def rendered(template: jinja2.Template, variables: dict[str, object]) -> str:
 
 
 def places(
-    template: jinja2.Template, text: str, given: dict[str, Any], names: list[str]
+    template: jinja2.Template, text: str, values: dict[str, Any], names: list[str]
 ) -> list[tuple[int, int]]:
     """Return the ranges of a text whose characters come from the variables `names`."""
     global marks  # noqa: PLW0603  (of this process)
-    marks = Marks({*json.dumps(given, ensure_ascii=False), *text})
-    following = rendered(template, {**given, **{name: followed(given[name]) for name in names}})
+    marks = Marks({*json.dumps(values, ensure_ascii=False), *text})
+    following = rendered(template, {**values, **{name: followed(values[name]) for name in names}})
     if plain(following) != text:
         raise jinja2.TemplateError("what it does with their characters cannot be followed")
     own = "".join(map(chr, marks.back))
@@ -247,8 +247,8 @@ def places(
 def names_of(source: str) -> dict[str, object]:
     """Return the fields of `TemplateNames` for the source of a template."""
     tree = environment().parse(source)
-    found = [*tree.find_all((nodes.Getattr, nodes.Getitem))]
-    roles = [n for n in found if "role" in (getattr(n, "attr", None), key_of(n))]
+    lookups = [*tree.find_all((nodes.Getattr, nodes.Getitem))]
+    roles = [n for n in lookups if "role" in (getattr(n, "attr", None), key_of(n))]
     compares = tree.find_all((nodes.Compare, nodes.Operand, nodes.Test))
     compared = [n for each in compares for n in each.iter_child_nodes() if n in roles]
     fields = {each.attr for each in tree.find_all(nodes.Getattr)}
@@ -279,15 +279,15 @@ def main() -> None:
     text, variables = "", {}
     for line in sys.stdin:
         try:
-            given = json.loads(line)
+            request = json.loads(line)
             if not templates:
-                templates = [environment(each).from_string(given) for each in (False, True)]
-                answer = names_of(given)
-            elif isinstance(given, dict):
-                variables, now = given, datetime.now()  # kept for a second rendering by `places`
-                answer = {"text": (text := rendered(templates[0], given))}
+                templates = [environment(each).from_string(request) for each in (False, True)]
+                answer = names_of(request)
+            elif isinstance(request, dict):
+                variables, now = request, datetime.now()  # kept for a second rendering by `places`
+                answer = {"text": (text := rendered(templates[0], request))}
             else:
-                answer = {"places": places(templates[1], text, variables, given)}
+                answer = {"places": places(templates[1], text, variables, request)}
         except MemoryError:
             answer = {"error": f"it takes more than {MEMORY >> 20:,} MiB of memory"}
         except RecursionError:

@@ -64,10 +64,10 @@ class HostMasks:
         at = 0
         for slot, job in enumerate(jobs):
             if job is not None:
-                made, first = job.result(), slot * together
-                count = min(len(made), together)
+                words, first = job.result(), slot * together
+                count = min(len(words), together)
                 index[first : first + count] = self._numbers[at : at + count]
-                masks[at : at + count] = made[:count]
+                masks[at : at + count] = words[:count]
                 at += count
         used = self._rows + at * self._words
         self._both[:used].set(both[:used])

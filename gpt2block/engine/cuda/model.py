@@ -273,7 +273,7 @@ class CudaModel(CudaWeights):
         The second array, for want "likeliest", has the most likely tokens. Results are copied to
         the host after all groups have run.
         """
-        found: list[tuple[np.ndarray, ...]] = []
+        scored: list[tuple[np.ndarray, ...]] = []
         computed: list[tuple[list[CudaArray], list[int]]] = []
         with self.running():
             for group in in_groups(sequences, TOKENS_AT_ONCE):
@@ -286,8 +286,8 @@ class CudaModel(CudaWeights):
                 computed.append((arrays, prefill.ends[: len(group)]))
             for arrays, ends in computed:
                 rows = zip(*(np.split(each.get(), ends)[:-1] for each in arrays), strict=True)
-                found += [tuple(part[:-1] for part in row) for row in rows]
-        return found
+                scored += [tuple(part[:-1] for part in row) for row in rows]
+        return scored
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, np.ndarray]:
         V = self.config.vocab_size

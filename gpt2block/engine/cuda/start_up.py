@@ -114,13 +114,13 @@ class _Parts:
 def _usual(cache: CudaCache, counts: list[int]) -> Iterator[Kind]:
     """Yield the sizes of prefills with 1 to 4 (TOGETHER) prompts of 16 to 256 tokens."""
     least, most = (min(n, cache.n_ctx) for n in PROMPTS)
-    found: set[Kind] = set()
+    kinds: set[Kind] = set()
     for count in (n for n in counts if n <= TOGETHER):
         for total in range(least * count, most * count + 1):
             mean, longest = -(-total // count), min(most, total - least * (count - 1))
             powers = range((mean - 1).bit_length(), (longest - 1).bit_length() + 1)
-            found |= {start_kind(cache, total, 1 << n, False, count) for n in powers}
-    yield from sorted(found)
+            kinds |= {start_kind(cache, total, 1 << n, False, count) for n in powers}
+    yield from sorted(kinds)
 
 
 def _all_sizes(cache: CudaCache, counts: list[int], most: int) -> Iterator[Kind]:

@@ -44,15 +44,15 @@ def timed(recordings: Recordings, call: Call) -> list[Timeline]:
 @contextmanager
 def watched(recordings: Recordings) -> Iterator[list[Timeline]]:
     """Measure each pass just before it runs in the with block; yield the list of Timelines."""
-    found: list[Timeline] = []
+    timelines: list[Timeline] = []
 
     def watch(recording: Recording) -> None:
-        found.append(measured(recording))
+        timelines.append(measured(recording))
         recording.meet()  # no GPU starts the pass while another GPU frees its graphs
 
     recordings.watch = watch
     try:
-        yield found
+        yield timelines
     finally:
         recordings.watch = None
 
@@ -122,9 +122,9 @@ def ends_us(launches: Sequence[Any], overlapping: bool, lead: Callable[..., None
         if start:
             before = _graph(launches[:start], overlapping)
             led = partial(_led, partial(lead, LEAD_US - ends[start - 1]), before)
-        found = list(accumulate(_us(parts, led), max))
+        times = list(accumulate(_us(parts, led), max))
         # found[0] and ends[-1] are the end of the same launch, `last_known`.
-        ends += [ends[-1] + each - found[0] for each in found[1:]] if ends else found
+        ends += [ends[-1] + each - times[0] for each in times[1:]] if ends else times
     (pass_us,) = _us([_graph(launches, overlapping)], lead)
     return [end * pass_us / ends[-1] for end in ends]
 

@@ -139,9 +139,9 @@ def _outputs(array: object, layout: str, spans: Sequence[tuple[int, int]]) -> tu
         columns = [slice(*span) for span in spans]
         parts = [array[each] if layout == "NK" else array[:, each] for each in columns]
         return np.concatenate(parts, axis=layout.index("N")), layout
-    given = array if is_array(array) else cupy.asarray(array)
-    with given.device:
-        bits = given.view(f"u{given.itemsize}")  # not every CuPy can copy bfloat16
+    on_device = array if is_array(array) else cupy.asarray(array)
+    with on_device.device:
+        bits = on_device.view(f"u{on_device.itemsize}")  # not every CuPy can copy bfloat16
         rows = bits if layout == "NK" else bits.T
         copies = [cupy.ascontiguousarray(rows[begin:end]) for begin, end in spans]
         cupy.cuda.Device().synchronize()
@@ -149,7 +149,7 @@ def _outputs(array: object, layout: str, spans: Sequence[tuple[int, int]]) -> tu
     for part in copies:
         whole[at : at + len(part)] = cupy.asarray(part)
         at += len(part)
-    return whole.view(given.dtype), "NK"
+    return whole.view(on_device.dtype), "NK"
 
 
 def joined(shards: Sequence[GgufMatrix]) -> GgufMatrix:

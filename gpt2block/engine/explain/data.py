@@ -142,25 +142,25 @@ def _step(
     """Return data of a step that hold for every block; add its kernels' sources to `files`."""
     step = plan.steps[short]
     operation = sources.operation_of(step.op) or sources.operation_of(sources.function_of(step))
-    found = []
+    kernels = []
     if operation is not None:
         kernel = sources.readable_kernel(operation)
-        found.append(sources.described(kernel, sources.TEN_STEPS, plan.config))
+        kernels.append(sources.described(kernel, sources.TEN_STEPS, plan.config))
     fused, names = plan.joined.get(short, (None, [short]))
     fused_operation = fused and sources.operation_of(sources.function_of(fused))
     if fused_operation:
         variants = sources.fused_kernels(fused_operation, plan.config)
-        found += [sources.described(each, sources.FUSED, plan.config) for each in variants]
+        kernels += [sources.described(each, sources.FUSED, plan.config) for each in variants]
     row = compared.get(step.name) or (compared.get(fused.name) if fused else None)
     ran = row.kernel.split(", ") if row else ()
-    found = [*sources.kernels_run(ran, plan.config), *found]
-    files.update({each["file"]: read_source(each["file"]) for each in found})
+    kernels = [*sources.kernels_run(ran, plan.config), *kernels]
+    files.update({each["file"]: read_source(each["file"]) for each in kernels})
     return {
         "op": sources.function_of(step),
         "number": step.attrs.get("softmax_scale", step.attrs.get("factor")),
         "gate": next((each for each in ("gelu", "sigmoid") if step.attrs.get(each)), "silu"),
         "adds": step.op in ("add", "rmsnorm_add"),
-        "kernels": found,
+        "kernels": kernels,
         "joins": [_short(name) for name in names],
     }
 
@@ -221,7 +221,7 @@ def _tensors(
     shapes: dict[str, tuple[int, ...]] = {**model_shapes(config)}
     shapes["lm_head"] = shapes.get("lm_head", shapes["wte"])[::-1]
     shapes |= dict.fromkeys(("tokens", "positions"), (len(exact["embedding"]),))
-    found = {}
+    tensors = {}
     for step in model_steps(config):
         if step.op in UNCOMPARED:
             continue
@@ -229,7 +229,7 @@ def _tensors(
         stored = step.name in traced
         tensor = traced[step.name] if stored else exact[step.name]
         inside = step.name.startswith("h.") and not step.name.startswith(f"h.{layer}.")
-        found[step.name] = {
+        tensors[step.name] = {
             "inputs": _input_shapes(step, shapes),
             "shape": list(tensor.shape),
             "stored": stored,
@@ -237,7 +237,7 @@ def _tensors(
             **_compared(compared.get(step.name)),
             "grid": grids.grid(tensor, cells if inside else DETAILED_CELLS),
         }
-    return found
+    return tensors
 
 
 def _input_shapes(step: Step, shapes: Shapes) -> list[list[object]]:

@@ -63,14 +63,14 @@ def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> d
 def _weights(engine: TracedEngine, names: set[str]) -> dict[str, np.ndarray]:
     """Return {name: array} for `names` that the model has: matrices (K, N), biases (N,)."""
     tied = {"wte"} if "lm_head" in names else set()
-    found = {
+    weights = {
         name: array.T if layout == "NK" else array
         for name, array, layout in engine.tensors()
         if name in names | tied
     }
     if tied:
-        found.setdefault("lm_head", found["wte"])
-    return found
+        weights.setdefault("lm_head", weights["wte"])
+    return weights
 
 
 def _product(

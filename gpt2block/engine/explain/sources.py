@@ -128,16 +128,16 @@ def joined_steps(steps: Sequence[Step], fused: Iterable[Step]) -> dict[str, tupl
     A fused step joins the preceding steps whose results are not stored.
     """
     by_name = {step.name: step for step in steps}
-    made = {step.name: step for step in fused}
-    found = {}
-    for name, step in made.items():
+    fused_by_name = {step.name: step for step in fused}
+    joined = {}
+    for name, step in fused_by_name.items():
         group = {name}
         unseen = [name]
         while unseen:
             inputs = by_name[unseen.pop()].inputs
-            new = [n for n in inputs if n in by_name and n not in made and n not in group]
+            new = [n for n in inputs if n in by_name and n not in fused_by_name and n not in group]
             group.update(new)
             unseen += new
         names = [each.name for each in steps if each.name in group]
-        found.update(dict.fromkeys(names, (step, names)))
-    return found
+        joined.update(dict.fromkeys(names, (step, names)))
+    return joined

@@ -46,25 +46,25 @@ def score_generated(
     texts = [_ids(engine, run, index, each) for index, each in enumerate(given)]
     run.follow(texts, forced=True)
     run.finish()
-    found = []
+    scored = []
     for sequence, text in zip(run.sequences, texts, strict=True):
         logprobs, first = np.array(sequence.logprobs, np.float32), int(sequence.prompt[-1])
-        found.append(ScoredTokens(text, logprobs, encoding, first, None, tuple(sequence.tops)))
-    return found[0] if run.single else found
+        scored.append(ScoredTokens(text, logprobs, encoding, first, None, tuple(sequence.tops)))
+    return scored[0] if run.single else scored
 
 
-def _ids(engine: ModelEngine, run: Run, index: int, given: Any) -> Ids:
+def _ids(engine: ModelEngine, run: Run, index: int, text: Any) -> Ids:
     """Return the checked token ids of a continuation. Raises InputError."""
     name = "continuation" if run.single else f"continuation {index}"
-    ids: Sequence[int] = given.tokens if isinstance(given, Generation) else given
-    found = tokenizer.token_ids(None, ids, engine.config.vocab_size, name)
+    ids: Sequence[int] = text.tokens if isinstance(text, Generation) else text
+    checked = tokenizer.token_ids(None, ids, engine.config.vocab_size, name)
     most = engine.config.n_ctx - len(run.sequences[index].prompt) + 1
-    if not 0 < len(found) <= most:
+    if not 0 < len(checked) <= most:
         raise InputError(
             f"{name}: expected 1 to {most:,} tokens, as the model's context is "
-            f"{engine.config.n_ctx:,}, got {len(found):,}"
+            f"{engine.config.n_ctx:,}, got {len(checked):,}"
         )
-    return found
+    return checked
 
 
 @dataclass(frozen=True)

@@ -270,8 +270,8 @@ def embed(
     for part in in_groups(sequences, tokens_at_once):
         for hidden in engine.forward(part, "hidden"):
             vectors.append(_pooled(hidden, pooling))
-    found = shortened(np.stack(vectors), dimensions, normalize)
-    return found[0] if single else found
+    embedded = shortened(np.stack(vectors), dimensions, normalize)
+    return embedded[0] if single else embedded
 
 
 def _pooled(hidden: Floats, pooling: Pooling) -> Floats:
@@ -290,11 +290,11 @@ def shortened(vectors: Floats, dimensions: int | None, normalize: bool) -> Float
     for it have good embeddings of fewer dimensions. Source: Kusupati et al., "Matryoshka
     Representation Learning" (2022).
     """
-    found = vectors[:, :dimensions]
+    short = vectors[:, :dimensions]
     if normalize:
-        lengths = np.linalg.norm(found, axis=1, keepdims=True)
-        found = (found / np.maximum(lengths, 1e-12)).astype(np.float32)
-    return found
+        lengths = np.linalg.norm(short, axis=1, keepdims=True)
+        short = (short / np.maximum(lengths, 1e-12)).astype(np.float32)
+    return short
 
 
 def check_dimensions(dimensions: int | None, n_embd: int) -> None:

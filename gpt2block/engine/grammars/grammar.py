@@ -51,10 +51,10 @@ class Grammar:
         with keywords that are not supported (docs/structured.md), and if llguidance is not
         installed.
         """
-        made = cls.unchecked(**keywords)
-        if made is not None:
-            made.check()
-        return made
+        grammar = cls.unchecked(**keywords)
+        if grammar is not None:
+            grammar.check()
+        return grammar
 
     @classmethod
     def unchecked(cls, **keywords: object) -> Grammar | None:
@@ -62,15 +62,15 @@ class Grammar:
 
         This takes little time for any rule, while compiling can take any time and memory.
         """
-        given = {name: value for name, value in keywords.items() if value is not None}
-        if not given:
+        rules = {name: value for name, value in keywords.items() if value is not None}
+        if not rules:
             return None
-        if len(given) > 1:
-            raise InputError(f"{' and '.join(given)}: expected only one of them")
-        require(f"{next(iter(given))}=", "tools", "llguidance")
+        if len(rules) > 1:
+            raise InputError(f"{' and '.join(rules)}: expected only one of them")
+        require(f"{next(iter(rules))}=", "tools", "llguidance")
         from gpt2block.engine.grammars import sources  # noqa: PLC0415  (imports llguidance)
 
-        ((name, value),) = given.items()
+        ((name, value),) = rules.items()
         if name == "schema":
             schema = parsed(value)
             check_schema(schema)

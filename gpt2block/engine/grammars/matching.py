@@ -82,9 +82,9 @@ class Matcher:
 
     def copy(self, judges: bool = True) -> Matcher:
         """Return a copy. judges: whether the time of its masks may end its text."""
-        made = copy(self)
-        made.state, made.latest = self.state.deep_copy(), deque(maxlen=SLOW_MASKS * judges)
-        return made
+        matcher = copy(self)
+        matcher.state, matcher.latest = self.state.deep_copy(), deque(maxlen=SLOW_MASKS * judges)
+        return matcher
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text. Tokens after a complete text, or after -1, have no effect."""
@@ -190,25 +190,25 @@ class Vocabulary:
         """
         if (kept := self.kept(grammar)) is not None:
             return kept
-        made = self._compile(grammar, grown)
+        matcher = self._compile(grammar, grown)
         with self._lock:
-            self._made[grammar.source] = made
-            self._used.add(made.compiled)
+            self._made[grammar.source] = matcher
+            self._used.add(matcher.compiled)
             nbytes = sum(each.compiled.nbytes for each in self._made.values())
             while len(self._made) > 1 and (len(self._made) > KEPT or nbytes > KEPT_BYTES):
                 nbytes -= self._made.popitem(last=False)[1].compiled.nbytes
-        return made.copy()
+        return matcher.copy()
 
     def kept(self, grammar: Grammar) -> Matcher | None:
         """Return a Matcher at the start of a text if its grammar is compiled already, else None."""
         with self._lock:
-            made = self._made.get(grammar.source)
-            if made is None:
+            compiled = self._made.get(grammar.source)
+            if compiled is None:
                 return None
             self._made.move_to_end(grammar.source)
-        found = made.copy()
-        found.grammar = grammar
-        return found
+        matcher = compiled.copy()
+        matcher.grammar = grammar
+        return matcher
 
     def _compile(self, grammar: Grammar, grown: int) -> Matcher:
         from llguidance import LLMatcher  # noqa: PLC0415  (optional dependency)
@@ -216,10 +216,10 @@ class Vocabulary:
         state = LLMatcher(self._tokenizer, grammar.source, log_level=0)
         if not state.is_error():
             words, compiled = mask_words(self._tokenizer.vocab_size), CompiledGrammar(grown)
-            made = Matcher(grammar, state, self._vocab_size, words, self._has_end, compiled)
-            if made.problem is None:
-                return made
-            raise InputError(made.problem)
+            matcher = Matcher(grammar, state, self._vocab_size, words, self._has_end, compiled)
+            if matcher.problem is None:
+                return matcher
+            raise InputError(matcher.problem)
         grammar.check()  # names the place
         problem = state.get_error().splitlines()[0]
         raise InputError(f"{grammar.name}: it cannot be compiled: {problem}")

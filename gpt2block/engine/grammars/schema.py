@@ -53,15 +53,15 @@ KINDS: dict[str, tuple[str, Any]] = {
 Path = tuple[str | int, ...]
 
 
-def parsed(given: object) -> Any:
+def parsed(schema: object) -> Any:
     """Return a schema, which is a value or JSON text, as JSON values with Decimals for floats."""
     try:
-        text = given if isinstance(given, str) else json.dumps(given)
+        text = schema if isinstance(schema, str) else json.dumps(schema)
         return json.loads(text, parse_float=lambda digits: Decimal(repr(float(digits))))
     except (TypeError, ValueError, RecursionError) as error:
-        is_file = isinstance(given, str) and given.lstrip()[:1] not in "[{"
+        is_file = isinstance(schema, str) and schema.lstrip()[:1] not in "[{"
         file = ': of a file, pass the text: "$(cat FILE)"' if is_file else ""
-        problem = f"schema: expected a JSON schema: {error}, got {shown(given)}{file}"
+        problem = f"schema: expected a JSON schema: {error}, got {shown(schema)}{file}"
         raise InputError(problem) from None
 
 
@@ -184,18 +184,18 @@ def place_of(schema: Any, fails: Callable[[Any], bool]) -> str:
     because parts with references to them fail, too. Parts with other references are skipped, and
     in a large schema, all parts with references.
     """
-    found: Path = ()
+    failed: Path = ()
     definitions = {name: schema[name] for (name,) in DEFINED if name in schema}
     known = r"#/(\$defs|definitions)/" if len(str(schema)) < LARGE else "no reference"
     for path, part in sorted(parts(schema), key=lambda each: each[0][:1] not in DEFINED):
         text = re.sub(rf"'\$ref': '{known}", "", str(part))
-        if path and path[: len(found)] == found and isinstance(part, dict) and "$ref" not in text:
+        if path and path[: len(failed)] == failed and isinstance(part, dict) and "$ref" not in text:
             try:
                 if fails({**definitions, **part}):
-                    found = path
+                    failed = path
             except (TypeError, ValueError):
-                found = path
-    return place(found)
+                failed = path
+    return place(failed)
 
 
 def place(path: Path) -> str:

@@ -31,14 +31,14 @@ def of_schema(schema: object) -> str:
         raise InputError(f"schema: expected a JSON schema: {error}") from None
 
 
-def of_regex(given: object) -> str:
-    return LLMatcher.grammar_from_regex(_text("regex", given))
+def of_regex(regex: object) -> str:
+    return LLMatcher.grammar_from_regex(_text("regex", regex))
 
 
-def of_choice(given: object) -> str:
-    texts = [given] if isinstance(given, str) else several(given)
+def of_choice(choice: object) -> str:
+    texts = [choice] if isinstance(choice, str) else several(choice)
     if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise InputError(f"choice: expected texts of at least one character, got {shown(given)}")
+        raise InputError(f"choice: expected texts of at least one character, got {shown(choice)}")
     for text in texts:
         check_encodable("choice", text)
     literals = " | ".join(json.dumps(text) for text in texts)
@@ -46,15 +46,15 @@ def of_choice(given: object) -> str:
     return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {literals}")
 
 
-def of_grammar(given: object) -> str:
+def of_grammar(grammar: object) -> str:
     try:
-        return grammar_from("grammar", _text("grammar", given))
+        return grammar_from("grammar", _text("grammar", grammar))
     except ValueError as error:
         raise InputError(f"grammar: {error}") from None
 
 
-def _text(name: str, given: object) -> str:
-    if not isinstance(given, str) or not given:
-        raise InputError(f"{name}: expected a text, got {shown(given)}")
-    check_encodable(name, given)
-    return given
+def _text(name: str, text: object) -> str:
+    if not isinstance(text, str) or not text:
+        raise InputError(f"{name}: expected a text, got {shown(text)}")
+    check_encodable(name, text)
+    return text

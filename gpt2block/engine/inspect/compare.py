@@ -132,9 +132,9 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     do = NumpyExecutor({**weights, **constants, **kept, **batch}, keep=None)
     forward(ModelStepPass(do, PassSettings.of(config), T), architecture, config, "logits")
     # These are no rows of the pass: engines compute them from exact inputs.
-    found = {n: made for n, made in do.kept.items() if n != "spans" and not n.endswith(".mixed")}
-    scores = np.asarray(reference.log_likelihood(found["logits"], np.roll(ids, -1)), np.float64)
-    return {**found, **kept, "scores": scores}
+    tensors = {n: made for n, made in do.kept.items() if n != "spans" and not n.endswith(".mixed")}
+    scores = np.asarray(reference.log_likelihood(tensors["logits"], np.roll(ids, -1)), np.float64)
+    return {**tensors, **kept, "scores": scores}
 
 
 def compare(engine: TracedEngine, ids: Ids, cached: bool) -> Comparisons:
@@ -167,14 +167,14 @@ def _by_engine_names(
     exact: Mapping[str, Exact], config: ModelConfig, T: int, cached: bool
 ) -> dict[str, Exact]:
     """Return `exact` plus the tensors of GPU passes: q, and groups of rows of logits and scores."""
-    found, qkv = dict(exact), architecture_of(config).QKV
+    tensors, qkv = dict(exact), architecture_of(config).QKV
     for name, tensor in exact.items():
         if name.endswith(f".{qkv}"):
             width, *_ = config.qkv_widths(int(name.split(".")[1]))
-            found[f"{name.removesuffix(qkv)}q"] = tensor[:, :width]
+            tensors[f"{name.removesuffix(qkv)}q"] = tensor[:, :width]
         elif name in ("uncapped", "logits", "scores"):
             spans = range(0, T, ROWS_AT_ONCE)
-            found |= {f"{name}.{first}": tensor[first : first + ROWS_AT_ONCE] for first in spans}
+            tensors |= {f"{name}.{first}": tensor[first : first + ROWS_AT_ONCE] for first in spans}
     if cached:
-        found = {n: t if n.endswith((".k", ".v")) else t[-1:] for n, t in found.items()}
-    return found
+        tensors = {n: t if n.endswith((".k", ".v")) else t[-1:] for n, t in tensors.items()}
+    return tensors

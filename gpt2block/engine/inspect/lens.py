@@ -149,7 +149,7 @@ def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
     weights |= architecture_of(engine.config).constants(engine.config, weights)
     head = weights.get("lm_head", weights["wte"])
     shape = (*states.shape[:2], top)
-    found = LogitLens(np.empty(shape, np.int64), np.empty(shape, np.float32))
+    lens = LogitLens(np.empty(shape, np.int64), np.empty(shape, np.float32))
     for layer, x in enumerate(states):
         inputs = (x, *(weights[name] for name in parameters))
         normed = FUNCTIONS[norm.op](*inputs, **norm.attrs)
@@ -158,9 +158,9 @@ def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
         chosen = np.sort(np.argpartition(probabilities, -top, axis=-1)[:, -top:], axis=-1)
         kept = np.take_along_axis(probabilities, chosen, axis=-1)
         order = np.argsort(-kept, axis=-1, kind="stable")
-        found.ids[layer] = np.take_along_axis(chosen, order, axis=-1)
-        found.probabilities[layer] = np.take_along_axis(kept, order, axis=-1)
-    return found
+        lens.ids[layer] = np.take_along_axis(chosen, order, axis=-1)
+        lens.probabilities[layer] = np.take_along_axis(kept, order, axis=-1)
+    return lens
 
 
 def most_likely(logits: NDArray[np.floating[Any]]) -> list[tuple[int, float]]:
