@@ -166,9 +166,9 @@ def asarray(array: object, dtype: DTypeLike | None = None, order: str | None = N
     ):
         return array
     transposed = order is None and host.flags.f_contiguous  # CuPy also keeps Fortran order
-    made: Any = empty(host.shape[::-1], dtype).T if transposed else empty(host.shape, dtype)
-    made[...] = host
-    return made  # type: ignore[no-any-return]
+    copy: Any = empty(host.shape[::-1], dtype).T if transposed else empty(host.shape, dtype)
+    copy[...] = host
+    return copy  # type: ignore[no-any-return]
 
 
 def _shared(interface: dict[str, Any]) -> ndarray:
@@ -181,9 +181,9 @@ def _shared(interface: dict[str, Any]) -> ndarray:
 
 def array(value: ArrayLike, dtype: DTypeLike | None = None) -> ndarray:
     host = np.array(value, dtype)
-    made = empty(host.shape, host.dtype)
-    made[...] = host
-    return made
+    copy = empty(host.shape, host.dtype)
+    copy[...] = host
+    return copy
 
 
 def zeros(shape: int | Sequence[int], dtype: DTypeLike = "float64") -> ndarray:
@@ -191,9 +191,9 @@ def zeros(shape: int | Sequence[int], dtype: DTypeLike = "float64") -> ndarray:
 
 
 def full(shape: int | Sequence[int], value: object, dtype: DTypeLike = "float64") -> ndarray:
-    made = empty(shape, dtype)
-    made[...] = value
-    return made
+    array = empty(shape, dtype)
+    array[...] = value
+    return array
 
 
 def empty_like(array: np.ndarray) -> ndarray:
@@ -284,12 +284,12 @@ class RawModule:
 def _compiled(code: str, options: tuple[str, ...], arch: str, debug: bool) -> Module:
     chosen = [each.partition("=")[2] for each in options if each.startswith("-arch=")]
     own = [each for each in options if each.startswith("-I")]
-    made = nvrtc.compile(
+    build = nvrtc.compile(
         code, name="kernel.cu", arch=(*chosen, arch)[0], options=[*own, *["-G"] * debug]
     )
-    if isinstance(made, nvrtc.Refused):
-        raise CompileException(made.log) if made.log else DeviceError(made.reason)
-    return Module(made.ptx)
+    if isinstance(build, nvrtc.Refused):
+        raise CompileException(build.log) if build.log else DeviceError(build.reason)
+    return Module(build.ptx)
 
 
 class EmulatedFunction:
@@ -372,10 +372,10 @@ def _value(kernel: str, arg: object, spans: dict[int, object]) -> object:
 
 def _span(kernel: str, address: int, spans: dict[int, Any]) -> tuple[Any, int]:
     """Return the allocation that contains an address, as an array, and the address's offset."""
-    found = _allocation(address)
-    if found is None:
+    allocation = _allocation(address)
+    if allocation is None:
         raise engine.LaunchError(f"{kernel}: an argument points to memory that is not allocated")
-    start, nbytes = found
+    start, nbytes = allocation
     if start not in spans:
         spans[start] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(start))
     return spans[start], address - start

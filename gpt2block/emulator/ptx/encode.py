@@ -124,16 +124,16 @@ class _Encoder:
         self.later: dict[str, list[int]] = {}  # function → operands that wait for its place
 
     def encode(self) -> Encoded:
-        made = self.made
+        code = self.made
         entry = self.function
-        made.directives = entry.directives
-        made.parameter_bytes, offsets = _layout(entry.parameters)
-        made.parameters = list(zip(offsets, entry.parameters, strict=True))
-        for name in self._order(made.kernel, []):
+        code.directives = entry.directives
+        code.parameter_bytes, offsets = _layout(entry.parameters)
+        code.parameters = list(zip(offsets, entry.parameters, strict=True))
+        for name in self._order(code.kernel, []):
             self._function(self.functions[name])
-        made.entry = made.functions[made.kernel]
+        code.entry = code.functions[code.kernel]
         self._place_shared()
-        return made
+        return code
 
     def _order(self, name: str, open_: list[str]) -> list[str]:
         """Return a function's name after the names of the functions that it calls."""
@@ -199,25 +199,25 @@ class _Encoder:
 
     def _arguments(self, function: Function) -> list[tuple[str, int]]:
         """Return the offsets of the variables that hold arguments and results of calls."""
-        found: list[tuple[str, int]] = []
+        places: list[tuple[str, int]] = []
         for instruction in function.code:
             if instruction.opcode.split(".")[0] != "call":
                 continue
             results, name, arguments = call_target(instruction)
             actual = (*results, *arguments)
             if name in self.frames:
-                found += zip(actual, self.frames[name].values(), strict=True)
+                places += zip(actual, self.frames[name].values(), strict=True)
             elif name.startswith("%"):
                 formal = [function.variables[each] for each in actual]
-                found += zip(actual, self._frame(formal, own=False)[1], strict=True)
-        return found
+                places += zip(actual, self._frame(formal, own=False)[1], strict=True)
+        return places
 
     def _local(self, variable: Variable) -> int:
         """Return the offset of a new variable in the local memory of a thread."""
-        made = self.made
-        at = -(-made.local_bytes // variable.align) * variable.align
-        made.local.append((at, variable))
-        made.local_bytes = at + variable.bytes
+        code = self.made
+        at = -(-code.local_bytes // variable.align) * variable.align
+        code.local.append((at, variable))
+        code.local_bytes = at + variable.bytes
         return at
 
     def _new_row(self, count: int = 1) -> int:
@@ -252,24 +252,24 @@ class _Encoder:
         return self.function.entry and bool(base) and base[1] not in self.function.variables  # type: ignore[index]
 
     def _record(self, opcode: str, operands: list[str], each: Instruction, start: int) -> None:
-        made = self.made
-        first = len(made.operands)
+        code = self.made
+        first = len(code.operands)
         for text in operands:
             if text in self.operands:
-                made.operands.append(self.operands[text])
+                code.operands.append(self.operands[text])
                 continue
-            before = len(made.operands)
+            before = len(code.operands)
             self._operand(text.strip(), each, start)
-            if len(made.operands) == before + 1 and made.operands[-1][0] != LABEL:
-                self.operands[text] = made.operands[-1]
+            if len(code.operands) == before + 1 and code.operands[-1][0] != LABEL:
+                self.operands[text] = code.operands[-1]
         guard = 0
         if each.guard:
             plain = each.guard.lstrip("!")
             guard = self._predicate(plain) + 1
             guard = -guard if plain != each.guard else guard
-        form = made.forms.setdefault(opcode, len(made.forms))
-        place = made.places.setdefault(each.place, len(made.places))
-        made.code.append((form, guard, first, len(made.operands) - first, place))
+        form = code.forms.setdefault(opcode, len(code.forms))
+        place = code.places.setdefault(each.place, len(code.places))
+        code.code.append((form, guard, first, len(code.operands) - first, place))
 
     def _call(self, each: Instruction) -> tuple[str, list[str]]:
         results, name, arguments = call_target(each)
@@ -378,11 +378,11 @@ class _Encoder:
 
     def _symbol(self, name: str) -> int:
         """Return the address of a variable in its space, of a parameter, or of a function."""
-        made = self.made
-        of_kernel = made.parameters if self.function.entry else ()
+        code = self.made
+        of_kernel = code.parameters if self.function.entry else ()
         known = {each.name: offset for offset, each in of_kernel}
         known |= self.frames.get(self.function.name, {}) | self.aliases
-        known |= {each: CODE + start for each, start in made.functions.items()}
+        known |= {each: CODE + start for each, start in code.functions.items()}
         if name in known:
             return known[name]
         variable = self.function.variables.get(name) or self.module.variables.get(name)
@@ -402,27 +402,27 @@ class _Encoder:
         return address_of(self.made.variables.index(variable))
 
     def _shared(self, variable: Variable) -> int:
-        made = self.made
-        for offset, known in made.shared:
+        code = self.made
+        for offset, known in code.shared:
             if known is variable:
                 return offset
         if not variable.bytes:
-            made.dynamic = variable
+            code.dynamic = variable
             return DYNAMIC
-        gap = GAP if made.shared else 0
-        at = -(-(made.shared_bytes + gap) // variable.align) * variable.align
-        made.shared.append((at, variable))
-        made.shared_bytes = at + variable.bytes
+        gap = GAP if code.shared else 0
+        at = -(-(code.shared_bytes + gap) // variable.align) * variable.align
+        code.shared.append((at, variable))
+        code.shared_bytes = at + variable.bytes
         return at
 
     def _place_shared(self) -> None:
         """Put dynamic shared memory after the variables whose size the kernel declares."""
-        made = self.made
-        align = max(16, made.dynamic.align if made.dynamic else 16)
-        gap = GAP if made.shared else 0
-        made.shared_bytes = -(-(made.shared_bytes + gap) // align) * align
+        code = self.made
+        align = max(16, code.dynamic.align if code.dynamic else 16)
+        gap = GAP if code.shared else 0
+        code.shared_bytes = -(-(code.shared_bytes + gap) // align) * align
         if DYNAMIC in self.constants:
-            made.constants[self.constants[DYNAMIC]] = made.shared_bytes
+            code.constants[self.constants[DYNAMIC]] = code.shared_bytes
 
 
 DYNAMIC = (1 << 63) + 1  # stands for the offset of dynamic shared memory until all others are known

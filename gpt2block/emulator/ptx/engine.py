@@ -359,12 +359,12 @@ class _Arrays:
             raise LaunchError(
                 f"{self.encoded.kernel} has {len(parameters)} parameters, got {len(args)}"
             )
-        made = bytearray(self.encoded.parameter_bytes)
+        block = bytearray(self.encoded.parameter_bytes)
         numbers = self.numbers
         for k, ((offset, parameter), value) in enumerate(zip(parameters, args, strict=True)):
             array, start = value[:2] if isinstance(value, Pointer | TensorMap) else (value, 0)
             if not isinstance(array, np.ndarray):
-                made[offset : offset + parameter.bytes] = _scalar(value, parameter)
+                block[offset : offset + parameter.bytes] = _scalar(value, parameter)
                 continue
             if not array.flags.c_contiguous:
                 raise LaunchError(f"argument {k} of {self.encoded.kernel} is not contiguous")
@@ -375,10 +375,10 @@ class _Arrays:
                 numbers[key] = self._add(name, array.reshape(-1).view(np.uint8), shadow)
             address = address_of(numbers[key])
             if isinstance(value, TensorMap):
-                made[offset : offset + parameter.bytes] = value.encoded(address)
+                block[offset : offset + parameter.bytes] = value.encoded(address)
             else:
-                made[offset : offset + 8] = (address + start).to_bytes(8, "little")
-        return bytes(made)
+                block[offset : offset + 8] = (address + start).to_bytes(8, "little")
+        return bytes(block)
 
     def fill(self, data: _LaunchData) -> None:
         data.variables = len(self.encoded.variables)
@@ -392,12 +392,12 @@ class _Arrays:
 
     def early(self, args: Sequence[object], early: Sequence[bool]) -> Any:
         """Return for each array whether it may be accessed before the wait."""
-        found = [True] * len(self.encoded.variables) + [False] * len(self.data)
+        flags = [True] * len(self.encoded.variables) + [False] * len(self.data)
         for value, each in zip(args, early, strict=True):
             array = value[0] if isinstance(value, Pointer | TensorMap) else value
             if isinstance(array, np.ndarray) and each:
-                found[self.numbers[array.ctypes.data, array.nbytes]] = True
-        return (ctypes.c_uint8 * max(1, len(self.data)))(*found[: len(self.data)])
+                flags[self.numbers[array.ctypes.data, array.nbytes]] = True
+        return (ctypes.c_uint8 * max(1, len(self.data)))(*flags[: len(self.data)])
 
     def keep(self, module: Module, encoded: Encoded) -> None:
         """Keep the values of variables for later launches."""
@@ -419,7 +419,7 @@ def _scalar(value: Any, parameter: Variable) -> bytes:
 
 def _initial(variable: Variable, module: Module, encoded: Encoded) -> bytearray:
     """Return the bytes of a variable before the first launch."""
-    made = bytearray(variable.bytes)
+    data = bytearray(variable.bytes)
     values = re.findall(r"[^\s{},]+(?:\([^)]*\))?(?:\s*\+\s*\d+)?", variable.value)
     for k, text in enumerate(values):
         literal = re.fullmatch(r"0[fFdD]([0-9a-fA-F]+)", text)
@@ -431,8 +431,8 @@ def _initial(variable: Variable, module: Module, encoded: Encoded) -> bytearray:
         else:
             value = int(text.rstrip("U"), 0)
         size = variable.element
-        made[k * size : (k + 1) * size] = (value & (1 << 8 * size) - 1).to_bytes(size, "little")
-    return made
+        data[k * size : (k + 1) * size] = (value & (1 << 8 * size) - 1).to_bytes(size, "little")
+    return data
 
 
 def _address(name: str, module: Module, encoded: Encoded) -> int:
@@ -446,10 +446,10 @@ def plain_name(name: str) -> str:
     rest, last = name, ""
     if not name.startswith("_Z"):
         return name
-    while found := re.search(r"(\d+)([A-Za-z_]\w*)", rest):
-        length = int(found[1])
-        word = rest[found.start(2) : found.start(2) + length]
-        last, rest = word or last, rest[found.start(2) + length :]
+    while match := re.search(r"(\d+)([A-Za-z_]\w*)", rest):
+        length = int(match[1])
+        word = rest[match.start(2) : match.start(2) + length]
+        last, rest = word or last, rest[match.start(2) + length :]
     return last or name
 
 
@@ -564,10 +564,10 @@ def _loaded(encoded: Encoded) -> _Loaded:
 def _library() -> ctypes.CDLL:
     """Return the engine's library, which is built if the cache does not have it."""
     with _BUILDING:
-        found = _opened()
-    if isinstance(found, str):
-        raise LaunchError(found)
-    return found
+        library = _opened()
+    if isinstance(library, str):
+        raise LaunchError(library)
+    return library
 
 
 @cache
@@ -601,16 +601,16 @@ def _built() -> Path:
     target = kept.folder() / f"engine-{key[:20]}.so"
     if not target.is_file():
         with tempfile.TemporaryDirectory(dir=target.parent) as own:
-            made = Path(own) / "engine.so"
-            objects = [made.with_name(f"{path.stem}.o") for path in sorted(SOURCES.glob("*.cpp"))]
+            built = Path(own) / "engine.so"
+            objects = [built.with_name(f"{path.stem}.o") for path in sorted(SOURCES.glob("*.cpp"))]
             commands = [
                 [compiler, *FLAGS, "-c", str(SOURCES / f"{each.stem}.cpp"), "-o", str(each)]
                 for each in objects
             ]
             with ThreadPoolExecutor(len(commands)) as pool:
                 list(pool.map(_compile, commands))
-            _compile([compiler, "-shared", *map(str, objects), "-o", str(made)])
-            made.replace(target)  # in one step, because other processes may build or use it
+            _compile([compiler, "-shared", *map(str, objects), "-o", str(built)])
+            built.replace(target)  # in one step, because other processes may build or use it
         kept.trim()
     os.utime(target)  # not one of the files that were not used for longest
     return target

@@ -112,12 +112,12 @@ class Module:
     @cached_property
     def variables(self) -> dict[str, Variable]:
         """Return the variables outside of functions."""
-        found = {}
+        variables = {}
         for match in _OF_MODULE.finditer(self.text):
             variable = _variable(match)
             variable.extern = bool(match["extern"])
-            found[variable.name] = variable
-        return found
+            variables[variable.name] = variable
+        return variables
 
     @cached_property
     def locals(self) -> dict[str, list[tuple[int, str]]]:
@@ -125,7 +125,7 @@ class Module:
 
         By name of the array: offsets and names.
         """
-        found: dict[str, list[tuple[int, str]]] = {}
+        entries: dict[str, list[tuple[int, str]]] = {}
         for array, text in _LOCAL.findall(self.text):
             numbers = map(int, re.findall(r"(?<=[ ,])\d+", text))
             offset = 0
@@ -134,18 +134,18 @@ class Module:
                 if each < 128:
                     break
             name = bytes(takewhile(bool, numbers)).decode()
-            found.setdefault(array, []).extend([(offset, name)] if name else [])
-        return found
+            entries.setdefault(array, []).extend([(offset, name)] if name else [])
+        return entries
 
     @cached_property
     def functions(self) -> dict[str, tuple[bool, re.Match[str]]]:
         """Return, by name, whether a function is a kernel, and its header."""
-        found = {}
+        functions = {}
         for match in _FUNCTION.finditer(self.text):
             header = _HEADER.search(self.text, match.end())
             assert header
-            found[header["name"]] = (match[1] == "entry", header)
-        return found
+            functions[header["name"]] = (match[1] == "entry", header)
+        return functions
 
     @cached_property
     def kernels(self) -> list[str]:
@@ -156,7 +156,7 @@ class Module:
         """Return a kernel or a function. Raises KeyError if the module has none of this name."""
         entry, header = self.functions[name]
         start, end = self._body(header.end())
-        made = Function(
+        function = Function(
             name,
             entry,
             _variables(header["params"] or ""),
@@ -164,8 +164,8 @@ class Module:
             _directives(self.text[header.end() : start]),
         )
         headers = {number for number, path in self.files.items() if "/include/" in path}
-        _Reader(made, headers).read(_COMMENT.sub("", self.text[start + 1 : end]))
-        return made
+        _Reader(function, headers).read(_COMMENT.sub("", self.text[start + 1 : end]))
+        return function
 
     def _body(self, at: int) -> tuple[int, int]:
         start = self.text.find("{", at)

@@ -200,12 +200,12 @@ class _Permitted(NamedTuple):
 
 @cache
 def _by_opcode() -> dict[str, list[_Permitted]]:
-    found: dict[str, list[_Permitted]] = {}
+    permitted: dict[str, list[_Permitted]] = {}
     for row in ROWS:
         words = _Permitted(frozenset(row.types.split()), frozenset(row.modifiers.split()), row)
         for opcode in row.opcodes.split():
-            found.setdefault(opcode, []).append(words)
-    return found
+            permitted.setdefault(opcode, []).append(words)
+    return permitted
 
 
 @cache
