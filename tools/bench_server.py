@@ -63,10 +63,10 @@ def random_model(folder: Path) -> Path:
     return folder
 
 
-def load_of(given: argparse.Namespace, url: str, **changed: Any) -> Load:
+def load_of(options: argparse.Namespace, url: str, **changed: Any) -> Load:
     fixed = {"key": "any", "temperature": 1.0, "closing": 0.0, "seed": 0, "whole": False}
-    own = {"model": "bench", "lengths": tuple(given.lengths), "new": given.new}
-    sizes = {"vocab_size": given.vocab_size, "rate": 0.0, "at_once": given.at_once}
+    own = {"model": "bench", "lengths": tuple(options.lengths), "new": options.new}
+    sizes = {"vocab_size": options.vocab_size, "rate": 0.0, "at_once": options.at_once}
     return Load(
         **{"url": url, "seconds": 0.0, "requests": None, **fixed, **own, **sizes, **changed}
     )
@@ -86,27 +86,27 @@ def generate_rate(given: argparse.Namespace, model: str) -> float:
 
 
 @contextmanager
-def server(given: argparse.Namespace, model: str, processes: int) -> Iterator[str]:
+def server(options: argparse.Namespace, model: str, processes: int) -> Iterator[str]:
     """Run a server that is ready; yield its URL."""
     command = [
         sys.executable, "-m", "gpt2block", "serve", "--model", model, "--name", "bench",
-        "--processes", str(processes), "--port", "0", "--rows", str(given.at_once),
-        "--queue", "8192", "--connections", "8192", "--dtype", given.dtype,
+        "--processes", str(processes), "--port", "0", "--rows", str(options.at_once),
+        "--queue", "8192", "--connections", "8192", "--dtype", options.dtype,
     ]  # fmt: skip
     for option in ("device", "tokenizer"):
-        if getattr(given, option):
-            command += [f"--{option}", getattr(given, option)]
+        if getattr(options, option):
+            command += [f"--{option}", getattr(options, option)]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
     try:
         line = ""
-        while not (found := re.search(r"(http://\S+)/v1", line)):
+        while not (match := re.search(r"(http://\S+)/v1", line)):
             if not (line := child.stderr.readline()):
                 raise SystemExit("the server has ended")
         end = time.monotonic() + START_SECONDS
-        while not _ready(found[1]) and time.monotonic() < end:
+        while not _ready(match[1]) and time.monotonic() < end:
             time.sleep(0.1)
-        yield found[1]
+        yield match[1]
     finally:
         child.send_signal(signal.SIGTERM)
         child.communicate()
@@ -122,34 +122,34 @@ def _ready(url: str) -> bool:
 
 def new_tokens(url: str) -> float:
     with urlopen(f"{url}/metrics") as answer:
-        found = re.search(
+        match = re.search(
             r"^gpt2block_new_tokens_total (\S+)", answer.read().decode(), re.MULTILINE
         )
-    assert found
-    return float(found[1])
+    assert match
+    return float(match[1])
 
 
-def measured(given: argparse.Namespace, url: str) -> dict[str, Any]:
+def measured(options: argparse.Namespace, url: str) -> dict[str, Any]:
     """Return the measurements of a server."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def ask(name: str, clients: int, **changed: Any) -> None:
         before = new_tokens(url)
-        seen = run_all(load_of(given, f"{url}/v1", **changed), clients)
+        seen = run_all(load_of(options, f"{url}/v1", **changed), clients)
         told = report(seen)
         new = new_tokens(url) - before
         told["new tokens per second"] = round(new / (seen.ended - seen.begun))
-        found[name] = told
+        results[name] = told
 
-    clients, count = given.clients, given.at_once
+    clients, count = options.clients, options.at_once
     ask("warm", clients, requests=min(WARM, count))
-    for turn in range(given.bursts):
+    for turn in range(options.bursts):
         ask(f"whole {turn}", clients, requests=count, whole=True)
         ask(f"streams {turn}", clients, requests=count)
-    for rate in given.rates:
-        ask(f"rate {rate:g}", clients, rate=rate, seconds=given.seconds)
+    for rate in options.rates:
+        ask(f"rate {rate:g}", clients, rate=rate, seconds=options.seconds)
     ask("alone", 1, requests=ALONE, at_once=1)
-    return found
+    return results
 
 
 def line_of(name: str, told: dict[str, Any]) -> str:
@@ -175,21 +175,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--new", type=int, default=128, help="new tokens per answer")
     parser.add_argument("--vocab-size", type=int, default=256, help="ids are below this")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        model = given.model or str(random_model(Path(folder) / "model"))
-        rate = generate_rate(given, model)
+        model = options.model or str(random_model(Path(folder) / "model"))
+        rate = generate_rate(options, model)
         print(f"generate: {rate:,.0f} new tokens/s", flush=True)
         every: list[dict[str, Any]] = [{"generate": rate}]
-        for _ in range(given.rounds):
-            for processes in given.processes:
-                with server(given, model, processes) as url:
-                    found = measured(given, url)
-                every.append({"processes": processes, **found})
+        for _ in range(options.rounds):
+            for processes in options.processes:
+                with server(options, model, processes) as url:
+                    results = measured(options, url)
+                every.append({"processes": processes, **results})
                 print(f"--processes {processes}:")
-                print(*(line_of(*each) for each in found.items()), sep="\n", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps(every, indent=2))
+                print(*(line_of(*each) for each in results.items()), sep="\n", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(every, indent=2))
 
 
 if __name__ == "__main__":

@@ -48,18 +48,18 @@ def transposed(rows: Table) -> Table:
 
 
 def bars(
-    title: str, note: str, found: Sequence[Bar], limit: tuple[float, str] | None = None
+    title: str, note: str, shown: Sequence[Bar], limit: tuple[float, str] | None = None
 ) -> Picture:
     """Draw horizontal bars from zero, each with a name on its left and a label on its right."""
-    about = "; ".join(f"{bar.name}: {bar.label}" for bar in found)
+    about = "; ".join(f"{bar.name}: {bar.label}" for bar in shown)
     tops = [78.0]
-    for bar in found[1:]:
+    for bar in shown[1:]:
         tops.append(tops[-1] + (STEP if bar.name else STEP - 9))
     end = tops[-1] + STEP
     p = Picture(title, end + (44 if limit else 24), f"{note}. {about}")
     p.text(24, 58, note, color=GREY)
-    most = max([bar.value for bar in found] + ([limit[0]] if limit else []))
-    for bar, y in zip(found, tops, strict=True):
+    most = max([bar.value for bar in shown] + ([limit[0]] if limit else []))
+    for bar, y in zip(shown, tops, strict=True):
         width = (RIGHT - LEFT) * bar.value / most
         p.text(LEFT - 12, y + 18, bar.name, at="end")
         p.box(LEFT, y, width, 24, bar.color, bar.color)
@@ -115,43 +115,43 @@ def trimat() -> Picture:
 
 
 def matmul() -> Picture:
-    found = []
+    lines = []
     for row in table("matmul_bias", 1):
         us, rate = row["µs"].split()[0], row["TFLOP/s"].split()[0]
-        found.append(Bar(row["variant"], float(rate), f"{rate} TFLOP/s, {us} µs"))
+        lines.append(Bar(row["variant"], float(rate), f"{rate} TFLOP/s, {us} µs"))
     (row,) = (row for row in table("matmul_bias") if row["M"] == "1024")
     us = row["768, 3072"].split(" / ")[1]
     rate = f"{2e-6 * 1024 * 3072 * 768 / float(us):.1f}"
-    found.append(Bar("cuBLAS", float(rate), f"{rate} TFLOP/s, {float(us):.0f} µs", PAIR[1]))
+    lines.append(Bar("cuBLAS", float(rate), f"{rate} TFLOP/s, {float(us):.0f} µs", PAIR[1]))
     return bars(
         "A product in float32: fewer loads for each multiply-add",
         f"{H200}, M = 1024, K = 768, N = 3072",
-        found,
+        lines,
     )
 
 
 def pair(name: str, peer: str, mflop: float, times: Sequence[str]) -> list[Bar]:
     """Draw the rates of gpt2block and of a peer for the same work, from their times in µs."""
-    found = []
+    lines = []
     for who, us, color in zip(("gpt2block", peer), times, PAIR, strict=True):
         rate = mflop / float(us)
         shown = f"{who} {rate:.0f} TFLOP/s, {us} µs"
-        found.append(Bar(name if color == BLUE else "", rate, shown, color))
-    return found
+        lines.append(Bar(name if color == BLUE else "", rate, shown, color))
+    return lines
 
 
 def products() -> Picture:
     """Draw the rates of products of 8192 rows, of gpt2block and cuBLAS."""
     (row,) = (row for row in table("gemm") if row["M"] == "8192")
-    found = []
+    lines = []
     for name, text in row.items():
         if sizes := re.search(r"(\d+) → (\d+)", name):
             work = 2e-6 * 8192 * int(sizes[1]) * int(sizes[2])
-            found += pair(name, "cuBLAS", work, text.split(" / "))
+            lines += pair(name, "cuBLAS", work, text.split(" / "))
     return bars(
         "Products of 8192 rows: closer to the limit than cuBLAS",
         f"{H200}, bfloat16, with bias, K → N",
-        found,
+        lines,
         (788.0, "cuBLAS on a square of 8192, 788 TFLOP/s"),
     )
 
@@ -174,16 +174,16 @@ def attention() -> Picture:
 
 def decoding() -> Picture:
     """Draw tokens/s of decoding by rows, and the fraction of the limit set by memory bandwidth."""
-    found, rows = [], table("Decoding")
+    lines, rows = [], table("Decoding")
     shares = [int(row["of the floor"].removesuffix(" %")) for row in rows]
     for row in rows:
         name = f"{row['rows']} row{'' if row['rows'] == '1' else 's'}"
         shown = f"{row['tokens/s']} tokens/s, {row['of the floor']}"
-        found.append(Bar(name, float(row["tokens/s"].replace(",", "")), shown))
+        lines.append(Bar(name, float(row["tokens/s"].replace(",", "")), shown))
     return bars(
         f"Decoding: more rows, more tokens, {min(shares)} to {max(shares)} % of what memory allows",
         f"{H200}, GPT-2 small, bfloat16, 512 tokens in the cache; share of the floor",
-        found,
+        lines,
     )
 
 
@@ -223,8 +223,8 @@ def serving() -> Picture:
     p.text(24, 58, note, color=GREY)
     for what, left, prefix in (("to the first token", 70, "first "), ("between events", 450, "")):
         names = ("p50", "p95", "p99")
-        found = {name: [float(row[prefix + name]) for row in rows] for name in names}
-        curves(p, what, left, at, found)
+        columns = {name: [float(row[prefix + name]) for row in rows] for name in names}
+        curves(p, what, left, at, columns)
     return p
 
 

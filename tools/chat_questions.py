@@ -54,10 +54,10 @@ def main() -> None:
     model = gpt2block.from_pretrained(given.model, device=given.device)
     for options in SETTINGS:
         seeds = range(given.seeds if options["temperature"] else 1)
-        found = [right_answers(model, seed, given.tokens, options) for seed in seeds]
-        mean = sum(found) / len(found)
+        right = [right_answers(model, seed, given.tokens, options) for seed in seeds]
+        mean = sum(right) / len(right)
         print(
-            f"{options}: {mean:.1f} of {len(QUESTIONS)} ({min(found)} to {max(found)})", flush=True
+            f"{options}: {mean:.1f} of {len(QUESTIONS)} ({min(right)} to {max(right)})", flush=True
         )
 
 

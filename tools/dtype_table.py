@@ -45,15 +45,15 @@ def main() -> None:
         model = from_pretrained(
             arguments.model, device=arguments.device, dtype=dtype, kv_dtype=kv_dtype
         )
-        found = model.score(held_out, stride=arguments.stride)
-        baseline = baseline or found
-        cost = 100 * (found.perplexity / baseline.perplexity - 1)
+        score = model.score(held_out, stride=arguments.stride)
+        baseline = baseline or score
+        cost = 100 * (score.perplexity / baseline.perplexity - 1)
         cells = (
             dtype,
             model.kv_dtype,
             f"{model.nbytes / 1e6:.2f}",
-            f"{found.nats_per_token:.4f}",
-            f"{found.perplexity:.4f}",
+            f"{score.nats_per_token:.4f}",
+            f"{score.perplexity:.4f}",
             f"{round(cost, 2) + 0:+.2f} %",
         )
         print(f"| {' | '.join(cells)} |", flush=True)

@@ -49,11 +49,11 @@ def excerpt(file: Path, text: str) -> tuple[str, int]:
     source = file.read_text(encoding="utf-8")
     lines = source.splitlines()
     if file.suffix == ".py":
-        found: list[Any] = [ast.parse(source)]
+        nodes: list[Any] = [ast.parse(source)]
         for name in text.split("."):
-            inside = (node for outer in found for node in outer.body)
-            found = [node for node in inside if getattr(node, "name", "") == name]
-        spans = [(node.lineno - 1, node.end_lineno or 0) for node in found]
+            inside = (node for outer in nodes for node in outer.body)
+            nodes = [node for node in inside if getattr(node, "name", "") == name]
+        spans = [(node.lineno - 1, node.end_lineno or 0) for node in nodes]
     else:
         spans = [_braces(lines, i) for i, line in enumerate(lines) if text in line]
     if len(spans) != 1:

@@ -275,12 +275,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--walk", choices=WALKS, help="only this walk, in this process")
     parser.add_argument("--lines", action="store_true", help="lines of Python by folder, too")
-    given = parser.parse_args(arguments)
-    if given.walk:
-        found = [*walk(given.walk)]
+    options = parser.parse_args(arguments)
+    if options.walk:
+        found = [*walk(options.walk)]
     else:
         found = [line for name in WALKS for line in walked(name)] + [*structure()]
-    print("\n".join([*found, *(lines() if given.lines else ())]))
+    print("\n".join([*found, *(lines() if options.lines else ())]))
 
 
 if __name__ == "__main__":

@@ -16,19 +16,19 @@ FIGURES = "../docs/performance.md"
 
 def parts_of(uses: set[Use]) -> str:
     """Return the parts of models and blocks in which kernels run, in the order of their time."""
-    parts, found = {use.part for use in uses}, []
+    parts, known = {use.part for use in uses}, []
     if "load" in parts:
-        found.append("loading")
+        known.append("loading")
     if parts & {*PROMPTS} - {"load"}:
-        found.append("prompts")
+        known.append("prompts")
     if any(part.isdigit() or part in ("lookup", "draft") for part in parts):
-        found.append("decoding")
+        known.append("decoding")
     if {use.model for use in uses if use.part in ("skeleton", "fused")}:
-        found.append("blocks")
+        known.append("blocks")
     oldest = min((use.capability for use in uses), default="7.5", key=float)
     newest = max((use.capability for use in uses), default="9.0", key=float)
     gpus = {("7.5", "9.0"): "", ("8.0", "9.0"): ", sm_80 on", ("9.0", "9.0"): ", sm_90"}
-    return ", ".join(found) + gpus.get((oldest, newest), f", sm_{oldest.replace('.', '')} alone")
+    return ", ".join(known) + gpus.get((oldest, newest), f", sm_{oldest.replace('.', '')} alone")
 
 
 def table() -> str:

@@ -74,7 +74,7 @@ Uses = Mapping[
 
 def uses_of(programs: Iterable[tuple[str, list[str]]]) -> Uses:
     """Return the uses of kernels in programs (name, lines) of tools/launch_lists.py."""
-    found: dict[str, set[Use]] = defaultdict(set)
+    uses: dict[str, set[Use]] = defaultdict(set)
     for program, lines in programs:
         capability, kind, model, *words = program.split()
         formats, part = (words[0], "") if kind == "generation" else words[-2:]
@@ -82,8 +82,8 @@ def uses_of(programs: Iterable[tuple[str, list[str]]]) -> Uses:
         for call, _, launch in (line.split(" | ")[:3] for line in lines):
             if " grid " in launch:
                 kernel, file, _ = launch.split(maxsplit=2)
-                found[f"{file} {kernel}"].add(Use(formats, capability, name, part or call))
-    return found
+                uses[f"{file} {kernel}"].add(Use(formats, capability, name, part or call))
+    return uses
 
 
 def text_of(uses: Uses) -> Iterator[str]:
@@ -119,15 +119,15 @@ def _boxes(points: set[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
 
 def read(text: str) -> Uses:
     """Return the uses in a text that `text_of` wrote."""
-    found: dict[str, set[Use]] = {}
+    uses: dict[str, set[Use]] = {}
     for line in text.splitlines():
         if not line.startswith(" "):
-            kernel = found.setdefault(line, set())
+            kernel = uses.setdefault(line, set())
             continue
         for formats, capability, model, part in product(*map(str.split, line.split(" | "))):
             models = OF[formats] if model == "all" else {model}
             kernel |= {Use(formats, capability, each, part) for each in models}
-    return found
+    return uses
 
 
 if __name__ == "__main__":

@@ -59,25 +59,25 @@ FORMS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {  # inputs after 
 }
 
 
-def operation(found: Operation, dtype: str, to: Recorder) -> None:
+def operation(of: Operation, dtype: str, to: Recorder) -> None:
     """Call every variant in three sizes, also with addresses aligned to a single element."""
     for sizes, layout, first in itertools.product(
-        (*SIZES, _documented(found)), ("KN", "NK") if found.workload.matrices else ("KN",), (0, 1)
+        (*SIZES, _documented(of)), ("KN", "NK") if of.workload.matrices else ("KN",), (0, 1)
     ):
-        chosen = {name: sizes[name] for name in found.workload.sizes}
+        chosen = {name: sizes[name] for name in of.workload.sizes}
         inputs = [
             _matrix(shape, dtype, layout)
-            if i in found.workload.matrices
+            if i in of.workload.matrices
             else _array(shape, kind, "float16" if dtype in FP8 else dtype, first)
-            for i, (shape, kind) in enumerate(_made(found.name, tuple(chosen.items())))
+            for i, (shape, kind) in enumerate(_made(of.name, tuple(chosen.items())))
         ]
-        for options in ({}, *OPTIONS.get(found.name, ())):
+        for options in ({}, *OPTIONS.get(of.name, ())):
             label = f"{chosen} {layout} {first} {options}"
-            _variants(to, label, found, inputs, {**found.workload.attrs, **options})
+            _variants(to, label, of, inputs, {**of.workload.attrs, **options})
 
 
-def _documented(found: Operation) -> dict[str, int]:
-    return {name: min(size, 4096) for name, size in found.workload.sizes.items()}
+def _documented(of: Operation) -> dict[str, int]:
+    return {name: min(size, 4096) for name, size in of.workload.sizes.items()}
 
 
 @cache
@@ -100,13 +100,13 @@ def _matrix(shape: tuple[int, ...], dtype: str, layout: str) -> WeightMatrix:
 
 
 def _variants(
-    to: Recorder, label: str, found: Operation, inputs: Any, options: dict[str, Any]
+    to: Recorder, label: str, of: Operation, inputs: Any, options: dict[str, Any]
 ) -> None:
     """Call the default variant, and each variant by its name."""
-    names = [variant.name for variant in found.variants] if len(found.variants) > 1 else []
+    names = [variant.name for variant in of.variants] if len(of.variants) > 1 else []
     for name in (None, *names):
         by = {} if name is None else {"variant": name}
-        bound = to.call(f"{label} {name}", found.bind, tuple(inputs), **{**options, **by})
+        bound = to.call(f"{label} {name}", of.bind, tuple(inputs), **{**options, **by})
         if bound is not None:
             bound.run()
 

@@ -106,9 +106,9 @@ class Recorder:
         sizes, strides, boxes, _, _, swizzle, *_ = rest
         numbers = ["x".join(map(str, each)) for each in (sizes, strides, boxes)]
         text = "dtype {} shape {} strides {} box {} swizzle {}".format(dtype, *numbers, swizzle)
-        made = hashlib.sha512(text.encode()).digest() * 2
-        self._maps[made] = f"({text}{'' if address % 16 == 0 else ' misaligned'})"
-        ctypes.memmove(place, made, len(made))
+        digest = hashlib.sha512(text.encode()).digest() * 2
+        self._maps[digest] = f"({text}{'' if address % 16 == 0 else ' misaligned'})"
+        ctypes.memmove(place, digest, len(digest))
         return 0
 
 

@@ -114,7 +114,7 @@ class Load:
         return int(rng.integers(1, 9)) if rng.random() < self.closing else None
 
     def body(self, number: int) -> bytes:
-        given = {
+        fields = {
             "model": self.model,
             "prompt": self.prompt(number),
             "max_tokens": self.new,
@@ -122,7 +122,7 @@ class Load:
             "seed": number,
             "stream": not self.whole,
         }
-        return json.dumps(given).encode()
+        return json.dumps(fields).encode()
 
     def large(self) -> list[tuple[str, bytes]]:
         """Return the addresses and bodies of the largest requests."""
@@ -391,21 +391,21 @@ def run_all(load: Load, processes: int = 1) -> Seen:
 def report(seen: Seen) -> dict[str, object]:
     """Return counts, rates, and percentiles in milliseconds."""
     seconds = seen.ended - seen.begun
-    found: dict[str, object] = {name: getattr(seen, name) for name in COUNTS[2:]}
-    found["seconds"] = round(seconds, 3)
-    found["requests per second"] = round(seen.answered / seconds, 1)
+    counts: dict[str, object] = {name: getattr(seen, name) for name in COUNTS[2:]}
+    counts["seconds"] = round(seconds, 3)
+    counts["requests per second"] = round(seen.answered / seconds, 1)
     for name in ("pieces", "tokens"):
         if total := getattr(seen, name):
-            found[f"{name} per second"] = round(total / seconds, 1)
+            counts[f"{name} per second"] = round(total / seconds, 1)
     for name in TIMES:
         if values := getattr(seen, name):
             for percent in PERCENTILES:
                 ms = float(np.percentile(values, percent)) * 1e3
-                found[f"{name} p{percent} ms"] = round(ms, 3)
-            found[f"{name} max ms"] = round(max(values) * 1e3, 3)
+                counts[f"{name} p{percent} ms"] = round(ms, 3)
+            counts[f"{name} max ms"] = round(max(values) * 1e3, 3)
     if seen.large:
-        found["large"] = dict(seen.large)
-    return found
+        counts["large"] = dict(seen.large)
+    return counts
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -433,9 +433,9 @@ def main(arguments: list[str] | None = None) -> None:
                         help="also send a small request of each kind per interval")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1, help="number of client processes")
-    given = vars(parser.parse_args(arguments))
-    processes = given.pop("processes")
-    load = Load(**{**given, "lengths": tuple(given["lengths"])})
+    options = vars(parser.parse_args(arguments))
+    processes = options.pop("processes")
+    load = Load(**{**options, "lengths": tuple(options["lengths"])})
     print(json.dumps(report(run_all(load, processes)), indent=2))
 
 

@@ -109,8 +109,8 @@ def main(gguf: str) -> None:
     }
     qwen = (ROOT / "tests" / "chat_templates" / "qwen.jinja").read_text(encoding="utf-8")
     histories = [written(plain, i, qwen, HISTORIES, tokenize=False) for i in range(len(HISTORIES))]
-    made = {"templates": expected, "histories": histories, "smollm2": own}
-    text = json.dumps(made, indent=1, ensure_ascii=True)
+    golden = {"templates": expected, "histories": histories, "smollm2": own}
+    text = json.dumps(golden, indent=1, ensure_ascii=True)
     (ROOT / "tests" / "golden" / "chat.json").write_text(text + "\n", encoding="utf-8")
 
 

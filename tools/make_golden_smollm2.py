@@ -95,18 +95,18 @@ def main(gguf: str, shakespeare: str) -> None:
 
     def greedy(ids: list[int]) -> list[int]:
         given = torch.tensor([ids])
-        found = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=NEW,
+        generated = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=NEW,
                                min_new_tokens=NEW, do_sample=False, eos_token_id=None,
                                pad_token_id=0)  # fmt: skip
-        new: list[int] = found[0, len(ids) :].tolist()
+        new: list[int] = generated[0, len(ids) :].tolist()
         return new
 
     prompts = [encode(prompt, names=True) for prompt in PROMPTS]
     text = encode(Path(shakespeare).read_text(encoding="utf-8")[: 8 * WINDOWS[-1]])
     scores = []
     for count in WINDOWS:
-        found = torch.log_softmax(logits(text[:count])[:-1], -1)
-        chosen = found.gather(1, torch.tensor(text[1:count])[:, None])
+        generated = torch.log_softmax(logits(text[:count])[:-1], -1)
+        chosen = generated.gather(1, torch.tensor(text[1:count])[:, None])
         scores.append({"tokens": count, "perplexity": math.exp(-chosen.double().mean().item())})
     top = logits(prompts[0])[-1].topk(TOP)
     content = {

@@ -139,13 +139,13 @@ class Tree:
         names = {name for name in lines.get(str(mutant.line), []) if name}
         if not names:
             names = {name for line in lines.values() for name in line if name}
-        found = []
+        tests = []
         for name in sorted(names):
             module, _, function = name.rpartition(".")
             file = module.replace(".", "/") + ".py"
             if file in self.tests:
-                found.append(f"{file}::{function}")
-        return found or self.tests
+                tests.append(f"{file}::{function}")
+        return tests or self.tests
 
     def finds(self, mutant: Mutant, limit_s: float) -> str:
         """Return the first test that fails, "time" if a run takes too long, or ""."""
@@ -178,23 +178,23 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", required=True)
     parser.add_argument("--modules", nargs="+", required=True)
     parser.add_argument("--limit-s", type=float, default=300, help="time limit of a mutant's tests")
-    given = parser.parse_args()
-    root: Path = given.trees[-1]
-    mutants = chosen(root, given.modules, given.seed, given.count)
-    missed = [0] * len(given.trees)
+    arguments = parser.parse_args()
+    root: Path = arguments.trees[-1]
+    mutants = chosen(root, arguments.modules, arguments.seed, arguments.count)
+    missed = [0] * len(arguments.trees)
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         trees = []
-        for n, source in enumerate(given.trees):
+        for n, source in enumerate(arguments.trees):
             (folder := Path(scratch, str(n))).mkdir()
-            trees.append(Tree(source, folder, given.tests))
+            trees.append(Tree(source, folder, arguments.tests))
         for n, mutant in enumerate(mutants, 1):
-            found = [tree.finds(mutant, given.limit_s) for tree in trees]
-            missed = [count + (not test) for count, test in zip(missed, found, strict=True)]
+            outcomes = [tree.finds(mutant, arguments.limit_s) for tree in trees]
+            missed = [count + (not test) for count, test in zip(missed, outcomes, strict=True)]
             print(f"{n}. {mutant.module}:{mutant.line} {mutant.operator}")
             print(shown((root / mutant.module).read_text(encoding="utf-8"), mutant))
-            for source, test in zip(given.trees, found, strict=True):
+            for source, test in zip(arguments.trees, outcomes, strict=True):
                 print(f"    {source}: {test or 'NOT FOUND'}", flush=True)
-    for source, count in zip(given.trees, missed, strict=True):
+    for source, count in zip(arguments.trees, missed, strict=True):
         print(f"{source}: {len(mutants) - count} of {len(mutants)} found")
 
 

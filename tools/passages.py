@@ -92,11 +92,11 @@ def _joined(
         return line - index, bool(lines[line - 1][:column].strip())
 
     for (_, trailing), group in groupby(enumerate(starts), run):
-        found = [at for _, at in group]
-        shown = [lines[n - 1].strip() if trailing else lines[n - 1][c:].strip() for n, c in found]
+        places = [at for _, at in group]
+        shown = [lines[n - 1].strip() if trailing else lines[n - 1][c:].strip() for n, c in places]
         text = "\n".join(shown)
-        if any(len(re.sub(r"\W", "", lines[n - 1][c:])) > 8 for n, c in found):
-            yield found[0][0], text if trailing else text.replace(mark, "").strip()
+        if any(len(re.sub(r"\W", "", lines[n - 1][c:])) > 8 for n, c in places):
+            yield places[0][0], text if trailing else text.replace(mark, "").strip()
 
 
 def passages(kind: str, root: Path = ROOT) -> list[Passage]:
@@ -104,7 +104,7 @@ def passages(kind: str, root: Path = ROOT) -> list[Passage]:
     python = sorted((root / "gpt2block").rglob("*.py"))
     kernels = sorted(p for p in (root / "kernels_cu").rglob("*.cu*"))
     pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
-    found: list[Passage] = []
+    every: list[Passage] = []
     files = {"docstring": python, "comment": python, "page": pages}.get(kind, kernels)
     for file in files:
         if kind == "docstring":
@@ -115,8 +115,8 @@ def passages(kind: str, root: Path = ROOT) -> list[Passage]:
             items = sentences(file)
         else:
             items = kernel_comments(file, head=kind == "kernel head")
-        found += [Passage(f"{file.relative_to(root)}:{line}", text) for line, text in items]
-    return found
+        every += [Passage(f"{file.relative_to(root)}:{line}", text) for line, text in items]
+    return every
 
 
 def drawn(seed: int, root: Path = ROOT) -> dict[str, list[Passage]]:

@@ -121,36 +121,36 @@ def fused_block() -> None:
         checked(label, truth, 2 * workload.tolerance(dtype), out.get)
 
 
-def operation(found: Operation) -> None:
+def operation(of: Operation) -> None:
     """Run every variant in every dtype, with weights in both layouts."""
-    sizes = {name: SIZES[name] for name in found.workload.sizes}
-    if found.workload.matrices:
+    sizes = {name: SIZES[name] for name in of.workload.sizes}
+    if of.workload.matrices:
         sizes["N"] = 256  # a multiple of the head size
-    options = {**found.workload.attrs, **({"fill": 0.0} if "fill" in found.workload.attrs else {})}
+    options = {**of.workload.attrs, **({"fill": 0.0} if "fill" in of.workload.attrs else {})}
     for dtype, layout in product(
-        found.workload.dtypes, ("KN", "NK") if found.workload.matrices else ("KN",)
+        of.workload.dtypes, ("KN", "NK") if of.workload.matrices else ("KN",)
     ):
-        host, truth = workload.inputs_and_truth(found, sizes, dtype, layout)
+        host, truth = workload.inputs_and_truth(of, sizes, dtype, layout)
         arrays = tuple(map(workload.uploaded, host))
-        for variant in found.variants:
-            chosen = options | workload.options_for(found, variant)
-            label = f"{found.name} {variant.name} {dtype} {layout}"
-            checked(label, truth, workload.tolerance(dtype), bound_and_run, found, arrays, **chosen)
+        for variant in of.variants:
+            chosen = options | workload.options_for(of, variant)
+            label = f"{of.name} {variant.name} {dtype} {layout}"
+            checked(label, truth, workload.tolerance(dtype), bound_and_run, of, arrays, **chosen)
 
 
 def gemm() -> None:
     """Run each epilogue of each variant at odd sizes; the residual in place, except hi/lo."""
-    found, rng = OPERATIONS["gemm"], np.random.default_rng(0)
+    gemm_of, rng = OPERATIONS["gemm"], np.random.default_rng(0)
     sizes = ((70, 144), (72, 144), (72,), (70, 72))  # shapes of a, w (N, K), bias, residual
     host = [rng.standard_normal(shape, dtype=np.float32) for shape in sizes]
     wide_bias, bias = host[2].astype(np.float64), cupy.asarray(host[2])
-    for dtype in (*found.workload.dtypes, HI_LO):
+    for dtype in (*gemm_of.workload.dtypes, HI_LO):
         own = dtype == HI_LO
         a, w = (cupy.asarray(array.astype("float32" if own else dtype)) for array in host[:2])
         matrix = HiLoMatrix.from_float32(w) if own else WeightMatrix(w, dtype, None, "NK")
         exact_a, exact_w = (array.get().astype(np.float64) for array in (a, w.T))
         for variant, gelu, added, kind in product(
-            found.variants, (False, True), (False, True), (dtype, "float32")
+            gemm_of.variants, (False, True), (False, True), (dtype, "float32")
         ):
             residual = old = None
             if added:
@@ -161,7 +161,7 @@ def gemm() -> None:
             options = {"dtype": HI_LO, "bound": 100.0} if kind == HI_LO else {}
             checked(
                 f"gemm {variant.name} {dtype} gelu {gelu} residual {added} to {kind}",
-                truth, workload.tolerance("float32" if own else kind), bound_and_run, found,
+                truth, workload.tolerance("float32" if own else kind), bound_and_run, gemm_of,
                 (a, matrix, bias, residual), out, gelu=gelu,
                 variant=variant.name, **options,
             )  # fmt: skip
@@ -212,30 +212,30 @@ def blocks() -> None:
         w = GgufMatrix.random(ranges, 512)
         exact, label = w.dequantized().astype(np.float64), str(w)
         rows = [BlockRows.of(name, random_blocks(name, N, w.K)) for name, N in ranges]
-        given = packed_on_device(rows, w.K)
-        np.testing.assert_array_equal(given.data.get(), w.data)
+        packed = packed_on_device(rows, w.K)
+        np.testing.assert_array_equal(packed.data.get(), w.data)
         for M, x_dtype in product((1, 6, 40), (None, "float16")):
             x = rng.standard_normal((M, w.K)).astype(np.float16).astype(np.float32)
-            arrays, limit = (cupy.asarray(x), given), workload.tolerance("float32")
+            arrays, limit = (cupy.asarray(x), packed), workload.tolerance("float32")
             options: dict[str, Any] = {"decoding": True, "x_dtype": x_dtype}
-            found = OPERATIONS["linear"]
-            checked(f"{label} {M}", x @ exact, limit, bound_and_run, found, arrays, **options)
-        narrow = cupy.asarray(x.astype(np.float16)), given
+            linear = OPERATIONS["linear"]
+            checked(f"{label} {M}", x @ exact, limit, bound_and_run, linear, arrays, **options)
+        narrow = cupy.asarray(x.astype(np.float16)), packed
         limit = workload.tolerance("float16")
         checked(f"{label} prompt", x @ exact, limit, bound_and_run, OPERATIONS["gemm"], narrow)
         if len(ranges) == 1:
             ids = cupy.arange(0, w.N, 5, dtype="int32")
-            taken = ops.encoder_rows(ids, cupy.zeros_like(ids), given).get()
+            taken = ops.encoder_rows(ids, cupy.zeros_like(ids), packed).get()
             np.testing.assert_array_equal(taken, w[ids.get()])
         for M in (2, 20):
             rows_of_x, y = cupy.asarray(x[:M]), x[:M] @ exact
             limit, gates = workload.tolerance("float32"), reference.silu_mul(y, y)
-            inputs: Any = (rows_of_x, given, None, None, None, None, given)
-            checked(f"{label} {M} up", gates, limit, bound_and_run, found, inputs, decoding=True)
+            inputs: Any = (rows_of_x, packed, None, None, None, None, packed)
+            checked(f"{label} {M} up", gates, limit, bound_and_run, linear, inputs, decoding=True)
             k, v = (cupy.zeros((M, 2, 16), "float16") for _ in range(2))
             row, heads = cupy.arange(M, dtype="int32"), {"n_head": w.N // 16 - 2}
             by = cupy.asarray(np.tile(np.array([1, 0], np.float32), (M, 8, 1)))
-            inputs = rows_of_x, given, None, by, k, v, row, cupy.zeros_like(row)
+            inputs = rows_of_x, packed, None, by, k, v, row, cupy.zeros_like(row)
             q, turned = y[:, : w.N - 32], f"{label} {M} turned"
             checked(turned, q, limit, bound_and_run, LINEAR_ROPE, inputs, **heads)
 
@@ -282,8 +282,8 @@ def blocks_by_wgmma() -> None:
             norm = partial(OPERATIONS["rmsnorm"].bind_on_device, (rows, cupy.ones(w.K, "float32")))
             row, by = cupy.arange(M, dtype="int32"), cupy.ones((M, 32, 2), "float32")
             queries, keys = rows[:, : w.N].copy(), rows[:, None, : w.N].astype("float16")
-            found: list[list[Any]] = [[], [], []]
-            for operand, to in zip((None, order, order.with_sums(64)), found, strict=True):
+            results: list[list[Any]] = [[], [], []]
+            for operand, to in zip((None, order, order.with_sums(64)), results, strict=True):
                 options = {"operand": operand} if operand else {"x_dtype": "float16"}
                 multiply: Any = partial(
                     OPERATIONS["linear"].bind_on_device, decoding=True, **options
@@ -300,7 +300,7 @@ def blocks_by_wgmma() -> None:
                 turned = x, w, None, by, k, v, row, cupy.zeros_like(row)
                 to.append(LINEAR_ROPE.bind_on_device(turned, n_head=2, **options).run().get())
                 to += [k.get(), v.get()]
-            for one, *others in zip(*found, strict=True):
+            for one, *others in zip(*results, strict=True):
                 for other in others:
                     np.testing.assert_array_equal(one, other)
         print(f"checked {w} by wgmma")
@@ -411,12 +411,12 @@ def continued_attention() -> None:
             host[1:] = (reference.to_fp8(half, kind) for half in (k, v))
             k, v = (reference.from_fp8(half, kind).astype(np.float64) for half in host[1:])
         truth = reference.attention_packed(qkv, k, v, starts, start, 2)
-        given = (*map(cupy.asarray, host), cupy.asarray(starts), cupy.asarray(start), 2, 131)
+        arrays = (*map(cupy.asarray, host), cupy.asarray(starts), cupy.asarray(start), 2, 131)
         for variant in ("mma", "wgmma"):
             label, limit = f"{variant} {dtype} {kind} {size}", workload.tolerance(dtype)
             options: dict[str, Any] = {"variant": variant, "kv_dtype": kind}
             checked(
-                f"attention_packed {label}", truth, limit, ops.attention_packed, *given, **options
+                f"attention_packed {label}", truth, limit, ops.attention_packed, *arrays, **options
             )
 
 

@@ -57,7 +57,7 @@ def run(tree: Path, *command: str, given: str = "") -> list[str]:
 
 def launches(tree: Path, programs: Sequence[str]) -> Launches:
     """Return {place: build}; a place is (program, call and step; number of the launch there)."""
-    found: Launches = {}
+    builds: Launches = {}
     for (capability, arch), only in ((a, p) for a in ARCHITECTURES.items() for p in programs):
         count: Counter[str] = Counter()
         asked = "--capability", capability, "--only", f"{capability} {only}"
@@ -65,9 +65,9 @@ def launches(tree: Path, programs: Sequence[str]) -> Launches:
             *place, launch, constants, _ = line.split(" | ")[:6]
             if " grid " in launch:
                 kernel, file, _ = launch.split(maxsplit=2)
-                found[str(place), count[str(place)]] = file, kernel, constants, arch
+                builds[str(place), count[str(place)]] = file, kernel, constants, arch
                 count[str(place)] += 1
-    return found
+    return builds
 
 
 def pairs_of(
@@ -85,11 +85,11 @@ def pairs_of(
 
 def compiled(tree: Path, builds: Sequence[Build]) -> list[tuple[bytes, str]]:
     """Return for each build its code with constants, and a text with its registers and spills."""
-    found = []
+    codes = []
     for cubin, log in map(json.loads, run(tree, "-c", COMPILE, given=json.dumps(builds))):
         used = re.findall(r"Used \d+ registers|[1-9]\d* bytes spill \w+", log)
-        found.append((code_of(bytes.fromhex(cubin)), ", ".join(used)))
-    return found
+        codes.append((code_of(bytes.fromhex(cubin)), ", ".join(used)))
+    return codes
 
 
 def code_of(cubin: bytes) -> bytes:
@@ -97,12 +97,12 @@ def code_of(cubin: bytes) -> bytes:
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + size * n) for n in range(count)]
-    found = b""
+    code = b""
     for start, _, _, _, at, length in headers:
         name = cubin[headers[names][4] + start :].partition(b"\0")[0].decode()
         if re.match(r"\.text|\.nv\.(constant[1-9]|global\.init)", name):  # bank 0: arguments
-            found += cubin[at : at + length]
-    return found
+            code += cubin[at : at + length]
+    return code
 
 
 def without_place(word: bytes) -> bytes:
@@ -130,11 +130,11 @@ def compared(trees: Sequence[Path], pairs: Sequence[tuple[Build, Build]]) -> Ite
         some = pairs[first : first + AT_ONCE]
         codes = (compiled(*each) for each in zip(trees, zip(*some, strict=True), strict=True))
         for pair, *both in zip(some, *codes, strict=True):
-            found = verdict(*both)
-            if found[0] == "different":  # perhaps only because of earlier compilations
+            result = verdict(*both)
+            if result[0] == "different":  # perhaps only because of earlier compilations
                 alone = zip(trees, ([build] for build in pair), strict=True)
-                found = verdict(*(compiled(*each)[0] for each in alone))
-            yield found
+                result = verdict(*(compiled(*each)[0] for each in alone))
+            yield result
 
 
 def main() -> None:

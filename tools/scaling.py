@@ -181,9 +181,9 @@ class Measurement:
         self._run(part, command, seconds, {"CUDA_VISIBLE_DEVICES": first_gpu} | ONE_THREAD)
         result = Path(f"{output}.json")
         if result.exists():
-            found = json.loads(result.read_text())
-            self.device = found["device"]
-            part.take(begun, [End(*end) for end in found["ends"]])
+            report = json.loads(result.read_text())
+            self.device = report["device"]
+            part.take(begun, [End(*end) for end in report["ends"]])
         return part
 
     def map(self, workers: int, rate: float) -> Part:

@@ -74,8 +74,8 @@ class Loaded(HTMLParser):
 
 def source_address() -> str | None:
     """Return the address of the repository, if `[project.urls]` has one."""
-    found = re.search(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.M)
-    return found[1] if found else None
+    match = re.search(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.M)
+    return match[1] if match else None
 
 
 def on_config(config: Any) -> Any:
@@ -127,7 +127,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def _mentions() -> dict[str, list[Page]]:
     """Return the pages that name each file of kernels_cu, with chapters first."""
-    found: dict[str, list[Page]] = {}
+    mentions: dict[str, list[Page]] = {}
     chapters = sorted((ROOT / "docs" / "learn").glob("*.md"))
     for path in [*chapters, *sorted((ROOT / "docs").glob("*.md"))]:
         page = path.relative_to(ROOT).as_posix()
@@ -136,8 +136,8 @@ def _mentions() -> dict[str, list[Page]]:
         links = (link.groups() for link in KERNEL.finditer(CODE.sub("", text)))
         named = (_kernel(name) if name else _file(to, page) for _, to, _, name in links)
         for file in dict.fromkeys(file for file in named if file in KERNELS):
-            found.setdefault(file, []).append((title[1] if title else path.stem, page))
-    return found
+            mentions.setdefault(file, []).append((title[1] if title else path.stem, page))
+    return mentions
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -78,15 +78,15 @@ def sizes() -> dict[str, int]:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for path in map(Path, listed.stdout.splitlines()):
         if path.suffix in COUNT and not path.as_posix().startswith(DATA):
             kind, count_in = COUNT[path.suffix]
             count = count_in((ROOT / path).read_text("utf-8"))
-            found[f"{kind} {room(path)}"] += count
+            counts[f"{kind} {room(path)}"] += count
             if kind == "python" and path.parts[0] == "gpt2block":
-                found["python all of gpt2block"] += count
-    return dict(sorted(found.items()))
+                counts["python all of gpt2block"] += count
+    return dict(sorted(counts.items()))
 
 
 def limits() -> dict[str, int]:
@@ -95,27 +95,27 @@ def limits() -> dict[str, int]:
     return {name: int(limit) for name, limit in lines}
 
 
-def excesses(found: Mapping[str, int], allowed: Mapping[str, int]) -> list[str]:
+def excesses(counts: Mapping[str, int], allowed: Mapping[str, int]) -> list[str]:
     """Return a sentence for each count without a limit or above its limit."""
     return [
         f"{name}: {count} lines or words, but size.toml permits {allowed.get(name, 0)}"
-        for name, count in found.items()
+        for name, count in counts.items()
         if count > allowed.get(name, 0)
     ]
 
 
 def main() -> int:
     """Print the counts, or write them to size.toml."""
-    found = sizes()
+    counts = sizes()
     if "--write" in sys.argv[1:]:
         head = LIMITS.read_text("utf-8").split('\n"', 1)[0]
         LIMITS.write_text(
-            "\n".join([head, *(f'"{n}" = {c}' for n, c in found.items())]) + "\n", "utf-8"
+            "\n".join([head, *(f'"{n}" = {c}' for n, c in counts.items())]) + "\n", "utf-8"
         )
     allowed = limits()
-    for name, count in found.items():
+    for name, count in counts.items():
         print(f"{count:8,} of {allowed.get(name, 0):8,}  {name}")
-    problems = excesses(found, allowed)
+    problems = excesses(counts, allowed)
     print(*(problems or ["no limit is exceeded"]), sep="\n")
     return 1 if problems else 0
 

@@ -24,9 +24,9 @@ ON_GPU = (blocks, models, texts, operations)
 AREAS = {make.__name__: make for make in (*ON_GPU, smollm2, numpy, jobs, command_line)}
 
 
-def digest(made: Any) -> str:
+def digest(result: Any) -> str:
     """The first 16 characters of the SHA-256 of a text, of bytes, or of an array's bytes."""
-    data = made.encode() if isinstance(made, str) else made
+    data = result.encode() if isinstance(result, str) else result
     host = data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes()
     return hashlib.sha256(host).hexdigest()[:16]
 

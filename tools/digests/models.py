@@ -128,8 +128,8 @@ def engine(name: str, engine: Any, ids: list[Any], turns: int) -> Made:
         yield f"{name} scores {turn}", joined(engine.log_likelihood(ids))
     cache = engine.new_cache(3, engine.config.n_ctx)
     for part in (slice(0, 5), slice(5, 6), slice(6, None)):
-        found = engine.forward([row[part] for row in ids], "last", cache)
-        yield f"{name} cached {part.start}", joined(found)
+        outputs = engine.forward([row[part] for row in ids], "last", cache)
+        yield f"{name} cached {part.start}", joined(outputs)
     sampling = [SAMPLINGS["greedy"], SAMPLINGS["all"], SAMPLINGS["temperature"]]
     for rows in (3, 1):
         decoding = start_all(engine, ids[:rows], sampling[:rows], 4)
@@ -140,12 +140,12 @@ def engine(name: str, engine: Any, ids: list[Any], turns: int) -> Made:
 
 def calls(name: str, model: Model[Any], ids: list[Any]) -> Made:
     for kind, sampling in SAMPLINGS.items():
-        found = model.generate(ids[3], max_new_tokens=3, sampling=sampling)
-        yield from generation(f"{name} {kind}", found)
-    for row, found in enumerate(model.generate(ids, max_new_tokens=4, seed=1, rows_at_once=2)):
-        yield from generation(f"{name} row {row}", found)
-    for sample, found in enumerate(model.generate(ids[2], max_new_tokens=2, seed=1, samples=3)):
-        yield from generation(f"{name} sample {sample}", found)
+        generated = model.generate(ids[3], max_new_tokens=3, sampling=sampling)
+        yield from generation(f"{name} {kind}", generated)
+    for row, generated in enumerate(model.generate(ids, max_new_tokens=4, seed=1, rows_at_once=2)):
+        yield from generation(f"{name} row {row}", generated)
+    for sample, generated in enumerate(model.generate(ids[2], max_new_tokens=2, seed=1, samples=3)):
+        yield from generation(f"{name} sample {sample}", generated)
     for n_tokens, part in ((11, ids[0]), (40, np.tile(ids[0], 4)[:40])):  # the second slides
         yield from score(f"{name} {n_tokens}", model.score(part, stride=7))
     yield f"{name} embed mean", model.embed(ids)
@@ -157,14 +157,14 @@ def calls(name: str, model: Model[Any], ids: list[Any]) -> Made:
     yield f"{name} logit_lens", model.logit_lens(ids[0]).probabilities
 
 
-def generation(name: str, found: Generation) -> Made:
-    yield f"{name} tokens ({found.finish_reason})", np.array(found.tokens)
-    yield f"{name} logprobs", np.array(found.logprobs)
+def generation(name: str, generated: Generation) -> Made:
+    yield f"{name} tokens ({generated.finish_reason})", np.array(generated.tokens)
+    yield f"{name} logprobs", np.array(generated.logprobs)
 
 
-def score(name: str, found: Score) -> Made:
-    yield f"{name} log_likelihood", np.array([found.log_likelihood, found.n_tokens])
-    yield f"{name} logprobs", np.array([token.logprob for token in found.tokens])
+def score(name: str, score_of: Score) -> Made:
+    yield f"{name} log_likelihood", np.array([score_of.log_likelihood, score_of.n_tokens])
+    yield f"{name} logprobs", np.array([token.logprob for token in score_of.tokens])
 
 
 def joined(arrays: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:

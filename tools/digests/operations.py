@@ -19,26 +19,26 @@ Made = Iterator[tuple[str, Any]]
 
 
 def operations(emulated: bool) -> Made:
-    for found in OPERATIONS.values():
+    for operation_of in OPERATIONS.values():
         for wanted in (SMALL,) if emulated else (SMALL, LARGE):
-            sizes = {name: wanted[name] for name in found.workload.sizes}
-            if found.workload.matrices:
+            sizes = {name: wanted[name] for name in operation_of.workload.sizes}
+            if operation_of.workload.matrices:
                 sizes["N"] = 256  # whole heads
-            yield from operation(found, sizes)
-            if found.name == "attention":
-                yield from operation(found, sizes | HEADS)
+            yield from operation(operation_of, sizes)
+            if operation_of.name == "attention":
+                yield from operation(operation_of, sizes | HEADS)
 
 
-def operation(found: Operation, sizes: dict[str, int]) -> Made:
-    options = {**found.workload.attrs, **({"fill": 0.0} if "fill" in found.workload.attrs else {})}
-    for dtype in found.workload.dtypes:
-        for layout in ("KN", "NK") if found.workload.matrices else ("KN",):
-            host, _ = workload.inputs_and_truth(found, sizes, dtype, layout)
+def operation(of: Operation, sizes: dict[str, int]) -> Made:
+    options = {**of.workload.attrs, **({"fill": 0.0} if "fill" in of.workload.attrs else {})}
+    for dtype in of.workload.dtypes:
+        for layout in ("KN", "NK") if of.workload.matrices else ("KN",):
+            host, _ = workload.inputs_and_truth(of, sizes, dtype, layout)
             arrays = tuple(map(workload.uploaded, host))
-            for variant in found.variants:
-                chosen = options | workload.options_for(found, variant)
-                name = f"{found.name} {variant.name} {dtype} {layout} {sizes}"
+            for variant in of.variants:
+                chosen = options | workload.options_for(of, variant)
+                name = f"{of.name} {variant.name} {dtype} {layout} {sizes}"
                 with contextlib.suppress(InputError):
-                    bound = found.bind(arrays, **chosen)
+                    bound = of.bind(arrays, **chosen)
                     yield name, bound.run().get()
                     yield from ((f"{name} extra", array.get()) for array in bound.extra)

@@ -358,11 +358,11 @@ def _manifest(rng: Rng, folder: Path) -> None:
         )
         wrong = False
     (folder / shards.MANIFEST).write_bytes(data)
-    found = attempt(not changed, shards.Manifest, folder)
+    manifest = attempt(not changed, shards.Manifest, folder)
     check(not wrong, f"accepted a manifest with a wrong value: {lines}")
     if not changed:
-        check_equal("entries", [asdict(found.done[i]) for i in sorted(found.done)], entries)
-    accepted(found.forget_damaged, "jsonl")
+        check_equal("entries", [asdict(manifest.done[i]) for i in sorted(manifest.done)], entries)
+    accepted(manifest.forget_damaged, "jsonl")
 
 
 def _fits(name: str, value: Any) -> bool:

@@ -264,12 +264,12 @@ def _read_llm_c(data: bytes) -> tuple[plain.Sizes, plain.Tensors]:
     block = plain.shapes(dataclasses.replace(sizes, n_layer=1))
     order = ["wte.weight", "wpe.weight"]
     order += [f"h.{i}.{name[4:]}" for name in block if name[0] == "h" for i in range(n_layer)]
-    shapes, found = plain.shapes(sizes) | {"wte.weight": (padded, C)}, {}
+    shapes, tensors = plain.shapes(sizes) | {"wte.weight": (padded, C)}, {}
     for name in [*order, "ln_f.weight", "ln_f.bias"]:
         shape = shapes[name][::-1] if name.startswith("h.") else shapes[name]
         part, numbers = np.split(numbers, [int(np.prod(shape))])
-        found[name] = part.reshape(shape).T if name.startswith("h.") else part.reshape(shape)
-    return sizes, found | {"wte.weight": found["wte.weight"][:vocab_size]}
+        tensors[name] = part.reshape(shape).T if name.startswith("h.") else part.reshape(shape)
+    return sizes, tensors | {"wte.weight": tensors["wte.weight"][:vocab_size]}
 
 
 def _spoil(rng: Rng, tensors: plain.Tensors) -> None:
@@ -360,7 +360,7 @@ def _read_safetensors(file: Path) -> plain.Tensors:
     if file.suffix == ".json":
         index = json.loads(file.read_text())
         files = [file.parent / name for name in sorted(set(index["weight_map"].values()))]
-    found = {}
+    tensors = {}
     for path in files:
         try:
             entries = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
@@ -369,8 +369,8 @@ def _read_safetensors(file: Path) -> plain.Tensors:
         for name, entry in entries:
             if entry["dtype"] in _DTYPES:
                 array = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]])
-                found[name.removeprefix("transformer.")] = array.reshape(entry["shape"])
-    return found
+                tensors[name.removeprefix("transformer.")] = array.reshape(entry["shape"])
+    return tensors
 
 
 def _check_tensors(

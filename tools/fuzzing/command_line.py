@@ -113,20 +113,20 @@ def _texts() -> list[str]:
 
 def _some(rng: Rng, options: dict[str, tuple[str, ...]]) -> tuple[list[str], bool]:
     """Return some options, and whether all of their values are valid."""
-    found: list[str] = []
+    chosen: list[str] = []
     right = True
     for name, values in options.items():
         if rng.chance(0.25):
             value = rng.pick(*values)
             if rng.chance(0.15):
                 value, right = str(rng.pick(*NUMBERS, *_texts())), False
-            found.append(f"{name}={value}")
+            chosen.append(f"{name}={value}")
     if rng.chance(0.04):
         right = False
-        found.append(
+        chosen.append(
             str(rng.pick("--help", "-h", "--version", "--no-such", "--samples", "-", "--", ""))
         )
-    return found, right
+    return chosen, right
 
 
 def _generate(rng: Rng, folder: Path) -> None:
@@ -167,8 +167,8 @@ def _same_as_api(report: dict[str, Any], options: Sequence[str]) -> None:
             keywords["stop_ids"] = [int(value)]
         elif name != "--device":
             keywords[name[2:].replace("-", "_")] = kinds.get(name, float)(value)
-    found = model().generate(report["prompt"], max_new_tokens=3, **keywords)
-    rows = found if isinstance(found, list) else [found]
+    generated = model().generate(report["prompt"], max_new_tokens=3, **keywords)
+    rows = generated if isinstance(generated, list) else [generated]
     check_equal(
         "tokens", [row["tokens"] for row in report["samples"]], [list(row.tokens) for row in rows]
     )

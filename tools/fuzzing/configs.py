@@ -54,15 +54,15 @@ def rules(config: Any) -> Rules:
     wrong = doubtful = False
     fields: dict[str, Any] = {}
     for field, names in NAMES.items():
-        given = [config[name] for name in names if config.get(name) is not None]
+        stated = [config[name] for name in names if config.get(name) is not None]
         doubtful |= any(name in config and config[name] is None for name in names)
         if field == "n_ctx" and config.get("n_ctx") is not None:  # newer names replace this one
-            doubtful |= bool(given)
-            given = given or [config["n_ctx"]]
+            doubtful |= bool(stated)
+            stated = stated or [config["n_ctx"]]
         doubtful |= field == "n_ctx" and "n_ctx" in config and config["n_ctx"] is None
-        wrong |= any(type(value) is not int or value < 1 for value in given)
-        wrong |= any(value != given[0] for value in given)
-        fields[field] = given[0] if given else DEFAULTS[field]
+        wrong |= any(type(value) is not int or value < 1 for value in stated)
+        wrong |= any(value != stated[0] for value in stated)
+        fields[field] = stated[0] if stated else DEFAULTS[field]
         doubtful |= not wrong and fields[field] > LARGEST
     wrong = wrong or fields["n_embd"] % fields["n_head"] != 0
     eps = config.get("layer_norm_epsilon", 1e-5)
@@ -90,11 +90,11 @@ def rules(config: Any) -> Rules:
     return Rules(wrong, wrong or doubtful, fields)
 
 
-def check_config(found: ModelConfig, expected: Rules) -> None:
+def check_config(config: ModelConfig, expected: Rules) -> None:
     """Raise Difference unless an accepted config agrees with the rules."""
-    check(not expected.must_refuse, f"accepted as {found}")
+    check(not expected.must_refuse, f"accepted as {config}")
     for name, value in expected.fields.items():
-        check_equal(name, getattr(found, name), value)
+        check_equal(name, getattr(config, name), value)
 
 
 def case(rng: Rng, folder: Path) -> None:

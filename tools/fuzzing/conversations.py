@@ -54,16 +54,16 @@ class _Talk:
     """A conversation, and the messages that it should have."""
 
     def __init__(self, rng: Rng) -> None:
-        given = [_message(rng) for _ in range(rng.whole(5))]
-        spoilt = bool(given) and rng.chance(0.2)
+        messages = [_message(rng) for _ in range(rng.whole(5))]
+        spoilt = bool(messages) and rng.chance(0.2)
         if spoilt:
-            spoil_json(rng, given[-1])
+            spoil_json(rng, messages[-1])
         self.engine, sampling = _model(rng.whole(3)).engine, rng.pick(None, {"temperature": 0.5})
-        arguments = self.engine, _ENCODING, _TEMPLATE, given, sampling
+        arguments = self.engine, _ENCODING, _TEMPLATE, messages, sampling
         self.conversation = attempt(not spoilt, Conversation, *arguments)
-        if spoilt and not given[-1]["role"].isascii():  # a lone surrogate is refused later
+        if spoilt and not messages[-1]["role"].isascii():  # a lone surrogate is refused later
             raise Refused
-        self.messages, self.defaults = deepcopy(given), sampling or {}
+        self.messages, self.defaults = deepcopy(messages), sampling or {}
         self.answers: list[_Answer] = []
 
     def stream(self, rng: Rng) -> None:

@@ -106,13 +106,13 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 def random_tensors(rng: Rng, sizes: Sizes, dtype: str | None = None) -> Tensors:
     """Return random tensors. dtype: None draws one for each tensor."""
-    found = {}
+    tensors = {}
     names = list(DTYPES)
     for name, shape in shapes(sizes).items():
         kind = dtype or names[rng.whole(len(names))]
         values = rng.standard_normal(shape) * 0.4 + (name.endswith(("1.weight", "2.weight")))
-        found[name] = values.astype(DTYPES[kind])
-    return found
+        tensors[name] = values.astype(DTYPES[kind])
+    return tensors
 
 
 def config_json(sizes: Sizes) -> dict[str, Any]:
@@ -259,9 +259,9 @@ def logits(sizes: Sizes, tensors: Mapping[str, Array], ids: Any) -> Array:
 
 def check_close(name: str, got: Any, truth: Array, relative: float = 2e-3) -> None:
     """Raise Difference unless `got` has the shape, the NaN positions and the values of `truth`."""
-    found = np.asarray(got)
-    check(found.shape == truth.shape, f"{name}: expected shape {truth.shape}, got {found.shape}")
-    wide, exact = found.astype(np.float64), np.asarray(truth, np.float64)
+    array = np.asarray(got)
+    check(array.shape == truth.shape, f"{name}: expected shape {truth.shape}, got {array.shape}")
+    wide, exact = array.astype(np.float64), np.asarray(truth, np.float64)
     finite = np.isfinite(exact)
     same = np.array_equal(wide[~finite], exact[~finite], equal_nan=True)
     check(same, f"{name}: expected other values that are not finite")

@@ -184,14 +184,14 @@ def _expected(truth: Any, text: str, special: bool) -> list[int]:
 def _truth(spec: str) -> Any:
     """Return the tokenizer of the package `tokenizers`; None where it refuses the file."""
     try:
-        found = hugging_face.Tokenizer.from_str(spec)
+        tokenizer = hugging_face.Tokenizer.from_str(spec)
     except BaseException as error:  # its panics are not derived from Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         return None
-    found.no_truncation()  # the default of transformers, which has neither limit nor padding
-    found.no_padding()
-    return found
+    tokenizer.no_truncation()  # the default of transformers, which has neither limit nor padding
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _decoded(encoding: Any, ids: Sequence[int]) -> str:
