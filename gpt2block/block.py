@@ -412,14 +412,14 @@ def _given(positions: object, x: object) -> Given:
     if positions is None:
         return {"positions": np.arange(T)}
     try:
-        found = plain_array("positions", positions)
+        array = plain_array("positions", positions)
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"positions: expected {T} integers: {error}") from error
-    if found.shape != (T,) or found.dtype.kind not in "iu":
-        raise InputError(f"positions: expected {T} integers, got {found.dtype} {found.shape}")
-    wrong = (found < 0) | (found > MAX_POSITIONS)
+    if array.shape != (T,) or array.dtype.kind not in "iu":
+        raise InputError(f"positions: expected {T} integers, got {array.dtype} {array.shape}")
+    wrong = (array < 0) | (array > MAX_POSITIONS)
     if wrong.any():
         raise InputError(
-            f"positions: expected 0 to {MAX_POSITIONS}, got {int(found[wrong.argmax()])}"
+            f"positions: expected 0 to {MAX_POSITIONS}, got {int(array[wrong.argmax()])}"
         )
-    return {"positions": found.astype(np.int64)}
+    return {"positions": array.astype(np.int64)}

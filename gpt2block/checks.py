@@ -152,12 +152,12 @@ def check_encodable(name: str, text: str) -> None:
         ) from error
 
 
-def several(given: Any) -> list[Any]:
+def several(value: Any) -> list[Any]:
     """Return a list of the elements of an iterable, or of the object itself if not iterable."""
     try:
-        return list(given)
+        return list(value)
     except TypeError:
-        return [given]
+        return [value]
 
 
 def is_plain(array: object) -> TypeGuard[np.ndarray]:
@@ -169,13 +169,13 @@ def is_plain(array: object) -> TypeGuard[np.ndarray]:
     return isinstance(array, np.ndarray) and not isinstance(array, kinds)
 
 
-def plain_array(name: str, given: object) -> np.ndarray:
+def plain_array(name: str, value: object) -> np.ndarray:
     """Call `np.asarray`. Raises InputError for masked arrays and bools, which NumPy accepts."""
-    if isinstance(given, np.ma.MaskedArray):
+    if isinstance(value, np.ma.MaskedArray):
         raise InputError(f"{name}: expected an array without a mask, got a NumPy masked array")
-    if isinstance(given, (list, tuple)) and any(isinstance(n, (bool, np.bool_)) for n in given):
+    if isinstance(value, (list, tuple)) and any(isinstance(n, (bool, np.bool_)) for n in value):
         raise InputError(f"{name}: expected numbers, got a bool")
-    return as_numpy(name, given)
+    return as_numpy(name, value)
 
 
 def as_numpy(name: str, given: object) -> np.ndarray:

@@ -131,7 +131,7 @@ def check_shapes(given: Iterable[tuple[Entry, tuple[int, ...]]], sizes: Sizes) -
 
 
 def _entries(text: str) -> tuple[Entry, ...]:
-    found = []
+    entries = []
     for part in filter(str.strip, text.split(";")):
         words = part.split()
         first = next(i for i, word in enumerate(words) if word == "..." or not word[0].islower())
@@ -139,8 +139,8 @@ def _entries(text: str) -> tuple[Entry, ...]:
         for name in names:
             plain, *itself = name.split("~")
             axes, optional = tuple(words[first:]), plain.endswith("?")
-            found.append(Entry(plain.rstrip("?"), kind, axes, optional, tuple(itself)))
-    return tuple(found)
+            entries.append(Entry(plain.rstrip("?"), kind, axes, optional, tuple(itself)))
+    return tuple(entries)
 
 
 def size_of(axis: str, sizes: Mapping[str, Any]) -> int:
@@ -189,13 +189,13 @@ def takes(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             values: Any = [fitting(*pair, sizes, dtypes) for pair in zip(names, args, strict=False)]
             named: Any = {name: fitting(name, v, sizes, dtypes) for name, v in kwargs.items()}
             values += args[len(values) :]  # surplus arguments: the function raises TypeError
-            made: Any = function(*values, **named)
+            result: Any = function(*values, **named)
             if len(dtypes) != 1 or (dtype := dtypes.pop()).itemsize != 2:
-                return cast(R, made)
-            given = [*values, *named.values()]
-            if isinstance(made, tuple):
-                return cast(R, tuple(_rounded(each, dtype, given) for each in made))
-            return cast(R, _rounded(made, dtype, given))
+                return cast(R, result)
+            arguments = [*values, *named.values()]
+            if isinstance(result, tuple):
+                return cast(R, tuple(_rounded(each, dtype, arguments) for each in result))
+            return cast(R, _rounded(result, dtype, arguments))
 
         checked.contract = contract  # type: ignore[attr-defined]
         return checked
@@ -219,10 +219,10 @@ def _widened(kind: str, value: object, dtypes: set[object]) -> object:
     return value.astype(np.float32 if native.char in "eE" else native, copy=False)
 
 
-def _rounded(made: Any, dtype: Any, given: list[object]) -> object:
-    """Convert a float32 result to `dtype`, unless the result is one of the arguments `given`."""
-    unchanged = made.dtype != np.float32 or any(made is value for value in given)
-    return made if unchanged else made.astype(dtype)
+def _rounded(result: Any, dtype: Any, arguments: list[object]) -> object:
+    """Convert a float32 result to `dtype`, unless the result is one of the `arguments`."""
+    unchanged = result.dtype != np.float32 or any(result is value for value in arguments)
+    return result if unchanged else result.astype(dtype)
 
 
 def _check(entry: Entry, value: Any, sizes: Sizes) -> None:

@@ -295,14 +295,14 @@ class Model(Hinted, Generic[Weights]):
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The template of the model's conversations. Raises CheckpointError if there is none."""
-        found = chat_template(self._checkpoint) if self._checkpoint else None
-        if found is None:
+        template = chat_template(self._checkpoint) if self._checkpoint else None
+        if template is None:
             raise CheckpointError(
                 f"{self.name}: it has no chat template: expected chat_template in "
                 "tokenizer_config.json, chat_template.jinja or the GGUF file, as models that were "
                 "trained on conversations have: use generate"
             )
-        return ChatTemplate(*found)
+        return ChatTemplate(*template)
 
     @cached_property
     def chat_sampling(self) -> dict[str, float]:
@@ -673,8 +673,8 @@ class Model(Hinted, Generic[Weights]):
         """
         several = isinstance(receipt, list)
         receipts = receipt if several else [receipt]
-        found = dict(known_texts.check_receipts(self.engine, self.lookup, receipts))
-        return [found[index] for index in range(len(receipts))] if several else found[0]
+        checks = dict(known_texts.check_receipts(self.engine, self.lookup, receipts))
+        return [checks[index] for index in range(len(receipts))] if several else checks[0]
 
     @named_options()
     def embed(

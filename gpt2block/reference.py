@@ -1366,8 +1366,8 @@ def log_likelihood(logits: Array, targets: NDArray[np.integer]) -> Array:
     with np.errstate(invalid="ignore"):
         shifted = logits - logits.max(axis=-1, keepdims=True)
         total: Array = np.exp(shifted).sum(axis=-1)
-        found: Array = np.take_along_axis(shifted, at, axis=-1)[..., 0] - np.log(total)
-    return np.where(known, found, found.dtype.type(math.nan))
+        logprobs: Array = np.take_along_axis(shifted, at, axis=-1)[..., 0] - np.log(total)
+    return np.where(known, logprobs, logprobs.dtype.type(math.nan))
 
 
 @takes("logits f32 M V -> ids i32 M K; logprobs f32 M K")
@@ -1505,17 +1505,17 @@ def all_gathered(shards: Sequence[Array], residual: Array | None = None) -> Arra
     shards: for each GPU a matrix (M, S) of neighbouring columns, in the order of the columns; S can
     differ. residual: (M, N), N the sum of all S. Raises InputError.
     """
-    given = list(shards) if isinstance(shards, (list, tuple)) else []
-    if not given or not all(
-        _is_matrix(shard, getattr(given[0], "shape", ())[:1]) for shard in given
+    matrices = list(shards) if isinstance(shards, (list, tuple)) else []
+    if not matrices or not all(
+        _is_matrix(shard, getattr(matrices[0], "shape", ())[:1]) for shard in matrices
     ):
         raise InputError(f"shards: expected float matrices with equal rows, got {shown(shards)}")
-    N = sum(shard.shape[1] for shard in given)
+    N = sum(shard.shape[1] for shard in matrices)
     if residual is not None and not (
-        _is_matrix(residual, given[0].shape[:1]) and len(residual.T) == N
+        _is_matrix(residual, matrices[0].shape[:1]) and len(residual.T) == N
     ):
-        raise InputError(f"residual: expected ({len(given[0])}, {N}), got {shown(residual)}")
-    whole = np.concatenate(given, axis=-1)
+        raise InputError(f"residual: expected ({len(matrices[0])}, {N}), got {shown(residual)}")
+    whole = np.concatenate(matrices, axis=-1)
     return whole if residual is None else residual + whole
 
 

@@ -213,11 +213,11 @@ def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases.items()))
 
 
-def _ids(given: object) -> tuple[int, ...]:
+def _ids(tokens: object) -> tuple[int, ...]:
     """Return distinct token ids in ascending order. Raises InputError for other values."""
-    if not isinstance(given, Iterable):
-        raise InputError(f"end_ids: expected token ids, got {shown(given)}")
-    ids = {check_integer("end_ids", token, 0, 2**31 - 1, "token ids") for token in given}
+    if not isinstance(tokens, Iterable):
+        raise InputError(f"end_ids: expected token ids, got {shown(tokens)}")
+    ids = {check_integer("end_ids", token, 0, 2**31 - 1, "token ids") for token in tokens}
     return tuple(sorted(ids))
 
 

@@ -282,16 +282,16 @@ def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record
     Raises OSError for a file that cannot be read, and at the end ChangedError if the hash of the
     bytes differs from the shard's hash.
     """
-    found, index = hashlib.sha256(), shard.first
+    digest, index = hashlib.sha256(), shard.first
     for span in shard.spans:
         path = Path(span.path)
         try:
             if kind_of(path) == "parquet":
-                found.update(paths.sha256([path]))
+                digest.update(paths.sha256([path]))
                 yield from _rows(span, index, column, keep)
             else:
                 as_json = kind_of(path) == "jsonl"
-                for number, line in enumerate(_lines(span, found)):
+                for number, line in enumerate(_lines(span, digest)):
                     place = (index + number, path.name, span.line + number)
                     record = _record(place, line, column, keep, as_json)
                     if record is not None:
@@ -299,7 +299,7 @@ def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record
         except OSError as error:
             raise OSError(f"{path}: cannot be read: {paths.reason(error)}") from error
         index += span.lines
-    if found.hexdigest() != shard.sha256:
+    if digest.hexdigest() != shard.sha256:
         names = ", ".join(dict.fromkeys(span.path for span in shard.spans))
         raise ChangedError(f"{names}: changed since the job began, or differs on this worker")
 

@@ -266,8 +266,8 @@ def row_alignment(n: int, *arrays: CudaArray | None) -> int:
 
     n: elements per row; rows are contiguous. None among the arrays is ignored.
     """
-    given = [array for array in arrays if array is not None]
-    return alignment(*(a.data.ptr for a in given), *(n * a.itemsize for a in given))
+    present = [array for array in arrays if array is not None]
+    return alignment(*(a.data.ptr for a in present), *(n * a.itemsize for a in present))
 
 
 def device_attribute(name: str) -> int:

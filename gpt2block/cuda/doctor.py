@@ -111,13 +111,13 @@ _CUPY = (
 
 def installed_cupy() -> dict[str, str]:
     """Return the installed distributions of CuPy with their versions."""
-    found: dict[str, str] = {}
+    packages: dict[str, str] = {}
     for name in _CUPY:
         for distribution in importlib.metadata.distributions(name=name):
             with contextlib.suppress(Exception):  # partly removed packages have no metadata
                 version = distribution.metadata["Version"]
-                found |= {} if version is None else {name: found.get(name, version)}
-    return found
+                packages |= {} if version is None else {name: packages.get(name, version)}
+    return packages
 
 
 def import_cupy() -> Any:
@@ -273,20 +273,20 @@ def check_cupy(installed: Mapping[str, str]) -> tuple[Check, CuPy | None]:
     if not installed:
         return Check("CuPy", False, "CuPy is not installed", PIP_CUDA12), None
     names = sorted(installed)
-    found = " and ".join(f"{name} {installed[name]}" for name in names)
+    packages = " and ".join(f"{name} {installed[name]}" for name in names)
     fix = f"pip uninstall -y {' '.join(names)} && {PIP_CUDA12}"
     if len(names) > 1:
-        problem = f"{found} are both installed, and overwrite each other's files"
+        problem = f"{packages} are both installed, and overwrite each other's files"
     elif names[0] not in ("cupy", "cupy-cuda12x", "cupy-cuda13x"):
-        problem = f"{found} is not built for CUDA 12 or 13"
+        problem = f"{packages} is not built for CUDA 12 or 13"
     elif _major(installed[names[0]]) < 14:
-        problem = f"{found} is older than CuPy 14"
+        problem = f"{packages} is older than CuPy 14"
     else:
         try:
             cupy = probe_cupy(names[0], installed[names[0]])
-            return Check("CuPy", True, f"{found}, built for CUDA {cupy.major}"), cupy
+            return Check("CuPy", True, f"{packages}, built for CUDA {cupy.major}"), cupy
         except Exception as error:
-            problem = f"{found} is installed but cannot be imported: {_line(error)}"
+            problem = f"{packages} is installed but cannot be imported: {_line(error)}"
             fix = SET_CACHE if cache_problem() else fix
     return Check("CuPy", False, problem, fix), None
 
@@ -319,12 +319,12 @@ def check_device(driver: Driver, cupy: CuPy | None) -> Check:
     if not driver.devices:
         fix = "check that nvidia-smi lists a GPU (in a container: start it with --gpus all)"
         return Check("device", False, "the driver finds no CUDA device", fix)
-    found = "; ".join(f"{index}: {device}" for index, device in enumerate(driver.devices))
+    devices = "; ".join(f"{index}: {device}" for index, device in enumerate(driver.devices))
     toolkit = (cupy.nvrtc[0] if cupy.nvrtc else cupy.major) if cupy else min(TOOLKIT)
     least = (7, 5) if toolkit >= 13 else (7, 0)
     usable = [index for index, device in enumerate(driver.devices) if device.capability >= least]
     if 0 in usable:
-        return Check("device", True, found)
+        return Check("device", True, devices)
     if usable:
         fix = f"put device {usable[0]} first in CUDA_VISIBLE_DEVICES"
     elif driver.devices[0].capability >= (7, 0):
@@ -332,7 +332,7 @@ def check_device(driver: Driver, cupy: CuPy | None) -> Check:
     else:
         fix = "none: this GPU is too old, run on NumPy"
     detail = f"with CUDA {toolkit} device 0 must have compute capability {_dotted(least)} or more"
-    return Check("device", False, f"{detail}; found {found}", fix)
+    return Check("device", False, f"{detail}; found {devices}", fix)
 
 
 def check_several(devices: Sequence[VisibleDevice], apart: Sequence[str]) -> Check:
@@ -387,8 +387,8 @@ def check_headers(cupy: CuPy, thorough: bool) -> Check:
     fix = f"pip install '{TOOLKIT[cupy.major]}'"
     options = compiler_options(cupy.module)
     paths = [option[2:] for option in options if option.startswith("-I")]
-    found = [path for path in paths if os.path.isfile(os.path.join(path, HEADER))]
-    log = compile_log(cupy.module, options) if thorough or not found else ""
+    headers = [path for path in paths if os.path.isfile(os.path.join(path, HEADER))]
+    log = compile_log(cupy.module, options) if thorough or not headers else ""
     absent = re.search(r'(?:could not|cannot) open source file "([^"]+)"', log)
     if absent:
         detail = f"CUDA's header {absent[1]} is in none of CuPy's include directories"
@@ -397,7 +397,7 @@ def check_headers(cupy: CuPy, thorough: bool) -> Check:
         message = next((line for line in log.splitlines() if "error" in line), log)
         detail = f"a program that includes {HEADER} does not compile: {message}"
         return Check("headers", False, detail, fix)
-    return Check("headers", True, f"{HEADER} from {found[0] if found else 'NVRTC'}")
+    return Check("headers", True, f"{HEADER} from {headers[0] if headers else 'NVRTC'}")
 
 
 def check_cache(thorough: bool) -> Check:

@@ -82,13 +82,13 @@ class FormatOptions:
 
     def identity(self) -> dict[str, Any]:
         """Return options for a job's manifest: both dtypes, and options not at their defaults."""
-        found: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
-        found["activations"] = None  # a removed option, still present in manifests
+        options: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
+        options["activations"] = None  # a removed option, still present in manifests
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.init and each.name not in found and value != each.default:
-                found[each.name] = value
-        return found
+            if each.init and each.name not in options and value != each.default:
+                options[each.name] = value
+        return options
 
 
 @dataclass(frozen=True)

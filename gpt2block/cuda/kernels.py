@@ -192,26 +192,26 @@ def ideas(file: str) -> dict[str, str]:
     of an operation launch one kernel in different ways, the key contains the variant, such as
     "to_fp8_kernel (vectors)".
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     lines = read_source(file).splitlines(keepends=True)
     head = "".join(takewhile(lambda line: line.startswith("//"), lines))
     for each in _IDEA.finditer(head):
         text = " ".join(each["text"].replace("\n//", " ").split())
         sentence = re.split(r"\.(?: |$)", text)[0]
-        found |= {name + each["variant"]: sentence for name in each["names"].split(", ")}
-    return found
+        texts |= {name + each["variant"]: sentence for name in each["names"].split(", ")}
+    return texts
 
 
 def idea_of(file: str, kernel: str, variant: str) -> str:
     """Return the one-sentence summary of a kernel that a variant launches. Raises KernelError."""
     known = ideas(file)
-    found = known.get(f"{kernel} ({variant})") or known.get(kernel)
-    if not found:
+    idea = known.get(f"{kernel} ({variant})") or known.get(kernel)
+    if not idea:
         raise KernelError(
             f"{file}: kernel {kernel} has no idea: state it in the comment that opens the file, in "
             f"a line such as //   {kernel}: one thread per element"
         )
-    return found
+    return idea
 
 
 def without_host_headers(text: str) -> str:

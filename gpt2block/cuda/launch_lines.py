@@ -87,8 +87,8 @@ def split(text: str) -> list[str]:
 def launch_of(file: str, kernel: str) -> tuple[list[str], tuple[int, ...], str]:
     """Return what a file of kernels_cu states for a kernel: grid, block and shared memory."""
     text = read_source(file)
-    found = LaunchText(**stated(file, text, text.index(f" {kernel}("))[1])
-    return split(found.grid), tuple(map(int, split(found.block))), found.shared
+    launch = LaunchText(**stated(file, text, text.index(f" {kernel}("))[1])
+    return split(launch.grid), tuple(map(int, split(launch.block))), launch.shared
 
 
 def default_block(file: str, kernel: str) -> int:

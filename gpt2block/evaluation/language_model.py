@@ -103,13 +103,13 @@ class EvaluatedModel(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The id of the token that ends a text. Raises InputError if the tokenizer has none."""
-        found = end_of_text(self.model.tokenizer, self._vocab_size)
-        if found is None:
+        token = end_of_text(self.model.tokenizer, self._vocab_size)
+        if token is None:
             raise InputError(
                 f"prefix_token_id: {self.model.name} names no token that begins or ends a text, "
                 "and this task scores texts without a context: expected prefix_token_id=ID"
             )
-        return found
+        return token
 
     @cached_property
     def prefix_token_id(self) -> int:
@@ -159,20 +159,20 @@ class EvaluatedModel(TemplateLM):
                 )
             ids = [*(context or [self.prefix_token_id]), *continuation]
             sequences.append(ids[-self.max_length :])
-        scores, found = self._scores(sequences, disable_tqdm), []
+        scores, results = self._scores(sequences, disable_tqdm), []
         for (texts, _, continuation), score in zip(requests, scores, strict=True):
             last, tokens = slice(-len(continuation), None), score.tokens
             assert tokens.likeliest is not None
             greedy = np.array_equal(tokens.likeliest[last], tokens.ids[last])
-            found.append((float(tokens.logprobs[last].sum(dtype=np.float64)), greedy))
+            results.append((float(tokens.logprobs[last].sum(dtype=np.float64)), greedy))
             if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, found[-1])
-        return found
+                self.cache_hook.add_partial("loglikelihood", texts, results[-1])
+        return results
 
     def _scores(self, texts: Sequence[list[int]], quiet: bool) -> list[Score]:
         """Return the Score of each text's ids; texts of similar length are computed together."""
         order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
-        found: dict[int, Score] = {}
+        by_index: dict[int, Score] = {}
         with tqdm(total=sum(map(len, texts)) - len(texts), unit=" tokens", disable=quiet) as bar:
             size = self._sequences or len(texts) or 1
             for first in range(0, len(texts), size):
@@ -182,8 +182,8 @@ class EvaluatedModel(TemplateLM):
                     progress=partial(_advance, bar, bar.n),
                     likeliest=True,
                 )
-                found.update(zip(batch, scores, strict=True))
-        return [found[index] for index in range(len(texts))]
+                by_index.update(zip(batch, scores, strict=True))
+        return [by_index[index] for index in range(len(texts))]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -197,12 +197,12 @@ class EvaluatedModel(TemplateLM):
             )
         ]
         scored = self._loglikelihood_tokens([window for _, window in windows], disable_tqdm)
-        found = [0.0] * len(requests)
+        sums = [0.0] * len(requests)
         for (index, _), (nats, _) in zip(windows, scored, strict=True):
-            found[index] += nats
-        for request, nats in zip(requests, found, strict=True):
+            sums[index] += nats
+        for request, nats in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, nats)
-        return found
+        return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the text that follows each context, up to the first stop string.
@@ -237,12 +237,12 @@ class EvaluatedModel(TemplateLM):
         options = {"temperature": 1.0 if sampled else 0.0, "seed": seed + repeat, **options}
         options["receipt"] = self._receipts is not None
         sequences = [self.tok_encode(prompt)[-room:] for prompt in prompts]
-        found = self.model.generate(
+        generations = self.model.generate(
             sequences, max_new_tokens=new, stop=stop, rows_at_once=self._sequences, **options
         )
         if self._receipts is not None:
-            append_receipts(self._receipts, (each.receipt for each in found))
-        return (each.text for each in found)
+            append_receipts(self._receipts, (each.receipt for each in generations))
+        return (each.text for each in generations)
 
     @property
     def tokenizer_name(self) -> str:

@@ -134,10 +134,10 @@ def joined(parts: Array, scale: Array) -> Array:
         ("scale", scale, "float32", 1),
     ):
         # NumPy and CuPy arrays both have the attributes shape and dtype.
-        shape, found = getattr(array, "shape", ()), getattr(array, "dtype", None)
+        shape, kind = getattr(array, "shape", ()), getattr(array, "dtype", None)
         masked = isinstance(array, np.ma.MaskedArray)
-        if masked or found != dtype or len(shape) != ndim:
-            raise InputError(f"{name}: expected {dtype} of {ndim} axes, got {found} {shape}")
+        if masked or kind != dtype or len(shape) != ndim:
+            raise InputError(f"{name}: expected {dtype} of {ndim} axes, got {kind} {shape}")
     if parts.shape[:2] != (2, len(scale)):
         raise InputError(f"parts: expected (2, {len(scale)}, K), as scale has, got {parts.shape}")
     hi, lo = parts[0].astype("float32"), parts[1].astype("float32")

@@ -153,8 +153,8 @@ def _all_gather(c: Call) -> tuple[Launch, ...]:
     for row in range(0, M, at_once):
         rows = slice(row, min(M, row + at_once))
         residual = None if c.residual is None else c.residual[rows]
-        given = (shard[rows], residual, out[rows], *_peers(c)), rows.stop - row, S, N, first
-        launch = _with_flags(*given) if flagged else _with_numbers(*given, c.to_operand)
+        arguments = (shard[rows], residual, out[rows], *_peers(c)), rows.stop - row, S, N, first
+        launch = _with_flags(*arguments) if flagged else _with_numbers(*arguments, c.to_operand)
         launches.append(part_of(launch, LOAD) if c.sent else launch)
     return tuple(launches)
 

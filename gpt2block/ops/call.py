@@ -146,17 +146,17 @@ def checked(contract: Contract, inputs: Operands, out: Any = None, **options: An
 
 
 def _apart(
-    entry: Entry, written: dict[str, Any], given: dict[str, Any]
+    entry: Entry, written: dict[str, Any], arrays: dict[str, Any]
 ) -> tuple[str, Any, dict[str, Any], dict[str, Any]]:
-    """Return the arguments of `check_apart` for an output. Also add the output to `given`.
+    """Return the arguments of `check_apart` for an output. Also add the output to `arrays`.
 
     An input that the operation changes in place is not compared with itself.
     """
     name, value = entry.name, written[entry.name]
-    given.pop(name, None)
-    itself = {other: given[other] for other in entry.itself}
-    others = {other: array for other, array in given.items() if other not in itself}
-    given[name] = value
+    arrays.pop(name, None)
+    itself = {other: arrays[other] for other in entry.itself}
+    others = {other: array for other, array in arrays.items() if other not in itself}
+    arrays[name] = value
     return name, value, others, itself
 
 

@@ -188,10 +188,10 @@ class TokenizersEncoding:
         free = without_names(text, self._names, marks)
         if free == text and not (1 in marks and self._finds_normalized):
             return _ids(self._with_special, text)
-        (found,) = self._with_special.encode_batch([free], add_special_tokens=False)
+        (encoded,) = self._with_special.encode_batch([free], add_special_tokens=False)
         tokenizer, names, lost = self._renamed
         parts, at = [], 0
-        for id, (start, end) in zip(found.ids, found.offsets, strict=True):
+        for id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
             name, new = names.get(id, ("", ""))
             taken = text[start:end]  # the token's name, possibly with white space around it
             content = name if name in taken else taken.strip()
@@ -397,36 +397,36 @@ def bytes_of_ids(encoding: Encoding, tokens: Sequence[int]) -> bytes:
     return b"".join(map(_token_bytes(encoding).__getitem__, tokens))
 
 
-def as_array(given: object, name: str) -> np.ndarray:
+def as_array(ids: object, name: str) -> np.ndarray:
     """Return token ids as a NumPy array.
 
     Raises InputError for masked arrays and booleans, which NumPy would convert without an error,
     and ValueError or TypeError for objects that NumPy cannot convert.
     """
-    entries = given if isinstance(given, (list, tuple)) else ()
-    types = {type(given), *map(type, entries)}  # a set is faster to check than all entries
+    entries = ids if isinstance(ids, (list, tuple)) else ()
+    types = {type(ids), *map(type, entries)}  # a set is faster to check than all entries
     if bool in types or np.bool_ in types:
         for index, entry in enumerate(entries):
             if isinstance(entry, (bool, np.bool_)):
                 raise InputError(f"{name}: token {index} is {entry!r}: expected an integer")
     if any(issubclass(each, np.ma.MaskedArray) for each in types):
         raise InputError(f"{name}: expected token ids, got a masked array: use .compressed()")
-    return as_numpy(name, given)
+    return as_numpy(name, ids)
 
 
-def row_of_ids(given: object, name: str, text: str = "") -> np.ndarray:
-    """Return `given` as integers (T,). `text`: other valid kinds of input, named in errors."""
+def row_of_ids(value: object, name: str, text: str = "") -> np.ndarray:
+    """Return `value` as integers (T,). `text`: other valid kinds of input, named in errors."""
     try:
-        ids = as_array(given, name)
+        ids = as_array(value, name)
     except InputError:
         raise
     except (TypeError, ValueError, OverflowError) as error:  # ragged list, CuPy array, huge int
         raise InputError(f"{name}: expected {text}token ids: {error}") from error
-    if ids.dtype.kind in "fO" and isinstance(given, list) and {*map(type, given)} == {int}:
-        return np.array(given, object)  # Python integers that do not fit int64; never valid ids
+    if ids.dtype.kind in "fO" and isinstance(value, list) and {*map(type, value)} == {int}:
+        return np.array(value, object)  # Python integers that do not fit int64; never valid ids
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InputError(
-            f"{name}: expected {text}a row of integers, got {type(given).__name__} "
+            f"{name}: expected {text}a row of integers, got {type(value).__name__} "
             f"of {ids.dtype}, shape {ids.shape}"
         )
     return ids

@@ -396,7 +396,7 @@ def _splits_words(encoding: tiktoken.Encoding) -> bool:
 
 
 def token_ids(
-    encoding: Encoding | None, given: object, vocab_size: int, name: str, special: bool = False
+    encoding: Encoding | None, value: object, vocab_size: int, name: str, special: bool = False
 ) -> NDArray[np.int32]:
     """Return a text's or a sequence's token ids, (T,); T may be 0. `special`: as in `encode`.
 
@@ -404,25 +404,25 @@ def token_ids(
     `encode` rejects, for objects that are neither text nor a row of integers (such as masked arrays
     and booleans), and for ids outside 0…vocab_size - 1.
     """
-    if isinstance(given, str):
+    if isinstance(value, str):
         if encoding is None:
             raise InputError(f"{name}: this model has no tokenizer: expected token ids, got text")
-        return np.array(_encode(encoding, given, special, name), np.int32)
-    ids = row_of_ids(given, name, "text or ")
+        return np.array(_encode(encoding, value, special, name), np.int32)
+    ids = row_of_ids(value, name, "text or ")
     check_ids(ids, vocab_size, name)
     return ids.astype(np.int32)
 
 
 def whole_text_ids(
-    encoding: Encoding | None, given: object, vocab_size: int, name: str
+    encoding: Encoding | None, value: object, vocab_size: int, name: str
 ) -> NDArray[np.int32]:
     """Return token ids as `token_ids` does, and after a text the ids of `suffix_of`.
 
     `embed` and all that computes embeddings read such ids. Texts to continue or to score have no
     end, and are encoded without the suffix. Raises InputError as `token_ids` does.
     """
-    ids = token_ids(encoding, given, vocab_size, name)
-    if encoding is None or not isinstance(given, str):
+    ids = token_ids(encoding, value, vocab_size, name)
+    if encoding is None or not isinstance(value, str):
         return ids
     return np.append(ids, np.array(suffix_of(encoding), np.int32))
 
@@ -437,20 +437,20 @@ def check_ids(ids: np.ndarray, vocab_size: int, name: str, first: int = 0) -> No
         )
 
 
-def as_list(given: Any, name: str) -> tuple[bool, list[object]]:
-    """Return (whether `given` is one text or one row of ids, the list of all texts or rows).
+def as_list(value: Any, name: str) -> tuple[bool, list[object]]:
+    """Return (whether `value` is one text or one row of ids, the list of all texts or rows).
 
-    Raises InputError, with `name` in the message, unless `given` is a text, a row of ids or a list
+    Raises InputError, with `name` in the message, unless `value` is a text, a row of ids or a list
     of texts or rows.
     """
-    if isinstance(given, str) or getattr(given, "ndim", None) == 1:
-        return True, [given]
+    if isinstance(value, str) or getattr(value, "ndim", None) == 1:
+        return True, [value]
     try:
-        several = list(given)
+        several = list(value)
     except TypeError:
         several = []
-    if not several or isinstance(given, (bytes, Mapping, set, frozenset)):
-        raise InputError(f"{name}: expected text, token ids or a list of them, got {given!r:.40}")
+    if not several or isinstance(value, (bytes, Mapping, set, frozenset)):
+        raise InputError(f"{name}: expected text, token ids or a list of them, got {value!r:.40}")
     if all(issubclass(each, (int, np.integer)) for each in {*map(type, several)}):
         return True, [several]
     return False, several

@@ -78,9 +78,9 @@ class HiLoMatrix(Composite):
             (x,) = contiguous(x)
             check("x", x)
             conversions.check_sizes("x", _rows("x", x.shape), conversions.LARGEST_OPERAND)
-            made = cls.empty(x.shape)
-            conversions.hi_lo(x, made.parts, made.scale).run()
-            return made
+            matrix = cls.empty(x.shape)
+            conversions.hi_lo(x, matrix.parts, matrix.scale).run()
+            return matrix
         if not is_plain(x):
             raise InputError(f"x: expected a NumPy or CuPy array, got {kind(x)}")
         if x.dtype != np.float32:

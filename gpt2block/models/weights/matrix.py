@@ -225,18 +225,18 @@ class WeightMatrix(Composite):
         )
 
 
-def request(given: str, dtype: str) -> None:
-    """Start compiling the kernels that convert a model's matrices from dtype `given` to `dtype`.
+def request(stored: str, dtype: str) -> None:
+    """Start compiling the kernels that convert a model's matrices from dtype `stored` to `dtype`.
 
     Otherwise the first matrix would wait for each of these kernels in turn.
     """
-    w, most = cupy.empty((32, 32), FLOATS[given]), cupy.empty(32, "float32")
+    w, most = cupy.empty((32, 32), FLOATS[stored]), cupy.empty(32, "float32")
     conversions.absmax(w, most, "NK")
     conversions.store(w, w, transposed=True)
     if dtype in FP8:
         scale = most if dtype == SCALED else None
         conversions.to_fp8(w, scale, cupy.empty(w.shape, "uint8"), dtype, "NK")
-    elif dtype != given:
+    elif dtype != stored:
         conversions.store(w, cupy.empty(w.shape, FLOATS[dtype]))
 
 
@@ -318,13 +318,13 @@ def _to_fp8(w: Any, dtype: str, scale: Any, layout: str) -> AnyArray:
         rounded = cupy.empty(w.shape, "uint8")
         conversions.to_fp8(w, scale, rounded, dtype, layout).run()
         return rounded
-    found = np.empty(w.shape, np.uint8)
+    codes = np.empty(w.shape, np.uint8)
     first = 0
-    for some, to in zip(_rows(w), _rows(found), strict=True):
+    for some, to in zip(_rows(w), _rows(codes), strict=True):
         own = scale[first : first + len(some)] if scale is not None and layout == "NK" else scale
         to[...] = to_fp8(some, dtype, True, own, layout)
         first += len(some)
-    return found
+    return codes
 
 
 def _rows(matrix: np.ndarray) -> list[np.ndarray]:

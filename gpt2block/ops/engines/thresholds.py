@@ -55,5 +55,5 @@ def min_weights(M: int, kinds: Collection[str] = ()) -> int:
     kinds: kinds of the products, as in `Threshold.of`.
     """
     of = ("", *kinds)
-    found = next(each for each in THRESHOLDS if each.rows >= M and each.of in of)
-    return max(found.weights, -(-found.products // M))
+    threshold = next(each for each in THRESHOLDS if each.rows >= M and each.of in of)
+    return max(threshold.weights, -(-threshold.products // M))
