@@ -1216,9 +1216,9 @@ def delta_inputs(
         b, a = np.split(raw[3:, D:], 2, axis=1)
         decay = np.exp(-rate * np.logaddexp(0, a + dt_bias, dtype=x.dtype))
         beta = unchecked(silu_mul)(b, np.ones_like(b), sigmoid=True)
-        made, replayed = np.concatenate([mixed, decay, beta], axis=1), start - base
-        out[len(x) + REPLAYED * slot :][:replayed] = made[:replayed]
-        out[first : first + end - start] = made[replayed:]
+        rows, replayed = np.concatenate([mixed, decay, beta], axis=1), start - base
+        out[len(x) + REPLAYED * slot :][:replayed] = rows[:replayed]
+        out[first : first + end - start] = rows[replayed:]
     return out
 
 
@@ -1238,15 +1238,15 @@ def _delta_rows(
     are zeros.
     """
     first, start, _, base, source, _ = span
-    found = np.zeros((end - begin, x.shape[1]), x.dtype)
+    rows = np.zeros((end - begin, x.shape[1]), x.dtype)
     for n, at in enumerate(range(begin, end)):
         if at >= start:
-            found[n] = x[first + at - start]
+            rows[n] = x[first + at - start]
         elif at >= base and recent is not None:
-            found[n] = recent[slot, at % RECENT]
+            rows[n] = recent[slot, at % RECENT]
         elif source >= 0 and state is not None:
-            found[n, :D] = state[slot, source, : 3 * D].reshape(3, D)[at - base + 3]
-    return found
+            rows[n, :D] = state[slot, source, : 3 * D].reshape(3, D)[at - base + 3]
+    return rows
 
 
 @takes(

@@ -76,8 +76,8 @@ class Composite:
         return self.trusted(**{**vars(self), **results})
 
 
-Operand = AnyArray | Composite | None  # an argument of an operation
-Operands = tuple[Operand, ...]
+ArrayArg = AnyArray | Composite | None  # an argument of an operation
+ArrayArgs = tuple[ArrayArg, ...]
 
 
 def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
@@ -165,7 +165,7 @@ def check_address(name: str, array: CudaArray, multiple: int = 16) -> None:
 
 
 def check_apart(
-    name: str, out: Operand, apart: Mapping[str, Operand], in_place: Mapping[str, Operand] = {}
+    name: str, out: ArrayArg, apart: Mapping[str, ArrayArg], in_place: Mapping[str, ArrayArg] = {}
 ) -> None:
     """Raise InputError if an output overlaps an input, which other thread blocks may still read.
 

@@ -301,11 +301,11 @@ def layer_rows(
 
     make: called for each item of `stored_rows`, returns the array.
     """
-    made: dict[int, tuple[Any, ...]] = {}
+    arrays: dict[int, tuple[Any, ...]] = {}
     for layer, each in enumerate(caches):
         if each.layer == layer:
-            made[layer] = tuple(make(each, n) if n else None for n in (each.keys, each.values))
-    return [made[each.layer] for each in caches]
+            arrays[layer] = tuple(make(each, n) if n else None for n in (each.keys, each.values))
+    return [arrays[each.layer] for each in caches]
 
 
 def in_shared_memory(caches: Sequence[LayerCache]) -> tuple[LayerCache, ...]:

@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 from gpt2block import reference
 from gpt2block.contract import MATRICES, Sizes
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, Operand, Operands, Shape
+from gpt2block.cuda.arrays import ArrayArg, ArrayArgs, CudaArray, Shape
 from gpt2block.cuda.kernels import dtype_name
 from gpt2block.cuda.requests import Launch
 from gpt2block.engine.passes.executor import HI_LO, Executor, Step
@@ -233,7 +233,7 @@ class Recorder(Executor):
         """Allocate and return the array or matrix for a result."""
 
     @abstractmethod
-    def _bind(self, step: Step, inputs: Operands, out: Operand, made: Result) -> None:
+    def _bind(self, step: Step, inputs: ArrayArgs, out: ArrayArg, made: Result) -> None:
         """Bind a step to its arrays. out: output array; None if the step changes an input."""
 
 
@@ -292,7 +292,7 @@ class Measure(Recorder):
         scales = bytes_of(shape[:-1], "float32")
         return _Leased(parts, *((Lease(self._offsets, scales),) if bound is None else ()))
 
-    def _bind(self, step: Step, inputs: Operands, out: Operand, made: Result) -> None:
+    def _bind(self, step: Step, inputs: ArrayArgs, out: ArrayArg, made: Result) -> None:
         pass
 
 
@@ -328,7 +328,7 @@ class Binder(Recorder):
             scale = self._arena.filled(name.rpartition(".")[2], rows, one_scale)
         return HiLoMatrix.trusted(parts=parts, scale=scale, shape=shape, one_scale=one_scale)
 
-    def _bind(self, step: Step, inputs: Operands, out: Operand, made: Result) -> None:
+    def _bind(self, step: Step, inputs: ArrayArgs, out: ArrayArg, made: Result) -> None:
         places, kind = signature_of((*inputs, made.array), step.attrs.values())
         key = step.op, out is None, places, kind, tuple(step.attrs)
         known = self._known.get(step.name)
@@ -342,7 +342,7 @@ class Binder(Recorder):
         self.steps[step.name] = Recorded(step, launches, key, result, extra)
 
     def _launches(
-        self, step: Step, inputs: Operands, out: Operand, kind: Hashable, places: tuple[int, ...]
+        self, step: Step, inputs: ArrayArgs, out: ArrayArg, kind: Hashable, places: tuple[int, ...]
     ) -> tuple[tuple[Launch, ...], tuple[CudaArray, ...]]:
         """Return a step's launches and auxiliary arrays; they are derived once for all layers."""
         alike = step.op, out is None, kind, tuple(step.attrs)

@@ -12,7 +12,7 @@ import numpy as np
 
 from gpt2block import reference
 from gpt2block.contract import MATRICES
-from gpt2block.cuda.arrays import Operand, Shape
+from gpt2block.cuda.arrays import ArrayArg, Shape
 from gpt2block.engine.passes import BATCH
 from gpt2block.engine.passes.executor import Step
 from gpt2block.engine.recorder import VIEW, TensorSpec, described
@@ -181,7 +181,7 @@ class Clock:
         self._start = perf_counter()
 
     def note(
-        self, step: Step, inputs: Sequence[Operand], out: Operand, began: float, ended: float
+        self, step: Step, inputs: Sequence[ArrayArg], out: ArrayArg, began: float, ended: float
     ) -> None:
         """Record a step. inputs: input arrays. began, ended: perf_counter times in seconds."""
         if step.op != VIEW:

@@ -12,7 +12,7 @@ one rounding in float32. A limit is the sum of three parts:
   terms is about k / n of the whole, and a rounding has a standard deviation of u / sqrt(3). The
   standard deviation of the sum is therefore u sqrt(n) / 3; other orders have smaller errors. The
   errors of several sums are independent, so that their numbers of terms are added. Mean and
-  variance count as one sum, as the root halves the error of the variance. Operand below half an ulp
+  variance count as one sum, as the root halves the error of the variance. Terms below half an ulp
   of a partial sum are lost, which matters for more than 30,000 terms: the limit includes this
   loss for squares of normally distributed numbers (231u for 65,544 terms, halved by the root),
   and for the logarithm of a sum of exponentials (160u of the log-likelihood for 100,001 terms).

@@ -165,7 +165,7 @@ def can_store(M: int, N: int) -> bool:
 
 
 def stores_operand(M: int, N: int) -> bool:
-    """Return whether `all_gather` can store M rows of N columns as `Operand`."""
+    """Return whether `all_gather` can store M rows of N columns as an `Operand`."""
     return M * N <= WORDS and N % LINE == 0
 
 

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 from gpt2block.checks import SCALARS, meant
 from gpt2block.contract import MATRICES, Contract, Entry, Sizes, check_shapes
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import Expected, Operand, Operands, check_apart, check_each, same_memory
+from gpt2block.cuda.arrays import (
+    ArrayArg,
+    ArrayArgs,
+    Expected,
+    check_apart,
+    check_each,
+    same_memory,
+)
 from gpt2block.cuda.kernels import FP8, IN_BYTES, STORAGE, dtype_name
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError, shown
@@ -91,7 +98,7 @@ class UncheckedCall(NamedTuple):
         return checked(contract or self.contract, self.inputs, self.out, **options)
 
 
-def checked(contract: Contract, inputs: Operands, out: Any = None, **options: Any) -> Call:
+def checked(contract: Contract, inputs: ArrayArgs, out: Any = None, **options: Any) -> Call:
     """Check a call of an operation.
 
     inputs, out: arrays in the order of the contract; None for an omitted array. options: attributes
@@ -103,7 +110,7 @@ def checked(contract: Contract, inputs: Operands, out: Any = None, **options: An
     arrays: list[Expected] = []
     shapes: list[tuple[Entry, Any]] = []
 
-    def expect(entry: Entry, value: Operand) -> None:
+    def expect(entry: Entry, value: ArrayArg) -> None:
         try:
             expected, shape = _expected(entry, value, call)
         except InputError:
@@ -179,7 +186,7 @@ def _expected(entry: Entry, value: Any, call: Call) -> tuple[tuple[Expected, ...
     return (array,), getattr(value, "shape", ())
 
 
-def _kind(entry: Entry, value: Operand, call: Call) -> str:
+def _kind(entry: Entry, value: ArrayArg, call: Call) -> str:
     """Return the kind of an array. For "mixed", return "hi_lo" for a HiLoMatrix, else "any".
 
     The first array of kind "mixed" determines the kind of all.
@@ -191,7 +198,7 @@ def _kind(entry: Entry, value: Operand, call: Call) -> str:
     return HI_LO if vars(call).get("storage") == HI_LO else "any"
 
 
-def _dtype(entry: Entry, value: Operand, call: Call) -> str:
+def _dtype(entry: Entry, value: ArrayArg, call: Call) -> str:
     """Return the dtype that an array must have."""
     kind = _kind(entry, value, call)
     if kind in ("any", "strided"):

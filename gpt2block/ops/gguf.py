@@ -91,7 +91,7 @@ def pack(c: Call) -> Launch:
 def _chunk_sums(x: CudaArray, sums: CudaArray, M: int, K: int) -> Launch:
     """Return a launch that writes the sum of each 32 values along K of x (M, K) to `sums`.
 
-    x holds 16-bit `Operand`. Products multiply minimums of GGUF blocks by these sums.
+    x is an `Operand` of 16-bit terms. Products multiply minimums of GGUF blocks by these sums.
     """
     grid = (ceil(M * K / (CHUNK * SUMS_BLOCK)),)
     geometry = Geometry("gguf_chunk_sums", grid, (SUMS_BLOCK,))

@@ -421,7 +421,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     weights; with `Operand.summed`, only with `up` and GGUF blocks. up: a second WeightMatrix of w's
     dtype and shape; variants mma and wgmma then compute silu(x w) (x up) or gelu(x w) (x up).
     x_dtype: "float16" rounds floats of x, or their norm, in tensor-core kernels of decoding with
-    float16 or FP8 weights. Stored An `operand` is rounded if `Operand.rounded` is set. to_peers:
+    float16 or FP8 weights. A stored `operand` is rounded if `Operand.rounded` is set. to_peers:
     the `PeerStores` of out, which is then sent to other GPUs, too, by this kernel if it can.
     """
     c = _checked(unchecked, with_hi_lo=HI_LO_LINEAR)

@@ -17,7 +17,7 @@ from gpt2block import reference
 from gpt2block.checks import meant
 from gpt2block.contract import MATRICES, Contract, Entry, size_of
 from gpt2block.cuda import kernels, replaced
-from gpt2block.cuda.arrays import Bound, Operands, arrays_of, mapped
+from gpt2block.cuda.arrays import ArrayArgs, Bound, arrays_of, mapped
 from gpt2block.cuda.launch_lines import default_block, stated_launch
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import Argument, InputError, KernelError
@@ -165,7 +165,7 @@ class Operation:
     line: str = ""  # text of the contract, for an operation without function in the reference
     workload: Workload = field(default_factory=Workload)
 
-    def bind(self, inputs: Operands, out: object = None, **options: object) -> Bound:
+    def bind(self, inputs: ArrayArgs, out: object = None, **options: object) -> Bound:
         """Check the arrays and options of a call. Return a Bound, which can `run` many times.
 
         inputs, out: CuPy arrays, or NumPy arrays, for which the kernels run on the CPU (see
@@ -182,7 +182,7 @@ class Operation:
             options = {name: emulator.adopted(value) for name, value in options.items()}
             return self.bind_on_device(inputs, mapped(emulator.adopted, out), **options)
 
-    def bind_on_device(self, inputs: Operands, out: object = None, **options: object) -> Bound:
+    def bind_on_device(self, inputs: ArrayArgs, out: object = None, **options: object) -> Bound:
         """Do the same as `bind`, but accept CuPy arrays only."""
         for name in options.keys() - self.options.keys():
             raise TypeError(f"{self.name}: unexpected keyword argument {name!r}")

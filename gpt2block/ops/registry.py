@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gpt2block.cuda.arrays import Bound, Operands
+from gpt2block.cuda.arrays import ArrayArgs, Bound
 from gpt2block.errors import Argument, InputError
 from gpt2block.ops.operation import Inputs, Operation, Variant
 
@@ -86,7 +86,7 @@ def _imported(name: str) -> Operation:
     return operation
 
 
-def bind(name: str, inputs: Operands, out: object = None, **options: object) -> Bound:
+def bind(name: str, inputs: ArrayArgs, out: object = None, **options: object) -> Bound:
     """Call `Operation.bind` of the operation or step with this name."""
     return _tables()["BY_NAME"][name].bind(inputs, out, **options)
 

@@ -175,7 +175,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 def _stream_dtype(unchecked: UncheckedCall, name: str) -> str:
-    """Return the checked dtype of out, which is float32 if out holds 16-bit `Operand`."""
+    """Return the checked dtype of out, which is float32 if out is an `Operand`."""
     dtype, to_operand, x = (
         unchecked.options["dtype"],
         unchecked.options["to_operand"],

@@ -32,7 +32,11 @@ def _short_conv(c: Call) -> Launch:
         if array is not None:
             check_address(name, array, width * array.itemsize)
     threads = min(32 * ceil(c.C / (32 * width)), MAX_THREADS)
-    defines = (("CONV_L", c.L), ("CONV_WIDTH", width), *stored_defines("CONV_TERMS", c.to_operand))
+    defines = (
+        ("CONV_L", c.L),
+        ("CONV_WIDTH", width),
+        *stored_defines("CONV_OPERAND", c.to_operand),
+    )
     kernel, scale = (
         ("short_conv_narrow", ()) if narrow else ("short_conv", (stored_scale(c.to_operand),))
     )

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import Bound, CudaArray, Operands, arrays_of
+from gpt2block.cuda.arrays import ArrayArgs, Bound, CudaArray, arrays_of
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.operation import Operation
 from gpt2block.ops.recipe import Recipe, addresses_of, signature_of
@@ -38,7 +38,7 @@ _inserting = threading.Lock()
 
 
 def call(
-    operation: Operation, inputs: Operands, out: CudaArray | None = None, **options: object
+    operation: Operation, inputs: ArrayArgs, out: CudaArray | None = None, **options: object
 ) -> Bound:
     """Bind and run the operation. Callers use only `out` and `extra` of the returned Bound."""
     arrays = [array for value in inputs for array in arrays_of("", value).values()]
@@ -66,7 +66,7 @@ def call(
 
 
 def _bound_and_run(
-    operation: Operation, inputs: Operands, out: CudaArray | None, options: dict[str, object]
+    operation: Operation, inputs: ArrayArgs, out: CudaArray | None, options: dict[str, object]
 ) -> Bound:
     bound = operation.bind_on_device(inputs, out, **options)
     bound.run()

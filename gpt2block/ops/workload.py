@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.checks import meant
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import Operand, mapped
+from gpt2block.cuda.arrays import ArrayArg, mapped
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import Argument, InputError
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -111,7 +111,7 @@ def options_for(operation: Operation, variant: Variant, block: int | None = None
     return name | ({} if block is None else {"block": block})
 
 
-def uploaded(value: Operand) -> Any:
+def uploaded(value: ArrayArg) -> Any:
     """Copy an array, or the arrays of a WeightMatrix, to device memory."""
     return mapped(cupy.asarray, value)
 

@@ -4,7 +4,7 @@
 //
 //   bcx (M, 3C): a row is [B | C | x]     taps (C, L)     y (M, C)     k (n, n_ctx, C) of type KV: the kv_cache with u
 //
-//   short_conv: for decoding and prompts; y is float, or with CONV_TERMS 16-bit terms (lib/operands.cuh)
+//   short_conv: for decoding and prompts; y is float, or with CONV_OPERAND 16-bit terms (lib/operands.cuh)
 //   short_conv_narrow: for prompts; y has the 16-bit type T of u in the kv_cache
 //
 // Row m belongs to sequence row[m], at position[m]. A thread computes CONV_WIDTH channels of a row. It stores u of its
@@ -30,8 +30,8 @@
 #ifndef CONV_WIDTH  // channels of a thread: gcd(4, C)
 #define CONV_WIDTH 4
 #endif
-#ifndef CONV_TERMS  // format of y: a kind of terms (16-bit parts of floats, lib/operands.cuh); 0: no terms
-#define CONV_TERMS 0
+#ifndef CONV_OPERAND  // format of y: a kind of terms (16-bit parts of floats, lib/operands.cuh); 0: no terms
+#define CONV_OPERAND 0
 #endif
 
 typedef Vec<KV, CONV_WIDTH> Cached;
@@ -99,10 +99,10 @@ extern "C" __global__ void short_conv(
     const int* position,             // (M)
     KV* k,                           // (B, n_ctx, C), or null
     float* y,                        // (M, C)
-    float y_scale,                   // scale of y, used if CONV_TERMS selects hi/lo terms
+    float y_scale,                   // scale of y, used if CONV_OPERAND selects hi/lo terms
     int C, int B, int n_ctx) {
     convolve(bcx, taps, bias, row, position, k, C, B, n_ctx, [&](int m, int c, const float (&v)[CONV_WIDTH]) {
-        store_row<CONV_TERMS>(y, y_scale, m, c, gridDim.x, C, v);
+        store_row<CONV_OPERAND>(y, y_scale, m, c, gridDim.x, C, v);
     });
 }
 

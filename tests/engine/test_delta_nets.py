@@ -13,7 +13,7 @@ from gpt2block import InputError, Model, reference
 from gpt2block.engine import states
 from gpt2block.engine.generation import batching, prefixes
 from gpt2block.engine.generation.batching import Batch
-from gpt2block.engine.generation.sequences import Ends, Row
+from gpt2block.engine.generation.sequences import Ends, TokenSequence
 from gpt2block.engine.model import Ids, check_divides
 from gpt2block.ops import delta
 from gpt2block.sampling import Sampling
@@ -33,16 +33,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "MIN_SHARED", 4)
 
 
-def rows_of(model: Model[Any], *prompts: list[Ids], slots: int = 2) -> Iterator[list[Row]]:
-    """Run each group of prompts in the same Batch; yield their rows."""
+def sequences_of(
+    model: Model[Any], *prompts: list[Ids], slots: int = 2
+) -> Iterator[list[TokenSequence]]:
+    """Run each group of prompts in the same Batch; yield their sequences."""
     batch = Batch(model.engine, slots, 40)
     for group in prompts:
         ends = Ends(NEW, 40, False, (), frozenset(), None)
-        rows = [Row(ids, Sampling(seed=1), None, ends, 0) for ids in group]
-        batch.submit(rows)
+        sequences = [TokenSequence(ids, Sampling(seed=1), None, ends, 0) for ids in group]
+        batch.submit(sequences)
         while batch.busy:
             batch.step()
-        yield rows
+        yield sequences
 
 
 def cases() -> list[Any]:
@@ -68,10 +70,13 @@ def test_pieces_and_prefixes_have_the_same_bits(
         options: dict[str, Any] = {"max_new_tokens": NEW, "seed": 1, "stop_ids": ()}
         prompts = [ids for group in groups for ids in group]
         alone = [model.generate(prompt, **options) for prompt in prompts]
-        found = [row for rows in rows_of(model, *groups) for row in rows]
-        for row, expected in zip(found, alone, strict=True):
-            assert (tuple(row.tokens), tuple(row.logprobs)) == (expected.tokens, expected.logprobs)
-        assert [row.reused for row in found] == [0, 19, 8, 16, 0, 8]
+        found = [sequence for sequences in sequences_of(model, *groups) for sequence in sequences]
+        for sequence, expected in zip(found, alone, strict=True):
+            assert (tuple(sequence.tokens), tuple(sequence.logprobs)) == (
+                expected.tokens,
+                expected.logprobs,
+            )
+        assert [sequence.reused for sequence in found] == [0, 19, 8, 16, 0, 8]
         monkeypatch.setattr(batching, "PIECE", 8)
         assert model.generate(prompts[1], **options) == alone[1]
         whole, cache = model(ids[:40]), model.new_cache()

@@ -63,7 +63,7 @@ UNLIKE = (LayerCache(0, 4, 4), LayerCache(1, 6, 0, narrow=False), LayerCache(0, 
 
 @pytest.mark.parametrize("kind", [NumpyCache, CudaCache])
 def test_layers_of_a_cache_can_differ(kind: Any) -> None:
-    """Layers 1 and 3 have no values, and sequences of 16 bits; layer 2 reads the sequences of layer 0."""
+    """Layers 1 and 3 have no values, and rows of 16 bits; layer 2 reads the rows of layer 0."""
 
     class Config(GPT2Config):
         layer_caches = UNLIKE
@@ -81,9 +81,9 @@ def test_layers_of_a_cache_can_differ(kind: Any) -> None:
         ]
         assert widths == [[4, 4], [6, None], [4, 4], [6, None], [4, 4]]
         assert cache.layers[2] == cache.layers[0]
-        for n, sequences in enumerate(by_name(cache.layers).values()):
-            sequences[1] = n + 1
-        expected = {name: sequences[1, 0, 0] for name, sequences in by_name(cache.layers).items()}
+        for n, rows in enumerate(by_name(cache.layers).values()):
+            rows[1] = n + 1
+        expected = {name: rows[1, 0, 0] for name, rows in by_name(cache.layers).items()}
         assert len({*map(float, expected.values())}) == 6
         if kind is NumpyCache:
             cache.lengths = [0, 2, 0]
@@ -91,9 +91,9 @@ def test_layers_of_a_cache_can_differ(kind: Any) -> None:
             NumpyDecoding.copy(SimpleNamespace(_cache=cache), [(1, 2, 2)])  # type: ignore[arg-type]
         else:
             copy_slots(cache, [(1, 2, 2)])
-        for name, sequences in by_name(cache.layers).items():
-            assert (sequences[2, :2] == expected[name]).all()
-            assert (sequences[2, 2:] == 0).all()
+        for name, rows in by_name(cache.layers).items():
+            assert (rows[2, :2] == expected[name]).all()
+            assert (rows[2, 2:] == 0).all()
 
 
 # --- the slot that has the tokens of a prompt

@@ -244,7 +244,7 @@ def test_every_code_is_read_as_its_number(device: Any, HS: int, kv_dtype: str) -
 
 @combinations(times=1, kv_dtype=list(FORMATS), kind=["float16", "bfloat16"], width=[0, 8])
 def test_operands_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) -> None:
-    """Operand can have any 16-bit dtype, whatever the dtype of the cache."""
+    """An operand can have any 16-bit dtype, whatever the dtype of the cache."""
     held = random_cache((1, 1, 64), [70, 70], 70, kv_dtype)
     row, position = (device.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
     inputs = (*map(device.asarray, (normal(0, 3, 64), held.k, held.v)), row, position)

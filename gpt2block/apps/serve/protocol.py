@@ -587,9 +587,7 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
     return validated(kind, body, names, n_ctx)
 
 
-def validated(
-    kind: type[Request], body: JsonObject, names: Collection[str], n_ctx: int
-) -> Request:
+def validated(kind: type[Request], body: JsonObject, names: Collection[str], n_ctx: int) -> Request:
     """Return the request with the fields `body`. Other arguments and errors: as for `parsed`."""
     if body.get("function_call") == "none":
         body.pop("functions", None)

@@ -13,7 +13,7 @@ import numpy as np
 
 from gpt2block.checks import host_array
 from gpt2block.cuda import CudaArray, cupy, doctor, timing
-from gpt2block.cuda.arrays import Operand, Shape, contiguous, on_16_bytes
+from gpt2block.cuda.arrays import ArrayArg, Shape, contiguous, on_16_bytes
 from gpt2block.cuda.foreign import InOrder, as_cupy, direct_view
 from gpt2block.engine.block import NOTHING, BlockEngine, BlockSpec, Given, check_array, check_out
 from gpt2block.engine.cuda.timeline import timed
@@ -90,7 +90,7 @@ class CudaEngine(BlockEngine):
         self._calls: OrderedDict[tuple[Shape, int, int], Recording] = OrderedDict()
         self._lock = threading.RLock()
 
-    def _stored(self, name: str, w: np.ndarray) -> Operand:
+    def _stored(self, name: str, w: np.ndarray) -> ArrayArg:
         """Return a weight in the format that kernels read: a float32 array, or a matrix (N, K).
 
         RMSNorm weights get the dtype of x; float64 arrays, such as frequencies, remain float64.

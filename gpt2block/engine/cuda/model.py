@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gpt2block.cuda import cupy, doctor
-from gpt2block.cuda.arrays import CudaArray, Operand, mapped, to_host
+from gpt2block.cuda.arrays import ArrayArg, CudaArray, mapped, to_host
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import Formats
 from gpt2block.engine.cuda.caches import KEPT_SHAPES, CudaCache, DecodingCaches, forget_oldest
@@ -403,11 +403,11 @@ class CudaModel(CudaWeights):
             appends=appends and self.formats.fp8_cache is None,
         )
 
-    def given(self) -> dict[str, Operand]:
+    def given(self) -> dict[str, ArrayArg]:
         """Return {name that steps use: array or matrix} of the weights that decoding reads."""
         return {**self._vectors, **self._matrices, **self._constants, **self.prompts.hi_lo}
 
-    def prompt_weights(self, head: bool) -> dict[str, Operand]:
+    def prompt_weights(self, head: bool) -> dict[str, ArrayArg]:
         """Return the weights that prefill reads, with memory for converted weights.
 
         head: whether to include the padded lm_head for logits of all tokens, as "head",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from gpt2block.cuda.arrays import Operand
+from gpt2block.cuda.arrays import ArrayArg
 from gpt2block.engine.cuda.choice import DecodingChoice
 from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.passes.forward import Want
@@ -30,11 +30,11 @@ class CudaPasses(Protocol):
         """Hold the model's lock, with its device and stream current."""
         ...
 
-    def given(self) -> dict[str, Operand]:
+    def given(self) -> dict[str, ArrayArg]:
         """Return {name that steps use: array or matrix} of the weights that decoding reads."""
         ...
 
-    def prompt_weights(self, head: bool) -> dict[str, Operand]:
+    def prompt_weights(self, head: bool) -> dict[str, ArrayArg]:
         """Return the weights of prefill. head: include lm_head for logits of all tokens."""
         ...
 

@@ -55,7 +55,7 @@ class DecodingSteps:
     def __init__(
         self, model: CudaPasses, cache: CudaCache, floats: bool = False, speculate: Drafts = False
     ) -> None:
-        """floats: whether activations are readable floats; else `Operand`. The results are equal.
+        """floats: whether activations are readable floats, not an `Operand`. The results are equal.
 
         speculate: all steps can compute draft tokens; otherwise only steps with grammars can.
         """

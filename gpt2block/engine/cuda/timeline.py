@@ -17,7 +17,7 @@ from math import ceil
 from typing import Any
 
 from gpt2block.cuda import cupy, overlap
-from gpt2block.cuda.arrays import Operand
+from gpt2block.cuda.arrays import ArrayArg
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import interleaved_ms
@@ -180,7 +180,7 @@ def _nothing() -> Launch:
     return launch_at(FILE, Geometry("mark_occurred", (1,), (32,)), (None, None, None, 0, 0, 0))
 
 
-def _in_memory(array: Operand, operand: Operand | None) -> TensorSpec:
+def _in_memory(array: ArrayArg, operand: Operand | None) -> TensorSpec:
     """Return the TensorSpec of an array: shape, dtype and number of bytes.
 
     The number is half the array's bytes if `operand` keeps one 16-bit number per float.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpt2block.cuda import cupy, is_array
-from gpt2block.cuda.arrays import AnyArray, CudaArray, Operand
+from gpt2block.cuda.arrays import AnyArray, ArrayArg, CudaArray
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import DTYPES, FILE, Formats, itemsize
 from gpt2block.cuda.kernels import IN_BYTES
@@ -212,7 +212,7 @@ class PromptWeights:
         same = [name for name, matrix in self._matrices.items() if matrix is head]
         self._matrices.update(dict.fromkeys(same, view))
 
-    def of(self, head: bool) -> dict[str, Operand]:
+    def of(self, head: bool) -> dict[str, ArrayArg]:
         """Return {name that prefill's steps use: array}, with memory for converted weights.
 
         head: whether to include the padded lm_head as "head" and its bias as "head_bias".
@@ -236,7 +236,7 @@ class PromptWeights:
             weights["stream_k_workspace"] = self._stream_k_workspace
         return weights
 
-    def _head_of_all(self) -> dict[str, Operand]:
+    def _head_of_all(self) -> dict[str, ArrayArg]:
         """Return lm_head for the logits of all tokens; it is converted to hi/lo on first use."""
         head: Any = self._head
         if self.products == "hi_lo":

@@ -92,8 +92,8 @@ class NumpyCache:
             before = self.arrays
             self._allocate(min(self.n_ctx, max(count, 2 * self.positions)))
             for old, new in zip(before, self.arrays, strict=True):
-                for row, n in enumerate(self.lengths):
-                    new[row, :n] = old[row, :n]
+                for number, n in enumerate(self.lengths):
+                    new[number, :n] = old[number, :n]
 
     def _allocate(self, positions: int) -> None:
         def make(each: LayerCache, width: int) -> Floats:

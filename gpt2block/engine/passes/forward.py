@@ -43,7 +43,7 @@ class Pass(ABC):
 
     Arguments of an operation are the names of its result and weights. `to` has the names of the
     weights of the products that read the result, or of the step that reads it, such as "rope"; they
-    determine its format: floats, 16 bits, hi/lo or `Operand`. With an empty `to`, the result is
+    determine its format: floats, 16 bits, hi/lo or an `Operand`. With an empty `to`, the result is
     float32. h is the prefix of a layer's names.
     """
 
@@ -153,8 +153,8 @@ class Pass(ABC):
         y = self.product(f"{h}in", x, f"{h}w_in")
         rows = y, self.product(f"{h}ba", x, f"{h}w_ba")
         states, options = (f"{h}state", f"{h}recent"), dict(self.c.heads_of_delta)
-        given = (*rows, f"{h}conv", f"{h}rate", f"{h}dt_bias", "row", self.spans, *states)
-        mixed = self.do(f"{h}mixed", "delta_inputs", given, **options)
+        inputs = (*rows, f"{h}conv", f"{h}rate", f"{h}dt_bias", "row", self.spans, *states)
+        mixed = self.do(f"{h}mixed", "delta_inputs", inputs, **options)
         options |= {**({"tiled": True} if self.c.delta_nets.tiled else {}), **self.of_steps}
         pool = () if self.of_steps else (f"{h}pool", "saved")
         inputs = (*rows, mixed, f"{h}conv", self.spans, *states, *pool)

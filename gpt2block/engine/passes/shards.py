@@ -161,15 +161,15 @@ class ModelShard:
         each GPU has all, or a range of neighbouring outputs.
         """
         base, c = matrix_of(name.removesuffix(OF_SHARD)), self.config
-        h, found = name.removeprefix("h.").partition(".")[0], dict[str, tuple[int, ...]]()
+        h, parts = name.removeprefix("h.").partition(".")[0], dict[str, tuple[int, ...]]()
         if c.conv_layers and h.isdigit() and c.conv_layers[int(h)]:
-            found = dict.fromkeys(("w_in", "b_in", "bcx"), 3 * (c.n_embd,))
-            found |= dict.fromkeys(("taps", "b_taps", "k"), (c.n_embd,))
-            return found.get(base, ()) if self.divides_channels else ()
-        found = {"q": (c.q_width,), "k": (c.kv_width,), "v": (c.kv_width,)}
+            parts = dict.fromkeys(("w_in", "b_in", "bcx"), 3 * (c.n_embd,))
+            parts |= dict.fromkeys(("taps", "b_taps", "k"), (c.n_embd,))
+            return parts.get(base, ()) if self.divides_channels else ()
+        parts = {"q": (c.q_width,), "k": (c.kv_width,), "v": (c.kv_width,)}
         rows = (c.q_width, c.kv_width, c.kv_width)
-        found |= dict.fromkeys((QKV, "b_qkv", "qkv", "rope"), rows)
-        return found.get(base, ()) if self.divides_heads else ()
+        parts |= dict.fromkeys((QKV, "b_qkv", "qkv", "rope"), rows)
+        return parts.get(base, ()) if self.divides_heads else ()
 
     def width(self, name: str) -> int | None:
         """Return the number of outputs that an all-gather of a product with this matrix returns.
@@ -242,8 +242,8 @@ class ModelShard:
         places = np.concatenate([np.arange(*span) for span in spans])
         whole = self.exchange((places, own))
         order = np.argsort(np.concatenate([each for each, _ in whole]))
-        found: NDArray[Any] = np.concatenate([numbers for _, numbers in whole])[order]
-        return found
+        ordered: NDArray[Any] = np.concatenate([numbers for _, numbers in whole])[order]
+        return ordered
 
     def own_part(self, name: str, whole: NDArray[Any]) -> NDArray[Any]:
         """Return this GPU's heads or channels of a result, or of rows in a kv_cache."""

@@ -8,7 +8,7 @@ from math import ceil, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpt2block.cuda import cupy, doctor, overlap, timing
-from gpt2block.cuda.arrays import Bound, Operand, mapped
+from gpt2block.cuda.arrays import ArrayArg, Bound, mapped
 from gpt2block.cuda.devices import resolve_device
 from gpt2block.errors import InputError, KernelError
 from gpt2block.ops.workload import Host, uploaded
@@ -122,7 +122,7 @@ def first_line(error: BaseException) -> str:
 
 
 def bind_copies(
-    bind: Callable[..., Bound], inputs: Sequence[tuple[Operand, ...]], outs: list[Operand]
+    bind: Callable[..., Bound], inputs: Sequence[tuple[ArrayArg, ...]], outs: list[ArrayArg]
 ) -> list[Bound]:
     """Return `bind(arrays, out)` for each copy of the inputs and the entry of `outs` for this copy.
 
@@ -138,7 +138,7 @@ def capture_bound(
     bound: Sequence[Bound | Recording],
     rounds: int,
     overlapping: bool = False,
-    outs: Sequence[Operand] = (),
+    outs: Sequence[ArrayArg] = (),
 ) -> Captured:
     """Capture all launches in one graph. Only the first and last of `outs` will be checked.
 
