@@ -112,7 +112,7 @@ class _Encoder:
         self.function = module.function(kernel)
         self.rows: dict[str, int] = {}
         self.predicates: dict[str, int] = {}
-        self.operands: dict[str, tuple[int, int, int, int]] = {}  # of the function, by their text
+        self.operands: dict[str, tuple[int, int, int, int]] = {}  # the function's operands, by text
         self.functions: dict[str, Function] = {}
         self.frames: dict[
             str, dict[str, int]

@@ -131,7 +131,7 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     constants |= SequenceFrequencies(config, 1, T, np).tensors
     do = NumpyExecutor({**weights, **constants, **kept, **batch}, keep=None)
     forward(ModelStepPass(do, PassSettings.of(config), T), architecture, config, "logits")
-    # These are no rows of the pass: engines compute them from exact inputs.
+    # Engines compute spans and `mixed` from exact inputs: they are no rows of the pass.
     tensors = {n: made for n, made in do.kept.items() if n != "spans" and not n.endswith(".mixed")}
     scores = np.asarray(reference.log_likelihood(tensors["logits"], np.roll(ids, -1)), np.float64)
     return {**tensors, **kept, "scores": scores}
