@@ -68,6 +68,8 @@ def local(
     scheduler = {"cls": Scheduler, "options": scheduler_options}
     stack = ExitStack()
     try:
+        # On a busy machine a worker starts again slowly: wait for it, and do not close its nanny.
+        stack.enter_context(dask.config.set({"distributed.deploy.lost-worker-timeout": "1 day"}))
         with _uninterrupted():
             with warnings.catch_warnings(), dask.config.set({**NO_PROFILING, **KEEP_MEMORY}):
                 # If the dashboard's port is in use, Dask chooses another port.

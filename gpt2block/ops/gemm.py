@@ -322,8 +322,6 @@ def _converted(c: Call) -> tuple[Launch, ...]:
     if c.w.dtype not in IN_BYTES:
         return ()
     if c.up is None and c.variant in (None, "wgmma") and widens(c.w):
-        if c.memory is not None:
-            _check_memory(c)
         if c.stream_k_workspace is not None:
             size, needed = c.stream_k_workspace.size, _workspace_floats()
             if size < needed:

@@ -249,6 +249,7 @@ def client() -> Iterator[Any]:
     A shard fails as soon as one worker dies while computing it.
     """
     settings = {"distributed.nanny.pre-spawn-environ.SET_BY_USER": "yes"}
+    settings["distributed.deploy.lost-worker-timeout"] = "1 ms"  # a worker starts more slowly
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OPENBLAS_NUM_THREADS", raising=False)
         patch.setenv("MALLOC_MMAP_THRESHOLD_", "5000000")

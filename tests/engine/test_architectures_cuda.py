@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, permutations, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from launch_recorder import recording
 
-from gpt2block import Model, RopeScaling, Sampling, cuda
+from gpt2block import Model, RopeScaling, Sampling, cuda, from_pretrained
 from gpt2block.engine.generation import batching
 from gpt2block.engine.inspect.compare import exact_tensors
 from gpt2block.engine.model import start_all
@@ -318,6 +319,35 @@ def test_queries_grow_in_every_pass() -> None:
     for steps in (*passes, outlines.decode_sums(config, 2)):
         found |= {step.op: step.attrs.get("growth") for step in steps if "rope" in step.op}
     assert found == dict.fromkeys(("rope_qkv", "rope_append", "linear_rope", "rope_sums"), (0.4, 8))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [
+        ({"n_head": 1, "head_size": 20, "global_head_size": 64}, "f16"),
+        ({"n_head": 8, "global_head_size": 48, "n_embd": 128, "n_layer_embd": 128}, "q4_1"),
+    ],
+)
+def test_rows_that_layers_with_other_heads_store_can_be_read(
+    sizes: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    """The smaller heads permit no terms of the larger ones, or no sums of the terms."""
+    model = model_of(Gemma4Config(**SIZES | GEMMA4 | sizes), "cpu", "float32")
+    with pytest.warns(UserWarning, match="no tokenizer"):
+        path = model.save_gguf(tmp_path / "m.gguf", kind)
+    dtype = "float16" if kind == "f16" else "file"
+    with recording("9.0"):
+        engine = from_pretrained(path, device="cuda", dtype=dtype).engine
+        rows = [np.arange(9, dtype=np.int32)] * 20
+        assert start_all(engine, rows, [Sampling()] * 20, 2).next().slots.tolist() == [*range(20)]
+
+
+def test_fp8_matrices_that_only_some_products_convert() -> None:
+    """Memory for converted weights has the size of w_down, whose rows of 136 bytes TMA refuses."""
+    config = LlamaConfig(**SIZES | {"n_ff": 136, "n_head": 8})
+    with recording("9.0"):
+        engine = model_of(config, "cuda", "float8_e4m3fn").engine
+        assert engine.forward([np.arange(9, dtype=np.int32)], "logits")[0].shape == (9, 53)
 
 
 def test_the_recordings_of_each_architecture_read_all_tensors() -> None:

@@ -68,17 +68,26 @@ def test_pieces_and_prefixes_have_the_same_bits(
             [text([first[:13], ids[40:44], ids[:3]])],
         ]
         options: dict[str, Any] = {"max_new_tokens": NEW, "seed": 1, "stop_ids": ()}
-        prompts = [ids for group in groups for ids in group]
-        alone = [model.generate(prompt, **options) for prompt in prompts]
-        found = [sequence for sequences in sequences_of(model, *groups) for sequence in sequences]
-        for sequence, expected in zip(found, alone, strict=True):
-            assert (tuple(sequence.tokens), tuple(sequence.logprobs)) == (
-                expected.tokens,
-                expected.logprobs,
-            )
-        assert [sequence.reused for sequence in found] == [0, 19, 8, 16, 0, 8]
+        # Three texts continue one text: the last one, a copy in a slot that had another text.
+        copied = [
+            [first],
+            [ids[30:42], ids[42:54]],
+            [text([first, ids[n:][:2]]) for n in (1, 5, 9)],
+        ]
+        for slots, groups_of, reused in (
+            (2, groups, [0, 19, 8, 16, 0, 8]),
+            (3, copied, [0, 0, 0, 19, 19, 19]),
+        ):
+            prompts = [ids for group in groups_of for ids in group]
+            alone = [model.generate(prompt, **options) for prompt in prompts]
+            texts = sequences_of(model, *groups_of, slots=slots)
+            found = [sequence for sequences in texts for sequence in sequences]
+            for sequence, expected in zip(found, alone, strict=True):
+                got = tuple(sequence.tokens), tuple(sequence.logprobs)
+                assert got == (expected.tokens, expected.logprobs)
+            assert [sequence.reused for sequence in found] == reused
         monkeypatch.setattr(batching, "PIECE", 8)
-        assert model.generate(prompts[1], **options) == alone[1]
+        assert model.generate(prompts[-1], **options) == alone[-1]
         whole, cache = model(ids[:40]), model.new_cache()
         parts = [model(ids[a:b], cache) for a, b in pairwise((0, 5, 21, 40))]
         if model.engine.continues_exactly:
@@ -104,6 +113,8 @@ def test_entries_are_given_up_oldest_first() -> None:
         for _ in range(2):
             kept.begin(0, 16, 50)
         assert [kept.longest(slot, 1 - slot, 60) for slot in (0, 1)] == [50, 60]
+        kept.begin(1, 0, 20)  # another text
+        assert kept.longest(1, 0, 60) == 20
 
 
 def test_what_gated_delta_nets_cannot_do() -> None:

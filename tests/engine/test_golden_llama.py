@@ -322,6 +322,7 @@ def test_the_class_follows_the_architecture() -> None:
         (GEMMA4 | {"global_head_dim": 9}, "global_head_size: expected an even number, got 9"),
         (GEMMA4 | {"rope_parameters": {"full_attention": YARN}}, "expected linear in Gemma4, got"),
         (GEMMA4 | {"layer_types": ["full_attention"] * 2}, "missing: embed_tokens_per_layer."),
+        (GEMMA4 | {"sliding_window": None}, "sliding_window: expected a positive integer, got Non"),
         (OLMO3 | {"sliding_window": None}, "sliding_window: expected a positive integer, got None"),
         (MINISTRAL3, "expected rope_parameters: missing"),
         (
@@ -504,6 +505,8 @@ def test_published_configs(
 
 def test_keys_and_values_that_no_layer_reads(tmp_path: Path) -> None:
     """Files may have matrices of layers that read an earlier layer's keys, not of other layers."""
+    caches = parse_config(GEMMA4_E2B).layer_caches
+    assert [each.layer for each in caches[13:20]] == [13, 14, 13, 13, 13, 13, 14]
     tensors, ids = load_file(GOLDEN / "gemma4" / "model.safetensors"), np.arange(9)
     names = [name for name in tensors if re.search(r"[kv]_(proj|norm)", name)]
     twice = {name.replace("layers.1.", "layers.3."): tensors[name] for name in names}

@@ -158,6 +158,7 @@ def test_keys_of_converters(name: str, keys: dict[str, Any], tmp_path: Path) -> 
         ("llama-plain", {"llama.attention.sliding_window_pattern": 2}, "not supported"),
         ("gemma4", {"gemma4.rope.scaling.type": "yarn"}, "scaling.type: 'yarn' is not supported"),
         ("gemma4", {"gemma4.attention.shared_kv_layers": 1}, "one value for all blocks, got"),
+        ("gemma4", {"gemma4.attention.sliding_window": None}, "window: expected a positive"),
         ("gemma4", {"gemma4.attention.key_length": 10}, "expected one factor for the first of 5"),
         ("llama-plain", {"llama.attention.head_count_kv": [3, 0]}, "one value for all blocks"),
         ("lfm2", {"lfm2.attention.head_count_kv": [0, 2]}, "one value for all blocks"),

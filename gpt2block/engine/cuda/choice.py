@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 from gpt2block.cuda.formats import FILE, Formats
@@ -13,9 +14,10 @@ from gpt2block.engine.passes.decoding import DecodePass, SumsPass
 from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.passes.forward import forward
 from gpt2block.models.architectures.architecture import Architecture
-from gpt2block.models.config import ModelConfig, product_shapes
+from gpt2block.models.config import ModelConfig, product_shapes, shapes_in_blocks
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.ops.engines.linear_mma import UNIT
 from gpt2block.ops.gated_sums import Fusions, fusions, splits_of
 from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, operands_of, wgmma_takes
 from gpt2block.ops.operands import ROUNDED, Operand
@@ -78,9 +80,9 @@ class DecodingChoice:
         fused = rows <= MORE_ROWS and self.architecture.NORM == "LayerNorm"
         if fused or self.config.head_size % 2:
             return {}
-        matrices = {name: s for name, s in self.config.block_shapes().items() if len(s) == 2}
+        matrices = self._matrix_shapes
         head = self.config.n_embd, self.config.vocab_size
-        shapes = {name: (K, N) for name, (K, N) in matrices.items()} | {"lm_head": head}
+        shapes = matrices | {"lm_head": head}
         if self.formats.dtype == FILE:
             shapes = {name: shape for name, shape in shapes.items() if self._by_wgmma(name)}
             if len(shapes) < len(matrices):
@@ -124,6 +126,19 @@ class DecodingChoice:
         options = operands, fp8_cache, self.bounds, self.x_dtype, together, fuses
         summed = tuple(name for name in operands or () if self._reads_sums(name))
         return DecodePass(do, self.settings, norms, *options, summed=summed)
+
+    @cached_property
+    def _matrix_shapes(self) -> dict[str, tuple[int, int]]:
+        """{name of a block's matrix: (K, N)}, the largest of all layers.
+
+        K is the common divisor of the layers' K if it is no multiple of UNIT, as all others are.
+        """
+        shapes, found = shapes_in_blocks(self.config), dict[str, tuple[int, int]]()
+        for name, shape in self.config.block_shapes().items():
+            if len(shape) == 2:
+                common = gcd(*(s[0] for n, s in shapes.items() if n.rpartition(".")[2] == name))
+                found[name] = common if common % UNIT else shape[0], shape[1]
+        return found
 
     @property
     def _norms_heads(self) -> bool:

@@ -293,6 +293,10 @@ class Batch:
                 self._start(slot, sequence)
             else:
                 self._following[slot] = sequence
+        self._copy()
+
+    def _copy(self) -> None:
+        """Copy the prefixes of sequences that reuse tokens of other slots."""
         if self._copies:
             self._decoding.copy(self._copies)
             self._copies.clear()
@@ -312,6 +316,8 @@ class Batch:
         start = sequence.start(slot)
         if self._prefixes is not None:
             (source, shared), _ = self._prefixes.longest(sequence, start.ids)
+            if self._states:
+                self._copy()  # `source` may wait for a copy; until then it has its earlier states
             sequence.reused = self._decoding.reusable(source, slot, shared)
             if self._reuse and sequence.exact:
                 sequence.reused = 0

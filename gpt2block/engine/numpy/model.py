@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from time import perf_counter
 from typing import Any, Literal
 
@@ -75,7 +74,7 @@ class NumpyCache:
         self.kind = cache_kind(config, formats, "cpu")
         caches = config.layer_caches
         self._caches = in_shared_memory(caches) if shared else caches
-        self._new_states = partial(new_states, config, batch, np, not shared)
+        self._config, self._shared = config, shared
         self._dtype = FLOATS[own_cache_dtype(formats.dtype)]
         self.release()
         self.frequencies = SequenceFrequencies(config, batch, n_ctx, np)
@@ -83,7 +82,7 @@ class NumpyCache:
     def release(self) -> None:
         """Forget all tokens, and give back the memory of later positions."""
         self.lengths = [0] * self.batch
-        self.states = self._new_states()
+        self.states = new_states(self._config, self.batch, np, not self._shared)
         self._allocate(min(self.n_ctx, FIRST_POSITIONS))
 
     def reserve(self, count: int) -> None:

@@ -82,6 +82,8 @@ class Gemma4Config(Gemma3Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if any(self.sliding_layers):
+            check_count("sliding_window", self.window)
         for name, most in (("shared_layers", self.n_layer - 1), ("n_layer_embd", 2**16)):
             number = check_integer(name, getattr(self, name), 0, most, f"0 to {most}")
             object.__setattr__(self, name, number)

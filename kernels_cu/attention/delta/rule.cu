@@ -6,7 +6,7 @@
 // lanes hold a column in registers, and add its products by shuffles, in an order that depends on DELTA_K alone. So a
 // token has the same bits in a prompt of any length and in a step. lib/delta.cuh describes the arrays.
 //
-//   delta_rule: a block processes DELTA_COLUMNS columns of a head of a slot; rows are copied to shared memory in chunks,
+//   delta_rule: a block processes DELTA_COLUMNS columns of a head of a slot; rows are copied to shared memory by chunk,
 //       while the block computes the chunk before
 //   gated_rmsnorm: out = o s gamma silu(z), s = 1 / sqrt(mean(o^2) + eps) over a head; one warp per row and head
 //
