@@ -20,17 +20,20 @@ INPUTS, RULE = "attention/delta/inputs.cu", "attention/delta/rule.cu"
 WARPS = 4  # rows and heads of a block that has a warp for each
 LANES, COLUMNS = 8, 16  # DELTA_LANES and DELTA_COLUMNS of the kernel
 THREADS = 256  # threads of delta_spans
+LARGEST = 352  # channels of a head of k: two chunks of delta_rule fit into 48 KiB of shared memory
 
 
 def _sizes(c: Call) -> tuple[int, int, Defines]:
     """Return channels of q, k and v, heads of v, and the macros of the sizes of heads."""
     D, H = c.D, c.A // 2
     V = D - 2 * c.n_k_head * c.k_size
-    if V <= 0 or V % H or H % c.n_k_head or (D + 2 * H) % 4 or c.k_size % 4 or V // H % 4:
+    fits = c.k_size % 4 == 0 and c.k_size <= LARGEST
+    if V <= 0 or V % H or H % c.n_k_head or (D + 2 * H) % 4 or not fits or V // H % 4:
         raise InputError(
-            f"heads of a gated delta net: expected sizes that are multiples of 4, and heads of v "
-            f"in a multiple of heads of k, an even number, got {c.n_k_head} heads of {c.k_size} "
-            f"channels of k, {H} heads of {V} channels of v"
+            f"heads of a gated delta net: expected sizes that are multiples of 4, heads of k of up "
+            f"to {LARGEST} channels, and heads of v in a multiple of heads of k, "
+            f"an even number, got {c.n_k_head} heads of {c.k_size} channels of k, {H} heads of {V} "
+            "channels of v"
         )
     return D, H, (("DELTA_K", c.k_size), ("DELTA_V", V // H))
 

@@ -137,13 +137,13 @@ def test_without_states_sequences_begin() -> None:
     np.testing.assert_array_equal(layer.run(x, [0] * 2 + [1] * 4, [0, 1, 0, 1, 2, 3]), first)
 
 
-def test_heads_that_kernels_do_not_compute_are_an_error() -> None:
-    layer = Layer(Sizes(1, 1, 8, 4), np)
+@pytest.mark.parametrize("sizes", [Sizes(1, 1, 8, 4), Sizes(1, 2, 356, 4)])
+def test_heads_that_kernels_do_not_compute_are_an_error(sizes: Sizes) -> None:
+    layer = Layer(sizes, np)
     x, (conv, rate, dt, _) = layer.rows(2), [each.astype(np.float32) for each in layer.weights]
     spans = reference.delta_spans(np.zeros(2, int), np.arange(2), layer.held)
     given = (
-        x[:, :-2].copy(),
-        x[:, -2:].copy(),
+        *(each.copy() for each in np.split(x, [-2 * sizes.n_v_head], axis=1)),
         conv,
         rate,
         dt,
@@ -152,7 +152,6 @@ def test_heads_that_kernels_do_not_compute_are_an_error() -> None:
         None,
         None,
     )
-    with pytest.raises(
-        InputError, match=r"an even number, got 1 heads of 8 channels of k, 1 heads"
-    ):
-        registry.bind("delta_inputs", given, n_k_head=1, k_size=8)
+    heads = f"1 heads of {sizes.k_size} channels of k, {sizes.n_v_head} heads"
+    with pytest.raises(InputError, match=rf"an even number, got {heads}"):
+        registry.bind("delta_inputs", given, n_k_head=1, k_size=sizes.k_size)

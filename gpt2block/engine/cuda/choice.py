@@ -15,9 +15,8 @@ from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.passes.forward import forward
 from gpt2block.models.architectures.architecture import Architecture
 from gpt2block.models.config import ModelConfig, product_shapes, shapes_in_blocks
-from gpt2block.models.weights.gguf import TYPES, GgufMatrix
+from gpt2block.models.weights.gguf import TYPES, UNIT, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.engines.linear_mma import UNIT
 from gpt2block.ops.gated_sums import Fusions, fusions, splits_of
 from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, operands_of, wgmma_takes
 from gpt2block.ops.operands import ROUNDED, Operand
@@ -63,7 +62,9 @@ class DecodingChoice:
     ) -> None:
         self.divided = divided
         self.config, self.formats, self.matrices, self.bounds = config, formats, matrices, bounds
-        self.architecture, self.settings = architecture, settings
+        widths = (config.qkv_widths(layer)[0] for layer in range(config.n_layer))
+        head_size = gcd(*widths) // config.n_head  # which divides the head sizes of all layers
+        self.architecture, self.settings = architecture, settings._replace(head_size=head_size)
 
     @cached_property
     def x_dtype(self) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import gcd
 from typing import Any, NamedTuple
 
 from gpt2block.engine.passes.executor import HI_LO, Executor
@@ -54,9 +53,7 @@ class PassSettings(NamedTuple):
         """Return the PassSettings of a model with this config."""
         n_kv_head = config.kv_width // config.head_size
         scales = config.scales
-        widths = (config.qkv_widths(layer)[0] for layer in range(config.n_layer))
-        head_size = gcd(*widths) // config.n_head  # which divides the head sizes of all layers
-        sizes = (config.n_head, n_kv_head, scales.eps, head_size)
+        sizes = (config.n_head, n_kv_head, scales.eps, config.head_size)
         return cls(
             *sizes,
             rope=config.frequencies_of_layers,
