@@ -63,7 +63,7 @@ class DecodingChoice:
         self.divided = divided
         self.config, self.formats, self.matrices, self.bounds = config, formats, matrices, bounds
         widths = (config.qkv_widths(layer)[0] for layer in range(config.n_layer))
-        head_size = gcd(*widths) // config.n_head  # which divides the head sizes of all layers
+        head_size = gcd(*widths) // config.n_head  # a divisor of the head sizes of all layers
         self.architecture, self.settings = architecture, settings._replace(head_size=head_size)
 
     @cached_property
