@@ -340,7 +340,7 @@ def test_a_layer_that_is_no_integer(directory: Path, layer: Any) -> None:
         ({"n_head": 10**400}, "n_head: expected at most 65,536, got an integer of more"),
         ({"n_layer": 10_001}, "n_layer: expected at most 10,000, got 10001"),
         ({"layer_norm_epsilon": 1e39}, "eps: expected a finite number of at least 0 that fits flo"),
-        ({"model_type": json.loads("[" * 900 + "]" * 900)}, "'gemma3_text', got [[["),
+        ({"model_type": json.loads("[" * 900 + "]" * 900)}, "'gemma4_text', got [[["),
         ({"num_attention_heads": 12}, "n_head 3 contradicts num_attention_heads 12"),
         ({"num_hidden_layers": 3}, "n_layer 2 contradicts num_hidden_layers 3"),
         ({"hidden_size": 768}, "n_embd 48 contradicts hidden_size 768"),

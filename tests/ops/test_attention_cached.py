@@ -38,7 +38,7 @@ from gpt2block.ops.attention_cached import (
 from gpt2block.ops.operands import Operand
 from gpt2block.ops.rope_qkv import APPEND as ROPE_APPEND
 from tests import gpus
-from tests.attentions import KERNELS
+from tests.attentions import KERNELS, OF_LARGE_HEADS
 from tests.caches import (
     DTYPES,
     FORMATS,
@@ -363,16 +363,19 @@ def test_what_tensor_cores_refuse(device: Any, monkeypatch: pytest.MonkeyPatch) 
     refused("float16", 64, "needs a GPU of compute capability 8.0 or newer")
 
 
-def test_barriers_after_widening_are_needed() -> None:
+@pytest.mark.parametrize(("heads", "unused"), [((2, 2, 16), OF_LARGE_HEADS), ((1, 1, 264), ())])
+def test_barriers_after_widening_are_needed(
+    heads: tuple[int, int, int], unused: tuple[int, ...]
+) -> None:
     """Pieces of K and V that other threads widen are complete only after the block's barriers."""
-    kernel, heads = KERNELS["tiles-bfloat16"], (2, 2, 16)
+    kernel = KERNELS["tiles-bfloat16"]
     qkv = kernel.made(130, heads)
 
     def run(order: Order) -> None:
         with running_on(order) as device:
             kernel(device, qkv, [130], heads, True)
 
-    assert_barriers_show("lib/attention/online.cuh", run, 2)
+    assert_barriers_show("lib/attention/online.cuh", run, 4, unused=unused)
 
 
 # --- append

@@ -140,7 +140,7 @@ def test_an_np_matrix_is_refused(name: str) -> None:
         FUNCTIONS[name](**given | {arrays[0]: np.asmatrix(square)})
 
 
-SETTINGS = ("eps", "causal", "gelu")
+SETTINGS = ("eps", "causal", "gelu", "sigmoid")
 
 
 def refused_or_right(name: str, arguments: dict[str, Any]) -> str:

@@ -293,13 +293,13 @@ class Batch:
                 self._start(slot, sequence)
             else:
                 self._following[slot] = sequence
-        self._copy()
+        if self._copies:
+            self._copy()
 
     def _copy(self) -> None:
         """Copy the prefixes of sequences that reuse tokens of other slots."""
-        if self._copies:
-            self._decoding.copy(self._copies)
-            self._copies.clear()
+        self._decoding.copy(self._copies)
+        self._copies.clear()
 
     def _leader(self, slot: int, sequence: TokenSequence) -> tuple[int, int]:
         """Return the slot that will hold a prompt's longest prefix, and the gain of waiting for it.
@@ -316,7 +316,7 @@ class Batch:
         start = sequence.start(slot)
         if self._prefixes is not None:
             (source, shared), _ = self._prefixes.longest(sequence, start.ids)
-            if self._states:
+            if self._states and self._copies:
                 self._copy()  # `source` may wait for a copy; until then it has its earlier states
             sequence.reused = self._decoding.reusable(source, slot, shared)
             if self._reuse and sequence.exact:

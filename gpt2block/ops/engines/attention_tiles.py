@@ -66,9 +66,9 @@ def shared_bytes(HS: int, warps: int, keys: int) -> int:
     K and V of heads of more than ONE_TILE channels have the same bytes.
     """
     queries = warps * warp_queries(HS)
-    stride = 4 * (ceil(HS / 4) | 1)
-    values = keys * 32 * ceil(HS / 32) if HS <= ONE_TILE else 0
-    return 4 * ((queries + keys) * stride + values + queries * 48)
+    stride, values = 4 * (ceil(HS / 4) | 1), 32 * ceil(HS / 32)
+    of_key = stride + values if HS <= ONE_TILE else max(stride, values)
+    return 4 * (queries * stride + keys * of_key + queries * 48)
 
 
 @lru_cache(maxsize=1024)

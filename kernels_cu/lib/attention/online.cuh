@@ -252,7 +252,8 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
     float* const q_s = tiles;                   // (QUERIES, HS), rows STRIDE floats apart
     float* const k_s = q_s + QUERIES * STRIDE;  // (KEYS, HS), rows STRIDE floats apart
     float* const v_s = k_s + (ONE_TILE ? 0 : KEYS * STRIDE);  // (KEYS, HS), rows V_STRIDE floats apart
-    float* const p_s = k_s + KEYS * (STRIDE + (ONE_TILE ? 0 : V_STRIDE));  // (QUERIES, 32), rows P_STRIDE floats apart
+    // (QUERIES, 32), rows P_STRIDE floats apart
+    float* const p_s = v_s + KEYS * (ONE_TILE && STRIDE > V_STRIDE ? STRIDE : V_STRIDE);
     E* const staged = reinterpret_cast<E*>(p_s + QUERIES * P_STRIDE);  // (KEYS, HS), if K and V are not float
 
     // The bits of the lane number are permuted so that each half of a warp reads 8 rows of K and 2 rows of Q at a time.
