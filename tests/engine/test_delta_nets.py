@@ -49,7 +49,7 @@ def sequences_of(
 
 def cases() -> list[Any]:
     every = [pytest.param("gpu", dtype, marks=GPU.marks) for dtype in FORMATS]
-    return [pytest.param("hopper", "float16"), *every]
+    return [pytest.param("shuffled", "float16"), *every]
 
 
 @pytest.mark.parametrize(("where", "dtype"), cases())
