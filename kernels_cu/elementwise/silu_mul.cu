@@ -18,7 +18,16 @@
 #define SM_WIDTH 4
 #endif
 
-typedef Vec<T, SM_WIDTH> Vector;
+// Stores the activation of a vector of gates times a vector of `up`.
+template <typename E, int WIDTH>
+__device__ __forceinline__ void store_gated(E* out, const E* gate, const E* up) {
+    float g[WIDTH], u[WIDTH];
+    load_fresh<E, WIDTH>(gate).unpack(g);
+    load_fresh<E, WIDTH>(up).unpack(u);
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) g[k] = gate_of(g[k]) * u[k];
+    Vec<E, WIDTH>::store(out, g);
+}
 
 extern "C" __global__ void silu_mul(const T* gate,  // (n)
                                     const T* up,    // (n)
@@ -27,13 +36,7 @@ extern "C" __global__ void silu_mul(const T* gate,  // (n)
     let_next_start();
     wait_for_previous();
     const long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * SM_WIDTH;
-    if (i >= n) return;
-    float g[SM_WIDTH], u[SM_WIDTH];
-    load_fresh<T, SM_WIDTH>(gate + i).unpack(g);
-    load_fresh<T, SM_WIDTH>(up + i).unpack(u);
-#pragma unroll
-    for (int k = 0; k < SM_WIDTH; ++k) g[k] = gate_of(g[k]) * u[k];
-    Vector::store(out + i, g);
+    if (i < n) store_gated<T, SM_WIDTH>(out + i, gate + i, up + i);
 }
 
 constexpr int FLOATS = SM_WIDTH < 4 ? SM_WIDTH : 4;  // elements per vector of floats
@@ -48,11 +51,5 @@ extern "C" __global__ void gated_columns(
     let_next_start();
     wait_for_previous();
     const long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * FLOATS;
-    if (i >= n) return;
-    float g[FLOATS], u[FLOATS];
-    load_fresh<float, FLOATS>(gate + i).unpack(g);
-    load_fresh<float, FLOATS>(rows + i / P * W + first + i % P).unpack(u);
-#pragma unroll
-    for (int k = 0; k < FLOATS; ++k) g[k] = gate_of(g[k]) * u[k];
-    Vec<float, FLOATS>::store(out + i, g);
+    if (i < n) store_gated<float, FLOATS>(out + i, gate + i, rows + i / P * W + first + i % P);
 }

@@ -75,7 +75,8 @@ class Geglu(MistralConfig):
     GATE = "gelu"
 
 
-HEADS = {"n_k_head": 2, "n_v_head": 4, "k_size": 16, "v_size": 16}  # of gated delta nets
+# Numbers and sizes of the heads of gated delta nets
+DELTA_HEADS = {"n_k_head": 2, "n_v_head": 4, "k_size": 16, "v_size": 16}
 OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {}),
@@ -110,7 +111,7 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
     "granite-4": (GraniteHybridConfig, {**SCALARS, "position_embedding_type": "nope"}),
     "lfm2": (Lfm2Config, {"conv_layers": (True, False)}),
     "lfm2-bias": (Lfm2Config, {"conv_layers": (False, True), "conv_bias": True}),
-    "qwen3_5": (Qwen35Config, {"delta_layers": (True, False), "rotary": 16, **HEADS}),
+    "qwen3_5": (Qwen35Config, {"delta_layers": (True, False), "rotary": 16, **DELTA_HEADS}),
     "yarn": (MistralConfig, {"scaling": YARN}),
     "yarn-qk-norm": (Qwen3Config, {"scaling": YARN}),
 }

@@ -41,7 +41,7 @@ class DecodingChoice:
                                           large matrices (`operands_of`). Qwen3-0.6B, 2 and 4
                                           rows: 743 -> 601, 798 -> 652
     more than 16, or fewer with large     norms are kernels of their own, write operands,
-    matrices (`operands_of`)                 which wgmma, mma tiles or mma multiply; wgmma also
+    matrices (`operands_of`)              which wgmma, mma tiles or mma multiply; wgmma also
                                           fuses RoPE and the gate. SmolLM2-135M, 64 rows: 1,117
                                           -> 911; Qwen3-0.6B, 32 rows: 1,546 -> 1,366
     ====================================  =================================================
