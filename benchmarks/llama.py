@@ -24,6 +24,7 @@ from gpt2block.models.architectures.gemma4 import Gemma4Config
 from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.models.architectures.mistral import MistralConfig
 from gpt2block.models.architectures.qwen3 import Qwen3Config
+from gpt2block.models.architectures.qwen3_5 import Qwen35Config
 from gpt2block.models.config import model_shapes
 from gpt2block.models.config.llama import LlamaConfig
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -60,6 +61,14 @@ SHAPES: Mapping[str, LlamaConfig] = {
         vocab_size=262144, eps=1e-6, theta=1e6, tie_word_embeddings=True, window=512,
         sliding_layers=(True, True, True, True, False) * 7, shared_layers=20, logits_cap=30.0,
         use_double_wide_mlp=True, embedding_dtype="bfloat16",
+    ),
+    "qwen3.5-0.8b": Qwen35Config(
+        n_layer=24, n_head=8, n_kv_head=2, n_embd=1024, n_ff=3584, n_ctx=262144, head_size=256,
+        vocab_size=248320, eps=1e-6, theta=1e7, tie_word_embeddings=True, n_v_head=16,
+    ),
+    "qwen3.5-9b": Qwen35Config(
+        n_layer=32, n_head=16, n_kv_head=4, n_embd=4096, n_ff=12288, n_ctx=262144, head_size=256,
+        vocab_size=248320, eps=1e-6, theta=1e7,
     ),
     "70b": LlamaConfig(
         n_layer=80, n_head=64, n_kv_head=8, n_embd=8192, n_ff=28672, n_ctx=8192, vocab_size=128256,
