@@ -23,19 +23,24 @@ THREADS = 256  # threads of delta_spans
 LARGEST = 352  # channels of a head of k: two chunks of delta_rule fit into 48 KiB of shared memory
 
 
+def check_heads(n_k_head: int, n_v_head: int, k_size: int, v_size: int) -> None:
+    """Raise InputError if the kernels cannot compute heads of these numbers and sizes."""
+    fits = k_size % 4 == 0 and k_size <= LARGEST and v_size % 4 == 0
+    if n_v_head % n_k_head or n_v_head % 2 or v_size <= 0 or not fits:
+        raise InputError(
+            "heads of a gated delta net: expected, on a GPU, sizes that are multiples of 4, heads "
+            f"of k of up to {LARGEST} channels, and heads of v in a multiple of heads of k, an "
+            f"even number, got {n_k_head} heads of {k_size} channels of k, {n_v_head} heads of "
+            f"{v_size} channels of v: device='cpu' computes all sizes"
+        )
+
+
 def _sizes(c: Call) -> tuple[int, int, Defines]:
     """Return channels of q, k and v, heads of v, and the macros of the sizes of heads."""
     D, H = c.D, c.A // 2
-    V = D - 2 * c.n_k_head * c.k_size
-    fits = c.k_size % 4 == 0 and c.k_size <= LARGEST
-    if V <= 0 or V % H or H % c.n_k_head or (D + 2 * H) % 4 or not fits or V // H % 4:
-        raise InputError(
-            f"heads of a gated delta net: expected sizes that are multiples of 4, heads of k of up "
-            f"to {LARGEST} channels, and heads of v in a multiple of heads of k, "
-            f"an even number, got {c.n_k_head} heads of {c.k_size} channels of k, {H} heads of {V} "
-            "channels of v"
-        )
-    return D, H, (("DELTA_K", c.k_size), ("DELTA_V", V // H))
+    v_size, rest = divmod(D - 2 * c.n_k_head * c.k_size, H)
+    check_heads(c.n_k_head, H, c.k_size, 0 if rest else v_size)
+    return D, H, (("DELTA_K", c.k_size), ("DELTA_V", v_size))
 
 
 def _pitch(c: Call) -> int:
