@@ -12,6 +12,7 @@
 // delta_spans: grid (1), block (any). delta_inputs: grid (N, ceil((heads + 1) / 4)), block (32, 4), with n_k_head heads
 // of q, as many of k, and H heads of v; the warp after the last head computes decay and beta.
 #include "lib/common.cuh"
+#include "lib/copies.cuh"
 #include "lib/delta.cuh"
 #include "lib/overlap.cuh"
 
@@ -69,19 +70,29 @@ extern "C" __global__ void delta_spans(
     }
 }
 
-// Computes one head of q, k or v of the token at a position.
+// Computes one head of q, k or v of the token at a position. All rows are requested before the first is used.
 template <int SIZE>
 __device__ __forceinline__ void head_of(const DeltaRows& of, const float* conv, int position, int begin, bool normed,
                                         float factor, float* out) {
-    float value[VALUES], square = 0.0f;
+    float taps[VALUES][4], value[VALUES], square = 0.0f;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        const float* const token = of.channels(position - 3 + n);
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) {
+            const int c = threadIdx.x + 32 * i;
+            taps[i][n] = token && c < SIZE ? __ldcg(token + begin + c) : 0.0f;
+        }
+    }
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
         const int c = threadIdx.x + 32 * i;
         if (c >= SIZE) continue;
-        const float* const weight = conv + 4 * (begin + c);
-        float sum = 0.0f;
-#pragma unroll
-        for (int n = 0; n < 4; ++n) sum = fmaf(weight[n], of.at(position - 3 + n, begin + c), sum);
+        const float4 weight = ld_vec(conv + 4 * (begin + c));
+        float sum = fmaf(weight.x, taps[i][0], 0.0f);
+        sum = fmaf(weight.y, taps[i][1], sum);
+        sum = fmaf(weight.z, taps[i][2], sum);
+        sum = fmaf(weight.w, taps[i][3], sum);
         value[i] = __fmul_rn(sum, sigmoid(sum));
         square = fmaf(value[i], value[i], square);
     }
@@ -122,11 +133,12 @@ extern "C" __global__ void delta_inputs(
         } else if (head < 2 * n_k_head + H) {
             head_of<DELTA_V>(of, conv, position, 2 * K + (head - 2 * n_k_head) * DELTA_V, false, 1.0f, out);
         } else if (head == 2 * n_k_head + H) {
+            const float* const gates = of.gates(position);
             for (int h = threadIdx.x; h < H; h += 32) {
-                const float a = of.at(position, D + H + h) + dt_bias[h];
+                const float a = __ldcg(gates + H + h) + dt_bias[h];
                 const float softplus = fmaxf(a, 0.0f) + log1pf(expf(-fabsf(a)));
                 out[D + h] = expf(-__fmul_rn(rate[h], softplus));
-                out[D + H + h] = sigmoid(of.at(position, D + h));
+                out[D + H + h] = sigmoid(__ldcg(gates + h));
             }
         }
     }

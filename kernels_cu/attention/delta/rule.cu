@@ -7,7 +7,8 @@
 // token has the same bits in a prompt of any length and in a step. lib/delta.cuh describes the arrays.
 //
 //   delta_rule: a block processes DELTA_COLUMNS columns of a head of a slot; rows are copied to shared memory by chunk,
-//       while the block computes the chunk before
+//       while the block computes the chunk before. The lanes add S q of a token together with S k of the next token:
+//       one token then waits for the shuffles once
 //   gated_rmsnorm: out = o s gamma silu(z), s = 1 / sqrt(mean(o^2) + eps) over a head; one warp per row and head
 //
 // Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024).
@@ -44,6 +45,7 @@
 constexpr int VECTORS = (DELTA_K / 4 + DELTA_LANES - 1) / DELTA_LANES;  // vectors of a column per lane
 constexpr int THREADS = DELTA_LANES * DELTA_COLUMNS;
 static_assert(DELTA_K % 4 == 0 && DELTA_V % 4 == 0 && DELTA_COLUMNS % 4 == 0, "rows are whole vectors");
+static_assert(THREADS % 32 == 0 && DELTA_COLUMNS <= 4 * 30, "a warp copies a row; two of its lanes copy no channels of v");
 
 // A chunk of tokens in shared memory. Vectors of a short head's lanes that hold no channels are zeros.
 struct __align__(16) Chunk {
@@ -51,9 +53,9 @@ struct __align__(16) Chunk {
     float v[DELTA_CHUNK][DELTA_COLUMNS], decay[DELTA_CHUNK], beta[DELTA_CHUNK];
 };
 
-// A lane's part of a column of S: 4 VECTORS channels of k.
-struct Column {
-    float s[VECTORS][4];
+// A lane's part of a row or of a column of S: 4 VECTORS channels of k.
+struct Part {
+    float4 of[VECTORS];
 
     // Calls use(vector, channel) for each of the lane's vectors with channels.
     template <typename Use>
@@ -65,36 +67,42 @@ struct Column {
         }
     }
 
-    // Returns the sum of the products with a row in shared memory, in all lanes of the column.
-    __device__ __forceinline__ float times(const float* row) const {
-        float sums[4] = {};
+    // Loads the lane's part of a row in shared memory.
+    __device__ __forceinline__ void load(const float* row) {
 #pragma unroll
-        for (int n = 0; n < VECTORS; ++n) {
-            const float4 r = ld_vec(row + 4 * (n * DELTA_LANES + threadIdx.x));
-            sums[0] = fmaf(s[n][0], r.x, sums[0]);
-            sums[1] = fmaf(s[n][1], r.y, sums[1]);
-            sums[2] = fmaf(s[n][2], r.z, sums[2]);
-            sums[3] = fmaf(s[n][3], r.w, sums[3]);
-        }
-        return lanes_sum<DELTA_LANES>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+        for (int n = 0; n < VECTORS; ++n) of[n] = ld_vec(row + 4 * (n * DELTA_LANES + threadIdx.x));
     }
 
-    __device__ __forceinline__ void add(const float* row, float change) {
+    // Returns the lane's sum of the products with a row.
+    __device__ __forceinline__ float times(const Part& row) const {
+        float4 sums = {};
 #pragma unroll
         for (int n = 0; n < VECTORS; ++n) {
-            const float4 r = ld_vec(row + 4 * (n * DELTA_LANES + threadIdx.x));
-            s[n][0] = fmaf(r.x, change, s[n][0]);
-            s[n][1] = fmaf(r.y, change, s[n][1]);
-            s[n][2] = fmaf(r.z, change, s[n][2]);
-            s[n][3] = fmaf(r.w, change, s[n][3]);
+            sums.x = fmaf(of[n].x, row.of[n].x, sums.x);
+            sums.y = fmaf(of[n].y, row.of[n].y, sums.y);
+            sums.z = fmaf(of[n].z, row.of[n].z, sums.z);
+            sums.w = fmaf(of[n].w, row.of[n].w, sums.w);
+        }
+        return (sums.x + sums.y) + (sums.z + sums.w);
+    }
+
+    __device__ __forceinline__ void add(const Part& row, float change) {
+#pragma unroll
+        for (int n = 0; n < VECTORS; ++n) {
+            of[n].x = fmaf(row.of[n].x, change, of[n].x);
+            of[n].y = fmaf(row.of[n].y, change, of[n].y);
+            of[n].z = fmaf(row.of[n].z, change, of[n].z);
+            of[n].w = fmaf(row.of[n].w, change, of[n].w);
         }
     }
 
     __device__ __forceinline__ void decay(float factor) {
 #pragma unroll
         for (int n = 0; n < VECTORS; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[n][e] = __fmul_rn(s[n][e], factor);
+            of[n].x = __fmul_rn(of[n].x, factor);
+            of[n].y = __fmul_rn(of[n].y, factor);
+            of[n].z = __fmul_rn(of[n].z, factor);
+            of[n].w = __fmul_rn(of[n].w, factor);
         }
     }
 };
@@ -122,25 +130,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
     const bool holds = column < DELTA_V;
     const long long place = 3LL * D + ((long long)head * DELTA_V + column) * DELTA_K;  // place of the column in a state
 
-    // Starts copies of the chunk of tokens from a position on.
+    // Starts copies of the chunk of tokens from a position on: a warp copies the row of a token.
     const auto copy = [&](Chunk& to, int from) {
-        const int count = min(DELTA_CHUNK, span.end - from);
-        constexpr int OF_K = DELTA_K / 4, OF_V = DELTA_COLUMNS / 4, ALL = 2 * OF_K + OF_V + 2;
-        for (int i = thread; i < count * ALL; i += THREADS) {
-            const int t = i / ALL, part = i % ALL;
+        const int lane = thread % 32, count = min(DELTA_CHUNK, span.end - from);
+        for (int t = thread / 32; t < count; t += THREADS / 32) {
             const float* const row = rows + row_of(span, slot, from + t, N) * Y;
-            if (part < OF_K) {
-                copy_vec(to.q[t] + 4 * part, row + of_k * DELTA_K + 4 * part);
-            } else if (part < 2 * OF_K) {
-                copy_vec(to.k[t] + 4 * (part - OF_K), row + K + of_k * DELTA_K + 4 * (part - OF_K));
-            } else if (part < 2 * OF_K + OF_V) {
-                const int c = 4 * (part - 2 * OF_K);
-                if (begin + c < DELTA_V) copy_vec(to.v[t] + c, row + 2 * K + head * DELTA_V + begin + c);
-            } else if (part == 2 * OF_K + OF_V) {
-                to.decay[t] = __ldcg(row + D + head);
-            } else {
-                to.beta[t] = __ldcg(row + D + H + head);
+            for (int c = 4 * lane; c < DELTA_K; c += 4 * 32) {
+                copy_vec(to.q[t] + c, row + of_k * DELTA_K + c);
+                copy_vec(to.k[t] + c, row + K + of_k * DELTA_K + c);
             }
+            const int c = 4 * lane;
+            if (c < DELTA_COLUMNS && begin + c < DELTA_V) copy_vec(to.v[t] + c, row + 2 * K + head * DELTA_V + begin + c);
+            if (lane == 30) copy_float(&to.decay[t], row + D + head);
+            if (lane == 31) copy_float(&to.beta[t], row + D + H + head);
         }
     };
 
@@ -148,14 +150,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
         for (int i = thread; i < 2 * (int)sizeof(Chunk) / 4; i += THREADS) reinterpret_cast<float*>(chunks)[i] = 0.0f;
         __syncthreads();
     }
-    Column own = {};
+    Part own = {}, query = {};
     copy(chunks[0], span.base);
     if (span.source >= 0 && holds) {
         const float* const from = state + (2LL * slot + span.source) * P + place;
-        Column::each([&](int n, int channel) {
-            const float4 four = __ldcg(reinterpret_cast<const float4*>(from + channel));
-            own.s[n][0] = four.x, own.s[n][1] = four.y, own.s[n][2] = four.z, own.s[n][3] = four.w;
-        });
+        Part::each([&](int n, int channel) { own.of[n] = __ldcg(reinterpret_cast<const float4*>(from + channel)); });
     }
     const int written = steps ? span.start + 1 : span.end;  // number of tokens of the state that the pass writes
     // Returns the entry of `pool` for the state after `tokens` tokens; the second one for the last token.
@@ -163,56 +162,67 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
         if (!saved || tokens <= span.start || (!last && tokens % DELTA_SAVED > 0)) return -1;
         return __ldcg(saved + slot * M + (last ? M : tokens / DELTA_SAVED) - 1);
     };
+
+    // The blocks of a slot divide its last three rows and its recent rows.
+    if (state) {
+        const DeltaRows of = {x, ba, state, recent, W, P, D, H, slot, span};
+        const int block = blockIdx.y * gridDim.x + blockIdx.x, all = gridDim.x * gridDim.y * THREADS;
+        const auto store_rows = [&](float* to, int tokens) {
+            for (int i = block * THREADS + thread; i < 3 * D; i += all) {
+                const float* const row = of.channels(tokens - 3 + i / D);
+                to[i] = row ? __ldcg(row + i % D) : 0.0f;
+            }
+        };
+        store_rows(state + (2LL * slot + span.target) * P, written);
+        for (int tokens = span.start / DELTA_SAVED * DELTA_SAVED + DELTA_SAVED; saved && tokens <= span.end;
+             tokens += DELTA_SAVED) {
+            const int entry = entry_of(tokens, false);
+            if (entry >= 0) store_rows(pool + entry * P, tokens);
+        }
+        const int last = entry_of(span.end, true);
+        if (last >= 0) store_rows(pool + last * P, span.end);
+        for (int i = block * THREADS + thread; i < (span.end - written) * Y; i += all) {
+            const int position = written + i / Y, c = i % Y;
+            const float* const row = c < D ? of.channels(position) : of.gates(position) - D;
+            recent[((long long)slot * DELTA_RECENT + position % DELTA_RECENT) * Y + c] = __ldcg(row + c);
+        }
+    }
+
     const auto store = [&](float* to) {
-        Column::each([&](int n, int channel) {
-            st_vec(to + place + channel, make_float4(own.s[n][0], own.s[n][1], own.s[n][2], own.s[n][3]));
-        });
+        Part::each([&](int n, int channel) { st_vec(to + place + channel, own.of[n]); });
+    };
+    // Writes o of the token at a position.
+    const auto write = [&](int position, float made) {
+        if (!holds || threadIdx.x > 0 || position < span.start) return;
+        const long long row = span.first + position - span.start;
+        out[(row * H + head) * DELTA_V + column] = span.source == -2 ? __int_as_float(0x7fffffff) : made;
     };
     for (int from = span.base, turn = 0; from < span.end; from += DELTA_CHUNK, turn ^= 1) {
         wait_for_copies();
         __syncthreads();
         if (from + DELTA_CHUNK < span.end) copy(chunks[turn ^ 1], from + DELTA_CHUNK);
         const Chunk& chunk = chunks[turn];
-        for (int t = 0; t < DELTA_CHUNK && from + t < span.end; ++t) {
+#pragma unroll
+        for (int t = 0; t < DELTA_CHUNK; ++t) {
+            const int position = from + t, tokens = position + 1;
+            if (position == span.end) break;
+            Part key;
+            key.load(chunk.k[t]);
+            const float before = own.times(query);
             own.decay(chunk.decay[t]);
-            const float change = __fmul_rn(chunk.beta[t], chunk.v[t][threadIdx.y] - own.times(chunk.k[t]));
-            own.add(chunk.k[t], change);
-            const float made = own.times(chunk.q[t]);
-            const int position = from + t;
-            if (holds && threadIdx.x == 0 && position >= span.start) {
-                const float unknown = __int_as_float(0x7fffffff);
-                const long long row = span.first + position - span.start;
-                out[(row * H + head) * DELTA_V + column] = span.source == -2 ? unknown : made;
-            }
-            if (holds && state && position + 1 == written) store(state + (2LL * slot + span.target) * P);
-            if (holds && saved) {
-                const int whole = entry_of(position + 1, false);
-                const int last = position + 1 == span.end ? entry_of(position + 1, true) : -1;
+            const float known = lanes_sum<DELTA_LANES>(own.times(key)), made = lanes_sum<DELTA_LANES>(before);
+            own.add(key, __fmul_rn(chunk.beta[t], chunk.v[t][threadIdx.y] - known));
+            query.load(chunk.q[t]);
+            if (position > span.base) write(position - 1, made);
+            if (holds && (tokens == written || tokens == span.end || tokens % DELTA_SAVED == 0)) {
+                if (state && tokens == written) store(state + (2LL * slot + span.target) * P);
+                const int whole = entry_of(tokens, false), last = tokens == span.end ? entry_of(tokens, true) : -1;
                 if (whole >= 0) store(pool + whole * P);
                 if (last >= 0) store(pool + last * P);
             }
         }
     }
-
-    // The blocks of a slot divide its last three rows and its recent rows.
-    if (!state) return;
-    const DeltaRows of = {x, ba, state, recent, W, P, D, H, slot, span};
-    const int block = blockIdx.y * gridDim.x + blockIdx.x, all = gridDim.x * gridDim.y * THREADS;
-    const auto store_rows = [&](float* to, int tokens) {
-        for (int i = block * THREADS + thread; i < 3 * D; i += all) to[i] = of.at(tokens - 3 + i / D, i % D);
-    };
-    store_rows(state + (2LL * slot + span.target) * P, written);
-    for (int tokens = span.start / DELTA_SAVED * DELTA_SAVED + DELTA_SAVED; saved && tokens <= span.end;
-         tokens += DELTA_SAVED) {
-        const int entry = entry_of(tokens, false);
-        if (entry >= 0) store_rows(pool + entry * P, tokens);
-    }
-    const int last = entry_of(span.end, true);
-    if (last >= 0) store_rows(pool + last * P, span.end);
-    for (int i = block * THREADS + thread; i < (span.end - written) * Y; i += all) {
-        const int position = written + i / Y;
-        recent[((long long)slot * DELTA_RECENT + position % DELTA_RECENT) * Y + i % Y] = of.at(position, i % Y);
-    }
+    write(span.end - 1, lanes_sum<DELTA_LANES>(own.times(query)));
 }
 
 extern "C" __global__ void gated_rmsnorm(
