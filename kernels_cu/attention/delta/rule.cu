@@ -192,34 +192,39 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
         Part::each([&](int n, int channel) { st_vec(to + place + channel, own.of[n]); });
     };
     // Writes o of the token at a position.
+    float* const outs = out + ((span.first - span.start) * (long long)H + head) * DELTA_V + column;
+    const bool writes = holds && threadIdx.x == 0, lost = span.source == -2;
     const auto write = [&](int position, float made) {
-        if (!holds || threadIdx.x > 0 || position < span.start) return;
-        const long long row = span.first + position - span.start;
-        out[(row * H + head) * DELTA_V + column] = span.source == -2 ? __int_as_float(0x7fffffff) : made;
+        if (writes && position >= span.start)
+            outs[(long long)position * H * DELTA_V] = lost ? __int_as_float(0x7fffffff) : made;
     };
-    for (int from = span.base, turn = 0; from < span.end; from += DELTA_CHUNK, turn ^= 1) {
+    int tokens = span.base;  // number of tokens that S holds
+    for (int turn = 0; tokens < span.end; turn ^= 1) {
         wait_for_copies();
         __syncthreads();
-        if (from + DELTA_CHUNK < span.end) copy(chunks[turn ^ 1], from + DELTA_CHUNK);
+        const int after = min(tokens + DELTA_CHUNK, span.end);
+        if (after < span.end) copy(chunks[turn ^ 1], after);
         const Chunk& chunk = chunks[turn];
-#pragma unroll
-        for (int t = 0; t < DELTA_CHUNK; ++t) {
-            const int position = from + t, tokens = position + 1;
-            if (position == span.end) break;
-            Part key;
-            key.load(chunk.k[t]);
-            const float before = own.times(query);
-            own.decay(chunk.decay[t]);
-            const float known = lanes_sum<DELTA_LANES>(own.times(key)), made = lanes_sum<DELTA_LANES>(before);
-            own.add(key, __fmul_rn(chunk.beta[t], chunk.v[t][threadIdx.y] - known));
-            query.load(chunk.q[t]);
-            if (position > span.base) write(position - 1, made);
-            if (holds && (tokens == written || tokens == span.end || tokens % DELTA_SAVED == 0)) {
-                if (state && tokens == written) store(state + (2LL * slot + span.target) * P);
-                const int whole = entry_of(tokens, false), last = tokens == span.end ? entry_of(tokens, true) : -1;
-                if (whole >= 0) store(pool + whole * P);
-                if (last >= 0) store(pool + last * P);
+        for (int t = 0; tokens < after;) {
+            // States are only stored between two runs of this loop, which keeps it short.
+            const int whole = (tokens / DELTA_SAVED + 1) * DELTA_SAVED, first = min(after, whole);
+            const int stop = tokens < written ? min(first, written) : first;
+#pragma unroll 1
+            for (; tokens < stop; ++tokens, ++t) {
+                Part key;
+                key.load(chunk.k[t]);
+                const float before = own.times(query);
+                own.decay(chunk.decay[t]);
+                const float known = lanes_sum<DELTA_LANES>(own.times(key)), made = lanes_sum<DELTA_LANES>(before);
+                own.add(key, __fmul_rn(chunk.beta[t], chunk.v[t][threadIdx.y] - known));
+                query.load(chunk.q[t]);
+                if (tokens > span.base) write(tokens - 1, made);
             }
+            if (!holds) continue;
+            if (state && tokens == written) store(state + (2LL * slot + span.target) * P);
+            const int kept = entry_of(tokens, false), last = tokens == span.end ? entry_of(tokens, true) : -1;
+            if (kept >= 0) store(pool + kept * P);
+            if (last >= 0) store(pool + last * P);
         }
     }
     write(span.end - 1, lanes_sum<DELTA_LANES>(own.times(query)));
