@@ -3,18 +3,18 @@
 //   S <- decay S,   S <- S + beta (v - S k) k^T,   o = S q     token by token, in prompts and in steps
 //
 // A column of S here is the row of S that makes one channel of v: columns do not depend on each other. DELTA_LANES
-// lanes hold a column in registers, and add its products by shuffles, in an order that depends on DELTA_K alone. So a
-// token has the same bits in a prompt of any length and in a step. lib/delta.cuh describes the arrays.
+// lanes hold DELTA_EACH columns in registers, and add their products by shuffles, in an order that depends on DELTA_K
+// alone. So a token has the same bits in a prompt of any length and in a step. lib/delta.cuh describes the arrays.
 //
 //   delta_rule: a block processes DELTA_COLUMNS columns of a head of a slot; rows are copied to shared memory by chunk,
 //       while the block computes the chunk before. The lanes add S q of a token together with S k of the next token:
-//       one token then waits for the shuffles once
+//       one token then waits for the shuffles once. Two columns share the reads of a row, which limit the speed
 //   gated_rmsnorm: out = o s gamma silu(z), s = 1 / sqrt(mean(o^2) + eps) over a head; one warp per row and head
 //
 // Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024).
 //
-// delta_rule: grid (H, DELTA_V / DELTA_COLUMNS rounded up, B), block (DELTA_LANES, DELTA_COLUMNS). gated_rmsnorm: grid
-// (N, ceil(H / 4)), block (32, 4).
+// delta_rule: grid (H, DELTA_V / DELTA_COLUMNS rounded up, B), block (DELTA_LANES, DELTA_COLUMNS / DELTA_EACH).
+// gated_rmsnorm: grid (N, ceil(H / 4)), block (32, 4).
 #include "lib/common.cuh"
 #include "lib/copies.cuh"
 #include "lib/delta.cuh"
@@ -35,15 +35,18 @@
 #ifndef DELTA_COLUMNS  // a multiple of 4
 #define DELTA_COLUMNS 16
 #endif
+#ifndef DELTA_EACH  // columns of a thread; a divisor of 4
+#define DELTA_EACH 2
+#endif
 #ifndef DELTA_SAVED  // tokens from a state that other texts can reuse to the next
 #define DELTA_SAVED 256
 #endif
-#ifndef DELTA_CHUNK
-#define DELTA_CHUNK 8
+#ifndef DELTA_CHUNK  // tokens; two chunks of them fit into 48 KiB
+#define DELTA_CHUNK (DELTA_K <= 160 ? 16 : 8)
 #endif
 
 constexpr int VECTORS = (DELTA_K / 4 + DELTA_LANES - 1) / DELTA_LANES;  // vectors of a column per lane
-constexpr int THREADS = DELTA_LANES * DELTA_COLUMNS;
+constexpr int THREADS = DELTA_LANES * DELTA_COLUMNS / DELTA_EACH;
 static_assert(DELTA_K % 4 == 0 && DELTA_V % 4 == 0 && DELTA_COLUMNS % 4 == 0, "rows are whole vectors");
 static_assert(THREADS % 32 == 0 && DELTA_COLUMNS <= 4 * 30, "a warp copies a row; two of its lanes copy no channels of v");
 
@@ -122,13 +125,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
     wait_for_previous();
     __shared__ Chunk chunks[2];
     const int head = blockIdx.x, slot = blockIdx.z, begin = blockIdx.y * DELTA_COLUMNS;
-    const int column = begin + threadIdx.y, thread = threadIdx.y * DELTA_LANES + threadIdx.x;
+    const int of_block = threadIdx.y * DELTA_EACH, column = begin + of_block;  // the thread's first column
+    const int thread = threadIdx.y * DELTA_LANES + threadIdx.x;
     const int of_k = DELTA_TILED ? head % n_k_head : head / (H / n_k_head);
     const int K = n_k_head * DELTA_K, Y = D + 2 * H;
     const Span span = span_of(spans, slot);
     if (span.start == span.end) return;
     const bool holds = column < DELTA_V;
-    const long long place = 3LL * D + ((long long)head * DELTA_V + column) * DELTA_K;  // place of the column in a state
+    const long long place = 3LL * D + ((long long)head * DELTA_V + column) * DELTA_K;  // of the column in a state
 
     // Starts copies of the chunk of tokens from a position on: a warp copies the row of a token.
     const auto copy = [&](Chunk& to, int from) {
@@ -150,11 +154,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
         for (int i = thread; i < 2 * (int)sizeof(Chunk) / 4; i += THREADS) reinterpret_cast<float*>(chunks)[i] = 0.0f;
         __syncthreads();
     }
-    Part own = {}, query = {};
+    Part own[DELTA_EACH] = {}, query = {};
     copy(chunks[0], span.base);
     if (span.source >= 0 && holds) {
         const float* const from = state + (2LL * slot + span.source) * P + place;
-        Part::each([&](int n, int channel) { own.of[n] = __ldcg(reinterpret_cast<const float4*>(from + channel)); });
+#pragma unroll
+        for (int e = 0; e < DELTA_EACH; ++e) {
+            Part::each([&](int n, int channel) {
+                own[e].of[n] = __ldcg(reinterpret_cast<const float4*>(from + e * DELTA_K + channel));
+            });
+        }
     }
     const int written = steps ? span.start + 1 : span.end;  // number of tokens of the state that the pass writes
     // Returns the entry of `pool` for the state after `tokens` tokens; the second one for the last token.
@@ -189,16 +198,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
     }
 
     const auto store = [&](float* to) {
-        Part::each([&](int n, int channel) { st_vec(to + place + channel, own.of[n]); });
+#pragma unroll
+        for (int e = 0; e < DELTA_EACH; ++e)
+            Part::each([&](int n, int channel) { st_vec(to + place + e * DELTA_K + channel, own[e].of[n]); });
     };
-    // Writes o of the token at a position.
-    float* const outs = out + ((span.first - span.start) * (long long)H + head) * DELTA_V + column;
-    const bool writes = holds && threadIdx.x == 0, lost = span.source == -2;
-    const auto write = [&](int position, float made) {
-        if (writes && position >= span.start)
-            outs[(long long)position * H * DELTA_V] = lost ? __int_as_float(0x7fffffff) : made;
-    };
+    // Writes o of the latest token, whose position is `tokens` - 1.
     int tokens = span.base;  // number of tokens that S holds
+    float* to = out + ((long long)(span.first + span.base - span.start - 1) * H + head) * DELTA_V + column;
+    const bool writes = holds && threadIdx.x == 0, lost = span.source == -2;
+    const auto write = [&](const float* made) {
+#pragma unroll
+        for (int e = 0; e < DELTA_EACH; ++e)
+            if (writes && tokens > span.start) to[e] = lost ? __int_as_float(0x7fffffff) : made[e];
+        to += H * DELTA_V;
+    };
     for (int turn = 0; tokens < span.end; turn ^= 1) {
         wait_for_copies();
         __syncthreads();
@@ -213,12 +226,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
             for (; tokens < stop; ++tokens, ++t) {
                 Part key;
                 key.load(chunk.k[t]);
-                const float before = own.times(query);
-                own.decay(chunk.decay[t]);
-                const float known = lanes_sum<DELTA_LANES>(own.times(key)), made = lanes_sum<DELTA_LANES>(before);
-                own.add(key, __fmul_rn(chunk.beta[t], chunk.v[t][threadIdx.y] - known));
+                float known[DELTA_EACH], made[DELTA_EACH];
+#pragma unroll
+                for (int e = 0; e < DELTA_EACH; ++e) {
+                    made[e] = own[e].times(query);
+                    own[e].decay(chunk.decay[t]);
+                    known[e] = own[e].times(key);
+                }
+#pragma unroll
+                for (int e = 0; e < DELTA_EACH; ++e) {
+                    known[e] = lanes_sum<DELTA_LANES>(known[e]);
+                    made[e] = lanes_sum<DELTA_LANES>(made[e]);
+                }
+#pragma unroll
+                for (int e = 0; e < DELTA_EACH; ++e)
+                    own[e].add(key, __fmul_rn(chunk.beta[t], chunk.v[t][of_block + e] - known[e]));
+                write(made);
                 query.load(chunk.q[t]);
-                if (tokens > span.base) write(tokens - 1, made);
             }
             if (!holds) continue;
             if (state && tokens == written) store(state + (2LL * slot + span.target) * P);
@@ -227,7 +251,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
             if (last >= 0) store(pool + last * P);
         }
     }
-    write(span.end - 1, lanes_sum<DELTA_LANES>(own.times(query)));
+    float made[DELTA_EACH];
+#pragma unroll
+    for (int e = 0; e < DELTA_EACH; ++e) made[e] = lanes_sum<DELTA_LANES>(own[e].times(query));
+    write(made);
 }
 
 extern "C" __global__ void gated_rmsnorm(
