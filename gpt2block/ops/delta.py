@@ -18,9 +18,11 @@ from gpt2block.ops.operation import REQUIRED, Operation, variant
 
 INPUTS, RULE = "attention/delta/inputs.cu", "attention/delta/rule.cu"
 WARPS = 4  # rows and heads of a block that has a warp for each
-LANES, COLUMNS, EACH = 8, 16, 2  # DELTA_LANES, DELTA_COLUMNS and DELTA_EACH of the kernel
+LANES, COLUMNS = 8, 16  # DELTA_LANES and DELTA_COLUMNS of the kernel
+# Slots from which a thread has two columns. H200, Qwen3.5-0.8B: 64 rows took 2,457 µs a step with
+# two columns and 2,786 µs with one; one row took 929 and 744 µs.
+MANY_SLOTS = 17
 THREADS = 256  # threads of delta_spans
-TOKENS = 4  # tokens of a prompt that a warp of delta_inputs computes
 LARGEST = 352  # channels of a head of k: two chunks of delta_rule fit into 48 KiB of shared memory
 
 
@@ -58,9 +60,7 @@ def _spans(c: Call) -> Launch:
 @variant("delta inputs", INPUTS, "delta_inputs")
 def _inputs(c: Call) -> Launch:
     D, H, defines = _sizes(c)
-    tokens = TOKENS if c.N > TOKENS * c.B else 1
-    grid = (ceil(c.N / tokens), ceil((2 * c.n_k_head + H + 1) / WARPS))
-    defines += (("DELTA_TOKENS", tokens),) if tokens > 1 else ()
+    grid = (c.N, ceil((2 * c.n_k_head + H + 1) / WARPS))
     geometry = Geometry("delta_inputs", grid, (32, WARPS), defines=defines)
     arrays = (
         c.x,
@@ -82,8 +82,10 @@ def _rule(c: Call) -> Launch:
     D, H, defines = _sizes(c)
     columns = (D - 2 * c.n_k_head * c.k_size) // H
     grid = (H, ceil(columns / COLUMNS), c.B)
-    defines += (("DELTA_SAVED", SAVED), *((("DELTA_TILED", 1),) if c.tiled else ()))
-    geometry = Geometry("delta_rule", grid, (LANES, COLUMNS // EACH), defines=defines)
+    each = 2 if c.B >= MANY_SLOTS else 1
+    defines += (("DELTA_SAVED", SAVED), ("DELTA_EACH", each))
+    defines += (("DELTA_TILED", 1),) if c.tiled else ()
+    geometry = Geometry("delta_rule", grid, (LANES, COLUMNS // each), defines=defines)
     arrays = (c.x, c.ba, c.rows, c.spans, c.state, c.recent, c.pool, c.saved, c.output("out"))
     saved = 0 if c.saved is None else c.M
     sizes = (c.W, _pitch(c), D, H, c.n_k_head, c.N, saved, int(c.steps))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from gpt2block import InputError, reference
-from gpt2block.ops import registry
+from gpt2block.ops import delta, registry
 from tests import plain
 from tests.devices import assert_same_bits, combinations, device, one_order
 
@@ -86,6 +87,10 @@ def test_bits_do_not_depend_on_passes(device: Any, sizes: Sizes) -> None:
     truth = exact.run(x, [1] * count, [*range(count)])
     assert np.abs(whole - truth).max() <= 3e-6 * np.abs(truth).max()
     end = layer.state.get()[1, 0]
+    with patch.object(delta, "MANY_SLOTS", SLOTS):  # two columns per thread
+        wide = Layer(sizes, device)
+        assert_same_bits(wide.run(x, [1] * count, [*range(count)]), whole)
+    assert_same_bits(wide.state.get()[1, 0], end)
     # Two pieces, with another slot's rows before them and padding after them
     begun = layer.run(np.concatenate([other[:4], x[:5], x[:2]]), [0] * 4 + [2] * 5 + [-1] * 2,
                       [*range(4), *range(5), 0, 0])  # fmt: skip

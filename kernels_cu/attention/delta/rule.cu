@@ -8,7 +8,7 @@
 //
 //   delta_rule: a block processes DELTA_COLUMNS columns of a head of a slot; rows are copied to shared memory by chunk,
 //       while the block computes the chunk before. The lanes add S q of a token together with S k of the next token:
-//       one token then waits for the shuffles once. Two columns share the reads of a row, which limit the speed
+//       one token then waits for the shuffles once. With many slots, two columns of a thread share the reads of a row
 //   gated_rmsnorm: out = o s gamma silu(z), s = 1 / sqrt(mean(o^2) + eps) over a head; one warp per row and head
 //
 // Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024).
@@ -36,13 +36,13 @@
 #define DELTA_COLUMNS 16
 #endif
 #ifndef DELTA_EACH  // columns of a thread; a divisor of 4
-#define DELTA_EACH 2
+#define DELTA_EACH 1
 #endif
 #ifndef DELTA_SAVED  // tokens from a state that other texts can reuse to the next
 #define DELTA_SAVED 256
 #endif
-#ifndef DELTA_CHUNK  // tokens; two chunks of them fit into 48 KiB
-#define DELTA_CHUNK (DELTA_K <= 160 ? 16 : 8)
+#ifndef DELTA_CHUNK
+#define DELTA_CHUNK 8
 #endif
 
 constexpr int VECTORS = (DELTA_K / 4 + DELTA_LANES - 1) / DELTA_LANES;  // vectors of a column per lane
