@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
     const Span span = span_of(spans, slot);
     if (span.start == span.end) return;
     const bool holds = column < DELTA_V;
-    const long long place = 3LL * D + ((long long)head * DELTA_V + column) * DELTA_K;  // of the column in a state
+    const long long place = 3LL * D + ((long long)head * DELTA_V + column) * DELTA_K;  // place of the column in a state
 
     // Starts copies of the chunk of tokens from a position on: a warp copies the row of a token.
     const auto copy = [&](Chunk& to, int from) {
