@@ -48,7 +48,7 @@
 constexpr int VECTORS = (DELTA_K / 4 + DELTA_LANES - 1) / DELTA_LANES;  // vectors of a column per lane
 constexpr int THREADS = DELTA_LANES * DELTA_COLUMNS / DELTA_EACH;
 static_assert(DELTA_K % 4 == 0 && DELTA_V % 4 == 0 && DELTA_COLUMNS % 4 == 0, "rows are whole vectors");
-static_assert(THREADS % 32 == 0 && DELTA_COLUMNS <= 4 * 30, "a warp copies a row; two of its lanes copy no channels of v");
+static_assert(THREADS % 32 == 0 && DELTA_COLUMNS <= 4 * 30, "a warp copies a row; two of its lanes copy no part of v");
 
 // A chunk of tokens in shared memory. Vectors of a short head's lanes that hold no channels are zeros.
 struct __align__(16) Chunk {
@@ -143,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
                 copy_vec(to.q[t] + c, row + of_k * DELTA_K + c);
                 copy_vec(to.k[t] + c, row + K + of_k * DELTA_K + c);
             }
-            const int c = 4 * lane;
-            if (c < DELTA_COLUMNS && begin + c < DELTA_V) copy_vec(to.v[t] + c, row + 2 * K + head * DELTA_V + begin + c);
+            const int c = 4 * lane, channel = begin + c;  // of v
+            if (c < DELTA_COLUMNS && channel < DELTA_V) copy_vec(to.v[t] + c, row + 2 * K + head * DELTA_V + channel);
             if (lane == 30) copy_float(&to.decay[t], row + D + head);
             if (lane == 31) copy_float(&to.beta[t], row + D + H + head);
         }
