@@ -55,6 +55,7 @@ class Pass(ABC):
     # options of gated delta nets: whether later rows of a slot than its first may be refused
     of_steps: Mapping[str, Any] = {}
     spans: Value = None  # the result of `delta_spans`
+    stream: Value = "stream"  # rows of another model's residual stream, if the model reads them
 
     def embed(self) -> Value:
         """Return a row per token: token embedding, plus position embedding if there is one.
@@ -65,12 +66,21 @@ class Pass(ABC):
             self.spans = self.do("spans", "delta_spans", SPANS, **self.of_steps)
         inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.embedding
         scaled = {} if factor == 1 else {"factor": factor}
+        if self.c.reads_stream:
+            return self._joined(self.do("vectors", "encoder_rows", inputs, **scaled))
         if not self.c.embedding_norm:
             x = self.do("embedding", "encoder_rows", inputs, **scaled)
             self.layers = self._layers(x) if self.c.layers else None
             return x
         normed = self.do("vectors", "encoder_rows", inputs, **scaled), self.c.embedding_norm
         return self.do("embedding", "rmsnorm", normed, eps=self.c.eps, **self.of_stream)
+
+    def _joined(self, x: Value) -> Value:
+        """Return norm(x) @ w_e + norm(stream) @ w_h. x: embeddings of tokens."""
+        y = self.norm("rms_e", x, "gamma_e_and_1", to=("w_e",))
+        y = self.product("of_token", y, "w_e")
+        z = self.norm("rms_h", self.stream, "gamma_h_and_1", to=("w_h",))
+        return self.product("of_stream", z, "w_h", add=("embedding", y))
 
     def _layers(self, x: Value) -> Value:
         """Compute the rows of all layers' embeddings from tokens and their embeddings x."""

@@ -11,8 +11,8 @@ Qwen3_5 in `transformers`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -24,6 +24,8 @@ from gpt2block.models.architectures import gemma3, llama, qwen3
 from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.models.config import (
     ALL_LIMITS,
+    DRAFTING,
+    HALVES,
     DeltaNets,
     LayerCache,
     ModelConfig,
@@ -39,8 +41,12 @@ from gpt2block.models.config.llama import (
     check_layers,
 )
 
+DRAFT_LAYERS = "mtp_num_hidden_layers"
+# Names that end the name of the matrix w_eh in files with a block that drafts tokens
+JOINED = ("mtp.fc.weight", "nextn.eh_proj.weight")
 HEADS = ("n_k_head", "n_v_head", "k_size", "v_size")
 DELTA, EVERY = "linear_attention", "full_attention_interval"
+NEXT = "nextn_predict_layers"
 RECURRENT = "attention.recurrent_layers"  # key of GGUF files: whether each layer is a delta net
 
 
@@ -48,8 +54,9 @@ RECURRENT = "attention.recurrent_layers"  # key of GGUF files: whether each laye
 class Qwen35Config(PartlyRotatedConfig):
     """Sizes of a Qwen3.5 model; head_size, n_head and n_kv_head are those of attention.
 
-    delta_layers: whether each layer is a gated delta net; () means all but every fourth. Other
-    fields: see DeltaNets.
+    delta_layers: whether each layer is a gated delta net; () means all but every fourth. mtp:
+    whether there is a block that drafts tokens (multi-token prediction). Other fields: see
+    DeltaNets.
     """
 
     NAME: ClassVar[str] = "Qwen3_5"
@@ -71,9 +78,9 @@ class Qwen35Config(PartlyRotatedConfig):
         "ssm.state_size": "k_size", "rope.dimension_count": "rotary",
     }  # fmt: skip
     GGUF_READ: ClassVar[tuple[str, ...]] = (
-        "ssm.inner_size", EVERY, RECURRENT, "rope.dimension_sections", "nextn_predict_layers",
+        "ssm.inner_size", EVERY, RECURRENT, "rope.dimension_sections", NEXT,
     )  # fmt: skip
-    GGUF_FIELDS: ClassVar[tuple[str, ...]] = ("v_size", "delta_layers", "tiled")
+    GGUF_FIELDS: ClassVar[tuple[str, ...]] = ("v_size", "delta_layers", "tiled", "mtp")
     GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {"ssm.conv_kernel": 4}
     HONOURED: ClassVar[tuple[str, ...]] = (PARTIAL, "layer_types")
     SETTINGS: ClassVar[Settings] = (
@@ -90,6 +97,7 @@ class Qwen35Config(PartlyRotatedConfig):
     k_size: int = 128
     v_size: int = 128
     tiled: bool = False
+    mtp: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,6 +109,7 @@ class Qwen35Config(PartlyRotatedConfig):
             size = check_count(name, getattr(self, name), ALL_LIMITS[name])
             object.__setattr__(self, name, size)
         check_flag("tiled", self.tiled)
+        check_flag("mtp", self.mtp)
         if self.n_v_head % self.n_k_head:
             raise InputError(f"n_v_head {self.n_v_head} is not a multiple of n_k_head "
                              f"{self.n_k_head}")  # fmt: skip
@@ -110,6 +119,17 @@ class Qwen35Config(PartlyRotatedConfig):
         """Return the sizes of the layers that are gated delta nets."""
         heads = self.n_k_head, self.n_v_head, self.k_size, self.v_size
         return DeltaNets(self.delta_layers, *heads, self.tiled)
+
+    @property
+    def draft_config(self) -> Qwen35DraftConfig | None:
+        """The config of the block that drafts tokens, a layer with attention; None without one."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        changed = {"n_layer": 1, "delta_layers": (False,), "mtp": False}
+        return Qwen35DraftConfig(**{**own, **changed}) if self.mtp else None
+
+    def with_tensors(self, names: Iterable[str]) -> Qwen35Config:
+        """Return this config, without a block that drafts tokens if the file does not have it."""
+        return replace(self, mtp=self.mtp and any(name.endswith(JOINED) for name in names))
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
@@ -177,6 +197,8 @@ class Qwen35Config(PartlyRotatedConfig):
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
         fields, kinds = super()._fields_in(config), (DELTA, KINDS[0])
+        own = config.get("mtp_use_dedicated_embeddings")  # else they are the model's
+        fields["mtp"] = config.get(DRAFT_LAYERS) == 1 and not own
         types = config.get("layer_types")
         if types is None:
             every = check_count(EVERY, config.get(EVERY, 4))
@@ -194,7 +216,7 @@ class Qwen35Config(PartlyRotatedConfig):
         types = [DELTA if delta else KINDS[0] for delta in self.delta_layers]
         return content | {
             "rope_parameters": rope | {PARTIAL: self.rotary_part}, "layer_types": types,
-            "pad_token_id": None, "linear_conv_kernel_dim": 4,
+            "pad_token_id": None, "linear_conv_kernel_dim": 4, DRAFT_LAYERS: int(self.mtp),
         }  # fmt: skip
 
     @classmethod
@@ -209,14 +231,39 @@ class Qwen35Config(PartlyRotatedConfig):
         return fields | {
             "delta_layers": tuple(bool(each) for each in np.atleast_1d(layers)[:n_layer]),
             "v_size": v_size, "tiled": n_v_head > (fields["n_k_head"] or 0),
+            "mtp": settings.get(NEXT) == 1,
         }  # fmt: skip
 
     def gguf_settings(self) -> dict[str, Any]:
         """Return {key: value} of the fields that have keys in GGUF files."""
-        return super().gguf_settings() | {
+        drafting = {"block_count": self.n_layer + 1, NEXT: 1} if self.mtp else {}
+        return super().gguf_settings() | drafting | {
             "ssm.conv_kernel": 4, "ssm.inner_size": self.delta_nets.values,
-            RECURRENT: self.delta_layers, "rope.dimension_sections": [self.rotary // 2, 0, 0, 0],
+            RECURRENT: self.delta_layers + (False,) * self.mtp,
+            "rope.dimension_sections": [self.rotary // 2, 0, 0, 0],
         }  # fmt: skip
+
+
+class Qwen35DraftConfig(Qwen35Config):
+    """Sizes of the block that drafts tokens: one layer with attention, see `qwen3_5_mtp`."""
+
+    NAME: ClassVar[str] = "Qwen3_5 MTP"
+    MODEL_TYPE: ClassVar[str] = "qwen3_5_mtp"
+    READS_STREAM: ClassVar[bool] = True
+
+    @property
+    def delta_nets(self) -> None:  # type: ignore[override]
+        """None: the only layer has attention."""
+
+    def block_shapes(self) -> Shapes:
+        """Return {name: shape} of the tensors of the block with attention."""
+        return self._shapes(False)
+
+    def outer_shapes(self) -> tuple[Shapes, Shapes]:
+        """Return {name: shape} of the tensors before and after the block, without lm_head."""
+        (first, last), C = super().outer_shapes(), self.n_embd
+        joining = {"gamma_e": (C,), "gamma_h": (C,), **dict.fromkeys(HALVES, (C, C))}
+        return {**first, **joining}, last
 
 
 CONFIG: type[ModelConfig] = Qwen35Config
@@ -231,8 +278,13 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_o": ("linear_attn.norm", "ssm_norm"),
     "w_out": ("linear_attn.out_proj", "ssm_out"),
     "gamma2": ("post_attention_layernorm", "post_attention_norm"),
+    f"{DRAFTING}gamma_e": ("pre_fc_norm_embedding", "nextn.enorm"),
+    f"{DRAFTING}gamma_h": ("pre_fc_norm_hidden", "nextn.hnorm"),
+    f"{DRAFTING}w_eh": ("fc", "nextn.eh_proj"),
+    f"{DRAFTING}gamma_f": ("norm", "nextn.shared_head_norm"),
 }
-FILES = CheckpointLayout("model.", "layers.", "NK", r"(.+\.)?rotary_emb\w*\..+|mtp\..+")
+UNREAD = r"|mtp\..+"  # matches the names of tensors of a block that is not read
+FILES = CheckpointLayout("model.", "layers.", "NK", rf"(.+\.)?rotary_emb\w*\..+{UNREAD}")
 GGUF, GGUF_ROPE_INTERLEAVED = "qwen35", False
 NORM, QKV, DIVIDED = llama.NORM, llama.QKV, llama.DIVIDED
 TENSOR_HEADS: tuple[int, ...] = llama.TENSOR_HEADS

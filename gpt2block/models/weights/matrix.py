@@ -155,6 +155,19 @@ class WeightMatrix(Composite):
         scale = None if self.scale is None else self.scale[begin:end]
         return self._share(self.data[begin:end], scale)
 
+    def halves(self) -> tuple[Self, Self]:
+        """Return copies of the first and the second half of the inputs; layout "NK"."""
+        return self._halves(self.N)
+
+    def _halves(self, rows: int, **more: object) -> tuple[Self, Self]:
+        """Return matrices of the two halves of each of `rows` equal parts of the data."""
+        bits = self.data.view(f"u{self.data.itemsize}")  # not every CuPy can copy bfloat16
+        parts = (bits.reshape(rows, 2, -1)[:, n].copy() for n in range(2))
+        shape = (-1,) if self.data.ndim == 1 else (rows, -1)
+        first, second = (each.view(self.data.dtype).reshape(shape) for each in parts)
+        own = {**vars(self), **more}
+        return self.trusted(**{**own, "data": first}), self.trusted(**{**own, "data": second})
+
     def _share(self, data: AnyArray, scale: AnyArray | None, **more: object) -> Self:
         """Return a share of this matrix's outputs, from arrays that need no checks."""
         changes = {"data": data, "scale": scale, "share_of": self.whole_N, **more}
