@@ -83,7 +83,7 @@ def _take(c: Call) -> Launch:
     slots = (c.history, c.draft, c.left, c.known)
     kept = (*slots, c.position, c.step, c.token, c.logprob, c.occurred)
     geometry = Geometry("take_drafts", (c.M // c.together,), (THREADS,))
-    args = (*rows, *kept, c.counts, c.report, c.together, c.B, c.H, c.K, c.V)
+    args = (*rows, *kept, c.counts, c.report, c.followed, c.together, c.B, c.H, c.K, c.V)
     return launch_at(FILE, geometry, args)
 
 
@@ -93,7 +93,7 @@ TAKE_DRAFTS = Operation(
     options={"together": 1},
     line="sampled i32 M; likely f32 M; slot_row slot_token slot_position slot_turn i32 M; "
     "history i32 B H; draft i32 B K; left known position step token i32 B; logprob f32 B; "
-    "occurred u8 B V; counts? i32 B V; report i32 2 3 M -> draft i32 B K",
+    "occurred u8 B V; counts? i32 B V; report i32 2 3 M; followed? i32 2 M -> draft i32 B K",
 )
 
 
@@ -105,14 +105,16 @@ def bind_take(
     together: int,
     counts: CudaArray | None,
     report: CudaArray,
+    followed: CudaArray | None = None,
 ) -> Bound:
     """Bind a launch that accepts sampled tokens up to the first wrong draft, then drafts tokens.
 
     sampled: tokens and log-probabilities of M rows, `together` rows per slot. The tokens that are
     taken update draft tokens, state and counts of their sequences, and `slots` gets the rows of the
     next step. report (2, 3, M) int32 gets tokens, bits of the log-probabilities, and flags:
-    report[0] if the slot's `turn` (number of launches) is even, else report[1].
+    report[0] if the slot's `turn` (number of launches) is even, else report[1]. followed (2, M)
+    gets the positions of the rows, and for each slot the index of its last row that is taken.
     """
     arrays = (*sampled, *slots, *drafts, state.position, state.step, state.token, state.logprob)
-    arrays += (state.occurred, counts, report)
+    arrays += (state.occurred, counts, report, followed)
     return TAKE_DRAFTS.bind_on_device(arrays, together=together)

@@ -81,6 +81,7 @@ extern "C" __global__ void take_drafts(
     unsigned char* occurred,  // (B, V): the lowest bit is set for tokens taken
     int* counts,            // (B, V), or null: incremented for tokens taken
     int* report,            // (2, 3, M), for even and odd turns: sampled, bits of likely, flags
+    int* followed,          // (2, M), or null: positions of this step; for each slot, its last row that is taken
     int together, int B, int H, int K, int V) {
     __shared__ Taken taken;
     const int first = blockIdx.x * together, M = gridDim.x * together, b = row[first], thread = threadIdx.x;
@@ -91,6 +92,7 @@ extern "C" __global__ void take_drafts(
     if (b < 0 || b >= B) {
         __syncthreads();  // all threads have read `turn`
         if (thread == 0) turn[first] = turns + 1;
+        if (followed && thread < together) followed[m] = -1, followed[M + blockIdx.x] = first;
         return;
     }
     int* const own = history + (long long)b * H;
@@ -121,6 +123,7 @@ extern "C" __global__ void take_drafts(
         to[0] = id;
         to[M] = there ? __float_as_int(probability) : 0;
         to[2 * M] = (thread < count) * TAKEN + has_guess * DRAFTED + right * RIGHT;
+        if (followed) followed[m] = at, followed[M + blockIdx.x] = first + max(count - 1, 0);
     }
     if (thread < count && id >= 0 && id < V) {
         bool first_of_id = true;  // one thread writes the byte of a token that occurs several times

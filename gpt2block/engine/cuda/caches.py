@@ -32,6 +32,7 @@ from gpt2block.engine.states import KeptStates, pool_bytes, pool_shapes
 from gpt2block.errors import InputError
 from gpt2block.models.config import LayerCache, ModelConfig
 from gpt2block.ops.attention_cached import KV_COPY
+from gpt2block.ops.drafts import MAX_DRAFTS
 
 KEPT_SHAPES = 4  # maximum prefill shapes recorded per cache; also maximum temporary caches kept
 KEPT_STARTS = 160  # maximum prefill shapes recorded for the cache of a decoding
@@ -39,6 +40,7 @@ KEPT_CACHES = 2  # maximum caches of ended decodings kept for reuse, with their 
 MAX_LARGER = 2  # maximum size of a reused cache, relative to the size of a new cache
 MAX_SLOTS = 512  # maximum slots of a decoding whose caller accepts fewer slots than requested
 MIN_CONTEXT = 64  # minimum positions per slot in a decoding's cache
+MAX_DRAFT_ROWS = 64  # maximum rows (tokens) of a step that also computes draft tokens
 ALIGNED = 16  # bytes per vector load of the kernels
 
 
@@ -61,6 +63,9 @@ class CudaCache:
     If layers differ, `arrays` has an array for each number of channels and dtype. Each layer's K
     and V begin at a multiple of ALIGNED bytes; unused slots are added if necessary.
     prefills, steps: a model's recordings for this cache. A key of `prefills` is a prefill's sizes.
+    drafting: the cache of the block that drafts tokens, if prompts and steps also compute it.
+    kept: rows of the residual stream after the blocks of the latest step, or of the last tokens of
+    prompts, which this block reads.
     """
 
     def __init__(
@@ -101,6 +106,14 @@ class CudaCache:
             self.kept_states = KeptStates(self.states)
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
         self.steps: dict[Drafts, Any] = {}  # key: source of the draft tokens that steps verify
+        self.drafting: CudaCache | None = None
+        self.kept: CudaArray | None = None
+
+    def draft_in(self, drafting: CudaCache, width: int) -> None:
+        """Set `drafting`, and allocate `kept` for rows of `width` channels in both caches."""
+        rows = max(rounded_up(self.batch, 2), min(self.batch * (1 + MAX_DRAFTS), MAX_DRAFT_ROWS))
+        self.drafting = drafting
+        self.kept, drafting.kept = (cupy.zeros((rows, width), "float32") for _ in range(2))
 
     def __getstate__(self) -> Any:
         raise InputError(
@@ -111,6 +124,7 @@ class CudaCache:
     @property
     def nbytes(self) -> int:
         states = sum(int(each.nbytes) for each in self.states.values())
+        states += 0 if self.drafting is None else self.drafting.nbytes
         return states + sum(int(each[:, : self.batch].nbytes) for each in self.arrays)
 
     def __repr__(self) -> str:
@@ -133,6 +147,8 @@ def copy_slots(cache: CudaCache, copies: Sequence[tuple[int, int, int]]) -> None
     if (states := cache.kept_states) is not None:
         for copy in copies:
             states.copy(*copy)
+    if cache.drafting is not None:
+        copy_slots(cache.drafting, copies)
 
 
 def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
@@ -163,21 +179,29 @@ class DecodingCaches:
         """Keep the cache of an ended decoding. Any thread may call this at any time."""
         self._ended.append(cache)
 
-    def take(self, slots: int, n_ctx: int, fewer: bool) -> CudaCache:
-        """Return a cache of at least `slots` slots. fewer: allow fewer slots if memory is short."""
+    def take(
+        self, slots: int, n_ctx: int, fewer: bool, drafting: DecodingCaches | None = None
+    ) -> CudaCache:
+        """Return a cache of at least `slots` slots. fewer: allow fewer slots if memory is short.
+
+        drafting: the caches of the block that drafts tokens, of which the cache then has one.
+        """
         n_ctx = min(max(MIN_CONTEXT, rounded_up(n_ctx, 4)), self._config.n_ctx)
         slots = rounded_up(slots, 2)
         if fewer:
             slots = min(slots, MAX_SLOTS)
         self._forget(KEPT_CACHES)
-        kept = self._kept(slots, n_ctx)
+        kept = self._kept(slots, n_ctx, drafting is not None)
         if fewer and kept is None:
-            room = min(self._of_all_gpus(self._free() // 2 // self._sequence_bytes(n_ctx)))
+            of_slot = sum(each._sequence_bytes(n_ctx) for each in (self, drafting) if each)
+            room = min(self._of_all_gpus(self._free() // 2 // of_slot))
             slots = max(1, min(slots, room))
-            kept = self._kept(slots, n_ctx)
+            kept = self._kept(slots, n_ctx, drafting is not None)
         while kept is None:
             try:
                 kept = self.new(slots, n_ctx, pool=True)
+                if drafting is not None:
+                    kept.draft_in(drafting.new(slots, n_ctx), self._config.n_embd)
             except MemoryError:
                 if not fewer or slots == 1:
                     raise
@@ -216,10 +240,10 @@ class DecodingCaches:
                 "fewer sequences, or fewer tokens in each"
             ) from error
 
-    def _kept(self, slots: int, n_ctx: int) -> CudaCache | None:
+    def _kept(self, slots: int, n_ctx: int, drafting: bool) -> CudaCache | None:
         """Return a kept cache of an ended decoding with `slots` slots, or None.
 
-        A cache has at least n_ctx and at most MAX_LARGER * n_ctx positions per slot. Decodings may
+        drafting: whether it has a cache of the block that drafts tokens. A cache has at least n_ctx and at most MAX_LARGER * n_ctx positions per slot. Decodings may
         end, and give back their caches, while this runs.
         """
         for _ in range(len(self._ended)):
@@ -227,7 +251,8 @@ class DecodingCaches:
                 cache = self._ended.popleft()
             except IndexError:
                 return None
-            if cache.batch == slots and n_ctx <= cache.n_ctx <= MAX_LARGER * n_ctx:
+            fits = cache.batch == slots and n_ctx <= cache.n_ctx <= MAX_LARGER * n_ctx
+            if fits and (cache.drafting is not None) == drafting:
                 return cache
             self._ended.append(cache)
         return None

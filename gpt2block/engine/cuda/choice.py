@@ -14,7 +14,7 @@ from gpt2block.engine.passes.decoding import DecodePass, SumsPass
 from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.passes.forward import forward
 from gpt2block.models.architectures.architecture import Architecture
-from gpt2block.models.config import ModelConfig, product_shapes, shapes_in_blocks
+from gpt2block.models.config import DRAFTING, ModelConfig, product_shapes, shapes_in_blocks
 from gpt2block.models.weights.gguf import TYPES, UNIT, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.gated_sums import Fusions, fusions, splits_of
@@ -61,6 +61,7 @@ class DecodingChoice:
         divided: bool = False,
     ) -> None:
         self.divided = divided
+        matrices = {n: w for n, w in matrices.items() if not n.startswith(DRAFTING)}
         self.config, self.formats, self.matrices, self.bounds = config, formats, matrices, bounds
         widths = (config.qkv_widths(layer)[0] for layer in range(config.n_layer))
         head_size = gcd(*widths) // config.n_head  # a divisor of the head sizes of all layers
@@ -97,23 +98,33 @@ class DecodingChoice:
         return found
 
     def step(
-        self, do: Executor, rows: int, operands: Mapping[str, Any] | None, together: int = 1
+        self,
+        do: Executor,
+        rows: int,
+        operands: Mapping[str, Any] | None,
+        together: int = 1,
+        kept: int = 0,
     ) -> Any:
         """Run a decoding step of `rows` rows (tokens), up to logits, on the executor `do`.
 
         operands: the result of `operands`. None makes results readable, for traces: activations
         stay floats, and RMSNorm, RoPE and the gate have steps of their own. together: neighbouring
-        rows of one sequence.
+        rows of one sequence. kept: the number of the rows "kept" that continue after the blocks, if
+        they are not all rows.
         """
         chosen = self._pass(do, rows, operands, together)
-        return forward(chosen, self.architecture, self.config, "logits")
+        if not kept:
+            return forward(chosen, self.architecture, self.config, "logits")
+        x = forward(chosen, self.architecture, self.config, "stream")
+        last = self._pass(do, kept, self.operands(kept), 1)
+        return last.logits(self.architecture.final(last, x, to=("lm_head",)))
 
     def _pass(
         self, do: Executor, rows: int, operands: Mapping[str, Any] | None, together: int
     ) -> DecodePass:
         """Return the pass (operations on `do`) of a decoding step. Arguments: see `step`."""
         shapes, fp8_cache = self.config.block_shapes(), self.formats.fp8_cache
-        if operands == {} and not self.divided and self.config.delta_nets is None:
+        if operands == {} and not self.divided:
             types = self._types_of_ffn if self.formats.dtype == FILE else ()
             splits = splits_of(self.formats.dtype, rows, shapes, types, self.config.head_size)
             if splits:

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gpt2block.engine.cuda.caches import CudaCache, copy_slots
+from gpt2block.engine.cuda.caches import MAX_DRAFT_ROWS, CudaCache, copy_slots
 from gpt2block.engine.cuda.draft import Draft
 from gpt2block.engine.cuda.grammars import Drafted, Pending, SlotMatchers
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.cuda.prefill import prefill_starts
 from gpt2block.engine.cuda.start_up import start_up
-from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, InFlight, steps_of
+from gpt2block.engine.cuda.steps import DecodingStep, InFlight, steps_of
 from gpt2block.engine.grammars import MaskJob
 from gpt2block.engine.model import NOTHING, Drafts, Ids, Sampled, Start, in_groups, without
 from gpt2block.engine.recorder import rounded_up
@@ -125,16 +125,19 @@ class CudaDecoding:
             self._sample(Pending(step, slots, [()] * len(group)))
         else:
             self._in_flight.append(step.sample(slots, bool(self._alternatives[slots].any())))
+            self._follow(step, slots)
         if self._pace:
             self._pace.begin(slots)
 
     def _record_next(self, grammars: bool) -> None:
         """Record the step after the prompts, whose kernels are compiled while the prompts run.
 
-        It has one row per slot, or the first number of ROWS with a draft model. grammars: whether a
-        slot with tokens left to sample has a grammar.
+        It has one row per slot, or the least rows of the draft. grammars: whether a slot with
+        tokens left to sample has a grammar.
         """
-        slots, together = self._running(), ROWS[0] if self._draft and not grammars else 1
+        slots, together = self._running(), 1
+        if self._draft and not grammars:
+            together = self._draft.least_rows
         if self._texts is not None and len(slots):
             together = self._rows_of_texts(slots)
         if len(slots):
@@ -320,12 +323,18 @@ class CudaDecoding:
         self._matchers.expect(slots, jobs, step.together)
         planned = self._plan() if go_on and self._with_grammars() else None
         result = step.sample(slots, bool(self._alternatives[slots].any()))
+        self._follow(step, slots)
         if planned:
             self._launch_forward(planned)
         result.expected = expected
         self._in_flight.append(result.with_masks([job and job.matcher for job in jobs]))
         for each in stopped:
             result.leave_out(each)
+
+    def _follow(self, step: DecodingStep, slots: Ids) -> None:
+        """Let the draft read the rows of a step whose sampler is launched."""
+        if self._draft:
+            self._draft.follow(step, slots, self._steps)
 
     def _launch(self) -> bool:
         """Launch a step for slots with tokens left to sample; return False if no slot has any."""
@@ -337,9 +346,10 @@ class CudaDecoding:
             together = self._pace.together(slots, MAX_DRAFT_ROWS)
             together = self._model.recordings.agreed(together)
         if self._draft:
-            together = max(together, ROWS[0])
+            together = max(together, self._draft.least_rows)
             self._model.recordings.meet()  # the draft may allocate memory, so gathers wait
-            self._draft.propose(slots, together - 1, self._steps, self._model.stream)
+            count = max(together - 1, 1)
+            self._draft.propose(slots, count, self._steps, self._model.stream)
             self._model.recordings.meet()
         step = self._steps.of(self._model, slots, together)
         if self._pace and not step.captured:
@@ -347,6 +357,7 @@ class CudaDecoding:
         self._steps.place(slots, step, again=self._draft is not None)
         alternatives = bool(self._alternatives[slots].any())
         result = step.run(self._model, slots, alternatives)
+        self._follow(step, slots)
         if self._texts is not None:
             result.expected = np.minimum(self._left[slots], together)
         self._left[slots] -= result.expected

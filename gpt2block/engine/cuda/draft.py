@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from gpt2block.cuda import cupy
-from gpt2block.engine.cuda.caches import CudaCache, copy_slots
+from gpt2block.engine.cuda.caches import MAX_DRAFT_ROWS, CudaCache, copy_slots
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.cuda.prefill import prefill_starts
-from gpt2block.engine.cuda.steps import DecodingSteps, steps_of
-from gpt2block.engine.model import Ids, Start
+from gpt2block.engine.cuda.steps import DecodingStep, DecodingSteps, steps_of
+from gpt2block.engine.model import Ids, Start, cache_tensors
+from gpt2block.engine.passes import STREAM
+from gpt2block.engine.speculation import ROWS
 from gpt2block.ops.sample_token import Slots, bind_place
 
 
@@ -28,6 +30,8 @@ class Draft:
     If the larger model is on several GPUs, each GPU has a copy of the draft. All copies make the
     same draft tokens.
     """
+
+    least_rows = ROWS[0]  # minimum rows per slot of a decoding step
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
         self._model, self._cache = model, cache
@@ -72,6 +76,9 @@ class Draft:
             if len(running):
                 self._steps.of(self._model, running).recording(self._model)
 
+    def follow(self, step: DecodingStep, slots: Ids, steps: DecodingSteps) -> None:
+        """Read the rows of a decoding step whose sampler is launched."""
+
     def propose(self, slots: Ids, count: int, steps: DecodingSteps, stream: Any) -> None:
         """Write `count` draft tokens per slot into `steps`, whose launches run on `stream`.
 
@@ -91,3 +98,84 @@ class Draft:
                 step.recording(self._model).repeat(self._model.stream)
                 if n < count:
                     cupy.copyto(steps.drafts.draft[:, n], own.state.token)
+
+
+class BlockDraft(Draft):
+    """A block of the model that drafts tokens from the model's residual stream.
+
+    A step of the block reads a token, and the row of the stream at the position before it. After
+    each decoding step, `follow` computes the rows of the tokens that the step has sampled, of which
+    the last one that is taken drafts the next token. Further draft tokens come from the block's own
+    rows. Prompts of the model compute the block's keys and values, too.
+    """
+
+    least_rows = 1
+
+    def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
+        super().__init__(model, cache)
+        assert cache.kept is not None
+        self._rows, self._order = cache.kept, np.empty(0, np.int32)
+        self._of_slots = cupy.zeros((cache.batch, self._rows.shape[1]), "float32")
+
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Do nothing: the block's cache is copied with the model's."""
+
+    def extend(self, group: Sequence[Start]) -> None:
+        """Do nothing: prompts of the model compute the block's keys and values."""
+
+    def start(self, group: Sequence[Start], running: Ids) -> None:
+        """Start the sampler of the sequences in the draft's slots."""
+        slots = np.array([start.slot for start in group], np.int32)
+        self._steps.begin(self._model, group, slots, self._steps.logits)
+
+    def follow(self, step: DecodingStep, slots: Ids, steps: DecodingSteps) -> None:
+        """Compute the tokens that `step` has sampled, and draft the token after the last one."""
+        if len(slots) * ROWS[0] > MAX_DRAFT_ROWS:
+            return
+        own, model, count = self._steps, self._model, step.rows // step.together
+        last = own.of(model, slots, count=count)
+        self._arrange(slots)
+        # A row of the block has the position of the token before its token.
+        own.state.position[...] = steps.state.position - 1
+        cupy.copyto(own.state.step, steps.state.step)
+        own.place(slots, last, again=True)
+        if step.follower is None:
+            assert step.followed is not None
+            assert steps.kept is not None
+            operands = model.decoding.operands(step.rows)
+            tensors = {**model.given(), **cache_tensors(self._cache), "tokens": step.by_row[0]}
+            tensors |= {"row": steps.row[: step.rows], "positions": step.followed[0]}
+            tensors |= {STREAM: steps.kept[: step.rows], "kept_rows": step.followed[1][:count]}
+            step.follower = model.recordings.make(
+                lambda do: model.decoding.step(do, step.rows, operands, step.together, count),
+                tensors,
+                {"logits": own.logits[:count], "kept": self._rows[:count]},
+                overlapping=True,
+                fuses=True,
+            )
+            step.follower.after = last.sampler
+        step.follower.repeat(model.stream)
+
+    def propose(self, slots: Ids, count: int, steps: DecodingSteps, stream: Any) -> None:
+        """Write `count` draft tokens per slot into `steps`, of which `follow` drafted the first."""
+        if len(slots) * ROWS[0] > MAX_DRAFT_ROWS:
+            return
+        assert steps.drafts is not None
+        own = self._steps
+        step = own.of(self._model, slots)
+        self._arrange(slots)
+        cupy.copyto(own.state.position, steps.state.position)
+        own.state.step[...] = steps.state.step + 1
+        own.place(slots, step, again=True)
+        cupy.copyto(steps.drafts.draft[:, 0], own.state.token)
+        for n in range(1, count):
+            step.recording(self._model).repeat(self._model.stream)
+            cupy.copyto(steps.drafts.draft[:, n], own.state.token)
+
+    def _arrange(self, slots: Ids) -> None:
+        """Put the block's rows of the stream in the order of `slots`."""
+        if np.array_equal(slots, self._order):
+            return
+        self._of_slots[cupy.asarray(self._order)] = self._rows[: len(self._order)]
+        self._rows[: len(slots)] = self._of_slots[cupy.asarray(slots)]
+        self._order = slots

@@ -26,6 +26,11 @@ class CudaPasses(Protocol):
     recordings: Recordings
     decoding: DecodingChoice
 
+    @property
+    def block(self) -> CudaPasses | None:
+        """The block that drafts tokens from the model's residual stream; None without one."""
+        ...
+
     def running(self) -> AbstractContextManager[None]:
         """Hold the model's lock, with its device and stream current."""
         ...

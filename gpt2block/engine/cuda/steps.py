@@ -15,7 +15,7 @@ import numpy as np
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, on_device, pinned
-from gpt2block.engine.cuda.caches import CudaCache
+from gpt2block.engine.cuda.caches import MAX_DRAFT_ROWS, CudaCache
 from gpt2block.engine.cuda.grammars import ANY_NUMBER, HostMasks
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.grammars import Matcher
@@ -29,7 +29,7 @@ from gpt2block.engine.model import (
     cache_tensors,
     without,
 )
-from gpt2block.engine.passes import check_read
+from gpt2block.engine.passes import STREAM, check_read
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.recording import Recording
 from gpt2block.engine.speculation import StepTimes
@@ -46,7 +46,6 @@ from gpt2block.ops.top_logprobs import TOP_LOGPROBS
 from gpt2block.sampling import CHANGES, MAX_ALTERNATIVES, Sampling, changes
 
 CHANGED, COUNTED = 1, 2  # kinds of logit changes; COUNTED: penalties need counts of sampled tokens
-MAX_DRAFT_ROWS = 64  # maximum rows (tokens) of a step that also computes draft tokens
 
 
 class DecodingSteps:
@@ -71,6 +70,7 @@ class DecodingSteps:
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
         self.cache_tensors = cache_tensors(cache)
+        self.kept = cache.kept
         # Key: number of slots, kind of logit changes (0, CHANGED or COUNTED), rows per slot, masks.
         self._steps: dict[tuple[int, int, int, bool], DecodingStep] = {}
         # Created on first use: logit changes (slots, CHANGES), counts of sampled tokens (slots, V)
@@ -99,15 +99,20 @@ class DecodingSteps:
             step.restart()
 
     def of(
-        self, model: CudaPasses, slots: Ids, together: int = 1, masked: bool = False
+        self,
+        model: CudaPasses,
+        slots: Ids,
+        together: int = 1,
+        masked: bool = False,
+        count: int | None = None,
     ) -> DecodingStep:
         """Return the DecodingStep for at least len(slots) slots. together: rows per slot.
 
-        masked: whether rows may have masks of allowed tokens.
+        masked: whether rows may have masks of allowed tokens. count: number of slots of the step.
         """
         changed = int(self._changed[slots].max(initial=0))
         # With draft tokens, the number of slots is a power of two, which limits the recorded steps.
-        count = min(rounded_up(len(slots), 2 if together == 1 else 1), self.batch)
+        count = count or min(rounded_up(len(slots), 2 if together == 1 else 1), self.batch)
         kind = count, changed, together, masked
         if kind not in self._steps:
             model.recordings.meet()  # before memory is allocated
@@ -267,14 +272,22 @@ class DecodingStep:
             draft, left = self.drafts.draft, self.drafts.left
             self.placing = bind_place(of.state, slots, draft, left, together)
             forced = self.drafts.history if of.speculate == "forced" else None
-            self._by_row = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
-            state = of.state._replace(token=self._by_row[0], logprob=self._by_row[1])
+            self.by_row = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
+            state = of.state._replace(token=self.by_row[0], logprob=self.by_row[1])
+            # positions of the rows, and the last row that is taken of each slot
+            self.followed = None if of.kept is None else cupy.zeros((2, rows), "int32")
             after = (
                 bind_sampled(logits, state, slots, together, tables, counts, masks, forced),
-                bind_take(self._by_row, slots, self.drafts, of.state, together, counts, report),
-            )
+                bind_take(self.by_row, slots, self.drafts, of.state, together, counts, report,
+                          self.followed),
+            )  # fmt: skip
         self._given = {**of.cache_tensors, "tokens": tokens, "row": row, "positions": positions}
-        self._sampler, self._masked, self._floats = after, masked, of.floats
+        self._outs = {"logits": logits}
+        if of.kept is not None:
+            self._given["kept_rows"] = cupy.asarray(np.arange(rows, dtype=np.int32))
+            self._given[STREAM] = self._outs["kept"] = of.kept[:rows]
+        self.sampler, self._masked, self._floats = after, masked, of.floats
+        self.follower: Recording | None = None  # the draft tokens after those that are taken
         self._recording: Recording | None = None
         self.captured = False  # whether the next launch only replays a CUDA graph
         self.restart()
@@ -286,12 +299,12 @@ class DecodingStep:
             made = model.recordings.make(
                 lambda do: model.decoding.step(do, self.rows, operands, self.together),
                 {**model.given(), **self._given},
-                {"logits": self._logits},
+                self._outs,
                 overlapping=True,
                 fuses=not self._floats,
             )
             check_read(model.config, (each.step for each in made.steps.values()))
-            made.after = () if self._masked else self._sampler
+            made.after = () if self._masked else self.sampler
             self._recording = made
         return self._recording
 
@@ -314,7 +327,7 @@ class DecodingStep:
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
         """Sample tokens for `slots` from the stored logits, without a forward pass."""
         half = self._free_half(alternatives)
-        for bound in self._sampler:
+        for bound in self.sampler:
             bound.run()
         return self._result(half, slots, alternatives)
 

@@ -8,10 +8,11 @@ fuse.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any, Literal, NamedTuple
 
-from gpt2block.engine.passes.executor import Executor
+from gpt2block.engine.passes.executor import Executor, Renamed
 from gpt2block.models.architectures.architecture import Architecture, To, Value
 from gpt2block.models.config import ModelConfig
 
@@ -218,27 +219,46 @@ def block(o: Any, of: Architecture, x: Value, h: str = "") -> Value:
     return of.feed_forward(o, h, x, of.attention(o, h, x))
 
 
-def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) -> Value:
+def forward(
+    o: Any,
+    of: Architecture,
+    config: ModelConfig,
+    want: Want | None,
+    draft: Callable[[Executor, Value], None] | None = None,
+) -> Value:
     """Run a model on the pass `o` up to the output `want`. None: stop after the last K and V.
 
     "last": logits of the last row of each sequence. "logits": logits of all rows. "rows": the final
     norm, as input of a later product with lm_head. "hidden": the final norm as floats. "stream":
     the residual stream before the final norm. "log_likelihood", "likeliest": as computed by
-    `Pass.scores`.
+    `Pass.scores`. draft: called with the executor and the residual stream of all rows, for "last"
+    and None. If there is a tensor "kept_rows", only these rows of the stream continue, as "kept".
     """
     # For keys and values alone, the layers after the last one that stores them are not needed.
-    layers = config.n_layer if want else 1 + max(each.layer for each in config.layer_caches)
+    whole = want is not None or draft is not None
+    layers = config.n_layer if whole else 1 + max(each.layer for each in config.layer_caches)
     *front, end = (f"h.{n}." for n in range(layers))
     x = o.embed()
     for h in front:
         x = block(o, of, x, h)
     y = of.attention(o, end, x)
-    if want is None:
+    if not whole:
         return None
-    if want == "last":
+    if draft is not None:
+        last = o.last_rows(x, y) if want == "last" else None
+        every = copy(o)
+        every.do = Renamed(o.do, "rows.")
+        draft(o.do, of.feed_forward(every, end, x, y))
+        if last is None:
+            return None
+        o, x, y = last
+        del last, every
+    elif want == "last":
         o, x, y = o.last_rows(x, y)
     x = of.feed_forward(o, end, x, y)
     del y
+    if o.do.has("kept_rows"):
+        x = o.do("kept", "take", (x, "kept_rows"))
     if want == "stream":
         return x
     if want == "hidden":
