@@ -92,7 +92,8 @@ extern "C" __global__ void take_drafts(
     if (b < 0 || b >= B) {
         __syncthreads();  // all threads have read `turn`
         if (thread == 0) turn[first] = turns + 1;
-        if (followed && thread < together) followed[m] = -1, followed[M + blockIdx.x] = first;
+        if (followed && thread < together) followed[m] = -1;
+        if (followed && thread == 0) followed[M + blockIdx.x] = first;
         return;
     }
     int* const own = history + (long long)b * H;
@@ -123,7 +124,8 @@ extern "C" __global__ void take_drafts(
         to[0] = id;
         to[M] = there ? __float_as_int(probability) : 0;
         to[2 * M] = (thread < count) * TAKEN + has_guess * DRAFTED + right * RIGHT;
-        if (followed) followed[m] = at, followed[M + blockIdx.x] = first + max(count - 1, 0);
+        if (followed) followed[m] = at;
+        if (followed && thread == 0) followed[M + blockIdx.x] = first + max(count - 1, 0);
     }
     if (thread < count && id >= 0 && id < V) {
         bool first_of_id = true;  // one thread writes the byte of a token that occurs several times

@@ -1,0 +1,131 @@
+"""The block of Qwen3.5 that drafts tokens: its logits in float64, its files, and its texts."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from gpt2block import Model, from_pretrained
+from gpt2block.engine.cuda.draft import BlockDraft
+from gpt2block.engine.model import draft_tensors
+from gpt2block.engine.numpy.model import NumpyModel
+from gpt2block.engine.speculation import SpeculationPolicy
+from gpt2block.files.parameters.arrays import random_model
+from gpt2block.models.architectures.qwen3_5 import Qwen35Config
+from tests.devices import GPU, running_on
+from tests.engine.test_architectures_cuda import DELTA_HEADS, FORMATS, SIZES
+
+Array = NDArray[Any]
+CONFIG = Qwen35Config(**SIZES, delta_layers=(True, False), rotary=16, mtp=True, **DELTA_HEADS)
+LIMIT = 5e-6
+
+
+def made(device: str, dtype: str = "float32") -> Model[Any]:
+    """Return a model of random weights, matrices ten times as large as usual."""
+    random = random_model(0, CONFIG)
+    wide = ((name, a * np.float32(10 if layout else 1), layout) for name, a, layout in random)
+    return Model.from_tensors(CONFIG, wide, device, dtype, FORMATS[dtype])
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Array]:
+    """Return the tensors of the model by the names of its file."""
+    folder = made("cpu").save_pretrained(tmp_path_factory.mktemp("qwen"))
+    return {n: a.astype(float) for n, a in load_file(folder / "model.safetensors").items()}
+
+
+def block(w: dict[str, Array], ids: Any, stream: Array) -> tuple[Array, Array]:
+    """Return the block's output rows and logits in float64. ids: the token after each row."""
+    T, D, R = len(ids), CONFIG.head_size, CONFIG.rotary
+    angle = np.arange(T)[:, None, None] * CONFIG.theta ** (-np.arange(0, R, 2) / R)
+
+    def norm(x: Array, name: str) -> Array:
+        size = np.sqrt((x * x).mean(-1, keepdims=True) + CONFIG.eps)
+        return np.asarray(x / size * (1 + w[f"mtp.{name}.weight"]))
+
+    def product(x: Array, name: str) -> Array:
+        return np.asarray(x @ w[f"mtp.layers.0.{name}.weight"].T)
+
+    def rotated(x: Array, name: str) -> Array:
+        x = norm(x, f"layers.0.self_attn.{name}_norm")
+        a, b, rest = np.split(x, [R // 2, R], -1)
+        cos, sin = np.cos(angle), np.sin(angle)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    e = norm(w["model.embed_tokens.weight"][ids], "pre_fc_norm_embedding")
+    x = np.concatenate([e, norm(stream, "pre_fc_norm_hidden")], -1) @ w["mtp.fc.weight"].T
+    y = norm(x, "layers.0.input_layernorm")
+    q, gate = np.split(product(y, "self_attn.q_proj").reshape(T, -1, 2 * D), 2, -1)
+    k, v = (product(y, f"self_attn.{n}_proj").reshape(T, -1, D) for n in "kv")
+    scores = np.einsum("thd,skd->hts", rotated(q, "q"), rotated(k, "k")) / np.sqrt(D)
+    p = np.exp(scores) * np.tri(T)
+    y = np.einsum("hts,skd->thd", p / p.sum(-1, keepdims=True), v) / (1 + np.exp(-gate))
+    x = x + product(y.reshape(T, -1), "self_attn.o_proj")
+    y = norm(x, "layers.0.post_attention_layernorm")
+    g = product(y, "mlp.gate_proj")
+    x = x + product(g / (1 + np.exp(-g)) * product(y, "mlp.up_proj"), "mlp.down_proj")
+    return x, norm(x, "norm") @ w["lm_head.weight"].T
+
+
+def assert_close(logits: Array, exact: Array) -> None:
+    assert np.abs(logits - exact).max() <= LIMIT * np.abs(exact).max()
+
+
+def test_logits_in_numpy(weights: dict[str, Array]) -> None:
+    engine, rng = made("cpu").engine, np.random.default_rng(0)
+    assert CONFIG.draft_config is not None
+    own = NumpyModel(CONFIG.draft_config, draft_tensors(engine.tensors()), engine.formats)
+    ids = rng.integers(53, size=30).astype(np.int32)
+    stream = rng.standard_normal((30, CONFIG.n_embd), np.float32)
+    do = own.executor({**own._tensors([ids], own.new_cache(1, 30)), "stream": stream})
+    assert_close(own._run(do, "logits", 30), block(weights, ids, stream)[1])
+
+
+@pytest.mark.parametrize("where", ["shuffled", "hopper", GPU])
+def test_logits_of_draft_tokens(
+    where: str, weights: dict[str, Array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draft token has the logits of the block over the text and the draft tokens before it.
+
+    Every second step verifies the tokens of the text itself, so that it takes several rows.
+    """
+    follow, propose = BlockDraft.follow, BlockDraft.propose
+    found: list[tuple[int, list[int], Array]] = []
+    rows = cycle((1, 4, 1, 8, 4))
+    monkeypatch.setattr(SpeculationPolicy, "together", lambda *_: next(rows))
+
+    def followed(self: Any, step: Any, slots: Any, steps: Any) -> None:
+        follow(self, step, slots, steps)
+        found.append((int(steps.state.position[0]), [], self._steps.logits[0].get()))
+
+    def proposed(self: Any, slots: Any, count: int, steps: Any, stream: Any) -> None:
+        propose(self, slots, count, steps, stream)
+        at, draft = int(steps.state.position[0]), steps.drafts.draft[0]
+        found.append((at, draft[: count - 1].tolist(), self._steps.logits[0].get()))
+        if len(found) % 4 == 2 and len(text) > at + 1:
+            right = np.array(text[at + 1 : at + 1 + len(draft)], np.int32)
+            draft[: len(right)].set(right)
+
+    with running_on(where):
+        model = made("cuda")
+        prompt = np.random.default_rng(1).integers(53, size=9).tolist()
+        options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0, "stop_ids": (), "seed": 1}
+        alone = model.generate(prompt, **options)
+        text = prompt + list(alone.tokens)
+        monkeypatch.setattr(BlockDraft, "follow", followed)
+        monkeypatch.setattr(BlockDraft, "propose", proposed)
+        assert model.generate(prompt, speculate=True, **options) == alone
+        (states,) = model.engine.forward([np.array(text, np.int32)], "states")
+    stream = states[-2].astype(float)
+    for at, draft, logits in found:
+        ids, rows_before = text[1 : at + 1], stream[:at]
+        for token in draft:
+            output, _ = block(weights, ids, rows_before)
+            ids, rows_before = [*ids, token], np.concatenate([rows_before, output[-1:]])
+        assert_close(logits, block(weights, ids, rows_before)[1][-1])
