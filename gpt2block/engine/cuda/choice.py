@@ -182,11 +182,12 @@ class DecodingChoice:
     def _types_of_ffn(self) -> set[tuple[str, str]]:
         """Set of pairs (GGUF type of w_gate, GGUF type of w_down) over all layers.
 
-        Empty if `_in_blocks` is false, if layers have short convolutions, if w_down or w_o is not a
-        GGUF matrix, or if w_gate or w_down has blocks of several types.
+        Empty if `_in_blocks` is false, if layers have short convolutions or gates of attention, if
+        w_down or w_o is not a GGUF matrix, or if w_gate or w_down has blocks of several types.
         """
         types: set[tuple[str, str]] = set()
-        alike = self._in_blocks and not any(self.config.conv_layers)
+        others = any(self.config.conv_layers) or "w_g" in self.config.block_shapes()
+        alike = self._in_blocks and not others
         for n in range(self.config.n_layer) if alike else ():
             matrices = [self.matrices[f"h.{n}.{name}"] for name in ("w_gate", "w_down", "w_o")]
             ranges = [w.ranges for w in matrices if isinstance(w, GgufMatrix)]

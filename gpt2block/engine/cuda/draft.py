@@ -135,8 +135,7 @@ class BlockDraft(Draft):
         own, model, count = self._steps, self._model, step.rows // step.together
         last = own.of(model, slots, count=count)
         self._arrange(slots)
-        # A row of the block has the position of the token before its token.
-        own.state.position[...] = steps.state.position - 1
+        cupy.copyto(own.state.position, steps.state.position)
         cupy.copyto(own.state.step, steps.state.step)
         own.place(slots, last, again=True)
         if step.follower is None:
