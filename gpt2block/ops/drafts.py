@@ -7,6 +7,7 @@ Kernels: tokens/drafts.cu.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from gpt2block.ops.operation import Operation, variant
 
 FILE = "tokens/drafts.cu"
 THREADS = 512
-COPYING = 256  # threads per block of begin_drafts
+COPYING = 256  # threads per block of begin_drafts and taken_rows
 MAX_DRAFTS = 7  # maximum draft tokens per sequence in a step
 MAX_KNOWN = 63  # maximum draft tokens per sequence if its text is known, so that drafts are right
 # flags of a sampled token: accepted; had a draft token; it was right
@@ -83,7 +84,7 @@ def _take(c: Call) -> Launch:
     slots = (c.history, c.draft, c.left, c.known)
     kept = (*slots, c.position, c.step, c.token, c.logprob, c.occurred)
     geometry = Geometry("take_drafts", (c.M // c.together,), (THREADS,))
-    args = (*rows, *kept, c.counts, c.report, c.followed, c.together, c.B, c.H, c.K, c.V)
+    args = (*rows, *kept, c.counts, c.report, c.together, c.B, c.H, c.K, c.V)
     return launch_at(FILE, geometry, args)
 
 
@@ -93,7 +94,24 @@ TAKE_DRAFTS = Operation(
     options={"together": 1},
     line="sampled i32 M; likely f32 M; slot_row slot_token slot_position slot_turn i32 M; "
     "history i32 B H; draft i32 B K; left known position step token i32 B; logprob f32 B; "
-    "occurred u8 B V; counts? i32 B V; report i32 2 3 M; followed? i32 2 M -> draft i32 B K",
+    "occurred u8 B V; counts? i32 B V; report i32 2 3 M -> draft i32 B K",
+)
+
+
+@variant("rows", FILE, "taken_rows", block=COPYING)
+def _rows(c: Call) -> Launch:
+    slots, args = c.M // c.together, (c.sampled, c.slot_row, c.slot_position, c.draft, c.followed)
+    geometry = Geometry("taken_rows", (ceil(slots / COPYING),), (COPYING,))
+    return launch_at(FILE, geometry, (*args, c.together, c.M, c.B, c.K))
+
+
+# For the rows of a step, before `take_drafts`: followed[0] gets their positions, followed[1] for
+# each slot the row of the last token that is taken.
+TAKEN_ROWS = Operation(
+    name="taken_rows",
+    variants=(_rows,),
+    options={"together": 1},
+    line="sampled slot_row slot_position i32 M; draft i32 B K -> followed i32 2 M",
 )
 
 
@@ -105,16 +123,14 @@ def bind_take(
     together: int,
     counts: CudaArray | None,
     report: CudaArray,
-    followed: CudaArray | None = None,
 ) -> Bound:
     """Bind a launch that accepts sampled tokens up to the first wrong draft, then drafts tokens.
 
     sampled: tokens and log-probabilities of M rows, `together` rows per slot. The tokens that are
     taken update draft tokens, state and counts of their sequences, and `slots` gets the rows of the
     next step. report (2, 3, M) int32 gets tokens, bits of the log-probabilities, and flags:
-    report[0] if the slot's `turn` (number of launches) is even, else report[1]. followed (2, M)
-    gets the positions of the rows, and for each slot the index of its last row that is taken.
+    report[0] if the slot's `turn` (number of launches) is even, else report[1].
     """
     arrays = (*sampled, *slots, *drafts, state.position, state.step, state.token, state.logprob)
-    arrays += (state.occurred, counts, report, followed)
+    arrays += (state.occurred, counts, report)
     return TAKE_DRAFTS.bind_on_device(arrays, together=together)

@@ -64,8 +64,8 @@ class CudaCache:
     and V begin at a multiple of ALIGNED bytes; unused slots are added if necessary.
     prefills, steps: a model's recordings for this cache. A key of `prefills` is a prefill's sizes.
     drafting: the cache of the block that drafts tokens, if prompts and steps also compute it.
-    kept: rows of the residual stream after the blocks of the latest step, or of the last tokens of
-    prompts, which this block reads.
+    stream_rows: rows of the residual stream after the layers of the latest step, or of the last
+    tokens of prompts, which this block reads.
     """
 
     def __init__(
@@ -107,13 +107,15 @@ class CudaCache:
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
         self.steps: dict[Drafts, Any] = {}  # key: source of the draft tokens that steps verify
         self.drafting: CudaCache | None = None
-        self.kept: CudaArray | None = None
+        self.stream_rows: CudaArray | None = None
 
     def draft_in(self, drafting: CudaCache, width: int) -> None:
-        """Set `drafting`, and allocate `kept` for rows of `width` channels in both caches."""
+        """Set `drafting`, and allocate `stream_rows` of `width` channels in both caches."""
         rows = max(rounded_up(self.batch, 2), min(self.batch * (1 + MAX_DRAFTS), MAX_DRAFT_ROWS))
+        self.stream_rows, drafting.stream_rows = (
+            cupy.zeros((rows, width), "float32") for _ in range(2)
+        )
         self.drafting = drafting
-        self.kept, drafting.kept = (cupy.zeros((rows, width), "float32") for _ in range(2))
 
     def __getstate__(self) -> Any:
         raise InputError(
@@ -199,9 +201,10 @@ class DecodingCaches:
             kept = self._kept(slots, n_ctx, drafting is not None)
         while kept is None:
             try:
-                kept = self.new(slots, n_ctx, pool=True)
+                made = self.new(slots, n_ctx, pool=True)
                 if drafting is not None:
-                    kept.draft_in(drafting.new(slots, n_ctx), self._config.n_embd)
+                    made.draft_in(drafting.new(slots, n_ctx), self._config.n_embd)
+                kept = made
             except MemoryError:
                 if not fewer or slots == 1:
                     raise
@@ -243,8 +246,9 @@ class DecodingCaches:
     def _kept(self, slots: int, n_ctx: int, drafting: bool) -> CudaCache | None:
         """Return a kept cache of an ended decoding with `slots` slots, or None.
 
-        drafting: whether it has a cache of the block that drafts tokens. A cache has at least n_ctx and at most MAX_LARGER * n_ctx positions per slot. Decodings may
-        end, and give back their caches, while this runs.
+        drafting: whether it has a cache of the block that drafts tokens. A cache has at least n_ctx
+        and at most MAX_LARGER * n_ctx positions per slot. Decodings may end, and give back their
+        caches, while this runs.
         """
         for _ in range(len(self._ended)):
             try:

@@ -103,20 +103,20 @@ class DecodingChoice:
         rows: int,
         operands: Mapping[str, Any] | None,
         together: int = 1,
-        kept: int = 0,
+        slots: int = 0,
     ) -> Any:
         """Run a decoding step of `rows` rows (tokens), up to logits, on the executor `do`.
 
         operands: the result of `operands`. None makes results readable, for traces: activations
         stay floats, and RMSNorm, RoPE and the gate have steps of their own. together: neighbouring
-        rows of one sequence. kept: the number of the rows "kept" that continue after the blocks, if
-        they are not all rows.
+        rows of one sequence. slots: number of rows that continue after the layers, one of each
+        sequence; 0 if all rows continue.
         """
         chosen = self._pass(do, rows, operands, together)
-        if not kept:
+        if not slots:
             return forward(chosen, self.architecture, self.config, "logits")
         x = forward(chosen, self.architecture, self.config, "stream")
-        last = self._pass(do, kept, self.operands(kept), 1)
+        last = self._pass(do, slots, self.operands(slots), 1)
         return last.logits(self.architecture.final(last, x, to=("lm_head",)))
 
     def _pass(

@@ -113,8 +113,8 @@ class BlockDraft(Draft):
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
         super().__init__(model, cache)
-        assert cache.kept is not None
-        self._rows, self._order = cache.kept, np.empty(0, np.int32)
+        assert cache.stream_rows is not None
+        self._rows, self._order = cache.stream_rows, np.empty(0, np.int32)
         self._of_slots = cupy.zeros((cache.batch, self._rows.shape[1]), "float32")
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
@@ -139,16 +139,18 @@ class BlockDraft(Draft):
         cupy.copyto(own.state.step, steps.state.step)
         own.place(slots, last, again=True)
         if step.follower is None:
-            assert step.followed is not None
-            assert steps.kept is not None
+            assert steps.stream_rows is not None
             operands = model.decoding.operands(step.rows)
             tensors = {**model.given(), **cache_tensors(self._cache), "tokens": step.by_row[0]}
             tensors |= {"row": steps.row[: step.rows], "positions": step.followed[0]}
-            tensors |= {STREAM: steps.kept[: step.rows], "kept_rows": step.followed[1][:count]}
+            tensors |= {
+                STREAM: steps.stream_rows[: step.rows],
+                "stream_index": step.followed[1][:count],
+            }
             step.follower = model.recordings.make(
                 lambda do: model.decoding.step(do, step.rows, operands, step.together, count),
                 tensors,
-                {"logits": own.logits[:count], "kept": self._rows[:count]},
+                {"logits": own.logits[:count], "stream_rows": self._rows[:count]},
                 overlapping=True,
                 fuses=True,
             )

@@ -54,7 +54,7 @@ class PrefillPrograms:
         ends = np.cumsum(list(self._sizes.values()))[:-1].tolist()
         batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
         self._tensors = {**batch, **cache_tensors(cache)}
-        self._drafting, self._kept = cache.drafting, cache.kept
+        self._drafting, self._stream_rows = cache.drafting, cache.stream_rows
         self._recordings: dict[Want | None, Recording] = {}
         self._known: Mapping[str, Recorded] = {}  # first recording's steps, which others reuse
 
@@ -67,10 +67,10 @@ class PrefillPrograms:
                 outs[f"scores.{first}"] = self._scores[first : first + ROWS_AT_ONCE]
                 if want == "likeliest":
                     outs[f"likeliest.{first}"] = self.likeliest[first : first + ROWS_AT_ONCE]
-            if self._kept is not None:
+            if self._stream_rows is not None:
                 rows = np.arange(len(self._tensors["last"]), dtype=np.int32)
-                outs["kept"] = self._kept[: len(rows)]
-                tensors = {**tensors, "kept_rows": cupy.asarray(rows), **self._of_block(model)}
+                outs["stream_rows"] = self._stream_rows[: len(rows)]
+                tensors = {**tensors, "stream_index": cupy.asarray(rows), **self._of_block(model)}
             made = model.recordings.make(
                 lambda do: model.forward_pass(self.shape, do, want),
                 {**tensors, **self._tensors},

@@ -33,7 +33,14 @@ from gpt2block.engine.passes import STREAM, check_read
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.recording import Recording
 from gpt2block.engine.speculation import StepTimes
-from gpt2block.ops.drafts import MAX_DRAFTS, MAX_KNOWN, TAKEN, DraftTokens, bind_take
+from gpt2block.ops.drafts import (
+    MAX_DRAFTS,
+    MAX_KNOWN,
+    TAKEN,
+    TAKEN_ROWS,
+    DraftTokens,
+    bind_take,
+)
 from gpt2block.ops.sample_token import (
     SampleState,
     Slots,
@@ -70,7 +77,7 @@ class DecodingSteps:
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
         self.cache_tensors = cache_tensors(cache)
-        self.kept = cache.kept
+        self.stream_rows = cache.stream_rows
         # Key: number of slots, kind of logit changes (0, CHANGED or COUNTED), rows per slot, masks.
         self._steps: dict[tuple[int, int, int, bool], DecodingStep] = {}
         # Created on first use: logit changes (slots, CHANGES), counts of sampled tokens (slots, V)
@@ -274,18 +281,20 @@ class DecodingStep:
             forced = self.drafts.history if of.speculate == "forced" else None
             self.by_row = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
             state = of.state._replace(token=self.by_row[0], logprob=self.by_row[1])
-            # positions of the rows, and the last row that is taken of each slot
-            self.followed = None if of.kept is None else cupy.zeros((2, rows), "int32")
             after = (
                 bind_sampled(logits, state, slots, together, tables, counts, masks, forced),
-                bind_take(self.by_row, slots, self.drafts, of.state, together, counts, report,
-                          self.followed),
-            )  # fmt: skip
+                bind_take(self.by_row, slots, self.drafts, of.state, together, counts, report),
+            )
+            if of.stream_rows is not None:
+                self.followed = cupy.zeros((2, rows), "int32")  # see TAKEN_ROWS
+                inputs = (self.by_row[0], row, positions, draft)
+                taken = TAKEN_ROWS.bind_on_device(inputs, self.followed, together=together)
+                after = (after[0], taken, after[1])
         self._given = {**of.cache_tensors, "tokens": tokens, "row": row, "positions": positions}
         self._outs = {"logits": logits}
-        if of.kept is not None:
-            self._given["kept_rows"] = cupy.asarray(np.arange(rows, dtype=np.int32))
-            self._given[STREAM] = self._outs["kept"] = of.kept[:rows]
+        if of.stream_rows is not None:
+            self._given["stream_index"] = cupy.asarray(np.arange(rows, dtype=np.int32))
+            self._given[STREAM] = self._outs["stream_rows"] = of.stream_rows[:rows]
         self.sampler, self._masked, self._floats = after, masked, of.floats
         self.follower: Recording | None = None  # the draft tokens after those that are taken
         self._recording: Recording | None = None

@@ -232,7 +232,8 @@ def forward(
     norm, as input of a later product with lm_head. "hidden": the final norm as floats. "stream":
     the residual stream before the final norm. "log_likelihood", "likeliest": as computed by
     `Pass.scores`. draft: called with the executor and the residual stream of all rows, for "last"
-    and None. If there is a tensor "kept_rows", only these rows of the stream continue, as "kept".
+    and None. If there is a tensor "stream_index", these rows of the residual stream after the
+    layers continue, as "stream_rows".
     """
     # For keys and values alone, the layers after the last one that stores them are not needed.
     whole = want is not None or draft is not None
@@ -257,8 +258,8 @@ def forward(
         o, x, y = o.last_rows(x, y)
     x = of.feed_forward(o, end, x, y)
     del y
-    if o.do.has("kept_rows"):
-        x = o.do("kept", "take", (x, "kept_rows"))
+    if o.do.has("stream_index"):
+        x = o.do("stream_rows", "take", (x, "stream_index"))
     if want == "stream":
         return x
     if want == "hidden":
