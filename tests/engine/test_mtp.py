@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from gpt2block import Model, from_pretrained
+from gpt2block import Checkpoint, Model
 from gpt2block.engine.cuda.draft import BlockDraft
 from gpt2block.engine.model import draft_tensors
 from gpt2block.engine.numpy.model import NumpyModel
 from gpt2block.engine.speculation import SpeculationPolicy
+from gpt2block.files.checkpoints import save_gguf, save_pretrained
+from gpt2block.files.checkpoints.gguf import header_of
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.qwen3_5 import Qwen35Config
 from tests.devices import GPU, running_on
@@ -34,9 +37,13 @@ def made(device: str, dtype: str = "float32") -> Model[Any]:
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Array]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made("cpu").save_pretrained(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def weights(folder: Path) -> dict[str, Array]:
     """Return the tensors of the model by the names of its file."""
-    folder = made("cpu").save_pretrained(tmp_path_factory.mktemp("qwen"))
     return {n: a.astype(float) for n, a in load_file(folder / "model.safetensors").items()}
 
 
@@ -134,3 +141,36 @@ def test_logits_of_draft_tokens(
             output, _ = block(weights, ids, rows_before)
             ids, rows_before = [*ids, token], np.concatenate([rows_before, output[-1:]])
         assert_close(logits, block(weights, ids, rows_before)[1][-1])
+
+
+@pytest.mark.filterwarnings("ignore:.*has no tokenizer")
+def test_files(folder: Path, weights: dict[str, Array], tmp_path: Path) -> None:
+    """GGUF files have the block after the layers; `transformers` writes files without it."""
+    whole = Checkpoint.open(folder)
+    assert whole.config == CONFIG
+    file = save_gguf(tmp_path / "a.gguf", whole, "f32")
+    header = header_of(file)
+    names = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+    for name, of in {**names, "shared_head_norm": "norm"}.items():
+        own = np.float32(weights[f"mtp.{of}.weight"]) + np.float32("norm" in name)
+        np.testing.assert_array_equal(header.tensors[f"blk.2.nextn.{name}.weight"].read(), own)
+    counts = [header.metadata[f"qwen35.{key}"] for key in ("block_count", "nextn_predict_layers")]
+    assert counts == [3, 1]
+    back = load_file(
+        save_pretrained(tmp_path / "back", Checkpoint.open(file)) / "model.safetensors"
+    )
+    for name in (name for name in weights if name.startswith("mtp.")):
+        np.testing.assert_allclose(back[name], weights[name], rtol=0, atol=1e-6)
+    config = json.loads((folder / "config.json").read_text())
+    every = {n: np.float32(a) for n, a in weights.items()}
+    multimodal = {n.replace("model.", "model.language_model.", 1): a for n, a in every.items()}
+    without = {n: a for n, a in every.items() if not n.startswith("mtp.")}
+    dedicated = config | {"mtp_use_dedicated_embeddings": True}
+    for content, stored, found in (
+        ({"model_type": "qwen3_5", "text_config": config}, multimodal, True),
+        (config, without, False),
+        (dedicated, every, False),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        save_file(stored, tmp_path / "model.safetensors")
+        assert (Checkpoint.open(tmp_path).config.draft_config == CONFIG.draft_config) == found

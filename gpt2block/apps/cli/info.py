@@ -37,7 +37,7 @@ from gpt2block.engine.model import check_divides, state_bytes, token_bytes, weig
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints import BUNDLED, Checkpoint
 from gpt2block.files.tokenizers.tokenizer import sources_of_end_tokens
-from gpt2block.models.config import DeltaNets
+from gpt2block.models.config import DRAFTING, DeltaNets
 
 
 def info(
@@ -56,12 +56,18 @@ def info(
         raise InputError("--model: expected the model as the argument or as this option, not both")
     checkpoint = Checkpoint.open(models[0] if models else BUNDLED, revision)
     c = checkpoint.config
+    block = c.draft_config
     memory: dict[str, dict[str, Any]] = {
         formats.dtype: {
             "weights": weight_bytes(c, formats),
             "kv_cache_dtype": formats.cache_dtype,
             "kv_cache_per_row": c.n_ctx * token_bytes(c.layer_caches, formats),
             **({} if c.delta_nets is None else {"states_per_row": state_bytes(c)}),
+            **(
+                {}
+                if block is None
+                else {"draft_kv_cache_per_row": c.n_ctx * token_bytes(block.layer_caches, formats)}
+            ),
         }
         for formats in with_cache(kv_dtype)
     }
@@ -116,6 +122,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
             "sizes": f"{c.n_layer} blocks, width {c.n_embd}, {c.n_head} heads of {c.head_size}"
             f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
             **_delta_facts(c.delta_nets, facts["memory"]),
+            **_draft_facts(checkpoint, facts["memory"].get(facts["default_dtype"], {})),
             **_rope_facts(getattr(c, "scaling", None)),
             "parameters": f"{facts['parameters']:,}",
             "stored": f"{', '.join(facts['dtypes'])}, {megabytes(facts['nbytes'])}",
@@ -172,6 +179,17 @@ def _delta_facts(of: DeltaNets | None, memory: Mapping[str, Mapping[str, Any]]) 
     heads = f"{of.n_k_head} heads of {of.k_size} for keys, {of.n_v_head} of {of.v_size} for values"
     return {"gated delta nets": f"{sum(of.layers)} of {len(of.layers)} blocks, {heads}; states of "
                                 f"{megabytes(states)} float32 a row"}  # fmt: skip
+
+
+def _draft_facts(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return a line: the block that drafts tokens, and its memory. sizes: memory with a dtype."""
+    own = [each for name, each in checkpoint.stored.items() if name.startswith(DRAFTING)]
+    if not own:
+        return {}
+    stored, cache = sum(each.nbytes for each in own), sizes["draft_kv_cache_per_row"]
+    return {"drafts": f"a block of {sum(prod(each.shape) for each in own):,} parameters, "
+                      f"{megabytes(stored)}; with speculate, a kv_cache of {megabytes(cache)} a row"
+                      }  # fmt: skip
 
 
 def _rope_facts(scaling: Any) -> dict[str, str]:

@@ -28,9 +28,9 @@ class CudaDecoding:
     """Decoding on a GPU: a step is launched before the host reads the previous step's tokens.
 
     A stopped sequence is computed for at most one more step. speculate: if it is True, a step also
-    verifies draft tokens if that is expected to be faster. Steps of known texts
-    verify as many tokens as they have rows. draft: the draft model, which drafts tokens in every
-    step; None: draft tokens are copied from the sequence's earlier tokens.
+    verifies draft tokens if that is expected to be faster. Steps of known texts verify as many
+    tokens as they have rows. draft: the draft model, or the block of the model, which drafts tokens
+    in every step; None: draft tokens are copied from the sequence's earlier tokens.
     """
 
     def __init__(

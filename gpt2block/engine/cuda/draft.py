@@ -1,4 +1,4 @@
-"""Speculative decoding: a smaller draft model drafts tokens, which a decoding step verifies.
+"""Speculative decoding: a smaller model, or a block, drafts tokens, which a decoding step verifies.
 
 The draft model has its own kv_cache and sampler. Before each step of the decoding it samples the
 next tokens of each slot with the random numbers that the larger model will use, so that sampled

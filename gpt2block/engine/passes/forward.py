@@ -243,19 +243,16 @@ def forward(
     for h in front:
         x = block(o, of, x, h)
     y = of.attention(o, end, x)
-    if not whole:
-        return None
+    last = o.last_rows(x, y) if want == "last" else (o, x, y)
     if draft is not None:
-        last = o.last_rows(x, y) if want == "last" else None
         every = copy(o)
         every.do = Renamed(o.do, "rows.")
         draft(o.do, of.feed_forward(every, end, x, y))
-        if last is None:
-            return None
-        o, x, y = last
-        del last, every
-    elif want == "last":
-        o, x, y = o.last_rows(x, y)
+        del every
+    if want is None:
+        return None
+    o, x, y = last
+    del last
     x = of.feed_forward(o, end, x, y)
     del y
     if o.do.has("stream_index"):

@@ -44,6 +44,7 @@ from gpt2block.models.config.llama import (
 DRAFT_LAYERS = "mtp_num_hidden_layers"
 # Names that end the name of the matrix w_eh in files with a block that drafts tokens
 JOINED = ("mtp.fc.weight", "nextn.eh_proj.weight")
+OWN = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")  # others that are not read
 HEADS = ("n_k_head", "n_v_head", "k_size", "v_size")
 DELTA, EVERY = "linear_attention", "full_attention_interval"
 NEXT = "nextn_predict_layers"
@@ -129,7 +130,9 @@ class Qwen35Config(PartlyRotatedConfig):
 
     def with_tensors(self, names: Iterable[str]) -> Qwen35Config:
         """Return this config, without a block that drafts tokens if the file does not have it."""
-        return replace(self, mtp=self.mtp and any(name.endswith(JOINED) for name in names))
+        found = [*names]
+        joined, own = (any(name.endswith(each) for name in found) for each in (JOINED, OWN))
+        return replace(self, mtp=self.mtp and joined and not own)
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
