@@ -21,15 +21,7 @@ from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.checkpoints.checkpoint import Checkpoint, FileStates
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.config import (
-    DRAFTING,
-    HALVES,
-    TABLES,
-    LayerCache,
-    ModelConfig,
-    model_shapes,
-    state_shapes,
-)
+from gpt2block.models.config import TABLES, LayerCache, ModelConfig, model_shapes, state_shapes
 from gpt2block.models.weights.gguf import TYPES
 from gpt2block.models.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 from gpt2block.sampling import Sampling
@@ -61,21 +53,6 @@ def weight_bytes(
         if dtype == SCALED:  # one scale per output (row of a table or lm_head)
             total += 4 * shape[0 if name in (*TABLES, "lm_head") else 1]
     return total
-
-
-def draft_tensors(tensors: Iterable[tuple[str, Any, str | None]]) -> Tensors:
-    """Yield the tensors of the block that drafts tokens, from those of the model; wte and lm_head.
-
-    tensors: (name, array or WeightMatrix, layout) of each tensor, as `Tensors`.
-    """
-    for name, array, layout in tensors:
-        own = name.removeprefix(DRAFTING)
-        if own == "w_eh" and layout is not None:
-            of = array.halves() if isinstance(array, WeightMatrix) else ()
-            halves = of or np.split(array, 2, axis=layout.index("K"))
-            yield from ((half, each, layout) for half, each in zip(HALVES, halves, strict=True))
-        elif own != name or name in ("wte", "lm_head"):
-            yield own, array, layout
 
 
 def stored_tensors(

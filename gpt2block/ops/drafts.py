@@ -7,7 +7,6 @@ Kernels: tokens/drafts.cu.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,9 +99,9 @@ TAKE_DRAFTS = Operation(
 
 @variant("rows", FILE, "taken_rows", block=COPYING)
 def _rows(c: Call) -> Launch:
-    slots, args = c.M // c.together, (c.sampled, c.slot_row, c.slot_position, c.draft, c.followed)
-    geometry = Geometry("taken_rows", (ceil(slots / COPYING),), (COPYING,))
-    return launch_at(FILE, geometry, (*args, c.together, c.M, c.B, c.K))
+    slots, rows = c.M // c.together, (c.sampled, c.slot_row, c.slot_position, c.draft, c.followed)
+    geometry = Geometry("taken_rows", (-(-slots // COPYING),), (COPYING,))
+    return launch_at(FILE, geometry, (*rows, c.together, c.M, c.B, c.K))
 
 
 # For the rows of a step, before `take_drafts`: followed[0] gets their positions, followed[1] for

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file, save_file
 
 from gpt2block import Checkpoint, Model
 from gpt2block.engine.cuda.draft import BlockDraft
-from gpt2block.engine.model import draft_tensors
 from gpt2block.engine.numpy.model import NumpyModel
 from gpt2block.engine.speculation import SpeculationPolicy
 from gpt2block.files.checkpoints import save_gguf, save_pretrained
@@ -25,7 +24,8 @@ from tests.devices import GPU, running_on
 from tests.engine.test_architectures_cuda import DELTA_HEADS, FORMATS, SIZES
 
 Array = NDArray[Any]
-CONFIG = Qwen35Config(**SIZES, delta_layers=(True, False), rotary=16, mtp=True, **DELTA_HEADS)
+OWN: dict[str, Any] = {"delta_layers": (True, False), "rotary": 16, "mtp": True, **DELTA_HEADS}
+CONFIG = Qwen35Config(**SIZES, **OWN)
 LIMIT = 5e-6
 
 
@@ -87,7 +87,12 @@ def assert_close(logits: Array, exact: Array) -> None:
 def test_logits_in_numpy(weights: dict[str, Array]) -> None:
     engine, rng = made("cpu").engine, np.random.default_rng(0)
     assert CONFIG.draft_config is not None
-    own = NumpyModel(CONFIG.draft_config, draft_tensors(engine.tensors()), engine.formats)
+    tensors = {n.removeprefix("mtp."): each for n, *each in engine.tensors() if n[0] in "mwl"}
+    joined, layout = tensors.pop("w_eh")
+    halves = np.split(joined, 2, 0 if layout == "KN" else 1)
+    tensors |= {"w_e": [halves[0], layout], "w_h": [halves[1], layout]}
+    given: Any = ((name, *each) for name, each in tensors.items())
+    own = NumpyModel(CONFIG.draft_config, given, engine.formats)
     ids = rng.integers(53, size=30).astype(np.int32)
     stream = rng.standard_normal((30, CONFIG.n_embd), np.float32)
     do = own.executor({**own._tensors([ids], own.new_cache(1, 30)), "stream": stream})

@@ -122,7 +122,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
             "sizes": f"{c.n_layer} blocks, width {c.n_embd}, {c.n_head} heads of {c.head_size}"
             f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
             **_delta_facts(c.delta_nets, facts["memory"]),
-            **_draft_facts(checkpoint, facts["memory"].get(facts["default_dtype"], {})),
+            **_draft_facts(checkpoint.stored, facts["memory"]),
             **_rope_facts(getattr(c, "scaling", None)),
             "parameters": f"{facts['parameters']:,}",
             "stored": f"{', '.join(facts['dtypes'])}, {megabytes(facts['nbytes'])}",
@@ -181,15 +181,17 @@ def _delta_facts(of: DeltaNets | None, memory: Mapping[str, Mapping[str, Any]]) 
                                 f"{megabytes(states)} float32 a row"}  # fmt: skip
 
 
-def _draft_facts(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return a line: the block that drafts tokens, and its memory. sizes: memory with a dtype."""
-    own = [each for name, each in checkpoint.stored.items() if name.startswith(DRAFTING)]
+def _draft_facts(
+    stored: Mapping[str, Any], memory: Mapping[str, Mapping[str, int]]
+) -> dict[str, str]:
+    """Return a line: the block that drafts tokens, and its memory."""
+    own = [each for name, each in stored.items() if name.startswith(DRAFTING)]
     if not own:
         return {}
-    stored, cache = sum(each.nbytes for each in own), sizes["draft_kv_cache_per_row"]
-    return {"drafts": f"a block of {sum(prod(each.shape) for each in own):,} parameters, "
-                      f"{megabytes(stored)}; with speculate, a kv_cache of {megabytes(cache)} a row"
-                      }  # fmt: skip
+    count, nbytes = sum(prod(each.shape) for each in own), sum(each.nbytes for each in own)
+    cache = max(sizes["draft_kv_cache_per_row"] for sizes in memory.values())
+    return {"drafts": f"a block of {count:,} parameters, {megabytes(nbytes)}; with speculate, keys "
+                      f"and values of up to {megabytes(cache)} a row"}  # fmt: skip
 
 
 def _rope_facts(scaling: Any) -> dict[str, str]:

@@ -32,7 +32,6 @@ from gpt2block.engine.states import KeptStates, pool_bytes, pool_shapes
 from gpt2block.errors import InputError
 from gpt2block.models.config import LayerCache, ModelConfig
 from gpt2block.ops.attention_cached import KV_COPY
-from gpt2block.ops.drafts import MAX_DRAFTS
 
 KEPT_SHAPES = 4  # maximum prefill shapes recorded per cache; also maximum temporary caches kept
 KEPT_STARTS = 160  # maximum prefill shapes recorded for the cache of a decoding
@@ -40,7 +39,7 @@ KEPT_CACHES = 2  # maximum caches of ended decodings kept for reuse, with their 
 MAX_LARGER = 2  # maximum size of a reused cache, relative to the size of a new cache
 MAX_SLOTS = 512  # maximum slots of a decoding whose caller accepts fewer slots than requested
 MIN_CONTEXT = 64  # minimum positions per slot in a decoding's cache
-MAX_DRAFT_ROWS = 64  # maximum rows (tokens) of a step that also computes draft tokens
+MIN_STREAM_ROWS = 64  # minimum rows of `stream_rows`: the most of a step with draft tokens
 ALIGNED = 16  # bytes per vector load of the kernels
 
 
@@ -65,8 +64,11 @@ class CudaCache:
     prefills, steps: a model's recordings for this cache. A key of `prefills` is a prefill's sizes.
     drafting: the cache of the block that drafts tokens, if prompts and steps also compute it.
     stream_rows: rows of the residual stream after the layers of the latest step, or of the last
-    tokens of prompts, which this block reads.
+    tokens of prompts, which the block reads; for a cache of a block, rows of the block.
     """
+
+    drafting: CudaCache | None = None
+    stream_rows: CudaArray | None = None
 
     def __init__(
         self,
@@ -106,16 +108,6 @@ class CudaCache:
             self.kept_states = KeptStates(self.states)
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
         self.steps: dict[Drafts, Any] = {}  # key: source of the draft tokens that steps verify
-        self.drafting: CudaCache | None = None
-        self.stream_rows: CudaArray | None = None
-
-    def draft_in(self, drafting: CudaCache, width: int) -> None:
-        """Set `drafting`, and allocate `stream_rows` of `width` channels in both caches."""
-        rows = max(rounded_up(self.batch, 2), min(self.batch * (1 + MAX_DRAFTS), MAX_DRAFT_ROWS))
-        self.stream_rows, drafting.stream_rows = (
-            cupy.zeros((rows, width), "float32") for _ in range(2)
-        )
-        self.drafting = drafting
 
     def __getstate__(self) -> Any:
         raise InputError(
@@ -126,7 +118,7 @@ class CudaCache:
     @property
     def nbytes(self) -> int:
         states = sum(int(each.nbytes) for each in self.states.values())
-        states += 0 if self.drafting is None else self.drafting.nbytes
+        states += self.drafting.nbytes if self.drafting else 0
         return states + sum(int(each[:, : self.batch].nbytes) for each in self.arrays)
 
     def __repr__(self) -> str:
@@ -149,8 +141,6 @@ def copy_slots(cache: CudaCache, copies: Sequence[tuple[int, int, int]]) -> None
     if (states := cache.kept_states) is not None:
         for copy in copies:
             states.copy(*copy)
-    if cache.drafting is not None:
-        copy_slots(cache.drafting, copies)
 
 
 def apart(copies: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
@@ -176,35 +166,35 @@ class DecodingCaches:
         self.of_layers = (config if shard is None else shard).layer_caches
         self._token_bytes = token_bytes(self.of_layers, formats)
         self._ended: deque[CudaCache] = deque()
+        self.of_block: DecodingCaches | None = None  # the caches of the block that drafts tokens
 
     def give_back(self, cache: CudaCache) -> None:
         """Keep the cache of an ended decoding. Any thread may call this at any time."""
         self._ended.append(cache)
 
-    def take(
-        self, slots: int, n_ctx: int, fewer: bool, drafting: DecodingCaches | None = None
-    ) -> CudaCache:
+    def take(self, slots: int, n_ctx: int, fewer: bool, drafting: bool = False) -> CudaCache:
         """Return a cache of at least `slots` slots. fewer: allow fewer slots if memory is short.
 
-        drafting: the caches of the block that drafts tokens, of which the cache then has one.
+        drafting: whether the cache has a cache of the block that drafts tokens.
         """
         n_ctx = min(max(MIN_CONTEXT, rounded_up(n_ctx, 4)), self._config.n_ctx)
         slots = rounded_up(slots, 2)
         if fewer:
             slots = min(slots, MAX_SLOTS)
         self._forget(KEPT_CACHES)
-        kept = self._kept(slots, n_ctx, drafting is not None)
+        kept = self._kept(slots, n_ctx, drafting)
         if fewer and kept is None:
-            of_slot = sum(each._sequence_bytes(n_ctx) for each in (self, drafting) if each)
-            room = min(self._of_all_gpus(self._free() // 2 // of_slot))
+            room = min(self._of_all_gpus(self._free() // 2 // self._sequence_bytes(n_ctx)))
             slots = max(1, min(slots, room))
-            kept = self._kept(slots, n_ctx, drafting is not None)
+            kept = self._kept(slots, n_ctx, drafting)
         while kept is None:
             try:
-                made = self.new(slots, n_ctx, pool=True)
-                if drafting is not None:
-                    made.draft_in(drafting.new(slots, n_ctx), self._config.n_embd)
-                kept = made
+                own = self.of_block.new(slots, n_ctx) if self.of_block and drafting else None
+                kept = self.new(slots, n_ctx, pool=True)
+                kept.drafting = own
+                for each in (kept, own) if own else ():
+                    shape = max(2 * slots, MIN_STREAM_ROWS), self._config.n_embd
+                    each.stream_rows = cupy.zeros(shape, "float32")
             except MemoryError:
                 if not fewer or slots == 1:
                     raise
@@ -246,17 +236,16 @@ class DecodingCaches:
     def _kept(self, slots: int, n_ctx: int, drafting: bool) -> CudaCache | None:
         """Return a kept cache of an ended decoding with `slots` slots, or None.
 
-        drafting: whether it has a cache of the block that drafts tokens. A cache has at least n_ctx
-        and at most MAX_LARGER * n_ctx positions per slot. Decodings may end, and give back their
-        caches, while this runs.
+        A cache has at least n_ctx and at most MAX_LARGER * n_ctx positions per slot. drafting: as
+        for `take`. Decodings may end, and give back their caches, while this runs.
         """
         for _ in range(len(self._ended)):
             try:
                 cache = self._ended.popleft()
             except IndexError:
                 return None
-            fits = cache.batch == slots and n_ctx <= cache.n_ctx <= MAX_LARGER * n_ctx
-            if fits and (cache.drafting is not None) == drafting:
+            fits = cache.batch == slots and (cache.drafting is not None) == drafting
+            if fits and n_ctx <= cache.n_ctx <= MAX_LARGER * n_ctx:
                 return cache
             self._ended.append(cache)
         return None

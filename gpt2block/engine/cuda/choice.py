@@ -98,12 +98,7 @@ class DecodingChoice:
         return found
 
     def step(
-        self,
-        do: Executor,
-        rows: int,
-        operands: Mapping[str, Any] | None,
-        together: int = 1,
-        slots: int = 0,
+        self, do: Executor, rows: int, operands: Any, together: int = 1, slots: int = 0
     ) -> Any:
         """Run a decoding step of `rows` rows (tokens), up to logits, on the executor `do`.
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gpt2block.engine.cuda.caches import MAX_DRAFT_ROWS, CudaCache, copy_slots
+from gpt2block.engine.cuda.caches import CudaCache, copy_slots
 from gpt2block.engine.cuda.draft import Draft
 from gpt2block.engine.cuda.grammars import Drafted, Pending, SlotMatchers
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.cuda.prefill import prefill_starts
 from gpt2block.engine.cuda.start_up import start_up
-from gpt2block.engine.cuda.steps import DecodingStep, InFlight, steps_of
+from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, DecodingStep, InFlight, steps_of
 from gpt2block.engine.grammars import MaskJob
 from gpt2block.engine.model import NOTHING, Drafts, Ids, Sampled, Start, in_groups, without
 from gpt2block.engine.recorder import rounded_up
@@ -135,9 +135,8 @@ class CudaDecoding:
         It has one row per slot, or the least rows of the draft. grammars: whether a slot with
         tokens left to sample has a grammar.
         """
-        slots, together = self._running(), 1
-        if self._draft and not grammars:
-            together = self._draft.least_rows
+        slots = self._running()
+        together = self._draft.least_rows if self._draft and not grammars else 1
         if self._texts is not None and len(slots):
             together = self._rows_of_texts(slots)
         if len(slots):
@@ -310,7 +309,7 @@ class CudaDecoding:
         for result in self._in_flight:
             result.accept()
         # Determined tokens are computed as draft tokens, if rows for them fit into the next step.
-        find = len(slots) * ROWS[0] <= MAX_DRAFT_ROWS and bool(self._matchers.masked[slots].all())
+        find = self._fits(slots) and bool(self._matchers.masked[slots].all())
         find = find and self._texts is None
         jobs, late = self._matchers.compute(slots, drafts, find)
         late = self._model.recordings.agreed(late)  # other GPUs wait for masks that the first has
@@ -331,9 +330,13 @@ class CudaDecoding:
         for each in stopped:
             result.leave_out(each)
 
+    def _fits(self, slots: Ids) -> bool:
+        """Whether a step can have rows for draft tokens of all these slots."""
+        return len(slots) * ROWS[0] <= MAX_DRAFT_ROWS
+
     def _follow(self, step: DecodingStep, slots: Ids) -> None:
         """Let the draft read the rows of a step whose sampler is launched."""
-        if self._draft:
+        if self._draft and self._fits(slots):
             self._draft.follow(step, slots, self._steps)
 
     def _launch(self) -> bool:
@@ -345,7 +348,7 @@ class CudaDecoding:
         if self._pace:
             together = self._pace.together(slots, MAX_DRAFT_ROWS)
             together = self._model.recordings.agreed(together)
-        if self._draft:
+        if self._draft and self._fits(slots):
             together = max(together, self._draft.least_rows)
             self._model.recordings.meet()  # the draft may allocate memory, so gathers wait
             count = max(together - 1, 1)

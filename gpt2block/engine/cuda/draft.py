@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gpt2block.cuda import cupy
-from gpt2block.engine.cuda.caches import MAX_DRAFT_ROWS, CudaCache, copy_slots
+from gpt2block.engine.cuda.caches import CudaCache, copy_slots
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.cuda.prefill import prefill_starts
 from gpt2block.engine.cuda.steps import DecodingStep, DecodingSteps, steps_of
@@ -101,24 +101,20 @@ class Draft:
 
 
 class BlockDraft(Draft):
-    """A block of the model that drafts tokens from the model's residual stream.
+    """The block of a model that drafts tokens from the model's residual stream.
 
     A step of the block reads a token, and the row of the stream at the position before it. After
-    each decoding step, `follow` computes the rows of the tokens that the step has sampled, of which
-    the last one that is taken drafts the next token. Further draft tokens come from the block's own
-    rows. Prompts of the model compute the block's keys and values, too.
+    each decoding step, `follow` computes the rows of the tokens that the step has sampled; the last
+    one that is taken drafts the next token. Further draft tokens come from the block's own rows.
     """
 
     least_rows = 1
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
         super().__init__(model, cache)
-        assert cache.stream_rows is not None
-        self._rows, self._order = cache.stream_rows, np.empty(0, np.int32)
-        self._of_slots = cupy.zeros((cache.batch, self._rows.shape[1]), "float32")
-
-    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Do nothing: the block's cache is copied with the model's."""
+        self._rows: Any = cache.stream_rows  # of the slots in `_order`
+        self._of_slots: Any = self._rows.copy()
+        self._order = np.empty(0, np.int32)
 
     def extend(self, group: Sequence[Start]) -> None:
         """Do nothing: prompts of the model compute the block's keys and values."""
@@ -128,55 +124,49 @@ class BlockDraft(Draft):
         slots = np.array([start.slot for start in group], np.int32)
         self._steps.begin(self._model, group, slots, self._steps.logits)
 
+    def _placed(self, slots: Ids, steps: DecodingSteps, ahead: int) -> DecodingStep:
+        """Return the block's step for slots, with their rows of the stream, tokens and positions.
+
+        ahead: number of draft tokens after the tokens that the model has sampled.
+        """
+        own = self._steps
+        if not np.array_equal(slots, self._order):
+            self._of_slots[cupy.asarray(self._order)] = self._rows[: len(self._order)]
+            self._rows[: len(slots)] = self._of_slots[cupy.asarray(slots)]
+            self._order = slots
+        step = own.of(self._model, slots)
+        cupy.copyto(own.state.position, steps.state.position)
+        own.state.step[...] = steps.state.step + ahead
+        own.place(slots, step, again=True)
+        return step
+
     def follow(self, step: DecodingStep, slots: Ids, steps: DecodingSteps) -> None:
         """Compute the tokens that `step` has sampled, and draft the token after the last one."""
-        if len(slots) * ROWS[0] > MAX_DRAFT_ROWS:
-            return
-        own, model, count = self._steps, self._model, step.rows // step.together
-        last = own.of(model, slots, count=count)
-        self._arrange(slots)
-        cupy.copyto(own.state.position, steps.state.position)
-        cupy.copyto(own.state.step, steps.state.step)
-        own.place(slots, last, again=True)
+        first, model, rows = self._placed(slots, steps, 0), self._model, step.rows
         if step.follower is None:
-            assert steps.stream_rows is not None
-            operands = model.decoding.operands(step.rows)
-            tensors = {**model.given(), **cache_tensors(self._cache), "tokens": step.by_row[0]}
-            tensors |= {"row": steps.row[: step.rows], "positions": step.followed[0]}
-            tensors |= {
-                STREAM: steps.stream_rows[: step.rows],
-                "stream_index": step.followed[1][:count],
-            }
+            count, operands, (positions, last) = (
+                first.rows,
+                model.decoding.operands(rows),
+                step.followed,
+            )
+            stream: Any = steps.stream_rows
+            inputs = {"tokens": step.by_row[0], "row": steps.row[:rows], "positions": positions}
+            inputs |= {STREAM: stream[:rows], "stream_index": last[:count]}
             step.follower = model.recordings.make(
-                lambda do: model.decoding.step(do, step.rows, operands, step.together, count),
-                tensors,
-                {"logits": own.logits[:count], "stream_rows": self._rows[:count]},
+                lambda do: model.decoding.step(do, rows, operands, step.together, count),
+                {**model.given(), **cache_tensors(self._cache), **inputs},
+                {"logits": self._steps.logits[:count], "stream_rows": self._rows[:count]},
                 overlapping=True,
                 fuses=True,
             )
-            step.follower.after = last.sampler
+            step.follower.after = first.sampler
         step.follower.repeat(model.stream)
 
     def propose(self, slots: Ids, count: int, steps: DecodingSteps, stream: Any) -> None:
         """Write `count` draft tokens per slot into `steps`, of which `follow` drafted the first."""
-        if len(slots) * ROWS[0] > MAX_DRAFT_ROWS:
-            return
         assert steps.drafts is not None
-        own = self._steps
-        step = own.of(self._model, slots)
-        self._arrange(slots)
-        cupy.copyto(own.state.position, steps.state.position)
-        own.state.step[...] = steps.state.step + 1
-        own.place(slots, step, again=True)
-        cupy.copyto(steps.drafts.draft[:, 0], own.state.token)
-        for n in range(1, count):
-            step.recording(self._model).repeat(self._model.stream)
-            cupy.copyto(steps.drafts.draft[:, n], own.state.token)
-
-    def _arrange(self, slots: Ids) -> None:
-        """Put the block's rows of the stream in the order of `slots`."""
-        if np.array_equal(slots, self._order):
-            return
-        self._of_slots[cupy.asarray(self._order)] = self._rows[: len(self._order)]
-        self._rows[: len(slots)] = self._of_slots[cupy.asarray(slots)]
-        self._order = slots
+        step = self._placed(slots, steps, 1)
+        for n in range(count):
+            if n:
+                step.recording(self._model).repeat(stream)
+            cupy.copyto(steps.drafts.draft[:, n], self._steps.state.token)

@@ -21,19 +21,13 @@ from gpt2block.cuda import cupy, doctor
 from gpt2block.cuda.arrays import ArrayArg, CudaArray, mapped, to_host
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import Formats
-from gpt2block.engine.cuda.caches import (
-    KEPT_SHAPES,
-    MAX_DRAFT_ROWS,
-    CudaCache,
-    DecodingCaches,
-    forget_oldest,
-)
+from gpt2block.engine.cuda.caches import KEPT_SHAPES, CudaCache, DecodingCaches, forget_oldest
 from gpt2block.engine.cuda.choice import DecodingChoice
 from gpt2block.engine.cuda.decoding import MAX_KNOWN_TEXTS, CudaDecoding
 from gpt2block.engine.cuda.draft import BlockDraft, Draft
 from gpt2block.engine.cuda.prefill import PrefillPrograms, Requested, programs_of
 from gpt2block.engine.cuda.products import choose_products, divisors, request_kernels
-from gpt2block.engine.cuda.steps import DecodingSteps, steps_of
+from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, DecodingSteps, steps_of
 from gpt2block.engine.cuda.timeline import timed
 from gpt2block.engine.cuda.weights import CudaWeights, PromptWeights, check_room
 from gpt2block.engine.model import (
@@ -44,7 +38,6 @@ from gpt2block.engine.model import (
     Output,
     StepResult,
     Tensors,
-    draft_tensors,
     in_groups,
     in_shared_memory,
     padded,
@@ -62,7 +55,7 @@ from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.architectures.architecture import Value
-from gpt2block.models.config import DRAFTING, ModelConfig, model_shapes
+from gpt2block.models.config import DRAFTING, HALVES, ModelConfig, model_shapes
 from gpt2block.models.weights.matrix import on_host
 from gpt2block.ops.attention import tensor_cores_take
 from gpt2block.ops.attention_cached import continues_exactly
@@ -145,14 +138,19 @@ class CudaModel(CudaWeights):
 
         It has copies of the halves of w_eh; the whole matrix is then kept in host memory.
         """
-        config = self.config.draft_config
-        if config is None or self._shard is not None:
+        config, whole, shared = self.config.draft_config, f"{DRAFTING}w_eh", ("wte", "lm_head")
+        if config is None:
             return None
-        whole, name = self._matrices, f"{DRAFTING}w_eh"
-        vectors = [(name, on_host(each), None) for name, each in self._vectors.items()]
-        tensors = draft_tensors([*vectors, *((n, w, "NK") for n, w in whole.items())])
+        stored: dict[str, Any] = {
+            n: (on_host(a), None) for n, a in self._vectors.items() if DRAFTING in n
+        }
+        halves = zip(HALVES, self._matrices[whole].halves(), strict=True)
+        own = {n: a for n, a in self._matrices.items() if DRAFTING in n or n in shared}
+        stored |= {n: (a, "NK") for n, a in (*own.items(), *halves) if n != whole}
+        tensors: Any = ((n.removeprefix(DRAFTING), *each) for n, each in stored.items())
         made = CudaModel(config, tensors, self.formats, self.device, trunk=self)
-        whole[name] = whole[name].mapped(on_host)
+        self._matrices[whole] = self._matrices[whole].mapped(on_host)
+        self._caches.of_block = made._caches
         return made
 
     def __getstate__(self) -> object:
@@ -381,14 +379,13 @@ class CudaModel(CudaWeights):
             slots = min(slots, most)
         with self.running():
             self.stream.synchronize()  # raises an exception if the GPU is lost
-            block = self.block if speculate is True and smaller is None else None
-            cache = self._caches.take(slots, n_ctx, fewer, block._caches if block else None)
+            drafting = self.block is not None and speculate is True and smaller is None
+            cache = self._caches.take(slots, n_ctx, fewer, drafting)
             slots = min(slots, cache.batch)
-            if block is not None and cache.drafting is not None:
-                own = BlockDraft(block, cache.drafting)
-                decoding = CudaDecoding(self, cache, slots, speculate, own)
-            elif smaller is None:
-                decoding = CudaDecoding(self, cache, slots, speculate)
+            if smaller is None:
+                own = cache.drafting
+                block = BlockDraft(self.block, own) if self.block and own else None
+                decoding = CudaDecoding(self, cache, slots, speculate, block)
             else:
                 draft, kept = smaller.drafting(cache.batch, n_ctx)
                 decoding = CudaDecoding(self, cache, slots, speculate, draft)
@@ -471,9 +468,10 @@ class CudaModel(CudaWeights):
 
     def forward_pass(self, shape: Prefill, do: Executor, want: Want | None) -> Value:
         """Run a prefill of this shape, up to the output `want`, on the executor `do`."""
-        chosen, reads = self._prefill_pass(shape, do), do.has(f"{DRAFTING}tokens")
-        draft = partial(self.block.read_stream, shape) if self.block and reads else None
-        return forward(chosen, self._architecture, self.config, want, draft)
+        chosen = self._prefill_pass(shape, do)
+        if self.block and do.has(f"{DRAFTING}tokens"):
+            chosen.draft = partial(self.block.read_stream, shape)
+        return forward(chosen, self._architecture, self.config, want)
 
     def read_stream(self, shape: Prefill, do: Executor, stream: Value) -> None:
         """Compute keys and values of the block that drafts tokens, from the residual stream."""

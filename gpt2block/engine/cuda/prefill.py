@@ -54,7 +54,8 @@ class PrefillPrograms:
         ends = np.cumsum(list(self._sizes.values()))[:-1].tolist()
         batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
         self._tensors = {**batch, **cache_tensors(cache)}
-        self._drafting, self._stream_rows = cache.drafting, cache.stream_rows
+        self._drafting: Any = cache.drafting
+        self._stream_rows: Any = cache.stream_rows
         self._recordings: dict[Want | None, Recording] = {}
         self._known: Mapping[str, Recorded] = {}  # first recording's steps, which others reuse
 
@@ -67,7 +68,7 @@ class PrefillPrograms:
                 outs[f"scores.{first}"] = self._scores[first : first + ROWS_AT_ONCE]
                 if want == "likeliest":
                     outs[f"likeliest.{first}"] = self.likeliest[first : first + ROWS_AT_ONCE]
-            if self._stream_rows is not None:
+            if self._drafting is not None:
                 rows = np.arange(len(self._tensors["last"]), dtype=np.int32)
                 outs["stream_rows"] = self._stream_rows[: len(rows)]
                 tensors = {**tensors, "stream_index": cupy.asarray(rows), **self._of_block(model)}
@@ -86,8 +87,6 @@ class PrefillPrograms:
 
     def _of_block(self, model: CudaPasses) -> dict[str, Any]:
         """Return {name: tensor} of the block that drafts tokens; it reads each token's next one."""
-        assert model.block is not None
-        assert self._drafting is not None
         own = {**self._tensors, "tokens": self._tensors["targets"], **cache_tensors(self._drafting)}
         own |= model.block.prompt_weights(head=False)
         return {DRAFTING + name: each for name, each in own.items()}

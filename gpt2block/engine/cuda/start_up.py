@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from gpt2block.cuda import cupy
-from gpt2block.engine.cuda.caches import MAX_DRAFT_ROWS, CudaCache
+from gpt2block.engine.cuda.caches import CudaCache
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.cuda.prefill import programs_of, start_kind
-from gpt2block.engine.cuda.steps import DecodingStep, steps_of
+from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, DecodingStep, steps_of
 from gpt2block.engine.model import Ids
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.speculation import ROWS

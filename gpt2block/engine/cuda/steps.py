@@ -15,7 +15,7 @@ import numpy as np
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, on_device, pinned
-from gpt2block.engine.cuda.caches import MAX_DRAFT_ROWS, CudaCache
+from gpt2block.engine.cuda.caches import CudaCache
 from gpt2block.engine.cuda.grammars import ANY_NUMBER, HostMasks
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.grammars import Matcher
@@ -33,14 +33,7 @@ from gpt2block.engine.passes import STREAM, check_read
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.recording import Recording
 from gpt2block.engine.speculation import StepTimes
-from gpt2block.ops.drafts import (
-    MAX_DRAFTS,
-    MAX_KNOWN,
-    TAKEN,
-    TAKEN_ROWS,
-    DraftTokens,
-    bind_take,
-)
+from gpt2block.ops.drafts import MAX_DRAFTS, MAX_KNOWN, TAKEN, TAKEN_ROWS, DraftTokens, bind_take
 from gpt2block.ops.sample_token import (
     SampleState,
     Slots,
@@ -53,6 +46,7 @@ from gpt2block.ops.top_logprobs import TOP_LOGPROBS
 from gpt2block.sampling import CHANGES, MAX_ALTERNATIVES, Sampling, changes
 
 CHANGED, COUNTED = 1, 2  # kinds of logit changes; COUNTED: penalties need counts of sampled tokens
+MAX_DRAFT_ROWS = 64  # maximum rows (tokens) of a step that also computes draft tokens
 
 
 class DecodingSteps:
@@ -76,8 +70,7 @@ class DecodingSteps:
         self.rows = rows = max(B, min(B * (1 + most), MAX_DRAFT_ROWS))
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
-        self.cache_tensors = cache_tensors(cache)
-        self.stream_rows = cache.stream_rows
+        self.cache_tensors, self.stream_rows = cache_tensors(cache), cache.stream_rows
         # Key: number of slots, kind of logit changes (0, CHANGED or COUNTED), rows per slot, masks.
         self._steps: dict[tuple[int, int, int, bool], DecodingStep] = {}
         # Created on first use: logit changes (slots, CHANGES), counts of sampled tokens (slots, V)
@@ -106,20 +99,16 @@ class DecodingSteps:
             step.restart()
 
     def of(
-        self,
-        model: CudaPasses,
-        slots: Ids,
-        together: int = 1,
-        masked: bool = False,
-        count: int | None = None,
+        self, model: CudaPasses, slots: Ids, together: int = 1, masked: bool = False
     ) -> DecodingStep:
         """Return the DecodingStep for at least len(slots) slots. together: rows per slot.
 
-        masked: whether rows may have masks of allowed tokens. count: number of slots of the step.
+        masked: whether rows may have masks of allowed tokens.
         """
         changed = int(self._changed[slots].max(initial=0))
         # With draft tokens, the number of slots is a power of two, which limits the recorded steps.
-        count = count or min(rounded_up(len(slots), 2 if together == 1 else 1), self.batch)
+        most = 2 if together == 1 and self.stream_rows is None else 1
+        count = min(rounded_up(len(slots), most), self.batch)
         kind = count, changed, together, masked
         if kind not in self._steps:
             model.recordings.meet()  # before memory is allocated
@@ -281,22 +270,19 @@ class DecodingStep:
             forced = self.drafts.history if of.speculate == "forced" else None
             self.by_row = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
             state = of.state._replace(token=self.by_row[0], logprob=self.by_row[1])
-            after = (
-                bind_sampled(logits, state, slots, together, tables, counts, masks, forced),
-                bind_take(self.by_row, slots, self.drafts, of.state, together, counts, report),
-            )
-            if of.stream_rows is not None:
-                self.followed = cupy.zeros((2, rows), "int32")  # see TAKEN_ROWS
-                inputs = (self.by_row[0], row, positions, draft)
-                taken = TAKEN_ROWS.bind_on_device(inputs, self.followed, together=together)
-                after = (after[0], taken, after[1])
+            sampled = bind_sampled(logits, state, slots, together, tables, counts, masks, forced)
+            self.followed = cupy.zeros((2, rows), "int32")
+            inputs = (self.by_row[0], row, positions, draft)
+            taken = TAKEN_ROWS.bind_on_device(inputs, self.followed, together=together)
+            take = bind_take(self.by_row, slots, self.drafts, of.state, together, counts, report)
+            after = (sampled, take) if of.stream_rows is None else (sampled, taken, take)
         self._given = {**of.cache_tensors, "tokens": tokens, "row": row, "positions": positions}
         self._outs = {"logits": logits}
         if of.stream_rows is not None:
             self._given["stream_index"] = cupy.asarray(np.arange(rows, dtype=np.int32))
             self._given[STREAM] = self._outs["stream_rows"] = of.stream_rows[:rows]
         self.sampler, self._masked, self._floats = after, masked, of.floats
-        self.follower: Recording | None = None  # the draft tokens after those that are taken
+        self.follower: Recording | None = None  # the draft tokens after the tokens that are taken
         self._recording: Recording | None = None
         self.captured = False  # whether the next launch only replays a CUDA graph
         self.restart()

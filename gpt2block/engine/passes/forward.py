@@ -57,6 +57,9 @@ class Pass(ABC):
     of_steps: Mapping[str, Any] = {}
     spans: Value = None  # the result of `delta_spans`
     stream: Value = "stream"  # rows of another model's residual stream, if the model reads them
+    # called with the executor and the residual stream of all rows after the layers, by a pass whose
+    # output is "last" or None
+    draft: Callable[[Executor, Value], None] | None = None
 
     def embed(self) -> Value:
         """Return a row per token: token embedding, plus position embedding if there is one.
@@ -219,24 +222,17 @@ def block(o: Any, of: Architecture, x: Value, h: str = "") -> Value:
     return of.feed_forward(o, h, x, of.attention(o, h, x))
 
 
-def forward(
-    o: Any,
-    of: Architecture,
-    config: ModelConfig,
-    want: Want | None,
-    draft: Callable[[Executor, Value], None] | None = None,
-) -> Value:
+def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) -> Value:
     """Run a model on the pass `o` up to the output `want`. None: stop after the last K and V.
 
     "last": logits of the last row of each sequence. "logits": logits of all rows. "rows": the final
     norm, as input of a later product with lm_head. "hidden": the final norm as floats. "stream":
     the residual stream before the final norm. "log_likelihood", "likeliest": as computed by
-    `Pass.scores`. draft: called with the executor and the residual stream of all rows, for "last"
-    and None. If there is a tensor "stream_index", these rows of the residual stream after the
+    `Pass.scores`. If there is a tensor "stream_index", these rows of the residual stream after the
     layers continue, as "stream_rows".
     """
     # For keys and values alone, the layers after the last one that stores them are not needed.
-    whole = want is not None or draft is not None
+    whole = want is not None or o.draft is not None
     layers = config.n_layer if whole else 1 + max(each.layer for each in config.layer_caches)
     *front, end = (f"h.{n}." for n in range(layers))
     x = o.embed()
@@ -244,11 +240,10 @@ def forward(
         x = block(o, of, x, h)
     y = of.attention(o, end, x)
     last = o.last_rows(x, y) if want == "last" else (o, x, y)
-    if draft is not None:
+    if o.draft is not None:
         every = copy(o)
         every.do = Renamed(o.do, "rows.")
-        draft(o.do, of.feed_forward(every, end, x, y))
-        del every
+        o.draft(o.do, of.feed_forward(every, end, x, y))
     if want is None:
         return None
     o, x, y = last

@@ -113,8 +113,7 @@ def _layer_of(name: str) -> int:
 def _drafting(header: Header) -> int:
     """Return the number of last blocks of a file that only draft tokens."""
     named = header.metadata.get("general.architecture")
-    found: int = header.metadata.get(f"{named}.nextn_predict_layers", 0)
-    return found
+    return int(header.metadata.get(f"{named}.nextn_predict_layers", 0))
 
 
 def fields_of(kind: type[ModelConfig]) -> Mapping[str, tuple[str, Any]]:

@@ -5,7 +5,6 @@ llama     Llama 1 to 3, SmolLM2, TinyLlama and others
 qwen2     Qwen2.5
 qwen3     The dense models of Qwen3
 qwen3_5   The text models of Qwen3.5 and Qwen3.6, without mixtures of experts
-qwen3_5_mtp  The block of Qwen3.5 that drafts tokens
 mistral   Mistral 7B and Mistral Nemo
 ministral3  Ministral 3
 granite   Granite 3, 4.1 and 4.2
@@ -41,7 +40,6 @@ from gpt2block.models.architectures import (
     qwen2,
     qwen3,
     qwen3_5,
-    qwen3_5_mtp,
     smollm3,
 )
 from gpt2block.models.architectures.architecture import Architecture
@@ -56,12 +54,10 @@ _ALL: Sequence[Architecture] = (
 _NAMESAKES = (mistral, granitemoehybrid, olmo3)
 GGUF_WITH_WINDOW: Mapping[str, Architecture] = {olmo3.GGUF: olmo3}
 ARCHITECTURES = {each.CONFIG.MODEL_TYPE: each for each in _ALL}  # keys: model_type in config.json
-# Blocks in the files of a model
-_DRAFTING: Mapping[str, Architecture] = {qwen3_5_mtp.CONFIG.MODEL_TYPE: qwen3_5_mtp}
 # Keys are general.architecture in GGUF files.
 GGUF_ARCHITECTURES = {each.GGUF: each for each in _ALL if each.GGUF and each not in _NAMESAKES}
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
     """Return the module that describes the architecture of a model with this config."""
-    return {**ARCHITECTURES, **_DRAFTING}[config.MODEL_TYPE]
+    return ARCHITECTURES[config.MODEL_TYPE]

@@ -4,8 +4,15 @@ A gated delta net keeps a matrix S for each head instead of keys and values, and
 grow with the text: `reference.delta_inputs` and `reference.delta_rule` have the formulas. Attention
 multiplies its result by sigmoid(gate), has norms of q and k, and RoPE rotates a part of each head.
 Weights of norms are stored as w and multiply as 1 + w; the norm after the delta rule has plain
-weights. Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024), and
-Qwen3_5 in `transformers`.
+weights.
+
+A block drafts tokens (multi-token prediction, MTP). From the residual stream of a token before the
+final norm, and the next token's embedding, it predicts the token after the next one: the product of
+w_eh with the norms of both rows, a layer with attention, and a norm. Embeddings and lm_head are the
+model's. To draft further tokens, the block reads its own output instead of the stream.
+
+Sources: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024); Qwen3_5 in
+`transformers`; DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2.
 """
 
 from __future__ import annotations
@@ -44,7 +51,6 @@ from gpt2block.models.config.llama import (
 DRAFT_LAYERS = "mtp_num_hidden_layers"
 # Names that end the name of the matrix w_eh in files with a block that drafts tokens
 JOINED = ("mtp.fc.weight", "nextn.eh_proj.weight")
-OWN = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")  # others that are not read
 HEADS = ("n_k_head", "n_v_head", "k_size", "v_size")
 DELTA, EVERY = "linear_attention", "full_attention_interval"
 NEXT = "nextn_predict_layers"
@@ -116,8 +122,12 @@ class Qwen35Config(PartlyRotatedConfig):
                              f"{self.n_k_head}")  # fmt: skip
 
     @property
-    def delta_nets(self) -> DeltaNets:
-        """Return the sizes of the layers that are gated delta nets."""
+    def delta_nets(self) -> DeltaNets | None:
+        """Return the sizes of the layers that are gated delta nets; None if there are none."""
+        return self._delta_nets if any(self.delta_layers) else None
+
+    @property
+    def _delta_nets(self) -> DeltaNets:
         heads = self.n_k_head, self.n_v_head, self.k_size, self.v_size
         return DeltaNets(self.delta_layers, *heads, self.tiled)
 
@@ -130,9 +140,7 @@ class Qwen35Config(PartlyRotatedConfig):
 
     def with_tensors(self, names: Iterable[str]) -> Qwen35Config:
         """Return this config, without a block that drafts tokens if the file does not have it."""
-        found = [*names]
-        joined, own = (any(name.endswith(each) for name in found) for each in (JOINED, OWN))
-        return replace(self, mtp=self.mtp and joined and not own)
+        return replace(self, mtp=self.mtp and any(name.endswith(JOINED) for name in names))
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
@@ -142,14 +150,14 @@ class Qwen35Config(PartlyRotatedConfig):
 
     def block_shapes(self) -> Shapes:
         """Return {name: shape} of the tensors of both kinds of blocks."""
-        return {**self._shapes(True), **self._shapes(False)}
+        return {**self._shapes(any(self.delta_layers)), **self._shapes(False)}
 
     def shapes_of(self, layer: int) -> Shapes:
         """Return {name: shape} of the tensors of a layer's block."""
         return self._shapes(self.delta_layers[layer])
 
     def _shapes(self, delta: bool) -> Shapes:
-        llama, of, C = super().block_shapes(), self.delta_nets, self.n_embd
+        llama, of, C = super().block_shapes(), self._delta_nets, self.n_embd
         H, size = (self.n_v_head,), (self.head_size,)
         own: dict[str, tuple[int, ...]]
         if delta:
@@ -164,7 +172,7 @@ class Qwen35Config(PartlyRotatedConfig):
 
     def file_rows(self, name: str, layer: int) -> tuple[int, ...]:
         """Return the rows of each tensor of a file that has rows of a block's tensor `name`."""
-        of = self.delta_nets
+        of = self._delta_nets
         rows = {"w_in": (of.channels, of.values), "w_ba": (of.n_v_head, of.n_v_head)}
         return {**rows, "w_g": (self.q_width, 0, 0)}.get(name) or super().file_rows(name, layer)
 
@@ -241,26 +249,16 @@ class Qwen35Config(PartlyRotatedConfig):
         """Return {key: value} of the fields that have keys in GGUF files."""
         drafting = {"block_count": self.n_layer + 1, NEXT: 1} if self.mtp else {}
         return super().gguf_settings() | drafting | {
-            "ssm.conv_kernel": 4, "ssm.inner_size": self.delta_nets.values,
+            "ssm.conv_kernel": 4, "ssm.inner_size": self._delta_nets.values,
             RECURRENT: self.delta_layers + (False,) * self.mtp,
             "rope.dimension_sections": [self.rotary // 2, 0, 0, 0],
         }  # fmt: skip
 
 
 class Qwen35DraftConfig(Qwen35Config):
-    """Sizes of the block that drafts tokens: one layer with attention, see `qwen3_5_mtp`."""
+    """Sizes of the block that drafts tokens: a model of one layer, which has attention."""
 
-    NAME: ClassVar[str] = "Qwen3_5 MTP"
-    MODEL_TYPE: ClassVar[str] = "qwen3_5_mtp"
     READS_STREAM: ClassVar[bool] = True
-
-    @property
-    def delta_nets(self) -> None:  # type: ignore[override]
-        """None: the only layer has attention."""
-
-    def block_shapes(self) -> Shapes:
-        """Return {name: shape} of the tensors of the block with attention."""
-        return self._shapes(False)
 
     def outer_shapes(self) -> tuple[Shapes, Shapes]:
         """Return {name: shape} of the tensors before and after the block, without lm_head."""
@@ -331,7 +329,8 @@ def constants(config: Qwen35Config, vectors: Mapping[str, Any]) -> dict[str, Any
             found[f"{name}_and_1"] = gamma
         if delta:
             found[f"h.{n}.rate"] = np.exp(vectors[f"h.{n}.a_log"])
-    return found | {"gamma_f_and_1": 1 + vectors["gamma_f"]}
+    others = ("gamma_f", *("gamma_e", "gamma_h") * config.READS_STREAM)
+    return found | {f"{name}_and_1": 1 + vectors[name] for name in others}
 
 
 def _factors(config: Qwen35Config, largest: Mapping[str, float]) -> dict[str, float]:
@@ -349,8 +348,10 @@ def stream_bounds(config: Qwen35Config, largest: Mapping[str, float]) -> Iterato
     Gates of attention increase no magnitude. A head of a delta net's norm has a Euclidean norm of
     at most sqrt(v_size) times the largest γ, before SiLU(z) multiplies it.
     """
-    C, of, factors = config.n_embd, config.delta_nets, _factors(config, largest)
+    C, of, factors = config.n_embd, config._delta_nets, _factors(config, largest)
     stream = largest["wte"]
+    if config.READS_STREAM:
+        stream = C * sum(factors[f"gamma_{n}"] * largest[f"w_{n}"] for n in "eh")
     yield stream
     for h, delta in zip(_layers(config), config.delta_layers, strict=True):
 
@@ -370,8 +371,9 @@ def operand_bounds(
     config: Qwen35Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
     """Bound operands as Llama and Qwen3 do. |W (1+w)| <= |W| + |W w| for a row W of a matrix."""
-    root, factors, of = math.sqrt(config.n_embd), _factors(config, largest), config.delta_nets
-    bounds = {"rms_f": root * factors["gamma_f"]}
+    root, factors, of = math.sqrt(config.n_embd), _factors(config, largest), config._delta_nets
+    norms_of = "feh" if config.READS_STREAM else "f"
+    bounds = {f"rms_{n}": root * factors[f"gamma_{n}"] for n in norms_of}
     for h, delta in zip(_layers(config), config.delta_layers, strict=True):
 
         def product(n: int, name: str, h: str = h) -> Any:
