@@ -20,6 +20,7 @@ from gpt2block.files.checkpoints import save_gguf, save_pretrained
 from gpt2block.files.checkpoints.gguf import header_of
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.qwen3_5 import Qwen35Config
+from gpt2block.models.config import HALVES
 from tests.devices import GPU, running_on
 from tests.engine.test_architectures_cuda import DELTA_HEADS, FORMATS, SIZES
 
@@ -87,11 +88,11 @@ def assert_close(logits: Array, exact: Array) -> None:
 def test_logits_in_numpy(weights: dict[str, Array]) -> None:
     engine, rng = made("cpu").engine, np.random.default_rng(0)
     assert CONFIG.draft_config is not None
-    tensors = {n.removeprefix("mtp."): each for n, *each in engine.tensors() if n[0] in "mwl"}
-    joined, layout = tensors.pop("w_eh")
-    halves = np.split(joined, 2, 0 if layout == "KN" else 1)
-    tensors |= {"w_e": [halves[0], layout], "w_h": [halves[1], layout]}
-    given: Any = ((name, *each) for name, each in tensors.items())
+    tensors: Any = {n: each for n, *each in engine.tensors()}
+    (joined, layout), head = tensors["mtp.w_eh"], [(n, *tensors[n]) for n in ("wte", "lm_head")]
+    halves = zip(HALVES, np.split(joined, 2, layout.index("K")), strict=True)
+    given = [(n[4:], *each) for n, each in tensors.items() if n.startswith("mtp.")]
+    given += [*head, *((n, half, layout) for n, half in halves)]
     own = NumpyModel(CONFIG.draft_config, given, engine.formats)
     ids = rng.integers(53, size=30).astype(np.int32)
     stream = rng.standard_normal((30, CONFIG.n_embd), np.float32)

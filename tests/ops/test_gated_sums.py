@@ -176,7 +176,7 @@ def model_steps(model: Model[Any]) -> list[Any]:
     """Return the steps of the plan for one row."""
     engine: Any = model.engine
     do = outlines.outline(model.config)
-    engine.decoding.step(do, 1, engine.decoding.operands(1))
+    engine.decoding.step(do, 1, engine.decoding.operands(1), 1)
     return do.steps
 
 

@@ -56,18 +56,12 @@ def info(
         raise InputError("--model: expected the model as the argument or as this option, not both")
     checkpoint = Checkpoint.open(models[0] if models else BUNDLED, revision)
     c = checkpoint.config
-    block = c.draft_config
     memory: dict[str, dict[str, Any]] = {
         formats.dtype: {
             "weights": weight_bytes(c, formats),
             "kv_cache_dtype": formats.cache_dtype,
             "kv_cache_per_row": c.n_ctx * token_bytes(c.layer_caches, formats),
             **({} if c.delta_nets is None else {"states_per_row": state_bytes(c)}),
-            **(
-                {}
-                if block is None
-                else {"draft_kv_cache_per_row": c.n_ctx * token_bytes(block.layer_caches, formats)}
-            ),
         }
         for formats in with_cache(kv_dtype)
     }
@@ -122,7 +116,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
             "sizes": f"{c.n_layer} blocks, width {c.n_embd}, {c.n_head} heads of {c.head_size}"
             f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
             **_delta_facts(c.delta_nets, facts["memory"]),
-            **_draft_facts(checkpoint.stored, facts["memory"]),
+            **_draft_facts(checkpoint),
             **_rope_facts(getattr(c, "scaling", None)),
             "parameters": f"{facts['parameters']:,}",
             "stored": f"{', '.join(facts['dtypes'])}, {megabytes(facts['nbytes'])}",
@@ -181,17 +175,16 @@ def _delta_facts(of: DeltaNets | None, memory: Mapping[str, Mapping[str, Any]]) 
                                 f"{megabytes(states)} float32 a row"}  # fmt: skip
 
 
-def _draft_facts(
-    stored: Mapping[str, Any], memory: Mapping[str, Mapping[str, int]]
-) -> dict[str, str]:
+def _draft_facts(checkpoint: Checkpoint) -> dict[str, str]:
     """Return a line: the block that drafts tokens, and its memory."""
-    own = [each for name, each in stored.items() if name.startswith(DRAFTING)]
-    if not own:
+    c, stored = checkpoint.config, checkpoint.stored.items()
+    if c.draft_config is None:
         return {}
+    own = [each for name, each in stored if name.startswith(DRAFTING)]
     count, nbytes = sum(prod(each.shape) for each in own), sum(each.nbytes for each in own)
-    cache = max(sizes["draft_kv_cache_per_row"] for sizes in memory.values())
+    cache = c.n_ctx * token_bytes(c.draft_config.layer_caches, Formats("float16"))
     return {"drafts": f"a block of {count:,} parameters, {megabytes(nbytes)}; with speculate, keys "
-                      f"and values of up to {megabytes(cache)} a row"}  # fmt: skip
+                      f"and values of {megabytes(cache)} float16 a row"}  # fmt: skip
 
 
 def _rope_facts(scaling: Any) -> dict[str, str]:

@@ -68,7 +68,7 @@ class CudaCache:
     """
 
     drafting: CudaCache | None = None
-    stream_rows: CudaArray | None = None
+    stream_rows: Any = None
 
     def __init__(
         self,

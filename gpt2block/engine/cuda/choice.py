@@ -97,9 +97,7 @@ class DecodingChoice:
             return {name: each for name, each in found.items() if name == "lm_head"}
         return found
 
-    def step(
-        self, do: Executor, rows: int, operands: Any, together: int = 1, slots: int = 0
-    ) -> Any:
+    def step(self, do: Executor, rows: int, operands: Any, together: int, slots: int = 0) -> Any:
         """Run a decoding step of `rows` rows (tokens), up to logits, on the executor `do`.
 
         operands: the result of `operands`. None makes results readable, for traces: activations

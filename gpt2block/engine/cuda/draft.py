@@ -112,9 +112,9 @@ class BlockDraft(Draft):
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
         super().__init__(model, cache)
-        self._rows: Any = cache.stream_rows  # of the slots in `_order`
-        self._of_slots: Any = self._rows.copy()
-        self._order = np.empty(0, np.int32)
+        # `_order`: the slots of the first `_rows`
+        self._rows, self._order = cache.stream_rows, np.empty(0, np.int32)
+        self._of_slots = self._rows.copy()
 
     def extend(self, group: Sequence[Start]) -> None:
         """Do nothing: prompts of the model compute the block's keys and values."""
@@ -144,14 +144,10 @@ class BlockDraft(Draft):
         """Compute the tokens that `step` has sampled, and draft the token after the last one."""
         first, model, rows = self._placed(slots, steps, 0), self._model, step.rows
         if step.follower is None:
-            count, operands, (positions, last) = (
-                first.rows,
-                model.decoding.operands(rows),
-                step.followed,
-            )
-            stream: Any = steps.stream_rows
+            (positions, last), count = step.followed, first.rows
+            operands = model.decoding.operands(rows)
             inputs = {"tokens": step.by_row[0], "row": steps.row[:rows], "positions": positions}
-            inputs |= {STREAM: stream[:rows], "stream_index": last[:count]}
+            inputs |= {STREAM: steps.stream_rows[:rows], "stream_index": last[:count]}
             step.follower = model.recordings.make(
                 lambda do: model.decoding.step(do, rows, operands, step.together, count),
                 {**model.given(), **cache_tensors(self._cache), **inputs},

@@ -130,7 +130,7 @@ class CudaModel(CudaWeights):
                 exact = continues_exactly(config.head_size, formats.fp8_cache) and not hi_lo
                 self.continues_exactly = exact or self._reads_cache
                 self.divides_prompts = self.continues_exactly
-                self.block = self._draft_block()
+                self.block: Any = self._draft_block()
                 self.stream.synchronize()
 
     def _draft_block(self) -> CudaModel | None:
@@ -138,16 +138,16 @@ class CudaModel(CudaWeights):
 
         It has copies of the halves of w_eh; the whole matrix is then kept in host memory.
         """
-        config, whole, shared = self.config.draft_config, f"{DRAFTING}w_eh", ("wte", "lm_head")
+        config, whole = self.config.draft_config, f"{DRAFTING}w_eh"
         if config is None:
             return None
-        stored: dict[str, Any] = {
-            n: (on_host(a), None) for n, a in self._vectors.items() if DRAFTING in n
-        }
-        halves = zip(HALVES, self._matrices[whole].halves(), strict=True)
-        own = {n: a for n, a in self._matrices.items() if DRAFTING in n or n in shared}
-        stored |= {n: (a, "NK") for n, a in (*own.items(), *halves) if n != whole}
-        tensors: Any = ((n.removeprefix(DRAFTING), *each) for n, each in stored.items())
+        stored: dict[str, Any] = {n: (on_host(a), None) for n, a in self._vectors.items()}
+        stored |= {n: (a, "NK") for n, a in self._matrices.items()}
+        halves = zip(HALVES, stored.pop(whole)[0].halves(), strict=True)
+        stored |= {DRAFTING + n: (a, "NK") for n, a in halves}
+        stored |= {DRAFTING + n: stored[n] for n in ("wte", "lm_head")}
+        own = {n.removeprefix(DRAFTING): each for n, each in stored.items() if DRAFTING in n}
+        tensors = ((n, *each) for n, each in own.items())
         made = CudaModel(config, tensors, self.formats, self.device, trunk=self)
         self._matrices[whole] = self._matrices[whole].mapped(on_host)
         self._caches.of_block = made._caches
@@ -379,12 +379,11 @@ class CudaModel(CudaWeights):
             slots = min(slots, most)
         with self.running():
             self.stream.synchronize()  # raises an exception if the GPU is lost
-            drafting = self.block is not None and speculate is True and smaller is None
+            drafting = self.block is not None and smaller is None and speculate is True
             cache = self._caches.take(slots, n_ctx, fewer, drafting)
             slots = min(slots, cache.batch)
             if smaller is None:
-                own = cache.drafting
-                block = BlockDraft(self.block, own) if self.block and own else None
+                block = BlockDraft(self.block, cache.drafting) if cache.drafting else None
                 decoding = CudaDecoding(self, cache, slots, speculate, block)
             else:
                 draft, kept = smaller.drafting(cache.batch, n_ctx)

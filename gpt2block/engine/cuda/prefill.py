@@ -55,7 +55,7 @@ class PrefillPrograms:
         batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
         self._tensors = {**batch, **cache_tensors(cache)}
         self._drafting: Any = cache.drafting
-        self._stream_rows: Any = cache.stream_rows
+        self._stream_rows = cache.stream_rows
         self._recordings: dict[Want | None, Recording] = {}
         self._known: Mapping[str, Recorded] = {}  # first recording's steps, which others reuse
 

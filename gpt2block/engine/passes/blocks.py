@@ -22,8 +22,7 @@ class PassSettings(NamedTuple):
     `Scales`. gelu: whether the gate of the feed-forward is GELU. delta_nets: as in ModelConfig.
     convs: whether each layer has a short convolution in place of attention; () if none has. values:
     whether heads of V have norms. layers: as `layer_embeddings` of ModelConfig. readers: prefixes
-    of the names of the layers that read the keys and values of an earlier layer. reads_stream: as
-    READS_STREAM of ModelConfig.
+    of the names of the layers that read the keys and values of an earlier layer.
     """
 
     n_head: int
@@ -48,7 +47,6 @@ class PassSettings(NamedTuple):
     readers: tuple[str, ...] = ()
     delta_nets: DeltaNets | None = None
     convs: tuple[bool, ...] = ()
-    reads_stream: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig) -> PassSettings:
@@ -74,7 +72,6 @@ class PassSettings(NamedTuple):
             readers=tuple(f"h.{n}." for n in config.reading_layers),
             delta_nets=config.delta_nets,
             convs=config.conv_layers,
-            reads_stream=config.READS_STREAM,
         )
 
     def frequencies_of(self, h: str) -> str:

@@ -70,7 +70,7 @@ class Pass(ABC):
             self.spans = self.do("spans", "delta_spans", SPANS, **self.of_steps)
         inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.embedding
         scaled = {} if factor == 1 else {"factor": factor}
-        if self.c.reads_stream:
+        if self.do.has("gamma_e_and_1"):
             return self._joined(self.do("vectors", "encoder_rows", inputs, **scaled))
         if not self.c.embedding_norm:
             x = self.do("embedding", "encoder_rows", inputs, **scaled)

@@ -80,9 +80,8 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
     with about(file):
         config = _config(header).with_tensors(header.tensors)
     found: dict[str, Stored] = {}
-    unread = _drafting(header) and config.draft_config is None
     for name, tensor in header.tensors.items():
-        if unread and _layer_of(name) >= config.n_layer:
+        if _layer_of(name) >= config.n_layer and _drafting(header) and not config.draft_config:
             continue
         tensor.check_type()
         heads, added = differences(config, name)

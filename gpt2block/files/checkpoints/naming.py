@@ -57,8 +57,7 @@ class Naming:
 
     def with_prefix(self, name: str) -> str:
         """Return a tensor's name with the prefix that `transformers` writes."""
-        own = name == "lm_head.weight" or name.startswith(DRAFTING)
-        return name if own else self.prefix + name
+        return name if name.startswith(("lm_head.", DRAFTING)) else self.prefix + name
 
     def layers(self, names: Mapping[str, object]) -> int:
         """Return the number of blocks that have tensors. `names`: tensor names without prefixes."""

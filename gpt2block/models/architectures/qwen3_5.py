@@ -48,7 +48,6 @@ from gpt2block.models.config.llama import (
     check_layers,
 )
 
-DRAFT_LAYERS = "mtp_num_hidden_layers"
 # Names that end the name of the matrix w_eh in files with a block that drafts tokens
 JOINED = ("mtp.fc.weight", "nextn.eh_proj.weight")
 HEADS = ("n_k_head", "n_v_head", "k_size", "v_size")
@@ -209,7 +208,7 @@ class Qwen35Config(PartlyRotatedConfig):
         """Convert the content of a config.json to {field of this class: value}."""
         fields, kinds = super()._fields_in(config), (DELTA, KINDS[0])
         own = config.get("mtp_use_dedicated_embeddings")  # else they are the model's
-        fields["mtp"] = config.get(DRAFT_LAYERS) == 1 and not own
+        fields["mtp"] = config.get("mtp_num_hidden_layers") == 1 and not own
         types = config.get("layer_types")
         if types is None:
             every = check_count(EVERY, config.get(EVERY, 4))
@@ -227,7 +226,8 @@ class Qwen35Config(PartlyRotatedConfig):
         types = [DELTA if delta else KINDS[0] for delta in self.delta_layers]
         return content | {
             "rope_parameters": rope | {PARTIAL: self.rotary_part}, "layer_types": types,
-            "pad_token_id": None, "linear_conv_kernel_dim": 4, DRAFT_LAYERS: int(self.mtp),
+            "pad_token_id": None, "linear_conv_kernel_dim": 4,
+            "mtp_num_hidden_layers": int(self.mtp),
         }  # fmt: skip
 
     @classmethod
