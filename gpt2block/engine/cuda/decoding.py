@@ -188,7 +188,8 @@ class CudaDecoding:
         if pace is not None:
             pace.result(len(result.slots), result.together)
             if not result.masked:
-                pace.add(result.slots, result.flags)
+                drafted = max(result.together - 1, 1) if self._draft else None
+                pace.add(result.slots, result.flags[:, :drafted])
 
     def _running(self) -> Ids:
         """Return the slots with tokens left to sample that are not late."""
@@ -210,7 +211,8 @@ class CudaDecoding:
         if self._matchers is not None and self._matchers.late:
             self._resume(self._matchers)
         if self._pending is None and not self._with_grammars():
-            while len(self._in_flight) < IN_FLIGHT and self._launch():
+            most = self._draft.in_flight if self._draft else IN_FLIGHT
+            while len(self._in_flight) < most and self._launch():
                 pass
         elif not self._found:
             if self._pending is None:

@@ -32,6 +32,7 @@ class Draft:
     """
 
     least_rows = ROWS[0]  # minimum rows per slot of a decoding step
+    in_flight = 2  # maximum launched steps whose results the host has not read
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
         self._model, self._cache = model, cache
@@ -108,7 +109,8 @@ class BlockDraft(Draft):
     one that is taken drafts the next token. Further draft tokens come from the block's own rows.
     """
 
-    least_rows = 1
+    # The host reads a step's result while the block computes, and then chooses the next step.
+    least_rows = in_flight = 1
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
         super().__init__(model, cache)
