@@ -17,7 +17,7 @@ from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, DecodingStep, InFlight, 
 from gpt2block.engine.grammars import MaskJob
 from gpt2block.engine.model import NOTHING, Drafts, Ids, Sampled, Start, in_groups, without
 from gpt2block.engine.recorder import rounded_up
-from gpt2block.engine.speculation import ROWS, SpeculationPolicy
+from gpt2block.engine.speculation import MIN_SHARE, ROWS, SpeculationPolicy
 
 PREFILL_TOKENS = 8192  # maximum prompt tokens of one prefill
 IN_FLIGHT = 2  # maximum launched steps whose results the host has not read
@@ -45,7 +45,8 @@ class CudaDecoding:
         self._model, self._cache, self._draft = model, cache, draft
         self._steps = steps_of(model, cache, speculate)
         drafts = speculate is True
-        self._pace = SpeculationPolicy(cache.batch, self._steps.times) if drafts else None
+        least = draft.least_share if draft else MIN_SHARE
+        self._pace = SpeculationPolicy(cache.batch, self._steps.times, least) if drafts else None
         # Per slot: known text, if the steps verify known texts.
         self._texts: list[Ids] | None = None
         if speculate in ("known", "forced"):
@@ -125,7 +126,8 @@ class CudaDecoding:
             self._sample(Pending(step, slots, [()] * len(group)))
         else:
             self._in_flight.append(step.sample(slots, bool(self._alternatives[slots].any())))
-            self._follow(step, slots)
+            if self._draft:
+                self._draft.follow(step, slots, self._steps)
         if self._pace:
             self._pace.begin(slots)
 
@@ -189,7 +191,7 @@ class CudaDecoding:
             pace.result(len(result.slots), result.together)
             if not result.masked:
                 drafted = max(result.together - 1, 1) if self._draft else None
-                pace.add(result.slots, result.flags[:, :drafted])
+                pace.add(result.slots, result.flags, drafted)
 
     def _running(self) -> Ids:
         """Return the slots with tokens left to sample that are not late."""
@@ -311,7 +313,7 @@ class CudaDecoding:
         for result in self._in_flight:
             result.accept()
         # Determined tokens are computed as draft tokens, if rows for them fit into the next step.
-        find = self._fits(slots) and bool(self._matchers.masked[slots].all())
+        find = len(slots) * ROWS[0] <= MAX_DRAFT_ROWS and bool(self._matchers.masked[slots].all())
         find = find and self._texts is None
         jobs, late = self._matchers.compute(slots, drafts, find)
         late = self._model.recordings.agreed(late)  # other GPUs wait for masks that the first has
@@ -324,22 +326,14 @@ class CudaDecoding:
         self._matchers.expect(slots, jobs, step.together)
         planned = self._plan() if go_on and self._with_grammars() else None
         result = step.sample(slots, bool(self._alternatives[slots].any()))
-        self._follow(step, slots)
+        if self._draft:
+            self._draft.follow(step, slots, self._steps)
         if planned:
             self._launch_forward(planned)
         result.expected = expected
         self._in_flight.append(result.with_masks([job and job.matcher for job in jobs]))
         for each in stopped:
             result.leave_out(each)
-
-    def _fits(self, slots: Ids) -> bool:
-        """Whether a step can have rows for draft tokens of all these slots."""
-        return len(slots) * ROWS[0] <= MAX_DRAFT_ROWS
-
-    def _follow(self, step: DecodingStep, slots: Ids) -> None:
-        """Let the draft read the rows of a step whose sampler is launched."""
-        if self._draft and self._fits(slots):
-            self._draft.follow(step, slots, self._steps)
 
     def _launch(self) -> bool:
         """Launch a step for slots with tokens left to sample; return False if no slot has any."""
@@ -350,7 +344,7 @@ class CudaDecoding:
         if self._pace:
             together = self._pace.together(slots, MAX_DRAFT_ROWS)
             together = self._model.recordings.agreed(together)
-        if self._draft and self._fits(slots):
+        if self._draft and len(slots) * ROWS[0] <= MAX_DRAFT_ROWS:
             together = max(together, self._draft.least_rows)
             self._model.recordings.meet()  # the draft may allocate memory, so gathers wait
             count = max(together - 1, 1)
@@ -362,7 +356,8 @@ class CudaDecoding:
         self._steps.place(slots, step, again=self._draft is not None)
         alternatives = bool(self._alternatives[slots].any())
         result = step.run(self._model, slots, alternatives)
-        self._follow(step, slots)
+        if self._draft:
+            self._draft.follow(step, slots, self._steps)
         if self._texts is not None:
             result.expected = np.minimum(self._left[slots], together)
         self._left[slots] -= result.expected

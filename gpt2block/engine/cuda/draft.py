@@ -17,10 +17,10 @@ from gpt2block.cuda import cupy
 from gpt2block.engine.cuda.caches import CudaCache, copy_slots
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.cuda.prefill import prefill_starts
-from gpt2block.engine.cuda.steps import DecodingStep, DecodingSteps, steps_of
+from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, DecodingStep, DecodingSteps, steps_of
 from gpt2block.engine.model import Ids, Start, cache_tensors
 from gpt2block.engine.passes import STREAM
-from gpt2block.engine.speculation import ROWS
+from gpt2block.engine.speculation import MIN_SHARE, ROWS
 from gpt2block.ops.sample_token import Slots, bind_place
 
 
@@ -33,6 +33,7 @@ class Draft:
 
     least_rows = ROWS[0]  # minimum rows per slot of a decoding step
     in_flight = 2  # maximum launched steps whose results the host has not read
+    least_share = MIN_SHARE  # as in SpeculationPolicy
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
         self._model, self._cache = model, cache
@@ -109,8 +110,9 @@ class BlockDraft(Draft):
     one that is taken drafts the next token. Further draft tokens come from the block's own rows.
     """
 
-    # The host reads a step's result while the block computes, and then chooses the next step.
-    least_rows = in_flight = 1
+    # The host reads a step's result while the block computes, and then chooses the next step. A
+    # step of one row shows, too, whether the block's next token is right.
+    least_rows, in_flight, least_share = 1, 1, 0.4
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
         super().__init__(model, cache)
@@ -144,6 +146,8 @@ class BlockDraft(Draft):
 
     def follow(self, step: DecodingStep, slots: Ids, steps: DecodingSteps) -> None:
         """Compute the tokens that `step` has sampled, and draft the token after the last one."""
+        if len(slots) * ROWS[0] > MAX_DRAFT_ROWS:
+            return  # the next step has one row per slot
         first, model, rows = self._placed(slots, steps, 0), self._model, step.rows
         if step.follower is None:
             (positions, last), count = step.followed, first.rows
