@@ -13,7 +13,7 @@ from gpt2block.engine.cuda.grammars import Drafted, Pending, SlotMatchers
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.cuda.prefill import prefill_starts
 from gpt2block.engine.cuda.start_up import start_up
-from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, DecodingStep, InFlight, steps_of
+from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, InFlight, steps_of
 from gpt2block.engine.grammars import MaskJob
 from gpt2block.engine.model import NOTHING, Drafts, Ids, Sampled, Start, in_groups, without
 from gpt2block.engine.recorder import rounded_up
