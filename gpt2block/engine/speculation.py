@@ -74,17 +74,15 @@ class SpeculationPolicy:
     changes no token.
     """
 
-    def __init__(
-        self, slots: int, times: StepTimes | None = None, least: float = MIN_SHARE
-    ) -> None:
+    def __init__(self, slots: int, times: StepTimes | None = None, low: float = MIN_SHARE) -> None:
         """times: times that earlier policies have measured for the same steps.
 
-        least: minimum share of right draft tokens at which a step with draft tokens is considered.
+        low: minimum share of right draft tokens at which a step with draft tokens is considered.
         """
         # Per slot: shares of right draft tokens, as in RIGHT_FIRST.
         self._shares = [list(RIGHT_FIRST) for _ in range(slots)]
         self._state = [0] * slots  # per slot: whether the last draft token was right, or OPEN
-        self._least = least
+        self._low = low
         self._times = StepTimes() if times is None else times
         self._last: float | None = None
 
@@ -135,7 +133,7 @@ class SpeculationPolicy:
         if len(slots) * ROWS[0] > most:
             return 1
         shares = [(self._shares[slot][self._state[slot]], self._shares[slot][1]) for slot in slots]
-        if max(first for first, _ in shares) < self._least:
+        if max(first for first, _ in shares) < self._low:
             return 1
         return self._fastest(lambda rows: sum(_expected(*share, rows) for share in shares),
                              len(slots), most)  # fmt: skip

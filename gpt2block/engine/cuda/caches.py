@@ -67,7 +67,7 @@ class CudaCache:
     tokens of prompts, which the block reads; for a cache of a block, rows of the block.
     """
 
-    drafting: CudaCache | None = None
+    drafting: Any = None
     stream_rows: Any = None
 
     def __init__(
@@ -192,8 +192,8 @@ class DecodingCaches:
                 own = self.of_block.new(slots, n_ctx) if self.of_block and drafting else None
                 kept = self.new(slots, n_ctx, pool=True)
                 kept.drafting = own
+                shape = max(2 * slots, MIN_STREAM_ROWS), self._config.n_embd
                 for each in (kept, own) if own else ():
-                    shape = max(2 * slots, MIN_STREAM_ROWS), self._config.n_embd
                     each.stream_rows = cupy.zeros(shape, "float32")
             except MemoryError:
                 if not fewer or slots == 1:

@@ -54,8 +54,7 @@ class PrefillPrograms:
         ends = np.cumsum(list(self._sizes.values()))[:-1].tolist()
         batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
         self._tensors = {**batch, **cache_tensors(cache)}
-        self._drafting: Any = cache.drafting
-        self._stream_rows = cache.stream_rows
+        self._drafting, self._stream_rows = cache.drafting, cache.stream_rows
         self._recordings: dict[Want | None, Recording] = {}
         self._known: Mapping[str, Recorded] = {}  # first recording's steps, which others reuse
 

@@ -70,8 +70,7 @@ class DecodingSteps:
         self.rows = rows = max(B, min(B * (1 + most), MAX_DRAFT_ROWS))
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
-        self.cache_tensors = cache_tensors(cache)
-        self.stream_rows: Any = cache.stream_rows
+        self.cache_tensors, self.stream_rows = cache_tensors(cache), cache.stream_rows
         # Key: number of slots, kind of logit changes (0, CHANGED or COUNTED), rows per slot, masks.
         self._steps: dict[tuple[int, int, int, bool], DecodingStep] = {}
         # Created on first use: logit changes (slots, CHANGES), counts of sampled tokens (slots, V)

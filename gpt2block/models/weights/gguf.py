@@ -176,7 +176,7 @@ class GgufMatrix(WeightMatrix):
         scale = None if self.scale is None else self.scale[begin:end]
         return self._share(self.data[before : before + own], scale, ranges=ranges)
 
-    def halves(self) -> tuple[Self, Self]:
+    def halves(self) -> tuple[Self, ...]:
         """Return copies of the halves of the inputs, each a multiple of a tile's inputs."""
         ((name, _),), multiple = self.ranges, self.units * UNIT
         if self.K % (2 * multiple):
