@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
 
 from gpt2block import Checkpoint, Model
+from gpt2block.apps.cli.app import application
 from gpt2block.engine.cuda.draft import BlockDraft
 from gpt2block.engine.numpy.model import NumpyModel
 from gpt2block.engine.speculation import SpeculationPolicy
@@ -22,7 +24,7 @@ from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.qwen3_5 import Qwen35Config
 from gpt2block.models.config import HALVES
 from tests.devices import GPU, running_on
-from tests.engine.test_architectures_cuda import DELTA_HEADS, FORMATS, SIZES
+from tests.engine.test_architectures_cuda import DELTA_HEADS, SIZES
 
 Array = NDArray[Any]
 OWN: dict[str, Any] = {"delta_layers": (True, False), "rotary": 16, "mtp": True, **DELTA_HEADS}
@@ -30,11 +32,11 @@ CONFIG = Qwen35Config(**SIZES, **OWN)
 LIMIT = 5e-6
 
 
-def made(device: str, dtype: str = "float32") -> Model[Any]:
+def made(device: str) -> Model[Any]:
     """Return a model of random weights, matrices ten times as large as usual."""
     random = random_model(0, CONFIG)
     wide = ((name, a * np.float32(10 if layout else 1), layout) for name, a, layout in random)
-    return Model.from_tensors(CONFIG, wide, device, dtype, FORMATS[dtype])
+    return Model.from_tensors(CONFIG, wide, device, "float32")
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +130,7 @@ def test_logits_of_draft_tokens(
     with running_on(where):
         model = made("cuda")
         prompt = np.random.default_rng(1).integers(53, size=9).tolist()
-        options: dict[str, Any] = {
-            "max_new_tokens": 24,
-            "temperature": 0,
-            "stop_ids": (),
-            "seed": 1,
-        }
+        options: Any = {"max_new_tokens": 24, "temperature": 0, "stop_ids": (), "seed": 1}
         alone = model.generate(prompt, **options)
         text = prompt + list(alone.tokens)
         monkeypatch.setattr(BlockDraft, "follow", followed)
@@ -141,6 +138,7 @@ def test_logits_of_draft_tokens(
         assert model.generate(prompt, speculate=True, **options) == alone
         (states,) = model.engine.forward([np.array(text, np.int32)], "states")
     stream = states[-2].astype(float)
+    assert {len(draft) for _, draft, _ in found} == {0, 2, 6}
     for at, draft, logits in found:
         ids, rows_before = text[1 : at + 1], stream[:at]
         for token in draft:
@@ -162,20 +160,20 @@ def test_files(folder: Path, weights: dict[str, Array], tmp_path: Path) -> None:
         np.testing.assert_array_equal(header.tensors[f"blk.2.nextn.{name}.weight"].read(), own)
     counts = [header.metadata[f"qwen35.{key}"] for key in ("block_count", "nextn_predict_layers")]
     assert counts == [3, 1]
-    back = load_file(
-        save_pretrained(tmp_path / "back", Checkpoint.open(file)) / "model.safetensors"
-    )
-    for name in (name for name in weights if name.startswith("mtp.")):
-        np.testing.assert_allclose(back[name], weights[name], rtol=0, atol=1e-6)
+    saved = save_pretrained(tmp_path / "back", Checkpoint.open(file))
+    for name, array in load_file(saved / "model.safetensors").items():
+        if name.startswith("mtp."):
+            np.testing.assert_allclose(array, weights[name], rtol=0, atol=1e-6)
+    ran = CliRunner().invoke(application(), ["info", str(saved)])
+    assert "a block of 65,984 parameters, 263.9 kB; with speculate, keys" in ran.output
     config = json.loads((folder / "config.json").read_text())
     every = {n: np.float32(a) for n, a in weights.items()}
     multimodal = {n.replace("model.", "model.language_model.", 1): a for n, a in every.items()}
     without = {n: a for n, a in every.items() if not n.startswith("mtp.")}
-    dedicated = config | {"mtp_use_dedicated_embeddings": True}
     for content, stored, found in (
         ({"model_type": "qwen3_5", "text_config": config}, multimodal, True),
         (config, without, False),
-        (dedicated, every, False),
+        (config | {"mtp_use_dedicated_embeddings": True}, every, False),
     ):
         (tmp_path / "config.json").write_text(json.dumps(content))
         save_file(stored, tmp_path / "model.safetensors")

@@ -192,9 +192,9 @@ class DecodingCaches:
                 own = self.of_block.new(slots, n_ctx) if self.of_block and drafting else None
                 kept = self.new(slots, n_ctx, pool=True)
                 kept.drafting = own
-                shape = max(2 * slots, MIN_STREAM_ROWS), self._config.n_embd
                 for each in (kept, own) if own else ():
-                    each.stream_rows = cupy.zeros(shape, "float32")
+                    rows = max(2 * slots, MIN_STREAM_ROWS)
+                    each.stream_rows = cupy.zeros((rows, self._config.n_embd), "float32")
             except MemoryError:
                 if not fewer or slots == 1:
                     raise

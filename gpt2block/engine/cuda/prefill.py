@@ -103,8 +103,7 @@ class PrefillPrograms:
         rows: row of the cache for each sequence, in ascending order. starts: number of tokens that
         each of these rows already has.
         """
-        targets = want in SCORED or self._drafting is not None
-        self._send(sequences, rows, starts, targets)
+        self._send(sequences, rows, starts, want in SCORED or self._drafting is not None)
         recording = self.recording(model, "hidden" if want == "states" else want)
         if want == "states":
             names = ["embedding", *(f"h.{n}.output" for n in range(model.config.n_layer))]

@@ -232,8 +232,7 @@ def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) ->
     layers continue, as "stream_rows".
     """
     # For keys and values alone, the layers after the last one that stores them are not needed.
-    whole = want is not None or o.draft is not None
-    layers = config.n_layer if whole else 1 + max(each.layer for each in config.layer_caches)
+    layers = config.n_layer if want or o.draft else 1 + max(c.layer for c in config.layer_caches)
     *front, end = (f"h.{n}." for n in range(layers))
     x = o.embed()
     for h in front:

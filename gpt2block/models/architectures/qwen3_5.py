@@ -372,8 +372,9 @@ def operand_bounds(
 ) -> dict[str, float]:
     """Bound operands as Llama and Qwen3 do. |W (1+w)| <= |W| + |W w| for a row W of a matrix."""
     root, factors, of = math.sqrt(config.n_embd), _factors(config, largest), config._delta_nets
-    norms_of = "feh" if config.READS_STREAM else "f"
-    bounds = {f"rms_{n}": root * factors[f"gamma_{n}"] for n in norms_of}
+    bounds = {
+        f"rms_{n}": root * factors[f"gamma_{n}"] for n in "feh"[: 1 + 2 * config.READS_STREAM]
+    }
     for h, delta in zip(_layers(config), config.delta_layers, strict=True):
 
         def product(n: int, name: str, h: str = h) -> Any:
