@@ -18,24 +18,30 @@ from gpt2block.ops.operation import REQUIRED, Operation, variant
 
 INPUTS, RULE = "attention/delta/inputs.cu", "attention/delta/rule.cu"
 WARPS = 4  # rows and heads of a block that has a warp for each
-LANES, COLUMNS = 8, 16  # DELTA_LANES and DELTA_COLUMNS of the kernel
+LANES, COLUMNS, EACH = 8, 16, 2  # DELTA_LANES, DELTA_COLUMNS and DELTA_EACH of the kernel
 THREADS = 256  # threads of delta_spans
+TOKENS = 4  # tokens of a prompt that a warp of delta_inputs computes
 LARGEST = 352  # channels of a head of k: two chunks of delta_rule fit into 48 KiB of shared memory
+
+
+def check_heads(n_k_head: int, n_v_head: int, k_size: int, v_size: int) -> None:
+    """Raise InputError if the kernels cannot compute heads of these numbers and sizes."""
+    fits = k_size % 4 == 0 and k_size <= LARGEST and v_size % 4 == 0
+    if n_v_head % n_k_head or n_v_head % 2 or v_size <= 0 or not fits:
+        raise InputError(
+            "heads of a gated delta net: expected, on a GPU, sizes that are multiples of 4, heads "
+            f"of k of up to {LARGEST} channels, and heads of v in a multiple of heads of k, an "
+            f"even number, got {n_k_head} heads of {k_size} channels of k, {n_v_head} heads of "
+            f"{v_size} channels of v: device='cpu' computes all sizes"
+        )
 
 
 def _sizes(c: Call) -> tuple[int, int, Defines]:
     """Return channels of q, k and v, heads of v, and the macros of the sizes of heads."""
     D, H = c.D, c.A // 2
-    V = D - 2 * c.n_k_head * c.k_size
-    fits = c.k_size % 4 == 0 and c.k_size <= LARGEST
-    if V <= 0 or V % H or H % c.n_k_head or (D + 2 * H) % 4 or not fits or V // H % 4:
-        raise InputError(
-            f"heads of a gated delta net: expected sizes that are multiples of 4, heads of k of up "
-            f"to {LARGEST} channels, and heads of v in a multiple of heads of k, "
-            f"an even number, got {c.n_k_head} heads of {c.k_size} channels of k, {H} heads of {V} "
-            "channels of v"
-        )
-    return D, H, (("DELTA_K", c.k_size), ("DELTA_V", V // H))
+    v_size, rest = divmod(D - 2 * c.n_k_head * c.k_size, H)
+    check_heads(c.n_k_head, H, c.k_size, 0 if rest else v_size)
+    return D, H, (("DELTA_K", c.k_size), ("DELTA_V", v_size))
 
 
 def _pitch(c: Call) -> int:
@@ -52,7 +58,9 @@ def _spans(c: Call) -> Launch:
 @variant("delta inputs", INPUTS, "delta_inputs")
 def _inputs(c: Call) -> Launch:
     D, H, defines = _sizes(c)
-    grid = (c.N, ceil((2 * c.n_k_head + H + 1) / WARPS))
+    tokens = TOKENS if c.N > TOKENS * c.B else 1
+    grid = (ceil(c.N / tokens), ceil((2 * c.n_k_head + H + 1) / WARPS))
+    defines += (("DELTA_TOKENS", tokens),) if tokens > 1 else ()
     geometry = Geometry("delta_inputs", grid, (32, WARPS), defines=defines)
     arrays = (
         c.x,
@@ -75,7 +83,7 @@ def _rule(c: Call) -> Launch:
     columns = (D - 2 * c.n_k_head * c.k_size) // H
     grid = (H, ceil(columns / COLUMNS), c.B)
     defines += (("DELTA_SAVED", SAVED), *((("DELTA_TILED", 1),) if c.tiled else ()))
-    geometry = Geometry("delta_rule", grid, (LANES, COLUMNS), defines=defines)
+    geometry = Geometry("delta_rule", grid, (LANES, COLUMNS // EACH), defines=defines)
     arrays = (c.x, c.ba, c.rows, c.spans, c.state, c.recent, c.pool, c.saved, c.output("out"))
     saved = 0 if c.saved is None else c.M
     sizes = (c.W, _pitch(c), D, H, c.n_k_head, c.N, saved, int(c.steps))

@@ -17,6 +17,17 @@ __device__ __forceinline__ void copy_vec(float* shared, const float* global) {
 #endif
 }
 
+// Copies one float in the same way.
+__device__ __forceinline__ void copy_float(float* shared, const float* global) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((unsigned)__cvta_generic_to_shared(shared)),
+                 "l"(__cvta_generic_to_global(global))
+                 : "memory");
+#else
+    *shared = *global;
+#endif
+}
+
 // Waits for this thread's copies. To read the copies of other threads, call a barrier afterwards.
 __device__ __forceinline__ void wait_for_copies() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

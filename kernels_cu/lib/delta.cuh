@@ -33,7 +33,7 @@ __device__ __forceinline__ Span span_of(const int* spans, int slot) {
     return {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2), __ldcg(from + 3), __ldcg(from + 4), __ldcg(from + 5)};
 }
 
-// Where rows [q | k | v | b | a] are: the rows of a pass, and earlier rows of a slot.
+// Where rows [q | k | v] and [b | a] are: the rows of a pass, and earlier rows of a slot.
 struct DeltaRows {
     const float* x;
     const float* ba;
@@ -43,18 +43,22 @@ struct DeltaRows {
     int D, H, slot;
     Span span;
 
-    // Returns channel c of [q | k | v | b | a] of the token at a position; 0 before the first token of all.
-    __device__ __forceinline__ float at(int position, int c) const {
-        if (position >= span.start) {
-            const long long row = span.first + position - span.start;
-            return __ldcg(c < D ? x + row * W + c : ba + row * 2 * H + c - D);
-        }
-        if (span.source < 0) return 0.0f;
-        if (position >= span.base) {
-            const long long row = (long long)slot * DELTA_RECENT + position % DELTA_RECENT;
-            return __ldcg(recent + row * (D + 2 * H) + c);
-        }
-        return __ldcg(state + (2LL * slot + span.source) * P + (long long)(position - span.base + 3) * D + c);
+    __device__ __forceinline__ const float* recent_row(int position) const {
+        return recent + ((long long)slot * DELTA_RECENT + position % DELTA_RECENT) * (D + 2 * H);
+    }
+
+    // Returns the row [q | k | v] of the token at a position, from 3 before `base` on; null before the first token.
+    __device__ __forceinline__ const float* channels(int position) const {
+        if (position >= span.start) return x + (long long)(span.first + position - span.start) * W;
+        if (span.source < 0) return nullptr;
+        if (position >= span.base) return recent_row(position);
+        return state + (2LL * slot + span.source) * P + (long long)(position - span.base + 3) * D;
+    }
+
+    // Returns the row [b | a] of the token at a position from `base` on.
+    __device__ __forceinline__ const float* gates(int position) const {
+        if (position >= span.start) return ba + (long long)(span.first + position - span.start) * 2 * H;
+        return recent_row(position) + D;
     }
 };
 

@@ -154,7 +154,14 @@ def made(case: Case, device: str) -> Model[Any]:
 
 
 def model_of(config: ModelConfig, device: str, dtype: str) -> Model[Any]:
-    return Model.from_tensors(config, random_model(3, config), device, dtype, FORMATS[dtype])
+    """Return a model of random weights; a Gemma 4 scales its scores by the norms of q alone."""
+    tensors = random_model(3, config)
+    if isinstance(config, Gemma4Config):
+        tensors = (
+            (name, array / np.sqrt(array.size) if name.endswith("gamma_q") else array, layout)
+            for name, array, layout in tensors
+        )
+    return Model.from_tensors(config, tensors, device, dtype, FORMATS[dtype])
 
 
 @pytest.mark.parametrize("name", OWN)

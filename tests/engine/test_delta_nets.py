@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import cycle, pairwise, product
 from typing import Any
 
 import numpy as np
 import pytest
+from launch_recorder import recording
 
 from gpt2block import InputError, Model, reference
 from gpt2block.engine import states
@@ -133,3 +135,7 @@ def test_what_gated_delta_nets_cannot_do() -> None:
         check_divides(model.config, 2)
     with pytest.raises(InputError, match=r"draft_model: expected a model without gated delta nets"):
         other.draft_model = model
+    config: Any = model.config
+    odd = replace(config, n_k_head=1, n_v_head=3)
+    with recording("9.0"), pytest.raises(InputError, match=r"on a GPU, .* got 1 heads of 16 ch"):
+        model_of(odd, "cuda", "float32")

@@ -187,7 +187,11 @@ def gemma3_text(rng: random.Random) -> dict[str, Any]:
 
 
 def gemma4_text(rng: random.Random) -> dict[str, Any]:
-    """Layers of both kinds, of which some share keys and values; heads of two sizes."""
+    """Layers of both kinds, of which some share keys and values; heads of two sizes.
+
+    Rows and gated products have at least 24 channels: if a few gates are all nearly closed, the
+    norm after them magnifies the rounding of GELU.
+    """
     found = gemma3_text(rng)
     del found["query_pre_attn_scalar"]
     kinds = ("sliding_attention", "full_attention")
@@ -205,7 +209,8 @@ def gemma4_text(rng: random.Random) -> dict[str, Any]:
         "num_kv_shared_layers": len(shared), "use_double_wide_mlp": rng.random() < 0.5,
         "global_head_dim": 2 * rng.randint(4, 24),
         # `transformers` 5.24.0 cannot run shared layers without embeddings for each layer.
-        "hidden_size_per_layer_input": rng.choice((8, 14) if shared else (0, 8, 14)),
+        "hidden_size_per_layer_input": rng.choice((24, 30) if shared else (0, 24, 30)),
+        "hidden_size": rng.randint(24, 90), "intermediate_size": rng.randint(24, 80),
         "vocab_size_per_layer_input": found["vocab_size"],
     }  # fmt: skip
 
@@ -300,6 +305,10 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     wrong = {}
     for seed in range(count):
         settings = KINDS[kind](random.Random(seed))
+        for name in settings if device == "cuda" else ():  # other heads are refused
+            if name.startswith("linear_"):
+                size = settings[name]
+                settings[name] = size // 4 * 4 if name.endswith("_dim") else 2 * size
         theirs = model_of(torch, transformers, kind, settings, seed)
         theirs.save_pretrained(tmp_path / str(seed))
         ours = gpt2block.from_pretrained(tmp_path / str(seed), device=device)

@@ -59,6 +59,7 @@ from gpt2block.models.config import DRAFTING, HALVES, ModelConfig, model_shapes
 from gpt2block.models.weights.matrix import on_host
 from gpt2block.ops.attention import tensor_cores_take
 from gpt2block.ops.attention_cached import continues_exactly
+from gpt2block.ops.delta import check_heads
 
 TOKENS_AT_ONCE = 8192  # maximum tokens of a prefill of several sequences
 KEPT_COUNTS = 32  # maximum scratch caches kept for padded batches, one per number of sequences
@@ -93,6 +94,8 @@ class CudaModel(CudaWeights):
         the kind of prefill's products.
         """
         super().__init__(config, formats, f"cuda:{device}")
+        if (nets := config.delta_nets) is not None:
+            check_heads(nets.n_k_head, nets.n_v_head, nets.k_size, nets.v_size)
         self.device, self._shard = device, shard
         self._architecture, self._settings = architecture_of(config), PassSettings.of(config)
         if shard is not None:

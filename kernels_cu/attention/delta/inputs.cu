@@ -7,11 +7,13 @@
 // lib/delta.cuh describes the arrays.
 //
 //   delta_spans: one block finds the first and the last row of each slot, and the state to continue from
-//   delta_inputs: one warp per row and head; the first row's warps also compute the rows to repeat
+//   delta_inputs: one warp per DELTA_TOKENS rows and head, which reads the rows of neighbours once if they follow each
+//       other; the first row's warps also compute the rows to repeat
 //
-// delta_spans: grid (1), block (any). delta_inputs: grid (N, ceil((heads + 1) / 4)), block (32, 4), with n_k_head heads
-// of q, as many of k, and H heads of v; the warp after the last head computes decay and beta.
+// delta_spans: grid (1), block (any). delta_inputs: grid (ceil(N / DELTA_TOKENS), ceil((heads + 1) / 4)), block (32, 4),
+// with n_k_head heads of q, as many of k, and H heads of v; the warp after the last head computes decay and beta.
 #include "lib/common.cuh"
+#include "lib/copies.cuh"
 #include "lib/delta.cuh"
 #include "lib/overlap.cuh"
 
@@ -20,6 +22,9 @@
 #endif
 #ifndef DELTA_V  // channels of a head of v
 #define DELTA_V 128
+#endif
+#ifndef DELTA_TOKENS  // rows of a warp
+#define DELTA_TOKENS 1
 #endif
 
 constexpr int LARGER = DELTA_K > DELTA_V ? DELTA_K : DELTA_V;
@@ -69,27 +74,67 @@ extern "C" __global__ void delta_spans(
     }
 }
 
-// Computes one head of q, k or v of the token at a position.
-template <int SIZE>
+// Computes a head of q, k or v of the tokens at COUNT positions. All rows are requested before the first is used.
+template <int SIZE, int COUNT>
 __device__ __forceinline__ void head_of(const DeltaRows& of, const float* conv, int position, int begin, bool normed,
-                                        float factor, float* out) {
-    float value[VALUES], square = 0.0f;
+                                        float scale, float* out) {
+    float taps[COUNT + 3][VALUES];
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) {
-        const int c = threadIdx.x + 32 * i;
-        if (c >= SIZE) continue;
-        const float* const weight = conv + 4 * (begin + c);
-        float sum = 0.0f;
+    for (int n = 0; n < COUNT + 3; ++n) {
+        const float* const token = of.channels(position - 3 + n);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) sum = fmaf(weight[n], of.at(position - 3 + n, begin + c), sum);
-        value[i] = __fmul_rn(sum, sigmoid(sum));
-        square = fmaf(value[i], value[i], square);
+        for (int i = 0; i < VALUES; ++i) {
+            const int c = threadIdx.x + 32 * i;
+            taps[n][i] = token && c < SIZE ? __ldcg(token + begin + c) : 0.0f;
+        }
     }
-    if (normed) factor *= rsqrtf(lanes_sum<32>(square) + 1e-6f);
+    float4 weight[VALUES];
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
         const int c = threadIdx.x + 32 * i;
-        if (c < SIZE) out[begin + c] = __fmul_rn(value[i], factor);
+        weight[i] = c < SIZE ? ld_vec(conv + 4 * (begin + c)) : float4{};
+    }
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+        float value[VALUES], square = 0.0f;
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) {
+            float sum = fmaf(weight[i].x, taps[n][i], 0.0f);
+            sum = fmaf(weight[i].y, taps[n + 1][i], sum);
+            sum = fmaf(weight[i].z, taps[n + 2][i], sum);
+            sum = fmaf(weight[i].w, taps[n + 3][i], sum);
+            value[i] = __fmul_rn(sum, sigmoid(sum));
+            square = fmaf(value[i], value[i], square);
+        }
+        const float factor = normed ? scale * rsqrtf(lanes_sum<32>(square) + 1e-6f) : 1.0f;
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) {
+            const int c = threadIdx.x + 32 * i;
+            if (c < SIZE) out[(long long)n * (of.D + 2 * of.H) + begin + c] = __fmul_rn(value[i], factor);
+        }
+    }
+}
+
+// Computes a head, or decay and beta, of the tokens at COUNT positions. out: the row of the first of them.
+template <int COUNT>
+__device__ __forceinline__ void tokens_of(const DeltaRows& of, const float* conv, const float* rate, const float* dt_bias,
+                                          int n_k_head, int head, int position, float* out) {
+    const int D = of.D, H = of.H, heads = 2 * n_k_head;
+    if (head < heads) {
+        const float scale = head < n_k_head ? rsqrtf((float)DELTA_K) : 1.0f;
+        head_of<DELTA_K, COUNT>(of, conv, position, head * DELTA_K, true, scale, out);
+    } else if (head < heads + H) {
+        head_of<DELTA_V, COUNT>(of, conv, position, heads * DELTA_K + (head - heads) * DELTA_V, false, 1.0f, out);
+    } else if (head == heads + H) {
+        for (int n = 0; n < COUNT; ++n, out += D + 2 * H) {
+            const float* const gates = of.gates(position + n);
+            for (int h = threadIdx.x; h < H; h += 32) {
+                const float a = __ldcg(gates + H + h) + dt_bias[h];
+                const float softplus = fmaxf(a, 0.0f) + log1pf(expf(-fabsf(a)));
+                out[D + h] = expf(-__fmul_rn(rate[h], softplus));
+                out[D + H + h] = sigmoid(__ldcg(gates + h));
+            }
+        }
     }
 }
 
@@ -107,27 +152,20 @@ extern "C" __global__ void delta_inputs(
     long long W, long long P, int D, int H, int n_k_head, int N, int B) {
     let_next_start();
     wait_for_previous();
-    const int n = blockIdx.x, slot = __ldcg(row + n), head = blockIdx.y * blockDim.y + threadIdx.y;
-    if (slot < 0 || slot >= B) return;
-    const Span span = span_of(spans, slot);
-    const int own = span.start + n - span.first;
-    if (own >= span.end) return;
-    const DeltaRows of = {x, ba, state, recent, W, P, D, H, slot, span};
-    const int K = n_k_head * DELTA_K;
-    for (int position = n == span.first ? span.base : own; position <= own; ++position) {
-        float* const out = rows + row_of(span, slot, position, N) * (D + 2 * H);
-        if (head < 2 * n_k_head) {
-            const float factor = head < n_k_head ? rsqrtf((float)DELTA_K) : 1.0f;
-            head_of<DELTA_K>(of, conv, position, head * DELTA_K, true, factor, out);
-        } else if (head < 2 * n_k_head + H) {
-            head_of<DELTA_V>(of, conv, position, 2 * K + (head - 2 * n_k_head) * DELTA_V, false, 1.0f, out);
-        } else if (head == 2 * n_k_head + H) {
-            for (int h = threadIdx.x; h < H; h += 32) {
-                const float a = of.at(position, D + H + h) + dt_bias[h];
-                const float softplus = fmaxf(a, 0.0f) + log1pf(expf(-fabsf(a)));
-                out[D + h] = expf(-__fmul_rn(rate[h], softplus));
-                out[D + H + h] = sigmoid(of.at(position, D + h));
-            }
+    const int head = blockIdx.y * blockDim.y + threadIdx.y, Y = D + 2 * H;
+    for (int n = blockIdx.x * DELTA_TOKENS, last = min(n + DELTA_TOKENS, N); n < last; ++n) {
+        const int slot = __ldcg(row + n);
+        if (slot < 0 || slot >= B) continue;
+        const Span span = span_of(spans, slot);
+        const int own = span.start + n - span.first;
+        if (own >= span.end) continue;
+        const DeltaRows of = {x, ba, state, recent, W, P, D, H, slot, span};
+        const bool begins = n == span.first && span.base < span.start;  // there are rows to repeat
+        if (DELTA_TOKENS > 1 && !begins && n % DELTA_TOKENS == 0 && own + DELTA_TOKENS <= span.end) {
+            tokens_of<DELTA_TOKENS>(of, conv, rate, dt_bias, n_k_head, head, own, rows + (long long)n * Y);
+            return;
         }
+        for (int position = begins ? span.base : own; position <= own; ++position)
+            tokens_of<1>(of, conv, rate, dt_bias, n_k_head, head, position, rows + row_of(span, slot, position, N) * Y);
     }
 }

@@ -3,17 +3,18 @@
 //   S <- decay S,   S <- S + beta (v - S k) k^T,   o = S q     token by token, in prompts and in steps
 //
 // A column of S here is the row of S that makes one channel of v: columns do not depend on each other. DELTA_LANES
-// lanes hold a column in registers, and add its products by shuffles, in an order that depends on DELTA_K alone. So a
-// token has the same bits in a prompt of any length and in a step. lib/delta.cuh describes the arrays.
+// lanes hold DELTA_EACH columns in registers, and add their products by shuffles, in an order that depends on DELTA_K
+// alone. So a token has the same bits in a prompt of any length and in a step. lib/delta.cuh describes the arrays.
 //
 //   delta_rule: a block processes DELTA_COLUMNS columns of a head of a slot; rows are copied to shared memory by chunk,
-//       while the block computes the chunk before
+//       while the block computes the chunk before. The lanes add S q of a token together with S k of the next token:
+//       one token then waits for the shuffles once. Two columns share the reads of a row, which limit the speed
 //   gated_rmsnorm: out = o s gamma silu(z), s = 1 / sqrt(mean(o^2) + eps) over a head; one warp per row and head
 //
 // Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024).
 //
-// delta_rule: grid (H, DELTA_V / DELTA_COLUMNS rounded up, B), block (DELTA_LANES, DELTA_COLUMNS). gated_rmsnorm: grid
-// (N, ceil(H / 4)), block (32, 4).
+// delta_rule: grid (H, DELTA_V / DELTA_COLUMNS rounded up, B), block (DELTA_LANES, DELTA_COLUMNS / DELTA_EACH).
+// gated_rmsnorm: grid (N, ceil(H / 4)), block (32, 4).
 #include "lib/common.cuh"
 #include "lib/copies.cuh"
 #include "lib/delta.cuh"
@@ -34,16 +35,20 @@
 #ifndef DELTA_COLUMNS  // a multiple of 4
 #define DELTA_COLUMNS 16
 #endif
+#ifndef DELTA_EACH  // columns of a thread; a divisor of 4
+#define DELTA_EACH 2
+#endif
 #ifndef DELTA_SAVED  // tokens from a state that other texts can reuse to the next
 #define DELTA_SAVED 256
 #endif
-#ifndef DELTA_CHUNK
-#define DELTA_CHUNK 8
+#ifndef DELTA_CHUNK  // tokens; two chunks of them fit into 48 KiB
+#define DELTA_CHUNK (DELTA_K <= 160 ? 16 : 8)
 #endif
 
 constexpr int VECTORS = (DELTA_K / 4 + DELTA_LANES - 1) / DELTA_LANES;  // vectors of a column per lane
-constexpr int THREADS = DELTA_LANES * DELTA_COLUMNS;
+constexpr int THREADS = DELTA_LANES * DELTA_COLUMNS / DELTA_EACH;
 static_assert(DELTA_K % 4 == 0 && DELTA_V % 4 == 0 && DELTA_COLUMNS % 4 == 0, "rows are whole vectors");
+static_assert(THREADS % 32 == 0 && DELTA_COLUMNS <= 4 * 30, "a warp copies a row; two of its lanes copy no channels of v");
 
 // A chunk of tokens in shared memory. Vectors of a short head's lanes that hold no channels are zeros.
 struct __align__(16) Chunk {
@@ -51,9 +56,9 @@ struct __align__(16) Chunk {
     float v[DELTA_CHUNK][DELTA_COLUMNS], decay[DELTA_CHUNK], beta[DELTA_CHUNK];
 };
 
-// A lane's part of a column of S: 4 VECTORS channels of k.
-struct Column {
-    float s[VECTORS][4];
+// A lane's part of a row or of a column of S: 4 VECTORS channels of k.
+struct Part {
+    float4 of[VECTORS];
 
     // Calls use(vector, channel) for each of the lane's vectors with channels.
     template <typename Use>
@@ -65,36 +70,42 @@ struct Column {
         }
     }
 
-    // Returns the sum of the products with a row in shared memory, in all lanes of the column.
-    __device__ __forceinline__ float times(const float* row) const {
-        float sums[4] = {};
+    // Loads the lane's part of a row in shared memory.
+    __device__ __forceinline__ void load(const float* row) {
 #pragma unroll
-        for (int n = 0; n < VECTORS; ++n) {
-            const float4 r = ld_vec(row + 4 * (n * DELTA_LANES + threadIdx.x));
-            sums[0] = fmaf(s[n][0], r.x, sums[0]);
-            sums[1] = fmaf(s[n][1], r.y, sums[1]);
-            sums[2] = fmaf(s[n][2], r.z, sums[2]);
-            sums[3] = fmaf(s[n][3], r.w, sums[3]);
-        }
-        return lanes_sum<DELTA_LANES>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+        for (int n = 0; n < VECTORS; ++n) of[n] = ld_vec(row + 4 * (n * DELTA_LANES + threadIdx.x));
     }
 
-    __device__ __forceinline__ void add(const float* row, float change) {
+    // Returns the lane's sum of the products with a row.
+    __device__ __forceinline__ float times(const Part& row) const {
+        float4 sums = {};
 #pragma unroll
         for (int n = 0; n < VECTORS; ++n) {
-            const float4 r = ld_vec(row + 4 * (n * DELTA_LANES + threadIdx.x));
-            s[n][0] = fmaf(r.x, change, s[n][0]);
-            s[n][1] = fmaf(r.y, change, s[n][1]);
-            s[n][2] = fmaf(r.z, change, s[n][2]);
-            s[n][3] = fmaf(r.w, change, s[n][3]);
+            sums.x = fmaf(of[n].x, row.of[n].x, sums.x);
+            sums.y = fmaf(of[n].y, row.of[n].y, sums.y);
+            sums.z = fmaf(of[n].z, row.of[n].z, sums.z);
+            sums.w = fmaf(of[n].w, row.of[n].w, sums.w);
+        }
+        return (sums.x + sums.y) + (sums.z + sums.w);
+    }
+
+    __device__ __forceinline__ void add(const Part& row, float change) {
+#pragma unroll
+        for (int n = 0; n < VECTORS; ++n) {
+            of[n].x = fmaf(row.of[n].x, change, of[n].x);
+            of[n].y = fmaf(row.of[n].y, change, of[n].y);
+            of[n].z = fmaf(row.of[n].z, change, of[n].z);
+            of[n].w = fmaf(row.of[n].w, change, of[n].w);
         }
     }
 
     __device__ __forceinline__ void decay(float factor) {
 #pragma unroll
         for (int n = 0; n < VECTORS; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[n][e] = __fmul_rn(s[n][e], factor);
+            of[n].x = __fmul_rn(of[n].x, factor);
+            of[n].y = __fmul_rn(of[n].y, factor);
+            of[n].z = __fmul_rn(of[n].z, factor);
+            of[n].w = __fmul_rn(of[n].w, factor);
         }
     }
 };
@@ -114,33 +125,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
     wait_for_previous();
     __shared__ Chunk chunks[2];
     const int head = blockIdx.x, slot = blockIdx.z, begin = blockIdx.y * DELTA_COLUMNS;
-    const int column = begin + threadIdx.y, thread = threadIdx.y * DELTA_LANES + threadIdx.x;
+    const int of_block = threadIdx.y * DELTA_EACH, column = begin + of_block;  // the thread's first column
+    const int thread = threadIdx.y * DELTA_LANES + threadIdx.x;
     const int of_k = DELTA_TILED ? head % n_k_head : head / (H / n_k_head);
     const int K = n_k_head * DELTA_K, Y = D + 2 * H;
     const Span span = span_of(spans, slot);
     if (span.start == span.end) return;
     const bool holds = column < DELTA_V;
-    const long long place = 3LL * D + ((long long)head * DELTA_V + column) * DELTA_K;  // place of the column in a state
+    const long long place = 3LL * D + ((long long)head * DELTA_V + column) * DELTA_K;  // of the column in a state
 
-    // Starts copies of the chunk of tokens from a position on.
+    // Starts copies of the chunk of tokens from a position on: a warp copies the row of a token.
     const auto copy = [&](Chunk& to, int from) {
-        const int count = min(DELTA_CHUNK, span.end - from);
-        constexpr int OF_K = DELTA_K / 4, OF_V = DELTA_COLUMNS / 4, ALL = 2 * OF_K + OF_V + 2;
-        for (int i = thread; i < count * ALL; i += THREADS) {
-            const int t = i / ALL, part = i % ALL;
+        const int lane = thread % 32, count = min(DELTA_CHUNK, span.end - from);
+        for (int t = thread / 32; t < count; t += THREADS / 32) {
             const float* const row = rows + row_of(span, slot, from + t, N) * Y;
-            if (part < OF_K) {
-                copy_vec(to.q[t] + 4 * part, row + of_k * DELTA_K + 4 * part);
-            } else if (part < 2 * OF_K) {
-                copy_vec(to.k[t] + 4 * (part - OF_K), row + K + of_k * DELTA_K + 4 * (part - OF_K));
-            } else if (part < 2 * OF_K + OF_V) {
-                const int c = 4 * (part - 2 * OF_K);
-                if (begin + c < DELTA_V) copy_vec(to.v[t] + c, row + 2 * K + head * DELTA_V + begin + c);
-            } else if (part == 2 * OF_K + OF_V) {
-                to.decay[t] = __ldcg(row + D + head);
-            } else {
-                to.beta[t] = __ldcg(row + D + H + head);
+            for (int c = 4 * lane; c < DELTA_K; c += 4 * 32) {
+                copy_vec(to.q[t] + c, row + of_k * DELTA_K + c);
+                copy_vec(to.k[t] + c, row + K + of_k * DELTA_K + c);
             }
+            const int c = 4 * lane;
+            if (c < DELTA_COLUMNS && begin + c < DELTA_V) copy_vec(to.v[t] + c, row + 2 * K + head * DELTA_V + begin + c);
+            if (lane == 30) copy_float(&to.decay[t], row + D + head);
+            if (lane == 31) copy_float(&to.beta[t], row + D + H + head);
         }
     };
 
@@ -148,14 +154,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
         for (int i = thread; i < 2 * (int)sizeof(Chunk) / 4; i += THREADS) reinterpret_cast<float*>(chunks)[i] = 0.0f;
         __syncthreads();
     }
-    Column own = {};
+    Part own[DELTA_EACH] = {}, query = {};
     copy(chunks[0], span.base);
     if (span.source >= 0 && holds) {
         const float* const from = state + (2LL * slot + span.source) * P + place;
-        Column::each([&](int n, int channel) {
-            const float4 four = __ldcg(reinterpret_cast<const float4*>(from + channel));
-            own.s[n][0] = four.x, own.s[n][1] = four.y, own.s[n][2] = four.z, own.s[n][3] = four.w;
-        });
+#pragma unroll
+        for (int e = 0; e < DELTA_EACH; ++e) {
+            Part::each([&](int n, int channel) {
+                own[e].of[n] = __ldcg(reinterpret_cast<const float4*>(from + e * DELTA_K + channel));
+            });
+        }
     }
     const int written = steps ? span.start + 1 : span.end;  // number of tokens of the state that the pass writes
     // Returns the entry of `pool` for the state after `tokens` tokens; the second one for the last token.
@@ -163,56 +171,90 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
         if (!saved || tokens <= span.start || (!last && tokens % DELTA_SAVED > 0)) return -1;
         return __ldcg(saved + slot * M + (last ? M : tokens / DELTA_SAVED) - 1);
     };
-    const auto store = [&](float* to) {
-        Column::each([&](int n, int channel) {
-            st_vec(to + place + channel, make_float4(own.s[n][0], own.s[n][1], own.s[n][2], own.s[n][3]));
-        });
-    };
-    for (int from = span.base, turn = 0; from < span.end; from += DELTA_CHUNK, turn ^= 1) {
-        wait_for_copies();
-        __syncthreads();
-        if (from + DELTA_CHUNK < span.end) copy(chunks[turn ^ 1], from + DELTA_CHUNK);
-        const Chunk& chunk = chunks[turn];
-        for (int t = 0; t < DELTA_CHUNK && from + t < span.end; ++t) {
-            own.decay(chunk.decay[t]);
-            const float change = __fmul_rn(chunk.beta[t], chunk.v[t][threadIdx.y] - own.times(chunk.k[t]));
-            own.add(chunk.k[t], change);
-            const float made = own.times(chunk.q[t]);
-            const int position = from + t;
-            if (holds && threadIdx.x == 0 && position >= span.start) {
-                const float unknown = __int_as_float(0x7fffffff);
-                const long long row = span.first + position - span.start;
-                out[(row * H + head) * DELTA_V + column] = span.source == -2 ? unknown : made;
+
+    // The blocks of a slot divide its last three rows and its recent rows.
+    if (state) {
+        const DeltaRows of = {x, ba, state, recent, W, P, D, H, slot, span};
+        const int block = blockIdx.y * gridDim.x + blockIdx.x, all = gridDim.x * gridDim.y * THREADS;
+        const auto store_rows = [&](float* to, int tokens) {
+            for (int i = block * THREADS + thread; i < 3 * D; i += all) {
+                const float* const row = of.channels(tokens - 3 + i / D);
+                to[i] = row ? __ldcg(row + i % D) : 0.0f;
             }
-            if (holds && state && position + 1 == written) store(state + (2LL * slot + span.target) * P);
-            if (holds && saved) {
-                const int whole = entry_of(position + 1, false);
-                const int last = position + 1 == span.end ? entry_of(position + 1, true) : -1;
-                if (whole >= 0) store(pool + whole * P);
-                if (last >= 0) store(pool + last * P);
-            }
+        };
+        store_rows(state + (2LL * slot + span.target) * P, written);
+        for (int tokens = span.start / DELTA_SAVED * DELTA_SAVED + DELTA_SAVED; saved && tokens <= span.end;
+             tokens += DELTA_SAVED) {
+            const int entry = entry_of(tokens, false);
+            if (entry >= 0) store_rows(pool + entry * P, tokens);
+        }
+        const int last = entry_of(span.end, true);
+        if (last >= 0) store_rows(pool + last * P, span.end);
+        for (int i = block * THREADS + thread; i < (span.end - written) * Y; i += all) {
+            const int position = written + i / Y, c = i % Y;
+            const float* const row = c < D ? of.channels(position) : of.gates(position) - D;
+            recent[((long long)slot * DELTA_RECENT + position % DELTA_RECENT) * Y + c] = __ldcg(row + c);
         }
     }
 
-    // The blocks of a slot divide its last three rows and its recent rows.
-    if (!state) return;
-    const DeltaRows of = {x, ba, state, recent, W, P, D, H, slot, span};
-    const int block = blockIdx.y * gridDim.x + blockIdx.x, all = gridDim.x * gridDim.y * THREADS;
-    const auto store_rows = [&](float* to, int tokens) {
-        for (int i = block * THREADS + thread; i < 3 * D; i += all) to[i] = of.at(tokens - 3 + i / D, i % D);
+    const auto store = [&](float* to) {
+#pragma unroll
+        for (int e = 0; e < DELTA_EACH; ++e)
+            Part::each([&](int n, int channel) { st_vec(to + place + e * DELTA_K + channel, own[e].of[n]); });
     };
-    store_rows(state + (2LL * slot + span.target) * P, written);
-    for (int tokens = span.start / DELTA_SAVED * DELTA_SAVED + DELTA_SAVED; saved && tokens <= span.end;
-         tokens += DELTA_SAVED) {
-        const int entry = entry_of(tokens, false);
-        if (entry >= 0) store_rows(pool + entry * P, tokens);
+    // Writes o of the latest token, whose position is `tokens` - 1.
+    int tokens = span.base;  // number of tokens that S holds
+    float* to = out + ((long long)(span.first + span.base - span.start - 1) * H + head) * DELTA_V + column;
+    const bool writes = holds && threadIdx.x == 0, lost = span.source == -2;
+    const auto write = [&](const float* made) {
+#pragma unroll
+        for (int e = 0; e < DELTA_EACH; ++e)
+            if (writes && tokens > span.start) to[e] = lost ? __int_as_float(0x7fffffff) : made[e];
+        to += H * DELTA_V;
+    };
+    for (int turn = 0; tokens < span.end; turn ^= 1) {
+        wait_for_copies();
+        __syncthreads();
+        const int after = min(tokens + DELTA_CHUNK, span.end);
+        if (after < span.end) copy(chunks[turn ^ 1], after);
+        const Chunk& chunk = chunks[turn];
+        for (int t = 0; tokens < after;) {
+            // States are only stored between two runs of this loop, which keeps it short.
+            const int whole = (tokens / DELTA_SAVED + 1) * DELTA_SAVED, first = min(after, whole);
+            const int stop = tokens < written ? min(first, written) : first;
+#pragma unroll 1
+            for (; tokens < stop; ++tokens, ++t) {
+                Part key;
+                key.load(chunk.k[t]);
+                float known[DELTA_EACH], made[DELTA_EACH];
+#pragma unroll
+                for (int e = 0; e < DELTA_EACH; ++e) {
+                    made[e] = own[e].times(query);
+                    own[e].decay(chunk.decay[t]);
+                    known[e] = own[e].times(key);
+                }
+#pragma unroll
+                for (int e = 0; e < DELTA_EACH; ++e) {
+                    known[e] = lanes_sum<DELTA_LANES>(known[e]);
+                    made[e] = lanes_sum<DELTA_LANES>(made[e]);
+                }
+#pragma unroll
+                for (int e = 0; e < DELTA_EACH; ++e)
+                    own[e].add(key, __fmul_rn(chunk.beta[t], chunk.v[t][of_block + e] - known[e]));
+                write(made);
+                query.load(chunk.q[t]);
+            }
+            if (!holds) continue;
+            if (state && tokens == written) store(state + (2LL * slot + span.target) * P);
+            const int kept = entry_of(tokens, false), last = tokens == span.end ? entry_of(tokens, true) : -1;
+            if (kept >= 0) store(pool + kept * P);
+            if (last >= 0) store(pool + last * P);
+        }
     }
-    const int last = entry_of(span.end, true);
-    if (last >= 0) store_rows(pool + last * P, span.end);
-    for (int i = block * THREADS + thread; i < (span.end - written) * Y; i += all) {
-        const int position = written + i / Y;
-        recent[((long long)slot * DELTA_RECENT + position % DELTA_RECENT) * Y + i % Y] = of.at(position, i % Y);
-    }
+    float made[DELTA_EACH];
+#pragma unroll
+    for (int e = 0; e < DELTA_EACH; ++e) made[e] = lanes_sum<DELTA_LANES>(own[e].times(query));
+    write(made);
 }
 
 extern "C" __global__ void gated_rmsnorm(
