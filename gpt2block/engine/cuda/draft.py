@@ -167,8 +167,9 @@ class BlockDraft(Draft):
     def propose(self, slots: Ids, count: int, steps: DecodingSteps, stream: Any) -> None:
         """Write `count` draft tokens per slot into `steps`, of which `follow` drafted the first."""
         assert steps.drafts is not None
-        step = self._placed(slots, steps, 1)
         for n in range(count):
+            if n == 1:
+                step = self._placed(slots, steps, 1)
             if n:
                 step.recording(self._model).repeat(stream)
             cupy.copyto(steps.drafts.draft[:, n], self._steps.state.token)
