@@ -149,8 +149,7 @@ class CudaModel(CudaWeights):
         halves = zip(HALVES, stored.pop(whole)[0].halves(), strict=True)
         stored |= {DRAFTING + n: (a, "NK") for n, a in halves}
         stored |= {DRAFTING + n: stored[n] for n in ("wte", "lm_head")}
-        own = {n.removeprefix(DRAFTING): each for n, each in stored.items() if DRAFTING in n}
-        tensors = ((n, *each) for n, each in own.items())
+        tensors = ((n.removeprefix(DRAFTING), *a) for n, a in stored.items() if DRAFTING in n)
         made = CudaModel(config, tensors, self.formats, self.device, trunk=self)
         self._matrices[whole] = self._matrices[whole].mapped(on_host)
         self._caches.of_block = made._caches
