@@ -14,7 +14,7 @@ from gpt2block.cuda.arrays import CudaArray
 from gpt2block.cuda.formats import FILE, GGUF
 from gpt2block.cuda.kernels import FP8
 from gpt2block.engine.model import Tensors
-from gpt2block.models.config import TABLES, ModelConfig, model_shapes
+from gpt2block.models.config import DRAFTING, TABLES, ModelConfig, model_shapes
 from gpt2block.models.config.llama import LlamaConfig
 from gpt2block.models.weights.gguf import ROW_GROUP, TYPES, GgufMatrix, range_bytes
 
@@ -90,13 +90,14 @@ def gguf_types(config: ModelConfig, name: str, N: int) -> Ranges:
     """Return the GGUF types of the N outputs of a matrix, as in llama.cpp's mixture Q4_K_M.
 
     Matrices have type Q4_K. lm_head, and w_down and the outputs v of w_qkv in half of the layers,
-    have type Q6_K.
+    have type Q6_K. The block that drafts tokens has the types of the last layer.
     """
     *of_layer, matrix = name.split(".")
     if not of_layer:
         precise = matrix == "lm_head" or config.tie_word_embeddings
         return (("Q6_K" if precise else "Q4_K", N),)
-    n, eighth = int(of_layer[1]), config.n_layer // 8
+    drafting, eighth = name.startswith(DRAFTING), config.n_layer // 8
+    n = config.n_layer - 1 if drafting else int(of_layer[1])
     precise = n < eighth or n >= 7 * config.n_layer // 8 or (n - eighth) % 3 == 2
     if precise and matrix == "w_down":
         return (("Q6_K", N),)

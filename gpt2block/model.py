@@ -242,7 +242,8 @@ class Model(Hinted, Generic[Weights]):
         The texts stay the same. The more draft tokens are right, the fewer steps a text takes. The
         draft model must be on the same GPU, and have the same tokens and at least the same context.
         For a model on several GPUs, it must be on one of them, and is copied to the other GPUs. At
-        most 16 rows are then computed together. None: draft tokens are copied from the text.
+        most 16 rows are then computed together. None: a block of the model drafts tokens, if it has
+        one (Qwen3.5), or else draft tokens are copied from the text.
         Setting another model raises InputError. Source: Leviathan et al., "Fast Inference from
         Transformers via Speculative Decoding" (2023).
         """

@@ -47,6 +47,7 @@ NOT_RUN: Mapping[str, str] = {  # files, or a kernel of a file that has others
          "learn/trimat/mma.cu", "learn/trimat/pipelined.cu"),
         "an operation of a source document that no model has",
     ),
+    "tokens/drafts.cu taken_rows": "steps of a model with a block that drafts tokens",
     "peers/all_gather.cu": "exchanges columns between GPUs, and the lists have one GPU",
     "norms/rmsnorm_stream.cu rmsnorm_gathered": "a gather and a norm of models on several GPUs",
     "positions/qk_norm.cu qk_norm": "the norm alone, which models launch together with RoPE",

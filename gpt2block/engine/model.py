@@ -392,8 +392,9 @@ def describe_cache(cache: KVCache) -> str:
     )
 
 
-# Source of the draft tokens of a Decoding's steps. False: none; True: earlier tokens of the text,
-# or a draft model; "known": Start.known; "forced": the same, which are then reported in any case.
+# Source of the draft tokens of a Decoding's steps. False: none; True: earlier tokens of the text, a
+# block of the model, or a draft model; "known": Start.known; "forced": the same, which are then
+# reported in any case.
 Drafts = Literal[False, True, "known", "forced"]
 
 

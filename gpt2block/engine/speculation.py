@@ -20,8 +20,10 @@ ROWS = (4, 1 + MAX_DRAFTS)  # possible rows (tokens) per sequence in a step with
 # (compute-bound products).
 UNKNOWN = ((1.3, 1.6), (2.0, 3.2))
 MAX_MEMORY_BOUND = 4
-# initial shares of right draft tokens: after a wrong draft token; after a right draft token
-RIGHT_FIRST = 0.0, 0.25
+# initial shares of right draft tokens: after a wrong draft token; after a right draft token; after
+# a last row without a draft token (OPEN), in a step whose draft tokens were all right
+RIGHT_FIRST = 0.0, 0.25, 0.4
+OPEN = 2
 MAX_SHARE = 0.999  # maximum share of right draft tokens that is assumed
 # minimum share of right draft tokens at which a step with draft tokens is considered
 MIN_SHARE = 0.1
@@ -67,44 +69,49 @@ class SpeculationPolicy:
 
     A step with one row, too, counts whether the draft of its next token is right: comparing the
     sampled token with the draft token costs nothing. Right draft tokens come in runs. Therefore
-    draft tokens after a right draft token and draft tokens after a wrong draft token have separate
-    shares. Times are intervals between results, including the host's work. The choice changes no
-    token.
+    draft tokens after a right draft token, after a wrong one, and after a row without one have
+    separate shares. Times are intervals between results, including the host's work. The choice
+    changes no token.
     """
 
-    def __init__(self, slots: int, times: StepTimes | None = None) -> None:
-        """times: times that earlier policies have measured for the same steps."""
-        # Per slot: shares of right draft tokens among draft tokens after a wrong and after a right
-        # draft token.
+    def __init__(self, slots: int, times: StepTimes | None = None, low: float = MIN_SHARE) -> None:
+        """times: times that earlier policies have measured for the same steps.
+
+        low: minimum share of right draft tokens at which a step with draft tokens is considered.
+        """
+        # Per slot: shares of right draft tokens, as in RIGHT_FIRST.
         self._shares = [list(RIGHT_FIRST) for _ in range(slots)]
-        self._state = [False] * slots  # per slot: whether the last draft token was right
+        self._state = [0] * slots  # per slot: whether the last draft token was right, or OPEN
+        self._low = low
         self._times = StepTimes() if times is None else times
         self._last: float | None = None
 
     def begin(self, slots: Ids) -> None:
         """Reset the shares of right draft tokens of slots in which new sequences begin."""
         for slot in slots:
-            self._shares[slot], self._state[slot] = list(RIGHT_FIRST), False
+            self._shares[slot], self._state[slot] = list(RIGHT_FIRST), 0
         self.skip()  # the next interval includes prompts
 
     def skip(self) -> None:
         """Do not time the current interval, in which the host records a step or starts prompts."""
         self._last = None
 
-    def add(self, slots: Ids, flags: Ids) -> None:
+    def add(self, slots: Ids, flags: Ids, drafted: int | None = None) -> None:
         """Update the shares of right draft tokens of N slots. flags: (N, rows per slot), of a step.
 
-        This loop takes 2 us for a slot with 8 rows; NumPy's operations would take 90 us.
+        drafted: number of first rows with draft tokens of the draft; None for all rows. This loop
+        takes 2 us for a slot with 8 rows; NumPy's operations would take 90 us.
         """
         for slot, of_rows in zip(slots.tolist(), flags.tolist(), strict=True):
             shares, state = self._shares[slot], self._state[slot]
-            for flag in of_rows:
+            for flag in of_rows[:drafted]:
                 if not flag & TAKEN:  # this row's token was not accepted
                     break
                 right = flag & RIGHT > 0
                 shares[state] += WEIGHT * (right - shares[state])
-                state = right
-            self._state[slot] = state
+                state = int(right)
+            last_taken = drafted is not None and of_rows[drafted:] and of_rows[-1] & TAKEN
+            self._state[slot] = OPEN if last_taken else state
 
     def result(self, slots: int, together: int) -> None:
         """Record the time since the last result as the time of a step. together: rows per slot."""
@@ -126,7 +133,7 @@ class SpeculationPolicy:
         if len(slots) * ROWS[0] > most:
             return 1
         shares = [(self._shares[slot][self._state[slot]], self._shares[slot][1]) for slot in slots]
-        if max(first for first, _ in shares) < MIN_SHARE:
+        if max(first for first, _ in shares) < self._low:
             return 1
         return self._fastest(lambda rows: sum(_expected(*share, rows) for share in shares),
                              len(slots), most)  # fmt: skip

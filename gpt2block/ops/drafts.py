@@ -22,7 +22,7 @@ from gpt2block.ops.operation import Operation, variant
 
 FILE = "tokens/drafts.cu"
 THREADS = 512
-COPYING = 256  # threads per block of begin_drafts
+COPYING = 256  # threads per block of begin_drafts and taken_rows
 MAX_DRAFTS = 7  # maximum draft tokens per sequence in a step
 MAX_KNOWN = 63  # maximum draft tokens per sequence if its text is known, so that drafts are right
 # flags of a sampled token: accepted; had a draft token; it was right
@@ -94,6 +94,23 @@ TAKE_DRAFTS = Operation(
     line="sampled i32 M; likely f32 M; slot_row slot_token slot_position slot_turn i32 M; "
     "history i32 B H; draft i32 B K; left known position step token i32 B; logprob f32 B; "
     "occurred u8 B V; counts? i32 B V; report i32 2 3 M -> draft i32 B K",
+)
+
+
+@variant("rows", FILE, "taken_rows", block=COPYING)
+def _rows(c: Call) -> Launch:
+    slots, rows = c.M // c.together, (c.sampled, c.slot_row, c.slot_position, c.draft, c.followed)
+    geometry = Geometry("taken_rows", (-(-slots // COPYING),), (COPYING,))
+    return launch_at(FILE, geometry, (*rows, c.together, c.M, c.B, c.K))
+
+
+# For the rows of a step, before `take_drafts`: followed[0] gets their positions, followed[1] for
+# each slot the row of the last token that is taken.
+TAKEN_ROWS = Operation(
+    name="taken_rows",
+    variants=(_rows,),
+    options={"together": 1},
+    line="sampled slot_row slot_position i32 M; draft i32 B K -> followed i32 2 M",
 )
 
 

@@ -22,7 +22,7 @@ from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.call import FIXED, Call, UncheckedCall
-from gpt2block.ops.drafts import TAKE_DRAFTS
+from gpt2block.ops.drafts import TAKE_DRAFTS, TAKEN_ROWS
 from gpt2block.ops.engines.rows import MAX_ROWS, check_rows
 from gpt2block.ops.operation import Inputs, Operation, Workload, variant
 from gpt2block.ops.workload import draw_stable
@@ -341,7 +341,7 @@ OPERATION = Operation(
     variants=(_block,),
     options={"sampling": None, "step": 0, "occurred": None, "counts": None, "masks": None},
     prepare=_prepare,
-    steps=(MARK_OCCURRED, PLACE_ROWS, TAKE_DRAFTS),
+    steps=(MARK_OCCURRED, PLACE_ROWS, TAKE_DRAFTS, TAKEN_ROWS),
     workload=Workload(
         document="gpt2block; random numbers by Salmon et al. (2011)",
         idea="first token whose cumulative mass exp(logit / temperature), of kept tokens, passes u",

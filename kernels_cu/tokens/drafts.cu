@@ -20,6 +20,8 @@
 //   take_drafts: one block per slot takes sampled tokens, and drafts the next tokens of a known text, or else the
 //   tokens
 //       that followed the latest earlier occurrence of its last three tokens
+//   taken_rows: one thread per slot, before take_drafts, finds the row of the last token that take_drafts will take, and
+//   keeps the positions of the rows
 //
 // If the last three tokens do not occur earlier, the last two tokens are searched, then the last token. If the copied
 // tokens reach the end of the history, the draft tokens repeat from the first draft token, which continues a repeating
@@ -165,6 +167,28 @@ extern "C" __global__ void take_drafts(
     const int next = !count ? -1 : thread ? drafted(thread - 1) : taken.ids[count - 1];
     row_token[m] = next;
     row_position[m] = count ? position_of(thread, next, last, more) : -1;
+}
+
+// grid (ceil(M / together / threads)), block (any)
+extern "C" __global__ void taken_rows(
+    const int* sampled,       // (M)
+    const int* row,           // (M)
+    const int* row_position,  // (M)
+    const int* draft,         // (B, K)
+    int* followed,            // (2, M): positions of the rows, -1 for no slot; for each slot, the row of its last token
+    int together, int M, int B, int K) {
+    const int slot = blockIdx.x * blockDim.x + threadIdx.x, first = slot * together;
+    let_next_start();
+    wait_for_previous();
+    if (first >= M) return;
+    const int b = row[first];
+    int last = first;
+    for (int m = first; m < first + together; ++m) {
+        const int at = b < 0 || b >= B ? -1 : row_position[m], before = m - 1;
+        followed[m] = at;
+        if (at >= 0 && last == before && sampled[before] == draft[(long long)b * K + before - first]) last = m;
+    }
+    followed[M + slot] = last;
 }
 
 // grid (N new sequences), block (any)

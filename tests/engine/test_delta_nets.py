@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,13 @@ from gpt2block.engine.generation import batching, prefixes
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.sequences import Ends, TokenSequence
 from gpt2block.engine.model import Ids, check_divides
+from gpt2block.engine.speculation import SpeculationPolicy
 from gpt2block.ops import delta
 from gpt2block.sampling import Sampling
 from tests.devices import GPU, running_on
-from tests.engine.test_architectures_cuda import FORMATS, made, model_of
+from tests.engine.test_architectures_cuda import FORMATS, OWN, SIZES, made, model_of
 
-NEW = 3  # tokens of a text
+NEW = 5  # tokens of a text
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +37,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sequences_of(
-    model: Model[Any], *prompts: list[Ids], slots: int = 2
+    model: Model[Any], *prompts: list[Ids], slots: int, speculate: bool
 ) -> Iterator[list[TokenSequence]]:
     """Run each group of prompts in the same Batch; yield their sequences."""
-    batch = Batch(model.engine, slots, 40)
+    batch = Batch(model.engine, slots, 40, speculate=speculate)
     for group in prompts:
         ends = Ends(NEW, 40, False, (), frozenset(), None)
         sequences = [TokenSequence(ids, Sampling(seed=1), None, ends, 0) for ids in group]
@@ -50,17 +51,25 @@ def sequences_of(
 
 
 def cases() -> list[Any]:
-    every = [pytest.param("gpu", dtype, marks=GPU.marks) for dtype in FORMATS]
-    return [pytest.param("shuffled", "float16"), *every]
+    every = [
+        pytest.param("gpu", *each, marks=GPU.marks) for each in product(FORMATS, (False, True))
+    ]
+    return [("shuffled", "float16", False), ("shuffled", "bfloat16", True), *every]
 
 
-@pytest.mark.parametrize(("where", "dtype"), cases())
+@pytest.mark.parametrize(("where", "dtype", "drafts"), cases())
 def test_pieces_and_prefixes_have_the_same_bits(
-    where: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    where: str, dtype: str, drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later prompts continue from states after 8 tokens, after prompts, and of other slots."""
+    """Later prompts continue from states after 8 tokens, after prompts, and of other slots.
+
+    drafts: with draft tokens of the model's block, in steps of 1, 4 and 8 rows for each text.
+    """
+    rows = cycle((4, 1, 8, 4, 4))
+    monkeypatch.setattr(SpeculationPolicy, "together", lambda *_: next(rows))
     with running_on(where):
-        model = made(("qwen3_5", dtype, False), "cuda")
+        kind, own = OWN["qwen3_5"]
+        model = model_of(kind(**{**SIZES, **own, "mtp": drafts}), "cuda", dtype)
         ids = np.random.default_rng(0).integers(53, size=60).astype(np.int32)
         first, text = ids[:19], np.concatenate
         groups = [
@@ -82,14 +91,14 @@ def test_pieces_and_prefixes_have_the_same_bits(
         ):
             prompts = [ids for group in groups_of for ids in group]
             alone = [model.generate(prompt, **options) for prompt in prompts]
-            texts = sequences_of(model, *groups_of, slots=slots)
+            texts = sequences_of(model, *groups_of, slots=slots, speculate=drafts)
             found = [sequence for sequences in texts for sequence in sequences]
             for sequence, expected in zip(found, alone, strict=True):
                 got = tuple(sequence.tokens), tuple(sequence.logprobs)
                 assert got == (expected.tokens, expected.logprobs)
             assert [sequence.reused for sequence in found] == reused
         monkeypatch.setattr(batching, "PIECE", 8)
-        assert model.generate(prompts[-1], **options) == alone[-1]
+        assert model.generate(prompts[-1], speculate=drafts, **options) == alone[-1]
         whole, cache = model(ids[:40]), model.new_cache()
         parts = [model(ids[a:b], cache) for a, b in pairwise((0, 5, 21, 40))]
         if model.engine.continues_exactly:

@@ -486,8 +486,8 @@ QWEN3_5_9B = QWEN3_5_08B | {
         (GEMMA4_E4B, 7.46, 35, 1, None),
         (LFM2_1_2B, 1.17, 0, None, None),
         (LFM2_1_2B | {"tie_embedding": False}, 1.30, 0, None, None),
-        (QWEN3_5_08B, 0.752, 0, None, None),
-        (QWEN3_5_9B, 8.95, 0, None, None),
+        (QWEN3_5_08B, 0.773, 0, None, None),
+        (QWEN3_5_9B, 9.20, 0, None, None),
     ],
 )
 def test_published_configs(

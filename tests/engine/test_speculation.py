@@ -577,6 +577,16 @@ def test_runs_of_right_draft_tokens_pay_where_most_are_wrong(clock: Clock) -> No
     assert 1900 / sum(costs[n] for n in run) > 1.05
 
 
+def test_runs_of_eight_right_draft_tokens() -> None:
+    """A run is verified by one step, and the token after the run is tried by a step of one row."""
+    policy, slot, run = SpeculationPolicy(1, None, 0.4), np.zeros(1, np.int32), list[int]()
+    wrong, right, last = TAKEN | DRAFTED, TAKEN | DRAFTED | RIGHT, TAKEN
+    for flags in 30 * [*(7 * [[wrong]]), [right], 7 * [right] + [last]]:
+        policy.add(slot, np.array([flags], np.int32), max(len(flags) - 1, 1))
+        run.append(policy.together(slot, 64))
+    assert run[-9:] == [1] * 7 + [8, 1]
+
+
 def test_no_more_rows_than_a_step_may_have() -> None:
     pace, slots = SpeculationPolicy(40), np.arange(40, dtype=np.int32)
     for _ in range(3):

@@ -176,7 +176,7 @@ def model_steps(model: Model[Any]) -> list[Any]:
     """Return the steps of the plan for one row."""
     engine: Any = model.engine
     do = outlines.outline(model.config)
-    engine.decoding.step(do, 1, engine.decoding.operands(1))
+    engine.decoding.step(do, 1, engine.decoding.operands(1), 1)
     return do.steps
 
 
@@ -375,7 +375,7 @@ def test_norms_of_heads_are_fused_in_steps_of_few_rows() -> None:
         found = []
         for rows, known in operands.items():
             do = outlines.outline(config)
-            choice.step(do, rows, known)
+            choice.step(do, rows, known, 1)
             found.append([step.op for step in do.steps if step.name.startswith("h.3.")])
     five = ["rope_sums", "attention_split", "linear", "linear", "linear"]
     assert found[0] == ["rope_sums", "attention_split", "linear_sums", "gated_sums"]

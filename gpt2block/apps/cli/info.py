@@ -37,7 +37,7 @@ from gpt2block.engine.model import check_divides, state_bytes, token_bytes, weig
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints import BUNDLED, Checkpoint
 from gpt2block.files.tokenizers.tokenizer import sources_of_end_tokens
-from gpt2block.models.config import DeltaNets
+from gpt2block.models.config import DRAFTING, DeltaNets
 
 
 def info(
@@ -116,6 +116,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
             "sizes": f"{c.n_layer} blocks, width {c.n_embd}, {c.n_head} heads of {c.head_size}"
             f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
             **_delta_facts(c.delta_nets, facts["memory"]),
+            **_draft_facts(checkpoint),
             **_rope_facts(getattr(c, "scaling", None)),
             "parameters": f"{facts['parameters']:,}",
             "stored": f"{', '.join(facts['dtypes'])}, {megabytes(facts['nbytes'])}",
@@ -172,6 +173,18 @@ def _delta_facts(of: DeltaNets | None, memory: Mapping[str, Mapping[str, Any]]) 
     heads = f"{of.n_k_head} heads of {of.k_size} for keys, {of.n_v_head} of {of.v_size} for values"
     return {"gated delta nets": f"{sum(of.layers)} of {len(of.layers)} blocks, {heads}; states of "
                                 f"{megabytes(states)} float32 a row"}  # fmt: skip
+
+
+def _draft_facts(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return a line: the block that drafts tokens, and its memory."""
+    c, stored = checkpoint.config, checkpoint.stored.items()
+    if c.draft_config is None:
+        return {}
+    own = [each for name, each in stored if name.startswith(DRAFTING)]
+    count, nbytes = sum(prod(each.shape) for each in own), sum(each.nbytes for each in own)
+    cache = c.n_ctx * token_bytes(c.draft_config.layer_caches, Formats("float16"))
+    return {"drafts": f"a block of {count:,} parameters, {megabytes(nbytes)}; with speculate, keys "
+                      f"and values of {megabytes(cache)} float16 a row"}  # fmt: skip
 
 
 def _rope_facts(scaling: Any) -> dict[str, str]:

@@ -39,6 +39,7 @@ KEPT_CACHES = 2  # maximum caches of ended decodings kept for reuse, with their 
 MAX_LARGER = 2  # maximum size of a reused cache, relative to the size of a new cache
 MAX_SLOTS = 512  # maximum slots of a decoding whose caller accepts fewer slots than requested
 MIN_CONTEXT = 64  # minimum positions per slot in a decoding's cache
+MIN_STREAM_ROWS = 64  # minimum rows of `stream_rows`: the most of a step with draft tokens
 ALIGNED = 16  # bytes per vector load of the kernels
 
 
@@ -61,7 +62,13 @@ class CudaCache:
     If layers differ, `arrays` has an array for each number of channels and dtype. Each layer's K
     and V begin at a multiple of ALIGNED bytes; unused slots are added if necessary.
     prefills, steps: a model's recordings for this cache. A key of `prefills` is a prefill's sizes.
+    drafting: the cache of the block that drafts tokens, if prompts and steps also compute it.
+    stream_rows: rows of the residual stream after the layers of the latest step, or of the last
+    tokens of prompts, which the block reads; for a cache of a block, rows of the block.
     """
+
+    drafting: Any = None
+    stream_rows: Any = None
 
     def __init__(
         self,
@@ -111,6 +118,7 @@ class CudaCache:
     @property
     def nbytes(self) -> int:
         states = sum(int(each.nbytes) for each in self.states.values())
+        states += self.drafting.nbytes if self.drafting else 0
         return states + sum(int(each[:, : self.batch].nbytes) for each in self.arrays)
 
     def __repr__(self) -> str:
@@ -158,26 +166,35 @@ class DecodingCaches:
         self.of_layers = (config if shard is None else shard).layer_caches
         self._token_bytes = token_bytes(self.of_layers, formats)
         self._ended: deque[CudaCache] = deque()
+        self.of_block: DecodingCaches | None = None  # the caches of the block that drafts tokens
 
     def give_back(self, cache: CudaCache) -> None:
         """Keep the cache of an ended decoding. Any thread may call this at any time."""
         self._ended.append(cache)
 
-    def take(self, slots: int, n_ctx: int, fewer: bool) -> CudaCache:
-        """Return a cache of at least `slots` slots. fewer: allow fewer slots if memory is short."""
+    def take(self, slots: int, n_ctx: int, fewer: bool, drafting: bool = False) -> CudaCache:
+        """Return a cache of at least `slots` slots. fewer: allow fewer slots if memory is short.
+
+        drafting: whether the cache has a cache of the block that drafts tokens.
+        """
         n_ctx = min(max(MIN_CONTEXT, rounded_up(n_ctx, 4)), self._config.n_ctx)
         slots = rounded_up(slots, 2)
         if fewer:
             slots = min(slots, MAX_SLOTS)
         self._forget(KEPT_CACHES)
-        kept = self._kept(slots, n_ctx)
+        kept = self._kept(slots, n_ctx, drafting)
         if fewer and kept is None:
             room = min(self._of_all_gpus(self._free() // 2 // self._sequence_bytes(n_ctx)))
             slots = max(1, min(slots, room))
-            kept = self._kept(slots, n_ctx)
+            kept = self._kept(slots, n_ctx, drafting)
         while kept is None:
             try:
+                own = self.of_block.new(slots, n_ctx) if self.of_block and drafting else None
                 kept = self.new(slots, n_ctx, pool=True)
+                kept.drafting = own
+                for each in (kept, own) if own else ():
+                    rows = max(2 * slots, MIN_STREAM_ROWS)
+                    each.stream_rows = cupy.zeros((rows, self._config.n_embd), "float32")
             except MemoryError:
                 if not fewer or slots == 1:
                     raise
@@ -216,18 +233,19 @@ class DecodingCaches:
                 "fewer sequences, or fewer tokens in each"
             ) from error
 
-    def _kept(self, slots: int, n_ctx: int) -> CudaCache | None:
+    def _kept(self, slots: int, n_ctx: int, drafting: bool) -> CudaCache | None:
         """Return a kept cache of an ended decoding with `slots` slots, or None.
 
-        A cache has at least n_ctx and at most MAX_LARGER * n_ctx positions per slot. Decodings may
-        end, and give back their caches, while this runs.
+        A cache has at least n_ctx and at most MAX_LARGER * n_ctx positions per slot. drafting: as
+        for `take`. Decodings may end, and give back their caches, while this runs.
         """
         for _ in range(len(self._ended)):
             try:
                 cache = self._ended.popleft()
             except IndexError:
                 return None
-            if cache.batch == slots and n_ctx <= cache.n_ctx <= MAX_LARGER * n_ctx:
+            fits = cache.batch == slots and (cache.drafting is not None) == drafting
+            if fits and n_ctx <= cache.n_ctx <= MAX_LARGER * n_ctx:
                 return cache
             self._ended.append(cache)
         return None

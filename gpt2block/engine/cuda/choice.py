@@ -14,7 +14,7 @@ from gpt2block.engine.passes.decoding import DecodePass, SumsPass
 from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.passes.forward import forward
 from gpt2block.models.architectures.architecture import Architecture
-from gpt2block.models.config import ModelConfig, product_shapes, shapes_in_blocks
+from gpt2block.models.config import DRAFTING, ModelConfig, product_shapes, shapes_in_blocks
 from gpt2block.models.weights.gguf import TYPES, UNIT, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.gated_sums import Fusions, fusions, splits_of
@@ -61,6 +61,7 @@ class DecodingChoice:
         divided: bool = False,
     ) -> None:
         self.divided = divided
+        matrices = {n: w for n, w in matrices.items() if not n.startswith(DRAFTING)}
         self.config, self.formats, self.matrices, self.bounds = config, formats, matrices, bounds
         widths = (config.qkv_widths(layer)[0] for layer in range(config.n_layer))
         head_size = gcd(*widths) // config.n_head  # a divisor of the head sizes of all layers
@@ -96,24 +97,27 @@ class DecodingChoice:
             return {name: each for name, each in found.items() if name == "lm_head"}
         return found
 
-    def step(
-        self, do: Executor, rows: int, operands: Mapping[str, Any] | None, together: int = 1
-    ) -> Any:
+    def step(self, do: Executor, rows: int, operands: Any, together: int, slots: int = 0) -> Any:
         """Run a decoding step of `rows` rows (tokens), up to logits, on the executor `do`.
 
         operands: the result of `operands`. None makes results readable, for traces: activations
         stay floats, and RMSNorm, RoPE and the gate have steps of their own. together: neighbouring
-        rows of one sequence.
+        rows of one sequence. slots: number of rows that continue after the layers, one of each
+        sequence; 0 if all rows continue.
         """
         chosen = self._pass(do, rows, operands, together)
-        return forward(chosen, self.architecture, self.config, "logits")
+        if not slots:
+            return forward(chosen, self.architecture, self.config, "logits")
+        x = forward(chosen, self.architecture, self.config, "stream")
+        last = self._pass(do, slots, self.operands(slots), 1)
+        return last.logits(self.architecture.final(last, x, to=("lm_head",)))
 
     def _pass(
         self, do: Executor, rows: int, operands: Mapping[str, Any] | None, together: int
     ) -> DecodePass:
         """Return the pass (operations on `do`) of a decoding step. Arguments: see `step`."""
         shapes, fp8_cache = self.config.block_shapes(), self.formats.fp8_cache
-        if operands == {} and not self.divided and self.config.delta_nets is None:
+        if operands == {} and not self.divided:
             types = self._types_of_ffn if self.formats.dtype == FILE else ()
             splits = splits_of(self.formats.dtype, rows, shapes, types, self.config.head_size)
             if splits:
@@ -171,11 +175,12 @@ class DecodingChoice:
     def _types_of_ffn(self) -> set[tuple[str, str]]:
         """Set of pairs (GGUF type of w_gate, GGUF type of w_down) over all layers.
 
-        Empty if `_in_blocks` is false, if layers have short convolutions, if w_down or w_o is not a
-        GGUF matrix, or if w_gate or w_down has blocks of several types.
+        Empty if `_in_blocks` is false, if layers have short convolutions or gates of attention, if
+        w_down or w_o is not a GGUF matrix, or if w_gate or w_down has blocks of several types.
         """
         types: set[tuple[str, str]] = set()
-        alike = self._in_blocks and not any(self.config.conv_layers)
+        others = any(self.config.conv_layers) or "w_g" in self.config.block_shapes()
+        alike = self._in_blocks and not others
         for n in range(self.config.n_layer) if alike else ():
             matrices = [self.matrices[f"h.{n}.{name}"] for name in ("w_gate", "w_down", "w_o")]
             ranges = [w.ranges for w in matrices if isinstance(w, GgufMatrix)]

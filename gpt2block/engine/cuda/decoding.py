@@ -17,7 +17,7 @@ from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, InFlight, steps_of
 from gpt2block.engine.grammars import MaskJob
 from gpt2block.engine.model import NOTHING, Drafts, Ids, Sampled, Start, in_groups, without
 from gpt2block.engine.recorder import rounded_up
-from gpt2block.engine.speculation import ROWS, SpeculationPolicy
+from gpt2block.engine.speculation import MIN_SHARE, ROWS, SpeculationPolicy
 
 PREFILL_TOKENS = 8192  # maximum prompt tokens of one prefill
 IN_FLIGHT = 2  # maximum launched steps whose results the host has not read
@@ -28,9 +28,9 @@ class CudaDecoding:
     """Decoding on a GPU: a step is launched before the host reads the previous step's tokens.
 
     A stopped sequence is computed for at most one more step. speculate: if it is True, a step also
-    verifies draft tokens if that is expected to be faster. Steps of known texts
-    verify as many tokens as they have rows. draft: the draft model, which drafts tokens in every
-    step; None: draft tokens are copied from the sequence's earlier tokens.
+    verifies draft tokens if that is expected to be faster. Steps of known texts verify as many
+    tokens as they have rows. draft: the draft model, or the block of the model, which drafts tokens
+    in every step; None: draft tokens are copied from the sequence's earlier tokens.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class CudaDecoding:
         self._model, self._cache, self._draft = model, cache, draft
         self._steps = steps_of(model, cache, speculate)
         drafts = speculate is True
-        self._pace = SpeculationPolicy(cache.batch, self._steps.times) if drafts else None
+        least = draft.least_share if draft else MIN_SHARE
+        self._pace = SpeculationPolicy(cache.batch, self._steps.times, least) if drafts else None
         # Per slot: known text, if the steps verify known texts.
         self._texts: list[Ids] | None = None
         if speculate in ("known", "forced"):
@@ -125,16 +126,19 @@ class CudaDecoding:
             self._sample(Pending(step, slots, [()] * len(group)))
         else:
             self._in_flight.append(step.sample(slots, bool(self._alternatives[slots].any())))
+            if self._draft:
+                self._draft.follow(step, slots, self._steps)
         if self._pace:
             self._pace.begin(slots)
 
     def _record_next(self, grammars: bool) -> None:
         """Record the step after the prompts, whose kernels are compiled while the prompts run.
 
-        It has one row per slot, or the first number of ROWS with a draft model. grammars: whether a
-        slot with tokens left to sample has a grammar.
+        It has one row per slot, or the least rows of the draft. grammars: whether a slot with
+        tokens left to sample has a grammar.
         """
-        slots, together = self._running(), ROWS[0] if self._draft and not grammars else 1
+        slots = self._running()
+        together = self._draft.least_rows if self._draft and not grammars else 1
         if self._texts is not None and len(slots):
             together = self._rows_of_texts(slots)
         if len(slots):
@@ -186,7 +190,8 @@ class CudaDecoding:
         if pace is not None:
             pace.result(len(result.slots), result.together)
             if not result.masked:
-                pace.add(result.slots, result.flags)
+                drafted = max(result.together - 1, 1) if self._draft else None
+                pace.add(result.slots, result.flags, drafted)
 
     def _running(self) -> Ids:
         """Return the slots with tokens left to sample that are not late."""
@@ -208,7 +213,8 @@ class CudaDecoding:
         if self._matchers is not None and self._matchers.late:
             self._resume(self._matchers)
         if self._pending is None and not self._with_grammars():
-            while len(self._in_flight) < IN_FLIGHT and self._launch():
+            most = self._draft.in_flight if self._draft else IN_FLIGHT
+            while len(self._in_flight) < most and self._launch():
                 pass
         elif not self._found:
             if self._pending is None:
@@ -320,6 +326,8 @@ class CudaDecoding:
         self._matchers.expect(slots, jobs, step.together)
         planned = self._plan() if go_on and self._with_grammars() else None
         result = step.sample(slots, bool(self._alternatives[slots].any()))
+        if self._draft:
+            self._draft.follow(step, slots, self._steps)
         if planned:
             self._launch_forward(planned)
         result.expected = expected
@@ -336,10 +344,11 @@ class CudaDecoding:
         if self._pace:
             together = self._pace.together(slots, MAX_DRAFT_ROWS)
             together = self._model.recordings.agreed(together)
-        if self._draft:
-            together = max(together, ROWS[0])
+        if self._draft and len(slots) * ROWS[0] <= MAX_DRAFT_ROWS:
+            together = max(together, self._draft.least_rows)
             self._model.recordings.meet()  # the draft may allocate memory, so gathers wait
-            self._draft.propose(slots, together - 1, self._steps, self._model.stream)
+            count = max(together - 1, 1)
+            self._draft.propose(slots, count, self._steps, self._model.stream)
             self._model.recordings.meet()
         step = self._steps.of(self._model, slots, together)
         if self._pace and not step.captured:
@@ -347,6 +356,8 @@ class CudaDecoding:
         self._steps.place(slots, step, again=self._draft is not None)
         alternatives = bool(self._alternatives[slots].any())
         result = step.run(self._model, slots, alternatives)
+        if self._draft:
+            self._draft.follow(step, slots, self._steps)
         if self._texts is not None:
             result.expected = np.minimum(self._left[slots], together)
         self._left[slots] -= result.expected

@@ -24,7 +24,7 @@ from gpt2block.cuda.formats import Formats
 from gpt2block.engine.cuda.caches import KEPT_SHAPES, CudaCache, DecodingCaches, forget_oldest
 from gpt2block.engine.cuda.choice import DecodingChoice
 from gpt2block.engine.cuda.decoding import MAX_KNOWN_TEXTS, CudaDecoding
-from gpt2block.engine.cuda.draft import Draft
+from gpt2block.engine.cuda.draft import BlockDraft, Draft
 from gpt2block.engine.cuda.prefill import PrefillPrograms, Requested, programs_of
 from gpt2block.engine.cuda.products import choose_products, divisors, request_kernels
 from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, DecodingSteps, steps_of
@@ -44,7 +44,7 @@ from gpt2block.engine.model import (
     stored_tensors,
 )
 from gpt2block.engine.passes.blocks import PassSettings
-from gpt2block.engine.passes.executor import Executor
+from gpt2block.engine.passes.executor import Executor, Renamed
 from gpt2block.engine.passes.forward import Want, forward
 from gpt2block.engine.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products
 from gpt2block.engine.passes.shards import OF_SHARD, ModelShard
@@ -55,7 +55,7 @@ from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.architectures.architecture import Value
-from gpt2block.models.config import ModelConfig, model_shapes
+from gpt2block.models.config import DRAFTING, HALVES, ModelConfig, model_shapes
 from gpt2block.models.weights.matrix import on_host
 from gpt2block.ops.attention import tensor_cores_take
 from gpt2block.ops.attention_cached import continues_exactly
@@ -86,8 +86,13 @@ class CudaModel(CudaWeights):
         formats: Formats,
         device: int,
         shard: ModelShard | None = None,
+        trunk: CudaModel | None = None,
     ) -> None:
-        """shard: this GPU's part of a model on several GPUs; None if the model is on one GPU."""
+        """shard: this GPU's part of a model on several GPUs; None if the model is on one GPU.
+
+        trunk: the model of which this one is the block that drafts tokens. They share a stream, and
+        the kind of prefill's products.
+        """
         super().__init__(config, formats, f"cuda:{device}")
         if (nets := config.delta_nets) is not None:
             check_heads(nets.n_k_head, nets.n_v_head, nets.k_size, nets.v_size)
@@ -102,8 +107,9 @@ class CudaModel(CudaWeights):
         self.draft: CudaModel | None = None  # the model that drafts tokens for this one
         self._lock = threading.RLock()
         with cupy.cuda.Device(device):
-            check_room(config, formats, shard)
-            self.stream = cupy.cuda.Stream(non_blocking=True)
+            if trunk is None:
+                check_room(config, formats, shard)
+            self.stream: Any = trunk.stream if trunk else cupy.cuda.Stream(non_blocking=True)
             tensors_ready = cupy.cuda.Event(disable_timing=True)
             tensors_ready.record()  # the caller's stream may still compute tensors in device memory
             self.stream.wait_event(tensors_ready)
@@ -116,6 +122,7 @@ class CudaModel(CudaWeights):
                 if shard is not None:
                     self._take_shard_of_head(shard)
                 self.products, self._bounds = self._choose_products(largest)
+                self.products = trunk.products if trunk else self.products
                 hi_lo, fp8 = self.products == "hi_lo", self.products == "fp8"
                 self._divisors = divisors(config, self._bounds) if fp8 else {}
                 divided, several = self._divisors, shard is not None
@@ -126,7 +133,27 @@ class CudaModel(CudaWeights):
                 exact = continues_exactly(config.head_size, formats.fp8_cache) and not hi_lo
                 self.continues_exactly = exact or self._reads_cache
                 self.divides_prompts = self.continues_exactly
+                self.block: Any = self._draft_block()
                 self.stream.synchronize()
+
+    def _draft_block(self) -> CudaModel | None:
+        """Return the block that drafts tokens, in the memory of this model's tensors.
+
+        It has copies of the halves of w_eh; the whole matrix is then kept in host memory.
+        """
+        config, whole = self.config.draft_config, f"{DRAFTING}w_eh"
+        if config is None:
+            return None
+        stored: dict[str, Any] = {n: (on_host(a), None) for n, a in self._vectors.items()}
+        stored |= {n: (a, "NK") for n, a in self._matrices.items()}
+        halves = zip(HALVES, stored.pop(whole)[0].halves(), strict=True)
+        stored |= {DRAFTING + n: (a, "NK") for n, a in halves}
+        stored |= {DRAFTING + n: stored[n] for n in ("wte", "lm_head")}
+        tensors = ((n.removeprefix(DRAFTING), *a) for n, a in stored.items() if DRAFTING in n)
+        made = CudaModel(config, tensors, self.formats, self.device, trunk=self)
+        self._matrices[whole] = self._matrices[whole].mapped(on_host)
+        self._caches.of_block = made._caches
+        return made
 
     def __getstate__(self) -> object:
         raise InputError(
@@ -354,10 +381,12 @@ class CudaModel(CudaWeights):
             slots = min(slots, most)
         with self.running():
             self.stream.synchronize()  # raises an exception if the GPU is lost
-            cache = self._caches.take(slots, n_ctx, fewer)
+            drafting = self.block is not None and smaller is None and speculate is True
+            cache = self._caches.take(slots, n_ctx, fewer, drafting)
             slots = min(slots, cache.batch)
             if smaller is None:
-                decoding = CudaDecoding(self, cache, slots, speculate)
+                block = BlockDraft(self.block, cache.drafting) if cache.drafting else None
+                decoding = CudaDecoding(self, cache, slots, speculate, block)
             else:
                 draft, kept = smaller.drafting(cache.batch, n_ctx)
                 decoding = CudaDecoding(self, cache, slots, speculate, draft)
@@ -440,4 +469,13 @@ class CudaModel(CudaWeights):
 
     def forward_pass(self, shape: Prefill, do: Executor, want: Want | None) -> Value:
         """Run a prefill of this shape, up to the output `want`, on the executor `do`."""
-        return forward(self._prefill_pass(shape, do), self._architecture, self.config, want)
+        chosen = self._prefill_pass(shape, do)
+        if self.block and do.has(f"{DRAFTING}tokens"):
+            chosen.draft = partial(self.block.read_stream, shape)
+        return forward(chosen, self._architecture, self.config, want)
+
+    def read_stream(self, shape: Prefill, do: Executor, stream: Value) -> None:
+        """Compute keys and values of the block that drafts tokens, from the residual stream."""
+        o = self._prefill_pass(shape, Renamed(do, DRAFTING, DRAFTING))
+        o.stream = stream
+        forward(o, self._architecture, self.config, None)

@@ -25,6 +25,7 @@ class CudaPasses(Protocol):
     stream: Any
     recordings: Recordings
     decoding: DecodingChoice
+    block: Any  # the block that drafts tokens from the model's residual stream, or None
 
     def running(self) -> AbstractContextManager[None]:
         """Hold the model's lock, with its device and stream current."""

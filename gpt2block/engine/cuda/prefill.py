@@ -23,6 +23,7 @@ from gpt2block.engine.passes.forward import Want
 from gpt2block.engine.passes.prefill import ROWS_AT_ONCE, Prefill
 from gpt2block.engine.recorder import Recorded, rounded_up
 from gpt2block.engine.recording import Recording
+from gpt2block.models.config import DRAFTING
 
 Requested = Want | Literal["states"]
 SCORED = ("log_likelihood", "likeliest")  # outputs that are computed from the next tokens
@@ -53,6 +54,7 @@ class PrefillPrograms:
         ends = np.cumsum(list(self._sizes.values()))[:-1].tolist()
         batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
         self._tensors = {**batch, **cache_tensors(cache)}
+        self._drafting, self._stream_rows = cache.drafting, cache.stream_rows
         self._recordings: dict[Want | None, Recording] = {}
         self._known: Mapping[str, Recorded] = {}  # first recording's steps, which others reuse
 
@@ -65,6 +67,10 @@ class PrefillPrograms:
                 outs[f"scores.{first}"] = self._scores[first : first + ROWS_AT_ONCE]
                 if want == "likeliest":
                     outs[f"likeliest.{first}"] = self.likeliest[first : first + ROWS_AT_ONCE]
+            if self._drafting is not None:
+                rows = np.arange(len(self._tensors["last"]), dtype=np.int32)
+                outs["stream_rows"] = self._stream_rows[: len(rows)]
+                tensors = {**tensors, "stream_index": cupy.asarray(rows), **self._of_block(model)}
             made = model.recordings.make(
                 lambda do: model.forward_pass(self.shape, do, want),
                 {**tensors, **self._tensors},
@@ -77,6 +83,12 @@ class PrefillPrograms:
             self._recordings[want] = made
             self._known = self._known or made.steps
         return self._recordings[want]
+
+    def _of_block(self, model: CudaPasses) -> dict[str, Any]:
+        """Return {name: tensor} of the block that drafts tokens; it reads each token's next one."""
+        own = {**self._tensors, "tokens": self._tensors["targets"], **cache_tensors(self._drafting)}
+        own |= model.block.prompt_weights(head=False)
+        return {DRAFTING + name: each for name, each in own.items()}
 
     def run(
         self,
@@ -91,7 +103,7 @@ class PrefillPrograms:
         rows: row of the cache for each sequence, in ascending order. starts: number of tokens that
         each of these rows already has.
         """
-        self._send(sequences, rows, starts, targets=want in SCORED)
+        self._send(sequences, rows, starts, want in SCORED or self._drafting is not None)
         recording = self.recording(model, "hidden" if want == "states" else want)
         if want == "states":
             names = ["embedding", *(f"h.{n}.output" for n in range(model.config.n_layer))]

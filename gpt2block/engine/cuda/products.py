@@ -60,7 +60,8 @@ def possible_products(config: ModelConfig, dtype: str) -> Products:
         return "16_bits"
     if dtype in (*FP8, FILE):
         return "fp8"
-    fits = hi_lo_fits(config.head_size) and config.delta_nets is None  # gates read floats
+    gates = "w_g" in config.block_shapes()  # gates of attention read floats
+    fits = hi_lo_fits(config.head_size) and not gates
     return "hi_lo" if fits else "float32"
 
 

@@ -29,11 +29,11 @@ from gpt2block.engine.model import (
     cache_tensors,
     without,
 )
-from gpt2block.engine.passes import check_read
+from gpt2block.engine.passes import STREAM, check_read
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.recording import Recording
 from gpt2block.engine.speculation import StepTimes
-from gpt2block.ops.drafts import MAX_DRAFTS, MAX_KNOWN, TAKEN, DraftTokens, bind_take
+from gpt2block.ops.drafts import MAX_DRAFTS, MAX_KNOWN, TAKEN, TAKEN_ROWS, DraftTokens, bind_take
 from gpt2block.ops.sample_token import (
     SampleState,
     Slots,
@@ -70,7 +70,7 @@ class DecodingSteps:
         self.rows = rows = max(B, min(B * (1 + most), MAX_DRAFT_ROWS))
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
-        self.cache_tensors = cache_tensors(cache)
+        self.cache_tensors, self.stream_rows = cache_tensors(cache), cache.stream_rows
         # Key: number of slots, kind of logit changes (0, CHANGED or COUNTED), rows per slot, masks.
         self._steps: dict[tuple[int, int, int, bool], DecodingStep] = {}
         # Created on first use: logit changes (slots, CHANGES), counts of sampled tokens (slots, V)
@@ -107,7 +107,8 @@ class DecodingSteps:
         """
         changed = int(self._changed[slots].max(initial=0))
         # With draft tokens, the number of slots is a power of two, which limits the recorded steps.
-        count = min(rounded_up(len(slots), 2 if together == 1 else 1), self.batch)
+        most = 2 if together == 1 and self.stream_rows is None else 1
+        count = min(rounded_up(len(slots), most), self.batch)
         kind = count, changed, together, masked
         if kind not in self._steps:
             model.recordings.meet()  # before memory is allocated
@@ -267,14 +268,21 @@ class DecodingStep:
             draft, left = self.drafts.draft, self.drafts.left
             self.placing = bind_place(of.state, slots, draft, left, together)
             forced = self.drafts.history if of.speculate == "forced" else None
-            self._by_row = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
-            state = of.state._replace(token=self._by_row[0], logprob=self._by_row[1])
-            after = (
-                bind_sampled(logits, state, slots, together, tables, counts, masks, forced),
-                bind_take(self._by_row, slots, self.drafts, of.state, together, counts, report),
-            )
+            self.by_row = cupy.zeros(rows, "int32"), cupy.zeros(rows, "float32")
+            state = of.state._replace(token=self.by_row[0], logprob=self.by_row[1])
+            sampled = bind_sampled(logits, state, slots, together, tables, counts, masks, forced)
+            self.followed = cupy.zeros((2, rows), "int32")
+            inputs = (self.by_row[0], row, positions, draft)
+            taken = TAKEN_ROWS.bind_on_device(inputs, self.followed, together=together)
+            take = bind_take(self.by_row, slots, self.drafts, of.state, together, counts, report)
+            after = (sampled, take) if of.stream_rows is None else (sampled, taken, take)
         self._given = {**of.cache_tensors, "tokens": tokens, "row": row, "positions": positions}
-        self._sampler, self._masked, self._floats = after, masked, of.floats
+        self._outs = {"logits": logits}
+        if of.stream_rows is not None:
+            self._given["stream_index"] = cupy.asarray(np.arange(rows, dtype=np.int32))
+            self._given[STREAM] = self._outs["stream_rows"] = of.stream_rows[:rows]
+        self.sampler, self._masked, self._floats = after, masked, of.floats
+        self.follower: Recording | None = None  # the draft tokens after the tokens that are taken
         self._recording: Recording | None = None
         self.captured = False  # whether the next launch only replays a CUDA graph
         self.restart()
@@ -286,12 +294,12 @@ class DecodingStep:
             made = model.recordings.make(
                 lambda do: model.decoding.step(do, self.rows, operands, self.together),
                 {**model.given(), **self._given},
-                {"logits": self._logits},
+                self._outs,
                 overlapping=True,
                 fuses=not self._floats,
             )
             check_read(model.config, (each.step for each in made.steps.values()))
-            made.after = () if self._masked else self._sampler
+            made.after = () if self._masked else self.sampler
             self._recording = made
         return self._recording
 
@@ -314,7 +322,7 @@ class DecodingStep:
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
         """Sample tokens for `slots` from the stored logits, without a forward pass."""
         half = self._free_half(alternatives)
-        for bound in self._sampler:
+        for bound in self.sampler:
             bound.run()
         return self._result(half, slots, alternatives)
 

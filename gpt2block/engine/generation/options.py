@@ -95,7 +95,8 @@ class Options:
         False,
         "On a GPU, draft the next tokens from the text so far, and compute them together.",
         more="The tokens and their log-probabilities stay the same to the last bit. A text that "
-        "repeats parts of its prompt takes fewer steps; for other texts, drafting soon stops.",
+        "repeats parts of its prompt takes fewer steps; for other texts, drafting soon stops. "
+        "Models with a block that drafts tokens, such as Qwen3.5, use this block instead.",
     )
     receipt: bool = option(
         False,

@@ -16,12 +16,13 @@ from gpt2block.engine.passes import forward as _forward
 from gpt2block.engine.passes.blocks import BlockPass, ModelStepPass, PassSettings, StepPass
 from gpt2block.engine.passes.executor import Outline, Step, hi_lo_of
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.config import ModelConfig, model_shapes, state_shapes
+from gpt2block.models.config import DRAFTING, ModelConfig, model_shapes, state_shapes
 
 # Names of the int32 arrays that describe a batch of packed sequences. For each token: its id,
 # position, sequence and target (the next token's id); shape (N,). For each sequence: its first row
 # (shape (B + 1,)), its first position (B,), and the row of its last token (at most B).
 BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
+STREAM = "stream"  # name of the rows of another model's residual stream (N, C) that a model reads
 
 
 def names_of(config: ModelConfig) -> set[str]:
@@ -30,7 +31,7 @@ def names_of(config: ModelConfig) -> set[str]:
     constants = architecture_of(config).constants(config, dict.fromkeys(shapes, 1.0))
     caches = enumerate(config.layer_caches)
     rows = (f"h.{n}.{name}" for n, (_, k, v, _) in caches for name in "k" * (k > 0) + "v" * (v > 0))
-    return {*shapes, "lm_head", *constants, *BATCH, *rows, *state_shapes(config, 1)}
+    return {*shapes, "lm_head", *constants, *BATCH, STREAM, *rows, *state_shapes(config, 1)}
 
 
 def model_steps(config: ModelConfig) -> list[Step]:
@@ -50,7 +51,8 @@ def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
     """
     of = architecture_of(config)
     sources: dict[str, float] = defaultdict(lambda: 1.0)  # records the vectors that are read
-    needed = [*model_shapes(config), *of.constants(config, sources)]
+    own = (name for name in model_shapes(config) if not name.startswith(DRAFTING))
+    needed = [*own, *of.constants(config, sources)]
     read = {name for step in steps for name in step.inputs} | {*sources}
     unread = [n for n in needed if n not in read and hi_lo_of(n) not in read]
     if unread:

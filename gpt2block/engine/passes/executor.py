@@ -71,6 +71,25 @@ class Executor(ABC):
         """Run a step and return its result, which may overwrite `into` if `into` is not None."""
 
 
+class Renamed(Executor):
+    """An executor that runs steps on another one, with prefixes before the names of results.
+
+    tensors: prefix of the names of tensors.
+    """
+
+    def __init__(self, do: Executor, results: str, tensors: str = "") -> None:
+        super().__init__(do.tensors)
+        self._do, self._results, self._tensors = do, results, tensors
+
+    def has(self, name: str) -> bool:
+        return self._do.has(self._tensors + name)
+
+    def do(self, step: Step, into: Value) -> Value:
+        inputs = (self._tensors + x if isinstance(x, str) and x else x for x in step.inputs)
+        named = step._replace(name=self._results + step.name, inputs=tuple(inputs))
+        return self._do.do(named, into)
+
+
 class Name(str):
     """The name of a result in an Outline, which has no arrays."""
 

@@ -8,10 +8,11 @@ fuse.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any, Literal, NamedTuple
 
-from gpt2block.engine.passes.executor import Executor
+from gpt2block.engine.passes.executor import Executor, Renamed
 from gpt2block.models.architectures.architecture import Architecture, To, Value
 from gpt2block.models.config import ModelConfig
 
@@ -55,6 +56,10 @@ class Pass(ABC):
     # options of gated delta nets: whether later rows of a slot than its first may be refused
     of_steps: Mapping[str, Any] = {}
     spans: Value = None  # the result of `delta_spans`
+    stream: Value = "stream"  # rows of another model's residual stream, if the model reads them
+    # called with the executor and the residual stream of all rows after the layers, by a pass whose
+    # output is "last" or None
+    draft: Callable[[Executor, Value], None] | None = None
 
     def embed(self) -> Value:
         """Return a row per token: token embedding, plus position embedding if there is one.
@@ -65,12 +70,21 @@ class Pass(ABC):
             self.spans = self.do("spans", "delta_spans", SPANS, **self.of_steps)
         inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.embedding
         scaled = {} if factor == 1 else {"factor": factor}
+        if self.do.has("gamma_e_and_1"):
+            return self._joined(self.do("vectors", "encoder_rows", inputs, **scaled))
         if not self.c.embedding_norm:
             x = self.do("embedding", "encoder_rows", inputs, **scaled)
             self.layers = self._layers(x) if self.c.layers else None
             return x
         normed = self.do("vectors", "encoder_rows", inputs, **scaled), self.c.embedding_norm
         return self.do("embedding", "rmsnorm", normed, eps=self.c.eps, **self.of_stream)
+
+    def _joined(self, x: Value) -> Value:
+        """Return norm(x) @ w_e + norm(stream) @ w_h. x: embeddings of tokens."""
+        y = self.norm("rms_e", x, "gamma_e_and_1", to=("w_e",))
+        y = self.product("of_token", y, "w_e")
+        z = self.norm("rms_h", self.stream, "gamma_h_and_1", to=("w_h",))
+        return self.product("of_stream", z, "w_h", add=("embedding", y))
 
     def _layers(self, x: Value) -> Value:
         """Compute the rows of all layers' embeddings from tokens and their embeddings x."""
@@ -214,21 +228,29 @@ def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) ->
     "last": logits of the last row of each sequence. "logits": logits of all rows. "rows": the final
     norm, as input of a later product with lm_head. "hidden": the final norm as floats. "stream":
     the residual stream before the final norm. "log_likelihood", "likeliest": as computed by
-    `Pass.scores`.
+    `Pass.scores`. If there is a tensor "stream_index", these rows of the residual stream after the
+    layers continue, as "stream_rows".
     """
     # For keys and values alone, the layers after the last one that stores them are not needed.
-    layers = config.n_layer if want else 1 + max(each.layer for each in config.layer_caches)
+    layers = config.n_layer if want or o.draft else 1 + max(c.layer for c in config.layer_caches)
     *front, end = (f"h.{n}." for n in range(layers))
     x = o.embed()
     for h in front:
         x = block(o, of, x, h)
     y = of.attention(o, end, x)
+    last = o.last_rows(x, y) if want == "last" else (o, x, y)
+    if o.draft is not None:
+        every = copy(o)
+        every.do = Renamed(o.do, "rows.")
+        o.draft(o.do, of.feed_forward(every, end, x, y))
     if want is None:
         return None
-    if want == "last":
-        o, x, y = o.last_rows(x, y)
+    o, x, y = last
+    del last
     x = of.feed_forward(o, end, x, y)
     del y
+    if o.do.has("stream_index"):
+        x = o.do("stream_rows", "take", (x, "stream_index"))
     if want == "stream":
         return x
     if want == "hidden":

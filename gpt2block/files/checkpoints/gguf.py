@@ -78,10 +78,10 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
     """
     header = header_of(file)
     with about(file):
-        config = _config(header)
+        config = _config(header).with_tensors(header.tensors)
     found: dict[str, Stored] = {}
     for name, tensor in header.tensors.items():
-        if _layer_of(name) >= config.n_layer and _drafting(header):
+        if _layer_of(name) >= config.n_layer and _drafting(header) and not config.draft_config:
             continue
         tensor.check_type()
         heads, added = differences(config, name)
@@ -97,7 +97,8 @@ def differences(config: ModelConfig, name: str) -> tuple[int, float]:
     if architecture_of(config).GGUF_ROPE_INTERLEAVED:
         n_kv_head = config.kv_width // config.head_size
         heads = config.n_head * (".attn_q." in name) + n_kv_head * (".attn_k." in name)
-    added = name.endswith("_norm.weight") and not name.endswith("ssm_norm.weight")
+    norms = ("_norm.weight", ".enorm.weight", ".hnorm.weight")
+    added = name.endswith(norms) and not name.endswith("ssm_norm.weight")
     return heads, config.ADDED_TO_NORMS * added
 
 
@@ -111,8 +112,7 @@ def _layer_of(name: str) -> int:
 def _drafting(header: Header) -> int:
     """Return the number of last blocks of a file that only draft tokens."""
     named = header.metadata.get("general.architecture")
-    found: int = header.metadata.get(f"{named}.nextn_predict_layers", 0)
-    return found
+    return int(header.metadata.get(f"{named}.nextn_predict_layers", 0))
 
 
 def fields_of(kind: type[ModelConfig]) -> Mapping[str, tuple[str, Any]]:

@@ -47,7 +47,7 @@ POOLING_CONFIG = "1_Pooling/config.json"
 _TRUNCATED = ("header too small", "invalid header length", "file not fully covered")
 # For multimodal models: prefixes of the text model's tensors, keys of the whole model's config that
 # apply to the text model, and defaults of `transformers`
-_TEXT = re.compile(r"^(model\.)?language_model\.(model\.)?|^(?=lm_head\.)")
+_TEXT = re.compile(r"^(model\.)?language_model\.(model\.)?|^(?=lm_head\.|mtp\.)")
 _OF_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "quantization_config")
 _ABSENT = {"model_type": "mistral", "tie_word_embeddings": True}
 # Unsupported parts of models, and the keys of their configs
@@ -219,6 +219,7 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     ends = end_tokens_in(read_object(settings))
     with about(settings):
         config = config if ends == () else replace(config, eos_token_ids=ends)
+    config = config.with_tensors(each.label for each in tensors)
     return config, _bare(file, tensors, naming_of(config))
 
 

@@ -13,7 +13,8 @@ from gpt2block.errors import CheckpointError
 from gpt2block.files.checkpoints.files import first_names
 from gpt2block.files.checkpoints.stored import DTYPES, Stored, joined
 from gpt2block.models.architectures import ARCHITECTURES
-from gpt2block.models.config import TABLES, ModelConfig, is_product, model_shapes
+from gpt2block.models.architectures.qwen3_5 import UNREAD
+from gpt2block.models.config import DRAFTING, TABLES, ModelConfig, is_product, model_shapes
 from gpt2block.models.config.llama import LlamaConfig
 
 Shape = tuple[int, ...]
@@ -27,7 +28,9 @@ class Naming:
     names: gpt2block's name → names in the file; names of a block's tensors follow `block`, which
     replaces `h.`, and the number of the layer. matrices: layout of a block's matrices. prefix:
     prefix of all names except lm_head's. ignored: regular expression for the names of buffers that
-    are not weights. tiled: the order of heads of gated delta nets in files that are written.
+    are not weights. tiled: the order of heads of gated delta nets in files that are written. last:
+    the block of the tensors of the block that drafts tokens, such as "blk.32"; "" if they have
+    names of their own.
     """
 
     names: Mapping[str, tuple[str, ...]]
@@ -36,6 +39,7 @@ class Naming:
     prefix: str = ""
     ignored: str = "(?!)"
     tiled: bool = False
+    last: str = ""
 
     def bare(self, name: str) -> str:
         """Return a file's tensor name without prefixes such as `transformer.`.
@@ -48,11 +52,12 @@ class Naming:
     def in_file(self, ours: str) -> tuple[str, ...]:
         """Return a file's names, without prefixes, for the tensor that gpt2block calls `ours`."""
         h, dot, kind = ours.rpartition(".")
-        return tuple(h.replace("h.", self.block, 1) + dot + name for name in self.names[kind])
+        h = self.last if self.last and ours.startswith(DRAFTING) else h.replace("h.", self.block, 1)
+        return tuple(h + dot + name for name in self.names[ours if ours in self.names else kind])
 
     def with_prefix(self, name: str) -> str:
         """Return a tensor's name with the prefix that `transformers` writes."""
-        return name if name == "lm_head.weight" else self.prefix + name
+        return name if name.startswith(("lm_head.", DRAFTING)) else self.prefix + name
 
     def layers(self, names: Mapping[str, object]) -> int:
         """Return the number of blocks that have tensors. `names`: tensor names without prefixes."""
@@ -81,7 +86,7 @@ class Naming:
         for ours, shape in model_shapes(config).items():
             names = self.in_file(ours)
             rows, *rest = self.shape_of(ours, shape)
-            layer = int(ours.split(".")[1]) if len(names) > 1 else 0
+            layer = int(ours.split(".")[-2]) if len(names) > 1 else 0
             counts = config.file_rows(_kind(ours), layer) if len(names) > 1 else (rows,)
             into = found.setdefault(self.first_of(ours), {})
             for name, n in zip(names, counts, strict=True):
@@ -91,6 +96,8 @@ class Naming:
     def first_of(self, ours: str) -> str:
         """Return the first name in the group of tensors with `ours` that a file joins into one."""
         h, dot, kind = ours.rpartition(".")
+        if ours in self.names:
+            return ours
         return h + dot + next(k for k, names in self.names.items() if names == self.names[kind])
 
     def model_tensors(
@@ -106,7 +113,7 @@ class Naming:
         file's tensors by their names without prefixes. Q, K and V of several dtypes are read as
         float32. Raises CheckpointError unless the file's tensors are exactly the model's.
         """
-        present = self.layers(found)
+        present = self.layers(found) - bool(self.last)
         if present != config.n_layer:  # checked before memory for n_layer blocks is allocated
             raise CheckpointError(
                 f"{file}: {source} {config.n_layer}, the file has {present} blocks"
@@ -228,6 +235,9 @@ def _naming(model_type: str, gguf: bool) -> Naming:
 def naming_of(config: ModelConfig, gguf: bool = False) -> Naming:
     """Return the Naming of a config's architecture for Hugging Face's files, or for GGUF."""
     found = _naming(config.MODEL_TYPE, gguf)
+    if config.draft_config is not None:
+        ignored = found.ignored.removesuffix(UNREAD)
+        found = replace(found, ignored=ignored, last=f"blk.{config.n_layer}" if gguf else "")
     shared = [str(n) for n in config.reading_layers]
     if not shared:
         return found

@@ -4,15 +4,22 @@ A gated delta net keeps a matrix S for each head instead of keys and values, and
 grow with the text: `reference.delta_inputs` and `reference.delta_rule` have the formulas. Attention
 multiplies its result by sigmoid(gate), has norms of q and k, and RoPE rotates a part of each head.
 Weights of norms are stored as w and multiply as 1 + w; the norm after the delta rule has plain
-weights. Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024), and
-Qwen3_5 in `transformers`.
+weights.
+
+A block drafts tokens (multi-token prediction, MTP). From the residual stream of a token before the
+final norm, and the next token's embedding, it predicts the token after the next one: the product of
+w_eh with the norms of both rows, a layer with attention, and a norm. Embeddings and lm_head are the
+model's. To draft further tokens, the block reads its own output instead of the stream.
+
+Sources: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024); Qwen3_5 in
+`transformers`; DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -24,6 +31,8 @@ from gpt2block.models.architectures import gemma3, llama, qwen3
 from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.models.config import (
     ALL_LIMITS,
+    DRAFTING,
+    HALVES,
     DeltaNets,
     LayerCache,
     ModelConfig,
@@ -39,8 +48,11 @@ from gpt2block.models.config.llama import (
     check_layers,
 )
 
+# Names that end the name of the matrix w_eh in files with a block that drafts tokens
+JOINED = ("mtp.fc.weight", "nextn.eh_proj.weight")
 HEADS = ("n_k_head", "n_v_head", "k_size", "v_size")
 DELTA, EVERY = "linear_attention", "full_attention_interval"
+NEXT = "nextn_predict_layers"
 RECURRENT = "attention.recurrent_layers"  # key of GGUF files: whether each layer is a delta net
 
 
@@ -48,8 +60,9 @@ RECURRENT = "attention.recurrent_layers"  # key of GGUF files: whether each laye
 class Qwen35Config(PartlyRotatedConfig):
     """Sizes of a Qwen3.5 model; head_size, n_head and n_kv_head are those of attention.
 
-    delta_layers: whether each layer is a gated delta net; () means all but every fourth. Other
-    fields: see DeltaNets.
+    delta_layers: whether each layer is a gated delta net; () means all but every fourth. mtp:
+    whether there is a block that drafts tokens (multi-token prediction). Other fields: see
+    DeltaNets.
     """
 
     NAME: ClassVar[str] = "Qwen3_5"
@@ -71,9 +84,9 @@ class Qwen35Config(PartlyRotatedConfig):
         "ssm.state_size": "k_size", "rope.dimension_count": "rotary",
     }  # fmt: skip
     GGUF_READ: ClassVar[tuple[str, ...]] = (
-        "ssm.inner_size", EVERY, RECURRENT, "rope.dimension_sections", "nextn_predict_layers",
+        "ssm.inner_size", EVERY, RECURRENT, "rope.dimension_sections", NEXT,
     )  # fmt: skip
-    GGUF_FIELDS: ClassVar[tuple[str, ...]] = ("v_size", "delta_layers", "tiled")
+    GGUF_FIELDS: ClassVar[tuple[str, ...]] = ("v_size", "delta_layers", "tiled", "mtp")
     GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {"ssm.conv_kernel": 4}
     HONOURED: ClassVar[tuple[str, ...]] = (PARTIAL, "layer_types")
     SETTINGS: ClassVar[Settings] = (
@@ -90,6 +103,7 @@ class Qwen35Config(PartlyRotatedConfig):
     k_size: int = 128
     v_size: int = 128
     tiled: bool = False
+    mtp: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,15 +115,31 @@ class Qwen35Config(PartlyRotatedConfig):
             size = check_count(name, getattr(self, name), ALL_LIMITS[name])
             object.__setattr__(self, name, size)
         check_flag("tiled", self.tiled)
+        check_flag("mtp", self.mtp)
         if self.n_v_head % self.n_k_head:
             raise InputError(f"n_v_head {self.n_v_head} is not a multiple of n_k_head "
                              f"{self.n_k_head}")  # fmt: skip
 
     @property
-    def delta_nets(self) -> DeltaNets:
-        """Return the sizes of the layers that are gated delta nets."""
+    def delta_nets(self) -> DeltaNets | None:
+        """Return the sizes of the layers that are gated delta nets; None if there are none."""
+        return self._delta_nets if any(self.delta_layers) else None
+
+    @property
+    def _delta_nets(self) -> DeltaNets:
         heads = self.n_k_head, self.n_v_head, self.k_size, self.v_size
         return DeltaNets(self.delta_layers, *heads, self.tiled)
+
+    @property
+    def draft_config(self) -> Qwen35DraftConfig | None:
+        """The config of the block that drafts tokens, a layer with attention; None without one."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        changed = {"n_layer": 1, "delta_layers": (False,), "mtp": False}
+        return Qwen35DraftConfig(**{**own, **changed}) if self.mtp else None
+
+    def with_tensors(self, names: Iterable[str]) -> Qwen35Config:
+        """Return this config, without a block that drafts tokens if the file does not have it."""
+        return replace(self, mtp=self.mtp and any(name.endswith(JOINED) for name in names))
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
@@ -119,14 +149,14 @@ class Qwen35Config(PartlyRotatedConfig):
 
     def block_shapes(self) -> Shapes:
         """Return {name: shape} of the tensors of both kinds of blocks."""
-        return {**self._shapes(True), **self._shapes(False)}
+        return {**self._shapes(any(self.delta_layers)), **self._shapes(False)}
 
     def shapes_of(self, layer: int) -> Shapes:
         """Return {name: shape} of the tensors of a layer's block."""
         return self._shapes(self.delta_layers[layer])
 
     def _shapes(self, delta: bool) -> Shapes:
-        llama, of, C = super().block_shapes(), self.delta_nets, self.n_embd
+        llama, of, C = super().block_shapes(), self._delta_nets, self.n_embd
         H, size = (self.n_v_head,), (self.head_size,)
         own: dict[str, tuple[int, ...]]
         if delta:
@@ -141,7 +171,7 @@ class Qwen35Config(PartlyRotatedConfig):
 
     def file_rows(self, name: str, layer: int) -> tuple[int, ...]:
         """Return the rows of each tensor of a file that has rows of a block's tensor `name`."""
-        of = self.delta_nets
+        of = self._delta_nets
         rows = {"w_in": (of.channels, of.values), "w_ba": (of.n_v_head, of.n_v_head)}
         return {**rows, "w_g": (self.q_width, 0, 0)}.get(name) or super().file_rows(name, layer)
 
@@ -177,6 +207,8 @@ class Qwen35Config(PartlyRotatedConfig):
     def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
         fields, kinds = super()._fields_in(config), (DELTA, KINDS[0])
+        own = config.get("mtp_use_dedicated_embeddings")  # else they are the model's
+        fields["mtp"] = config.get("mtp_num_hidden_layers") == 1 and not own
         types = config.get("layer_types")
         if types is None:
             every = check_count(EVERY, config.get(EVERY, 4))
@@ -195,6 +227,7 @@ class Qwen35Config(PartlyRotatedConfig):
         return content | {
             "rope_parameters": rope | {PARTIAL: self.rotary_part}, "layer_types": types,
             "pad_token_id": None, "linear_conv_kernel_dim": 4,
+            "mtp_num_hidden_layers": int(self.mtp),
         }  # fmt: skip
 
     @classmethod
@@ -209,14 +242,29 @@ class Qwen35Config(PartlyRotatedConfig):
         return fields | {
             "delta_layers": tuple(bool(each) for each in np.atleast_1d(layers)[:n_layer]),
             "v_size": v_size, "tiled": n_v_head > (fields["n_k_head"] or 0),
+            "mtp": settings.get(NEXT) == 1,
         }  # fmt: skip
 
     def gguf_settings(self) -> dict[str, Any]:
         """Return {key: value} of the fields that have keys in GGUF files."""
-        return super().gguf_settings() | {
-            "ssm.conv_kernel": 4, "ssm.inner_size": self.delta_nets.values,
-            RECURRENT: self.delta_layers, "rope.dimension_sections": [self.rotary // 2, 0, 0, 0],
+        drafting = {"block_count": self.n_layer + 1, NEXT: 1} if self.mtp else {}
+        return super().gguf_settings() | drafting | {
+            "ssm.conv_kernel": 4, "ssm.inner_size": self._delta_nets.values,
+            RECURRENT: self.delta_layers + (False,) * self.mtp,
+            "rope.dimension_sections": [self.rotary // 2, 0, 0, 0],
         }  # fmt: skip
+
+
+class Qwen35DraftConfig(Qwen35Config):
+    """Sizes of the block that drafts tokens: a model of one layer, which has attention."""
+
+    READS_STREAM: ClassVar[bool] = True
+
+    def outer_shapes(self) -> tuple[Shapes, Shapes]:
+        """Return {name: shape} of the tensors before and after the block, without lm_head."""
+        (first, last), C = super().outer_shapes(), self.n_embd
+        joining = {"gamma_e": (C,), "gamma_h": (C,), **dict.fromkeys(HALVES, (C, C))}
+        return {**first, **joining}, last
 
 
 CONFIG: type[ModelConfig] = Qwen35Config
@@ -231,8 +279,13 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_o": ("linear_attn.norm", "ssm_norm"),
     "w_out": ("linear_attn.out_proj", "ssm_out"),
     "gamma2": ("post_attention_layernorm", "post_attention_norm"),
+    f"{DRAFTING}gamma_e": ("pre_fc_norm_embedding", "nextn.enorm"),
+    f"{DRAFTING}gamma_h": ("pre_fc_norm_hidden", "nextn.hnorm"),
+    f"{DRAFTING}w_eh": ("fc", "nextn.eh_proj"),
+    f"{DRAFTING}gamma_f": ("norm", "nextn.shared_head_norm"),
 }
-FILES = CheckpointLayout("model.", "layers.", "NK", r"(.+\.)?rotary_emb\w*\..+|mtp\..+")
+UNREAD = r"|mtp\..+"  # matches the names of tensors of a block that is not read
+FILES = CheckpointLayout("model.", "layers.", "NK", rf"(.+\.)?rotary_emb\w*\..+{UNREAD}")
 GGUF, GGUF_ROPE_INTERLEAVED = "qwen35", False
 NORM, QKV, DIVIDED = llama.NORM, llama.QKV, llama.DIVIDED
 TENSOR_HEADS: tuple[int, ...] = llama.TENSOR_HEADS
@@ -276,7 +329,8 @@ def constants(config: Qwen35Config, vectors: Mapping[str, Any]) -> dict[str, Any
             found[f"{name}_and_1"] = gamma
         if delta:
             found[f"h.{n}.rate"] = np.exp(vectors[f"h.{n}.a_log"])
-    return found | {"gamma_f_and_1": 1 + vectors["gamma_f"]}
+    others = ("gamma_f", *("gamma_e", "gamma_h") * config.READS_STREAM)
+    return found | {f"{name}_and_1": 1 + vectors[name] for name in others}
 
 
 def _factors(config: Qwen35Config, largest: Mapping[str, float]) -> dict[str, float]:
@@ -294,8 +348,10 @@ def stream_bounds(config: Qwen35Config, largest: Mapping[str, float]) -> Iterato
     Gates of attention increase no magnitude. A head of a delta net's norm has a Euclidean norm of
     at most sqrt(v_size) times the largest γ, before SiLU(z) multiplies it.
     """
-    C, of, factors = config.n_embd, config.delta_nets, _factors(config, largest)
+    C, of, factors = config.n_embd, config._delta_nets, _factors(config, largest)
     stream = largest["wte"]
+    if config.READS_STREAM:
+        stream = C * sum(factors[f"gamma_{n}"] * largest[f"w_{n}"] for n in "eh")
     yield stream
     for h, delta in zip(_layers(config), config.delta_layers, strict=True):
 
@@ -315,8 +371,10 @@ def operand_bounds(
     config: Qwen35Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
     """Bound operands as Llama and Qwen3 do. |W (1+w)| <= |W| + |W w| for a row W of a matrix."""
-    root, factors, of = math.sqrt(config.n_embd), _factors(config, largest), config.delta_nets
-    bounds = {"rms_f": root * factors["gamma_f"]}
+    root, factors, of = math.sqrt(config.n_embd), _factors(config, largest), config._delta_nets
+    bounds = {
+        f"rms_{n}": root * factors[f"gamma_{n}"] for n in "feh"[: 1 + 2 * config.READS_STREAM]
+    }
     for h, delta in zip(_layers(config), config.delta_layers, strict=True):
 
         def product(n: int, name: str, h: str = h) -> Any:

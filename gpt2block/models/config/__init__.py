@@ -64,6 +64,8 @@ CONV_LAYERS = "conv_layers"  # GGUF files have no such key, but 0 heads of keys 
 # Rows of a slot that later passes of a gated delta net may need, for tokens that they compute again
 RECENT = 16
 SAVED = 256  # tokens from a state of gated delta nets that other texts can reuse to the next
+DRAFTING = "mtp."  # begins the names of tensors of the block that drafts tokens
+HALVES = "w_e", "w_h"  # its matrices that multiply the embedding and the row of the stream
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # vocabulary size, id of <|endoftext|>
 
 
@@ -160,7 +162,8 @@ class ModelConfig(ABC):
     default. GATE: activation of a gated feed-forward; "gelu" is the tanh approximation.
     ADDED_TO_NORMS: number that GGUF files add to the weights of norms. VALUE_NORMS: whether heads
     of values have norms without weights, next to norms of heads of queries and keys. FROM_CACHE:
-    whether attention of prompts always reads keys and values from a kv_cache.
+    whether attention of prompts always reads keys and values from a kv_cache. READS_STREAM: whether
+    the model's input is an embedding joined with a row of another model's residual stream.
     """
 
     NAME: ClassVar[str]
@@ -179,6 +182,7 @@ class ModelConfig(ABC):
     ADDED_TO_NORMS: ClassVar[float] = 0.0
     VALUE_NORMS: ClassVar[bool] = False
     FROM_CACHE: ClassVar[bool] = False
+    READS_STREAM: ClassVar[bool] = False
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
     n_layer: int
@@ -310,6 +314,15 @@ class ModelConfig(ABC):
         """The part of a kv_cache that each layer reads."""
         width = self.kv_width
         return tuple(LayerCache(layer, width, width) for layer in range(self.n_layer))
+
+    @property
+    def draft_config(self) -> ModelConfig | None:
+        """The config of the block that drafts tokens from the residual stream; None without one."""
+        return None
+
+    def with_tensors(self, names: Iterable[str]) -> ModelConfig:
+        """Return the config of the model in a file with tensors of these names."""
+        return self
 
     @classmethod
     def from_gguf(cls, settings: dict[str, Any]) -> dict[str, Any]:
@@ -562,11 +575,24 @@ def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return a dict of names and shapes of a model's tensors, in the package's order.
 
     The order is: tensors before the blocks; tensors of blocks; tensors after the blocks; lm_head
-    unless it is tied to wte. wte and lm_head are (vocab_size, C).
+    unless it is tied to wte; tensors of the block that drafts tokens. wte and lm_head are
+    (vocab_size, C).
     """
     first, last = config.outer_shapes()
     head = {} if config.tie_word_embeddings else {"lm_head": (config.vocab_size, config.n_embd)}
-    return {**first, **shapes_in_blocks(config), **last, **head}
+    return {**first, **shapes_in_blocks(config), **last, **head, **_drafting_shapes(config)}
+
+
+def _drafting_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return a dict of names and shapes of the block that drafts tokens, without shared tensors.
+
+    Its matrices `HALVES` are one matrix w_eh, which has the inputs of both.
+    """
+    if (of := config.draft_config) is None:
+        return {}
+    shapes = {"w_eh": (2 * config.n_embd, config.n_embd), **model_shapes(of)}
+    other = ("wte", "lm_head", *HALVES)
+    return {DRAFTING + name: shape for name, shape in shapes.items() if name not in other}
 
 
 def is_product(name: str) -> bool:

@@ -176,6 +176,14 @@ class GgufMatrix(WeightMatrix):
         scale = None if self.scale is None else self.scale[begin:end]
         return self._share(self.data[before : before + own], scale, ranges=ranges)
 
+    def halves(self) -> tuple[Self, ...]:
+        """Return copies of the halves of the inputs, each a multiple of a tile's inputs."""
+        ((name, _),), multiple = self.ranges, self.units * UNIT
+        if self.K % (2 * multiple):
+            raise InputError(f"weights: {name} of {self.K} inputs in two halves: expected halves "
+                             f"of a multiple of {multiple} inputs")  # fmt: skip
+        return self._halves(len(self.data) // TYPES[name].row_bytes(self.K), inputs=self.K // 2)
+
     def _ranges(self, begin: int, end: int) -> tuple[tuple[str, int], ...]:
         """Return the `ranges` of outputs begin … end - 1."""
         found = zip(self.ranges, self.begins, strict=True)

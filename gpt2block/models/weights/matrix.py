@@ -155,6 +155,17 @@ class WeightMatrix(Composite):
         scale = None if self.scale is None else self.scale[begin:end]
         return self._share(self.data[begin:end], scale)
 
+    def halves(self) -> tuple[Self, ...]:
+        """Return copies of the first and the second half of the inputs; layout "NK"."""
+        return self._halves(self.N)
+
+    def _halves(self, rows: int, **more: object) -> tuple[Self, ...]:
+        """Return matrices of the two halves of each of `rows` equal parts of the data."""
+        bits = self.data.view(f"u{self.data.itemsize}")  # not every CuPy can copy bfloat16
+        parts = (bits.reshape(rows, 2, -1)[:, n].copy().view(self.data.dtype) for n in range(2))
+        datas = (each.ravel() if self.data.ndim == 1 else each for each in parts)
+        return tuple(self.trusted(**{**vars(self), **more, "data": each}) for each in datas)
+
     def _share(self, data: AnyArray, scale: AnyArray | None, **more: object) -> Self:
         """Return a share of this matrix's outputs, from arrays that need no checks."""
         changes = {"data": data, "scale": scale, "share_of": self.whole_N, **more}
