@@ -27,11 +27,13 @@ FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
 COLUMNS = BORDER  # columns of the product (rows of w) per warp
 WARPS = range(12, 0, -1)  # possible warps per block if all multiply the same split (range of K)
 JOINT_ROWS, MAX_ROWS = 8, 64  # maximum rows of x per block if a WorkSplit is `together`, and if not
+MAX_STAGED = 8  # maximum warps of a block that multiplies all splits apart: sums are in registers
 MAX_NORMED = 32  # maximum rows of x in products that fuse RMSNorm
 FLIGHT = 3  # slots in the ring of a warp; a slot holds 128 values of K of the warp's columns
 MAX_FLIGHT = 6  # maximum slots if only one block fits on a multiprocessor
 # Registers per lane that hold x: HELD for JOINT_ROWS rows of a unit, at most MAX_HELD for a split.
 HELD, MAX_HELD, MAX_TILES = 16, 176, 2  # MAX_TILES: maximum rows, in multiples of JOINT_ROWS
+STAGED_BYTES = 2 * (2 * UNIT + 64) + 4 * 16  # bytes of shared memory for a row's term, if staged
 STATIC = 1024  # maximum bytes of static shared memory per block
 BLOCKS = 2  # maximum blocks per multiprocessor; no block of the next kernel fits next to them
 EXCHANGE = 200  # time to exchange sums in a cluster, in the unit of `duration`
@@ -42,7 +44,8 @@ class SharedMemory(NamedTuple):
     """Sizes that determine the bytes of shared memory per block of mma_gguf.cu.
 
     slot: maximum bytes of a slot in a warp's ring (`slot_bytes`) over all GGUF types. norm: norm of
-    x, as `norm_of` returns it. terms: 16-bit terms per value of x.
+    x, as `norm_of` returns it. terms: 16-bit terms per value of x. staged: whether blocks apart hold
+    a unit of x at a time.
     """
 
     parts: int  # splits of K
@@ -50,12 +53,15 @@ class SharedMemory(NamedTuple):
     slot: int
     norm: int
     terms: int
+    staged: bool = False
 
     def of(self, cut: WorkSplit) -> int:
         """Return the bytes per block: rows of x, sums, and a ring of weights for each warp."""
         row, planes, pitch = self.row(1), 2, COLUMNS * cut.warps + 8
         if cut.together:
             row, planes, pitch = self.row(self.parts), 2 * self.parts, COLUMNS
+        elif self.staged:
+            row, planes = STAGED_BYTES * self.terms, 0
         row = 0 if cut.held else row
         rings = cut.warps * cut.flight * self.slot
         return ceil(cut.rows * (row + FLOAT * planes * pitch) / 16) * 16 + rings
@@ -111,7 +117,8 @@ def geometry(
     """
     ends = [(2 if up else 1) * end for end in accumulate(n for _, n in ranges)]
     parts, units = splits(K)
-    memory = SharedMemory(parts, units, max(slot_bytes(t) for t, _ in ranges), norm, terms)
+    staged = not clusters or parts == 1  # a block that is not `together` multiplies all splits
+    memory = SharedMemory(parts, units, max(slot_bytes(t) for t, _ in ranges), norm, terms, staged)
 
     def fitting(candidates: Iterable[WorkSplit]) -> list[WorkSplit]:
         return [cut for cut in candidates if memory.of(cut) <= max_shared]
@@ -127,6 +134,9 @@ def geometry(
     if not norm and [cut.rows for cut in cuts] != _halved(M)[:1]:
         warps = [n for n in WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
         rows = _halved(min(M, MAX_ROWS))
+        if staged:
+            warps = [n for n in warps if n <= MAX_STAGED]
+            rows = [n for n in rows if n * terms * terms <= MAX_ROWS]
         cuts += fitting(WorkSplit(n, each, together=False) for n in rows for each in warps)
     if not cuts:
         return None
@@ -138,15 +148,15 @@ def geometry(
         return room_for, ceil(ceil(ends[-1] / cut.columns) / most)
 
     def cluster(cut: WorkSplit) -> int:
-        return 1 if cut.together or not clusters else parts
+        return 1 if cut.together or staged else parts
 
     # Time estimate per warp, in relative units: 5 to unpack weights, 1 to multiply 8 rows of x.
     def duration(cut: WorkSplit) -> float:
         room_for, count = turns(cut)
         exchange = EXCHANGE if cluster(cut) > 1 else 0
         work = count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
-        if holds and not cut.together and cluster(cut) == 1:  # x is loaded for each split in turn
-            work = parts * (work + count * (30 + 2 * cut.rows))
+        if staged and not cut.together:  # a warp also stores terms of x
+            work = parts * (work + count * room_for * (4 + cut.warps) * 3 * cut.rows / 8 / cut.warps)
         return exchange + work
 
     cut = min(cuts, key=duration)

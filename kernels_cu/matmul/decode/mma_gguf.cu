@@ -71,6 +71,8 @@
 #include "lib/decode/epilogues.cuh"
 #if GGUF_HELD
 #include "lib/decode/mma_held.cuh"
+#elif !GGUF_TOGETHER && GGUF_CLUSTER == 1
+#include "lib/decode/mma_staged.cuh"
 #endif
 
 #if GGUF_CLUSTER == 1
@@ -78,9 +80,10 @@
 #define __cluster_dims__(...)
 #endif
 
+constexpr bool STAGED = !GGUF_TOGETHER && GGUF_CLUSTER == 1;  // whether shared memory holds one unit of x at a time
 constexpr int ACROSS = GGUF_TOGETHER ? DECODE_COLUMNS : DECODE_COLUMNS * DECODE_WARPS;  // columns per block
 constexpr int PLANE_PITCH = GGUF_TOGETHER ? ACROSS : ACROSS + 8;
-constexpr int PLANES = GGUF_TOGETHER ? 2 * SPLITS : 2;  // (DECODE_ROWS, PLANE_PITCH) arrays of sums in shared memory
+constexpr int PLANES = GGUF_TOGETHER ? 2 * SPLITS : STAGED ? 0 : 2;  // (DECODE_ROWS, PLANE_PITCH) arrays of sums
 constexpr int EACH = DECODE_UP ? 2 : 1;  // columns of w per output
 static_assert(GGUF_CLUSTER == 1 || GGUF_CLUSTER == SPLITS, "a block has a split or all of them");
 static_assert(EACH * GGUF_FROM_1 % ACROSS == 0 && EACH * GGUF_FROM_2 % ACROSS == 0, "a block has columns of one type");
@@ -90,6 +93,8 @@ struct Side : Whole {
 #if GGUF_HELD
     typedef Held Rows;
     static constexpr int AT_A_TIME = UNITS;  // units per iteration: the index of a register is constant
+#elif !GGUF_TOGETHER && GGUF_CLUSTER == 1
+    typedef Staged Rows;
 #else
     static constexpr int AT_A_TIME = UNROLLED;
 #endif
@@ -159,7 +164,11 @@ struct Shared {
     static constexpr int PLANE = PLANES / 2 * DECODE_ROWS * PLANE_PITCH;
     template <int RANGE>
     static constexpr int SLOT_OF = Blocks<gguf::OfRange<RANGE>>::SLOT;
+#if !GGUF_TOGETHER && GGUF_CLUSTER == 1
+    static constexpr int ROWS = Staged::BYTES;
+#else
     static constexpr int ROWS = GGUF_HELD ? 0 : Input::BYTES;
+#endif
     static constexpr int FIRST = SLOT_OF<0>, SECOND = SLOT_OF<1>, THIRD = SLOT_OF<2>;
     static constexpr int MAX = FIRST > SECOND ? FIRST : SECOND, SLOT = MAX > THIRD ? MAX : THIRD;
 
@@ -232,6 +241,62 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, Rows&
     }
     if constexpr (!Range<RANGE>::LAST) multiply<RANGE + 1>(of, input, rows, end, last);
 }
+#elif GGUF_CLUSTER == 1
+// Completes the outputs of the ACROSS columns from `start` on. `totals`: the sums of each warp's 16 columns, which
+// replace the rows of x in shared memory.
+template <typename End>
+__device__ __forceinline__ void finish(const Weighted& of, const Input& input, const End& end, const Totals& totals,
+                                       int start) {
+    float* const plane = reinterpret_cast<float*>(input.shared);
+    const int own = threadIdx.x / 32 * DECODE_COLUMNS;
+    __syncthreads();
+    each(totals, [&](int column, int row, float sum) { plane[row * PLANE_PITCH + own + column] = sum; });
+    __syncthreads();
+#pragma unroll 4
+    for (int i = threadIdx.x; i < DECODE_ROWS * ACROSS; i += THREADS) {
+        const int row = i / ACROSS;
+        Output<End> output;
+        output.load(of, end, input.first + row, input.M, start, i % ACROSS);
+        output.finish(end, [&](int at) { return plane[row * PLANE_PITCH + at]; });
+    }
+    __syncthreads();
+}
+
+template <int RANGE, typename End>
+__device__ __forceinline__ void multiply(const Weighted& of, Staged& rows, const End& end) {
+    const Range<RANGE> range(blockIdx.x, gridDim.x, of.N);
+    const int own = threadIdx.x / 32 * DECODE_COLUMNS;
+    typedef Blocks<gguf::OfRange<RANGE>, Side> Of;
+    const Of blocks(of.w, of.up, Shared::ring(rows.input, threadIdx.x / 32), of.N);
+    Stream<Of, SPLITS * UNITS> stream(blocks, 0, range.first + own, range.step, range.end);
+    if (RANGE == 0) {
+        let_next_start();
+        wait_for_previous();
+    }
+#pragma unroll 1
+    for (int start = range.first; start < range.end; start += range.step) {
+        rows.load(0);
+        Totals halves[2];  // in local memory
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+            Totals of_half = {};
+#pragma unroll 1
+            for (int split = half * order::HALF_SPLITS; split < min(SPLITS, (half + 1) * order::HALF_SPLITS); ++split) {
+                Sums sums = {};
+#pragma unroll 1
+                for (int unit = 0; unit < UNITS; ++unit) {
+                    rows.bring(split * UNITS + unit);
+                    if (start + own < range.end) stream.use(split, unit, rows, sums);
+                }
+                sums.add_to(of_half);
+            }
+            memcpy(halves[half], of_half, sizeof(Totals));
+        }
+        add(halves[0], halves[1]);
+        finish(of, rows.input, end, halves[0], start);
+    }
+    if constexpr (!Range<RANGE>::LAST) multiply<RANGE + 1>(of, rows, end);
+}
 #else
 // Adds the sums of all blocks of a cluster, each of which has one split of K, and completes the outputs of every
 // GGUF_CLUSTER-th row. A thread adds four neighbouring columns, and the four columns 8 later.
@@ -247,8 +312,7 @@ __device__ __forceinline__ void add_splits(const Weighted& of, float* plane, con
         float4 each[2][GGUF_CLUSTER];
 #pragma unroll
         for (int s = 0; s < GGUF_CLUSTER; ++s) {
-            const float* of_split = GGUF_CLUSTER > 1 ? in_block_of_cluster(plane, s) : plane;
-            const float* from = of_split + row * PLANE_PITCH + at;
+            const float* from = in_block_of_cluster(plane, s) + row * PLANE_PITCH + at;
             each[0][s] = *reinterpret_cast<const float4*>(from);
             each[1][s] = *reinterpret_cast<const float4*>(from + 8);
         }
@@ -284,52 +348,39 @@ __device__ __forceinline__ void add_splits(const Weighted& of, float* plane, con
 template <typename End>
 __device__ __forceinline__ void add_last(const Weighted& of, const Input& input, const End& end, const Turn& last) {
     if (last.count == 0) return;
-    if (GGUF_CLUSTER > 1) acquire_from_cluster();
-    else __syncthreads();
+    acquire_from_cluster();
     add_splits(of, Shared::plane(input, last.count - 1), input, end, last.start);
 }
 
 template <int RANGE, typename End>
 __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const End& end, Turn last) {
-    constexpr int OF_BLOCK = GGUF_CLUSTER == 1 ? SPLITS : 1;
     const Range<RANGE> range(blockIdx.x / GGUF_CLUSTER, gridDim.x / GGUF_CLUSTER, of.N);
     const int warp = threadIdx.x / 32, own = warp * DECODE_COLUMNS, rank = blockIdx.x % GGUF_CLUSTER;
     typedef Blocks<gguf::OfRange<RANGE>> Of;
     const Of blocks(of.w, of.up, Shared::ring(input, warp), of.N);
-    Stream<Of, OF_BLOCK * UNITS> stream(blocks, rank * UNITS, range.first + own, range.step, range.end);
+    Stream<Of, UNITS> stream(blocks, rank * UNITS, range.first + own, range.step, range.end);
     if (RANGE == 0) {
         let_next_start();
         wait_for_previous();
-        if (OF_BLOCK == 1) input.bring_split(rank), __syncthreads();
+        input.bring_split(rank);
+        __syncthreads();
     }
 #pragma unroll 1
     for (int start = range.first; start < range.end; start += range.step) {
+        Sums sums = {};
+#pragma unroll 1
+        for (int unit = 0; start + own < range.end && unit < UNITS; ++unit) stream.use(rank, unit, input, sums);
         Totals totals = {};
-        const auto add_split = [&](Totals& to, int split) {
-            if (OF_BLOCK > 1) __syncthreads(), input.bring_split(split), __syncthreads();
-            Sums sums = {};
-#pragma unroll 1
-            for (int unit = 0; start + own < range.end && unit < UNITS; ++unit) stream.use(split, unit, input, sums);
-            sums.add_to(to);
-        };
-        if (OF_BLOCK == 1) add_split(totals, rank);
-#pragma unroll 1
-        for (int split = 0; OF_BLOCK > 1 && split < OF_BLOCK;) {
-            Totals of_half = {};
-#pragma unroll 1
-            do add_split(of_half, split);
-            while (++split < OF_BLOCK && split % order::HALF_SPLITS > 0);
-            add(totals, of_half);
-        }
+        sums.add_to(totals);
         add_last(of, input, end, last);
         float* const plane = Shared::plane(input, last.count);
         each(totals, [&](int column, int row, float sum) { plane[row * PLANE_PITCH + own + column] = sum; });
-        if (GGUF_CLUSTER > 1) release_to_cluster();
+        release_to_cluster();
         last.count += 1, last.start = start;
     }
     if constexpr (Range<RANGE>::LAST) {
         add_last(of, input, end, last);
-        if (GGUF_CLUSTER > 1) sync_cluster();  // the other blocks have read this block's sums
+        sync_cluster();  // the other blocks have read this block's sums
     } else {
         multiply<RANGE + 1>(of, input, end, last);
     }
@@ -348,6 +399,9 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
     multiply<0>(of, input, held, end, Turn{0, 0});
 #elif GGUF_TOGETHER
     multiply<0>(of, input, input, end, Turn{0, 0});
+#elif GGUF_CLUSTER == 1
+    Staged staged(input);
+    multiply<0>(of, staged, end);
 #else
     multiply<0>(of, input, end, Turn{0, 0});
 #endif
