@@ -16,6 +16,7 @@ from gpt2block.ops.products import count_tiles, room
 FILE, KERNEL = "matmul/decode/mma_tiles.cu", "decode_mma_tiles"
 PAD = 16  # floats of padding after each row of sums in shared memory
 LONG_K = 2048  # minimum K for which a block reads so much of x that other tiles are faster
+OWN_SHARE = 0.45  # time in which a multiprocessor reads bytes that no other one reads, of its share
 FILLED, FULL = 1.4, 2.0  # minimum blocks per multiprocessor: with large tiles; with small tiles
 
 
@@ -40,6 +41,15 @@ EVEN = MmaLinearTile(64, 64, (2, 2), 5, blocks=2)  # largest tile for 4-byte wei
 WIDE = MmaLinearTile(64, 96, (2, 3), 5, blocks=2)
 LARGE = MmaLinearTile(64, 128, (2, 2), 4, blocks=2)
 TILES = SMALL, SLIM, SLIM_LONG, EVEN, WIDE, LARGE
+# Tiles for GPUs without clusters, where blocks do not divide K.
+ALONE = (
+    MmaLinearTile(16, 32, (2, 2), 4, blocks=2),
+    MmaLinearTile(32, 32, (4, 2), 4, blocks=2),
+    MmaLinearTile(32, 64, (4, 2), 4, blocks=2),
+    MmaLinearTile(64, 32, (4, 2), 4, blocks=2),
+    MmaLinearTile(64, 64, (4, 2), 4, blocks=2),
+    MmaLinearTile(64, 128, (4, 2), 4, blocks=2),
+)
 
 
 def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
@@ -66,6 +76,8 @@ def choose(
     equally and lets the grid fill the GPU.
     """
     floats = BYTES.get(dtype) == FLOAT
+    if not clusters and not floats:
+        return _alone(M, N, K, dtype, sms, max_shared)
     wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
     filled = FILLED * sms
     if SMALL.rows >= M:
@@ -100,6 +112,24 @@ def choose(
                 for candidate in pipelines:
                     if shared_bytes(candidate, K, dtype) <= room(max_shared, blocks):
                         return candidate._replace(blocks=blocks)
+    return SLIM._replace(stages=2, blocks=1)
+
+
+def _alone(M: int, N: int, K: int, dtype: str, sms: int, max_shared: int) -> MmaLinearTile:
+    """Return the tile with which the fewest bytes are read from the L2 cache, without clusters."""
+
+    def cost(tile: MmaLinearTile) -> float:
+        tiles = count_tiles(tile, M, N)
+        nbytes = FLOAT * tile.rows + BYTES.get(dtype, 1) * tile.columns  # for each value of K
+        return max(tiles / sms, ceil(tiles / sms) * OWN_SHARE) * nbytes
+
+    best = min(ALONE, key=cost)
+    for tile in _pipelines(best, dtype):
+        if shared_bytes(tile, K, dtype) <= room(max_shared, 1):
+            blocks = min(best.blocks, ceil(count_tiles(best, M, N) / sms))
+            while shared_bytes(tile, K, dtype) > room(max_shared, blocks):
+                blocks -= 1
+            return tile._replace(blocks=blocks)
     return SLIM._replace(stages=2, blocks=1)
 
 
