@@ -238,7 +238,8 @@ def _check_mma(c: Call, norm: int) -> None:
 def _mma_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     columns = mma.PAIRED_COLUMNS if c.up else mma.COLUMNS
     sizes, operand = (c.M, outputs, c.K, c.w.dtype), c.operand is not None
-    return mma.geometry(*sizes, norm=norm, operand=operand, columns=columns, **_of_device())
+    more: Any = {"columns": columns, "overlaps": gpu().has_overlap, **_of_device()}
+    return mma.geometry(*sizes, norm=norm, operand=operand, **more)
 
 
 def _of_device() -> dict[str, int]:
