@@ -241,9 +241,11 @@ def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size
     `splits_of`.
     """
     has = gpu()
-    if not has.has_mma or dtype not in DTYPES or MAX_ROTATED < M or "w_gate" not in shapes:
+    if not has.has_mma or dtype not in DTYPES or "w_gate" not in shapes:
         return Fusions()
     C, H = shapes["w_gate"]
+    if MAX_ROTATED < M:
+        return Fusions(gate=not has.has_clusters)
     narrow = max(*(shapes[name][1] for name in FIRST if name in shapes), 2 * H) < mma.MANY_COLUMNS
     norms = C <= MAX_CHANNELS and C % MULTIPLE == 0 and narrow
     loads = C % (MULTIPLE if dtype in FP8 else MULTIPLE // 2) == 0  # 16 bytes of a row at a time

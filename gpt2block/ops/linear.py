@@ -197,6 +197,7 @@ class FewRows(NamedTuple):
 
 FLOATS_ALONE = "takes and gives floats: use variant mma_tiles for terms, or wgmma"
 ONE_MATRIX = "takes one matrix: use variant wgmma"
+NARROW = ("float16", "bfloat16", *FP8)  # dtypes of weights whose values are one 16-bit term
 
 
 def _check_cores(c: Call, norm: int) -> None:
@@ -296,17 +297,25 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
         )
     _send_after(c)
     _check_sizes(c)
-    if c.up or any(operand and operand.width for operand in (c.operand, c.to_operand)):
-        raise UnsupportedCall(
-            "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"
-        )
+    if any(operand and operand.width for operand in (c.operand, c.to_operand)):
+        raise UnsupportedCall("takes and gives floats, or terms in their places: use variant wgmma")
+    if c.up and (gpu().has_clusters or c.residual is not None or c.w.dtype not in NARROW):
+        raise UnsupportedCall(ONE_MATRIX)
     _on_tensor_cores(c)
     check_address("w", c.w.data)
     check_address("x", c.x)
-    sizes = c.M, c.N, c.K, c.w.dtype
-    tile = mma_tiles.choose(*sizes, clusters=gpu().has_clusters, **_of_device())
-    geometry = mma_tiles.geometry(*sizes, tile, c.operand is not None, c.to_operand is not None)
+    gated = c.up is not None
+    sizes = c.M, c.N * (1 + gated), c.K, c.w.dtype
+    tile = mma_tiles.choose(*sizes, clusters=gpu().has_clusters, gated=gated, **_of_device())
+    operands = c.operand is not None, c.to_operand is not None
+    geometry = mma_tiles.geometry(*sizes, tile, *operands, gated=gated)
     defines = count_define(c.rounded)
+    if c.up:
+        check_address("up", c.up.data)
+        args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "up": c.up.data}
+        args |= {"up_scale": c.up.scale, "out": c.output("out"), "M": c.M, "N": c.N, "K": c.K}
+        geometry = geometry.with_defines((*defines, *gate_define(c.gelu)))
+        return launch_at(mma_tiles.FILE, geometry, args, *storage_of(c.w))
     args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "bias": c.bias, "x_scale": c.x_scale}
     args |= {"out_scale": stored_scale(c.to_operand), "M": c.M, "N": c.N, "K": c.K}
     return epilogue(c).launch(mma_tiles.FILE, geometry, defines, args, c.w)

@@ -14,9 +14,10 @@ from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.products import count_tiles, room
 
 FILE, KERNEL = "matmul/decode/mma_tiles.cu", "decode_mma_tiles"
+GATED = f"{KERNEL}_up"  # the kernel for two matrices, whose columns alternate
 PAD = 16  # floats of padding after each row of sums in shared memory
 LONG_K = 2048  # minimum K for which a block reads so much of x that other tiles are faster
-OWN_SHARE = 0.45  # time in which a multiprocessor reads bytes that no other one reads, of its share
+OWN_SHARE = 0.7  # time in which a multiprocessor reads bytes that no other one reads, of its share
 FILLED, FULL = 1.4, 2.0  # minimum blocks per multiprocessor: with large tiles; with small tiles
 
 
@@ -67,17 +68,26 @@ def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
 
 @lru_cache(maxsize=1024)
 def choose(
-    M: int, N: int, K: int, dtype: str, *, clusters: bool, sms: int, max_shared: int
+    M: int,
+    N: int,
+    K: int,
+    dtype: str,
+    *,
+    clusters: bool,
+    sms: int,
+    max_shared: int,
+    gated: bool = False,
 ) -> MmaLinearTile:
     """Return the tile for x (M, K) and weights (N, K) on a GPU with `sms` multiprocessors.
 
     dtype: dtype of the weights. clusters: whether the GPU has clusters. max_shared: maximum bytes
-    of dynamic shared memory per block. The cluster is the smallest that divides the splits of K
+    of dynamic shared memory per block. gated: whether half of the N columns are of another matrix,
+    on a GPU without clusters. The cluster is the smallest that divides the splits of K
     equally and lets the grid fill the GPU.
     """
     floats = BYTES.get(dtype) == FLOAT
     if not clusters and not floats:
-        return _alone(M, N, K, dtype, sms, max_shared)
+        return _alone(M, N, K, dtype, sms, max_shared, gated)
     wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
     filled = FILLED * sms
     if SMALL.rows >= M:
@@ -115,7 +125,9 @@ def choose(
     return SLIM._replace(stages=2, blocks=1)
 
 
-def _alone(M: int, N: int, K: int, dtype: str, sms: int, max_shared: int) -> MmaLinearTile:
+def _alone(
+    M: int, N: int, K: int, dtype: str, sms: int, max_shared: int, gated: bool
+) -> MmaLinearTile:
     """Return the tile with which the fewest bytes are read from the L2 cache, without clusters."""
 
     def cost(tile: MmaLinearTile) -> float:
@@ -123,7 +135,7 @@ def _alone(M: int, N: int, K: int, dtype: str, sms: int, max_shared: int) -> Mma
         nbytes = FLOAT * tile.rows + BYTES.get(dtype, 1) * tile.columns  # for each value of K
         return max(tiles / sms, ceil(tiles / sms) * OWN_SHARE) * nbytes
 
-    best = min(ALONE, key=cost)
+    best = min((tile for tile in ALONE if not (gated and tile.columns % 64)), key=cost)
     for tile in _pipelines(best, dtype):
         if shared_bytes(tile, K, dtype) <= room(max_shared, 1):
             blocks = min(best.blocks, ceil(count_tiles(best, M, N) / sms))
@@ -150,10 +162,12 @@ def geometry(
     tile: MmaLinearTile,
     operand: bool = False,
     to_operand: bool = False,
+    gated: bool = False,
 ) -> Geometry:
     """Return the launch of the kernel for x (M, K) and weights (N, K) of `dtype`.
 
     operand, to_operand: whether x, and the result, are stored as 16-bit terms instead of floats.
+    gated: whether half of the N columns are of another matrix.
     """
     warps_m, warps_n = tile.warps
     defines = (
@@ -167,7 +181,8 @@ def geometry(
         ("DECODE_BLOCKS", tile.blocks),
         *((("DECODE_OPERAND", 1),) if operand else ()),
         *((("DECODE_OUT_OPERAND", 1),) if to_operand else ()),
+        *((("DECODE_UP", 1),) if gated else ()),
     )
     grid = (tile.cluster * count_tiles(tile, M, N),)
     block = (WARP * warps_m * warps_n,)
-    return Geometry(KERNEL, grid, block, shared_bytes(tile, K, dtype), defines)
+    return Geometry(GATED if gated else KERNEL, grid, block, shared_bytes(tile, K, dtype), defines)

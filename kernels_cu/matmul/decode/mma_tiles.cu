@@ -5,6 +5,7 @@
 //       out = [residual +] [gelu] (x W^T * scale + bias)
 //   decode_mma_tiles (qkv_mma_tiles): stores q in an array, k and v in the KV cache. EPILOGUE is EPILOGUE_APPEND
 //       (lib/decode/epilogues.cuh)
+//   decode_mma_tiles_up: with DECODE_UP, for two matrices, out = silu(x W^T * scale) (x up^T * up_scale)
 //
 // x (M, K) is float, W (N, K) has any type. A block computes a tile of DECODE_ROWS rows by DECODE_COLUMNS columns of
 // the output. With DECODE_CLUSTER > 1, the blocks of a cluster divide the K of one tile: at 64 rows, a product of GPT-2
@@ -49,6 +50,7 @@
 #define __cluster_dims__(size)
 #endif
 
+#include "lib/gate.cuh"
 #include "lib/decode/epilogues.cuh"
 #include "matmul/decode/mma_tiles.cuh"
 
@@ -134,26 +136,28 @@ struct Total {
 // Stores the outputs. A warp stores whole rows. For the first rows, the data that the epilogue needs besides the sums
 // is loaded before the sums have arrived.
 template <typename End>
-__device__ __forceinline__ void store(const Total& total, const Share& share, const float* scale, const float* bias,
-                                      float x_scale, float out_scale, const End& end, int own, int splits, int N) {
+__device__ __forceinline__ void store(const Total& total, const Share& share, const float* scale, const float* up_scale,
+                                      const float* bias, float x_scale, float out_scale, const End& end, int own,
+                                      int splits, int N) {
     constexpr int OF_WARP = (OWN_ROWS + WARPS - 1) / WARPS, MAX = ACROSS < 8 ? 8 / ACROSS : 1;
     constexpr int AHEAD = OF_WARP < MAX ? OF_WARP : MAX;  // rows that a warp stores at a time
     const int lane = threadIdx.x % 32, left = N - share.column - lane;  // columns of out from the lane's first one on
     float scales[ACROSS], biases[ACROSS];
 #pragma unroll
     for (int j = 0; j < ACROSS; ++j) {
-        const int n = share.column + lane + 32 * j;
-        scales[j] = scale && 32 * j < left ? constant(scale + n) : 1.0f;
-        biases[j] = bias && 32 * j < left ? constant(bias + n) : 0.0f;
+        const int output = 32 * (j / (1 + DECODE_UP)), n = share.column + lane + output;
+        const float* const of_matrix = DECODE_UP && j % 2 ? up_scale : scale;
+        scales[j] = of_matrix && output < left ? constant(of_matrix + n) : 1.0f;
+        biases[j] = bias && output < left ? constant(bias + n) : 0.0f;
     }
 #pragma unroll 1
     for (int first = threadIdx.x / 32; first < OWN_ROWS; first += AHEAD * WARPS) {
-        typename End::Late late[AHEAD][ACROSS] = {};
+        typename End::Late late[AHEAD][OUTPUTS] = {};
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int slot = first + i * WARPS, m = share.row + share.rank + slot * DECODE_CLUSTER;
 #pragma unroll
-            for (int j = 0; j < ACROSS; ++j) {
+            for (int j = 0; j < OUTPUTS; ++j) {
                 if (slot < own && 32 * j < left) late[i][j] = end.late(m, share.column + lane + 32 * j);
             }
         }
@@ -169,14 +173,15 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
         for (int i = 0; i < AHEAD * ACROSS; ++i) {
             v[i] = order::finished(v[i], scales[i % ACROSS], x_scale, biases[i % ACROSS]);
         }
-        end.activate(v);
+        if constexpr (!DECODE_UP) end.activate(v);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int slot = first + i * WARPS, m = share.row + share.rank + slot * DECODE_CLUSTER;
 #pragma unroll
-            for (int j = 0; j < ACROSS; ++j) {
+            for (int j = 0; j < OUTPUTS; ++j) {
                 if (slot >= own) continue;
-                float value = end.added(v[i * ACROSS + j], late[i][j]);
+                const float* const sums = v + i * ACROSS + (1 + DECODE_UP) * j;
+                float value = DECODE_UP ? gate_of(sums[0]) * sums[DECODE_UP] : end.added(sums[0], late[i][j]);
                 if constexpr (DECODE_OUT_OPERAND) value = term_of<order::KIND>(value, inverse_of(out_scale));
                 if (32 * j < left) end.store(m, share.column + lane + 32 * j, value, late[i][j]);
             }
@@ -187,11 +192,12 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
 
 template <typename End>
 __device__ __forceinline__ void multiply_all(const float* x, const W* w, const float* scale, const float* bias,
-                                             float x_scale, float out_scale, const End& end, int M, int N, int K) {
+                                             float x_scale, float out_scale, const End& end, int M, int N, int K,
+                                             const W* up = nullptr, const float* up_scale = nullptr) {
     extern __shared__ __align__(128) char shared[];
     const Share share(M, N, K);
     CopiesOfX copies_of_x(x, share, M, K);
-    CopiesOfW copies_of_w(w, share, N, K);
+    CopiesOfW copies_of_w(w, up, share, N, K);
     const Warp warp;
     const int slices = share.slices(), rows = min(DECODE_ROWS, M - share.row), splits = order::splits(K);
 
@@ -231,7 +237,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
         total.add(split, sums, warp, rows);
     }
 
-    store(total, share, scale, bias, x_scale, out_scale, end, own, splits, N);
+    store(total, share, scale, up_scale, bias, x_scale, out_scale, end, own, splits, N);
 }
 
 extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_tiles(
@@ -255,5 +261,20 @@ extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER) __launch_bounds__(TH
     multiply_all(x, w, scale, bias, x_scale, 1.0f, end, M, N, K);
 #else
     multiply_all(x, w, scale, bias, x_scale, out_scale, Add{residual, out, N, gelu}, M, N, K);
+#endif
+}
+
+extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER) __launch_bounds__(THREADS, DECODE_BLOCKS)
+    decode_mma_tiles_up(const float* x,                      // (M, K)
+                        const W* __restrict__ w,             // (N, K)
+                        const float* __restrict__ scale,     // (N) or null
+                        const W* __restrict__ up,            // (N, K)
+                        const float* __restrict__ up_scale,  // (N) or null
+                        float* out,                          // (M, N); with DECODE_OUT_OPERAND 16-bit terms
+                        int M, int N, int K) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    asm("trap;");
+#elif DECODE_UP
+    multiply_all(x, w, scale, nullptr, 1.0f, 1.0f, Add{nullptr, out, N, 0}, M, N, K, up, up_scale);
 #endif
 }

@@ -25,6 +25,9 @@
 #ifndef DECODE_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define DECODE_BLOCKS 1
 #endif
+#ifndef DECODE_UP  // 1: in a tile, 32 columns of w alternate with the same columns of a second matrix, `up`
+#define DECODE_UP 0
+#endif
 
 constexpr int THREADS = 32 * DECODE_WARPS_M * DECODE_WARPS_N;
 constexpr int WARP_ROWS = DECODE_ROWS / DECODE_WARPS_M, WARP_COLUMNS = DECODE_COLUMNS / DECODE_WARPS_N;
@@ -37,12 +40,13 @@ constexpr int X_PITCH = 16 * X_UNITS, W_PITCH = 16 * W_UNITS;          // bytes 
 constexpr int X_BYTES = DECODE_ROWS * X_PITCH, STAGE = X_BYTES + DECODE_COLUMNS * W_PITCH;
 constexpr int OWN_ROWS = (DECODE_ROWS + DECODE_CLUSTER - 1) / DECODE_CLUSTER;  // rows that a block stores
 constexpr int PITCH = DECODE_COLUMNS + 16;                             // floats per row of sums: no bank conflicts
-constexpr int WARPS = THREADS / 32, ACROSS = DECODE_COLUMNS / 32;      // ACROSS: outputs per lane and row
+constexpr int WARPS = THREADS / 32, ACROSS = DECODE_COLUMNS / 32;      // ACROSS: sums per lane and row
 static_assert(TILES_M * 8 * DECODE_WARPS_M == DECODE_ROWS, "a warp has whole tiles of 8 rows");
 static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DECODE_WARPS_N == DECODE_COLUMNS, "a warp has groups of 16 columns");
 static_assert(THREADS % (2 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
 static_assert(WARPS <= 32 && STAGE % 128 == 0, "a block has up to 1024 threads; a stage begins with the first bank");
-static_assert(DECODE_COLUMNS == 32 * ACROSS, "a warp stores a row");
+constexpr int OUTPUTS = ACROSS / (1 + DECODE_UP);                      // outputs per lane and row
+static_assert(DECODE_COLUMNS == 32 * (1 + DECODE_UP) * OUTPUTS, "a warp stores a row");
 static_assert(!(DECODE_OPERAND || DECODE_OUT_OPERAND) || !order::FLOATS, "terms have 16 bits");
 static_assert(DECODE_STAGES >= 2, "one slice is copied while another one is multiplied");
 
@@ -61,7 +65,7 @@ __device__ __forceinline__ int column_at(int q) { return (q & 6) * 2 + (q >> 2 &
 
 // The part of the product that a block computes: its tile of outputs and its range of K.
 struct Share {
-    int row, column, rank;  // first row and column of the tile; rank in the cluster
+    int row, column, rank;  // first row and first output of the tile; rank in the cluster
     int first, last;        // splits (ranges of K): first .. last - 1
     int k, K;               // values of K in these splits: k .. K - 1
 
@@ -70,7 +74,7 @@ struct Share {
         const int tile = blockIdx.x / SIZE, tiles_m = (M - 1) / DECODE_ROWS + 1;
         const int splits = order::splits(K), each = (splits + SIZE - 1) / SIZE;
         row = tile % tiles_m * DECODE_ROWS;
-        column = tile / tiles_m * DECODE_COLUMNS;
+        column = tile / tiles_m * 32 * OUTPUTS;
         rank = blockIdx.x % SIZE;
         first = min(rank * each, splits), last = min(first + each, splits);
         k = first * order::split_length(K);
@@ -131,15 +135,19 @@ struct CopiesOfX {
 struct CopiesOfW {
     static constexpr int STEP = THREADS / W_UNITS, PASSES = (DECODE_COLUMNS + STEP - 1) / STEP, WIDE = 16 / sizeof(W);
     const W* from;  // address in the next slice
+    const W* from_up;
     int k, K, row, left, at, stride;
 
-    __device__ __forceinline__ CopiesOfW(const W* w, const Share& share, int N, int K_) {
+    __device__ __forceinline__ CopiesOfW(const W* w, const W* up, const Share& share, int N, int K_) {
         const int unit = threadIdx.x % W_UNITS;
         row = threadIdx.x / W_UNITS;
-        const int n = share.column + row / 16 * 16 + column_at(row % 16);
+        const int of_matrix = DECODE_UP ? row / 64 * 32 + row % 32 : row;
+        const int n = share.column + of_matrix / 16 * 16 + column_at(row % 16);
         k = share.k + WIDE * (unit % PART_UNITS), K = share.K, left = N - n;
         at = X_BYTES + row * W_PITCH + w_unit(row, unit);
-        from = w + ((long long)(unit / PART_UNITS) * N + n) * K_ + k;
+        const long long offset = ((long long)(unit / PART_UNITS) * N + n) * K_ + k;
+        from = (DECODE_UP && STEP > 32 && row / 32 % 2 ? up : w) + offset;
+        if constexpr (DECODE_UP && STEP <= 32) from_up = up + offset;
         stride = K_;
     }
 
@@ -148,12 +156,19 @@ struct CopiesOfW {
         const W* w = from;
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
+            if constexpr (DECODE_UP) {
+                const int first = pass * STEP, n = first / 64 * 32 + first % 32;  // first row of the pass; output
+                const W* const matrix = STEP <= 32 && first / 32 % 2 ? from_up : from;
+                copy16(stage + at + first * W_PITCH, matrix + (long long)n * stride, n < rows);
+                continue;
+            }
             if (DECODE_COLUMNS % STEP == 0 || row + pass * STEP < DECODE_COLUMNS) {
                 copy16(stage + at + pass * STEP * W_PITCH, w, pass * STEP < rows);
             }
             w += (long long)STEP * stride;
         }
         from += SLICE, k += SLICE;
+        if constexpr (DECODE_UP && STEP <= 32) from_up += SLICE;
     }
 };
 
