@@ -27,7 +27,7 @@ FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
 COLUMNS = BORDER  # columns of the product (rows of w) per warp
 WARPS = range(12, 0, -1)  # possible warps per block if all multiply the same split (range of K)
 JOINT_ROWS, MAX_ROWS = 8, 64  # maximum rows of x per block if a WorkSplit is `together`, and if not
-MAX_STAGED = 8  # maximum warps of a block that multiplies all splits apart: sums are in registers
+STAGED = 8, 4  # possible warps per block if it multiplies all splits apart, with sums in registers
 MAX_NORMED = 32  # maximum rows of x in products that fuse RMSNorm
 FLIGHT = 3  # slots in the ring of a warp; a slot holds 128 values of K of the warp's columns
 MAX_FLIGHT = 6  # maximum slots if only one block fits on a multiprocessor
@@ -135,9 +135,10 @@ def geometry(
         warps = [n for n in WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
         rows = _halved(min(M, MAX_ROWS))
         if staged:
-            warps = [n for n in warps if n <= MAX_STAGED]
+            warps = [n for n in warps if n in STAGED]
             rows = [n for n in rows if n * terms * terms <= MAX_ROWS]
-        cuts += fitting(WorkSplit(n, each, together=False) for n in rows for each in warps)
+        apart = (WorkSplit(n, each, together=False) for n in rows for each in warps)
+        cuts += fitting(cut for cut in apart if cut.rows >= cut.warps or not staged)
     if not cuts:
         return None
 

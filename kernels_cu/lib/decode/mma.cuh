@@ -86,14 +86,19 @@ template <int COUNT>
 struct BlockOperand {
     char *values, *sums;
 
-    // Stores the high terms (`term` 0) or low terms (1) of a unit, four values per lane, and the sum of each chunk,
-    // which is distributed over eight lanes.
-    __device__ __forceinline__ void store(uint2 four, int unit, int term) const {
+    // Stores the high terms (`term` 0) or low terms (1) of a unit, four values per lane.
+    __device__ __forceinline__ void put(uint2 four, int unit, int term) const {
         constexpr int TERM_BYTES = 2 * COUNT * order::UNIT + PADDING;
         const int lane = threadIdx.x % 32, chunk = lane / 8, t = lane % 2 * 2, of_lane = lane % 8 / 2;
         char* to = values + term * TERM_BYTES + 2 * (unit * order::UNIT + chunk * order::CHUNK) + 16 * t;
         *reinterpret_cast<unsigned*>(to + 4 * of_lane) = four.x;
         *reinterpret_cast<unsigned*>(to + 16 + 4 * of_lane) = four.y;
+    }
+
+    // Stores the terms of a unit and the sum of each chunk, which is distributed over eight lanes.
+    __device__ __forceinline__ void store(uint2 four, int unit, int term) const {
+        const int lane = threadIdx.x % 32;
+        put(four, unit, term);
         const float sum = lanes_sum<8>(sum_of(four.x) + sum_of(four.y));
         if (lane % 8 == 0) *chunk_sum(unit, term, lane / 8) = split_sum(sum);
     }

@@ -9,27 +9,25 @@ static_assert(DECODE_ALONE && !DECODE_NORM, "a warp multiplies all of x, as give
 // buffers the sums of chunks, because a tile of GGUF blocks ends with the sums of its two units. Registers hold the
 // floats of the next unit. Bits are those of `Input`.
 struct Staged {
-    static constexpr int OF_WARP = (DECODE_ROWS + WARPS - 1) / WARPS;  // rows that a warp loads
-    static constexpr int TERM = 2 * order::UNIT + PADDING;             // bytes of the high or low terms of a row
+    static constexpr int OF_WARP = DECODE_ROWS / WARPS, SCATTERED = OF_WARP < 8 ? OF_WARP : 8;  // rows that a warp loads
+    static constexpr int TERM = 2 * order::UNIT + PADDING;  // bytes of the high or low terms of a row
     static constexpr int TERMS_BYTES = DECODE_ROWS * order::TERMS * TERM, SUMS_BYTES = DECODE_ROWS * order::TERMS * 16;
     static constexpr int BYTES = 2 * TERMS_BYTES + 4 * SUMS_BYTES;
+    static_assert(OF_WARP * WARPS == DECODE_ROWS && (OF_WARP & (OF_WARP - 1)) == 0, "warps load equally many rows");
 
     const Input& input;
     float4 next[OF_WARP];
 
     __device__ __forceinline__ explicit Staged(const Input& input) : input(input) {}
 
-    // Requests this warp's rows of a unit. Values after the end of K are 0.
+    // Requests this warp's rows of a unit. Rows after the last one, and values after the end of K, are 0.
     __device__ __forceinline__ void load(int unit) {
-        const int k = Input::at(0, unit);
-        int warp = threadIdx.x / 32;
-#if defined(__CUDA_ARCH__)
-        asm volatile("" : "+r"(warp));  // otherwise registers would hold the addresses of all rows
-#endif
+        const int k = Input::at(0, unit), row = input.first + threadIdx.x / 32;
+        const float* const from = input.x + (long long)row * DECODE_K + k;
 #pragma unroll
         for (int i = 0; i < OF_WARP; ++i) {
             float v[4] = {};
-            if (k < DECODE_K) load_fresh<float, 4>(input.row(min(warp + i * WARPS, DECODE_ROWS - 1)) + k).unpack(v);
+            if (k < DECODE_K && row + i * WARPS < input.M) load_fresh<float, 4>(from + i * WARPS * DECODE_K).unpack(v);
             next[i] = {v[0], v[1], v[2], v[3]};
         }
     }
@@ -37,17 +35,41 @@ struct Staged {
     // Stores the terms of `unit`, which has been requested, and requests the next unit. All warps call it before they
     // multiply the unit; other warps may still multiply the previous unit.
     __device__ __forceinline__ void bring(int unit) {
+        uint2 terms[2][OF_WARP];
 #pragma unroll
         for (int i = 0; i < OF_WARP; ++i) {
-            const int r = threadIdx.x / 32 + i * WARPS;
-            uint2 high, low;
-            split_four({next[i].x, next[i].y, next[i].z, next[i].w}, 1.0f, high, low);
-            if (DECODE_ROWS % WARPS && r >= DECODE_ROWS) continue;
-            blocks(r, unit).store(high, 0, 0);
-            if (order::TERMS == 2) blocks(r, unit).store(low, 0, 1);
+            split_four({next[i].x, next[i].y, next[i].z, next[i].w}, 1.0f, terms[0][i], terms[1][i]);
+        }
+#pragma unroll
+        for (int term = 0; term < order::TERMS; ++term) {
+#pragma unroll
+            for (int i = 0; i < OF_WARP; ++i) blocks(threadIdx.x / 32 + i * WARPS, unit).put(terms[term][i], 0, term);
+#pragma unroll
+            for (int i = 0; i < OF_WARP; i += SCATTERED) store_sums(terms[term] + i, i, unit, term);
         }
         load(unit + 1);
         __syncthreads();
+    }
+
+    // Stores the sums of chunks of SCATTERED rows, the warp's rows from `first` on. Eight lanes hold a chunk of each row.
+    // They add in the order of lanes_sum<8>, but each of them completes the sum of one row.
+    __device__ __forceinline__ void store_sums(const uint2* terms, int first, int unit, int term) const {
+        const int lane = threadIdx.x % 32;
+        float sums[SCATTERED];
+#pragma unroll
+        for (int i = 0; i < SCATTERED; ++i) sums[i] = sum_of(terms[i].x) + sum_of(terms[i].y);
+#pragma unroll
+        for (int distance = 4, left = SCATTERED; distance > 0; distance /= 2, left = (left + 1) / 2) {
+#pragma unroll
+            for (int i = 0; i < (left + 1) / 2; ++i) {
+                const bool second = left > 1 && lane & distance;
+                const float given = left > 1 && !second ? sums[i + left / 2] : sums[i];
+                const float kept = second ? sums[i + left / 2] : sums[i];
+                sums[i] = kept + __shfl_xor_sync(0xffffffffu, given, distance);
+            }
+        }
+        const int row = threadIdx.x / 32 + (first + lane % 8 * SCATTERED / 8) * WARPS;
+        *blocks(row, unit).chunk_sum(0, term, lane / 8) = split_sum(sums[0]);
     }
 
     __device__ __forceinline__ BlockOperand<1> blocks(int r, int unit) const {
