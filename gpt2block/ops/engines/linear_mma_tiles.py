@@ -17,7 +17,6 @@ FILE, KERNEL = "matmul/decode/mma_tiles.cu", "decode_mma_tiles"
 GATED = f"{KERNEL}_up"  # the kernel for two matrices, whose columns alternate
 PAD = 16  # floats of padding after each row of sums in shared memory
 LONG_K = 2048  # minimum K for which a block reads so much of x that other tiles are faster
-OWN_SHARE = 0.7  # time in which a multiprocessor reads bytes that no other one reads, of its share
 FILLED, FULL = 1.4, 2.0  # minimum blocks per multiprocessor: with large tiles; with small tiles
 
 
@@ -31,6 +30,7 @@ class MmaLinearTile(NamedTuple):
     chunks: int = 1  # chunks per slice of K; a chunk is 64 bytes of each row of w
     cluster: int = 1  # blocks per cluster, which divide K
     blocks: int = 1  # minimum blocks per multiprocessor (__launch_bounds__)
+    groups: int = 1  # groups of warps per block, which divide K; without clusters
 
 
 # Larger tiles read x and w less often from the L2 cache. More small tiles run at the same time:
@@ -42,28 +42,24 @@ EVEN = MmaLinearTile(64, 64, (2, 2), 5, blocks=2)  # largest tile for 4-byte wei
 WIDE = MmaLinearTile(64, 96, (2, 3), 5, blocks=2)
 LARGE = MmaLinearTile(64, 128, (2, 2), 4, blocks=2)
 TILES = SMALL, SLIM, SLIM_LONG, EVEN, WIDE, LARGE
-# Tiles for GPUs without clusters, where blocks do not divide K.
-ALONE = (
-    MmaLinearTile(16, 32, (2, 2), 4, blocks=2),
-    MmaLinearTile(32, 32, (4, 2), 4, blocks=2),
-    MmaLinearTile(32, 64, (4, 2), 4, blocks=2),
-    MmaLinearTile(64, 32, (4, 2), 4, blocks=2),
-    MmaLinearTile(64, 64, (4, 2), 4, blocks=2),
-    MmaLinearTile(64, 128, (4, 2), 4, blocks=2),
-)
+# Tiles for GPUs without clusters, where groups of warps divide K.
+FINE = MmaLinearTile(16, 32, (2, 2), 3, groups=4)
+MEDIUM = MmaLinearTile(32, 64, (4, 2), 3, groups=2)
+ALONE = FINE, MEDIUM
 
 
 def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
     """Return the bytes of dynamic shared memory per block: sums, and slices of x and w."""
     weight = BYTES.get(dtype, 1)
     parts, units = splits(K)
-    block_k = ceil(parts / tile.cluster) * units * UNIT  # values of K per block
+    block_k = ceil(parts / tile.cluster / tile.groups) * units * UNIT  # values of K per group
     # values of K per slice: a chunk has 64 bytes of a row of w, or of each half of hi/lo weights
     slice_k = tile.chunks * 64 * (1 + (dtype == HI_LO)) // weight
-    stages = min(tile.stages, ceil(min(block_k, K) / slice_k))
-    planes = parts if tile.cluster > 1 else 1  # a block alone adds all parts in one plane
+    stages = tile.stages if tile.groups > 1 else min(tile.stages, ceil(min(block_k, K) / slice_k))
+    planes = parts if tile.cluster * tile.groups > 1 else 1  # one group adds all parts in one plane
     sums = 4 * planes * ceil(tile.rows / tile.cluster) * (tile.columns + PAD)
-    return ceil(sums / 128) * 128 + stages * slice_k * (4 * tile.rows + weight * tile.columns)
+    slices = tile.groups * stages * slice_k * (4 * tile.rows + weight * tile.columns)
+    return ceil(sums / 128) * 128 + slices
 
 
 @lru_cache(maxsize=1024)
@@ -87,7 +83,9 @@ def choose(
     """
     floats = BYTES.get(dtype) == FLOAT
     if not clusters and not floats:
-        return _alone(M, N, K, dtype, sms, max_shared, gated)
+        for tile in (MEDIUM,) if gated else ALONE:
+            if gated or count_tiles(tile, M, N) <= 1.5 * sms:
+                return tile
     wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
     filled = FILLED * sms
     if SMALL.rows >= M:
@@ -122,26 +120,6 @@ def choose(
                 for candidate in pipelines:
                     if shared_bytes(candidate, K, dtype) <= room(max_shared, blocks):
                         return candidate._replace(blocks=blocks)
-    return SLIM._replace(stages=2, blocks=1)
-
-
-def _alone(
-    M: int, N: int, K: int, dtype: str, sms: int, max_shared: int, gated: bool
-) -> MmaLinearTile:
-    """Return the tile with which the fewest bytes are read from the L2 cache, without clusters."""
-
-    def cost(tile: MmaLinearTile) -> float:
-        tiles = count_tiles(tile, M, N)
-        nbytes = FLOAT * tile.rows + BYTES.get(dtype, 1) * tile.columns  # for each value of K
-        return max(tiles / sms, ceil(tiles / sms) * OWN_SHARE) * nbytes
-
-    best = min((tile for tile in ALONE if not (gated and tile.columns % 64)), key=cost)
-    for tile in _pipelines(best, dtype):
-        if shared_bytes(tile, K, dtype) <= room(max_shared, 1):
-            blocks = min(best.blocks, ceil(count_tiles(best, M, N) / sms))
-            while shared_bytes(tile, K, dtype) > room(max_shared, blocks):
-                blocks -= 1
-            return tile._replace(blocks=blocks)
     return SLIM._replace(stages=2, blocks=1)
 
 
@@ -182,7 +160,8 @@ def geometry(
         *((("DECODE_OPERAND", 1),) if operand else ()),
         *((("DECODE_OUT_OPERAND", 1),) if to_operand else ()),
         *((("DECODE_UP", 1),) if gated else ()),
+        *((("DECODE_GROUPS", tile.groups),) if tile.groups > 1 else ()),
     )
     grid = (tile.cluster * count_tiles(tile, M, N),)
-    block = (WARP * warps_m * warps_n,)
+    block = (WARP * warps_m * warps_n * tile.groups,)
     return Geometry(GATED if gated else KERNEL, grid, block, shared_bytes(tile, K, dtype), defines)

@@ -28,6 +28,7 @@
 // rows:
 //
 //   DECODE_CLUSTER 1   the sums are added to the sums of the previous splits
+//   DECODE_GROUPS > 1   a group of warps stores the sums of its splits, and after all have ended they are added in order
 //   otherwise      sums of row r are sent to block r % DECODE_CLUSTER of the cluster. Its mbarrier counts the received
 //                  bytes; when the sums of all splits have arrived, the block adds them in order
 //
@@ -54,18 +55,30 @@
 #include "lib/decode/epilogues.cuh"
 #include "matmul/decode/mma_tiles.cuh"
 
-// The sums in shared memory: a plane (rows, columns) for each split of K, or with DECODE_CLUSTER 1 one plane for all
-// splits.
+// The sums in shared memory: a plane (rows, columns) for each split of K, or one plane for all splits if one group of
+// warps adds them all.
 struct Total {
     float* planes;
+    static constexpr int PLANE = OWN_ROWS * PITCH;
+    static constexpr bool DIVIDED = DECODE_CLUSTER * DECODE_GROUPS > 1;
 
     static __device__ __forceinline__ int bytes(int splits) {  // bytes of shared memory, a multiple of 128
-        const int planes = DECODE_CLUSTER > 1 ? splits : 1;
+        const int planes = DIVIDED ? splits : 1;
         return (planes * OWN_ROWS * PITCH * (int)sizeof(float) + 127) / 128 * 128;
     }
 
+    // Adds up the sums of all splits, or returns the only sums.
+    template <int COUNT>
+    __device__ __forceinline__ void get(float (&totals)[COUNT], const int (&at)[COUNT], int splits) const {
+        const float* plane = planes;
+#pragma unroll 1  // unrolled code would be longer, and most blocks run it only once
+        for (int split = 0; split < (DIVIDED ? splits : 1); ++split, plane += PLANE) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) totals[i] = split ? totals[i] + plane[at[i]] : plane[at[i]];
+        }
+    }
+
 #if DECODE_CLUSTER > 1
-    static constexpr int PLANE = OWN_ROWS * PITCH;
     Barrier& arrived;
 
     // Called by all threads. The phase of `arrived` ends when the sums over all splits have arrived for this block's
@@ -89,32 +102,17 @@ struct Total {
     }
 
     __device__ __forceinline__ void close() const { wait<true>(arrived, 0, "sums"); }
-
-    template <int COUNT>
-    __device__ __forceinline__ void get(float (&totals)[COUNT], const int (&at)[COUNT], int splits) const {
-        const float* plane = planes;
-#pragma unroll 1  // unrolled code would be longer, and most blocks run it only once
-        for (int split = 0; split < splits; ++split, plane += PLANE) {
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) totals[i] = split ? totals[i] + plane[at[i]] : plane[at[i]];
-        }
-    }
 #else
     __device__ __forceinline__ void open() const {}
 
     __device__ __forceinline__ void add4(int split, int row, int column, float a, float b, float c, float d) const {
-        float4* to = reinterpret_cast<float4*>(planes + row * PITCH + column);
-        const float4 before = split ? *to : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        *to = split ? make_float4(before.x + a, before.y + b, before.z + c, before.w + d) : make_float4(a, b, c, d);
+        float4* to = reinterpret_cast<float4*>(planes + (DIVIDED ? split * PLANE : 0) + row * PITCH + column);
+        const bool first = DIVIDED || !split;
+        const float4 before = first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *to;
+        *to = first ? make_float4(a, b, c, d) : make_float4(before.x + a, before.y + b, before.z + c, before.w + d);
     }
 
     __device__ __forceinline__ void close() const { __syncthreads(); }
-
-    template <int COUNT>
-    __device__ __forceinline__ void get(float (&totals)[COUNT], const int (&at)[COUNT], int) const {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) totals[i] = planes[at[i]];
-    }
 #endif
 
     __device__ __forceinline__ void add(int split, const Sums& sums, const Warp& warp, int rows) const {
@@ -201,7 +199,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
     const Warp warp;
     const int slices = share.slices(), rows = min(DECODE_ROWS, M - share.row), splits = order::splits(K);
 
-    char* stages = shared + Total::bytes(splits);
+    char* stages = shared + Total::bytes(splits) + group() * DECODE_STAGES * STAGE;
     const int early = min(DECODE_STAGES - 1, slices);
     for (int slice = 0; slice < early; ++slice) copies_of_w.next(stages + slice * STAGE);
     let_next_start();
@@ -227,7 +225,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
         for (const int end = min(slice + each, slices); slice < end; ++slice) {
             wait_for_groups<DECODE_STAGES - 2>();
             copies_of_x.convert(stage, inverse_of(x_scale));
-            __syncthreads();
+            sync_group();
             if (slice + DECODE_STAGES - 1 < slices) copies_of_w.next(free), copies_of_x.next(free);
             end_group();
             multiply(sums, stage, warp);
