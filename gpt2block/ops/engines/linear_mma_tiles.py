@@ -56,7 +56,8 @@ def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
     # values of K per slice: a chunk has 64 bytes of a row of w, or of each half of hi/lo weights
     slice_k = tile.chunks * 64 * (1 + (dtype == HI_LO)) // weight
     stages = tile.stages if tile.groups > 1 else min(tile.stages, ceil(min(block_k, K) / slice_k))
-    planes = parts if tile.cluster * tile.groups > 1 else 1  # one group adds all parts in one plane
+    # The first group, if it is no cluster, adds its parts in one plane.
+    planes = parts if tile.cluster > 1 else parts - ceil(parts / tile.groups) + 1
     sums = 4 * planes * ceil(tile.rows / tile.cluster) * (tile.columns + PAD)
     slices = tile.groups * stages * slice_k * (4 * tile.rows + weight * tile.columns)
     return ceil(sums / 128) * 128 + slices

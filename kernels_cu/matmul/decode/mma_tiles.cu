@@ -55,26 +55,29 @@
 #include "lib/decode/epilogues.cuh"
 #include "matmul/decode/mma_tiles.cuh"
 
-// The sums in shared memory: a plane (rows, columns) for each split of K, or one plane for all splits if one group of
-// warps adds them all.
+// The sums in shared memory: one plane (rows, columns) for the splits of K that the first group of warps adds up, and a
+// plane for each other split. With a cluster, a plane for each split.
 struct Total {
     float* planes;
     static constexpr int PLANE = OWN_ROWS * PITCH;
-    static constexpr bool DIVIDED = DECODE_CLUSTER * DECODE_GROUPS > 1;
+
+    static __device__ __forceinline__ int in_first(int splits) {  // number of splits in the first plane
+        return DECODE_CLUSTER > 1 ? 1 : (splits + DECODE_GROUPS - 1) / DECODE_GROUPS;
+    }
 
     static __device__ __forceinline__ int bytes(int splits) {  // bytes of shared memory, a multiple of 128
-        const int planes = DIVIDED ? splits : 1;
+        const int planes = splits - in_first(splits) + 1;
         return (planes * OWN_ROWS * PITCH * (int)sizeof(float) + 127) / 128 * 128;
     }
 
-    // Adds up the sums of all splits, or returns the only sums.
+    // Adds up the planes.
     template <int COUNT>
     __device__ __forceinline__ void get(float (&totals)[COUNT], const int (&at)[COUNT], int splits) const {
         const float* plane = planes;
 #pragma unroll 1  // unrolled code would be longer, and most blocks run it only once
-        for (int split = 0; split < (DIVIDED ? splits : 1); ++split, plane += PLANE) {
+        for (int n = 0; n < splits - in_first(splits) + 1; ++n, plane += PLANE) {
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i) totals[i] = split ? totals[i] + plane[at[i]] : plane[at[i]];
+            for (int i = 0; i < COUNT; ++i) totals[i] = n ? totals[i] + plane[at[i]] : plane[at[i]];
         }
     }
 
@@ -103,11 +106,15 @@ struct Total {
 
     __device__ __forceinline__ void close() const { wait<true>(arrived, 0, "sums"); }
 #else
+    int in_first_plane;  // in_first(splits)
+
+    __device__ __forceinline__ Total(float* planes, int splits) : planes(planes), in_first_plane(in_first(splits)) {}
     __device__ __forceinline__ void open() const {}
 
     __device__ __forceinline__ void add4(int split, int row, int column, float a, float b, float c, float d) const {
-        float4* to = reinterpret_cast<float4*>(planes + (DIVIDED ? split * PLANE : 0) + row * PITCH + column);
-        const bool first = DIVIDED || !split;
+        const int plane = DECODE_GROUPS > 1 ? max(split - in_first_plane + 1, 0) : 0;
+        float4* to = reinterpret_cast<float4*>(planes + plane * PLANE + row * PITCH + column);
+        const bool first = plane > 0 || split == 0;
         const float4 before = first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *to;
         *to = first ? make_float4(a, b, c, d) : make_float4(before.x + a, before.y + b, before.z + c, before.w + d);
     }
@@ -209,7 +216,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
     const Total total(reinterpret_cast<float*>(shared), arrived, own, splits);
 #else
     const int own = rows;
-    const Total total{reinterpret_cast<float*>(shared)};
+    const Total total(reinterpret_cast<float*>(shared), splits);
 #endif
     wait_for_previous();
     for (int slice = 0; slice < DECODE_STAGES - 1; ++slice) {
