@@ -297,10 +297,12 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
         )
     _send_after(c)
     _check_sizes(c)
-    if any(operand and operand.width for operand in (c.operand, c.to_operand)):
-        raise UnsupportedCall("takes and gives floats, or terms in their places: use variant wgmma")
-    if c.up and (gpu().has_clusters or c.residual is not None or c.w.dtype not in NARROW):
-        raise UnsupportedCall(ONE_MATRIX)
+    gates = not gpu().has_clusters and c.residual is None and c.w.dtype in NARROW
+    ordered = any(operand and operand.width for operand in (c.operand, c.to_operand))
+    if ordered or (c.up and not gates):
+        raise UnsupportedCall(
+            "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"
+        )
     _on_tensor_cores(c)
     check_address("w", c.w.data)
     check_address("x", c.x)
