@@ -84,9 +84,11 @@ def choose(
     """
     floats = BYTES.get(dtype) == FLOAT
     if not clusters and not floats:
-        for tile in (MEDIUM,) if gated else ALONE:
-            if gated or count_tiles(tile, M, N) <= 1.5 * sms:
-                return tile
+        possible = (MEDIUM,) if gated else ALONE
+        few = (tile for tile in possible if gated or count_tiles(tile, M, N) <= FILLED * sms)
+        stages = (tile._replace(stages=n) for tile in few for n in range(tile.stages, 1, -1))
+        if found := next((t for t in stages if shared_bytes(t, K, dtype) <= max_shared), None):
+            return found
     wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
     filled = FILLED * sms
     if SMALL.rows >= M:
