@@ -27,7 +27,8 @@ FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
 COLUMNS = BORDER  # columns of the product (rows of w) per warp
 WARPS = range(12, 0, -1)  # possible warps per block if all multiply the same split (range of K)
 JOINT_ROWS, MAX_ROWS = 8, 64  # maximum rows of x per block if a WorkSplit is `together`, and if not
-STAGED = 8, 4  # possible warps per block if it multiplies all splits apart, with sums in registers
+STAGED_WARPS = 8  # warps per block if it multiplies all splits apart, with sums in registers
+STAGED_COST = 1.2  # relative time of such a block, in the unit of `duration`
 MAX_NORMED = 32  # maximum rows of x in products that fuse RMSNorm
 FLIGHT = 3  # slots in the ring of a warp; a slot holds 128 values of K of the warp's columns
 MAX_FLIGHT = 6  # maximum slots if only one block fits on a multiprocessor
@@ -135,7 +136,7 @@ def geometry(
         warps = [n for n in WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
         rows = _halved(min(M, MAX_ROWS))
         if staged:
-            warps = [n for n in warps if n in STAGED]
+            warps = [n for n in warps if n == STAGED_WARPS]
             rows = [n for n in rows if n * terms * terms <= MAX_ROWS]
         apart = (WorkSplit(n, each, together=False) for n in rows for each in warps)
         cuts += fitting(cut for cut in apart if cut.rows >= cut.warps or not staged)
@@ -157,7 +158,8 @@ def geometry(
         exchange = EXCHANGE if cluster(cut) > 1 else 0
         work = count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
         if staged and not cut.together:  # a warp also stores terms of x
-            work = parts * (work + count * room_for * (4 + cut.warps) * 3 * cut.rows / 8 / cut.warps)
+            stored = 3 * cut.rows / 8 / cut.warps
+            work = STAGED_COST * parts * (work + count * room_for * (4 + cut.warps) * stored)
         return exchange + work
 
     cut = min(cuts, key=duration)

@@ -32,9 +32,9 @@ struct Staged {
         }
     }
 
-    // Stores the terms of `unit`, which has been requested, and requests the next unit. All warps call it before they
-    // multiply the unit; other warps may still multiply the previous unit.
-    __device__ __forceinline__ void bring(int unit) {
+    // Stores the terms of `unit`, which has been requested, and requests the next unit. Warps call it before or after
+    // they multiply the previous unit.
+    __device__ __forceinline__ void store(int unit) {
         uint2 terms[2][OF_WARP];
 #pragma unroll
         for (int i = 0; i < OF_WARP; ++i) {
@@ -48,7 +48,6 @@ struct Staged {
             for (int i = 0; i < OF_WARP; i += SCATTERED) store_sums(terms[term] + i, i, unit, term);
         }
         load(unit + 1);
-        __syncthreads();
     }
 
     // Stores the sums of chunks of SCATTERED rows, the warp's rows from `first` on. Eight lanes hold a chunk of each row.

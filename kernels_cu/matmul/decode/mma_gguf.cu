@@ -276,6 +276,7 @@ __device__ __forceinline__ void multiply(const Weighted& of, Staged& rows, const
 #pragma unroll 1
     for (int start = range.first; start < range.end; start += range.step) {
         rows.load(0);
+        rows.store(0);
         Totals halves[2];  // in local memory
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
@@ -285,8 +286,12 @@ __device__ __forceinline__ void multiply(const Weighted& of, Staged& rows, const
                 Sums sums = {};
 #pragma unroll 1
                 for (int unit = 0; unit < UNITS; ++unit) {
-                    rows.bring(split * UNITS + unit);
+                    __syncthreads();
+                    // Half of the warps multiply while the others store: two warps of a scheduler are apart.
+                    const bool early = threadIdx.x < THREADS / 2;
+                    if (early) rows.store(split * UNITS + unit + 1);
                     if (start + own < range.end) stream.use(split, unit, rows, sums);
+                    if (!early) rows.store(split * UNITS + unit + 1);
                 }
                 sums.add_to(of_half);
             }
