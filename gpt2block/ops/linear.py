@@ -71,7 +71,7 @@ MAX_MMA_PRODUCTS = 80_000_000
 # Contracts of `reference.linear` and `reference.linear_qkv` if w is a HiLoMatrix.
 HI_LO_LINEAR = Contract.parse(
     "x f32 ... K; w hi_lo N K; bias? f32 N; gamma? beta? f32 K; residual? f32 ... N; "
-    "up? rows K N -> out~residual f32 ... N"
+    "up? rows K N; workspace? f32 H -> out~residual f32 ... N"
 )
 HI_LO_QKV = Contract.parse(
     "x f32 M K; w hi_lo N K; bias? f32 N; gamma? beta? f32 K; k v kv B P C; row position i32 M "
@@ -338,10 +338,10 @@ def _by_mma_gguf(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma_gguf.cu."""
     if c.operand or c.to_operand:
         raise UnsupportedCall("takes and gives floats")
-    norm: dict[str, Any] = {}
+    norm: dict[str, Any] = {"workspace": vars(c).get("workspace")}
     end = epilogue(c)
     if not end.head:
-        norm = {"gamma": c.gamma, "beta": c.beta, "eps": c.eps, "up": c.up}
+        norm |= {"gamma": c.gamma, "beta": c.beta, "eps": c.eps, "up": c.up}
     check_addresses(c, "x", "w", *(name for name in ("gamma", "beta") if name in norm))
     if end.head:
         check_address("by", c.by, 8)

@@ -24,6 +24,10 @@ from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.ops.products import filled, gate_define, needs_mma, room
 
 FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
+DIVIDED = f"{KERNEL}_parts"  # the kernel whose blocks divide K, and exchange sums in memory
+COUNTERS = 1024  # counters before these sums
+PARTS = 4, 2  # possible numbers of blocks that divide K
+ADDING = 150  # time to add sums in memory, in the unit of `duration`
 COLUMNS = BORDER  # columns of the product (rows of w) per warp
 WARPS = range(12, 0, -1)  # possible warps per block if all multiply the same split (range of K)
 JOINT_ROWS, MAX_ROWS = 8, 64  # maximum rows of x per block if a WorkSplit is `together`, and if not
@@ -105,6 +109,7 @@ def geometry(
     holds: bool = False,
     sms: int,
     max_shared: int,
+    workspace: int = 0,
 ) -> Geometry | None:
     """Return the launch geometry for x (M, K), or None if no `WorkSplit` is possible.
 
@@ -114,7 +119,8 @@ def geometry(
     ranges: GGUF types and their numbers of outputs. norm: norm of x, 0 none, 1 LayerNorm, 2
     RMSNorm. up: whether there is a second matrix. rope: channels per head with RoPE, else 0. terms:
     16-bit terms per value of x. clusters: whether blocks form clusters. holds: whether registers
-    may hold x. max_shared: maximum bytes of dynamic shared memory per block.
+    may hold x. max_shared: maximum bytes of dynamic shared memory per block. workspace: floats of
+    memory for counters and sums, with which blocks can divide K; 0 with a norm, RoPE or `up`.
     """
     ends = [(2 if up else 1) * end for end in accumulate(n for _, n in ranges)]
     parts, units = splits(K)
@@ -136,7 +142,7 @@ def geometry(
         warps = [n for n in WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
         rows = _halved(min(M, MAX_ROWS))
         if staged:
-            warps = [n for n in warps if n == STAGED_WARPS]
+            warps = [n for n in (STAGED_WARPS, 4, 2, 1) if n in warps][:1]
             rows = [n for n in rows if n * terms * terms <= MAX_ROWS]
         apart = (WorkSplit(n, each, together=False) for n in rows for each in warps)
         cuts += fitting(cut for cut in apart if cut.rows >= cut.warps or not staged)
@@ -162,8 +168,23 @@ def geometry(
             work = STAGED_COST * parts * (work + count * room_for * (4 + cut.warps) * stored)
         return exchange + work
 
-    cut = min(cuts, key=duration)
+    def groups(cut: WorkSplit) -> int:
+        return ceil(ends[-1] / cut.columns) * ceil(M / cut.rows)
+
+    def divided(cut: WorkSplit, n: int) -> float:
+        """Return the duration if n blocks divide the splits of each group of columns."""
+        return duration(cut) / n / turns(cut)[1] * ceil(groups(cut) * n / sms) + ADDING
+
+    cut, shares = min(cuts, key=duration), 1
+    if staged and workspace >= COUNTERS + parts * M * ends[-1]:
+        apart = [(each, n) for each in cuts for n in PARTS if not each.together and parts % n == 0]
+        apart = [pair for pair in apart if groups(pair[0]) <= COUNTERS]
+        found = min(apart, key=lambda pair: divided(*pair), default=(cut, 1))
+        if found[1] > 1 and divided(*found) < duration(cut):
+            cut, shares = found
     blocks, count = turns(cut)
+    if shares > 1:
+        blocks, count = 1, 1
     if holds and blocks == 1 and cut.together:
         deeper = (cut._replace(flight=n) for n in range(MAX_FLIGHT, FLIGHT - 1, -1))
         cut = fitting(deeper)[0]
@@ -175,13 +196,16 @@ def geometry(
         ("GGUF_TOGETHER", int(cut.together)),
         *((("GGUF_HELD", 1),) if cut.held else ()),
         *(() if cut.together else (("DECODE_WARPS", cut.warps), ("GGUF_CLUSTER", cluster(cut)))),
+        *((("GGUF_PARTS", shares),) if shares > 1 else ()),
     )
-    grid = cluster(cut) * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
+    each = cluster(cut) * shares
+    grid = each * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
     # The launch requests so much memory that no block of the next kernel starts next to these
     # blocks. Otherwise some multiprocessors would later run three blocks and others one. A decoding
     # step of a model with 7 billion weights takes 1.94 ms instead of 2.19 ms (H100).
     shared = filled(max_shared + STATIC, blocks, memory.of(cut))
-    return Geometry(KERNEL, grid, (WARP * cut.warps,), shared, defines)
+    kernel = DIVIDED if shares > 1 else KERNEL
+    return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
 
 
 def slot_bytes(name: str) -> int:
@@ -226,11 +250,13 @@ def launch(
     bias: CudaArray | None = None,
     up: GgufMatrix | None = None,
     rounded: bool,
+    workspace: CudaArray | None = None,
 ) -> Launch:
     """Return the launch for x and w of a call, or raise UnsupportedCall.
 
     gamma, beta: the parameters of a norm of x, or None. up: the second matrix of a gated product.
-    rounded: whether x is rounded to one 16-bit term per value.
+    rounded: whether x is rounded to one 16-bit term per value. workspace: floats that are 0 before
+    and after each launch, for counters, and then for sums; or None.
     """
     norm, holds = norm_of(gamma, beta), rounded and not gpu().has_wgmma
     if c.w.dtype != GGUF:
@@ -252,6 +278,7 @@ def launch(
         holds=holds,
         sms=device_attribute("MultiProcessorCount"),
         max_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC,
+        workspace=0 if workspace is None or norm or up or epilogue.name != "ADD" else workspace.size,
     )
     if launch_geometry is None:
         raise UnsupportedCall(
@@ -263,6 +290,9 @@ def launch(
     defines += (("DECODE_ROPE", epilogue.head),) if epilogue.head else ()
     defines += (("DECODE_SUMS", epilogue.splits),) if epilogue.splits else ()
     defines += (*count_define(rounded), *range_defines(c.w))
+    if launch_geometry.kernel == DIVIDED:
+        args = {"x": c.x, "w": c.w.data, "bias": bias, "workspace": workspace, "M": c.M, "N": c.N}
+        return epilogue.launch(FILE, launch_geometry, defines, args, c.w)
     matrices = {"w": c.w.data, "up": None if up is None else up.data}
     norms = {"gamma": gamma, "beta": beta, "eps": eps}
     args = {"x": c.x, **matrices, **norms, "bias": bias, "M": c.M, "N": c.N}

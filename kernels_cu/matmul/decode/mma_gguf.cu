@@ -4,6 +4,8 @@
 //   decode_mma_gguf: GGUF weights, copied to shared memory while the previous columns are multiplied.
 //       out = [residual +] [gelu] (x W^T + bias), where x can be replaced by its LayerNorm or RMSNorm; with DECODE_UP,
 //       for two matrices, out = silu(x W^T) (x up^T)
+//   decode_mma_gguf_parts: without clusters, GGUF_PARTS blocks have the same columns, and divide the splits of K. They
+//       store sums in memory, which the last of these blocks adds up
 //
 // EPILOGUE selects other outputs (lib/decode/epilogues.cuh):
 //
@@ -58,6 +60,9 @@
 #endif
 #ifndef GGUF_CLUSTER
 #define GGUF_CLUSTER 1
+#endif
+#ifndef GGUF_PARTS  // without clusters, blocks that divide the splits of each group of columns
+#define GGUF_PARTS 1
 #endif
 #ifndef GGUF_HELD  // 1: registers hold x, with GGUF_TOGETHER, one term and no norm
 #define GGUF_HELD 0
@@ -242,65 +247,113 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, Rows&
     if constexpr (!Range<RANGE>::LAST) multiply<RANGE + 1>(of, input, rows, end, last);
 }
 #elif GGUF_CLUSTER == 1
-// Completes the outputs of the ACROSS columns from `start` on. `totals`: the sums of each warp's 16 columns, which
-// replace the rows of x in shared memory.
-template <typename End>
-__device__ __forceinline__ void finish(const Weighted& of, const Input& input, const End& end, const Totals& totals,
-                                       int start) {
-    float* const plane = reinterpret_cast<float*>(input.shared);
-    const int own = threadIdx.x / 32 * DECODE_COLUMNS;
-    __syncthreads();
-    each(totals, [&](int column, int row, float sum) { plane[row * PLANE_PITCH + own + column] = sum; });
-    __syncthreads();
+// Completes the outputs of the ACROSS columns from `start` on. total(row, at) must return the sum of column `at`.
+template <typename End, typename Total>
+__device__ __forceinline__ void finish(const Weighted& of, const Input& input, const End& end, int start, Total total) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < DECODE_ROWS * ACROSS; i += THREADS) {
         const int row = i / ACROSS;
         Output<End> output;
         output.load(of, end, input.first + row, input.M, start, i % ACROSS);
-        output.finish(end, [&](int at) { return plane[row * PLANE_PITCH + at]; });
+        output.finish(end, [&](int at) { return total(row, at); });
     }
     __syncthreads();
 }
 
+// The sums of the splits of all blocks in memory, with GGUF_PARTS: after COUNTERS counters, one plane (M, N) per split.
+struct Parts {
+    static constexpr int COUNTERS = 1024;
+    float* planes;
+    int M, N;
+
+    __device__ __forceinline__ Parts(float* workspace, int M, int N) : planes(workspace + COUNTERS), M(M), N(N) {}
+
+    __device__ __forceinline__ float* at(int split, int m, int n) const { return planes + ((long long)split * M + m) * N + n; }
+
+    // Returns whether all blocks of the group of columns have stored their sums. The last block resets the counter.
+    __device__ __forceinline__ bool complete(int group) const {
+        __shared__ bool last;
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            int* const counter = reinterpret_cast<int*>(planes) - COUNTERS + group * gridDim.y + blockIdx.y;
+            last = atomicAdd(counter, 1) == GGUF_PARTS - 1;
+            if (last) *counter = 0;
+        }
+        __syncthreads();
+        __threadfence();
+        return last;
+    }
+};
+
 template <int RANGE, typename End>
-__device__ __forceinline__ void multiply(const Weighted& of, Staged& rows, const End& end) {
-    const Range<RANGE> range(blockIdx.x, gridDim.x, of.N);
-    const int own = threadIdx.x / 32 * DECODE_COLUMNS;
+__device__ __forceinline__ void multiply(const Weighted& of, Staged& rows, const End& end, const Parts& parts) {
+    constexpr int EACH = SPLITS / GGUF_PARTS;  // splits of a block
+    static_assert(EACH * GGUF_PARTS == SPLITS && !(GGUF_PARTS > 1 && DECODE_UP), "blocks have equally many splits");
+    const Range<RANGE> range(blockIdx.x / GGUF_PARTS, gridDim.x / GGUF_PARTS, of.N);
+    const int own = threadIdx.x / 32 * DECODE_COLUMNS, first = blockIdx.x % GGUF_PARTS * EACH;
     typedef Blocks<gguf::OfRange<RANGE>, Side> Of;
     const Of blocks(of.w, of.up, Shared::ring(rows.input, threadIdx.x / 32), of.N);
-    Stream<Of, SPLITS * UNITS> stream(blocks, 0, range.first + own, range.step, range.end);
+    Stream<Of, EACH * UNITS> stream(blocks, first * UNITS, range.first + own, range.step, range.end);
     if (RANGE == 0) {
         let_next_start();
         wait_for_previous();
     }
 #pragma unroll 1
     for (int start = range.first; start < range.end; start += range.step) {
-        rows.load(0);
-        rows.store(0);
-        Totals halves[2];  // in local memory
+        const auto add_split = [&](int split, Totals& to) {
+            Sums sums = {};
 #pragma unroll 1
-        for (int half = 0; half < 2; ++half) {
-            Totals of_half = {};
-#pragma unroll 1
-            for (int split = half * order::HALF_SPLITS; split < min(SPLITS, (half + 1) * order::HALF_SPLITS); ++split) {
-                Sums sums = {};
-#pragma unroll 1
-                for (int unit = 0; unit < UNITS; ++unit) {
-                    __syncthreads();
-                    // Half of the warps multiply while the others store: two warps of a scheduler are apart.
-                    const bool early = threadIdx.x < THREADS / 2;
-                    if (early) rows.store(split * UNITS + unit + 1);
-                    if (start + own < range.end) stream.use(split, unit, rows, sums);
-                    if (!early) rows.store(split * UNITS + unit + 1);
-                }
-                sums.add_to(of_half);
+            for (int unit = 0; unit < UNITS; ++unit) {
+                __syncthreads();
+                // Half of the warps multiply while the others store: two warps of a scheduler are apart.
+                const bool early = threadIdx.x < THREADS / 2;
+                if (early) rows.store(split * UNITS + unit + 1);
+                if (start + own < range.end) stream.use(split, unit, rows, sums);
+                if (!early) rows.store(split * UNITS + unit + 1);
             }
-            memcpy(halves[half], of_half, sizeof(Totals));
+            sums.add_to(to);
+        };
+        rows.load(first * UNITS);
+        rows.store(first * UNITS);
+        if constexpr (GGUF_PARTS > 1) {
+#pragma unroll 1
+            for (int split = first; split < first + EACH; ++split) {
+                Totals of_split = {};
+                add_split(split, of_split);
+                each(of_split, [&](int column, int row, float sum) {
+                    const int m = rows.input.first + row, n = start + own + column;
+                    if (m < parts.M && n < parts.N) __stcg(parts.at(split, m, n), sum);
+                });
+            }
+            if (!parts.complete(start / ACROSS)) continue;
+            finish(of, rows.input, end, start, [&](int row, int at) {
+                float halves[2] = {};
+#pragma unroll
+                for (int s = 0; s < SPLITS; ++s) {
+                    halves[s / order::HALF_SPLITS] += __ldcg(parts.at(s, rows.input.first + row, start + at));
+                }
+                return halves[0] + halves[1];
+            });
+        } else {
+            Totals halves[2];  // in local memory
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {
+                Totals of_half = {};
+                const int end_of_half = min(SPLITS, (half + 1) * order::HALF_SPLITS);
+#pragma unroll 1
+                for (int split = half * order::HALF_SPLITS; split < end_of_half; ++split) add_split(split, of_half);
+                memcpy(halves[half], of_half, sizeof(Totals));
+            }
+            add(halves[0], halves[1]);
+            float* const plane = reinterpret_cast<float*>(rows.input.shared);  // replaces the rows of x
+            __syncthreads();
+            each(halves[0], [&](int column, int row, float sum) { plane[row * PLANE_PITCH + own + column] = sum; });
+            __syncthreads();
+            finish(of, rows.input, end, start, [&](int row, int at) { return plane[row * PLANE_PITCH + at]; });
         }
-        add(halves[0], halves[1]);
-        finish(of, rows.input, end, halves[0], start);
     }
-    if constexpr (!Range<RANGE>::LAST) multiply<RANGE + 1>(of, rows, end);
+    if constexpr (!Range<RANGE>::LAST) multiply<RANGE + 1>(of, rows, end, parts);
 }
 #else
 // Adds the sums of all blocks of a cluster, each of which has one split of K, and completes the outputs of every
@@ -394,7 +447,8 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
 
 template <typename End>
 __device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M,
-                                    const Weighted& of, const End& end, const float* sums = nullptr) {
+                                    const Weighted& of, const End& end, const float* sums = nullptr,
+                                    float* workspace = nullptr) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ float4 shared[];
     char* const rows = reinterpret_cast<char*>(shared);
@@ -406,7 +460,7 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
     multiply<0>(of, input, input, end, Turn{0, 0});
 #elif GGUF_CLUSTER == 1
     Staged staged(input);
-    multiply<0>(of, staged, end);
+    multiply<0>(of, staged, end, Parts(workspace, M, of.N));
 #else
     multiply<0>(of, input, end, Turn{0, 0});
 #endif
@@ -448,5 +502,18 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
     run(x, gamma, beta, eps, M, {w, up, bias, N}, ToPeers(out, N, gelu, peers));
 #else
     run(x, gamma, beta, eps, M, {w, up, bias, N}, Add{residual, out, N, gelu});
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_gguf_parts(
+    const float* x,                  // (M, K)
+    const W* __restrict__ w,         // (N, K), GGUF blocks
+    const float* __restrict__ bias,  // (N) or null
+    const float* residual,           // (M, N) or null; may be out
+    float* out,                      // (M, N)
+    float* workspace,                // 1,024 counters, which are 0 before and after a launch; then (SPLITS, M, N)
+    int M, int N, int gelu) {
+#if GGUF_PARTS > 1
+    run(x, nullptr, nullptr, 0.0f, M, {w, nullptr, bias, N}, Add{residual, out, N, gelu}, nullptr, workspace);
 #endif
 }
