@@ -142,6 +142,16 @@ def can_round(dtype: str, inputs: Iterable[int]) -> bool:
     return all(K % multiple == 0 for K in inputs)
 
 
+def workspace_floats(dtype: str, N: int) -> int:
+    """Return the size of `workspace` for products with N outputs, or 0 if none reads it.
+
+    dtype: dtype of the weights, "file" for GGUF blocks.
+    """
+    has = gpu()
+    needs = dtype == FILE and has.has_mma and not has.has_wgmma
+    return blocks.COUNTERS + mma.MAX_SPLITS * blocks.MAX_ROWS * N if needs else 0
+
+
 def itemsize_of(dtype: str) -> int:
     """Return the bytes per weight of this dtype, or per half of a hi/lo weight."""
     return 2 if dtype == HI_LO else mma.BYTES.get(dtype, 1)
@@ -433,7 +443,8 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     weights; with `Operand.summed`, only with `up` and GGUF blocks. up: a second WeightMatrix of w's
     dtype and shape; variants mma and wgmma then compute silu(x w) (x up) or gelu(x w) (x up).
     x_dtype: "float16" rounds floats of x, or their norm, in tensor-core kernels of decoding with
-    float16 or FP8 weights. A stored `operand` is rounded if `Operand.rounded` is set. to_peers:
+    float16 or FP8 weights. A stored `operand` is rounded if `Operand.rounded` is set. workspace:
+    floats for sums, initially 0 (`workspace_floats`), of one CUDA stream; None: not used. to_peers:
     the `PeerStores` of out, which is then sent to other GPUs, too, by this kernel if it can.
     """
     c = _checked(unchecked, with_hi_lo=HI_LO_LINEAR)
