@@ -43,9 +43,10 @@ WIDE = MmaLinearTile(64, 96, (2, 3), 5, blocks=2)
 LARGE = MmaLinearTile(64, 128, (2, 2), 4, blocks=2)
 TILES = SMALL, SLIM, SLIM_LONG, EVEN, WIDE, LARGE
 # Tiles for GPUs without clusters, where groups of warps divide K.
-FINE = MmaLinearTile(16, 32, (2, 2), 3, groups=4)
-MEDIUM = MmaLinearTile(32, 64, (4, 2), 3, groups=2)
-ALONE = FINE, MEDIUM
+FINE = MmaLinearTile(16, 32, (1, 2), 4, groups=8)
+MEDIUM = MmaLinearTile(32, 64, (2, 2), 4, groups=2)
+ALONE = FINE, FINE._replace(groups=4), MEDIUM
+MEDIUM_TILES = 3  # maximum tiles per multiprocessor for which MEDIUM is faster than larger tiles
 
 
 def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
@@ -84,8 +85,9 @@ def choose(
     """
     floats = BYTES.get(dtype) == FLOAT
     if not clusters and not floats:
+        most = {tile: sms * (MEDIUM_TILES if tile is MEDIUM else FILLED) for tile in ALONE}
         possible = (MEDIUM,) if gated else ALONE
-        few = (tile for tile in possible if gated or count_tiles(tile, M, N) <= FILLED * sms)
+        few = (tile for tile in possible if count_tiles(tile, M, N) <= most[tile])
         stages = (tile._replace(stages=n) for tile in few for n in range(tile.stages, 1, -1))
         if found := next((t for t in stages if shared_bytes(t, K, dtype) <= max_shared), None):
             return found
@@ -93,6 +95,8 @@ def choose(
     filled = FILLED * sms
     if SMALL.rows >= M:
         tile = SMALL
+    elif gated:
+        tile = LARGE
     elif count_tiles(wide, M, N) >= filled:
         tile = wide
     elif K >= LONG_K and SLIM.rows < M:
