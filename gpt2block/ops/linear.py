@@ -43,7 +43,7 @@ from gpt2block.ops.engines import linear_tiles as tiles
 from gpt2block.ops.engines import linear_wgmma as wgmma
 from gpt2block.ops.engines.epilogues import Ends, add, append, append_rope
 from gpt2block.ops.engines.thresholds import SAME_ENGINE, min_weights
-from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
+from gpt2block.ops.gated_sums import DTYPES, GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
 from gpt2block.ops.operands import CHUNK, Operand, check_operand, count_define, rounds, stored_scale
 from gpt2block.ops.operation import (
@@ -207,7 +207,6 @@ class FewRows(NamedTuple):
 
 FLOATS_ALONE = "takes and gives floats: use variant mma_tiles for terms, or wgmma"
 ONE_MATRIX = "takes one matrix: use variant wgmma"
-NARROW = ("float16", "bfloat16", *FP8)  # dtypes of weights whose values are one 16-bit term
 
 
 def _check_cores(c: Call, norm: int) -> None:
@@ -307,9 +306,9 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
         )
     _send_after(c)
     _check_sizes(c)
-    gates = not gpu().has_clusters and c.residual is None and c.w.dtype in NARROW
     ordered = any(operand and operand.width for operand in (c.operand, c.to_operand))
-    if ordered or (c.up and not gates):
+    alone = gpu().has_clusters or c.w.dtype not in DTYPES
+    if ordered or (c.up and (alone or c.residual is not None)):
         raise UnsupportedCall(
             "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"
         )
@@ -365,6 +364,7 @@ class Engine(NamedTuple):
     file: str
     kernel: str
     launch: Callable[[Call, Ends], Launches]
+    other: tuple[str, ...] = ()  # another kernel of `linear`
 
     def then(self, epilogue: Ends, prefix: str = "") -> Variant:
         """Return the variant with an epilogue. Its name begins with `prefix`."""
@@ -372,17 +372,18 @@ class Engine(NamedTuple):
         def launch(c: Call) -> Launches:
             return self.launch(c, epilogue)
 
-        return Variant(prefix + self.name, self.file, (self.kernel,), launch)
+        kernels = self.kernel, *(() if prefix else self.other)
+        return Variant(prefix + self.name, self.file, kernels, launch)
 
 
 ENGINES = (
     Engine("matvec", matvec.FILE, matvec.KERNEL, CORES.launch),
     Engine("mma", mma.FILE, mma.KERNEL, MMA.launch),
-    Engine("mma_tiles", mma_tiles.FILE, mma_tiles.KERNEL, _by_mma_tiles),
+    Engine("mma_tiles", mma_tiles.FILE, mma_tiles.KERNEL, _by_mma_tiles, (mma_tiles.GATED,)),
     Engine("wgmma", wgmma.FILE, wgmma.KERNEL, _by_wgmma),
 )
 GGUF_ENGINES = (
-    Engine("gguf", blocks.FILE, blocks.KERNEL, _by_mma_gguf),
+    Engine("gguf", blocks.FILE, blocks.KERNEL, _by_mma_gguf, (blocks.DIVIDED,)),
     Engine("gguf_wgmma", wgmma.GGUF_FILE, wgmma.GGUF_KERNEL, _by_wgmma),
 )
 

@@ -1,5 +1,6 @@
-// Rows of x for matmul/decode/mma_gguf.cu, one unit (128 values of K) at a time: all warps multiply the same unit, each by
-// its own columns of w. This is for many rows on GPUs without clusters, whose shared memory is too small for a split.
+// Rows of x for matmul/decode/mma_gguf.cu, one unit (128 values of K) at a time: all warps multiply the same unit, each
+// by its own columns of w. This is for many rows on GPUs without clusters, whose shared memory is too small for a
+// split.
 #pragma once
 #include "lib/decode/mma_gguf.cuh"
 
@@ -9,7 +10,7 @@ static_assert(DECODE_ALONE && !DECODE_NORM, "a warp multiplies all of x, as give
 // buffers the sums of chunks, because a tile of GGUF blocks ends with the sums of its two units. Registers hold the
 // floats of the next unit. Bits are those of `Input`.
 struct Staged {
-    static constexpr int OF_WARP = DECODE_ROWS / WARPS, SCATTERED = OF_WARP < 8 ? OF_WARP : 8;  // rows that a warp loads
+    static constexpr int OF_WARP = DECODE_ROWS / WARPS, SCATTERED = OF_WARP < 8 ? OF_WARP : 8;  // rows of a warp
     static constexpr int TERM = 2 * order::UNIT + PADDING;  // bytes of the high or low terms of a row
     static constexpr int TERMS_BYTES = DECODE_ROWS * order::TERMS * TERM, SUMS_BYTES = DECODE_ROWS * order::TERMS * 16;
     static constexpr int BYTES = 2 * TERMS_BYTES + 4 * SUMS_BYTES;
@@ -50,8 +51,8 @@ struct Staged {
         load(unit + 1);
     }
 
-    // Stores the sums of chunks of SCATTERED rows, the warp's rows from `first` on. Eight lanes hold a chunk of each row.
-    // They add in the order of lanes_sum<8>, but each of them completes the sum of one row.
+    // Stores the sums of chunks of SCATTERED rows, the warp's rows from `first` on. Eight lanes hold a chunk of each
+    // row. They add in the order of lanes_sum<8>, but each of them completes the sum of one row.
     __device__ __forceinline__ void store_sums(const uint2* terms, int first, int unit, int term) const {
         const int lane = threadIdx.x % 32;
         float sums[SCATTERED];

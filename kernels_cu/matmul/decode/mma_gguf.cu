@@ -268,7 +268,9 @@ struct Parts {
 
     __device__ __forceinline__ Parts(float* workspace, int M, int N) : planes(workspace + COUNTERS), M(M), N(N) {}
 
-    __device__ __forceinline__ float* at(int split, int m, int n) const { return planes + ((long long)split * M + m) * N + n; }
+    __device__ __forceinline__ float* at(int split, int m, int n) const {
+        return planes + ((long long)split * M + m) * N + n;
+    }
 
     // Returns whether all blocks of the group of columns have stored their sums. The last block resets the counter.
     __device__ __forceinline__ bool complete(int group) const {

@@ -28,7 +28,7 @@
 // rows:
 //
 //   DECODE_CLUSTER 1   the sums are added to the sums of the previous splits
-//   DECODE_GROUPS > 1   a group of warps stores the sums of its splits, and after all have ended they are added in order
+//   DECODE_GROUPS  a group of warps divides the splits; the sums are added in order when all groups have ended
 //   otherwise      sums of row r are sent to block r % DECODE_CLUSTER of the cluster. Its mbarrier counts the received
 //                  bytes; when the sums of all splits have arrived, the block adds them in order
 //
