@@ -49,8 +49,8 @@ class SharedMemory(NamedTuple):
     """Sizes that determine the bytes of shared memory per block of mma_gguf.cu.
 
     slot: maximum bytes of a slot in a warp's ring (`slot_bytes`) over all GGUF types. norm: norm of
-    x, as `norm_of` returns it. terms: 16-bit terms per value of x. staged: whether blocks apart hold
-    a unit of x at a time.
+    x, as `norm_of` returns it. terms: 16-bit terms per value of x. staged: whether blocks that are
+    not `together` hold a unit of x at a time.
     """
 
     parts: int  # splits of K
@@ -278,7 +278,9 @@ def launch(
         holds=holds,
         sms=device_attribute("MultiProcessorCount"),
         max_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC,
-        workspace=0 if workspace is None or norm or up or epilogue.name != "ADD" else workspace.size,
+        workspace=0
+        if workspace is None or norm or up or epilogue.name != "ADD"
+        else workspace.size,
     )
     if launch_geometry is None:
         raise UnsupportedCall(
