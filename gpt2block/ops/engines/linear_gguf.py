@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil
@@ -88,6 +88,7 @@ class WorkSplit(NamedTuple):
     together: bool  # True: each warp multiplies another split of K; False: all the same split
     held: bool = False  # whether registers hold x instead of shared memory
     flight: int = FLIGHT
+    shares: int = 1  # without clusters, blocks that divide K and add sums in memory
 
     @property
     def columns(self) -> int:
@@ -130,8 +131,77 @@ def geometry(
     def fitting(candidates: Iterable[WorkSplit]) -> list[WorkSplit]:
         return [cut for cut in candidates if memory.of(cut) <= max_shared]
 
+    def groups(cut: WorkSplit) -> int:
+        return ceil(ends[-1] / cut.columns) * ceil(M / cut.rows)
+
     if any(begin % (rope or COLUMNS) for begin in ends[:-1]):
         return None
+    cuts = _cuts(M, parts, units, ends, norm, terms, holds, staged, fitting)
+    if not cuts:
+        return None
+
+    if staged and workspace >= COUNTERS + parts * M * ends[-1]:
+        apart = [cut for cut in cuts if not cut.together and groups(cut) <= COUNTERS]
+        cuts += [cut._replace(shares=n) for cut in apart for n in PARTS if parts % n == 0]
+
+    def turns(cut: WorkSplit) -> tuple[int, int]:
+        """Return (blocks per multiprocessor, groups of columns that a block computes in turn)."""
+        room_for = _blocks(cut, memory.of(cut), max_shared)
+        most = max(1, _most(sms, room_for, sharing(cut)) // ceil(M / cut.rows))
+        return room_for, ceil(ceil(ends[-1] / cut.columns) / most)
+
+    def sharing(cut: WorkSplit) -> int:
+        """Return the number of blocks with the same columns, each with a part of K."""
+        return cut.shares if cut.together or staged else parts
+
+    # Time estimate per warp, in relative units: 5 to unpack weights, 1 to multiply 8 rows of x.
+    def duration(cut: WorkSplit) -> float:
+        room_for, count = turns(cut)
+        exchange = (ADDING if staged else EXCHANGE) if sharing(cut) > 1 else 0
+        work = count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
+        if staged and not cut.together:  # a warp also stores terms of x
+            stored = 3 * cut.rows / 8 / cut.warps
+            work += count * room_for * (4 + cut.warps) * stored
+            work *= STAGED_COST * parts / cut.shares
+        return exchange + work
+
+    cut = min(cuts, key=duration)
+    blocks, count = turns(cut)
+    if holds and blocks == 1 and cut.together:
+        deeper = (cut._replace(flight=n) for n in range(MAX_FLIGHT, FLIGHT - 1, -1))
+        cut = fitting(deeper)[0]
+    clustered = 1 if staged else parts
+    defines = (
+        ("DECODE_K", K),
+        ("DECODE_ROWS", cut.rows),
+        ("DECODE_FLIGHT", cut.flight),
+        ("DECODE_BLOCKS", blocks),
+        ("GGUF_TOGETHER", int(cut.together)),
+        *((("GGUF_HELD", 1),) if cut.held else ()),
+        *(() if cut.together else (("DECODE_WARPS", cut.warps), ("GGUF_CLUSTER", clustered))),
+        *((("GGUF_PARTS", cut.shares),) if cut.shares > 1 else ()),
+    )
+    grid = sharing(cut) * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
+    # The launch requests so much memory that no block of the next kernel starts next to these
+    # blocks. Otherwise some multiprocessors would later run three blocks and others one. A decoding
+    # step of a model with 7 billion weights takes 1.94 ms instead of 2.19 ms (H100).
+    shared = filled(max_shared + STATIC, blocks, memory.of(cut))
+    kernel = DIVIDED if cut.shares > 1 else KERNEL
+    return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
+
+
+def _cuts(
+    M: int,
+    parts: int,
+    units: int,
+    ends: list[int],
+    norm: int,
+    terms: int,
+    holds: bool,
+    staged: bool,
+    fitting: Callable[[Iterable[WorkSplit]], list[WorkSplit]],
+) -> list[WorkSplit]:
+    """Return possible divisions of a product, as `fitting` keeps them. ends: ends of the ranges."""
     few = _halved(min(M, JOINT_ROWS))
     cuts = fitting(WorkSplit(rows, parts, together=True) for rows in few)[:1]
     if holds and not norm and [cut.rows for cut in cuts] != few[:1]:
@@ -146,66 +216,7 @@ def geometry(
             rows = [n for n in rows if n * terms * terms <= MAX_ROWS]
         apart = (WorkSplit(n, each, together=False) for n in rows for each in warps)
         cuts += fitting(cut for cut in apart if cut.rows >= cut.warps or not staged)
-    if not cuts:
-        return None
-
-    def turns(cut: WorkSplit) -> tuple[int, int]:
-        """Return (blocks per multiprocessor, groups of columns that a block computes in turn)."""
-        room_for = _blocks(cut, memory.of(cut), max_shared)
-        most = max(1, _most(sms, room_for, cluster(cut)) // ceil(M / cut.rows))
-        return room_for, ceil(ceil(ends[-1] / cut.columns) / most)
-
-    def cluster(cut: WorkSplit) -> int:
-        return 1 if cut.together or staged else parts
-
-    # Time estimate per warp, in relative units: 5 to unpack weights, 1 to multiply 8 rows of x.
-    def duration(cut: WorkSplit) -> float:
-        room_for, count = turns(cut)
-        exchange = EXCHANGE if cluster(cut) > 1 else 0
-        work = count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
-        if staged and not cut.together:  # a warp also stores terms of x
-            stored = 3 * cut.rows / 8 / cut.warps
-            work = STAGED_COST * parts * (work + count * room_for * (4 + cut.warps) * stored)
-        return exchange + work
-
-    def groups(cut: WorkSplit) -> int:
-        return ceil(ends[-1] / cut.columns) * ceil(M / cut.rows)
-
-    def divided(cut: WorkSplit, n: int) -> float:
-        """Return the duration if n blocks divide the splits of each group of columns."""
-        return duration(cut) / n / turns(cut)[1] * ceil(groups(cut) * n / sms) + ADDING
-
-    cut, shares = min(cuts, key=duration), 1
-    if staged and workspace >= COUNTERS + parts * M * ends[-1]:
-        apart = [(each, n) for each in cuts for n in PARTS if not each.together and parts % n == 0]
-        apart = [pair for pair in apart if groups(pair[0]) <= COUNTERS]
-        found = min(apart, key=lambda pair: divided(*pair), default=(cut, 1))
-        if found[1] > 1 and divided(*found) < duration(cut):
-            cut, shares = found
-    blocks, count = turns(cut)
-    if shares > 1:
-        blocks, count = 1, 1
-    if holds and blocks == 1 and cut.together:
-        deeper = (cut._replace(flight=n) for n in range(MAX_FLIGHT, FLIGHT - 1, -1))
-        cut = fitting(deeper)[0]
-    defines = (
-        ("DECODE_K", K),
-        ("DECODE_ROWS", cut.rows),
-        ("DECODE_FLIGHT", cut.flight),
-        ("DECODE_BLOCKS", blocks),
-        ("GGUF_TOGETHER", int(cut.together)),
-        *((("GGUF_HELD", 1),) if cut.held else ()),
-        *(() if cut.together else (("DECODE_WARPS", cut.warps), ("GGUF_CLUSTER", cluster(cut)))),
-        *((("GGUF_PARTS", shares),) if shares > 1 else ()),
-    )
-    each = cluster(cut) * shares
-    grid = each * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
-    # The launch requests so much memory that no block of the next kernel starts next to these
-    # blocks. Otherwise some multiprocessors would later run three blocks and others one. A decoding
-    # step of a model with 7 billion weights takes 1.94 ms instead of 2.19 ms (H100).
-    shared = filled(max_shared + STATIC, blocks, memory.of(cut))
-    kernel = DIVIDED if shares > 1 else KERNEL
-    return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
+    return cuts
 
 
 def slot_bytes(name: str) -> int:

@@ -84,19 +84,12 @@ def choose(
     equally and lets the grid fill the GPU.
     """
     floats = BYTES.get(dtype) == FLOAT
-    if not clusters and not floats:
-        most = {tile: sms * (MEDIUM_TILES if tile is MEDIUM else FILLED) for tile in ALONE}
-        possible = (MEDIUM,) if gated else ALONE
-        few = (tile for tile in possible if count_tiles(tile, M, N) <= most[tile])
-        stages = (tile._replace(stages=n) for tile in few for n in range(tile.stages, 1, -1))
-        if found := next((t for t in stages if shared_bytes(t, K, dtype) <= max_shared), None):
-            return found
+    if not clusters and not floats and (found := _alone(M, N, K, dtype, sms, max_shared, gated)):
+        return found
     wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
     filled = FILLED * sms
-    if SMALL.rows >= M:
-        tile = SMALL
-    elif gated:
-        tile = LARGE
+    if gated or SMALL.rows >= M:
+        tile = SMALL if SMALL.rows >= M else LARGE
     elif count_tiles(wide, M, N) >= filled:
         tile = wide
     elif K >= LONG_K and SLIM.rows < M:
@@ -128,6 +121,17 @@ def choose(
                     if shared_bytes(candidate, K, dtype) <= room(max_shared, blocks):
                         return candidate._replace(blocks=blocks)
     return SLIM._replace(stages=2, blocks=1)
+
+
+def _alone(
+    M: int, N: int, K: int, dtype: str, sms: int, max_shared: int, gated: bool
+) -> MmaLinearTile | None:
+    """Return the tile whose groups of warps divide K, or None if larger tiles are faster."""
+    most = {tile: sms * (MEDIUM_TILES if tile is MEDIUM else FILLED) for tile in ALONE}
+    possible = (MEDIUM,) if gated else ALONE
+    few = (tile for tile in possible if count_tiles(tile, M, N) <= most[tile])
+    stages = (tile._replace(stages=n) for tile in few for n in range(tile.stages, 1, -1))
+    return next((t for t in stages if shared_bytes(t, K, dtype) <= max_shared), None)
 
 
 def _pipelines(tile: MmaLinearTile, dtype: str) -> Iterator[MmaLinearTile]:
