@@ -168,7 +168,7 @@ struct CopiesOfW {
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
             if constexpr (DECODE_UP) {
-                static_assert(DECODE_COLUMNS % STEP == 0, "all threads copy equally many rows");
+                static_assert(!DECODE_UP || DECODE_COLUMNS % STEP == 0, "all threads copy equally many rows");
                 const int first = pass * STEP, n = first / 64 * 32 + first % 32;  // first row of the pass; output
                 const W* const matrix = STEP <= 32 && first / 32 % 2 ? from_up : from;
                 copy16(stage + at + first * W_PITCH, matrix + (long long)n * stride, n < rows);
