@@ -481,7 +481,7 @@ def trimat(qkv: Array, fill: float | None = None) -> Array:
 
 @takes(
     "x f32 ... K; w rows K N; bias? f32 N; gamma? beta? f32 K; residual? f32 ... N; "
-    "up? rows K N -> out~residual f32 ... N"
+    "up? rows K N; workspace? f32 H -> out~residual f32 ... N"
 )
 def linear(
     x: Array,
@@ -491,6 +491,7 @@ def linear(
     beta: Array | None = None,
     residual: Array | None = None,
     up: Array | WeightMatrix | None = None,
+    workspace: Array | None = None,
     gelu: bool = False,
     eps: float = 1e-5,
 ) -> Array:
@@ -498,7 +499,8 @@ def linear(
 
     n = LayerNorm(x) with gamma and beta, RMSNorm(x) with gamma alone, else x. f is GELU if `gelu`,
     else the identity. With `up` (K, N), f(a) = silu(a) (n · up), or gelu(a) (n · up) if `gelu`.
-    x (..., K), w (K, N), bias (N,), gamma and beta (K,), residual (..., N) → (..., N).
+    x (..., K), w (K, N), bias (N,), gamma and beta (K,), residual (..., N) → (..., N). workspace:
+    memory of kernels, which is not read.
     """
     if gamma is None and beta is not None:
         raise InputError("beta: expected gamma, too")

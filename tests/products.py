@@ -486,6 +486,8 @@ TILES_ON_CPU: dict[str, Sequence[Any]] = {
     "linear-mma-float32": (None, TALL, ODD_LOOP),
     "linear-mma-hi_lo": (None, TALL, ODD_LOOP),
     "linear-mma_tiles-*": (None,),
+    "linear-mma_tiles-bfloat16": _linear_mma_tiles.ALONE,
+    "linear-mma_tiles-float8_e5m2": _linear_mma_tiles.ALONE,
     "linear-tiles-*": (*_linear_tiles.TILES, None),
     "gemm-mma-bfloat16-*": (NARROW, SQUARE, BROAD),
     "gemm-mma-hi_lo-*": (PARTS, PAIRS),

@@ -24,7 +24,7 @@ GATHERED = {
 }  # {operation: inputs of which it reads only some rows}
 ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # named inputs of a pass that are not weights
 # Buffers for converted weights and partial sums, and memory through which GPUs exchange columns.
-SCRATCH = "memory", "stream_k_workspace", *PEER_INPUTS
+SCRATCH = "memory", "stream_k_workspace", "workspace", *PEER_INPUTS
 STATES = "state", "recent", "pool", "saved", "held"  # inputs of gated delta nets
 Call = Callable[[], Any]
 

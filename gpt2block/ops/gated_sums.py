@@ -235,19 +235,22 @@ class Fusions(NamedTuple):
 
 
 def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size: int) -> Fusions:
-    """Return what products of M rows by matmul/decode/mma.cu fuse in a layer.
+    """Return what products of M rows by matmul/decode/mma.cu or mma_tiles.cu fuse in a layer.
 
     On a GPU with wgmma, layers without norms of outputs fuse all or nothing, because wgmma fuses
     RoPE and the gate of the others. dtype: dtype of the weights, not GGUF. Other arguments: as in
     `splits_of`.
     """
     has = gpu()
-    if not has.has_mma or dtype not in DTYPES or MAX_ROTATED < M or "w_gate" not in shapes:
+    if not has.has_mma or dtype not in DTYPES or "w_gate" not in shapes:
         return Fusions()
     C, H = shapes["w_gate"]
+    loads = C % (MULTIPLE if dtype in FP8 else MULTIPLE // 2) == 0  # 16 bytes of a row at a time
+    gate = loads and H % 8 == 0
+    if MAX_ROTATED < M:  # matmul/decode/mma_tiles.cu, which fuses the gate alone
+        return Fusions(gate=gate and not has.has_clusters)
     narrow = max(*(shapes[name][1] for name in FIRST if name in shapes), 2 * H) < mma.MANY_COLUMNS
     norms = C <= MAX_CHANNELS and C % MULTIPLE == 0 and narrow
-    loads = C % (MULTIPLE if dtype in FP8 else MULTIPLE // 2) == 0  # 16 bytes of a row at a time
     rope = loads and head_size % 16 == 0 and shapes["w_qkv"][1] < mma.MANY_COLUMNS
     plain, normed = _is_plain(shapes), "gamma_q" in shapes
     each = shapes.get("gamma_q") == (head_size,)  # no norm of all heads together
@@ -259,7 +262,7 @@ def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size
         return Fusions()
     if has.has_wgmma and not any(name.startswith(OF_OUTPUTS) for name in shapes):
         return Fusions(*(plain,) * 3, heads)
-    return Fusions(norms, rope, gate=loads and H % 8 == 0, heads=heads)
+    return Fusions(norms, rope, gate, heads)
 
 
 FIRST = "w_qkv", "w_in"  # matrices that multiply the norm of a layer's input

@@ -43,7 +43,7 @@ from gpt2block.ops.engines import linear_tiles as tiles
 from gpt2block.ops.engines import linear_wgmma as wgmma
 from gpt2block.ops.engines.epilogues import Ends, add, append, append_rope
 from gpt2block.ops.engines.thresholds import SAME_ENGINE, min_weights
-from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
+from gpt2block.ops.gated_sums import DTYPES, GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
 from gpt2block.ops.operands import CHUNK, Operand, check_operand, count_define, rounds, stored_scale
 from gpt2block.ops.operation import (
@@ -71,7 +71,7 @@ MAX_MMA_PRODUCTS = 80_000_000
 # Contracts of `reference.linear` and `reference.linear_qkv` if w is a HiLoMatrix.
 HI_LO_LINEAR = Contract.parse(
     "x f32 ... K; w hi_lo N K; bias? f32 N; gamma? beta? f32 K; residual? f32 ... N; "
-    "up? rows K N -> out~residual f32 ... N"
+    "up? rows K N; workspace? f32 H -> out~residual f32 ... N"
 )
 HI_LO_QKV = Contract.parse(
     "x f32 M K; w hi_lo N K; bias? f32 N; gamma? beta? f32 K; k v kv B P C; row position i32 M "
@@ -140,6 +140,16 @@ def can_round(dtype: str, inputs: Iterable[int]) -> bool:
         return False
     multiple = mma.LOADED // itemsize_of(dtype)
     return all(K % multiple == 0 for K in inputs)
+
+
+def workspace_floats(dtype: str, N: int) -> int:
+    """Return the size of `workspace` for products with N outputs, or 0 if none reads it.
+
+    dtype: dtype of the weights, "file" for GGUF blocks.
+    """
+    has = gpu()
+    needs = dtype == FILE and has.has_mma and not has.has_wgmma
+    return blocks.COUNTERS + mma.MAX_SPLITS * blocks.MAX_ROWS * N if needs else 0
 
 
 def itemsize_of(dtype: str) -> int:
@@ -238,7 +248,8 @@ def _check_mma(c: Call, norm: int) -> None:
 def _mma_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     columns = mma.PAIRED_COLUMNS if c.up else mma.COLUMNS
     sizes, operand = (c.M, outputs, c.K, c.w.dtype), c.operand is not None
-    return mma.geometry(*sizes, norm=norm, operand=operand, columns=columns, **_of_device())
+    more: Any = {"columns": columns, "overlaps": gpu().has_overlap, **_of_device()}
+    return mma.geometry(*sizes, norm=norm, operand=operand, **more)
 
 
 def _of_device() -> dict[str, int]:
@@ -295,17 +306,27 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
         )
     _send_after(c)
     _check_sizes(c)
-    if c.up or any(operand and operand.width for operand in (c.operand, c.to_operand)):
+    ordered = any(operand and operand.width for operand in (c.operand, c.to_operand))
+    alone = gpu().has_clusters or c.w.dtype not in DTYPES
+    if ordered or (c.up and (alone or c.residual is not None)):
         raise UnsupportedCall(
             "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"
         )
     _on_tensor_cores(c)
     check_address("w", c.w.data)
     check_address("x", c.x)
-    sizes = c.M, c.N, c.K, c.w.dtype
-    tile = mma_tiles.choose(*sizes, clusters=gpu().has_clusters, **_of_device())
-    geometry = mma_tiles.geometry(*sizes, tile, c.operand is not None, c.to_operand is not None)
+    gated = c.up is not None
+    sizes = c.M, c.N * (1 + gated), c.K, c.w.dtype
+    tile = mma_tiles.choose(*sizes, clusters=gpu().has_clusters, gated=gated, **_of_device())
+    operands = c.operand is not None, c.to_operand is not None
+    geometry = mma_tiles.geometry(*sizes, tile, *operands, gated=gated)
     defines = count_define(c.rounded)
+    if c.up:
+        check_address("up", c.up.data)
+        args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "up": c.up.data}
+        args |= {"up_scale": c.up.scale, "out": c.output("out"), "M": c.M, "N": c.N, "K": c.K}
+        geometry = geometry.with_defines((*defines, *gate_define(c.gelu)))
+        return launch_at(mma_tiles.FILE, geometry, args, *storage_of(c.w))
     args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "bias": c.bias, "x_scale": c.x_scale}
     args |= {"out_scale": stored_scale(c.to_operand), "M": c.M, "N": c.N, "K": c.K}
     return epilogue(c).launch(mma_tiles.FILE, geometry, defines, args, c.w)
@@ -326,10 +347,10 @@ def _by_mma_gguf(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma_gguf.cu."""
     if c.operand or c.to_operand:
         raise UnsupportedCall("takes and gives floats")
-    norm: dict[str, Any] = {}
+    norm: dict[str, Any] = {"workspace": vars(c).get("workspace")}
     end = epilogue(c)
     if not end.head:
-        norm = {"gamma": c.gamma, "beta": c.beta, "eps": c.eps, "up": c.up}
+        norm |= {"gamma": c.gamma, "beta": c.beta, "eps": c.eps, "up": c.up}
     check_addresses(c, "x", "w", *(name for name in ("gamma", "beta") if name in norm))
     if end.head:
         check_address("by", c.by, 8)
@@ -343,6 +364,7 @@ class Engine(NamedTuple):
     file: str
     kernel: str
     launch: Callable[[Call, Ends], Launches]
+    other: tuple[str, ...] = ()  # another kernel of `linear`
 
     def then(self, epilogue: Ends, prefix: str = "") -> Variant:
         """Return the variant with an epilogue. Its name begins with `prefix`."""
@@ -350,17 +372,18 @@ class Engine(NamedTuple):
         def launch(c: Call) -> Launches:
             return self.launch(c, epilogue)
 
-        return Variant(prefix + self.name, self.file, (self.kernel,), launch)
+        kernels = self.kernel, *(() if prefix else self.other)
+        return Variant(prefix + self.name, self.file, kernels, launch)
 
 
 ENGINES = (
     Engine("matvec", matvec.FILE, matvec.KERNEL, CORES.launch),
     Engine("mma", mma.FILE, mma.KERNEL, MMA.launch),
-    Engine("mma_tiles", mma_tiles.FILE, mma_tiles.KERNEL, _by_mma_tiles),
+    Engine("mma_tiles", mma_tiles.FILE, mma_tiles.KERNEL, _by_mma_tiles, (mma_tiles.GATED,)),
     Engine("wgmma", wgmma.FILE, wgmma.KERNEL, _by_wgmma),
 )
 GGUF_ENGINES = (
-    Engine("gguf", blocks.FILE, blocks.KERNEL, _by_mma_gguf),
+    Engine("gguf", blocks.FILE, blocks.KERNEL, _by_mma_gguf, (blocks.DIVIDED,)),
     Engine("gguf_wgmma", wgmma.GGUF_FILE, wgmma.GGUF_KERNEL, _by_wgmma),
 )
 
@@ -421,7 +444,8 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     weights; with `Operand.summed`, only with `up` and GGUF blocks. up: a second WeightMatrix of w's
     dtype and shape; variants mma and wgmma then compute silu(x w) (x up) or gelu(x w) (x up).
     x_dtype: "float16" rounds floats of x, or their norm, in tensor-core kernels of decoding with
-    float16 or FP8 weights. A stored `operand` is rounded if `Operand.rounded` is set. to_peers:
+    float16 or FP8 weights. A stored `operand` is rounded if `Operand.rounded` is set. workspace:
+    floats for sums, initially 0 (`workspace_floats`), of one CUDA stream; None: not used. to_peers:
     the `PeerStores` of out, which is then sent to other GPUs, too, by this kernel if it can.
     """
     c = _checked(unchecked, with_hi_lo=HI_LO_LINEAR)

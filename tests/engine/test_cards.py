@@ -18,6 +18,8 @@ from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.architectures.qwen3 import Qwen3Config
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.weights.gguf import GgufMatrix
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.ops.engines import linear_gguf
 from gpt2block.ops.linear import OPERATION as LINEAR
 from tests import plain
 from tests.devices import assert_same_bits
@@ -135,3 +137,73 @@ def test_registers_hold_rows_of_a_product_with_blocks(K: int, rows: tuple[int, .
             x = cupy.asarray(plain.normal(M, M, K))
             given = (x, w, None, None, None, None, up)
             same_as_alone(*given, kernel="decode_mma_gguf", x_dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("M", "K", "ranges", "gated"),
+    [
+        (40, 1280, [("Q4_K", 256), ("Q6_K", 256)], True),
+        (33, 1536, [("Q5_K", 528)], False),  # no whole groups of columns
+        (64, 1408, [("Q8_0", 528)], False),  # the last split is shorter
+    ],
+)
+def test_many_rows_of_a_product_with_blocks(
+    M: int, K: int, ranges: list[tuple[str, int]], gated: bool
+) -> None:
+    if problem := emulator.missing():
+        pytest.skip(problem)
+    with emulator.emulated("shuffled", 8, capability="89"):
+        w, up = (GgufMatrix.random(ranges, K, n).mapped(cupy.asarray) for n in range(2))
+        x = cupy.asarray(plain.normal(M, M, K))
+        given = (x, w, None, None, None, None, *((up,) if gated else ()))
+        same_as_alone(*given, kernel="decode_mma_gguf", x_dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("order", "M", "K", "ranges"),
+    [
+        ("reverse", 40, 1024, [("Q4_K", 256), ("Q6_K", 272)]),
+        ("shuffled", 64, 2816, [("Q5_K", 528)]),
+    ],
+)
+def test_blocks_divide_a_product(
+    order: Any, M: int, K: int, ranges: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows have the bits of these rows alone, and the workspace can be used again."""
+    if problem := emulator.missing():
+        pytest.skip(problem)
+    monkeypatch.setattr(linear_gguf, "ADDING", -1e9)
+    monkeypatch.setattr(linear_gguf, "geometry", linear_gguf.geometry.__wrapped__)
+    with emulator.emulated(order, 8, capability="89"):
+        w = GgufMatrix.random(ranges, K).mapped(cupy.asarray)
+        x, residual = (cupy.asarray(plain.normal(M, M, n)) for n in (K, w.N))
+        workspace = cupy.zeros(linear_gguf.COUNTERS + 8 * M * w.N, "float32")
+        given = x, w, None, None, None, residual, None, workspace
+        bound = LINEAR.bind_on_device(given, decoding=True, x_dtype="float16")
+        assert bound.launches[0].name == "decode_mma_gguf_parts"
+        first, again = bound.run().get().copy(), bound.run().get()
+        assert_same_bits(first, again)
+        assert not workspace.get()[: linear_gguf.COUNTERS].any()
+        for m in (0, M - 1):
+            row = (x[m : m + 1], w, None, None, None, residual[m : m + 1])
+            alone = LINEAR.bind_on_device(row, decoding=True, x_dtype="float16").run().get()
+            assert_same_bits(first[m : m + 1], alone)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(("M", "N", "K"), [(40, 80, 1344), (17, 96, 320)])
+def test_gate_and_up_of_many_rows(dtype: str, M: int, N: int, K: int) -> None:
+    if problem := emulator.missing():
+        pytest.skip(problem)
+    with emulator.emulated("shuffled", 2, capability="89"):
+        w, up = (
+            WeightMatrix.quantize(cupy.asarray(plain.normal(n, N, K)), dtype, "NK")
+            for n in range(2)
+        )
+        given = (cupy.asarray(plain.normal(M, M, K)), w, None, None, None, None, up)
+        together, few = (
+            LINEAR.bind_on_device(given, variant=name, decoding=True)
+            for name in ("mma_tiles", "mma")
+        )
+        assert together.launches[0].name == "decode_mma_tiles_up"
+        assert_same_bits(together.run().get(), few.run().get())

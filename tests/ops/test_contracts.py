@@ -54,7 +54,7 @@ EXAMPLES = {
     "encoder_rows": Example({"N": 5, "V": 9, "P": 7, "C": 8}),
     "layernorm": Example({"C": 8}, {"eps": 1e-5, "variant": 3}),
     "layernorm_gelu": Example({"C": 8}),
-    "linear": Example({"K": 8, "N": 4}),
+    "linear": Example({"K": 8, "N": 4, "H": 9}),
     "linear_qkv": Example({"M": 2, "K": 8, "N": 24, "B": 2, "P": 3, "C": 8}),
     "log_likelihood": Example({"V": 9}),
     "top_logprobs": Example({"M": 2, "V": 9}, {"K": 20}),

@@ -229,6 +229,7 @@ def test_the_registry_names_the_kernels() -> None:
     auxiliary = [f"{v.name}: {kernel}" for v in OPERATION.auxiliary for kernel in v.kernels]
     assert auxiliary == [
         "gguf: decode_mma_gguf",
+        "gguf: decode_mma_gguf_parts",
         "gguf_wgmma: decode_wgmma_gguf",
         "qkv_gguf: decode_mma_gguf",
         "qkv_gguf_wgmma: decode_wgmma_gguf",

@@ -125,7 +125,7 @@ class DecodingChoice:
         norms, in_blocks = rows <= MORE_ROWS, operands is not None and self._in_blocks
         if in_blocks:
             norms = normalizes(rows, self.config.n_embd) and not operands
-        fuses = self._fusions(rows) if operands is not None and norms else Fusions()
+        fuses = self._fusions(rows) if operands is not None else Fusions()
         if in_blocks:
             fuses = Fusions(norms=True, rope=True, gate=True)
         options = operands, fp8_cache, self.bounds, self.x_dtype, together, fuses

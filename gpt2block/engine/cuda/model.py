@@ -60,6 +60,7 @@ from gpt2block.models.weights.matrix import on_host
 from gpt2block.ops.attention import tensor_cores_take
 from gpt2block.ops.attention_cached import continues_exactly
 from gpt2block.ops.delta import check_heads
+from gpt2block.ops.linear import workspace_floats
 
 TOKENS_AT_ONCE = 8192  # maximum tokens of a prefill of several sequences
 KEPT_COUNTS = 32  # maximum scratch caches kept for padded batches, one per number of sequences
@@ -121,6 +122,8 @@ class CudaModel(CudaWeights):
                 weights = self._matrices, self._vectors
                 if shard is not None:
                     self._take_shard_of_head(shard)
+                elif size := workspace_floats(formats.dtype, config.n_embd):
+                    self._constants["workspace"] = cupy.zeros(size, "float32")
                 self.products, self._bounds = self._choose_products(largest)
                 self.products = trunk.products if trunk else self.products
                 hi_lo, fp8 = self.products == "hi_lo", self.products == "fp8"

@@ -107,7 +107,8 @@ class DecodePass(Pass):
         operand = self._format(p.to, bound, a.operand.width if a.operand else 0) if stores else None
         w, w_options = self._weights(p.w, a)
         options = {**self._given(a), **_to(operand), **p.options, **w_options}
-        inputs = (a.value, w, p.bias, a.gamma, a.beta, p.residual)
+        more = ("", "workspace") if self.do.has("workspace") and p.residual else ()
+        inputs = (a.value, w, p.bias, a.gamma, a.beta, p.residual, *more)
         y = self.do(p.result, "linear", inputs, into=p.residual, decoding=True, **options)
         return Rows(y, operand=operand, bound=bound) if p.to else y
 

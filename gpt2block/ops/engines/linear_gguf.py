@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil
@@ -24,14 +24,21 @@ from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.ops.products import filled, gate_define, needs_mma, room
 
 FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
+DIVIDED = f"{KERNEL}_parts"  # the kernel whose blocks divide K, and exchange sums in memory
+COUNTERS = 1024  # counters before these sums
+PARTS = 4, 2  # possible numbers of blocks that divide K
+ADDING = 150  # time to add sums in memory, in the unit of `duration`
 COLUMNS = BORDER  # columns of the product (rows of w) per warp
 WARPS = range(12, 0, -1)  # possible warps per block if all multiply the same split (range of K)
 JOINT_ROWS, MAX_ROWS = 8, 64  # maximum rows of x per block if a WorkSplit is `together`, and if not
+STAGED_WARPS = 8  # warps per block if it multiplies all splits apart, with sums in registers
+STAGED_COST = 1.2  # relative time of such a block, in the unit of `duration`
 MAX_NORMED = 32  # maximum rows of x in products that fuse RMSNorm
 FLIGHT = 3  # slots in the ring of a warp; a slot holds 128 values of K of the warp's columns
 MAX_FLIGHT = 6  # maximum slots if only one block fits on a multiprocessor
 # Registers per lane that hold x: HELD for JOINT_ROWS rows of a unit, at most MAX_HELD for a split.
 HELD, MAX_HELD, MAX_TILES = 16, 176, 2  # MAX_TILES: maximum rows, in multiples of JOINT_ROWS
+STAGED_BYTES = 2 * (2 * UNIT + 64) + 4 * 16  # bytes of shared memory for a row's term, if staged
 STATIC = 1024  # maximum bytes of static shared memory per block
 BLOCKS = 2  # maximum blocks per multiprocessor; no block of the next kernel fits next to them
 EXCHANGE = 200  # time to exchange sums in a cluster, in the unit of `duration`
@@ -42,7 +49,8 @@ class SharedMemory(NamedTuple):
     """Sizes that determine the bytes of shared memory per block of mma_gguf.cu.
 
     slot: maximum bytes of a slot in a warp's ring (`slot_bytes`) over all GGUF types. norm: norm of
-    x, as `norm_of` returns it. terms: 16-bit terms per value of x.
+    x, as `norm_of` returns it. terms: 16-bit terms per value of x. staged: whether blocks that are
+    not `together` hold a unit of x at a time.
     """
 
     parts: int  # splits of K
@@ -50,12 +58,15 @@ class SharedMemory(NamedTuple):
     slot: int
     norm: int
     terms: int
+    staged: bool = False
 
     def of(self, cut: WorkSplit) -> int:
         """Return the bytes per block: rows of x, sums, and a ring of weights for each warp."""
         row, planes, pitch = self.row(1), 2, COLUMNS * cut.warps + 8
         if cut.together:
             row, planes, pitch = self.row(self.parts), 2 * self.parts, COLUMNS
+        elif self.staged:
+            row, planes = STAGED_BYTES * self.terms, 0
         row = 0 if cut.held else row
         rings = cut.warps * cut.flight * self.slot
         return ceil(cut.rows * (row + FLOAT * planes * pitch) / 16) * 16 + rings
@@ -77,6 +88,7 @@ class WorkSplit(NamedTuple):
     together: bool  # True: each warp multiplies another split of K; False: all the same split
     held: bool = False  # whether registers hold x instead of shared memory
     flight: int = FLIGHT
+    shares: int = 1  # without clusters, blocks that divide K and add sums in memory
 
     @property
     def columns(self) -> int:
@@ -98,6 +110,7 @@ def geometry(
     holds: bool = False,
     sms: int,
     max_shared: int,
+    workspace: int = 0,
 ) -> Geometry | None:
     """Return the launch geometry for x (M, K), or None if no `WorkSplit` is possible.
 
@@ -107,17 +120,88 @@ def geometry(
     ranges: GGUF types and their numbers of outputs. norm: norm of x, 0 none, 1 LayerNorm, 2
     RMSNorm. up: whether there is a second matrix. rope: channels per head with RoPE, else 0. terms:
     16-bit terms per value of x. clusters: whether blocks form clusters. holds: whether registers
-    may hold x. max_shared: maximum bytes of dynamic shared memory per block.
+    may hold x. max_shared: maximum bytes of dynamic shared memory per block. workspace: floats of
+    memory for counters and sums, with which blocks can divide K; 0 with a norm, RoPE or `up`.
     """
     ends = [(2 if up else 1) * end for end in accumulate(n for _, n in ranges)]
     parts, units = splits(K)
-    memory = SharedMemory(parts, units, max(slot_bytes(t) for t, _ in ranges), norm, terms)
+    staged = not clusters or parts == 1  # a block that is not `together` multiplies all splits
+    memory = SharedMemory(parts, units, max(slot_bytes(t) for t, _ in ranges), norm, terms, staged)
 
     def fitting(candidates: Iterable[WorkSplit]) -> list[WorkSplit]:
         return [cut for cut in candidates if memory.of(cut) <= max_shared]
 
+    def groups(cut: WorkSplit) -> int:
+        return ceil(ends[-1] / cut.columns) * ceil(M / cut.rows)
+
     if any(begin % (rope or COLUMNS) for begin in ends[:-1]):
         return None
+    cuts = _cuts(M, parts, units, ends, norm, terms, holds, staged, fitting)
+    if not cuts:
+        return None
+
+    if staged and workspace >= COUNTERS + parts * M * ends[-1]:
+        apart = [cut for cut in cuts if not cut.together and groups(cut) <= COUNTERS]
+        cuts += [cut._replace(shares=n) for cut in apart for n in PARTS if parts % n == 0]
+
+    def turns(cut: WorkSplit) -> tuple[int, int]:
+        """Return (blocks per multiprocessor, groups of columns that a block computes in turn)."""
+        room_for = _blocks(cut, memory.of(cut), max_shared)
+        most = max(1, _most(sms, room_for, sharing(cut)) // ceil(M / cut.rows))
+        return room_for, ceil(ceil(ends[-1] / cut.columns) / most)
+
+    def sharing(cut: WorkSplit) -> int:
+        """Return the number of blocks with the same columns, each with a part of K."""
+        return cut.shares if cut.together or staged else parts
+
+    # Time estimate per warp, in relative units: 5 to unpack weights, 1 to multiply 8 rows of x.
+    def duration(cut: WorkSplit) -> float:
+        room_for, count = turns(cut)
+        exchange = (ADDING if staged else EXCHANGE) if sharing(cut) > 1 else 0
+        work = count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
+        if staged and not cut.together:  # a warp also stores terms of x
+            stored = 3 * cut.rows / 8 / cut.warps
+            work += count * room_for * (4 + cut.warps) * stored
+            work *= STAGED_COST * parts / cut.shares
+        return exchange + work
+
+    cut = min(cuts, key=duration)
+    blocks, count = turns(cut)
+    if holds and blocks == 1 and cut.together:
+        deeper = (cut._replace(flight=n) for n in range(MAX_FLIGHT, FLIGHT - 1, -1))
+        cut = fitting(deeper)[0]
+    clustered = 1 if staged else parts
+    defines = (
+        ("DECODE_K", K),
+        ("DECODE_ROWS", cut.rows),
+        ("DECODE_FLIGHT", cut.flight),
+        ("DECODE_BLOCKS", blocks),
+        ("GGUF_TOGETHER", int(cut.together)),
+        *((("GGUF_HELD", 1),) if cut.held else ()),
+        *(() if cut.together else (("DECODE_WARPS", cut.warps), ("GGUF_CLUSTER", clustered))),
+        *((("GGUF_PARTS", cut.shares),) if cut.shares > 1 else ()),
+    )
+    grid = sharing(cut) * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
+    # The launch requests so much memory that no block of the next kernel starts next to these
+    # blocks. Otherwise some multiprocessors would later run three blocks and others one. A decoding
+    # step of a model with 7 billion weights takes 1.94 ms instead of 2.19 ms (H100).
+    shared = filled(max_shared + STATIC, blocks, memory.of(cut))
+    kernel = DIVIDED if cut.shares > 1 else KERNEL
+    return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
+
+
+def _cuts(
+    M: int,
+    parts: int,
+    units: int,
+    ends: list[int],
+    norm: int,
+    terms: int,
+    holds: bool,
+    staged: bool,
+    fitting: Callable[[Iterable[WorkSplit]], list[WorkSplit]],
+) -> list[WorkSplit]:
+    """Return possible divisions of a product, as `fitting` keeps them. ends: ends of the ranges."""
     few = _halved(min(M, JOINT_ROWS))
     cuts = fitting(WorkSplit(rows, parts, together=True) for rows in few)[:1]
     if holds and not norm and [cut.rows for cut in cuts] != few[:1]:
@@ -127,48 +211,12 @@ def geometry(
     if not norm and [cut.rows for cut in cuts] != _halved(M)[:1]:
         warps = [n for n in WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
         rows = _halved(min(M, MAX_ROWS))
-        cuts += fitting(WorkSplit(n, each, together=False) for n in rows for each in warps)
-    if not cuts:
-        return None
-
-    def turns(cut: WorkSplit) -> tuple[int, int]:
-        """Return (blocks per multiprocessor, groups of columns that a block computes in turn)."""
-        room_for = _blocks(cut, memory.of(cut), max_shared)
-        most = max(1, _most(sms, room_for, cluster(cut)) // ceil(M / cut.rows))
-        return room_for, ceil(ceil(ends[-1] / cut.columns) / most)
-
-    def cluster(cut: WorkSplit) -> int:
-        return 1 if cut.together or not clusters else parts
-
-    # Time estimate per warp, in relative units: 5 to unpack weights, 1 to multiply 8 rows of x.
-    def duration(cut: WorkSplit) -> float:
-        room_for, count = turns(cut)
-        exchange = EXCHANGE if cluster(cut) > 1 else 0
-        work = count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
-        if holds and not cut.together and cluster(cut) == 1:  # x is loaded for each split in turn
-            work = parts * (work + count * (30 + 2 * cut.rows))
-        return exchange + work
-
-    cut = min(cuts, key=duration)
-    blocks, count = turns(cut)
-    if holds and blocks == 1 and cut.together:
-        deeper = (cut._replace(flight=n) for n in range(MAX_FLIGHT, FLIGHT - 1, -1))
-        cut = fitting(deeper)[0]
-    defines = (
-        ("DECODE_K", K),
-        ("DECODE_ROWS", cut.rows),
-        ("DECODE_FLIGHT", cut.flight),
-        ("DECODE_BLOCKS", blocks),
-        ("GGUF_TOGETHER", int(cut.together)),
-        *((("GGUF_HELD", 1),) if cut.held else ()),
-        *(() if cut.together else (("DECODE_WARPS", cut.warps), ("GGUF_CLUSTER", cluster(cut)))),
-    )
-    grid = cluster(cut) * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
-    # The launch requests so much memory that no block of the next kernel starts next to these
-    # blocks. Otherwise some multiprocessors would later run three blocks and others one. A decoding
-    # step of a model with 7 billion weights takes 1.94 ms instead of 2.19 ms (H100).
-    shared = filled(max_shared + STATIC, blocks, memory.of(cut))
-    return Geometry(KERNEL, grid, (WARP * cut.warps,), shared, defines)
+        if staged:
+            warps = [n for n in (STAGED_WARPS, 4, 2, 1) if n in warps][:1]
+            rows = [n for n in rows if n * terms * terms <= MAX_ROWS]
+        apart = (WorkSplit(n, each, together=False) for n in rows for each in warps)
+        cuts += fitting(cut for cut in apart if cut.rows >= cut.warps or not staged)
+    return cuts
 
 
 def slot_bytes(name: str) -> int:
@@ -213,11 +261,13 @@ def launch(
     bias: CudaArray | None = None,
     up: GgufMatrix | None = None,
     rounded: bool,
+    workspace: CudaArray | None = None,
 ) -> Launch:
     """Return the launch for x and w of a call, or raise UnsupportedCall.
 
     gamma, beta: the parameters of a norm of x, or None. up: the second matrix of a gated product.
-    rounded: whether x is rounded to one 16-bit term per value.
+    rounded: whether x is rounded to one 16-bit term per value. workspace: floats that are 0 before
+    and after each launch, for counters, and then for sums; or None.
     """
     norm, holds = norm_of(gamma, beta), rounded and not gpu().has_wgmma
     if c.w.dtype != GGUF:
@@ -239,6 +289,9 @@ def launch(
         holds=holds,
         sms=device_attribute("MultiProcessorCount"),
         max_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC,
+        workspace=0
+        if workspace is None or norm or up or epilogue.name != "ADD"
+        else workspace.size,
     )
     if launch_geometry is None:
         raise UnsupportedCall(
@@ -250,6 +303,9 @@ def launch(
     defines += (("DECODE_ROPE", epilogue.head),) if epilogue.head else ()
     defines += (("DECODE_SUMS", epilogue.splits),) if epilogue.splits else ()
     defines += (*count_define(rounded), *range_defines(c.w))
+    if launch_geometry.kernel == DIVIDED:
+        args = {"x": c.x, "w": c.w.data, "bias": bias, "workspace": workspace, "M": c.M, "N": c.N}
+        return epilogue.launch(FILE, launch_geometry, defines, args, c.w)
     matrices = {"w": c.w.data, "up": None if up is None else up.data}
     norms = {"gamma": gamma, "beta": beta, "eps": eps}
     args = {"x": c.x, **matrices, **norms, "bias": bias, "M": c.M, "N": c.N}

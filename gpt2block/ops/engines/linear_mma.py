@@ -32,6 +32,9 @@ MAX_UNITS = 8  # maximum units per split with two blocks per SM
 # The grid has at least one block for 2 multiprocessors, or one for 3 if weights have 4 bytes,
 # splits have several units of K, or there are several blocks along M.
 MIN_BLOCKS = 2, 3
+# Without overlapping launches, no other kernel loads weights on the other multiprocessors: the grid
+# has at least one block for so many.
+MIN_BLOCKS_ALONE = 1.4
 FLOAT = 4  # bytes per float32
 BYTES = {"float32": 4, HI_LO: 4, "float16": 2, "bfloat16": 2}  # bytes per weight; 1 for others
 TERMS = 2  # 16-bit terms per value of x
@@ -70,16 +73,23 @@ def splits(K: int) -> tuple[int, int]:
 
 
 def layout(
-    M: int, N: int, K: int, dtype: str, sms: int, columns: Sequence[int] = COLUMNS
+    M: int,
+    N: int,
+    K: int,
+    dtype: str,
+    sms: int,
+    columns: Sequence[int] = COLUMNS,
+    overlaps: bool = True,
 ) -> MmaLayout:
     """Return the layout for x (M, K) on a GPU with `sms` multiprocessors.
 
     dtype: dtype of the weights. columns: possible columns per block, in descending order; the
     last number is used if no other fits. Only COLUMNS permits warps that loop over groups of them.
+    overlaps: whether launches overlap.
     """
     if N >= MANY_COLUMNS and columns == COLUMNS:
         return _loop(M, N, K, dtype, sms)
-    return _block(M, N, K, dtype, sms, columns)
+    return _block(M, N, K, dtype, sms, columns, overlaps)
 
 
 def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
@@ -96,7 +106,9 @@ def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
     )
 
 
-def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]) -> MmaLayout:
+def _block(
+    M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int], overlaps: bool
+) -> MmaLayout:
     """Return a layout for fewer outputs, in which each block computes one group of columns.
 
     Two blocks of 4 rows are faster than one block of 8 rows, although each of them reads the
@@ -109,7 +121,8 @@ def _block(M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int]
     rows = min(rows, power_of_two(M))
     row_blocks = ceil(M / rows)
     parts, each = splits(K)
-    fewest = sms / MIN_BLOCKS[floats or each > 1 or row_blocks > 1]
+    share = MIN_BLOCKS[floats or each > 1 or row_blocks > 1] if overlaps else MIN_BLOCKS_ALONE
+    fewest = sms / share
     fitting = [c for c in possible if c <= limits.columns and c * K * weight <= limits.nbytes]
     columns = next((c for c in fitting if row_blocks * ceil(N / c) >= fewest), possible[-1])
     most = MAX_FLIGHT - (dtype == HI_LO and rows > 2)
@@ -154,15 +167,16 @@ def geometry(
     max_shared: int = 232_448,
     operand: bool = False,
     columns: Sequence[int] = COLUMNS,
+    overlaps: bool = True,
     cut: MmaLayout | None = None,
 ) -> Geometry | None:
     """Return the launch of the kernel, or None if a row of x does not fit in `max_shared` bytes.
 
     dtype: dtype of the weights. norm: norm of x, 0 none, 1 LayerNorm, 2 RMSNorm. operand: whether x
-    is stored as 16-bit terms. columns: possible columns per block, as for `layout`. cut:
-    the layout to use; by default, the result of `layout`.
+    is stored as 16-bit terms. columns, overlaps: as for `layout`. cut: the layout to use;
+    by default, the result of `layout`.
     """
-    cut = cut or layout(M, N, K, dtype, sms, columns)
+    cut = cut or layout(M, N, K, dtype, sms, columns, overlaps)
     while (shared := shared_bytes(cut, K, dtype, norm)) > max_shared:
         if cut.rows == 1:
             return None

@@ -14,6 +14,7 @@ from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.products import count_tiles, room
 
 FILE, KERNEL = "matmul/decode/mma_tiles.cu", "decode_mma_tiles"
+GATED = f"{KERNEL}_up"  # the kernel for two matrices, whose columns alternate
 PAD = 16  # floats of padding after each row of sums in shared memory
 LONG_K = 2048  # minimum K for which a block reads so much of x that other tiles are faster
 FILLED, FULL = 1.4, 2.0  # minimum blocks per multiprocessor: with large tiles; with small tiles
@@ -29,6 +30,7 @@ class MmaLinearTile(NamedTuple):
     chunks: int = 1  # chunks per slice of K; a chunk is 64 bytes of each row of w
     cluster: int = 1  # blocks per cluster, which divide K
     blocks: int = 1  # minimum blocks per multiprocessor (__launch_bounds__)
+    groups: int = 1  # groups of warps per block, which divide K; without clusters
 
 
 # Larger tiles read x and w less often from the L2 cache. More small tiles run at the same time:
@@ -40,36 +42,54 @@ EVEN = MmaLinearTile(64, 64, (2, 2), 5, blocks=2)  # largest tile for 4-byte wei
 WIDE = MmaLinearTile(64, 96, (2, 3), 5, blocks=2)
 LARGE = MmaLinearTile(64, 128, (2, 2), 4, blocks=2)
 TILES = SMALL, SLIM, SLIM_LONG, EVEN, WIDE, LARGE
+# Tiles for GPUs without clusters, where groups of warps divide K.
+FINE = MmaLinearTile(16, 32, (1, 2), 4, groups=8)
+MEDIUM = MmaLinearTile(32, 64, (2, 2), 4, groups=2)
+ALONE = FINE, FINE._replace(groups=4), MEDIUM
+MEDIUM_TILES = 3  # maximum tiles per multiprocessor for which MEDIUM is faster than larger tiles
 
 
 def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
     """Return the bytes of dynamic shared memory per block: sums, and slices of x and w."""
     weight = BYTES.get(dtype, 1)
     parts, units = splits(K)
-    block_k = ceil(parts / tile.cluster) * units * UNIT  # values of K per block
+    block_k = ceil(parts / tile.cluster / tile.groups) * units * UNIT  # values of K per group
     # values of K per slice: a chunk has 64 bytes of a row of w, or of each half of hi/lo weights
     slice_k = tile.chunks * 64 * (1 + (dtype == HI_LO)) // weight
-    stages = min(tile.stages, ceil(min(block_k, K) / slice_k))
-    planes = parts if tile.cluster > 1 else 1  # a block alone adds all parts in one plane
+    stages = tile.stages if tile.groups > 1 else min(tile.stages, ceil(min(block_k, K) / slice_k))
+    # The first group, if it is no cluster, adds its parts in one plane.
+    planes = parts if tile.cluster > 1 else parts - ceil(parts / tile.groups) + 1
     sums = 4 * planes * ceil(tile.rows / tile.cluster) * (tile.columns + PAD)
-    return ceil(sums / 128) * 128 + stages * slice_k * (4 * tile.rows + weight * tile.columns)
+    slices = tile.groups * stages * slice_k * (4 * tile.rows + weight * tile.columns)
+    return ceil(sums / 128) * 128 + slices
 
 
 @lru_cache(maxsize=1024)
 def choose(
-    M: int, N: int, K: int, dtype: str, *, clusters: bool, sms: int, max_shared: int
+    M: int,
+    N: int,
+    K: int,
+    dtype: str,
+    *,
+    clusters: bool,
+    sms: int,
+    max_shared: int,
+    gated: bool = False,
 ) -> MmaLinearTile:
     """Return the tile for x (M, K) and weights (N, K) on a GPU with `sms` multiprocessors.
 
     dtype: dtype of the weights. clusters: whether the GPU has clusters. max_shared: maximum bytes
-    of dynamic shared memory per block. The cluster is the smallest that divides the splits of K
+    of dynamic shared memory per block. gated: whether half of the N columns are of another matrix,
+    on a GPU without clusters. The cluster is the smallest that divides the splits of K
     equally and lets the grid fill the GPU.
     """
     floats = BYTES.get(dtype) == FLOAT
+    if not clusters and not floats and (found := _alone(M, N, K, dtype, sms, max_shared, gated)):
+        return found
     wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
     filled = FILLED * sms
-    if SMALL.rows >= M:
-        tile = SMALL
+    if gated or SMALL.rows >= M:
+        tile = SMALL if SMALL.rows >= M else LARGE
     elif count_tiles(wide, M, N) >= filled:
         tile = wide
     elif K >= LONG_K and SLIM.rows < M:
@@ -103,6 +123,17 @@ def choose(
     return SLIM._replace(stages=2, blocks=1)
 
 
+def _alone(
+    M: int, N: int, K: int, dtype: str, sms: int, max_shared: int, gated: bool
+) -> MmaLinearTile | None:
+    """Return the tile whose groups of warps divide K, or None if larger tiles are faster."""
+    most = {tile: sms * (MEDIUM_TILES if tile is MEDIUM else FILLED) for tile in ALONE}
+    possible = (MEDIUM,) if gated else ALONE
+    few = (tile for tile in possible if count_tiles(tile, M, N) <= most[tile])
+    stages = (tile._replace(stages=n) for tile in few for n in range(tile.stages, 1, -1))
+    return next((t for t in stages if shared_bytes(t, K, dtype) <= max_shared), None)
+
+
 def _pipelines(tile: MmaLinearTile, dtype: str) -> Iterator[MmaLinearTile]:
     """Yield variants of the tile with other slice sizes and stages, most bytes in flight first."""
     if dtype in BYTES and dtype != HI_LO and tile.warps[0] * tile.warps[1] % 4 == 0:
@@ -120,10 +151,12 @@ def geometry(
     tile: MmaLinearTile,
     operand: bool = False,
     to_operand: bool = False,
+    gated: bool = False,
 ) -> Geometry:
     """Return the launch of the kernel for x (M, K) and weights (N, K) of `dtype`.
 
     operand, to_operand: whether x, and the result, are stored as 16-bit terms instead of floats.
+    gated: whether half of the N columns are of another matrix.
     """
     warps_m, warps_n = tile.warps
     defines = (
@@ -137,7 +170,9 @@ def geometry(
         ("DECODE_BLOCKS", tile.blocks),
         *((("DECODE_OPERAND", 1),) if operand else ()),
         *((("DECODE_OUT_OPERAND", 1),) if to_operand else ()),
+        *((("DECODE_UP", 1),) if gated else ()),
+        *((("DECODE_GROUPS", tile.groups),) if tile.groups > 1 else ()),
     )
     grid = (tile.cluster * count_tiles(tile, M, N),)
-    block = (WARP * warps_m * warps_n,)
-    return Geometry(KERNEL, grid, block, shared_bytes(tile, K, dtype), defines)
+    block = (WARP * warps_m * warps_n * tile.groups,)
+    return Geometry(GATED if gated else KERNEL, grid, block, shared_bytes(tile, K, dtype), defines)

@@ -81,26 +81,30 @@ __device__ __forceinline__ unsigned bits(float v) { return (unsigned)__float_as_
 
 // The terms of one row of x in a split of COUNT units (128 values of K each), for GGUF weights. In each chunk of 32
 // values, the pairs of values that lane 4 g + t reads, at 2 t, 2 t + 8, 2 t + 16 and 2 t + 24, are neighbours in
-// memory. SUMS_AT: byte offset of the chunk sums after the terms.
-template <int COUNT, int SUMS_AT>
+// memory. sums: the chunk sums.
+template <int COUNT>
 struct BlockOperand {
-    char* values;
+    char *values, *sums;
 
-    // Stores the high terms (`term` 0) or low terms (1) of a unit, four values per lane, and the sum of each chunk,
-    // which is distributed over eight lanes.
-    __device__ __forceinline__ void store(uint2 four, int unit, int term) const {
+    // Stores the high terms (`term` 0) or low terms (1) of a unit, four values per lane.
+    __device__ __forceinline__ void put(uint2 four, int unit, int term) const {
         constexpr int TERM_BYTES = 2 * COUNT * order::UNIT + PADDING;
         const int lane = threadIdx.x % 32, chunk = lane / 8, t = lane % 2 * 2, of_lane = lane % 8 / 2;
         char* to = values + term * TERM_BYTES + 2 * (unit * order::UNIT + chunk * order::CHUNK) + 16 * t;
         *reinterpret_cast<unsigned*>(to + 4 * of_lane) = four.x;
         *reinterpret_cast<unsigned*>(to + 16 + 4 * of_lane) = four.y;
+    }
+
+    // Stores the terms of a unit and the sum of each chunk, which is distributed over eight lanes.
+    __device__ __forceinline__ void store(uint2 four, int unit, int term) const {
+        const int lane = threadIdx.x % 32;
+        put(four, unit, term);
         const float sum = lanes_sum<8>(sum_of(four.x) + sum_of(four.y));
         if (lane % 8 == 0) *chunk_sum(unit, term, lane / 8) = split_sum(sum);
     }
 
     __device__ __forceinline__ unsigned* chunk_sum(int unit, int term, int chunk) const {
-        char* const sums = values + SUMS_AT + term * 16 * COUNT + unit * 16;
-        return reinterpret_cast<unsigned*>(sums) + chunk;
+        return reinterpret_cast<unsigned*>(sums + term * 16 * COUNT + unit * 16) + chunk;
     }
 
     // Returns the sum, in the format of split_sum(), of the terms in chunk t of unit `unit` that lane 4 g + t
@@ -360,8 +364,8 @@ struct Input {
         get(to, i, unit / UNITS, unit % UNITS, chunk);
     }
 
-    __device__ __forceinline__ BlockOperand<UNITS, TERMS_BYTES> blocks(int r, int split) const {
-        return {values(r, split)};
+    __device__ __forceinline__ BlockOperand<UNITS> blocks(int r, int split) const {
+        return {values(r, split), values(r, split) + TERMS_BYTES};
     }
 
     // Returns the sum over chunk t of a unit, for the row of x and the term (high or low) that lane 4 g + t holds in

@@ -56,7 +56,9 @@ struct Hidden {
     static constexpr int PITCH = (TERMS_OF_SPLIT + order::TERMS * 16 * H_UNITS + 127) / 128 * 128 + PADDING;
     char* rows;
 
-    __device__ __forceinline__ BlockOperand<H_UNITS, TERMS_OF_SPLIT> blocks(int r) const { return {rows + r * PITCH}; }
+    __device__ __forceinline__ BlockOperand<H_UNITS> blocks(int r) const {
+        return {rows + r * PITCH, rows + r * PITCH + TERMS_OF_SPLIT};
+    }
 
     __device__ __forceinline__ void get(order::Rows& to, int i, int, int unit, int chunk) const {
         const int k = unit * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;

@@ -4,6 +4,8 @@
 //   decode_mma_gguf: GGUF weights, copied to shared memory while the previous columns are multiplied.
 //       out = [residual +] [gelu] (x W^T + bias), where x can be replaced by its LayerNorm or RMSNorm; with DECODE_UP,
 //       for two matrices, out = silu(x W^T) (x up^T)
+//   decode_mma_gguf_parts: without clusters, GGUF_PARTS blocks have the same columns, and divide the splits of K. They
+//       store sums in memory, which the last of these blocks adds up
 //
 // EPILOGUE selects other outputs (lib/decode/epilogues.cuh):
 //
@@ -59,6 +61,9 @@
 #ifndef GGUF_CLUSTER
 #define GGUF_CLUSTER 1
 #endif
+#ifndef GGUF_PARTS  // without clusters, blocks that divide the splits of each group of columns
+#define GGUF_PARTS 1
+#endif
 #ifndef GGUF_HELD  // 1: registers hold x, with GGUF_TOGETHER, one term and no norm
 #define GGUF_HELD 0
 #endif
@@ -71,86 +76,25 @@
 #include "lib/decode/epilogues.cuh"
 #if GGUF_HELD
 #include "lib/decode/mma_held.cuh"
+#elif !GGUF_TOGETHER && GGUF_CLUSTER == 1
+#include "lib/decode/mma_staged.cuh"
 #endif
+#include "lib/decode/gguf_outputs.cuh"
 
 #if GGUF_CLUSTER == 1
 #undef __cluster_dims__
 #define __cluster_dims__(...)
 #endif
 
-constexpr int ACROSS = GGUF_TOGETHER ? DECODE_COLUMNS : DECODE_COLUMNS * DECODE_WARPS;  // columns per block
-constexpr int PLANE_PITCH = GGUF_TOGETHER ? ACROSS : ACROSS + 8;
-constexpr int PLANES = GGUF_TOGETHER ? 2 * SPLITS : 2;  // (DECODE_ROWS, PLANE_PITCH) arrays of sums in shared memory
-constexpr int EACH = DECODE_UP ? 2 : 1;  // columns of w per output
-static_assert(GGUF_CLUSTER == 1 || GGUF_CLUSTER == SPLITS, "a block has a split or all of them");
-static_assert(EACH * GGUF_FROM_1 % ACROSS == 0 && EACH * GGUF_FROM_2 % ACROSS == 0, "a block has columns of one type");
-static_assert(!DECODE_QK_NORM && !(DECODE_ALONE && DECODE_NORM), "other kernels have these");
-
 struct Side : Whole {
 #if GGUF_HELD
     typedef Held Rows;
     static constexpr int AT_A_TIME = UNITS;  // units per iteration: the index of a register is constant
+#elif !GGUF_TOGETHER && GGUF_CLUSTER == 1
+    typedef Staged Rows;
 #else
     static constexpr int AT_A_TIME = UNROLLED;
 #endif
-};
-
-struct Weighted {  // weights (N, K) and bias of a product
-    const W* w;
-    const W* up;
-    const float* bias;  // (N) or null
-    int N;
-};
-
-// The columns of a range (consecutive outputs with one GGUF type). A block computes the ACROSS columns from `first`
-// on, then the ACROSS columns from `first` + `step` on, and so on up to `end`.
-template <int RANGE>
-struct Range {
-    typedef gguf::OfRange<RANGE> OfRange;
-    static constexpr int FROM = OfRange::FROM;
-    static constexpr bool LAST = OfRange::LAST;
-    int first, end, step;
-
-    __device__ __forceinline__ Range(int block, int blocks, int N) {
-        constexpr int BEGIN = EACH * FROM / ACROSS;
-        first = (BEGIN + (block + blocks - BEGIN % blocks) % blocks) * ACROSS;
-        end = EACH * (LAST ? N : OfRange::NEXT), step = blocks * ACROSS;
-    }
-};
-
-// An output that a thread completes. at: column within the block's ACROSS columns. finish(end, total) stores the
-// output; total(at) must return the sum of column `at`.
-template <typename End>
-struct Output {
-    typename End::Late late;
-    float bias, partner_bias;
-    int m, n, at;
-    bool there;
-
-    // Loads the data that this output needs besides its sum.
-    __device__ __forceinline__ void load(const Weighted& of, const End& end, int m_, int M, int start, int at_) {
-        const Column column(start + at_, of.N);
-        m = min(m_, M - 1), n = column.n, at = at_;
-        there = m_ < M && column.there && !(DECODE_UP && at % PAIRED >= PAIRED / 2);
-        if (there) late = end.late(m, n);
-        bias = of.bias ? constant(of.bias + n) : 0.0f;
-        if constexpr (End::ROTATES) partner_bias = of.bias ? constant(of.bias + end.partner(n)) : 0.0f;
-    }
-
-    template <typename Total>
-    __device__ __forceinline__ void finish(const End& end, Total total) const {
-        if (!there) return;
-        const int partner = at % PAIRED < PAIRED / 2 ? at + PAIRED / 2 : at - PAIRED / 2;
-        const float v = order::finished(total(at), 1.0f, 1.0f, bias);
-        if constexpr (End::ROTATES) {
-            const float other = order::finished(total(partner), 1.0f, 1.0f, partner_bias);
-            end.store(m, n, end.rotated(n, v, other, late), late);
-        } else if constexpr (DECODE_UP) {
-            end.store(m, n, gate_of(v) * total(partner), late);
-        } else {
-            end.store(m, n, end.value(v, late), late);
-        }
-    }
 };
 
 // Shared memory after the rows of x: the sums of two groups of ACROSS columns (the current and the previous group), and
@@ -159,7 +103,11 @@ struct Shared {
     static constexpr int PLANE = PLANES / 2 * DECODE_ROWS * PLANE_PITCH;
     template <int RANGE>
     static constexpr int SLOT_OF = Blocks<gguf::OfRange<RANGE>>::SLOT;
+#if !GGUF_TOGETHER && GGUF_CLUSTER == 1
+    static constexpr int ROWS = Staged::BYTES;
+#else
     static constexpr int ROWS = GGUF_HELD ? 0 : Input::BYTES;
+#endif
     static constexpr int FIRST = SLOT_OF<0>, SECOND = SLOT_OF<1>, THIRD = SLOT_OF<2>;
     static constexpr int MAX = FIRST > SECOND ? FIRST : SECOND, SLOT = MAX > THIRD ? MAX : THIRD;
 
@@ -232,104 +180,114 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, Rows&
     }
     if constexpr (!Range<RANGE>::LAST) multiply<RANGE + 1>(of, input, rows, end, last);
 }
-#else
-// Adds the sums of all blocks of a cluster, each of which has one split of K, and completes the outputs of every
-// GGUF_CLUSTER-th row. A thread adds four neighbouring columns, and the four columns 8 later.
-template <typename End>
-__device__ __forceinline__ void add_splits(const Weighted& of, float* plane, const Input& input, const End& end,
-                                           int start) {
-    constexpr int FOURS = ACROSS / 8, OWN = (DECODE_ROWS + GGUF_CLUSTER - 1) / GGUF_CLUSTER * FOURS;
-    const int rank = blockIdx.x % GGUF_CLUSTER;
+#elif GGUF_CLUSTER == 1
+template <int RANGE, typename End>
+__device__ __forceinline__ void multiply(const Weighted& of, Staged& rows, const End& end, const Parts& parts) {
+    constexpr int EACH = SPLITS / GGUF_PARTS;  // splits of a block
+    static_assert(EACH * GGUF_PARTS == SPLITS && !(GGUF_PARTS > 1 && DECODE_UP), "blocks have equally many splits");
+    const Range<RANGE> range(blockIdx.x / GGUF_PARTS, gridDim.x / GGUF_PARTS, of.N);
+    const int own = threadIdx.x / 32 * DECODE_COLUMNS, first = blockIdx.x % GGUF_PARTS * EACH;
+    typedef Blocks<gguf::OfRange<RANGE>, Side> Of;
+    const Of blocks(of.w, of.up, Shared::ring(rows.input, threadIdx.x / 32), of.N);
+    Stream<Of, EACH * UNITS> stream(blocks, first * UNITS, range.first + own, range.step, range.end);
+    if (RANGE == 0) {
+        let_next_start();
+        wait_for_previous();
+    }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < OWN; i += THREADS) {
-        const int row = i / FOURS * GGUF_CLUSTER + rank, at = i % FOURS / 2 * 16 + i % 2 * 4;
-        if (row >= DECODE_ROWS) continue;
-        float4 each[2][GGUF_CLUSTER];
-#pragma unroll
-        for (int s = 0; s < GGUF_CLUSTER; ++s) {
-            const float* of_split = GGUF_CLUSTER > 1 ? in_block_of_cluster(plane, s) : plane;
-            const float* from = of_split + row * PLANE_PITCH + at;
-            each[0][s] = *reinterpret_cast<const float4*>(from);
-            each[1][s] = *reinterpret_cast<const float4*>(from + 8);
-        }
-        Output<End> outputs[2][4];
-        float total[2][4] = {};
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                outputs[half][e].load(of, end, input.first + row, input.M, start, at + 8 * half + e);
+    for (int start = range.first; start < range.end; start += range.step) {
+        const auto add_split = [&](int split, Totals& to) {
+            Sums sums = {};
+#pragma unroll 1
+            for (int unit = 0; unit < UNITS; ++unit) {
+                __syncthreads();
+                // Half of the warps multiply while the others store: two warps of a scheduler are apart.
+                const bool early = threadIdx.x < THREADS / 2;
+                if (early) rows.store(split * UNITS + unit + 1);
+                if (start + own < range.end) stream.use(split, unit, rows, sums);
+                if (!early) rows.store(split * UNITS + unit + 1);
             }
-            float of_splits[2][4] = {};
-#pragma unroll
-            for (int s = 0; s < GGUF_CLUSTER; ++s) {
-                const float4 v = each[half][s];
-                float (&to)[4] = of_splits[s / order::HALF_SPLITS];
-                to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w;
+            sums.add_to(to);
+        };
+        rows.load(first * UNITS);
+        rows.store(first * UNITS);
+        if constexpr (GGUF_PARTS > 1) {
+#pragma unroll 1
+            for (int split = first; split < first + EACH; ++split) {
+                Totals of_split = {};
+                add_split(split, of_split);
+                each(of_split, [&](int column, int row, float sum) {
+                    const int m = rows.input.first + row, n = start + own + column;
+                    if (m < parts.M && n < parts.N) __stcg(parts.at(split, m, n), sum);
+                });
             }
+            if (!parts.complete(start / ACROSS)) continue;
+            finish(of, rows.input, end, start, [&](int row, int at) {
+                float halves[2] = {};
 #pragma unroll
-            for (int e = 0; e < 4; ++e) total[half][e] = of_splits[0][e] + of_splits[1][e];
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                outputs[half][e].finish(end, [&](int of) { return total[of - at < 8 ? 0 : 1][e]; });
+                for (int s = 0; s < SPLITS; ++s) {
+                    halves[s / order::HALF_SPLITS] += __ldcg(parts.at(s, rows.input.first + row, start + at));
+                }
+                return halves[0] + halves[1];
+            });
+        } else {
+            Totals halves[2];  // in local memory
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {
+                Totals of_half = {};
+                const int end_of_half = min(SPLITS, (half + 1) * order::HALF_SPLITS);
+#pragma unroll 1
+                for (int split = half * order::HALF_SPLITS; split < end_of_half; ++split) add_split(split, of_half);
+                memcpy(halves[half], of_half, sizeof(Totals));
             }
+            add(halves[0], halves[1]);
+            float* const plane = reinterpret_cast<float*>(rows.input.shared);  // replaces the rows of x
+            __syncthreads();
+            each(halves[0], [&](int column, int row, float sum) { plane[row * PLANE_PITCH + own + column] = sum; });
+            __syncthreads();
+            finish(of, rows.input, end, start, [&](int row, int at) { return plane[row * PLANE_PITCH + at]; });
         }
     }
+    if constexpr (!Range<RANGE>::LAST) multiply<RANGE + 1>(of, rows, end, parts);
 }
-
+#else
 // Waits until all blocks of the cluster have released their sums of the previous group of columns, and adds these sums.
 template <typename End>
 __device__ __forceinline__ void add_last(const Weighted& of, const Input& input, const End& end, const Turn& last) {
     if (last.count == 0) return;
-    if (GGUF_CLUSTER > 1) acquire_from_cluster();
-    else __syncthreads();
+    acquire_from_cluster();
     add_splits(of, Shared::plane(input, last.count - 1), input, end, last.start);
 }
 
 template <int RANGE, typename End>
 __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const End& end, Turn last) {
-    constexpr int OF_BLOCK = GGUF_CLUSTER == 1 ? SPLITS : 1;
     const Range<RANGE> range(blockIdx.x / GGUF_CLUSTER, gridDim.x / GGUF_CLUSTER, of.N);
     const int warp = threadIdx.x / 32, own = warp * DECODE_COLUMNS, rank = blockIdx.x % GGUF_CLUSTER;
     typedef Blocks<gguf::OfRange<RANGE>> Of;
     const Of blocks(of.w, of.up, Shared::ring(input, warp), of.N);
-    Stream<Of, OF_BLOCK * UNITS> stream(blocks, rank * UNITS, range.first + own, range.step, range.end);
+    Stream<Of, UNITS> stream(blocks, rank * UNITS, range.first + own, range.step, range.end);
     if (RANGE == 0) {
         let_next_start();
         wait_for_previous();
-        if (OF_BLOCK == 1) input.bring_split(rank), __syncthreads();
+        input.bring_split(rank);
+        __syncthreads();
     }
 #pragma unroll 1
     for (int start = range.first; start < range.end; start += range.step) {
+        Sums sums = {};
+#pragma unroll 1
+        for (int unit = 0; start + own < range.end && unit < UNITS; ++unit) stream.use(rank, unit, input, sums);
         Totals totals = {};
-        const auto add_split = [&](Totals& to, int split) {
-            if (OF_BLOCK > 1) __syncthreads(), input.bring_split(split), __syncthreads();
-            Sums sums = {};
-#pragma unroll 1
-            for (int unit = 0; start + own < range.end && unit < UNITS; ++unit) stream.use(split, unit, input, sums);
-            sums.add_to(to);
-        };
-        if (OF_BLOCK == 1) add_split(totals, rank);
-#pragma unroll 1
-        for (int split = 0; OF_BLOCK > 1 && split < OF_BLOCK;) {
-            Totals of_half = {};
-#pragma unroll 1
-            do add_split(of_half, split);
-            while (++split < OF_BLOCK && split % order::HALF_SPLITS > 0);
-            add(totals, of_half);
-        }
+        sums.add_to(totals);
         add_last(of, input, end, last);
         float* const plane = Shared::plane(input, last.count);
         each(totals, [&](int column, int row, float sum) { plane[row * PLANE_PITCH + own + column] = sum; });
-        if (GGUF_CLUSTER > 1) release_to_cluster();
+        release_to_cluster();
         last.count += 1, last.start = start;
     }
     if constexpr (Range<RANGE>::LAST) {
         add_last(of, input, end, last);
-        if (GGUF_CLUSTER > 1) sync_cluster();  // the other blocks have read this block's sums
+        sync_cluster();  // the other blocks have read this block's sums
     } else {
         multiply<RANGE + 1>(of, input, end, last);
     }
@@ -338,7 +296,8 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, const
 
 template <typename End>
 __device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M,
-                                    const Weighted& of, const End& end, const float* sums = nullptr) {
+                                    const Weighted& of, const End& end, const float* sums = nullptr,
+                                    float* workspace = nullptr) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ float4 shared[];
     char* const rows = reinterpret_cast<char*>(shared);
@@ -348,6 +307,9 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
     multiply<0>(of, input, held, end, Turn{0, 0});
 #elif GGUF_TOGETHER
     multiply<0>(of, input, input, end, Turn{0, 0});
+#elif GGUF_CLUSTER == 1
+    Staged staged(input);
+    multiply<0>(of, staged, end, Parts(workspace, M, of.N));
 #else
     multiply<0>(of, input, end, Turn{0, 0});
 #endif
@@ -389,5 +351,18 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
     run(x, gamma, beta, eps, M, {w, up, bias, N}, ToPeers(out, N, gelu, peers));
 #else
     run(x, gamma, beta, eps, M, {w, up, bias, N}, Add{residual, out, N, gelu});
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_gguf_parts(
+    const float* x,                  // (M, K)
+    const W* __restrict__ w,         // (N, K), GGUF blocks
+    const float* __restrict__ bias,  // (N) or null
+    const float* residual,           // (M, N) or null; may be out
+    float* out,                      // (M, N)
+    float* workspace,                // 1,024 counters, which are 0 before and after a launch; then (SPLITS, M, N)
+    int M, int N, int gelu) {
+#if GGUF_PARTS > 1
+    run(x, nullptr, nullptr, 0.0f, M, {w, nullptr, bias, N}, Add{residual, out, N, gelu}, nullptr, workspace);
 #endif
 }

@@ -5,6 +5,7 @@
 //       out = [residual +] [gelu] (x W^T * scale + bias)
 //   decode_mma_tiles (qkv_mma_tiles): stores q in an array, k and v in the KV cache. EPILOGUE is EPILOGUE_APPEND
 //       (lib/decode/epilogues.cuh)
+//   decode_mma_tiles_up: with DECODE_UP, for two matrices, out = silu(x W^T * scale) (x up^T * up_scale)
 //
 // x (M, K) is float, W (N, K) has any type. A block computes a tile of DECODE_ROWS rows by DECODE_COLUMNS columns of
 // the output. With DECODE_CLUSTER > 1, the blocks of a cluster divide the K of one tile: at 64 rows, a product of GPT-2
@@ -27,6 +28,7 @@
 // rows:
 //
 //   DECODE_CLUSTER 1   the sums are added to the sums of the previous splits
+//   DECODE_GROUPS  a group of warps divides the splits; the sums are added in order when all groups have ended
 //   otherwise      sums of row r are sent to block r % DECODE_CLUSTER of the cluster. Its mbarrier counts the received
 //                  bytes; when the sums of all splits have arrived, the block adds them in order
 //
@@ -49,21 +51,37 @@
 #define __cluster_dims__(size)
 #endif
 
+#include "lib/gate.cuh"
 #include "lib/decode/epilogues.cuh"
 #include "matmul/decode/mma_tiles.cuh"
 
-// The sums in shared memory: a plane (rows, columns) for each split of K, or with DECODE_CLUSTER 1 one plane for all
-// splits.
+// The sums in shared memory: one plane (rows, columns) for the splits of K that the first group of warps adds up, and a
+// plane for each other split. With a cluster, a plane for each split.
 struct Total {
     float* planes;
+    static constexpr int PLANE = OWN_ROWS * PITCH;
+
+    static __device__ __forceinline__ int in_first(int splits) {  // number of splits in the first plane
+        return DECODE_CLUSTER > 1 ? 1 : (splits + DECODE_GROUPS - 1) / DECODE_GROUPS;
+    }
 
     static __device__ __forceinline__ int bytes(int splits) {  // bytes of shared memory, a multiple of 128
-        const int planes = DECODE_CLUSTER > 1 ? splits : 1;
+        const int planes = splits - in_first(splits) + 1;
         return (planes * OWN_ROWS * PITCH * (int)sizeof(float) + 127) / 128 * 128;
     }
 
+    // Adds up the planes.
+    template <int COUNT>
+    __device__ __forceinline__ void get(float (&totals)[COUNT], const int (&at)[COUNT], int splits) const {
+        const float* plane = planes;
+#pragma unroll 1  // unrolled code would be longer, and most blocks run it only once
+        for (int n = 0; n < splits - in_first(splits) + 1; ++n, plane += PLANE) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) totals[i] = n ? totals[i] + plane[at[i]] : plane[at[i]];
+        }
+    }
+
 #if DECODE_CLUSTER > 1
-    static constexpr int PLANE = OWN_ROWS * PITCH;
     Barrier& arrived;
 
     // Called by all threads. The phase of `arrived` ends when the sums over all splits have arrived for this block's
@@ -87,32 +105,21 @@ struct Total {
     }
 
     __device__ __forceinline__ void close() const { wait<true>(arrived, 0, "sums"); }
-
-    template <int COUNT>
-    __device__ __forceinline__ void get(float (&totals)[COUNT], const int (&at)[COUNT], int splits) const {
-        const float* plane = planes;
-#pragma unroll 1  // unrolled code would be longer, and most blocks run it only once
-        for (int split = 0; split < splits; ++split, plane += PLANE) {
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) totals[i] = split ? totals[i] + plane[at[i]] : plane[at[i]];
-        }
-    }
 #else
+    int in_first_plane;  // in_first(splits)
+
+    __device__ __forceinline__ Total(float* planes, int splits) : planes(planes), in_first_plane(in_first(splits)) {}
     __device__ __forceinline__ void open() const {}
 
     __device__ __forceinline__ void add4(int split, int row, int column, float a, float b, float c, float d) const {
-        float4* to = reinterpret_cast<float4*>(planes + row * PITCH + column);
-        const float4 before = split ? *to : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        *to = split ? make_float4(before.x + a, before.y + b, before.z + c, before.w + d) : make_float4(a, b, c, d);
+        const int plane = DECODE_GROUPS > 1 ? max(split - in_first_plane + 1, 0) : 0;
+        float4* to = reinterpret_cast<float4*>(planes + plane * PLANE + row * PITCH + column);
+        const bool first = plane > 0 || split == 0;
+        const float4 before = first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *to;
+        *to = first ? make_float4(a, b, c, d) : make_float4(before.x + a, before.y + b, before.z + c, before.w + d);
     }
 
     __device__ __forceinline__ void close() const { __syncthreads(); }
-
-    template <int COUNT>
-    __device__ __forceinline__ void get(float (&totals)[COUNT], const int (&at)[COUNT], int) const {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) totals[i] = planes[at[i]];
-    }
 #endif
 
     __device__ __forceinline__ void add(int split, const Sums& sums, const Warp& warp, int rows) const {
@@ -134,26 +141,28 @@ struct Total {
 // Stores the outputs. A warp stores whole rows. For the first rows, the data that the epilogue needs besides the sums
 // is loaded before the sums have arrived.
 template <typename End>
-__device__ __forceinline__ void store(const Total& total, const Share& share, const float* scale, const float* bias,
-                                      float x_scale, float out_scale, const End& end, int own, int splits, int N) {
+__device__ __forceinline__ void store(const Total& total, const Share& share, const float* scale, const float* up_scale,
+                                      const float* bias, float x_scale, float out_scale, const End& end, int own,
+                                      int splits, int N) {
     constexpr int OF_WARP = (OWN_ROWS + WARPS - 1) / WARPS, MAX = ACROSS < 8 ? 8 / ACROSS : 1;
     constexpr int AHEAD = OF_WARP < MAX ? OF_WARP : MAX;  // rows that a warp stores at a time
     const int lane = threadIdx.x % 32, left = N - share.column - lane;  // columns of out from the lane's first one on
     float scales[ACROSS], biases[ACROSS];
 #pragma unroll
     for (int j = 0; j < ACROSS; ++j) {
-        const int n = share.column + lane + 32 * j;
-        scales[j] = scale && 32 * j < left ? constant(scale + n) : 1.0f;
-        biases[j] = bias && 32 * j < left ? constant(bias + n) : 0.0f;
+        const int output = 32 * (j / (1 + DECODE_UP)), n = share.column + lane + output;
+        const float* const of_matrix = DECODE_UP && j % 2 ? up_scale : scale;
+        scales[j] = of_matrix && output < left ? constant(of_matrix + n) : 1.0f;
+        biases[j] = bias && output < left ? constant(bias + n) : 0.0f;
     }
 #pragma unroll 1
     for (int first = threadIdx.x / 32; first < OWN_ROWS; first += AHEAD * WARPS) {
-        typename End::Late late[AHEAD][ACROSS] = {};
+        typename End::Late late[AHEAD][OUTPUTS] = {};
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int slot = first + i * WARPS, m = share.row + share.rank + slot * DECODE_CLUSTER;
 #pragma unroll
-            for (int j = 0; j < ACROSS; ++j) {
+            for (int j = 0; j < OUTPUTS; ++j) {
                 if (slot < own && 32 * j < left) late[i][j] = end.late(m, share.column + lane + 32 * j);
             }
         }
@@ -169,14 +178,15 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
         for (int i = 0; i < AHEAD * ACROSS; ++i) {
             v[i] = order::finished(v[i], scales[i % ACROSS], x_scale, biases[i % ACROSS]);
         }
-        end.activate(v);
+        if constexpr (!DECODE_UP) end.activate(v);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int slot = first + i * WARPS, m = share.row + share.rank + slot * DECODE_CLUSTER;
 #pragma unroll
-            for (int j = 0; j < ACROSS; ++j) {
+            for (int j = 0; j < OUTPUTS; ++j) {
                 if (slot >= own) continue;
-                float value = end.added(v[i * ACROSS + j], late[i][j]);
+                const float* const sums = v + i * ACROSS + (1 + DECODE_UP) * j;
+                float value = DECODE_UP ? gate_of(sums[0]) * sums[DECODE_UP] : end.added(sums[0], late[i][j]);
                 if constexpr (DECODE_OUT_OPERAND) value = term_of<order::KIND>(value, inverse_of(out_scale));
                 if (32 * j < left) end.store(m, share.column + lane + 32 * j, value, late[i][j]);
             }
@@ -187,15 +197,16 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
 
 template <typename End>
 __device__ __forceinline__ void multiply_all(const float* x, const W* w, const float* scale, const float* bias,
-                                             float x_scale, float out_scale, const End& end, int M, int N, int K) {
+                                             float x_scale, float out_scale, const End& end, int M, int N, int K,
+                                             const W* up = nullptr, const float* up_scale = nullptr) {
     extern __shared__ __align__(128) char shared[];
     const Share share(M, N, K);
     CopiesOfX copies_of_x(x, share, M, K);
-    CopiesOfW copies_of_w(w, share, N, K);
+    CopiesOfW copies_of_w(w, up, share, N, K);
     const Warp warp;
     const int slices = share.slices(), rows = min(DECODE_ROWS, M - share.row), splits = order::splits(K);
 
-    char* stages = shared + Total::bytes(splits);
+    char* stages = shared + Total::bytes(splits) + group() * DECODE_STAGES * STAGE;
     const int early = min(DECODE_STAGES - 1, slices);
     for (int slice = 0; slice < early; ++slice) copies_of_w.next(stages + slice * STAGE);
     let_next_start();
@@ -205,7 +216,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
     const Total total(reinterpret_cast<float*>(shared), arrived, own, splits);
 #else
     const int own = rows;
-    const Total total{reinterpret_cast<float*>(shared)};
+    const Total total(reinterpret_cast<float*>(shared), splits);
 #endif
     wait_for_previous();
     for (int slice = 0; slice < DECODE_STAGES - 1; ++slice) {
@@ -221,7 +232,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
         for (const int end = min(slice + each, slices); slice < end; ++slice) {
             wait_for_groups<DECODE_STAGES - 2>();
             copies_of_x.convert(stage, inverse_of(x_scale));
-            __syncthreads();
+            sync_group();
             if (slice + DECODE_STAGES - 1 < slices) copies_of_w.next(free), copies_of_x.next(free);
             end_group();
             multiply(sums, stage, warp);
@@ -231,7 +242,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
         total.add(split, sums, warp, rows);
     }
 
-    store(total, share, scale, bias, x_scale, out_scale, end, own, splits, N);
+    store(total, share, scale, up_scale, bias, x_scale, out_scale, end, own, splits, N);
 }
 
 extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_tiles(
@@ -255,5 +266,20 @@ extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER) __launch_bounds__(TH
     multiply_all(x, w, scale, bias, x_scale, 1.0f, end, M, N, K);
 #else
     multiply_all(x, w, scale, bias, x_scale, out_scale, Add{residual, out, N, gelu}, M, N, K);
+#endif
+}
+
+extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER) __launch_bounds__(THREADS, DECODE_BLOCKS)
+    decode_mma_tiles_up(const float* x,                      // (M, K)
+                        const W* __restrict__ w,             // (N, K)
+                        const float* __restrict__ scale,     // (N) or null
+                        const W* __restrict__ up,            // (N, K)
+                        const float* __restrict__ up_scale,  // (N) or null
+                        float* out,                          // (M, N); with DECODE_OUT_OPERAND 16-bit terms
+                        int M, int N, int K) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    asm("trap;");
+#elif DECODE_UP
+    multiply_all(x, w, scale, nullptr, 1.0f, 1.0f, Add{nullptr, out, N, 0}, M, N, K, up, up_scale);
 #endif
 }

@@ -25,8 +25,14 @@
 #ifndef DECODE_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define DECODE_BLOCKS 1
 #endif
+#ifndef DECODE_UP  // 1: in a tile, 32 columns of w alternate with the same columns of a second matrix, `up`
+#define DECODE_UP 0
+#endif
+#ifndef DECODE_GROUPS  // groups of warps that divide the K of a tile, without clusters
+#define DECODE_GROUPS 1
+#endif
 
-constexpr int THREADS = 32 * DECODE_WARPS_M * DECODE_WARPS_N;
+constexpr int GROUP = 32 * DECODE_WARPS_M * DECODE_WARPS_N, THREADS = DECODE_GROUPS * GROUP;  // GROUP: threads
 constexpr int WARP_ROWS = DECODE_ROWS / DECODE_WARPS_M, WARP_COLUMNS = DECODE_COLUMNS / DECODE_WARPS_N;
 constexpr int TILES_M = WARP_ROWS / 8, TILES_N = WARP_COLUMNS / 8;  // 8-row and 8-column tiles per warp
 constexpr int SLICE = DECODE_CHUNKS * order::CHUNK;                  // values of K
@@ -37,12 +43,13 @@ constexpr int X_PITCH = 16 * X_UNITS, W_PITCH = 16 * W_UNITS;          // bytes 
 constexpr int X_BYTES = DECODE_ROWS * X_PITCH, STAGE = X_BYTES + DECODE_COLUMNS * W_PITCH;
 constexpr int OWN_ROWS = (DECODE_ROWS + DECODE_CLUSTER - 1) / DECODE_CLUSTER;  // rows that a block stores
 constexpr int PITCH = DECODE_COLUMNS + 16;                             // floats per row of sums: no bank conflicts
-constexpr int WARPS = THREADS / 32, ACROSS = DECODE_COLUMNS / 32;      // ACROSS: outputs per lane and row
+constexpr int WARPS = THREADS / 32, ACROSS = DECODE_COLUMNS / 32;      // ACROSS: sums per lane and row
 static_assert(TILES_M * 8 * DECODE_WARPS_M == DECODE_ROWS, "a warp has whole tiles of 8 rows");
 static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DECODE_WARPS_N == DECODE_COLUMNS, "a warp has groups of 16 columns");
-static_assert(THREADS % (2 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
+static_assert(GROUP % (2 * X_UNITS) == 0 && GROUP % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
 static_assert(WARPS <= 32 && STAGE % 128 == 0, "a block has up to 1024 threads; a stage begins with the first bank");
-static_assert(DECODE_COLUMNS == 32 * ACROSS, "a warp stores a row");
+constexpr int OUTPUTS = ACROSS / (1 + DECODE_UP);                      // outputs per lane and row
+static_assert(DECODE_COLUMNS == 32 * (1 + DECODE_UP) * OUTPUTS, "a warp stores a row");
 static_assert(!(DECODE_OPERAND || DECODE_OUT_OPERAND) || !order::FLOATS, "terms have 16 bits");
 static_assert(DECODE_STAGES >= 2, "one slice is copied while another one is multiplied");
 
@@ -59,20 +66,28 @@ __device__ __forceinline__ int w_unit(int row, int unit) { return 16 * (W_UNITS 
 // Returns the column of w (0 to 15 in a group of 16 columns) that shared memory holds at position q of the group.
 __device__ __forceinline__ int column_at(int q) { return (q & 6) * 2 + (q >> 2 & 2) + (q & 1); }
 
-// The part of the product that a block computes: its tile of outputs and its range of K.
+__device__ __forceinline__ int group() { return DECODE_GROUPS > 1 ? threadIdx.x / GROUP : 0; }
+__device__ __forceinline__ int thread_of_group() { return DECODE_GROUPS > 1 ? threadIdx.x % GROUP : threadIdx.x; }
+
+__device__ __forceinline__ void sync_group() {
+    if (DECODE_GROUPS == 1) __syncthreads();
+    else asm volatile("bar.sync %0, %1;" ::"r"(1 + group()), "n"(GROUP) : "memory");
+}
+
+// The part of the product that a block, or a group of its warps, computes: its tile of outputs and its range of K.
 struct Share {
-    int row, column, rank;  // first row and column of the tile; rank in the cluster
+    int row, column, rank;  // first row and first output of the tile; rank in the cluster
     int first, last;        // splits (ranges of K): first .. last - 1
     int k, K;               // values of K in these splits: k .. K - 1
 
     __device__ __forceinline__ Share(int M, int N, int K) {
-        constexpr int SIZE = DECODE_CLUSTER;
-        const int tile = blockIdx.x / SIZE, tiles_m = (M - 1) / DECODE_ROWS + 1;
+        constexpr int SIZE = DECODE_CLUSTER * DECODE_GROUPS;
+        const int tile = blockIdx.x / DECODE_CLUSTER, tiles_m = (M - 1) / DECODE_ROWS + 1;
         const int splits = order::splits(K), each = (splits + SIZE - 1) / SIZE;
         row = tile % tiles_m * DECODE_ROWS;
-        column = tile / tiles_m * DECODE_COLUMNS;
-        rank = blockIdx.x % SIZE;
-        first = min(rank * each, splits), last = min(first + each, splits);
+        column = tile / tiles_m * 32 * OUTPUTS;
+        rank = blockIdx.x % DECODE_CLUSTER;
+        first = min((rank + group()) * each, splits), last = min(first + each, splits);
         k = first * order::split_length(K);
         this->K = min(last * order::split_length(K), K);
     }
@@ -82,14 +97,14 @@ struct Share {
 
 // A thread's copies of slices of x. In each slice, a thread copies one 16-byte unit of several rows.
 struct CopiesOfX {
-    static constexpr int STEP = THREADS / X_UNITS, PASSES = (DECODE_ROWS + STEP - 1) / STEP;  // PASSES of STEP rows
+    static constexpr int STEP = GROUP / X_UNITS, PASSES = (DECODE_ROWS + STEP - 1) / STEP;  // PASSES of STEP rows
     static constexpr int AT_ONCE = order::HI_LO ? 2 : PASSES;  // unrolled passes, limited by registers
     const float* from;  // address in the next slice
     int k, K, row, left, at, stride;  // left: rows from `row` on; at: offset in a stage; stride: floats per row
 
     __device__ __forceinline__ CopiesOfX(const float* x, const Share& share, int M, int K_) {
-        const int unit = threadIdx.x % X_UNITS;
-        row = threadIdx.x / X_UNITS;
+        const int unit = thread_of_group() % X_UNITS;
+        row = thread_of_group() / X_UNITS;
         k = share.k + 4 * unit, K = share.K, left = M - share.row - row;
         at = row * X_PITCH + x_unit(row, unit);
         from = x + (long long)(share.row + row) * K_ + k;
@@ -129,17 +144,21 @@ struct CopiesOfX {
 // A thread's copies of slices of w. In each slice, a thread copies one 16-byte unit of several rows of w. In shared
 // memory, the high parts of a row of hi/lo weights precede its low parts.
 struct CopiesOfW {
-    static constexpr int STEP = THREADS / W_UNITS, PASSES = (DECODE_COLUMNS + STEP - 1) / STEP, WIDE = 16 / sizeof(W);
+    static constexpr int STEP = GROUP / W_UNITS, PASSES = (DECODE_COLUMNS + STEP - 1) / STEP, WIDE = 16 / sizeof(W);
     const W* from;  // address in the next slice
+    const W* from_up;
     int k, K, row, left, at, stride;
 
-    __device__ __forceinline__ CopiesOfW(const W* w, const Share& share, int N, int K_) {
-        const int unit = threadIdx.x % W_UNITS;
-        row = threadIdx.x / W_UNITS;
-        const int n = share.column + row / 16 * 16 + column_at(row % 16);
+    __device__ __forceinline__ CopiesOfW(const W* w, const W* up, const Share& share, int N, int K_) {
+        const int unit = thread_of_group() % W_UNITS;
+        row = thread_of_group() / W_UNITS;
+        const int of_matrix = DECODE_UP ? row / 64 * 32 + row % 32 : row;
+        const int n = share.column + of_matrix / 16 * 16 + column_at(row % 16);
         k = share.k + WIDE * (unit % PART_UNITS), K = share.K, left = N - n;
         at = X_BYTES + row * W_PITCH + w_unit(row, unit);
-        from = w + ((long long)(unit / PART_UNITS) * N + n) * K_ + k;
+        const long long offset = ((long long)(unit / PART_UNITS) * N + n) * K_ + k;
+        from = (DECODE_UP && STEP > 32 && row / 32 % 2 ? up : w) + offset;
+        if constexpr (DECODE_UP && STEP <= 32) from_up = up + offset;
         stride = K_;
     }
 
@@ -148,12 +167,20 @@ struct CopiesOfW {
         const W* w = from;
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
+            if constexpr (DECODE_UP) {
+                static_assert(!DECODE_UP || DECODE_COLUMNS % STEP == 0, "all threads copy equally many rows");
+                const int first = pass * STEP, n = first / 64 * 32 + first % 32;  // first row of the pass; output
+                const W* const matrix = STEP <= 32 && first / 32 % 2 ? from_up : from;
+                copy16(stage + at + first * W_PITCH, matrix + (long long)n * stride, n < rows);
+                continue;
+            }
             if (DECODE_COLUMNS % STEP == 0 || row + pass * STEP < DECODE_COLUMNS) {
                 copy16(stage + at + pass * STEP * W_PITCH, w, pass * STEP < rows);
             }
             w += (long long)STEP * stride;
         }
         from += SLICE, k += SLICE;
+        if constexpr (DECODE_UP && STEP <= 32) from_up += SLICE;
     }
 };
 
@@ -161,7 +188,8 @@ struct Warp {
     int row, column, g, t;  // first row and column in the tile; lane number: 4 g + t
 
     __device__ __forceinline__ Warp()
-        : row(threadIdx.x / 32 / DECODE_WARPS_N * WARP_ROWS), column(threadIdx.x / 32 % DECODE_WARPS_N * WARP_COLUMNS),
+        : row(thread_of_group() / 32 / DECODE_WARPS_N * WARP_ROWS),
+          column(thread_of_group() / 32 % DECODE_WARPS_N * WARP_COLUMNS),
           g(threadIdx.x % 32 / 4), t(threadIdx.x % 4) {}
 };
 
