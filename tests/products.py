@@ -37,9 +37,6 @@ from gpt2block.ops.engines import (
     linear_matvec as _linear_matvec,
 )
 from gpt2block.ops.engines import (
-    linear_matvec_tiles as _matvec_tiles,
-)
-from gpt2block.ops.engines import (
     linear_mma as _linear_mma,
 )
 from gpt2block.ops.engines import (
@@ -93,7 +90,6 @@ NAMES = {"a": "x", "w1": "w", "w3": "up"}  # names of arguments in contracts -> 
 # function that replaces the choice, or "" if the function only returns the choice.
 CHOOSERS: dict[tuple[str, str], tuple[ModuleType, str, str]] = {
     ("linear", "matvec"): (_linear_matvec, "geometry", "cut"),
-    ("linear", "matvec_tiles"): (_matvec_tiles, "geometry", "tile"),
     ("linear", "mma"): (_linear_mma, "geometry", "cut"),
     ("linear", "mma_tiles"): (_linear_mma_tiles, "choose", ""),
     ("linear", "wgmma"): (_linear_wgmma, "choose", ""),
@@ -417,10 +413,9 @@ def use_variant(patch: pytest.MonkeyPatch, n: int) -> None:
 
 def linears() -> Iterator[Kernel]:
     for weights in (*WEIGHTS, HI_LO):
-        for variant in ("matvec", "matvec_tiles", "mma", "mma_tiles", "tiles"):
+        for variant in ("matvec", "mma", "mma_tiles", "tiles"):
             if weights != HI_LO or variant.startswith("mma"):
-                few_rows, _, tiled = variant.partition("_")
-                alike = f"linear-{few_rows}-{weights}" if tiled else ""
+                alike = f"linear-mma-{weights}" if variant == "mma_tiles" else ""
                 name = f"linear-{variant}-{weights}"
                 yield Kernel(name, LINEAR_OP, variant, weights=weights, alike=alike)
     for weights in ("float16", "bfloat16", *FP8):
@@ -487,7 +482,6 @@ UNEVEN = RmsnormTile(32, 48, (2, 2, 1), 64, 2, 1)
 GROUPED = [(tile, tile.groups * n) for tile in MATMUL.TILES for n in (1, 2)]
 TILES_ON_CPU: dict[str, Sequence[Any]] = {
     "linear-matvec-*": (SMALL, SMALL._replace(rows=4), SMALL._replace(rows=16, groups=1)),
-    "linear-matvec_tiles-*": (None, *_matvec_tiles.TILES[::2]),
     "linear-mma-bfloat16": (None, ODD_LOOP),
     "linear-mma-float32": (None, TALL, ODD_LOOP),
     "linear-mma-hi_lo": (None, TALL, ODD_LOOP),
@@ -500,7 +494,6 @@ TILES_ON_CPU: dict[str, Sequence[Any]] = {
 
 TILES_ON_GPU: dict[str, Sequence[Any]] = {
     "linear-tiles-*": _linear_tiles.TILES,
-    "linear-matvec_tiles-*": _matvec_tiles.TILES,
     "gemm-mma-*16-*": _gemm_mma.TILES,
     "gemm-mma-hi_lo-*": _gemm_mma.HI_LO_TILES,
     "gemm-wgmma-*16-*": _gemm_wgmma.TILES,
@@ -517,6 +510,12 @@ def tiles_of(where: str, kernel: Kernel, case: Case) -> Iterator[Any]:
     """Yield the tiles or layouts to try; None stands for the kernel's own choice."""
     if where == "gpu" and kernel.operand:
         yield from _of_decoding_by_wgmma(kernel, case)
+        return
+    if kernel.variant == "matvec" and not case.norm:
+        weight = _linear_mma.BYTES.get(kernel.weights, 1)
+        cut = _linear_matvec.layout(case.M, case.N, case.K, weight, case.sms)
+        tiles = _linear_matvec.TILES[:: 1 if where == "gpu" else 2]
+        yield from (cut, *(cut._replace(tile=tile) for tile in tiles))
         return
     table = TILES_ON_CPU
     if where == "gpu":
@@ -592,8 +591,6 @@ ON_CPU: Table = {
     "linear-matvec-float8_e4m3fn": [Case(1, 528, 30, norm=True, residual=True)],
     "linear-matvec-float8_e5m2": [
         Case(9, 264, 7, residual=True, tile=SMALL._replace(width=8, rows=4))],
-    "linear-matvec_tiles-float32": [Case(19, 1160, 37, **ENDS)],
-    "linear-matvec_tiles-float8_e4m3fn": [Case(5, 784, 21, sequences=1)],
     "linear-mma-float32": [Case(3, 48, 21, **FULL), Case(9, 264, 21, norm=True, tile=TALL),
                            Case(3, 1104, 37, norm=True, tile=ODD_LOOP, sms=2)],
     "linear-mma-bfloat16": [Case(3, 784, 31, norm=True, tile=LOOP, sms=2),

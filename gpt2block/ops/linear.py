@@ -37,7 +37,6 @@ from gpt2block.ops.all_gather import ALL_GATHER, ALL_GATHER_NORM
 from gpt2block.ops.call import CACHE, Call, UncheckedCall
 from gpt2block.ops.engines import linear_gguf as blocks
 from gpt2block.ops.engines import linear_matvec as matvec
-from gpt2block.ops.engines import linear_matvec_tiles as matvec_tiles
 from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines import linear_mma_tiles as mma_tiles
 from gpt2block.ops.engines import linear_tiles as tiles
@@ -213,7 +212,8 @@ def _check_cores(c: Call, norm: int) -> None:
 
 def _cores_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     sizes = (c.M, outputs, c.K, c.w.data.itemsize)
-    return matvec.geometry(*sizes, norm=bool(norm), whole_N=c.w.whole_N, **_of_device())
+    options = {"norm": bool(norm), "whole_N": c.w.whole_N, "tiled": not gpu().has_mma}
+    return matvec.geometry(*sizes, **options, **_of_device())
 
 
 def _cores_load(c: Call) -> int:
@@ -312,27 +312,6 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     return epilogue(c).launch(mma_tiles.FILE, geometry, defines, args, c.w)
 
 
-def _by_matvec_tiles(c: Call, epilogue: Ends) -> Launch:
-    """Return a Launch of the kernel in matmul/decode/cores_tiles.cu."""
-    if c.gamma is not None:
-        raise UnsupportedCall("takes no gamma and beta: use variant matvec")
-    _check_cores(c, 0)
-    _check_sizes(c)
-    if c.to_operand:
-        raise UnsupportedCall(FLOATS_ALONE)
-    sizes, sms = (c.M, c.N, c.K, c.w.data.itemsize), device_attribute("MultiProcessorCount")
-    geometry = matvec_tiles.geometry(*sizes, sms=sms, whole_N=c.w.whole_N)
-    if geometry is None:
-        raise UnsupportedCall(f"K {c.K:,}: expected a multiple of {matvec_tiles.MIN_WIDTH}")
-    if geometry.grid[1] > MAX_BLOCKS:
-        raise UnsupportedCall(f"{c.M:,} rows: too many for this variant: use variant tiles")
-    check_address("w", c.w.data, _cores_load(c))
-    check_address("x", c.x)
-    args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "bias": c.bias}
-    args |= {"M": c.M, "N": c.N, "K": c.K}
-    return epilogue(c).launch(matvec_tiles.FILE, geometry, (), args, c.w)
-
-
 def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu or wgmma_gguf.cu."""
     needs_wgmma(": use variant mma_tiles")
@@ -380,7 +359,6 @@ ENGINES = (
     Engine("mma", mma.FILE, mma.KERNEL, MMA.launch),
     Engine("mma_tiles", mma_tiles.FILE, mma_tiles.KERNEL, _by_mma_tiles),
     Engine("wgmma", wgmma.FILE, wgmma.KERNEL, _by_wgmma),
-    Engine("matvec_tiles", matvec_tiles.FILE, matvec_tiles.KERNEL, _by_matvec_tiles),
 )
 GGUF_ENGINES = (
     Engine("gguf", blocks.FILE, blocks.KERNEL, _by_mma_gguf),
@@ -420,7 +398,7 @@ def _tiles(c: Call) -> Launches:
 
 def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     """Return variants for decoding, preferred first. All tensor-core variants give equal bits."""
-    few_rows, on_tensor_cores, more_rows, by_wgmma, by_matvec_tiles = operation.variants[:5]
+    few_rows, on_tensor_cores, more_rows, by_wgmma = operation.variants[:4]
     ordered = c.operand is not None and c.operand.width > 0
     if c.w.dtype == GGUF:
         return ((QKV_GGUF if operation is LINEAR_QKV else LINEAR_GGUF)[ordered],)
@@ -428,17 +406,8 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
         return (by_wgmma,)
     few = c.M * c.N * c.K <= MAX_MMA_PRODUCTS or c.M <= MORE_ROWS
     tiles_first = c.to_operand or (c.gamma is None and not few)
-    others = (by_matvec_tiles,) if _reads_weights_again(c) else ()
-    others = () if c.rounded else (*others, few_rows)
+    others = () if c.rounded else (few_rows,)
     return (*((more_rows,) if tiles_first else ()), on_tensor_cores, *others)
-
-
-def _reads_weights_again(c: Call) -> bool:
-    """Return whether variant matvec would read the weights several times."""
-    if gpu().has_mma or c.w.dtype == HI_LO:
-        return False
-    geometry = _cores_geometry(c, c.N, 0)
-    return geometry is None or geometry.grid[1] > 1
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
