@@ -515,7 +515,7 @@ def tiles_of(where: str, kernel: Kernel, case: Case) -> Iterator[Any]:
         weight = _linear_mma.BYTES.get(kernel.weights, 1)
         cut = _linear_matvec.layout(case.M, case.N, case.K, weight, case.sms)
         tiles = _linear_matvec.TILES[:: 1 if where == "gpu" else 2]
-        yield from (cut, *(cut._replace(tile=tile) for tile in tiles))
+        yield from (None, *(cut._replace(tile=tile) for tile in tiles if cut.width >= 4))
         return
     table = TILES_ON_CPU
     if where == "gpu":

@@ -168,6 +168,7 @@ def assert_qkv(where: str, name: str, case: Case, n_ctx: int, position: Array) -
         ("linear-matvec-float32", Case(3, 48, 21, norm=True), 4),
         ("linear-matvec-float8_e4m3fn", Case(1, 528, 30, norm=True), 3),
         ("linear-matvec-bfloat16", Case(2, 784, 27, norm=True, tile=ROUNDS), 3),
+        ("linear-matvec-float8_e5m2", Case(10, 528, 27, tile=SMALL._replace(tile=TILES[-1])), 3),
         ("linear-mma-float32", Case(3, 48, 21, norm=True), 4),
         ("linear-mma-float8_e4m3fn", Case(1, 528, 30, norm=True), 3),
         ("linear-mma-bfloat16", Case(10, 784, 27, norm=True), 3),
@@ -219,6 +220,7 @@ def test_what_decides_between_the_variants(where: str, monkeypatch: pytest.Monke
         kernel(1, 60, "bfloat16", variant="mma")
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 75)
     assert kernel(1, 64, "float16") == "decode_cores"
+    assert grid(9, 8192, "float32") == (6, 1)
     with pytest.raises(InputError, match=r"mma: needs a GPU of compute capability 8\.0 or newer"):
         kernel(1, 64, "float16", variant="mma")
 

@@ -59,44 +59,58 @@ __device__ __forceinline__ int place_along(int stage, int i, int q) {
     return (q + LANES * turned) * WIDTH + of_leaf / (WIDTH / LOAD) * STEP + of_leaf % (WIDTH / LOAD) * LOAD;
 }
 
-// A thread's share of a stage, on the way from global to shared memory.
-struct Fetched {
+// A thread's share of the stages, on the way from global to shared memory.
+struct Share {
+    static constexpr int X_APART = THREADS / (STAGE / 4), W_APART = THREADS / OF_COLUMN;  // rows between fetches
+    const float* from_x;  // address of the thread's first row
+    const W* from_w;
+    int x_left, w_left;  // number of rows from there on
     Vec<float, 4> x[X_FETCHES];
     Weights w[W_FETCHES];
 
-    __device__ __forceinline__ void fetch_w(const W* from, int stage, int first, int last) {
+    __device__ __forceinline__ Share(const float* x, const W* w, int x_rows, int w_rows) {
+        const int x_row = threadIdx.x / (STAGE / 4), w_row = threadIdx.x / OF_COLUMN;
+        from_x = x + (long long)x_row * DECODE_K, from_w = w + (long long)w_row * DECODE_K;
+        x_left = x_rows - x_row, w_left = w_rows - w_row;
+    }
+
+    __device__ __forceinline__ int w_place(int stage) const {
+        return place_along(stage, threadIdx.x % OF_COLUMN / LANES, threadIdx.x % LANES);
+    }
+
+    __device__ __forceinline__ void fetch_w(int stage, int first) {
+        const int k = first + w_place(stage);
 #pragma unroll
         for (int i = 0; i < W_FETCHES; ++i) {
-            const int flat = i * THREADS + threadIdx.x, column = flat / OF_COLUMN, load = flat % OF_COLUMN;
-            const int k = first + place_along(stage, load / LANES, load % LANES);
             w[i] = {};
-            if (k < DECODE_K && column < COLUMNS) w[i] = stream_in<Weights>(from + (long long)min(column, last) * DECODE_K + k);
+            if (inside(k) && i * W_APART < w_left) w[i] = stream_in<Weights>(from_w + k + i * W_APART * DECODE_K);
         }
     }
 
     // Requests the weights of a stage in the L2 cache.
-    static __device__ __forceinline__ void request_w(const W* from, int stage, int first, int last) {
+    __device__ __forceinline__ void request_w(int stage, int first) {
 #if defined(__CUDA_ARCH__)
+        const int k = first + w_place(stage);
 #pragma unroll
         for (int i = 0; i < W_FETCHES; ++i) {
-            const int flat = i * THREADS + threadIdx.x, column = flat / OF_COLUMN, load = flat % OF_COLUMN;
-            const int k = first + place_along(stage, load / LANES, load % LANES);
-            const W* at = from + (long long)min(column, last) * DECODE_K + k;
-            if (k < DECODE_K) asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)));
+            if (inside(k) && i * W_APART < w_left) {
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from_w + k + i * W_APART * DECODE_K)));
+            }
         }
 #endif
     }
 
-    __device__ __forceinline__ void fetch_x(const float* from, int stage, int first, int last) {
-        const int four = threadIdx.x % (STAGE / 4), q = four % LANES, of_load = four / LANES % (LOAD / 4);
-        const int k = first + place_along(stage, four / (LANES * (LOAD / 4)), q) + 4 * of_load;
+    __device__ __forceinline__ void fetch_x(int stage, int first) {
+        const int four = threadIdx.x % (STAGE / 4), of_load = four / LANES % (LOAD / 4);
+        const int k = first + place_along(stage, four / (LANES * (LOAD / 4)), four % LANES) + 4 * of_load;
 #pragma unroll
         for (int i = 0; i < X_FETCHES; ++i) {
-            const int row = (i * THREADS + threadIdx.x) / (STAGE / 4);
             x[i] = {};
-            if (k < DECODE_K) x[i] = load_fresh<float, 4>(from + (long long)min(row, last) * DECODE_K + k);
+            if (inside(k) && i * X_APART < x_left) x[i] = load_fresh<float, 4>(from_x + k + i * X_APART * DECODE_K);
         }
     }
+
+    static __device__ __forceinline__ bool inside(int k) { return PADDED == DECODE_K || k < DECODE_K; }
 
     __device__ __forceinline__ void put(float* buffer) const {
 #pragma unroll
@@ -193,14 +207,12 @@ __device__ __forceinline__ void multiply(const float* x, const W* w, const float
     // Lanes that differ in bit 0 share rows of x, lanes that differ in bit 1 share columns of w: fewer accesses.
     const int thread = threadIdx.x, q = thread / 4 % LANES, team = thread / (4 * LANES);
     const int row = thread / 2 % 2 + 2 * (team % (DOWN / 2)), column = thread % 2 + 2 * (team / (DOWN / 2));
-    x += (long long)m * DECODE_K, w += (long long)n * DECODE_K;
-
-    Fetched fetched;
-    fetched.fetch_w(w, 0, 0, N - 1 - n);
+    Share share(x + (long long)m * DECODE_K, w + (long long)n * DECODE_K, min(ROWS, M - m), min(COLUMNS, N - n));
+    share.fetch_w(0, 0);
     let_next_start();
     wait_for_previous();
-    fetched.fetch_x(x, 0, 0, M - 1 - m);
-    fetched.put(buffer);
+    share.fetch_x(0, 0);
+    share.put(buffer);
     __syncthreads();
 
     float part[KEPT], total[KEPT] = {};  // sums of the chunks of a warp; sums of the warps
@@ -209,15 +221,15 @@ __device__ __forceinline__ void multiply(const float* x, const W* w, const float
         Tree tree;
         tree.clear();
         const int chunk = i % CHUNKS, first = i / CHUNKS * UNIT + chunk * CHUNK;
-        const int next = (i + 1) / CHUNKS * UNIT + (i + 1) % CHUNKS * CHUNK;
+        const int j = i + 1 == DECODE_SPLIT * CHUNKS ? 0 : i + 1, next = j / CHUNKS * UNIT + j % CHUNKS * CHUNK;
 #pragma unroll UNROLLED
         for (int stage = 0; stage < STAGES; ++stage) {
-            const bool last = stage + 1 == STAGES;
-            fetched.fetch_w(w, last ? 0 : stage + 1, last ? next : first, N - 1 - n);
-            fetched.fetch_x(x, last ? 0 : stage + 1, last ? next : first, M - 1 - m);
+            const int coming = stage + 1 == STAGES ? 0 : stage + 1;
+            share.fetch_w(coming, coming == 0 ? next : first);
+            share.fetch_x(coming, coming == 0 ? next : first);
             if (DECODE_AHEAD > 0) {
                 const bool beyond = stage + 1 + DECODE_AHEAD >= STAGES;
-                Fetched::request_w(w, (stage + 1 + DECODE_AHEAD) % STAGES, beyond ? next : first, N - 1 - n);
+                share.request_w((stage + 1 + DECODE_AHEAD) % STAGES, beyond ? next : first);
             }
             const float* now = buffer + stage % 2 * BUFFER + 4 * q;
 #pragma unroll
@@ -226,7 +238,7 @@ __device__ __forceinline__ void multiply(const float* x, const W* w, const float
                 const int complete = stage * LOADS + load + 1;
                 if (complete % OF_LEAF == 0) tree.add(complete / OF_LEAF - 1);
             }
-            fetched.put(buffer + (stage + 1) % 2 * BUFFER);
+            share.put(buffer + (stage + 1) % 2 * BUFFER);
             __syncthreads();
         }
         tree.fold(q);
