@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops
 from gpt2block.cuda import cupy
+from gpt2block.cuda.cards import properties
 from gpt2block.cuda.kernels import HI_LO, cache_dtype
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.elementwise import SILU_MUL
+from gpt2block.ops.engines.linear_matvec import TILES as MATVEC_TILES
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
@@ -30,6 +32,7 @@ from tests.products import (
     ODD,
     QKV_KERNELS,
     ROUNDS,
+    SMALL,
     WEIGHTS,
     Case,
     use_variant,
@@ -168,7 +171,7 @@ def assert_qkv(where: str, name: str, case: Case, n_ctx: int, position: Array) -
         ("linear-matvec-float32", Case(3, 48, 21, norm=True), 4),
         ("linear-matvec-float8_e4m3fn", Case(1, 528, 30, norm=True), 3),
         ("linear-matvec-bfloat16", Case(2, 784, 27, norm=True, tile=ROUNDS), 3),
-        ("linear-matvec-float8_e5m2", Case(10, 528, 27, tile=SMALL._replace(tile=TILES[-1])), 3),
+        ("linear-matvec-float8_e5m2", Case(10, 528, 27, tile=SMALL._replace(tile=MATVEC_TILES[-1])), 3),
         ("linear-mma-float32", Case(3, 48, 21, norm=True), 4),
         ("linear-mma-float8_e4m3fn", Case(1, 528, 30, norm=True), 3),
         ("linear-mma-bfloat16", Case(10, 784, 27, norm=True), 3),
@@ -220,9 +223,22 @@ def test_what_decides_between_the_variants(where: str, monkeypatch: pytest.Monke
         kernel(1, 60, "bfloat16", variant="mma")
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 75)
     assert kernel(1, 64, "float16") == "decode_cores"
-    assert grid(9, 8192, "float32") == (6, 1)
     with pytest.raises(InputError, match=r"mma: needs a GPU of compute capability 8\.0 or newer"):
         kernel(1, 64, "float16", variant="mma")
+
+
+@one_order
+def test_without_tensor_cores_more_rows_are_tiles(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of decode_cores keeps 8 rows; tiles of more rows read the weights once."""
+    given = Arguments(17, 1024, 24, "float16")
+    cores = OPERATION.bind((given.x, given.w), variant="matvec")
+    monkeypatch.setattr(LINEAR, "gpu", lambda: properties(75))
+    few, more = (OPERATION.bind((given.x[:M], given.w), decoding=True) for M in (8, 17))
+    assert [bound.launches[0].grid[1] for bound in (cores, few, more)] == [3, 1, 1]
+    assert_same_bits(more.run().get(), cores.run().get())
+    assert_same_bits(few.run().get(), cores.out.get()[:8])
 
 
 def test_the_registry_names_the_kernels() -> None:

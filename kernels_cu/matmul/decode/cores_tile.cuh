@@ -18,8 +18,8 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-#ifndef DECODE_AHEAD
-#define DECODE_AHEAD 0
+#ifndef DECODE_FLIGHT
+#define DECODE_FLIGHT 1
 #endif
 #ifndef DECODE_UNROLL
 #define DECODE_UNROLL 1
@@ -43,6 +43,7 @@ constexpr int VALUES = SIDE * SPAN, KEPT = VALUES / LANES;  // sums per thread, 
 constexpr int X_FETCHES = ROWS * STAGE / 4 / THREADS;
 constexpr int OF_COLUMN = STAGE / LOAD;  // loads per stage and column
 constexpr int W_FETCHES = (COLUMNS * OF_COLUMN + THREADS - 1) / THREADS;
+constexpr int FLIGHT = DECODE_FLIGHT;  // stages of weights in registers
 constexpr int UNROLLED = DECODE_UNROLL ? STAGES : 2;
 typedef Vec<W, LOAD> Weights;
 static_assert(LEAVES * OF_LEAF % (2 * LOADS) == 0, "a chunk is made of pairs of stages");
@@ -59,6 +60,11 @@ __device__ __forceinline__ int place_along(int stage, int i, int q) {
     return (q + LANES * turned) * WIDTH + of_leaf / (WIDTH / LOAD) * STEP + of_leaf % (WIDTH / LOAD) * LOAD;
 }
 
+// Returns the index along K of the first value of chunk i: of the chunks of all warps, one warp after the other.
+__device__ __forceinline__ int first_of(int i) {
+    return i < DECODE_SPLIT * CHUNKS ? i / CHUNKS * UNIT + i % CHUNKS * CHUNK : 0;
+}
+
 // A thread's share of the stages, on the way from global to shared memory.
 struct Share {
     static constexpr int X_APART = THREADS / (STAGE / 4), W_APART = THREADS / OF_COLUMN;  // rows between fetches
@@ -66,7 +72,7 @@ struct Share {
     const W* from_w;
     int x_left, w_left;  // number of rows from there on
     Vec<float, 4> x[X_FETCHES];
-    Weights w[W_FETCHES];
+    Weights w[FLIGHT][W_FETCHES];
 
     __device__ __forceinline__ Share(const float* x, const W* w, int x_rows, int w_rows) {
         const int x_row = threadIdx.x / (STAGE / 4), w_row = threadIdx.x / OF_COLUMN;
@@ -79,30 +85,18 @@ struct Share {
     }
 
     __device__ __forceinline__ void fetch_w(int stage, int first) {
-        const int k = first + w_place(stage);
+        const int k = first + place_along(stage % STAGES, threadIdx.x % OF_COLUMN / LANES, threadIdx.x % LANES);
 #pragma unroll
         for (int i = 0; i < W_FETCHES; ++i) {
-            w[i] = {};
-            if (inside(k) && i * W_APART < w_left) w[i] = stream_in<Weights>(from_w + k + i * W_APART * DECODE_K);
+            Weights& to = w[stage % FLIGHT][i];
+            to = {};
+            if (inside(k) && i * W_APART < w_left) to = stream_in<Weights>(from_w + k + i * W_APART * DECODE_K);
         }
-    }
-
-    // Requests the weights of a stage in the L2 cache.
-    __device__ __forceinline__ void request_w(int stage, int first) {
-#if defined(__CUDA_ARCH__)
-        const int k = first + w_place(stage);
-#pragma unroll
-        for (int i = 0; i < W_FETCHES; ++i) {
-            if (inside(k) && i * W_APART < w_left) {
-                asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from_w + k + i * W_APART * DECODE_K)));
-            }
-        }
-#endif
     }
 
     __device__ __forceinline__ void fetch_x(int stage, int first) {
         const int four = threadIdx.x % (STAGE / 4), of_load = four / LANES % (LOAD / 4);
-        const int k = first + place_along(stage, four / (LANES * (LOAD / 4)), four % LANES) + 4 * of_load;
+        const int k = first + place_along(stage % STAGES, four / (LANES * (LOAD / 4)), four % LANES) + 4 * of_load;
 #pragma unroll
         for (int i = 0; i < X_FETCHES; ++i) {
             x[i] = {};
@@ -112,7 +106,8 @@ struct Share {
 
     static __device__ __forceinline__ bool inside(int k) { return PADDED == DECODE_K || k < DECODE_K; }
 
-    __device__ __forceinline__ void put(float* buffer) const {
+    __device__ __forceinline__ void put(int stage, float* buffer) const {
+        buffer += stage % 2 * BUFFER;
 #pragma unroll
         for (int i = 0; i < X_FETCHES; ++i) {
             const int flat = i * THREADS + threadIdx.x;
@@ -123,7 +118,7 @@ struct Share {
             const int flat = i * THREADS + threadIdx.x, column = flat / OF_COLUMN, load = flat % OF_COLUMN;
             if (COLUMNS * OF_COLUMN % THREADS != 0 && column >= COLUMNS) break;
             float v[LOAD];
-            w[i].unpack(v);
+            w[stage % FLIGHT][i].unpack(v);
             float* to = buffer + (ROWS + column) * PITCH + load / LANES * LANES * LOAD + load % LANES * 4;
 #pragma unroll
             for (int e = 0; e < LOAD; e += 4) {
@@ -208,11 +203,14 @@ __device__ __forceinline__ void multiply(const float* x, const W* w, const float
     const int thread = threadIdx.x, q = thread / 4 % LANES, team = thread / (4 * LANES);
     const int row = thread / 2 % 2 + 2 * (team % (DOWN / 2)), column = thread % 2 + 2 * (team / (DOWN / 2));
     Share share(x + (long long)m * DECODE_K, w + (long long)n * DECODE_K, min(ROWS, M - m), min(COLUMNS, N - n));
-    share.fetch_w(0, 0);
+#pragma unroll
+    for (int stage = 0; stage < FLIGHT; ++stage) share.fetch_w(stage, first_of(stage / STAGES));
     let_next_start();
     wait_for_previous();
     share.fetch_x(0, 0);
-    share.put(buffer);
+    share.put(0, buffer);
+    share.fetch_w(FLIGHT, first_of(FLIGHT / STAGES));
+    share.fetch_x(1, first_of(1 / STAGES));
     __syncthreads();
 
     float part[KEPT], total[KEPT] = {};  // sums of the chunks of a warp; sums of the warps
@@ -220,17 +218,9 @@ __device__ __forceinline__ void multiply(const float* x, const W* w, const float
     for (int i = 0; i < DECODE_SPLIT * CHUNKS; ++i) {
         Tree tree;
         tree.clear();
-        const int chunk = i % CHUNKS, first = i / CHUNKS * UNIT + chunk * CHUNK;
-        const int j = i + 1 == DECODE_SPLIT * CHUNKS ? 0 : i + 1, next = j / CHUNKS * UNIT + j % CHUNKS * CHUNK;
+        const int chunk = i % CHUNKS;
 #pragma unroll UNROLLED
         for (int stage = 0; stage < STAGES; ++stage) {
-            const int coming = stage + 1 == STAGES ? 0 : stage + 1;
-            share.fetch_w(coming, coming == 0 ? next : first);
-            share.fetch_x(coming, coming == 0 ? next : first);
-            if (DECODE_AHEAD > 0) {
-                const bool beyond = stage + 1 + DECODE_AHEAD >= STAGES;
-                share.request_w((stage + 1 + DECODE_AHEAD) % STAGES, beyond ? next : first);
-            }
             const float* now = buffer + stage % 2 * BUFFER + 4 * q;
 #pragma unroll
             for (int load = 0; load < LOADS; ++load) {
@@ -238,7 +228,9 @@ __device__ __forceinline__ void multiply(const float* x, const W* w, const float
                 const int complete = stage * LOADS + load + 1;
                 if (complete % OF_LEAF == 0) tree.add(complete / OF_LEAF - 1);
             }
-            share.put(buffer + (stage + 1) % 2 * BUFFER);
+            share.put(stage + 1, buffer);
+            share.fetch_w(stage + 1 + FLIGHT, first_of(i + (stage + 1 + FLIGHT) / STAGES));
+            share.fetch_x(stage + 2, first_of(i + (stage + 2) / STAGES));
             __syncthreads();
         }
         tree.fold(q);
