@@ -25,8 +25,10 @@ ROW_BYTES = 103_000  # maximum bytes of x in shared memory per block with severa
 COLUMNS = (1, 2, 3, 4, 5, 6)  # possible numbers of columns per group
 BEST_COLUMNS = 6  # preferred columns per group
 MIN_COLUMNS = 4, 12  # minimum columns per block, by `rows >= MORE_ROWS`; fewer would take as long
-TILE_WIDTH, TILE_SPAN = 4, 4  # minimum weights per load for a tile; columns per thread
+TILE_WIDTH = 4  # minimum weights per load for a tile
 TILE_PAD = 16  # floats after each row of a tile in shared memory
+LARGE = 1 << 25  # minimum bytes of a matrix that blocks do not read again from the L2 cache
+MOST_READS = 4  # maximum times that blocks read a smaller matrix
 EACH_BLOCK = 4  # number of columns whose products take as long as loading x into a block
 
 
@@ -36,19 +38,27 @@ class MatvecTile(NamedTuple):
     rows: int  # rows of x
     columns: int  # columns of the product (rows of w)
     lanes: int  # threads that share the additions of an output
-    speed: float  # speed of a multiprocessor on such tiles, relative to the largest tile
+    speed: float  # speed of a multiprocessor on such tiles, relative to the first tile
     side: int = 8  # rows per thread
+    span: int = 4  # columns per thread
     stage: int = 64  # values of K in shared memory at once
 
+    def unrolled(self, width: int, steps: int) -> int:
+        """Return the multiply-adds per thread and chunk: the size of the kernel's code."""
+        return WARP // self.lanes * width * steps * self.side * self.span
 
-# Larger tiles read x and w less often from the L2 cache.
+
+# The first of equally fast tiles is chosen. Tiles of 4 rows per thread have more threads, for
+# products with few outputs.
 TILES = (
     MatvecTile(64, 32, 4, 1.0),
-    MatvecTile(32, 32, 8, 0.9),
-    MatvecTile(32, 16, 8, 0.8),
-    MatvecTile(16, 32, 8, 0.7),
-    MatvecTile(16, 16, 8, 0.6),
+    MatvecTile(64, 24, 8, 1.0, span=6),
+    MatvecTile(32, 32, 8, 0.86),
+    MatvecTile(32, 16, 8, 0.83, side=4, stage=128),
+    MatvecTile(16, 16, 8, 0.65, side=4, stage=128),
+    MatvecTile(8, 32, 8, 0.4, side=4),
 )
+MAX_UNROLLED = 3072  # maximum multiply-adds of `MatvecTile.unrolled`: instructions fit their cache
 
 
 class MatvecLayout(NamedTuple):
@@ -149,15 +159,18 @@ def geometry(
     """Return the launch of the kernel, or None if a row of x does not fit in `max_shared` bytes.
 
     weight: bytes per weight. norm: whether the kernel computes LayerNorm of x. whole_N: as in
-    `layout`. tiled: whether blocks compute tiles if they would otherwise read weights several
-    times. cut: the layout to use; by default, the result of `layout`.
+    `layout`. tiled: whether blocks compute tiles where this is faster than reading weights
+    again. cut: the layout to use; by default, the result of `layout`.
     """
     cut = cut or layout(M, N, K, weight, sms, whole_N)
     while (shared := 4 * shared_floats(cut, K, norm)) > max_shared and cut.rows > 1:
         cut = cut._replace(rows=cut.rows // 2)
     fits = shared <= max_shared
-    if tiled and not norm and cut.width >= TILE_WIDTH and (M > cut.rows or not fits):
-        cut = cut._replace(tile=fastest(TILES, M, N, sms))
+    reads = ceil(M / cut.rows)
+    many = reads > (1 if N * K * weight >= LARGE else MOST_READS) or not fits
+    if tiled and many and not norm and cut.width >= TILE_WIDTH:
+        tiles = [t for t in TILES if t.unrolled(cut.width, cut.steps) <= MAX_UNROLLED]
+        cut = cut._replace(tile=fastest(tuple(tiles), M, N, sms))
     if cut.tile:
         return _tile_geometry(M, N, K, cut, cut.tile)
     if not fits:
@@ -181,6 +194,10 @@ def geometry(
 
 
 def _tile_geometry(M: int, N: int, K: int, cut: MatvecLayout, tile: MatvecTile) -> Geometry:
+    loads = WARP // tile.lanes * cut.steps * cut.width  # values of K per thread and chunk
+    stage = tile.stage
+    while loads * tile.lanes % (2 * stage):  # a chunk has whole pairs of stages
+        stage //= 2
     defines = (
         ("DECODE_K", K),
         ("DECODE_NORM", 0),
@@ -190,13 +207,13 @@ def _tile_geometry(M: int, N: int, K: int, cut: MatvecLayout, tile: MatvecTile) 
         ("DECODE_COLUMNS", tile.columns),
         ("DECODE_STEPS", cut.steps),
         ("DECODE_SIDE", tile.side),
+        ("DECODE_SPAN", tile.span),
         ("DECODE_LANES", tile.lanes),
-        ("DECODE_STAGE", tile.stage),
+        ("DECODE_STAGE", stage),
     )
-    grid = count_tiles(tile, M, N), 1
-    threads = tile.rows // tile.side * (tile.columns // TILE_SPAN) * tile.lanes
-    shared = 2 * 4 * (tile.rows + tile.columns) * (tile.stage + TILE_PAD)
-    return Geometry(KERNEL, grid, (threads,), shared, defines)
+    threads = tile.rows // tile.side * (tile.columns // tile.span) * tile.lanes
+    shared = 2 * 4 * (tile.rows + tile.columns) * (stage + TILE_PAD)
+    return Geometry(KERNEL, (count_tiles(tile, M, N), 1), (threads,), shared, defines)
 
 
 def shared_floats(cut: MatvecLayout, K: int, norm: bool) -> int:

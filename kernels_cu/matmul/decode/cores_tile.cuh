@@ -18,16 +18,19 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-#ifndef DECODE_FLIGHT
-#define DECODE_FLIGHT 1
+#ifndef DECODE_SPAN
+#define DECODE_SPAN 4
 #endif
-#ifndef DECODE_UNROLL
-#define DECODE_UNROLL 1
+#ifndef DECODE_LANES
+#define DECODE_LANES 4
+#endif
+#ifndef DECODE_STAGE
+#define DECODE_STAGE 64
 #endif
 
 namespace tile {
 
-constexpr int ROWS = DECODE_ROWS, COLUMNS = DECODE_COLUMNS, SIDE = DECODE_SIDE, SPAN = 4;
+constexpr int ROWS = DECODE_ROWS, COLUMNS = DECODE_COLUMNS, SIDE = DECODE_SIDE, SPAN = DECODE_SPAN;
 constexpr int LANES = DECODE_LANES, STAGE = DECODE_STAGE, WIDTH = DECODE_WIDTH;
 constexpr int DOWN = ROWS / SIDE, ACROSS = COLUMNS / SPAN;  // threads along the rows and columns of the tile
 constexpr int THREADS = DOWN * ACROSS * LANES;
@@ -43,8 +46,7 @@ constexpr int VALUES = SIDE * SPAN, KEPT = VALUES / LANES;  // sums per thread, 
 constexpr int X_FETCHES = ROWS * STAGE / 4 / THREADS;
 constexpr int OF_COLUMN = STAGE / LOAD;  // loads per stage and column
 constexpr int W_FETCHES = (COLUMNS * OF_COLUMN + THREADS - 1) / THREADS;
-constexpr int FLIGHT = DECODE_FLIGHT;  // stages of weights in registers
-constexpr int UNROLLED = DECODE_UNROLL ? STAGES : 2;
+constexpr int FLIGHT = 2;  // stages of weights in registers
 typedef Vec<W, LOAD> Weights;
 static_assert(LEAVES * OF_LEAF % (2 * LOADS) == 0, "a chunk is made of pairs of stages");
 static_assert(ROWS * STAGE / 4 % THREADS == 0 && THREADS % (STAGE / 4) == 0, "a thread loads the same part of rows");
@@ -219,7 +221,7 @@ __device__ __forceinline__ void multiply(const float* x, const W* w, const float
         Tree tree;
         tree.clear();
         const int chunk = i % CHUNKS;
-#pragma unroll UNROLLED
+#pragma unroll
         for (int stage = 0; stage < STAGES; ++stage) {
             const float* now = buffer + stage % 2 * BUFFER + 4 * q;
 #pragma unroll
