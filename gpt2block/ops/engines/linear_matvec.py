@@ -172,7 +172,7 @@ def geometry(
         tiles = [t for t in TILES if t.unrolled(cut.width, cut.steps) <= MAX_UNROLLED]
         cut = cut._replace(tile=fastest(tuple(tiles), M, N, sms))
     if cut.tile:
-        return _tile_geometry(M, N, K, cut, cut.tile)
+        return _tile_geometry(M, N, K, weight, cut, cut.tile)
     if not fits:
         return None
     defines = (
@@ -193,7 +193,9 @@ def geometry(
     return Geometry(KERNEL, grid, (WARP * cut.groups * cut.split,), shared, defines)
 
 
-def _tile_geometry(M: int, N: int, K: int, cut: MatvecLayout, tile: MatvecTile) -> Geometry:
+def _tile_geometry(
+    M: int, N: int, K: int, weight: int, cut: MatvecLayout, tile: MatvecTile
+) -> Geometry:
     loads = WARP // tile.lanes * cut.steps * cut.width  # values of K per thread and chunk
     stage = tile.stage
     while loads * tile.lanes % (2 * stage):  # a chunk has whole pairs of stages
@@ -212,7 +214,8 @@ def _tile_geometry(M: int, N: int, K: int, cut: MatvecLayout, tile: MatvecTile) 
         ("DECODE_STAGE", stage),
     )
     threads = tile.rows // tile.side * (tile.columns // tile.span) * tile.lanes
-    shared = 2 * 4 * (tile.rows + tile.columns) * (stage + TILE_PAD)
+    row = 4 * tile.rows + (2 if weight == 2 else 4) * tile.columns  # FP8 weights become floats
+    shared = 2 * row * (stage + TILE_PAD)
     return Geometry(KERNEL, (count_tiles(tile, M, N), 1), (threads,), shared, defines)
 
 

@@ -41,7 +41,11 @@ constexpr int LOADS = STAGE / (LOAD * LANES);                        // loads of
 constexpr int OF_LEAF = DECODE_STEPS * WIDTH / LOAD;                 // loads per leaf
 constexpr int STAGES = LEAVES * OF_LEAF / LOADS;                     // stages per chunk of a warp
 constexpr int PITCH = STAGE + 16;                                    // floats per row in shared memory
-constexpr int BUFFER = (ROWS + COLUMNS) * PITCH;
+// Weights of 16 bits stay so in shared memory, which has no more than 128 bytes a clock for all loads; FP8 become floats.
+template <int BYTES> struct Kept { typedef float type; };
+template <> struct Kept<2> { typedef W type; };
+typedef Kept<sizeof(W)>::type S;
+constexpr int X_BYTES = 4 * ROWS * PITCH, BUFFER = X_BYTES + sizeof(S) * COLUMNS * PITCH;  // bytes of a stage
 constexpr int VALUES = SIDE * SPAN, KEPT = VALUES / LANES;  // sums per thread, before and after the shuffles
 constexpr int X_FETCHES = ROWS * STAGE / 4 / THREADS;
 constexpr int OF_COLUMN = STAGE / LOAD;  // loads per stage and column
@@ -67,6 +71,18 @@ __device__ __forceinline__ int first_of(int i) {
     return i < DECODE_SPLIT * CHUNKS ? i / CHUNKS * UNIT + i % CHUNKS * CHUNK : 0;
 }
 
+// Stores four weights in shared memory.
+template <typename E>
+__device__ __forceinline__ void keep(const Vec<W, 4>& four, E* to) {
+    if constexpr (sizeof(E) == sizeof(W)) {
+        *reinterpret_cast<Vec<W, 4>*>(to) = four;
+    } else {
+        float v[4];
+        four.unpack(v);
+        Vec<E, 4>::store(to, v);
+    }
+}
+
 // A thread's share of the stages, on the way from global to shared memory.
 struct Share {
     static constexpr int X_APART = THREADS / (STAGE / 4), W_APART = THREADS / OF_COLUMN;  // rows between fetches
@@ -80,10 +96,6 @@ struct Share {
         const int x_row = threadIdx.x / (STAGE / 4), w_row = threadIdx.x / OF_COLUMN;
         from_x = x + (long long)x_row * DECODE_K, from_w = w + (long long)w_row * DECODE_K;
         x_left = x_rows - x_row, w_left = w_rows - w_row;
-    }
-
-    __device__ __forceinline__ int w_place(int stage) const {
-        return place_along(stage, threadIdx.x % OF_COLUMN / LANES, threadIdx.x % LANES);
     }
 
     __device__ __forceinline__ void fetch_w(int stage, int first) {
@@ -108,23 +120,23 @@ struct Share {
 
     static __device__ __forceinline__ bool inside(int k) { return PADDED == DECODE_K || k < DECODE_K; }
 
-    __device__ __forceinline__ void put(int stage, float* buffer) const {
+    __device__ __forceinline__ void put(int stage, char* buffer) const {
         buffer += stage % 2 * BUFFER;
 #pragma unroll
         for (int i = 0; i < X_FETCHES; ++i) {
-            const int flat = i * THREADS + threadIdx.x;
-            *reinterpret_cast<uint4*>(buffer + flat / (STAGE / 4) * PITCH + flat % (STAGE / 4) * 4) = x[i].raw;
+            const int flat = i * THREADS + threadIdx.x, at = flat / (STAGE / 4) * PITCH + flat % (STAGE / 4) * 4;
+            *reinterpret_cast<Vec<float, 4>*>(buffer + 4 * at) = x[i];
         }
 #pragma unroll
         for (int i = 0; i < W_FETCHES; ++i) {
             const int flat = i * THREADS + threadIdx.x, column = flat / OF_COLUMN, load = flat % OF_COLUMN;
             if (COLUMNS * OF_COLUMN % THREADS != 0 && column >= COLUMNS) break;
-            float v[LOAD];
-            w[stage % FLIGHT][i].unpack(v);
-            float* to = buffer + (ROWS + column) * PITCH + load / LANES * LANES * LOAD + load % LANES * 4;
+            S* to = reinterpret_cast<S*>(buffer + X_BYTES) + column * PITCH;
+            to += load / LANES * LANES * LOAD + load % LANES * 4;
+            const Vec<W, 4>* fours = reinterpret_cast<const Vec<W, 4>*>(&w[stage % FLIGHT][i]);
 #pragma unroll
             for (int e = 0; e < LOAD; e += 4) {
-                *reinterpret_cast<float4*>(to + e * LANES) = make_float4(v[e], v[e + 1], v[e + 2], v[e + 3]);
+                keep(fours[e / 4], to + e * LANES);
             }
         }
     }
@@ -135,23 +147,25 @@ struct Tree {
     float sum[VALUES], level[LEVELS][VALUES];
 
     // Adds the products of load i of a stage. x, w: the thread's first values in shared memory.
-    __device__ __forceinline__ void multiply(int i, const float* x, const float* w) {
+    __device__ __forceinline__ void multiply(int i, const float* x, const S* w) {
 #pragma unroll
         for (int e = 0; e < LOAD; e += 4) {
             const int at = (i * LOAD + e) * LANES;
-            float4 column[SPAN];
+            float column[SPAN][4];
 #pragma unroll
-            for (int c = 0; c < SPAN; ++c) column[c] = *reinterpret_cast<const float4*>(w + c * ACROSS * PITCH + at);
+            for (int c = 0; c < SPAN; ++c) {
+                reinterpret_cast<const Vec<S, 4>*>(w + c * ACROSS * PITCH + at)->unpack(column[c]);
+            }
 #pragma unroll
             for (int r = 0; r < SIDE; ++r) {
-                const float4 row = *reinterpret_cast<const float4*>(x + r * DOWN * PITCH + at);
+                float row[4];
+                reinterpret_cast<const Vec<float, 4>*>(x + r * DOWN * PITCH + at)->unpack(row);
 #pragma unroll
                 for (int c = 0; c < SPAN; ++c) {
-                    float& of = sum[r * SPAN + c];
-                    of = fmaf(column[c].x, row.x, of);
-                    of = fmaf(column[c].y, row.y, of);
-                    of = fmaf(column[c].z, row.z, of);
-                    of = fmaf(column[c].w, row.w, of);
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        sum[r * SPAN + c] = fmaf(column[c][k], row[k], sum[r * SPAN + c]);
+                    }
                 }
             }
         }
@@ -198,7 +212,8 @@ template <typename End>
 __device__ __forceinline__ void multiply(const float* x, const W* w, const float* scale, const float* bias,
                                          const End& end, int M, int N) {
     extern __shared__ float4 shared[];
-    float* buffer = reinterpret_cast<float*>(shared);  // [2][BUFFER], later (ROWS, COLUMNS)
+    char* buffer = reinterpret_cast<char*>(shared);      // [2][BUFFER]
+    float* outputs = reinterpret_cast<float*>(shared);  // in the end (ROWS, COLUMNS)
     const int down = (M + ROWS - 1) / ROWS;  // neighbouring blocks read the same weights
     const int m = blockIdx.x % down * ROWS, n = blockIdx.x / down * COLUMNS;
     // Lanes that differ in bit 0 share rows of x, lanes that differ in bit 1 share columns of w: fewer accesses.
@@ -223,10 +238,12 @@ __device__ __forceinline__ void multiply(const float* x, const W* w, const float
         const int chunk = i % CHUNKS;
 #pragma unroll
         for (int stage = 0; stage < STAGES; ++stage) {
-            const float* now = buffer + stage % 2 * BUFFER + 4 * q;
+            const char* now = buffer + stage % 2 * BUFFER;
+            const float* x_now = reinterpret_cast<const float*>(now) + row * PITCH + 4 * q;
+            const S* w_now = reinterpret_cast<const S*>(now + X_BYTES) + column * PITCH + 4 * q;
 #pragma unroll
             for (int load = 0; load < LOADS; ++load) {
-                tree.multiply(load, now + row * PITCH, now + (ROWS + column) * PITCH);
+                tree.multiply(load, x_now, w_now);
                 const int complete = stage * LOADS + load + 1;
                 if (complete % OF_LEAF == 0) tree.add(complete / OF_LEAF - 1);
             }
@@ -246,14 +263,14 @@ __device__ __forceinline__ void multiply(const float* x, const W* w, const float
 #pragma unroll
     for (int v = 0; v < KEPT; ++v) {
         const int flat = q * KEPT + v;
-        buffer[(row + flat / SPAN * DOWN) * COLUMNS + column + flat % SPAN * ACROSS] = total[v];
+        outputs[(row + flat / SPAN * DOWN) * COLUMNS + column + flat % SPAN * ACROSS] = total[v];
     }
     __syncthreads();
     for (int i = thread; i < ROWS * COLUMNS; i += THREADS) {
         const int at_m = m + i / COLUMNS, at_n = n + i % COLUMNS;
         if (at_m >= M || at_n >= N) continue;
         const auto late = end.late(at_m, at_n);
-        const float sum = fmaf(buffer[i], scale ? scale[at_n] : 1.0f, bias ? bias[at_n] : 0.0f);
+        const float sum = fmaf(outputs[i], scale ? scale[at_n] : 1.0f, bias ? bias[at_n] : 0.0f);
         end.store(at_m, at_n, end.value(sum, late), late);
     }
 }
