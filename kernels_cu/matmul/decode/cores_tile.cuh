@@ -5,12 +5,13 @@
 // threads share the leaves of these outputs: thread q adds leaves q, q + LANES, ... one after the other, in the order
 // of the tree, so that it keeps one sum per output and level of the tree. Shuffles add the last levels.
 //
-//   all threads   [ load stage 0 | for each stage: load the next stage into registers, multiply, store the next stage
-//                   in shared memory, barrier | epilogue ]
+//   all threads   [ load the first stages | for each stage: multiply it, store the next stage in shared memory, load
+//                   stages of x and w behind it into registers, barrier | epilogue ]
 //
-// A stage is STAGE values of K of each row and column of the tile. Shared memory holds two stages of floats: row by
-// row, 4 values of each of the LANES threads side by side. A thread's loads of a leaf are its vectors of DECODE_WIDTH
-// weights, or parts of a vector.
+// A stage is STAGE values of K of each row and column of the tile. Shared memory holds two stages: row by row, 4 values
+// of each of the LANES threads side by side. x is in floats. Weights of 16 bits are converted when they are multiplied,
+// because loads from shared memory take most of the time; FP8 weights are converted before they are stored. A thread's
+// loads of a leaf are its vectors of DECODE_WIDTH weights, or parts of a vector.
 //
 // DECODE_WIDTH is a multiple of 4. grid (ceil(N / DECODE_COLUMNS) * ceil(M / DECODE_ROWS)), block (THREADS).
 #pragma once
@@ -40,11 +41,10 @@ constexpr int LOAD = WIDTH * LANES > STAGE ? STAGE / LANES : WIDTH;  // weights 
 constexpr int LOADS = STAGE / (LOAD * LANES);                        // loads of a thread's leaves per stage and column
 constexpr int OF_LEAF = DECODE_STEPS * WIDTH / LOAD;                 // loads per leaf
 constexpr int STAGES = LEAVES * OF_LEAF / LOADS;                     // stages per chunk of a warp
-constexpr int PITCH = STAGE + 16;                                    // floats per row in shared memory
-// Weights of 16 bits stay so in shared memory, which has no more than 128 bytes a clock for all loads; FP8 become floats.
-template <int BYTES> struct Kept { typedef float type; };
-template <> struct Kept<2> { typedef W type; };
-typedef Kept<sizeof(W)>::type S;
+constexpr int PITCH = STAGE + 16;                                    // values per row in shared memory
+template <int BYTES> struct InShared { typedef float type; };
+template <> struct InShared<2> { typedef W type; };
+typedef InShared<sizeof(W)>::type S;  // type of weights in shared memory
 constexpr int X_BYTES = 4 * ROWS * PITCH, BUFFER = X_BYTES + sizeof(S) * COLUMNS * PITCH;  // bytes of a stage
 constexpr int VALUES = SIDE * SPAN, KEPT = VALUES / LANES;  // sums per thread, before and after the shuffles
 constexpr int X_FETCHES = ROWS * STAGE / 4 / THREADS;
