@@ -514,8 +514,8 @@ def tiles_of(where: str, kernel: Kernel, case: Case) -> Iterator[Any]:
     if kernel.variant == "matvec" and not case.norm:
         weight = _linear_mma.BYTES.get(kernel.weights, 1)
         cut = _linear_matvec.layout(case.M, case.N, case.K, weight, case.sms)
-        tiles = _linear_matvec.TILES if cut.width >= _linear_matvec.TILE_WIDTH else ()
-        yield from (None, *(cut._replace(tile=tile) for tile in tiles))
+        fits = cut.width >= _linear_matvec.TILE_WIDTH
+        yield from (None, *(cut._replace(tile=tile) for tile in _linear_matvec.TILES if fits))
         return
     table = TILES_ON_CPU
     if where == "gpu":

@@ -17,7 +17,7 @@ from gpt2block.cuda.cards import properties
 from gpt2block.cuda.kernels import HI_LO, cache_dtype
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.elementwise import SILU_MUL
-from gpt2block.ops.engines.linear_matvec import TILES as MATVEC_TILES
+from gpt2block.ops.engines.linear_matvec import TILES
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
@@ -41,6 +41,7 @@ from tests.products import (
 Array = NDArray[Any]
 device = devices.device
 OPERATION = LINEAR.OPERATION
+TILE = TILES[-1]  # of matmul/decode/cores.cu
 
 
 class Arguments:
@@ -171,7 +172,7 @@ def assert_qkv(where: str, name: str, case: Case, n_ctx: int, position: Array) -
         ("linear-matvec-float32", Case(3, 48, 21, norm=True), 4),
         ("linear-matvec-float8_e4m3fn", Case(1, 528, 30, norm=True), 3),
         ("linear-matvec-bfloat16", Case(2, 784, 27, norm=True, tile=ROUNDS), 3),
-        ("linear-matvec-float8_e5m2", Case(10, 528, 27, tile=SMALL._replace(tile=MATVEC_TILES[-1])), 3),
+        ("linear-matvec-float8_e5m2", Case(10, 528, 27, tile=SMALL._replace(tile=TILE)), 3),
         ("linear-mma-float32", Case(3, 48, 21, norm=True), 4),
         ("linear-mma-float8_e4m3fn", Case(1, 528, 30, norm=True), 3),
         ("linear-mma-bfloat16", Case(10, 784, 27, norm=True), 3),
