@@ -232,12 +232,12 @@ def test_what_decides_between_the_variants(where: str, monkeypatch: pytest.Monke
 def test_without_tensor_cores_more_rows_are_tiles(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block of decode_cores keeps 8 rows; tiles of more rows read the weights once."""
-    given = Arguments(17, 1024, 24, "float16")
+    """A block of decode_cores keeps 8 rows; tiles of many rows read the weights once."""
+    given = Arguments(33, 1024, 24, "float16")
     cores = OPERATION.bind((given.x, given.w), variant="matvec")
     monkeypatch.setattr(LINEAR, "gpu", lambda: properties(75))
-    few, more = (OPERATION.bind((given.x[:M], given.w), decoding=True) for M in (8, 17))
-    assert [bound.launches[0].grid[1] for bound in (cores, few, more)] == [3, 1, 1]
+    few, more = (OPERATION.bind((given.x[:M], given.w), decoding=True) for M in (8, 33))
+    assert [bound.launches[0].grid[1] for bound in (cores, few, more)] == [5, 1, 1]
     assert_same_bits(more.run().get(), cores.run().get())
     assert_same_bits(few.run().get(), cores.out.get()[:8])
 
