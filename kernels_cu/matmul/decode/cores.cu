@@ -25,7 +25,8 @@
 // With DECODE_LOOP, a block processes several groups of columns, one after the other, and prefetches the next weights
 // as soon as a register is free. This is for products with more columns than one grid can hold, such as lm_head.
 //
-// With DECODE_SIDE, matmul/decode/cores_tile.cuh computes a tile of more rows, with the same bits, and without LayerNorm.
+// With DECODE_SIDE, a block computes a tile of more rows (matmul/decode/cores_tile.cuh), with the same bits, without
+// LayerNorm.
 //
 // grid (ceil(N / COLUMNS) or fewer with DECODE_LOOP, ceil(M / DECODE_ROWS)), block (32 * DECODE_GROUPS * DECODE_SPLIT).
 // `shared_floats` of the Python operation `linear` computes the dynamic shared memory. Any M, N, K; DECODE_WIDTH and

@@ -1,4 +1,4 @@
-// The tile of matmul/decode/cores.cu: a block computes DECODE_ROWS x DECODE_COLUMNS outputs, and reads its weights once.
+// The tile of matmul/decode/cores.cu: a block computes DECODE_ROWS x DECODE_COLUMNS outputs and reads its weights once.
 //
 // The order of additions is the order without a tile: DECODE_SPLIT warps divide K, and a warp adds the sums of its 32
 // lanes, here called leaves, in a tree, for each chunk of K. Here, a thread computes SIDE x SPAN outputs, and LANES
@@ -19,16 +19,6 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-#ifndef DECODE_SPAN
-#define DECODE_SPAN 4
-#endif
-#ifndef DECODE_LANES
-#define DECODE_LANES 4
-#endif
-#ifndef DECODE_STAGE
-#define DECODE_STAGE 64
-#endif
-
 namespace tile {
 
 constexpr int ROWS = DECODE_ROWS, COLUMNS = DECODE_COLUMNS, SIDE = DECODE_SIDE, SPAN = DECODE_SPAN;
@@ -36,7 +26,7 @@ constexpr int LANES = DECODE_LANES, STAGE = DECODE_STAGE, WIDTH = DECODE_WIDTH;
 constexpr int DOWN = ROWS / SIDE, ACROSS = COLUMNS / SPAN;  // threads along the rows and columns of the tile
 constexpr int THREADS = DOWN * ACROSS * LANES;
 constexpr int LEAVES = 32 / LANES;  // leaves per thread
-constexpr int LEVELS = LEAVES == 8 ? 3 : LEAVES == 4 ? 2 : LEAVES == 2 ? 1 : 0;
+constexpr int LEVELS = LEAVES == 8 ? 3 : LEAVES == 4 ? 2 : 1;
 constexpr int LOAD = WIDTH * LANES > STAGE ? STAGE / LANES : WIDTH;  // weights per load
 constexpr int LOADS = STAGE / (LOAD * LANES);                        // loads of a thread's leaves per stage and column
 constexpr int OF_LEAF = DECODE_STEPS * WIDTH / LOAD;                 // loads per leaf
@@ -54,15 +44,14 @@ constexpr int FLIGHT = 2;  // stages of weights in registers
 typedef Vec<W, LOAD> Weights;
 static_assert(LEAVES * OF_LEAF % (2 * LOADS) == 0, "a chunk is made of pairs of stages");
 static_assert(ROWS * STAGE / 4 % THREADS == 0 && THREADS % (STAGE / 4) == 0, "a thread loads the same part of rows");
+static_assert(LEAVES == 1 << LEVELS && LEAVES > 1, "2, 4 or 8 leaves per thread");
 static_assert(THREADS % 32 == 0 && DOWN % 2 == 0 && ACROSS % 2 == 0, "neighbouring lanes share rows or columns");
 
 // Returns the index along K of load i of thread q in a stage of a chunk, from the chunk's first value of a warp on.
 // Leaves are in the order of the tree: their bits are reversed.
 __device__ __forceinline__ int place_along(int stage, int i, int q) {
     const int load = stage * LOADS + i, leaf = load / OF_LEAF, of_leaf = load % OF_LEAF;
-    int turned = 0;
-#pragma unroll
-    for (int level = 0; level < LEVELS; ++level) turned |= (leaf >> level & 1) << (LEVELS - 1 - level);
+    const int turned = __brev(leaf) >> (32 - LEVELS);
     return (q + LANES * turned) * WIDTH + of_leaf / (WIDTH / LOAD) * STEP + of_leaf % (WIDTH / LOAD) * LOAD;
 }
 
