@@ -513,6 +513,12 @@ def tiles_of(where: str, kernel: Kernel, case: Case) -> Iterator[Any]:
     if where == "gpu" and kernel.operand:
         yield from _of_decoding_by_wgmma(kernel, case)
         return
+    if kernel.variant == "matvec" and not case.norm:
+        weight = _linear_mma.BYTES.get(kernel.weights, 1)
+        cut = _linear_matvec.layout(case.M, case.N, case.K, weight, case.sms)
+        fits = cut.width >= _linear_matvec.TILE_WIDTH
+        yield from (None, *(cut._replace(tile=tile) for tile in _linear_matvec.TILES if fits))
+        return
     table = TILES_ON_CPU
     if where == "gpu":
         table = TILES_ON_GPU

@@ -222,7 +222,8 @@ def _check_cores(c: Call, norm: int) -> None:
 
 def _cores_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     sizes = (c.M, outputs, c.K, c.w.data.itemsize)
-    return matvec.geometry(*sizes, norm=bool(norm), whole_N=c.w.whole_N, **_of_device())
+    options = {"norm": bool(norm), "whole_N": c.w.whole_N, "tiled": not gpu().has_mma}
+    return matvec.geometry(*sizes, **options, **_of_device())
 
 
 def _cores_load(c: Call) -> int:

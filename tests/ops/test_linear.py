@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops
 from gpt2block.cuda import cupy
+from gpt2block.cuda.cards import properties
 from gpt2block.cuda.kernels import HI_LO, cache_dtype
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.elementwise import SILU_MUL
+from gpt2block.ops.engines.linear_matvec import TILES
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
@@ -30,6 +32,7 @@ from tests.products import (
     ODD,
     QKV_KERNELS,
     ROUNDS,
+    SMALL,
     WEIGHTS,
     Case,
     use_variant,
@@ -38,6 +41,7 @@ from tests.products import (
 Array = NDArray[Any]
 device = devices.device
 OPERATION = LINEAR.OPERATION
+TILE = TILES[-1]  # of matmul/decode/cores.cu
 
 
 class Arguments:
@@ -168,6 +172,7 @@ def assert_qkv(where: str, name: str, case: Case, n_ctx: int, position: Array) -
         ("linear-matvec-float32", Case(3, 48, 21, norm=True), 4),
         ("linear-matvec-float8_e4m3fn", Case(1, 528, 30, norm=True), 3),
         ("linear-matvec-bfloat16", Case(2, 784, 27, norm=True, tile=ROUNDS), 3),
+        ("linear-matvec-float8_e5m2", Case(10, 528, 27, tile=SMALL._replace(tile=TILE)), 3),
         ("linear-mma-float32", Case(3, 48, 21, norm=True), 4),
         ("linear-mma-float8_e4m3fn", Case(1, 528, 30, norm=True), 3),
         ("linear-mma-bfloat16", Case(10, 784, 27, norm=True), 3),
@@ -221,6 +226,20 @@ def test_what_decides_between_the_variants(where: str, monkeypatch: pytest.Monke
     assert kernel(1, 64, "float16") == "decode_cores"
     with pytest.raises(InputError, match=r"mma: needs a GPU of compute capability 8\.0 or newer"):
         kernel(1, 64, "float16", variant="mma")
+
+
+@one_order
+def test_without_tensor_cores_more_rows_are_tiles(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of decode_cores keeps 8 rows; tiles of many rows read the weights once."""
+    given = Arguments(33, 1024, 24, "float16")
+    cores = OPERATION.bind((given.x, given.w), variant="matvec")
+    monkeypatch.setattr(LINEAR, "gpu", lambda: properties(75))
+    few, more = (OPERATION.bind((given.x[:M], given.w), decoding=True) for M in (8, 33))
+    assert [bound.launches[0].grid[1] for bound in (cores, few, more)] == [5, 1, 1]
+    assert_same_bits(more.run().get(), cores.run().get())
+    assert_same_bits(few.run().get(), cores.out.get()[:8])
 
 
 def test_the_registry_names_the_kernels() -> None:

@@ -147,6 +147,7 @@ BITS_ON_CPU: Table = {
     "linear-mma-hi_lo": [Case(17, 264, 14, **FULL)],
     "linear-mma-bfloat16": [Case(17, 264, 14, **FULL)],
     "linear-matvec-float32": [Case(17, 264, 14, **FULL)],
+    "linear-matvec-*": [Case(20, 1168, 37, **ENDS)],
     **{f"linear-mma_tiles-{name}": [Case(20, 1168, 37, gelu=True)]
        for name in ("float32", "bfloat16", FP8_E4M3, HI_LO)},
     "linear-tiles-float32": [Case(131, 136, 104, **ENDS)],
@@ -164,8 +165,11 @@ BITS_ON_GPU: Table = {
                                     (18, 1600, 96), (64, 768, 2304), (65, 768, 20_001)),
     "linear-mma-[bf]*": with_ends([FULL], (200, 768, 2304), (200, 3072, 768), (200, 768, 20_000),
                                   (200, 1616, 333)),
-    "linear-matvec-*": with_ends([FULL], (17, 768, 2304), (17, 3072, 768), (17, 768, 20_000),
-                                 (17, 1615, 333)),
+    "linear-matvec-*": [
+        *with_ends([FULL], (17, 768, 2304), (17, 3072, 768), (17, 768, 20_000), (17, 1615, 333)),
+        *with_ends([ENDS], (65, 768, 2304), (64, 3072, 768), (33, 772, 20_000), (17, 1616, 333),
+                   (9, 11_008, 200)),
+    ],
     "linear-tiles-*": with_ends([{"residual": True}, ENDS], (517, 1000, 516), (300, 77, 333),
                                 (2000, 768, 768), (131, 136, 104)),
     "gemm-mma-*16-to-*16": with_ends([{"bias": False}, {"residual": True}], *BY_MMA),

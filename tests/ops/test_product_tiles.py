@@ -243,6 +243,27 @@ def test_rows_that_no_block_can_hold() -> None:
         assert (rmsnorm_matvec(*sizes) is not None) == fits
 
 
+@pytest.mark.parametrize("sms", [132, 40])
+@pytest.mark.parametrize(("K", "N"), [*SHAPES, (4096, 12_288), (11_008, 4096), (30_000, 4096)])
+def test_a_tile_of_a_gpu_without_tensor_cores_has_room(K: int, N: int, sms: int) -> None:
+    """Of matrices that are larger than an L2 cache, each weight is read once for up to 64 rows."""
+    limits = {"sms": sms, "max_shared": SHARED - 1024}
+    for M, weight in product((1, 8, 9, 16, 17, 64, 200), (1, 2, 4)):
+        where = matvec.geometry(M, N, K, weight, tiled=True, **limits)
+        if where is None:
+            assert matvec.order(N, K, weight)[0] < matvec.TILE_WIDTH
+            continue
+        constants = {name: int(value) for name, value in where.defines}
+        assert where.shared <= limits["max_shared"]
+        assert where.block[0] <= 1024
+        rows, columns = constants["DECODE_ROWS"], constants["DECODE_COLUMNS"]
+        if "DECODE_SIDE" in constants:
+            assert where.grid[0] * rows * columns >= M * N
+            assert where.grid == (math.ceil(M / rows) * math.ceil(N / columns), 1)
+        elif N * K * weight >= matvec.LARGE:
+            assert where.grid[1] == 1
+
+
 @pytest.mark.parametrize("gpu", [gpu for _, gpu in GPUS])
 @pytest.mark.parametrize("clusters", [False, True])
 @pytest.mark.parametrize("dtype", WEIGHTS)
@@ -360,6 +381,14 @@ def decoding_tiles() -> Iterator[Job]:
                     found = _linear_mma_tiles.geometry(M, N, K, dtype, tile, ends, ends)
                     jobs.append((_linear_mma_tiles.FILE, arch, (*constants, *found.defines)))
     yield from list(dict.fromkeys(jobs))[::11]
+
+
+def matvec_tiles() -> Iterator[Job]:
+    """Yield tiles of matmul/decode/cores.cu for steps of 64 rows on a T4."""
+    for (N, K), dtype in product((*GPT2, (50257, 768)), ("bfloat16", "float16")):
+        how = matvec.geometry(64, N, K, 2, tiled=True, sms=40, max_shared=SHARED - 1024)
+        assert how is not None
+        yield matvec.FILE, "sm_75", (*stored_as(dtype), *how.defines)
 
 
 def gemm_tiles() -> Iterator[Job]:
@@ -536,7 +565,7 @@ def rmsnorm_mma_tiles() -> Iterator[Job]:
 @pytest.mark.parametrize(
     "jobs",
     [
-        *(decoding_tiles, gemm_tiles, gemm_wgmma_tiles, gemm_fp8_tiles),
+        *(decoding_tiles, matvec_tiles, gemm_tiles, gemm_wgmma_tiles, gemm_fp8_tiles),
         *(gguf_tiles, gguf_wgmma_tiles),
         *(matmul_tiles, rmsnorm_wgmma_tiles, rmsnorm_mma_tiles),
     ],

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops.engines.rows import WARP, power_of_two
+from gpt2block.ops.products import count_tiles, fastest
 
 FILE, KERNEL = "matmul/decode/cores.cu", "decode_cores"
 MANY_COLUMNS = 16384  # minimum outputs N of a whole matrix for which blocks loop over columns
@@ -24,7 +25,40 @@ ROW_BYTES = 103_000  # maximum bytes of x in shared memory per block with severa
 COLUMNS = (1, 2, 3, 4, 5, 6)  # possible numbers of columns per group
 BEST_COLUMNS = 6  # preferred columns per group
 MIN_COLUMNS = 4, 12  # minimum columns per block, by `rows >= MORE_ROWS`; fewer would take as long
+TILE_WIDTH = 4  # minimum weights per load for a tile
+TILE_PAD = 16  # floats after each row of a tile in shared memory
+LARGE = 1 << 25  # minimum bytes of a matrix that blocks do not read again from the L2 cache
+MOST_READS = 4  # maximum times that blocks read a smaller matrix
 EACH_BLOCK = 4  # number of columns whose products take as long as loading x into a block
+
+
+class MatvecTile(NamedTuple):
+    """A tile of outputs of a block, which reads its weights once. Results do not depend on it."""
+
+    rows: int  # rows of x
+    columns: int  # columns of the product (rows of w)
+    lanes: int  # threads that share the additions of an output
+    speed: float  # speed of a multiprocessor on such tiles, relative to the first tile
+    side: int = 8  # rows per thread
+    span: int = 4  # columns per thread
+    stage: int = 64  # values of K in shared memory at once
+
+    def unrolled(self, width: int, steps: int) -> int:
+        """Return the multiply-adds per thread and chunk: the size of the kernel's code."""
+        return WARP // self.lanes * width * steps * self.side * self.span
+
+
+# The first of equally fast tiles is chosen. Tiles of 4 rows per thread have more threads, for
+# products with few outputs.
+TILES = (
+    MatvecTile(64, 32, 4, 1.0),
+    MatvecTile(64, 24, 8, 1.0, span=6),
+    MatvecTile(32, 32, 8, 0.86),
+    MatvecTile(32, 16, 8, 0.83, side=4, stage=128),
+    MatvecTile(16, 16, 8, 0.65, side=4, stage=128),
+    MatvecTile(8, 32, 8, 0.4, side=4),
+)
+MAX_UNROLLED = 3072  # maximum multiply-adds of `MatvecTile.unrolled`: instructions fit their cache
 
 
 class MatvecLayout(NamedTuple):
@@ -38,6 +72,7 @@ class MatvecLayout(NamedTuple):
     loop: bool  # whether blocks loop over the columns of the product
     blocks: int  # minimum blocks per multiprocessor (__launch_bounds__)
     rows: int  # rows of x per block
+    tile: MatvecTile | None = None  # computes more rows; then only the order of additions counts
 
 
 def order(N: int, K: int, weight: int) -> tuple[int, int, int]:
@@ -118,18 +153,28 @@ def geometry(
     sms: int = 132,
     max_shared: int = 232_448,
     whole_N: int | None = None,
+    tiled: bool = False,
     cut: MatvecLayout | None = None,
 ) -> Geometry | None:
     """Return the launch of the kernel, or None if a row of x does not fit in `max_shared` bytes.
 
     weight: bytes per weight. norm: whether the kernel computes LayerNorm of x. whole_N: as in
-    `layout`. cut: the layout to use; by default, the result of `layout`.
+    `layout`. tiled: whether blocks compute tiles where this is faster than reading weights
+    again. cut: the layout to use; by default, the result of `layout`.
     """
     cut = cut or layout(M, N, K, weight, sms, whole_N)
-    while (shared := 4 * shared_floats(cut, K, norm)) > max_shared:
-        if cut.rows == 1:
-            return None
+    while (shared := 4 * shared_floats(cut, K, norm)) > max_shared and cut.rows > 1:
         cut = cut._replace(rows=cut.rows // 2)
+    fits = shared <= max_shared
+    reads = ceil(M / cut.rows)
+    many = reads > (1 if N * K * weight >= LARGE else MOST_READS) or not fits
+    if tiled and many and not norm and cut.width >= TILE_WIDTH:
+        tiles = [t for t in TILES if t.unrolled(cut.width, cut.steps) <= MAX_UNROLLED]
+        cut = cut._replace(tile=fastest(tuple(tiles), M, N, sms))
+    if cut.tile:
+        return _tile_geometry(M, N, K, weight, cut, cut.tile)
+    if not fits:
+        return None
     defines = (
         ("DECODE_K", K),
         ("DECODE_NORM", int(norm)),
@@ -146,6 +191,32 @@ def geometry(
     blocks = ceil(N / (cut.columns * cut.groups))
     grid = (min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows))
     return Geometry(KERNEL, grid, (WARP * cut.groups * cut.split,), shared, defines)
+
+
+def _tile_geometry(
+    M: int, N: int, K: int, weight: int, cut: MatvecLayout, tile: MatvecTile
+) -> Geometry:
+    loads = WARP // tile.lanes * cut.steps * cut.width  # values of K per thread and chunk
+    stage = tile.stage
+    while loads * tile.lanes % (2 * stage):  # a chunk has whole pairs of stages
+        stage //= 2
+    defines = (
+        ("DECODE_K", K),
+        ("DECODE_NORM", 0),
+        ("DECODE_ROWS", tile.rows),
+        ("DECODE_WIDTH", cut.width),
+        ("DECODE_SPLIT", cut.split),
+        ("DECODE_COLUMNS", tile.columns),
+        ("DECODE_STEPS", cut.steps),
+        ("DECODE_SIDE", tile.side),
+        ("DECODE_SPAN", tile.span),
+        ("DECODE_LANES", tile.lanes),
+        ("DECODE_STAGE", stage),
+    )
+    threads = tile.rows // tile.side * (tile.columns // tile.span) * tile.lanes
+    row = 4 * tile.rows + (2 if weight == 2 else 4) * tile.columns  # FP8 weights become floats
+    shared = 2 * row * (stage + TILE_PAD)
+    return Geometry(KERNEL, (count_tiles(tile, M, N), 1), (threads,), shared, defines)
 
 
 def shared_floats(cut: MatvecLayout, K: int, norm: bool) -> int:

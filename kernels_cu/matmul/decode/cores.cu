@@ -25,6 +25,9 @@
 // With DECODE_LOOP, a block processes several groups of columns, one after the other, and prefetches the next weights
 // as soon as a register is free. This is for products with more columns than one grid can hold, such as lm_head.
 //
+// With DECODE_SIDE, a block computes a tile of more rows (matmul/decode/cores_tile.cuh), with the same bits, without
+// LayerNorm.
+//
 // grid (ceil(N / COLUMNS) or fewer with DECODE_LOOP, ceil(M / DECODE_ROWS)), block (32 * DECODE_GROUPS * DECODE_SPLIT).
 // `shared_floats` of the Python operation `linear` computes the dynamic shared memory. Any M, N, K; DECODE_WIDTH and
 // DECODE_X divide K.
@@ -34,6 +37,12 @@
 #include "lib/decode/epilogues.cuh"
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
+
+#if DECODE_SIDE
+#include "matmul/decode/cores_tile.cuh"
+constexpr int BLOCK = tile::THREADS;
+#else
+constexpr int BLOCK = THREADS;
 
 // A thread's weights in flight: DECODE_STEPS vectors of each of the DECODE_COLUMNS columns of its group.
 struct Stream {
@@ -226,7 +235,9 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * DECODE_GROUPS * DECODE_SPLIT, DECODE_BLOCKS) decode_cores(
+#endif
+
+extern "C" __global__ void __launch_bounds__(BLOCK, DECODE_BLOCKS) decode_cores(
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with DECODE_NORM
     const float* __restrict__ beta,   // (K), with DECODE_NORM
@@ -240,11 +251,15 @@ extern "C" __global__ void __launch_bounds__(32 * DECODE_GROUPS * DECODE_SPLIT, 
     KV* k_cache,                      // (B, n_ctx, C), with EPILOGUE_APPEND
     KV* v_cache,                      // (B, n_ctx, C), with EPILOGUE_APPEND
     float eps, int M, int N, int gelu, int C, int B, int n_ctx) {
-    Rows rows{x, gamma, beta, eps, M, (int)blockIdx.y * DECODE_ROWS, {}};
 #if EPILOGUE == EPILOGUE_APPEND
     const Append end{out, k_cache, v_cache, row, position, C, B, n_ctx};
 #else
     const Add end{residual, out, N, gelu};
 #endif
+#if DECODE_SIDE
+    tile::multiply(x, w, scale, bias, end, M, N);
+#else
+    Rows rows{x, gamma, beta, eps, M, (int)blockIdx.y * DECODE_ROWS, {}};
     multiply(w, scale, bias, rows, end, M, N);
+#endif
 }
