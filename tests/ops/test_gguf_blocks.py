@@ -309,7 +309,7 @@ def test_kernels_store_sums_of_chunks_that_a_product_reads(
         made = architecture_of(config), PassSettings.of(config)
         choice = DecodingChoice(config, Formats("file"), matrices, {}, *made)
         do = outlines.outline(config)
-        choice.step(do, 16, choice.operands(16))
+        choice.step(do, 16, choice.operands(16), 1)
     summed = {s.name for s in do.steps if (to := s.attrs.get("to_operand")) and to.summed}
     assert {name.removeprefix("h.0.") for name in summed} == set(expected.split())
 
