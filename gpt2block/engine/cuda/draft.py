@@ -33,7 +33,7 @@ class Draft:
 
     least_rows = ROWS[0]  # minimum rows per slot of a decoding step
     in_flight = 2  # maximum launched steps whose results the host has not read
-    least_share = MIN_SHARE  # as in SpeculationPolicy
+    least_share = MIN_SHARE  # minimum share of right draft tokens for which steps verify drafts
 
     def __init__(self, model: CudaPasses, cache: CudaCache) -> None:
         self._model, self._cache = model, cache

@@ -65,7 +65,7 @@ CONV_LAYERS = "conv_layers"  # GGUF files have no such key, but 0 heads of keys 
 RECENT = 16
 SAVED = 256  # tokens from a state of gated delta nets that other texts can reuse to the next
 DRAFTING = "mtp."  # begins the names of tensors of the block that drafts tokens
-HALVES = "w_e", "w_h"  # its matrices that multiply the embedding and the row of the stream
+HALVES = "w_e", "w_h"  # matrices of this block, for the embedding and for the row of the stream
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # vocabulary size, id of <|endoftext|>
 
 
