@@ -50,6 +50,7 @@ float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
 # memory alive; memory of an object that is not an array can have several views as owners. Memory
 # counts as allocated as long as one of its owners lives.
 _memory: dict[tuple[int, int], tuple[weakref.ref[np.ndarray], int]] = {}
+_latest: dict[int, tuple[weakref.ref[np.ndarray], int]] = {}  # address → its newest value in _memory
 
 
 class MemoryPointer:
@@ -151,7 +152,13 @@ def _allocated(owner: np.ndarray, address: int, nbytes: int) -> None:
     """Allow kernels to read and write `nbytes` bytes at `address` as long as `owner` lives."""
 
     key = address, id(owner)
-    _memory[key] = weakref.ref(owner, lambda _: _memory.pop(key, None)), nbytes
+
+    def forget(owner: weakref.ref[np.ndarray]) -> None:
+        _memory.pop(key, None)
+        if _latest.get(address, (None,))[0] is owner:
+            _latest.pop(address, None)
+
+    _memory[key] = _latest[address] = weakref.ref(owner, forget), nbytes
 
 
 def asarray(array: object, dtype: DTypeLike | None = None, order: str | None = None) -> ndarray:
@@ -383,6 +390,8 @@ def _span(kernel: str, address: int, spans: dict[int, Any]) -> tuple[Any, int]:
 
 def _allocation(address: int) -> tuple[int, int] | None:
     """Return (first byte, size) of the live allocation that contains an address, or None."""
+    if (latest := _latest.get(address)) and latest[0]() is not None:  # most pointers
+        return address, latest[1]
     known = _memory.copy()  # the garbage collector may remove entries of _memory during the loop
     for (start, _), (owner, nbytes) in known.items():
         if start <= address < start + (nbytes or 1) and owner() is not None:
