@@ -40,12 +40,6 @@ USER, CHECK = "kernel of a user", "check in a fresh process"
 PROMPTS = [1, 2, 3], [4, 5], [6]
 
 
-@cache
-def counted(file: str) -> bool:
-    """Return whether a walk counts the functions of a file."""
-    return file.startswith(f"{PACKAGE}/") and not re.search("/(emulator|ptx)/", file)
-
-
 class Way:
     """Counts of the calls while a walk is recorded."""
 
@@ -65,10 +59,10 @@ class Way:
 
     def enter(self, frame: FrameType, event: str, argument: object) -> None:
         """Count a call; a callback of `sys.setprofile`."""
-        if event != "call" or not self._follows:
-            return
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if not counted(file) or name.startswith("<"):
+        if not self._follows or event != "call" or name.startswith("<"):
+            return
+        if not file.startswith(f"{PACKAGE}/") or re.search("/(emulator|ptx)/", file):
             return
         self.calls += 1
         self.files.add(file)
@@ -128,8 +122,7 @@ def of_check() -> Iterator[tuple[str, str]]:
     def check() -> None:
         from gpt2block.judge import check  # noqa: PLC0415
 
-        template = PACKAGE / "judge" / "templates" / "layernorm.cu"
-        check(template, "layernorm", device="cpu", seed=0)
+        check(PACKAGE / "judge/templates/layernorm.cu", "layernorm", device="cpu", seed=0)
 
     yield "layernorm", Way().of(check)
 

@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -87,7 +87,7 @@ class Recorder:
             return f"{parameter.name}{'' if any(raw) else '=null'}"
         if parameter.ctype == kernels.TENSOR_MAP:
             return f"{parameter.name}={self._maps[raw]}"
-        return f"{parameter.name}={_number(raw, parameter.ctype)}"
+        return f"{parameter.name}={np.frombuffer(raw, kernels.SCALARS[parameter.ctype])[0]}"
 
     def module(self, code: str, **options: Any) -> Any:
         """Replace `cupy.RawModule`."""
@@ -112,11 +112,6 @@ class Recorder:
         return 0
 
 
-@cache
-def _number(raw: bytes, ctype: str) -> Any:
-    return np.frombuffer(raw, kernels.SCALARS[ctype])[0]
-
-
 def _bytes_of(parameter: kernels.Parameter, of_map: int) -> int:
     if parameter.ctype == kernels.TENSOR_MAP:
         return of_map
@@ -134,10 +129,9 @@ def empty(shape: Any, dtype: Any = "float64") -> Any:
 
 def _pointer(array: Any) -> Any:
     """`array.data`, made once, and without `array.ctypes`, which takes several times as long."""
-    known = vars(array)
-    if "pointer" not in known:
-        known["pointer"] = stand_in._Pointer(array.__array_interface__["data"][0])
-    return known["pointer"]
+    if not hasattr(array, "pointer"):
+        array.pointer = stand_in._Pointer(array.__array_interface__["data"][0])
+    return array.pointer
 
 
 @contextmanager

@@ -50,7 +50,7 @@ float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
 # memory alive; memory of an object that is not an array can have several views as owners. Memory
 # counts as allocated as long as one of its owners lives.
 _memory: dict[tuple[int, int], tuple[weakref.ref[np.ndarray], int]] = {}
-_latest: dict[int, tuple[weakref.ref[np.ndarray], int]] = {}  # address → its newest value in _memory
+_latest: dict[int, tuple[weakref.ref[np.ndarray], int]] = {}  # address → its newest owner
 
 
 class MemoryPointer:
@@ -99,8 +99,8 @@ class ndarray(np.ndarray):  # noqa: N801  (CuPy's name)
             return empty(shape, dtype)
         memory: Any = (ctypes.c_uint8 * memptr.mem.size).from_address(memptr.mem.ptr)
         memory.owner = memptr.mem.owner  # every view keeps the owner alive
-        plain = np.ndarray(shape, np.dtype(dtype), memory, memptr.ptr - memptr.mem.ptr, strides)
-        made: ndarray = plain.view(cls)
+        start = memptr.ptr - memptr.mem.ptr
+        made: ndarray = np.ndarray(shape, np.dtype(dtype), memory, start, strides).view(cls)
         return made
 
     @property
@@ -132,8 +132,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = "float64") -> ndarray:
     memory = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     _allocated(memory, memory.ctypes.data + start, nbytes)
-    array = np.ndarray(sizes, dtype, memory, start)
-    made: ndarray = array.view(ndarray)
+    made: ndarray = np.ndarray(sizes, dtype, memory, start).view(ndarray)
     return made
 
 
@@ -150,15 +149,9 @@ def adopt(array: np.ndarray) -> ndarray:
 
 def _allocated(owner: np.ndarray, address: int, nbytes: int) -> None:
     """Allow kernels to read and write `nbytes` bytes at `address` as long as `owner` lives."""
-
     key = address, id(owner)
-
-    def forget(owner: weakref.ref[np.ndarray]) -> None:
-        _memory.pop(key, None)
-        if _latest.get(address, (None,))[0] is owner:
-            _latest.pop(address, None)
-
-    _memory[key] = _latest[address] = weakref.ref(owner, forget), nbytes
+    found = weakref.ref(owner, lambda _: (_memory.pop(key, None), _latest.pop(address, None)))
+    _memory[key] = _latest[address] = found, nbytes
 
 
 def asarray(array: object, dtype: DTypeLike | None = None, order: str | None = None) -> ndarray:
@@ -187,10 +180,7 @@ def _shared(interface: dict[str, Any]) -> ndarray:
 
 
 def array(value: ArrayLike, dtype: DTypeLike | None = None) -> ndarray:
-    host = np.array(value, dtype)
-    copy = empty(host.shape, host.dtype)
-    copy[...] = host
-    return copy
+    return asarray(np.array(value, dtype), order="C")
 
 
 def zeros(shape: int | Sequence[int], dtype: DTypeLike = "float64") -> ndarray:
@@ -433,15 +423,14 @@ class Stream:
         pass
 
 
-class _Graph:
-    def __init__(self, calls: tuple[Callable[[], None], ...]) -> None:
-        self._calls = calls
+class _Graph(NamedTuple):
+    calls: tuple[Callable[[], None], ...]
 
     def upload(self, stream: Stream) -> None:
         pass
 
     def launch(self, stream: Stream | None = None) -> None:
-        for call in self._calls:
+        for call in self.calls:
             call()
 
 

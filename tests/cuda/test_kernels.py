@@ -16,13 +16,13 @@ import pytest
 
 from gpt2block import KernelError, cuda
 from gpt2block.cuda import kernels
-from gpt2block.cuda.kernels import Parameter, Signature, architecture
+from gpt2block.cuda.kernels import Parameter, Signature
 from gpt2block.cuda.launch_lines import stated_geometry
 from tests.compiling import Job, assert_clean
 from tests.devices import running_on
 
-# The H200's architecture, and a CUDA version's oldest and newest. CI compiles with both versions;
-# the first of both ends is the one that the other version lacks.
+# The H200's architecture, and a CUDA version's oldest and newest, the one that the other version
+# lacks first. CI compiles with both versions, for the other end only with --slow.
 WITH_CUDA_12 = ("sm_90", "sm_70", "sm_120")
 WITH_CUDA_13 = ("sm_90", "sm_100", "sm_75")
 ROPE_OF_MMA = (
@@ -359,32 +359,24 @@ def nvrtc() -> tuple[int, int]:
     return version
 
 
-def with_constants(text: str) -> Any:
-    return tuple(tuple(each.split("=")) for each in text.split())
-
-
+@pytest.mark.parametrize("end", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", kernels.sources())
-def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str) -> None:
+def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str, end: int) -> None:
     """All kernels of a file are compiled at once: with its default constants for the H200.
 
-    A file's odd constants, if any, are compiled for an end of the architectures, and with --slow
-    for the other one. When a kernel is loaded, it is compiled alone, to the same code, as the next
-    test shows.
+    A file's odd constants, if any, are compiled for both ends of the architectures. When a kernel
+    is loaded, it is compiled alone, to the same code, as the next test shows.
     """
-    hopper, end, _ = WITH_CUDA_12 if nvrtc[0] < 13 else WITH_CUDA_13
+    known = WITH_CUDA_12 if nvrtc[0] < 13 else WITH_CUDA_13
     if required := kernels.architecture(file):
-        hopper = end = required
-    constants = ("", *EPILOGUES.get(file, []))
-    jobs: list[Job] = [(file, hopper, with_constants(each)) for each in constants]
-    odd = with_constants(ODD_CONSTANTS.get(file, ""))
-    assert_clean([*jobs, (file, end, odd)])
+        known = (required,) * 3
 
+    def of(constants: str) -> Any:
+        return tuple(tuple(each.split("=")) for each in constants.split())
 
-@pytest.mark.slow
-@pytest.mark.parametrize("file", [each for each in kernels.sources() if not architecture(each)])
-def test_odd_constants_compile_for_the_other_end(nvrtc: tuple[int, int], file: str) -> None:
-    *_, end = WITH_CUDA_12 if nvrtc[0] < 13 else WITH_CUDA_13
-    assert_clean([(file, end, with_constants(ODD_CONSTANTS.get(file, "")))])
+    constants = ("", *EPILOGUES.get(file, [])) if end == 1 else ()
+    jobs: list[Job] = [(file, known[0], of(each)) for each in constants]
+    assert_clean([*jobs, (file, known[end], of(ODD_CONSTANTS.get(file, "")))])
 
 
 @pytest.mark.usefixtures("nvrtc")
