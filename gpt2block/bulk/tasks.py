@@ -209,7 +209,7 @@ class Embedding(Task):
         check_flag("normalize", self._own.normalize)
 
     @property
-    def chosen(self) -> dict[str, Any]:
+    def chosen(self) -> dict[str, object]:
         """The options pooling and normalize, with the model's own values in place of None."""
         return {"pooling": self._own.pooling, "normalize": self._own.normalize}
 

@@ -135,7 +135,7 @@ def _checked(place: str, schema: Any) -> Mapping[str, Any]:
     except InputError as error:
         problem = f"{place}: {str(error).removeprefix('schema: ')}"
         raise ApiError(400, problem, place.partition(".")[0]) from None
-    found: Mapping[str, Any] = json.loads(schema) if isinstance(schema, str) else schema
+    found: Mapping[str, object] = json.loads(schema) if isinstance(schema, str) else schema
     return {} if schema is True else found
 
 

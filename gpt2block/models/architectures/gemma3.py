@@ -57,7 +57,7 @@ class Gemma3Config(PartlyWindowedConfig):
         "attention.sliding_window": "window", "rope.freq_base_swa": "local_theta",
         EMBEDDING_DTYPE: EMBEDDING_DTYPE,
     }  # fmt: skip
-    ABSENT: ClassVar[Mapping[str, Any]] = {
+    ABSENT: ClassVar[Mapping[str, object]] = {
         "n_ctx": 131072, "eps": 1e-6, "n_kv_head": 4, "head_size": 256, "theta": 1e6,
         "window": 4096, "scalar": 256, "tie_word_embeddings": True,
     }  # fmt: skip
@@ -107,7 +107,7 @@ class Gemma3Config(PartlyWindowedConfig):
         dtype = "float32" if dtype == "float64" else dtype  # float64 weights are read as float32
         return fields | {EMBEDDING_DTYPE: dtype}
 
-    def to_hugging_face(self) -> dict[str, Any]:
+    def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         content = super().to_hugging_face()
         del content["hidden_act"]

@@ -40,7 +40,8 @@ class GraniteConfig(LlamaConfig):
         "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
         "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
     }  # fmt: skip
-    GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {"rope.scaling.finetuned": True}  # false: no RoPE
+    # false: no RoPE
+    GGUF_NEUTRAL: ClassVar[Mapping[str, object]] = {"rope.scaling.finetuned": True}
 
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0

@@ -82,7 +82,7 @@ class NanoChatConfig(LlamaConfig):
         """Return {name: shape} of the tensors before and after the blocks."""
         return super().outer_shapes()[0], {}
 
-    def to_hugging_face(self) -> dict[str, Any]:
+    def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         return super().to_hugging_face() | {"hidden_act": "relu2"}
 

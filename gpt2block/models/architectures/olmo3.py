@@ -27,7 +27,7 @@ class Olmo3Config(PartlyWindowedConfig, Olmo2Config):
     NAME: ClassVar[str] = "Olmo3"
     MODEL_TYPE: ClassVar[str] = "olmo3"
     EVERY: ClassVar[int] = 4
-    ABSENT: ClassVar[Mapping[str, Any]] = {**Olmo2Config.ABSENT, "theta": 500000.0}
+    ABSENT: ClassVar[Mapping[str, object]] = {**Olmo2Config.ABSENT, "theta": 500000.0}
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {
         "attention.sliding_window": "window", "rope.freq_base_swa": "local_theta",
         "attention.sliding_window_pattern": "sliding_layers",
