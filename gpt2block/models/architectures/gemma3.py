@@ -128,7 +128,7 @@ GGUF, GGUF_ROPE_INTERLEAVED = "gemma3", False
 NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 
 
-def constants(config: Gemma3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+def constants(config: Gemma3Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor} of the RoPE frequencies and of 1 + w for the weights w of all norms."""
     names = [f"h.{n}.{norm}" for n in range(config.n_layer) for norm in NORMS]
     return {

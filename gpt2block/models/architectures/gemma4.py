@@ -305,9 +305,9 @@ NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, ll
 final = llama.final
 
 
-def constants(config: Gemma4Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+def constants(config: Gemma4Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor}: RoPE frequencies, and norm weights of embeddings for layers."""
-    found: dict[str, object] = {**config.layer_frequencies()}
+    found: dict[str, np.ndarray] = {**config.layer_frequencies()}
     if config.n_layer_embd:
         found["gamma_layers_scaled"] = vectors["gamma_layers"] * 2**-0.5
     return found

@@ -65,7 +65,7 @@ def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
     return o.norm("rms_f", x, "gamma_f", to=to)
 
 
-def constants(config: LlamaConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
+def constants(config: LlamaConfig, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor} of tensors computed from the config: the RoPE frequencies."""
     return {"frequencies": config.frequencies()}
 

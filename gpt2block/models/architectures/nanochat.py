@@ -100,7 +100,7 @@ NORM, QKV, TENSOR_HEADS = llama.NORM, llama.QKV, llama.TENSOR_HEADS
 DIVIDED = llama.DIVIDED[:0]  # ReLU squared is not linear: no scaling of weights
 
 
-def constants(config: NanoChatConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
+def constants(config: NanoChatConfig, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor}: Llama's constants, and vectors of ones as the weights of norms."""
     sizes = {ONES: config.n_embd, HEAD_ONES: config.head_size}
     ones = {name: np.ones(size, np.float32) for name, size in sizes.items()}

@@ -86,7 +86,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
-def constants(config: SmolLM3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+def constants(config: SmolLM3Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor} of tensors computed from the config: the RoPE frequencies."""
     known = {"frequencies": config.frequencies(), STILL: np.zeros(config.head_size // 2)}
     return {name: known[name] for name in dict.fromkeys(config.frequencies_of_layers)}
