@@ -29,7 +29,7 @@ BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
 def names_of(config: ModelConfig) -> set[str]:
     """Return the names of all tensors that a model's passes can read."""
     shapes = model_shapes(config)
-    constants = architecture_of(config).constants(config, dict.fromkeys(shapes, np.ones(1)))
+    constants = architecture_of(config).constants(config, dict.fromkeys(shapes, np.array(1.0)))
     caches = enumerate(config.layer_caches)
     rows = (f"h.{n}.{name}" for n, (_, k, v, _) in caches for name in "k" * (k > 0) + "v" * (v > 0))
     return {*shapes, "lm_head", *constants, *BATCH, *rows, *state_shapes(config, 1)}
@@ -51,7 +51,7 @@ def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
     architecture computes a constant counts as read, but the constant itself must be read.
     """
     of = architecture_of(config)
-    sources = defaultdict[str, np.ndarray](lambda: np.ones(1))  # records the vectors that are read
+    sources = defaultdict[str, np.ndarray](lambda: np.array(1.0))  # records vectors that are read
     needed = [*model_shapes(config), *of.constants(config, sources)]
     read = {name for step in steps for name in step.inputs} | {*sources}
     unread = [n for n in needed if n not in read and hi_lo_of(n) not in read]
