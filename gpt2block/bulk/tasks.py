@@ -169,7 +169,7 @@ class Generating(Task):
         rows = []
         for first in range(0, len(written), samples):
             group = written[first : first + samples]
-            row: dict[str, list[Any]] = {
+            row: dict[str, list[object]] = {
                 "completion": [one.text for one in group],
                 "finish_reason": [one.finish_reason for one in group],
                 "completion_tokens": [list(one.tokens) for one in group],

@@ -87,7 +87,7 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
     """
     groups: dict[str, object] = {}  # parameter of `function` → dataclass of options
     infos: dict[str, object] = {}  # name of an option or argument → its Typer declaration
-    types: dict[str, Any] = {}
+    types: dict[str, object] = {}
     hints = get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
         kind = hints[name]

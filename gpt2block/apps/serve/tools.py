@@ -89,8 +89,8 @@ class ToolUse:
         return "none" if self.required else "instead" if self.format else "around"
 
     def offered(
-        self, template: ChatTemplate, messages: list[Any], arguments: JsonObject
-    ) -> tuple[list[Any], JsonObject]:
+        self, template: ChatTemplate, messages: list[object], arguments: JsonObject
+    ) -> tuple[list[object], JsonObject]:
         """Return the messages and the arguments with which the template shows the tools."""
         checked(messages)
         tools = [_as_shown(tool) for tool in self.given]
