@@ -423,14 +423,15 @@ class Stream:
         pass
 
 
-class _Graph(NamedTuple):
-    calls: tuple[Callable[[], None], ...]
+class _Graph:
+    def __init__(self, calls: tuple[Callable[[], None], ...]) -> None:
+        self._calls = calls
 
     def upload(self, stream: Stream) -> None:
         pass
 
     def launch(self, stream: Stream | None = None) -> None:
-        for call in self.calls:
+        for call in self._calls:
             call()
 
 
