@@ -326,7 +326,7 @@ def _position(name: str, value: object) -> int:
 
 FLAGS = "causal", "gelu", "split_k", "half_split", "saturate", "stats", "values", "queries"
 # Checks of scalar arguments by argument name. A name has the same meaning in all functions.
-SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
+SCALARS: Mapping[str, Callable[[str, object], object]] = {
     "n_head": check_count,
     "window": check_count,
     "n_kv_head": check_count,

@@ -238,8 +238,8 @@ def short_conv(
     taps: Array,
     bias: Array | None,
     k: Array | None,
-    row: NDArray[np.integer[Any]],
-    position: NDArray[np.integer[Any]],
+    row: NDArray[np.integer],
+    position: NDArray[np.integer],
 ) -> Array:
     """Compute y_t = C_t · (bias + Σ_j taps_j · u_(t - L + 1 + j)), u = B · x, in each channel.
 
@@ -314,8 +314,8 @@ def attention_queries(
     q: Array,
     k: Array,
     v: Array,
-    cu_seqlens: NDArray[np.integer[Any]],
-    start: NDArray[np.integer[Any]],
+    cu_seqlens: NDArray[np.integer],
+    start: NDArray[np.integer],
     n_head: int,
     longest: int | None = None,
     softmax_scale: float | None = None,
@@ -1131,9 +1131,9 @@ def gated_columns(gate: Array, rows: Array, first: int, gelu: bool = False) -> A
 
 @takes("row positions i32 N; held i32 B 2 -> out i32 B 6; held i32 B 2")
 def delta_spans(
-    row: NDArray[np.integer[Any]],
-    positions: NDArray[np.integer[Any]],
-    held: NDArray[np.integer[Any]],
+    row: NDArray[np.integer],
+    positions: NDArray[np.integer],
+    held: NDArray[np.integer],
     steps: bool = False,
 ) -> NDArray[np.int32]:
     """Return, for each of B slots, which tokens a pass computes, and from which state it continues.
@@ -1182,8 +1182,8 @@ def delta_inputs(
     conv: Array,
     rate: Array,
     dt_bias: Array,
-    row: NDArray[np.integer[Any]],
-    spans: NDArray[np.integer[Any]],
+    row: NDArray[np.integer],
+    spans: NDArray[np.integer],
     state: Array | None = None,
     recent: Array | None = None,
     *,
@@ -1261,11 +1261,11 @@ def delta_rule(
     ba: Array,
     rows: Array,
     conv: Array,
-    spans: NDArray[np.integer[Any]],
+    spans: NDArray[np.integer],
     state: Array | None = None,
     recent: Array | None = None,
     pool: Array | None = None,
-    saved: NDArray[np.integer[Any]] | None = None,
+    saved: NDArray[np.integer] | None = None,
     *,
     n_k_head: int,
     k_size: int,
@@ -1334,7 +1334,7 @@ def gated_rmsnorm(o: Array, x: Array, gamma: Array, eps: float = 1e-6) -> Array:
     return unchecked(silu_mul)(z, unchecked(rmsnorm)(heads, gamma, eps).reshape(o.shape))
 
 
-def _spans(cu_seqlens: NDArray[np.integer[Any]], N: int) -> list[tuple[int, int]]:
+def _spans(cu_seqlens: NDArray[np.integer], N: int) -> list[tuple[int, int]]:
     """Return pairs (first row, last row + 1), one per sequence. Raises InputError for bad input."""
     ends = cu_seqlens.tolist()
     if ends != sorted(ends) or ends[0] < 0 or ends[-1] > N:

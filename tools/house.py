@@ -100,7 +100,8 @@ def of_block(kernels: str) -> Iterator[tuple[str, str]]:
 def of_generate() -> Iterator[tuple[str, str]]:
     import gpt2block  # noqa: PLC0415
 
-    model = gpt2block.GPT2.from_pretrained("shakespeare", device="cuda")
+    config = gpt2block.GPT2Config(n_layer=6, n_head=1, n_embd=64, n_ctx=256, vocab_size=256)
+    model = gpt2block.GPT2(gpt2block.GPT2Weights.random(0, config), device="cuda")
     prompts = [*map(list, PROMPTS)]
     yield "first, 3 prompts, 2 tokens", Way().of(model.generate, prompts, max_new_tokens=2)
     yield "second, 3 tokens", Way().of(model.generate, prompts, max_new_tokens=3)
@@ -121,8 +122,7 @@ def of_check() -> Iterator[tuple[str, str]]:
     def check() -> None:
         from gpt2block.judge import check  # noqa: PLC0415
 
-        template = PACKAGE / "judge" / "templates" / "layernorm.cu"
-        check(template, "layernorm", device="cpu", seed=0)
+        check(PACKAGE / "judge/templates/layernorm.cu", "layernorm", device="cpu", seed=0)
 
     yield "layernorm", Way().of(check)
 

@@ -218,10 +218,8 @@ def main() -> None:
     args = parser.parse_args()
     for capability in (args.capability,) if args.capability else DEVICES:
         for name, lines in lists(capability, lambda name: args.only in name):
-            shown = (
-                [f"{digest(lines)} {name}"] if args.digests else [f"{name} | {x}" for x in lines]
-            )
-            print(*shown, sep="\n", flush=True)
+            text = [f"{digest(lines)} {name}"] if args.digests else [f"{name} | {x}" for x in lines]
+            print(*text, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -128,8 +128,10 @@ def empty(shape: Any, dtype: Any = "float64") -> Any:
 
 
 def _pointer(array: Any) -> Any:
-    """`array.data`, without the object `array.ctypes`, which takes several times as long."""
-    return stand_in._Pointer(array.__array_interface__["data"][0])
+    """`array.data`, made once, and without `array.ctypes`, which takes several times as long."""
+    if not hasattr(array, "pointer"):
+        array.pointer = stand_in._Pointer(array.__array_interface__["data"][0])
+    return array.pointer
 
 
 @contextmanager

@@ -337,7 +337,7 @@ def _compare(manifest: shards.Manifest, ours: dict[str, object]) -> None:
 
 def _flat(job: dict[str, object]) -> dict[str, object]:
     """Return a flat copy of a nested mapping: key `inner` in `outer` becomes `outer.inner`."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in job.items():
         if isinstance(value, dict):
             flat |= {f"{name}.{key}": entry for key, entry in value.items()}

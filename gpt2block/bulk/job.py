@@ -102,7 +102,7 @@ class Job(Arguments):
 
     def described(
         self, inputs: dict[str, Any], input_sha256: str, lines: int, engine: str | None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the job's description for the manifest; equal descriptions mean equal outputs.
 
         inputs: the description of the input files that `records.described` returns.
@@ -246,7 +246,7 @@ def _run_shard(
         part = shards.ParquetPart(loaded.columns, job.keep, types)
     rows = _computed(loaded, inputs, job.options.get("seed", 0), progress)
     done = tokens = without_memory = 0
-    errors: list[dict[str, Any]] = []
+    errors: list[dict[str, object]] = []
     for record, row in zip(inputs, rows, strict=True):
         count = row if isinstance(row, Problem) else _add(part, record, row)
         if isinstance(count, Problem):

@@ -184,7 +184,7 @@ def are_typed(files: Sequence[Path], keep: Sequence[str]) -> bool:
     """
     if not keep or any(kind_of(path) != "parquet" for path in files):
         return False
-    types: dict[str, tuple[Any, Path]] = {}
+    types: dict[str, tuple[object, Path]] = {}
     for path in files:
         with _reading(path):
             found = arrow_types(path, keep)

@@ -169,7 +169,7 @@ class Generating(Task):
         rows = []
         for first in range(0, len(written), samples):
             group = written[first : first + samples]
-            row: dict[str, list[Any]] = {
+            row: dict[str, list[object]] = {
                 "completion": [one.text for one in group],
                 "finish_reason": [one.finish_reason for one in group],
                 "completion_tokens": [list(one.tokens) for one in group],
@@ -209,7 +209,7 @@ class Embedding(Task):
         check_flag("normalize", self._own.normalize)
 
     @property
-    def chosen(self) -> dict[str, Any]:
+    def chosen(self) -> dict[str, object]:
         """The options pooling and normalize, with the model's own values in place of None."""
         return {"pooling": self._own.pooling, "normalize": self._own.normalize}
 

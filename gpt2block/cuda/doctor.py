@@ -137,7 +137,7 @@ def probe_cupy(name: str, version: str) -> CuPy:
         return CuPy(name, version, module, major, None, _line(error))
 
 
-def probe_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver:
+def probe_driver(load: Callable[[str], object] = ctypes.CDLL) -> Driver:
     """Query the driver's library for its version and devices, without creating a context."""
     library = DRIVER_LIBRARY.get(sys.platform, "libcuda.so.1")
     version, count = ctypes.c_int(), ctypes.c_int()

@@ -41,7 +41,7 @@ class Function:
     def __init__(self, compile: Compile, key: tuple[Hashable, ...]) -> None:
         self._compile, self._key = compile, key
         self._shared = 0
-        self._found: Any = None
+        self._found: object = None
         _request(compile, key)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
 from gpt2block.cuda import cupy
 
@@ -100,7 +100,7 @@ def interleaved_host_ms(
     return {name: median(found) for name, found in times.items()}
 
 
-def call_times(call: Callable[[], Any]) -> tuple[float, float]:
+def call_times(call: Callable[[], object]) -> tuple[float, float]:
     """Return GPU ms and host µs of a repeated call; calls are queued without a wait for the GPU."""
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     gpu: list[float] = []

@@ -50,6 +50,7 @@ float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
 # memory alive; memory of an object that is not an array can have several views as owners. Memory
 # counts as allocated as long as one of its owners lives.
 _memory: dict[tuple[int, int], tuple[weakref.ref[np.ndarray], int]] = {}
+_latest: dict[int, tuple[weakref.ref[np.ndarray], int]] = {}  # address → its newest owner
 
 
 class MemoryPointer:
@@ -98,8 +99,8 @@ class ndarray(np.ndarray):  # noqa: N801  (CuPy's name)
             return empty(shape, dtype)
         memory: Any = (ctypes.c_uint8 * memptr.mem.size).from_address(memptr.mem.ptr)
         memory.owner = memptr.mem.owner  # every view keeps the owner alive
-        plain = np.ndarray(shape, np.dtype(dtype), memory, memptr.ptr - memptr.mem.ptr, strides)
-        made: ndarray = plain.view(cls)
+        start = memptr.ptr - memptr.mem.ptr
+        made: ndarray = np.ndarray(shape, np.dtype(dtype), memory, start, strides).view(cls)
         return made
 
     @property
@@ -131,8 +132,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = "float64") -> ndarray:
     memory = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     _allocated(memory, memory.ctypes.data + start, nbytes)
-    array = np.ndarray(sizes, dtype, memory, start)
-    made: ndarray = array.view(ndarray)
+    made: ndarray = np.ndarray(sizes, dtype, memory, start).view(ndarray)
     return made
 
 
@@ -149,9 +149,9 @@ def adopt(array: np.ndarray) -> ndarray:
 
 def _allocated(owner: np.ndarray, address: int, nbytes: int) -> None:
     """Allow kernels to read and write `nbytes` bytes at `address` as long as `owner` lives."""
-
     key = address, id(owner)
-    _memory[key] = weakref.ref(owner, lambda _: _memory.pop(key, None)), nbytes
+    found = weakref.ref(owner, lambda _: (_memory.pop(key, None), _latest.pop(address, None)))
+    _memory[key] = _latest[address] = found, nbytes
 
 
 def asarray(array: object, dtype: DTypeLike | None = None, order: str | None = None) -> ndarray:
@@ -180,10 +180,7 @@ def _shared(interface: dict[str, Any]) -> ndarray:
 
 
 def array(value: ArrayLike, dtype: DTypeLike | None = None) -> ndarray:
-    host = np.array(value, dtype)
-    copy = empty(host.shape, host.dtype)
-    copy[...] = host
-    return copy
+    return asarray(np.array(value, dtype), order="C")
 
 
 def zeros(shape: int | Sequence[int], dtype: DTypeLike = "float64") -> ndarray:
@@ -383,6 +380,8 @@ def _span(kernel: str, address: int, spans: dict[int, Any]) -> tuple[Any, int]:
 
 def _allocation(address: int) -> tuple[int, int] | None:
     """Return (first byte, size) of the live allocation that contains an address, or None."""
+    if (latest := _latest.get(address)) and latest[0]() is not None:  # most pointers
+        return address, latest[1]
     known = _memory.copy()  # the garbage collector may remove entries of _memory during the loop
     for (start, _), (owner, nbytes) in known.items():
         if start <= address < start + (nbytes or 1) and owner() is not None:

@@ -179,7 +179,9 @@ class Recorder(Executor):
     outs: arrays for some of the results, by name.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], outs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, ArrayArg], outs: Mapping[str, object] | None = None
+    ) -> None:
         super().__init__(tensors)
         self.outs = dict(outs or {})
 
@@ -277,7 +279,9 @@ class _Leased:
 class Measure(Recorder):
     """Computes `peak`, the bytes that an arena needs for a pass, without allocating memory."""
 
-    def __init__(self, tensors: Mapping[str, Any], outs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, ArrayArg], outs: Mapping[str, object] | None = None
+    ) -> None:
         super().__init__(tensors, outs)
         self._offsets = Offsets()
 
@@ -305,9 +309,9 @@ class Binder(Recorder):
 
     def __init__(
         self,
-        tensors: Mapping[str, Any],
+        tensors: Mapping[str, ArrayArg],
         arena: Arena,
-        outs: Mapping[str, Any] | None = None,
+        outs: Mapping[str, ArrayArg] | None = None,
         known: Mapping[str, Recorded] | None = None,
         borrowed: Collection[str] = (),
     ) -> None:

@@ -97,7 +97,7 @@ def _numbers(
 
 def scalars(attrs: Attrs) -> Attrs:
     """Return the attributes; an object, such as a Sampling, is replaced by its fields."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for name, value in attrs.items():
         values |= vars(value) if is_dataclass(value) else {name: value}
     return values

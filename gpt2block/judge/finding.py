@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a dtype's name)
 import numpy as np
@@ -138,13 +137,13 @@ class Finding:
         pairs = (each.split("=") for each in stated[1].split(", ")) if stated else ()
         return {name: int(size) for name, size in pairs}
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the finding as a dict that can be written as JSON; NaN and infinity are None."""
         names = ("kind", "text", "lines", "threads", "sizes", "at", "max_abs", "max_rel", "bound")
         return as_json(self, names)
 
 
-def as_json(of: object, names: Iterable[str]) -> dict[str, Any]:
+def as_json(of: object, names: Iterable[str]) -> dict[str, object]:
     """Return attributes as JSON can hold them: None for NaN and infinity, lists for tuples."""
     fields = {name: getattr(of, name) for name in names}
     for name, value in fields.items():

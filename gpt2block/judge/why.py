@@ -54,7 +54,7 @@ class ThreadStep:
     values: tuple[tuple[str, str], ...] = ()
     problem: bool = False
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the step as a dict that can be written as JSON."""
         return as_json(self, ("thread", "line", "event", "problem"))
 
@@ -91,7 +91,7 @@ class Why:
         text += " here and below" if any(row.step is None for row in kept) else ""
         return [*kept[:_FIRST_ROWS], StepRow(0, None, text), *kept[_FIRST_ROWS:]]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return everything as a dict that can be written as JSON."""
         return {"steps": [step.as_dict() for step in self.steps], "note": self.note}
 

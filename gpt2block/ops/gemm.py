@@ -102,7 +102,7 @@ WIDEN = Operation(
 )
 
 
-def _constants(c: Call) -> dict[str, Any]:
+def _constants(c: Call) -> dict[str, object]:
     """Return the keyword arguments for `geometry` of variant mma or wgmma, except sizes."""
     return {
         "hi_lo": c.hi_lo,
@@ -170,7 +170,7 @@ def _wgmma_hi_lo(c: Call) -> Launch:
 def _wgmma_launch(c: Call, **of_weights: object) -> tuple[Geometry, tuple[Any, ...]]:
     """Return geometry and arguments of a 16-bit product. GGUF blocks have no tensor map."""
     M, N, K = c.sizes
-    workspace: tuple[Any, ...] = ()
+    workspace: tuple[object, ...] = ()
     if of_weights:
         workspace = (c.stream_k_workspace,)
         of_weights["streams"] = c.stream_k_workspace is not None

@@ -327,7 +327,7 @@ def test_a_shard_that_kills_its_workers_is_the_only_one_that_fails(
 def test_workers_report_their_progress(client: Any, tmp_path: Path) -> None:
     lines = tmp_path / "in.jsonl"
     lines.write_text('{"text": "To be"}\n' * 100)
-    options = {"max_new_tokens": 40}
+    options = {"max_new_tokens": 16}
     job = Job("generate", device="cpu", options=options, output=str(tmp_path / "o")).checked()
     (shard,) = bulk_records.cut([lines], 1000, ["text"])
     future = client.submit(cluster.run_shard, job, shard, "token", pure=False)

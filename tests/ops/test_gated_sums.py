@@ -400,14 +400,14 @@ def test_a_model_has_the_same_bits_in_all_plans(
     """Rows in batches of one to five have the bits of a row alone in the plan without fused norms.
 
     Plan "sums" has four kernels a layer, plan "norms" five. The emulator runs the plan without
-    fused norms only for single rows.
+    fused norms only for single rows, and no five rows, which leave the first plan.
     """
     tensors = list(random_model(0, config))
     prompts = [[n, 3 * n + 1, 7, *range(n)] for n in range(5)]
     tokens = 3 if cuda.replaced() else 12
     options: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0, "stop_ids": ()}
     found = []
-    for plan, few in {"sums": (1, 3, 5), "norms": (3,), "none": ()}.items():
+    for plan, few in {"sums": (1, 4), "norms": (3,), "none": ()}.items():
         with monkeypatch.context() as patch:
             if plan != "sums":
                 patch.setattr(cuda_choice, "splits_of", lambda *_: 0)
@@ -421,7 +421,7 @@ def test_a_model_has_the_same_bits_in_all_plans(
             if plan == "sums":
                 names = {row.name for row in model.compare(prompts[4], cached=True)}
                 assert {"h.0.rms2", "h.0.gate", "h.1.output"} <= names
-    alone = [model.generate([prompt], **options)[0] for prompt in prompts]
+    alone = [model.generate([each], **options)[0] for each in prompts[: max(map(len, found))]]
     for texts in found:
         for one, among in zip(alone, texts, strict=False):
             assert one.tokens == among.tokens

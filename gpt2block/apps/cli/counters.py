@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -65,7 +64,7 @@ class KernelCounts:
         lines = path.read_text("utf-8-sig").splitlines()
         return lines[line.number - 1].strip() if 0 < line.number <= len(lines) else ""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return a dict for JSON."""
         named = {name: getattr(self, name) for name in ("variant", "kernel", "file", "sizes")}
         lines = [{**line._asdict(), **counts._asdict()} for line, counts in self.lines.items()]

@@ -186,7 +186,7 @@ def _summary(loaded: Model[Any], seed: int, run: Run, clock: Stopwatch) -> str:
     )
 
 
-def _sample(sequence: TokenSequence, has_text: bool) -> dict[str, Any]:
+def _sample(sequence: TokenSequence, has_text: bool) -> dict[str, object]:
     """Return a sample for JSON. finish_reason: None after Ctrl-C. text: None without tokenizer."""
     return {
         "text": sequence.text if has_text else None,

@@ -117,7 +117,7 @@ def with_numbers(*names: str, optional: str = "") -> Callable[[type[Group]], typ
     """
 
     def decorated(kind: type[Group]) -> type[Group]:
-        numbers: list[tuple[str, Any, Any]] = []
+        numbers: list[tuple[str, object, object]] = []
         for name in names:
             number: Any = {"float": float, "int": int}[str(KEYWORDS[name].type)]
             if optional:
@@ -182,7 +182,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
         raise CheckpointError(*error.parts, f"; {hint}") from error
     hidden = options.model in BUNDLED_NAMES  # no progress bar: bundled models load in no time
 
-    def progress(tensors: Iterable[object]) -> Iterable[Any]:
+    def progress(tensors: Iterable[object]) -> Iterable[object]:
         with progress_bar("loading", hidden) as bar:
             yield from bar.track(tensors, len(checkpoint.stored))
 
@@ -216,6 +216,6 @@ def note_on_cpu(option: str) -> None:
     print(f"note: {option} has no effect on the CPU: NumPy computes all steps", file=sys.stderr)
 
 
-def model_facts(loaded: Model[Any]) -> dict[str, Any]:
+def model_facts(loaded: Model[Any]) -> dict[str, object]:
     """Return the fields about a loaded model that --json prints."""
     return {"model": loaded.name, "device": loaded.device, **loaded.formats.facts()}

@@ -59,7 +59,7 @@ def path_option(text: str, default: object = None, *names: str, **settings: obje
 json_option = partial(option, "Print JSON.", False, "--json")
 
 
-def json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, object]:
     """Parse the value of an option that takes a JSON object."""
     try:
         value = json.loads(text)
@@ -85,9 +85,9 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
 
     Errors of the library then name the command's options instead of the library's arguments.
     """
-    groups: dict[str, Any] = {}  # parameter of `function` → dataclass of options
+    groups: dict[str, object] = {}  # parameter of `function` → dataclass of options
     infos: dict[str, object] = {}  # name of an option or argument → its Typer declaration
-    types: dict[str, Any] = {}
+    types: dict[str, object] = {}
     hints = get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
         kind = hints[name]

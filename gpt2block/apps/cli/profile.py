@@ -148,7 +148,7 @@ def _facts(profile: Profile, output: Path) -> dict[str, Any]:
     }
 
 
-def _with_bytes(row: PassTimes | TimedOperation) -> dict[str, Any]:
+def _with_bytes(row: PassTimes | TimedOperation) -> dict[str, object]:
     """Return a row for JSON. `moved`: bytes of memory traffic (weights, activations, cache)."""
     return {**asdict(row), "moved": row.moved._asdict()}
 

@@ -133,7 +133,7 @@ def _kernel(pid: int, each: Slice, profile: Profile) -> Iterator[Event]:
     ran, track = each.ran, KERNELS + each.track
     layer, step = layer_of(ran.step)
     floor = profile.floor_us(ran.moved.total)
-    args: dict[str, Any] = {"layer": layer, "step": ran.step, "op": ran.op, "kernel": ran.kernel}
+    args: dict[str, object] = {"layer": layer, "step": ran.step, "op": ran.op, "kernel": ran.kernel}
     if ran.grid:
         args |= {"grid": list(ran.grid), "block": list(ran.block)}
     args |= (

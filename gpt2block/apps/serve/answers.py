@@ -216,9 +216,9 @@ class Sent:
 
     identity: Mapping[str, Any] | None = None  # argument of `receipt_of`; None: no receipts
 
-    def facts(self, sequence: TokenSequence) -> dict[str, Any]:
+    def facts(self, sequence: TokenSequence) -> dict[str, object]:
         """Return fields of a choice about its sequence, which has ended."""
-        found: dict[str, Any] = {"seed": sequence.sampling.seed}
+        found: dict[str, object] = {"seed": sequence.sampling.seed}
         return found | ({"receipt": receipt_of(sequence, self.identity)} if self.identity else {})
 
     def choice(self, form: Form, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:

@@ -162,7 +162,7 @@ class Server:
                 CORSMiddleware, allow_origins=self.settings.origins, allow_headers=("*",),
                 allow_methods=("GET", "POST"), expose_headers=("Retry-After", "X-Request-Id"),
             )]  # fmt: skip
-        handlers: dict[Any, Any] = {HTTPException: _http_error}
+        handlers: dict[object, Any] = {HTTPException: _http_error}
         made = Starlette(
             routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=self._life
         )

@@ -37,7 +37,7 @@ def vectors_of(
 
 def embedding_list(vectors: Floats, form: str | None, model: str, prompt_tokens: int) -> JsonObject:
     """Return the response object. form: "base64" for text of little-endian float32, or "float"."""
-    shown: list[Any] = vectors.tolist()
+    shown: list[object] = vectors.tolist()
     if form == "base64":
         shown = [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors]
     data = [

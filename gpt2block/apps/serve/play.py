@@ -78,7 +78,7 @@ class Play:
         name: str,
         engine: EngineSide,
         ids_of: IdsOf,
-        in_thread: Callable[..., Awaitable[Any]],
+        in_thread: Callable[..., Awaitable[object]],
     ) -> None:
         self._model, self._name, self._engine = model, name, engine
         self._ids_of, self._in_thread = ids_of, in_thread

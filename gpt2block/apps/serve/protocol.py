@@ -225,7 +225,7 @@ class Body(Fields):
     neutral: fields that are not fields of the class, with the values that are accepted.
     """
 
-    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
+    neutral: ClassVar[Mapping[str, object]] = NEUTRAL
     model: str | None = None
 
 
@@ -283,7 +283,7 @@ class StructuredOutputs(Fields):
 
     def rule(self) -> tuple[str, JsonObject]:
         """Return the place of the rule in a request, and the rule as a keyword of `generate`."""
-        rules: dict[str, tuple[str, Any]] = {
+        rules: dict[str, tuple[str, object]] = {
             "json": ("schema", self.json_),
             "regex": ("regex", self.regex),
             "choice": ("choice", self.choice),

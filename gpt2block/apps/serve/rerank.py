@@ -108,7 +108,7 @@ def scores_of(engine: ModelEngine, answers: tuple[int, int], prompts: Sequence[I
 
 def ranking(
     request: RerankRequest, scores: Sequence[float], model: str, prompt_tokens: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the response object: the `top_n` results, by descending score."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     results: list[dict[str, Any]] = [

@@ -59,7 +59,7 @@ class ResponsesRequest(SamplingFields):
     Additions: seed, chat_template_kwargs, skip_special_tokens, top_k and min_p.
     """
 
-    neutral: ClassVar[Mapping[str, Any]] = {
+    neutral: ClassVar[Mapping[str, object]] = {
         **NEUTRAL,
         **dict.fromkeys(("store", "background"), (False,)),
         **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls"), ()),

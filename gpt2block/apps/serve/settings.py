@@ -100,7 +100,7 @@ class ServedModel:
         return self.sampling
 
 
-def _result_or_error(read: Callable[[], Any]) -> Any:
+def _result_or_error(read: Callable[[], object]) -> Any:
     try:
         return read()
     except CheckpointError as error:

@@ -89,8 +89,8 @@ class ToolUse:
         return "none" if self.required else "instead" if self.format else "around"
 
     def offered(
-        self, template: ChatTemplate, messages: list[Any], arguments: JsonObject
-    ) -> tuple[list[Any], JsonObject]:
+        self, template: ChatTemplate, messages: list[object], arguments: JsonObject
+    ) -> tuple[list[object], JsonObject]:
         """Return the messages and the arguments with which the template shows the tools."""
         checked(messages)
         tools = [_as_shown(tool) for tool in self.given]
@@ -135,7 +135,7 @@ def _checked(place: str, schema: Any) -> Mapping[str, Any]:
     except InputError as error:
         problem = f"{place}: {str(error).removeprefix('schema: ')}"
         raise ApiError(400, problem, place.partition(".")[0]) from None
-    found: Mapping[str, Any] = json.loads(schema) if isinstance(schema, str) else schema
+    found: Mapping[str, object] = json.loads(schema) if isinstance(schema, str) else schema
     return {} if schema is True else found
 
 

@@ -186,7 +186,7 @@ class ChatTemplate:
 
     def _answer(
         self, messages: list[Any], values: dict[str, Any], names: list[str], continues: bool
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Render messages in the worker process. `names`: variables to find in the text."""
         content, mark = messages[-1]["content"], token_hex(8)
         if continues:  # if the space after `mark` is lost, the template strips the content

@@ -101,7 +101,7 @@ def choose_products(
     if products in ("float32", "16_bits"):
         return products, {}
 
-    def norms(w: str, gamma: str) -> NDArray[Any]:
+    def norms(w: str, gamma: str) -> np.ndarray:
         if matrices[w].dtype in IN_BYTES:  # float16 activations need tight bounds
             ones = cupy.full((matrices[w].K,), 1, "float32")
             own = row_norms(matrices[w], vectors[gamma] if gamma else ones)

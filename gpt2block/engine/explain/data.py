@@ -138,7 +138,7 @@ def _by_plan_names(traced: Traced) -> dict[str, np.ndarray]:
 
 def _step(
     plan: _Plan, short: str, compared: Mapping[str, Comparison], files: dict[str, str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return data of a step that hold for every block; add its kernels' sources to `files`."""
     step = plan.steps[short]
     operation = sources.operation_of(step.op) or sources.operation_of(sources.function_of(step))
@@ -182,7 +182,7 @@ def _model(engine: TracedEngine, name: str) -> dict[str, Any]:
 
 def _tokens(
     encoding: Encoding | None, ids: Ids, logits: NDArray[np.floating]
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return each token's id, text, bytes and surprisal in bits (None for the first token)."""
     scores = reference.log_likelihood(logits[:-1], ids[1:]).tolist() if len(ids) > 1 else []
     bits = [None, *(_rounded(0 - score / math.log(2)) for score in scores)]

@@ -57,7 +57,7 @@ def grid(tensor: Array, cells: int) -> dict[str, Any]:
     return {"rows": rows, "columns": columns, **encoded(downsampled(tensor, rows, columns))}
 
 
-def encoded(values: Array) -> dict[str, Any]:
+def encoded(values: Array) -> dict[str, object]:
     """Encode values in row-major order as base64 of little-endian float16 multiples of `scale`.
 
     The scale is a power of two; the largest finite magnitude divided by it is in [2^14, 2^15). A

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain, count, pairwise
 from time import monotonic
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -382,8 +382,8 @@ class _NewTokens:
         self._vocab_size = vocab_size
         self._alternatives = np.zeros(slots, np.int64)  # per slot: alternatives to report
         self._top: dict[int, list[Tops]] = {}  # slot: most likely tokens at each position
-        self._endings: dict[Any, _Endings] = {}  # tokens that may end sequences, by end conditions
-        self._of_slot: list[Any] = [None] * slots  # key of each slot in _endings
+        self._endings: dict[object, _Endings] = {}  # tokens that may end sequences, by conditions
+        self._of_slot: list[object] = [None] * slots  # key of each slot in _endings
         self._begun = np.zeros(slots, bool)
         # {slot: matcher of its sequence} while the sequence runs
         self.matchers: dict[int, Matcher] = {}

@@ -26,8 +26,8 @@ from gpt2block.files.tokenizers.lookup import Tokenizer, of_inputs, of_outputs
 from gpt2block.models.config import ModelConfig
 from gpt2block.sampling import Sampling, check_biased, new_seed
 
-Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
-Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
+Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer]]
+Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer]]
 MAX_SEQUENCES = 2**20  # most sequences per call: number of prompts times samples
 
 

@@ -116,7 +116,7 @@ class Options:
     rule: Grammar | None = field(init=False, default=None)  # from schema to grammar
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {
+        checked: dict[str, object] = {
             "max_new_tokens": check_count("max_new_tokens", self.max_new_tokens),
             "top_logprobs": check_alternatives("top_logprobs", self.top_logprobs),
             "samples": check_count("samples", self.samples),

@@ -122,7 +122,7 @@ class TokenSequence:
         self.known: Ids | None = None  # the continuation if it is known: the Decoding's drafts
         self.exact = False  # whether kernels of prompts compute the whole prompt
         # Returns the receipt of a sequence that has ended; None: no receipt is wanted.
-        self.certify: Callable[[TokenSequence], dict[str, Any]] | None = None
+        self.certify: Callable[[TokenSequence], dict[str, object]] | None = None
         self.unwritten: frozenset[int] = frozenset()  # ids of tokens that the text leaves out
         self._encoding = encoding
         self._at_end_token = self._closed = False

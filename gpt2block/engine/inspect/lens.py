@@ -82,7 +82,7 @@ def attention_weights(engine: TracedEngine, ids: Ids) -> Floats:
     return weights_of(engine, engine.trace(ids, cached=False))
 
 
-def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floats:
+def weights_of(engine: TracedEngine, traced: Mapping[str, np.ndarray]) -> Floats:
     """Return the attention weights of all layers. traced: the result of the engine's `trace`."""
     config = engine.config
     T, n_kv_head = len(traced["embedding"]), config.kv_width // config.head_size
@@ -105,9 +105,7 @@ def layers_with_attention(config: ModelConfig) -> list[int]:
     return [n for n, cache in enumerate(config.layer_caches) if cache.values]
 
 
-def rows_of_attention(
-    engine: TracedEngine, traced: Mapping[str, NDArray[Any]], layer: int
-) -> Floats:
+def rows_of_attention(engine: TracedEngine, traced: Mapping[str, np.ndarray], layer: int) -> Floats:
     """Return float32 rows [Q | K | V] (T, channels) as the attention of a layer reads them."""
     config = engine.config
     source = config.layer_caches[layer].layer
@@ -163,7 +161,7 @@ def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
     return lens
 
 
-def most_likely(logits: NDArray[np.floating[Any]]) -> list[tuple[int, float]]:
+def most_likely(logits: NDArray[np.floating]) -> list[tuple[int, float]]:
     """Return (id, probability) of the five most likely tokens of logits (V,), likeliest first."""
     p = reference.softmax(logits.astype(np.float64))
     return [(int(token), float(p[token])) for token in np.argsort(-p)[:5]]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block.checks import FLOATS, require_host
 from gpt2block.engine.block import NOTHING, BlockEngine, BlockSpec, Given, check_array, check_out
@@ -20,7 +19,7 @@ class NumpyEngine(NumpySteps, BlockEngine):
     """
 
     def __init__(
-        self, spec: BlockSpec, weights: Mapping[str, NDArray[Any]], dtype: str | None = None
+        self, spec: BlockSpec, weights: Mapping[str, np.ndarray], dtype: str | None = None
     ) -> None:
         super().__init__(spec, weights)
         self.known = weights
@@ -28,21 +27,21 @@ class NumpyEngine(NumpySteps, BlockEngine):
         self._stored: np.dtype[Any] = np.dtype(FLOATS[dtype]) if dtype else self._computed
         self.functions = _Rounded(self._computed, self._stored)
 
-    def forward(self, x: Any, out: Any | None, given: Given = NOTHING) -> NDArray[Any]:
+    def forward(self, x: Any, out: Any | None, given: Given = NOTHING) -> np.ndarray:
         host = self._accept(x)
         if out is not None:
             check_out(out, host.shape, np.ndarray, self._stored.name)
-        found: NDArray[Any] = self.spec.run(self.executor({**given, "x": host}))
+        found: np.ndarray = self.spec.run(self.executor({**given, "x": host}))
         if out is not None:
             out[...] = found
         return found if out is None else out
 
-    def trace(self, x: Any, given: Given = NOTHING) -> dict[str, NDArray[Any]]:
+    def trace(self, x: Any, given: Given = NOTHING) -> dict[str, np.ndarray]:
         do = self.executor({**given, "x": self._accept(x)}, keep=None)
         self.spec.run(do)
         return do.kept
 
-    def _accept(self, x: Any) -> NDArray[Any]:
+    def _accept(self, x: Any) -> np.ndarray:
         on_gpu = "copy it to the host, or make the Block with device='cuda'"
         host = require_host(x, "for a Block on the CPU", self._stored, on_gpu)
         check_array("x", host, self.spec.width, self._stored.name)
@@ -65,14 +64,14 @@ class _Rounded(Functions):
     def __missing__(self, op: str) -> Callable[..., Any]:
         function = super().__missing__(op)
 
-        def rounded(*inputs: Any, **attrs: Any) -> NDArray[Any]:
+        def rounded(*inputs: Any, **attrs: Any) -> np.ndarray:
             wide = (
                 array.astype(self._computed)
                 if array is not None and array.dtype == self._stored != self._computed
                 else array
                 for array in inputs
             )
-            made: NDArray[Any] = function(*wide, **attrs)
+            made: np.ndarray = function(*wide, **attrs)
             return made.astype(self._stored, copy=False)
 
         self[op] = rounded

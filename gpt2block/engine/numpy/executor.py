@@ -8,7 +8,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.contract import unchecked
@@ -80,7 +79,7 @@ class NumpySteps:
     known: weights and constants by name, matrices (K, N).
     """
 
-    known: Mapping[str, NDArray[Any]]
+    known: Mapping[str, np.ndarray]
     functions: Functions
     _note: Note | None = None
 
@@ -88,7 +87,7 @@ class NumpySteps:
         return f"CPU ({platform.machine()}), NumPy {np.__version__}"
 
     def executor(
-        self, tensors: Mapping[str, NDArray[Any]], keep: Collection[str] | None = ()
+        self, tensors: Mapping[str, np.ndarray], keep: Collection[str] | None = ()
     ) -> NumpyExecutor:
         """Return a NumpyExecutor for the arrays `known` and `tensors`. keep: see NumpyExecutor."""
         return NumpyExecutor({**self.known, **tensors}, keep, self.functions, self._note)
@@ -104,7 +103,7 @@ class NumpySteps:
         made = clock.timeline()
         return [made] if made.ran else []
 
-    def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
+    def step(self, step: Step, tensors: Mapping[str, np.ndarray]) -> StepResult:
         """Run one step RUNS times; return its result and the shortest wall time."""
         do, times = self.executor(tensors), []
         for _ in range(RUNS):

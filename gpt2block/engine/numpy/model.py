@@ -7,7 +7,6 @@ from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.checks import FLOATS
@@ -130,10 +129,10 @@ class NumpyModel(NumpySteps, StoredModel):
         self.known |= {name: self._matrices[name].table for name in tables}
         self.functions = Functions({"kv_append": self._kv_append})
 
-    def _vector(self, name: str, array: NDArray[Any]) -> Floats:
+    def _vector(self, name: str, array: np.ndarray) -> Floats:
         return np.ascontiguousarray(array, dtype=np.float32)
 
-    def _matrix(self, name: str, array: NDArray[Any], layout: str) -> WeightMatrix:
+    def _matrix(self, name: str, array: np.ndarray, layout: str) -> WeightMatrix:
         stored = self.formats
         given = stored.dtype_of(name), layout, name, stored.allow_nonfinite
         if isinstance(array, InBlocks):
@@ -185,7 +184,7 @@ class NumpyModel(NumpySteps, StoredModel):
             found = np.stack([*do.kept.values(), found])
         return np.split(found, ends[:-1], axis=-2)
 
-    def _tensors(self, sequences: Sequence[Ids], cache: NumpyCache) -> dict[str, NDArray[Any]]:
+    def _tensors(self, sequences: Sequence[Ids], cache: NumpyCache) -> dict[str, np.ndarray]:
         """Return a dict from names to arrays: a pass's inputs for new tokens, except weights."""
         lengths = np.array([len(ids) for ids in sequences])
         ends = np.cumsum(lengths)
@@ -204,13 +203,13 @@ class NumpyModel(NumpySteps, StoredModel):
         step = ModelStepPass(do, PassSettings.of(self.config), longest)
         return forward(step, architecture_of(self.config), self.config, want)
 
-    def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
+    def trace(self, ids: Ids, cached: bool) -> dict[str, np.ndarray]:
         do = self.executor(self._pass(ids, cached), keep=None)
         self._run(do, "logits", 1 if cached else len(ids))
         return {name: made for name, made in do.kept.items() if not name.endswith(".kv")}
 
     def run_alone(
-        self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
+        self, ids: Ids, cached: bool, exact: Mapping[str, np.ndarray]
     ) -> Iterator[StepResult]:
         inputs = self._pass(ids, cached)
         inputs |= {name: tensor.astype(np.float32) for name, tensor in exact.items()}
@@ -220,7 +219,7 @@ class NumpyModel(NumpySteps, StoredModel):
             if step.op not in UNCOMPARED:
                 yield found
 
-    def _pass(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
+    def _pass(self, ids: Ids, cached: bool) -> dict[str, np.ndarray]:
         """Return a dict from names to inputs of a forward pass of one sequence, except weights."""
         cache = self.new_cache(1, len(ids))
         if cached:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+import numpy as np
+
 from gpt2block.engine.passes import forward as _forward
 from gpt2block.engine.passes.blocks import BlockPass, ModelStepPass, PassSettings, StepPass
 from gpt2block.engine.passes.executor import Outline, Step, hi_lo_of
@@ -28,7 +30,7 @@ STREAM = "stream"  # name of the rows of another model's residual stream (N, C) 
 def names_of(config: ModelConfig) -> set[str]:
     """Return the names of all tensors that a model's passes can read."""
     shapes = model_shapes(config)
-    constants = architecture_of(config).constants(config, dict.fromkeys(shapes, 1.0))
+    constants = architecture_of(config).constants(config, dict.fromkeys(shapes, np.array(1.0)))
     caches = enumerate(config.layer_caches)
     rows = (f"h.{n}.{name}" for n, (_, k, v, _) in caches for name in "k" * (k > 0) + "v" * (v > 0))
     return {*shapes, "lm_head", *constants, *BATCH, STREAM, *rows, *state_shapes(config, 1)}
@@ -50,7 +52,7 @@ def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
     architecture computes a constant counts as read, but the constant itself must be read.
     """
     of = architecture_of(config)
-    sources: dict[str, float] = defaultdict(lambda: 1.0)  # records the vectors that are read
+    sources = defaultdict[str, np.ndarray](lambda: np.array(1.0))  # records vectors that are read
     own = (name for name in model_shapes(config) if not name.startswith(DRAFTING))
     needed = [*own, *of.constants(config, sources)]
     read = {name for step in steps for name in step.inputs} | {*sources}

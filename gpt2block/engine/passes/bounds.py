@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block.engine.passes.executor import Executor, Step
 from gpt2block.models.architectures.architecture import Value
@@ -21,7 +19,7 @@ class Bounds(Executor):
     tensors: NumPy arrays by name, matrices (K, N). NaN or infinite weights give no usable bound.
     """
 
-    def __init__(self, tensors: Mapping[str, NDArray[Any]]) -> None:
+    def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
         super().__init__(tensors)
         self.found: dict[str, float] = {}
 

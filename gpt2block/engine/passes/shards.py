@@ -17,7 +17,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block.checks import normed_together
 from gpt2block.cuda.formats import FILE
@@ -220,7 +219,7 @@ class ModelShard:
         """Whether this GPU has only its columns or heads of a step's result or of a kv_cache."""
         return name.endswith(OF_SHARD) or bool(self.parts(name))
 
-    def joined(self, name: str, own: NDArray[Any], axis: int = -1) -> NDArray[Any]:
+    def joined(self, name: str, own: np.ndarray, axis: int = -1) -> np.ndarray:
         """Join the parts that all GPUs have of a result, or of a tensor, along an axis.
 
         name: as in a recording or a checkpoint. The threads of all GPUs call this; only the first
@@ -234,7 +233,7 @@ class ModelShard:
         pieces = zip(*(np.split(part, ends, axis) for part in parts), strict=True)
         return np.concatenate([piece for of_range in pieces for piece in of_range], axis)
 
-    def in_order(self, name: str, own: NDArray[Any]) -> NDArray[Any]:
+    def in_order(self, name: str, own: np.ndarray) -> np.ndarray:
         """Return numbers (N,) of all outputs of a matrix, from the numbers of each GPU's own."""
         spans = self.spans(name)
         if not spans:
@@ -242,10 +241,10 @@ class ModelShard:
         places = np.concatenate([np.arange(*span) for span in spans])
         whole = self.exchange((places, own))
         order = np.argsort(np.concatenate([each for each, _ in whole]))
-        ordered: NDArray[Any] = np.concatenate([numbers for _, numbers in whole])[order]
+        ordered: np.ndarray = np.concatenate([numbers for _, numbers in whole])[order]
         return ordered
 
-    def own_part(self, name: str, whole: NDArray[Any]) -> NDArray[Any]:
+    def own_part(self, name: str, whole: np.ndarray) -> np.ndarray:
         """Return this GPU's heads or channels of a result, or of rows in a kv_cache."""
         return np.concatenate([whole[..., begin:end] for begin, end in self.spans(name)], -1)
 

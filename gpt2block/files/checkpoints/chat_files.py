@@ -83,7 +83,7 @@ def _settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return read_object(folder / SPECIAL) | read_object(folder / SETTINGS)
 
 
-def default_template(templates: list[Any]) -> Any:
+def default_template(templates: list[object]) -> Any:
     """Return the template named "default", else the list's only template, else None."""
     named = {each.get("name"): each.get("template") for each in templates if isinstance(each, dict)}
     return named.get(DEFAULT, next(iter(named.values()), None) if len(named) == 1 else None)

@@ -57,7 +57,7 @@ _PATTERN, KV_HEADS = "attention.sliding_window_pattern", "attention.head_count_k
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "feed_forward_length")
 NEGATED = ".ssm_a"  # ends the names of tensors that files store as -exp of the model's
 # GGUF key that is not implemented → the only accepted value, which has no effect on results
-_NEUTRAL: Mapping[str, Any] = {
+_NEUTRAL: Mapping[str, object] = {
     "attention.causal": True, "attention.sliding_window": 0, "attention.scale": 0.0,
     "expert_count": 0, "expert_used_count": 0, "logit_scale": 1.0, "embedding_scale": 1.0,
     "residual_scale": 1.0, "pooling_type": 0, "use_parallel_residual": False,
@@ -246,7 +246,7 @@ def _llama_config(
     kind: type[LlamaConfig],
     prefix: str,
     fields: dict[str, Any],
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     header: Header,
 ) -> LlamaConfig:
     flags = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}

@@ -41,7 +41,7 @@ def token_ids(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
     return found
 
 
-def end_tokens(metadata: Mapping[str, Any], vocab_size: int) -> dict[int, str]:
+def end_tokens(metadata: Mapping[str, object], vocab_size: int) -> dict[int, str]:
     """Return the ids of the end tokens, each with its source: a GGUF key or a special token.
 
     Raises CheckpointError as `token_ids` does.
@@ -56,7 +56,7 @@ def end_tokens(metadata: Mapping[str, Any], vocab_size: int) -> dict[int, str]:
     return found
 
 
-def _by_text(metadata: Mapping[str, Any]) -> dict[str, int]:
+def _by_text(metadata: Mapping[str, object]) -> dict[str, int]:
     """Return the special tokens whose text marks an end token in llama.cpp: text → id.
 
     llama.cpp also accepts an ordinary token with such a text, and a user-defined </s>.

@@ -114,7 +114,7 @@ def tensors_of(weights: TensorSource) -> Iterator[tuple[str, NDArray[np.float32]
     config, naming = weights.config, naming_of(weights.config, gguf=True)
     parts = naming.parts(config)
     yield from _scaling(config)[1].items()
-    rows: list[NDArray[Any]] = []  # arrays to join into one tensor of the file
+    rows: list[np.ndarray] = []  # arrays to join into one tensor of the file
     for ours, array in as_in_files(weights, naming, "float32"):
         rows.append(array)
         names = parts[naming.first_of(ours)]
@@ -127,7 +127,7 @@ def tensors_of(weights: TensorSource) -> Iterator[tuple[str, NDArray[np.float32]
             yield name, _as_in_file(config, name, piece)
 
 
-def encoded(name: str, rows: NDArray[np.float32], kind: str) -> NDArray[Any]:
+def encoded(name: str, rows: NDArray[np.float32], kind: str) -> np.ndarray:
     """Convert rows to a GGUF type. Raises InputError for values out of the type's range."""
     package = library()
     with np.errstate(all="ignore"):
@@ -136,15 +136,15 @@ def encoded(name: str, rows: NDArray[np.float32], kind: str) -> NDArray[Any]:
             if beyond:
                 raise InputError(f"{name}: {beyond:,} weights are out of the range of float16, "
                                  f"as are the scales of {kind}: use f32 or bf16")  # fmt: skip
-        found: NDArray[Any] = package.quantize(rows, package.GGMLQuantizationType[kind])
+        found: np.ndarray = package.quantize(rows, package.GGMLQuantizationType[kind])
     return found
 
 
 def write(
     file: Path,
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
     kinds: Mapping[str, tuple[str, Shape]],
-    data: Iterable[NDArray[Any]],
+    data: Iterable[np.ndarray],
 ) -> None:
     """Write a GGUF file from its metadata, the types and shapes of its tensors, and their data.
 
@@ -206,7 +206,7 @@ def _check_config(config: ModelConfig) -> None:
         raise InputError(f"{config.MODEL_TYPE}: GGUF has no key for {several}: {_INSTEAD}")
 
 
-def _scaling(config: ModelConfig) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
+def _scaling(config: ModelConfig) -> tuple[dict[str, object], dict[str, NDArray[np.float32]]]:
     """Return the GGUF keys and the tensors that describe the RoPE scaling."""
     scaling = config.scaling if isinstance(config, LlamaConfig) else None
     if isinstance(config, LlamaConfig) and config.rope_factors:
@@ -272,14 +272,14 @@ def _kinds(path: Path, config: ModelConfig, kind: str) -> dict[str, tuple[str, S
 
 def _described(
     path: Path, weights: TensorSource, tokenizer: str | Path | Checkpoint | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the metadata keys `general.…` and `tokenizer.…`; a GGUF source's keys are copied.
 
     Warns of a missing tokenizer and of end tokens without a key.
     """
     config, given = weights.config, weights if tokenizer is None else tokenizer
     source = next((each for each in (weights, given) if isinstance(each, Checkpoint)), None)
-    found: dict[str, Any] = {"general.type": "model"}
+    found: dict[str, object] = {"general.type": "model"}
     if source is not None:
         name = source.repo or Path(source.name).name
         found["general.name"] = name.encode("utf-8", "replace").decode()

@@ -37,7 +37,7 @@ _READ = {
     "token_type_count",
 }  # fmt: skip
 # GGUF key that is not implemented → the only accepted value, which has no effect on results
-_NEUTRAL: Mapping[str, Any] = {"add_eos_token": False, "add_sep_token": False,
+_NEUTRAL: Mapping[str, object] = {"add_eos_token": False, "add_sep_token": False,
                                "remove_extra_whitespaces": False}  # fmt: skip
 
 
@@ -56,7 +56,7 @@ _DIGITS = {"type": "Digits", "individual_digits": True}
 _PUNCTUATION = {"type": "Punctuation", "behavior": "Contiguous"}
 
 
-def _splits(*expressions: str) -> list[Mapping[str, Any]]:
+def _splits(*expressions: str) -> list[Mapping[str, object]]:
     """Return pre-tokenizer steps: a split for each regular expression, then bytes."""
     flags = {"behavior": "Isolated", "invert": False}
     return [
@@ -205,7 +205,7 @@ def _added(tokens: Sequence[str], kinds: Iterable[int]) -> Iterable[dict[str, An
 
 def _bpe(
     tokens: Sequence[str], kinds: Iterable[int], merges: Sequence[Any], **changed: Any
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the `model` of a tokenizer.json; tokens of GGUF's type UNUSED are left out."""
     pairs = enumerate(zip(tokens, kinds, strict=True))
     vocabulary = {token: id_ for id_, (token, kind) in pairs if kind != UNUSED}
@@ -216,7 +216,7 @@ def _bpe(
     return model | {"vocab": vocabulary, "merges": merges}
 
 
-def words_of(pre: _Pre) -> dict[str, Any]:
+def words_of(pre: _Pre) -> dict[str, object]:
     """Return a byte-level BPE's normalizer and pre-tokenizer, which split a text into words."""
     several = {"type": "Sequence", "pretokenizers": pre.steps}
     return {
@@ -227,7 +227,7 @@ def words_of(pre: _Pre) -> dict[str, Any]:
 
 def _byte_level(
     found: Mapping[str, Any], tokens: Sequence[str], kinds: Iterable[int], architecture: Any
-) -> tuple[dict[str, Any], bool]:
+) -> tuple[dict[str, object], bool]:
     """Return tokenizer.json's steps of a byte-level BPE, and whether bos is added by default."""
     pre = found.get("pre", "gpt-2" if architecture == "gpt2" else None)
     known = PRE.get(pre) if isinstance(pre, str) else None
@@ -250,7 +250,7 @@ def _sentence_piece(
     kinds: list[int],
     unknown: str | None,
     merged: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return tokenizer.json's steps of SentencePiece's BPE with byte fallback.
 
     As in llama.cpp, the text after a special or user-defined token begins with a space, too.
@@ -311,7 +311,7 @@ def _merges(
     return [pair for _, _, pair in found]
 
 
-def _first(bos: str, token_id: int) -> dict[str, Any]:
+def _first(bos: str, token_id: int) -> dict[str, object]:
     """Return a post-processor that puts the token `bos` before every text."""
     start, text = {"SpecialToken": {"id": bos, "type_id": 0}}, {"id": "A", "type_id": 0}
     single = [start, {"Sequence": text}]

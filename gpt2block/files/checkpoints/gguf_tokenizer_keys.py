@@ -158,7 +158,7 @@ def _merges(model: Any) -> list[tuple[str, ...]]:
 
 def _before(spec: Any) -> list[Any]:
     """Return the ids that a post-processor puts before a text, and its steps with other effects."""
-    found: list[Any] = []
+    found: list[object] = []
     for step in _steps(spec, "post_processor"):
         single = step.get("single", ())
         if [*map(list, single)][-1:] == [["Sequence"]]:

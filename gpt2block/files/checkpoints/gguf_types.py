@@ -77,7 +77,7 @@ class Encoded(Stored):
                 "gguf's dequantize: use a file with other types"
             )
 
-    def read_into(self, array: NDArray[Any]) -> None:
+    def read_into(self, array: np.ndarray) -> None:
         """Read the tensor into a C-contiguous array of the tensor's shape and any float dtype.
 
         Decodes several whole heads, or rows without heads, at a time. Raises CheckpointError.
@@ -122,12 +122,12 @@ class Encoded(Stored):
                 f"{self.file}: {self.label}: the file has become shorter since it was opened"
             )
 
-    def _ordered(self, rows: NDArray[Any]) -> NDArray[Any]:
+    def _ordered(self, rows: np.ndarray) -> np.ndarray:
         """Reorder the rows of Q's or K's heads from GGUF's RoPE order to the model's."""
         if not self.heads:
             return rows
         pairs = rows.reshape(-1, self.shape[0] // self.heads // 2, 2, rows.shape[1])
-        ordered: NDArray[Any] = pairs.swapaxes(1, 2).reshape(rows.shape)
+        ordered: np.ndarray = pairs.swapaxes(1, 2).reshape(rows.shape)
         return ordered
 
 
@@ -189,14 +189,14 @@ def bytes_in_blocks(stored: Iterable[Stored]) -> int:
     return total * found
 
 
-def _decoded(data: bytes, kind: int) -> NDArray[Any]:
+def _decoded(data: bytes, kind: int) -> np.ndarray:
     """Decode the bytes of a tensor of GGUF type `kind` to a flat array of values."""
     types = library().GGMLQuantizationType
     if types(kind).name in _NATIVE:
         return np.frombuffer(data, DTYPES[dtype_of(kind)])
     row = np.frombuffer(data, np.uint8)[None]  # 1 row: dequantize loops over groups of 16 rows
     with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN raise an error later
-        values: NDArray[Any] = library().dequantize(row, types(kind))
+        values: np.ndarray = library().dequantize(row, types(kind))
     return values
 
 

@@ -57,7 +57,7 @@ def as_hugging_face(
     return replace(config, vocab_size=GPT2_VOCABULARY) if padded else config, tensors
 
 
-def _check(model_args: Mapping[str, Any]) -> None:
+def _check(model_args: Mapping[str, object]) -> None:
     missing = [name for name in _SIZES if name not in model_args]
     unknown = [str(name)[:80] for name in model_args if name not in (*_SIZES, *_OTHERS)]
     if missing or unknown:

@@ -67,8 +67,8 @@ class Unpickler:
         self._functions = functions
         self._persistent = persistent
         self._stack: list[Any] = []
-        self._outer: list[list[Any]] = []  # saved stacks: one for each open MARK opcode
-        self._memo: dict[int, Any] = {}
+        self._outer: list[list[object]] = []  # saved stacks: one for each open MARK opcode
+        self._memo: dict[int, object] = {}
 
     def load(self) -> Any:
         """Read the pickle to its end, and return the pickled value. Raises CheckpointError."""
@@ -106,14 +106,14 @@ class Unpickler:
     def _signed(self, width: int) -> int:
         return int.from_bytes(self._read(width), "little", signed=True)
 
-    def _push(self, value: Any) -> None:
+    def _push(self, value: object) -> None:
         self._stack.append(value)
 
     def _mark(self) -> None:
         self._outer.append(self._stack)
         self._stack = []
 
-    def _since_mark(self) -> list[Any]:
+    def _since_mark(self) -> list[object]:
         values, self._stack = self._stack, self._outer.pop()
         return values
 
@@ -169,13 +169,13 @@ class Unpickler:
         if not isinstance(target, OrderedDict) or not isinstance(state, dict):
             raise CheckpointError(f"its pickle sets attributes of {describe(target)}: refused")
 
-    def _extend(self, values: list[Any]) -> None:
+    def _extend(self, values: list[object]) -> None:
         target = self._stack[-1]
         if not isinstance(target, list):
             raise CheckpointError(f"its pickle appends to {describe(target)}: refused")
         target.extend(values)
 
-    def _set(self, values: list[Any]) -> None:
+    def _set(self, values: list[object]) -> None:
         target = self._stack[-1]
         if not isinstance(target, dict):
             raise CheckpointError(f"its pickle sets items of {describe(target)}: refused")

@@ -79,25 +79,25 @@ class Tensor:
         return True
 
 
-def _ordered_dict(arguments: tuple[Any, ...]) -> OrderedDict:
+def _ordered_dict(arguments: tuple[object, ...]) -> OrderedDict:
     if arguments:
         raise CheckpointError("OrderedDict: expected no arguments in a pickle of torch.save")
     return OrderedDict()
 
 
-def _size(arguments: tuple[Any, ...]) -> tuple[int, ...]:
+def _size(arguments: tuple[object, ...]) -> tuple[int, ...]:
     if len(arguments) != 1:
         raise CheckpointError(f"torch.Size: expected one argument, got {len(arguments)}")
     return _counts("torch.Size", arguments[0])
 
 
-def _device(arguments: tuple[Any, ...]) -> str:
+def _device(arguments: tuple[object, ...]) -> str:
     if not arguments or not isinstance(arguments[0], str):
         raise CheckpointError("torch.device: expected a name")
     return arguments[0]
 
 
-def _parameter(arguments: tuple[Any, ...]) -> Tensor:
+def _parameter(arguments: tuple[object, ...]) -> Tensor:
     if len(arguments) != 3 or not isinstance(arguments[0], Tensor):
         raise CheckpointError("a parameter: expected a tensor and two other arguments")
     return arguments[0]
@@ -110,7 +110,7 @@ def _rebuild(count: int) -> Function:
     with 7 also the dtype, for dtypes without a typed storage. Metadata: negated, conjugated, …
     """
 
-    def call(arguments: tuple[Any, ...]) -> Tensor:
+    def call(arguments: tuple[object, ...]) -> Tensor:
         metadata = arguments[count:]
         if not count <= len(arguments) <= count + (count > 4) or any(arguments[5:6] + metadata):
             raise CheckpointError(

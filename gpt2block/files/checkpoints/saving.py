@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block.checks import check_choice, is_plain
 from gpt2block.errors import CheckpointError, InputError, shown
@@ -43,7 +42,7 @@ class TensorSource(Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
-    def tensors(self) -> Iterable[tuple[str, NDArray[Any], str | None]]:
+    def tensors(self) -> Iterable[tuple[str, np.ndarray, str | None]]:
         """Yield (name, array, layout) of every tensor, like `Checkpoint.tensors`."""
 
 
@@ -241,7 +240,7 @@ def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
 
 def as_in_files(
     weights: TensorSource, naming: Naming, dtype: str | None
-) -> Iterator[tuple[str, NDArray[Any]]]:
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (gpt2block's name, C-contiguous array in the file's layout) for each tensor.
 
     dtype: as in `save_pretrained`. Raises InputError unless `weights` has exactly the model's
@@ -249,9 +248,7 @@ def as_in_files(
     """
     config, shapes = weights.config, model_shapes(weights.config)
     expected = iter(shapes)
-    joined: dict[
-        str, NDArray[Any]
-    ] = {}  # rows that one tensor of the file joins, by its first name
+    joined: dict[str, np.ndarray] = {}  # rows that one tensor of the file joins, by its first name
     for name, array, layout in weights.tensors():
         awaited = next(expected, "no more tensors")
         if name != awaited:
@@ -281,8 +278,8 @@ def as_in_files(
 
 
 def _with_spans(
-    whole: NDArray[Any], rows: NDArray[Any], spans: Iterable[tuple[int, int]]
-) -> NDArray[Any]:
+    whole: np.ndarray, rows: np.ndarray, spans: Iterable[tuple[int, int]]
+) -> np.ndarray:
     """Return `whole` with `rows` in ranges of its rows; it grows to the end of the last range."""
     places = np.concatenate([np.arange(*span) for span in spans])
     found = np.empty((max(len(whole), places.max() + 1), *rows.shape[1:]), rows.dtype)
@@ -291,7 +288,7 @@ def _with_spans(
     return found
 
 
-def of_value_heads(config: ModelConfig, kind: str, rows: NDArray[Any], tiled: bool) -> NDArray[Any]:
+def of_value_heads(config: ModelConfig, kind: str, rows: np.ndarray, tiled: bool) -> np.ndarray:
     """Return a tensor of a gated delta net with its heads of v in another order.
 
     kind: the tensor's name without its layer's prefix. tiled: the new order: whether heads whose
@@ -314,8 +311,8 @@ def of_value_heads(config: ModelConfig, kind: str, rows: NDArray[Any], tiled: bo
 
 
 def _converted(
-    name: str, array: NDArray[Any], shape: tuple[int, ...], dtype: str | None
-) -> NDArray[Any]:
+    name: str, array: np.ndarray, shape: tuple[int, ...], dtype: str | None
+) -> np.ndarray:
     """Return a tensor as a C-contiguous array of `dtype`. Raises InputError."""
     if not is_plain(array) or array.dtype.name not in DTYPES:
         got = array.dtype if is_plain(array) else type(array).__name__

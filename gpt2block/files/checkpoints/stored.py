@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block.errors import CheckpointError
 from gpt2block.files.checkpoints.files import about
@@ -75,7 +74,7 @@ class Stored:
         """The stored tensors joined into this tensor, or only this tensor if none are joined."""
         return self.parts or (self,)
 
-    def read(self) -> NDArray[Any]:
+    def read(self) -> np.ndarray:
         """Read the tensor into a new array of the stored dtype; float64 becomes float32.
 
         Raises CheckpointError, also for a float64 number out of the range of float32.
@@ -117,12 +116,12 @@ class Stored:
         parts = tuple(cut(self.pieces, spans))
         return Stored(*whole, parts=parts, head_order=self.head_order, in_heads=heads)
 
-    def numbers(self, begin: int, end: int) -> NDArray[Any]:
+    def numbers(self, begin: int, end: int) -> np.ndarray:
         """Read numbers `begin` to `end` - 1 of the flattened tensor, in the dtype of `read()`."""
         offset = None if self.offset is None else self.offset + begin * itemsize(self.dtype)
         return replace(self, offset=offset, shape=(end - begin,)).read()
 
-    def read_into(self, array: NDArray[Any]) -> None:
+    def read_into(self, array: np.ndarray) -> None:
         """Read the tensor into a C-contiguous array of the tensor's shape and dtype.
 
         Raises CheckpointError if the file has become shorter.
@@ -140,7 +139,7 @@ class Stored:
             )
 
 
-def reorder(rows: NDArray[Any], head_order: Sequence[int]) -> None:
+def reorder(rows: np.ndarray, head_order: Sequence[int]) -> None:
     """Reorder each head's rows in place: row n becomes the former row head_order[n]."""
     for first in range(0, len(rows), len(head_order) or 1):
         head = rows[first : first + len(head_order)]
@@ -194,7 +193,7 @@ def equal(a: Stored, b: Stored) -> bool:
     return all(np.array_equal(a.numbers(*s), b.numbers(*s), equal_nan=True) for s in spans)
 
 
-def converted(array: NDArray[Any], dtype: str) -> tuple[NDArray[Any], int]:
+def converted(array: np.ndarray, dtype: str) -> tuple[np.ndarray, int]:
     """Return a C-contiguous `dtype` array, and the count of finite values that became infinite."""
     with np.errstate(over="ignore"):
         narrow = np.ascontiguousarray(array, DTYPES[dtype])

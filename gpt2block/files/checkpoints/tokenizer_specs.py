@@ -11,13 +11,13 @@ from gpt2block.files.checkpoints.tokenizer_files import SETTINGS
 GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _ANY_CLASS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes for any tokenizer.json
 _SPECIAL = re.compile(r"<.+>|\[.+\]")
-BYTE_LEVEL: Mapping[str, Any] = {"type": "ByteLevel", "add_prefix_space": False,
+BYTE_LEVEL: Mapping[str, object] = {"type": "ByteLevel", "add_prefix_space": False,
                                  "trim_offsets": True, "use_regex": True}  # fmt: skip
 
 
 def spec_of_pair(
     ids: Mapping[str, int], merges: bytes, added: Mapping[str, int], settings: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Build the content of a tokenizer.json from the content of vocab.json and merges.txt.
 
     ids: token → id. merges: content of the file of merges. added: content of added_tokens.json.
@@ -56,7 +56,7 @@ def _in_settings(settings: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
     return {entry["content"]: (int(key), entry.get("special")) for key, entry in entries}
 
 
-def _special_tokens(found: Mapping[str, tuple[int, Any]]) -> list[dict[str, Any]]:
+def _special_tokens(found: Mapping[str, tuple[int, object]]) -> list[dict[str, object]]:
     """Return entries for tokenizer.json, by id. Raises ValueError if a token is not special."""
     for token, (_, special) in found.items():
         if not special:

@@ -25,7 +25,7 @@ from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.models.config import TABLES, ModelConfig, Shapes, model_shapes
 
-Array = NDArray[np.floating[Any]]
+Array = NDArray[np.floating]
 Block = TypeVar("Block", bound="BlockArrays")
 Model = TypeVar("Model", bound="ModelArrays[Any]")
 MAX_NUMBERS = 2**40  # most random numbers per call: 4 TiB of float32
@@ -80,7 +80,7 @@ class BlockArrays(ABC):
         """Return a dict from names to tensors, in the order of packed buffers."""
         return {name: getattr(self, name) for name in self.shapes}
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Return the settings and sizes that the block shares with a config, by name."""
         return {name: getattr(self, name) for name in ("n_embd", *self.SETTINGS)}
 
@@ -199,7 +199,7 @@ class ModelArrays(Generic[Block]):
     def _of(
         cls: type[Model],
         config: ModelConfig,
-        outer: Mapping[str, Any],
+        outer: Mapping[str, object],
         blocks: Iterable[Mapping[str, Any]],
     ) -> Model:
         """Create a model. outer: tensors outside the blocks, by name; default lm_head: wte."""
@@ -320,7 +320,7 @@ def random_tensors(seed: Any, shapes: Shapes) -> dict[str, NDArray[np.float32]]:
     return tensors
 
 
-def random_model(seed: Any, config: ModelConfig) -> Iterator[tuple[str, NDArray[Any], str | None]]:
+def random_model(seed: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndarray, str | None]]:
     """Yield random tensors of a model of any architecture, as `Model.from_tensors` takes them."""
     for name, array in random_tensors(seed, model_shapes(config)).items():
         added = config.ADDED_TO_NORMS if "gamma" in name else 0.0

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from numpy.typing import NDArray
+import numpy as np
 
 from gpt2block.models.config import ModelConfig
 
 Value = Any  # the result of a step, whose type differs between NumPy and CUDA
 To = tuple[str, ...]
 Divided = tuple[tuple[str, tuple[str, ...], str], ...]
-RowNorms = Callable[[str, str], NDArray[Any]]
+RowNorms = Callable[[str, str], np.ndarray]
 
 
 class CheckpointLayout(NamedTuple):
@@ -52,7 +52,7 @@ class Architecture(Protocol):
     # in float16's range; () if this is not possible.
     DIVIDED: Divided
 
-    def constants(self, config: Any, vectors: Mapping[str, Any]) -> dict[str, Any]:
+    def constants(self, config: Any, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return {name: tensor} of tensors computed from the config and the model's vectors."""
 
     def operand_bounds(

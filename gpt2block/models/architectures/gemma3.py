@@ -57,7 +57,7 @@ class Gemma3Config(PartlyWindowedConfig):
         "attention.sliding_window": "window", "rope.freq_base_swa": "local_theta",
         EMBEDDING_DTYPE: EMBEDDING_DTYPE,
     }  # fmt: skip
-    ABSENT: ClassVar[Mapping[str, Any]] = {
+    ABSENT: ClassVar[Mapping[str, object]] = {
         "n_ctx": 131072, "eps": 1e-6, "n_kv_head": 4, "head_size": 256, "theta": 1e6,
         "window": 4096, "scalar": 256, "tie_word_embeddings": True,
     }  # fmt: skip
@@ -107,7 +107,7 @@ class Gemma3Config(PartlyWindowedConfig):
         dtype = "float32" if dtype == "float64" else dtype  # float64 weights are read as float32
         return fields | {EMBEDDING_DTYPE: dtype}
 
-    def to_hugging_face(self) -> dict[str, Any]:
+    def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         content = super().to_hugging_face()
         del content["hidden_act"]
@@ -128,7 +128,7 @@ GGUF, GGUF_ROPE_INTERLEAVED = "gemma3", False
 NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 
 
-def constants(config: Gemma3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+def constants(config: Gemma3Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor} of the RoPE frequencies and of 1 + w for the weights w of all norms."""
     names = [f"h.{n}.{norm}" for n in range(config.n_layer) for norm in NORMS]
     return {

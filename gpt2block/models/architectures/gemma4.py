@@ -61,7 +61,7 @@ class Gemma4Config(Gemma3Config):
     }  # fmt: skip
     GGUF_ZEROS: ClassVar[tuple[str, ...]] = ("n_layer_embd",)
     PARTIAL: ClassVar[bool] = True
-    ABSENT: ClassVar[Mapping[str, Any]] = {
+    ABSENT: ClassVar[Mapping[str, object]] = {
         "n_ctx": 131072, "eps": 1e-6, "n_kv_head": 4, "head_size": 256, "theta": 1e6,
         "window": 512, "tie_word_embeddings": True,
     }  # fmt: skip
@@ -249,13 +249,13 @@ class Gemma4Config(Gemma3Config):
         doubled = widths[-n:] == [2 * widths[0]] * n
         return {**settings, FF: widths[:-n] + widths[:1] * n, WIDE: True} if doubled else settings
 
-    def gguf_settings(self) -> dict[str, Any]:
+    def gguf_settings(self) -> dict[str, object]:
         """Return {key: value} of GGUF's keys, with an array of the widths of the feed-forward."""
         keys, n = super().gguf_settings(), self.shared_layers
         widths = (*(self.n_ff,) * (self.n_layer - n), *(2 * self.n_ff,) * n)
         return keys | ({FF: widths} if keys.pop(WIDE) else {})
 
-    def to_hugging_face(self) -> dict[str, Any]:
+    def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         content = super().to_hugging_face()
         full = {"rope_type": "proportional", "rope_theta": content.pop("rope_theta")}
@@ -305,9 +305,9 @@ NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, ll
 final = llama.final
 
 
-def constants(config: Gemma4Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+def constants(config: Gemma4Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor}: RoPE frequencies, and norm weights of embeddings for layers."""
-    found: dict[str, Any] = {**config.layer_frequencies()}
+    found: dict[str, np.ndarray] = {**config.layer_frequencies()}
     if config.n_layer_embd:
         found["gamma_layers_scaled"] = vectors["gamma_layers"] * 2**-0.5
     return found
@@ -364,7 +364,7 @@ def operand_bounds(
     for layer, stream in enumerate([*stream_bounds(config, largest)][:-1]):
         h, shapes = f"h.{layer}.", config.shapes_of(layer)
 
-        def product(n: int, name: str, h: str = h) -> NDArray[Any]:
+        def product(n: int, name: str, h: str = h) -> np.ndarray:
             sums = root * norms(f"{h}w_{name}", f"{h}gamma{n}")
             return np.asarray(sums + largest.get(f"{h}b_{name}", 0.0))
 

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from gpt2block.models.architectures.architecture import CheckpointLayout, Divided, RowNorms, Value
 from gpt2block.models.config import GPT2Config, ModelConfig
 
@@ -57,7 +59,7 @@ def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
     return o.norm("ln_f", x, "gamma_f", "beta_f", to=to)
 
 
-def constants(config: GPT2Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+def constants(config: GPT2Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {}: no tensor of GPT-2 is computed from the config."""
     return {}
 

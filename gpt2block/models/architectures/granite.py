@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from gpt2block.checks import check_number
 from gpt2block.models.architectures import llama
 from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, To, Value
@@ -40,7 +42,8 @@ class GraniteConfig(LlamaConfig):
         "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
         "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
     }  # fmt: skip
-    GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {"rope.scaling.finetuned": True}  # false: no RoPE
+    # false: no RoPE
+    GGUF_NEUTRAL: ClassVar[Mapping[str, object]] = {"rope.scaling.finetuned": True}
 
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0
@@ -70,7 +73,7 @@ attention, feed_forward = llama.attention, llama.feed_forward
 NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 
 
-def constants(config: GraniteConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
+def constants(config: GraniteConfig, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor}: Llama's constants, and the final norm's weight / logits_scaling."""
     gamma = vectors["gamma_f"] / config.logits_scaling
     return {**llama.constants(config, vectors), "gamma_logits": gamma}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ class GraniteHybridConfig(GraniteConfig):
     FLAGS: ClassVar[tuple[str, ...]] = (*ModelConfig.FLAGS, "attention_bias")
     OTHERS: ClassVar[Mapping[str, str]] = {**GraniteConfig.OTHERS, POSITIONS: POSITIONS}
     HONOURED: ClassVar[tuple[str, ...]] = (*GraniteConfig.HONOURED, "layer_types")
-    ABSENT: ClassVar[Mapping[str, Any]] = {**GraniteConfig.ABSENT, POSITIONS: None}
+    ABSENT: ClassVar[Mapping[str, object]] = {**GraniteConfig.ABSENT, POSITIONS: None}
     SETTINGS: ClassVar[Settings] = (
         *GraniteConfig.SETTINGS,
         (POSITIONS, ("rope", "nope", None), "all layers have RoPE or none"),
@@ -48,7 +48,7 @@ class GraniteHybridConfig(GraniteConfig):
         """Return the radians per position by which RoPE rotates each pair, zero without RoPE."""
         return super().frequencies() * (self.position_embedding_type == "rope")
 
-    def to_hugging_face(self) -> dict[str, Any]:
+    def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         # transformers checks mamba_n_heads even if there are no such layers.
         dense = {"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 1}

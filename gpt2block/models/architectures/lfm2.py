@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block.checks import check_count, check_number
 from gpt2block.errors import CheckpointError, InputError, shown
@@ -116,7 +115,7 @@ class Lfm2Config(LlamaConfig):
             fields["n_ff"] = _adjusted(config, fields["n_ff"])
         return fields | {"conv_layers": _conv_layers(config, fields["n_layer"])}
 
-    def to_hugging_face(self) -> dict[str, Any]:
+    def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         kinds = [KINDS[conv] for conv in self.conv_layers]
         content = super().to_hugging_face() | {"layer_types": kinds, "pad_token_id": None}
@@ -211,7 +210,7 @@ def operand_bounds(
     convs, own = _conv_layer_names(config), {**largest}
     own |= {f"{h}gamma_{name}": 0.0 for h in convs for name in "qk"}
 
-    def of_first_product(w: str, gamma: str) -> NDArray[Any]:
+    def of_first_product(w: str, gamma: str) -> np.ndarray:
         h, _, name = w.rpartition(".")
         return norms(f"{h}.w_in" if name == "w_qkv" and f"{h}." in convs else w, gamma)
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block.models.architectures.architecture import CheckpointLayout, Divided, RowNorms, Value
 from gpt2block.models.config import ModelConfig
@@ -66,7 +65,7 @@ def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
     return o.norm("rms_f", x, "gamma_f", to=to)
 
 
-def constants(config: LlamaConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
+def constants(config: LlamaConfig, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor} of tensors computed from the config: the RoPE frequencies."""
     return {"frequencies": config.frequencies()}
 
@@ -110,7 +109,7 @@ def operand_bounds(
     bounds = {"rms_f": root * largest["gamma_f"]}
     for h in (f"h.{layer}." for layer in range(config.n_layer)):
 
-        def product(n: int, name: str, h: str = h) -> NDArray[Any]:
+        def product(n: int, name: str, h: str = h) -> np.ndarray:
             sums = root * norms(f"{h}w_{name}", f"{h}gamma{n}")
             return np.asarray(sums + largest.get(f"{h}b_{name}", 0.0))
 

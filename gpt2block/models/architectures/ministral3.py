@@ -31,7 +31,7 @@ class Ministral3Config(WindowedConfig):
     MODEL_TYPE: ClassVar[str] = "ministral3"
     FLAGS: ClassVar[tuple[str, ...]] = ModelConfig.FLAGS
     HONOURED: ClassVar[tuple[str, ...]] = (*WindowedConfig.HONOURED, BETA)
-    ABSENT: ClassVar[Mapping[str, Any]] = {
+    ABSENT: ClassVar[Mapping[str, object]] = {
         "n_ctx": 262144, "eps": 1e-5, "n_kv_head": 8, "head_size": 128,
     }  # fmt: skip
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {"attention.temperature_scale": "beta"}

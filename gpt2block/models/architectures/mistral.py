@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from gpt2block.models.architectures import llama
 from gpt2block.models.architectures.architecture import CheckpointLayout
@@ -26,7 +26,7 @@ class MistralConfig(WindowedConfig):
     NAME: ClassVar[str] = "Mistral"
     MODEL_TYPE: ClassVar[str] = "mistral"
     FLAGS: ClassVar[tuple[str, ...]] = ModelConfig.FLAGS
-    ABSENT: ClassVar[Mapping[str, Any]] = {
+    ABSENT: ClassVar[Mapping[str, object]] = {
         "n_ctx": 131072, "eps": 1e-6, "n_kv_head": 8, "window": WINDOW,
     }  # fmt: skip
 

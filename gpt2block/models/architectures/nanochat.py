@@ -82,7 +82,7 @@ class NanoChatConfig(LlamaConfig):
         """Return {name: shape} of the tensors before and after the blocks."""
         return super().outer_shapes()[0], {}
 
-    def to_hugging_face(self) -> dict[str, Any]:
+    def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         return super().to_hugging_face() | {"hidden_act": "relu2"}
 
@@ -100,7 +100,7 @@ NORM, QKV, TENSOR_HEADS = llama.NORM, llama.QKV, llama.TENSOR_HEADS
 DIVIDED = llama.DIVIDED[:0]  # ReLU squared is not linear: no scaling of weights
 
 
-def constants(config: NanoChatConfig, vectors: Mapping[str, Any]) -> dict[str, Any]:
+def constants(config: NanoChatConfig, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor}: Llama's constants, and vectors of ones as the weights of norms."""
     sizes = {ONES: config.n_embd, HEAD_ONES: config.head_size}
     ones = {name: np.ones(size, np.float32) for name, size in sizes.items()}

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block.models.architectures import llama
 from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
@@ -28,7 +27,7 @@ class Olmo2Config(LlamaConfig):
     NAME: ClassVar[str] = "Olmo2"
     MODEL_TYPE: ClassVar[str] = "olmo2"
     FLAGS: ClassVar[tuple[str, ...]] = (*ModelConfig.FLAGS, "attention_bias")
-    ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 2048, "eps": 1e-5}
+    ABSENT: ClassVar[Mapping[str, object]] = {"n_ctx": 2048, "eps": 1e-5}
 
     def block_shapes(self) -> Shapes:
         """Return {name: shape} of a block's tensors: Llama's, with weights of OLMo 2's norms."""
@@ -108,7 +107,7 @@ def operand_bounds(
     for layer in range(config.n_layer):
         h, (first, second) = f"h.{layer}.", stream[2 * layer : 2 * layer + 2]
 
-        def product(x: float, name: str, h: str = h) -> NDArray[Any]:
+        def product(x: float, name: str, h: str = h) -> np.ndarray:
             sums = (x + spread) * norms(f"{h}w_{name}", "")
             return np.asarray(sums + largest.get(f"{h}b_{name}", 0.0))
 

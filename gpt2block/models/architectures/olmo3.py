@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from gpt2block.checks import check_count
 from gpt2block.models.architectures import olmo2
 from gpt2block.models.architectures.architecture import RowNorms, Value
@@ -27,7 +29,7 @@ class Olmo3Config(PartlyWindowedConfig, Olmo2Config):
     NAME: ClassVar[str] = "Olmo3"
     MODEL_TYPE: ClassVar[str] = "olmo3"
     EVERY: ClassVar[int] = 4
-    ABSENT: ClassVar[Mapping[str, Any]] = {**Olmo2Config.ABSENT, "theta": 500000.0}
+    ABSENT: ClassVar[Mapping[str, object]] = {**Olmo2Config.ABSENT, "theta": 500000.0}
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {
         "attention.sliding_window": "window", "rope.freq_base_swa": "local_theta",
         "attention.sliding_window_pattern": "sliding_layers",
@@ -81,7 +83,7 @@ def _with_yarn(config: Olmo3Config, weights: Mapping[str, Any]) -> dict[str, Any
     return {name: weights[name] * factor for name, factor in names.items()}
 
 
-def constants(config: Olmo3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+def constants(config: Olmo3Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor} of RoPE frequencies, and of norm weights times YaRN's factor."""
     yarn = {f"{name}_yarn": each for name, each in _with_yarn(config, vectors).items()}
     return {**config.layer_frequencies(), **yarn}

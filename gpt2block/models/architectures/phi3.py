@@ -34,7 +34,7 @@ class Phi3Config(PartlyRotatedConfig, WindowedConfig):
     NAME: ClassVar[str] = "Phi3"
     MODEL_TYPE: ClassVar[str] = "phi3"
     FLAGS: ClassVar[tuple[str, ...]] = ModelConfig.FLAGS
-    ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 4096, "eps": 1e-5}
+    ABSENT: ClassVar[Mapping[str, object]] = {"n_ctx": 4096, "eps": 1e-5}
     HONOURED: ClassVar[tuple[str, ...]] = (*WindowedConfig.HONOURED, PARTIAL, "long_factor")
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {
         "rope.dimension_count": "rotary", "attention.sliding_window": "window",
@@ -45,7 +45,7 @@ class Phi3Config(PartlyRotatedConfig, WindowedConfig):
         """Convert the content of a config.json to {field of this class: value}."""
         return super()._fields_in({ORIGINAL: 4096, **config})
 
-    def to_hugging_face(self) -> dict[str, Any]:
+    def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         original = {} if self.scaling is None else {ORIGINAL: self.scaling.original_context}
         # The default pad_token_id of transformers is not a valid id in a smaller vocabulary.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from gpt2block.models.architectures import llama
 from gpt2block.models.architectures.architecture import CheckpointLayout
@@ -22,7 +22,7 @@ class QwenConfig(LlamaConfig):
 
     HONOURED: ClassVar[tuple[str, ...]] = ("sliding_window",)
 
-    def to_hugging_face(self) -> dict[str, Any]:
+    def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         return super().to_hugging_face() | {"use_sliding_window": False}
 
@@ -34,7 +34,7 @@ class Qwen2Config(QwenConfig):
     NAME: ClassVar[str] = "Qwen2"
     MODEL_TYPE: ClassVar[str] = "qwen2"
     FLAGS: ClassVar[tuple[str, ...]] = ModelConfig.FLAGS
-    ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 32768, "eps": 1e-6, "n_kv_head": 32}
+    ABSENT: ClassVar[Mapping[str, object]] = {"n_ctx": 32768, "eps": 1e-6, "n_kv_head": 32}
 
     def block_shapes(self) -> Shapes:
         """Return {name: shape} of a block's tensors: Llama's tensors and b_qkv."""

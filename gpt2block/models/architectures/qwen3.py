@@ -25,7 +25,7 @@ class Qwen3Config(QwenConfig):
     NAME: ClassVar[str] = "Qwen3"
     MODEL_TYPE: ClassVar[str] = "qwen3"
     FLAGS: ClassVar[tuple[str, ...]] = (*ModelConfig.FLAGS, "attention_bias")
-    ABSENT: ClassVar[Mapping[str, Any]] = {
+    ABSENT: ClassVar[Mapping[str, object]] = {
         "n_ctx": 32768, "eps": 1e-6, "n_kv_head": 32, "head_size": 128
     }  # fmt: skip
 

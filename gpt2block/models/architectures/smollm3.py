@@ -36,7 +36,7 @@ class SmolLM3Config(LlamaConfig):
     HONOURED: ClassVar[tuple[str, ...]] = (
         "no_rope_layers", "no_rope_layer_interval", "sliding_window",
     )  # fmt: skip
-    ABSENT: ClassVar[Mapping[str, Any]] = {
+    ABSENT: ClassVar[Mapping[str, object]] = {
         "n_ctx": 32768, "eps": 1e-6, "n_kv_head": 4, "theta": 2e6, "tie_word_embeddings": True,
     }  # fmt: skip
 
@@ -66,7 +66,7 @@ class SmolLM3Config(LlamaConfig):
                                   f"{shown(given)}")  # fmt: skip
         return fields | {"rope_layers": tuple(map(bool, given[: fields["n_layer"]]))}
 
-    def to_hugging_face(self) -> dict[str, Any]:
+    def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         layers = {"no_rope_layers": list(map(int, self.rope_layers)), "use_sliding_window": False}
         padding = {"pad_token_id": None}  # the default id is invalid in a smaller vocabulary
@@ -86,7 +86,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
-def constants(config: SmolLM3Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+def constants(config: SmolLM3Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor} of tensors computed from the config: the RoPE frequencies."""
     known = {"frequencies": config.frequencies(), STILL: np.zeros(config.head_size // 2)}
     return {name: known[name] for name in dict.fromkeys(config.frequencies_of_layers)}

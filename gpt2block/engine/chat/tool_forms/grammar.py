@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from gpt2block.engine.chat.tool_forms.base import Tool, ToolForm
 from gpt2block.engine.grammars.schema import JSON_FORM, parsed, translated
@@ -97,7 +96,7 @@ def schema_text(schema: Mapping[str, object]) -> str:
     return translated(parsed({**schema, "x-guidance": JSON_FORM}))
 
 
-def closed(schema: Mapping[str, object]) -> Mapping[str, Any]:
+def closed(schema: Mapping[str, object]) -> Mapping[str, object]:
     """Return a schema of an object that allows only listed properties unless it says otherwise.
 
     A schema that combines several schemas stays as it is.
