@@ -96,6 +96,11 @@ def _rule(c: Call) -> Launch:
 def _gated(c: Call) -> Launch:
     if c.V % c.G or c.W < c.V:
         raise InputError(f"o: expected heads of {c.G} channels, up to {c.W}, got {c.V} channels")
+    if c.G % 4:
+        raise InputError(
+            f"gamma: expected, on a GPU, heads of a multiple of 4 channels, got {c.G}: "
+            "device='cpu' computes all sizes"
+        )
     geometry = Geometry("gated_rmsnorm", (c.N, ceil(c.V // c.G / WARPS)), (32, WARPS))
     geometry = geometry.with_defines((("DELTA_V", c.G),))
     args = (c.o, c.x, c.gamma, c.output("out"), c.W, c.V // c.G, c.eps)

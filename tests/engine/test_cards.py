@@ -13,6 +13,7 @@ from launch_recorder import recording
 from gpt2block import LlamaConfig, Model, emulator
 from gpt2block.cuda import cupy
 from gpt2block.cuda.formats import FILE
+from gpt2block.emulator.stand_in import CHECKED
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.architectures.qwen3 import Qwen3Config
@@ -140,23 +141,24 @@ def test_registers_hold_rows_of_a_product_with_blocks(K: int, rows: tuple[int, .
 
 
 @pytest.mark.parametrize(
-    ("M", "K", "ranges", "gated"),
+    ("M", "K", "ranges", "gated", "x_dtype"),
     [
-        (40, 1280, [("Q4_K", 256), ("Q6_K", 256)], True),
-        (33, 1536, [("Q5_K", 528)], False),  # no whole groups of columns
-        (64, 1408, [("Q8_0", 528)], False),  # the last split is shorter
+        (40, 1280, [("Q4_K", 256), ("Q6_K", 256)], True, "float16"),
+        (33, 1536, [("Q5_K", 528)], False, "float16"),  # no whole groups of columns
+        (64, 1408, [("Q8_0", 528)], False, "float16"),  # the last split is shorter
+        (9, 11008, [("Q8_0", 128)], False, None),  # a whole row does not fit in shared memory
     ],
 )
 def test_many_rows_of_a_product_with_blocks(
-    M: int, K: int, ranges: list[tuple[str, int]], gated: bool
+    M: int, K: int, ranges: list[tuple[str, int]], gated: bool, x_dtype: str | None
 ) -> None:
     if problem := emulator.missing():
         pytest.skip(problem)
-    with emulator.emulated("shuffled", 8, capability="89"):
+    with emulator.emulated("shuffled", 8, CHECKED, "89"):
         w, up = (GgufMatrix.random(ranges, K, n).mapped(cupy.asarray) for n in range(2))
         x = cupy.asarray(plain.normal(M, M, K))
         given = (x, w, None, None, None, None, *((up,) if gated else ()))
-        same_as_alone(*given, kernel="decode_mma_gguf", x_dtype="float16")
+        same_as_alone(*given, kernel="decode_mma_gguf", x_dtype=x_dtype)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_blocks_divide_a_product(
         pytest.skip(problem)
     monkeypatch.setattr(linear_gguf, "ADDING", -1e9)
     monkeypatch.setattr(linear_gguf, "geometry", linear_gguf.geometry.__wrapped__)
-    with emulator.emulated(order, 8, capability="89"):
+    with emulator.emulated(order, 8, CHECKED, "89"):
         w = GgufMatrix.random(ranges, K).mapped(cupy.asarray)
         x, residual = (cupy.asarray(plain.normal(M, M, n)) for n in (K, w.N))
         workspace = cupy.zeros(linear_gguf.COUNTERS + 8 * M * w.N, "float32")
@@ -195,7 +197,7 @@ def test_blocks_divide_a_product(
 def test_gate_and_up_of_many_rows(dtype: str, M: int, N: int, K: int) -> None:
     if problem := emulator.missing():
         pytest.skip(problem)
-    with emulator.emulated("shuffled", 2, capability="89"):
+    with emulator.emulated("shuffled", 2, CHECKED, "89"):
         w, up = (
             WeightMatrix.quantize(cupy.asarray(plain.normal(n, N, K)), dtype, "NK")
             for n in range(2)

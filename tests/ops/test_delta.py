@@ -160,3 +160,16 @@ def test_heads_that_kernels_do_not_compute_are_an_error(sizes: Sizes) -> None:
     heads = f"1 heads of {sizes.k_size} channels of k, {sizes.n_v_head} heads"
     with pytest.raises(InputError, match=rf"an even number, got {heads}"):
         registry.bind("delta_inputs", given, n_k_head=1, k_size=sizes.k_size)
+
+
+@pytest.mark.parametrize(
+    ("G", "message"),
+    [
+        (6, "gamma: expected, on a GPU, heads of a multiple of 4 channels, got 6"),
+        (8, "o: expected heads of 8 channels, up to 20, got 12 channels"),
+    ],
+)
+def test_heads_that_the_norm_does_not_compute_are_an_error(G: int, message: str) -> None:
+    o, x, gamma = plain.normal(0, 2, 12), plain.normal(1, 2, 20), plain.normal(2, G)
+    with pytest.raises(InputError, match=message):
+        registry.bind("gated_rmsnorm", (o, x, gamma))

@@ -385,8 +385,10 @@ def decoding_tiles() -> Iterator[Job]:
 
 def matvec_tiles() -> Iterator[Job]:
     """Yield tiles of matmul/decode/cores.cu for steps of 64 rows on a T4."""
-    for (N, K), dtype in product((*GPT2, (50257, 768)), ("bfloat16", "float16")):
-        how = matvec.geometry(64, N, K, 2, tiled=True, sms=40, max_shared=SHARED - 1024)
+    head = 50257, 768
+    for (N, K), dtype in (*product((*GPT2, head), ("bfloat16", "float16")), (head, "float32")):
+        size = 4 if dtype == "float32" else 2
+        how = matvec.geometry(64, N, K, size, tiled=True, sms=40, max_shared=SHARED - 1024)
         assert how is not None
         yield matvec.FILE, "sm_75", (*stored_as(dtype), *how.defines)
 

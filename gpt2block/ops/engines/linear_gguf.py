@@ -213,7 +213,8 @@ def _cuts(
         rows = _halved(min(M, MAX_ROWS))
         if staged:
             warps = [n for n in (STAGED_WARPS, 4, 2, 1) if n in warps][:1]
-            rows = [n for n in rows if n * terms * terms <= MAX_ROWS]
+            least = 1 if cuts else max(warps)  # if nothing else fits, blocks have empty rows
+            rows = [n for n in _halved(min(max(M, least), MAX_ROWS)) if n * terms**2 <= MAX_ROWS]
         apart = (WorkSplit(n, each, together=False) for n in rows for each in warps)
         cuts += fitting(cut for cut in apart if cut.rows >= cut.warps or not staged)
     return cuts

@@ -43,9 +43,15 @@ class MatvecTile(NamedTuple):
     span: int = 4  # columns per thread
     stage: int = 64  # values of K in shared memory at once
 
-    def unrolled(self, width: int, steps: int) -> int:
-        """Return the multiply-adds per thread and chunk: the size of the kernel's code."""
-        return WARP // self.lanes * width * steps * self.side * self.span
+    def fits(self, width: int, steps: int) -> bool:
+        """Return whether the code of the kernel fits its cache, and its sums the registers.
+
+        With many sums, registers spill if the loads of a lane end within a stage.
+        """
+        sums = self.side * self.span
+        whole = self.lanes * width * steps % self.stage == 0
+        unrolled = WARP // self.lanes * width * steps * sums  # multiply-adds per thread and chunk
+        return unrolled <= MAX_UNROLLED and (whole or sums <= MAX_SUMS)
 
 
 # The first of equally fast tiles is chosen. Tiles of 4 rows per thread have more threads, for
@@ -58,7 +64,8 @@ TILES = (
     MatvecTile(16, 16, 8, 0.65, side=4, stage=128),
     MatvecTile(8, 32, 8, 0.4, side=4),
 )
-MAX_UNROLLED = 3072  # maximum multiply-adds of `MatvecTile.unrolled`: instructions fit their cache
+MAX_UNROLLED = 3072  # maximum multiply-adds per thread and chunk: instructions fit their cache
+MAX_SUMS = 32  # maximum sums per thread if the loads of a lane end within a stage
 
 
 class MatvecLayout(NamedTuple):
@@ -169,7 +176,7 @@ def geometry(
     reads = ceil(M / cut.rows)
     many = reads > (1 if N * K * weight >= LARGE else MOST_READS) or not fits
     if tiled and many and not norm and cut.width >= TILE_WIDTH:
-        tiles = [t for t in TILES if t.unrolled(cut.width, cut.steps) <= MAX_UNROLLED]
+        tiles = [tile for tile in TILES if tile.fits(cut.width, cut.steps)]
         cut = cut._replace(tile=fastest(tuple(tiles), M, N, sms))
     if cut.tile:
         return _tile_geometry(M, N, K, weight, cut, cut.tile)

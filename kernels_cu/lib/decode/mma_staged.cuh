@@ -69,7 +69,7 @@ struct Staged {
             }
         }
         const int row = threadIdx.x / 32 + (first + lane % 8 * SCATTERED / 8) * WARPS;
-        *blocks(row, unit).chunk_sum(0, term, lane / 8) = split_sum(sums[0]);
+        if (lane * SCATTERED % 8 == 0) *blocks(row, unit).chunk_sum(0, term, lane / 8) = split_sum(sums[0]);
     }
 
     __device__ __forceinline__ BlockOperand<1> blocks(int r, int unit) const {
