@@ -18,7 +18,8 @@ from gpt2block.apps.cli.app import application
 from gpt2block.engine.cuda.draft import BlockDraft
 from gpt2block.engine.numpy.model import NumpyModel
 from gpt2block.engine.speculation import SpeculationPolicy
-from gpt2block.files.checkpoints import save_gguf, save_pretrained
+from gpt2block.errors import CheckpointError
+from gpt2block.files.checkpoints import gguf_saving, save_gguf, save_pretrained
 from gpt2block.files.checkpoints.gguf import header_of
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.qwen3_5 import Qwen35Config
@@ -174,7 +175,26 @@ def test_files(folder: Path, weights: dict[str, Array], tmp_path: Path) -> None:
         ({"model_type": "qwen3_5", "text_config": config}, multimodal, True),
         (config, without, False),
         (config | {"mtp_use_dedicated_embeddings": True}, every, False),
+        (config, every | {"mtp.embed_tokens.weight": every["lm_head.weight"]}, False),
     ):
         (tmp_path / "config.json").write_text(json.dumps(content))
         save_file(stored, tmp_path / "model.safetensors")
         assert (Checkpoint.open(tmp_path).config.draft_config == CONFIG.draft_config) == found
+
+
+NEXT = "qwen35.nextn_predict_layers"
+
+
+@pytest.mark.filterwarnings("ignore:.*has no tokenizer")
+@pytest.mark.parametrize("own", ["embed_tokens", "shared_head_head"])
+def test_own_embeddings_in_gguf(own: str, folder: Path, tmp_path: Path) -> None:
+    source = Checkpoint.open(folder)
+    tensors = dict(gguf_saving.tensors_of(source))
+    tensors[f"blk.2.nextn.{own}.weight"] = tensors["token_embd.weight"]
+    kinds = {name: ("F32", array.shape) for name, array in tensors.items()}
+    metadata = gguf_saving.metadata_of(CONFIG)
+    gguf_saving.write(tmp_path / "a.gguf", metadata, kinds, tensors.values())
+    assert Checkpoint.open(tmp_path / "a.gguf").config.draft_config is None
+    gguf_saving.write(tmp_path / "b.gguf", metadata | {NEXT: (1,)}, kinds, tensors.values())
+    with pytest.raises(CheckpointError, match=f"{NEXT}: expected a number of blocks, got array"):
+        Checkpoint.open(tmp_path / "b.gguf")
