@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from gpt2block import Checkpoint, Model
+from gpt2block import Checkpoint, Model, cuda
 from gpt2block.apps.cli.app import application
+from gpt2block.engine.cuda.caches import MIN_STREAM_ROWS
 from gpt2block.engine.cuda.draft import BlockDraft
 from gpt2block.engine.numpy.model import NumpyModel
 from gpt2block.engine.speculation import SpeculationPolicy
@@ -180,6 +181,27 @@ def test_files(folder: Path, weights: dict[str, Array], tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(content))
         save_file(stored, tmp_path / "model.safetensors")
         assert (Checkpoint.open(tmp_path).config.draft_config == CONFIG.draft_config) == found
+
+
+@pytest.mark.parametrize("fewer", [False, True])
+def test_memory_of_ended_decodings(fewer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is freed if the memory for the block's rows is missing."""
+    with running_on("forward"):
+        engine: Any = made("cuda").engine
+        engine.decode(2, 40)
+        zeros, ended = cuda.cupy.zeros, engine._caches._ended
+        assert ended
+
+        def allocate(shape: Any, dtype: Any = "float64") -> Any:
+            if ended and shape == (MIN_STREAM_ROWS, CONFIG.n_embd):
+                raise cuda.cupy.cuda.memory.OutOfMemoryError(1, 0)
+            return zeros(shape, dtype)
+
+        monkeypatch.setattr(cuda.cupy, "zeros", allocate)
+        decoding = engine.decode(2, 40, fewer, speculate=True)
+        assert not ended
+        cache = decoding._cache
+        assert len(cache.stream_rows) == len(cache.drafting.stream_rows) == MIN_STREAM_ROWS
 
 
 NEXT = "qwen35.nextn_predict_layers"
