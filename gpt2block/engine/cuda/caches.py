@@ -226,6 +226,7 @@ class DecodingCaches:
     def _made(
         self, batch: int, n_ctx: int, pool: bool = False, drafting: bool = False
     ) -> CudaCache:
+        """Return a new cache. Raises CuPy's OutOfMemoryError. Arguments: see `new`."""
         made = CudaCache(self._config, batch, n_ctx, self._formats, self.of_layers, pool=pool)
         if self.of_block and drafting:
             made.drafting = self.of_block._made(batch, n_ctx)
