@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from gpt2block import Checkpoint, Model, cuda
+from gpt2block import Checkpoint, Model, cuda, from_pretrained
 from gpt2block.apps.cli.app import application
 from gpt2block.engine.cuda.caches import MIN_STREAM_ROWS
 from gpt2block.engine.cuda.draft import BlockDraft
@@ -181,6 +181,31 @@ def test_files(folder: Path, weights: dict[str, Array], tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(content))
         save_file(stored, tmp_path / "model.safetensors")
         assert (Checkpoint.open(tmp_path).config.draft_config == CONFIG.draft_config) == found
+
+
+@pytest.mark.filterwarnings("ignore:.*has no tokenizer")
+@pytest.mark.parametrize(
+    ("layers", "block_type", "products"), [("Q8_0", "F16", "fp8"), ("F16", "Q8_0", "float32")]
+)
+def test_float16_among_blocks(
+    layers: str, block_type: str, products: str, folder: Path, tmp_path: Path
+) -> None:
+    """Activations that only divided weights keep in range read no float16 matrices."""
+    source = Checkpoint.open(folder)
+    tensors = dict(gguf_saving.tensors_of(source))
+    tensors |= {name: 200 * array for name, array in tensors.items() if "ffn_up" in name}
+
+    def kind(name: str) -> str:
+        if tensors[name].ndim == 1 or "conv1d" in name or "eh_proj" in name:
+            return "F32"
+        return block_type if name.startswith("blk.2.") else layers
+
+    kinds = {name: (kind(name), array.shape) for name, array in tensors.items()}
+    data = (gguf_saving.encoded(n, a, kinds[n][0]) for n, a in tensors.items())
+    gguf_saving.write(tmp_path / "a.gguf", gguf_saving.metadata_of(CONFIG), kinds, data)
+    with running_on("shuffled"):
+        engine: Any = from_pretrained(tmp_path / "a.gguf", device="cuda").engine
+        assert engine.products == products
 
 
 @pytest.mark.parametrize("fewer", [False, True])
