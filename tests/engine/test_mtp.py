@@ -17,6 +17,7 @@ from gpt2block import Checkpoint, Model, cuda, from_pretrained
 from gpt2block.apps.cli.app import application
 from gpt2block.engine.cuda.caches import MIN_STREAM_ROWS
 from gpt2block.engine.cuda.draft import BlockDraft
+from gpt2block.engine.model import Start
 from gpt2block.engine.numpy.model import NumpyModel
 from gpt2block.engine.speculation import SpeculationPolicy
 from gpt2block.errors import CheckpointError
@@ -25,6 +26,7 @@ from gpt2block.files.checkpoints.gguf import header_of
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.qwen3_5 import Qwen35Config
 from gpt2block.models.config import HALVES
+from gpt2block.sampling import Sampling
 from tests.devices import GPU, running_on
 from tests.engine.test_architectures_cuda import DELTA_HEADS, SIZES
 
@@ -206,6 +208,17 @@ def test_float16_among_blocks(
     with running_on("shuffled"):
         engine: Any = from_pretrained(tmp_path / "a.gguf", device="cuda").engine
         assert engine.products == products
+
+
+@pytest.mark.parametrize(("slots", "in_flight"), [(16, 0), (17, 1)])
+def test_steps_in_flight(slots: int, in_flight: int) -> None:
+    """The next step waits for a result only if its rows depend on right draft tokens."""
+    ids = np.ones(1, np.int32)
+    with running_on("shuffled", races=False):
+        decoding: Any = made("cuda").engine.decode(slots, 40, speculate=True)
+        decoding.start([Start(slot, ids, Sampling(seed=1), 8) for slot in range(slots)])
+        assert len(decoding.next().slots) == slots
+        assert len(decoding._in_flight) == in_flight
 
 
 @pytest.mark.parametrize("fewer", [False, True])
