@@ -375,10 +375,12 @@ def state_bytes(config: ModelConfig) -> int:
 
 def check_divides(config: ModelConfig, gpus: int) -> None:
     """Raise InputError if so many GPUs cannot divide a model with this config."""
-    if gpus > 1 and config.delta_nets is not None:
+    nets, block = config.delta_nets is not None, config.draft_config is not None
+    if gpus > 1 and (nets or block):
+        whole = "gated delta nets are" if nets else "a block that drafts tokens is"
         raise InputError(
-            f"{config.MODEL_TYPE} on {gpus} GPUs: expected one GPU, as gated delta nets are not "
-            "divided among several"
+            f"{config.MODEL_TYPE} on {gpus} GPUs: expected one GPU, as {whole} not divided among "
+            "several"
         )
 
 

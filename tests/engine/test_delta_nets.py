@@ -133,6 +133,9 @@ def test_what_gated_delta_nets_cannot_do() -> None:
     other = made(("qwen3", "float32", False), "cpu")
     with pytest.raises(InputError, match="qwen3_5_text on 2 GPUs: expected one GPU, as gated"):
         check_divides(model.config, 2)
+    attention: Any = {"delta_layers": (False, False), "mtp": True}
+    with pytest.raises(InputError, match="expected one GPU, as a block that drafts tokens is not"):
+        check_divides(replace(model.config, **attention), 2)
     with pytest.raises(InputError, match=r"draft_model: expected a model without gated delta nets"):
         other.draft_model = model
     config: Any = model.config

@@ -13,16 +13,20 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from gpt2block import Checkpoint, Model
+from gpt2block import Checkpoint, Model, cuda, from_pretrained
 from gpt2block.apps.cli.app import application
+from gpt2block.engine.cuda.caches import MIN_STREAM_ROWS
 from gpt2block.engine.cuda.draft import BlockDraft
+from gpt2block.engine.model import Start
 from gpt2block.engine.numpy.model import NumpyModel
 from gpt2block.engine.speculation import SpeculationPolicy
-from gpt2block.files.checkpoints import save_gguf, save_pretrained
+from gpt2block.errors import CheckpointError
+from gpt2block.files.checkpoints import gguf_saving, save_gguf, save_pretrained
 from gpt2block.files.checkpoints.gguf import header_of
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.qwen3_5 import Qwen35Config
 from gpt2block.models.config import HALVES
+from gpt2block.sampling import Sampling
 from tests.devices import GPU, running_on
 from tests.engine.test_architectures_cuda import DELTA_HEADS, SIZES
 
@@ -174,7 +178,83 @@ def test_files(folder: Path, weights: dict[str, Array], tmp_path: Path) -> None:
         ({"model_type": "qwen3_5", "text_config": config}, multimodal, True),
         (config, without, False),
         (config | {"mtp_use_dedicated_embeddings": True}, every, False),
+        (config, every | {"mtp.embed_tokens.weight": every["lm_head.weight"]}, False),
     ):
         (tmp_path / "config.json").write_text(json.dumps(content))
         save_file(stored, tmp_path / "model.safetensors")
         assert (Checkpoint.open(tmp_path).config.draft_config == CONFIG.draft_config) == found
+
+
+@pytest.mark.filterwarnings("ignore:.*has no tokenizer")
+@pytest.mark.parametrize(
+    ("layers", "block_type", "products"), [("Q8_0", "F16", "fp8"), ("F16", "Q8_0", "float32")]
+)
+def test_float16_among_blocks(
+    layers: str, block_type: str, products: str, folder: Path, tmp_path: Path
+) -> None:
+    """Activations that only divided weights keep in range read no float16 matrices."""
+    source = Checkpoint.open(folder)
+    tensors = dict(gguf_saving.tensors_of(source))
+    tensors |= {name: 200 * array for name, array in tensors.items() if "ffn_up" in name}
+
+    def kind(name: str) -> str:
+        if tensors[name].ndim == 1 or "conv1d" in name or "eh_proj" in name:
+            return "F32"
+        return block_type if name.startswith("blk.2.") else layers
+
+    kinds = {name: (kind(name), array.shape) for name, array in tensors.items()}
+    data = (gguf_saving.encoded(n, a, kinds[n][0]) for n, a in tensors.items())
+    gguf_saving.write(tmp_path / "a.gguf", gguf_saving.metadata_of(CONFIG), kinds, data)
+    with running_on("shuffled"):
+        engine: Any = from_pretrained(tmp_path / "a.gguf", device="cuda").engine
+        assert engine.products == products
+
+
+@pytest.mark.parametrize(("slots", "in_flight"), [(16, 0), (17, 1)])
+def test_steps_in_flight(slots: int, in_flight: int) -> None:
+    """The next step waits for a result only if its rows depend on right draft tokens."""
+    ids = np.ones(1, np.int32)
+    with running_on("shuffled", races=False):
+        decoding: Any = made("cuda").engine.decode(slots, 40, speculate=True)
+        decoding.start([Start(slot, ids, Sampling(seed=1), 8) for slot in range(slots)])
+        assert len(decoding.next().slots) == slots
+        assert len(decoding._in_flight) == in_flight
+
+
+@pytest.mark.parametrize("fewer", [False, True])
+def test_memory_of_ended_decodings(fewer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is freed if the memory for the block's rows is missing."""
+    with running_on("forward"):
+        engine: Any = made("cuda").engine
+        engine.decode(2, 40)
+        zeros, ended = cuda.cupy.zeros, engine._caches._ended
+        assert ended
+
+        def allocate(shape: Any, dtype: Any = "float64") -> Any:
+            if ended and shape == (MIN_STREAM_ROWS, CONFIG.n_embd):
+                raise cuda.cupy.cuda.memory.OutOfMemoryError(1, 0)
+            return zeros(shape, dtype)
+
+        monkeypatch.setattr(cuda.cupy, "zeros", allocate)
+        decoding = engine.decode(2, 40, fewer, speculate=True)
+        assert not ended
+        cache = decoding._cache
+        assert len(cache.stream_rows) == len(cache.drafting.stream_rows) == MIN_STREAM_ROWS
+
+
+NEXT = "qwen35.nextn_predict_layers"
+
+
+@pytest.mark.filterwarnings("ignore:.*has no tokenizer")
+@pytest.mark.parametrize("own", ["embed_tokens", "shared_head_head"])
+def test_own_embeddings_in_gguf(own: str, folder: Path, tmp_path: Path) -> None:
+    source = Checkpoint.open(folder)
+    tensors = dict(gguf_saving.tensors_of(source))
+    tensors[f"blk.2.nextn.{own}.weight"] = tensors["token_embd.weight"]
+    kinds = {name: ("F32", array.shape) for name, array in tensors.items()}
+    metadata = gguf_saving.metadata_of(CONFIG)
+    gguf_saving.write(tmp_path / "a.gguf", metadata, kinds, tensors.values())
+    assert Checkpoint.open(tmp_path / "a.gguf").config.draft_config is None
+    gguf_saving.write(tmp_path / "b.gguf", metadata | {NEXT: (1,)}, kinds, tensors.values())
+    with pytest.raises(CheckpointError, match=f"{NEXT}: expected a number of blocks, got array"):
+        Checkpoint.open(tmp_path / "b.gguf")

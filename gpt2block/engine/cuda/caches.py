@@ -189,12 +189,7 @@ class DecodingCaches:
             kept = self._kept(slots, n_ctx, drafting)
         while kept is None:
             try:
-                own = self.of_block.new(slots, n_ctx) if self.of_block and drafting else None
-                kept = self.new(slots, n_ctx, pool=True)
-                kept.drafting = own
-                for each in (kept, own) if own else ():
-                    rows = max(2 * slots, MIN_STREAM_ROWS)
-                    each.stream_rows = cupy.zeros((rows, self._config.n_embd), "float32")
+                kept = self.new(slots, n_ctx, pool=True, drafting=drafting)
             except MemoryError:
                 if not fewer or slots == 1:
                     raise
@@ -207,24 +202,19 @@ class DecodingCaches:
         """Return the `value` that each GPU of the model passes, in the order of the GPUs."""
         return [value] if self._shard is None else self._shard.exchange(value)
 
-    def new(self, batch: int, n_ctx: int, pool: bool = False) -> CudaCache:
+    def new(self, batch: int, n_ctx: int, pool: bool = False, drafting: bool = False) -> CudaCache:
         """Return a new cache, after freeing kept caches if memory is short. Raises MemoryError.
 
-        pool: as for CudaCache.
+        pool: as for CudaCache. drafting: as for `take`.
         """
-
-        def made() -> CudaCache:
-            caches = self.of_layers
-            return CudaCache(self._config, batch, n_ctx, self._formats, caches, pool=pool)
-
         try:
             try:
-                return made()
+                return self._made(batch, n_ctx, pool, drafting)
             except cupy.cuda.memory.OutOfMemoryError:
                 if not self._ended:
                     raise
                 self._forget(0)
-            return made()
+            return self._made(batch, n_ctx, pool, drafting)
         except cupy.cuda.memory.OutOfMemoryError as error:
             size = batch * (n_ctx * self._token_bytes + state_bytes(self._config))
             raise MemoryError(
@@ -232,6 +222,18 @@ class DecodingCaches:
                 f"{size / 1e9:.2f} GB, the GPU has {self._free() / 1e9:.2f} GB free: expected "
                 "fewer sequences, or fewer tokens in each"
             ) from error
+
+    def _made(
+        self, batch: int, n_ctx: int, pool: bool = False, drafting: bool = False
+    ) -> CudaCache:
+        """Return a new cache. Raises CuPy's OutOfMemoryError. Arguments: see `new`."""
+        made = CudaCache(self._config, batch, n_ctx, self._formats, self.of_layers, pool=pool)
+        if self.of_block and drafting:
+            made.drafting = self.of_block._made(batch, n_ctx)
+            for each in (made, made.drafting):
+                rows = max(2 * batch, MIN_STREAM_ROWS)
+                each.stream_rows = cupy.zeros((rows, self._config.n_embd), "float32")
+        return made
 
     def _kept(self, slots: int, n_ctx: int, drafting: bool) -> CudaCache | None:
         """Return a kept cache of an ended decoding with `slots` slots, or None.

@@ -213,7 +213,8 @@ class CudaDecoding:
         if self._matchers is not None and self._matchers.late:
             self._resume(self._matchers)
         if self._pending is None and not self._with_grammars():
-            most = self._draft.in_flight if self._draft else IN_FLIGHT
+            draft = self._draft_of(self._running())
+            most = draft.in_flight if draft else IN_FLIGHT
             while len(self._in_flight) < most and self._launch():
                 pass
         elif not self._found:
@@ -247,6 +248,10 @@ class CudaDecoding:
             assert job is not None
             self._matchers.late[slot] = job, logits
             self._matchers.masked[slot] = False
+
+    def _draft_of(self, slots: Ids) -> Draft | None:
+        """Return the draft, or None if a step of these slots has no rows for its tokens."""
+        return self._draft if len(slots) * ROWS[0] <= MAX_DRAFT_ROWS else None
 
     def _rows_of_texts(self, slots: Ids) -> int:
         """Return the rows per slot of a step that verifies known texts: a power of two."""
@@ -344,11 +349,11 @@ class CudaDecoding:
         if self._pace:
             together = self._pace.together(slots, MAX_DRAFT_ROWS)
             together = self._model.recordings.agreed(together)
-        if self._draft and len(slots) * ROWS[0] <= MAX_DRAFT_ROWS:
-            together = max(together, self._draft.least_rows)
+        if draft := self._draft_of(slots):
+            together = max(together, draft.least_rows)
             self._model.recordings.meet()  # the draft may allocate memory, so gathers wait
             count = max(together - 1, 1)
-            self._draft.propose(slots, count, self._steps, self._model.stream)
+            draft.propose(slots, count, self._steps, self._model.stream)
             self._model.recordings.meet()
         step = self._steps.of(self._model, slots, together)
         if self._pace and not step.captured:

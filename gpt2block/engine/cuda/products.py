@@ -90,8 +90,9 @@ def choose_products(
     """Return the kind of prefill's products, and a dict from operands' names to upper bounds.
 
     The products are possible if no activation of a prompt, divided by its divisor if it has one
-    (`divisors`), can exceed the range of float16, or of a hi/lo scale, for any tokens. largest:
-    the largest magnitude of every tensor. shard: this GPU's part of the matrices, if they are
+    (`divisors`), can exceed the range of float16, or of a hi/lo scale, for any tokens, and if the
+    matrices that the divisors multiply have scales, which float16 matrices do not. largest: the
+    largest magnitude of every tensor. shard: this GPU's part of the matrices, if they are
     divided; bounds then hold for the shards of all GPUs.
     """
     blocks = [matrix for name, matrix in matrices.items() if name.startswith("h.")]
@@ -112,7 +113,8 @@ def choose_products(
     bounds = architecture_of(config).operand_bounds(config, largest, norms)
     limit, by = (FLOAT16, divisors(config, bounds)) if products == "fp8" else (LARGEST_BOUND, {})
     fit = all(bound / by.get(name, 1) <= limit for name, bound in bounds.items())  # False for NaN
-    return (products, bounds) if fit else ("float32", {})
+    scaled = all(matrices[name].dtype in IN_BYTES for name in _multiplied(config, by, matrices))
+    return (products, bounds) if fit and scaled else ("float32", {})
 
 
 def divisors(config: ModelConfig, bounds: Mapping[str, float]) -> dict[str, float]:
@@ -125,6 +127,20 @@ def divisors(config: ModelConfig, bounds: Mapping[str, float]) -> dict[str, floa
         if FLOAT16 < largest < math.inf:
             powers |= dict.fromkeys(names, 2.0 ** math.ceil(math.log2(largest / FLOAT16)))
     return powers
+
+
+def _multiplied(
+    config: ModelConfig, by: Mapping[str, float], matrices: Mapping[str, WeightMatrix]
+) -> set[str]:
+    """Return the names of the matrices whose scales `divided_weights` multiplies."""
+    of_layers = product(range(config.n_layer), architecture_of(config).DIVIDED)
+    names = {
+        f"h.{n}.{name}"
+        for n, (first, (result, *_), last) in of_layers
+        if f"h.{n}.{result}" in by
+        for name in (first, last)
+    }
+    return names & matrices.keys()
 
 
 def divided_weights(

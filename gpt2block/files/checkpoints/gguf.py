@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.checks import check_number
+from gpt2block.checks import check_integer, check_number
 from gpt2block.errors import CheckpointError, shown
 from gpt2block.files.checkpoints.files import about, read_start
 from gpt2block.files.checkpoints.gguf_end_tokens import end_tokens
@@ -112,7 +112,8 @@ def _layer_of(name: str) -> int:
 def _drafting(header: Header) -> int:
     """Return the number of last blocks of a file that only draft tokens."""
     named = header.metadata.get("general.architecture")
-    return int(header.metadata.get(f"{named}.nextn_predict_layers", 0))
+    key, expected = f"{named}.nextn_predict_layers", "a number of blocks"
+    return check_integer(key, header.metadata.get(key, 0), 0, LIMITS["n_layer"], expected)
 
 
 def fields_of(kind: type[ModelConfig]) -> Mapping[str, tuple[str, Any]]:

@@ -50,6 +50,11 @@ from gpt2block.models.config.llama import (
 
 # Names that end the name of the matrix w_eh in files with a block that drafts tokens
 JOINED = ("mtp.fc.weight", "nextn.eh_proj.weight")
+# Names that end the names of such a block's own embeddings and lm_head
+OWN = tuple(
+    f"{name}.weight"
+    for name in ("mtp.embed_tokens", "mtp.lm_head", "nextn.embed_tokens", "nextn.shared_head_head")
+)
 HEADS = ("n_k_head", "n_v_head", "k_size", "v_size")
 DELTA, EVERY = "linear_attention", "full_attention_interval"
 NEXT = "nextn_predict_layers"
@@ -138,8 +143,13 @@ class Qwen35Config(PartlyRotatedConfig):
         return Qwen35DraftConfig(**{**own, **changed}) if self.mtp else None
 
     def with_tensors(self, names: Iterable[str]) -> Qwen35Config:
-        """Return this config, without a block that drafts tokens if the file does not have it."""
-        return replace(self, mtp=self.mtp and any(name.endswith(JOINED) for name in names))
+        """Return this config, without a block that drafts tokens if the file does not have it.
+
+        A block with embeddings of its own is not read.
+        """
+        names = tuple(names)
+        read = any(n.endswith(JOINED) for n in names) and not any(n.endswith(OWN) for n in names)
+        return replace(self, mtp=self.mtp and read)
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
