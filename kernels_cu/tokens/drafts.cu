@@ -20,8 +20,8 @@
 //   take_drafts: one block per slot takes sampled tokens, and drafts the next tokens of a known text, or else the
 //   tokens
 //       that followed the latest earlier occurrence of its last three tokens
-//   taken_rows: one thread per slot, before take_drafts, finds the row of the last token that take_drafts will take, and
-//   keeps the positions of the rows
+//   taken_rows: one thread per slot finds, before take_drafts, the row of the last token that take_drafts will take
+//       (it also keeps the positions of the rows)
 //
 // If the last three tokens do not occur earlier, the last two tokens are searched, then the last token. If the copied
 // tokens reach the end of the history, the draft tokens repeat from the first draft token, which continues a repeating

@@ -213,7 +213,7 @@ class CudaDecoding:
         if self._matchers is not None and self._matchers.late:
             self._resume(self._matchers)
         if self._pending is None and not self._with_grammars():
-            draft = self._draft_of(self._running())
+            draft = self._draft and self._draft_of(self._running())
             most = draft.in_flight if draft else IN_FLIGHT
             while len(self._in_flight) < most and self._launch():
                 pass
@@ -349,7 +349,7 @@ class CudaDecoding:
         if self._pace:
             together = self._pace.together(slots, MAX_DRAFT_ROWS)
             together = self._model.recordings.agreed(together)
-        if draft := self._draft_of(slots):
+        if self._draft and (draft := self._draft_of(slots)):
             together = max(together, draft.least_rows)
             self._model.recordings.meet()  # the draft may allocate memory, so gathers wait
             count = max(together - 1, 1)
