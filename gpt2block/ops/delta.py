@@ -38,12 +38,12 @@ def check_heads(n_k_head: int, n_v_head: int, k_size: int, v_size: int) -> None:
         )
 
 
-def _sizes(c: Call) -> tuple[int, int, Defines]:
-    """Return channels of q, k and v, heads of v, and the macros of the sizes of heads."""
+def _sizes(c: Call) -> tuple[int, int, int, Defines]:
+    """Return channels of q, k and v, heads of v, channels of a head of v, and macros of sizes."""
     D, H = c.D, c.A // 2
     v_size, rest = divmod(D - 2 * c.n_k_head * c.k_size, H)
     check_heads(c.n_k_head, H, c.k_size, 0 if rest else v_size)
-    return D, H, (("DELTA_K", c.k_size), ("DELTA_V", v_size))
+    return D, H, v_size, (("DELTA_K", c.k_size), ("DELTA_V", v_size))
 
 
 def _pitch(c: Call) -> int:
@@ -59,7 +59,7 @@ def _spans(c: Call) -> Launch:
 
 @variant("delta inputs", INPUTS, "delta_inputs")
 def _inputs(c: Call) -> Launch:
-    D, H, defines = _sizes(c)
+    D, H, _, defines = _sizes(c)
     grid = (c.N, ceil((2 * c.n_k_head + H + 1) / WARPS))
     geometry = Geometry("delta_inputs", grid, (32, WARPS), defines=defines)
     arrays = (
@@ -79,9 +79,8 @@ def _inputs(c: Call) -> Launch:
 
 @variant("delta rule", RULE, "delta_rule")
 def _rule(c: Call) -> Launch:
-    D, H, defines = _sizes(c)
-    columns = (D - 2 * c.n_k_head * c.k_size) // H
-    grid = (H, ceil(columns / COLUMNS), c.B)
+    D, H, v_size, defines = _sizes(c)
+    grid = (H, ceil(v_size / COLUMNS), c.B)
     each = 2 if c.B >= MANY_SLOTS else 1
     defines += (("DELTA_SAVED", SAVED), ("DELTA_EACH", each))
     defines += (("DELTA_TILED", 1),) if c.tiled else ()

@@ -7,6 +7,7 @@ Kernels: tokens/drafts.cu.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,7 +101,7 @@ TAKE_DRAFTS = Operation(
 @variant("rows", FILE, "taken_rows", block=COPYING)
 def _rows(c: Call) -> Launch:
     slots, rows = c.M // c.together, (c.sampled, c.slot_row, c.slot_position, c.draft, c.followed)
-    geometry = Geometry("taken_rows", (-(-slots // COPYING),), (COPYING,))
+    geometry = Geometry("taken_rows", (ceil(slots / COPYING),), (COPYING,))
     return launch_at(FILE, geometry, (*rows, c.together, c.M, c.B, c.K))
 
 

@@ -206,10 +206,9 @@ def splits_of(
 
     A layer must be Llama's, without biases, without norms on the outputs of attention and
     feed-forward, without a gate of attention, and without short convolutions or gated delta nets in
-    place of attention. dtype: dtype of the weights.
-    shapes: shapes of the layer's tensors, by name. types: pairs of GGUF types of w_gate and w_down,
-    of all layers; empty if a matrix has no GGUF blocks. head_size: channels per head, used for GGUF
-    blocks.
+    place of attention. dtype: dtype of the weights. shapes: shapes of the layer's tensors, by name.
+    types: pairs of GGUF types of w_gate and w_down, of all layers; empty if a matrix has no GGUF
+    blocks. head_size: channels per head, used for GGUF blocks.
     """
     if not (gpu().has_clusters and _is_plain(shapes)) or {"w_in", "w_g"} & shapes.keys():
         return 0

@@ -41,7 +41,7 @@ from tests.products import (
 Array = NDArray[Any]
 device = devices.device
 OPERATION = LINEAR.OPERATION
-TILE = TILES[-1]  # of matmul/decode/cores.cu
+TILE = TILES[-1]  # tile of matmul/decode/cores.cu with the fewest rows
 
 
 class Arguments:

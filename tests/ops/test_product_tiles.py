@@ -246,7 +246,7 @@ def test_rows_that_no_block_can_hold() -> None:
 @pytest.mark.parametrize("sms", [132, 40])
 @pytest.mark.parametrize(("K", "N"), [*SHAPES, (4096, 12_288), (11_008, 4096), (30_000, 4096)])
 def test_a_tile_of_a_gpu_without_tensor_cores_has_room(K: int, N: int, sms: int) -> None:
-    """Of matrices that are larger than an L2 cache, each weight is read once for up to 64 rows."""
+    """Each weight of a matrix that exceeds the L2 cache is read once for up to 64 rows."""
     limits = {"sms": sms, "max_shared": SHARED - 1024}
     for M, weight in product((1, 8, 9, 16, 17, 64, 200), (1, 2, 4)):
         where = matvec.geometry(M, N, K, weight, tiled=True, **limits)
