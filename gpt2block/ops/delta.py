@@ -62,19 +62,9 @@ def _inputs(c: Call) -> Launch:
     D, H, _, defines = _sizes(c)
     grid = (c.N, ceil((2 * c.n_k_head + H + 1) / WARPS))
     geometry = Geometry("delta_inputs", grid, (32, WARPS), defines=defines)
-    arrays = (
-        c.x,
-        c.ba,
-        c.conv,
-        c.rate,
-        c.dt_bias,
-        c.row,
-        c.spans,
-        c.state,
-        c.recent,
-        c.output("out"),
-    )
-    return launch_at(INPUTS, geometry, (*arrays, c.W, _pitch(c), D, H, c.n_k_head, c.N, c.B))
+    arrays = (c.x, c.ba, c.conv, c.rate, c.dt_bias, c.row, c.spans, c.state, c.recent)
+    sizes = (c.W, _pitch(c), D, H, c.n_k_head, c.N, c.B)
+    return launch_at(INPUTS, geometry, (*arrays, c.output("out"), *sizes))
 
 
 @variant("delta rule", RULE, "delta_rule")

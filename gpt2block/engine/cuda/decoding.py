@@ -13,11 +13,11 @@ from gpt2block.engine.cuda.grammars import Drafted, Pending, SlotMatchers
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.cuda.prefill import prefill_starts
 from gpt2block.engine.cuda.start_up import start_up
-from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, InFlight, steps_of
+from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, InFlight, can_draft, steps_of
 from gpt2block.engine.grammars import MaskJob
 from gpt2block.engine.model import NOTHING, Drafts, Ids, Sampled, Start, in_groups, without
 from gpt2block.engine.recorder import rounded_up
-from gpt2block.engine.speculation import MIN_SHARE, ROWS, SpeculationPolicy
+from gpt2block.engine.speculation import MIN_SHARE, SpeculationPolicy
 
 PREFILL_TOKENS = 8192  # maximum prompt tokens of one prefill
 IN_FLIGHT = 2  # maximum launched steps whose results the host has not read
@@ -251,7 +251,7 @@ class CudaDecoding:
 
     def _draft_of(self, slots: Ids) -> Draft | None:
         """Return the draft, or None if a step of these slots has no rows for its tokens."""
-        return self._draft if len(slots) * ROWS[0] <= MAX_DRAFT_ROWS else None
+        return self._draft if can_draft(slots) else None
 
     def _rows_of_texts(self, slots: Ids) -> int:
         """Return the rows per slot of a step that verifies known texts: a power of two."""
@@ -318,7 +318,7 @@ class CudaDecoding:
         for result in self._in_flight:
             result.accept()
         # Determined tokens are computed as draft tokens, if rows for them fit into the next step.
-        find = len(slots) * ROWS[0] <= MAX_DRAFT_ROWS and bool(self._matchers.masked[slots].all())
+        find = can_draft(slots) and bool(self._matchers.masked[slots].all())
         find = find and self._texts is None
         jobs, late = self._matchers.compute(slots, drafts, find)
         late = self._model.recordings.agreed(late)  # other GPUs wait for masks that the first has

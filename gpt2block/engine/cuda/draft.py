@@ -17,7 +17,7 @@ from gpt2block.cuda import cupy
 from gpt2block.engine.cuda.caches import CudaCache, copy_slots
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.cuda.prefill import prefill_starts
-from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, DecodingStep, DecodingSteps, steps_of
+from gpt2block.engine.cuda.steps import DecodingStep, DecodingSteps, can_draft, steps_of
 from gpt2block.engine.model import Ids, Start, cache_tensors
 from gpt2block.engine.passes import STREAM
 from gpt2block.engine.speculation import MIN_SHARE, ROWS
@@ -146,7 +146,7 @@ class BlockDraft(Draft):
 
     def follow(self, step: DecodingStep, slots: Ids, steps: DecodingSteps) -> None:
         """Compute the tokens that `step` has sampled, and draft the token after the last one."""
-        if len(slots) * ROWS[0] > MAX_DRAFT_ROWS:
+        if not can_draft(slots):
             return  # the next step has one row per slot
         first, model, rows = self._placed(slots, steps, 0), self._model, step.rows
         if step.follower is None:

@@ -32,7 +32,7 @@ from gpt2block.engine.model import (
 from gpt2block.engine.passes import STREAM, check_read
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.recording import Recording
-from gpt2block.engine.speculation import StepTimes
+from gpt2block.engine.speculation import ROWS, StepTimes
 from gpt2block.ops.drafts import MAX_DRAFTS, MAX_KNOWN, TAKEN, TAKEN_ROWS, DraftTokens, bind_take
 from gpt2block.ops.sample_token import (
     SampleState,
@@ -47,6 +47,11 @@ from gpt2block.sampling import CHANGES, MAX_ALTERNATIVES, Sampling, changes
 
 CHANGED, COUNTED = 1, 2  # kinds of logit changes; COUNTED: penalties need counts of sampled tokens
 MAX_DRAFT_ROWS = 64  # maximum rows (tokens) of a step that also computes draft tokens
+
+
+def can_draft(slots: Ids) -> bool:
+    """Return whether a step of these slots can have rows for draft tokens."""
+    return len(slots) * ROWS[0] <= MAX_DRAFT_ROWS
 
 
 class DecodingSteps:
