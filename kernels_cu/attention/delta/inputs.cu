@@ -23,6 +23,10 @@
 #define DELTA_V 128
 #endif
 
+// Rows up to which blocks of delta_rule start before this kernel ends. The SMs have no room for all blocks of a longer
+// pass at once: blocks that start early then share a few SMs while the others stay empty.
+#define DELTA_EARLY 64
+
 constexpr int LARGER = DELTA_K > DELTA_V ? DELTA_K : DELTA_V;
 constexpr int VALUES = (LARGER + 31) / 32;  // channels of a head per lane
 
@@ -116,7 +120,7 @@ extern "C" __global__ void delta_inputs(
     const float* recent,   // (B, 16, D + 2 H); or null
     float* rows,           // (N + 7 B, D + 2 H)
     long long W, long long P, int D, int H, int n_k_head, int N, int B) {
-    let_next_start();
+    if (N <= DELTA_EARLY) let_next_start();
     wait_for_previous();
     const int n = blockIdx.x, slot = __ldcg(row + n), head = blockIdx.y * blockDim.y + threadIdx.y;
     if (slot < 0 || slot >= B) return;
@@ -126,7 +130,7 @@ extern "C" __global__ void delta_inputs(
     const DeltaRows of = {x, ba, state, recent, W, P, D, H, slot, span};
     const int K = n_k_head * DELTA_K;
     for (int position = n == span.first ? span.base : own; position <= own; ++position) {
-        float* const out = rows + row_of(span, slot, position, N) * (D + 2 * H);
+        float* const out = rows + (long long)row_of(span, slot, position, N) * (D + 2 * H);
         if (head < 2 * n_k_head) {
             const float factor = head < n_k_head ? rsqrtf((float)DELTA_K) : 1.0f;
             head_of<DELTA_K>(of, conv, position, head * DELTA_K, true, factor, out);
