@@ -110,7 +110,7 @@ struct Part {
     }
 };
 
-// What a token adds to S: its key, decay and beta, and its channels of v that belong to the thread's columns.
+// A token's part in the rule: its key, decay and beta, and its channels of v for the thread's columns.
 struct Token {
     Part key;
     float decay, beta, v[DELTA_EACH];
