@@ -358,6 +358,9 @@ def shapes_of(C: int, qkv: int, ff: int) -> dict[str, tuple[int, int]]:
 
 
 SMOLLM2, LARGER = shapes_of(576, 960, 1536), shapes_of(960, 1600, 2560)
+# w_layer_gate is much smaller than the others; w_ba reads x in the format of w_in.
+WITH_SMALL = shapes_of(1536, 2560, 6144) | {"w_layer_gate": (1536, 256)}
+DELTA = shapes_of(1024, 5120, 3584) | {"w_in": (1024, 8192), "w_ba": (1024, 32)}
 WIDE_ONES = {"w_qkv", "w_gate", "w_up", "w_down", "lm_head"}  # SmolLM2's w_o is small
 
 
@@ -374,6 +377,10 @@ WIDE_ONES = {"w_qkv", "w_gate", "w_up", "w_down", "lm_head"}  # SmolLM2's w_o is
         ("bfloat16", 33, SMOLLM2, False, WIDE_ONES),
         ("float16", 64, SMOLLM2, False, WIDE_ONES),
         ("float8_e5m2", 64, SMOLLM2, False, WIDE_ONES),
+        ("bfloat16", 8, WITH_SMALL, True, set(WITH_SMALL) - {"w_layer_gate"}),
+        ("bfloat16", 64, WITH_SMALL, False, set(WITH_SMALL) - {"w_layer_gate"}),
+        ("bfloat16", 8, DELTA, False, set(DELTA)),
+        ("bfloat16", 64, DELTA, False, set(DELTA)),
         ("bfloat16", 64, shapes_of(608, 960, 1536), False, {"w_down"}),  # 64 does not divide 608
     ],
 )

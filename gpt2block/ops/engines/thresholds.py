@@ -27,8 +27,9 @@ class Threshold(NamedTuple):
     card: str = "NVIDIA H200"
 
 
-# Up to SAME_ENGINE rows, the smallest matrix of a layer decides for all: if two kinds of products
-# alternate, launches overlap less. Of the entries that apply, the first counts.
+# Up to SAME_ENGINE rows, the smallest matrix of a layer decides for all, except for matrices that
+# are much smaller than the largest one (`linear.MUCH_SMALLER`): if two kinds of products alternate,
+# launches overlap less. Of the entries that apply, the first counts.
 SAME_ENGINE = 16
 THRESHOLDS = (
     Threshold(1, "", 10_000_000, 0),
