@@ -38,7 +38,7 @@ from gpt2block.ops import gguf
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, storage
 from gpt2block.ops.engines import gemm_mma as mma
 from gpt2block.ops.engines import gemm_wgmma as wgmma
-from gpt2block.ops.engines import rmsnorm_wgmma as two_matrices
+from gpt2block.ops.engines import rmsnorm_mma, rmsnorm_wgmma
 from gpt2block.ops.hi_lo import OPERATION as TO_HI_LO
 from gpt2block.ops.hi_lo import TAKE, check_one_scale
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
@@ -139,9 +139,7 @@ def _mma(c: Call) -> Any:
     if not gpu().has_mma:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use ops.linear")
     if c.up is not None:
-        raise UnsupportedCall(
-            "multiplies by one matrix: use ops.rmsnorm_ffn, or ops.silu_mul of two products"
-        )
+        return rmsnorm_mma.launch(c.a, (c.weights, c.up.data), c.output("out"), c.gelu)
     if c.hi_lo:
         return _mma_hi_lo.launch(c)
     outputs, none = (c.residual, c.output("out")), (None, None)
@@ -203,7 +201,7 @@ def _wgmma(c: Call) -> Any:
     if not gpu().has_wgmma:
         raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.up is not None:
-        return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.output("out"), gelu=c.gelu)
+        return rmsnorm_wgmma.launch(c.a, (c.weights, c.up.data), "NK", c.output("out"), gelu=c.gelu)
     if c.hi_lo:
         return _wgmma_hi_lo.launch(c)
     if c.weights.dtype == "uint8":
@@ -430,8 +428,7 @@ def gemm(
     once. A row's result has the same bits alone and with other rows, unless `split_k` permits
     summing K in parts, which is faster for few rows. The default variant is the fastest on this
     GPU. With `up`, which has the dtype (16 bits) and shape of w, the result is silu(a w) (a up), or
-    gelu(a w) (a up), in the dtype of a, without bias and residual, on GPUs of compute capability
-    9.0 only.
+    gelu(a w) (a up), in the dtype of a, without bias and residual.
 
     Float32 accuracy: a is float32 or a HiLoMatrix, and w a HiLoMatrix (N, K), such as
     HiLoMatrix.from_float32(w.T). The result is float32. Without a residual, and with dtype

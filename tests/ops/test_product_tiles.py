@@ -546,7 +546,7 @@ def rmsnorm_mma_tiles() -> Iterator[Job]:
     """
     cases: list[tuple[int, str, str | None, dict[str, Any]]] = [
         (i, "float16", None, {"M": 500, "tile": tile, "residual": tile.rows >= 64})
-        for i, tile in enumerate(_rmsnorm_mma.TILES)
+        for i, tile in enumerate((*_rmsnorm_mma.TILES, *_rmsnorm_mma.WHOLE_K))
     ]
     narrow = [*product(("float16", "bfloat16"), FP8), ("bfloat16", None)]
     cases += [(i, *each, {"M": 4096}) for i, each in enumerate(narrow)]
