@@ -38,7 +38,7 @@ from gpt2block.ops import gguf
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, storage
 from gpt2block.ops.engines import gemm_mma as mma
 from gpt2block.ops.engines import gemm_wgmma as wgmma
-from gpt2block.ops.engines import rmsnorm_mma, rmsnorm_wgmma
+from gpt2block.ops.engines import rmsnorm_wgmma as two_matrices
 from gpt2block.ops.hi_lo import OPERATION as TO_HI_LO
 from gpt2block.ops.hi_lo import TAKE, check_one_scale
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
@@ -122,9 +122,9 @@ def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
     return c.output("out"), None, 1.0
 
 
-def _mma_geometry(c: Call) -> Geometry:
+def _mma_geometry(c: Call, gated: bool = False) -> Geometry:
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    return mma.geometry(*c.sizes, **_constants(c), max_shared=max_shared)
+    return mma.geometry(*c.sizes, gated=gated, **_constants(c), max_shared=max_shared)
 
 
 @variant("split", mma.HI_LO_FILE, mma.HI_LO_KERNEL)
@@ -134,12 +134,13 @@ def _mma_hi_lo(c: Call) -> Launch:
     return launch_at(mma.HI_LO_FILE, _mma_geometry(c), args, "float16")
 
 
-@variant("mma", mma.FILE, mma.KERNEL)
+@variant("mma", mma.FILE, mma.KERNEL, mma.GATED_KERNEL)
 def _mma(c: Call) -> Any:
     if not gpu().has_mma:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use ops.linear")
     if c.up is not None:
-        return rmsnorm_mma.launch(c.a, (c.weights, c.up.data), c.output("out"), c.gelu)
+        args = (c.a, c.weights, c.up.data, c.output("out"), *c.sizes)
+        return launch_at(mma.FILE, _mma_geometry(c, gated=True), args, c.storage)
     if c.hi_lo:
         return _mma_hi_lo.launch(c)
     outputs, none = (c.residual, c.output("out")), (None, None)
@@ -201,7 +202,7 @@ def _wgmma(c: Call) -> Any:
     if not gpu().has_wgmma:
         raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.up is not None:
-        return rmsnorm_wgmma.launch(c.a, (c.weights, c.up.data), "NK", c.output("out"), gelu=c.gelu)
+        return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.output("out"), gelu=c.gelu)
     if c.hi_lo:
         return _wgmma_hi_lo.launch(c)
     if c.weights.dtype == "uint8":

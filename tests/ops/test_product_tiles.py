@@ -395,7 +395,9 @@ def matvec_tiles() -> Iterator[Job]:
 
 def gemm_tiles() -> Iterator[Job]:
     """Yield each tile with one of the epilogues that need most registers."""
-    tiles = [(tile, ENDS[i % 3]) for i, tile in enumerate(_gemm_mma.TILES)]
+    plain = *_gemm_mma.TILES, *_gemm_mma.SMALL_TILES
+    tiles = [(tile, ENDS[i % 3]) for i, tile in enumerate(plain)]
+    tiles += [(tile, {"gated": True, "gelu": True}) for tile in _gemm_mma.GATED_TILES]
     tiles += [(tile, SPLIT_ENDS[i % 2]) for i, tile in enumerate(_gemm_mma.HI_LO_TILES)]
     for (tile, ends), (arch, gpu) in zip(tiles, cycle(GPUS)):
         options: Any = {**ends, "tile": tile}
@@ -546,7 +548,7 @@ def rmsnorm_mma_tiles() -> Iterator[Job]:
     """
     cases: list[tuple[int, str, str | None, dict[str, Any]]] = [
         (i, "float16", None, {"M": 500, "tile": tile, "residual": tile.rows >= 64})
-        for i, tile in enumerate((*_rmsnorm_mma.TILES, *_rmsnorm_mma.WHOLE_K))
+        for i, tile in enumerate(_rmsnorm_mma.TILES)
     ]
     narrow = [*product(("float16", "bfloat16"), FP8), ("bfloat16", None)]
     cases += [(i, *each, {"M": 4096}) for i, each in enumerate(narrow)]

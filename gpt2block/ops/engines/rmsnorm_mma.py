@@ -6,10 +6,8 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.arrays import CudaArray, device_attribute
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
-from gpt2block.ops.products import count_tiles, gate_define, room
+from gpt2block.cuda.kernels import Geometry
+from gpt2block.ops.products import count_tiles, room
 
 FILE = "matmul/prompt/rmsnorm_mma.cu"
 
@@ -50,33 +48,6 @@ TILES = (
     RmsnormTile(128, 256, (2, 4, 1), 64, 6, 1),
 )
 
-# In these tiles, a warp adds all products along K, so a row has the same bits with any of them.
-WHOLE_K = (
-    RmsnormTile(16, 64, (1, 4, 1), 128, 6, 2),
-    RmsnormTile(32, 64, (1, 4, 1), 128, 6, 2),
-    RmsnormTile(64, 64, (2, 2, 1), 64, 6, 2),
-    RmsnormTile(64, 128, (2, 4, 1), 64, 6, 1),
-    RmsnormTile(64, 192, (2, 4, 1), 32, 6, 1),
-    RmsnormTile(128, 128, (2, 4, 1), 32, 6, 1),
-)
-
-
-def launch(
-    n: CudaArray, matrices: tuple[CudaArray, CudaArray], out: CudaArray, gelu: bool
-) -> Launch:
-    """Return the launch that writes silu(n @ w1.T) * (n @ w3.T) to `out`, for matrices (N, K).
-
-    gelu: whether GELU replaces SiLU. A row has the same bits alone and among other rows.
-    """
-    K, N = n.shape[-1], out.shape[-1]
-    M, w1, w3 = n.size // K, *matrices
-    of_device = {"sms": device_attribute("MultiProcessorCount")}
-    of_device["max_shared"] = device_attribute("MaxSharedMemoryPerBlockOptin")
-    how = {"weight": n.itemsize, "layout": "NK", "norm": False, "whole_k": True, **of_device}
-    chosen = geometry(2, M, N, K, **how).with_defines(gate_define(gelu))
-    args = (n, None, None, None, w1, None, w3, None, out, 0.0, K, M, N, K)
-    return launch_at(FILE, chosen, args, n.dtype.name)
-
 
 def fits(N: int, K: int, x_stride: int, weight: int, layout: str) -> bool:
     """Whether the kernels support these sizes: each row must start on a multiple of 16 bytes.
@@ -100,19 +71,18 @@ def geometry(
     max_shared: int,
     norm: bool = True,
     residual: bool = False,
-    whole_k: bool = False,
     tile: RmsnormTile | None = None,
 ) -> Geometry:
     """Return the geometry of rmsnorm_matmul_mma (one matrix) or rmsnorm_ffn_mma (two matrices).
 
     Each matrix has N columns. weight: bytes of a weight. layout: "KN" or "NK". sms: multiprocessors
     of the GPU. max_shared: bytes of shared memory that a block may request. norm: whether x is
-    normalized. residual: whether a residual is added to x. whole_k: whether the tile is one of
-    `WHOLE_K`. tile: used instead of the best of `TILES` or `WHOLE_K`.
+    normalized. residual: whether a residual is added to x. tile: used instead of the best of
+    `TILES`.
     """
     whole = [
         fit
-        for candidate in ((tile,) if tile else WHOLE_K if whole_k else TILES)
+        for candidate in (TILES if tile is None else (tile,))
         if (fit := _fit(candidate, weight, layout, max_shared, norm, residual))
         and not (weight == 1 and candidate.columns // candidate.warps[1] % 16)
     ]

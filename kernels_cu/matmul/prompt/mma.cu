@@ -3,6 +3,8 @@
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
 //   gemm_mma: tiles on tensor cores (mma.sync), one ring buffer of slices for all tiles of a block
+//   gemm_gated_mma: gemm_mma with two matrices, out = gate(a w^T) (a up^T), where the gate is SiLU or GELU
+//       (lib/gate.cuh); compiled with GEMM_GATED. A tile has half of its columns from each matrix
 //
 // a and w are __half or __nv_bfloat16, sums are float, out and residual have the type of a or are float. w_scale is
 // used with GEMM_SCALED 1. lib/matmul/mma.cuh has the tiles and the loop over K. Outputs are stored directly from
@@ -22,6 +24,7 @@
 #include "lib/storage.cuh"
 #include "lib/fresh.cuh"
 #include "lib/fast.cuh"
+#include "lib/gate.cuh"
 #include "lib/overlap.cuh"
 #include "lib/sm80.cuh"
 #include "lib/matmul/mma.cuh"
@@ -62,7 +65,7 @@ __device__ __forceinline__ void store_groups(const Sums& sums, int first, int la
     constexpr int WIDTH = 2 * SIZE;
 #pragma unroll
     for (int f = first; f < last; f += SIZE) {
-        const int column = tile.column + warp.column + 8 * f + WIDTH * warp.t;
+        const int column = tile.column + warp.column / MATRICES + 8 * f + WIDTH * warp.t;
         if (column >= sizes.N) continue;
         const int row = tile.row + warp.row + warp.g, rows = sizes.M - row;
         const long long at = (long long)row * sizes.N + column;
@@ -90,6 +93,7 @@ __device__ __forceinline__ void store_groups(const Sums& sums, int first, int la
                     const float product = sums[m][f + e / 2][2 * i + e % 2];
                     const float sum = (GEMM_SCALED ? product * scale[e] : product) + b[e];
                     v[e] = GEMM_GELU ? gelu_fast(sum) : sum;
+                    if (GEMM_GATED) v[e] = gate_of(product) * sums[m][FRAGS_N / 2 + f + e / 2][2 * i + e % 2];
                     if (GEMM_RESIDUAL) v[e] += r[e];
                 }
                 Vec<Out, WIDTH>::store(out + at + (long long)below * sizes.N, v);
@@ -99,12 +103,12 @@ __device__ __forceinline__ void store_groups(const Sums& sums, int first, int la
 }
 
 template <typename Out>
-__device__ __forceinline__ void gemm(const T* a, const T* w, const Columns& of, const Out* residual, Out* out,
-                                     const Sizes& sizes) {
+__device__ __forceinline__ void gemm(const T* a, const T* w, const T* up, const Columns& of, const Out* residual,
+                                     Out* out, const Sizes& sizes) {
     extern __shared__ __align__(128) char shared[];
     let_next_start();
-    multiply_tiles<Total>(a, w, sizes, shared, [&](const Tile& tile, const Warp& warp, const Total& total) {
-        store_groups<GROUP>(total.sums, 0, WHOLE, tile, warp, of, residual, out, sizes);
+    multiply_tiles<Total>(a, w, up, sizes, shared, [&](const Tile& tile, const Warp& warp, const Total& total) {
+        store_groups<GROUP>(total.sums, 0, WHOLE / MATRICES, tile, warp, of, residual, out, sizes);
         store_groups<2>(total.sums, WHOLE, EVEN, tile, warp, of, residual, out, sizes);
         store_groups<1>(total.sums, EVEN, FRAGS_N, tile, warp, of, residual, out, sizes);
     });
@@ -122,10 +126,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_mma(
     int M, int N, int K) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #if GEMM_FLOAT_OUT
-    gemm(a, w, {w_scale, bias}, residual_float, out_float, Sizes{M, N, K});
-#else
-    gemm(a, w, {w_scale, bias}, residual, out, Sizes{M, N, K});
+    gemm(a, w, nullptr, {w_scale, bias}, residual_float, out_float, Sizes{M, N, K});
+#elif !GEMM_GATED
+    gemm(a, w, nullptr, {w_scale, bias}, residual, out, Sizes{M, N, K});
 #endif
+#else
+    asm("trap;");
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_gated_mma(
+    const T* a,                // (M, K)
+    const T* __restrict__ w,   // (N, K)
+    const T* __restrict__ up,  // (N, K)
+    T* out,                    // (M, N)
+    int M, int N, int K) {
+#if GEMM_GATED && (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800)
+    gemm(a, w, up, {}, out, out, Sizes{M, N, K});
 #else
     asm("trap;");
 #endif

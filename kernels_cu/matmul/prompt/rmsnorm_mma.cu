@@ -25,7 +25,6 @@
 #endif
 #include "lib/common.cuh"
 #include "lib/gate.cuh"
-#include "lib/overlap.cuh"
 #include "lib/rotation.cuh"
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
@@ -97,8 +96,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MMA_BLOCKS) rmsnorm_ffn_mm
     float eps, long long x_stride, int M, int N, int K) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char shared[];
-    let_next_start();
-    wait_for_previous();
     const Tile tile = choose_tile(M, N, MMA_COLUMNS / 2);
     const Inputs in = {x, residual, sum, gamma, w1, w3, x_stride, M, N, K};
     float scales1[8], scales3[8];
