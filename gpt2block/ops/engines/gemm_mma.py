@@ -57,7 +57,6 @@ TILES = (
 SMALL_TILES = (
     MmaGemmTile(64, 64, (2, 2), 64, 6, 3),
     MmaGemmTile(128, 96, (2, 2), 64, 3, 1),
-    MmaGemmTile(128, 192, (2, 4), 32, 4, 1),
 )
 
 # Tiles for two matrices. A warp has 32 columns of each.

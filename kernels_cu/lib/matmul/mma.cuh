@@ -91,13 +91,11 @@ constexpr int GROUP = GEMM_FLOAT_OUT ? 2 : 4;                           // fragm
 constexpr int WHOLE = FRAGS_N / GROUP * GROUP, EVEN = FRAGS_N / 2 * 2;  // number of fragments in whole groups; in pairs
 static_assert(FRAGS_M * 16 * GEMM_WARPS_M == GEMM_M && FRAGS_N * 8 * GEMM_WARPS_N == GEMM_N, "whole fragments");
 static_assert((THREADS & (THREADS - 1)) == 0 && THREADS % CHUNKS == 0, "rows are dealt to a power of two of threads");
-static_assert(GEMM_SLICE == 32 || GEMM_SLICE % 64 == 0, "a row is 64 bytes, or 128 or a multiple");
+static_assert(GEMM_SLICE % 64 == 0 && STEPS % 2 == 0, "a row is 128 bytes or a multiple");
 static_assert(!GEMM_GATED || (WARP_COLUMNS / 2 % COPIED == 0 && FRAGS_N % (2 * GROUP) == 0), "each half is whole");
 static_assert(GEMM_STAGES >= 2 && GEMM_EARLY < GEMM_STAGES, "one slice travels while another is multiplied");
 
-__device__ constexpr int swizzle(int row) {
-    return GEMM_SLICE == 32 ? (row >> 1 ^ row >> 3) & 3 : (row & 7) ^ (row >> 2 & 6);
-}
+__device__ constexpr int swizzle(int row) { return (row & 7) ^ (row >> 2 & 6); }
 
 __device__ __forceinline__ int place(int row, int chunk) { return row * PITCH + 16 * (chunk ^ swizzle(row)); }
 
