@@ -8,7 +8,7 @@ from math import ceil
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines, Geometry
-from gpt2block.ops.products import count_tiles, gate_define, room
+from gpt2block.ops.products import count_tiles, room
 
 FILE = "matmul/prompt/mma.cu"
 KERNEL = "gemm_mma"
@@ -119,8 +119,8 @@ def geometry(
         ("GEMM_STAGES", tile.stages),
         ("GEMM_EARLY", tile.early * early),
         ("GEMM_BLOCKS", tile.blocks),
-        *epilogue(hi_lo, gelu and not gated, residual, other_out, scaled),
-        *((("GEMM_GATED", 1), *gate_define(gelu)) if gated else ()),
+        *epilogue(hi_lo, gelu, residual, other_out, scaled),
+        *((("GEMM_GATED", 1),) if gated else ()),
     )
     grid = min(count_tiles(tile, M, columns), sms * tile.blocks)
     shared = tile.stages * parts * _slice(tile)

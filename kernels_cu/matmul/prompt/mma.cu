@@ -3,8 +3,8 @@
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
 //   gemm_mma: tiles on tensor cores (mma.sync), one ring buffer of slices for all tiles of a block
-//   gemm_gated_mma: gemm_mma with two matrices, out = gate(a w^T) (a up^T), where the gate is SiLU or GELU
-//       (lib/gate.cuh); compiled with GEMM_GATED. A tile has half of its columns from each matrix
+//   gemm_gated_mma: gemm_mma with two matrices, out = gate(a w^T) (a up^T), where the gate is SiLU or
+//       with GEMM_GELU 1 GELU; compiled with GEMM_GATED. A tile has half of its columns from each matrix
 //
 // a and w are __half or __nv_bfloat16, sums are float, out and residual have the type of a or are float. w_scale is
 // used with GEMM_SCALED 1. lib/matmul/mma.cuh has the tiles and the loop over K. Outputs are stored directly from
@@ -24,7 +24,6 @@
 #include "lib/storage.cuh"
 #include "lib/fresh.cuh"
 #include "lib/fast.cuh"
-#include "lib/gate.cuh"
 #include "lib/overlap.cuh"
 #include "lib/sm80.cuh"
 #include "lib/matmul/mma.cuh"
@@ -92,8 +91,8 @@ __device__ __forceinline__ void store_groups(const Sums& sums, int first, int la
                 for (int e = 0; e < WIDTH; ++e) {
                     const float product = sums[m][f + e / 2][2 * i + e % 2];
                     const float sum = (GEMM_SCALED ? product * scale[e] : product) + b[e];
-                    v[e] = GEMM_GELU ? gelu_fast(sum) : sum;
-                    if (GEMM_GATED) v[e] = gate_of(product) * sums[m][FRAGS_N / 2 + f + e / 2][2 * i + e % 2];
+                    v[e] = GEMM_GELU ? gelu_fast(sum) : GEMM_GATED ? silu_fast(sum) : sum;
+                    if (GEMM_GATED) v[e] *= sums[m][FRAGS_N / 2 + f + e / 2][2 * i + e % 2];
                     if (GEMM_RESIDUAL) v[e] += r[e];
                 }
                 Vec<Out, WIDTH>::store(out + at + (long long)below * sizes.N, v);
