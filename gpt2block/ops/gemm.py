@@ -122,8 +122,8 @@ def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
     return c.output("out"), None, 1.0
 
 
-def _mma_geometry(c: Call, gated: bool = False) -> Geometry:
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+def _mma_geometry(c: Call) -> Geometry:
+    max_shared, gated = device_attribute("MaxSharedMemoryPerBlockOptin"), c.up is not None
     return mma.geometry(*c.sizes, gated=gated, **_constants(c), max_shared=max_shared)
 
 
@@ -134,16 +134,14 @@ def _mma_hi_lo(c: Call) -> Launch:
     return launch_at(mma.HI_LO_FILE, _mma_geometry(c), args, "float16")
 
 
-@variant("mma", mma.FILE, mma.KERNEL, mma.GATED_KERNEL)
+@variant("mma", mma.FILE, mma.KERNEL)
 def _mma(c: Call) -> Any:
     if not gpu().has_mma:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use ops.linear")
-    if c.up is not None:
-        args = (c.a, c.weights, c.up.data, c.output("out"), *c.sizes)
-        return launch_at(mma.FILE, _mma_geometry(c, gated=True), args, c.storage)
     if c.hi_lo:
         return _mma_hi_lo.launch(c)
-    outputs, none = (c.residual, c.output("out")), (None, None)
+    other = c.residual if c.up is None else c.up.data
+    outputs, none = (other, c.output("out")), (None, None)
     ends = (*none, *outputs) if c.other_out else (*outputs, *none)
     args = (c.a, c.weights, c.scale, c.bias, *ends, *c.sizes)
     return launch_at(mma.FILE, _mma_geometry(c), args, c.storage)

@@ -1,4 +1,4 @@
-// Fast approximations of exp2, GELU and SiLU by instructions of the special function units, for the tensor-core kernels.
+// Fast approximations of exp2, GELU and SiLU by the special function units, for the tensor-core kernels.
 #pragma once
 
 // Computes 2^x with an error of two units in the last place. Returns 0 for results below 2^-126; exp2f(), which
@@ -19,8 +19,8 @@ __device__ __forceinline__ float gelu_fast(float v) {
     return v * r;
 }
 
-// Computes SiLU, v / (1 + exp(-v)), in four instructions. The relative error is at most about 1e-6 for v >= -10; results
-// below -87 are 0.
+// Computes SiLU, v / (1 + exp(-v)), in four instructions. The relative error is at most about 1e-6 for v >= -10, and
+// the result is 0 for v < -88.
 __device__ __forceinline__ float silu_fast(float v) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + exp2_fast(-1.44269504f * v)));

@@ -12,7 +12,6 @@ from gpt2block.ops.products import count_tiles, room
 
 FILE = "matmul/prompt/mma.cu"
 KERNEL = "gemm_mma"
-GATED_KERNEL = "gemm_gated_mma"
 HI_LO_FILE = "matmul/prompt/mma_hi_lo.cu"
 HI_LO_KERNEL = "gemm_split_mma"
 
@@ -95,13 +94,13 @@ def geometry(
     max_shared: int,
     tile: MmaGemmTile | None = None,
 ) -> Geometry:
-    """Return the geometry of gemm_split_mma if `hi_lo`, gemm_gated_mma if `gated`, else gemm_mma.
+    """Return the geometry of gemm_split_mma if `hi_lo`, else of gemm_mma. a: (M, K), w: (N, K).
 
-    M, N, K: sizes of the operands a (M, K) and w (N, K); with gated, of w and of up.
-    other_out: whether the result is float32; with hi_lo, whether it is a hi/lo matrix.
-    scaled: whether w has scales. early: whether w may be loaded before the previous kernel has
-    ended. sms: multiprocessors of the GPU. max_shared: bytes of shared memory that a block may
-    request. tile: used instead of the best tile. The result has the same bits for any tile.
+    gated: whether there is a second matrix. other_out: whether the result is float32; with hi_lo,
+    whether it is a hi/lo matrix. scaled: whether w has scales. early: whether w may be loaded
+    before the previous kernel has ended. sms: multiprocessors of the GPU. max_shared: bytes of
+    shared memory that a block may request. tile: used instead of the best tile. The result has the
+    same bits for any tile.
     """
     parts, columns = 1 + hi_lo, N * (1 + gated)
     tiles = TILES if max_shared >= MUCH_SHARED else TILES + SMALL_TILES
@@ -124,7 +123,7 @@ def geometry(
     )
     grid = min(count_tiles(tile, M, columns), sms * tile.blocks)
     shared = tile.stages * parts * _slice(tile)
-    kernel = HI_LO_KERNEL if hi_lo else GATED_KERNEL if gated else KERNEL
+    kernel = HI_LO_KERNEL if hi_lo else KERNEL
     return Geometry(kernel, (grid,), (32 * warps_m * warps_n,), shared, defines)
 
 

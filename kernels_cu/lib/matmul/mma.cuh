@@ -132,7 +132,8 @@ struct Copies {
 
     __device__ __forceinline__ Copies(const T* a, const T* w, const T* up, const Sizes& sizes)
         : a(a), w(w), to_up(GEMM_GATED ? up - w : 0), sizes(sizes), row(threadIdx.x / CHUNKS),
-          part(threadIdx.x % CHUNKS), offset(place(row, part)), index(blockIdx.x), rows(0), columns(0), from_a(a), from_w(w) {
+          part(threadIdx.x % CHUNKS), offset(place(row, part)), index(blockIdx.x), rows(0), columns(0), from_a(a),
+          from_w(w) {
         start();
     }
 

@@ -3,8 +3,8 @@
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
 //   gemm_mma: tiles on tensor cores (mma.sync), one ring buffer of slices for all tiles of a block
-//   gemm_gated_mma: gemm_mma with two matrices, out = gate(a w^T) (a up^T), where the gate is SiLU or
-//       with GEMM_GELU 1 GELU; compiled with GEMM_GATED. A tile has half of its columns from each matrix
+// With GEMM_GATED 1, there is a second matrix up (N, K), and out = silu(a w^T) (a up^T), or with GEMM_GELU 1
+// gelu(a w^T) (a up^T). A tile has half of its columns from each matrix.
 //
 // a and w are __half or __nv_bfloat16, sums are float, out and residual have the type of a or are float. w_scale is
 // used with GEMM_SCALED 1. lib/matmul/mma.cuh has the tiles and the loop over K. Outputs are stored directly from
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_mma(
     const T* __restrict__ w,            // (N, K)
     const float* __restrict__ w_scale,  // (N), with GEMM_SCALED 1
     const float* __restrict__ bias,     // (N) or null
-    const T* residual,                  // (M, N), with GEMM_RESIDUAL 1
+    const T* residual,                  // (M, N), with GEMM_RESIDUAL 1; up, with GEMM_GATED 1
     T* out,                             // (M, N)
     const float* residual_float,        // (M, N); replaces residual with GEMM_FLOAT_OUT 1
     float* out_float,                   // (M, N); replaces out with GEMM_FLOAT_OUT 1
@@ -126,22 +126,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_mma(
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #if GEMM_FLOAT_OUT
     gemm(a, w, nullptr, {w_scale, bias}, residual_float, out_float, Sizes{M, N, K});
-#elif !GEMM_GATED
-    gemm(a, w, nullptr, {w_scale, bias}, residual, out, Sizes{M, N, K});
-#endif
 #else
-    asm("trap;");
+    gemm(a, w, residual, {w_scale, bias}, residual, out, Sizes{M, N, K});
 #endif
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_gated_mma(
-    const T* a,                // (M, K)
-    const T* __restrict__ w,   // (N, K)
-    const T* __restrict__ up,  // (N, K)
-    T* out,                    // (M, N)
-    int M, int N, int K) {
-#if GEMM_GATED && (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800)
-    gemm(a, w, up, {}, out, out, Sizes{M, N, K});
 #else
     asm("trap;");
 #endif
