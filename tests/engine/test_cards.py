@@ -216,9 +216,12 @@ def test_gate_and_up_of_a_prompt(capability: str, M: int, N: int, K: int, gelu: 
         np.testing.assert_allclose(got, truth, rtol=2**-10, atol=2**-10 * np.abs(truth).max())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("dtype", "x_dtype"),
+    [("bfloat16", None), *((f"float{each}", "float16") for each in ("16", "8_e4m3fn"))],
+)
 @pytest.mark.parametrize(("M", "N", "K"), [(40, 80, 1344), (17, 96, 320)])
-def test_gate_and_up_of_many_rows(dtype: str, M: int, N: int, K: int) -> None:
+def test_gate_and_up_of_many_rows(dtype: str, x_dtype: str | None, M: int, N: int, K: int) -> None:
     if problem := emulator.missing():
         pytest.skip(problem)
     with emulator.emulated("shuffled", 2, CHECKED, "89"):
@@ -228,7 +231,7 @@ def test_gate_and_up_of_many_rows(dtype: str, M: int, N: int, K: int) -> None:
         )
         given = (cupy.asarray(plain.normal(M, M, K)), w, None, None, None, None, up)
         together, few = (
-            LINEAR.bind_on_device(given, variant=name, decoding=True)
+            LINEAR.bind_on_device(given, variant=name, decoding=True, x_dtype=x_dtype)
             for name in ("mma_tiles", "mma")
         )
         assert together.launches[0].name == "decode_mma_tiles_up"
