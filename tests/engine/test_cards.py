@@ -211,8 +211,8 @@ def test_gate_and_up_of_a_prompt(capability: str, M: int, N: int, K: int, gelu: 
         for m in (0, M - 1):
             alone = GEMM.bind_on_device((a[m : m + 1], w, None, None, up), gelu=gelu).run().get()
             assert_same_bits(got[m : m + 1], alone)
-        x, w, up = (each.get().astype(np.float64) for each in (a, *both))
-        truth = reference.gemm(x, w.T, up=up.T, gelu=gelu)
+        x, gate, other = (each.get().astype(np.float64) for each in (a, *both))
+        truth = reference.gemm(x, gate.T, up=other.T, gelu=gelu)
         np.testing.assert_allclose(got, truth, rtol=2**-10, atol=2**-10 * np.abs(truth).max())
 
 
