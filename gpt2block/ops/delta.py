@@ -19,11 +19,12 @@ from gpt2block.ops.operation import REQUIRED, Operation, variant
 INPUTS, RULE = "attention/delta/inputs.cu", "attention/delta/rule.cu"
 WARPS = 4  # rows and heads of a block that has a warp for each
 LANES, COLUMNS = 8, 16  # DELTA_LANES and DELTA_COLUMNS of the kernel
-# Slots from which a thread has two columns. H200, Qwen3.5-0.8B: 64 rows took 2,457 µs a step with
-# two columns and 2,786 µs with one; one row took 929 and 744 µs.
-MANY_SLOTS = 17
+# Heads of v of all slots from which a thread has two columns. H200, 16 and 32 heads, one row: 3.0
+# and 3.8 µs with one column, 3.2 and 3.3 µs with two; 512 tokens: 94 and 131 µs, 111 and 118 µs.
+MANY_HEADS = 17
 THREADS = 256  # threads of delta_spans
-LARGEST = 352  # channels of a head of k: two chunks of delta_rule fit into 48 KiB of shared memory
+LARGEST = 352  # channels of a head of k: two chunks of 8 tokens fit into 48 KiB of shared memory
+LARGEST_OF_PROMPTS = 160  # channels of a head of k: two chunks of 16 tokens fit
 
 
 def check_heads(n_k_head: int, n_v_head: int, k_size: int, v_size: int) -> None:
@@ -71,8 +72,9 @@ def _inputs(c: Call) -> Launch:
 def _rule(c: Call) -> Launch:
     D, H, v_size, defines = _sizes(c)
     grid = (H, ceil(v_size / COLUMNS), c.B)
-    each = 2 if c.B >= MANY_SLOTS else 1
-    defines += (("DELTA_SAVED", SAVED), ("DELTA_EACH", each))
+    each = 2 if c.B * H >= MANY_HEADS else 1
+    chunk = 8 if c.steps or c.k_size > LARGEST_OF_PROMPTS else 16
+    defines += (("DELTA_SAVED", SAVED), ("DELTA_EACH", each), ("DELTA_CHUNK", chunk))
     defines += (("DELTA_TILED", 1),) if c.tiled else ()
     geometry = Geometry("delta_rule", grid, (LANES, COLUMNS // each), defines=defines)
     arrays = (c.x, c.ba, c.rows, c.spans, c.state, c.recent, c.pool, c.saved, c.output("out"))

@@ -63,7 +63,7 @@ struct DeltaRows {
 };
 
 // Returns the row of `rows` of the token at a position from `base` on.
-__device__ __forceinline__ long long row_of(const Span& span, int slot, int position, int N) {
+__device__ __forceinline__ int row_of(const Span& span, int slot, int position, int N) {
     if (position >= span.start) return span.first + position - span.start;
-    return N + (long long)slot * DELTA_REPLAYED + position - span.base;
+    return N + slot * DELTA_REPLAYED + position - span.base;
 }

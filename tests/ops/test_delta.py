@@ -87,7 +87,7 @@ def test_bits_do_not_depend_on_passes(device: Any, sizes: Sizes) -> None:
     truth = exact.run(x, [1] * count, [*range(count)])
     assert np.abs(whole - truth).max() <= 3e-6 * np.abs(truth).max()
     end = layer.state.get()[1, 0]
-    with patch.object(delta, "MANY_SLOTS", SLOTS):  # two columns per thread
+    with patch.object(delta, "MANY_HEADS", 1):  # two columns per thread
         wide = Layer(sizes, device)
         assert_same_bits(wide.run(x, [1] * count, [*range(count)]), whole)
     assert_same_bits(wide.state.get()[1, 0], end)

@@ -23,8 +23,11 @@
 #define DELTA_V 128
 #endif
 
-constexpr int LARGER = DELTA_K > DELTA_V ? DELTA_K : DELTA_V;
-constexpr int VALUES = (LARGER + 31) / 32;  // channels of a head per lane
+// Rows up to which blocks of delta_rule start before this kernel ends. The SMs have no room for all blocks of a longer
+// pass at once: blocks that start early then share a few SMs while the others stay empty.
+#define DELTA_EARLY 64
+
+static_assert(DELTA_K % 4 == 0 && DELTA_V % 4 == 0, "heads are whole vectors");
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
@@ -74,33 +77,41 @@ extern "C" __global__ void delta_spans(
 template <int SIZE>
 __device__ __forceinline__ void head_of(const DeltaRows& of, const float* conv, int position, int begin, bool normed,
                                         float factor, float* out) {
-    float taps[VALUES][4], value[VALUES], square = 0.0f;
+    constexpr int VECTORS = (SIZE / 4 + 31) / 32;  // vectors of four channels per lane
+    float taps[VECTORS][4][4], value[VECTORS][4], square = 0.0f;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
         const float* const token = of.channels(position - 3 + n);
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i) {
-            const int c = threadIdx.x + 32 * i;
-            taps[i][n] = token && c < SIZE ? __ldcg(token + begin + c) : 0.0f;
+        for (int i = 0; i < VECTORS; ++i) {
+            const int c = 4 * (threadIdx.x + 32 * i);
+            const bool reads = token && c < SIZE;
+            st_vec(taps[i][n], reads ? __ldcg(reinterpret_cast<const float4*>(token + begin + c)) : float4{});
         }
     }
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) {
-        const int c = threadIdx.x + 32 * i;
+    for (int i = 0; i < VECTORS; ++i) {
+        const int c = 4 * (threadIdx.x + 32 * i);
         if (c >= SIZE) continue;
-        const float4 weight = ld_vec(conv + 4 * (begin + c));
-        float sum = fmaf(weight.x, taps[i][0], 0.0f);
-        sum = fmaf(weight.y, taps[i][1], sum);
-        sum = fmaf(weight.z, taps[i][2], sum);
-        sum = fmaf(weight.w, taps[i][3], sum);
-        value[i] = __fmul_rn(sum, sigmoid(sum));
-        square = fmaf(value[i], value[i], square);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float4 weight = ld_vec(conv + 4 * (begin + c + j));
+            float sum = fmaf(weight.x, taps[i][0][j], 0.0f);
+            sum = fmaf(weight.y, taps[i][1][j], sum);
+            sum = fmaf(weight.z, taps[i][2][j], sum);
+            sum = fmaf(weight.w, taps[i][3][j], sum);
+            value[i][j] = __fmul_rn(sum, sigmoid(sum));
+            square = fmaf(value[i][j], value[i][j], square);
+        }
     }
     if (normed) factor *= rsqrtf(lanes_sum<32>(square) + 1e-6f);
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) {
-        const int c = threadIdx.x + 32 * i;
-        if (c < SIZE) out[begin + c] = __fmul_rn(value[i], factor);
+    for (int i = 0; i < VECTORS; ++i) {
+        const int c = 4 * (threadIdx.x + 32 * i);
+        if (c >= SIZE) continue;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) value[i][j] = __fmul_rn(value[i][j], factor);
+        st_vec(out + begin + c, ld_vec(value[i]));
     }
 }
 
@@ -116,7 +127,7 @@ extern "C" __global__ void delta_inputs(
     const float* recent,   // (B, 16, D + 2 H); or null
     float* rows,           // (N + 7 B, D + 2 H)
     long long W, long long P, int D, int H, int n_k_head, int N, int B) {
-    let_next_start();
+    if (N <= DELTA_EARLY) let_next_start();
     wait_for_previous();
     const int n = blockIdx.x, slot = __ldcg(row + n), head = blockIdx.y * blockDim.y + threadIdx.y;
     if (slot < 0 || slot >= B) return;
@@ -126,7 +137,7 @@ extern "C" __global__ void delta_inputs(
     const DeltaRows of = {x, ba, state, recent, W, P, D, H, slot, span};
     const int K = n_k_head * DELTA_K;
     for (int position = n == span.first ? span.base : own; position <= own; ++position) {
-        float* const out = rows + row_of(span, slot, position, N) * (D + 2 * H);
+        float* const out = rows + (long long)row_of(span, slot, position, N) * (D + 2 * H);
         if (head < 2 * n_k_head) {
             const float factor = head < n_k_head ? rsqrtf((float)DELTA_K) : 1.0f;
             head_of<DELTA_K>(of, conv, position, head * DELTA_K, true, factor, out);

@@ -41,7 +41,7 @@
 #ifndef DELTA_SAVED  // tokens from a state that other texts can reuse to the next
 #define DELTA_SAVED 256
 #endif
-#ifndef DELTA_CHUNK
+#ifndef DELTA_CHUNK  // tokens of a chunk
 #define DELTA_CHUNK 8
 #endif
 
@@ -53,7 +53,7 @@ static_assert(THREADS % 32 == 0 && DELTA_COLUMNS <= 4 * 30, "a warp copies a row
 // A chunk of tokens in shared memory. Vectors of a short head's lanes that hold no channels are zeros.
 struct __align__(16) Chunk {
     float q[DELTA_CHUNK][4 * VECTORS * DELTA_LANES], k[DELTA_CHUNK][4 * VECTORS * DELTA_LANES];
-    float v[DELTA_CHUNK][DELTA_COLUMNS], decay[DELTA_CHUNK], beta[DELTA_CHUNK];
+    float v[DELTA_CHUNK][DELTA_COLUMNS], gates[2][DELTA_CHUNK];  // gates: decay and beta
 };
 
 // A lane's part of a row or of a column of S: 4 VECTORS channels of k.
@@ -110,7 +110,21 @@ struct Part {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
+// A token's part in the rule: its key, decay and beta, and its channels of v for the thread's columns.
+struct Token {
+    Part key;
+    float decay, beta, v[DELTA_EACH];
+
+    __device__ __forceinline__ void load(const Chunk& chunk, int t, int column) {
+        key.load(chunk.k[t]);
+        decay = chunk.gates[0][t];
+        beta = chunk.gates[1][t];
+#pragma unroll
+        for (int e = 0; e < DELTA_EACH; ++e) v[e] = chunk.v[t][column + e];
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_rule(
     const float* x,     // (N, W)
     const float* ba,    // (N, 2 H)
     const float* rows,  // (N + 7 B, D + 2 H)
@@ -135,18 +149,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
     const long long place = 3LL * D + ((long long)head * DELTA_V + column) * DELTA_K;  // place of the column in a state
 
     // Starts copies of the chunk of tokens from a position on: a warp copies the row of a token.
+    const int lane = thread % 32;
+    const bool of_v = 4 * lane < DELTA_COLUMNS && begin + 4 * lane < DELTA_V;  // whether the lane copies a part of v
+    const float* const q = rows + of_k * DELTA_K + 4 * lane;
+    const float* const v = rows + 2 * K + head * DELTA_V + begin + 4 * lane;
+    const float* const gate = rows + D + head + (lane == 31 ? H : 0);
     const auto copy = [&](Chunk& to, int from) {
-        const int lane = thread % 32, count = min(DELTA_CHUNK, span.end - from);
-        for (int t = thread / 32; t < count; t += THREADS / 32) {
-            const float* const row = rows + row_of(span, slot, from + t, N) * Y;
-            for (int c = 4 * lane; c < DELTA_K; c += 4 * 32) {
-                copy_vec(to.q[t] + c, row + of_k * DELTA_K + c);
-                copy_vec(to.k[t] + c, row + K + of_k * DELTA_K + c);
+#pragma unroll
+        for (int n = 0; n < DELTA_CHUNK; n += THREADS / 32) {
+            const int t = n + thread / 32;
+            if (from + t >= span.end) break;
+            const long long row = (long long)row_of(span, slot, from + t, N) * Y;
+#pragma unroll
+            for (int c = 0; c < DELTA_K; c += 4 * 32) {
+                if (c + 4 * lane >= DELTA_K) break;
+                copy_vec(to.q[t] + c + 4 * lane, q + row + c);
+                copy_vec(to.k[t] + c + 4 * lane, q + K + row + c);
             }
-            const int c = 4 * lane, channel = begin + c;  // of v
-            if (c < DELTA_COLUMNS && channel < DELTA_V) copy_vec(to.v[t] + c, row + 2 * K + head * DELTA_V + channel);
-            if (lane == 30) copy_float(&to.decay[t], row + D + head);
-            if (lane == 31) copy_float(&to.beta[t], row + D + H + head);
+            if (of_v) copy_vec(to.v[t] + 4 * lane, v + row);
+            if (lane >= 30) copy_float(to.gates[lane - 30] + t, gate + row);
         }
     };
 
@@ -212,6 +233,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
             if (writes && tokens > span.start) to[e] = lost ? __int_as_float(0x7fffffff) : made[e];
         to += H * DELTA_V;
     };
+    // Adds token t of a chunk to S, and writes o of the token before, whose query is `query`. The reads of the next
+    // token are requested before the shuffles, during which they arrive; the barrier keeps them there.
+    const auto process = [&](const Chunk& chunk, int t, const Token& token, Token& next) {
+        float sums[2 * DELTA_EACH];  // S q of the token before, then S k
+#pragma unroll
+        for (int e = 0; e < DELTA_EACH; ++e) {
+            sums[DELTA_EACH + e] = own[e].times(token.key);
+            sums[e] = own[e].times(query);
+        }
+        next.load(chunk, min(t + 1, DELTA_CHUNK - 1), of_block);
+        query.load(chunk.q[t]);
+        __syncwarp();
+#pragma unroll
+        for (int distance = DELTA_LANES / 2; distance > 0; distance /= 2)
+#pragma unroll
+            for (int n = 0; n < 2 * DELTA_EACH; ++n) sums[n] += __shfl_xor_sync(0xffffffffu, sums[n], distance);
+#pragma unroll
+        for (int e = 0; e < DELTA_EACH; ++e) {
+            own[e].decay(token.decay);
+            own[e].add(token.key, __fmul_rn(token.beta, fmaf(-token.decay, sums[DELTA_EACH + e], token.v[e])));
+        }
+        write(sums);
+        ++tokens;
+    };
     for (int turn = 0; tokens < span.end; turn ^= 1) {
         wait_for_copies();
         __syncthreads();
@@ -222,28 +267,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_rule(
             // States are only stored between two runs of this loop, which keeps it short.
             const int whole = (tokens / DELTA_SAVED + 1) * DELTA_SAVED, first = min(after, whole);
             const int stop = tokens < written ? min(first, written) : first;
+            Token one, other;
+            one.load(chunk, t, of_block);
 #pragma unroll 1
-            for (; tokens < stop; ++tokens, ++t) {
-                Part key;
-                key.load(chunk.k[t]);
-                float known[DELTA_EACH], made[DELTA_EACH];
-#pragma unroll
-                for (int e = 0; e < DELTA_EACH; ++e) {
-                    made[e] = own[e].times(query);
-                    own[e].decay(chunk.decay[t]);
-                    known[e] = own[e].times(key);
-                }
-#pragma unroll
-                for (int e = 0; e < DELTA_EACH; ++e) {
-                    known[e] = lanes_sum<DELTA_LANES>(known[e]);
-                    made[e] = lanes_sum<DELTA_LANES>(made[e]);
-                }
-#pragma unroll
-                for (int e = 0; e < DELTA_EACH; ++e)
-                    own[e].add(key, __fmul_rn(chunk.beta[t], chunk.v[t][of_block + e] - known[e]));
-                write(made);
-                query.load(chunk.q[t]);
+            for (; tokens + 1 < stop; t += 2) {
+                process(chunk, t, one, other);
+                process(chunk, t + 1, other, one);
             }
+            if (tokens < stop) process(chunk, t++, one, other);
             if (!holds) continue;
             if (state && tokens == written) store(state + (2LL * slot + span.target) * P);
             const int kept = entry_of(tokens, false), last = tokens == span.end ? entry_of(tokens, true) : -1;
