@@ -496,7 +496,7 @@ TILES_ON_CPU: dict[str, Sequence[Any]] = {
 
 TILES_ON_GPU: dict[str, Sequence[Any]] = {
     "linear-tiles-*": _linear_tiles.TILES,
-    "gemm-mma-*16-*": _gemm_mma.TILES,
+    "gemm-mma-*16-*": (*_gemm_mma.TILES, *_gemm_mma.SMALL_TILES),
     "gemm-mma-hi_lo-*": _gemm_mma.HI_LO_TILES,
     "gemm-wgmma-*16-*": _gemm_wgmma.TILES,
     "gemm-wgmma-hi_lo-*": _gemm_wgmma.HI_LO_TILES,

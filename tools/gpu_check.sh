@@ -4,10 +4,11 @@
 #   GPT2BLOCK_DATA=path/to/test/data tools/gpu_check.sh [folder for the logs [tests|tests=I/N] [sanitizer] [bench] [cards]]
 #
 # Without names of parts, tests, sanitizer and bench run. cards runs the tests of references, models, batches, drafts and
-# prefixes with the kernels of other cards (tools/as_gpu.py), at most SECONDS_OF_CARD (96) for each card. tests=I/N runs part I of N of the tests, for machines that limit the time
-# of a call. SECONDS_OF_TESTS (540) after their start, the tests are interrupted, and the summary names the tests that
-# have failed. Each failure is written to failures-I.txt as soon as it is reported. A process whose CUDA context is lost
-# is replaced, and its test is named. The sanitizer's four tools run at the same time on tools/sanitize.py, with every
+# prefixes (of the architectures in bfloat16) with the kernels of each card of CARDS (tools/as_gpu.py), at most
+# SECONDS_OF_CARD (96) for a card. tests=I/N runs part I of N of the tests, for machines that limit the time of a call.
+# SECONDS_OF_TESTS (540) after their start, the tests are interrupted, and the summary names the tests that have failed.
+# Each failure is written to failures-I.txt as soon as it is reported. A process whose CUDA context is lost is replaced,
+# and its test is named. The sanitizer's four tools run at the same time on tools/sanitize.py, with every
 # kernel at small sizes or only the parts that SANITIZED names.
 # If a tool or the device refuses, the summary says "not run". The exit status is 0 only if everything ran and nothing
 # was found.
@@ -75,11 +76,11 @@ bench() {
 
 cards() {
     parallel=$(python3 -c 'import xdist' 2> /dev/null && echo "-n $(($(nproc) < 12 ? $(nproc) : 12))")
-    for card in 7.5 8.0 8.6 8.9 12.0; do
+    for card in ${CARDS:-7.5 8.0 8.6 8.9 12.0}; do
         local log="$logs/card-$card.txt" result=0
         # shellcheck disable=SC2086
         timeout --signal=INT --kill-after=15 "${SECONDS_OF_CARD:-96}" python3 tools/as_gpu.py "$card" -- python3 -m pytest \
-            --gpu -m gpu -q --tb=short $parallel tests/ops/test_every_operation.py tests/engine/test_llama_cuda.py \
+            --gpu -m gpu -k "not every_architecture or bfloat16 and False" -q --tb=short $parallel tests/ops/test_every_operation.py tests/engine/test_llama_cuda.py \
             tests/engine/test_batching.py tests/engine/test_draft.py tests/engine/test_prefixes.py > "$log" 2>&1 || result=$?
         [ $result -eq 0 ] || status=1
         say "as $card     $(tail -n 1 "$log")"

@@ -123,8 +123,8 @@ def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
 
 
 def _mma_geometry(c: Call) -> Geometry:
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    return mma.geometry(*c.sizes, **_constants(c), max_shared=max_shared)
+    max_shared, gated = device_attribute("MaxSharedMemoryPerBlockOptin"), c.up is not None
+    return mma.geometry(*c.sizes, gated=gated, **_constants(c), max_shared=max_shared)
 
 
 @variant("split", mma.HI_LO_FILE, mma.HI_LO_KERNEL)
@@ -138,13 +138,10 @@ def _mma_hi_lo(c: Call) -> Launch:
 def _mma(c: Call) -> Any:
     if not gpu().has_mma:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use ops.linear")
-    if c.up is not None:
-        raise UnsupportedCall(
-            "multiplies by one matrix: use ops.rmsnorm_ffn, or ops.silu_mul of two products"
-        )
     if c.hi_lo:
         return _mma_hi_lo.launch(c)
-    outputs, none = (c.residual, c.output("out")), (None, None)
+    other = c.residual if c.up is None else c.up.data
+    outputs, none = (other, c.output("out")), (None, None)
     ends = (*none, *outputs) if c.other_out else (*outputs, *none)
     args = (c.a, c.weights, c.scale, c.bias, *ends, *c.sizes)
     return launch_at(mma.FILE, _mma_geometry(c), args, c.storage)
@@ -430,8 +427,7 @@ def gemm(
     once. A row's result has the same bits alone and with other rows, unless `split_k` permits
     summing K in parts, which is faster for few rows. The default variant is the fastest on this
     GPU. With `up`, which has the dtype (16 bits) and shape of w, the result is silu(a w) (a up), or
-    gelu(a w) (a up), in the dtype of a, without bias and residual, on GPUs of compute capability
-    9.0 only.
+    gelu(a w) (a up), in the dtype of a, without bias and residual.
 
     Float32 accuracy: a is float32 or a HiLoMatrix, and w a HiLoMatrix (N, K), such as
     HiLoMatrix.from_float32(w.T). The result is float32. Without a residual, and with dtype

@@ -142,12 +142,10 @@ def can_round(dtype: str, inputs: Iterable[int]) -> bool:
     """Return whether decoding rounds x to ROUNDED. inputs: the number of inputs of each matrix.
 
     Rounding is faster, and costs almost no accuracy, with weights of a dtype in ROUNDING if all
-    products run on tensor cores: for GGUF blocks on every GPU with tensor cores, for other dtypes
-    on Hopper GPUs. x is then rounded for any number of rows, so that a row has the same bits alone
-    and in any batch. Otherwise, x has two terms or stays float32.
+    products run on tensor cores. x is then rounded for any number of rows, so that a row has the
+    same bits alone and in any batch. Otherwise, x has two terms or stays float32.
     """
-    has = gpu()
-    if dtype not in ROUNDING or not (has.has_mma if dtype == FILE else has.has_wgmma):
+    if dtype not in ROUNDING or not gpu().has_mma:
         return False
     multiple = mma.LOADED // itemsize_of(dtype)
     return all(K % multiple == 0 for K in inputs)

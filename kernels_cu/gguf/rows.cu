@@ -20,6 +20,7 @@
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
 #include "lib/gguf.cuh"
+#include "lib/attention/transpose.cuh"
 
 #ifndef GGUF_TYPE
 #define GGUF_TYPE 6
@@ -62,10 +63,10 @@ extern "C" __global__ void gguf_widen(
     for (int chunk = 0; chunk < 4; ++chunk) {
         unsigned pairs[4];
         part.halves(chunk, own, pairs);
-        const int k = blockIdx.x * gguf::UNIT + chunk * 32 + threadIdx.x % 4 * 2;
-        unsigned* to = reinterpret_cast<unsigned*>(out + (long long)(begin + row) * K + k);
-#pragma unroll
-        for (int i = 0; i < 4 && row < rows && k < K; ++i) to[4 * i] = pairs[i];
+        turn(pairs, threadIdx.x % 4);  // 16 contiguous bytes, so that four lanes store whole sectors
+        const int k = blockIdx.x * gguf::UNIT + chunk * 32 + threadIdx.x % 4 * 8;
+        T* const to = out + (long long)(begin + row) * K + k;
+        if (row < rows && k < K) *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
     }
 }
 

@@ -10,7 +10,7 @@ import pytest
 from launch_models import CONFIGS, FORMATS, IDS, engine_of
 from launch_recorder import recording
 
-from gpt2block import LlamaConfig, Model, emulator
+from gpt2block import LlamaConfig, Model, emulator, reference
 from gpt2block.cuda import cupy
 from gpt2block.cuda.formats import FILE
 from gpt2block.emulator.stand_in import CHECKED
@@ -21,6 +21,7 @@ from gpt2block.models.config import ModelConfig
 from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.engines import linear_gguf
+from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import OPERATION as LINEAR
 from tests import plain
 from tests.devices import assert_same_bits
@@ -192,9 +193,35 @@ def test_blocks_divide_a_product(
             assert_same_bits(first[m : m + 1], alone)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("capability", "M", "N", "K", "gelu"),
+    [("80", 9, 40, 136, True), ("89", 70, 144, 72, False), ("120", 150, 136, 200, False)],
+)
+def test_gate_and_up_of_a_prompt(capability: str, M: int, N: int, K: int, gelu: bool) -> None:
+    """A row has the same bits alone, and errors are at most one rounding."""
+    if problem := emulator.missing():
+        pytest.skip(problem)
+    with emulator.emulated("shuffled", 8, CHECKED, capability):
+        exact = [plain.normal(n, *shape) for n, shape in enumerate(((M, K), (N, K), (N, K)))]
+        a, *both = (cupy.asarray(each.astype(np.float16)) for each in exact)
+        w, up = (WeightMatrix(each, "float16", None, "NK") for each in both)
+        bound = GEMM.bind_on_device((a, w, None, None, up), gelu=gelu)
+        assert [each.name for each in bound.launches] == ["gemm_mma"]
+        got = bound.run().get()
+        for m in (0, M - 1):
+            alone = GEMM.bind_on_device((a[m : m + 1], w, None, None, up), gelu=gelu).run().get()
+            assert_same_bits(got[m : m + 1], alone)
+        x, gate, other = (each.get().astype(np.float64) for each in (a, *both))
+        truth = reference.gemm(x, gate.T, up=other.T, gelu=gelu)
+        np.testing.assert_allclose(got, truth, rtol=2**-10, atol=2**-10 * np.abs(truth).max())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "x_dtype"),
+    [("bfloat16", None), *((f"float{each}", "float16") for each in ("16", "8_e4m3fn"))],
+)
 @pytest.mark.parametrize(("M", "N", "K"), [(40, 80, 1344), (17, 96, 320)])
-def test_gate_and_up_of_many_rows(dtype: str, M: int, N: int, K: int) -> None:
+def test_gate_and_up_of_many_rows(dtype: str, x_dtype: str | None, M: int, N: int, K: int) -> None:
     if problem := emulator.missing():
         pytest.skip(problem)
     with emulator.emulated("shuffled", 2, CHECKED, "89"):
@@ -204,7 +231,7 @@ def test_gate_and_up_of_many_rows(dtype: str, M: int, N: int, K: int) -> None:
         )
         given = (cupy.asarray(plain.normal(M, M, K)), w, None, None, None, None, up)
         together, few = (
-            LINEAR.bind_on_device(given, variant=name, decoding=True)
+            LINEAR.bind_on_device(given, variant=name, decoding=True, x_dtype=x_dtype)
             for name in ("mma_tiles", "mma")
         )
         assert together.launches[0].name == "decode_mma_tiles_up"

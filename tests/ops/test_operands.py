@@ -398,16 +398,13 @@ def test_the_products_that_wgmma_multiplies(
 
 
 def test_where_activations_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding is for products on tensor cores: of GGUF blocks, and of these dtypes on Hopper."""
+    """Rounding is for products on tensor cores, with weights of these dtypes."""
     linear = import_module("gpt2block.ops.linear")
-    monkeypatch.setattr(linear, "ROUNDING", ("float16", "float8_e5m2"))
+    monkeypatch.setattr(linear, "ROUNDING", ("float16", "float8_e5m2", FILE))
     for capability in (75, 80, 89, 90, 100):
         monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _, c=capability: c)
-        with monkeypatch.context() as patch:
-            patch.setattr(linear, "ROUNDING", (FILE,))
-            assert linear.can_round(FILE, (64, 768)) == (capability >= 80)
-        for dtype in WEIGHTS_DTYPES:
-            expected = capability == 90 and dtype in linear.ROUNDING
+        for dtype in (*WEIGHTS_DTYPES, FILE):
+            expected = capability >= 80 and dtype in linear.ROUNDING
             assert linear.can_round(dtype, (64, 768)) == expected
             assert not linear.can_round(dtype, (64, 36))
 

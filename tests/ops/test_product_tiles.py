@@ -395,7 +395,9 @@ def matvec_tiles() -> Iterator[Job]:
 
 def gemm_tiles() -> Iterator[Job]:
     """Yield each tile with one of the epilogues that need most registers."""
-    tiles = [(tile, ENDS[i % 3]) for i, tile in enumerate(_gemm_mma.TILES)]
+    plain = *_gemm_mma.TILES, *_gemm_mma.SMALL_TILES
+    tiles = [(tile, ENDS[i % 3]) for i, tile in enumerate(plain)]
+    tiles += [(tile, {"gated": True, "gelu": True}) for tile in _gemm_mma.GATED_TILES]
     tiles += [(tile, SPLIT_ENDS[i % 2]) for i, tile in enumerate(_gemm_mma.HI_LO_TILES)]
     for (tile, ends), (arch, gpu) in zip(tiles, cycle(GPUS)):
         options: Any = {**ends, "tile": tile}

@@ -423,8 +423,7 @@ class CudaModel(CudaWeights):
     def prefill_shape(
         self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
-        hopper = gpu().has_wgmma
-        appends = hopper and tensor_cores_take("wgmma", self.config.head_size)
+        appends = gpu().has_wgmma and tensor_cores_take("wgmma", self.config.head_size)
         return Prefill(
             self.products,
             rows,
@@ -434,7 +433,7 @@ class CudaModel(CudaWeights):
             continued=(continued or self.config.FROM_CACHE) and self.on_tensor_cores,
             ends=ends,
             fp8_cache=self.formats.fp8_cache,
-            gated=self.products == "16_bits" and hopper,
+            gated=self.products == "16_bits",
             appends=appends and self.formats.fp8_cache is None,
         )
 

@@ -62,7 +62,6 @@ class Batch:
         self._states = engine.config.delta_nets is not None
         if engine.continues_exactly or (reuse and not self._states):
             self._prefixes = Prefixes(1 if reuse else MIN_COPIED, engine.config.short_context)
-        self._min_shared = min_shared(engine.config.n_layer, engine.nbytes)
         self._continues = self._prefixes is not None or 0 < self._piece < n_ctx
         self._begin(slots, fewer)
         choose = self._prefixes.slot_for if self._prefixes is not None else None
@@ -89,6 +88,11 @@ class Batch:
     def _new(self) -> _NewTokens:
         """Buffers of sampled tokens, allocated while the engine computes the first prompts."""
         return _NewTokens(self.slots, self.n_ctx, self._vocab_size)
+
+    @cached_property
+    def _min_shared(self) -> int:
+        """The least number of tokens for which sequences wait; few calls have such sequences."""
+        return min_shared(self._engine.config.n_layer, self._engine.nbytes)
 
     @property
     def busy(self) -> bool:

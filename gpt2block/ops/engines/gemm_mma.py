@@ -22,6 +22,7 @@ SHARED_BYTES = 112  # bytes per clock that an SM reads from or writes to shared 
 STORED_BYTES = 32  # bytes per clock that an SM writes to device memory
 STEP = 40  # minimum clocks per step of 16 values along K, for any tile
 MIN_STAGES = 3
+MUCH_SHARED = 200 << 10  # bytes of shared memory per block with which `TILES` alone are the fastest
 
 
 class MmaGemmTile(NamedTuple):
@@ -51,6 +52,20 @@ TILES = (
     MmaGemmTile(128, 256, (2, 4), 64, 4, 1),
 )
 
+# More tiles for GPUs whose shared memory holds three stages of 128x128 or less.
+SMALL_TILES = (
+    MmaGemmTile(64, 64, (2, 2), 64, 6, 3),
+    MmaGemmTile(128, 96, (2, 2), 64, 3, 1),
+)
+
+# Tiles for two matrices. A warp has 32 columns of each.
+GATED_TILES = (
+    MmaGemmTile(16, 128, (1, 2), 64, 8, 4),
+    MmaGemmTile(32, 128, (1, 2), 64, 8, 3),
+    MmaGemmTile(64, 128, (2, 2), 64, 6, 3),
+    MmaGemmTile(128, 128, (2, 2), 64, 3, 1, blocks=2),
+)
+
 # Tiles for HiLoMatrix operands, whose kernel keeps three sums per output.
 HI_LO_TILES = (
     MmaGemmTile(16, 32, (1, 4), 64, 8, 6),
@@ -69,6 +84,7 @@ def geometry(
     K: int,
     *,
     hi_lo: bool = False,
+    gated: bool = False,
     gelu: bool = False,
     residual: bool = False,
     other_out: bool = False,
@@ -80,16 +96,18 @@ def geometry(
 ) -> Geometry:
     """Return the geometry of gemm_split_mma if `hi_lo`, else of gemm_mma. a: (M, K), w: (N, K).
 
-    other_out: whether the result is float32; with hi_lo, whether it is a hi/lo matrix.
-    scaled: whether w has scales. early: whether w may be loaded before the previous kernel has
-    ended. sms: multiprocessors of the GPU. max_shared: bytes of shared memory that a block may
-    request. tile: used instead of the best tile. The result has the same bits for any tile.
+    gated: whether there is a second matrix. other_out: whether the result is float32; with hi_lo,
+    whether it is a hi/lo matrix. scaled: whether w has scales. early: whether w may be loaded
+    before the previous kernel has ended. sms: multiprocessors of the GPU. max_shared: bytes of
+    shared memory that a block may request. tile: used instead of the best tile. The result has the
+    same bits for any tile.
     """
-    parts = 1 + hi_lo
-    candidates = (tile,) if tile else HI_LO_TILES if hi_lo else TILES
+    parts, columns = 1 + hi_lo, N * (1 + gated)
+    tiles = TILES if max_shared >= MUCH_SHARED else TILES + SMALL_TILES
+    candidates = (tile,) if tile else HI_LO_TILES if hi_lo else GATED_TILES if gated else tiles
     memory = tuple(room(max_shared, blocks) for blocks in (1, 2))
     fitting = [fit for each in candidates if (fit := _fit(each, memory, parts))]
-    tile = min(fitting, key=lambda each: _clocks(each, M, N, K, sms, parts))
+    tile = min(fitting, key=lambda each: _clocks(each, M, columns, K, sms, parts))
     warps_m, warps_n = tile.warps
     defines = (
         ("GEMM_M", tile.rows),
@@ -101,8 +119,9 @@ def geometry(
         ("GEMM_EARLY", tile.early * early),
         ("GEMM_BLOCKS", tile.blocks),
         *epilogue(hi_lo, gelu, residual, other_out, scaled),
+        *((("GEMM_GATED", 1),) if gated else ()),
     )
-    grid = min(count_tiles(tile, M, N), sms * tile.blocks)
+    grid = min(count_tiles(tile, M, columns), sms * tile.blocks)
     shared = tile.stages * parts * _slice(tile)
     kernel = HI_LO_KERNEL if hi_lo else KERNEL
     return Geometry(kernel, (grid,), (32 * warps_m * warps_n,), shared, defines)
@@ -142,10 +161,13 @@ def _clocks(tile: MmaGemmTile, M: int, N: int, K: int, sms: int, parts: int) -> 
 def _fit(tile: MmaGemmTile, memory: tuple[int, ...], parts: int) -> MmaGemmTile | None:
     """Return `tile` with the blocks and slices that fit in shared memory, or None if too few fit.
 
+    If few long slices fit, twice as many slices of half the length are faster.
     memory: bytes of shared memory per block with 1, 2, … blocks on a multiprocessor.
     """
     for blocks in range(tile.blocks, 0, -1):
         stages = min(tile.stages, memory[blocks - 1] // (parts * _slice(tile)))
+        if stages == MIN_STAGES < tile.stages and tile.slice > 64:
+            return _fit(tile._replace(slice=64, stages=2 * MIN_STAGES), memory, parts)
         if stages >= MIN_STAGES:
             return tile._replace(stages=stages, blocks=blocks, early=min(tile.early, stages - 1))
     return None

@@ -12,6 +12,7 @@
 //   GEMM_FLOAT_OUT                1: out and residual are float
 //   GEMM_GELU                     1: GELU is applied to the sums
 //   GEMM_RESIDUAL                 1: the residual is added
+//   GEMM_GATED                    1: half of a warp's columns are columns of w, the other half the same columns of up
 //
 // The grid is persistent: a block processes several tiles, and the ring buffer of slices continues from one tile to the
 // next. The next tile's first slices therefore arrive while a tile's results are stored:
@@ -71,9 +72,13 @@
 #ifndef GEMM_RESIDUAL
 #define GEMM_RESIDUAL 0
 #endif
+#ifndef GEMM_GATED
+#define GEMM_GATED 0
+#endif
 
 constexpr int THREADS = 32 * GEMM_WARPS_M * GEMM_WARPS_N;
 constexpr int WARP_ROWS = GEMM_M / GEMM_WARPS_M, WARP_COLUMNS = GEMM_N / GEMM_WARPS_N;
+constexpr int MATRICES = 1 + GEMM_GATED, COLUMNS = GEMM_N / MATRICES;  // COLUMNS: columns of a tile's outputs
 constexpr int FRAGS_M = WARP_ROWS / 16, FRAGS_N = WARP_COLUMNS / 8;
 constexpr int STEPS = GEMM_SLICE / 16;
 constexpr int CHUNKS = GEMM_SLICE / 8, PITCH = 2 * GEMM_SLICE;  // CHUNKS: 16-byte chunks per row; PITCH: bytes per row
@@ -87,6 +92,7 @@ constexpr int WHOLE = FRAGS_N / GROUP * GROUP, EVEN = FRAGS_N / 2 * 2;  // numbe
 static_assert(FRAGS_M * 16 * GEMM_WARPS_M == GEMM_M && FRAGS_N * 8 * GEMM_WARPS_N == GEMM_N, "whole fragments");
 static_assert((THREADS & (THREADS - 1)) == 0 && THREADS % CHUNKS == 0, "rows are dealt to a power of two of threads");
 static_assert(GEMM_SLICE % 64 == 0 && STEPS % 2 == 0, "a row is 128 bytes or a multiple");
+static_assert(!GEMM_GATED || (WARP_COLUMNS / 2 % COPIED == 0 && FRAGS_N % (2 * GROUP) == 0), "each half is whole");
 static_assert(GEMM_STAGES >= 2 && GEMM_EARLY < GEMM_STAGES, "one slice travels while another is multiplied");
 
 __device__ constexpr int swizzle(int row) { return (row & 7) ^ (row >> 2 & 6); }
@@ -96,7 +102,7 @@ __device__ __forceinline__ int place(int row, int chunk) { return row * PITCH + 
 struct Sizes {
     int M, N, K;
 
-    __device__ __forceinline__ int tiles_n() const { return (N - 1) / GEMM_N + 1; }
+    __device__ __forceinline__ int tiles_n() const { return (N - 1) / COLUMNS + 1; }
     __device__ __forceinline__ int tiles() const { return ((M - 1) / GEMM_M + 1) * tiles_n(); }
 };
 
@@ -110,22 +116,24 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& sizes) {
     constexpr int BAND = 8;
     const int tiles_n = sizes.tiles_n(), first = index / (BAND * tiles_n) * BAND;
     const int height = min(BAND, (sizes.M - 1) / GEMM_M + 1 - first), rest = index - first * tiles_n;
-    return {(first + rest % height) * GEMM_M, rest / height * GEMM_N};
+    return {(first + rest % height) * GEMM_M, rest / height * COLUMNS};
 }
 
 // Copies the slices of all of the block's tiles into shared memory, one after the other. A thread copies the 16-byte
 // chunk number `part` of every COPIED-th row.
 struct Copies {
     const T *const a, *const w;
+    const long long to_up;  // elements from w to up, with GEMM_GATED
     const Sizes sizes;
     const int row, part, offset;  // thread's first row, its chunk, and the chunk's offset in a slice
     int index, k;                 // index of the tile; start of the next slice
     int rows, columns;            // rows and columns that remain from the thread's first one on; 0 after the last tile
     const T *from_a, *from_w;     // addresses in the next slice
 
-    __device__ __forceinline__ Copies(const T* a, const T* w, const Sizes& sizes)
-        : a(a), w(w), sizes(sizes), row(threadIdx.x / CHUNKS), part(threadIdx.x % CHUNKS), offset(place(row, part)),
-          index(blockIdx.x), rows(0), columns(0), from_a(a), from_w(w) {
+    __device__ __forceinline__ Copies(const T* a, const T* w, const T* up, const Sizes& sizes)
+        : a(a), w(w), to_up(GEMM_GATED ? up - w : 0), sizes(sizes), row(threadIdx.x / CHUNKS),
+          part(threadIdx.x % CHUNKS), offset(place(row, part)), index(blockIdx.x), rows(0), columns(0), from_a(a),
+          from_w(w) {
         start();
     }
 
@@ -155,20 +163,24 @@ struct Copies {
 #pragma unroll
         for (int i = first; i < last; ++i) {
             if (i < A_COPIES) {
-                copy_rows<GEMM_M>(stage, from_a, i / A_EACH, i % A_EACH, sizes.M, inside ? rows : 0);
+                copy_rows<GEMM_M, GEMM_M>(stage, from_a, i / A_EACH, i % A_EACH, sizes.M, inside ? rows : 0);
             } else {
                 const int part = (i - A_COPIES) / W_EACH, j = (i - A_COPIES) % W_EACH;
-                copy_rows<GEMM_N>(stage + W_AT, from_w, part, j, sizes.N, inside ? columns : 0);
+                constexpr int HALF = WARP_COLUMNS / MATRICES;
+                copy_rows<GEMM_N, HALF>(stage + W_AT, from_w, part, j, sizes.N, inside ? columns : 0);
             }
         }
     }
 
-    template <int ROWS>
+    // Copies one of every COPIED rows of a tile. HALF: rows of w or up in succession, or all rows of a.
+    template <int ROWS, int HALF>
     __device__ __forceinline__ void copy_rows(char* to, const T* from, int part, int i, int all, int there) const {
         const int below = i * COPIED;
         if (below + COPIED > ROWS && row + below >= ROWS) return;
         to += (part * ROWS + below) * PITCH + (offset ^ 16 * swizzle(below));
-        copy16(to, from + (part * (long long)all + below) * sizes.K, below < there);
+        const bool gated = GEMM_GATED && HALF < ROWS, second = gated && below / HALF % 2;
+        const int down = gated ? below / (2 * HALF) * HALF + below % HALF : below;
+        copy16(to, from + (second ? to_up : 0) + (part * (long long)all + down) * sizes.K, down < there);
     }
 };
 
@@ -243,9 +255,9 @@ __device__ __forceinline__ void multiply(Sums& sums, const unsigned (&a)[FRAGS_M
 // with zeros. total.add(first, second) is called for every step of 16 along K, with the fragments of the high parts and
 // of the low parts of a and w; total.slice(k) is called after the last step of the slice that ends before k.
 template <typename Total, typename Finish>
-__device__ __forceinline__ void multiply_tiles(const T* a, const T* w, const Sizes& sizes, char* shared,
+__device__ __forceinline__ void multiply_tiles(const T* a, const T* w, const T* up, const Sizes& sizes, char* shared,
                                                Finish finish) {
-    Copies copies(a, w, sizes);
+    Copies copies(a, w, up, sizes);
     Copies early = copies;
 #pragma unroll 1
     for (int s = 0; s < GEMM_EARLY; ++s, early.advance()) early.copy(shared + s * STAGE, A_COPIES, COPIES);

@@ -3,6 +3,8 @@
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
 //   gemm_mma: tiles on tensor cores (mma.sync), one ring buffer of slices for all tiles of a block
+// With GEMM_GATED 1, there is a second matrix up (N, K), and out = silu(a w^T) (a up^T), or with GEMM_GELU 1
+// gelu(a w^T) (a up^T). A tile has half of its columns from each matrix.
 //
 // a and w are __half or __nv_bfloat16, sums are float, out and residual have the type of a or are float. w_scale is
 // used with GEMM_SCALED 1. lib/matmul/mma.cuh has the tiles and the loop over K. Outputs are stored directly from
@@ -62,7 +64,7 @@ __device__ __forceinline__ void store_groups(const Sums& sums, int first, int la
     constexpr int WIDTH = 2 * SIZE;
 #pragma unroll
     for (int f = first; f < last; f += SIZE) {
-        const int column = tile.column + warp.column + 8 * f + WIDTH * warp.t;
+        const int column = tile.column + warp.column / MATRICES + 8 * f + WIDTH * warp.t;
         if (column >= sizes.N) continue;
         const int row = tile.row + warp.row + warp.g, rows = sizes.M - row;
         const long long at = (long long)row * sizes.N + column;
@@ -89,7 +91,8 @@ __device__ __forceinline__ void store_groups(const Sums& sums, int first, int la
                 for (int e = 0; e < WIDTH; ++e) {
                     const float product = sums[m][f + e / 2][2 * i + e % 2];
                     const float sum = (GEMM_SCALED ? product * scale[e] : product) + b[e];
-                    v[e] = GEMM_GELU ? gelu_fast(sum) : sum;
+                    v[e] = GEMM_GELU ? gelu_fast(sum) : GEMM_GATED ? silu_fast(sum) : sum;
+                    if (GEMM_GATED) v[e] *= sums[m][FRAGS_N / 2 + f + e / 2][2 * i + e % 2];
                     if (GEMM_RESIDUAL) v[e] += r[e];
                 }
                 Vec<Out, WIDTH>::store(out + at + (long long)below * sizes.N, v);
@@ -99,12 +102,12 @@ __device__ __forceinline__ void store_groups(const Sums& sums, int first, int la
 }
 
 template <typename Out>
-__device__ __forceinline__ void gemm(const T* a, const T* w, const Columns& of, const Out* residual, Out* out,
-                                     const Sizes& sizes) {
+__device__ __forceinline__ void gemm(const T* a, const T* w, const T* up, const Columns& of, const Out* residual,
+                                     Out* out, const Sizes& sizes) {
     extern __shared__ __align__(128) char shared[];
     let_next_start();
-    multiply_tiles<Total>(a, w, sizes, shared, [&](const Tile& tile, const Warp& warp, const Total& total) {
-        store_groups<GROUP>(total.sums, 0, WHOLE, tile, warp, of, residual, out, sizes);
+    multiply_tiles<Total>(a, w, up, sizes, shared, [&](const Tile& tile, const Warp& warp, const Total& total) {
+        store_groups<GROUP>(total.sums, 0, WHOLE / MATRICES, tile, warp, of, residual, out, sizes);
         store_groups<2>(total.sums, WHOLE, EVEN, tile, warp, of, residual, out, sizes);
         store_groups<1>(total.sums, EVEN, FRAGS_N, tile, warp, of, residual, out, sizes);
     });
@@ -115,16 +118,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_mma(
     const T* __restrict__ w,            // (N, K)
     const float* __restrict__ w_scale,  // (N), with GEMM_SCALED 1
     const float* __restrict__ bias,     // (N) or null
-    const T* residual,                  // (M, N), with GEMM_RESIDUAL 1
+    const T* residual,                  // (M, N), with GEMM_RESIDUAL 1; up, with GEMM_GATED 1
     T* out,                             // (M, N)
     const float* residual_float,        // (M, N); replaces residual with GEMM_FLOAT_OUT 1
     float* out_float,                   // (M, N); replaces out with GEMM_FLOAT_OUT 1
     int M, int N, int K) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #if GEMM_FLOAT_OUT
-    gemm(a, w, {w_scale, bias}, residual_float, out_float, Sizes{M, N, K});
+    gemm(a, w, nullptr, {w_scale, bias}, residual_float, out_float, Sizes{M, N, K});
 #else
-    gemm(a, w, {w_scale, bias}, residual, out, Sizes{M, N, K});
+    gemm(a, w, residual, {w_scale, bias}, residual, out, Sizes{M, N, K});
 #endif
 #else
     asm("trap;");

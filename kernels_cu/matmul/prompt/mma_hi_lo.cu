@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_split_mm
     extern __shared__ __align__(128) char shared[];
     let_next_start();
     const Output to = {w_scale, bias, residual, out, out_parts, per_scale, {M, N, K}};
-    multiply_tiles<Total>(a, w, to.sizes, shared, [&](const Tile& tile, const Warp& warp, const Total& total) {
+    multiply_tiles<Total>(a, w, nullptr, to.sizes, shared, [&](const Tile& tile, const Warp& warp, const Total& total) {
         float scales[FRAGS_M * 2];
 #pragma unroll
         for (int i = 0; i < FRAGS_M * 2; ++i) {
