@@ -88,24 +88,16 @@ struct Outputs {
             v[2 * i] = fmaf(total[i].x, by.x, by.y);
             v[2 * i + 1] = DECODE_GATED ? total[i].y * by.z : fmaf(total[i].y, by.z, by.w);
         }
-        if constexpr (DECODE_GATED) {
-            float one[AHEAD];
+        if constexpr (!TWO) end.activate(v);
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) one[i] = v[2 * i];
-            replace_by_gates(one);
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                one[i] = end.added(one[i] * v[2 * i + 1], late[i]);
-                if (DECODE_OUT_OPERAND) one[i] = term_of<order::KIND, NEXT_ROW>(one[i]);
-                if (OPERAND_SUMS) keep(one[i], m + 4 * DECODE_SPLITS * i);
-                if (here[i]) end.store(m + 4 * DECODE_SPLITS * i, n, one[i], late[i]);
-            }
-        } else {
-            if constexpr (!TWO) end.activate(v);
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i, m += 4 * DECODE_SPLITS) {
-                const float first = v[2 * i], second = v[2 * i + 1];
-                if (!here[i]) continue;
+        for (int i = 0; i < AHEAD; ++i, m += 4 * DECODE_SPLITS) {
+            const float first = v[2 * i], second = v[2 * i + 1];
+            if constexpr (DECODE_GATED) {
+                float one = end.added(gate_of(first) * second, late[i]);
+                if (DECODE_OUT_OPERAND) one = term_of<order::KIND, NEXT_ROW>(one);
+                if (OPERAND_SUMS) keep(one, m);
+                if (here[i]) end.store(m, n, one, late[i]);
+            } else if (here[i]) {
                 if constexpr (DECODE_ROPE) end.store_pair(m, n, first, second, late[i]);
                 else end.store_two(m, n, end.added_two(first, second, late[i]), late[i]);
             }
