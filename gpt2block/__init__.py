@@ -127,7 +127,7 @@ if not TYPE_CHECKING:  # __getattr__ would hide unknown names from type checkers
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            value: Any = import_module("gpt2block.cuda.doctor").version()
+            value: object = import_module("gpt2block.cuda.doctor").version()
         elif name in _MODULE_OF:
             value = getattr(import_module(f"gpt2block.{_MODULE_OF[name]}"), name)
         elif name in _MODULES:

@@ -82,7 +82,7 @@ class BaseBlock(Hinted):
 
     def _tensors(self, weights: Any) -> dict[str, Any]:
         """Return a dict from names to weights and constants."""
-        found: dict[str, Any] = weights.tensors()
+        found: dict[str, object] = weights.tensors()
         return found
 
     @property
@@ -198,7 +198,7 @@ def rounded(weights: Weights, dtype: str) -> Weights:
     weights = weights.astype(np.float32)
     if dtype == "float32":
         return weights
-    matrices: dict[str, Any] = {
+    matrices: dict[str, object] = {
         name: WeightMatrix.quantize(array, dtype, "KN", name).dequantized()
         for name, array in weights.tensors().items()
         if array.ndim == 2

@@ -699,7 +699,7 @@ class Model(Hinted, Generic[Weights]):
         Raises InputError, and CheckpointError as `embedding_defaults` does.
         """
         own = chosen(pooling, normalize, lambda: self.embedding_defaults)
-        given: Any = texts if instruction is None else scoring.instructed(instruction, texts)
+        given: object = texts if instruction is None else scoring.instructed(instruction, texts)
         return scoring.embed(
             self.engine,
             self.lookup,

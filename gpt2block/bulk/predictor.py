@@ -213,7 +213,7 @@ class Predictor:
         if any(isinstance(value, str) for value in values):
             self.load_tokenizer()
         rows = self.rows(values, seeds)
-        columns: dict[str, Any] = dict(batch)
+        columns: dict[str, object] = dict(batch)
         for column, kind in self.columns.items():
             found = [None if isinstance(row, Problem) else row[column] for row in rows]
             columns[column] = self._column(kind, found)

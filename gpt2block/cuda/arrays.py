@@ -88,7 +88,7 @@ def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
     return {} if value is None else {name: value}
 
 
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+def mapped(function: Callable[[Any], Any], value: object) -> Any:
     """Apply a function to an array, or to each array of a Composite matrix."""
     return value.mapped(function) if isinstance(value, Composite) else function(value)
 

@@ -82,7 +82,7 @@ class FormatOptions:
 
     def identity(self) -> dict[str, Any]:
         """Return options for a job's manifest: both dtypes, and options not at their defaults."""
-        options: dict[str, Any] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
+        options: dict[str, object] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
         options["activations"] = None  # a removed option, still present in manifests
         for each in fields(self):
             value = getattr(self, each.name)

@@ -317,7 +317,7 @@ class EmulatedFunction:
         early: Collection[str] | None,
     ) -> None:
         checks = _state.checks
-        spans: dict[int, Any] = {}
+        spans: dict[int, object] = {}
         parameters = self._signature.parameters
         of_inputs = [(p.const and p.restrict) or p.name in (early or ()) for p in parameters]
         result = engine.launch(

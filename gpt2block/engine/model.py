@@ -334,7 +334,7 @@ def token_bytes(caches: Iterable[LayerCache], formats: Formats) -> int:
     return sum(width * itemsize(row_dtype(each, formats)) for each, width in rows)
 
 
-def by_name(layers: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+def by_name(layers: Iterable[tuple[object, object]]) -> dict[str, Any]:
     """Return {tensor name: array} of all layers' arrays (k, v), as `layer_rows` returns them."""
     return {
         f"h.{n}.{half}": array

@@ -172,15 +172,15 @@ def _of_text(encoding: Encoding | None) -> str | None:
     return of_tokenizer(encoding)
 
 
-def certify(engine: Any, sequence: TokenSequence) -> dict[str, Any]:
+def certify(engine: object, sequence: TokenSequence) -> dict[str, Any]:
     """Return the receipt of a sequence that has ended, which an engine has generated."""
     return receipt_of(sequence, identity(engine))
 
 
-def receipt_of(sequence: TokenSequence, known: Mapping[str, Any]) -> dict[str, Any]:
+def receipt_of(sequence: TokenSequence, known: Mapping[str, object]) -> dict[str, Any]:
     """Return the receipt of a sequence that has ended. known: the `identity` of its engine."""
     ends, rule = sequence.ends, sequence.rule and sequence.rule.source
-    reader: Any = of_outputs(sequence.reader) if ends.stop or rule else None
+    reader: object = of_outputs(sequence.reader) if ends.stop or rule else None
     return {
         **known,
         "tokenizer": _of_text(reader),

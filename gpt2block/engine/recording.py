@@ -224,7 +224,7 @@ class Recording:
         return values[:, first : first + self.value(name).shape[-1]]
 
 
-def _copy(value: Any, to: Any) -> None:
+def _copy(value: object, to: object) -> None:
     """Copy an array or a matrix to memory of the same shapes, on the current stream."""
     targets = arrays_of("", to)
     for part, array in arrays_of("", value).items():

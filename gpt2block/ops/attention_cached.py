@@ -671,7 +671,7 @@ def attention_split(
     Source: Dao et al., "Flash-Decoding for long-context inference" (2023).
     """
     arrays = contiguous(q, k, v, row, position)
-    options: dict[str, Any] = {"n_head": n_head, "kv_dtype": kv_dtype}
+    options: dict[str, object] = {"n_head": n_head, "kv_dtype": kv_dtype}
     options |= {"softmax_scale": softmax_scale, "window": window}
     return ATTENTION_SPLIT.bind_on_device(arrays, **options).run()
 

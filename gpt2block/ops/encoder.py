@@ -151,7 +151,7 @@ ENCODER_ROWS = Operation(
 )
 
 
-def on_device(ids: Any, V: int) -> CudaArray:
+def on_device(ids: object, V: int) -> CudaArray:
     """Copy host ids to the device as int32. Raises InputError with the first id outside 0..V-1."""
     try:
         host = np.asarray(ids)

@@ -202,7 +202,7 @@ class Operation:
             raise KernelError("an operation without documented sizes is not run alone")
         if self.workload.draw is not None:
             return self.workload.draw({**self.workload.attrs, **sizes}, rng)
-        known: dict[str, Any] = {**self.workload.attrs, **sizes}
+        known: dict[str, object] = {**self.workload.attrs, **sizes}
         self.set_axes(known)
         known["..."] = tuple(sizes[name] for name in self.leading)
 

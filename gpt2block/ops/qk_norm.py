@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil, gcd
-from typing import Any
 
 import numpy as np
 
@@ -88,7 +87,7 @@ def _geometry(
 
 
 def _over_rows(
-    c: Call, kernel: str, B: int, N: int, D: int, *arrays: Any, queries: bool = False
+    c: Call, kernel: str, B: int, N: int, D: int, *arrays: object, queries: bool = False
 ) -> Launch:
     """Launch a kernel on rows of qkv. `arrays`: arguments of the kernel between qkv and gamma_q.
 

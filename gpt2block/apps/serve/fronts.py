@@ -224,7 +224,7 @@ class Front:
         task.add_done_callback(lambda _: self._calls.pop(number))
 
     async def _called(self, number: int, name: str, client: str, arguments: Sequence[Any]) -> None:
-        result: Any = None
+        result: object = None
         failure: Exception | None = None
         try:
             result = await self._host.call(name, client, *arguments)

@@ -81,7 +81,7 @@ class Draft:
     def follow(self, step: DecodingStep, slots: Ids, steps: DecodingSteps) -> None:
         """Read the rows of a decoding step whose sampler is launched."""
 
-    def propose(self, slots: Ids, count: int, steps: DecodingSteps, stream: Any) -> None:
+    def propose(self, slots: Ids, count: int, steps: DecodingSteps, stream: object) -> None:
         """Write `count` draft tokens per slot into `steps`, whose launches run on `stream`.
 
         K and V of the last draft token are also computed: if it is right, the next step continues
@@ -164,7 +164,7 @@ class BlockDraft(Draft):
             step.follower.after = first.sampler
         step.follower.repeat(model.stream)
 
-    def propose(self, slots: Ids, count: int, steps: DecodingSteps, stream: Any) -> None:
+    def propose(self, slots: Ids, count: int, steps: DecodingSteps, stream: object) -> None:
         """Write `count` draft tokens per slot into `steps`, of which `follow` drafted the first."""
         assert steps.drafts is not None
         for n in range(count):

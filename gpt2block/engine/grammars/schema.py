@@ -67,7 +67,7 @@ def parsed(schema: object) -> Any:
 
 def parts(schema: object) -> Iterator[tuple[Path, Any]]:
     """Yield the path and the value of a schema and of all schemas in it, outer schemas first."""
-    waiting: list[tuple[Path, Any]] = [((), schema)]
+    waiting: list[tuple[Path, object]] = [((), schema)]
     while waiting:
         path, each = waiting.pop()
         yield path, each

@@ -36,12 +36,12 @@ class NumpyEngine(NumpySteps, BlockEngine):
             out[...] = found
         return found if out is None else out
 
-    def trace(self, x: Any, given: Given = NOTHING) -> dict[str, np.ndarray]:
+    def trace(self, x: object, given: Given = NOTHING) -> dict[str, np.ndarray]:
         do = self.executor({**given, "x": self._accept(x)}, keep=None)
         self.spec.run(do)
         return do.kept
 
-    def _accept(self, x: Any) -> np.ndarray:
+    def _accept(self, x: object) -> np.ndarray:
         on_gpu = "copy it to the host, or make the Block with device='cuda'"
         host = require_host(x, "for a Block on the CPU", self._stored, on_gpu)
         check_array("x", host, self.spec.width, self._stored.name)

@@ -217,7 +217,7 @@ class Pass(ABC):
         raise NotImplementedError
 
 
-def block(o: Any, of: Architecture, x: Value, h: str = "") -> Value:
+def block(o: object, of: Architecture, x: Value, h: str = "") -> Value:
     """Add the steps of one block to the forward pass `o`, and return the block's output."""
     return of.feed_forward(o, h, x, of.attention(o, h, x))
 

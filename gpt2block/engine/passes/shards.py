@@ -46,7 +46,7 @@ class Meeting:
         self._barrier = threading.Barrier(count)
         self._values: list[Any] = [None] * count
 
-    def exchange(self, index: int, value: Any = None) -> list[Any]:
+    def exchange(self, index: int, value: object = None) -> list[Any]:
         """Wait for all threads; return their values in the order of the GPUs."""
         self._values[index] = value
         self._barrier.wait()
@@ -211,7 +211,7 @@ class ModelShard:
         """A function that returns `PeerStores(peers, N, first)`, one object per pair N, first."""
         return cache(partial(PeerStores, self.peers))
 
-    def exchange(self, value: Any = None) -> list[Any]:
+    def exchange(self, value: object = None) -> list[Any]:
         """Wait for the threads of all GPUs; return their values in the order of the GPUs."""
         return self.meeting.exchange(self.index, value)
 

@@ -77,7 +77,7 @@ def _settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
             gguf_tokenizer,
         )
 
-        settings: Mapping[str, Any] = gguf_tokenizer.files_of(checkpoint.file)[SETTINGS]
+        settings: Mapping[str, object] = gguf_tokenizer.files_of(checkpoint.file)[SETTINGS]
         return settings
     folder: Path = checkpoint.tokenizer_source()
     return read_object(folder / SPECIAL) | read_object(folder / SETTINGS)
@@ -89,6 +89,6 @@ def default_template(templates: list[object]) -> Any:
     return named.get(DEFAULT, next(iter(named.values()), None) if len(named) == 1 else None)
 
 
-def _content(token: Any) -> str | None:
+def _content(token: object) -> str | None:
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None

@@ -178,7 +178,7 @@ class Checkpoint:
         unread: yield a `Stored` for other matrices of layout "NK", so that some rows can be read.
         """
         for name, tensor in self.stored.items():
-            given: Any = gguf_types.in_blocks(tensor) if in_blocks else None
+            given: object = gguf_types.in_blocks(tensor) if in_blocks else None
             if given is None:
                 given = tensor if unread and tensor.layout == "NK" else tensor.read()
             yield name, given, tensor.layout

@@ -231,7 +231,7 @@ def _settings(header: Header, prefix: str, kind: type[ModelConfig]) -> dict[str,
     return settings
 
 
-def _of_all_blocks(key: str, value: Any, blocks: Any) -> Any:
+def _of_all_blocks(key: str, value: object, blocks: object) -> Any:
     """Return `value`, or if it is an array with one entry per block, the entries' common value.
 
     Raises CheckpointError for an array of another length, and for unequal values.

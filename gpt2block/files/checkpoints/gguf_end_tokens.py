@@ -6,7 +6,6 @@ Source: llama.cpp's src/llama-vocab.cpp, `special_eog_ids`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ _TEXTS = frozenset({
 })  # fmt: skip
 
 
-def token_ids(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
+def token_ids(metadata: Mapping[str, object], vocab_size: int) -> dict[str, int]:
     """Return the token ids in keys `tokenizer.ggml.NAME_token_id`, by NAME such as "eos".
 
     Raises CheckpointError for a value that is no id of the vocabulary.

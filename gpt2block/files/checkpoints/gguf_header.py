@@ -139,7 +139,7 @@ def _read(file: Path, data: _Bytes, size: int) -> Header:
         raise ValueError(f"expected version 2 or 3, got {version}: write it again with a current "
                          "llama.cpp")  # fmt: skip
     n_tensors, n_keys = data.count(24), data.count(13)  # 24 and 13: minimum bytes of an entry
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, object] = {}
     unusable: dict[str, str] = {}
     for _ in range(n_keys):
         key = data.raw().decode(errors="backslashreplace")

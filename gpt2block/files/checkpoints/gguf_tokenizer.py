@@ -116,7 +116,7 @@ def as_files(file: Path) -> dict[str, bytes]:
     }
 
 
-def files_from(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def files_from(metadata: Mapping[str, object]) -> dict[str, Any]:
     """Return tokenizer files, {name: content}. Raises CheckpointError for unsupported metadata."""
     keys = (key for key in metadata if key.startswith(PREFIX))
     found = {key.removeprefix(PREFIX): metadata[key] for key in keys}
@@ -163,21 +163,21 @@ def files_from(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {TOKENIZER: spec, SETTINGS: settings}
 
 
-def _unsupported(key: str, value: Any, known: str = "") -> CheckpointError:
+def _unsupported(key: str, value: object, known: str = "") -> CheckpointError:
     return CheckpointError(
         f"{PREFIX}{key}: {shown(value)} is not supported{known}: give a tokenizer with "
         "--tokenizer, or token ids"
     )
 
 
-def _flag(found: Mapping[str, Any], key: str, default: bool) -> bool:
+def _flag(found: Mapping[str, object], key: str, default: bool) -> bool:
     flag = found.get(key, default)
     if not isinstance(flag, bool):
         raise CheckpointError(f"{PREFIX}{key}: expected true or false, got {shown(flag)}")
     return flag
 
 
-def _strings(found: Mapping[str, Any], key: str) -> list[str]:
+def _strings(found: Mapping[str, object], key: str) -> list[str]:
     strings = found.get(key)
     if not isinstance(strings, list):
         raise CheckpointError(f"{PREFIX}{key}: expected an array of strings")
@@ -185,7 +185,7 @@ def _strings(found: Mapping[str, Any], key: str) -> list[str]:
 
 
 def _numbers(
-    found: Mapping[str, Any], key: str, tokens: Sequence[str], default: Any = None
+    found: Mapping[str, object], key: str, tokens: Sequence[str], default: object = None
 ) -> list[Any]:
     numbers = found.get(key, default)
     if not isinstance(numbers, np.ndarray) or len(numbers) != len(tokens):
@@ -204,7 +204,7 @@ def _added(tokens: Sequence[str], kinds: Iterable[int]) -> Iterable[dict[str, An
 
 
 def _bpe(
-    tokens: Sequence[str], kinds: Iterable[int], merges: Sequence[Any], **changed: Any
+    tokens: Sequence[str], kinds: Iterable[int], merges: Sequence[object], **changed: object
 ) -> dict[str, object]:
     """Return the `model` of a tokenizer.json; tokens of GGUF's type UNUSED are left out."""
     pairs = enumerate(zip(tokens, kinds, strict=True))
@@ -226,7 +226,7 @@ def words_of(pre: _Pre) -> dict[str, object]:
 
 
 def _byte_level(
-    found: Mapping[str, Any], tokens: Sequence[str], kinds: Iterable[int], architecture: Any
+    found: Mapping[str, object], tokens: Sequence[str], kinds: Iterable[int], architecture: object
 ) -> tuple[dict[str, object], bool]:
     """Return tokenizer.json's steps of a byte-level BPE, and whether bos is added by default."""
     pre = found.get("pre", "gpt-2" if architecture == "gpt2" else None)

@@ -107,7 +107,7 @@ def _keys(spec: Any, settings: Mapping[str, Any], vocab_size: int) -> dict[str, 
 def _pre(spec: Any) -> str:
     """Return llama.cpp's name of a byte-level BPE's pre-tokenizer. Raises if there is no name."""
 
-    def words(spec: Any, ignores: bool | None) -> Any:
+    def words(spec: object, ignores: bool | None) -> Any:
         return _steps(spec, "normalizer"), _steps(spec, "pre_tokenizer"), bool(ignores)
 
     meant = words(spec, spec["model"].get("ignore_merges"))
@@ -156,7 +156,7 @@ def _merges(model: Any) -> list[tuple[str, ...]]:
     return [tuple(pair) for pair in pairs]
 
 
-def _before(spec: Any) -> list[Any]:
+def _before(spec: object) -> list[Any]:
     """Return the ids that a post-processor puts before a text, and its steps with other effects."""
     found: list[object] = []
     for step in _steps(spec, "post_processor"):

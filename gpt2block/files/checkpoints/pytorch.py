@@ -185,7 +185,7 @@ def _read_legacy(stream: BinaryIO) -> tuple[Any, dict[str, int]]:
 # Conversion of an unpickled value to tensors
 
 
-def _content(file: Path, value: Any, offsets: Mapping[str, int]) -> Content:
+def _content(file: Path, value: object, offsets: Mapping[str, int]) -> Content:
     """Return the tensors in an unpickled state dict, or in the dict of a nanoGPT checkpoint."""
     state, model_args = value, None
     if isinstance(value, dict) and isinstance(value.get("model"), dict):

@@ -146,7 +146,7 @@ def _tensor(dtype: str | None, storage: Any, offset: Any, shape: Any, strides: A
     return tensor
 
 
-def _counts(name: str, values: Any) -> tuple[int, ...]:
+def _counts(name: str, values: object) -> tuple[int, ...]:
     """Return `values`. Raises CheckpointError unless `values` is a short tuple of integers ≥ 0."""
     if type(values) is not tuple or len(values) > _MAX_DIMENSIONS:
         raise CheckpointError(f"{name}: expected up to {_MAX_DIMENSIONS} integers")

@@ -155,7 +155,7 @@ def tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) -
     return {name: read_start(file) for name, file in found.items()}
 
 
-def _generation_config_of(*given: Any) -> dict[str, bytes]:
+def _generation_config_of(*given: object) -> dict[str, bytes]:
     """Return {file name: content} of generation_config.json of the first Checkpoint, or {}."""
     source = next((each for each in given if isinstance(each, Checkpoint)), None)
     if source is None or not source.generation_config():
@@ -335,7 +335,7 @@ def _header(
 
     parts: gpt2block's name → {name in the file: shape}. dtypes: gpt2block's name → dtype.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by `transformers`
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # required by `transformers`
     end = 0
     for ours, names in parts.items():
         dtype = _SAFETENSORS_NAMES[dtypes[ours]]

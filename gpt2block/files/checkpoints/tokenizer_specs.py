@@ -16,7 +16,7 @@ BYTE_LEVEL: Mapping[str, object] = {"type": "ByteLevel", "add_prefix_space": Fal
 
 
 def spec_of_pair(
-    ids: Mapping[str, int], merges: bytes, added: Mapping[str, int], settings: Mapping[str, Any]
+    ids: Mapping[str, int], merges: bytes, added: Mapping[str, int], settings: Mapping[str, object]
 ) -> dict[str, object]:
     """Build the content of a tokenizer.json from the content of vocab.json and merges.txt.
 
@@ -30,7 +30,7 @@ def spec_of_pair(
     pairs = [line for line in lines if line and not line.startswith("#version")]
     names = {token for token in ids if token[-1:] in (">", "]") and _SPECIAL.fullmatch(token)}
     names.difference_update([pair.replace(" ", "") for pair in pairs])
-    special: dict[str, tuple[int, Any]] = {token: (ids[token], True) for token in names}
+    special: dict[str, tuple[int, object]] = {token: (ids[token], True) for token in names}
     for token, token_id in added.items():
         special[token] = token_id, _SPECIAL.fullmatch(token)
     special |= _in_settings(settings)

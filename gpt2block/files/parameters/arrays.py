@@ -50,7 +50,7 @@ class BlockArrays(ABC):
         """Dict from names to shapes of the tensors, in the order of packed buffers."""
 
     def __post_init__(self) -> None:
-        gamma1: Any = self.gamma1
+        gamma1: object = self.gamma1
         if not is_plain(gamma1) or gamma1.ndim != 1 or not gamma1.size:
             got = getattr(gamma1, "shape", type(gamma1).__name__)
             hint = of_bfloat16(gamma1)
@@ -97,11 +97,11 @@ class BlockArrays(ABC):
             raise InputError(f"dtype: expected float32 or float64, got {shown(dtype)}")
         if self.gamma1.dtype == dtype:
             return self
-        tensors: dict[str, Any] = {name: a.astype(dtype) for name, a in self.tensors().items()}
+        tensors: dict[str, object] = {name: a.astype(dtype) for name, a in self.tensors().items()}
         return replace(self, **tensors)  # type: ignore[type-var]  # subclasses are dataclasses
 
     @classmethod
-    def of(cls: type[Block], config: ModelConfig, tensors: Mapping[str, Any]) -> Block:
+    def of(cls: type[Block], config: ModelConfig, tensors: Mapping[str, object]) -> Block:
         """Create a block with the settings of this config and tensors by name."""
         return cls(**tensors, **{name: getattr(config, name) for name in cls.SETTINGS})
 
@@ -200,11 +200,11 @@ class ModelArrays(Generic[Block]):
         cls: type[Model],
         config: ModelConfig,
         outer: Mapping[str, object],
-        blocks: Iterable[Mapping[str, Any]],
+        blocks: Iterable[Mapping[str, object]],
     ) -> Model:
         """Create a model. outer: tensors outside the blocks, by name; default lm_head: wte."""
         created = tuple(cls.BLOCK.of(config, block) for block in blocks)
-        fields: dict[str, Any] = {"lm_head": outer["wte"], **outer}
+        fields: dict[str, object] = {"lm_head": outer["wte"], **outer}
         return cls(**fields, config=config, blocks=created)  # type: ignore[call-arg]  # a dataclass
 
     def tensors(self) -> Iterator[tuple[str, Array, str | None]]:
@@ -273,7 +273,7 @@ def views(packed: Any, shapes: Shapes, what: str) -> dict[str, Any]:
     }
 
 
-def packed_array(packed: Any) -> Array:
+def packed_array(packed: object) -> Array:
     """Return packed weights as a NumPy array. Raises InputError if NumPy cannot convert them."""
     try:
         return plain_array("packed weights", packed)
@@ -284,7 +284,7 @@ def packed_array(packed: Any) -> Array:
         raise InputError(f"packed weights: expected a 1-D array of floats: {problem}") from error
 
 
-def checked(name: str, array: Any, shape: tuple[int, ...]) -> Array:
+def checked(name: str, array: object, shape: tuple[int, ...]) -> Array:
     """Return `array`. Raises InputError unless it is a plain array of floats of this shape."""
     if not is_plain(array):
         got = type(array).__name__ + of_bfloat16(array)
@@ -297,7 +297,7 @@ def checked(name: str, array: Any, shape: tuple[int, ...]) -> Array:
     return floats
 
 
-def generator(seed: Any, numbers: int) -> np.random.Generator:
+def generator(seed: object, numbers: int) -> np.random.Generator:
     """Return a random generator. Raises InputError for a wrong seed, or too many `numbers`."""
     seed = check_integer("seed", seed, 0, math.inf, "an integer of at least 0")
     if numbers > MAX_NUMBERS:
@@ -305,7 +305,7 @@ def generator(seed: Any, numbers: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def random_tensors(seed: Any, shapes: Shapes) -> dict[str, NDArray[np.float32]]:
+def random_tensors(seed: object, shapes: Shapes) -> dict[str, NDArray[np.float32]]:
     """Draw tensors in the given order: γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), others ~ N(0, 0.02)."""
     rng = generator(seed, sum(map(math.prod, shapes.values())))
     ranges = {"g": (0.8, 1.2), "l": (0.8, 1.2), "b": (-0.1, 0.1)}
@@ -320,7 +320,7 @@ def random_tensors(seed: Any, shapes: Shapes) -> dict[str, NDArray[np.float32]]:
     return tensors
 
 
-def random_model(seed: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndarray, str | None]]:
+def random_model(seed: object, config: ModelConfig) -> Iterator[tuple[str, np.ndarray, str | None]]:
     """Yield random tensors of a model of any architecture, as `Model.from_tensors` takes them."""
     for name, array in random_tensors(seed, model_shapes(config)).items():
         added = config.ADDED_TO_NORMS if "gamma" in name else 0.0

@@ -30,7 +30,7 @@ def packed_offsets(n_embd: int = 768) -> dict[str, int]:
     return offsets(block_shapes(check_count("n_embd", n_embd)))
 
 
-def unpack(packed: Any, n_embd: int = 768) -> dict[str, Any]:
+def unpack(packed: object, n_embd: int = 768) -> dict[str, Any]:
     """Return views of the twelve tensors in a packed 1-D buffer of NumPy or CuPy.
 
     Raises InputError unless the buffer is 1-D and has exactly the packed length.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,7 +176,7 @@ class LlamaWeights(ModelArrays[LlamaBlockWeights]):
         return described(self, self.config, names, blocks, self.wte.dtype)
 
 
-def _config(config: Any) -> LlamaConfig:
+def _config(config: object) -> LlamaConfig:
     if config is not None and not isinstance(config, LlamaConfig):
         raise InputError(f"config: expected a LlamaConfig or None, got {type(config).__name__}")
     return config or LlamaConfig()

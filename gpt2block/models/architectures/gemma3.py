@@ -97,7 +97,7 @@ class Gemma3Config(PartlyWindowedConfig):
         return {**super().block_shapes(), **own}
 
     @classmethod
-    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
         fields = super()._fields_in(config)
         keys = (EMBEDDING_DTYPE, "dtype", "torch_dtype")
@@ -111,7 +111,7 @@ class Gemma3Config(PartlyWindowedConfig):
         """Return the content of a `config.json` with which `transformers` loads this model."""
         content = super().to_hugging_face()
         del content["hidden_act"]
-        own: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "pad_token_id": None}
+        own: dict[str, object] = {"hidden_activation": "gelu_pytorch_tanh", "pad_token_id": None}
         own |= {SCALE: int(self.scalar) if self.scalar % 1 == 0 else self.scalar}
         return content | own | {EMBEDDING_DTYPE: self.embedding_dtype}
 

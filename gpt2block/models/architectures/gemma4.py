@@ -183,9 +183,9 @@ class Gemma4Config(Gemma3Config):
         return {**first, **(table if P else {})}, last
 
     @classmethod
-    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
-        own: dict[str, Any] = {}
+        own: dict[str, object] = {}
         objects = rope_objects(config).get("rope_parameters", {})
         full = objects.get(KINDS[0])
         if isinstance(full, dict) and full.get("rope_type") == "proportional":

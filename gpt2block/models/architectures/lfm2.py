@@ -102,7 +102,7 @@ class Lfm2Config(LlamaConfig):
         return {name: shape for name, shape in self.block_shapes().items() if name not in others}
 
     @classmethod
-    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
         renamed = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
         given = {theirs: config[key] for key, theirs in renamed.items() if key in config}
@@ -122,7 +122,7 @@ class Lfm2Config(LlamaConfig):
         return content | {"block_auto_adjust_ff_dim": False}
 
 
-def _adjusted(config: Mapping[str, Any], n_ff: int) -> int:
+def _adjusted(config: Mapping[str, object], n_ff: int) -> int:
     """Return two thirds of n_ff times a factor, rounded up to a multiple, as in `transformers`."""
     name, several = "block_ffn_dim_multiplier", "block_multiple_of"
     expected = "a number from 2^-20 to 2^20"
@@ -131,7 +131,7 @@ def _adjusted(config: Mapping[str, Any], n_ff: int) -> int:
     return -(-int(factor * int(2 * n_ff / 3)) // multiple) * multiple
 
 
-def _conv_layers(config: Mapping[str, Any], n_layer: int) -> tuple[bool, ...]:
+def _conv_layers(config: Mapping[str, object], n_layer: int) -> tuple[bool, ...]:
     """Return whether each layer has a convolution, from layer_types or full_attn_idxs."""
     kinds, full = config.get("layer_types"), config.get("full_attn_idxs")
     given = {} if kinds is None else {"layer_types": kinds}

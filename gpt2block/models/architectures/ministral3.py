@@ -52,7 +52,7 @@ class Ministral3Config(WindowedConfig):
         return super().scales._replace(growth=growth)
 
     @classmethod
-    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
         objects = rope_objects(config)
         if not objects:

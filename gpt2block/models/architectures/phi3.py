@@ -41,7 +41,7 @@ class Phi3Config(PartlyRotatedConfig, WindowedConfig):
     }  # fmt: skip
 
     @classmethod
-    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
         return super()._fields_in({ORIGINAL: 4096, **config})
 

@@ -214,7 +214,7 @@ class Qwen35Config(PartlyRotatedConfig):
         return (*ordered, (Q + self.kv_width, Q + 2 * self.kv_width))
 
     @classmethod
-    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
         fields, kinds = super()._fields_in(config), (DELTA, KINDS[0])
         own = config.get("mtp_use_dedicated_embeddings")  # else they are the model's
@@ -329,7 +329,7 @@ def constants(config: Qwen35Config, vectors: Mapping[str, Any]) -> dict[str, Any
 
     Weights of norms of q and k have the order of the heads' channels.
     """
-    found: dict[str, Any] = {"frequencies": config.frequencies()}
+    found: dict[str, object] = {"frequencies": config.frequencies()}
     for n, delta in enumerate(config.delta_layers):
         norms = ("gamma1", "gamma2") if delta else ("gamma1", "gamma_q", "gamma_k", "gamma2")
         for name in (f"h.{n}.{norm}" for norm in norms):

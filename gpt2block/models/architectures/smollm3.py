@@ -54,7 +54,7 @@ class SmolLM3Config(LlamaConfig):
         return tuple("frequencies" if turned else STILL for turned in self.rope_layers)
 
     @classmethod
-    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Convert a config.json to config fields. In no_rope_layers, 1 means a layer with RoPE."""
         fields, given = super()._fields_in(config), config.get("no_rope_layers")
         if given is None:

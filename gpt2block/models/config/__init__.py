@@ -345,7 +345,7 @@ class ModelConfig(ABC):
         check_settings(config, [each for each in of_others if each[0] not in cls.HONOURED])
         return made
 
-    def _neutral_for_sizes(self, config: Mapping[str, Any]) -> Settings:
+    def _neutral_for_sizes(self, config: Mapping[str, object]) -> Settings:
         """Return entries for OF_OTHERS (checked config.json keys) that depend on the sizes."""
         scale = "attention divides by the square root of the head size"
         window = config.get("sliding_window")
@@ -359,7 +359,7 @@ class ModelConfig(ABC):
         )
 
     @classmethod
-    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Return keyword arguments of this class, read from a config.json, except eos_token_ids."""
         fields = dict(cls.ABSENT)
         for ours, keys in cls.SIZES.items():
@@ -382,7 +382,7 @@ class ModelConfig(ABC):
         return {"model_type": self.MODEL_TYPE, **fields, "eos_token_id": self.eos_token_id}
 
     @classmethod
-    def gguf_fields(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def gguf_fields(cls, settings: Mapping[str, object]) -> dict[str, Any]:
         """Return {field: value} of the keys of a GGUF file; None and 0 stand for the default."""
         return {field: settings.get(key) for key, field in cls.GGUF_KEYS.items()}
 
@@ -453,7 +453,7 @@ class GPT2Config(ModelConfig):
         return first, {"gamma_f": (C,), "beta_f": (C,)}
 
     @classmethod
-    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Return keyword arguments of this class from a config.json; defaults are GPT-2 small's.
 
         A size may have its GPT-2 name or its general name (n_head, num_attention_heads). As in
@@ -483,20 +483,20 @@ class GPT2Config(ModelConfig):
         return content
 
 
-def model_type(config: Any) -> Any:
+def model_type(config: object) -> Any:
     """Return model_type from a config.json's content. Raises CheckpointError for a non-object."""
     if not isinstance(config, dict):
         raise CheckpointError(f"config.json: expected an object, got {shown(config)}")
     return config.get("model_type", "gpt2")
 
 
-def end_tokens_in(config: Mapping[str, Any]) -> Any:
+def end_tokens_in(config: Mapping[str, object]) -> Any:
     """Return `eos_token_id` of a config.json or generation_config.json, unchecked; () if absent."""
     ends = config.get("eos_token_id")
     return () if ends is None else ends
 
 
-def agreed(given: Mapping[str, Any]) -> Any:
+def agreed(given: Mapping[str, object]) -> Any:
     """Return the value that these config.json keys share; raise CheckpointError if they differ."""
     (first, value), *others = given.items()
     for name, other in others:
@@ -508,7 +508,7 @@ def agreed(given: Mapping[str, Any]) -> Any:
     return value
 
 
-def check_settings(config: Mapping[str, Any], settings: Settings, prefix: str = "") -> None:
+def check_settings(config: Mapping[str, object], settings: Settings, prefix: str = "") -> None:
     """Raise CheckpointError if a setting of a config.json has an unsupported value.
 
     prefix: text before the names of settings in the message.
@@ -524,12 +524,12 @@ def check_settings(config: Mapping[str, Any], settings: Settings, prefix: str = 
             )
 
 
-def sees_all(window: Any, n_ctx: Any) -> bool:
+def sees_all(window: object, n_ctx: object) -> bool:
     """Return whether a window of the last `window` tokens covers a context of n_ctx tokens."""
     return isinstance(window, int) and isinstance(n_ctx, int) and window >= n_ctx
 
 
-def _as_json(value: Any) -> str:
+def _as_json(value: object) -> str:
     """Return a value of a config.json as JSON, shortened if it is long."""
     names = {None: "null", True: "true", False: "false"}
     return names[value] if value is None or isinstance(value, bool) else shown(value)

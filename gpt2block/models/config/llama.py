@@ -58,7 +58,7 @@ def yarn_attention(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(max(1.0, factor)) + 1.0
 
 
-def _check_factor(name: str, value: Any) -> float:
+def _check_factor(name: str, value: object) -> float:
     expected = "a number from 2^-20 to 2^20"
     return check_number(f"rope_scaling: {name}", value, 2.0**-20, 2.0**20, expected)
 
@@ -342,7 +342,7 @@ class LlamaConfig(ModelConfig):
         return {"wte": (self.vocab_size, self.n_embd)}, {"gamma_f": (self.n_embd,)}
 
     @classmethod
-    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Return keyword arguments of this class, read from a config.json, except eos_token_ids."""
         given = {k: value for k, value in config.items() if value is not None or k not in _OPTIONAL}
         needed = {key: ours for ours, (key,) in cls.SIZES.items() if ours not in cls.ABSENT}
@@ -406,7 +406,7 @@ class PartlyRotatedConfig(LlamaConfig):
         return next(each for each in fractions if int(self.head_size * each) == self.rotary)
 
     @classmethod
-    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
         fields = super()._fields_in(config)
         places = {"": config} | {f"{name}: ": each for name, each in rope_objects(config).items()}
@@ -482,7 +482,7 @@ class PartlyWindowedConfig(WindowedConfig):
         return {name: known[name] for name in dict.fromkeys(self.frequencies_of_layers)}
 
     @classmethod
-    def _fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
         objects, own = rope_objects(config).get("rope_parameters", {}), {}
         if {*objects} & {*KINDS}:
@@ -528,7 +528,7 @@ def check_layers(name: str, flags: Any, n_layer: int) -> tuple[bool, ...]:
     return tuple(flags)
 
 
-def rope_objects(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def rope_objects(config: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     """Return rope_scaling and rope_parameters of a config.json, by key, if they are not empty."""
     found = {}
     for name in ("rope_scaling", "rope_parameters"):
@@ -541,7 +541,7 @@ def rope_objects(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _rope_of(
-    config: Mapping[str, Any], absent: Mapping[str, Any], honoured: Container[str]
+    config: Mapping[str, object], absent: Mapping[str, object], honoured: Container[str]
 ) -> tuple[float, RopeScaling | None]:
     """Return RoPE's θ and scaling, read from rope_theta and rope_scaling, or rope_parameters.
 
@@ -550,7 +550,7 @@ def _rope_of(
     """
     neutral = [each for each in _ROPE_SETTINGS if each[0] not in honoured]
     check_settings(config, neutral)
-    thetas: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
+    thetas: dict[str, object] = {"rope_theta": config.get("rope_theta")}
     scalings: dict[str, RopeScaling | None] = {}
     sizes = {"max_position_embeddings": absent["n_ctx"], **config}
     for name, fields in rope_objects(config).items():

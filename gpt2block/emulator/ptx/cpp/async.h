@@ -175,7 +175,7 @@ inline void tell(const Warp& w, int lane, Blocks& told) {
 inline void learn(const Warp& w, int lane, const Blocks& told) {
     if (!w.machine.races) return;
     w.machine.races->facts = true;
-    join(Races::facts_of(w.block.knowledge[w.thread(lane)]).of[Facts::LEARNT], told);
+    w.machine.races->learn(w, lane, told);
 }
 
 static void wait_for_previous(Warp& w, const Instr&, Mask active) { w.waited |= active, w.block.waited = true; }

@@ -86,16 +86,19 @@ struct Held {
 struct Facts {
     enum { LEARNT, FOR_BLOCK, FOR_ALL, FACTS };
     Blocks of[FACTS];
+    uint64_t version = 0;  // changes with `of`: threads with one version have the same; 0: `of` is empty
     std::vector<Held> held;
 
-    void join(const Facts& other) {
+    void join(const Facts& other, uint64_t next = 0) {
         for (int k = 0; k < FACTS; ++k) ::join(of[k], other.of[k]);
+        version = next;
     }
 };
 
 struct Races {
     Machine& machine;
     uint32_t now = 1;
+    uint64_t versions = 0;                         // of facts
     std::unordered_map<uint64_t, Blocks> told[2];  // address → what its last strong writes told the block, and all
     bool facts = false;                            // whether any thread has any
     bool holds = false;                            // whether races have been held, or steps are recorded
@@ -189,9 +192,7 @@ struct Races {
     }
     static void keep_read(Stamped (&kept)[3], const Stamped& now) {
         const Stamped last = kept[0];
-        if (last.stamp && last.thread != now.thread) {
-            kept[last.same_warp(now.thread) ? 1 : 2] = last;
-        }
+        if (last.stamp && last.thread != now.thread) kept[last.same_warp(now.thread) ? 1 : 2] = last;
         kept[0] = now;
     }
 
@@ -226,13 +227,9 @@ struct Races {
     void check(const Now& now) {
         Cell& cell = now.shadow.at(now.cell);
         const uint32_t self = now.access.thread;
-        if (holds) {
-            Thread& own = now.w.block.knowledge[now.w.thread(now.lane)];
-            if (Held* held = held_at(own, now.shadow, now.cell)) throw held->race;
-        }
-        for (Stamped& read : cell.read) {
-            if (read.thread == self) read.last = false;
-        }
+        Thread& own = now.w.block.knowledge[now.w.thread(now.lane)];
+        if (Held* held = holds ? held_at(own, now.shadow, now.cell) : nullptr) throw held->race;
+        for (Stamped& read : cell.read) read.last &= read.thread != self;
         if (!ordered(cell.written, now.w, now.lane, self)) throw race(now, cell.written, "wrote");
         if (now.use & WRITES) check_reads(now, cell);
         const auto found = now.shadow.strong.empty() ? now.shadow.strong.end() : now.shadow.strong.find(now.cell);
@@ -276,9 +273,7 @@ struct Races {
             last.thread = access.thread, last.place = access.place, last.last = 1, last.value = access.value;
             return true;  // two lanes of a warp that read a cell stand for all
         }
-        for (int k = 1; k < 3; ++k) {
-            if (cell.read[k].thread == access.thread) cell.read[k].last = 0;
-        }
+        for (int k = 1; k < 3; ++k) cell.read[k].last &= cell.read[k].thread != access.thread;
         keep_read(cell.read, access);
         return true;
     }
@@ -375,16 +370,22 @@ struct Races {
             Facts& own = facts_of(w.block.knowledge[w.thread(l)]);
             join(own.of[Facts::FOR_BLOCK], knowledge(w, l));
             if (of_device) join(own.of[Facts::FOR_ALL], own.of[Facts::FOR_BLOCK]);
+            own.version = ++versions;
         });
         ++now;
     }
 
-    void learn(Warp& w, int lane, uint64_t address) {
+    void learn(const Warp& w, int lane, const Blocks& told) {
+        Facts& own = facts_of(w.block.knowledge[w.thread(lane)]);
+        join(own.of[Facts::LEARNT], told);
+        own.version = ++versions;
+    }
+
+    void learn(const Warp& w, int lane, uint64_t address) {
         if (!facts) return;
         for (int all = 0; all < 2; ++all) {
             const auto found = told[all].find(key(w, address, all));
-            if (found == told[all].end()) continue;
-            join(facts_of(w.block.knowledge[w.thread(lane)]).of[Facts::LEARNT], found->second);
+            if (found != told[all].end()) learn(w, lane, found->second);
         }
     }
 
@@ -405,17 +406,26 @@ struct Races {
         return address + (!all || shared ? (uint64_t)(w.block.number + 1) << 48 : 0);
     }
 
+    // Lets threads know what any of them knows. each: calls a function for each thread.
+    template <typename Each>
+    void merge(Each each) {
+        uint64_t first = ~0ull, last = 0;
+        each([&](const Thread& thread) {
+            const uint64_t version = thread.facts ? thread.facts->version : 0;
+            first = std::min(first, version), last = std::max(last, version);
+        });
+        if (first >= last) return;  // as in most exchanges
+        Facts common;
+        each([&](const Thread& thread) { if (thread.facts) common.join(*thread.facts); });
+        ++versions;
+        each([&](Thread& thread) { facts_of(thread).join(common, versions); });
+    }
+
     void barrier_opens(Block& block) {  // for all threads
         block.phase = now++;
         if (!facts) return;
-        Facts common;
-        for (const Thread& thread : block.knowledge) {
-            report_held(thread);
-            if (thread.facts) common.join(*thread.facts);
-        }
-        for (Thread& thread : block.knowledge) {
-            facts_of(thread).join(common);
-        }
+        for (const Thread& thread : block.knowledge) report_held(thread);
+        merge([&](auto f) { std::for_each(block.knowledge.begin(), block.knowledge.end(), f); });
     }
 
     // Orders the threads that have arrived at a named barrier before those that wait at it.
@@ -428,7 +438,7 @@ struct Races {
             if (block.knowledge[number].facts) common.join(*block.knowledge[number].facts);
             join(common.of[Facts::LEARNT], knowledge(w, number % LANES));
         }
-        for (int number : wait) facts_of(block.knowledge[number]).join(common);
+        for (int number : wait) facts_of(block.knowledge[number]).join(common, ++versions);
         ++now;
     }
 
@@ -446,16 +456,8 @@ struct Races {
             ++now;
         }
         if (!facts) return;
-        Facts common;
-        for_lanes(lanes & w.exist, [&](int l) {
-            const Thread& thread = w.block.knowledge[w.thread(l)];
-            if (thread.facts) common.join(*thread.facts);
-        });
-        for_lanes(lanes & w.exist, [&](int l) { facts_of(w.block.knowledge[w.thread(l)]).join(common); });
+        merge([&](auto f) { for_lanes(lanes & w.exist, [&](int l) { f(w.block.knowledge[w.thread(l)]); }); });
     }
 
-    void thread_ends(Warp& w, int lane) {
-        const Thread& thread = w.block.knowledge[w.thread(lane)];
-        report_held(thread);
-    }
+    void thread_ends(Warp& w, int lane) { report_held(w.block.knowledge[w.thread(lane)]); }
 };
