@@ -15,6 +15,7 @@ from gpt2block.errors import InputError
 from gpt2block.models.config import SAVED
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import REQUIRED, Operation, variant
+from gpt2block.ops.products import check_addresses
 
 INPUTS, RULE = "attention/delta/inputs.cu", "attention/delta/rule.cu"
 WARPS = 4  # rows and heads of a block that has a warp for each
@@ -40,10 +41,14 @@ def check_heads(n_k_head: int, n_v_head: int, k_size: int, v_size: int) -> None:
 
 
 def _sizes(c: Call) -> tuple[int, int, int, Defines]:
-    """Return channels of q, k and v, heads of v, channels of a head of v, and macros of sizes."""
+    """Return channels of q, k and v, heads of v, channels of a head of v, and macros of sizes.
+
+    Raise InputError if the kernels cannot compute the heads, or load vectors of the arrays.
+    """
     D, H = c.D, c.A // 2
     v_size, rest = divmod(D - 2 * c.n_k_head * c.k_size, H)
     check_heads(c.n_k_head, H, c.k_size, 0 if rest else v_size)
+    check_addresses(c, "x", "conv", "state", "recent")
     return D, H, v_size, (("DELTA_K", c.k_size), ("DELTA_V", v_size))
 
 
@@ -71,6 +76,7 @@ def _inputs(c: Call) -> Launch:
 @variant("delta rule", RULE, "delta_rule")
 def _rule(c: Call) -> Launch:
     D, H, v_size, defines = _sizes(c)
+    check_addresses(c, "rows", "pool")
     grid = (H, ceil(v_size / COLUMNS), c.B)
     each = 2 if c.B * H >= MANY_HEADS else 1
     chunk = 8 if c.steps or c.k_size > LARGEST_OF_PROMPTS else 16

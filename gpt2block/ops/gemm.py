@@ -63,8 +63,7 @@ def _widen(c: Call) -> Any:
     if isinstance(c.w, GgufMatrix):
         return gguf.widen.launch(c)
     size = c.N * c.K
-    for name, array in (("w", c.w.data), ("memory", c.output("out"))):
-        check_address(name, array)
+    check_address("w", c.w.data)
     grid = (ceil(size / (WIDEN_WIDTH * WIDEN_VECTORS * WIDEN_BLOCK)),)
     defines = (("WIDEN_VECTORS", WIDEN_VECTORS),)
     geometry = Geometry("widen_fp8", grid, (WIDEN_BLOCK,), defines=defines)
@@ -83,7 +82,7 @@ def _prepare_widen(unchecked: UncheckedCall) -> Call:
     if c.memory is not None:
         _check_memory(c)
         c.out = c.memory.reshape(-1)[:size].reshape(c.N, c.K)
-    c.output("out")
+    check_address("memory", c.output("out"))
     return c
 
 

@@ -11,7 +11,7 @@ import pytest
 from gpt2block import InputError, reference
 from gpt2block.ops import delta, registry
 from tests import plain
-from tests.devices import assert_same_bits, combinations, device, one_order
+from tests.devices import assert_same_bits, combinations, device, moved, one_order
 
 __all__ = ["device"]
 SLOTS = 3
@@ -131,6 +131,14 @@ def test_a_lost_state_is_no_result(device: Any) -> None:
     for position in (3, 12):
         with pytest.raises(InputError, match=r"positions: expected 0, or at most 7 more than"):
             exact.run(x[:1], [1], [position])
+
+
+@one_order
+def test_arrays_that_are_not_aligned_are_an_error(device: Any) -> None:
+    layer = Layer(SIZES[0], device)
+    layer.recent = moved(layer.recent.get(), 1)
+    with pytest.raises(InputError, match="recent: expected data aligned to 16 bytes"):
+        layer.run(layer.rows(2), [0, 0], [0, 1])
 
 
 def test_without_states_sequences_begin() -> None:

@@ -340,6 +340,8 @@ def test_rows_as_numbers(where: str, ranges: tuple[tuple[str, int], ...]) -> Non
         w = GgufMatrix.random(ranges, K)
         given, exact = w.mapped(cupy.asarray), w.dequantized().T
         wide = WIDEN.bind_on_device((given, None)).run().get()
+        with pytest.raises(InputError, match="memory: expected data aligned to 16 bytes"):
+            WIDEN.bind_on_device((given, cupy.empty(w.N * K + 4, np.float16)[4:]))
         wrong, once = (each - exact for each in (wide.astype(np.float32), exact.astype(np.float16)))
         assert np.abs(wrong).max() <= 1.01 * np.abs(once).max()
         assert np.square(wrong).mean() <= 1.01 * np.square(once).mean()
