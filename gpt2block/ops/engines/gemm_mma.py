@@ -52,7 +52,7 @@ TILES = (
     MmaGemmTile(128, 256, (2, 4), 64, 4, 1),
 )
 
-# More tiles for GPUs whose shared memory holds three stages of 128x128 or less.
+# More tiles for GPUs with less than MUCH_SHARED, such as 8.9 with 99 KB and 8.0 with 163 KB.
 SMALL_TILES = (
     MmaGemmTile(64, 64, (2, 2), 64, 6, 3),
     MmaGemmTile(128, 96, (2, 2), 64, 3, 1),
