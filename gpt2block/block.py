@@ -80,9 +80,9 @@ class BaseBlock(Hinted):
         options = self.causal, self._device, self.dtype, self.kernels, self._graph
         return type(self), (self.weights, *options)
 
-    def _tensors(self, weights: Any) -> dict[str, Any]:
+    def _tensors(self, weights: Any) -> dict[str, np.ndarray]:
         """Return a dict from names to weights and constants."""
-        found: dict[str, object] = weights.tensors()
+        found: dict[str, np.ndarray] = weights.tensors()
         return found
 
     @property
@@ -370,7 +370,7 @@ class LlamaBlock(BaseBlock):
             except InputError as problem:
                 raise InputError(f"dtype {self.dtype!r}: {problem}") from problem
 
-    def _tensors(self, weights: LlamaBlockWeights) -> dict[str, Any]:
+    def _tensors(self, weights: LlamaBlockWeights) -> dict[str, np.ndarray]:
         return {**weights.tensors(), "frequencies": weights.frequencies}
 
     def __repr__(self) -> str:

@@ -435,7 +435,7 @@ def checked_heads(n_head: object, n_kv_head: object) -> tuple[int, int]:
 
 
 def _check_fit(
-    name: str, fit: Callable[[Call], Any], dtype: str, heads: tuple[int, int, int], **sizes: Any
+    name: str, fit: Callable[[Call], object], dtype: str, heads: tuple[int, int, int], **sizes: Any
 ) -> None:
     """Raise InputError if `fit`, which computes a launch, raises UnsupportedCall for these sizes.
 

@@ -61,8 +61,7 @@ def possible_products(config: ModelConfig, dtype: str) -> Products:
     if dtype in (*FP8, FILE):
         return "fp8"
     gates = "w_g" in config.block_shapes()  # gates of attention read floats
-    fits = hi_lo_fits(config.head_size) and not gates
-    return "hi_lo" if fits else "float32"
+    return "hi_lo" if hi_lo_fits(config.head_size) and not gates else "float32"
 
 
 def has_sizes_of_tensor_cores(config: ModelConfig) -> bool:
