@@ -198,7 +198,7 @@ def rounded(weights: Weights, dtype: str) -> Weights:
     weights = weights.astype(np.float32)
     if dtype == "float32":
         return weights
-    matrices: dict[str, object] = {
+    matrices: dict[str, np.ndarray] = {
         name: WeightMatrix.quantize(array, dtype, "KN", name).dequantized()
         for name, array in weights.tensors().items()
         if array.ndim == 2

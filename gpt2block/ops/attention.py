@@ -334,7 +334,7 @@ def _wgmma_launch(c: Call, file: str, geometry: Geometry, together: int) -> Laun
     geometry = scored(geometry, c)
     boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, WGMMA_TILE, TENSOR_HEAD))
     args = (boxes, c.qkv, c.cu_seqlens, c.out, *c.sizes, together)
-    cache: tuple[object, ...] = (None, None, None, None, 0, 0)
+    cache: tuple[CudaArray | int | None, ...] = (None, None, None, None, 0, 0)
     if c.k is not None:
         cache = (c.row, c.position, c.k, c.v, *c.k.shape[:2])
     return launch_at(file, geometry, (*args, *cache), c.storage)

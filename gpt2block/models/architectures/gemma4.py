@@ -265,7 +265,7 @@ class Gemma4Config(Gemma3Config):
         return content | {"rope_parameters": rope, TABLE_ROWS: self.vocab_size}
 
 
-def _overridden(overrides: Any, fields: Mapping[str, Any]) -> Any:
+def _overridden(overrides: object, fields: Mapping[str, Any]) -> Any:
     """Return the head size of layers without a window that per_layer_config states.
 
     The package `transformers` writes this key in place of global_head_dim; it is empty if all
