@@ -10,14 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gpt2block.engine.passes.executor import Executor, Renamed
 from gpt2block.models.architectures.architecture import Architecture, To, Value
-from gpt2block.models.config import LayerEmbeddings, ModelConfig
-
-if TYPE_CHECKING:
-    from gpt2block.engine.passes.blocks import PassSettings
+from gpt2block.models.config import ModelConfig
 
 SPANS = ("row", "positions", "held")  # inputs of delta_spans
 Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood", "likeliest"]
@@ -52,7 +49,7 @@ class Pass(ABC):
     """
 
     do: Executor
-    c: PassSettings
+    c: Any  # an instance of gpt2block.engine.passes.blocks.PassSettings
     of_stream: Mapping[str, Any] = {}  # options for RMSNorm of the residual stream
     to_rope: To = ("rope",)  # `to` of a product whose result RoPE reads
     layers: Value = None  # the rows of all layers' embeddings, if the architecture has them
@@ -72,12 +69,12 @@ class Pass(ABC):
         if self.c.delta_nets is not None:
             self.spans = self.do("spans", "delta_spans", SPANS, **self.of_steps)
         inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.embedding
-        scaled: dict[str, Any] = {} if factor == 1 else {"factor": factor}
+        scaled = {} if factor == 1 else {"factor": factor}
         if self.do.has("gamma_e_and_1"):
             return self._joined(self.do("vectors", "encoder_rows", inputs, **scaled))
         if not self.c.embedding_norm:
             x = self.do("embedding", "encoder_rows", inputs, **scaled)
-            self.layers = self._layers(x, self.c.layers) if self.c.layers else None
+            self.layers = self._layers(x) if self.c.layers else None
             return x
         normed = self.do("vectors", "encoder_rows", inputs, **scaled), self.c.embedding_norm
         return self.do("embedding", "rmsnorm", normed, eps=self.c.eps, **self.of_stream)
@@ -89,13 +86,13 @@ class Pass(ABC):
         z = self.norm("rms_h", self.stream, "gamma_h_and_1", to=("w_h",))
         return self.product("of_stream", z, "w_h", add=("embedding", y))
 
-    def _layers(self, x: Value, of: LayerEmbeddings) -> Value:
+    def _layers(self, x: Value) -> Value:
         """Compute the rows of all layers' embeddings from tokens and their embeddings x."""
         y = self.operand("layers_in", x, to=("w_layers",))
         y = self.product("layers_proj", y, "w_layers")
         rows = ("tokens", "positions", "layer_table", "")
-        rows = self.do("layers_rows", "encoder_rows", rows, factor=of.factor)
-        inputs, eps = (y, "gamma_layers_scaled", rows), of.eps
+        rows = self.do("layers_rows", "encoder_rows", rows, factor=self.c.layers.factor)
+        inputs, eps = (y, "gamma_layers_scaled", rows), self.c.layers.eps
         return self.do("layers", "rmsnorm_groups", inputs, into=rows, eps=eps)
 
     @abstractmethod
@@ -168,11 +165,11 @@ class Pass(ABC):
     def delta(self, h: str, x: Value, to: To = ()) -> Value:
         """Compute a gated delta net with its norm, without the output projection."""
         y = self.product(f"{h}in", x, f"{h}w_in")
-        rows, of = (y, self.product(f"{h}ba", x, f"{h}w_ba")), self.c.delta_nets
+        rows = y, self.product(f"{h}ba", x, f"{h}w_ba")
         states, options = (f"{h}state", f"{h}recent"), dict(self.c.heads_of_delta)
         inputs = (*rows, f"{h}conv", f"{h}rate", f"{h}dt_bias", "row", self.spans, *states)
         mixed = self.do(f"{h}mixed", "delta_inputs", inputs, **options)
-        options |= {**({"tiled": True} if of and of.tiled else {}), **self.of_steps}
+        options |= {**({"tiled": True} if self.c.delta_nets.tiled else {}), **self.of_steps}
         pool = () if self.of_steps else (f"{h}pool", "saved")
         inputs = (*rows, mixed, f"{h}conv", self.spans, *states, *pool)
         o = self.do(f"{h}delta", "delta_rule", inputs, **options)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from gpt2block.models.config import ModelConfig
 
-if TYPE_CHECKING:
-    from gpt2block.engine.passes import forward
-
-Pass: TypeAlias = "forward.Pass"  # its module imports this one
 Value = Any  # the result of a step, whose type differs between NumPy and CUDA
 To = tuple[str, ...]
 Divided = tuple[tuple[str, tuple[str, ...], str], ...]
@@ -74,11 +70,11 @@ class Architecture(Protocol):
     def stream_bounds(self, config: Any, largest: Mapping[str, float]) -> Iterator[float]:
         """Yield upper bounds of the residual stream after the embedding and each block."""
 
-    def attention(self, o: Pass, h: str, x: Value) -> Value:
+    def attention(self, o: Any, h: str, x: Value) -> Value:
         """Compute the first half of a block: attention without the output projection."""
 
-    def feed_forward(self, o: Pass, h: str, x: Value, y: Value) -> Value:
+    def feed_forward(self, o: Any, h: str, x: Value, y: Value) -> Value:
         """Compute a block's output from its input x and from y, the result of `attention`."""
 
-    def final(self, o: Pass, x: Value, to: To = ()) -> Value:
+    def final(self, o: Any, x: Value, to: To = ()) -> Value:
         """Return the final norm of x, from which the logits are computed."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from gpt2block.checks import FLOATS, check_choice, check_number
 from gpt2block.models.architectures import llama, qwen3
-from gpt2block.models.architectures.architecture import CheckpointLayout, Pass, RowNorms, To, Value
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, To, Value
 from gpt2block.models.config import ModelConfig, Scales, Settings, Shapes
 from gpt2block.models.config.llama import LlamaConfig, PartlyWindowedConfig
 
@@ -142,7 +142,7 @@ def _of(gamma: str) -> str:
     return f"{gamma}_and_1"
 
 
-def attention(o: Pass, h: str, x: Value) -> Value:
+def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with norms of q and k before RoPE."""
     y = o.norm(f"{h}rms1", x, _of(f"{h}gamma1"), to=(f"{h}w_qkv",))
     norms = _of(f"{h}gamma_q"), _of(f"{h}gamma_k")
@@ -150,7 +150,7 @@ def attention(o: Pass, h: str, x: Value) -> Value:
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
-def feed_forward(o: Pass, h: str, x: Value, y: Value) -> Value:
+def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     """Compute x1 = x + norm(projected attention); return the output x1 + norm(ffn(norm(x1)))."""
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
     x = o.add_norm(f"{h}x1", x, y, _of(f"{h}gamma_attn"))
@@ -160,7 +160,7 @@ def feed_forward(o: Pass, h: str, x: Value, y: Value) -> Value:
     return o.add_norm(f"{h}output", x, y, _of(f"{h}gamma_ff"))
 
 
-def final(o: Pass, x: Value, to: To = ()) -> Value:
+def final(o: Any, x: Value, to: To = ()) -> Value:
     """Return the final norm of x, from which the logits are computed."""
     return o.norm("rms_f", x, _of("gamma_f"), to=to)
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from gpt2block.checks import FLOATS, check_count, check_integer, check_number
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.models.architectures import gemma3, llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, Pass, RowNorms, Value
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.models.architectures.gemma3 import CAP, SCALE, Gemma3Config
 from gpt2block.models.config import LayerCache, LayerEmbeddings, ModelConfig, Settings, Shapes
 from gpt2block.models.config.llama import KINDS, PartlyWindowedConfig, RopeScaling, rope_objects
@@ -312,7 +312,7 @@ def constants(config: Gemma4Config, vectors: Mapping[str, np.ndarray]) -> dict[s
     return found
 
 
-def attention(o: Pass, h: str, x: Value) -> Value:
+def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, over the layer's own keys or an earlier layer's."""
     shared = h in o.c.readers
     y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_q" if shared else f"{h}w_qkv",))
@@ -323,7 +323,7 @@ def attention(o: Pass, h: str, x: Value) -> Value:
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
-def feed_forward(o: Pass, h: str, x: Value, y: Value) -> Value:
+def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     """Compute the block's output from x and from attention; each of three sums has a norm."""
     scalar = f"{h}layer_scalar"
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from gpt2block.models.architectures.architecture import CheckpointLayout, Divided, RowNorms, Value
 from gpt2block.models.config import GPT2Config, ModelConfig
-
-if TYPE_CHECKING:
-    from gpt2block.engine.passes.forward import Pass
 
 CONFIG: type[ModelConfig] = GPT2Config
 NAMES: Mapping[str, tuple[str, str]] = {
@@ -41,14 +38,14 @@ TENSOR_HEADS: tuple[int, ...] = (64,)  # head sizes for which a prefill can use 
 DIVIDED: Divided = ()  # GELU is not linear: no scaling of weights by a factor
 
 
-def attention(o: Pass, h: str, x: Value) -> Value:
+def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a Pre-LN block's first half, attention. `h`: prefix of the block's tensor names."""
     y = o.norm(f"{h}ln1", x, f"{h}gamma1", f"{h}beta1", to=(f"{h}w_qkv",))
     y = o.qkv(h, y)
     return o.attend(h, y, to=(f"{h}w_attn",))
 
 
-def feed_forward(o: Pass, h: str, x: Value, y: Value) -> Value:
+def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     """Compute x1 = x + projected attention, and return the block's output x1 + ffn(norm(x1))."""
     x = o.product(f"{h}proj", y, f"{h}w_attn", f"{h}b_attn", add=(f"{h}x1", x))
     del y  # free y's memory for the result of the norm
@@ -57,7 +54,7 @@ def feed_forward(o: Pass, h: str, x: Value, y: Value) -> Value:
     return o.product(f"{h}ff2", y, f"{h}w_proj", f"{h}b_proj", add=(f"{h}output", x))
 
 
-def final(o: Pass, x: Value, to: tuple[str, ...] = ()) -> Value:
+def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
     """Return the final norm of x, from which the logits are computed."""
     return o.norm("ln_f", x, "gamma_f", "beta_f", to=to)
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from gpt2block.checks import check_number
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, Pass, RowNorms, To, Value
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, To, Value
 from gpt2block.models.config import ModelConfig, Scales
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -78,7 +78,7 @@ def constants(config: GraniteConfig, vectors: Mapping[str, np.ndarray]) -> dict[
     return {**llama.constants(config, vectors), "gamma_logits": gamma}
 
 
-def final(o: Pass, x: Value, to: To = ()) -> Value:
+def final(o: Any, x: Value, to: To = ()) -> Value:
     """Return the final norm of x; divided by logits_scaling if `to` names products that read it."""
     return o.norm("rms_f", x, "gamma_logits" if to else "gamma_f", to=to)
 

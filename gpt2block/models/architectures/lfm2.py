@@ -19,7 +19,7 @@ import numpy as np
 from gpt2block.checks import check_count, check_number
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.models.architectures import llama, qwen3
-from gpt2block.models.architectures.architecture import CheckpointLayout, Pass, RowNorms, Value
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.models.config import (
     ALL_LIMITS,
     CONV_LAYERS,
@@ -170,7 +170,7 @@ DIVIDED = (*llama.DIVIDED, ("taps", ("conv",), "w_out"))
 final, constants = llama.final, llama.constants
 
 
-def attention(o: Pass, h: str, x: Value) -> Value:
+def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half: attention with norms of heads, or a short convolution."""
     if not o.c.has_conv(h):
         return qwen3.attention(o, h, x)
@@ -179,7 +179,7 @@ def attention(o: Pass, h: str, x: Value) -> Value:
     return o.short_conv(h, y, to=(f"{h}w_out",))
 
 
-def feed_forward(o: Pass, h: str, x: Value, y: Value) -> Value:
+def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     """Compute a block's second half as Llama does; w_out projects the result of a convolution."""
     return llama.feed_forward(o, h, x, y, out="out" if o.c.has_conv(h) else "o")
 

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from gpt2block.models.architectures.architecture import CheckpointLayout, Divided, RowNorms, Value
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import LlamaConfig
-
-if TYPE_CHECKING:
-    from gpt2block.engine.passes.forward import Pass
 
 CONFIG: type[ModelConfig] = LlamaConfig
 NAMES: Mapping[str, tuple[str, str]] = {
@@ -44,14 +41,14 @@ TENSOR_HEADS: tuple[int, ...] = (64, 128, 256)  # head sizes for a prefill on te
 DIVIDED: Divided = (("w_up", ("up", "ff"), "w_down"),)
 
 
-def attention(o: Pass, h: str, x: Value) -> Value:
+def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with RoPE applied to q and k."""
     y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope="frequencies")
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
-def feed_forward(o: Pass, h: str, x: Value, y: Value, out: str = "o") -> Value:
+def feed_forward(o: Any, h: str, x: Value, y: Value, out: str = "o") -> Value:
     """Compute x1 = x + projected attention; return the block's output x1 + gated_ffn(norm(x1)).
 
     out: the end of the names of the projection's weights.
@@ -63,7 +60,7 @@ def feed_forward(o: Pass, h: str, x: Value, y: Value, out: str = "o") -> Value:
     return o.product(f"{h}down", y, f"{h}w_down", f"{h}b_down", add=(f"{h}output", x))
 
 
-def final(o: Pass, x: Value, to: tuple[str, ...] = ()) -> Value:
+def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
     """Return the final norm of x, from which the logits are computed."""
     return o.norm("rms_f", x, "gamma_f", to=to)
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.checks import check_number
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, Pass, RowNorms, To, Value
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, To, Value
 from gpt2block.models.config import ModelConfig, Scales, Settings, Shapes
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -107,14 +107,14 @@ def constants(config: NanoChatConfig, vectors: Mapping[str, np.ndarray]) -> dict
     return {**llama.constants(config, vectors), **ones}
 
 
-def attention(o: Pass, h: str, x: Value) -> Value:
+def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with norms and RoPE of q and k."""
     y = o.norm(f"{h}rms1", x, ONES, to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope="frequencies", norms=(HEAD_ONES, HEAD_ONES))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
-def feed_forward(o: Pass, h: str, x: Value, y: Value) -> Value:
+def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     """Compute x1 = x + projected attention, and return the block's output x1 + ffn(norm(x1))."""
     x = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o", add=(f"{h}x1", x))
     del y  # free y's memory for the result of the norm
@@ -124,7 +124,7 @@ def feed_forward(o: Pass, h: str, x: Value, y: Value) -> Value:
     return o.product(f"{h}ff2", y, f"{h}w_proj", add=(f"{h}output", x))
 
 
-def final(o: Pass, x: Value, to: To = ()) -> Value:
+def final(o: Any, x: Value, to: To = ()) -> Value:
     """Return the final norm of x, from which the logits are computed."""
     return o.norm("rms_f", x, ONES, to=to)
 

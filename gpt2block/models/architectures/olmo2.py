@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, Pass, RowNorms, Value
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.models.config import ModelConfig, Shapes
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -49,14 +49,14 @@ FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "olmo2", False
 
 
-def attention(o: Pass, h: str, x: Value) -> Value:
+def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with norms of q and k before RoPE."""
     y = o.operand(f"{h}attn_in", x, to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope="frequencies", norms=(f"{h}gamma_q", f"{h}gamma_k"))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
-def feed_forward(o: Pass, h: str, x: Value, y: Value) -> Value:
+def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     """Compute x1 = x + norm(projected attention), and return the output x1 + norm(ffn(x1))."""
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
     x = o.add_norm(f"{h}x1", x, y, f"{h}gamma_attn")

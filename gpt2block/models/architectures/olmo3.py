@@ -14,7 +14,7 @@ import numpy as np
 
 from gpt2block.checks import check_count
 from gpt2block.models.architectures import olmo2
-from gpt2block.models.architectures.architecture import Pass, RowNorms, Value
+from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.config import ModelConfig, Scales
 from gpt2block.models.config.llama import KINDS, PartlyWindowedConfig
@@ -68,7 +68,7 @@ feed_forward, final, stream_bounds = olmo2.feed_forward, olmo2.final, olmo2.stre
 NORM, QKV, TENSOR_HEADS, DIVIDED = olmo2.NORM, olmo2.QKV, olmo2.TENSOR_HEADS, olmo2.DIVIDED
 
 
-def attention(o: Pass, h: str, x: Value) -> Value:
+def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with norms of q and k before RoPE."""
     y = o.operand(f"{h}attn_in", x, to=(f"{h}w_qkv",))
     norms = tuple(f"{h}{name}_yarn" for name in NORMS)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, Pass, RowNorms, Value
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.models.architectures.qwen2 import QwenConfig
 from gpt2block.models.config import ModelConfig, Shapes
 from gpt2block.models.config.llama import LlamaConfig
@@ -45,7 +45,7 @@ FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "qwen3", False
 
 
-def attention(o: Pass, h: str, x: Value) -> Value:
+def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with norms of q and k before RoPE."""
     y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope="frequencies", norms=(f"{h}gamma_q", f"{h}gamma_k"))

@@ -28,7 +28,7 @@ import numpy as np
 from gpt2block.checks import check_count, check_flag
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.models.architectures import gemma3, llama, qwen3
-from gpt2block.models.architectures.architecture import CheckpointLayout, Pass, RowNorms, Value
+from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
 from gpt2block.models.config import (
     ALL_LIMITS,
     DRAFTING,
@@ -302,7 +302,7 @@ TENSOR_HEADS: tuple[int, ...] = llama.TENSOR_HEADS
 final = gemma3.final
 
 
-def attention(o: Pass, h: str, x: Value) -> Value:
+def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half: a gated delta net, or attention with a gate."""
     if o.c.is_delta(h):
         y = o.norm(f"{h}rms1", x, f"{h}gamma1_and_1", to=(f"{h}w_in", f"{h}w_ba"))
@@ -314,7 +314,7 @@ def attention(o: Pass, h: str, x: Value) -> Value:
     return o.gated_heads(h, gate, y, to=(f"{h}w_o",))
 
 
-def feed_forward(o: Pass, h: str, x: Value, y: Value) -> Value:
+def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     """Compute x1 = x + projected attention; return the block's output x1 + gated_ffn(norm(x1))."""
     out = "out" if o.c.is_delta(h) else "o"
     x = o.product(f"{h}proj", y, f"{h}w_{out}", add=(f"{h}x1", x))

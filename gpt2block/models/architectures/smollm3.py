@@ -16,7 +16,7 @@ import numpy as np
 from gpt2block.checks import check_count
 from gpt2block.errors import CheckpointError, shown
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, Pass, Value
+from gpt2block.models.architectures.architecture import CheckpointLayout, Value
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import LlamaConfig, all_but_every, check_layers
 
@@ -79,7 +79,7 @@ FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "smollm3", True  # GGUF files omit rope_layers
 
 
-def attention(o: Pass, h: str, x: Value) -> Value:
+def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with RoPE by the layer's frequencies."""
     y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
     y = o.qkv(h, y, rope=o.c.frequencies_of(h))
