@@ -80,9 +80,9 @@ class BaseBlock(Hinted):
         options = self.causal, self._device, self.dtype, self.kernels, self._graph
         return type(self), (self.weights, *options)
 
-    def _tensors(self, weights: Any) -> dict[str, Any]:
+    def _tensors(self, weights: Any) -> dict[str, np.ndarray]:
         """Return a dict from names to weights and constants."""
-        found: dict[str, object] = weights.tensors()
+        found: dict[str, np.ndarray] = weights.tensors()
         return found
 
     @property
@@ -198,7 +198,7 @@ def rounded(weights: Weights, dtype: str) -> Weights:
     weights = weights.astype(np.float32)
     if dtype == "float32":
         return weights
-    matrices: dict[str, object] = {
+    matrices: dict[str, np.ndarray] = {
         name: WeightMatrix.quantize(array, dtype, "KN", name).dequantized()
         for name, array in weights.tensors().items()
         if array.ndim == 2
@@ -370,7 +370,7 @@ class LlamaBlock(BaseBlock):
             except InputError as problem:
                 raise InputError(f"dtype {self.dtype!r}: {problem}") from problem
 
-    def _tensors(self, weights: LlamaBlockWeights) -> dict[str, Any]:
+    def _tensors(self, weights: LlamaBlockWeights) -> dict[str, np.ndarray]:
         return {**weights.tensors(), "frequencies": weights.frequencies}
 
     def __repr__(self) -> str:

@@ -80,7 +80,7 @@ def check_integer(name: str, value: Any, least: float, most: float, expected: st
     return number
 
 
-def check_span(begin: Any, end: Any, N: int, multiple: int = 1) -> None:
+def check_span(begin: Any, end: int, N: int, multiple: int = 1) -> None:
     """Raise InputError unless begin and end are the borders of a shard of N outputs of a matrix.
 
     Borders are multiples of `multiple`, except the end of the matrix.
@@ -224,7 +224,7 @@ def named_options(**rejected: str) -> Callable[[Callable[P, R]], Callable[P, R]]
     return decorated
 
 
-def _name_of(function: Callable[..., Any], args: tuple[object, ...]) -> str:
+def _name_of(function: Callable[..., object], args: tuple[object, ...]) -> str:
     """Return a function's name for messages; a method's name begins with its object's class."""
     owner, dot, name = function.__qualname__.rpartition(".")
     if dot and args:

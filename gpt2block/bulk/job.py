@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from gpt2block.bulk import identity, paths, records, shards
 from gpt2block.bulk.predictor import Arguments, Predictor, record_seed
@@ -101,7 +100,7 @@ class Job(Arguments):
         )
 
     def described(
-        self, inputs: dict[str, Any], input_sha256: str, lines: int, engine: str | None
+        self, inputs: dict[str, object], input_sha256: str, lines: int, engine: str | None
     ) -> dict[str, object]:
         """Return the job's description for the manifest; equal descriptions mean equal outputs.
 
@@ -170,7 +169,7 @@ def predictor(job: Job) -> Predictor:
         return _predictors[key]
 
 
-def worker_properties(device: str | None) -> dict[str, Any]:
+def worker_properties(device: str | None) -> dict[str, object]:
     """Return a dict that describes this worker: `versions`, `engine`, `reads_blocks`, `no_cuda`.
 
     reads_blocks: whether it multiplies GGUF blocks directly. no_cuda: the reason why it does not

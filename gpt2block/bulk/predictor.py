@@ -328,7 +328,7 @@ class Predictor:
         halves = part[:middle], part[middle:]
         return [row for half in halves for row in self._run(half, ids, seeds)]
 
-    def _column(self, kind: Kind, values: list[Any]) -> Any:
+    def _column(self, kind: Kind, values: list[object]) -> Any:
         """Return an array of the values; None (no result) becomes NaN, 0 or an empty value."""
         dtype, blank = _COLUMNS[kind]
         entry = (self.model.config.n_embd,) if kind == "vector" else ()

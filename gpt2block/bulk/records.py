@@ -149,7 +149,7 @@ def sizes(files: Iterable[Path]) -> list[tuple[Path, int]]:
     return file_sizes
 
 
-def described(files: Sequence[tuple[Path, int]]) -> dict[str, Any]:
+def described(files: Sequence[tuple[Path, int]]) -> dict[str, object]:
     """Return the manifest's description of the input: names, formats and sizes of the files.
 
     files: pairs of a file and its size in bytes.

@@ -212,7 +212,7 @@ class Manifest:
         names = sorted(path.relative_to(folder).as_posix() for path in present)
         return [name for name in names if name not in ours]
 
-    def write(self, job: dict[str, Any]) -> None:
+    def write(self, job: dict[str, object]) -> None:
         """Rewrite the manifest with this job and the finished shards, sorted by number."""
         self.job = job
         entries = [asdict(self.done[shard]) for shard in sorted(self.done)]

@@ -322,7 +322,7 @@ def to_host(parts: Iterable[CudaArray], rows: np.ndarray) -> None:
     stream before the next part, which may reuse the same device memory, is requested.
     """
     # waiting: copies in flight, each as (piece, event after the copy, first row of the piece)
-    waiting: deque[tuple[np.ndarray, Any, int]] = deque()
+    waiting: deque[tuple[np.ndarray, CudaArray, int]] = deque()
 
     def take() -> None:
         piece, copied, first = waiting.popleft()

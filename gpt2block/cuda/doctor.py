@@ -183,7 +183,7 @@ def _probe_device(cuda: object, index: int) -> VisibleDevice:
     return VisibleDevice(text, capability, multiprocessors.value, memory.value)
 
 
-def probe_apart(count: int, load: Callable[[str], Any] = ctypes.CDLL) -> tuple[str, ...]:
+def probe_apart(count: int, load: Callable[[str], object] = ctypes.CDLL) -> tuple[str, ...]:
     """Return the pairs "0 and 1" of devices of which one cannot access the other's memory."""
     cuda, can = load(DRIVER_LIBRARY.get(sys.platform, "libcuda.so.1")), ctypes.c_int()
     devices, found = [ctypes.c_int() for _ in range(count)], dict[str, None]()

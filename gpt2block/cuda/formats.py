@@ -80,7 +80,7 @@ class FormatOptions:
         dtype = usual if self.dtype is None else self.dtype
         return Formats(dtype, self.kv_dtype, self.allow_nonfinite)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return options for a job's manifest: both dtypes, and options not at their defaults."""
         options: dict[str, object] = {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
         options["activations"] = None  # a removed option, still present in manifests

@@ -22,12 +22,12 @@ from gpt2block.cuda.tensor_maps import TensorMap
 
 Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
 Argument = Any  # a Scalar or a TensorMap
-Compile = Callable[..., Any]  # compile(*key) returns a compiled `cupy.RawKernel`
+Compile = Callable[..., object]  # compile(*key) returns a compiled `cupy.RawKernel`
 Watcher = Callable[[int, int], None]  # receives the numbers of ready and of requested kernels
 MAX_THREADS = 16  # maximum threads: each needs memory, and few programs start with more kernels
 
 _LIMITS, _REQUESTS = threading.Lock(), threading.Lock()
-_kernels: dict[Hashable, Future[Any]] = {}
+_kernels: dict[Hashable, Future[object]] = {}
 _watchers: list[Watcher] = []
 
 
@@ -110,7 +110,7 @@ class Launch:
         self.function(self.grid, self.block, self.values, shared_mem=self.shared)
 
 
-def _result(compile: Compile, key: tuple[Hashable, ...]) -> Any:
+def _result(compile: Compile, key: tuple[Hashable, ...]) -> object:
     """Wait for a kernel and return it."""
     try:
         return _request(compile, key).result()
@@ -118,7 +118,7 @@ def _result(compile: Compile, key: tuple[Hashable, ...]) -> Any:
         return _request(compile, key).result()
 
 
-def _request(compile: Compile, key: tuple[Hashable, ...]) -> Future[Any]:
+def _request(compile: Compile, key: tuple[Hashable, ...]) -> Future[object]:
     """Return a kernel's Future. Start its compilation if it is new or its compilation failed."""
     with _REQUESTS:
         known = _kernels.get(key)
@@ -144,10 +144,10 @@ class _Threads:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queue: deque[tuple[Future[Any], Compile, tuple[Hashable, ...]]] = deque()
+        self._queue: deque[tuple[Future[object], Compile, tuple[Hashable, ...]]] = deque()
         self._running = 0
 
-    def submit(self, future: Future[Any], compile: Compile, key: tuple[Hashable, ...]) -> None:
+    def submit(self, future: Future[object], compile: Compile, key: tuple[Hashable, ...]) -> None:
         with self._lock:
             self._queue.append((future, compile, key))
             if self._running == max_threads():
@@ -185,7 +185,7 @@ def _main_thread_runs() -> bool:
     return threading.main_thread().is_alive()
 
 
-def _run(future: Future[Any], compile: Compile, key: tuple[Hashable, ...]) -> None:
+def _run(future: Future[object], compile: Compile, key: tuple[Hashable, ...]) -> None:
     """Compile a kernel in the calling thread, and set the Future's result or exception."""
     try:
         future.set_result(compile(*key))
@@ -206,7 +206,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
         _watchers.remove(watcher)
 
 
-def _report(_: Future[Any]) -> None:
+def _report(_: Future[object]) -> None:
     kernels = list(_kernels.values())
     for watcher in list(_watchers):
         watcher(sum(kernel.done() for kernel in kernels), len(kernels))

@@ -317,7 +317,7 @@ class EmulatedFunction:
         early: Collection[str] | None,
     ) -> None:
         checks = _state.checks
-        spans: dict[int, object] = {}
+        spans: dict[int, np.ndarray] = {}
         parameters = self._signature.parameters
         of_inputs = [(p.const and p.restrict) or p.name in (early or ()) for p in parameters]
         result = engine.launch(
@@ -354,7 +354,7 @@ def encode_tensor_map(place: int, dtype: int, rank: int, address: int, *layout: 
     return 0
 
 
-def _value(kernel: str, arg: object, spans: dict[int, object]) -> object:
+def _value(kernel: str, arg: object, spans: dict[int, np.ndarray]) -> object:
     """Return an argument in the form that the engine takes."""
     if isinstance(arg, np.void):
         address, rank, item, swizzle, _, *numbers = _MAP.unpack_from(arg.tobytes())
@@ -367,7 +367,7 @@ def _value(kernel: str, arg: object, spans: dict[int, object]) -> object:
     return arg
 
 
-def _span(kernel: str, address: int, spans: dict[int, Any]) -> tuple[Any, int]:
+def _span(kernel: str, address: int, spans: dict[int, np.ndarray]) -> tuple[np.ndarray, int]:
     """Return the allocation that contains an address, as an array, and the address's offset."""
     allocation = _allocation(address)
     if allocation is None:

@@ -35,6 +35,7 @@ from gpt2block.sampling import Sampling
 
 if TYPE_CHECKING:
     from gpt2block.engine.generation.sequences import TokenSequence
+    from gpt2block.engine.model import ModelEngine
 
 FORMAT, VERSION = "gpt2block_receipt", 1  # field with the version of the format, and its value
 # Folders of the package whose code cannot change a bit of a text.
@@ -50,7 +51,7 @@ _known: WeakKeyDictionary[object, dict[str, object]] = WeakKeyDictionary()  # re
 _hashes: dict[object, str] = {}  # hashes of weights by config and states of their files
 
 
-def identity(engine: Any) -> dict[str, Any]:
+def identity(engine: ModelEngine) -> dict[str, object]:
     """Return the fields of a receipt that state the model, its formats, the code and the device.
 
     The first call for an engine hashes the weights. Raises InputError if the files of the weights
@@ -70,9 +71,9 @@ def identity(engine: Any) -> dict[str, Any]:
     return _known[engine]
 
 
-def _device(device: str) -> dict[str, Any]:
+def _device(device: str) -> dict[str, object]:
     """Return the fields about a device, named as in a CacheKind; on the CPU also about its BLAS."""
-    facts: dict[str, Any]
+    facts: dict[str, object]
     if device == "cpu":
         config: Any = np.show_config(mode="dicts")
         blas = config["Build Dependencies"]["blas"]
@@ -114,7 +115,7 @@ def hash_of_sources(folder: Path, without: tuple[str, ...] = ()) -> str:
     return digest.hexdigest()
 
 
-def _of_arrays(engine: Any) -> str:
+def _of_arrays(engine: ModelEngine) -> str:
     """Return the SHA-256 of the config and the stored values of weights given as arrays."""
     digest = hashlib.sha256(repr(engine.config).encode())
     for name, array, _ in engine.tensors():
@@ -172,7 +173,7 @@ def _of_text(encoding: Encoding | None) -> str | None:
     return of_tokenizer(encoding)
 
 
-def certify(engine: object, sequence: TokenSequence) -> dict[str, Any]:
+def certify(engine: ModelEngine, sequence: TokenSequence) -> dict[str, object]:
     """Return the receipt of a sequence that has ended, which an engine has generated."""
     return receipt_of(sequence, identity(engine))
 

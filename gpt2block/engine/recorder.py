@@ -37,7 +37,7 @@ _scale_for = lru_cache(maxsize=4096)(scale_for)  # cached: all layers have the s
 OPEN = ("any", "strided", "mixed")  # kinds (see `contract`) whose arrays have one common dtype
 
 
-def bytes_of(shape: Shape, dtype: Any) -> int:
+def bytes_of(shape: Shape, dtype: DTypeLike) -> int:
     return prod(shape) * int(np.dtype(dtype).itemsize)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,7 +137,7 @@ class SpeculationPolicy:
         return self._fastest(lambda rows: sum(_expected(*share, rows) for share in shares),
                              len(slots), most)  # fmt: skip
 
-    def _fastest(self, expected: Callable[[int], Any], slots: int, most: int) -> int:
+    def _fastest(self, expected: Callable[[int], float], slots: int, most: int) -> int:
         """Return the rows per slot with the most tokens per second.
 
         expected: function from the rows per slot to the expected number of tokens of a step.

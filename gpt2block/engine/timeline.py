@@ -26,7 +26,7 @@ ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # named inputs of a pass that 
 # Buffers for converted weights and partial sums, and memory through which GPUs exchange columns.
 SCRATCH = "memory", "stream_k_workspace", "workspace", *PEER_INPUTS
 STATES = "state", "recent", "pool", "saved", "held"  # inputs of gated delta nets
-Call = Callable[[], Any]
+Call = Callable[[], object]
 
 
 class BytesMoved(NamedTuple):

@@ -223,7 +223,7 @@ class EvaluatedModel(TemplateLM):
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
         return texts
 
-    def _texts(self, prompts: list[str], given: dict[str, Any], repeat: int) -> Iterator[str]:
+    def _texts(self, prompts: list[str], given: dict[str, object], repeat: int) -> Iterator[str]:
         options: dict[str, Any] = {**normalize_gen_kwargs(given, self.max_gen_toks)}
         stop = [text for text in options.pop("until") if text]
         new, sampled = options.pop("max_gen_toks"), options.pop("do_sample")

@@ -47,7 +47,7 @@ class Case:
 
     sizes: Sizes
     attrs: Attrs
-    inputs: tuple[Any, ...]
+    inputs: Inputs
     truths: Mapping[str, np.ndarray]
     bound: float  # largest error that rounding explains, relative to the largest value
     name: str = ""  # name of special inputs; "" for ordinary inputs

@@ -22,7 +22,7 @@ class ProcessExited(NamedTuple):
     exitcode: int | None
 
 
-Send = Callable[[Any], None]
+Send = Callable[[object], None]
 
 
 def supervised(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isnan
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,7 +213,7 @@ def _exchanges(array: np.ndarray) -> Iterator[np.ndarray]:
         yield np.ascontiguousarray(array.reshape(shape).swapaxes(i, j))
 
 
-def _number(value: Any, digits: int = 6) -> str:
+def _number(value: np.ndarray | np.number, digits: int = 6) -> str:
     exact = np.asarray(value).dtype.kind in "iu"
     return str(int(value)) if exact else f"{float(value):.{digits}g}"
 

@@ -132,7 +132,7 @@ def _rows(table: Path) -> Iterator[KernelFile]:
                 raise InputError(f"{table.name}:{reader.line_num}: {error}") from None
 
 
-def _entry(folder: Path, row: Mapping[Any, Any]) -> KernelFile:
+def _entry(folder: Path, row: Mapping[str | None, str]) -> KernelFile:
     if None in row:
         raise InputError("more values than columns: quote a value that has a comma")
     values = {name: (row.get(name) or "").strip() for name in COLUMNS}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.cuda import cupy, kernels, replaced
+from gpt2block.cuda import CudaArray, cupy, kernels, replaced
 from gpt2block.cuda.arrays import Bound, compute_capability, device_attribute
 from gpt2block.cuda.kernels import Parameter
 from gpt2block.cuda.launch_lines import evaluated, split
@@ -44,7 +44,7 @@ INTEGERS: dict[str, type[np.generic]] = {
     "bool": np.bool_,
 }
 REALS: dict[str, type[np.generic]] = {"float": np.float32, "double": np.float64}
-Allocate = Callable[[Output], Any]
+Allocate = Callable[[Output], CudaArray]
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # (grid, block, bytes of shared memory)
 
 

@@ -334,7 +334,7 @@ def _wgmma_launch(c: Call, file: str, geometry: Geometry, together: int) -> Laun
     geometry = scored(geometry, c)
     boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, WGMMA_TILE, TENSOR_HEAD))
     args = (boxes, c.qkv, c.cu_seqlens, c.out, *c.sizes, together)
-    cache: tuple[object, ...] = (None, None, None, None, 0, 0)
+    cache: tuple[CudaArray | int | None, ...] = (None, None, None, None, 0, 0)
     if c.k is not None:
         cache = (c.row, c.position, c.k, c.v, *c.k.shape[:2])
     return launch_at(file, geometry, (*args, *cache), c.storage)
@@ -435,7 +435,7 @@ def checked_heads(n_head: object, n_kv_head: object) -> tuple[int, int]:
 
 
 def _check_fit(
-    name: str, fit: Callable[[Call], Any], dtype: str, heads: tuple[int, int, int], **sizes: Any
+    name: str, fit: Callable[[Call], object], dtype: str, heads: tuple[int, int, int], **sizes: Any
 ) -> None:
     """Raise InputError if `fit`, which computes a launch, raises UnsupportedCall for these sizes.
 

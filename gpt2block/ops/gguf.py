@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import ceil
-from typing import Any
 
 from gpt2block.checks import LARGEST_COUNT
 from gpt2block.cuda.arrays import CudaArray
@@ -35,7 +34,7 @@ def range_defines(w: GgufMatrix) -> Defines:
 
 
 def _of_ranges(
-    w: GgufMatrix, launch: Callable[[Any, Defines, int, int], Launch]
+    w: GgufMatrix, launch: Callable[[CudaArray, Defines, int, int], Launch]
 ) -> tuple[Launch, ...]:
     """Call `launch`(bytes, constants, first row, number of rows) for each GGUF type in w."""
     return tuple(

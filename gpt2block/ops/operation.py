@@ -63,7 +63,7 @@ class Variant:
         ideas = [kernels.idea_of(self.file, kernel, self.name) for kernel in self.kernels]
         return "; ".join(dict.fromkeys(ideas))
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """Return a dict of the fields without functions, to describe a built-in variant."""
         names = ("name", "file", "kernels", "idea", "blocks", "block", "source", "dtypes")
         return {name: getattr(self, name) for name in names}
@@ -141,7 +141,7 @@ class Workload:
     small: tuple[Mapping[str, Any], ...] = ()
     arrays: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    further: Callable[..., tuple[Any, ...]] | None = None
+    further: Callable[..., Inputs] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +158,7 @@ class Operation:
 
     name: str
     variants: tuple[Variant, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     prepare: Callable[[UncheckedCall], Call | Bound] = UncheckedCall.checked
     parts: tuple[Variant, ...] = ()
     steps: tuple[Operation, ...] = ()

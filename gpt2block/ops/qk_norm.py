@@ -87,7 +87,7 @@ def _geometry(
 
 
 def _over_rows(
-    c: Call, kernel: str, B: int, N: int, D: int, *arrays: object, queries: bool = False
+    c: Call, kernel: str, B: int, N: int, D: int, *arrays: CudaArray | None, queries: bool = False
 ) -> Launch:
     """Launch a kernel on rows of qkv. `arrays`: arguments of the kernel between qkv and gamma_q.
 

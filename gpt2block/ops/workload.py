@@ -116,7 +116,7 @@ def uploaded(value: ArrayArg) -> Any:
     return mapped(cupy.asarray, value)
 
 
-def poison(out: Any, inputs: Iterable[Any] = ()) -> None:
+def poison(out: Any, inputs: Iterable[object] = ()) -> None:
     """Fill an output with 0xFF bytes, which are NaN, so that unwritten elements are noticed.
 
     If an operation works in place, so that the output is one of the inputs, it is left unchanged.

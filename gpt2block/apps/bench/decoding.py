@@ -164,7 +164,7 @@ class Steps:
         return Captured(replay, (written,))
 
     def written(
-        self, tokens: Sequence[Sequence[int]] | np.ndarray, logprob: Callable[[int, int], Any]
+        self, tokens: Sequence[Sequence[int]] | np.ndarray, logprob: Callable[[int, int], float]
     ) -> GeneratedSequences:
         """Return the sequences (prompt and new tokens) that are checked.
 

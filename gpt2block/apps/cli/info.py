@@ -200,7 +200,7 @@ def _rope_facts(scaling: Any) -> dict[str, str]:
 
 def _without_repetition(tensors: list[dict[str, Any]], n_layer: int) -> Iterator[dict[str, Any]]:
     """Yield tensors; of equal blocks only the first block's, with names such as "h.0 … h.11"."""
-    blocks: dict[str, list[tuple[Any, ...]]] = {}
+    blocks: dict[str, list[tuple[object, ...]]] = {}
     for tensor in tensors:
         block, _, kind = tensor["name"].rpartition(".")
         blocks.setdefault(block, []).append((kind, tuple(tensor["shape"]), tensor["dtype"]))

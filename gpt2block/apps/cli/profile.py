@@ -136,7 +136,7 @@ def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
     return block, f"{checkpoint.name}, block 0", block.dtype
 
 
-def _facts(profile: Profile, output: Path) -> dict[str, Any]:
+def _facts(profile: Profile, output: Path) -> dict[str, object]:
     """Return the object that --json prints."""
     kinds = summary.kinds(profile)
     facts = {name: value for name, value in vars(profile).items() if name != "passes"}

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from time import perf_counter
-from typing import Any
 
 import typer
 
@@ -76,7 +75,7 @@ def verify(
         raise typer.Exit(FAILED if differ else WRONG)
 
 
-def _read(file: str) -> list[Any]:
+def _read(file: str) -> list[object]:
     """Return the receipts in a file: JSON, lines of JSON, or the events of a saved stream."""
     text = read_text(file, MAX_FILE).removeprefix(BYTE_ORDER_MARK)
     # Not `splitlines`: JSON strings can contain U+0085, U+2028 and U+2029.

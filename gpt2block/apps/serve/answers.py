@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2block.apps.serve.engine import EngineSide
 from gpt2block.apps.serve.protocol import ApiError, JsonObject
@@ -214,7 +214,7 @@ class Answer:
 class Sent:
     """Converts completion objects to responses and events; a subclass, to those of another API."""
 
-    identity: Mapping[str, Any] | None = None  # argument of `receipt_of`; None: no receipts
+    identity: Mapping[str, object] | None = None  # argument of `receipt_of`; None: no receipts
 
     def facts(self, sequence: TokenSequence) -> dict[str, object]:
         """Return fields of a choice about its sequence, which has ended."""
@@ -257,7 +257,7 @@ class Form(ABC):
         self._model, self._encoding, self._created = model, encoding, int(time.time())
         self._unwritten = unwritten
 
-    def object(self, kind: str, choices: list[Any], **more: object) -> JsonObject:
+    def object(self, kind: str, choices: list[JsonObject], **more: object) -> JsonObject:
         head = {"id": self.id, "object": kind, "created": self._created, "model": self._model}
         return {**head, "choices": choices, **more}
 

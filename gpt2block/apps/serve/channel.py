@@ -88,7 +88,7 @@ class Channel(asyncio.Protocol):
         self._lost()
 
 
-def message(items: list[Any]) -> bytes:
+def message(items: list[object]) -> bytes:
     """Return the bytes of a message."""
     data = pickle.dumps(items, pickle.HIGHEST_PROTOCOL)
     return len(data).to_bytes(HEAD, "little") + data

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Any
 
 from gpt2block.apps.serve.protocol import EmbeddingRequest, JsonObject, named
 from gpt2block.engine.generation import scoring
@@ -17,7 +16,7 @@ from gpt2block.files.checkpoints.embedding_files import Pooling
 TOKENS_AT_ONCE = 1024  # most tokens of inputs that are embedded in one pass
 
 
-def inputs_of(request: EmbeddingRequest, n_embd: int) -> list[tuple[Any, str]]:
+def inputs_of(request: EmbeddingRequest, n_embd: int) -> list[tuple[object, str]]:
     """Return pairs (text or token ids, its name in errors). Texts include the instruction.
 
     Raises InputError for more dimensions than the model has, and for token ids with an instruction.

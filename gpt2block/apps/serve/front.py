@@ -174,7 +174,7 @@ class FrontServer(uvicorn.Server):
         assert sockets
         (self._listening,) = sockets
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[Any]] = set()
+        self._opening: set[asyncio.Task[tuple[asyncio.Transport, asyncio.Protocol]]] = set()
         self._loop.add_reader(self._listening, self._accept)
         self._engine.ready()
 

@@ -603,7 +603,7 @@ def validated(kind: type[Request], body: JsonObject, names: Collection[str], n_c
     return request
 
 
-def _check_neutral(name: str, value: Any, accepted: Any) -> None:
+def _check_neutral(name: str, value: object, accepted: Any) -> None:
     if accepted is ANYTHING or value is None or any(value == each for each in accepted):
         return
     only = f": expected {' or '.join(map(json.dumps, accepted))}, or none" if accepted else ""

@@ -45,7 +45,7 @@ class ServerSettings:
     origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     speculate: bool = False
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
     pooling: Pooling = "mean"
     tool_form: str | None = None
     rule_seconds: float = 5.0

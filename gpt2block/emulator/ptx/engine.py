@@ -248,7 +248,7 @@ def _request(trace: Trace, data: _LaunchData, names: Sequence[str]) -> None:
         data.array, data.byte = names.index(trace.element[0]), trace.element[1]
 
 
-def _number(at: Sequence[int], sizes: Any) -> int:
+def _number(at: Sequence[int], sizes: Sequence[int]) -> int:
     return int(at[0] + sizes[0] * (at[1] + sizes[1] * at[2]))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 BITS = re.compile(r"\d+")
 _VARIABLE = re.compile(
@@ -101,7 +101,7 @@ class Module:
     memory: dict[str, bytearray] = field(
         default_factory=dict
     )  # bytes of variables, as launches left them
-    loaded: dict[str, Any] = field(default_factory=dict)  # kernels, as engine.py keeps them
+    loaded: dict[str, object] = field(default_factory=dict)  # kernels, as engine.py keeps them
     lock: Lock = field(default_factory=Lock, repr=False)  # guards memory and loaded
 
     @cached_property

@@ -161,7 +161,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return fields
 
 
-def continued(message: Message, text: str, between: str = "") -> dict[str, Any]:
+def continued(message: Message, text: str, between: str = "") -> dict[str, object]:
     """Return a message with `text` appended to its content. between: text between both, if any."""
     content = _text(message, 0)
     return {**message, "content": f"{content}{between if content else ''}{text}"}

@@ -27,7 +27,7 @@ from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView 
 from contextlib import suppress  # noqa: E402
 from datetime import datetime  # noqa: E402
 from functools import wraps  # noqa: E402
-from typing import Any, NoReturn  # noqa: E402
+from typing import Any, NoReturn, SupportsIndex  # noqa: E402
 
 import jinja2  # noqa: E402
 from jinja2 import meta, nodes  # noqa: E402
@@ -112,7 +112,7 @@ class MarkedText(str):
     def __iter__(self) -> Iterator[MarkedText]:
         return map(MarkedText, str.__iter__(self))
 
-    def replace(self, old: str, new: str, count: Any = -1) -> MarkedText:
+    def replace(self, old: str, new: str, count: SupportsIndex = -1) -> MarkedText:
         pieces = str.split(plain(self), plain(old), count)
         return MarkedText(str.join(new, self._pieces(pieces, len(old))))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from math import ceil, gcd
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -91,9 +91,8 @@ class CudaCache:
         self.kind = cache_kind(config, formats, f"cuda:{cupy.cuda.Device().id}")
         self.lengths, self.fp8 = [0] * batch, formats.fp8_cache
 
-        def kind(each: LayerCache, width: int) -> tuple[int, Any]:
-            dtype = row_dtype(each, formats)
-            return width, FLOATS.get(dtype, "uint8")
+        def kind(each: LayerCache, width: int) -> tuple[int, type | str]:
+            return width, FLOATS.get(row_dtype(each, formats), "uint8")
 
         counts = Counter(kind(*each) for each in stored_rows(caches))
         self.arrays = [_zeros(n, batch, n_ctx, *each) for each, n in counts.items()]
@@ -109,7 +108,7 @@ class CudaCache:
         self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
         self.steps: dict[Drafts, Any] = {}  # key: source of the draft tokens that steps verify
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> NoReturn:
         raise InputError(
             "a kv_cache on a GPU cannot be copied or pickled: make one with new_cache, and call "
             "the model with it and all ids"
@@ -125,7 +124,7 @@ class CudaCache:
         return describe_cache(self)
 
 
-def _zeros(count: int, batch: int, n_ctx: int, width: int, stored: Any) -> CudaArray:
+def _zeros(count: int, batch: int, n_ctx: int, width: int, stored: type | str) -> CudaArray:
     """Return zeros (count, slots, n_ctx, width) of at least `batch` slots; others are unused."""
     multiple = ALIGNED // gcd(ALIGNED, n_ctx * width * np.dtype(stored).itemsize)
     return cupy.zeros((count, ceil(batch / multiple) * multiple, n_ctx, width), stored)

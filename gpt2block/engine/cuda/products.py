@@ -41,7 +41,7 @@ def request_kernels(config: ModelConfig, formats: Formats) -> None:
     products, width = possible_products(config, formats.dtype), config.q_width + 2 * config.kv_width
     if products == "float32" or config.FROM_CACHE:
         return
-    qkv: object
+    qkv: HiLoMatrix | CudaArray
     if products == "hi_lo":
         parts = cupy.empty((2, 1, width), "float16")
         qkv = HiLoMatrix(parts, cupy.empty(1, "float32"), (1, width), one_scale=1.0)
@@ -61,8 +61,7 @@ def possible_products(config: ModelConfig, dtype: str) -> Products:
     if dtype in (*FP8, FILE):
         return "fp8"
     gates = "w_g" in config.block_shapes()  # gates of attention read floats
-    fits = hi_lo_fits(config.head_size) and not gates
-    return "hi_lo" if fits else "float32"
+    return "hi_lo" if hi_lo_fits(config.head_size) and not gates else "float32"
 
 
 def has_sizes_of_tensor_cores(config: ModelConfig) -> bool:
@@ -154,7 +153,7 @@ def divided_weights(
     The weights share the FP8 numbers with the matrices; scales and biases are new. Division by
     powers of two is exact, except for activations that become subnormal in float16.
     """
-    divided: dict[str, object] = {}
+    divided: dict[str, WeightMatrix | CudaArray] = {}
     of_layers = product(range(config.n_layer), architecture_of(config).DIVIDED)
     for n, (first, (result, *_), last) in of_layers:
         if (divisor := by.get(f"h.{n}.{result}")) is None:

@@ -16,9 +16,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import tee
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from numpy.typing import NDArray
+import numpy as np
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import compute_capability, device_attribute
@@ -31,6 +31,7 @@ from gpt2block.engine.cuda.products import possible_products
 from gpt2block.engine.cuda.several_bytes import BytesByGpu
 from gpt2block.engine.cuda.timeline import watched
 from gpt2block.engine.model import (
+    CacheKind,
     Drafts,
     Floats,
     Ids,
@@ -123,7 +124,7 @@ class SeveralCaches:
     (`ModelShard.divides_heads`). nbytes is the sum over all GPUs.
     """
 
-    def __init__(self, parts: Sequence[CudaCache], kind: Any) -> None:
+    def __init__(self, parts: Sequence[CudaCache], kind: CacheKind) -> None:
         self.parts, self.kind = parts, kind
         self.batch, self.n_ctx = parts[0].batch, parts[0].n_ctx
 
@@ -234,11 +235,11 @@ class SeveralCudaModels:
     def likeliest(self, sequences: Sequence[Ids]) -> list[tuple[Floats, Ids]]:
         return self._each(lambda m: m.likeliest(sequences))[0]
 
-    def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
+    def trace(self, ids: Ids, cached: bool) -> dict[str, np.ndarray]:
         return self._each(lambda m: m.trace(ids, cached))[0]
 
     def run_alone(
-        self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
+        self, ids: Ids, cached: bool, exact: Mapping[str, np.ndarray]
     ) -> Iterator[StepResult]:
         first = self.parts[0]  # only its results are kept
         found = self._each(lambda m: [e for e in m.run_alone(ids, cached, exact) if m is first])
@@ -311,7 +312,7 @@ class SeveralDecodings:
 def _read_whole(tensors: Tensors, shard: ModelShard) -> Tensors:
     """Yield the tensors. Read each `Stored` that is not divided, once for all GPUs."""
     for name, given, layout in tensors:
-        array: Any = given
+        array = given
         if isinstance(array, Stored) and not shard.spans(name):
             array = array.read()
         yield name, array, layout
@@ -324,7 +325,7 @@ def _copies(tensors: Tensors, count: int) -> list[Tensors]:
     """
     lock, errors = threading.Lock(), list[Exception]()
 
-    def locked(items: Iterator[Any]) -> Iterator[Any]:
+    def locked(items: Iterator[Found]) -> Iterator[Found]:
         while True:
             with lock:
                 try:

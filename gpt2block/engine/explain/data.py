@@ -41,7 +41,7 @@ Traced = Mapping[str, np.ndarray]
 
 def collect(
     engine: TracedEngine, encoding: Encoding | None, name: str, ids: Ids, layer: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Run a forward pass of ids (T,) and return all data that its page shows.
 
     name: name of the model. layer: index of the layer that the page shows in more detail. Raises
@@ -107,7 +107,7 @@ class _Plan:
         kept = [step for step in model_steps(config) if step.op not in UNCOMPARED]
         self.steps = {_short(step.name): step for step in reversed(kept)}
         self.blocks: list[list[str]] = []
-        self.joined: dict[str, Any] = {}
+        self.joined: dict[str, tuple[Step, list[str]]] = {}
         for n in range(config.n_layer):
             h, before = f"h.{n}.", f"h.{n - 1}.output" if n else "embedding"
             block = [step for step in kept if step.name.startswith(h)]
@@ -165,7 +165,7 @@ def _step(
     }
 
 
-def _model(engine: TracedEngine, name: str) -> dict[str, Any]:
+def _model(engine: TracedEngine, name: str) -> dict[str, object]:
     config = engine.config
     sizes = ("n_layer", "n_head", "head_size", "n_embd", "n_ctx", "vocab_size")
     return {
@@ -214,14 +214,14 @@ def _tensors(
     compared: Mapping[str, Comparison],
     plan: _Plan,
     layer: int,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return {step: shapes, statistics, errors, time and downsampled values of its tensor}."""
     others = sum(map(len, plan.blocks)) - len(plan.blocks[layer])
     cells = min(MAX_CELLS, max(MIN_CELLS, OTHER_CELLS // max(1, others)))
     shapes: dict[str, tuple[int, ...]] = {**model_shapes(config)}
     shapes["lm_head"] = shapes.get("lm_head", shapes["wte"])[::-1]
     shapes |= dict.fromkeys(("tokens", "positions"), (len(exact["embedding"]),))
-    tensors = {}
+    tensors: dict[str, object] = {}
     for step in model_steps(config):
         if step.op in UNCOMPARED:
             continue
@@ -259,7 +259,7 @@ def _statistics(tensor: np.ndarray) -> dict[str, float | None]:
     return {name: _rounded(float(value)) for name, value in values.items()}
 
 
-def _compared(row: Comparison | None) -> dict[str, Any]:
+def _compared(row: Comparison | None) -> dict[str, object]:
     """Return a comparison's kernel, time in ms, and errors; {} if the step was not compared."""
     if row is None:
         return {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from base64 import b64encode
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +50,7 @@ def downsampled(tensor: Array, rows: int, columns: int) -> Array:
     return np.where(high >= -low, high, low)
 
 
-def grid(tensor: Array, cells: int) -> dict[str, Any]:
+def grid(tensor: Array, cells: int) -> dict[str, object]:
     """Downsample a tensor (R, C) to a grid of at most `cells` cells, and return its encoding."""
     rows, columns = grid_shape(tensor.shape[0], tensor.shape[1], cells)
     return {"rows": rows, "columns": columns, **encoded(downsampled(tensor, rows, columns))}
@@ -71,6 +70,6 @@ def encoded(values: Array) -> dict[str, object]:
     return {"scale": scale, "values": b64encode(narrow.tobytes()).decode()}
 
 
-def exact(values: Array) -> dict[str, Any]:
+def exact(values: Array) -> dict[str, str]:
     """Encode values in row-major order as base64 of little-endian float32."""
     return {"values": b64encode(values.astype("<f4").tobytes()).decode()}

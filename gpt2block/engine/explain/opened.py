@@ -7,7 +7,6 @@ that it can compute the complete sum for each pair of a row and a column.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ PRODUCT = "matmul_bias"
 Tensors = Mapping[str, np.ndarray]
 
 
-def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> dict[str, Any]:
+def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> dict[str, object]:
     """Return data of a layer's attention and matrix products, and of the product for the logits.
 
     If the layer has no attention, the attention is that of the first layer that has.

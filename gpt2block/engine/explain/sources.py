@@ -39,7 +39,7 @@ def operation_of(op: str) -> Operation | None:
 
 
 @cache
-def function_source(name: str) -> dict[str, Any]:
+def function_source(name: str) -> dict[str, object]:
     """Return the text of a function of `gpt2block.reference`, its file and the line of its def."""
     module = inspect.unwrap(getattr(reference, name)).__module__
     text = inspect.getsource(sys.modules[module])

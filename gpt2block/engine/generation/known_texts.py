@@ -119,7 +119,7 @@ def check_receipts(
 
 
 def _sequence(
-    engine: ModelEngine, encoding: Tokenizer, stated: Mapping[str, Any], known: Mapping[str, Any]
+    engine: ModelEngine, encoding: Tokenizer, stated: Mapping[str, Any], known: Mapping[str, object]
 ) -> tuple[TokenSequence, Floats]:
     """Return the sequence that generates a stated text again, and the stated log-probabilities.
 

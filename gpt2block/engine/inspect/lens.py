@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,7 +138,7 @@ def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
     """Return the LogitLens of states (n_layer + 1, T, C): the embedding, each block's output."""
     norm = final_step(engine.config)
     parameters = norm.inputs[1:]
-    weights: dict[str, Any] = {
+    weights: dict[str, np.ndarray] = {
         name: np.asarray(array.T if layout == "NK" else array, np.float32)
         for name, array, layout in engine.tensors()
         if not name.startswith("h.") or array.ndim == 1  # constants() may read vectors of blocks

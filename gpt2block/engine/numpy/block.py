@@ -58,7 +58,7 @@ class _Rounded(Functions):
         super().__init__({})
         self._computed, self._stored = computed, stored
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._computed, self._stored)
 
     def __missing__(self, op: str) -> Callable[..., Any]:

@@ -263,7 +263,7 @@ class NumpyModel(NumpySteps, StoredModel):
         fewest = min(slots, SLOTS) if fewer else slots
         return NumpyDecoding(self, fewest, n_ctx, speculate == "forced")
 
-    def _kv_append(self, qkv: Floats, *cache: object, **attrs: object) -> Any:
+    def _kv_append(self, qkv: Floats, *cache: np.ndarray, **attrs: object) -> Any:
         """Append K and V, rounded to the cache's dtype, but stored as float32."""
         return FUNCTIONS["kv_append"](self._rounded(qkv), *cache, **attrs)
 

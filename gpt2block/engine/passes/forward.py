@@ -217,12 +217,12 @@ class Pass(ABC):
         raise NotImplementedError
 
 
-def block(o: object, of: Architecture, x: Value, h: str = "") -> Value:
+def block(o: Pass, of: Architecture, x: Value, h: str = "") -> Value:
     """Add the steps of one block to the forward pass `o`, and return the block's output."""
     return of.feed_forward(o, h, x, of.attention(o, h, x))
 
 
-def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) -> Value:
+def forward(o: Pass, of: Architecture, config: ModelConfig, want: Want | None) -> Value:
     """Run a model on the pass `o` up to the output `want`. None: stop after the last K and V.
 
     "last": logits of the last row of each sequence. "logits": logits of all rows. "rows": the final

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.files.checkpoints import gguf
@@ -71,7 +70,7 @@ def bos_token(checkpoint: Checkpoint) -> str | None:
     return _content(_settings(checkpoint).get("bos_token"))
 
 
-def _settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def _settings(checkpoint: Checkpoint) -> Mapping[str, object]:
     if gguf.is_gguf(checkpoint.file):
         from gpt2block.files.checkpoints import (  # noqa: PLC0415  (reads the vocabulary)
             gguf_tokenizer,
@@ -83,7 +82,7 @@ def _settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return read_object(folder / SPECIAL) | read_object(folder / SETTINGS)
 
 
-def default_template(templates: list[object]) -> Any:
+def default_template(templates: list[object]) -> object:
     """Return the template named "default", else the list's only template, else None."""
     named = {each.get("name"): each.get("template") for each in templates if isinstance(each, dict)}
     return named.get(DEFAULT, next(iter(named.values()), None) if len(named) == 1 else None)

@@ -44,7 +44,7 @@ _NEUTRAL: Mapping[str, object] = {"add_eos_token": False, "add_sep_token": False
 class _Pre(NamedTuple):
     """Steps that a byte-level BPE applies to a text before its merges."""
 
-    steps: Sequence[Mapping[str, Any]]
+    steps: Sequence[Mapping[str, object]]
     nfc: bool = False  # whether the text is normalized to NFC first
     ignore_merges: bool = False  # whether a word in the vocabulary becomes its token without merges
     adds_bos: bool = False  # default of the key add_bos_token
@@ -195,7 +195,7 @@ def _numbers(
     return list(numbers.tolist())
 
 
-def _added(tokens: Sequence[str], kinds: Iterable[int]) -> Iterable[dict[str, Any]]:
+def _added(tokens: Sequence[str], kinds: Iterable[int]) -> Iterable[dict[str, object]]:
     """Yield the added_tokens of a tokenizer.json, which are matched in a text before BPE merges."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
@@ -245,7 +245,7 @@ def _byte_level(
 
 
 def _sentence_piece(
-    found: Mapping[str, Any],
+    found: Mapping[str, object],
     tokens: Sequence[str],
     kinds: list[int],
     unknown: str | None,

@@ -28,7 +28,7 @@ _AT_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWi
               "invert": False}  # fmt: skip
 
 
-def keys_of(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
+def keys_of(files: Mapping[str, bytes], vocab_size: int) -> dict[str, object]:
     """Return the GGUF metadata of a tokenizer. `files`: file name → content.
 
     Ids below vocab_size without a token get padding tokens. Warns of added tokens that are whole
@@ -68,7 +68,7 @@ def _read(files: Mapping[str, bytes]) -> tuple[Any, dict[str, Any]]:
     raise CheckpointError(f"expected {tokenizer_files.EXPECTED}")
 
 
-def _keys(spec: Any, settings: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+def _keys(spec: Any, settings: Mapping[str, object], vocab_size: int) -> dict[str, object]:
     """Return the tokenizer's GGUF metadata, by key without the prefix "tokenizer.ggml.".
 
     SentencePiece's score of a token is minus the rank of the first merge that forms the token.

@@ -25,7 +25,7 @@ _MAX_NAME = 256  # bytes of a module's or a class's name
 _MAX_INTEGER = 8  # bytes of an integer
 _OPCODE_NAMES = {code.code.encode("latin-1"): code.name for code in pickletools.opcodes}
 
-Function = Callable[[tuple[Any, ...]], Any]  # receives the arguments of a pickle's REDUCE opcode
+Function = Callable[[tuple[Any, ...]], object]  # receives the arguments of a pickle's REDUCE opcode
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class GlobalName:
     text: str
 
 
-class OrderedDict(dict[Any, Any]):
+class OrderedDict(dict[object, object]):
     """Replacement of `collections.OrderedDict`; attributes that a pickle sets on it are dropped."""
 
 

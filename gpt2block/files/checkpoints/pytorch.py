@@ -84,7 +84,7 @@ class _BoundedReader(io.BufferedReader):
 # Readers of zip files and of legacy files: each returns the pickled value and storage offsets
 
 
-def _read_zip(stream: BinaryIO) -> tuple[Any, dict[str, int]]:
+def _read_zip(stream: BinaryIO) -> tuple[object, dict[str, int]]:
     with ZipFile(stream) as archive:
         entries = archive.infolist()
     sizes = {entry.filename: entry.file_size for entry in entries}
@@ -147,7 +147,7 @@ def _zip_offsets(stream: BinaryIO, entries: list[ZipInfo]) -> dict[str, int]:
     return begins
 
 
-def _read_legacy(stream: BinaryIO) -> tuple[Any, dict[str, int]]:
+def _read_legacy(stream: BinaryIO) -> tuple[object, dict[str, int]]:
     size = stream.seek(0, io.SEEK_END)
     stream.seek(len(_LEGACY))
     storages = Storages()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +17,7 @@ from gpt2block.files.checkpoints.files import about
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-DTYPES: Mapping[str, Any] = {
+DTYPES: Mapping[str, type[np.generic]] = {
     "float64": np.float64,
     "float32": np.float32,
     "float16": np.float16,

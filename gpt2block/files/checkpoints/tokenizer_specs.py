@@ -42,7 +42,7 @@ def spec_of_pair(
     }
 
 
-def with_settings(spec: Any, settings: Mapping[str, Any]) -> Any:
+def with_settings(spec: Any, settings: Mapping[str, object]) -> Any:
     """Return `spec` plus added tokens that only `settings` has. Raises ValueError."""
     added = spec.get("added_tokens") or []
     known = {token["content"] for token in added}

@@ -97,11 +97,11 @@ class BlockArrays(ABC):
             raise InputError(f"dtype: expected float32 or float64, got {shown(dtype)}")
         if self.gamma1.dtype == dtype:
             return self
-        tensors: dict[str, object] = {name: a.astype(dtype) for name, a in self.tensors().items()}
+        tensors: dict[str, Array] = {name: a.astype(dtype) for name, a in self.tensors().items()}
         return replace(self, **tensors)  # type: ignore[type-var]  # subclasses are dataclasses
 
     @classmethod
-    def of(cls: type[Block], config: ModelConfig, tensors: Mapping[str, object]) -> Block:
+    def of(cls: type[Block], config: ModelConfig, tensors: Mapping[str, Array]) -> Block:
         """Create a block with the settings of this config and tensors by name."""
         return cls(**tensors, **{name: getattr(config, name) for name in cls.SETTINGS})
 
@@ -199,12 +199,12 @@ class ModelArrays(Generic[Block]):
     def _of(
         cls: type[Model],
         config: ModelConfig,
-        outer: Mapping[str, object],
-        blocks: Iterable[Mapping[str, object]],
+        outer: Mapping[str, Array],
+        blocks: Iterable[Mapping[str, Array]],
     ) -> Model:
         """Create a model. outer: tensors outside the blocks, by name; default lm_head: wte."""
         created = tuple(cls.BLOCK.of(config, block) for block in blocks)
-        fields: dict[str, object] = {"lm_head": outer["wte"], **outer}
+        fields: dict[str, Array] = {"lm_head": outer["wte"], **outer}
         return cls(**fields, config=config, blocks=created)  # type: ignore[call-arg]  # a dataclass
 
     def tensors(self) -> Iterator[tuple[str, Array, str | None]]:

@@ -90,7 +90,7 @@ def of_outputs(tokenizer: Tokenizer) -> Encoding | None:
 class ReadLater:
     """Base class of dataclasses some of whose fields are computed when they are first read."""
 
-    def later(self: Result, **fields: Callable[[], Any]) -> Result:
+    def later(self: Result, **fields: Callable[[], object]) -> Result:
         """Set the functions that compute `fields` on first access. Returns `self`."""
         for name in fields:
             del vars(self)[name]

@@ -38,7 +38,7 @@ SPLIT_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!
 SPLIT_NOTHING = r"(?s:.+)"
 
 _LARGEST_ID = 2**31 - 1  # token ids are int32
-_SPLIT: dict[str, Any] = {"type": "Split", "pattern": None, "invert": False}
+_SPLIT: dict[str, object] = {"type": "Split", "pattern": None, "invert": False}
 _MODEL = {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
           "fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"}  # fmt: skip
 

@@ -182,11 +182,5 @@ def operand_bounds(
     config: Gemma3Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
     """Bound operands as Qwen3 does. |W (1+w)| <= |W| + |W w| for a matrix row W, norm weights w."""
-    wide = {
-        name: value + name.rpartition(".")[2].startswith("gamma") for name, value in largest.items()
-    }
-
-    def both(w: str, gamma: str) -> Any:
-        return norms(w, "") + norms(w, gamma)
-
-    return qwen3.operand_bounds(config, wide, both)
+    wide = {name: x + name.rpartition(".")[2].startswith("gamma") for name, x in largest.items()}
+    return qwen3.operand_bounds(config, wide, lambda w, gamma: norms(w, "") + norms(w, gamma))

@@ -223,8 +223,7 @@ class Gemma4Config(Gemma3Config):
     @property
     def rope_factors(self) -> tuple[float, ...]:
         """Factors that divide RoPE's frequencies of layers without a window in a GGUF file."""
-        turned = self.frequencies() > 0
-        return tuple(self.rope_factor if each else NO_ROTATION for each in turned)
+        return tuple(self.rope_factor if f > 0 else NO_ROTATION for f in self.frequencies())
 
     def with_rope_factors(self, factors: tuple[float, ...]) -> Gemma4Config:
         """Return the config for these factors of a GGUF file."""
@@ -266,7 +265,7 @@ class Gemma4Config(Gemma3Config):
         return content | {"rope_parameters": rope, TABLE_ROWS: self.vocab_size}
 
 
-def _overridden(overrides: Any, fields: Mapping[str, Any]) -> Any:
+def _overridden(overrides: object, fields: Mapping[str, Any]) -> Any:
     """Return the head size of layers without a window that per_layer_config states.
 
     The package `transformers` writes this key in place of global_head_dim; it is empty if all

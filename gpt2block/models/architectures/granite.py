@@ -60,8 +60,7 @@ class GraniteConfig(LlamaConfig):
     def scales(self) -> Scales:
         """Return the scalar factors and limits of a forward pass."""
         m = self.residual_multiplier
-        embedding = self.embedding_multiplier / m
-        return Scales(self.eps / m**2, embedding, self.attention_multiplier, m)
+        return Scales(self.eps / m**2, self.embedding_multiplier / m, self.attention_multiplier, m)
 
 
 CONFIG: type[ModelConfig] = GraniteConfig

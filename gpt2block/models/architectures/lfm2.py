@@ -52,7 +52,7 @@ class Lfm2Config(LlamaConfig):
     OTHERS: ClassVar[Mapping[str, str]] = {
         **LlamaConfig.OTHERS, "eps": "norm_eps", "conv_length": "conv_L_cache",
     }  # fmt: skip
-    ABSENT: ClassVar[Mapping[str, Any]] = {
+    ABSENT: ClassVar[Mapping[str, object]] = {
         "n_ctx": 128_000, "eps": 1e-5, "n_kv_head": 8, "theta": 1e6, "tie_word_embeddings": True,
     }  # fmt: skip
     HONOURED: ClassVar[tuple[str, ...]] = ("layer_types",)

@@ -60,7 +60,7 @@ class Ministral3Config(WindowedConfig):
         given = {f"{name}: {BETA}": each[BETA] for name, each in objects.items() if BETA in each}
         return super()._fields_in(config) | {"beta": agreed(given or {BETA: 0.0})}
 
-    def to_hugging_face(self) -> dict[str, Any]:
+    def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         content = super().to_hugging_face()
         rope = content.pop("rope_scaling") or {"rope_type": "default", ORIGINAL: self.n_ctx}

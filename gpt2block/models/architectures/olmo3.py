@@ -51,7 +51,7 @@ class Olmo3Config(PartlyWindowedConfig, Olmo2Config):
         scaling = None if self.sliding_layers[layer] else self.scaling
         return 1.0 if scaling is None else scaling.attention_factor
 
-    def to_hugging_face(self) -> dict[str, Any]:
+    def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         content, default = super().to_hugging_face(), {"rope_type": "default"}
         full = (content.pop("rope_scaling") or default) | {"rope_theta": content.pop("rope_theta")}
@@ -78,8 +78,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 def _with_yarn(config: Olmo3Config, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return {name: weights of a norm of q or of k, times YaRN's factor}."""
-    layers = range(config.n_layer)
-    names = {f"h.{n}.{name}": config.factor_of(n) for n in layers for name in NORMS}
+    names = {f"h.{n}.{name}": config.factor_of(n) for n in range(config.n_layer) for name in NORMS}
     return {name: weights[name] * factor for name, factor in names.items()}
 
 

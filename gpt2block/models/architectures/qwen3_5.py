@@ -80,7 +80,7 @@ class Qwen35Config(PartlyRotatedConfig):
         "n_k_head": ("linear_num_key_heads",), "n_v_head": ("linear_num_value_heads",),
         "k_size": ("linear_key_head_dim",), "v_size": ("linear_value_head_dim",),
     }  # fmt: skip
-    ABSENT: ClassVar[Mapping[str, Any]] = {
+    ABSENT: ClassVar[Mapping[str, object]] = {
         "n_ctx": 32768, "eps": 1e-6, "n_kv_head": 4, "head_size": 256,
         "n_k_head": 16, "n_v_head": 32, "k_size": 128, "v_size": 128,
     }  # fmt: skip
@@ -92,7 +92,7 @@ class Qwen35Config(PartlyRotatedConfig):
         "ssm.inner_size", EVERY, RECURRENT, "rope.dimension_sections", NEXT,
     )  # fmt: skip
     GGUF_FIELDS: ClassVar[tuple[str, ...]] = ("v_size", "delta_layers", "tiled", "mtp")
-    GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {"ssm.conv_kernel": 4}
+    GGUF_NEUTRAL: ClassVar[Mapping[str, object]] = {"ssm.conv_kernel": 4}
     HONOURED: ClassVar[tuple[str, ...]] = (PARTIAL, "layer_types")
     SETTINGS: ClassVar[Settings] = (
         *LlamaConfig.SETTINGS,
@@ -228,7 +228,7 @@ class Qwen35Config(PartlyRotatedConfig):
                                   f"{' and '.join(kinds)}, got {shown(types)}")  # fmt: skip
         return fields | {"delta_layers": tuple(each == DELTA for each in types)}
 
-    def to_hugging_face(self) -> dict[str, Any]:
+    def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         content = super().to_hugging_face()
         rope = {"rope_type": "default", "rope_theta": content.pop("rope_theta")}
@@ -255,7 +255,7 @@ class Qwen35Config(PartlyRotatedConfig):
             "mtp": settings.get(NEXT) == 1,
         }  # fmt: skip
 
-    def gguf_settings(self) -> dict[str, Any]:
+    def gguf_settings(self) -> dict[str, object]:
         """Return {key: value} of the fields that have keys in GGUF files."""
         drafting = {"block_count": self.n_layer + 1, NEXT: 1} if self.mtp else {}
         return super().gguf_settings() | drafting | {
@@ -324,12 +324,12 @@ def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     return o.product(f"{h}down", y, f"{h}w_down", add=(f"{h}output", x))
 
 
-def constants(config: Qwen35Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
+def constants(config: Qwen35Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor} of RoPE frequencies, 1 + w of norms' weights w, and exp(a_log).
 
     Weights of norms of q and k have the order of the heads' channels.
     """
-    found: dict[str, object] = {"frequencies": config.frequencies()}
+    found: dict[str, np.ndarray] = {"frequencies": config.frequencies()}
     for n, delta in enumerate(config.delta_layers):
         norms = ("gamma1", "gamma2") if delta else ("gamma1", "gamma_q", "gamma_k", "gamma2")
         for name in (f"h.{n}.{norm}" for norm in norms):
@@ -387,7 +387,7 @@ def operand_bounds(
     }
     for h, delta in zip(_layers(config), config.delta_layers, strict=True):
 
-        def product(n: int, name: str, h: str = h) -> Any:
+        def product(n: int, name: str, h: str = h) -> np.ndarray:
             w, gamma = f"{h}w_{name}", f"{h}gamma{n}"
             return root * (norms(w, "") + norms(w, gamma))
 

@@ -25,7 +25,7 @@ ALL_LIMITS: Mapping[str, int] = {
 }  # fmt: skip
 Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
-Settings = Iterable[tuple[str, tuple[Any, ...], str]]
+Settings = Iterable[tuple[str, tuple[object, ...], str]]
 # Keys of config.json that change the result of other architectures. An entry has a key, the values
 # without effect, and what this package computes. A list in config.json has a value per layer.
 _ALL_VISIBLE, _PLAIN_NORMS = "attention sees all earlier tokens", "queries and keys have no norm"
@@ -170,13 +170,13 @@ class ModelConfig(ABC):
     MODEL_TYPE: ClassVar[str]
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]]
     OTHERS: ClassVar[Mapping[str, str]]
-    ABSENT: ClassVar[Mapping[str, Any]] = {}
+    ABSENT: ClassVar[Mapping[str, object]] = {}
     SETTINGS: ClassVar[Settings]
     HONOURED: ClassVar[tuple[str, ...]] = ()
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {}
     GGUF_READ: ClassVar[tuple[str, ...]] = ()
     GGUF_FIELDS: ClassVar[tuple[str, ...]] = ()
-    GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {}
+    GGUF_NEUTRAL: ClassVar[Mapping[str, object]] = {}
     GGUF_ZEROS: ClassVar[tuple[str, ...]] = ()
     GATE: ClassVar[Literal["silu", "gelu"]] = "silu"
     ADDED_TO_NORMS: ClassVar[float] = 0.0
@@ -386,7 +386,7 @@ class ModelConfig(ABC):
         """Return {field: value} of the keys of a GGUF file; None and 0 stand for the default."""
         return {field: settings.get(key) for key, field in cls.GGUF_KEYS.items()}
 
-    def gguf_settings(self) -> dict[str, Any]:
+    def gguf_settings(self) -> dict[str, object]:
         """Return {key: value} of the fields that have keys in GGUF files."""
         return {key: getattr(self, field) for key, field in self.GGUF_KEYS.items()}
 

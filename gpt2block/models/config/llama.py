@@ -183,7 +183,7 @@ class LlamaConfig(ModelConfig):
     }
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings", "attention_bias", "mlp_bias")
     OTHERS: ClassVar[Mapping[str, str]] = {"eps": "rms_norm_eps", "bos_token_id": "bos_token_id"}
-    ABSENT: ClassVar[Mapping[str, Any]] = {"n_ctx": 2048, "eps": 1e-6}
+    ABSENT: ClassVar[Mapping[str, object]] = {"n_ctx": 2048, "eps": 1e-6}
     SETTINGS: ClassVar[Settings] = (
         ("hidden_act", ("silu", "swish"), "the feed-forward computes SiLU only"),
         ("hidden_activation", (None, "silu", "swish"), "the feed-forward computes SiLU only"),
@@ -623,7 +623,7 @@ def _contexts(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) ->
     return n_ctx, original
 
 
-def _scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
+def _scaling_fields(scaling: RopeScaling) -> dict[str, object]:
     if scaling.kind == "longrope":
         return {"rope_type": "longrope", "factor": 1.0, _ORIGINAL: scaling.original_context,
                 "attention_factor": scaling.attention_factor, "short_factor": list(scaling.factors),

@@ -105,9 +105,9 @@ class GgufMatrix(WeightMatrix):
             )
 
     @classmethod
-    def pack(cls, blocks: list[tuple[str, Any]], K: int) -> GgufMatrix:
+    def pack(cls, blocks: list[tuple[str, np.ndarray]], K: int) -> GgufMatrix:
         """Create a matrix from pairs (GGUF type, uint8 rows of bytes) for consecutive outputs."""
-        merged: list[tuple[str, Any]] = []
+        merged: list[tuple[str, np.ndarray]] = []
         for name, raw in blocks:
             if merged and merged[-1][0] == name:
                 joined = np.concatenate([merged[-1][1], raw])
@@ -319,7 +319,7 @@ def _packed(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
     return tiles.ravel()
 
 
-def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
+def _codes_and_scales(b: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return codes (N, blocks, codes per block) and scale bytes, from blocks as in a file."""
     kind = TYPES[name]
     if name == "Q8_0":
@@ -353,7 +353,7 @@ def _codes_and_scales(b: Any, name: str) -> tuple[Any, Any]:
     return codes.reshape(*b.shape[:2], 256), scales
 
 
-def _planes(codes: Any, kind: BlockType) -> Iterator[Any]:
+def _planes(codes: np.ndarray, kind: BlockType) -> Iterator[np.ndarray]:
     """Yield the low bits of all codes, then the high bits, as bytes in the kernels' order.
 
     codes: (eight rows, group of tiles, tile, row, chunk, lane, 8). In a 32-bit word, the low bits

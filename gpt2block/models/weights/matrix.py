@@ -117,7 +117,7 @@ class WeightMatrix(Composite):
         largest = float(absmax.max())
         if dtype in FLOATS:
             return cls(_rounded(w, dtype, absmax, name), dtype, None, layout, largest)
-        scale: object = None
+        scale: AnyArray | None = None
         if dtype == SCALED:
             scale = np.where(absmax < SMALLEST, np.float32(1), absmax / np.float32(448))
             scale = cupy.asarray(scale) if is_array(w) else scale

@@ -31,7 +31,7 @@ class Captured(NamedTuple):
 
     replay: Replay
     outs: tuple[Any, ...]
-    kept: Any = None  # objects that own the memory to which the graph has pointers
+    kept: object = None  # objects that own the memory to which the graph has pointers
 
 
 Capture = Callable[[int], Captured]

@@ -7,7 +7,7 @@ determines the epilogue, and the engine, a module such as `linear_mma`, determin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines, Geometry, cache_dtype, float_define, launch_at
 from gpt2block.cuda.requests import Launch
@@ -28,7 +28,7 @@ class Epilogue(NamedTuple):
     """
 
     name: str
-    args: Mapping[str, Any]
+    args: Mapping[str, object]
     head: int = 0
     splits: int = 0
     T: str = "float32"
@@ -103,12 +103,12 @@ def append_sums(c: Call) -> Epilogue:
     return end._replace(args={**end.args, **_sums(c), **norms}, splits=_splits(c))
 
 
-def _cache(c: Call) -> dict[str, Any]:
+def _cache(c: Call) -> dict[str, object]:
     places = {"row": c.row, "position": c.position, "B": c.B}
     return {**places, "k_cache": c.k, "v_cache": c.v}
 
 
-def _sums(c: Call) -> dict[str, Any]:
+def _sums(c: Call) -> dict[str, object]:
     """Return the partial sums that the kernel must add up, and the scales of w_down's outputs."""
     scale = None if c.w_down is None else c.w_down.scale
     return {"sums": c.sums} if scale is None else {"sums": c.sums, "sum_scale": scale}

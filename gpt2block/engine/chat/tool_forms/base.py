@@ -39,7 +39,7 @@ class Tool(NamedTuple):
     """A function that a model may call. schema: JSON schema of its arguments, an object."""
 
     name: str
-    schema: Mapping[str, Any]
+    schema: Mapping[str, object]
 
 
 @dataclass(frozen=True)

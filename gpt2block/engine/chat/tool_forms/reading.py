@@ -158,7 +158,7 @@ class CallReader:
         self._add(CallPart(index, name, arguments))
         return True
 
-    def _matched(self, pattern: Any, drops: bool = False) -> Step[Any]:
+    def _matched(self, pattern: regex.Pattern[str], drops: bool = False) -> Step[Any]:
         """Return the match of a pattern at `_at`, which moves to its end, or None.
 
         drops: whether to leave out a beginning of a match at the end of the answer.
