@@ -79,7 +79,7 @@ class DecodingChoice:
         The result is empty for few rows if LayerNorm is fused with the products. If norms of heads
         are fused, only lm_head has operands.
         """
-        fused = rows <= MORE_ROWS and self.architecture.NORM == "LayerNorm"
+        fused = rows <= MORE_ROWS and self.config.NORM == "LayerNorm"
         if fused or self.config.head_size % 2:
             return {}
         matrices = self._matrix_shapes

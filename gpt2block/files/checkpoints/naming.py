@@ -228,7 +228,7 @@ def _naming(model_type: str, gguf: bool) -> Naming:
         ignored = "|".join(map(re.escape, (ROPE_FACTORS, *LONGROPE_FACTORS)))
         ignored = ignored if issubclass(of.CONFIG, LlamaConfig) else "(?!)"
         return Naming(_names(of.NAMES, 1), "blk.", "NK", ignored=ignored, tiled=True)
-    prefix, block, matrices, ignored = of.FILES
+    prefix, block, matrices, ignored = of.CONFIG.FILES
     return Naming(_names(of.NAMES, 0), block, matrices, prefix, ignored)
 
 

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from gpt2block.checks import FLOATS, check_choice, check_number
-from gpt2block.models.architectures import llama, qwen3
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, To, Value
+from gpt2block.models.architectures import qwen3
+from gpt2block.models.architectures.architecture import RowNorms, To, Value
 from gpt2block.models.config import ModelConfig, Scales, Settings, Shapes
 from gpt2block.models.config.llama import LlamaConfig, PartlyWindowedConfig
 
@@ -123,9 +123,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma2": ("pre_feedforward_layernorm", "ffn_norm"),
     "gamma_ff": ("post_feedforward_layernorm", "post_ffw_norm"),
 }
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "gemma3", False
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 
 
 def constants(config: Gemma3Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

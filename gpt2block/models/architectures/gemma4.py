@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from gpt2block.checks import FLOATS, check_count, check_integer, check_number
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.models.architectures import gemma3, llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.architectures.gemma3 import CAP, SCALE, Gemma3Config
 from gpt2block.models.config import LayerCache, LayerEmbeddings, ModelConfig, Settings, Shapes
 from gpt2block.models.config.llama import KINDS, PartlyWindowedConfig, RopeScaling, rope_objects
@@ -299,9 +299,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "w_layers": ("per_layer_model_projection", "per_layer_model_proj"),
     "gamma_layers": ("per_layer_projection_norm", "per_layer_proj_norm"),
 }
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "gemma4", False
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 final = llama.final
 
 

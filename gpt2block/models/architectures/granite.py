@@ -19,7 +19,7 @@ import numpy as np
 
 from gpt2block.checks import check_number
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, To, Value
+from gpt2block.models.architectures.architecture import RowNorms, To, Value
 from gpt2block.models.config import ModelConfig, Scales
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -66,11 +66,9 @@ class GraniteConfig(LlamaConfig):
 
 CONFIG: type[ModelConfig] = GraniteConfig
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "granite", True
 
 attention, feed_forward = llama.attention, llama.feed_forward
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 
 
 def constants(config: GraniteConfig, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

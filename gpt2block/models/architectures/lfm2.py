@@ -19,10 +19,11 @@ import numpy as np
 from gpt2block.checks import check_count, check_number
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.models.architectures import llama, qwen3
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.config import (
     ALL_LIMITS,
     CONV_LAYERS,
+    Divided,
     LayerCache,
     ModelConfig,
     Settings,
@@ -64,6 +65,7 @@ class Lfm2Config(LlamaConfig):
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {
         "shortconv.l_cache": "conv_length", CONV_LAYERS: "conv_layers",
     }  # fmt: skip
+    DIVIDED: ClassVar[Divided] = (*LlamaConfig.DIVIDED, ("taps", ("conv",), "w_out"))
 
     conv_layers: tuple[bool, ...] = ()
     conv_length: int = 3
@@ -163,10 +165,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "w_down b_down": ("feed_forward.w2", "ffn_down"),
     "gamma_f": ("embedding_norm", "token_embd_norm"),
 }
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "lfm2", False
-NORM, QKV, TENSOR_HEADS = llama.NORM, llama.QKV, llama.TENSOR_HEADS
-DIVIDED = (*llama.DIVIDED, ("taps", ("conv",), "w_out"))
 final, constants = llama.final, llama.constants
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.models.architectures.architecture import CheckpointLayout, Divided, RowNorms, Value
+from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -31,14 +31,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_f": ("norm", "output_norm"),
     "lm_head": ("lm_head", "output"),
 }
-# Checkpoints of older versions of `transformers` also contain RoPE frequencies, which are ignored.
-FILES = CheckpointLayout("model.", "layers.", "NK", r"(.+\.)?rotary_emb\w*\..+")
 GGUF, GGUF_ROPE_INTERLEAVED = "llama", True
-NORM = "RMSNorm"
-QKV = "rope"  # the step whose result is the rows [Q | K | V] that attention reads
-TENSOR_HEADS: tuple[int, ...] = (64, 128, 256)  # head sizes for a prefill on tensor cores
-# With FP8 weights, a prefill may use w_up / s and w_down · s, so that step "ff" returns ff / s.
-DIVIDED: Divided = (("w_up", ("up", "ff"), "w_down"),)
 
 
 def attention(o: Any, h: str, x: Value) -> Value:

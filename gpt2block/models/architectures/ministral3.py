@@ -70,12 +70,11 @@ class Ministral3Config(WindowedConfig):
 
 
 CONFIG: type[ModelConfig] = Ministral3Config
-NAMES, FILES = llama.NAMES, llama.FILES
+NAMES = llama.NAMES
 GGUF, GGUF_ROPE_INTERLEAVED = "mistral3", True
 
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants, stream_bounds = llama.constants, llama.stream_bounds
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 
 
 def operand_bounds(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.architectures.qwen2 import QwenConfig
 from gpt2block.models.config import ModelConfig, Shapes
 from gpt2block.models.config.llama import LlamaConfig
@@ -41,7 +41,6 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_q": ("self_attn.q_norm", "attn_q_norm"),
     "gamma_k": ("self_attn.k_norm", "attn_k_norm"),
 }
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "qwen3", False
 
 
@@ -54,7 +53,6 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 feed_forward, final = llama.feed_forward, llama.final
 constants, stream_bounds = llama.constants, llama.stream_bounds
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 
 
 def operand_bounds(

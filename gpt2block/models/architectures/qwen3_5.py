@@ -27,12 +27,13 @@ import numpy as np
 
 from gpt2block.checks import check_count, check_flag
 from gpt2block.errors import CheckpointError, InputError, shown
-from gpt2block.models.architectures import gemma3, llama, qwen3
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.architectures import gemma3, qwen3
+from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.config import (
     ALL_LIMITS,
     DRAFTING,
     HALVES,
+    CheckpointLayout,
     DeltaNets,
     LayerCache,
     ModelConfig,
@@ -42,6 +43,7 @@ from gpt2block.models.config import (
 from gpt2block.models.config.llama import (
     KINDS,
     PARTIAL,
+    ROPE_BUFFERS,
     LlamaConfig,
     PartlyRotatedConfig,
     all_but_every,
@@ -58,6 +60,7 @@ OWN = tuple(
 HEADS = ("n_k_head", "n_v_head", "k_size", "v_size")
 DELTA, EVERY = "linear_attention", "full_attention_interval"
 NEXT = "nextn_predict_layers"
+UNREAD = r"|mtp\..+"  # matches the names of tensors of a block that is not read
 RECURRENT = "attention.recurrent_layers"  # key of GGUF files: whether each layer is a delta net
 
 
@@ -101,6 +104,7 @@ class Qwen35Config(PartlyRotatedConfig):
         ("output_gate_type", ("swish", "silu"), "the gate of a delta net is SiLU"),
         ("linear_conv_kernel_dim", (4,), "convolutions are over 4 tokens"),
     )
+    FILES: ClassVar[CheckpointLayout] = LlamaConfig.FILES._replace(ignored=ROPE_BUFFERS + UNREAD)
 
     delta_layers: tuple[bool, ...] = ()
     n_k_head: int = 16
@@ -294,11 +298,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     f"{DRAFTING}w_eh": ("fc", "nextn.eh_proj"),
     f"{DRAFTING}gamma_f": ("norm", "nextn.shared_head_norm"),
 }
-UNREAD = r"|mtp\..+"  # matches the names of tensors of a block that is not read
-FILES = CheckpointLayout("model.", "layers.", "NK", rf"(.+\.)?rotary_emb\w*\..+{UNREAD}")
 GGUF, GGUF_ROPE_INTERLEAVED = "qwen35", False
-NORM, QKV, DIVIDED = llama.NORM, llama.QKV, llama.DIVIDED
-TENSOR_HEADS: tuple[int, ...] = llama.TENSOR_HEADS
 final = gemma3.final
 
 

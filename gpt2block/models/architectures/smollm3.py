@@ -16,7 +16,7 @@ import numpy as np
 from gpt2block.checks import check_count
 from gpt2block.errors import CheckpointError, shown
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, Value
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import LlamaConfig, all_but_every, check_layers
 
@@ -75,7 +75,6 @@ class SmolLM3Config(LlamaConfig):
 
 CONFIG: type[ModelConfig] = SmolLM3Config
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "smollm3", True  # GGUF files omit rope_layers
 
 
@@ -94,4 +93,3 @@ def constants(config: SmolLM3Config, vectors: Mapping[str, np.ndarray]) -> dict[
 
 feed_forward, final = llama.feed_forward, llama.final
 stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED

@@ -26,6 +26,7 @@ ALL_LIMITS: Mapping[str, int] = {
 Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
 Settings = Iterable[tuple[str, tuple[Any, ...], str]]
+Divided = tuple[tuple[str, tuple[str, ...], str], ...]
 # Keys of config.json that change the result of other architectures. An entry has a key, the values
 # without effect, and what this package computes. A list in config.json has a value per layer.
 _ALL_VISIBLE, _PLAIN_NORMS = "attention sees all earlier tokens", "queries and keys have no norm"
@@ -86,6 +87,20 @@ class Scales(NamedTuple):
     rope: float = 1.0
     cap: float | None = None
     growth: tuple[float, int] | None = None
+
+
+class CheckpointLayout(NamedTuple):
+    """The names and the matrix layout of an architecture's tensors in files of `transformers`.
+
+    prefix: text before all names except lm_head's. block: text in the place of "h.", before the
+    number of the layer. matrices: the layout of a block's matrices, "KN" or "NK". ignored: a
+    pattern that matches the names of buffers that are not weights.
+    """
+
+    prefix: str
+    block: str
+    matrices: str
+    ignored: str
 
 
 class LayerCache(NamedTuple):
@@ -164,6 +179,12 @@ class ModelConfig(ABC):
     of values have norms without weights, next to norms of heads of queries and keys. FROM_CACHE:
     whether attention of prompts always reads keys and values from a kv_cache. READS_STREAM: whether
     the model's input is an embedding joined with a row of another model's residual stream.
+
+    FILES: the layout in files of `transformers`. NORM: the name of the norms in messages. QKV: the
+    step whose result is the rows [Q | K | V] that attention reads. TENSOR_HEADS: head sizes for
+    which a prefill can use tensor cores. DIVIDED: weights w of a step, results that are linear in
+    w, and the weights of the next product. With FP8 weights, the step may use w / s and the product
+    its weights times s, to keep the results in float16's range; () if this is not possible.
     """
 
     NAME: ClassVar[str]
@@ -184,6 +205,11 @@ class ModelConfig(ABC):
     FROM_CACHE: ClassVar[bool] = False
     READS_STREAM: ClassVar[bool] = False
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
+    FILES: ClassVar[CheckpointLayout]
+    NORM: ClassVar[str]
+    QKV: ClassVar[str]
+    TENSOR_HEADS: ClassVar[tuple[int, ...]]
+    DIVIDED: ClassVar[Divided] = ()
 
     n_layer: int
     n_head: int
@@ -423,6 +449,11 @@ class GPT2Config(ModelConfig):
         ("add_cross_attention", (False,), "there is no encoder to attend to"),
         ("quantization_config", (None,), "quantized weights are not supported"),
     )  # fmt: skip
+    # Checkpoints of older versions of `transformers` also contain the buffers of attention masks.
+    FILES: ClassVar[CheckpointLayout] = CheckpointLayout(
+        "transformer.", "h.", "KN", r"h\.\d+\.attn\.(bias|masked_bias)"
+    )
+    NORM, QKV, TENSOR_HEADS = "LayerNorm", "qkv", (64,)
 
     n_layer: int = 12
     n_head: int = 12

@@ -22,6 +22,8 @@ from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.models.config import (
     ALL_LIMITS,
     OF_OTHERS,
+    CheckpointLayout,
+    Divided,
     ModelConfig,
     Scales,
     Settings,
@@ -51,6 +53,7 @@ _WITH_YARN = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "ministral
 KINDS = ("full_attention", "sliding_attention")
 LOCAL = "local_frequencies"  # the RoPE frequencies of layers with a window
 _PATTERN = "sliding_window_pattern"
+ROPE_BUFFERS = r"(.+\.)?rotary_emb\w*\..+"  # matches the names of RoPE frequencies in files
 
 
 def yarn_attention(factor: float, mscale: float = 1.0) -> float:
@@ -190,6 +193,11 @@ class LlamaConfig(ModelConfig):
         ("quantization_config", (None,), "quantized weights are not supported"),
     )
 
+    # Checkpoints of older versions of `transformers` also contain RoPE frequencies.
+    FILES: ClassVar[CheckpointLayout] = CheckpointLayout("model.", "layers.", "NK", ROPE_BUFFERS)
+    NORM, QKV, TENSOR_HEADS = "RMSNorm", "rope", (64, 128, 256)
+    # With FP8 weights, a prefill may use w_up / s and w_down · s, so that step "ff" returns ff / s.
+    DIVIDED: ClassVar[Divided] = (("w_up", ("up", "ff"), "w_down"),)
     PARTIAL: ClassVar[bool] = False  # whether GGUF files store which pairs RoPE rotates as factors
 
     n_layer: int = 32
