@@ -117,35 +117,7 @@ class Model(Hinted, Generic[Weights]):
         a hub id. Raises CheckpointError, and InputError for weights that are not finite.
         """
         given = FormatOptions(dtype, kv_dtype, allow_nonfinite)
-        return cls._loaded(name, device, given, progress, revision)
-
-    @classmethod
-    def _loaded(
-        cls: type[Loaded],
-        name: str | Path | Checkpoint,
-        device: str | None,
-        given: FormatOptions,
-        progress: Progress,
-        revision: str | None,
-    ) -> Loaded:
-        check_callable("progress", progress)
-        begin(device)
-        checkpoint = Checkpoint.open(name, revision)
-        config = type(checkpoint.config)
-        own: tuple[type[Model[Any]], ...] = (GPT2, Llama)
-        kind: type[Model[Any]] = next((each for each in own if each.CONFIG is config), Model)
-        if not issubclass(kind, cls):
-            raise CheckpointError(
-                f"{checkpoint.name}: expected a {cls.__name__}, got a {config.NAME}: use "
-                f"{kind.__name__}.from_pretrained, or gpt2block.from_pretrained for any"
-            )
-        formats = given.resolved(checkpoint.nbytes_in_blocks > 0 and reads_blocks(device))
-        model = kind.__new__(kind)
-        model._checkpoint = checkpoint
-        several = len(resolve_devices(device)) > 1
-        tensors = checkpoint.tensors(formats.dtype == FILE, unread=several)
-        model._set_up(checkpoint.config, progress(tensors), device, formats)
-        return model
+        return load(cls, name, device, given, progress, revision)
 
     @classmethod
     def from_tensors(
@@ -762,16 +734,34 @@ def from_pretrained(
     Arguments and errors are as in `GPT2.from_pretrained`.
     """
     given = FormatOptions(dtype, kv_dtype, allow_nonfinite)
-    return load(name, device, given, progress, revision)
+    model: Model[Any] = load(Model, name, device, given, progress, revision)
+    return model
 
 
 def load(
+    cls: type[Loaded],
     name: str | Path | Checkpoint,
     device: str | None,
     given: FormatOptions,
     progress: Progress = iter,
     revision: str | None = None,
-) -> Model[Any]:
-    """Load a checkpoint as `from_pretrained` does. given: the user's storage options."""
-    model: Model[Any] = Model._loaded(name, device, given, progress, revision)
+) -> Loaded:
+    """Load a checkpoint as `cls.from_pretrained` does. given: the user's storage options."""
+    check_callable("progress", progress)
+    begin(device)
+    checkpoint = Checkpoint.open(name, revision)
+    config = type(checkpoint.config)
+    own: tuple[type[Model[Any]], ...] = (GPT2, Llama)
+    kind: type[Model[Any]] = next((each for each in own if each.CONFIG is config), Model)
+    if not issubclass(kind, cls):
+        raise CheckpointError(
+            f"{checkpoint.name}: expected a {cls.__name__}, got a {config.NAME}: use "
+            f"{kind.__name__}.from_pretrained, or gpt2block.from_pretrained for any"
+        )
+    formats = given.resolved(checkpoint.nbytes_in_blocks > 0 and reads_blocks(device))
+    model = kind.__new__(kind)
+    model._checkpoint = checkpoint
+    several = len(resolve_devices(device)) > 1
+    tensors = checkpoint.tensors(formats.dtype == FILE, unread=several)
+    model._set_up(checkpoint.config, progress(tensors), device, formats)
     return model

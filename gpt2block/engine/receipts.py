@@ -25,6 +25,7 @@ import numpy as np
 import kernels_cu
 from gpt2block.cuda import cupy, doctor
 from gpt2block.cuda.arrays import compute_capability
+from gpt2block.engine.threads import THREADS
 from gpt2block.errors import InputError, shown
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.stored import Stored
@@ -40,8 +41,6 @@ FORMAT, VERSION = "gpt2block_receipt", 1  # field with the version of the format
 # Folders of the package whose code cannot change a bit of a text.
 NOT_HASHED = ("apps", "bulk", "emulator", "evaluation", "judge")
 SHA256_THREADS = 8
-# Variables from which libraries of matrix products read their number of threads.
-THREADS = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 # Fields that are for information, or that a check compares with the generated text.
 NOT_COMPARED = "gpt2block", "model", "gpus", "options", "tokens", "finish_reason", "logprobs"
 NAMES = "model", "finish_reason"  # fields of NOT_COMPARED that are strings or null
@@ -155,6 +154,7 @@ def _of_tensor(stored: Stored) -> bytes:
     return digest.digest()
 
 
+@lru_cache(maxsize=4)
 def of_tokenizer(encoding: Encoding | None) -> str | None:
     """Return the SHA-256 of a tokenizer's rules, tokens, ids and end token; None without one."""
     if encoding is None:
@@ -165,11 +165,6 @@ def of_tokenizer(encoding: Encoding | None) -> str | None:
     for name in sorted(encoding.special_tokens_set):
         digest.update(b"%d " % special_id(encoding, name) + name.encode())
     return digest.hexdigest()
-
-
-@lru_cache(maxsize=4)
-def _of_text(encoding: Encoding | None) -> str | None:
-    return of_tokenizer(encoding)
 
 
 def certify(engine: object, sequence: TokenSequence) -> dict[str, Any]:
@@ -183,7 +178,7 @@ def receipt_of(sequence: TokenSequence, known: Mapping[str, object]) -> dict[str
     reader: object = of_outputs(sequence.reader) if ends.stop or rule else None
     return {
         **known,
-        "tokenizer": _of_text(reader),
+        "tokenizer": of_tokenizer(reader),
         "llguidance": importlib.metadata.version("llguidance") if rule else None,
         "options": {
             **{name: getattr(sequence.sampling, name) for name in SAMPLED},

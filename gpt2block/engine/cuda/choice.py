@@ -91,7 +91,7 @@ class DecodingChoice:
                 return {}
         dtype = HI_LO if self.bounds else self.formats.dtype
         fuses = self._fusions(rows)
-        plain = fuses.norms and not self._norms_heads
+        plain = fuses.norms and not self.config.qk_norm
         found = operands_of(dtype, rows, shapes, self.x_dtype is not None, plain)
         if fuses.heads:  # not measured for other models
             return {name: each for name, each in found.items() if name == "lm_head"}
@@ -144,11 +144,6 @@ class DecodingChoice:
                 common = gcd(*(s[0] for n, s in shapes.items() if n.rpartition(".")[2] == name))
                 found[name] = common if common % UNIT else shape[0], shape[1]
         return found
-
-    @property
-    def _norms_heads(self) -> bool:
-        """Whether the heads of q and k have norms with weights."""
-        return "gamma_q" in self.config.block_shapes()
 
     def _fusions(self, rows: int) -> Fusions:
         """Return the operations that products by decode_mma fuse in steps of `rows` rows."""

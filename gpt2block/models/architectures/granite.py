@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gpt2block.checks import check_number
+from gpt2block.checks import check_number, set_fields
 from gpt2block.models.architectures import llama
 from gpt2block.models.architectures.architecture import RowNorms, To, Value
 from gpt2block.models.config import ModelConfig, Scales
@@ -54,7 +54,7 @@ class GraniteConfig(LlamaConfig):
         super().__post_init__()
         for name in MULTIPLIERS:
             value = check_number(name, getattr(self, name), 2.0**-20, 2.0**20, "2^-20 to 2^20")
-            object.__setattr__(self, name, value)
+            set_fields(self, **{name: value})
 
     @property
     def scales(self) -> Scales:

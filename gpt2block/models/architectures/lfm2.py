@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gpt2block.checks import check_count, check_number
+from gpt2block.checks import check_count, check_number, set_fields
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.models.architectures import llama, qwen3
 from gpt2block.models.architectures.architecture import RowNorms, Value
@@ -77,9 +77,8 @@ class Lfm2Config(LlamaConfig):
         layers = check_layers("conv_layers", layers, self.n_layer)
         if all(layers):
             raise InputError("conv_layers: expected at least one layer with attention, got none")
-        object.__setattr__(self, "conv_layers", layers)
         length = check_count("conv_L_cache", self.conv_length, MAX_TAPS)
-        object.__setattr__(self, "conv_length", length)
+        set_fields(self, conv_layers=layers, conv_length=length)
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import check_number
+from gpt2block.checks import check_number, set_fields
 from gpt2block.models.architectures import llama
 from gpt2block.models.architectures.architecture import RowNorms, To, Value
 from gpt2block.models.config import Divided, ModelConfig, Scales, Settings, Shapes
@@ -52,7 +52,7 @@ class NanoChatConfig(LlamaConfig):
         super().__post_init__()
         if self.logits_cap is not None:
             given = "logits_cap", self.logits_cap, 2.0**-20, 2.0**20
-            object.__setattr__(self, "logits_cap", check_number(*given, "None, or 2^-20 to 2^20"))
+            set_fields(self, logits_cap=check_number(*given, "None, or 2^-20 to 2^20"))
 
     @property
     def scales(self) -> Scales:

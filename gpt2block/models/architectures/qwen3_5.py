@@ -25,9 +25,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gpt2block.checks import check_count, check_flag
+from gpt2block.checks import check_count, check_flag, set_fields
 from gpt2block.errors import CheckpointError, InputError, shown
-from gpt2block.models.architectures import gemma3, qwen3
+from gpt2block.models.architectures import gemma3, llama, qwen3
 from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.config import (
     ALL_LIMITS,
@@ -117,12 +117,11 @@ class Qwen35Config(PartlyRotatedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         layers = self.delta_layers or all_but_every(4, self.n_layer)
-        object.__setattr__(self, "delta_layers", check_layers("delta_layers", layers, self.n_layer))
+        set_fields(self, delta_layers=check_layers("delta_layers", layers, self.n_layer))
         if all(self.delta_layers):
             raise InputError(f"layer_types: expected a layer with {KINDS[0]}, got none")
-        for name in HEADS:
-            size = check_count(name, getattr(self, name), ALL_LIMITS[name])
-            object.__setattr__(self, name, size)
+        sizes = {n: check_count(n, getattr(self, n), ALL_LIMITS[n]) for n in HEADS}
+        set_fields(self, **sizes)
         check_flag("tiled", self.tiled)
         check_flag("mtp", self.mtp)
         if self.n_v_head % self.n_k_head:
@@ -315,13 +314,9 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Compute x1 = x + projected attention; return the block's output x1 + gated_ffn(norm(x1))."""
+    """Compute a block's second half as Llama does; w_out projects the result of a delta net."""
     out = "out" if o.c.is_delta(h) else "o"
-    x = o.product(f"{h}proj", y, f"{h}w_{out}", add=(f"{h}x1", x))
-    del y  # free y's memory for the result of the norm
-    y = o.norm(f"{h}rms2", x, f"{h}gamma2_and_1", to=(f"{h}w_gate", f"{h}w_up"))
-    y = o.gated(h, y, to=(f"{h}w_down",))
-    return o.product(f"{h}down", y, f"{h}w_down", add=(f"{h}output", x))
+    return llama.feed_forward(o, h, x, y, out, "gamma2_and_1")
 
 
 def constants(config: Qwen35Config, vectors: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,13 +338,8 @@ def constants(config: Qwen35Config, vectors: Mapping[str, Any]) -> dict[str, Any
     return found | {f"{name}_and_1": 1 + vectors[name] for name in others}
 
 
-def _factors(config: Qwen35Config, largest: Mapping[str, float]) -> dict[str, float]:
-    """Return bounds of the factors by which norms multiply, and of other tensors."""
-    found = {}
-    for name, value in largest.items():
-        kind = name.rpartition(".")[2]
-        found[name] = value + (kind.startswith("gamma") and kind != "gamma_o")
-    return found
+def _delta_names(config: Qwen35Config) -> list[str]:
+    return [f"h.{layer}." for layer, delta in enumerate(config.delta_layers) if delta]
 
 
 def stream_bounds(config: Qwen35Config, largest: Mapping[str, float]) -> Iterator[float]:
@@ -358,54 +348,35 @@ def stream_bounds(config: Qwen35Config, largest: Mapping[str, float]) -> Iterato
     Gates of attention increase no magnitude. A head of a delta net's norm has a Euclidean norm of
     at most sqrt(v_size) times the largest γ, before SiLU(z) multiplies it.
     """
-    C, of, factors = config.n_embd, config._delta_nets, _factors(config, largest)
-    stream = largest["wte"]
+    C, of, own = config.n_embd, config._delta_nets, gemma3.factors(largest)
     if config.READS_STREAM:
-        stream = C * sum(factors[f"gamma_{n}"] * largest[f"w_{n}"] for n in "eh")
-    yield stream
-    for h, delta in zip(_layers(config), config.delta_layers, strict=True):
-
-        def product(n: int, name: str, h: str = h) -> float:
-            return C * factors[f"{h}gamma{n}"] * largest[f"{h}w_{name}"]
-
-        if delta:
-            root = math.sqrt(of.v_size) * factors[f"{h}gamma_o"]
-            stream += root * product(1, "in") * of.values * largest[f"{h}w_out"]
-        else:
-            stream += product(1, "qkv") * config.q_width * largest[f"{h}w_o"]
-        stream += product(2, "gate") * product(2, "up") * config.n_ff * largest[f"{h}w_down"]
-        yield stream
+        own["wte"] = C * sum(own[f"gamma_{n}"] * largest[f"w_{n}"] for n in "eh")
+    for h in _delta_names(config):
+        heads = math.sqrt(of.v_size) * largest[f"{h}gamma_o"]
+        rows = heads * (C * own[f"{h}gamma1"] * largest[f"{h}w_in"])
+        added = rows * of.values * largest[f"{h}w_out"]
+        own |= {f"{h}w_qkv": 0.0, f"{h}w_o": 0.0, f"{h}b_o": added}
+    return llama.stream_bounds(config, own)
 
 
 def operand_bounds(
     config: Qwen35Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Bound operands as Llama and Qwen3 do. |W (1+w)| <= |W| + |W w| for a row W of a matrix."""
-    root, factors, of = math.sqrt(config.n_embd), _factors(config, largest), config._delta_nets
-    bounds = {
-        f"rms_{n}": root * factors[f"gamma_{n}"] for n in "feh"[: 1 + 2 * config.READS_STREAM]
-    }
-    for h, delta in zip(_layers(config), config.delta_layers, strict=True):
+    """Bound operands as Gemma 3 does, and the gated result of each delta net."""
+    root, of, own = math.sqrt(config.n_embd), config._delta_nets, {**largest}
+    deltas = _delta_names(config)
+    own |= {f"{h}gamma_{name}": 0.0 for h in deltas for name in "qk"}
 
-        def product(n: int, name: str, h: str = h) -> Any:
-            w, gamma = f"{h}w_{name}", f"{h}gamma{n}"
-            return root * (norms(w, "") + norms(w, gamma))
+    def of_first_product(w: str, gamma: str) -> np.ndarray:
+        h, _, name = w.rpartition(".")
+        return norms(f"{h}.w_in" if name == "w_qkv" and f"{h}." in deltas else w, gamma)
 
-        gate, up = product(2, "gate"), product(2, "up")
-        bounds |= {f"{h}rms{n}": root * factors[f"{h}gamma{n}"] for n in (1, 2)}
-        bounds |= {f"{h}gate": float(gate.max()), f"{h}up": float(up.max())}
-        bounds[f"{h}ff"] = float((gate * up).max())
-        if delta:
-            z = float(product(1, "in")[-of.values :].max())
-            bounds[f"{h}normed"] = math.sqrt(of.v_size) * factors[f"{h}gamma_o"] * z
-        else:
-            turned = math.sqrt(2) * float(product(1, "qkv").max())
-            heads = math.sqrt(config.head_size) * max(
-                factors[f"{h}gamma_q"], factors[f"{h}gamma_k"]
-            )
-            bounds[f"{h}rope"] = max(turned, heads)
+    bounds = gemma3.operand_bounds(config, own, of_first_product)
+    for n in "eh" * config.READS_STREAM:
+        bounds[f"rms_{n}"] = root * (largest[f"gamma_{n}"] + 1)
+    for h in deltas:
+        del bounds[f"{h}rope"]
+        both = norms(f"{h}w_in", "") + norms(f"{h}w_in", f"{h}gamma1")
+        z = float((root * both)[-of.values :].max())
+        bounds[f"{h}normed"] = math.sqrt(of.v_size) * largest[f"{h}gamma_o"] * z
     return bounds
-
-
-def _layers(config: Qwen35Config) -> Iterator[str]:
-    return (f"h.{layer}." for layer in range(config.n_layer))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gpt2block.checks import check_count
+from gpt2block.checks import check_count, set_fields
 from gpt2block.errors import CheckpointError, shown
 from gpt2block.models.architectures import llama
 from gpt2block.models.architectures.architecture import Value
@@ -45,8 +45,7 @@ class SmolLM3Config(LlamaConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         layers = self.rope_layers or all_but_every(EVERY, self.n_layer)
-        layers = check_layers("rope_layers", layers, self.n_layer)
-        object.__setattr__(self, "rope_layers", layers)
+        set_fields(self, rope_layers=check_layers("rope_layers", layers, self.n_layer))
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from gpt2block.checks import check_count, check_eps, check_token, meant, several
+from gpt2block.checks import check_count, check_eps, check_token, meant, set_fields, several
 from gpt2block.errors import Argument, CheckpointError, InputError, shown
 
 # The limits are far above all models' sizes. They bound the memory that a damaged file can request.
@@ -221,15 +221,14 @@ class ModelConfig(ABC):
     eos_token_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for name, limit in LIMITS.items():
-            # Convert NumPy integers, which json cannot write.
-            object.__setattr__(self, name, check_count(name, getattr(self, name), limit))
-        object.__setattr__(self, "eps", check_eps(self.eps))
+        # NumPy integers, which json cannot write, are converted.
+        sizes = {n: check_count(n, getattr(self, n), limit) for n, limit in LIMITS.items()}
+        set_fields(self, **sizes, eps=check_eps(self.eps))
         for name in self.FLAGS:
             if not isinstance(flag := getattr(self, name), bool):
                 raise InputError(f"{name}: expected true or false, got {shown(flag)}")
         ends = tuple(check_token("eos_token_ids", token) for token in several(self.eos_token_ids))
-        object.__setattr__(self, "eos_token_ids", ends)
+        set_fields(self, eos_token_ids=ends)
 
     @property
     @abstractmethod
