@@ -21,7 +21,7 @@ from gpt2block.cuda.arrays import ArrayArg
 from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.timing import interleaved_ms
 from gpt2block.engine.recorder import TensorSpec
-from gpt2block.engine.recording import Recording, Recordings, capture
+from gpt2block.engine.recording import Recording, Recordings
 from gpt2block.engine.timeline import BytesMoved, Call, KernelTiming, Timeline, moved, weights_dtype
 from gpt2block.ops.operands import Operand
 from gpt2block.ops.sample_token import FILE
@@ -169,7 +169,7 @@ def _graph(launches: Sequence[object], overlapping: bool) -> Callable[[], None]:
     gather, after which no memory may be allocated (see `Recordings.meet`).
     """
     stream = cupy.cuda.get_current_stream()
-    graph = capture(launches, cupy.cuda.Stream(non_blocking=True), overlapping)
+    graph = overlap.capture(launches, cupy.cuda.Stream(non_blocking=True), overlapping)
     graph.upload(stream)
     stream.synchronize()
     return partial(graph.launch, stream)

@@ -134,13 +134,14 @@ class Naming:
             first, count = self.first_of(ours), self.shape_of(ours, shape)[0]
             tensor, begin = whole[first], ends[first]
             ends[first] += count
-            if spans := config.file_spans(_kind(ours)):
+            spans = config.file_spans(_kind(ours))
+            if spans:
                 tensor = tensor.of_spans(spans)
             elif sharing[first] > 1:
                 tensor = tensor.rows(begin, begin + count)
             if len(shape) == 3:
                 tensor = replace(tensor, shape=shape)
-            if ours.endswith(".w_qkv") and config.head_order:
+            if ours.endswith(".w_qkv") and config.head_order and not spans:
                 heads = config.q_width + config.kv_width
                 tensor = replace(tensor, head_order=config.head_order, in_heads=heads)
             stored[ours] = tensor

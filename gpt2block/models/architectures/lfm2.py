@@ -31,7 +31,7 @@ from gpt2block.models.config import (
     agreed,
     check_settings,
 )
-from gpt2block.models.config.llama import LlamaConfig, check_layers
+from gpt2block.models.config.llama import LlamaConfig, are_of_type, set_layers
 
 KINDS = ("full_attention", "conv")
 MAX_TAPS = 8  # maximum terms of a convolution
@@ -73,12 +73,10 @@ class Lfm2Config(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.conv_layers or (False,) * self.n_layer
-        layers = check_layers("conv_layers", layers, self.n_layer)
-        if all(layers):
+        set_layers(self, "conv_layers", (False,) * self.n_layer)
+        if all(self.conv_layers):
             raise InputError("conv_layers: expected at least one layer with attention, got none")
-        length = check_count("conv_L_cache", self.conv_length, MAX_TAPS)
-        set_fields(self, conv_layers=layers, conv_length=length)
+        set_fields(self, conv_length=check_count("conv_L_cache", self.conv_length, MAX_TAPS))
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
@@ -141,11 +139,7 @@ def _conv_layers(config: Mapping[str, object], n_layer: int) -> tuple[bool, ...]
             raise CheckpointError(f"config.json: full_attn_idxs: expected a list of numbers below "
                                   f"{n_layer}, got {shown(full)}")  # fmt: skip
         given["full_attn_idxs"] = [KINDS[n not in full] for n in range(n_layer)]
-    found = agreed(given) if given else []
-    if not isinstance(found, list) or not all(each in KINDS for each in found):
-        raise CheckpointError(f"config.json: layer_types: expected a list of "
-                              f"{' and '.join(KINDS)}, got {shown(found)}")  # fmt: skip
-    return tuple(each == "conv" for each in found)
+    return are_of_type(agreed(given) if given else [], KINDS)
 
 
 CONFIG: type[ModelConfig] = Lfm2Config

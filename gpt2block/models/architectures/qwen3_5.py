@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gpt2block.checks import check_count, check_flag, set_fields
-from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.errors import InputError
 from gpt2block.models.architectures import gemma3, llama, qwen3
 from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.config import (
@@ -47,7 +47,8 @@ from gpt2block.models.config.llama import (
     LlamaConfig,
     PartlyRotatedConfig,
     all_but_every,
-    check_layers,
+    are_of_type,
+    set_layers,
 )
 
 # Names that end the name of the matrix w_eh in files with a block that drafts tokens
@@ -116,8 +117,7 @@ class Qwen35Config(PartlyRotatedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.delta_layers or all_but_every(4, self.n_layer)
-        set_fields(self, delta_layers=check_layers("delta_layers", layers, self.n_layer))
+        set_layers(self, "delta_layers", all_but_every(4, self.n_layer))
         if all(self.delta_layers):
             raise InputError(f"layer_types: expected a layer with {KINDS[0]}, got none")
         sizes = {n: check_count(n, getattr(self, n), ALL_LIMITS[n]) for n in HEADS}
@@ -188,16 +188,6 @@ class Qwen35Config(PartlyRotatedConfig):
         rows = {"w_in": (of.channels, of.values), "w_ba": (of.n_v_head, of.n_v_head)}
         return {**rows, "w_g": (self.q_width, 0, 0)}.get(name) or super().file_rows(name, layer)
 
-    @property
-    def head_order(self) -> tuple[int, ...]:
-        """Return (): `file_spans` has the order of the channels of heads."""
-        return ()
-
-    @property
-    def channel_order(self) -> tuple[int, ...]:
-        """For each channel of a head of q and k, its index in files; () if orders are equal."""
-        return super().head_order
-
     def file_spans(self, name: str) -> tuple[tuple[int, int], ...]:
         """Return rows of files, where each head of q precedes its gate.
 
@@ -209,7 +199,7 @@ class Qwen35Config(PartlyRotatedConfig):
             return tuple((at + D, at + 2 * D) for at in heads)
         if name != "w_qkv":
             return ()
-        order = self.channel_order or range(D)
+        order = self.head_order or range(D)
         cuts = [n for n in range(1, D) if order[n] != order[n - 1] + 1]
         runs = [(order[a], order[b - 1] + 1) for a, b in pairwise([0, *cuts, D])]
         both = (*heads, *range(Q, Q + self.kv_width, D))
@@ -219,17 +209,14 @@ class Qwen35Config(PartlyRotatedConfig):
     @classmethod
     def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
-        fields, kinds = super()._fields_in(config), (DELTA, KINDS[0])
+        fields = super()._fields_in(config)
         own = config.get("mtp_use_dedicated_embeddings")  # else they are the model's
         fields["mtp"] = config.get("mtp_num_hidden_layers") == 1 and not own
         types = config.get("layer_types")
         if types is None:
             every = check_count(EVERY, config.get(EVERY, 4))
             return fields | {"delta_layers": all_but_every(every, fields["n_layer"])}
-        if not isinstance(types, list) or any(each not in kinds for each in types):
-            raise CheckpointError(f"config.json: layer_types: expected a list of "
-                                  f"{' and '.join(kinds)}, got {shown(types)}")  # fmt: skip
-        return fields | {"delta_layers": tuple(each == DELTA for each in types)}
+        return fields | {"delta_layers": are_of_type(types, (KINDS[0], DELTA))}
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
@@ -329,8 +316,8 @@ def constants(config: Qwen35Config, vectors: Mapping[str, Any]) -> dict[str, Any
         norms = ("gamma1", "gamma2") if delta else ("gamma1", "gamma_q", "gamma_k", "gamma2")
         for name in (f"h.{n}.{norm}" for norm in norms):
             gamma = 1 + vectors[name]
-            if name[-1] in "qk" and config.channel_order and np.ndim(vectors[name]):
-                gamma = gamma[list(config.channel_order)]
+            if name[-1] in "qk" and config.head_order and np.ndim(vectors[name]):
+                gamma = gamma[list(config.head_order)]
             found[f"{name}_and_1"] = gamma
         if delta:
             found[f"h.{n}.rate"] = np.exp(vectors[f"h.{n}.a_log"])

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gpt2block.checks import check_count, set_fields
+from gpt2block.checks import check_count
 from gpt2block.errors import CheckpointError, shown
 from gpt2block.models.architectures import llama
 from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import ModelConfig
-from gpt2block.models.config.llama import LlamaConfig, all_but_every, check_layers
+from gpt2block.models.config.llama import LlamaConfig, all_but_every, set_layers
 
 EVERY = 4  # period in layers: every 4th layer has no RoPE
 STILL = "still_frequencies"
@@ -44,8 +44,7 @@ class SmolLM3Config(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.rope_layers or all_but_every(EVERY, self.n_layer)
-        set_fields(self, rope_layers=check_layers("rope_layers", layers, self.n_layer))
+        set_layers(self, "rope_layers", all_but_every(EVERY, self.n_layer))
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:

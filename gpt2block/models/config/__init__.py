@@ -242,7 +242,10 @@ class ModelConfig(ABC):
 
     @property
     def head_order(self) -> tuple[int, ...]:
-        """For each channel of a head of q and k, its index in files; () if orders are equal."""
+        """For each channel of a head of q and k, its index in files; () if orders are equal.
+
+        If w_qkv has `file_spans`, they have this order.
+        """
         return ()
 
     @property

@@ -463,11 +463,10 @@ class PartlyWindowedConfig(WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.sliding_layers or all_but_every(self.EVERY, self.n_layer)
-        layers = check_layers("sliding_layers", layers, self.n_layer)
+        set_layers(self, "sliding_layers", all_but_every(self.EVERY, self.n_layer))
         local = self.theta if self.local_theta is None else self.local_theta
         local = check_number("local_theta", local, 1, 2.0**100, "a number from 1 to 2^100")
-        set_fields(self, sliding_layers=layers, local_theta=local)
+        set_fields(self, local_theta=local)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -507,11 +506,8 @@ class PartlyWindowedConfig(WindowedConfig):
         if types is None:
             given = config.get(_PATTERN, cls.EVERY) if _PATTERN in cls.HONOURED else cls.EVERY
             layers = all_but_every(check_count(_PATTERN, given), fields["n_layer"])
-        elif isinstance(types, list) and all(each in KINDS for each in types):
-            layers = tuple(each == KINDS[1] for each in types)
         else:
-            raise CheckpointError(f"config.json: layer_types: expected a list of "
-                                  f"{' and '.join(KINDS)}, got {shown(types)}")  # fmt: skip
+            layers = are_of_type(types, KINDS)
         return fields | {"sliding_layers": layers}
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -525,12 +521,24 @@ def all_but_every(every: int, n_layer: int) -> tuple[bool, ...]:
     return tuple((layer + 1) % every > 0 for layer in range(n_layer))
 
 
-def check_layers(name: str, flags: Any, n_layer: int) -> tuple[bool, ...]:
-    """Return the flags as a tuple; raise InputError unless each layer has one flag."""
-    if len(flags) != n_layer or not all(type(each) is bool for each in flags):
-        expected = f"true or false for each of {n_layer} layers"
+def set_layers(config: LlamaConfig, name: str, default: tuple[bool, ...]) -> None:
+    """Set the field `name` of a config to a tuple; raise InputError unless each layer has a flag.
+
+    default: replaces ().
+    """
+    flags = getattr(config, name) or default
+    if len(flags) != config.n_layer or not all(type(each) is bool for each in flags):
+        expected = f"true or false for each of {config.n_layer} layers"
         raise InputError(f"{name}: expected {expected}, got {shown(flags)}")
-    return tuple(flags)
+    set_fields(config, **{name: tuple(flags)})
+
+
+def are_of_type(types: object, known: tuple[str, str]) -> tuple[bool, ...]:
+    """Return whether each entry of layer_types in a config.json is the second of two types."""
+    if not isinstance(types, list) or not all(each in known for each in types):
+        raise CheckpointError(f"config.json: layer_types: expected a list of "
+                              f"{' and '.join(known)}, got {shown(types)}")  # fmt: skip
+    return tuple(each == known[1] for each in types)
 
 
 def rope_objects(config: Mapping[str, object]) -> dict[str, dict[str, Any]]:
