@@ -106,7 +106,9 @@ class Model(Hinted, Generic[Weights]):
         revision: str | None = None,
         kv_dtype: str | None = None,
     ) -> Loaded:
-        """Load a checkpoint, one tensor at a time.
+        """Load a checkpoint as the class of its architecture: GPT2, Llama, or Model for others.
+
+        The tensors are read one at a time.
 
         name: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" (or "124M" …), another hub id, a
         Hugging Face directory or .safetensors file, an llm.c .bin, or a bundled model:
@@ -719,25 +721,6 @@ class Llama(Model[LlamaWeights]):
     config: LlamaConfig
 
 
-@named_options(**REMOVED)
-def from_pretrained(
-    name: str | Path | Checkpoint = BUNDLED,
-    device: str | None = None,
-    dtype: str | None = None,
-    progress: Progress = iter,
-    allow_nonfinite: bool = False,
-    revision: str | None = None,
-    kv_dtype: str | None = None,
-) -> Model[Any]:
-    """Load a checkpoint as the class of its architecture: GPT2, Llama, or Model for others.
-
-    Arguments and errors are as in `GPT2.from_pretrained`.
-    """
-    given = FormatOptions(dtype, kv_dtype, allow_nonfinite)
-    model: Model[Any] = load(Model, name, device, given, progress, revision)
-    return model
-
-
 def load(
     cls: type[Loaded],
     name: str | Path | Checkpoint,
@@ -765,3 +748,6 @@ def load(
     tensors = checkpoint.tensors(formats.dtype == FILE, unread=several)
     model._set_up(checkpoint.config, progress(tensors), device, formats)
     return model
+
+
+from_pretrained = Model[Any].from_pretrained

@@ -68,7 +68,7 @@ class Pass(ABC):
         """
         if self.c.delta_nets is not None:
             self.spans = self.do("spans", "delta_spans", SPANS, **self.of_steps)
-        inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.embedding
+        inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.scales.embedding
         scaled = {} if factor == 1 else {"factor": factor}
         if self.do.has("gamma_e_and_1"):
             return self._joined(self.do("vectors", "encoder_rows", inputs, **scaled))
@@ -204,10 +204,10 @@ class Pass(ABC):
 
     def logits(self, x: Value) -> Value:
         """Compute the product with lm_head. Cap the logits if the architecture caps logits."""
-        if self.c.cap is None:
+        if self.c.scales.cap is None:
             return self.product("logits", x, "lm_head")
         y = self.product("uncapped", x, "lm_head")
-        return self.do("logits", "cap", (y,), limit=self.c.cap)
+        return self.do("logits", "cap", (y,), limit=self.c.scales.cap)
 
     def scores(self, x: Value, likeliest: bool = False) -> Value:
         """Compute, for each row, the log-likelihood of the row's target (the next token).

@@ -145,10 +145,10 @@ class PrefillPass(Pass):
     def logits_of(self, x: Value, first: int, end: int) -> Value:
         """Compute the logits of rows `first` to `end` - 1 of x, the result of the final norm."""
         hidden = self.do(f"hidden.{first}", "rows", (x,), first=first, end=end)
-        if self.c.cap is None:
+        if self.c.scales.cap is None:
             return self.head(f"logits.{first}", hidden)
         y = self.head(f"uncapped.{first}", hidden)
-        return self.do(f"logits.{first}", "cap", (y,), into=y, limit=self.c.cap)
+        return self.do(f"logits.{first}", "cap", (y,), into=y, limit=self.c.scales.cap)
 
     def head(self, name: str, hidden: Value) -> Value:
         return self.do(name, "linear", (hidden, "head", "head_bias"), variant="tiles")

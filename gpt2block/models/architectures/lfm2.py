@@ -30,6 +30,7 @@ from gpt2block.models.config import (
     Shapes,
     agreed,
     check_settings,
+    names_of,
 )
 from gpt2block.models.config.llama import LlamaConfig, are_of_type, set_layers
 
@@ -176,10 +177,6 @@ def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     return llama.feed_forward(o, h, x, y, out="out" if o.c.has_conv(h) else "o")
 
 
-def _conv_layer_names(config: Lfm2Config) -> list[str]:
-    return [f"h.{layer}." for layer, conv in enumerate(config.conv_layers) if conv]
-
-
 def stream_bounds(config: Lfm2Config, largest: Mapping[str, float]) -> Iterator[float]:
     """Yield upper bounds of the residual stream as Llama does.
 
@@ -187,7 +184,7 @@ def stream_bounds(config: Lfm2Config, largest: Mapping[str, float]) -> Iterator[
     product of w_in with normalized rows, as in Llama's bounds.
     """
     n, added = config.n_embd, dict[str, float]()
-    for h in _conv_layer_names(config):
+    for h in names_of(config.conv_layers):
         bcx = n * largest[f"{h}gamma1"] * largest[f"{h}w_in"] + largest.get(f"{h}b_in", 0.0)
         sums = config.conv_length * largest[f"{h}taps"] * bcx**2 + largest.get(f"{h}b_taps", 0.0)
         rows = n * bcx * sums * largest[f"{h}w_out"] + largest.get(f"{h}b_out", 0.0)
@@ -199,14 +196,8 @@ def operand_bounds(
     config: Lfm2Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
     """Bound operands as Qwen3 does, and the result y of each convolution channel by channel."""
-    convs, own = _conv_layer_names(config), {**largest}
-    own |= {f"{h}gamma_{name}": 0.0 for h in convs for name in "qk"}
-
-    def of_first_product(w: str, gamma: str) -> np.ndarray:
-        h, _, name = w.rpartition(".")
-        return norms(f"{h}.w_in" if name == "w_qkv" and f"{h}." in convs else w, gamma)
-
-    bounds = qwen3.operand_bounds(config, own, of_first_product)
+    convs = names_of(config.conv_layers)
+    bounds = qwen3.operand_bounds(config, *qwen3.with_w_in(convs, largest, norms))
     for h in convs:
         del bounds[f"{h}rope"]
         bounds[f"{h}rms_in"] = bounds.pop(f"{h}rms1")

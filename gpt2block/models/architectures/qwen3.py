@@ -7,9 +7,11 @@ Technical Report" (2025), and Qwen3 in `transformers`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import numpy as np
 
 from gpt2block.models.architectures import llama
 from gpt2block.models.architectures.architecture import RowNorms, Value
@@ -68,3 +70,16 @@ def operand_bounds(
         heads = root * max(largest[f"{h}gamma_q"], largest[f"{h}gamma_k"])
         bounds[f"{h}rope"] = max(bounds[f"{h}rope"], heads)
     return bounds
+
+
+def with_w_in(
+    layers: Collection[str], largest: Mapping[str, float], norms: RowNorms
+) -> tuple[dict[str, float], RowNorms]:
+    """Return arguments of `operand_bounds` in which w_in stands for w_qkv in layers without it."""
+
+    def of_first_product(w: str, gamma: str) -> np.ndarray:
+        h, _, name = w.rpartition(".")
+        return norms(f"{h}.w_in" if name == "w_qkv" and f"{h}." in layers else w, gamma)
+
+    no_heads = {f"{h}gamma_{name}": 0.0 for h in layers for name in "qk"}
+    return {**largest, **no_heads}, of_first_product

@@ -39,6 +39,7 @@ from gpt2block.models.config import (
     ModelConfig,
     Settings,
     Shapes,
+    names_of,
 )
 from gpt2block.models.config.llama import (
     KINDS,
@@ -95,7 +96,6 @@ class Qwen35Config(PartlyRotatedConfig):
     GGUF_READ: ClassVar[tuple[str, ...]] = (
         "ssm.inner_size", EVERY, RECURRENT, "rope.dimension_sections", NEXT,
     )  # fmt: skip
-    GGUF_FIELDS: ClassVar[tuple[str, ...]] = ("v_size", "delta_layers", "tiled", "mtp")
     GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {"ssm.conv_kernel": 4}
     HONOURED: ClassVar[tuple[str, ...]] = (PARTIAL, "layer_types")
     SETTINGS: ClassVar[Settings] = (
@@ -325,10 +325,6 @@ def constants(config: Qwen35Config, vectors: Mapping[str, Any]) -> dict[str, Any
     return found | {f"{name}_and_1": 1 + vectors[name] for name in others}
 
 
-def _delta_names(config: Qwen35Config) -> list[str]:
-    return [f"h.{layer}." for layer, delta in enumerate(config.delta_layers) if delta]
-
-
 def stream_bounds(config: Qwen35Config, largest: Mapping[str, float]) -> Iterator[float]:
     """Yield upper bounds of the residual stream, as Llama does.
 
@@ -338,7 +334,7 @@ def stream_bounds(config: Qwen35Config, largest: Mapping[str, float]) -> Iterato
     C, of, own = config.n_embd, config._delta_nets, gemma3.factors(largest)
     if config.READS_STREAM:
         own["wte"] = C * sum(own[f"gamma_{n}"] * largest[f"w_{n}"] for n in "eh")
-    for h in _delta_names(config):
+    for h in names_of(config.delta_layers):
         heads = math.sqrt(of.v_size) * largest[f"{h}gamma_o"]
         rows = heads * (C * own[f"{h}gamma1"] * largest[f"{h}w_in"])
         added = rows * of.values * largest[f"{h}w_out"]
@@ -350,15 +346,8 @@ def operand_bounds(
     config: Qwen35Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
     """Bound operands as Gemma 3 does, and the gated result of each delta net."""
-    root, of, own = math.sqrt(config.n_embd), config._delta_nets, {**largest}
-    deltas = _delta_names(config)
-    own |= {f"{h}gamma_{name}": 0.0 for h in deltas for name in "qk"}
-
-    def of_first_product(w: str, gamma: str) -> np.ndarray:
-        h, _, name = w.rpartition(".")
-        return norms(f"{h}.w_in" if name == "w_qkv" and f"{h}." in deltas else w, gamma)
-
-    bounds = gemma3.operand_bounds(config, own, of_first_product)
+    root, of, deltas = math.sqrt(config.n_embd), config._delta_nets, names_of(config.delta_layers)
+    bounds = gemma3.operand_bounds(config, *qwen3.with_w_in(deltas, largest, norms))
     for n in "eh" * config.READS_STREAM:
         bounds[f"rms_{n}"] = root * (largest[f"gamma_{n}"] + 1)
     for h in deltas:

@@ -172,7 +172,7 @@ class ModelConfig(ABC):
     keys of config.json, supported values (the default first), and the reason for no others.
     HONOURED: keys of OF_OTHERS that this architecture supports. GGUF_KEYS: key of GGUF files,
     without the architecture's name → field. GGUF_READ: other keys that `gguf_fields` reads, also as
-    arrays. GGUF_FIELDS: other fields that `gguf_settings` writes. GGUF_NEUTRAL: key of GGUF files →
+    arrays. GGUF_NEUTRAL: key of GGUF files →
     its only supported value. GGUF_ZEROS: fields of GGUF_KEYS for which 0 is a value, and not the
     default. GATE: activation of a gated feed-forward; "gelu" is the tanh approximation.
     ADDED_TO_NORMS: number that GGUF files add to the weights of norms. VALUE_NORMS: whether heads
@@ -196,7 +196,6 @@ class ModelConfig(ABC):
     HONOURED: ClassVar[tuple[str, ...]] = ()
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {}
     GGUF_READ: ClassVar[tuple[str, ...]] = ()
-    GGUF_FIELDS: ClassVar[tuple[str, ...]] = ()
     GGUF_NEUTRAL: ClassVar[Mapping[str, Any]] = {}
     GGUF_ZEROS: ClassVar[tuple[str, ...]] = ()
     GATE: ClassVar[Literal["silu", "gelu"]] = "silu"
@@ -649,6 +648,11 @@ def state_shapes(config: ModelConfig, slots: int) -> dict[str, tuple[int, ...]]:
             found[f"h.{n}.state"] = slots, 2, of.state_size
             found[f"h.{n}.recent"] = slots, RECENT, of.channels + 2 * of.n_v_head
     return found if of is None else {"held": (slots, 2), **found}
+
+
+def names_of(layers: Iterable[bool]) -> list[str]:
+    """Return the beginnings "h.N." of the names of these layers' tensors."""
+    return [f"h.{n}." for n, chosen in enumerate(layers) if chosen]
 
 
 def shapes_in_blocks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
