@@ -62,10 +62,6 @@ class PassSettings(NamedTuple):
             convs=config.conv_layers,
         )
 
-    @property
-    def eps(self) -> float:
-        return self.scales.eps
-
     def frequencies_of(self, h: str) -> str:
         """Return the name of a layer's RoPE frequencies. h: the prefix of the layer's names."""
         return self.rope[_layer(h)]
@@ -102,7 +98,7 @@ class PassSettings(NamedTuple):
     @property
     def head_norms(self) -> dict[str, Any]:
         """The options of norms of heads: eps, and `values` if heads of V have norms, too."""
-        return {"eps": self.eps, **({"values": True} if self.values else {})}
+        return {"eps": self.scales.eps, **({"values": True} if self.values else {})}
 
     @property
     def gate(self) -> dict[str, Any]:
@@ -143,8 +139,8 @@ class StepPass(Pass):
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         if beta:
-            return self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps)
-        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps)
+            return self.do(name, "layernorm", (x, gamma, beta), eps=self.c.scales.eps)
+        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.scales.eps)
 
     def _product(self, p: Product) -> Value:
         y = self.do(p.name, "matmul_bias", (p.a, p.w, p.bias))
@@ -238,7 +234,7 @@ class BlockPass(StepPass):
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         if not beta:
             return Normed(name, x, gamma)
-        options = {"eps": self.c.eps, **self._operand(name)}
+        options = {"eps": self.c.scales.eps, **self._operand(name)}
         return self.do(name, "layernorm", (x, gamma, beta), **options)
 
     def _made(self, x: Value) -> Value:
@@ -248,7 +244,7 @@ class BlockPass(StepPass):
     def _product(self, p: Product) -> Value:
         if isinstance(p.a, Normed) and not self.do.has(p.bias):
             normed = (p.a.x, p.a.gamma, p.w)
-            return self.do(p.name, "rmsnorm_matmul", normed, eps=self.c.eps)
+            return self.do(p.name, "rmsnorm_matmul", normed, eps=self.c.scales.eps)
         a = self._made(p.a)
         if p.add:
             inputs = (a, p.w, p.bias, p.residual)
@@ -259,7 +255,7 @@ class BlockPass(StepPass):
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate, up = f"{h}w_gate", f"{h}w_up"
         biased = any(self.do.has(f"{h}b_{name}") for name in ("gate", "up"))
-        options = {"eps": self.c.eps, **self.c.gate}
+        options = {"eps": self.c.scales.eps, **self.c.gate}
         if isinstance(x, Normed) and not biased:
             return self.do(f"{h}ff", "rmsnorm_ffn", (x.x, x.gamma, gate, up), **options)
         return super().gated(h, self._made(x), to)

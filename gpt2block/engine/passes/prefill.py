@@ -92,9 +92,9 @@ class PrefillPass(Pass):
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         if beta:
-            how: dict[str, Any] = {"eps": self.c.eps, "variant": 6, "stats": False}
+            how: dict[str, Any] = {"eps": self.c.scales.eps, "variant": 6, "stats": False}
             return self.do(name, "layernorm", (x, gamma, beta), **how)
-        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **self.of_stream)
+        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.scales.eps, **self.of_stream)
 
     def _product(self, p: Product) -> Value:
         inputs = (p.a, p.w, p.bias, "", "", p.residual)
@@ -180,11 +180,10 @@ class TensorCorePass(PrefillPass):
         self.wide = ("", "wide", "stream_k_workspace") if shape.products == "fp8" else ()
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
-        operand = self._operand(name, to)
+        how: dict[str, Any] = {"eps": self.c.scales.eps, **self._operand(name, to)}
         if beta:
-            how: dict[str, Any] = {"eps": self.c.eps, "variant": "narrow", **operand}
-            return self.do(name, "layernorm", (x, gamma, beta), **how)
-        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **self.of_stream, **operand)
+            return self.do(name, "layernorm", (x, gamma, beta), variant="narrow", **how)
+        return self.do(name, "rmsnorm", (x, gamma), **self.of_stream, **how)
 
     def operand(self, name: str, x: Value, to: To) -> Value:
         return self.do(name, "operand", (x,), dtype=self.dtype)
