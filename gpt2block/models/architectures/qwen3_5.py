@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -347,6 +348,7 @@ def operand_bounds(
 ) -> dict[str, float]:
     """Bound operands as Gemma 3 does, and the gated result of each delta net."""
     root, of, deltas = math.sqrt(config.n_embd), config._delta_nets, names_of(config.delta_layers)
+    norms = cache(norms)  # the norms of w_in are needed twice
     bounds = gemma3.operand_bounds(config, *qwen3.with_w_in(deltas, largest, norms))
     for n in "eh" * config.READS_STREAM:
         bounds[f"rms_{n}"] = root * (largest[f"gamma_{n}"] + 1)
