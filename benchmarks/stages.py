@@ -75,9 +75,8 @@ class StagedPass(DecodePass):
 
     def _product(self, p: Product) -> Value:
         if p.a.gamma:
-            return self.do(
-                p.name, "rmsnorm_matmul", (p.a.value, p.a.gamma, p.w), eps=self.c.scales.eps
-            )
+            inputs = p.a.value, p.a.gamma, p.w
+            return self.do(p.name, "rmsnorm_matmul", inputs, eps=self.c.scales.eps)
         if not p.add or self.adds:
             return super()._product(p)
         y = super()._product(p._replace(add="", residual=None, result=p.name, to=()))
