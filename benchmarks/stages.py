@@ -75,7 +75,8 @@ class StagedPass(DecodePass):
 
     def _product(self, p: Product) -> Value:
         if p.a.gamma:
-            return self.do(p.name, "rmsnorm_matmul", (p.a.value, p.a.gamma, p.w), eps=self.c.eps)
+            inputs = p.a.value, p.a.gamma, p.w
+            return self.do(p.name, "rmsnorm_matmul", inputs, eps=self.c.scales.eps)
         if not p.add or self.adds:
             return super()._product(p)
         y = super()._product(p._replace(add="", residual=None, result=p.name, to=()))
@@ -100,4 +101,4 @@ class StagedPass(DecodePass):
         if not (self.gates and x.gamma):
             return super().gated(h, x, to)
         inputs = (x.value, x.gamma, f"{h}w_gate", f"{h}w_up")
-        return Rows(self.do(f"{h}ff", "rmsnorm_ffn", inputs, eps=self.c.eps))
+        return Rows(self.do(f"{h}ff", "rmsnorm_ffn", inputs, eps=self.c.scales.eps))

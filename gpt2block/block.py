@@ -33,7 +33,7 @@ from gpt2block.files.parameters.arrays import BlockArrays
 from gpt2block.files.parameters.gpt2 import BlockWeights, unpack
 from gpt2block.files.parameters.llama import LlamaBlockWeights
 from gpt2block.models.architectures import gpt2, llama
-from gpt2block.models.config import block_shapes
+from gpt2block.models.config import Scales, block_shapes
 from gpt2block.models.config.llama import LlamaConfig
 from gpt2block.models.weights.hi_lo import LARGEST_BOUND
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -273,7 +273,7 @@ def spec_of(
     weights: BlockWeights, causal: bool, kernels: str, bounds: Mapping[str, float] | None = None
 ) -> BlockSpec:
     """Return the BlockSpec for these weights. Fused kernels may use split-K for projections."""
-    heads = weights.n_head, weights.n_head, weights.eps, weights.n_embd // weights.n_head
+    heads = weights.n_head, weights.n_head, Scales(weights.eps), weights.n_embd // weights.n_head
     names = weights.tensors()
     fused = kernels == "fused"
     return BlockSpec(
@@ -306,7 +306,7 @@ def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
             raise InputError(
                 f"{name}: expected seq_len · 768 = {seq_len * 768:,} floats, got {array.size:,}"
             )
-    settings = PassSettings(n_head=12, n_kv_head=12, eps=1e-5, head_size=64, causal=False)
+    settings = PassSettings(12, 12, Scales(1e-5), head_size=64, causal=False)
     spec = BlockSpec(gpt2, settings, 768, block_shapes(768), "skeleton")
     run_once(spec, unpack(weights.ravel()), x.reshape(shape), output.reshape(shape))
 
@@ -350,9 +350,8 @@ class LlamaBlock(BaseBlock):
             self._check_kernels(weights.config, kernels, fused, index)
         self.weights = rounded(weights, dtype)  # float32 arrays, matrices rounded to dtype
         c = weights.config
-        heads = c.n_head, c.n_kv_head, c.eps, c.head_size
-        turned = weights.half_split, ("frequencies",)
-        settings = PassSettings(*heads, self.causal, *turned, softmax_scale=c.scales.attention)
+        heads = c.n_head, c.n_kv_head, c.scales, c.head_size
+        settings = PassSettings(*heads, self.causal, weights.half_split, ("frequencies",))
         spec = BlockSpec(llama, settings, c.n_embd, weights.tensors(), kernels)
         self._start(spec, device, index, graph)
 

@@ -134,6 +134,12 @@ def meant(value: object, known: Iterable[str]) -> str:
     return f": did you mean {near[0]}?" if near else ""
 
 
+def set_fields(frozen: object, **values: object) -> None:
+    """Set fields of a frozen dataclass, whose __post_init__ has checked or converted them."""
+    for name, value in values.items():
+        object.__setattr__(frozen, name, value)
+
+
 def check_callable(name: str, value: object) -> None:
     """Raise InputError unless `value` is callable."""
     if not callable(value):

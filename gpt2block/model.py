@@ -106,7 +106,9 @@ class Model(Hinted, Generic[Weights]):
         revision: str | None = None,
         kv_dtype: str | None = None,
     ) -> Loaded:
-        """Load a checkpoint, one tensor at a time.
+        """Load a checkpoint as the class of its architecture: GPT2, Llama, or Model for others.
+
+        The tensors are read one at a time.
 
         name: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" (or "124M" …), another hub id, a
         Hugging Face directory or .safetensors file, an llm.c .bin, or a bundled model:
@@ -117,35 +119,7 @@ class Model(Hinted, Generic[Weights]):
         a hub id. Raises CheckpointError, and InputError for weights that are not finite.
         """
         given = FormatOptions(dtype, kv_dtype, allow_nonfinite)
-        return cls._loaded(name, device, given, progress, revision)
-
-    @classmethod
-    def _loaded(
-        cls: type[Loaded],
-        name: str | Path | Checkpoint,
-        device: str | None,
-        given: FormatOptions,
-        progress: Progress,
-        revision: str | None,
-    ) -> Loaded:
-        check_callable("progress", progress)
-        begin(device)
-        checkpoint = Checkpoint.open(name, revision)
-        config = type(checkpoint.config)
-        own: tuple[type[Model[Any]], ...] = (GPT2, Llama)
-        kind: type[Model[Any]] = next((each for each in own if each.CONFIG is config), Model)
-        if not issubclass(kind, cls):
-            raise CheckpointError(
-                f"{checkpoint.name}: expected a {cls.__name__}, got a {config.NAME}: use "
-                f"{kind.__name__}.from_pretrained, or gpt2block.from_pretrained for any"
-            )
-        formats = given.resolved(checkpoint.nbytes_in_blocks > 0 and reads_blocks(device))
-        model = kind.__new__(kind)
-        model._checkpoint = checkpoint
-        several = len(resolve_devices(device)) > 1
-        tensors = checkpoint.tensors(formats.dtype == FILE, unread=several)
-        model._set_up(checkpoint.config, progress(tensors), device, formats)
-        return model
+        return load(cls, name, device, given, progress, revision)
 
     @classmethod
     def from_tensors(
@@ -747,31 +721,33 @@ class Llama(Model[LlamaWeights]):
     config: LlamaConfig
 
 
-@named_options(**REMOVED)
-def from_pretrained(
-    name: str | Path | Checkpoint = BUNDLED,
-    device: str | None = None,
-    dtype: str | None = None,
-    progress: Progress = iter,
-    allow_nonfinite: bool = False,
-    revision: str | None = None,
-    kv_dtype: str | None = None,
-) -> Model[Any]:
-    """Load a checkpoint as the class of its architecture: GPT2, Llama, or Model for others.
-
-    Arguments and errors are as in `GPT2.from_pretrained`.
-    """
-    given = FormatOptions(dtype, kv_dtype, allow_nonfinite)
-    return load(name, device, given, progress, revision)
-
-
 def load(
+    cls: type[Loaded],
     name: str | Path | Checkpoint,
     device: str | None,
     given: FormatOptions,
     progress: Progress = iter,
     revision: str | None = None,
-) -> Model[Any]:
-    """Load a checkpoint as `from_pretrained` does. given: the user's storage options."""
-    model: Model[Any] = Model._loaded(name, device, given, progress, revision)
+) -> Loaded:
+    """Load a checkpoint as `cls.from_pretrained` does. given: the user's storage options."""
+    check_callable("progress", progress)
+    begin(device)
+    checkpoint = Checkpoint.open(name, revision)
+    config = type(checkpoint.config)
+    own: tuple[type[Model[Any]], ...] = (GPT2, Llama)
+    kind: type[Model[Any]] = next((each for each in own if each.CONFIG is config), Model)
+    if not issubclass(kind, cls):
+        raise CheckpointError(
+            f"{checkpoint.name}: expected a {cls.__name__}, got a {config.NAME}: use "
+            f"{kind.__name__}.from_pretrained, or gpt2block.from_pretrained for any"
+        )
+    formats = given.resolved(checkpoint.nbytes_in_blocks > 0 and reads_blocks(device))
+    model = kind.__new__(kind)
+    model._checkpoint = checkpoint
+    several = len(resolve_devices(device)) > 1
+    tensors = checkpoint.tensors(formats.dtype == FILE, unread=several)
+    model._set_up(checkpoint.config, progress(tensors), device, formats)
     return model
+
+
+from_pretrained = Model[Any].from_pretrained

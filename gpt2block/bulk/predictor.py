@@ -145,9 +145,8 @@ class Predictor:
     def model(self) -> Model[Any]:
         """The loaded model."""
         arguments = self.arguments
-        return load(
-            arguments.model, arguments.device, arguments.formats, revision=arguments.revision
-        )
+        given = arguments.model, arguments.device, arguments.formats
+        return load(Model, *given, revision=arguments.revision)
 
     @cached_property
     def _lookup(self) -> Lookup:

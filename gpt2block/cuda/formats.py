@@ -35,9 +35,9 @@ def cache_option(fp8: str | None) -> dict[str, Any]:
     return {} if fp8 is None else {"kv_dtype": fp8}
 
 
-def dtype_option(default: object, text: str, values: tuple[str, ...] = DTYPES) -> Any:
+def dtype_option(text: str, values: tuple[str, ...] = DTYPES) -> Any:
     """Return a dataclass field for a dtype, which is also a command-line option with this help."""
-    return field(default=default, metadata={"help": text, "values": values})
+    return field(default=None, metadata={"help": text, "values": values})
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,12 @@ class FormatOptions:
     """
 
     dtype: str | None = dtype_option(
-        None,
         "Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn, or file: "
         "the blocks of a GGUF file as they are, with activations of float16. By default file for "
         "a GGUF file with such blocks on a GPU, and float32 otherwise.",
         (*DTYPES, FILE),
     )
     kv_dtype: str | None = dtype_option(
-        None,
         "Dtype of keys and values: float8_e5m2 or float8_e4m3fn, with weights of 16 bits or FP8; "
         "by default that of the weights, float16 with FP8 and file.",
     )

@@ -8,9 +8,10 @@ Launch".
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import cache
+from typing import Any
 
 from gpt2block.cuda import cupy, replaced
 from gpt2block.cuda.cards import gpu
@@ -87,6 +88,22 @@ def run(launch: Launch) -> None:
     status = _launch_kernel()(ctypes.byref(config), function, pointers, None)
     if status:
         raise DeviceError(f"{launch.name}: cuLaunchKernelEx failed with CUDA error {status}")
+
+
+def capture(launches: Iterable[Any], stream: Any, overlapping: bool) -> Any:
+    """Capture a CUDA graph. overlapping: a kernel may start before the previous one has ended."""
+    early = overlapping and possible()
+    with stream:
+        stream.begin_capture()
+        try:
+            for launch in launches:
+                if early and isinstance(launch, Launch):
+                    run(launch)
+                else:
+                    launch.run()
+        finally:
+            graph = stream.end_capture()
+    return graph
 
 
 class OverlappedLaunch(Launch):

@@ -7,7 +7,7 @@ from statistics import median
 from time import perf_counter
 from typing import Protocol
 
-from gpt2block.cuda import cupy
+from gpt2block.cuda import cupy, overlap
 
 REPLAYS = 7
 CALLS = 20  # calls from Python per measurement; with few calls the host never waits for the GPU
@@ -49,14 +49,7 @@ def captured(launches: Iterable[Launchable]) -> Callable[[], None]:
     for launch in {id(launch): launch for launch in launches}.values():
         launch.run()  # loads the kernel, which is not possible during a capture
     cupy.cuda.get_current_stream().synchronize()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        try:
-            for launch in launches:
-                launch.run()
-        finally:
-            graph = stream.end_capture()
+    graph = overlap.capture(launches, cupy.cuda.Stream(non_blocking=True), overlapping=False)
     return lambda: graph.launch(cupy.cuda.get_current_stream())
 
 

@@ -71,9 +71,7 @@ class _Pointer:
     def memset(self, value: int, nbytes: int) -> None:
         ctypes.memset(self.ptr, value, nbytes)
 
-    def copy_from_device_async(
-        self, source: MemoryPointer, nbytes: int, stream: object = None
-    ) -> None:
+    def copy_from_device_async(self, source: MemoryPointer, nbytes: int) -> None:
         def copy() -> None:
             ctypes.memmove(self.ptr, source.ptr, nbytes)
 

@@ -182,7 +182,7 @@ def check_stream(config: ModelConfig, largest: Mapping[str, float]) -> None:
             worst = max(seen, key=lambda name: largest[name])
             raise InputError(
                 f"{worst}: its largest magnitude is {largest[worst]:.1e}: the residual stream can "
-                f"reach {stream:.1e}, and from {limit:.1e} on {architecture.NORM}'s squares "
+                f"reach {stream:.1e}, and from {limit:.1e} on {config.NORM}'s squares "
                 "overflow float32: expected smaller weights (allow_nonfinite=True permits these)"
             )
 

@@ -25,6 +25,7 @@ import numpy as np
 import kernels_cu
 from gpt2block.cuda import cupy, doctor
 from gpt2block.cuda.arrays import compute_capability
+from gpt2block.engine.threads import THREADS
 from gpt2block.errors import InputError, shown
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.stored import Stored
@@ -41,8 +42,6 @@ FORMAT, VERSION = "gpt2block_receipt", 1  # field with the version of the format
 # Folders of the package whose code cannot change a bit of a text.
 NOT_HASHED = ("apps", "bulk", "emulator", "evaluation", "judge")
 SHA256_THREADS = 8
-# Variables from which libraries of matrix products read their number of threads.
-THREADS = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 # Fields that are for information, or that a check compares with the generated text.
 NOT_COMPARED = "gpt2block", "model", "gpus", "options", "tokens", "finish_reason", "logprobs"
 NAMES = "model", "finish_reason"  # fields of NOT_COMPARED that are strings or null

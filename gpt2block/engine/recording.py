@@ -106,7 +106,7 @@ class Recording:
         self._watched()
         if self._graph is None:
             self.meet()
-            self._graph = capture(self.launches, private, self.overlapping)
+            self._graph = overlap.capture(self.launches, private, self.overlapping)
             if self.shard is not None:
                 # An upload may allocate memory (see `Recordings.meet`).
                 self._graph.upload(stream)
@@ -256,22 +256,6 @@ def _with_scale(x: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
     high = scaled.astype(np.float16)
     low = ((scaled - high) * np.float32(2048)).astype(np.float16)
     return np.stack([high, low]), np.full(len(x), scale, np.float32)
-
-
-def capture(launches: Iterable[Any], stream: Any, overlapping: bool) -> Any:
-    """Capture a CUDA graph. overlapping: a kernel may start before the previous one has ended."""
-    early = overlapping and overlap.possible()
-    with stream:
-        stream.begin_capture()
-        try:
-            for launch in launches:
-                if early and isinstance(launch, Launch):
-                    overlap.run(launch)
-                else:
-                    launch.run()
-        finally:
-            graph = stream.end_capture()
-    return graph
 
 
 class Recordings:

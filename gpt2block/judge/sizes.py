@@ -20,7 +20,6 @@ Case = tuple[Sizes, Attrs]
 COLUMNS = 41  # length of rows: a prime that kernels with special cases rarely list
 RANDOM = 2  # number of cases of random sizes
 MAX_BYTES, MAX_FLOPS = 100e6, 1.5e8  # limits of a case of cost 1, the largest that is run whole
-SMALL = 1e-3  # maximum cost of a case that is launched many times
 OF_WHOLE = 0.25  # maximum cost of a case with reduced sizes
 LONGEST = 65536  # a number of a file that is larger is no length of a row
 

@@ -20,7 +20,7 @@ from gpt2block.judge.why import Why
 from gpt2block.ops.operation import Sizes
 
 if TYPE_CHECKING:
-    from gpt2block.ops.bench.variants import Measurement
+    pass
 
 SCHEMA = 1  # version of `Verdict.as_dict`; docs/verdict.schema.json describes it
 RIGHT, WRONG, NOT_JUDGED = "right", "wrong", "not judged"
@@ -183,7 +183,10 @@ class Verdict:
             "hints": list(self.hints),
             "printed": self.printed,
             "benchmark": timed
-            and {"rows": [_row_as_dict(row) for row in timed.rows], "skipped": timed.skipped},
+            and {
+                "rows": [as_json(row, (*asdict(row), "right")) for row in timed.rows],
+                "skipped": timed.skipped,
+            },
         } | ({"why": self.why.as_dict()} if self.why else {})
 
     def __str__(self) -> str:
@@ -211,10 +214,6 @@ def _check_as_dict(check: Checked) -> dict[str, object]:
     launched = {"grid": list(grid), "block": list(block), "shared": shared}
     off = as_json(check, ("max_abs", "max_rel", "bound"))
     return {"sizes": dict(check.sizes), "inputs": check.inputs, **launched, **off}
-
-
-def _row_as_dict(row: Measurement) -> dict[str, object]:
-    return as_json(row, (*asdict(row), "right"))
 
 
 def _timed_wrong(timed: BenchmarkResult | None) -> list[Finding]:

@@ -378,7 +378,6 @@ def _product(c: Call, epilogue: Epilogue) -> Launch:
     )
     if launch_geometry is None:
         raise UnsupportedCall(f"K {c.K:,}: a row does not fit in shared memory")
-    assert launch_geometry is not None
     columns = int(dict(launch_geometry.defines)["DECODE_COLUMNS"])
     defines: Defines = (("DECODE_SUMS", epilogue.splits), *((("DECODE_ROPE", D),) if D else ()))
     defines += count_define(rounds(c.x_dtype, c.w.dtype))

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from gpt2block import Block, Comparison
-from gpt2block.apps.cli import display, kernels_run, threads
+from gpt2block.apps.cli import display, kernels_run
 from gpt2block.apps.cli.block import BlockReport, _print_report, _sequences
 from gpt2block.cuda import requests
+from gpt2block.engine import threads
 from tests.command_line import gpt2block, printed
 
 TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]

@@ -23,14 +23,13 @@ from gpt2block import (
     random_input,
     reference,
 )
-from gpt2block.cuda import kernels, requests
+from gpt2block.cuda import kernels, overlap, requests
 from tests import plain
 from tests.gpus import large_memory
 
 pytest.importorskip("cupy", reason="these tests need CuPy and a GPU")
 from gpt2block.checks import FLOATS
 from gpt2block.cuda.formats import DTYPES
-from gpt2block.engine import recording
 from gpt2block.engine.cuda.block import MAX_CALLS, MAX_SHAPES, CudaEngine
 
 pytestmark = pytest.mark.gpu
@@ -119,13 +118,13 @@ def test_the_second_call_captures_a_graph_and_the_third_replays_it(
     cp: ModuleType, gpt2: BlockWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captures: list[int] = []
-    capture = recording.capture
+    capture = overlap.capture
 
     def spy(launches: tuple[requests.Launch, ...], stream: Any, overlapping: bool) -> Any:
         captures.append(len(launches))
         return capture(launches, stream, overlapping)
 
-    monkeypatch.setattr(recording, "capture", spy)
+    monkeypatch.setattr(overlap, "capture", spy)
     x, out = cp.asarray(random_input(0, (30, 768))), cp.empty((30, 768), "float32")
     block = Block(gpt2, device="cuda")
     for calls, expected in ((1, []), (2, [10]), (3, [10])):

@@ -16,7 +16,6 @@ from gpt2block import GPT2, Llama, LlamaWeights, Model, from_pretrained
 from gpt2block.cuda import kernels
 from gpt2block.engine.explain import Page, collect
 from gpt2block.files.parameters.arrays import random_model
-from gpt2block.models.architectures import architecture_of
 from gpt2block.models.architectures.gemma3 import Gemma3Config
 from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.sampling import Sampling, masses
@@ -265,7 +264,7 @@ def row_of_attention(made: Any, ids: Any, position: int, head: int) -> dict[str,
     """Compute the page's `attentionRow` with NumPy in float64, from the traced Q, K and V."""
     config, D = made.config, made.config.head_size
     trace = made.trace(ids)
-    rows = trace[f"h.{LAYER}.{architecture_of(config).QKV}"].astype(np.float64)
+    rows = trace[f"h.{LAYER}.{config.QKV}"].astype(np.float64)
     q, k, v = np.split(rows, [config.q_width, config.q_width + config.kv_width], axis=1)
     shared = head * (config.kv_width // D) // config.n_head
     q, k, v = (x[:, i * D : (i + 1) * D] for x, i in ((q, head), (k, shared), (v, shared)))

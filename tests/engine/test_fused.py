@@ -27,7 +27,6 @@ from gpt2block.apps import cli
 from gpt2block.block import fused_problem, hi_lo_problem, rounded
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import kernels, overlap, requests
-from gpt2block.engine import recording
 from gpt2block.engine.cuda.block import CudaEngine
 from gpt2block.ops import workload
 from tests.devices import running_on
@@ -270,7 +269,7 @@ def test_a_graph_of_waiting_kernels_is_made_of_overlapping_launches(
     for overlapping in (False, True):
         early.clear()
         plain.clear()
-        assert recording.capture(launches, Stream(), overlapping) == "graph"
+        assert overlap.capture(launches, Stream(), overlapping) == "graph"
         assert (early if able and overlapping else plain) == launches
 
 

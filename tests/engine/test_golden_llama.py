@@ -348,7 +348,7 @@ def test_the_class_follows_the_architecture() -> None:
         (LFM2 | {"use_pos_enc": False}, "use_pos_enc: expected true, got false: attention has"),
         (LFM2 | {"block_use_swiglu": False}, "block_use_swiglu: expected true, got false"),
         (LFM2 | {"block_ffn_dim_multiplier": None}, "block_ffn_dim_multiplier: expected a number"),
-        (QWEN3_5 | {"layer_types": ["mamba", "full_attention"]}, "of linear_attention and full_a"),
+        (QWEN3_5 | {"layer_types": ["mamba", "full_attention"]}, "of full_attention and linear_a"),
         (QWEN3_5 | {"layer_types": ["full_attention"]}, "delta_layers: expected true or false for"),
         (QWEN3_5 | {"layer_types": 2 * ["linear_attention"]}, "expected a layer with full_attent"),
         (QWEN3_5 | {"linear_num_value_heads": 24}, "n_v_head 24 is not a multiple of n_k_head 16"),

@@ -24,7 +24,7 @@ from gpt2block.engine.passes.prefill import Prefill, Products
 from gpt2block.engine.recorder import ALIGNMENT, Arena, ArenaFull, Offsets
 from gpt2block.engine.recording import Recordings
 from gpt2block.models.architectures import gpt2
-from gpt2block.models.config import ModelConfig, block_shapes
+from gpt2block.models.config import ModelConfig, Scales, block_shapes
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.registry import OPERATIONS, STEPS
 from tests.outlines import decode, prefill
@@ -37,7 +37,7 @@ WANTS: tuple[Any, ...] = (None, "last", "logits", "rows", "hidden", "log_likelih
 
 
 def block_of(kernels: str, n_head: int = 2) -> BlockSpec:
-    settings = PassSettings(n_head, n_head, 1e-5, 64)
+    settings = PassSettings(n_head, n_head, Scales(1e-5), 64)
     return BlockSpec(gpt2, settings, 64 * n_head, block_shapes(64 * n_head), kernels)
 
 

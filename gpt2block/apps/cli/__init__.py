@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _run(arguments: list[str]) -> int:
     """Run a command and return its exit code. Expected errors become lines on stderr."""
-    from gpt2block.apps.cli.threads import set_threads  # noqa: PLC0415
+    from gpt2block.engine.threads import set_threads  # noqa: PLC0415
     from gpt2block.errors import (  # noqa: PLC0415
         CheckpointError,
         DeviceError,

@@ -57,11 +57,11 @@ def compare(
     out.print(f"device  {shown(loaded.device)}")
     out.print(f"model   {shown(loaded.name)}, {loaded.dtypes}")
     out.print(f"input   {what}{len(ids)} tokens of {shown(repr(text[:40]))}")
+    parts = _parts(steps)
     if layer is None:
-        _print_steps(out, "layer", [(name, _worst(rows)) for name, rows in _parts(steps, n_layer)])
+        _print_steps(out, [(name, _worst(rows)) for name, rows in parts.items()])
     else:
-        rows = dict(_parts(steps, n_layer))[str(layer)]
-        _print_steps(out, "layer", [(str(layer), row) for row in rows])
+        _print_steps(out, [(str(layer), row) for row in parts[str(layer)]])
     out.print("own: the step alone on exact inputs; total: accumulated from the tokens on.")
     out.print("Errors against float64, relative to the tensor's largest value.")
 
@@ -70,14 +70,14 @@ def _entry(row: Comparison) -> dict[str, object]:
     return {name: value for name, value in asdict(row).items() if name != "ms"}
 
 
-def _parts(steps: Sequence[Comparison], n_layer: int) -> list[tuple[str, list[Comparison]]]:
+def _parts(steps: Sequence[Comparison]) -> dict[str, list[Comparison]]:
     """Group steps by part of the model: "input", the layers' numbers, and "output"."""
     parts: dict[str, list[Comparison]] = {}
     for row in steps:
         h, _, rest = row.name.partition(".")
         name = rest.partition(".")[0] if h == "h" else "input" if h == "embedding" else "output"
         parts.setdefault(name, []).append(row)
-    return list(parts.items())
+    return parts
 
 
 def _worst(rows: Sequence[Comparison]) -> Comparison:
@@ -85,8 +85,8 @@ def _worst(rows: Sequence[Comparison]) -> Comparison:
     return max(rows, key=lambda row: (row.max_rel != row.max_rel, row.max_rel))
 
 
-def _print_steps(out: Console, first: str, rows: Sequence[tuple[str, Comparison]]) -> None:
-    table = new_table((first, "step", "kernel", "shape"), ("own abs", "own rel", "total rel"))
+def _print_steps(out: Console, rows: Sequence[tuple[str, Comparison]]) -> None:
+    table = new_table(("layer", "step", "kernel", "shape"), ("own abs", "own rel", "total rel"))
     for name, row in rows:
         shape = "x".join(map(str, row.shape))
         errors = (row.max_abs, row.max_rel, row.total_rel)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gpt2block.apps.cli import complete
 from gpt2block.apps.cli.display import progress_bar
 from gpt2block.apps.cli.options import json_object, option, path_option
-from gpt2block.apps.cli.threads import THREADS, slow_steps
 from gpt2block.checks import meaning_of
 from gpt2block.cuda import first_gpus
 from gpt2block.cuda.formats import BY_DEFAULT, FormatOptions
 from gpt2block.engine.generation.options import KEYWORDS
+from gpt2block.engine.threads import THREADS, slow_steps
 from gpt2block.errors import CheckpointError, InputError, require
 from gpt2block.files.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.files.checkpoints.locating import SMOLLM2
@@ -169,7 +169,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
     hint: advice that is added to the error if the model has no tokenizer. None: the command works
     with token ids, and only tokenizer files next to the weights are read.
     """
-    from gpt2block.model import load  # noqa: PLC0415
+    from gpt2block.model import Model, load  # noqa: PLC0415
 
     require_for(options.model, options.model)
     checkpoint = Checkpoint.open(options.model, options.revision)
@@ -186,7 +186,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
         with progress_bar("loading", hidden) as bar:
             yield from bar.track(tensors, len(checkpoint.stored))
 
-    loaded = load(checkpoint, options.device, options.formats, progress)
+    loaded = load(Model, checkpoint, options.device, options.formats, progress)
     if hasattr(loaded.engine, "watcher"):
         loaded.engine.watcher = slow_steps(loaded.nbytes)
     return loaded, encoding

@@ -139,7 +139,8 @@ def _kernel(pid: int, each: Slice, profile: Profile) -> Iterator[Event]:
     args |= (
         {"dtype": ran.dtype, "weights dtype": ran.weights} if ran.weights else {"dtype": ran.dtype}
     )
-    args |= {"bytes": ran.moved.total, **{f"bytes of {n}": b for n, b in _parts(ran) if b}}
+    parts = {f"bytes of {n}": nbytes for n, nbytes in ran.moved._asdict().items() if nbytes}
+    args |= {"bytes": ran.moved.total, **parts}
     args |= {"own_us": round(ran.own, 3), "added_us": round(each.added, 3)}
     if ran.own:
         args |= {"GB/s": round(1e-3 * ran.moved.total / ran.own, 3)}
@@ -149,10 +150,6 @@ def _kernel(pid: int, each: Slice, profile: Profile) -> Iterator[Event]:
     if filled > each.start:
         copied = {"floor_us": round(floor, 3)}
         yield _slice(FLOOR, FLOOR, pid, track, each.start, filled, copied)
-
-
-def _parts(ran: KernelTiming) -> list[tuple[str, int]]:
-    return list(ran.moved._asdict().items())
 
 
 def _rates(pid: int, slices: Sequence[Slice]) -> Iterator[Event]:

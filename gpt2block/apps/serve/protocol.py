@@ -206,13 +206,6 @@ def _or_all(value: object, info: ValidationInfo) -> object:
 NewTokens = Annotated[int | None, BeforeValidator(_or_all)]
 
 
-def check_only(field: str, value: int | None, only: int, whose: str) -> None:
-    """Raise ApiError unless the number is None or `only`, the single supported value."""
-    if value not in (None, only):
-        problem = f"{field}: {value} is not supported: expected {only}, {whose}, or none"
-        raise ApiError(400, problem, field, "unsupported_parameter")
-
-
 class Fields(BaseModel):
     """Base class of objects in requests. A string is not accepted in place of a number."""
 
@@ -230,7 +223,10 @@ class Body(Fields):
 
 
 def _as_n(value: int | None, info: ValidationInfo) -> int | None:
-    check_only("best_of", value, info.data.get("n") or 1, "as n")
+    n = info.data.get("n") or 1
+    if value not in (None, n):
+        problem = f"best_of: {value} is not supported: expected {n}, as n, or none"
+        raise ApiError(400, problem, "best_of", "unsupported_parameter")
     return value
 
 

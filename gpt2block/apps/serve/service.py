@@ -203,7 +203,8 @@ class Service:
             self._start_up()
             while not self._ends:
                 if problem := self._turn():
-                    self._go_on(problem)
+                    self._batch.restart(EngineFailed(problem))
+                    self._deliver([each for each in self._places if each.finish_reason])
         except BaseException as error:
             self._fail(error)
 
@@ -232,11 +233,6 @@ class Service:
             log.error("a step of the engine failed\n%s", traceback_of(error))
             return f"the engine failed: {error!r}"
         return None
-
-    def _go_on(self, problem: str) -> None:
-        """Restart the batch after a failed step, and deliver the errors of sequences in slots."""
-        self._batch.restart(EngineFailed(problem))
-        self._deliver([sequence for sequence in self._places if sequence.finish_reason])
 
     def _step(self) -> None:
         sequences = self._batch.step()

@@ -25,7 +25,6 @@ from gpt2block.emulator.ptx.parse import (
 # Kinds of operands, as in machine.h.
 ROW, PREDICATE, NOT_PREDICATE, ADDRESS, LABEL, NONE = range(6)
 FIRST_ARRAY, ARRAY_SHIFT, ARRAY_START = 4, 36, 1 << 35  # bits of addresses, as in machine.h
-LOCAL_WINDOW, PARAM_WINDOW = 2 << ARRAY_SHIFT, 3 << ARRAY_SHIFT
 GAP = 128  # least bytes after a variable of shared memory, in which any access is out of bounds
 CODE = 1 << 60  # + the index of an instruction: the address of a function
 BUILT_IN = ("vprintf", "__assertfail")
@@ -114,9 +113,8 @@ class _Encoder:
         self.predicates: dict[str, int] = {}
         self.operands: dict[str, tuple[int, int, int, int]] = {}  # the function's operands, by text
         self.functions: dict[str, Function] = {}
-        self.frames: dict[
-            str, dict[str, int]
-        ] = {}  # function → parameters' offsets in local memory
+        # function → parameters' offsets in local memory
+        self.frames: dict[str, dict[str, int]] = {}
         self.returns: dict[str, int] = {}  # function → row of the return address
         self.aliases: dict[str, int] = {}  # variables in local memory → their offsets
         self.constants: dict[int, int] = {}

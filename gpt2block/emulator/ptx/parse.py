@@ -98,9 +98,8 @@ class Module:
     """PTX text of one compilation. Functions are read when they are asked for."""
 
     text: str
-    memory: dict[str, bytearray] = field(
-        default_factory=dict
-    )  # bytes of variables, as launches left them
+    # Bytes of variables, as launches left them
+    memory: dict[str, bytearray] = field(default_factory=dict)
     loaded: dict[str, object] = field(default_factory=dict)  # kernels, as engine.py keeps them
     lock: Lock = field(default_factory=Lock, repr=False)  # guards memory and loaded
 

@@ -79,7 +79,7 @@ class DecodingChoice:
         The result is empty for few rows if LayerNorm is fused with the products. If norms of heads
         are fused, only lm_head has operands.
         """
-        fused = rows <= MORE_ROWS and self.architecture.NORM == "LayerNorm"
+        fused = rows <= MORE_ROWS and self.config.NORM == "LayerNorm"
         if fused or self.config.head_size % 2:
             return {}
         matrices = self._matrix_shapes
@@ -91,7 +91,7 @@ class DecodingChoice:
                 return {}
         dtype = HI_LO if self.bounds else self.formats.dtype
         fuses = self._fusions(rows)
-        plain = fuses.norms and not self._norms_heads
+        plain = fuses.norms and "gamma_q" not in self.config.block_shapes()
         found = operands_of(dtype, rows, shapes, self.x_dtype is not None, plain)
         if fuses.heads:  # not measured for other models
             return {name: each for name, each in found.items() if name == "lm_head"}
@@ -144,11 +144,6 @@ class DecodingChoice:
                 common = gcd(*(s[0] for n, s in shapes.items() if n.rpartition(".")[2] == name))
                 found[name] = common if common % UNIT else shape[0], shape[1]
         return found
-
-    @property
-    def _norms_heads(self) -> bool:
-        """Whether the heads of q and k have norms with weights."""
-        return "gamma_q" in self.config.block_shapes()
 
     def _fusions(self, rows: int) -> Fusions:
         """Return the operations that products by decode_mma fuse in steps of `rows` rows."""

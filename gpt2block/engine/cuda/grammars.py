@@ -95,9 +95,8 @@ class SlotMatchers:
         self.of: list[Matcher | None] = [None] * slots
         self.masked = np.zeros(slots, bool)  # whether each slot has a matcher, and is not late
         self.pace = SpeculationPolicy(slots)  # times of steps with different numbers of rows
-        self.late: dict[
-            int, tuple[MaskJob, CudaArray]
-        ] = {}  # {slot: long mask, copy of its logits}
+        # {slot: long mask, copy of its logits}
+        self.late: dict[int, tuple[MaskJob, CudaArray]] = {}
         self.masker = Masker()
         self._next: list[list[int]] = [[] for _ in range(slots)]
         self._buffer = PinnedPair((slots, most))

@@ -67,7 +67,7 @@ def possible_products(config: ModelConfig, dtype: str) -> Products:
 def has_sizes_of_tensor_cores(config: ModelConfig) -> bool:
     """Return whether tensor cores can compute products and attention of the model's sizes."""
     sizes = {n for shape in product_shapes(config).values() for n in shape}
-    known = config.head_size in architecture_of(config).TENSOR_HEADS
+    known = config.head_size in config.TENSOR_HEADS
     return known and not any(n % MULTIPLE for n in sizes)
 
 
@@ -119,7 +119,7 @@ def choose_products(
 def divisors(config: ModelConfig, bounds: Mapping[str, float]) -> dict[str, float]:
     """Return {name of an activation: power of two by which it is divided to fit float16}."""
     powers: dict[str, float] = {}
-    of_layers = product(range(config.n_layer), architecture_of(config).DIVIDED)
+    of_layers = product(range(config.n_layer), config.DIVIDED)
     for n, (_, results, _) in of_layers:
         names = [name for name in (f"h.{n}.{each}" for each in results) if name in bounds]
         largest = max((bounds[name] for name in names), default=0)
@@ -132,7 +132,7 @@ def _multiplied(
     config: ModelConfig, by: Mapping[str, float], matrices: Mapping[str, WeightMatrix]
 ) -> set[str]:
     """Return the names of the matrices whose scales `divided_weights` multiplies."""
-    of_layers = product(range(config.n_layer), architecture_of(config).DIVIDED)
+    of_layers = product(range(config.n_layer), config.DIVIDED)
     names = {
         f"h.{n}.{name}"
         for n, (first, (result, *_), last) in of_layers
@@ -154,7 +154,7 @@ def divided_weights(
     powers of two is exact, except for activations that become subnormal in float16.
     """
     divided: dict[str, WeightMatrix | CudaArray] = {}
-    of_layers = product(range(config.n_layer), architecture_of(config).DIVIDED)
+    of_layers = product(range(config.n_layer), config.DIVIDED)
     for n, (first, (result, *_), last) in of_layers:
         if (divisor := by.get(f"h.{n}.{result}")) is None:
             continue

@@ -43,7 +43,7 @@ from gpt2block.ops.sample_token import (
     mark_occurred,
 )
 from gpt2block.ops.top_logprobs import TOP_LOGPROBS
-from gpt2block.sampling import CHANGES, MAX_ALTERNATIVES, Sampling, changes
+from gpt2block.sampling import CHANGES, MAX_ALTERNATIVES, changes
 
 CHANGED, COUNTED = 1, 2  # kinds of logit changes; COUNTED: penalties need counts of sampled tokens
 MAX_DRAFT_ROWS = 64  # maximum rows (tokens) of a step that also computes draft tokens
@@ -81,7 +81,7 @@ class DecodingSteps:
         # Created on first use: logit changes (slots, CHANGES), counts of sampled tokens (slots, V)
         self.changes: CudaArray | None = None
         self.counts: CudaArray | None = None
-        self._changed = np.zeros(B, np.int8)  # result of `_kind_of` for each slot
+        self._changed = np.zeros(B, np.int8)  # 0, CHANGED or COUNTED for each slot
         # Arguments of the last assignment by `place`: number of rows, rows per slot, slots.
         self._placed: tuple[int, int, Ids] | None = None
         self.times = StepTimes()  # measured times of steps that compute draft tokens
@@ -203,7 +203,8 @@ class DecodingSteps:
         """Store the logit changes (bias and penalties) of new sequences in the slots' arrays."""
         V = self.logits.shape[1]
         for start, ids in zip(starts, occurred, strict=True):
-            changed = _kind_of(start.sampling)
+            of = start.sampling
+            changed = COUNTED if of.counts else CHANGED if of.changes else 0
             if changed or self._changed[start.slot]:
                 if self.changes is None:
                     self.changes = cupy.zeros((self.batch, CHANGES), "float32")
@@ -226,11 +227,6 @@ def steps_of(model: CudaPasses, cache: CudaCache, speculate: Drafts = False) -> 
     return found
 
 
-def _kind_of(sampling: Sampling) -> int:
-    """Return the kind of logit changes: 0 (none), CHANGED, or COUNTED (with token counts)."""
-    return COUNTED if sampling.counts else CHANGED if sampling.changes else 0
-
-
 class DecodingStep:
     """Launches, CUDA graph and host results of a decoding step with a fixed number of rows."""
 
@@ -243,7 +239,7 @@ class DecodingStep:
         together: int,
         masked: bool,
     ) -> None:
-        """count: slots. changed: 0, CHANGED or COUNTED, by `_kind_of`. together: rows per slot.
+        """count: slots. changed: as `_changed` of DecodingSteps. together: rows per slot.
 
         masked: whether rows may have masks, so that the graph ends before the sampler.
         """

@@ -19,10 +19,9 @@ from typing import Any
 from gpt2block.cuda import cupy, overlap
 from gpt2block.cuda.arrays import ArrayArg
 from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import interleaved_ms
 from gpt2block.engine.recorder import TensorSpec
-from gpt2block.engine.recording import Recording, Recordings, capture
+from gpt2block.engine.recording import Recording, Recordings
 from gpt2block.engine.timeline import BytesMoved, Call, KernelTiming, Timeline, moved, weights_dtype
 from gpt2block.ops.operands import Operand
 from gpt2block.ops.sample_token import FILE
@@ -74,7 +73,8 @@ def measured(recording: Recording) -> Timeline:
         for array, value in zip(changed, before, strict=True):
             array[...] = value
 
-    nothing = _nothing()
+    # A launch without tokens measures the overhead of a launch.
+    nothing = launch_at(FILE, Geometry("mark_occurred", (1,), (32,)), (None, None, None, 0, 0, 0))
     nothing.run()
     restore()
     recording.load()
@@ -169,15 +169,10 @@ def _graph(launches: Sequence[object], overlapping: bool) -> Callable[[], None]:
     gather, after which no memory may be allocated (see `Recordings.meet`).
     """
     stream = cupy.cuda.get_current_stream()
-    graph = capture(launches, cupy.cuda.Stream(non_blocking=True), overlapping)
+    graph = overlap.capture(launches, cupy.cuda.Stream(non_blocking=True), overlapping)
     graph.upload(stream)
     stream.synchronize()
     return partial(graph.launch, stream)
-
-
-def _nothing() -> Launch:
-    """Return a launch of `mark_occurred` without tokens, to measure the overhead of a launch."""
-    return launch_at(FILE, Geometry("mark_occurred", (1,), (32,)), (None, None, None, 0, 0, 0))
 
 
 def _in_memory(array: ArrayArg, operand: Operand | None) -> TensorSpec:

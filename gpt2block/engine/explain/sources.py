@@ -57,11 +57,6 @@ def readable_kernel(operation: Operation) -> Variant:
     return next(written, every[0])
 
 
-def _heads(config: ModelConfig) -> tuple[int, int, int]:
-    """Return (number of Q heads, number of K heads, channels per head)."""
-    return config.n_head, config.kv_width // config.head_size, config.head_size
-
-
 def fused_kernels(operation: Operation, config: ModelConfig) -> list[Variant]:
     """Return the variants of an operation that the model's fused steps can run, on any GPU."""
     every = [variant for variant in operation.variants if variant.name in _FUSED_VARIANTS]
@@ -86,13 +81,14 @@ def _shown(
     file of attention kernels defines.
     """
     known = _constants(file) if "attention/" in file else set()
+    heads = config.n_head, config.kv_width // config.head_size, config.head_size
     return {
         "plan": plan,
         "file": file,
         "names": names,
         "idea": idea,
         "line": line_of(file, names[0]),
-        "constants": {n: int(value) for n, value in head_constants(*_heads(config)) if n in known},
+        "constants": {n: int(value) for n, value in head_constants(*heads) if n in known},
     }
 
 

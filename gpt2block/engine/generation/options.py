@@ -15,6 +15,7 @@ from gpt2block.checks import (
     document,
     option,
     options_of,
+    set_fields,
     several,
     unknown_option,
 )
@@ -137,8 +138,7 @@ class Options:
             checked["choice"] = (
                 self.choice if isinstance(self.choice, str) else tuple(several(self.choice))
             )
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        set_fields(self, **checked)
         self._set_rule()
         if self.sampling.min_new_tokens > self.max_new_tokens:
             raise InputError(
@@ -159,7 +159,7 @@ class Options:
 
     def follow(self, rule: Grammar) -> None:
         """Set `rule`. Raises InputError for options that contradict a rule."""
-        object.__setattr__(self, "rule", rule)
+        set_fields(self, rule=rule)
         because = f" with {rule.name}, which decides where the text ends"
         if self.stop_ids is not None:
             raise InputError(Argument("stop_ids"), f": expected none{because}")

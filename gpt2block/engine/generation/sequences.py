@@ -295,11 +295,7 @@ class TokenSequence:
     def result(self) -> Generation:
         """Return the Generation (the result) of a sequence whose text has ended."""
         reason = self.finish_reason
-        assert reason is not None
-        assert reason != "error"
-        assert reason != "rule"
-        assert reason != "cancelled"
-        assert reason != "deadline"
+        assert reason in ("length", "stop", "context")
         tokens, logprobs, tops = tuple(self.tokens), tuple(self.logprobs), tuple(self.tops)
         receipt = None if self.certify is None else self.certify(self)
         generation = Generation("", tokens, logprobs, reason, self.sampling.seed, tops, receipt)

@@ -167,7 +167,7 @@ def _by_engine_names(
     exact: Mapping[str, Exact], config: ModelConfig, T: int, cached: bool
 ) -> dict[str, Exact]:
     """Return `exact` plus the tensors of GPU passes: q, and groups of rows of logits and scores."""
-    tensors, qkv = dict(exact), architecture_of(config).QKV
+    tensors, qkv = dict(exact), config.QKV
     for name, tensor in exact.items():
         if name.endswith(f".{qkv}"):
             width, *_ = config.qkv_widths(int(name.split(".")[1]))

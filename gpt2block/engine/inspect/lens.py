@@ -108,7 +108,7 @@ def rows_of_attention(engine: TracedEngine, traced: Mapping[str, np.ndarray], la
     """Return float32 rows [Q | K | V] (T, channels) as the attention of a layer reads them."""
     config = engine.config
     source = config.layer_caches[layer].layer
-    name = architecture_of(config).QKV if source == layer else "q_rope"
+    name = config.QKV if source == layer else "q_rope"
     rows = traced[f"h.{layer}.{name}"].astype(np.float32)
     rows = rows.reshape(len(rows), -1)
     if source != layer:  # rows have queries only; keys and values are an earlier layer's

@@ -294,36 +294,23 @@ class NumpyDecoding:
         self._counts = np.zeros(self._occurred.shape, np.int32)  # times that each token was sampled
         self._next = [np.empty(0, np.int32)] * slots  # per slot: ids to process before sampling
         self._masker = Masker()
-        self._late: dict[
-            int, tuple[MaskJob, Floats]
-        ] = {}  # {slot: mask that takes long, its logits}
+        # {slot: mask that takes long, its logits}
+        self._late: dict[int, tuple[MaskJob, Floats]] = {}
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
         return iter(())
 
     def start(self, starts: Sequence[Start]) -> None:
         for start in starts:
-            (
-                slot,
-                ids,
-                sampling,
-                steps,
-                sampled,
-                occurred,
-                cached,
-                alternatives,
-                _,
-                matcher,
-                text,
-            ) = start
+            slot, ids, sampling, occurred = start.slot, start.ids, start.sampling, start.occurred
             if self._texts is not None:
-                assert text is not None
-                self._texts[slot] = iter(text.tolist())
+                assert start.known is not None
+                self._texts[slot] = iter(start.known.tolist())
             self._cache.frequencies.begin(slot, start.n_tokens)
-            self._cache.lengths[slot], self._next[slot] = cached, ids[cached:]
-            self._sampling[slot], self._matchers[slot] = sampling, matcher
-            self._left[slot], self._steps[slot] = steps, sampled
-            self._alternatives[slot] = alternatives
+            self._cache.lengths[slot], self._next[slot] = start.cached, ids[start.cached :]
+            self._sampling[slot], self._matchers[slot] = sampling, start.matcher
+            self._left[slot], self._steps[slot] = start.steps, start.sampled
+            self._alternatives[slot] = start.alternatives
             self._occurred[slot] = 0
             self._occurred[slot, ids if occurred is None else occurred] = 1
             if sampling.counts:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from gpt2block.engine.passes.executor import HI_LO, Executor
 from gpt2block.engine.passes.forward import Pass, Product
 from gpt2block.models.architectures.architecture import To, Value
-from gpt2block.models.config import DeltaNets, LayerEmbeddings, ModelConfig
+from gpt2block.models.config import DeltaNets, LayerEmbeddings, ModelConfig, Scales
 
 
 class PassSettings(NamedTuple):
@@ -17,9 +17,8 @@ class PassSettings(NamedTuple):
     causal: whether attention is causal, for a pass over a single block. rope: the name of the RoPE
     frequencies of each layer, or (). half_split: whether RoPE pairs channels of the two halves of a
     head instead of neighbours. own: whether each sequence has its own frequencies. qk_norm,
-    embedding_norm, windows: as in ModelConfig; windows is () if no layer has a window. embedding,
-    softmax_scale, turned, cap, growth: the fields embedding, attention, rope, cap and growth of
-    `Scales`. gelu: whether the gate of the feed-forward is GELU. delta_nets: as in ModelConfig.
+    embedding_norm, windows, scales: as in ModelConfig; windows is () if no layer has a window.
+    gelu: whether the gate of the feed-forward is GELU. delta_nets: as in ModelConfig.
     convs: whether each layer has a short convolution in place of attention; () if none has. values:
     whether heads of V have norms. layers: as `layer_embeddings` of ModelConfig. readers: prefixes
     of the names of the layers that read the keys and values of an earlier layer.
@@ -27,21 +26,16 @@ class PassSettings(NamedTuple):
 
     n_head: int
     n_kv_head: int
-    eps: float
+    scales: Scales
     head_size: int
     causal: bool = True
     half_split: bool = True
     rope: tuple[str, ...] = ()
     qk_norm: bool = False
-    embedding: float = 1.0
-    softmax_scale: float | None = None
-    turned: float = 1.0
     gelu: bool = False
     windows: tuple[int | None, ...] = ()
     embedding_norm: str = ""
-    cap: float | None = None
     own: bool = False
-    growth: tuple[float, int] | None = None
     values: bool = False
     layers: LayerEmbeddings | None = None
     readers: tuple[str, ...] = ()
@@ -52,21 +46,15 @@ class PassSettings(NamedTuple):
     def of(cls, config: ModelConfig) -> PassSettings:
         """Return the PassSettings of a model with this config."""
         n_kv_head = config.kv_width // config.head_size
-        scales = config.scales
-        sizes = (config.n_head, n_kv_head, scales.eps, config.head_size)
+        sizes = (config.n_head, n_kv_head, config.scales, config.head_size)
         return cls(
             *sizes,
             rope=config.frequencies_of_layers,
             qk_norm=config.qk_norm,
-            embedding=scales.embedding,
-            softmax_scale=scales.attention,
-            turned=scales.rope,
             gelu=config.GATE == "gelu",
             windows=config.windows,
             embedding_norm=config.embedding_norm,
-            cap=scales.cap,
             own=config.short_context > 0,
-            growth=scales.growth,
             values=config.VALUE_NORMS,
             layers=config.layer_embeddings,
             readers=tuple(f"h.{n}." for n in config.reading_layers),
@@ -104,13 +92,13 @@ class PassSettings(NamedTuple):
     def scores(self, h: str) -> dict[str, Any]:
         """Return a layer's attention options softmax_scale and window, without unset ones."""
         window = self.windows[_layer(h)] if self.windows else None
-        options = {"softmax_scale": self.softmax_scale, "window": window}
+        options = {"softmax_scale": self.scales.attention, "window": window}
         return {name: value for name, value in options.items() if value is not None}
 
     @property
     def head_norms(self) -> dict[str, Any]:
         """The options of norms of heads: eps, and `values` if heads of V have norms, too."""
-        return {"eps": self.eps, **({"values": True} if self.values else {})}
+        return {"eps": self.scales.eps, **({"values": True} if self.values else {})}
 
     @property
     def gate(self) -> dict[str, Any]:
@@ -120,12 +108,12 @@ class PassSettings(NamedTuple):
     @property
     def multiplied(self) -> dict[str, Any]:
         """The options with RoPE's `factor`, which multiplies rotated pairs; an empty dict for 1."""
-        return {} if self.turned == 1 else {"factor": self.turned}
+        return {} if self.scales.rope == 1 else {"factor": self.scales.rope}
 
     @property
     def grown(self) -> dict[str, Any]:
         """The options with the `growth` of queries; an empty dict if there is none."""
-        return {} if self.growth is None else {"growth": self.growth}
+        return {} if self.scales.growth is None else {"growth": self.scales.growth}
 
     @property
     def turn(self) -> dict[str, Any]:
@@ -151,8 +139,8 @@ class StepPass(Pass):
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         if beta:
-            return self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps)
-        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps)
+            return self.do(name, "layernorm", (x, gamma, beta), eps=self.c.scales.eps)
+        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.scales.eps)
 
     def _product(self, p: Product) -> Value:
         y = self.do(p.name, "matmul_bias", (p.a, p.w, p.bias))
@@ -246,7 +234,7 @@ class BlockPass(StepPass):
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         if not beta:
             return Normed(name, x, gamma)
-        options = {"eps": self.c.eps, **self._operand(name)}
+        options = {"eps": self.c.scales.eps, **self._operand(name)}
         return self.do(name, "layernorm", (x, gamma, beta), **options)
 
     def _made(self, x: Value) -> Value:
@@ -256,7 +244,7 @@ class BlockPass(StepPass):
     def _product(self, p: Product) -> Value:
         if isinstance(p.a, Normed) and not self.do.has(p.bias):
             normed = (p.a.x, p.a.gamma, p.w)
-            return self.do(p.name, "rmsnorm_matmul", normed, eps=self.c.eps)
+            return self.do(p.name, "rmsnorm_matmul", normed, eps=self.c.scales.eps)
         a = self._made(p.a)
         if p.add:
             inputs = (a, p.w, p.bias, p.residual)
@@ -267,7 +255,7 @@ class BlockPass(StepPass):
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate, up = f"{h}w_gate", f"{h}w_up"
         biased = any(self.do.has(f"{h}b_{name}") for name in ("gate", "up"))
-        options = {"eps": self.c.eps, **self.c.gate}
+        options = {"eps": self.c.scales.eps, **self.c.gate}
         if isinstance(x, Normed) and not biased:
             return self.do(f"{h}ff", "rmsnorm_ffn", (x.x, x.gamma, gate, up), **options)
         return super().gated(h, self._made(x), to)

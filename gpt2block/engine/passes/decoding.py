@@ -88,10 +88,10 @@ class DecodePass(Pass):
         operand = self._format(to, bound, together=1 if beta else UNIT)
         if beta:
             options: dict[str, Any] = {"variant": "decode", "stats": False, **_to(operand)}
-            y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **options)
+            y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.scales.eps, **options)
         else:
             options = {**self.of_stream, **_to(operand)}
-            y = self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **options)
+            y = self.do(name, "rmsnorm", (x, gamma), eps=self.c.scales.eps, **options)
         return Rows(y, operand=operand, bound=bound)
 
     def operand(self, name: str, x: Value, to: To) -> Rows:
@@ -180,7 +180,7 @@ class DecodePass(Pass):
 
     def _given(self, a: Rows) -> dict[str, Any]:
         """Return a product's options for rows `a`: eps for a norm, and operand or x_dtype."""
-        normed = {"eps": self.c.eps} if a.gamma else {}
+        normed = {"eps": self.c.scales.eps} if a.gamma else {}
         return normed | ({"operand": a.operand} if a.operand else self.rounding)
 
     def _fuses_rope(self, operand: Operand | None) -> bool:
@@ -252,7 +252,7 @@ class SumsPass(DecodePass):
         stored: Any = {"fp8_cache": fp8_cache, "x_dtype": x_dtype, "together": together}
         super().__init__(do, settings, **stored)
         self.splits = splits
-        self.eps: dict[str, Any] = {"eps": settings.eps}
+        self.eps: dict[str, Any] = {"eps": settings.scales.eps}
 
     def embed(self) -> PendingResidual:
         return PendingResidual(super().embed())

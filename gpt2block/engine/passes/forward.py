@@ -68,7 +68,7 @@ class Pass(ABC):
         """
         if self.c.delta_nets is not None:
             self.spans = self.do("spans", "delta_spans", SPANS, **self.of_steps)
-        inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.embedding
+        inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.scales.embedding
         scaled = {} if factor == 1 else {"factor": factor}
         if self.do.has("gamma_e_and_1"):
             return self._joined(self.do("vectors", "encoder_rows", inputs, **scaled))
@@ -77,7 +77,7 @@ class Pass(ABC):
             self.layers = self._layers(x) if self.c.layers else None
             return x
         normed = self.do("vectors", "encoder_rows", inputs, **scaled), self.c.embedding_norm
-        return self.do("embedding", "rmsnorm", normed, eps=self.c.eps, **self.of_stream)
+        return self.do("embedding", "rmsnorm", normed, eps=self.c.scales.eps, **self.of_stream)
 
     def _joined(self, x: Value) -> Value:
         """Return norm(x) @ w_e + norm(stream) @ w_h. x: embeddings of tokens."""
@@ -124,7 +124,7 @@ class Pass(ABC):
     def add_norm(self, name: str, x: Value, y: Value, gamma: str, scale: str = "") -> Value:
         """Compute x + RMSNorm(y), where y is the result of a product, times `scale` if given."""
         inputs = (y, gamma, x, *((scale,) if scale else ()))
-        return self.do(name, "rmsnorm_add", inputs, into=x, eps=self.c.eps)
+        return self.do(name, "rmsnorm_add", inputs, into=x, eps=self.c.scales.eps)
 
     @abstractmethod
     def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
@@ -137,7 +137,8 @@ class Pass(ABC):
     def queries(self, h: str, x: Value, rope: str, norm: str) -> Value:
         """Compute queries, with a norm of heads and RoPE, in a layer without keys and values."""
         y = self.product(f"{h}queries", x, f"{h}w_q", f"{h}b_q", to=self.to_rope)
-        inputs, options = (y, "positions", rope, norm, norm), {**self.c.heads, "eps": self.c.eps}
+        inputs = (y, "positions", rope, norm, norm)
+        options = {**self.c.heads, "eps": self.c.scales.eps}
         return self.do(f"{h}q_rope", "qk_norm_rope", inputs, into=y, **options, queries=True)
 
     def turned(self, h: str, qkv: Value, rope: str, norms: To = ()) -> Value:
@@ -174,7 +175,8 @@ class Pass(ABC):
         inputs = (*rows, mixed, f"{h}conv", self.spans, *states, *pool)
         o = self.do(f"{h}delta", "delta_rule", inputs, **options)
         del mixed  # free its memory for the result of the norm
-        o = self.do(f"{h}normed", "gated_rmsnorm", (o, y, f"{h}gamma_o"), into=o, eps=self.c.eps)
+        gated = (o, y, f"{h}gamma_o")
+        o = self.do(f"{h}normed", "gated_rmsnorm", gated, into=o, eps=self.c.scales.eps)
         return self.operand(f"{h}mixer", o, to)
 
     @abstractmethod
@@ -204,10 +206,10 @@ class Pass(ABC):
 
     def logits(self, x: Value) -> Value:
         """Compute the product with lm_head. Cap the logits if the architecture caps logits."""
-        if self.c.cap is None:
+        if self.c.scales.cap is None:
             return self.product("logits", x, "lm_head")
         y = self.product("uncapped", x, "lm_head")
-        return self.do("logits", "cap", (y,), limit=self.c.cap)
+        return self.do("logits", "cap", (y,), limit=self.c.scales.cap)
 
     def scores(self, x: Value, likeliest: bool = False) -> Value:
         """Compute, for each row, the log-likelihood of the row's target (the next token).

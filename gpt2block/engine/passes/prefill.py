@@ -92,9 +92,9 @@ class PrefillPass(Pass):
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         if beta:
-            how: dict[str, Any] = {"eps": self.c.eps, "variant": 6, "stats": False}
+            how: dict[str, Any] = {"eps": self.c.scales.eps, "variant": 6, "stats": False}
             return self.do(name, "layernorm", (x, gamma, beta), **how)
-        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **self.of_stream)
+        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.scales.eps, **self.of_stream)
 
     def _product(self, p: Product) -> Value:
         inputs = (p.a, p.w, p.bias, "", "", p.residual)
@@ -145,10 +145,10 @@ class PrefillPass(Pass):
     def logits_of(self, x: Value, first: int, end: int) -> Value:
         """Compute the logits of rows `first` to `end` - 1 of x, the result of the final norm."""
         hidden = self.do(f"hidden.{first}", "rows", (x,), first=first, end=end)
-        if self.c.cap is None:
+        if self.c.scales.cap is None:
             return self.head(f"logits.{first}", hidden)
         y = self.head(f"uncapped.{first}", hidden)
-        return self.do(f"logits.{first}", "cap", (y,), into=y, limit=self.c.cap)
+        return self.do(f"logits.{first}", "cap", (y,), into=y, limit=self.c.scales.cap)
 
     def head(self, name: str, hidden: Value) -> Value:
         return self.do(name, "linear", (hidden, "head", "head_bias"), variant="tiles")
@@ -180,11 +180,10 @@ class TensorCorePass(PrefillPass):
         self.wide = ("", "wide", "stream_k_workspace") if shape.products == "fp8" else ()
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
-        operand = self._operand(name, to)
+        how: dict[str, Any] = {"eps": self.c.scales.eps, **self._operand(name, to)}
         if beta:
-            how: dict[str, Any] = {"eps": self.c.eps, "variant": "narrow", **operand}
-            return self.do(name, "layernorm", (x, gamma, beta), **how)
-        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **self.of_stream, **operand)
+            return self.do(name, "layernorm", (x, gamma, beta), variant="narrow", **how)
+        return self.do(name, "rmsnorm", (x, gamma), **self.of_stream, **how)
 
     def operand(self, name: str, x: Value, to: To) -> Value:
         return self.do(name, "operand", (x,), dtype=self.dtype)

@@ -40,10 +40,10 @@ from gpt2block.models.config.llama import LlamaConfig, yarn_attention
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _ENDS = tuple(f"{PREFIX}{name}{TOKEN_ID}" for name in ("eos", "eot", "eom"))
-# Config fields without a GGUF key of their own: tensors or the tokenizer's keys store the values
+# Config fields without a GGUF key of their own: tensors or other keys store the values
 _ELSEWHERE = {
     "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias", "scaling", "bos_token_id",
-    "eos_token_ids", "rotary_part",
+    "eos_token_ids", "rotary_part", "v_size", "delta_layers", "tiled", "mtp",
 }  # fmt: skip
 _INSTEAD = "write a Hugging Face directory instead"
 
@@ -193,7 +193,7 @@ def _check_config(config: ModelConfig) -> None:
         raise InputError(f"{config.MODEL_TYPE}: GGUF has no such architecture, expected one of "
                          f"{known}: {_INSTEAD}")  # fmt: skip
     named = {field for field, _ in gguf.fields_of(type(config)).values()}
-    named |= _ELSEWHERE | {*config.GGUF_KEYS.values(), *config.GGUF_FIELDS}
+    named |= _ELSEWHERE | {*config.GGUF_KEYS.values()}
     given = {field.name: getattr(config, field.name) for field in fields(config)}
     read = type(config)(**{name: value for name, value in given.items() if name in named})
     lost = {name: value for name, value in given.items() if getattr(read, name) != value}

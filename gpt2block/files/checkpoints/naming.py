@@ -134,13 +134,14 @@ class Naming:
             first, count = self.first_of(ours), self.shape_of(ours, shape)[0]
             tensor, begin = whole[first], ends[first]
             ends[first] += count
-            if spans := config.file_spans(_kind(ours)):
+            spans = config.file_spans(_kind(ours))
+            if spans:
                 tensor = tensor.of_spans(spans)
             elif sharing[first] > 1:
                 tensor = tensor.rows(begin, begin + count)
             if len(shape) == 3:
                 tensor = replace(tensor, shape=shape)
-            if ours.endswith(".w_qkv") and config.head_order:
+            if ours.endswith(".w_qkv") and config.head_order and not spans:
                 heads = config.q_width + config.kv_width
                 tensor = replace(tensor, head_order=config.head_order, in_heads=heads)
             stored[ours] = tensor
@@ -228,7 +229,7 @@ def _naming(model_type: str, gguf: bool) -> Naming:
         ignored = "|".join(map(re.escape, (ROPE_FACTORS, *LONGROPE_FACTORS)))
         ignored = ignored if issubclass(of.CONFIG, LlamaConfig) else "(?!)"
         return Naming(_names(of.NAMES, 1), "blk.", "NK", ignored=ignored, tiled=True)
-    prefix, block, matrices, ignored = of.FILES
+    prefix, block, matrices, ignored = of.CONFIG.FILES
     return Naming(_names(of.NAMES, 0), block, matrices, prefix, ignored)
 
 

@@ -259,12 +259,13 @@ def as_in_files(
         if len(shapes[name]) == 3 and getattr(array, "shape", ()) == shapes[name]:
             array = array.reshape(shape)  # noqa: PLW2901
         rows = _converted(name, array, shape, dtype)
-        if name.endswith(".w_qkv") and config.head_order:
+        kind = name.rpartition(".")[2]
+        spans = config.file_spans(kind)
+        if kind == "w_qkv" and config.head_order and not spans:
             rows = rows.copy()
             heads = config.q_width + config.kv_width
             reorder(rows[:heads], np.argsort(config.head_order).tolist())
-        kind = name.rpartition(".")[2]
-        if spans := config.file_spans(kind):
+        if spans:
             first = naming.first_of(name)
             whole = joined.setdefault(first, np.empty((0, *rows.shape[1:]), rows.dtype))
             joined[first] = _with_spans(whole, rows, spans)

@@ -19,6 +19,7 @@ from gpt2block.checks import (
     is_plain,
     of_bfloat16,
     plain_array,
+    set_fields,
     several,
 )
 from gpt2block.errors import CheckpointError, InputError, shown
@@ -55,8 +56,7 @@ class BlockArrays(ABC):
             got = getattr(gamma1, "shape", type(gamma1).__name__)
             hint = of_bfloat16(gamma1)
             raise InputError(f"gamma1: expected shape (C,), a NumPy array, got {got}{hint}")
-        object.__setattr__(self, "n_head", check_count("n_head", self.n_head))
-        object.__setattr__(self, "eps", check_eps(self.eps))
+        set_fields(self, n_head=check_count("n_head", self.n_head), eps=check_eps(self.eps))
         self._check_settings()
         for name, shape in self.shapes.items():
             array = checked(name, getattr(self, name), shape)

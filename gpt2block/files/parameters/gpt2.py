@@ -17,17 +17,11 @@ from gpt2block.files.parameters.arrays import (
     ModelArrays,
     described,
     generator,
-    offsets,
     packed_array,
     random_tensors,
     views,
 )
 from gpt2block.models.config import SIZES, GPT2Config, Shapes, block_shapes, size
-
-
-def packed_offsets(n_embd: int = 768) -> dict[str, int]:
-    """Return each tensor's offset in the packed buffer, in floats; key "end" has its length."""
-    return offsets(block_shapes(check_count("n_embd", n_embd)))
 
 
 def unpack(packed: object, n_embd: int = 768) -> dict[str, Any]:
@@ -88,7 +82,7 @@ class BlockWeights(BlockArrays):
         return cls(**unpack(packed_array(packed), n_embd), n_head=n_head, eps=eps)
 
     def to_packed(self) -> Array:
-        """Return one 1-D buffer with the twelve tensors at `packed_offsets(n_embd)`."""
+        """Return one 1-D buffer with the twelve tensors in their order."""
         return np.concatenate([array.ravel() for array in self.tensors().values()])
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import check_flag
+from gpt2block.checks import check_flag, set_fields
 from gpt2block.errors import InputError
 from gpt2block.files.parameters.arrays import (
     Array,
@@ -63,10 +63,9 @@ class LlamaBlockWeights(BlockArrays):
     b_down: Array | None = None  # (C,)
 
     def _check_settings(self) -> None:
-        object.__setattr__(self, "half_split", check_flag("half_split", self.half_split))
+        set_fields(self, half_split=check_flag("half_split", self.half_split))
         config = self.config  # raises InputError for inconsistent sizes
-        object.__setattr__(self, "n_kv_head", config.n_kv_head)
-        object.__setattr__(self, "theta", config.theta)
+        set_fields(self, n_kv_head=config.n_kv_head, theta=config.theta)
         present = tuple(name for name in _BIASES if getattr(self, name) is not None)
         expected = tuple(name for name in config.block_shapes() if name.startswith("b_"))
         if present != expected:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,22 +11,7 @@ from gpt2block.models.config import ModelConfig
 
 Value = Any  # the result of a step, whose type differs between NumPy and CUDA
 To = tuple[str, ...]
-Divided = tuple[tuple[str, tuple[str, ...], str], ...]
 RowNorms = Callable[[str, str], np.ndarray]
-
-
-class CheckpointLayout(NamedTuple):
-    """The names and the matrix layout of an architecture's tensors in files of `transformers`.
-
-    prefix: text before all names except lm_head's. block: text in the place of "h.", before the
-    number of the layer. matrices: the layout of a block's matrices, "KN" or "NK". ignored: a
-    pattern that matches the names of buffers that are not weights.
-    """
-
-    prefix: str
-    block: str
-    matrices: str
-    ignored: str = "(?!)"
 
 
 class Architecture(Protocol):
@@ -34,23 +19,14 @@ class Architecture(Protocol):
 
     NAMES: gpt2block's names of a weight and its bias → the module's name in `transformers` and in
     GGUF; {} stands for q, k and v, whose rows gpt2block has in one tensor; a module name that
-    ends with "." is a tensor without the suffix ".weight". FILES: the layout in
-    `transformers`. An engine needs the other fields in addition to the shapes in its config.
+    ends with "." is a tensor without the suffix ".weight". An engine needs the
+    functions in addition to the shapes and constants of the config.
     """
 
     CONFIG: type[ModelConfig]
     NAMES: Mapping[str, tuple[str, str]]
-    FILES: CheckpointLayout
     GGUF: str  # general.architecture in GGUF files; "" if there are no such files
     GGUF_ROPE_INTERLEAVED: bool  # whether GGUF files order the rows of q and k for Meta's RoPE
-
-    NORM: str  # the name of the architecture's norms in messages
-    QKV: str  # the step whose result is the rows [Q | K | V] that attention reads
-    TENSOR_HEADS: tuple[int, ...]  # head sizes for which a prefill can use tensor cores
-    # Weights w of a step, results that are linear in w, and the weights of the next product. With
-    # FP8 weights, the step may use w / s and the product its weights times s, to keep the results
-    # in float16's range; () if this is not possible.
-    DIVIDED: Divided
 
     def constants(self, config: Any, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return {name: tensor} of tensors computed from the config and the model's vectors."""

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from gpt2block.checks import FLOATS, check_choice, check_number
-from gpt2block.models.architectures import llama, qwen3
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, To, Value
+from gpt2block.checks import FLOATS, check_choice, check_number, set_fields
+from gpt2block.models.architectures import qwen3
+from gpt2block.models.architectures.architecture import RowNorms, To, Value
 from gpt2block.models.config import ModelConfig, Scales, Settings, Shapes
 from gpt2block.models.config.llama import LlamaConfig, PartlyWindowedConfig
 
@@ -79,10 +79,10 @@ class Gemma3Config(PartlyWindowedConfig):
         limits |= {"logits_cap": (2.0**-20, 2.0**20)} if self.logits_cap is not None else {}
         if not self.scalar:
             size = self.n_embd / self.n_head if self.n_layer == LAYERS_27B else self.head_size
-            object.__setattr__(self, "scalar", size)
+            set_fields(self, scalar=size)
         for name, (least, most) in limits.items():
             number = check_number(name, getattr(self, name), least, most, f"{least:g} to {most:g}")
-            object.__setattr__(self, name, number)
+            set_fields(self, **{name: number})
 
     @property
     def scales(self) -> Scales:
@@ -123,9 +123,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma2": ("pre_feedforward_layernorm", "ffn_norm"),
     "gamma_ff": ("post_feedforward_layernorm", "post_ffw_norm"),
 }
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "gemma3", False
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 
 
 def constants(config: Gemma3Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -165,6 +163,12 @@ def final(o: Any, x: Value, to: To = ()) -> Value:
     return o.norm("rms_f", x, _of("gamma_f"), to=to)
 
 
+def factors(largest: Mapping[str, float]) -> dict[str, float]:
+    """Return {name: largest magnitude} with the factors 1 + w for the weights w of all norms."""
+    kinds = {name: name.rpartition(".")[2] for name in largest}
+    return {name: value + kinds[name].startswith("gamma") for name, value in largest.items()}
+
+
 def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterator[float]:
     """Yield upper bounds, for any input, of the residual stream after the embedding and each block.
 
@@ -179,8 +183,8 @@ def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterato
 
 
 def operand_bounds(
-    config: Gemma3Config, largest: Mapping[str, float], norms: RowNorms
+    config: LlamaConfig, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
     """Bound operands as Qwen3 does. |W (1+w)| <= |W| + |W w| for a matrix row W, norm weights w."""
-    wide = {name: x + name.rpartition(".")[2].startswith("gamma") for name, x in largest.items()}
+    wide = factors(largest)
     return qwen3.operand_bounds(config, wide, lambda w, gamma: norms(w, "") + norms(w, gamma))

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import FLOATS, check_count, check_integer, check_number
+from gpt2block.checks import FLOATS, check_count, check_integer, check_number, set_fields
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.models.architectures import gemma3, llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.architectures.gemma3 import CAP, SCALE, Gemma3Config
 from gpt2block.models.config import LayerCache, LayerEmbeddings, ModelConfig, Settings, Shapes
 from gpt2block.models.config.llama import KINDS, PartlyWindowedConfig, RopeScaling, rope_objects
@@ -86,12 +86,12 @@ class Gemma4Config(Gemma3Config):
             check_count("sliding_window", self.window)
         for name, most in (("shared_layers", self.n_layer - 1), ("n_layer_embd", 2**16)):
             number = check_integer(name, getattr(self, name), 0, most, f"0 to {most}")
-            object.__setattr__(self, name, number)
+            set_fields(self, **{name: number})
         size = check_count("global_head_size", self.global_head_size, 2**16)
         if size % 2:
             raise InputError(f"global_head_size: expected an even number, got {size}")
-        part = check_number("rotary_part", self.rotary_part, 0, 1, "a number from 0 to 1")
-        object.__setattr__(self, "rotary_part", part)
+        expected = "a number from 0 to 1"
+        set_fields(self, rotary_part=check_number("rotary_part", self.rotary_part, 0, 1, expected))
         own = self.sliding_layers[: self.n_layer - self.shared_layers]
         if {*own} != {*self.sliding_layers}:
             raise InputError(
@@ -298,9 +298,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "w_layers": ("per_layer_model_projection", "per_layer_model_proj"),
     "gamma_layers": ("per_layer_projection_norm", "per_layer_proj_norm"),
 }
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "gemma4", False
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 final = llama.final
 
 

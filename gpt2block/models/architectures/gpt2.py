@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.models.architectures.architecture import CheckpointLayout, Divided, RowNorms, Value
+from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.config import GPT2Config, ModelConfig
 
 CONFIG: type[ModelConfig] = GPT2Config
@@ -29,13 +29,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_f beta_f": ("ln_f", "output_norm"),
     "lm_head": ("lm_head", "output"),
 }
-# Checkpoints of older versions of `transformers` also contain the buffers of attention masks.
-FILES = CheckpointLayout("transformer.", "h.", "KN", r"h\.\d+\.attn\.(bias|masked_bias)")
 GGUF, GGUF_ROPE_INTERLEAVED = "gpt2", False
-NORM = "LayerNorm"
-QKV = "qkv"  # the step whose result is the rows [Q | K | V] that attention reads
-TENSOR_HEADS: tuple[int, ...] = (64,)  # head sizes for which a prefill can use tensor cores
-DIVIDED: Divided = ()  # GELU is not linear: no scaling of weights by a factor
 
 
 def attention(o: Any, h: str, x: Value) -> Value:

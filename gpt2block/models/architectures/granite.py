@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gpt2block.checks import check_number
+from gpt2block.checks import check_number, set_fields
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, To, Value
+from gpt2block.models.architectures.architecture import RowNorms, To, Value
 from gpt2block.models.config import ModelConfig, Scales
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -54,7 +54,7 @@ class GraniteConfig(LlamaConfig):
         super().__post_init__()
         for name in MULTIPLIERS:
             value = check_number(name, getattr(self, name), 2.0**-20, 2.0**20, "2^-20 to 2^20")
-            object.__setattr__(self, name, value)
+            set_fields(self, **{name: value})
 
     @property
     def scales(self) -> Scales:
@@ -65,11 +65,9 @@ class GraniteConfig(LlamaConfig):
 
 CONFIG: type[ModelConfig] = GraniteConfig
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "granite", True
 
 attention, feed_forward = llama.attention, llama.feed_forward
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 
 
 def constants(config: GraniteConfig, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

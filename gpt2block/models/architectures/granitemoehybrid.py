@@ -62,9 +62,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "w_up b_up": ("shared_mlp.input_linear", "ffn_up"),  # up's rows follow gate's rows
     "w_down b_down": ("shared_mlp.output_linear", "ffn_down"),
 }
-FILES, GGUF, GGUF_ROPE_INTERLEAVED = granite.FILES, granite.GGUF, granite.GGUF_ROPE_INTERLEAVED
+GGUF, GGUF_ROPE_INTERLEAVED = granite.GGUF, granite.GGUF_ROPE_INTERLEAVED
 
 attention, feed_forward, final = granite.attention, granite.feed_forward, granite.final
 constants, stream_bounds = granite.constants, granite.stream_bounds
 operand_bounds = granite.operand_bounds
-NORM, QKV, TENSOR_HEADS, DIVIDED = granite.NORM, granite.QKV, granite.TENSOR_HEADS, granite.DIVIDED

@@ -16,21 +16,23 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gpt2block.checks import check_count, check_number
+from gpt2block.checks import check_count, check_number, set_fields
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.models.architectures import llama, qwen3
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.config import (
     ALL_LIMITS,
     CONV_LAYERS,
+    Divided,
     LayerCache,
     ModelConfig,
     Settings,
     Shapes,
     agreed,
     check_settings,
+    names_of,
 )
-from gpt2block.models.config.llama import LlamaConfig, check_layers
+from gpt2block.models.config.llama import LlamaConfig, are_of_type, set_layers
 
 KINDS = ("full_attention", "conv")
 MAX_TAPS = 8  # maximum terms of a convolution
@@ -64,6 +66,7 @@ class Lfm2Config(LlamaConfig):
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {
         "shortconv.l_cache": "conv_length", CONV_LAYERS: "conv_layers",
     }  # fmt: skip
+    DIVIDED: ClassVar[Divided] = (*LlamaConfig.DIVIDED, ("taps", ("conv",), "w_out"))
 
     conv_layers: tuple[bool, ...] = ()
     conv_length: int = 3
@@ -71,13 +74,10 @@ class Lfm2Config(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.conv_layers or (False,) * self.n_layer
-        layers = check_layers("conv_layers", layers, self.n_layer)
-        if all(layers):
+        set_layers(self, "conv_layers", (False,) * self.n_layer)
+        if all(self.conv_layers):
             raise InputError("conv_layers: expected at least one layer with attention, got none")
-        object.__setattr__(self, "conv_layers", layers)
-        length = check_count("conv_L_cache", self.conv_length, MAX_TAPS)
-        object.__setattr__(self, "conv_length", length)
+        set_fields(self, conv_length=check_count("conv_L_cache", self.conv_length, MAX_TAPS))
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
@@ -140,11 +140,7 @@ def _conv_layers(config: Mapping[str, object], n_layer: int) -> tuple[bool, ...]
             raise CheckpointError(f"config.json: full_attn_idxs: expected a list of numbers below "
                                   f"{n_layer}, got {shown(full)}")  # fmt: skip
         given["full_attn_idxs"] = [KINDS[n not in full] for n in range(n_layer)]
-    found = agreed(given) if given else []
-    if not isinstance(found, list) or not all(each in KINDS for each in found):
-        raise CheckpointError(f"config.json: layer_types: expected a list of "
-                              f"{' and '.join(KINDS)}, got {shown(found)}")  # fmt: skip
-    return tuple(each == "conv" for each in found)
+    return are_of_type(agreed(given) if given else [], KINDS)
 
 
 CONFIG: type[ModelConfig] = Lfm2Config
@@ -163,10 +159,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "w_down b_down": ("feed_forward.w2", "ffn_down"),
     "gamma_f": ("embedding_norm", "token_embd_norm"),
 }
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "lfm2", False
-NORM, QKV, TENSOR_HEADS = llama.NORM, llama.QKV, llama.TENSOR_HEADS
-DIVIDED = (*llama.DIVIDED, ("taps", ("conv",), "w_out"))
 final, constants = llama.final, llama.constants
 
 
@@ -184,10 +177,6 @@ def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     return llama.feed_forward(o, h, x, y, out="out" if o.c.has_conv(h) else "o")
 
 
-def _conv_layer_names(config: Lfm2Config) -> list[str]:
-    return [f"h.{layer}." for layer, conv in enumerate(config.conv_layers) if conv]
-
-
 def stream_bounds(config: Lfm2Config, largest: Mapping[str, float]) -> Iterator[float]:
     """Yield upper bounds of the residual stream as Llama does.
 
@@ -195,7 +184,7 @@ def stream_bounds(config: Lfm2Config, largest: Mapping[str, float]) -> Iterator[
     product of w_in with normalized rows, as in Llama's bounds.
     """
     n, added = config.n_embd, dict[str, float]()
-    for h in _conv_layer_names(config):
+    for h in names_of(config.conv_layers):
         bcx = n * largest[f"{h}gamma1"] * largest[f"{h}w_in"] + largest.get(f"{h}b_in", 0.0)
         sums = config.conv_length * largest[f"{h}taps"] * bcx**2 + largest.get(f"{h}b_taps", 0.0)
         rows = n * bcx * sums * largest[f"{h}w_out"] + largest.get(f"{h}b_out", 0.0)
@@ -207,14 +196,8 @@ def operand_bounds(
     config: Lfm2Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
     """Bound operands as Qwen3 does, and the result y of each convolution channel by channel."""
-    convs, own = _conv_layer_names(config), {**largest}
-    own |= {f"{h}gamma_{name}": 0.0 for h in convs for name in "qk"}
-
-    def of_first_product(w: str, gamma: str) -> np.ndarray:
-        h, _, name = w.rpartition(".")
-        return norms(f"{h}.w_in" if name == "w_qkv" and f"{h}." in convs else w, gamma)
-
-    bounds = qwen3.operand_bounds(config, own, of_first_product)
+    convs = names_of(config.conv_layers)
+    bounds = qwen3.operand_bounds(config, *qwen3.with_w_in(convs, largest, norms))
     for h in convs:
         del bounds[f"{h}rope"]
         bounds[f"{h}rms_in"] = bounds.pop(f"{h}rms1")

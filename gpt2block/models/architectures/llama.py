@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.models.architectures.architecture import CheckpointLayout, Divided, RowNorms, Value
+from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -31,14 +31,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_f": ("norm", "output_norm"),
     "lm_head": ("lm_head", "output"),
 }
-# Checkpoints of older versions of `transformers` also contain RoPE frequencies, which are ignored.
-FILES = CheckpointLayout("model.", "layers.", "NK", r"(.+\.)?rotary_emb\w*\..+")
 GGUF, GGUF_ROPE_INTERLEAVED = "llama", True
-NORM = "RMSNorm"
-QKV = "rope"  # the step whose result is the rows [Q | K | V] that attention reads
-TENSOR_HEADS: tuple[int, ...] = (64, 128, 256)  # head sizes for a prefill on tensor cores
-# With FP8 weights, a prefill may use w_up / s and w_down · s, so that step "ff" returns ff / s.
-DIVIDED: Divided = (("w_up", ("up", "ff"), "w_down"),)
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
@@ -48,14 +41,16 @@ def attention(o: Any, h: str, x: Value) -> Value:
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
-def feed_forward(o: Any, h: str, x: Value, y: Value, out: str = "o") -> Value:
+def feed_forward(
+    o: Any, h: str, x: Value, y: Value, out: str = "o", gamma: str = "gamma2"
+) -> Value:
     """Compute x1 = x + projected attention; return the block's output x1 + gated_ffn(norm(x1)).
 
-    out: the end of the names of the projection's weights.
+    out: the end of the names of the projection's weights. gamma: the name of the norm's weights.
     """
     x = o.product(f"{h}proj", y, f"{h}w_{out}", f"{h}b_{out}", add=(f"{h}x1", x))
     del y  # free y's memory for the result of the norm
-    y = o.norm(f"{h}rms2", x, f"{h}gamma2", to=(f"{h}w_gate", f"{h}w_up"))
+    y = o.norm(f"{h}rms2", x, f"{h}{gamma}", to=(f"{h}w_gate", f"{h}w_up"))
     y = o.gated(h, y, to=(f"{h}w_down",))
     return o.product(f"{h}down", y, f"{h}w_down", f"{h}b_down", add=(f"{h}output", x))
 

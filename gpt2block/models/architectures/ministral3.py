@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gpt2block.checks import check_number
+from gpt2block.checks import check_number, set_fields
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.models.architectures import llama
 from gpt2block.models.architectures.architecture import RowNorms
@@ -40,10 +40,9 @@ class Ministral3Config(WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        beta = check_number(BETA, self.beta, 0, 2.0**20, "a number from 0 to 2^20")
-        object.__setattr__(self, "beta", beta)
-        if beta and (self.scaling is None or self.scaling.kind != "yarn"):
-            raise InputError(f"{BETA}: expected 0 without yarn, got {beta:g}")
+        set_fields(self, beta=check_number(BETA, self.beta, 0, 2.0**20, "a number from 0 to 2^20"))
+        if self.beta and (self.scaling is None or self.scaling.kind != "yarn"):
+            raise InputError(f"{BETA}: expected 0 without yarn, got {self.beta:g}")
 
     @property
     def scales(self) -> Scales:
@@ -70,12 +69,11 @@ class Ministral3Config(WindowedConfig):
 
 
 CONFIG: type[ModelConfig] = Ministral3Config
-NAMES, FILES = llama.NAMES, llama.FILES
+NAMES = llama.NAMES
 GGUF, GGUF_ROPE_INTERLEAVED = "mistral3", True
 
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants, stream_bounds = llama.constants, llama.stream_bounds
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 
 
 def operand_bounds(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import WindowedConfig
 
@@ -33,10 +32,8 @@ class MistralConfig(WindowedConfig):
 
 CONFIG: type[ModelConfig] = MistralConfig
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = llama.GGUF, llama.GGUF_ROPE_INTERLEAVED
 
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants = llama.constants
 stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED

@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import check_number
+from gpt2block.checks import check_number, set_fields
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, To, Value
-from gpt2block.models.config import ModelConfig, Scales, Settings, Shapes
+from gpt2block.models.architectures.architecture import RowNorms, To, Value
+from gpt2block.models.config import Divided, ModelConfig, Scales, Settings, Shapes
 from gpt2block.models.config.llama import LlamaConfig
 
 ONES, HEAD_ONES = "ones", "head_ones"
@@ -44,6 +44,7 @@ class NanoChatConfig(LlamaConfig):
         ("hidden_act", ("relu2",), "the feed-forward computes the square of ReLU only"),
         *(each for each in LlamaConfig.SETTINGS if each[0] == "quantization_config"),
     )
+    DIVIDED: ClassVar[Divided] = ()  # ReLU squared is not linear: no scaling of weights
 
     logits_cap: float | None = 15.0
 
@@ -51,7 +52,7 @@ class NanoChatConfig(LlamaConfig):
         super().__post_init__()
         if self.logits_cap is not None:
             given = "logits_cap", self.logits_cap, 2.0**-20, 2.0**20
-            object.__setattr__(self, "logits_cap", check_number(*given, "None, or 2^-20 to 2^20"))
+            set_fields(self, logits_cap=check_number(*given, "None, or 2^-20 to 2^20"))
 
     @property
     def scales(self) -> Scales:
@@ -94,10 +95,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "w_fc": ("mlp.fc1", "ffn_up"),
     "w_proj": ("mlp.fc2", "ffn_down"),
 }
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "", False
-NORM, QKV, TENSOR_HEADS = llama.NORM, llama.QKV, llama.TENSOR_HEADS
-DIVIDED = llama.DIVIDED[:0]  # ReLU squared is not linear: no scaling of weights
 
 
 def constants(config: NanoChatConfig, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

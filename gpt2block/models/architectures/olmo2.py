@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.config import ModelConfig, Shapes
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -45,7 +45,6 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_attn": ("post_attention_layernorm", "post_attention_norm"),
     "gamma_ff": ("post_feedforward_layernorm", "post_ffw_norm"),
 }
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "olmo2", False
 
 
@@ -67,7 +66,6 @@ def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
 
 
 final, constants = llama.final, llama.constants
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 
 
 def _halves(config: Olmo2Config, largest: Mapping[str, float]) -> Iterator[float]:

@@ -61,11 +61,10 @@ class Olmo3Config(PartlyWindowedConfig, Olmo2Config):
 
 
 CONFIG: type[ModelConfig] = Olmo3Config
-NAMES, FILES = olmo2.NAMES, olmo2.FILES
+NAMES = olmo2.NAMES
 GGUF, GGUF_ROPE_INTERLEAVED = olmo2.GGUF, olmo2.GGUF_ROPE_INTERLEAVED
 
 feed_forward, final, stream_bounds = olmo2.feed_forward, olmo2.final, olmo2.stream_bounds
-NORM, QKV, TENSOR_HEADS, DIVIDED = olmo2.NORM, olmo2.QKV, olmo2.TENSOR_HEADS, olmo2.DIVIDED
 
 
 def attention(o: Any, h: str, x: Value) -> Value:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import PARTIAL, PartlyRotatedConfig, WindowedConfig
 
@@ -61,10 +60,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "w_gate b_gate": ("mlp.gate_up_proj", "ffn_up"),
     "w_up b_up": ("mlp.gate_up_proj", "ffn_up"),  # up's rows follow gate's rows
 }
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "phi3", False
 
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants = llama.constants
 stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED

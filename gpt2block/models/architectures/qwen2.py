@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout
 from gpt2block.models.config import ModelConfig, Shapes
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -44,11 +43,9 @@ class Qwen2Config(QwenConfig):
 
 CONFIG: type[ModelConfig] = Qwen2Config
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "qwen2", False
 
 # Llama's functions compute Qwen2.5's block: a product adds a bias if its matrix has a bias.
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants = llama.constants
 stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED

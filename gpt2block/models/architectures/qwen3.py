@@ -7,12 +7,14 @@ Technical Report" (2025), and Qwen3 in `transformers`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.architectures.qwen2 import QwenConfig
 from gpt2block.models.config import ModelConfig, Shapes
 from gpt2block.models.config.llama import LlamaConfig
@@ -41,7 +43,6 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "gamma_q": ("self_attn.q_norm", "attn_q_norm"),
     "gamma_k": ("self_attn.k_norm", "attn_k_norm"),
 }
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "qwen3", False
 
 
@@ -54,7 +55,6 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 feed_forward, final = llama.feed_forward, llama.final
 constants, stream_bounds = llama.constants, llama.stream_bounds
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED
 
 
 def operand_bounds(
@@ -70,3 +70,16 @@ def operand_bounds(
         heads = root * max(largest[f"{h}gamma_q"], largest[f"{h}gamma_k"])
         bounds[f"{h}rope"] = max(bounds[f"{h}rope"], heads)
     return bounds
+
+
+def with_w_in(
+    layers: Collection[str], largest: Mapping[str, float], norms: RowNorms
+) -> tuple[dict[str, float], RowNorms]:
+    """Return arguments of `operand_bounds` in which w_in stands for w_qkv in layers without it."""
+
+    def of_first_product(w: str, gamma: str) -> np.ndarray:
+        h, _, name = w.rpartition(".")
+        return norms(f"{h}.w_in" if name == "w_qkv" and f"{h}." in layers else w, gamma)
+
+    no_heads = {f"{h}gamma_{name}": 0.0 for h in layers for name in "qk"}
+    return {**largest, **no_heads}, of_first_product

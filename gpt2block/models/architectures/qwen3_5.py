@@ -20,32 +20,37 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 
-from gpt2block.checks import check_count, check_flag
-from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.checks import check_count, check_flag, set_fields
+from gpt2block.errors import InputError
 from gpt2block.models.architectures import gemma3, llama, qwen3
-from gpt2block.models.architectures.architecture import CheckpointLayout, RowNorms, Value
+from gpt2block.models.architectures.architecture import RowNorms, Value
 from gpt2block.models.config import (
     ALL_LIMITS,
     DRAFTING,
     HALVES,
+    CheckpointLayout,
     DeltaNets,
     LayerCache,
     ModelConfig,
     Settings,
     Shapes,
+    names_of,
 )
 from gpt2block.models.config.llama import (
     KINDS,
     PARTIAL,
+    ROPE_BUFFERS,
     LlamaConfig,
     PartlyRotatedConfig,
     all_but_every,
-    check_layers,
+    are_of_type,
+    set_layers,
 )
 
 # Names that end the name of the matrix w_eh in files with a block that drafts tokens
@@ -58,6 +63,7 @@ OWN = tuple(
 HEADS = ("n_k_head", "n_v_head", "k_size", "v_size")
 DELTA, EVERY = "linear_attention", "full_attention_interval"
 NEXT = "nextn_predict_layers"
+UNREAD = r"|mtp\..+"  # matches the names of tensors of a block that is not read
 RECURRENT = "attention.recurrent_layers"  # key of GGUF files: whether each layer is a delta net
 
 
@@ -91,7 +97,6 @@ class Qwen35Config(PartlyRotatedConfig):
     GGUF_READ: ClassVar[tuple[str, ...]] = (
         "ssm.inner_size", EVERY, RECURRENT, "rope.dimension_sections", NEXT,
     )  # fmt: skip
-    GGUF_FIELDS: ClassVar[tuple[str, ...]] = ("v_size", "delta_layers", "tiled", "mtp")
     GGUF_NEUTRAL: ClassVar[Mapping[str, object]] = {"ssm.conv_kernel": 4}
     HONOURED: ClassVar[tuple[str, ...]] = (PARTIAL, "layer_types")
     SETTINGS: ClassVar[Settings] = (
@@ -101,6 +106,7 @@ class Qwen35Config(PartlyRotatedConfig):
         ("output_gate_type", ("swish", "silu"), "the gate of a delta net is SiLU"),
         ("linear_conv_kernel_dim", (4,), "convolutions are over 4 tokens"),
     )
+    FILES: ClassVar[CheckpointLayout] = LlamaConfig.FILES._replace(ignored=ROPE_BUFFERS + UNREAD)
 
     delta_layers: tuple[bool, ...] = ()
     n_k_head: int = 16
@@ -112,13 +118,11 @@ class Qwen35Config(PartlyRotatedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.delta_layers or all_but_every(4, self.n_layer)
-        object.__setattr__(self, "delta_layers", check_layers("delta_layers", layers, self.n_layer))
+        set_layers(self, "delta_layers", all_but_every(4, self.n_layer))
         if all(self.delta_layers):
             raise InputError(f"layer_types: expected a layer with {KINDS[0]}, got none")
-        for name in HEADS:
-            size = check_count(name, getattr(self, name), ALL_LIMITS[name])
-            object.__setattr__(self, name, size)
+        sizes = {n: check_count(n, getattr(self, n), ALL_LIMITS[n]) for n in HEADS}
+        set_fields(self, **sizes)
         check_flag("tiled", self.tiled)
         check_flag("mtp", self.mtp)
         if self.n_v_head % self.n_k_head:
@@ -185,16 +189,6 @@ class Qwen35Config(PartlyRotatedConfig):
         rows = {"w_in": (of.channels, of.values), "w_ba": (of.n_v_head, of.n_v_head)}
         return {**rows, "w_g": (self.q_width, 0, 0)}.get(name) or super().file_rows(name, layer)
 
-    @property
-    def head_order(self) -> tuple[int, ...]:
-        """Return (): `file_spans` has the order of the channels of heads."""
-        return ()
-
-    @property
-    def channel_order(self) -> tuple[int, ...]:
-        """For each channel of a head of q and k, its index in files; () if orders are equal."""
-        return super().head_order
-
     def file_spans(self, name: str) -> tuple[tuple[int, int], ...]:
         """Return rows of files, where each head of q precedes its gate.
 
@@ -206,7 +200,7 @@ class Qwen35Config(PartlyRotatedConfig):
             return tuple((at + D, at + 2 * D) for at in heads)
         if name != "w_qkv":
             return ()
-        order = self.channel_order or range(D)
+        order = self.head_order or range(D)
         cuts = [n for n in range(1, D) if order[n] != order[n - 1] + 1]
         runs = [(order[a], order[b - 1] + 1) for a, b in pairwise([0, *cuts, D])]
         both = (*heads, *range(Q, Q + self.kv_width, D))
@@ -216,17 +210,14 @@ class Qwen35Config(PartlyRotatedConfig):
     @classmethod
     def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
-        fields, kinds = super()._fields_in(config), (DELTA, KINDS[0])
+        fields = super()._fields_in(config)
         own = config.get("mtp_use_dedicated_embeddings")  # else they are the model's
         fields["mtp"] = config.get("mtp_num_hidden_layers") == 1 and not own
         types = config.get("layer_types")
         if types is None:
             every = check_count(EVERY, config.get(EVERY, 4))
             return fields | {"delta_layers": all_but_every(every, fields["n_layer"])}
-        if not isinstance(types, list) or any(each not in kinds for each in types):
-            raise CheckpointError(f"config.json: layer_types: expected a list of "
-                                  f"{' and '.join(kinds)}, got {shown(types)}")  # fmt: skip
-        return fields | {"delta_layers": tuple(each == DELTA for each in types)}
+        return fields | {"delta_layers": are_of_type(types, (KINDS[0], DELTA))}
 
     def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
@@ -294,11 +285,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     f"{DRAFTING}w_eh": ("fc", "nextn.eh_proj"),
     f"{DRAFTING}gamma_f": ("norm", "nextn.shared_head_norm"),
 }
-UNREAD = r"|mtp\..+"  # matches the names of tensors of a block that is not read
-FILES = CheckpointLayout("model.", "layers.", "NK", rf"(.+\.)?rotary_emb\w*\..+{UNREAD}")
 GGUF, GGUF_ROPE_INTERLEAVED = "qwen35", False
-NORM, QKV, DIVIDED = llama.NORM, llama.QKV, llama.DIVIDED
-TENSOR_HEADS: tuple[int, ...] = llama.TENSOR_HEADS
 final = gemma3.final
 
 
@@ -315,13 +302,9 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Compute x1 = x + projected attention; return the block's output x1 + gated_ffn(norm(x1))."""
+    """Compute a block's second half as Llama does; w_out projects the result of a delta net."""
     out = "out" if o.c.is_delta(h) else "o"
-    x = o.product(f"{h}proj", y, f"{h}w_{out}", add=(f"{h}x1", x))
-    del y  # free y's memory for the result of the norm
-    y = o.norm(f"{h}rms2", x, f"{h}gamma2_and_1", to=(f"{h}w_gate", f"{h}w_up"))
-    y = o.gated(h, y, to=(f"{h}w_down",))
-    return o.product(f"{h}down", y, f"{h}w_down", add=(f"{h}output", x))
+    return llama.feed_forward(o, h, x, y, out, "gamma2_and_1")
 
 
 def constants(config: Qwen35Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -334,22 +317,13 @@ def constants(config: Qwen35Config, vectors: Mapping[str, np.ndarray]) -> dict[s
         norms = ("gamma1", "gamma2") if delta else ("gamma1", "gamma_q", "gamma_k", "gamma2")
         for name in (f"h.{n}.{norm}" for norm in norms):
             gamma = 1 + vectors[name]
-            if name[-1] in "qk" and config.channel_order and np.ndim(vectors[name]):
-                gamma = gamma[list(config.channel_order)]
+            if name[-1] in "qk" and config.head_order and np.ndim(vectors[name]):
+                gamma = gamma[list(config.head_order)]
             found[f"{name}_and_1"] = gamma
         if delta:
             found[f"h.{n}.rate"] = np.exp(vectors[f"h.{n}.a_log"])
     others = ("gamma_f", *("gamma_e", "gamma_h") * config.READS_STREAM)
     return found | {f"{name}_and_1": 1 + vectors[name] for name in others}
-
-
-def _factors(config: Qwen35Config, largest: Mapping[str, float]) -> dict[str, float]:
-    """Return bounds of the factors by which norms multiply, and of other tensors."""
-    found = {}
-    for name, value in largest.items():
-        kind = name.rpartition(".")[2]
-        found[name] = value + (kind.startswith("gamma") and kind != "gamma_o")
-    return found
 
 
 def stream_bounds(config: Qwen35Config, largest: Mapping[str, float]) -> Iterator[float]:
@@ -358,54 +332,29 @@ def stream_bounds(config: Qwen35Config, largest: Mapping[str, float]) -> Iterato
     Gates of attention increase no magnitude. A head of a delta net's norm has a Euclidean norm of
     at most sqrt(v_size) times the largest γ, before SiLU(z) multiplies it.
     """
-    C, of, factors = config.n_embd, config._delta_nets, _factors(config, largest)
-    stream = largest["wte"]
+    C, of, own = config.n_embd, config._delta_nets, gemma3.factors(largest)
     if config.READS_STREAM:
-        stream = C * sum(factors[f"gamma_{n}"] * largest[f"w_{n}"] for n in "eh")
-    yield stream
-    for h, delta in zip(_layers(config), config.delta_layers, strict=True):
-
-        def product(n: int, name: str, h: str = h) -> float:
-            return C * factors[f"{h}gamma{n}"] * largest[f"{h}w_{name}"]
-
-        if delta:
-            root = math.sqrt(of.v_size) * factors[f"{h}gamma_o"]
-            stream += root * product(1, "in") * of.values * largest[f"{h}w_out"]
-        else:
-            stream += product(1, "qkv") * config.q_width * largest[f"{h}w_o"]
-        stream += product(2, "gate") * product(2, "up") * config.n_ff * largest[f"{h}w_down"]
-        yield stream
+        own["wte"] = C * sum(own[f"gamma_{n}"] * largest[f"w_{n}"] for n in "eh")
+    for h in names_of(config.delta_layers):
+        heads = math.sqrt(of.v_size) * largest[f"{h}gamma_o"]
+        rows = heads * (C * own[f"{h}gamma1"] * largest[f"{h}w_in"])
+        added = rows * of.values * largest[f"{h}w_out"]
+        own |= {f"{h}w_qkv": 0.0, f"{h}w_o": 0.0, f"{h}b_o": added}
+    return llama.stream_bounds(config, own)
 
 
 def operand_bounds(
     config: Qwen35Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
-    """Bound operands as Llama and Qwen3 do. |W (1+w)| <= |W| + |W w| for a row W of a matrix."""
-    root, factors, of = math.sqrt(config.n_embd), _factors(config, largest), config._delta_nets
-    bounds = {
-        f"rms_{n}": root * factors[f"gamma_{n}"] for n in "feh"[: 1 + 2 * config.READS_STREAM]
-    }
-    for h, delta in zip(_layers(config), config.delta_layers, strict=True):
-
-        def product(n: int, name: str, h: str = h) -> np.ndarray:
-            w, gamma = f"{h}w_{name}", f"{h}gamma{n}"
-            return root * (norms(w, "") + norms(w, gamma))
-
-        gate, up = product(2, "gate"), product(2, "up")
-        bounds |= {f"{h}rms{n}": root * factors[f"{h}gamma{n}"] for n in (1, 2)}
-        bounds |= {f"{h}gate": float(gate.max()), f"{h}up": float(up.max())}
-        bounds[f"{h}ff"] = float((gate * up).max())
-        if delta:
-            z = float(product(1, "in")[-of.values :].max())
-            bounds[f"{h}normed"] = math.sqrt(of.v_size) * factors[f"{h}gamma_o"] * z
-        else:
-            turned = math.sqrt(2) * float(product(1, "qkv").max())
-            heads = math.sqrt(config.head_size) * max(
-                factors[f"{h}gamma_q"], factors[f"{h}gamma_k"]
-            )
-            bounds[f"{h}rope"] = max(turned, heads)
+    """Bound operands as Gemma 3 does, and the gated result of each delta net."""
+    root, of, deltas = math.sqrt(config.n_embd), config._delta_nets, names_of(config.delta_layers)
+    norms = cache(norms)  # the norms of w_in are needed twice
+    bounds = gemma3.operand_bounds(config, *qwen3.with_w_in(deltas, largest, norms))
+    for n in "eh" * config.READS_STREAM:
+        bounds[f"rms_{n}"] = root * (largest[f"gamma_{n}"] + 1)
+    for h in deltas:
+        del bounds[f"{h}rope"]
+        both = norms(f"{h}w_in", "") + norms(f"{h}w_in", f"{h}gamma1")
+        z = float((root * both)[-of.values :].max())
+        bounds[f"{h}normed"] = math.sqrt(of.v_size) * largest[f"{h}gamma_o"] * z
     return bounds
-
-
-def _layers(config: Qwen35Config) -> Iterator[str]:
-    return (f"h.{layer}." for layer in range(config.n_layer))

@@ -16,9 +16,9 @@ import numpy as np
 from gpt2block.checks import check_count
 from gpt2block.errors import CheckpointError, shown
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import CheckpointLayout, Value
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import ModelConfig
-from gpt2block.models.config.llama import LlamaConfig, all_but_every, check_layers
+from gpt2block.models.config.llama import LlamaConfig, all_but_every, set_layers
 
 EVERY = 4  # period in layers: every 4th layer has no RoPE
 STILL = "still_frequencies"
@@ -44,9 +44,7 @@ class SmolLM3Config(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.rope_layers or all_but_every(EVERY, self.n_layer)
-        layers = check_layers("rope_layers", layers, self.n_layer)
-        object.__setattr__(self, "rope_layers", layers)
+        set_layers(self, "rope_layers", all_but_every(EVERY, self.n_layer))
 
     @property
     def frequencies_of_layers(self) -> tuple[str, ...]:
@@ -75,7 +73,6 @@ class SmolLM3Config(LlamaConfig):
 
 CONFIG: type[ModelConfig] = SmolLM3Config
 NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
-FILES: CheckpointLayout = llama.FILES
 GGUF, GGUF_ROPE_INTERLEAVED = "smollm3", True  # GGUF files omit rope_layers
 
 
@@ -94,4 +91,3 @@ def constants(config: SmolLM3Config, vectors: Mapping[str, np.ndarray]) -> dict[
 
 feed_forward, final = llama.feed_forward, llama.final
 stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds
-NORM, QKV, TENSOR_HEADS, DIVIDED = llama.NORM, llama.QKV, llama.TENSOR_HEADS, llama.DIVIDED

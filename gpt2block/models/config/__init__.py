@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from gpt2block.checks import check_count, check_eps, check_token, meant, several
+from gpt2block.checks import check_count, check_eps, check_token, meant, set_fields, several
 from gpt2block.errors import Argument, CheckpointError, InputError, shown
 
 # The limits are far above all models' sizes. They bound the memory that a damaged file can request.
@@ -26,6 +26,7 @@ ALL_LIMITS: Mapping[str, int] = {
 Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
 Settings = Iterable[tuple[str, tuple[object, ...], str]]
+Divided = tuple[tuple[str, tuple[str, ...], str], ...]
 # Keys of config.json that change the result of other architectures. An entry has a key, the values
 # without effect, and what this package computes. A list in config.json has a value per layer.
 _ALL_VISIBLE, _PLAIN_NORMS = "attention sees all earlier tokens", "queries and keys have no norm"
@@ -86,6 +87,20 @@ class Scales(NamedTuple):
     rope: float = 1.0
     cap: float | None = None
     growth: tuple[float, int] | None = None
+
+
+class CheckpointLayout(NamedTuple):
+    """The names and the matrix layout of an architecture's tensors in files of `transformers`.
+
+    prefix: text before all names except lm_head's. block: text in the place of "h.", before the
+    number of the layer. matrices: the layout of a block's matrices, "KN" or "NK". ignored: a
+    pattern that matches the names of buffers that are not weights.
+    """
+
+    prefix: str
+    block: str
+    matrices: str
+    ignored: str
 
 
 class LayerCache(NamedTuple):
@@ -157,13 +172,19 @@ class ModelConfig(ABC):
     keys of config.json, supported values (the default first), and the reason for no others.
     HONOURED: keys of OF_OTHERS that this architecture supports. GGUF_KEYS: key of GGUF files,
     without the architecture's name → field. GGUF_READ: other keys that `gguf_fields` reads, also as
-    arrays. GGUF_FIELDS: other fields that `gguf_settings` writes. GGUF_NEUTRAL: key of GGUF files →
+    arrays. GGUF_NEUTRAL: key of GGUF files →
     its only supported value. GGUF_ZEROS: fields of GGUF_KEYS for which 0 is a value, and not the
     default. GATE: activation of a gated feed-forward; "gelu" is the tanh approximation.
     ADDED_TO_NORMS: number that GGUF files add to the weights of norms. VALUE_NORMS: whether heads
     of values have norms without weights, next to norms of heads of queries and keys. FROM_CACHE:
     whether attention of prompts always reads keys and values from a kv_cache. READS_STREAM: whether
     the model's input is an embedding joined with a row of another model's residual stream.
+
+    FILES: the layout in files of `transformers`. NORM: the name of the norms in messages. QKV: the
+    step whose result is the rows [Q | K | V] that attention reads. TENSOR_HEADS: head sizes for
+    which a prefill can use tensor cores. DIVIDED: weights w of a step, results that are linear in
+    w, and the weights of the next product. With FP8 weights, the step may use w / s and the product
+    its weights times s, to keep the results in float16's range; () if this is not possible.
     """
 
     NAME: ClassVar[str]
@@ -175,7 +196,6 @@ class ModelConfig(ABC):
     HONOURED: ClassVar[tuple[str, ...]] = ()
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {}
     GGUF_READ: ClassVar[tuple[str, ...]] = ()
-    GGUF_FIELDS: ClassVar[tuple[str, ...]] = ()
     GGUF_NEUTRAL: ClassVar[Mapping[str, object]] = {}
     GGUF_ZEROS: ClassVar[tuple[str, ...]] = ()
     GATE: ClassVar[Literal["silu", "gelu"]] = "silu"
@@ -184,6 +204,11 @@ class ModelConfig(ABC):
     FROM_CACHE: ClassVar[bool] = False
     READS_STREAM: ClassVar[bool] = False
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
+    FILES: ClassVar[CheckpointLayout]
+    NORM: ClassVar[str]
+    QKV: ClassVar[str]
+    TENSOR_HEADS: ClassVar[tuple[int, ...]]
+    DIVIDED: ClassVar[Divided] = ()
 
     n_layer: int
     n_head: int
@@ -195,15 +220,14 @@ class ModelConfig(ABC):
     eos_token_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for name, limit in LIMITS.items():
-            # Convert NumPy integers, which json cannot write.
-            object.__setattr__(self, name, check_count(name, getattr(self, name), limit))
-        object.__setattr__(self, "eps", check_eps(self.eps))
+        # NumPy integers, which json cannot write, are converted.
+        sizes = {n: check_count(n, getattr(self, n), limit) for n, limit in LIMITS.items()}
+        set_fields(self, **sizes, eps=check_eps(self.eps))
         for name in self.FLAGS:
             if not isinstance(flag := getattr(self, name), bool):
                 raise InputError(f"{name}: expected true or false, got {shown(flag)}")
         ends = tuple(check_token("eos_token_ids", token) for token in several(self.eos_token_ids))
-        object.__setattr__(self, "eos_token_ids", ends)
+        set_fields(self, eos_token_ids=ends)
 
     @property
     @abstractmethod
@@ -217,7 +241,10 @@ class ModelConfig(ABC):
 
     @property
     def head_order(self) -> tuple[int, ...]:
-        """For each channel of a head of q and k, its index in files; () if orders are equal."""
+        """For each channel of a head of q and k, its index in files; () if orders are equal.
+
+        If w_qkv has `file_spans`, they have this order.
+        """
         return ()
 
     @property
@@ -423,6 +450,11 @@ class GPT2Config(ModelConfig):
         ("add_cross_attention", (False,), "there is no encoder to attend to"),
         ("quantization_config", (None,), "quantized weights are not supported"),
     )  # fmt: skip
+    # Checkpoints of older versions of `transformers` also contain the buffers of attention masks.
+    FILES: ClassVar[CheckpointLayout] = CheckpointLayout(
+        "transformer.", "h.", "KN", r"h\.\d+\.attn\.(bias|masked_bias)"
+    )
+    NORM, QKV, TENSOR_HEADS = "LayerNorm", "qkv", (64,)
 
     n_layer: int = 12
     n_head: int = 12
@@ -616,6 +648,11 @@ def state_shapes(config: ModelConfig, slots: int) -> dict[str, tuple[int, ...]]:
             found[f"h.{n}.state"] = slots, 2, of.state_size
             found[f"h.{n}.recent"] = slots, RECENT, of.channels + 2 * of.n_v_head
     return found if of is None else {"held": (slots, 2), **found}
+
+
+def names_of(layers: Iterable[bool]) -> list[str]:
+    """Return the beginnings "h.N." of the names of these layers' tensors."""
+    return [f"h.{n}." for n, chosen in enumerate(layers) if chosen]
 
 
 def shapes_in_blocks(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -16,12 +16,15 @@ from gpt2block.checks import (
     check_integer,
     check_number,
     check_token,
+    set_fields,
     several,
 )
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.models.config import (
     ALL_LIMITS,
     OF_OTHERS,
+    CheckpointLayout,
+    Divided,
     ModelConfig,
     Scales,
     Settings,
@@ -51,6 +54,7 @@ _WITH_YARN = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "ministral
 KINDS = ("full_attention", "sliding_attention")
 LOCAL = "local_frequencies"  # the RoPE frequencies of layers with a window
 _PATTERN = "sliding_window_pattern"
+ROPE_BUFFERS = r"(.+\.)?rotary_emb\w*\..+"  # matches the names of RoPE frequencies in files
 
 
 def yarn_attention(factor: float, mscale: float = 1.0) -> float:
@@ -106,12 +110,11 @@ class RopeScaling:
             raise InputError(f"rope_scaling: expected kind {known}, got {shown(self.kind)}")
         if self.attention_factor is None:
             factor = _check_factor("factor", self.factor) if self.kind == "yarn" else 1.0
-            object.__setattr__(self, "attention_factor", yarn_attention(factor))
-        for name in _NUMBERS:
-            object.__setattr__(self, name, _check_factor(name, getattr(self, name)))
+            set_fields(self, attention_factor=yarn_attention(factor))
+        set_fields(self, **{name: _check_factor(name, getattr(self, name)) for name in _NUMBERS})
         for name in ("factors", "long_factors"):
             factors = tuple(_check_factor(name, each) for each in several(getattr(self, name)))
-            object.__setattr__(self, name, factors)
+            set_fields(self, **{name: factors})
         if self.low_freq_factor >= self.high_freq_factor:
             raise InputError(
                 f"rope_scaling: expected low_freq_factor below high_freq_factor, got "
@@ -120,10 +123,10 @@ class RopeScaling:
         if self.beta_slow > self.beta_fast:
             raise InputError(f"rope_scaling: expected beta_slow up to beta_fast, got "
                              f"{self.beta_slow} and {self.beta_fast}")  # fmt: skip
-        object.__setattr__(self, "truncate", check_flag("rope_scaling: truncate", self.truncate))
+        truncate = check_flag("rope_scaling: truncate", self.truncate)
         context = check_count("rope_scaling: original_max_position_embeddings",
                               self.original_context, ALL_LIMITS["n_ctx"])  # fmt: skip
-        object.__setattr__(self, "original_context", context)
+        set_fields(self, truncate=truncate, original_context=context)
 
     def scaled(
         self, frequencies: NDArray[np.float64], theta: float, n_ctx: int
@@ -190,6 +193,11 @@ class LlamaConfig(ModelConfig):
         ("quantization_config", (None,), "quantized weights are not supported"),
     )
 
+    # Checkpoints of older versions of `transformers` also contain RoPE frequencies.
+    FILES: ClassVar[CheckpointLayout] = CheckpointLayout("model.", "layers.", "NK", ROPE_BUFFERS)
+    NORM, QKV, TENSOR_HEADS = "RMSNorm", "rope", (64, 128, 256)
+    # With FP8 weights, a prefill may use w_up / s and w_down · s, so that step "ff" returns ff / s.
+    DIVIDED: ClassVar[Divided] = (("w_up", ("up", "ff"), "w_down"),)
     PARTIAL: ClassVar[bool] = False  # whether GGUF files store which pairs RoPE rotates as factors
 
     n_layer: int = 32
@@ -212,17 +220,16 @@ class LlamaConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.n_kv_head, int) and not self.n_kv_head:
-            object.__setattr__(self, "n_kv_head", self.n_head)
+            set_fields(self, n_kv_head=self.n_head)
         if isinstance(self.head_size, int) and not self.head_size:
             if self.n_embd % self.n_head:
                 raise InputError(
                     f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: "
                     "give head_size"
                 )
-            object.__setattr__(self, "head_size", self.n_embd // self.n_head)
-        for name in ("n_kv_head", "n_ff", "head_size"):
-            number = check_count(name, getattr(self, name), ALL_LIMITS[name])
-            object.__setattr__(self, name, number)
+            set_fields(self, head_size=self.n_embd // self.n_head)
+        own = ("n_kv_head", "n_ff", "head_size")
+        set_fields(self, **{n: check_count(n, getattr(self, n), ALL_LIMITS[n]) for n in own})
         if self.n_head % self.n_kv_head:
             raise InputError(
                 f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}"
@@ -230,14 +237,14 @@ class LlamaConfig(ModelConfig):
         if self.head_size % 2:
             raise InputError(f"head_size: expected an even number, as RoPE rotates pairs of "
                              f"channels, got {self.head_size}")  # fmt: skip
-        theta = check_number("theta", self.theta, 1, 2.0**100, "a number from 1 to 2^100")
-        object.__setattr__(self, "theta", theta)
+        limits = 1, 2.0**100, "a number from 1 to 2^100"
+        set_fields(self, theta=check_number("theta", self.theta, *limits))
         if self.scaling is not None and not isinstance(self.scaling, RopeScaling):
             raise InputError(f"scaling: expected a RopeScaling or None, got {shown(self.scaling)}")
         if self.scaling is not None:
             self._check_scaling(self.scaling)
         if self.bos_token_id is not None:
-            object.__setattr__(self, "bos_token_id", check_token("bos_token_id", self.bos_token_id))
+            set_fields(self, bos_token_id=check_token("bos_token_id", self.bos_token_id))
 
     def _check_scaling(self, scaling: RopeScaling) -> None:
         """Raise InputError if this architecture does not support the RoPE scaling."""
@@ -382,7 +389,7 @@ class PartlyRotatedConfig(LlamaConfig):
         super().__post_init__()
         expected = f"at most the head size, {self.head_size}"
         rotary = check_integer("rotary", self.rotary, 0, self.head_size, expected)
-        object.__setattr__(self, "rotary", rotary or self.head_size)
+        set_fields(self, rotary=rotary or self.head_size)
 
     @property
     def rotary_size(self) -> int:
@@ -431,8 +438,7 @@ class WindowedConfig(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        seen = check_count("window", self.window) if self.window else None
-        object.__setattr__(self, "window", seen)
+        set_fields(self, window=check_count("window", self.window) if self.window else None)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -457,12 +463,10 @@ class PartlyWindowedConfig(WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.sliding_layers or all_but_every(self.EVERY, self.n_layer)
-        layers = check_layers("sliding_layers", layers, self.n_layer)
-        object.__setattr__(self, "sliding_layers", layers)
+        set_layers(self, "sliding_layers", all_but_every(self.EVERY, self.n_layer))
         local = self.theta if self.local_theta is None else self.local_theta
         local = check_number("local_theta", local, 1, 2.0**100, "a number from 1 to 2^100")
-        object.__setattr__(self, "local_theta", local)
+        set_fields(self, local_theta=local)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -502,11 +506,8 @@ class PartlyWindowedConfig(WindowedConfig):
         if types is None:
             given = config.get(_PATTERN, cls.EVERY) if _PATTERN in cls.HONOURED else cls.EVERY
             layers = all_but_every(check_count(_PATTERN, given), fields["n_layer"])
-        elif isinstance(types, list) and all(each in KINDS for each in types):
-            layers = tuple(each == KINDS[1] for each in types)
         else:
-            raise CheckpointError(f"config.json: layer_types: expected a list of "
-                                  f"{' and '.join(KINDS)}, got {shown(types)}")  # fmt: skip
+            layers = are_of_type(types, KINDS)
         return fields | {"sliding_layers": layers}
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -520,12 +521,24 @@ def all_but_every(every: int, n_layer: int) -> tuple[bool, ...]:
     return tuple((layer + 1) % every > 0 for layer in range(n_layer))
 
 
-def check_layers(name: str, flags: Any, n_layer: int) -> tuple[bool, ...]:
-    """Return the flags as a tuple; raise InputError unless each layer has one flag."""
-    if len(flags) != n_layer or not all(type(each) is bool for each in flags):
-        expected = f"true or false for each of {n_layer} layers"
+def set_layers(config: LlamaConfig, name: str, default: tuple[bool, ...]) -> None:
+    """Set the field `name` of a config to a tuple; raise InputError unless each layer has a flag.
+
+    default: replaces ().
+    """
+    flags = getattr(config, name) or default
+    if len(flags) != config.n_layer or not all(type(each) is bool for each in flags):
+        expected = f"true or false for each of {config.n_layer} layers"
         raise InputError(f"{name}: expected {expected}, got {shown(flags)}")
-    return tuple(flags)
+    set_fields(config, **{name: tuple(flags)})
+
+
+def are_of_type(types: object, known: tuple[str, str]) -> tuple[bool, ...]:
+    """Return whether each entry of layer_types in a config.json is the second of two types."""
+    if not isinstance(types, list) or not all(each in known for each in types):
+        raise CheckpointError(f"config.json: layer_types: expected a list of "
+                              f"{' and '.join(known)}, got {shown(types)}")  # fmt: skip
+    return tuple(each == known[1] for each in types)
 
 
 def rope_objects(config: Mapping[str, object]) -> dict[str, dict[str, Any]]:
