@@ -225,7 +225,7 @@ def test_a_model_of_a_worker_is_on_the_job_s_gpus(
     (tmp_path / "in.txt").write_text("To be")
     job = Job("score", device="cuda:0,1", output=str(tmp_path / "out"))
     assert driver.run(job, [str(tmp_path / "in.txt")], Mock()).records == 1
-    assert load.call_args[0][1] == "cuda:0,1"
+    assert load.call_args[0][2] == "cuda:0,1"
 
 
 def test_workers_are_limited_by_shards_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,12 +31,11 @@ from gpt2block import CheckpointError, GPT2Config, InputError, LlamaConfig
 from gpt2block.apps.profiling.runs import Profile, TimedPass
 from gpt2block.apps.profiling.summary import kinds, pass_times
 from gpt2block.apps.profiling.trace import trace
-from gpt2block.cuda import cupy, replaced
+from gpt2block.cuda import cupy, overlap, replaced
 from gpt2block.cuda.formats import FILE, Formats
 from gpt2block.cuda.requests import Launch
 from gpt2block.cuda.timing import interleaved_ms
 from gpt2block.emulator import stand_in
-from gpt2block.engine import recording
 from gpt2block.engine.cuda import timeline as cuda_timeline
 from gpt2block.engine.cuda.model import CudaModel
 from gpt2block.engine.cuda.several import Crew, SeveralCudaModels
@@ -114,10 +113,9 @@ def emulated_together(count: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "run", run_in_parts)
-        patch.setattr(recording, "capture", Again)
+        patch.setattr(overlap, "capture", Again)
         for name in ("CAPACITY", "WORDS", "ROOM"):
             patch.setattr(all_gather, name, 4096)
-        patch.setattr(cuda_timeline, "capture", Again)
         patch.setattr(cuda_timeline, "interleaved_ms", partial(interleaved_ms, count=1))
         noting(patch, Meeting, "exchange", meets)
         noting(patch, Crew, "_guarded", meets)
