@@ -133,9 +133,10 @@ Case = tuple[str, str, bool]
 def cases() -> list[Any]:
     """Return some cases for the emulator, where each is many programs, and all for a GPU."""
     emulated = [("qwen3", "float16"), ("phi3", "bfloat16"), ("lfm2", "float8_e4m3fn")]
-    emulated += [("gemma4", "float8_e4m3fn")]
     everywhere = product(OWN, FORMATS, (False, True))
-    found = [("emulator", (*case, False)) for case in emulated]
+    found: list[Any] = [("emulator", (*case, False)) for case in emulated]
+    gemma = "gemma4", "float8_e4m3fn", False
+    found.append(pytest.param("emulator", gemma, marks=pytest.mark.slow))
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]
 
 

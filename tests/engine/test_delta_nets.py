@@ -52,7 +52,8 @@ def cases() -> list[Any]:
     every = [
         pytest.param("gpu", *each, marks=GPU.marks) for each in product(FORMATS, (False, True))
     ]
-    return [("shuffled", "float16", False), ("shuffled", "bfloat16", True), *every]
+    plain = pytest.param("shuffled", "float16", False, marks=pytest.mark.slow)
+    return [plain, ("shuffled", "bfloat16", True), *every]
 
 
 @pytest.mark.parametrize(("where", "dtype", "drafts"), cases())

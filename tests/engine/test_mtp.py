@@ -106,7 +106,7 @@ def test_logits_in_numpy(weights: dict[str, Array]) -> None:
     assert_close(own._run(do, "logits", 30), block(weights, ids, stream)[1])
 
 
-@pytest.mark.parametrize("where", ["shuffled", "hopper", GPU])
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("hopper", marks=pytest.mark.slow), GPU])
 def test_logits_of_draft_tokens(
     where: str, weights: dict[str, Array], monkeypatch: pytest.MonkeyPatch
 ) -> None:

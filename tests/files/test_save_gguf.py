@@ -235,6 +235,7 @@ def test_biases_of_convolutions_are_refused(tmp_path: Path) -> None:
         save_gguf(tmp_path / "m.gguf", Random(config), "f16")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("smollm2_files")
 def test_the_model_of_smollm2_in_another_type(tmp_path: Path) -> None:
     source = Checkpoint.open("smollm2")
