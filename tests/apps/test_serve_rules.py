@@ -115,7 +115,7 @@ def computing(seconds: str) -> int:
     """Return the process with this limit if it has computed for more than a second, else 0."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            if seconds in path.read_text().split("\0"):
+            if seconds in path.read_text(errors="replace").split("\0"):
                 stat = path.with_name("stat").read_text().rpartition(")")[2].split()
                 if int(stat[11]) > 120:  # ticks of 10 ms; loading the vocabulary takes fewer
                     return int(path.parent.name)

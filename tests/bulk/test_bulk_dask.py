@@ -526,6 +526,7 @@ def test_an_interrupt_comes_late_where_all_threads_block_it() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\ninterrupted\n", "")
 
 
+@pytest.mark.slow
 def test_progress_shows_records_inside_a_shard(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -680,6 +680,7 @@ def test_other_pages_load(browser: Any, model: GPT2, tmp_path: Path, kind: str) 
     assert browser.get_log("browser") == []
 
 
+@pytest.mark.slow
 def test_the_page_of_blocks_that_differ(browser: Any, tmp_path: Path) -> None:
     """A block with a convolution has no attention: the page shows that of block 1."""
     made = of(Lfm2Config, conv_layers=(True, False, True), n_layer=3)
