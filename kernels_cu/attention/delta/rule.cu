@@ -8,7 +8,7 @@
 //
 //   delta_rule: a block processes DELTA_COLUMNS columns of a head of a slot; rows are copied to shared memory by chunk,
 //       while the block computes the chunk before. The lanes add S q of a token together with S k of the next token:
-//       one token then waits for the shuffles once. With many slots, two columns of a thread share the reads of a row
+//       one token then waits for the shuffles once. With many heads, two columns of a thread share the reads of a row
 //   gated_rmsnorm: out = o s gamma silu(z), s = 1 / sqrt(mean(o^2) + eps) over a head; one warp per row and head
 //
 // Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024).
