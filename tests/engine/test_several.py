@@ -60,6 +60,7 @@ from tests.engine.test_architectures_cuda import FORMATS, OWN, SIZES
 Array = NDArray[Any]
 SEVERAL: dict[str, Any] = {"n_head": 4, "n_kv_head": 2, "n_embd": 128, "n_ff": 192, "n_ctx": 64}
 SEVERAL |= {"vocab_size": 203}
+DIVIDED = [name for name in OWN if name != "qwen3_5"]  # delta nets are not divided
 
 
 class Again:
@@ -219,7 +220,7 @@ def cases(*names: str) -> list[Any]:
     return found + [pytest.param("gpu", *case, marks=GPU.marks) for case in everywhere]
 
 
-@pytest.mark.parametrize(("where", "name", "dtype", "count"), cases("gpt2", "llama", *OWN))
+@pytest.mark.parametrize(("where", "name", "dtype", "count"), cases("gpt2", "llama", *DIVIDED))
 def test_texts_and_scores_have_the_bits_of_one_gpu(
     where: str, name: str, dtype: str, count: int
 ) -> None:

@@ -99,7 +99,7 @@ ON_GPU = (
     *product(WEIGHTS, ("matvec", "mma", "mma_tiles", "tiles")),
     *product([HI_LO], ("mma", "mma_tiles")),
     *product([*TYPES, *RANGES], [""]),
-    *product([*WEIGHTS[1:], *TYPES, *RANGES], ["hopper"]),
+    *product([*WEIGHTS[1:], *TYPES, *RANGES], ["wgmma"]),
 )
 
 
