@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.llama import SHAPES, RandomLlama
 from gpt2block import Block, BlockWeights, GPT2Config
-from gpt2block.apps.bench.decoding import GREEDY, STEPS, RandomModel, Steps
+from gpt2block.apps.bench.decoding import GREEDY, STEPS, TURNS, RandomModel, Steps
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.cuda.cards import CARDS, dotted
@@ -35,7 +35,7 @@ from gpt2block.models.config import size
 
 ROOT = Path(__file__).parents[1]
 POSITION, PROMPT, CALLS = 400, 512, 20
-TURNS, RUNS = 5, 3  # turns of each process; runs of a case in a turn
+RUNS = 3  # runs of a prompt or of a block in a turn; steps run once, as their sequences end
 Run = Callable[[], object]
 STEPS_OF: Mapping[str, tuple[int, ...]] = {  # rows of the steps of each model
     "GPT-2 small, bfloat16": (1, 8, 64),
@@ -99,11 +99,12 @@ def work() -> None:
     """Prepare the case of each line, or time the prepared case for an empty line."""
     models: dict[str, RandomModel] = {}
     run: Run = models.clear
-    factor = 1.0
+    factor, runs = 1.0, RUNS
     for line in sys.stdin:
         if case := json.loads(line):
             run, factor = prepared(case[0], case[1], models)
-        times = [factor * seconds(run) for _ in range(RUNS)]
+            runs = 1 if case[1].isdecimal() else RUNS
+        times = [factor * seconds(run) for _ in range(runs)]
         print(json.dumps(median(times)), flush=True)
 
 
