@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.llama import SHAPES, RandomLlama
-from gpt2block import Block, BlockWeights, GPT2Config
+from gpt2block import Block, BlockWeights, GPT2Config, InputError
 from gpt2block.apps.bench.decoding import GREEDY, STEPS, TURNS, RandomModel, Steps
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
@@ -102,7 +102,10 @@ def work() -> None:
     factor, runs = 1.0, RUNS
     for line in sys.stdin:
         if case := json.loads(line):
-            run, factor = prepared(case[0], case[1], models)
+            try:
+                run, factor = prepared(case[0], case[1], models)
+            except InputError:  # no kernel of this card takes the case
+                run, factor = models.copy, np.nan
             runs = 1 if case[1].isdecimal() else RUNS
         times = [factor * seconds(run) for _ in range(runs)]
         print(json.dumps(median(times)), flush=True)
@@ -140,7 +143,8 @@ def by_turns(workers: Mapping[str, Worker], case: tuple[str, str]) -> dict[str, 
             each.ask()
             times[name].append(each.answer())
     digits = 2 if case[1] == "first" else 0
-    return {name: f"{median(each):,.{digits}f}" for name, each in times.items()}
+    cells = {name: f"{median(each):,.{digits}f}" for name, each in times.items()}
+    return {name: cell.replace("nan", "–") for name, cell in cells.items()}
 
 
 def main() -> None:
