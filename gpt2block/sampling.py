@@ -158,6 +158,12 @@ class Sampling:
         if self.biases:
             self._check_places()
 
+    def with_seed(self, seed: int) -> Sampling:
+        """Return a copy with another seed, from 0 to 2^64 - 1, without checks of the options."""
+        copied = object.__new__(Sampling)
+        vars(copied).update(vars(self), seed=seed)
+        return copied
+
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """logit_bias as stored: pairs of token and bias, with tokens in ascending order."""

@@ -636,7 +636,9 @@ def test_rows_of_logits_in_slots(device: Any) -> None:
     options = [Sampling(top_k=20, repetition_penalty=1.3, seed=b) for b in range(B)]
     occurred, step = some_occurred(1, B, V), np.arange(B, dtype=np.int32)
     state = SampleState.allocate(B, V)
-    state.begin(step[::-1].copy(), options[::-1], 10 + step[::-1], step[::-1])
+    state.begin(step[::-1].copy(), options, 10 + step, step, bound := {})
+    state.begin(step[::-1].copy(), options[::-1], 10 + step[::-1], step[::-1], bound)
+    assert list(bound) == [B]
     state.occurred.set(occurred)
     row, token, position = (device.full(len(chosen), -5, "int32") for _ in range(3))
     slots = Slots(row, token, position, device.asarray(np.arange(5, dtype=np.int32)))

@@ -198,7 +198,7 @@ class CudaDecoding:
         running = self._left > 0
         if self._matchers is not None and self._matchers.late:
             running[[*self._matchers.late]] = False
-        return np.flatnonzero(running).astype(np.int32)
+        return running.nonzero()[0].astype(np.int32)
 
     def _with_grammars(self) -> bool:
         """Whether any of the running slots has a grammar."""

@@ -21,7 +21,8 @@ from gpt2block.engine.model import Alternatives, Drafts, Ids, ModelEngine, Sampl
 from gpt2block.files.tokenizers.encoding import bytes_of_ids
 from gpt2block.sampling import Sampling
 
-NO_SLOTS = np.empty(0, np.int32)
+SlotNumbers = NDArray[np.integer]
+NO_SLOTS: SlotNumbers = np.empty(0, np.int32)
 FIRST_TOKENS = 4  # number of tokens that `start_up` generates per sequence
 TURN = 16  # number of steps after which a sequence receives its slot's buffered tokens
 
@@ -371,6 +372,8 @@ class _Endings:
 
     def of(self, tokens: Ids) -> NDArray[np.bool_]:
         """Return a boolean mask: whether each token may end its continuation."""
+        if not self._bytes:  # all tokens are known
+            return self._may_end[tokens]
         for token in set(tokens[~self._known[tokens]].tolist()) - {-1}:
             data = bytes_of_ids(self._encoding, [token]) if self._encoding is not None else b""
             self._may_end[token] = not self._bytes.isdisjoint(data)
@@ -391,7 +394,8 @@ class _NewTokens:
         self._begun = np.zeros(slots, bool)
         # {slot: matcher of its sequence} while the sequence runs
         self.matchers: dict[int, Matcher] = {}
-        self._sampled = np.zeros(slots, np.int64)  # number of tokens that each sequence has sampled
+        # number of tokens that each sequence has sampled; counted while any sequence has a matcher
+        self._sampled = np.zeros(slots, np.int64)
         self._count = np.zeros(slots, np.int64)  # number of buffered tokens per slot
         self._cuts: dict[int, list[int]] = {}  # slot: buffered tokens up to each that may end it
         self._tokens = np.empty((slots, n_ctx), np.int32)
@@ -422,14 +426,16 @@ class _NewTokens:
         slots, tokens, logprobs, top, drafted, nth = sampled
         if top is not None:
             self._add_top(slots, top)
+        slots = slots.astype(np.intp)  # other integers are slower as an index
         place = slots, self._count[slots] if nth is None else self._count[slots] + nth
-        number = self._sampled[slots] + place[1] - self._count[slots] + 1  # up to each token
         self._tokens[place], self._logprobs[place] = tokens, logprobs
         if drafted is not None:
             self._drafted[place], self._drafts = drafted, True
         new = np.bincount(slots, minlength=len(self.left))
+        if self.matchers:
+            number = self._sampled[slots] + place[1] - self._count[slots] + 1  # up to each token
+            self._sampled += new
         self._count += new
-        self._sampled += new
         self.left -= new
         self.latest = slots if nth is None else slots[nth == 0]
         self.firsts = ~self._begun[self.latest]
@@ -477,10 +483,11 @@ class _NewTokens:
         Only the last token of a part may end its sequence. The arrays are converted together, which
         is faster if there are many slots.
         """
-        counts = self._count[slots]
+        counts = self._count[slots].tolist()
         self._count[slots] = 0
-        both = [a[slots, : counts.max(initial=0)].tolist() for a in (self._tokens, self._logprobs)]
-        each = zip(slots.tolist(), counts.tolist(), *both, strict=True)
+        most = max(counts, default=0)
+        both = [a[slots, :most].tolist() for a in (self._tokens, self._logprobs)]
+        each = zip(slots.tolist(), counts, *both, strict=True)
         for slot, n, tokens, logprobs in each:
             drafted = self._drafted[slot, :n].tolist() if self._drafts else [False] * n
             top, ends = self._top.pop(slot, []), sorted({n, *self._cuts.pop(slot, ())} - {0})

@@ -113,8 +113,9 @@ class SequenceScheduler(Generic[Item]):
             self._free.sort()
         placed = []
         for _ in range(count):
-            sequence = self._take()
-            slot = self._free[0] if self._choose is None else self._choose(sequence, self._free)
+            sequence, slot = self._take(), self._free[0]
+            if self._choose is not None and len(self._free) > 1:
+                slot = self._choose(sequence, self._free)
             self._free.remove(slot)
             self._sequence_of[slot] = sequence
             self._running += 1
