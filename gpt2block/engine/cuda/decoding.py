@@ -71,7 +71,7 @@ class CudaDecoding:
 
     def start(self, starts: Sequence[Start]) -> None:
         with self._model.running():
-            groups = list(_groups(starts))
+            groups = list(_groups(starts)) if len(starts) > 1 else [starts]
             for group in groups:
                 self._start(group, last=group is groups[-1])
                 self._model.recordings.meet()  # all GPUs allocate before the next prompts' gathers

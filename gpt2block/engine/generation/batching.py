@@ -259,7 +259,8 @@ class Batch:
         """Compute parts of prompts; start the continuations whose prompts are then complete."""
         more, complete = [], []
         for slot, _, first, end, last in self._pieces.take():
-            start = self._starts[slot]._replace(cached=first)
+            start = self._starts[slot]
+            start = start._replace(cached=first) if first else start
             if last:
                 complete.append(start)
                 del self._starts[slot]
@@ -331,7 +332,7 @@ class Batch:
             elif source != slot or (self._states and sequence.reused):
                 self._copies.append((source, slot, sequence.reused))
             self._prefixes.hold(slot, sequence, start.ids, sequence.reused)
-        self._starts[slot] = start._replace(cached=sequence.reused)
+        self._starts[slot] = start
         self._pieces.add(slot, sequence, sequence.reused, len(start.ids))
 
     def _release(self, slots: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -403,9 +404,9 @@ def packed(ids: object) -> object:
     All later checks of an array are faster than one of a list. A list of larger integers is
     unchanged, so that these checks report them.
     """
-    if isinstance(ids, list) and {*map(type, ids)} == {int}:
-        with suppress(OverflowError):
-            return np.fromiter(ids, np.int32, len(ids))
+    if isinstance(ids, list) and ids and [*map(type, ids)].count(int) == len(ids):
+        with suppress(struct.error):  # faster than NumPy's conversions
+            return np.frombuffer(struct.pack(f"{len(ids)}i", *ids), np.int32)
     return ids
 
 
