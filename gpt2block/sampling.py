@@ -160,8 +160,7 @@ class Sampling:
 
     def with_seed(self, seed: int) -> Sampling:
         """Return a copy with another seed, from 0 to 2^64 - 1, without checks of the options."""
-        copied = object.__new__(Sampling)
-        vars(copied).update(vars(self), seed=seed)
+        vars(copied := object.__new__(Sampling)).update(vars(self), seed=seed)
         return copied
 
     @property

@@ -93,14 +93,13 @@ class SampleState(NamedTuple):
         bound: the launches of earlier calls for this state, by N, to which this call adds its own.
         """
         values = {**parameters(rows), "position": position, "step": step}
-        seed, N = values.pop("seed"), len(at)
+        seed, N, B = values.pop("seed"), len(at), len(self.token)
         words = (each.view(np.int32) for each in values.values())
         given = np.concatenate([seed.view(np.int32), at, *words])
         if N not in bound:
             numbers = cupy.empty(len(given), "int32")
-            args = (numbers, self.seed, *(getattr(self, name) for name in values), N)
-            launch = _per_row(SLOTS_FILE, "begin_slots", N, (*args, len(self.token)))
-            bound[N] = Bound(numbers, (launch,))
+            args = (numbers, self.seed, *(getattr(self, name) for name in values), N, B)
+            bound[N] = Bound(numbers, (_per_row(SLOTS_FILE, "begin_slots", N, args),))
         bound[N].out.set(given)
         bound[N].run()
 

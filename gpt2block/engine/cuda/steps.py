@@ -68,7 +68,7 @@ class DecodingSteps:
         self.floats, self.speculate = floats, speculate
         self.n_ctx, self.batch = cache.n_ctx, B
         self.state = SampleState.allocate(B, config.vocab_size)
-        self._beginnings: dict[int, Bound] = {}  # launches of `state.begin`
+        self._begun: dict[int, Bound] = {}  # launches of `state.begin`
         known = speculate in ("known", "forced") and config.delta_nets is None
         most = MAX_KNOWN if known else MAX_DRAFTS  # states can be computed again for MAX_DRAFTS
         self.most_together = 1 + most
@@ -183,8 +183,7 @@ class DecodingSteps:
         ids = [start.ids if start.occurred is None else start.occurred for start in starts]
         positions = np.array([len(start.ids) - 1 for start in starts], np.int32)
         sampled = np.array([start.sampled for start in starts], np.int32)
-        sampling = [start.sampling for start in starts]
-        self.state.begin(slots, sampling, positions, sampled, self._beginnings)
+        self.state.begin(slots, [s.sampling for s in starts], positions, sampled, self._begun)
         if any(start.sampling.repetition_penalty != 1 for start in starts):
             self.state.occurred[cupy.asarray(slots)] = 0
             of_token = np.repeat(slots, [len(each) for each in ids])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain, count, pairwise
 from time import monotonic
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,7 @@ from gpt2block.engine.model import Alternatives, Drafts, Ids, ModelEngine, Sampl
 from gpt2block.files.tokenizers.encoding import bytes_of_ids
 from gpt2block.sampling import Sampling
 
-SlotNumbers = NDArray[np.integer]
-NO_SLOTS: SlotNumbers = np.empty(0, np.int32)
+NO_SLOTS: NDArray[Any] = np.empty(0, np.int32)
 FIRST_TOKENS = 4  # number of tokens that `start_up` generates per sequence
 TURN = 16  # number of steps after which a sequence receives its slot's buffered tokens
 
@@ -259,8 +258,7 @@ class Batch:
         """Compute parts of prompts; start the continuations whose prompts are then complete."""
         more, complete = [], []
         for slot, _, first, end, last in self._pieces.take():
-            start = self._starts[slot]
-            start = start._replace(cached=first) if first else start
+            start = self._starts[slot]._replace(cached=first) if first else self._starts[slot]
             if last:
                 complete.append(start)
                 del self._starts[slot]
@@ -373,9 +371,7 @@ class _Endings:
 
     def of(self, tokens: Ids) -> NDArray[np.bool_]:
         """Return a boolean mask: whether each token may end its continuation."""
-        if not self._bytes:  # all tokens are known
-            return self._may_end[tokens]
-        for token in set(tokens[~self._known[tokens]].tolist()) - {-1}:
+        for token in set(tokens[~self._known[tokens]].tolist()) - {-1} if self._bytes else ():
             data = bytes_of_ids(self._encoding, [token]) if self._encoding is not None else b""
             self._may_end[token] = not self._bytes.isdisjoint(data)
             self._known[token] = True
@@ -403,8 +399,8 @@ class _NewTokens:
         self._logprobs = np.empty((slots, n_ctx), np.float32)
         self._drafted = np.zeros((slots, n_ctx), bool)
         self._drafts = False  # whether the engine reports draft tokens
-        self.latest, self.firsts = NO_SLOTS, np.empty(0, bool)
-        self.ending = np.empty(0, bool)  # whether each of the latest tokens may end its sequence
+        # ending: whether each of the latest tokens may end its sequence
+        self.latest, self.firsts, self.ending = NO_SLOTS, np.empty(0, bool), np.empty(0, bool)
 
     def begin(self, start: Start, sequence: TokenSequence) -> None:
         """Prepare the buffers of a slot for the tokens of a new sequence."""
@@ -424,10 +420,10 @@ class _NewTokens:
 
     def add(self, sampled: Sampled) -> None:
         """Store the sampled tokens of slots."""
-        slots, tokens, logprobs, top, drafted, nth = sampled
+        _, tokens, logprobs, top, drafted, nth = sampled
+        slots: NDArray[Any] = sampled.slots.astype(np.intp)  # other integers are slower as an index
         if top is not None:
             self._add_top(slots, top)
-        slots = slots.astype(np.intp)  # other integers are slower as an index
         place = slots, self._count[slots] if nth is None else self._count[slots] + nth
         self._tokens[place], self._logprobs[place] = tokens, logprobs
         if drafted is not None:
@@ -486,8 +482,7 @@ class _NewTokens:
         """
         counts = self._count[slots].tolist()
         self._count[slots] = 0
-        most = max(counts, default=0)
-        both = [a[slots, :most].tolist() for a in (self._tokens, self._logprobs)]
+        both = [a[slots, : max(counts, default=0)].tolist() for a in (self._tokens, self._logprobs)]
         each = zip(slots.tolist(), counts, *both, strict=True)
         for slot, n, tokens, logprobs in each:
             drafted = self._drafted[slot, :n].tolist() if self._drafts else [False] * n
