@@ -65,9 +65,8 @@ class CudaDecoding:
         self._found: deque[Sampled] = deque()  # results that are read but not yet returned
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
-        speculate = self._pace is not None  # known texts need no start-up
-        parts = start_up(self._model, self._cache, self.slots, PREFILL_TOKENS, continued, speculate)
-        yield from parts
+        drafts = self._pace is not None  # known texts need no start-up
+        yield from start_up(self._model, self._cache, self.slots, PREFILL_TOKENS, continued, drafts)
 
     def start(self, starts: Sequence[Start]) -> None:
         with self._model.running():

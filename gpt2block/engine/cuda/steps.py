@@ -317,8 +317,7 @@ class DecodingStep:
         alternatives: whether the result includes the most likely tokens.
         """
         half = self._free_half(alternatives)
-        (recording := self._recording or self.recording(model)).repeat(self._stream)
-        self.captured = recording.captured
+        self.forward(model)
         return self._result(half, slots, alternatives)
 
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
@@ -329,7 +328,7 @@ class DecodingStep:
         return self._result(half, slots, alternatives)
 
     def forward(self, model: CudaPasses) -> None:
-        """Compute the logits of a step with masks, whose sampler `sample` launches later."""
+        """Launch the recorded steps: up to the logits if `sample` launches the sampler later."""
         (recording := self._recording or self.recording(model)).repeat(self._stream)
         self.captured = recording.captured
 

@@ -365,7 +365,7 @@ class _Endings:
         if any(string[-1] == "\ufffd" for string in ends.stop):  # any byte may decode to U+FFFD
             self._bytes = set(range(256))
         self._may_end = np.zeros(vocab_size, bool)
-        self._known = np.full(vocab_size, not ends.stop)
+        self._known = np.zeros(vocab_size, bool)  # not read without stop strings
         stop_ids = list(ends.stop_ids)
         self._may_end[stop_ids] = self._known[stop_ids] = True
 
