@@ -255,8 +255,7 @@ class CudaDecoding:
     def _rows_of_texts(self, slots: Ids) -> int:
         """Return the rows per slot of a step that verifies known texts: a power of two."""
         most = int(self._left[slots].max())
-        fits = max(1, MAX_DRAFT_ROWS // rounded_up(len(slots), 1))
-        fits = min(fits, self._steps.most_together)
+        fits = min(max(1, MAX_DRAFT_ROWS // rounded_up(len(slots), 1)), self._steps.most_together)
         return min(1 << (fits.bit_length() - 1), 1 << (most - 1).bit_length())
 
     def _plan(self) -> Pending:

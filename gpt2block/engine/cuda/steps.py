@@ -317,7 +317,8 @@ class DecodingStep:
         alternatives: whether the result includes the most likely tokens.
         """
         half = self._free_half(alternatives)
-        self.forward(model)
+        (recording := self._recording or self.recording(model)).repeat(self._stream)
+        self.captured = recording.captured
         return self._result(half, slots, alternatives)
 
     def sample(self, slots: Ids, alternatives: bool) -> InFlight:
@@ -328,7 +329,7 @@ class DecodingStep:
         return self._result(half, slots, alternatives)
 
     def forward(self, model: CudaPasses) -> None:
-        """Launch the recorded steps: up to the logits if `sample` launches the sampler later."""
+        """Compute the logits of a step with masks, whose sampler `sample` launches later."""
         (recording := self._recording or self.recording(model)).repeat(self._stream)
         self.captured = recording.captured
 
