@@ -158,6 +158,11 @@ class Sampling:
         if self.biases:
             self._check_places()
 
+    def with_seed(self, seed: int) -> Sampling:
+        """Return a copy with another seed, from 0 to 2^64 - 1, without checks of the options."""
+        vars(copied := object.__new__(Sampling)).update(vars(self), seed=seed)
+        return copied
+
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """logit_bias as stored: pairs of token and bias, with tokens in ascending order."""

@@ -71,6 +71,9 @@ class _Pointer:
     def memset(self, value: int, nbytes: int) -> None:
         ctypes.memset(self.ptr, value, nbytes)
 
+    def copy_from_host_async(self, source: int, nbytes: int) -> None:
+        ctypes.memmove(self.ptr, source, nbytes)
+
     def copy_from_device_async(self, source: MemoryPointer, nbytes: int) -> None:
         def copy() -> None:
             ctypes.memmove(self.ptr, source.ptr, nbytes)

@@ -86,14 +86,22 @@ class SampleState(NamedTuple):
         rows: Sequence[Sampling],
         position: NDArray[np.int32],
         step: NDArray[np.int32],
+        bound: dict[int, Bound],
     ) -> None:
-        """Write parameters, position and step to rows `at` of the state. All arrays are (N,)."""
+        """Write parameters, position and step to rows `at` of the state. All arrays are (N,).
+
+        bound: the launches of earlier calls for this state, by N, to which this call adds its own.
+        """
         values = {**parameters(rows), "position": position, "step": step}
-        seed, N = values.pop("seed"), len(at)
+        seed, N, B = values.pop("seed"), len(at), len(self.token)
         words = (each.view(np.int32) for each in values.values())
-        numbers = cupy.asarray(np.concatenate([seed.view(np.int32), at, *words]))
-        arrays = (self.seed, *(getattr(self, name) for name in values))
-        _per_row(SLOTS_FILE, "begin_slots", N, (numbers, *arrays, N, len(self.token))).run()
+        given = np.concatenate([seed.view(np.int32), at, *words])
+        if N not in bound:
+            numbers = cupy.empty(len(given), "int32")
+            args = (numbers, self.seed, *(getattr(self, name) for name in values), N, B)
+            bound[N] = Bound(numbers, (_per_row(SLOTS_FILE, "begin_slots", N, args),))
+        bound[N].out.set(given)
+        bound[N].run()
 
 
 class Masks(NamedTuple):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import replaced
+from gpt2block.cuda.arrays import Bound
 from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.ops.sample_token import (
     Masks,
@@ -636,7 +637,10 @@ def test_rows_of_logits_in_slots(device: Any) -> None:
     options = [Sampling(top_k=20, repetition_penalty=1.3, seed=b) for b in range(B)]
     occurred, step = some_occurred(1, B, V), np.arange(B, dtype=np.int32)
     state = SampleState.allocate(B, V)
-    state.begin(step[::-1].copy(), options[::-1], 10 + step[::-1], step[::-1])
+    bound: dict[int, Bound] = {}
+    state.begin(step[::-1].copy(), options, 10 + step, step, bound)
+    state.begin(step[::-1].copy(), options[::-1], 10 + step[::-1], step[::-1], bound)
+    assert list(bound) == [B]
     state.occurred.set(occurred)
     row, token, position = (device.full(len(chosen), -5, "int32") for _ in range(3))
     slots = Slots(row, token, position, device.asarray(np.arange(5, dtype=np.int32)))

@@ -39,8 +39,9 @@ from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.engines import linear_wgmma as _linear_wgmma
 from gpt2block.ops.gemm import WIDEN
-from gpt2block.ops.linear import LINEAR_QKV, LINEAR_ROPE
+from gpt2block.ops.linear import LINEAR_QKV, LINEAR_ROPE, normalizes
 from gpt2block.ops.linear import OPERATION as LINEAR
+from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.to_fp8 import ROW_NORMS
 from tests import outlines
 from tests.devices import GPU, running_on
@@ -246,6 +247,25 @@ def test_rows_that_a_product_normalizes(where: str) -> None:
         whole = normalized(x)
         for m in (0, 7, 8, 15, 16, 18):
             np.testing.assert_array_equal(whole[m : m + 1], normalized(x[m : m + 1]))
+
+
+@pytest.mark.parametrize("K", [160, 512, 2048, 3072, 4096])
+@pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
+def test_norm_of_a_product_has_the_bits_of_its_own_kernel(where: str, K: int) -> None:
+    rng, eps = np.random.default_rng(K), {"eps": 1e-6}
+    x, gamma = (rng.standard_normal(shape, np.float32) for shape in ((1, K), K))
+    with running_on(where):
+        if not normalizes(1, K):
+            pytest.skip("a kernel of its own computes the norm")
+        w, up = (GgufMatrix.random([("Q4_1", 48)], K, n).mapped(cupy.asarray) for n in (1, 2))
+        given, by = cupy.asarray(x), cupy.asarray(gamma)
+        for rounding in ({}, {"x_dtype": "float16"}):
+            how = {"decoding": True, **rounding}
+            y = RMSNORM.bind_on_device((given, by), variant="stream", **eps).run()
+            apart = LINEAR.bind_on_device((y, w, None, None, None, None, up), **how).run().get()
+            inputs = given, w, None, by, None, None, up
+            got = LINEAR.bind_on_device(inputs, **how, **eps).run().get()
+            np.testing.assert_array_equal(got, apart)
 
 
 @pytest.mark.gpu

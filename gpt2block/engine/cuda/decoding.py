@@ -65,13 +65,12 @@ class CudaDecoding:
         self._found: deque[Sampled] = deque()  # results that are read but not yet returned
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
-        speculate = self._pace is not None  # known texts need no start-up
-        parts = start_up(self._model, self._cache, self.slots, PREFILL_TOKENS, continued, speculate)
-        yield from parts
+        drafts = self._pace is not None  # known texts need no start-up
+        yield from start_up(self._model, self._cache, self.slots, PREFILL_TOKENS, continued, drafts)
 
     def start(self, starts: Sequence[Start]) -> None:
         with self._model.running():
-            groups = list(_groups(starts))
+            groups = list(_groups(starts)) if len(starts) > 1 else [starts]
             for group in groups:
                 self._start(group, last=group is groups[-1])
                 self._model.recordings.meet()  # all GPUs allocate before the next prompts' gathers
@@ -198,7 +197,7 @@ class CudaDecoding:
         running = self._left > 0
         if self._matchers is not None and self._matchers.late:
             running[[*self._matchers.late]] = False
-        return np.flatnonzero(running).astype(np.int32)
+        return running.nonzero()[0].astype(np.int32)
 
     def _with_grammars(self) -> bool:
         """Whether any of the running slots has a grammar."""
@@ -256,8 +255,7 @@ class CudaDecoding:
     def _rows_of_texts(self, slots: Ids) -> int:
         """Return the rows per slot of a step that verifies known texts: a power of two."""
         most = int(self._left[slots].max())
-        fits = max(1, MAX_DRAFT_ROWS // rounded_up(len(slots), 1))
-        fits = min(fits, self._steps.most_together)
+        fits = min(max(1, MAX_DRAFT_ROWS // rounded_up(len(slots), 1)), self._steps.most_together)
         return min(1 << (fits.bit_length() - 1), 1 << (most - 1).bit_length())
 
     def _plan(self) -> Pending:

@@ -146,7 +146,8 @@ class PrefillPrograms:
             after[: at - 1] = tokens[1:at]
             after[at - 1] = tokens[0]
             after[at:] = 0
-        self._numbers.set(self._pinned)
+        # Half the time of `set`, which checks the array and the device.
+        self._numbers.data.copy_from_host_async(self._pinned.ctypes.data, self._numbers.nbytes)
         self._sent.record()
 
     @cached_property

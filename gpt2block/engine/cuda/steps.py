@@ -68,6 +68,7 @@ class DecodingSteps:
         self.floats, self.speculate = floats, speculate
         self.n_ctx, self.batch = cache.n_ctx, B
         self.state = SampleState.allocate(B, config.vocab_size)
+        self._begun: dict[int, Bound] = {}  # launches of `state.begin`
         known = speculate in ("known", "forced") and config.delta_nets is None
         most = MAX_KNOWN if known else MAX_DRAFTS  # states can be computed again for MAX_DRAFTS
         self.most_together = 1 + most
@@ -110,7 +111,7 @@ class DecodingSteps:
 
         masked: whether rows may have masks of allowed tokens.
         """
-        changed = int(self._changed[slots].max(initial=0))
+        changed = max(self._changed[slots].tolist(), default=0)
         # With draft tokens, the number of slots is a power of two, which limits the recorded steps.
         most = 2 if together == 1 and self.stream_rows is None else 1
         count = min(rounded_up(len(slots), most), self.batch)
@@ -182,7 +183,7 @@ class DecodingSteps:
         ids = [start.ids if start.occurred is None else start.occurred for start in starts]
         positions = np.array([len(start.ids) - 1 for start in starts], np.int32)
         sampled = np.array([start.sampled for start in starts], np.int32)
-        self.state.begin(slots, [start.sampling for start in starts], positions, sampled)
+        self.state.begin(slots, [s.sampling for s in starts], positions, sampled, self._begun)
         if any(start.sampling.repetition_penalty != 1 for start in starts):
             self.state.occurred[cupy.asarray(slots)] = 0
             of_token = np.repeat(slots, [len(each) for each in ids])

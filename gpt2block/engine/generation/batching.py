@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain, count, pairwise
 from time import monotonic
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from gpt2block.engine.model import Alternatives, Drafts, Ids, ModelEngine, Sampl
 from gpt2block.files.tokenizers.encoding import bytes_of_ids
 from gpt2block.sampling import Sampling
 
-NO_SLOTS = np.empty(0, np.int32)
+NO_SLOTS: NDArray[Any] = np.empty(0, np.int32)
 FIRST_TOKENS = 4  # number of tokens that `start_up` generates per sequence
 TURN = 16  # number of steps after which a sequence receives its slot's buffered tokens
 
@@ -258,7 +258,7 @@ class Batch:
         """Compute parts of prompts; start the continuations whose prompts are then complete."""
         more, complete = [], []
         for slot, _, first, end, last in self._pieces.take():
-            start = self._starts[slot]._replace(cached=first)
+            start = self._starts[slot]._replace(cached=first) if first else self._starts[slot]
             if last:
                 complete.append(start)
                 del self._starts[slot]
@@ -330,7 +330,7 @@ class Batch:
             elif source != slot or (self._states and sequence.reused):
                 self._copies.append((source, slot, sequence.reused))
             self._prefixes.hold(slot, sequence, start.ids, sequence.reused)
-        self._starts[slot] = start._replace(cached=sequence.reused)
+        self._starts[slot] = start
         self._pieces.add(slot, sequence, sequence.reused, len(start.ids))
 
     def _release(self, slots: Sequence[int]) -> None:
@@ -365,13 +365,13 @@ class _Endings:
         if any(string[-1] == "\ufffd" for string in ends.stop):  # any byte may decode to U+FFFD
             self._bytes = set(range(256))
         self._may_end = np.zeros(vocab_size, bool)
-        self._known = np.full(vocab_size, not ends.stop)
+        self._known = np.zeros(vocab_size, bool)  # not read without stop strings
         stop_ids = list(ends.stop_ids)
         self._may_end[stop_ids] = self._known[stop_ids] = True
 
     def of(self, tokens: Ids) -> NDArray[np.bool_]:
         """Return a boolean mask: whether each token may end its continuation."""
-        for token in set(tokens[~self._known[tokens]].tolist()) - {-1}:
+        for token in set(tokens[~self._known[tokens]].tolist()) - {-1} if self._bytes else ():
             data = bytes_of_ids(self._encoding, [token]) if self._encoding is not None else b""
             self._may_end[token] = not self._bytes.isdisjoint(data)
             self._known[token] = True
@@ -391,15 +391,16 @@ class _NewTokens:
         self._begun = np.zeros(slots, bool)
         # {slot: matcher of its sequence} while the sequence runs
         self.matchers: dict[int, Matcher] = {}
-        self._sampled = np.zeros(slots, np.int64)  # number of tokens that each sequence has sampled
+        # number of tokens that each sequence has sampled; counted while any sequence has a matcher
+        self._sampled = np.zeros(slots, np.int64)
         self._count = np.zeros(slots, np.int64)  # number of buffered tokens per slot
         self._cuts: dict[int, list[int]] = {}  # slot: buffered tokens up to each that may end it
         self._tokens = np.empty((slots, n_ctx), np.int32)
         self._logprobs = np.empty((slots, n_ctx), np.float32)
         self._drafted = np.zeros((slots, n_ctx), bool)
         self._drafts = False  # whether the engine reports draft tokens
-        self.latest, self.firsts = NO_SLOTS, np.empty(0, bool)
-        self.ending = np.empty(0, bool)  # whether each of the latest tokens may end its sequence
+        # ending: whether each of the latest tokens may end its sequence
+        self.latest, self.firsts, self.ending = NO_SLOTS, np.empty(0, bool), np.empty(0, bool)
 
     def begin(self, start: Start, sequence: TokenSequence) -> None:
         """Prepare the buffers of a slot for the tokens of a new sequence."""
@@ -419,17 +420,19 @@ class _NewTokens:
 
     def add(self, sampled: Sampled) -> None:
         """Store the sampled tokens of slots."""
-        slots, tokens, logprobs, top, drafted, nth = sampled
+        _, tokens, logprobs, top, drafted, nth = sampled
+        slots: NDArray[Any] = sampled.slots.astype(np.intp)  # other integers are slower as an index
         if top is not None:
             self._add_top(slots, top)
         place = slots, self._count[slots] if nth is None else self._count[slots] + nth
-        number = self._sampled[slots] + place[1] - self._count[slots] + 1  # up to each token
         self._tokens[place], self._logprobs[place] = tokens, logprobs
         if drafted is not None:
             self._drafted[place], self._drafts = drafted, True
         new = np.bincount(slots, minlength=len(self.left))
+        if self.matchers:
+            number = self._sampled[slots] + place[1] - self._count[slots] + 1  # up to each token
+            self._sampled += new
         self._count += new
-        self._sampled += new
         self.left -= new
         self.latest = slots if nth is None else slots[nth == 0]
         self.firsts = ~self._begun[self.latest]
@@ -477,10 +480,10 @@ class _NewTokens:
         Only the last token of a part may end its sequence. The arrays are converted together, which
         is faster if there are many slots.
         """
-        counts = self._count[slots]
+        counts = self._count[slots].tolist()
         self._count[slots] = 0
-        both = [a[slots, : counts.max(initial=0)].tolist() for a in (self._tokens, self._logprobs)]
-        each = zip(slots.tolist(), counts.tolist(), *both, strict=True)
+        both = [a[slots, : max(counts, default=0)].tolist() for a in (self._tokens, self._logprobs)]
+        each = zip(slots.tolist(), counts, *both, strict=True)
         for slot, n, tokens, logprobs in each:
             drafted = self._drafted[slot, :n].tolist() if self._drafts else [False] * n
             top, ends = self._top.pop(slot, []), sorted({n, *self._cuts.pop(slot, ())} - {0})

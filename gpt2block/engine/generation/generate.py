@@ -21,7 +21,7 @@ from gpt2block.engine.model import Drafts, Ids, ModelEngine
 from gpt2block.engine.receipts import certify
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.tokenizers import tokenizer
-from gpt2block.files.tokenizers.encoding import Encoding
+from gpt2block.files.tokenizers.encoding import Encoding, packed
 from gpt2block.files.tokenizers.lookup import Tokenizer, of_inputs, of_outputs
 from gpt2block.models.config import ModelConfig
 from gpt2block.sampling import Sampling, check_biased, new_seed
@@ -94,6 +94,7 @@ class Run:
         options: Options,
         compiles: bool = True,
     ) -> None:
+        prompts = packed(prompts)
         reader = encoding  # a Lookup loads its tokenizer when a text is first read
         encoding = of_inputs(reader, prompts)
         if encoding is None and options.stop:
@@ -130,7 +131,7 @@ class Run:
             start, more = starts[index // samples], index % samples
             own = sampling
             if options.seed is None:
-                own = replace(sampling, seed=new_seed())
+                own = sampling.with_seed(new_seed())
             elif more:
                 own = replace(sampling, sample=sampling.sample + more)
             sequence = TokenSequence(start, own, reader, ends, options.top_logprobs, options.rule)

@@ -92,7 +92,7 @@ class Prefixes:
         more than half as many.
         """
         done = coming = NOTHING
-        sizes = self._sizes(len(ids) - 1)
+        sizes = self._sizes(len(ids) - 1) if self._alike else []
         if sizes and self._key(sequence, ids[: sizes[0]]) not in self._alike:
             return done, coming  # without the shortest prefix, no slot has a longer prefix
         for n in reversed(sizes):

@@ -113,8 +113,8 @@ class SequenceScheduler(Generic[Item]):
             self._free.sort()
         placed = []
         for _ in range(count):
-            sequence = self._take()
-            slot = self._free[0] if self._choose is None else self._choose(sequence, self._free)
+            sequence, choose = self._take(), self._choose if len(self._free) > 1 else None
+            slot = self._free[0] if choose is None else choose(sequence, self._free)
             self._free.remove(slot)
             self._sequence_of[slot] = sequence
             self._running += 1

@@ -34,6 +34,9 @@ JOINT_ROWS, MAX_ROWS = 8, 64  # maximum rows of x per block if a WorkSplit is `t
 STAGED_WARPS = 8  # warps per block if it multiplies all splits apart, with sums in registers
 STAGED_COST = 1.2  # relative time of such a block, in the unit of `duration`
 MAX_NORMED = 32  # maximum rows of x in products that fuse RMSNorm
+# Values of K for which they also fuse it, for one row, on GPUs whose blocks have at most 163 KB of
+# shared memory: 8.0 to 8.9 and 12.0.
+LONG_NORMED = range(2048, 4097, 1024)
 FLIGHT = 3  # slots in the ring of a warp; a slot holds 128 values of K of the warp's columns
 MAX_FLIGHT = 6  # maximum slots if only one block fits on a multiprocessor
 # Registers per lane that hold x: HELD for JOINT_ROWS rows of a unit, at most MAX_HELD for a split.
@@ -244,6 +247,8 @@ def _most(sms: int, blocks: int, cluster: int) -> int:
 
 def normalizes(M: int, K: int) -> bool:
     """Return whether products of x (M, K) can fuse RMSNorm, which limits the sizes of M and K."""
+    if K in LONG_NORMED:
+        return M == 1 and device_attribute("MaxSharedMemoryPerBlockOptin") <= 163 << 10
     return M <= MAX_NORMED and K <= UNIT * MAX_SPLITS
 
 

@@ -67,11 +67,11 @@ constexpr int MAX_MEASURED = order::FLOATS || DECODE_ROWS <= 2 * WARPS ? 2 : 3;
 constexpr int MEASURED = IN_REGISTERS && LOADS <= 8 && DECODE_ROWS > WARPS ? MAX_MEASURED : 1;
 constexpr int IN_FLIGHT = (order::TILE_GROUPS == 1 ? 12 : 24) / UNITS;
 constexpr int BROUGHT = IN_FLIGHT < 1 ? 1 : IN_FLIGHT < DECODE_ROWS ? IN_FLIGHT : DECODE_ROWS;
-constexpr bool EARLY = !DECODE_LOOP && UNITS <= 2;  // true: gamma, beta are loaded before the wait
+constexpr bool EARLY = !DECODE_LOOP && (UNITS <= 2 || DECODE_NORM == 2);  // gamma, beta are loaded before the wait
 typedef Vec<float, 4> Four;
 static_assert(!DECODE_OPERAND || !(DECODE_NORM || order::FLOATS), "terms have 16 bits, and x has no LayerNorm");
 static_assert(DECODE_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
-static_assert(DECODE_NORM != 2 || (UNITS == 1 && !DECODE_LOOP), "a thread of an RMSNorm has one load of a row");
+static_assert(DECODE_NORM != 2 || (!DECODE_LOOP && (UNITS == 1 || DECODE_K == 8 * LENGTH)), "as rmsnorm_stream");
 static_assert(!DECODE_ROPE || (!DECODE_LOOP && DECODE_COLUMNS % 2 == 0), "a block has pairs");
 static_assert(!DECODE_QK_NORM || DECODE_ROPE == DECODE_COLUMNS * DECODE_CLUSTER, "a cluster has one head");
 static_assert(!DECODE_QK_NORM || ((HALF & (HALF - 1)) == 0 && DECODE_CLUSTER <= 8), "a block has 8, 16 or 32 columns");
@@ -156,12 +156,15 @@ struct Input {
         return split * LENGTH + unit * order::UNIT + threadIdx.x % 32 * 4;
     }
 
+    // Returns the position in the row of load `load` of a thread for RMSNorm. A warp loads a whole unit.
+    __device__ __forceinline__ static int of_load(int load) { return 4 * (load * THREADS + (int)threadIdx.x); }
+
     // Loads gamma and beta. This may precede the wait for the previous kernel, because no kernel writes them.
     __device__ __forceinline__ void prefetch() {
         if constexpr (DECODE_NORM && EARLY) {
 #pragma unroll
             for (int unit = 0; unit < UNITS; ++unit) {
-                const int k = min(at(threadIdx.x / 32, unit), DECODE_K - 4);
+                const int k = min(DECODE_NORM == 2 ? of_load(unit) : at(threadIdx.x / 32, unit), DECODE_K - 4);
                 early[0][unit] = Four::load(gamma + k);
                 if (DECODE_NORM == 1) early[1][unit] = Four::load(beta + k);
             }
@@ -211,39 +214,51 @@ struct Input {
         return {v[0], v[1], v[2], v[3]};
     }
 
-    // Loads all rows and stores their RMSNorm. Each warp has one split (range of K), each thread four values. Squares
-    // are added as in norms/rmsnorm_stream.cu: within each thread, then over the lanes of its warp, then over the
-    // warps.
+    // Loads all rows and stores their RMSNorm. Squares are added as in norms/rmsnorm_stream.cu: over the loads of each
+    // thread, then over the lanes of its warp, then over the warps.
     __device__ __forceinline__ void bring_rms() const {
         constexpr int SUMS = SPLITS > 4 ? 8 : SPLITS > 2 ? 4 : 2;
-        const int split = threadIdx.x / 32, lane = threadIdx.x % 32, k = at(split, 0);
-        const bool there = k < DECODE_K;
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         float* squares = reinterpret_cast<float*>(shared + DECODE_ROWS * PITCH);  // (DECODE_ROWS, SPLITS)
-        float4 v[DECODE_ROWS];
+        float4 v[DECODE_ROWS][UNITS];
 #pragma unroll
-        for (int r = 0; r < DECODE_ROWS; ++r) v[r] = there ? complete(r, k) : float4{};
+        for (int i = 0; i < DECODE_ROWS * UNITS; ++i) {
+            const int k = of_load(i % UNITS);
+            v[i / UNITS][i % UNITS] = k < DECODE_K ? complete(i / UNITS, k) : float4{};
+        }
 #pragma unroll
         for (int r = 0; r < DECODE_ROWS; ++r) {
             float square = 0.0f;
-            square += v[r].x * v[r].x, square += v[r].y * v[r].y;
-            square += v[r].z * v[r].z, square += v[r].w * v[r].w;
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                square += v[r][u].x * v[r][u].x, square += v[r][u].y * v[r][u].y;
+                square += v[r][u].z * v[r][u].z, square += v[r][u].w * v[r][u].w;
+            }
             square = lanes_sum<32>(square);
-            if (lane == 0) squares[r * SPLITS + split] = square;
+            if (lane == 0) squares[r * SPLITS + warp] = square;
         }
         __syncthreads();
-        float g[4] = {};
-        if (there) early[0][0].unpack(g);
+        float g[UNITS][4] = {};
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            if (of_load(u) < DECODE_K) early[0][u].unpack(g[u]);
+        }
 #pragma unroll
         for (int r = 0; r < DECODE_ROWS; ++r) {
             const int part = lane % SUMS;
             const float sum = lanes_sum<SUMS>(part < SPLITS ? squares[r * SPLITS + part] : 0.0f);
             const float factor = rsqrtf(sum * (1.0f / DECODE_K) + eps);
-            float n[UNITS][4] = {{v[r].x, v[r].y, v[r].z, v[r].w}};
 #pragma unroll
-            for (int e = 0; e < 4; ++e) n[0][e] *= factor * g[e];
-            store(n, r, split);
+            for (int u = 0; u < UNITS; ++u) {
+                const int unit = u * WARPS + warp;
+                float n[4] = {v[r][u].x, v[r][u].y, v[r][u].z, v[r][u].w};
+#pragma unroll
+                for (int e = 0; e < 4; ++e) n[e] *= factor * g[u][e];
+                store(n, r, unit / UNITS, unit % UNITS);
+            }
         }
-        __syncwarp();
+        if constexpr (UNITS > 1) __syncthreads();
+        else __syncwarp();
     }
 
     // Loads MEASURED rows (`first` and every WARPS-th row after it) into shared memory, and computes their mean and
@@ -299,32 +314,29 @@ struct Input {
             normalise(v, r, split);
             __syncwarp();  // all lanes have read the floats that the terms overwrite
         }
-        store(v, r, split);
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) store(v[unit], r, split, unit);
     }
 
-    // Stores `v`, the lane's values of row r and one split, in shared memory: as terms, or with float weights as
-    // floats.
-    __device__ __forceinline__ void store(const float (&v)[UNITS][4], int r, int split) const {
-#pragma unroll
-        for (int unit = 0; unit < UNITS; ++unit) {
-            const float (&from)[4] = v[unit];
-            if constexpr (order::FLOATS) {
-                *floats(r, at(split, unit)) = {from[0], from[1], from[2], from[3]};
+    // Stores `from`, the lane's values of row r and a unit of one split, in shared memory: as terms, or with float
+    // weights as floats.
+    __device__ __forceinline__ void store(const float (&from)[4], int r, int split, int unit) const {
+        if constexpr (order::FLOATS) {
+            *floats(r, at(split, unit)) = {from[0], from[1], from[2], from[3]};
+        } else {
+            uint2 high, low;
+            if constexpr (DECODE_OPERAND) {
+                high = {bits(from[0]), bits(from[2])}, low = {bits(from[1]), bits(from[3])};
             } else {
-                uint2 high, low;
-                if constexpr (DECODE_OPERAND) {
-                    high = {bits(from[0]), bits(from[2])}, low = {bits(from[1]), bits(from[3])};
-                } else {
-                    split_four(from, inverse, high, low);
-                }
-                if constexpr (order::BLOCKS) {
-                    blocks(r, split).store(high, unit, 0);
-                    if (order::TERMS == 2) blocks(r, split).store(low, unit, 1);
-                } else {
-                    char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
-                    *reinterpret_cast<uint2*>(to) = high;
-                    if (order::TERMS == 2) *reinterpret_cast<uint2*>(to + TERM) = low;
-                }
+                split_four(from, inverse, high, low);
+            }
+            if constexpr (order::BLOCKS) {
+                blocks(r, split).store(high, unit, 0);
+                if (order::TERMS == 2) blocks(r, split).store(low, unit, 1);
+            } else {
+                char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
+                *reinterpret_cast<uint2*>(to) = high;
+                if (order::TERMS == 2) *reinterpret_cast<uint2*>(to + TERM) = low;
             }
         }
     }
