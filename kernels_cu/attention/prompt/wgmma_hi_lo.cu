@@ -48,9 +48,6 @@
 #ifndef ATT_CAUSAL
 #define ATT_CAUSAL 1
 #endif
-#ifndef ATT_ONE_SCALE
-#define ATT_ONE_SCALE 0
-#endif
 #ifndef ATT_TURNS  // 1: the warpgroups issue their products in turn
 #define ATT_TURNS 1
 #endif
@@ -58,9 +55,7 @@
 #include "lib/attention/hi_lo_rows.cuh"
 #include "attention/prompt/wgmma_hi_lo_copies.cuh"
 
-constexpr int SUMS = 4 * COLUMNS;  // output sums per thread
-
-struct Consumer {
+struct Consumer : Rows {
     Shared& shared;
     const int group, thread, warp, lane;  // indices: group in the block, thread and warp in the group, lane in the warp
     const Matrix first_slot;
@@ -71,10 +66,6 @@ struct Consumer {
     unsigned asked[SIZE / 16][4];          // high parts of the queries
     unsigned p[KEYS / 16][4], q[KEYS / 16][4];  // p: hi of P; q: lo of P
     float of_key[KEYS / 8][2];                  // scales of the keys
-    float out[COLUMNS][4];
-    float unit[2];               // UNIT (factor of scores) times the row's scale, or with ATT_ONE_SCALE its square
-    float sum[2], reference[2];  // sum: sum of P over the lane's keys
-    float top[2];                // largest scale of the keys that the row has processed
 
     __device__ __forceinline__ Consumer(Shared& shared)
         : shared(shared), group(uniform(threadIdx.x / GROUP)), thread(threadIdx.x % GROUP), warp(uniform(thread / 32)),
@@ -106,16 +97,7 @@ struct Consumer {
             const int at = place + swizzled(row * LINE + 32 * k + lane / 16 * 16);
             load_matrices(asked[k][0], asked[k][1], asked[k][2], asked[k][3], at);
         }
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) out[i / 4][i % 4] = 0.0f;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = 8 * r + lane / 4;
-            const float own = __ldcg(scale + (ATT_ONE_SCALE || row >= left ? 0 : row));
-            unit[r] = ATT_ONE_SCALE ? own * UNIT * own : own * UNIT;
-            sum[r] = top[r] = 0.0f;
-            reference[r] = -INFINITY;
-        }
+        clear(scale, left);
     }
 
     __device__ __forceinline__ void ask_for_scores(Matrix queries, Matrix keys) {
@@ -144,74 +126,13 @@ struct Consumer {
         for (int i = 0; i < SUMS; ++i) out[i / 4][i % 4] += fmaf(o_cross[i], CROSS, o[i]);
     }
 
-    // Loads the scales of a tile's keys. Only the first `there` keys exist.
-    __device__ __forceinline__ void load_scales(const float* scale, int there) {
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int key = 8 * n + 2 * (lane % 4) + e;
-                of_key[n][e] = ATT_ONE_SCALE ? 1.0f : __ldcg(scale + min(key, there - 1));
-            }
-        }
-    }
-
-    // Replaces the scores of a tile by P (softmax weights) in two parts. With MASKED, not all queries see all of the
-    // tile's keys. If causal, row i of the warp sees keys 0 .. last + i, or only the last WINDOW of these; otherwise
-    // all rows see keys 0 .. last.
+    // Replaces the scores of a tile by P in two parts. MASKED and last: see Rows.
     template <bool MASKED>
     __device__ __forceinline__ void soften(int last) {
-        // The last key that row g = lane / 4 sees, relative to the lane's first key.
-        const int sees = last + (ATT_CAUSAL ? lane / 4 : 0) - 2 * (lane % 4);
-        float largest[2] = {-INFINITY, -INFINITY}, highest[2] = {top[0], top[1]};
+        float scores[KEYS / 8][4];
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                float& score = s[4 * n + e];
-                const int ahead = 8 * n + e % 2 - (ATT_CAUSAL ? 8 * (e / 2) : 0);
-                const bool visible = !MASKED || (ahead <= sees && !is_past(ahead, sees));
-                score = visible ? fmaf(s_cross[4 * n + e], CROSS, score) * of_key[n][e % 2] : -INFINITY;
-                largest[e / 2] = fmaxf(largest[e / 2], score);
-                if (!ATT_ONE_SCALE) highest[e / 2] = fmaxf(highest[e / 2], visible ? of_key[n][e % 2] : 0.0f);
-            }
-        }
-        float base[2], factor[2], down[2] = {1.0f, 1.0f};
-        bool moves = false;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float old = reference[r], next = fmaf(lanes_max<4>(largest[r]), unit[r], -BELOW);
-            const bool passes = next > old + (AT_MOST - BELOW);  // false if all scores are -inf
-            factor[r] = passes ? exp2_fast(old - next) : 1.0f;
-            sum[r] = __fmul_rn(sum[r], factor[r]);  // rounded: never fused with the next addition
-            reference[r] = passes ? next : old;
-            base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];  // not +inf: -inf + inf is NaN
-            moves |= passes;
-            if (ATT_ONE_SCALE) continue;
-            const float higher = lanes_max<4>(highest[r]);
-            down[r] = higher > 0.0f ? inverse_of(higher) : 0.0f;  // 0: the row has seen no key so far
-            factor[r] *= top[r] * down[r];                        // usually times 1: the largest scale rarely grows
-            moves |= higher > top[r];
-            top[r] = higher;
-        }
-        if (__any_sync(0xffffffffu, moves)) {
-#pragma unroll
-            for (int i = 0; i < SUMS; ++i) out[i / 4][i % 4] *= factor[i % 4 / 2];
-        }
-#pragma unroll
-        for (int k = 0; k < KEYS / 16; ++k) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {  // weights of row lane / 4 + 8 (i % 2), for keys 8 (i / 2) to 8 (i / 2) + 7
-                const int n = 2 * k + i / 2, r = i % 2;
-                const float a = exp2_fast(fmaf(s[4 * n + 2 * r], unit[r], base[r]));
-                const float b = exp2_fast(fmaf(s[4 * n + 2 * r + 1], unit[r], base[r]));
-                sum[r] += a;
-                sum[r] += b;
-                const Split both(a * (of_key[n][0] * down[r]), b * (of_key[n][1] * down[r]));
-                p[k][i] = both.hi;
-                q[k][i] = both.lo;
-            }
-        }
+        for (int i = 0; i < KEYS / 2; ++i) scores[i / 4][i % 4] = fmaf(s_cross[i], CROSS, s[i]);
+        Rows::soften<MASKED>(scores, of_key, p, q, last);
     }
 
     // Adds the values that make_finite() has removed from keys `from` to `to`, for the rows that see these keys. `row`:
@@ -233,41 +154,15 @@ struct Consumer {
     // Passes the sums of the second group to the first.
     __device__ __forceinline__ void give() const {
         sync_threads(TAKEN, CONSUMERS);  // the first group has read the previous sums
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) shared.passed[i][thread] = out[i / 4][i % 4];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            shared.passed[SUMS + r][thread] = sum[r];
-            shared.passed[SUMS + 2 + r][thread] = reference[r];
-            shared.passed[SUMS + 4 + r][thread] = top[r];
-        }
+        Rows::give<GROUP>(shared.passed[0] + thread);
         pass_threads(PASS, CONSUMERS);
     }
 
-    // Adds the passed sums to the sums of this group. The result does not depend on the order of the two groups.
+    // Adds the passed sums to the sums of this group.
     __device__ __forceinline__ void add_given() {
         if (WINDOW) sync_threads(CHECK, GROUP);  // not needed for correctness: see wgmma_alternate.cu
         sync_threads(PASS, CONSUMERS);
-        float own[2], others[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float other = shared.passed[SUMS + 2 + r][thread], both = fmaxf(reference[r], other);
-            const float point = both == -INFINITY ? 0.0f : both;  // exp2(-inf) is 0, but exp2(-inf + inf) is NaN
-            own[r] = exp2_fast(reference[r] - point);
-            others[r] = exp2_fast(other - point);
-            sum[r] = __fmul_rn(sum[r], own[r]) + __fmul_rn(shared.passed[SUMS + r][thread], others[r]);
-            if (ATT_ONE_SCALE) continue;
-            const float theirs = shared.passed[SUMS + 4 + r][thread], higher = fmaxf(top[r], theirs);
-            const float down = inverse_of(higher);
-            own[r] *= top[r] * down;
-            others[r] *= theirs * down;
-            top[r] = higher;
-        }
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) {
-            float& o = out[i / 4][i % 4];
-            o = __fmul_rn(o, own[i % 4 / 2]) + __fmul_rn(shared.passed[i][thread], others[i % 4 / 2]);
-        }
+        Rows::add_given<GROUP>(shared.passed[0] + thread);
         pass_threads(TAKEN, CONSUMERS);
     }
 };
@@ -292,7 +187,7 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
     bool finite = true;
     fence_sums();
     own.ask_for_scores(asked, own.arrived(own.count));
-    own.load_scales(scale + key, there);
+    load_scales(own.of_key, scale + key, there);
     wait_for_products<0>();
     pin(own.s), pin(own.s_cross);
     own.release(own.count++);
@@ -315,7 +210,7 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
         own.release(number + 1);
         own.add_out();
         key -= 2 * KEYS;
-        own.load_scales(scale + key, KEYS);
+        load_scales(own.of_key, scale + key, KEYS);
         wait_for_products<0>();
         pin(own.s), pin(own.s_cross);
         own.release(number);
@@ -363,8 +258,8 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const T* part
         }
         if (tiles > 1) own.add_given();
         const long long to = work.row + row;
-        store_scales(own.top, work.head == 0 ? out_scale + to : nullptr, __ldcg(scale), left);
-        store_rows(own.out, own.sum, out_parts + to * C + SIZE * work.head, rows * C, C, left);
+        own.store_scales(work.head == 0 ? out_scale + to : nullptr, __ldcg(scale), left);
+        own.store(out_parts + to * C + SIZE * work.head, rows * C, C, left);
     }
 }
 
