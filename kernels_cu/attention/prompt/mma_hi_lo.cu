@@ -43,9 +43,6 @@
 #include "lib/attention/mma_work.cuh"
 #include "lib/sm80.cuh"
 
-#ifndef ATT_CAUSAL
-#define ATT_CAUSAL 1
-#endif
 #ifndef ATT_WARPS  // warps for each half of the keys
 #define ATT_WARPS 4
 #endif

@@ -48,10 +48,6 @@
 #endif
 #include "lib/attention/scores.cuh"
 
-#ifndef ATT_CAUSAL
-#define ATT_CAUSAL 1
-#endif
-
 constexpr int QUERIES = 128, RINGS = 1, SERIES = SIZE == 64 ? 2 : 1;
 #include "lib/attention/wgmma_work.cuh"
 #include "lib/attention/wgmma_rows.cuh"
@@ -141,7 +137,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, 
         } else {
             even.divide();
         }
-        if (!finite) even.add_not_finite(values, visible_from, end, row + own.lane / 4);
+        if (!finite) add_not_finite(even.out, values.first, values.stride, visible_from, end, row + own.lane / 4);
         own.store(even, to, C, before, left);
     }
     wait_for_products<0>();

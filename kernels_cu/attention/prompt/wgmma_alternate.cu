@@ -31,10 +31,6 @@
 #endif
 #include "lib/attention/scores.cuh"
 
-#ifndef ATT_CAUSAL
-#define ATT_CAUSAL 1
-#endif
-
 constexpr int QUERIES = 64, RINGS = 2;
 #include "lib/attention/wgmma_work.cuh"
 #include "lib/attention/wgmma_rows.cuh"
@@ -147,7 +143,7 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T
         const Values values(work, v);
         const int visible_from = WINDOW ? first_step(work) * KEYS : from, end = min(work.length, from + KEYS);
         if (own.group == 1) {
-            if (WINDOW && !finite) sums.add_not_finite(values, visible_from, end, row + own.lane / 4);
+            if (WINDOW && !finite) add_not_finite(sums.out, values.first, values.stride, visible_from, end, row + own.lane / 4);
             if (last > 0) give(shared.passed, sums);
             continue;
         }
@@ -156,7 +152,7 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T
         } else {
             sums.divide();
         }
-        if (!finite) sums.add_not_finite(values, visible_from, end, row + own.lane / 4);
+        if (!finite) add_not_finite(sums.out, values.first, values.stride, visible_from, end, row + own.lane / 4);
         T* const to = out + (work.row + row) * C + SIZE * work.head;
         own.store(sums, to, C, work.begin - row, work.length - row);
     }

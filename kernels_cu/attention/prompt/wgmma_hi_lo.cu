@@ -45,9 +45,6 @@
 #include "lib/sm80.cuh"
 #include "lib/sm90_wgmma.cuh"
 
-#ifndef ATT_CAUSAL
-#define ATT_CAUSAL 1
-#endif
 #ifndef ATT_TURNS  // 1: the warpgroups issue their products in turn
 #define ATT_TURNS 1
 #endif
@@ -135,22 +132,6 @@ struct Consumer : Rows {
         Rows::soften<MASKED>(scores, of_key, p, q, last);
     }
 
-    // Adds the values that make_finite() has removed from keys `from` to `to`, for the rows that see these keys. `row`:
-    // the lane's first row.
-    __device__ __forceinline__ void add_not_finite(const T* values, long long stride, int from, int to, int row) {
-#pragma unroll 1
-        for (int key = from; key < to; ++key) {
-#pragma unroll
-            for (int i = 0; i < SIZE / 4; ++i) {
-                const float v = widen(values[key * stride + i / 2 * 8 + lane % 4 * 2 + i % 2]);
-                if (!is_finite(v)) {
-                    if (!ATT_CAUSAL || (key <= row && !is_past(key, row))) out[i / 2][i % 2] += v;
-                    if (!ATT_CAUSAL || (key <= row + 8 && !is_past(key, row + 8))) out[i / 2][2 + i % 2] += v;
-                }
-            }
-        }
-    }
-
     // Passes the sums of the second group to the first.
     __device__ __forceinline__ void give() const {
         sync_threads(TAKEN, CONSUMERS);  // the first group has read the previous sums
@@ -172,7 +153,8 @@ __device__ __forceinline__ bool make_finite(Consumer& own, unsigned number) {
     char* const values = own.shared.rings[own.group].slots[number % ATT_SLOTS];
     own.arrived(number);
     if (all_finite(values, CHECK + own.group)) return true;
-    make_finite(values, CHECK + own.group);
+    remove_not_finite<GROUP>(values);
+    sync_threads(CHECK + own.group, GROUP);
     return false;
 }
 
@@ -248,7 +230,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const T* part
             if (!attend(own, queries, scales, there, first, tiles, key)) {
                 const T* const values = parts + work.row * stride + C + KV + SIZE * (work.head / ATT_SERVES);
                 const int from = WINDOW ? first_tile(work) * KEYS : key;
-                own.add_not_finite(values, stride, from, key + min(there, KEYS), row + own.lane / 4);
+                add_not_finite(own.out[0], values, stride, from, key + min(there, KEYS), row + own.lane / 4);
             }
         }
         if (own.lane == 0) arrive(shared.answered[tile % 2]);
@@ -274,15 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_fp32_wgmma(
     int seq_len,     // length of the longest sequence
     int n_head,
     int together) {  // heads whose tiles run at the same time
-    extern __shared__ char unaligned[];
-    Shared& shared = *reinterpret_cast<Shared*>(unaligned + (1024 - shared_address(unaligned) % 1024) % 1024);
-    let_next_start();
-    if (threadIdx.x == 0) {
-        prefetch(map);
-        shared.start();
-    }
-    __syncthreads();
-    wait_before_copies();
+    Shared& shared = start_block<Shared>(map);
     const Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
     if (uniform(threadIdx.x / GROUP) == 2) {
         give_registers<24>();

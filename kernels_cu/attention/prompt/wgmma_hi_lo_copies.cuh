@@ -1,5 +1,5 @@
-// Constants, shared memory, copies and the search for infinite and NaN values for attention/prompt/wgmma_hi_lo.cu,
-// which describes them. The including file defines ATT_CAUSAL and includes lib/attention/hi_lo_rows.cuh.
+// Constants, shared memory and copies of attention/prompt/wgmma_hi_lo.cu, which describes them. The including file
+// includes lib/attention/hi_lo_rows.cuh.
 #pragma once
 
 #include "lib/sm90.cuh"
@@ -16,6 +16,7 @@ constexpr int LINE = 2 * SIZE, PART = KEYS * LINE, SLOT = 2 * PART;  // LINE: by
 constexpr int PASSED = 4 * COLUMNS + 6;  // floats that each thread of the second warpgroup passes to the first
 static_assert(SIZE == 64, "a row of a head is a line of a box, and the sums fit into registers");
 static_assert(ATT_SLOTS >= 4, "K and V of one tile are multiplied while those of the next one travel");
+#include "lib/attention/wgmma_slots.cuh"
 
 // The ring of a warpgroup. A slot holds K or V of a tile. Slots are filled with K of the first tile; then, for each
 // further tile, with its K and the V of the tile before it; at last with V of the last tile.
@@ -77,25 +78,4 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
         }
         slots += (tiles + 1) / 2 * 2, others += tiles / 2 * 2;
     }
-}
-
-// Returns whether all values in a slot are finite. All threads of a warpgroup must call this function, with the same
-// barrier.
-__device__ __forceinline__ bool all_finite(const char* slot, int barrier) {
-    unsigned found = 0;
-    const uint4* units = reinterpret_cast<const uint4*>(slot) + threadIdx.x % GROUP;
-#pragma unroll
-    for (int i = 0; i < SLOT / 16; i += GROUP) {
-        const uint4 unit = units[i];
-        found |= not_finite(unit.x) | not_finite(unit.y) | not_finite(unit.z) | not_finite(unit.w);
-    }
-    return !any_of_threads(barrier, GROUP, found != 0);
-}
-
-// Replaces infinite and NaN values in a slot by 0.
-__device__ __forceinline__ void make_finite(char* slot, int barrier) {
-    unsigned* pairs = reinterpret_cast<unsigned*>(slot);
-    for (int i = threadIdx.x % GROUP; i < SLOT / 4; i += GROUP) pairs[i] &= ~((not_finite(pairs[i]) >> 15) * 0xffffu);
-    show_writes();
-    sync_threads(barrier, GROUP);
 }

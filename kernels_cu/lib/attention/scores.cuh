@@ -15,6 +15,9 @@
 #include "lib/attention/window.cuh"
 #include "lib/common.cuh"
 
+#ifndef ATT_CAUSAL  // 1: a query sees the keys up to its position; 0: all keys of its sequence
+#define ATT_CAUSAL 1
+#endif
 #ifndef ATT_SIZE  // channels of a head: 64, 128 or 256
 #define ATT_SIZE 64
 #endif
@@ -44,3 +47,22 @@ __device__ __forceinline__ unsigned not_finite(unsigned pair) {
 }
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
+
+// Adds to `out` the infinite and NaN values of V that have been replaced by 0 for keys `from` to `to` - 1, in the rows
+// that see these keys. Lane 4 g + t has the sums out[4 n ..] of channels 8 n + 2t and 8 n + 2t + 1, of row g and then
+// of row g + 8. values: V of key 0, whose keys are `stride` apart. row: the lane's row g.
+template <typename V>
+__device__ __forceinline__ void add_not_finite(float* out, const V* values, long long stride, int from, int to,
+                                               int row) {
+#pragma unroll 1
+    for (int key = from; key < to; ++key) {
+#pragma unroll
+        for (int i = 0; i < SIZE / 4; ++i) {
+            const float v = widen(values[key * stride + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2]);
+            if (!is_finite(v)) {
+                if (!ATT_CAUSAL || (key <= row && !is_past(key, row))) out[i / 2 * 4 + i % 2] += v;
+                if (!ATT_CAUSAL || (key <= row + 8 && !is_past(key, row + 8))) out[i / 2 * 4 + 2 + i % 2] += v;
+            }
+        }
+    }
+}

@@ -56,21 +56,7 @@ __device__ __forceinline__ int steps_of(const Work& work) {
     return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1 - first_step(work);
 }
 
-// Initialises the barriers and returns the block's shared memory.
-template <typename Memory>
-__device__ __forceinline__ Memory& start_block(const TensorMap& map) {
-    extern __shared__ char unaligned[];
-    Memory& shared = *reinterpret_cast<Memory*>(unaligned + (1024 - shared_address(unaligned) % 1024) % 1024);
-    let_next_start();
-    if (threadIdx.x == 0) {
-        prefetch(map);
-        shared.start();
-    }
-    __syncthreads();
-    wait_before_copies();
-    return shared;
-}
-
+#include "lib/attention/wgmma_slots.cuh"
 #include "lib/attention/wgmma_copies.cuh"
 
 // The sums over the keys of one series. Lane 4 g + t holds sums of rows g and g + 8.
@@ -142,22 +128,6 @@ struct Sums {
 #pragma unroll
         for (int i = 0; i < SIZE / 2; ++i) {
             out[i] = __fmul_rn(out[i], own[i / 2 % 2]) + __fmul_rn(other.out[i], others[i / 2 % 2]);
-        }
-    }
-
-    // Adds to `out` the infinite and NaN values of V that make_finite() has replaced by 0 for keys `from` to `to` - 1,
-    // in the rows that see these keys. row: the lane's first row.
-    __device__ __forceinline__ void add_not_finite(const Values& values, int from, int to, int row) {
-#pragma unroll 1
-        for (int key = from; key < to; ++key) {
-#pragma unroll
-            for (int i = 0; i < SIZE / 4; ++i) {
-                const float v = widen(values.first[key * values.stride + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2]);
-                if (!is_finite(v)) {
-                    if (!ATT_CAUSAL || (key <= row && !is_past(key, row))) out[i / 2 * 4 + i % 2] += v;
-                    if (!ATT_CAUSAL || (key <= row + 8 && !is_past(key, row + 8))) out[i / 2 * 4 + 2 + i % 2] += v;
-                }
-            }
         }
     }
 };
@@ -301,20 +271,9 @@ struct Consumer {
     __device__ __forceinline__ bool make_finite(unsigned number) {
         arrived(number);
         char* const values = shared.slots[ring][number % SLOTS];
-        unsigned found = 0;
-        const uint4* units = reinterpret_cast<const uint4*>(values) + threadIdx.x % GROUP;
-#pragma unroll
-        for (int i = 0; i < SLOT / 16; i += GROUP) {
-            const uint4 unit = units[i];
-            found |= not_finite(unit.x) | not_finite(unit.y) | not_finite(unit.z) | not_finite(unit.w);
-        }
-        if (!any_of_threads(1 + group, GROUP, found != 0)) return true;
+        if (all_finite(values, 1 + group)) return true;
         sync_threads(3 + ring, SHARERS);
-        unsigned* pairs = reinterpret_cast<unsigned*>(values);
-        for (int i = threadIdx.x % SHARERS; i < SLOT / 4; i += SHARERS) {
-            pairs[i] &= ~((not_finite(pairs[i]) >> 15) * 0xffffu);
-        }
-        show_writes();
+        remove_not_finite<SHARERS>(values);
         sync_threads(3 + ring, SHARERS);
         return false;
     }
