@@ -129,7 +129,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     take_registers<240>();
     const Group group;
     float* const own_bias = rest.bias[group.index];
-    Chunks chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
+    Chunks<false> chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
     wait_before_copies();
     unsigned count = 0;
     for (int i = 0; at.left(); at.next(), ++i, count += at.last - at.first) {
@@ -154,13 +154,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         if (GEMM_FLOAT_OUT) {
             store_float(finals, group, own_bias, residual_float, out_float, row, column, M, N);
         } else {
-            chunks.store<PART_N>(
-                [&](int m, int block, int half, float (&v)[2]) {
+            const auto values_of = [&](int m) {
+                return [&, m](int block, int half, float (&v)[2]) {
                     const float* sums = finals[m] + 4 * block + 2 * half;
                     const float2 y = finished(sums, own_bias, 8 * block + 2 * (group.lane % 4));
                     v[0] = y.x, v[1] = y.y;
-                },
-                residual, out, row, column);
+                };
+            };
+            chunks.store<PART_N>(values_of, residual, out, row, column);
         }
     }
     if (group.thread == 0) wait_for_reads<0>();
