@@ -33,9 +33,7 @@
 // Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory: ATT_STAGES STAGE bytes, then the
 // queries in 2 QUERIES PITCH bytes. Arrays are aligned to 16 bytes. The lo parts are then also aligned, because C is a
 // multiple of 64.
-#if !defined(STORAGE_FP16)
-#define STORAGE_FP16
-#endif
+#define STORAGE_FP16 1
 #include "lib/common.cuh"
 #include "lib/fast.cuh"
 #include "lib/overlap.cuh"
@@ -56,6 +54,7 @@
 constexpr int HALF = 32 * ATT_WARPS, THREADS = 2 * HALF, QUERIES = 16 * ATT_WARPS;
 #include "lib/attention/mma_tile.cuh"
 #include "lib/attention/hi_lo_rows.cuh"
+#include "attention/prompt/mma_not_finite.cuh"
 constexpr int STAGE = 4 * TILE, OWN = KEYS / 2;  // STAGE: bytes of K hi, K lo, V hi, V lo; OWN: keys of a tile per warp
 static_assert(ATT_STAGES >= 2 && QUERIES > 0, "one tile travels while another is multiplied");
 static_assert(4 * (SUMS + 6) * HALF <= STAGE, "the sums of half of the warps fit in a stage");
@@ -148,30 +147,13 @@ struct Queries : Rows {
     // key, to `out` of the queries that see the key.
     static __device__ __forceinline__ void take_apart(float (&out)[4], const unsigned (&p)[4], unsigned (&b)[2],
                                                       unsigned (&c)[2], int ahead) {
-        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const unsigned found = not_finite(b[0]) | not_finite(b[1]) | not_finite(c[0]) | not_finite(c[1]);
         if (!__any_sync(0xffffffffu, found != 0)) return;
-        unsigned wild[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            wild[j] = b[j] & (not_finite(b[j]) >> 15) * 0xffffu;
-            b[j] ^= wild[j];
-            c[j] &= ~((not_finite(c[j]) >> 15) * 0xffffu);
-        }
-#pragma unroll 1
-        for (int key = 0; key < 16; ++key) {
-            const unsigned pair = key / 2 % 4 == t ? (key % 2 ? 0xffff0000u : 0xffffu) : 0u;
-            const unsigned first = key < 8 ? pair : 0u, second = key < 8 ? 0u : pair;
-            const unsigned a[4] = {p[0] & first, p[1] & first, p[2] & second, p[3] & second};
-            const unsigned of_key[2] = {wild[0] & first, wild[1] & second};
-            float then[4] = {out[0], out[1], out[2], out[3]};
-            mma(then, a, of_key);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int last = ahead + g + 8 * (e / 2);
-                if (last >= key && !is_past(key, last) && !is_finite(then[e])) out[e] = then[e];
-            }
-        }
+        const unsigned finite[2] = {finite_of(b[0]), finite_of(b[1])};
+        const unsigned wild[1][2] = {{b[0] ^ finite[0], b[1] ^ finite[1]}};
+        b[0] = finite[0], b[1] = finite[1];
+        c[0] = finite_of(c[0]), c[1] = finite_of(c[1]);
+        add_by_key(&out, p, wild, ahead);
     }
 };
 

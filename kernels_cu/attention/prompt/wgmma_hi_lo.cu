@@ -36,9 +36,7 @@
 // Arrays are aligned to 16 bytes.
 //
 // architecture: sm_90a
-#if !defined(STORAGE_FP16)
-#define STORAGE_FP16
-#endif
+#define STORAGE_FP16 1
 #include "lib/common.cuh"
 #include "lib/fast.cuh"
 #include "lib/hi_lo.cuh"

@@ -39,9 +39,7 @@
 //
 // Block (THREADS), grid (`heads` times the segments of a head, see choose_job), dynamic shared memory 2 TILE PITCH + 12
 // TILE bytes. Any T; HS is a multiple of 4, up to 128. qkv and out are aligned to 16 bytes.
-#ifndef STORAGE_FP16
-#define STORAGE_FP16
-#endif
+#define STORAGE_FP16 1
 #include "lib/common.cuh"
 #include "lib/storage.cuh"
 #include "lib/triangle.cuh"

@@ -36,8 +36,7 @@ constexpr float UNIT = LOG2_E / (SIZE == 64 ? 8 : SIZE == 128 ? 11.3137085f : 16
 constexpr float BELOW = 8, AT_MOST = 15;         // log2 of a row's largest P: BELOW at a new reference, then <= AT_MOST
 
 // `pair` holds two values of T. In the result, the sign bit of each half is 1 if the value is infinite or NaN; all
-// other bits are 0. (The result, shifted right by 15 and multiplied by 0xffff, is a mask of the infinite and NaN
-// values.)
+// other bits are 0.
 __device__ __forceinline__ unsigned not_finite(unsigned pair) {
 #if defined(STORAGE_BF16)
     return ((pair & 0x7f807f80u) + 0x00800080u) & 0x80008000u;
@@ -45,6 +44,9 @@ __device__ __forceinline__ unsigned not_finite(unsigned pair) {
     return ((pair & 0x7c007c00u) + 0x04000400u) & 0x80008000u;
 #endif
 }
+
+// Returns two values of T, of which infinite and NaN values are replaced by 0.
+__device__ __forceinline__ unsigned finite_of(unsigned pair) { return pair & ~((not_finite(pair) >> 15) * 0xffffu); }
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 

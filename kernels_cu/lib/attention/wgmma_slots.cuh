@@ -34,6 +34,6 @@ __device__ __forceinline__ bool all_finite(const char* slot, int barrier) {
 template <int COUNT>
 __device__ __forceinline__ void remove_not_finite(char* slot) {
     unsigned* pairs = reinterpret_cast<unsigned*>(slot);
-    for (int i = threadIdx.x % COUNT; i < SLOT / 4; i += COUNT) pairs[i] &= ~((not_finite(pairs[i]) >> 15) * 0xffffu);
+    for (int i = threadIdx.x % COUNT; i < SLOT / 4; i += COUNT) pairs[i] = finite_of(pairs[i]);
     show_writes();
 }

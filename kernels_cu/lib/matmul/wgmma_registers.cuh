@@ -16,9 +16,7 @@
 // element before it writes it. The boxes of the tensor maps are (1, GEMM_N / GEMM_SHARES, 64) of a and (1, GEMM_CHUNK,
 // 64) of the output.
 #pragma once
-#ifndef STORAGE_FP16
-#define STORAGE_FP16
-#endif
+#define STORAGE_FP16 1
 #ifndef GEMM_M  // rows of w per tile
 #define GEMM_M 128
 #endif
@@ -28,13 +26,6 @@
 #include "lib/fast.cuh"
 #include "lib/storage.cuh"
 #include "lib/matmul/wgmma_chunks.cuh"
-
-#ifndef GEMM_FLOAT_OUT  // 1: out and residual are float
-#define GEMM_FLOAT_OUT 0
-#endif
-#ifndef GEMM_SCALED
-#define GEMM_SCALED 0
-#endif
 
 static_assert(GEMM_SPLITS == 1, "a block has all of K");
 static_assert(GEMM_GROUP_M <= GROUP, "a thread has the bias of a row of w");
@@ -190,14 +181,8 @@ __device__ __forceinline__ void run(const Product& p, Weights weights) {
     char* const own = buffers + (GEMM_FLOAT_OUT ? 0 : CONSUMERS * BUFFERS * CHUNK_BYTES);
     Rest& rest = *reinterpret_cast<Rest*>(own + Weights::BYTES);
     Barriers& barriers = rest.barriers;
-
-    let_next_start();
     weights.place(own);
-    if (threadIdx.x == 0) {
-        prefetch(p.a), weights.start();
-        barriers.start();
-    }
-    start_block();
+    start_block(barriers, [&] { prefetch(p.a), weights.start(); });
 
     Work at(p.N, p.M, p.K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {

@@ -105,14 +105,10 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
     char* const received = buffers + CONSUMERS * BUFFERS * CHUNK_BYTES;
     Rest& rest = *reinterpret_cast<Rest*>(received + RECEIVED_BYTES);
     Barriers& barriers = rest.barriers;
-
-    let_next_start();
-    if (threadIdx.x == 0) {
+    start_block(barriers, [&] {
         prefetch(n);
         for (const TensorMap* map : w) prefetch(*map);
-        barriers.start();
-    }
-    start_block();
+    });
 
     Work at(M, MATRICES * N, K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {

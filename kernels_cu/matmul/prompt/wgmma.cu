@@ -28,13 +28,6 @@
 #include "lib/fast.cuh"
 #include "lib/matmul/wgmma_tile.cuh"
 
-#ifndef GEMM_FLOAT_OUT  // 1: out and residual are float
-#define GEMM_FLOAT_OUT 0
-#endif
-#ifndef GEMM_SCALED
-#define GEMM_SCALED 0
-#endif
-
 struct Rest {  // shared memory after the ring, the chunks of output and the received sums
     float bias[CONSUMERS][(1 + GEMM_SCALED) * PART_N];  // per group: bias, then w_scale
     Barriers barriers;
@@ -113,13 +106,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     char* const received = buffers + (GEMM_FLOAT_OUT ? 0 : CONSUMERS * BUFFERS * CHUNK_BYTES);
     Rest& rest = *reinterpret_cast<Rest*>(received + RECEIVED_BYTES);
     Barriers& barriers = rest.barriers;
-
-    let_next_start();
-    if (threadIdx.x == 0) {
-        prefetch(a), prefetch(w);
-        barriers.start();
-    }
-    start_block();
+    start_block(barriers, [&] { prefetch(a), prefetch(w); });
 
     Work at(M, N, K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {
