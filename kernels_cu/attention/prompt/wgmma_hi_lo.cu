@@ -43,9 +43,6 @@
 #include "lib/sm80.cuh"
 #include "lib/sm90_wgmma.cuh"
 
-#ifndef ATT_TURNS  // 1: the warpgroups issue their products in turn
-#define ATT_TURNS 1
-#endif
 #include "lib/attention/scores.cuh"
 #include "lib/attention/hi_lo_rows.cuh"
 #include "attention/prompt/wgmma_hi_lo_copies.cuh"
@@ -66,21 +63,17 @@ struct Consumer : Rows {
         : shared(shared), group(uniform(threadIdx.x / GROUP)), thread(threadIdx.x % GROUP), warp(uniform(thread / 32)),
           lane(threadIdx.x % 32), first_slot(matrix_at(shared.rings[group].slots[0], PART)) {}
 
-    __device__ __forceinline__ void take_turn() const {
-        if (ATT_TURNS) sync_threads(TURN + group, CONSUMERS);
-    }
-    __device__ __forceinline__ void pass_turn() const {
-        if (ATT_TURNS) pass_threads(TURN + (group ^ 1), CONSUMERS);
-    }
+    __device__ __forceinline__ void take_turn() const { sync_threads(TURN + group, CONSUMERS); }
+    __device__ __forceinline__ void pass_turn() const { pass_threads(TURN + (group ^ 1), CONSUMERS); }
 
     __device__ __forceinline__ Matrix arrived(unsigned number) const {
-        const unsigned slot = number % ATT_SLOTS;
-        wait(shared.full[group][slot], number / ATT_SLOTS & 1, "full");
+        const unsigned slot = number % SLOTS;
+        wait(shared.full[group][slot], number / SLOTS & 1, "full");
         return further(first_slot, slot * SLOT);
     }
 
     __device__ __forceinline__ void release(unsigned number) const {
-        if (lane == 0) arrive(shared.empty[group][number % ATT_SLOTS]);
+        if (lane == 0) arrive(shared.empty[group][number % SLOTS]);
     }
 
     // Starts a tile of queries: loads the high parts of the queries from a buffer, and their scales. `left`: number of
@@ -148,7 +141,7 @@ struct Consumer : Rows {
 
 // Replaces infinite and NaN values of a slot by 0. Returns true if all values were finite.
 __device__ __forceinline__ bool make_finite(Consumer& own, unsigned number) {
-    char* const values = own.shared.rings[own.group].slots[number % ATT_SLOTS];
+    char* const values = own.shared.rings[own.group].slots[number % SLOTS];
     own.arrived(number);
     if (all_finite(values, CHECK + own.group)) return true;
     remove_not_finite<GROUP>(values);

@@ -15,18 +15,12 @@
 #include "lib/sm80.cuh"
 #include "lib/sm90_wgmma.cuh"
 
-#ifndef ATT_SLOTS  // total number of slots in all ring buffers; a slot holds 128 rows of K or V
-#define ATT_SLOTS (SIZE == 64 ? 8 : 4)
-#endif
-#ifndef ATT_TURNS  // 1: the warpgroups issue their products in turn
-#define ATT_TURNS (RINGS == 1)
-#endif
-
 constexpr int KEYS = 128, GROUP_QUERIES = 64, GROUPS = 2, GROUP = 128, CONSUMERS = GROUPS * GROUP;
 constexpr int THREADS = CONSUMERS + GROUP, COPIER = CONSUMERS / 32;  // COPIER: index of the copying warp
 constexpr int ROW_BYTES = 2 * SIZE, SLOT = KEYS * ROW_BYTES;
 constexpr int LINE = 128, BOX = KEYS * LINE, BOXES = SIZE / 64;  // LINE: bytes per row of a BOX-byte TMA box
-constexpr int SLOTS = ATT_SLOTS / RINGS;                         // slots per ring
+constexpr int SLOTS = (SIZE == 64 ? 8 : 4) / RINGS;              // slots per ring; a slot holds 128 rows of K or V
+constexpr bool TURNS = RINGS == 1;                               // true: the warpgroups issue their products in turn
 constexpr int SHARERS = RINGS == 1 ? CONSUMERS : GROUP;          // threads that read a ring
 constexpr bool WIDENS = sizeof(KV) < sizeof(T);                  // true: K and V are FP8, loaded by all copying warps
 static_assert((SLOTS & (SLOTS - 1)) == 0, "slots are counted without a division");
@@ -149,10 +143,10 @@ struct Consumer {
           first_query(matrix_at(shared.queries[0] + row / GROUP_QUERIES * GROUP_QUERIES * LINE)) {}
 
     __device__ __forceinline__ void take_turn() const {
-        if (ATT_TURNS) sync_threads(4 + group, CONSUMERS);
+        if (TURNS) sync_threads(4 + group, CONSUMERS);
     }
     __device__ __forceinline__ void pass_turn() const {
-        if (ATT_TURNS) pass_threads(4 + (group ^ 1), CONSUMERS);
+        if (TURNS) pass_threads(4 + (group ^ 1), CONSUMERS);
     }
 
     __device__ __forceinline__ Matrix arrived(unsigned number) const {
