@@ -294,3 +294,30 @@ struct Consumer {
         }
     }
 };
+
+// With one ring, a warpgroup has the sums of both series, and takes registers of the copying warps.
+constexpr int CONSUMER_REGISTERS = WIDENS ? 216 : 232, PRODUCER_REGISTERS = WIDENS ? 72 : 40;
+static_assert(GROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (GROUPS + 1) * 168, "a block would wait forever");
+
+// The body of a kernel, with shared memory of type Memory. The including file has the functions produce(), which
+// requests all copies, and consume(), which computes outputs. others(work, i) is the work of copying warps other than
+// the first one, if the TMA copies; i: index of such a warp.
+template <typename Memory, typename Others>
+__device__ __forceinline__ void run(const Source& from, Work work, T* out, bool ragged, Others others) {
+    Memory& shared = start_block<Memory>(from.map);
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp < COPIER) {
+        if (RINGS == 1) take_registers<CONSUMER_REGISTERS>();
+        consume(shared, work, from.v, out, ragged);
+        return;
+    }
+    if (RINGS == 1) give_registers<PRODUCER_REGISTERS>();
+    if (WIDENS) {
+        produce(shared, from, work);
+    } else if (warp == COPIER) {
+        if (elect_one()) produce(shared, from, work);
+        __syncwarp();
+    } else {
+        others(work, warp - COPIER - 1);
+    }
+}
