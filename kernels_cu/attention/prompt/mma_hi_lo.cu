@@ -79,23 +79,23 @@ struct Queries : Rows {
     // rows.
     template <bool MASKED>
     __device__ __forceinline__ void take(const char* rows, const char* stage, const float* scale, int there, int last) {
-        float of_key[OWN / 8][2], s[OWN / 8][4];
+        float of_key[OWN / 8][2], s[OWN / 8][4], cross[OWN / 8][4];
         load_scales(of_key, scale, MASKED ? there : OWN);
-        multiply_keys<MASKED>(s, rows, stage, last);
+        multiply_keys<MASKED>(s, cross, rows, stage, last);
         unsigned p[OWN / 16][4], q[OWN / 16][4];  // p: hi of P; q: lo of P
-        soften<MASKED>(s, of_key, p, q, last);
+        soften<MASKED>(s[0], cross[0], of_key, p, q, last);
         multiply_values<MASKED>(p, q, stage + 2 * TILE, last);
     }
 
+    // Computes products of queries and keys: s: hi hi; cross: hi lo + lo hi.
     template <bool MASKED>
-    static __device__ __forceinline__ void multiply_keys(float (&s)[OWN / 8][4], const char* rows, const char* keys,
-                                                         int last) {
+    static __device__ __forceinline__ void multiply_keys(float (&s)[OWN / 8][4], float (&cross)[OWN / 8][4],
+                                                         const char* rows, const char* keys, int last) {
         const int lane = threadIdx.x % 32;
         rows += lane % 16 * PITCH + lane / 16 * 16;
         keys += lane % 8 * PITCH + lane / 8 % 2 * 16 + lane / 16 * TILE;  // lanes 16 to 31 load lo of K
-        float cross[OWN / 8][4] = {};
 #pragma unroll
-        for (int n = 0; n < OWN / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+        for (int i = 0; i < OWN / 2; ++i) s[i / 4][i % 4] = cross[i / 4][i % 4] = 0.0f;
 #pragma unroll
         for (int k = 0; k < SIZE / 16; ++k) {
             unsigned hi[4], lo[4];
@@ -110,11 +110,6 @@ struct Queries : Rows {
                 mma(cross[n], hi, c);
                 mma(cross[n], lo, b);
             }
-        }
-#pragma unroll
-        for (int n = 0; n < OWN / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[n][e] = fmaf(cross[n][e], CROSS, s[n][e]);
         }
     }
 

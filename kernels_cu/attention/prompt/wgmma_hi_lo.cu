@@ -117,10 +117,7 @@ struct Consumer : Rows {
     // Replaces the scores of a tile by P in two parts. MASKED and last: see Rows.
     template <bool MASKED>
     __device__ __forceinline__ void soften(int last) {
-        float scores[KEYS / 8][4];
-#pragma unroll
-        for (int i = 0; i < KEYS / 2; ++i) scores[i / 4][i % 4] = fmaf(s_cross[i], CROSS, s[i]);
-        Rows::soften<MASKED>(scores, of_key, p, q, last);
+        Rows::soften<MASKED>(s, s_cross, of_key, p, q, last);
     }
 
     // Passes the sums of the second group to the first.
