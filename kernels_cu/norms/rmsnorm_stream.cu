@@ -18,9 +18,9 @@
 // Differences from norms/rmsnorm.cu: the order of additions depends only on C; x is float for every dtype of out; and
 // the weights are loaded before the previous kernel has ended (lib/overlap.cuh).
 //
-// One block per row. Each thread keeps its part of the row in registers, if it takes at most MAX_HELD loads; longer rows
-// are read again from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements. Grid (M),
-// block (RS_THREADS). operand_rows: grid (M, LOADS), a load for each thread.
+// One block per row. Each thread keeps its part of the row in registers, if it takes at most MAX_HELD loads; longer
+// rows are read again from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements. Grid
+// (M), block (RS_THREADS). operand_rows: grid (M, LOADS), a load for each thread.
 #include "lib/common.cuh"
 #include "lib/exchange.cuh"
 #include "lib/fresh.cuh"

@@ -11,7 +11,8 @@ __device__ __forceinline__ bool any_not_finite(const unsigned (&b)[COUNT][2]) {
 }
 
 // Adds the product of P (softmax weights of 16 queries and 16 keys) and b (values of V: infinite, NaN or 0) to `out`,
-// key by key, only for the queries that see the key: query i sees keys 0 .. ahead + i, or only the last WINDOW of these.
+// key by key, only for the queries that see the key: query i sees keys 0 .. ahead + i, or only the last WINDOW of
+// these.
 template <int COUNT>
 __device__ __forceinline__ void add_by_key(float (*out)[4], const unsigned (&p)[4], const unsigned (&b)[COUNT][2],
                                            int ahead) {

@@ -143,7 +143,9 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T
         const Values values(work, v);
         const int visible_from = WINDOW ? first_step(work) * KEYS : from, end = min(work.length, from + KEYS);
         if (own.group == 1) {
-            if (WINDOW && !finite) add_not_finite(sums.out, values.first, values.stride, visible_from, end, row + own.lane / 4);
+            if (WINDOW && !finite) {
+                add_not_finite(sums.out, values.first, values.stride, visible_from, end, row + own.lane / 4);
+            }
             if (last > 0) give(shared.passed, sums);
             continue;
         }

@@ -61,9 +61,10 @@ struct Rows {
     }
 
     // Computes P (softmax weights) in two parts, p (hi) and q (lo), from the scores of 8 COUNT keys with the scales
-    // of_key. s: products hi hi of the scores; cross: hi lo + lo hi. The scores overwrite s: if they had other registers,
-    // attention_fp32_wgmma would take up to 5 % longer. With MASKED, not all rows see all of these keys. If causal, row i
-    // of the warp sees keys 0 .. last + i, or only the last WINDOW of these; otherwise all rows see keys 0 .. last.
+    // of_key. s: products hi hi of the scores; cross: hi lo + lo hi. The scores overwrite s: with other registers for
+    // them, attention_fp32_wgmma would take up to 5 % longer. With MASKED, not all rows see all of these keys. If
+    // causal, row i of the warp sees keys 0 .. last + i, or only the last WINDOW of these; otherwise all rows see keys
+    // 0 .. last.
     template <bool MASKED, int COUNT>
     __device__ __forceinline__ void soften(float* s, const float* cross, const float (&of_key)[COUNT][2],
                                            unsigned (&p)[COUNT / 2][4], unsigned (&q)[COUNT / 2][4], int last) {

@@ -1,5 +1,5 @@
-// The start of a block of the wgmma attention kernels, and infinite and NaN values in a slot of a ring in shared memory.
-// The including file defines GROUP (threads per warpgroup) and SLOT (bytes per slot).
+// The start of a block of the wgmma attention kernels, and infinite and NaN values in a slot of a ring in shared
+// memory. The including file defines GROUP (threads per warpgroup) and SLOT (bytes per slot).
 #pragma once
 
 // Initialises the barriers and returns the block's shared memory.

@@ -1,6 +1,6 @@
 // Stores of 16-bit outputs of the Hopper products (lib/matmul/wgmma.cuh) in chunks of 64 rows and GEMM_CHUNK columns of
-// the sums: a chunk is written to a buffer in shared memory, from which TMA copies it to out. Before that, TMA loads the
-// chunk's residual into the same buffer.
+// the sums: a chunk is written to a buffer in shared memory, from which TMA copies it to out. Before that, TMA loads
+// the chunk's residual into the same buffer.
 #pragma once
 
 #include "lib/storage.cuh"
@@ -26,8 +26,9 @@ struct Chunks {
         wait_for_reads<0>();
         for (int c = from; c < to && c < CHUNKS * BLOCKS_M; ++c) {
             Barrier& barrier = arrived[(count + c - from) % BUFFERS];
+            const int x = column + beside(c, CHUNKS), y = row + below(c, CHUNKS);
             arrive_and_expect(barrier, CHUNK_BYTES);
-            load_box(buffer(count + c - from), residual, barrier, column + beside(c, CHUNKS), row + below(c, CHUNKS), 0);
+            load_box(buffer(count + c - from), residual, barrier, x, y, 0);
         }
     }
 
