@@ -9,9 +9,7 @@
 //
 // split_rows: block (32 * SPLIT_ROWS), grid (ceil(rows / SPLIT_ROWS)). join_rows: any block, grid (rows of out).
 // SPLIT_WIDTH divides K; x and out are aligned to SPLIT_WIDTH floats, parts to SPLIT_WIDTH halves.
-#ifndef STORAGE_FP16
-#define STORAGE_FP16
-#endif
+#define STORAGE_FP16 1
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"

@@ -8,9 +8,7 @@
 //
 // grid (ceil(size / (16 * WIDEN_VECTORS * block))), any block. size is a multiple of 16; both arrays are aligned to 16
 // bytes.
-#ifndef STORAGE_FP16
-#define STORAGE_FP16
-#endif
+#define STORAGE_FP16 1
 #if !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
 #define WEIGHT_E5M2
 #endif

@@ -22,12 +22,8 @@
 // not the memory bandwidth. The copy of the bytes from the host takes several times as long as the kernel.
 //
 // grid (ceil(rows / 8), ceil(tiles of 128 / warps per block)), block (a multiple of 32)
-#ifndef WEIGHT_GGUF
-#define WEIGHT_GGUF
-#endif
-#ifndef STORAGE_FP16
-#define STORAGE_FP16
-#endif
+#define WEIGHT_GGUF 1
+#define STORAGE_FP16 1
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
 #include "lib/gguf.cuh"

@@ -9,12 +9,8 @@
 //
 // `begin` is the first row of the range, `rows` its number of rows. Lanes 4 g to 4 g + 3 read row g of 8 rows. After
 // the last row, and after the end of K, the tiles contain blocks of zeros, whose numbers are not stored.
-#ifndef WEIGHT_GGUF
-#define WEIGHT_GGUF
-#endif
-#ifndef STORAGE_FP16
-#define STORAGE_FP16
-#endif
+#define WEIGHT_GGUF 1
+#define STORAGE_FP16 1
 #include "lib/common.cuh"
 #include "lib/overlap.cuh"
 #include "lib/storage.cuh"

@@ -15,8 +15,16 @@
 // arithmetic. A pass reads one state and writes the other: a pass that runs again has the same result.
 #pragma once
 
+#ifndef DELTA_K  // channels of a head of q and k: a multiple of 4
+#define DELTA_K 128
+#endif
+#ifndef DELTA_V  // channels of a head of v: a multiple of 4
+#define DELTA_V 128
+#endif
+
 #define DELTA_REPLAYED 7  // maximum number of tokens that a pass repeats
 #define DELTA_RECENT 16
+static_assert(DELTA_K % 4 == 0 && DELTA_V % 4 == 0, "heads are whole vectors");
 
 // A slot's row of `spans`, as delta_spans writes it.
 struct Span {

@@ -5,7 +5,7 @@
 //   layernorm_decode: decoding: one warp per row, with the same bits as the LayerNorm in `linear`; overlapping launches
 //
 // lib/layernorm.cuh contains the arithmetic. With few rows, the latency of one row matters. Therefore a lane
-// issues all its loads at once and keeps its part of the row in registers, if there are at most LN_HELD loads. Longer
+// issues all its loads at once and keeps its part of the row in registers, if there are at most MAX_HELD loads. Longer
 // rows are read again from the L2 cache in each pass. gamma and beta are loaded before the previous kernel has ended
 // (lib/overlap.cuh).
 //
@@ -29,12 +29,10 @@
 #ifndef LN_OPERAND  // format of out: a kind of terms (16-bit parts of floats, lib/operands.cuh); 0: floats
 #define LN_OPERAND 0
 #endif
-#ifndef LN_HELD  // maximum number of loads that a lane keeps in registers
-#define LN_HELD 6
-#endif
 
 constexpr int LOADS = (LN_C + 32 * LN_X - 1) / (32 * LN_X);
-constexpr bool HELD = LOADS <= LN_HELD;
+constexpr int MAX_HELD = 6;  // maximum number of loads that a lane keeps in registers
+constexpr bool HELD = LOADS <= MAX_HELD;
 typedef Vec<float, LN_X> Values;
 static_assert(!LN_OPERAND || LN_X % 2 == 0, "a lane has whole pairs");
 

@@ -18,9 +18,9 @@
 // Differences from norms/rmsnorm.cu: the order of additions depends only on C; x is float for every dtype of out; and
 // the weights are loaded before the previous kernel has ended (lib/overlap.cuh).
 //
-// One block per row. Each thread keeps its part of the row in registers, if it takes at most RS_HELD loads; longer rows
-// are read again from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements. Grid (M),
-// block (RS_THREADS). operand_rows: grid (M, LOADS), a load for each thread.
+// One block per row. Each thread keeps its part of the row in registers, if it takes at most MAX_HELD loads; longer
+// rows are read again from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements. Grid
+// (M), block (RS_THREADS). operand_rows: grid (M, LOADS), a load for each thread.
 #include "lib/common.cuh"
 #include "lib/exchange.cuh"
 #include "lib/fresh.cuh"
@@ -45,13 +45,11 @@
 #ifndef RS_SUMS  // rmsnorm_sums: partial sums per output of the feed-forward
 #define RS_SUMS 1
 #endif
-#ifndef RS_HELD  // maximum number of loads that a thread keeps in registers
-#define RS_HELD 8
-#endif
 
 constexpr int STEP = RS_THREADS * RS_WIDTH;
 constexpr int LOADS = (RS_C + STEP - 1) / STEP;  // loads per thread
-constexpr bool HELD = LOADS <= RS_HELD;
+constexpr int MAX_HELD = 8;  // maximum number of loads that a thread keeps in registers
+constexpr bool HELD = LOADS <= MAX_HELD;
 typedef Vec<float, RS_WIDTH> Values;
 static_assert(!RS_OPERAND || RS_WIDTH % 2 == 0, "a thread has whole pairs");
 static_assert(!OPERAND_SUMS || RS_C % 128 == 0, "a warp has whole chunks");

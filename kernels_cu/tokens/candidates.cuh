@@ -29,9 +29,6 @@
 #ifndef SAMPLE_LOADS  // loads in flight per thread in the first pass
 #define SAMPLE_LOADS 10
 #endif
-#ifndef SAMPLE_LATER  // loads in flight in later passes, where more registers are in use
-#define SAMPLE_LATER 7
-#endif
 #ifndef SAMPLE_CHANGES  // 1: logits get biases (-inf excludes a token); 2: also count penalties
 #define SAMPLE_CHANGES 0
 #endif
@@ -54,7 +51,8 @@ constexpr int PLACES = 128;           // entries of `changes` (tokens/sample.cu)
 constexpr int CHANGES = 2 * PLACES + 2;  // floats of `changes`: the entries and two penalties
 constexpr int PASS = 1024;            // threads of the largest block, in whose order all blocks add in the first pass
 constexpr int SHARE = PASS / RANKS;   // number of the PASS threads whose sums one block computes
-constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
+constexpr int LATER = 7;              // loads in flight in later passes, where more registers are in use
+constexpr int FIRST = SAMPLE_LOADS, LIST = SAMPLE_LIST;
 constexpr int BINS = 2048;            // bins of a histogram: 11 bits
 constexpr float REACH = 28.0f;        // a token's mass is 0 if (max - l) / temperature is at least 27.73
 constexpr float NEAR = 8.0f;          // three quarters of the bins are for (max - l) / temperature below NEAR

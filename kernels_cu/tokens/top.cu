@@ -20,11 +20,9 @@
 #ifndef TOP_LOADS  // loads in flight per thread
 #define TOP_LOADS 8
 #endif
-#ifndef TOP_MAX  // maximum of K
-#define TOP_MAX 32
-#endif
 
-constexpr int THREADS = TOP_THREADS, WARPS = THREADS / 32, KEPT = TOP_KEPT, LOADS = TOP_LOADS, MAX = TOP_MAX;
+constexpr int THREADS = TOP_THREADS, WARPS = THREADS / 32, KEPT = TOP_KEPT, LOADS = TOP_LOADS;
+constexpr int MAX = 32;           // maximum of K
 constexpr int NONE = 0x7fffffff;  // id of a missing token
 static_assert(THREADS % 32 == 0 && WARPS <= 32, "one lane of a warp for each list");
 

@@ -116,10 +116,8 @@ ODD_CONSTANTS = {
         "STORAGE_BF16=1 GEMM_A_ROWS=48 GEMM_N=224 GEMM_GROUP_M=64 GEMM_GROUP_N=224 "
         "GEMM_CHUNK=16 GEMM_SHARES=2 NORM_W_NK=1 NORM_TURNS=0"
     ),
-    "attention/prompt/wgmma_hi_lo.cu": (
-        "ATT_CAUSAL=0 ATT_SERVES=2 ATT_ONE_SCALE=1 ATT_SHARES=1 ATT_TURNS=0 ATT_SLOTS=4"
-    ),
-    "attention/prompt/wgmma.cu": "STORAGE_FP16=1 ATT_CAUSAL=0 ATT_TURNS=0 ATT_SLOTS=4",
+    "attention/prompt/wgmma_hi_lo.cu": "ATT_CAUSAL=0 ATT_SERVES=2 ATT_ONE_SCALE=1",
+    "attention/prompt/wgmma.cu": "STORAGE_FP16=1 ATT_CAUSAL=0",
     "tokens/sample.cu": "SAMPLE_THREADS=512 SAMPLE_LOADS=7 SAMPLE_LIST=100 SAMPLE_CHANGES=1 "
     "SAMPLE_MASKS=1",
     "elementwise/hi_lo.cu": "SPLIT_WIDTH=1 SPLIT_ROWS=8",

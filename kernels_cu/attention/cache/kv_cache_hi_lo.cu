@@ -5,9 +5,7 @@
 //
 //   qkv (N, W): a row is [Q | K | V], and its last 2 C columns are K and V. With grouped queries, W > 3C
 //   k[row, position] = columns W-2C..W-C-1 of qkv, v[row, position] = columns W-C..W-1   k, v (B, n_ctx, C)
-#ifndef STORAGE_FP16
-#define STORAGE_FP16
-#endif
+#define STORAGE_FP16 1
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "lib/attention/kv_cache.cuh"

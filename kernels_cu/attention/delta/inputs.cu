@@ -16,18 +16,9 @@
 #include "lib/delta.cuh"
 #include "lib/overlap.cuh"
 
-#ifndef DELTA_K  // channels of a head of q and k
-#define DELTA_K 128
-#endif
-#ifndef DELTA_V  // channels of a head of v
-#define DELTA_V 128
-#endif
-
 // Rows up to which blocks of delta_rule start before this kernel ends. The SMs have no room for all blocks of a longer
 // pass at once: blocks that start early then share a few SMs while the others stay empty.
 #define DELTA_EARLY 64
-
-static_assert(DELTA_K % 4 == 0 && DELTA_V % 4 == 0, "heads are whole vectors");
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 

@@ -20,12 +20,6 @@
 #include "lib/delta.cuh"
 #include "lib/overlap.cuh"
 
-#ifndef DELTA_K  // channels of a head of q and k: a multiple of 4
-#define DELTA_K 128
-#endif
-#ifndef DELTA_V  // channels of a head of v: a multiple of 4
-#define DELTA_V 128
-#endif
 #ifndef DELTA_TILED  // whether heads of v with the same remainder share a head of k, instead of neighbours
 #define DELTA_TILED 0
 #endif
@@ -47,7 +41,7 @@
 
 constexpr int VECTORS = (DELTA_K / 4 + DELTA_LANES - 1) / DELTA_LANES;  // vectors of a column per lane
 constexpr int THREADS = DELTA_LANES * DELTA_COLUMNS / DELTA_EACH;
-static_assert(DELTA_K % 4 == 0 && DELTA_V % 4 == 0 && DELTA_COLUMNS % 4 == 0, "rows are whole vectors");
+static_assert(DELTA_COLUMNS % 4 == 0, "rows are whole vectors");
 static_assert(THREADS % 32 == 0 && DELTA_COLUMNS <= 4 * 30, "a warp copies a row; two of its lanes copy no part of v");
 
 // A chunk of tokens in shared memory. Vectors of a short head's lanes that hold no channels are zeros.

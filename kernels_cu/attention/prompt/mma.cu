@@ -44,9 +44,6 @@
 #include "lib/attention/mma_work.cuh"
 #include "lib/sm80.cuh"
 
-#ifndef ATT_CAUSAL
-#define ATT_CAUSAL 1
-#endif
 #ifndef ATT_CACHED  // 1: K and V are read from a kv_cache; requires ATT_CAUSAL
 #define ATT_CACHED 0
 #endif

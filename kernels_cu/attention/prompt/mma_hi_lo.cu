@@ -33,9 +33,7 @@
 // Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory: ATT_STAGES STAGE bytes, then the
 // queries in 2 QUERIES PITCH bytes. Arrays are aligned to 16 bytes. The lo parts are then also aligned, because C is a
 // multiple of 64.
-#if !defined(STORAGE_FP16)
-#define STORAGE_FP16
-#endif
+#define STORAGE_FP16 1
 #include "lib/common.cuh"
 #include "lib/fast.cuh"
 #include "lib/overlap.cuh"
@@ -43,12 +41,6 @@
 #include "lib/attention/mma_work.cuh"
 #include "lib/sm80.cuh"
 
-#ifndef ATT_CAUSAL
-#define ATT_CAUSAL 1
-#endif
-#ifndef ATT_ONE_SCALE
-#define ATT_ONE_SCALE 0
-#endif
 #ifndef ATT_WARPS  // warps for each half of the keys
 #define ATT_WARPS 4
 #endif
@@ -62,35 +54,18 @@
 constexpr int HALF = 32 * ATT_WARPS, THREADS = 2 * HALF, QUERIES = 16 * ATT_WARPS;
 #include "lib/attention/mma_tile.cuh"
 #include "lib/attention/hi_lo_rows.cuh"
+#include "attention/prompt/mma_not_finite.cuh"
 constexpr int STAGE = 4 * TILE, OWN = KEYS / 2;  // STAGE: bytes of K hi, K lo, V hi, V lo; OWN: keys of a tile per warp
-constexpr int SUMS = 4 * COLUMNS;  // output sums per thread
 static_assert(ATT_STAGES >= 2 && QUERIES > 0, "one tile travels while another is multiplied");
 static_assert(4 * (SUMS + 6) * HALF <= STAGE, "the sums of half of the warps fit in a stage");
 
-// A warp's state for its queries. Lane 4 g + t holds rows g and g + 8.
-struct Queries {
+// A warp's 16 queries.
+struct Queries : Rows {
 #if ATT_BLOCKS > 1 || ATT_SIZE > 64 || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000)
     static constexpr bool ALL_MASKED = true;  // all tiles use the masked code: the unmasked code exceeds the registers
 #else
     static constexpr bool ALL_MASKED = false;
 #endif
-    float out[COLUMNS][4];
-    float unit[2];               // UNIT (factor of scores) times the row's scale, or with ATT_ONE_SCALE its square
-    float sum[2], reference[2];  // sum: sum of P over the lane's keys
-    float top[2];                // largest scale of the keys that the row has processed
-
-    __device__ __forceinline__ Queries(const float* scale, int left) {
-        const int g = threadIdx.x % 32 / 4;
-#pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.0f;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float own = __ldcg(scale + (ATT_ONE_SCALE || 8 * r + g >= left ? 0 : 8 * r + g));
-            unit[r] = ATT_ONE_SCALE ? own * UNIT * own : own * UNIT;
-            sum[r] = top[r] = 0.0f;
-            reference[r] = -INFINITY;
-        }
-    }
 
     // Returns whether none of the warp's queries sees any of the HELD keys from key 8 n on.
     template <bool MASKED, int HELD>
@@ -104,83 +79,23 @@ struct Queries {
     // rows.
     template <bool MASKED>
     __device__ __forceinline__ void take(const char* rows, const char* stage, const float* scale, int there, int last) {
-        const int lane = threadIdx.x % 32, t = lane % 4;
-        // The last key that row g = lane / 4 sees, relative to the lane's first key.
-        const int sees = last + (ATT_CAUSAL ? lane / 4 : 0) - 2 * t;
-        float of_key[OWN / 8][2], s[OWN / 8][4];
-#pragma unroll
-        for (int n = 0; n < OWN / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int key = 8 * n + 2 * t + e;
-                of_key[n][e] = ATT_ONE_SCALE ? 1.0f : __ldcg(scale + (MASKED ? min(key, there - 1) : key));
-            }
-        }
-        multiply_keys<MASKED>(s, rows, stage, last);
-        float largest[2] = {-INFINITY, -INFINITY}, highest[2] = {top[0], top[1]};
-#pragma unroll
-        for (int n = 0; n < OWN / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int ahead = 8 * n + e % 2 - (ATT_CAUSAL ? 8 * (e / 2) : 0);
-                const bool visible = !MASKED || (ahead <= sees && !is_past(ahead, sees));
-                s[n][e] = visible ? s[n][e] * of_key[n][e % 2] : -INFINITY;
-                largest[e / 2] = fmaxf(largest[e / 2], s[n][e]);
-                if (!ATT_ONE_SCALE) highest[e / 2] = fmaxf(highest[e / 2], visible ? of_key[n][e % 2] : 0.0f);
-            }
-        }
-        float base[2], factor[2], down[2] = {1.0f, 1.0f};
-        bool moves = false;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float old = reference[r], next = fmaf(lanes_max<4>(largest[r]), unit[r], -BELOW);
-            const bool passes = next > old + (AT_MOST - BELOW);
-            factor[r] = passes ? exp2_fast(old - next) : 1.0f;
-            sum[r] *= factor[r];
-            reference[r] = passes ? next : old;
-            base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];
-            moves |= passes;
-            if (ATT_ONE_SCALE) continue;
-            const float higher = lanes_max<4>(highest[r]);
-            down[r] = WINDOW && higher == 0.0f ? 0.0f : inverse_of(higher);  // 0: the row has seen no key so far
-            factor[r] *= top[r] * down[r];  // usually times 1: the largest scale rarely grows
-            moves |= higher > top[r];
-            top[r] = higher;
-        }
-        if (__any_sync(0xffffffffu, moves)) {
-#pragma unroll
-            for (int n = 0; n < COLUMNS; ++n) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
-            }
-        }
+        float of_key[OWN / 8][2], s[OWN / 8][4], cross[OWN / 8][4];
+        load_scales(of_key, scale, MASKED ? there : OWN);
+        multiply_keys<MASKED>(s, cross, rows, stage, last);
         unsigned p[OWN / 16][4], q[OWN / 16][4];  // p: hi of P; q: lo of P
-#pragma unroll
-        for (int k = 0; k < OWN / 16; ++k) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {  // weights of row lane / 4 + 8 (i % 2), for keys 8 (i / 2) to 8 (i / 2) + 7
-                const int n = 2 * k + i / 2, r = i % 2;
-                const float a = exp2_fast(fmaf(s[n][2 * r], unit[r], base[r]));
-                const float b = exp2_fast(fmaf(s[n][2 * r + 1], unit[r], base[r]));
-                sum[r] += a;
-                sum[r] += b;
-                const Split both(a * (of_key[n][0] * down[r]), b * (of_key[n][1] * down[r]));
-                p[k][i] = both.hi;
-                q[k][i] = both.lo;
-            }
-        }
+        soften<MASKED>(s[0], cross[0], of_key, p, q, last);
         multiply_values<MASKED>(p, q, stage + 2 * TILE, last);
     }
 
+    // Computes products of queries and keys: s: hi hi; cross: hi lo + lo hi.
     template <bool MASKED>
-    static __device__ __forceinline__ void multiply_keys(float (&s)[OWN / 8][4], const char* rows, const char* keys,
-                                                         int last) {
+    static __device__ __forceinline__ void multiply_keys(float (&s)[OWN / 8][4], float (&cross)[OWN / 8][4],
+                                                         const char* rows, const char* keys, int last) {
         const int lane = threadIdx.x % 32;
         rows += lane % 16 * PITCH + lane / 16 * 16;
         keys += lane % 8 * PITCH + lane / 8 % 2 * 16 + lane / 16 * TILE;  // lanes 16 to 31 load lo of K
-        float cross[OWN / 8][4] = {};
 #pragma unroll
-        for (int n = 0; n < OWN / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+        for (int i = 0; i < OWN / 2; ++i) s[i / 4][i % 4] = cross[i / 4][i % 4] = 0.0f;
 #pragma unroll
         for (int k = 0; k < SIZE / 16; ++k) {
             unsigned hi[4], lo[4];
@@ -195,11 +110,6 @@ struct Queries {
                 mma(cross[n], hi, c);
                 mma(cross[n], lo, b);
             }
-        }
-#pragma unroll
-        for (int n = 0; n < OWN / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[n][e] = fmaf(cross[n][e], CROSS, s[n][e]);
         }
     }
 
@@ -232,65 +142,13 @@ struct Queries {
     // key, to `out` of the queries that see the key.
     static __device__ __forceinline__ void take_apart(float (&out)[4], const unsigned (&p)[4], unsigned (&b)[2],
                                                       unsigned (&c)[2], int ahead) {
-        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const unsigned found = not_finite(b[0]) | not_finite(b[1]) | not_finite(c[0]) | not_finite(c[1]);
         if (!__any_sync(0xffffffffu, found != 0)) return;
-        unsigned wild[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            wild[j] = b[j] & (not_finite(b[j]) >> 15) * 0xffffu;
-            b[j] ^= wild[j];
-            c[j] &= ~((not_finite(c[j]) >> 15) * 0xffffu);
-        }
-#pragma unroll 1
-        for (int key = 0; key < 16; ++key) {
-            const unsigned pair = key / 2 % 4 == t ? (key % 2 ? 0xffff0000u : 0xffffu) : 0u;
-            const unsigned first = key < 8 ? pair : 0u, second = key < 8 ? 0u : pair;
-            const unsigned a[4] = {p[0] & first, p[1] & first, p[2] & second, p[3] & second};
-            const unsigned of_key[2] = {wild[0] & first, wild[1] & second};
-            float then[4] = {out[0], out[1], out[2], out[3]};
-            mma(then, a, of_key);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int last = ahead + g + 8 * (e / 2);
-                if (last >= key && !is_past(key, last) && !is_finite(then[e])) out[e] = then[e];
-            }
-        }
-    }
-
-    // Passes the state to the other warp with the same queries. `to`, and `from` in add(): address of a thread's first
-    // value. Consecutive values of a thread are HALF floats apart.
-    __device__ __forceinline__ void give(float* to) const {
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) to[i * HALF] = out[i / 4][i % 4];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            to[(SUMS + r) * HALF] = sum[r];
-            to[(SUMS + 2 + r) * HALF] = reference[r];
-            to[(SUMS + 4 + r) * HALF] = top[r];
-        }
-    }
-
-    __device__ __forceinline__ void add(const float* from) {
-        float own[2], others[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float other = from[(SUMS + 2 + r) * HALF], both = fmaxf(reference[r], other);
-            const float point = both == -INFINITY ? 0.0f : both;  // exp2(-inf) is 0, but exp2(-inf + inf) is NaN
-            own[r] = exp2_fast(reference[r] - point);
-            others[r] = exp2_fast(other - point);
-            sum[r] = fmaf(sum[r], own[r], from[(SUMS + r) * HALF] * others[r]);
-            if (ATT_ONE_SCALE) continue;
-            const float theirs = from[(SUMS + 4 + r) * HALF], higher = fmaxf(top[r], theirs), down = inverse_of(higher);
-            own[r] *= top[r] * down;
-            others[r] *= theirs * down;
-            top[r] = higher;
-        }
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) {
-            float& o = out[i / 4][i % 4];
-            o = fmaf(o, own[i % 4 / 2], from[i * HALF] * others[i % 4 / 2]);
-        }
+        const unsigned finite[2] = {finite_of(b[0]), finite_of(b[1])};
+        const unsigned wild[1][2] = {{b[0] ^ finite[0], b[1] ^ finite[1]}};
+        b[0] = finite[0], b[1] = finite[1];
+        c[0] = finite_of(c[0]), c[1] = finite_of(c[1]);
+        add_by_key(&out, p, wild, ahead);
     }
 };
 
@@ -339,7 +197,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     const int warp = threadIdx.x % HALF / 32 * 16;      // the warp's first query in the block's tile
     const int own = __shfl_sync(0xffffffffu, threadIdx.x / HALF, 0) * OWN;  // the warp's first key in a tile
     const int first = job.first + warp;
-    Queries queries(first < job.length ? scale + first : scale, job.length - first);
+    Queries queries;
+    queries.clear(first < job.length ? scale + first : scale, job.length - first);
     int stage = 0, empty = (ATT_STAGES - 1) * STAGE;
 #pragma unroll 1
     for (int key = first_key; key < keys; key += KEYS) {
@@ -360,14 +219,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     }
     __syncthreads();  // no thread still reads the ring
     float* const passed = reinterpret_cast<float*>(ring) + threadIdx.x % HALF;
-    if (own > 0) queries.give(passed);
+    if (own > 0) queries.give<HALF>(passed);
     __syncthreads();
     if (own > 0) return;
-    queries.add(passed);
+    queries.add_given<HALF>(passed);
     const long long row = job.row + first;
     float* top = job.head == 0 ? out_scale + row : nullptr;
-    store_scales(queries.top, top, __ldcg(scale), job.length - first);
-    store_rows(queries.out, queries.sum, out_parts + row * C + SIZE * job.head, rows * C, C, job.length - first);
+    queries.store_scales(top, __ldcg(scale), job.length - first);
+    queries.store(out_parts + row * C + SIZE * job.head, rows * C, C, job.length - first);
 #else
     asm("trap;");
 #endif

@@ -48,16 +48,10 @@
 #endif
 #include "lib/attention/scores.cuh"
 
-#ifndef ATT_CAUSAL
-#define ATT_CAUSAL 1
-#endif
-
 constexpr int QUERIES = 128, RINGS = 1, SERIES = SIZE == 64 ? 2 : 1;
 #include "lib/attention/wgmma_work.cuh"
 #include "lib/attention/wgmma_rows.cuh"
 #include "lib/attention/wgmma_append.cuh"
-constexpr int CONSUMER_REGISTERS = WIDENS ? 216 : 232, PRODUCER_REGISTERS = WIDENS ? 72 : 40;
-static_assert(GROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (GROUPS + 1) * 168, "a block would wait forever");
 static_assert(QUERIES == GROUPS * GROUP_QUERIES && QUERIES == KEYS,
               "one kind of box, of which one has keys that are later than some of a tile's queries");
 
@@ -141,7 +135,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, 
         } else {
             even.divide();
         }
-        if (!finite) even.add_not_finite(values, visible_from, end, row + own.lane / 4);
+        if (!finite) add_not_finite(even.out, values.first, values.stride, visible_from, end, row + own.lane / 4);
         own.store(even, to, C, before, left);
     }
     wait_for_products<0>();
@@ -160,22 +154,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_wgmma(
     int seq_len,            // length of the longest sequence
     int n_head,
     int together) {         // heads whose tiles run at the same time
-    Shared& shared = start_block<Shared>(map);
-    Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x, start, N, n_ctx};
-    const int warp = uniform(threadIdx.x / 32);
-    if (warp < COPIER) {
-        take_registers<CONSUMER_REGISTERS>();
-        consume(shared, work, v, out, true);
-        return;
-    }
-    give_registers<PRODUCER_REGISTERS>();
-    const Source from{map, k_map, v_map, k, v};
-    if (WIDENS) {
-        produce(shared, from, work);
-    } else if (warp == COPIER) {
-        if (elect_one()) produce(shared, from, work);
-        __syncwarp();
-    }
+    const Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x, start, N, n_ctx};
+    run<Shared>({map, k_map, v_map, k, v}, work, out, true, [](Work, int) {});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_wgmma(
@@ -192,21 +172,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_wgmma(
     T* k,                 // (cache_B, n_ctx, C / ATT_SERVES)
     T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)
     int cache_B, int n_ctx) {
-    Shared& shared = start_block<Shared>(map);
     const KV* const rows = reinterpret_cast<const KV*>(qkv);  // without ATT_CACHED, KV is T
-    Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
-    const int warp = uniform(threadIdx.x / 32);
-    if (warp < COPIER) {
-        take_registers<CONSUMER_REGISTERS>();
-        consume(shared, work, rows, out, cu_seqlens != nullptr);
-        return;
-    }
-    give_registers<PRODUCER_REGISTERS>();
-    if (warp == COPIER) {
-        if (elect_one()) produce(shared, {map, map, map, rows, rows}, work);
-        __syncwarp();
-    } else if (k) {
+    const Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
+    run<Shared>({map, map, map, rows, rows}, work, out, cu_seqlens != nullptr, [&](Work work, int warp) {
         const KvCache cache{row, position, k, v, cache_B, n_ctx};
-        while (work.next()) append(work, qkv, cache, warp - COPIER - 1, GROUP / 32 - 1);
-    }
+        while (k && work.next()) append(work, qkv, cache, warp, GROUP / 32 - 1);
+    });
 }

@@ -31,10 +31,6 @@
 #endif
 #include "lib/attention/scores.cuh"
 
-#ifndef ATT_CAUSAL
-#define ATT_CAUSAL 1
-#endif
-
 constexpr int QUERIES = 64, RINGS = 2;
 #include "lib/attention/wgmma_work.cuh"
 #include "lib/attention/wgmma_rows.cuh"
@@ -147,7 +143,9 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T
         const Values values(work, v);
         const int visible_from = WINDOW ? first_step(work) * KEYS : from, end = min(work.length, from + KEYS);
         if (own.group == 1) {
-            if (WINDOW && !finite) sums.add_not_finite(values, visible_from, end, row + own.lane / 4);
+            if (WINDOW && !finite) {
+                add_not_finite(sums.out, values.first, values.stride, visible_from, end, row + own.lane / 4);
+            }
             if (last > 0) give(shared.passed, sums);
             continue;
         }
@@ -156,7 +154,7 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T
         } else {
             sums.divide();
         }
-        if (!finite) sums.add_not_finite(values, visible_from, end, row + own.lane / 4);
+        if (!finite) add_not_finite(sums.out, values.first, values.stride, visible_from, end, row + own.lane / 4);
         T* const to = out + (work.row + row) * C + SIZE * work.head;
         own.store(sums, to, C, work.begin - row, work.length - row);
     }
@@ -175,18 +173,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_wgmma_
     int seq_len,            // length of the longest sequence
     int n_head,
     int together) {         // heads whose tiles run at the same time
-    Block& shared = start_block<Block>(map);
-    Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x, start, N, n_ctx};
-    const int warp = uniform(threadIdx.x / 32);
-    const Source from{map, k_map, v_map, k, v};
-    if (warp < COPIER) {
-        consume(shared, work, v, out, true);
-    } else if (WIDENS) {
-        produce(shared, from, work);
-    } else if (warp == COPIER) {
-        if (elect_one()) produce(shared, from, work);
-        __syncwarp();
-    }
+    const Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x, start, N, n_ctx};
+    run<Block>({map, k_map, v_map, k, v}, work, out, true, [](Work, int) {});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_wgmma_alternate(
@@ -203,19 +191,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_wgmma_alterna
     T* k,                 // (cache_B, n_ctx, C / ATT_SERVES)
     T* v,                 // (cache_B, n_ctx, C / ATT_SERVES)
     int cache_B, int n_ctx) {
-    Block& shared = start_block<Block>(map);
     const KV* const rows = reinterpret_cast<const KV*>(qkv);  // without ATT_CACHED, KV is T
-    Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
-    const int warp = uniform(threadIdx.x / 32);
-    if (warp < COPIER) {
-        consume(shared, work, rows, out, cu_seqlens != nullptr);
-        return;
-    }
-    if (warp == COPIER) {
-        if (elect_one()) produce(shared, {map, map, map, rows, rows}, work);
-        __syncwarp();
-    } else if (k) {
+    const Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
+    run<Block>({map, map, map, rows, rows}, work, out, cu_seqlens != nullptr, [&](Work work, int warp) {
         const KvCache cache{row, position, k, v, cache_B, n_ctx};
-        while (work.next()) append(work, qkv, cache, warp - COPIER - 1, GROUP / 32 - 1);
-    }
+        while (k && work.next()) append(work, qkv, cache, warp, GROUP / 32 - 1);
+    });
 }

@@ -36,31 +36,18 @@
 // Arrays are aligned to 16 bytes.
 //
 // architecture: sm_90a
-#if !defined(STORAGE_FP16)
-#define STORAGE_FP16
-#endif
+#define STORAGE_FP16 1
 #include "lib/common.cuh"
 #include "lib/fast.cuh"
 #include "lib/hi_lo.cuh"
 #include "lib/sm80.cuh"
 #include "lib/sm90_wgmma.cuh"
 
-#ifndef ATT_CAUSAL
-#define ATT_CAUSAL 1
-#endif
-#ifndef ATT_ONE_SCALE
-#define ATT_ONE_SCALE 0
-#endif
-#ifndef ATT_TURNS  // 1: the warpgroups issue their products in turn
-#define ATT_TURNS 1
-#endif
 #include "lib/attention/scores.cuh"
 #include "lib/attention/hi_lo_rows.cuh"
 #include "attention/prompt/wgmma_hi_lo_copies.cuh"
 
-constexpr int SUMS = 4 * COLUMNS;  // output sums per thread
-
-struct Consumer {
+struct Consumer : Rows {
     Shared& shared;
     const int group, thread, warp, lane;  // indices: group in the block, thread and warp in the group, lane in the warp
     const Matrix first_slot;
@@ -71,30 +58,22 @@ struct Consumer {
     unsigned asked[SIZE / 16][4];          // high parts of the queries
     unsigned p[KEYS / 16][4], q[KEYS / 16][4];  // p: hi of P; q: lo of P
     float of_key[KEYS / 8][2];                  // scales of the keys
-    float out[COLUMNS][4];
-    float unit[2];               // UNIT (factor of scores) times the row's scale, or with ATT_ONE_SCALE its square
-    float sum[2], reference[2];  // sum: sum of P over the lane's keys
-    float top[2];                // largest scale of the keys that the row has processed
 
     __device__ __forceinline__ Consumer(Shared& shared)
         : shared(shared), group(uniform(threadIdx.x / GROUP)), thread(threadIdx.x % GROUP), warp(uniform(thread / 32)),
           lane(threadIdx.x % 32), first_slot(matrix_at(shared.rings[group].slots[0], PART)) {}
 
-    __device__ __forceinline__ void take_turn() const {
-        if (ATT_TURNS) sync_threads(TURN + group, CONSUMERS);
-    }
-    __device__ __forceinline__ void pass_turn() const {
-        if (ATT_TURNS) pass_threads(TURN + (group ^ 1), CONSUMERS);
-    }
+    __device__ __forceinline__ void take_turn() const { sync_threads(TURN + group, CONSUMERS); }
+    __device__ __forceinline__ void pass_turn() const { pass_threads(TURN + (group ^ 1), CONSUMERS); }
 
     __device__ __forceinline__ Matrix arrived(unsigned number) const {
-        const unsigned slot = number % ATT_SLOTS;
-        wait(shared.full[group][slot], number / ATT_SLOTS & 1, "full");
+        const unsigned slot = number % SLOTS;
+        wait(shared.full[group][slot], number / SLOTS & 1, "full");
         return further(first_slot, slot * SLOT);
     }
 
     __device__ __forceinline__ void release(unsigned number) const {
-        if (lane == 0) arrive(shared.empty[group][number % ATT_SLOTS]);
+        if (lane == 0) arrive(shared.empty[group][number % SLOTS]);
     }
 
     // Starts a tile of queries: loads the high parts of the queries from a buffer, and their scales. `left`: number of
@@ -106,16 +85,7 @@ struct Consumer {
             const int at = place + swizzled(row * LINE + 32 * k + lane / 16 * 16);
             load_matrices(asked[k][0], asked[k][1], asked[k][2], asked[k][3], at);
         }
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) out[i / 4][i % 4] = 0.0f;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = 8 * r + lane / 4;
-            const float own = __ldcg(scale + (ATT_ONE_SCALE || row >= left ? 0 : row));
-            unit[r] = ATT_ONE_SCALE ? own * UNIT * own : own * UNIT;
-            sum[r] = top[r] = 0.0f;
-            reference[r] = -INFINITY;
-        }
+        clear(scale, left);
     }
 
     __device__ __forceinline__ void ask_for_scores(Matrix queries, Matrix keys) {
@@ -144,140 +114,35 @@ struct Consumer {
         for (int i = 0; i < SUMS; ++i) out[i / 4][i % 4] += fmaf(o_cross[i], CROSS, o[i]);
     }
 
-    // Loads the scales of a tile's keys. Only the first `there` keys exist.
-    __device__ __forceinline__ void load_scales(const float* scale, int there) {
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int key = 8 * n + 2 * (lane % 4) + e;
-                of_key[n][e] = ATT_ONE_SCALE ? 1.0f : __ldcg(scale + min(key, there - 1));
-            }
-        }
-    }
-
-    // Replaces the scores of a tile by P (softmax weights) in two parts. With MASKED, not all queries see all of the
-    // tile's keys. If causal, row i of the warp sees keys 0 .. last + i, or only the last WINDOW of these; otherwise
-    // all rows see keys 0 .. last.
+    // Replaces the scores of a tile by P in two parts. MASKED and last: see Rows.
     template <bool MASKED>
     __device__ __forceinline__ void soften(int last) {
-        // The last key that row g = lane / 4 sees, relative to the lane's first key.
-        const int sees = last + (ATT_CAUSAL ? lane / 4 : 0) - 2 * (lane % 4);
-        float largest[2] = {-INFINITY, -INFINITY}, highest[2] = {top[0], top[1]};
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                float& score = s[4 * n + e];
-                const int ahead = 8 * n + e % 2 - (ATT_CAUSAL ? 8 * (e / 2) : 0);
-                const bool visible = !MASKED || (ahead <= sees && !is_past(ahead, sees));
-                score = visible ? fmaf(s_cross[4 * n + e], CROSS, score) * of_key[n][e % 2] : -INFINITY;
-                largest[e / 2] = fmaxf(largest[e / 2], score);
-                if (!ATT_ONE_SCALE) highest[e / 2] = fmaxf(highest[e / 2], visible ? of_key[n][e % 2] : 0.0f);
-            }
-        }
-        float base[2], factor[2], down[2] = {1.0f, 1.0f};
-        bool moves = false;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float old = reference[r], next = fmaf(lanes_max<4>(largest[r]), unit[r], -BELOW);
-            const bool passes = next > old + (AT_MOST - BELOW);  // false if all scores are -inf
-            factor[r] = passes ? exp2_fast(old - next) : 1.0f;
-            sum[r] = __fmul_rn(sum[r], factor[r]);  // rounded: never fused with the next addition
-            reference[r] = passes ? next : old;
-            base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];  // not +inf: -inf + inf is NaN
-            moves |= passes;
-            if (ATT_ONE_SCALE) continue;
-            const float higher = lanes_max<4>(highest[r]);
-            down[r] = higher > 0.0f ? inverse_of(higher) : 0.0f;  // 0: the row has seen no key so far
-            factor[r] *= top[r] * down[r];                        // usually times 1: the largest scale rarely grows
-            moves |= higher > top[r];
-            top[r] = higher;
-        }
-        if (__any_sync(0xffffffffu, moves)) {
-#pragma unroll
-            for (int i = 0; i < SUMS; ++i) out[i / 4][i % 4] *= factor[i % 4 / 2];
-        }
-#pragma unroll
-        for (int k = 0; k < KEYS / 16; ++k) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {  // weights of row lane / 4 + 8 (i % 2), for keys 8 (i / 2) to 8 (i / 2) + 7
-                const int n = 2 * k + i / 2, r = i % 2;
-                const float a = exp2_fast(fmaf(s[4 * n + 2 * r], unit[r], base[r]));
-                const float b = exp2_fast(fmaf(s[4 * n + 2 * r + 1], unit[r], base[r]));
-                sum[r] += a;
-                sum[r] += b;
-                const Split both(a * (of_key[n][0] * down[r]), b * (of_key[n][1] * down[r]));
-                p[k][i] = both.hi;
-                q[k][i] = both.lo;
-            }
-        }
-    }
-
-    // Adds the values that make_finite() has removed from keys `from` to `to`, for the rows that see these keys. `row`:
-    // the lane's first row.
-    __device__ __forceinline__ void add_not_finite(const T* values, long long stride, int from, int to, int row) {
-#pragma unroll 1
-        for (int key = from; key < to; ++key) {
-#pragma unroll
-            for (int i = 0; i < SIZE / 4; ++i) {
-                const float v = widen(values[key * stride + i / 2 * 8 + lane % 4 * 2 + i % 2]);
-                if (!is_finite(v)) {
-                    if (!ATT_CAUSAL || (key <= row && !is_past(key, row))) out[i / 2][i % 2] += v;
-                    if (!ATT_CAUSAL || (key <= row + 8 && !is_past(key, row + 8))) out[i / 2][2 + i % 2] += v;
-                }
-            }
-        }
+        Rows::soften<MASKED>(s, s_cross, of_key, p, q, last);
     }
 
     // Passes the sums of the second group to the first.
     __device__ __forceinline__ void give() const {
         sync_threads(TAKEN, CONSUMERS);  // the first group has read the previous sums
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) shared.passed[i][thread] = out[i / 4][i % 4];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            shared.passed[SUMS + r][thread] = sum[r];
-            shared.passed[SUMS + 2 + r][thread] = reference[r];
-            shared.passed[SUMS + 4 + r][thread] = top[r];
-        }
+        Rows::give<GROUP>(shared.passed[0] + thread);
         pass_threads(PASS, CONSUMERS);
     }
 
-    // Adds the passed sums to the sums of this group. The result does not depend on the order of the two groups.
+    // Adds the passed sums to the sums of this group.
     __device__ __forceinline__ void add_given() {
         if (WINDOW) sync_threads(CHECK, GROUP);  // not needed for correctness: see wgmma_alternate.cu
         sync_threads(PASS, CONSUMERS);
-        float own[2], others[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float other = shared.passed[SUMS + 2 + r][thread], both = fmaxf(reference[r], other);
-            const float point = both == -INFINITY ? 0.0f : both;  // exp2(-inf) is 0, but exp2(-inf + inf) is NaN
-            own[r] = exp2_fast(reference[r] - point);
-            others[r] = exp2_fast(other - point);
-            sum[r] = __fmul_rn(sum[r], own[r]) + __fmul_rn(shared.passed[SUMS + r][thread], others[r]);
-            if (ATT_ONE_SCALE) continue;
-            const float theirs = shared.passed[SUMS + 4 + r][thread], higher = fmaxf(top[r], theirs);
-            const float down = inverse_of(higher);
-            own[r] *= top[r] * down;
-            others[r] *= theirs * down;
-            top[r] = higher;
-        }
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) {
-            float& o = out[i / 4][i % 4];
-            o = __fmul_rn(o, own[i % 4 / 2]) + __fmul_rn(shared.passed[i][thread], others[i % 4 / 2]);
-        }
+        Rows::add_given<GROUP>(shared.passed[0] + thread);
         pass_threads(TAKEN, CONSUMERS);
     }
 };
 
 // Replaces infinite and NaN values of a slot by 0. Returns true if all values were finite.
 __device__ __forceinline__ bool make_finite(Consumer& own, unsigned number) {
-    char* const values = own.shared.rings[own.group].slots[number % ATT_SLOTS];
+    char* const values = own.shared.rings[own.group].slots[number % SLOTS];
     own.arrived(number);
     if (all_finite(values, CHECK + own.group)) return true;
-    make_finite(values, CHECK + own.group);
+    remove_not_finite<GROUP>(values);
+    sync_threads(CHECK + own.group, GROUP);
     return false;
 }
 
@@ -292,7 +157,7 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
     bool finite = true;
     fence_sums();
     own.ask_for_scores(asked, own.arrived(own.count));
-    own.load_scales(scale + key, there);
+    load_scales(own.of_key, scale + key, there);
     wait_for_products<0>();
     pin(own.s), pin(own.s_cross);
     own.release(own.count++);
@@ -315,7 +180,7 @@ __device__ __forceinline__ bool attend(Consumer& own, const char* queries, const
         own.release(number + 1);
         own.add_out();
         key -= 2 * KEYS;
-        own.load_scales(scale + key, KEYS);
+        load_scales(own.of_key, scale + key, KEYS);
         wait_for_products<0>();
         pin(own.s), pin(own.s_cross);
         own.release(number);
@@ -353,7 +218,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const T* part
             if (!attend(own, queries, scales, there, first, tiles, key)) {
                 const T* const values = parts + work.row * stride + C + KV + SIZE * (work.head / ATT_SERVES);
                 const int from = WINDOW ? first_tile(work) * KEYS : key;
-                own.add_not_finite(values, stride, from, key + min(there, KEYS), row + own.lane / 4);
+                add_not_finite(own.out[0], values, stride, from, key + min(there, KEYS), row + own.lane / 4);
             }
         }
         if (own.lane == 0) arrive(shared.answered[tile % 2]);
@@ -363,8 +228,8 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const T* part
         }
         if (tiles > 1) own.add_given();
         const long long to = work.row + row;
-        store_scales(own.top, work.head == 0 ? out_scale + to : nullptr, __ldcg(scale), left);
-        store_rows(own.out, own.sum, out_parts + to * C + SIZE * work.head, rows * C, C, left);
+        own.store_scales(work.head == 0 ? out_scale + to : nullptr, __ldcg(scale), left);
+        own.store(out_parts + to * C + SIZE * work.head, rows * C, C, left);
     }
 }
 
@@ -379,15 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_fp32_wgmma(
     int seq_len,     // length of the longest sequence
     int n_head,
     int together) {  // heads whose tiles run at the same time
-    extern __shared__ char unaligned[];
-    Shared& shared = *reinterpret_cast<Shared*>(unaligned + (1024 - shared_address(unaligned) % 1024) % 1024);
-    let_next_start();
-    if (threadIdx.x == 0) {
-        prefetch(map);
-        shared.start();
-    }
-    __syncthreads();
-    wait_before_copies();
+    Shared& shared = start_block<Shared>(map);
     const Work work{cu_seqlens, B, seq_len, n_head, together, (int)blockIdx.x, (int)gridDim.x};
     if (uniform(threadIdx.x / GROUP) == 2) {
         give_registers<24>();

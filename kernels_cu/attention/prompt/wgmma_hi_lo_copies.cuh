@@ -1,38 +1,36 @@
-// Constants, shared memory, copies and the search for infinite and NaN values for attention/prompt/wgmma_hi_lo.cu,
-// which describes them. The including file defines ATT_CAUSAL and includes lib/attention/hi_lo_rows.cuh.
+// Constants, shared memory and copies of attention/prompt/wgmma_hi_lo.cu, which describes them. The including file
+// includes lib/attention/hi_lo_rows.cuh.
 #pragma once
 
 #include "lib/sm90.cuh"
 
-#ifndef ATT_SLOTS  // slots per ring; each warpgroup has a ring
-#define ATT_SLOTS 4
-#endif
-
 constexpr int KEYS = 64, QUERIES = 64;  // keys per tile; queries per block
+constexpr int SLOTS = 4;                // slots per ring; each warpgroup has a ring
 #include "lib/attention/wgmma_work.cuh"
 
 constexpr int GROUP = 128, CONSUMERS = 2 * GROUP, THREADS = CONSUMERS + GROUP, WARPS = GROUP / 32;
 constexpr int LINE = 2 * SIZE, PART = KEYS * LINE, SLOT = 2 * PART;  // LINE: bytes per row; PART: bytes of hi or lo
 constexpr int PASSED = 4 * COLUMNS + 6;  // floats that each thread of the second warpgroup passes to the first
 static_assert(SIZE == 64, "a row of a head is a line of a box, and the sums fit into registers");
-static_assert(ATT_SLOTS >= 4, "K and V of one tile are multiplied while those of the next one travel");
+static_assert(SLOTS >= 4, "K and V of one tile are multiplied while those of the next one travel");
+#include "lib/attention/wgmma_slots.cuh"
 
 // The ring of a warpgroup. A slot holds K or V of a tile. Slots are filled with K of the first tile; then, for each
 // further tile, with its K and the V of the tile before it; at last with V of the last tile.
 struct Ring {
-    char slots[ATT_SLOTS][SLOT];
+    char slots[SLOTS][SLOT];
 };
 
 struct Shared {
     Ring rings[2];
     char queries[2][SLOT];
     float passed[PASSED][GROUP];
-    Barrier full[2][ATT_SLOTS], empty[2][ATT_SLOTS];
+    Barrier full[2][SLOTS], empty[2][SLOTS];
     Barrier asked[2], answered[2];  // asked: queries have arrived; answered: queries have been read
 
     __device__ __forceinline__ void start() {  // called by one thread
         for (int i = 0; i < 2; ++i) {
-            for (int j = 0; j < ATT_SLOTS; ++j) init(full[i][j], 1), init(empty[i][j], WARPS);
+            for (int j = 0; j < SLOTS; ++j) init(full[i][j], 1), init(empty[i][j], WARPS);
             init(asked[i], 1), init(answered[i], CONSUMERS / 32);
         }
         fence_inits();
@@ -50,9 +48,9 @@ __device__ __forceinline__ int tiles_of(const Work& work) {
 
 __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Work work) {
     const auto load = [&](int group, unsigned number, int column, int row) {
-        wait(shared.empty[group][number % ATT_SLOTS], number / ATT_SLOTS + 1 & 1, "empty");  // new slots count as empty
-        char* const to = shared.rings[group].slots[number % ATT_SLOTS];
-        Barrier& full = shared.full[group][number % ATT_SLOTS];
+        wait(shared.empty[group][number % SLOTS], number / SLOTS + 1 & 1, "empty");  // new slots count as empty
+        char* const to = shared.rings[group].slots[number % SLOTS];
+        Barrier& full = shared.full[group][number % SLOTS];
         arrive_and_expect(full, SLOT);
         for (int part = 0; part < 2; ++part) load_box(to + part * PART, map, full, column, row, part);
     };
@@ -77,25 +75,4 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
         }
         slots += (tiles + 1) / 2 * 2, others += tiles / 2 * 2;
     }
-}
-
-// Returns whether all values in a slot are finite. All threads of a warpgroup must call this function, with the same
-// barrier.
-__device__ __forceinline__ bool all_finite(const char* slot, int barrier) {
-    unsigned found = 0;
-    const uint4* units = reinterpret_cast<const uint4*>(slot) + threadIdx.x % GROUP;
-#pragma unroll
-    for (int i = 0; i < SLOT / 16; i += GROUP) {
-        const uint4 unit = units[i];
-        found |= not_finite(unit.x) | not_finite(unit.y) | not_finite(unit.z) | not_finite(unit.w);
-    }
-    return !any_of_threads(barrier, GROUP, found != 0);
-}
-
-// Replaces infinite and NaN values in a slot by 0.
-__device__ __forceinline__ void make_finite(char* slot, int barrier) {
-    unsigned* pairs = reinterpret_cast<unsigned*>(slot);
-    for (int i = threadIdx.x % GROUP; i < SLOT / 4; i += GROUP) pairs[i] &= ~((not_finite(pairs[i]) >> 15) * 0xffffu);
-    show_writes();
-    sync_threads(barrier, GROUP);
 }

@@ -39,9 +39,7 @@
 //
 // Block (THREADS), grid (`heads` times the segments of a head, see choose_job), dynamic shared memory 2 TILE PITCH + 12
 // TILE bytes. Any T; HS is a multiple of 4, up to 128. qkv and out are aligned to 16 bytes.
-#ifndef STORAGE_FP16
-#define STORAGE_FP16
-#endif
+#define STORAGE_FP16 1
 #include "lib/common.cuh"
 #include "lib/storage.cuh"
 #include "lib/triangle.cuh"
@@ -56,9 +54,6 @@
 #ifndef TRI_TILE
 #define TRI_TILE 128
 #endif
-#ifndef TRI_WARPS
-#define TRI_WARPS 4
-#endif
 #ifndef TRI_BLOCKS  // minimum blocks per SM (__launch_bounds__)
 #define TRI_BLOCKS 2
 #endif
@@ -66,13 +61,13 @@ static_assert(NH > 0 && HS > 0 && HS % 4 == 0, "rows are read as float4: HS must
 static_assert(HS <= 128, "sums are not promoted on the way");
 
 constexpr int ROW = 3 * NH * HS;  // floats between consecutive rows of a head
-constexpr int TILE = TRI_TILE, THREADS = 32 * TRI_WARPS;
-constexpr int FRAGS = TILE / 8 / TRI_WARPS;                // fragments of 8 rows of Q per warp
+constexpr int TILE = TRI_TILE, WARPS = 4, THREADS = 32 * WARPS;
+constexpr int FRAGS = TILE / 8 / WARPS;                    // fragments of 8 rows of Q per warp
 constexpr int STEPS = (HS + 15) / 16, CHUNKS = 2 * STEPS;  // a row has STEPS groups of 16, CHUNKS groups of 8 values
 constexpr int PART = 16 * CHUNKS, PITCH = 2 * PART + 16;   // PART: bytes of hi (or lo) of a row; PITCH: bytes per row
 constexpr int LANES = CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : 2;  // threads that share a row
 constexpr int COPIED = THREADS / LANES;                                       // rows that the block copies at a time
-static_assert(TILE % 32 == 0 && FRAGS * 8 * TRI_WARPS == TILE && 4 % FRAGS == 0, "a warp's fragments are of 32 rows");
+static_assert(TILE % 32 == 0 && FRAGS * 8 * WARPS == TILE && 4 % FRAGS == 0, "a warp's fragments are of 32 rows");
 static_assert(TILE % COPIED == 0, "all threads copy alike");
 
 // Returns the position of row r of a tile in shared memory. The function only permutes bits, so place(a + b) = place(a)

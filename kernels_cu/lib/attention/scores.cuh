@@ -15,6 +15,9 @@
 #include "lib/attention/window.cuh"
 #include "lib/common.cuh"
 
+#ifndef ATT_CAUSAL  // 1: a query sees the keys up to its position; 0: all keys of its sequence
+#define ATT_CAUSAL 1
+#endif
 #ifndef ATT_SIZE  // channels of a head: 64, 128 or 256
 #define ATT_SIZE 64
 #endif
@@ -33,8 +36,7 @@ constexpr float UNIT = LOG2_E / (SIZE == 64 ? 8 : SIZE == 128 ? 11.3137085f : 16
 constexpr float BELOW = 8, AT_MOST = 15;         // log2 of a row's largest P: BELOW at a new reference, then <= AT_MOST
 
 // `pair` holds two values of T. In the result, the sign bit of each half is 1 if the value is infinite or NaN; all
-// other bits are 0. (The result, shifted right by 15 and multiplied by 0xffff, is a mask of the infinite and NaN
-// values.)
+// other bits are 0.
 __device__ __forceinline__ unsigned not_finite(unsigned pair) {
 #if defined(STORAGE_BF16)
     return ((pair & 0x7f807f80u) + 0x00800080u) & 0x80008000u;
@@ -43,4 +45,26 @@ __device__ __forceinline__ unsigned not_finite(unsigned pair) {
 #endif
 }
 
+// Returns two values of T, of which infinite and NaN values are replaced by 0.
+__device__ __forceinline__ unsigned finite_of(unsigned pair) { return pair & ~((not_finite(pair) >> 15) * 0xffffu); }
+
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
+
+// Adds to `out` the infinite and NaN values of V that have been replaced by 0 for keys `from` to `to` - 1, in the rows
+// that see these keys. Lane 4 g + t has the sums out[4 n ..] of channels 8 n + 2t and 8 n + 2t + 1, of row g and then
+// of row g + 8. values: V of key 0, whose keys are `stride` apart. row: the lane's row g.
+template <typename V>
+__device__ __forceinline__ void add_not_finite(float* out, const V* values, long long stride, int from, int to,
+                                               int row) {
+#pragma unroll 1
+    for (int key = from; key < to; ++key) {
+#pragma unroll
+        for (int i = 0; i < SIZE / 4; ++i) {
+            const float v = widen(values[key * stride + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2]);
+            if (!is_finite(v)) {
+                if (!ATT_CAUSAL || (key <= row && !is_past(key, row))) out[i / 2 * 4 + i % 2] += v;
+                if (!ATT_CAUSAL || (key <= row + 8 && !is_past(key, row + 8))) out[i / 2 * 4 + 2 + i % 2] += v;
+            }
+        }
+    }
+}

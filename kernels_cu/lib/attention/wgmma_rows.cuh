@@ -15,18 +15,12 @@
 #include "lib/sm80.cuh"
 #include "lib/sm90_wgmma.cuh"
 
-#ifndef ATT_SLOTS  // total number of slots in all ring buffers; a slot holds 128 rows of K or V
-#define ATT_SLOTS (SIZE == 64 ? 8 : 4)
-#endif
-#ifndef ATT_TURNS  // 1: the warpgroups issue their products in turn
-#define ATT_TURNS (RINGS == 1)
-#endif
-
 constexpr int KEYS = 128, GROUP_QUERIES = 64, GROUPS = 2, GROUP = 128, CONSUMERS = GROUPS * GROUP;
 constexpr int THREADS = CONSUMERS + GROUP, COPIER = CONSUMERS / 32;  // COPIER: index of the copying warp
 constexpr int ROW_BYTES = 2 * SIZE, SLOT = KEYS * ROW_BYTES;
 constexpr int LINE = 128, BOX = KEYS * LINE, BOXES = SIZE / 64;  // LINE: bytes per row of a BOX-byte TMA box
-constexpr int SLOTS = ATT_SLOTS / RINGS;                         // slots per ring
+constexpr int SLOTS = (SIZE == 64 ? 8 : 4) / RINGS;              // slots per ring; a slot holds 128 rows of K or V
+constexpr bool TURNS = RINGS == 1;                               // true: the warpgroups issue their products in turn
 constexpr int SHARERS = RINGS == 1 ? CONSUMERS : GROUP;          // threads that read a ring
 constexpr bool WIDENS = sizeof(KV) < sizeof(T);                  // true: K and V are FP8, loaded by all copying warps
 static_assert((SLOTS & (SLOTS - 1)) == 0, "slots are counted without a division");
@@ -56,21 +50,7 @@ __device__ __forceinline__ int steps_of(const Work& work) {
     return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1 - first_step(work);
 }
 
-// Initialises the barriers and returns the block's shared memory.
-template <typename Memory>
-__device__ __forceinline__ Memory& start_block(const TensorMap& map) {
-    extern __shared__ char unaligned[];
-    Memory& shared = *reinterpret_cast<Memory*>(unaligned + (1024 - shared_address(unaligned) % 1024) % 1024);
-    let_next_start();
-    if (threadIdx.x == 0) {
-        prefetch(map);
-        shared.start();
-    }
-    __syncthreads();
-    wait_before_copies();
-    return shared;
-}
-
+#include "lib/attention/wgmma_slots.cuh"
 #include "lib/attention/wgmma_copies.cuh"
 
 // The sums over the keys of one series. Lane 4 g + t holds sums of rows g and g + 8.
@@ -144,22 +124,6 @@ struct Sums {
             out[i] = __fmul_rn(out[i], own[i / 2 % 2]) + __fmul_rn(other.out[i], others[i / 2 % 2]);
         }
     }
-
-    // Adds to `out` the infinite and NaN values of V that make_finite() has replaced by 0 for keys `from` to `to` - 1,
-    // in the rows that see these keys. row: the lane's first row.
-    __device__ __forceinline__ void add_not_finite(const Values& values, int from, int to, int row) {
-#pragma unroll 1
-        for (int key = from; key < to; ++key) {
-#pragma unroll
-            for (int i = 0; i < SIZE / 4; ++i) {
-                const float v = widen(values.first[key * values.stride + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2]);
-                if (!is_finite(v)) {
-                    if (!ATT_CAUSAL || (key <= row && !is_past(key, row))) out[i / 2 * 4 + i % 2] += v;
-                    if (!ATT_CAUSAL || (key <= row + 8 && !is_past(key, row + 8))) out[i / 2 * 4 + 2 + i % 2] += v;
-                }
-            }
-        }
-    }
 };
 
 struct Consumer {
@@ -179,10 +143,10 @@ struct Consumer {
           first_query(matrix_at(shared.queries[0] + row / GROUP_QUERIES * GROUP_QUERIES * LINE)) {}
 
     __device__ __forceinline__ void take_turn() const {
-        if (ATT_TURNS) sync_threads(4 + group, CONSUMERS);
+        if (TURNS) sync_threads(4 + group, CONSUMERS);
     }
     __device__ __forceinline__ void pass_turn() const {
-        if (ATT_TURNS) pass_threads(4 + (group ^ 1), CONSUMERS);
+        if (TURNS) pass_threads(4 + (group ^ 1), CONSUMERS);
     }
 
     __device__ __forceinline__ Matrix arrived(unsigned number) const {
@@ -301,20 +265,9 @@ struct Consumer {
     __device__ __forceinline__ bool make_finite(unsigned number) {
         arrived(number);
         char* const values = shared.slots[ring][number % SLOTS];
-        unsigned found = 0;
-        const uint4* units = reinterpret_cast<const uint4*>(values) + threadIdx.x % GROUP;
-#pragma unroll
-        for (int i = 0; i < SLOT / 16; i += GROUP) {
-            const uint4 unit = units[i];
-            found |= not_finite(unit.x) | not_finite(unit.y) | not_finite(unit.z) | not_finite(unit.w);
-        }
-        if (!any_of_threads(1 + group, GROUP, found != 0)) return true;
+        if (all_finite(values, 1 + group)) return true;
         sync_threads(3 + ring, SHARERS);
-        unsigned* pairs = reinterpret_cast<unsigned*>(values);
-        for (int i = threadIdx.x % SHARERS; i < SLOT / 4; i += SHARERS) {
-            pairs[i] &= ~((not_finite(pairs[i]) >> 15) * 0xffffu);
-        }
-        show_writes();
+        remove_not_finite<SHARERS>(values);
         sync_threads(3 + ring, SHARERS);
         return false;
     }
@@ -341,3 +294,30 @@ struct Consumer {
         }
     }
 };
+
+// With one ring, a warpgroup has the sums of both series, and takes registers of the copying warps.
+constexpr int CONSUMER_REGISTERS = WIDENS ? 216 : 232, PRODUCER_REGISTERS = WIDENS ? 72 : 40;
+static_assert(GROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (GROUPS + 1) * 168, "a block would wait forever");
+
+// The body of a kernel, with shared memory of type Memory. The including file has the functions produce(), which
+// requests all copies, and consume(), which computes outputs. others(work, i) is the work of copying warps other than
+// the first one, if the TMA copies; i: index of such a warp.
+template <typename Memory, typename Others>
+__device__ __forceinline__ void run(const Source& from, Work work, T* out, bool ragged, Others others) {
+    Memory& shared = start_block<Memory>(from.map);
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp < COPIER) {
+        if (RINGS == 1) take_registers<CONSUMER_REGISTERS>();
+        consume(shared, work, from.v, out, ragged);
+        return;
+    }
+    if (RINGS == 1) give_registers<PRODUCER_REGISTERS>();
+    if (WIDENS) {
+        produce(shared, from, work);
+    } else if (warp == COPIER) {
+        if (elect_one()) produce(shared, from, work);
+        __syncwarp();
+    } else {
+        others(work, warp - COPIER - 1);
+    }
+}

@@ -80,6 +80,12 @@
 #ifndef GEMM_RESIDUAL
 #define GEMM_RESIDUAL 0
 #endif
+#ifndef GEMM_FLOAT_OUT  // 1: out and residual are float; not in matmul/prompt/rmsnorm_wgmma.cu
+#define GEMM_FLOAT_OUT 0
+#endif
+#ifndef GEMM_SCALED  // 1: sums are multiplied by w_scale; as GEMM_FLOAT_OUT
+#define GEMM_SCALED 0
+#endif
 
 constexpr int SLICE = 64, ROW_BYTES = 128;  // SLICE: values along K
 constexpr int GROUPS = GEMM_M / GEMM_GROUP_M * (GEMM_N / GEMM_GROUP_N);  // warpgroups that share a tile
@@ -256,8 +262,14 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
     });
 }
 
-// Starts a block; call it after barriers.start().
-__device__ __forceinline__ void start_block() {
+// Starts a block. prepare(), called by one thread, prefetches tensor maps.
+template <typename Prepare>
+__device__ __forceinline__ void start_block(Barriers& barriers, Prepare prepare) {
+    let_next_start();
+    if (threadIdx.x == 0) {
+        prepare();
+        barriers.start();
+    }
     __syncthreads();
     if (CLUSTER > 1) arrive_in_cluster();
     if (GEMM_SHARES > 1) wait_for_cluster();  // with GEMM_SPLITS, the wait is before sums are sent

@@ -16,9 +16,7 @@
 // element before it writes it. The boxes of the tensor maps are (1, GEMM_N / GEMM_SHARES, 64) of a and (1, GEMM_CHUNK,
 // 64) of the output.
 #pragma once
-#ifndef STORAGE_FP16
-#define STORAGE_FP16
-#endif
+#define STORAGE_FP16 1
 #ifndef GEMM_M  // rows of w per tile
 #define GEMM_M 128
 #endif
@@ -27,14 +25,7 @@
 #endif
 #include "lib/fast.cuh"
 #include "lib/storage.cuh"
-#include "lib/matmul/wgmma.cuh"
-
-#ifndef GEMM_FLOAT_OUT  // 1: out and residual are float
-#define GEMM_FLOAT_OUT 0
-#endif
-#ifndef GEMM_SCALED
-#define GEMM_SCALED 0
-#endif
+#include "lib/matmul/wgmma_chunks.cuh"
 
 static_assert(GEMM_SPLITS == 1, "a block has all of K");
 static_assert(GEMM_GROUP_M <= GROUP, "a thread has the bias of a row of w");
@@ -64,86 +55,6 @@ struct Row {
         if (GEMM_SCALED) sum *= scale[half];
         sum += bias[half];
         return GEMM_GELU ? gelu_fast(sum) : sum;
-    }
-};
-
-// Stores 16-bit outputs, like Chunks of lib/matmul/wgmma_tile.cuh: a chunk of GEMM_CHUNK rows and 64 columns of out is
-// written to a buffer in shared memory, from which TMA copies it to out. Before that, TMA loads
-// the chunk's residual into the same buffer.
-struct Chunks {
-    char* const buffers;  // BUFFERS chunks
-    Barrier* const arrived;
-    const Group& group;
-    unsigned count = 0;  // number of chunks stored so far
-
-    __device__ char* buffer(unsigned chunk) const { return buffers + chunk % BUFFERS * CHUNK_BYTES; }
-
-    // Requests the residual for chunks `from` .. `to` - 1 of the tile, after earlier stores have read the buffers.
-    __device__ void ask(const TensorMap& residual, int from, int to, int row, int column) const {
-        if (group.thread != 0) return;
-        wait_for_reads<0>();
-        for (int c = from; c < to && c < CHUNKS * BLOCKS_M; ++c) {
-            Barrier& barrier = arrived[(count + c - from) % BUFFERS];
-            arrive_and_expect(barrier, CHUNK_BYTES);
-            load_box(buffer(count + c - from), residual, barrier, column + c / CHUNKS * 64,
-                     row + c % CHUNKS * GEMM_CHUNK, 0);
-        }
-    }
-
-    // Stores the group's part of a tile. row, column: the part's first row and column in out.
-    __device__ void store(const Sums& sums, const float* own_bias, const TensorMap& residual, const TensorMap& out,
-                          int row, int column) {
-        const int lane = group.lane;
-        // Offset of the row that this lane addresses in 16 rows by 16 columns, which are four 8x8 matrices: matrix i
-        // has rows 8 (i / 2) on and columns 8 (i % 2) on.
-        const int place = swizzled((lane / 16 * 8 + lane % 8) * 128 + (2 * group.warp + lane / 8 % 2) * 16);
-#pragma unroll
-        for (int c = 0; c < CHUNKS * BLOCKS_M; ++c, ++count) {
-            const Row lines(own_bias, group, c / CHUNKS);
-            int to = shared_address(buffer(count)) + place;
-            asm volatile("" : "+r"(to));  // prevents computing the addresses of all chunks early
-            unsigned y[GEMM_CHUNK / 16][4];
-            if (GEMM_RESIDUAL) {
-                wait(arrived[count % BUFFERS], count / BUFFERS & 1, "residual");
-#pragma unroll
-                for (int j = 0; j < GEMM_CHUNK / 16; ++j) {
-                    load_transposed(y[j][0], y[j][1], y[j][2], y[j][3], to + 16 * 128 * j);
-                }
-            }
-#pragma unroll
-            for (int k = 0; k < GEMM_CHUNK / 4; ++k) {
-                const int j = k / 4, i = k % 4;
-                const float* sum = sums[c / CHUNKS] + c % CHUNKS * (GEMM_CHUNK / 2) + 8 * j + i / 2 * 4 + i % 2 * 2;
-                float v[2] = {lines.finished(sum[0], i % 2), lines.finished(sum[1], i % 2)};
-                if (GEMM_RESIDUAL) {
-                    float old[2];
-                    Vec<T, 2>{y[j][i]}.unpack(old);
-                    v[0] += old[0], v[1] += old[1];
-                }
-                y[j][i] = Vec<T, 2>::pack(v).raw;
-            }
-            if (GEMM_RESIDUAL) {
-                __syncwarp();
-            } else {
-                if (group.thread == 0) wait_for_reads<BUFFERS - 1>();
-                group.sync();
-            }
-#pragma unroll
-            for (int j = 0; j < GEMM_CHUNK / 16; ++j) {
-                store_transposed(to + 16 * 128 * j, y[j][0], y[j][1], y[j][2], y[j][3]);
-            }
-            show_writes();
-            group.sync();
-            if (group.thread == 0) {
-                store_box(out, buffer(count), column + c / CHUNKS * 64, row + c % CHUNKS * GEMM_CHUNK, 0);
-                end_stores();
-            }
-            if (GEMM_RESIDUAL && c + BUFFERS < CHUNKS * BLOCKS_M) {  // residual of a later chunk
-                count += BUFFERS;
-                ask(residual, c + BUFFERS, c + BUFFERS + 1, row, column);
-                count -= BUFFERS;
-            }
-        }
     }
 };
 
@@ -270,14 +181,8 @@ __device__ __forceinline__ void run(const Product& p, Weights weights) {
     char* const own = buffers + (GEMM_FLOAT_OUT ? 0 : CONSUMERS * BUFFERS * CHUNK_BYTES);
     Rest& rest = *reinterpret_cast<Rest*>(own + Weights::BYTES);
     Barriers& barriers = rest.barriers;
-
-    let_next_start();
     weights.place(own);
-    if (threadIdx.x == 0) {
-        prefetch(p.a), weights.start();
-        barriers.start();
-    }
-    start_block();
+    start_block(barriers, [&] { prefetch(p.a), weights.start(); });
 
     Work at(p.N, p.M, p.K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {
@@ -290,7 +195,7 @@ __device__ __forceinline__ void run(const Product& p, Weights weights) {
     const Group group;
     float* const own_bias = rest.bias[group.index];
     const Handed handed{p.handed, group};
-    Chunks chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
+    Chunks<true> chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
     wait_before_copies();
     unsigned count = 0;
     for (int i = 0; at.left(); count += at.last - at.first, at.next(), ++i) {
@@ -314,8 +219,17 @@ __device__ __forceinline__ void run(const Product& p, Weights weights) {
             continue;
         }
         group.sync();  // all biases and scales are stored
-        if (GEMM_FLOAT_OUT) store_float(sums, group, own_bias, p.residual_float, p.out_float, row, column, p.M, p.N);
-        else chunks.store(sums, own_bias, p.residual, p.out, row, column);
+        if (GEMM_FLOAT_OUT) {
+            store_float(sums, group, own_bias, p.residual_float, p.out_float, row, column, p.M, p.N);
+        } else {
+            const auto values_of = [&](int m) {
+                return [&, m, lines = Row(own_bias, group, m)](int block, int half, float (&v)[2]) {
+                    const float* sum = sums[m] + 4 * block + 2 * half;
+                    v[0] = lines.finished(sum[0], half), v[1] = lines.finished(sum[1], half);
+                };
+            };
+            chunks.store<PART_N>(values_of, p.residual, p.out, row, column);
+        }
     }
     if (group.thread == 0) wait_for_reads<0>();  // a block must not end while copies read its shared memory
 }

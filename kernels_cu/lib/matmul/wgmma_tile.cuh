@@ -4,7 +4,7 @@
 #pragma once
 
 #include "lib/storage.cuh"
-#include "lib/matmul/wgmma.cuh"
+#include "lib/matmul/wgmma_chunks.cuh"
 
 constexpr int BOX_BYTES = SLICE * ROW_BYTES;  // bytes of a box of 64 columns of w (K, N)
 
@@ -92,81 +92,3 @@ __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* 
         }
     }
 }
-
-// Stores 16-bit outputs in chunks of 64 rows: a chunk is written to a buffer in shared memory, from which TMA
-// TMA) copies it to out. Before that, TMA loads the chunk's residual into the same buffer.
-struct Chunks {
-    char* const buffers;  // BUFFERS chunks
-    Barrier* const arrived;
-    const Group& group;
-    unsigned count = 0;  // number of chunks stored so far
-
-    __device__ char* buffer(unsigned chunk) const { return buffers + chunk % BUFFERS * CHUNK_BYTES; }
-
-    // Requests the residual for chunks `from` .. `to` - 1 of the tile, after earlier stores have read the buffers.
-    __device__ void ask(const TensorMap& residual, int from, int to, int row, int column) const {
-        if (group.thread != 0) return;
-        wait_for_reads<0>();
-        for (int c = from; c < to && c < CHUNKS * BLOCKS_M; ++c) {
-            Barrier& barrier = arrived[(count + c - from) % BUFFERS];
-            arrive_and_expect(barrier, CHUNK_BYTES);
-            load_box(buffer(count + c - from), residual, barrier, column + c % CHUNKS * GEMM_CHUNK,
-                     row + c / CHUNKS * 64, 0);
-        }
-    }
-
-    // Stores the group's part of a tile. values(m, block, half, v) computes the lane's two values v in 64-row block m,
-    // 8-column block `block`, and row g (`half` 0) or g + 8 (1) of the warp's 16 rows.
-    template <int COLUMNS, typename Values>
-    __device__ void store(const Values& values, const TensorMap& residual, const TensorMap& out, int row, int column) {
-        constexpr int ACROSS = COLUMNS / GEMM_CHUNK;
-        const int lane = group.lane;
-        const int place = (group.warp * 16 + lane % 16) * GEMM_CHUNK * 2 + lane / 16 * 16;  // offset of 8 values
-#pragma unroll
-        for (int c = 0; c < ACROSS * BLOCKS_M; ++c, ++count) {
-            int to = shared_address(buffer(count)) + place;
-            asm volatile("" : "+r"(to));  // prevents computing the addresses of all chunks early
-            unsigned y[GEMM_CHUNK / 16][4];  // y[j][i]: 8 rows from 8 (i % 2), 8 columns from 8 (i / 2)
-            if (GEMM_RESIDUAL) {
-                wait(arrived[count % BUFFERS], count / BUFFERS & 1, "residual");
-#pragma unroll
-                for (int j = 0; j < GEMM_CHUNK / 16; ++j) {
-                    load_matrices(y[j][0], y[j][1], y[j][2], y[j][3], swizzled<SWIZZLE>(to + 32 * j));
-                }
-            }
-#pragma unroll
-            for (int k = 0; k < GEMM_CHUNK / 4; ++k) {
-                const int j = k / 4, i = k % 4;
-                float v[2];
-                values(c / ACROSS, c % ACROSS * (GEMM_CHUNK / 8) + 2 * j + i / 2, i % 2, v);
-                if (GEMM_RESIDUAL) {
-                    float old[2];
-                    Vec<T, 2>{y[j][i]}.unpack(old);
-                    v[0] += old[0], v[1] += old[1];
-                }
-                y[j][i] = Vec<T, 2>::pack(v).raw;
-            }
-            if (GEMM_RESIDUAL) {
-                __syncwarp();
-            } else {
-                if (group.thread == 0) wait_for_reads<BUFFERS - 1>();
-                group.sync();
-            }
-#pragma unroll
-            for (int j = 0; j < GEMM_CHUNK / 16; ++j) {
-                store_matrices(swizzled<SWIZZLE>(to + 32 * j), y[j][0], y[j][1], y[j][2], y[j][3]);
-            }
-            show_writes();
-            group.sync();
-            if (group.thread == 0) {
-                store_box(out, buffer(count), column + c % ACROSS * GEMM_CHUNK, row + c / ACROSS * 64, 0);
-                end_stores();
-            }
-            if (GEMM_RESIDUAL && c + BUFFERS < ACROSS * BLOCKS_M) {  // residual of a later chunk
-                count += BUFFERS;
-                ask(residual, c + BUFFERS, c + BUFFERS + 1, row, column);
-                count -= BUFFERS;
-            }
-        }
-    }
-};

@@ -26,9 +26,7 @@
 //
 // Grid (FF_CLUSTER * splits of H), block (THREADS), dynamic shared memory BYTES. A cluster of more than 8 blocks must
 // be allowed by cuFuncSetAttribute (non-portable cluster size).
-#ifndef WEIGHT_GGUF
-#define WEIGHT_GGUF
-#endif
+#define WEIGHT_GGUF 1
 #define DECODE_NORM 2
 #define DECODE_UP 1
 #define DECODE_COLUMNS 16

@@ -39,9 +39,7 @@
 // grid (any multiple of GGUF_CLUSTER, ceil(M / DECODE_ROWS)), block (32 * WARPS). `geometry` of the Python module
 // `linear_gguf` computes the dynamic shared memory. The range of outputs of each GGUF type begins at a multiple of the
 // block's columns and, with DECODE_ROPE, at the start of a head.
-#ifndef WEIGHT_GGUF
-#define WEIGHT_GGUF
-#endif
+#define WEIGHT_GGUF 1
 #ifndef GGUF_TOGETHER
 #define GGUF_TOGETHER 1
 #endif

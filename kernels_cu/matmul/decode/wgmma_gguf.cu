@@ -11,9 +11,7 @@
 // Any M and N; K is a multiple of 128; the columns of a thread block have one GGUF type.
 //
 // architecture: sm_90a
-#ifndef WEIGHT_GGUF
-#define WEIGHT_GGUF
-#endif
+#define WEIGHT_GGUF 1
 #ifndef OPERAND_TERMS
 #define OPERAND_TERMS 1
 #endif

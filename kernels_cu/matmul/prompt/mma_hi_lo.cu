@@ -21,9 +21,7 @@
 //
 // lib/matmul/mma.cuh has the tiles and the loop over K. Any M; N and K are multiples of 8; all arrays are aligned to 16
 // bytes. residual may be out. Block, grid and shared memory are as in matmul/prompt/mma.cu.
-#ifndef STORAGE_FP16
-#define STORAGE_FP16
-#endif
+#define STORAGE_FP16 1
 #define GEMM_PARTS 2
 #undef GEMM_FLOAT_OUT
 #define GEMM_FLOAT_OUT 1

@@ -105,14 +105,10 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
     char* const received = buffers + CONSUMERS * BUFFERS * CHUNK_BYTES;
     Rest& rest = *reinterpret_cast<Rest*>(received + RECEIVED_BYTES);
     Barriers& barriers = rest.barriers;
-
-    let_next_start();
-    if (threadIdx.x == 0) {
+    start_block(barriers, [&] {
         prefetch(n);
         for (const TensorMap* map : w) prefetch(*map);
-        barriers.start();
-    }
-    start_block();
+    });
 
     Work at(M, MATRICES * N, K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {
@@ -126,7 +122,7 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
     take_registers<240>();
     const Group group;
     Pair* const frequencies = rest.frequencies[group.index];
-    Chunks chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
+    Chunks<false> chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
     unsigned count = 0;
     for (int i = 0; at.left(); at.next(), ++i, count += at.last - at.first) {
         if (GROUPS == 1 && i % CONSUMERS != group.index) continue;
@@ -153,8 +149,8 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
             const int m = row + j / 2 * 64 + group.warp * 16 + j % 2 * 8 + group.lane / 4;
             positions[j / 2][j % 2] = turn.start + m % turn.seq_len;
         }
-        chunks.store<Columns<MATRICES>::OUT>(
-            [&](int m, int block, int half, float (&v)[2]) {
+        const auto values_of = [&](int m) {
+            return [&, m](int block, int half, float (&v)[2]) {
                 const float* first = finals[m] + 4 * block + 2 * half;
                 if (MATRICES == 2) {
                     const float* second = first + Columns<2>::BESIDE / 2;
@@ -168,8 +164,9 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
                 } else {  // v = sum + -0: without an addition, the compiler would serialise wgmma
                     v[0] = first[0] + by.high, v[1] = first[1] + by.low;
                 }
-            },
-            out, out, row, column);
+            };
+        };
+        chunks.store<Columns<MATRICES>::OUT>(values_of, out, out, row, column);
         if (MATRICES == 1) group.sync();  // all reads of the frequencies are done
     }
     if (group.thread == 0) wait_for_reads<0>();

@@ -28,13 +28,6 @@
 #include "lib/fast.cuh"
 #include "lib/matmul/wgmma_tile.cuh"
 
-#ifndef GEMM_FLOAT_OUT  // 1: out and residual are float
-#define GEMM_FLOAT_OUT 0
-#endif
-#ifndef GEMM_SCALED
-#define GEMM_SCALED 0
-#endif
-
 struct Rest {  // shared memory after the ring, the chunks of output and the received sums
     float bias[CONSUMERS][(1 + GEMM_SCALED) * PART_N];  // per group: bias, then w_scale
     Barriers barriers;
@@ -113,13 +106,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     char* const received = buffers + (GEMM_FLOAT_OUT ? 0 : CONSUMERS * BUFFERS * CHUNK_BYTES);
     Rest& rest = *reinterpret_cast<Rest*>(received + RECEIVED_BYTES);
     Barriers& barriers = rest.barriers;
-
-    let_next_start();
-    if (threadIdx.x == 0) {
-        prefetch(a), prefetch(w);
-        barriers.start();
-    }
-    start_block();
+    start_block(barriers, [&] { prefetch(a), prefetch(w); });
 
     Work at(M, N, K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {
@@ -129,7 +116,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     take_registers<240>();
     const Group group;
     float* const own_bias = rest.bias[group.index];
-    Chunks chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
+    Chunks<false> chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
     wait_before_copies();
     unsigned count = 0;
     for (int i = 0; at.left(); at.next(), ++i, count += at.last - at.first) {
@@ -154,13 +141,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         if (GEMM_FLOAT_OUT) {
             store_float(finals, group, own_bias, residual_float, out_float, row, column, M, N);
         } else {
-            chunks.store<PART_N>(
-                [&](int m, int block, int half, float (&v)[2]) {
+            const auto values_of = [&](int m) {
+                return [&, m](int block, int half, float (&v)[2]) {
                     const float* sums = finals[m] + 4 * block + 2 * half;
                     const float2 y = finished(sums, own_bias, 8 * block + 2 * (group.lane % 4));
                     v[0] = y.x, v[1] = y.y;
-                },
-                residual, out, row, column);
+                };
+            };
+            chunks.store<PART_N>(values_of, residual, out, row, column);
         }
     }
     if (group.thread == 0) wait_for_reads<0>();

@@ -24,9 +24,7 @@
 // K is a multiple of 32. The range of outputs of each GGUF type begins at a multiple of GEMM_M.
 //
 // architecture: sm_90a
-#ifndef WEIGHT_GGUF
-#define WEIGHT_GGUF
-#endif
+#define WEIGHT_GGUF 1
 #define GEMM_A_ITEM 0  // the ring of slices holds no w: GGUF blocks have a separate ring
 #ifndef GEMM_GROUP_M
 #define GEMM_GROUP_M 64

@@ -20,9 +20,7 @@
 // lib/matmul/wgmma.cuh describes the organisation of a block.
 //
 // architecture: sm_90a
-#ifndef STORAGE_FP16
-#define STORAGE_FP16
-#endif
+#define STORAGE_FP16 1
 #ifndef GEMM_PARTS
 #define GEMM_PARTS 2
 #endif
@@ -223,13 +221,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     char* const buffers = ring + GEMM_STAGES * STAGE_BYTES;
     Rest& rest = *reinterpret_cast<Rest*>(buffers + (GEMM_SPLIT_OUT ? CONSUMERS * 2 * CHUNK_BYTES : 0));
     Barriers& barriers = rest.barriers;
-
-    let_next_start();
-    if (threadIdx.x == 0) {
-        prefetch(a), prefetch(w);
-        barriers.start();
-    }
-    start_block();
+    start_block(barriers, [&] { prefetch(a), prefetch(w); });
 
     Work at(M, N, K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {
