@@ -31,26 +31,12 @@ from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall
+from gpt2block.ops.engines import attention_tiles as tiles
 from gpt2block.ops.engines.attention_tiles import (
-    ALTERNATE_HEAD,
     MAX_BLOCKS,
     MMA_HEADS,
     TENSOR_HEADS,
-    WGMMA_HI_LO_HEAD,
-    WGMMA_HI_LO_TILE,
-    WGMMA_THREADS,
-    WGMMA_TILE,
-    alternate_geometry,
-    alternates,
-    heads_defines,
-    hi_lo_geometry,
-    mma_geometry,
-    mma_stage,
-    online_geometry,
-    scored,
-    tensor_heads_defines,
-    wgmma_geometry,
-    wgmma_hi_lo_geometry,
+    AttentionSizes,
 )
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.warm import call
@@ -95,7 +81,7 @@ def naive_geometry(
             f"variant naive: B {B:,}, T {T:,} and {NH:,} heads make a grid of {largest:,} "
             f"blocks, CUDA takes {MAX_BLOCKS[0]:,}: use variant online"
         )
-    defines = heads_defines(NH, NKV, HS)
+    defines = tiles.heads_defines(NH, NKV, HS)
     return tuple(
         Geometry(kernel, (blocks,), (threads,), defines=defines) for kernel, blocks in grids.items()
     )
@@ -149,7 +135,7 @@ def _fit_mha(c: Call) -> Geometry:
     if c.B > MAX_BATCH:
         raise UnsupportedCall(f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences")
     kernel = "mha_causal_kernel" if c.causal else "mha_nocausal_kernel"
-    defines = heads_defines(c.n_head, c.n_kv_head, c.HS)
+    defines = tiles.heads_defines(c.n_head, c.n_kv_head, c.HS)
     geometry = Geometry(kernel, (c.T, c.n_head, c.B), (BLOCK,), 4 * c.T, defines)
     static = load(FILE, geometry.kernel, geometry.defines).shared_size_bytes
     limit = device_attribute("MaxSharedMemoryPerBlockOptin") - static
@@ -209,8 +195,9 @@ def _online(c: Call) -> Launch:
     check_address("out", c.output("out"))
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     block = c.block if c.requested else None
-    geometry = online_geometry(*c.sizes, c.HS, NKV=c.n_kv_head, block=block, max_shared=max_shared)
-    geometry = scored(geometry, c)
+    sizes, options = (c.B, c.T, c.n_head, c.HS), {"NKV": c.n_kv_head, "block": block}
+    geometry = tiles.online_geometry(*sizes, **options, max_shared=max_shared)
+    geometry = tiles.scored(geometry, c)
     return launch_at(ONLINE, geometry, (c.qkv, c.output("out"), c.T, int(c.causal)))
 
 
@@ -240,12 +227,10 @@ def _fit_mma(c: Call) -> None:
 def _hi_lo(c: Call) -> Launch:
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     one_scale = c.qkv.one_scale is not None
-    geometry, together = hi_lo_geometry(
-        *c.sizes, c.causal, one_scale, max_shared=max_shared, **c.heads
-    )
-    geometry = scored(geometry, c)
+    geometry, together = tiles.hi_lo_geometry(c.sizes, one_scale, max_shared=max_shared)
+    geometry = tiles.scored(geometry, c)
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
-    args = (*parts, c.qkv.size // c.W, *c.sizes, together)
+    args = (*parts, c.qkv.size // c.W, *c.sizes[:3], together)
     return launch_at(MMA_HI_LO, geometry, args, "float16")
 
 
@@ -257,9 +242,10 @@ def _mma(c: Call) -> Launch:
         return launch
     check_address("out", c.output("out"))
     sms, max_shared = map(device_attribute, ("MultiProcessorCount", "MaxSharedMemoryPerBlockOptin"))
-    geometry, together = mma_geometry(*c.sizes, c.causal, sms=sms, max_shared=max_shared, **c.heads)
-    geometry = scored(geometry, c)
-    return launch_at(MMA, geometry, (c.qkv, c.cu_seqlens, c.out, *c.sizes, together), c.storage)
+    geometry, together = tiles.mma_geometry(c.sizes, sms=sms, max_shared=max_shared)
+    geometry = tiles.scored(geometry, c)
+    args = (c.qkv, c.cu_seqlens, c.out, *c.sizes[:3], together)
+    return launch_at(MMA, geometry, args, c.storage)
 
 
 @variant(
@@ -269,19 +255,18 @@ def _mma(c: Call) -> Launch:
     source="Ootomo and Yokota (2022), for hi/lo matrices",
 )
 def _wgmma_hi_lo(c: Call) -> Launch:
-    if c.HS != WGMMA_HI_LO_HEAD:
+    if c.HS != tiles.WGMMA_HI_LO_HEAD:
         raise UnsupportedCall(
-            f"head size {c.HS}: of hi/lo matrices it takes {WGMMA_HI_LO_HEAD}: use variant mma"
+            f"head size {c.HS}: of hi/lo matrices it takes {tiles.WGMMA_HI_LO_HEAD}: "
+            "use variant mma"
         )
     one_scale = c.qkv.one_scale is not None
     sms = device_attribute("MultiProcessorCount")
-    geometry, together = wgmma_hi_lo_geometry(
-        *c.sizes, c.causal, one_scale, sms=sms, serves=c.heads["serves"]
-    )
-    geometry = scored(geometry, c)
-    boxes = tensor_map(c.qkv.parts, (1, WGMMA_HI_LO_TILE, WGMMA_HI_LO_HEAD))
+    geometry, together = tiles.wgmma_hi_lo_geometry(c.sizes, one_scale, sms=sms)
+    geometry = tiles.scored(geometry, c)
+    boxes = tensor_map(c.qkv.parts, (1, tiles.WGMMA_HI_LO_TILE, tiles.WGMMA_HI_LO_HEAD))
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
-    args = (boxes, *parts, c.qkv.size // c.W, *c.sizes, together)
+    args = (boxes, *parts, c.qkv.size // c.W, *c.sizes[:3], together)
     return launch_at(WGMMA_HI_LO, geometry, args, "float16")
 
 
@@ -289,23 +274,21 @@ def _wgmma_hi_lo(c: Call) -> Launch:
     "wgmma_few",
     WGMMA_ALTERNATE,
     "attention_wgmma_alternate",
-    block=WGMMA_THREADS,
+    block=tiles.WGMMA_THREADS,
     source="gpt2block",
     dtypes=SIXTEEN_BITS,
 )
 def _wgmma_few(c: Call) -> Launch:
     """Launch the kernel that variant `wgmma` selects if few sequences make this kernel faster."""
     sms = device_attribute("MultiProcessorCount")
-    sizes = (c.B, c.T, c.n_head, c.causal)
-    geometry = alternate_geometry(*sizes, sms=sms, serves=c.heads["serves"])
-    return _wgmma_launch(c, WGMMA_ALTERNATE, *geometry)
+    return _wgmma_launch(c, WGMMA_ALTERNATE, *tiles.alternate_geometry(c.sizes, sms=sms))
 
 
 @variant(
     "wgmma",
     WGMMA,
     "attention_wgmma",
-    block=WGMMA_THREADS,
+    block=tiles.WGMMA_THREADS,
     source="gpt2block",
     dtypes=SIXTEEN_BITS,
 )
@@ -322,18 +305,17 @@ def _wgmma(c: Call) -> Launch:
         launch = _wgmma_hi_lo.launch(c)
         return launch
     sms = device_attribute("MultiProcessorCount")
-    sizes = (c.B, c.T, c.n_head, c.causal)
-    if c.HS == ALTERNATE_HEAD and alternates(*sizes, sms, c.rows):
+    if c.HS == tiles.ALTERNATE_HEAD and tiles.alternates(c.sizes, sms, c.rows):
         launch = _wgmma_few.launch(c)
         return launch
-    return _wgmma_launch(c, WGMMA, *wgmma_geometry(*sizes, sms=sms, **c.heads))
+    return _wgmma_launch(c, WGMMA, *tiles.wgmma_geometry(c.sizes, sms=sms))
 
 
 def _wgmma_launch(c: Call, file: str, geometry: Geometry, together: int) -> Launch:
     check_address("out", c.output("out"))
-    geometry = scored(geometry, c)
-    boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, WGMMA_TILE, TENSOR_HEAD))
-    args = (boxes, c.qkv, c.cu_seqlens, c.out, *c.sizes, together)
+    geometry = tiles.scored(geometry, c)
+    boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, tiles.WGMMA_TILE, TENSOR_HEAD))
+    args = (boxes, c.qkv, c.cu_seqlens, c.out, *c.sizes[:3], together)
     cache: tuple[CudaArray | int | None, ...] = (None, None, None, None, 0, 0)
     if c.k is not None:
         cache = (c.row, c.position, c.k, c.v, *c.k.shape[:2])
@@ -391,8 +373,7 @@ def _completed(c: Call) -> Call:
     c.HS = c.W // heads
     if c.cu_seqlens is not None:
         _check_cache(c)
-    c.sizes = (c.B, c.T, c.n_head)  # sequences, rows of the longest sequence, heads of Q
-    c.heads = {"HS": c.HS, "serves": c.n_head // c.n_kv_head}
+    c.sizes = AttentionSizes(c.B, c.T, c.n_head, c.causal, c.HS, c.n_head // c.n_kv_head)
     if c.window is not None and not c.causal:
         raise InputError("window: needs causal=True")
     float32 = ("mha",) if c.softmax_scale is c.window is None else ("online",)
@@ -484,8 +465,8 @@ def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:
     A kernel uses some of these constants: tensor-core kernels get the number of heads as an
     argument.
     """
-    on_tensor_cores = tensor_heads_defines(head_size, n_head // n_kv_head)
-    return (*heads_defines(n_head, n_kv_head, head_size), *on_tensor_cores)
+    on_tensor_cores = tiles.tensor_heads_defines(head_size, n_head // n_kv_head)
+    return (*tiles.heads_defines(n_head, n_kv_head, head_size), *on_tensor_cores)
 
 
 def hi_lo_fits(head_size: int) -> bool:
@@ -493,8 +474,8 @@ def hi_lo_fits(head_size: int) -> bool:
 
     The smallest tile of `hi_lo_geometry` has 64 queries and two stages of K and V.
     """
-    fits = head_size in TENSOR_HEADS
-    return fits and 5 * mma_stage(head_size) <= device_attribute("MaxSharedMemoryPerBlockOptin")
+    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+    return head_size in TENSOR_HEADS and 5 * tiles.mma_stage(head_size) <= max_shared
 
 
 VARIANTS = (_mha, _naive, _online, _mma, _wgmma)

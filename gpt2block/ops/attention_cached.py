@@ -36,18 +36,12 @@ from gpt2block.errors import InputError
 from gpt2block.ops import delta
 from gpt2block.ops.attention import MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, check_format, storage
+from gpt2block.ops.engines import attention_tiles as tiles
 from gpt2block.ops.engines.attention_tiles import (
     MAX_BLOCKS,
     MMA_HEADS,
-    ONE_TILE,
     TENSOR_HEADS,
-    WGMMA_TILE,
-    cached_wgmma_geometry,
-    heads_defines,
-    mma_geometry,
-    scored,
-    shared_bytes,
-    warp_queries,
+    AttentionSizes,
 )
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
@@ -108,9 +102,9 @@ def tiles_geometry(
     """
     _check_head(HS)
     for warps, keys in TILE_SIZES:
-        pieces = itemsize < 4 and HS % (16 // itemsize) == 0 and HS <= ONE_TILE
+        pieces = itemsize < 4 and HS % (16 // itemsize) == 0 and HS <= tiles.ONE_TILE
         staged = keys * HS * itemsize if pieces else 0
-        shared = shared_bytes(HS, warps, keys) + staged
+        shared = tiles.shared_bytes(HS, warps, keys) + staged
         if shared <= shared_limit:
             break
     else:
@@ -118,14 +112,14 @@ def tiles_geometry(
             f"head size {HS}: the smallest tiles take {shared:,} bytes of shared memory, this GPU "
             f"has {shared_limit:,} for them"
         )
-    blocks = ceil(longest / (warps * warp_queries(HS)))
+    blocks = ceil(longest / (warps * tiles.warp_queries(HS)))
     heads = B * NH
     if heads > MAX_BLOCKS[0] or blocks > MAX_BLOCKS[1]:
         raise InputError(
             f"B {B:,}, {NH:,} heads, longest {longest:,}: too many for a grid, which CUDA limits "
             f"to {MAX_BLOCKS[0]:,} heads of sequences and {MAX_BLOCKS[1]:,} blocks of each"
         )
-    defines = (*heads_defines(NH, NKV, HS), ("AO_WARPS", warps), ("AO_KEYS", keys))
+    defines = (*tiles.heads_defines(NH, NKV, HS), ("AO_WARPS", warps), ("AO_KEYS", keys))
     kernel = "attention_cached_narrow" if narrow else "attention_cached"
     return Geometry(kernel, (heads, blocks), (32 * warps,), shared, defines)
 
@@ -174,7 +168,7 @@ def split_geometry(
     else:
         warps, cluster = min(max(min(wanted, at_once), SPLIT_WARPS), held), 1
     defines = (
-        *heads_defines(NH, NKV, HS),
+        *tiles.heads_defines(NH, NKV, HS),
         ("AS_WIDTH", width),
         ("AS_QUERIES", queries),
         ("AS_WARPS", warps),
@@ -290,7 +284,7 @@ def _tiles(c: Call) -> Launch:
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     narrow = q.dtype.name != "float32"
     geometry = tiles_geometry(c.B, c.longest, *heads, c.k.itemsize, limit, narrow)
-    geometry = scored(geometry, c)
+    geometry = tiles.scored(geometry, c)
     args = (q, c.k, c.v, c.cu_seqlens, c.starts, c.out, q.shape[1], c.P, len(q), c.B, c.first)
     T = q.dtype.name if c.fp8_cache else storage(c.k)
     return launch_at(TILES, geometry, args, T, cache=c.fp8_cache)
@@ -311,13 +305,13 @@ def _mma(c: Call) -> Launch:
     check_addresses(c, "qkv", "k", "v", "out")
     sms = device_attribute("MultiProcessorCount")
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    sizes, heads = (c.B, c.longest, n_head), {"HS": HS, "serves": n_head // n_kv_head}
-    plain, together = mma_geometry(*sizes, True, sms=sms, max_shared=max_shared, **heads)
+    sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
+    plain, together = tiles.mma_geometry(sizes, sms=sms, max_shared=max_shared)
     defines = (*plain.defines, ("ATT_CACHED", 1))
     geometry = plain._replace(kernel="attention_cached_mma", defines=defines)
-    geometry = scored(geometry, c)
+    geometry = tiles.scored(geometry, c)
     arrays = c.qkv, c.k, c.v, c.cu_seqlens, c.start, c.out
-    return launch_at(MMA, geometry, (*arrays, c.W, c.P, c.N, *sizes, together), c.storage)
+    return launch_at(MMA, geometry, (*arrays, c.W, c.P, c.N, *sizes[:3], together), c.storage)
 
 
 @variant("wgmma_few", WGMMA_ALTERNATE, "attention_cached_wgmma_alternate")
@@ -341,9 +335,9 @@ def _wgmma(c: Call) -> Launch:
         raise UnsupportedCall(f"head size {HS}: takes {takes}: use variant mma")
     c.output("out")
     check_addresses(c, "qkv", "k", "v", "out")
-    c.sizes, sms = (c.B, c.longest, n_head), device_attribute("MultiProcessorCount")
-    of_heads = {"HS": HS, "serves": n_head // n_kv_head}
-    c.geometry, c.band = cached_wgmma_geometry(*c.sizes, c.N, c.P, sms=sms, **of_heads)
+    c.sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
+    sms = device_attribute("MultiProcessorCount")
+    c.geometry, c.band = tiles.cached_wgmma_geometry(c.sizes, c.N, c.P, sms=sms)
     if c.geometry.kernel in _wgmma_few.kernels:
         launch: Launch = _wgmma_few.launch(c)
         return launch
@@ -351,10 +345,10 @@ def _wgmma(c: Call) -> Launch:
 
 
 def _wgmma_launch(c: Call, file: str) -> Launch:
-    box = 1, WGMMA_TILE, TENSOR_HEADS[0]
+    box = 1, tiles.WGMMA_TILE, TENSOR_HEADS[0]
     maps = (tensor_map(each, box) for each in (c.qkv[None], c.k, c.v))
-    args = (*maps, c.k, c.v, c.cu_seqlens, c.start, c.out, c.P, c.N, *c.sizes, c.band)
-    return launch_at(file, scored(c.geometry, c), args, c.storage, cache=c.fp8_cache)
+    args = (*maps, c.k, c.v, c.cu_seqlens, c.start, c.out, c.P, c.N, *c.sizes[:3], c.band)
+    return launch_at(file, tiles.scored(c.geometry, c), args, c.storage, cache=c.fp8_cache)
 
 
 def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
@@ -421,7 +415,7 @@ def _split(c: Call) -> Launch:
     sms, clusters = device_attribute("MultiProcessorCount"), gpu().has_clusters
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry = split_geometry(c.M, c.P, *heads, c.k.itemsize, sms, limit, clusters, c.serves)
-    geometry = scored(geometry, c)
+    geometry = tiles.scored(geometry, c)
     if c.together > 1:
         geometry = geometry.with_defines((("AS_DRAFTS", 1),))
     T = "float32" if c.fp8_cache else c.kv_storage

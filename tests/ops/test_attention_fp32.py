@@ -20,6 +20,7 @@ from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
 from gpt2block.ops.attention import MMA_HI_LO, WGMMA_HI_LO
 from gpt2block.ops.engines.attention_tiles import (
     WGMMA_HI_LO_SHARED,
+    AttentionSizes,
     hi_lo_geometry,
     wgmma_hi_lo_geometry,
 )
@@ -123,15 +124,16 @@ def test_no_spills() -> None:
     for causal, one_scale in itertools.product((False, True), repeat=2):
         for gpu in (H200, RTX):
             most = gpu["max_shared"]
-            geometry, _ = hi_lo_geometry(8, 1024, 12, causal, one_scale, max_shared=most)
+            sizes = AttentionSizes(8, 1024, 12, causal)
+            geometry, _ = hi_lo_geometry(sizes, one_scale, max_shared=most)
             blocks = int(dict(geometry.defines)["ATT_BLOCKS"])
             assert blocks == (2 if causal and one_scale and gpu is H200 else 1)
             assert blocks * (geometry.shared + 1024) <= most + 1024
             others = ("sm_80",) if gpu is H200 else ("sm_120",)
             archs = ("sm_90",) * (gpu is H200) + others * (causal and one_scale)
             jobs += [(MMA_HI_LO, arch, geometry.defines) for arch in archs]
-    large, _ = hi_lo_geometry(8, 1024, 32, False, True, max_shared=MAX_SHARED, HS=128, serves=4)
-    assert_clean([*jobs, (MMA_HI_LO, "sm_90", large.defines)])
+    large = hi_lo_geometry(AttentionSizes(8, 1024, 32, False, 128, 4), True, max_shared=MAX_SHARED)
+    assert_clean([*jobs, (MMA_HI_LO, "sm_90", large[0].defines)])
 
 
 @pytest.mark.slow
@@ -140,9 +142,8 @@ def test_no_spills_on_hopper() -> None:
     jobs = []
     for causal, one_scale in itertools.product((False, True), repeat=2):
         for serves in (1, 3):
-            geometry, _ = wgmma_hi_lo_geometry(
-                8, 1024, 12, causal, one_scale, sms=H200["sms"], serves=serves
-            )
+            sizes = AttentionSizes(8, 1024, 12, causal, serves=serves)
+            geometry, _ = wgmma_hi_lo_geometry(sizes, one_scale, sms=H200["sms"])
             jobs.append((WGMMA_HI_LO, "sm_90a", geometry.defines))
     assert_clean(jobs)
 
@@ -150,9 +151,10 @@ def test_no_spills_on_hopper() -> None:
 def test_the_grid_of_hopper() -> None:
     """There is a block per 64 queries, up to the number of multiprocessors."""
     for B, T, NH, blocks in ((1, 1, 1, 1), (1, 512, 12, 96), (8, 1024, 12, 132), (3, 129, 2, 18)):
-        geometry, band = wgmma_hi_lo_geometry(B, T, NH, True, True, sms=H200["sms"])
+        sizes = AttentionSizes(B, T, NH, True)
+        geometry, band = wgmma_hi_lo_geometry(sizes, True, sms=H200["sms"])
         assert geometry.grid == (blocks,)
         assert geometry.shared == WGMMA_HI_LO_SHARED <= MAX_SHARED
         assert 1 <= band <= B * NH
     with pytest.raises(InputError, match="use smaller batches"):
-        wgmma_hi_lo_geometry(2**20, 2**20, 12, True, True, sms=132)
+        wgmma_hi_lo_geometry(AttentionSizes(2**20, 2**20, 12, True), True, sms=132)
