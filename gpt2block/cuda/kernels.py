@@ -22,7 +22,8 @@ import kernels_cu
 from gpt2block.cuda import cupy
 from gpt2block.cuda.cards import capability_of, compiled_for, dotted, gpu
 from gpt2block.cuda.formats import GGUF, own_cache_dtype
-from gpt2block.cuda.requests import Function, Launch, Scalar
+from gpt2block.cuda.requests import Function, Scalar
+from gpt2block.cuda.requests import Launch as Launch  # noqa: PLC0414  (`launch_at` returns it)
 from gpt2block.cuda.tensor_maps import NO_MAP, TensorMap
 from gpt2block.errors import KernelError
 

@@ -17,8 +17,7 @@ import numpy as np
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, device_attribute, on_device, pinned, seen_from_here
 from gpt2block.cuda.doctor import MAX_GPUS
-from gpt2block.cuda.kernels import Defines, Geometry, dtype_name, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, dtype_name, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.call import Call, UncheckedCall

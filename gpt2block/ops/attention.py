@@ -25,8 +25,7 @@ from gpt2block.cuda.arrays import (
     on_16_bytes,
 )
 from gpt2block.cuda.cards import gpu
-from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, load
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.models.weights.hi_lo import HiLoMatrix

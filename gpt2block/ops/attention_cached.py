@@ -29,8 +29,7 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import CACHE_WITH_FP8
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops import delta

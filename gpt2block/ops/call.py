@@ -19,8 +19,7 @@ from gpt2block.cuda.arrays import (
     check_each,
     same_memory,
 )
-from gpt2block.cuda.kernels import FP8, IN_BYTES, STORAGE, dtype_name
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import FP8, IN_BYTES, STORAGE, Launch, dtype_name
 from gpt2block.errors import InputError, shown
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from gpt2block.cuda.kernels import Defines, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.config import SAVED
 from gpt2block.ops.call import Call

@@ -19,8 +19,7 @@ from gpt2block.cuda.arrays import check, check_address, device_attribute
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import FP8, Defines, Geometry, cache_dtype, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import FP8, Defines, Geometry, Launch, cache_dtype, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import TYPES
 from gpt2block.ops.call import CACHE, Call, UncheckedCall

@@ -26,8 +26,7 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import FP8, IN_BYTES, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import FP8, IN_BYTES, Geometry, Launch, launch_at
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.errors import InputError
 from gpt2block.models.weights.conversions import LARGEST_OPERAND

@@ -24,9 +24,8 @@ from gpt2block.cuda.arrays import (
     contiguous,
     device_attribute,
 )
-from gpt2block.cuda.kernels import Defines, Geometry, launch_at
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.cuda.launch_lines import stated_launch
-from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.models.weights.conversions import vector_width
 from gpt2block.models.weights.hi_lo import HiLoMatrix

@@ -12,8 +12,7 @@ from gpt2block.cuda.arrays import (
     row_alignment,
     same_memory,
 )
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.rows import THREADS, share
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, as_stated, variant

@@ -28,8 +28,7 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE, GGUF
-from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, cache_dtype, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, Launch, cache_dtype, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
 from gpt2block.models.weights.matrix import WeightMatrix

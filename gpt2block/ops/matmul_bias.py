@@ -11,8 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.operation import (

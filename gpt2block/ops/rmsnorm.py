@@ -23,8 +23,7 @@ from gpt2block.cuda.arrays import (
     row_alignment,
 )
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import STORAGE, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import STORAGE, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.engines.linear_mma import HALF_SPLITS

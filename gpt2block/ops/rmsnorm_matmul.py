@@ -25,8 +25,7 @@ from gpt2block.cuda.arrays import (
     in_rows,
 )
 from gpt2block.cuda.cards import gpu
-from gpt2block.cuda.kernels import FP8, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import FP8, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.call import Call, UncheckedCall, storage

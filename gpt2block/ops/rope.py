@@ -22,8 +22,7 @@ from gpt2block.cuda.arrays import (
     element_strides,
     same_memory,
 )
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Workload, variant

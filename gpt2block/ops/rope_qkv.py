@@ -14,8 +14,7 @@ import numpy as np
 
 from gpt2block.checks import check_count
 from gpt2block.cuda.arrays import CudaArray, alignment, contiguous, device_attribute, same_memory
-from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, float_define, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import checked_heads
 from gpt2block.ops.call import Call

@@ -9,8 +9,7 @@ from math import ceil, gcd
 
 from gpt2block.checks import check_choice
 from gpt2block.cuda.arrays import check_address
-from gpt2block.cuda.kernels import STORAGE, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import STORAGE, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import UNIT
 from gpt2block.ops.call import Call, UncheckedCall, storage

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
-from gpt2block.cuda.kernels import Defines, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.engines.rows import (

@@ -9,8 +9,7 @@ from typing import Any
 
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import CudaArray, contiguous
-from gpt2block.cuda.kernels import FP8, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import FP8, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights import conversions
 from gpt2block.models.weights.conversions import ABSMAX_FILE, ELEMENTS, FP8_FILE, LAYOUTS

@@ -18,8 +18,7 @@ from gpt2block.cuda.arrays import (
     device_attribute,
     on_16_bytes,
 )
-from gpt2block.cuda.kernels import Defines, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Workload, as_stated, variant

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Defines, Geometry, cache_dtype, float_define, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, cache_dtype, float_define, launch_at
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import UnsupportedCall

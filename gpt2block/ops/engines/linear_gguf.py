@@ -11,8 +11,7 @@ from typing import NamedTuple
 from gpt2block.cuda.arrays import CudaArray, device_attribute
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Defines, Geometry
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch
 from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES, GgufMatrix
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.epilogues import Epilogue

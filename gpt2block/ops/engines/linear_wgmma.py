@@ -12,8 +12,7 @@ from typing import NamedTuple
 from gpt2block.cuda.arrays import device_attribute
 from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Defines, Geometry
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES, GgufMatrix
 from gpt2block.ops.call import Call
