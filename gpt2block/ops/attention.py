@@ -37,7 +37,13 @@ from gpt2block.ops.engines.attention_tiles import (
     TENSOR_HEADS,
     AttentionSizes,
 )
-from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
+from gpt2block.ops.operation import (
+    REQUIRED,
+    Operation,
+    UnsupportedCall,
+    Workload,
+    variant,
+)
 from gpt2block.ops.warm import call
 
 FILE = "learn/attention/skeleton.cu"
@@ -196,8 +202,8 @@ def _online(c: Call) -> Launch:
     block = c.block if c.requested else None
     sizes, options = (c.B, c.T, c.n_head, c.HS), {"NKV": c.n_kv_head, "block": block}
     geometry = tiles.online_geometry(*sizes, **options, max_shared=max_shared)
-    geometry = tiles.scored(geometry, c)
-    return launch_at(ONLINE, geometry, (c.qkv, c.output("out"), c.T, int(c.causal)))
+    args = (c.qkv, c.out, c.T, int(c.causal))
+    return launch_at(ONLINE, tiles.scored(geometry, c), args)
 
 
 # --- tensor-core variants: mma and wgmma, for 16-bit dtypes and HiLoMatrix
@@ -227,24 +233,21 @@ def _hi_lo(c: Call) -> Launch:
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     one_scale = c.qkv.one_scale is not None
     geometry, together = tiles.hi_lo_geometry(c.sizes, one_scale, max_shared=max_shared)
-    geometry = tiles.scored(geometry, c)
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
     args = (*parts, c.qkv.size // c.W, *c.sizes[:3], together)
-    return launch_at(MMA_HI_LO, geometry, args, "float16")
+    return launch_at(MMA_HI_LO, tiles.scored(geometry, c), args, "float16")
 
 
 @variant("mma", MMA, "attention_mma", block=MMA_THREADS, source="gpt2block", dtypes=SIXTEEN_BITS)
-def _mma(c: Call) -> Launch:
+def _mma(c: Call) -> Any:
     _fit_mma(c)
     if c.storage == HI_LO:
-        launch: Launch = _hi_lo.launch(c)
-        return launch
+        return _hi_lo.launch(c)
     check_address("out", c.output("out"))
     sms, max_shared = map(device_attribute, ("MultiProcessorCount", "MaxSharedMemoryPerBlockOptin"))
     geometry, together = tiles.mma_geometry(c.sizes, sms=sms, max_shared=max_shared)
-    geometry = tiles.scored(geometry, c)
     args = (c.qkv, c.cu_seqlens, c.out, *c.sizes[:3], together)
-    return launch_at(MMA, geometry, args, c.storage)
+    return launch_at(MMA, tiles.scored(geometry, c), args, c.storage)
 
 
 @variant(
@@ -262,11 +265,10 @@ def _wgmma_hi_lo(c: Call) -> Launch:
     one_scale = c.qkv.one_scale is not None
     sms = device_attribute("MultiProcessorCount")
     geometry, together = tiles.wgmma_hi_lo_geometry(c.sizes, one_scale, sms=sms)
-    geometry = tiles.scored(geometry, c)
     boxes = tensor_map(c.qkv.parts, (1, tiles.WGMMA_HI_LO_TILE, tiles.WGMMA_HI_LO_HEAD))
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
     args = (boxes, *parts, c.qkv.size // c.W, *c.sizes[:3], together)
-    return launch_at(WGMMA_HI_LO, geometry, args, "float16")
+    return launch_at(WGMMA_HI_LO, tiles.scored(geometry, c), args, "float16")
 
 
 @variant(
@@ -291,7 +293,7 @@ def _wgmma_few(c: Call) -> Launch:
     source="gpt2block",
     dtypes=SIXTEEN_BITS,
 )
-def _wgmma(c: Call) -> Launch:
+def _wgmma(c: Call) -> Any:
     _fit_mma(c)
     if not gpu().has_wgmma:
         raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
@@ -299,26 +301,22 @@ def _wgmma(c: Call) -> Launch:
         raise UnsupportedCall(
             f"head size {c.HS}: takes {' and '.join(map(str, TENSOR_HEADS))}: use variant mma"
         )
-    launch: Launch
     if c.storage == HI_LO:
-        launch = _wgmma_hi_lo.launch(c)
-        return launch
+        return _wgmma_hi_lo.launch(c)
     sms = device_attribute("MultiProcessorCount")
     if c.HS == tiles.ALTERNATE_HEAD and tiles.alternates(c.sizes, sms, c.rows):
-        launch = _wgmma_few.launch(c)
-        return launch
+        return _wgmma_few.launch(c)
     return _wgmma_launch(c, WGMMA, *tiles.wgmma_geometry(c.sizes, sms=sms))
 
 
 def _wgmma_launch(c: Call, file: str, geometry: Geometry, together: int) -> Launch:
     check_address("out", c.output("out"))
-    geometry = tiles.scored(geometry, c)
     boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, tiles.WGMMA_TILE, TENSOR_HEAD))
     args = (boxes, c.qkv, c.cu_seqlens, c.out, *c.sizes[:3], together)
     cache: tuple[CudaArray | int | None, ...] = (None, None, None, None, 0, 0)
     if c.k is not None:
         cache = (c.row, c.position, c.k, c.v, *c.k.shape[:2])
-    return launch_at(file, geometry, (*args, *cache), c.storage)
+    return launch_at(file, tiles.scored(geometry, c), (*args, *cache), c.storage)
 
 
 # --- checks of calls, for every variant

@@ -23,7 +23,6 @@ from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
     check,
-    check_address,
     contiguous,
     device_attribute,
 )
@@ -44,7 +43,13 @@ from gpt2block.ops.engines.attention_tiles import (
 )
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
-from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, Workload, variant
+from gpt2block.ops.operation import (
+    REQUIRED,
+    Operation,
+    UnsupportedCall,
+    Workload,
+    variant,
+)
 from gpt2block.ops.products import check_addresses, needs_mma, needs_wgmma
 from gpt2block.ops.short_conv import SHORT_CONV
 from gpt2block.ops.warm import call
@@ -278,15 +283,13 @@ def _tiles(c: Call) -> Launch:
     """
     q, first = c.rows_of_q, c.contract.inputs[0].name
     heads = _heads(first, c.Q, c.n_head, c.C)
-    for name, array in ((first, q), ("k", c.k), ("v", c.v), ("out", c.output("out"))):
-        check_address(name, array)
+    check_addresses(c, first, "k", "v", "out")
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     narrow = q.dtype.name != "float32"
     geometry = tiles_geometry(c.B, c.longest, *heads, c.k.itemsize, limit, narrow)
-    geometry = tiles.scored(geometry, c)
     args = (q, c.k, c.v, c.cu_seqlens, c.starts, c.out, q.shape[1], c.P, len(q), c.B, c.first)
     T = q.dtype.name if c.fp8_cache else storage(c.k)
-    return launch_at(TILES, geometry, args, T, cache=c.fp8_cache)
+    return launch_at(TILES, tiles.scored(geometry, c), args, T, cache=c.fp8_cache)
 
 
 @variant("mma", MMA, "attention_cached_mma")
@@ -300,7 +303,6 @@ def _mma(c: Call) -> Launch:
         raise UnsupportedCall(
             f"head size {HS}: tensor cores take {', '.join(map(str, MMA_HEADS))}: use variant tiles"
         )
-    c.output("out")
     check_addresses(c, "qkv", "k", "v", "out")
     sms = device_attribute("MultiProcessorCount")
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
@@ -308,9 +310,9 @@ def _mma(c: Call) -> Launch:
     plain, together = tiles.mma_geometry(sizes, sms=sms, max_shared=max_shared)
     defines = (*plain.defines, ("ATT_CACHED", 1))
     geometry = plain._replace(kernel="attention_cached_mma", defines=defines)
-    geometry = tiles.scored(geometry, c)
     arrays = c.qkv, c.k, c.v, c.cu_seqlens, c.start, c.out
-    return launch_at(MMA, geometry, (*arrays, c.W, c.P, c.N, *sizes[:3], together), c.storage)
+    args = (*arrays, c.W, c.P, c.N, *sizes[:3], together)
+    return launch_at(MMA, tiles.scored(geometry, c), args, c.storage)
 
 
 @variant("wgmma_few", WGMMA_ALTERNATE, "attention_cached_wgmma_alternate")
@@ -320,7 +322,7 @@ def _wgmma_few(c: Call) -> Launch:
 
 
 @variant("wgmma", WGMMA, "attention_cached_wgmma")
-def _wgmma(c: Call) -> Launch:
+def _wgmma(c: Call) -> Any:
     """Launch variant `wgmma`. k and v can also be FP8.
 
     Results are bitwise equal to `attention`'s variant wgmma over the whole sequence.
@@ -332,14 +334,12 @@ def _wgmma(c: Call) -> Launch:
     if HS not in TENSOR_HEADS:
         takes = " and ".join(map(str, TENSOR_HEADS))
         raise UnsupportedCall(f"head size {HS}: takes {takes}: use variant mma")
-    c.output("out")
     check_addresses(c, "qkv", "k", "v", "out")
     c.sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
     sms = device_attribute("MultiProcessorCount")
     c.geometry, c.band = tiles.cached_wgmma_geometry(c.sizes, c.N, c.P, sms=sms)
     if c.geometry.kernel in _wgmma_few.kernels:
-        launch: Launch = _wgmma_few.launch(c)
-        return launch
+        return _wgmma_few.launch(c)
     return _wgmma_launch(c, WGMMA)
 
 
@@ -429,8 +429,7 @@ def _split(c: Call) -> Launch:
         ends = stored_defines("AS_OPERAND", c.to_operand)
         geometry = geometry.with_defines(ends)
     width = int(dict(geometry.defines)["AS_WIDTH"])
-    for name, array in (("q", c.q), ("k", c.k), ("v", c.v)):
-        check_address(name, array, min(16, width * array.itemsize))
+    check_addresses(c, "q", "k", "v", loaded=width)
     scale = stored_scale(c.to_operand)
     args = {"q": c.q, "k": c.k, "v": c.v, "row": c.row, "position": c.position}
     args |= {"B": c.B, "n_ctx": c.P, "together": c.together, "out_scale": scale}
@@ -506,12 +505,6 @@ def _copy(c: Call) -> Launch:
     return launch_at(APPEND, geometry, args, T, cache=c.fp8_cache)
 
 
-def _flops(sizes: Sizes) -> int:
-    """Floating-point operations: 4 C for each query and each key that the query sees."""
-    T = sizes["T"]
-    return 4 * sizes["C"] * (T * START + T * (T + 1) // 2)
-
-
 _OPTIONS = {
     "n_head": REQUIRED,
     "longest": REQUIRED,
@@ -582,7 +575,8 @@ OPERATION = Operation(
         idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
         sizes={"T": 128, "C": 768},
         traffic=lambda s: 4 * s["C"] * (2 * s["T"] + 2 * (START + s["T"])),
-        flops=_flops,
+        # 4 C for each query and each key that the query sees
+        flops=lambda s: 4 * s["C"] * (s["T"] * START + s["T"] * (s["T"] + 1) // 2),
         bound="compute",
         attrs={"start": START, "n_head": 12},
         axes={"Q": "C", "P": "start+T"},

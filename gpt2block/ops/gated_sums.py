@@ -15,17 +15,17 @@ from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple
 
-from gpt2block.cuda.arrays import check, check_address, device_attribute
+from gpt2block.cuda.arrays import check_address, device_attribute
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import FP8, Defines, Geometry, Launch, cache_dtype, launch_at
+from gpt2block.cuda.kernels import FP8, Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import TYPES
 from gpt2block.ops.call import CACHE, Call, UncheckedCall
 from gpt2block.ops.engines import linear_gguf as blocks
 from gpt2block.ops.engines import linear_mma as mma
-from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums
+from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums, check_rope_heads
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import count_define, rounds
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
@@ -381,7 +381,9 @@ def _product(c: Call, epilogue: Epilogue) -> Launch:
     defines: Defines = (("DECODE_SUMS", epilogue.splits), *((("DECODE_ROPE", D),) if D else ()))
     defines += count_define(rounds(c.x_dtype, c.w.dtype))
     if normed:
-        defines += (("DECODE_QK_NORM", 1), ("DECODE_CLUSTER", _cluster_of_head(D // columns)))
+        if columns < D:
+            _needs_clusters(", as a head has several blocks")
+        defines += (("DECODE_QK_NORM", 1), ("DECODE_CLUSTER", D // columns))
     args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "M": c.M, "N": c.N}
     args |= {"gamma": c.gamma, "eps": c.eps} if D else {}
     return epilogue.launch(mma.FILE, launch_geometry, defines, args, c.w)
@@ -395,13 +397,6 @@ def _columns_of_head(D: int) -> tuple[int, ...]:
             f"heads of {D} channels: expected a multiple of 8, at most {PORTABLE} times 32"
         )
     return columns
-
-
-def _cluster_of_head(blocks: int) -> int:
-    """Return the blocks of a cluster that normalizes a head, or raise UnsupportedCall."""
-    if blocks > 1:
-        _needs_clusters(", as a head has several blocks")
-    return blocks
 
 
 @variant("linear_sums", mma.FILE, mma.KERNEL)
@@ -442,15 +437,7 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
     c = unchecked.checked()
     if (c.gamma_q is None) != (c.gamma_k is None):
         raise InputError("expected gamma_q and gamma_k, or neither")
-    if c.fp8_cache is None:
-        check("k", c.k, dtype=cache_dtype(c.w.dtype))
-    D = 2 * c.P
-    N = c.n_head * D + 2 * c.C
-    if c.C % D or c.N != N:
-        raise InputError(
-            f"w of {c.N:,} outputs, k of {c.C:,} channels: expected {N:,} outputs, {c.n_head} "
-            f"heads of q and whole heads of k and v, of {D} channels as by has"
-        )
+    check_rope_heads(c)
     c.order = (_rope_blocks if c.w.dtype == GGUF else _rope_sums,)
     return c
 

@@ -41,7 +41,7 @@ from gpt2block.ops.engines import rmsnorm_wgmma as two_matrices
 from gpt2block.ops.hi_lo import OPERATION as TO_HI_LO
 from gpt2block.ops.hi_lo import TAKE, check_one_scale
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import MULTIPLE
+from gpt2block.ops.products import MULTIPLE, SMALL
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.warm import call
 
@@ -79,17 +79,12 @@ def _prepare_widen(unchecked: UncheckedCall) -> Call:
     if size % WIDEN_WIDTH and not isinstance(c.w, GgufMatrix):
         raise InputError(f"w {c.w.data.shape}: expected a multiple of {WIDEN_WIDTH} weights")
     if c.memory is not None:
-        _check_memory(c)
+        check_apart("memory", c.memory, {"w": c.w})
+        if c.memory.size < size:
+            raise InputError(f"memory: expected at least {size:,} elements, got {c.memory.size:,}")
         c.out = c.memory.reshape(-1)[:size].reshape(c.N, c.K)
     check_address("memory", c.output("out"))
     return c
-
-
-def _check_memory(c: Call) -> None:
-    """Raise InputError unless the array `memory` has room for all elements of w."""
-    check_apart("memory", c.memory, {"w": c.w})
-    if c.memory.size < c.N * c.K:
-        raise InputError(f"memory: expected at least {c.N * c.K:,} elements, got {c.memory.size:,}")
 
 
 WIDEN = Operation(
@@ -392,11 +387,7 @@ OPERATION = Operation(
         ),
         flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
         bound="either",
-        small=(
-            {"M": 1, "K": 16, "N": 8},
-            {"M": 5, "K": 40, "N": 24},
-            {"M": 17, "K": 96, "N": 136},
-        ),
+        small=SMALL,
         dtypes=("bfloat16", "float16"),
         matrices=(1,),
         layout="NK",

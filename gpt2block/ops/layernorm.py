@@ -20,7 +20,6 @@ from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
     check,
-    check_address,
     contiguous,
     device_attribute,
 )
@@ -35,14 +34,13 @@ from gpt2block.ops.hi_lo import check_one_scale
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
 from gpt2block.ops.operation import (
     REQUIRED,
-    Inputs,
     Operation,
-    Sizes,
     UnsupportedCall,
     Workload,
     as_stated,
     variant,
 )
+from gpt2block.ops.products import check_addresses
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
 
@@ -273,14 +271,12 @@ def _decode(c: Call) -> Launch:
         raise UnsupportedCall("decode has no block, mean and rstd: use variant 6")
     _fit(c, stats=False)
     loaded = math.gcd(4, c.C)  # floats per load; determines the order of additions
-    arrays = {"x": c.x, "gamma": c.gamma, "beta": c.beta, "out": c.output("out")}
-    for name, array in arrays.items():
-        check_address(name, array, 4 * loaded)
+    check_addresses(c, "x", "gamma", "beta", "out", loaded=loaded)
     rows = min(MAX_DECODE_ROWS, ceil(c.rows / device_attribute("MultiProcessorCount")))
     sizes = (("LN_C", c.C), ("LN_X", loaded), ("LN_ROWS", rows))
     defines = (*sizes, *stored_defines("LN_OPERAND", c.to_operand))
     geometry = Geometry("layernorm_decode", (ceil(c.rows / rows),), (32 * rows,), defines=defines)
-    args = (*arrays.values(), stored_scale(c.to_operand), c.eps, c.rows)
+    args = (c.x, c.gamma, c.beta, c.out, stored_scale(c.to_operand), c.eps, c.rows)
     return launch_at("norms/layernorm_decode.cu", geometry, args)
 
 
@@ -327,13 +323,6 @@ def layernorm_bound(gamma: Any, beta: Any) -> float:
     return math.sqrt(len(gamma)) * float(np.abs(gamma).max()) + float(np.abs(beta).max())
 
 
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    """Return random x (B, T, C), gamma (C,) and beta (C,)."""
-    B, T, C = sizes["B"], sizes["T"], sizes["C"]
-    normal = (rng.standard_normal(shape) + 0.5 for shape in ((B, T, C), (C,), (C,)))
-    return tuple(array.astype(np.float32) for array in normal)
-
-
 OPERATION = Operation(
     name="layernorm",
     variants=(_threads, _three, _one_warp, _one_pass, _blocks, _rows, _narrow, _decode),
@@ -354,7 +343,6 @@ OPERATION = Operation(
         document="llm.c's LayerNorm kernels",
         idea="(x - mean) · rstd · γ + β over each row; mean and rstd are stored too",
         sizes={"B": 8, "T": 1024, "C": 768},
-        draw=_make,
         traffic=lambda s: 2 * s["itemsize"] * s["B"] * s["T"] * s["C"],  # bytes of x and of out
         flops=lambda s: 8 * s["B"] * s["T"] * s["C"],
         attrs={"eps": 1e-5},

@@ -40,7 +40,7 @@ from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines import linear_mma_tiles as mma_tiles
 from gpt2block.ops.engines import linear_tiles as tiles
 from gpt2block.ops.engines import linear_wgmma as wgmma
-from gpt2block.ops.engines.epilogues import Ends, add, append, append_rope
+from gpt2block.ops.engines.epilogues import Ends, add, append, append_rope, check_rope_heads
 from gpt2block.ops.engines.thresholds import SAME_ENGINE, min_weights
 from gpt2block.ops.gated_sums import DTYPES, GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
@@ -55,6 +55,7 @@ from gpt2block.ops.operation import (
     variant,
 )
 from gpt2block.ops.products import (
+    SMALL,
     Parts,
     check_addresses,
     gate_define,
@@ -198,9 +199,7 @@ class FewRows(NamedTuple):
             raise UnsupportedCall(f"{c.M:,} rows: too many for this variant: use variant tiles")
         load = self.load(c)
         check_address("w", c.w.data, load)
-        for name in ("x", "gamma", "beta"):
-            if getattr(c, name) is not None:
-                check_address(name, getattr(c, name), 4 * gcd(4, c.K))
+        check_addresses(c, "x", "gamma", "beta", loaded=gcd(4, c.K))
         args = {name: getattr(c, name) for name in self.own}
         args |= {"x": c.x, "gamma": c.gamma, "beta": c.beta, "eps": c.eps, "M": c.M, "N": c.N}
         args |= {"w": c.w.data, "scale": c.w.scale, "bias": c.bias}
@@ -322,8 +321,7 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
             "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"
         )
     _on_tensor_cores(c)
-    check_address("w", c.w.data)
-    check_address("x", c.x)
+    check_addresses(c, "w", "x", "up")
     gated = c.up is not None
     sizes = c.M, c.N * (1 + gated), c.K, c.w.dtype
     tile = mma_tiles.choose(*sizes, clusters=gpu().has_clusters, gated=gated, **_of_device())
@@ -331,7 +329,6 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     geometry = mma_tiles.geometry(*sizes, tile, *operands, gated=gated)
     defines = count_define(c.rounded)
     if c.up:
-        check_address("up", c.up.data)
         args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "up": c.up.data}
         args |= {"up_scale": c.up.scale, "out": c.output("out"), "M": c.M, "N": c.N, "K": c.K}
         geometry = geometry.with_defines((*defines, *gate_define(c.gelu)))
@@ -514,15 +511,7 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
     c.rounded = rounds(c.operand.x_dtype if c.operand else c.x_dtype, c.w.dtype)
     variants = ROPE_GGUF if c.w.dtype == GGUF else LINEAR_ROPE.variants
     c.order = (variants[c.operand is not None],)
-    if c.fp8_cache is None:
-        check("k", c.k, dtype=c.T)
-    D = 2 * c.P
-    N = c.n_head * D + 2 * c.C
-    if c.C % D or c.N != N:
-        raise InputError(
-            f"w of {c.N:,} outputs, k of {c.C:,} channels: expected {N:,} outputs, {c.n_head} "
-            f"heads of q and whole heads of k and v, of {D} channels as by has"
-        )
+    check_rope_heads(c)
     return c
 
 
@@ -626,11 +615,7 @@ OPERATION = Operation(
         traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
         flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
         bound="either",
-        small=(
-            {"M": 1, "K": 16, "N": 8},
-            {"M": 5, "K": 40, "N": 24},
-            {"M": 17, "K": 96, "N": 136},
-        ),
+        small=SMALL,
         matrices=(1,),
         layout="NK",
     ),

@@ -13,6 +13,8 @@ from gpt2block.ops.call import Call
 from gpt2block.ops.operation import UnsupportedCall
 
 MULTIPLE = 8  # N and K must be multiples of 8: rows are copied 16 bytes at a time
+# Sizes of products for checks, no multiples of blocks and vectors
+SMALL = ({"M": 1, "K": 16, "N": 8}, {"M": 5, "K": 40, "N": 24}, {"M": 17, "K": 96, "N": 136})
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
 
 Tile = TypeVar("Tile")
@@ -86,9 +88,13 @@ def filled(max_shared: int, blocks: int, shared: int) -> int:
     return max(shared, room(max_shared, blocks + 1) + 1)
 
 
-def check_addresses(c: Call, *names: str) -> None:
-    """Raise InputError unless the named arrays and matrices are aligned to 16 bytes."""
+def check_addresses(c: Call, *names: str, loaded: int = 16) -> None:
+    """Raise InputError unless the named arrays and matrices are aligned to their loads.
+
+    loaded: elements per load, of at most 16 bytes. An `out` that was not passed is allocated.
+    """
     for name in names:
-        array = getattr(c, name)
+        array = c.output("out") if name == "out" else getattr(c, name, None)
         if array is not None:
-            check_address(name, array.data if isinstance(array, WeightMatrix) else array)
+            array = array.data if isinstance(array, (WeightMatrix, Parts)) else array
+            check_address(name, array, min(16, loaded * array.itemsize))

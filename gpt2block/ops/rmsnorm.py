@@ -15,7 +15,6 @@ from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
     check,
-    check_address,
     checked_row_stride,
     contiguous,
     device_attribute,
@@ -30,6 +29,7 @@ from gpt2block.ops.engines.linear_mma import HALF_SPLITS
 from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, check_rows, share
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
+from gpt2block.ops.products import check_addresses
 from gpt2block.ops.warm import call
 
 FILE = "norms/rmsnorm.cu"
@@ -97,11 +97,10 @@ def stream_geometry(rows: int, C: int) -> Geometry:
 def _stream(c: Call) -> Launch:
     if c.residual is not None or c.requested:
         raise UnsupportedCall("has no residual and no block: use rows")
-    for name, array in (("x", c.x), ("weight", c.weight), ("out", c.output("out"))):
-        check_address(name, array, array.itemsize * gcd(4, c.C))
+    check_addresses(c, "x", "weight", "out", loaded=gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
     geometry = geometry.with_defines(stored_defines("RS_OPERAND", c.to_operand))
-    args = (c.x, c.weight, c.output("out"), stored_scale(c.to_operand), c.eps)
+    args = (c.x, c.weight, c.out, stored_scale(c.to_operand), c.eps)
     return launch_at(STREAM, geometry, args, storage=c.out_dtype)
 
 
@@ -122,9 +121,7 @@ def _groups(c: Call) -> Launch:
 
 def _added(c: Call, rows: int, C: int, *scale: CudaArray) -> Launch:
     """Launch rmsnorm_add for rows of C channels, or rmsnorm_add_scaled if there is a scale."""
-    arrays = {"x": c.x, "weight": c.weight, "residual": c.residual, "out": c.output("out")}
-    for name, array in arrays.items():
-        check_address(name, array, 4 * gcd(4, C))
+    check_addresses(c, "x", "weight", "residual", "out", loaded=gcd(4, C))
     kernel = "rmsnorm_add_scaled" if scale else "rmsnorm_add"
     geometry = stream_geometry(rows, C)._replace(kernel=kernel)
     return launch_at(STREAM, geometry, (c.x, c.weight, c.residual, *scale, c.out, c.eps))
@@ -132,26 +129,23 @@ def _added(c: Call, rows: int, C: int, *scale: CudaArray) -> Launch:
 
 @variant("operand", STREAM, "operand_rows", dtypes=("float32",))
 def _operand(c: Call) -> Launch:
-    out = c.output("out")
-    for name, array in (("x", c.x), ("out", out)):
-        check_address(name, array, array.itemsize * gcd(4, c.C))
+    check_addresses(c, "x", "out", loaded=gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
     loads = ceil(c.C / (geometry.block[0] * gcd(4, c.C)))
     geometry = geometry._replace(kernel="operand_rows", grid=(c.rows, loads))
     geometry = geometry.with_defines(stored_defines("RS_OPERAND", c.to_operand))
-    return launch_at(STREAM, geometry, (c.x, out, stored_scale(c.to_operand)), storage=c.out_dtype)
+    args = (c.x, c.out, stored_scale(c.to_operand))
+    return launch_at(STREAM, geometry, args, storage=c.out_dtype)
 
 
 @variant("sums", STREAM, "rmsnorm_sums", dtypes=("float32",))
 def _sums(c: Call) -> Launch:
-    out = c.output("out")
-    for name, array in (("x", c.x), ("weight", c.weight), ("sums", c.sums), ("out", out)):
-        check_address(name, array, 4 * gcd(4, c.C))
+    check_addresses(c, "x", "weight", "sums", "out", loaded=gcd(4, c.C))
     geometry = stream_geometry(c.M, c.C)
     defines = (*geometry.defines, ("RS_SUMS", c.S))
     defines += (("SUMS_HALF", HALF_SPLITS),) if c.w_down.dtype == GGUF else ()
     geometry = geometry._replace(kernel="rmsnorm_sums", defines=defines)
-    return launch_at(STREAM, geometry, (c.x, c.weight, c.sums, c.w_down.scale, out, c.eps))
+    return launch_at(STREAM, geometry, (c.x, c.weight, c.sums, c.w_down.scale, c.out, c.eps))
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:

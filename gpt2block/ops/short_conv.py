@@ -8,13 +8,13 @@ from __future__ import annotations
 from math import ceil, gcd
 
 from gpt2block.checks import check_choice
-from gpt2block.cuda.arrays import check_address
 from gpt2block.cuda.kernels import STORAGE, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import UNIT
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
 from gpt2block.ops.operation import Operation, variant
+from gpt2block.ops.products import check_addresses
 
 FILE = "elementwise/short_conv.cu"
 MAX_THREADS = 128
@@ -27,9 +27,7 @@ def _short_conv(c: Call) -> Launch:
     row and position are not read back to the host: the kernel skips u of rows outside the cache.
     """
     out, narrow, width = c.output("out"), c.out_dtype != "float32", gcd(4, c.C)
-    for name, array in (("bcx", c.bcx), ("k", c.k), ("out", out)):
-        if array is not None:
-            check_address(name, array, width * array.itemsize)
+    check_addresses(c, "bcx", "k", "out", loaded=width)
     threads = min(32 * ceil(c.C / (32 * width)), MAX_THREADS)
     defines = (
         ("CONV_L", c.L),

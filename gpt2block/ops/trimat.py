@@ -14,7 +14,6 @@ import numpy as np
 
 from gpt2block.cuda.arrays import (
     CudaArray,
-    check_address,
     device_attribute,
     on_16_bytes,
 )
@@ -22,7 +21,7 @@ from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Workload, as_stated, variant
-from gpt2block.ops.products import RESERVED, needs_mma
+from gpt2block.ops.products import RESERVED, check_addresses, needs_mma
 from gpt2block.ops.warm import call
 
 FILE = "learn/trimat/ladder.cu"
@@ -124,8 +123,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
         )
     if c.B * c.NH > MAX_HEADS:
         raise InputError(f"B · NH {c.B * c.NH:,}: expected at most {MAX_HEADS:,} heads in a call")
-    check_address("qkv", c.qkv)
-    check_address("out", c.output("out"))
+    check_addresses(c, "qkv", "out")
     c.order = (_tri6, _tri5)
     if c.fill is not None and c.T > 1:
         c.after = (_fill.launch(c),)
