@@ -303,6 +303,11 @@ def float_define(name: str, value: float | None, default: float | None = None) -
     return () if value == default else ((name, f"{float(np.float32(value))!r}f"),)
 
 
+def size_defines(prefix: str, sizes: Any, names: str) -> Defines:
+    """Return macros of attributes of a tile or layout: ("LT_ROWS", sizes.rows) for "rows"."""
+    return tuple([(f"{prefix}_{n.upper()}", int(getattr(sizes, n))) for n in names.split()])
+
+
 def stored_as(storage: str, weights: str | None = None, cache: str | None = None) -> Defines:
     """Return the macros that define the types `T`, `W` and `KV` of a source."""
     return STORAGE[storage] + WEIGHTS.get(weights or "", ()) + FP8_CACHE.get(cache or "", ())

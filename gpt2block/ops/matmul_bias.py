@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
-from gpt2block.cuda.kernels import Geometry, Launch, launch_at
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at, size_defines
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.operation import (
@@ -72,13 +72,9 @@ def registers_geometry(tile: MatmulTile, groups: int, M: int, N: int, width: int
     warps = tile.rows // (8 * tile.side) * (tile.columns // WARP) * groups
     buffers = tile.stages * tile.depth * (tile.rows + 4 + tile.columns)
     sums = groups // 2 * tile.rows * tile.columns
+    sizes = tile._replace(groups=groups)
     defines = (
-        ("MM_ROWS", tile.rows),
-        ("MM_COLUMNS", tile.columns),
-        ("MM_SIDE", tile.side),
-        ("MM_DEPTH", tile.depth),
-        ("MM_GROUPS", groups),
-        ("MM_STAGES", tile.stages),
+        *size_defines("MM", sizes, "rows columns side depth groups stages"),
         ("MM_BLOCKS", 2 if warps <= 8 else 1),
         ("MM_WIDTH", width),
     )

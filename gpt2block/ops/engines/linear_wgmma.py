@@ -12,7 +12,7 @@ from typing import NamedTuple
 from gpt2block.cuda.arrays import device_attribute
 from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Defines, Geometry, Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, size_defines
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES, GgufMatrix
 from gpt2block.ops.call import Call
@@ -298,12 +298,7 @@ def geometry(
     with RoPE, the channels of a head; an output is then a pair of channels.
     """
     defines = (
-        ("DECODE_ROWS", tile.rows),
-        ("DECODE_GROUPS", tile.groups),
-        ("DECODE_SPLITS", tile.splits),
-        ("DECODE_SHARES", tile.shares),
-        ("DECODE_STAGES", tile.stages),
-        ("DECODE_BLOCKS", tile.blocks),
+        *size_defines("DECODE", tile, "rows groups splits shares stages blocks"),
         *((("DECODE_GATED", 1),) if gated else ()),
         *((("DECODE_OUT_OPERAND", 1),) if to_operand else ()),
         *((("DECODE_ROPE", head),) if head else ()),
