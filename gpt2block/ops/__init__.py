@@ -71,17 +71,17 @@ _NAMES = {  # module → names that this package exports from the module
     "sample_token": "SampleState mark_occurred sample_token",
     **{name: name for name in _ALONE.split()},
 }
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 if not TYPE_CHECKING:
     __all__ = ["Bound"]
-    __all__ += list(_MODULE_OF)
+    __all__ += list(MODULE_OF)
 
 
 class _Functions(ModuleType):
     """This module: a name of a function and of its module stands for the function."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if isinstance(value, ModuleType) and _MODULE_OF.get(name) == name:
+        if isinstance(value, ModuleType) and MODULE_OF.get(name) == name:
             value = getattr(value, name)
         super().__setattr__(name, value)
 
@@ -90,6 +90,6 @@ if not TYPE_CHECKING:
     sys.modules[__name__].__class__ = _Functions
 
     def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
+        if name not in MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        return getattr(import_module(f"{__name__}.{MODULE_OF[name]}"), name)

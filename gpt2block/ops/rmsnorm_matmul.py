@@ -297,7 +297,7 @@ def _variants(few: str, many: str, wgmma_kernel: str) -> tuple[Variant, ...]:
     )
 
 
-RMSNORM_MATMUL = Operation(
+OPERATION = Operation(
     name="rmsnorm_matmul",
     variants=_variants("rmsnorm_matvec", "rmsnorm_matmul_mma", "rmsnorm_matmul_wgmma"),
     options={
@@ -372,7 +372,7 @@ def rmsnorm_matmul(
     rows.
     """
     return call(
-        RMSNORM_MATMUL,
+        OPERATION,
         (in_rows(x), *contiguous(gamma), w),
         eps=eps,
         head_dim=head_dim,
