@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil, gcd
 
-from gpt2block.checks import check_choice
 from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
@@ -22,12 +21,12 @@ from gpt2block.cuda.arrays import (
     row_alignment,
 )
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import STORAGE, Geometry, Launch, launch_at
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.engines.linear_mma import HALF_SPLITS
 from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, check_rows, share
-from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
+from gpt2block.ops.operands import check_operand, stored_defines, stored_scale, written_dtype
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import check_addresses
 from gpt2block.ops.warm import call
@@ -169,19 +168,11 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 def _stream_dtype(unchecked: UncheckedCall, name: str) -> str:
     """Return the checked dtype of out, which is float32 if out is an `Operand`."""
-    dtype, to_operand, x = (
-        unchecked.options["dtype"],
-        unchecked.options["to_operand"],
-        unchecked.inputs[0],
-    )
+    x = unchecked.inputs[0]
     check("x", x)
-    if dtype is None:
-        dtype = "float32" if unchecked.out is None else storage(unchecked.out)
-    check_choice("dtype", dtype, STORAGE)
-    if to_operand and dtype != "float32":
-        raise InputError(f"{name}: terms of {to_operand}: expected out in float32, got {dtype}")
-    check_operand(to_operand, x.shape[-1], x.shape[-1])
-    return str(dtype)
+    dtype = written_dtype(unchecked, name)
+    check_operand(unchecked.options["to_operand"], x.shape[-1], x.shape[-1])
+    return dtype
 
 
 def _prepare_operand(unchecked: UncheckedCall) -> Call:
