@@ -412,25 +412,14 @@ def checked_heads(n_head: object, n_kv_head: object) -> tuple[int, int]:
     return n_head, n_kv_head
 
 
-def _check_fit(
-    name: str, fit: Callable[[Call], object], dtype: str, heads: tuple[int, int, int], **sizes: Any
-) -> None:
+def _check_fit(name: str, fit: Callable[[Call], object], dtype: str, **sizes: Any) -> None:
     """Raise InputError if `fit`, which computes a launch, raises UnsupportedCall for these sizes.
 
-    heads: number of heads of Q, of heads of K and V, and channels per head.
+    sizes: attributes of the call, among them n_head, n_kv_head and HS.
     """
-    n_head, n_kv_head, HS = heads
-    options = {
-        "n_head": n_head,
-        "n_kv_head": n_kv_head,
-        "HS": HS,
-        "cu_seqlens": None,
-        "softmax_scale": None,
-        "window": None,
-    }
-    options |= sizes
+    absent = dict.fromkeys(("cu_seqlens", "softmax_scale", "window"))
     try:
-        fit(Call(contract=OPERATION.contract, storage=dtype, **options))
+        fit(Call(contract=OPERATION.contract, storage=dtype, **absent, **sizes))
     except UnsupportedCall as problem:
         raise InputError(f"{name}: {problem}") from None
 
@@ -439,16 +428,16 @@ def check_limits(qkv: Shape, *, n_head: int, causal: bool, n_kv_head: int | None
     """Raise InputError if variant mha does not support float32 qkv of this shape."""
     *batch, T, width = qkv
     NKV = n_head if n_kv_head is None else n_kv_head
-    heads = n_head, NKV, width // (n_head + 2 * NKV)
+    heads = {"n_head": n_head, "n_kv_head": NKV, "HS": width // (n_head + 2 * NKV)}
     sizes = {"B": batch[0] if batch else 1, "T": T, "causal": causal}
-    _check_fit("attention variant mha", _fit_mha, "float32", heads, **sizes)
+    _check_fit("attention variant mha", _fit_mha, "float32", **heads, **sizes)
 
 
 def check_heads(dtype: str, n_head: int, n_kv_head: int, head_size: int, causal: bool) -> None:
     """Raise InputError if no attention kernel supports these heads on the current device."""
     fit = _fit_mha if dtype == "float32" else _fit_mma
-    heads = n_head, n_kv_head, head_size
-    _check_fit("attention", fit, dtype, heads, B=1, T=1, causal=causal)
+    heads = {"n_head": n_head, "n_kv_head": n_kv_head, "HS": head_size}
+    _check_fit("attention", fit, dtype, **heads, B=1, T=1, causal=causal)
 
 
 def tensor_cores_take(variant: str, head_size: int) -> bool:

@@ -169,24 +169,19 @@ def itemsize_of(dtype: str) -> int:
 class FewRows(NamedTuple):
     """A kernel for few rows of floats.
 
-    check: raises UnsupportedCall for (call, norm). geometry: returns the launch for (call, outputs,
-    norm), None if a row does not fit in shared memory. load: returns the bytes of w per load of a
-    lane. own: arguments that other kernels do not have.
+    geometry: returns the launch for (call, outputs, norm), None if a row does not fit in shared
+    memory, or raises UnsupportedCall. load: returns the bytes of w per load of a lane. own:
+    arguments that other kernels do not have.
     """
 
     file: str
-    check: Callable[[Call, int], None]
     geometry: Callable[[Call, int, int], Geometry | None]
     load: Callable[[Call], int]
     own: tuple[str, ...] = ()
 
     def launch(self, c: Call, epilogue: Ends) -> Launch:
         outputs, norm = c.N * (2 if c.up else 1), blocks.norm_of(c.gamma, c.beta)
-        self.check(c, norm)
-        if c.N > MAX_OUTPUTS:
-            raise UnsupportedCall(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
-        if c.w.dtype == GGUF:
-            raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
+        _check_sizes(c)
         if c.to_operand:
             raise UnsupportedCall(FLOATS_ALONE)
         geometry = self.geometry(c, outputs, norm)
@@ -216,7 +211,7 @@ FLOATS_ALONE = "takes and gives floats: use variant mma_tiles for terms, or wgmm
 ONE_MATRIX = "takes one matrix: use variant wgmma"
 
 
-def _check_cores(c: Call, norm: int) -> None:
+def _cores_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     _on_cuda_cores(c)
     if norm == mma.RMSNORM:
         raise UnsupportedCall("takes no gamma without beta: use variant mma")
@@ -225,9 +220,6 @@ def _check_cores(c: Call, norm: int) -> None:
         raise UnsupportedCall(FLOATS_ALONE)
     if c.up:
         raise UnsupportedCall(ONE_MATRIX)
-
-
-def _cores_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     sizes = (c.M, outputs, c.K, c.w.data.itemsize)
     options = {"norm": bool(norm), "whole_N": c.w.whole_N, "tiled": not gpu().has_mma}
     return matvec.geometry(*sizes, **options, **_of_device())
@@ -238,9 +230,8 @@ def _cores_load(c: Call) -> int:
     return matvec.order(c.w.whole_N, c.K, size)[0] * size
 
 
-def _check_mma(c: Call, norm: int) -> None:
+def _mma_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     _on_tensor_cores(c)
-    outputs = c.N * (2 if c.up else 1)
     if c.operand and c.operand.width:
         raise UnsupportedCall(FLOATS_ALONE)
     if c.up and c.residual is not None:
@@ -251,9 +242,6 @@ def _check_mma(c: Call, norm: int) -> None:
             f"{mma.MAX_NORMED:,} inputs and less than {mma.MANY_COLUMNS:,} outputs: use rmsnorm "
             "before it"
         )
-
-
-def _mma_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     columns = mma.PAIRED_COLUMNS if c.up else mma.COLUMNS
     sizes, operand = (c.M, outputs, c.K, c.w.dtype), c.operand is not None
     more: Any = {"columns": columns, "overlaps": gpu().has_overlap, **_of_device()}
@@ -265,12 +253,14 @@ def _of_device() -> dict[str, int]:
     return {"sms": device_attribute("MultiProcessorCount"), "max_shared": max_shared}
 
 
-CORES = FewRows(matvec.FILE, _check_cores, _cores_geometry, _cores_load)
-MMA = FewRows(mma.FILE, _check_mma, _mma_geometry, lambda c: mma.LOADED, ("x_scale",))
+CORES = FewRows(matvec.FILE, _cores_geometry, _cores_load)
+MMA = FewRows(mma.FILE, _mma_geometry, lambda c: mma.LOADED, ("x_scale",))
 
 
 def _on_tensor_cores(c: Call) -> None:
-    """Raise UnsupportedCall if the tensor-core decoding kernels do not support the GPU or K."""
+    """Raise UnsupportedCall if the tensor-core decoding kernels do not support w, the GPU or K."""
+    if c.w.dtype == GGUF:
+        raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
     if not gpu().has_mma:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant matvec")
     multiple = mma.LOADED // itemsize_of(c.w.dtype)
@@ -306,8 +296,7 @@ def _check_sizes(c: Call) -> None:
 
 def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma_tiles.cu."""
-    if c.w.dtype == GGUF:
-        raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
+    _on_tensor_cores(c)
     if c.gamma is not None:
         raise UnsupportedCall(
             "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
@@ -320,7 +309,6 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
         raise UnsupportedCall(
             "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"
         )
-    _on_tensor_cores(c)
     check_addresses(c, "w", "x", "up")
     gated = c.up is not None
     sizes = c.M, c.N * (1 + gated), c.K, c.w.dtype

@@ -371,16 +371,10 @@ def rmsnorm_matmul(
     sizes or the GPU allow no other variant. The last bits of a row can depend on the number of
     rows.
     """
-    return call(
-        OPERATION,
-        (in_rows(x), *contiguous(gamma), w),
-        eps=eps,
-        head_dim=head_dim,
-        start=start,
-        theta=theta,
-        half_split=half_split,
-        variant=variant,
-    ).out
+    inputs = (in_rows(x), *contiguous(gamma), w)
+    rotation: dict[str, Any] = {"head_dim": head_dim, "start": start, "theta": theta}
+    rotation |= {"half_split": half_split, "variant": variant}
+    return call(OPERATION, inputs, eps=eps, **rotation).out
 
 
 @overload
