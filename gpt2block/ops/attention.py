@@ -465,16 +465,9 @@ def hi_lo_fits(head_size: int) -> bool:
 
 
 VARIANTS = (_mha, _naive, _online, _mma, _wgmma)
-OPTIONS = {
-    "n_head": REQUIRED,
-    "causal": REQUIRED,
-    "n_kv_head": None,
-    "max_seqlen": None,
-    "softmax_scale": None,
-    "window": None,
-    "variant": None,
-    "block": None,
-}
+OPTIONS = {"n_head": REQUIRED, "causal": REQUIRED} | dict.fromkeys(
+    ("n_kv_head", "max_seqlen", "softmax_scale", "window", "variant", "block")
+)
 VARLEN = Operation(
     name="attention_varlen", variants=VARIANTS, options=OPTIONS, prepare=_prepare_varlen
 )

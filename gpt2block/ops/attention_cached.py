@@ -505,33 +505,18 @@ def _copy(c: Call) -> Launch:
     return launch_at(APPEND, geometry, args, T, cache=c.fp8_cache)
 
 
-_OPTIONS = {
-    "n_head": REQUIRED,
-    "longest": REQUIRED,
-    "softmax_scale": None,
-    "window": None,
-    "kv_dtype": None,
-    "variant": None,
-}
+_OPTIONS = {"n_head": REQUIRED, **dict.fromkeys(("softmax_scale", "window", "kv_dtype"))}
+_OF_SEVERAL = {**_OPTIONS, "longest": REQUIRED, "variant": None}
 ATTENTION_PACKED = Operation(
-    name="attention_packed", variants=(_tiles, _mma, _wgmma), options=_OPTIONS, prepare=_packed
+    name="attention_packed", variants=(_tiles, _mma, _wgmma), options=_OF_SEVERAL, prepare=_packed
 )
 ATTENTION_QUERIES = Operation(
-    name="attention_queries", variants=(_tiles, _mma, _wgmma), options=_OPTIONS, prepare=_queries
+    name="attention_queries", variants=(_tiles, _mma, _wgmma), options=_OF_SEVERAL, prepare=_queries
 )
 ATTENTION_SPLIT = Operation(
     name="attention_split",
     variants=(_split,),
-    options={
-        "n_head": REQUIRED,
-        "softmax_scale": None,
-        "window": None,
-        "to_operand": None,
-        "kv_dtype": None,
-        "together": 1,
-        "serves": None,
-        "to_peers": None,
-    },
+    options={**_OPTIONS, "together": 1, **dict.fromkeys(("to_operand", "serves", "to_peers"))},
 )
 KV_APPEND = Operation(
     name="kv_append", variants=(_append, _append_hi_lo), options={"kv_dtype": None}
@@ -552,13 +537,7 @@ KV_COPY = Operation(
 OPERATION = Operation(
     name="attention_cached",
     variants=(_tiles,),
-    options={
-        "start": REQUIRED,
-        "n_head": REQUIRED,
-        "softmax_scale": None,
-        "window": None,
-        "kv_dtype": None,
-    },
+    options={"start": REQUIRED, **_OPTIONS},
     prepare=_one_sequence,
     parts=(_wgmma_few,),
     steps=(

@@ -368,13 +368,7 @@ def _check_up(c: Call) -> None:
 OPERATION = Operation(
     name="gemm",
     variants=(_mma, _wgmma),
-    options={
-        "gelu": False,
-        "split_k": False,
-        "dtype": None,
-        "variant": None,
-        "bound": None,
-    },
+    options={"gelu": False, "split_k": False, **dict.fromkeys(("dtype", "variant", "bound"))},
     prepare=_prepare,
     parts=(_mma_hi_lo, _wgmma_hi_lo, _wgmma_fp8, _wgmma_gguf, gguf.widen, gguf.pack),
     steps=(TO_HI_LO, TAKE, WIDEN, STORE),

@@ -326,17 +326,8 @@ def layernorm_bound(gamma: Any, beta: Any) -> float:
 OPERATION = Operation(
     name="layernorm",
     variants=(_threads, _three, _one_warp, _one_pass, _blocks, _rows, _narrow, _decode),
-    options={
-        "eps": REQUIRED,
-        "variant": None,
-        "block": None,
-        "stats": True,
-        "mean": None,
-        "rstd": None,
-        "dtype": None,
-        "bound": None,
-        "to_operand": None,
-    },
+    options={"eps": REQUIRED, "stats": True}
+    | dict.fromkeys(("variant", "block", "mean", "rstd", "dtype", "bound", "to_operand")),
     prepare=_prepare,
     parts=(_skeleton,),
     workload=Workload(

@@ -578,17 +578,8 @@ LINEAR_ROPE = Operation(
 OPERATION = Operation(
     name="linear",
     variants=(*(engine.then(add) for engine in ENGINES), _tiles),
-    options={
-        "gelu": False,
-        "eps": 1e-5,
-        "variant": None,
-        "decoding": False,
-        "operand": None,
-        "to_operand": None,
-        "x_bound": None,
-        "x_dtype": None,
-        "to_peers": None,
-    },
+    options={"gelu": False, "eps": 1e-5, "decoding": False}
+    | dict.fromkeys(("variant", "operand", "to_operand", "x_bound", "x_dtype", "to_peers")),
     prepare=_prepare,
     parts=(*LINEAR_GGUF, *QKV_GGUF, *ROPE_GGUF, chunk_sums),
     steps=(

@@ -195,13 +195,7 @@ RMSNORM_SUMS = Operation(name="rmsnorm_sums", variants=(_sums,), options={"eps":
 OPERATION = Operation(
     name="rmsnorm",
     variants=(_rows, _stream),
-    options={
-        "eps": 1e-6,
-        "block": None,
-        "variant": None,
-        "dtype": None,
-        "to_operand": None,
-    },
+    options={"eps": 1e-6, **dict.fromkeys(("block", "variant", "dtype", "to_operand"))},
     prepare=_prepare,
     steps=(RMSNORM_SUMS, RMSNORM_ADD, RMSNORM_GROUPS, OPERAND),
     workload=Workload(

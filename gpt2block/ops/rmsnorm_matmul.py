@@ -300,14 +300,8 @@ def _variants(few: str, many: str, wgmma_kernel: str) -> tuple[Variant, ...]:
 OPERATION = Operation(
     name="rmsnorm_matmul",
     variants=_variants("rmsnorm_matvec", "rmsnorm_matmul_mma", "rmsnorm_matmul_wgmma"),
-    options={
-        "eps": 1e-6,
-        "head_dim": None,
-        "start": 0,
-        "theta": 10000.0,
-        "half_split": False,
-        "variant": None,
-    },
+    options={"eps": 1e-6, "start": 0, "theta": 10000.0, "half_split": False}
+    | dict.fromkeys(("head_dim", "variant")),
     prepare=_prepare_matmul,
     workload=Workload(
         document="kernl's Llama kernels",

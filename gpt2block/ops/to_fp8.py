@@ -84,14 +84,8 @@ ROW_NORMS = Operation(
 OPERATION = Operation(
     name="to_fp8",
     variants=(_element, _vectors),
-    options={
-        "format": "float8_e5m2",
-        "saturate": True,
-        "scale": None,
-        "layout": "KN",
-        "variant": None,
-        "block": None,
-    },
+    options={"format": "float8_e5m2", "saturate": True, "layout": "KN"}
+    | dict.fromkeys(("scale", "variant", "block")),
     prepare=_prepare,
     parts=(_absmax, gguf.row_norms),
     steps=(ROW_NORMS,),
