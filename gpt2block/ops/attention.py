@@ -37,13 +37,7 @@ from gpt2block.ops.engines.attention_tiles import (
     TENSOR_HEADS,
     AttentionSizes,
 )
-from gpt2block.ops.operation import (
-    REQUIRED,
-    Operation,
-    UnsupportedCall,
-    Workload,
-    variant,
-)
+from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.warm import call
 
 FILE = "learn/attention/skeleton.cu"

@@ -43,13 +43,7 @@ from gpt2block.ops.engines.attention_tiles import (
 )
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
-from gpt2block.ops.operation import (
-    REQUIRED,
-    Operation,
-    UnsupportedCall,
-    Workload,
-    variant,
-)
+from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import check_addresses, needs_mma, needs_wgmma
 from gpt2block.ops.short_conv import SHORT_CONV
 from gpt2block.ops.warm import call

@@ -65,9 +65,7 @@ class DraftTokens(NamedTuple):
         numbers = cupy.asarray(np.concatenate([*heads, *ids]))
         (B, H), K = self.history.shape, self.draft.shape[1]
         launch_at(
-            FILE,
-            Geometry("begin_drafts", (len(slots),), (COPYING,)),
-            (numbers, *self, B, H, K),
+            FILE, Geometry("begin_drafts", (len(slots),), (COPYING,)), (numbers, *self, B, H, K)
         ).run()
 
 

@@ -22,14 +22,7 @@ from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops import gguf
 from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import (
-    Operation,
-    Sizes,
-    UnsupportedCall,
-    Workload,
-    as_stated,
-    variant,
-)
+from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Workload, as_stated, variant
 from gpt2block.ops.warm import call
 
 FILE = "learn/embedding/encoder.cu"

@@ -29,13 +29,7 @@ from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums, che
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import count_define, rounds
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
-from gpt2block.ops.products import (
-    check_addresses,
-    filled,
-    gate_define,
-    needs_mma,
-    storage_of,
-)
+from gpt2block.ops.products import check_addresses, filled, gate_define, needs_mma, storage_of
 
 FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
 BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"
@@ -106,12 +100,7 @@ def geometry(M: int, C: int, H: int, dtype: str, of: GpuLimits) -> Geometry | No
 
 def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geometry:
     """Return the launch geometry, a cluster per split of H. shared: bytes per block."""
-    defines = (
-        ("DECODE_K", C),
-        ("DECODE_ROWS", rows),
-        ("FF_H", H),
-        ("FF_CLUSTER", cluster.blocks),
-    )
+    defines = (("DECODE_K", C), ("DECODE_ROWS", rows), ("FF_H", H), ("FF_CLUSTER", cluster.blocks))
     grid, block = (cluster.blocks * mma.splits(H)[0],), (WARP * mma.splits(C)[0],)
     return Geometry(KERNEL, grid, block, shared, defines)
 

@@ -16,13 +16,7 @@ import numpy as np
 
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import (
-    CudaArray,
-    alignment,
-    check,
-    contiguous,
-    device_attribute,
-)
+from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, device_attribute
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.cuda.launch_lines import stated_launch
 from gpt2block.errors import InputError

@@ -14,13 +14,7 @@ from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_a
 from gpt2block.cuda.kernels import Geometry, Launch, launch_at, size_defines
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.rows import WARP
-from gpt2block.ops.operation import (
-    Operation,
-    UnsupportedCall,
-    Workload,
-    as_stated,
-    variant,
-)
+from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, as_stated, variant
 from gpt2block.ops.products import count_tiles, fastest
 from gpt2block.ops.warm import call
 
@@ -122,11 +116,7 @@ OPERATION = Operation(
         traffic=lambda s: 4 * (s["M"] * s["K"] + s["K"] * s["N"] + s["M"] * s["N"]),
         flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
         bound="compute",
-        small=(
-            {"M": 1, "K": 5, "N": 7},
-            {"M": 17, "K": 40, "N": 19},
-            {"M": 33, "K": 70, "N": 130},
-        ),
+        small=({"M": 1, "K": 5, "N": 7}, {"M": 17, "K": 40, "N": 19}, {"M": 33, "K": 70, "N": 130}),
         arrays={"a": "A", "w": "B", "out": "C"},
     ),
 )

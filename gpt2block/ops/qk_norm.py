@@ -15,12 +15,7 @@ from math import ceil, gcd
 import numpy as np
 
 from gpt2block.checks import normed_together
-from gpt2block.cuda.arrays import (
-    CudaArray,
-    contiguous,
-    device_attribute,
-    same_memory,
-)
+from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, same_memory
 from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import checked_heads
@@ -145,9 +140,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPTIONS = {"n_head": REQUIRED, "n_kv_head": REQUIRED, "eps": 1e-6, "values": False}
 QK_NORM_ROPE = Operation(
-    name="qk_norm_rope",
-    variants=(_rope,),
-    options={**OPTIONS, "queries": False},
+    name="qk_norm_rope", variants=(_rope,), options={**OPTIONS, "queries": False}
 )
 QK_NORM_APPEND = Operation(
     name="qk_norm_append",

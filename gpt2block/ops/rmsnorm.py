@@ -40,12 +40,7 @@ MAX_THREADS = 1024  # threads per row if the row does not fit in registers
 
 @lru_cache(maxsize=1024)
 def choose_geometry(
-    rows: int,
-    C: int,
-    width: int,
-    sms: int,
-    block: int | None = None,
-    residual: bool = False,
+    rows: int, C: int, width: int, sms: int, block: int | None = None, residual: bool = False
 ) -> Geometry:
     """Geometry of variant `rows` for `rows` rows of C channels on `sms` multiprocessors.
 

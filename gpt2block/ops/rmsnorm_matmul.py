@@ -30,14 +30,7 @@ from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.engines import rmsnorm_matvec as matvec
 from gpt2block.ops.engines import rmsnorm_mma as mma
 from gpt2block.ops.engines import rmsnorm_wgmma as wgmma
-from gpt2block.ops.operation import (
-    Operation,
-    Sizes,
-    UnsupportedCall,
-    Variant,
-    Workload,
-    variant,
-)
+from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Variant, Workload, variant
 from gpt2block.ops.products import MULTIPLE, SMALL, gate_define, needs_wgmma, storage_of
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rope import OPERATION as ROPE

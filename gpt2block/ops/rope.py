@@ -51,14 +51,7 @@ def exponent_step(theta: float, D: int) -> tuple[float, float]:
 
 @lru_cache(maxsize=1024)
 def choose_geometry(
-    B: int,
-    T: int,
-    H: int,
-    D: int,
-    half_split: bool,
-    width: int,
-    sms: int,
-    block: int | None = None,
+    B: int, T: int, H: int, D: int, half_split: bool, width: int, sms: int, block: int | None = None
 ) -> Geometry:
     """Return the geometry for B sequences of T positions and H heads of D channels.
 

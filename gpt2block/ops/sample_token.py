@@ -25,14 +25,7 @@ from gpt2block.ops.drafts import TAKE_DRAFTS, TAKEN_ROWS
 from gpt2block.ops.engines.rows import MAX_ROWS, check_rows
 from gpt2block.ops.operation import Inputs, Operation, Workload, variant
 from gpt2block.ops.workload import draw_stable
-from gpt2block.sampling import (
-    CHANGES,
-    Sampling,
-    changes,
-    check_step,
-    parameters,
-    rows_of,
-)
+from gpt2block.sampling import CHANGES, Sampling, changes, check_step, parameters, rows_of
 
 FILE = "tokens/sample.cu"
 SLOTS_FILE = "tokens/slots.cu"

@@ -75,9 +75,7 @@ def _row_norms(c: Call) -> Any:
 
 
 ROW_NORMS = Operation(
-    name="row_norms",
-    variants=(_row_norms,),
-    line="w rows K N; gamma f32 K -> squares f32 N",
+    name="row_norms", variants=(_row_norms,), line="w rows K N; gamma f32 K -> squares f32 N"
 )
 
 

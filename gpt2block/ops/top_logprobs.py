@@ -35,10 +35,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 TOP_LOGPROBS = Operation(
-    name="top_logprobs",
-    variants=(_block,),
-    options={"K": MAX_ALTERNATIVES},
-    prepare=_prepare,
+    name="top_logprobs", variants=(_block,), options={"K": MAX_ALTERNATIVES}, prepare=_prepare
 )
 
 

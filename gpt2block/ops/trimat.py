@@ -12,11 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.cuda.arrays import (
-    CudaArray,
-    device_attribute,
-    on_16_bytes,
-)
+from gpt2block.cuda.arrays import CudaArray, device_attribute, on_16_bytes
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
@@ -172,10 +168,7 @@ OPERATION = Operation(
 
 
 def trimat(
-    qkv: CudaArray,
-    fill: float | None = None,
-    variant: str | None = None,
-    block: int | None = None,
+    qkv: CudaArray, fill: float | None = None, variant: str | None = None, block: int | None = None
 ) -> CudaArray:
     """Compute `reference.trimat` on a float32 CuPy array. Raises InputError.
 
