@@ -1429,11 +1429,7 @@ def blocks_matmul(x: Array, w: NDArray[np.uint8]) -> Array:
 @takes("x any ... T C")
 def block_forward(x: Array, w: BlockWeights, causal: bool = False) -> Array:
     """Compute GPT-2's ten-step Pre-LN block. x (T, C) or (B, T, C) → shape and dtype of x."""
-    if not hasattr(w, "w_qkv") or w.n_embd != x.shape[-1]:
-        width = getattr(w, "n_embd", None)
-        raise InputError(
-            f"w: expected BlockWeights as wide as x, {x.shape[-1]}, got {type(w).__name__}, {width}"
-        )
+    _check_weights(x, w, "BlockWeights", "w_qkv")
     w = w.astype(x.dtype)
     ln1 = layernorm(x, w.gamma1, w.beta1, w.eps)
     qkv = matmul_bias(ln1, w.w_qkv, w.b_qkv)
@@ -1451,11 +1447,7 @@ def llama_block_forward(
     x: Array, w: LlamaBlockWeights, positions: Integers, causal: bool = True
 ) -> Array:
     """Compute a Llama block. x (T, C) or (B, T, C), positions (T,) → shape and dtype of x."""
-    if not hasattr(w, "w_gate") or w.n_embd != x.shape[-1]:
-        raise InputError(
-            f"w: expected LlamaBlockWeights as wide as x, {x.shape[-1]}, got {type(w).__name__}, "
-            f"{getattr(w, 'n_embd', None)}"
-        )
+    _check_weights(x, w, "LlamaBlockWeights", "w_gate")
     w = w.astype(x.dtype)
     rms1 = rmsnorm(x, w.gamma1, w.eps)
     qkv = matmul_bias(rms1, w.w_qkv, w.b_qkv)
@@ -1467,6 +1459,15 @@ def llama_block_forward(
     up = matmul_bias(rms2, w.w_up, w.b_up)
     ff = silu_mul(gate, up)
     return add(x1, matmul_bias(ff, w.w_down, w.b_down))
+
+
+def _check_weights(x: Array, w: Any, kind: str, tensor: str) -> None:
+    """Raise InputError unless w has this tensor of its kind, and the width of x."""
+    width = getattr(w, "n_embd", None)
+    if not hasattr(w, tensor) or width != x.shape[-1]:
+        raise InputError(
+            f"w: expected {kind} as wide as x, {x.shape[-1]}, got {type(w).__name__}, {width}"
+        )
 
 
 def all_gathered(shards: Sequence[Array], residual: Array | None = None) -> Array:
