@@ -85,12 +85,10 @@ def geometry(M: int, C: int, H: int, dtype: str, of: GpuLimits) -> Geometry | No
 
     dtype: dtype of the weights. of: limits of the GPU.
     """
-    if M > MAX_ROWS or dtype not in DTYPES or C > MAX_CHANNELS or C % MULTIPLE:
-        return None
-    if not _has_equal_splits(H):
+    if dtype not in DTYPES or C % MULTIPLE:
         return None
     rows = power_of_two(M)
-    for cluster in _clusters(M, of):
+    for cluster in _clusters(M, C, H, of):
         shared = shared_bytes(rows, C, H, dtype, cluster)
         if shared <= of.max_shared and registers(C, H, dtype, cluster) <= MAX_REGISTERS:
             launch_geometry = geometry_of(rows, C, H, cluster, shared)
@@ -124,15 +122,16 @@ def registers(C: int, H: int, dtype: str, cluster: Cluster) -> int:
     return (2 * own * mma.UNIT // mma.ROW_GROUP + last) * mma.ROW_GROUP * weight // (4 * WARP)
 
 
-def _clusters(M: int, of: GpuLimits) -> list[Cluster]:
-    """Return the clusters that a GPU with these limits can run, fastest first."""
+def _clusters(M: int, C: int, H: int, of: GpuLimits) -> list[Cluster]:
+    """Return the clusters that a GPU with these limits can run, fastest first.
+
+    There are none for too many rows or channels, or if the splits of H are not equal.
+    """
+    parts, each = mma.splits(H)
+    if M > MAX_ROWS or C > MAX_CHANNELS or parts * each * mma.UNIT != H:
+        return []
     most = of.most_clustered if of.sms >= WHOLE else min(of.most_clustered, PORTABLE)
     return [each for each in (ONE_ROW if M == 1 else MORE_ROWS) if each.blocks <= most]
-
-
-def _has_equal_splits(H: int) -> bool:
-    parts, each = mma.splits(H)
-    return parts * each * mma.UNIT == H
 
 
 def _split(H: int, cluster: Cluster) -> tuple[int, int]:
@@ -154,10 +153,10 @@ def blocks_geometry(
 
     types: GGUF types of w_gate (and w_up), and of w_down. terms: 16-bit terms per value of x.
     """
-    if M > MAX_ROWS or C > MAX_CHANNELS or C % blocks.COLUMNS or not _has_equal_splits(H):
+    if C % blocks.COLUMNS:
         return None
     rows = power_of_two(M)
-    for cluster in _clusters(M, of):
+    for cluster in _clusters(M, C, H, of):
         shared = blocks_shared_bytes(rows, C, H, types, terms, cluster.blocks)
         if shared <= of.max_shared:
             shared = filled(of.max_shared, 2 if M == 1 else 1, shared)
