@@ -38,6 +38,7 @@ from gpt2block.ops.engines.attention_tiles import (
     AttentionSizes,
 )
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
+from gpt2block.ops.products import needs_mma, needs_wgmma
 from gpt2block.ops.warm import call
 
 FILE = "learn/attention/skeleton.cu"
@@ -58,6 +59,8 @@ MAX_BATCH = MAX_BLOCKS[1]  # maximum sequences of variant mha
 BLOCK = 256  # threads per block of variant mha; default threads of variant naive
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 ONLINE_BLOCKS = (32, 64, 128, 256)
+OF_HI_LO = "Ootomo and Yokota (2022), for hi/lo matrices"  # source of variants
+OF_WGMMA: Any = {"block": tiles.WGMMA_THREADS, "source": "gpt2block", "dtypes": SIXTEEN_BITS}
 MMA_THREADS = 128  # threads per block with any tile of `MMA_TILES`
 
 
@@ -204,10 +207,7 @@ def _online(c: Call) -> Launch:
 
 
 def _fit_mma(c: Call) -> None:
-    if not gpu().has_mma:
-        raise UnsupportedCall(
-            "needs a GPU of compute capability 8.0 or newer: use float32 and variant online"
-        )
+    needs_mma(": use float32 and variant online")
     _fit_dtype(c, *SIXTEEN_BITS, HI_LO)
     heads = TENSOR_HEADS if c.storage == HI_LO else MMA_HEADS
     if c.HS not in heads:
@@ -217,12 +217,7 @@ def _fit_mma(c: Call) -> None:
         )
 
 
-@variant(
-    "mma_fp32",
-    MMA_HI_LO,
-    "attention_fp32_mma",
-    source="Ootomo and Yokota (2022), for hi/lo matrices",
-)
+@variant("mma_fp32", MMA_HI_LO, "attention_fp32_mma", source=OF_HI_LO)
 def _hi_lo(c: Call) -> Launch:
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     one_scale = c.qkv.one_scale is not None
@@ -244,12 +239,7 @@ def _mma(c: Call) -> Any:
     return launch_at(MMA, tiles.scored(geometry, c), args, c.storage)
 
 
-@variant(
-    "wgmma_fp32",
-    WGMMA_HI_LO,
-    "attention_fp32_wgmma",
-    source="Ootomo and Yokota (2022), for hi/lo matrices",
-)
+@variant("wgmma_fp32", WGMMA_HI_LO, "attention_fp32_wgmma", source=OF_HI_LO)
 def _wgmma_hi_lo(c: Call) -> Launch:
     if c.HS != tiles.WGMMA_HI_LO_HEAD:
         raise UnsupportedCall(
@@ -265,32 +255,17 @@ def _wgmma_hi_lo(c: Call) -> Launch:
     return launch_at(WGMMA_HI_LO, tiles.scored(geometry, c), args, "float16")
 
 
-@variant(
-    "wgmma_few",
-    WGMMA_ALTERNATE,
-    "attention_wgmma_alternate",
-    block=tiles.WGMMA_THREADS,
-    source="gpt2block",
-    dtypes=SIXTEEN_BITS,
-)
+@variant("wgmma_few", WGMMA_ALTERNATE, "attention_wgmma_alternate", **OF_WGMMA)
 def _wgmma_few(c: Call) -> Launch:
     """Launch the kernel that variant `wgmma` selects if few sequences make this kernel faster."""
     sms = device_attribute("MultiProcessorCount")
     return _wgmma_launch(c, WGMMA_ALTERNATE, *tiles.alternate_geometry(c.sizes, sms=sms))
 
 
-@variant(
-    "wgmma",
-    WGMMA,
-    "attention_wgmma",
-    block=tiles.WGMMA_THREADS,
-    source="gpt2block",
-    dtypes=SIXTEEN_BITS,
-)
+@variant("wgmma", WGMMA, "attention_wgmma", **OF_WGMMA)
 def _wgmma(c: Call) -> Any:
     _fit_mma(c)
-    if not gpu().has_wgmma:
-        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+    needs_wgmma(": use variant mma")
     if c.HS not in TENSOR_HEADS:
         raise UnsupportedCall(
             f"head size {c.HS}: takes {' and '.join(map(str, TENSOR_HEADS))}: use variant mma"

@@ -17,12 +17,13 @@ import numpy as np
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, device_attribute
-from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, size_defines
 from gpt2block.cuda.launch_lines import stated_launch
 from gpt2block.errors import InputError
 from gpt2block.models.weights.conversions import vector_width
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, storage
+from gpt2block.ops.elementwise import CHALLENGE
 from gpt2block.ops.engines.rows import check_rows, share
 from gpt2block.ops.hi_lo import check_one_scale
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
@@ -38,7 +39,8 @@ from gpt2block.ops.products import check_addresses
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
 
-LADDER, WARP = "learn/layernorm/ladder.cu", "learn/layernorm/warp.cu"
+SKELETON, LADDER = "learn/layernorm/skeleton.cu", "learn/layernorm/ladder.cu"
+WARP, ROWS = "learn/layernorm/warp.cu", "norms/layernorm_rows.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 SKELETON_BLOCK = 256
 KEPT = 64  # maximum bytes of a row that a thread of kernel 6 keeps in registers
@@ -143,13 +145,7 @@ def _options(c: Call) -> bool:
     return bool(c.requested or c.mean is not None or c.rstd is not None)
 
 
-@variant(
-    "skeleton",
-    "learn/layernorm/skeleton.cu",
-    "layernorm768_kernel",
-    "layernorm_kernel",
-    source="LeetGPU's GPT-2 block challenge",
-)
+@variant("skeleton", SKELETON, "layernorm768_kernel", "layernorm_kernel", source=CHALLENGE)
 def _skeleton(c: Call) -> Launch:
     if _options(c):
         raise UnsupportedCall("block, mean and rstd need a variant: pass variant=1 to 6")
@@ -157,8 +153,8 @@ def _skeleton(c: Call) -> Launch:
     name, width = ("layernorm768_kernel", ()) if c.C == 768 else ("layernorm_kernel", (c.C,))
     args = (c.x, c.output("out"), c.gamma, c.beta, c.rows, *width)
     defines = (("LN_EPS", f"{c.eps!r}f"),)
-    file, block = "learn/layernorm/skeleton.cu", (SKELETON_BLOCK,)
-    return launch_at(file, Geometry(name, (c.rows,), block, defines=defines), args)
+    geometry = Geometry(name, (c.rows,), (SKELETON_BLOCK,), defines=defines)
+    return launch_at(SKELETON, geometry, args)
 
 
 def _float_args(c: Call) -> tuple[object, ...]:
@@ -203,14 +199,7 @@ _blocks = as_stated(
 )
 
 
-@variant(
-    "6",
-    "norms/layernorm_rows.cu",
-    "layernorm_forward_kernel6",
-    blocks=BLOCKS,
-    block=64,
-    source="gpt2block",
-)
+@variant("6", ROWS, "layernorm_forward_kernel6", blocks=BLOCKS, block=64, source="gpt2block")
 def _rows(c: Call) -> Launch:
     """Launch kernel 6, compiled with constants for C and the alignment of the arrays."""
     if not c.stats and (c.mean is not None or c.rstd is not None):
@@ -225,14 +214,10 @@ def _rows(c: Call) -> Launch:
         )
     block = max(c.block, shape.threads)
     rows = block // shape.threads
-    names = ("LN_WIDTH", "LN_THREADS", "LN_VECTORS", "LN_ROWS")
-    defines = tuple(zip(names, (*shape, rows), strict=True))
-    file, kernel, grid = (
-        "norms/layernorm_rows.cu",
-        "layernorm_forward_kernel6",
-        (ceil(c.rows / rows),),
-    )
-    return launch_at(file, Geometry(kernel, grid, (block,), defines=defines), _every(c), c.storage)
+    defines = (*size_defines("LN", shape, "width threads vectors"), ("LN_ROWS", rows))
+    grid = (ceil(c.rows / rows),)
+    geometry = Geometry("layernorm_forward_kernel6", grid, (block,), defines=defines)
+    return launch_at(ROWS, geometry, _every(c), c.storage)
 
 
 @variant(

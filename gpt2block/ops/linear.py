@@ -59,6 +59,7 @@ from gpt2block.ops.products import (
     Parts,
     check_addresses,
     gate_define,
+    needs_mma,
     needs_wgmma,
     storage_of,
 )
@@ -261,8 +262,7 @@ def _on_tensor_cores(c: Call) -> None:
     """Raise UnsupportedCall if the tensor-core decoding kernels do not support w, the GPU or K."""
     if c.w.dtype == GGUF:
         raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
-    if not gpu().has_mma:
-        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant matvec")
+    needs_mma(": use variant matvec")
     multiple = mma.LOADED // itemsize_of(c.w.dtype)
     if c.K % multiple:
         raise UnsupportedCall(
