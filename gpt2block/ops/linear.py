@@ -296,7 +296,6 @@ def _check_sizes(c: Call) -> None:
 
 def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma_tiles.cu."""
-    _on_tensor_cores(c)
     if c.gamma is not None:
         raise UnsupportedCall(
             "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
@@ -309,6 +308,7 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
         raise UnsupportedCall(
             "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"
         )
+    _on_tensor_cores(c)
     check_addresses(c, "w", "x", "up")
     gated = c.up is not None
     sizes = c.M, c.N * (1 + gated), c.K, c.w.dtype
