@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2block.cuda.arrays import check_address, device_attribute
 from gpt2block.cuda.cards import gpu
@@ -336,6 +336,7 @@ def _check_sums(c: Call) -> None:
 
 def _check_sums_of_blocks(c: Call) -> None:
     _check_sums(c)
+    c.rounded = rounds(c.x_dtype, c.w.dtype)
     check_addresses(c, "sums")
     if c.w_down is not None and c.w_down.dtype != GGUF:
         raise UnsupportedCall(
@@ -397,7 +398,7 @@ def _linear_sums(c: Call) -> Launch:
 def _linear_blocks(c: Call) -> Launch:
     _check_sums_of_blocks(c)
     check_addresses(c, "x", "w")
-    return blocks.launch(c, add_sums(c), rounded=rounds(c.x_dtype, c.w.dtype))
+    return blocks.launch(c, add_sums(c))
 
 
 @variant("rope_sums", mma.FILE, mma.KERNEL)
@@ -416,8 +417,7 @@ def _rope_blocks(c: Call) -> Launch:
         raise UnsupportedCall("a GgufMatrix: expected no norms of heads")
     check_addresses(c, "x", "gamma", "w")
     check_address("by", c.by, 8)
-    norm: Any = {"gamma": c.gamma, "eps": c.eps}
-    return blocks.launch(c, append_sums(c), rounded=rounds(c.x_dtype, c.w.dtype), **norm)
+    return blocks.launch(c, append_sums(c))
 
 
 def _prepare_rope(unchecked: UncheckedCall) -> Call:

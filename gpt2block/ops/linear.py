@@ -341,14 +341,11 @@ def _by_mma_gguf(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma_gguf.cu."""
     if c.operand or c.to_operand:
         raise UnsupportedCall("takes and gives floats")
-    norm: dict[str, Any] = {"workspace": vars(c).get("workspace")}
     end = epilogue(c)
-    if not end.head:
-        norm |= {"gamma": c.gamma, "beta": c.beta, "eps": c.eps, "up": c.up}
-    check_addresses(c, "x", "w", *(name for name in ("gamma", "beta") if name in norm))
+    check_addresses(c, "x", "w", "gamma", "beta")
     if end.head:
         check_address("by", c.by, 8)
-    return blocks.launch(c, end, bias=c.bias, rounded=c.rounded, **norm)
+    return blocks.launch(c, end)
 
 
 class Engine(NamedTuple):
