@@ -379,9 +379,7 @@ def test_keys_and_values_go_to_the_cache_too(
     kept = [cp.full((6, n_ctx, NKV * HS), 7, x.dtype) for _ in range(4)]
     ops.kv_append(x[:-20], kept[0], kept[1], *(each[:-20] for each in places))
     for few in (False, True) if HS == 64 else (False,):
-        monkeypatch.setattr(
-            "gpt2block.ops.engines.attention_tiles.alternates", lambda *_, way=few: way
-        )
+        monkeypatch.setattr(MODULE.tiles, "alternates", lambda *_, way=few: way)
         for array in kept[2:]:
             array.fill(7)
         out = VARLEN.bind((x, starts, *kept[2:], *places), **sizes).run()
