@@ -54,14 +54,8 @@ APPEND = "attention/cache/kv_cache.cu"
 APPEND_HI_LO = "attention/cache/kv_cache_hi_lo.cu"
 LARGEST_HEAD = 512  # maximum channels per head of variants tiles and split
 LARGEST_STATIC = 256  # maximum channels per head for which split has static shared memory
-TILE_SIZES = (
-    (4, 64),
-    (2, 64),
-    (4, 32),
-    (1, 64),
-    (2, 32),
-    (1, 32),
-)  # (warps, keys), largest tile first
+# (warps, keys), largest tile first
+TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))
 SPLIT_KEYS = 32  # keys per split; one warp of kernel `split` processes a split
 SPAN_SPLITS = 32  # splits whose results are combined at a time
 SPLIT_WARPS = 4  # warps per block on a GPU with clusters; on other GPUs the minimum
@@ -236,15 +230,13 @@ def _check_head(HS: int) -> None:
         raise InputError(f"head size {HS}: attention over a kv_cache takes at most {LARGEST_HEAD}")
 
 
-def _heads(name: str, Q: int, n_head: object, C: int) -> tuple[int, int, int]:
+def _heads(name: str, Q: int, n_head: int, C: int) -> tuple[int, int, int]:
     """Return n_head, n_kv_head and head size for Q channels of queries and C channels of K.
 
     name: argument with the queries, for the InputError if the sizes do not fit.
     """
-    expected = f"a divisor of the {Q} channels of queries"
-    n_head = check_integer("n_head", n_head, 1, math.inf, expected)
     if Q % n_head:
-        raise InputError(f"n_head: expected {expected}, got {n_head}")
+        raise InputError(f"n_head: expected a divisor of the {Q} channels of queries, got {n_head}")
     HS = Q // n_head
     if C % HS or n_head % (C // HS):
         raise InputError(
@@ -471,9 +463,8 @@ def _round(c: Call) -> Launch:
     check_format(c.fp8_cache)
     if c.storage == "float32":
         check("qkv", c.qkv, dtype=CACHE_WITH_FP8)
-    n_head = check_integer("n_head", c.n_head, 1, math.inf, "a number of heads")
-    n_kv_head = check_integer("n_kv_head", c.n_kv_head, 1, n_head, f"at most n_head {n_head}")
-    heads = n_head + 2 * n_kv_head
+    n_kv_head = check_integer("n_kv_head", c.n_kv_head, 1, c.n_head, f"at most n_head {c.n_head}")
+    heads = c.n_head + 2 * n_kv_head
     if c.W % heads:
         raise InputError(f"qkv: expected (N, W) of {heads} heads, got {c.qkv.shape}")
     C = c.W // heads * n_kv_head

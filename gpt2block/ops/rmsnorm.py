@@ -25,7 +25,7 @@ from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.engines.linear_mma import HALF_SPLITS
-from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, check_rows, share
+from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, ROW_BLOCKS, check_rows, share
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale, written_dtype
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.products import check_addresses
@@ -34,7 +34,6 @@ from gpt2block.ops.warm import call
 FILE = "norms/rmsnorm.cu"
 STREAM = "norms/rmsnorm_stream.cu"
 MAX_STREAM_THREADS = 256
-BLOCKS = (32, 64, 128, 256, 512)
 MAX_THREADS = 1024  # threads per row if the row does not fit in registers
 
 
@@ -65,7 +64,7 @@ def choose_geometry(
     )
 
 
-@variant("rows", FILE, "rmsnorm_rows", blocks=BLOCKS)
+@variant("rows", FILE, "rmsnorm_rows", blocks=ROW_BLOCKS)
 def _rows(c: Call) -> Launch:
     if c.residual is not None:
         c.output("total")
