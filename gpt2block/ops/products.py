@@ -28,6 +28,9 @@ class Parts(NamedTuple):
     dtype: str = HI_LO
 
 
+WITH_DATA = WeightMatrix, Parts
+
+
 def needs_mma(instead: str = "") -> None:
     """Raise UnsupportedCall on a GPU without mma.sync of 16 bits. instead: advice."""
     if not gpu().has_mma:
@@ -88,13 +91,17 @@ def filled(max_shared: int, blocks: int, shared: int) -> int:
     return max(shared, room(max_shared, blocks + 1) + 1)
 
 
-def check_addresses(c: Call, *names: str, loaded: int = 16) -> None:
-    """Raise InputError unless the named arrays and matrices are aligned to their loads.
+def check_addresses(c: Call, *names: str, loaded: int = 0) -> None:
+    """Raise InputError unless the named arrays and matrices are aligned to 16 bytes.
 
-    loaded: elements per load, of at most 16 bytes. An `out` that was not passed is allocated.
+    loaded: elements per load of arrays, which are aligned to a load if it has less than 16 bytes.
+    An `out` that was not passed is allocated.
     """
     for name in names:
         array = c.output("out") if name == "out" else getattr(c, name, None)
-        if array is not None:
-            array = array.data if isinstance(array, (WeightMatrix, Parts)) else array
+        if array is None:
+            continue
+        if loaded:
             check_address(name, array, min(16, loaded * array.itemsize))
+        else:
+            check_address(name, array.data if isinstance(array, WITH_DATA) else array)

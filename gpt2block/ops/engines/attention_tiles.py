@@ -242,6 +242,7 @@ def hi_lo_geometry(of: AttentionSizes, one_scale: bool, *, max_shared: int) -> t
     return Geometry("attention_fp32_mma", grid, (64 * warps,), shared, defines), of.together(4)
 
 
+@lru_cache(maxsize=1024)
 def wgmma_geometry(of: AttentionSizes, *, sms: int) -> tuple[Geometry, int]:
     """Return the geometry of variant `wgmma`, and how many heads take turns.
 
@@ -251,6 +252,7 @@ def wgmma_geometry(of: AttentionSizes, *, sms: int) -> tuple[Geometry, int]:
     return _of_tiles("attention_wgmma", of, WGMMA_TILE, shared, sms), of.together()
 
 
+@lru_cache(maxsize=1024)
 def alternate_geometry(of: AttentionSizes, *, sms: int) -> tuple[Geometry, int]:
     """Return the two values of `wgmma_geometry` for two warpgroups that alternate between keys.
 
