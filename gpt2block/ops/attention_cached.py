@@ -75,16 +75,12 @@ COPY_THREADS, COPY_BLOCKS = 256, 8  # threads per block; maximum blocks that cop
 START = 512  # position of the first query in the documented case
 
 
+Heads = tuple[int, int, int]  # heads of q, heads of k, channels per head
+
+
 @lru_cache(maxsize=1024)
 def tiles_geometry(
-    B: int,
-    longest: int,
-    NH: int,
-    NKV: int,
-    HS: int,
-    itemsize: int,
-    shared_limit: int,
-    narrow: bool = False,
+    B: int, longest: int, heads: Heads, itemsize: int, shared_limit: int, narrow: bool = False
 ) -> Geometry:
     """Return the geometry of variant `tiles` for B sequences of at most `longest` queries.
 
@@ -92,6 +88,7 @@ def tiles_geometry(
     memory that a block can have. The keys per tile, which alone determine the order of additions,
     follow from shared_limit, HS and itemsize. Raises InputError.
     """
+    NH, _, HS = heads
     _check_head(HS)
     for warps, keys in TILE_SIZES:
         pieces = itemsize < 4 and HS % (16 // itemsize) == 0 and HS <= tiles.ONE_TILE
@@ -105,24 +102,21 @@ def tiles_geometry(
             f"has {shared_limit:,} for them"
         )
     blocks = ceil(longest / (warps * tiles.warp_queries(HS)))
-    heads = B * NH
-    if heads > MAX_BLOCKS[0] or blocks > MAX_BLOCKS[1]:
+    if MAX_BLOCKS[0] < B * NH or blocks > MAX_BLOCKS[1]:
         raise InputError(
             f"B {B:,}, {NH:,} heads, longest {longest:,}: too many for a grid, which CUDA limits "
             f"to {MAX_BLOCKS[0]:,} heads of sequences and {MAX_BLOCKS[1]:,} blocks of each"
         )
-    defines = (*tiles.heads_defines(NH, NKV, HS), ("AO_WARPS", warps), ("AO_KEYS", keys))
+    defines = (*tiles.heads_defines(*heads), ("AO_WARPS", warps), ("AO_KEYS", keys))
     kernel = "attention_cached_narrow" if narrow else "attention_cached"
-    return Geometry(kernel, (heads, blocks), (32 * warps,), shared, defines)
+    return Geometry(kernel, (B * NH, blocks), (32 * warps,), shared, defines)
 
 
 @lru_cache(maxsize=1024)
 def split_geometry(
     M: int,
     n_ctx: int,
-    NH: int,
-    NKV: int,
-    HS: int,
+    heads: Heads,
     itemsize: int,
     sms: int,
     shared_limit: int,
@@ -132,10 +126,11 @@ def split_geometry(
     """Return the geometry of kernel `split` for M queries on a GPU with `sms` multiprocessors.
 
     clusters: whether the GPU has thread block clusters. shared_limit: bytes of shared memory that a
-    block can have. serves: heads of q per head of K in the whole model, if NH and NKV count the
-    heads of a share; None for NH / NKV. The order of additions depends only on HS and itemsize, and
+    block can have. serves: heads of q per head of K in the whole model, if `heads` are of a share,
+    or None. The order of additions depends only on the channels of a head and on itemsize, and
     with FP8 on whether a warp of the whole model has several heads of q.
     """
+    NH, NKV, HS = heads
     _check_head(HS)
     if max(M, NH) > MAX_BLOCKS[1]:
         raise InputError(f"M {M:,}, {NH:,} heads: expected at most {MAX_BLOCKS[1]:,} of each")
@@ -160,7 +155,7 @@ def split_geometry(
     else:
         warps, cluster = min(max(min(wanted, at_once), SPLIT_WARPS), held), 1
     defines = (
-        *tiles.heads_defines(NH, NKV, HS),
+        *tiles.heads_defines(*heads),
         ("AS_WIDTH", width),
         ("AS_QUERIES", queries),
         ("AS_WARPS", warps),
@@ -230,7 +225,7 @@ def _check_head(HS: int) -> None:
         raise InputError(f"head size {HS}: attention over a kv_cache takes at most {LARGEST_HEAD}")
 
 
-def _heads(name: str, Q: int, n_head: int, C: int) -> tuple[int, int, int]:
+def _heads(name: str, Q: int, n_head: int, C: int) -> Heads:
     """Return n_head, n_kv_head and head size for Q channels of queries and C channels of K.
 
     name: argument with the queries, for the InputError if the sizes do not fit.
@@ -272,7 +267,7 @@ def _tiles(c: Call) -> Launch:
     check_addresses(c, first, "k", "v", "out")
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     narrow = q.dtype.name != "float32"
-    geometry = tiles_geometry(c.B, c.longest, *heads, c.k.itemsize, limit, narrow)
+    geometry = tiles_geometry(c.B, c.longest, heads, c.k.itemsize, limit, narrow)
     args = (q, c.k, c.v, c.cu_seqlens, c.starts, c.out, q.shape[1], c.P, len(q), c.B, c.first)
     T = q.dtype.name if c.fp8_cache else storage(c.k)
     return launch_at(TILES, tiles.scored(geometry, c), args, T, cache=c.fp8_cache)
@@ -399,7 +394,7 @@ def _split(c: Call) -> Launch:
         check_integer("serves", c.serves, fewest, math.inf, expected)
     sms, clusters = device_attribute("MultiProcessorCount"), gpu().has_clusters
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
-    geometry = split_geometry(c.M, c.P, *heads, c.k.itemsize, sms, limit, clusters, c.serves)
+    geometry = split_geometry(c.M, c.P, heads, c.k.itemsize, sms, limit, clusters, c.serves)
     geometry = tiles.scored(geometry, c)
     if c.together > 1:
         geometry = geometry.with_defines((("AS_DRAFTS", 1),))

@@ -357,12 +357,17 @@ def _product(c: Call, epilogue: Epilogue) -> Launch:
     if c.N >= mma.MANY_COLUMNS:
         raise UnsupportedCall(f"{c.N:,} outputs: expected less than {mma.MANY_COLUMNS:,}")
     D, normed = epilogue.head, "gamma_q" in epilogue.args
+    possible = normed_columns(D) if normed else mma.COLUMNS
+    if not possible:
+        raise UnsupportedCall(
+            f"heads of {D} channels: expected a multiple of 8, at most {PORTABLE} times 32"
+        )
     launch_geometry = mma.geometry(
         *(c.M, c.N, c.K, c.w.dtype),
         norm=2 if D else 0,
         sms=device_attribute("MultiProcessorCount"),
         max_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - 1024,
-        columns=_columns_of_head(D) if normed else mma.COLUMNS,
+        columns=possible,
     )
     if launch_geometry is None:
         raise UnsupportedCall(f"K {c.K:,}: a row does not fit in shared memory")
@@ -376,16 +381,6 @@ def _product(c: Call, epilogue: Epilogue) -> Launch:
     args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "M": c.M, "N": c.N}
     args |= {"gamma": c.gamma, "eps": c.eps} if D else {}
     return epilogue.launch(mma.FILE, launch_geometry, defines, args, c.w)
-
-
-def _columns_of_head(D: int) -> tuple[int, ...]:
-    """Return the possible columns per block with norms of heads, or raise UnsupportedCall."""
-    columns = normed_columns(D)
-    if not columns:
-        raise UnsupportedCall(
-            f"heads of {D} channels: expected a multiple of 8, at most {PORTABLE} times 32"
-        )
-    return columns
 
 
 @variant("linear_sums", mma.FILE, mma.KERNEL)
