@@ -44,7 +44,7 @@ from gpt2block.ops.engines.attention_tiles import (
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import check_addresses, needs_mma, needs_wgmma
+from gpt2block.ops.products import needs_mma, needs_wgmma
 from gpt2block.ops.short_conv import SHORT_CONV
 from gpt2block.ops.warm import call
 
@@ -264,7 +264,7 @@ def _tiles(c: Call) -> Launch:
     """
     q, first = c.rows_of_q, c.contract.inputs[0].name
     heads = _heads(first, c.Q, c.n_head, c.C)
-    check_addresses(c, first, "k", "v", "out")
+    c.check_addresses(first, "k", "v", "out")
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     narrow = q.dtype.name != "float32"
     geometry = tiles_geometry(c.B, c.longest, heads, c.k.itemsize, limit, narrow)
@@ -284,7 +284,7 @@ def _mma(c: Call) -> Launch:
         raise UnsupportedCall(
             f"head size {HS}: tensor cores take {', '.join(map(str, MMA_HEADS))}: use variant tiles"
         )
-    check_addresses(c, "qkv", "k", "v", "out")
+    c.check_addresses("qkv", "k", "v", "out")
     sms = device_attribute("MultiProcessorCount")
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
@@ -315,7 +315,7 @@ def _wgmma(c: Call) -> Any:
     if HS not in TENSOR_HEADS:
         takes = " and ".join(map(str, TENSOR_HEADS))
         raise UnsupportedCall(f"head size {HS}: takes {takes}: use variant mma")
-    check_addresses(c, "qkv", "k", "v", "out")
+    c.check_addresses("qkv", "k", "v", "out")
     c.sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
     sms = device_attribute("MultiProcessorCount")
     c.geometry, c.band = tiles.cached_wgmma_geometry(c.sizes, c.N, c.P, sms=sms)
@@ -410,7 +410,7 @@ def _split(c: Call) -> Launch:
         ends = stored_defines("AS_OPERAND", c.to_operand)
         geometry = geometry.with_defines(ends)
     width = int(dict(geometry.defines)["AS_WIDTH"])
-    check_addresses(c, "q", "k", "v", loaded=width)
+    c.check_addresses("q", "k", "v", loaded=width)
     scale = stored_scale(c.to_operand)
     args = {"q": c.q, "k": c.k, "v": c.v, "row": c.row, "position": c.position}
     args |= {"B": c.B, "n_ctx": c.P, "together": c.together, "out_scale": scale}

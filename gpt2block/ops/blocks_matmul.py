@@ -13,7 +13,7 @@ from gpt2block.cuda.arrays import CudaArray, on_16_bytes
 from gpt2block.models.weights.gguf import TYPES, random_blocks
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, as_stated
-from gpt2block.ops.products import check_addresses, needs_mma
+from gpt2block.ops.products import needs_mma
 from gpt2block.ops.warm import call
 
 FILE = "learn/gguf/ladder.cu"
@@ -39,7 +39,7 @@ _mma = as_stated("mma", FILE, "blocks_matmul_mma", _mma_args, dtypes=("float16",
 def _prepare(unchecked: UncheckedCall) -> Call:
     c = unchecked.checked()
     check_blocks(c.K)
-    check_addresses(c, "x", "w")
+    c.check_addresses("x", "w")
     return c
 
 

@@ -29,7 +29,7 @@ from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums, che
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import count_define, rounds
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
-from gpt2block.ops.products import check_addresses, filled, gate_define, needs_mma, storage_of
+from gpt2block.ops.products import filled, gate_define, needs_mma, storage_of
 
 FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
 BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"
@@ -324,7 +324,7 @@ def _checked(launch_geometry: Geometry, c: Call) -> Geometry:
     if c.splits != mma.splits(c.H)[0]:
         raise UnsupportedCall(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
     c.output("sums")
-    check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
+    c.check_addresses("x", "gamma", "w_gate", "w_up", "w_down", "sums")
     rounding = count_define(rounds(c.x_dtype, c.w_gate.dtype))
     return launch_geometry.with_defines((*rounding, *gate_define(c.gelu)))
 
@@ -337,7 +337,7 @@ def _check_sums(c: Call) -> None:
 def _check_sums_of_blocks(c: Call) -> None:
     _check_sums(c)
     c.rounded = rounds(c.x_dtype, c.w.dtype)
-    check_addresses(c, "sums")
+    c.check_addresses("sums")
     if c.w_down is not None and c.w_down.dtype != GGUF:
         raise UnsupportedCall(
             f"w is a GgufMatrix, w_down {c.w_down.dtype}: expected a GgufMatrix, too"
@@ -385,14 +385,14 @@ def _product(c: Call, epilogue: Epilogue) -> Launch:
 
 @variant("linear_sums", mma.FILE, mma.KERNEL)
 def _linear_sums(c: Call) -> Launch:
-    check_addresses(c, "x", "w")
+    c.check_addresses("x", "w")
     return _product(c, add_sums(c))
 
 
 @variant("linear_sums_gguf", blocks.FILE, blocks.KERNEL)
 def _linear_blocks(c: Call) -> Launch:
     _check_sums_of_blocks(c)
-    check_addresses(c, "x", "w")
+    c.check_addresses("x", "w")
     return blocks.launch(c, add_sums(c))
 
 
@@ -400,7 +400,7 @@ def _linear_blocks(c: Call) -> Launch:
 def _rope_sums(c: Call) -> Launch:
     if c.K > MAX_CHANNELS:
         raise UnsupportedCall(f"K {c.K:,}: expected up to {MAX_CHANNELS:,}")
-    check_addresses(c, "x", "gamma", "w", "sums")
+    c.check_addresses("x", "gamma", "w", "sums")
     check_address("by", c.by, 8)
     return _product(c, append_sums(c))
 
@@ -410,7 +410,7 @@ def _rope_blocks(c: Call) -> Launch:
     _check_sums_of_blocks(c)
     if c.gamma_q is not None:
         raise UnsupportedCall("a GgufMatrix: expected no norms of heads")
-    check_addresses(c, "x", "gamma", "w")
+    c.check_addresses("x", "gamma", "w")
     check_address("by", c.by, 8)
     return blocks.launch(c, append_sums(c))
 

@@ -40,8 +40,8 @@ from gpt2block.ops.engines import gemm_wgmma as wgmma
 from gpt2block.ops.engines import rmsnorm_wgmma as two_matrices
 from gpt2block.ops.hi_lo import OPERATION as TO_HI_LO
 from gpt2block.ops.hi_lo import TAKE, check_one_scale
-from gpt2block.ops.operation import Operation, Workload, variant
-from gpt2block.ops.products import MULTIPLE, SMALL, needs_mma, needs_wgmma
+from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
+from gpt2block.ops.products import MULTIPLE, SMALL
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.warm import call
 
@@ -129,7 +129,8 @@ def _mma_hi_lo(c: Call) -> Launch:
 
 @variant("mma", mma.FILE, mma.KERNEL)
 def _mma(c: Call) -> Any:
-    needs_mma(": use ops.linear")
+    if not gpu().has_mma:
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use ops.linear")
     if c.hi_lo:
         return _mma_hi_lo.launch(c)
     other = c.residual if c.up is None else c.up.data
@@ -189,7 +190,8 @@ def _wgmma_gguf(c: Call) -> Launch:
 
 @variant("wgmma", wgmma.FILE, wgmma.KERNEL)
 def _wgmma(c: Call) -> Any:
-    needs_wgmma(": use variant mma")
+    if not gpu().has_wgmma:
+        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
     if c.up is not None:
         return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.output("out"), gelu=c.gelu)
     if c.hi_lo:

@@ -23,22 +23,23 @@ from gpt2block.errors import InputError
 from gpt2block.models.weights.conversions import vector_width
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, storage
-from gpt2block.ops.elementwise import CHALLENGE
 from gpt2block.ops.engines.rows import check_rows, share
 from gpt2block.ops.hi_lo import check_one_scale
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
 from gpt2block.ops.operation import (
     REQUIRED,
+    Inputs,
     Operation,
+    Sizes,
     UnsupportedCall,
     Workload,
     as_stated,
     variant,
 )
-from gpt2block.ops.products import check_addresses
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
 
+CHALLENGE = "LeetGPU's GPT-2 block challenge"
 SKELETON, LADDER = "learn/layernorm/skeleton.cu", "learn/layernorm/ladder.cu"
 WARP, ROWS = "learn/layernorm/warp.cu", "norms/layernorm_rows.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
@@ -250,7 +251,7 @@ def _decode(c: Call) -> Launch:
         raise UnsupportedCall("decode has no block, mean and rstd: use variant 6")
     _fit(c, stats=False)
     loaded = math.gcd(4, c.C)  # floats per load; determines the order of additions
-    check_addresses(c, "x", "gamma", "beta", "out", loaded=loaded)
+    c.check_addresses("x", "gamma", "beta", "out", loaded=loaded)
     rows = min(MAX_DECODE_ROWS, ceil(c.rows / device_attribute("MultiProcessorCount")))
     sizes = (("LN_C", c.C), ("LN_X", loaded), ("LN_ROWS", rows))
     defines = (*sizes, *stored_defines("LN_OPERAND", c.to_operand))
@@ -302,6 +303,13 @@ def layernorm_bound(gamma: Any, beta: Any) -> float:
     return math.sqrt(len(gamma)) * float(np.abs(gamma).max()) + float(np.abs(beta).max())
 
 
+def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+    """Return random x (B, T, C), gamma (C,) and beta (C,)."""
+    B, T, C = sizes["B"], sizes["T"], sizes["C"]
+    normal = (rng.standard_normal(shape) + 0.5 for shape in ((B, T, C), (C,), (C,)))
+    return tuple(array.astype(np.float32) for array in normal)
+
+
 OPERATION = Operation(
     name="layernorm",
     variants=(_threads, _three, _one_warp, _one_pass, _blocks, _rows, _narrow, _decode),
@@ -313,6 +321,7 @@ OPERATION = Operation(
         document="llm.c's LayerNorm kernels",
         idea="(x - mean) · rstd · γ + β over each row; mean and rstd are stored too",
         sizes={"B": 8, "T": 1024, "C": 768},
+        draw=_make,
         traffic=lambda s: 2 * s["itemsize"] * s["B"] * s["T"] * s["C"],  # bytes of x and of out
         flops=lambda s: 8 * s["B"] * s["T"] * s["C"],
         attrs={"eps": 1e-5},

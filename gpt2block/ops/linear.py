@@ -33,7 +33,7 @@ from gpt2block.errors import InputError
 from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.all_gather import ALL_GATHER, ALL_GATHER_NORM
-from gpt2block.ops.call import CACHE, Call, UncheckedCall
+from gpt2block.ops.call import CACHE, Call, Parts, UncheckedCall
 from gpt2block.ops.engines import linear_gguf as blocks
 from gpt2block.ops.engines import linear_matvec as matvec
 from gpt2block.ops.engines import linear_mma as mma
@@ -54,15 +54,7 @@ from gpt2block.ops.operation import (
     Workload,
     variant,
 )
-from gpt2block.ops.products import (
-    SMALL,
-    Parts,
-    check_addresses,
-    gate_define,
-    needs_mma,
-    needs_wgmma,
-    storage_of,
-)
+from gpt2block.ops.products import SMALL, gate_define, needs_wgmma, storage_of
 from gpt2block.ops.warm import call
 
 DECODING_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
@@ -195,7 +187,7 @@ class FewRows(NamedTuple):
             raise UnsupportedCall(f"{c.M:,} rows: too many for this variant: use variant tiles")
         load = self.load(c)
         check_address("w", c.w.data, load)
-        check_addresses(c, "x", "gamma", "beta", loaded=gcd(4, c.K))
+        c.check_addresses("x", "gamma", "beta", loaded=gcd(4, c.K))
         args = {name: getattr(c, name) for name in self.own}
         args |= {"x": c.x, "gamma": c.gamma, "beta": c.beta, "eps": c.eps, "M": c.M, "N": c.N}
         args |= {"w": c.w.data, "scale": c.w.scale, "bias": c.bias}
@@ -262,7 +254,8 @@ def _on_tensor_cores(c: Call) -> None:
     """Raise UnsupportedCall if the tensor-core decoding kernels do not support w, the GPU or K."""
     if c.w.dtype == GGUF:
         raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
-    needs_mma(": use variant matvec")
+    if not gpu().has_mma:
+        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant matvec")
     multiple = mma.LOADED // itemsize_of(c.w.dtype)
     if c.K % multiple:
         raise UnsupportedCall(
@@ -309,7 +302,7 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
             "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"
         )
     _on_tensor_cores(c)
-    check_addresses(c, "w", "x", "up")
+    c.check_addresses("w", "x", "up")
     gated = c.up is not None
     sizes = c.M, c.N * (1 + gated), c.K, c.w.dtype
     tile = mma_tiles.choose(*sizes, clusters=gpu().has_clusters, gated=gated, **_of_device())
@@ -342,7 +335,7 @@ def _by_mma_gguf(c: Call, epilogue: Ends) -> Launch:
     if c.operand or c.to_operand:
         raise UnsupportedCall("takes and gives floats")
     end = epilogue(c)
-    check_addresses(c, "x", "w", "gamma", "beta")
+    c.check_addresses("x", "w", "gamma", "beta")
     if end.head:
         check_address("by", c.by, 8)
     return blocks.launch(c, end)

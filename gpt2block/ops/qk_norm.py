@@ -22,7 +22,6 @@ from gpt2block.ops.attention import checked_heads
 from gpt2block.ops.call import CACHE, Call
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Workload, variant
-from gpt2block.ops.products import check_addresses
 from gpt2block.ops.rope import FILLED, MAX_BATCH
 from gpt2block.ops.rope_qkv import CHANNELS, HEADS, heads_to_append
 from gpt2block.ops.warm import call
@@ -74,7 +73,7 @@ def _geometry(
     else:
         geometry = choose_geometry(kernel, B, N, moved, D, device_attribute("MultiProcessorCount"))
     width = int(dict(geometry.defines)["QN_WIDTH"])
-    check_addresses(c, "qkv", "gamma_q", "gamma_k", "k", "v", "out", loaded=width)
+    c.check_addresses("qkv", "gamma_q", "gamma_k", "k", "v", "out", loaded=width)
     return geometry.with_defines((("QN_VALUES", 1),)) if c.values else geometry
 
 

@@ -28,7 +28,6 @@ from gpt2block.ops.engines.linear_mma import HALF_SPLITS
 from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, ROW_BLOCKS, check_rows, share
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale, written_dtype
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import check_addresses
 from gpt2block.ops.warm import call
 
 FILE = "norms/rmsnorm.cu"
@@ -90,7 +89,7 @@ def stream_geometry(rows: int, C: int) -> Geometry:
 def _stream(c: Call) -> Launch:
     if c.residual is not None or c.requested:
         raise UnsupportedCall("has no residual and no block: use rows")
-    check_addresses(c, "x", "weight", "out", loaded=gcd(4, c.C))
+    c.check_addresses("x", "weight", "out", loaded=gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
     geometry = geometry.with_defines(stored_defines("RS_OPERAND", c.to_operand))
     args = (c.x, c.weight, c.out, stored_scale(c.to_operand), c.eps)
@@ -114,7 +113,7 @@ def _groups(c: Call) -> Launch:
 
 def _added(c: Call, rows: int, C: int, *scale: CudaArray) -> Launch:
     """Launch rmsnorm_add for rows of C channels, or rmsnorm_add_scaled if there is a scale."""
-    check_addresses(c, "x", "weight", "residual", "out", loaded=gcd(4, C))
+    c.check_addresses("x", "weight", "residual", "out", loaded=gcd(4, C))
     kernel = "rmsnorm_add_scaled" if scale else "rmsnorm_add"
     geometry = stream_geometry(rows, C)._replace(kernel=kernel)
     return launch_at(STREAM, geometry, (c.x, c.weight, c.residual, *scale, c.out, c.eps))
@@ -122,7 +121,7 @@ def _added(c: Call, rows: int, C: int, *scale: CudaArray) -> Launch:
 
 @variant("operand", STREAM, "operand_rows", dtypes=("float32",))
 def _operand(c: Call) -> Launch:
-    check_addresses(c, "x", "out", loaded=gcd(4, c.C))
+    c.check_addresses("x", "out", loaded=gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
     loads = ceil(c.C / (geometry.block[0] * gcd(4, c.C)))
     geometry = geometry._replace(kernel="operand_rows", grid=(c.rows, loads))
@@ -133,7 +132,7 @@ def _operand(c: Call) -> Launch:
 
 @variant("sums", STREAM, "rmsnorm_sums", dtypes=("float32",))
 def _sums(c: Call) -> Launch:
-    check_addresses(c, "x", "weight", "sums", "out", loaded=gcd(4, c.C))
+    c.check_addresses("x", "weight", "sums", "out", loaded=gcd(4, c.C))
     geometry = stream_geometry(c.M, c.C)
     defines = (*geometry.defines, ("RS_SUMS", c.S))
     defines += (("SUMS_HALF", HALF_SPLITS),) if c.w_down.dtype == GGUF else ()

@@ -13,7 +13,6 @@ from gpt2block.models.weights.gguf import UNIT
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale, written_dtype
 from gpt2block.ops.operation import Operation, variant
-from gpt2block.ops.products import check_addresses
 
 FILE = "elementwise/short_conv.cu"
 MAX_THREADS = 128
@@ -26,7 +25,7 @@ def _short_conv(c: Call) -> Launch:
     row and position are not read back to the host: the kernel skips u of rows outside the cache.
     """
     out, narrow, width = c.output("out"), c.out_dtype != "float32", gcd(4, c.C)
-    check_addresses(c, "bcx", "k", "out", loaded=width)
+    c.check_addresses("bcx", "k", "out", loaded=width)
     threads = min(32 * ceil(c.C / (32 * width)), MAX_THREADS)
     defines = (
         ("CONV_L", c.L),

@@ -17,7 +17,7 @@ from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Workload, as_stated, variant
-from gpt2block.ops.products import RESERVED, check_addresses, needs_mma
+from gpt2block.ops.products import RESERVED, needs_mma
 from gpt2block.ops.warm import call
 
 FILE = "learn/trimat/ladder.cu"
@@ -119,7 +119,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
         )
     if c.B * c.NH > MAX_HEADS:
         raise InputError(f"B · NH {c.B * c.NH:,}: expected at most {MAX_HEADS:,} heads in a call")
-    check_addresses(c, "qkv", "out")
+    c.check_addresses("qkv", "out")
     c.order = (_tri6, _tri5)
     if c.fill is not None and c.T > 1:
         c.after = (_fill.launch(c),)

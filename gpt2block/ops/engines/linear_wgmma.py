@@ -22,7 +22,7 @@ from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.gguf import chunk_sums, range_defines
 from gpt2block.ops.operands import CHUNK, IN_ORDER, Operand, count_define
 from gpt2block.ops.operation import UnsupportedCall
-from gpt2block.ops.products import check_addresses, filled, gate_define, room
+from gpt2block.ops.products import filled, gate_define, room
 
 FILE, KERNEL = "matmul/decode/wgmma.cu", "decode_wgmma"
 GGUF_FILE, GGUF_KERNEL = "matmul/decode/wgmma_gguf.cu", "decode_wgmma_gguf"
@@ -346,7 +346,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     p = _product(c, head)
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     tile = choose(p, device_attribute("MultiProcessorCount"), max_shared)
-    check_addresses(c, "x", "w", "up")
+    c.check_addresses("x", "w", "up")
     to_operand, gated = c.to_operand is not None, c.up is not None
     launch_geometry = geometry(p, tile, gated=gated, to_operand=to_operand, head=head)
     before: tuple[Launch, ...] = ()
