@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +25,7 @@ from gpt2block.models.number_formats import from_fp8 as from_fp8  # noqa: PLC041
 from gpt2block.models.number_formats import hi_lo as hi_lo  # noqa: PLC0414
 from gpt2block.models.number_formats import joined as joined  # noqa: PLC0414
 from gpt2block.models.number_formats import to_fp8 as to_fp8  # noqa: PLC0414
-from gpt2block.sampling import (
-    MAX_ALTERNATIVES,
-    Sampling,
-    check_alternatives,
-    choose,
-    rows_of,
-)
+from gpt2block.sampling import MAX_ALTERNATIVES, Sampling, check_alternatives, choose, rows_of
 
 if TYPE_CHECKING:
     from gpt2block.files.parameters.gpt2 import BlockWeights
@@ -39,6 +33,9 @@ if TYPE_CHECKING:
     from gpt2block.models.weights.matrix import WeightMatrix
 
 Array = NDArray[np.floating]
+Integers = NDArray[np.integer]
+Matrix: TypeAlias = "Array | WeightMatrix"  # weights (K, N)
+Growth = tuple[float, int] | None  # (β, n): a query's factor grows with its position
 
 # Number of queries that attention_cached processes together, to skip keys after the last of these
 # queries. Products of 16 queries (16 x 256 x 64) are too small for BLAS to use several threads;
@@ -48,7 +45,7 @@ MATCH = 3  # draft_tokens searches for an earlier occurrence of up to 3 last tok
 
 
 @takes("ids i32 ... T; wte f32 V C; wpe f32 P C -> out f32 ... T C")
-def encoder(ids: NDArray[np.integer], wte: Array, wpe: Array) -> Array:
+def encoder(ids: Integers, wte: Array, wpe: Array) -> Array:
     """Add token and position embeddings. ids (..., T), wte (V, C), wpe (n_ctx, C) → (..., T, C)."""
     _check_places("ids", ids, len(wte))
     if ids.shape[-1] > len(wpe):
@@ -59,11 +56,7 @@ def encoder(ids: NDArray[np.integer], wte: Array, wpe: Array) -> Array:
 
 @takes("ids positions i32 N; wte table V C; wpe? f32 P C -> out f32 N C")
 def encoder_rows(
-    ids: NDArray[np.integer],
-    positions: NDArray[np.integer],
-    wte: Array | WeightMatrix,
-    wpe: Array | None = None,
-    factor: float = 1.0,
+    ids: Integers, positions: Integers, wte: Matrix, wpe: Array | None = None, factor: float = 1.0
 ) -> Array:
     """Add token and position embeddings, with a separate position for each token.
 
@@ -205,13 +198,7 @@ def attention_cached(
 
 
 @takes("qkv mixed N W; k v kv B P C; row position i32 N -> k v kv B P C")
-def kv_append(
-    qkv: Array,
-    k: Array,
-    v: Array,
-    row: NDArray[np.integer],
-    position: NDArray[np.integer],
-) -> Array:
+def kv_append(qkv: Array, k: Array, v: Array, row: Integers, position: Integers) -> Array:
     """Write K and V of rows [Q | K | V] into a kv_cache, in place; return the cache's `k`.
 
     qkv (N, Q + 2C), rows [Q | K | V] with Q at least C; k, v (B, n_ctx, C); row n belongs to
@@ -234,12 +221,7 @@ def kv_append(
     "-> out out_dtype M C; k? kv B P C"
 )
 def short_conv(
-    bcx: Array,
-    taps: Array,
-    bias: Array | None,
-    k: Array | None,
-    row: NDArray[np.integer],
-    position: NDArray[np.integer],
+    bcx: Array, taps: Array, bias: Array | None, k: Array | None, row: Integers, position: Integers
 ) -> Array:
     """Compute y_t = C_t · (bias + Σ_j taps_j · u_(t - L + 1 + j)), u = B · x, in each channel.
 
@@ -284,8 +266,8 @@ def attention_packed(
     qkv: Array,
     k: Array,
     v: Array,
-    cu_seqlens: NDArray[np.integer],
-    start: NDArray[np.integer],
+    cu_seqlens: Integers,
+    start: Integers,
     n_head: int,
     longest: int | None = None,
     softmax_scale: float | None = None,
@@ -314,8 +296,8 @@ def attention_queries(
     q: Array,
     k: Array,
     v: Array,
-    cu_seqlens: NDArray[np.integer],
-    start: NDArray[np.integer],
+    cu_seqlens: Integers,
+    start: Integers,
     n_head: int,
     longest: int | None = None,
     softmax_scale: float | None = None,
@@ -341,11 +323,11 @@ def attention_queries(
 )
 def attention_varlen(
     qkv: Array,
-    cu_seqlens: NDArray[np.integer],
+    cu_seqlens: Integers,
     k: Array | None = None,
     v: Array | None = None,
-    row: NDArray[np.integer] | None = None,
-    position: NDArray[np.integer] | None = None,
+    row: Integers | None = None,
+    position: Integers | None = None,
     *,
     n_head: int,
     causal: bool = False,
@@ -381,8 +363,8 @@ def attention_split(
     q: Array,
     k: Array,
     v: Array,
-    row: NDArray[np.integer],
-    position: NDArray[np.integer],
+    row: Integers,
+    position: Integers,
     n_head: int,
     softmax_scale: float | None = None,
     window: int | None = None,
@@ -485,12 +467,12 @@ def trimat(qkv: Array, fill: float | None = None) -> Array:
 )
 def linear(
     x: Array,
-    w: Array | WeightMatrix,
+    w: Matrix,
     bias: Array | None = None,
     gamma: Array | None = None,
     beta: Array | None = None,
     residual: Array | None = None,
-    up: Array | WeightMatrix | None = None,
+    up: Matrix | None = None,
     workspace: Array | None = None,
     gelu: bool = False,
     eps: float = 1e-5,
@@ -519,14 +501,14 @@ def linear(
 )
 def linear_qkv(
     x: Array,
-    w: Array | WeightMatrix,
+    w: Matrix,
     bias: Array | None,
     gamma: Array | None,
     beta: Array | None,
     k: Array,
     v: Array,
-    row: NDArray[np.integer],
-    position: NDArray[np.integer],
+    row: Integers,
+    position: Integers,
     eps: float = 1e-5,
 ) -> Array:
     """Compute Q, K and V of a token per sequence by `linear`; write K and V into a kv_cache.
@@ -545,10 +527,10 @@ def linear_qkv(
 )
 def gemm(
     a: Array,
-    w: Array | WeightMatrix,
+    w: Matrix,
     bias: Array | None = None,
     residual: Array | None = None,
-    up: Array | WeightMatrix | None = None,
+    up: Matrix | None = None,
     gelu: bool = False,
     split_k: bool = False,
 ) -> Array:
@@ -562,7 +544,7 @@ def gemm(
 
 
 @takes("x mixed N C; indices i32 B -> out out_dtype B C")
-def take(x: Array, indices: NDArray[np.integer]) -> Array:
+def take(x: Array, indices: Integers) -> Array:
     """Return rows of x by index. x (N, C), indices (B,) → (B, C)."""
     _check_places("indices", indices, len(x))
     taken: Array = x[indices]
@@ -693,13 +675,13 @@ def rope(x: Array, start: int = 0, theta: float = 10000.0, half_split: bool = Fa
 @takes("qkv any ... T W; positions i32 T; frequencies f64 P -> out~qkv any ... T W")
 def rope_qkv(
     qkv: Array,
-    positions: NDArray[np.integer],
+    positions: Integers,
     frequencies: Array,
     n_head: int,
     n_kv_head: int,
     half_split: bool = False,
     factor: float = 1.0,
-    growth: tuple[float, int] | None = None,
+    growth: Growth = None,
 ) -> Array:
     """Apply `rope` to the queries and keys of rows [Q | K | V], with a position for each row.
 
@@ -723,14 +705,14 @@ def rope_qkv(
 @takes("qkv any N W; positions i32 N; frequencies f64 B P; row i32 N -> out~qkv any N W")
 def rope_packed(
     qkv: Array,
-    positions: NDArray[np.integer],
+    positions: Integers,
     frequencies: Array,
-    row: NDArray[np.integer],
+    row: Integers,
     n_head: int,
     n_kv_head: int,
     half_split: bool = False,
     factor: float = 1.0,
-    growth: tuple[float, int] | None = None,
+    growth: Growth = None,
 ) -> Array:
     """Apply `rope_qkv` to packed rows, with separate frequencies for each sequence.
 
@@ -750,12 +732,12 @@ def rope_append(
     frequencies: Array,
     k: Array,
     v: Array,
-    row: NDArray[np.integer],
-    position: NDArray[np.integer],
+    row: Integers,
+    position: Integers,
     n_head: int,
     half_split: bool = False,
     factor: float = 1.0,
-    growth: tuple[float, int] | None = None,
+    growth: Growth = None,
 ) -> Array:
     """Apply `rope_qkv` to one token per sequence; write K and V into a kv_cache; return Q.
 
@@ -812,7 +794,7 @@ def qk_norm(
 )
 def qk_norm_rope(
     qkv: Array,
-    positions: NDArray[np.integer],
+    positions: Integers,
     frequencies: Array,
     gamma_q: Array,
     gamma_k: Array,
@@ -840,8 +822,8 @@ def qk_norm_append(
     frequencies: Array,
     k: Array,
     v: Array,
-    row: NDArray[np.integer],
-    position: NDArray[np.integer],
+    row: Integers,
+    position: Integers,
     gamma_q: Array,
     gamma_k: Array,
     n_head: int,
@@ -860,15 +842,15 @@ def qk_norm_append(
 )
 def linear_rope(
     x: Array,
-    w: Array | WeightMatrix,
+    w: Matrix,
     bias: Array | None,
     by: Array,
     k: Array,
     v: Array,
-    row: NDArray[np.integer],
-    position: NDArray[np.integer],
+    row: Integers,
+    position: Integers,
     n_head: int,
-    growth: tuple[float, int] | None = None,
+    growth: Growth = None,
 ) -> Array:
     """Compute `rope_append` of x · w + bias, with half-split pairs; `by`: cosines and sines.
 
@@ -888,10 +870,10 @@ def _append_rotated(
     by: Array,
     k: Array,
     v: Array,
-    row: NDArray[np.integer],
-    position: NDArray[np.integer],
+    row: Integers,
+    position: Integers,
     n_head: int,
-    growth: tuple[float, int] | None,
+    growth: Growth,
 ) -> Array:
     """Rotate the heads of Q and K in rows [Q | K | V]; append K and V to a kv_cache, return Q."""
     D = 2 * by.shape[1]
@@ -911,10 +893,7 @@ def _append_rotated(
 
 @takes("position i32 N; frequencies f64 ... P; row? i32 N -> out f32 N P 2")
 def rotations(
-    position: NDArray[np.integer],
-    frequencies: Array,
-    row: NDArray[np.integer] | None = None,
-    factor: float = 1.0,
+    position: Integers, frequencies: Array, row: Integers | None = None, factor: float = 1.0
 ) -> Array:
     """Return the cosines and sines of RoPE's angles, position times frequency, in radians.
 
@@ -926,15 +905,13 @@ def rotations(
     return np.stack(both, axis=-1).astype(np.float32)
 
 
-def _rotations(
-    position: NDArray[np.integer], frequencies: Array, factor: float
-) -> tuple[Array, Array]:
+def _rotations(position: Integers, frequencies: Array, factor: float) -> tuple[Array, Array]:
     """Return cosines and sines of position · frequencies, times factor for nonzero frequencies."""
     angle, times = position * frequencies, np.where(frequencies == 0, 1.0, factor)
     return times * np.cos(angle), times * np.sin(angle)
 
 
-def _grow(q: Array, position: NDArray[np.integer], growth: tuple[float, int] | None) -> None:
+def _grow(q: Array, position: Integers, growth: Growth) -> None:
     """Multiply queries (..., T, H, D) in place by the factor of their positions (T,)."""
     if growth is not None:
         beta, span = growth
@@ -956,7 +933,7 @@ def _rotated(x: Array, cos: Array, sin: Array, half_split: bool) -> Array:
 def rmsnorm_matmul(
     x: Array,
     gamma: Array,
-    w: Array | WeightMatrix,
+    w: Matrix,
     eps: float = 1e-6,
     head_dim: int | None = None,
     start: int = 0,
@@ -986,8 +963,8 @@ def rmsnorm_matmul(
 def rmsnorm_ffn(
     x: Array,
     gamma: Array,
-    w1: Array | WeightMatrix,
-    w3: Array | WeightMatrix,
+    w1: Matrix,
+    w3: Matrix,
     eps: float = 1e-6,
     residual: Array | None = None,
     gelu: bool = False,
@@ -1009,9 +986,9 @@ def rmsnorm_ffn(
 def gated_sums(
     x: Array,
     gamma: Array,
-    w_gate: Array | WeightMatrix,
-    w_up: Array | WeightMatrix,
-    w_down: Array | WeightMatrix,
+    w_gate: Matrix,
+    w_up: Matrix,
+    w_down: Matrix,
     splits: int,
     eps: float = 1e-6,
     gelu: bool = False,
@@ -1036,11 +1013,7 @@ def gated_sums(
     "-> out~residual f32 M N"
 )
 def linear_sums(
-    x: Array,
-    w: Array | WeightMatrix,
-    residual: Array,
-    sums: Array | None = None,
-    w_down: Array | WeightMatrix | None = None,
+    x: Array, w: Matrix, residual: Array, sums: Array | None = None, w_down: Matrix | None = None
 ) -> Array:
     """Return residual + x · w + Σ sums; `sums` is a result of `gated_sums`.
 
@@ -1057,20 +1030,20 @@ def linear_sums(
 def rope_sums(
     x: Array,
     gamma: Array,
-    w: Array | WeightMatrix,
+    w: Matrix,
     sums: Array | None,
-    w_down: Array | WeightMatrix | None,
+    w_down: Matrix | None,
     by: Array,
     k: Array,
     v: Array,
-    row: NDArray[np.integer],
-    position: NDArray[np.integer],
+    row: Integers,
+    position: Integers,
     gamma_q: Array | None = None,
     gamma_k: Array | None = None,
     *,
     n_head: int,
     eps: float = 1e-6,
-    growth: tuple[float, int] | None = None,
+    growth: Growth = None,
 ) -> Array:
     """Compute `linear_rope` of rmsnorm(x + Σ sums); `sums` is a result of `gated_sums`.
 
@@ -1085,14 +1058,12 @@ def rope_sums(
 
 
 @takes("x f32 M C; weight f32 C; sums f32 S M C; w_down rows H C -> out f32 M C")
-def rmsnorm_sums(
-    x: Array, weight: Array, sums: Array, w_down: Array | WeightMatrix, eps: float = 1e-6
-) -> Array:
+def rmsnorm_sums(x: Array, weight: Array, sums: Array, w_down: Matrix, eps: float = 1e-6) -> Array:
     """Return `rmsnorm` of x + Σ sums; `sums` (splits, M, C) is a result of `gated_sums`."""
     return rmsnorm(_completed(x, sums, w_down), weight, eps)
 
 
-def _completed(x: Any, sums: Array | None, w_down: Array | WeightMatrix | None) -> Any:
+def _completed(x: Any, sums: Array | None, w_down: Matrix | None) -> Any:
     """Return x + Σ sums, or x if sums is None; `sums` is a result of `gated_sums`."""
     if (sums is None) != (w_down is None):
         raise InputError("expected sums and w_down, or neither")
@@ -1101,7 +1072,7 @@ def _completed(x: Any, sums: Array | None, w_down: Array | WeightMatrix | None) 
     return x + sums.sum(axis=0) * _scales(w_down, x)
 
 
-def _scales(w: Array | WeightMatrix, like: Array) -> Any:
+def _scales(w: Matrix, like: Array) -> Any:
     """Return the scales of FP8 weights, one per output; 1 for weights without scales."""
     scale = None if isinstance(w, np.ndarray) else w.scale
     return 1 if scale is None else np.asarray(scale, like.dtype)
@@ -1131,10 +1102,7 @@ def gated_columns(gate: Array, rows: Array, first: int, gelu: bool = False) -> A
 
 @takes("row positions i32 N; held i32 B 2 -> out i32 B 6; held i32 B 2")
 def delta_spans(
-    row: NDArray[np.integer],
-    positions: NDArray[np.integer],
-    held: NDArray[np.integer],
-    steps: bool = False,
+    row: Integers, positions: Integers, held: Integers, steps: bool = False
 ) -> NDArray[np.int32]:
     """Return, for each of B slots, which tokens a pass computes, and from which state it continues.
 
@@ -1182,8 +1150,8 @@ def delta_inputs(
     conv: Array,
     rate: Array,
     dt_bias: Array,
-    row: NDArray[np.integer],
-    spans: NDArray[np.integer],
+    row: Integers,
+    spans: Integers,
     state: Array | None = None,
     recent: Array | None = None,
     *,
@@ -1261,11 +1229,11 @@ def delta_rule(
     ba: Array,
     rows: Array,
     conv: Array,
-    spans: NDArray[np.integer],
+    spans: Integers,
     state: Array | None = None,
     recent: Array | None = None,
     pool: Array | None = None,
-    saved: NDArray[np.integer] | None = None,
+    saved: Integers | None = None,
     *,
     n_k_head: int,
     k_size: int,
@@ -1334,7 +1302,7 @@ def gated_rmsnorm(o: Array, x: Array, gamma: Array, eps: float = 1e-6) -> Array:
     return unchecked(silu_mul)(z, unchecked(rmsnorm)(heads, gamma, eps).reshape(o.shape))
 
 
-def _spans(cu_seqlens: NDArray[np.integer], N: int) -> list[tuple[int, int]]:
+def _spans(cu_seqlens: Integers, N: int) -> list[tuple[int, int]]:
     """Return pairs (first row, last row + 1), one per sequence. Raises InputError for bad input."""
     ends = cu_seqlens.tolist()
     if ends != sorted(ends) or ends[0] < 0 or ends[-1] > N:
@@ -1342,21 +1310,21 @@ def _spans(cu_seqlens: NDArray[np.integer], N: int) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-def _check_places(name: str, indices: NDArray[np.integer], count: int) -> None:
+def _check_places(name: str, indices: Integers, count: int) -> None:
     """Raise InputError for an index outside 0…count - 1; NumPy would accept negative indices."""
     least, most = int(indices.min()), int(indices.max())
     if least < 0 or most >= count:
         raise InputError(f"{name}: expected 0 to {count - 1}, got {least if least < 0 else most}")
 
 
-def _matrix(w: Array | WeightMatrix, like: Array) -> Array:
+def _matrix(w: Matrix, like: Array) -> Array:
     """Return weights (K, N) as an array in the dtype of `like`."""
     matrix: Array = w if isinstance(w, np.ndarray) else w.dequantized()
     return matrix.astype(like.dtype)
 
 
 @takes("logits f32 ... V; targets i32 ... -> out f32 ...")
-def log_likelihood(logits: Array, targets: NDArray[np.integer]) -> Array:
+def log_likelihood(logits: Array, targets: Integers) -> Array:
     """Return each row's log-probability of its target: logits[target] - log Σ exp(logits).
 
     logits (..., V), targets (...) → (...). The result is NaN for a target outside 0…V-1, and for a
@@ -1461,11 +1429,7 @@ def blocks_matmul(x: Array, w: NDArray[np.uint8]) -> Array:
 @takes("x any ... T C")
 def block_forward(x: Array, w: BlockWeights, causal: bool = False) -> Array:
     """Compute GPT-2's ten-step Pre-LN block. x (T, C) or (B, T, C) → shape and dtype of x."""
-    if not hasattr(w, "w_qkv") or w.n_embd != x.shape[-1]:
-        width = getattr(w, "n_embd", None)
-        raise InputError(
-            f"w: expected BlockWeights as wide as x, {x.shape[-1]}, got {type(w).__name__}, {width}"
-        )
+    _check_weights(x, w, "BlockWeights", "w_qkv")
     w = w.astype(x.dtype)
     ln1 = layernorm(x, w.gamma1, w.beta1, w.eps)
     qkv = matmul_bias(ln1, w.w_qkv, w.b_qkv)
@@ -1480,14 +1444,10 @@ def block_forward(x: Array, w: BlockWeights, causal: bool = False) -> Array:
 
 @takes("x any ... T C; positions i32 T")
 def llama_block_forward(
-    x: Array, w: LlamaBlockWeights, positions: NDArray[np.integer], causal: bool = True
+    x: Array, w: LlamaBlockWeights, positions: Integers, causal: bool = True
 ) -> Array:
     """Compute a Llama block. x (T, C) or (B, T, C), positions (T,) → shape and dtype of x."""
-    if not hasattr(w, "w_gate") or w.n_embd != x.shape[-1]:
-        raise InputError(
-            f"w: expected LlamaBlockWeights as wide as x, {x.shape[-1]}, got {type(w).__name__}, "
-            f"{getattr(w, 'n_embd', None)}"
-        )
+    _check_weights(x, w, "LlamaBlockWeights", "w_gate")
     w = w.astype(x.dtype)
     rms1 = rmsnorm(x, w.gamma1, w.eps)
     qkv = matmul_bias(rms1, w.w_qkv, w.b_qkv)
@@ -1499,6 +1459,15 @@ def llama_block_forward(
     up = matmul_bias(rms2, w.w_up, w.b_up)
     ff = silu_mul(gate, up)
     return add(x1, matmul_bias(ff, w.w_down, w.b_down))
+
+
+def _check_weights(x: Array, w: Any, kind: str, tensor: str) -> None:
+    """Raise InputError unless w has this tensor of its kind, and the width of x."""
+    width = getattr(w, "n_embd", None)
+    if not hasattr(w, tensor) or width != x.shape[-1]:
+        raise InputError(
+            f"w: expected {kind} as wide as x, {x.shape[-1]}, got {type(w).__name__}, {width}"
+        )
 
 
 def all_gathered(shards: Sequence[Array], residual: Array | None = None) -> Array:

@@ -125,14 +125,14 @@ def by_length(variant: str, cp: Any, rows: Rows, **options: Any) -> Array:
 def packed(variant: str, cp: Any, rows: Rows, **patched: Any) -> Array:
     """Run a 16-bit variant on a ragged batch.
 
-    patched: functions that replace functions of the module of attention.
+    patched: functions that replace functions of the module of tiles.
     """
     x = cp.asarray(rows.qkv)
     out = cp.empty((len(x), rows.width), x.dtype)
     out.data.memset(0xFF, out.nbytes)
     with pytest.MonkeyPatch.context() as patch:
         for name, function in patched.items():
-            patch.setattr(MODULE, name, function)
+            patch.setattr(_attention_tiles, name, function)
         run(cp, x, out, rows, variant)
     return np.asarray(out.get())
 
@@ -348,8 +348,8 @@ def alternating(few: bool, kind: str, cp: Any, rows: Rows) -> Array:
 def mma(tile: AttentionTile, cp: Any, rows: Rows) -> Array:
     """Run `mma`: on the emulator with this tile if heads have 64 channels, else as on an H200."""
 
-    def geometry(*sizes: Any, sms: int, max_shared: int, HS: int, serves: int) -> Any:
-        return mma_geometry(*sizes, **H200, HS=HS, serves=serves, tile=tile if HS == 64 else None)
+    def geometry(sizes: Any, **_: int) -> Any:
+        return mma_geometry(sizes, **H200, tile=tile if sizes.HS == 64 else None)
 
     return packed("mma", cp, rows, **({"mma_geometry": geometry} if replaced() else {}))
 

@@ -346,7 +346,7 @@ def attention() -> None:
     Hopper's kernels also run with alternate keys, and with writes to a kv_cache.
     """
     for few in (True, False):
-        with patch("gpt2block.ops.attention.alternates", lambda *_, few=few: few):
+        with patch("gpt2block.ops.engines.attention_tiles.alternates", lambda *_, few=few: few):
             _attention()
             _appending_attention()
 

@@ -22,7 +22,8 @@ import kernels_cu
 from gpt2block.cuda import cupy
 from gpt2block.cuda.cards import capability_of, compiled_for, dotted, gpu
 from gpt2block.cuda.formats import GGUF, own_cache_dtype
-from gpt2block.cuda.requests import Function, Launch, Scalar
+from gpt2block.cuda.requests import Function, Scalar
+from gpt2block.cuda.requests import Launch as Launch  # noqa: PLC0414  (`launch_at` returns it)
 from gpt2block.cuda.tensor_maps import NO_MAP, TensorMap
 from gpt2block.errors import KernelError
 
@@ -300,6 +301,11 @@ def launch_at(
 def float_define(name: str, value: float | None, default: float | None = None) -> Defines:
     """Return a macro that sets a kernel's float constant, or () if the value is the default."""
     return () if value == default else ((name, f"{float(np.float32(value))!r}f"),)
+
+
+def size_defines(prefix: str, sizes: Any, names: str) -> Defines:
+    """Return macros of attributes of a tile or layout: ("LT_ROWS", sizes.rows) for "rows"."""
+    return tuple([(f"{prefix}_{n.upper()}", int(getattr(sizes, n))) for n in names.split()])
 
 
 def stored_as(storage: str, weights: str | None = None, cache: str | None = None) -> Defines:

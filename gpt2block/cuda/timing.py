@@ -63,16 +63,11 @@ def interleaved_ms(
     replays: {name: function that launches a CUDA graph}. lead: function that launches work before
     each replay, so that the GPU does not wait for the host to launch the replay.
     """
-    start, end = cupy.cuda.Event(), cupy.cuda.Event()
     times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(count + 1):  # the first iteration warms up
         for name, replay in replays.items():
             lead()
-            start.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times[name].append(cupy.cuda.get_elapsed_time(start, end))
+            times[name].append(event_ms(replay))
     return {name: median(found[1:]) for name, found in times.items()}
 
 

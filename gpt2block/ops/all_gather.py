@@ -17,8 +17,7 @@ import numpy as np
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, device_attribute, on_device, pinned, seen_from_here
 from gpt2block.cuda.doctor import MAX_GPUS
-from gpt2block.cuda.kernels import Defines, Geometry, dtype_name, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, dtype_name, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.call import Call, UncheckedCall
@@ -240,21 +239,11 @@ def _all_gather_norm(c: Call) -> Launch:
     return launch_at(STREAM, geometry.with_defines(defines), args)
 
 
-def _prepare_norm(unchecked: UncheckedCall) -> Call:
-    """Check a call of `all_gather_norm`.
+def _prepare(unchecked: UncheckedCall) -> Call:
+    """Check a call of `all_gather` or `all_gather_norm`.
 
-    to_operand is as in variant stream of `rmsnorm`. sent: whether the products have sent the
-    columns (`PeerStores`), so that the kernel only receives.
-    """
-    N = unchecked.options["N"]
-    check_operand(unchecked.options["to_operand"], N, N)
-    return unchecked.checked()
-
-
-def _prepare_all_gather(unchecked: UncheckedCall) -> Call:
-    """Check a call of `all_gather`.
-
-    to_operand: the `Operand` to store in out, with an even shard. sent: as in `all_gather_norm`.
+    to_operand: the `Operand` to store in out, with an even shard. sent: whether the products have
+    sent the columns (`PeerStores`), so that the kernel only receives.
     """
     N, c = unchecked.options["N"], unchecked.checked()
     check_operand(c.to_operand, N, N)
@@ -267,11 +256,11 @@ ALL_GATHER_NORM = Operation(
     name="all_gather_norm",
     variants=(_all_gather_norm,),
     options={"N": REQUIRED, "first": REQUIRED, "eps": 1e-6, "to_operand": None, "sent": False},
-    prepare=_prepare_norm,
+    prepare=_prepare,
 )
 ALL_GATHER = Operation(
     name="all_gather",
     variants=(_all_gather,),
     options={"N": REQUIRED, "first": REQUIRED, "to_operand": None, "sent": False},
-    prepare=_prepare_all_gather,
+    prepare=_prepare,
 )

@@ -25,34 +25,20 @@ from gpt2block.cuda.arrays import (
     on_16_bytes,
 )
 from gpt2block.cuda.cards import gpu
-from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, load
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall
+from gpt2block.ops.engines import attention_tiles as tiles
 from gpt2block.ops.engines.attention_tiles import (
-    ALTERNATE_HEAD,
     MAX_BLOCKS,
     MMA_HEADS,
     TENSOR_HEADS,
-    WGMMA_HI_LO_HEAD,
-    WGMMA_HI_LO_TILE,
-    WGMMA_THREADS,
-    WGMMA_TILE,
-    alternate_geometry,
-    alternates,
-    heads_defines,
-    hi_lo_geometry,
-    mma_geometry,
-    mma_stage,
-    online_geometry,
-    scored,
-    tensor_heads_defines,
-    wgmma_geometry,
-    wgmma_hi_lo_geometry,
+    AttentionSizes,
 )
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
+from gpt2block.ops.products import needs_mma, needs_wgmma
 from gpt2block.ops.warm import call
 
 FILE = "learn/attention/skeleton.cu"
@@ -73,6 +59,8 @@ MAX_BATCH = MAX_BLOCKS[1]  # maximum sequences of variant mha
 BLOCK = 256  # threads per block of variant mha; default threads of variant naive
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 ONLINE_BLOCKS = (32, 64, 128, 256)
+OF_HI_LO = "Ootomo and Yokota (2022), for hi/lo matrices"  # source of variants
+OF_WGMMA: Any = {"block": tiles.WGMMA_THREADS, "source": "gpt2block", "dtypes": SIXTEEN_BITS}
 MMA_THREADS = 128  # threads per block with any tile of `MMA_TILES`
 
 
@@ -95,7 +83,7 @@ def naive_geometry(
             f"variant naive: B {B:,}, T {T:,} and {NH:,} heads make a grid of {largest:,} "
             f"blocks, CUDA takes {MAX_BLOCKS[0]:,}: use variant online"
         )
-    defines = heads_defines(NH, NKV, HS)
+    defines = tiles.heads_defines(NH, NKV, HS)
     return tuple(
         Geometry(kernel, (blocks,), (threads,), defines=defines) for kernel, blocks in grids.items()
     )
@@ -149,7 +137,7 @@ def _fit_mha(c: Call) -> Geometry:
     if c.B > MAX_BATCH:
         raise UnsupportedCall(f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences")
     kernel = "mha_causal_kernel" if c.causal else "mha_nocausal_kernel"
-    defines = heads_defines(c.n_head, c.n_kv_head, c.HS)
+    defines = tiles.heads_defines(c.n_head, c.n_kv_head, c.HS)
     geometry = Geometry(kernel, (c.T, c.n_head, c.B), (BLOCK,), 4 * c.T, defines)
     static = load(FILE, geometry.kernel, geometry.defines).shared_size_bytes
     limit = device_attribute("MaxSharedMemoryPerBlockOptin") - static
@@ -209,19 +197,17 @@ def _online(c: Call) -> Launch:
     check_address("out", c.output("out"))
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     block = c.block if c.requested else None
-    geometry = online_geometry(*c.sizes, c.HS, NKV=c.n_kv_head, block=block, max_shared=max_shared)
-    geometry = scored(geometry, c)
-    return launch_at(ONLINE, geometry, (c.qkv, c.output("out"), c.T, int(c.causal)))
+    sizes, options = (c.B, c.T, c.n_head, c.HS), {"NKV": c.n_kv_head, "block": block}
+    geometry = tiles.online_geometry(*sizes, **options, max_shared=max_shared)
+    args = (c.qkv, c.out, c.T, int(c.causal))
+    return launch_at(ONLINE, tiles.scored(geometry, c), args)
 
 
 # --- tensor-core variants: mma and wgmma, for 16-bit dtypes and HiLoMatrix
 
 
 def _fit_mma(c: Call) -> None:
-    if not gpu().has_mma:
-        raise UnsupportedCall(
-            "needs a GPU of compute capability 8.0 or newer: use float32 and variant online"
-        )
+    needs_mma(": use float32 and variant online")
     _fit_dtype(c, *SIXTEEN_BITS, HI_LO)
     heads = TENSOR_HEADS if c.storage == HI_LO else MMA_HEADS
     if c.HS not in heads:
@@ -231,113 +217,75 @@ def _fit_mma(c: Call) -> None:
         )
 
 
-@variant(
-    "mma_fp32",
-    MMA_HI_LO,
-    "attention_fp32_mma",
-    source="Ootomo and Yokota (2022), for hi/lo matrices",
-)
+@variant("mma_fp32", MMA_HI_LO, "attention_fp32_mma", source=OF_HI_LO)
 def _hi_lo(c: Call) -> Launch:
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     one_scale = c.qkv.one_scale is not None
-    geometry, together = hi_lo_geometry(
-        *c.sizes, c.causal, one_scale, max_shared=max_shared, **c.heads
-    )
-    geometry = scored(geometry, c)
+    geometry, together = tiles.hi_lo_geometry(c.sizes, one_scale, max_shared=max_shared)
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
-    args = (*parts, c.qkv.size // c.W, *c.sizes, together)
-    return launch_at(MMA_HI_LO, geometry, args, "float16")
+    args = (*parts, c.qkv.size // c.W, *c.sizes[:3], together)
+    return launch_at(MMA_HI_LO, tiles.scored(geometry, c), args, "float16")
 
 
 @variant("mma", MMA, "attention_mma", block=MMA_THREADS, source="gpt2block", dtypes=SIXTEEN_BITS)
-def _mma(c: Call) -> Launch:
+def _mma(c: Call) -> Any:
     _fit_mma(c)
     if c.storage == HI_LO:
-        launch: Launch = _hi_lo.launch(c)
-        return launch
+        return _hi_lo.launch(c)
     check_address("out", c.output("out"))
     sms, max_shared = map(device_attribute, ("MultiProcessorCount", "MaxSharedMemoryPerBlockOptin"))
-    geometry, together = mma_geometry(*c.sizes, c.causal, sms=sms, max_shared=max_shared, **c.heads)
-    geometry = scored(geometry, c)
-    return launch_at(MMA, geometry, (c.qkv, c.cu_seqlens, c.out, *c.sizes, together), c.storage)
+    geometry, together = tiles.mma_geometry(c.sizes, sms=sms, max_shared=max_shared)
+    args = (c.qkv, c.cu_seqlens, c.out, *c.sizes[:3], together)
+    return launch_at(MMA, tiles.scored(geometry, c), args, c.storage)
 
 
-@variant(
-    "wgmma_fp32",
-    WGMMA_HI_LO,
-    "attention_fp32_wgmma",
-    source="Ootomo and Yokota (2022), for hi/lo matrices",
-)
+@variant("wgmma_fp32", WGMMA_HI_LO, "attention_fp32_wgmma", source=OF_HI_LO)
 def _wgmma_hi_lo(c: Call) -> Launch:
-    if c.HS != WGMMA_HI_LO_HEAD:
+    if c.HS != tiles.WGMMA_HI_LO_HEAD:
         raise UnsupportedCall(
-            f"head size {c.HS}: of hi/lo matrices it takes {WGMMA_HI_LO_HEAD}: use variant mma"
+            f"head size {c.HS}: of hi/lo matrices it takes {tiles.WGMMA_HI_LO_HEAD}: "
+            "use variant mma"
         )
     one_scale = c.qkv.one_scale is not None
     sms = device_attribute("MultiProcessorCount")
-    geometry, together = wgmma_hi_lo_geometry(
-        *c.sizes, c.causal, one_scale, sms=sms, serves=c.heads["serves"]
-    )
-    geometry = scored(geometry, c)
-    boxes = tensor_map(c.qkv.parts, (1, WGMMA_HI_LO_TILE, WGMMA_HI_LO_HEAD))
+    geometry, together = tiles.wgmma_hi_lo_geometry(c.sizes, one_scale, sms=sms)
+    boxes = tensor_map(c.qkv.parts, (1, tiles.WGMMA_HI_LO_TILE, tiles.WGMMA_HI_LO_HEAD))
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
-    args = (boxes, *parts, c.qkv.size // c.W, *c.sizes, together)
-    return launch_at(WGMMA_HI_LO, geometry, args, "float16")
+    args = (boxes, *parts, c.qkv.size // c.W, *c.sizes[:3], together)
+    return launch_at(WGMMA_HI_LO, tiles.scored(geometry, c), args, "float16")
 
 
-@variant(
-    "wgmma_few",
-    WGMMA_ALTERNATE,
-    "attention_wgmma_alternate",
-    block=WGMMA_THREADS,
-    source="gpt2block",
-    dtypes=SIXTEEN_BITS,
-)
+@variant("wgmma_few", WGMMA_ALTERNATE, "attention_wgmma_alternate", **OF_WGMMA)
 def _wgmma_few(c: Call) -> Launch:
     """Launch the kernel that variant `wgmma` selects if few sequences make this kernel faster."""
     sms = device_attribute("MultiProcessorCount")
-    sizes = (c.B, c.T, c.n_head, c.causal)
-    geometry = alternate_geometry(*sizes, sms=sms, serves=c.heads["serves"])
-    return _wgmma_launch(c, WGMMA_ALTERNATE, *geometry)
+    return _wgmma_launch(c, WGMMA_ALTERNATE, *tiles.alternate_geometry(c.sizes, sms=sms))
 
 
-@variant(
-    "wgmma",
-    WGMMA,
-    "attention_wgmma",
-    block=WGMMA_THREADS,
-    source="gpt2block",
-    dtypes=SIXTEEN_BITS,
-)
-def _wgmma(c: Call) -> Launch:
+@variant("wgmma", WGMMA, "attention_wgmma", **OF_WGMMA)
+def _wgmma(c: Call) -> Any:
     _fit_mma(c)
-    if not gpu().has_wgmma:
-        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+    needs_wgmma(": use variant mma")
     if c.HS not in TENSOR_HEADS:
         raise UnsupportedCall(
             f"head size {c.HS}: takes {' and '.join(map(str, TENSOR_HEADS))}: use variant mma"
         )
-    launch: Launch
     if c.storage == HI_LO:
-        launch = _wgmma_hi_lo.launch(c)
-        return launch
+        return _wgmma_hi_lo.launch(c)
     sms = device_attribute("MultiProcessorCount")
-    sizes = (c.B, c.T, c.n_head, c.causal)
-    if c.HS == ALTERNATE_HEAD and alternates(*sizes, sms, c.rows):
-        launch = _wgmma_few.launch(c)
-        return launch
-    return _wgmma_launch(c, WGMMA, *wgmma_geometry(*sizes, sms=sms, **c.heads))
+    if c.HS == tiles.ALTERNATE_HEAD and tiles.alternates(c.sizes, sms, c.rows):
+        return _wgmma_few.launch(c)
+    return _wgmma_launch(c, WGMMA, *tiles.wgmma_geometry(c.sizes, sms=sms))
 
 
 def _wgmma_launch(c: Call, file: str, geometry: Geometry, together: int) -> Launch:
     check_address("out", c.output("out"))
-    geometry = scored(geometry, c)
-    boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, WGMMA_TILE, TENSOR_HEAD))
-    args = (boxes, c.qkv, c.cu_seqlens, c.out, *c.sizes, together)
+    boxes = tensor_map(c.qkv.reshape(-1, *c.qkv.shape[-2:]), (1, tiles.WGMMA_TILE, TENSOR_HEAD))
+    args = (boxes, c.qkv, c.cu_seqlens, c.out, *c.sizes[:3], together)
     cache: tuple[CudaArray | int | None, ...] = (None, None, None, None, 0, 0)
     if c.k is not None:
         cache = (c.row, c.position, c.k, c.v, *c.k.shape[:2])
-    return launch_at(file, geometry, (*args, *cache), c.storage)
+    return launch_at(file, tiles.scored(geometry, c), (*args, *cache), c.storage)
 
 
 # --- checks of calls, for every variant
@@ -391,8 +339,7 @@ def _completed(c: Call) -> Call:
     c.HS = c.W // heads
     if c.cu_seqlens is not None:
         _check_cache(c)
-    c.sizes = (c.B, c.T, c.n_head)  # sequences, rows of the longest sequence, heads of Q
-    c.heads = {"HS": c.HS, "serves": c.n_head // c.n_kv_head}
+    c.sizes = AttentionSizes(c.B, c.T, c.n_head, c.causal, c.HS, c.n_head // c.n_kv_head)
     if c.window is not None and not c.causal:
         raise InputError("window: needs causal=True")
     float32 = ("mha",) if c.softmax_scale is c.window is None else ("online",)
@@ -434,25 +381,14 @@ def checked_heads(n_head: object, n_kv_head: object) -> tuple[int, int]:
     return n_head, n_kv_head
 
 
-def _check_fit(
-    name: str, fit: Callable[[Call], object], dtype: str, heads: tuple[int, int, int], **sizes: Any
-) -> None:
+def _check_fit(name: str, fit: Callable[[Call], object], dtype: str, **sizes: Any) -> None:
     """Raise InputError if `fit`, which computes a launch, raises UnsupportedCall for these sizes.
 
-    heads: number of heads of Q, of heads of K and V, and channels per head.
+    sizes: attributes of the call, among them n_head, n_kv_head and HS.
     """
-    n_head, n_kv_head, HS = heads
-    options = {
-        "n_head": n_head,
-        "n_kv_head": n_kv_head,
-        "HS": HS,
-        "cu_seqlens": None,
-        "softmax_scale": None,
-        "window": None,
-    }
-    options |= sizes
+    absent = dict.fromkeys(("cu_seqlens", "softmax_scale", "window"))
     try:
-        fit(Call(contract=OPERATION.contract, storage=dtype, **options))
+        fit(Call(contract=OPERATION.contract, storage=dtype, **absent, **sizes))
     except UnsupportedCall as problem:
         raise InputError(f"{name}: {problem}") from None
 
@@ -461,16 +397,16 @@ def check_limits(qkv: Shape, *, n_head: int, causal: bool, n_kv_head: int | None
     """Raise InputError if variant mha does not support float32 qkv of this shape."""
     *batch, T, width = qkv
     NKV = n_head if n_kv_head is None else n_kv_head
-    heads = n_head, NKV, width // (n_head + 2 * NKV)
+    heads = {"n_head": n_head, "n_kv_head": NKV, "HS": width // (n_head + 2 * NKV)}
     sizes = {"B": batch[0] if batch else 1, "T": T, "causal": causal}
-    _check_fit("attention variant mha", _fit_mha, "float32", heads, **sizes)
+    _check_fit("attention variant mha", _fit_mha, "float32", **heads, **sizes)
 
 
 def check_heads(dtype: str, n_head: int, n_kv_head: int, head_size: int, causal: bool) -> None:
     """Raise InputError if no attention kernel supports these heads on the current device."""
     fit = _fit_mha if dtype == "float32" else _fit_mma
-    heads = n_head, n_kv_head, head_size
-    _check_fit("attention", fit, dtype, heads, B=1, T=1, causal=causal)
+    heads = {"n_head": n_head, "n_kv_head": n_kv_head, "HS": head_size}
+    _check_fit("attention", fit, dtype, **heads, B=1, T=1, causal=causal)
 
 
 def tensor_cores_take(variant: str, head_size: int) -> bool:
@@ -484,8 +420,8 @@ def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:
     A kernel uses some of these constants: tensor-core kernels get the number of heads as an
     argument.
     """
-    on_tensor_cores = tensor_heads_defines(head_size, n_head // n_kv_head)
-    return (*heads_defines(n_head, n_kv_head, head_size), *on_tensor_cores)
+    on_tensor_cores = tiles.tensor_heads_defines(head_size, n_head // n_kv_head)
+    return (*tiles.heads_defines(n_head, n_kv_head, head_size), *on_tensor_cores)
 
 
 def hi_lo_fits(head_size: int) -> bool:
@@ -493,21 +429,14 @@ def hi_lo_fits(head_size: int) -> bool:
 
     The smallest tile of `hi_lo_geometry` has 64 queries and two stages of K and V.
     """
-    fits = head_size in TENSOR_HEADS
-    return fits and 5 * mma_stage(head_size) <= device_attribute("MaxSharedMemoryPerBlockOptin")
+    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+    return head_size in TENSOR_HEADS and 5 * tiles.mma_stage(head_size) <= max_shared
 
 
 VARIANTS = (_mha, _naive, _online, _mma, _wgmma)
-OPTIONS = {
-    "n_head": REQUIRED,
-    "causal": REQUIRED,
-    "n_kv_head": None,
-    "max_seqlen": None,
-    "softmax_scale": None,
-    "window": None,
-    "variant": None,
-    "block": None,
-}
+OPTIONS = {"n_head": REQUIRED, "causal": REQUIRED} | dict.fromkeys(
+    ("n_kv_head", "max_seqlen", "softmax_scale", "window", "variant", "block")
+)
 VARLEN = Operation(
     name="attention_varlen", variants=VARIANTS, options=OPTIONS, prepare=_prepare_varlen
 )

@@ -23,36 +23,28 @@ from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
     check,
-    check_address,
     contiguous,
     device_attribute,
 )
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import CACHE_WITH_FP8
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops import delta
 from gpt2block.ops.attention import MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, check_format, storage
+from gpt2block.ops.engines import attention_tiles as tiles
 from gpt2block.ops.engines.attention_tiles import (
     MAX_BLOCKS,
     MMA_HEADS,
-    ONE_TILE,
     TENSOR_HEADS,
-    WGMMA_TILE,
-    cached_wgmma_geometry,
-    heads_defines,
-    mma_geometry,
-    scored,
-    shared_bytes,
-    warp_queries,
+    AttentionSizes,
 )
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
-from gpt2block.ops.operation import REQUIRED, Operation, Sizes, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import check_addresses, needs_mma, needs_wgmma
+from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
+from gpt2block.ops.products import needs_mma, needs_wgmma
 from gpt2block.ops.short_conv import SHORT_CONV
 from gpt2block.ops.warm import call
 
@@ -62,14 +54,8 @@ APPEND = "attention/cache/kv_cache.cu"
 APPEND_HI_LO = "attention/cache/kv_cache_hi_lo.cu"
 LARGEST_HEAD = 512  # maximum channels per head of variants tiles and split
 LARGEST_STATIC = 256  # maximum channels per head for which split has static shared memory
-TILE_SIZES = (
-    (4, 64),
-    (2, 64),
-    (4, 32),
-    (1, 64),
-    (2, 32),
-    (1, 32),
-)  # (warps, keys), largest tile first
+# (warps, keys), largest tile first
+TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))
 SPLIT_KEYS = 32  # keys per split; one warp of kernel `split` processes a split
 SPAN_SPLITS = 32  # splits whose results are combined at a time
 SPLIT_WARPS = 4  # warps per block on a GPU with clusters; on other GPUs the minimum
@@ -89,16 +75,12 @@ COPY_THREADS, COPY_BLOCKS = 256, 8  # threads per block; maximum blocks that cop
 START = 512  # position of the first query in the documented case
 
 
+Heads = tuple[int, int, int]  # heads of q, heads of k, channels per head
+
+
 @lru_cache(maxsize=1024)
 def tiles_geometry(
-    B: int,
-    longest: int,
-    NH: int,
-    NKV: int,
-    HS: int,
-    itemsize: int,
-    shared_limit: int,
-    narrow: bool = False,
+    B: int, longest: int, heads: Heads, itemsize: int, shared_limit: int, narrow: bool = False
 ) -> Geometry:
     """Return the geometry of variant `tiles` for B sequences of at most `longest` queries.
 
@@ -106,11 +88,12 @@ def tiles_geometry(
     memory that a block can have. The keys per tile, which alone determine the order of additions,
     follow from shared_limit, HS and itemsize. Raises InputError.
     """
+    NH, _, HS = heads
     _check_head(HS)
     for warps, keys in TILE_SIZES:
-        pieces = itemsize < 4 and HS % (16 // itemsize) == 0 and HS <= ONE_TILE
+        pieces = itemsize < 4 and HS % (16 // itemsize) == 0 and HS <= tiles.ONE_TILE
         staged = keys * HS * itemsize if pieces else 0
-        shared = shared_bytes(HS, warps, keys) + staged
+        shared = tiles.shared_bytes(HS, warps, keys) + staged
         if shared <= shared_limit:
             break
     else:
@@ -118,25 +101,22 @@ def tiles_geometry(
             f"head size {HS}: the smallest tiles take {shared:,} bytes of shared memory, this GPU "
             f"has {shared_limit:,} for them"
         )
-    blocks = ceil(longest / (warps * warp_queries(HS)))
-    heads = B * NH
-    if heads > MAX_BLOCKS[0] or blocks > MAX_BLOCKS[1]:
+    blocks = ceil(longest / (warps * tiles.warp_queries(HS)))
+    if MAX_BLOCKS[0] < B * NH or blocks > MAX_BLOCKS[1]:
         raise InputError(
             f"B {B:,}, {NH:,} heads, longest {longest:,}: too many for a grid, which CUDA limits "
             f"to {MAX_BLOCKS[0]:,} heads of sequences and {MAX_BLOCKS[1]:,} blocks of each"
         )
-    defines = (*heads_defines(NH, NKV, HS), ("AO_WARPS", warps), ("AO_KEYS", keys))
+    defines = (*tiles.heads_defines(*heads), ("AO_WARPS", warps), ("AO_KEYS", keys))
     kernel = "attention_cached_narrow" if narrow else "attention_cached"
-    return Geometry(kernel, (heads, blocks), (32 * warps,), shared, defines)
+    return Geometry(kernel, (B * NH, blocks), (32 * warps,), shared, defines)
 
 
 @lru_cache(maxsize=1024)
 def split_geometry(
     M: int,
     n_ctx: int,
-    NH: int,
-    NKV: int,
-    HS: int,
+    heads: Heads,
     itemsize: int,
     sms: int,
     shared_limit: int,
@@ -146,10 +126,11 @@ def split_geometry(
     """Return the geometry of kernel `split` for M queries on a GPU with `sms` multiprocessors.
 
     clusters: whether the GPU has thread block clusters. shared_limit: bytes of shared memory that a
-    block can have. serves: heads of q per head of K in the whole model, if NH and NKV count the
-    heads of a share; None for NH / NKV. The order of additions depends only on HS and itemsize, and
+    block can have. serves: heads of q per head of K in the whole model, if `heads` are of a share,
+    or None. The order of additions depends only on the channels of a head and on itemsize, and
     with FP8 on whether a warp of the whole model has several heads of q.
     """
+    NH, NKV, HS = heads
     _check_head(HS)
     if max(M, NH) > MAX_BLOCKS[1]:
         raise InputError(f"M {M:,}, {NH:,} heads: expected at most {MAX_BLOCKS[1]:,} of each")
@@ -174,7 +155,7 @@ def split_geometry(
     else:
         warps, cluster = min(max(min(wanted, at_once), SPLIT_WARPS), held), 1
     defines = (
-        *heads_defines(NH, NKV, HS),
+        *tiles.heads_defines(*heads),
         ("AS_WIDTH", width),
         ("AS_QUERIES", queries),
         ("AS_WARPS", warps),
@@ -244,15 +225,13 @@ def _check_head(HS: int) -> None:
         raise InputError(f"head size {HS}: attention over a kv_cache takes at most {LARGEST_HEAD}")
 
 
-def _heads(name: str, Q: int, n_head: object, C: int) -> tuple[int, int, int]:
+def _heads(name: str, Q: int, n_head: int, C: int) -> Heads:
     """Return n_head, n_kv_head and head size for Q channels of queries and C channels of K.
 
     name: argument with the queries, for the InputError if the sizes do not fit.
     """
-    expected = f"a divisor of the {Q} channels of queries"
-    n_head = check_integer("n_head", n_head, 1, math.inf, expected)
     if Q % n_head:
-        raise InputError(f"n_head: expected {expected}, got {n_head}")
+        raise InputError(f"n_head: expected a divisor of the {Q} channels of queries, got {n_head}")
     HS = Q // n_head
     if C % HS or n_head % (C // HS):
         raise InputError(
@@ -285,15 +264,13 @@ def _tiles(c: Call) -> Launch:
     """
     q, first = c.rows_of_q, c.contract.inputs[0].name
     heads = _heads(first, c.Q, c.n_head, c.C)
-    for name, array in ((first, q), ("k", c.k), ("v", c.v), ("out", c.output("out"))):
-        check_address(name, array)
+    c.check_addresses(first, "k", "v", "out")
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     narrow = q.dtype.name != "float32"
-    geometry = tiles_geometry(c.B, c.longest, *heads, c.k.itemsize, limit, narrow)
-    geometry = scored(geometry, c)
+    geometry = tiles_geometry(c.B, c.longest, heads, c.k.itemsize, limit, narrow)
     args = (q, c.k, c.v, c.cu_seqlens, c.starts, c.out, q.shape[1], c.P, len(q), c.B, c.first)
     T = q.dtype.name if c.fp8_cache else storage(c.k)
-    return launch_at(TILES, geometry, args, T, cache=c.fp8_cache)
+    return launch_at(TILES, tiles.scored(geometry, c), args, T, cache=c.fp8_cache)
 
 
 @variant("mma", MMA, "attention_cached_mma")
@@ -307,17 +284,16 @@ def _mma(c: Call) -> Launch:
         raise UnsupportedCall(
             f"head size {HS}: tensor cores take {', '.join(map(str, MMA_HEADS))}: use variant tiles"
         )
-    c.output("out")
-    check_addresses(c, "qkv", "k", "v", "out")
+    c.check_addresses("qkv", "k", "v", "out")
     sms = device_attribute("MultiProcessorCount")
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    sizes, heads = (c.B, c.longest, n_head), {"HS": HS, "serves": n_head // n_kv_head}
-    plain, together = mma_geometry(*sizes, True, sms=sms, max_shared=max_shared, **heads)
+    sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
+    plain, together = tiles.mma_geometry(sizes, sms=sms, max_shared=max_shared)
     defines = (*plain.defines, ("ATT_CACHED", 1))
     geometry = plain._replace(kernel="attention_cached_mma", defines=defines)
-    geometry = scored(geometry, c)
     arrays = c.qkv, c.k, c.v, c.cu_seqlens, c.start, c.out
-    return launch_at(MMA, geometry, (*arrays, c.W, c.P, c.N, *sizes, together), c.storage)
+    args = (*arrays, c.W, c.P, c.N, *sizes[:3], together)
+    return launch_at(MMA, tiles.scored(geometry, c), args, c.storage)
 
 
 @variant("wgmma_few", WGMMA_ALTERNATE, "attention_cached_wgmma_alternate")
@@ -327,7 +303,7 @@ def _wgmma_few(c: Call) -> Launch:
 
 
 @variant("wgmma", WGMMA, "attention_cached_wgmma")
-def _wgmma(c: Call) -> Launch:
+def _wgmma(c: Call) -> Any:
     """Launch variant `wgmma`. k and v can also be FP8.
 
     Results are bitwise equal to `attention`'s variant wgmma over the whole sequence.
@@ -339,22 +315,20 @@ def _wgmma(c: Call) -> Launch:
     if HS not in TENSOR_HEADS:
         takes = " and ".join(map(str, TENSOR_HEADS))
         raise UnsupportedCall(f"head size {HS}: takes {takes}: use variant mma")
-    c.output("out")
-    check_addresses(c, "qkv", "k", "v", "out")
-    c.sizes, sms = (c.B, c.longest, n_head), device_attribute("MultiProcessorCount")
-    of_heads = {"HS": HS, "serves": n_head // n_kv_head}
-    c.geometry, c.band = cached_wgmma_geometry(*c.sizes, c.N, c.P, sms=sms, **of_heads)
+    c.check_addresses("qkv", "k", "v", "out")
+    c.sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
+    sms = device_attribute("MultiProcessorCount")
+    c.geometry, c.band = tiles.cached_wgmma_geometry(c.sizes, c.N, c.P, sms=sms)
     if c.geometry.kernel in _wgmma_few.kernels:
-        launch: Launch = _wgmma_few.launch(c)
-        return launch
+        return _wgmma_few.launch(c)
     return _wgmma_launch(c, WGMMA)
 
 
 def _wgmma_launch(c: Call, file: str) -> Launch:
-    box = 1, WGMMA_TILE, TENSOR_HEADS[0]
+    box = 1, tiles.WGMMA_TILE, TENSOR_HEADS[0]
     maps = (tensor_map(each, box) for each in (c.qkv[None], c.k, c.v))
-    args = (*maps, c.k, c.v, c.cu_seqlens, c.start, c.out, c.P, c.N, *c.sizes, c.band)
-    return launch_at(file, scored(c.geometry, c), args, c.storage, cache=c.fp8_cache)
+    args = (*maps, c.k, c.v, c.cu_seqlens, c.start, c.out, c.P, c.N, *c.sizes[:3], c.band)
+    return launch_at(file, tiles.scored(c.geometry, c), args, c.storage, cache=c.fp8_cache)
 
 
 def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
@@ -420,8 +394,8 @@ def _split(c: Call) -> Launch:
         check_integer("serves", c.serves, fewest, math.inf, expected)
     sms, clusters = device_attribute("MultiProcessorCount"), gpu().has_clusters
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
-    geometry = split_geometry(c.M, c.P, *heads, c.k.itemsize, sms, limit, clusters, c.serves)
-    geometry = scored(geometry, c)
+    geometry = split_geometry(c.M, c.P, heads, c.k.itemsize, sms, limit, clusters, c.serves)
+    geometry = tiles.scored(geometry, c)
     if c.together > 1:
         geometry = geometry.with_defines((("AS_DRAFTS", 1),))
     T = "float32" if c.fp8_cache else c.kv_storage
@@ -436,8 +410,7 @@ def _split(c: Call) -> Launch:
         ends = stored_defines("AS_OPERAND", c.to_operand)
         geometry = geometry.with_defines(ends)
     width = int(dict(geometry.defines)["AS_WIDTH"])
-    for name, array in (("q", c.q), ("k", c.k), ("v", c.v)):
-        check_address(name, array, min(16, width * array.itemsize))
+    c.check_addresses("q", "k", "v", loaded=width)
     scale = stored_scale(c.to_operand)
     args = {"q": c.q, "k": c.k, "v": c.v, "row": c.row, "position": c.position}
     args |= {"B": c.B, "n_ctx": c.P, "together": c.together, "out_scale": scale}
@@ -485,9 +458,8 @@ def _round(c: Call) -> Launch:
     check_format(c.fp8_cache)
     if c.storage == "float32":
         check("qkv", c.qkv, dtype=CACHE_WITH_FP8)
-    n_head = check_integer("n_head", c.n_head, 1, math.inf, "a number of heads")
-    n_kv_head = check_integer("n_kv_head", c.n_kv_head, 1, n_head, f"at most n_head {n_head}")
-    heads = n_head + 2 * n_kv_head
+    n_kv_head = check_integer("n_kv_head", c.n_kv_head, 1, c.n_head, f"at most n_head {c.n_head}")
+    heads = c.n_head + 2 * n_kv_head
     if c.W % heads:
         raise InputError(f"qkv: expected (N, W) of {heads} heads, got {c.qkv.shape}")
     C = c.W // heads * n_kv_head
@@ -513,39 +485,18 @@ def _copy(c: Call) -> Launch:
     return launch_at(APPEND, geometry, args, T, cache=c.fp8_cache)
 
 
-def _flops(sizes: Sizes) -> int:
-    """Floating-point operations: 4 C for each query and each key that the query sees."""
-    T = sizes["T"]
-    return 4 * sizes["C"] * (T * START + T * (T + 1) // 2)
-
-
-_OPTIONS = {
-    "n_head": REQUIRED,
-    "longest": REQUIRED,
-    "softmax_scale": None,
-    "window": None,
-    "kv_dtype": None,
-    "variant": None,
-}
+_OPTIONS = {"n_head": REQUIRED, **dict.fromkeys(("softmax_scale", "window", "kv_dtype"))}
+_OF_SEVERAL = {**_OPTIONS, "longest": REQUIRED, "variant": None}
 ATTENTION_PACKED = Operation(
-    name="attention_packed", variants=(_tiles, _mma, _wgmma), options=_OPTIONS, prepare=_packed
+    name="attention_packed", variants=(_tiles, _mma, _wgmma), options=_OF_SEVERAL, prepare=_packed
 )
 ATTENTION_QUERIES = Operation(
-    name="attention_queries", variants=(_tiles, _mma, _wgmma), options=_OPTIONS, prepare=_queries
+    name="attention_queries", variants=(_tiles, _mma, _wgmma), options=_OF_SEVERAL, prepare=_queries
 )
 ATTENTION_SPLIT = Operation(
     name="attention_split",
     variants=(_split,),
-    options={
-        "n_head": REQUIRED,
-        "softmax_scale": None,
-        "window": None,
-        "to_operand": None,
-        "kv_dtype": None,
-        "together": 1,
-        "serves": None,
-        "to_peers": None,
-    },
+    options={**_OPTIONS, "together": 1, **dict.fromkeys(("to_operand", "serves", "to_peers"))},
 )
 KV_APPEND = Operation(
     name="kv_append", variants=(_append, _append_hi_lo), options={"kv_dtype": None}
@@ -566,13 +517,7 @@ KV_COPY = Operation(
 OPERATION = Operation(
     name="attention_cached",
     variants=(_tiles,),
-    options={
-        "start": REQUIRED,
-        "n_head": REQUIRED,
-        "softmax_scale": None,
-        "window": None,
-        "kv_dtype": None,
-    },
+    options={"start": REQUIRED, **_OPTIONS},
     prepare=_one_sequence,
     parts=(_wgmma_few,),
     steps=(
@@ -589,7 +534,8 @@ OPERATION = Operation(
         idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
         sizes={"T": 128, "C": 768},
         traffic=lambda s: 4 * s["C"] * (2 * s["T"] + 2 * (START + s["T"])),
-        flops=_flops,
+        # 4 C for each query and each key that the query sees
+        flops=lambda s: 4 * s["C"] * (s["T"] * START + s["T"] * (s["T"] + 1) // 2),
         bound="compute",
         attrs={"start": START, "n_head": 12},
         axes={"Q": "C", "P": "start+T"},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from gpt2block.checks import check_blocks
-from gpt2block.cuda.arrays import CudaArray, check_address, on_16_bytes
+from gpt2block.cuda.arrays import CudaArray, on_16_bytes
 from gpt2block.models.weights.gguf import TYPES, random_blocks
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, as_stated
@@ -39,8 +39,7 @@ _mma = as_stated("mma", FILE, "blocks_matmul_mma", _mma_args, dtypes=("float16",
 def _prepare(unchecked: UncheckedCall) -> Call:
     c = unchecked.checked()
     check_blocks(c.K)
-    check_address("x", c.x)
-    check_address("w", c.w)
+    c.check_addresses("x", "w")
     return c
 
 

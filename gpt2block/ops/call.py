@@ -14,13 +14,14 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
     ArrayArg,
     ArrayArgs,
+    CudaArray,
     Expected,
+    check_address,
     check_apart,
     check_each,
     same_memory,
 )
-from gpt2block.cuda.kernels import FP8, IN_BYTES, STORAGE, dtype_name
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import FP8, IN_BYTES, STORAGE, Launch, dtype_name
 from gpt2block.errors import InputError, shown
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -38,6 +39,17 @@ FIXED = {
 
 
 CACHE: Mapping[str, object] = {"kv_dtype": None}  # option with a kv_cache: its FP8 format
+
+
+class Parts(NamedTuple):
+    """A HiLoMatrix (N, K) with a WeightMatrix's attribute names, for code that takes both."""
+
+    data: CudaArray  # float16 parts, (2, N, K)
+    scale: CudaArray
+    dtype: str = HI_LO
+
+
+WITH_DATA = WeightMatrix, Parts
 
 
 class Call(SimpleNamespace):
@@ -72,6 +84,21 @@ class Call(SimpleNamespace):
             else:
                 setattr(self, name, cupy.empty(shape, _dtype(entry, None, self)))
         return vars(self)[name]
+
+    def check_addresses(self, *names: str, loaded: int = 0) -> None:
+        """Raise InputError unless the named arrays and matrices are aligned to 16 bytes.
+
+        loaded: elements per load of arrays, which are aligned to a load if it has less than 16
+        bytes. An `out` that was not passed is allocated.
+        """
+        for name in names:
+            array = self.output("out") if name == "out" else getattr(self, name, None)
+            if array is None:
+                continue
+            if loaded:
+                check_address(name, array, min(16, loaded * array.itemsize))
+            else:
+                check_address(name, array.data if isinstance(array, WITH_DATA) else array)
 
 
 class UncheckedCall(NamedTuple):

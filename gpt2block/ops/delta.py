@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from math import ceil
 
-from gpt2block.cuda.kernels import Defines, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.config import SAVED
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import REQUIRED, Operation, variant
-from gpt2block.ops.products import check_addresses
 
 INPUTS, RULE = "attention/delta/inputs.cu", "attention/delta/rule.cu"
 WARPS = 4  # rows and heads of a block that has a warp for each
@@ -48,7 +46,7 @@ def _sizes(c: Call) -> tuple[int, int, int, Defines]:
     D, H = c.D, c.A // 2
     v_size, rest = divmod(D - 2 * c.n_k_head * c.k_size, H)
     check_heads(c.n_k_head, H, c.k_size, 0 if rest else v_size)
-    check_addresses(c, "x", "conv", "state", "recent")
+    c.check_addresses("x", "conv", "state", "recent")
     return D, H, v_size, (("DELTA_K", c.k_size), ("DELTA_V", v_size))
 
 
@@ -76,7 +74,7 @@ def _inputs(c: Call) -> Launch:
 @variant("delta rule", RULE, "delta_rule")
 def _rule(c: Call) -> Launch:
     D, H, v_size, defines = _sizes(c)
-    check_addresses(c, "rows", "pool")
+    c.check_addresses("rows", "pool")
     grid = (H, ceil(v_size / COLUMNS), c.B)
     each = 2 if c.B * H >= MANY_HEADS else 1
     chunk = 8 if c.steps or c.k_size > LARGEST_OF_PROMPTS else 16

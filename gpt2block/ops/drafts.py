@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import Operation, variant
@@ -66,9 +65,7 @@ class DraftTokens(NamedTuple):
         numbers = cupy.asarray(np.concatenate([*heads, *ids]))
         (B, H), K = self.history.shape, self.draft.shape[1]
         launch_at(
-            FILE,
-            Geometry("begin_drafts", (len(slots),), (COPYING,)),
-            (numbers, *self, B, H, K),
+            FILE, Geometry("begin_drafts", (len(slots),), (COPYING,)), (numbers, *self, B, H, K)
         ).run()
 
 

@@ -11,8 +11,7 @@ from math import ceil, gcd
 from gpt2block.checks import check_integer
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, alignment, check_alignment, contiguous
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.ops.call import Call
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, Workload, as_stated, variant
 from gpt2block.ops.products import gate_define

@@ -22,15 +22,7 @@ from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops import gguf
 from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import (
-    Inputs,
-    Operation,
-    Sizes,
-    UnsupportedCall,
-    Workload,
-    as_stated,
-    variant,
-)
+from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Workload, as_stated, variant
 from gpt2block.ops.warm import call
 
 FILE = "learn/embedding/encoder.cu"
@@ -91,24 +83,6 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     return c
 
 
-def _tables(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    """Return random embedding tables wte and wpe."""
-    return tuple(
-        rng.standard_normal((sizes[rows], sizes["C"]), dtype=np.float32) + np.float32(0.5)
-        for rows in ("V", "T")
-    )
-
-
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    ids = rng.integers(sizes["V"], size=(sizes["B"], sizes["T"]), dtype=np.int32)
-    return ids, *_tables(sizes, rng)
-
-
-def _make_rows(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    rows = (rng.integers(sizes[n], size=sizes["N"], dtype=np.int32) for n in ("V", "T"))
-    return *rows, *_tables(sizes, rng)
-
-
 def _traffic(sizes: Sizes) -> int:
     """Bytes transferred: an id, a row of wte and a row of out per token, and wpe once."""
     rows, C = sizes["B"] * sizes["T"], sizes["C"]
@@ -124,7 +98,8 @@ OPERATION = Operation(
         document="named after llm.c's encoder kernels",
         idea="out = wte[ids] + wpe[position]",
         sizes={"B": 8, "T": 1024, "C": 768, "V": 50257},
-        draw=_make,
+        below={"ids": "V"},
+        axes={"P": "T"},
         traffic=_traffic,
         flops=lambda sizes: sizes["B"] * sizes["T"] * sizes["C"],
         small=(
@@ -143,7 +118,9 @@ ENCODER_ROWS = Operation(
     workload=Workload(
         idea="out = wte[ids] + wpe[positions], one position per row",
         sizes={"N": 8192, "T": 1024, "C": 768, "V": 50257},
-        draw=_make_rows,
+        below={"ids": "V", "positions": "T"},
+        optional=("wpe",),
+        axes={"P": "T"},
         traffic=lambda s: 4 * (2 * s["N"] + 2 * s["N"] * s["C"] + s["T"] * s["C"]),
         flops=lambda s: s["N"] * s["C"],
         small=({"N": 19, "T": 33, "C": 128, "V": 70},),

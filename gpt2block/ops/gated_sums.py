@@ -13,30 +13,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gpt2block.cuda.arrays import check, check_address, device_attribute
+from gpt2block.cuda.arrays import check_address, device_attribute
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import FP8, Defines, Geometry, cache_dtype, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import FP8, Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import TYPES
 from gpt2block.ops.call import CACHE, Call, UncheckedCall
 from gpt2block.ops.engines import linear_gguf as blocks
 from gpt2block.ops.engines import linear_mma as mma
-from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums
+from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums, check_rope_heads
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import count_define, rounds
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
-from gpt2block.ops.products import (
-    check_addresses,
-    filled,
-    gate_define,
-    needs_mma,
-    storage_of,
-)
+from gpt2block.ops.products import filled, gate_define, needs_mma, storage_of
 
 FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
 BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"
@@ -92,12 +85,10 @@ def geometry(M: int, C: int, H: int, dtype: str, of: GpuLimits) -> Geometry | No
 
     dtype: dtype of the weights. of: limits of the GPU.
     """
-    if M > MAX_ROWS or dtype not in DTYPES or C > MAX_CHANNELS or C % MULTIPLE:
-        return None
-    if not _has_equal_splits(H):
+    if dtype not in DTYPES or C % MULTIPLE:
         return None
     rows = power_of_two(M)
-    for cluster in _clusters(M, of):
+    for cluster in _clusters(M, C, H, of):
         shared = shared_bytes(rows, C, H, dtype, cluster)
         if shared <= of.max_shared and registers(C, H, dtype, cluster) <= MAX_REGISTERS:
             launch_geometry = geometry_of(rows, C, H, cluster, shared)
@@ -107,12 +98,7 @@ def geometry(M: int, C: int, H: int, dtype: str, of: GpuLimits) -> Geometry | No
 
 def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geometry:
     """Return the launch geometry, a cluster per split of H. shared: bytes per block."""
-    defines = (
-        ("DECODE_K", C),
-        ("DECODE_ROWS", rows),
-        ("FF_H", H),
-        ("FF_CLUSTER", cluster.blocks),
-    )
+    defines = (("DECODE_K", C), ("DECODE_ROWS", rows), ("FF_H", H), ("FF_CLUSTER", cluster.blocks))
     grid, block = (cluster.blocks * mma.splits(H)[0],), (WARP * mma.splits(C)[0],)
     return Geometry(KERNEL, grid, block, shared, defines)
 
@@ -136,15 +122,16 @@ def registers(C: int, H: int, dtype: str, cluster: Cluster) -> int:
     return (2 * own * mma.UNIT // mma.ROW_GROUP + last) * mma.ROW_GROUP * weight // (4 * WARP)
 
 
-def _clusters(M: int, of: GpuLimits) -> list[Cluster]:
-    """Return the clusters that a GPU with these limits can run, fastest first."""
+def _clusters(M: int, C: int, H: int, of: GpuLimits) -> list[Cluster]:
+    """Return the clusters that a GPU with these limits can run, fastest first.
+
+    There are none for too many rows or channels, or if the splits of H are not equal.
+    """
+    parts, each = mma.splits(H)
+    if M > MAX_ROWS or C > MAX_CHANNELS or parts * each * mma.UNIT != H:
+        return []
     most = of.most_clustered if of.sms >= WHOLE else min(of.most_clustered, PORTABLE)
     return [each for each in (ONE_ROW if M == 1 else MORE_ROWS) if each.blocks <= most]
-
-
-def _has_equal_splits(H: int) -> bool:
-    parts, each = mma.splits(H)
-    return parts * each * mma.UNIT == H
 
 
 def _split(H: int, cluster: Cluster) -> tuple[int, int]:
@@ -166,10 +153,10 @@ def blocks_geometry(
 
     types: GGUF types of w_gate (and w_up), and of w_down. terms: 16-bit terms per value of x.
     """
-    if M > MAX_ROWS or C > MAX_CHANNELS or C % blocks.COLUMNS or not _has_equal_splits(H):
+    if C % blocks.COLUMNS:
         return None
     rows = power_of_two(M)
-    for cluster in _clusters(M, of):
+    for cluster in _clusters(M, C, H, of):
         shared = blocks_shared_bytes(rows, C, H, types, terms, cluster.blocks)
         if shared <= of.max_shared:
             shared = filled(of.max_shared, 2 if M == 1 else 1, shared)
@@ -337,7 +324,7 @@ def _checked(launch_geometry: Geometry, c: Call) -> Geometry:
     if c.splits != mma.splits(c.H)[0]:
         raise UnsupportedCall(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
     c.output("sums")
-    check_addresses(c, "x", "gamma", "w_gate", "w_up", "w_down", "sums")
+    c.check_addresses("x", "gamma", "w_gate", "w_up", "w_down", "sums")
     rounding = count_define(rounds(c.x_dtype, c.w_gate.dtype))
     return launch_geometry.with_defines((*rounding, *gate_define(c.gelu)))
 
@@ -349,7 +336,8 @@ def _check_sums(c: Call) -> None:
 
 def _check_sums_of_blocks(c: Call) -> None:
     _check_sums(c)
-    check_addresses(c, "sums")
+    c.rounded = rounds(c.x_dtype, c.w.dtype)
+    c.check_addresses("sums")
     if c.w_down is not None and c.w_down.dtype != GGUF:
         raise UnsupportedCall(
             f"w is a GgufMatrix, w_down {c.w_down.dtype}: expected a GgufMatrix, too"
@@ -369,12 +357,17 @@ def _product(c: Call, epilogue: Epilogue) -> Launch:
     if c.N >= mma.MANY_COLUMNS:
         raise UnsupportedCall(f"{c.N:,} outputs: expected less than {mma.MANY_COLUMNS:,}")
     D, normed = epilogue.head, "gamma_q" in epilogue.args
+    possible = normed_columns(D) if normed else mma.COLUMNS
+    if not possible:
+        raise UnsupportedCall(
+            f"heads of {D} channels: expected a multiple of 8, at most {PORTABLE} times 32"
+        )
     launch_geometry = mma.geometry(
         *(c.M, c.N, c.K, c.w.dtype),
         norm=2 if D else 0,
         sms=device_attribute("MultiProcessorCount"),
         max_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - 1024,
-        columns=_columns_of_head(D) if normed else mma.COLUMNS,
+        columns=possible,
     )
     if launch_geometry is None:
         raise UnsupportedCall(f"K {c.K:,}: a row does not fit in shared memory")
@@ -382,47 +375,32 @@ def _product(c: Call, epilogue: Epilogue) -> Launch:
     defines: Defines = (("DECODE_SUMS", epilogue.splits), *((("DECODE_ROPE", D),) if D else ()))
     defines += count_define(rounds(c.x_dtype, c.w.dtype))
     if normed:
-        defines += (("DECODE_QK_NORM", 1), ("DECODE_CLUSTER", _cluster_of_head(D // columns)))
+        if columns < D:
+            _needs_clusters(", as a head has several blocks")
+        defines += (("DECODE_QK_NORM", 1), ("DECODE_CLUSTER", D // columns))
     args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "M": c.M, "N": c.N}
     args |= {"gamma": c.gamma, "eps": c.eps} if D else {}
     return epilogue.launch(mma.FILE, launch_geometry, defines, args, c.w)
 
 
-def _columns_of_head(D: int) -> tuple[int, ...]:
-    """Return the possible columns per block with norms of heads, or raise UnsupportedCall."""
-    columns = normed_columns(D)
-    if not columns:
-        raise UnsupportedCall(
-            f"heads of {D} channels: expected a multiple of 8, at most {PORTABLE} times 32"
-        )
-    return columns
-
-
-def _cluster_of_head(blocks: int) -> int:
-    """Return the blocks of a cluster that normalizes a head, or raise UnsupportedCall."""
-    if blocks > 1:
-        _needs_clusters(", as a head has several blocks")
-    return blocks
-
-
 @variant("linear_sums", mma.FILE, mma.KERNEL)
 def _linear_sums(c: Call) -> Launch:
-    check_addresses(c, "x", "w")
+    c.check_addresses("x", "w")
     return _product(c, add_sums(c))
 
 
 @variant("linear_sums_gguf", blocks.FILE, blocks.KERNEL)
 def _linear_blocks(c: Call) -> Launch:
     _check_sums_of_blocks(c)
-    check_addresses(c, "x", "w")
-    return blocks.launch(c, add_sums(c), rounded=rounds(c.x_dtype, c.w.dtype))
+    c.check_addresses("x", "w")
+    return blocks.launch(c, add_sums(c))
 
 
 @variant("rope_sums", mma.FILE, mma.KERNEL)
 def _rope_sums(c: Call) -> Launch:
     if c.K > MAX_CHANNELS:
         raise UnsupportedCall(f"K {c.K:,}: expected up to {MAX_CHANNELS:,}")
-    check_addresses(c, "x", "gamma", "w", "sums")
+    c.check_addresses("x", "gamma", "w", "sums")
     check_address("by", c.by, 8)
     return _product(c, append_sums(c))
 
@@ -432,10 +410,9 @@ def _rope_blocks(c: Call) -> Launch:
     _check_sums_of_blocks(c)
     if c.gamma_q is not None:
         raise UnsupportedCall("a GgufMatrix: expected no norms of heads")
-    check_addresses(c, "x", "gamma", "w")
+    c.check_addresses("x", "gamma", "w")
     check_address("by", c.by, 8)
-    norm: Any = {"gamma": c.gamma, "eps": c.eps}
-    return blocks.launch(c, append_sums(c), rounded=rounds(c.x_dtype, c.w.dtype), **norm)
+    return blocks.launch(c, append_sums(c))
 
 
 def _prepare_rope(unchecked: UncheckedCall) -> Call:
@@ -443,15 +420,7 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
     c = unchecked.checked()
     if (c.gamma_q is None) != (c.gamma_k is None):
         raise InputError("expected gamma_q and gamma_k, or neither")
-    if c.fp8_cache is None:
-        check("k", c.k, dtype=cache_dtype(c.w.dtype))
-    D = 2 * c.P
-    N = c.n_head * D + 2 * c.C
-    if c.C % D or c.N != N:
-        raise InputError(
-            f"w of {c.N:,} outputs, k of {c.C:,} channels: expected {N:,} outputs, {c.n_head} "
-            f"heads of q and whole heads of k and v, of {D} channels as by has"
-        )
+    check_rope_heads(c)
     c.order = (_rope_blocks if c.w.dtype == GGUF else _rope_sums,)
     return c
 

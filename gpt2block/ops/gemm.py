@@ -26,8 +26,7 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import FP8, IN_BYTES, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import FP8, IN_BYTES, Geometry, Launch, launch_at
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.errors import InputError
 from gpt2block.models.weights.conversions import LARGEST_OPERAND
@@ -42,7 +41,7 @@ from gpt2block.ops.engines import rmsnorm_wgmma as two_matrices
 from gpt2block.ops.hi_lo import OPERATION as TO_HI_LO
 from gpt2block.ops.hi_lo import TAKE, check_one_scale
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import MULTIPLE
+from gpt2block.ops.products import MULTIPLE, SMALL
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.warm import call
 
@@ -80,17 +79,12 @@ def _prepare_widen(unchecked: UncheckedCall) -> Call:
     if size % WIDEN_WIDTH and not isinstance(c.w, GgufMatrix):
         raise InputError(f"w {c.w.data.shape}: expected a multiple of {WIDEN_WIDTH} weights")
     if c.memory is not None:
-        _check_memory(c)
+        check_apart("memory", c.memory, {"w": c.w})
+        if c.memory.size < size:
+            raise InputError(f"memory: expected at least {size:,} elements, got {c.memory.size:,}")
         c.out = c.memory.reshape(-1)[:size].reshape(c.N, c.K)
     check_address("memory", c.output("out"))
     return c
-
-
-def _check_memory(c: Call) -> None:
-    """Raise InputError unless the array `memory` has room for all elements of w."""
-    check_apart("memory", c.memory, {"w": c.w})
-    if c.memory.size < c.N * c.K:
-        raise InputError(f"memory: expected at least {c.N * c.K:,} elements, got {c.memory.size:,}")
 
 
 WIDEN = Operation(
@@ -374,13 +368,7 @@ def _check_up(c: Call) -> None:
 OPERATION = Operation(
     name="gemm",
     variants=(_mma, _wgmma),
-    options={
-        "gelu": False,
-        "split_k": False,
-        "dtype": None,
-        "variant": None,
-        "bound": None,
-    },
+    options={"gelu": False, "split_k": False, **dict.fromkeys(("dtype", "variant", "bound"))},
     prepare=_prepare,
     parts=(_mma_hi_lo, _wgmma_hi_lo, _wgmma_fp8, _wgmma_gguf, gguf.widen, gguf.pack),
     steps=(TO_HI_LO, TAKE, WIDEN, STORE),
@@ -393,11 +381,7 @@ OPERATION = Operation(
         ),
         flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
         bound="either",
-        small=(
-            {"M": 1, "K": 16, "N": 8},
-            {"M": 5, "K": 40, "N": 24},
-            {"M": 17, "K": 96, "N": 136},
-        ),
+        small=SMALL,
         dtypes=("bfloat16", "float16"),
         matrices=(1,),
         layout="NK",

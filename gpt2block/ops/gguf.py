@@ -11,8 +11,7 @@ from math import ceil
 from gpt2block.checks import LARGEST_COUNT
 from gpt2block.cuda.arrays import CudaArray
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, float_define, launch_at
 from gpt2block.models.weights import gguf_packing
 from gpt2block.models.weights.gguf import ROW_GROUP, TYPES, UNIT, GgufMatrix
 from gpt2block.ops.call import Call

@@ -10,8 +10,7 @@ from math import ceil
 from typing import cast
 
 from gpt2block.cuda.arrays import CudaArray, contiguous
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights import conversions
 from gpt2block.models.weights.conversions import (

@@ -16,17 +16,9 @@ import numpy as np
 
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import (
-    CudaArray,
-    alignment,
-    check,
-    check_address,
-    contiguous,
-    device_attribute,
-)
-from gpt2block.cuda.kernels import Defines, Geometry, launch_at
+from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, device_attribute
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, size_defines
 from gpt2block.cuda.launch_lines import stated_launch
-from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 from gpt2block.models.weights.conversions import vector_width
 from gpt2block.models.weights.hi_lo import HiLoMatrix
@@ -47,7 +39,9 @@ from gpt2block.ops.operation import (
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
 
-LADDER, WARP = "learn/layernorm/ladder.cu", "learn/layernorm/warp.cu"
+CHALLENGE = "LeetGPU's GPT-2 block challenge"
+SKELETON, LADDER = "learn/layernorm/skeleton.cu", "learn/layernorm/ladder.cu"
+WARP, ROWS = "learn/layernorm/warp.cu", "norms/layernorm_rows.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 SKELETON_BLOCK = 256
 KEPT = 64  # maximum bytes of a row that a thread of kernel 6 keeps in registers
@@ -152,13 +146,7 @@ def _options(c: Call) -> bool:
     return bool(c.requested or c.mean is not None or c.rstd is not None)
 
 
-@variant(
-    "skeleton",
-    "learn/layernorm/skeleton.cu",
-    "layernorm768_kernel",
-    "layernorm_kernel",
-    source="LeetGPU's GPT-2 block challenge",
-)
+@variant("skeleton", SKELETON, "layernorm768_kernel", "layernorm_kernel", source=CHALLENGE)
 def _skeleton(c: Call) -> Launch:
     if _options(c):
         raise UnsupportedCall("block, mean and rstd need a variant: pass variant=1 to 6")
@@ -166,8 +154,8 @@ def _skeleton(c: Call) -> Launch:
     name, width = ("layernorm768_kernel", ()) if c.C == 768 else ("layernorm_kernel", (c.C,))
     args = (c.x, c.output("out"), c.gamma, c.beta, c.rows, *width)
     defines = (("LN_EPS", f"{c.eps!r}f"),)
-    file, block = "learn/layernorm/skeleton.cu", (SKELETON_BLOCK,)
-    return launch_at(file, Geometry(name, (c.rows,), block, defines=defines), args)
+    geometry = Geometry(name, (c.rows,), (SKELETON_BLOCK,), defines=defines)
+    return launch_at(SKELETON, geometry, args)
 
 
 def _float_args(c: Call) -> tuple[object, ...]:
@@ -212,14 +200,7 @@ _blocks = as_stated(
 )
 
 
-@variant(
-    "6",
-    "norms/layernorm_rows.cu",
-    "layernorm_forward_kernel6",
-    blocks=BLOCKS,
-    block=64,
-    source="gpt2block",
-)
+@variant("6", ROWS, "layernorm_forward_kernel6", blocks=BLOCKS, block=64, source="gpt2block")
 def _rows(c: Call) -> Launch:
     """Launch kernel 6, compiled with constants for C and the alignment of the arrays."""
     if not c.stats and (c.mean is not None or c.rstd is not None):
@@ -234,14 +215,10 @@ def _rows(c: Call) -> Launch:
         )
     block = max(c.block, shape.threads)
     rows = block // shape.threads
-    names = ("LN_WIDTH", "LN_THREADS", "LN_VECTORS", "LN_ROWS")
-    defines = tuple(zip(names, (*shape, rows), strict=True))
-    file, kernel, grid = (
-        "norms/layernorm_rows.cu",
-        "layernorm_forward_kernel6",
-        (ceil(c.rows / rows),),
-    )
-    return launch_at(file, Geometry(kernel, grid, (block,), defines=defines), _every(c), c.storage)
+    defines = (*size_defines("LN", shape, "width threads vectors"), ("LN_ROWS", rows))
+    grid = (ceil(c.rows / rows),)
+    geometry = Geometry("layernorm_forward_kernel6", grid, (block,), defines=defines)
+    return launch_at(ROWS, geometry, _every(c), c.storage)
 
 
 @variant(
@@ -274,14 +251,12 @@ def _decode(c: Call) -> Launch:
         raise UnsupportedCall("decode has no block, mean and rstd: use variant 6")
     _fit(c, stats=False)
     loaded = math.gcd(4, c.C)  # floats per load; determines the order of additions
-    arrays = {"x": c.x, "gamma": c.gamma, "beta": c.beta, "out": c.output("out")}
-    for name, array in arrays.items():
-        check_address(name, array, 4 * loaded)
+    c.check_addresses("x", "gamma", "beta", "out", loaded=loaded)
     rows = min(MAX_DECODE_ROWS, ceil(c.rows / device_attribute("MultiProcessorCount")))
     sizes = (("LN_C", c.C), ("LN_X", loaded), ("LN_ROWS", rows))
     defines = (*sizes, *stored_defines("LN_OPERAND", c.to_operand))
     geometry = Geometry("layernorm_decode", (ceil(c.rows / rows),), (32 * rows,), defines=defines)
-    args = (*arrays.values(), stored_scale(c.to_operand), c.eps, c.rows)
+    args = (c.x, c.gamma, c.beta, c.out, stored_scale(c.to_operand), c.eps, c.rows)
     return launch_at("norms/layernorm_decode.cu", geometry, args)
 
 
@@ -338,17 +313,8 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 OPERATION = Operation(
     name="layernorm",
     variants=(_threads, _three, _one_warp, _one_pass, _blocks, _rows, _narrow, _decode),
-    options={
-        "eps": REQUIRED,
-        "variant": None,
-        "block": None,
-        "stats": True,
-        "mean": None,
-        "rstd": None,
-        "dtype": None,
-        "bound": None,
-        "to_operand": None,
-    },
+    options={"eps": REQUIRED, "stats": True}
+    | dict.fromkeys(("variant", "block", "mean", "rstd", "dtype", "bound", "to_operand")),
     prepare=_prepare,
     parts=(_skeleton,),
     workload=Workload(

@@ -12,10 +12,9 @@ from gpt2block.cuda.arrays import (
     row_alignment,
     same_memory,
 )
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.ops.call import Call
-from gpt2block.ops.engines.rows import THREADS, share
+from gpt2block.ops.engines.rows import ROW_BLOCKS, share
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, as_stated, variant
 from gpt2block.ops.warm import call
 
@@ -36,9 +35,7 @@ _baseline = as_stated("baseline", FILE, "layernorm_gelu_baseline", _documented, 
 _optimized = as_stated("optimized", FILE, "layernorm_gelu_optimized", _documented, blocks=BLOCKS)
 
 
-@variant(
-    "rows", FILE, "layernorm_gelu_rows", blocks=tuple(block for block in BLOCKS if block <= THREADS)
-)
+@variant("rows", FILE, "layernorm_gelu_rows", blocks=ROW_BLOCKS)
 def _rows(c: Call) -> Launch:
     """Launch variant rows. A requested block size sets the threads per row. out may be x."""
     width = 4 if row_alignment(c.C, c.x, c.gamma, c.beta, c.output("out")) == 16 else 1

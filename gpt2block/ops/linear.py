@@ -28,20 +28,19 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE, GGUF
-from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, cache_dtype, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, Launch, cache_dtype, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.all_gather import ALL_GATHER, ALL_GATHER_NORM
-from gpt2block.ops.call import CACHE, Call, UncheckedCall
+from gpt2block.ops.call import CACHE, Call, Parts, UncheckedCall
 from gpt2block.ops.engines import linear_gguf as blocks
 from gpt2block.ops.engines import linear_matvec as matvec
 from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines import linear_mma_tiles as mma_tiles
 from gpt2block.ops.engines import linear_tiles as tiles
 from gpt2block.ops.engines import linear_wgmma as wgmma
-from gpt2block.ops.engines.epilogues import Ends, add, append, append_rope
+from gpt2block.ops.engines.epilogues import Ends, add, append, append_rope, check_rope_heads
 from gpt2block.ops.engines.thresholds import SAME_ENGINE, min_weights
 from gpt2block.ops.gated_sums import DTYPES, GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
@@ -55,13 +54,7 @@ from gpt2block.ops.operation import (
     Workload,
     variant,
 )
-from gpt2block.ops.products import (
-    Parts,
-    check_addresses,
-    gate_define,
-    needs_wgmma,
-    storage_of,
-)
+from gpt2block.ops.products import SMALL, gate_define, needs_wgmma, storage_of
 from gpt2block.ops.warm import call
 
 DECODING_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
@@ -169,24 +162,19 @@ def itemsize_of(dtype: str) -> int:
 class FewRows(NamedTuple):
     """A kernel for few rows of floats.
 
-    check: raises UnsupportedCall for (call, norm). geometry: returns the launch for (call, outputs,
-    norm), None if a row does not fit in shared memory. load: returns the bytes of w per load of a
-    lane. own: arguments that other kernels do not have.
+    geometry: returns the launch for (call, outputs, norm), None if a row does not fit in shared
+    memory, or raises UnsupportedCall. load: returns the bytes of w per load of a lane. own:
+    arguments that other kernels do not have.
     """
 
     file: str
-    check: Callable[[Call, int], None]
     geometry: Callable[[Call, int, int], Geometry | None]
     load: Callable[[Call], int]
     own: tuple[str, ...] = ()
 
     def launch(self, c: Call, epilogue: Ends) -> Launch:
         outputs, norm = c.N * (2 if c.up else 1), blocks.norm_of(c.gamma, c.beta)
-        self.check(c, norm)
-        if c.N > MAX_OUTPUTS:
-            raise UnsupportedCall(f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
-        if c.w.dtype == GGUF:
-            raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
+        _check_sizes(c)
         if c.to_operand:
             raise UnsupportedCall(FLOATS_ALONE)
         geometry = self.geometry(c, outputs, norm)
@@ -199,9 +187,7 @@ class FewRows(NamedTuple):
             raise UnsupportedCall(f"{c.M:,} rows: too many for this variant: use variant tiles")
         load = self.load(c)
         check_address("w", c.w.data, load)
-        for name in ("x", "gamma", "beta"):
-            if getattr(c, name) is not None:
-                check_address(name, getattr(c, name), 4 * gcd(4, c.K))
+        c.check_addresses("x", "gamma", "beta", loaded=gcd(4, c.K))
         args = {name: getattr(c, name) for name in self.own}
         args |= {"x": c.x, "gamma": c.gamma, "beta": c.beta, "eps": c.eps, "M": c.M, "N": c.N}
         args |= {"w": c.w.data, "scale": c.w.scale, "bias": c.bias}
@@ -218,7 +204,7 @@ FLOATS_ALONE = "takes and gives floats: use variant mma_tiles for terms, or wgmm
 ONE_MATRIX = "takes one matrix: use variant wgmma"
 
 
-def _check_cores(c: Call, norm: int) -> None:
+def _cores_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     _on_cuda_cores(c)
     if norm == mma.RMSNORM:
         raise UnsupportedCall("takes no gamma without beta: use variant mma")
@@ -227,9 +213,6 @@ def _check_cores(c: Call, norm: int) -> None:
         raise UnsupportedCall(FLOATS_ALONE)
     if c.up:
         raise UnsupportedCall(ONE_MATRIX)
-
-
-def _cores_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     sizes = (c.M, outputs, c.K, c.w.data.itemsize)
     options = {"norm": bool(norm), "whole_N": c.w.whole_N, "tiled": not gpu().has_mma}
     return matvec.geometry(*sizes, **options, **_of_device())
@@ -240,9 +223,8 @@ def _cores_load(c: Call) -> int:
     return matvec.order(c.w.whole_N, c.K, size)[0] * size
 
 
-def _check_mma(c: Call, norm: int) -> None:
+def _mma_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     _on_tensor_cores(c)
-    outputs = c.N * (2 if c.up else 1)
     if c.operand and c.operand.width:
         raise UnsupportedCall(FLOATS_ALONE)
     if c.up and c.residual is not None:
@@ -253,9 +235,6 @@ def _check_mma(c: Call, norm: int) -> None:
             f"{mma.MAX_NORMED:,} inputs and less than {mma.MANY_COLUMNS:,} outputs: use rmsnorm "
             "before it"
         )
-
-
-def _mma_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     columns = mma.PAIRED_COLUMNS if c.up else mma.COLUMNS
     sizes, operand = (c.M, outputs, c.K, c.w.dtype), c.operand is not None
     more: Any = {"columns": columns, "overlaps": gpu().has_overlap, **_of_device()}
@@ -267,12 +246,14 @@ def _of_device() -> dict[str, int]:
     return {"sms": device_attribute("MultiProcessorCount"), "max_shared": max_shared}
 
 
-CORES = FewRows(matvec.FILE, _check_cores, _cores_geometry, _cores_load)
-MMA = FewRows(mma.FILE, _check_mma, _mma_geometry, lambda c: mma.LOADED, ("x_scale",))
+CORES = FewRows(matvec.FILE, _cores_geometry, _cores_load)
+MMA = FewRows(mma.FILE, _mma_geometry, lambda c: mma.LOADED, ("x_scale",))
 
 
 def _on_tensor_cores(c: Call) -> None:
-    """Raise UnsupportedCall if the tensor-core decoding kernels do not support the GPU or K."""
+    """Raise UnsupportedCall if the tensor-core decoding kernels do not support w, the GPU or K."""
+    if c.w.dtype == GGUF:
+        raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
     if not gpu().has_mma:
         raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant matvec")
     multiple = mma.LOADED // itemsize_of(c.w.dtype)
@@ -308,8 +289,6 @@ def _check_sizes(c: Call) -> None:
 
 def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma_tiles.cu."""
-    if c.w.dtype == GGUF:
-        raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
     if c.gamma is not None:
         raise UnsupportedCall(
             "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
@@ -323,8 +302,7 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
             "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"
         )
     _on_tensor_cores(c)
-    check_address("w", c.w.data)
-    check_address("x", c.x)
+    c.check_addresses("w", "x", "up")
     gated = c.up is not None
     sizes = c.M, c.N * (1 + gated), c.K, c.w.dtype
     tile = mma_tiles.choose(*sizes, clusters=gpu().has_clusters, gated=gated, **_of_device())
@@ -332,7 +310,6 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     geometry = mma_tiles.geometry(*sizes, tile, *operands, gated=gated)
     defines = count_define(c.rounded)
     if c.up:
-        check_address("up", c.up.data)
         args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "up": c.up.data}
         args |= {"up_scale": c.up.scale, "out": c.output("out"), "M": c.M, "N": c.N, "K": c.K}
         geometry = geometry.with_defines((*defines, *gate_define(c.gelu)))
@@ -357,14 +334,11 @@ def _by_mma_gguf(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma_gguf.cu."""
     if c.operand or c.to_operand:
         raise UnsupportedCall("takes and gives floats")
-    norm: dict[str, Any] = {"workspace": vars(c).get("workspace")}
     end = epilogue(c)
-    if not end.head:
-        norm |= {"gamma": c.gamma, "beta": c.beta, "eps": c.eps, "up": c.up}
-    check_addresses(c, "x", "w", *(name for name in ("gamma", "beta") if name in norm))
+    c.check_addresses("x", "w", "gamma", "beta")
     if end.head:
         check_address("by", c.by, 8)
-    return blocks.launch(c, end, bias=c.bias, rounded=c.rounded, **norm)
+    return blocks.launch(c, end)
 
 
 class Engine(NamedTuple):
@@ -515,15 +489,7 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
     c.rounded = rounds(c.operand.x_dtype if c.operand else c.x_dtype, c.w.dtype)
     variants = ROPE_GGUF if c.w.dtype == GGUF else LINEAR_ROPE.variants
     c.order = (variants[c.operand is not None],)
-    if c.fp8_cache is None:
-        check("k", c.k, dtype=c.T)
-    D = 2 * c.P
-    N = c.n_head * D + 2 * c.C
-    if c.C % D or c.N != N:
-        raise InputError(
-            f"w of {c.N:,} outputs, k of {c.C:,} channels: expected {N:,} outputs, {c.n_head} "
-            f"heads of q and whole heads of k and v, of {D} channels as by has"
-        )
+    check_rope_heads(c)
     return c
 
 
@@ -602,17 +568,8 @@ LINEAR_ROPE = Operation(
 OPERATION = Operation(
     name="linear",
     variants=(*(engine.then(add) for engine in ENGINES), _tiles),
-    options={
-        "gelu": False,
-        "eps": 1e-5,
-        "variant": None,
-        "decoding": False,
-        "operand": None,
-        "to_operand": None,
-        "x_bound": None,
-        "x_dtype": None,
-        "to_peers": None,
-    },
+    options={"gelu": False, "eps": 1e-5, "decoding": False}
+    | dict.fromkeys(("variant", "operand", "to_operand", "x_bound", "x_dtype", "to_peers")),
     prepare=_prepare,
     parts=(*LINEAR_GGUF, *QKV_GGUF, *ROPE_GGUF, chunk_sums),
     steps=(
@@ -627,11 +584,7 @@ OPERATION = Operation(
         traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
         flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
         bound="either",
-        small=(
-            {"M": 1, "K": 16, "N": 8},
-            {"M": 5, "K": 40, "N": 24},
-            {"M": 17, "K": 96, "N": 136},
-        ),
+        small=SMALL,
         matrices=(1,),
         layout="NK",
     ),

@@ -5,14 +5,11 @@ Kernel: tokens/log_likelihood.cu.
 
 from __future__ import annotations
 
-import numpy as np
-
 from gpt2block.cuda.arrays import CudaArray, contiguous
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.rows import check_rows
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Workload, variant
+from gpt2block.ops.operation import Operation, Workload, variant
 from gpt2block.ops.top_logprobs import TOP_LOGPROBS
 from gpt2block.ops.warm import call
 
@@ -34,12 +31,6 @@ def _block(c: Call) -> Launch:
     return launch_at(FILE, choose_geometry(c.rows), args)
 
 
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    N, V = sizes["N"], sizes["V"]
-    logits = np.float32(3) * rng.standard_normal((N, V), dtype=np.float32)
-    return logits, rng.integers(V, size=N, dtype=np.int32)
-
-
 OPERATION = Operation(
     name="log_likelihood",
     variants=(_block,),
@@ -47,7 +38,7 @@ OPERATION = Operation(
     workload=Workload(
         idea="out = logits[target] - log Σ exp(logits) of each row",
         sizes={"N": 1024, "V": 50257},
-        draw=_make,
+        below={"targets": "V"},
         traffic=lambda sizes: sizes["N"] * (4 * sizes["V"] + 8),
         flops=lambda sizes: 5 * sizes["N"] * sizes["V"],
         small=({"N": 1, "V": 11}, {"N": 5, "V": 70}, {"N": 3, "V": 1031}),

@@ -11,17 +11,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at, size_defines
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.rows import WARP
-from gpt2block.ops.operation import (
-    Operation,
-    UnsupportedCall,
-    Workload,
-    as_stated,
-    variant,
-)
+from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, as_stated, variant
 from gpt2block.ops.products import count_tiles, fastest
 from gpt2block.ops.warm import call
 
@@ -73,13 +66,9 @@ def registers_geometry(tile: MatmulTile, groups: int, M: int, N: int, width: int
     warps = tile.rows // (8 * tile.side) * (tile.columns // WARP) * groups
     buffers = tile.stages * tile.depth * (tile.rows + 4 + tile.columns)
     sums = groups // 2 * tile.rows * tile.columns
+    sizes = tile._replace(groups=groups)
     defines = (
-        ("MM_ROWS", tile.rows),
-        ("MM_COLUMNS", tile.columns),
-        ("MM_SIDE", tile.side),
-        ("MM_DEPTH", tile.depth),
-        ("MM_GROUPS", groups),
-        ("MM_STAGES", tile.stages),
+        *size_defines("MM", sizes, "rows columns side depth groups stages"),
         ("MM_BLOCKS", 2 if warps <= 8 else 1),
         ("MM_WIDTH", width),
     )
@@ -127,11 +116,7 @@ OPERATION = Operation(
         traffic=lambda s: 4 * (s["M"] * s["K"] + s["K"] * s["N"] + s["M"] * s["N"]),
         flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
         bound="compute",
-        small=(
-            {"M": 1, "K": 5, "N": 7},
-            {"M": 17, "K": 40, "N": 19},
-            {"M": 33, "K": 70, "N": 130},
-        ),
+        small=({"M": 1, "K": 5, "N": 7}, {"M": 17, "K": 40, "N": 19}, {"M": 33, "K": 70, "N": 130}),
         arrays={"a": "A", "w": "B", "out": "C"},
     ),
 )

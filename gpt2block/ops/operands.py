@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gpt2block.checks import check_choice
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import FP8, HI_LO, Defines
+from gpt2block.cuda.kernels import FP8, HI_LO, STORAGE, Defines
 from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import UNIT
+from gpt2block.ops.call import UncheckedCall, storage
 
 KINDS = {"float16": 1, "bfloat16": 2, HI_LO: 3}  # dtype of terms → constant of lib/operands.cuh
 LINE = 64  # channels per line of terms in the order of wgmma
@@ -66,6 +68,20 @@ def check_operand(operand: Operand | None, channels: int, together: int = 1) -> 
         raise InputError(
             f"terms of {operand}: expected channels in multiples of {multiple}, got {channels:,}"
         )
+
+
+def written_dtype(unchecked: UncheckedCall, name: str) -> str:
+    """Return the checked option dtype of a call, by default the dtype of out, or float32.
+
+    It is float32 if out is an `Operand`. name: operation, for the InputError otherwise.
+    """
+    dtype, to_operand = unchecked.options["dtype"], unchecked.options["to_operand"]
+    if dtype is None:
+        dtype = "float32" if unchecked.out is None else storage(unchecked.out)
+    check_choice("dtype", dtype, STORAGE)
+    if to_operand and dtype != "float32":
+        raise InputError(f"{name}: terms of {to_operand}: expected out in float32, got {dtype}")
+    return str(dtype)
 
 
 def count_define(rounded: bool) -> Defines:

@@ -128,6 +128,7 @@ class Workload:
     sizes: Sizes = field(default_factory=dict)
     draw: Callable[[Sizes, np.random.Generator], Inputs] | None = None
     mean: float = 0.5  # mean of the default inputs that are no matrices
+    below: Mapping[str, str] = field(default_factory=dict)  # integer inputs → size of their range
     optional: Names = ()  # optional inputs that are drawn by default, too
     traffic: Count = lambda sizes: 0
     flops: Count = lambda sizes: 0
@@ -208,6 +209,8 @@ class Operation:
 
         def drawn(entry: Entry) -> Any:
             shape = entry.shape(known)
+            if entry.name in self.workload.below:
+                return rng.integers(sizes[self.workload.below[entry.name]], size=shape, dtype="i4")
             normal = rng.standard_normal(shape, dtype=np.float32)
             if entry.kind in MATRICES:
                 return normal / np.float32(shape[0] ** 0.5)

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from gpt2block.cuda.arrays import CudaArray, check_address
 from gpt2block.cuda.cards import gpu
-from gpt2block.cuda.kernels import HI_LO, WEIGHTS, Defines
+from gpt2block.cuda.kernels import WEIGHTS, Defines
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Parts
 from gpt2block.ops.operation import UnsupportedCall
 
 MULTIPLE = 8  # N and K must be multiples of 8: rows are copied 16 bytes at a time
+# Sizes of products for checks, no multiples of blocks and vectors
+SMALL = ({"M": 1, "K": 16, "N": 8}, {"M": 5, "K": 40, "N": 24}, {"M": 17, "K": 96, "N": 136})
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
 
 Tile = TypeVar("Tile")
-
-
-class Parts(NamedTuple):
-    """A HiLoMatrix (N, K) with a WeightMatrix's attribute names, for code that takes both."""
-
-    data: CudaArray  # float16 parts, (2, N, K)
-    scale: CudaArray
-    dtype: str = HI_LO
 
 
 def needs_mma(instead: str = "") -> None:
@@ -84,11 +77,3 @@ def filled(max_shared: int, blocks: int, shared: int) -> int:
     max_shared: bytes of shared memory that a block may request.
     """
     return max(shared, room(max_shared, blocks + 1) + 1)
-
-
-def check_addresses(c: Call, *names: str) -> None:
-    """Raise InputError unless the named arrays and matrices are aligned to 16 bytes."""
-    for name in names:
-        array = getattr(c, name)
-        if array is not None:
-            check_address(name, array.data if isinstance(array, WeightMatrix) else array)

@@ -14,23 +14,16 @@ from math import ceil, gcd
 
 import numpy as np
 
-from gpt2block.checks import check_count, normed_together
-from gpt2block.cuda.arrays import (
-    CudaArray,
-    check_address,
-    contiguous,
-    device_attribute,
-    same_memory,
-)
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.checks import normed_together
+from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, same_memory
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import checked_heads
 from gpt2block.ops.call import CACHE, Call
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Workload, variant
 from gpt2block.ops.rope import FILLED, MAX_BATCH
-from gpt2block.ops.rope_qkv import CHANNELS, HEADS
+from gpt2block.ops.rope_qkv import CHANNELS, HEADS, heads_to_append
 from gpt2block.ops.warm import call
 
 FILE = "positions/qk_norm.cu"
@@ -80,9 +73,7 @@ def _geometry(
     else:
         geometry = choose_geometry(kernel, B, N, moved, D, device_attribute("MultiProcessorCount"))
     width = int(dict(geometry.defines)["QN_WIDTH"])
-    for name in ("qkv", "gamma_q", "gamma_k", "k", "v", "out"):
-        if (array := getattr(c, name, None)) is not None:
-            check_address(name, array, width * array.itemsize)
+    c.check_addresses("qkv", "gamma_q", "gamma_k", "k", "v", "out", loaded=width)
     return geometry.with_defines((("QN_VALUES", 1),)) if c.values else geometry
 
 
@@ -93,7 +84,7 @@ def _over_rows(
 
     queries: whether the rows have no keys and values.
     """
-    n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
+    n_head, n_kv_head = checked_heads(c.n_head, c.n_kv_head)
     n_kv_head = 0 if queries else n_kv_head
     normed, heads = n_head + n_kv_head, n_head + 2 * n_kv_head
     if heads * D != c.W:
@@ -110,7 +101,7 @@ def _over_rows(
 @variant("heads", FILE, "qk_norm")
 def _heads(c: Call) -> Launch:
     """Launch qk_norm for rows of W = (n_head + 2 n_kv_head) D channels."""
-    n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
+    n_head, n_kv_head = checked_heads(c.n_head, c.n_kv_head)
     heads = n_head + 2 * n_kv_head
     D = c.W // heads
     if D * heads != c.W or D % 2:
@@ -131,16 +122,9 @@ def _append(c: Call) -> Launch:
 
     row and position are not read back to the host: the kernel skips K and V outside the cache.
     """
-    D = 2 * c.P
-    n_head, n_kv_head = checked_heads(check_count("n_head", c.n_head), max(1, c.C // D))
-    heads = n_head + 2 * n_kv_head
-    if n_kv_head * D != c.C or heads * D != c.W:
-        raise InputError(
-            f"qkv: expected (N, {heads * D}), {n_head} heads of {D} channels and twice the {c.C} "
-            f"of k, got {c.qkv.shape}"
-        )
-    out = c.output("out")
-    geometry = _geometry(c, "qk_norm_append", 1, c.N, heads, D, n_head, n_kv_head)
+    n_head, n_kv_head = heads_to_append(c)
+    heads, out = n_head + 2 * n_kv_head, c.output("out")
+    geometry = _geometry(c, "qk_norm_append", 1, c.N, heads, 2 * c.P, n_head, n_kv_head)
     arrays = (c.qkv, c.row, c.position, c.frequencies, c.gamma_q, c.gamma_k, c.k, c.v, out)
     args = (*arrays, n_head, n_kv_head, c.B, c.S, c.eps)
     T = "float32" if c.fp8_cache else c.kv_storage
@@ -155,9 +139,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPTIONS = {"n_head": REQUIRED, "n_kv_head": REQUIRED, "eps": 1e-6, "values": False}
 QK_NORM_ROPE = Operation(
-    name="qk_norm_rope",
-    variants=(_rope,),
-    options={**OPTIONS, "queries": False},
+    name="qk_norm_rope", variants=(_rope,), options={**OPTIONS, "queries": False}
 )
 QK_NORM_APPEND = Operation(
     name="qk_norm_append",

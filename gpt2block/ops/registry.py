@@ -15,35 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2block.cuda.arrays import ArrayArgs, Bound
 from gpt2block.errors import Argument, InputError
+from gpt2block.ops import MODULE_OF
 from gpt2block.ops.operation import Inputs, Operation, Variant
 
-# Name of an operation → its module and, if the module has several operations, the variable.
-_PLACES: Mapping[str, str] = {
-    "layernorm": "layernorm",
-    "trimat": "trimat",
-    "layernorm_gelu": "layernorm_gelu",
-    "encoder": "encoder",
-    "encoder_rows": "encoder.ENCODER_ROWS",
-    "softmax": "softmax",
-    "matmul_bias": "matmul_bias",
-    "attention": "attention",
-    "attention_cached": "attention_cached",
-    "add": "elementwise.ADD",
-    "gelu": "elementwise.GELU",
-    "rmsnorm": "rmsnorm",
-    "rope": "rope",
-    "rope_qkv": "rope_qkv",
-    "qk_norm": "qk_norm",
-    "rmsnorm_matmul": "rmsnorm_matmul.RMSNORM_MATMUL",
-    "rmsnorm_ffn": "rmsnorm_matmul.RMSNORM_FFN",
-    "silu_mul": "elementwise.SILU_MUL",
-    "to_fp8": "to_fp8",
-    "linear": "linear",
-    "gemm": "gemm",
-    "blocks_matmul": "blocks_matmul",
-    "sample_token": "sample_token",
-    "log_likelihood": "log_likelihood",
-}
+_NAMES = (  # all operations, in the order of tables
+    "layernorm trimat layernorm_gelu encoder encoder_rows softmax matmul_bias attention "
+    "attention_cached add gelu rmsnorm rope rope_qkv qk_norm rmsnorm_matmul rmsnorm_ffn silu_mul "
+    "to_fp8 linear gemm blocks_matmul sample_token log_likelihood"
+)
+NAMES = tuple(_NAMES.split())
 if TYPE_CHECKING:
     OPERATIONS: Mapping[str, Operation]
     STEPS: Mapping[str, Operation]  # operations of passes and of weight conversion
@@ -65,7 +45,7 @@ __all__ = [
 
 @cache
 def _tables() -> Mapping[str, Mapping[str, Operation]]:
-    operations = {name: _imported(name) for name in _PLACES}
+    operations = {name: _imported(name) for name in NAMES}
     steps = {step.name: step for operation in operations.values() for step in operation.steps}
     return {"OPERATIONS": operations, "STEPS": steps, "BY_NAME": {**steps, **operations}}
 
@@ -79,10 +59,9 @@ if not TYPE_CHECKING:
 
 
 def _imported(name: str) -> Operation:
-    module, _, variable = _PLACES[name].partition(".")
-    operation: Operation = getattr(
-        import_module(f"gpt2block.ops.{module}"), variable or "OPERATION"
-    )
+    module = MODULE_OF[name]
+    variable = "OPERATION" if module == name else name.upper()
+    operation: Operation = getattr(import_module(f"gpt2block.ops.{module}"), variable)
     return operation
 
 
@@ -93,10 +72,10 @@ def bind(name: str, inputs: ArrayArgs, out: object = None, **options: object) ->
 
 def find(name: str) -> Operation:
     """Return an operation by name. Raises InputError with the nearest name and all names."""
-    if name not in _PLACES:
-        near = get_close_matches(name, _PLACES, 1)
+    if name not in NAMES:
+        near = get_close_matches(name, NAMES, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise InputError(f"unknown operation {name!r}{hint}: expected one of {', '.join(_PLACES)}")
+        raise InputError(f"unknown operation {name!r}{hint}: expected one of {', '.join(NAMES)}")
     return _imported(name)
 
 

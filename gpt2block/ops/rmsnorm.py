@@ -10,12 +10,10 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil, gcd
 
-from gpt2block.checks import check_choice
 from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
     check,
-    check_address,
     checked_row_stride,
     contiguous,
     device_attribute,
@@ -23,31 +21,24 @@ from gpt2block.cuda.arrays import (
     row_alignment,
 )
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import STORAGE, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.engines.linear_mma import HALF_SPLITS
-from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, check_rows, share
-from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
+from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, ROW_BLOCKS, check_rows, share
+from gpt2block.ops.operands import check_operand, stored_defines, stored_scale, written_dtype
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
 from gpt2block.ops.warm import call
 
 FILE = "norms/rmsnorm.cu"
 STREAM = "norms/rmsnorm_stream.cu"
 MAX_STREAM_THREADS = 256
-BLOCKS = (32, 64, 128, 256, 512)
 MAX_THREADS = 1024  # threads per row if the row does not fit in registers
 
 
 @lru_cache(maxsize=1024)
 def choose_geometry(
-    rows: int,
-    C: int,
-    width: int,
-    sms: int,
-    block: int | None = None,
-    residual: bool = False,
+    rows: int, C: int, width: int, sms: int, block: int | None = None, residual: bool = False
 ) -> Geometry:
     """Geometry of variant `rows` for `rows` rows of C channels on `sms` multiprocessors.
 
@@ -72,7 +63,7 @@ def choose_geometry(
     )
 
 
-@variant("rows", FILE, "rmsnorm_rows", blocks=BLOCKS)
+@variant("rows", FILE, "rmsnorm_rows", blocks=ROW_BLOCKS)
 def _rows(c: Call) -> Launch:
     if c.residual is not None:
         c.output("total")
@@ -98,11 +89,10 @@ def stream_geometry(rows: int, C: int) -> Geometry:
 def _stream(c: Call) -> Launch:
     if c.residual is not None or c.requested:
         raise UnsupportedCall("has no residual and no block: use rows")
-    for name, array in (("x", c.x), ("weight", c.weight), ("out", c.output("out"))):
-        check_address(name, array, array.itemsize * gcd(4, c.C))
+    c.check_addresses("x", "weight", "out", loaded=gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
     geometry = geometry.with_defines(stored_defines("RS_OPERAND", c.to_operand))
-    args = (c.x, c.weight, c.output("out"), stored_scale(c.to_operand), c.eps)
+    args = (c.x, c.weight, c.out, stored_scale(c.to_operand), c.eps)
     return launch_at(STREAM, geometry, args, storage=c.out_dtype)
 
 
@@ -123,9 +113,7 @@ def _groups(c: Call) -> Launch:
 
 def _added(c: Call, rows: int, C: int, *scale: CudaArray) -> Launch:
     """Launch rmsnorm_add for rows of C channels, or rmsnorm_add_scaled if there is a scale."""
-    arrays = {"x": c.x, "weight": c.weight, "residual": c.residual, "out": c.output("out")}
-    for name, array in arrays.items():
-        check_address(name, array, 4 * gcd(4, C))
+    c.check_addresses("x", "weight", "residual", "out", loaded=gcd(4, C))
     kernel = "rmsnorm_add_scaled" if scale else "rmsnorm_add"
     geometry = stream_geometry(rows, C)._replace(kernel=kernel)
     return launch_at(STREAM, geometry, (c.x, c.weight, c.residual, *scale, c.out, c.eps))
@@ -133,26 +121,23 @@ def _added(c: Call, rows: int, C: int, *scale: CudaArray) -> Launch:
 
 @variant("operand", STREAM, "operand_rows", dtypes=("float32",))
 def _operand(c: Call) -> Launch:
-    out = c.output("out")
-    for name, array in (("x", c.x), ("out", out)):
-        check_address(name, array, array.itemsize * gcd(4, c.C))
+    c.check_addresses("x", "out", loaded=gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
     loads = ceil(c.C / (geometry.block[0] * gcd(4, c.C)))
     geometry = geometry._replace(kernel="operand_rows", grid=(c.rows, loads))
     geometry = geometry.with_defines(stored_defines("RS_OPERAND", c.to_operand))
-    return launch_at(STREAM, geometry, (c.x, out, stored_scale(c.to_operand)), storage=c.out_dtype)
+    args = (c.x, c.out, stored_scale(c.to_operand))
+    return launch_at(STREAM, geometry, args, storage=c.out_dtype)
 
 
 @variant("sums", STREAM, "rmsnorm_sums", dtypes=("float32",))
 def _sums(c: Call) -> Launch:
-    out = c.output("out")
-    for name, array in (("x", c.x), ("weight", c.weight), ("sums", c.sums), ("out", out)):
-        check_address(name, array, 4 * gcd(4, c.C))
+    c.check_addresses("x", "weight", "sums", "out", loaded=gcd(4, c.C))
     geometry = stream_geometry(c.M, c.C)
     defines = (*geometry.defines, ("RS_SUMS", c.S))
     defines += (("SUMS_HALF", HALF_SPLITS),) if c.w_down.dtype == GGUF else ()
     geometry = geometry._replace(kernel="rmsnorm_sums", defines=defines)
-    return launch_at(STREAM, geometry, (c.x, c.weight, c.sums, c.w_down.scale, out, c.eps))
+    return launch_at(STREAM, geometry, (c.x, c.weight, c.sums, c.w_down.scale, c.out, c.eps))
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
@@ -176,19 +161,11 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 def _stream_dtype(unchecked: UncheckedCall, name: str) -> str:
     """Return the checked dtype of out, which is float32 if out is an `Operand`."""
-    dtype, to_operand, x = (
-        unchecked.options["dtype"],
-        unchecked.options["to_operand"],
-        unchecked.inputs[0],
-    )
+    x = unchecked.inputs[0]
     check("x", x)
-    if dtype is None:
-        dtype = "float32" if unchecked.out is None else storage(unchecked.out)
-    check_choice("dtype", dtype, STORAGE)
-    if to_operand and dtype != "float32":
-        raise InputError(f"{name}: terms of {to_operand}: expected out in float32, got {dtype}")
-    check_operand(to_operand, x.shape[-1], x.shape[-1])
-    return str(dtype)
+    dtype = written_dtype(unchecked, name)
+    check_operand(unchecked.options["to_operand"], x.shape[-1], x.shape[-1])
+    return dtype
 
 
 def _prepare_operand(unchecked: UncheckedCall) -> Call:
@@ -211,13 +188,7 @@ RMSNORM_SUMS = Operation(name="rmsnorm_sums", variants=(_sums,), options={"eps":
 OPERATION = Operation(
     name="rmsnorm",
     variants=(_rows, _stream),
-    options={
-        "eps": 1e-6,
-        "block": None,
-        "variant": None,
-        "dtype": None,
-        "to_operand": None,
-    },
+    options={"eps": 1e-6, **dict.fromkeys(("block", "variant", "dtype", "to_operand"))},
     prepare=_prepare,
     steps=(RMSNORM_SUMS, RMSNORM_ADD, RMSNORM_GROUPS, OPERAND),
     workload=Workload(

@@ -11,8 +11,6 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any, overload
 
-import numpy as np
-
 from gpt2block.cuda import overlap as overlapping
 from gpt2block.cuda.arrays import (
     Bound,
@@ -25,24 +23,15 @@ from gpt2block.cuda.arrays import (
     in_rows,
 )
 from gpt2block.cuda.cards import gpu
-from gpt2block.cuda.kernels import FP8, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import FP8, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.engines import rmsnorm_matvec as matvec
 from gpt2block.ops.engines import rmsnorm_mma as mma
 from gpt2block.ops.engines import rmsnorm_wgmma as wgmma
-from gpt2block.ops.operation import (
-    Inputs,
-    Operation,
-    Sizes,
-    UnsupportedCall,
-    Variant,
-    Workload,
-    variant,
-)
-from gpt2block.ops.products import MULTIPLE, gate_define, needs_wgmma, storage_of
+from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Variant, Workload, variant
+from gpt2block.ops.products import MULTIPLE, SMALL, gate_define, needs_wgmma, storage_of
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rope import OPERATION as ROPE
 from gpt2block.ops.rope import check_rotation, exponent_step
@@ -284,19 +273,6 @@ def _prepare_ffn(unchecked: UncheckedCall) -> Call:
     return c
 
 
-def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.standard_normal(shape, dtype=np.float32)
-
-
-def _make_matmul(s: Sizes, rng: np.random.Generator) -> Inputs:
-    x, gamma = _normal(rng, s["M"], s["K"]), 1 + _normal(rng, s["K"]) / 10
-    return x, gamma, _normal(rng, s["K"], s["N"]) / np.float32(s["K"] ** 0.5)
-
-
-def _make_ffn(s: Sizes, rng: np.random.Generator) -> Inputs:
-    return *_make_matmul(s, rng), _normal(rng, s["K"], s["N"]) / np.float32(s["K"] ** 0.5)
-
-
 def _random_matrix(s: Sizes) -> int:
     return s["weight"] * s["K"] * s["N"]
 
@@ -314,23 +290,16 @@ def _variants(few: str, many: str, wgmma_kernel: str) -> tuple[Variant, ...]:
     )
 
 
-RMSNORM_MATMUL = Operation(
+OPERATION = Operation(
     name="rmsnorm_matmul",
     variants=_variants("rmsnorm_matvec", "rmsnorm_matmul_mma", "rmsnorm_matmul_wgmma"),
-    options={
-        "eps": 1e-6,
-        "head_dim": None,
-        "start": 0,
-        "theta": 10000.0,
-        "half_split": False,
-        "variant": None,
-    },
+    options={"eps": 1e-6, "start": 0, "theta": 10000.0, "half_split": False}
+    | dict.fromkeys(("head_dim", "variant")),
     prepare=_prepare_matmul,
     workload=Workload(
         document="kernl's Llama kernels",
         idea="(x · rms · γ) W, with RoPE on heads of head_dim columns on request",
         sizes={"M": 16, "K": 4096, "N": 4096},
-        draw=_make_matmul,
         traffic=lambda s: _random_matrix(s) + _activations(s),
         flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
         bound="either",
@@ -356,16 +325,11 @@ RMSNORM_FFN = Operation(
         document="kernl's Llama kernels",
         idea="n = (x + residual) · rms · γ, then silu(n W1) · (n W3)",
         sizes={"M": 16, "K": 4096, "N": 11008},
-        draw=_make_ffn,
         traffic=lambda s: 2 * _random_matrix(s) + _activations(s),
         flops=lambda s: 4 * s["M"] * s["K"] * s["N"],
         bound="either",
         attrs={"eps": 1e-6},
-        small=(
-            {"M": 1, "K": 16, "N": 8},
-            {"M": 5, "K": 40, "N": 24},
-            {"M": 17, "K": 96, "N": 136},
-        ),
+        small=SMALL,
         dtypes=DTYPES,
         matrices=(2, 3),
         layout="NK",
@@ -394,16 +358,10 @@ def rmsnorm_matmul(
     sizes or the GPU allow no other variant. The last bits of a row can depend on the number of
     rows.
     """
-    return call(
-        RMSNORM_MATMUL,
-        (in_rows(x), *contiguous(gamma), w),
-        eps=eps,
-        head_dim=head_dim,
-        start=start,
-        theta=theta,
-        half_split=half_split,
-        variant=variant,
-    ).out
+    inputs = (in_rows(x), *contiguous(gamma), w)
+    rotation: dict[str, Any] = {"head_dim": head_dim, "start": start, "theta": theta}
+    rotation |= {"half_split": half_split, "variant": variant}
+    return call(OPERATION, inputs, eps=eps, **rotation).out
 
 
 @overload

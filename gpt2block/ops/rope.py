@@ -22,8 +22,7 @@ from gpt2block.cuda.arrays import (
     element_strides,
     same_memory,
 )
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Workload, variant
@@ -52,14 +51,7 @@ def exponent_step(theta: float, D: int) -> tuple[float, float]:
 
 @lru_cache(maxsize=1024)
 def choose_geometry(
-    B: int,
-    T: int,
-    H: int,
-    D: int,
-    half_split: bool,
-    width: int,
-    sms: int,
-    block: int | None = None,
+    B: int, T: int, H: int, D: int, half_split: bool, width: int, sms: int, block: int | None = None
 ) -> Geometry:
     """Return the geometry for B sequences of T positions and H heads of D channels.
 

@@ -12,10 +12,8 @@ from math import ceil, gcd
 
 import numpy as np
 
-from gpt2block.checks import check_count
 from gpt2block.cuda.arrays import CudaArray, alignment, contiguous, device_attribute, same_memory
-from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, float_define, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import checked_heads
 from gpt2block.ops.call import Call
@@ -60,7 +58,7 @@ def _packed(c: Call) -> Launch:
 
 def _over_rows(c: Call, kernel: str, B: int, T: int, *row: CudaArray) -> Launch:
     """Launch a kernel on rows of qkv. `row`: sequence of each row, if frequencies are (B, P)."""
-    n_head, n_kv_head = checked_heads(c.n_head, check_count("n_kv_head", c.n_kv_head))
+    n_head, n_kv_head = checked_heads(c.n_head, c.n_kv_head)
     D, rotated, heads = 2 * c.P, n_head + n_kv_head, n_head + 2 * n_kv_head
     if c.qkv.ndim > 3 or heads * D != c.W:
         raise InputError(
@@ -86,26 +84,35 @@ def _append(c: Call) -> Launch:
     row and position are not read back to the host: the kernel skips K and V outside the cache.
     """
     _check_own(c, (c.B,) if c.leading else ())
-    n_head, D = check_count("n_head", c.n_head), 2 * c.P
-    if c.C % D:
-        raise InputError(
-            f"k: expected (B, n_ctx, C), C a multiple of {D} channels, got {c.k.shape}"
-        )
-    n_head, n_kv_head = checked_heads(n_head, c.C // D)
-    heads = n_head + 2 * n_kv_head
-    if heads * D != c.W:
-        raise InputError(
-            f"qkv: expected (N, {heads * D}), {n_head} heads of {D} channels and twice the {c.C} "
-            f"of k, got {c.qkv.shape}"
-        )
+    n_head, n_kv_head = heads_to_append(c)
     of_cache = alignment(c.k.data.ptr, c.v.data.ptr) // c.k.itemsize
     aligned = min(4, alignment(c.qkv.data.ptr, c.output("out").data.ptr) // 4, of_cache)
-    geometry = _geometry(c, "rope_append", 1, c.N, heads, aligned)
+    geometry = _geometry(c, "rope_append", 1, c.N, n_head + 2 * n_kv_head, aligned)
     geometry = geometry.with_defines((("ROPE_OWN", 1),) if c.leading else ())
     arrays = (c.qkv, c.row, c.position, c.frequencies, c.k, c.v, c.out)
     args = (*arrays, c.N, n_head, n_kv_head, c.B, c.S)
     T = "float32" if c.fp8_cache else c.kv_storage
     return launch_at(APPEND, geometry, args, T, cache=c.fp8_cache)
+
+
+def heads_to_append(c: Call) -> tuple[int, int]:
+    """Return n_head and n_kv_head of rows qkv of heads of 2P channels, and of a kv_cache k, v.
+
+    Raises InputError if the rows or the kv_cache have other sizes.
+    """
+    D = 2 * c.P
+    if c.C % D:
+        raise InputError(
+            f"k: expected (B, n_ctx, C), C a multiple of {D} channels, got {c.k.shape}"
+        )
+    n_head, n_kv_head = checked_heads(c.n_head, c.C // D)
+    width = (n_head + 2 * n_kv_head) * D
+    if width != c.W:
+        raise InputError(
+            f"qkv: expected (N, {width}), {n_head} heads of {D} channels and twice the {c.C} "
+            f"of k, got {c.qkv.shape}"
+        )
+    return n_head, n_kv_head
 
 
 @variant("rotations", ROTATIONS, "rope_rotations", "rope_rotations_packed")

@@ -18,22 +18,14 @@ from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import AnyArray, Bound, CudaArray, contiguous, device_attribute
 from gpt2block.cuda.cards import gpu
-from gpt2block.cuda.kernels import Defines, Geometry, launch_at, load
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, load
 from gpt2block.errors import InputError
 from gpt2block.ops.call import FIXED, Call, UncheckedCall
 from gpt2block.ops.drafts import TAKE_DRAFTS, TAKEN_ROWS
 from gpt2block.ops.engines.rows import MAX_ROWS, check_rows
 from gpt2block.ops.operation import Inputs, Operation, Workload, variant
 from gpt2block.ops.workload import draw_stable
-from gpt2block.sampling import (
-    CHANGES,
-    Sampling,
-    changes,
-    check_step,
-    parameters,
-    rows_of,
-)
+from gpt2block.sampling import CHANGES, Sampling, changes, check_step, parameters, rows_of
 
 FILE = "tokens/sample.cu"
 SLOTS_FILE = "tokens/slots.cu"

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from math import ceil, gcd
 
-from gpt2block.checks import check_choice
-from gpt2block.cuda.arrays import check_address
-from gpt2block.cuda.kernels import STORAGE, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import UNIT
-from gpt2block.ops.call import Call, UncheckedCall, storage
-from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
+from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.operands import check_operand, stored_defines, stored_scale, written_dtype
 from gpt2block.ops.operation import Operation, variant
 
 FILE = "elementwise/short_conv.cu"
@@ -28,9 +25,7 @@ def _short_conv(c: Call) -> Launch:
     row and position are not read back to the host: the kernel skips u of rows outside the cache.
     """
     out, narrow, width = c.output("out"), c.out_dtype != "float32", gcd(4, c.C)
-    for name, array in (("bcx", c.bcx), ("k", c.k), ("out", out)):
-        if array is not None:
-            check_address(name, array, width * array.itemsize)
+    c.check_addresses("bcx", "k", "out", loaded=width)
     threads = min(32 * ceil(c.C / (32 * width)), MAX_THREADS)
     defines = (
         ("CONV_L", c.L),
@@ -52,23 +47,14 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
     to_operand: the `Operand` to store in a float32 out for `linear`, instead of floats.
     """
-    dtype, to_operand, out = (
-        unchecked.options["dtype"],
-        unchecked.options["to_operand"],
-        unchecked.out,
-    )
-    if dtype is None:
-        dtype = "float32" if out is None else storage(out)
-    check_choice("dtype", dtype, STORAGE)
+    dtype = written_dtype(unchecked, "short_conv")
     c = unchecked.checked(out_dtype=dtype)
     if c.W != 3 * c.C:
         raise InputError(f"bcx: expected (M, {3 * c.C}) for {c.C} channels, got {c.bcx.shape}")
     c.T = dtype if c.k is None else c.kv_storage
     if dtype not in ("float32", c.T):
         raise InputError(f"dtype: expected float32 or k's {c.T}, got {dtype}")
-    if to_operand and dtype != "float32":
-        raise InputError(f"terms of {to_operand}: expected out in float32, got {dtype}")
-    check_operand(to_operand, c.C, UNIT)
+    check_operand(c.to_operand, c.C, UNIT)
     return c
 
 

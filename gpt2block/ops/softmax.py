@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
-from gpt2block.cuda.kernels import Defines, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.engines.rows import (
     LONGEST_IN_REGISTERS,
-    THREADS,
+    ROW_BLOCKS,
     check_rows,
     power_of_two,
     share,
@@ -60,12 +59,7 @@ _online_block = _ladder(
 )
 
 
-@variant(
-    "rows",
-    FILE,
-    "softmax_forward_kernel4",
-    blocks=tuple(block for block in BLOCKS if block <= THREADS),
-)
+@variant("rows", FILE, "softmax_forward_kernel4", blocks=ROW_BLOCKS)
 def _rows(c: Call) -> Launch:
     """Launch variant rows. A requested block size sets the threads per row."""
     if c.T > LONGEST_IN_REGISTERS:

@@ -26,11 +26,8 @@ def _prepare(unchecked: UncheckedCall) -> Call | Bound:
 
     Without out, the result is a view of w if neither dtype nor order of the elements changes.
     """
-    (w,), dtype, transposed = (
-        unchecked.inputs,
-        unchecked.options["dtype"],
-        unchecked.options["transposed"],
-    )
+    (w,), dtype = unchecked.inputs, unchecked.options["dtype"]
+    transposed = unchecked.options["transposed"]
     if dtype not in FLOATS:
         known = f"expected one of {', '.join(FLOATS)}{meant(dtype, FLOATS)}"
         raise InputError(f"dtype {dtype!r}: {known}")

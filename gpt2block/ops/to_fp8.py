@@ -9,8 +9,7 @@ from typing import Any
 
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import CudaArray, contiguous
-from gpt2block.cuda.kernels import FP8, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import FP8, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights import conversions
 from gpt2block.models.weights.conversions import ABSMAX_FILE, ELEMENTS, FP8_FILE, LAYOUTS
@@ -76,23 +75,15 @@ def _row_norms(c: Call) -> Any:
 
 
 ROW_NORMS = Operation(
-    name="row_norms",
-    variants=(_row_norms,),
-    line="w rows K N; gamma f32 K -> squares f32 N",
+    name="row_norms", variants=(_row_norms,), line="w rows K N; gamma f32 K -> squares f32 N"
 )
 
 
 OPERATION = Operation(
     name="to_fp8",
     variants=(_element, _vectors),
-    options={
-        "format": "float8_e5m2",
-        "saturate": True,
-        "scale": None,
-        "layout": "KN",
-        "variant": None,
-        "block": None,
-    },
+    options={"format": "float8_e5m2", "saturate": True, "layout": "KN"}
+    | dict.fromkeys(("scale", "variant", "block")),
     prepare=_prepare,
     parts=(_absmax, gguf.row_norms),
     steps=(ROW_NORMS,),

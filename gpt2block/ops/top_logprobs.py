@@ -6,8 +6,7 @@ Kernel: tokens/top.cu.
 from __future__ import annotations
 
 from gpt2block.cuda.arrays import CudaArray, contiguous
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.engines.rows import check_rows
 from gpt2block.ops.operation import Operation, variant
@@ -36,10 +35,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 
 
 TOP_LOGPROBS = Operation(
-    name="top_logprobs",
-    variants=(_block,),
-    options={"K": MAX_ALTERNATIVES},
-    prepare=_prepare,
+    name="top_logprobs", variants=(_block,), options={"K": MAX_ALTERNATIVES}, prepare=_prepare
 )
 
 

@@ -12,14 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.cuda.arrays import (
-    CudaArray,
-    check_address,
-    device_attribute,
-    on_16_bytes,
-)
-from gpt2block.cuda.kernels import Defines, Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.arrays import CudaArray, device_attribute, on_16_bytes
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Workload, as_stated, variant
@@ -125,8 +119,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
         )
     if c.B * c.NH > MAX_HEADS:
         raise InputError(f"B · NH {c.B * c.NH:,}: expected at most {MAX_HEADS:,} heads in a call")
-    check_address("qkv", c.qkv)
-    check_address("out", c.output("out"))
+    c.check_addresses("qkv", "out")
     c.order = (_tri6, _tri5)
     if c.fill is not None and c.T > 1:
         c.after = (_fill.launch(c),)
@@ -175,10 +168,7 @@ OPERATION = Operation(
 
 
 def trimat(
-    qkv: CudaArray,
-    fill: float | None = None,
-    variant: str | None = None,
-    block: int | None = None,
+    qkv: CudaArray, fill: float | None = None, variant: str | None = None, block: int | None = None
 ) -> CudaArray:
     """Compute `reference.trimat` on a float32 CuPy array. Raises InputError.
 

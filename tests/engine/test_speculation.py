@@ -446,7 +446,7 @@ def test_keys_of_this_step_are_not_loaded_early() -> None:
     begins = "    const int warp = threadIdx.x / 32, lane"
     text = edited(SPLIT, begins, before + begins).replace(ENDS, after + ENDS)
     held.k[1] = held.k[0]  # the keys that are written late
-    geometry = split_geometry(together, n_ctx, *heads, 4, 4, H200["max_shared"], False)
+    geometry = split_geometry(together, n_ctx, heads, 4, 4, H200["max_shared"], False)
     run: dict[str, Any] = {"shared": geometry.shared, "checks": USUAL}
     run |= {"defines": (*geometry.defines, ("AS_DRAFTS", 1))}
     outs = []

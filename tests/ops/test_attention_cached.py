@@ -306,7 +306,7 @@ def test_rows_of_16_bits_give_those_of_float32_rounded_once(
 def test_queries_of_a_thread_leave_the_bits_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, heads = KERNELS["tiles-bfloat16"], (1, 1, 64)
     qkv = kernel.made(90, heads)
-    geometry = tiles_geometry(1, 90, 1, 1, 64, 2, H200)
+    geometry = tiles_geometry(1, 90, (1, 1, 64), 2, H200)
     geometry = geometry._replace(grid=(1, 2), defines=(*geometry.defines, ("AO_ROWS", 4)))
     with running_on("forward") as device:
         right = kernel(device, qkv, [90], heads, True)
@@ -412,34 +412,34 @@ def test_append_of_hi_lo_rows(device: Any) -> None:
 
 
 def test_launches() -> None:
-    geometry = split_geometry(1, 1024, 12, 12, 64, 2, 132, H200, True)
+    geometry = split_geometry(1, 1024, (12, 12, 64), 2, 132, H200, True)
     assert (geometry.grid, geometry.block) == ((8, 12, 1), (128,))
     assert dict(geometry.defines)["AS_WIDTH"] == 8
     for M, cluster in ((4, 8), (8, 4), (16, 2), (64, 1), (512, 1)):
-        geometry = split_geometry(M, 1024, 12, 12, 64, 2, 132, H200, True)
+        geometry = split_geometry(M, 1024, (12, 12, 64), 2, 132, H200, True)
         assert (geometry.grid, geometry.block) == ((cluster, 12, M), (128,))
-    assert split_geometry(1, 100, 12, 12, 64, 2, 132, H200, True).grid == (1, 12, 1)
+    assert split_geometry(1, 100, (12, 12, 64), 2, 132, H200, True).grid == (1, 12, 1)
     # Eight warps per block if a block can have a multiprocessor: 64 clusters of 2, not 32 of 4.
     for M, heads, warps in ((8, (16, 8), 8), (1, (32, 32), 4)):
-        geometry = split_geometry(M, 680, *heads, 128, 2, 132, H200, True)
+        geometry = split_geometry(M, 680, (*heads, 128), 2, 132, H200, True)
         assert geometry.block == (32 * warps,)
     for M, threads in ((1, 384), (64, 128)):
-        geometry = split_geometry(M, 1024, 12, 12, 64, 4, 108, H200, False)
+        geometry = split_geometry(M, 1024, (12, 12, 64), 4, 108, H200, False)
         assert (geometry.grid, geometry.block) == ((1, 12, M), (threads,))
-    geometry = tiles_geometry(8, 1024, 12, 12, 64, 2, H200)
+    geometry = tiles_geometry(8, 1024, (12, 12, 64), 2, H200)
     assert (geometry.grid, geometry.block) == ((96, 8), (128,))
     assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
     for longest in (1, 5000):  # the keys per tile depend only on the head size
-        assert tiles_geometry(1, longest, 12, 12, 64, 2, H200).defines == geometry.defines
+        assert tiles_geometry(1, longest, (12, 12, 64), 2, H200).defines == geometry.defines
     with pytest.raises(InputError, match=r"head size 513: .* at most 512"):
-        split_geometry(1, 10, 1, 1, 513, 4, 132, H200, True)
+        split_geometry(1, 10, (1, 1, 513), 4, 132, H200, True)
     with pytest.raises(InputError, match="head size 256: the smallest tiles take"):
-        tiles_geometry(1, 10, 1, 1, 256, 4, 49152)
+        tiles_geometry(1, 10, (1, 1, 256), 4, 49152)
     for itemsize in (1, 2, 4):  # heads of 512 channels fit on a GPU with 99 KB of shared memory
-        assert tiles_geometry(1, 99, 8, 1, 512, itemsize, 101376).block == (64,)
-        assert split_geometry(1, 99, 8, 1, 512, itemsize, 170, 101376, True).shared <= 101376
+        assert tiles_geometry(1, 99, (8, 1, 512), itemsize, 101376).block == (64,)
+        assert split_geometry(1, 99, (8, 1, 512), itemsize, 170, 101376, True).shared <= 101376
     with pytest.raises(InputError, match="too many for a grid"):
-        tiles_geometry(1, 2**24, 1, 1, 64, 4, H200)
+        tiles_geometry(1, 2**24, (1, 1, 64), 4, H200)
     assert dict(append_geometry(5, 768, 2304, 2, 16, 16).defines)["KV_WIDTH"] == 8
     assert dict(append_geometry(5, 768, 2304, 2, 4, 4).defines)["KV_WIDTH"] == 1
     assert dict(append_geometry(5, 768, 2304, 2, 4, 4, narrow=True).defines)["KV_WIDTH"] == 2
@@ -464,7 +464,7 @@ def test_launches() -> None:
 def test_heads_of_q_that_share_keys(
     serves: int, size: int, limit: int, M: int, n_ctx: int, queries: int
 ) -> None:
-    geometry = split_geometry(M, n_ctx, 2 * serves, 2, size, 2, 132, limit, True)
+    geometry = split_geometry(M, n_ctx, (2 * serves, 2, size), 2, 132, limit, True)
     assert dict(geometry.defines)["AS_QUERIES"] == queries
     assert geometry.grid[1] == 2 * -(-serves // queries)
     assert geometry.shared <= limit
@@ -492,7 +492,7 @@ def test_no_spills() -> None:
     ):
         fp8 = kind if kind in FORMATS else None
         T, itemsize = ("bfloat16", 1) if fp8 else (kind, np.dtype(DTYPES[kind]).itemsize)
-        sizes = (*heads, itemsize)
+        sizes = (heads, itemsize)
         constants = {
             TILES: tiles_geometry(1, 100, *sizes, H200).defines,
             SPLIT: split_geometry(64, 1024, *sizes, 132, H200, arch == "sm_90").defines,

@@ -18,11 +18,7 @@ from gpt2block import InputError, ops
 from gpt2block.cuda import replaced
 from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
 from gpt2block.ops.attention import MMA_HI_LO, WGMMA_HI_LO
-from gpt2block.ops.engines.attention_tiles import (
-    WGMMA_HI_LO_SHARED,
-    hi_lo_geometry,
-    wgmma_hi_lo_geometry,
-)
+from gpt2block.ops.engines import attention_tiles as tiles
 from tests import plain
 from tests.attentions import KERNELS, Kernel, as_hi_lo, assert_right, both_masks, expanded
 from tests.caches import Heads, row_width
@@ -123,15 +119,17 @@ def test_no_spills() -> None:
     for causal, one_scale in itertools.product((False, True), repeat=2):
         for gpu in (H200, RTX):
             most = gpu["max_shared"]
-            geometry, _ = hi_lo_geometry(8, 1024, 12, causal, one_scale, max_shared=most)
+            sizes = tiles.AttentionSizes(8, 1024, 12, causal)
+            geometry, _ = tiles.hi_lo_geometry(sizes, one_scale, max_shared=most)
             blocks = int(dict(geometry.defines)["ATT_BLOCKS"])
             assert blocks == (2 if causal and one_scale and gpu is H200 else 1)
             assert blocks * (geometry.shared + 1024) <= most + 1024
             others = ("sm_80",) if gpu is H200 else ("sm_120",)
             archs = ("sm_90",) * (gpu is H200) + others * (causal and one_scale)
             jobs += [(MMA_HI_LO, arch, geometry.defines) for arch in archs]
-    large, _ = hi_lo_geometry(8, 1024, 32, False, True, max_shared=MAX_SHARED, HS=128, serves=4)
-    assert_clean([*jobs, (MMA_HI_LO, "sm_90", large.defines)])
+    large = tiles.AttentionSizes(8, 1024, 32, False, HS=128, serves=4)
+    geometry, _ = tiles.hi_lo_geometry(large, True, max_shared=MAX_SHARED)
+    assert_clean([*jobs, (MMA_HI_LO, "sm_90", geometry.defines)])
 
 
 @pytest.mark.slow
@@ -140,9 +138,8 @@ def test_no_spills_on_hopper() -> None:
     jobs = []
     for causal, one_scale in itertools.product((False, True), repeat=2):
         for serves in (1, 3):
-            geometry, _ = wgmma_hi_lo_geometry(
-                8, 1024, 12, causal, one_scale, sms=H200["sms"], serves=serves
-            )
+            sizes = tiles.AttentionSizes(8, 1024, 12, causal, serves=serves)
+            geometry, _ = tiles.wgmma_hi_lo_geometry(sizes, one_scale, sms=H200["sms"])
             jobs.append((WGMMA_HI_LO, "sm_90a", geometry.defines))
     assert_clean(jobs)
 
@@ -150,9 +147,10 @@ def test_no_spills_on_hopper() -> None:
 def test_the_grid_of_hopper() -> None:
     """There is a block per 64 queries, up to the number of multiprocessors."""
     for B, T, NH, blocks in ((1, 1, 1, 1), (1, 512, 12, 96), (8, 1024, 12, 132), (3, 129, 2, 18)):
-        geometry, band = wgmma_hi_lo_geometry(B, T, NH, True, True, sms=H200["sms"])
+        sizes = tiles.AttentionSizes(B, T, NH, True)
+        geometry, band = tiles.wgmma_hi_lo_geometry(sizes, True, sms=H200["sms"])
         assert geometry.grid == (blocks,)
-        assert geometry.shared == WGMMA_HI_LO_SHARED <= MAX_SHARED
+        assert geometry.shared == tiles.WGMMA_HI_LO_SHARED <= MAX_SHARED
         assert 1 <= band <= B * NH
     with pytest.raises(InputError, match="use smaller batches"):
-        wgmma_hi_lo_geometry(2**20, 2**20, 12, True, True, sms=132)
+        tiles.wgmma_hi_lo_geometry(tiles.AttentionSizes(2**20, 2**20, 12, True), True, sms=132)

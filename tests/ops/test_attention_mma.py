@@ -26,13 +26,13 @@ from gpt2block.ops.engines.attention_tiles import (
     MMA_TILES,
     WGMMA_SHARED,
     WGMMA_THREADS,
+    AttentionSizes,
     AttentionTile,
     alternate_geometry,
     alternates,
     cached_wgmma_geometry,
     mma_geometry,
     mma_stage,
-    together,
     wgmma_geometry,
 )
 from tests import plain
@@ -178,7 +178,7 @@ def test_what_is_left_out_shows(old: str, new: str, kind: str) -> None:
 def test_the_tile_fits_the_gpu(
     B: int, T: int, causal: bool, grid: int, queries: int, side_by_side: int
 ) -> None:
-    geometry, heads = mma_geometry(B, T, 12, causal, **H200)
+    geometry, heads = mma_geometry(AttentionSizes(B, T, 12, causal), **H200)
     chosen: dict[str, Any] = dict(geometry.defines)
     assert geometry.grid == (grid,)
     assert 16 * chosen["ATT_WARPS"] * chosen["ATT_FRAGS"] == queries
@@ -188,30 +188,30 @@ def test_the_tile_fits_the_gpu(
 @pytest.mark.parametrize("gpu", [H200, RTX], ids=["H200", "RTX"])
 def test_shared_memory_holds_two_tiles_at_least(gpu: Gpu) -> None:
     for tile in MMA_TILES[64]:
-        geometry, _ = mma_geometry(8, 1024, 12, True, **gpu, tile=tile)
+        geometry, _ = mma_geometry(AttentionSizes(8, 1024, 12, True), **gpu, tile=tile)
         assert 2 * mma_stage(64) <= geometry.shared <= gpu["max_shared"]
         assert geometry.shared == dict(geometry.defines)["ATT_STAGES"] * mma_stage(64)
 
 
 def test_what_a_grid_cannot_take_is_refused() -> None:
-    assert mma_geometry(1, 65536, 12, True, **H200)[0].grid == (512 * 12,)
-    assert together(1, 65536, 12, True) == 2
+    assert mma_geometry(AttentionSizes(1, 65536, 12, True), **H200)[0].grid == (512 * 12,)
+    assert AttentionSizes(1, 65536, 12, True).together() == 2
     with pytest.raises(InputError, match=r"make a grid of 3,000,000,000 blocks, CUDA takes 2,147"):
-        mma_geometry(250_000_000, 1, 12, True, **H200)
+        mma_geometry(AttentionSizes(250_000_000, 1, 12, True), **H200)
 
 
 def test_the_grid_of_hopper() -> None:
     """There is a block per tile, up to the number of SMs; all other sizes are fixed."""
     for B, T, NH, blocks in ((1, 1, 1, 1), (1, 1024, 12, 96), (8, 1024, 12, 132), (3, 129, 2, 12)):
         for causal in (False, True):
-            geometry, band = wgmma_geometry(B, T, NH, causal, sms=132)
+            geometry, band = wgmma_geometry(AttentionSizes(B, T, NH, causal), sms=132)
             assert geometry.grid == (blocks,)
             assert (geometry.block, geometry.shared) == ((WGMMA_THREADS,), WGMMA_SHARED[64])
             heads = (("ATT_SIZE", 64), ("ATT_SERVES", 1))
             assert geometry.defines == (("ATT_CAUSAL", int(causal)), *heads)
             assert 1 <= band <= B * NH
     with pytest.raises(InputError, match="use smaller batches"):
-        wgmma_geometry(2**20, 2**20, 12, True, sms=132)
+        wgmma_geometry(AttentionSizes(2**20, 2**20, 12, True), sms=132)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,9 @@ def test_the_grid_of_hopper() -> None:
 )
 def test_alternate_keys_are_for_few_sequences(B: int, T: int, causal: bool, few: bool) -> None:
     """Measured with 12 heads, the other kernel is 1 to 40 % slower in each of these cases."""
-    assert alternates(B, T, 12, causal, H200["sms"], B * T) == few
-    geometry, band = alternate_geometry(B, T, 12, causal, sms=132)
+    sizes = AttentionSizes(B, T, 12, causal)
+    assert alternates(sizes, H200["sms"], B * T) == few
+    geometry, band = alternate_geometry(sizes, sms=H200["sms"])
     assert geometry.grid == (min(132, 12 * B * -(-T // 64)),)
     assert 1 <= band <= 12 * B
 
@@ -242,7 +243,7 @@ def test_packed_rows_count_once() -> None:
     2,048 rows are two sequences of 1,024 tokens, 1,088 rows for example 1,024 and 64 tokens.
     """
     for rows, few in ((2048, False), (1088, True)):
-        assert alternates(2, 1024, 12, True, H200["sms"], rows) == few
+        assert alternates(AttentionSizes(2, 1024, 12, True), H200["sms"], rows) == few
 
 
 def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,28 +264,28 @@ def test_no_tile_spills() -> None:
     jobs: list[Job] = []
     grouped: Any = {"HS": 128, "serves": 4}
     large, small = MMA_TILES[64]
-    for arch, gpu, dtype, causal, options in (
-        ("sm_80", H200, "float16", True, {"tile": large}),
-        ("sm_80", A100, "bfloat16", True, grouped),
-        ("sm_90", H200, "float16", False, {"tile": large}),
-        ("sm_90", H200, "bfloat16", True, {"tile": small}),
-        ("sm_120", RTX, "float16", True, {"tile": large}),
-        ("sm_120", RTX, "bfloat16", True, {"tile": small}),
+    for arch, gpu, dtype, causal, tile in (
+        ("sm_80", H200, "float16", True, large),
+        ("sm_80", A100, "bfloat16", True, None),
+        ("sm_90", H200, "float16", False, large),
+        ("sm_90", H200, "bfloat16", True, small),
+        ("sm_120", RTX, "float16", True, large),
+        ("sm_120", RTX, "bfloat16", True, small),
     ):
-        geometry, _ = mma_geometry(8, 1024, 12, causal, **gpu, **options)
+        sizes = AttentionSizes(8, 1024, 12, causal, **{} if tile else grouped)
+        geometry, _ = mma_geometry(sizes, **gpu, tile=tile)
         constants = (*kernels.stored_as(dtype), *geometry.defines)
         jobs.append((MMA, arch, constants))
         if causal and arch != "sm_120":  # there CUDA 12 spills 8 bytes of the large tile
             jobs.append((MMA, arch, (*constants, ("ATT_CACHED", 1))))
     assert_clean(jobs)
     jobs, only = list[Job](), list[str]()
-    wide: Any = {"sms": H200["sms"], **grouped}
-    found = [wgmma_geometry(8, 1024, 32, causal, **wide)[0] for causal in (True, False)]
+    wide = [AttentionSizes(8, 1024, 32, causal, **grouped) for causal in (True, False)]
+    found = [wgmma_geometry(each, sms=H200["sms"])[0] for each in wide]
     for causal, made_for in product((True, False), (wgmma_geometry, alternate_geometry)):
-        found.append(made_for(1, 1024, 12, causal, sms=H200["sms"], serves=3)[0])
-    few: Any = {"sms": H200["sms"], "HS": 64, "serves": 3}
-    sizes = ((8, 512, 32, 4096, 8192), wide), ((1, 50, 9, 50, 8192), few)
-    of_cache = [cached_wgmma_geometry(*each, **heads) for each, heads in sizes]
+        found.append(made_for(AttentionSizes(1, 1024, 12, causal, serves=3), sms=H200["sms"])[0])
+    both = wide[0]._replace(T=512), AttentionSizes(1, 50, 9, True, serves=3)
+    of_cache = [cached_wgmma_geometry(of, of.B * of.T, 8192, sms=H200["sms"]) for of in both]
     for geometry, cache in (
         *((each, None) for each in found),
         *((geometry, "float8_e4m3fn") for geometry, _ in of_cache),
@@ -313,7 +314,7 @@ def test_tiles_give_the_same_bits_on_the_gpu(cp: ModuleType, variant: str, causa
     T, B, heads = 1000, 70, (12, 12, 64)
     one, kernel = made("float16", T, 12), Kernel(partial(packed, variant), np.float16)
     alone = kernel(cp, one, [T], heads, causal)
-    grids = [mma_geometry(n, T, 12, causal, **H200) for n in (1, B)]
+    grids = [mma_geometry(AttentionSizes(n, T, 12, causal), **H200) for n in (1, B)]
     assert dict(grids[0][0].defines) != dict(grids[1][0].defines)
     many = kernel(cp, np.tile(one, (B, 1)), [T] * B, heads, causal)
     assert_same_bits(many, np.tile(alone, (B, 1)))
@@ -378,7 +379,7 @@ def test_keys_and_values_go_to_the_cache_too(
     kept = [cp.full((6, n_ctx, NKV * HS), 7, x.dtype) for _ in range(4)]
     ops.kv_append(x[:-20], kept[0], kept[1], *(each[:-20] for each in places))
     for few in (False, True) if HS == 64 else (False,):
-        monkeypatch.setattr(MODULE, "alternates", lambda *_, way=few: way)
+        monkeypatch.setattr(MODULE.tiles, "alternates", lambda *_, way=few: way)
         for array in kept[2:]:
             array.fill(7)
         out = VARLEN.bind((x, starts, *kept[2:], *places), **sizes).run()

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops
 from gpt2block.cuda import cupy
-from gpt2block.cuda.cards import properties
 from gpt2block.cuda.kernels import HI_LO, cache_dtype
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.elementwise import SILU_MUL
@@ -235,7 +234,7 @@ def test_without_tensor_cores_more_rows_are_tiles(
     """A block of decode_cores keeps 8 rows; tiles of many rows read the weights once."""
     given = Arguments(33, 1024, 24, "float16")
     cores = OPERATION.bind((given.x, given.w), variant="matvec")
-    monkeypatch.setattr(LINEAR, "gpu", lambda: properties(75))
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda *_: 75)
     few, more = (OPERATION.bind((given.x[:M], given.w), decoding=True) for M in (8, 33))
     assert [bound.launches[0].grid[1] for bound in (cores, few, more)] == [5, 1, 1]
     assert_same_bits(more.run().get(), cores.run().get())

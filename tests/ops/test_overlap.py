@@ -48,7 +48,7 @@ from gpt2block.ops import registry
 from gpt2block.ops.drafts import DraftTokens, bind_take
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import MORE_ROWS
-from gpt2block.ops.rmsnorm_matmul import RMSNORM_MATMUL
+from gpt2block.ops.rmsnorm_matmul import OPERATION as RMSNORM_MATMUL
 from gpt2block.ops.sample_token import SampleState, Slots, bind_sampled, bind_state
 from gpt2block.sampling import Sampling
 from tests.devices import assert_same_bits, on_gpu, on_hopper

@@ -24,7 +24,9 @@ ONE_TILE = 256  # channels per head above which K and V share memory
 TENSOR_HEADS = (64, 128)  # channels per head that all tensor-core kernels support
 MMA_HEADS = (*TENSOR_HEADS, 256)  # channels per head that variant mma supports in 16 bits
 WGMMA_TILE = 128  # queries per tile, and keys per tile, of variant wgmma
-WGMMA_THREADS = 384  # two consumer warpgroups, 1 warp that copies, 3 warps that write the kv_cache
+# Threads of wgmma's kernels: two consumer warpgroups, 1 warp that copies, 3 warps that write the
+# kv_cache
+WGMMA_THREADS = 384
 # WGMMA_SHARED: bytes of shared memory per block, by channels per head. They hold tiles of K and V
 # (eight for 64 channels, four for 128), two tiles of queries, a tile of output, and barriers.
 WGMMA_SHARED = {64: 181408, 128: 230496}
@@ -34,7 +36,6 @@ ALTERNATE_HEAD, ALTERNATE_TILE, ALTERNATE_SHARED = 64, 64, 199840
 WGMMA_MAX_TILES = 2**30 - 1  # maximum tiles per launch: range of the kernels' counters
 WGMMA_HI_LO_HEAD = 64  # channels per head that wgmma supports for a HiLoMatrix
 WGMMA_HI_LO_TILE = 64  # queries per tile, and keys per tile, for a HiLoMatrix
-WGMMA_HI_LO_THREADS = 384  # two consumer warpgroups, and a warpgroup with one copying thread
 # WGMMA_HI_LO_SHARED: bytes of shared memory per block. They hold eight tiles of K and V, two
 # tiles of queries, the sums that the second warpgroup passes to the first, barriers and padding.
 WGMMA_HI_LO_SHARED = 184480
@@ -117,6 +118,38 @@ def _online_tile(HS: int, T: int, block: int | None, max_shared: int) -> tuple[i
 # --- geometry of the tensor-core kernels
 
 
+class AttentionSizes(NamedTuple):
+    """Sizes of attention over B sequences of up to T rows, on tensor cores."""
+
+    B: int
+    T: int
+    NH: int  # heads of Q
+    causal: bool
+    HS: int = TENSOR_HEADS[0]  # channels per head
+    serves: int = 1  # heads of Q that share a head of K
+
+    @property
+    def defines(self) -> Defines:
+        """The compile-time constants of all tensor-core kernels."""
+        return (("ATT_CAUSAL", int(self.causal)), *tensor_heads_defines(self.HS, self.serves))
+
+    def tiles(self, queries: int) -> int:
+        """Return the number of tiles of `queries` rows of a head."""
+        return self.B * self.NH * ceil(self.T / queries)
+
+    def together(self, itemsize: int = 2) -> int:
+        """Number of heads that consecutive blocks process in turn, one query tile of each head.
+
+        Without a mask all tiles take equally long, and the heads follow one another. With a causal
+        mask the last tile of a head takes longest and comes first. As many heads are interleaved as
+        have room for their K and V, of `itemsize` bytes per value, in the L2 cache.
+        """
+        if not self.causal:
+            return 1
+        heads, of_key = self.B * self.NH, 2 * itemsize * self.HS  # bytes of K and V per key
+        return ceil(heads / ceil(heads // self.serves * self.T * of_key / CACHED))
+
+
 class AttentionTile(NamedTuple):
     """Tile sizes of a block of variant `mma`, and its estimated time in clocks."""
 
@@ -129,6 +162,19 @@ class AttentionTile(NamedTuple):
     @property
     def queries(self) -> int:
         return 16 * self.warps * self.frags
+
+    def clocks(self, of: AttentionSizes, sms: int) -> float:
+        """Estimated clocks, per 64 keys, of the multiprocessor with the most blocks.
+
+        With a causal mask a block processes about half of the keys.
+        """
+        tiles = ceil(of.T / self.queries)
+        blocks = of.B * of.NH * tiles / sms
+        if of.causal:
+            return max(self.alone, blocks * (tiles + 1) / (2 * tiles) * self.together)
+        rounds, rest = divmod(ceil(blocks), self.blocks)
+        last = max(self.alone, rest * self.together) if rest else 0
+        return rounds * self.blocks * self.together + last
 
 
 # MMA_TILES: candidate tiles, by channels per head. Compared with 16 queries per warp, 32 queries
@@ -143,69 +189,45 @@ MMA_TILES = {
 
 @lru_cache(maxsize=1024)
 def mma_geometry(
-    B: int,
-    T: int,
-    NH: int,
-    causal: bool,
-    *,
-    sms: int,
-    max_shared: int,
-    HS: int = TENSOR_HEADS[0],
-    serves: int = 1,
-    tile: AttentionTile | None = None,
+    of: AttentionSizes, *, sms: int, max_shared: int, tile: AttentionTile | None = None
 ) -> tuple[Geometry, int]:
-    """Return the geometry of `mma` for B sequences of up to T rows, and how many heads take turns.
+    """Return the geometry of `mma`, and how many heads take turns (`AttentionSizes.together`).
 
     sms: multiprocessors of the GPU. max_shared: bytes of shared memory that a block can have.
-    serves: heads of Q that share a head of K. tile: used instead of the fastest tile. The second
-    result is that of `together`. Raises InputError if the grid is too large.
+    tile: used instead of the fastest tile. Raises InputError if the grid is too large.
     """
-    if tile is None:
-        tile = min(MMA_TILES[HS], key=lambda tile: _clocks(tile, B, T, NH, causal, sms))
-    grid = _grid(B, T, NH, tile.queries)
-    stage = mma_stage(HS)
+    tile = tile or min(MMA_TILES[of.HS], key=lambda tile: tile.clocks(of, sms))
+    grid = _grid(of, tile.queries)
+    stage = mma_stage(of.HS)
     # queries: bytes of shared memory for queries; 0 for head sizes 64 and 128 (kept in registers)
-    queries = 0 if HS in TENSOR_HEADS else tile.queries * _row_bytes(HS)
+    queries = 0 if of.HS in TENSOR_HEADS else tile.queries * _row_bytes(of.HS)
     stages = 3 if room(max_shared, tile.blocks) >= 3 * stage + queries else 2
     defines = (
-        ("ATT_CAUSAL", int(causal)),
-        *tensor_heads_defines(HS, serves),
+        *of.defines,
         ("ATT_WARPS", tile.warps),
         ("ATT_FRAGS", tile.frags),
         ("ATT_STAGES", stages),
         ("ATT_BLOCKS", tile.blocks),
     )
     shared = stages * stage + queries
-    geometry = Geometry("attention_mma", grid, (32 * tile.warps,), shared, defines)
-    return geometry, together(B, T, NH, causal, HS, serves)
+    return Geometry("attention_mma", grid, (32 * tile.warps,), shared, defines), of.together()
 
 
 @lru_cache(maxsize=1024)
-def hi_lo_geometry(
-    B: int,
-    T: int,
-    NH: int,
-    causal: bool,
-    one_scale: bool,
-    *,
-    max_shared: int,
-    HS: int = TENSOR_HEADS[0],
-    serves: int = 1,
-) -> tuple[Geometry, int]:
+def hi_lo_geometry(of: AttentionSizes, one_scale: bool, *, max_shared: int) -> tuple[Geometry, int]:
     """Return the values of `mma_geometry` for a kernel that reads qkv from a HiLoMatrix.
 
     Two groups of 4 warps process the 64 queries of a tile. one_scale: whether all rows have the
     same scale.
     Raises InputError if the grid is too large or the tile does not fit in shared memory.
     """
-    warps, stage = 4, 2 * mma_stage(HS)
+    warps, stage = 4, 2 * mma_stage(of.HS)
     queries = stage // 2  # bytes of 64 queries
-    grid = _grid(B, T, NH, 16 * warps)
-    blocks = 2 if causal and one_scale and room(max_shared, 2) >= 2 * stage + queries else 1
+    grid = _grid(of, 16 * warps)
+    blocks = 2 if of.causal and one_scale and room(max_shared, 2) >= 2 * stage + queries else 1
     stages = 3 if room(max_shared, blocks) >= 3 * stage + queries else 2
     defines = (
-        ("ATT_CAUSAL", int(causal)),
-        *tensor_heads_defines(HS, serves),
+        *of.defines,
         ("ATT_ONE_SCALE", int(one_scale)),
         ("ATT_WARPS", warps),
         ("ATT_STAGES", stages),
@@ -214,46 +236,47 @@ def hi_lo_geometry(
     shared = stages * stage + queries
     if shared > max_shared:
         raise InputError(
-            f"head size {HS}: hi/lo matrices take {shared:,} bytes of shared memory, this GPU "
+            f"head size {of.HS}: hi/lo matrices take {shared:,} bytes of shared memory, this GPU "
             f"has {max_shared:,}: use float32 and variant online"
         )
-    geometry = Geometry("attention_fp32_mma", grid, (64 * warps,), shared, defines)
-    return geometry, together(B, 2 * T, NH, causal, HS, serves)
+    return Geometry("attention_fp32_mma", grid, (64 * warps,), shared, defines), of.together(4)
 
 
-def wgmma_geometry(
-    B: int,
-    T: int,
-    NH: int,
-    causal: bool,
-    *,
-    sms: int,
-    HS: int = TENSOR_HEADS[0],
-    serves: int = 1,
-) -> tuple[Geometry, int]:
-    """Return the geometry of variant `wgmma`, and how many heads take turns (`together`).
+@lru_cache(maxsize=1024)
+def wgmma_geometry(of: AttentionSizes, *, sms: int) -> tuple[Geometry, int]:
+    """Return the geometry of variant `wgmma`, and how many heads take turns.
 
     A block processes several tiles. Raises InputError if there are more tiles than it can count.
     """
-    tiles = _wgmma_tiles(B, T, NH, WGMMA_TILE)
-    grid, block = (min(tiles, sms),), (WGMMA_THREADS,)
-    defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(HS, serves))
-    geometry = Geometry("attention_wgmma", grid, block, WGMMA_SHARED[HS], defines)
-    return geometry, together(B, T, NH, causal, HS, serves)
+    shared = WGMMA_SHARED[of.HS]
+    return _of_tiles("attention_wgmma", of, WGMMA_TILE, shared, sms), of.together()
 
 
-def alternate_geometry(
-    B: int, T: int, NH: int, causal: bool, *, sms: int, serves: int = 1
-) -> tuple[Geometry, int]:
-    """Return a geometry for the kernel in which two warpgroups each process half of the keys.
+@lru_cache(maxsize=1024)
+def alternate_geometry(of: AttentionSizes, *, sms: int) -> tuple[Geometry, int]:
+    """Return the two values of `wgmma_geometry` for two warpgroups that alternate between keys.
 
-    The second value is the result of `together` for this call.
+    Each warpgroup processes half of the keys.
     """
-    head, tiles = ALTERNATE_HEAD, _wgmma_tiles(B, T, NH, ALTERNATE_TILE)
-    grid, block = (min(tiles, sms),), (WGMMA_THREADS,)
-    defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(head, serves))
-    geometry = Geometry("attention_wgmma_alternate", grid, block, ALTERNATE_SHARED, defines)
-    return geometry, together(B, T, NH, causal, head, serves)
+    kernel, shared = "attention_wgmma_alternate", ALTERNATE_SHARED
+    return _of_tiles(kernel, of, ALTERNATE_TILE, shared, sms), of.together()
+
+
+@lru_cache(maxsize=1024)
+def wgmma_hi_lo_geometry(of: AttentionSizes, one_scale: bool, *, sms: int) -> tuple[Geometry, int]:
+    """Return the same two values as `wgmma_geometry`, for a qkv that is a HiLoMatrix."""
+    kernel, shared = "attention_fp32_wgmma", WGMMA_HI_LO_SHARED
+    geometry = _of_tiles(kernel, of, WGMMA_HI_LO_TILE, shared, sms)
+    return geometry.with_defines((("ATT_ONE_SCALE", int(one_scale)),)), of.together(4)
+
+
+def _of_tiles(kernel: str, of: AttentionSizes, queries: int, shared: int, sms: int) -> Geometry:
+    """Return the geometry of a wgmma kernel whose blocks process tiles of `queries` rows in turn.
+
+    shared: bytes of shared memory per block. Raises InputError if there are too many tiles.
+    """
+    grid = (min(_wgmma_tiles(of, queries), sms),)
+    return Geometry(kernel, grid, (WGMMA_THREADS,), shared, of.defines)
 
 
 class Rate(NamedTuple):
@@ -265,90 +288,55 @@ class Rate(NamedTuple):
     step: float  # us in which a warpgroup processes 128 keys for a tile
     more: float  # additional us for each tile that a block computes after its first tile
 
-    def time(self, B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> float:
+    def time(self, of: AttentionSizes, sms: int, rows: int) -> float:
         """Estimated µs of a launch for B sequences of at most T rows each, `rows` rows in total."""
-        tiles = NH * min(B * ceil(T / self.queries), rows // self.queries + B)
-        longest = ceil(T / (128 * self.warpgroups))
+        tiles = of.NH * min(of.B * ceil(of.T / self.queries), rows // self.queries + of.B)
+        longest = ceil(of.T / (128 * self.warpgroups))
         rounds = ceil(tiles / sms)
-        if causal:  # a tile sees half of the keys on average; short tiles balance the load
-            mean = (ceil(T / 128) + self.warpgroups) / (2 * self.warpgroups)
+        if of.causal:  # a tile sees half of the keys on average; short tiles balance the load
+            mean = (ceil(of.T / 128) + self.warpgroups) / (2 * self.warpgroups)
             steps = max(longest, rounds, tiles / sms * mean)
         else:
             steps = rounds * longest
         return self.start + self.step * steps + self.more * max(0.0, tiles / sms - 1)
 
-    def after(self, sequences: int, T: int, NH: int, sms: int) -> float:
+    def after(self, of: AttentionSizes, sms: int) -> float:
         """Estimated µs for 128 earlier keys per sequence, which all T rows of the sequence see."""
-        tiles = NH * sequences * ceil(T / self.queries)
-        return ceil(tiles / sms) * self.step / self.warpgroups
+        return ceil(of.tiles(self.queries) / sms) * self.step / self.warpgroups
 
 
 WHOLE_KEYS, ALTERNATE_KEYS = Rate(WGMMA_TILE, 1, 3.5, 1.2, 1.4), Rate(64, 2, 2.9, 1.5, 0.7)
 
 
 @lru_cache(maxsize=1024)
-def alternates(B: int, T: int, NH: int, causal: bool, sms: int, rows: int) -> bool:
+def alternates(of: AttentionSizes, sms: int, rows: int) -> bool:
     """Whether the Hopper kernel that divides keys between two warpgroups is estimated faster."""
-    sizes = (B, T, NH, causal, sms, rows)
-    return ALTERNATE_KEYS.time(*sizes) < WHOLE_KEYS.time(*sizes)
+    return ALTERNATE_KEYS.time(of, sms, rows) < WHOLE_KEYS.time(of, sms, rows)
 
 
 @lru_cache(maxsize=1024)
-def cached_wgmma_geometry(
-    B: int, T: int, NH: int, N: int, P: int, *, sms: int, HS: int, serves: int
-) -> tuple[Geometry, int]:
+def cached_wgmma_geometry(of: AttentionSizes, N: int, P: int, *, sms: int) -> tuple[Geometry, int]:
     """Return the faster of `wgmma_geometry` and `alternate_geometry`, for keys in a kv_cache.
 
     N: rows of all B sequences together. P: maximum number of keys of a sequence. Only the device
     knows the actual numbers: the estimate is for N / T sequences of T rows, the maximum.
     """
-    tiles, sequences = _wgmma_tiles(B, T + WGMMA_TILE, NH, ALTERNATE_TILE), ceil(N / T)
-    rates = (rate.after(sequences, T, NH, sms) for rate in (ALTERNATE_KEYS, WHOLE_KEYS))
-    if HS == ALTERNATE_HEAD and next(rates) < next(rates):
-        geometry, _ = alternate_geometry(sequences, T, NH, True, sms=sms, serves=serves)
-    else:
-        geometry, _ = wgmma_geometry(sequences, T, NH, True, sms=sms, HS=HS, serves=serves)
+    tiles = _wgmma_tiles(of._replace(T=of.T + WGMMA_TILE), ALTERNATE_TILE)
+    of = of._replace(B=ceil(N / of.T))
+    few = of.HS == ALTERNATE_HEAD and ALTERNATE_KEYS.after(of, sms) < WHOLE_KEYS.after(of, sms)
+    geometry, _ = (alternate_geometry if few else wgmma_geometry)(of, sms=sms)
     kernel = geometry.kernel.replace("attention", "attention_cached")
     geometry = geometry._replace(kernel=kernel, grid=(min(tiles, sms),))
-    heads = together(sequences, P, NH, True, HS, serves)
-    return geometry.with_defines((("ATT_CACHED", 1),)), heads
+    return geometry.with_defines((("ATT_CACHED", 1),)), of._replace(T=P).together()
 
 
-@lru_cache(maxsize=1024)
-def wgmma_hi_lo_geometry(
-    B: int,
-    T: int,
-    NH: int,
-    causal: bool,
-    one_scale: bool,
-    *,
-    sms: int,
-    serves: int = 1,
-) -> tuple[Geometry, int]:
-    """Return the same two values as `wgmma_geometry`, for a qkv that is a HiLoMatrix."""
-    head, tiles = WGMMA_HI_LO_HEAD, _wgmma_tiles(B, T, NH, WGMMA_HI_LO_TILE)
-    defines = (
-        ("ATT_CAUSAL", int(causal)),
-        *tensor_heads_defines(head, serves),
-        ("ATT_ONE_SCALE", int(one_scale)),
-    )
-    geometry = Geometry(
-        "attention_fp32_wgmma",
-        (min(tiles, sms),),
-        (WGMMA_HI_LO_THREADS,),
-        WGMMA_HI_LO_SHARED,
-        defines,
-    )
-    return geometry, together(B, 2 * T, NH, causal, head, serves)
-
-
-def _wgmma_tiles(B: int, T: int, NH: int, queries: int) -> int:
+def _wgmma_tiles(of: AttentionSizes, queries: int) -> int:
     """Return the number of query tiles. Raises InputError if kernels cannot count so many tiles."""
-    tiles = B * NH * ceil(T / queries)
+    tiles = of.tiles(queries)
     if tiles > WGMMA_MAX_TILES:
         raise InputError(
-            f"B {B:,}, T {T:,} and {NH:,} heads make {tiles:,} tiles, variant wgmma counts to "
-            f"{WGMMA_MAX_TILES:,}: use smaller batches"
+            f"B {of.B:,}, T {of.T:,} and {of.NH:,} heads make {tiles:,} tiles, variant wgmma "
+            f"counts to {WGMMA_MAX_TILES:,}: use smaller batches"
         )
     return tiles
 
@@ -368,41 +356,12 @@ def tensor_heads_defines(HS: int, serves: int) -> Defines:
     return ("ATT_SIZE", HS), ("ATT_SERVES", serves)
 
 
-def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
+def _grid(of: AttentionSizes, queries: int) -> tuple[int]:
     """Return a grid, one block per head and `queries` rows. Raises InputError if too large."""
-    blocks = B * NH * ceil(T / queries)
+    blocks = of.tiles(queries)
     if blocks > MAX_BLOCKS[0]:
         raise InputError(
-            f"B {B:,}, T {T:,} and {NH:,} heads make a grid of {blocks:,} blocks, CUDA takes "
-            f"{MAX_BLOCKS[0]:,}: use smaller batches"
+            f"B {of.B:,}, T {of.T:,} and {of.NH:,} heads make a grid of {blocks:,} blocks, CUDA "
+            f"takes {MAX_BLOCKS[0]:,}: use smaller batches"
         )
     return (blocks,)
-
-
-def together(
-    B: int, T: int, NH: int, causal: bool, HS: int = TENSOR_HEADS[0], serves: int = 1
-) -> int:
-    """Number of heads that consecutive blocks process in turn, one query tile of each head.
-
-    Without a mask all tiles take equally long, and the heads follow one another. With a causal mask
-    the last tile of a head takes longest and comes first. As many heads are interleaved as have
-    room for their K and V in the L2 cache.
-    """
-    if not causal:
-        return 1
-    parts = ceil(B * NH // serves * T * 4 * HS / CACHED)  # 4 * HS bytes of K and V per key
-    return ceil(B * NH / parts)
-
-
-def _clocks(tile: AttentionTile, B: int, T: int, NH: int, causal: bool, sms: int) -> float:
-    """Estimated clocks, per 64 keys, of the multiprocessor with the most blocks.
-
-    With a causal mask a block processes about half of the keys.
-    """
-    tiles = ceil(T / tile.queries)
-    blocks = B * NH * tiles / sms
-    if causal:
-        return max(tile.alone, blocks * (tiles + 1) / (2 * tiles) * tile.together)
-    rounds, rest = divmod(ceil(blocks), tile.blocks)
-    last = max(tile.alone, rest * tile.together) if rest else 0
-    return rounds * tile.blocks * tile.together + last

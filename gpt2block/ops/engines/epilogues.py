@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Defines, Geometry, cache_dtype, float_define, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.arrays import check
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, cache_dtype, float_define, launch_at
+from gpt2block.errors import InputError
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, Parts
 from gpt2block.ops.operation import UnsupportedCall
-from gpt2block.ops.products import Parts, storage_of
+from gpt2block.ops.products import storage_of
 
 
 class Epilogue(NamedTuple):
@@ -86,6 +87,22 @@ def append_rope(c: Call) -> Epilogue:
     args = {**_cache(c), **heads, "out": c.output("out"), "rotations": c.by}
     T, grows = cache_dtype(c.w.dtype), growth_defines(c.growth)
     return Epilogue("APPEND_ROPE", args, D, T=T, fp8_cache=c.fp8_cache, defines=grows)
+
+
+def check_rope_heads(c: Call) -> None:
+    """Raise InputError unless w has the outputs of whole heads, and the kv_cache the usual dtype.
+
+    A kv_cache of FP8 has any weights. The heads have 2P channels.
+    """
+    if c.fp8_cache is None:
+        check("k", c.k, dtype=cache_dtype(c.w.dtype))
+    D = 2 * c.P
+    N = c.n_head * D + 2 * c.C
+    if c.C % D or c.N != N:
+        raise InputError(
+            f"w of {c.N:,} outputs, k of {c.C:,} channels: expected {N:,} outputs, {c.n_head} "
+            f"heads of q and whole heads of k and v, of {D} channels as by has"
+        )
 
 
 def growth_defines(growth: tuple[float, int] | None) -> Defines:

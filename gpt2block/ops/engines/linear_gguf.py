@@ -11,9 +11,8 @@ from typing import NamedTuple
 from gpt2block.cuda.arrays import CudaArray, device_attribute
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Defines, Geometry
-from gpt2block.cuda.requests import Launch
-from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES, GgufMatrix
+from gpt2block.cuda.kernels import Defines, Geometry, Launch
+from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import FLOAT, MAX_SPLITS, TERMS, UNIT, splits
@@ -257,25 +256,16 @@ def norm_of(gamma: CudaArray | None, beta: CudaArray | None) -> int:
     return 0 if gamma is None else 1 if beta is not None else 2
 
 
-def launch(
-    c: Call,
-    epilogue: Epilogue,
-    *,
-    gamma: CudaArray | None = None,
-    beta: CudaArray | None = None,
-    eps: float = 0.0,
-    bias: CudaArray | None = None,
-    up: GgufMatrix | None = None,
-    rounded: bool,
-    workspace: CudaArray | None = None,
-) -> Launch:
+def launch(c: Call, epilogue: Epilogue) -> Launch:
     """Return the launch for x and w of a call, or raise UnsupportedCall.
 
-    gamma, beta: the parameters of a norm of x, or None. up: the second matrix of a gated product.
-    rounded: whether x is rounded to one 16-bit term per value. workspace: floats that are 0 before
-    and after each launch, for counters, and then for sums; or None.
+    A call can have gamma and beta, the parameters of a norm of x, with eps; bias; up, the second
+    matrix of a gated product; and workspace, floats that are 0 before and after each launch, for
+    counters, and then for sums. c.rounded: whether x is rounded to one 16-bit term per value.
     """
-    norm, holds = norm_of(gamma, beta), rounded and not gpu().has_wgmma
+    given = vars(c).get
+    gamma, beta, bias, up, workspace = map(given, ("gamma", "beta", "bias", "up", "workspace"))
+    norm, holds = norm_of(gamma, beta), c.rounded and not gpu().has_wgmma
     if c.w.dtype != GGUF:
         raise UnsupportedCall("takes a GgufMatrix")
     needs_mma()
@@ -290,7 +280,7 @@ def launch(
         norm=norm,
         up=up is not None,
         rope=epilogue.head,
-        terms=1 if rounded else TERMS,
+        terms=1 if c.rounded else TERMS,
         clusters=gpu().has_clusters and not holds,
         holds=holds,
         sms=device_attribute("MultiProcessorCount"),
@@ -308,11 +298,11 @@ def launch(
     defines += (("DECODE_UP", 1), *gate_define(c.gelu)) if up is not None else ()
     defines += (("DECODE_ROPE", epilogue.head),) if epilogue.head else ()
     defines += (("DECODE_SUMS", epilogue.splits),) if epilogue.splits else ()
-    defines += (*count_define(rounded), *range_defines(c.w))
+    defines += (*count_define(c.rounded), *range_defines(c.w))
     if launch_geometry.kernel == DIVIDED:
         args = {"x": c.x, "w": c.w.data, "bias": bias, "workspace": workspace, "M": c.M, "N": c.N}
         return epilogue.launch(FILE, launch_geometry, defines, args, c.w)
     matrices = {"w": c.w.data, "up": None if up is None else up.data}
-    norms = {"gamma": gamma, "beta": beta, "eps": eps}
+    norms = {"gamma": gamma, "beta": beta, "eps": given("eps", 0.0)}
     args = {"x": c.x, **matrices, **norms, "bias": bias, "M": c.M, "N": c.N}
     return epilogue.launch(FILE, launch_geometry, defines, args, c.w)

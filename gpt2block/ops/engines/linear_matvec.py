@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil, gcd
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Geometry
+from gpt2block.cuda.kernels import Geometry, size_defines
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.products import count_tiles, fastest
 
@@ -185,14 +185,7 @@ def geometry(
     defines = (
         ("DECODE_K", K),
         ("DECODE_NORM", int(norm)),
-        ("DECODE_ROWS", cut.rows),
-        ("DECODE_WIDTH", cut.width),
-        ("DECODE_SPLIT", cut.split),
-        ("DECODE_COLUMNS", cut.columns),
-        ("DECODE_GROUPS", cut.groups),
-        ("DECODE_STEPS", cut.steps),
-        ("DECODE_LOOP", int(cut.loop)),
-        ("DECODE_BLOCKS", cut.blocks),
+        *size_defines("DECODE", cut, "rows width split columns groups steps loop blocks"),
         ("DECODE_X", gcd(4, K)),
     )
     blocks = ceil(N / (cut.columns * cut.groups))
@@ -215,9 +208,7 @@ def _tile_geometry(
         ("DECODE_SPLIT", cut.split),
         ("DECODE_COLUMNS", tile.columns),
         ("DECODE_STEPS", cut.steps),
-        ("DECODE_SIDE", tile.side),
-        ("DECODE_SPAN", tile.span),
-        ("DECODE_LANES", tile.lanes),
+        *size_defines("DECODE", tile, "side span lanes"),
         ("DECODE_STAGE", stage),
     )
     threads = tile.rows // tile.side * (tile.columns // tile.span) * tile.lanes

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import FP8, HI_LO, Geometry
+from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, size_defines
 from gpt2block.ops.engines.rows import WARP, power_of_two
 
 FILE, KERNEL = "matmul/decode/mma.cu", "decode_mma"
@@ -184,12 +184,7 @@ def geometry(
     defines = (
         ("DECODE_K", K),
         ("DECODE_NORM", int(norm)),
-        ("DECODE_ROWS", cut.rows),
-        ("DECODE_COLUMNS", cut.columns),
-        ("DECODE_FLIGHT", cut.flight),
-        ("DECODE_LOOP", int(cut.loop)),
-        ("DECODE_WARPS", cut.warps),
-        ("DECODE_BLOCKS", cut.blocks),
+        *size_defines("DECODE", cut, "rows columns flight loop warps blocks"),
         *((("DECODE_OPERAND", 1),) if operand else ()),
     )
     blocks = ceil(N / (cut.columns * (cut.warps if cut.loop else 1)))

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import HI_LO, Geometry
+from gpt2block.cuda.kernels import HI_LO, Geometry, size_defines
 from gpt2block.ops.engines.linear_mma import BYTES, FLOAT, UNIT, splits
 from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.products import count_tiles, room
@@ -160,14 +160,10 @@ def geometry(
     """
     warps_m, warps_n = tile.warps
     defines = (
-        ("DECODE_ROWS", tile.rows),
-        ("DECODE_COLUMNS", tile.columns),
+        *size_defines("DECODE", tile, "rows columns"),
         ("DECODE_WARPS_M", warps_m),
         ("DECODE_WARPS_N", warps_n),
-        ("DECODE_CHUNKS", tile.chunks),
-        ("DECODE_STAGES", tile.stages),
-        ("DECODE_CLUSTER", tile.cluster),
-        ("DECODE_BLOCKS", tile.blocks),
+        *size_defines("DECODE", tile, "chunks stages cluster blocks"),
         *((("DECODE_OPERAND", 1),) if operand else ()),
         *((("DECODE_OUT_OPERAND", 1),) if to_operand else ()),
         *((("DECODE_UP", 1),) if gated else ()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Geometry
+from gpt2block.cuda.kernels import Geometry, size_defines
 from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.products import count_tiles, fastest
 
@@ -71,13 +71,7 @@ def geometry(
         tile = tile._replace(stages=tile.stages - 1)
     threads = WARP * tile.rows // (8 * tile.side) * (tile.columns // (4 * tile.span))
     defines = (
-        ("LT_ROWS", tile.rows),
-        ("LT_COLUMNS", tile.columns),
-        ("LT_SIDE", tile.side),
-        ("LT_SPAN", tile.span),
-        ("LT_DEPTH", tile.depth),
-        ("LT_STAGES", tile.stages),
-        ("LT_BLOCKS", tile.blocks),
+        *size_defines("LT", tile, "rows columns side span depth stages blocks"),
         ("LT_LOAD", 1 if size == 4 else load),
         ("LT_STORE", store),
         ("LT_GELU", int(gelu)),

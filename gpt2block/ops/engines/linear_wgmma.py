@@ -12,8 +12,7 @@ from typing import NamedTuple
 from gpt2block.cuda.arrays import device_attribute
 from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Defines, Geometry
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, size_defines
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES, GgufMatrix
 from gpt2block.ops.call import Call
@@ -23,7 +22,7 @@ from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.gguf import chunk_sums, range_defines
 from gpt2block.ops.operands import CHUNK, IN_ORDER, Operand, count_define
 from gpt2block.ops.operation import UnsupportedCall
-from gpt2block.ops.products import check_addresses, filled, gate_define, room
+from gpt2block.ops.products import filled, gate_define, room
 
 FILE, KERNEL = "matmul/decode/wgmma.cu", "decode_wgmma"
 GGUF_FILE, GGUF_KERNEL = "matmul/decode/wgmma_gguf.cu", "decode_wgmma_gguf"
@@ -299,12 +298,7 @@ def geometry(
     with RoPE, the channels of a head; an output is then a pair of channels.
     """
     defines = (
-        ("DECODE_ROWS", tile.rows),
-        ("DECODE_GROUPS", tile.groups),
-        ("DECODE_SPLITS", tile.splits),
-        ("DECODE_SHARES", tile.shares),
-        ("DECODE_STAGES", tile.stages),
-        ("DECODE_BLOCKS", tile.blocks),
+        *size_defines("DECODE", tile, "rows groups splits shares stages blocks"),
         *((("DECODE_GATED", 1),) if gated else ()),
         *((("DECODE_OUT_OPERAND", 1),) if to_operand else ()),
         *((("DECODE_ROPE", head),) if head else ()),
@@ -352,7 +346,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     p = _product(c, head)
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     tile = choose(p, device_attribute("MultiProcessorCount"), max_shared)
-    check_addresses(c, "x", "w", "up")
+    c.check_addresses("x", "w", "up")
     to_operand, gated = c.to_operand is not None, c.up is not None
     launch_geometry = geometry(p, tile, gated=gated, to_operand=to_operand, head=head)
     before: tuple[Launch, ...] = ()

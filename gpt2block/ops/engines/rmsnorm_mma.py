@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Geometry
+from gpt2block.cuda.kernels import Geometry, size_defines
 from gpt2block.ops.products import count_tiles, room
 
 FILE = "matmul/prompt/rmsnorm_mma.cu"
@@ -89,14 +89,11 @@ def geometry(
     chosen = min(whole, key=lambda tile: _cost(tile, matrices, M, N, weight, sms))
     warps_m, warps_n, warps_k = chosen.warps
     defines = (
-        ("MMA_ROWS", chosen.rows),
-        ("MMA_COLUMNS", chosen.columns),
+        *size_defines("MMA", chosen, "rows columns"),
         ("MMA_WARPS_M", warps_m),
         ("MMA_WARPS_N", warps_n),
         ("MMA_WARPS_K", warps_k),
-        ("MMA_SLICE", chosen.slice),
-        ("MMA_STAGES", chosen.stages),
-        ("MMA_BLOCKS", chosen.blocks),
+        *size_defines("MMA", chosen, "slice stages blocks"),
         ("MMA_W_NK", int(layout == "NK")),
         ("MMA_NORM", int(norm)),
         ("MMA_RESIDUAL", int(residual)),

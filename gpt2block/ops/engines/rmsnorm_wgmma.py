@@ -6,8 +6,7 @@ from functools import lru_cache
 from math import ceil
 
 from gpt2block.cuda.arrays import CudaArray, device_attribute
-from gpt2block.cuda.kernels import Geometry, launch_at
-from gpt2block.cuda.requests import Launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.ops.engines.gemm_wgmma import (
     BUFFERS,

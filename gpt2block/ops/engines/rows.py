@@ -14,6 +14,7 @@ MAX_VALUES = 2**30  # maximum values per row
 WARP = 32
 VALUES = 32  # maximum values of a row that a thread keeps in registers
 THREADS = 512  # maximum threads per row
+ROW_BLOCKS = (32, 64, 128, 256, 512)  # block sizes that set the threads per row
 LONGEST_IN_REGISTERS = VALUES * THREADS
 MAX_REGISTER_THREADS = 256  # maximum threads per row if their registers can hold the row
 FILLED = 1024  # threads per SM that suffice to saturate memory bandwidth
