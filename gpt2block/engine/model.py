@@ -16,11 +16,11 @@ from gpt2block.cuda.formats import FILE, GGUF, Formats, itemsize, own_cache_dtyp
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.engine.grammars import Matcher
 from gpt2block.engine.passes import check_read, model_steps
+from gpt2block.engine.passes.bounds import bounds_of
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.checkpoints.checkpoint import Checkpoint, FileStates
-from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import TABLES, LayerCache, ModelConfig, model_shapes, state_shapes
 from gpt2block.models.weights.gguf import TYPES
 from gpt2block.models.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
@@ -168,15 +168,14 @@ def check_stream(config: ModelConfig, largest: Mapping[str, float]) -> None:
     The variance would be infinite, the normalized row constant, and the logits finite but wrong.
     Any other overflow produces an infinity or a NaN that reaches the logits.
 
-    largest: the largest magnitude of every tensor. The architecture's `stream_bounds` hold for all
+    largest: the largest magnitude of every tensor. The bounds of the residual stream hold for all
     inputs. Deviations from the mean are at most twice the bound on the residual stream, and C of
     their squares are summed.
     """
-    architecture = architecture_of(config)
     first, _ = config.outer_shapes()
     limit = math.sqrt(float(np.finfo(np.float32).max) / config.n_embd) / 2
     seen: list[str] = []
-    for layer, stream in enumerate(architecture.stream_bounds(config, largest), -1):
+    for layer, stream in enumerate(bounds_of(config, largest)[0], -1):
         seen += first if layer < 0 else [f"h.{layer}.{name}" for name in config.shapes_of(layer)]
         if stream > limit:
             worst = max(seen, key=lambda name: largest[name])

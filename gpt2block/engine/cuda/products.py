@@ -17,9 +17,9 @@ from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE, FP8, GGUF, Formats, own_cache_dtype
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.engine.model import FLOAT16
+from gpt2block.engine.passes.bounds import bounds_of, rough_norms
 from gpt2block.engine.passes.prefill import Products
 from gpt2block.engine.passes.shards import ModelShard
-from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import ModelConfig, product_shapes
 from gpt2block.models.weights.hi_lo import LARGEST_BOUND, HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix, on_host
@@ -100,16 +100,16 @@ def choose_products(
     products = possible_products(config, dtype)
     if products in ("float32", "16_bits"):
         return products, {}
+    rough = rough_norms(config, largest)
 
     def norms(w: str, gamma: str) -> np.ndarray:
         if matrices[w].dtype in IN_BYTES:  # float16 activations need tight bounds
             ones = cupy.full((matrices[w].K,), 1, "float32")
             own = row_norms(matrices[w], vectors[gamma] if gamma else ones)
             return own if shard is None else shard.in_order(w, own)
-        factor = largest[gamma] if gamma else 1.0
-        return np.array([math.sqrt(matrices[w].K) * largest[w] * factor])
+        return rough(w, gamma)
 
-    bounds = architecture_of(config).operand_bounds(config, largest, norms)
+    _, bounds = bounds_of(config, largest, norms)
     limit, by = (FLOAT16, divisors(config, bounds)) if products == "fp8" else (LARGEST_BOUND, {})
     fit = all(bound / by.get(name, 1) <= limit for name, bound in bounds.items())  # False for NaN
     scaled = all(matrices[name].dtype in IN_BYTES for name in _multiplied(config, by, matrices))

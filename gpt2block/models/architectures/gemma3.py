@@ -11,7 +11,7 @@ Source: Gemma Team, "Gemma 3 Technical Report" (2025), and Gemma3 in `transforme
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from gpt2block.checks import FLOATS, check_choice, check_number, set_fields
 from gpt2block.models.architectures import qwen3
-from gpt2block.models.architectures.architecture import RowNorms, To, Value
+from gpt2block.models.architectures.architecture import To, Value
 from gpt2block.models.config import ModelConfig, Scales, Settings, Shapes
 from gpt2block.models.config.llama import LlamaConfig, PartlyWindowedConfig
 
@@ -161,30 +161,3 @@ def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
 def final(o: Any, x: Value, to: To = ()) -> Value:
     """Return the final norm of x, from which the logits are computed."""
     return o.norm("rms_f", x, _of("gamma_f"), to=to)
-
-
-def factors(largest: Mapping[str, float]) -> dict[str, float]:
-    """Return {name: largest magnitude} with the factors 1 + w for the weights w of all norms."""
-    kinds = {name: name.rpartition(".")[2] for name in largest}
-    return {name: value + kinds[name].startswith("gamma") for name, value in largest.items()}
-
-
-def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds, for any input, of the residual stream after the embedding and each block.
-
-    The C values of an RMSNorm are at most sqrt(C) times its largest weight.
-    """
-    stream = largest["wte"] * config.scales.embedding
-    yield stream
-    for h in (f"h.{layer}." for layer in range(config.n_layer)):
-        added = largest[f"{h}gamma_attn"] + largest[f"{h}gamma_ff"] + 2
-        stream += math.sqrt(config.n_embd) * added
-        yield stream
-
-
-def operand_bounds(
-    config: LlamaConfig, largest: Mapping[str, float], norms: RowNorms
-) -> dict[str, float]:
-    """Bound operands as Qwen3 does. |W (1+w)| <= |W| + |W w| for a matrix row W, norm weights w."""
-    wide = factors(largest)
-    return qwen3.operand_bounds(config, wide, lambda w, gamma: norms(w, "") + norms(w, gamma))

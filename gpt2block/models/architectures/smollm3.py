@@ -90,4 +90,3 @@ def constants(config: SmolLM3Config, vectors: Mapping[str, np.ndarray]) -> dict[
 
 
 feed_forward, final = llama.feed_forward, llama.final
-stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds

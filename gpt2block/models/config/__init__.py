@@ -650,11 +650,6 @@ def state_shapes(config: ModelConfig, slots: int) -> dict[str, tuple[int, ...]]:
     return found if of is None else {"held": (slots, 2), **found}
 
 
-def names_of(layers: Iterable[bool]) -> list[str]:
-    """Return the beginnings "h.N." of the names of these layers' tensors."""
-    return [f"h.{n}." for n, chosen in enumerate(layers) if chosen]
-
-
 def shapes_in_blocks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return a dict of names and shapes of the tensors of all blocks, in the package's order.
 
