@@ -82,11 +82,11 @@ class StagedPass(DecodePass):
         y = super()._product(p._replace(add="", residual=None, result=p.name, to=()))
         return self.do(p.result, "add", (p.residual, y), into=p.residual)
 
-    def qkv(self, h: str, x: Rows, rope: str = "", norms: To = ()) -> Value:
+    def qkv(self, h: str, x: Rows, norms: To = ()) -> Value:
         if self.into_cache:
-            return super().qkv(h, x, rope, norms)
+            return super().qkv(h, x, norms)
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv")
-        return self.turned(h, y, rope, norms)
+        return self.turned(h, y, norms)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
         if self.into_cache:

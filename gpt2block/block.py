@@ -290,8 +290,8 @@ def largest(weights: BlockWeights) -> dict[str, float]:
 
     def norms(w: str, gamma: str) -> np.ndarray:
         squares = np.square(tensors[gamma], dtype=np.float64)
-        found: np.ndarray = np.einsum("kn,kn,k->n", tensors[w], tensors[w], squares)
-        return np.sqrt(found)
+        found: np.ndarray = np.sqrt(np.einsum("kn,kn,k->n", tensors[w], tensors[w], squares))
+        return found
 
     do = BoundsPass(config, {n: float(np.abs(a).max()) for n, a in tensors.items()}, norms)
     block(do, gpt2, BoundedRows(math.inf), "h.0.")

@@ -63,8 +63,8 @@ class PassSettings(NamedTuple):
         )
 
     def frequencies_of(self, h: str) -> str:
-        """Return the name of a layer's RoPE frequencies. h: the prefix of the layer's names."""
-        return self.rope[_layer(h)]
+        """Return the name of a layer's RoPE frequencies, or "". h: prefix of the layer's names."""
+        return self.rope[_layer(h)] if self.rope else ""
 
     def is_delta(self, h: str) -> bool:
         """Return whether a layer is a gated delta net. h: the prefix of the layer's names."""
@@ -120,15 +120,14 @@ class PassSettings(NamedTuple):
         """The options of a RoPE step: numbers of heads, half_split, factor and growth."""
         return {**self.heads, "half_split": self.half_split, **self.multiplied, **self.grown}
 
-    def step_of_rope(self, qkv: Value, rope: str) -> tuple[str, tuple[Value, ...]]:
+    def step_of_rope(self, h: str, qkv: Value) -> tuple[str, tuple[Value, ...]]:
         """Return the name and the inputs of the operation that rotates rows [Q | K | V]."""
-        if self.own:
-            return "rope_packed", (qkv, "positions", rope, "row")
-        return "rope_qkv", (qkv, "positions", rope)
+        inputs = (qkv, "positions", self.frequencies_of(h))
+        return ("rope_packed", (*inputs, "row")) if self.own else ("rope_qkv", inputs)
 
 
 def _layer(h: str) -> int:
-    return int(h.split(".")[1])
+    return int(h.split(".")[1]) if h else 0  # a single block has no prefix
 
 
 class StepPass(Pass):
@@ -148,14 +147,14 @@ class StepPass(Pass):
             y = self.do(p.gelu, "gelu", (y,))
         return self.do(p.add, "add", (p.residual, y)) if p.add else y
 
-    def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
+    def qkv(self, h: str, x: Value, norms: To = ()) -> Value:
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=("attention",))
         if norms:
             options = {**self.c.heads, **self.c.head_norms}
             y = self.do(f"{h}qk", "qk_norm", (y, *norms), **options)
-        if not rope:
+        if not self.c.rope:
             return y
-        return self.do(f"{h}rope", *self.c.step_of_rope(y, rope), **self.c.turn)
+        return self.do(f"{h}rope", *self.c.step_of_rope(h, y), **self.c.turn)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         options = {**self.c.heads, **self.c.scores(h), "causal": self.c.causal}

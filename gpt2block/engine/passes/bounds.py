@@ -97,12 +97,12 @@ class BoundsPass(Pass):
         added, factor = self.root * self.largest[gamma], self.largest.get(scale, 1.0)
         return BoundedRows((x.most + added) * factor, (x.norm + added) * factor)
 
-    def qkv(self, h: str, x: BoundedRows, rope: str = "", norms: To = ()) -> BoundedRows:
-        to = () if rope else ("attention",)
+    def qkv(self, h: str, x: BoundedRows, norms: To = ()) -> BoundedRows:
+        to = () if self.c.rope else ("attention",)
         y: BoundedRows = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=to)
-        return self._rotated(f"{h}rope", h, y, norms) if rope else y
+        return self._rotated(f"{h}rope", h, y, norms) if self.c.rope else y
 
-    def queries(self, h: str, x: BoundedRows, rope: str, norm: str) -> BoundedRows:
+    def queries(self, h: str, x: BoundedRows, norm: str) -> BoundedRows:
         y = self.product(f"{h}queries", x, f"{h}w_q", f"{h}b_q")
         return self._rotated(f"{h}q_rope", h, y, (norm,))
 

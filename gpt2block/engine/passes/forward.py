@@ -127,27 +127,27 @@ class Pass(ABC):
         return self.do(name, "rmsnorm_add", inputs, into=x, eps=self.c.scales.eps)
 
     @abstractmethod
-    def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
+    def qkv(self, h: str, x: Value, norms: To = ()) -> Value:
         """Compute queries, keys and values, with RoPE applied if the architecture has it.
 
-        rope: the name of this layer's RoPE frequencies, or "". norms: the weights of the norms of
-        the heads of q and of k, which precede RoPE; () if the architecture has no such norms.
+        norms: the weights of the norms of the heads of q and of k, which precede RoPE; () if the
+        architecture has no such norms.
         """
 
-    def queries(self, h: str, x: Value, rope: str, norm: str) -> Value:
+    def queries(self, h: str, x: Value, norm: str) -> Value:
         """Compute queries, with a norm of heads and RoPE, in a layer without keys and values."""
         y = self.product(f"{h}queries", x, f"{h}w_q", f"{h}b_q", to=self.to_rope)
-        inputs = (y, "positions", rope, norm, norm)
+        inputs = (y, "positions", self.c.frequencies_of(h), norm, norm)
         options = {**self.c.heads, "eps": self.c.scales.eps}
         return self.do(f"{h}q_rope", "qk_norm_rope", inputs, into=y, **options, queries=True)
 
-    def turned(self, h: str, qkv: Value, rope: str, norms: To = ()) -> Value:
+    def turned(self, h: str, qkv: Value, norms: To) -> Value:
         """Apply RoPE in place to rows [Q | K | V]; first the norms of q and k heads, if `norms`."""
-        inputs = (qkv, "positions", rope, *norms)
         if norms:
+            inputs = (qkv, "positions", self.c.frequencies_of(h), *norms)
             options = {**self.c.heads, **self.c.head_norms}
             return self.do(f"{h}rope", "qk_norm_rope", inputs, into=qkv, **options)
-        op, inputs = self.c.step_of_rope(qkv, rope)
+        op, inputs = self.c.step_of_rope(h, qkv)
         return self.do(f"{h}rope", op, inputs, into=qkv, **self.c.turn)
 
     @abstractmethod

@@ -100,12 +100,10 @@ class PrefillPass(Pass):
         inputs = (p.a, p.w, p.bias, "", "", p.residual)
         return self.do(p.result, "linear", inputs, into=p.residual, variant="tiles", **p.options)
 
-    def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
-        to = ("rope" if rope else "attention",)
+    def qkv(self, h: str, x: Value, norms: To = ()) -> Value:
+        to = ("rope" if self.c.rope else "attention",)
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=to)
-        if not rope:
-            return y
-        return self.turned(h, y, rope, norms)
+        return self.turned(h, y, norms) if self.c.rope else y
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         self._append(h, qkv)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import FLOATS, check_count, check_integer, check_number, set_fields
 from gpt2block.errors import CheckpointError, InputError, shown
-from gpt2block.models.architectures import gemma3, llama
+from gpt2block.models.architectures import gemma3, llama, qwen3
 from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.architectures.gemma3 import CAP, SCALE, Gemma3Config
 from gpt2block.models.config import LayerCache, LayerEmbeddings, ModelConfig, Settings, Shapes
@@ -312,23 +312,16 @@ def constants(config: Gemma4Config, vectors: Mapping[str, np.ndarray]) -> dict[s
 
 def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, over the layer's own keys or an earlier layer's."""
-    shared = h in o.c.readers
-    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_q" if shared else f"{h}w_qkv",))
-    if shared:
-        y = o.queries(h, y, o.c.frequencies_of(h), f"{h}gamma_q")
-    else:
-        y = o.qkv(h, y, rope=o.c.frequencies_of(h), norms=(f"{h}gamma_q", f"{h}gamma_k"))
-    return o.attend(h, y, to=(f"{h}w_o",))
+    if h not in o.c.readers:
+        return qwen3.attention(o, h, x)
+    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_q",))
+    return o.attend(h, o.queries(h, y, f"{h}gamma_q"), to=(f"{h}w_o",))
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     """Compute the block's output from x and from attention; each of three sums has a norm."""
     scalar = f"{h}layer_scalar"
-    y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
-    x = o.add_norm(f"{h}x1", x, y, f"{h}gamma_attn")
-    y = o.norm(f"{h}rms2", x, f"{h}gamma2", to=(f"{h}w_gate", f"{h}w_up"))
-    y = o.gated(h, y, to=(f"{h}w_down",))
-    y = o.product(f"{h}down", y, f"{h}w_down")
+    x, y = gemma3.before_last_norm(o, h, x, y, str)
     if not o.c.layers:
         return o.add_norm(f"{h}output", x, y, f"{h}gamma_ff", scalar)
     x = o.add_norm(f"{h}x2", x, y, f"{h}gamma_ff")

@@ -33,10 +33,15 @@ NAMES: Mapping[str, tuple[str, str]] = {
 GGUF, GGUF_ROPE_INTERLEAVED = "llama", True
 
 
-def attention(o: Any, h: str, x: Value) -> Value:
-    """Compute a block's first half, attention, with RoPE applied to q and k."""
-    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
-    y = o.qkv(h, y, rope="frequencies")
+def attention(
+    o: Any, h: str, x: Value, gamma: str = "gamma1", norms: tuple[str, ...] = ()
+) -> Value:
+    """Compute a block's first half, attention, with RoPE applied to q and k.
+
+    gamma: the name of the norm's weights. norms: names of the weights of norms of q and of k.
+    """
+    y = o.norm(f"{h}rms1", x, f"{h}{gamma}", to=(f"{h}w_qkv",))
+    y = o.qkv(h, y, tuple(f"{h}{name}" for name in norms))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 

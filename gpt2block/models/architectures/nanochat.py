@@ -107,7 +107,7 @@ def constants(config: NanoChatConfig, vectors: Mapping[str, np.ndarray]) -> dict
 def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with norms and RoPE of q and k."""
     y = o.norm(f"{h}rms1", x, ONES, to=(f"{h}w_qkv",))
-    y = o.qkv(h, y, rope="frequencies", norms=(HEAD_ONES, HEAD_ONES))
+    y = o.qkv(h, y, norms=(HEAD_ONES, HEAD_ONES))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 

@@ -45,10 +45,13 @@ NAMES: Mapping[str, tuple[str, str]] = {
 GGUF, GGUF_ROPE_INTERLEAVED = "olmo2", False
 
 
-def attention(o: Any, h: str, x: Value) -> Value:
-    """Compute a block's first half, attention, with norms of q and k before RoPE."""
+def attention(o: Any, h: str, x: Value, end: str = "") -> Value:
+    """Compute a block's first half, attention, with norms of q and k before RoPE.
+
+    end: ends the names of the weights of these norms.
+    """
     y = o.operand(f"{h}attn_in", x, to=(f"{h}w_qkv",))
-    y = o.qkv(h, y, rope="frequencies", norms=(f"{h}gamma_q", f"{h}gamma_k"))
+    y = o.qkv(h, y, norms=(f"{h}gamma_q{end}", f"{h}gamma_k{end}"))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 

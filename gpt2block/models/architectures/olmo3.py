@@ -69,10 +69,7 @@ feed_forward, final = olmo2.feed_forward, olmo2.final
 
 def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with norms of q and k before RoPE."""
-    y = o.operand(f"{h}attn_in", x, to=(f"{h}w_qkv",))
-    norms = tuple(f"{h}{name}_yarn" for name in NORMS)
-    y = o.qkv(h, y, rope=o.c.frequencies_of(h), norms=norms)
-    return o.attend(h, y, to=(f"{h}w_o",))
+    return olmo2.attention(o, h, x, "_yarn")
 
 
 def _with_yarn(config: Olmo3Config, weights: Mapping[str, Any]) -> dict[str, Any]:

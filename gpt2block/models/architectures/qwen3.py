@@ -44,9 +44,7 @@ GGUF, GGUF_ROPE_INTERLEAVED = "qwen3", False
 
 def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with norms of q and k before RoPE."""
-    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
-    y = o.qkv(h, y, rope="frequencies", norms=(f"{h}gamma_q", f"{h}gamma_k"))
-    return o.attend(h, y, to=(f"{h}w_o",))
+    return llama.attention(o, h, x, norms=("gamma_q", "gamma_k"))
 
 
 feed_forward, final = llama.feed_forward, llama.final

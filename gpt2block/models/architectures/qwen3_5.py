@@ -294,7 +294,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
     y = o.norm(f"{h}rms1", x, f"{h}gamma1_and_1", to=(f"{h}w_qkv", f"{h}w_g"))
     gate = o.gate_of_heads(h, y)
     norms = (f"{h}gamma_q_and_1", f"{h}gamma_k_and_1")
-    y = o.attend(h, o.qkv(h, y, rope="frequencies", norms=norms))
+    y = o.attend(h, o.qkv(h, y, norms))
     return o.gated_heads(h, gate, y, to=(f"{h}w_o",))
 
 
