@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from gpt2block.cuda.formats import FILE, GGUF, Formats, itemsize, own_cache_dtype
 from gpt2block.cuda.kernels import IN_BYTES
@@ -508,29 +508,22 @@ class Decoding(Protocol):
 
 
 class ModelEngine(Protocol):
-    """A model on a backend. Callers have checked that ids are in range and sequences fit n_ctx."""
+    """A model on a backend. Callers have checked that ids are in range and sequences fit n_ctx.
 
+    divides_prompts: whether long prompts may be processed in several passes without taking much
+    longer. continues_exactly: whether results are bitwise equal if the first part of a prompt was
+    computed earlier. cache_kind: of the kv_caches that the model accepts.
+    """
+
+    config: ModelConfig
     formats: Formats
-
-    @property
-    def divides_prompts(self) -> bool:
-        """Whether long prompts may be processed in several passes without taking much longer."""
-
-    @property
-    def continues_exactly(self) -> bool:
-        """Whether results are bitwise equal if the first part of a prompt was computed earlier."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's configuration, such as n_layer and n_embd."""
+    cache_kind: CacheKind
+    divides_prompts: bool
+    continues_exactly: bool
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stored weights."""
-
-    @property
-    def cache_kind(self) -> CacheKind:
-        """The CacheKind (layers, width, dtype, device) of kv_caches that the model accepts."""
 
     def describe(self) -> str:
         """Return a text that describes the device."""
@@ -609,6 +602,23 @@ class TracedEngine(ModelEngine, Protocol):
         GPUs, a pass has a Timeline for each GPU, in order. With NumPy the call is one timeline.
         Work outside of passes is not measured.
         """
+
+
+def tensors_of(
+    engine: ModelEngine,
+    dtype: DTypeLike | None = None,
+    wanted: Callable[[str, int], bool] = lambda name, ndim: True,
+) -> dict[str, np.ndarray]:
+    """Return {name: array} of stored tensors: matrices (K, N), also of a tied lm_head.
+
+    dtype: of the arrays; None for the stored dtype. wanted: chooses by name and number of axes.
+    """
+    found = {
+        name: np.asarray(array.T if layout == "NK" else array, dtype)
+        for name, array, layout in engine.tensors()
+        if wanted(name, array.ndim)
+    }
+    return {"lm_head": found["wte"], **found}
 
 
 def start_all(

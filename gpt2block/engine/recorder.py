@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Collection, Hashable, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -279,11 +279,9 @@ class _Leased:
 class Measure(Recorder):
     """Computes `peak`, the bytes that an arena needs for a pass, without allocating memory."""
 
-    def __init__(
-        self, tensors: Mapping[str, ArrayArg], outs: Mapping[str, object] | None = None
-    ) -> None:
-        super().__init__(tensors, outs)
-        self._offsets = Offsets()
+    @cached_property
+    def _offsets(self) -> Offsets:
+        return Offsets()
 
     @property
     def peak(self) -> int:

@@ -47,7 +47,7 @@ def request_kernels(config: ModelConfig, formats: Formats) -> None:
         qkv = HiLoMatrix(parts, cupy.empty(1, "float32"), (1, width), one_scale=1.0)
     else:
         qkv = cupy.empty((1, width), FLOATS[own_cache_dtype(formats.dtype)])
-    heads = {"n_head": config.n_head, "n_kv_head": config.kv_width // config.head_size}
+    heads = {"n_head": config.n_head, "n_kv_head": config.n_kv_head}
     options = {**heads, "causal": True, "max_seqlen": 1}
     registry.bind("attention_varlen", (qkv, cupy.zeros(2, "int32")), **options)
 

@@ -141,8 +141,7 @@ class SeveralCaches:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def __repr__(self) -> str:
-        return describe_cache(self)
+    __repr__ = describe_cache
 
 
 class SeveralCudaModels:

@@ -209,9 +209,6 @@ class PieceScheduler(Generic[Item]):
                 break
         return taken
 
-    def remove(self, sequence: Item) -> bool:
-        """Remove a sequence's prompt from the queue; return whether it was in the queue."""
-        pieces = [left for left in self._waiting if left.sequence is sequence]
-        for piece in pieces:
-            self._waiting.remove(piece)
-        return bool(pieces)
+    def remove(self, sequence: Item) -> None:
+        """Remove a sequence's prompt from the queue if it is in the queue."""
+        self._waiting = deque(left for left in self._waiting if left.sequence is not sequence)

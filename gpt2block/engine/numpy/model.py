@@ -106,8 +106,7 @@ class NumpyCache:
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (*self.arrays, *self.states.values()))
 
-    def __repr__(self) -> str:
-        return describe_cache(self)
+    __repr__ = describe_cache
 
 
 class NumpyModel(NumpySteps, StoredModel):
@@ -271,7 +270,7 @@ class NumpyModel(NumpySteps, StoredModel):
         """Return rows [Q | K | V], K and V rounded to the cache's dtype; if not FP8, Q as well."""
         fp8, dtype = self.formats.fp8_cache, self.formats.cache_dtype
         if fp8:
-            heads = self.config.n_head, self.config.kv_width // self.config.head_size
+            heads = self.config.n_head, self.config.n_kv_head
             return unchecked(reference.kv_round)(qkv, *heads, fp8)
         return qkv.astype(FLOATS[dtype], copy=False).astype(np.float32, copy=False)
 

@@ -45,8 +45,7 @@ class PassSettings(NamedTuple):
     @classmethod
     def of(cls, config: ModelConfig) -> PassSettings:
         """Return the PassSettings of a model with this config."""
-        n_kv_head = config.kv_width // config.head_size
-        sizes = (config.n_head, n_kv_head, config.scales, config.head_size)
+        sizes = (config.n_head, config.n_kv_head, config.scales, config.head_size)
         return cls(
             *sizes,
             rope=config.frequencies_of_layers,

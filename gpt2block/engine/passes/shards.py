@@ -88,15 +88,14 @@ class ModelShard:
         heads of different sizes.
         """
         c, shapes = self.config, self.config.block_shapes()
-        n_kv_head = c.kv_width // c.head_size
-        if c.FROM_CACHE or self.hi_lo or c.n_head % self.count or n_kv_head % self.count:
+        if c.FROM_CACHE or self.hi_lo or c.n_head % self.count or c.n_kv_head % self.count:
             return False
         if self.dtype == FILE and (c.kv_width // self.count) % BORDER_OF_BLOCKS:
             return False
         if "gamma_q" not in shapes:
             return True
         of_q, of_k = shapes["gamma_q"], shapes["gamma_k"]
-        return not normed_together(of_q, of_k, c.n_head, n_kv_head, c.head_size)
+        return not normed_together(of_q, of_k, c.n_head, c.n_kv_head, c.head_size)
 
     @cached_property
     def divides_channels(self) -> bool:
@@ -108,7 +107,7 @@ class ModelShard:
     def heads(self) -> dict[str, Any]:
         """The numbers of heads of this GPU: n_head and n_kv_head."""
         c, by = self.config, self.count if self.divides_heads else 1
-        return {"n_head": c.n_head // by, "n_kv_head": c.kv_width // c.head_size // by}
+        return {"n_head": c.n_head // by, "n_kv_head": c.n_kv_head // by}
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:

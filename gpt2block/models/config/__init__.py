@@ -248,9 +248,14 @@ class ModelConfig(ABC):
         return ()
 
     @property
+    def n_kv_head(self) -> int:
+        """Heads of keys and values."""
+        return self.n_head
+
+    @property
     def kv_width(self) -> int:
-        """Channels of all keys of a token: n_kv_head times head_size. The values have as many."""
-        return self.q_width
+        """Channels of all keys of a token. The values have as many."""
+        return self.n_kv_head * self.head_size
 
     @property
     def eos_token_id(self) -> int | list[int] | None:
