@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -26,16 +25,15 @@ from gpt2block.engine.cuda.block import CudaEngine, run_once
 from gpt2block.engine.inspect.compare import Comparisons, compare_steps
 from gpt2block.engine.numpy.block import NumpyEngine
 from gpt2block.engine.passes.blocks import PassSettings
-from gpt2block.engine.passes.bounds import BoundedRows, BoundsPass
+from gpt2block.engine.passes.bounds import Bounds
 from gpt2block.engine.passes.executor import Step
-from gpt2block.engine.passes.forward import block
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, Hinted, InputError
 from gpt2block.files.parameters.arrays import BlockArrays
 from gpt2block.files.parameters.gpt2 import BlockWeights, unpack
 from gpt2block.files.parameters.llama import LlamaBlockWeights
 from gpt2block.models.architectures import gpt2, llama
-from gpt2block.models.config import GPT2Config, Scales, block_shapes
+from gpt2block.models.config import Scales, block_shapes
 from gpt2block.models.config.llama import LlamaConfig
 from gpt2block.models.weights.hi_lo import LARGEST_BOUND
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -284,18 +282,10 @@ def spec_of(
 
 
 def largest(weights: BlockWeights) -> dict[str, float]:
-    """Return the largest possible magnitude of operands of products by step name."""
-    config = GPT2Config(n_layer=1, n_head=weights.n_head, n_embd=weights.n_embd)
-    tensors = {f"h.0.{n}": a for n, a in weights.astype(np.float32).tensors().items()}
-
-    def norms(w: str, gamma: str) -> np.ndarray:
-        squares = np.square(tensors[gamma], dtype=np.float64)
-        found: np.ndarray = np.sqrt(np.einsum("kn,kn,k->n", tensors[w], tensors[w], squares))
-        return found
-
-    do = BoundsPass(config, {n: float(np.abs(a).max()) for n, a in tensors.items()}, norms)
-    block(do, gpt2, BoundedRows(math.inf), "h.0.")
-    return {name.removeprefix("h.0."): bound for name, bound in do.found.items()}
+    """Return the largest possible magnitude of results by step name, for steps with a bound."""
+    do = Bounds(weights.astype(np.float32).tensors())
+    spec_of(weights, True, "fused").run(do)
+    return do.found
 
 
 def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:

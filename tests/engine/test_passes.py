@@ -18,6 +18,7 @@ from gpt2block.engine.block import BlockSpec
 from gpt2block.engine.numpy.executor import NumpyExecutor
 from gpt2block.engine.passes import model_steps
 from gpt2block.engine.passes.blocks import PassSettings
+from gpt2block.engine.passes.bounds import Bounds
 from gpt2block.engine.passes.executor import Step
 from gpt2block.engine.passes.prefill import Prefill, Products
 from gpt2block.engine.recorder import ALIGNMENT, Arena, ArenaFull, Offsets
@@ -56,10 +57,13 @@ def test_no_x_passes_the_bounds(kernels: str) -> None:
     weights = BlockWeights.random(0, GPT2Config(n_head=2, n_embd=48))
     weights = replace(weights, gamma1=-3 * weights.gamma1, beta2=100 * weights.beta2)
     block = Block(weights, causal=True, device="cpu", kernels=kernels)
-    bounds = largest(weights)
+    do = Bounds(weights.tensors())
+    block.spec.run(do)
+    bounds = do.found
     rows = [np.eye(48) * 1e6, np.eye(48) * -1e-3, np.random.default_rng(0).normal(size=(48, 48))]
     trace = block.trace(np.concatenate(rows).astype(np.float32))
-    assert set(bounds) == {"ln1", "qkv", "ln2", "gelu"}
+    products = {"skeleton": {"proj", "ff1", "ff2"}, "fused": set()}[kernels]
+    assert set(bounds) == {"ln1", "qkv", "attn", "ln2", "gelu"} | products
     for name, bound in bounds.items():
         assert np.abs(trace[name]).max() <= bound * (1 + 1e-6)
     assert np.abs(trace["ln1"]).max() > 0.7 * bounds["ln1"]
@@ -69,11 +73,10 @@ def test_the_bounds_by_hand() -> None:
     weights = BlockWeights.random(0, GPT2Config(n_head=2, n_embd=48))
     bounds = largest(weights)
     ln1 = 48**0.5 * float(np.abs(weights.gamma1).max()) + float(np.abs(weights.beta1).max())
-    rows = [weights.w_qkv.T.astype(float) * each for each in (weights.gamma1, weights.beta1)]
-    sums = sum(np.linalg.norm(each, axis=1) for each in rows)
-    qkv = 48**0.5 * max(sums) + max(abs(float(v)) for v in weights.b_qkv)
+    sums = [sum(abs(float(v)) for v in column) for column in weights.w_qkv.T]
+    qkv = ln1 * max(sums) + max(abs(float(v)) for v in weights.b_qkv)
     assert bounds["ln1"] == ln1
-    assert bounds["qkv"] == pytest.approx(qkv, rel=1e-12)
+    assert bounds["qkv"] == bounds["attn"] == pytest.approx(qkv, rel=1e-12)
     nan = replace(weights, w_fc=weights.w_fc * np.float32(np.nan))
     assert np.isnan(largest(nan)["gelu"])
 
