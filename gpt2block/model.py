@@ -31,7 +31,7 @@ from gpt2block.engine.generation.options import (
     StreamOptions,
     with_keywords,
 )
-from gpt2block.engine.generation.scoring import Score, ScoredTokens
+from gpt2block.engine.generation.scoring import Score, ScoredTokens, ScoreOptions
 from gpt2block.engine.generation.sequences import Generation
 from gpt2block.engine.inspect import lens
 from gpt2block.engine.inspect.compare import Comparisons, compare
@@ -548,23 +548,11 @@ class Model(Hinted, Generic[Weights]):
 
     @overload
     def score(  # type: ignore[overload-overlap]
-        self,
-        text: Prompt,
-        stride: int | None = None,
-        *,
-        tokens_at_once: int = 8192,
-        progress: Callable[[int, int], None] | None = None,
-        likeliest: bool = False,
+        self, text: Prompt, stride: int | None = None, **options: Unpack[ScoreOptions]
     ) -> Score: ...
     @overload
     def score(
-        self,
-        text: Sequence[Prompt],
-        stride: int | None = None,
-        *,
-        tokens_at_once: int = 8192,
-        progress: Callable[[int, int], None] | None = None,
-        likeliest: bool = False,
+        self, text: Sequence[Prompt], stride: int | None = None, **options: Unpack[ScoreOptions]
     ) -> list[Score]: ...
     @named_options()
     def score(

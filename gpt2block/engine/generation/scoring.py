@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, overload
+from typing import Any, NamedTuple, TypedDict, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,14 @@ Tokens = NDArray[np.integer]
 LLM_C_MAGIC = 20240520
 _HEADER = 256  # number of int32 values in the header of llm.c's token files
 _AT_ONCE = 2**24  # number of tokens of a file that are read at a time
+
+
+class ScoreOptions(TypedDict, total=False):
+    """The keywords of `score`, for type checkers."""
+
+    tokens_at_once: int
+    progress: Progress | None
+    likeliest: bool
 
 
 class ScoredToken(NamedTuple):

@@ -233,16 +233,10 @@ class NumpyModel(NumpySteps, StoredModel):
     def likeliest(self, sequences: Sequence[Ids]) -> list[tuple[Floats, Ids]]:
         found = []
         for ids, hidden in zip(sequences, self.forward(sequences, "rows"), strict=True):
-            parts = [
-                self._scores(
-                    hidden[:-1][first : first + ROWS_AT_ONCE],
-                    ids[1:][first : first + ROWS_AT_ONCE],
-                )
-                for first in range(0, len(ids) - 1, ROWS_AT_ONCE)
-            ]
-            scores = np.concatenate([np.empty(0, np.float32), *(part[0] for part in parts)])
-            best = np.concatenate([np.empty(0, np.int32), *(part[1] for part in parts)])
-            found.append((scores, best))
+            ends = range(ROWS_AT_ONCE, len(ids) - 1, ROWS_AT_ONCE)
+            rows = zip(np.split(hidden[:-1], ends), np.split(ids[1:], ends), strict=True)
+            scores, best = zip(*(self._scores(*pair) for pair in rows), strict=True)
+            found.append((np.concatenate(scores), np.concatenate(best)))
         return found
 
     def _scores(self, hidden: Floats, targets: Ids) -> tuple[Floats, Ids]:

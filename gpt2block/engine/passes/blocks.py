@@ -184,13 +184,8 @@ class ModelStepPass(StepPass):
         return super().norm(name, x, gamma, beta, to)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
-        k, v = f"{h}k", f"{h}v"
-        options = {"n_head": self.c.n_head, "longest": self.longest, **self.c.scores(h)}
-        if h not in self.c.readers:
-            self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
-        inputs = (qkv, k, v, "cu_seqlens", "start")
-        op = "attention_queries" if h in self.c.readers else "attention_packed"
-        return self.do(f"{h}attn", op, inputs, **options)
+        self._append(h, qkv)
+        return self._over_cache(f"{h}attn", h, qkv)
 
     def last_rows(self, x: Value, y: Value) -> tuple[ModelStepPass, Value, Value]:
         """Keep all rows until the final norm, as NumPy products of fewer rows round differently."""

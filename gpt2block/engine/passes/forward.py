@@ -50,6 +50,8 @@ class Pass(ABC):
 
     do: Executor
     c: Any  # an instance of gpt2block.engine.passes.blocks.PassSettings
+    kv: Mapping[str, Any] = {}  # the option of steps that read or write a kv_cache of FP8
+    longest: int  # upper bound of the new tokens of a sequence, in passes over several tokens
     of_stream: Mapping[str, Any] = {}  # options for RMSNorm of the residual stream
     to_rope: To = ("rope",)  # `to` of a product whose result RoPE reads
     layers: Value = None  # the rows of all layers' embeddings, if the architecture has them
@@ -153,6 +155,18 @@ class Pass(ABC):
     @abstractmethod
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         """Compute attention of each query over the keys up to its position."""
+
+    def _append(self, h: str, qkv: Value) -> None:
+        """Write keys and values to the kv_cache, unless the layer reads an earlier layer's."""
+        if h not in self.c.readers:
+            self.do(f"{h}kv", "kv_append", (qkv, f"{h}k", f"{h}v", "row", "positions"), **self.kv)
+
+    def _over_cache(self, name: str, h: str, qkv: Value) -> Value:
+        """Compute attention of packed rows over the kv_cache."""
+        options = {"n_head": self.c.n_head, "longest": self.longest, **self.c.scores(h)}
+        inputs = (qkv, f"{h}k", f"{h}v", "cu_seqlens", "start")
+        op = "attention_queries" if h in self.c.readers else "attention_packed"
+        return self.do(name, op, inputs, **options, **self.kv)
 
     def gate_of_heads(self, h: str, x: Value) -> Value:
         """Compute the gate of attention's result, in the format of this result."""

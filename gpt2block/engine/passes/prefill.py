@@ -88,7 +88,7 @@ class PrefillPass(Pass):
 
     def __init__(self, do: Executor, settings: PassSettings, shape: Prefill) -> None:
         self.do, self.c, self.shape = do, settings, shape
-        self.kv = cache_option(shape.fp8_cache)
+        self.longest, self.kv = shape.longest, cache_option(shape.fp8_cache)
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         if beta:
@@ -108,16 +108,6 @@ class PrefillPass(Pass):
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         self._append(h, qkv)
         return self._over_cache(f"{h}attn", h, qkv)
-
-    def _append(self, h: str, qkv: Value) -> None:
-        if h not in self.c.readers:
-            self.do(f"{h}kv", "kv_append", (qkv, f"{h}k", f"{h}v", "row", "positions"), **self.kv)
-
-    def _over_cache(self, name: str, h: str, qkv: Value) -> Value:
-        options = {"n_head": self.c.n_head, "longest": self.shape.longest, **self.c.scores(h)}
-        inputs = (qkv, f"{h}k", f"{h}v", "cu_seqlens", "start")
-        op = "attention_queries" if h in self.c.readers else "attention_packed"
-        return self.do(name, op, inputs, **options, **self.kv)
 
     def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
         return self._short_conv(h, bcx, dtype="float32")
@@ -217,14 +207,8 @@ class TensorCorePass(PrefillPass):
 
         cache: the kv_cache arrays to which K and V are also written, their rows and positions.
         """
-        options = {**self.c.heads, **self.c.scores(h), "causal": True}
-        return self.do(
-            f"{h}attn",
-            "attention_varlen",
-            (qkv, "cu_seqlens", *cache),
-            max_seqlen=self.shape.longest,
-            **options,
-        )
+        options = {**self.c.heads, **self.c.scores(h), "causal": True, "max_seqlen": self.longest}
+        return self.do(f"{h}attn", "attention_varlen", (qkv, "cu_seqlens", *cache), **options)
 
     def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
         return self._short_conv(h, bcx, dtype=self.dtype)
@@ -240,11 +224,8 @@ class TensorCorePass(PrefillPass):
         return self.do(name, "gemm", (hidden, "head", "head_bias", "", *self.wide), dtype="float32")
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
-        return (
-            self._with_layers(LastRows(self)),
-            self._last("last.x", x),
-            Rows(self._last("last.attn", y), narrow=True),
-        )
+        o = self._with_layers(LastRows(self))
+        return o, self._last("last.x", x), Rows(self._last("last.attn", y), narrow=True)
 
 
 class HiLoPass(TensorCorePass):

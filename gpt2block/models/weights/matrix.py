@@ -222,11 +222,9 @@ class WeightMatrix(Composite):
         """Return the matrix in NumPy float32, same layout; self if it already is NumPy float32."""
         values = self.dequantized()
         data = values.T if self.layout == "NK" else values
-        return (
-            self
-            if data is self.data
-            else WeightMatrix(data, "float32", None, self.layout, self.largest)
-        )
+        if data is self.data:
+            return self
+        return WeightMatrix(data, "float32", None, self.layout, self.largest)
 
     def __repr__(self) -> str:
         scales = "" if self.scale is None else ", scales"
