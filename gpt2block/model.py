@@ -613,13 +613,9 @@ class Model(Hinted, Generic[Weights]):
 
         Raises as `generate` does, and InputError for texts that are longer than the context.
         """
-        return known_texts.score_generated(
-            self.engine,
-            self.lookup,
-            prompts,
-            continuations,
-            Options.of({**options, "receipt": True}),
-        )
+        given = Options.of({**options, "receipt": True})
+        engine, lookup = self.engine, self.lookup
+        return known_texts.score_generated(engine, lookup, prompts, continuations, given)
 
     @overload
     def verify(self, receipt: list[Any]) -> list[ReceiptCheck]: ...

@@ -204,12 +204,8 @@ class Recorder(Executor):
             changes = changed is not None
         names = tuple([each.name if each else "" for each in results])
         out = None if changes else result.array
-        self._bind(
-            Step(name, op, names, attrs, dtype, bound),
-            tuple([each.array if each else None for each in results]),
-            out,
-            result,
-        )
+        arrays = tuple([each.array if each else None for each in results])
+        self._bind(Step(name, op, names, attrs, dtype, bound), arrays, out, result)
         return result
 
     def _given(self, name: str, value: Any) -> Result | None:

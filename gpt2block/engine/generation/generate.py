@@ -116,7 +116,12 @@ class Run:
         self._alone = options.receipt  # whether bits must not depend on other texts
         self.batch: Batch | None = None
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
-        _check_sequences(len(self.prompts), samples)
+        if len(self.prompts) * samples > MAX_SEQUENCES:
+            raise InputError(
+                f"{'samples' if samples > 1 else 'prompts'}: expected at most {MAX_SEQUENCES:,} "
+                f"sequences, one per sample of each prompt, got {len(self.prompts):,} prompts and "
+                f"{samples:,} samples: make several calls"
+            )
         if samples > 1:
             replace(sampling, sample=sampling.sample + samples - 1)  # checks the last index
         starts, end = [], tokenizer.end_of_text(encoding, V)
@@ -239,15 +244,6 @@ def matcher_of(
 def computes_alone(engine: ModelEngine) -> bool:
     """Whether the bits of a text depend on the texts computed with it, as with NumPy."""
     return engine.cache_kind[3] == "cpu"
-
-
-def _check_sequences(prompts: int, samples: int) -> None:
-    if prompts * samples > MAX_SEQUENCES:
-        what = "samples" if samples > 1 else "prompts"
-        raise InputError(
-            f"{what}: expected at most {MAX_SEQUENCES:,} sequences, one per sample of each prompt, "
-            f"got {prompts:,} prompts and {samples:,} samples: make several calls"
-        )
 
 
 def _ends(options: Options, config: ModelConfig, encoding: Encoding | None) -> Ends:

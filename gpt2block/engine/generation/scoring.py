@@ -212,7 +212,8 @@ def score(
     logprobs = [np.empty(len(ids) - 1, np.float32) for ids in texts]
     best = [np.empty(len(ids) - 1, np.int32) for ids in texts if likeliest]
     total, done = sum(map(len, logprobs)), 0
-    for windows in window_batches(texts, n_ctx, stride, tokens_at_once):
+    every = windows_of(texts, n_ctx, stride)
+    for windows in in_groups(every, tokens_at_once, lambda window: len(window.tokens)):
         rows = [window.tokens for window in windows]
         computed: Sequence[tuple[Floats, Ids | None]] = (
             engine.likeliest(rows)
@@ -430,26 +431,13 @@ class Window(NamedTuple):
         return self.end - self.first
 
 
-def window_batches(
-    texts: Iterable[Tokens], n_ctx: int, stride: int, tokens_at_once: int
-) -> Iterator[list[Window]]:
-    """Yield the Windows of all texts, in lists that have at most `tokens_at_once` tokens.
-
-    A longer window is alone in its list.
-    """
-    batch: list[Window] = []
-    held = 0
+def windows_of(texts: Iterable[Tokens], n_ctx: int, stride: int) -> Iterator[Window]:
+    """Yield the Windows of all texts."""
     for index, ids in enumerate(texts):
         scored = 0
         for first in range(0, len(ids), stride):
             end = min(first + n_ctx, len(ids))
-            if batch and held + end - first > tokens_at_once:
-                yield batch
-                batch, held = [], 0
-            batch.append(Window(index, ids[first:end].astype(np.int32), scored, end - 1))
-            held += end - first
+            yield Window(index, ids[first:end].astype(np.int32), scored, end - 1)
             scored = end - 1
             if end == len(ids):
                 break
-    if batch:
-        yield batch

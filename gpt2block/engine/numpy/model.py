@@ -258,15 +258,13 @@ class NumpyModel(NumpySteps, StoredModel):
 
     def _kv_append(self, qkv: Floats, *cache: np.ndarray, **attrs: object) -> Any:
         """Append K and V, rounded to the cache's dtype, but stored as float32."""
-        return FUNCTIONS["kv_append"](self._rounded(qkv), *cache, **attrs)
-
-    def _rounded(self, qkv: Floats) -> Floats:
-        """Return rows [Q | K | V], K and V rounded to the cache's dtype; if not FP8, Q as well."""
-        fp8, dtype = self.formats.fp8_cache, self.formats.cache_dtype
-        if fp8:
+        if fp8 := self.formats.fp8_cache:
             heads = self.config.n_head, self.config.n_kv_head
-            return unchecked(reference.kv_round)(qkv, *heads, fp8)
-        return qkv.astype(FLOATS[dtype], copy=False).astype(np.float32, copy=False)
+            rounded = unchecked(reference.kv_round)(qkv, *heads, fp8)
+        else:
+            narrow = qkv.astype(FLOATS[self.formats.cache_dtype], copy=False)
+            rounded = narrow.astype(np.float32, copy=False)
+        return FUNCTIONS["kv_append"](rounded, *cache, **attrs)
 
 
 class NumpyDecoding:

@@ -258,6 +258,7 @@ def matrix_of(name: str) -> str:
     return _plain(name).rpartition(".")[2]
 
 
+@dataclass(eq=False)
 class Columns:
     """This GPU's columns of a result. They are gathered before the first step that reads it whole.
 
@@ -269,18 +270,13 @@ class Columns:
     None before the all-gather.
     """
 
-    def __init__(
-        self,
-        value: Value,
-        N: int,
-        first: int,
-        step: Step,
-        stream: Value = None,
-        into: Value = None,
-    ) -> None:
-        self.value, self.N, self.first, self.step = value, N, first, step
-        self.stream, self.into = stream, into
-        self.whole: Value = None
+    value: Value
+    N: int
+    first: int
+    step: Step
+    stream: Value = None
+    into: Value = None
+    whole: Value = None
 
 
 class Divided(Executor):
