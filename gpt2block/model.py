@@ -463,10 +463,7 @@ class Model(Hinted, Generic[Weights]):
         keyword), and for logits that are NaN or infinite; CheckpointError for text when the
         tokenizer cannot be loaded; MemoryError when the GPU has no room for rows_at_once.
         """
-        found: Generation | list[Generation] | list[list[Generation]] = generate.generate(
-            self.engine, self.lookup, prompts, Options.of(options)
-        )
-        return found
+        return generate.generate(self.engine, self.lookup, prompts, Options.of(options))
 
     @named_options(samples="expected one sample, got {}: use generate")
     @with_keywords("samples", "rows_at_once")

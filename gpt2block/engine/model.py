@@ -451,16 +451,12 @@ NOTHING = Sampled(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.f
 
 def without(sampled: Sampled, slots: Ids) -> Sampled:
     """Return `sampled` without the tokens of `slots`."""
-    return chosen(sampled, ~np.isin(sampled.slots, slots))
-
-
-def chosen(sampled: Sampled, kept: NDArray[np.bool_]) -> Sampled:
-    """Return the sampled tokens for which the boolean array `kept`, (N,), is true."""
-    slots, tokens, logprobs, top, drafted, nth = sampled
+    kept = ~np.isin(sampled.slots, slots)
+    own, tokens, logprobs, top, drafted, nth = sampled
     top = top and Alternatives(top.ids[kept], top.logprobs[kept])
     drafted = drafted if drafted is None else drafted[kept]
     nth = nth if nth is None else nth[kept]
-    return Sampled(slots[kept], tokens[kept], logprobs[kept], top, drafted, nth)
+    return Sampled(own[kept], tokens[kept], logprobs[kept], top, drafted, nth)
 
 
 class Decoding(Protocol):

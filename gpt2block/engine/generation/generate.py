@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 
@@ -31,7 +31,9 @@ Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer]]
 MAX_SEQUENCES = 2**20  # most sequences per call: number of prompts times samples
 
 
-def generate(engine: ModelEngine, encoding: Tokenizer, prompts: object, options: Options) -> Any:
+def generate(
+    engine: ModelEngine, encoding: Tokenizer, prompts: object, options: Options
+) -> Generation | list[Generation] | list[list[Generation]]:
     """Continue a prompt (text or token ids), or each prompt of a list.
 
     Returns a Generation for one prompt and a list for a list; with `samples` above 1, a list of

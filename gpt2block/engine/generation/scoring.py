@@ -278,18 +278,12 @@ def embed(
     vectors: list[Floats] = []
     for part in in_groups(sequences, tokens_at_once):
         for hidden in engine.forward(part, "hidden"):
-            vectors.append(_pooled(hidden, pooling))
+            vector: np.ndarray = hidden[-1 if pooling == "last" else 0]
+            if pooling == "mean":
+                vector = hidden.mean(axis=0, dtype=np.float64)
+            vectors.append(vector.astype(np.float32))
     embedded = shortened(np.stack(vectors), dimensions, normalize)
     return embedded[0] if single else embedded
-
-
-def _pooled(hidden: Floats, pooling: Pooling) -> Floats:
-    """Return one vector (C,) for the hidden states (T, C) of a text."""
-    if pooling == "mean":
-        mean: Floats = hidden.mean(axis=0, dtype=np.float64).astype(np.float32)
-        return mean
-    one: Floats = hidden[-1 if pooling == "last" else 0].astype(np.float32)
-    return one
 
 
 def shortened(vectors: Floats, dimensions: int | None, normalize: bool) -> Floats:

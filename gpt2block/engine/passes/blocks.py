@@ -17,7 +17,8 @@ class PassSettings(NamedTuple):
     causal: whether attention is causal, for a pass over a single block. rope: the name of the RoPE
     frequencies of each layer, or (). half_split: whether RoPE pairs channels of the two halves of a
     head instead of neighbours. own: whether each sequence has its own frequencies. qk_norm,
-    embedding_norm, windows, scales: as in ModelConfig; windows is () if no layer has a window.
+    windows, scales: as in ModelConfig; windows is () if no layer has a window. embedding_norm: as
+    EMBEDDING_NORM of ModelConfig.
     gelu: whether the gate of the feed-forward is GELU. delta_nets: as in ModelConfig.
     convs: whether each layer has a short convolution in place of attention; () if none has. values:
     whether heads of V have norms. layers: as `layer_embeddings` of ModelConfig. readers: prefixes
@@ -52,7 +53,7 @@ class PassSettings(NamedTuple):
             qk_norm=config.qk_norm,
             gelu=config.GATE == "gelu",
             windows=config.windows,
-            embedding_norm=config.embedding_norm,
+            embedding_norm=config.EMBEDDING_NORM,
             own=config.short_context > 0,
             values=config.VALUE_NORMS,
             layers=config.layer_embeddings,
@@ -68,12 +69,6 @@ class PassSettings(NamedTuple):
     def is_delta(self, h: str) -> bool:
         """Return whether a layer is a gated delta net. h: the prefix of the layer's names."""
         return self.delta_nets is not None and self.delta_nets.layers[_layer(h)]
-
-    @property
-    def heads_of_delta(self) -> dict[str, Any]:
-        """The options of operations of gated delta nets: number and channels of heads of k."""
-        of = self.delta_nets
-        return {} if of is None else {"n_k_head": of.n_k_head, "k_size": of.k_size}
 
     def has_conv(self, h: str) -> bool:
         """Return whether a layer has a short convolution. h: the prefix of the layer's names."""

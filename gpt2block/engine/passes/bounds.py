@@ -3,60 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpt2block.engine.passes.blocks import PassSettings
-from gpt2block.engine.passes.executor import Executor, Step
+from gpt2block.engine.passes.executor import Step
 from gpt2block.engine.passes.forward import Pass, Product, block
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.architectures.architecture import To, Value
+from gpt2block.models.architectures.architecture import To
 from gpt2block.models.config import ModelConfig, model_shapes
 from gpt2block.ops.layernorm import layernorm_bound
 
-Bound = float | None  # an upper bound, or None if it is unknown
 # A function of the names of a matrix and of a vector γ, or "" for ones: it returns upper bounds of
 # the Euclidean norms of the rows (N, K) of the matrix, each column multiplied by its γ.
 RowNorms = Callable[[str, str], np.ndarray]
 AND_1 = "_and_1"  # ends the name of the tensor 1 + w, for the weights w of a norm
 
 
-class Bounds(Executor):
-    """An executor that computes an upper bound of each step's result. `found`: bounds by name.
+def result_bounds(steps: Iterable[Step], tensors: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return {name: upper bound} of the results of a GPT-2 block's steps, without residual sums.
 
     tensors: NumPy arrays by name, matrices (K, N). NaN or infinite weights give no usable bound.
     """
-
-    def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
-        super().__init__(tensors)
-        self.found: dict[str, float] = {}
-
-    def do(self, step: Step, into: Value) -> Bound:
-        made = self._bound(step.op, *step.inputs)
-        if made is not None:
-            self.found[step.name] = made
-        return made
-
-    def _bound(self, op: str, x: Value, *others: str) -> Bound:
-        if op == "layernorm":
-            gamma, beta = (self.tensors[name] for name in others)
-            return layernorm_bound(gamma, beta)
-        if op in ("gelu", "attention"):  # attention is a weighted mean of rows of V
-            bounded: Bound = x
-            return bounded
-        if op in ("gemm", "matmul_bias") and len(others) < 3:
-            return self._product(x, *others)
-        return None
-
-    def _product(self, a: Bound, w: str, bias: str) -> Bound:
-        """Return the bound of a product without residual. A fused GELU increases no magnitude."""
-        if a is None:
-            return None
-        sums = np.abs(self.tensors[w]).sum(axis=0, dtype=np.float64)
-        added = float(np.abs(self.tensors[bias]).max()) if self.has(bias) else 0.0
-        return a * float(sums.max()) + added
+    found: dict[str, float] = {}
+    for step in steps:
+        x, *others = step.inputs
+        if step.op == "layernorm":
+            found[step.name] = layernorm_bound(*(tensors[name] for name in others))
+        elif step.op in ("gelu", "attention") and x in found:
+            found[step.name] = found[x]  # attention is a weighted mean of rows of V
+        elif step.op in ("gemm", "matmul_bias") and len(others) < 3 and x in found:
+            w, bias = (np.abs(tensors[name]) for name in others)  # a fused GELU increases nothing
+            found[step.name] = found[x] * float(w.sum(axis=0, dtype=np.float64).max())
+            found[step.name] += float(bias.max())
+    return found
 
 
 class BoundedRows(NamedTuple):

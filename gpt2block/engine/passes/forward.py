@@ -181,10 +181,11 @@ class Pass(ABC):
         """Compute a gated delta net with its norm, without the output projection."""
         y = self.product(f"{h}in", x, f"{h}w_in")
         rows = y, self.product(f"{h}ba", x, f"{h}w_ba")
-        states, options = (f"{h}state", f"{h}recent"), dict(self.c.heads_of_delta)
+        states, of = (f"{h}state", f"{h}recent"), self.c.delta_nets
+        options: dict[str, Any] = {"n_k_head": of.n_k_head, "k_size": of.k_size}
         inputs = (*rows, f"{h}conv", f"{h}rate", f"{h}dt_bias", "row", self.spans, *states)
         mixed = self.do(f"{h}mixed", "delta_inputs", inputs, **options)
-        options |= {**({"tiled": True} if self.c.delta_nets.tiled else {}), **self.of_steps}
+        options |= {**({"tiled": True} if of.tiled else {}), **self.of_steps}
         pool = () if self.of_steps else (f"{h}pool", "saved")
         inputs = (*rows, mixed, f"{h}conv", self.spans, *states, *pool)
         o = self.do(f"{h}delta", "delta_rule", inputs, **options)

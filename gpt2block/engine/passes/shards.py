@@ -318,7 +318,7 @@ class Divided(Executor):
         added = inputs[residual] if len(inputs) > residual else None
         if len(inputs) > residual:
             inputs[residual] = ""
-        if not self._is_given(added):
+        if isinstance(added, str) and not self.has(added):
             added = None
         dtype = "float32" if added is not None and step.op == "gemm" else step.dtype
         first, into = self._shard.first(step.inputs[weights]), self.whole(into)
@@ -349,9 +349,6 @@ class Divided(Executor):
         """Gather columns that a kernel has already sent, unless they are `but`."""
         if self._sent is not None and self._sent is not but:
             self.whole(self._sent)
-
-    def _is_given(self, value: Value) -> bool:
-        return value is not None and (not isinstance(value, str) or self.has(value))
 
     def _is_unsent(self, value: Value) -> bool:
         return isinstance(value, Columns) and value.whole is None and value is not self._sent

@@ -43,6 +43,7 @@ class NanoChatConfig(LlamaConfig):
         ("hidden_act", ("relu2",), "the feed-forward computes the square of ReLU only"),
         *(each for each in LlamaConfig.SETTINGS if each[0] == "quantization_config"),
     )
+    EMBEDDING_NORM: ClassVar[str] = ONES
     DIVIDED: ClassVar[Divided] = ()  # ReLU squared is not linear: no scaling of weights
 
     logits_cap: float | None = 15.0
@@ -57,11 +58,6 @@ class NanoChatConfig(LlamaConfig):
     def scales(self) -> Scales:
         """Return the scalar factors and limits of a forward pass."""
         return Scales(self.eps, cap=self.logits_cap)
-
-    @property
-    def embedding_norm(self) -> str:
-        """Return the name of the weight of the RMSNorm that follows the embedding."""
-        return ONES
 
     @property
     def qk_norm(self) -> bool:

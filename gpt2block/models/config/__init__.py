@@ -179,6 +179,7 @@ class ModelConfig(ABC):
     of values have norms without weights, next to norms of heads of queries and keys. FROM_CACHE:
     whether attention of prompts always reads keys and values from a kv_cache. READS_STREAM: whether
     the model's input is an embedding joined with a row of another model's residual stream.
+    EMBEDDING_NORM: name of the weight of the RMSNorm that follows the embedding; "" without one.
 
     FILES: the layout in files of `transformers`. NORM: the name of the norms in messages. QKV: the
     step whose result is the rows [Q | K | V] that attention reads. TENSOR_HEADS: head sizes for
@@ -203,6 +204,7 @@ class ModelConfig(ABC):
     VALUE_NORMS: ClassVar[bool] = False
     FROM_CACHE: ClassVar[bool] = False
     READS_STREAM: ClassVar[bool] = False
+    EMBEDDING_NORM: ClassVar[str] = ""
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
     FILES: ClassVar[CheckpointLayout]
     NORM: ClassVar[str]
@@ -267,11 +269,6 @@ class ModelConfig(ABC):
     def scales(self) -> Scales:
         """The scalar factors and limits of a forward pass."""
         return Scales(self.eps)
-
-    @property
-    def embedding_norm(self) -> str:
-        """The name of the weight of the RMSNorm that follows the embedding; "" if there is none."""
-        return ""
 
     @property
     def layer_embeddings(self) -> LayerEmbeddings | None:
