@@ -508,14 +508,20 @@ class ModelEngine(Protocol):
 
     divides_prompts: whether long prompts may be processed in several passes without taking much
     longer. continues_exactly: whether results are bitwise equal if the first part of a prompt was
-    computed earlier. cache_kind: of the kv_caches that the model accepts.
+    computed earlier.
     """
 
-    config: ModelConfig
     formats: Formats
-    cache_kind: CacheKind
     divides_prompts: bool
     continues_exactly: bool
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's configuration, such as n_layer and n_embd."""
+
+    @property
+    def cache_kind(self) -> CacheKind:
+        """The CacheKind (layers, width, dtype, device) of kv_caches that the model accepts."""
 
     @property
     def nbytes(self) -> int:

@@ -139,8 +139,10 @@ class Options:
                 self.choice if isinstance(self.choice, str) else tuple(several(self.choice))
             )
         set_fields(self, **checked)
-        rule = Grammar.of(**{name: getattr(self, name) for name in RULES})
-        if rule is not None:
+        rules = {name: getattr(self, name) for name in RULES}
+        if any(rule is not None for rule in rules.values()):
+            rule = Grammar.of(**rules)
+            assert rule is not None
             self.follow(rule)
         if self.sampling.min_new_tokens > self.max_new_tokens:
             raise InputError(
