@@ -84,7 +84,7 @@ class PrefillPass(Pass):
     """Prefill in float32, with kernels for many rows; base class of the other prefill passes."""
 
     bounds: Mapping[str, float] = {}
-    dtype = "float32"  # of activations
+    dtype = "float32"  # dtype of activations
     of_layernorm: Mapping[str, Any] = {"variant": 6, "stats": False}
     of_stream: Mapping[str, Any] = {"variant": "stream"}
 
