@@ -85,7 +85,7 @@ class BoundsPass(Pass):
             joined: BoundedRows = self._joined(None)
             return joined
         if self.c.embedding_norm:
-            return BoundedRows(max(tokens, self.root), self.root)  # bounds of the norm and its input
+            return BoundedRows(max(tokens, self.root), self.root)  # bounds its input, too
         return BoundedRows(tokens, self.root * tokens)
 
     def norm(self, name: str, x: object, gamma: str, beta: str = "", to: To = ()) -> BoundedRows:
