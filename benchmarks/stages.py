@@ -66,7 +66,7 @@ class StagedPass(DecodePass):
     def __init__(self, do: Executor, settings: PassSettings, fusions: Collection[str]) -> None:
         super().__init__(do, settings, norms="norms" in fusions)
         self.adds, self.gates = "adds" in fusions, "gates" in fusions
-        self.into_cache = "into_cache" in fusions
+        self.into_cache, self.longest = "into_cache" in fusions, 1
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
         if self.norms and to != ("lm_head",):
@@ -82,20 +82,17 @@ class StagedPass(DecodePass):
         y = super()._product(p._replace(add="", residual=None, result=p.name, to=()))
         return self.do(p.result, "add", (p.residual, y), into=p.residual)
 
-    def qkv(self, h: str, x: Rows, rope: str = "", norms: To = ()) -> Value:
+    def qkv(self, h: str, x: Rows, norms: To = ()) -> Value:
         if self.into_cache:
-            return super().qkv(h, x, rope, norms)
+            return super().qkv(h, x, norms)
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv")
-        return self.turned(h, y, rope, norms)
+        return self.turned(h, y, norms)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
         if self.into_cache:
             return super().attend(h, qkv, to)
-        k, v = f"{h}k", f"{h}v"
-        self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
-        inputs = (qkv, k, v, "cu_seqlens", "start")
-        options = {"n_head": self.c.n_head, "longest": 1, **self.c.scores(h)}
-        return Rows(self.do(f"{h}attn", "attention_packed", inputs, **options))
+        self._append(h, qkv)
+        return Rows(self._over_cache(f"{h}attn", h, qkv))
 
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
         if not (self.gates and x.gamma):

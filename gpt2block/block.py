@@ -25,7 +25,7 @@ from gpt2block.engine.cuda.block import CudaEngine, run_once
 from gpt2block.engine.inspect.compare import Comparisons, compare_steps
 from gpt2block.engine.numpy.block import NumpyEngine
 from gpt2block.engine.passes.blocks import PassSettings
-from gpt2block.engine.passes.bounds import Bounds
+from gpt2block.engine.passes.bounds import result_bounds
 from gpt2block.engine.passes.executor import Step
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, Hinted, InputError
@@ -283,9 +283,9 @@ def spec_of(
 
 def largest(weights: BlockWeights) -> dict[str, float]:
     """Return the largest possible magnitude of results by step name, for steps with a bound."""
-    do = Bounds(weights.astype(np.float32).tensors())
-    spec_of(weights, True, "fused").run(do)
-    return do.found
+    return result_bounds(
+        spec_of(weights, True, "fused").steps, weights.astype(np.float32).tensors()
+    )
 
 
 def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:

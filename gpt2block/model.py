@@ -31,7 +31,7 @@ from gpt2block.engine.generation.options import (
     StreamOptions,
     with_keywords,
 )
-from gpt2block.engine.generation.scoring import Score, ScoredTokens
+from gpt2block.engine.generation.scoring import Score, ScoredTokens, ScoreOptions
 from gpt2block.engine.generation.sequences import Generation
 from gpt2block.engine.inspect import lens
 from gpt2block.engine.inspect.compare import Comparisons, compare
@@ -463,10 +463,7 @@ class Model(Hinted, Generic[Weights]):
         keyword), and for logits that are NaN or infinite; CheckpointError for text when the
         tokenizer cannot be loaded; MemoryError when the GPU has no room for rows_at_once.
         """
-        found: Generation | list[Generation] | list[list[Generation]] = generate.generate(
-            self.engine, self.lookup, prompts, Options.of(options)
-        )
-        return found
+        return generate.generate(self.engine, self.lookup, prompts, Options.of(options))
 
     @named_options(samples="expected one sample, got {}: use generate")
     @with_keywords("samples", "rows_at_once")
@@ -548,23 +545,11 @@ class Model(Hinted, Generic[Weights]):
 
     @overload
     def score(  # type: ignore[overload-overlap]
-        self,
-        text: Prompt,
-        stride: int | None = None,
-        *,
-        tokens_at_once: int = 8192,
-        progress: Callable[[int, int], None] | None = None,
-        likeliest: bool = False,
+        self, text: Prompt, stride: int | None = None, **options: Unpack[ScoreOptions]
     ) -> Score: ...
     @overload
     def score(
-        self,
-        text: Sequence[Prompt],
-        stride: int | None = None,
-        *,
-        tokens_at_once: int = 8192,
-        progress: Callable[[int, int], None] | None = None,
-        likeliest: bool = False,
+        self, text: Sequence[Prompt], stride: int | None = None, **options: Unpack[ScoreOptions]
     ) -> list[Score]: ...
     @named_options()
     def score(
@@ -625,13 +610,9 @@ class Model(Hinted, Generic[Weights]):
 
         Raises as `generate` does, and InputError for texts that are longer than the context.
         """
-        return known_texts.score_generated(
-            self.engine,
-            self.lookup,
-            prompts,
-            continuations,
-            Options.of({**options, "receipt": True}),
-        )
+        given = Options.of({**options, "receipt": True})
+        engine, lookup = self.engine, self.lookup
+        return known_texts.score_generated(engine, lookup, prompts, continuations, given)
 
     @overload
     def verify(self, receipt: list[Any]) -> list[ReceiptCheck]: ...

@@ -466,18 +466,15 @@ def rows_of(sampling: Sampling | Sequence[Sampling] | None, B: int) -> list[Samp
 
 def parameters(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
     """Return the kernel's arguments as arrays (B,) by field name; a seed's bits are int64."""
-    dtypes = {
-        "temperature": np.float32,
-        "top_p": np.float32,
-        "min_p": np.float32,
-        "repetition_penalty": np.float32,
-        "top_k": np.int32,
-        "seed": np.uint64,
-        "sample": np.int32,
+    names = {
+        np.float32: ("temperature", "top_p", "min_p", "repetition_penalty"),
+        np.int32: ("top_k", "sample"),
+        np.uint64: ("seed",),
     }
     arrays: dict[str, np.ndarray] = {
         name: np.array([getattr(row, name) for row in rows], dtype)
-        for name, dtype in dtypes.items()
+        for dtype, of_dtype in names.items()
+        for name in of_dtype
     }
     arrays["seed"] = arrays["seed"].view(np.int64)
     return arrays

@@ -90,9 +90,5 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
                 f"{name}: expected integers of shape (T,), (B, T), or a list of (T,), with at "
                 f"least one token each, got {row.dtype} {row.shape}"
             )
-        wrong = np.flatnonzero((row < 0) | (row >= vocab_size))
-        if wrong.size:
-            raise InputError(
-                f"{name}: id {int(row[wrong[0]])} at {wrong[0]}: expected 0 to {vocab_size - 1}"
-            )
+        tokenizer.check_ids(row, vocab_size, name)
     return [row.astype(np.int32) for row in rows], shape

@@ -10,17 +10,17 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from gpt2block.cuda.formats import FILE, GGUF, Formats, itemsize, own_cache_dtype
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.engine.grammars import Matcher
 from gpt2block.engine.passes import check_read, model_steps
+from gpt2block.engine.passes.bounds import bounds_of
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.checkpoints.checkpoint import Checkpoint, FileStates
-from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import TABLES, LayerCache, ModelConfig, model_shapes, state_shapes
 from gpt2block.models.weights.gguf import TYPES
 from gpt2block.models.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
@@ -168,15 +168,14 @@ def check_stream(config: ModelConfig, largest: Mapping[str, float]) -> None:
     The variance would be infinite, the normalized row constant, and the logits finite but wrong.
     Any other overflow produces an infinity or a NaN that reaches the logits.
 
-    largest: the largest magnitude of every tensor. The architecture's `stream_bounds` hold for all
+    largest: the largest magnitude of every tensor. The bounds of the residual stream hold for all
     inputs. Deviations from the mean are at most twice the bound on the residual stream, and C of
     their squares are summed.
     """
-    architecture = architecture_of(config)
     first, _ = config.outer_shapes()
     limit = math.sqrt(float(np.finfo(np.float32).max) / config.n_embd) / 2
     seen: list[str] = []
-    for layer, stream in enumerate(architecture.stream_bounds(config, largest), -1):
+    for layer, stream in enumerate(bounds_of(config, largest)[0], -1):
         seen += first if layer < 0 else [f"h.{layer}.{name}" for name in config.shapes_of(layer)]
         if stream > limit:
             worst = max(seen, key=lambda name: largest[name])
@@ -452,16 +451,12 @@ NOTHING = Sampled(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.f
 
 def without(sampled: Sampled, slots: Ids) -> Sampled:
     """Return `sampled` without the tokens of `slots`."""
-    return chosen(sampled, ~np.isin(sampled.slots, slots))
-
-
-def chosen(sampled: Sampled, kept: NDArray[np.bool_]) -> Sampled:
-    """Return the sampled tokens for which the boolean array `kept`, (N,), is true."""
-    slots, tokens, logprobs, top, drafted, nth = sampled
+    kept = ~np.isin(sampled.slots, slots)
+    own, tokens, logprobs, top, drafted, nth = sampled
     top = top and Alternatives(top.ids[kept], top.logprobs[kept])
     drafted = drafted if drafted is None else drafted[kept]
     nth = nth if nth is None else nth[kept]
-    return Sampled(slots[kept], tokens[kept], logprobs[kept], top, drafted, nth)
+    return Sampled(own[kept], tokens[kept], logprobs[kept], top, drafted, nth)
 
 
 class Decoding(Protocol):
@@ -509,29 +504,28 @@ class Decoding(Protocol):
 
 
 class ModelEngine(Protocol):
-    """A model on a backend. Callers have checked that ids are in range and sequences fit n_ctx."""
+    """A model on a backend. Callers have checked that ids are in range and sequences fit n_ctx.
+
+    divides_prompts: whether long prompts may be processed in several passes without taking much
+    longer. continues_exactly: whether results are bitwise equal if the first part of a prompt was
+    computed earlier.
+    """
 
     formats: Formats
-
-    @property
-    def divides_prompts(self) -> bool:
-        """Whether long prompts may be processed in several passes without taking much longer."""
-
-    @property
-    def continues_exactly(self) -> bool:
-        """Whether results are bitwise equal if the first part of a prompt was computed earlier."""
+    divides_prompts: bool
+    continues_exactly: bool
 
     @property
     def config(self) -> ModelConfig:
         """The model's configuration, such as n_layer and n_embd."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the stored weights."""
-
-    @property
     def cache_kind(self) -> CacheKind:
         """The CacheKind (layers, width, dtype, device) of kv_caches that the model accepts."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored weights."""
 
     def describe(self) -> str:
         """Return a text that describes the device."""
@@ -610,6 +604,23 @@ class TracedEngine(ModelEngine, Protocol):
         GPUs, a pass has a Timeline for each GPU, in order. With NumPy the call is one timeline.
         Work outside of passes is not measured.
         """
+
+
+def tensors_of(
+    engine: ModelEngine,
+    dtype: DTypeLike | None = None,
+    wanted: Callable[[str, int], bool] = lambda name, ndim: True,
+) -> dict[str, np.ndarray]:
+    """Return {name: array} of stored tensors: matrices (K, N), also of a tied lm_head.
+
+    dtype: of the arrays; None for the stored dtype. wanted: chooses by name and number of axes.
+    """
+    found = {
+        name: np.asarray(array.T if layout == "NK" else array, dtype)
+        for name, array, layout in engine.tensors()
+        if wanted(name, array.ndim)
+    }
+    return {"lm_head": found["wte"], **found}
 
 
 def start_all(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Collection, Hashable, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -204,12 +204,8 @@ class Recorder(Executor):
             changes = changed is not None
         names = tuple([each.name if each else "" for each in results])
         out = None if changes else result.array
-        self._bind(
-            Step(name, op, names, attrs, dtype, bound),
-            tuple([each.array if each else None for each in results]),
-            out,
-            result,
-        )
+        arrays = tuple([each.array if each else None for each in results])
+        self._bind(Step(name, op, names, attrs, dtype, bound), arrays, out, result)
         return result
 
     def _given(self, name: str, value: Any) -> Result | None:
@@ -279,11 +275,9 @@ class _Leased:
 class Measure(Recorder):
     """Computes `peak`, the bytes that an arena needs for a pass, without allocating memory."""
 
-    def __init__(
-        self, tensors: Mapping[str, ArrayArg], outs: Mapping[str, object] | None = None
-    ) -> None:
-        super().__init__(tensors, outs)
-        self._offsets = Offsets()
+    @cached_property
+    def _offsets(self) -> Offsets:
+        return Offsets()
 
     @property
     def peak(self) -> int:

@@ -39,16 +39,16 @@ class Recording:
     out: the result of the pass. overlapping: every kernel itself waits for the previous one
     (kernels_cu/lib/overlap.cuh), so launches may overlap. borrowed: names of tensors and results
     that the caller keeps alive during a run; a trace cannot read them. owner: the Recordings
-    object that created this recording.
+    object that created this recording. meet, agreed: as in Recordings.
     """
 
     def __init__(
         self,
         binder: Binder,
         out: Result | None,
-        overlapping: bool = False,
-        borrowed: Collection[str] = (),
-        owner: Recordings | None = None,
+        overlapping: bool,
+        borrowed: Collection[str],
+        owner: Recordings,
     ) -> None:
         self.steps, self.overlapping = binder.steps, overlapping
         self.out: Any = None
@@ -58,8 +58,8 @@ class Recording:
         self.tensors = {n: a for n, a in binder.tensors.items() if n not in borrowed}
         arrays = {**binder.tensors, **binder.outs}
         self._sizes = {n: TensorSpec.of(arrays[n]) for n in borrowed if n in arrays}
-        self._owner = owner
-        self.shard = None if owner is None else owner.shard
+        self._owner, self.shard = owner, owner.shard
+        self.meet, self.agreed = owner.meet, owner.agreed
         self._ran = self._loaded = False
         self.captured = False  # whether `replay` launches a graph that is captured already
         self._graph: Any = None
@@ -123,15 +123,6 @@ class Recording:
             self.run()
         self._ran = True
 
-    def meet(self) -> None:
-        """Wait for the threads of all GPUs, as `Recordings.meet` does."""
-        if self._owner is not None:
-            self._owner.meet()
-
-    def agreed(self, value: Item) -> Item:
-        """Return `value`, which depends on measured times; on several GPUs, the first GPU's."""
-        return value if self._owner is None else self._owner.agreed(value)
-
     def load(self) -> None:
         """Load all kernels of a model on several GPUs before the first one runs; all threads meet.
 
@@ -148,7 +139,7 @@ class Recording:
 
     def _watched(self) -> None:
         """Call the function `watch` of the Recordings, if set, with this recording."""
-        if self._owner is not None and self._owner.watch is not None:
+        if self._owner.watch is not None:
             self._owner.watch(self)
 
     def trace(self, names: Iterable[str] | None = None) -> dict[str, CudaArray]:

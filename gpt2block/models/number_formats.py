@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.checks import check_choice
 from gpt2block.contract import takes
 from gpt2block.errors import InputError
 
@@ -32,8 +33,7 @@ FP8_FORMATS: Mapping[str, _Fp8] = {
 
 
 def _fp8_format(name: str) -> _Fp8:
-    if not isinstance(name, str) or name not in FP8_FORMATS:
-        raise InputError(f"unknown FP8 format {name!r}: expected one of {', '.join(FP8_FORMATS)}")
+    check_choice("format", name, FP8_FORMATS)
     return FP8_FORMATS[name]
 
 
@@ -55,8 +55,7 @@ def to_fp8(
     """
     fp8 = _fp8_format(format)
     wide = x if x.dtype == np.float64 else x.astype(np.float32)
-    if not isinstance(layout, str) or layout not in ("KN", "NK"):
-        raise InputError(f"layout {layout!r}: expected 'KN' or 'NK'")
+    check_choice("layout", layout, ("KN", "NK"))
     if scale is not None:
         outputs = x.shape[layout.index("N")] if x.ndim == 2 else None
         if scale.shape != (outputs,):

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpt2block.checks import check_choice
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import CudaArray, contiguous
 from gpt2block.cuda.kernels import FP8, Geometry, Launch, launch_at
-from gpt2block.errors import InputError
 from gpt2block.models.weights import conversions
 from gpt2block.models.weights.conversions import ABSMAX_FILE, ELEMENTS, FP8_FILE, LAYOUTS
 from gpt2block.models.weights.gguf import GgufMatrix
-from gpt2block.models.weights.matrix import check_layout
 from gpt2block.ops import gguf
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
@@ -50,9 +49,8 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call of `to_fp8`. If `scale` (N,) is passed, x is (K, N) or, for "NK", (N, K)."""
     options = unchecked.options
     format, layout, scale = options["format"], options["layout"], options["scale"]
-    if not isinstance(format, str) or format not in FP8:
-        raise InputError(f"unknown FP8 format {format!r}: expected one of {', '.join(FP8)}")
-    check_layout(layout)
+    check_choice("format", format, FP8)
+    check_choice("layout", layout, LAYOUTS)
     contract = unchecked.contract if scale is None else WITH_SCALES[layout]
     return unchecked._replace(inputs=(*unchecked.inputs, scale)).checked(contract)
 

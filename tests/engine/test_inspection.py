@@ -91,7 +91,7 @@ def test_the_lens_ends_with_the_models_prediction(device: str) -> None:  # noqa:
 @pytest.mark.parametrize(
     ("ids", "options", "message"),
     [
-        ([53], {}, "id 53 at 0: expected 0 to 52"),
+        ([53], {}, "token 0 is 53: expected ids from 0 to 52"),
         ([[1, 2], [3, 4]], {}, "expected one sequence"),
         (IDS, {"top": 54}, "top: expected at most 53 tokens, got 54"),
         (IDS, {"top": 0}, "top: expected a positive integer, got 0"),

@@ -340,8 +340,8 @@ def test_a_ragged_batch_at_every_position(device: str) -> None:
 def test_bad_ids_and_caches(device: str) -> None:
     m = model(TINY, device)
     for ids, message in (
-        ([1, 37], "ids: id 37 at 1: expected 0 to 36"),
-        ([[1, 2], [3, -1]], "ids: sequence 1: id -1 at 1: expected 0 to 36"),
+        ([1, 37], "ids: token 1 is 37: expected ids from 0 to 36"),
+        ([[1, 2], [3, -1]], "ids: sequence 1: token 1 is -1: expected ids from 0 to 36"),
         ([], r"expected integers of shape \(T,\)"),
         ([0.5], "got float64"),
         ([[[1]]], r"at least one token each, got int64 \(1, 1\)"),

@@ -18,7 +18,7 @@ from gpt2block.engine.block import BlockSpec
 from gpt2block.engine.numpy.executor import NumpyExecutor
 from gpt2block.engine.passes import model_steps
 from gpt2block.engine.passes.blocks import PassSettings
-from gpt2block.engine.passes.bounds import Bounds
+from gpt2block.engine.passes.bounds import result_bounds
 from gpt2block.engine.passes.executor import Step
 from gpt2block.engine.passes.prefill import Prefill, Products
 from gpt2block.engine.recorder import ALIGNMENT, Arena, ArenaFull, Offsets
@@ -57,9 +57,7 @@ def test_no_x_passes_the_bounds(kernels: str) -> None:
     weights = BlockWeights.random(0, GPT2Config(n_head=2, n_embd=48))
     weights = replace(weights, gamma1=-3 * weights.gamma1, beta2=100 * weights.beta2)
     block = Block(weights, causal=True, device="cpu", kernels=kernels)
-    do = Bounds(weights.tensors())
-    block.spec.run(do)
-    bounds = do.found
+    bounds = result_bounds(block.spec.steps, weights.tensors())
     rows = [np.eye(48) * 1e6, np.eye(48) * -1e-3, np.random.default_rng(0).normal(size=(48, 48))]
     trace = block.trace(np.concatenate(rows).astype(np.float32))
     products = {"skeleton": {"proj", "ff1", "ff2"}, "fused": set()}[kernels]

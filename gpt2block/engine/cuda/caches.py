@@ -120,8 +120,7 @@ class CudaCache:
         states += self.drafting.nbytes if self.drafting else 0
         return states + sum(int(each[:, : self.batch].nbytes) for each in self.arrays)
 
-    def __repr__(self) -> str:
-        return describe_cache(self)
+    __repr__ = describe_cache
 
 
 def _zeros(count: int, batch: int, n_ctx: int, width: int, stored: type | str) -> CudaArray:

@@ -66,7 +66,7 @@ class CudaDecoding:
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
         drafts = self._pace is not None  # known texts need no start-up
-        yield from start_up(self._model, self._cache, self.slots, PREFILL_TOKENS, continued, drafts)
+        return start_up(self._model, self._cache, self.slots, PREFILL_TOKENS, continued, drafts)
 
     def start(self, starts: Sequence[Start]) -> None:
         with self._model.running():
@@ -372,9 +372,5 @@ def _groups(starts: Sequence[Start]) -> Iterator[list[Start]]:
     """Split Starts into a list per prefill. All or none of a list have cached tokens."""
     for continued in (False, True):
         chosen = sorted(start for start in starts if (start.cached > 0) == continued)
-        yield from in_groups(chosen, PREFILL_TOKENS, _tokens_of)
-
-
-def _tokens_of(start: Start) -> int:
-    """Return the number of prompt tokens that are not cached, which a prefill must compute."""
-    return len(start.ids) - start.cached
+        # A prefill computes the tokens that are not cached.
+        yield from in_groups(chosen, PREFILL_TOKENS, lambda start: len(start.ids) - start.cached)

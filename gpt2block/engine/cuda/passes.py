@@ -29,22 +29,17 @@ class CudaPasses(Protocol):
 
     def running(self) -> AbstractContextManager[None]:
         """Hold the model's lock, with its device and stream current."""
-        ...
 
     def given(self) -> dict[str, ArrayArg]:
         """Return {name that steps use: array or matrix} of the weights that decoding reads."""
-        ...
 
     def prompt_weights(self, head: bool) -> dict[str, ArrayArg]:
         """Return the weights of prefill. head: include lm_head for logits of all tokens."""
-        ...
 
     def prefill_shape(
         self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
         """Return the Prefill of `rows` tokens. cached: whether the kv_cache stores any layers."""
-        ...
 
     def forward_pass(self, shape: Prefill, do: Executor, want: Want | None) -> Value:
         """Run a prefill of this shape, up to the output `want`, on the executor `do`."""
-        ...

@@ -198,30 +198,13 @@ def programs_of(
     return found
 
 
-def prefill_slots(
-    model: CudaPasses,
-    sequences: Sequence[Ids],
-    slots: Sequence[int],
-    cached: Sequence[int],
-    cache: CudaCache,
-    last: bool,
-) -> CudaArray:
-    """Compute the new tokens of sequences whose first `cached` tokens are in slots of the cache.
-
-    Slots are in ascending order. All sequences are new, or all continue. Returns the logits of
-    their last tokens, (N or more, V), valid until the next prefill. Without `last`, only keys and
-    values are computed, and the result is None. Sizes are rounded up, so that other sequences use
-    the same launches.
-    """
-    lengths = [len(ids) for ids in sequences]
-    kind = start_kind(cache, sum(lengths), max(lengths), any(cached), len(slots))
-    prefill = programs_of(model, cache, *kind)
-    prefill.run(model, sequences, slots, cached, "last" if last else None)
-    return prefill.out
-
-
 def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], last: bool) -> Any:
-    """Call `prefill_slots` for these Starts, of which all or none have cached tokens."""
+    """Compute the tokens of prompts that are not cached; all prompts are new, or all continue.
+
+    The Starts are in ascending order of slots. Returns the logits of their last tokens, (N or more,
+    V), valid until the next prefill. Without `last`, only keys and values are computed, and the
+    result is None. Sizes are rounded up, so that other sequences use the same launches.
+    """
     for start in group if cache.frequencies.tensors else ():
         cache.frequencies.begin(start.slot, start.n_tokens)
     if (states := cache.kept_states) is not None:
@@ -229,7 +212,11 @@ def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], 
             states.begin(start.slot, start.cached, len(start.ids))
     slots, cached = [start.slot for start in group], [start.cached for start in group]
     new = [start.ids[start.cached :] for start in group]
-    return prefill_slots(model, new, slots, cached, cache, last)
+    lengths = [len(ids) for ids in new]
+    kind = start_kind(cache, sum(lengths), max(lengths), any(cached), len(slots))
+    prefill = programs_of(model, cache, *kind)
+    prefill.run(model, new, slots, cached, "last" if last else None)
+    return prefill.out
 
 
 def start_kind(

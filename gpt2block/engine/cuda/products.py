@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -17,9 +17,9 @@ from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE, FP8, GGUF, Formats, own_cache_dtype
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.engine.model import FLOAT16
+from gpt2block.engine.passes.bounds import bounds_of, rough_norms
 from gpt2block.engine.passes.prefill import Products
 from gpt2block.engine.passes.shards import ModelShard
-from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import ModelConfig, product_shapes
 from gpt2block.models.weights.hi_lo import LARGEST_BOUND, HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix, on_host
@@ -47,7 +47,7 @@ def request_kernels(config: ModelConfig, formats: Formats) -> None:
         qkv = HiLoMatrix(parts, cupy.empty(1, "float32"), (1, width), one_scale=1.0)
     else:
         qkv = cupy.empty((1, width), FLOATS[own_cache_dtype(formats.dtype)])
-    heads = {"n_head": config.n_head, "n_kv_head": config.kv_width // config.head_size}
+    heads = {"n_head": config.n_head, "n_kv_head": config.n_kv_head}
     options = {**heads, "causal": True, "max_seqlen": 1}
     registry.bind("attention_varlen", (qkv, cupy.zeros(2, "int32")), **options)
 
@@ -100,27 +100,27 @@ def choose_products(
     products = possible_products(config, dtype)
     if products in ("float32", "16_bits"):
         return products, {}
+    rough = rough_norms(config, largest)
 
     def norms(w: str, gamma: str) -> np.ndarray:
         if matrices[w].dtype in IN_BYTES:  # float16 activations need tight bounds
             ones = cupy.full((matrices[w].K,), 1, "float32")
             own = row_norms(matrices[w], vectors[gamma] if gamma else ones)
             return own if shard is None else shard.in_order(w, own)
-        factor = largest[gamma] if gamma else 1.0
-        return np.array([math.sqrt(matrices[w].K) * largest[w] * factor])
+        return rough(w, gamma)
 
-    bounds = architecture_of(config).operand_bounds(config, largest, norms)
+    _, bounds = bounds_of(config, largest, norms)
     limit, by = (FLOAT16, divisors(config, bounds)) if products == "fp8" else (LARGEST_BOUND, {})
     fit = all(bound / by.get(name, 1) <= limit for name, bound in bounds.items())  # False for NaN
-    scaled = all(matrices[name].dtype in IN_BYTES for name in _multiplied(config, by, matrices))
+    multiplied = {h + name for h, first, last, _ in _divided(config, by) for name in (first, last)}
+    scaled = all(matrices[w].dtype in IN_BYTES for w in multiplied & matrices.keys())
     return (products, bounds) if fit and scaled else ("float32", {})
 
 
 def divisors(config: ModelConfig, bounds: Mapping[str, float]) -> dict[str, float]:
     """Return {name of an activation: power of two by which it is divided to fit float16}."""
     powers: dict[str, float] = {}
-    of_layers = product(range(config.n_layer), config.DIVIDED)
-    for n, (_, results, _) in of_layers:
+    for n, (_, results, _) in product(range(config.n_layer), config.DIVIDED):
         names = [name for name in (f"h.{n}.{each}" for each in results) if name in bounds]
         largest = max((bounds[name] for name in names), default=0)
         if FLOAT16 < largest < math.inf:
@@ -128,18 +128,11 @@ def divisors(config: ModelConfig, bounds: Mapping[str, float]) -> dict[str, floa
     return powers
 
 
-def _multiplied(
-    config: ModelConfig, by: Mapping[str, float], matrices: Mapping[str, WeightMatrix]
-) -> set[str]:
-    """Return the names of the matrices whose scales `divided_weights` multiplies."""
-    of_layers = product(range(config.n_layer), config.DIVIDED)
-    names = {
-        f"h.{n}.{name}"
-        for n, (first, (result, *_), last) in of_layers
-        if f"h.{n}.{result}" in by
-        for name in (first, last)
-    }
-    return names & matrices.keys()
+def _divided(config: ModelConfig, by: Mapping[str, float]) -> Iterator[tuple[str, str, str, float]]:
+    """Yield the prefix of a layer, the matrices before and after an activation, and its divisor."""
+    for n, (first, (result, *_), last) in product(range(config.n_layer), config.DIVIDED):
+        if (divisor := by.get(f"h.{n}.{result}")) is not None:
+            yield f"h.{n}.", first, last, divisor
 
 
 def divided_weights(
@@ -154,14 +147,11 @@ def divided_weights(
     powers of two is exact, except for activations that become subnormal in float16.
     """
     divided: dict[str, WeightMatrix | CudaArray] = {}
-    of_layers = product(range(config.n_layer), config.DIVIDED)
-    for n, (first, (result, *_), last) in of_layers:
-        if (divisor := by.get(f"h.{n}.{result}")) is None:
-            continue
-        name, bias = f"h.{n}.{first}", f"h.{n}.b_{first.removeprefix('w_')}"
+    for h, first, last, divisor in _divided(config, by):
+        name, bias = f"{h}{first}", f"{h}b_{first.removeprefix('w_')}"
         if name in matrices:
             divided[name] = matrices[name].times(1 / divisor)
-        divided[f"h.{n}.{last}"] = matrices[f"h.{n}.{last}"].times(divisor)
+        divided[f"{h}{last}"] = matrices[f"{h}{last}"].times(divisor)
         for vector in (name, bias):
             if vector in vectors:
                 divided[vector] = vectors[vector] * np.float32(1 / divisor)

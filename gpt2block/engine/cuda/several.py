@@ -88,12 +88,10 @@ class Crew:
             self.peers.clear()
             self.meeting.reset()
             own = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
-            raise (
-                own[0]
-                if own
-                else DeviceError(
-                    "a GPU has not sent its columns of a row to the other GPUs: use one GPU"
-                )
+            if own:
+                raise own[0]
+            raise DeviceError(
+                "a GPU has not sent its columns of a row to the other GPUs: use one GPU"
             )
 
     def iterate(self, parts: Sequence[Iterator[Found]]) -> Iterator[Found]:
@@ -141,8 +139,7 @@ class SeveralCaches:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def __repr__(self) -> str:
-        return describe_cache(self)
+    __repr__ = describe_cache
 
 
 class SeveralCudaModels:
@@ -180,10 +177,8 @@ class SeveralCudaModels:
         n_layer, width, dtype, _, rope = first.cache_kind
         names = ",".join(map(str, devices))
         self.cache_kind = n_layer, width, dtype, f"cuda:{names}", rope
-        self.divides_prompts, self.continues_exactly = (
-            first.divides_prompts,
-            first.continues_exactly,
-        )
+        self.divides_prompts = first.divides_prompts
+        self.continues_exactly = first.continues_exactly
 
     def _each(self, function: Callable[[CudaModel], Found]) -> list[Found]:
         return self._crew.run([partial(function, part) for part in self.parts])

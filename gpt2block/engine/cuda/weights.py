@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -154,14 +156,10 @@ def _outputs(array: object, layout: str, spans: Sequence[tuple[int, int]]) -> tu
 
 def joined(shards: Sequence[GgufMatrix]) -> GgufMatrix:
     """Return shards of one matrix in host memory as one matrix, in memory of its own."""
-    ranges = list(shards[0].ranges)
-    for name, n in (pair for each in shards[1:] for pair in each.ranges):
-        if ranges[-1][0] == name:
-            ranges[-1] = name, ranges[-1][1] + n
-        else:
-            ranges.append((name, n))
+    pairs = groupby(chain(*(each.ranges for each in shards)), itemgetter(0))
+    ranges = tuple((name, sum(n for _, n in group)) for name, group in pairs)
     data = np.concatenate([each.data for each in shards])
-    return shards[0].trusted(**{**vars(shards[0]), "data": data, "ranges": tuple(ranges)})
+    return shards[0].trusted(**{**vars(shards[0]), "data": data, "ranges": ranges})
 
 
 class PromptWeights:

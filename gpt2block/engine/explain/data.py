@@ -173,7 +173,7 @@ def _model(engine: TracedEngine, name: str) -> dict[str, object]:
         "kind": type(config).__name__.removesuffix("Config"),
         "device": engine.describe(),
         "dtype": engine.formats.dtype,
-        "n_kv_head": config.kv_width // config.head_size,
+        "n_kv_head": config.n_kv_head,
         "windows": list(config.windows),
         "growth": config.scales.growth,
         **{size: getattr(config, size) for size in sizes},

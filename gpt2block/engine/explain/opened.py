@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gpt2block.engine.explain import grids
 from gpt2block.engine.inspect.lens import layers_with_attention, rows_of_attention
-from gpt2block.engine.model import TracedEngine
+from gpt2block.engine.model import TracedEngine, tensors_of
 from gpt2block.engine.passes import model_steps
 
 ATTENTION_VALUES = 200_000  # maximum float16 values of Q, K and V; a float32 value counts as two
@@ -49,7 +49,8 @@ def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> d
     }
     left = values - min(ATTENTION_VALUES, (1 + whole) * kept.size)
     lines = left // sum(tensors[x].shape[1] for x, _, _ in steps.values())
-    weights = _weights(engine, {name for inputs in steps.values() for name in inputs[1:]})
+    names = {"wte", *(name for inputs in steps.values() for name in inputs[1:])}
+    weights = tensors_of(engine, wanted=lambda name, _: name in names)
     likely = np.argsort(-tensors["logits"][-1], kind="stable")
     products = {}
     for name, (x, w, b) in steps.items():
@@ -57,19 +58,6 @@ def opened(engine: TracedEngine, tensors: Tensors, layer: int, values: int) -> d
         first = likely if name == "logits" else None
         products[name] = _product(tensors[x], weights[w], weights.get(b), y, lines, first)
     return {"attention": attention, "products": products}
-
-
-def _weights(engine: TracedEngine, names: set[str]) -> dict[str, np.ndarray]:
-    """Return {name: array} for `names` that the model has: matrices (K, N), biases (N,)."""
-    tied = {"wte"} if "lm_head" in names else set()
-    weights = {
-        name: array.T if layout == "NK" else array
-        for name, array, layout in engine.tensors()
-        if name in names | tied
-    }
-    if tied:
-        weights.setdefault("lm_head", weights["wte"])
-    return weights
 
 
 def _product(

@@ -81,7 +81,7 @@ def _shown(
     file of attention kernels defines.
     """
     known = _constants(file) if "attention/" in file else set()
-    heads = config.n_head, config.kv_width // config.head_size, config.head_size
+    heads = config.n_head, config.n_kv_head, config.head_size
     return {
         "plan": plan,
         "file": file,

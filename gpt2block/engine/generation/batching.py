@@ -58,13 +58,13 @@ class Batch:
         self.n_ctx, self.speculate = n_ctx, speculate
         self._engine, self._reuse, self._tokens_at_once = engine, reuse, tokens_at_once
         self._piece = PIECE if engine.divides_prompts else 0
-        self._prefixes: Prefixes | None = None
         self._states = engine.config.delta_nets is not None
-        if engine.continues_exactly or (reuse and not self._states):
-            self._prefixes = Prefixes(1 if reuse else MIN_COPIED, engine.config.short_context)
-        self._continues = self._prefixes is not None or 0 < self._piece < n_ctx
+        # whether a continuation may reuse keys and values that another one has computed
+        self.reuses = engine.continues_exactly or (reuse and not self._states)
+        self._prefixes = Prefixes(1 if reuse else MIN_COPIED, engine.config.short_context)
+        self._continues = self.reuses or 0 < self._piece < n_ctx
         self._begin(slots, fewer)
-        choose = self._prefixes.slot_for if self._prefixes is not None else None
+        choose = self._prefixes.slot_for if self.reuses else None
         self._scheduler: SequenceScheduler[TokenSequence] = SequenceScheduler(self.slots, choose)
         self._vocab_size = engine.config.vocab_size
         # heap: (deadline, unique number, sequence)
@@ -100,11 +100,6 @@ class Batch:
         return self._scheduler.busy
 
     @property
-    def reuses(self) -> bool:
-        """Whether a continuation may reuse keys and values that another one has computed."""
-        return self._prefixes is not None
-
-    @property
     def waiting(self) -> int:
         """The number of sequences whose prompts are not fully computed yet."""
         return self._scheduler.waiting + len(self._pieces) + len(self._following)
@@ -135,8 +130,7 @@ class Batch:
             self.submit([TokenSequence(prompt, one, None, ends, n) for n, one in enumerate(usual)])
             while self.busy:
                 self.step()
-            if self._prefixes is not None:
-                self._prefixes.clear()
+            self._prefixes.clear()
 
     def submit(self, sequences: Sequences, deadline: float | None = None, client: str = "") -> None:
         """Queue a client's sequences, which start in this order. Clients take turns.
@@ -204,8 +198,7 @@ class Batch:
             if not follows and sequence.finish_reason is None:
                 sequence.error, sequence.finish_reason = error, "error"
             self._scheduler.release(slot, again=follows)
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        self._prefixes.clear()
         vars(self).pop("_new", None)
         del self._decoding
         gc.collect()  # frees tracebacks in cycles of references
@@ -216,8 +209,7 @@ class Batch:
         release = getattr(self._decoding, "release", None)
         if release is not None and not self.busy:
             release()
-            if self._prefixes is not None:
-                self._prefixes.clear()
+            self._prefixes.clear()
 
     def _late(self) -> list[TokenSequence]:
         """Remove and return the unfinished sequences whose deadlines have passed.
@@ -271,7 +263,7 @@ class Batch:
         for start in complete:  # runs while the GPU computes the prompts
             sequence = self._scheduler.sequence_of(start.slot)
             self._new.begin(start, sequence)
-            if self._prefixes is not None:
+            if self.reuses:
                 self._prefixes.hold(start.slot, sequence, start.ids, len(start.ids))
             if self._reuse:
                 self._started[start.slot] = start
@@ -310,7 +302,7 @@ class Batch:
 
         The gain is the number of tokens of the prefix that no slot has computed yet.
         """
-        if self._prefixes is None or (self._reuse and sequence.exact):
+        if not self.reuses or (self._reuse and sequence.exact):
             return NOTHING
         done, coming = self._prefixes.longest(sequence, sequence.start(slot).ids)
         return coming.slot, coming.tokens - done.tokens
@@ -318,7 +310,7 @@ class Batch:
     def _start(self, slot: int, sequence: TokenSequence) -> None:
         """Queue a sequence's prompt, without first tokens whose keys and values a slot holds."""
         start = sequence.start(slot)
-        if self._prefixes is not None:
+        if self.reuses:
             (source, shared), _ = self._prefixes.longest(sequence, start.ids)
             if self._states and self._copies:
                 self._copy()  # `source` may wait for a copy; until then it has its earlier states
@@ -344,9 +336,8 @@ class Batch:
             started = self._started.pop(slot, None)
             if self._starts.pop(slot, None):  # the sequence's prompt is incomplete
                 self._pieces.remove(sequence)
-                if self._prefixes is not None:
-                    self._prefixes.drop(slot)
-            elif self._prefixes is not None and started:
+                self._prefixes.drop(slot)
+            elif self.reuses and started:
                 # The last token is left out: its keys and values have not been computed.
                 sampled = np.array(sequence.tokens[started.sampled : -1], np.int32)
                 ids = np.concatenate([started.ids, sampled])
@@ -487,10 +478,5 @@ class _NewTokens:
         for slot, n, tokens, logprobs in each:
             drafted = self._drafted[slot, :n].tolist() if self._drafts else [False] * n
             top, ends = self._top.pop(slot, []), sorted({n, *self._cuts.pop(slot, ())} - {0})
-            yield (
-                slot,
-                [
-                    (tokens[i:j], logprobs[i:j], top[i:j], drafted[i:j])
-                    for i, j in pairwise([0, *ends])
-                ],
-            )
+            spans = (slice(*pair) for pair in pairwise([0, *ends]))
+            yield slot, [(tokens[s], logprobs[s], top[s], drafted[s]) for s in spans]

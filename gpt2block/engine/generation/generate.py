@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 
@@ -31,7 +31,9 @@ Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer]]
 MAX_SEQUENCES = 2**20  # most sequences per call: number of prompts times samples
 
 
-def generate(engine: ModelEngine, encoding: Tokenizer, prompts: object, options: Options) -> Any:
+def generate(
+    engine: ModelEngine, encoding: Tokenizer, prompts: object, options: Options
+) -> Generation | list[Generation] | list[list[Generation]]:
     """Continue a prompt (text or token ids), or each prompt of a list.
 
     Returns a Generation for one prompt and a list for a list; with `samples` above 1, a list of
@@ -117,7 +119,12 @@ class Run:
         self._alone = options.receipt  # whether bits must not depend on other texts
         self.batch: Batch | None = None
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
-        _check_sequences(len(self.prompts), samples)
+        if len(self.prompts) * samples > MAX_SEQUENCES:
+            raise InputError(
+                f"{'samples' if samples > 1 else 'prompts'}: expected at most {MAX_SEQUENCES:,} "
+                f"sequences, one per sample of each prompt, got {len(self.prompts):,} prompts and "
+                f"{samples:,} samples: make several calls"
+            )
         if samples > 1:
             replace(sampling, sample=sampling.sample + samples - 1)  # checks the last index
         starts, end = [], tokenizer.end_of_text(encoding, V)
@@ -240,15 +247,6 @@ def matcher_of(
 def computes_alone(engine: ModelEngine) -> bool:
     """Whether the bits of a text depend on the texts computed with it, as with NumPy."""
     return engine.cache_kind[3] == "cpu"
-
-
-def _check_sequences(prompts: int, samples: int) -> None:
-    if prompts * samples > MAX_SEQUENCES:
-        what = "samples" if samples > 1 else "prompts"
-        raise InputError(
-            f"{what}: expected at most {MAX_SEQUENCES:,} sequences, one per sample of each prompt, "
-            f"got {prompts:,} prompts and {samples:,} samples: make several calls"
-        )
 
 
 def _ends(options: Options, config: ModelConfig, encoding: Encoding | None) -> Ends:

@@ -139,7 +139,11 @@ class Options:
                 self.choice if isinstance(self.choice, str) else tuple(several(self.choice))
             )
         set_fields(self, **checked)
-        self._set_rule()
+        rules = {name: getattr(self, name) for name in RULES}
+        if any(rule is not None for rule in rules.values()):
+            rule = Grammar.of(**rules)
+            assert rule is not None
+            self.follow(rule)
         if self.sampling.min_new_tokens > self.max_new_tokens:
             raise InputError(
                 Argument("min_new_tokens"),
@@ -147,15 +151,6 @@ class Options:
                 Argument("max_new_tokens"),
                 f", got {self.sampling.min_new_tokens}",
             )
-
-    def _set_rule(self) -> None:
-        """Set `rule` from schema, regex, choice or grammar. Raises InputError for wrong values."""
-        rules = {name: getattr(self, name) for name in RULES}
-        if all(rule is None for rule in rules.values()):
-            return
-        rule = Grammar.of(**rules)
-        assert rule is not None
-        self.follow(rule)
 
     def follow(self, rule: Grammar) -> None:
         """Set `rule`. Raises InputError for options that contradict a rule."""

@@ -93,14 +93,11 @@ class SequenceScheduler(Generic[Item]):
         """Remove a waiting sequence, so that it never starts."""
         self._removed[id(sequence)] = sequence
         self.waiting -= 1
+        # Removed sequences stay in the queues until they are next, or become many.
         if len(self._removed) > max(MAX_REMOVED, self.waiting):
-            self._forget_removed()
-
-    def _forget_removed(self) -> None:
-        """Delete removed sequences from the queues; else they stay there until they are next."""
-        self._new.keep(lambda sequence: id(sequence) not in self._removed)
-        self._again = deque(each for each in self._again if id(each) not in self._removed)
-        self._removed.clear()
+            self._new.keep(lambda sequence: id(sequence) not in self._removed)
+            self._again = deque(each for each in self._again if id(each) not in self._removed)
+            self._removed.clear()
 
     def place(self) -> list[tuple[int, Item]]:
         """Assign waiting continuations to free slots; return pairs (slot, sequence) to start."""
@@ -209,9 +206,6 @@ class PieceScheduler(Generic[Item]):
                 break
         return taken
 
-    def remove(self, sequence: Item) -> bool:
-        """Remove a sequence's prompt from the queue; return whether it was in the queue."""
-        pieces = [left for left in self._waiting if left.sequence is sequence]
-        for piece in pieces:
-            self._waiting.remove(piece)
-        return bool(pieces)
+    def remove(self, sequence: Item) -> None:
+        """Remove a sequence's prompt from the queue if it is in the queue."""
+        self._waiting = deque(left for left in self._waiting if left.sequence is not sequence)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, overload
+from typing import Any, NamedTuple, TypedDict, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,14 @@ Tokens = NDArray[np.integer]
 LLM_C_MAGIC = 20240520
 _HEADER = 256  # number of int32 values in the header of llm.c's token files
 _AT_ONCE = 2**24  # number of tokens of a file that are read at a time
+
+
+class ScoreOptions(TypedDict, total=False):
+    """The keywords of `score`, for type checkers."""
+
+    tokens_at_once: int
+    progress: Progress | None
+    likeliest: bool
 
 
 class ScoredToken(NamedTuple):
@@ -204,7 +212,8 @@ def score(
     logprobs = [np.empty(len(ids) - 1, np.float32) for ids in texts]
     best = [np.empty(len(ids) - 1, np.int32) for ids in texts if likeliest]
     total, done = sum(map(len, logprobs)), 0
-    for windows in window_batches(texts, n_ctx, stride, tokens_at_once):
+    every = windows_of(texts, n_ctx, stride)
+    for windows in in_groups(every, tokens_at_once, lambda window: len(window.tokens)):
         rows = [window.tokens for window in windows]
         computed: Sequence[tuple[Floats, Ids | None]] = (
             engine.likeliest(rows)
@@ -269,18 +278,12 @@ def embed(
     vectors: list[Floats] = []
     for part in in_groups(sequences, tokens_at_once):
         for hidden in engine.forward(part, "hidden"):
-            vectors.append(_pooled(hidden, pooling))
+            vector: np.ndarray = hidden[-1 if pooling == "last" else 0]
+            if pooling == "mean":
+                vector = hidden.mean(axis=0, dtype=np.float64)
+            vectors.append(vector.astype(np.float32))
     embedded = shortened(np.stack(vectors), dimensions, normalize)
     return embedded[0] if single else embedded
-
-
-def _pooled(hidden: Floats, pooling: Pooling) -> Floats:
-    """Return one vector (C,) for the hidden states (T, C) of a text."""
-    if pooling == "mean":
-        mean: Floats = hidden.mean(axis=0, dtype=np.float64).astype(np.float32)
-        return mean
-    one: Floats = hidden[-1 if pooling == "last" else 0].astype(np.float32)
-    return one
 
 
 def shortened(vectors: Floats, dimensions: int | None, normalize: bool) -> Floats:
@@ -422,26 +425,13 @@ class Window(NamedTuple):
         return self.end - self.first
 
 
-def window_batches(
-    texts: Iterable[Tokens], n_ctx: int, stride: int, tokens_at_once: int
-) -> Iterator[list[Window]]:
-    """Yield the Windows of all texts, in lists that have at most `tokens_at_once` tokens.
-
-    A longer window is alone in its list.
-    """
-    batch: list[Window] = []
-    held = 0
+def windows_of(texts: Iterable[Tokens], n_ctx: int, stride: int) -> Iterator[Window]:
+    """Yield the Windows of all texts."""
     for index, ids in enumerate(texts):
         scored = 0
         for first in range(0, len(ids), stride):
             end = min(first + n_ctx, len(ids))
-            if batch and held + end - first > tokens_at_once:
-                yield batch
-                batch, held = [], 0
-            batch.append(Window(index, ids[first:end].astype(np.int32), scored, end - 1))
-            held += end - first
+            yield Window(index, ids[first:end].astype(np.int32), scored, end - 1)
             scored = end - 1
             if end == len(ids):
                 break
-    if batch:
-        yield batch

@@ -124,7 +124,7 @@ class TokenSequence:
         # Returns the receipt of a sequence that has ended; None: no receipt is wanted.
         self.certify: Callable[[TokenSequence], dict[str, object]] | None = None
         self.unwritten: frozenset[int] = frozenset()  # ids of tokens that the text leaves out
-        self._encoding = encoding
+        self.reader = encoding  # the tokenizer of the text
         self._at_end_token = self._closed = False
         self._decoded = 0  # number of decoded tokens
         self._pieces: list[str] = []
@@ -138,15 +138,10 @@ class TokenSequence:
         """
         found = copy(self)
         found.ends = replace(self.ends, stop=(), encoding=None)
-        found._encoding = None
+        found.reader = None
         found.tokens, found.logprobs, found.tops, found.drafted = [], [], [], []
         found._pieces, found.unwritten = [], frozenset()
         return found
-
-    @property
-    def reader(self) -> Tokenizer:
-        """The tokenizer of the text."""
-        return self._encoding
 
     @cached_property
     def _text(self) -> Text:
@@ -302,7 +297,7 @@ class TokenSequence:
         return generation.later(text=lambda: self.text)
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
-        encoding = of_outputs(self._encoding) if tokens else None
+        encoding = of_outputs(self.reader) if tokens else None
         if self.unwritten:
             tokens = [token for token in tokens if token not in self.unwritten]
         return b"" if encoding is None else bytes_of_ids(encoding, tokens)

@@ -20,6 +20,7 @@ from gpt2block.engine.model import (
     by_name,
     layer_rows,
     new_states,
+    tensors_of,
 )
 from gpt2block.engine.numpy.block import NumpyEngine
 from gpt2block.engine.numpy.executor import NumpyExecutor
@@ -115,11 +116,7 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     """
     config = engine.config
     architecture = architecture_of(config)
-    weights = {
-        name: np.asarray(array.T if layout == "NK" else array, np.float64)
-        for name, array, layout in engine.tensors()
-    }
-    weights.setdefault("lm_head", weights["wte"])
+    weights = tensors_of(engine, np.float64)
     weights |= {name: weights[name].T for name in TABLES if name in weights}
     T = len(ids)
     kept = by_name(layer_rows(config.layer_caches, lambda _, width: np.zeros((1, T, width))))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.engine import notebook
-from gpt2block.engine.model import Floats, Ids, TracedEngine
+from gpt2block.engine.model import Floats, Ids, TracedEngine, tensors_of
 from gpt2block.engine.numpy.executor import FUNCTIONS
 from gpt2block.engine.passes import final_step
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_id
@@ -84,8 +84,9 @@ def attention_weights(engine: TracedEngine, ids: Ids) -> Floats:
 def weights_of(engine: TracedEngine, traced: Mapping[str, np.ndarray]) -> Floats:
     """Return the attention weights of all layers. traced: the result of the engine's `trace`."""
     config = engine.config
-    T, n_kv_head = len(traced["embedding"]), config.kv_width // config.head_size
-    shared = np.arange(config.n_head) * n_kv_head // config.n_head  # each query head's key head
+    T = len(traced["embedding"])
+    # each query head's key head
+    shared = np.arange(config.n_head) * config.n_kv_head // config.n_head
     weights = np.zeros((config.n_layer, config.n_head, T, T), np.float32)
     for layer in layers_with_attention(config):
         rows = rows_of_attention(engine, traced, layer)
@@ -116,8 +117,7 @@ def rows_of_attention(engine: TracedEngine, traced: Mapping[str, np.ndarray], la
         return np.concatenate([rows, rows_of_attention(engine, traced, source)[:, Q:]], axis=1)
     fp8 = engine.formats.fp8_cache
     if fp8:  # a kv_cache of FP8 rounds keys and values
-        n_kv_head = config.kv_width // config.head_size
-        rows = reference.kv_round(rows, config.n_head, n_kv_head, fp8)
+        rows = reference.kv_round(rows, config.n_head, config.n_kv_head, fp8)
     return rows
 
 
@@ -138,19 +138,17 @@ def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
     """Return the LogitLens of states (n_layer + 1, T, C): the embedding, each block's output."""
     norm = final_step(engine.config)
     parameters = norm.inputs[1:]
-    weights: dict[str, np.ndarray] = {
-        name: np.asarray(array.T if layout == "NK" else array, np.float32)
-        for name, array, layout in engine.tensors()
-        if not name.startswith("h.") or array.ndim == 1  # constants() may read vectors of blocks
-    }
+    # constants() may read vectors of blocks
+    weights = tensors_of(
+        engine, np.float32, lambda name, ndim: not name.startswith("h.") or ndim == 1
+    )
     weights |= architecture_of(engine.config).constants(engine.config, weights)
-    head = weights.get("lm_head", weights["wte"])
     shape = (*states.shape[:2], top)
     lens = LogitLens(np.empty(shape, np.int64), np.empty(shape, np.float32))
     for layer, x in enumerate(states):
         inputs = (x, *(weights[name] for name in parameters))
         normed = FUNCTIONS[norm.op](*inputs, **norm.attrs)
-        logits, cap = reference.matmul_bias(normed, head), engine.config.scales.cap
+        logits, cap = reference.matmul_bias(normed, weights["lm_head"]), engine.config.scales.cap
         probabilities = reference.softmax(logits if cap is None else reference.cap(logits, cap))
         chosen = np.sort(np.argpartition(probabilities, -top, axis=-1)[:, -top:], axis=-1)
         kept = np.take_along_axis(probabilities, chosen, axis=-1)

@@ -106,8 +106,7 @@ class NumpyCache:
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (*self.arrays, *self.states.values()))
 
-    def __repr__(self) -> str:
-        return describe_cache(self)
+    __repr__ = describe_cache
 
 
 class NumpyModel(NumpySteps, StoredModel):
@@ -234,16 +233,10 @@ class NumpyModel(NumpySteps, StoredModel):
     def likeliest(self, sequences: Sequence[Ids]) -> list[tuple[Floats, Ids]]:
         found = []
         for ids, hidden in zip(sequences, self.forward(sequences, "rows"), strict=True):
-            parts = [
-                self._scores(
-                    hidden[:-1][first : first + ROWS_AT_ONCE],
-                    ids[1:][first : first + ROWS_AT_ONCE],
-                )
-                for first in range(0, len(ids) - 1, ROWS_AT_ONCE)
-            ]
-            scores = np.concatenate([np.empty(0, np.float32), *(part[0] for part in parts)])
-            best = np.concatenate([np.empty(0, np.int32), *(part[1] for part in parts)])
-            found.append((scores, best))
+            ends = range(ROWS_AT_ONCE, len(ids) - 1, ROWS_AT_ONCE)
+            rows = zip(np.split(hidden[:-1], ends), np.split(ids[1:], ends), strict=True)
+            scores, best = zip(*(self._scores(*pair) for pair in rows), strict=True)
+            found.append((np.concatenate(scores), np.concatenate(best)))
         return found
 
     def _scores(self, hidden: Floats, targets: Ids) -> tuple[Floats, Ids]:
@@ -265,15 +258,13 @@ class NumpyModel(NumpySteps, StoredModel):
 
     def _kv_append(self, qkv: Floats, *cache: np.ndarray, **attrs: object) -> Any:
         """Append K and V, rounded to the cache's dtype, but stored as float32."""
-        return FUNCTIONS["kv_append"](self._rounded(qkv), *cache, **attrs)
-
-    def _rounded(self, qkv: Floats) -> Floats:
-        """Return rows [Q | K | V], K and V rounded to the cache's dtype; if not FP8, Q as well."""
-        fp8, dtype = self.formats.fp8_cache, self.formats.cache_dtype
-        if fp8:
-            heads = self.config.n_head, self.config.kv_width // self.config.head_size
-            return unchecked(reference.kv_round)(qkv, *heads, fp8)
-        return qkv.astype(FLOATS[dtype], copy=False).astype(np.float32, copy=False)
+        if fp8 := self.formats.fp8_cache:
+            heads = self.config.n_head, self.config.n_kv_head
+            rounded = unchecked(reference.kv_round)(qkv, *heads, fp8)
+        else:
+            narrow = qkv.astype(FLOATS[self.formats.cache_dtype], copy=False)
+            rounded = narrow.astype(np.float32, copy=False)
+        return FUNCTIONS["kv_append"](rounded, *cache, **attrs)
 
 
 class NumpyDecoding:

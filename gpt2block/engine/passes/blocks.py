@@ -17,7 +17,8 @@ class PassSettings(NamedTuple):
     causal: whether attention is causal, for a pass over a single block. rope: the name of the RoPE
     frequencies of each layer, or (). half_split: whether RoPE pairs channels of the two halves of a
     head instead of neighbours. own: whether each sequence has its own frequencies. qk_norm,
-    embedding_norm, windows, scales: as in ModelConfig; windows is () if no layer has a window.
+    windows, scales: as in ModelConfig; windows is () if no layer has a window. embedding_norm: as
+    EMBEDDING_NORM of ModelConfig.
     gelu: whether the gate of the feed-forward is GELU. delta_nets: as in ModelConfig.
     convs: whether each layer has a short convolution in place of attention; () if none has. values:
     whether heads of V have norms. layers: as `layer_embeddings` of ModelConfig. readers: prefixes
@@ -45,15 +46,14 @@ class PassSettings(NamedTuple):
     @classmethod
     def of(cls, config: ModelConfig) -> PassSettings:
         """Return the PassSettings of a model with this config."""
-        n_kv_head = config.kv_width // config.head_size
-        sizes = (config.n_head, n_kv_head, config.scales, config.head_size)
+        sizes = (config.n_head, config.n_kv_head, config.scales, config.head_size)
         return cls(
             *sizes,
             rope=config.frequencies_of_layers,
             qk_norm=config.qk_norm,
             gelu=config.GATE == "gelu",
             windows=config.windows,
-            embedding_norm=config.embedding_norm,
+            embedding_norm=config.EMBEDDING_NORM,
             own=config.short_context > 0,
             values=config.VALUE_NORMS,
             layers=config.layer_embeddings,
@@ -63,18 +63,12 @@ class PassSettings(NamedTuple):
         )
 
     def frequencies_of(self, h: str) -> str:
-        """Return the name of a layer's RoPE frequencies. h: the prefix of the layer's names."""
-        return self.rope[_layer(h)]
+        """Return the name of a layer's RoPE frequencies, or "". h: prefix of the layer's names."""
+        return self.rope[_layer(h)] if self.rope else ""
 
     def is_delta(self, h: str) -> bool:
         """Return whether a layer is a gated delta net. h: the prefix of the layer's names."""
         return self.delta_nets is not None and self.delta_nets.layers[_layer(h)]
-
-    @property
-    def heads_of_delta(self) -> dict[str, Any]:
-        """The options of operations of gated delta nets: number and channels of heads of k."""
-        of = self.delta_nets
-        return {} if of is None else {"n_k_head": of.n_k_head, "k_size": of.k_size}
 
     def has_conv(self, h: str) -> bool:
         """Return whether a layer has a short convolution. h: the prefix of the layer's names."""
@@ -120,15 +114,14 @@ class PassSettings(NamedTuple):
         """The options of a RoPE step: numbers of heads, half_split, factor and growth."""
         return {**self.heads, "half_split": self.half_split, **self.multiplied, **self.grown}
 
-    def step_of_rope(self, qkv: Value, rope: str) -> tuple[str, tuple[Value, ...]]:
+    def step_of_rope(self, h: str, qkv: Value) -> tuple[str, tuple[Value, ...]]:
         """Return the name and the inputs of the operation that rotates rows [Q | K | V]."""
-        if self.own:
-            return "rope_packed", (qkv, "positions", rope, "row")
-        return "rope_qkv", (qkv, "positions", rope)
+        inputs = (qkv, "positions", self.frequencies_of(h))
+        return ("rope_packed", (*inputs, "row")) if self.own else ("rope_qkv", inputs)
 
 
 def _layer(h: str) -> int:
-    return int(h.split(".")[1])
+    return int(h.split(".")[1]) if h else 0  # a single block has no prefix
 
 
 class StepPass(Pass):
@@ -148,14 +141,14 @@ class StepPass(Pass):
             y = self.do(p.gelu, "gelu", (y,))
         return self.do(p.add, "add", (p.residual, y)) if p.add else y
 
-    def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
+    def qkv(self, h: str, x: Value, norms: To = ()) -> Value:
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=("attention",))
         if norms:
             options = {**self.c.heads, **self.c.head_norms}
             y = self.do(f"{h}qk", "qk_norm", (y, *norms), **options)
-        if not rope:
+        if not self.c.rope:
             return y
-        return self.do(f"{h}rope", *self.c.step_of_rope(y, rope), **self.c.turn)
+        return self.do(f"{h}rope", *self.c.step_of_rope(h, y), **self.c.turn)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         options = {**self.c.heads, **self.c.scores(h), "causal": self.c.causal}
@@ -186,13 +179,8 @@ class ModelStepPass(StepPass):
         return super().norm(name, x, gamma, beta, to)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
-        k, v = f"{h}k", f"{h}v"
-        options = {"n_head": self.c.n_head, "longest": self.longest, **self.c.scores(h)}
-        if h not in self.c.readers:
-            self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
-        inputs = (qkv, k, v, "cu_seqlens", "start")
-        op = "attention_queries" if h in self.c.readers else "attention_packed"
-        return self.do(f"{h}attn", op, inputs, **options)
+        self._append(h, qkv)
+        return self._over_cache(f"{h}attn", h, qkv)
 
     def last_rows(self, x: Value, y: Value) -> tuple[ModelStepPass, Value, Value]:
         """Keep all rows until the final norm, as NumPy products of fewer rows round differently."""

@@ -112,10 +112,10 @@ class DecodePass(Pass):
         y = self.do(p.result, "linear", inputs, into=p.residual, decoding=True, **options)
         return Rows(y, operand=operand, bound=bound) if p.to else y
 
-    def qkv(self, h: str, x: Rows, rope: str = "", norms: To = ()) -> Value:
+    def qkv(self, h: str, x: Rows, norms: To = ()) -> Value:
         """Compute and return the queries. Append the keys and values to the kv_cache."""
         name, w, bias, cache = f"{h}q", f"{h}w_qkv", f"{h}b_qkv", self._cache(h)
-        if not rope:
+        if not (rope := self.c.frequencies_of(h)):
             w, w_options = self._weights(w, x)
             inputs = (x.value, w, bias, x.gamma, x.beta, *cache)
             return self.do(name, "linear_qkv", inputs, **self._given(x), **self.kv, **w_options)
@@ -263,9 +263,9 @@ class SumsPass(DecodePass):
         inputs = (x.stream, gamma, x.sums, x.w_down)
         return Rows(self.do(name, "rmsnorm_sums", inputs, **self.eps))
 
-    def qkv(self, h: str, x: Rows, rope: str = "", norms: To = ()) -> Value:
+    def qkv(self, h: str, x: Rows, norms: To = ()) -> Value:
         stream, *sums = x.value
-        by = self.rotations[rope]
+        by = self.rotations[self.c.frequencies_of(h)]
         inputs = (stream, x.gamma, f"{h}w_qkv", *sums, by, *self._cache(h), *norms)
         options = {"n_head": self.c.n_head, **self.c.grown, **self.eps, **self.kv, **self.rounding}
         return self.do(f"{h}q", "rope_sums", inputs, **options)

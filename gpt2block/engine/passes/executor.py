@@ -1,7 +1,7 @@
 """`Executor`, the interface of executors of a pass's steps; `Outline`, which only lists steps.
 
 A pass calls an executor once for each step (`gpt2block.engine.passes.forward`). Executors compute
-with NumPy, record kernel launches, compute bounds of magnitudes, or list the steps.
+with NumPy, record kernel launches, or list the steps.
 """
 
 from __future__ import annotations

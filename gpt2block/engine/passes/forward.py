@@ -50,6 +50,8 @@ class Pass(ABC):
 
     do: Executor
     c: Any  # an instance of gpt2block.engine.passes.blocks.PassSettings
+    kv: Mapping[str, Any] = {}  # the option of steps that read or write a kv_cache of FP8
+    longest: int  # upper bound of the new tokens of a sequence, in passes over several tokens
     of_stream: Mapping[str, Any] = {}  # options for RMSNorm of the residual stream
     to_rope: To = ("rope",)  # `to` of a product whose result RoPE reads
     layers: Value = None  # the rows of all layers' embeddings, if the architecture has them
@@ -127,32 +129,44 @@ class Pass(ABC):
         return self.do(name, "rmsnorm_add", inputs, into=x, eps=self.c.scales.eps)
 
     @abstractmethod
-    def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
+    def qkv(self, h: str, x: Value, norms: To = ()) -> Value:
         """Compute queries, keys and values, with RoPE applied if the architecture has it.
 
-        rope: the name of this layer's RoPE frequencies, or "". norms: the weights of the norms of
-        the heads of q and of k, which precede RoPE; () if the architecture has no such norms.
+        norms: the weights of the norms of the heads of q and of k, which precede RoPE; () if the
+        architecture has no such norms.
         """
 
-    def queries(self, h: str, x: Value, rope: str, norm: str) -> Value:
+    def queries(self, h: str, x: Value, norm: str) -> Value:
         """Compute queries, with a norm of heads and RoPE, in a layer without keys and values."""
         y = self.product(f"{h}queries", x, f"{h}w_q", f"{h}b_q", to=self.to_rope)
-        inputs = (y, "positions", rope, norm, norm)
+        inputs = (y, "positions", self.c.frequencies_of(h), norm, norm)
         options = {**self.c.heads, "eps": self.c.scales.eps}
         return self.do(f"{h}q_rope", "qk_norm_rope", inputs, into=y, **options, queries=True)
 
-    def turned(self, h: str, qkv: Value, rope: str, norms: To = ()) -> Value:
+    def turned(self, h: str, qkv: Value, norms: To) -> Value:
         """Apply RoPE in place to rows [Q | K | V]; first the norms of q and k heads, if `norms`."""
-        inputs = (qkv, "positions", rope, *norms)
         if norms:
+            inputs = (qkv, "positions", self.c.frequencies_of(h), *norms)
             options = {**self.c.heads, **self.c.head_norms}
             return self.do(f"{h}rope", "qk_norm_rope", inputs, into=qkv, **options)
-        op, inputs = self.c.step_of_rope(qkv, rope)
+        op, inputs = self.c.step_of_rope(h, qkv)
         return self.do(f"{h}rope", op, inputs, into=qkv, **self.c.turn)
 
     @abstractmethod
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         """Compute attention of each query over the keys up to its position."""
+
+    def _append(self, h: str, qkv: Value) -> None:
+        """Write keys and values to the kv_cache, unless the layer reads an earlier layer's."""
+        if h not in self.c.readers:
+            self.do(f"{h}kv", "kv_append", (qkv, f"{h}k", f"{h}v", "row", "positions"), **self.kv)
+
+    def _over_cache(self, name: str, h: str, qkv: Value) -> Value:
+        """Compute attention of packed rows over the kv_cache."""
+        options = {"n_head": self.c.n_head, "longest": self.longest, **self.c.scores(h)}
+        inputs = (qkv, f"{h}k", f"{h}v", "cu_seqlens", "start")
+        op = "attention_queries" if h in self.c.readers else "attention_packed"
+        return self.do(name, op, inputs, **options, **self.kv)
 
     def gate_of_heads(self, h: str, x: Value) -> Value:
         """Compute the gate of attention's result, in the format of this result."""
@@ -167,10 +181,11 @@ class Pass(ABC):
         """Compute a gated delta net with its norm, without the output projection."""
         y = self.product(f"{h}in", x, f"{h}w_in")
         rows = y, self.product(f"{h}ba", x, f"{h}w_ba")
-        states, options = (f"{h}state", f"{h}recent"), dict(self.c.heads_of_delta)
+        states, of = (f"{h}state", f"{h}recent"), self.c.delta_nets
+        options: dict[str, Any] = {"n_k_head": of.n_k_head, "k_size": of.k_size}
         inputs = (*rows, f"{h}conv", f"{h}rate", f"{h}dt_bias", "row", self.spans, *states)
         mixed = self.do(f"{h}mixed", "delta_inputs", inputs, **options)
-        options |= {**({"tiled": True} if self.c.delta_nets.tiled else {}), **self.of_steps}
+        options |= {**({"tiled": True} if of.tiled else {}), **self.of_steps}
         pool = () if self.of_steps else (f"{h}pool", "saved")
         inputs = (*rows, mixed, f"{h}conv", self.spans, *states, *pool)
         o = self.do(f"{h}delta", "delta_rule", inputs, **options)

@@ -84,45 +84,39 @@ class PrefillPass(Pass):
     """Prefill in float32, with kernels for many rows; base class of the other prefill passes."""
 
     bounds: Mapping[str, float] = {}
+    dtype = "float32"  # dtype of activations
+    of_layernorm: Mapping[str, Any] = {"variant": 6, "stats": False}
     of_stream: Mapping[str, Any] = {"variant": "stream"}
 
     def __init__(self, do: Executor, settings: PassSettings, shape: Prefill) -> None:
         self.do, self.c, self.shape = do, settings, shape
-        self.kv = cache_option(shape.fp8_cache)
+        self.longest, self.kv = shape.longest, cache_option(shape.fp8_cache)
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
+        how: dict[str, Any] = {"eps": self.c.scales.eps, **self._operand(name, to)}
         if beta:
-            how: dict[str, Any] = {"eps": self.c.scales.eps, "variant": 6, "stats": False}
-            return self.do(name, "layernorm", (x, gamma, beta), **how)
-        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.scales.eps, **self.of_stream)
+            return self.do(name, "layernorm", (x, gamma, beta), **self.of_layernorm, **how)
+        return self.do(name, "rmsnorm", (x, gamma), **self.of_stream, **how)
+
+    def _operand(self, name: str, to: To) -> dict[str, Any]:
+        """Return the options that set the format of a result that products with `to` read."""
+        return {}
 
     def _product(self, p: Product) -> Value:
         inputs = (p.a, p.w, p.bias, "", "", p.residual)
         return self.do(p.result, "linear", inputs, into=p.residual, variant="tiles", **p.options)
 
-    def qkv(self, h: str, x: Value, rope: str = "", norms: To = ()) -> Value:
-        to = ("rope" if rope else "attention",)
+    def qkv(self, h: str, x: Value, norms: To = ()) -> Value:
+        to = ("rope" if self.c.rope else "attention",)
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=to)
-        if not rope:
-            return y
-        return self.turned(h, y, rope, norms)
+        return self.turned(h, y, norms) if self.c.rope else y
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         self._append(h, qkv)
         return self._over_cache(f"{h}attn", h, qkv)
 
-    def _append(self, h: str, qkv: Value) -> None:
-        if h not in self.c.readers:
-            self.do(f"{h}kv", "kv_append", (qkv, f"{h}k", f"{h}v", "row", "positions"), **self.kv)
-
-    def _over_cache(self, name: str, h: str, qkv: Value) -> Value:
-        options = {"n_head": self.c.n_head, "longest": self.shape.longest, **self.c.scores(h)}
-        inputs = (qkv, f"{h}k", f"{h}v", "cu_seqlens", "start")
-        op = "attention_queries" if h in self.c.readers else "attention_packed"
-        return self.do(name, op, inputs, **options, **self.kv)
-
     def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
-        return self._short_conv(h, bcx, dtype="float32")
+        return self._short_conv(h, bcx, dtype=self.dtype)
 
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate", to=("silu_mul",))
@@ -155,14 +149,13 @@ class PrefillPass(Pass):
 
     def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
         """Return a pass for the remaining steps, then each sequence's last row of x and of y."""
-        o = self._with_layers(TilesOfLastRows(self))
-        return o, self._last("last.x", x), Rows(self._last("last.attn", y))
-
-    def _with_layers(self, o: DecodePass) -> DecodePass:
-        """Return `o`, with the rows of layers' embeddings of each sequence's last token."""
+        kind = self.shape.products
+        o = TilesOfLastRows(self) if kind == "float32" else LastRows(self)
         if self.c.layers:
             o.layers = self._last("last.layers", self.layers)
-        return o
+        x = self._last("last.x", x)
+        y = self._last("last.attn", y, joined=kind == "hi_lo")
+        return o, x, Rows(y, narrow=kind in ("16_bits", "fp8"))
 
     def _last(self, name: str, x: Value, joined: bool = False) -> Value:
         """Return each sequence's last row of x. joined: convert hi/lo rows to float32."""
@@ -174,16 +167,12 @@ class PrefillPass(Pass):
 class TensorCorePass(PrefillPass):
     """Prefill with operands in float16 or bfloat16, to which FP8 weights are converted."""
 
+    of_layernorm: Mapping[str, Any] = {"variant": "narrow"}
+
     def __init__(self, do: Executor, settings: PassSettings, shape: Prefill, dtype: str) -> None:
         super().__init__(do, settings, shape)
         self.dtype = dtype
         self.wide = ("", "wide", "stream_k_workspace") if shape.products == "fp8" else ()
-
-    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
-        how: dict[str, Any] = {"eps": self.c.scales.eps, **self._operand(name, to)}
-        if beta:
-            return self.do(name, "layernorm", (x, gamma, beta), variant="narrow", **how)
-        return self.do(name, "rmsnorm", (x, gamma), **self.of_stream, **how)
 
     def operand(self, name: str, x: Value, to: To) -> Value:
         return self.do(name, "operand", (x,), dtype=self.dtype)
@@ -219,17 +208,8 @@ class TensorCorePass(PrefillPass):
 
         cache: the kv_cache arrays to which K and V are also written, their rows and positions.
         """
-        options = {**self.c.heads, **self.c.scores(h), "causal": True}
-        return self.do(
-            f"{h}attn",
-            "attention_varlen",
-            (qkv, "cu_seqlens", *cache),
-            max_seqlen=self.shape.longest,
-            **options,
-        )
-
-    def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
-        return self._short_conv(h, bcx, dtype=self.dtype)
+        options = {**self.c.heads, **self.c.scores(h), "causal": True, "max_seqlen": self.longest}
+        return self.do(f"{h}attn", "attention_varlen", (qkv, "cu_seqlens", *cache), **options)
 
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         biases = (f"{h}b_gate", f"{h}b_up")
@@ -240,13 +220,6 @@ class TensorCorePass(PrefillPass):
 
     def head(self, name: str, hidden: Value) -> Value:
         return self.do(name, "gemm", (hidden, "head", "head_bias", "", *self.wide), dtype="float32")
-
-    def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
-        return (
-            self._with_layers(LastRows(self)),
-            self._last("last.x", x),
-            Rows(self._last("last.attn", y), narrow=True),
-        )
 
 
 class HiLoPass(TensorCorePass):
@@ -285,11 +258,9 @@ class HiLoPass(TensorCorePass):
         return self.do(hi_lo_of(name), "hi_lo", (y,)) if self._reads_hi_lo(to) else y
 
     def _product(self, p: Product) -> Value:
-        operand: dict[str, Any] = {}
-        if p.residual is None:  # [Q | K | V] stays float32 if the prompt is continued
-            operand = self._operand(p.result, () if self.shape.continued and not p.gelu else p.to)
-        inputs = (p.a, hi_lo_of(p.w), p.bias, p.residual)
-        return self.do(p.result, "gemm", inputs, into=p.residual, **p.options, **operand)
+        # [Q | K | V] stays float32 if the prompt is continued.
+        to = () if self.shape.continued and not p.gelu else p.to
+        return super()._product(p._replace(w=hi_lo_of(p.w), to=to))
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         if self.shape.continued:  # attention over a kv_cache computes in float32
@@ -309,10 +280,6 @@ class HiLoPass(TensorCorePass):
 
     def head(self, name: str, hidden: Value) -> Value:
         return super().head(name, self.do(hi_lo_of(name), "hi_lo", (hidden,)))
-
-    def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
-        x = self._last("last.x", x)
-        return self._with_layers(LastRows(self)), x, Rows(self._last("last.attn", y, joined=True))
 
 
 class LastRows(DecodePass):

@@ -88,15 +88,14 @@ class ModelShard:
         heads of different sizes.
         """
         c, shapes = self.config, self.config.block_shapes()
-        n_kv_head = c.kv_width // c.head_size
-        if c.FROM_CACHE or self.hi_lo or c.n_head % self.count or n_kv_head % self.count:
+        if c.FROM_CACHE or self.hi_lo or c.n_head % self.count or c.n_kv_head % self.count:
             return False
         if self.dtype == FILE and (c.kv_width // self.count) % BORDER_OF_BLOCKS:
             return False
         if "gamma_q" not in shapes:
             return True
         of_q, of_k = shapes["gamma_q"], shapes["gamma_k"]
-        return not normed_together(of_q, of_k, c.n_head, n_kv_head, c.head_size)
+        return not normed_together(of_q, of_k, c.n_head, c.n_kv_head, c.head_size)
 
     @cached_property
     def divides_channels(self) -> bool:
@@ -108,7 +107,7 @@ class ModelShard:
     def heads(self) -> dict[str, Any]:
         """The numbers of heads of this GPU: n_head and n_kv_head."""
         c, by = self.config, self.count if self.divides_heads else 1
-        return {"n_head": c.n_head // by, "n_kv_head": c.kv_width // c.head_size // by}
+        return {"n_head": c.n_head // by, "n_kv_head": c.n_kv_head // by}
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
@@ -259,6 +258,7 @@ def matrix_of(name: str) -> str:
     return _plain(name).rpartition(".")[2]
 
 
+@dataclass(eq=False)
 class Columns:
     """This GPU's columns of a result. They are gathered before the first step that reads it whole.
 
@@ -270,18 +270,13 @@ class Columns:
     None before the all-gather.
     """
 
-    def __init__(
-        self,
-        value: Value,
-        N: int,
-        first: int,
-        step: Step,
-        stream: Value = None,
-        into: Value = None,
-    ) -> None:
-        self.value, self.N, self.first, self.step = value, N, first, step
-        self.stream, self.into = stream, into
-        self.whole: Value = None
+    value: Value
+    N: int
+    first: int
+    step: Step
+    stream: Value = None
+    into: Value = None
+    whole: Value = None
 
 
 class Divided(Executor):
@@ -323,7 +318,7 @@ class Divided(Executor):
         added = inputs[residual] if len(inputs) > residual else None
         if len(inputs) > residual:
             inputs[residual] = ""
-        if not self._is_given(added):
+        if isinstance(added, str) and not self.has(added):
             added = None
         dtype = "float32" if added is not None and step.op == "gemm" else step.dtype
         first, into = self._shard.first(step.inputs[weights]), self.whole(into)
@@ -354,9 +349,6 @@ class Divided(Executor):
         """Gather columns that a kernel has already sent, unless they are `but`."""
         if self._sent is not None and self._sent is not but:
             self.whole(self._sent)
-
-    def _is_given(self, value: Value) -> bool:
-        return value is not None and (not isinstance(value, str) or self.has(value))
 
     def _is_unsent(self, value: Value) -> bool:
         return isinstance(value, Columns) and value.whole is None and value is not self._sent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +11,6 @@ from gpt2block.models.config import ModelConfig
 
 Value = Any  # the result of a step, whose type differs between NumPy and CUDA
 To = tuple[str, ...]
-RowNorms = Callable[[str, str], np.ndarray]
 
 
 class Architecture(Protocol):
@@ -30,21 +29,6 @@ class Architecture(Protocol):
 
     def constants(self, config: Any, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return {name: tensor} of tensors computed from the config and the model's vectors."""
-
-    def operand_bounds(
-        self, config: Any, largest: Mapping[str, float], norms: RowNorms
-    ) -> dict[str, float]:
-        """Return {name: upper bound of the magnitudes} of matrix products' operands.
-
-        Products with hi/lo or FP8 weights need the bounds, which cover the layers' operands and
-        intermediates and the final norm, for all tokens.
-
-        largest: the largest magnitude of every tensor. norms(w, gamma): upper bounds of the
-        Euclidean norms of w's rows (N, K), each column multiplied by its gamma, or by 1 for "".
-        """
-
-    def stream_bounds(self, config: Any, largest: Mapping[str, float]) -> Iterator[float]:
-        """Yield upper bounds of the residual stream after the embedding and each block."""
 
     def attention(self, o: Any, h: str, x: Value) -> Value:
         """Compute the first half of a block: attention without the output projection."""

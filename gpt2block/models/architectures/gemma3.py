@@ -11,15 +11,15 @@ Source: Gemma Team, "Gemma 3 Technical Report" (2025), and Gemma3 in `transforme
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from gpt2block.checks import FLOATS, check_choice, check_number, set_fields
-from gpt2block.models.architectures import qwen3
-from gpt2block.models.architectures.architecture import RowNorms, To, Value
+from gpt2block.models.architectures import llama, qwen3
+from gpt2block.models.architectures.architecture import To, Value
 from gpt2block.models.config import ModelConfig, Scales, Settings, Shapes
 from gpt2block.models.config.llama import LlamaConfig, PartlyWindowedConfig
 
@@ -142,49 +142,29 @@ def _of(gamma: str) -> str:
 
 def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with norms of q and k before RoPE."""
-    y = o.norm(f"{h}rms1", x, _of(f"{h}gamma1"), to=(f"{h}w_qkv",))
-    norms = _of(f"{h}gamma_q"), _of(f"{h}gamma_k")
-    y = o.qkv(h, y, rope=o.c.frequencies_of(h), norms=norms)
-    return o.attend(h, y, to=(f"{h}w_o",))
+    return llama.attention(o, h, x, _of("gamma1"), (_of("gamma_q"), _of("gamma_k")))
+
+
+def before_last_norm(
+    o: Any, h: str, x: Value, y: Value, of: Callable[[str], str]
+) -> tuple[Value, Value]:
+    """Return x1 = x + norm(projected attention), and ffn(norm(x1)).
+
+    of: returns the name of the tensor by which a norm with these weights multiplies.
+    """
+    y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
+    x = o.add_norm(f"{h}x1", x, y, of(f"{h}gamma_attn"))
+    y = o.norm(f"{h}rms2", x, of(f"{h}gamma2"), to=(f"{h}w_gate", f"{h}w_up"))
+    y = o.gated(h, y, to=(f"{h}w_down",))
+    return x, o.product(f"{h}down", y, f"{h}w_down")
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     """Compute x1 = x + norm(projected attention); return the output x1 + norm(ffn(norm(x1)))."""
-    y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
-    x = o.add_norm(f"{h}x1", x, y, _of(f"{h}gamma_attn"))
-    y = o.norm(f"{h}rms2", x, _of(f"{h}gamma2"), to=(f"{h}w_gate", f"{h}w_up"))
-    y = o.gated(h, y, to=(f"{h}w_down",))
-    y = o.product(f"{h}down", y, f"{h}w_down")
+    x, y = before_last_norm(o, h, x, y, _of)
     return o.add_norm(f"{h}output", x, y, _of(f"{h}gamma_ff"))
 
 
 def final(o: Any, x: Value, to: To = ()) -> Value:
     """Return the final norm of x, from which the logits are computed."""
     return o.norm("rms_f", x, _of("gamma_f"), to=to)
-
-
-def factors(largest: Mapping[str, float]) -> dict[str, float]:
-    """Return {name: largest magnitude} with the factors 1 + w for the weights w of all norms."""
-    kinds = {name: name.rpartition(".")[2] for name in largest}
-    return {name: value + kinds[name].startswith("gamma") for name, value in largest.items()}
-
-
-def stream_bounds(config: Gemma3Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds, for any input, of the residual stream after the embedding and each block.
-
-    The C values of an RMSNorm are at most sqrt(C) times its largest weight.
-    """
-    stream = largest["wte"] * config.scales.embedding
-    yield stream
-    for h in (f"h.{layer}." for layer in range(config.n_layer)):
-        added = largest[f"{h}gamma_attn"] + largest[f"{h}gamma_ff"] + 2
-        stream += math.sqrt(config.n_embd) * added
-        yield stream
-
-
-def operand_bounds(
-    config: LlamaConfig, largest: Mapping[str, float], norms: RowNorms
-) -> dict[str, float]:
-    """Bound operands as Qwen3 does. |W (1+w)| <= |W| + |W w| for a matrix row W, norm weights w."""
-    wide = factors(largest)
-    return qwen3.operand_bounds(config, wide, lambda w, gamma: norms(w, "") + norms(w, gamma))

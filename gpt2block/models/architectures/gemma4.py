@@ -12,7 +12,7 @@ Source: Gemma4 in `transformers`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import FLOATS, check_count, check_integer, check_number, set_fields
 from gpt2block.errors import CheckpointError, InputError, shown
-from gpt2block.models.architectures import gemma3, llama
-from gpt2block.models.architectures.architecture import RowNorms, Value
+from gpt2block.models.architectures import gemma3, llama, qwen3
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.architectures.gemma3 import CAP, SCALE, Gemma3Config
 from gpt2block.models.config import LayerCache, LayerEmbeddings, ModelConfig, Settings, Shapes
 from gpt2block.models.config.llama import KINDS, PartlyWindowedConfig, RopeScaling, rope_objects
@@ -312,23 +312,16 @@ def constants(config: Gemma4Config, vectors: Mapping[str, np.ndarray]) -> dict[s
 
 def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, over the layer's own keys or an earlier layer's."""
-    shared = h in o.c.readers
-    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_q" if shared else f"{h}w_qkv",))
-    if shared:
-        y = o.queries(h, y, o.c.frequencies_of(h), f"{h}gamma_q")
-    else:
-        y = o.qkv(h, y, rope=o.c.frequencies_of(h), norms=(f"{h}gamma_q", f"{h}gamma_k"))
-    return o.attend(h, y, to=(f"{h}w_o",))
+    if h not in o.c.readers:
+        return qwen3.attention(o, h, x)
+    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_q",))
+    return o.attend(h, o.queries(h, y, f"{h}gamma_q"), to=(f"{h}w_o",))
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     """Compute the block's output from x and from attention; each of three sums has a norm."""
     scalar = f"{h}layer_scalar"
-    y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
-    x = o.add_norm(f"{h}x1", x, y, f"{h}gamma_attn")
-    y = o.norm(f"{h}rms2", x, f"{h}gamma2", to=(f"{h}w_gate", f"{h}w_up"))
-    y = o.gated(h, y, to=(f"{h}w_down",))
-    y = o.product(f"{h}down", y, f"{h}w_down")
+    x, y = gemma3.before_last_norm(o, h, x, y, str)
     if not o.c.layers:
         return o.add_norm(f"{h}output", x, y, f"{h}gamma_ff", scalar)
     x = o.add_norm(f"{h}x2", x, y, f"{h}gamma_ff")
@@ -337,48 +330,3 @@ def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     y = o.operand(f"{h}layer_ff_in", o.gated_by_layer(h, y), to=(f"{h}w_layer",))
     y = o.product(f"{h}layer_proj", y, f"{h}w_layer")
     return o.add_norm(f"{h}output", x, y, f"{h}gamma_layer", scalar)
-
-
-def stream_bounds(config: Gemma4Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds, for any input, of the residual stream after the embedding and each block.
-
-    The C values of an RMSNorm are at most sqrt(C) times its largest weight.
-    """
-    stream, names = largest["wte"] * config.scales.embedding, ("attn", "ff", "layer")
-    yield stream
-    for h in (f"h.{layer}." for layer in range(config.n_layer)):
-        added = sum(largest.get(f"{h}gamma_{name}", 0.0) for name in names)
-        stream = (stream + math.sqrt(config.n_embd) * added) * largest[f"{h}layer_scalar"]
-        yield stream
-
-
-def operand_bounds(
-    config: Gemma4Config, largest: Mapping[str, float], norms: RowNorms
-) -> dict[str, float]:
-    """Bound operands as Llama and Qwen3 do; the residual stream is an operand after norms, too."""
-    root = math.sqrt(config.n_embd)
-    bounds = {"rms_f": root * largest["gamma_f"]}
-    for layer, stream in enumerate([*stream_bounds(config, largest)][:-1]):
-        h, shapes = f"h.{layer}.", config.shapes_of(layer)
-
-        def product(n: int, name: str, h: str = h) -> np.ndarray:
-            sums = root * norms(f"{h}w_{name}", f"{h}gamma{n}")
-            return np.asarray(sums + largest.get(f"{h}b_{name}", 0.0))
-
-        gammas = [largest[f"{h}{name}"] for name in ("gamma_q", "gamma_k") if name in shapes]
-        heads = math.sqrt(config.head_size_of(layer)) * max(1.0, *gammas)
-        shared = "w_q" in shapes
-        qkv = float(product(1, "q" if shared else "qkv").max())
-        gate, up = product(2, "gate"), product(2, "up")
-        bounds |= {f"{h}rms{n}": root * largest[f"{h}gamma{n}"] for n in (1, 2)}
-        # The bound of queries is a bound of the means of values, too: these have norms.
-        bounds |= {f"{h}{'q_rope' if shared else 'rope'}": max(heads, qkv)}
-        bounds[f"{h}gate"] = float(gate.max())
-        bounds |= {f"{h}up": float(up.max()), f"{h}ff": float((gate * up).max())}
-        if (P := config.layer_embeddings) is None:
-            continue
-        x2 = stream + root * (largest[f"{h}gamma_attn"] + largest[f"{h}gamma_ff"])
-        row = math.sqrt(P.width / 2) * largest["gamma_layers"] + P.factor * largest["layer_table"]
-        gated = root * x2 * float(norms(f"{h}w_layer_gate", "").max()) * row
-        bounds |= {f"{h}layer_in": x2, f"{h}layer_ff_in": gated}
-    return bounds

@@ -1,4 +1,4 @@
-"""GPT-2: its forward pass, names of its tensors, and upper bounds of its activations.
+"""GPT-2: its forward pass, and names of its tensors.
 
 Rows of several sequences are packed into one matrix (N, C); only attention, the embedding and the
 kv_cache distinguish sequences. Names of layers begin with "h.0.", "h.1." and so on.
@@ -7,13 +7,12 @@ Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from gpt2block.models.architectures.architecture import RowNorms, Value
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import GPT2Config, ModelConfig
 
 CONFIG: type[ModelConfig] = GPT2Config
@@ -56,48 +55,3 @@ def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
 def constants(config: GPT2Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {}: no tensor of GPT-2 is computed from the config."""
     return {}
-
-
-def operand_bounds(
-    config: GPT2Config, largest: Mapping[str, float], norms: RowNorms
-) -> dict[str, float]:
-    """Return {name: upper bound of the magnitudes} of the operands of each layer's products.
-
-    If `largest` has infinity or NaN, so have the bounds. The C values of a LayerNorm
-    before γ and β have variance 1, so each is at most sqrt(C), and so is their Euclidean norm.
-    Their product with a row of weights, times γ, is at most sqrt(C) times the row's norm. The same
-    limit holds for the product of C ones with the row, times β. GELU increases no magnitude.
-    """
-    root = math.sqrt(config.n_embd)
-    bounds = {"ln_f": root * largest["gamma_f"] + largest["beta_f"]}
-    for n in range(config.n_layer):
-        h = f"h.{n}."
-        for norm, result, name in (("1", "qkv", "qkv"), ("2", "gelu", "fc")):
-            gamma, beta = f"{h}gamma{norm}", f"{h}beta{norm}"
-            bounds[f"{h}ln{norm}"] = root * largest[gamma] + largest[beta]
-            rows = norms(f"{h}w_{name}", gamma) + norms(f"{h}w_{name}", beta)
-            bounds[h + result] = root * float(rows.max()) + largest[f"{h}b_{name}"]
-    return bounds
-
-
-def stream_bounds(config: GPT2Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds, for any input, of the residual stream after the embedding and each block.
-
-    A LayerNorm's C values of variance 1 are at most sqrt(C), attention computes weighted means of
-    rows of v, GELU increases no magnitude, and a product of K inputs is at most K times the largest
-    input times the largest weight. The bundled model's bound is 6e6; the limit is 6e17.
-    """
-    C = config.n_embd
-
-    def product(a: float, K: int, layer: str, name: str) -> float:
-        return a * K * largest[f"{layer}w_{name}"] + largest[f"{layer}b_{name}"]
-
-    stream = largest["wte"] + largest["wpe"]
-    yield stream
-    for layer in (f"h.{n}." for n in range(config.n_layer)):
-        norm1, norm2 = (
-            math.sqrt(C) * largest[f"{layer}gamma{n}"] + largest[f"{layer}beta{n}"] for n in "12"
-        )
-        v, ff = product(norm1, C, layer, "qkv"), product(norm2, C, layer, "fc")
-        stream += product(v, C, layer, "attn") + product(ff, 4 * C, layer, "proj")
-        yield stream

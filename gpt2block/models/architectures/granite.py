@@ -11,7 +11,7 @@ Source: Granite Team, "Granite 3.0 Language Models" (2024), and Granite in `tran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from gpt2block.checks import check_number, set_fields
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import RowNorms, To, Value
+from gpt2block.models.architectures.architecture import To, Value
 from gpt2block.models.config import ModelConfig, Scales
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -79,17 +79,3 @@ def constants(config: GraniteConfig, vectors: Mapping[str, np.ndarray]) -> dict[
 def final(o: Any, x: Value, to: To = ()) -> Value:
     """Return the final norm of x; divided by logits_scaling if `to` names products that read it."""
     return o.norm("rms_f", x, "gamma_logits" if to else "gamma_f", to=to)
-
-
-def operand_bounds(
-    config: GraniteConfig, largest: Mapping[str, float], norms: RowNorms
-) -> dict[str, float]:
-    """Bound operands as Llama does; "rms_f" is the larger bound with gamma_f or gamma_logits."""
-    bounds = llama.operand_bounds(config, largest, norms)
-    return bounds | {"rms_f": bounds["rms_f"] * max(1.0, 1 / config.logits_scaling)}
-
-
-def stream_bounds(config: GraniteConfig, largest: Mapping[str, float]) -> Iterator[float]:
-    """Bound the residual stream as Llama does, with wte multiplied by the embedding factor."""
-    rows = largest["wte"] * config.scales.embedding
-    return llama.stream_bounds(config, {**largest, "wte": rows})

@@ -65,5 +65,4 @@ NAMES: Mapping[str, tuple[str, str]] = {
 GGUF, GGUF_ROPE_INTERLEAVED = granite.GGUF, granite.GGUF_ROPE_INTERLEAVED
 
 attention, feed_forward, final = granite.attention, granite.feed_forward, granite.final
-constants, stream_bounds = granite.constants, granite.stream_bounds
-operand_bounds = granite.operand_bounds
+constants = granite.constants

@@ -9,17 +9,14 @@ and Lfm2 in `transformers`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
-
-import numpy as np
 
 from gpt2block.checks import check_count, check_number, set_fields
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.models.architectures import llama, qwen3
-from gpt2block.models.architectures.architecture import RowNorms, Value
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import (
     ALL_LIMITS,
     CONV_LAYERS,
@@ -30,7 +27,6 @@ from gpt2block.models.config import (
     Shapes,
     agreed,
     check_settings,
-    names_of,
 )
 from gpt2block.models.config.llama import LlamaConfig, are_of_type, set_layers
 
@@ -175,34 +171,3 @@ def attention(o: Any, h: str, x: Value) -> Value:
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     """Compute a block's second half as Llama does; w_out projects the result of a convolution."""
     return llama.feed_forward(o, h, x, y, out="out" if o.c.has_conv(h) else "o")
-
-
-def stream_bounds(config: Lfm2Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of the residual stream as Llama does.
-
-    A convolution layer adds y · w_out, where y = C · (taps ∗ (B · x)), and each of B, C and x is a
-    product of w_in with normalized rows, as in Llama's bounds.
-    """
-    n, added = config.n_embd, dict[str, float]()
-    for h in names_of(config.conv_layers):
-        bcx = n * largest[f"{h}gamma1"] * largest[f"{h}w_in"] + largest.get(f"{h}b_in", 0.0)
-        sums = config.conv_length * largest[f"{h}taps"] * bcx**2 + largest.get(f"{h}b_taps", 0.0)
-        rows = n * bcx * sums * largest[f"{h}w_out"] + largest.get(f"{h}b_out", 0.0)
-        added |= {f"{h}w_qkv": 0.0, f"{h}w_o": 0.0, f"{h}b_o": rows}
-    return llama.stream_bounds(config, {**largest, **added})
-
-
-def operand_bounds(
-    config: Lfm2Config, largest: Mapping[str, float], norms: RowNorms
-) -> dict[str, float]:
-    """Bound operands as Qwen3 does, and the result y of each convolution channel by channel."""
-    convs = names_of(config.conv_layers)
-    bounds = qwen3.operand_bounds(config, *qwen3.with_w_in(convs, largest, norms))
-    for h in convs:
-        del bounds[f"{h}rope"]
-        bounds[f"{h}rms_in"] = bounds.pop(f"{h}rms1")
-        rows = math.sqrt(config.n_embd) * norms(f"{h}w_in", f"{h}gamma1")
-        b, c, x = np.resize(rows + largest.get(f"{h}b_in", 0.0), (3, len(rows) // 3 or 1))
-        sums = config.conv_length * largest[f"{h}taps"] * b * x + largest.get(f"{h}b_taps", 0.0)
-        bounds[f"{h}conv"] = float((c * sums).max())
-    return bounds

@@ -1,4 +1,4 @@
-"""Llama: its forward pass, names of its tensors, and upper bounds of its activations.
+"""Llama: its forward pass, and names of its tensors.
 
 Q, K and V of a token are one row [Q | K | V]; with grouped queries, K and V have fewer heads than
 Q. The tensor "frequencies" has the radians per position by which RoPE rotates each pair of
@@ -8,13 +8,12 @@ Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from gpt2block.models.architectures.architecture import RowNorms, Value
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -34,10 +33,15 @@ NAMES: Mapping[str, tuple[str, str]] = {
 GGUF, GGUF_ROPE_INTERLEAVED = "llama", True
 
 
-def attention(o: Any, h: str, x: Value) -> Value:
-    """Compute a block's first half, attention, with RoPE applied to q and k."""
-    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
-    y = o.qkv(h, y, rope="frequencies")
+def attention(
+    o: Any, h: str, x: Value, gamma: str = "gamma1", norms: tuple[str, ...] = ()
+) -> Value:
+    """Compute a block's first half, attention, with RoPE applied to q and k.
+
+    gamma: the name of the norm's weights. norms: names of the weights of norms of q and of k.
+    """
+    y = o.norm(f"{h}rms1", x, f"{h}{gamma}", to=(f"{h}w_qkv",))
+    y = o.qkv(h, y, tuple(f"{h}{name}" for name in norms))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
@@ -63,54 +67,3 @@ def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
 def constants(config: LlamaConfig, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor} of tensors computed from the config: the RoPE frequencies."""
     return {"frequencies": config.frequencies()}
-
-
-def stream_bounds(config: LlamaConfig, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of magnitudes in the residual stream, after the embedding and each block.
-
-    A bound holds for every element and any input; `largest` has the largest magnitudes of tensors.
-
-    A row of an RMSNorm has a Euclidean norm of at most sqrt(C) times the largest γ, so its product
-    with K = C weights is at most C times the largest γ times the largest weight of the matrix.
-    Attention computes weighted means of rows of v, RoPE rotates pairs of q and k only, and SiLU
-    increases no magnitude.
-    """
-    C = config.n_embd
-
-    def normed(h: str, n: int, name: str) -> float:
-        product = C * largest[f"{h}gamma{n}"] * largest[f"{h}w_{name}"]
-        return product + largest.get(f"{h}b_{name}", 0.0)
-
-    stream = largest["wte"]
-    yield stream
-    for h in (f"h.{layer}." for layer in range(config.n_layer)):
-        v, ff = normed(h, 1, "qkv"), normed(h, 2, "gate") * normed(h, 2, "up")
-        stream += v * config.q_width * largest[f"{h}w_o"] + largest.get(f"{h}b_o", 0.0)
-        stream += ff * config.n_ff * largest[f"{h}w_down"] + largest.get(f"{h}b_down", 0.0)
-        yield stream
-
-
-def operand_bounds(
-    config: LlamaConfig, largest: Mapping[str, float], norms: RowNorms
-) -> dict[str, float]:
-    """Return {name: upper bound of the magnitudes} of each layer's operands and intermediates.
-
-    A row of an RMSNorm before γ has a Euclidean norm of at most sqrt(C), so its product with a row
-    of weights, times γ, is at most sqrt(C) times the row's norm. RoPE rotates pairs, attention
-    computes weighted means, and SiLU increases no magnitude: the sums of gate and up are multiplied
-    channel by channel, which is why `norms` returns a number for each channel.
-    """
-    root, turned = math.sqrt(config.n_embd), math.sqrt(2) * max(1.0, config.scales.rope)
-    bounds = {"rms_f": root * largest["gamma_f"]}
-    for h in (f"h.{layer}." for layer in range(config.n_layer)):
-
-        def product(n: int, name: str, h: str = h) -> np.ndarray:
-            sums = root * norms(f"{h}w_{name}", f"{h}gamma{n}")
-            return np.asarray(sums + largest.get(f"{h}b_{name}", 0.0))
-
-        gate, up = product(2, "gate"), product(2, "up")
-        bounds |= {f"{h}rms{n}": root * largest[f"{h}gamma{n}"] for n in (1, 2)}
-        bounds[f"{h}rope"] = turned * float(product(1, "qkv").max())
-        bounds |= {f"{h}gate": float(gate.max()), f"{h}up": float(up.max())}
-        bounds[f"{h}ff"] = float((gate * up).max())
-    return bounds

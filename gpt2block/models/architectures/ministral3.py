@@ -8,7 +8,6 @@ that can read images have the same text model in `text_config`. Source: Mistral 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +15,6 @@ from typing import Any, ClassVar
 from gpt2block.checks import check_number, set_fields
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import RowNorms
 from gpt2block.models.config import ModelConfig, Scales, agreed
 from gpt2block.models.config.llama import WindowedConfig, rope_objects
 
@@ -73,14 +71,4 @@ NAMES = llama.NAMES
 GGUF, GGUF_ROPE_INTERLEAVED = "mistral3", True
 
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
-constants, stream_bounds = llama.constants, llama.stream_bounds
-
-
-def operand_bounds(
-    config: Ministral3Config, largest: Mapping[str, float], norms: RowNorms
-) -> dict[str, float]:
-    """Bound operands as Llama does; queries grow up to the last position."""
-    bounds = llama.operand_bounds(config, largest, norms)
-    beta, span = config.scales.growth or (0.0, 1)
-    most = 1 + beta * math.log1p((config.n_ctx - 1) // span)
-    return {name: bound * (most if name.endswith(".rope") else 1) for name, bound in bounds.items()}
+constants = llama.constants

@@ -36,4 +36,3 @@ GGUF, GGUF_ROPE_INTERLEAVED = llama.GGUF, llama.GGUF_ROPE_INTERLEAVED
 
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants = llama.constants
-stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds

@@ -9,8 +9,7 @@ Source: Karpathy, nanochat (2025), and NanoChat in `transformers`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import check_number, set_fields
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import RowNorms, To, Value
+from gpt2block.models.architectures.architecture import To, Value
 from gpt2block.models.config import Divided, ModelConfig, Scales, Settings, Shapes
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -44,6 +43,7 @@ class NanoChatConfig(LlamaConfig):
         ("hidden_act", ("relu2",), "the feed-forward computes the square of ReLU only"),
         *(each for each in LlamaConfig.SETTINGS if each[0] == "quantization_config"),
     )
+    EMBEDDING_NORM: ClassVar[str] = ONES
     DIVIDED: ClassVar[Divided] = ()  # ReLU squared is not linear: no scaling of weights
 
     logits_cap: float | None = 15.0
@@ -58,11 +58,6 @@ class NanoChatConfig(LlamaConfig):
     def scales(self) -> Scales:
         """Return the scalar factors and limits of a forward pass."""
         return Scales(self.eps, cap=self.logits_cap)
-
-    @property
-    def embedding_norm(self) -> str:
-        """Return the name of the weight of the RMSNorm that follows the embedding."""
-        return ONES
 
     @property
     def qk_norm(self) -> bool:
@@ -108,7 +103,7 @@ def constants(config: NanoChatConfig, vectors: Mapping[str, np.ndarray]) -> dict
 def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with norms and RoPE of q and k."""
     y = o.norm(f"{h}rms1", x, ONES, to=(f"{h}w_qkv",))
-    y = o.qkv(h, y, rope="frequencies", norms=(HEAD_ONES, HEAD_ONES))
+    y = o.qkv(h, y, norms=(HEAD_ONES, HEAD_ONES))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
@@ -125,28 +120,3 @@ def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
 def final(o: Any, x: Value, to: To = ()) -> Value:
     """Return the final norm of x, from which the logits are computed."""
     return o.norm("rms_f", x, ONES, to=to)
-
-
-def stream_bounds(config: NanoChatConfig, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of the residual stream, for any input, after embedding and each block."""
-    C, stream = config.n_embd, math.sqrt(config.n_embd)
-    yield max(stream, largest["wte"])  # the embedding norm's input has values up to largest["wte"]
-    for h in (f"h.{layer}." for layer in range(config.n_layer)):
-        v = C * largest[f"{h}w_qkv"] + largest.get(f"{h}b_qkv", 0.0)
-        ff = (C * largest[f"{h}w_fc"]) ** 2
-        stream += v * config.q_width * largest[f"{h}w_o"] + largest.get(f"{h}b_o", 0.0)
-        stream += ff * config.n_ff * largest[f"{h}w_proj"]
-        yield stream
-
-
-def operand_bounds(
-    config: NanoChatConfig, largest: Mapping[str, float], norms: RowNorms
-) -> dict[str, float]:
-    """Bound operands as Qwen3 does, with norm weights of one."""
-    root, bounds = math.sqrt(config.n_embd), {"rms_f": math.sqrt(config.n_embd)}
-    for h in (f"h.{layer}." for layer in range(config.n_layer)):
-        qkv = root * norms(f"{h}w_qkv", "") + largest.get(f"{h}b_qkv", 0.0)
-        ff = float((root * norms(f"{h}w_fc", "")).max()) ** 2
-        bounds |= {f"{h}rms1": root, f"{h}rms2": root, f"{h}ff2_in": ff}
-        bounds[f"{h}rope"] = max(math.sqrt(2) * float(qkv.max()), math.sqrt(config.head_size))
-    return bounds

@@ -7,15 +7,12 @@ Source: OLMo Team, "2 OLMo 2 Furious" (2024), and Olmo2 in `transformers`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import RowNorms, Value
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import ModelConfig, Shapes
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -48,10 +45,13 @@ NAMES: Mapping[str, tuple[str, str]] = {
 GGUF, GGUF_ROPE_INTERLEAVED = "olmo2", False
 
 
-def attention(o: Any, h: str, x: Value) -> Value:
-    """Compute a block's first half, attention, with norms of q and k before RoPE."""
+def attention(o: Any, h: str, x: Value, end: str = "") -> Value:
+    """Compute a block's first half, attention, with norms of q and k before RoPE.
+
+    end: ends the names of the weights of these norms.
+    """
     y = o.operand(f"{h}attn_in", x, to=(f"{h}w_qkv",))
-    y = o.qkv(h, y, rope="frequencies", norms=(f"{h}gamma_q", f"{h}gamma_k"))
+    y = o.qkv(h, y, norms=(f"{h}gamma_q{end}", f"{h}gamma_k{end}"))
     return o.attend(h, y, to=(f"{h}w_o",))
 
 
@@ -66,53 +66,3 @@ def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
 
 
 final, constants = llama.final, llama.constants
-
-
-def _halves(config: Olmo2Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of the residual stream before each half of a block, and after the last.
-
-    An RMSNorm's C values are at most sqrt(C) before γ, and so is their Euclidean norm.
-    """
-    stream = largest["wte"]
-    for h in (f"h.{layer}." for layer in range(config.n_layer)):
-        for gamma in ("gamma_attn", "gamma_ff"):
-            yield stream
-            stream += math.sqrt(config.n_embd) * largest[h + gamma]
-    yield stream
-
-
-def stream_bounds(config: Olmo2Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of the residual stream, for any input, after embedding and each block."""
-    for n, bound in enumerate(_halves(config, largest)):
-        if n % 2 == 0:
-            yield bound
-
-
-def operand_bounds(
-    config: Olmo2Config, largest: Mapping[str, float], norms: RowNorms
-) -> dict[str, float]:
-    """Return {name: upper bound of the magnitudes} of each layer's operands and intermediates.
-
-    Products read rows of the residual stream; their Euclidean norm is at most the norm of wte's row
-    plus the norms of all rows added. Rows of v have no norm. Rows of q and k are bounded before
-    their norm, too; a pair after norm and RoPE is at most sqrt(channels) times the largest γ.
-    """
-    C, widths = config.n_embd, {"q": config.q_width, "k": config.kv_width}
-    # `stream` includes largest["wte"]; a row of wte has a norm of up to sqrt(C) · largest["wte"].
-    spread = (math.sqrt(C) - 1) * largest["wte"]
-    bounds = {"rms_f": math.sqrt(C) * largest["gamma_f"]}
-    stream = list(_halves(config, largest))
-    for layer in range(config.n_layer):
-        h, (first, second) = f"h.{layer}.", stream[2 * layer : 2 * layer + 2]
-
-        def product(x: float, name: str, h: str = h) -> np.ndarray:
-            sums = (x + spread) * norms(f"{h}w_{name}", "")
-            return np.asarray(sums + largest.get(f"{h}b_{name}", 0.0))
-
-        gate, up = product(second, "gate"), product(second, "up")
-        heads = max(math.sqrt(n) * largest[f"{h}gamma_{name}"] for name, n in widths.items())
-        bounds |= {f"{h}attn_in": first, f"{h}ff_in": second}
-        bounds[f"{h}rope"] = max(math.sqrt(2) * float(product(first, "qkv").max()), heads)
-        bounds |= {f"{h}gate": float(gate.max()), f"{h}up": float(up.max())}
-        bounds[f"{h}ff"] = float((gate * up).max())
-    return bounds

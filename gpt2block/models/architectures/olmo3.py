@@ -14,7 +14,7 @@ import numpy as np
 
 from gpt2block.checks import check_count
 from gpt2block.models.architectures import olmo2
-from gpt2block.models.architectures.architecture import RowNorms, Value
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.config import ModelConfig, Scales
 from gpt2block.models.config.llama import KINDS, PartlyWindowedConfig
@@ -64,15 +64,12 @@ CONFIG: type[ModelConfig] = Olmo3Config
 NAMES = olmo2.NAMES
 GGUF, GGUF_ROPE_INTERLEAVED = olmo2.GGUF, olmo2.GGUF_ROPE_INTERLEAVED
 
-feed_forward, final, stream_bounds = olmo2.feed_forward, olmo2.final, olmo2.stream_bounds
+feed_forward, final = olmo2.feed_forward, olmo2.final
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with norms of q and k before RoPE."""
-    y = o.operand(f"{h}attn_in", x, to=(f"{h}w_qkv",))
-    norms = tuple(f"{h}{name}_yarn" for name in NORMS)
-    y = o.qkv(h, y, rope=o.c.frequencies_of(h), norms=norms)
-    return o.attend(h, y, to=(f"{h}w_o",))
+    return olmo2.attention(o, h, x, "_yarn")
 
 
 def _with_yarn(config: Olmo3Config, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,10 +82,3 @@ def constants(config: Olmo3Config, vectors: Mapping[str, np.ndarray]) -> dict[st
     """Return {name: tensor} of RoPE frequencies, and of norm weights times YaRN's factor."""
     yarn = {f"{name}_yarn": each for name, each in _with_yarn(config, vectors).items()}
     return {**config.layer_frequencies(), **yarn}
-
-
-def operand_bounds(
-    config: Olmo3Config, largest: Mapping[str, float], norms: RowNorms
-) -> dict[str, float]:
-    """Bound operands as OLMo 2 does; YaRN multiplies weights of norms."""
-    return olmo2.operand_bounds(config, {**largest, **_with_yarn(config, largest)}, norms)

@@ -64,4 +64,3 @@ GGUF, GGUF_ROPE_INTERLEAVED = "phi3", False
 
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants = llama.constants
-stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds

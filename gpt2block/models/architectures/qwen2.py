@@ -48,4 +48,3 @@ GGUF, GGUF_ROPE_INTERLEAVED = "qwen2", False
 # Llama's functions compute Qwen2.5's block: a product adds a bias if its matrix has a bias.
 attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final
 constants = llama.constants
-stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds

@@ -6,18 +6,14 @@ Technical Report" (2025), and Qwen3 in `transformers`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import RowNorms, Value
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.architectures.qwen2 import QwenConfig
 from gpt2block.models.config import ModelConfig, Shapes
-from gpt2block.models.config.llama import LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -48,38 +44,8 @@ GGUF, GGUF_ROPE_INTERLEAVED = "qwen3", False
 
 def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with norms of q and k before RoPE."""
-    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
-    y = o.qkv(h, y, rope="frequencies", norms=(f"{h}gamma_q", f"{h}gamma_k"))
-    return o.attend(h, y, to=(f"{h}w_o",))
+    return llama.attention(o, h, x, norms=("gamma_q", "gamma_k"))
 
 
 feed_forward, final = llama.feed_forward, llama.final
-constants, stream_bounds = llama.constants, llama.stream_bounds
-
-
-def operand_bounds(
-    config: LlamaConfig, largest: Mapping[str, float], norms: RowNorms
-) -> dict[str, float]:
-    """Bound operands as Llama does. Bounds of q and k hold before and after their norms.
-
-    A head before γ has a Euclidean norm of at most sqrt(D), so a pair that RoPE rotates has a norm
-    of at most sqrt(D) times the largest γ.
-    """
-    bounds, root = llama.operand_bounds(config, largest, norms), math.sqrt(config.head_size)
-    for h in (f"h.{layer}." for layer in range(config.n_layer)):
-        heads = root * max(largest[f"{h}gamma_q"], largest[f"{h}gamma_k"])
-        bounds[f"{h}rope"] = max(bounds[f"{h}rope"], heads)
-    return bounds
-
-
-def with_w_in(
-    layers: Collection[str], largest: Mapping[str, float], norms: RowNorms
-) -> tuple[dict[str, float], RowNorms]:
-    """Return arguments of `operand_bounds` in which w_in stands for w_qkv in layers without it."""
-
-    def of_first_product(w: str, gamma: str) -> np.ndarray:
-        h, _, name = w.rpartition(".")
-        return norms(f"{h}.w_in" if name == "w_qkv" and f"{h}." in layers else w, gamma)
-
-    no_heads = {f"{h}gamma_{name}": 0.0 for h in layers for name in "qk"}
-    return {**largest, **no_heads}, of_first_product
+constants = llama.constants

@@ -17,10 +17,8 @@ Sources: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -29,7 +27,7 @@ import numpy as np
 from gpt2block.checks import check_count, check_flag, set_fields
 from gpt2block.errors import InputError
 from gpt2block.models.architectures import gemma3, llama, qwen3
-from gpt2block.models.architectures.architecture import RowNorms, Value
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import (
     ALL_LIMITS,
     DRAFTING,
@@ -40,7 +38,6 @@ from gpt2block.models.config import (
     ModelConfig,
     Settings,
     Shapes,
-    names_of,
 )
 from gpt2block.models.config.llama import (
     KINDS,
@@ -297,7 +294,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
     y = o.norm(f"{h}rms1", x, f"{h}gamma1_and_1", to=(f"{h}w_qkv", f"{h}w_g"))
     gate = o.gate_of_heads(h, y)
     norms = (f"{h}gamma_q_and_1", f"{h}gamma_k_and_1")
-    y = o.attend(h, o.qkv(h, y, rope="frequencies", norms=norms))
+    y = o.attend(h, o.qkv(h, y, norms))
     return o.gated_heads(h, gate, y, to=(f"{h}w_o",))
 
 
@@ -324,37 +321,3 @@ def constants(config: Qwen35Config, vectors: Mapping[str, np.ndarray]) -> dict[s
             found[f"h.{n}.rate"] = np.exp(vectors[f"h.{n}.a_log"])
     others = ("gamma_f", *("gamma_e", "gamma_h") * config.READS_STREAM)
     return found | {f"{name}_and_1": 1 + vectors[name] for name in others}
-
-
-def stream_bounds(config: Qwen35Config, largest: Mapping[str, float]) -> Iterator[float]:
-    """Yield upper bounds of the residual stream, as Llama does.
-
-    Gates of attention increase no magnitude. A head of a delta net's norm has a Euclidean norm of
-    at most sqrt(v_size) times the largest γ, before SiLU(z) multiplies it.
-    """
-    C, of, own = config.n_embd, config._delta_nets, gemma3.factors(largest)
-    if config.READS_STREAM:
-        own["wte"] = C * sum(own[f"gamma_{n}"] * largest[f"w_{n}"] for n in "eh")
-    for h in names_of(config.delta_layers):
-        heads = math.sqrt(of.v_size) * largest[f"{h}gamma_o"]
-        rows = heads * (C * own[f"{h}gamma1"] * largest[f"{h}w_in"])
-        added = rows * of.values * largest[f"{h}w_out"]
-        own |= {f"{h}w_qkv": 0.0, f"{h}w_o": 0.0, f"{h}b_o": added}
-    return llama.stream_bounds(config, own)
-
-
-def operand_bounds(
-    config: Qwen35Config, largest: Mapping[str, float], norms: RowNorms
-) -> dict[str, float]:
-    """Bound operands as Gemma 3 does, and the gated result of each delta net."""
-    root, of, deltas = math.sqrt(config.n_embd), config._delta_nets, names_of(config.delta_layers)
-    norms = cache(norms)  # the norms of w_in are needed twice
-    bounds = gemma3.operand_bounds(config, *qwen3.with_w_in(deltas, largest, norms))
-    for n in "eh" * config.READS_STREAM:
-        bounds[f"rms_{n}"] = root * (largest[f"gamma_{n}"] + 1)
-    for h in deltas:
-        del bounds[f"{h}rope"]
-        both = norms(f"{h}w_in", "") + norms(f"{h}w_in", f"{h}gamma1")
-        z = float((root * both)[-of.values :].max())
-        bounds[f"{h}normed"] = math.sqrt(of.v_size) * largest[f"{h}gamma_o"] * z
-    return bounds

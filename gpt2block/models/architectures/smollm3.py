@@ -16,7 +16,6 @@ import numpy as np
 from gpt2block.checks import check_count
 from gpt2block.errors import CheckpointError, shown
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import LlamaConfig, all_but_every, set_layers
 
@@ -76,18 +75,10 @@ NAMES: Mapping[str, tuple[str, str]] = llama.NAMES
 GGUF, GGUF_ROPE_INTERLEAVED = "smollm3", True  # GGUF files omit rope_layers
 
 
-def attention(o: Any, h: str, x: Value) -> Value:
-    """Compute a block's first half, attention, with RoPE by the layer's frequencies."""
-    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_qkv",))
-    y = o.qkv(h, y, rope=o.c.frequencies_of(h))
-    return o.attend(h, y, to=(f"{h}w_o",))
-
-
 def constants(config: SmolLM3Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return {name: tensor} of tensors computed from the config: the RoPE frequencies."""
     known = {"frequencies": config.frequencies(), STILL: np.zeros(config.head_size // 2)}
     return {name: known[name] for name in dict.fromkeys(config.frequencies_of_layers)}
 
 
-feed_forward, final = llama.feed_forward, llama.final
-stream_bounds, operand_bounds = llama.stream_bounds, llama.operand_bounds
+attention, feed_forward, final = llama.attention, llama.feed_forward, llama.final

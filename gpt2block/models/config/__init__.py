@@ -179,6 +179,7 @@ class ModelConfig(ABC):
     of values have norms without weights, next to norms of heads of queries and keys. FROM_CACHE:
     whether attention of prompts always reads keys and values from a kv_cache. READS_STREAM: whether
     the model's input is an embedding joined with a row of another model's residual stream.
+    EMBEDDING_NORM: name of the weight of the RMSNorm that follows the embedding; "" without one.
 
     FILES: the layout in files of `transformers`. NORM: the name of the norms in messages. QKV: the
     step whose result is the rows [Q | K | V] that attention reads. TENSOR_HEADS: head sizes for
@@ -203,6 +204,7 @@ class ModelConfig(ABC):
     VALUE_NORMS: ClassVar[bool] = False
     FROM_CACHE: ClassVar[bool] = False
     READS_STREAM: ClassVar[bool] = False
+    EMBEDDING_NORM: ClassVar[str] = ""
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
     FILES: ClassVar[CheckpointLayout]
     NORM: ClassVar[str]
@@ -248,9 +250,14 @@ class ModelConfig(ABC):
         return ()
 
     @property
+    def n_kv_head(self) -> int:
+        """Heads of keys and values."""
+        return self.n_head
+
+    @property
     def kv_width(self) -> int:
-        """Channels of all keys of a token: n_kv_head times head_size. The values have as many."""
-        return self.q_width
+        """Channels of all keys of a token. The values have as many."""
+        return self.n_kv_head * self.head_size
 
     @property
     def eos_token_id(self) -> int | list[int] | None:
@@ -262,11 +269,6 @@ class ModelConfig(ABC):
     def scales(self) -> Scales:
         """The scalar factors and limits of a forward pass."""
         return Scales(self.eps)
-
-    @property
-    def embedding_norm(self) -> str:
-        """The name of the weight of the RMSNorm that follows the embedding; "" if there is none."""
-        return ""
 
     @property
     def layer_embeddings(self) -> LayerEmbeddings | None:
@@ -648,11 +650,6 @@ def state_shapes(config: ModelConfig, slots: int) -> dict[str, tuple[int, ...]]:
             found[f"h.{n}.state"] = slots, 2, of.state_size
             found[f"h.{n}.recent"] = slots, RECENT, of.channels + 2 * of.n_v_head
     return found if of is None else {"held": (slots, 2), **found}
-
-
-def names_of(layers: Iterable[bool]) -> list[str]:
-    """Return the beginnings "h.N." of the names of these layers' tensors."""
-    return [f"h.{n}." for n, chosen in enumerate(layers) if chosen]
 
 
 def shapes_in_blocks(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -274,10 +274,6 @@ class LlamaConfig(ModelConfig):
         return ("frequencies",) * self.n_layer
 
     @property
-    def kv_width(self) -> int:
-        return self.n_kv_head * self.head_size
-
-    @property
     def rotary_size(self) -> int:
         """Channels of a head that RoPE rotates."""
         return self.head_size

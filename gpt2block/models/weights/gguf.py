@@ -14,8 +14,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import ceil
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -107,13 +108,10 @@ class GgufMatrix(WeightMatrix):
     @classmethod
     def pack(cls, blocks: list[tuple[str, np.ndarray]], K: int) -> GgufMatrix:
         """Create a matrix from pairs (GGUF type, uint8 rows of bytes) for consecutive outputs."""
-        merged: list[tuple[str, np.ndarray]] = []
-        for name, raw in blocks:
-            if merged and merged[-1][0] == name:
-                joined = np.concatenate([merged[-1][1], raw])
-                merged[-1] = name, joined
-            else:
-                merged.append((name, raw))
+        merged = []
+        for name, group in groupby(blocks, itemgetter(0)):
+            raws = [raw for _, raw in group]
+            merged.append((name, raws[0] if len(raws) == 1 else np.concatenate(raws)))
         packed = [pack(raw, name, K) for name, raw in merged]
         data = packed[0] if len(packed) == 1 else np.concatenate(packed)
         ranges = tuple((name, len(raw)) for name, raw in merged)

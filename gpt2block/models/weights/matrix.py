@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import FLOATS, check_span, is_plain, meant
+from gpt2block.checks import FLOATS, check_choice, check_span, is_plain
 from gpt2block.cuda import cupy, is_array
 from gpt2block.cuda.arrays import AnyArray, Composite, check
 from gpt2block.cuda.kernels import FP8, STORAGE
@@ -222,11 +222,9 @@ class WeightMatrix(Composite):
         """Return the matrix in NumPy float32, same layout; self if it already is NumPy float32."""
         values = self.dequantized()
         data = values.T if self.layout == "NK" else values
-        return (
-            self
-            if data is self.data
-            else WeightMatrix(data, "float32", None, self.layout, self.largest)
-        )
+        if data is self.data:
+            return self
+        return WeightMatrix(data, "float32", None, self.layout, self.largest)
 
     def __repr__(self) -> str:
         scales = "" if self.scale is None else ", scales"
@@ -261,20 +259,9 @@ def check_finite(name: str, array: np.ndarray) -> None:
         )
 
 
-def check_layout(layout: str) -> None:
-    """Raise InputError unless `layout` is one of `LAYOUTS`."""
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise InputError(f"layout {layout!r}: expected 'KN' or 'NK'")
-
-
 def _check_choices(dtype: str, layout: str) -> None:
-    known = (*STORAGE, *FP8)
-    if not isinstance(dtype, str) or dtype not in known:
-        raise InputError(
-            f"unknown weight dtype {dtype!r}: expected one of {', '.join(known)}"
-            f"{meant(dtype, known)}"
-        )
-    check_layout(layout)
+    check_choice("dtype", dtype, (*STORAGE, *FP8))
+    check_choice("layout", layout, LAYOUTS)
 
 
 def _check_array(name: str, array: object, *dtypes: str) -> None:
