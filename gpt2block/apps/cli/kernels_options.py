@@ -23,8 +23,6 @@ class KernelsOptions:
         "One variant; by default all variants.", complete=complete.variants
     )
     shape: str | None = option("Sizes that differ from the default ones, such as B=1,T=128.")
-    sweep: bool = option("Time every block size of a variant.", False)
-    plot: Path | None = path_option("Sweep, and plot the rates by block size to this PNG file.")
     dtype: str | None = option(
         "Dtype of the arrays; float8_e5m2 and float8_e4m3fn are for weights.",
         complete=complete.dtypes,
