@@ -26,7 +26,7 @@ __all__ = ["ORDERS", "Order", "adopted", "check", "emulated", "missing", "run"]
 def emulated(
     order: Order = "forward",
     multiprocessors: int = 4,
-    checks: stand_in.Checks | None = None,
+    checks: stand_in.Checks = stand_in.USUAL,
     capability: str = "80",
 ) -> Iterator[Any]:
     """Emulate a GPU on the CPU, in the whole process, until the context ends.
@@ -37,8 +37,7 @@ def emulated(
     "80" or "90". Yields the replacement of the cupy module, whose arrays every function of this
     package accepts.
     """
-    chosen = checks or stand_in.USUAL
-    with replaced_by(stand_in), stand_in.device(order, multiprocessors, chosen, capability):
+    with replaced_by(stand_in), stand_in.device(order, multiprocessors, checks, capability):
         yield stand_in
 
 
@@ -75,14 +74,11 @@ def run(
     default all. An array that is passed twice becomes the same pointer twice. Raises EmulatorError
     for an error of the kernel, and KernelError for arguments that do not fit.
     """
-    with emulated(order, checks=checks or stand_in.CHECKED, capability=capability):
+    device = emulated(order, checks=checks or stand_in.CHECKED, capability=capability)
+    with device, stand_in.early_launches(early):
         values = tuple(map(adopted, args))
         geometry = kernels.Geometry(kernel, grid, block, shared, defines)
-        launch = kernels.launch_at(file, geometry, values, storage, None, cache)
-        if early is None:
-            launch.run()
-        else:
-            stand_in.run_early(launch, early)
+        kernels.launch_at(file, geometry, values, storage, None, cache).run()
 
 
 def check() -> Check:

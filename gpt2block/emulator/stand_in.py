@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import struct
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,11 +26,11 @@ import ml_dtypes  # noqa: F401  (makes "bfloat16" a dtype's name)
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from gpt2block.cuda import kernels, requests
+from gpt2block.cuda import kernels
 from gpt2block.cuda.cards import CARDS, MAX_SHARED
 from gpt2block.emulator.ptx import engine, nvrtc
 from gpt2block.emulator.ptx.parse import Module
-from gpt2block.emulator.ptx.tensor_maps import TensorMap
+from gpt2block.emulator.ptx.tensor_maps import LAYOUT, TensorMap
 from gpt2block.errors import DeviceError
 
 CAPABILITY = "80"
@@ -340,22 +339,19 @@ class EmulatedFunction:
                 raise EmulatorError(finding)
 
 
-_MAP = struct.Struct("<Q4I5Q5I5I")  # the layout that TensorMap.encoded writes
-
-
 def encode_tensor_map(place: int, dtype: int, rank: int, address: int, *layout: Any) -> int:
     """Write a tensor map that holds an address of the host, instead of cuTensorMapEncodeTiled."""
     sizes, strides, box, _, _, swizzle, *_ = layout
     item, unused = {0: 1, 6: 2, 7: 4, 9: 2}[dtype], (0,) * (5 - rank)
     numbers = (0, item, *strides, *unused, *sizes, *unused, *box, *unused)
-    ctypes.memmove(place, _MAP.pack(address, rank, item, 16 << swizzle, *numbers), _MAP.size)
+    ctypes.memmove(place, LAYOUT.pack(address, rank, item, 16 << swizzle, *numbers), LAYOUT.size)
     return 0
 
 
 def _value(kernel: str, arg: object, spans: dict[int, np.ndarray]) -> object:
     """Return an argument in the form that the engine takes."""
     if isinstance(arg, np.void):
-        address, rank, item, swizzle, _, *numbers = _MAP.unpack_from(arg.tobytes())
+        address, rank, item, swizzle, _, *numbers = LAYOUT.unpack_from(arg.tobytes())
         if not address:
             return arg.tobytes()
         strides, sizes, box = (tuple(numbers[k : k + rank]) for k in (0, 5, 10))
@@ -484,23 +480,17 @@ _state = _State()
 
 
 @contextmanager
-def early_launches(early: Collection[str] = ()) -> Iterator[None]:
+def early_launches(early: Collection[str] | None = ()) -> Iterator[None]:
     """Make launches in this context overlap the previous kernel (programmatic dependent launch).
 
     An access before the wait for the previous kernel is then an error. early: names of parameters
-    that are not const __restrict__ but may be accessed before the wait.
+    that are not const __restrict__ but may be accessed before the wait; None: no launch overlaps.
     """
     _state.early = early
     try:
         yield
     finally:
         _state.early = None
-
-
-def run_early(launch: requests.Launch, early: Collection[str] = ()) -> None:
-    """Run a launch that overlaps the previous kernel; `early` as in `early_launches`."""
-    with early_launches(early):
-        launch.run()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,7 +170,7 @@ class Launcher:
         """Launch the kernel; return its result. Raises EmulatorError for an error of the kernel."""
         run, waits = self.mode, self.kernel.source.waits
         device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
-        with device, stand_in.early_launches() if waits else nullcontext():
+        with device, stand_in.early_launches(() if waits else None):
             return comparison.compare(self.kernel, self.case, guarded=False, fill=run.fill)
 
     def element(self, name: str, index: int) -> tuple[str, int] | None:

@@ -35,7 +35,8 @@ def run(
 ) -> Result:
     """Launch the only kernel of a source that includes lib/sm90_wgmma.cuh."""
     module = _module(text)
-    return launch(module, module.kernels[0], (grid,), (block,), args, order=order, budget=10**6)
+    (kernel,) = (name for name, (entry, _) in module.functions.items() if entry)
+    return launch(module, kernel, (grid,), (block,), args, order=order, budget=10**6)
 
 
 def kinds(result: Result) -> list[str]:

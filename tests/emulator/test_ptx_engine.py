@@ -291,14 +291,6 @@ def test_memory_without_a_value_is_noted() -> None:
     assert str(found) == said
 
 
-def test_an_output_that_no_thread_writes_is_known() -> None:
-    made, out = module(f"{KERNEL} out[threadIdx.x] = x[threadIdx.x]; }}"), np.zeros(64, np.float32)
-    written = np.zeros(256, np.uint8)
-    launch(made, "k", (1,), (32,), [X, out, 64], written=(None, written, None))
-    assert written[:128].all()
-    assert not written[128:].any()
-
-
 def test_printed_text() -> None:
     source = (
         f"{KERNEL} if (threadIdx.x % 16 == 0)"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import takewhile
+from math import prod
 from threading import Lock
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ _VARIABLE = re.compile(
     r"\.(?P<type>\w+)\s+(?:\.ptr\s+(?:\.\w+\s+(?:\d+\s+)?)*)?(?P<name>[\w$%]+)"
     r"(?P<size>(?:\[\d*\])*)(?:\s*=\s*(?P<value>[^;]*))?"
 )
-_OF_MODULE = re.compile(rf"^(?P<extern>\.extern\s+)?(?:\.\w+\s+)??{_VARIABLE.pattern};", re.M)
+_OF_MODULE = re.compile(rf"^(?:\.extern\s+)?(?:\.\w+\s+)??{_VARIABLE.pattern};", re.M)
 _FUNCTION = re.compile(r"^(?:\.visible\s+|\.weak\s+)?\.(entry|func)\b", re.M)
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
 _HEADER = re.compile(r"(?:\((?P<results>[^)]*)\)\s*)?(?P<name>[\w$]+)\s*(?:\((?P<params>[^)]*)\))?")
@@ -56,7 +57,7 @@ class Instruction(NamedTuple):
 
 @dataclass
 class Variable:
-    """A variable. value: its initialiser as text. extern: its size is set by the launch."""
+    """A variable. value: its initialiser as text."""
 
     name: str
     space: str
@@ -65,7 +66,6 @@ class Variable:
     element: int
     type: str = "b8"
     value: str = ""
-    extern: bool = False
 
 
 @dataclass
@@ -111,12 +111,7 @@ class Module:
     @cached_property
     def variables(self) -> dict[str, Variable]:
         """Return the variables outside of functions."""
-        variables = {}
-        for match in _OF_MODULE.finditer(self.text):
-            variable = _variable(match)
-            variable.extern = bool(match["extern"])
-            variables[variable.name] = variable
-        return variables
+        return {each.name: each for each in map(_variable, _OF_MODULE.finditer(self.text))}
 
     @cached_property
     def locals(self) -> dict[str, list[tuple[int, str]]]:
@@ -145,11 +140,6 @@ class Module:
             assert header
             functions[header["name"]] = (match[1] == "entry", header)
         return functions
-
-    @cached_property
-    def kernels(self) -> list[str]:
-        """Return the names of the kernels."""
-        return [name for name, (entry, _) in self.functions.items() if entry]
 
     def function(self, name: str) -> Function:
         """Return a kernel or a function. Raises KeyError if the module has none of this name."""
@@ -193,15 +183,12 @@ def _variables(text: str) -> list[Variable]:
 
 def _variable(match: re.Match[str]) -> Variable:
     element = type_bytes(match["type"])
-    count = 1
-    for size in re.findall(r"\d+", match["size"] or ""):
-        count *= int(size)
-    empty = "[]" in (match["size"] or "")
+    count = prod(map(int, BITS.findall(match["size"])))
     return Variable(
         match["name"],
         match["space"],
         int(match["align"] or element),
-        0 if empty else count * element,
+        0 if "[]" in match["size"] else count * element,
         element,
         match["type"],
         (match["value"] or "").strip(),
