@@ -139,9 +139,8 @@ def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
 def _facts(profile: Profile, output: Path) -> dict[str, object]:
     """Return the object that --json prints."""
     kinds = summary.kinds(profile)
-    facts = {name: value for name, value in vars(profile).items() if name != "passes"}
     return {
-        **facts,
+        **profile.facts,
         "trace": str(output),
         "passes": [_with_bytes(summary.pass_times(profile, kind)) for kind in kinds],
         "operations": [_with_bytes(row) for k in kinds for row in summary.operations(profile, k)],

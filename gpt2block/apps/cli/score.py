@@ -110,13 +110,11 @@ def _prepend_end_of_text(encoding: Encoding | None, ids: Any, vocab_size: int) -
 def _print_json(
     file: str, loaded: Model[Any], score: Score, seconds: float, per_token: bool
 ) -> None:
+    results = ("log_likelihood", "nats_per_token", "perplexity", "bits_per_byte")
     report = {
         "file": file,
         **model_facts(loaded),
-        "log_likelihood": score.log_likelihood,
-        "nats_per_token": score.nats_per_token,
-        "perplexity": score.perplexity,
-        "bits_per_byte": score.bits_per_byte,
+        **{name: getattr(score, name) for name in results},
         "tokens": score.n_tokens,
         "bytes": score.bytes,
         "n_ctx": score.n_ctx,

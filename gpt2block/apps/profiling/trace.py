@@ -51,16 +51,7 @@ def trace(profile: Profile) -> dict[str, Any]:
         for pid, (device, view) in enumerate(product(devices, views), 1)
         for event in _view(profile, pid, device, view, counter=view == views[-1])
     ]
-    facts = {
-        "gpt2block": doctor.version(),
-        "what": profile.what,
-        "model": profile.model,
-        "device": profile.device,
-        "dtype": profile.dtype,
-        "rows": profile.rows,
-        "tokens": profile.tokens,
-        "copy_gb_s": profile.copy_gb_s,
-    }
+    facts = {"gpt2block": doctor.version(), **profile.facts}
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": facts}
 
 

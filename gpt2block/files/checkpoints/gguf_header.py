@@ -87,14 +87,14 @@ class _Bytes:
     """Reader of binary values from a stream, of which at most `left` more bytes may be read."""
 
     def __init__(self, stream: BinaryIO, left: int) -> None:
-        self._stream, self.left = stream, left
+        self.stream, self.left = stream, left
 
     def take(self, count: int) -> bytes:
         """Return the next `count` bytes. Raises _TruncatedError if fewer than `count` are left."""
         if count > self.left:
             raise _TruncatedError(f"it states a length of {count:,} bytes, {self.left:,} are left")
         self.left -= count
-        data = self._stream.read(count)
+        data = self.stream.read(count)
         if len(data) != count:
             raise _TruncatedError("it has become shorter")
         return data
@@ -113,18 +113,9 @@ class _Bytes:
         """Read an unsigned integer of 32 bits."""
         return int.from_bytes(self.take(4), "little")
 
-    def text(self) -> str:
-        """Read a string. Raises UnicodeDecodeError, after reading the bytes, if it is not UTF-8."""
-        return self.raw().decode()
-
     def raw(self) -> bytes:
         """Read the length of a string, then return the string's bytes."""
         return self.take(self.count())
-
-    @property
-    def position(self) -> int:
-        """Position in the file, in bytes from its start."""
-        return self._stream.tell()
 
 
 def _read(file: Path, data: _Bytes, size: int) -> Header:
@@ -159,7 +150,7 @@ def _read(file: Path, data: _Bytes, size: int) -> Header:
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment: expected a power of two from 8, got {alignment!r}")
-    located = dict(_located(tensors.values(), data.position, alignment, size))
+    located = dict(_located(tensors.values(), data.stream.tell(), alignment, size))
     return Header(metadata, located, unusable)
 
 
@@ -219,7 +210,7 @@ def _tensors(file: Path, data: _Bytes, count: int) -> Iterator[Encoded]:
     """Read `count` entries that describe tensors; offsets count from the start of tensor data."""
     sizes = library().GGML_QUANT_SIZES
     for _ in range(count):
-        name = data.text()
+        name = data.raw().decode()
         with _naming(name):
             n_dims = data.integer()
             if not 1 <= n_dims <= _MAX_DIMS:
