@@ -10,17 +10,9 @@ from typing import NamedTuple, TypeVar
 import typer
 
 from gpt2block import emulator
-from gpt2block.apps.cli import counters
+from gpt2block.apps.cli import counters, kernels
 from gpt2block.apps.cli.codes import WRONG as NO_VERDICT
 from gpt2block.apps.cli.display import console, print_json, progress_bar, tracked
-from gpt2block.apps.cli.kernels import (
-    list_operations,
-    list_variants,
-    measured_report,
-    operations_report,
-    print_measurements,
-    print_series,
-)
 from gpt2block.apps.cli.kernels_options import KernelsOptions, OwnOptions
 from gpt2block.apps.cli.listing import rung
 from gpt2block.apps.cli.mine import print_source, print_verdict, print_why
@@ -68,9 +60,9 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     """List, print or run kernels. Return False if a result is wrong or no kernel could run."""
     if options.operation is None:
         if options.as_json:
-            print_json(operations_report())
+            print_json(kernels.operations_report())
         else:
-            list_operations(console())
+            kernels.list_operations(console())
         return True
     op = find(options.operation)
     if own.template:
@@ -141,7 +133,7 @@ def _list(request: Request) -> None:
     """List all variants, unless one variant or JSON was requested."""
     every = request.variants == request.operation.variants
     if every and not request.options.as_json:
-        list_variants(console(), request.operation)
+        kernels.list_variants(console(), request.operation)
 
 
 def _small(request: Request) -> list[tuple[Sizes, Attrs]]:
@@ -186,11 +178,11 @@ def _on_gpu(request: Request) -> bool:
     measured = [rows for rows, _ in results]
     skipped = [line for _, lines in results for line in lines]
     if options.as_json:
-        print_json(measured_report(measured, skipped, ceiling))
+        print_json(kernels.measured_report(measured, skipped, ceiling))
     elif len(results) > 1:
-        print_series(console(), operation, measured, skipped, ceiling)
+        kernels.print_series(console(), operation, measured, skipped, ceiling)
     else:
-        print_measurements(console(), *results[0], ceiling)
+        kernels.print_measurements(console(), *results[0], ceiling)
     return all(row.right for rows in measured for row in rows)
 
 
