@@ -44,7 +44,7 @@ def main() -> int:
 
         report, peers = compare(works)
     else:
-        report = bench.run(works, progress=released)
+        report = bench.run(released(works))
     return not show(report, peers, given.json, given.plot)
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a dtype's name)
 import numpy as np
@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from gpt2block.cuda import kernels
 from gpt2block.cuda.cards import CARDS, MAX_SHARED
 from gpt2block.emulator.ptx import engine, nvrtc
+from gpt2block.emulator.ptx.engine import Checks
 from gpt2block.emulator.ptx.parse import Module
 from gpt2block.emulator.ptx.tensor_maps import LAYOUT, TensorMap
 from gpt2block.errors import DeviceError
@@ -41,8 +42,9 @@ ATTRIBUTES = {
     MAX_SHARED: CARDS[int(CAPABILITY)].max_shared,
     "L2CacheSize": 1 << 20,
 }
-BUDGET = 10_000_000_000  # warp instructions of a launch without checks
 __version__ = "emulated"
+Size = tuple[int, ...]  # of a grid or a block
+Arguments = Sequence[object]  # of a launch
 float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
 
 # (address, id(owner)) → (weak reference to the owner, bytes). An owner is an array that keeps
@@ -227,27 +229,7 @@ class CompileException(Exception):  # noqa: N818  (CuPy's name)
         return str(self)
 
 
-class Checks(NamedTuple):
-    """Settings of launches.
-
-    errors: whether to search for races and for memory that is read before it is written; accesses
-    out of bounds are always errors. budget: number of instructions of warps after which a launch
-    counts as endless. variant: 0 or 1, for values on which no result may depend, such as the number
-    of the multiprocessor. debug: whether to compile without optimisation (-G), so that no access is
-    removed. seen: receives the result of each launch. counters: whether to count accesses and other
-    events of each line. trace: the threads whose steps are recorded.
-    """
-
-    errors: bool = False
-    budget: int = BUDGET
-    variant: int = 0
-    debug: bool = False
-    seen: Callable[[engine.Result], None] = lambda _: None
-    counters: bool = False
-    trace: engine.Trace | None = None
-
-
-USUAL, CHECKED = Checks(), Checks(errors=True, budget=engine.BUDGET)
+USUAL = Checks()
 
 
 class RawModule:
@@ -295,23 +277,12 @@ class EmulatedFunction:
     def __init__(self, module: RawModule, signature: kernels.Signature) -> None:
         self.module, self.name, self._signature = module, signature.name, signature
 
-    def __call__(
-        self,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[object],
-        shared_mem: int = 0,
-    ) -> None:
+    def __call__(self, grid: Size, block: Size, args: Arguments, shared_mem: int = 0) -> None:
         early = _state.early
         _now_or_captured(lambda: self._run(grid, block, args, shared_mem, early))
 
     def _run(
-        self,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[object],
-        shared: int,
-        early: Collection[str] | None,
+        self, grid: Size, block: Size, args: Arguments, shared: int, early: Collection[str] | None
     ) -> None:
         checks = _state.checks
         spans: dict[int, np.ndarray] = {}
@@ -325,13 +296,9 @@ class EmulatedFunction:
             [_value(self.name, arg, spans) for arg in args],
             shared=shared,
             order=_state.order,
-            checks=checks.errors,
             names=[each.name for each in parameters],
             early=None if early is None else of_inputs,
-            budget=checks.budget,
-            variant=checks.variant,
-            trace=checks.trace,
-            counters=checks.counters,
+            checks=checks,
         )
         checks.seen(result)
         for finding in result.findings:
@@ -497,7 +464,7 @@ def early_launches(early: Collection[str] | None = ()) -> Iterator[None]:
 def device(
     order: engine.Order,
     multiprocessors: int,
-    checks: Checks = Checks(),  # noqa: B008  (a constant)
+    checks: Checks = USUAL,
     capability: str = CAPABILITY,
 ) -> Iterator[None]:
     """Set the order of threads, the checks of launches, and properties of the device.

@@ -44,9 +44,8 @@ from gpt2block.ops.operation import Sizes
 
 BUDGET = engine.BUDGET  # warp instructions of a launch
 LARGE_BUDGET = 60_000_000  # warp instructions of a launch at the sizes that a GPU times
-FACTOR = (
-    100  # a kernel counts as endless if it executes this many times the template's instructions
-)
+# A kernel counts as endless if it executes this many times the template's instructions.
+FACTOR = 100
 ORDER_COUNTS = (
     ", and the result is right if they run one after the other from the first: it depends on the "
     "order of threads, which a GPU does not define"
@@ -357,7 +356,7 @@ class _Judge:
         source, at = self.kernel.source, f"at {case.label}, {run.order} order"
         seen: list[engine.Result] = []
         budget = budget or BUDGET
-        checks = stand_in.Checks(run.checks, budget, run.variant, run.debug, seen.append)
+        checks = engine.Checks(run.checks, budget, run.variant, run.debug, seen.append)
         result: Checked | Finding
         try:
             checked = Launcher(self.kernel, case, run, self.capability).compared(checks)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from math import isnan
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpt2block.engine.notebook import paragraph, table, text_table
 from gpt2block.errors import NotJudged
@@ -18,9 +18,6 @@ from gpt2block.judge.kernel import MINE, Kernel, described
 from gpt2block.judge.why import RIGHT as NOTHING_WRONG
 from gpt2block.judge.why import Why
 from gpt2block.ops.operation import Sizes
-
-if TYPE_CHECKING:
-    pass
 
 SCHEMA = 1  # version of `Verdict.as_dict`; docs/verdict.schema.json describes it
 RIGHT, WRONG, NOT_JUDGED = "right", "wrong", "not judged"
@@ -167,21 +164,15 @@ class Verdict:
         timed = self.benchmark
         return {
             "schema": SCHEMA,
-            "verdict": self.verdict,
-            "right": self.right,
-            "reason": self.reason,
+            **as_json(self, ("verdict", "right", "reason")),
             "operation": self.kernel.operation.name,
             "file": str(self.kernel.source.path),
             "kernel": self.kernel.source.name,
             "dtype": self.kernel.dtype,
-            "device": self.device,
-            "seconds": self.seconds,
-            "seed": self.seed,
-            "fidelity": self.fidelity,
+            **as_json(self, ("device", "seconds", "seed", "fidelity")),
             "findings": [each.as_dict() for each in self.findings],
             "checks": [_check_as_dict(each) for each in self.checks],
-            "hints": list(self.hints),
-            "printed": self.printed,
+            **as_json(self, ("hints", "printed")),
             "benchmark": timed
             and {
                 "rows": [as_json(row, (*asdict(row), "right")) for row in timed.rows],

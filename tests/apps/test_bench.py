@@ -402,8 +402,8 @@ def test_the_table_of_steps_fits_eighty_columns(report: Report) -> None:
 def measured(monkeypatch: pytest.MonkeyPatch, report: Report) -> list[list[Work]]:
     requested: list[list[Work]] = []
 
-    def run(works: Any, device: Any, progress: Any) -> Report:
-        requested.append(list(progress(works)))
+    def run(works: Any, device: Any) -> Report:
+        requested.append(list(works))
         return report
 
     monkeypatch.setattr(bench, "run", run)

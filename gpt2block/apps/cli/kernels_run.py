@@ -150,13 +150,8 @@ def _on_cpu(request: Request, problem: str | None) -> bool:
     operation, as_json = request.operation, request.options.as_json
     small = _small(request)
     _list(request)
-    rungs, skipped = check_variants(
-        operation,
-        request.variants,
-        request.stored,
-        small,
-        lambda variants: tracked(variants, "variants", hidden=as_json),
-    )
+    variants = tracked(request.variants, "variants", hidden=as_json)
+    rungs, skipped = check_variants(operation, variants, request.stored, small)
     if as_json:
         print_json(rungs_report(operation, rungs, skipped, problem))
     else:

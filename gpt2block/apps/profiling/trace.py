@@ -127,9 +127,7 @@ def _kernel(pid: int, each: Slice, profile: Profile) -> Iterator[Event]:
     args: dict[str, object] = {"layer": layer, "step": ran.step, "op": ran.op, "kernel": ran.kernel}
     if ran.grid:
         args |= {"grid": list(ran.grid), "block": list(ran.block)}
-    args |= (
-        {"dtype": ran.dtype, "weights dtype": ran.weights} if ran.weights else {"dtype": ran.dtype}
-    )
+    args |= {"dtype": ran.dtype} | ({"weights dtype": ran.weights} if ran.weights else {})
     parts = {f"bytes of {n}": nbytes for n, nbytes in ran.moved._asdict().items() if nbytes}
     args |= {"bytes": ran.moved.total, **parts}
     args |= {"own_us": round(ran.own, 3), "added_us": round(each.added, 3)}

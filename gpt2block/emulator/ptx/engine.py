@@ -13,7 +13,7 @@ import struct
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ Order = Literal["forward", "reverse", "shuffled", "interleaved"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled", "interleaved")
 MAX_THREADS = 1024  # threads of a block
 BUDGET = 100_000_000  # warp instructions of a launch
+LARGE_BUDGET = 100 * BUDGET  # of a launch without checks
 SOURCES = Path(__file__).parent / "cpp"
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique")
 NO_COMPILER = "g++, which compiles the engine once, is not installed: apt install g++"
@@ -166,6 +167,29 @@ class Pointer(NamedTuple):
     offset: int
 
 
+class Checks(NamedTuple):
+    """Settings of launches.
+
+    errors: whether to search for races and for memory that is read before it is written; accesses
+    out of bounds are always errors. budget: number of instructions of warps after which a launch
+    counts as endless. variant: 0 or 1, for values on which no result may depend, such as the number
+    of the multiprocessor. debug: whether to compile without optimisation (-G), so that no access is
+    removed. seen: receives the result of each launch. counters: whether to count accesses and other
+    events of each line. trace: the threads whose steps are recorded.
+    """
+
+    errors: bool = False
+    budget: int = LARGE_BUDGET
+    variant: int = 0
+    debug: bool = False
+    seen: Callable[[Result], None] = lambda _: None
+    counters: bool = False
+    trace: Trace | None = None
+
+
+CHECKED = Checks(errors=True, budget=BUDGET)
+
+
 class LaunchError(RuntimeError):
     """The engine cannot run a kernel: a tool is missing, or arguments do not fit."""
 
@@ -179,21 +203,15 @@ def launch(
     *,
     shared: int = 0,
     order: Order = "forward",
-    checks: bool = True,
+    checks: Checks = CHECKED,
     names: Sequence[str] = (),
     early: Sequence[bool] | None = None,
-    budget: int = BUDGET,
-    variant: int = 0,
-    counters: bool = False,
-    trace: Trace | None = None,
 ) -> Result:
     """Launch a kernel.
 
     args: NumPy arrays, which the launch changes; numbers; bytes for structures; None for a null
     pointer. names: of the parameters. early: for a launch that overlaps the previous kernel,
-    whether each argument may be accessed before the wait for that kernel. variant: 0 or 1 chooses
-    the values of registers on which no result may depend, such as %smid. counters: whether to count
-    accesses and other events of each line.
+    whether each argument may be accessed before the wait for that kernel.
 
     Raises encode.UnsupportedError if the engine does not know an instruction of the kernel.
     """
@@ -208,14 +226,14 @@ def launch(
         data = _LaunchData()
         data.grid, data.block, data.cluster = _three(grid), _three(block), _three(cluster)
         data.shared, data.order = shared, ORDERS.index(order)
-        data.checks = checks or trace is not None
-        data.variant, data.entry, data.budget = variant, encoded.entry, budget
+        data.checks = checks.errors or checks.trace is not None
+        data.variant, data.entry, data.budget = checks.variant, encoded.entry, checks.budget
         data.params = ctypes.cast(ctypes.create_string_buffer(params, len(params) + 1), _BYTES)
         data.param_bytes, data.array_count = len(params), len(arrays.data)
         arrays.fill(data)
-        if trace:
-            _request(trace, data, arrays.names)
-        counted = Counted(encoded.places, module.files) if counters else None
+        if checks.trace:
+            _request(checks.trace, data, arrays.names)
+        counted = Counted(encoded.places, module.files) if checks.counters else None
         data.counts = counted.counts.ctypes.data if counted else None
         if early is not None:
             data.early = arrays.early(early)

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -246,21 +247,13 @@ def described(weights: object, settings: object, names: str, *rest: object) -> s
     return f"{type(weights).__name__}({', '.join([*values, *map(str, rest)])})"
 
 
-def offsets(shapes: Shapes) -> dict[str, int]:
-    """Return each tensor's offset in a packed buffer, in elements; key "end" has its length."""
-    begins, end = {}, 0
-    for name, shape in shapes.items():
-        begins[name] = end
-        end += math.prod(shape)
-    return {**begins, "end": end}
-
-
 def views(packed: Any, shapes: Shapes, what: str) -> dict[str, Any]:
     """Return views of the tensors in a packed 1-D buffer of NumPy or CuPy.
 
     what: sizes to name in the message. Raises InputError unless the buffer has the exact length.
     """
-    *begins, end = offsets(shapes).values()
+    begins = [0, *accumulate(map(math.prod, shapes.values()))]
+    end = begins.pop()
     shape = getattr(packed, "shape", None)
     if shape != (end,):
         got = type(packed).__name__ if shape is None else f"shape {shape}"
