@@ -90,7 +90,7 @@ class ChatOptions:
     presence_penalty: float = keyword("presence_penalty")
     frequency_penalty: float = keyword("frequency_penalty")
     seed: int | None = option("The same seed gives the same answers; by default a new seed each.")
-    speculate: bool = keyword("speculate", names=("--speculate",))
+    speculate: bool = keyword("speculate")
     schema: str | None = keyword("schema", "{} (JSON text)")
     regex: str | None = keyword("regex")
     choice: list[str] | None = option("A text that may be the result; repeat for each text.")

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gpt2block.apps.cli.display import console, new_table, print_json, print_table, shown
 from gpt2block.apps.cli.model import ModelOptions, load_model, model_facts
-from gpt2block.apps.cli.options import argument, json_option, option
+from gpt2block.apps.cli.options import argument, flag, json_option, option
 from gpt2block.engine.inspect.compare import Comparison
 from gpt2block.errors import InputError
 from gpt2block.files.tokenizers.tokenizer import token_ids
@@ -25,7 +25,7 @@ def compare(
     *,
     model: ModelOptions,
     layer: int | None = option("Show the steps of this layer, counted from 0."),
-    cached: bool = option("Compare a decoding step: the last token alone.", False, "--cached"),
+    cached: bool = flag("Compare a decoding step: the last token alone."),
     as_json: bool = json_option(),
 ) -> None:
     """Compare every step of every layer of a model with float64 NumPy.

@@ -28,7 +28,7 @@ from gpt2block.apps.cli.model import (
     model_facts,
     special_option,
 )
-from gpt2block.apps.cli.options import argument, json_option, option, path_option
+from gpt2block.apps.cli.options import argument, flag, json_option, option, path_option
 from gpt2block.apps.cli.texts import RECEIPT, read_text
 from gpt2block.apps.cli.writer import Writer
 from gpt2block.engine.generation.options import Options
@@ -60,18 +60,15 @@ class RunOptions(TextOptions):
 
 def generate(
     prompt: str | None = argument("Text to continue; - or none: stdin without its last newline."),
-    ids: bool = option(
-        "Read the prompt as token ids, such as 1,2,3 or '1 2 3', and write ids; needs no "
-        "tokenizer.",
-        False,
-        "--ids",
+    ids: bool = flag(
+        "Read the prompt as token ids, such as 1,2,3 or '1 2 3', and write ids; needs no tokenizer."
     ),
     special: bool = special_option(),
     *,
     model: ModelOptions,
     options: RunOptions,
     draft_model: str | None = draft_option(),
-    logprobs: bool = option("Also print each token's log-probability.", False, "--logprobs"),
+    logprobs: bool = flag("Also print each token's log-probability."),
     receipt: Path | None = path_option(RECEIPT),
     as_json: bool = json_option(),
 ) -> None:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gpt2block.apps.cli.codes import FAILED, INTERRUPTED
 from gpt2block.apps.cli.model import ModelOptions, TextOptions, note_on_cpu, stride_option
-from gpt2block.apps.cli.options import add_command, argument, option
+from gpt2block.apps.cli.options import add_command, argument, flag, option
 from gpt2block.errors import printable, require
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class BatchedJobOptions(JobOptions):
     batch_tokens: int = option("Most tokens computed together.", 16384, min=1)
 
 
-_logprobs_option = partial(option, "Add every token's log-probability.", False, "--logprobs")
+_logprobs_option = partial(flag, "Add every token's log-probability.")
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,7 @@ class GenerateTask(TextOptions):
         "Continuations computed together; by default as many as fit in memory."
     )
     logprobs: bool = _logprobs_option()
-    receipts: bool = option(
-        "Add the receipt of every text, which verify checks.", False, "--receipts"
-    )
+    receipts: bool = flag("Add the receipt of every text, which verify checks.")
 
 
 @dataclass(frozen=True)

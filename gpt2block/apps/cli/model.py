@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2block.apps.cli import complete
 from gpt2block.apps.cli.display import progress_bar
-from gpt2block.apps.cli.options import json_object, option, path_option
+from gpt2block.apps.cli.options import FLAG, flag, json_object, option, path_option
 from gpt2block.checks import meaning_of
 from gpt2block.cuda import first_gpus
 from gpt2block.cuda.formats import BY_DEFAULT, FormatOptions
@@ -42,9 +42,7 @@ device_option = partial(
     complete=complete.devices,
 )
 gpus_option = partial(option, "Divide the model among this many GPUs, from GPU 0 on.", None)
-special_option = partial(
-    option, "Read names such as <|endoftext|> as special tokens.", False, "--special"
-)
+special_option = partial(flag, "Read names such as <|endoftext|> as special tokens.")
 stride_option = partial(option, "Tokens between windows; half of the context by default.")
 draft_option = partial(
     option,
@@ -96,14 +94,15 @@ def device_of(device: str | None, gpus: int | None) -> str | None:
     return first_gpus(gpus)
 
 
-def keyword(name: str, sentence: str = "{}", names: tuple[str, ...] = (), **default: object) -> Any:
+def keyword(name: str, sentence: str = "{}", **default: object) -> Any:
     """Return an option for a keyword of `GPT2.generate`, with the keyword's help and default.
 
-    sentence: help text, in which {} stands for the keyword's help without its full stop. names: as
-    for `option`. default: default value instead of the keyword's.
+    sentence: help text, in which {} stands for the keyword's help without its full stop. default:
+    default value instead of the keyword's.
     """
     known = KEYWORDS[name]
     text = sentence.format(meaning_of(known).text.removesuffix("."))
+    names = (FLAG,) if known.type == "bool" else ()
     return option(f"{text}.", default.get("default", known.default), *names)
 
 
@@ -133,7 +132,7 @@ class TextOptions(SamplingOptions):
     samples: int = keyword("samples")
     overflow: str = keyword("overflow")
     stop: list[str] = option("Stop before this text; may be given several times.", ())
-    speculate: bool = keyword("speculate", names=("--speculate",))
+    speculate: bool = keyword("speculate")
     schema: str | None = keyword("schema", "{} (JSON text)")
     regex: str | None = keyword("regex")
     choice: list[str] | None = option("A text that may be the result; repeat for each text.")

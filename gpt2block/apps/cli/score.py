@@ -18,7 +18,7 @@ from gpt2block.apps.cli.model import (
     special_option,
     stride_option,
 )
-from gpt2block.apps.cli.options import argument, json_option, option
+from gpt2block.apps.cli.options import argument, flag, json_option, option
 from gpt2block.apps.cli.texts import read_text, regular_file
 from gpt2block.errors import InputError
 from gpt2block.files.tokenizers.tokenizer import end_of_text, prefix_of, token_ids
@@ -43,13 +43,9 @@ def score(
         "--tokens/--text",
     ),
     special: bool = special_option(),
-    bos: bool = option(
-        "Prepend <|endoftext|>, so that the first token is scored too.", False, "--bos"
-    ),
-    per_token: bool = option(
-        "Also print the text with each token's surprisal: as a color, and in bits.",
-        False,
-        "--per-token",
+    bos: bool = flag("Prepend <|endoftext|>, so that the first token is scored too."),
+    per_token: bool = flag(
+        "Also print the text with each token's surprisal: as a color, and in bits."
     ),
     as_json: bool = json_option(),
 ) -> None:
