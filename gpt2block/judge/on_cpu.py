@@ -25,7 +25,7 @@ from gpt2block.judge import comparison, sizes
 from gpt2block.judge.arguments import sizes_at, values
 from gpt2block.judge.cases import OTHER_SIZES, Case
 from gpt2block.judge.cases import case as case_of
-from gpt2block.judge.comparison import Checked, Fidelity
+from gpt2block.judge.comparison import Checked
 from gpt2block.judge.finding import Finding, declared, dtype_of, of_compiler, of_engine
 from gpt2block.judge.kernel import Kernel, described, matched
 from gpt2block.judge.refused import (
@@ -95,9 +95,10 @@ def check_kernel(
     cases: Sequence[Case],
     timed: TimedSizes | None = None,
     steps: bool = False,
-) -> Iterator[Checked | Finding | Fidelity | Why]:
+) -> Iterator[Checked | Finding | Why | str]:
     """Check a user's kernel on each case; yield the results, and stop with a Finding at a problem.
 
+    The first result is a text: how exactly the emulator executes the kernel's instructions.
     A case runs in all `RUNS`; a case with `once` runs only in the first. timed: the sizes that a
     GPU times. At these sizes, or if they are too large, at those of `sizes.parts`, only the result
     is checked. steps: after a Finding, yield the steps of its threads. Raises NotJudged if the
@@ -122,7 +123,7 @@ def check_kernel(
             judge = _Judge(kernel, needs, function, capability, steps)
             again = capability != needs.capability
             for result in judge.results(cases, None if again else timed):
-                if not (again and isinstance(result, Checked | Fidelity)):
+                if not (again and isinstance(result, Checked | str)):
                     yield result
                 wrong |= isinstance(result, Finding)  # the steps of its threads may follow
         if wrong or not _TELLS.search(without_literals(kernel.source.text)):
@@ -171,7 +172,7 @@ class _Judge:
 
     def results(
         self, cases: Sequence[Case], timed: TimedSizes | None
-    ) -> Iterator[Checked | Finding | Fidelity | Why]:
+    ) -> Iterator[Checked | Finding | Why | str]:
         """Yield the results of all cases, up to the first Finding."""
         source = self.kernel.source
         try:
@@ -183,7 +184,7 @@ class _Judge:
             return
         except DeviceError as error:
             raise NotJudged(f"{source.file}: not judged: {error}") from None
-        yield Fidelity(table.fidelity(made.forms, len(made.code)))
+        yield table.fidelity(made.forms, len(made.code))
         self.first, *further = cases
         keeps = any(v.space == "global" and v.name[0] != "$" for v in made.variables)
         pool = ThreadPoolExecutor(1 if keeps else 2)

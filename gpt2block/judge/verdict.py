@@ -11,7 +11,7 @@ from typing import Any
 
 from gpt2block.engine.notebook import paragraph, table, text_table
 from gpt2block.errors import NotJudged
-from gpt2block.judge.comparison import BenchmarkResult, Checked, Fidelity
+from gpt2block.judge.comparison import BenchmarkResult, Checked
 from gpt2block.judge.finding import Finding, as_json, headline, numbered
 from gpt2block.judge.hints import hints
 from gpt2block.judge.kernel import MINE, Kernel, described
@@ -69,7 +69,7 @@ class Verdict:
         cls,
         kernel: Kernel,
         device: str,
-        results: Iterable[Checked | Finding | Fidelity | BenchmarkResult | Why],
+        results: Iterable[Checked | Finding | BenchmarkResult | Why | str],
         seed: int | None = None,
         steps: bool = False,
         timed_sizes: Sizes | None = None,
@@ -79,7 +79,7 @@ class Verdict:
         steps: whether `why` is requested. timed_sizes: sizes that a GPU times; None: the documented
         sizes of the operation.
         """
-        collected: list[Checked | Finding | Fidelity | BenchmarkResult | Why] = []
+        collected: list[Checked | Finding | BenchmarkResult | Why | str] = []
         reason, begun = None, perf_counter()
         try:
             collected.extend(results)
@@ -101,7 +101,7 @@ class Verdict:
             timed,
             told,
             timed_sizes or kernel.operation.workload.sizes,
-            next((each.text for each in collected if isinstance(each, Fidelity)), None),
+            next((each for each in collected if isinstance(each, str)), None),
         )
 
     @property

@@ -179,11 +179,13 @@ def _print_operations(out: Console, rows: Sequence[TimedOperation], times: PassT
     figures = ("us alone", "us in pass", "share", "MB", "GB/s", "% floor")
     table = new_table(("step", "kernel"), ("n", *figures), title)
     for row in rows:
+        least = f"< {row.count * summary.RESOLUTION_US:,.1f}"
+        own = f"{row.own_us:,.1f}" if row.own_us else least
         table.add_row(
             row.step,
             row.kernel,
             f"{row.count:g}",
-            _own_us(row),
+            own,
             f"{row.added_us:,.1f}",
             f"{row.share:.1%}",
             f"{1e-6 * row.moved.total:,.3f}",
@@ -192,10 +194,6 @@ def _print_operations(out: Console, rows: Sequence[TimedOperation], times: PassT
         )
     out.print()
     print_table(out, table)
-
-
-def _own_us(row: TimedOperation) -> str:
-    return f"{row.own_us:,.1f}" if row.own_us else f"< {row.count * summary.RESOLUTION_US:,.1f}"
 
 
 def _print_times(out: Console, times: PassTimes) -> None:

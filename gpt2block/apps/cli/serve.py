@@ -31,7 +31,7 @@ from gpt2block.apps.cli.model import (
     model_option,
     require_for,
 )
-from gpt2block.apps.cli.options import flag, option, path_option
+from gpt2block.apps.cli.options import option, path_option
 from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, read_text
 from gpt2block.apps.serve.log import log, set_up_log
 from gpt2block.checks import check_count, check_integer
@@ -98,9 +98,11 @@ def serve(
         "Processes for HTTP, JSON and text, in addition to the model's process; 0: one process for "
         "all. By default half of the cores, at most 8, and 0 with two cores."
     ),
-    reuse_prefixes: bool = flag(
+    reuse_prefixes: bool = option(
         "Also reuse keys and values of tokens that an earlier request sampled, or that other "
-        "kernels computed; the last bits of results then depend on earlier requests."
+        "kernels computed; the last bits of results then depend on earlier requests.",
+        False,
+        "--reuse-prefixes",
     ),
     speculate: bool = keyword("speculate"),
     draft_model: str | None = draft_option(),
@@ -118,7 +120,11 @@ def serve(
         "must be compiled.",
         5.0,
     ),
-    no_receipts: bool = flag("Refuse requests for receipts, which state how a text was generated."),
+    no_receipts: bool = option(
+        "Refuse requests for receipts, which state how a text was generated.",
+        False,
+        "--no-receipts",
+    ),
     log_level: Literal["error", "warning", "info"] = option(
         "Messages on standard error; info: also a line for each request.", "warning"
     ),

@@ -90,12 +90,10 @@ class Finding:
         return f"{self.array}[{self.byte // max(1, self.bytes)}]" if self.array else "no array"
 
     def __str__(self) -> str:
-        here = f"{self.now} of block {self.now.block}, line {self.now.line}"
-        there = ""
-        if self.other:
-            there = (
-                f"thread {self.other.thread} of block {self.other.block}, line {self.other.line}"
-            )
+        here, there = (
+            f"{each} of block {each.block}, line {each.line}" if each else ""
+            for each in (self.now, self.other)
+        )
         if self.other_verb:
             why = self.text or "nothing orders the two accesses"
             both = f"{here}, {self.verb} {self.element}; {there}, {self.other_verb} it"
