@@ -330,11 +330,7 @@ def _lines(span: Span, found: Any) -> Iterator[bytes | None]:
 
 
 def _record(
-    place: tuple[int, str, int],
-    line: bytes | None,
-    column: str,
-    keep: Sequence[str],
-    as_json: bool,
+    place: tuple[int, str, int], line: bytes | None, column: str, keep: Sequence[str], as_json: bool
 ) -> Record | None:
     """Parse a line of JSONL or text into a Record. Return None for a blank line."""
     if line is None:

@@ -462,10 +462,7 @@ def early_launches(early: Collection[str] | None = ()) -> Iterator[None]:
 
 @contextmanager
 def device(
-    order: engine.Order,
-    multiprocessors: int,
-    checks: Checks = USUAL,
-    capability: str = CAPABILITY,
+    order: engine.Order, multiprocessors: int, checks: Checks = USUAL, capability: str = CAPABILITY
 ) -> Iterator[None]:
     """Set the order of threads, the checks of launches, and properties of the device.
 

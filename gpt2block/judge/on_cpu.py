@@ -91,10 +91,7 @@ class TimedSizes(NamedTuple):
 
 
 def check_kernel(
-    kernel: Kernel,
-    cases: Sequence[Case],
-    timed: TimedSizes | None = None,
-    steps: bool = False,
+    kernel: Kernel, cases: Sequence[Case], timed: TimedSizes | None = None, steps: bool = False
 ) -> Iterator[Checked | Finding | Why | str]:
     """Check a user's kernel on each case; yield the results, and stop with a Finding at a problem.
 

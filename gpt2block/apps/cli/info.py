@@ -25,13 +25,7 @@ from gpt2block.apps.cli.model import model_option, revision_option
 from gpt2block.apps.cli.options import argument, json_option, option, option_of
 from gpt2block.checks import check_integer
 from gpt2block.cuda.doctor import MAX_GPUS
-from gpt2block.cuda.formats import (
-    CACHE_WITH_FP8,
-    FILE,
-    FormatOptions,
-    Formats,
-    with_cache,
-)
+from gpt2block.cuda.formats import CACHE_WITH_FP8, FILE, FormatOptions, Formats, with_cache
 from gpt2block.engine.cuda.several_bytes import bytes_by_gpu
 from gpt2block.engine.model import check_divides, state_bytes, token_bytes, weight_bytes
 from gpt2block.errors import InputError

@@ -12,11 +12,11 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 
 from gpt2block.apps.cli.codes import FAILED, INTERRUPTED
+from gpt2block.apps.cli.display import progress_bar
 from gpt2block.apps.cli.model import ModelOptions, TextOptions, note_on_cpu, stride_option
 from gpt2block.apps.cli.options import add_command, argument, flag, option
 from gpt2block.errors import printable, require
@@ -208,23 +208,13 @@ class _Watcher:
     """Progress on stderr: a bar on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._terminal = sys.stderr.isatty()
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._terminal,
-        )
+        self.bar = progress_bar("{task.description}", done=MofNCompleteColumn())
         self._task = self.bar.add_task("", visible=False)
         self._earlier: int | None = None  # number of input lines that earlier runs finished
         self._begun = self._printed = 0.0
 
     def say(self, line: str) -> None:
-        self._console.print(escape(printable(line)), soft_wrap=True)
+        self.bar.console.print(escape(printable(line)), highlight=False, soft_wrap=True)
 
     def show(self, outcome: Outcome, inside: int) -> None:
         now, done = monotonic(), outcome.lines_done + inside
@@ -236,7 +226,7 @@ class _Watcher:
             rates += f", {outcome.tokens_now / seconds:,.0f} tokens/s"
         total = outcome.lines
         self.bar.update(self._task, total=total, completed=done, description=rates, visible=True)
-        if self._terminal or now - self._printed < SECONDS_BETWEEN_LINES:
+        if not self.bar.disable or now - self._printed < SECONDS_BETWEEN_LINES:
             return
         self._printed, computed = now, done - self._earlier
         left = f", {(total - done) * seconds / computed:,.0f} s left" if computed else ""

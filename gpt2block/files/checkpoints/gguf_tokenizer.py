@@ -152,11 +152,7 @@ def files_from(metadata: Mapping[str, object]) -> dict[str, Any]:
         "added_tokens": list(_added(tokens, kinds)),
         "post_processor": _first(named["bos_token"], ids["bos"]) if adds_bos else None,
     }
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": adds_bos,
-        **named,
-    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": adds_bos, **named}
     template = metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         settings["chat_template"] = template

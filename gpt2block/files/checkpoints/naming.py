@@ -104,11 +104,7 @@ class Naming:
         return h + dot + next(k for k, names in self.names.items() if names == self.names[kind])
 
     def model_tensors(
-        self,
-        file: Path,
-        source: str,
-        config: ModelConfig,
-        found: Mapping[str, Stored],
+        self, file: Path, source: str, config: ModelConfig, found: Mapping[str, Stored]
     ) -> dict[str, Stored]:
         """Return the tensors of a model by gpt2block's names, in the order of `model_shapes`.
 

@@ -182,9 +182,7 @@ class ModelArrays(Generic[Block]):
         for layer in wanted:  # check all indices before large tensors are read
             opened.check_layer(layer)
         return cls._of(
-            opened.config,
-            opened.read_outer(),
-            (opened.read_block(layer) for layer in wanted),
+            opened.config, opened.read_outer(), (opened.read_block(layer) for layer in wanted)
         )
 
     @classmethod
