@@ -54,8 +54,9 @@ def counted() -> Iterator[tuple[str, Counts]]:
     assert isinstance(compiled, nvrtc.Compiled), compiled
     module = Module(compiled.ptx)
     args = [np.zeros(ELEMENTS, np.float32) for _ in range(2)]
-    for kernel in module.kernels:
-        result = engine.launch(module, kernel, GRID, BLOCK, args, checks=False, counters=True)
+    checks = engine.Checks(counters=True)
+    for kernel in (name for name, (entry, _) in module.functions.items() if entry):
+        result = engine.launch(module, kernel, GRID, BLOCK, args, checks=checks)
         yield kernel, total(result.counts.values())
 
 

@@ -21,22 +21,13 @@ from gpt2block.emulator.ptx import engine, table
 from gpt2block.emulator.ptx.encode import Encoded, UnsupportedError, encode
 from gpt2block.emulator.ptx.parse import Module
 from gpt2block.errors import DeviceError, InputError, KernelError, NotJudged
-from gpt2block.judge import comparison, sizes
+from gpt2block.judge import comparison, refused, sizes
 from gpt2block.judge.arguments import sizes_at, values
 from gpt2block.judge.cases import OTHER_SIZES, Case
 from gpt2block.judge.cases import case as case_of
 from gpt2block.judge.comparison import Checked
 from gpt2block.judge.finding import Finding, declared, dtype_of, of_compiler, of_engine
 from gpt2block.judge.kernel import Kernel, described, matched
-from gpt2block.judge.refused import (
-    USUAL,
-    WGMMA,
-    ResourceUsage,
-    capability_of,
-    refused,
-    too_many,
-    without_literals,
-)
 from gpt2block.judge.source import read
 from gpt2block.judge.templates import path_of
 from gpt2block.judge.why import EmulatedRun, Launcher, Why, why
@@ -103,19 +94,19 @@ def check_kernel(
     """
     require_emulator()
     path = str(kernel.source.path)
-    needs: Finding | ResourceUsage | None = None
+    needs: Finding | refused.ResourceUsage | None = None
     wrong = False
-    for capability in (USUAL, WGMMA):
-        if capability < capability_of(kernel):
+    for capability in (refused.USUAL, refused.WGMMA):
+        if capability < refused.capability_of(kernel):
             continue
         with emulated(capability=capability), ThreadPoolExecutor(1) as pool:
             function = kernels.load(path, kernel.source.name, kernel.defines)  # starts to compile
             pool.submit(_compile_unoptimised, kernel, capability)
-            needs = needs or refused(kernel)
+            needs = needs or refused.refused(kernel)
             if isinstance(needs, Finding):
                 yield needs
                 return
-            if needs.capability != capability == USUAL:
+            if needs.capability != capability == refused.USUAL:
                 continue
             judge = _Judge(kernel, needs, function, capability, steps)
             again = capability != needs.capability
@@ -123,7 +114,7 @@ def check_kernel(
                 if not (again and isinstance(result, Checked | str)):
                     yield result
                 wrong |= isinstance(result, Finding)  # the steps of its threads may follow
-        if wrong or not _TELLS.search(without_literals(kernel.source.text)):
+        if wrong or not _TELLS.search(refused.without_literals(kernel.source.text)):
             return
 
 
@@ -158,7 +149,7 @@ class _Judge:
     """Launches a kernel on the cases, in two threads."""
 
     kernel: Kernel
-    needs: ResourceUsage
+    needs: refused.ResourceUsage
     function: Any
     capability: str
     steps: bool = False  # whether to yield the steps of a Finding's threads
@@ -413,10 +404,12 @@ class _Judge:
         return results
 
 
-def _unlaunchable(kernel: Kernel, at: Mapping[str, int], needs: ResourceUsage) -> Finding | None:
+def _unlaunchable(
+    kernel: Kernel, at: Mapping[str, int], needs: refused.ResourceUsage
+) -> Finding | None:
     """Return a Finding if no GPU can launch the kernel at these sizes. Raises InputError."""
     most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
-    return too_many(kernel, needs, kernel.geometry(at), most)
+    return refused.too_many(kernel, needs, kernel.geometry(at), most)
 
 
 def _of_order(wrong: Finding) -> Finding:
