@@ -231,7 +231,7 @@ def test_commands(chat: Any, tmp_path: Path) -> None:
     system = {"role": "system", "content": "S"}
     assert json.loads(file.read_text()) == [system, user("one"), answer("bcdefg")]
     assert ended.out == "bcd\nbcd\nefg\n"
-    for said in (*cli_chat.DONE.values(), "top_k: 5", "seed: 7"):
+    for said in ("begins anew", "are taken back", "message is changed", "top_k: 5", "seed: 7"):
         assert f"{said}\n" in ended.err
     assert "temperature: 9; above 2, an answer is mostly random" in chat("/temperature 9").err
     assert chat("/temperature 2", "/seed -").err == "temperature: 2\nseed: -\n"

@@ -80,18 +80,13 @@ class ModelOptions:
             raise InputError(
                 f"--threads: NumPy is loaded already: set {THREADS[0]} before Python starts"
             )
-        object.__setattr__(self, "device", device_of(self.device, self.gpus))
-
-
-def device_of(device: str | None, gpus: int | None) -> str | None:
-    """Return the device of options --device and --gpus. Raises InputError."""
-    if gpus is None:
-        return device
-    if device is not None:
-        raise InputError("--gpus: expected no --device beside it, as it selects the devices")
-    if gpus < 1:
-        raise InputError(f"--gpus {gpus}: expected 1 or more")
-    return first_gpus(gpus)
+        if self.gpus is None:
+            return
+        if self.device is not None:
+            raise InputError("--gpus: expected no --device beside it, as it selects the devices")
+        if self.gpus < 1:
+            raise InputError(f"--gpus {self.gpus}: expected 1 or more")
+        object.__setattr__(self, "device", first_gpus(self.gpus))
 
 
 def keyword(name: str, sentence: str = "{}", **default: object) -> Any:
