@@ -384,10 +384,9 @@ class _Judge:
         if late:
             text = f"{late.text}\nright at the sizes before; a GPU times {described(timed.sizes)}"
             return [replace(late, text=f"{text}: {OTHER}")]
-        of = operation, timed.sizes, timed.stated
-        whole, parts = sizes.timed(*of), sizes.parts(*of)
-        found = self._all_right(whole, timed.layout)
-        return found if found or whole == parts else self._all_right(parts, timed.layout)
+        parts = sizes.parts(operation, timed.sizes, timed.stated)
+        found = self._all_right(sizes.whole(operation, timed.sizes), timed.layout)
+        return found or self._all_right(parts, timed.layout)
 
     def _all_right(self, cases: Iterable[sizes.Case], layout: str) -> list[Checked | Finding]:
         """Run cases of large sizes up to the first Finding; leave out cases that take too long."""
