@@ -127,9 +127,8 @@ class Verdict:
     @property
     def hints(self) -> tuple[str, ...]:
         """Properties of the source that are no errors, such as arithmetic in double."""
-        judged = self.reason is None and not any(
-            each.kind == "does_not_compile" for each in self.findings
-        )
+        compiles = all(each.kind != "does_not_compile" for each in self.findings)
+        judged = compiles and self.reason is None
         return hints(self.kernel.source, not self.right) if judged else ()
 
     @property

@@ -50,7 +50,9 @@ def compare(
     steps = loaded.compare(ids, cached)
     if as_json:
         facts = {**model_facts(loaded), "cached": cached, "tokens": len(ids)}
-        print_json(facts | {"steps": [_entry(row) for row in steps]})
+        entries = (asdict(row).items() for row in steps)
+        without = [{name: value for name, value in each if name != "ms"} for each in entries]
+        print_json(facts | {"steps": without})
         return
     out = console()
     what = "the last of " if cached else ""
@@ -64,10 +66,6 @@ def compare(
         _print_steps(out, [(str(layer), row) for row in parts[str(layer)]])
     out.print("own: the step alone on exact inputs; total: accumulated from the tokens on.")
     out.print("Errors against float64, relative to the tensor's largest value.")
-
-
-def _entry(row: Comparison) -> dict[str, object]:
-    return {name: value for name, value in asdict(row).items() if name != "ms"}
 
 
 def _parts(steps: Sequence[Comparison]) -> dict[str, list[Comparison]]:

@@ -86,8 +86,7 @@ def print_table(out: Console, table: Table) -> None:
 
 def say(line: str) -> None:
     """Print a line to stderr, dimmed on a terminal."""
-    out = Console(stderr=True, highlight=False)
-    out.print(shown(line), style="dim", soft_wrap=True)
+    Console(stderr=True, highlight=False).print(shown(line), style="dim", soft_wrap=True)
 
 
 def print_facts(facts: dict[str, str]) -> None:

@@ -186,12 +186,11 @@ def _rope_facts(scaling: Any) -> dict[str, str]:
 def _without_repetition(tensors: list[dict[str, Any]], n_layer: int) -> Iterator[dict[str, Any]]:
     """Yield tensors; of equal blocks only the first block's, with names such as "h.0 … h.11"."""
     blocks: dict[str, list[tuple[object, ...]]] = {}
-    for tensor in tensors:
-        block, _, kind = tensor["name"].rpartition(".")
+    named = [(tensor, *tensor["name"].rpartition(".")[::2]) for tensor in tensors]
+    for tensor, block, kind in named:
         blocks.setdefault(block, []).append((kind, tuple(tensor["shape"]), tensor["dtype"]))
     alike = n_layer > 1 and all(found == blocks["h.0"] for h, found in blocks.items() if h)
-    for tensor in tensors:
-        block, _, kind = tensor["name"].rpartition(".")
+    for tensor, block, kind in named:
         if not (alike and block):
             yield tensor
         elif block == "h.0":

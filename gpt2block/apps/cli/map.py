@@ -189,9 +189,8 @@ def _summary(output: Path, outcome: Outcome) -> list[str]:
     skipped = f", {blank:,} blank lines skipped" if blank else ""
     lines = [f"{output}: {outcome.records:,} records{errors}{skipped}"]
     if outcome.done_now:
-        records, tokens = (
-            count / outcome.seconds for count in (outcome.done_now, outcome.tokens_now)
-        )
+        records = outcome.done_now / outcome.seconds
+        tokens = outcome.tokens_now / outcome.seconds
         lines.append(
             f"{outcome.done_now:,} records in {outcome.seconds:.1f} s: {records:,.1f} records/s, "
             f"{tokens:,.0f} tokens/s; ready after {outcome.start_up:.1f} s"

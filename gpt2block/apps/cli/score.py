@@ -137,17 +137,13 @@ def _print_tokens(score: Score, encoding: Encoding | None) -> None:
         return
     text = Text(printable_lines(score.tokens.start))
     for piece, bits in score.tokens.pieces():
-        text.append(printable_lines(piece), style=color_of(bits))
+        style = next((style for most, style in SURPRISALS if bits <= most), HIGHEST)
+        text.append(printable_lines(piece), style=style)
     legend = Text("surprisal in bits: ", style="dim")
     for bits, style in SURPRISALS:
         legend.append(f"up to {bits} ", style=style)
     legend.append("more", style=HIGHEST)
     out.print(text, legend, sep="\n\n", end="\n\n", soft_wrap=True)
-
-
-def color_of(bits: float) -> str:
-    """Return the Rich style of a token with a surprisal of `bits`."""
-    return next((style for most, style in SURPRISALS if bits <= most), HIGHEST)
 
 
 def _print_score(file: str, loaded: Model[Any], score: Score, seconds: float) -> None:

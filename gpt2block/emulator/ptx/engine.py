@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from gpt2block.emulator.ptx import cache as kept
 from gpt2block.emulator.ptx import nvrtc
-from gpt2block.emulator.ptx.counters import Counted, Counts, Line
+from gpt2block.emulator.ptx.counters import Counts, Line, by_line
 from gpt2block.emulator.ptx.encode import CODE, Encoded, address_of, encode
 from gpt2block.emulator.ptx.parse import Module, Place, Variable
 from gpt2block.emulator.ptx.tensor_maps import TensorMap
@@ -231,8 +231,8 @@ def launch(
         arrays.fill(data)
         if checks.trace:
             _request(checks.trace, data, arrays.names)
-        counted = Counted(encoded.places, module.files) if checks.counters else None
-        data.counts = counted.counts.ctypes.data if counted else None
+        counted = np.zeros((len(encoded.places), len(Counts._fields)), np.int64)
+        data.counts = counted.ctypes.data if checks.counters else None
         if early is not None:
             data.early = arrays.early(early)
         text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
@@ -242,7 +242,7 @@ def launch(
         if not any(each.fatal for each in findings):
             arrays.keep(module, encoded)
         steps = tuple(read.step(each) for each in traced.split("\x1e")[:-1])
-        counts = counted.by_line() if counted else {}
+        counts = by_line(counted, encoded.places, module.files) if checks.counters else {}
         return Result(findings, data.executed, printed, counts, steps, data.left_out)
 
 

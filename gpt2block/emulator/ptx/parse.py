@@ -21,6 +21,7 @@ _OF_MODULE = re.compile(rf"^(?:\.extern\s+)?(?:\.\w+\s+)??{_VARIABLE.pattern};",
 _FUNCTION = re.compile(r"^(?:\.visible\s+|\.weak\s+)?\.(entry|func)\b", re.M)
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
 _HEADER = re.compile(r"(?:\((?P<results>[^)]*)\)\s*)?(?P<name>[\w$]+)\s*(?:\((?P<params>[^)]*)\))?")
+_DIRECTIVE = re.compile(r"\.(\w+)\b([^.]*)")
 _BRACE = re.compile(r"[{}]")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _TOKEN = re.compile(
@@ -150,7 +151,10 @@ class Module:
             entry,
             _variables(header["params"] or ""),
             _variables(header["results"] or ""),
-            _directives(self.text[header.end() : start]),
+            {
+                name: tuple(map(int, BITS.findall(values)))  # such as .maxntid 128, 1, 1
+                for name, values in _DIRECTIVE.findall(self.text, header.end(), start)
+            },
         )
         headers = {number for number, path in self.files.items() if "/include/" in path}
         _Reader(function, headers).read(_COMMENT.sub("", self.text[start + 1 : end]))
@@ -167,14 +171,6 @@ class Module:
             if not depth:
                 return start, brace.start()
         raise PtxError("a brace is not closed")
-
-
-def _directives(text: str) -> dict[str, tuple[int, ...]]:
-    """Return directives such as .maxntid 128, 1, 1."""
-    return {
-        name: tuple(map(int, BITS.findall(values)))
-        for name, values in re.findall(r"\.(\w+)\b([^.]*)", text)
-    }
 
 
 def _variables(text: str) -> list[Variable]:

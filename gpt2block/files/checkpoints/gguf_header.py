@@ -57,16 +57,17 @@ class Header:
     tensors: Mapping[str, Encoded]
     unusable: Mapping[str, str]
 
-    def under(self, prefix: str) -> dict[str, Any]:
-        """Return the metadata whose keys begin with `prefix`, by the rest of the key."""
-        keys = (key for key in self.metadata if key.startswith(prefix))
-        return {key.removeprefix(prefix): self.metadata[key] for key in keys}
-
     def check_usable(self, *prefixes: str) -> None:
         """Raise CheckpointError if a key with one of `prefixes` has an unusable value."""
         for key, reason in self.unusable.items():
             if key.startswith(prefixes):
                 raise CheckpointError(f"{printable(key, 100)}: {reason} is not supported")
+
+
+def under(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the metadata whose keys begin with `prefix`, by the rest of the key."""
+    keys = (key for key in metadata if key.startswith(prefix))
+    return {key.removeprefix(prefix): metadata[key] for key in keys}
 
 
 def read_header(file: Path) -> Header:

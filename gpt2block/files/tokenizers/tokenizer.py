@@ -70,9 +70,7 @@ def load(source: Path | None, vocab_size: int) -> Encoding:
     Raises CheckpointError for damaged files, for unsupported settings or kinds of tokenizers, and
     for a tokenizer with more tokens than the model.
     """
-    if source is not None and source.is_file():
-        return _fitting(from_gguf(source), vocab_size, source)
-    encoding = _in_directory(source) if source else None
+    encoding = _at(source) if source else None
     name = source or "weights given as arrays"
     if encoding is None and vocab_size != GPT2_VOCABULARY:
         raise CheckpointError(
@@ -88,19 +86,22 @@ def from_path(path: str | Path, vocab_size: int) -> Encoding:
     """
     with about(path, (RuntimeError,), "no tokenizer: {}"):
         path = Path(path).expanduser()
-    encoding: Encoding | None = None
-    if os.path.isdir(path):
-        encoding = _in_directory(path)
-    elif os.path.isfile(path) and is_gguf(path):
-        encoding = from_gguf(path)
-    elif os.path.lexists(path):
-        encoding = _of_files(tokenizer_files.of_path(path))
+    encoding = _at(path)
     if encoding is None:
         raise CheckpointError(
             f"{path}: no tokenizer: expected tokenizer.json, encoder.json and vocab.bpe, "
             f"vocab.json and merges.txt, or {tokenizer_files.LLM_C}"
         )
     return _fitting(encoding, vocab_size, path)
+
+
+def _at(path: Path) -> Encoding | None:
+    """Load the tokenizer at a path, which is a folder or a file; return None if there is none."""
+    if os.path.isdir(path):
+        return _in_directory(path)
+    if os.path.isfile(path) and is_gguf(path):
+        return from_gguf(path)
+    return _of_files(tokenizer_files.of_path(path)) if os.path.lexists(path) else None
 
 
 def _of_files(files: Mapping[str, Path]) -> Encoding | None:
