@@ -13,7 +13,7 @@ import pytest
 from gpt2block import GPT2, InputError, Sampling
 from gpt2block.apps.cli.chat import ChatOptions
 from gpt2block.apps.cli.map import GenerateTask
-from gpt2block.apps.cli.model import TextOptions
+from gpt2block.apps.cli.model import TextOptions, keyword, with_numbers
 from gpt2block.checks import document, documented, meaning_of, option, options_of
 from gpt2block.engine.generation.options import KEYWORDS, Options, with_keywords
 from gpt2block.sampling import NUMBERS, SAMPLING_OPTIONS
@@ -90,6 +90,18 @@ def test_docstrings_without_a_place_or_without_any_stay() -> None:
     assert "samples" not in inspect.signature(h).parameters
     assert "top_k: keep the k" in str(h.__doc__)
     assert "samples: " not in str(h.__doc__)
+
+
+def test_numbers_of_commands() -> None:
+    @with_numbers("top_k", optional="{}; by default none")
+    @dataclass(frozen=True)
+    class Of:
+        top_p: float = keyword("top_p", default=0.5)
+
+    kind: Any = Of
+    assert (kind(top_k=3).top_p, kind(top_k=3).top_k, kind().top_k) == (0.5, 3, None)
+    (info,) = (each.metadata["info"] for each in fields(Of) if each.name == "top_k")
+    assert info.help == "Keep the k most likely tokens; 0: off; by default none."
 
 
 def test_the_options_of_keywords() -> None:

@@ -28,6 +28,7 @@ from gpt2block.apps.cli.model import (
     load_model,
     model_option,
     require_for,
+    with_numbers,
 )
 from gpt2block.apps.cli.options import option, path_of, path_option
 from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, RECEIPT, read_text
@@ -36,6 +37,7 @@ from gpt2block.engine.chat.messages import Message, read_messages
 from gpt2block.engine.generation.options import KEYWORDS, Options
 from gpt2block.engine.grammars.grammar import RULES
 from gpt2block.errors import InputError, PrintableError
+from gpt2block.files.checkpoints.chat_files import OPTIONS
 from gpt2block.files.writing import write_file
 
 if TYPE_CHECKING:
@@ -68,22 +70,12 @@ class ChatModelOptions(ModelOptions):
     model: str = model_option("smollm2")
 
 
-def _of_model(name: str) -> Any:
-    return keyword(name, "{}; by default the model's setting", default=None)
-
-
+@with_numbers(*OPTIONS, optional="{}; by default the model's setting")
 @dataclass(frozen=True)
-class ChatOptions:
+class ChatOptions(SamplingOptions):
     """Options that are keywords of `Conversation.stream`; None selects the model's setting."""
 
     max_new_tokens: int = option("Largest number of tokens of an answer.", 512)
-    temperature: float | None = _of_model("temperature")
-    top_k: int | None = _of_model("top_k")
-    top_p: float | None = _of_model("top_p")
-    min_p: float | None = _of_model("min_p")
-    repetition_penalty: float | None = _of_model("repetition_penalty")
-    presence_penalty: float = keyword("presence_penalty")
-    frequency_penalty: float = keyword("frequency_penalty")
     seed: int | None = option("The same seed gives the same answers; by default a new seed each.")
     speculate: bool = keyword("speculate")
     schema: str | None = keyword("schema", "{} (JSON text)")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, make_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpt2block.apps.cli import complete
 from gpt2block.apps.cli.display import progress_bar
@@ -22,10 +22,13 @@ from gpt2block.errors import CheckpointError, InputError, require
 from gpt2block.files.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.files.checkpoints.locating import SMOLLM2
 from gpt2block.files.tokenizers.lookup import Lookup
+from gpt2block.sampling import NUMBERS
 
 if TYPE_CHECKING:
     from gpt2block.files.tokenizers.encoding import Encoding
     from gpt2block.model import Model
+
+Group = TypeVar("Group")
 
 # Each of these functions declares an option that several commands share.
 model_option = partial(
@@ -101,21 +104,24 @@ def keyword(name: str, sentence: str = "{}", **default: object) -> Any:
     return option(f"{text}.", default.get("default", known.default), *names)
 
 
+def with_numbers(*names: str, optional: str = "") -> Callable[[type[Group]], type[Group]]:
+    """Return a class decorator that adds options for numeric keywords of `GPT2.generate`.
+
+    optional: a `sentence` for `keyword` that describes the default; the fields' default is None.
+    """
+    types: dict[str, Any] = {"float": float, "int": int}
+    if optional:
+        types = {name: kind | None for name, kind in types.items()}
+    settings: dict[str, Any] = {"sentence": optional, "default": None} if optional else {}
+    numbers = [(n, types[str(KEYWORDS[n].type)], keyword(n, **settings)) for n in names]
+    return lambda kind: make_dataclass(kind.__name__, numbers, bases=(kind,), frozen=True)
+
+
+# Only subclasses have min_new_tokens and seed, so that the help lists these after the others.
+@with_numbers("max_new_tokens", *(n for n in NUMBERS if n not in ("min_new_tokens", "seed")))
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Options for the sampling of tokens, and for their number.
-
-    Only subclasses have min_new_tokens and seed, so that the help lists these after the others.
-    """
-
-    max_new_tokens: int = keyword("max_new_tokens")
-    temperature: float = keyword("temperature")
-    top_k: int = keyword("top_k")
-    top_p: float = keyword("top_p")
-    min_p: float = keyword("min_p")
-    repetition_penalty: float = keyword("repetition_penalty")
-    presence_penalty: float = keyword("presence_penalty")
-    frequency_penalty: float = keyword("frequency_penalty")
+    """Options for the sampling of tokens, and for their number."""
 
 
 @dataclass(frozen=True)
