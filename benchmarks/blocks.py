@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 
+from benchmarks.labels import check_file
 from benchmarks.products import chosen_works
 from benchmarks.reports import add_options, show
 from benchmarks.torch_peers import compare
-from gpt2block.apps.cli.plots import check_file
 
 
 def main() -> int:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 
+from benchmarks.labels import check_file
 from benchmarks.reports import add_options, released, show
 from benchmarks.token_works import gpt2_works, llama_works
 from gpt2block.apps import bench
-from gpt2block.apps.cli.plots import check_file
 from gpt2block.cuda import first_gpus
 
 
@@ -44,7 +44,7 @@ def main() -> int:
 
         report, peers = compare(works)
     else:
-        report = bench.run(works, progress=released)
+        report = bench.run(released(works))
     return not show(report, peers, given.json, given.plot)
 
 

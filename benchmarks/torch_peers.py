@@ -43,7 +43,7 @@ def compare(works: list[Work]) -> tuple[Report, set[str]]:
     """Time works by gpt2block and PyTorch; return the report and the names of PyTorch's lines."""
     names: set[str] = set()
     peers = TorchPeers()
-    report = bench.run([_with_peers(work, peers, names) for work in works], progress=_tidied)
+    report = bench.run(_tidied([_with_peers(work, peers, names) for work in works]))
     for note in sorted(peers.notes):
         print(note, file=sys.stderr)
     cudnn = str(torch.backends.cudnn.version())

@@ -195,23 +195,6 @@ class NotJudged(InputError, KernelError):  # noqa: N818  (the name of a verdict)
     """A user's kernel is neither right nor wrong: the emulator or this computer cannot run it."""
 
 
-def check_all(*checks: Callable[[], object], later: Callable[[], object]) -> None:
-    """Run all checks. Raise the first error, with the messages of the other errors appended.
-
-    later: a check that the caller runs later, and that runs here only if another check fails.
-    """
-    errors: list[PrintableError] = []
-    for check in (*checks, later):
-        try:
-            if check is not later or errors:
-                check()
-        except PrintableError as error:
-            errors.append(error)
-    if errors:
-        first, *others = errors
-        raise type(first)(*first.parts, *(f"; {each}" for each in others))
-
-
 def require(
     purpose: str, extra: str, *modules: str, kind: type[PrintableError] = InputError
 ) -> None:

@@ -1,13 +1,9 @@
-"""Helpers of the tests of the bench: ceilings, rows of a report, and plots."""
+"""Helpers of the tests of the bench: ceilings and rows of a report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from gpt2block.apps.bench import BenchRow, Work
 from gpt2block.apps.bench import report as reports
@@ -28,22 +24,3 @@ def row(
     """Return a row of a report. changes: fields to replace."""
     each = Contender(contender, lambda rounds: Captured(lambda: None, ()), work.dtype)
     return replace(reports.row_of(work, Timed(each, us, (error, error)), 3, BEST), **changes)
-
-
-def drawn(draw: Callable[..., None], file: Path, *arguments: Any) -> Any:
-    """Call `draw(*arguments, file)`; return the figure that it has written."""
-    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    figures: list[Any] = []
-    honest = Figure.savefig
-
-    def savefig(figure: Any, *others: Any, **options: Any) -> None:
-        figures.append(figure)
-        honest(figure, *others, **options)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Figure, "savefig", savefig)
-        draw(*arguments, file)
-    assert file.read_bytes().startswith(b"\x89PNG")
-    return figures[0]

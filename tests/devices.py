@@ -22,7 +22,8 @@ from gpt2block import cuda, emulator
 from gpt2block.cuda import arrays as cuda_arrays
 from gpt2block.cuda import kernels, requests
 from gpt2block.emulator import Order, stand_in
-from gpt2block.emulator.stand_in import CHECKED, EmulatorError
+from gpt2block.emulator.ptx.engine import CHECKED
+from gpt2block.emulator.stand_in import EmulatorError
 from gpt2block.engine import recording
 from gpt2block.models.weights import conversions
 from gpt2block.ops.log_likelihood import choose_geometry as of_likelihood

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpt2block.errors import InputError
@@ -48,11 +48,10 @@ def reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
-def sha256(files: Iterable[Path], start: bytes = b"") -> bytes:
-    """Return the SHA-256 of `start` followed by the files' contents. Raises OSError."""
-    digest = hashlib.sha256(start)
-    for path in files:
-        with path.open("rb") as file:
-            while chunk := file.read(2**24):
-                digest.update(chunk)
+def sha256(path: Path) -> bytes:
+    """Return the SHA-256 of a file's content. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(2**24):
+            digest.update(chunk)
     return digest.digest()

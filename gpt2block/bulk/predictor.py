@@ -119,15 +119,9 @@ class Predictor:
         **options: object,
     ) -> None:
         refuse_removed(options, "Predictor: ")
+        formats = FormatOptions(dtype, kv_dtype)
         self.arguments = Arguments(
-            task,
-            model,
-            device,
-            FormatOptions(dtype, kv_dtype),
-            tokenizer,
-            revision,
-            options,
-            batch_tokens,
+            task, model, device, formats, tokenizer, revision, options, batch_tokens
         )
         self._task  # noqa: B018  (loads the model and checks the options)
 

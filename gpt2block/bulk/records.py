@@ -268,7 +268,7 @@ class _Cutter:
         self._add(Span(str(path), start, at, line, lines + (not ended)))
 
     def add_rows(self, path: Path, rows: int) -> None:
-        digest, row = paths.sha256([path]), 0
+        digest, row = paths.sha256(path), 0
         while row < rows:
             count = min(self._room, rows - row)
             self._hash.update(digest)
@@ -287,7 +287,7 @@ def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record
         path = Path(span.path)
         try:
             if kind_of(path) == "parquet":
-                digest.update(paths.sha256([path]))
+                digest.update(paths.sha256(path))
                 yield from _rows(span, index, column, keep)
             else:
                 as_json = kind_of(path) == "jsonl"
@@ -330,11 +330,7 @@ def _lines(span: Span, found: Any) -> Iterator[bytes | None]:
 
 
 def _record(
-    place: tuple[int, str, int],
-    line: bytes | None,
-    column: str,
-    keep: Sequence[str],
-    as_json: bool,
+    place: tuple[int, str, int], line: bytes | None, column: str, keep: Sequence[str], as_json: bool
 ) -> Record | None:
     """Parse a line of JSONL or text into a Record. Return None for a blank line."""
     if line is None:

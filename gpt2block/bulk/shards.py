@@ -262,7 +262,7 @@ def _parse_entry(entry: object) -> ShardEntry:
 def _sha256(path: Path) -> str | None:
     """Return a file's SHA-256, or None if it cannot be read or is not a regular file."""
     try:
-        return sha256([path]).hex() if path.is_file() else None
+        return sha256(path).hex() if path.is_file() else None
     except OSError:
         return None
 

@@ -17,6 +17,7 @@ import numpy as np
 from gpt2block.cuda import kernels, replaced_by
 from gpt2block.cuda.doctor import Check
 from gpt2block.emulator import stand_in
+from gpt2block.emulator.ptx import engine
 from gpt2block.emulator.ptx.engine import ORDERS, Order, missing
 
 __all__ = ["ORDERS", "Order", "adopted", "check", "emulated", "missing", "run"]
@@ -26,7 +27,7 @@ __all__ = ["ORDERS", "Order", "adopted", "check", "emulated", "missing", "run"]
 def emulated(
     order: Order = "forward",
     multiprocessors: int = 4,
-    checks: stand_in.Checks | None = None,
+    checks: engine.Checks | None = None,
     capability: str = "80",
 ) -> Iterator[Any]:
     """Emulate a GPU on the CPU, in the whole process, until the context ends.
@@ -64,7 +65,7 @@ def run(
     order: Order = "forward",
     capability: str = "80",
     early: Collection[str] | None = None,
-    checks: stand_in.Checks | None = None,
+    checks: engine.Checks = engine.CHECKED,
 ) -> None:
     """Launch a kernel on NumPy arrays, which the launch changes; None is a null pointer.
 
@@ -75,14 +76,11 @@ def run(
     default all. An array that is passed twice becomes the same pointer twice. Raises EmulatorError
     for an error of the kernel, and KernelError for arguments that do not fit.
     """
-    with emulated(order, checks=checks or stand_in.CHECKED, capability=capability):
+    device = emulated(order, checks=checks, capability=capability)
+    with device, stand_in.early_launches(early):
         values = tuple(map(adopted, args))
         geometry = kernels.Geometry(kernel, grid, block, shared, defines)
-        launch = kernels.launch_at(file, geometry, values, storage, None, cache)
-        if early is None:
-            launch.run()
-        else:
-            stand_in.run_early(launch, early)
+        kernels.launch_at(file, geometry, values, storage, None, cache).run()
 
 
 def check() -> Check:

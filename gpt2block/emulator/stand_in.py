@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import struct
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,17 +20,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a dtype's name)
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from gpt2block.cuda import kernels, requests
+from gpt2block.cuda import kernels
 from gpt2block.cuda.cards import CARDS, MAX_SHARED
 from gpt2block.emulator.ptx import engine, nvrtc
+from gpt2block.emulator.ptx.engine import Checks
 from gpt2block.emulator.ptx.parse import Module
-from gpt2block.emulator.ptx.tensor_maps import TensorMap
+from gpt2block.emulator.ptx.tensor_maps import LAYOUT, TensorMap
 from gpt2block.errors import DeviceError
 
 CAPABILITY = "80"
@@ -42,8 +42,9 @@ ATTRIBUTES = {
     MAX_SHARED: CARDS[int(CAPABILITY)].max_shared,
     "L2CacheSize": 1 << 20,
 }
-BUDGET = 10_000_000_000  # warp instructions of a launch without checks
 __version__ = "emulated"
+Size = tuple[int, ...]  # of a grid or a block
+Arguments = Sequence[object]  # of a launch
 float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
 
 # (address, id(owner)) → (weak reference to the owner, bytes). An owner is an array that keeps
@@ -231,27 +232,7 @@ class CompileException(Exception):  # noqa: N818  (CuPy's name)
         return str(self)
 
 
-class Checks(NamedTuple):
-    """Settings of launches.
-
-    errors: whether to search for races and for memory that is read before it is written; accesses
-    out of bounds are always errors. budget: number of instructions of warps after which a launch
-    counts as endless. variant: 0 or 1, for values on which no result may depend, such as the number
-    of the multiprocessor. debug: whether to compile without optimisation (-G), so that no access is
-    removed. seen: receives the result of each launch. counters: whether to count accesses and other
-    events of each line. trace: the threads whose steps are recorded.
-    """
-
-    errors: bool = False
-    budget: int = BUDGET
-    variant: int = 0
-    debug: bool = False
-    seen: Callable[[engine.Result], None] = lambda _: None
-    counters: bool = False
-    trace: engine.Trace | None = None
-
-
-USUAL, CHECKED = Checks(), Checks(errors=True, budget=engine.BUDGET)
+USUAL = Checks()
 
 
 class RawModule:
@@ -299,23 +280,12 @@ class EmulatedFunction:
     def __init__(self, module: RawModule, signature: kernels.Signature) -> None:
         self.module, self.name, self._signature = module, signature.name, signature
 
-    def __call__(
-        self,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[object],
-        shared_mem: int = 0,
-    ) -> None:
+    def __call__(self, grid: Size, block: Size, args: Arguments, shared_mem: int = 0) -> None:
         early = _state.early
         _now_or_captured(lambda: self._run(grid, block, args, shared_mem, early))
 
     def _run(
-        self,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[object],
-        shared: int,
-        early: Collection[str] | None,
+        self, grid: Size, block: Size, args: Arguments, shared: int, early: Collection[str] | None
     ) -> None:
         checks = _state.checks
         spans: dict[int, np.ndarray] = {}
@@ -329,13 +299,9 @@ class EmulatedFunction:
             [_value(self.name, arg, spans) for arg in args],
             shared=shared,
             order=_state.order,
-            checks=checks.errors,
             names=[each.name for each in parameters],
             early=None if early is None else of_inputs,
-            budget=checks.budget,
-            variant=checks.variant,
-            trace=checks.trace,
-            counters=checks.counters,
+            checks=checks,
         )
         checks.seen(result)
         for finding in result.findings:
@@ -343,22 +309,19 @@ class EmulatedFunction:
                 raise EmulatorError(finding)
 
 
-_MAP = struct.Struct("<Q4I5Q5I5I")  # the layout that TensorMap.encoded writes
-
-
 def encode_tensor_map(place: int, dtype: int, rank: int, address: int, *layout: Any) -> int:
     """Write a tensor map that holds an address of the host, instead of cuTensorMapEncodeTiled."""
     sizes, strides, box, _, _, swizzle, *_ = layout
     item, unused = {0: 1, 6: 2, 7: 4, 9: 2}[dtype], (0,) * (5 - rank)
     numbers = (0, item, *strides, *unused, *sizes, *unused, *box, *unused)
-    ctypes.memmove(place, _MAP.pack(address, rank, item, 16 << swizzle, *numbers), _MAP.size)
+    ctypes.memmove(place, LAYOUT.pack(address, rank, item, 16 << swizzle, *numbers), LAYOUT.size)
     return 0
 
 
 def _value(kernel: str, arg: object, spans: dict[int, np.ndarray]) -> object:
     """Return an argument in the form that the engine takes."""
     if isinstance(arg, np.void):
-        address, rank, item, swizzle, _, *numbers = _MAP.unpack_from(arg.tobytes())
+        address, rank, item, swizzle, _, *numbers = LAYOUT.unpack_from(arg.tobytes())
         if not address:
             return arg.tobytes()
         strides, sizes, box = (tuple(numbers[k : k + rank]) for k in (0, 5, 10))
@@ -487,11 +450,11 @@ _state = _State()
 
 
 @contextmanager
-def early_launches(early: Collection[str] = ()) -> Iterator[None]:
+def early_launches(early: Collection[str] | None = ()) -> Iterator[None]:
     """Make launches in this context overlap the previous kernel (programmatic dependent launch).
 
     An access before the wait for the previous kernel is then an error. early: names of parameters
-    that are not const __restrict__ but may be accessed before the wait.
+    that are not const __restrict__ but may be accessed before the wait; None: no launch overlaps.
     """
     _state.early = early
     try:
@@ -500,18 +463,9 @@ def early_launches(early: Collection[str] = ()) -> Iterator[None]:
         _state.early = None
 
 
-def run_early(launch: requests.Launch, early: Collection[str] = ()) -> None:
-    """Run a launch that overlaps the previous kernel; `early` as in `early_launches`."""
-    with early_launches(early):
-        launch.run()
-
-
 @contextmanager
 def device(
-    order: engine.Order,
-    multiprocessors: int,
-    checks: Checks = Checks(),  # noqa: B008  (a constant)
-    capability: str = CAPABILITY,
+    order: engine.Order, multiprocessors: int, checks: Checks = USUAL, capability: str = CAPABILITY
 ) -> Iterator[None]:
     """Set the order of threads, the checks of launches, and properties of the device.
 

@@ -58,13 +58,12 @@ class Case:
     def label(self) -> str:
         """Text for messages: sizes, changed fields of an attribute, and the name of the inputs."""
         objects = filter(is_dataclass, self.attrs.values())
-        changed = {
-            name: value
+        numbers = ", ".join(
+            f"{name} {value}"
             for each in objects
             for name, value in vars(each).items()
             if value != getattr(type(each), name)
-        }
-        numbers = ", ".join(f"{name} {value}" for name, value in changed.items())
+        )
         sizes = f"{described(self.sizes)} ({numbers})" if numbers else described(self.sizes)
         return f"{sizes}, {self.name}" if self.name else sizes
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isnan
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,12 +81,6 @@ class BenchmarkResult:
     rows: list[Measurement]
     skipped: list[str]
     ceiling: Ceilings
-
-
-class Fidelity(NamedTuple):
-    """Says how many instructions a kernel has, and which of them the emulator approximates."""
-
-    text: str
 
 
 def compare(kernel: Kernel, case: Case, guarded: bool, fill: int = NAN_BYTE) -> Checked:

@@ -107,12 +107,12 @@ class CheckJob:
         results = on_cpu.check_kernel(self.user, cases, timed=timed, steps=steps)
         return self._verdict("cpu", self.watched(results, cases), steps)
 
-    def on_gpu(self, variants: tuple[str, ...] | None = None, sweep: bool = False) -> Verdict:
+    def on_gpu(self, variants: tuple[str, ...] | None = None) -> Verdict:
         """Check the kernel on the GPU. variants: built-in ones to time it with; None: no times."""
         from gpt2block.judge import on_gpu  # noqa: PLC0415  (imports benchmarks)
 
         cases, at = self._cases(), None if variants is None else self.sizes
-        job = on_gpu.ChildJob(self.user, cases, variants or (), at, self.stored, sweep)
+        job = on_gpu.ChildJob(self.user, cases, variants or (), at, self.stored)
         return self._verdict("cuda", self.watched(on_gpu.run(job), cases))
 
     def _cases(self) -> tuple[Case, ...]:

@@ -21,22 +21,13 @@ from gpt2block.emulator.ptx import engine, table
 from gpt2block.emulator.ptx.encode import Encoded, UnsupportedError, encode
 from gpt2block.emulator.ptx.parse import Module
 from gpt2block.errors import DeviceError, InputError, KernelError, NotJudged
-from gpt2block.judge import comparison, sizes
+from gpt2block.judge import comparison, refused, sizes
 from gpt2block.judge.arguments import sizes_at, values
 from gpt2block.judge.cases import OTHER_SIZES, Case
 from gpt2block.judge.cases import case as case_of
-from gpt2block.judge.comparison import Checked, Fidelity
+from gpt2block.judge.comparison import Checked
 from gpt2block.judge.finding import Finding, declared, dtype_of, of_compiler, of_engine
 from gpt2block.judge.kernel import Kernel, described, matched
-from gpt2block.judge.refused import (
-    USUAL,
-    WGMMA,
-    ResourceUsage,
-    capability_of,
-    refused,
-    too_many,
-    without_literals,
-)
 from gpt2block.judge.source import read
 from gpt2block.judge.templates import path_of
 from gpt2block.judge.why import EmulatedRun, Launcher, Why, why
@@ -44,9 +35,8 @@ from gpt2block.ops.operation import Sizes
 
 BUDGET = engine.BUDGET  # warp instructions of a launch
 LARGE_BUDGET = 60_000_000  # warp instructions of a launch at the sizes that a GPU times
-FACTOR = (
-    100  # a kernel counts as endless if it executes this many times the template's instructions
-)
+# A kernel counts as endless if it executes this many times the template's instructions.
+FACTOR = 100
 ORDER_COUNTS = (
     ", and the result is right if they run one after the other from the first: it depends on the "
     "order of threads, which a GPU does not define"
@@ -92,13 +82,11 @@ class TimedSizes(NamedTuple):
 
 
 def check_kernel(
-    kernel: Kernel,
-    cases: Sequence[Case],
-    timed: TimedSizes | None = None,
-    steps: bool = False,
-) -> Iterator[Checked | Finding | Fidelity | Why]:
+    kernel: Kernel, cases: Sequence[Case], timed: TimedSizes | None = None, steps: bool = False
+) -> Iterator[Checked | Finding | Why | str]:
     """Check a user's kernel on each case; yield the results, and stop with a Finding at a problem.
 
+    The first result is a text: how exactly the emulator executes the kernel's instructions.
     A case runs in all `RUNS`; a case with `once` runs only in the first. timed: the sizes that a
     GPU times. At these sizes, or if they are too large, at those of `sizes.parts`, only the result
     is checked. steps: after a Finding, yield the steps of its threads. Raises NotJudged if the
@@ -106,27 +94,27 @@ def check_kernel(
     """
     require_emulator()
     path = str(kernel.source.path)
-    needs: Finding | ResourceUsage | None = None
+    needs: Finding | refused.ResourceUsage | None = None
     wrong = False
-    for capability in (USUAL, WGMMA):
-        if capability < capability_of(kernel):
+    for capability in (refused.USUAL, refused.WGMMA):
+        if capability < refused.capability_of(kernel):
             continue
         with emulated(capability=capability), ThreadPoolExecutor(1) as pool:
             function = kernels.load(path, kernel.source.name, kernel.defines)  # starts to compile
             pool.submit(_compile_unoptimised, kernel, capability)
-            needs = needs or refused(kernel)
+            needs = needs or refused.refused(kernel)
             if isinstance(needs, Finding):
                 yield needs
                 return
-            if needs.capability != capability == USUAL:
+            if needs.capability != capability == refused.USUAL:
                 continue
             judge = _Judge(kernel, needs, function, capability, steps)
             again = capability != needs.capability
             for result in judge.results(cases, None if again else timed):
-                if not (again and isinstance(result, Checked | Fidelity)):
+                if not (again and isinstance(result, Checked | str)):
                     yield result
                 wrong |= isinstance(result, Finding)  # the steps of its threads may follow
-        if wrong or not _TELLS.search(without_literals(kernel.source.text)):
+        if wrong or not _TELLS.search(refused.without_literals(kernel.source.text)):
             return
 
 
@@ -161,7 +149,7 @@ class _Judge:
     """Launches a kernel on the cases, in two threads."""
 
     kernel: Kernel
-    needs: ResourceUsage
+    needs: refused.ResourceUsage
     function: Any
     capability: str
     steps: bool = False  # whether to yield the steps of a Finding's threads
@@ -172,7 +160,7 @@ class _Judge:
 
     def results(
         self, cases: Sequence[Case], timed: TimedSizes | None
-    ) -> Iterator[Checked | Finding | Fidelity | Why]:
+    ) -> Iterator[Checked | Finding | Why | str]:
         """Yield the results of all cases, up to the first Finding."""
         source = self.kernel.source
         try:
@@ -184,7 +172,7 @@ class _Judge:
             return
         except DeviceError as error:
             raise NotJudged(f"{source.file}: not judged: {error}") from None
-        yield Fidelity(table.fidelity(made.forms, len(made.code)))
+        yield table.fidelity(made.forms, len(made.code))
         self.first, *further = cases
         keeps = any(v.space == "global" and v.name[0] != "$" for v in made.variables)
         pool = ThreadPoolExecutor(1 if keeps else 2)
@@ -357,7 +345,7 @@ class _Judge:
         source, at = self.kernel.source, f"at {case.label}, {run.order} order"
         seen: list[engine.Result] = []
         budget = budget or BUDGET
-        checks = stand_in.Checks(run.checks, budget, run.variant, run.debug, seen.append)
+        checks = engine.Checks(run.checks, budget, run.variant, run.debug, seen.append)
         result: Checked | Finding
         try:
             checked = Launcher(self.kernel, case, run, self.capability).compared(checks)
@@ -396,10 +384,9 @@ class _Judge:
         if late:
             text = f"{late.text}\nright at the sizes before; a GPU times {described(timed.sizes)}"
             return [replace(late, text=f"{text}: {OTHER}")]
-        of = operation, timed.sizes, timed.stated
-        whole, parts = sizes.timed(*of), sizes.parts(*of)
-        found = self._all_right(whole, timed.layout)
-        return found if found or whole == parts else self._all_right(parts, timed.layout)
+        parts = sizes.parts(operation, timed.sizes, timed.stated)
+        found = self._all_right(sizes.whole(operation, timed.sizes), timed.layout)
+        return found or self._all_right(parts, timed.layout)
 
     def _all_right(self, cases: Iterable[sizes.Case], layout: str) -> list[Checked | Finding]:
         """Run cases of large sizes up to the first Finding; leave out cases that take too long."""
@@ -416,10 +403,12 @@ class _Judge:
         return results
 
 
-def _unlaunchable(kernel: Kernel, at: Mapping[str, int], needs: ResourceUsage) -> Finding | None:
+def _unlaunchable(
+    kernel: Kernel, at: Mapping[str, int], needs: refused.ResourceUsage
+) -> Finding | None:
     """Return a Finding if no GPU can launch the kernel at these sizes. Raises InputError."""
     most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
-    return too_many(kernel, needs, kernel.geometry(at), most)
+    return refused.too_many(kernel, needs, kernel.geometry(at), most)
 
 
 def _of_order(wrong: Finding) -> Finding:

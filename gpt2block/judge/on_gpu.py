@@ -43,7 +43,6 @@ class ChildJob:
     variants: tuple[str, ...]
     sizes: Sizes | None
     stored: tuple[str, str]
-    sweep: bool = False  # whether built-in variants are timed with every block size
     check_s: float = CHECK_S  # time limit of a check in seconds
 
 
@@ -77,7 +76,7 @@ def _race(send: Send, job: ChildJob, sizes: Sizes) -> None:
     variants = [each for each in raced.variants if each.name in (*job.variants, MINE)]
     ceiling = ceilings.measured(CEILINGS)
     try:
-        rows, skipped = measure_variants(raced, variants, sizes, ceiling, job.stored, job.sweep)
+        rows, skipped = measure_variants(raced, variants, sizes, ceiling, job.stored)
     except Exception as error:
         send(_failed(error, described(sizes)))
         return

@@ -159,12 +159,10 @@ def random(operation: Operation, seed: int) -> Iterator[Case]:
             yield drawn, attrs
 
 
-def timed(operation: Operation, sizes: Sizes, stated: Collection[str]) -> tuple[Case, ...]:
-    """Return the case of these sizes, or if it is too large, the cases of `parts`."""
+def whole(operation: Operation, sizes: Sizes) -> tuple[Case, ...]:
+    """Return the case of these sizes with the documented attributes, or none if it is too large."""
     attrs = dict(operation.workload.attrs)
-    if cost(operation, sizes, attrs) <= 1:
-        return ((sizes, attrs),)
-    return parts(operation, sizes, stated)
+    return ((sizes, attrs),) if cost(operation, sizes, attrs) <= 1 else ()
 
 
 def parts(operation: Operation, sizes: Sizes, stated: Collection[str]) -> tuple[Case, ...]:

@@ -7,20 +7,17 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from math import isnan
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpt2block.engine.notebook import paragraph, table, text_table
 from gpt2block.errors import NotJudged
-from gpt2block.judge.comparison import BenchmarkResult, Checked, Fidelity
+from gpt2block.judge.comparison import BenchmarkResult, Checked
 from gpt2block.judge.finding import Finding, as_json, headline, numbered
 from gpt2block.judge.hints import hints
 from gpt2block.judge.kernel import MINE, Kernel, described
 from gpt2block.judge.why import RIGHT as NOTHING_WRONG
 from gpt2block.judge.why import Why
 from gpt2block.ops.operation import Sizes
-
-if TYPE_CHECKING:
-    pass
 
 SCHEMA = 1  # version of `Verdict.as_dict`; docs/verdict.schema.json describes it
 RIGHT, WRONG, NOT_JUDGED = "right", "wrong", "not judged"
@@ -72,7 +69,7 @@ class Verdict:
         cls,
         kernel: Kernel,
         device: str,
-        results: Iterable[Checked | Finding | Fidelity | BenchmarkResult | Why],
+        results: Iterable[Checked | Finding | BenchmarkResult | Why | str],
         seed: int | None = None,
         steps: bool = False,
         timed_sizes: Sizes | None = None,
@@ -82,7 +79,7 @@ class Verdict:
         steps: whether `why` is requested. timed_sizes: sizes that a GPU times; None: the documented
         sizes of the operation.
         """
-        collected: list[Checked | Finding | Fidelity | BenchmarkResult | Why] = []
+        collected: list[Checked | Finding | BenchmarkResult | Why | str] = []
         reason, begun = None, perf_counter()
         try:
             collected.extend(results)
@@ -104,7 +101,7 @@ class Verdict:
             timed,
             told,
             timed_sizes or kernel.operation.workload.sizes,
-            next((each.text for each in collected if isinstance(each, Fidelity)), None),
+            next((each for each in collected if isinstance(each, str)), None),
         )
 
     @property
@@ -130,9 +127,8 @@ class Verdict:
     @property
     def hints(self) -> tuple[str, ...]:
         """Properties of the source that are no errors, such as arithmetic in double."""
-        judged = self.reason is None and not any(
-            each.kind == "does_not_compile" for each in self.findings
-        )
+        compiles = all(each.kind != "does_not_compile" for each in self.findings)
+        judged = compiles and self.reason is None
         return hints(self.kernel.source, not self.right) if judged else ()
 
     @property
@@ -167,21 +163,15 @@ class Verdict:
         timed = self.benchmark
         return {
             "schema": SCHEMA,
-            "verdict": self.verdict,
-            "right": self.right,
-            "reason": self.reason,
+            **as_json(self, ("verdict", "right", "reason")),
             "operation": self.kernel.operation.name,
             "file": str(self.kernel.source.path),
             "kernel": self.kernel.source.name,
             "dtype": self.kernel.dtype,
-            "device": self.device,
-            "seconds": self.seconds,
-            "seed": self.seed,
-            "fidelity": self.fidelity,
+            **as_json(self, ("device", "seconds", "seed", "fidelity")),
             "findings": [each.as_dict() for each in self.findings],
             "checks": [_check_as_dict(each) for each in self.checks],
-            "hints": list(self.hints),
-            "printed": self.printed,
+            **as_json(self, ("hints", "printed")),
             "benchmark": timed
             and {
                 "rows": [as_json(row, (*asdict(row), "right")) for row in timed.rows],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,7 +158,7 @@ class Launcher:
         debug: whether the kernel is compiled without optimisation.
         """
         source, seen = self.kernel.source, list[Result]()
-        checks = stand_in.Checks(True, BUDGET, self.mode.variant, debug, seen.append, trace=trace)
+        checks = engine.Checks(True, BUDGET, self.mode.variant, debug, seen.append, trace=trace)
         loaded = kernels.load(str(source.path), source.name, self.kernel.defines)
         loaded.found.module.module(debug).memory.clear()
         checked = None
@@ -166,11 +166,11 @@ class Launcher:
             checked = self.compared(checks)
         return seen[-1], checked
 
-    def compared(self, checks: stand_in.Checks) -> Checked:
+    def compared(self, checks: engine.Checks) -> Checked:
         """Launch the kernel; return its result. Raises EmulatorError for an error of the kernel."""
         run, waits = self.mode, self.kernel.source.waits
         device = stand_in.device(run.order, stand_in.MULTIPROCESSORS, checks, self.capability)
-        with device, stand_in.early_launches() if waits else nullcontext():
+        with device, stand_in.early_launches(() if waits else None):
             return comparison.compare(self.kernel, self.case, guarded=False, fill=run.fill)
 
     def element(self, name: str, index: int) -> tuple[str, int] | None:

@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
+from benchmarks.labels import spread
 from gpt2block import GPT2, Block, GPT2Config, InputError
 from gpt2block.apps import bench
 from gpt2block.apps.bench import Report, Work, block_works, decoding, works
@@ -22,7 +23,6 @@ from gpt2block.apps.bench import report as reports
 from gpt2block.apps.bench.decoding import RandomModel, Steps, decode, parse_rows
 from gpt2block.apps.bench.works import GeneratedSequences, block
 from gpt2block.apps.cli.bench import print_report
-from gpt2block.apps.cli.plots import spread
 from gpt2block.cuda import doctor, timing
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.engine.cuda import decoding as cuda_decoding
@@ -402,8 +402,8 @@ def test_the_table_of_steps_fits_eighty_columns(report: Report) -> None:
 def measured(monkeypatch: pytest.MonkeyPatch, report: Report) -> list[list[Work]]:
     requested: list[list[Work]] = []
 
-    def run(works: Any, device: Any, progress: Any) -> Report:
-        requested.append(list(progress(works)))
+    def run(works: Any, device: Any) -> Report:
+        requested.append(list(works))
         return report
 
     monkeypatch.setattr(bench, "run", run)

@@ -105,7 +105,7 @@ def test_help_imports_nothing_slow() -> None:
 
 
 def test_the_rate_counts_what_came_after_the_first_step() -> None:
-    clock = cli_generate.Stopwatch(begun=10.0, at_first=2, first=12.0, last=16.0, tokens=8)
+    clock = cli_generate.Stopwatch(begun=10.0, at_first=2, times=[12.0, 12.0, *[16.0] * 6])
     assert (clock.to_first, clock.rate) == (2.0, 1.5)
     nothing = cli_generate.Stopwatch(begun=10.0, at_first=2)
     assert (nothing.to_first, nothing.rate) == (None, None)

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block.emulator import Order, emulated, missing, run, stand_in
-from gpt2block.emulator.ptx.engine import LaunchError
-from gpt2block.emulator.stand_in import CHECKED, USUAL, EmulatorError
+from gpt2block.emulator.ptx.engine import CHECKED, LaunchError
+from gpt2block.emulator.stand_in import USUAL, EmulatorError
 from gpt2block.errors import KernelError
 from tests.devices import assert_barriers_show, edited, with_source
 from tests.plain import normal

@@ -11,7 +11,7 @@ import pytest
 
 from gpt2block.cuda.kernels import SOURCE_DIR
 from gpt2block.emulator.ptx import nvrtc, parse
-from gpt2block.emulator.ptx.engine import ORDERS, Result, launch
+from gpt2block.emulator.ptx.engine import CHECKED, ORDERS, Result, launch
 from gpt2block.emulator.ptx.tensor_maps import TensorMap
 
 Array = npt.NDArray[Any]
@@ -35,7 +35,9 @@ def run(
 ) -> Result:
     """Launch the only kernel of a source that includes lib/sm90_wgmma.cuh."""
     module = _module(text)
-    return launch(module, module.kernels[0], (grid,), (block,), args, order=order, budget=10**6)
+    (kernel,) = (name for name, (entry, _) in module.functions.items() if entry)
+    checks = CHECKED._replace(budget=10**6)
+    return launch(module, kernel, (grid,), (block,), args, order=order, checks=checks)
 
 
 def kinds(result: Result) -> list[str]:

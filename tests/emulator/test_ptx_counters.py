@@ -94,7 +94,7 @@ def launch(line: str, **options: object) -> Result:
 @pytest.mark.parametrize("line", LINES)
 def test_a_line_has_the_counts_that_the_rules_of_the_hardware_give(line: str) -> None:
     for order in (ORDERS[0], ORDERS[3]):
-        result = launch(line, order=order, checks=False, counters=True)
+        result = launch(line, order=order, checks=engine.Checks(counters=True))
         assert not result.findings
         counts = {at.number: each for at, each in result.counts.items()}
         found = counts[list(LINES).index(line) + 1]._asdict()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gpt2block.cuda import kernels
 from gpt2block.emulator.ptx import engine, nvrtc
 from gpt2block.emulator.ptx.encode import UnsupportedError, encode
-from gpt2block.emulator.ptx.engine import ORDERS, Finding, Order, Result, launch
+from gpt2block.emulator.ptx.engine import CHECKED, ORDERS, Finding, Order, Result, launch
 from gpt2block.emulator.ptx.parse import Module
 
 pytestmark = [
@@ -83,7 +83,7 @@ def run(made: Module, case: Case, order: Order) -> tuple[Result, bool]:
         shared=case.shared,
         order=order,
         names=("x", "out", "n"),
-        budget=2_000_000,
+        checks=CHECKED._replace(budget=2_000_000),
     )
     right = case.right
     return result, right is None or np.allclose(out[: right.size], right, rtol=1e-4, atol=1e-4)
@@ -291,14 +291,6 @@ def test_memory_without_a_value_is_noted() -> None:
     assert str(found) == said
 
 
-def test_an_output_that_no_thread_writes_is_known() -> None:
-    made, out = module(f"{KERNEL} out[threadIdx.x] = x[threadIdx.x]; }}"), np.zeros(64, np.float32)
-    written = np.zeros(256, np.uint8)
-    launch(made, "k", (1,), (32,), [X, out, 64], written=(None, written, None))
-    assert written[:128].all()
-    assert not written[128:].any()
-
-
 def test_printed_text() -> None:
     source = (
         f"{KERNEL} if (threadIdx.x % 16 == 0)"
@@ -356,7 +348,9 @@ def test_the_variant_changes_what_no_result_may_depend_on() -> None:
     results = []
     for variant in (0, 1):
         out = np.zeros(1, np.float32)
-        launch(module(source), "k", (1,), (1,), [X, out, N], variant=variant)
+        launch(
+            module(source), "k", (1,), (1,), [X, out, N], checks=CHECKED._replace(variant=variant)
+        )
         results.append(out[0])
     assert results[0] != results[1]
 

@@ -13,7 +13,7 @@ from launch_recorder import recording
 from gpt2block import LlamaConfig, Model, emulator, reference
 from gpt2block.cuda import cupy
 from gpt2block.cuda.formats import FILE
-from gpt2block.emulator.stand_in import CHECKED
+from gpt2block.emulator.ptx.engine import CHECKED
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.architectures.qwen3 import Qwen3Config

@@ -480,7 +480,7 @@ OPCODES_REFUSED = [
         (b"c\xff\xfe\nsystem\n", "damaged pickle"),
         (b"\xff", "opcode 0xff of the pickle is refused"),
         (b"\x80\x04", "expected a pickle of protocol 2, got protocol 4"),
-        (b"\x8a\xff" + bytes(255), "an integer of 255 bytes in the pickle is refused"),
+        (b"\x8a\xff" + b"\x7f" * 255, "an integer of 255 bytes in the pickle is refused"),
         (b"X" + struct.pack("<I", 2**32 - 1), "truncated: its pickle goes beyond the end"),
         (b"X\x02\0\0\0\xff\xff", "damaged pickle"),
         (b"r\xff\xff\xff\xffj\xff\xff\xff\xff", "got other entries: x"),

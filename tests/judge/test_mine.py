@@ -23,7 +23,7 @@ from gpt2block.judge.arguments import check_known, sizes_at, values
 from gpt2block.judge.cases import SPECIAL, Case
 from gpt2block.judge.cases import cases as every_case
 from gpt2block.judge.child import ProcessExited, Stage, supervised
-from gpt2block.judge.comparison import BenchmarkResult, Checked, Fidelity
+from gpt2block.judge.comparison import BenchmarkResult, Checked
 from gpt2block.judge.finding import Finding, of_compiler
 from gpt2block.judge.kernel import MINE, Kernel, matched
 from gpt2block.judge.sizes import FURTHER
@@ -372,7 +372,7 @@ def test_a_template_is_right(name: str) -> None:
     operation = find(name)
     kernel = matched(read(HERE / f"{name}.cu"), operation, workload.check_storage(operation))
     fidelity, *found = on_cpu.check_kernel(kernel, cases(kernel))
-    assert isinstance(fidelity, Fidelity)
+    assert isinstance(fidelity, str)
     count = len(operation.cases) + len(FURTHER[name]) + 3 * len(SPECIAL.get(name, ())) + 1
     count += sizes.RANDOM
     longer = name == "blocks_matmul"  # its rows are longer than the numbers of the file

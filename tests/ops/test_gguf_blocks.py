@@ -28,7 +28,7 @@ from gpt2block import (
 from gpt2block.cuda import cupy
 from gpt2block.cuda.formats import GGUF, Formats
 from gpt2block.emulator import emulated
-from gpt2block.emulator.stand_in import CHECKED
+from gpt2block.emulator.ptx.engine import CHECKED
 from gpt2block.engine.cuda.choice import DecodingChoice
 from gpt2block.engine.passes.blocks import PassSettings
 from gpt2block.files.checkpoints import Checkpoint, save_pretrained

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,18 +12,16 @@ import pytest
 from rich.console import Console
 
 from gpt2block import InputError, emulator, reference
-from gpt2block.apps.cli.kernels import draw_sweep, print_series
+from gpt2block.apps.cli.kernels import print_series
 from gpt2block.cuda import doctor, kernels, timing
 from gpt2block.cuda.arrays import Bound
 from gpt2block.ops import workload
 from gpt2block.ops.bench import variants
-from gpt2block.ops.bench.ceilings import Ceilings
 from gpt2block.ops.bench.race import Captured, Contender
 from gpt2block.ops.bench.variants import Measurement, measure_variants
 from gpt2block.ops.call import UncheckedCall
 from gpt2block.ops.registry import OPERATIONS, Operation, all_sizes, find, parse_sizes
 from gpt2block.ops.workload import counted_sizes, inputs_and_truth, tolerance
-from tests.benches import drawn
 from tests.command_line import gpt2block, printed
 from tests.judge.test_mine import BEST, emulated  # noqa: F401  (a fixture)
 
@@ -128,51 +124,6 @@ def test_the_list_names_every_variant() -> None:
         assert all(name in as_json for name in (operation.name, *names))
     listed = gpt2block("kernels", "--json").json
     assert [entry["operation"] for entry in listed] == list(OPERATIONS)
-
-
-def sweep(rates: dict[str, list[float]]) -> list[Measurement]:
-    return [
-        Measurement("layernorm", name, 32 << i, {"C": 768}, 1.0, 1.0, rate, "GB/s", 1.0, 0.0, 0.0)
-        for name, values in rates.items()
-        for i, rate in enumerate(values)
-    ]
-
-
-SWEEP = {"1": [10.0, 20.0, 15.0], "5": [30.0, 60.0, 50.0]}
-
-
-def test_a_plot_is_a_png_or_of_another_format(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
-    file = tmp_path / "sweep.txt"
-    file.write_text("old")
-    for wrong, said in (
-        (tmp_path / "none" / "sweep.png", "--plot"),
-        (file, "Format 'txt' is not supported"),
-    ):
-        with pytest.raises(InputError, match=said):
-            draw_sweep(sweep(SWEEP), BEST, "a GPU", wrong)
-    assert file.read_text() == "old"
-    for name, start in (("sweep", b"\x89PNG"), ("sweep.svg", b"<?xml")):
-        draw_sweep(sweep(SWEEP), BEST, "a GPU", tmp_path / name)
-        assert (tmp_path / name).read_bytes().startswith(start)
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_every_line_of_a_plot_has_its_name_next_to_it(tmp_path: Path) -> None:
-    one_size = replace(sweep({"tri6": [80.0]})[0], block=None)
-    rows = [*sweep(SWEEP), one_size]
-    best = Ceilings(100.0, {"float32": 50.0})
-    figure = drawn(draw_sweep, tmp_path / "sweep.png", rows, best, "a GPU")
-    (axes,) = figure.axes
-    assert [text.get_text() for text in axes.texts] == [
-        "variant 1: 20, best at 64",
-        "variant 5: 60, best at 64",
-        "tri6: 80, one block size",
-        "copy: 100",
-    ]
-    assert figure.legends == []
-    heights = sorted(text.xyann[1] for text in axes.texts)
-    assert all(b - a >= 0.06 - 1e-9 for a, b in pairwise(heights))
 
 
 def test_sizes_that_make_no_sense_together_are_refused() -> None:

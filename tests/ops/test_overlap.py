@@ -112,7 +112,8 @@ def launch_early(launches: tuple[Any, ...]) -> None:
         if not isinstance(launch, requests.Launch):
             launch.run()  # a CuPy kernel, which is launched normally
         elif replaced():
-            stand_in.run_early(launch, READ_EARLY.get(launch.name, ()) + WEIGHT_MAPS)
+            with stand_in.early_launches(READ_EARLY.get(launch.name, ()) + WEIGHT_MAPS):
+                launch.run()
         else:
             overlap.run(launch)
 

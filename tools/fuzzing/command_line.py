@@ -280,11 +280,11 @@ def _other(rng: Rng, folder: Path) -> None:
     arguments = list(
         rng.pick(
             [], ["--help"], ["-h"], ["--version"], ["check"], ["check", "--json"],
-            ["kernels"], ["kernels", "--json"], ["kernels", "softmax", "--sweep", "--json"],
+            ["kernels"], ["kernels", "--json"], ["kernels", "softmax", "--json"],
             ["kernels", "nothing"],
-            ["kernels", "layernorm", "--sweep",
+            ["kernels", "layernorm",
              "--shape", str(rng.pick(*_texts(), "B=1", "B=-1,T=x"))],
-            ["kernels", "gemm", "--sweep", "--dtype", str(rng.pick(*_texts()))],
+            ["kernels", "gemm", "--dtype", str(rng.pick(*_texts()))],
             ["kernels", "softmax", "--template"], ["kernels", "softmax", "--grid", "3"],
             ["kernels", "softmax", "--source", str(rng.pick(*_texts(), "1", "rows"))],
             ["kernels", "softmax", "--solution", str(rng.pick(*_texts(), "3", "3.4", "../3"))],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,18 +57,14 @@ class Report:
         return all(row.right for row in self.rows)
 
 
-def run(
-    works: Iterable[Work],
-    device: str | None = None,
-    progress: Callable[[list[Work]], Iterable[Work]] = iter,
-) -> Report:
+def run(works: Iterable[Work], device: str | None = None) -> Report:
     """Run all benchmarks. Raises InputError, DeviceError."""
     index = gpu_index(device)
     rows: list[BenchRow] = []
     skipped: list[str] = []
     with cupy.cuda.Device(index):
         best = measured()
-        for work in progress(list(works)):
+        for work in works:
             try:
                 sets = work.sets()
                 timed, lines = rows_of(work, work.ours(sets, index), len(sets), best)

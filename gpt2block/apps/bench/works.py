@@ -29,16 +29,7 @@ from gpt2block.errors import InputError
 from gpt2block.files.parameters.gpt2 import BlockWeights
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops import workload
-from gpt2block.ops.bench.race import (
-    REFUSALS,
-    Capture,
-    Captured,
-    Contender,
-    Replay,
-    capture_bound,
-    refuse,
-    rotated,
-)
+from gpt2block.ops.bench import race
 from gpt2block.ops.workload import Host, matrix, widened
 
 C = 768
@@ -78,7 +69,7 @@ class Work:
     flops: int
     traffic: int
     truth: Callable[..., np.ndarray]
-    ours: Callable[[Sets, int], Iterable[Contender]]
+    ours: Callable[[Sets, int], Iterable[race.Contender]]
     inputs: Callable[[], Host] = dict
     roundings: int = 1
     rounding: str | None = None
@@ -89,9 +80,9 @@ class Work:
     def sets(self) -> Sets:
         """Return copies of the inputs in device memory, which successive calls use in turn."""
         inputs = self.inputs()
-        return rotated(inputs, self.traffic) if inputs else [inputs]
+        return race.rotated(inputs, self.traffic) if inputs else [inputs]
 
-    def check(self, replay: Replay, outs: tuple[object, ...]) -> Errors:
+    def check(self, replay: race.Replay, outs: tuple[object, ...]) -> Errors:
         """Replay a graph, and return the (absolute, relative) error of its least accurate output.
 
         outs: arrays, which are filled with NaN before the replay, or functions, which return an
@@ -109,7 +100,7 @@ class Work:
             return out.errors(self.truth)
         return workload.errors(out, self.truth())
 
-    def times(self, replays: Mapping[str, Replay]) -> dict[str, float]:
+    def times(self, replays: Mapping[str, race.Replay]) -> dict[str, float]:
         """Return {name: median ms of a replay}; the replays are interleaved."""
         if self.turns is None:
             return timing.interleaved_ms(replays)
@@ -223,7 +214,7 @@ def _block_truth(T: int, causal: bool, dtype: str) -> np.ndarray:
 
 def _blocks(
     weights: BlockWeights, causal: bool, dtype: str, sets: Sets, device: int
-) -> Iterator[Contender]:
+) -> Iterator[race.Contender]:
     """Yield the fused and the skeleton block.
 
     sets: copies of x and the weights; each call reads the weights of its copy.
@@ -232,14 +223,14 @@ def _blocks(
         try:
             block = Block(weights, causal, f"cuda:{device}", dtype, kernels)
             capture = recorded(block.spec, sets)
-        except REFUSALS as error:
-            capture = partial(refuse, str(error))
-        yield Contender(kernels, capture, dtype)
+        except race.REFUSALS as error:
+            capture = partial(race.refuse, str(error))
+        yield race.Contender(kernels, capture, dtype)
 
 
 def recorded(
     spec: BlockSpec, sets: Sets, executor: Callable[[Executor], Executor] = lambda do: do
-) -> Capture:
+) -> race.Capture:
     """Record the block's launches for each copy of its inputs; return a `capture` of them.
 
     The blocks share the memory of activations. executor: returns the executor of the block's steps.
@@ -253,8 +244,8 @@ def recorded(
         for each, out in zip(sets, outs, strict=True)
     ]
 
-    def capture(rounds: int) -> Captured:
-        found = capture_bound(bound, rounds, spec.overlapping, outs)
+    def capture(rounds: int) -> race.Captured:
+        found = race.capture_bound(bound, rounds, spec.overlapping, outs)
         return found._replace(kept=(bound, sets, outs, recordings))
 
     return capture

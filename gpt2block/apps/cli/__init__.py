@@ -11,12 +11,8 @@ import os
 import sys
 from io import BufferedWriter, FileIO, TextIOWrapper
 
+from gpt2block.apps.cli import interrupts
 from gpt2block.apps.cli.codes import FAILED, INTERRUPTED, PIPE_CLOSED, WRONG
-from gpt2block.apps.cli.interrupts import (
-    end_at_once_on_interrupt,
-    raise_on_interrupt,
-    receive_on_a_thread,
-)
 
 TYPE_CHECKING = False  # type checkers assume True; importing `typing` would be slow
 if TYPE_CHECKING:
@@ -63,9 +59,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     Exits with 1 if standard output cannot be written. Ctrl-C exits with 130 and a closed pipe with
     141, without a message. arguments: words of the command line; by default the process's.
     """
-    end_at_once_on_interrupt()
+    interrupts.end_at_once_on_interrupt()
     if arguments is None:
-        receive_on_a_thread()
+        interrupts.receive_on_a_thread()
     _set_up_streams()
     code = WRONG
     try:
@@ -80,30 +76,24 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if not error.pipe_closed:
             print(f"error: {error}", file=sys.stderr)
     if arguments is None:  # from now on, Ctrl-C can only interrupt Python's shutdown
-        end_at_once_on_interrupt()
+        interrupts.end_at_once_on_interrupt()
     sys.exit(code)
 
 
 def _run(arguments: list[str]) -> int:
     """Run a command and return its exit code. Expected errors become lines on stderr."""
+    from gpt2block import errors  # noqa: PLC0415
     from gpt2block.engine.threads import set_threads  # noqa: PLC0415
-    from gpt2block.errors import (  # noqa: PLC0415
-        CheckpointError,
-        DeviceError,
-        InputError,
-        KernelError,
-        printable,
-    )
 
     try:
         set_threads(arguments)
         return _import_commands(arguments)(arguments)
     except MemoryError as error:  # CuPy's OutOfMemoryError is a subclass
-        said = printable(f"not enough memory: {error}")
-    except (CheckpointError, DeviceError, InputError) as error:
+        said = errors.printable(f"not enough memory: {error}")
+    except (errors.CheckpointError, errors.DeviceError, errors.InputError) as error:
         said = str(error)
-    except (KernelError, OSError) as error:
-        said = printable(str(error))
+    except (errors.KernelError, OSError) as error:
+        said = errors.printable(str(error))
     print(f"error: {said}", file=sys.stderr)
     return WRONG
 
@@ -119,7 +109,7 @@ def _import_commands(arguments: list[str]) -> Callable[[list[str]], int]:
 
         application = app.application(*arguments[:1])
     finally:
-        raise_on_interrupt()
+        interrupts.raise_on_interrupt()
     return lambda words: app.run(application, words)
 
 

@@ -41,7 +41,7 @@ MODEL = (  # how a model is timed
 
 def race(works: list[bench.Work], device: str | None, as_json: bool) -> bool:
     """Time kernels or a model. Return False if a result is wrong."""
-    report = bench.run(works, device, lambda each: tracked(each, "bench"))
+    report = bench.run(tracked(works, "bench"), device)
     if as_json:
         print_json(asdict(report))
     else:

@@ -10,7 +10,7 @@ import typer
 from gpt2block.apps.cli import complete
 from gpt2block.apps.cli.codes import FAILED
 from gpt2block.apps.cli.model import device_option
-from gpt2block.apps.cli.options import json_option, option
+from gpt2block.apps.cli.options import flag, json_option, option
 from gpt2block.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 class BenchOptions:
     device: str | None = device_option()
     only: str | None = option("Run only blocks whose name has this text, such as 8x1024.")
-    decode: bool = option(
-        "Time steps of decoding with a whole GPT-2 with random weights.", False, "--decode"
-    )
+    decode: bool = flag("Time steps of decoding with a whole GPT-2 with random weights.")
     rows: str | None = option("With --decode: sequences decoded together, such as 1,8,64.")
     size: str | None = option("With --decode: gpt2 (the default), gpt2-medium, -large or -xl.")
     kv_dtype: str | None = option(

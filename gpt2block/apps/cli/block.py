@@ -157,10 +157,9 @@ def _of_trained_weights(options: BlockOptions) -> BlockReport:
 def _facts(options: BlockOptions, block: Block) -> dict[str, Any]:
     """Return a block's fields of BlockReport; `device` says why the CPU is the default, if so."""
     problem = doctor.cuda_problem() if options.device is None else None
+    why = f", because {problem}: {doctor.ADVICE}" if problem else ""
     return {
-        "device": f"{block.device}, because {problem}: {doctor.ADVICE}"
-        if problem
-        else block.device,
+        "device": f"{block.device}{why}",
         "dtype": block.dtype,
         "kernels": block.kernels,
         "mask": "causal" if options.causal else "none",

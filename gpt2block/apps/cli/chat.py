@@ -44,11 +44,6 @@ if TYPE_CHECKING:
     from gpt2block.engine.chat.conversation import Conversation
 
 MAX_FILE = 2**24  # maximum bytes of a conversation's file: 16 MiB
-DONE = {  # command → confirmation
-    "reset": "the conversation begins anew",
-    "undo": "the last message and its answer are taken back",
-    "system": "the system message is changed",
-}
 HOT = 2.0  # temperature above which even unlikely tokens are drawn often
 QUOTES = '"""'  # begins and ends a message of several lines
 HELP = f"""\
@@ -82,7 +77,7 @@ class ChatOptions(SamplingOptions):
 
     max_new_tokens: int = option("Largest number of tokens of an answer.", 512)
     seed: int | None = option("The same seed gives the same answers; by default a new seed each.")
-    speculate: bool = keyword("speculate", names=("--speculate",))
+    speculate: bool = keyword("speculate")
     schema: str | None = keyword("schema", "{} (JSON text)")
     regex: str | None = keyword("regex")
     choice: list[str] | None = option("A text that may be the result; repeat for each text.")
@@ -206,15 +201,6 @@ class Session:
         self.conversation, self.options, self.file = conversation, options, file
         self._typed = sys.stdin.isatty()
         self._written = {file}  # files that /save may overwrite
-        self._commands: dict[str, Callable[[str], None]] = {
-            "reset": self._reset,
-            "undo": self._undo,
-            "continue": self._continue,
-            "system": self._system,
-            "save": self._save,
-            "options": self._show_options,
-            "help": lambda _: self._say(HELP),
-        }
 
     def run(self, name: str) -> None:
         """Answer messages until the end of stdin or /quit. `name`: name of the model."""
@@ -311,13 +297,10 @@ class Session:
         sys.stdout.write(printable_lines(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
-    # commands
-
     def _command(self, name: str, argument: str) -> None:
-        if name in self._commands:
-            self._commands[name](argument)
-            if name in DONE:
-                self._say(DONE[name])
+        """Run the method `_do_NAME` of a command, or change the option of this name."""
+        if command := getattr(self, f"_do_{name}", None):
+            command(argument)
         elif name in {each.name for each in fields(self.options)}:
             self._set(name, argument)
         else:
@@ -326,26 +309,32 @@ class Session:
                 "written with a space before it"
             )
 
-    def _reset(self, _: str) -> None:
-        self.conversation.clear()
+    def _do_help(self, _: str) -> None:
+        self._say(HELP)
 
-    def _undo(self, _: str) -> None:
+    def _do_reset(self, _: str) -> None:
+        self.conversation.clear()
+        self._say("the conversation begins anew")
+
+    def _do_undo(self, _: str) -> None:
         if not any(message["role"] == "user" for message in self.conversation.messages):
             raise InputError("there is no message to take back")
         self.conversation.undo()
+        self._say("the last message and its answer are taken back")
 
-    def _continue(self, _: str) -> None:
+    def _do_continue(self, _: str) -> None:
         if [each["role"] for each in self.conversation.messages[-1:]] != ["assistant"]:
             raise InputError("there is no answer to continue")
         self._answer(None, continue_final_message=True, add_generation_prompt=False)
 
-    def _system(self, text: str) -> None:
+    def _do_system(self, text: str) -> None:
         if not text:
             raise InputError("expected a text, as in /system You are a poet.")
         messages = self.conversation.messages
         messages[:] = [_system(text), *(each for each in messages if each["role"] != "system")]
+        self._say("the system message is changed")
 
-    def _save(self, name: str) -> None:
+    def _do_save(self, name: str) -> None:
         file = path_of(name) if name else self.file
         if file is None:
             raise InputError("expected a file, as in /save talk.json")
@@ -357,7 +346,7 @@ class Session:
         self._written.add(file)
         self._say(f"{len(self.conversation.messages)} messages written to {file}")
 
-    def _show_options(self, _: str) -> None:
+    def _do_options(self, _: str) -> None:
         for name, value in asdict(self.options).items():
             self._say(f"{name:20} {'-' if value is None else value}")
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gpt2block.apps.cli.display import console, new_table, print_json, print_table, shown
 from gpt2block.apps.cli.model import ModelOptions, load_model, model_facts
-from gpt2block.apps.cli.options import argument, json_option, option
+from gpt2block.apps.cli.options import argument, flag, json_option, option
 from gpt2block.engine.inspect.compare import Comparison
 from gpt2block.errors import InputError
 from gpt2block.files.tokenizers.tokenizer import token_ids
@@ -25,7 +25,7 @@ def compare(
     *,
     model: ModelOptions,
     layer: int | None = option("Show the steps of this layer, counted from 0."),
-    cached: bool = option("Compare a decoding step: the last token alone.", False, "--cached"),
+    cached: bool = flag("Compare a decoding step: the last token alone."),
     as_json: bool = json_option(),
 ) -> None:
     """Compare every step of every layer of a model with float64 NumPy.
@@ -50,7 +50,9 @@ def compare(
     steps = loaded.compare(ids, cached)
     if as_json:
         facts = {**model_facts(loaded), "cached": cached, "tokens": len(ids)}
-        print_json(facts | {"steps": [_entry(row) for row in steps]})
+        entries = (asdict(row).items() for row in steps)
+        without = [{name: value for name, value in each if name != "ms"} for each in entries]
+        print_json(facts | {"steps": without})
         return
     out = console()
     what = "the last of " if cached else ""
@@ -64,10 +66,6 @@ def compare(
         _print_steps(out, [(str(layer), row) for row in parts[str(layer)]])
     out.print("own: the step alone on exact inputs; total: accumulated from the tokens on.")
     out.print("Errors against float64, relative to the tensor's largest value.")
-
-
-def _entry(row: Comparison) -> dict[str, object]:
-    return {name: value for name, value in asdict(row).items() if name != "ms"}
 
 
 def _parts(steps: Sequence[Comparison]) -> dict[str, list[Comparison]]:

@@ -18,11 +18,7 @@ Completion = Callable[[str], list[str]]
 
 def one_of(*names: str) -> Completion:
     """Return a function that returns those of `names` that begin with a given text."""
-
-    def matching(incomplete: str) -> list[str]:
-        return [name for name in names if name.startswith(incomplete)]
-
-    return matching
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
 sizes = one_of(*SIZES)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpt2block.apps.cli import complete
-from gpt2block.apps.cli.options import argument, option
+from gpt2block.apps.cli.options import argument, flag, option
 from gpt2block.checks import check_choice
 from gpt2block.errors import InputError, printable
 from gpt2block.files.checkpoints import Checkpoint, save_gguf, save_pretrained
@@ -36,7 +36,7 @@ def convert(
     type: str | None = option(
         f"Type of the matrices in a .gguf: {', '.join(TYPES)}.", complete=complete.one_of(*TYPES)
     ),
-    overwrite: bool = option("Write into OUT although it exists.", False, "--overwrite"),
+    overwrite: bool = flag("Write into OUT although it exists."),
 ) -> None:
     """Write a checkpoint as a Hugging Face directory, or, where OUT ends in .gguf, as GGUF.
 

@@ -20,8 +20,8 @@ from gpt2block.apps.cli.display import new_table
 from gpt2block.cuda import kernels
 from gpt2block.emulator import emulated
 from gpt2block.emulator.ptx.counters import METRICS, Counts, Line, total
-from gpt2block.emulator.ptx.engine import Result
-from gpt2block.emulator.stand_in import Checks, EmulatorError
+from gpt2block.emulator.ptx.engine import Checks, Result
+from gpt2block.emulator.stand_in import EmulatorError
 from gpt2block.errors import InputError
 from gpt2block.judge.kernel import described
 from gpt2block.judge.sizes import cost, name_of_row

@@ -12,10 +12,10 @@ from math import isfinite
 from time import perf_counter
 from typing import Any, TypeVar
 
+from rich import progress
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -86,8 +86,7 @@ def print_table(out: Console, table: Table) -> None:
 
 def say(line: str) -> None:
     """Print a line to stderr, dimmed on a terminal."""
-    out = Console(stderr=True, highlight=False)
-    out.print(shown(line), style="dim", soft_wrap=True)
+    Console(stderr=True, highlight=False).print(shown(line), style="dim", soft_wrap=True)
 
 
 def print_facts(facts: dict[str, str]) -> None:
@@ -100,13 +99,18 @@ def print_facts(facts: dict[str, str]) -> None:
     console().print(table)
 
 
-def progress_bar(label: str, hidden: bool = False) -> Progress:
-    """Return a progress bar on stderr, removed at the end; hidden unless stderr is a terminal."""
-    return Progress(
-        TextColumn(label),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
+def progress_bar(
+    label: str, hidden: bool = False, done: progress.ProgressColumn | None = None
+) -> progress.Progress:
+    """Return a progress bar on stderr, removed at the end; hidden unless stderr is a terminal.
+
+    done: the column of the part that is done; by default its percentage.
+    """
+    return progress.Progress(
+        progress.TextColumn(label),
+        progress.BarColumn(),
+        done or progress.TaskProgressColumn(),
+        progress.TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
         disable=hidden or not sys.stderr.isatty(),

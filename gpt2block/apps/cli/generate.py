@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from gpt2block.apps.cli.model import (
     model_facts,
     special_option,
 )
-from gpt2block.apps.cli.options import argument, json_option, option, path_option
+from gpt2block.apps.cli.options import argument, flag, json_option, option, path_option
 from gpt2block.apps.cli.texts import RECEIPT, read_text
 from gpt2block.apps.cli.writer import Writer
 from gpt2block.engine.generation.options import Options
@@ -60,18 +60,15 @@ class RunOptions(TextOptions):
 
 def generate(
     prompt: str | None = argument("Text to continue; - or none: stdin without its last newline."),
-    ids: bool = option(
-        "Read the prompt as token ids, such as 1,2,3 or '1 2 3', and write ids; needs no "
-        "tokenizer.",
-        False,
-        "--ids",
+    ids: bool = flag(
+        "Read the prompt as token ids, such as 1,2,3 or '1 2 3', and write ids; needs no tokenizer."
     ),
     special: bool = special_option(),
     *,
     model: ModelOptions,
     options: RunOptions,
     draft_model: str | None = draft_option(),
-    logprobs: bool = option("Also print each token's log-probability.", False, "--logprobs"),
+    logprobs: bool = flag("Also print each token's log-probability."),
     receipt: Path | None = path_option(RECEIPT),
     as_json: bool = json_option(),
 ) -> None:
@@ -123,33 +120,28 @@ def generate(
 
 @dataclass
 class Stopwatch:
-    """The times of the command's start and its first and last token, and counts of tokens."""
+    """The times of the command's start and of all tokens."""
 
     begun: float
     at_first: int = 0  # number of tokens that the first step generated: one per sequence
-    first: float | None = None
-    last: float = 0.0
-    tokens: int = 0
+    times: list[float] = field(default_factory=list)  # of the tokens
 
     def tick(self, sequence: TokenSequence) -> None:
-        """Count a new token of the sequence, and record its time."""
-        self.last = perf_counter()
-        self.first = self.first or self.last
-        if self.at_first == self.tokens and len(sequence.tokens) == 1:
+        """Record the time of a new token of the sequence."""
+        if self.at_first == len(self.times) and len(sequence.tokens) == 1:
             self.at_first += 1
-        self.tokens += 1
+        self.times.append(perf_counter())
 
     @property
     def to_first(self) -> float | None:
         """Seconds to the first token, including the loading of the model."""
-        return None if self.first is None else self.first - self.begun
+        return self.times[0] - self.begun if self.times else None
 
     @property
     def rate(self) -> float | None:
         """Tokens per second after the first step, which generates one token per sample."""
-        if self.first is None or self.tokens <= self.at_first:
-            return None
-        return (self.tokens - self.at_first) / (self.last - self.first)
+        later = len(self.times) - self.at_first
+        return later / (self.times[-1] - self.times[0]) if later > 0 else None
 
 
 def _follow(run: Run, clock: Stopwatch, writer: Writer | None) -> bool:
@@ -181,7 +173,7 @@ def _summary(loaded: Model[Any], seed: int, run: Run, clock: Stopwatch) -> str:
     if any(sequence.finish_reason == "context" for sequence in run.sequences):
         ends += f" (all {loaded.config.n_ctx} tokens used: --overflow truncate continues)"
     return (
-        f"{loaded.name}, {loaded.dtypes}, {loaded.device}: {clock.tokens} tokens{rate}{first}; "
+        f"{loaded.name}, {loaded.dtypes}, {loaded.device}: {len(clock.times)} tokens{rate}{first}; "
         f"seed {seed}; ended: {ends}"
     )
 

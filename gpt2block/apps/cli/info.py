@@ -10,28 +10,12 @@ from math import prod
 from operator import itemgetter
 from typing import Any
 
-from gpt2block.apps.cli import complete
-from gpt2block.apps.cli.display import (
-    console,
-    megabytes,
-    new_table,
-    on_each_gpu,
-    print_facts,
-    print_json,
-    print_table,
-    shown,
-)
+from gpt2block.apps.cli import complete, display
 from gpt2block.apps.cli.model import model_option, revision_option
 from gpt2block.apps.cli.options import argument, json_option, option, option_of
 from gpt2block.checks import check_integer
 from gpt2block.cuda.doctor import MAX_GPUS
-from gpt2block.cuda.formats import (
-    CACHE_WITH_FP8,
-    FILE,
-    FormatOptions,
-    Formats,
-    with_cache,
-)
+from gpt2block.cuda.formats import CACHE_WITH_FP8, FILE, FormatOptions, Formats, with_cache
 from gpt2block.engine.cuda.several_bytes import bytes_by_gpu
 from gpt2block.engine.model import check_divides, state_bytes, token_bytes, weight_bytes
 from gpt2block.errors import InputError
@@ -99,7 +83,7 @@ def info(
         ],
     }
     if as_json:
-        print_json(facts)
+        display.print_json(facts)
     else:
         _print_info(checkpoint, facts)
 
@@ -109,7 +93,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
     tied = "tied to the embedding" if c.tie_word_embeddings else "a separate matrix"
     n_kv_head = c.kv_width // c.head_size
     grouped = f" ({n_kv_head} of keys and values)" if n_kv_head != c.n_head else ""
-    print_facts(
+    display.print_facts(
         {
             "model": checkpoint.name,
             "file": str(checkpoint.file),
@@ -119,33 +103,33 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
             **_draft_facts(checkpoint),
             **_rope_facts(getattr(c, "scaling", None)),
             "parameters": f"{facts['parameters']:,}",
-            "stored": f"{', '.join(facts['dtypes'])}, {megabytes(facts['nbytes'])}",
+            "stored": f"{', '.join(facts['dtypes'])}, {display.megabytes(facts['nbytes'])}",
             **_generation_facts(facts["end_tokens"], facts["generation_config"]),
         }
     )
-    out = console()
-    table = new_table(("dtype on a GPU", "weights", f"kv_cache, a sequence of {c.n_ctx}"))
+    out = display.console()
+    table = display.new_table(("dtype on a GPU", "weights", f"kv_cache, a sequence of {c.n_ctx}"))
     divided: Any = None  # a table, if the model is on several GPUs
     for dtype, sizes in facts["memory"].items():
-        cache = f"{megabytes(sizes['kv_cache_per_row'])} {sizes['kv_cache_dtype']}"
+        cache = f"{display.megabytes(sizes['kv_cache_per_row'])} {sizes['kv_cache_dtype']}"
         named = f"{dtype}, the default" if dtype == facts["default_dtype"] else dtype
-        table.add_row(named, megabytes(sizes["weights"]), cache)
+        table.add_row(named, display.megabytes(sizes["weights"]), cache)
         if own := sizes.get("on_each_gpu"):
             title = f"dtype on each of {len(own['weights'])} GPUs"
-            divided = divided or new_table((title, "weights", "kv_cache, a token"))
-            divided.add_row(named, *on_each_gpu(**own))
+            divided = divided or display.new_table((title, "weights", "kv_cache, a token"))
+            divided.add_row(named, *display.on_each_gpu(**own))
     for each in filter(None, (table, divided)):
         out.print()
-        print_table(out, each)
+        display.print_table(out, each)
     out.print("On the CPU every dtype but file takes the memory of float32.")
     if facts["default_dtype"] == FILE:
         out.print("Before compute capability 8.0, and on the CPU, the default is float32.")
-    table = new_table(("tensor", "shape", "stored as", "in the file"))
+    table = display.new_table(("tensor", "shape", "stored as", "in the file"))
     for tensor in _without_repetition(facts["tensors"], c.n_layer):
         shape = "x".join(map(str, tensor["shape"]))
-        table.add_row(tensor["name"], shape, tensor["dtype"], shown(tensor["in_file"]))
+        table.add_row(tensor["name"], shape, tensor["dtype"], display.shown(tensor["in_file"]))
     out.print()
-    print_table(out, table)
+    display.print_table(out, table)
 
 
 def _generation_facts(
@@ -172,7 +156,7 @@ def _delta_facts(of: DeltaNets | None, memory: Mapping[str, Mapping[str, Any]]) 
     (states,) = {sizes["states_per_row"] for sizes in memory.values()}
     heads = f"{of.n_k_head} heads of {of.k_size} for keys, {of.n_v_head} of {of.v_size} for values"
     return {"gated delta nets": f"{sum(of.layers)} of {len(of.layers)} blocks, {heads}; states of "
-                                f"{megabytes(states)} float32 a row"}  # fmt: skip
+                                f"{display.megabytes(states)} float32 a row"}  # fmt: skip
 
 
 def _draft_facts(checkpoint: Checkpoint) -> dict[str, str]:
@@ -183,8 +167,9 @@ def _draft_facts(checkpoint: Checkpoint) -> dict[str, str]:
     own = [each for name, each in stored if name.startswith(DRAFTING)]
     count, nbytes = sum(prod(each.shape) for each in own), sum(each.nbytes for each in own)
     cache = c.n_ctx * token_bytes(c.draft_config.layer_caches, Formats("float16"))
-    return {"drafts": f"a block of {count:,} parameters, {megabytes(nbytes)}; with speculate, keys "
-                      f"and values of {megabytes(cache)} float16 a row"}  # fmt: skip
+    size, of_row = display.megabytes(nbytes), display.megabytes(cache)
+    speculates = f"with speculate, keys and values of {of_row} float16 a row"
+    return {"drafts": f"a block of {count:,} parameters, {size}; {speculates}"}
 
 
 def _rope_facts(scaling: Any) -> dict[str, str]:
@@ -201,12 +186,11 @@ def _rope_facts(scaling: Any) -> dict[str, str]:
 def _without_repetition(tensors: list[dict[str, Any]], n_layer: int) -> Iterator[dict[str, Any]]:
     """Yield tensors; of equal blocks only the first block's, with names such as "h.0 … h.11"."""
     blocks: dict[str, list[tuple[object, ...]]] = {}
-    for tensor in tensors:
-        block, _, kind = tensor["name"].rpartition(".")
+    named = [(tensor, *tensor["name"].rpartition(".")[::2]) for tensor in tensors]
+    for tensor, block, kind in named:
         blocks.setdefault(block, []).append((kind, tuple(tensor["shape"]), tensor["dtype"]))
     alike = n_layer > 1 and all(found == blocks["h.0"] for h, found in blocks.items() if h)
-    for tensor in tensors:
-        block, _, kind = tensor["name"].rpartition(".")
+    for tensor, block, kind in named:
         if not (alike and block):
             yield tensor
         elif block == "h.0":

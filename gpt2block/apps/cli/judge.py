@@ -12,16 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from gpt2block.apps.cli import complete
+from gpt2block.apps.cli import complete, display
 from gpt2block.apps.cli.codes import FAILED
-from gpt2block.apps.cli.display import (
-    console,
-    new_table,
-    print_json,
-    print_table,
-    progress_bar,
-    shown,
-)
 from gpt2block.apps.cli.options import argument, json_option, option, path_of, path_option
 from gpt2block.cuda import doctor
 from gpt2block.errors import InputError
@@ -69,7 +61,7 @@ def judge(
     if csv_file is not None:
         check_file(csv_file)
     verdicts: list[Judged] = []
-    with progress_bar("kernels", hidden=as_json) as bar:
+    with display.progress_bar("kernels", hidden=as_json) as bar:
         jobs = jobs or judging.default_jobs()
         results = judging.judge(kernels, jobs, device=device, seed=seed)
         verdicts.extend(bar.track(results, len(kernels)))
@@ -80,11 +72,11 @@ def judge(
     if as_json:
         rows = [each.as_dict() for each in verdicts]
         head = {"schema": judging.SCHEMA, "seed": seed, "confusion": confusion}
-        print_json({**head, "kernels": rows})
+        display.print_json({**head, "kernels": rows})
     else:
-        _print_kernels(console(), verdicts)
-        _print_confusion(console(), confusion)
-        _print_unexpected(console(), unexpected)
+        _print_kernels(display.console(), verdicts)
+        _print_confusion(display.console(), confusion)
+        _print_unexpected(display.console(), unexpected)
         print(f"Random sizes: seed {seed}.")
     if unexpected:
         raise typer.Exit(FAILED)
@@ -114,29 +106,29 @@ def _as_csv(found: Sequence[Judged], columns: Sequence[str]) -> str:
 
 
 def _print_kernels(out: Console, found: Sequence[Judged]) -> None:
-    table = new_table(("file", "operation", "expected", "verdict"), ("seconds",))
+    table = display.new_table(("file", "operation", "expected", "verdict"), ("seconds",))
     table.add_column("finding", overflow="fold")
     for each in found:
         entry = each.entry
         names = (entry.file, entry.operation, entry.expected, each.verdict)
-        table.add_row(*map(shown, names), f"{each.seconds:.1f}", shown(each.said))
-    print_table(out, table)
+        table.add_row(*map(display.shown, names), f"{each.seconds:.1f}", display.shown(each.said))
+    display.print_table(out, table)
 
 
 def _print_confusion(out: Console, confusion: dict[str, dict[str, int]]) -> None:
     verdicts = next(iter(confusion.values()))
-    table = new_table(("expected",), verdicts)
+    table = display.new_table(("expected",), verdicts)
     for expected, counts in confusion.items():
         table.add_row(expected or NO_EXPECTATION, *map(str, counts.values()))
     out.print()
-    print_table(out, table)
+    display.print_table(out, table)
 
 
 def _print_unexpected(out: Console, unexpected: Sequence[Judged]) -> None:
     for each in unexpected:
         entry = each.entry
-        told = f" ({shown(entry.note)})" if entry.note else ""
+        told = f" ({display.shown(entry.note)})" if entry.note else ""
         expected = f"expected {entry.expected or 'right'}"
-        out.print(f"[bold]{shown(entry.file)}[/]: {expected}, found {each.verdict}{told}")
+        out.print(f"[bold]{display.shown(entry.file)}[/]: {expected}, found {each.verdict}{told}")
         if each.said:
             out.print(f"  {escape(each.said)}")

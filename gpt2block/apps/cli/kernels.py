@@ -1,22 +1,20 @@
-"""Tables, JSON and plots of `gpt2block kernels`."""
+"""Tables and JSON of `gpt2block kernels`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from gpt2block.apps.cli.display import new_table, print_table
-from gpt2block.apps.cli.plots import End, check_file, label_ends, save
 from gpt2block.judge.kernel import MINE
 from gpt2block.ops.bench.ceilings import Ceilings
 from gpt2block.ops.bench.race import CACHES, MAX_SETS
-from gpt2block.ops.bench.variants import Measurement, ceiling_for
+from gpt2block.ops.bench.variants import Measurement
 from gpt2block.ops.registry import OPERATIONS, Operation
 from gpt2block.ops.workload import tolerance
 
@@ -153,54 +151,3 @@ def print_series(
             out.print(f"from {name} = {size} on, {variant} is faster than {before}")
     for line in dict.fromkeys(skipped):
         out.print(f"not run: {escape(line)}")
-
-
-def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Path) -> None:
-    """Plot rates by block size: a labelled line per variant, and a line for the hardware limit.
-
-    Raises InputError if matplotlib is missing or the file cannot be written.
-    """
-    check_file(file)
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    lines: list[tuple[str, float, str]] = []  # (label, rate at the line's right end, color)
-    for index, name in enumerate(dict.fromkeys(row.variant for row in rows)):
-        of_it = [row for row in rows if row.variant == name]
-        best = max(of_it, key=lambda row: row.rate)
-        color, title = f"C{index}", f"variant {name}" if name.isdigit() else name
-        if best.block is None:
-            axes.axhline(best.rate, color=color)
-            lines.append((f"{title}: {best.rate:.4g}, one block size", best.rate, color))
-            continue
-        blocks = [row.block or 0 for row in of_it]
-        axes.plot(blocks, [row.rate for row in of_it], "o-", color=color)
-        at = f", best at {best.block}" if len(of_it) > 1 else f" at {best.block}"
-        lines.append((f"{title}: {best.rate:.4g}{at}", of_it[-1].rate, color))
-    limit, label = _ceiling_of(rows[0], ceiling)
-    axes.axhline(limit, color="black", linestyle="--")
-    lines.append((f"{label}: {limit:.4g}", limit, "black"))
-    ticks = sorted({row.block for row in rows if row.block is not None})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(block) for block in ticks])
-    axes.set_xlabel("threads of a block")
-    axes.set_ylabel(rows[0].unit)
-    top = 1.06 * max(rate for _, rate, _ in lines)
-    axes.set_ylim(0, top)
-    axes.grid(alpha=0.3)
-    sizes = ", ".join(f"{name}={size}" for name, size in rows[0].sizes.items())
-    title = f"{rows[0].operation}, {sizes}, {rows[0].dtype}\n{device}"
-    axes.set_title(title, fontsize=10, loc="left")
-    right = axes.get_xlim()[1]
-    ends = [End(text, (right, rate), rate / top, color) for text, rate, color in lines]
-    label_ends(axes, ends, 10)
-    save(figure, file)
-
-
-def _ceiling_of(row: Measurement, ceiling: Ceilings) -> tuple[float, str]:
-    """Return the hardware limit in the unit of the result `row`; its label ("copy", "cuBLAS …")."""
-    if row.unit == "GB/s":
-        return ceiling.copy_gb_s, "copy"
-    of_it = "float32" if row.dtype == "float32" else "float16"
-    return ceiling_for(ceiling, row.dtype), f"cuBLAS {of_it}"

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from gpt2block.apps.cli import complete
-from gpt2block.apps.cli.options import argument, json_option, option, path_option
+from gpt2block.apps.cli.options import argument, flag, json_option, option, path_option
 
 OWN = "Your own kernel"
 own_option = partial(option, rich_help_panel=OWN)
@@ -23,8 +23,6 @@ class KernelsOptions:
         "One variant; by default all variants.", complete=complete.variants
     )
     shape: str | None = option("Sizes that differ from the default ones, such as B=1,T=128.")
-    sweep: bool = option("Time every block size of a variant.", False)
-    plot: Path | None = path_option("Sweep, and plot the rates by block size to this PNG file.")
     dtype: str | None = option(
         "Dtype of the arrays; float8_e5m2 and float8_e4m3fn are for weights.",
         complete=complete.dtypes,
@@ -39,11 +37,9 @@ class KernelsOptions:
         "Print the source of a variant, given by name or by position, starting at 1.",
         complete=complete.variants,
     )
-    counters: bool = option(
+    counters: bool = flag(
         "Count accesses to memory, bank conflicts and other events of each variant, on the CPU at "
-        "reduced sizes; with --mine of each line of your kernel and of the fastest variant.",
-        False,
-        "--counters",
+        "reduced sizes; with --mine of each line of your kernel and of the fastest variant."
     )
     as_json: bool = json_option()
 
@@ -57,9 +53,7 @@ class OwnOptions:
         metavar="FILE.cu",
         rich_help_panel=OWN,
     )
-    template: bool = own_option(
-        "Print a starter file: a slow but correct kernel.", False, "--template"
-    )
+    template: bool = flag("Print a starter file: a slow but correct kernel.", rich_help_panel=OWN)
     solution: str | None = own_option(
         "Print the solution of an exercise in docs/learn: 2.1 for exercise 1 of chapter 2, 2 for "
         "the last one of chapter 2.",
@@ -76,11 +70,10 @@ class OwnOptions:
     seed: int | None = own_option(
         "Seed of the random sizes at which the kernel is checked; by default a new one."
     )
-    why: bool = own_option(
+    why: bool = flag(
         "After a race, a divergent barrier, an access out of bounds or another problem, print the "
         "steps of its threads.",
-        False,
-        "--why",
+        rich_help_panel=OWN,
     )
     why_page: Path | None = path_option(
         "Write these steps to a page with the source, in which you can go forward and back.",

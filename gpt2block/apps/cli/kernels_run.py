@@ -10,25 +10,15 @@ from typing import NamedTuple, TypeVar
 import typer
 
 from gpt2block import emulator
-from gpt2block.apps.cli import counters
+from gpt2block.apps.cli import counters, kernels
 from gpt2block.apps.cli.codes import WRONG as NO_VERDICT
 from gpt2block.apps.cli.display import console, print_json, progress_bar, tracked
-from gpt2block.apps.cli.kernels import (
-    draw_sweep,
-    list_operations,
-    list_variants,
-    measured_report,
-    operations_report,
-    print_measurements,
-    print_series,
-)
 from gpt2block.apps.cli.kernels_options import KernelsOptions, OwnOptions
 from gpt2block.apps.cli.listing import rung
 from gpt2block.apps.cli.mine import print_source, print_verdict, print_why
-from gpt2block.apps.cli.plots import check_file
 from gpt2block.apps.cli.rungs import check_variants, print_rungs, rungs_report
 from gpt2block.cuda import doctor
-from gpt2block.errors import DeviceError, InputError, NotJudged, check_all
+from gpt2block.errors import DeviceError, InputError, NotJudged
 from gpt2block.files.writing import write_file
 from gpt2block.judge import on_cpu
 from gpt2block.judge.cases import Case, resolved_seed
@@ -61,11 +51,6 @@ class Request(NamedTuple):
     own: OwnOptions
 
     @property
-    def sweep(self) -> bool:
-        """Whether to time the kernels with every block size."""
-        return self.options.sweep or self.options.plot is not None
-
-    @property
     def steps(self) -> bool:
         """Whether the steps of the threads of a problem are requested."""
         return self.own.why or self.own.why_page is not None
@@ -75,9 +60,9 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     """List, print or run kernels. Return False if a result is wrong or no kernel could run."""
     if options.operation is None:
         if options.as_json:
-            print_json(operations_report())
+            print_json(kernels.operations_report())
         else:
-            list_operations(console())
+            kernels.list_operations(console())
         return True
     op = find(options.operation)
     if own.template:
@@ -92,8 +77,6 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
     parse_sizes(op, options.shape)
     variants = op.variants if options.variant is None else (op.variant(options.variant),)
     stored = workload.check_storage(op, options.dtype, options.layout)
-    if options.plot is not None:
-        check_all(partial(check_file, options.plot), later=partial(doctor.require_cuda, "the GPU"))
     user = None
     if own.mine is not None:
         text = read(own.mine, own.kernel, own.grid, own.block, own.shared)
@@ -116,11 +99,9 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
             option = "--why" if request.own.why else "--why-page"
             raise InputError(f"{option}: {EMULATOR_ONLY}: add --device cpu")
         return _own(request, user, True) if user else _on_gpu(request)
-    if device == CUDA or (request.sweep and problem):
+    if device == CUDA:
         why = f"{problem}: this needs a GPU, and {doctor.ADVICE}"
         return _not_run(request, user, why)
-    if request.sweep:
-        raise InputError("--sweep and --plot: times are measured on a GPU: leave out --device cpu")
     try:
         on_cpu.require_emulator()
     except DeviceError as error:
@@ -149,10 +130,10 @@ def _not_run(request: Request, user: Kernel | None, problem: str) -> bool:
 
 
 def _list(request: Request) -> None:
-    """List all variants, unless one variant, JSON, --sweep or --plot was requested."""
+    """List all variants, unless one variant or JSON was requested."""
     every = request.variants == request.operation.variants
-    if every and not request.sweep and not request.options.as_json:
-        list_variants(console(), request.operation)
+    if every and not request.options.as_json:
+        kernels.list_variants(console(), request.operation)
 
 
 def _small(request: Request) -> list[tuple[Sizes, Attrs]]:
@@ -169,13 +150,8 @@ def _on_cpu(request: Request, problem: str | None) -> bool:
     operation, as_json = request.operation, request.options.as_json
     small = _small(request)
     _list(request)
-    rungs, skipped = check_variants(
-        operation,
-        request.variants,
-        request.stored,
-        small,
-        lambda variants: tracked(variants, "variants", hidden=as_json),
-    )
+    variants = tracked(request.variants, "variants", hidden=as_json)
+    rungs, skipped = check_variants(operation, variants, request.stored, small)
     if as_json:
         print_json(rungs_report(operation, rungs, skipped, problem))
     else:
@@ -187,24 +163,21 @@ def _on_cpu(request: Request, problem: str | None) -> bool:
 def _on_gpu(request: Request) -> bool:
     """Time the built-in variants on the GPU. Return False if a result was wrong."""
     operation, options = request.operation, request.options
-    sizes = parse_sizes(operation, options.shape)
-    single = options.shape is not None or request.sweep
+    shape = options.shape
     _list(request)
     ceiling = ceilings.measured(CEILINGS)
     results = [
-        measure_variants(operation, request.variants, at, ceiling, request.stored, request.sweep)
-        for at in ([sizes] if single else all_sizes(operation))
+        measure_variants(operation, request.variants, at, ceiling, request.stored)
+        for at in (all_sizes(operation) if shape is None else [parse_sizes(operation, shape)])
     ]
     measured = [rows for rows, _ in results]
     skipped = [line for _, lines in results for line in lines]
     if options.as_json:
-        print_json(measured_report(measured, skipped, ceiling))
+        print_json(kernels.measured_report(measured, skipped, ceiling))
     elif len(results) > 1:
-        print_series(console(), operation, measured, skipped, ceiling)
+        kernels.print_series(console(), operation, measured, skipped, ceiling)
     else:
-        print_measurements(console(), *results[0], ceiling)
-    if options.plot is not None:
-        draw_sweep(measured[0], ceiling, doctor.describe_device(0), options.plot)
+        kernels.print_measurements(console(), *results[0], ceiling)
     return all(row.right for rows in measured for row in rows)
 
 
@@ -227,11 +200,7 @@ def _own(request: Request, user: Kernel, on_gpu: bool) -> bool:
     if not on_gpu:
         return _show_own(request, job.on_cpu(request.steps))
     names = tuple(each.name for each in request.variants)
-    verdict = job.on_gpu(names, request.sweep)
-    if verdict.benchmark and options.plot is not None:
-        timed = verdict.benchmark
-        draw_sweep(timed.rows, timed.ceiling, doctor.describe_device(0), options.plot)
-    return _show_own(request, verdict)
+    return _show_own(request, job.on_gpu(names))
 
 
 def _counted(

@@ -12,13 +12,13 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 
 from gpt2block.apps.cli.codes import FAILED, INTERRUPTED
+from gpt2block.apps.cli.display import progress_bar
 from gpt2block.apps.cli.model import ModelOptions, TextOptions, note_on_cpu, stride_option
-from gpt2block.apps.cli.options import add_command, argument, option
+from gpt2block.apps.cli.options import add_command, argument, flag, option
 from gpt2block.errors import printable, require
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class BatchedJobOptions(JobOptions):
     batch_tokens: int = option("Most tokens computed together.", 16384, min=1)
 
 
-_logprobs_option = partial(option, "Add every token's log-probability.", False, "--logprobs")
+_logprobs_option = partial(flag, "Add every token's log-probability.")
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,7 @@ class GenerateTask(TextOptions):
         "Continuations computed together; by default as many as fit in memory."
     )
     logprobs: bool = _logprobs_option()
-    receipts: bool = option(
-        "Add the receipt of every text, which verify checks.", False, "--receipts"
-    )
+    receipts: bool = flag("Add the receipt of every text, which verify checks.")
 
 
 @dataclass(frozen=True)
@@ -191,9 +189,8 @@ def _summary(output: Path, outcome: Outcome) -> list[str]:
     skipped = f", {blank:,} blank lines skipped" if blank else ""
     lines = [f"{output}: {outcome.records:,} records{errors}{skipped}"]
     if outcome.done_now:
-        records, tokens = (
-            count / outcome.seconds for count in (outcome.done_now, outcome.tokens_now)
-        )
+        records = outcome.done_now / outcome.seconds
+        tokens = outcome.tokens_now / outcome.seconds
         lines.append(
             f"{outcome.done_now:,} records in {outcome.seconds:.1f} s: {records:,.1f} records/s, "
             f"{tokens:,.0f} tokens/s; ready after {outcome.start_up:.1f} s"
@@ -210,23 +207,13 @@ class _Watcher:
     """Progress on stderr: a bar on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._terminal = sys.stderr.isatty()
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._terminal,
-        )
+        self.bar = progress_bar("{task.description}", done=MofNCompleteColumn())
         self._task = self.bar.add_task("", visible=False)
         self._earlier: int | None = None  # number of input lines that earlier runs finished
         self._begun = self._printed = 0.0
 
     def say(self, line: str) -> None:
-        self._console.print(escape(printable(line)), soft_wrap=True)
+        self.bar.console.print(escape(printable(line)), highlight=False, soft_wrap=True)
 
     def show(self, outcome: Outcome, inside: int) -> None:
         now, done = monotonic(), outcome.lines_done + inside
@@ -238,7 +225,7 @@ class _Watcher:
             rates += f", {outcome.tokens_now / seconds:,.0f} tokens/s"
         total = outcome.lines
         self.bar.update(self._task, total=total, completed=done, description=rates, visible=True)
-        if self._terminal or now - self._printed < SECONDS_BETWEEN_LINES:
+        if not self.bar.disable or now - self._printed < SECONDS_BETWEEN_LINES:
             return
         self._printed, computed = now, done - self._earlier
         left = f", {(total - done) * seconds / computed:,.0f} s left" if computed else ""

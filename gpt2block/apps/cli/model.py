@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpt2block.apps.cli import complete
 from gpt2block.apps.cli.display import progress_bar
-from gpt2block.apps.cli.options import json_object, option, path_option
+from gpt2block.apps.cli.options import FLAG, flag, json_object, option, path_option
 from gpt2block.checks import meaning_of
 from gpt2block.cuda import first_gpus
 from gpt2block.cuda.formats import BY_DEFAULT, FormatOptions
@@ -45,9 +45,7 @@ device_option = partial(
     complete=complete.devices,
 )
 gpus_option = partial(option, "Divide the model among this many GPUs, from GPU 0 on.", None)
-special_option = partial(
-    option, "Read names such as <|endoftext|> as special tokens.", False, "--special"
-)
+special_option = partial(flag, "Read names such as <|endoftext|> as special tokens.")
 stride_option = partial(option, "Tokens between windows; half of the context by default.")
 draft_option = partial(
     option,
@@ -85,28 +83,24 @@ class ModelOptions:
             raise InputError(
                 f"--threads: NumPy is loaded already: set {THREADS[0]} before Python starts"
             )
-        object.__setattr__(self, "device", device_of(self.device, self.gpus))
+        if self.gpus is None:
+            return
+        if self.device is not None:
+            raise InputError("--gpus: expected no --device beside it, as it selects the devices")
+        if self.gpus < 1:
+            raise InputError(f"--gpus {self.gpus}: expected 1 or more")
+        object.__setattr__(self, "device", first_gpus(self.gpus))
 
 
-def device_of(device: str | None, gpus: int | None) -> str | None:
-    """Return the device of options --device and --gpus. Raises InputError."""
-    if gpus is None:
-        return device
-    if device is not None:
-        raise InputError("--gpus: expected no --device beside it, as it selects the devices")
-    if gpus < 1:
-        raise InputError(f"--gpus {gpus}: expected 1 or more")
-    return first_gpus(gpus)
-
-
-def keyword(name: str, sentence: str = "{}", names: tuple[str, ...] = (), **default: object) -> Any:
+def keyword(name: str, sentence: str = "{}", **default: object) -> Any:
     """Return an option for a keyword of `GPT2.generate`, with the keyword's help and default.
 
-    sentence: help text, in which {} stands for the keyword's help without its full stop. names: as
-    for `option`. default: default value instead of the keyword's.
+    sentence: help text, in which {} stands for the keyword's help without its full stop. default:
+    default value instead of the keyword's.
     """
     known = KEYWORDS[name]
     text = sentence.format(meaning_of(known).text.removesuffix("."))
+    names = (FLAG,) if known.type == "bool" else ()
     return option(f"{text}.", default.get("default", known.default), *names)
 
 
@@ -115,18 +109,12 @@ def with_numbers(*names: str, optional: str = "") -> Callable[[type[Group]], typ
 
     optional: a `sentence` for `keyword` that describes the default; the fields' default is None.
     """
-
-    def decorated(kind: type[Group]) -> type[Group]:
-        numbers: list[tuple[str, object, object]] = []
-        for name in names:
-            number: Any = {"float": float, "int": int}[str(KEYWORDS[name].type)]
-            if optional:
-                numbers.append((name, number | None, keyword(name, optional, default=None)))
-            else:
-                numbers.append((name, number, keyword(name)))
-        return make_dataclass(kind.__name__, numbers, bases=(kind,), frozen=True)
-
-    return decorated
+    types: dict[str, Any] = {"float": float, "int": int}
+    if optional:
+        types = {name: kind | None for name, kind in types.items()}
+    settings: dict[str, Any] = {"sentence": optional, "default": None} if optional else {}
+    numbers = [(n, types[str(KEYWORDS[n].type)], keyword(n, **settings)) for n in names]
+    return lambda kind: make_dataclass(kind.__name__, numbers, bases=(kind,), frozen=True)
 
 
 # Only subclasses have min_new_tokens and seed, so that the help lists these after the others.
@@ -145,7 +133,7 @@ class TextOptions(SamplingOptions):
     samples: int = keyword("samples")
     overflow: str = keyword("overflow")
     stop: list[str] = option("Stop before this text; may be given several times.", ())
-    speculate: bool = keyword("speculate", names=("--speculate",))
+    speculate: bool = keyword("speculate")
     schema: str | None = keyword("schema", "{} (JSON text)")
     regex: str | None = keyword("regex")
     choice: list[str] | None = option("A text that may be the result; repeat for each text.")

@@ -30,6 +30,7 @@ import typer
 from gpt2block.apps.cli.complete import one_of
 from gpt2block.errors import Argument, PrintableError
 
+FLAG = "--"  # stands for the name of a flag until its field is known
 OTHER_NAMES = {"weights": "model"}  # argument of the library → option with a different name
 
 
@@ -43,6 +44,11 @@ def option(
     """
     info = typer.Option(default, *names, help=text, autocompletion=complete, **settings)
     return field(default=default, metadata={"info": info})
+
+
+def flag(text: str, **settings: Any) -> Any:
+    """Declare a field or parameter as an option without a value, which has the field's name."""
+    return option(text, False, FLAG, **settings)
 
 
 def argument(text: str, default: Any = None, complete: Any = None, **settings: Any) -> Any:
@@ -96,7 +102,7 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
             for option_, info, type_ in _options_of(kind):
                 infos[option_], types[option_] = info, type_
         else:
-            infos[name], types[name] = parameter.default.metadata["info"], kind
+            infos[name], types[name] = _info_of(parameter.default, name), kind
 
     def run(**options: object) -> None:
         values = dict(options)
@@ -127,7 +133,7 @@ def _options_of(kind: Any) -> Iterator[tuple[str, object, object]]:
     for each in fields(kind):
         if is_dataclass(types[each.name]):
             yield from _options_of(types[each.name])
-        elif (info := _info_of(each)) is not None:
+        elif (info := _info_of(each, each.name)) is not None:
             yield each.name, info, types[each.name]
 
 
@@ -142,22 +148,25 @@ def _made(kind: Any, values: dict[str, object]) -> object:
     return kind(**keywords)
 
 
-def _info_of(each: Field[Any]) -> object:
+def _info_of(each: Field[Any], name: str) -> Any:
     """Return the Typer declaration of a field; None for a field that is not an option.
 
     The metadata of a library's field contain its help and its possible values.
     """
     told = each.metadata
-    if "help" not in told:
-        return told.get("info")
-    completed = one_of(*told["values"])
-    return typer.Option(each.default, help=told["help"], autocompletion=completed)
+    if "help" in told:
+        completed = one_of(*told["values"])
+        return typer.Option(each.default, help=told["help"], autocompletion=completed)
+    info: Any = told.get("info")
+    if getattr(info, "param_decls", None) == (FLAG,):
+        info.param_decls = (f"--{name.replace('_', '-')}",)
+    return info
 
 
 def option_of(kind: Any, name: str) -> Any:
     """Declare a parameter as an option like the option `name` of a library's dataclass."""
     (found,) = (each for each in fields(kind) if each.name == name)
-    return field(default=found.default, metadata={"info": _info_of(found)})
+    return field(default=found.default, metadata={"info": _info_of(found, name)})
 
 
 def _spelling(infos: dict[str, object], given: Mapping[str, object]) -> Callable[[Argument], str]:

@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from gpt2block.apps.cli import complete
-from gpt2block.apps.cli.display import (
-    console,
-    for_json,
-    new_table,
-    print_json,
-    print_table,
-    shown,
-    working,
-)
+from gpt2block.apps.cli import complete, display
 from gpt2block.apps.cli.model import (
     ModelOptions,
     device_option,
@@ -89,7 +80,7 @@ def profile(
     sizes = options.rows, options.tokens, options.steps
     runs.check_sizes(*sizes)
     of: Model[Any] | Block | LlamaBlock
-    with working():
+    with display.working():
         if what == "block":
             of, name, dtype = _block(options)
             passes = runs.of_block(of, *sizes)
@@ -99,9 +90,9 @@ def profile(
             passes = run(of, *sizes)
     rate = runs.copy_gb_s(next(iter(resolve_devices(options.device)), None))
     found = runs.Profile(what, name, of.device, dtype, *sizes[:2], rate, passes)
-    write_file(output, json.dumps(for_json(trace(found))).encode())
+    write_file(output, json.dumps(display.for_json(trace(found))).encode())
     if as_json:
-        print_json(_facts(found, output))
+        display.print_json(_facts(found, output))
     else:
         _print(found, output)
 
@@ -139,9 +130,8 @@ def _block(options: ProfileOptions) -> tuple[Block | LlamaBlock, str, str]:
 def _facts(profile: Profile, output: Path) -> dict[str, object]:
     """Return the object that --json prints."""
     kinds = summary.kinds(profile)
-    facts = {name: value for name, value in vars(profile).items() if name != "passes"}
     return {
-        **facts,
+        **profile.facts,
         "trace": str(output),
         "passes": [_with_bytes(summary.pass_times(profile, kind)) for kind in kinds],
         "operations": [_with_bytes(row) for k in kinds for row in summary.operations(profile, k)],
@@ -154,9 +144,9 @@ def _with_bytes(row: PassTimes | TimedOperation) -> dict[str, object]:
 
 
 def _print(profile: Profile, output: Path) -> None:
-    out = console()
-    out.print(f"device  {shown(profile.device)}")
-    out.print(f"model   {shown(profile.model)}, {profile.dtype}")
+    out = display.console()
+    out.print(f"device  {display.shown(profile.device)}")
+    out.print(f"model   {display.shown(profile.model)}, {profile.dtype}")
     out.print(f"input   {profile.rows} x {profile.tokens} random tokens")
     out.print(f"floor   the time of a copy of as many bytes: {profile.copy_gb_s:,.1f} GB/s here")
     cached = False
@@ -169,8 +159,8 @@ def _print(profile: Profile, output: Path) -> None:
     out.print()
     if cached:
         out.print(FROM_CACHE)
-    size = output.stat().st_size / 1e6
-    out.print(f"{shown(str(output))}  {size:.1f} MB: open it in ui.perfetto.dev", soft_wrap=True)
+    file, size = display.shown(str(output)), output.stat().st_size / 1e6
+    out.print(f"{file}  {size:.1f} MB: open it in ui.perfetto.dev", soft_wrap=True)
 
 
 def _print_operations(out: Console, rows: Sequence[TimedOperation], times: PassTimes) -> None:
@@ -178,13 +168,15 @@ def _print_operations(out: Console, rows: Sequence[TimedOperation], times: PassT
     kind, count = times.kind, times.count
     title = f"{kind}, the mean of {count}" if count > 1 else kind
     figures = ("us alone", "us in pass", "share", "MB", "GB/s", "% floor")
-    table = new_table(("step", "kernel"), ("n", *figures), title)
+    table = display.new_table(("step", "kernel"), ("n", *figures), title)
     for row in rows:
+        least = f"< {row.count * summary.RESOLUTION_US:,.1f}"
+        own = f"{row.own_us:,.1f}" if row.own_us else least
         table.add_row(
             row.step,
             row.kernel,
             f"{row.count:g}",
-            _own_us(row),
+            own,
             f"{row.added_us:,.1f}",
             f"{row.share:.1%}",
             f"{1e-6 * row.moved.total:,.3f}",
@@ -192,11 +184,7 @@ def _print_operations(out: Console, rows: Sequence[TimedOperation], times: PassT
             "" if row.of_floor is None else f"{100 * row.of_floor:.0f}",
         )
     out.print()
-    print_table(out, table)
-
-
-def _own_us(row: TimedOperation) -> str:
-    return f"{row.own_us:,.1f}" if row.own_us else f"< {row.count * summary.RESOLUTION_US:,.1f}"
+    display.print_table(out, table)
 
 
 def _print_times(out: Console, times: PassTimes) -> None:

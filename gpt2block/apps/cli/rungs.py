@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import inf, isnan
 from typing import Any
@@ -14,6 +14,7 @@ from rich.markup import escape
 from gpt2block.apps.cli.display import new_table, print_table
 from gpt2block.cuda import kernels
 from gpt2block.emulator import ORDERS, emulated, stand_in
+from gpt2block.emulator.ptx.engine import CHECKED
 from gpt2block.errors import InputError
 from gpt2block.judge.kernel import described
 from gpt2block.judge.refused import USUAL, WGMMA
@@ -46,21 +47,18 @@ def check_variants(
     variants: Iterable[Variant],
     stored: tuple[str, str],
     cases: Sequence[tuple[Sizes, Attrs]],
-    seen: Callable[[Sequence[Variant]], Iterable[Variant]] = iter,
 ) -> tuple[list[Rung], list[str]]:
     """Check every variant at every size that it supports; return results and messages.
 
-    There is a message for each variant that cannot run. seen: wraps the iteration over the
-    variants, such as a progress bar.
+    There is a message for each variant that cannot run.
     """
     dtype, layout = stored
     prepared = []
     for sizes, attrs in cases:
         own = operation.with_workload(attrs={**operation.workload.attrs, **attrs})
         prepared.append((own, sizes, *workload.inputs_and_truth(own, sizes, dtype, layout)))
-    variants = tuple(variants)
     rungs, skipped = [], []
-    for variant in seen(variants):
+    for variant in variants:
         rung = _variant(variant, prepared, dtype)
         if isinstance(rung, str):
             skipped.append(f"{variant.name}: {rung}")
@@ -77,7 +75,7 @@ def _variant(variant: Variant, prepared: Sequence[Prepared], dtype: str) -> Rung
     for operation, sizes, host, truth in prepared:
         try:
             for order in ORDERS:
-                with emulated(order, checks=stand_in.CHECKED, capability=capability):
+                with emulated(order, checks=CHECKED, capability=capability):
                     arrays = tuple(map(workload.uploaded, host))  # keep arrays alive
                     options = workload.options_for(operation, variant)
                     bound = operation.bind(arrays, **operation.workload.attrs, **options)

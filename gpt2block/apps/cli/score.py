@@ -18,7 +18,7 @@ from gpt2block.apps.cli.model import (
     special_option,
     stride_option,
 )
-from gpt2block.apps.cli.options import argument, json_option, option
+from gpt2block.apps.cli.options import argument, flag, json_option, option
 from gpt2block.apps.cli.texts import read_text, regular_file
 from gpt2block.errors import InputError
 from gpt2block.files.tokenizers.tokenizer import end_of_text, prefix_of, token_ids
@@ -43,13 +43,9 @@ def score(
         "--tokens/--text",
     ),
     special: bool = special_option(),
-    bos: bool = option(
-        "Prepend <|endoftext|>, so that the first token is scored too.", False, "--bos"
-    ),
-    per_token: bool = option(
-        "Also print the text with each token's surprisal: as a color, and in bits.",
-        False,
-        "--per-token",
+    bos: bool = flag("Prepend <|endoftext|>, so that the first token is scored too."),
+    per_token: bool = flag(
+        "Also print the text with each token's surprisal: as a color, and in bits."
     ),
     as_json: bool = json_option(),
 ) -> None:
@@ -110,13 +106,11 @@ def _prepend_end_of_text(encoding: Encoding | None, ids: Any, vocab_size: int) -
 def _print_json(
     file: str, loaded: Model[Any], score: Score, seconds: float, per_token: bool
 ) -> None:
+    results = ("log_likelihood", "nats_per_token", "perplexity", "bits_per_byte")
     report = {
         "file": file,
         **model_facts(loaded),
-        "log_likelihood": score.log_likelihood,
-        "nats_per_token": score.nats_per_token,
-        "perplexity": score.perplexity,
-        "bits_per_byte": score.bits_per_byte,
+        **{name: getattr(score, name) for name in results},
         "tokens": score.n_tokens,
         "bytes": score.bytes,
         "n_ctx": score.n_ctx,
@@ -143,17 +137,13 @@ def _print_tokens(score: Score, encoding: Encoding | None) -> None:
         return
     text = Text(printable_lines(score.tokens.start))
     for piece, bits in score.tokens.pieces():
-        text.append(printable_lines(piece), style=color_of(bits))
+        style = next((style for most, style in SURPRISALS if bits <= most), HIGHEST)
+        text.append(printable_lines(piece), style=style)
     legend = Text("surprisal in bits: ", style="dim")
     for bits, style in SURPRISALS:
         legend.append(f"up to {bits} ", style=style)
     legend.append("more", style=HIGHEST)
     out.print(text, legend, sep="\n\n", end="\n\n", soft_wrap=True)
-
-
-def color_of(bits: float) -> str:
-    """Return the Rich style of a token with a surprisal of `bits`."""
-    return next((style for most, style in SURPRISALS if bits <= most), HIGHEST)
 
 
 def _print_score(file: str, loaded: Model[Any], score: Score, seconds: float) -> None:

@@ -104,7 +104,7 @@ def serve(
         False,
         "--reuse-prefixes",
     ),
-    speculate: bool = keyword("speculate", names=("--speculate",)),
+    speculate: bool = keyword("speculate"),
     draft_model: str | None = draft_option(),
     chat_template_kwargs: Mapping[str, object] | None = chat_template_option(),
     pooling: Literal["mean", "last", "cls"] | None = option(

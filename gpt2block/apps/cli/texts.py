@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from stat import S_ISREG
-from typing import BinaryIO
 
 from gpt2block.apps.cli.options import path_of
 from gpt2block.errors import InputError
@@ -15,16 +14,28 @@ BYTE_ORDER_MARK = "\ufeff"  # some editors begin a file in UTF-8 with it
 
 
 def read_text(file: str, most: int, or_tokens: bool = False) -> str:
-    """Return a file's text, or stdin's for "-". Raises InputError for more than `most` bytes."""
-    if file == "-":
-        return _decoded(sys.stdin.buffer, "stdin", most)
-    path = regular_file(file)
+    """Return a file's text, or stdin's for "-". Raises InputError for more than `most` bytes.
+
+    or_tokens: whether the file can also hold tokens, which the error for another text then says.
+    """
+    name = "stdin" if file == "-" else file
     try:
-        opened = path.open("rb")
+        if file == "-":
+            data = sys.stdin.buffer.read(most + 1)
+        else:
+            with regular_file(file).open("rb") as opened:
+                data = opened.read(most + 1)
     except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror}") from error
-    with opened:
-        return _decoded(opened, file, most, or_tokens)
+        raise InputError(f"{name}: cannot be read: {error.strerror or error}") from error
+    if len(data) > most:
+        raise InputError(f"{name}: expected at most {most // 2**20} MiB of text, got more")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        hint = ": for a token file give --tokens" if or_tokens and file != "-" else ""
+        raise InputError(
+            f"{name}: expected UTF-8 text, byte {error.start} is invalid{hint}"
+        ) from error
 
 
 def regular_file(file: str) -> Path:
@@ -40,19 +51,3 @@ def regular_file(file: str) -> Path:
             "standard input and give -"
         )
     return path
-
-
-def _decoded(source: BinaryIO, name: str, most: int, or_tokens: bool = False) -> str:
-    try:
-        data = source.read(most + 1)
-    except OSError as error:
-        raise InputError(f"{name}: cannot be read: {error.strerror or error}") from error
-    if len(data) > most:
-        raise InputError(f"{name}: expected at most {most // 2**20} MiB of text, got more")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        hint = ": for a token file give --tokens" if or_tokens else ""
-        raise InputError(
-            f"{name}: expected UTF-8 text, byte {error.start} is invalid{hint}"
-        ) from error

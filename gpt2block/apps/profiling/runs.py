@@ -55,6 +55,11 @@ class Profile:
     copy_gb_s: float
     passes: Sequence[TimedPass]
 
+    @property
+    def facts(self) -> dict[str, object]:
+        """The fields except the passes, by name, for JSON."""
+        return {name: value for name, value in vars(self).items() if name != "passes"}
+
     def floor_us(self, nbytes: int) -> float:
         """Return the µs in which a copy in the device's memory reads and writes `nbytes` bytes."""
         return 1e-3 * nbytes / self.copy_gb_s

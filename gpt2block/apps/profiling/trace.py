@@ -51,16 +51,7 @@ def trace(profile: Profile) -> dict[str, Any]:
         for pid, (device, view) in enumerate(product(devices, views), 1)
         for event in _view(profile, pid, device, view, counter=view == views[-1])
     ]
-    facts = {
-        "gpt2block": doctor.version(),
-        "what": profile.what,
-        "model": profile.model,
-        "device": profile.device,
-        "dtype": profile.dtype,
-        "rows": profile.rows,
-        "tokens": profile.tokens,
-        "copy_gb_s": profile.copy_gb_s,
-    }
+    facts = {"gpt2block": doctor.version(), **profile.facts}
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": facts}
 
 
@@ -136,9 +127,7 @@ def _kernel(pid: int, each: Slice, profile: Profile) -> Iterator[Event]:
     args: dict[str, object] = {"layer": layer, "step": ran.step, "op": ran.op, "kernel": ran.kernel}
     if ran.grid:
         args |= {"grid": list(ran.grid), "block": list(ran.block)}
-    args |= (
-        {"dtype": ran.dtype, "weights dtype": ran.weights} if ran.weights else {"dtype": ran.dtype}
-    )
+    args |= {"dtype": ran.dtype} | ({"weights dtype": ran.weights} if ran.weights else {})
     parts = {f"bytes of {n}": nbytes for n, nbytes in ran.moved._asdict().items() if nbytes}
     args |= {"bytes": ran.moved.total, **parts}
     args |= {"own_us": round(ran.own, 3), "added_us": round(each.added, 3)}

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpt2block.emulator.ptx.parse import Place
 
@@ -60,14 +61,13 @@ METRICS = {
 }
 
 
-class Counted:
-    """The memory into which a launch counts: a row for each place of a kernel."""
+def by_line(
+    counts: NDArray[np.int64], places: Iterable[Place], files: Mapping[int, str]
+) -> dict[Line, Counts]:
+    """Return the counters of the lines with executed instructions, in the source's order.
 
-    def __init__(self, places: Mapping[Place, int], files: Mapping[int, str]) -> None:
-        self.lines = [Line(files.get(each.file, ""), each.line) for each in places]
-        self.counts = np.zeros((len(places), len(Counts._fields)), np.int64)
-
-    def by_line(self) -> dict[Line, Counts]:
-        """Return the counters of the lines with executed instructions, in the source's order."""
-        found = zip(self.lines, self.counts.tolist(), strict=True)
-        return {line: Counts(*numbers) for line, numbers in sorted(found) if any(numbers)}
+    counts: a row for each place of a kernel, into which a launch counts.
+    """
+    lines = (Line(files.get(each.file, ""), each.line) for each in places)
+    found = sorted(zip(lines, counts.tolist(), strict=True))
+    return {line: Counts(*numbers) for line, numbers in found if any(numbers)}

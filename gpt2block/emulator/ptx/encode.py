@@ -9,18 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from gpt2block.emulator.ptx import table
-from gpt2block.emulator.ptx.parse import (
-    Function,
-    Instruction,
-    Module,
-    Place,
-    PtxError,
-    Variable,
-    call_target,
-    called,
-    type_bytes,
-)
+from gpt2block.emulator.ptx import parse, table
 
 # Kinds of operands, as in machine.h.
 ROW, PREDICATE, NOT_PREDICATE, ADDRESS, LABEL, NONE = range(6)
@@ -39,7 +28,7 @@ _MEMORY = frozenset(("ld", "ldu", "st", "atom", "red"))
 class UnsupportedError(ValueError):
     """An instruction that the engine does not execute. place: its line."""
 
-    def __init__(self, text: str, place: Place | None = None) -> None:
+    def __init__(self, text: str, place: parse.Place | None = None) -> None:
         super().__init__(text)
         self.place = place
 
@@ -57,17 +46,17 @@ class Encoded:
     rows: int = 1  # row 0 is written by the destination "_"
     predicates: int = 0
     specials: dict[str, int] = field(default_factory=dict)
-    places: dict[Place, int] = field(default_factory=lambda: {Place(0, 0): 0})
+    places: dict[parse.Place, int] = field(default_factory=lambda: {parse.Place(0, 0): 0})
     entry: int = 0
     granule: int = 4  # bytes of the smallest access
-    shared: list[tuple[int, Variable]] = field(default_factory=list)  # with their offsets
+    shared: list[tuple[int, parse.Variable]] = field(default_factory=list)  # with their offsets
     shared_bytes: int = 0
-    dynamic: Variable | None = None  # the extern array
-    local: list[tuple[int, Variable]] = field(default_factory=list)
+    dynamic: parse.Variable | None = None  # the extern array
+    local: list[tuple[int, parse.Variable]] = field(default_factory=list)
     local_bytes: int = 0
-    parameters: list[tuple[int, Variable]] = field(default_factory=list)
+    parameters: list[tuple[int, parse.Variable]] = field(default_factory=list)
     parameter_bytes: int = 0
-    variables: list[Variable] = field(default_factory=list)  # global and constant variables
+    variables: list[parse.Variable] = field(default_factory=list)  # global and constant variables
     functions: dict[str, int] = field(default_factory=dict)
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -79,7 +68,7 @@ class Encoded:
         return [(at + variable.bytes, end) for (at, variable), end in each]
 
 
-def encode(module: Module, kernel: str) -> Encoded:
+def encode(module: parse.Module, kernel: str) -> Encoded:
     """Encode a kernel with the functions that it calls. Raises UnsupportedError."""
     return _Encoder(module, kernel).encode()
 
@@ -105,14 +94,14 @@ def _number(text: str) -> int | None:
 
 
 class _Encoder:
-    def __init__(self, module: Module, kernel: str) -> None:
+    def __init__(self, module: parse.Module, kernel: str) -> None:
         self.module = module
         self.made = Encoded(kernel)
         self.function = module.function(kernel)
         self.rows: dict[str, int] = {}
         self.predicates: dict[str, int] = {}
         self.operands: dict[str, tuple[int, int, int, int]] = {}  # the function's operands, by text
-        self.functions: dict[str, Function] = {}
+        self.functions: dict[str, parse.Function] = {}
         # function → parameters' offsets in local memory
         self.frames: dict[str, dict[str, int]] = {}
         self.returns: dict[str, int] = {}  # function → row of the return address
@@ -150,8 +139,8 @@ class _Encoder:
             row, offsets = self._frame(formal, name not in self._pointed)
             self.returns[name] = row
             self.frames[name] = dict(zip((each.name for each in formal), offsets, strict=True))
-        names = [each for each in called(function) if each not in BUILT_IN and each[0] != "%"]
-        names += self._pointed if any(each[0] == "%" for each in called(function)) else ()
+        names = [each for each in parse.called(function) if each not in BUILT_IN and each[0] != "%"]
+        names += self._pointed if any(each[0] == "%" for each in parse.called(function)) else ()
         below = [each for other in names for each in self._order(other, [*open_, name])]
         return [*below, name]
 
@@ -166,7 +155,7 @@ class _Encoder:
         }
         return [name for name in names if name in words]
 
-    def _frame(self, formal: Sequence[Variable], own: bool) -> tuple[int, list[int]]:
+    def _frame(self, formal: Sequence[parse.Variable], own: bool) -> tuple[int, list[int]]:
         """Return the row of a function's return address, and the offsets of its parameters.
 
         Functions that are called through pointers share them if their parameters are alike.
@@ -179,7 +168,7 @@ class _Encoder:
             self.shared_frames[alike] = made
         return self.shared_frames[alike]
 
-    def _function(self, function: Function) -> None:
+    def _function(self, function: parse.Function) -> None:
         self.function = function
         self.rows, self.predicates, self.operands = {}, {}, {}
         self.aliases = dict(self._arguments(function))
@@ -190,18 +179,18 @@ class _Encoder:
         for instruction in _without_unused(function.code):
             try:
                 self._instruction(instruction, start)
-            except PtxError as error:
+            except parse.PtxError as error:
                 raise UnsupportedError(str(error), instruction.place) from error
-        last = function.code[-1].place if function.code else Place(0, 0)
-        self._instruction(Instruction("ret", (), "", last, 0), start)
+        last = function.code[-1].place if function.code else parse.Place(0, 0)
+        self._instruction(parse.Instruction("ret", (), "", last, 0), start)
 
-    def _arguments(self, function: Function) -> list[tuple[str, int]]:
+    def _arguments(self, function: parse.Function) -> list[tuple[str, int]]:
         """Return the offsets of the variables that hold arguments and results of calls."""
         places: list[tuple[str, int]] = []
         for instruction in function.code:
             if instruction.opcode.split(".")[0] != "call":
                 continue
-            results, name, arguments = call_target(instruction)
+            results, name, arguments = parse.call_target(instruction)
             actual = (*results, *arguments)
             if name in self.frames:
                 places += zip(actual, self.frames[name].values(), strict=True)
@@ -210,7 +199,7 @@ class _Encoder:
                 places += zip(actual, self._frame(formal, own=False)[1], strict=True)
         return places
 
-    def _local(self, variable: Variable) -> int:
+    def _local(self, variable: parse.Variable) -> int:
         """Return the offset of a new variable in the local memory of a thread."""
         code = self.made
         at = -(-code.local_bytes // variable.align) * variable.align
@@ -222,7 +211,7 @@ class _Encoder:
         self.made.rows += count
         return self.made.rows - count
 
-    def _instruction(self, each: Instruction, start: int) -> None:
+    def _instruction(self, each: parse.Instruction, start: int) -> None:
         name, _, rest = each.opcode.partition(".")
         opcode, operands = each.opcode, list(each.operands)
         if name == "call":
@@ -239,7 +228,7 @@ class _Encoder:
             raise UnsupportedError(f"{each.opcode} {', '.join(each.operands)}", each.place)
         if name in _MEMORY and ".param" not in opcode and ".local" not in opcode:
             width = min(
-                type_bytes(word) for word in rest.split(".") if re.match(r"b?[busf]\d", word)
+                parse.type_bytes(word) for word in rest.split(".") if re.match(r"b?[busf]\d", word)
             )
             self.made.granule = min(self.made.granule, width)
         self._record(opcode, operands, each, start)
@@ -249,7 +238,9 @@ class _Encoder:
         base = re.match(r"\[\s*([\w$%]+)", operands[-1])
         return self.function.entry and bool(base) and base[1] not in self.function.variables  # type: ignore[index]
 
-    def _record(self, opcode: str, operands: list[str], each: Instruction, start: int) -> None:
+    def _record(
+        self, opcode: str, operands: list[str], each: parse.Instruction, start: int
+    ) -> None:
         code = self.made
         first = len(code.operands)
         for text in operands:
@@ -269,8 +260,8 @@ class _Encoder:
         place = code.places.setdefault(each.place, len(code.places))
         code.code.append((form, guard, first, len(code.operands) - first, place))
 
-    def _call(self, each: Instruction) -> tuple[str, list[str]]:
-        results, name, arguments = call_target(each)
+    def _call(self, each: parse.Instruction) -> tuple[str, list[str]]:
+        results, name, arguments = parse.call_target(each)
         if name in self.functions:
             running = name not in self.made.functions or name == self.function.name
             saved = [f"@saved {name}"] if running else []
@@ -283,7 +274,7 @@ class _Encoder:
         known = "dynamic parallelism: " if "Launch" in name or "GetParameterBuffer" in name else ""
         raise UnsupportedError(f"{known}a call of {name}", each.place)
 
-    def _operand(self, text: str, each: Instruction, start: int) -> None:
+    def _operand(self, text: str, each: parse.Instruction, start: int) -> None:
         add = self.made.operands.append
         if text.startswith("@"):
             add(self._of_call(*text[1:].split()))
@@ -325,11 +316,11 @@ class _Encoder:
         self.made.operands.append((ROW, len(self.made.parts), len(rows), 0))
         self.made.parts += rows
 
-    def _address(self, text: str, each: Instruction, start: int) -> None:
+    def _address(self, text: str, each: parse.Instruction, start: int) -> None:
         base, comma, more = text.partition(",")
         match = _ADDRESS.match(base.strip())
         if not match:
-            raise PtxError(f"the address [{text}]")
+            raise parse.PtxError(f"the address [{text}]")
         offset = _number(match[2] or match[3] or "0") or 0
         offset -= 2**64 if offset >= 2**63 else 0
         self.made.operands.append((ADDRESS, self._row(match[1]), 1, offset))
@@ -342,7 +333,7 @@ class _Encoder:
 
     def _predicate(self, name: str) -> int:
         if self._type(name) != "pred":
-            raise PtxError(f"{name} is no predicate")
+            raise parse.PtxError(f"{name} is no predicate")
         if name not in self.predicates:
             self.predicates[name] = self.made.predicates
             self.made.predicates += 1
@@ -385,13 +376,13 @@ class _Encoder:
             return known[name]
         variable = self.function.variables.get(name) or self.module.variables.get(name)
         if variable is None:
-            raise PtxError(f"the name {name}")
+            raise parse.PtxError(f"the name {name}")
         if variable.space in ("local", "param"):
             self.aliases[name] = self._local(variable)
             return self.aliases[name]
         return self._shared(variable) if variable.space == "shared" else self._global(variable)
 
-    def _global(self, variable: Variable) -> int:
+    def _global(self, variable: parse.Variable) -> int:
         if variable not in self.made.variables:
             self.made.variables.append(variable)
             for name in _WORD.findall(variable.value):
@@ -399,7 +390,7 @@ class _Encoder:
                     self._global(self.module.variables[name])
         return address_of(self.made.variables.index(variable))
 
-    def _shared(self, variable: Variable) -> int:
+    def _shared(self, variable: parse.Variable) -> int:
         code = self.made
         for offset, known in code.shared:
             if known is variable:
@@ -426,7 +417,7 @@ class _Encoder:
 DYNAMIC = (1 << 63) + 1  # stands for the offset of dynamic shared memory until all others are known
 
 
-def _without_unused(code: Sequence[Instruction]) -> Sequence[Instruction]:
+def _without_unused(code: Sequence[parse.Instruction]) -> Sequence[parse.Instruction]:
     """Return the code with "_" for each result of an atomic operation that no instruction uses.
 
     ptxas removes such results, too.
@@ -438,7 +429,7 @@ def _without_unused(code: Sequence[Instruction]) -> Sequence[Instruction]:
     return [each._replace(operands=unused.get(each, each.operands)) for each in code]
 
 
-def _layout(variables: list[Variable]) -> tuple[int, list[int]]:
+def _layout(variables: list[parse.Variable]) -> tuple[int, list[int]]:
     """Return the bytes of variables one after the other, and their offsets."""
     offsets, size = [], 0
     for each in variables:

@@ -13,7 +13,7 @@ import struct
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from gpt2block.emulator.ptx import cache as kept
 from gpt2block.emulator.ptx import nvrtc
-from gpt2block.emulator.ptx.counters import Counted, Counts, Line
+from gpt2block.emulator.ptx.counters import Counts, Line, by_line
 from gpt2block.emulator.ptx.encode import CODE, Encoded, address_of, encode
 from gpt2block.emulator.ptx.parse import Module, Place, Variable
 from gpt2block.emulator.ptx.tensor_maps import TensorMap
@@ -35,6 +35,7 @@ Order = Literal["forward", "reverse", "shuffled", "interleaved"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled", "interleaved")
 MAX_THREADS = 1024  # threads of a block
 BUDGET = 100_000_000  # warp instructions of a launch
+LARGE_BUDGET = 100 * BUDGET  # of a launch without checks
 SOURCES = Path(__file__).parent / "cpp"
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique")
 NO_COMPILER = "g++, which compiles the engine once, is not installed: apt install g++"
@@ -89,12 +90,10 @@ class Finding:
         return f"{self.array}[{self.byte // max(1, self.bytes)}]" if self.array else "no array"
 
     def __str__(self) -> str:
-        here = f"{self.now} of block {self.now.block}, line {self.now.line}"
-        there = ""
-        if self.other:
-            there = (
-                f"thread {self.other.thread} of block {self.other.block}, line {self.other.line}"
-            )
+        here, there = (
+            f"{each} of block {each.block}, line {each.line}" if each else ""
+            for each in (self.now, self.other)
+        )
         if self.other_verb:
             why = self.text or "nothing orders the two accesses"
             both = f"{here}, {self.verb} {self.element}; {there}, {self.other_verb} it"
@@ -146,14 +145,13 @@ class TraceStep(NamedTuple):
 class Result:
     """The findings of a launch.
 
-    instructions: number of executed instructions of warps; lanes: the sum over their active lanes.
-    counts: by line of the source, if they were requested. steps: of the threads of a Trace;
-    left_out: number of earlier steps, which are not kept.
+    instructions: number of executed instructions of warps. counts: by line of the source, if they
+    were requested. steps: of the threads of a Trace; left_out: number of earlier steps, which are
+    not kept.
     """
 
     findings: tuple[Finding, ...]
     instructions: int
-    lanes: int
     printed: str
     counts: Mapping[Line, Counts]
     steps: tuple[TraceStep, ...] = ()
@@ -167,6 +165,29 @@ class Pointer(NamedTuple):
     offset: int
 
 
+class Checks(NamedTuple):
+    """Settings of launches.
+
+    errors: whether to search for races and for memory that is read before it is written; accesses
+    out of bounds are always errors. budget: number of instructions of warps after which a launch
+    counts as endless. variant: 0 or 1, for values on which no result may depend, such as the number
+    of the multiprocessor. debug: whether to compile without optimisation (-G), so that no access is
+    removed. seen: receives the result of each launch. counters: whether to count accesses and other
+    events of each line. trace: the threads whose steps are recorded.
+    """
+
+    errors: bool = False
+    budget: int = LARGE_BUDGET
+    variant: int = 0
+    debug: bool = False
+    seen: Callable[[Result], None] = lambda _: None
+    counters: bool = False
+    trace: Trace | None = None
+
+
+CHECKED = Checks(errors=True, budget=BUDGET)
+
+
 class LaunchError(RuntimeError):
     """The engine cannot run a kernel: a tool is missing, or arguments do not fit."""
 
@@ -178,54 +199,42 @@ def launch(
     block: Sequence[int],
     args: Sequence[object],
     *,
-    cluster: Sequence[int] = (),
     shared: int = 0,
     order: Order = "forward",
-    checks: bool = True,
+    checks: Checks = CHECKED,
     names: Sequence[str] = (),
-    written: Sequence[NDArray[np.uint8] | None] = (),
     early: Sequence[bool] | None = None,
-    budget: int = BUDGET,
-    variant: int = 0,
-    counters: bool = False,
-    trace: Trace | None = None,
 ) -> Result:
     """Launch a kernel.
 
     args: NumPy arrays, which the launch changes; numbers; bytes for structures; None for a null
-    pointer. names: of the parameters. written: for each argument, an array with one byte per byte,
-    1 where it has a value; None if all of it has. early: for a launch that overlaps the previous
-    kernel, whether each argument may be accessed before the wait for that kernel. variant: 0 or 1
-    chooses the values of registers on which no result may depend, such as %smid. counters: whether
-    to count accesses and other events of each line.
+    pointer. names: of the parameters. early: for a launch that overlaps the previous kernel,
+    whether each argument may be accessed before the wait for that kernel.
 
     Raises encode.UnsupportedError if the engine does not know an instruction of the kernel.
     """
-    _check_sizes(kernel, grid, block, cluster)
     loaded = _load(module, kernel)
     encoded = loaded.encoded
+    cluster = encoded.directives.get("reqnctapercluster", ())
+    _check_sizes(kernel, grid, block, cluster)
     # Threads that launch kernels at the same time share the variables of a module.
     with module.lock if encoded.variables else nullcontext():
         arrays = _Arrays(module, encoded)
-        params = arrays.arguments(args, names, written)
+        params = arrays.arguments(args, names)
         data = _LaunchData()
-        clusters = cluster or encoded.directives.get("reqnctapercluster", ())
-        data.grid, data.block, data.cluster = _three(grid), _three(block), _three(clusters)
-        data.shared, data.order, data.checks = (
-            shared,
-            ORDERS.index(order),
-            checks or trace is not None,
-        )
-        data.variant, data.entry, data.budget = variant, encoded.entry, budget
+        data.grid, data.block, data.cluster = _three(grid), _three(block), _three(cluster)
+        data.shared, data.order = shared, ORDERS.index(order)
+        data.checks = checks.errors or checks.trace is not None
+        data.variant, data.entry, data.budget = checks.variant, encoded.entry, checks.budget
         data.params = ctypes.cast(ctypes.create_string_buffer(params, len(params) + 1), _BYTES)
         data.param_bytes, data.array_count = len(params), len(arrays.data)
         arrays.fill(data)
-        if trace:
-            _request(trace, data, arrays.names)
-        counted = Counted(encoded.places, module.files) if counters else None
-        data.counts = counted.counts.ctypes.data if counted else None
+        if checks.trace:
+            _request(checks.trace, data, arrays.names)
+        counted = np.zeros((len(encoded.places), len(Counts._fields)), np.int64)
+        data.counts = counted.ctypes.data if checks.counters else None
         if early is not None:
-            data.early = arrays.early(args, early)
+            data.early = arrays.early(early)
         text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
         found, traced, printed = text.split("\x1d", 2)
         read = _Findings(module, encoded, arrays, data.grid, data.block)
@@ -233,8 +242,8 @@ def launch(
         if not any(each.fatal for each in findings):
             arrays.keep(module, encoded)
         steps = tuple(read.step(each) for each in traced.split("\x1e")[:-1])
-        counts = counted.by_line() if counted else {}
-        return Result(findings, data.executed, data.lanes, printed, counts, steps, data.left_out)
+        counts = by_line(counted, encoded.places, module.files) if checks.counters else {}
+        return Result(findings, data.executed, printed, counts, steps, data.left_out)
 
 
 def _request(trace: Trace, data: _LaunchData, names: Sequence[str]) -> None:
@@ -308,7 +317,6 @@ class _LaunchData(ctypes.Structure):
         ("early", _BYTES),
         ("counts", ctypes.c_void_p),
         ("executed", ctypes.c_int64),
-        ("lanes", ctypes.c_int64),
         ("traced", ctypes.POINTER(ctypes.c_int64)),
         *((name, ctypes.c_int64) for name in ("traced_count", "array", "byte", "left_out")),
     )
@@ -322,37 +330,24 @@ class _Arrays:
         self.names: list[str] = []
         self.data: list[NDArray[np.uint8]] = []
         self.written: list[NDArray[np.uint8] | None] = []
-        self.constant: list[bool] = []
-        # (address, bytes) → number: an array that is passed twice has one address.
-        self.numbers: dict[tuple[int, int], int] = {}
+        self.of_arguments: list[int | None] = []  # number of each argument's array
         for variable in encoded.variables:
             if variable.name not in module.memory:
                 module.memory[variable.name] = _initial(variable, module, encoded)
             data = np.frombuffer(module.memory[variable.name], np.uint8).copy()
             kept = np.array(_initial(variable, module, encoded), np.uint8) == data
-            self._add(
-                plain_name(variable.name), data, kept.view(np.uint8), variable.space == "const"
-            )
+            self._add(plain_name(variable.name), data, kept.view(np.uint8))
 
     def _add(
-        self,
-        name: str,
-        data: NDArray[np.uint8],
-        written: NDArray[np.uint8] | None,
-        constant: bool = False,
+        self, name: str, data: NDArray[np.uint8], written: NDArray[np.uint8] | None = None
     ) -> int:
+        """Add an array; return its number. written: 1 for each byte that has a value."""
         self.names.append(name)
         self.data.append(data)
         self.written.append(written)
-        self.constant.append(constant)
         return len(self.data) - 1
 
-    def arguments(
-        self,
-        args: Sequence[object],
-        names: Sequence[str],
-        written: Sequence[NDArray[np.uint8] | None],
-    ) -> bytes:
+    def arguments(self, args: Sequence[object], names: Sequence[str]) -> bytes:
         """Return the parameters' bytes, and add arrays."""
         parameters = self.encoded.parameters
         if len(args) != len(parameters):
@@ -360,19 +355,21 @@ class _Arrays:
                 f"{self.encoded.kernel} has {len(parameters)} parameters, got {len(args)}"
             )
         block = bytearray(self.encoded.parameter_bytes)
-        numbers = self.numbers
+        # (address, bytes) → number: an array that is passed twice has one address.
+        numbers: dict[tuple[int, int], int] = {}
         for k, ((offset, parameter), value) in enumerate(zip(parameters, args, strict=True)):
             array, start = value[:2] if isinstance(value, Pointer | TensorMap) else (value, 0)
             if not isinstance(array, np.ndarray):
                 block[offset : offset + parameter.bytes] = _scalar(value, parameter)
+                self.of_arguments.append(None)
                 continue
             if not array.flags.c_contiguous:
                 raise LaunchError(f"argument {k} of {self.encoded.kernel} is not contiguous")
             key = array.ctypes.data, array.nbytes
             if key not in numbers:
                 name = names[k] if names else f"argument {k}"
-                shadow = written[k] if written else None
-                numbers[key] = self._add(name, array.reshape(-1).view(np.uint8), shadow)
+                numbers[key] = self._add(name, array.reshape(-1).view(np.uint8))
+            self.of_arguments.append(numbers[key])
             address = address_of(numbers[key])
             if isinstance(value, TensorMap):
                 block[offset : offset + parameter.bytes] = value.encoded(address)
@@ -388,16 +385,15 @@ class _Arrays:
         data.arrays = (ctypes.c_void_p * count)(*pointers)
         data.array_bytes = (ctypes.c_int64 * count)(*[each.nbytes for each in self.data])
         data.written = (ctypes.c_void_p * count)(*shadows)
-        data.constant = (ctypes.c_uint8 * count)(*self.constant)
+        constant = [each.space == "const" for each in self.encoded.variables]
+        data.constant = (ctypes.c_uint8 * count)(*constant)
 
-    def early(self, args: Sequence[object], early: Sequence[bool]) -> Any:
+    def early(self, early: Sequence[bool]) -> Any:
         """Return for each array whether it may be accessed before the wait."""
-        flags = [True] * len(self.encoded.variables) + [False] * len(self.data)
-        for value, each in zip(args, early, strict=True):
-            array = value[0] if isinstance(value, Pointer | TensorMap) else value
-            if isinstance(array, np.ndarray) and each:
-                flags[self.numbers[array.ctypes.data, array.nbytes]] = True
-        return (ctypes.c_uint8 * max(1, len(self.data)))(*flags[: len(self.data)])
+        known: set[int | None] = {*range(len(self.encoded.variables))}
+        known |= {n for n, each in zip(self.of_arguments, early, strict=True) if each}
+        count = len(self.data)
+        return (ctypes.c_uint8 * max(1, count))(*[n in known for n in range(count)])
 
     def keep(self, module: Module, encoded: Encoded) -> None:
         """Keep the values of variables for later launches."""

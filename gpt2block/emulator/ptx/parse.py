@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import takewhile
+from math import prod
 from threading import Lock
 from typing import NamedTuple
 
@@ -16,10 +17,11 @@ _VARIABLE = re.compile(
     r"\.(?P<type>\w+)\s+(?:\.ptr\s+(?:\.\w+\s+(?:\d+\s+)?)*)?(?P<name>[\w$%]+)"
     r"(?P<size>(?:\[\d*\])*)(?:\s*=\s*(?P<value>[^;]*))?"
 )
-_OF_MODULE = re.compile(rf"^(?P<extern>\.extern\s+)?(?:\.\w+\s+)??{_VARIABLE.pattern};", re.M)
+_OF_MODULE = re.compile(rf"^(?:\.extern\s+)?(?:\.\w+\s+)??{_VARIABLE.pattern};", re.M)
 _FUNCTION = re.compile(r"^(?:\.visible\s+|\.weak\s+)?\.(entry|func)\b", re.M)
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
 _HEADER = re.compile(r"(?:\((?P<results>[^)]*)\)\s*)?(?P<name>[\w$]+)\s*(?:\((?P<params>[^)]*)\))?")
+_DIRECTIVE = re.compile(r"\.(\w+)\b([^.]*)")
 _BRACE = re.compile(r"[{}]")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _TOKEN = re.compile(
@@ -56,7 +58,7 @@ class Instruction(NamedTuple):
 
 @dataclass
 class Variable:
-    """A variable. value: its initialiser as text. extern: its size is set by the launch."""
+    """A variable. value: its initialiser as text."""
 
     name: str
     space: str
@@ -65,7 +67,6 @@ class Variable:
     element: int
     type: str = "b8"
     value: str = ""
-    extern: bool = False
 
 
 @dataclass
@@ -111,12 +112,7 @@ class Module:
     @cached_property
     def variables(self) -> dict[str, Variable]:
         """Return the variables outside of functions."""
-        variables = {}
-        for match in _OF_MODULE.finditer(self.text):
-            variable = _variable(match)
-            variable.extern = bool(match["extern"])
-            variables[variable.name] = variable
-        return variables
+        return {each.name: each for each in map(_variable, _OF_MODULE.finditer(self.text))}
 
     @cached_property
     def locals(self) -> dict[str, list[tuple[int, str]]]:
@@ -146,11 +142,6 @@ class Module:
             functions[header["name"]] = (match[1] == "entry", header)
         return functions
 
-    @cached_property
-    def kernels(self) -> list[str]:
-        """Return the names of the kernels."""
-        return [name for name, (entry, _) in self.functions.items() if entry]
-
     def function(self, name: str) -> Function:
         """Return a kernel or a function. Raises KeyError if the module has none of this name."""
         entry, header = self.functions[name]
@@ -160,7 +151,10 @@ class Module:
             entry,
             _variables(header["params"] or ""),
             _variables(header["results"] or ""),
-            _directives(self.text[header.end() : start]),
+            {
+                name: tuple(map(int, BITS.findall(values)))  # such as .maxntid 128, 1, 1
+                for name, values in _DIRECTIVE.findall(self.text, header.end(), start)
+            },
         )
         headers = {number for number, path in self.files.items() if "/include/" in path}
         _Reader(function, headers).read(_COMMENT.sub("", self.text[start + 1 : end]))
@@ -179,29 +173,18 @@ class Module:
         raise PtxError("a brace is not closed")
 
 
-def _directives(text: str) -> dict[str, tuple[int, ...]]:
-    """Return directives such as .maxntid 128, 1, 1."""
-    return {
-        name: tuple(map(int, BITS.findall(values)))
-        for name, values in re.findall(r"\.(\w+)\b([^.]*)", text)
-    }
-
-
 def _variables(text: str) -> list[Variable]:
     return [_variable(match) for match in _VARIABLE.finditer(text)]
 
 
 def _variable(match: re.Match[str]) -> Variable:
     element = type_bytes(match["type"])
-    count = 1
-    for size in re.findall(r"\d+", match["size"] or ""):
-        count *= int(size)
-    empty = "[]" in (match["size"] or "")
+    count = prod(map(int, BITS.findall(match["size"])))
     return Variable(
         match["name"],
         match["space"],
         int(match["align"] or element),
-        0 if empty else count * element,
+        0 if "[]" in match["size"] else count * element,
         element,
         match["type"],
         (match["value"] or "").strip(),

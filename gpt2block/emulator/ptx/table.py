@@ -41,8 +41,7 @@ SUMS = (
 )
 
 
-def _ulp(units: int) -> str:
-    return f"approximate: at most {units} ulp; the nearest number here"
+TWO_ULP = "approximate: at most 2 ulp; the nearest number here"
 
 
 def _error(bound: str) -> str:
@@ -116,10 +115,10 @@ ROWS = (
         f"{WAYS} rni rzi rmi rpi rna relu satfinite",
         "conversion",
     ),
-    Row("div rcp sqrt", "f32", "approx full ftz", "quotient, reciprocal, square root", _ulp(2)),
+    Row("div rcp sqrt", "f32", "approx full ftz", "quotient, reciprocal, square root", TWO_ULP),
     Row("rcp rsqrt", "f64", "approx ftz", "reciprocal, of the square root", _error("2^-20")),
     Row("rsqrt", "f32", "approx ftz", "reciprocal of the square root", _error("2^-22.9")),
-    Row("ex2", "f32", "approx ftz", "power of 2", _ulp(2)),
+    Row("ex2", "f32", "approx ftz", "power of 2", TWO_ULP),
     Row("ex2", "f16 f16x2", "approx", "power of 2", _error("2^-9.9")),
     Row("ex2", "bf16 bf16x2", "approx ftz", "power of 2", _error("2^-7")),
     Row("lg2", "f32", "approx ftz", "logarithm to base 2", _error("2^-22")),
@@ -192,19 +191,14 @@ ROWS = (
 )
 
 
-class _Permitted(NamedTuple):
-    types: frozenset[str]
-    modifiers: frozenset[str]
-    row: Row
-
-
 @cache
-def _by_opcode() -> dict[str, list[_Permitted]]:
-    permitted: dict[str, list[_Permitted]] = {}
+def _by_opcode() -> dict[str, list[tuple[frozenset[str], Row]]]:
+    """Return for each opcode the permitted types and modifiers, and the row."""
+    permitted: dict[str, list[tuple[frozenset[str], Row]]] = {}
     for row in ROWS:
-        words = _Permitted(frozenset(row.types.split()), frozenset(row.modifiers.split()), row)
+        words = frozenset(f"{row.types} {row.modifiers}".split())
         for opcode in row.opcodes.split():
-            permitted.setdefault(opcode, []).append(words)
+            permitted.setdefault(opcode, []).append((words, row))
     return permitted
 
 
@@ -212,10 +206,8 @@ def _by_opcode() -> dict[str, list[_Permitted]]:
 def find(opcode: str) -> Row | None:
     """Return the row of an opcode with its types and modifiers, such as "fma.rn.ftz.f32"."""
     name, *words = opcode.split(".")
-    for types, modifiers, row in _by_opcode().get(name, ()):
-        if types.union(modifiers).issuperset(words):
-            return row
-    return None
+    rows = _by_opcode().get(name, ())
+    return next((row for permitted, row in rows if permitted.issuperset(words)), None)
 
 
 def fidelity(opcodes: Iterable[str], count: int) -> str:

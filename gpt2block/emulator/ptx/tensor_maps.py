@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 BYTES = 128
+# Address, rank, bytes of an element, swizzle, 0; strides, sizes and box of up to five dimensions.
+LAYOUT = struct.Struct("<Q4I5Q5I5I")
 
 
 class TensorMap(NamedTuple):
@@ -28,16 +30,6 @@ class TensorMap(NamedTuple):
     def encoded(self, address: int) -> bytes:
         """Return the map's bytes for an array at an address; see Map in cpp/async.h."""
         rank, unused = len(self.sizes), (0,) * (5 - len(self.sizes))
-        strides = self.item, *self.strides, *unused
-        numbers = (
-            rank,
-            self.item,
-            self.swizzle,
-            0,
-            *strides,
-            *self.sizes,
-            *unused,
-            *self.box,
-            *unused,
-        )
-        return struct.pack("<Q4I5Q5I5I", address + self.offset, *numbers).ljust(BYTES, b"\0")
+        head = address + self.offset, rank, self.item, self.swizzle, 0
+        layout = self.item, *self.strides, *unused, *self.sizes, *unused, *self.box, *unused
+        return LAYOUT.pack(*head, *layout).ljust(BYTES, b"\0")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpt2block.errors import CheckpointError, InputError, shown
-from gpt2block.files.checkpoints import gguf
+from gpt2block.files.checkpoints import gguf, gguf_tokenizer
 from gpt2block.files.checkpoints.checkpoint import Checkpoint
 from gpt2block.files.checkpoints.files import about, is_file, read_object
 from gpt2block.files.checkpoints.hugging_face import GENERATION_CONFIG
@@ -72,10 +72,6 @@ def bos_token(checkpoint: Checkpoint) -> str | None:
 
 def _settings(checkpoint: Checkpoint) -> Mapping[str, object]:
     if gguf.is_gguf(checkpoint.file):
-        from gpt2block.files.checkpoints import (  # noqa: PLC0415  (reads the vocabulary)
-            gguf_tokenizer,
-        )
-
         settings: Mapping[str, object] = gguf_tokenizer.files_of(checkpoint.file)[SETTINGS]
         return settings
     folder: Path = checkpoint.tokenizer_source()

@@ -18,7 +18,7 @@ from gpt2block.checks import check_integer, check_number
 from gpt2block.errors import CheckpointError, shown
 from gpt2block.files.checkpoints.files import about, read_start
 from gpt2block.files.checkpoints.gguf_end_tokens import end_tokens
-from gpt2block.files.checkpoints.gguf_header import MAGIC, Header, as_python, read_header
+from gpt2block.files.checkpoints.gguf_header import MAGIC, Header, as_python, read_header, under
 from gpt2block.files.checkpoints.naming import LONGROPE_FACTORS, ROPE_FACTORS, naming_of
 from gpt2block.files.checkpoints.stored import Stored
 from gpt2block.models.architectures import GGUF_ARCHITECTURES, GGUF_WITH_WINDOW, architecture_of
@@ -208,7 +208,7 @@ def _settings(header: Header, prefix: str, kind: type[ModelConfig]) -> dict[str,
     """
     convs = CONV_LAYERS in kind.GGUF_KEYS
     header.check_usable(prefix)
-    settings = kind.from_gguf(header.under(prefix))
+    settings = kind.from_gguf(under(header.metadata, prefix))
     blocks, pattern = settings.get("block_count"), settings.pop(_PATTERN, None)
     if isinstance(blocks, (list, np.ndarray)):
         raise CheckpointError(f"{prefix}block_count: expected a number, got {shown(blocks)}")

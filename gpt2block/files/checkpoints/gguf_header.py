@@ -57,16 +57,17 @@ class Header:
     tensors: Mapping[str, Encoded]
     unusable: Mapping[str, str]
 
-    def under(self, prefix: str) -> dict[str, Any]:
-        """Return the metadata whose keys begin with `prefix`, by the rest of the key."""
-        keys = (key for key in self.metadata if key.startswith(prefix))
-        return {key.removeprefix(prefix): self.metadata[key] for key in keys}
-
     def check_usable(self, *prefixes: str) -> None:
         """Raise CheckpointError if a key with one of `prefixes` has an unusable value."""
         for key, reason in self.unusable.items():
             if key.startswith(prefixes):
                 raise CheckpointError(f"{printable(key, 100)}: {reason} is not supported")
+
+
+def under(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the metadata whose keys begin with `prefix`, by the rest of the key."""
+    keys = (key for key in metadata if key.startswith(prefix))
+    return {key.removeprefix(prefix): metadata[key] for key in keys}
 
 
 def read_header(file: Path) -> Header:
@@ -87,14 +88,14 @@ class _Bytes:
     """Reader of binary values from a stream, of which at most `left` more bytes may be read."""
 
     def __init__(self, stream: BinaryIO, left: int) -> None:
-        self._stream, self.left = stream, left
+        self.stream, self.left = stream, left
 
     def take(self, count: int) -> bytes:
         """Return the next `count` bytes. Raises _TruncatedError if fewer than `count` are left."""
         if count > self.left:
             raise _TruncatedError(f"it states a length of {count:,} bytes, {self.left:,} are left")
         self.left -= count
-        data = self._stream.read(count)
+        data = self.stream.read(count)
         if len(data) != count:
             raise _TruncatedError("it has become shorter")
         return data
@@ -113,18 +114,9 @@ class _Bytes:
         """Read an unsigned integer of 32 bits."""
         return int.from_bytes(self.take(4), "little")
 
-    def text(self) -> str:
-        """Read a string. Raises UnicodeDecodeError, after reading the bytes, if it is not UTF-8."""
-        return self.raw().decode()
-
     def raw(self) -> bytes:
         """Read the length of a string, then return the string's bytes."""
         return self.take(self.count())
-
-    @property
-    def position(self) -> int:
-        """Position in the file, in bytes from its start."""
-        return self._stream.tell()
 
 
 def _read(file: Path, data: _Bytes, size: int) -> Header:
@@ -159,7 +151,7 @@ def _read(file: Path, data: _Bytes, size: int) -> Header:
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment: expected a power of two from 8, got {alignment!r}")
-    located = dict(_located(tensors.values(), data.position, alignment, size))
+    located = dict(_located(tensors.values(), data.stream.tell(), alignment, size))
     return Header(metadata, located, unusable)
 
 
@@ -219,7 +211,7 @@ def _tensors(file: Path, data: _Bytes, count: int) -> Iterator[Encoded]:
     """Read `count` entries that describe tensors; offsets count from the start of tensor data."""
     sizes = library().GGML_QUANT_SIZES
     for _ in range(count):
-        name = data.text()
+        name = data.raw().decode()
         with _naming(name):
             n_dims = data.integer()
             if not 1 <= n_dims <= _MAX_DIMS:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import check_choice
 from gpt2block.errors import CheckpointError, InputError, shown
-from gpt2block.files.checkpoints import gguf
+from gpt2block.files.checkpoints import gguf, saving
 from gpt2block.files.checkpoints.checkpoint import Checkpoint
 from gpt2block.files.checkpoints.files import first_names
 from gpt2block.files.checkpoints.gguf_end_tokens import end_tokens
@@ -25,14 +25,6 @@ from gpt2block.files.checkpoints.gguf_header import PREFIX, TOKEN_ID
 from gpt2block.files.checkpoints.gguf_tokenizer_keys import keys_of
 from gpt2block.files.checkpoints.gguf_types import library
 from gpt2block.files.checkpoints.naming import LONGROPE_FACTORS, ROPE_FACTORS, Shape, naming_of
-from gpt2block.files.checkpoints.saving import (
-    TensorSource,
-    as_in_files,
-    check_source,
-    given_path,
-    tokenizer_of,
-    warn_of_factor,
-)
 from gpt2block.files.writing import check_file, put_in_place, temporary_folder
 from gpt2block.models.architectures import GGUF_ARCHITECTURES, architecture_of
 from gpt2block.models.config import CONV_LAYERS, ModelConfig
@@ -50,7 +42,7 @@ _INSTEAD = "write a Hugging Face directory instead"
 
 def save_gguf(
     path: str | Path,
-    weights: TensorSource,
+    weights: saving.TensorSource,
     type: str,
     tokenizer: str | Path | Checkpoint | None = None,
     overwrite: bool = False,
@@ -71,14 +63,14 @@ def save_gguf(
     out of the range of the type, CheckpointError if the file cannot be written, the tokenizer's
     files cannot be read, or the package gguf is missing.
     """
-    path = given_path("path", path)
+    path = saving.given_path("path", path)
     check_choice("type", type, TYPES)
-    check_source(weights)
+    saving.check_source(weights)
     check_file(path)
     if os.path.lexists(path) and not overwrite:
         raise InputError(f"{path}: already exists: give another file or overwrite=True")
     _check_config(weights.config)
-    warn_of_factor(path, weights.config, "llama.cpp", "float32")
+    saving.warn_of_factor(path, weights.config, "llama.cpp", "float32")
     kinds = _kinds(path, weights.config, type.upper())
     most = "ALL_F32" if type == "f32" else f"MOSTLY_{type.upper()}"
     metadata = _described(path, weights, tokenizer) | metadata_of(weights.config)
@@ -109,13 +101,13 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
     return {"general.architecture": named, **{f"{named}.{key}": keys[key] for key in keys}}
 
 
-def tensors_of(weights: TensorSource) -> Iterator[tuple[str, NDArray[np.float32]]]:
+def tensors_of(weights: saving.TensorSource) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Yield (name, values) of every tensor of a GGUF file; matrices are (outputs, inputs)."""
     config, naming = weights.config, naming_of(weights.config, gguf=True)
     parts = naming.parts(config)
     yield from _scaling(config)[1].items()
     rows: list[np.ndarray] = []  # arrays to join into one tensor of the file
-    for ours, array in as_in_files(weights, naming, "float32"):
+    for ours, array in saving.as_in_files(weights, naming, "float32"):
         rows.append(array)
         names = parts[naming.first_of(ours)]
         ends = list(accumulate(shape[0] for shape in names.values()))
@@ -271,7 +263,7 @@ def _kinds(path: Path, config: ModelConfig, kind: str) -> dict[str, tuple[str, S
 
 
 def _described(
-    path: Path, weights: TensorSource, tokenizer: str | Path | Checkpoint | None
+    path: Path, weights: saving.TensorSource, tokenizer: str | Path | Checkpoint | None
 ) -> dict[str, object]:
     """Return the metadata keys `general.…` and `tokenizer.…`; a GGUF source's keys are copied.
 
@@ -288,7 +280,7 @@ def _described(
         metadata = gguf.header_of(given.file).metadata
         kept = (key for key in metadata if key.startswith(("general.", "tokenizer.")))
         found |= {key: metadata[key] for key in kept if key != "general.alignment"}
-    elif files := tokenizer_of(weights, tokenizer):
+    elif files := saving.tokenizer_of(weights, tokenizer):
         try:
             found |= keys_of(files, config.vocab_size)
         except CheckpointError as error:

@@ -27,7 +27,7 @@ from gpt2block.files.checkpoints.gguf_end_tokens import (
     USER_DEFINED,
     token_ids,
 )
-from gpt2block.files.checkpoints.gguf_header import PREFIX, TOKEN_ID
+from gpt2block.files.checkpoints.gguf_header import PREFIX, TOKEN_ID, under
 from gpt2block.files.checkpoints.tokenizer_files import SETTINGS, TOKENIZER
 
 _SPACE = "▁"  # SentencePiece's character for a space
@@ -118,8 +118,7 @@ def as_files(file: Path) -> dict[str, bytes]:
 
 def files_from(metadata: Mapping[str, object]) -> dict[str, Any]:
     """Return tokenizer files, {name: content}. Raises CheckpointError for unsupported metadata."""
-    keys = (key for key in metadata if key.startswith(PREFIX))
-    found = {key.removeprefix(PREFIX): metadata[key] for key in keys}
+    found = under(metadata, PREFIX)
     for key, value in found.items():
         known = key in _READ or key.endswith(TOKEN_ID)
         if not known and (
@@ -152,11 +151,7 @@ def files_from(metadata: Mapping[str, object]) -> dict[str, Any]:
         "added_tokens": list(_added(tokens, kinds)),
         "post_processor": _first(named["bos_token"], ids["bos"]) if adds_bos else None,
     }
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": adds_bos,
-        **named,
-    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": adds_bos, **named}
     template = metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         settings["chat_template"] = template

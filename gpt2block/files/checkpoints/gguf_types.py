@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,14 +86,13 @@ class Encoded(Stored):
         unit = self.shape[0] // self.heads if self.heads else 1
         rows = unit * max(1, _DECODED_AT_ONCE // (unit * flat.shape[1]))
         row_bytes = self.length // self.shape[0]
-        with about(self.file), self.file.open("rb") as stream:
-            stream.seek(self.offset or 0)
-            for first in range(0, self.shape[0], rows):
-                piece = flat[first : first + rows]
-                data = self._taken(stream, len(piece) * row_bytes)
-                values = self._ordered(_decoded(data, self.kind).reshape(piece.shape))
-                values = values - self.added if self.added else values
-                piece[...] = np.log(-values) if self.negated else values
+        for first in range(0, self.shape[0], rows):
+            piece = flat[first : first + rows]
+            data = np.empty(len(piece) * row_bytes, np.uint8)
+            self.read_bytes(first * row_bytes, data)
+            values = self._ordered(_decoded(data, self.kind).reshape(piece.shape))
+            values = values - self.added if self.added else values
+            piece[...] = np.log(-values) if self.negated else values
 
     def read_blocks(self) -> NDArray[np.uint8]:
         """Return the rows' encoded bytes, (N, bytes per row), heads in the model's row order.
@@ -108,19 +107,10 @@ class Encoded(Stored):
         """Fill `array` with the stored bytes from byte `begin` on. Raises CheckpointError."""
         with about(self.file), self.file.open("rb") as stream:
             stream.seek((self.offset or 0) + begin)
-            self._check_length(stream.readinto(array.data), len(array))
-
-    def _taken(self, stream: BinaryIO, length: int) -> bytes:
-        """Read the next `length` bytes of `stream`. Raises CheckpointError if fewer are left."""
-        data = stream.read(length)
-        self._check_length(len(data), length)
-        return data
-
-    def _check_length(self, got: int, expected: int) -> None:
-        if got != expected:
-            raise CheckpointError(
-                f"{self.file}: {self.label}: the file has become shorter since it was opened"
-            )
+            if stream.readinto(array.data) != len(array):
+                raise CheckpointError(
+                    f"{self.file}: {self.label}: the file has become shorter since it was opened"
+                )
 
     def _ordered(self, rows: np.ndarray) -> np.ndarray:
         """Reorder the rows of Q's or K's heads from GGUF's RoPE order to the model's."""
@@ -189,21 +179,21 @@ def bytes_in_blocks(stored: Iterable[Stored]) -> int:
     return total * found
 
 
-def _decoded(data: bytes, kind: int) -> np.ndarray:
+def _decoded(data: NDArray[np.uint8], kind: int) -> np.ndarray:
     """Decode the bytes of a tensor of GGUF type `kind` to a flat array of values."""
     types = library().GGMLQuantizationType
     if types(kind).name in _NATIVE:
-        return np.frombuffer(data, DTYPES[dtype_of(kind)])
-    row = np.frombuffer(data, np.uint8)[None]  # 1 row: dequantize loops over groups of 16 rows
+        return data.view(DTYPES[dtype_of(kind)])
     with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN raise an error later
-        values: np.ndarray = library().dequantize(row, types(kind))
+        # 1 row: dequantize loops over groups of 16 rows
+        values: np.ndarray = library().dequantize(data[None], types(kind))
     return values
 
 
 @lru_cache
 def _is_supported(kind: int) -> bool:
     try:
-        _decoded(bytes(library().GGML_QUANT_SIZES[kind][1]), kind)
+        _decoded(np.zeros(library().GGML_QUANT_SIZES[kind][1], np.uint8), kind)
     except NotImplementedError:
         return False
     return True

@@ -14,15 +14,7 @@ from logging import ERROR, getLogger
 from pathlib import Path
 
 from gpt2block.errors import CheckpointError, InputError, shown
-from gpt2block.files.checkpoints import tokenizer_files
-from gpt2block.files.checkpoints.hugging_face import (
-    CONFIG,
-    GENERATION_CONFIG,
-    MODEL_FILES,
-    MODULES,
-    POOLING_CONFIG,
-    shards_of,
-)
+from gpt2block.files.checkpoints import hugging_face, tokenizer_files
 from gpt2block.files.checkpoints.locating import BUNDLED_NAMES, nearest
 from gpt2block.models.config import SIZES
 
@@ -124,7 +116,7 @@ def _ask(repo: str, revision: str | None) -> None:
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
 
-    url = hf_hub_url(repo, CONFIG, revision=revision)
+    url = hf_hub_url(repo, hugging_face.CONFIG, revision=revision)
     print(f"asking the Hugging Face hub for {repo} …", file=sys.stderr, flush=True)
     own = os.environ.get("HF_HUB_ETAG_TIMEOUT")
     timeout = constants.HF_HUB_ETAG_TIMEOUT if own else _FIRST_ANSWER
@@ -137,29 +129,25 @@ def _weights(repo: str, revision: str | None, cached: bool) -> Path:
 
     Raises _MissingError, and errors of huggingface_hub.
     """
-    config = _get(repo, CONFIG, revision, cached)
+    config = _get(repo, hugging_face.CONFIG, revision, cached)
     if config is None:
-        raise _MissingError(CONFIG)
+        raise _MissingError(hugging_face.CONFIG)
     commit = config.parent.name
-    found = (_get(repo, name, commit, cached) for name in MODEL_FILES)
+    found = (_get(repo, name, commit, cached) for name in hugging_face.MODEL_FILES)
     file = next(filter(None, found), None)  # lazy: no more names are requested after the first file
     if file is None:
-        raise _MissingError(f"any of {', '.join(MODEL_FILES)}")
-    for shard in shards_of(file) if file.suffix == ".json" else ():
+        raise _MissingError(f"any of {', '.join(hugging_face.MODEL_FILES)}")
+    for shard in hugging_face.shards_of(file) if file.suffix == ".json" else ():
         if _get(repo, shard, commit, cached) is None:
             raise _MissingError(shard)
-    for name in (GENERATION_CONFIG, MODULES, POOLING_CONFIG):
+    for name in (hugging_face.GENERATION_CONFIG, hugging_face.MODULES, hugging_face.POOLING_CONFIG):
         _get(repo, name, commit, cached)
     return file
 
 
 def _get(repo: str, name: str, revision: str | None, cached: bool) -> Path | None:
     """Return a file's local path; None if the repository (with `cached`: the cache) lacks it."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # noqa: PLC0415
-    from huggingface_hub.errors import (  # noqa: PLC0415
-        EntryNotFoundError,
-        LocalEntryNotFoundError,
-    )
+    from huggingface_hub import errors, hf_hub_download, try_to_load_from_cache  # noqa: PLC0415
 
     getLogger("huggingface_hub").setLevel(ERROR)  # do not log every retry
     if cached:  # even for a cached file, `hf_hub_download` may request a list of agents
@@ -167,9 +155,9 @@ def _get(repo: str, name: str, revision: str | None, cached: bool) -> Path | Non
         return Path(found) if isinstance(found, str) else None
     try:
         return Path(hf_hub_download(repo, name, revision=revision))
-    except LocalEntryNotFoundError:  # the hub could not be reached
+    except errors.LocalEntryNotFoundError:  # the hub could not be reached
         raise
-    except EntryNotFoundError:
+    except errors.EntryNotFoundError:
         return None
 
 
@@ -181,23 +169,18 @@ def _offline() -> bool:
 
 def _reason(error: Exception) -> str:
     """Return a message: why the hub did not deliver a file, and how to fix it."""
-    from huggingface_hub.errors import (  # noqa: PLC0415
-        GatedRepoError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors  # noqa: PLC0415
 
-    if isinstance(error, GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         return "the hub restricts access to it: request access on its page, and set HF_TOKEN"
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError):
         return "the hub has no such repository: check the name; if it is private, set HF_TOKEN"
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         return "the repository on the hub has no such revision: expected a branch, tag or commit"
     cause = error.__cause__ or error
     line = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
     message = f"{type(cause).__name__}: {line}" if line else type(cause).__name__
-    if isinstance(error, HFValidationError):
+    if isinstance(error, errors.HFValidationError):
         return f"not a name of a repository on the hub ({message}): expected one, or a path"
     return (
         f"the hub cannot be reached or does not answer ({message}): check the network and try "

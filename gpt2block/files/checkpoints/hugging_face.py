@@ -19,17 +19,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from gpt2block.errors import CheckpointError, InputError, shown
-from gpt2block.files.checkpoints import nanogpt, pytorch
-from gpt2block.files.checkpoints.files import (
-    about,
-    check_pointer,
-    file_size,
-    first_names,
-    is_file,
-    read_json,
-    read_object,
-    read_start,
-)
+from gpt2block.files.checkpoints import files, nanogpt, pytorch
 from gpt2block.files.checkpoints.naming import GPT2_NAMING, Naming, naming_of
 from gpt2block.files.checkpoints.stored import DTYPES, Stored, equal, itemsize, same
 from gpt2block.models.architectures import ARCHITECTURES
@@ -64,7 +54,7 @@ def is_weights(file: Path) -> bool:
     """Return whether this module reads such a file, judged by the file's suffix or first bytes."""
     if file.suffix == ".json" or pytorch.is_pickle(file):
         return True
-    header = read_start(file, 9)[8:]  # first byte of safetensors' header, after its length
+    header = files.read_start(file, 9)[8:]  # first byte of safetensors' header, after its length
     return header == b"{" or (not header and file.suffix == ".safetensors")
 
 
@@ -88,7 +78,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
         source, (config, found) = CONFIG, _read_config(file, tensors)
     else:
         source, found = "model_args", _bare(file, tensors, GPT2_NAMING)
-        with about(f"{file}: model_args"):
+        with files.about(f"{file}: model_args"):
             config, found = nanogpt.as_hugging_face(model_args, found)
     tied, (wte,) = config.tie_word_embeddings, naming_of(config).in_file("wte")
     if tied and wte not in found and "lm_head.weight" in found:
@@ -122,26 +112,26 @@ def _bare(file: Path, tensors: Sequence[Stored], naming: Naming) -> dict[str, St
     if unequal:
         raise CheckpointError(
             f"{file}: {len(unequal)} tensors are stored twice with different numbers: "
-            f"{first_names(unequal)}"
+            f"{files.first_names(unequal)}"
         )
     return found
 
 
 def shards_of(index: Path) -> list[str]:
     """Return the names of the files that an index lists. Raises CheckpointError."""
-    content = read_json(index)
+    content = files.read_json(index)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index}: expected weight_map, an object of tensor and file names, "
                               "as in the index of a model in several files: to open another model "
                               "give its folder")  # fmt: skip
-    files = sorted(set(map(str, names.values())))
-    outside = [name for name in files if Path(name).name != name]
+    shards = sorted(set(map(str, names.values())))
+    outside = [name for name in shards if Path(name).name != name]
     if outside:
         raise CheckpointError(
-            f"{index}: expected names of files in the same folder, got {first_names(outside)}"
+            f"{index}: expected names of files in the same folder, got {files.first_names(outside)}"
         )
-    return files
+    return shards
 
 
 def _files(file: Path) -> list[Path]:
@@ -149,11 +139,11 @@ def _files(file: Path) -> list[Path]:
     if file.suffix != ".json":
         return [file]
     shards = shards_of(file)
-    absent = [name for name in shards if not is_file(file.parent / name)]
+    absent = [name for name in shards if not files.is_file(file.parent / name)]
     if absent:
         raise CheckpointError(
             f"{file}: {len(absent)} of {len(shards)} files are not in its folder: "
-            f"{first_names(absent)}"
+            f"{files.first_names(absent)}"
         )
     return [file.parent / name for name in shards]
 
@@ -164,14 +154,14 @@ def _read_header(file: Path) -> list[Stored]:
     Source: the format's description in https://github.com/huggingface/safetensors. The library
     checks the file, but its interface does not return the tensors' offsets.
     """
-    check_pointer(file, read_start(file, 64))
-    size = file_size(file)
+    files.check_pointer(file, files.read_start(file, 64))
+    size = files.file_size(file)
     damage = (SafetensorError, ValueError, TypeError, KeyError, RecursionError)
-    with about(file, damage, "not a safetensors file that can be read: {}"):
+    with files.about(file, damage, "not a safetensors file that can be read: {}"):
         try:
             with safe_open(file, "np"):
-                length = int.from_bytes(read_start(file, 8), "little")
-                header = json.loads(read_start(file, 8 + length)[8:])
+                length = int.from_bytes(files.read_start(file, 8), "little")
+                header = json.loads(files.read_start(file, 8 + length)[8:])
                 return list(_entries(file, header, 8 + length, size))
         except SafetensorError as error:
             if not str(error).endswith(_TRUNCATED):
@@ -201,10 +191,10 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     dtype of the first tensor.
     """
     path = file.parent / CONFIG
-    if not is_file(path):
+    if not files.is_file(path):
         found = _bare(file, tensors, GPT2_NAMING)
         return _gpt2_config(file, found), found
-    content = read_json(path)
+    content = files.read_json(path)
     text = _text_config(content)
     content = content if text is None else text
     if isinstance(content, dict) and not (content.get("dtype") or content.get("torch_dtype")):
@@ -216,8 +206,8 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
         raise CheckpointError(f"{path}: {message}") from error
     tensors = tensors if text is None else _text_tensors(file, tensors)
     settings = path.with_name(GENERATION_CONFIG)
-    ends = end_tokens_in(read_object(settings))
-    with about(settings):
+    ends = end_tokens_in(files.read_object(settings))
+    with files.about(settings):
         config = config if ends == () else replace(config, eos_token_ids=ends)
     config = config.with_tensors(each.label for each in tensors)
     return config, _bare(file, tensors, naming_of(config))
@@ -270,7 +260,7 @@ def _gpt2_config(file: Path, found: Mapping[str, Stored]) -> GPT2Config:
     sizes: dict[str, Any] = {"n_layer": layers, "vocab_size": vocab_size, "n_ctx": n_ctx}
     for config in SIZES.values():
         if config.n_embd == n_embd:
-            with about(file):
+            with files.about(file):
                 return replace(config, **{name: size for name, size in sizes.items() if size})
     raise CheckpointError(
         f"{file}: expected config.json next to it: the tensors do not show the number of heads, "

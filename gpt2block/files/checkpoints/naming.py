@@ -18,6 +18,9 @@ from gpt2block.models.config import DRAFTING, TABLES, ModelConfig, is_product, m
 from gpt2block.models.config.llama import LlamaConfig
 
 Shape = tuple[int, ...]
+# Kinds of tensors that a file must not have, as errors list them
+_PROBLEMS = ("missing", "unexpected", "misshapen", "of another dtype",
+             "not contiguous, so save tensor.contiguous()")  # fmt: skip
 _OUTSIDE = (*TABLES, "lm_head")  # matrices (vocab_size, …) outside the blocks
 
 
@@ -101,11 +104,7 @@ class Naming:
         return h + dot + next(k for k, names in self.names.items() if names == self.names[kind])
 
     def model_tensors(
-        self,
-        file: Path,
-        source: str,
-        config: ModelConfig,
-        found: Mapping[str, Stored],
+        self, file: Path, source: str, config: ModelConfig, found: Mapping[str, Stored]
     ) -> dict[str, Stored]:
         """Return the tensors of a model by gpt2block's names, in the order of `model_shapes`.
 
@@ -167,7 +166,8 @@ def _check(
     found: Mapping[str, Stored],
 ) -> None:
     """Raise CheckpointError unless the file's tensors are exactly the model's."""
-    missing, misshapen, foreign, scattered = [], [], [], []
+    problems: dict[str, list[str]] = {kind: [] for kind in _PROBLEMS}
+    missing, unexpected, misshapen, foreign, scattered = problems.values()
     for ours, names in parts.items():
         orders = ("C", "F") if naming.layout_of(ours) == "KN" else ("C",)
         for name, shape in names.items():
@@ -183,19 +183,8 @@ def _check(
             if tensor.order not in orders:
                 scattered.append(name)
     others = found.keys() - {name for names in parts.values() for name in names}
-    unexpected = [n for n in found if n in others and not re.fullmatch(naming.ignored, n)]
-    problems = {
-        "missing": missing,
-        "unexpected": unexpected,
-        "misshapen": misshapen,
-        "of another dtype": foreign,
-        "not contiguous, so save tensor.contiguous()": scattered,
-    }
-    listed = [
-        f"{len(names)} tensors {problem}: {first_names(names)}"
-        for problem, names in problems.items()
-        if names
-    ]
+    unexpected += [n for n in found if n in others and not re.fullmatch(naming.ignored, n)]
+    listed = [f"{len(n)} tensors {kind}: {first_names(n)}" for kind, n in problems.items() if n]
     if listed:
         raise CheckpointError(f"{file}: {'; '.join(listed)}")
 

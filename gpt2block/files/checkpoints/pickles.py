@@ -6,13 +6,12 @@ the opcodes that Python 3 writes in protocol 2, the protocol of `torch.save`. It
 name refers to an entry of the caller's allow-list, and a call runs the caller's function of that
 name. `MAX_BYTES` and `MAX_OPCODES` bound memory and time.
 
-Source: the opcodes' descriptions in Python's `pickletools`.
+`pickletools` of Python describes the opcodes, and reads their arguments.
 """
 
 from __future__ import annotations
 
 import pickletools
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -23,7 +22,7 @@ MAX_BYTES = 1 << 24  # limit of a pickle's size; gpt2-xl with its optimizer take
 MAX_OPCODES = 500_000  # limit of opcodes; gpt2-xl with its optimizer takes about 80,000
 _MAX_NAME = 256  # bytes of a module's or a class's name
 _MAX_INTEGER = 8  # bytes of an integer
-_OPCODE_NAMES = {code.code.encode("latin-1"): code.name for code in pickletools.opcodes}
+_OPCODES = {each.code.encode("latin-1"): each for each in pickletools.opcodes}
 
 Function = Callable[[tuple[Any, ...]], object]  # receives the arguments of a pickle's REDUCE opcode
 
@@ -46,6 +45,34 @@ def describe(value: object) -> str:
     return repr(value)[:80] if isinstance(value, (str, int, float)) else type(value).__name__
 
 
+class _BoundedStream:
+    """The next `limit` bytes of a stream, of which at most MAX_BYTES can be read."""
+
+    def __init__(self, stream: BinaryIO, limit: int) -> None:
+        self._stream, self._left = stream, min(limit, MAX_BYTES)
+        self._complete = limit <= MAX_BYTES  # whether the data ends at `limit`, not at MAX_BYTES
+
+    def read(self, length: int) -> bytes:
+        """Read exactly `length` bytes. If they exceed the limit, raise before any allocation."""
+        if length > self._left and not self._complete:
+            raise CheckpointError(f"expected a pickle of at most {MAX_BYTES:,} bytes, got more")
+        data = self._stream.read(length) if length <= self._left else b""
+        if len(data) < length:
+            raise CheckpointError("truncated: its pickle goes beyond the end")
+        self._left -= length
+        return data
+
+    def readline(self) -> bytes:
+        """Read a line, such as the name of a module. Raises CheckpointError if it is too long."""
+        line = self._stream.readline(min(_MAX_NAME, self._left))
+        self._left -= len(line)
+        if not line.endswith(b"\n"):
+            raise CheckpointError(
+                f"damaged pickle: a name that does not end within {len(line)} bytes: {line[:40]!r}"
+            )
+        return line
+
+
 class Unpickler:
     """Reader of one pickle of at most `limit` bytes from a stream.
 
@@ -61,9 +88,7 @@ class Unpickler:
         functions: Mapping[str, Function | None],
         persistent: Function,
     ) -> None:
-        self._stream = stream
-        self._left = min(limit, MAX_BYTES)
-        self._complete = limit <= MAX_BYTES  # whether the data ends at `limit`, not at MAX_BYTES
+        self._stream: Any = _BoundedStream(stream, limit)
         self._functions = functions
         self._persistent = persistent
         self._stack: list[Any] = []
@@ -74,42 +99,24 @@ class Unpickler:
         """Read the pickle to its end, and return the pickled value. Raises CheckpointError."""
         try:
             for _ in range(MAX_OPCODES):
-                opcode = self._read(1)
-                if opcode == b".":  # STOP
+                code = self._stream.read(1)
+                opcode = _OPCODES.get(code)
+                name = opcode.name if opcode else f"{code[0]:#04x}"
+                if name == "STOP":
                     return self._stack.pop()
-                action = _ACTIONS.get(opcode)
-                if action is None:
-                    name = _OPCODE_NAMES.get(opcode, f"{opcode[0]:#04x}")
+                if opcode is None or name not in _ACTIONS:
                     raise CheckpointError(
                         f"opcode {name} of the pickle is refused: torch.save does not write it"
                     )
-                action(self)
+                _ACTIONS[name](self, opcode.arg.reader(self._stream) if opcode.arg else None)
         except (IndexError, KeyError, UnicodeDecodeError) as error:
             raise CheckpointError(f"damaged pickle: {error!r:.100}") from error
         raise CheckpointError(f"expected a pickle of at most {MAX_OPCODES:,} opcodes, got more")
 
-    def _read(self, length: int) -> bytes:
-        """Read exactly `length` bytes. If they exceed the limit, raise before any allocation."""
-        if length > self._left:
-            if self._complete:
-                raise CheckpointError("truncated: its pickle goes beyond the end")
-            raise CheckpointError(f"expected a pickle of at most {MAX_BYTES:,} bytes, got more")
-        self._left -= length
-        data = self._stream.read(length)
-        if len(data) < length:
-            raise CheckpointError("truncated: its pickle goes beyond the end")
-        return data
-
-    def _unsigned(self, width: int) -> int:
-        return int.from_bytes(self._read(width), "little")
-
-    def _signed(self, width: int) -> int:
-        return int.from_bytes(self._read(width), "little", signed=True)
-
     def _push(self, value: object) -> None:
         self._stack.append(value)
 
-    def _mark(self) -> None:
+    def _mark(self, _: None) -> None:
         self._outer.append(self._stack)
         self._stack = []
 
@@ -121,34 +128,18 @@ class Unpickler:
         values = [self._stack.pop() for _ in range(length)]
         self._push(tuple(reversed(values)))
 
-    def _protocol(self) -> None:
-        version = self._unsigned(1)
+    def _protocol(self, version: int) -> None:
         if version != 2:
             raise CheckpointError(f"expected a pickle of protocol 2, got protocol {version}")
 
-    def _long(self) -> None:
-        length = self._unsigned(1)
+    def _long(self, value: int) -> None:
+        length = value.bit_length() // 8 + 1
         if length > _MAX_INTEGER:
             raise CheckpointError(f"an integer of {length} bytes in the pickle is refused")
-        self._push(self._signed(length))
+        self._push(value)
 
-    def _float(self) -> None:
-        self._push(struct.unpack(">d", self._read(8))[0])
-
-    def _text(self) -> None:
-        self._push(self._read(self._unsigned(4)).decode("utf-8", "surrogatepass"))
-
-    def _line(self) -> str:
-        line = self._stream.readline(min(_MAX_NAME, self._left))
-        self._left -= len(line)
-        if not line.endswith(b"\n"):
-            raise CheckpointError(
-                f"damaged pickle: a name that does not end within {len(line)} bytes: {line[:40]!r}"
-            )
-        return line[:-1].decode("utf-8")
-
-    def _global(self) -> None:
-        name = f"{self._line()}.{self._line()}"
+    def _global(self, words: str) -> None:
+        name = words.replace(" ", ".", 1)
         if name not in self._functions:
             raise CheckpointError(
                 f"its pickle refers to {name}, which is refused: expected tensors and plain values "
@@ -156,14 +147,14 @@ class Unpickler:
             )
         self._push(GlobalName(name))
 
-    def _call(self) -> None:
+    def _call(self, _: None) -> None:
         arguments, name = self._stack.pop(), self._stack.pop()
         function = self._functions[name.text] if isinstance(name, GlobalName) else None
         if function is None or type(arguments) is not tuple:
             raise CheckpointError(f"its pickle calls {describe(name)}, which is refused")
         self._push(function(arguments))
 
-    def _build(self) -> None:
+    def _build(self, _: None) -> None:
         """Run opcode BUILD: drop an OrderedDict's attributes, refuse other objects' attributes."""
         state, target = self._stack.pop(), self._stack[-1]
         if not isinstance(target, OrderedDict) or not isinstance(state, dict):
@@ -189,42 +180,37 @@ class Unpickler:
                 )
         target.update(zip(keys, values[1::2], strict=True))
 
-    def _put(self, width: int) -> None:
-        self._memo[self._unsigned(width)] = self._stack[-1]
+    def _put(self, index: int) -> None:
+        self._memo[index] = self._stack[-1]
 
-    def _get(self, width: int) -> None:
-        self._push(self._memo[self._unsigned(width)])
+    def _get(self, index: int) -> None:
+        self._push(self._memo[index])
 
 
-_ACTIONS: Mapping[bytes, Callable[[Unpickler], None]] = {
-    b"\x80": Unpickler._protocol,
-    b"N": lambda machine: machine._push(None),
-    b"\x88": lambda machine: machine._push(True),
-    b"\x89": lambda machine: machine._push(False),
-    b"K": lambda machine: machine._push(machine._unsigned(1)),
-    b"M": lambda machine: machine._push(machine._unsigned(2)),
-    b"J": lambda machine: machine._push(machine._signed(4)),
-    b"\x8a": Unpickler._long,
-    b"G": Unpickler._float,
-    b"X": Unpickler._text,
-    b"(": Unpickler._mark,
-    b")": lambda machine: machine._tuple(0),
-    b"\x85": lambda machine: machine._tuple(1),
-    b"\x86": lambda machine: machine._tuple(2),
-    b"\x87": lambda machine: machine._tuple(3),
-    b"t": lambda machine: machine._push(tuple(machine._since_mark())),
-    b"]": lambda machine: machine._push([]),
-    b"a": lambda machine: machine._extend([machine._stack.pop()]),
-    b"e": lambda machine: machine._extend(machine._since_mark()),
-    b"}": lambda machine: machine._push({}),
-    b"s": lambda machine: machine._set([machine._stack.pop(-2), machine._stack.pop()]),
-    b"u": lambda machine: machine._set(machine._since_mark()),
-    b"c": Unpickler._global,
-    b"R": Unpickler._call,
-    b"b": Unpickler._build,
-    b"Q": lambda machine: machine._push(machine._persistent(machine._stack.pop())),
-    b"q": lambda machine: machine._put(1),
-    b"r": lambda machine: machine._put(4),
-    b"h": lambda machine: machine._get(1),
-    b"j": lambda machine: machine._get(4),
+# Name of an opcode → function of the machine and the opcode's argument, None without one
+_ACTIONS: Mapping[str, Callable[[Unpickler, Any], None]] = {
+    "PROTO": Unpickler._protocol,
+    "NONE": Unpickler._push,
+    "NEWTRUE": lambda machine, _: machine._push(True),
+    "NEWFALSE": lambda machine, _: machine._push(False),
+    **dict.fromkeys(("BININT1", "BININT2", "BININT", "BINFLOAT", "BINUNICODE"), Unpickler._push),
+    "LONG1": Unpickler._long,
+    "MARK": Unpickler._mark,
+    "EMPTY_TUPLE": lambda machine, _: machine._tuple(0),
+    "TUPLE1": lambda machine, _: machine._tuple(1),
+    "TUPLE2": lambda machine, _: machine._tuple(2),
+    "TUPLE3": lambda machine, _: machine._tuple(3),
+    "TUPLE": lambda machine, _: machine._push(tuple(machine._since_mark())),
+    "EMPTY_LIST": lambda machine, _: machine._push([]),
+    "APPEND": lambda machine, _: machine._extend([machine._stack.pop()]),
+    "APPENDS": lambda machine, _: machine._extend(machine._since_mark()),
+    "EMPTY_DICT": lambda machine, _: machine._push({}),
+    "SETITEM": lambda machine, _: machine._set([machine._stack.pop(-2), machine._stack.pop()]),
+    "SETITEMS": lambda machine, _: machine._set(machine._since_mark()),
+    "GLOBAL": Unpickler._global,
+    "REDUCE": Unpickler._call,
+    "BUILD": Unpickler._build,
+    "BINPERSID": lambda machine, _: machine._push(machine._persistent(machine._stack.pop())),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), Unpickler._put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), Unpickler._get),
 }

@@ -16,24 +16,16 @@ import numpy as np
 
 from gpt2block.checks import check_choice, is_plain
 from gpt2block.errors import CheckpointError, InputError, shown
-from gpt2block.files.checkpoints import gguf, gguf_tokenizer, tokenizer_files
+from gpt2block.files.checkpoints import gguf, gguf_tokenizer, hugging_face, tokenizer_files
 from gpt2block.files.checkpoints.checkpoint import Checkpoint
 from gpt2block.files.checkpoints.files import first_names, read_start
-from gpt2block.files.checkpoints.hugging_face import (
-    CONFIG,
-    DTYPE_NAMES,
-    GENERATION_CONFIG,
-    MODEL_FILES,
-    WEIGHTS,
-    shards_of,
-)
 from gpt2block.files.checkpoints.naming import Naming, Shape, naming_of
 from gpt2block.files.checkpoints.stored import DTYPES, converted, itemsize, reorder
 from gpt2block.files.writing import put_in_place, temporary_folder
 from gpt2block.models.config import ModelConfig, model_shapes
 
 SAVED_DTYPES = ("float32", "float16", "bfloat16")
-_SAFETENSORS_NAMES = {ours: theirs for theirs, ours in DTYPE_NAMES.items()}
+_SAFETENSORS_NAMES = {ours: theirs for theirs, ours in hugging_face.DTYPE_NAMES.items()}
 
 
 class TensorSource(Protocol):
@@ -85,14 +77,14 @@ def save_pretrained(
             "overwrite=True"
         )
     with _replaced_together(directory, old) as new:
-        stored = _write_weights(new / WEIGHTS, weights, dtype)
+        stored = _write_weights(new / hugging_face.WEIGHTS, weights, dtype)
         warn_of_factor(directory, weights.config, "transformers", stored)
         config = weights.config.to_hugging_face() | {"torch_dtype": stored}
         if config.get("embedding_dtype") == stored:
             # embedding_dtype defaults to torch_dtype. If it were stored, `transformers` would keep
             # it when the model is cast to another dtype.
             del config["embedding_dtype"]
-        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        copied[hugging_face.CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
         for name, content in copied.items():
             (new / name).write_bytes(content)
     return directory
@@ -149,9 +141,9 @@ def tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) -
         return gguf_tokenizer.as_files(given.file)
     else:
         found = given.tokenizer_files()
-    openai, hugging_face = tokenizer_files.PAIRS
-    if all(name in found for name in openai) and not any(name in found for name in hugging_face):
-        found = dict(zip(hugging_face, (found[name] for name in openai), strict=True)) | found
+    openai, usual = tokenizer_files.PAIRS
+    if all(name in found for name in openai) and not any(name in found for name in usual):
+        found = dict(zip(usual, (found[name] for name in openai), strict=True)) | found
     return {name: read_start(file) for name, file in found.items()}
 
 
@@ -160,7 +152,8 @@ def _generation_config_of(*given: object) -> dict[str, bytes]:
     source = next((each for each in given if isinstance(each, Checkpoint)), None)
     if source is None or not source.generation_config():
         return {}
-    return {GENERATION_CONFIG: read_start(source.directory / GENERATION_CONFIG)}
+    name = hugging_face.GENERATION_CONFIG
+    return {name: read_start(source.directory / name)}
 
 
 def _model_files(directory: Path, with_tokenizer: bool) -> list[str]:
@@ -172,10 +165,10 @@ def _model_files(directory: Path, with_tokenizer: bool) -> list[str]:
         names = set(os.listdir(directory)) if directory.exists() else set()
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be written: {error.strerror}") from error
-    model = {CONFIG, GENERATION_CONFIG, *MODEL_FILES} & names
-    for index in names.intersection(MODEL_FILES[1::2]):
+    model = {hugging_face.CONFIG, hugging_face.GENERATION_CONFIG, *hugging_face.MODEL_FILES} & names
+    for index in names.intersection(hugging_face.MODEL_FILES[1::2]):
         with suppress(CheckpointError):  # a damaged index counts as an index without files
-            model |= {name for name in shards_of(directory / index) if name in names}
+            model |= {name for name in hugging_face.shards_of(directory / index) if name in names}
     tokens = names.intersection(tokenizer_files.NAMES) if model or with_tokenizer else set()
     old = sorted(model | tokens)
     folders = [name for name in old if (directory / name).is_dir()]

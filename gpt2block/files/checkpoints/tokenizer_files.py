@@ -18,6 +18,8 @@ CHAT_TEMPLATE = "chat_template.jinja"
 _OTHER_SETTINGS = (SPECIAL, ADDED, CHAT_TEMPLATE)
 OTHER_FORMATS = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "vocab.txt")
 NAMES = (TOKENIZER, SETTINGS, *PAIRS[1], *PAIRS[0], LLM_C, *_OTHER_SETTINGS, *OTHER_FORMATS)
+# Files of unsupported tokenizers, and files that need a second file to be a tokenizer.
+INCOMPLETE = (*PAIRS[0], *PAIRS[1], ADDED, *OTHER_FORMATS)
 EXPECTED = "tokenizer.json, or vocab.json with merges.txt"
 
 

@@ -6,22 +6,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from gpt2block.checks import (
-    check_count,
-    check_eps,
-    check_integer,
-    is_plain,
-    of_bfloat16,
-    plain_array,
-    set_fields,
-    several,
-)
+from gpt2block import checks
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.models.config import TABLES, ModelConfig, Shapes, model_shapes
@@ -52,11 +44,12 @@ class BlockArrays(ABC):
 
     def __post_init__(self) -> None:
         gamma1: object = self.gamma1
-        if not is_plain(gamma1) or gamma1.ndim != 1 or not gamma1.size:
+        if not checks.is_plain(gamma1) or gamma1.ndim != 1 or not gamma1.size:
             got = getattr(gamma1, "shape", type(gamma1).__name__)
-            hint = of_bfloat16(gamma1)
+            hint = checks.of_bfloat16(gamma1)
             raise InputError(f"gamma1: expected shape (C,), a NumPy array, got {got}{hint}")
-        set_fields(self, n_head=check_count("n_head", self.n_head), eps=check_eps(self.eps))
+        n_head = checks.check_count("n_head", self.n_head)
+        checks.set_fields(self, n_head=n_head, eps=checks.check_eps(self.eps))
         self._check_settings()
         for name, shape in self.shapes.items():
             array = checked(name, getattr(self, name), shape)
@@ -177,13 +170,11 @@ class ModelArrays(Generic[Block]):
         """
         opened = Checkpoint.open(checkpoint, revision)
         check_architecture(opened, cls.CONFIG)
-        wanted = range(opened.config.n_layer) if layers is None else several(layers)
+        wanted = range(opened.config.n_layer) if layers is None else checks.several(layers)
         for layer in wanted:  # check all indices before large tensors are read
             opened.check_layer(layer)
         return cls._of(
-            opened.config,
-            opened.read_outer(),
-            (opened.read_block(layer) for layer in wanted),
+            opened.config, opened.read_outer(), (opened.read_block(layer) for layer in wanted)
         )
 
     @classmethod
@@ -246,21 +237,13 @@ def described(weights: object, settings: object, names: str, *rest: object) -> s
     return f"{type(weights).__name__}({', '.join([*values, *map(str, rest)])})"
 
 
-def offsets(shapes: Shapes) -> dict[str, int]:
-    """Return each tensor's offset in a packed buffer, in elements; key "end" has its length."""
-    begins, end = {}, 0
-    for name, shape in shapes.items():
-        begins[name] = end
-        end += math.prod(shape)
-    return {**begins, "end": end}
-
-
 def views(packed: Any, shapes: Shapes, what: str) -> dict[str, Any]:
     """Return views of the tensors in a packed 1-D buffer of NumPy or CuPy.
 
     what: sizes to name in the message. Raises InputError unless the buffer has the exact length.
     """
-    *begins, end = offsets(shapes).values()
+    begins = [0, *accumulate(map(math.prod, shapes.values()))]
+    end = begins.pop()
     shape = getattr(packed, "shape", None)
     if shape != (end,):
         got = type(packed).__name__ if shape is None else f"shape {shape}"
@@ -276,18 +259,18 @@ def views(packed: Any, shapes: Shapes, what: str) -> dict[str, Any]:
 def packed_array(packed: object) -> Array:
     """Return packed weights as a NumPy array. Raises InputError if NumPy cannot convert them."""
     try:
-        return plain_array("packed weights", packed)
+        return checks.plain_array("packed weights", packed)
     except InputError:
         raise
     except (TypeError, ValueError, OverflowError) as error:
-        problem = f"{error}{of_bfloat16(packed)}"
+        problem = f"{error}{checks.of_bfloat16(packed)}"
         raise InputError(f"packed weights: expected a 1-D array of floats: {problem}") from error
 
 
 def checked(name: str, array: object, shape: tuple[int, ...]) -> Array:
     """Return `array`. Raises InputError unless it is a plain array of floats of this shape."""
-    if not is_plain(array):
-        got = type(array).__name__ + of_bfloat16(array)
+    if not checks.is_plain(array):
+        got = type(array).__name__ + checks.of_bfloat16(array)
         raise InputError(f"{name}: expected a NumPy array, got {got}")
     if array.shape != shape:
         raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
@@ -299,7 +282,7 @@ def checked(name: str, array: object, shape: tuple[int, ...]) -> Array:
 
 def generator(seed: object, numbers: int) -> np.random.Generator:
     """Return a random generator. Raises InputError for a wrong seed, or too many `numbers`."""
-    seed = check_integer("seed", seed, 0, math.inf, "an integer of at least 0")
+    seed = checks.check_integer("seed", seed, 0, math.inf, "an integer of at least 0")
     if numbers > MAX_NUMBERS:
         raise InputError(f"expected sizes of at most {MAX_NUMBERS:,} numbers, got {numbers:,}")
     return np.random.default_rng(seed)

@@ -11,16 +11,8 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import check_count
 from gpt2block.errors import InputError, shown
-from gpt2block.files.parameters.arrays import (
-    Array,
-    BlockArrays,
-    ModelArrays,
-    described,
-    generator,
-    packed_array,
-    random_tensors,
-    views,
-)
+from gpt2block.files.parameters import arrays
+from gpt2block.files.parameters.arrays import Array
 from gpt2block.models.config import SIZES, GPT2Config, Shapes, block_shapes, size
 
 
@@ -30,11 +22,11 @@ def unpack(packed: object, n_embd: int = 768) -> dict[str, Any]:
     Raises InputError unless the buffer is 1-D and has exactly the packed length.
     """
     n_embd = check_count("n_embd", n_embd)
-    return views(packed, block_shapes(n_embd), f"C = {n_embd}")
+    return arrays.views(packed, block_shapes(n_embd), f"C = {n_embd}")
 
 
 @dataclass(frozen=True, eq=False)
-class BlockWeights(BlockArrays):
+class BlockWeights(arrays.BlockArrays):
     """The tensors of one block, all of one float dtype. C = n_embd; matrices are (in, out).
 
     The arrays are not copied: do not change them while a Block uses them. Raises InputError for a
@@ -69,7 +61,7 @@ class BlockWeights(BlockArrays):
 
     def __repr__(self) -> str:
         size = f"{self.nbytes:,} bytes"
-        return described(self, self, "n_embd n_head eps", self.gamma1.dtype, size)
+        return arrays.described(self, self, "n_embd n_head eps", self.gamma1.dtype, size)
 
     @classmethod
     def from_packed(
@@ -79,7 +71,7 @@ class BlockWeights(BlockArrays):
 
         packed: a 1-D float32 or float64 array. Raises InputError.
         """
-        return cls(**unpack(packed_array(packed), n_embd), n_head=n_head, eps=eps)
+        return cls(**unpack(arrays.packed_array(packed), n_embd), n_head=n_head, eps=eps)
 
     def to_packed(self) -> Array:
         """Return one 1-D buffer with the twelve tensors in their order."""
@@ -93,11 +85,11 @@ class BlockWeights(BlockArrays):
         which are zero there. config: a GPT2Config or the name of a size, such as "gpt2-xl".
         """
         config = _config(config)
-        return cls.of(config, random_tensors(seed, config.block_shapes()))
+        return cls.of(config, arrays.random_tensors(seed, config.block_shapes()))
 
 
 @dataclass(frozen=True, eq=False)
-class GPT2Weights(ModelArrays[BlockWeights]):
+class GPT2Weights(arrays.ModelArrays[BlockWeights]):
     """All tensors of a GPT-2 model. Raises InputError for tensors that do not match the config."""
 
     CONFIG: ClassVar[type[GPT2Config]] = GPT2Config
@@ -118,7 +110,7 @@ class GPT2Weights(ModelArrays[BlockWeights]):
 
     def __repr__(self) -> str:
         names, blocks = "n_layer n_head n_embd n_ctx vocab_size", f"{len(self.blocks)} blocks"
-        return described(self, self.config, names, blocks, self.wte.dtype)
+        return arrays.described(self, self.config, names, blocks, self.wte.dtype)
 
 
 def _config(config: Any) -> GPT2Config:
@@ -133,4 +125,4 @@ def random_input(seed: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
     if not isinstance(shape, (tuple, list)) or not shape:
         raise InputError(f"shape: expected a tuple such as (T, C), got {shown(shape)}")
     sizes = [check_count("shape", size) for size in shape]
-    return generator(seed, math.prod(sizes)).uniform(-1, 1, sizes).astype(np.float32)
+    return arrays.generator(seed, math.prod(sizes)).uniform(-1, 1, sizes).astype(np.float32)

@@ -11,15 +11,8 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import check_flag, set_fields
 from gpt2block.errors import InputError
-from gpt2block.files.parameters.arrays import (
-    Array,
-    BlockArrays,
-    ModelArrays,
-    described,
-    packed_array,
-    random_tensors,
-    views,
-)
+from gpt2block.files.parameters import arrays
+from gpt2block.files.parameters.arrays import Array
 from gpt2block.models.config import Shapes
 from gpt2block.models.config.llama import LlamaConfig, RopeScaling
 
@@ -27,7 +20,7 @@ _BIASES = ("b_qkv", "b_o", "b_gate", "b_up", "b_down")
 
 
 @dataclass(frozen=True, eq=False)
-class LlamaBlockWeights(BlockArrays):
+class LlamaBlockWeights(arrays.BlockArrays):
     """The tensors of one Llama block, all of one float dtype. C = n_embd; matrices are (in, out).
 
     Q = n_head · head_size and KV = n_kv_head · head_size channels; n_kv_head 0 stands for n_head.
@@ -104,7 +97,7 @@ class LlamaBlockWeights(BlockArrays):
 
     def __repr__(self) -> str:
         names, size = "n_embd n_head n_kv_head head_size n_ff eps", f"{self.nbytes:,} bytes"
-        return described(self, self.config, names, self.gamma1.dtype, size)
+        return arrays.described(self, self.config, names, self.gamma1.dtype, size)
 
     @classmethod
     def from_packed(
@@ -118,8 +111,9 @@ class LlamaBlockWeights(BlockArrays):
         if not isinstance(config, LlamaConfig) or config.attention_bias or config.mlp_bias:
             raise InputError(f"config: expected a LlamaConfig without biases, got {config!r}")
         transposed = {name: shape[::-1] for name, shape in config.block_shapes().items()}
-        what = f"C = {config.n_embd}, Q = {config.q_width}, KV = {config.kv_width}"
-        tensors = views(packed_array(packed), transposed, f"{what}, FF = {config.n_ff}")
+        sizes = f"C = {config.n_embd}, Q = {config.q_width}, KV = {config.kv_width}"
+        what = f"{sizes}, FF = {config.n_ff}"
+        tensors = arrays.views(arrays.packed_array(packed), transposed, what)
         matrices = {name: array.T for name, array in tensors.items()}
         return cls.of(config, matrices | {"half_split": half_split})
 
@@ -136,11 +130,11 @@ class LlamaBlockWeights(BlockArrays):
         config: a LlamaConfig; None for the sizes of Llama 2 7B.
         """
         config = _config(config)
-        return cls.of(config, random_tensors(seed, config.block_shapes()))
+        return cls.of(config, arrays.random_tensors(seed, config.block_shapes()))
 
 
 @dataclass(frozen=True, eq=False)
-class LlamaWeights(ModelArrays[LlamaBlockWeights]):
+class LlamaWeights(arrays.ModelArrays[LlamaBlockWeights]):
     """All tensors of a Llama model. Raises InputError for tensors that do not match the config.
 
     RoPE rotates half-split pairs of channels, as in Hugging Face's checkpoints.
@@ -172,7 +166,7 @@ class LlamaWeights(ModelArrays[LlamaBlockWeights]):
     def __repr__(self) -> str:
         names = "n_layer n_head n_kv_head n_embd n_ctx vocab_size"
         blocks = f"{len(self.blocks)} blocks"
-        return described(self, self.config, names, blocks, self.wte.dtype)
+        return arrays.described(self, self.config, names, blocks, self.wte.dtype)
 
 
 def _config(config: object) -> LlamaConfig:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,7 @@ from gpt2block.files.checkpoints import Checkpoint, gguf_tokenizer, tokenizer_fi
 from gpt2block.files.checkpoints.files import about, read_json, read_object, read_start
 from gpt2block.files.checkpoints.gguf import is_gguf
 from gpt2block.files.checkpoints.patterns import SPLITS
-from gpt2block.files.checkpoints.tokenizer_files import (
-    ADDED,
-    LLM_C,
-    NAMES,
-    OTHER_FORMATS,
-    PAIRS,
-    SETTINGS,
-    SPECIAL,
-    TOKENIZER,
-)
+from gpt2block.files.checkpoints.tokenizer_files import SETTINGS
 from gpt2block.files.checkpoints.tokenizer_specs import GPT2_CLASSES, spec_of_pair, with_settings
 from gpt2block.files.tokenizers import tokenizer_json
 from gpt2block.files.tokenizers.encoding import (
@@ -51,8 +41,6 @@ from gpt2block.models.config import GPT2_END, GPT2_VOCABULARY, ModelConfig
 
 END_OF_TEXT = "<|endoftext|>"
 _LLM_C_MAGIC = 20240328
-# Files of unsupported tokenizers, and files that need a second file to be a tokenizer.
-_OTHER_FILES = (*chain.from_iterable(PAIRS), ADDED, *OTHER_FORMATS)
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 _UNREADABLE = "cannot be read as a byte-level BPE tokenizer: {}"
 # White space as defined by Unicode and tiktoken. Python's \s matches four more characters.
@@ -82,9 +70,7 @@ def load(source: Path | None, vocab_size: int) -> Encoding:
     Raises CheckpointError for damaged files, for unsupported settings or kinds of tokenizers, and
     for a tokenizer with more tokens than the model.
     """
-    if source is not None and source.is_file():
-        return _fitting(from_gguf(source), vocab_size, source)
-    encoding = _in_directory(source) if source else None
+    encoding = _at(source) if source else None
     name = source or "weights given as arrays"
     if encoding is None and vocab_size != GPT2_VOCABULARY:
         raise CheckpointError(
@@ -100,29 +86,32 @@ def from_path(path: str | Path, vocab_size: int) -> Encoding:
     """
     with about(path, (RuntimeError,), "no tokenizer: {}"):
         path = Path(path).expanduser()
-    encoding: Encoding | None = None
-    if os.path.isdir(path):
-        encoding = _in_directory(path)
-    elif os.path.isfile(path) and is_gguf(path):
-        encoding = from_gguf(path)
-    elif os.path.lexists(path):
-        encoding = _of_files(tokenizer_files.of_path(path))
+    encoding = _at(path)
     if encoding is None:
         raise CheckpointError(
             f"{path}: no tokenizer: expected tokenizer.json, encoder.json and vocab.bpe, "
-            f"vocab.json and merges.txt, or {LLM_C}"
+            f"vocab.json and merges.txt, or {tokenizer_files.LLM_C}"
         )
     return _fitting(encoding, vocab_size, path)
 
 
+def _at(path: Path) -> Encoding | None:
+    """Load the tokenizer at a path, which is a folder or a file; return None if there is none."""
+    if os.path.isdir(path):
+        return _in_directory(path)
+    if os.path.isfile(path) and is_gguf(path):
+        return from_gguf(path)
+    return _of_files(tokenizer_files.of_path(path)) if os.path.lexists(path) else None
+
+
 def _of_files(files: Mapping[str, Path]) -> Encoding | None:
     """Load a tokenizer from the first complete set of files (name → path), or return None."""
-    if TOKENIZER in files:
-        return from_tokenizer_json(files[TOKENIZER])
-    for vocab, merges in PAIRS:
+    if tokenizer_files.TOKENIZER in files:
+        return from_tokenizer_json(files[tokenizer_files.TOKENIZER])
+    for vocab, merges in tokenizer_files.PAIRS:
         if vocab in files and merges in files:
             return from_bpe_files(files[vocab], files[merges])
-    return from_llm_c(files[LLM_C]) if LLM_C in files else None
+    return from_llm_c(files[tokenizer_files.LLM_C]) if tokenizer_files.LLM_C in files else None
 
 
 def _in_directory(directory: Path) -> Encoding | None:
@@ -131,11 +120,12 @@ def _in_directory(directory: Path) -> Encoding | None:
     Raises CheckpointError for unsupported tokenizers.
     """
     # `lexists` includes a dangling link and a FIFO, for which reading raises an error.
-    files = {name: directory / name for name in NAMES if os.path.lexists(directory / name)}
+    paths = {name: directory / name for name in tokenizer_files.NAMES}
+    files = {name: path for name, path in paths.items() if os.path.lexists(path)}
     encoding = _of_files(files)
     if encoding is not None:
         return encoding
-    other = next((name for name in _OTHER_FILES if name in files), None)
+    other = next((name for name in tokenizer_files.INCOMPLETE if name in files), None)
     kind = _settings(directory).get("tokenizer_class")
     if other is None and kind not in (None, *GPT2_CLASSES):
         other = f"{SETTINGS} (tokenizer_class {kind!r})"
@@ -155,7 +145,8 @@ def _settings(directory: Path, may_add: bool = False) -> Mapping[str, object]:
     tokens to every text. Raises CheckpointError if they add tokens without it.
     """
     path = directory / SETTINGS
-    settings = {"eos_token": read_object(directory / SPECIAL).get("eos_token")} | read_object(path)
+    special = read_object(directory / tokenizer_files.SPECIAL)
+    settings = {"eos_token": special.get("eos_token")} | read_object(path)
     for name in ("add_bos_token", "add_eos_token"):
         if settings.get(name) and not may_add:
             raise CheckpointError(
@@ -195,7 +186,7 @@ def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
     CheckpointError for damaged files and for unsupported settings.
     """
     ids, settings = read_json(vocab), _settings(vocab.parent)
-    text, added = read_start(merges), read_object(vocab.with_name(ADDED))
+    text, added = read_start(merges), read_object(vocab.with_name(tokenizer_files.ADDED))
     with about(vocab, _DAMAGE, _UNREADABLE):
         spec = spec_of_pair(ids, text, added, settings)
     return _of_spec(vocab, spec, settings)
@@ -244,7 +235,7 @@ def from_gguf(path: Path) -> Encoding:
     Raises CheckpointError for a damaged file, and for an unsupported tokenizer.
     """
     files = gguf_tokenizer.files_of(path)
-    return _of_spec(path, files[TOKENIZER], files[SETTINGS])
+    return _of_spec(path, files[tokenizer_files.TOKENIZER], files[SETTINGS])
 
 
 def _of_spec(path: Path, spec: object, settings: Mapping[str, object]) -> Encoding:

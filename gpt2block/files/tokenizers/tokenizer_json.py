@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, repeat
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tiktoken
@@ -57,13 +57,9 @@ class TiktokenEncoding(tiktoken.Encoding):
         return frozenset((*self._mergeable_ranks.values(), *self._special_tokens.values()))
 
 
-class _Added(NamedTuple):
-    """An added token, which is matched in the text before the BPE model is applied."""
-
-    content: str
-    token_id: int
-    special: bool
-    plain: bool  # True if the flags single_word, lstrip and rstrip are not set
+Token = Mapping[
+    str, Any
+]  # an added token, which is matched in a text before the BPE model is applied
 
 
 def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
@@ -74,7 +70,7 @@ def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
     """
     model = spec["model"]
     vocab: dict[str, int] = model["vocab"]
-    added = [_added(token) for token in spec.get("added_tokens") or []]
+    added: list[Token] = spec.get("added_tokens") or []
     fallback = bool(model.get("byte_fallback")) and _is_sentence_piece(spec)
     if not fallback:
         _check_pipeline(spec)
@@ -86,11 +82,11 @@ def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
     problem = (
         _pipeline_problem(spec)
         or _added_problem(vocab, added)
-        or _merges_problem(vocab, parts, {token.content for token in added})
+        or _merges_problem(vocab, parts, {token["content"] for token in added})
     )
     if problem:
         return _by_tokenizers(name, spec, added, problem)
-    special = {token.content: token.token_id for token in added}
+    special = {token["content"]: token["id"] for token in added}
     ordinary = {token: rank for token, rank in vocab.items() if token not in special}
     ranks = dict(zip(bytes_of_all(list(ordinary)), ordinary.values(), strict=True))
     return by_tiktoken(name, ranks, special, _split_of(spec) or SPLIT_WORDS)
@@ -124,14 +120,6 @@ def check_distinct(ids: Sequence[Any]) -> None:
     valid = set(map(type, ids)) <= {int} and min(ids, default=0) >= 0
     if not valid or max(ids, default=0) > _LARGEST_ID or len(set(ids)) != len(ids):
         raise ValueError(f"expected ids that are different integers from 0 to {_LARGEST_ID}")
-
-
-def _added(token: Mapping[str, Any]) -> _Added:
-    if not isinstance(token["content"], str) or not token["content"]:
-        raise ValueError(f"added_tokens: expected text as content, got {token['content']!r}")
-    plain = not any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip"))
-    special = token.get("special", True)  # the package tokenizers requires this key
-    return _Added(token["content"], token["id"], bool(special), plain)
 
 
 def _parts(merges: Sequence[Any]) -> list[str]:
@@ -190,15 +178,19 @@ def _check_model(model: Any, fallback: bool) -> None:
             )
 
 
-def _check_ids(vocab: Mapping[str, object], added: Sequence[_Added]) -> None:
-    """Raise ValueError unless every token has one id, and every id one token."""
+def _check_ids(vocab: Mapping[str, object], added: Sequence[Token]) -> None:
+    """Raise ValueError unless every token is a text with one id, and every id has one token."""
+    new = {}
     for token in added:
-        if token.content in vocab and token.token_id != vocab[token.content]:
+        content, id_ = token["content"], token["id"]
+        if not isinstance(content, str) or not content:
+            raise ValueError(f"added_tokens: expected text as content, got {content!r}")
+        if id_ != vocab.get(content, id_):
             raise ValueError(
-                f"added_tokens: {token.content!r} has id {token.token_id}, and in model.vocab "
-                f"{vocab[token.content]}"
+                f"added_tokens: {content!r} has id {id_}, and in model.vocab {vocab[content]}"
             )
-    new = {token.content: token.token_id for token in added if token.content not in vocab}
+        if content not in vocab:
+            new[content] = id_
     check_distinct([*vocab.values(), *new.values()])
 
 
@@ -244,17 +236,19 @@ def _adds_nothing(processor: Any) -> bool:
     return bool(processor["type"] == "ByteLevel")
 
 
-def _added_problem(vocab: Mapping[str, int], added: Sequence[_Added]) -> str | None:
+def _added_problem(vocab: Mapping[str, int], added: Sequence[Token]) -> str | None:
     """Describe the first added token that tiktoken would match differently; else return None."""
-    new = [token for token in added if token.content not in vocab]
     for token in added:
-        if not token.special or not token.plain:
-            return f"added token {token.content!r}, which is not a plain special token"
-        if bytes_of(token.content) != token.content.encode():
-            return f"added token {token.content!r}, whose characters stand for bytes"
+        content, flags = token["content"], ("single_word", "lstrip", "rstrip")
+        # The package tokenizers requires the key "special".
+        if not token.get("special", True) or any(map(token.get, flags)):
+            return f"added token {content!r}, which is not a plain special token"
+        if bytes_of(content) != content.encode():
+            return f"added token {content!r}, whose characters stand for bytes"
+    new = (token for token in added if token["content"] not in vocab)
     for index, token in enumerate(new, len(vocab)):
-        if token.token_id != index:
-            return f"added token {token.content!r} with id {token.token_id} rather than {index}"
+        if token["id"] != index:
+            return f"added token {token['content']!r} with id {token['id']} rather than {index}"
     return None
 
 
@@ -342,7 +336,7 @@ def _unreachable(left: NDArray[np.int64], right: NDArray[np.int64], first: int) 
 
 
 def _by_tokenizers(
-    name: str, spec: Any, added: Iterable[_Added], problem: str, fallback: bool = False
+    name: str, spec: Any, added: Iterable[Token], problem: str, fallback: bool = False
 ) -> TokenizersEncoding:
     """Create a TokenizersEncoding. Raises ValueError if package tokenizers is missing or fails."""
     require(f"it has {problem}, which", "tokenizers", "tokenizers")
@@ -367,10 +361,10 @@ def _by_tokenizers(
         )
     encoding.prefix, encoding.suffix = around
     for token in added:
-        actual = encoding.token_to_id(token.content)
-        if actual != token.token_id:
+        actual = encoding.token_to_id(token["content"])
+        if actual != token["id"]:
             raise ValueError(
-                f"added_tokens: {token.content!r} has id {token.token_id}, and {actual} in the "
+                f"added_tokens: {token['content']!r} has id {token['id']}, and {actual} in the "
                 "package tokenizers: expected ids that follow the vocabulary's"
             )
     return encoding

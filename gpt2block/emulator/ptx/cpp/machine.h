@@ -351,7 +351,7 @@ struct Launch {  // as engine.py fills it
     const uint8_t* constant = nullptr; // per array, whether writing is a finding
     const uint8_t* early = nullptr;    // per array, whether it may be accessed before the wait for the previous kernel
     Counts* counts = nullptr;          // of each line; null: nothing is counted
-    int64_t executed = 0, lanes = 0;   // results
+    int64_t executed = 0;              // result
     const int64_t* traced = nullptr;   // a block and a thread each; null: no trace
     int64_t traced_count = 0, traced_array = 0, traced_byte = 0;
     int64_t left_out = 0;              // result

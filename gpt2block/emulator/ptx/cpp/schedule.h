@@ -308,7 +308,6 @@ struct Run {
             Mask active = group;
             if (i.guard >= 0) active &= i.guard_not ? ~w.predicates[i.guard] : w.predicates[i.guard];
             ++m.executed;
-            m.lanes += __builtin_popcount(active);
             if (m.counts) counters::count(w, i, group, active);
             if (!active) {
                 ++pc;

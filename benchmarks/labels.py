@@ -1,4 +1,4 @@
-"""Plots of `gpt2block kernels --plot`: labels at the ends of lines, and the file of a plot."""
+"""Labels at the ends of the lines of a plot, and the file of a plot."""
 
 from __future__ import annotations
 
