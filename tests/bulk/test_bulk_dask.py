@@ -37,6 +37,7 @@ from gpt2block.engine.model import weight_bytes
 from gpt2block.files.checkpoints import Checkpoint
 from tests import inline_cluster
 from tests.command_line import gpt2block
+from tests.devices import slow
 from tests.inline_cluster import contents
 
 pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
@@ -437,6 +438,7 @@ def children(process: subprocess.Popen[str]) -> list[Any]:
     return list(psutil.Process(process.pid).children(recursive=True))
 
 
+@pytest.mark.slow
 def test_a_worker_and_then_the_client_is_killed(
     here: Any, alone: Path, records: Path, tmp_path: Path
 ) -> None:
@@ -469,7 +471,9 @@ def test_a_worker_and_then_the_client_is_killed(
     assert contents(output) == contents(alone / "score")
 
 
-@pytest.mark.parametrize("moment", ["the lock", "the start of a worker", "the second shard"])
+@pytest.mark.parametrize(
+    "moment", [slow("the lock"), slow("the start of a worker"), "the second shard"]
+)
 def test_an_interrupt(records: Path, tmp_path: Path, moment: str) -> None:
     """An interrupted command prints one line, exits with 130 and leaves no process.
 

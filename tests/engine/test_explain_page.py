@@ -19,6 +19,7 @@ from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.gemma3 import Gemma3Config
 from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.sampling import Sampling, masses
+from tests.devices import slow
 from tests.engine.test_explain import EVIL, LLAMA, of, tokens_of
 from tests.engine.test_explain import model as bundled
 from tests.markov import byte_encoding
@@ -292,7 +293,7 @@ def gemma3() -> Model[Any]:
     return made
 
 
-@pytest.fixture(scope="module", params=["shakespeare", "shakespeare-llama", "gemma3"])
+@pytest.fixture(scope="module", params=["shakespeare", slow("shakespeare-llama"), "gemma3"])
 def opened(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, Path]:
     """Return a model and its page; the second and third model have grouped queries."""
     name = request.param
@@ -505,7 +506,7 @@ def test_a_walk_has_a_sentence_for_every_step(browser: Any, opened: tuple[Any, P
     assert browser.get_log("browser") == []
 
 
-@pytest.mark.parametrize("width", [390, 768, 1280])
+@pytest.mark.parametrize("width", [390, slow(768), slow(1280)])
 def test_names_of_steps_fit_in_the_diagram(
     browser: Any, opened: tuple[Any, Path], width: int
 ) -> None:
@@ -621,7 +622,7 @@ COVERED = """return [...document.querySelectorAll('.step:has(.badge)')].filter(s
 """
 
 
-@pytest.mark.parametrize("width", [360, 768, 1280])
+@pytest.mark.parametrize("width", [360, slow(768), slow(1280)])
 def test_it_fits_a_phone(page: Any, width: int) -> None:
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -658,7 +659,7 @@ def test_a_notebook_shows_the_page_in_a_frame(browser: Any, path: Path, model: G
     browser.switch_to.default_content()
 
 
-@pytest.mark.parametrize("kind", ["llama", "one token", "long"])
+@pytest.mark.parametrize("kind", ["llama", "one token", slow("long")])
 def test_other_pages_load(browser: Any, model: GPT2, tmp_path: Path, kind: str) -> None:
     if kind == "llama":
         page = Llama(LlamaWeights.random(0, LLAMA), "cpu").explain([3, 1, 4, 1, 5])

@@ -36,6 +36,7 @@ from gpt2block.ops.bench.ceilings import Ceilings
 from gpt2block.ops.registry import OPERATIONS, find
 from gpt2block.sampling import Sampling, probabilities, random_bits
 from tests import children
+from tests.devices import slow
 
 NO_EMULATOR = emulator.missing()
 on_emulator = pytest.mark.skipif(
@@ -532,8 +533,8 @@ MISTAKES = [  # operation, code of its template, the mistake, the report
     ("rope", "start + t", "t", "149 of 150 elements of out are wrong"),
     ("rope", "first + 1]);", "first - k + D / 2]);", "elements of out are wrong"),
     ("rope", "const double angle =", "const float angle =", "wrong for these (positions from 100"),
-    ("sample_token", " - largest", "", "wrong for these (logits near 1024)"),
-    ("sample_token", "kept += count", "++kept", "wrong for these (ties)"),
+    slow("sample_token", " - largest", "", "wrong for these (logits near 1024)"),
+    slow("sample_token", "kept += count", "++kept", "wrong for these (ties)"),
     ("sample_token", "top_p * sum", "top_p", "elements of token are wrong"),
     ("sample_token", "seed >> 32", "0", "elements of token are wrong"),
     (
@@ -759,7 +760,9 @@ def served(kernel: Kernel, variants: tuple[str, ...] = ()) -> list[Any]:
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(("name", "chosen"), [("softmax", ("three_pass",)), ("gelu", ("gelu",))])
+@pytest.mark.parametrize(
+    ("name", "chosen"), [slow("softmax", ("three_pass",)), ("gelu", ("gelu",))]
+)
 def test_the_race_has_the_chosen_variants_and_the_users(name: str, chosen: tuple[str]) -> None:
     operation = find(name)
     kernel = matched(read(HERE / f"{name}.cu"), operation, workload.check_storage(operation))

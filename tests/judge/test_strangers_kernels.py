@@ -18,6 +18,7 @@ from gpt2block.judge.solutions import HERE
 from gpt2block.judge.source import read
 from gpt2block.judge.templates import template
 from gpt2block.ops.registry import find
+from tests.devices import slow
 
 pytestmark = [
     pytest.mark.skipif(
@@ -320,7 +321,9 @@ def test_a_wrong_kernel_does_not(name: str) -> None:
     assert said in found.summary
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", [
+    name if n % 2 else slow(name) for n, name in enumerate(MISTAKES)
+])  # fmt: skip
 def test_a_mistake_in_a_right_kernel_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the case that the message names is run, because all cases take long."""
 
