@@ -45,7 +45,7 @@ def smollm2_files() -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run the tests that need a CUDA device")
-    parser.addoption("--slow", action="store_true", help="run the tests that compile for minutes")
+    parser.addoption("--slow", action="store_true", help="run the tests that take minutes")
     parser.addoption(
         "--quick",
         action="store_true",

@@ -211,15 +211,11 @@ def test_sent_columns_are_gathered_before_other_words() -> None:
 
 def cases(*names: str) -> list[Any]:
     """Return few cases for the emulator, where each compiles many programs, and all for a GPU."""
-    found: list[Any] = [
-        ("shuffled", "qwen3", "float8_e5m2", 4),
-        ("shuffled", "llama", "float16", 2),
-    ]
+    emulated = ("qwen3", "float8_e5m2", 4), ("llama", "float16", 2)
+    found: list[Any] = [("shuffled", *case) for case in emulated]
     if "gemma3-256" in names:  # no tensor cores for prompts
-        found += [
-            slow("shuffled", "gemma3-256", "float32", 2),
-            slow("shuffled", "lfm2", "bfloat16", 2),
-        ]
+        more = ("gemma3-256", "float32", 2), ("lfm2", "bfloat16", 2)
+        found += [slow("shuffled", *case) for case in more]
     everywhere = product(names, FORMATS, (2, 4))
     return found + [pytest.param("gpu", *case, marks=GPU.marks) for case in everywhere]
 

@@ -18,7 +18,6 @@ from gpt2block.judge.solutions import HERE
 from gpt2block.judge.source import read
 from gpt2block.judge.templates import template
 from gpt2block.ops.registry import find
-from tests.devices import slow
 
 pytestmark = [
     pytest.mark.skipif(
@@ -157,10 +156,6 @@ RIGHT = {
         "gelu",
         gelu(GELU_TANH.replace("0.5f", "half[0]"), "__constant__ float half[2] = {0.5f, 1};\n"),
     ),
-    "a count of launches on which nothing depends": (
-        "add",
-        add("if (i == 0) ++launches;\n    " + ADD_RIGHT, "__device__ unsigned launches;\n"),
-    ),
     "a counter that is set back": (
         "add",
         add(
@@ -174,11 +169,6 @@ EXP = "x[i] = 0.5f * v * (1 + (expf(2 * u) - 1) / (expf(2 * u) + 1));"
 WRONG: dict[str, tuple[str, str, str]] = {  # operation, source, expected message
     "E[x^2] - E[x]^2": ("layernorm", layernorm(ONE_PASS), "E[x^2] - E[x]^2 cancels"),
     "no eps": ("layernorm", layernorm(TWO_PASS, "rsqrtf(var)"), "of out are wrong"),
-    "eps after the root": (
-        "layernorm",
-        layernorm(TWO_PASS, "1 / (sqrtf(var) + eps)"),
-        "of out are wrong",
-    ),
     "largest score from 0": ("softmax", SOFTMAX.replace("START", "0.0f"), "begin with -infinity"),
     "-inf - -inf": (
         "softmax",
@@ -191,15 +181,6 @@ WRONG: dict[str, tuple[str, str, str]] = {  # operation, source, expected messag
         "add",
         add().replace("grid=ceil(n / block)", "grid=64").replace("ceil(n / 64)", "64"),
         "right at the sizes before",
-    ),
-    "a counter that is not set back": (
-        "add",
-        add(
-            "__shared__ int before;\n    if (threadIdx.x == 0) before = atomicAdd(&calls, 1);\n"
-            "    __syncthreads();\n    if (i < n) y[i] = a[i] + b[i] + (before >= gridDim.x);",
-            "__device__ int calls;\n",
-        ),
-        "right in the first launch of a process, wrong in a later one",
     ),
     "one of two counters that is not set back": (
         "add",
@@ -229,11 +210,6 @@ WRONG: dict[str, tuple[str, str, str]] = {  # operation, source, expected messag
             "__device__ float kept[1 << 14];\n__device__ bool have[1 << 14];\n",
         ),
         "keep their values between launches",
-    ),
-    "a header of the C++ library": (
-        "add",
-        add("if (i < n) y[i] = a[i] + b[i];", "#include <iostream>\n"),
-        'cannot open source file "iostream"',
     ),
     "a store to a constant": (
         "gelu",
@@ -265,39 +241,19 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     "an offset of 16 bits": ("layernorm/2.2", "x + (long long)blockIdx.x * C",
                              "x + (unsigned short)(blockIdx.x * C)", "at B=1, T=65, C=1032"),
     "an output that is read": ("layernorm/2.2", "out_row[c] = (", "out_row[c] += (", "NaN or inf"),
-    "half of the block": ("layernorm/2.2", "n = THREADS / 2", "n = THREADS / 4", "are wrong"),
     "vectors of any row": ("layernorm/3.1", "C % 4 == 0", "C >= 4", "misaligned access"),
-    "one vector of a thread": ("layernorm/3.1", "i < n4; i += THREADS) squares",
-                               "i < min(n4, THREADS); i += THREADS) squares", "C=4100"),
     "vectors in pairs": ("layernorm/3.1", "n4 = C / 4;", "n4 = C / 8 * 2;", "at B=1, T=2, C=4100"),
-    "zeros that are no values": ("layernorm/3.2", "if (threadIdx.x + k * THREADS >= C / 4)",
-                                 "if (k == HELD)", "are wrong"),
     "rows that do not fit": ("layernorm/3.2", "C <= 4 *", "C <= 16 *", "at B=1, T=2, C=4100"),
-    "the row after the last": ("layernorm/5.3", "if (two) out_row", "out_row", "out of bounds"),
-    "half of the lanes": ("softmax/7.2", "distance = 16", "distance = 8", "are wrong"),
     "a lane that returns": ("softmax/7.2", "(row >= rows)", "(row >= rows || lane >= n)", "diverg"),
     "a maximum from 0": ("softmax/7.2", "{-INFINITY, 0", "{0.0f, 0", "scores near -1024"),
-    "no rescaling": ("softmax/7.2", "b.s * expf(b.m - point)", "b.s", "are wrong"),
     "a maximum of three": ("softmax/3.4", "fmaxf(held[k].z, held[k].w)", "held[k].z", "one large"),
-    "no second barrier": ("matmul_bias/4.1", "    __syncthreads();  // all threads", "//", "race"),
     "no zeros after K": ("matmul_bias/4.1", "m < M && k + tx < K ?", "m < M ?", "out of bounds"),
-    "tiles that fit": ("matmul_bias/4.1", "k < K; k", "k + TILE <= K; k", "are wrong"),
-    "an output of 16 bits": ("matmul_bias/5.2", "C[(long long)m * N + n]",
-                             "C[(unsigned short)(m * N + n)]", "race"),
     "an input of 16 bits": ("matmul_bias/5.2", "A[(long long)m * K + k + tx]",
                             "A[(unsigned short)(m * K + k + tx)]", "at M=65, K=1032, N=8"),
-    "weights of 16 bits": ("linear/9.2", "w + (long long)n * K", "w + (unsigned short)(n * K)",
-                           "at M=4, K=1036, N=76"),
     "sums of vectors in pairs": ("linear/9.2", "k < K; k +=", "k < (K % 4 ? K : K & ~7); k +=",
                                  "at M=4, K=1036, N=76"),
-    "a barrier of warps": ("linear/9.2", "    __syncthreads();", "    __syncwarp();", "race"),
-    "squares of one warp": ("rmsnorm_matmul/10.2", "squares += part[0][p][lane];", "", "are wrong"),
     "a tail of 3": ("to_fp8/11.1", "first + 4 <= size", "first + 3 <= size", "out of bounds"),
-    "lanes without a block": ("blocks_matmul/13.1", "    float sum[ROWS]",
-                              "if (lane / 8 * 256 >= K) return; float sum[ROWS]", "divergent"),
     "no end of keys": ("attention/8.2", "first + key < T;", "true;", "out of bounds"),
-    "no barrier after a tile": ("attention/8.2", "__syncthreads();  // the prev", "//", "race"),
-    "keys after the query": ("attention/8.2", "+ lane <= query", "+ lane < T", "are wrong"),
     "memory that grows with T": ("attention/8.1", "shared=4 * T", "shared=4 * T * HS", "a GPU"),
     "sums of float16": ("trimat/6.2", "sum += a.hi * c.hi;",
                         "sum = hi_lo(sum + a.hi * c.hi).hi;", "are wrong"),
@@ -321,9 +277,7 @@ def test_a_wrong_kernel_does_not(name: str) -> None:
     assert said in found.summary
 
 
-@pytest.mark.parametrize("name", [
-    name if n % 2 else slow(name) for n, name in enumerate(MISTAKES)
-])  # fmt: skip
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_a_right_kernel_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the case that the message names is run, because all cases take long."""
 
