@@ -176,7 +176,7 @@ def facts(item: pytest.Function) -> set[Any]:
         for name, value in (given.params.items() if given else ())
     ]
     others = [each for each in values if each[1] not in EMULATED]
-    orders = {value for _, value in values if value in EMULATED}
+    orders = (value for _, value in values if value in EMULATED)
     return {*orders, *combinations(others, min(2, len(others)))}
 
 

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -361,14 +360,10 @@ def nvrtc() -> tuple[int, int]:
     return version
 
 
-def each_file() -> Iterator[Any]:
-    """Yield files and architectures, by their place: a file has one of them, others are slow."""
-    for (n, file), place in product(enumerate(kernels.sources()), range(3)):
-        marks = () if place == (0, 1, 0, 2)[n % 4] else pytest.mark.slow
-        yield pytest.param(file, place, marks=marks)
-
-
-@pytest.mark.parametrize(("file", "place"), each_file())
+@pytest.mark.parametrize(("file", "place"), [  # one architecture of a file; others are slow
+    pytest.param(file, place, marks=[pytest.mark.slow] * (place != (0, 1, 0, 2)[n % 4]))
+    for (n, file), place in product(enumerate(kernels.sources()), range(3))
+])  # fmt: skip
 def test_compiles_without_spills_and_warnings(
     nvrtc: tuple[int, int], file: str, place: int
 ) -> None:

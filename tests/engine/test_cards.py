@@ -82,7 +82,6 @@ def test_rows_of_no_whole_loads_are_not_fused(
 
 SMALL = LlamaConfig(2, 4, 96, 64, 101, n_kv_head=1, n_ff=384, head_size=32)
 SMALL_MODELS: dict[str, ModelConfig] = {
-    "with biases": replace(SMALL, attention_bias=True),
     "qwen3": Qwen3Config(**vars(SMALL)),
     "olmo2": Olmo2Config(**vars(SMALL)),
 }
@@ -91,9 +90,7 @@ SMALL_MODELS: dict[str, ModelConfig] = {
 @pytest.mark.parametrize(
     ("capability", "name", "dtype"),
     [
-        slow("89", "with biases", "bfloat16"),
         ("80", "qwen3", "float8_e4m3fn"),
-        slow("120", "qwen3", "bfloat16"),
         ("120", "olmo2", "bfloat16"),
     ],
 )

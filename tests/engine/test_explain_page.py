@@ -174,11 +174,10 @@ def test_buttons_lead_from_step_to_step(page: Any) -> None:
     "options",
     [
         {"temperature": 1.0},
-        {"temperature": 0.8, "top_k": 5},
-        {"temperature": 1.45, "top_p": 0.9},
+        slow({"temperature": 0.8, "top_k": 5}),
+        slow({"temperature": 1.45, "top_p": 0.9}),
         {"temperature": 0.3, "top_k": 12, "top_p": 0.55},
-        {"temperature": 2.0, "top_k": 1},
-        {"temperature": 1.0, "top_p": 0.0},
+        slow({"temperature": 1.0, "top_p": 0.0}),
     ],
 )
 def test_sliders_give_the_distribution_of_the_sampler(
@@ -302,7 +301,7 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, 
     return made, made.explain(TEXT, layer=LAYER).save(path)
 
 
-@pytest.mark.parametrize(("position", "head"), [(0, 0), (9, 3), (18, 2)])
+@pytest.mark.parametrize(("position", "head"), [slow(0, 0), (9, 3), slow(18, 2)])
 def test_a_row_of_attention_agrees_with_numpy(
     browser: Any, opened: tuple[Any, Path], position: int, head: int
 ) -> None:
@@ -398,7 +397,7 @@ def product_shown(page: Any, made: Any, step: str) -> tuple[int, int]:
     return row, column
 
 
-@pytest.mark.parametrize("step", ["qkv", "proj", "logits"])
+@pytest.mark.parametrize("step", ["qkv", slow("proj"), slow("logits")])
 def test_a_cell_of_a_product_shows_its_row_and_column(
     browser: Any, opened: tuple[Any, Path], step: str
 ) -> None:

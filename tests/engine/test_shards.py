@@ -27,7 +27,7 @@ from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import OPERATION as LINEAR
 from tests.attentions import DTYPES
 from tests.caches import KINDS, Cache, Heads, random_cache
-from tests.devices import GPU, SOMEWHERE, assert_same_bits, combinations, one_order, slow
+from tests.devices import GPU, SOMEWHERE, assert_same_bits, combinations, one_order
 from tests.ops.test_all_gather import few_words
 from tests.ops.test_operands import as_operand
 from tests.plain import normal
@@ -131,7 +131,6 @@ def multiplied(
     ("device", "kind", "variant", "rows"),
     [
         *((SOMEWHERE[0], *case) for case in EMULATED),
-        slow(SOMEWHERE[0], HI_LO, "mma_tiles", (64,)),
         *(pytest.param("gpu", *case, ROWS, marks=GPU.marks) for case in ON_GPU),
     ],
     indirect=["device"],
