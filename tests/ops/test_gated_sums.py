@@ -385,7 +385,7 @@ def test_norms_of_heads_are_fused_in_steps_of_few_rows() -> None:
 
 # Two layers suffice on the emulator: they have every pair of consecutive kernels.
 MODELS: list[Any] = [("hopper", replace(NARROW, n_layer=2), "float8_e4m3fn")]
-MODELS += [("hopper", NORMED, "bfloat16")]
+MODELS += [slow("hopper", NORMED, "bfloat16")]
 MODELS += [
     pytest.param("gpu", config, dtype, marks=GPU.marks)
     for config, dtype in product((SMOLLM2, NARROW, NORMED), DTYPES)
