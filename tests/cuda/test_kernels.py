@@ -369,8 +369,9 @@ def test_compiles_without_spills_and_warnings(
 ) -> None:
     """All kernels of a file are compiled at once: with its default constants for the H200.
 
-    A file's odd constants, if any, are compiled for both ends of the architectures. When a kernel
-    is loaded, it is compiled alone, to the same code, as the next test shows.
+    A file's odd constants, if any, are compiled for both ends of the architectures. Without --slow,
+    a file is compiled for one of these three architectures. When a kernel is loaded, it is compiled
+    alone, to the same code, as the next test shows.
     """
     known = WITH_CUDA_12 if nvrtc[0] < 13 else WITH_CUDA_13
     if required := kernels.architecture(file):
