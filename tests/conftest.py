@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Generator
+from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import planted_bugs
 import pytest
 
 from gpt2block.emulator.ptx import engine
-from tests.devices import device, small_blocks  # noqa: F401  (fixtures of every test)
+from tests.devices import EMULATED, device, small_blocks  # noqa: F401  (fixtures of every test)
 from tests.gpus import allocations, context_problem  # noqa: F401  (a fixture)
 
 PROGRAMS = "GPT2BLOCK_CPU_CUDA_CACHE"
@@ -42,7 +45,7 @@ def smollm2_files() -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run the tests that need a CUDA device")
-    parser.addoption("--slow", action="store_true", help="run the tests that compile for minutes")
+    parser.addoption("--slow", action="store_true", help="run the tests that take minutes")
     parser.addoption(
         "--quick",
         action="store_true",
@@ -136,6 +139,52 @@ class Failures:
 def pytest_xdist_auto_num_workers() -> int:
     """One worker more than cores: tests wait for subprocesses in a third of their time."""
     return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Mark cases of a function as slow that its other cases on the emulator cover."""
+    found = yield
+    for item in covered(found) if isinstance(found, list) else ():
+        item.add_marker("slow")
+    return found
+
+
+def covered(items: list[pytest.Function]) -> list[pytest.Function]:
+    """Return the cases on the emulator that repeat what others cover.
+
+    The others have every pair of values of two parameters in one thread order, and every order. All
+    cases that a planted bug names are among them.
+    """
+    every = {item: facts(item) for item in items if "slow" not in item.keywords}
+    rest = {item: found for item, found in every.items() if not EMULATED.isdisjoint(found)}
+    missing = set[Any]().union(*rest.values())
+    for item in list(rest):
+        if any(is_of(item.nodeid, test) for test in tests_of_bugs()):
+            missing -= rest.pop(item)
+    while missing:  # max() prefers the last order, which searches for races
+        best = max(reversed(rest), key=lambda item: len(rest[item] & missing))
+        missing -= rest.pop(best)
+    return list(rest)
+
+
+def facts(item: pytest.Function) -> set[Any]:
+    """Return the thread order of a case, and each pair of its other values."""
+    simple, given = (str, int, float, tuple), getattr(item, "callspec", None)
+    values = [
+        (name, repr(value) if isinstance(value, simple) else id(value))
+        for name, value in (given.params.items() if given else ())
+    ]
+    others = [each for each in values if each[1] not in EMULATED]
+    orders = (value for _, value in values if value in EMULATED)
+    return {*orders, *combinations(others, min(2, len(others)))}
+
+
+@cache
+def tests_of_bugs() -> frozenset[str]:
+    """Return the tests that planted bugs name; Python 3.10 cannot read TOML."""
+    text = planted_bugs.BUGS.read_text("utf-8")
+    return frozenset(test for _, test in re.findall(r"""(?m)^test = (["'])(.*)\1$""", text))
 
 
 @pytest.hookimpl(wrapper=True)

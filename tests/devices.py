@@ -32,6 +32,7 @@ from gpt2block.ops.top_logprobs import choose_geometry as of_top
 
 Array = NDArray[Any]
 IN_TESTS: tuple[Order, ...] = ("forward", "shuffled")
+EMULATED = frozenset(map(repr, (*emulator.ORDERS, "hopper", "emulator")))
 ON_CPU = [pytest.param(order, id=f"emulator-{order}") for order in IN_TESTS]
 EVERYWHERE = [*ON_CPU, pytest.param("gpu", marks=pytest.mark.gpu)]
 GPU = EVERYWHERE[-1]
@@ -51,14 +52,19 @@ H200 = 132  # multiprocessors
 FEW_THREADS = 64
 
 
-def combinations(*, times: int = 2, **axes: Sequence[Any]) -> pytest.MarkDecorator:
+def slow(*case: Any) -> Any:
+    """Return a case that runs only with --slow."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def combinations(*, times: int = 2, along: str = "", **axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrize `device` and these axes: all combinations on a GPU, a part on the emulator.
 
-    Each combination may be a program for the emulator to compile. There each value of the longest
-    axis appears `times` times, each time with other values of the other axes.
+    Each combination may be a program for the emulator to compile. There each value of axis `along`,
+    by default the longest, appears `times` times, each time with other values of the other axes.
     """
     values = list(axes.values())
-    longest = max(map(len, values))
+    longest = len(axes[along]) if along else max(map(len, values))
     some = {
         tuple(axis[(i + again * (n > 0)) % len(axis)] for n, axis in enumerate(values)): None
         for again in range(times)

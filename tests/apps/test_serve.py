@@ -46,6 +46,7 @@ from gpt2block.errors import InputError
 from gpt2block.files.tokenizers import tokenizer
 from tests import serving as serving_
 from tests.command_line import gpt2block
+from tests.devices import slow
 from tests.exchanges import (
     CHAT,
     COMPLETION,
@@ -870,7 +871,7 @@ def test_nothing_is_left_after_many_requests(server: Running) -> None:
     assert not server.service._places
 
 
-@pytest.mark.parametrize("how", [["--rate", "40"], ["--at-once", "12"]])
+@pytest.mark.parametrize("how", [["--rate", "40"], slow(["--at-once", "12"])])
 def test_a_load_with_clients_that_go(
     server: Running, capsys: pytest.CaptureFixture[str], how: list[str]
 ) -> None:
@@ -1167,7 +1168,7 @@ def client_of_command(line: str) -> Any:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_a_signal_finishes_what_runs(number: int) -> None:
     """A stream ends normally; then the port is free, though the server closed a connection."""
     host = "127.0.0.2" if sys.platform == "linux" and number == signal.SIGTERM else "127.0.0.1"
@@ -1199,7 +1200,7 @@ serve.load_model = lambda *_: (print("loads", file=sys.stderr, flush=True), time
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
-@pytest.mark.parametrize(("first", "wait"), [("", 0), ("", 0.02), (SLOW_TO_LOAD, 0)])
+@pytest.mark.parametrize(("first", "wait"), [("", 0), slow("", 0.02), (SLOW_TO_LOAD, 0)])
 def test_a_signal_at_any_time_ends_the_server(first: str, wait: float) -> None:
     """The signal may come right after the address is shown, or while the model is loaded."""
     with command(first=first) as (child, line):

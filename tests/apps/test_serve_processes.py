@@ -33,19 +33,27 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has one
 
 # Tests that depend on whether another process handles HTTP
 test_the_client = test_serve.test_the_client
-test_answers_are_those_of_generate = test_serve.test_answers_are_those_of_generate
 test_a_stream_of_pieces_with_several_tokens = test_serve.test_a_stream_of_pieces_with_several_tokens
-test_the_score_of_a_prompt = test_serve.test_the_score_of_a_prompt
 test_many_at_a_time_are_those_alone = test_serve.test_many_at_a_time_are_those_alone
-test_prefixes_of_other_clients_are_not_told = test_serve.test_prefixes_of_other_clients_are_not_told
 test_health_tells_how_far_the_start_is = test_serve.test_health_tells_how_far_the_start_is
 test_a_full_queue_refuses_at_once = test_serve.test_a_full_queue_refuses_at_once
-test_wrong_logits_end_one_request = test_serve.test_wrong_logits_end_one_request
-test_metrics = test_serve.test_metrics
-test_a_unix_socket_and_new_keys = test_serve_clients.test_a_unix_socket_and_new_keys
-test_explained = test_serve_play.test_a_pass_is_explained_at_an_address_that_none_can_guess
-test_an_engine_that_fails_ends_the_server = test_serve.test_an_engine_that_fails_ends_the_server
 model = test_serve.model  # a fixture
+
+
+@pytest.mark.slow
+class TestFurther:
+    """Tests that also run with a thread; here each starts a process, which takes a second."""
+
+    test_answers = staticmethod(test_serve.test_answers_are_those_of_generate)
+    test_score = staticmethod(test_serve.test_the_score_of_a_prompt)
+    test_prefixes = staticmethod(test_serve.test_prefixes_of_other_clients_are_not_told)
+    test_wrong_logits = staticmethod(test_serve.test_wrong_logits_end_one_request)
+    test_metrics = staticmethod(test_serve.test_metrics)
+    test_keys = staticmethod(test_serve_clients.test_a_unix_socket_and_new_keys)
+    test_pass = staticmethod(
+        test_serve_play.test_a_pass_is_explained_at_an_address_that_none_can_guess
+    )
+    test_failure = staticmethod(test_serve.test_an_engine_that_fails_ends_the_server)
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +88,7 @@ def test_passes_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     test_serve.test_passes_end_with_their_request(model, monkeypatch, *test_serve.PASSES[0], None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_processes")
 def test_a_signal_finishes_what_runs() -> None:
     test_serve.test_a_signal_finishes_what_runs(signal.SIGTERM)

@@ -37,6 +37,7 @@ from gpt2block.engine.model import weight_bytes
 from gpt2block.files.checkpoints import Checkpoint
 from tests import inline_cluster
 from tests.command_line import gpt2block
+from tests.devices import slow
 from tests.inline_cluster import contents
 
 pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
@@ -326,7 +327,7 @@ def test_a_shard_that_kills_its_workers_is_the_only_one_that_fails(
 
 def test_workers_report_their_progress(client: Any, tmp_path: Path) -> None:
     lines = tmp_path / "in.jsonl"
-    lines.write_text('{"text": "To be"}\n' * 100)
+    lines.write_text('{"text": "To be"}\n' * 40)
     options = {"max_new_tokens": 16}
     job = Job("generate", device="cpu", options=options, output=str(tmp_path / "o")).checked()
     (shard,) = bulk_records.cut([lines], 1000, ["text"])
@@ -340,7 +341,7 @@ def test_workers_report_their_progress(client: Any, tmp_path: Path) -> None:
         return len(seen) == 2
 
     wait(reported)
-    assert all(0 < count < 100 for count in seen)
+    assert all(0 < count < 40 for count in seen)
     client.cancel([future], force=True)
 
 
@@ -437,6 +438,7 @@ def children(process: subprocess.Popen[str]) -> list[Any]:
     return list(psutil.Process(process.pid).children(recursive=True))
 
 
+@pytest.mark.slow
 def test_a_worker_and_then_the_client_is_killed(
     here: Any, alone: Path, records: Path, tmp_path: Path
 ) -> None:
@@ -469,7 +471,7 @@ def test_a_worker_and_then_the_client_is_killed(
     assert contents(output) == contents(alone / "score")
 
 
-@pytest.mark.parametrize("moment", ["the lock", "the start of a worker", "the second shard"])
+@pytest.mark.parametrize("moment", ["the second shard", slow("the start of a worker")])
 def test_an_interrupt(records: Path, tmp_path: Path, moment: str) -> None:
     """An interrupted command prints one line, exits with 130 and leaves no process.
 

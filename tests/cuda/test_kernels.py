@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,11 @@ from gpt2block import KernelError, cuda
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import Parameter, Signature
 from gpt2block.cuda.launch_lines import stated_geometry
-from tests.compiling import Job, assert_clean
+from tests.compiling import assert_clean
 from tests.devices import running_on
 
 # The H200's architecture, and a CUDA version's oldest and newest, the one that the other version
-# lacks first. CI compiles with both versions, for the other end only with --slow.
+# lacks first. CI compiles with both versions.
 WITH_CUDA_12 = ("sm_90", "sm_70", "sm_120")
 WITH_CUDA_13 = ("sm_90", "sm_100", "sm_75")
 ROPE_OF_MMA = (
@@ -357,13 +358,18 @@ def nvrtc() -> tuple[int, int]:
     return version
 
 
-@pytest.mark.parametrize("end", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("file", kernels.sources())
-def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str, end: int) -> None:
+@pytest.mark.parametrize(("file", "place"), [  # one architecture of a file; others are slow
+    pytest.param(file, place, marks=[pytest.mark.slow] * (place != (0, 1, 0, 2)[n % 4]))
+    for (n, file), place in product(enumerate(kernels.sources()), range(3))
+])  # fmt: skip
+def test_compiles_without_spills_and_warnings(
+    nvrtc: tuple[int, int], file: str, place: int
+) -> None:
     """All kernels of a file are compiled at once: with its default constants for the H200.
 
-    A file's odd constants, if any, are compiled for both ends of the architectures. When a kernel
-    is loaded, it is compiled alone, to the same code, as the next test shows.
+    A file's odd constants, if any, are compiled for both ends of the architectures. Without --slow,
+    a file is compiled for one of these three architectures. When a kernel is loaded, it is compiled
+    alone, to the same code, as the next test shows.
     """
     known = WITH_CUDA_12 if nvrtc[0] < 13 else WITH_CUDA_13
     if required := kernels.architecture(file):
@@ -372,9 +378,8 @@ def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str,
     def of(constants: str) -> Any:
         return tuple(tuple(each.split("=")) for each in constants.split())
 
-    constants = ("", *EPILOGUES.get(file, [])) if end == 1 else ()
-    jobs: list[Job] = [(file, known[0], of(each)) for each in constants]
-    assert_clean([*jobs, (file, known[end], of(ODD_CONSTANTS.get(file, "")))])
+    constants = [ODD_CONSTANTS.get(file, "")] if place else ["", *EPILOGUES.get(file, [])]
+    assert_clean([(file, known[place], of(each)) for each in constants])
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.ptx_instructions import FORMATS, LANES, Format, execute, random_codes, root
 
-WARPS = 12
+WARPS = 5
 Exact = Callable[..., Any]
 Array = npt.NDArray[np.uint64]
 

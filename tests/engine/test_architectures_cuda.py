@@ -43,7 +43,7 @@ from gpt2block.models.config.llama import LlamaConfig
 from gpt2block.ops.operands import Operand
 from gpt2block.ops.workload import tolerance
 from tests import outlines
-from tests.devices import GPU, running_on
+from tests.devices import GPU, running_on, slow
 
 # Heads of 64 channels, whose prompts tensor cores compute.
 SIZES: dict[str, Any] = {
@@ -133,11 +133,11 @@ Case = tuple[str, str, bool]
 
 def cases() -> list[Any]:
     """Return some cases for the emulator, where each is many programs, and all for a GPU."""
-    emulated = [("qwen3", "float16"), ("phi3", "bfloat16"), ("lfm2", "float8_e4m3fn")]
+    emulated = [("phi3", "bfloat16"), ("lfm2", "float8_e4m3fn")]
     everywhere = product(OWN, FORMATS, (False, True))
     found: list[Any] = [("emulator", (*case, False)) for case in emulated]
-    gemma = "gemma4", "float8_e4m3fn", False
-    found.append(pytest.param("emulator", gemma, marks=pytest.mark.slow))
+    for case in (("qwen3", "float16"), ("gemma4", "float8_e4m3fn")):
+        found.append(slow("emulator", (*case, False)))
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]
 
 
@@ -196,7 +196,7 @@ def test_no_activation_is_above_its_bound(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("where", "dtype"),
-    [("numpy", "float32"), ("forward", "bfloat16")]
+    [("numpy", "float32"), slow("forward", "bfloat16")]
     + [
         pytest.param("gpu", dtype, marks=GPU.marks)
         for dtype in ("float32", "bfloat16", "float8_e5m2")

@@ -16,7 +16,7 @@ pytest.importorskip("llguidance")
 from gpt2block.engine.generation import batching
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.sequences import Generation, TokenSequence
-from tests.engine.test_batching import EVERYWHERE, finish, model, on, random_options
+from tests.engine.test_batching import finish, model, on, random_options
 from tests.engine.test_grammars import CONFIG, ENCODING, RULES
 from tests.generating import Run, generate
 
@@ -125,8 +125,11 @@ class Machine(sm.RuleBasedStateMachine):
         assert not any((batch._starts, batch._following, batch._started, batch._new.matchers))
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize(
+    ("device", "more"),
+    [("cpu", False), ("cpu", True), ("shuffled", False)]
+    + [pytest.param("gpu", more, marks=pytest.mark.gpu) for more in (False, True)],
+)
 def test_a_batch_in_random_states(device: str, more: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """more: whether NumPy reuses prefixes as a GPU does, and a GPU has a draft model."""
     for name, value in {**SMALL, "monotonic": lambda: Machine.now}.items():
@@ -137,7 +140,7 @@ def test_a_batch_in_random_states(device: str, more: bool, monkeypatch: pytest.M
             m.engine.continues_exactly = more
         elif more:
             m.draft_model = model(device, CONFIG)
-        examples, steps = {"cpu": (10, 30), "shuffled": (2, 15), "gpu": (50, 30)}[device]
+        examples, steps = {"cpu": (5, 30), "shuffled": (1, 15), "gpu": (50, 30)}[device]
         machine = type("Given", (Machine,), {"model": m, "exact": device != "cpu"})
         few = settings(max_examples=examples, stateful_step_count=steps)
         sm.run_state_machine_as_test(machine, settings=few)

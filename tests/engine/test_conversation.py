@@ -458,6 +458,7 @@ def test_a_real_model() -> None:
     assert "44 of them computed before" in ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("smollm2_files")
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are those of Unix")
 def test_in_a_terminal() -> None:

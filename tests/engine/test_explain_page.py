@@ -19,6 +19,7 @@ from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.gemma3 import Gemma3Config
 from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.sampling import Sampling, masses
+from tests.devices import slow
 from tests.engine.test_explain import EVIL, LLAMA, of, tokens_of
 from tests.engine.test_explain import model as bundled
 from tests.markov import byte_encoding
@@ -173,11 +174,10 @@ def test_buttons_lead_from_step_to_step(page: Any) -> None:
     "options",
     [
         {"temperature": 1.0},
-        {"temperature": 0.8, "top_k": 5},
-        {"temperature": 1.45, "top_p": 0.9},
+        slow({"temperature": 0.8, "top_k": 5}),
+        slow({"temperature": 1.45, "top_p": 0.9}),
         {"temperature": 0.3, "top_k": 12, "top_p": 0.55},
-        {"temperature": 2.0, "top_k": 1},
-        {"temperature": 1.0, "top_p": 0.0},
+        slow({"temperature": 1.0, "top_p": 0.0}),
     ],
 )
 def test_sliders_give_the_distribution_of_the_sampler(
@@ -292,7 +292,7 @@ def gemma3() -> Model[Any]:
     return made
 
 
-@pytest.fixture(scope="module", params=["shakespeare", "shakespeare-llama", "gemma3"])
+@pytest.fixture(scope="module", params=["shakespeare", slow("shakespeare-llama"), "gemma3"])
 def opened(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, Path]:
     """Return a model and its page; the second and third model have grouped queries."""
     name = request.param
@@ -301,7 +301,7 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, 
     return made, made.explain(TEXT, layer=LAYER).save(path)
 
 
-@pytest.mark.parametrize(("position", "head"), [(0, 0), (9, 3), (18, 2)])
+@pytest.mark.parametrize(("position", "head"), [slow(0, 0), (9, 3), slow(18, 2)])
 def test_a_row_of_attention_agrees_with_numpy(
     browser: Any, opened: tuple[Any, Path], position: int, head: int
 ) -> None:
@@ -397,7 +397,7 @@ def product_shown(page: Any, made: Any, step: str) -> tuple[int, int]:
     return row, column
 
 
-@pytest.mark.parametrize("step", ["qkv", "proj", "logits"])
+@pytest.mark.parametrize("step", ["qkv", slow("proj"), slow("logits")])
 def test_a_cell_of_a_product_shows_its_row_and_column(
     browser: Any, opened: tuple[Any, Path], step: str
 ) -> None:
@@ -505,7 +505,7 @@ def test_a_walk_has_a_sentence_for_every_step(browser: Any, opened: tuple[Any, P
     assert browser.get_log("browser") == []
 
 
-@pytest.mark.parametrize("width", [390, 768, 1280])
+@pytest.mark.parametrize("width", [390, slow(768), slow(1280)])
 def test_names_of_steps_fit_in_the_diagram(
     browser: Any, opened: tuple[Any, Path], width: int
 ) -> None:
@@ -621,7 +621,7 @@ COVERED = """return [...document.querySelectorAll('.step:has(.badge)')].filter(s
 """
 
 
-@pytest.mark.parametrize("width", [360, 768, 1280])
+@pytest.mark.parametrize("width", [360, slow(768), slow(1280)])
 def test_it_fits_a_phone(page: Any, width: int) -> None:
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -658,7 +658,7 @@ def test_a_notebook_shows_the_page_in_a_frame(browser: Any, path: Path, model: G
     browser.switch_to.default_content()
 
 
-@pytest.mark.parametrize("kind", ["llama", "one token", "long"])
+@pytest.mark.parametrize("kind", ["llama", "one token", slow("long")])
 def test_other_pages_load(browser: Any, model: GPT2, tmp_path: Path, kind: str) -> None:
     if kind == "llama":
         page = Llama(LlamaWeights.random(0, LLAMA), "cpu").explain([3, 1, 4, 1, 5])

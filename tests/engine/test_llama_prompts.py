@@ -21,7 +21,7 @@ from gpt2block.engine.cuda.model import CudaModel
 from gpt2block.engine.cuda.products import row_norms
 from gpt2block.engine.inspect.compare import compare, exact_tensors
 from gpt2block.models.weights.matrix import WeightMatrix
-from tests.devices import GPU, running_on, set_attributes
+from tests.devices import GPU, running_on, set_attributes, slow
 
 Array = NDArray[Any]
 TINY = LlamaConfig(
@@ -74,7 +74,7 @@ def rms(error: Array) -> float:
 
 @pytest.mark.parametrize(
     ("device", "head"),
-    [("emulator", 128), *(pytest.param("gpu", head, marks=GPU.marks) for head in (64, 128))],
+    [slow("emulator", 128), *(pytest.param("gpu", head, marks=GPU.marks) for head in (64, 128))],
     indirect=["device"],
 )
 def test_two_parts_are_as_near_to_float64(

@@ -27,7 +27,7 @@ from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.qwen3_5 import Qwen35Config
 from gpt2block.models.config import HALVES
 from gpt2block.sampling import Sampling
-from tests.devices import GPU, running_on
+from tests.devices import GPU, running_on, slow
 from tests.engine.test_architectures_cuda import DELTA_HEADS, SIZES
 
 Array = NDArray[Any]
@@ -106,7 +106,7 @@ def test_logits_in_numpy(weights: dict[str, Array]) -> None:
     assert_close(own._run(do, "logits", 30), block(weights, ids, stream)[1])
 
 
-@pytest.mark.parametrize("where", ["shuffled", pytest.param("hopper", marks=pytest.mark.slow), GPU])
+@pytest.mark.parametrize("where", ["shuffled", slow("hopper"), GPU])
 def test_logits_of_draft_tokens(
     where: str, weights: dict[str, Array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +134,7 @@ def test_logits_of_draft_tokens(
     with running_on(where):
         model = made("cuda")
         prompt = np.random.default_rng(1).integers(53, size=9).tolist()
-        options: Any = {"max_new_tokens": 16, "temperature": 0, "stop_ids": (), "seed": 1}
+        options: Any = {"max_new_tokens": 12, "temperature": 0, "stop_ids": (), "seed": 1}
         alone = model.generate(prompt, **options)
         text = prompt + list(alone.tokens)
         monkeypatch.setattr(BlockDraft, "follow", followed)

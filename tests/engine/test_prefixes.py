@@ -332,7 +332,7 @@ def test_convolutions_continue(where: str, monkeypatch: pytest.MonkeyPatch) -> N
         whole = model.generate(ids, **options)
         monkeypatch.setattr(batching, "PIECE", 16)
         assert model.generate(ids, **options) == whole
-        arriving(model, np.random.default_rng(3), 8 if where == "gpu" else 5)
+        arriving(model, np.random.default_rng(3), 8 if where == "gpu" else 3)
 
 
 @pytest.mark.gpu

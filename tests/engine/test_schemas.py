@@ -270,7 +270,7 @@ def test_the_deepest_schemas() -> None:
 def test_decimals_of_random_ranges() -> None:
     """Numbers near the ends and near 0, also with zeros at their end. Minus zero is only "-0"."""
     rng = np.random.default_rng(3)
-    for _ in range(240):
+    for _ in range(120):
         ends, texts = bounds(rng, 0.0), set[str]()
         while len(texts) < 17:
             near = Decimal(repr([*ends.values(), 0.0][rng.integers(len(ends) + 1)]))

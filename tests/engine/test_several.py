@@ -54,7 +54,7 @@ from gpt2block.models.config import ModelConfig, model_shapes
 from gpt2block.ops import all_gather
 from gpt2block.ops.all_gather import LOAD, STORE, part_of
 from gpt2block.sampling import Sampling
-from tests.devices import GPU, assert_same_bits, running_on
+from tests.devices import GPU, assert_same_bits, running_on, slow
 from tests.engine.test_architectures_cuda import FORMATS, OWN, SIZES
 
 Array = NDArray[Any]
@@ -212,11 +212,12 @@ def test_sent_columns_are_gathered_before_other_words() -> None:
 
 def cases(*names: str) -> list[Any]:
     """Return few cases for the emulator, where each compiles many programs, and all for a GPU."""
-    emulated = [("qwen3", "float8_e5m2", 4), ("llama", "float16", 2)]
+    emulated = ("qwen3", "float8_e5m2", 4), ("llama", "float16", 2)
+    found: list[Any] = [("shuffled", *case) for case in emulated]
     if "gemma3-256" in names:  # no tensor cores for prompts
-        emulated += [("gemma3-256", "float32", 2), ("lfm2", "bfloat16", 2)]
+        more = ("gemma3-256", "float32", 2), ("lfm2", "bfloat16", 2)
+        found += [slow("shuffled", *case) for case in more]
     everywhere = product(names, FORMATS, (2, 4))
-    found = [pytest.param("shuffled", *case) for case in emulated]
     return found + [pytest.param("gpu", *case, marks=GPU.marks) for case in everywhere]
 
 
@@ -317,7 +318,7 @@ def test_a_draft_model_drafts_on_each_gpu(where: str) -> None:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_prompts_run_after_all_gpus_have_allocated(where: str, steps: int) -> None:
     """Prompts whose launches are recorded already start in a new decoding, with other steps."""
-    config = config_of("llama", 2)
+    config = config_of("llama", 1 if where == "shuffled" else 2)
     with one_and_several(where, config, Formats("float16"), 2) as (one, several):
         expected = first_tokens(one, steps, False)
         for speculate in (False, False, False, True):

@@ -321,8 +321,8 @@ def test_the_text_of_a_gpt2(where: str, options: str, by_turns: list[int]) -> No
 def cases() -> list[Any]:
     """Return architectures and formats: some on the emulator, all on a GPU."""
     every = product(("gpt2", *OWN), FORMATS, (False, True))
-    some = (("mistral", "float8_e5m2"), ("lfm2", "float8_e5m2"), ("qwen3_5", "bfloat16"))
-    found = [pytest.param("shuffled", *each, False) for each in some]
+    some = (("lfm2", "float8_e5m2"), ("qwen3_5", "bfloat16"))
+    found: list[Any] = [("shuffled", *each, False) for each in some]
     return found + [pytest.param("gpu", *case, marks=GPU.marks) for case in every]
 
 

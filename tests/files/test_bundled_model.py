@@ -223,7 +223,8 @@ def assert_same_figures(found: list[list[str]], committed: list[list[str]]) -> N
             assert abs(figure - expected) <= last_digit, (new, old)
 
 
-@pytest.mark.parametrize("name", [BUNDLED, pytest.param(LLAMA, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUNDLED_NAMES)
 def test_what_the_dtypes_cost_on_a_short_text(printed: Any, name: str) -> None:
     short = ("--bytes", "1024", "--device", "cpu")
     found = printed("--model", name, *short)

@@ -27,7 +27,7 @@ print(f"{np.sqrt(np.mean((step * np.rint(w / step) - w) ** 2) / np.mean(w**2)):.
 @pytest.mark.parametrize(
     ("program", "printed"),
     [
-        pytest.param(BLOCK, PRINTED[0], marks=SMOLLM2, id="a block"),
+        pytest.param(BLOCK, PRINTED[0], marks=[SMOLLM2, pytest.mark.slow], id="a block"),
         pytest.param(ERRORS + Q4_K + OF_ROWS, PRINTED[1] + PRINTED[2] + "15%\n", id="errors"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 from gpt2block import emulator
 from gpt2block.apps import cli
 from gpt2block.judge.templates import names
+from tests.devices import slow
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-kernel.md").read_text(encoding="utf-8")
 KERNEL, FIX = re.findall(r"```cuda\n(.*?)```", PAGE, re.DOTALL)
@@ -27,9 +28,10 @@ def words(text: str) -> list[str]:
 )
 @pytest.mark.parametrize(
     ("shown", "fixed", "code"),
-    [(RACY, False, 1), (FIXED, True, 0), (ODD, True, 1), (WHY, False, 1), (SOFTMAX, True, 0)],
+    [slow(RACY, False, 1), (FIXED, True, 0), slow(ODD, True, 1), (WHY, False, 1),
+     (SOFTMAX, True, 0)],
     ids=["race", "fixed", "odd block", "steps", "softmax"],
-)
+)  # fmt: skip
 def test_the_page_shows_what_is_printed(
     shown: tuple[str, str],
     fixed: bool,

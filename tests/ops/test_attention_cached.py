@@ -283,6 +283,7 @@ def test_split_without_its_barrier_shows() -> None:
 
 @combinations(
     times=1,
+    along="kind",
     heads=[(3, 1, 8), (2, 2, 64), (2, 2, 12), (2, 1, 128), (3, 3, 7), (1, 1, 256), (2, 1, 80),
            (2, 1, 512)],
     kind=KINDS,

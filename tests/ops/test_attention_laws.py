@@ -43,8 +43,10 @@ def every_kernel(
 ) -> pytest.MarkDecorator:
     """Parametrize `where`, `kernel`, `heads` and `causal`.
 
-    all_heads: use all heads of a family, not only the first. orders: thread orders of the emulator
-    for the first heads; other heads run in the last order, one with a mask and the next without it.
+    all_heads: use all heads of a family, not only the first; on the emulator, the first with and
+    without a mask, and others alternately. Otherwise the emulator runs kernels with a mask only, as
+    each mask is a program to compile. orders: thread orders of the emulator for the first heads;
+    other heads run in the last order.
     names: beginnings of names of kernels.
     wide: run the wide heads on a GPU, and bfloat16 on the emulator, too. The emulator runs twins
     only with all_heads; without `twins` they run none of the heads that other kernels run.
@@ -60,9 +62,10 @@ def every_kernel(
                 places += ["hopper"] if of_hopper else orders if first else orders[-1:]
             if first or all_heads or (wide and heads in family.wide):
                 places += ["gpu"]
-            one = kernel.masks[n % len(kernel.masks)]
+            one = kernel.masks[n % len(kernel.masks) if all_heads else -1]
+            both = all_heads and first and not kernel.twin
             for where, causal in product(places, kernel.masks):
-                if name.startswith(tuple(names)) and (first or where == "gpu" or causal == one):
+                if name.startswith(tuple(names)) and (both or where == "gpu" or causal == one):
                     text = "-".join((where, name, str(heads), "mask" if causal else "all"))
                     marks = GPU.marks if where == "gpu" else ()
                     case = where, kernel, heads, causal
