@@ -14,14 +14,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import uvicorn
-
 from gpt2block import GPT2, GPT2Config
-from gpt2block.apps.serve.app import Server
-from gpt2block.apps.serve.front import FrontStart
-from gpt2block.apps.serve.fronts import Fronts
-from gpt2block.apps.serve.host import Host, LocalEngine
-from gpt2block.apps.serve.listening import config
+from gpt2block.apps.serve.engine_host import EngineHost
+from gpt2block.apps.serve.engine_server import EngineServer
 from gpt2block.apps.serve.settings import ServerSettings
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from tests.markov import LINES, MarkovEngine, byte_encoding, cycle
@@ -69,21 +64,20 @@ class Slow:
 
 
 class Running:
-    """A running server. server: its app, if one process handles HTTP. fronts: if several do."""
+    """A running server."""
 
-    def __init__(self, host: Host, port: int, server: Any, fronts: Any) -> None:
-        self.host, self.port, self.server, self.fronts = host, port, server, fronts
+    def __init__(self, engine: EngineServer, port: int) -> None:
+        self.engine, self.host, self.port = engine, engine.host, port
         self.url = f"http://127.0.0.1:{port}"
+
+    @property
+    def server(self) -> Any:
+        """The endpoints of a server with one process."""
+        return self.engine.http and self.engine.http.api
 
     @property
     def service(self) -> Any:
         return self.host.service
-
-    @property
-    def outlets(self) -> list[Any]:
-        """The Outlets of all fronts. `_rows` of an Outlet has the requests that are not ended."""
-        engines = self.fronts.fronts if self.fronts else [self.server.engine]
-        return [each._outlet for each in engines]
 
     def metric(self, name: str, **labels: str) -> float:
         found = self.host.metrics.registry.get_sample_value(f"gpt2block_{name}", labels)
@@ -95,41 +89,20 @@ class Running:
 
 
 @contextmanager
-def serving(
-    model: Any,
-    encoding: Any = BYTES,
-    connections: int = 1024,
-    proxies: Any = (),
-    processes: int | None = None,
-    **settings: Any,
-) -> Iterator[Running]:
-    """Run a server, with its engine in this process, until the context ends.
-
-    processes: number of processes that handle HTTP; by default PROCESSES.
-    """
-    processes = PROCESSES if processes is None else processes
-    given = ServerSettings(**{"names": ("small",), **settings})
-    host = Host(model, encoding, given)
+def serving(model: Any, encoding: Any = BYTES, **settings: Any) -> Iterator[Running]:
+    """Run a server, with its engine in this process, until the context ends."""
+    default: Any = {"names": ("small",), "processes": PROCESSES, "grace": 5}
+    host = EngineHost(model, encoding, ServerSettings(**default | settings))
     listening, started = socket.create_server(("127.0.0.1", 0)), threading.Event()
-    runner: Any
-    server = None
-    if processes:
-        start = FrontStart(host.served, encoding, given, processes, connections, proxies, grace=5)
-        runner = Fronts(host, start, started.set, lambda set_keys: None)
-    else:
-        server = Server(host.served, encoding, given, LocalEngine(host))
-        runner = uvicorn.Server(config(server, connections, 5, proxies))
-    thread = threading.Thread(target=runner.run, args=([listening],), daemon=True)
-    thread.start()
+    server = EngineServer(host, started.set, lambda: None)
+    thread = threading.Thread(target=server.run, args=(listening,), daemon=True)
     port = listening.getsockname()[1]
+    thread.start()
     try:
-        eventually(lambda: started.is_set() if processes else runner.started)
-        yield Running(host, port, server, None if server else runner)
+        eventually(started.is_set)
+        yield Running(server, port)
     finally:
-        if processes:
-            runner._loop.call_soon_threadsafe(runner.end)
-        else:
-            runner.should_exit = True
+        server._loop.call_soon_threadsafe(server.end)
         thread.join(SECONDS)
         listening.close()
     assert not thread.is_alive()

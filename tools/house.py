@@ -18,17 +18,19 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 
@@ -132,30 +134,29 @@ def of_http() -> Iterator[tuple[str, str]]:
 
     Each one ends when the engine's thread waits for the next request.
     """
-    from starlette.testclient import TestClient  # noqa: PLC0415
-
     import gpt2block  # noqa: PLC0415
-    from gpt2block.apps.serve.app import Server  # noqa: PLC0415
-    from gpt2block.apps.serve.host import Host, LocalEngine  # noqa: PLC0415
+    from gpt2block.apps.serve.engine_host import EngineHost  # noqa: PLC0415
+    from gpt2block.apps.serve.engine_server import EngineServer  # noqa: PLC0415
     from gpt2block.apps.serve.settings import ServerSettings  # noqa: PLC0415
 
     model = gpt2block.GPT2.from_pretrained("shakespeare", device="cpu")
     way = Way()
     threading.setprofile(way.enter)  # for new threads, such as threads of the server
-    settings = ServerSettings(("shakespeare",), hosts=("testserver",))
-    host: Any = Host(model, model.tokenizer, settings)
-    app = Server(host.served, model.tokenizer, settings, LocalEngine(host)).app()
-    with TestClient(app) as client:
+    host: Any = EngineHost(model, model.tokenizer, ServerSettings(("shakespeare",)))
+    server = EngineServer(host, lambda: None, lambda: None)
+    listening = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=server.run, args=(listening,), daemon=True).start()
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/completions"
+    body = b'{"prompt": "JULIET:", "max_tokens": 1, "seed": 0}'
 
-        def complete() -> None:
-            body = {"prompt": "JULIET:", "max_tokens": 1, "seed": 0}
-            client.post("/v1/completions", json=body).raise_for_status()
-            while not host.service._changed._waiters:
-                time.sleep(0.001)
+    def complete() -> None:
+        urlopen(Request(url, body, {"Content-Type": "application/json"})).close()
+        while not host.service._changed._waiters:
+            time.sleep(0.001)
 
+    complete()
+    with way.following():
         complete()
-        with way.following():
-            complete()
     yield "one token", str(way)
 
 
@@ -176,12 +177,10 @@ def walk(name: str) -> Iterator[str]:
             yield f"{name}: {call}: {way}"
 
 
-@contextmanager
-def emulated() -> Iterator[None]:
+def emulated() -> AbstractContextManager[None]:
     from gpt2block import emulator  # noqa: PLC0415
 
-    with emulator.emulated():
-        yield
+    return emulator.emulated()
 
 
 def walked(name: str) -> list[str]:

@@ -33,12 +33,13 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 import load
-import uvicorn
 
 from gpt2block import from_pretrained
 from gpt2block.apps.cli import serve as cli_serve
 from gpt2block.apps.serve import answers, app, listening, metrics, passes, protocol, service
 from gpt2block.apps.serve.answers import REASONS, TextOffsets
+from gpt2block.apps.serve.engine_end import EngineEnd
+from gpt2block.apps.serve.engine_server import EngineServer
 from gpt2block.apps.serve.prompts import scored_prompt
 from gpt2block.engine.generation.sequences import EndReason
 from gpt2block.engine.numpy import model as numpy_model
@@ -234,13 +235,13 @@ def test_a_new_seed_each_time_and_temperature_1(server: Running) -> None:
 
 def pieces_so_far(server: Running) -> float:
     """Return the number of pieces, after the pieces of earlier requests are counted."""
-    eventually(lambda: not any(outlet._sequences for outlet in server.outlets))
+    eventually(lambda: not any(end.sequences for end in server.engine.ends))
     return server.metric("piece_seconds_count")
 
 
 def late_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Delay the receipt of pieces; return a list to which each piece's token count is added."""
-    put, received = service.Outlet.put, service.Outlet.received
+    put, received = EngineEnd.put, EngineEnd.received
     lengths: list[int] = []
 
     def noted(self: Any, pieces: Any) -> None:
@@ -250,8 +251,8 @@ def late_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def late(self: Any) -> None:
         asyncio.get_running_loop().call_later(LATE_S, received, self)
 
-    monkeypatch.setattr(service.Outlet, "put", noted)
-    monkeypatch.setattr(service.Outlet, "received", late)
+    monkeypatch.setattr(EngineEnd, "put", noted)
+    monkeypatch.setattr(EngineEnd, "received", late)
     return lengths
 
 
@@ -449,21 +450,22 @@ def test_shares_of_a_full_queue() -> None:
     loop = asyncio.new_event_loop()
     engine: Any = Slow()
     alone = service.Service(service.batch_of(engine, 1), 3, loop)
-    outlet, taken = service.Outlet(alone, lambda pieces: None), []
+    full = partial(pytest.raises, protocol.ApiError, match="as many requests as it takes")
+    taken: list[Any] = []
     for client, count, fits in [
         ("a", 4, True), ("a", 1, False), ("b", 3, False), ("b", 2, True), ("b", 1, False),
         ("c", 1, True), ("d", 2, False), ("d", 1, True), ("e", 1, False),
     ]:  # fmt: skip
         rows = list(Run(engine, BYTES, "a", samples=count, max_new_tokens=9, seed=0).sequences)
-        with contextlib.nullcontext() if fits else pytest.raises(service.QueueFull):
-            outlet.submit(0, rows, client, None)
+        with contextlib.nullcontext() if fits else full():
+            alone.submit(rows, lambda pieces: None, client=client)
             taken += rows
     alone.cancel(taken * 2)
     engine.go.set()
     eventually(lambda: alone.open == 0 and not alone._open_of)
     alone.close()
-    with pytest.raises(service.QueueFull):  # the service has ended
-        alone.submit([], outlet)
+    with full():  # the service has ended
+        alone.submit([], lambda pieces: None)
     loop.close()
 
 
@@ -973,7 +975,7 @@ def test_events_that_come_together_are_sent_together(
     times: list[float] = []
 
     async def sent() -> list[bytes]:
-        given: Any = SimpleNamespace(new_number=lambda: 0)
+        given: Any = SimpleNamespace(numbers=itertools.count())
         engine: Any = Slow()
         answer = answers.Answer(given, Run(engine, BYTES, "a", max_new_tokens=6, seed=0).sequences)
         form, echoes = answers.TextForm("small", BYTES), [answers.AnswerChoice()]
@@ -1002,12 +1004,17 @@ def test_pieces_in_flight(rows: int, released: str) -> None:
     found: list[Any] = []
     fake: Any = SimpleNamespace(open=rows, release=found.extend)
     piece = service.Piece([1], [0.0], [], [False])
-    outlet = service.Outlet(fake, lambda pieces: None)
+    end: Any = EngineEnd(SimpleNamespace(service=fake), lambda: None)  # type: ignore[arg-type]
+    end.channel = SimpleNamespace(send=lambda *item: None)
     for row in "ab":
-        outlet.put([(row, (0, 0), piece)])  # type: ignore[list-item]
+        end.put([(row, (0, 0), piece)])
     assert len(found) == len(released) - 2
-    outlet.received()
-    outlet.received()
+
+    async def receive() -> None:
+        end.received()
+        end.received()
+
+    asyncio.run(receive())
     assert "".join(found) == released
 
 
@@ -1115,7 +1122,7 @@ def test_the_interpreter_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """`settle` sets switch interval and garbage collection before the server starts."""
     calls: list[str] = []
     monkeypatch.setattr(listening, "settle", lambda: calls.append("settle"))
-    monkeypatch.setattr(uvicorn.Server, "run", lambda *_: calls.append("run"))
+    monkeypatch.setattr(EngineServer, "run", lambda *_: calls.append("run"))
     options = "--processes", 0, "--port", 0
     gpt2block("serve", "--model", "shakespeare", "--device", "cpu", *options)
     assert calls == ["settle", "run"]
@@ -1248,7 +1255,7 @@ def test_a_mistake_of_the_server(
         status, found = post(running, "/v1/embeddings", {"input": "x"})
         assert (status, found["error"]["message"]) == (500, "the server has made an error")
         for path, logged in zip((COMPLETION, "/v1/embeddings"), caplog.messages, strict=True):
-            assert running.metric("faults_total", path=path) == 1
+            eventually(lambda: running.metric("faults_total", path=path) == 1)  # noqa: B023
             assert re.match(f"{path}, req-[0-9a-f]{{32}}: Traceback", logged)
             assert logged.endswith("RuntimeError: \\x1b[31m red")
 

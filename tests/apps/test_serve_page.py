@@ -14,7 +14,8 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from gpt2block import GPT2
-from gpt2block.apps.serve.service import QueueFull
+from gpt2block.apps.serve.protocol import overloaded
+from gpt2block.apps.serve.service import FULL
 from gpt2block.engine.generation.sequences import TokenSequence
 from gpt2block.engine.model import Sampled
 from gpt2block.engine.numpy.model import NumpyDecoding
@@ -280,7 +281,7 @@ def test_a_full_queue(page: Any, server: Running, monkeypatch: pytest.MonkeyPatc
     """The question that was refused can be sent again."""
 
     def submit(*given: Any) -> None:
-        raise QueueFull
+        raise overloaded(FULL)
 
     use(page, ("#text", TEXT))
     rows(page, "Next token")

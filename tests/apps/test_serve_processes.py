@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import pytest
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
-from gpt2block.apps.serve.channel import MAX_ITEMS, Channel
+from gpt2block.apps.serve.channel import Channel
 from tests import serving as serving_
 from tests.apps import test_serve, test_serve_clients, test_serve_play
 from tests.apps.test_serve import command
@@ -33,10 +34,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has one
 
 # Tests that depend on whether another process handles HTTP
 test_the_client = test_serve.test_the_client
-test_a_stream_of_pieces_with_several_tokens = test_serve.test_a_stream_of_pieces_with_several_tokens
-test_many_at_a_time_are_those_alone = test_serve.test_many_at_a_time_are_those_alone
 test_health_tells_how_far_the_start_is = test_serve.test_health_tells_how_far_the_start_is
-test_a_full_queue_refuses_at_once = test_serve.test_a_full_queue_refuses_at_once
 model = test_serve.model  # a fixture
 
 
@@ -44,11 +42,6 @@ model = test_serve.model  # a fixture
 class TestFurther:
     """Tests that also run with a thread; here each starts a process, which takes a second."""
 
-    test_answers = staticmethod(test_serve.test_answers_are_those_of_generate)
-    test_score = staticmethod(test_serve.test_the_score_of_a_prompt)
-    test_prefixes = staticmethod(test_serve.test_prefixes_of_other_clients_are_not_told)
-    test_wrong_logits = staticmethod(test_serve.test_wrong_logits_end_one_request)
-    test_metrics = staticmethod(test_serve.test_metrics)
     test_keys = staticmethod(test_serve_clients.test_a_unix_socket_and_new_keys)
     test_pass = staticmethod(
         test_serve_play.test_a_pass_is_explained_at_an_address_that_none_can_guess
@@ -111,19 +104,19 @@ def test_a_process_for_http_that_is_killed(caplog: pytest.LogCaptureFixture) -> 
     """Only its clients lose their answers, and another process takes its place."""
     engine, connections = Slow(), []
     with serving(model_of(engine), rows=4, connections=40) as running:
-        first, second = running.fronts.fronts
-        while not (first._outlet._sequences and second._outlet._sequences):
+        first, second = running.engine.ends
+        while not (first.sequences and second.sequences):
             connections.append(test_serve.sent(running, COMPLETION, STREAM))
-            eventually(lambda: sum(len(o._sequences) for o in running.outlets) == len(connections))
+            eventually(lambda: len(first.sequences) + len(second.sequences) == len(connections))
             assert len(connections) < 100
-        stays = len(second._outlet._sequences)
+        stays = len(second.sequences)
         first.process.kill()
         engine.go.set()
         ended = [b"data: [DONE]" in read(each) for each in connections]
         assert sum(ended) == stays < len(connections)
-        eventually(lambda: first not in running.fronts.fronts)
-        eventually(lambda: sum(front.ready for front in running.fronts.fronts) == 2)
-        assert second in running.fronts.fronts
+        eventually(lambda: first not in running.engine.ends)
+        eventually(lambda: sum(end.is_ready for end in running.engine.ends) == 2)
+        assert second in running.engine.ends
         for _ in range(10):
             assert post(running, COMPLETION, {"prompt": "a", "max_tokens": 1})[0] == 200
     assert caplog.messages == ["a process for HTTP has ended with code -9"]
@@ -136,10 +129,10 @@ def test_a_process_for_http_ends_with_the_engines_process(
     engine = Slow()
     with serving(model_of(engine), rows=1) as running:
         connection = test_serve.sent(running, COMPLETION, STREAM)
-        eventually(lambda: any(outlet._sequences for outlet in running.outlets))
-        (front,) = [each for each in running.fronts.fronts if each._outlet._sequences]
-        abort = front._channel._transport.abort  # as if this process had ended
-        running.fronts._loop.call_soon_threadsafe(abort)
+        eventually(lambda: any(end.sequences for end in running.engine.ends))
+        (end,) = running.engine.ends
+        abort = end.channel._transport.abort  # type: ignore[union-attr]  # this process "ends"
+        running.engine._loop.call_soon_threadsafe(abort)
         assert b"the engine's process has ended" in read(connection)
         engine.go.set()
         eventually(lambda: bool(caplog.messages))
@@ -197,34 +190,29 @@ def test_tokens_after_a_stop_string_do_not_count(processes: int) -> None:
 def test_processes_have_no_gpu_and_no_weights() -> None:
     """Modules that only the engine needs are not imported."""
     code = (
-        "import sys, gpt2block.apps.serve.front; print([name for name in sys.modules if name in "
-        "('cupy', 'gpt2block.engine.cuda.model', 'gpt2block.engine.numpy.model', "
+        "import sys, gpt2block.apps.serve.http_server; print([name for name in sys.modules if name "
+        "in ('cupy', 'gpt2block.engine.cuda.model', 'gpt2block.engine.numpy.model', "
         "'gpt2block.model')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_items_cross_within_a_turn_and_in_order() -> None:
-    """Many items are sent before the turn ends; items that do not fit the socket follow later."""
+def test_items_cross_in_order() -> None:
+    """Items that do not fit the socket follow later."""
 
     async def crossed(size: int) -> list[Any]:
         ours, theirs = socket.socketpair()
         found: list[Any] = []
-        here = await Channel.over(ours, lambda *_: None, lambda: None)
-        for number in range(MAX_ITEMS):
-            with pytest.raises(BlockingIOError):
-                theirs.recv(8, socket.MSG_DONTWAIT)
-            here.send("a", number, b"0" * size)
-        assert theirs.recv(8, socket.MSG_DONTWAIT | socket.MSG_PEEK)
-        here.send("b")
-        there = await Channel.over(theirs, lambda *item: found.append(item), here.close)
-        while len(found) <= MAX_ITEMS:
+        here = await Channel.over(ours, SimpleNamespace(lost=lambda: None))
+        for number in range(9):
+            here.send("add", number, b"0" * size)
+        add = SimpleNamespace(add=lambda *item: found.append(item), lost=here.close)
+        there = await Channel.over(theirs, add)
+        while len(found) < 9:
             await asyncio.sleep(0.001)
         there.close()
-        here.close()
         return found
 
     for size in (1, 2**19):
-        items = [("a", number, b"0" * size) for number in range(MAX_ITEMS)]
-        assert asyncio.run(crossed(size)) == [*items, ("b",)]
+        assert asyncio.run(crossed(size)) == [(number, b"0" * size) for number in range(9)]

@@ -9,13 +9,13 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import typer
 
@@ -37,12 +37,6 @@ from gpt2block.apps.serve.log import log, set_up_log
 from gpt2block.checks import check_count, check_integer
 from gpt2block.engine.chat.tool_forms import FormName
 from gpt2block.errors import InputError, printable
-
-if TYPE_CHECKING:
-    from gpt2block.apps.serve.front import FrontStart
-    from gpt2block.apps.serve.fronts import Fronts
-    from gpt2block.apps.serve.host import Host
-    from gpt2block.apps.serve.listening import Listening, SetKeys
 
 NEEDED = ("jinja2", "starlette", "uvicorn", "pydantic", "prometheus_client")
 HOST, PORT = "127.0.0.1", 8000
@@ -137,8 +131,8 @@ def serve(
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     require_for("serve", model.model, *NEEDED)
-    from gpt2block.apps.serve.front import FrontStart  # noqa: PLC0415
-    from gpt2block.apps.serve.host import Host  # noqa: PLC0415
+    from gpt2block.apps.serve.engine_host import EngineHost  # noqa: PLC0415
+    from gpt2block.apps.serve.engine_server import EngineServer  # noqa: PLC0415
     from gpt2block.apps.serve.listening import allow_files, settle  # noqa: PLC0415
     from gpt2block.apps.serve.settings import LOOPBACK, ServerSettings  # noqa: PLC0415
 
@@ -194,19 +188,21 @@ def serve(
         tool_form,
         rule_seconds,
         not no_receipts,
+        processes,
+        connections,
+        tuple(proxies),
+        log_level,
     )
     address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"
     at = f"{address}/v1, page {address}/" if uds is None else address
-    host_ = Host(loaded, encoding, settings)
+    host_ = EngineHost(loaded, encoding, settings)
     line = f"{settings.name}, {loaded.dtypes}, {loaded.device}{_memory(loaded.engine)}: {at}"
-    reload = partial(_reload, api_key_file)
-    start = FrontStart(host_.served, encoding, settings, processes, connections, proxies, log_level)
-    runner = _runner(host_, start, partial(say, line), reload)
+    server = EngineServer(host_, partial(say, line), partial(_reload, api_key_file))
     settle()
-    runner.run([listening])
+    server.run(listening)
     if uds is not None:
         uds.unlink(missing_ok=True)
-    if runner.failed:
+    if server.failed:
         raise typer.Exit(FAILED)
 
 
@@ -264,37 +260,18 @@ def _processes(count: int | None) -> int:
     return check_integer("processes", count, 0, MAX_PROCESSES, f"0 to {MAX_PROCESSES}")
 
 
-def _runner(
-    host: Host,
-    start: FrontStart,
-    started: Callable[[], None],
-    reload: Callable[[SetKeys], None],
-) -> Fronts | Listening:
-    """Return the server, which runs HTTP in this process or in others."""
-    from gpt2block.apps.serve.app import Server  # noqa: PLC0415
-    from gpt2block.apps.serve.fronts import Fronts  # noqa: PLC0415
-    from gpt2block.apps.serve.host import LocalEngine  # noqa: PLC0415
-    from gpt2block.apps.serve.listening import Listening, config  # noqa: PLC0415
-
-    if start.processes:
-        return Fronts(host, start, started, reload)
-    server = Server(start.model, start.encoding, start.settings, LocalEngine(host))
-    given = config(server, start.connections, proxies=start.proxies)
-    return Listening(server, given, started, reload)
-
-
-def _reload(file: Path | None, set_keys: SetKeys) -> None:
-    """Read the file of API keys again. The server's keys stay if the file cannot be read."""
+def _reload(file: Path | None) -> dict[str, str] | None:
+    """Read the file of API keys again; return None if it cannot be read."""
     if file is None or str(file) == "-":
         log.warning("SIGHUP: ignored, as no --api-key-file can be read again")
-        return
+        return None
     try:
         keys = _keys(file)
     except (InputError, OSError) as error:
         log.error("SIGHUP: the keys of before stay: %s", printable(str(error)))
-        return
-    set_keys(keys)
+        return None
     log.warning("SIGHUP: %d keys were read", len(keys))
+    return keys
 
 
 def _memory(engine: object) -> str:

@@ -13,13 +13,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpt2block.apps.serve.log import log
-from gpt2block.apps.serve.protocol import ApiError
+from gpt2block.apps.serve.protocol import ApiError, overloaded
 from gpt2block.errors import printable, shown
 
 FRAMED_TWICE = ApiError(400, "expected Content-Length or Transfer-Encoding, got both")
-OVERLOADED = ApiError(
-    503, "the server has as many connections as it takes: try again later", code="overloaded"
-)
+OVERLOADED = overloaded("the server has as many connections as it takes")
 OTHER_VERSION = ApiError(505, "the request: expected HTTP/1.1")
 REQUEST_ID = re.compile("[!-~]{1,128}")
 HOST = re.compile(r"(\[[^]]*\]|[^:]*)(:[0-9]*)?")

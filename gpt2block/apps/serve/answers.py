@@ -15,12 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from operator import add
 from time import monotonic, perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gpt2block.apps.serve.engine import EngineSide
+from gpt2block.apps.serve.http_end import HttpEnd
 from gpt2block.apps.serve.protocol import ApiError, JsonObject
-from gpt2block.apps.serve.service import EngineFailed, Piece, QueueFull
+from gpt2block.apps.serve.service import Piece
 from gpt2block.engine.generation.sequences import EndReason, Sequences, TokenSequence, Tops
 from gpt2block.engine.receipts import receipt_of
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_ids
@@ -45,15 +46,8 @@ class Part(NamedTuple):
 
     def joined(self, other: Part) -> Part:
         """Return this part together with the next part of the same sequence."""
-        return Part(
-            self.text + other.text,
-            self.tokens + other.tokens,
-            self.logprobs + other.logprobs,
-            self.tops + other.tops,
-            self.drafted + other.drafted,
-            other.finish_reason,
-            other.error,
-        )
+        both: Any = *map(add, self[:5], other[:5]), *other[5:]
+        return Part(*both)
 
 
 @dataclass
@@ -130,35 +124,33 @@ class Answer:
     these copies, and find stop strings in their text.
     """
 
-    def __init__(self, engine: EngineSide, sequences: Sequences) -> None:
-        self.sequences, self._engine, self._number = sequences, engine, engine.new_number()
+    def __init__(self, engine: HttpEnd, sequences: Sequences) -> None:
+        self.sequences, self._engine, self._number = sequences, engine, next(engine.numbers)
         self._parts: list[tuple[int, Part]] = []  # (sequence index, part that was not sent yet)
         self._growing: dict[int, int] = {}  # sequence index: index in _parts of its part to extend
         self._some = asyncio.Event()
-        self._mistake: Exception | None = None  # an unexpected exception of `put`
+        self._mistake: Exception | None = None  # what `pieces` raises
 
     async def submit(self, client: str = "", seconds: float = math.inf) -> None:
         """Queue the sequences. Raises ApiError if the queue is full, or the engine has failed.
 
         seconds: time limit of the sequences; infinity: no limit.
         """
-        if not self.sequences:
-            return
-        try:
+        if self.sequences:
             deadline = None if seconds == math.inf else monotonic() + seconds
-            await self._engine.submit(self._number, self.sequences, self.put, client, deadline)
-        except QueueFull:
-            problem = "the server has as many requests as it takes: try again later"
-            raise ApiError(503, problem, code="overloaded") from None
-        except EngineFailed as error:
-            raise ApiError(500, str(error)) from None
+            await self._engine.submit(self._number, self, client, deadline)
 
     def put(self, index: int, piece: Piece) -> None:
         """Add the tokens of a piece to a sequence. `pieces` raises the exceptions."""
         try:
             self._add(index, piece)
+            self._some.set()
         except Exception as error:
-            self._mistake = error
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Let `pieces` raise an exception."""
+        self._mistake = error
         self._some.set()
 
     def _add(self, index: int, piece: Piece) -> None:
@@ -208,7 +200,7 @@ class Answer:
 
     def close(self) -> None:
         """End the sequences of this request that have not ended yet."""
-        self._engine.end(self._number)
+        self._engine.drop(self._number)
 
 
 class Sent:
@@ -254,11 +246,11 @@ class Form(ABC):
         self, model: str, encoding: Encoding | None, unwritten: Collection[int] = ()
     ) -> None:
         self.id = f"{self.prefix}-{random.getrandbits(128):032x}"
-        self._model, self._encoding, self._created = model, encoding, int(time.time())
+        self.model, self._encoding, self._created = model, encoding, int(time.time())
         self._unwritten = unwritten
 
     def object(self, kind: str, choices: list[JsonObject], **more: object) -> JsonObject:
-        head = {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+        head = {"id": self.id, "object": kind, "created": self._created, "model": self.model}
         return {**head, "choices": choices, **more}
 
     @abstractmethod
@@ -472,10 +464,8 @@ async def streamed(
         if usage_of is not None:
             yield event(usage=usage_of(count))
         yield sent.end()
-    except ApiError as error:
-        yield sent.failure(error)
     except Exception as error:
-        yield sent.failure(failed(error))
+        yield sent.failure(error if isinstance(error, ApiError) else failed(error))
 
 
 def server_sent(data: str, name: str = "") -> bytes:

@@ -7,7 +7,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,7 +41,7 @@ from gpt2block.apps.serve.answers import (
     whole,
 )
 from gpt2block.apps.serve.embeddings import TOKENS_AT_ONCE, embedding_list, inputs_of
-from gpt2block.apps.serve.engine import EngineSide, State
+from gpt2block.apps.serve.http_end import HttpEnd
 from gpt2block.apps.serve.log import log, traceback_of
 from gpt2block.apps.serve.play import Play
 from gpt2block.apps.serve.protocol import (
@@ -64,7 +64,6 @@ from gpt2block.apps.serve.protocol import (
 from gpt2block.apps.serve.rerank import RerankRequest, answer_ids, check_size, prompt_ids, ranking
 from gpt2block.apps.serve.response_events import ResponseSent
 from gpt2block.apps.serve.responses import ResponsesRequest, chat_body, named_as_given
-from gpt2block.apps.serve.service import EngineFailed
 from gpt2block.apps.serve.settings import ServedModel, ServerSettings
 from gpt2block.apps.serve.tools import ToolChatForm, ToolUse
 from gpt2block.apps.serve.workers import Workers
@@ -83,7 +82,6 @@ MAX_BODY = 4 * 2**20  # most bytes of a request's body
 MAX_DROPPED = 64 * 2**20  # most bytes read of a too large body: clients read errors after it
 SMALL_BODY = 4096  # most bytes of a body that is parsed in the event loop, not in a thread
 BODY_SECONDS = 30.0  # time limit for receiving a body
-GRACE = 25  # seconds that running requests get to finish when the server stops
 Value = TypeVar("Value")
 AT_ONCE = 4  # threads that encode texts, render templates and write large answers
 TEMPLATE_SECONDS = 2.0  # time limit for rendering one chat template
@@ -113,20 +111,15 @@ class PreparedRequest:
 
 
 class Server:
-    """The endpoints that serve a model. encoding: a tokenizer that fits the model's token ids.
+    """The endpoints that serve a model. encoding: a tokenizer that fits the model's token ids."""
 
-    on_failure: called in the event loop when the engine has failed and all requests got an error.
-    """
-
-    def __init__(
-        self, model: ServedModel, encoding: Encoding, settings: ServerSettings, engine: EngineSide
-    ) -> None:
+    def __init__(self, model: ServedModel, encoding: Encoding, settings: ServerSettings) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
         self.keys = settings.keys  # API keys; may be replaced, but not by an empty set
-        self.engine = engine
+        self.engine, self.threads = HttpEnd(), Workers(AT_ONCE)
+        self.engine.keys = self.set_keys
         self._token_count_bound = tokenizer.token_count_bound(encoding)
         self._templates: list[ChatTemplate] = []  # copies of the template that no thread uses now
-        self.on_failure: Callable[[], None] = lambda: None
         self._begun = int(time.time())
 
     def set_keys(self, keys: Mapping[str, str]) -> None:
@@ -134,9 +127,8 @@ class Server:
         self.keys = keys
 
     def app(self) -> Starlette:
-        play = Play(
-            self.model, self.encoding, self.settings.name, self.engine, self._ids, self._in_thread
-        )
+        form = TextForm(self.settings.name, self.encoding)
+        play = Play(self.model, form, self.engine, self.ids_of, self.in_thread)
         routes = [  # the first route that matches the path is used
             self._route("/v1/completions", self.completions, CompletionRequest),
             self._route("/v1/chat/completions", self.chat, ChatRequest),
@@ -163,20 +155,9 @@ class Server:
                 allow_methods=("GET", "POST"), expose_headers=("Retry-After", "X-Request-Id"),
             )]  # fmt: skip
         handlers: dict[object, Any] = {HTTPException: _http_error}
-        made = Starlette(
-            routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=self._life
-        )
+        made = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
         made.router.redirect_slashes = False
         return made
-
-    @asynccontextmanager
-    async def _life(self, app: Starlette) -> AsyncIterator[None]:
-        self._threads = Workers(AT_ONCE)
-        try:
-            async with self.engine.running(self.on_failure):
-                yield
-        finally:
-            self._threads.close()
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -203,8 +184,6 @@ class Server:
                 response = error_response(late())
             except ApiError as error:
                 response = error_response(error)
-            except EngineFailed as error:
-                response = error_response(ApiError(500, str(error)))
             except (InputError, CheckpointError) as error:
                 response = error_response(refused(error, kind.model_fields if kind else ()))
             except Exception as error:
@@ -246,13 +225,13 @@ class Server:
         """Return call(*args): computed directly if the body is small, else in a thread."""
         if int(request.headers.get("content-length", SMALL_BODY + 1)) <= SMALL_BODY:
             return call(*args)
-        return await self._in_thread(request, call, *args)
+        return await self.in_thread(request, call, *args)
 
-    async def _in_thread(
+    async def in_thread(
         self, request: Request, call: Callable[..., Value], *arguments: object
     ) -> Value:
         """Return call(*arguments), computed in a thread; clients whose calls wait take turns."""
-        return await self._threads.run(request.state.client, call, *arguments)
+        return await self.threads.run(request.state.client, call, *arguments)
 
     # --- endpoints of completions -----------------------------------------------------------------
 
@@ -265,11 +244,11 @@ class Server:
         return await self._answer(request, asked)
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
-        return await self._answer(request, await self._in_thread(request, self._chat, body))
+        return await self._answer(request, await self.in_thread(request, self._chat, body))
 
     async def responses(self, request: Request, body: ResponsesRequest) -> Response:
         with named_as_given(ChatRequest.model_fields):
-            asked = await self._in_thread(request, self._response, body)
+            asked = await self.in_thread(request, self._response, body)
             return await self._answer(request, asked)
 
     def _response(self, body: ResponsesRequest) -> PreparedRequest:
@@ -284,7 +263,7 @@ class Server:
             raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
         if new == 0 and body.stream:
             raise ApiError(400, "stream: expected max_tokens of at least 1", "stream")
-        prompts = [self._ids(*each) for each in named("prompt", body.prompt)]
+        prompts = [self.ids_of(*each) for each in named("prompt", body.prompt)]
         most, unwritten = 16 if new is None else new, self._unwritten(body, None)
         sequences = self._sequences(prompts, body, most, top, None) if most else []
         echoes = [AnswerChoice() for _ in prompts]
@@ -324,7 +303,7 @@ class Server:
         variables = {**self.settings.chat_template_kwargs, **(body.chat_template_kwargs or {})}
         return template.arguments(*own, variables)
 
-    def _ids(self, prompt: Any, field: str, whole: bool = False) -> Ids:
+    def ids_of(self, prompt: Any, field: str, whole: bool = False) -> Ids:
         """Return a prompt's token ids; for an empty prompt the end-of-text id.
 
         whole: whether a text has an end, as for `tokenizer.whole_text_ids`.
@@ -448,9 +427,7 @@ class Server:
             answer.close()
         new = sum(len(sequence.tokens) for sequence in asked.sequences)
         if new + sum(len(choice.scored.tokens) for choice in choices) > MANY_TOKENS:
-            return await self._in_thread(
-                request, self._whole, asked, choices, new, _PatientResponse
-            )
+            return await self.in_thread(request, self._whole, asked, choices, new, _PatientResponse)
         return self._whole(asked, choices, new, JSONResponse)
 
     def _whole(
@@ -488,14 +465,14 @@ class Server:
     async def _written(self, request: Request, found: object, values: int) -> Response:
         """Return a response with `found` as JSON; a thread encodes more than MANY_TOKENS values."""
         if values > MANY_TOKENS:
-            return await self._in_thread(request, _PatientResponse, found)
+            return await self.in_thread(request, _PatientResponse, found)
         return JSONResponse(found)
 
     # --- other endpoints --------------------------------------------------------------------------
 
     async def embeddings(self, request: Request, body: EmbeddingRequest) -> Response:
         inputs = inputs_of(body, self.model.config.n_embd)
-        ids = [await self._prepared(request, self._ids, *each, True) for each in inputs]
+        ids = [await self._prepared(request, self.ids_of, *each, True) for each in inputs]
         client, size = request.state.client, body.dimensions
         groups = in_groups(ids, TOKENS_AT_ONCE)
         parts = [await self.engine.call("embed", client, each, size) for each in groups]
@@ -536,7 +513,7 @@ class Server:
                 return tokenizer.prefix_of(encoding)
             return tokenizer.encode(encoding, body.prompt, name="prompt")
 
-        run = self._prepared if body.messages is None else self._in_thread
+        run = self._prepared if body.messages is None else self.in_thread
         tokens = await run(request, ids)
         told = {"count": len(tokens), "max_model_len": config.n_ctx, "tokens": tokens}
         return await self._written(request, told, len(tokens))
@@ -551,7 +528,7 @@ class Server:
                 found.extend(bytes_of_ids(encoding, part))
             return JSONResponse({"prompt": found.decode(errors="replace")})
 
-        return await self._in_thread(request, text)
+        return await self.in_thread(request, text)
 
     async def models(self, request: Request) -> Response:
         names, wanted = self.settings.names, request.path_params.get("name")
@@ -570,16 +547,10 @@ class Server:
     async def health(self, request: Request) -> Response:
         """Respond with the server's state: ready, starting (503) or failed (503)."""
         try:
-            state: State = await self.engine.call("state")
-        except EngineFailed as error:
-            state = State(str(error), None, 0, 0)
-        if state.failure is not None:
-            return JSONResponse({"status": "failed", "problem": state.failure}, 503)
-        if state.starting is not None:
-            done, total = state.starting
-            return JSONResponse({"status": "starting", "done": done, "total": total}, 503)
-        return JSONResponse({"status": "ready", "running": state.open - state.waiting,
-                             "waiting": state.waiting})  # fmt: skip
+            found = await self.engine.call("health")
+        except ApiError as error:
+            found = {"status": "failed", "problem": str(error)}
+        return JSONResponse(found, 200 if found["status"] == "ready" else 503)
 
     async def live(self, request: Request) -> Response:
         """Respond with success: the process is alive."""

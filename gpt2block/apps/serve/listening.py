@@ -1,28 +1,25 @@
-"""Configure uvicorn: port, signals, and time limits for idle connections."""
+"""HTTP connections, and settings of the processes of a server."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import math
+import mmap
 import os
-import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from functools import partial
-from types import FrameType
-from typing import Any, ClassVar
+from importlib.util import find_spec
+from typing import Any, ClassVar, TypeVar
 
 import h11
-import uvicorn
+import numpy as np
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gpt2block.apps.serve.access import request_id
-from gpt2block.apps.serve.app import GRACE, Server
+from gpt2block.apps.serve.access import error_response, request_id
 from gpt2block.apps.serve.log import log
 from gpt2block.apps.serve.protocol import ApiError
 from gpt2block.errors import printable
@@ -39,8 +36,7 @@ SWITCH_SECONDS = 5e-4
 # Number of new objects before a garbage collection; a few requests exceed Python's default.
 YOUNG_OBJECTS = 20_000
 
-
-SetKeys = Callable[[Mapping[str, str]], None]  # replaces the API keys
+Value = TypeVar("Value")
 
 
 class Protocol(H11Protocol):
@@ -110,11 +106,10 @@ class Protocol(H11Protocol):
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         problem = f"the request: expected HTTP/1.1: {printable(str(error or msg))}"
-        body, id = json.dumps(ApiError(status, problem).body).encode(), request_id()
-        names = ("content-type", "content-length", "connection", "x-request-id")
-        values = ("application/json", str(len(body)), "close", id)
-        head = h11.Response(status_code=status, headers=[*zip(names, values, strict=True)])
-        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+        headers = {"connection": "close", "x-request-id": (id := request_id())}
+        told = error_response(ApiError(status, problem), **headers)
+        head = h11.Response(status_code=status, headers=told.raw_headers)
+        for event in (head, h11.Data(data=bytes(told.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
         self.transport.close()
         log.info("%s: %d, %s", problem, status, id)
@@ -146,43 +141,6 @@ class Protocol(H11Protocol):
         idle = self.cycle is None or self.cycle.response_complete
         if idle and not self.transport.is_closing():
             self.transport.close()
-
-
-class Listening(uvicorn.Server):
-    """A uvicorn server that stops on SIGTERM or SIGINT, even during startup, and on engine failure.
-
-    started: called as soon as connections are accepted. reload: called on SIGHUP with a function
-    that replaces the API keys.
-    """
-
-    def __init__(
-        self,
-        server: Server,
-        config: uvicorn.Config,
-        started: Callable[[], None],
-        reload: Callable[[SetKeys], None],
-    ) -> None:
-        super().__init__(config)
-        self._told, self._reload = started, partial(reload, server.set_keys)
-        self.failed = False  # whether the engine has failed
-        server.on_failure = self._fail
-        for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn sets the same handler later
-            signal.signal(number, self.handle_exit)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        exit_in_time()
-        super().handle_exit(sig, frame)
-
-    def _fail(self) -> None:
-        self.failed = self.should_exit = True
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        for each in sockets or ():  # lets a new server bind the port immediately
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, os.name != "nt")
-        if sys.platform != "win32":
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
-        await super().startup(sockets)
-        self._told()
 
 
 def exit_in_time() -> None:
@@ -222,24 +180,24 @@ def settle() -> None:
     gc.set_threshold(YOUNG_OBJECTS)
 
 
-def config(
-    server: Server, connections: int, grace: int = GRACE, proxies: Sequence[str] = ()
-) -> uvicorn.Config:
-    """Return uvicorn's settings. connections: maximum number; grace: seconds to finish requests.
+def counter(file: int, processes: int, index: int) -> Callable[[int], int]:
+    """Return a function that sets a process's number of open connections; it returns their sum.
 
-    proxies: addresses and networks; for their requests, the client's address is the last one in
-    X-Forwarded-For that is not a proxy's.
+    file: descriptor of a shared file with a number for each process. index: number of the process.
     """
-    return uvicorn.Config(
-        server.app(),
-        http=Protocol,
-        limit_concurrency=connections + 1,  # + 1: uvicorn also counts the new connection
-        # Longer than clients keep a connection: if the server closes first, a request may be lost.
-        timeout_keep_alive=HEAD_SECONDS,
-        timeout_graceful_shutdown=grace + 1,
-        log_level="critical",  # the server has its own log; disconnects need no entry
-        access_log=False,
-        proxy_headers=bool(proxies),
-        forwarded_allow_ips=list(proxies),
-        server_header=False,
-    )
+    counts = np.frombuffer(mmap.mmap(file, 4 * processes), np.uint32)
+
+    def total(own: int) -> int:
+        counts[index] = own
+        return int(counts.sum())
+
+    return total
+
+
+def run(main: Coroutine[Any, Any, Value]) -> Value:
+    """Return the result of a coroutine, run in an event loop of uvloop if it is installed."""
+    if not find_spec("uvloop"):
+        return asyncio.run(main)
+    import uvloop  # noqa: PLC0415
+
+    return uvloop.run(main)

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from gpt2block.apps.serve.service import Service
 
 TO_FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)  # bucket bounds in seconds
 BETWEEN = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+# Kind and name of a metric, attribute of the service with its value, and text
+STATE = (
+    (GaugeMetricFamily, "slots", "slots", "Continuations that can run together."),
+    (GaugeMetricFamily, "rows_running", "running", "Continuations in slots."),
+    (GaugeMetricFamily, "rows_waiting", "waiting", "Continuations that wait for a slot."),
+    (CounterMetricFamily, "new_tokens", "tokens", "Tokens generated since the start."),
+    (CounterMetricFamily, "overdrawn_tokens", "overdrawn",
+     "Of these, tokens after the stop string of their text."),
+    (CounterMetricFamily, "failed_steps", "failed",
+     "Steps of the engine that failed, which the log has."),
+)  # fmt: skip
 
 
 class Intervals(Collector):
@@ -34,69 +51,44 @@ class Intervals(Collector):
         yield HistogramMetricFamily(self._name, self._text, buckets, self._total)
 
 
-class Total(Collector):
-    """A Prometheus counter whose value a function computes when it is read."""
+class State(Collector):
+    """The metrics STATE of a service."""
 
-    def __init__(self, name: str, text: str, value: Callable[[], float]) -> None:
-        self._name, self._text, self._value = name, text, value
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily(self._name, self._text, self._value())
+        for kind, name, value, text in STATE:
+            yield kind(f"gpt2block_{name}", text, getattr(self._service, value))
 
 
 class Metrics:
-    """The Prometheus metrics of a server."""
+    """The Prometheus metrics of a server. Values such as the queue length come from `service`."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: Service) -> None:
         self.registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "gpt2block_requests", "Requests by path and status.", ["path", "status"],
-            registry=registry,
-        )  # fmt: skip
-        self._seconds = Histogram(
-            "gpt2block_request_seconds", "Until the answer, or its first part, is ready.", ["path"],
-            buckets=TO_FIRST, registry=registry,
-        )  # fmt: skip
-        self._faults = Counter(
-            "gpt2block_faults", "Mistakes of the server, which the log has, also in streams that "
-            "had begun.", ["path"], registry=registry,
-        )  # fmt: skip
-        self._prompt = Counter(
-            "gpt2block_prompt_tokens", "Tokens of prompts of accepted requests.", registry=registry
+        counter = partial(Counter, registry=registry)
+        seconds = partial(Histogram, buckets=TO_FIRST, registry=registry)
+        self._requests = counter(
+            "gpt2block_requests", "Requests by path and status.", ["path", "status"]
         )
-        self._sequences = Counter("gpt2block_rows", "Continuations asked for.", registry=registry)
-        self._between = Intervals(
-            "gpt2block_piece_seconds",
-            "Between what a stream sends at once, of one token or more.",
-            BETWEEN,
+        self._seconds = seconds(
+            "gpt2block_request_seconds", "Until the answer, or its first part, is ready.", ["path"]
         )
-        registry.register(self._between)
-
-    def watch(self, service: Service) -> None:
-        """Register metrics whose values are read from the service, such as its queue length."""
-        gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "slots": ("Continuations that can run together.", lambda: service.slots),
-            "rows_running": ("Continuations in slots.", lambda: service.open - service.waiting),
-            "rows_waiting": ("Continuations that wait for a slot.", lambda: service.waiting),
-        }
-        for name, (text, value) in gauges.items():
-            gauge = Gauge(f"gpt2block_{name}", text, registry=self.registry)
-            gauge.set_function(value)
-        tokens = "Tokens generated since the start."
-        self.registry.register(Total("gpt2block_new_tokens", tokens, lambda: service.tokens))
-        over = "Of these, tokens after the stop string of their text."
-        self.registry.register(Total("gpt2block_overdrawn_tokens", over, lambda: service.overdrawn))
-        failed = "Steps of the engine that failed, which the log has."
-        self.registry.register(Total("gpt2block_failed_steps", failed, lambda: service.failed))
-        first = Histogram(
-            "gpt2block_first_token_seconds", "From a request's arrival in the queue to its first "
-            "token.", buckets=TO_FIRST, registry=self.registry,
-        )  # fmt: skip
-        between = Intervals(
-            "gpt2block_token_seconds", "Between the steps of a continuation's tokens.", BETWEEN
-        )
-        self.registry.register(between)
-        service.observe_first, service.observe_between = first.observe, between.add
+        faults = "Mistakes of the server, which the log has, also in streams that had begun."
+        self._faults = counter("gpt2block_faults", faults, ["path"])
+        prompts = "Tokens of prompts of accepted requests."
+        self._prompt = counter("gpt2block_prompt_tokens", prompts)
+        self._sequences = counter("gpt2block_rows", "Continuations asked for.")
+        events = "Between what a stream sends at once, of one token or more."
+        self._between = Intervals("gpt2block_piece_seconds", events, BETWEEN)
+        first = "From a request's arrival in the queue to its first token."
+        service.observe_first = seconds("gpt2block_first_token_seconds", first).observe
+        steps = "Between the steps of a continuation's tokens."
+        between = Intervals("gpt2block_token_seconds", steps, BETWEEN)
+        service.observe_between = between.add
+        for each in (self._between, State(service), between):
+            registry.register(each)
 
     def answered(self, path: str, status: int, seconds: float) -> None:
         """Record the status and duration of a request."""

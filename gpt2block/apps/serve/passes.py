@@ -13,7 +13,7 @@ from gpt2block.apps.serve.answers import Scored
 from gpt2block.apps.serve.embeddings import vectors_of
 from gpt2block.apps.serve.kept import Kept, keep, kept_of
 from gpt2block.apps.serve.prompts import scored_prompt
-from gpt2block.apps.serve.protocol import ApiError, JsonObject
+from gpt2block.apps.serve.protocol import JsonObject, overloaded
 from gpt2block.apps.serve.rerank import scores_of
 from gpt2block.apps.serve.settings import ServerSettings
 from gpt2block.apps.serve.trials import POSSIBLE, Trial
@@ -36,12 +36,12 @@ KEPT_PAGES = 8  # most `explain` pages kept per client, each of a few MB
 class Passes:
     """Computes forward passes outside the batch in threads; clients whose passes wait take turns.
 
-    A call that is cancelled begins no further pass. model, encoding: the server's model and
-    tokenizer.
+    A call that is cancelled begins no further pass. model, encoding: the server's model, and a
+    tokenizer that fits its token ids.
     """
 
     def __init__(self, model: Any, encoding: Encoding, settings: ServerSettings) -> None:
-        self._model, self._encoding, self._settings = model, encoding, settings
+        self._model, self.encoding, self.settings = model, encoding, settings
         self._threads, self._one = Workers(PASSES_AT_ONCE), Workers(1)
         self._compiling = Workers(COMPILING_AT_ONCE)
         seconds = settings.rule_seconds
@@ -54,7 +54,7 @@ class Passes:
 
     async def embed(self, client: str, ids: list[Ids], dimensions: int | None) -> Floats:
         """Return the embeddings of texts, (B, C) or (B, dimensions), computed in one pass."""
-        given = self._model.engine, self._settings.pooling, dimensions, ids
+        given = self._model.engine, self.settings.pooling, dimensions, ids
         return await self._threads.run(client, vectors_of, *given)
 
     async def judge(self, client: str, answers: tuple[int, int], ids: list[Ids]) -> list[float]:
@@ -64,7 +64,7 @@ class Passes:
     async def identity(self, client: str) -> JsonObject:
         """Return the fields of receipts that state the model, which has the server's name."""
         found = await self._threads.run(client, identity, self._model.engine)
-        return {**found, "model": self._settings.name}
+        return {**found, "model": self.settings.name}
 
     async def compile(self, client: str, rule: Grammar) -> None:
         """Compile a grammar for sequences submitted next. Raises InputError and ApiError."""
@@ -78,8 +78,7 @@ class Passes:
         finally:
             self._idle.append(trial)
         if self.vocabulary.grown + grown > MAX_OF_RULES:
-            problem = f"{rule.name}: the rules in use take too much memory: try again later"
-            raise ApiError(503, problem, code="overloaded")
+            raise overloaded(f"{rule.name}: the rules in use take too much memory")
         self.vocabulary.matcher(rule, grown)
 
     def matcher(self, rule: Grammar) -> Matcher | None:
@@ -95,7 +94,7 @@ class Passes:
     def _tokens(self) -> tuple[Encoding, int, frozenset[int]]:
         """Arguments of `vocabulary_of`."""
         config = self._model.config
-        return self._encoding, config.vocab_size, tokenizer.end_tokens(config, self._encoding)
+        return self.encoding, config.vocab_size, tokenizer.end_tokens(config, self.encoding)
 
     async def score(self, client: str, ids: Ids, alternatives: int) -> Scored:
         """Return the tokens of a prompt with log-probabilities and alternatives."""
@@ -113,8 +112,7 @@ class Passes:
     async def explain(self, client: str, ids: Ids) -> str:
         """Generate an `explain` page (one at a time) of a pass; return its secret name."""
         if self._explaining[client] == MAX_EXPLAINING:
-            problem = f"the server explains {MAX_EXPLAINING} positions of a client: try again later"
-            raise ApiError(503, problem, code="overloaded")
+            raise overloaded(f"the server explains {MAX_EXPLAINING} positions of a client")
         self._explaining[client] += 1
         try:
             html = await self._one.run(client, self._explanation, ids)
@@ -143,4 +141,4 @@ class Passes:
         return last
 
     def _explanation(self, ids: Ids) -> str:
-        return Page(collect(self._model.engine, self._encoding, self._settings.name, ids, 0)).html
+        return Page(collect(self._model.engine, self.encoding, self.settings.name, ids, 0)).html

@@ -25,13 +25,12 @@ from starlette.routing import Route
 
 from gpt2block import reference
 from gpt2block.apps.serve.answers import TextForm
-from gpt2block.apps.serve.engine import EngineSide
+from gpt2block.apps.serve.http_end import HttpEnd
 from gpt2block.apps.serve.kept import Kept, keep, kept_of
 from gpt2block.apps.serve.protocol import ApiError, Body, JsonObject, SamplingFields, Tokens
 from gpt2block.apps.serve.settings import ServedModel
 from gpt2block.engine.model import Floats, Ids
 from gpt2block.errors import CheckpointError
-from gpt2block.files.tokenizers.encoding import Encoding
 from gpt2block.models.config import model_shapes
 from gpt2block.sampling import Sampling, probabilities
 
@@ -41,7 +40,7 @@ MAX_EXPLAINED = 256  # most tokens of a pass that `explain` runs
 MAX_PARAMETERS = 2**29  # most parameters of a model for `explain`; 4 GiB in float64
 
 IdsOf = Callable[[Any, str], Ids]  # arguments: text or token ids, name of the field
-MakeRoute = Callable[..., Route]
+Run = Callable[..., Awaitable[object]]
 
 
 class TokensRequest(Body):
@@ -66,29 +65,21 @@ class ExplainRequest(Body):
 class Play:
     """The web page of a server, and the endpoints /play/… that only this page uses.
 
-    model, encoding, name: model, tokenizer and model name of the server. engine: computes passes.
-    ids_of: returns the ids of a prompt. in_thread(request, function, ...): runs a function in a
-    worker thread while the steps of the running sequences go on.
+    form: gives tokens as texts. engine: computes passes. ids_of: returns the ids of a prompt.
+    in_thread(request, function, ...): runs a function in a thread while other requests go on.
     """
 
     def __init__(
-        self,
-        model: ServedModel,
-        encoding: Encoding,
-        name: str,
-        engine: EngineSide,
-        ids_of: IdsOf,
-        in_thread: Callable[..., Awaitable[object]],
+        self, model: ServedModel, form: TextForm, engine: HttpEnd, ids_of: IdsOf, in_thread: Run
     ) -> None:
-        self._model, self._name, self._engine = model, name, engine
+        self._model, self._form, self._engine = model, form, engine
         self._ids_of, self._in_thread = ids_of, in_thread
-        self._form = TextForm(name, encoding)
         self._html = files("gpt2block.apps.serve").joinpath("page.html").read_text(encoding="utf-8")
         self._headers = _headers(_policy(self._html))
         # Logits are stored by client, so that response times reveal no other client's requests.
         self._logits: Kept[Kept[asyncio.Future[Floats]]] = OrderedDict()
 
-    def routes(self, behind_key: MakeRoute) -> list[Route]:
+    def routes(self, behind_key: Callable[..., Route]) -> list[Route]:
         """Return the routes. The page / and `explain` pages at secret URLs need no API key."""
         return [
             Route("/", self.page),
@@ -106,8 +97,8 @@ class Play:
         """Return, as JSON, properties of the model that the page shows, such as its name."""
         config = self._model.config
         chat = not isinstance(self._model.template, CheckpointError)
-        found = {
-            "model": self._name,
+        return JSONResponse({
+            "model": self._form.model,
             "device": self._model.device,
             "dtype": self._model.dtype,
             "n_ctx": config.n_ctx,
@@ -115,8 +106,7 @@ class Play:
             "chat": chat,
             "chat_sampling": self._model.chat_sampling if chat else {},
             "explained": self._max_explained(),
-        }
-        return JSONResponse(found)
+        })  # fmt: skip
 
     async def tokens(self, request: Request, given: TokensRequest) -> Response:
         """Return ids and texts of the tokens of a text, or of given token ids."""

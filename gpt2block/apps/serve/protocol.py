@@ -185,6 +185,11 @@ class ApiError(Exception):
         return {"error": found}
 
 
+def overloaded(problem: str) -> ApiError:
+    """Return the error for a client that may send its request again later."""
+    return ApiError(503, f"{problem}: try again later", code="overloaded")
+
+
 def named(field: str, entries: list[Any]) -> list[tuple[Any, str]]:
     """Return pairs (entry, its name in errors); names of several entries have an index."""
     names = [field] if len(entries) == 1 else [f"{field}.{index}" for index in range(len(entries))]

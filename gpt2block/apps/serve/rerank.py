@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
-from gpt2block.apps.serve.protocol import MAX_PROMPTS, MAX_TEXT, ApiError, Body
+from gpt2block.apps.serve.protocol import MAX_PROMPTS, MAX_TEXT, ApiError, Body, Fields
 from gpt2block.engine.generation.sequences import BAD_WEIGHTS
 from gpt2block.engine.model import Ids, ModelEngine
 from gpt2block.errors import InputError
@@ -33,9 +33,7 @@ MARKS = ("<|im_start|>", "<|im_end|>")  # special tokens that the prompt needs
 ANSWERS = ("no", "yes")
 
 
-class DocumentFields(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class DocumentFields(Fields):
     text: str
 
 

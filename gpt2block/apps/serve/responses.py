@@ -11,12 +11,13 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from gpt2block.apps.serve.protocol import (
     MAX_NEW,
     NEUTRAL,
     ApiError,
+    Fields,
     JsonObject,
     Messages,
     NewTokens,
@@ -44,10 +45,8 @@ SAME = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "pa
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
-class TextFields(BaseModel):
+class TextFields(Fields):
     """The field `text`. format: "text", "json_object" or "json_schema" with its schema."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     format: JsonObject | None = None
     verbosity: Literal["medium"] | None = None

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.apps.serve.log import log, traceback_of
+from gpt2block.apps.serve.protocol import ApiError, overloaded
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.sequences import EndReason, Sequences, TokenSequence, Tops
 from gpt2block.engine.grammars import Grammar, Matcher
@@ -26,8 +27,9 @@ from gpt2block.engine.model import ModelEngine
 # seconds per open sequence between deliveries; twice the time of delivering its tokens
 PAUSE = 4e-5
 MIN_PAUSE = 5e-4  # seconds; shorter pauses are left out
-# open sequences up to which a piece is sent before the front has received the previous one
+# open sequences up to which a piece is sent before the HTTP side has received the previous one
 MAX_EARLY = 4
+FULL = "the server has as many requests as it takes"
 MAX_FAILED = 3  # failed steps in a row after which the engine is not used any more
 REST_S = 60.0  # seconds without a request after which the batch gives memory back
 TOKENS_AT_ONCE = 4096  # prompt tokens in a step after which the step computes no further prompt
@@ -50,14 +52,9 @@ class Piece(NamedTuple):
 
 
 Key = tuple[int, int]  # (number of a request, index of a sequence of the request)
-
-
-class QueueFull(Exception):  # noqa: N818  (a reason, not a fault)
-    """Raised if the queue is full, so that no further sequence can wait."""
-
-
-class EngineFailed(Exception):  # noqa: N818
-    """Raised if the engine has failed in a step of a sequence, or cannot go on."""
+# Receives a batch of pieces in the event loop. The sequence is None if the engine has failed.
+Put = Callable[[Sequence[tuple[TokenSequence | None, Key, Piece]]], None]
+Place = tuple[Put, Key]  # destination of the pieces of a sequence
 
 
 def batch_of(
@@ -74,7 +71,7 @@ def batch_of(
 class Service:
     """A thread that generates the sequences of all requests in one batch.
 
-    Pieces of a sequence are delivered to the Outlet that has submitted the sequence.
+    Pieces of a sequence are delivered to the function with which the sequence was submitted.
 
     Clients take turns. If all slots and places in the queue are taken, a client with at most its
     equal share of them may still submit sequences, until there are twice as many sequences.
@@ -104,12 +101,12 @@ class Service:
         self._batch, self._on_failure = batch, on_failure
         self._loop, self._max_waiting = loop, max_waiting
         self._changed = threading.Condition()
-        # (submitted sequence, its outlet and key, its deadline or None for no deadline)
+        # (submitted sequence, its place, its deadline or None for no deadline)
         self._new: deque[tuple[TokenSequence, Place, float | None]] = deque()
         # (cancelled sequence, number of its tokens that are needed, None if this is not known)
         self._cancelled: deque[tuple[TokenSequence, int | None]] = deque()
         self._open_of: Counter[str] = Counter()  # client: number of sequences that run or wait
-        self._places: dict[TokenSequence, Place] = {}  # sequence: outlet and key
+        self._places: dict[TokenSequence, Place] = {}
         # sequence: time of submission, until its first token
         self._since: dict[TokenSequence, float] = {}
         self._last = np.zeros(batch.slots)  # time of each slot's last token
@@ -138,36 +135,41 @@ class Service:
         """The number of sequences that wait for a slot."""
         return max(0, self.open - self.slots)
 
+    @property
+    def running(self) -> int:
+        """The number of sequences in slots."""
+        return self.open - self.waiting
+
     def submit(
         self,
         sequences: Sequences,
-        outlet: Outlet,
+        put: Put,
         number: int = 0,
         client: str = "",
         deadline: float | None = None,
     ) -> None:
-        """Queue the sequences of a client's request, or raise QueueFull or EngineFailed.
+        """Queue the sequences of a client's request, or raise ApiError if it is full.
 
-        Also raises QueueFull if the compiled rule of a sequence is no longer kept. number:
-        identifies the request in the outlet. deadline: as for Batch.
+        Also raises ApiError if the engine has failed, or the compiled rule of a sequence is no
+        longer kept. put: gets the pieces. number: identifies the request. deadline: as for Batch.
         """
         with self._changed:
             if self.failure is not None:
-                raise EngineFailed(self.failure)
+                raise ApiError(500, self.failure)
             most, count = self.slots + self._max_waiting, self.open + len(sequences)
             own = self._open_of[client] + len(sequences)
             share = most // len(self._open_of.keys() | {client})
             if self._ends or (count > most and (own > share or count > 2 * most)):
-                raise QueueFull
+                raise overloaded(FULL)
             for sequence in sequences:
                 sequence.client = client
                 if sequence.rule is not None:
                     sequence.matcher = self.matcher_of(sequence.rule)
                     if sequence.matcher is None:
-                        raise QueueFull
+                        raise overloaded(FULL)
             self._open_of[client] = own
             for index, sequence in enumerate(sequences):
-                self._new.append((sequence, (outlet, (number, index)), deadline))
+                self._new.append((sequence, (put, (number, index)), deadline))
             self._changed.notify()
 
     def cancel(self, sequences: Iterable[TokenSequence], needed: int | None = None) -> None:
@@ -203,7 +205,7 @@ class Service:
             self._start_up()
             while not self._ends:
                 if problem := self._turn():
-                    self._batch.restart(EngineFailed(problem))
+                    self._batch.restart(RuntimeError(problem))
                     self._deliver([each for each in self._places if each.finish_reason])
         except BaseException as error:
             self._fail(error)
@@ -299,12 +301,12 @@ class Service:
 
     def _deliver_all(self) -> None:
         self._called = False  # first: for later pieces, `_send` schedules a new call
-        batches: dict[Outlet, list[tuple[TokenSequence | None, Key, Piece]]] = {}
+        batches: dict[Put, list[tuple[TokenSequence | None, Key, Piece]]] = {}
         while self._pieces:
-            (outlet, key), sequence, piece = self._pieces.popleft()
-            batches.setdefault(outlet, []).append((sequence, key, piece))
-        for outlet, pieces in batches.items():
-            outlet.put(pieces)
+            (put, key), sequence, piece = self._pieces.popleft()
+            batches.setdefault(put, []).append((sequence, key, piece))
+        for put, pieces in batches.items():
+            put(pieces)
 
     def _fail(self, error: BaseException) -> None:
         """Log the error, and end all running and waiting sequences with it."""
@@ -322,64 +324,3 @@ def piece_of(sequence: TokenSequence) -> Piece:
     """Return a Piece with the tokens that a continuation has received since its last Piece."""
     error = str(sequence.error) if sequence.error is not None else None
     return Piece(*sequence.take_tokens(), sequence.reused, sequence.finish_reason, error)
-
-
-class Outlet:
-    """Submits the sequences of the requests of one front, and delivers their pieces in batches.
-
-    A front is the part of a server that answers HTTP requests. A sequence is held from the delivery
-    of a piece until the front has received it. The sequence's next piece has all tokens sampled
-    meanwhile: one token if the front is fast, several if it is slow.
-
-    deliver: called in the event loop of the service with pairs (key, Piece) of a batch, which the
-    front has received when it calls `received`.
-    """
-
-    def __init__(
-        self, service: Service, deliver: Callable[[list[tuple[Key, Piece]]], None]
-    ) -> None:
-        self._service, self._deliver = service, deliver
-        # number of a request: its sequences
-        self._sequences: dict[int, Sequence[TokenSequence]] = {}
-        # sequences of delivered, not yet received batches
-        self._on_the_way: deque[list[TokenSequence]] = deque()
-
-    def submit(
-        self, number: int, sequences: Sequences, client: str, deadline: float | None
-    ) -> None:
-        """Queue the sequences of a request as `Service.submit` does."""
-        self._service.submit(sequences, self, number, client, deadline)
-        self._sequences[number] = sequences
-
-    def stop(self, number: int, index: int, needed: int) -> None:
-        """End a sequence whose text has a stop string that ends with its token `needed` - 1."""
-        self._service.cancel(self._sequences[number][index : index + 1], needed)
-
-    def end(self, number: int) -> None:
-        """End the sequences of a request, which get no more tokens."""
-        self._service.cancel(self._sequences.pop(number, ()))
-
-    def close(self) -> None:
-        """End all requests."""
-        for number in [*self._sequences]:
-            self.end(number)
-
-    def put(self, pieces: Sequence[tuple[TokenSequence | None, Key, Piece]]) -> None:
-        """Deliver a batch of pieces. The sequence is None if the engine has failed."""
-        sequences = [sequence for sequence, _, _ in pieces if sequence is not None]
-        self._on_the_way.append(sequences)
-        self._deliver([(key, piece) for _, key, piece in pieces])
-        if len(self._on_the_way) == 1 and self._service.open <= MAX_EARLY:
-            self._service.release(sequences)
-
-    def received(self) -> None:
-        """Let the sequences of the received batch deliver new tokens, after a pause.
-
-        Batches are received in the order of their delivery. The pause limits the share of time that
-        is spent on delivering tokens.
-        """
-        sequences = self._on_the_way.popleft()
-        self._service.release(sequences)
-
-
-Place = tuple[Outlet, Key]  # destination of the pieces of a sequence

@@ -33,6 +33,11 @@ class ServerSettings:
     tools; None: the form that its chat template shows, or "general" if it reads no tools.
     rule_seconds: CPU time in which a rule must be compiled. receipts: whether clients can request
     receipts.
+
+    processes: number of processes for HTTP; 0: HTTP in the engine's process. connections: most open
+    connections of all processes. proxies: addresses and networks; for their requests, the client's
+    address is the last one in X-Forwarded-For that is not a proxy's. log_level: as for
+    `set_up_log`. grace: seconds that running requests get to finish when the server stops.
     """
 
     names: tuple[str, ...]
@@ -50,6 +55,11 @@ class ServerSettings:
     tool_form: str | None = None
     rule_seconds: float = 5.0
     receipts: bool = True
+    processes: int = 0
+    connections: int = 1024
+    proxies: tuple[str, ...] = ()
+    log_level: str = "warning"
+    grace: int = 25
 
     @property
     def name(self) -> str:

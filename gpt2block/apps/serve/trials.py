@@ -47,9 +47,8 @@ class Trial:
         Raises InputError if the rule cannot be compiled within the limits, and ApiError if the
         process has ended. The next call then starts another process.
         """
-        from gpt2block.apps.serve.protocol import (  # noqa: PLC0415  (the child needs no pydantic)
-            ApiError,
-        )
+        # The child needs no pydantic
+        from gpt2block.apps.serve.protocol import ApiError  # noqa: PLC0415
 
         try:
             if self._process is None:
