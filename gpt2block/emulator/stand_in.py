@@ -43,8 +43,8 @@ ATTRIBUTES = {
     "L2CacheSize": 1 << 20,
 }
 __version__ = "emulated"
-Size = tuple[int, ...]  # of a grid or a block
-Arguments = Sequence[object]  # of a launch
+Size = tuple[int, ...]  # the sizes of a grid or a block
+Arguments = Sequence[object]  # the arguments of a launch
 float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
 
 # (address, id(owner)) → (weak reference to the owner, bytes). An owner is an array that keeps

@@ -129,7 +129,7 @@ class Answer:
         self._parts: list[tuple[int, Part]] = []  # (sequence index, part that was not sent yet)
         self._growing: dict[int, int] = {}  # sequence index: index in _parts of its part to extend
         self._some = asyncio.Event()
-        self._mistake: Exception | None = None  # what `pieces` raises
+        self._mistake: Exception | None = None  # an error that `pieces` raises
 
     async def submit(self, client: str = "", seconds: float = math.inf) -> None:
         """Queue the sequences. Raises ApiError if the queue is full, or the engine has failed.
