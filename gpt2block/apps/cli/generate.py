@@ -124,7 +124,7 @@ class Stopwatch:
 
     begun: float
     at_first: int = 0  # number of tokens that the first step generated: one per sequence
-    times: list[float] = field(default_factory=list)  # of the tokens
+    times: list[float] = field(default_factory=list)  # when each token came
 
     def tick(self, sequence: TokenSequence) -> None:
         """Record the time of a new token of the sequence."""
