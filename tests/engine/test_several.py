@@ -397,7 +397,7 @@ def test_each_gpu_reads_its_share_alone(
         tensors = list(tensors_of(source, config, dtype, tmp_path))
         one = CudaModel(config, read_alone(tensors), formats, 0)
         read, lock = Counter[str](), threading.Lock()
-        for method in (Stored.read_into, Encoded.read_into, Encoded.read_bytes):
+        for method in (Stored.read_into, Encoded.read_bytes):
             kind = Stored if method is Stored.read_into else Encoded
             monkeypatch.setattr(kind, method.__name__, counting(read, lock, method))
         several = SeveralCudaModels(config, iter(tensors), formats, gpus(count))
