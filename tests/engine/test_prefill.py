@@ -280,12 +280,8 @@ def test_the_kernels_of_a_prompt_wait_for_the_one_before() -> None:
         "encoder_rows", "layernorm_narrow_float", "gemm_mma", "attention_mma", "decode_mma",
     }  # fmt: skip
     files = [path for path in kernels.sources() if set(kernels.signatures(path)) & names]
-    for file in (
-        *files,
-        "attention/prompt/cores.cu",
-        "attention/cache/kv_cache.cu",
-        "matmul/prompt/wgmma.cu",
-    ):
+    others = "attention/prompt/cores.cu", "attention/cache/kv_cache.cu", "matmul/prompt/wgmma.cu"
+    for file in (*files, *others):
         every, headers = kernels.read_source(file), set[str]()
         while more := {name for name in every.split('"') if name.endswith(".cuh")} - headers:
             headers |= more
