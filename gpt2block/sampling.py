@@ -160,7 +160,8 @@ class Sampling:
 
     def with_seed(self, seed: int) -> Sampling:
         """Return a copy with another seed, from 0 to 2^64 - 1, without checks of the options."""
-        vars(copied := object.__new__(Sampling)).update(vars(self), seed=seed)
+        copied = object.__new__(Sampling)
+        vars(copied).update(vars(self), seed=seed)
         return copied
 
     @property

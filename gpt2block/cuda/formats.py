@@ -22,6 +22,9 @@ REMOVED = {  # explanations for the user, by removed option
     "elsewhere: leave it out",
     "peer": "peer is no option any more: to compare with PyTorch, run a script of the folder "
     "benchmarks/ in gpt2block's repository",
+    "sweep": "sweep is no option any more: to time every block size of a variant, run "
+    "python -m benchmarks.operations OPERATION --sweep in gpt2block's repository",
+    "plot": "plot is no option any more: scripts in benchmarks/ of gpt2block's repository plot",
 }
 
 

@@ -289,6 +289,8 @@ def _check_sizes(c: Call) -> None:
 
 def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma_tiles.cu."""
+    if c.w.dtype == GGUF:
+        raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
     if c.gamma is not None:
         raise UnsupportedCall(
             "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"

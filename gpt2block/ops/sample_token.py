@@ -78,12 +78,13 @@ class SampleState(NamedTuple):
         rows: Sequence[Sampling],
         position: NDArray[np.int32],
         step: NDArray[np.int32],
-        bound: dict[int, Bound],
+        bound: dict[int, Bound] | None = None,
     ) -> None:
         """Write parameters, position and step to rows `at` of the state. All arrays are (N,).
 
         bound: the launches of earlier calls for this state, by N, to which this call adds its own.
         """
+        bound = {} if bound is None else bound
         values = {**parameters(rows), "position": position, "step": step}
         seed, N, B = values.pop("seed"), len(at), len(self.token)
         words = (each.view(np.int32) for each in values.values())

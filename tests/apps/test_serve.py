@@ -966,6 +966,7 @@ A, B, C, LAST = piece_of(b"a"), piece_of(b"b"), piece_of(b"c\n"), piece_of(b"de"
         ([[A], [B, C], [LAST]], 4, ["a", "bc\n", "de", "[DONE]"]),
         ([[A, piece_of(b"", "deadline")]], 2, ["a", "timeout"]),
         ([[A, piece_of(b"e", "deadline")]], 2, ["a", "e", "timeout"]),
+        ([[A, protocol.ApiError(503, "The engine has ended.", code="ended")]], 2, ["a", "ended"]),
     ],
 )
 def test_events_that_come_together_are_sent_together(
@@ -983,7 +984,7 @@ def test_events_that_come_together_are_sent_together(
         found = []
         for group in groups:
             for each in group:
-                answer.put(0, each)
+                answer.fail(each) if isinstance(each, protocol.ApiError) else answer.put(0, each)
             found.append(await anext(stream))
         return [*found, *[event async for event in stream]]
 
@@ -994,6 +995,19 @@ def test_events_that_come_together_are_sent_together(
         told.append(said["choices"][0]["text"] if "choices" in said else
                     said["error"]["code"] if said else "[DONE]")  # fmt: skip
     assert (len(found), told, len(times)) == (events, texts, len(groups) - 1)
+
+
+def test_a_call_that_is_dropped_before_it_starts_is_forgotten() -> None:
+    host: Any = SimpleNamespace(service=SimpleNamespace(cancel=lambda *_: None))
+
+    async def left() -> dict[int, Any]:
+        end = EngineEnd(host, lambda: None)
+        end.call(1, "health")
+        end.drop(1)
+        await asyncio.sleep(0.01)
+        return end._calls
+
+    assert asyncio.run(left()) == {}
 
 
 @pytest.mark.parametrize(

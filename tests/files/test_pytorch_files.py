@@ -476,6 +476,7 @@ OPCODES_REFUSED = [
         (name("torch._utils", "sys.modules") + b".", "refers to torch._utils.sys.modules"),
         (name("__main__", "GPTConfig") + b")R", "refers to __main__.GPTConfig"),
         (name("os\x1b[31m", "system"), "refers to os\\x1b[31m.system"),
+        (name(r"t\x6frch", r"load\xZZ"), r"refers to t\x6frch.load\xZZ"),  # not an escape
         (name("o" * 300, "system"), "a name that does not end within 256 bytes"),
         (b"c\xff\xfe\nsystem\n", "damaged pickle"),
         (b"\xff", "opcode 0xff of the pickle is refused"),

@@ -209,6 +209,7 @@ def launched() -> Iterator[tuple[Job, str]]:
             yield (variant.file, arch, geometry_of(variant, job).defines), ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [six, narrow, rmsnorm, launched])
 def test_rows_compile_without_spills(jobs: Callable[[], Iterator[tuple[Job, str]]]) -> None:
     files, only = zip(*jobs(), strict=True)

@@ -188,14 +188,14 @@ class Answer:
         while left:
             await self._some.wait()
             self._some.clear()
-            if self._mistake is not None:
-                raise self._mistake
             new, self._parts, self._growing = self._parts, [], {}
             for at, (index, part) in enumerate(new):
                 if failure := _failure(part):
                     yield [*new[:at], (index, part._replace(finish_reason=None))]
                     raise failure
             yield new
+            if self._mistake is not None:
+                raise self._mistake
             left -= sum(part.finish_reason is not None for _, part in new)
 
     def close(self) -> None:

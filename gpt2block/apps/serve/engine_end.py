@@ -83,7 +83,9 @@ class EngineEnd:
 
     def call(self, number: int, name: str, *arguments: object) -> None:
         """Call a method of the host, and send its result."""
-        self._calls[number] = asyncio.create_task(self._called(number, name, *arguments))
+        task = asyncio.create_task(self._called(number, name, *arguments))
+        self._calls[number] = task
+        task.add_done_callback(lambda _: self._calls.pop(number))
 
     async def _called(self, number: int, name: str, *arguments: object) -> None:
         result: object = None
@@ -94,8 +96,6 @@ class EngineEnd:
             failure = error
         except Exception as error:
             failure = RemoteError(traceback_of(error))
-        finally:
-            del self._calls[number]
         self.channel.send("result", number, result, failure)
 
     def submit(

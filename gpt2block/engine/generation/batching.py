@@ -362,10 +362,11 @@ class _Endings:
 
     def of(self, tokens: Ids) -> NDArray[np.bool_]:
         """Return a boolean mask: whether each token may end its continuation."""
-        for token in set(tokens[~self._known[tokens]].tolist()) - {-1} if self._bytes else ():
-            data = bytes_of_ids(self._encoding, [token]) if self._encoding is not None else b""
-            self._may_end[token] = not self._bytes.isdisjoint(data)
-            self._known[token] = True
+        if self._bytes:
+            for token in set(tokens[~self._known[tokens]].tolist()) - {-1}:
+                data = bytes_of_ids(self._encoding, [token]) if self._encoding is not None else b""
+                self._may_end[token] = not self._bytes.isdisjoint(data)
+                self._known[token] = True
         return self._may_end[tokens]
 
 

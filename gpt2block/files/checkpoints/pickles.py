@@ -73,6 +73,11 @@ class _BoundedStream:
         return line
 
 
+def _read_name(stream: _BoundedStream) -> str:
+    """Read a module's and a class's name. `pickletools` would replace escapes in them, too."""
+    return b".".join(stream.readline()[:-1] for _ in range(2)).decode("utf-8")
+
+
 class Unpickler:
     """Reader of one pickle of at most `limit` bytes from a stream.
 
@@ -108,7 +113,8 @@ class Unpickler:
                     raise CheckpointError(
                         f"opcode {name} of the pickle is refused: torch.save does not write it"
                     )
-                _ACTIONS[name](self, opcode.arg.reader(self._stream) if opcode.arg else None)
+                reader = _read_name if name == "GLOBAL" else opcode.arg and opcode.arg.reader
+                _ACTIONS[name](self, reader(self._stream) if reader else None)
         except (IndexError, KeyError, UnicodeDecodeError) as error:
             raise CheckpointError(f"damaged pickle: {error!r:.100}") from error
         raise CheckpointError(f"expected a pickle of at most {MAX_OPCODES:,} opcodes, got more")
@@ -138,8 +144,7 @@ class Unpickler:
             raise CheckpointError(f"an integer of {length} bytes in the pickle is refused")
         self._push(value)
 
-    def _global(self, words: str) -> None:
-        name = words.replace(" ", ".", 1)
+    def _global(self, name: str) -> None:
         if name not in self._functions:
             raise CheckpointError(
                 f"its pickle refers to {name}, which is refused: expected tensors and plain values "

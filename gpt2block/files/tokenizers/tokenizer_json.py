@@ -57,9 +57,8 @@ class TiktokenEncoding(tiktoken.Encoding):
         return frozenset((*self._mergeable_ranks.values(), *self._special_tokens.values()))
 
 
-Token = Mapping[
-    str, Any
-]  # an added token, which is matched in a text before the BPE model is applied
+# An added token, which is matched in a text before the BPE model is applied
+Token = Mapping[str, Any]
 
 
 def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
