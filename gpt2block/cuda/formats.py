@@ -24,7 +24,6 @@ REMOVED = {  # explanations for the user, by removed option
     "benchmarks/ in gpt2block's repository",
     "sweep": "sweep is no option any more: to time every block size of a variant, run "
     "python -m benchmarks.operations OPERATION --sweep in gpt2block's repository",
-    "plot": "plot is no option any more: scripts in benchmarks/ of gpt2block's repository plot",
 }
 
 

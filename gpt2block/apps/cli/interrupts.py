@@ -12,6 +12,7 @@ import _thread
 import os
 import signal
 import sys
+import time
 
 from gpt2block.apps.cli.codes import INTERRUPTED
 
@@ -27,6 +28,8 @@ def end_at_once_on_interrupt() -> None:
 
 def raise_on_interrupt() -> None:
     """Make Ctrl-C raise KeyboardInterrupt again; undoes `end_at_once_on_interrupt`."""
+    if signal.getsignal(signal.SIGINT) is _end_at_once:
+        sys.unraisablehook = _raise_later
     _replace_handler(_end_at_once, signal.default_int_handler)
 
 
@@ -48,6 +51,19 @@ def _replace_handler(old: object, new: Any) -> None:
             signal.signal(signal.SIGINT, new)
         except ValueError:  # only the main thread can set signal handlers
             pass
+
+
+def _raise_later(unraisable: Any) -> None:
+    """Interrupt again after a KeyboardInterrupt in a `__del__`, where Python drops it."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        _thread.start_new_thread(_interrupt_soon, ())  # here it would be dropped, too
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
+def _interrupt_soon() -> None:
+    time.sleep(0.01)
+    _thread.interrupt_main()
 
 
 def _pass_on(main_thread: int) -> NoReturn:
