@@ -18,7 +18,7 @@ from tests.devices import slow
 
 LEARN = Path(__file__).parents[2] / "docs" / "learn"
 FILES = sorted(HERE.glob("*/*.cu"))
-FIRST = {file.parent: file for file in reversed(FILES)}.values()  # of each operation
+FIRST = {file.parent: file for file in reversed(FILES)}.values()  # the first file of each operation
 on_emulator = pytest.mark.skipif(
     emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
 )
