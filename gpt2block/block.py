@@ -127,7 +127,7 @@ class Block(BaseBlock):
     is computed in float32 and its result rounded to the dtype.
 
     kernels: "skeleton", ten steps in float32 with the kernels of LeetGPU's challenge; "fused",
-    seven steps on tensor cores, for heads of 64 channels and compute capability 8.0 or newer; or
+    seven steps on tensor cores, for heads of 64 channels and compute capability 7.5 or newer; or
     "auto", the faster kind that supports the dtype. Fused float32 has the accuracy of float32:
     the operands of its products are hi/lo (HiLoMatrix), which requires finite weights. With
     NumPy "auto" selects the ten steps for float32.
@@ -244,7 +244,7 @@ def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None)
 def fused_problem(weights: BlockWeights, capability: int) -> str | None:
     """Return the reason why fused kernels cannot run these weights on this GPU, or None."""
     if not cards.properties(capability).has_mma:
-        return f"tensor cores: expected compute capability 8.0 or newer, got {capability / 10:.1f}"
+        return f"tensor cores: expected compute capability 7.5 or newer, got {capability / 10:.1f}"
     head = weights.n_embd // weights.n_head
     if head != TENSOR_HEAD:
         return f"the fused attention takes heads of {TENSOR_HEAD} channels, these have {head}"

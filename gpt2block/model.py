@@ -114,7 +114,7 @@ class Model(Hinted, Generic[Weights]):
         Hugging Face directory or .safetensors file, an llm.c .bin, or a bundled model:
         "shakespeare", a GPT-2, or "shakespeare-llama". progress: wraps the tensors as they are
         read. dtype: as in GPT2, or "file" for the 4 to 8 bits of a GGUF file; None selects "file"
-        if the file has such matrices and a GPU of compute capability 8.0 or newer reads them, else
+        if the file has such matrices and a GPU of compute capability 7.5 or newer reads them, else
         "float32". device, allow_nonfinite, kv_dtype: as in GPT2. revision: branch, tag or commit of
         a hub id. Raises CheckpointError, and InputError for weights that are not finite.
         """

@@ -42,12 +42,14 @@ CARDS: Mapping[int, Card] = {  # compute capability: card
 class Properties(NamedTuple):
     """Properties of the GPUs of a compute capability, by which kernels are chosen.
 
-    has_mma: mma.sync of 16-bit floats with K = 16, and asynchronous copies to shared memory.
-    has_overlap: launches that overlap the previous kernel. has_wgmma: products of warpgroups, and
-    the architecture sm_90a. most_clustered: maximum blocks per cluster.
+    has_mma: mma.sync of float16. has_bf16: mma.sync of bfloat16 and of tf32, and asynchronous
+    copies to shared memory; without them, bfloat16 is rounded to float16. has_overlap: launches
+    that overlap the previous kernel. has_wgmma: products of warpgroups, and the architecture
+    sm_90a. most_clustered: maximum blocks per cluster.
     """
 
     has_mma: bool = False
+    has_bf16: bool = False
     has_overlap: bool = False
     has_wgmma: bool = False
     most_clustered: int = 1
@@ -58,10 +60,10 @@ class Properties(NamedTuple):
 
 
 PROPERTIES = (  # from this compute capability on
-    (75, Properties()),
-    (80, Properties(has_mma=True)),
-    (90, Properties(has_mma=True, has_overlap=True, has_wgmma=True, most_clustered=16)),
-    (100, Properties(has_mma=True, has_overlap=True, most_clustered=8)),
+    (75, Properties(has_mma=True)),
+    (80, Properties(has_mma=True, has_bf16=True)),
+    (90, Properties(True, True, has_overlap=True, has_wgmma=True, most_clustered=16)),
+    (100, Properties(True, True, has_overlap=True, most_clustered=8)),
 )
 
 

@@ -427,10 +427,10 @@ def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:
 def hi_lo_fits(head_size: int) -> bool:
     """Whether the current device can compute attention on a HiLoMatrix with heads of this size.
 
-    The smallest tile of `hi_lo_geometry` has 64 queries and two stages of K and V.
+    The smallest tile of `hi_lo_geometry` has 64 queries and two stages of 32 keys of K and V.
     """
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    return head_size in TENSOR_HEADS and 5 * tiles.mma_stage(head_size) <= max_shared
+    return head_size in TENSOR_HEADS and 3 * tiles.mma_stage(head_size) <= max_shared
 
 
 VARIANTS = (_mha, _naive, _online, _mma, _wgmma)

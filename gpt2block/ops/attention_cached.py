@@ -90,10 +90,11 @@ def tiles_geometry(
     """
     NH, _, HS = heads
     _check_head(HS)
+    one = tiles.one_tile(HS, shared_limit)
+    pieces = itemsize < 4 and HS % (16 // itemsize) == 0 and not one
     for warps, keys in TILE_SIZES:
-        pieces = itemsize < 4 and HS % (16 // itemsize) == 0 and HS <= tiles.ONE_TILE
         staged = keys * HS * itemsize if pieces else 0
-        shared = tiles.shared_bytes(HS, warps, keys) + staged
+        shared = tiles.shared_bytes(HS, warps, keys, one) + staged
         if shared <= shared_limit:
             break
     else:
@@ -107,7 +108,8 @@ def tiles_geometry(
             f"B {B:,}, {NH:,} heads, longest {longest:,}: too many for a grid, which CUDA limits "
             f"to {MAX_BLOCKS[0]:,} heads of sequences and {MAX_BLOCKS[1]:,} blocks of each"
         )
-    defines = (*tiles.heads_defines(*heads), ("AO_WARPS", warps), ("AO_KEYS", keys))
+    sizes = ("AO_WARPS", warps), ("AO_KEYS", keys), *tiles.one_tile_define(HS, one)
+    defines = (*tiles.heads_defines(*heads), *sizes)
     kernel = "attention_cached_narrow" if narrow else "attention_cached"
     return Geometry(kernel, (B * NH, blocks), (32 * warps,), shared, defines)
 

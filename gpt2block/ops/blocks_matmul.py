@@ -76,7 +76,7 @@ def blocks_matmul(x: CudaArray, w: CudaArray, variant: str | None = None) -> Cud
     """Compute `reference.blocks_matmul` on CuPy arrays, x of float32 or 16 bits. Raises InputError.
 
     x (..., K), w (N, K / 256, 144) uint8 → (..., N) float32. The default variant is mma for x of
-    float16 on GPUs of compute capability 8.0 or newer, else warp.
+    float16 on GPUs of compute capability 7.5 or newer, else warp.
     """
     inputs = on_16_bytes("x", x), on_16_bytes("w", w)
     return call(OPERATION, inputs, variant=variant).out

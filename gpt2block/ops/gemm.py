@@ -41,7 +41,7 @@ from gpt2block.ops.engines import rmsnorm_wgmma as two_matrices
 from gpt2block.ops.hi_lo import OPERATION as TO_HI_LO
 from gpt2block.ops.hi_lo import TAKE, check_one_scale
 from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import MULTIPLE, SMALL
+from gpt2block.ops.products import MULTIPLE, SMALL, needs_mma
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.warm import call
 
@@ -129,8 +129,7 @@ def _mma_hi_lo(c: Call) -> Launch:
 
 @variant("mma", mma.FILE, mma.KERNEL)
 def _mma(c: Call) -> Any:
-    if not gpu().has_mma:
-        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use ops.linear")
+    needs_mma(": use ops.linear")
     if c.hi_lo:
         return _mma_hi_lo.launch(c)
     other = c.residual if c.up is None else c.up.data

@@ -54,7 +54,7 @@ from gpt2block.ops.operation import (
     Workload,
     variant,
 )
-from gpt2block.ops.products import SMALL, gate_define, needs_wgmma, storage_of
+from gpt2block.ops.products import SMALL, gate_define, needs_mma, needs_wgmma, storage_of
 from gpt2block.ops.warm import call
 
 DECODING_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
@@ -99,7 +99,7 @@ def operands_of(
     faster up to 8 rows: a step of a 7B model in Q4_K_M (H100) takes 3.1 ms for 8 rows. For 16 rows
     it takes 4.9 ms by mma, and 3.8 ms by wgmma.
     """
-    if dtype == "float32" or not gpu().has_mma:
+    if dtype == "float32" or not (gpu().has_bf16 if dtype == "bfloat16" else gpu().has_mma):
         return {}
     if dtype in (FILE, GGUF):
         possible = rounded and M > blocks.JOINT_ROWS and gpu().has_wgmma
@@ -214,7 +214,7 @@ def _cores_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     if c.up:
         raise UnsupportedCall(ONE_MATRIX)
     sizes = (c.M, outputs, c.K, c.w.data.itemsize)
-    options = {"norm": bool(norm), "whole_N": c.w.whole_N, "tiled": not gpu().has_mma}
+    options = {"norm": bool(norm), "whole_N": c.w.whole_N, "tiled": not gpu().has_bf16}
     return matvec.geometry(*sizes, **options, **_of_device())
 
 
@@ -254,8 +254,7 @@ def _on_tensor_cores(c: Call) -> None:
     """Raise UnsupportedCall if the tensor-core decoding kernels do not support w, the GPU or K."""
     if c.w.dtype == GGUF:
         raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
-    if not gpu().has_mma:
-        raise UnsupportedCall("needs a GPU of compute capability 8.0 or newer: use variant matvec")
+    needs_mma(": use variant matvec", floats=c.w.dtype == "float32")
     multiple = mma.LOADED // itemsize_of(c.w.dtype)
     if c.K % multiple:
         raise UnsupportedCall(
@@ -298,7 +297,7 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     _send_after(c)
     _check_sizes(c)
     ordered = any(operand and operand.width for operand in (c.operand, c.to_operand))
-    alone = gpu().has_clusters or c.w.dtype not in DTYPES
+    alone = gpu().has_clusters or not gpu().has_bf16 or c.w.dtype not in DTYPES
     if ordered or (c.up and (alone or c.residual is not None)):
         raise UnsupportedCall(
             "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"
@@ -307,7 +306,8 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     c.check_addresses("w", "x", "up")
     gated = c.up is not None
     sizes = c.M, c.N * (1 + gated), c.K, c.w.dtype
-    tile = mma_tiles.choose(*sizes, clusters=gpu().has_clusters, gated=gated, **_of_device())
+    has: Any = {"clusters": gpu().has_clusters, "copies": gpu().has_bf16}
+    tile = mma_tiles.choose(*sizes, **has, gated=gated, **_of_device())
     operands = c.operand is not None, c.to_operand is not None
     geometry = mma_tiles.geometry(*sizes, tile, *operands, gated=gated)
     defines = count_define(c.rounded)

@@ -19,10 +19,11 @@ RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
 Tile = TypeVar("Tile")
 
 
-def needs_mma(instead: str = "") -> None:
-    """Raise UnsupportedCall on a GPU without mma.sync of 16 bits. instead: advice."""
-    if not gpu().has_mma:
-        raise UnsupportedCall(f"needs a GPU of compute capability 8.0 or newer{instead}")
+def needs_mma(instead: str = "", floats: bool = False) -> None:
+    """Raise UnsupportedCall on a GPU without mma.sync. instead: advice. floats: of float32."""
+    if not (gpu().has_bf16 if floats else gpu().has_mma):
+        least = "8.0" if floats else "7.5"
+        raise UnsupportedCall(f"needs a GPU of compute capability {least} or newer{instead}")
 
 
 def needs_wgmma(instead: str) -> None:

@@ -161,7 +161,7 @@ def _mma_geometry(c: Call, norm: bool = True) -> Geometry:
 def _mma_problem(c: Call) -> str:
     """Return the reason why variant mma does not support the call, or "" if it does."""
     if not gpu().has_mma:
-        return "needs a GPU of compute capability 8.0 or newer: use variant matvec"
+        return "needs a GPU of compute capability 7.5 or newer: use variant matvec"
     if c.storage == "float32":
         return "takes float16 and bfloat16: use variant matvec"
     first = c.matrices[0]

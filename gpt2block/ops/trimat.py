@@ -108,6 +108,11 @@ def _tri6(c: Call) -> Launch:
     sms = device_attribute("MultiProcessorCount")
     max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry, more = mma_geometry(c.B, c.T, c.NH, c.HS, sms=sms, max_shared=max_shared)
+    if geometry.shared > max_shared:
+        raise UnsupportedCall(
+            f"heads of {c.HS} channels take {geometry.shared:,} bytes of shared memory, this GPU "
+            f"has {max_shared:,}: use variant tri5"
+        )
     return launch_at(MMA, geometry, (*_args(c), *more))
 
 
@@ -172,7 +177,7 @@ def trimat(
 ) -> CudaArray:
     """Compute `reference.trimat` on a float32 CuPy array. Raises InputError.
 
-    The default variant is tri6 on GPUs of compute capability 8.0 or newer for heads of at most 128
+    The default variant is tri6 on GPUs of compute capability 7.5 or newer for heads of at most 128
     channels, else tri5. tri6 runs on tensor cores and is at least as accurate as the other
     variants, which sum in float32. It splits each value into two float16 numbers, with a scale for
     each row. A value keeps 22 bits, counted from the largest value of its row. Source: Ootomo and

@@ -1,4 +1,5 @@
-// PTX instructions of the tensor-core kernels, each wrapped in a small function. For sm_80 and newer.
+// PTX instructions of the tensor-core kernels, each wrapped in a small function. lib/sm75.cuh has the functions whose
+// instructions sm_75 lacks.
 //
 // A warp multiplies A (16, 16) and B (16, 8) into C (16, 8). Lane 4 g + t holds the following values, two 16-bit values
 // per register of A and B:
@@ -9,6 +10,21 @@
 //
 // The 16 values along K may be in any order, provided that A and B use the same order.
 #pragma once
+
+__device__ __forceinline__ void unpack2_bf16(unsigned pair, float (&v)[2]) {
+    v[0] = __int_as_float((int)(pair << 16)), v[1] = __int_as_float((int)(pair & 0xffff0000u));
+}
+
+__device__ __forceinline__ void unpack2_fp16(unsigned pair, float (&v)[2]) {
+    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
+        : "=f"(v[0]), "=f"(v[1])
+        : "r"(pair));
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#include "lib/sm75.cuh"
+#else
+constexpr bool HAS_BF16 = true;  // whether tensor cores multiply bfloat16
 
 // Copies 16 bytes from global to shared memory, bypassing the L1 cache. If `there` is false, writes 16 zero bytes and
 // reads nothing. The surrounding 128 bytes are prefetched into the L2 cache, because other threads and blocks need them
@@ -27,6 +43,58 @@ __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_grou
 template <int LATER>
 __device__ __forceinline__ void wait_for_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+}
+
+// mma_bf16() and mma_fp16() compute c += a b for bfloat16 and float16 inputs.
+#define DEFINE_MMA(NAME, TYPES)                                                                                \
+    __device__ __forceinline__ void NAME(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {     \
+        asm("mma.sync.aligned.m16n8k16.row.col." TYPES                                                        \
+            " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                  \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                              \
+    }
+DEFINE_MMA(mma_bf16, "f32.bf16.bf16.f32")
+DEFINE_MMA(mma_fp16, "f32.f16.f16.f32")
+#undef DEFINE_MMA
+
+// Computes c += a b for A (16, 8) and B (8, 8) of type tf32: floats whose low 13 bits are ignored. Lane 4 g + t holds
+//
+//   a[0] = A[g][t]   a[1] = A[g + 8][t]   a[2] = A[g][t + 4]   a[3] = A[g + 8][t + 4]
+//   b[0] = B[t][g]   b[1] = B[t + 4][g]
+__device__ __forceinline__ void mma_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
+        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Rounds two floats to bfloat16 or float16 and packs them into a register: `low` into its lower half, `high` into its
+// upper half.
+__device__ __forceinline__ unsigned pack2_bf16(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ unsigned pack2_fp16(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// Computes a b + c for pairs of bfloat16 values; each result is rounded once.
+__device__ __forceinline__ unsigned fma2_bf16(unsigned a, unsigned b, unsigned c) {
+    unsigned sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+#endif
+
+// Rounds two bfloat16 values to float16. 0 and magnitudes from 2^-17 to 65504 do not change; larger ones become infinity.
+__device__ __forceinline__ unsigned bf16_to_fp16(unsigned pair) {
+    float v[2];
+    unpack2_bf16(pair, v);
+    return pack2_fp16(v[0], v[1]);
 }
 
 // Loads two or four 8x8 matrices of 16-bit values from shared memory. Lane 8 i + r (r = 0..7) passes the address of row
@@ -64,55 +132,13 @@ __device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, unsign
     }
 }
 
-// mma_bf16() and mma_fp16() compute c += a b for bfloat16 and float16 inputs; mma() uses the type T of the activations.
-#define DEFINE_MMA(NAME, TYPES)                                                                                \
-    __device__ __forceinline__ void NAME(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {     \
-        asm("mma.sync.aligned.m16n8k16.row.col." TYPES                                                        \
-            " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                \
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                  \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                              \
-    }
-DEFINE_MMA(mma_bf16, "f32.bf16.bf16.f32")
-DEFINE_MMA(mma_fp16, "f32.f16.f16.f32")
-#undef DEFINE_MMA
-
+// mma(), pack2(), multiply2() and add2() process values of the type T of the activations.
 __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
 #if defined(STORAGE_BF16)
     mma_bf16(c, a, b);
 #else
     mma_fp16(c, a, b);
 #endif
-}
-
-// Computes c += a b for A (16, 8) and B (8, 8) of type tf32: floats whose low 13 bits are ignored. Lane 4 g + t holds
-//
-//   a[0] = A[g][t]   a[1] = A[g + 8][t]   a[2] = A[g][t + 4]   a[3] = A[g + 8][t + 4]
-//   b[0] = B[t][g]   b[1] = B[t + 4][g]
-__device__ __forceinline__ void mma_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
-        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// Rounds two floats to bfloat16 or float16 and packs them into a register: `low` into its lower half, `high` into its
-// upper half. pack2() rounds to the type T of the activations.
-__device__ __forceinline__ unsigned pack2_bf16(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-__device__ __forceinline__ unsigned pack2_fp16(float low, float high) {
-    unsigned pair;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#else
-    asm("{\n.reg .f16 low, high;\ncvt.rn.f16.f32 low, %1;\ncvt.rn.f16.f32 high, %2;\nmov.b32 %0, {low, high};\n}"
-        : "=r"(pair)
-        : "f"(low), "f"(high));
-#endif
-    return pair;
 }
 
 __device__ __forceinline__ unsigned pack2(float low, float high) {
@@ -123,22 +149,12 @@ __device__ __forceinline__ unsigned pack2(float low, float high) {
 #endif
 }
 
-__device__ __forceinline__ void unpack2_bf16(unsigned pair, float (&v)[2]) {
-    v[0] = __int_as_float((int)(pair << 16)), v[1] = __int_as_float((int)(pair & 0xffff0000u));
-}
-
-__device__ __forceinline__ void unpack2_fp16(unsigned pair, float (&v)[2]) {
-    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
-        : "=f"(v[0]), "=f"(v[1])
-        : "r"(pair));
-}
-
 // multiply2(), add2(), add2_fp16() and fma2_fp16() process pairs of 16-bit values; each result is rounded once. For
 // bfloat16, fma replaces add and mul, which exist only from sm_90 on.
 __device__ __forceinline__ unsigned multiply2(unsigned a, unsigned b) {
     unsigned product;
 #if defined(STORAGE_BF16)
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // a b + -0 is a b
+    product = fma2_bf16(a, b, 0x80008000u);  // a b + -0 is a b
 #else
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
 #endif
@@ -171,9 +187,7 @@ __device__ __forceinline__ unsigned twice(unsigned b) {
 
 __device__ __forceinline__ unsigned add2(unsigned a, unsigned b) {
 #if defined(STORAGE_BF16)
-    unsigned sum;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(0x3f803f80u), "r"(b));  // a * 1 + b
-    return sum;
+    return fma2_bf16(a, 0x3f803f80u, b);  // a * 1 + b
 #else
     return add2_fp16(a, b);
 #endif

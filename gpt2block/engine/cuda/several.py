@@ -349,6 +349,6 @@ def _check_alike(devices: Sequence[int]) -> None:
         )
     if not properties(kinds[0][0]).has_mma:
         raise InputError(
-            f"device: GPUs of compute capability {kinds[0][0]}: expected 80 or newer "
+            f"device: GPUs of compute capability {kinds[0][0]}: expected 75 or newer "
             "for a model on several GPUs: use one of them"
         )

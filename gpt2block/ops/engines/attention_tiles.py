@@ -61,15 +61,25 @@ def warp_queries(HS: int) -> int:
     return 32 if HS <= 64 else 16 if HS <= 128 else 8 if HS <= 256 else 4
 
 
-def shared_bytes(HS: int, warps: int, keys: int) -> int:
+def one_tile(HS: int, max_shared: int) -> bool:
+    """Whether K and V of variant `online` share memory, instead of each having their own."""
+    return HS > ONE_TILE or shared_bytes(HS, WARPS[-1], KEYS[-1]) > max_shared
+
+
+def shared_bytes(HS: int, warps: int, keys: int, one: bool = False) -> int:
     """Bytes of shared memory per block of variant `online`: Q, K, V, and 32 weights per query.
 
-    K and V of heads of more than ONE_TILE channels have the same bytes.
+    one: whether K and V have the same bytes (`one_tile`).
     """
     queries = warps * warp_queries(HS)
     stride, values = 4 * (ceil(HS / 4) | 1), 32 * ceil(HS / 32)
-    of_key = stride + values if HS <= ONE_TILE else max(stride, values)
+    of_key = max(stride, values) if one else stride + values
     return 4 * (queries * stride + keys * of_key + queries * 48)
+
+
+def one_tile_define(HS: int, one: bool) -> Defines:
+    """Return the constant of lib/attention/online.cuh for `one_tile`; () for its default."""
+    return (("AO_ONE_TILE", 1),) if one and HS <= ONE_TILE else ()
 
 
 @lru_cache(maxsize=1024)
@@ -81,17 +91,18 @@ def online_geometry(
     block: threads per block, or None for the best number. max_shared: bytes of shared memory that
     a block can have. Raises InputError if no tile fits in shared memory or the grid is too large.
     """
-    warps, keys = _online_tile(HS, T, block, max_shared)
+    one = one_tile(HS, max_shared)
+    warps, keys = _online_tile(HS, T, block, max_shared, one)
     queries = warps * warp_queries(HS)
     blocks = ceil(T / queries)
     if blocks > MAX_BLOCKS[1]:
         raise InputError(f"T {T:,}: variant online takes at most {MAX_BLOCKS[1] * queries:,}")
-    defines = (*heads_defines(NH, NKV, HS), ("AO_WARPS", warps), ("AO_KEYS", keys))
-    shared = shared_bytes(HS, warps, keys)
+    sizes = ("AO_WARPS", warps), ("AO_KEYS", keys), *one_tile_define(HS, one)
+    defines, shared = (*heads_defines(NH, NKV, HS), *sizes), shared_bytes(HS, warps, keys, one)
     return Geometry("attention_forward_online", (B * NH, blocks), (32 * warps,), shared, defines)
 
 
-def _online_tile(HS: int, T: int, block: int | None, max_shared: int) -> tuple[int, int]:
+def _online_tile(HS: int, T: int, block: int | None, max_shared: int, one: bool) -> tuple[int, int]:
     """Return (warps per block, keys per tile) of the largest tile that fits in shared memory.
 
     Fewer than half of the warps are idle. The largest tile has the largest product of warps and
@@ -105,9 +116,9 @@ def _online_tile(HS: int, T: int, block: int | None, max_shared: int) -> tuple[i
     tiles = [(warps, keys) for warps in choices for keys in KEYS]
     tiles.sort(key=lambda tile: (-tile[0] * tile[1], -tile[1]))
     for warps, keys in tiles:
-        if shared_bytes(HS, warps, keys) <= max_shared:
+        if shared_bytes(HS, warps, keys, one) <= max_shared:
             return warps, keys
-    smallest = min(shared_bytes(HS, *tile) for tile in tiles)
+    smallest = min(shared_bytes(HS, *tile, one) for tile in tiles)
     todo = "use variant mha" if block is None else "use a smaller block"
     raise InputError(
         f"head size {HS}: the smallest tiles of variant online take {smallest:,} bytes of shared "
@@ -197,10 +208,12 @@ def mma_geometry(
     tile: used instead of the fastest tile. Raises InputError if the grid is too large.
     """
     tile = tile or min(MMA_TILES[of.HS], key=lambda tile: tile.clocks(of, sms))
+    keys = 64 if of.HS in TENSOR_HEADS else 32
+    if _mma_shared(of.HS, tile, keys) > max_shared:
+        keys, tile = keys // 2, tile if of.HS in TENSOR_HEADS else tile._replace(warps=2)
     grid = _grid(of, tile.queries)
-    stage = mma_stage(of.HS)
-    # queries: bytes of shared memory for queries; 0 for head sizes 64 and 128 (kept in registers)
-    queries = 0 if of.HS in TENSOR_HEADS else tile.queries * _row_bytes(of.HS)
+    stage = mma_stage(of.HS, keys)
+    queries = _mma_shared(of.HS, tile, keys) - 2 * stage
     stages = 3 if room(max_shared, tile.blocks) >= 3 * stage + queries else 2
     defines = (
         *of.defines,
@@ -208,6 +221,7 @@ def mma_geometry(
         ("ATT_FRAGS", tile.frags),
         ("ATT_STAGES", stages),
         ("ATT_BLOCKS", tile.blocks),
+        *keys_define(of.HS, keys),
     )
     shared = stages * stage + queries
     return Geometry("attention_mma", grid, (32 * tile.warps,), shared, defines), of.together()
@@ -221,8 +235,9 @@ def hi_lo_geometry(of: AttentionSizes, one_scale: bool, *, max_shared: int) -> t
     same scale.
     Raises InputError if the grid is too large or the tile does not fit in shared memory.
     """
-    warps, stage = 4, 2 * mma_stage(of.HS)
-    queries = stage // 2  # bytes of 64 queries
+    warps, queries = 4, mma_stage(of.HS)  # queries: bytes of 64 queries
+    keys = hi_lo_keys(of.HS, max_shared)
+    stage = 2 * mma_stage(of.HS, keys)
     grid = _grid(of, 16 * warps)
     blocks = 2 if of.causal and one_scale and room(max_shared, 2) >= 2 * stage + queries else 1
     stages = 3 if room(max_shared, blocks) >= 3 * stage + queries else 2
@@ -232,6 +247,7 @@ def hi_lo_geometry(of: AttentionSizes, one_scale: bool, *, max_shared: int) -> t
         ("ATT_WARPS", warps),
         ("ATT_STAGES", stages),
         ("ATT_BLOCKS", blocks),
+        *keys_define(of.HS, keys),
     )
     shared = stages * stage + queries
     if shared > max_shared:
@@ -341,9 +357,25 @@ def _wgmma_tiles(of: AttentionSizes, queries: int) -> int:
     return tiles
 
 
-def mma_stage(HS: int) -> int:
-    """Bytes of a ring stage: K and V of 64 keys, or of 32 keys if heads have 256 channels."""
-    return 2 * (64 if HS in TENSOR_HEADS else 32) * _row_bytes(HS)
+def mma_stage(HS: int, keys: int = 64) -> int:
+    """Bytes of a ring stage: rows of 16 bits of K and V of so many keys."""
+    return 2 * keys * _row_bytes(HS)
+
+
+def _mma_shared(HS: int, tile: AttentionTile, keys: int) -> int:
+    """Least bytes of shared memory per block: two stages, and queries not kept in registers."""
+    queries = 0 if HS in TENSOR_HEADS else tile.queries * _row_bytes(HS)
+    return 2 * mma_stage(HS, keys) + queries
+
+
+def hi_lo_keys(HS: int, max_shared: int) -> int:
+    """Keys per tile of a HiLoMatrix: 64 or, if two stages and 64 queries do not fit then, 32."""
+    return 64 if 5 * mma_stage(HS) <= max_shared else 32
+
+
+def keys_define(HS: int, keys: int) -> Defines:
+    """Return the constant of lib/attention/mma_tile.cuh for keys per tile; () for its default."""
+    return () if keys == (64 if HS in TENSOR_HEADS else 32) else (("ATT_KEYS", keys),)
 
 
 def _row_bytes(HS: int) -> int:

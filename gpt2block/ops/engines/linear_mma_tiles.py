@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -45,8 +45,10 @@ TILES = SMALL, SLIM, SLIM_LONG, EVEN, WIDE, LARGE
 # Tiles for GPUs without clusters, where groups of warps divide K.
 FINE = MmaLinearTile(16, 32, (1, 2), 4, groups=8)
 MEDIUM = MmaLinearTile(32, 64, (2, 2), 4, groups=2)
-ALONE = FINE, FINE._replace(groups=4), MEDIUM
-MEDIUM_TILES = 3  # maximum tiles per multiprocessor for which MEDIUM is faster than larger tiles
+# ALONE: {tile: maximum tiles per multiprocessor for which it is faster than larger tiles}.
+ALONE = {FINE: FILLED, FINE._replace(groups=4): FILLED, MEDIUM: 3}
+# Without asynchronous copies, several groups of warps wait for copies while others multiply.
+WITHOUT_COPIES = {FINE._replace(groups=4, stages=2): 8}
 
 
 def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:
@@ -72,19 +74,21 @@ def choose(
     dtype: str,
     *,
     clusters: bool,
+    copies: bool,
     sms: int,
     max_shared: int,
     gated: bool = False,
 ) -> MmaLinearTile:
     """Return the tile for x (M, K) and weights (N, K) on a GPU with `sms` multiprocessors.
 
-    dtype: dtype of the weights. clusters: whether the GPU has clusters. max_shared: maximum bytes
-    of dynamic shared memory per block. gated: whether half of the N columns are of another matrix,
-    on a GPU without clusters. The cluster is the smallest that divides the splits of K
-    equally and lets the grid fill the GPU.
+    dtype: dtype of the weights. clusters, copies: whether the GPU has clusters, and asynchronous
+    copies. max_shared: maximum bytes of dynamic shared memory per block. gated: whether half of the
+    N columns are of another matrix, on a GPU without clusters. The cluster is the smallest that
+    divides the splits of K equally and lets the grid fill the GPU.
     """
     floats = BYTES.get(dtype) == FLOAT
-    if not clusters and not floats and (found := _alone(M, N, K, dtype, sms, max_shared, gated)):
+    possible = _groups_of_warps(copies, gated) if not clusters and not floats else {}
+    if found := _alone(M, N, K, dtype, sms, max_shared, possible):
         return found
     wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
     filled = FILLED * sms
@@ -123,13 +127,24 @@ def choose(
     return SLIM._replace(stages=2, blocks=1)
 
 
+def _groups_of_warps(copies: bool, gated: bool) -> Mapping[MmaLinearTile, float]:
+    """Return the tiles whose groups of warps divide K, as ALONE."""
+    if gated:
+        return {MEDIUM: ALONE[MEDIUM]}
+    return ALONE if copies else WITHOUT_COPIES
+
+
 def _alone(
-    M: int, N: int, K: int, dtype: str, sms: int, max_shared: int, gated: bool
+    M: int,
+    N: int,
+    K: int,
+    dtype: str,
+    sms: int,
+    max_shared: int,
+    possible: Mapping[MmaLinearTile, float],
 ) -> MmaLinearTile | None:
     """Return the tile whose groups of warps divide K, or None if larger tiles are faster."""
-    most = {tile: sms * (MEDIUM_TILES if tile is MEDIUM else FILLED) for tile in ALONE}
-    possible = (MEDIUM,) if gated else ALONE
-    few = (tile for tile in possible if count_tiles(tile, M, N) <= most[tile])
+    few = (tile for tile, most in possible.items() if count_tiles(tile, M, N) <= most * sms)
     stages = (tile._replace(stages=n) for tile in few for n in range(tile.stages, 1, -1))
     return next((t for t in stages if shared_bytes(t, K, dtype) <= max_shared), None)
 

@@ -332,7 +332,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
     int seq_len,            // length of the longest sequence
     int n_head,
     int together) {         // heads whose blocks run at the same time
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char ring[];
     let_next_start();
     wait_for_previous();
@@ -342,9 +341,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
     const long long stride = C + 2LL * KV;
     const T *row = qkv + job.row * stride, *k = row + C + SIZE * shared_head;
     attend(ring, job, {row + SIZE * job.head, k, k + KV, stride, stride, 0, out + job.row * C + SIZE * job.head, C});
-#else
-    asm("trap;");
-#endif
 }
 
 // A sequence that would exceed row N or position n_ctx is truncated.
@@ -359,7 +355,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_cach
     int seq_len,            // length of the longest sequence
     int n_head,
     int together) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char ring[];
     let_next_start();
     wait_for_previous();
@@ -372,7 +367,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_cach
     const T* of_head = q + job.row * q_distance + SIZE * job.head;
     attend(ring, job,
            {of_head, k + held, v + held, q_distance, KV, first, out + job.row * C + SIZE * job.head, C});
-#else
-    asm("trap;");
-#endif
 }

@@ -57,7 +57,7 @@ constexpr int HALF = 32 * ATT_WARPS, THREADS = 2 * HALF, QUERIES = 16 * ATT_WARP
 #include "attention/prompt/mma_not_finite.cuh"
 constexpr int STAGE = 4 * TILE, OWN = KEYS / 2;  // STAGE: bytes of K hi, K lo, V hi, V lo; OWN: keys of a tile per warp
 static_assert(ATT_STAGES >= 2 && QUERIES > 0, "one tile travels while another is multiplied");
-static_assert(4 * (SUMS + 6) * HALF <= STAGE, "the sums of half of the warps fit in a stage");
+static_assert(4 * (SUMS + 6) * HALF <= ATT_STAGES * STAGE, "the sums of half of the warps fit in the ring");
 
 // A warp's 16 queries.
 struct Queries : Rows {
@@ -162,7 +162,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     int seq_len,            // length of the longest sequence
     int n_head,
     int together) {         // heads whose blocks run at the same time
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char ring[];
     let_next_start();
     wait_for_previous();
@@ -227,7 +226,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     float* top = job.head == 0 ? out_scale + row : nullptr;
     queries.store_scales(top, __ldcg(scale), job.length - first);
     queries.store(out_parts + row * C + SIZE * job.head, rows * C, C, job.length - first);
-#else
-    asm("trap;");
-#endif
 }

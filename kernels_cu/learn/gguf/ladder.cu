@@ -119,7 +119,6 @@ extern "C" __global__ void __launch_bounds__(128) blocks_matmul_mma(
     const unsigned char* __restrict__ w,  // (N, K / 256, 144)
     float* __restrict__ out,              // (M, N)
     int M, int N, int K) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, across = (N + 63) / 64;
     const int n = blockIdx.x % across * 64 + threadIdx.x / 32 * 16, m = blockIdx.x / across * 8;
     const long long row_bytes = K / SIZE * BYTES;
@@ -169,7 +168,4 @@ extern "C" __global__ void __launch_bounds__(128) blocks_matmul_mma(
         const int row = m + 2 * t + i % 2, output = n + g + i / 2 * 8;
         if (row < M && output < N) out[(long long)row * N + output] = sum[i];
     }
-#else
-    asm("trap;");
-#endif
 }

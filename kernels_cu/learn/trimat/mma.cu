@@ -302,7 +302,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
     int heads,       // B NH
     int span,        // tiles of K per block, at most
     int together) {  // heads whose blocks run at the same time
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char shared[];
     const Share share;
     char* const of_q = shared + 2 * share.BUFFER;  // scales of Q, which are read after the memory of its rows is reused
@@ -376,7 +375,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
             }
         }
     }
-#else
-    asm("trap;");
-#endif
 }

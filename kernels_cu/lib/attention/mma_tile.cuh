@@ -8,7 +8,11 @@
 #include "lib/attention/scores.cuh"
 #include "lib/attention/transpose.cuh"
 
-constexpr int KEYS = SIZE > 128 ? 32 : 64;                   // keys per tile
+#ifndef ATT_KEYS  // keys per tile
+#define ATT_KEYS (SIZE > 128 ? 32 : 64)
+#endif
+
+constexpr int KEYS = ATT_KEYS;
 constexpr int CHUNKS = SIZE / 8, PITCH = 16 * (CHUNKS + 1);  // 16-byte chunks per row; bytes between rows
 constexpr int TILE = KEYS * PITCH;
 

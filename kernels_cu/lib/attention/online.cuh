@@ -28,7 +28,7 @@
 //   a thread's keys        32 g + 4 tx + e   (g = 0..KEYS/32-1, tx = 0..7, e = 0..3), in s[r][4 g + e]
 //   a thread's channels    32 g + 4 tx + e, in o[r][g][e]
 //
-// Heads of more than 256 channels: K and V have one buffer in turn, so that a GPU with 99 KB of shared memory has room.
+// Heads of more than 256 channels, or of 256 on a GPU with 64 KB of shared memory: K and V have one buffer in turn.
 // Then a tile of V is loaded when all threads have read the tile of K, and threads convert it to floats in registers.
 //
 // K and V of 16 bits or FP8 are copied unconverted to a separate buffer. Each thread converts the 16-byte pieces that
@@ -66,6 +66,9 @@
 #ifndef AO_ROWS  // queries per thread
 #define AO_ROWS (HS <= 64 ? 8 : HS <= 128 ? 4 : HS <= 256 ? 2 : 1)
 #endif
+#ifndef AO_ONE_TILE  // whether K and V have one buffer
+#define AO_ONE_TILE (HS > 256)
+#endif
 #ifndef AO_UNROLL  // unroll factor of loops that add 4 products per step
 #define AO_UNROLL 1
 #endif
@@ -85,7 +88,7 @@ constexpr int KEYS = AO_KEYS;
 constexpr int DEPTH = (HS + 3) / 4 * 4;      // HS rounded up to a multiple of 4; padding is 0
 constexpr int STRIDE = 4 * (DEPTH / 4 | 1);  // floats between rows; 8 consecutive rows start in different banks
 constexpr int V_STRIDE = 32 * GROUPS;
-constexpr bool ONE_TILE = HS > 256;  // K and V have one buffer
+constexpr bool ONE_TILE = AO_ONE_TILE;
 constexpr int P_STRIDE = 32 + 16;  // floats between rows: no bank conflicts in stores of 4 float4 to each of 2 rows
 
 // Divides COUNT rows of a head into pieces of WIDTH elements, and calls copy(row, more, d) for each of this thread's

@@ -4,7 +4,7 @@
 //   out[m, n] = sum over k of x[m, k] w[n, k]       x (M, K) float, w (N, K) of type W, K contiguous
 //
 //   terms   each x is the sum of two numbers of the mma's input type (lib/operands.cuh): for bfloat16 weights bfloat16,
-//           which keeps 16 bits; for float16 and FP8 weights float16, 22 bits; for float weights tf32, 22 bits. For
+//           which keeps 16 bits (on sm_75 the weights are rounded to float16); for float16 and FP8 weights float16, 22 bits; for float weights tf32, 22 bits. For
 //           hi/lo weights x is hi/lo, too (lib/hi_lo.cuh), with one scale for all rows. In an mma the high and
 //           the low terms of a row of x are two rows, whose products with w have separate sums. With OPERAND_TERMS 1, x
 //           is rounded to one number, the high term
@@ -64,9 +64,10 @@ namespace order {
 
 constexpr bool FLOATS = sizeof(W) == 4;
 #if defined(STORAGE_BF16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
-constexpr bool BRAIN = true;                // whether the mma multiplies bfloat16
+constexpr bool BRAIN = HAS_BF16;            // whether the mma multiplies bfloat16
+constexpr bool FROM_BRAIN = !HAS_BF16;      // whether it multiplies bfloat16 weights, rounded to float16
 #else
-constexpr bool BRAIN = false;
+constexpr bool BRAIN = false, FROM_BRAIN = false;
 #endif
 #if defined(WEIGHT_HI_LO)
 constexpr bool HI_LO = true;
@@ -115,6 +116,9 @@ __device__ __forceinline__ void convert_fp8(unsigned bytes, unsigned& first, uns
 #endif
 }
 
+// Returns two weights of 16 bits in the type that the mma multiplies.
+__device__ __forceinline__ unsigned two_weights(unsigned pair) { return FROM_BRAIN ? bf16_to_fp16(pair) : pair; }
+
 // Returns a sum of products with values that are split into terms. high: the sum of products with the high terms. low:
 // the sum of products with the low terms.
 __device__ __forceinline__ float joined(float high, float low) {
@@ -155,7 +159,8 @@ struct Columns {
                 } else if constexpr (sizeof(W) == 1) {
                     convert_fp8(words[half][s], value[s][half], value[s][half + 2]);
                 } else {
-                    value[s][half] = words[half][2 * s], value[s][half + 2] = words[half][2 * s + 1];
+                    value[s][half] = two_weights(words[half][2 * s]);
+                    value[s][half + 2] = two_weights(words[half][2 * s + 1]);
                 }
             }
         }

@@ -263,16 +263,12 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
                                     const float* scale, const float* bias, float x_scale, const End& end, int N,
                                     const float* sums = nullptr, const float* sum_scale = nullptr,
                                     const W* up = nullptr, const float* up_scale = nullptr) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ float4 shared[];
     char* const rows = reinterpret_cast<char*>(shared);
     Input input{x, gamma, beta, eps, M, (int)blockIdx.y * DECODE_ROWS, rows, inverse_of(x_scale), sums, sum_scale, {}};
     float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
     if constexpr (DECODE_LOOP) multiply_all(w, scale, bias, x_scale, input, end, N);
     else multiply(w, up, scale, up_scale, bias, x_scale, input, end, totals, N);
-#else
-    asm("trap;");
-#endif
 }
 
 extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER, 1, 1) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma(

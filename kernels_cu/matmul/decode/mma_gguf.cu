@@ -296,7 +296,6 @@ template <typename End>
 __device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M,
                                     const Weighted& of, const End& end, const float* sums = nullptr,
                                     float* workspace = nullptr) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ float4 shared[];
     char* const rows = reinterpret_cast<char*>(shared);
     Input input{x, gamma, beta, eps, M, (int)blockIdx.y * DECODE_ROWS, rows, 1.0f, sums, nullptr, {}};
@@ -310,9 +309,6 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
     multiply<0>(of, staged, end, Parts(workspace, M, of.N));
 #else
     multiply<0>(of, input, end, Turn{0, 0});
-#endif
-#else
-    asm("trap;");
 #endif
 }
 

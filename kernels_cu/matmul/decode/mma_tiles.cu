@@ -259,9 +259,7 @@ extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER) __launch_bounds__(TH
     KV* k_cache,                      // (B, n_ctx, C), with EPILOGUE_APPEND
     KV* v_cache,                      // (B, n_ctx, C), with EPILOGUE_APPEND
     int M, int N, int K, int gelu, int C, int B, int n_ctx) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-    asm("trap;");
-#elif EPILOGUE == EPILOGUE_APPEND
+#if EPILOGUE == EPILOGUE_APPEND
     const Append end{out, k_cache, v_cache, row, position, C, B, n_ctx};
     multiply_all(x, w, scale, bias, x_scale, 1.0f, end, M, N, K);
 #else
@@ -277,9 +275,7 @@ extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER) __launch_bounds__(TH
                         const float* __restrict__ up_scale,  // (N) or null
                         float* out,                          // (M, N); with DECODE_OUT_OPERAND 16-bit terms
                         int M, int N, int K) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-    asm("trap;");
-#elif DECODE_UP
+#if DECODE_UP
     multiply_all(x, w, scale, nullptr, 1.0f, 1.0f, Add{nullptr, out, N, 0}, M, N, K, up, up_scale);
 #endif
 }

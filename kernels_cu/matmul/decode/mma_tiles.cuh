@@ -244,7 +244,7 @@ struct ColumnTile {
             } else if constexpr (sizeof(W) == 1) {
                 order::convert_fp8(words[s], high[s][0], high[s][1]);
             } else {
-                high[s][0] = words[2 * s], high[s][1] = words[2 * s + 1];
+                high[s][0] = order::two_weights(words[2 * s]), high[s][1] = order::two_weights(words[2 * s + 1]);
             }
         }
     }

@@ -123,13 +123,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_mma(
     const float* residual_float,        // (M, N); replaces residual with GEMM_FLOAT_OUT 1
     float* out_float,                   // (M, N); replaces out with GEMM_FLOAT_OUT 1
     int M, int N, int K) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #if GEMM_FLOAT_OUT
     gemm(a, w, nullptr, {w_scale, bias}, residual_float, out_float, Sizes{M, N, K});
 #else
     gemm(a, w, residual, {w_scale, bias}, residual, out, Sizes{M, N, K});
-#endif
-#else
-    asm("trap;");
 #endif
 }

@@ -131,7 +131,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_split_mm
     T* out_parts,                       // (2, M, N), used instead of out with GEMM_SPLIT_OUT 1
     float per_scale,                    // 1 / scale of the rows of out_parts
     int M, int N, int K) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) char shared[];
     let_next_start();
     const Output to = {w_scale, bias, residual, out, out_parts, per_scale, {M, N, K}};
@@ -145,7 +144,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_split_mm
         store_groups<2>(total, 0, EVEN, tile, warp, scales, to);
         store_groups<1>(total, EVEN, FRAGS_N, tile, warp, scales, to);
     });
-#else
-    asm("trap;");
-#endif
 }

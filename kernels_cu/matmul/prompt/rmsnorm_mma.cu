@@ -45,7 +45,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MMA_BLOCKS) rmsnorm_matmul
     float eps, long long x_stride, int M, int N, int K, int seq_len,
     int head_dim,  // even; 0: no RoPE
     int start, float step, float step_low) {  // exponent of theta: lib/rotation.cuh
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char shared[];
     const Tile tile = choose_tile(M, N, MMA_COLUMNS);
     const Inputs in = {x, nullptr, nullptr, gamma, w, nullptr, x_stride, M, N, K};
@@ -78,9 +77,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MMA_BLOCKS) rmsnorm_matmul
             }
             Vec<T, 8>::store(out + (long long)m * N + n, v[0]);
         });
-#else
-    asm("trap;");
-#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MMA_BLOCKS) rmsnorm_ffn_mma(
@@ -94,7 +90,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MMA_BLOCKS) rmsnorm_ffn_mm
     const float* __restrict__ scale3,  // (N) or null
     T* __restrict__ out,               // (M, N)
     float eps, long long x_stride, int M, int N, int K) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char shared[];
     const Tile tile = choose_tile(M, N, MMA_COLUMNS / 2);
     const Inputs in = {x, residual, sum, gamma, w1, w3, x_stride, M, N, K};
@@ -115,7 +110,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MMA_BLOCKS) rmsnorm_ffn_mm
             }
             Vec<T, 8>::store(out + (long long)m * N + n, v[0]);
         });
-#else
-    asm("trap;");
-#endif
 }
