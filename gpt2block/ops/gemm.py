@@ -117,7 +117,8 @@ def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
 
 def _mma_geometry(c: Call) -> Geometry:
     max_shared, gated = device_attribute("MaxSharedMemoryPerBlockOptin"), c.up is not None
-    return mma.geometry(*c.sizes, gated=gated, **_constants(c), max_shared=max_shared)
+    more: dict[str, Any] = {"gated": gated, "copies": gpu().has_bf16, "max_shared": max_shared}
+    return mma.geometry(*c.sizes, **more, **_constants(c))
 
 
 @variant("split", mma.HI_LO_FILE, mma.HI_LO_KERNEL)

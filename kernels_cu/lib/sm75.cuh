@@ -4,13 +4,21 @@
 
 constexpr bool HAS_BF16 = false;
 
-// Copies 16 bytes from global to shared memory through registers. If `there` is false, writes 16 zero bytes and reads
-// nothing.
-__device__ __forceinline__ void copy16(void* shared, const void* global, bool there) {
-    *reinterpret_cast<uint4*>(shared) = there ? *reinterpret_cast<const uint4*>(global) : uint4{};
-}
+// A copy whose 16 bytes are in registers from start() to end().
+struct Copy16 {
+    uint4 value;
+    uint4* to = nullptr;
 
-// copy16() has arrived when it returns.
+    __device__ __forceinline__ void start(void* shared, const void* global, bool there) {
+        to = reinterpret_cast<uint4*>(shared);
+        value = there ? *reinterpret_cast<const uint4*>(global) : uint4{};
+    }
+    __device__ __forceinline__ void end() {
+        if (to) *to = value;
+        to = nullptr;
+    }
+};
+
 __device__ __forceinline__ void end_group() {}
 template <int LATER>
 __device__ __forceinline__ void wait_for_groups() {}

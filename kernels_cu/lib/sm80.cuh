@@ -24,17 +24,20 @@ __device__ __forceinline__ void unpack2_fp16(unsigned pair, float (&v)[2]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #include "lib/sm75.cuh"
 #else
-constexpr bool HAS_BF16 = true;  // whether tensor cores multiply bfloat16
+constexpr bool HAS_BF16 = true;  // whether tensor cores multiply bfloat16, and copies are asynchronous
 
-// Copies 16 bytes from global to shared memory, bypassing the L1 cache. If `there` is false, writes 16 zero bytes and
-// reads nothing. The surrounding 128 bytes are prefetched into the L2 cache, because other threads and blocks need them
-// next.
-__device__ __forceinline__ void copy16(void* shared, const void* global, bool there) {
-    const unsigned to = (unsigned)__cvta_generic_to_shared(shared);
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
-                 "l"(__cvta_generic_to_global(global)), "r"(there ? 16 : 0)
-                 : "memory");
-}
+// A copy of 16 bytes from global to shared memory, bypassing the L1 cache. If `there` is false, it writes 16 zero bytes
+// and reads nothing. The surrounding 128 bytes are prefetched into the L2 cache, because other threads and blocks need
+// them next. After start(), end() and wait_for_groups() of its group, the copy has arrived.
+struct Copy16 {
+    __device__ __forceinline__ void start(void* shared, const void* global, bool there) {
+        const unsigned to = (unsigned)__cvta_generic_to_shared(shared);
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
+                     "l"(__cvta_generic_to_global(global)), "r"(there ? 16 : 0)
+                     : "memory");
+    }
+    __device__ __forceinline__ void end() {}
+};
 
 // Closes a group of copies: all copies that this thread has issued since its last call of end_group().
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -89,6 +92,18 @@ __device__ __forceinline__ unsigned fma2_bf16(unsigned a, unsigned b, unsigned c
     return sum;
 }
 #endif
+
+__device__ __forceinline__ void copy16(void* shared, const void* global, bool there) {
+    Copy16 copy;
+    copy.start(shared, global, there);
+    copy.end();
+}
+
+template <int COUNT>
+__device__ __forceinline__ void end_copies(Copy16 (&copies)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) copies[i].end();
+}
 
 // Rounds two bfloat16 values to float16. 0 and magnitudes from 2^-17 to 65504 do not change; larger ones become infinity.
 __device__ __forceinline__ unsigned bf16_to_fp16(unsigned pair) {

@@ -76,6 +76,25 @@ HI_LO_TILES = (
     MmaGemmTile(128, 96, (4, 2), 64, 4, 1),
 )
 
+# Tiles for GPUs without asynchronous copies: registers hold a slice while another is multiplied.
+WITHOUT_COPIES = (
+    MmaGemmTile(16, 32, (1, 4), 128, 2, 1),
+    MmaGemmTile(32, 32, (2, 2), 128, 2, 1),
+    MmaGemmTile(64, 64, (2, 2), 64, 2, 1),
+    MmaGemmTile(64, 96, (2, 2), 64, 2, 1),
+    MmaGemmTile(128, 128, (2, 4), 64, 2, 1),
+)
+GATED_WITHOUT_COPIES = (
+    MmaGemmTile(16, 128, (1, 2), 64, 2, 1),
+    MmaGemmTile(64, 128, (2, 2), 64, 2, 1),
+    MmaGemmTile(128, 128, (4, 2), 64, 2, 1),
+)
+HI_LO_WITHOUT_COPIES = (
+    MmaGemmTile(16, 32, (1, 4), 64, 2, 1),
+    MmaGemmTile(32, 32, (2, 2), 64, 2, 1),
+    MmaGemmTile(64, 64, (2, 4), 64, 2, 1),
+)
+
 
 @lru_cache(maxsize=1024)
 def geometry(
@@ -90,6 +109,7 @@ def geometry(
     other_out: bool = False,
     scaled: bool = False,
     early: bool = True,
+    copies: bool = True,
     sms: int,
     max_shared: int,
     tile: MmaGemmTile | None = None,
@@ -98,13 +118,13 @@ def geometry(
 
     gated: whether there is a second matrix. other_out: whether the result is float32; with hi_lo,
     whether it is a hi/lo matrix. scaled: whether w has scales. early: whether w may be loaded
-    before the previous kernel has ended. sms: multiprocessors of the GPU. max_shared: bytes of
+    before the previous kernel has ended. copies: whether the GPU has asynchronous copies. sms:
+    multiprocessors of the GPU. max_shared: bytes of
     shared memory that a block may request. tile: used instead of the best tile. The result has the
     same bits for any tile.
     """
     parts, columns = 1 + hi_lo, N * (1 + gated)
-    tiles = TILES if max_shared >= MUCH_SHARED else TILES + SMALL_TILES
-    candidates = (tile,) if tile else HI_LO_TILES if hi_lo else GATED_TILES if gated else tiles
+    candidates = (tile,) if tile else _candidates(hi_lo, gated, copies, max_shared)
     memory = tuple(room(max_shared, blocks) for blocks in (1, 2))
     fitting = [fit for each in candidates if (fit := _fit(each, memory, parts))]
     tile = min(fitting, key=lambda each: _clocks(each, M, columns, K, sms, parts))
@@ -125,6 +145,17 @@ def geometry(
     shared = tile.stages * parts * _slice(tile)
     kernel = HI_LO_KERNEL if hi_lo else KERNEL
     return Geometry(kernel, (grid,), (32 * warps_m * warps_n,), shared, defines)
+
+
+def _candidates(hi_lo: bool, gated: bool, copies: bool, max_shared: int) -> tuple[MmaGemmTile, ...]:
+    """Return the tiles from which `geometry` chooses. Arguments are as there."""
+    if hi_lo:
+        return HI_LO_TILES if copies else HI_LO_WITHOUT_COPIES
+    if gated:
+        return GATED_TILES if copies else GATED_WITHOUT_COPIES
+    if not copies:
+        return WITHOUT_COPIES
+    return TILES if max_shared >= MUCH_SHARED else TILES + SMALL_TILES
 
 
 def epilogue(hi_lo: bool, gelu: bool, residual: bool, other_out: bool, scaled: bool) -> Defines:
@@ -168,6 +199,6 @@ def _fit(tile: MmaGemmTile, memory: tuple[int, ...], parts: int) -> MmaGemmTile 
         stages = min(tile.stages, memory[blocks - 1] // (parts * _slice(tile)))
         if stages == MIN_STAGES < tile.stages and tile.slice > 64:
             return _fit(tile._replace(slice=64, stages=2 * MIN_STAGES), memory, parts)
-        if stages >= MIN_STAGES:
+        if stages >= min(MIN_STAGES, tile.stages):
             return tile._replace(stages=stages, blocks=blocks, early=min(tile.early, stages - 1))
     return None

@@ -109,9 +109,11 @@ struct Blocks {
         return found;
     }
 
+    typedef Copy16 Started[2 * Part::VECTORS + 2];  // a lane's copies of a unit
+
     // Requests the copy of unit `unit` into the slot that begins `slot` bytes after the start of the ring, and advances
     // `from` to the next unit. half: 0 or 1, the index of this unit of 128 inputs in its tile of GGUF blocks.
-    __device__ __forceinline__ void fetch(int slot, int unit, int half, Cursor& from) const {
+    __device__ __forceinline__ void fetch(int slot, int unit, int half, Cursor& from, Started& started) const {
         if (SHORT && unit * order::UNIT >= K) return;
         W* const to = ring + slot + to_low;
         W* const more = ring + slot + to_more;
@@ -119,16 +121,19 @@ struct Blocks {
 #pragma unroll
         for (int row_group = 0; row_group < 2; ++row_group) {
 #pragma unroll
-            for (int i = 0; i < 512 * Part::VECTORS; i += 512) {
-                copy16(to + row_group * ROW_GROUP_BYTES + i, from.low[row_group] + i, true);
+            for (int i = 0; i < Part::VECTORS; ++i) {
+                Copy16& copy = started[row_group * Part::VECTORS + i];
+                copy.start(to + row_group * ROW_GROUP_BYTES + 512 * i, from.low[row_group] + 512 * i, true);
             }
             from.low[row_group] += further(Part::LOW_BYTES);
         }
         constexpr int FIRST = Part::HIGH_BYTES + (AT_ONCE ? Part::SCALE_BYTES : 0);
-        if (own_byte() < FIRST) copy16(more, from.high, true);
+        if (own_byte() < FIRST) started[2 * Part::VECTORS].start(more, from.high, true);
         from.high += further(AT_ONCE && of_scales() ? 0 : Part::HIGH_BYTES);
         if (AT_ONCE) return;
-        if (own_byte() < Part::SCALE_BYTES) copy16(more + Part::HIGH_BYTES, from.scales, true);
+        if (own_byte() < Part::SCALE_BYTES) {
+            started[2 * Part::VECTORS + 1].start(more + Part::HIGH_BYTES, from.scales, true);
+        }
         from.scales += further(0);
     }
 
@@ -226,18 +231,22 @@ struct Stream {
     const int first, step, end;
     typename Blocks::Cursor next;
     typename Blocks::Found found = {};
+    typename Blocks::Started started;
     int n, unit = 0, to = 0, from = 0;  // columns, unit and slot of the next request; slot of the next use
 
     __device__ __forceinline__ Stream(const Blocks& blocks, int first, int n, int step, int end)
         : blocks(blocks), first(first), step(step), end(end), next(blocks.cursor(n, first)), n(n) {
 #pragma unroll
-        for (int i = 0; i < DECODE_FLIGHT - 1; ++i) request(i);
+        for (int i = 0; i < DECODE_FLIGHT - 1; ++i) {
+            request(i);
+            end_copies(started);
+        }
     }
 
     // Requests the copy of the next unit (128 values of K). `at`: the member `unit`, or a number with the same parity.
     __device__ __forceinline__ void request(int at) {
         if (n < end) {
-            blocks.fetch(to, first + unit, Blocks::unit_of_tile(first + unit - at, at), next);
+            blocks.fetch(to, first + unit, Blocks::unit_of_tile(first + unit - at, at), next, started);
             if (++unit == COUNT) {
                 asm volatile("");  // forces a branch: otherwise these addresses would be computed for every unit
                 unit = 0, n += step, next = blocks.cursor(n, first);
@@ -253,6 +262,7 @@ struct Stream {
         __syncwarp();  // the copies of all lanes have arrived, and all lanes have used the previous slot
         request(UNITS % 2 == 0 ? unit + DECODE_FLIGHT - 1 : this->unit);
         blocks.use(from, split, unit, input, sums, found);
+        end_copies(started);
         from = after(from);
     }
 

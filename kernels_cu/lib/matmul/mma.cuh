@@ -127,6 +127,7 @@ struct Copies {
     const Sizes sizes;
     const int row, part, offset;  // thread's first row, its chunk, and the chunk's offset in a slice
     int index, k;                 // index of the tile; start of the next slice
+    Copy16 started[COPIES];       // copies of a slice
     int rows, columns;            // rows and columns that remain from the thread's first one on; 0 after the last tile
     const T *from_a, *from_w;     // addresses in the next slice
 
@@ -158,31 +159,36 @@ struct Copies {
 
     // Issues copies first .. last - 1 of the thread's COPIES copies for the next slice. Elements outside a matrix are
     // zeros.
-    __device__ __forceinline__ void copy(char* stage, int first, int last) const {
+    __device__ __forceinline__ void copy(char* stage, int first, int last) {
         const bool inside = k + 8 * part < sizes.K;
 #pragma unroll
         for (int i = first; i < last; ++i) {
             if (i < A_COPIES) {
-                copy_rows<GEMM_M, GEMM_M>(stage, from_a, i / A_EACH, i % A_EACH, sizes.M, inside ? rows : 0);
+                copy_rows<GEMM_M, GEMM_M>(i, stage, from_a, i / A_EACH, i % A_EACH, sizes.M, inside ? rows : 0);
             } else {
                 const int part = (i - A_COPIES) / W_EACH, j = (i - A_COPIES) % W_EACH;
                 constexpr int HALF = WARP_COLUMNS / MATRICES;
-                copy_rows<GEMM_N, HALF>(stage + W_AT, from_w, part, j, sizes.N, inside ? columns : 0);
+                copy_rows<GEMM_N, HALF>(i, stage + W_AT, from_w, part, j, sizes.N, inside ? columns : 0);
             }
         }
     }
 
-    // Copies one of every COPIED rows of a tile. HALF: rows of w or up in succession, or all rows of a.
+    // Starts copy `at`, of one of every COPIED rows of a tile. HALF: rows of w or up in succession, or all rows of a.
     template <int ROWS, int HALF>
-    __device__ __forceinline__ void copy_rows(char* to, const T* from, int part, int i, int all, int there) const {
+    __device__ __forceinline__ void copy_rows(int at, char* to, const T* from, int part, int i, int all, int there) {
         const int below = i * COPIED;
         if (below + COPIED > ROWS && row + below >= ROWS) return;
         to += (part * ROWS + below) * PITCH + (offset ^ 16 * swizzle(below));
         const bool gated = GEMM_GATED && HALF < ROWS, second = gated && below / HALF % 2;
         const int down = gated ? below / (2 * HALF) * HALF + below % HALF : below;
-        copy16(to, from + (second ? to_up : 0) + (part * (long long)all + down) * sizes.K, down < there);
+        started[at].start(to, from + (second ? to_up : 0) + (part * (long long)all + down) * sizes.K, down < there);
     }
 };
+
+// Returns how many of a slice's copies start before step `step`: all at once, if registers hold them until the end.
+__device__ __forceinline__ constexpr int copies_before(int step) {
+    return HAS_BF16 ? COPIES * step / STEPS : step ? COPIES : 0;
+}
 
 struct Warp {  // a warp's position in the tile; the lane number is 4 g + t
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -260,16 +266,20 @@ __device__ __forceinline__ void multiply_tiles(const T* a, const T* w, const T* 
     Copies copies(a, w, up, sizes);
     Copies early = copies;
 #pragma unroll 1
-    for (int s = 0; s < GEMM_EARLY; ++s, early.advance()) early.copy(shared + s * STAGE, A_COPIES, COPIES);
+    for (int s = 0; s < GEMM_EARLY; ++s, early.advance()) {
+        early.copy(shared + s * STAGE, A_COPIES, COPIES);
+        end_copies(early.started);
+    }
     wait_for_previous();
 #pragma unroll 1
     for (int s = 0; s < GEMM_STAGES - 1; ++s, copies.advance()) {
         copies.copy(shared + s * STAGE, 0, A_COPIES);
         if (s >= GEMM_EARLY) copies.copy(shared + s * STAGE, A_COPIES, COPIES);
+        end_copies(copies.started);
         end_group();
     }
     char *stage = shared, *next_copied = shared + (GEMM_STAGES - 1) * STAGE;
-    copies.copy(next_copied, 0, COPIES / STEPS);
+    copies.copy(next_copied, 0, copies_before(1));
     const Warp warp;
     const Places places(warp);
     wait_for_groups<GEMM_STAGES - 2>();
@@ -287,13 +297,14 @@ __device__ __forceinline__ void multiply_tiles(const T* a, const T* w, const T* 
                 Fragments second;
                 if (GEMM_PARTS > 1) places.load(second, 1, stage, step);
                 if (then == 0) {
+                    end_copies(copies.started);
                     next_copied = stage;
                     stage = stage == shared + (GEMM_STAGES - 1) * STAGE ? shared : stage + STAGE;
                     wait_for_groups<GEMM_STAGES - 2>();
                     __syncthreads();  // the next slice has arrived; this slice is in registers
                 }
                 places.load(next, 0, stage, then);
-                copies.copy(next_copied, COPIES * then / STEPS, COPIES * (then + 1) / STEPS);
+                copies.copy(next_copied, copies_before(then), copies_before(then + 1));
                 if (then == STEPS - 1) {
                     end_group();
                     copies.advance();

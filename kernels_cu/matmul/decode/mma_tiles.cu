@@ -208,7 +208,10 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
 
     char* stages = shared + Total::bytes(splits) + group() * DECODE_STAGES * STAGE;
     const int early = min(DECODE_STAGES - 1, slices);
-    for (int slice = 0; slice < early; ++slice) copies_of_w.next(stages + slice * STAGE);
+    for (int slice = 0; slice < early; ++slice) {
+        copies_of_w.next(stages + slice * STAGE);
+        end_copies(copies_of_w.started);
+    }
     let_next_start();
 #if DECODE_CLUSTER > 1
     __shared__ Barrier arrived;
@@ -221,6 +224,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
     wait_for_previous();
     for (int slice = 0; slice < DECODE_STAGES - 1; ++slice) {
         if (slice < early) copies_of_x.next(stages + slice * STAGE);
+        end_copies(copies_of_x.started);
         end_group();
     }
     total.open();
@@ -236,6 +240,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
             if (slice + DECODE_STAGES - 1 < slices) copies_of_w.next(free), copies_of_x.next(free);
             end_group();
             multiply(sums, stage, warp);
+            end_copies(copies_of_w.started), end_copies(copies_of_x.started);
             free = stage;
             stage = stage == stages + (DECODE_STAGES - 1) * STAGE ? stages : stage + STAGE;
         }

@@ -99,6 +99,7 @@ struct Share {
 struct CopiesOfX {
     static constexpr int STEP = GROUP / X_UNITS, PASSES = (DECODE_ROWS + STEP - 1) / STEP;  // PASSES of STEP rows
     static constexpr int AT_ONCE = order::HI_LO ? 2 : PASSES;  // unrolled passes, limited by registers
+    Copy16 started[PASSES];
     const float* from;  // address in the next slice
     int k, K, row, left, at, stride;  // left: rows from `row` on; at: offset in a stage; stride: floats per row
 
@@ -116,9 +117,9 @@ struct CopiesOfX {
     __device__ __forceinline__ void next(char* stage) {
         const int rows = k < K ? left : 0;
         const float* x = from;
-#pragma unroll AT_ONCE
+#pragma unroll HAS_BF16 ? AT_ONCE : PASSES
         for (int pass = 0; pass < PASSES; ++pass) {
-            if (has(pass)) copy16(stage + at + pass * STEP * X_PITCH, x, pass * STEP < rows);
+            if (has(pass)) started[pass].start(stage + at + pass * STEP * X_PITCH, x, pass * STEP < rows);
             x += (long long)STEP * stride;
         }
         from += SLICE, k += SLICE;
@@ -145,6 +146,7 @@ struct CopiesOfX {
 // memory, the high parts of a row of hi/lo weights precede its low parts.
 struct CopiesOfW {
     static constexpr int STEP = GROUP / W_UNITS, PASSES = (DECODE_COLUMNS + STEP - 1) / STEP, WIDE = 16 / sizeof(W);
+    Copy16 started[PASSES];
     const W* from;  // address in the next slice
     const W* from_up;
     int k, K, row, left, at, stride;
@@ -171,11 +173,11 @@ struct CopiesOfW {
                 static_assert(!DECODE_UP || DECODE_COLUMNS % STEP == 0, "all threads copy equally many rows");
                 const int first = pass * STEP, n = first / 64 * 32 + first % 32;  // first row of the pass; output
                 const W* const matrix = STEP <= 32 && first / 32 % 2 ? from_up : from;
-                copy16(stage + at + first * W_PITCH, matrix + (long long)n * stride, n < rows);
+                started[pass].start(stage + at + first * W_PITCH, matrix + (long long)n * stride, n < rows);
                 continue;
             }
             if (DECODE_COLUMNS % STEP == 0 || row + pass * STEP < DECODE_COLUMNS) {
-                copy16(stage + at + pass * STEP * W_PITCH, w, pass * STEP < rows);
+                started[pass].start(stage + at + pass * STEP * W_PITCH, w, pass * STEP < rows);
             }
             w += (long long)STEP * stride;
         }
