@@ -82,6 +82,11 @@ MAX_BLOCKS = 65535  # maximum blocks along the second axis of a grid
 normalizes, wgmma_takes = blocks.normalizes, wgmma.takes_blocks
 
 
+def most_by_mma() -> int:
+    """Return the maximum rows for which variant mma, which reads floats, is preferred."""
+    return MORE_ROWS if gpu().has_bf16 else mma.ROWS_WITHOUT_COPIES
+
+
 def operands_of(
     dtype: str,
     M: int,
@@ -107,8 +112,8 @@ def operands_of(
         return dict.fromkeys(shapes, (wgmma.operand(dtype, rounded),)) if fits else {}
     multiple = mma.LOADED // itemsize_of(dtype)
     if dtype == HI_LO:
-        fitting = [name for name, (K, _) in shapes.items() if M > MORE_ROWS and K % multiple == 0]
-        return dict.fromkeys(fitting, (Operand(HI_LO),))
+        fitting = [name for name, (K, _) in shapes.items() if K % multiple == 0]
+        return dict.fromkeys(fitting, (Operand(HI_LO),)) if most_by_mma() < M else {}
     wide = wgmma.operand(dtype, rounded)
     kinds = ("fp8",) if dtype in FP8 else ("gated",) * ("w_gate" in shapes)
     least = min_weights(M, (*kinds, *("fused",) * fused))
@@ -118,7 +123,7 @@ def operands_of(
     on_hopper = gpu().has_wgmma
 
     def operands_for(name: str, K: int) -> tuple[Operand, ...]:
-        in_place = (wide._replace(width=0),) if M > MORE_ROWS and K % multiple == 0 else ()
+        in_place = (wide._replace(width=0),) if most_by_mma() < M and K % multiple == 0 else ()
         size = sizes[SAME_INPUT.get(name, name)]
         if M <= SAME_ENGINE:
             size = smallest if MUCH_SMALLER * size >= largest else 0
@@ -238,6 +243,7 @@ def _mma_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
     columns = mma.PAIRED_COLUMNS if c.up else mma.COLUMNS
     sizes, operand = (c.M, outputs, c.K, c.w.dtype), c.operand is not None
     more: Any = {"columns": columns, "overlaps": gpu().has_overlap, **_of_device()}
+    more["rows_first"] = not gpu().has_bf16
     return mma.geometry(*sizes, norm=norm, operand=operand, **more)
 
 
@@ -413,6 +419,7 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     if ordered:
         return (by_wgmma,)
     few = c.M * c.N * c.K <= MAX_MMA_PRODUCTS or c.M <= MORE_ROWS
+    few |= most_by_mma() >= c.M and c.N < mma.MANY_COLUMNS
     tiles_first = c.to_operand or (c.gamma is None and not few)
     others = () if c.rounded else (few_rows,)
     return (*((more_rows,) if tiles_first else ()), on_tensor_cores, *others)
@@ -508,7 +515,7 @@ def _check(c: Call) -> None:
     if any(each.rounded != c.rounded for each in stored):
         raise InputError(f"terms of {c.to_operand}: expected both x and out rounded, or neither")
     shapes = {"w": (c.K, c.N)}
-    known = operands_of(c.w.dtype, MORE_ROWS + 1, shapes, c.rounded).get("w", ())
+    known = operands_of(c.w.dtype, most_by_mma() + 1, shapes, c.rounded).get("w", ())
     kinds = {each.dtype for each in known}
     orders = {0} if c.w.dtype == HI_LO else {0, wgmma.width(c.w.dtype)}
     unknown = any(each.dtype not in kinds or each.width not in orders for each in stored)

@@ -35,6 +35,8 @@ MIN_BLOCKS = 2, 3
 # Without overlapping launches, no other kernel loads weights on the other multiprocessors: the grid
 # has at least one block for so many.
 MIN_BLOCKS_ALONE = 1.4
+# Maximum rows for which this kernel is faster than mma_tiles.cu without asynchronous copies.
+ROWS_WITHOUT_COPIES = 64
 FLOAT = 4  # bytes per float32
 BYTES = {"float32": 4, HI_LO: 4, "float16": 2, "bfloat16": 2}  # bytes per weight; 1 for others
 TERMS = 2  # 16-bit terms per value of x
@@ -168,13 +170,15 @@ def geometry(
     operand: bool = False,
     columns: Sequence[int] = COLUMNS,
     overlaps: bool = True,
+    rows_first: bool = False,
     cut: MmaLayout | None = None,
 ) -> Geometry | None:
     """Return the launch of the kernel, or None if a row of x does not fit in `max_shared` bytes.
 
     dtype: dtype of the weights. norm: norm of x, 0 none, 1 LayerNorm, 2 RMSNorm. operand: whether x
-    is stored as 16-bit terms. columns, overlaps: as for `layout`. cut: the layout to use;
-    by default, the result of `layout`.
+    is stored as 16-bit terms. columns, overlaps: as for `layout`. rows_first: whether
+    neighbouring blocks have the same columns, so that the L2 cache needs to hold few weights. cut:
+    the layout to use; by default, the result of `layout`.
     """
     cut = cut or layout(M, N, K, dtype, sms, columns, overlaps)
     while (shared := shared_bytes(cut, K, dtype, norm)) > max_shared:
@@ -188,8 +192,11 @@ def geometry(
         *((("DECODE_OPERAND", 1),) if operand else ()),
     )
     blocks = ceil(N / (cut.columns * (cut.warps if cut.loop else 1)))
-    grid = (min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows))
-    return Geometry(KERNEL, grid, (WARP * cut.warps,), shared, defines)
+    columns_and_rows = min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows)
+    if rows_first and not cut.loop:
+        defines += (("DECODE_ROWS_FIRST", 1),)
+        columns_and_rows = columns_and_rows[::-1]
+    return Geometry(KERNEL, columns_and_rows, (WARP * cut.warps,), shared, defines)
 
 
 def shared_bytes(cut: MmaLayout, K: int, dtype: str, norm: int) -> int:

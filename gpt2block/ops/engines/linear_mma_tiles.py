@@ -47,8 +47,8 @@ FINE = MmaLinearTile(16, 32, (1, 2), 4, groups=8)
 MEDIUM = MmaLinearTile(32, 64, (2, 2), 4, groups=2)
 # ALONE: {tile: maximum tiles per multiprocessor for which it is faster than larger tiles}.
 ALONE = {FINE: FILLED, FINE._replace(groups=4): FILLED, MEDIUM: 3}
-# Without asynchronous copies, several groups of warps wait for copies while others multiply.
-WITHOUT_COPIES = {FINE._replace(groups=4, stages=2): 8}
+# Without asynchronous copies, registers hold the next slice.
+WITHOUT_COPIES = {FINE._replace(groups=4, stages=2): 8, EVEN._replace(stages=2): math.inf}
 
 
 def shared_bytes(tile: MmaLinearTile, K: int, dtype: str) -> int:

@@ -49,6 +49,9 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
+#ifndef DECODE_ROWS_FIRST  // 1: the axes of the grid are exchanged
+#define DECODE_ROWS_FIRST 0
+#endif
 #if DECODE_CLUSTER == 1
 #undef __cluster_dims__
 #define __cluster_dims__(...)
@@ -110,7 +113,8 @@ __device__ __forceinline__ void multiply(const W* w, const W* up, const float* s
                                          int N) {
     static_assert(!DECODE_UP || (!DECODE_LOOP && DECODE_COLUMNS % 16 == 0), "half of the columns are whole row_groups");
     constexpr int OUTPUTS = DECODE_ROWS * DECODE_COLUMNS, ENDS = (OUTPUTS + THREADS - 1) / THREADS;
-    const int split = threadIdx.x / 32, start = blockIdx.x * DECODE_COLUMNS;
+    const int split = threadIdx.x / 32;
+    const int start = (DECODE_ROWS_FIRST ? blockIdx.y : blockIdx.x) * DECODE_COLUMNS;
     Weights weights(w, up, N);
 #pragma unroll
     for (int i = 0; i < DECODE_FLIGHT; ++i) weights.fetch(i, split * UNITS + i, start);
@@ -265,7 +269,8 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
                                     const W* up = nullptr, const float* up_scale = nullptr) {
     extern __shared__ float4 shared[];
     char* const rows = reinterpret_cast<char*>(shared);
-    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * DECODE_ROWS, rows, inverse_of(x_scale), sums, sum_scale, {}};
+    const int first = (DECODE_ROWS_FIRST ? blockIdx.x : blockIdx.y) * DECODE_ROWS;
+    Input input{x, gamma, beta, eps, M, first, rows, inverse_of(x_scale), sums, sum_scale, {}};
     float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
     if constexpr (DECODE_LOOP) multiply_all(w, scale, bias, x_scale, input, end, N);
     else multiply(w, up, scale, up_scale, bias, x_scale, input, end, totals, N);
