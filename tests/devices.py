@@ -32,7 +32,7 @@ from gpt2block.ops.top_logprobs import choose_geometry as of_top
 
 Array = NDArray[Any]
 IN_TESTS: tuple[Order, ...] = ("forward", "shuffled")
-EMULATED = frozenset(map(repr, (*emulator.ORDERS, "hopper", "emulator")))
+EMULATED = frozenset(map(repr, (*emulator.ORDERS, "hopper", "turing", "emulator")))
 ON_CPU = [pytest.param(order, id=f"emulator-{order}") for order in IN_TESTS]
 EVERYWHERE = [*ON_CPU, pytest.param("gpu", marks=pytest.mark.gpu)]
 GPU = EVERYWHERE[-1]
@@ -108,7 +108,7 @@ def running_on(
 
     With `races`, launches in the last order of IN_TESTS search for races. Name "hopper" stands for
     this order on a device of compute capability 9.0 with at least 8 multiprocessors, as clusters
-    need.
+    need, and "turing" on one of 7.5.
     multiprocessors: number of the emulated device. small_blocks: use small blocks in kernels with
     one row per block, which otherwise have 512 or 1024 threads, as rows of large models need. Tests
     of the operations show that no bit depends on the block size. When single steps are timed, the
@@ -119,9 +119,10 @@ def running_on(
         return
     if problem := emulator.missing():
         pytest.skip(problem)
-    order: Any = IN_TESTS[-1] if name == "hopper" else name
+    other = {"hopper": "90", "turing": "75"}.get(name)
+    order: Any = IN_TESTS[-1] if other else name
     checks = CHECKED if races and order == IN_TESTS[-1] else None
-    capability = "90" if name == "hopper" else stand_in.CAPABILITY
+    capability = other or stand_in.CAPABILITY
     multiprocessors = max(multiprocessors, 8 if name == "hopper" else 0)
     with emulator.emulated(order, multiprocessors, checks, capability), quick(small_blocks):
         yield cuda.cupy

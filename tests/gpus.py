@@ -17,7 +17,7 @@ import pytest
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import compute_capability
 
-MMA_CAPABILITY, HOPPER_CAPABILITY = 80, 90  # the lowest with mma.sync of 16 bits; with wgmma
+MMA_CAPABILITY, HOPPER_CAPABILITY = 75, 90  # the lowest with mma.sync of 16 bits; with wgmma
 
 
 class Gpu(TypedDict):
@@ -30,6 +30,7 @@ class Gpu(TypedDict):
 H200: Gpu = {"sms": 132, "max_shared": 232448}
 A100: Gpu = {"sms": 108, "max_shared": 166912}
 RTX: Gpu = {"sms": 84, "max_shared": 101376}
+T4: Gpu = {"sms": 40, "max_shared": 65536}
 GPUS = (("sm_80", A100), ("sm_90", H200), ("sm_120", RTX))
 
 

@@ -136,5 +136,5 @@ def test_the_properties_are_those_of_the_emulated_gpu() -> None:
     found = []
     for capability in ("7.5", "8.9", "12.0"):
         with recording(capability):
-            found.append((reads_blocks("cuda:0"), cards.gpu().has_clusters, cards.gpu(0).has_mma))
-    assert found == [(False, False, False), (True, False, True), (True, True, True)]
+            found.append((reads_blocks("cuda:0"), cards.gpu().has_clusters, cards.gpu(0).has_bf16))
+    assert found == [(True, False, False), (True, False, True), (True, True, True)]

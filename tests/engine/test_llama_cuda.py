@@ -38,7 +38,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
 
 @pytest.fixture(params=["emulator", GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with running_on("forward" if request.param == "emulator" else "gpu"):
+    with running_on({"emulator": "forward"}.get(request.param, request.param)):
         yield "cuda"
 
 
@@ -82,7 +82,10 @@ def test_every_step_errs_by_rounding(device: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("device", "dtype"),
-    cases(["float32", "bfloat16", "float8_e5m2"], ["bfloat16", "float8_e5m2"]),
+    [
+        ("turing", "bfloat16"),
+        *cases(["float32", "bfloat16", "float8_e5m2"], ["bfloat16", "float8_e5m2"]),
+    ],
     indirect=["device"],
 )
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str, dtype: str) -> None:

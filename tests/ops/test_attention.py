@@ -110,10 +110,12 @@ def test_tiles_fit_the_shared_memory() -> None:
             assert geometry.shared <= limit
     short = online_geometry(1, 5, 1, 64, NKV=1, block=None, max_shared=H200)
     assert short.block == (32,)
-    with pytest.raises(InputError, match=r"head size 256: the smallest tiles .* use variant mha"):
-        online_geometry(1, 4096, 1, 256, NKV=1, block=None, max_shared=T4)
-    with pytest.raises(InputError, match=r"take 85,760 .* 65,536 for them: use a smaller block"):
-        online_geometry(1, 4096, 1, 256, NKV=1, block=64, max_shared=T4)
+    one = online_geometry(1, 4096, 1, 256, NKV=1, block=None, max_shared=T4)
+    assert (one.shared <= T4, dict(one.defines)["AO_ONE_TILE"]) == (True, 1)
+    with pytest.raises(InputError, match=r"head size 512: the smallest tiles .* use variant mha"):
+        online_geometry(1, 4096, 1, 512, NKV=1, block=None, max_shared=T4)
+    with pytest.raises(InputError, match=r"take 84,096 .* 65,536 for them: use a smaller block"):
+        online_geometry(1, 4096, 1, 512, NKV=1, block=64, max_shared=T4)
 
 
 def test_what_a_grid_cannot_take_is_refused() -> None:

@@ -360,8 +360,8 @@ def test_what_tensor_cores_refuse(device: Any, monkeypatch: pytest.MonkeyPatch) 
 
     refused("float32", 64, "takes qkv, k and v of float16 or bfloat16: use variant tiles")
     refused("float16", 80, "head size 80: tensor cores take 64, 128, 256: use variant tiles")
-    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 75)
-    refused("float16", 64, "needs a GPU of compute capability 8.0 or newer")
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 70)
+    refused("float16", 64, "needs a GPU of compute capability 7.5 or newer")
 
 
 @pytest.mark.parametrize(("heads", "unused"), [((2, 2, 16), OF_LARGE_HEADS), ((1, 1, 264), ())])
@@ -435,7 +435,7 @@ def test_launches() -> None:
     with pytest.raises(InputError, match=r"head size 513: .* at most 512"):
         split_geometry(1, 10, (1, 1, 513), 4, 132, H200, True)
     with pytest.raises(InputError, match="head size 256: the smallest tiles take"):
-        tiles_geometry(1, 10, (1, 1, 256), 4, 49152)
+        tiles_geometry(1, 10, (1, 1, 256), 4, 32768)
     for itemsize in (1, 2, 4):  # heads of 512 channels fit on a GPU with 99 KB of shared memory
         assert tiles_geometry(1, 99, (8, 1, 512), itemsize, 101376).block == (64,)
         assert split_geometry(1, 99, (8, 1, 512), itemsize, 170, 101376, True).shared <= 101376

@@ -105,7 +105,7 @@ def test_too_little_shared_memory_is_refused(device: Any, monkeypatch: pytest.Mo
     set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=RTX["max_shared"])
     if replaced():
         large = HiLoMatrix.from_float32(device.zeros((5, 4 * 128), "float32"))
-        with pytest.raises(InputError, match="head size 128: hi/lo matrices take 174,080 bytes"):
+        with pytest.raises(InputError, match="head size 128: hi/lo matrices take 104,448 bytes"):
             ops.attention(large, 2, n_kv_head=1)
 
 

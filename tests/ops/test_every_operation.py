@@ -53,7 +53,10 @@ def emulated(dtypes: Sequence[str], place: int) -> set[tuple[str, int]]:
 
 
 def cases() -> Iterator[Any]:
-    """Yield all dtypes and both sizes for a GPU, and some of them for the emulator."""
+    """Yield all dtypes and both sizes for a GPU, and some of them for the emulator.
+
+    Kernels of tensor cores have other instructions on GPUs of compute capability 7.5 ("turing").
+    """
     for name, operation in OPERATIONS.items():
         for place, variant in enumerate(operation.variants):
             dtypes = variant.dtypes or operation.workload.dtypes
@@ -63,6 +66,8 @@ def cases() -> Iterator[Any]:
                 if (dtype, size) in emulated(dtypes, place):
                     where = "hopper" if variant.name == "wgmma" else "shuffled"
                     yield pytest.param(where, *arguments, id=f"{case}-emulator")
+                    if variant.name in ("mma", "mma_tiles", "tri6"):
+                        yield pytest.param("turing", *arguments, id=f"{case}-turing")
                 yield pytest.param("gpu", *arguments, id=f"{case}-gpu", marks=pytest.mark.gpu)
 
 

@@ -307,7 +307,8 @@ def test_refusals(device: Any, possible: None, monkeypatch: pytest.MonkeyPatch) 
         refused("gated_sums", fits, x, gamma, *weights, splits=2)
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 75)
     refused("gated_sums", "compute capability 9.0", x, gamma, *weights, splits=2)
-    refused("linear_sums", "compute capability 8.0", x, half.o, x)
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 70)
+    refused("linear_sums", "compute capability 7.5", x, half.o, x)
     assert splits_of("bfloat16", 1, SMOLLM2.block_shapes()) == 0
 
 

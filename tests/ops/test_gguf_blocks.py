@@ -118,6 +118,7 @@ ROWS = [1, 2, 3, 8, 16, 17, 64, 65, 512]
         ("shuffled", MIXED, [1, 9]),
         ("reverse", (("Q8_0", 19),), [1, 9]),
         ("shuffled", (("Q5_1", 19),), [2]),
+        ("turing", (("Q4_K", 19),), [1, 33]),
         *(pytest.param("gpu", ((name, n),), ROWS, marks=GPU.marks)
           for name in TYPES for n in (19, 1000, 20_000)),
         pytest.param("gpu", MIXED, ROWS, marks=GPU.marks),

@@ -222,8 +222,13 @@ def test_what_decides_between_the_variants(where: str, monkeypatch: pytest.Monke
     with pytest.raises(InputError, match="mma: K 60: expected a multiple of 8 for bfloat16"):
         kernel(1, 60, "bfloat16", variant="mma")
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 75)
-    assert kernel(1, 64, "float16") == "decode_cores"
+    assert kernel(64, 64, "float16", decoding=True) == "decode_mma"
+    assert kernel(65, 64, "float16", decoding=True) == "decode_mma_tiles"
     with pytest.raises(InputError, match=r"mma: needs a GPU of compute capability 8\.0 or newer"):
+        kernel(1, 64, "float32", variant="mma")
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 70)
+    assert kernel(1, 64, "float16") == "decode_cores"
+    with pytest.raises(InputError, match=r"mma: needs a GPU of compute capability 7\.5 or newer"):
         kernel(1, 64, "float16", variant="mma")
 
 
@@ -234,11 +239,23 @@ def test_without_tensor_cores_more_rows_are_tiles(
     """A block of decode_cores keeps 8 rows; tiles of many rows read the weights once."""
     given = Arguments(33, 1024, 24, "float16")
     cores = OPERATION.bind((given.x, given.w), variant="matvec")
-    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda *_: 75)
+    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda *_: 70)
     few, more = (OPERATION.bind((given.x[:M], given.w), decoding=True) for M in (8, 33))
     assert [bound.launches[0].grid[1] for bound in (cores, few, more)] == [5, 1, 1]
     assert_same_bits(more.run().get(), cores.run().get())
     assert_same_bits(few.run().get(), cores.out.get()[:8])
+
+
+@pytest.mark.parametrize("device", ["turing"], indirect=True)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", HI_LO])
+def test_few_and_many_rows_have_the_same_bits_on_turing(device: Any, dtype: str) -> None:
+    kernel, case = KERNELS[f"linear-mma-{dtype}"], Case(66, 272, 80, bias=False)
+    given = kernel.made(case)
+    x, w = cupy.asarray(given["x"]), kernel.uploaded(cupy, "w", given["w"])
+    few = OPERATION.bind((x[:3], w), variant="mma").run().get()
+    many = OPERATION.bind((x, w), variant="mma_tiles").run().get()
+    assert_same_bits(few, many[:3])
+    kernel.assert_right(many, given, case)
 
 
 def test_the_registry_names_the_kernels() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import cycle, product
+from itertools import cycle, islice, product
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from gpt2block.ops.engines.rmsnorm_matvec import geometry as rmsnorm_matvec
 from gpt2block.ops.gguf import range_defines
 from gpt2block.ops.products import fastest, room
 from tests.compiling import Job, assert_clean
-from tests.gpus import A100, GPUS, H200, RTX, Gpu
+from tests.gpus import A100, GPUS, H200, RTX, T4, Gpu
 from tests.products import DTYPES, FP8_E4M3, GPT2, GROUPED, MATMUL, WEIGHTS
 
 SMS, MAX_SHARED = H200["sms"], H200["max_shared"]
@@ -264,14 +264,15 @@ def test_a_tile_of_a_gpu_without_tensor_cores_has_room(K: int, N: int, sms: int)
             assert where.grid[1] == 1
 
 
-@pytest.mark.parametrize("gpu", [gpu for _, gpu in GPUS])
+@pytest.mark.parametrize("gpu", [T4, *(gpu for _, gpu in GPUS)])
 @pytest.mark.parametrize("clusters", [False, True])
 @pytest.mark.parametrize("dtype", WEIGHTS)
 def test_a_tile_of_decoding_has_room(gpu: Gpu, clusters: bool, dtype: str) -> None:
     limits = {"sms": gpu["sms"], "max_shared": gpu["max_shared"] - 1024}
     for M in (1, 17, 64, 200, 512, 4096):
         for N, K in ((2304, 768), (768, 3072), (50257, 768), (4800, 1600), (1600, 6400), (1, 16)):
-            tile = _linear_mma_tiles.choose(M, N, K, dtype, clusters=clusters, **limits)
+            has: Any = {"clusters": clusters, "copies": gpu is not T4}
+            tile = _linear_mma_tiles.choose(M, N, K, dtype, **has, **limits)
             assert _linear_mma_tiles.shared_bytes(tile, K, dtype) <= limits["max_shared"]
             assert tile.cluster == 1 or clusters
             found = _linear_mma_tiles.geometry(M, N, K, dtype, tile)
@@ -370,9 +371,9 @@ def decoding_tiles() -> Iterator[Job]:
     stored |= {name: stored_as(name) for name in DTYPES}
     stored[HI_LO] = stored_as("float32", HI_LO)
     jobs: list[Job] = []
-    for arch, gpu in GPUS[:2]:
-        max_shared, clusters = gpu["max_shared"] - 1024, arch != "sm_80"
-        limits = {"clusters": clusters, "sms": gpu["sms"], "max_shared": max_shared}
+    for arch, gpu in (*GPUS[:2], ("sm_75", T4)):
+        has = {"clusters": arch == "sm_90", "copies": arch != "sm_75"}
+        limits = {**has, "sms": gpu["sms"], "max_shared": gpu["max_shared"] - 1024}
         for M, (N, K) in product((17, 64, 256, 512), (QKV, PROJ, (50257, 768))):
             for dtype, constants in stored.items():
                 tile = _linear_mma_tiles.choose(M, N, K, dtype, **limits)
@@ -399,7 +400,12 @@ def gemm_tiles() -> Iterator[Job]:
     tiles = [(tile, ENDS[i % 3]) for i, tile in enumerate(plain)]
     tiles += [(tile, {"gated": True, "gelu": True}) for tile in _gemm_mma.GATED_TILES]
     tiles += [(tile, SPLIT_ENDS[i % 2]) for i, tile in enumerate(_gemm_mma.HI_LO_TILES)]
-    for (tile, ends), (arch, gpu) in zip(tiles, cycle(GPUS)):
+    gpus = list(islice(cycle(GPUS), len(tiles)))
+    tiles += [(tile, ENDS[i % 3]) for i, tile in enumerate(_gemm_mma.WITHOUT_COPIES)]
+    tiles += [(tile, {"gated": True, "gelu": True}) for tile in _gemm_mma.GATED_WITHOUT_COPIES]
+    tiles += [(tile, SPLIT_ENDS[i % 2]) for i, tile in enumerate(_gemm_mma.HI_LO_WITHOUT_COPIES)]
+    gpus += [("sm_75", T4)] * (len(tiles) - len(gpus))
+    for (tile, ends), (arch, gpu) in zip(tiles, gpus, strict=True):
         options: Any = {**ends, "tile": tile}
         try:
             found = arch, _gemm_mma.geometry(500, 768, 768, **options, **gpu)

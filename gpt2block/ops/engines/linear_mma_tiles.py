@@ -74,7 +74,7 @@ def choose(
     dtype: str,
     *,
     clusters: bool,
-    copies: bool,
+    copies: bool = True,
     sms: int,
     max_shared: int,
     gated: bool = False,

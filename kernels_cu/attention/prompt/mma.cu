@@ -1,4 +1,4 @@
-// Attention on tensor cores (mma.sync; sm_80 and newer), for heads of 64, 128 or 256 channels:
+// Attention on tensor cores (mma.sync; sm_75 and newer), for heads of 64, 128 or 256 channels:
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else all rows
 //

@@ -1,4 +1,4 @@
-// Attention of hi/lo matrices by mma.sync of fp16 (sm_80 and newer), for heads of 64 or 128 channels:
+// Attention of hi/lo matrices by mma.sync of fp16 (sm_75 and newer), for heads of 64 or 128 channels:
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else all rows
 //

@@ -1,4 +1,4 @@
-// Trimat for sm_80 and newer (the variant after learn/trimat/ladder.cu and learn/trimat/pipelined.cu):
+// Trimat for sm_75 and newer (the variant after learn/trimat/ladder.cu and learn/trimat/pipelined.cu):
 //
 //   out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i
 //

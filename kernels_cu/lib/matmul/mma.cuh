@@ -1,4 +1,4 @@
-// Tiles of a product on tensor cores (mma.sync; sm_80 and newer): the copies of slices along K into shared memory, a
+// Tiles of a product on tensor cores (mma.sync; sm_75 and newer): the copies of slices along K into shared memory, a
 // warp's loads from there, and the loop over copies and products. Shared by matmul/prompt/mma.cu and
 // matmul/prompt/mma_hi_lo.cu. The including file selects T (lib/storage.cuh) and may set these constants:
 //

@@ -140,7 +140,9 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER) __launch_bounds__(THREAD
 #pragma unroll
     for (int tile = 0; tile < OF_H; ++tile) {
         typename First::Cursor from = first.cursor(2 * own + 16 * tile, warp);
-        first.fetch(tile * First::SLOT, warp, First::unit_of_tile(warp, 0), from);
+        typename First::Started started;
+        first.fetch(tile * First::SLOT, warp, First::unit_of_tile(warp, 0), from, started);
+        end_copies(started);
     }
     end_group();
     const Second second(v, nullptr, of_warp + OF_H * First::SLOT, DECODE_K);
@@ -152,7 +154,9 @@ extern "C" __global__ void __cluster_dims__(FF_CLUSTER) __launch_bounds__(THREAD
         for (int unit = 0; column(i) < DECODE_K && unit < H_UNITS; ++unit) {
             const int number = h_split * H_UNITS + unit;
             const int half = Second::unit_of_tile(number - unit, unit);
-            second.fetch((i * H_UNITS + unit) * Second::SLOT, number, half, from);
+            typename Second::Started started;
+            second.fetch((i * H_UNITS + unit) * Second::SLOT, number, half, from, started);
+            end_copies(started);
         }
     }
     end_group();

@@ -1,4 +1,4 @@
-// Matrix products of a GPT-2 layer, and lm_head, in decoding on sm_80 and newer:
+// Matrix products of a GPT-2 layer, and lm_head, in decoding on sm_75 and newer:
 //
 //   decode_mma: few rows on tensor cores, x rounded to one or two terms of the tensor cores' input type; a row has the
 //       same bits in any batch. out = [residual +] [gelu] (x W^T * scale + bias); with DECODE_NORM, x is replaced by

@@ -1,4 +1,4 @@
-// GEMM for sm_80 and newer:
+// GEMM for sm_75 and newer:
 //
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //

@@ -1,4 +1,4 @@
-// GEMM of hi/lo matrices on tensor cores, for sm_80 and newer:
+// GEMM of hi/lo matrices on tensor cores, for sm_75 and newer:
 //
 //   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
 //

@@ -1,4 +1,4 @@
-// RMSNorm and the products that follow it, for sm_80 and newer:
+// RMSNorm and the products that follow it, for sm_75 and newer:
 //
 //   rms[m] = 1 / sqrt(mean over k of x[m, k]^2 + eps)
 //
