@@ -32,6 +32,7 @@ A100: Gpu = {"sms": 108, "max_shared": 166912}
 RTX: Gpu = {"sms": 84, "max_shared": 101376}
 T4: Gpu = {"sms": 40, "max_shared": 65536}
 GPUS = (("sm_80", A100), ("sm_90", H200), ("sm_120", RTX))
+TURING = "sm_75", T4
 
 
 def cupy_with(capability: int = MMA_CAPABILITY) -> ModuleType:

@@ -64,7 +64,7 @@ from tests.devices import (
     running_on,
     with_source,
 )
-from tests.gpus import A100, H200, HOPPER_CAPABILITY, MMA_CAPABILITY, RTX, Gpu, cupy_with
+from tests.gpus import A100, H200, HOPPER_CAPABILITY, MMA_CAPABILITY, RTX, T4, Gpu, cupy_with
 
 Array = NDArray[Any]
 ONE: Heads = (1, 1, 64)
@@ -271,6 +271,8 @@ def test_no_tile_spills() -> None:
         ("sm_90", H200, "bfloat16", True, small),
         ("sm_120", RTX, "float16", True, large),
         ("sm_120", RTX, "bfloat16", True, small),
+        ("sm_75", T4, "bfloat16", True, small),
+        ("sm_75", T4, "bfloat16", True, None),
     ):
         sizes = AttentionSizes(8, 1024, 12, causal, **{} if tile else grouped)
         geometry, _ = mma_geometry(sizes, **gpu, tile=tile)

@@ -29,7 +29,7 @@ from gpt2block.ops.engines.rmsnorm_matvec import geometry as rmsnorm_matvec
 from gpt2block.ops.gguf import range_defines
 from gpt2block.ops.products import fastest, room
 from tests.compiling import Job, assert_clean
-from tests.gpus import A100, GPUS, H200, RTX, T4, Gpu
+from tests.gpus import A100, GPUS, H200, RTX, T4, TURING, Gpu
 from tests.products import DTYPES, FP8_E4M3, GPT2, GROUPED, MATMUL, WEIGHTS
 
 SMS, MAX_SHARED = H200["sms"], H200["max_shared"]
@@ -371,7 +371,7 @@ def decoding_tiles() -> Iterator[Job]:
     stored |= {name: stored_as(name) for name in DTYPES}
     stored[HI_LO] = stored_as("float32", HI_LO)
     jobs: list[Job] = []
-    for arch, gpu in (*GPUS[:2], ("sm_75", T4)):
+    for arch, gpu in (*GPUS[:2], TURING):
         has = {"clusters": arch == "sm_90", "copies": arch != "sm_75"}
         limits = {**has, "sms": gpu["sms"], "max_shared": gpu["max_shared"] - 1024}
         for M, (N, K) in product((17, 64, 256, 512), (QKV, PROJ, (50257, 768))):
@@ -404,7 +404,7 @@ def gemm_tiles() -> Iterator[Job]:
     tiles += [(tile, ENDS[i % 3]) for i, tile in enumerate(_gemm_mma.WITHOUT_COPIES)]
     tiles += [(tile, {"gated": True, "gelu": True}) for tile in _gemm_mma.GATED_WITHOUT_COPIES]
     tiles += [(tile, SPLIT_ENDS[i % 2]) for i, tile in enumerate(_gemm_mma.HI_LO_WITHOUT_COPIES)]
-    gpus += [("sm_75", T4)] * (len(tiles) - len(gpus))
+    gpus += [TURING] * (len(tiles) - len(gpus))
     for (tile, ends), (arch, gpu) in zip(tiles, gpus, strict=True):
         options: Any = {**ends, "tile": tile}
         try:
@@ -467,10 +467,10 @@ def test_products_of_prompts_that_are_divided(M: int, N: int, K: int, divided: b
 
 def gguf_tiles() -> Iterator[Job]:
     """Yield tiles for decoding 1, 8 and 9 rows, on GPUs with and without clusters."""
-    for i, (M, (arch, gpu)) in enumerate(product((1, 8, 9), GPUS[::2])):
+    for i, (M, (arch, gpu)) in enumerate(product((1, 8, 9), (*GPUS[::2], TURING))):
         name = ("Q4_K", "Q6_K")[(i + i // 2) % 2]
         w = GgufMatrix.random([(name, 64)], 256)
-        options: Any = {"terms": 2, "clusters": arch != "sm_80", **gpu}
+        options: Any = {"terms": 2, "clusters": arch == "sm_120", **gpu}
         how = _linear_gguf.geometry(M, 4096, ((name, 4096),), **options)
         assert how is not None
         assert how.shared <= gpu["max_shared"]
@@ -561,7 +561,7 @@ def rmsnorm_mma_tiles() -> Iterator[Job]:
     for i, dtype, weights, options in cases:
         options |= {"weight": 1 if weights else 2, "layout": ("KN", "NK")[i % 2]}
         found = []
-        for arch, gpu in GPUS:
+        for arch, gpu in (*GPUS, TURING):
             try:
                 how = _rmsnorm_mma.geometry(2, N=4096, K=4096, **options, **gpu)
             except ValueError:  # no room for this tile, and none is left to choose from

@@ -347,8 +347,8 @@ def _check_alike(devices: Sequence[int]) -> None:
             f"device: GPUs of compute capability and multiprocessors {kinds}: expected GPUs of one "
             "kind"
         )
-    if not properties(kinds[0][0]).has_mma:
+    if not properties(kinds[0][0]).has_bf16:
         raise InputError(
-            f"device: GPUs of compute capability {kinds[0][0]}: expected 75 or newer "
+            f"device: GPUs of compute capability {kinds[0][0]}: expected 80 or newer "
             "for a model on several GPUs: use one of them"
         )

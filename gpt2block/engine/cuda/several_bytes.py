@@ -24,7 +24,7 @@ class BytesByGpu(NamedTuple):
 def bytes_by_gpu(
     config: ModelConfig, formats: Formats, count: int, stored: Mapping[str, Stored]
 ) -> BytesByGpu:
-    """Return the bytes on each of `count` GPUs of compute capability 7.5 or newer.
+    """Return the bytes on each of `count` GPUs of compute capability 8.0 or newer.
 
     stored: the model's tensors in a file, whose types determine the bytes for dtype "file".
     """

@@ -20,6 +20,7 @@ MAX_BLOCKS = 2**31 - 1, 65535  # maximum blocks of a grid: along x; along y or z
 WARPS = (4, 2, 1)  # warps per block of variant `online`, fastest first
 KEYS = (64, 32)  # keys per tile of variant `online`, fastest first
 
+ONE_BLOCK = 64 << 10  # bytes of shared memory per block that are all of a multiprocessor
 ONE_TILE = 256  # channels per head above which K and V share memory
 TENSOR_HEADS = (64, 128)  # channels per head that all tensor-core kernels support
 MMA_HEADS = (*TENSOR_HEADS, 256)  # channels per head that variant mma supports in 16 bits
@@ -220,7 +221,7 @@ def mma_geometry(
         ("ATT_WARPS", tile.warps),
         ("ATT_FRAGS", tile.frags),
         ("ATT_STAGES", stages),
-        ("ATT_BLOCKS", tile.blocks),
+        ("ATT_BLOCKS", tile.blocks if max_shared > ONE_BLOCK else 1),
         *keys_define(of.HS, keys),
     )
     shared = stages * stage + queries

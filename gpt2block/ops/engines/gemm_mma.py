@@ -76,24 +76,16 @@ HI_LO_TILES = (
     MmaGemmTile(128, 96, (4, 2), 64, 4, 1),
 )
 
+
+def _of_two_slices(*tiles: MmaGemmTile) -> tuple[MmaGemmTile, ...]:
+    return tuple(tile._replace(stages=2, early=1, blocks=1) for tile in tiles)
+
+
 # Tiles for GPUs without asynchronous copies: registers hold a slice while another is multiplied.
-WITHOUT_COPIES = (
-    MmaGemmTile(16, 32, (1, 4), 128, 2, 1),
-    MmaGemmTile(32, 32, (2, 2), 128, 2, 1),
-    MmaGemmTile(64, 64, (2, 2), 64, 2, 1),
-    MmaGemmTile(64, 96, (2, 2), 64, 2, 1),
-    MmaGemmTile(128, 128, (2, 4), 64, 2, 1),
-)
-GATED_WITHOUT_COPIES = (
-    MmaGemmTile(16, 128, (1, 2), 64, 2, 1),
-    MmaGemmTile(64, 128, (2, 2), 64, 2, 1),
-    MmaGemmTile(128, 128, (4, 2), 64, 2, 1),
-)
-HI_LO_WITHOUT_COPIES = (
-    MmaGemmTile(16, 32, (1, 4), 64, 2, 1),
-    MmaGemmTile(32, 32, (2, 2), 64, 2, 1),
-    MmaGemmTile(64, 64, (2, 4), 64, 2, 1),
-)
+WIDE, GATED_WIDE = MmaGemmTile(128, 128, (2, 4), 64, 2, 1), GATED_TILES[3]._replace(warps=(4, 2))
+WITHOUT_COPIES = _of_two_slices(*TILES[:2], SMALL_TILES[0], TILES[3], WIDE)
+GATED_WITHOUT_COPIES = _of_two_slices(GATED_TILES[0], GATED_TILES[2], GATED_WIDE)
+HI_LO_WITHOUT_COPIES = _of_two_slices(*HI_LO_TILES[:2], MmaGemmTile(64, 64, (2, 4), 64, 2, 1))
 
 
 @lru_cache(maxsize=1024)
