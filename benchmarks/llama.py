@@ -124,7 +124,7 @@ class RandomLlama(RandomModel):
 
     def _made(self, device: str) -> Model[Any]:
         if self.dtype == FILE and not reads_blocks(self._several or device):
-            raise InputError("GGUF blocks: expected a GPU of compute capability 8.0 or newer")
+            raise InputError("GGUF blocks: expected a GPU of compute capability 7.5 or newer")
         with cupy.cuda.Device(self.device):
             library = cupy if self.gpus == 1 else np
             tensors = random_tensors(self.config, self.dtype, library)

@@ -27,7 +27,7 @@ def parts_of(uses: set[Use]) -> str:
         known.append("blocks")
     oldest = min((use.capability for use in uses), default="7.5", key=float)
     newest = max((use.capability for use in uses), default="9.0", key=float)
-    gpus = {("7.5", "9.0"): "", ("8.0", "9.0"): ", sm_80 on", ("9.0", "9.0"): ", sm_90"}
+    gpus = {("7.5", "9.0"): "", ("9.0", "9.0"): ", sm_90", ("7.5", "8.0"): ", before sm_90"}
     return ", ".join(known) + gpus.get((oldest, newest), f", sm_{oldest.replace('.', '')} alone")
 
 

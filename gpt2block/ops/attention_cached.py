@@ -90,8 +90,10 @@ def tiles_geometry(
     """
     NH, _, HS = heads
     _check_head(HS)
-    one = tiles.one_tile(HS, shared_limit)
-    pieces = itemsize < 4 and HS % (16 // itemsize) == 0 and not one
+    pieces = itemsize < 4 and HS % (16 // itemsize) == 0
+    staged = 32 * HS * itemsize if pieces else 0  # of the smallest tile
+    one = tiles.one_tile(HS, shared_limit - staged)
+    pieces = pieces and not one
     for warps, keys in TILE_SIZES:
         staged = keys * HS * itemsize if pieces else 0
         shared = tiles.shared_bytes(HS, warps, keys, one) + staged

@@ -233,9 +233,8 @@ def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size
     C, H = shapes["w_gate"]
     loads = C % (MULTIPLE if dtype in FP8 else MULTIPLE // 2) == 0  # 16 bytes of a row at a time
     gate = loads and H % 8 == 0
-    if (
-        MAX_ROTATED < M
-    ):  # the gate alone, by mma_tiles.cu or, without asynchronous copies, by mma.cu
+    # The gate alone, by mma_tiles.cu or, without asynchronous copies, by mma.cu.
+    if MAX_ROTATED < M:
         most = M if has.has_bf16 else mma.ROWS_WITHOUT_COPIES
         return Fusions(gate=gate and not has.has_clusters and most >= M)
     narrow = max(*(shapes[name][1] for name in FIRST if name in shapes), 2 * H) < mma.MANY_COLUMNS

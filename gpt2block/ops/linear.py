@@ -421,8 +421,9 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     few = c.M * c.N * c.K <= MAX_MMA_PRODUCTS or c.M <= MORE_ROWS
     few |= most_by_mma() >= c.M and c.N < mma.MANY_COLUMNS
     tiles_first = c.to_operand or (c.gamma is None and not few)
+    tiles = (more_rows,) if c.gamma is None else ()  # also if a row does not fit in shared memory
     others = () if c.rounded else (few_rows,)
-    return (*((more_rows,) if tiles_first else ()), on_tensor_cores, *others)
+    return (*tiles, on_tensor_cores, *others) if tiles_first else (on_tensor_cores, *tiles, *others)
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:

@@ -56,8 +56,10 @@ def mma_geometry(
     """
     heads, max_blocks = B * NH, MMA_BLOCKS if HS <= 64 else MMA_BLOCKS - 1
     tile = tile or (TILE if HS <= 64 else TILE // 2)
-    tiles = ceil(T / tile)
-    shared = 2 * tile * (4 * 16 * ceil(HS / 16) + 16) + 12 * tile
+    of_row = 2 * (4 * 16 * ceil(HS / 16) + 16) + 12  # bytes of shared memory
+    if tile * of_row > max_shared:
+        tile = TILE // 2
+    tiles, shared = ceil(T / tile), tile * of_row
     blocks = max(1, min(max_blocks, (max_shared + RESERVED) // (shared + RESERVED)))
     if span is None:  # the longest span with which there are enough blocks to fill the GPU
         span = max(1, min(MAX_SPAN, heads * tiles * (tiles + 1) // 2 // (blocks * sms)))
@@ -178,7 +180,7 @@ def trimat(
     """Compute `reference.trimat` on a float32 CuPy array. Raises InputError.
 
     The default variant is tri6 on GPUs of compute capability 7.5 or newer for heads of at most 128
-    channels, else tri5. tri6 runs on tensor cores and is at least as accurate as the other
+    channels (112 with 64 KB of shared memory per block), else tri5. tri6 runs on tensor cores and is at least as accurate as the other
     variants, which sum in float32. It splits each value into two float16 numbers, with a scale for
     each row. A value keeps 22 bits, counted from the largest value of its row. Source: Ootomo and
     Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32

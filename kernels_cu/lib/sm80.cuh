@@ -105,7 +105,8 @@ __device__ __forceinline__ void end_copies(Copy16 (&copies)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) copies[i].end();
 }
 
-// Rounds two bfloat16 values to float16. 0 and magnitudes from 2^-17 to 65504 do not change; larger ones become infinity.
+// Rounds two bfloat16 values to float16. 0 and magnitudes from 2^-17 to 65504 do not change; larger ones become
+// infinite.
 __device__ __forceinline__ unsigned bf16_to_fp16(unsigned pair) {
     float v[2];
     unpack2_bf16(pair, v);

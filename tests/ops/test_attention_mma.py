@@ -258,6 +258,20 @@ def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert launches == (best,)
 
 
+@pytest.mark.parametrize("HS", [64, 128, 256])
+def test_a_value_beyond_float16_changes_no_row_before_it(HS: int) -> None:
+    """Tensor cores of 7.5 read it as infinity, which products with 0 would turn into NaN."""
+    qkv = np.random.default_rng(0).standard_normal((40, 3 * HS)).astype(DTYPES["bfloat16"])
+    found = []
+    with running_on("turing") as cp:
+        for large in (1.0, 1e5):
+            qkv[30, 2 * HS :] = large
+            out = ops.attention(cp.asarray(qkv), 1, causal=True, variant="mma").get()
+            found.append(out[:30].astype(np.float32))
+    assert np.isfinite(found[1]).all()
+    np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.slow
 def test_no_tile_spills() -> None:
     """Four heads of Q per load of K, with 128 channels, need most registers."""

@@ -224,6 +224,7 @@ def test_what_decides_between_the_variants(where: str, monkeypatch: pytest.Monke
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 75)
     assert kernel(64, 64, "float16", decoding=True) == "decode_mma"
     assert kernel(65, 64, "float16", decoding=True) == "decode_mma_tiles"
+    assert kernel(1, 41_600, "float16", decoding=True) == "decode_mma_tiles"  # too long a row
     with pytest.raises(InputError, match=r"mma: needs a GPU of compute capability 8\.0 or newer"):
         kernel(1, 64, "float32", variant="mma")
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 70)

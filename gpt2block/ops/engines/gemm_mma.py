@@ -111,9 +111,8 @@ def geometry(
     gated: whether there is a second matrix. other_out: whether the result is float32; with hi_lo,
     whether it is a hi/lo matrix. scaled: whether w has scales. early: whether w may be loaded
     before the previous kernel has ended. copies: whether the GPU has asynchronous copies. sms:
-    multiprocessors of the GPU. max_shared: bytes of
-    shared memory that a block may request. tile: used instead of the best tile. The result has the
-    same bits for any tile.
+    multiprocessors of the GPU. max_shared: bytes of shared memory that a block may request. tile:
+    used instead of the best tile. The result has the same bits for any tile.
     """
     parts, columns = 1 + hi_lo, N * (1 + gated)
     candidates = (tile,) if tile else _candidates(hi_lo, gated, copies, max_shared)

@@ -87,7 +87,7 @@ def choose(
     divides the splits of K equally and lets the grid fill the GPU.
     """
     floats = BYTES.get(dtype) == FLOAT
-    possible = _groups_of_warps(copies, gated) if not clusters and not floats else {}
+    possible = {} if clusters or (floats and copies) else _alone_tiles(copies, gated, floats)
     if found := _alone(M, N, K, dtype, sms, max_shared, possible):
         return found
     wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
@@ -127,8 +127,10 @@ def choose(
     return SLIM._replace(stages=2, blocks=1)
 
 
-def _groups_of_warps(copies: bool, gated: bool) -> Mapping[MmaLinearTile, float]:
-    """Return the tiles whose groups of warps divide K, as ALONE."""
+def _alone_tiles(copies: bool, gated: bool, floats: bool) -> Mapping[MmaLinearTile, float]:
+    """Return tiles for GPUs without clusters, as ALONE. floats: whether weights have 4 bytes."""
+    if floats:
+        return {EVEN._replace(warps=(4, 2), stages=2, blocks=1): math.inf}
     if gated:
         return {MEDIUM: ALONE[MEDIUM]}
     return ALONE if copies else WITHOUT_COPIES

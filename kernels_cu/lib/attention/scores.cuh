@@ -38,7 +38,9 @@ constexpr float BELOW = 8, AT_MOST = 15;         // log2 of a row's largest P: B
 // `pair` holds two values of T. In the result, the sign bit of each half is 1 if the value is infinite or NaN; all
 // other bits are 0.
 __device__ __forceinline__ unsigned not_finite(unsigned pair) {
-#if defined(STORAGE_BF16)
+#if defined(STORAGE_BF16) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    return ((pair & 0x7fff7fffu) + 0x38803880u) & 0x80008000u;  // from 2^16 on, which tensor cores read as infinity
+#elif defined(STORAGE_BF16)
     return ((pair & 0x7f807f80u) + 0x00800080u) & 0x80008000u;
 #else
     return ((pair & 0x7c007c00u) + 0x04000400u) & 0x80008000u;

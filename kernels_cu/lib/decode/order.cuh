@@ -4,8 +4,8 @@
 //   out[m, n] = sum over k of x[m, k] w[n, k]       x (M, K) float, w (N, K) of type W, K contiguous
 //
 //   terms   each x is the sum of two numbers of the mma's input type (lib/operands.cuh): for bfloat16 weights bfloat16,
-//           which keeps 16 bits; for float16 and FP8 weights (on sm_75 also for bfloat16 weights) float16, 22 bits; for
-//           float weights tf32, 22 bits. For hi/lo weights x is hi/lo, too (lib/hi_lo.cuh), with one scale for all
+//           which keeps 16 bits (on sm_75 float16); for float16 and FP8 weights float16, 22 bits; for float weights
+//           tf32, 22 bits. For hi/lo weights x is hi/lo, too (lib/hi_lo.cuh), with one scale for all
 //           rows. In an mma the high and the low terms of a row of x are two rows, whose products with w have separate
 //           sums. With OPERAND_TERMS 1, x is rounded to one number, the high term
 //   step    the values along K of one mma: 8 for float weights, otherwise 16

@@ -43,7 +43,7 @@
 #define GEMM_SPLIT_OUT 0
 #endif
 
-constexpr int PROMOTED = 128;  // values along K after which the sums of hi hi are added to `sums`
+constexpr int PROMOTED = HAS_BF16 ? 128 : 64;  // values along K after which the sums of hi hi are added to `sums`
 static_assert(PROMOTED % GEMM_SLICE == 0, "sums are promoted between slices");
 
 struct Total {
