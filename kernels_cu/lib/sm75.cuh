@@ -41,6 +41,7 @@ __device__ __forceinline__ unsigned pack2_bf16(float low, float high) {
     return __byte_perm(rounded_to_bf16(low), rounded_to_bf16(high), 0x7632);
 }
 
+// fmaf() rounds to float first. This changes no product (c is 0) and no sum (b is 1) of bfloat16 values, the only uses.
 __device__ __forceinline__ unsigned fma2_bf16(unsigned a, unsigned b, unsigned c) {
     float of_a[2], of_b[2], of_c[2];
     unpack2_bf16(a, of_a), unpack2_bf16(b, of_b), unpack2_bf16(c, of_c);
