@@ -59,11 +59,12 @@ class Properties(NamedTuple):
         return self.most_clustered > 1
 
 
+AMPERE = Properties(has_mma=True, has_bf16=True)
 PROPERTIES = (  # from this compute capability on
     (75, Properties(has_mma=True)),
-    (80, Properties(has_mma=True, has_bf16=True)),
-    (90, Properties(True, True, has_overlap=True, has_wgmma=True, most_clustered=16)),
-    (100, Properties(True, True, has_overlap=True, most_clustered=8)),
+    (80, AMPERE),
+    (90, AMPERE._replace(has_overlap=True, has_wgmma=True, most_clustered=16)),
+    (100, AMPERE._replace(has_overlap=True, most_clustered=8)),
 )
 
 

@@ -91,8 +91,7 @@ def tiles_geometry(
     NH, _, HS = heads
     _check_head(HS)
     pieces = itemsize < 4 and HS % (16 // itemsize) == 0
-    staged = 32 * HS * itemsize if pieces else 0  # bytes of the smallest tile
-    one = tiles.one_tile(HS, shared_limit - staged)
+    one = tiles.one_tile(HS, shared_limit - pieces * tiles.KEYS[-1] * HS * itemsize)
     pieces = pieces and not one
     for warps, keys in TILE_SIZES:
         staged = keys * HS * itemsize if pieces else 0

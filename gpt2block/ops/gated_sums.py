@@ -235,8 +235,8 @@ def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size
     gate = loads and H % 8 == 0
     # The gate alone, by mma_tiles.cu or, without asynchronous copies, by mma.cu.
     if MAX_ROTATED < M:
-        most = M if has.has_bf16 else mma.ROWS_WITHOUT_COPIES
-        return Fusions(gate=gate and not has.has_clusters and most >= M)
+        takes = has.has_bf16 or M <= mma.ROWS_WITHOUT_COPIES
+        return Fusions(gate=gate and takes and not has.has_clusters)
     narrow = max(*(shapes[name][1] for name in FIRST if name in shapes), 2 * H) < mma.MANY_COLUMNS
     norms = C <= MAX_CHANNELS and C % MULTIPLE == 0 and narrow
     rope = loads and head_size % 16 == 0 and shapes["w_qkv"][1] < mma.MANY_COLUMNS

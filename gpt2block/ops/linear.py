@@ -110,10 +110,10 @@ def operands_of(
         possible = rounded and M > blocks.JOINT_ROWS and gpu().has_wgmma
         fits = possible and not any(K % mma.UNIT for K, _ in shapes.values())
         return dict.fromkeys(shapes, (wgmma.operand(dtype, rounded),)) if fits else {}
-    multiple = mma.LOADED // itemsize_of(dtype)
+    multiple, by_tiles = mma.LOADED // itemsize_of(dtype), most_by_mma() < M
     if dtype == HI_LO:
-        fitting = [name for name, (K, _) in shapes.items() if K % multiple == 0]
-        return dict.fromkeys(fitting, (Operand(HI_LO),)) if most_by_mma() < M else {}
+        fitting = [name for name, (K, _) in shapes.items() if by_tiles and K % multiple == 0]
+        return dict.fromkeys(fitting, (Operand(HI_LO),))
     wide = wgmma.operand(dtype, rounded)
     kinds = ("fp8",) if dtype in FP8 else ("gated",) * ("w_gate" in shapes)
     least = min_weights(M, (*kinds, *("fused",) * fused))
@@ -123,7 +123,7 @@ def operands_of(
     on_hopper = gpu().has_wgmma
 
     def operands_for(name: str, K: int) -> tuple[Operand, ...]:
-        in_place = (wide._replace(width=0),) if most_by_mma() < M and K % multiple == 0 else ()
+        in_place = (wide._replace(width=0),) if by_tiles and K % multiple == 0 else ()
         size = sizes[SAME_INPUT.get(name, name)]
         if M <= SAME_ENGINE:
             size = smallest if MUCH_SMALLER * size >= largest else 0
@@ -242,9 +242,9 @@ def _mma_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
         )
     columns = mma.PAIRED_COLUMNS if c.up else mma.COLUMNS
     sizes, operand = (c.M, outputs, c.K, c.w.dtype), c.operand is not None
-    more: Any = {"columns": columns, "overlaps": gpu().has_overlap, **_of_device()}
-    more["rows_first"] = not gpu().has_bf16
-    return mma.geometry(*sizes, norm=norm, operand=operand, **more)
+    has = gpu()
+    more: Any = {"overlaps": has.has_overlap, "rows_first": not has.has_bf16, **_of_device()}
+    return mma.geometry(*sizes, norm=norm, operand=operand, columns=columns, **more)
 
 
 def _of_device() -> dict[str, int]:
@@ -312,8 +312,8 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     c.check_addresses("w", "x", "up")
     gated = c.up is not None
     sizes = c.M, c.N * (1 + gated), c.K, c.w.dtype
-    has: Any = {"clusters": gpu().has_clusters, "copies": gpu().has_bf16}
-    tile = mma_tiles.choose(*sizes, **has, gated=gated, **_of_device())
+    more: Any = {"clusters": gpu().has_clusters, "copies": gpu().has_bf16, **_of_device()}
+    tile = mma_tiles.choose(*sizes, gated=gated, **more)
     operands = c.operand is not None, c.to_operand is not None
     geometry = mma_tiles.geometry(*sizes, tile, *operands, gated=gated)
     defines = count_define(c.rounded)
@@ -418,8 +418,8 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
         return ((QKV_GGUF if operation is LINEAR_QKV else LINEAR_GGUF)[ordered],)
     if ordered:
         return (by_wgmma,)
-    few = c.M * c.N * c.K <= MAX_MMA_PRODUCTS or c.M <= MORE_ROWS
-    few |= most_by_mma() >= c.M and c.N < mma.MANY_COLUMNS
+    most = most_by_mma() if c.N < mma.MANY_COLUMNS else MORE_ROWS
+    few = c.M * c.N * c.K <= MAX_MMA_PRODUCTS or most >= c.M
     tiles_first = c.to_operand or (c.gamma is None and not few)
     tiles = (more_rows,) if c.gamma is None else ()  # also if a row does not fit in shared memory
     others = () if c.rounded else (few_rows,)

@@ -209,7 +209,7 @@ def mma_geometry(
     tile: used instead of the fastest tile. Raises InputError if the grid is too large.
     """
     tile = tile or min(MMA_TILES[of.HS], key=lambda tile: tile.clocks(of, sms))
-    keys = 64 if of.HS in TENSOR_HEADS else 32
+    keys = mma_keys(of.HS)
     if _mma_shared(of.HS, tile, keys) > max_shared:
         keys, tile = keys // 2, tile if of.HS in TENSOR_HEADS else tile._replace(warps=2)
     grid = _grid(of, tile.queries)
@@ -237,7 +237,7 @@ def hi_lo_geometry(of: AttentionSizes, one_scale: bool, *, max_shared: int) -> t
     Raises InputError if the grid is too large or the tile does not fit in shared memory.
     """
     warps, queries = 4, mma_stage(of.HS)  # queries: bytes of 64 queries
-    keys = hi_lo_keys(of.HS, max_shared)
+    keys = 64 if 2 * 2 * mma_stage(of.HS) + queries <= max_shared else 32
     stage = 2 * mma_stage(of.HS, keys)
     grid = _grid(of, 16 * warps)
     blocks = 2 if of.causal and one_scale and room(max_shared, 2) >= 2 * stage + queries else 1
@@ -358,6 +358,11 @@ def _wgmma_tiles(of: AttentionSizes, queries: int) -> int:
     return tiles
 
 
+def mma_keys(HS: int) -> int:
+    """Keys per tile of the kernels for `mma.sync`, if two stages and the queries fit."""
+    return 64 if HS in TENSOR_HEADS else 32
+
+
 def mma_stage(HS: int, keys: int = 64) -> int:
     """Bytes of a ring stage: rows of 16 bits of K and V of so many keys."""
     return 2 * keys * _row_bytes(HS)
@@ -369,14 +374,9 @@ def _mma_shared(HS: int, tile: AttentionTile, keys: int) -> int:
     return 2 * mma_stage(HS, keys) + queries
 
 
-def hi_lo_keys(HS: int, max_shared: int) -> int:
-    """Keys per tile of a HiLoMatrix: 64 or, if two stages and 64 queries do not fit then, 32."""
-    return 64 if 5 * mma_stage(HS) <= max_shared else 32
-
-
 def keys_define(HS: int, keys: int) -> Defines:
     """Return the constant of lib/attention/mma_tile.cuh for keys per tile; () for its default."""
-    return () if keys == (64 if HS in TENSOR_HEADS else 32) else (("ATT_KEYS", keys),)
+    return () if keys == mma_keys(HS) else (("ATT_KEYS", keys),)
 
 
 def _row_bytes(HS: int) -> int:
