@@ -385,6 +385,36 @@ def attention_split(
     return out
 
 
+@takes(
+    "qkv f32 M W; by f32 M H 2; gamma_q gamma_k f32 D; k v kv B P C; row position i32 M "
+    "-> out f32 M W-2*C; k v kv B P C"
+)
+def attention_append(
+    qkv: Array,
+    by: Array,
+    gamma_q: Array,
+    gamma_k: Array,
+    k: Array,
+    v: Array,
+    row: Integers,
+    position: Integers,
+    n_head: int,
+    eps: float = 1e-6,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+) -> Array:
+    """Apply `qk_norm` and the rotations `by` to one token per sequence, then `attention_split`.
+
+    qkv (M, Q + 2C), by (M, D / 2, 2), a result of `rotations`, gamma_q and gamma_k (D,), k, v
+    (B, n_ctx, C), row, position (M,) → (M, Q). K and V of token m are written to position[m] of
+    row[m].
+    """
+    normed = qk_norm(qkv, gamma_q, gamma_k, n_head, k.shape[-1] // len(gamma_q), eps)
+    q = _append_rotated(normed, by, k, v, row, position, n_head)
+    scores = (softmax_scale, window)
+    return unchecked(attention_split)(q, k, v, row, position, n_head, *scores)
+
+
 def _attention_weights(
     q: Array, k: Array, visible: NDArray[np.bool_] | None, softmax_scale: float | None = None
 ) -> Array:
@@ -873,7 +903,7 @@ def _append_rotated(
     row: Integers,
     position: Integers,
     n_head: int,
-    growth: Growth,
+    growth: Growth = None,
 ) -> Array:
     """Rotate the heads of Q and K in rows [Q | K | V]; append K and V to a kv_cache, return Q."""
     D = 2 * by.shape[1]

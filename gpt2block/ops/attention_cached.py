@@ -3,9 +3,10 @@
 Variants `tiles` (attention/prompt/cores.cu) and, on tensor cores, `mma` (attention/prompt/mma.cu)
 and `wgmma` (attention/prompt/wgmma.cu) take several queries of each sequence, in packed rows.
 `split` (attention/decode/split.cu) is for decoding: one query per sequence, with the keys divided
-into splits of 32. attention/cache/kv_cache.cu has `append`, which writes new keys and values to the
-cache; `round`, which rounds keys and values of a prompt that tensor cores read from qkv instead of
-the cache; and `copy`, which copies the keys and values of a common prefix to another sequence.
+into splits of 32; attention/decode/append.cu also computes norms of heads and RoPE.
+attention/cache/kv_cache.cu has `append`, which writes new keys and values to the cache; `round`,
+which rounds keys and values of a prompt that tensor cores read from qkv instead of the cache; and
+`copy`, which copies the keys and values of a common prefix to another sequence.
 
 kv_dtype is the FP8 format of k and v of uint8, or None if k and v have a float dtype.
 """
@@ -50,9 +51,11 @@ from gpt2block.ops.warm import call
 
 TILES = "attention/prompt/cores.cu"
 SPLIT = "attention/decode/split.cu"
+APPEND_SPLIT = "attention/decode/append.cu"
 APPEND = "attention/cache/kv_cache.cu"
 APPEND_HI_LO = "attention/cache/kv_cache_hi_lo.cu"
 LARGEST_HEAD = 512  # maximum channels per head of variants tiles and split
+HEADS_WITH_NORMS = 64, 128, 256  # channels per head that attention_append takes
 LARGEST_STATIC = 256  # maximum channels per head for which split has static shared memory
 # (warps, keys), largest tile first
 TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))
@@ -390,16 +393,56 @@ def _split(c: Call) -> Launch:
         raise InputError(
             f"together: expected a power of two that divides {c.M} rows, got {c.together}"
         )
-    heads = _heads("q", c.Q, c.n_head, c.C)
+    return _split_launch(c, SPLIT, "q", together=c.together)
+
+
+@variant("append and split", APPEND_SPLIT, "attention_append")
+def _append_and_split(c: Call) -> Launch:
+    """Launch attention_append, for rows [Q | K | V] with heads of HEADS_WITH_NORMS channels.
+
+    K and V of a row outside the cache are not written. Other arguments: as in `_split`.
+    """
+    c.Q, c.serves, c.to_peers = c.W - 2 * c.C, None, None
+    if c.Q <= 0 or c.n_head * c.D != c.Q or c.D != 2 * c.H:
+        raise InputError(
+            f"qkv {c.qkv.shape}: expected {c.n_head} heads of {c.D} channels, as gamma_q has, then "
+            f"twice the {c.C} channels of k, and {c.D // 2} rotations in by, got {c.H}"
+        )
+    if c.D not in HEADS_WITH_NORMS:
+        raise UnsupportedCall(
+            f"head size {c.D}: takes {', '.join(map(str, HEADS_WITH_NORMS))}: use qk_norm_append"
+        )
+    c.check_addresses("by", "gamma_q", "gamma_k")
+    of_token = {"by": c.by, "gamma_q": c.gamma_q, "gamma_k": c.gamma_k, "eps": c.eps}
+    return _split_launch(c, APPEND_SPLIT, "qkv", **of_token)
+
+
+def fuses_norms(head_size: int) -> bool:
+    """Whether decoding is faster if attention norms and rotates heads, on this device.
+
+    If kernels overlap, qk_norm_append takes less time than attention would take longer.
+    """
+    return not gpu().has_overlap and head_size in HEADS_WITH_NORMS
+
+
+def _split_launch(c: Call, file: str, q: str, **more: Any) -> Launch:
+    """Return a launch of a kernel by `split_geometry`.
+
+    q: name of the rows with the queries. more: arguments that only this kernel has.
+    """
+    heads = _heads(q, c.Q, c.n_head, c.C)
     if c.serves is not None:
         fewest = heads[0] // heads[1]
         expected = f"at least {fewest}, the heads of q per head of k"
         check_integer("serves", c.serves, fewest, math.inf, expected)
     sms, clusters = device_attribute("MultiProcessorCount"), gpu().has_clusters
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
+    if file == APPEND_SPLIT:
+        limit -= 4 * MAX_QUERIES * HEADS_WITH_NORMS[-1]  # static shared memory for heads of q
     geometry = split_geometry(c.M, c.P, heads, c.k.itemsize, sms, limit, clusters, c.serves)
-    geometry = tiles.scored(geometry, c)
-    if c.together > 1:
+    kernel = "attention_split" if file == SPLIT else "attention_append"
+    geometry = tiles.scored(geometry, c)._replace(kernel=kernel)
+    if more.get("together", 1) > 1:
         geometry = geometry.with_defines((("AS_DRAFTS", 1),))
     T = "float32" if c.fp8_cache else c.kv_storage
     if c.to_operand is not None:
@@ -413,17 +456,16 @@ def _split(c: Call) -> Launch:
         ends = stored_defines("AS_OPERAND", c.to_operand)
         geometry = geometry.with_defines(ends)
     width = int(dict(geometry.defines)["AS_WIDTH"])
-    c.check_addresses("q", "k", "v", loaded=width)
-    scale = stored_scale(c.to_operand)
-    args = {"q": c.q, "k": c.k, "v": c.v, "row": c.row, "position": c.position}
-    args |= {"B": c.B, "n_ctx": c.P, "together": c.together, "out_scale": scale}
+    c.check_addresses(q, "k", "v", loaded=width)
+    args = {q: getattr(c, q), "k": c.k, "v": c.v, "row": c.row, "position": c.position, **more}
+    args |= {"B": c.B, "n_ctx": c.P, "out_scale": stored_scale(c.to_operand)}
     args["out"] = c.output("out")
     if c.to_peers is not None:
         if c.to_operand:
             raise InputError("sends: expected floats, without to_operand")
         geometry = geometry.with_defines((("AS_PEER_STORES", 1), *c.to_peers.defines))
         args |= c.to_peers.args
-    return launch_at(SPLIT, geometry, args, T, cache=c.fp8_cache)
+    return launch_at(file, geometry, args, T, cache=c.fp8_cache)
 
 
 @variant("append", APPEND, "kv_append", "kv_append_narrow")
@@ -501,6 +543,11 @@ ATTENTION_SPLIT = Operation(
     variants=(_split,),
     options={**_OPTIONS, "together": 1, **dict.fromkeys(("to_operand", "serves", "to_peers"))},
 )
+ATTENTION_APPEND = Operation(
+    name="attention_append",
+    variants=(_append_and_split,),
+    options={**_OPTIONS, "eps": 1e-6, "to_operand": None},
+)
 KV_APPEND = Operation(
     name="kv_append", variants=(_append, _append_hi_lo), options={"kv_dtype": None}
 )
@@ -527,6 +574,7 @@ OPERATION = Operation(
         ATTENTION_PACKED,
         ATTENTION_QUERIES,
         ATTENTION_SPLIT,
+        ATTENTION_APPEND,
         KV_APPEND,
         KV_ROUND,
         KV_COPY,

@@ -218,6 +218,7 @@ class Fusions(NamedTuple):
     rope: bool = False  # RoPE, if heads have no norms or `heads` is set
     gate: bool = False  # the activation of the gate, and its product with the other matrix
     heads: bool = False  # norms of the heads of q and k
+    attention: bool = False  # attention fuses these norms, RoPE and appending to the kv_cache
 
 
 def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size: int) -> Fusions:
@@ -392,7 +393,7 @@ def _linear_sums(c: Call) -> Launch:
 
 
 @variant("linear_sums_gguf", blocks.FILE, blocks.KERNEL)
-def _linear_blocks(c: Call) -> Launch:
+def _linear_blocks(c: Call) -> tuple[Launch, ...]:
     _check_sums_of_blocks(c)
     c.check_addresses("x", "w")
     return blocks.launch(c, add_sums(c))
@@ -408,7 +409,7 @@ def _rope_sums(c: Call) -> Launch:
 
 
 @variant("rope_sums_gguf", blocks.FILE, blocks.KERNEL)
-def _rope_blocks(c: Call) -> Launch:
+def _rope_blocks(c: Call) -> tuple[Launch, ...]:
     _check_sums_of_blocks(c)
     if c.gamma_q is not None:
         raise UnsupportedCall("a GgufMatrix: expected no norms of heads")

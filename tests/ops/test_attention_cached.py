@@ -275,7 +275,7 @@ def test_split_without_its_barrier_shows() -> None:
         with running_on(order) as device:
             split(device, q, held, position)
 
-    assert_barriers_show(SPLIT, run, 1, barrier)
+    assert_barriers_show("lib/attention/split.cuh", run, 1, barrier)
 
 
 # --- tiles: packed rows

@@ -40,6 +40,7 @@ EXAMPLES = {
     "attention_packed": Example({"N": 5, "W": 32, **KV}, {"n_head": 2, "longest": 3}),
     "attention_queries": Example({"N": 5, "Q": 16, **KV}, {"n_head": 2, "longest": 3}),
     "attention_split": Example({"M": 3, "Q": 16, **KV}, {"n_head": 2}),
+    "attention_append": Example({"M": 3, "W": 32, "H": 4, "D": 8, **KV}, {"n_head": 2}),
     "rope": Example({"T": 5, "H": 2, "D": 8}, dtype="float16"),
     "rope_qkv": Example({"T": 5, "W": 32, "P": 4}, HEADS),
     "rope_packed": Example({"N": 3, "W": 32, "P": 4, "B": 2}, HEADS),

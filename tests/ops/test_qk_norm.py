@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 
 from gpt2block import InputError, ops, reference
+from gpt2block.emulator import Order
 from gpt2block.ops import registry
+from gpt2block.ops.call import HI_LO
+from gpt2block.ops.operands import Operand
 from gpt2block.ops.qk_norm import choose_geometry
 from tests import plain
-from tests.caches import DTYPES, FORMATS, KINDS, Heads, row_width
-from tests.devices import assert_same_bits, combinations, one_order
+from tests.caches import DTYPES, FORMATS, KINDS, Heads, row_width, stored
+from tests.devices import (
+    assert_barriers_show,
+    assert_same_bits,
+    combinations,
+    one_order,
+    running_on,
+)
 from tests.ops.test_rope import assert_close, frequencies
 
 # Heads with odd halves, of one vector, of several vectors per lane, and with sizes of models.
@@ -109,6 +118,71 @@ def test_with_the_kv_cache(device: Any, heads: Heads, kind: str, together: bool)
     for ours, theirs in ((k, k2), (v, v2)):
         assert_same_bits(ours.get(), theirs.get())
     assert k.get()[1, 6].astype(np.float32).any()
+
+
+IN_ATTENTION = [(4, 2, 64), (1, 1, 64), (6, 2, 128), (2, 1, 256)]
+
+
+@combinations(times=1, heads=IN_ATTENTION, kind=KINDS, window=(None, 40), terms=(False, True))
+def test_in_attention(
+    device: Any, heads: Heads, kind: str, window: int | None, terms: bool
+) -> None:
+    """Attention with norms, RoPE and the append has the bits of these kernels one by one.
+
+    New tokens are at the ends of splits, of what warps process together and of the cache. Others
+    are beyond the cache, or of no sequence.
+    """
+    NH, NKV, D = heads
+    fp8, n_ctx = (kind if kind in FORMATS else None), 1100
+    places = [0, 31, 32, 33, 511, 512, 1023, 1024, n_ctx - 1, n_ctx, 7, -1]
+    rows = np.arange(len(places), dtype=np.int32)
+    rows[-2] = -1
+    qkv, turns, row, position = (
+        device.asarray(array)
+        for array in (
+            3 * plain.normal(2, len(rows), row_width(heads)),
+            frequencies(D),
+            rows,
+            np.array(places, np.int32),
+        )
+    )
+    by = registry.bind("rotations", (position, turns)).run()
+    norms = [device.asarray(each) for each in gammas(heads)]
+    options: Any = {"n_head": NH, "kv_dtype": fp8}
+    scores: Any = {"window": window, "softmax_scale": 0.11}
+    if terms:
+        dtype = {"float32": HI_LO, **dict.fromkeys(FORMATS, "float16")}.get(kind, kind)
+        scores["to_operand"] = Operand(dtype, scale=2.0**6 if dtype == HI_LO else 1.0)
+    caches = []
+    for _ in range(2):
+        old = (stored(plain.normal(n, len(rows), n_ctx, NKV * D), kind) for n in (8, 9))
+        caches.append([device.asarray(each) for each in old])
+    inputs = (qkv, turns, *caches[0], row, position, *norms)
+    q = registry.bind("qk_norm_append", inputs, **options, eps=EPS).run()
+    inputs = (q, *caches[0], row, position)
+    expected = registry.bind("attention_split", inputs, **options, **scores).run().get()
+    inputs = (qkv, by, *norms, *caches[1], row, position)
+    got = registry.bind("attention_append", inputs, **options, **scores, eps=EPS).run().get()
+    assert_same_bits(got[:-2], expected[:-2])
+    for ours, theirs in zip(caches[1], caches[0], strict=True):
+        assert_same_bits(ours.get(), theirs.get())
+    refused = {**options, "n_head": 2 * NH}
+    with pytest.raises(InputError, match=f"expected {2 * NH} heads of {D} channels"):
+        registry.bind("attention_append", inputs, **refused)
+
+
+def test_attention_without_the_barrier_before_its_queries_shows() -> None:
+    def run(order: Order) -> None:
+        with running_on(order) as device:
+            qkv, gamma = (device.asarray(plain.normal(0, *shape)) for shape in ((1, 192), (64,)))
+            by, k, v = (
+                device.zeros(shape, "float32") for shape in ((1, 32, 2), *[(1, 40, 64)] * 2)
+            )
+            zero = device.zeros(1, "int32")
+            inputs = (qkv, by.reshape(1, 32, 2), gamma, gamma, k, v, zero, zero)
+            registry.bind("attention_append", inputs, n_head=1).run()
+
+    assert_barriers_show("attention/decode/append.cu", run)
 
 
 @combinations(times=1, heads=[(3, 1, 6), (2, 2, 8), (2, 1, 512)], kind=("float16", "float8_e5m2"))

@@ -7,6 +7,7 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE, Formats
 from gpt2block.cuda.kernels import HI_LO
 from gpt2block.engine.passes.blocks import PassSettings
@@ -17,6 +18,7 @@ from gpt2block.models.architectures.architecture import Architecture
 from gpt2block.models.config import DRAFTING, ModelConfig, product_shapes, shapes_in_blocks
 from gpt2block.models.weights.gguf import TYPES, UNIT, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.ops.attention_cached import fuses_norms
 from gpt2block.ops.gated_sums import Fusions, fusions, splits_of
 from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, operands_of, wgmma_takes
 from gpt2block.ops.operands import ROUNDED, Operand
@@ -117,9 +119,10 @@ class DecodingChoice:
     ) -> DecodePass:
         """Return the pass (operations on `do`) of a decoding step. Arguments: see `step`."""
         shapes, fp8_cache = self.config.block_shapes(), self.formats.fp8_cache
+        head_size = self.config.head_size
         if operands == {} and not self.divided:
             types = self._types_of_ffn if self.formats.dtype == FILE else ()
-            splits = splits_of(self.formats.dtype, rows, shapes, types, self.config.head_size)
+            splits = splits_of(self.formats.dtype, rows, shapes, types, head_size)
             if splits:
                 return SumsPass(do, self.settings, splits, fp8_cache, self.x_dtype, together)
         norms, in_blocks = rows <= MORE_ROWS, operands is not None and self._in_blocks
@@ -128,8 +131,14 @@ class DecodingChoice:
         fuses = self._fusions(rows) if operands is not None else Fusions()
         if in_blocks:
             fuses = Fusions(norms=True, rope=True, gate=True)
+        if operands is not None and together == 1 and not self.divided and not self.settings.values:
+            of_head = shapes.get("gamma_q", (head_size,)) == (head_size,)
+            attention = self.settings.qk_norm and of_head and fuses_norms(head_size)
+            fuses = fuses._replace(attention=attention)
         options = operands, fp8_cache, self.bounds, self.x_dtype, together, fuses
-        summed = tuple(name for name in operands or () if self._reads_sums(name))
+        summed = {name for name in operands or () if self._reads_sums(name)}
+        if not gpu().has_wgmma:  # a product that stores an operand then stores no sums
+            summed.discard("w_down")
         return DecodePass(do, self.settings, norms, *options, summed=summed)
 
     @cached_property

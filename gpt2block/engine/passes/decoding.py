@@ -29,6 +29,16 @@ class Rows(NamedTuple):
     bound: float | None = None  # upper bound of the (normalized) rows' magnitudes, if known
 
 
+class NewTokens(NamedTuple):
+    """Rows [Q | K | V] of new tokens. Attention norms and rotates their heads, and appends K and V.
+
+    norms: the weights of the norms of heads of q and of k.
+    """
+
+    rows: Value
+    norms: To
+
+
 class DecodePass(Pass):
     """Decoding with five kernels per GPT-2 layer, as the QKV product also writes the kv_cache.
 
@@ -69,7 +79,8 @@ class DecodePass(Pass):
         self.rotations: dict[str, Value] = {}  # key: name of a tensor of RoPE frequencies
 
     def embed(self) -> Value:
-        if self.c.rope and self._fuses_rope(self._format(("w_qkv",))):  # shared by all layers
+        fused = self.fuses.attention or self._fuses_rope(self._format(("w_qkv",)))
+        if self.c.rope and fused:  # rotations are shared by all layers
             for rope in dict.fromkeys(self.c.rope):
                 name = rope.replace("frequencies", "rotations")
                 inputs = ("positions", rope, *(("row",) if self.c.own else ()))
@@ -127,6 +138,8 @@ class DecodePass(Pass):
             inputs = (x.value, w, bias, self.rotations[rope], *cache)
             return self.do(name, "linear_rope", inputs, **self._given(x), **heads, **self.kv)
         y = self.product(f"{h}qkv", x, w, bias)
+        if norms and self.fuses.attention:
+            return NewTokens(y, norms)
         inputs = (y, rope, *cache, *norms)
         if norms:
             options = {**self.c.head_norms, **heads, **self.kv}
@@ -139,6 +152,12 @@ class DecodePass(Pass):
         bound = self._bounds.get(f"{h}{'q_rope' if h in self.c.readers else means_of}")
         operand = self._format(to, bound, together=self.c.head_size)
         options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(operand), **self.kv}
+        if isinstance(qkv, NewTokens):
+            by = self.rotations[self.c.frequencies_of(h)]
+            inputs = (qkv.rows, by, *qkv.norms, *self._cache(h))
+            options |= self.c.head_norms
+            y = self.do(f"{h}attn", "attention_append", inputs, **options)
+            return Rows(y, operand=operand, bound=bound)
         options |= self.together
         y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
         return Rows(y, operand=operand, bound=bound)

@@ -1,277 +1,18 @@
-// Attention of one query per row of a batch (decoding), over a kv_cache that already contains the query's own key.
-//
-//   q, out (M, C), C = NH HS     k, v (B, n_ctx, NKV HS) of type KV    row, position (M): query m belongs to sequence
-//   row[m] of the cache, and sees keys 0..position[m] of this sequence
-//
-// A head of K and V serves NH / NKV neighbouring heads of q. A team of warps processes AS_QUERIES of these heads.
-// AS_QUERIES is smaller if the GPU has room for more teams, whose loops are then shorter. Results have the same bits
-// for any AS_QUERIES. For one head of q:
+// Attention of one query per row of a batch (decoding), over a kv_cache that already contains the query's own key:
 //
 //   attention_split: decoding: one warp per 32 keys of a head, the next keys in flight; the results of warps are
 //       combined in shared memory; with few rows, the warps of a head are spread over a cluster
 //
-// For each of its splits (a split is 32 consecutive keys), a warp computes
+// lib/attention/split.cuh describes the arrays, and how warps share the keys.
 //
-//   m = max s_j        s_j = q k_j log2(e) / sqrt(HS)
-//   l = sum 2^(s_j - m),   part = sum 2^(s_j - m) v_j
-//
-// The results of the 32 splits of a span (1,024 keys) are combined in shared memory, one lane per split, with w = 2^(m
-// - largest m): L = sum w l, O = sum w part. Later spans are added in the same way. The output O / L is not written if
-// row[m] is outside 0..B - 1 or position[m] < 0.
-//
-//   a head's keys    | split 0 | split 1 | ...      split s belongs to warp s % WORKERS of the team
-//   a warp's keys    GROUPS keys at a time; LANES neighbouring lanes read a key, 16 bytes each, in PIECES loads
-//
-// A team has AS_WARPS warps in each of the AS_CLUSTER blocks of a cluster; its results go to the first block's shared
-// memory. With few queries, the keys of a head spread over several multiprocessors. The order of additions depends only
-// on HS, KV, AS_WIDTH and AS_VECTORS.
-//
-// A thread holds its vectors of HELD keys and HELD values in registers. It loads the next vectors after using these.
 // The first loads are issued before the previous kernel has ended. Until its end, `position` may change, and so may the
 // keys and values of the newest `together` positions of each sequence. A position that is read so early is a hint: if
-// it was wrong, the loads are repeated. With a window, split 0 contains the window's first key. The grid does not
-// depend on positions.
+// it was wrong, the loads are repeated.
 //
-// Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES > 1 or HS > 256 sizeof(Shared)
-// bytes of dynamic shared memory. Positions beyond the cache mean its last position. Idea: Dao et al.,
-// "Flash-Decoding" (2023).
+// Idea: Dao et al., "Flash-Decoding" (2023).
 //
 // Measured: docs/experiments.md#attention_split
-#include "lib/attention/spans.cuh"
-#include "lib/attention/unit.cuh"
-#include "lib/attention/window.cuh"
-#include "lib/cluster.cuh"
-#include "lib/common.cuh"
-#include "lib/exchange.cuh"
-#include "lib/fresh.cuh"
-#include "lib/overlap.cuh"
-#include "lib/sm80.cuh"
-#include "lib/chunk_sums.cuh"  // includes lib/operands.cuh
-
-#ifndef NH
-#define NH 12
-#endif
-#ifndef NKV  // heads of K, and of V
-#define NKV NH
-#endif
-#ifndef HS
-#define HS 64
-#endif
-#ifndef AS_WIDTH  // elements per load of k, v (aligned to a load): a power of two that divides HS, at most 16 bytes
-#define AS_WIDTH 4
-#endif
-#ifndef AS_QUERIES  // heads of q per team of warps
-#define AS_QUERIES 1
-#endif
-#ifndef AS_HEADS  // teams of warps per block
-#define AS_HEADS 1
-#endif
-#ifndef AS_WARPS  // warps of a team in each block
-#define AS_WARPS 4
-#endif
-#ifndef AS_CLUSTER  // blocks of a cluster, which share the keys of a head
-#define AS_CLUSTER 1
-#endif
-#if AS_CLUSTER == 1  // a single block is launched without a cluster
-#undef __cluster_dims__
-#define __cluster_dims__(...)
-#endif
-#ifndef AS_BLOCKS  // minimum blocks per multiprocessor: limits the registers
-#define AS_BLOCKS 1
-#endif
-#ifndef AS_OPERAND  // format of out: a kind of terms (16-bit parts of floats, lib/operands.cuh); 0: floats
-#define AS_OPERAND 0
-#endif
-#ifndef AS_VECTORS  // vectors of K, and of V, in flight per thread
-#define AS_VECTORS 8
-#endif
-#ifndef AS_PEER_STORES  // 1: out, as floats, is also sent to the other GPUs
-#define AS_PEER_STORES 0
-#endif
-#ifndef AS_DRAFTS  // 1: each sequence has `together` consecutive rows, for draft tokens
-#define AS_DRAFTS 0
-#endif
-__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
-constexpr int ROW = NH * HS, KV_ROW = NKV * HS, SERVES = NH / NKV;  // SERVES: heads of q per head of K
-constexpr int TEAMS = (SERVES + AS_QUERIES - 1) / AS_QUERIES;  // number of teams for each head of K
-constexpr int SLOTS = AS_HEADS * AS_QUERIES;                  // heads of q per block
-constexpr int KEYS = 32, SPAN = 32;                           // KEYS: keys per split; SPAN: splits per span
-constexpr int VECTORS = HS / AS_WIDTH;                        // vectors of AS_WIDTH elements per key
-constexpr int LANES = least(next_power(VECTORS), 32);         // lanes that share a key
-constexpr int PIECES = (VECTORS + LANES - 1) / LANES;         // vectors that each lane loads of a key
-constexpr int GROUPS = 32 / LANES;                            // keys that a warp loads at a time
-constexpr int SHARE = KEYS / GROUPS;                          // keys of a split that each thread processes
-constexpr int HELD = least(SHARE, AS_VECTORS < PIECES ? 1 : AS_VECTORS / next_power(PIECES));  // keys held per thread
-constexpr int ROUNDS = SHARE / HELD;
-constexpr int ROUND = HELD * GROUPS;                          // keys that a warp processes per round
-constexpr int WARPS = AS_HEADS * AS_WARPS, WORKERS = AS_WARPS * AS_CLUSTER;
-constexpr int CHUNKS = (HS + 31) / 32;                        // groups of 32 channels per head
-constexpr int ITEMS = (SLOTS * CHUNKS + WARPS - 1) / WARPS;   // groups of 32 channels that a warp combines
-static_assert(NH > 0 && HS > 0 && HS <= 512, "HS: 1 to 512");
-static_assert(HS % AS_WIDTH == 0, "a head is whole vectors");
-static_assert(NH % NKV == 0, "every head of K serves as many heads of q");
-static_assert(!AS_OPERAND || HS % (OPERAND_SUMS ? 32 : 2) == 0, "a pair of channels, or a chunk, is of one head");
-static_assert(NKV * TEAMS % AS_HEADS == 0, "a block takes whole teams");
-static_assert(HELD * ROUNDS == SHARE, "a thread's keys make whole rounds");
-
-typedef Vec<KV, AS_WIDTH> Vector;
-
-struct Shared {
-    alignas(16) float parts[SLOTS][SPAN][HS];
-    float m[SLOTS][SPAN], l[SLOTS][SPAN];
-};
-
-// head_of: the first head of q that a team of warps computes. queries_of: the team's number of heads of q.
-__device__ __forceinline__ int head_of(int team) { return team / TEAMS * SERVES + team % TEAMS * AS_QUERIES; }
-__device__ __forceinline__ int queries_of(int team) { return least(AS_QUERIES, SERVES - team % TEAMS * AS_QUERIES); }
-
-template <typename Op>
-__device__ __forceinline__ float across_groups(float value) {  // combines the values of lanes with equal lane % LANES
-#pragma unroll
-    for (int distance = 16; distance >= LANES; distance /= 2) {
-        value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
-    }
-    return value;
-}
-
-// Calls use(i, p) for each vector that a thread loads in a round: vector p of the thread's i-th key.
-template <typename Use>
-__device__ __forceinline__ void each(Use use) {
-    const int vector = threadIdx.x % LANES;
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-#pragma unroll
-        for (int p = 0; p < PIECES; ++p) {
-            if (VECTORS % LANES && vector + p * LANES >= VECTORS) continue;
-            use(i, p);
-        }
-    }
-}
-
-// The vectors of K or V that a thread holds in a round, for HELD keys.
-struct Held {
-    Vector vectors[HELD][PIECES] = {};  // zeros where a lane has no vector
-
-    // Loads keys from..to of the round that begins with key `first`. own: this thread's first vector of key 0.
-    __device__ __forceinline__ void add(const KV* own, int first, int from, int to) {
-        const int group = threadIdx.x % 32 / LANES;
-        const KV* const here = own + (long long)first * KV_ROW;
-        each([&](int i, int p) {
-            const int key = first + i * GROUPS + group;
-            if (from <= key && key <= to) vectors[i][p] = of(here, i, p);
-        });
-    }
-
-    // Loads the keys of the round that are in lowest..last. Sets the vectors of the round's other keys to 0.
-    __device__ __forceinline__ void load(const KV* own, int first, int lowest, int last) {
-        if (first + ROUND - 1 <= last && (!WINDOW || first >= lowest)) {
-            const KV* const here = own + (long long)first * KV_ROW;
-            each([&](int i, int p) { vectors[i][p] = of(here, i, p); });
-        } else {
-            each([&](int i, int p) { vectors[i][p] = {}; });
-            if (first <= last) add(own, first, lowest, last);
-        }
-    }
-
-    static __device__ __forceinline__ Vector of(const KV* here, int i, int p) {
-        return load_fresh<KV, AS_WIDTH>(here + i * GROUPS * KV_ROW + p * LANES * AS_WIDTH);
-    }
-};
-
-// Computes this lane's part of the dot product of x with each of its keys.
-__device__ __forceinline__ void multiply(const float (&x)[PIECES][AS_WIDTH], const Held& keys, float (&s)[HELD]) {
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-        s[i] = 0.0f;
-#pragma unroll
-        for (int p = 0; p < PIECES; ++p) {
-            float key[AS_WIDTH];
-            keys.vectors[i][p].unpack(key);
-#pragma unroll
-            for (int e = 0; e < AS_WIDTH; ++e) s[i] = fmaf(x[p][e], key[e], s[i]);
-        }
-    }
-}
-
-// Adds dot products over the lanes of each key, and scales them to scores: -inf for keys after position `last`.
-__device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
-    const float unit = score_unit(HS);  // a compile-time constant
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-        const int key = first + i * GROUPS + (int)threadIdx.x % 32 / LANES;
-        const bool visible = key <= last && !is_past(key, last);
-        s[i] = __fmul_rn(lanes_sum<LANES>(s[i]), unit);
-        if (!visible) s[i] = -INFINITY;
-    }
-}
-
-// The softmax over the keys of a split (32 keys) that the warp has processed so far.
-struct Softmax {
-    float m = -INFINITY, l = 0.0f;  // m: the warp's maximum score; l, o: sums over the thread's keys
-    float o[PIECES][AS_WIDTH] = {};
-
-    // Updates the running softmax with the thread's next keys, whose scores are s and whose values are v.
-    __device__ __forceinline__ void add(float (&s)[HELD], const Held& v) {
-        float max = s[0];
-#pragma unroll
-        for (int i = 1; i < HELD; ++i) max = fmaxf(max, s[i]);
-        max = fmaxf(m, across_groups<reduction::Max>(max));
-        const float point = max == -INFINITY ? 0.0f : max;  // exp2(-inf - 0) is 0, but exp2(-inf + inf) is NaN
-        if (ROUNDS > 1) {
-            const float scale = exp2f(m - point);
-            l = __fmul_rn(l, scale);  // rounded, not fused: every variant of the kernel computes the same bits
-#pragma unroll
-            for (int p = 0; p < PIECES; ++p) {
-#pragma unroll
-                for (int e = 0; e < AS_WIDTH; ++e) o[p][e] = __fmul_rn(o[p][e], scale);
-            }
-        }
-        m = max;
-#pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-            const float weight = exp2f(s[i] - point);
-            l += weight;
-#pragma unroll
-            for (int p = 0; p < PIECES; ++p) {
-                float values[AS_WIDTH];
-                v.vectors[i][p].unpack(values);
-#pragma unroll
-                for (int e = 0; e < AS_WIDTH; ++e) o[p][e] = fmaf(weight, values[e], o[p][e]);
-            }
-        }
-    }
-
-    // Writes the results of a split (32 keys) to the shared memory of the cluster's first block.
-    __device__ __forceinline__ void store(Shared& shared, int slot, int place) {
-        const int lane = threadIdx.x % 32;
-        Shared& to = AS_CLUSTER > 1 ? *in_first_block(&shared) : shared;
-        l = across_groups<reduction::Sum>(l);
-#pragma unroll
-        for (int p = 0; p < PIECES; ++p) {
-            const int vector = lane % LANES + p * LANES;
-#pragma unroll
-            for (int e = 0; e < AS_WIDTH; ++e) o[p][e] = across_groups<reduction::Sum>(o[p][e]);
-            if (lane >= LANES || vector >= VECTORS) continue;
-            float* const here = to.parts[slot][place] + vector * AS_WIDTH;
-            constexpr int STORE = least(AS_WIDTH, 4);
-#pragma unroll
-            for (int e = 0; e < AS_WIDTH; e += STORE) {
-                Vec<float, STORE>::store(here + e, *reinterpret_cast<const float(*)[STORE]>(o[p] + e));
-            }
-        }
-        if (lane == 0) to.m[slot][place] = m, to.l[slot][place] = l;
-    }
-};
-
-// A barrier for all warps of a team. Writes to shared memory before the barrier are visible after it.
-__device__ __forceinline__ void sync_team() {
-    if (AS_CLUSTER > 1) {
-        release_to_cluster();
-        acquire_from_cluster();
-    } else {
-        __syncthreads();
-    }
-}
+#include "lib/attention/split.cuh"
 
 // Sends zeros for the block's heads of a query without a sequence: the other GPUs wait for words of all queries.
 __device__ __forceinline__ void store_zeros(const Peers& peers, int query, unsigned round) {
@@ -292,107 +33,49 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     float* out,           // (M, C)
     const long long* own, long long* to_1, long long* to_2, long long* to_3, long long* to_4, long long* to_5,
     long long* to_6, long long* to_7, int first_column, int all_columns, int capacity) {  // with AS_PEER_STORES: Peers
-#if AS_QUERIES > 1 || HS > 256  // sizeof(Shared) can exceed the limit of static shared memory
-    extern __shared__ __align__(16) char memory[];
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
-#else
-    __shared__ Shared shared;
-#endif
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = AS_CLUSTER > 1 ? rank_in_cluster() : 0;
+    const Work work;
     const long long query = blockIdx.z;
     const int mine = AS_DRAFTS ? blockIdx.z & (together - 1) : 0;
     const int before = load_racing(position + query - mine), b = __ldcg(row + query);
-    const int worker = warp % AS_WARPS * AS_CLUSTER + rank;
-    const int own_slot = warp / AS_WARPS * AS_QUERIES, team = blockIdx.y * AS_HEADS + warp / AS_WARPS;
-    const int head = head_of(team), column = head * HS + lane % LANES * AS_WIDTH;
     const bool cached = b >= 0 && b < B;
     const int hint = cached && (!AS_DRAFTS || before >= 0) ? min(before + mine, n_ctx - 1) : -1;
     if (AS_CLUSTER > 1) arrive_in_cluster();
 
-    const long long from = ((long long)b * n_ctx + lane / LANES) * KV_ROW + column - (head - team / TEAMS) * HS;
-    const KV *const own_k = k + from, *const own_v = v + from;
-    int lowest = first_seen(hint), origin = lowest / KEYS * KEYS;  // first key of split 0
-    int first = origin + worker * KEYS;                            // first key of the warp's round
+    const long long from = work.first_vector(b, n_ctx);
+    k += from, v += from;
+    Range of(work, hint);
     Held keys, values;
-    keys.load(own_k, first, lowest, hint - mine - 1);
-    values.load(own_v, first, lowest, hint - mine - 1);
+    keys.load(k, of.first, of.lowest, hint - mine - 1);
+    values.load(v, of.first, of.lowest, hint - mine - 1);
     let_next_start();
     wait_for_previous();
     const Peers peers{own, {to_1, to_2, to_3, to_4, to_5, to_6, to_7}, first_column, all_columns, capacity};
     const unsigned exchange = AS_PEER_STORES ? next_round(own) : 0;
     const auto end_without_keys = [&] {
-        if (AS_PEER_STORES && rank == 0) store_zeros(peers, query, exchange);
+        if (AS_PEER_STORES && work.rank == 0) store_zeros(peers, query, exchange);
     };
     if (!cached) return end_without_keys();
 
-    float x[AS_QUERIES][PIECES][AS_WIDTH] = {};
+    Queries x = {};
 #pragma unroll
     for (int i = 0; i < AS_QUERIES; ++i) {
-        const int of = min(i, queries_of(team) - 1) * HS;  // a team with fewer heads of q repeats its last head
+        const int of_q = min(i, queries_of(work.team) - 1) * HS;  // a team with fewer heads of q repeats its last head
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) {
-            if (VECTORS % LANES && lane % LANES + p * LANES >= VECTORS) continue;
-            load_fresh_floats<AS_WIDTH>(q + query * ROW + column + of + p * LANES * AS_WIDTH, x[i][p]);
+            if (VECTORS % LANES && work.lane % LANES + p * LANES >= VECTORS) continue;
+            load_fresh_floats<AS_WIDTH>(q + query * ROW + work.column + of_q + p * LANES * AS_WIDTH, x[i][p]);
         }
     }
-    if (first <= hint && hint - mine < first + ROUND) {
-        keys.add(own_k, first, AS_DRAFTS ? max(hint - mine, lowest) : hint, hint);
-        values.add(own_v, first, AS_DRAFTS ? max(hint - mine, lowest) : hint, hint);
+    if (of.first <= hint && hint - mine < of.first + ROUND) {
+        keys.add(k, of.first, AS_DRAFTS ? max(hint - mine, of.lowest) : hint, hint);
+        values.add(v, of.first, AS_DRAFTS ? max(hint - mine, of.lowest) : hint, hint);
     }
     const int last = min(__ldcg(position + query), n_ctx - 1);
     if (last < 0) return end_without_keys();
     if (last != hint) {  // the hint was wrong: repeat the loads
-        lowest = first_seen(last), origin = lowest / KEYS * KEYS, first = origin + worker * KEYS;
-        keys.load(own_k, first, lowest, last);
-        values.load(own_v, first, lowest, last);
+        of = Range(work, last);
+        keys.load(k, of.first, of.lowest, last);
+        values.load(v, of.first, of.lowest, last);
     }
-    if (AS_CLUSTER > 1) wait_for_cluster();  // the first block has started: its shared memory can be written
-
-    const int splits = (last - origin) / KEYS + 1;
-    int split = worker;
-    Whole whole[ITEMS];
-    for (int begin = 0;; begin += SPAN) {
-        const int count = min(splits - begin, SPAN);
-#pragma unroll 1
-        for (; split < begin + count; split += WORKERS) {
-            Softmax softmax[AS_QUERIES];
-#pragma unroll 1
-            for (int round = 0; round < ROUNDS; ++round) {
-                const int next = round + 1 < ROUNDS ? first + ROUND : origin + (split + WORKERS) * KEYS;
-                float s[AS_QUERIES][HELD];
-#pragma unroll
-                for (int i = 0; i < AS_QUERIES; ++i) multiply(x[i], keys, s[i]);
-                if (next <= last) keys.load(own_k, next, lowest, last);
-#pragma unroll
-                for (int i = 0; i < AS_QUERIES; ++i) {
-                    score(first, last, s[i]);
-                    softmax[i].add(s[i], values);
-                }
-                if (next <= last) values.load(own_v, next, lowest, last);
-                first = next;
-            }
-#pragma unroll
-            for (int i = 0; i < AS_QUERIES; ++i) softmax[i].store(shared, own_slot + i, split % SPAN);
-        }
-        const bool more = begin + SPAN < splits;
-        if (rank > 0 && !more) return release_to_cluster();  // arrives at the barrier without waiting
-        sync_team();
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            const int item = warp + i * WARPS, channel = item % CHUNKS * 32 + lane;
-            if (rank > 0 || item >= SLOTS * CHUNKS) continue;
-            const int slot = item / CHUNKS, own_query = slot % AS_QUERIES;
-            const int of = blockIdx.y * AS_HEADS + slot / AS_QUERIES;
-            whole[i].add<HS>(shared, slot, channel, count, begin > 0);
-            if (more || own_query >= queries_of(of)) continue;
-            float result = whole[i].o / whole[i].l;
-            const int at = (head_of(of) + own_query) * HS + channel, m = query, M = gridDim.z;
-            if (AS_PEER_STORES && channel < HS) peers.store_outputs<1>(m, at, {result}, exchange);
-            if constexpr (AS_OPERAND) result = term_of<AS_OPERAND>(result, inverse_of(out_scale));
-            if constexpr (OPERAND_SUMS) store_sum_of_pairs(out, (unsigned)__float_as_int(result), m, at, M, ROW);
-            if (channel < HS && (has_low() || channel % 2 == 0)) out[operand_place(m, at, M, ROW)] = result;
-        }
-        if (!more) return;
-        sync_team();  // the next span overwrites the splits in shared memory
-    }
+    attend(work, of, k, v, keys, values, x, shared_memory(), out_scale, out, peers, exchange);
 }
