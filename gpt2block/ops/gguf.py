@@ -97,3 +97,14 @@ def _chunk_sums(x: CudaArray, sums: CudaArray, M: int, K: int) -> Launch:
 
 
 chunk_sums = Variant("gguf sums", SUMS_FILE, ("gguf_chunk_sums",), _chunk_sums)
+
+
+def sums_of(c: Call) -> tuple[CudaArray | None, tuple[Launch, ...]]:
+    """Return the sums of chunks of x, an `Operand`, and a launch that computes them if necessary.
+
+    The sums are None if no GGUF type of w has minimums.
+    """
+    if not any(TYPES[name].minimum for name, _ in c.w.ranges):
+        return None, ()
+    sums = c.x.reshape(-1)[c.M * c.K // 2 :]  # unused half: x contains 16-bit values
+    return sums, () if c.operand.summed else (chunk_sums.launch(c.x, sums, c.M, c.K),)

@@ -107,7 +107,8 @@ def operands_of(
     if dtype == "float32" or not (gpu().has_bf16 if dtype == "bfloat16" else gpu().has_mma):
         return {}
     if dtype in (FILE, GGUF):
-        possible = rounded and M > blocks.JOINT_ROWS and gpu().has_wgmma
+        least = blocks.JOINT_ROWS if gpu().has_wgmma else DECODING_ROWS
+        possible = rounded and least < M and gpu().has_bf16
         fits = possible and not any(K % mma.UNIT for K, _ in shapes.values())
         return dict.fromkeys(shapes, (wgmma.operand(dtype, rounded),)) if fits else {}
     multiple, by_tiles = mma.LOADED // itemsize_of(dtype), most_by_mma() < M
@@ -338,10 +339,8 @@ def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
     return wgmma.launch(c, epilogue(c))
 
 
-def _by_mma_gguf(c: Call, epilogue: Ends) -> Launch:
-    """Return a Launch of the kernel in matmul/decode/mma_gguf.cu."""
-    if c.operand or c.to_operand:
-        raise UnsupportedCall("takes and gives floats")
+def _by_mma_gguf(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
+    """Return the Launches of a kernel in matmul/decode/mma_gguf.cu."""
     end = epilogue(c)
     c.check_addresses("x", "w", "gamma", "beta")
     if end.head:
@@ -413,9 +412,9 @@ def _tiles(c: Call) -> Launches:
 def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     """Return variants for decoding, preferred first. All tensor-core variants give equal bits."""
     few_rows, on_tensor_cores, more_rows, by_wgmma = operation.variants[:4]
-    ordered = c.operand is not None and c.operand.width > 0
+    ordered, has_wgmma = c.operand is not None and c.operand.width > 0, gpu().has_wgmma
     if c.w.dtype == GGUF:
-        return ((QKV_GGUF if operation is LINEAR_QKV else LINEAR_GGUF)[ordered],)
+        return ((QKV_GGUF if operation is LINEAR_QKV else LINEAR_GGUF)[ordered and has_wgmma],)
     if ordered:
         return (by_wgmma,)
     most = most_by_mma() if c.N < mma.MANY_COLUMNS else MORE_ROWS
@@ -498,7 +497,8 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
     c.T = cache_dtype(c.w.dtype)
     c.rounded = rounds(c.operand.x_dtype if c.operand else c.x_dtype, c.w.dtype)
     variants = ROPE_GGUF if c.w.dtype == GGUF else LINEAR_ROPE.variants
-    c.order = (variants[c.operand is not None],)
+    ordered = c.operand is not None and (c.w.dtype != GGUF or gpu().has_wgmma)
+    c.order = (variants[ordered],)
     check_rope_heads(c)
     return c
 

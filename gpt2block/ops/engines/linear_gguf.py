@@ -17,8 +17,8 @@ from gpt2block.ops.call import Call
 from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import FLOAT, MAX_SPLITS, TERMS, UNIT, splits
 from gpt2block.ops.engines.rows import WARP, power_of_two
-from gpt2block.ops.gguf import range_defines
-from gpt2block.ops.operands import count_define
+from gpt2block.ops.gguf import range_defines, sums_of
+from gpt2block.ops.operands import IN_ORDER, count_define
 from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.ops.products import filled, gate_define, needs_mma, room
 
@@ -31,6 +31,15 @@ COLUMNS = BORDER  # columns of the product (rows of w) per warp
 WARPS = range(12, 0, -1)  # possible warps per block if all multiply the same split (range of K)
 JOINT_ROWS, MAX_ROWS = 8, 64  # maximum rows of x per block if a WorkSplit is `together`, and if not
 STAGED_WARPS = 8  # warps per block if it multiplies all splits apart, with sums in registers
+# Possible rows and warps of such a block if x is an operand; registers limit their product.
+# COPYING_US: µs per unit of K, to multiply by a factor for rows and one for the warps of a
+# scheduler. ADDING_US: µs to add sums of `shares` blocks in memory. Fitted to products of a model
+# with 7 billion weights and 64 rows, on an H200 with the kernels of 8.9.
+COPYING_ROWS = 32, 64
+COPYING_WARPS = 16, 12, 10, 8, 7, 6, 5, 4, 2
+COPYING_OUTPUTS = 64 * 12
+COPYING_US, ADDING_US = 0.0337, {1: 3, 2: 8, 4: 15}
+SCHEDULERS = 4  # per multiprocessor
 STAGED_COST = 1.2  # relative time of such a block, in the unit of `duration`
 MAX_NORMED = 32  # maximum rows of x in products that fuse RMSNorm
 # Values of K for which they also fuse it, for one row, on GPUs whose blocks have at most 163 KB of
@@ -52,7 +61,7 @@ class SharedMemory(NamedTuple):
 
     slot: maximum bytes of a slot in a warp's ring (`slot_bytes`) over all GGUF types. norm: norm of
     x, as `norm_of` returns it. terms: 16-bit terms per value of x. staged: whether blocks that are
-    not `together` hold a unit of x at a time.
+    not `together` hold a unit of x at a time. copied: whether this unit is copied from an operand.
     """
 
     parts: int  # splits of K
@@ -61,12 +70,15 @@ class SharedMemory(NamedTuple):
     norm: int
     terms: int
     staged: bool = False
+    copied: bool = False
 
     def of(self, cut: WorkSplit) -> int:
         """Return the bytes per block: rows of x, sums, and a ring of weights for each warp."""
         row, planes, pitch = self.row(1), 2, COLUMNS * cut.warps + 8
         if cut.together:
             row, planes, pitch = self.row(self.parts), 2 * self.parts, COLUMNS
+        elif self.copied:
+            row, planes = cut.flight * 2 * UNIT + (cut.flight + 1) * 16, 0
         elif self.staged:
             row, planes = STAGED_BYTES * self.terms, 0
         row = 0 if cut.held else row
@@ -110,6 +122,7 @@ def geometry(
     terms: int,
     clusters: bool,
     holds: bool = False,
+    operand: bool = False,
     sms: int,
     max_shared: int,
     workspace: int = 0,
@@ -122,13 +135,15 @@ def geometry(
     ranges: GGUF types and their numbers of outputs. norm: norm of x, 0 none, 1 LayerNorm, 2
     RMSNorm. up: whether there is a second matrix. rope: channels per head with RoPE, else 0. terms:
     16-bit terms per value of x. clusters: whether blocks form clusters. holds: whether registers
-    may hold x. max_shared: maximum bytes of dynamic shared memory per block. workspace: floats of
-    memory for counters and sums, with which blocks can divide K; 0 with a norm, RoPE or `up`.
+    may hold x. operand: whether x is an operand of one term. max_shared: maximum bytes of dynamic
+    shared memory per block. workspace: floats of memory for counters and sums, with which blocks
+    can divide K; 0 with a norm, RoPE or `up`.
     """
     ends = [(2 if up else 1) * end for end in accumulate(n for _, n in ranges)]
     parts, units = splits(K)
     staged = not clusters or parts == 1  # a block that is not `together` multiplies all splits
-    memory = SharedMemory(parts, units, max(slot_bytes(t) for t, _ in ranges), norm, terms, staged)
+    slot = max(slot_bytes(t) for t, _ in ranges)
+    memory = SharedMemory(parts, units, slot, norm, terms, staged, operand)
 
     def fitting(candidates: Iterable[WorkSplit]) -> list[WorkSplit]:
         return [cut for cut in candidates if memory.of(cut) <= max_shared]
@@ -138,7 +153,10 @@ def geometry(
 
     if any(begin % (rope or COLUMNS) for begin in ends[:-1]):
         return None
-    cuts = _cuts(M, parts, units, ends, norm, terms, holds, staged, fitting)
+    if operand:
+        cuts = fitting(_of_operand(M, ends))
+    else:
+        cuts = _cuts(M, parts, units, ends, norm, terms, holds, staged, fitting)
     if not cuts:
         return None
 
@@ -159,6 +177,9 @@ def geometry(
     # Time estimate per warp, in relative units: 5 to unpack weights, 1 to multiply 8 rows of x.
     def duration(cut: WorkSplit) -> float:
         room_for, count = turns(cut)
+        if operand:  # µs
+            of_unit = COPYING_US * (3.6 + cut.rows / 8) * (1.8 + ceil(cut.warps / SCHEDULERS))
+            return of_unit * count * parts * units / cut.shares + ADDING_US[cut.shares]
         exchange = (ADDING if staged else EXCHANGE) if sharing(cut) > 1 else 0
         work = count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
         if staged and not cut.together:  # a warp also stores terms of x
@@ -180,6 +201,7 @@ def geometry(
         ("DECODE_BLOCKS", blocks),
         ("GGUF_TOGETHER", int(cut.together)),
         *((("GGUF_HELD", 1),) if cut.held else ()),
+        *((("DECODE_OPERAND", 1), ("OPERAND_WIDTH", IN_ORDER)) if operand else ()),
         *(() if cut.together else (("DECODE_WARPS", cut.warps), ("GGUF_CLUSTER", clustered))),
         *((("GGUF_PARTS", cut.shares),) if cut.shares > 1 else ()),
     )
@@ -222,6 +244,13 @@ def _cuts(
     return cuts
 
 
+def _of_operand(M: int, ends: list[int]) -> list[WorkSplit]:
+    """Return possible divisions of a product of rows that are stored as an operand."""
+    warps = [n for n in COPYING_WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
+    possible = [rows for rows in COPYING_ROWS if rows == min(COPYING_ROWS) or rows < 2 * M]
+    return [WorkSplit(n, w, False) for n in possible for w in warps if n * w <= COPYING_OUTPUTS]
+
+
 def slot_bytes(name: str) -> int:
     """Return the bytes of 128 values of K for a warp's columns, in weights of this GGUF type."""
     return 2 * ROW_GROUP * (UNIT * TYPES[name].bits // 8 + TYPES[name].of_scales)
@@ -256,8 +285,8 @@ def norm_of(gamma: CudaArray | None, beta: CudaArray | None) -> int:
     return 0 if gamma is None else 1 if beta is not None else 2
 
 
-def launch(c: Call, epilogue: Epilogue) -> Launch:
-    """Return the launch for x and w of a call, or raise UnsupportedCall.
+def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
+    """Return the launches for x and w of a call, or raise UnsupportedCall.
 
     A call can have gamma and beta, the parameters of a norm of x, with eps; bias; up, the second
     matrix of a gated product; and workspace, floats that are 0 before and after each launch, for
@@ -266,6 +295,11 @@ def launch(c: Call, epilogue: Epilogue) -> Launch:
     given = vars(c).get
     gamma, beta, bias, up, workspace = map(given, ("gamma", "beta", "bias", "up", "workspace"))
     norm, holds = norm_of(gamma, beta), c.rounded and not gpu().has_wgmma
+    operand, to_operand = given("operand"), given("to_operand")
+    if operand and not (holds and gpu().has_bf16 and c.K % UNIT == 0):
+        raise UnsupportedCall(f"K {c.K:,}, terms of {operand}: expected floats on this GPU")
+    if to_operand and (not operand or to_operand.summed):
+        raise UnsupportedCall(f"gives floats, or from terms other terms, not {to_operand}")
     if c.w.dtype != GGUF:
         raise UnsupportedCall("takes a GgufMatrix")
     needs_mma()
@@ -283,6 +317,7 @@ def launch(c: Call, epilogue: Epilogue) -> Launch:
         terms=1 if c.rounded else TERMS,
         clusters=gpu().has_clusters and not holds,
         holds=holds,
+        operand=operand is not None,
         sms=device_attribute("MultiProcessorCount"),
         max_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC,
         workspace=0
@@ -298,11 +333,14 @@ def launch(c: Call, epilogue: Epilogue) -> Launch:
     defines += (("DECODE_UP", 1), *gate_define(c.gelu)) if up is not None else ()
     defines += (("DECODE_ROPE", epilogue.head),) if epilogue.head else ()
     defines += (("DECODE_SUMS", epilogue.splits),) if epilogue.splits else ()
+    defines += (("DECODE_OUT_OPERAND", 1),) if to_operand else ()
     defines += (*count_define(c.rounded), *range_defines(c.w))
+    sums, before = sums_of(c) if operand else (None, ())
     if launch_geometry.kernel == DIVIDED:
         args = {"x": c.x, "w": c.w.data, "bias": bias, "workspace": workspace, "M": c.M, "N": c.N}
-        return epilogue.launch(FILE, launch_geometry, defines, args, c.w)
+        args["sums"] = sums
+        return (*before, epilogue.launch(FILE, launch_geometry, defines, args, c.w))
     matrices = {"w": c.w.data, "up": None if up is None else up.data}
     norms = {"gamma": gamma, "beta": beta, "eps": given("eps", 0.0)}
-    args = {"x": c.x, **matrices, **norms, "bias": bias, "M": c.M, "N": c.N}
-    return epilogue.launch(FILE, launch_geometry, defines, args, c.w)
+    args = {"x": c.x, **matrices, **norms, "bias": bias, "M": c.M, "N": c.N, "sums": sums}
+    return (*before, epilogue.launch(FILE, launch_geometry, defines, args, c.w))

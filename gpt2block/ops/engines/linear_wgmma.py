@@ -14,12 +14,12 @@ from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, size_defines
 from gpt2block.cuda.tensor_maps import tensor_map
-from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES, GgufMatrix
+from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, GgufMatrix
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import BYTES, HALF_SPLITS, LOADED, MAX_SPLITS, UNIT, splits
 from gpt2block.ops.engines.rows import power_of_two
-from gpt2block.ops.gguf import chunk_sums, range_defines
+from gpt2block.ops.gguf import range_defines, sums_of
 from gpt2block.ops.operands import CHUNK, IN_ORDER, Operand, count_define
 from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.ops.products import filled, gate_define, room
@@ -354,10 +354,8 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     args = {"x": c.x, "bias": c.bias, "M": c.M, "N": c.N, "K": c.K}
     matrices = {"w": c.w, "up": c.up} if gated else {"w": c.w}
     if in_blocks:
-        if any(TYPES[name].minimum for name, _ in c.w.ranges):
-            sums = c.x.reshape(-1)[c.M * c.K // 2 :]  # unused half: x contains 16-bit values
-            before = () if c.operand.summed else (chunk_sums.launch(c.x, sums, c.M, c.K),)
-            args["chunk_sums"] = sums
+        sums, before = sums_of(c)
+        args["chunk_sums"] = sums
         args |= {name: m.data for name, m in matrices.items()}
         defines = range_defines(c.w)
     else:

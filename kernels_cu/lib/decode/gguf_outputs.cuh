@@ -59,16 +59,20 @@ struct Output {
 
     template <typename Total>
     __device__ __forceinline__ void finish(const End& end, Total total) const {
-        if (!there) return;
+        if (there) end.store(m, n, value(end, total), late);
+    }
+
+    template <typename Total>
+    __device__ __forceinline__ float value(const End& end, Total total) const {
         const int partner = at % PAIRED < PAIRED / 2 ? at + PAIRED / 2 : at - PAIRED / 2;
         const float v = order::finished(total(at), 1.0f, 1.0f, bias);
         if constexpr (End::ROTATES) {
             const float other = order::finished(total(partner), 1.0f, 1.0f, partner_bias);
-            end.store(m, n, end.rotated(n, v, other, late), late);
+            return end.rotated(n, v, other, late);
         } else if constexpr (DECODE_UP) {
-            end.store(m, n, gate_of(v) * total(partner), late);
+            return gate_of(v) * total(partner);
         } else {
-            end.store(m, n, end.value(v, late), late);
+            return end.value(v, late);
         }
     }
 };
@@ -81,7 +85,14 @@ __device__ __forceinline__ void finish(const Weighted& of, const Input& input, c
         const int row = i / ACROSS;
         Output<End> output;
         output.load(of, end, input.first + row, input.M, start, i % ACROSS);
-        output.finish(end, [&](int at) { return total(row, at); });
+        const auto of_row = [&](int at) { return total(row, at); };
+        if constexpr (DECODE_OUT_OPERAND) {  // neighbouring lanes have neighbouring outputs
+            const float term = term_of<FP16_TERMS>(output.there ? output.value(end, of_row) : 0.0f);
+            const int m = output.m, n = output.n;
+            if (output.there && n % 2 == 0) end.out[operand_place(m, n, input.M, of.N)] = term;
+        } else {
+            output.finish(end, of_row);
+        }
     }
     __syncthreads();
 }

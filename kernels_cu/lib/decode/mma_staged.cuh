@@ -33,6 +33,23 @@ struct Staged {
         }
     }
 
+    // Requests unit `first` and stores it.
+    __device__ __forceinline__ void begin(int first, int) {
+        load(first);
+        store(first);
+    }
+
+    // Calls multiply() for `unit`, and stores the next unit.
+    template <typename Multiply>
+    __device__ __forceinline__ void use(int unit, Multiply multiply) {
+        __syncthreads();
+        // Half of the warps multiply while the others store: two warps of a scheduler are apart.
+        const bool early = threadIdx.x < THREADS / 2;
+        if (early) store(unit + 1);
+        multiply();
+        if (!early) store(unit + 1);
+    }
+
     // Stores the terms of `unit`, which has been requested, and requests the next unit. Warps call it before or after
     // they multiply the previous unit.
     __device__ __forceinline__ void store(int unit) {

@@ -74,6 +74,8 @@
 #include "lib/decode/epilogues.cuh"
 #if GGUF_HELD
 #include "lib/decode/mma_held.cuh"
+#elif !GGUF_TOGETHER && GGUF_CLUSTER == 1 && DECODE_OPERAND
+#include "lib/decode/mma_copied.cuh"
 #elif !GGUF_TOGETHER && GGUF_CLUSTER == 1
 #include "lib/decode/mma_staged.cuh"
 #endif
@@ -88,8 +90,12 @@ struct Side : Whole {
 #if GGUF_HELD
     typedef Held Rows;
     static constexpr int AT_A_TIME = UNITS;  // units per iteration: the index of a register is constant
+#elif !GGUF_TOGETHER && GGUF_CLUSTER == 1 && DECODE_OPERAND
+    typedef Copied Rows;
+    static constexpr int AT_A_TIME = UNROLLED;
 #elif !GGUF_TOGETHER && GGUF_CLUSTER == 1
     typedef Staged Rows;
+    static constexpr int AT_A_TIME = 1;
 #else
     static constexpr int AT_A_TIME = UNROLLED;
 #endif
@@ -102,7 +108,7 @@ struct Shared {
     template <int RANGE>
     static constexpr int SLOT_OF = Blocks<gguf::OfRange<RANGE>>::SLOT;
 #if !GGUF_TOGETHER && GGUF_CLUSTER == 1
-    static constexpr int ROWS = Staged::BYTES;
+    static constexpr int ROWS = Side::Rows::BYTES;
 #else
     static constexpr int ROWS = GGUF_HELD ? 0 : Input::BYTES;
 #endif
@@ -180,7 +186,7 @@ __device__ __forceinline__ void multiply(const Weighted& of, Input& input, Rows&
 }
 #elif GGUF_CLUSTER == 1
 template <int RANGE, typename End>
-__device__ __forceinline__ void multiply(const Weighted& of, Staged& rows, const End& end, const Parts& parts) {
+__device__ __forceinline__ void multiply(const Weighted& of, Side::Rows& rows, const End& end, const Parts& parts) {
     constexpr int EACH = SPLITS / GGUF_PARTS;  // splits of a block
     static_assert(EACH * GGUF_PARTS == SPLITS && !(GGUF_PARTS > 1 && DECODE_UP), "blocks have equally many splits");
     const Range<RANGE> range(blockIdx.x / GGUF_PARTS, gridDim.x / GGUF_PARTS, of.N);
@@ -196,35 +202,35 @@ __device__ __forceinline__ void multiply(const Weighted& of, Staged& rows, const
     for (int start = range.first; start < range.end; start += range.step) {
         const auto add_split = [&](int split, Totals& to) {
             Sums sums = {};
-#pragma unroll 1
+#pragma unroll Side::AT_A_TIME
             for (int unit = 0; unit < UNITS; ++unit) {
-                __syncthreads();
-                // Half of the warps multiply while the others store: two warps of a scheduler are apart.
-                const bool early = threadIdx.x < THREADS / 2;
-                if (early) rows.store(split * UNITS + unit + 1);
-                if (start + own < range.end) stream.use(split, unit, rows, sums);
-                if (!early) rows.store(split * UNITS + unit + 1);
+                rows.use(split * UNITS + unit, [&] {
+                    if (start + own < range.end) stream.use(split, unit, rows, sums);
+                    else end_group();
+                });
             }
             sums.add_to(to);
         };
-        rows.load(first * UNITS);
-        rows.store(first * UNITS);
+        rows.begin(first * UNITS, (first + EACH) * UNITS);
         if constexpr (GGUF_PARTS > 1) {
+            // A block with half of the splits adds them up. Otherwise each split has its own sums in memory.
+            constexpr int ADDED = EACH == order::HALF_SPLITS ? EACH : 1, COUNT = SPLITS / ADDED;
 #pragma unroll 1
-            for (int split = first; split < first + EACH; ++split) {
-                Totals of_split = {};
-                add_split(split, of_split);
-                each(of_split, [&](int column, int row, float sum) {
+            for (int next = first; next < first + EACH; next += ADDED) {
+                Totals totals = {};
+#pragma unroll 1
+                for (int split = next; split < next + ADDED; ++split) add_split(split, totals);
+                each(totals, [&](int column, int row, float sum) {
                     const int m = rows.input.first + row, n = start + own + column;
-                    if (m < parts.M && n < parts.N) __stcg(parts.at(split, m, n), sum);
+                    if (m < parts.M && n < parts.N) __stcg(parts.at(next / ADDED, m, n), sum);
                 });
             }
             if (!parts.complete(start / ACROSS)) continue;
             finish(of, rows.input, end, start, [&](int row, int at) {
                 float halves[2] = {};
 #pragma unroll
-                for (int s = 0; s < SPLITS; ++s) {
-                    halves[s / order::HALF_SPLITS] += __ldcg(parts.at(s, rows.input.first + row, start + at));
+                for (int s = 0; s < COUNT; ++s) {
+                    halves[s * ADDED / order::HALF_SPLITS] += __ldcg(parts.at(s, rows.input.first + row, start + at));
                 }
                 return halves[0] + halves[1];
             });
@@ -305,8 +311,12 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
 #elif GGUF_TOGETHER
     multiply<0>(of, input, input, end, Turn{0, 0});
 #elif GGUF_CLUSTER == 1
-    Staged staged(input);
-    multiply<0>(of, staged, end, Parts(workspace, M, of.N));
+#if DECODE_OPERAND
+    Copied rows_of_x(input, sums);
+#else
+    Staged rows_of_x(input);
+#endif
+    multiply<0>(of, rows_of_x, end, Parts(workspace, M, of.N));
 #else
     multiply<0>(of, input, end, Turn{0, 0});
 #endif
@@ -319,7 +329,8 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
     const W* __restrict__ w,          // (N, K), GGUF blocks
     const W* __restrict__ up,         // (N, K), GGUF blocks, with DECODE_UP
     const float* __restrict__ bias,   // (N) or null
-    const float* sums,                // (DECODE_SUMS, M, N); with EPILOGUE_APPEND_ROPE (DECODE_SUMS, M, K), to add to x
+    const float* sums,                // (DECODE_SUMS, M, N); with EPILOGUE_APPEND_ROPE (DECODE_SUMS, M, K), to add to x;
+                                      // with DECODE_OPERAND the sums of chunks of x
     const float* residual,            // (M, N) or null; may be out
     float* out,                       // (M, N); with a KV cache only q, the first columns of [q | k | v]
     const float* rotations,           // (M, DECODE_ROPE / 2, 2), with DECODE_ROPE
@@ -339,12 +350,12 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
     run(x, gamma, nullptr, eps, M, {w, nullptr, bias, N}, end, sums);
 #elif EPILOGUE == EPILOGUE_APPEND
     const Append end{out, k_cache, v_cache, row, position, C, B, n_ctx};
-    run(x, gamma, beta, eps, M, {w, nullptr, bias, N}, end);
+    run(x, gamma, beta, eps, M, {w, nullptr, bias, N}, end, sums);
 #elif EPILOGUE == EPILOGUE_PEERS
     const Peers peers{own, {to_1, to_2, to_3, to_4, to_5, to_6, to_7}, first_column, all_columns, capacity};
-    run(x, gamma, beta, eps, M, {w, up, bias, N}, ToPeers(out, N, gelu, peers));
+    run(x, gamma, beta, eps, M, {w, up, bias, N}, ToPeers(out, N, gelu, peers), sums);
 #else
-    run(x, gamma, beta, eps, M, {w, up, bias, N}, Add{residual, out, N, gelu});
+    run(x, gamma, beta, eps, M, {w, up, bias, N}, Add{residual, out, N, gelu}, sums);
 #endif
 }
 
@@ -354,9 +365,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_
     const float* __restrict__ bias,  // (N) or null
     const float* residual,           // (M, N) or null; may be out
     float* out,                      // (M, N)
+    const float* sums,               // with DECODE_OPERAND: sums of chunks of x
     float* workspace,                // 1,024 counters, which are 0 before and after a launch; then (SPLITS, M, N)
     int M, int N, int gelu) {
 #if GGUF_PARTS > 1
-    run(x, nullptr, nullptr, 0.0f, M, {w, nullptr, bias, N}, Add{residual, out, N, gelu}, nullptr, workspace);
+    run(x, nullptr, nullptr, 0.0f, M, {w, nullptr, bias, N}, Add{residual, out, N, gelu}, sums, workspace);
 #endif
 }
