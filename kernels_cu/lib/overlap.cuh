@@ -26,12 +26,6 @@
 // and on older GPUs, kernels do not overlap and both functions do nothing.
 #pragma once
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-__device__ constexpr bool CAN_OVERLAP = false;
-#else
-__device__ constexpr bool CAN_OVERLAP = true;
-#endif
-
 __device__ __forceinline__ void let_next_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
