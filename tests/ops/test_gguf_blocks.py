@@ -312,6 +312,12 @@ def test_products_of_operands_have_the_same_bits(
         for inputs, floats, to in cases:
             made = LINEAR.bind_on_device(inputs, **options, to_operand=to).run()
             assert_operand(made.get(), floats.get(), to)
+    if not gpu().has_wgmma:
+        apart = order._replace(width=0)
+        wrong: list[Any] = [{"operand": apart}, {"operand": order, "to_operand": apart}]
+        for given in (*wrong, {"x_dtype": "float16", "to_operand": order}):
+            with pytest.raises(InputError, match=r"^linear: .*terms of rounded float16"):
+                LINEAR.bind_on_device((ordered, w), decoding=True, **given)
 
 
 def test_a_chunk_of_two_types_has_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,13 +31,13 @@ COLUMNS = BORDER  # columns of the product (rows of w) per warp
 WARPS = range(12, 0, -1)  # possible warps per block if all multiply the same split (range of K)
 JOINT_ROWS, MAX_ROWS = 8, 64  # maximum rows of x per block if a WorkSplit is `together`, and if not
 STAGED_WARPS = 8  # warps per block if it multiplies all splits apart, with sums in registers
-# Possible rows and warps of such a block if x is an operand; registers limit their product.
+# Possible rows and warps of such a block if x is an operand; registers limit its threads.
 # COPYING_US: µs per unit of K, to multiply by a factor for rows and one for the warps of a
 # scheduler. ADDING_US: µs to add sums of `shares` blocks in memory. Fitted to products of a model
 # with 7 billion weights and 64 rows, on an H200 with the kernels of 8.9.
 COPYING_ROWS = 32, 64
-COPYING_WARPS = 16, 12, 10, 8, 7, 6, 5, 4, 2
-COPYING_OUTPUTS = 64 * 12
+COPYING_WARPS = 16, 12, 10, 8, 7, 6, 5, 4, 2, 1
+COPYING_THREADS = {32: 512, 64: 384}
 COPYING_US, ADDING_US = 0.0337, {1: 3, 2: 8, 4: 15}
 SCHEDULERS = 4  # per multiprocessor
 STAGED_COST = 1.2  # relative time of such a block, in the unit of `duration`
@@ -248,7 +248,8 @@ def _of_operand(M: int, ends: list[int]) -> list[WorkSplit]:
     """Return possible divisions of a product of rows that are stored as an operand."""
     warps = [n for n in COPYING_WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
     possible = [rows for rows in COPYING_ROWS if rows == min(COPYING_ROWS) or rows < 2 * M]
-    return [WorkSplit(n, w, False) for n in possible for w in warps if n * w <= COPYING_OUTPUTS]
+    cuts = (WorkSplit(n, w, together=False) for n in possible for w in warps)
+    return [cut for cut in cuts if cut.rows <= WARP * cut.warps <= COPYING_THREADS[cut.rows]]
 
 
 def slot_bytes(name: str) -> int:
@@ -296,10 +297,13 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     gamma, beta, bias, up, workspace = map(given, ("gamma", "beta", "bias", "up", "workspace"))
     norm, holds = norm_of(gamma, beta), c.rounded and not gpu().has_wgmma
     operand, to_operand = given("operand"), given("to_operand")
-    if operand and not (holds and gpu().has_bf16 and c.K % UNIT == 0):
+    if operand and not (holds and gpu().has_bf16 and c.K % UNIT == 0 and operand.width):
         raise UnsupportedCall(f"K {c.K:,}, terms of {operand}: expected floats on this GPU")
-    if to_operand and (not operand or to_operand.summed):
-        raise UnsupportedCall(f"gives floats, or from terms other terms, not {to_operand}")
+    if to_operand and (not operand or to_operand.summed or not to_operand.width):
+        raise UnsupportedCall(
+            f"terms of {to_operand}, x of {operand or 'floats'}: expected both in the order of "
+            "wgmma, without sums"
+        )
     if c.w.dtype != GGUF:
         raise UnsupportedCall("takes a GgufMatrix")
     needs_mma()
