@@ -420,7 +420,7 @@ def _append_and_split(c: Call) -> Launch:
 def fuses_norms(head_size: int) -> bool:
     """Whether decoding is faster if attention norms and rotates heads, on this device.
 
-    If kernels overlap, qk_norm_append takes less time than attention would take longer.
+    If kernels overlap, qk_norm_append adds less time to a step than its work adds to attention.
     """
     return not gpu().has_overlap and head_size in HEADS_WITH_NORMS
 
@@ -438,7 +438,7 @@ def _split_launch(c: Call, file: str, q: str, **more: Any) -> Launch:
     sms, clusters = device_attribute("MultiProcessorCount"), gpu().has_clusters
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     if file == APPEND_SPLIT:
-        limit -= 4 * MAX_QUERIES * HEADS_WITH_NORMS[-1]  # static shared memory for heads of q
+        limit -= 4 * (MAX_QUERIES + 2) * HEADS_WITH_NORMS[-1]  # static: heads of q, k and v
     geometry = split_geometry(c.M, c.P, heads, c.k.itemsize, sms, limit, clusters, c.serves)
     kernel = "attention_split" if file == SPLIT else "attention_append"
     geometry = tiles.scored(geometry, c)._replace(kernel=kernel)

@@ -42,8 +42,8 @@ MAX_NORMED_HEADS = 4
 # On GPUs with overlapping launches, products fuse norms next to a kernel for the norms of heads up
 # to this number of rows. Qwen3-0.6B on an NVIDIA H200 with the kernels of an RTX 5090: steps of 8
 # rows take 938 us instead of 954, but steps of 16 rows 1,318 instead of 1,166. With the kernels of
-# an RTX 4090, whose launches do not overlap, they take 1,059 instead of 1,130 and 1,389 instead of
-# 1,460.
+# an RTX 4090, whose launches do not overlap, before attention normalized heads there, they take
+# 1,059 instead of 1,130 and 1,389 instead of 1,460.
 MAX_BESIDE_HEADS = 8
 MAX_CHANNELS = mma.MAX_NORMED  # maximum C: RMSNorm needs one unit per split
 MULTIPLE = 16  # divides C: FP8 rows allow 16-byte loads, and all blocks have equally many outputs

@@ -100,9 +100,9 @@ def operands_of(
     whether x is rounded to one term per value. fused: whether products that read floats fuse
     RMSNorm, RoPE and the gate. A product without an `Operand` reads x as floats: floats are faster
     for few rows, and necessary for products without tensor cores or with tf32. The caller sets the
-    scale of hi/lo terms. `engines.THRESHOLDS` lists the measured sizes. With GGUF blocks, mma is
-    faster up to 8 rows: a step of a 7B model in Q4_K_M (H100) takes 3.1 ms for 8 rows. For 16 rows
-    it takes 4.9 ms by mma, and 3.8 ms by wgmma.
+    scale of hi/lo terms. `engines.THRESHOLDS` lists the measured sizes. With GGUF blocks, floats
+    are faster up to 8 rows with wgmma, else up to 16: a step of a 7B model in Q4_K_M (H100) takes
+    3.1 ms for 8 rows. For 16 rows it takes 4.9 ms by mma, and 3.8 ms by wgmma.
     """
     if dtype == "float32" or not (gpu().has_bf16 if dtype == "bfloat16" else gpu().has_mma):
         return {}

@@ -1,5 +1,6 @@
-// Sums of x over chunks of 32 along K, for the minimums of GGUF blocks in decoding by wgmma
-// (lib/decode/wgmma_gguf.cuh). Needed if the kernel that stored x has not stored these sums (lib/chunk_sums.cuh).
+// Sums of x over chunks of 32 along K, for the minimums of GGUF blocks in products of decoding that read x as an
+// operand (lib/decode/wgmma_gguf.cuh, lib/decode/mma_copied.cuh). Needed if the kernel that stored x has not stored
+// these sums (lib/chunk_sums.cuh).
 //
 //   gguf_chunk_sums: one thread per chunk; sums of rows of x in the order of additions of lib/decode/mma.cuh
 //

@@ -443,7 +443,7 @@ def test_keys_of_this_step_are_not_loaded_early() -> None:
         LATE.replace("VALUE", "__int_as_float(-1)"),
         LATE.replace("VALUE", "keys[n_ctx * KV_ROW + i]"),
     )
-    begins = "    const int warp = threadIdx.x / 32, lane"
+    begins = "    const Work work;"
     text = edited(SPLIT, begins, before + begins).replace(ENDS, after + ENDS)
     held.k[1] = held.k[0]  # the keys that are written late
     geometry = split_geometry(together, n_ctx, heads, 4, 4, H200["max_shared"], False)

@@ -120,23 +120,31 @@ def test_with_the_kv_cache(device: Any, heads: Heads, kind: str, together: bool)
     assert k.get()[1, 6].astype(np.float32).any()
 
 
-IN_ATTENTION = [(4, 2, 64), (1, 1, 64), (6, 2, 128), (2, 1, 256)]
+IN_ATTENTION = [(4, 2, 64), (5, 1, 64), (6, 2, 128), (2, 1, 256), (1, 1, 64)]
+MANY = [0, 31, 32, 33, 511, 512, 1023, 1024, 1099, 1100, 7, -1]  # the last two have no sequence
 
 
-@combinations(times=1, heads=IN_ATTENTION, kind=KINDS, window=(None, 40), terms=(False, True))
+@combinations(
+    times=1,
+    heads=IN_ATTENTION,
+    kind=KINDS,
+    alone=(False, True),
+    window=(None, 40),
+    terms=(False, True),
+)
 def test_in_attention(
-    device: Any, heads: Heads, kind: str, window: int | None, terms: bool
+    device: Any, heads: Heads, kind: str, alone: bool, window: int | None, terms: bool
 ) -> None:
     """Attention with norms, RoPE and the append has the bits of these kernels one by one.
 
     New tokens are at the ends of splits, of what warps process together and of the cache. Others
-    are beyond the cache, or of no sequence.
+    are beyond the cache, or of no sequence. If a row is alone, several teams share a head of k.
     """
     NH, NKV, D = heads
-    fp8, n_ctx = (kind if kind in FORMATS else None), 1100
-    places = [0, 31, 32, 33, 511, 512, 1023, 1024, n_ctx - 1, n_ctx, 7, -1]
+    fp8 = kind if kind in FORMATS else None
+    places, n_ctx = ([39], 40) if alone else (MANY, 1100)
     rows = np.arange(len(places), dtype=np.int32)
-    rows[-2] = -1
+    rows[10:11] = -1
     qkv, turns, row, position = (
         device.asarray(array)
         for array in (
@@ -163,7 +171,7 @@ def test_in_attention(
     expected = registry.bind("attention_split", inputs, **options, **scores).run().get()
     inputs = (qkv, by, *norms, *caches[1], row, position)
     got = registry.bind("attention_append", inputs, **options, **scores, eps=EPS).run().get()
-    assert_same_bits(got[:-2], expected[:-2])
+    assert_same_bits(got[:10], expected[:10])
     for ours, theirs in zip(caches[1], caches[0], strict=True):
         assert_same_bits(ours.get(), theirs.get())
     refused = {**options, "n_head": 2 * NH}

@@ -43,9 +43,10 @@ class DecodingChoice:
                                           large matrices (`operands_of`). Qwen3-0.6B, 2 and 4
                                           rows: 743 -> 601, 798 -> 652
     more than 16, or fewer with large     norms are kernels of their own, write operands,
-    matrices (`operands_of`)              which wgmma, mma tiles or mma multiply; wgmma also
-                                          fuses RoPE and the gate. SmolLM2-135M, 64 rows: 1,117
-                                          -> 911; Qwen3-0.6B, 32 rows: 1,546 -> 1,366
+    matrices (`operands_of`)              which wgmma, mma tiles or mma multiply; wgmma, and mma
+                                          with GGUF blocks, also fuse RoPE and the gate.
+                                          SmolLM2-135M, 64 rows: 1,117 -> 911;
+                                          Qwen3-0.6B, 32 rows: 1,546 -> 1,366
     ====================================  =================================================
 
     Products with the same weights have the same order of additions in all engines, so a row has
@@ -88,7 +89,7 @@ class DecodingChoice:
         head = self.config.n_embd, self.config.vocab_size
         shapes = matrices | {"lm_head": head}
         if self.formats.dtype == FILE:
-            shapes = {name: shape for name, shape in shapes.items() if self._by_wgmma(name)}
+            shapes = {name: shape for name, shape in shapes.items() if self._in_order(name)}
             if len(shapes) < len(matrices):
                 return {}
         dtype = HI_LO if self.bounds else self.formats.dtype
@@ -193,8 +194,8 @@ class DecodingChoice:
             types.add((ranges[0][0][0], ranges[1][0][0]))
         return types
 
-    def _by_wgmma(self, name: str) -> bool:
-        """Whether wgmma kernels support the GGUF blocks of the matrix `name` in all layers."""
+    def _in_order(self, name: str) -> bool:
+        """Whether products that read operands support a matrix's GGUF blocks in all layers."""
         head = self.config.head_size if name == "w_qkv" and self.settings.rope else 0
         gates = name not in ("w_gate", "w_up") or self._in_blocks
         found = self._of(name)

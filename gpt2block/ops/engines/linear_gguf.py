@@ -18,7 +18,7 @@ from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import FLOAT, MAX_SPLITS, TERMS, UNIT, splits
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
-from gpt2block.ops.operands import IN_ORDER, count_define
+from gpt2block.ops.operands import IN_ORDER, ROUNDED, Operand, count_define
 from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.ops.products import filled, gate_define, needs_mma, room
 
@@ -32,9 +32,9 @@ WARPS = range(12, 0, -1)  # possible warps per block if all multiply the same sp
 JOINT_ROWS, MAX_ROWS = 8, 64  # maximum rows of x per block if a WorkSplit is `together`, and if not
 STAGED_WARPS = 8  # warps per block if it multiplies all splits apart, with sums in registers
 # Possible rows and warps of such a block if x is an operand; registers limit its threads.
-# COPYING_US: µs per unit of K, to multiply by a factor for rows and one for the warps of a
-# scheduler. ADDING_US: µs to add sums of `shares` blocks in memory. Fitted to products of a model
-# with 7 billion weights and 64 rows, on an H200 with the kernels of 8.9.
+# COPYING_US (3.6 + rows / 8) (1.8 + warps of a scheduler): µs of a block for a unit of K.
+# ADDING_US: µs of the other work, by the number of blocks that divide K. Fitted to products of a
+# model with 7 billion weights and 64 rows, on an H200 with the kernels of 8.9.
 COPYING_ROWS = 32, 64
 COPYING_WARPS = 16, 12, 10, 8, 7, 6, 5, 4, 2, 1
 COPYING_THREADS = {32: 512, 64: 384}
@@ -78,7 +78,7 @@ class SharedMemory(NamedTuple):
         if cut.together:
             row, planes, pitch = self.row(self.parts), 2 * self.parts, COLUMNS
         elif self.copied:
-            row, planes = cut.flight * 2 * UNIT + (cut.flight + 1) * 16, 0
+            row, planes = max(cut.flight * 2 * UNIT + (cut.flight + 1) * 16, FLOAT * pitch), 0
         elif self.staged:
             row, planes = STAGED_BYTES * self.terms, 0
         row = 0 if cut.held else row
@@ -252,6 +252,11 @@ def _of_operand(M: int, ends: list[int]) -> list[WorkSplit]:
     return [cut for cut in cuts if cut.rows <= WARP * cut.warps <= COPYING_THREADS[cut.rows]]
 
 
+def _is_ordered(operand: Operand) -> bool:
+    """Whether blocks copy this format of x, up to the sums."""
+    return operand._replace(summed=False) == Operand(ROUNDED, IN_ORDER, rounded=True)
+
+
 def slot_bytes(name: str) -> int:
     """Return the bytes of 128 values of K for a warp's columns, in weights of this GGUF type."""
     return 2 * ROW_GROUP * (UNIT * TYPES[name].bits // 8 + TYPES[name].of_scales)
@@ -297,9 +302,13 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     gamma, beta, bias, up, workspace = map(given, ("gamma", "beta", "bias", "up", "workspace"))
     norm, holds = norm_of(gamma, beta), c.rounded and not gpu().has_wgmma
     operand, to_operand = given("operand"), given("to_operand")
-    if operand and not (holds and gpu().has_bf16 and c.K % UNIT == 0 and operand.width):
-        raise UnsupportedCall(f"K {c.K:,}, terms of {operand}: expected floats on this GPU")
-    if to_operand and (not operand or to_operand.summed or not to_operand.width):
+    copies = holds and gpu().has_bf16 and c.K % UNIT == 0
+    if operand and not (copies and _is_ordered(operand)):
+        raise UnsupportedCall(
+            f"K {c.K:,}, terms of {operand}: expected a multiple of {UNIT}, rounded float16 in the "
+            "order of wgmma, and a GPU from 8.0 without wgmma: pass floats"
+        )
+    if to_operand and (not operand or to_operand.summed or not _is_ordered(to_operand)):
         raise UnsupportedCall(
             f"terms of {to_operand}, x of {operand or 'floats'}: expected both in the order of "
             "wgmma, without sums"

@@ -1,14 +1,14 @@
 // Attention of decoding for models whose heads of q and k have norms, such as Qwen3: QK-Norm, RoPE, the append of K and
 // V to the kv_cache, and attention of the new token of each sequence in one kernel, for GPUs whose kernels do not
-// overlap. On these GPUs, a layer without qk_norm_append takes less time.
+// overlap. On these GPUs, one kernel takes less time than two.
 //
 //   qkv (M, (NH + 2 NKV) HS), rows [Q | K | V]     by (M, HS / 2, 2), cosines and sines of the rows' positions
 //
 //   attention_append: decoding: qk_norm_append, then attention_split. The last warps of a block, which have the fewest
 //       keys, compute its heads of q for all warps; the warp of the newest key computes this key and stores K and V
 //
-// Results have the bits of the two kernels. K and V of a row outside the cache are not stored. Blocks of several teams
-// of the same head of k all store its newest key: the values are equal, and each block later reads its own.
+// q, the stored keys and values, and out have the same bits as with the two kernels. K and V of a row outside the cache
+// are not stored. If a head of k has several teams, the first team stores its newest key.
 //
 // lib/attention/split.cuh describes the other arguments, and how warps share the keys. HS is 64, 128 or 256.
 //
@@ -18,6 +18,7 @@
 #include "lib/rotation.cuh"
 
 static_assert(AS_HEADS == 1 && !AS_DRAFTS && !AS_PEER_STORES, "a block has one team; a sequence has one row");
+static_assert(SLOTS <= WARPS, "a warp computes at most one head of q");
 static_assert(VECTORS == LANES * PIECES && PIECES <= 2 && LANES > 1, "a head has whole vectors in both halves");
 
 typedef float Channels[PIECES][AS_WIDTH];  // the channels of a head that a lane holds: vectors of a key
@@ -86,19 +87,35 @@ private:
     }
 };
 
-// Stores the newest key (or value) in the kv_cache. Puts it among the vectors of the warp's round, which begins with key
-// `first`, if it is of this round. Else this lane will load what it stores.
-__device__ __forceinline__ void put(const Channels& x, int newest, int first, KV* to, Held& held) {
-    if (threadIdx.x % 32 / LANES != newest % GROUPS) return;
-    Vector packed[PIECES];
+// The newest key and value. The lanes that hold their vectors keep them in shared memory until the round that contains
+// them: other blocks of the same head of k store or compute them at the same time.
+struct Newest {
+    Vector (&vectors)[2][VECTORS];  // key, value
+    int at;                         // position; not in any round if another lane holds the vectors
+    bool appends;                   // false if the token is beyond the cache
+
+    __device__ __forceinline__ int stored(int last) const { return last - appends; }
+    __device__ __forceinline__ void put_key(int first, Held& held) const { put(vectors[0], first, held); }
+    __device__ __forceinline__ void put_value(int first, Held& held) const { put(vectors[1], first, held); }
+
+    // Keeps a key or value. to: its place in the kv_cache, or null.
+    __device__ __forceinline__ void keep(const Channels& x, Vector (&kept)[VECTORS], KV* to) const {
 #pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-        packed[p] = Vector::pack(x[p]);
-        *reinterpret_cast<Vector*>(to + first_channel(p)) = packed[p];
+        for (int p = 0; p < PIECES; ++p) {
+            kept[threadIdx.x % LANES + p * LANES] = Vector::pack(x[p]);
+            if (to) Vector::store(to + first_channel(p), x[p]);
+        }
     }
-    const int at = (newest - first) / GROUPS;
-    each([&](int i, int p) { held.vectors[i][p] = i == at ? packed[p] : held.vectors[i][p]; });
-}
+
+private:
+    __device__ __forceinline__ void put(const Vector (&kept)[VECTORS], int first, Held& held) const {
+        if (at < first || at >= first + ROUND) return;
+        const int own = (at - first) / GROUPS;
+        each([&](int i, int p) {
+            held.vectors[i][p] = i == own ? kept[threadIdx.x % LANES + p * LANES] : held.vectors[i][p];
+        });
+    }
+};
 
 extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(32 * WARPS, AS_BLOCKS) attention_append(
     const float* qkv,                 // (M, C + 2 NKV HS)
@@ -114,6 +131,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     let_next_start();
     wait_for_previous();
     __shared__ alignas(16) float queries[SLOTS][HS];
+    __shared__ Vector vectors[2][VECTORS];
     if (AS_CLUSTER > 1) arrive_in_cluster();
     const Work work;
     const long long query = blockIdx.z;
@@ -127,32 +145,37 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     if (b < 0 || b >= B || at < 0) return;
 
     const int last = min(at, n_ctx - 1);
-    const bool appends = at == last;  // else the token is beyond the cache
+    Newest newest{vectors, -1, at == last};
     const long long from = work.first_vector(b, n_ctx);
     Range of(work, last);
     Held keys, values;
-    keys.load(k + from, of.first, of.lowest, last - appends);
-    values.load(v + from, of.first, of.lowest, last - appends);
+    keys.load(k + from, of.first, of.lowest, newest.stored(last));
+    values.load(v + from, of.first, of.lowest, newest.stored(last));
     if (slot < SLOTS) {
         of_q.finish(eps);
         float* const to = queries[slot];
         if (work.lane < LANES) each_channel([&](int p, int e) { to[first_channel(p) + e] = of_q.x[p][e]; });
     }
-    const bool newest = appends && (last - of.origin) / KEYS % WORKERS == work.worker;  // belongs to this warp
+    const bool owns = newest.appends && (last - of.origin) / KEYS % WORKERS == work.worker;  // this warp owns its key
     Head of_k;
-    if (newest) of_k.load(own + ROW + of_kv, gamma_k, turns);
+    if (owns) of_k.load(own + ROW + of_kv, gamma_k, turns);
     __syncthreads();
-    if (newest) {
-        const long long to = ((long long)b * n_ctx + last) * KV_ROW + of_kv;
+    if (owns) {
         of_k.finish(eps);
-        put(of_k.x, last, of.first, k + to, keys);
-        load(own + ROW + KV_ROW + of_kv, of_k.x);
-        put(of_k.x, last, of.first, v + to, values);
+        if (work.lane / LANES == last % GROUPS) {
+            const long long place = ((long long)b * n_ctx + last) * KV_ROW + of_kv;
+            const bool stores = work.team % TEAMS == 0;
+            newest.at = last;
+            newest.keep(of_k.x, vectors[0], stores ? k + place : nullptr);
+            load(own + ROW + KV_ROW + of_kv, of_k.x);
+            newest.keep(of_k.x, vectors[1], stores ? v + place : nullptr);
+        }
+        newest.put_key(of.first, keys), newest.put_value(of.first, values);
     }
     Queries x;
 #pragma unroll
     for (int i = 0; i < AS_QUERIES; ++i) {
         each_channel([&](int p, int e) { x[i][p][e] = queries[i][first_channel(p) + e]; });
     }
-    attend(work, of, k + from, v + from, keys, values, x, shared_memory(), out_scale, out, Peers{}, 0);
+    attend(newest, work, of, k + from, v + from, keys, values, x, shared_memory(), out_scale, out, Peers{}, 0);
 }

@@ -42,11 +42,11 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     if (AS_CLUSTER > 1) arrive_in_cluster();
 
     const long long from = work.first_vector(b, n_ctx);
-    k += from, v += from;
+    const KV *const own_k = k + from, *const own_v = v + from;
     Range of(work, hint);
     Held keys, values;
-    keys.load(k, of.first, of.lowest, hint - mine - 1);
-    values.load(v, of.first, of.lowest, hint - mine - 1);
+    keys.load(own_k, of.first, of.lowest, hint - mine - 1);
+    values.load(own_v, of.first, of.lowest, hint - mine - 1);
     let_next_start();
     wait_for_previous();
     const Peers peers{own, {to_1, to_2, to_3, to_4, to_5, to_6, to_7}, first_column, all_columns, capacity};
@@ -67,15 +67,15 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
         }
     }
     if (of.first <= hint && hint - mine < of.first + ROUND) {
-        keys.add(k, of.first, AS_DRAFTS ? max(hint - mine, of.lowest) : hint, hint);
-        values.add(v, of.first, AS_DRAFTS ? max(hint - mine, of.lowest) : hint, hint);
+        keys.add(own_k, of.first, AS_DRAFTS ? max(hint - mine, of.lowest) : hint, hint);
+        values.add(own_v, of.first, AS_DRAFTS ? max(hint - mine, of.lowest) : hint, hint);
     }
     const int last = min(__ldcg(position + query), n_ctx - 1);
     if (last < 0) return end_without_keys();
     if (last != hint) {  // the hint was wrong: repeat the loads
         of = Range(work, last);
-        keys.load(k, of.first, of.lowest, last);
-        values.load(v, of.first, of.lowest, last);
+        keys.load(own_k, of.first, of.lowest, last);
+        values.load(own_v, of.first, of.lowest, last);
     }
-    attend(work, of, k, v, keys, values, x, shared_memory(), out_scale, out, peers, exchange);
+    attend(NothingNew{}, work, of, own_k, own_v, keys, values, x, shared_memory(), out_scale, out, peers, exchange);
 }

@@ -295,11 +295,20 @@ struct Range {
         : lowest(first_seen(last)), origin(lowest / KEYS * KEYS), first(origin + work.worker * KEYS), last(last) {}
 };
 
+// attention_split: the kv_cache contains all keys.
+struct NothingNew {
+    __device__ __forceinline__ int stored(int last) const { return last; }
+    __device__ __forceinline__ void put_key(int, Held&) const {}
+    __device__ __forceinline__ void put_value(int, Held&) const {}
+};
+
 // Computes the outputs of a query. k, v: as from Work::first_vector. keys, values: of the warp's first round. x: the
-// lane's channels of the team's heads of q.
+// lane's channels of the team's heads of q. New: stored(last) is the last key to load from the kv_cache; put_key and
+// put_value add a later key to the keys and values of the round that begins with a given key.
+template <typename New>
 __device__ __forceinline__ void attend(
-    const Work& work, Range of, const KV* k, const KV* v, Held& keys, Held& values, const Queries& x, Shared& shared,
-    float out_scale, float* out, const Peers& peers, unsigned exchange) {
+    const New& newest, const Work& work, Range of, const KV* k, const KV* v, Held& keys, Held& values, const Queries& x,
+    Shared& shared, float out_scale, float* out, const Peers& peers, unsigned exchange) {
     const int warp = work.warp, lane = work.lane, rank = work.rank;
     if (AS_CLUSTER > 1) wait_for_cluster();  // the first block has started: its shared memory can be written
 
@@ -317,13 +326,16 @@ __device__ __forceinline__ void attend(
                 float s[AS_QUERIES][HELD];
 #pragma unroll
                 for (int i = 0; i < AS_QUERIES; ++i) multiply(x[i], keys, s[i]);
-                if (next <= of.last) keys.load(k, next, of.lowest, of.last);
+                if (next <= of.last) keys.load(k, next, of.lowest, newest.stored(of.last)), newest.put_key(next, keys);
 #pragma unroll
                 for (int i = 0; i < AS_QUERIES; ++i) {
                     score(of.first, of.last, s[i]);
                     softmax[i].add(s[i], values);
                 }
-                if (next <= of.last) values.load(v, next, of.lowest, of.last);
+                if (next <= of.last) {
+                    values.load(v, next, of.lowest, newest.stored(of.last));
+                    newest.put_value(next, values);
+                }
                 of.first = next;
             }
 #pragma unroll

@@ -97,7 +97,8 @@ __device__ __forceinline__ void finish(const Weighted& of, const Input& input, c
     __syncthreads();
 }
 
-// The sums of the splits of all blocks in memory, with GGUF_PARTS: after COUNTERS counters, one plane (M, N) per split.
+// The sums of the splits of all blocks in memory, with GGUF_PARTS: after COUNTERS counters, one plane (M, N) per split,
+// or per half of the splits if each of two blocks adds up its four splits.
 struct Parts {
     static constexpr int COUNTERS = 1024;
     float* planes;
@@ -105,8 +106,8 @@ struct Parts {
 
     __device__ __forceinline__ Parts(float* workspace, int M, int N) : planes(workspace + COUNTERS), M(M), N(N) {}
 
-    __device__ __forceinline__ float* at(int split, int m, int n) const {
-        return planes + ((long long)split * M + m) * N + n;
+    __device__ __forceinline__ float* at(int plane, int m, int n) const {
+        return planes + ((long long)plane * M + m) * N + n;
     }
 
     // Returns whether all blocks of the group of columns have stored their sums. The last block resets the counter.

@@ -4,8 +4,8 @@
 //
 //   all threads    [ wait for the copies of unit u, barrier | request unit u + DECODE_FLIGHT - 1 | multiply unit u ]
 //
-// A unit of 128 values is two slices of the operand: a line of 128 bytes for each row, whose 16-byte parts are swizzled.
-// Memory and shared memory have the same order, in which eight lanes of an ldmatrix read different banks.
+// A unit of 128 values is two slices of the operand. A slice has a line of 128 bytes for each row, whose 16-byte parts
+// are swizzled. Memory and shared memory have the same order, in which eight lanes of an ldmatrix read different banks.
 #pragma once
 #include "lib/decode/mma_gguf.cuh"
 
@@ -14,7 +14,9 @@ static_assert(DECODE_ALONE && !DECODE_NORM && OPERAND_TERMS == 1 && OPERAND_WIDT
 struct Copied {
     static constexpr int LINE = 128, SLICE = DECODE_ROWS * LINE, TERMS_BYTES = 2 * SLICE, SUMS_BYTES = DECODE_ROWS * 16;
     // A tile of GGUF blocks ends with the sums of its two units, so the sums of a unit stay longer than its terms.
-    static constexpr int SUMS = DECODE_FLIGHT + 1, BYTES = DECODE_FLIGHT * TERMS_BYTES + SUMS * SUMS_BYTES;
+    static constexpr int SUMS = DECODE_FLIGHT + 1, COPIES = DECODE_FLIGHT * TERMS_BYTES + SUMS * SUMS_BYTES;
+    static constexpr int PLANE = 4 * DECODE_ROWS * (DECODE_COLUMNS * WARPS + 8);  // sums, which replace the copies
+    static constexpr int BYTES = COPIES > PLANE ? COPIES : PLANE;
     static_assert((SUMS & (SUMS - 1)) == 0 && DECODE_ROWS % 8 == 0, "a remainder is a mask; ldmatrix reads 8 rows");
 
     const Input& input;
@@ -30,7 +32,7 @@ struct Copied {
         if (sums) sums += (long long)tile(input) * (DECODE_K / order::UNIT) * 16 + row * 16;
     }
 
-    // Requests the first units of units first, ..., end - 1, which the block multiplies one after the other.
+    // Requests the first DECODE_FLIGHT - 1 of units first, ..., end - 1, and waits for all copies of this thread.
     __device__ __forceinline__ void begin(int first, int end) {
         slot = 0, last = end;
 #pragma unroll

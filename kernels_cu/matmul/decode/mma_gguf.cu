@@ -23,7 +23,8 @@
 //   0, apart      a block multiplies one split, for up to 64 rows; each warp has 16 columns. The blocks of a cluster
 //                 have the same columns and one split each. They read each other's sums after multiplying the next
 //                 columns: block r reads rows r, r + GGUF_CLUSTER, ... With GGUF_CLUSTER 1, a block multiplies all
-//                 splits, one after the other
+//                 splits, one after the other. With DECODE_OPERAND, x is stored as 16-bit terms, of which shared memory
+//                 holds a few units (lib/decode/mma_copied.cuh); else it is floats (lib/decode/mma_staged.cuh)
 //
 // If enough multiprocessors are free, 9 to 64 rows are divided among blocks of 8 rows that multiply all splits (and, up
 // to 32 rows, compute the norm).
@@ -235,6 +236,7 @@ __device__ __forceinline__ void multiply(const Weighted& of, Side::Rows& rows, c
                 return halves[0] + halves[1];
             });
         } else {
+            static_assert(4 * DECODE_ROWS * PLANE_PITCH <= Side::Rows::BYTES, "sums replace the rows of x");
             Totals halves[2];  // in local memory
 #pragma unroll 1
             for (int half = 0; half < 2; ++half) {
@@ -323,14 +325,14 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
 }
 
 extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_gguf(
-    const float* x,                   // (M, K)
+    const float* x,                   // (M, K); with DECODE_OPERAND its 16-bit terms (lib/decode/mma_copied.cuh)
     const float* __restrict__ gamma,  // (K), with DECODE_NORM
     const float* __restrict__ beta,   // (K), with DECODE_NORM 1
     const W* __restrict__ w,          // (N, K), GGUF blocks
     const W* __restrict__ up,         // (N, K), GGUF blocks, with DECODE_UP
     const float* __restrict__ bias,   // (N) or null
-    const float* sums,                // (DECODE_SUMS, M, N); with EPILOGUE_APPEND_ROPE (DECODE_SUMS, M, K), to add to x;
-                                      // with DECODE_OPERAND the sums of chunks of x
+    const float* sums,                // (DECODE_SUMS, M, N); with EPILOGUE_APPEND_ROPE (DECODE_SUMS, M, K), to add to x
+                                      // with DECODE_OPERAND: sums of chunks of x
     const float* residual,            // (M, N) or null; may be out
     float* out,                       // (M, N); with a KV cache only q, the first columns of [q | k | v]
     const float* rotations,           // (M, DECODE_ROPE / 2, 2), with DECODE_ROPE
@@ -360,13 +362,13 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_gguf_parts(
-    const float* x,                  // (M, K)
+    const float* x,                  // (M, K); with DECODE_OPERAND its 16-bit terms
     const W* __restrict__ w,         // (N, K), GGUF blocks
     const float* __restrict__ bias,  // (N) or null
     const float* residual,           // (M, N) or null; may be out
     float* out,                      // (M, N)
     const float* sums,               // with DECODE_OPERAND: sums of chunks of x
-    float* workspace,                // 1,024 counters, which are 0 before and after a launch; then (SPLITS, M, N)
+    float* workspace,                // 1,024 counters, which are 0 before and after a launch; then planes of sums
     int M, int N, int gelu) {
 #if GGUF_PARTS > 1
     run(x, nullptr, nullptr, 0.0f, M, {w, nullptr, bias, N}, Add{residual, out, N, gelu}, sums, workspace);
