@@ -27,8 +27,8 @@ def parts_of(uses: set[Use]) -> str:
         known.append("blocks")
     oldest = min((use.capability for use in uses), default="7.5", key=float)
     newest = max((use.capability for use in uses), default="9.0", key=float)
-    gpus = {("7.5", "9.0"): "", ("9.0", "9.0"): ", sm_90", ("7.5", "8.0"): ", before sm_90"}
-    gpus["8.0", "9.0"] = ", from sm_80"
+    gpus = {("7.5", "9.0"): "", ("9.0", "9.0"): ", sm_90", ("7.5", "8.0"): ", before sm_90",
+            ("8.0", "9.0"): ", from sm_80"}  # fmt: skip
     return ", ".join(known) + gpus.get((oldest, newest), f", sm_{oldest.replace('.', '')} alone")
 
 

@@ -412,10 +412,9 @@ def _tiles(c: Call) -> Launches:
 def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     """Return variants for decoding, preferred first. All tensor-core variants give equal bits."""
     few_rows, on_tensor_cores, more_rows, by_wgmma = operation.variants[:4]
-    ordered, has_wgmma = c.operand is not None and c.operand.width > 0, gpu().has_wgmma
     if c.w.dtype == GGUF:
-        return ((QKV_GGUF if operation is LINEAR_QKV else LINEAR_GGUF)[ordered and has_wgmma],)
-    if ordered:
+        return (_with_blocks(c, QKV_GGUF if operation is LINEAR_QKV else LINEAR_GGUF),)
+    if c.operand is not None and c.operand.width > 0:
         return (by_wgmma,)
     most = most_by_mma() if c.N < mma.MANY_COLUMNS else MORE_ROWS
     few = c.M * c.N * c.K <= MAX_MMA_PRODUCTS or most >= c.M
@@ -423,6 +422,11 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     tiles = (more_rows,) if c.gamma is None else ()  # also if a row does not fit in shared memory
     others = () if c.rounded else (few_rows,)
     return (*tiles, on_tensor_cores, *others) if tiles_first else (on_tensor_cores, *tiles, *others)
+
+
+def _with_blocks(c: Call, variants: tuple[Variant, ...]) -> Variant:
+    """Return the variant of GGUF_ENGINES: wgmma, where there is one, reads operands in order."""
+    return variants[c.operand is not None and c.operand.width > 0 and gpu().has_wgmma]
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
@@ -496,9 +500,10 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
     c = unchecked.checked(to_operand=None, up=None)
     c.T = cache_dtype(c.w.dtype)
     c.rounded = rounds(c.operand.x_dtype if c.operand else c.x_dtype, c.w.dtype)
-    variants = ROPE_GGUF if c.w.dtype == GGUF else LINEAR_ROPE.variants
-    ordered = c.operand is not None and (c.w.dtype != GGUF or gpu().has_wgmma)
-    c.order = (variants[ordered],)
+    if c.w.dtype == GGUF:
+        c.order = (_with_blocks(c, ROPE_GGUF),)
+    else:
+        c.order = (LINEAR_ROPE.variants[c.operand is not None],)
     check_rope_heads(c)
     return c
 

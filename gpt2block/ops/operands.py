@@ -32,13 +32,17 @@ class Operand(NamedTuple):
     rounded: bool = False  # whether only the first term of each value is used
     summed: bool = False  # whether sums of CHUNK channels are stored after all terms
 
+    @property
+    def for_blocks(self) -> bool:
+        """Whether products with GGUF blocks read this format."""
+        return (self.dtype, self.width, self.rounded) == (ROUNDED, IN_ORDER, True)
+
     def with_sums(self, together: int) -> Operand:
         """Return this operand with sums, if GGUF blocks read it and the kernel can add them.
 
         together: neighbouring channels that the kernel computes together.
         """
-        for_blocks = (self.dtype, self.width, self.rounded) == (ROUNDED, IN_ORDER, True)
-        return self._replace(summed=for_blocks and together % CHUNK == 0)
+        return self._replace(summed=self.for_blocks and together % CHUNK == 0)
 
     @property
     def x_dtype(self) -> str | None:

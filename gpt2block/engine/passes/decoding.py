@@ -153,13 +153,11 @@ class DecodePass(Pass):
         operand = self._format(to, bound, together=self.c.head_size)
         options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(operand), **self.kv}
         if isinstance(qkv, NewTokens):
-            by = self.rotations[self.c.frequencies_of(h)]
-            inputs = (qkv.rows, by, *qkv.norms, *self._cache(h))
-            options |= self.c.head_norms
-            y = self.do(f"{h}attn", "attention_append", inputs, **options)
-            return Rows(y, operand=operand, bound=bound)
-        options |= self.together
-        y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
+            op, options = "attention_append", options | self.c.head_norms
+            given = (qkv.rows, self.rotations[self.c.frequencies_of(h)], *qkv.norms)
+        else:
+            op, options, given = "attention_split", options | self.together, (qkv,)
+        y = self.do(f"{h}attn", op, (*given, *self._cache(h)), **options)
         return Rows(y, operand=operand, bound=bound)
 
     def gated_heads(self, h: str, gate: Value, y: Rows, to: To = ()) -> Value:

@@ -18,7 +18,7 @@ from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import FLOAT, MAX_SPLITS, TERMS, UNIT, splits
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
-from gpt2block.ops.operands import IN_ORDER, ROUNDED, Operand, count_define
+from gpt2block.ops.operands import IN_ORDER, count_define
 from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.ops.products import filled, gate_define, needs_mma, room
 
@@ -252,11 +252,6 @@ def _of_operand(M: int, ends: list[int]) -> list[WorkSplit]:
     return [cut for cut in cuts if cut.rows <= WARP * cut.warps <= COPYING_THREADS[cut.rows]]
 
 
-def _is_ordered(operand: Operand) -> bool:
-    """Whether blocks copy this format of x, up to the sums."""
-    return operand._replace(summed=False) == Operand(ROUNDED, IN_ORDER, rounded=True)
-
-
 def slot_bytes(name: str) -> int:
     """Return the bytes of 128 values of K for a warp's columns, in weights of this GGUF type."""
     return 2 * ROW_GROUP * (UNIT * TYPES[name].bits // 8 + TYPES[name].of_scales)
@@ -303,12 +298,12 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     norm, holds = norm_of(gamma, beta), c.rounded and not gpu().has_wgmma
     operand, to_operand = given("operand"), given("to_operand")
     copies = holds and gpu().has_bf16 and c.K % UNIT == 0
-    if operand and not (copies and _is_ordered(operand)):
+    if operand and not (copies and operand.for_blocks):
         raise UnsupportedCall(
             f"K {c.K:,}, terms of {operand}: expected a multiple of {UNIT}, rounded float16 in the "
             "order of wgmma, and a GPU from 8.0 without wgmma: pass floats"
         )
-    if to_operand and (not operand or to_operand.summed or not _is_ordered(to_operand)):
+    if to_operand and (not operand or to_operand.summed or not to_operand.for_blocks):
         raise UnsupportedCall(
             f"terms of {to_operand}, x of {operand or 'floats'}: expected both in the order of "
             "wgmma, without sums"
