@@ -270,13 +270,14 @@ def pytest_runtest_makereport(
 
 @pytest.fixture
 def fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Judge a user's kernel without the runs that take most of the time.
+    """Judge a user's kernel at the same sizes in each run, without the runs that take most time.
 
     These are the sizes that a GPU times, long launches in further orders, and the longest arrays of
     to_fp8, softmax and sample_token, which have many further inputs.
     """
-    from gpt2block.judge import on_cpu, sizes  # noqa: PLC0415
+    from gpt2block.judge import cases, on_cpu, sizes  # noqa: PLC0415
 
+    monkeypatch.setattr(cases, "MAX_SEED", 1)
     monkeypatch.setattr(on_cpu._Judge, "_all_right", lambda *_: [])
     monkeypatch.setattr(on_cpu, "MAX_AGAIN", 50_000)
     for name in ("softmax", "to_fp8", "sample_token"):

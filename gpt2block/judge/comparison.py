@@ -166,10 +166,9 @@ def _bad(out: np.ndarray, truth: np.ndarray, bound: float) -> NDArray[np.bool_]:
     """Return the mask of the elements with errors above `bound` times the largest value."""
     if truth.dtype.kind in "iu":
         return np.asarray(out != truth)
-    known = np.isfinite(truth)
-    limit = bound * float(np.abs(truth).max(where=known, initial=0.0))
     with np.errstate(invalid="ignore"):
-        return np.asarray(known & ~(np.abs(out.astype(np.float64) - truth) <= limit))
+        near = np.abs(out.astype(np.float64) - truth) <= bound * workload.largest(truth)
+    return np.asarray(np.isfinite(truth) & ~near)
 
 
 def exchanged(kernel: Kernel, case: Case, out: np.ndarray) -> str:

@@ -30,19 +30,23 @@ Truth = np.ndarray  # exact results: float64, or integers
 
 
 def inputs_and_truth(
-    operation: Operation, sizes: Mapping[str, int], dtype: str = "float32", layout: str = "KN"
+    operation: Operation,
+    sizes: Mapping[str, int],
+    dtype: str = "float32",
+    layout: str = "KN",
+    seed: int = 0,
 ) -> tuple[tuple[Any, ...], Truth]:
     """Return random inputs on the host and the result of the NumPy reference in float64.
 
-    The inputs are in the dtype and layout that kernels read. Raises InputError for inconsistent
-    sizes.
+    The inputs are in the dtype and layout that kernels read. seed: seed of the random numbers.
+    Raises InputError for inconsistent sizes.
     """
     try:
         stored = tuple(
             matrix(array, dtype, layout)
             if i in operation.workload.matrices
             else _stored(array, dtype)
-            for i, array in enumerate(operation.make(sizes, np.random.default_rng(0)))
+            for i, array in enumerate(operation.make(sizes, np.random.default_rng(seed)))
         )
         truth = truth_of(operation, stored, operation.workload.attrs)
     except ValueError as error:
@@ -156,9 +160,12 @@ def errors(out: Any, truth: Truth) -> tuple[float, float]:
         finite = finite & xp.isfinite(difference).all()
     if not bool(finite):
         return nan, nan
-    tiny = float(np.finfo(np.float64).tiny)
-    largest = float(np.abs(truth).max(where=np.isfinite(truth), initial=tiny))
-    return float(worst), float(worst) / largest
+    return float(worst), float(worst) / max(largest(truth), np.finfo(np.float64).tiny)
+
+
+def largest(values: np.ndarray) -> float:
+    """Return the largest magnitude of the finite values, or 0 if there is none."""
+    return float(np.abs(values).max(where=np.isfinite(values), initial=0))
 
 
 def tolerance(dtype: str) -> float:
