@@ -1,4 +1,4 @@
-"""Hash a model and gpt2block's sources, to compare the hashes of jobs and workers."""
+"""Hash gpt2block's sources, and state versions, to compare those of jobs and workers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ import platform
 from pathlib import Path
 
 import kernels_cu
-from gpt2block.engine.receipts import hash_of_sources, of_checkpoint
-from gpt2block.files.checkpoints import Checkpoint
-
-
-def of_model(name: str | Path, revision: str | None = None) -> str:
-    """Return the SHA-256 of the checkpoint's config and tensors. Raises CheckpointError."""
-    return of_checkpoint(Checkpoint.open(name, revision))
+from gpt2block.engine.receipts import hash_of_sources
 
 
 def of_program() -> str:

@@ -19,7 +19,7 @@ from gpt2block.bulk.tasks import Embedding, Problem, Row, problem_of
 from gpt2block.checks import check_choice, check_count
 from gpt2block.cuda import doctor, first_gpus
 from gpt2block.cuda.devices import reads_blocks, resolve_device
-from gpt2block.engine.receipts import of_tokenizer
+from gpt2block.engine.receipts import of_checkpoint, of_tokenizer
 from gpt2block.errors import DeviceError, InputError, printable
 from gpt2block.files.checkpoints import BUNDLED_NAMES, Checkpoint
 from gpt2block.files.checkpoints.embedding_files import embedding_defaults
@@ -82,7 +82,7 @@ class Job(Arguments):
         encoding = lookup.encoding if has_text else lookup.at_hand
         defaults = partial(embedding_defaults, checkpoint)
         task = self.checked_task(checkpoint.config, encoding, defaults)
-        options = self.options | (task.chosen if isinstance(task, Embedding) else {})
+        options = self.options | (task.own._asdict() if isinstance(task, Embedding) else {})
         of_blocks = checkpoint.nbytes_in_blocks > 0 and self.device != "cpu"
         clash = {*task.columns, "index"} & {*self.keep}
         if clash:
@@ -95,7 +95,7 @@ class Job(Arguments):
             tokenizer=None if self.tokenizer is None else absolute(self.tokenizer),
             output=str(output),
             keep=tuple(dict.fromkeys(self.keep)),
-            model_sha256=identity.of_model(self.model, self.revision),
+            model_sha256=of_checkpoint(checkpoint),
             tokenizer_sha256=of_tokenizer(encoding),
         )
 
@@ -152,7 +152,7 @@ def predictor(job: Job) -> Predictor:
     with _loading:
         if key not in _predictors:
             here = f"{job.model} on {socket.gethostname()}"
-            if identity.of_model(job.model, job.revision) != job.model_sha256:
+            if of_checkpoint(Checkpoint.open(job.model, job.revision)) != job.model_sha256:
                 raise InputError(f"{here} is not the client's model: copy the client's files there")
             while len(_predictors) >= _KEPT:
                 del _predictors[next(iter(_predictors))]

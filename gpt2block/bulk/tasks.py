@@ -185,7 +185,7 @@ class Embedding(Task):
     """Task `embed`: the embedding of a record, as `Model.embed` computes it.
 
     pooling, overflow, normalize: as in `scoring.embed`. None stands for the model's own value,
-    which `choose` looks up.
+    which `choose` looks up. own: pooling and normalization after `choose`.
     """
 
     def __init__(
@@ -204,24 +204,18 @@ class Embedding(Task):
 
     def choose(self, defaults: Callable[[], EmbeddingDefaults]) -> None:
         """Choose pooling and normalization as `chosen` does, and check the options."""
-        self._own = chosen(self._pooling, self._normalize, defaults)
-        scoring.check_embed_options(self._own.pooling, self._overflow)
-        check_flag("normalize", self._own.normalize)
-
-    @property
-    def chosen(self) -> dict[str, object]:
-        """The options pooling and normalize, with the model's own values in place of None."""
-        return {"pooling": self._own.pooling, "normalize": self._own.normalize}
+        self.own = chosen(self._pooling, self._normalize, defaults)
+        scoring.check_embed_options(self.own.pooling, self._overflow)
+        check_flag("normalize", self.own.normalize)
 
     def problem(self, ids: Ids) -> str | None:
         fits = len(ids) >= 1 and (len(ids) <= self._n_ctx or self._overflow == "truncate")
         return None if fits else f"expected 1 to {self._n_ctx} tokens, got {len(ids)}"
 
     def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
-        own = self._own
         vectors = scoring.embed(
-            engine, None, list(records), own.pooling, self.tokens_at_once, self._overflow,
-            normalize=own.normalize,
+            engine, None, list(records), self.own.pooling, self.tokens_at_once, self._overflow,
+            normalize=self.own.normalize,
         )  # fmt: skip
         if not np.isfinite(vectors).all():
             raise InputError("the vector holds NaN: ", *BAD_WEIGHTS)

@@ -272,9 +272,8 @@ class EvaluatedModel(TemplateLM):
         answer continues the last message. Raises InputError for messages that the template refuses.
         """
         template, begins = self.model.chat_template, add_generation_prompt
-        return template.render(
-            chat_history, **template.arguments(begins, not begins, self._variables)
-        )
+        arguments = template.arguments(begins, not begins, self._variables)
+        return template.render(chat_history, **arguments)
 
 
 def _sequences_of(batch_size: int | str, most: int | None) -> int | None:

@@ -47,8 +47,10 @@ def check_known(operation: Operation) -> None:
 
 
 def values(operation: Operation, inputs: tuple[Any, ...], attrs: Attrs) -> Values:
-    """Return the kernel arguments for inputs that `Operation.make` returns. Raises InputError."""
-    check_known(operation)
+    """Return the kernel arguments for inputs of an operation that supports users' kernels.
+
+    inputs: as `Operation.make` returns them.
+    """
     contract = operation.contract
     pairs = tuple(zip(contract.inputs, inputs, strict=False))
     outputs = [each for each in contract.outputs if operation.workload.further or not each.optional]
@@ -56,15 +58,14 @@ def values(operation: Operation, inputs: tuple[Any, ...], attrs: Attrs) -> Value
     called.update(operation.workload.arrays)
     sizes = _sizes(operation, pairs, attrs)
     stored = str(inputs[0].dtype.name)
-    aliases = dict(operation.workload.arrays)
-    aliases |= {
+    aliases = {
         name: called[text] for name, text in operation.workload.aliases.items() if text in called
     }
     return Values(
         {called[e.name]: value.data if e.kind in MATRICES else value for e, value in pairs},
         {called[e.name]: Output(e.shape(sizes), FIXED.get(e.kind, stored)) for e in outputs},
         _numbers(operation, sizes, attrs, called),
-        aliases,
+        {**operation.workload.arrays, **aliases},
     )
 
 

@@ -162,9 +162,8 @@ def headline(source: UserSource, problem: Finding) -> str:
 
 def numbered(source: UserSource, found: Finding) -> list[str]:
     """Return the source lines that a problem concerns, each after its line number."""
-    return [
-        f"{number:>5} | {source.line(number).expandtabs(4)}" for number in sorted({*found.lines})
-    ]
+    lines = sorted({*found.lines})
+    return [f"{number:>5} | {source.line(number).expandtabs(4)}" for number in lines]
 
 
 def of_compiler(source: UserSource, log: str) -> Finding:
@@ -197,9 +196,8 @@ def of_compiler(source: UserSource, log: str) -> Finding:
     rest = len(errors) - len(shown)
     more = f"\nand {rest} more error{'s' if rest > 1 else ''}" if rest else ""
     what = "\n".join(f"{source.file}:{each[0]}: {_explained_host(source, *each)}" for each in shown)
-    hint = (
-        _NO_LIBRARY if re.search('cannot open source file|"std" has no|not.* of .std', what) else ""
-    )
+    library = re.search('cannot open source file|"std" has no|not.* of .std', what)
+    hint = _NO_LIBRARY if library else ""
     lines = _with_line_before(source, *shown[0])
     return Finding(f"{source.file} does not compile:\n{what}{more}{hint}", lines)
 

@@ -179,9 +179,8 @@ def matched(
     arguments.check_known(operation)
     sizes, attrs = operation.cases[0]
     all_attrs = {**operation.workload.attrs, **attrs}
-    host, _ = workload.inputs_and_truth(
-        operation.with_workload(attrs=all_attrs), sizes, dtype, layout
-    )
+    own = operation.with_workload(attrs=all_attrs)
+    host, _ = workload.inputs_and_truth(own, sizes, dtype, layout)
     values = arguments.values(operation, host, all_attrs)
     label = f"{source.place()}: {source.name}"
     texts = [p.name for p in source.parameters] if args is None else [*split(args)]

@@ -66,9 +66,8 @@ def check(
     found = find(operation)
     if device not in (None, "cpu", "cuda"):
         raise InputError(f"device: expected 'cpu', 'cuda' or None, got {shown(device)}")
-    stated = (
-        stated_sizes(found, ",".join(f"{name}={n}" for name, n in shape.items())) if shape else {}
-    )
+    sizes = ",".join(f"{name}={n}" for name, n in (shape or {}).items())
+    stated = stated_sizes(found, sizes or None)
     stored = workload.check_storage(found, dtype, layout)
     launch = {"kernel": kernel, "grid": grid, "block": block, "shared": shared}
     user = _matched(source, found, stored, args, launch)

@@ -412,9 +412,8 @@ def _unlaunchable(
 
 
 def _of_order(wrong: Finding) -> Finding:
-    return replace(
-        wrong, text=re.sub(r"\nthe threads ran in \w+ order", rf"\g<0>{ORDER_COUNTS}", wrong.text)
-    )
+    text = re.sub(r"\nthe threads ran in \w+ order", rf"\g<0>{ORDER_COUNTS}", wrong.text)
+    return replace(wrong, text=text)
 
 
 def _advanced(before: bytes, after: bytes, launches: int) -> bytearray:

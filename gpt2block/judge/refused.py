@@ -86,9 +86,8 @@ def too_many(
 
 def _compiled(kernel: Kernel, arch: str) -> nvrtc.Compiled | nvrtc.Refused:
     """Compile the file to machine code of an architecture, so that the log has what ptxas says."""
-    path = str(kernel.source.path)
     return nvrtc.compile(
-        kernels.program(path, kernels.stored_as(kernel.dtype)),
+        kernels.program(str(kernel.source.path), kernels.stored_as(kernel.dtype)),
         name="kernel.cu",
         arch=arch,
         options=(f"-I{kernels.SOURCE_DIR}", *ASSEMBLED),

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -54,19 +53,14 @@ def application(first: str = "") -> typer.Typer:
         "NumPy reference.",
     )
     app.callback()(_gpt2block)
-    for name in _commands(first):
+    names = (first,) if first in EXAMPLES else tuple(EXAMPLES)
+    for name in names if first != "--version" else ():
         module = import_module(f"gpt2block.apps.cli.{MODULES.get(name, name)}")
         if name == "map":
             app.add_typer(module.app, name=name)
         else:
             add_command(app, getattr(module, name), EXAMPLES[name])
     return app
-
-
-def _commands(first: str) -> Sequence[str]:
-    if first == "--version":
-        return ()
-    return (first,) if first in EXAMPLES else tuple(EXAMPLES)
 
 
 def _print_version(wanted: bool) -> None:

@@ -51,8 +51,7 @@ def race(works: list[bench.Work], device: str | None, as_json: bool) -> bool:
 
 def print_report(out: Console, report: Report, titles: Mapping[str, str] = TITLES) -> None:
     """Print the method, the measured hardware limits, and a table for each kind of benchmark."""
-    versions = report.versions
-    out.print(escape(", ".join(f"{name} {version}" for name, version in versions.items())))
+    out.print(escape(", ".join(f"{name} {version}" for name, version in report.versions.items())))
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in report.ceilings.tflop_s.items())
     out.print(f"ceilings in this run: copy {report.ceilings.copy_gb_s:.0f} GB/s; cuBLAS for")
     out.print(f"M = N = K = 8192: {rates} TFLOP/s")

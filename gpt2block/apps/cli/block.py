@@ -203,9 +203,8 @@ def _print_report(report: BlockReport) -> None:
         out.print(f"kernels  none run: {report.dtype} NumPy compared with float64")
     elif report.dtype != "float32":
         out.print(f"kernels  {report.kernels}, {report.dtype}")
-    table = new_table(
-        ("step", "kernel", "shape"), ("ms", "max abs", "max rel", "total abs", "total rel")
-    )
+    figures = ("ms", "max abs", "max rel", "total abs", "total rel")
+    table = new_table(("step", "kernel", "shape"), figures)
     for row in report.steps:
         values = (row.max_abs, row.max_rel, row.total_abs, row.total_rel)
         table.add_row(

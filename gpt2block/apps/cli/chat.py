@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2block.apps.cli.display import print_json, printable_lines, say, unechoed, working
 from gpt2block.apps.cli.model import (
-    ModelOptions,
+    ChatModelOptions,
     SamplingOptions,
     chat_template_option,
     draft_option,
     keyword,
     load_draft,
     load_model,
-    model_option,
     require_for,
     with_numbers,
 )
@@ -63,11 +62,6 @@ HELP = f"""\
 
 {QUOTES} begins and ends a message of several lines. A message that begins with / is written with a
 space before it. Ctrl-C stops an answer."""
-
-
-@dataclass(frozen=True)
-class ChatModelOptions(ModelOptions):
-    model: str = model_option("smollm2")
 
 
 @with_numbers(*OPTIONS, optional="{}; by default the model's setting")
@@ -121,7 +115,7 @@ def chat(
         # Invalid UTF-8 affects only one message.
         utf_8 = None if sys.stdin.isatty() else "utf-8-sig"
         sys.stdin.reconfigure(encoding=utf_8, errors="surrogateescape")
-    messages = [] if file is None else _read(file, read_messages)
+    messages = [] if file is None else _read(file)
     if system is not None:
         messages = [_system(system), *(m for m in messages if m["role"] != "system")]
     with unechoed():
@@ -146,10 +140,10 @@ def _system(text: str) -> dict[str, str]:
     return {"role": "system", "content": text}
 
 
-def _read(file: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
+def _read(file: Path) -> list[Message]:
     text = read_text(str(file), MAX_FILE).removeprefix(BYTE_ORDER_MARK)
     try:
-        return read(json.loads(text))
+        return read_messages(json.loads(text))
     except (ValueError, RecursionError) as error:  # InputError is a ValueError
         raise InputError(f"{file}: expected the messages of a conversation: {error}") from error
 

@@ -13,10 +13,8 @@ from gpt2block.models.config import SIZES
 if TYPE_CHECKING:
     from gpt2block.ops.operation import Operation
 
-Completion = Callable[[str], list[str]]
 
-
-def one_of(*names: str) -> Completion:
+def one_of(*names: str) -> Callable[[str], list[str]]:
     """Return a function that returns those of `names` that begin with a given text."""
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 

@@ -101,16 +101,15 @@ def generate(
         ended = (sequence for sequence in run.sequences if sequence.finish_reason)
         append_receipts(receipt, (sequence.result().receipt for sequence in ended))
     if writer is None:
-        print_json(
-            {
-                **model_facts(loaded),
-                "prompt": start.tolist() if ids else text,
-                "seed": options.seed,
-                "samples": [_sample(sequence, encoding is not None) for sequence in run.sequences],
-                "seconds_to_first_token": clock.to_first,
-                "tokens_per_second": clock.rate,
-            }
-        )
+        report = {
+            **model_facts(loaded),
+            "prompt": start.tolist() if ids else text,
+            "seed": options.seed,
+            "samples": [_sample(sequence, encoding is not None) for sequence in run.sequences],
+            "seconds_to_first_token": clock.to_first,
+            "tokens_per_second": clock.rate,
+        }
+        print_json(report)
     else:
         writer.rest(logprobs)
         say(_summary(loaded, options.seed, run, clock))

@@ -57,15 +57,13 @@ def info(
     for dtype, sizes in memory.items() if gpus > 1 else ():
         formats = Formats(dtype, sizes["kv_cache_dtype"])
         sizes["on_each_gpu"] = bytes_by_gpu(c, formats, gpus, checkpoint.stored)._asdict()
+    ends = sources_of_end_tokens(checkpoint).items()
     facts = {
         "name": checkpoint.name,
         "file": str(checkpoint.file),
         "config": asdict(c),
         "generation_config": checkpoint.generation_config(),
-        "end_tokens": [
-            {"id": token, "source": source}
-            for token, source in sources_of_end_tokens(checkpoint).items()
-        ],
+        "end_tokens": [{"id": token, "source": source} for token, source in ends],
         "parameters": sum(prod(tensor.shape) for tensor in checkpoint.stored.values()),
         "dtypes": sorted({name for each in checkpoint.stored.values() for name in each.types}),
         "nbytes": checkpoint.nbytes,
@@ -93,20 +91,19 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
     tied = "tied to the embedding" if c.tie_word_embeddings else "a separate matrix"
     n_kv_head = c.kv_width // c.head_size
     grouped = f" ({n_kv_head} of keys and values)" if n_kv_head != c.n_head else ""
-    display.print_facts(
-        {
-            "model": checkpoint.name,
-            "file": str(checkpoint.file),
-            "sizes": f"{c.n_layer} blocks, width {c.n_embd}, {c.n_head} heads of {c.head_size}"
-            f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
-            **_delta_facts(c.delta_nets, facts["memory"]),
-            **_draft_facts(checkpoint),
-            **_rope_facts(getattr(c, "scaling", None)),
-            "parameters": f"{facts['parameters']:,}",
-            "stored": f"{', '.join(facts['dtypes'])}, {display.megabytes(facts['nbytes'])}",
-            **_generation_facts(facts["end_tokens"], facts["generation_config"]),
-        }
-    )
+    lines = {
+        "model": checkpoint.name,
+        "file": str(checkpoint.file),
+        "sizes": f"{c.n_layer} blocks, width {c.n_embd}, {c.n_head} heads of {c.head_size}"
+        f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
+        **_delta_facts(c.delta_nets, facts["memory"]),
+        **_draft_facts(checkpoint),
+        **_rope_facts(getattr(c, "scaling", None)),
+        "parameters": f"{facts['parameters']:,}",
+        "stored": f"{', '.join(facts['dtypes'])}, {display.megabytes(facts['nbytes'])}",
+        **_generation_facts(facts["end_tokens"], facts["generation_config"]),
+    }
+    display.print_facts(lines)
     out = display.console()
     table = display.new_table(("dtype on a GPU", "weights", f"kv_cache, a sequence of {c.n_ctx}"))
     divided: Any = None  # a table, if the model is on several GPUs

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from gpt2block.judge.folder import Judged
 
 CSV_COLUMNS = ("verdict", "finding", "seconds", "said")
-NO_EXPECTATION = "not stated"
 
 
 def judge(
@@ -60,11 +59,10 @@ def judge(
     _check_device(device)
     if csv_file is not None:
         check_file(csv_file)
-    verdicts: list[Judged] = []
     with display.progress_bar("kernels", hidden=as_json) as bar:
         jobs = jobs or judging.default_jobs()
         results = judging.judge(kernels, jobs, device=device, seed=seed)
-        verdicts.extend(bar.track(results, len(kernels)))
+        verdicts = list(bar.track(results, len(kernels)))
     verdicts.sort(key=lambda each: kernels.index(each.entry))
     if csv_file is not None:
         write_file(csv_file, _as_csv(verdicts, judging.COLUMNS).encode())
@@ -119,7 +117,7 @@ def _print_confusion(out: Console, confusion: dict[str, dict[str, int]]) -> None
     verdicts = next(iter(confusion.values()))
     table = display.new_table(("expected",), verdicts)
     for expected, counts in confusion.items():
-        table.add_row(expected or NO_EXPECTATION, *map(str, counts.values()))
+        table.add_row(expected or "not stated", *map(str, counts.values()))
     out.print()
     display.print_table(out, table)
 

@@ -100,8 +100,7 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
             raise InputError(f"{option}: {EMULATOR_ONLY}: add --device cpu")
         return _own(request, user, True) if user else _on_gpu(request)
     if device == CUDA:
-        why = f"{problem}: this needs a GPU, and {doctor.ADVICE}"
-        return _not_run(request, user, why)
+        return _not_run(request, user, f"{problem}: this needs a GPU, and {doctor.ADVICE}")
     try:
         on_cpu.require_emulator()
     except DeviceError as error:
@@ -199,8 +198,7 @@ def _own(request: Request, user: Kernel, on_gpu: bool) -> bool:
     job = CheckJob(user, request.stored, stated, resolved_seed(request.own.seed), watched)
     if not on_gpu:
         return _show_own(request, job.on_cpu(request.steps))
-    names = tuple(each.name for each in request.variants)
-    return _show_own(request, job.on_gpu(names))
+    return _show_own(request, job.on_gpu(tuple(each.name for each in request.variants)))
 
 
 def _counted(

@@ -36,8 +36,7 @@ def listing(variant: Variant) -> list[tuple[int, str]]:
             while first and lines[first - 1].startswith(("//", "template")):
                 first -= 1  # the comment above the kernel
             left_out.update(range(first, source.count("\n", 0, end) + 1))
-    parts = [
-        list(each) for left, each in groupby(range(len(lines)), left_out.__contains__) if not left
-    ]
+    runs = groupby(range(len(lines)), left_out.__contains__)
+    parts = [list(numbers) for left, numbers in runs if not left]
     texts = [(part[0] + 1, "\n".join(lines[number] for number in part)) for part in parts]
     return [(start, text) for start, text in texts if text.strip()]

@@ -172,8 +172,7 @@ def _map(
     except driver.JobError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
-    output = Path(files.output)
-    for line in _summary(output, outcome):
+    for line in _summary(Path(files.output), outcome):
         print(printable(line))
     if outcome.errors and not outcome.records:
         line = f"none of {outcome.errors:,} records could be computed: {outcome.first_error}"

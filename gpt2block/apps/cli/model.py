@@ -44,7 +44,6 @@ device_option = partial(
     "cuda, cuda:N, cuda:N,M for several GPUs, or cpu; by default the GPU if there is one.",
     complete=complete.devices,
 )
-gpus_option = partial(option, "Divide the model among this many GPUs, from GPU 0 on.", None)
 special_option = partial(flag, "Read names such as <|endoftext|> as special tokens.")
 stride_option = partial(option, "Tokens between windows; half of the context by default.")
 draft_option = partial(
@@ -71,7 +70,7 @@ class ModelOptions:
     tokenizer: Path | None = path_option(
         "A tokenizer.json, or a folder with vocab.json and merges.txt."
     )
-    gpus: int | None = gpus_option()
+    gpus: int | None = option("Divide the model among this many GPUs, from GPU 0 on.")
     threads: int | None = option(
         "Threads of a matrix product on the CPU, by default one for each core; 1 is faster if "
         "other programs use the cores.",
@@ -90,6 +89,13 @@ class ModelOptions:
         if self.gpus < 1:
             raise InputError(f"--gpus {self.gpus}: expected 1 or more")
         object.__setattr__(self, "device", first_gpus(self.gpus))
+
+
+@dataclass(frozen=True)
+class ChatModelOptions(ModelOptions):
+    """Options of commands whose default model was trained on conversations."""
+
+    model: str = model_option("smollm2")
 
 
 def keyword(name: str, sentence: str = "{}", **default: object) -> Any:

@@ -114,14 +114,9 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
             raise type(error)(*error.texts(_spelling(infos, options))) from error
 
     run.__annotations__ = types  # Typer reads the annotations with the signature
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=types[name]
-            )
-            for name, info in infos.items()
-        ]
-    )
+    keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    parameters = [keyword(name, default=infos[name], annotation=types[name]) for name in infos]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(each.split()) for each in paragraphs)  # removes line breaks
     app.command(function.__name__, help=text, epilog=f"Example: gpt2block {example}")(run)

@@ -190,8 +190,7 @@ def _print_operations(out: Console, rows: Sequence[TimedOperation], times: PassT
 def _print_times(out: Console, times: PassTimes) -> None:
     """Print a forward pass's time as kernels' times plus gaps between kernels minus overlap."""
     moved = times.moved
-    gaps = times.apart_us - times.own_us
-    line = f"alone {times.own_us:,.1f} us + gaps {gaps:,.1f} us"
+    line = f"alone {times.own_us:,.1f} us + gaps {times.apart_us - times.own_us:,.1f} us"
     if times.apart_us != times.us:
         line += f" = one at a time {times.apart_us:,.1f} us"
         line += f" - overlap {times.apart_us - times.us:,.1f} us"

@@ -83,8 +83,7 @@ def _variant(variant: Variant, prepared: Sequence[Prepared], dtype: str) -> Rung
                     found = workload.errors(np.asarray(bound.run()), truth)
                 off = max(off, found, key=lambda each: inf if isnan(each[1]) else each[1])
         except InputError as error:
-            prefix = f"{operation.name} variant {variant.name}: "
-            why = why or str(error).removeprefix(prefix)
+            why = why or str(error).removeprefix(f"{operation.name} variant {variant.name}: ")
             continue
         except stand_in.EmulatorError as error:
             problem = f"{error} at {described(sizes)}"

@@ -11,7 +11,6 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -22,13 +21,12 @@ import typer
 from gpt2block.apps.cli.codes import FAILED
 from gpt2block.apps.cli.display import on_each_gpu, say
 from gpt2block.apps.cli.model import (
-    ModelOptions,
+    ChatModelOptions,
     chat_template_option,
     draft_option,
     keyword,
     load_draft,
     load_model,
-    model_option,
     require_for,
 )
 from gpt2block.apps.cli.options import option, path_option
@@ -48,14 +46,9 @@ MAX_PROCESSES = 256
 ONLY_KEY = "default"  # name of a file's only key if the file does not name the key
 
 
-@dataclass(frozen=True)
-class ServedOptions(ModelOptions):
-    model: str = model_option("smollm2")
-
-
 def serve(
     *,
-    model: ServedOptions,
+    model: ChatModelOptions,
     host: str = option(
         "Address to listen at. Without a key only an address of this machine, such as 127.0.0.1.",
         HOST,

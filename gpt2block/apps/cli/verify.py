@@ -22,7 +22,6 @@ from gpt2block.errors import InputError, printable
 
 MAX_FILE = 2**32  # maximum bytes of a file of receipts: 4 GiB
 MAX_SHOWN = 10  # maximum number of problems that are printed
-EVENT = "data: "  # begins a line of a saved stream
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def _read(file: str) -> list[object]:
     """Return the receipts in a file: JSON, lines of JSON, or the events of a saved stream."""
     text = read_text(file, MAX_FILE).removeprefix(BYTE_ORDER_MARK)
     # Not `splitlines`: JSON strings can contain U+0085, U+2028 and U+2029.
-    lines = [line.removeprefix(EVENT) for line in text.split("\n")]
+    lines = [line.removeprefix("data: ") for line in text.split("\n")]  # begins a saved event
     values = [_value(text)] if isinstance(_value(text), (dict, list)) else [*map(_value, lines)]
     receipts = [*found_in([each for each in values if each not in ("", "[DONE]")])]
     if not receipts:

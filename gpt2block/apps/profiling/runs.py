@@ -104,8 +104,7 @@ def of_score(model: Model[Any], rows: int, tokens: int, steps: int) -> list[Time
 
 def of_block(block: Block | LlamaBlock, rows: int, tokens: int, steps: int) -> list[TimedPass]:
     """Time a block on random input `steps` times."""
-    width = block.spec.width
-    x = random_input(0, (rows, tokens, width)).astype(FLOATS[block.dtype])
+    x = random_input(0, (rows, tokens, block.spec.width)).astype(FLOATS[block.dtype])
     call: Call = partial(block, x)
     call()
     return [TimedPass("block", each) for _ in range(steps) for each in block._timed(call)]

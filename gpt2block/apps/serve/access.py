@@ -94,6 +94,5 @@ def _line(scope: Scope, ended: str) -> str:
         path = path.replace(value, "…")
     facts = [f"{scope['method']} {path} {ended}"]
     if asked := state.get("asked"):
-        new = sum(len(sequence.tokens) for sequence in asked.sequences)
-        facts.append(f"{sum(map(len, asked.prompts))} + {new} tokens")
+        facts.append(f"{sum(map(len, asked.prompts))} + {asked.new_tokens} tokens")
     return ", ".join([*facts, *filter(None, [state.get("client")]), state["id"]])

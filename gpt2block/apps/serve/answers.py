@@ -114,9 +114,6 @@ def late() -> ApiError:
     return ApiError(504, problem, code="timeout")
 
 
-UsageOf = Callable[[int], JsonObject]  # argument: number of new tokens; returns a usage object
-
-
 class Answer:
     """The sequences of a request, with the text and tokens that the engine has computed.
 
@@ -265,7 +262,7 @@ class Form(ABC):
 
     def is_empty(self, delta: JsonObject) -> bool:
         """Return whether a chunk without log-probabilities has no content."""
-        return False
+        return delta.get("delta") == {} and delta["finish_reason"] is None
 
     def first(self, index: int) -> JsonObject | None:
         """Return the chunk that a stream sends before the first tokens of a choice, or None."""
@@ -340,10 +337,7 @@ class ChatForm(Form):
         self, index: int, part: AnswerChoice, logprobs: bool, offsets: TextOffsets
     ) -> list[JsonObject]:
         new, part = self._read(index, part, part.reason is not None)
-        deltas = [
-            self._filled({"index": index, "delta": each}, AnswerChoice(), logprobs=False)
-            for each in new or [{}]
-        ]
+        deltas = [self._delta(index, each) for each in new or [{}]]
         deltas[0]["logprobs"] = self._logprobs(part.scored) if logprobs else None
         deltas[-1]["finish_reason"] = part.reason
         return deltas
@@ -358,8 +352,10 @@ class ChatForm(Form):
         return [{"content": part.text}] if part.text else [], part
 
     def first(self, index: int) -> JsonObject:
-        delta = {"role": "assistant", "content": ""}
-        return self._filled({"index": index, "delta": delta}, AnswerChoice(), logprobs=False)
+        return self._delta(index, {"role": "assistant", "content": ""})
+
+    def _delta(self, index: int, delta: JsonObject) -> JsonObject:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _filled(self, said: JsonObject, choice: AnswerChoice, logprobs: bool) -> JsonObject:
         found = self._logprobs(choice.scored) if logprobs else None
@@ -401,7 +397,7 @@ async def streamed(
     form: Form,
     echoes: Sequence[AnswerChoice],
     logprobs: bool,
-    usage_of: UsageOf | None,
+    usage_of: Callable[[int], JsonObject] | None,
     prompts: Mapping[int, list[int]] | None = None,
     drafts: bool = False,
     observe: Callable[[float], None] = lambda seconds: None,
@@ -410,11 +406,12 @@ async def streamed(
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events; events of tokens that arrive together are sent together.
 
-    echoes: texts with which the answers begin. usage_of: computes the usage for a last chunk; None:
-    no such chunk. prompts: token ids of the prompt of each choice, for the first event of the
-    choice; None: no token ids. drafts: whether events with token ids tell which were drafted.
-    observe: called with the seconds between two times at which events are sent. failed: converts an
-    exception other than ApiError to the error for the client. sent: converts objects to events.
+    echoes: texts with which the answers begin. usage_of: returns the usage object for a last chunk,
+    from the number of new tokens; None: no such chunk. prompts: token ids of the prompt of each
+    choice, for the first event of the choice; None: no token ids. drafts: whether events with token
+    ids tell which were drafted. observe: called with the seconds between two times at which events
+    are sent. failed: converts an exception other than ApiError to the error for the client. sent:
+    converts objects to events.
     """
     more: JsonObject = {} if usage_of is None else {"usage": None}
     untold = dict(prompts or {})

@@ -56,6 +56,7 @@ from gpt2block.apps.serve.protocol import (
     TemplateFields,
     TokenizeRequest,
     check_length,
+    invalid,
     named,
     parsed,
     refused,
@@ -100,6 +101,11 @@ class PreparedRequest:
     form: Form
     logprobs: bool
     sent: Sent = field(default_factory=Sent)
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of tokens of all answers, so far."""
+        return sum(len(sequence.tokens) for sequence in self.sequences)
 
     @property
     def prompt_ids(self) -> dict[int, list[int]] | None:
@@ -260,18 +266,17 @@ class Server:
     def _completion(self, body: CompletionRequest) -> PreparedRequest:
         n, top, new = body.n or 1, body.logprobs or 0, body.max_tokens
         if new == 0 and not body.echo:
-            raise ApiError(400, "max_tokens: expected at least 1, or echo", "max_tokens")
+            raise invalid("max_tokens: expected at least 1, or echo")
         if new == 0 and body.stream:
-            raise ApiError(400, "stream: expected max_tokens of at least 1", "stream")
+            raise invalid("stream: expected max_tokens of at least 1")
         prompts = [self.ids_of(*each) for each in named("prompt", body.prompt)]
         most, unwritten = 16 if new is None else new, self._unwritten(body, None)
         sequences = self._sequences(prompts, body, most, top, None) if most else []
         echoes = [AnswerChoice() for _ in prompts]
         if body.echo:
             for echo, ids, prompt in zip(echoes, prompts, body.prompt, strict=True):
-                data = bytes_of_ids(
-                    self.encoding, [id for id in ids.tolist() if id not in unwritten]
-                )
+                written = [id for id in ids.tolist() if id not in unwritten]
+                data = bytes_of_ids(self.encoding, written)
                 echo.text = prompt if isinstance(prompt, str) else data.decode(errors="replace")
         form = TextForm(self.settings.name, self.encoding, unwritten)
         starts = [each for each in echoes for _ in range(n)]
@@ -280,7 +285,7 @@ class Server:
     def _chat(self, body: ChatRequest) -> PreparedRequest:
         top, logprobs = body.top_logprobs or 0, bool(body.logprobs)
         if top and not logprobs:
-            raise ApiError(400, "top_logprobs: expected logprobs with it", "top_logprobs")
+            raise invalid("top_logprobs: expected logprobs with it")
         with self._template(partial(self._check_text, "messages")) as template:
             arguments, messages = self._template_arguments(template, body), body.messages
             use = ToolUse.of(body, template)
@@ -319,8 +324,7 @@ class Server:
         if not len(ids):
             end = tokenizer.end_of_text(encoding, V)
             if end is None:
-                problem = f"{field}: expected at least one token"
-                raise ApiError(400, problem, field.partition(".")[0])
+                raise invalid(f"{field}: expected at least one token")
             ids = np.array([end], np.int32)
         return ids
 
@@ -370,15 +374,14 @@ class Server:
         """
         count, max_sequences = len(prompts) * (body.n or 1), self.model.slots + self.settings.queue
         if count > max_sequences:
-            problem = f"n: {count} continuations: this server takes {max_sequences} at most"
-            raise ApiError(400, problem, "n")
+            raise invalid(f"n: {count} continuations: this server takes {max_sequences} at most")
         if (body.min_tokens or 0) > most:
-            raise ApiError(400, f"min_tokens: expected at most max_tokens, {most}", "min_tokens")
+            raise invalid(f"min_tokens: expected at most max_tokens, {most}")
         if body.receipt and not self.model.receipts:
             problem = "receipt: this server was started without receipts"
             if self.settings.receipts:
                 problem = "receipt: expected a model on a GPU, or a server with --rows 1"
-            raise ApiError(400, problem, "receipt")
+            raise invalid(problem)
         rule = None if use is None else use.grammar(self.encoding)
         ids = self._stop_ids(body)
         options = body.options(rule=rule, max_new_tokens=most, top_logprobs=top, stop_ids=ids)
@@ -410,7 +413,8 @@ class Server:
         await answer.submit(request.state.client, left)
         self.engine.note("started", sum(map(len, asked.prompts)), len(asked.sequences))
         if asked.body.stream:
-            wanted = partial(self._usage, asked) if asked.body.usage_wanted else None
+            options = asked.body.stream_options
+            wanted = partial(self._usage, asked) if options and options.include_usage else None
             events = streamed(
                 answer, asked.form, asked.echoes, asked.logprobs, wanted, asked.prompt_ids,
                 self.settings.speculate, self.engine.note_between,
@@ -425,33 +429,26 @@ class Server:
             await whole(answer, choices)
         finally:
             answer.close()
-        new = sum(len(sequence.tokens) for sequence in asked.sequences)
-        if new + sum(len(choice.scored.tokens) for choice in choices) > MANY_TOKENS:
-            return await self.in_thread(request, self._whole, asked, choices, new, _PatientResponse)
-        return self._whole(asked, choices, new, JSONResponse)
+        if asked.new_tokens + sum(len(choice.scored.tokens) for choice in choices) > MANY_TOKENS:
+            return await self.in_thread(request, self._whole, asked, choices, _PatientResponse)
+        return self._whole(asked, choices, JSONResponse)
 
     def _whole(
-        self,
-        asked: PreparedRequest,
-        choices: Sequence[AnswerChoice],
-        new: int,
-        kind: type[JSONResponse],
+        self, asked: PreparedRequest, choices: Sequence[AnswerChoice], kind: type[JSONResponse]
     ) -> Response:
-        """Return the response object for complete answers with `new` tokens in total."""
-        form, logprobs = asked.form, asked.logprobs
-        written = [
-            asked.sent.choice(form, index, each, logprobs) for index, each in enumerate(choices)
-        ]
+        """Return the response object for complete answers."""
+        form, logprobs, sent = asked.form, asked.logprobs, asked.sent
+        written = [sent.choice(form, n, choice, logprobs) for n, choice in enumerate(choices)]
         for each, sequence in zip(written, asked.sequences, strict=False):
-            each.update(asked.sent.facts(sequence))
-        found = form.object(form.whole, written, usage=self._usage(asked, new))
+            each.update(sent.facts(sequence))
+        found = form.object(form.whole, written, usage=self._usage(asked, asked.new_tokens))
         if (prompts := asked.prompt_ids) is not None:
             for index, each in enumerate(written):
                 each["token_ids"] = asked.sequences[index].tokens if asked.sequences else []
                 if self.settings.speculate:
                     each["guessed"] = asked.sequences[index].drafted if asked.sequences else []
             form.with_prompts(found, prompts)
-        return kind(asked.sent.whole(found))
+        return kind(sent.whole(found))
 
     def _usage(self, asked: PreparedRequest, new: int) -> JsonObject:
         """Return OpenAI's usage object for answers with `new` tokens in total."""
@@ -501,7 +498,7 @@ class Server:
 
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "prompt: expected prompt or messages", "prompt")
+            raise invalid("prompt: expected prompt or messages")
         encoding, config = self.encoding, self.model.config
 
         def ids() -> list[int]:
@@ -532,9 +529,8 @@ class Server:
 
     async def models(self, request: Request) -> Response:
         names, wanted = self.settings.names, request.path_params.get("name")
-        c = self.model.config
         found = {"object": "model", "created": self._begun, "owned_by": "gpt2block"}
-        found |= {"max_model_len": c.n_ctx}
+        found |= {"max_model_len": self.model.config.n_ctx}
         if wanted is None:
             return JSONResponse({"object": "list", "data": [{"id": n, **found} for n in names]})
         if wanted not in names:
@@ -557,8 +553,7 @@ class Server:
         return JSONResponse({"status": "live"})
 
     async def show_metrics(self, request: Request) -> Response:
-        found = await self.engine.call("show_metrics")
-        return Response(found, media_type=CONTENT_TYPE_LATEST)
+        return Response(await self.engine.call("show_metrics"), media_type=CONTENT_TYPE_LATEST)
 
 
 class _PatientResponse(JSONResponse):

@@ -69,16 +69,13 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
         counter = partial(Counter, registry=registry)
         seconds = partial(Histogram, buckets=TO_FIRST, registry=registry)
-        self._requests = counter(
-            "gpt2block_requests", "Requests by path and status.", ["path", "status"]
-        )
-        self._seconds = seconds(
-            "gpt2block_request_seconds", "Until the answer, or its first part, is ready.", ["path"]
-        )
+        requests = "Requests by path and status."
+        self._requests = counter("gpt2block_requests", requests, ["path", "status"])
+        ready = "Until the answer, or its first part, is ready."
+        self._seconds = seconds("gpt2block_request_seconds", ready, ["path"])
         faults = "Mistakes of the server, which the log has, also in streams that had begun."
         self._faults = counter("gpt2block_faults", faults, ["path"])
-        prompts = "Tokens of prompts of accepted requests."
-        self._prompt = counter("gpt2block_prompt_tokens", prompts)
+        self._prompt = counter("gpt2block_prompt_tokens", "Tokens of prompts of accepted requests.")
         self._sequences = counter("gpt2block_rows", "Continuations asked for.")
         events = "Between what a stream sends at once, of one token or more."
         self._between = Intervals("gpt2block_piece_seconds", events, BETWEEN)

@@ -60,10 +60,8 @@ NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("reasoning_effort", "prediction", "audio", "web_search_options"), ()),
     # vLLM
     **dict.fromkeys(("add_generation_prompt", "add_special_tokens"), (True,)),
-    **dict.fromkeys(
-        ("continue_final_message", "echo", "early_stopping", "use_beam_search"), (False,)
-    ),
-    **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("continue_final_message", "early_stopping", "use_beam_search"), (False,)),
+    **dict.fromkeys(("echo", "include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
     **dict.fromkeys(("spaces_between_special_tokens", "skip_special_tokens"), (True, False)),
     "include_reasoning": (True, False),
     **dict.fromkeys(("documents", "bad_words", "logits_processors"), ([],)),
@@ -185,6 +183,11 @@ class ApiError(Exception):
         return {"error": found}
 
 
+def invalid(problem: str, code: str | None = None) -> ApiError:
+    """Return the error for a wrong field. The problem begins with the field's name or path."""
+    return ApiError(400, problem, problem.partition(":")[0].partition(".")[0], code)
+
+
 def overloaded(problem: str) -> ApiError:
     """Return the error for a client that may send its request again later."""
     return ApiError(503, f"{problem}: try again later", code="overloaded")
@@ -200,7 +203,7 @@ def check_length(count: int, n_ctx: int, field: str, least: str = "") -> None:
     """Raise ApiError if there are more tokens than the model's context has positions."""
     if count > n_ctx:
         problem = f"{field}: {least}{count} tokens, the model's context is {n_ctx}"
-        raise ApiError(400, problem, field.partition(".")[0], "context_length_exceeded")
+        raise invalid(problem, "context_length_exceeded")
 
 
 def _or_all(value: object, info: ValidationInfo) -> object:
@@ -231,7 +234,7 @@ def _as_n(value: int | None, info: ValidationInfo) -> int | None:
     n = info.data.get("n") or 1
     if value not in (None, n):
         problem = f"best_of: {value} is not supported: expected {n}, as n, or none"
-        raise ApiError(400, problem, "best_of", "unsupported_parameter")
+        raise invalid(problem, "unsupported_parameter")
     return value
 
 
@@ -265,10 +268,9 @@ class ResponseFormat(Fields):
         """Return the place of the rule in a request, and the rule as a keyword of `generate`."""
         if (self.json_schema is not None) != (self.type == "json_schema"):
             problem = "response_format: expected json_schema with the type json_schema, and only it"
-            raise ApiError(400, problem, "response_format")
+            raise invalid(problem)
         if self.json_schema is not None:
-            place = "response_format.json_schema.schema"
-            return place, {"schema": self.json_schema.schema_}
+            return "response_format.json_schema.schema", {"schema": self.json_schema.schema_}
         given = {"schema": {"type": "object"}} if self.type == "json_object" else {}
         return "response_format", given
 
@@ -294,8 +296,7 @@ class StructuredOutputs(Fields):
         stated = {name: pair for name, pair in rules.items() if pair[1] is not None}
         if len(stated) != 1:
             names = ", ".join(rules)
-            problem = f"structured_outputs: expected one of {names}, got {len(stated)}"
-            raise ApiError(400, problem, "structured_outputs")
+            raise invalid(f"structured_outputs: expected one of {names}, got {len(stated)}")
         ((name, (keyword, value)),) = stated.items()
         return f"structured_outputs.{name}", {keyword: value}
 
@@ -391,16 +392,14 @@ class SampledRequest(SamplingFields):
             keyword = next(iter(rule))
             if not str(error).startswith(f"{keyword}: "):
                 raise
-            problem = str(error).replace(keyword, place, 1)
-            raise ApiError(400, problem, place.partition(".")[0]) from None
+            raise invalid(str(error).replace(keyword, place, 1)) from None
         return grammar and replace(grammar, name=place)
 
     def rule(self) -> tuple[str, JsonObject]:
         """Return the place of the rule that the answers follow, and the rule as a keyword."""
         formats = [each for each in (self.response_format, self.structured_outputs) if each]
         if len(formats) > 1:
-            problem = "structured_outputs: expected none with response_format"
-            raise ApiError(400, problem, "structured_outputs")
+            raise invalid("structured_outputs: expected none with response_format")
         place, rule = formats[0].rule() if formats else ("", {})
         if not rule:
             return place, rule
@@ -417,12 +416,12 @@ class SampledRequest(SamplingFields):
         for name in ("stop_token_ids", "ignore_eos", "min_tokens"):
             if getattr(self, name):
                 problem = f"{name}: expected none with {field}, which decides where the text ends"
-                raise ApiError(400, problem, name)
+                raise invalid(problem)
 
     def _stops(self) -> list[str]:
         stop = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop else []
         if any(len(text) > MAX_STOP for text in stop):
-            raise ApiError(400, f"stop: expected at most {MAX_STOP} characters each", "stop")
+            raise invalid(f"stop: expected at most {MAX_STOP} characters each")
         return stop
 
     def _biases(self) -> LogitBias:
@@ -432,13 +431,8 @@ class SampledRequest(SamplingFields):
             return ()
         for name in biases:
             if not TOKEN_ID.fullmatch(name):  # one spelling per id, so that no id occurs twice
-                problem = f"logit_bias: expected token ids, got {shown(name)}"
-                raise ApiError(400, problem, "logit_bias")
+                raise invalid(f"logit_bias: expected token ids, got {shown(name)}")
         return {int(name): bias for name, bias in biases.items()}
-
-    @property
-    def usage_wanted(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class CompletionRequest(SampledRequest):
@@ -609,8 +603,7 @@ def _check_neutral(name: str, value: object, accepted: Any) -> None:
         return
     only = f": expected {' or '.join(map(json.dumps, accepted))}, or none" if accepted else ""
     only += ', or function_call "none" with it' if name == "functions" else ""
-    problem = f"{name}: {shown(value)} is not supported{only}"
-    raise ApiError(400, problem, name, "unsupported_parameter")
+    raise invalid(f"{name}: {shown(value)} is not supported{only}", "unsupported_parameter")
 
 
 def _of_field(error: ValidationError, given: object) -> ApiError:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from gpt2block.apps.serve.protocol import MAX_PROMPTS, MAX_TEXT, ApiError, Body, Fields
+from gpt2block.apps.serve.protocol import MAX_PROMPTS, MAX_TEXT, ApiError, Body, Fields, invalid
 from gpt2block.engine.generation.sequences import BAD_WEIGHTS
 from gpt2block.engine.model import Ids, ModelEngine
 from gpt2block.errors import InputError
@@ -71,8 +71,8 @@ def answer_ids(encoding: Encoding) -> tuple[int, int]:
     ids = [encoding.encode_ordinary(text) for text in ANSWERS]
     if missing or {*map(len, ids)} != {1}:
         lacks = missing[0] if missing else "one token for each of yes and no"
-        problem = f"this model's tokenizer lacks {lacks}: expected a model as Qwen3-Reranker"
-        raise ApiError(400, f"model: {problem}", "model", "unsupported_model")
+        problem = f"model: this model's tokenizer lacks {lacks}: expected a model as Qwen3-Reranker"
+        raise invalid(problem, "unsupported_model")
     return ids[0][0], ids[1][0]
 
 

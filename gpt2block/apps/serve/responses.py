@@ -23,6 +23,7 @@ from gpt2block.apps.serve.protocol import (
     NewTokens,
     SamplingFields,
     Variables,
+    invalid,
     refused,
 )
 from gpt2block.errors import InputError, shown
@@ -94,8 +95,7 @@ def chat_body(request: ResponsesRequest) -> JsonObject:
     that a chat request cannot have.
     """
     if request.top_logprobs and not request.logprobs:
-        problem = f'top_logprobs: expected "{LOGPROBS}" in include with it'
-        raise ApiError(400, problem, "top_logprobs")
+        raise invalid(f'top_logprobs: expected "{LOGPROBS}" in include with it')
     first = [] if request.instructions is None else [("system", request.instructions)]
     tools = [_chat_tool(tool, index) for index, tool in enumerate(request.tools or ())]
     body = {
@@ -124,9 +124,8 @@ def named_as_given(fields: Collection[str]) -> Iterator[None]:
     except (ApiError, InputError) as error:
         refusal = error if isinstance(error, ApiError) else refused(error, fields)
         own = FIELDS.get(refusal.param or "", refusal.param)
-        message = re.sub(
-            "^(" + "|".join(FIELDS) + r")\b", lambda name: FIELDS[name[0]], refusal.message
-        )
+        names = "|".join(FIELDS)
+        message = re.sub(rf"^({names})\b", lambda name: FIELDS[name[0]], refusal.message)
         param = own and own.partition(".")[0]
         raise ApiError(refusal.status, message, param, refusal.code) from error
 
@@ -149,7 +148,7 @@ def messages_of(items: str | list[Any], before: list[JsonObject]) -> list[JsonOb
         elif message:
             messages.append(message)
     if not messages:
-        raise _refused("input: expected at least one message, got none")
+        raise invalid("input: expected at least one message, got none")
     return messages
 
 
@@ -160,13 +159,13 @@ def _message_of(item: object, place: str) -> JsonObject:
     if kind == "message":
         role, content = _values_of(fields, place, "role", "content")
         if role not in ROLES:
-            raise _refused(f"{place}.role: expected {', '.join(ROLES)}, got {shown(role)}")
+            raise invalid(f"{place}.role: expected {', '.join(ROLES)}, got {shown(role)}")
         return {"role": ROLES[role], "content": _content(content, f"{place}.content")}
     if kind == "function_call":
         id, name, arguments = _values_of(fields, place, "call_id", "name", "arguments")
         function = {"name": name, "arguments": arguments}
         if not isinstance(arguments, str):
-            raise _refused(f"{place}.arguments: expected a text, got {shown(arguments)}")
+            raise invalid(f"{place}.arguments: expected a text, got {shown(arguments)}")
         call = {"id": id, "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind == "function_call_output":
@@ -175,7 +174,7 @@ def _message_of(item: object, place: str) -> JsonObject:
         return {"role": "tool", "tool_call_id": id, "content": content}
     if kind != "reasoning":
         expected = "a message, function_call, function_call_output or reasoning"
-        raise _refused(f"{place}: expected {expected}, got {shown(kind)}")
+        raise invalid(f"{place}: expected {expected}, got {shown(kind)}")
     return {}
 
 
@@ -184,14 +183,14 @@ def _content(content: object, place: str) -> str | list[JsonObject]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _refused(f"{place}: expected a text or a list of parts, got {shown(content)}")
+        raise invalid(f"{place}: expected a text or a list of parts, got {shown(content)}")
     parts = []
     for index, each in enumerate(content):
         part, at = _present(each, f"{place}.{index}"), f"{place}.{index}"
         kind = part.pop("type", None)
         if kind not in ("input_text", "output_text") or not isinstance(part.get("text"), str):
             expected = "input_text or output_text with a text"
-            raise _refused(f"{at}: expected {expected}, got {shown(each)}")
+            raise invalid(f"{at}: expected {expected}, got {shown(each)}")
         _values_of(part, at, "text", others=("annotations", "logprobs"))
         parts.append({"type": "text", "text": part["text"]})
     return parts
@@ -200,7 +199,7 @@ def _content(content: object, place: str) -> str | list[JsonObject]:
 def _present(item: object, place: str) -> JsonObject:
     """Return the fields of an object that are not null."""
     if not isinstance(item, dict):
-        raise _refused(f"{place}: expected an object, got {shown(item)}")
+        raise invalid(f"{place}: expected an object, got {shown(item)}")
     return {name: value for name, value in item.items() if value is not None}
 
 
@@ -209,9 +208,9 @@ def _values_of(
 ) -> list[object]:
     """Return the values of the fields `needed`. others: fields without effect."""
     if unknown := [name for name in fields if name not in (*needed, *others)]:
-        raise _refused(f"{place}.{unknown[0]}: there is no such field", "unknown_parameter")
+        raise invalid(f"{place}.{unknown[0]}: there is no such field", "unknown_parameter")
     if missing := [name for name in needed if name not in fields]:
-        raise _refused(f"{place}.{missing[0]}: expected, but missing")
+        raise invalid(f"{place}.{missing[0]}: expected, but missing")
     return [fields[name] for name in needed]
 
 
@@ -221,7 +220,7 @@ def _chat_tool(value: JsonObject, index: int) -> JsonObject:
     if tool.pop("type", None) != "function":
         kind = shown(value.get("type"))
         problem = f"tools.{index}: expected a function, got {kind}: this server runs no tools"
-        raise ApiError(400, problem, "tools", "unsupported_parameter")
+        raise invalid(problem, "unsupported_parameter")
     return {"type": "function", "function": tool}
 
 
@@ -230,7 +229,7 @@ def _chat_choice(choice: str | JsonObject | None) -> str | JsonObject | None:
         return choice
     if choice.keys() != {"type", "name"} or choice["type"] != "function":
         problem = f'tool_choice: expected "auto", "none", "required" or a function, got {choice!r}'
-        raise ApiError(400, problem, "tool_choice", "unsupported_parameter")
+        raise invalid(problem, "unsupported_parameter")
     return {"type": "function", "function": {"name": choice["name"]}}
 
 
@@ -245,8 +244,4 @@ def _chat_format(format: JsonObject | None) -> JsonObject | None:
     if kind == "json_object" and not fields:
         return {"type": kind}
     expected = 'a type of "text", "json_object" or "json_schema"'
-    raise ApiError(400, f"text.format: expected {expected}, got {shown(format)}", "text")
-
-
-def _refused(problem: str, code: str | None = None) -> ApiError:
-    return ApiError(400, problem, problem.partition(".")[0].partition(":")[0], code)
+    raise invalid(f"text.format: expected {expected}, got {shown(format)}")

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from gpt2block.apps.serve.answers import AnswerChoice, ChatForm
-from gpt2block.apps.serve.protocol import ApiError, ChatRequest, JsonObject, NamedChoice, ToolFields
+from gpt2block.apps.serve.protocol import ChatRequest, JsonObject, NamedChoice, ToolFields, invalid
 from gpt2block.engine.chat.messages import checked
 from gpt2block.engine.chat.template import ChatTemplate
 from gpt2block.engine.chat.tool_forms import FORMS
@@ -24,7 +24,6 @@ from gpt2block.engine.grammars.grammar import Grammar
 from gpt2block.errors import InputError, require
 from gpt2block.files.tokenizers.encoding import Encoding, special_id
 
-ANY_OBJECT: JsonObject = {"type": "object"}
 UNKNOWN_FORM = "tools: the chat template does not show the form in which this model writes calls"
 NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
 
@@ -56,12 +55,10 @@ class ToolUse:
             return None
         place, rule = request.rule()
         if request.structured_outputs is not None:
-            problem = 'structured_outputs: expected tool_choice "none" with it'
-            raise ApiError(400, problem, "structured_outputs")
+            raise invalid('structured_outputs: expected tool_choice "none" with it')
         form = template.tool_form
         if form is None:
-            told = f"{UNKNOWN_FORM}: start the server with --tool-form {' or '.join(FORMS)}"
-            raise ApiError(400, told, "tools")
+            raise invalid(f"{UNKNOWN_FORM}: start the server with --tool-form {' or '.join(FORMS)}")
         only = choice.function.name if isinstance(choice, NamedChoice) else None
         use = cls(
             form,
@@ -96,8 +93,7 @@ class ToolUse:
         tools = [_as_shown(tool) for tool in self.given]
         messages, more = self.form.offered(template.names, messages, tools)
         if twice := [name for name in more if name in arguments]:
-            problem = f"chat_template_kwargs: expected no {twice[0]} beside the field tools"
-            raise ApiError(400, problem, "chat_template_kwargs")
+            raise invalid(f"chat_template_kwargs: expected no {twice[0]} beside the field tools")
         return messages, {**arguments, **more}
 
     def grammar(self, encoding: Encoding) -> Grammar | None:
@@ -123,7 +119,7 @@ class ToolUse:
 
     def _tool(self, tool: ToolFields) -> Tool:
         if not (self.required or tool.function.strict or self.form.general):
-            return Tool(tool.name, ANY_OBJECT)
+            return Tool(tool.name, {"type": "object"})
         parameters = closed(tool.function.parameters or NO_PARAMETERS)
         return Tool(tool.name, _checked(self._place(tool), parameters))
 
@@ -133,8 +129,7 @@ def _checked(place: str, schema: Any) -> Mapping[str, Any]:
     try:
         Grammar.unchecked(schema=schema)
     except InputError as error:
-        problem = f"{place}: {str(error).removeprefix('schema: ')}"
-        raise ApiError(400, problem, place.partition(".")[0]) from None
+        raise invalid(f"{place}: {str(error).removeprefix('schema: ')}") from None
     found: Mapping[str, object] = json.loads(schema) if isinstance(schema, str) else schema
     return {} if schema is True else found
 
@@ -157,10 +152,8 @@ class ToolChatForm(ChatForm):
         super().__init__(model, encoding)
         names, held = frozenset(tool.name for tool in use.allowed), bool(use.held_by)
         self._use = use
-        # index of the choice → its reader
-        self._readers = defaultdict[int, CallReader](
-            partial(CallReader, use.form, names, held, use.texts)
-        )
+        reader = partial(CallReader, use.form, names, held, use.texts)
+        self._readers = defaultdict[int, CallReader](reader)  # index of the choice → its reader
 
     def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:
         deltas, choice = self._read(index, choice, True)
@@ -174,9 +167,6 @@ class ToolChatForm(ChatForm):
         for call in calls:
             del call["index"]
         return self._filled({"index": index, "message": message}, choice, logprobs)
-
-    def is_empty(self, delta: JsonObject) -> bool:
-        return not delta["delta"] and delta["finish_reason"] is None
 
     def _read(
         self, index: int, part: AnswerChoice, final: bool
