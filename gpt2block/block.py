@@ -10,7 +10,7 @@ import numpy as np
 
 from gpt2block.checks import (
     FLOATS,
-    MAX_POSITIONS,
+    LARGEST_COUNT,
     check_choice,
     check_count,
     check_flag,
@@ -80,10 +80,9 @@ class BaseBlock(Hinted):
         options = self.causal, self._device, self.dtype, self.kernels, self._graph
         return type(self), (self.weights, *options)
 
-    def _tensors(self, weights: Any) -> dict[str, np.ndarray]:
+    def _tensors(self, weights: BlockArrays) -> dict[str, np.ndarray]:
         """Return a dict from names to weights and constants."""
-        found: dict[str, np.ndarray] = weights.tensors()
-        return found
+        return weights.tensors()
 
     @property
     def kernels(self) -> str:
@@ -274,18 +273,14 @@ def spec_of(
 ) -> BlockSpec:
     """Return the BlockSpec for these weights. Fused kernels may use split-K for projections."""
     heads = weights.n_head, weights.n_head, Scales(weights.eps), weights.n_embd // weights.n_head
-    names = weights.tensors()
-    fused = kernels == "fused"
-    return BlockSpec(
-        gpt2, PassSettings(*heads, causal), weights.n_embd, names, kernels, fused, bounds
-    )
+    settings, fused = PassSettings(*heads, causal), kernels == "fused"
+    return BlockSpec(gpt2, settings, weights.n_embd, weights.tensors(), kernels, fused, bounds)
 
 
 def largest(weights: BlockWeights) -> dict[str, float]:
     """Return the largest possible magnitude of results by step name, for steps with a bound."""
-    return result_bounds(
-        spec_of(weights, True, "fused").steps, weights.astype(np.float32).tensors()
-    )
+    steps = spec_of(weights, True, "fused").steps
+    return result_bounds(steps, weights.astype(np.float32).tensors())
 
 
 def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
@@ -299,9 +294,9 @@ def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
     seq_len = check_count("seq_len", seq_len)
     doctor.require_cuda("gpt2block.solve")
     shape = (seq_len, 768)
-    for name, array in (("x", x), ("output", output), ("weights", weights)):
-        check(name, array)
+    check("weights", weights)
     for name, array in (("x", x), ("output", output)):
+        check(name, array)
         if array.size != seq_len * 768:
             raise InputError(
                 f"{name}: expected seq_len · 768 = {seq_len * 768:,} floats, got {array.size:,}"
@@ -369,7 +364,7 @@ class LlamaBlock(BaseBlock):
             except InputError as problem:
                 raise InputError(f"dtype {self.dtype!r}: {problem}") from problem
 
-    def _tensors(self, weights: LlamaBlockWeights) -> dict[str, np.ndarray]:
+    def _tensors(self, weights: Any) -> dict[str, np.ndarray]:
         return {**weights.tensors(), "frequencies": weights.frequencies}
 
     def __repr__(self) -> str:
@@ -416,9 +411,9 @@ def _given(positions: object, x: object) -> Given:
         raise InputError(f"positions: expected {T} integers: {error}") from error
     if array.shape != (T,) or array.dtype.kind not in "iu":
         raise InputError(f"positions: expected {T} integers, got {array.dtype} {array.shape}")
-    wrong = (array < 0) | (array > MAX_POSITIONS)
+    wrong = (array < 0) | (array > LARGEST_COUNT)
     if wrong.any():
         raise InputError(
-            f"positions: expected 0 to {MAX_POSITIONS}, got {int(array[wrong.argmax()])}"
+            f"positions: expected 0 to {LARGEST_COUNT}, got {int(array[wrong.argmax()])}"
         )
     return {"positions": array.astype(np.int64)}

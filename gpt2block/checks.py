@@ -38,7 +38,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Documented = TypeVar("Documented", bound=Any)
 LARGEST_COUNT = 2**31 - 1  # sizes, positions and rows are int32 on the GPU
-MAX_POSITIONS = 2**31 - 1
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 DLPACK_HOST = (1, 3)  # DLDeviceType values kDLCPU and kDLCUDAHost (pinned memory)
 FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -255,8 +254,7 @@ def host_array(x: object) -> np.ndarray | None:
     if isinstance(x, np.ndarray):
         return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
     if hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] in DLPACK_HOST:
-        shared: np.ndarray = imported(np.from_dlpack, x)
-        return shared
+        return imported(np.from_dlpack, x)
     return None
 
 
@@ -327,7 +325,7 @@ def check_token(name: str, value: object) -> int:
 
 
 def _position(name: str, value: object) -> int:
-    return check_integer(name, value, 0, MAX_POSITIONS, "an integer of at least 0 below 2^31")
+    return check_integer(name, value, 0, LARGEST_COUNT, "an integer of at least 0 below 2^31")
 
 
 FLAGS = "causal", "gelu", "split_k", "half_split", "saturate", "stats", "values", "queries"

@@ -19,6 +19,7 @@ from gpt2block.checks import (
     Range,
     check_integer,
     check_number,
+    check_token,
     documented,
     meaning_of,
     option,
@@ -209,11 +210,9 @@ def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
         pairs = [(token, bias) for token, bias in pairs]
     except (TypeError, ValueError):
         raise InputError(f"logit_bias: expected numbers by token, got {shown(given)}") from None
-    expected = "a finite number, added to the logit of a token"
+    limits = -MAX_BIAS, MAX_BIAS, "a finite number, added to the logit of a token"
     biases = {
-        check_integer("logit_bias", token, 0, 2**31 - 1, "token ids"): check_number(
-            "logit_bias", bias, -MAX_BIAS, MAX_BIAS, expected
-        )
+        check_token("logit_bias", token): check_number("logit_bias", bias, *limits)
         for token, bias in pairs
     }
     return tuple(sorted(biases.items()))
@@ -223,8 +222,7 @@ def _ids(tokens: object) -> tuple[int, ...]:
     """Return distinct token ids in ascending order. Raises InputError for other values."""
     if not isinstance(tokens, Iterable):
         raise InputError(f"end_ids: expected token ids, got {shown(tokens)}")
-    ids = {check_integer("end_ids", token, 0, 2**31 - 1, "token ids") for token in tokens}
-    return tuple(sorted(ids))
+    return tuple(sorted({check_token("end_ids", token) for token in tokens}))
 
 
 def new_seed() -> int:
@@ -356,9 +354,8 @@ def penalized(
             changed = raw * np.where(raw > 0, np.float32(1) / penalty, penalty)
         raw = np.where(occurred != 0, changed, raw)
     if counts is not None and sampling.counts:
-        frequency, presence = map(
-            np.float32, (sampling.frequency_penalty, sampling.presence_penalty)
-        )
+        frequency = np.float32(sampling.frequency_penalty)
+        presence = np.float32(sampling.presence_penalty)
         raw = np.where(counts > 0, (raw - frequency * counts.astype(np.float32)) - presence, raw)
     return raw
 

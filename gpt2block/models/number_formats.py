@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,6 +21,7 @@ SMALLEST_SCALE = 2.0**-126  # smallest scale in `hi_lo`; its inverse is also a f
 class _Fp8(NamedTuple):
     """An FP8 format: a byte has a sign, an exponent and `fraction` fraction bits."""
 
+    dtype: type[np.generic]
     fraction: int
     bias: int  # bias of the exponent
     largest: int  # byte of the largest finite number; byte + 1 is infinity or NaN
@@ -27,8 +29,10 @@ class _Fp8(NamedTuple):
 
 
 FP8_FORMATS: Mapping[str, _Fp8] = {
-    "float8_e5m2": _Fp8(2, 15, 0x7B, 0x7E),  # largest: 57344; 0x7c: infinity
-    "float8_e4m3fn": _Fp8(3, 7, 0x7E, 0x7F),  # largest: 448; 0x7f: the only NaN, no infinity
+    # largest: 57344; 0x7c: infinity
+    "float8_e5m2": _Fp8(ml_dtypes.float8_e5m2, 2, 15, 0x7B, 0x7E),
+    # largest: 448; 0x7f: the only NaN, no infinity
+    "float8_e4m3fn": _Fp8(ml_dtypes.float8_e4m3fn, 3, 7, 0x7E, 0x7F),
 }
 
 
@@ -65,7 +69,7 @@ def to_fp8(
             )
         wide = wide / (scale if layout == "KN" else scale[:, None])
     lowest = 1 - fp8.bias  # exponent of the smallest normal number; subnormals are equally spaced
-    beyond = 2 * _fp8_magnitudes(format)[fp8.largest]
+    beyond = 2 * float(np.uint8(fp8.largest).view(fp8.dtype))
     magnitude = np.fmin(np.abs(wide), beyond)
     e = np.frexp(np.maximum(magnitude, 2.0**lowest))[1] - 1  # 2^e <= magnitude < 2^(e+1)
     # With F fraction bits, FP8 numbers from 2^e to 2^(e+1) are multiples of 2^(e-F). Division by a
@@ -81,25 +85,7 @@ def to_fp8(
 @takes("x u8 ...")
 def from_fp8(x: NDArray[np.uint8], format: str = "float8_e5m2") -> NDArray[np.float32]:
     """Convert FP8 bytes (uint8) to float32, exactly."""
-    magnitudes = _fp8_magnitudes(format)
-    values: NDArray[np.float32] = np.concatenate([magnitudes, -magnitudes])[x]
-    return values
-
-
-def _fp8_magnitudes(format: str) -> NDArray[np.float32]:
-    """Return the numbers that the bytes 0x00 … 0x7f represent."""
-    fp8 = _fp8_format(format)
-    code = np.arange(128)
-    exponent, fraction = code >> fp8.fraction, code & (1 << fp8.fraction) - 1
-    leading = np.where(exponent > 0, 1 << fp8.fraction, 0)
-    steps = np.maximum(exponent, 1) - fp8.bias - fp8.fraction
-    values: NDArray[np.float32] = np.ldexp((leading + fraction).astype(np.float32), steps)
-    if format == "float8_e5m2":
-        values[fp8.largest + 1] = np.inf
-        values[fp8.largest + 2 :] = np.nan
-    else:
-        values[fp8.nan] = np.nan
-    return values
+    return x.view(_fp8_format(format).dtype).astype(np.float32)
 
 
 @takes("x float32 ... K -> out hi_lo ... K")
@@ -128,10 +114,8 @@ def hi_lo(x: Array) -> tuple[Array, Array]:
 
 def joined(parts: Array, scale: Array) -> Array:
     """Invert `hi_lo`: return the float32 numbers (rows, K) that the parts represent exactly."""
-    for name, array, dtype, ndim in (
-        ("parts", parts, "float16", 3),
-        ("scale", scale, "float32", 1),
-    ):
+    both = ("parts", parts, "float16", 3), ("scale", scale, "float32", 1)
+    for name, array, dtype, ndim in both:
         # NumPy and CuPy arrays both have the attributes shape and dtype.
         shape, kind = getattr(array, "shape", ()), getattr(array, "dtype", None)
         masked = isinstance(array, np.ma.MaskedArray)

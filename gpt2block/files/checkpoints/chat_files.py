@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.errors import CheckpointError, shown
 from gpt2block.files.checkpoints import gguf, gguf_tokenizer
 from gpt2block.files.checkpoints.checkpoint import Checkpoint
 from gpt2block.files.checkpoints.files import about, is_file, read_object
@@ -55,13 +55,10 @@ def chat_sampling(checkpoint: Checkpoint | None) -> dict[str, float]:
     found = {name: given[name] for name in OPTIONS if given.get(name) is not None}
     if given.get("do_sample") is False:
         found["temperature"] = 0
-    if not found:
+    if checkpoint is None or not found:
         return dict(CHAT_SAMPLING)
-    try:
+    with about(f"{checkpoint.name}: {GENERATION_CONFIG}"):
         made = Sampling(**{"temperature": 1.0, **found})
-    except InputError as error:
-        assert checkpoint is not None
-        raise CheckpointError(f"{checkpoint.name}: {GENERATION_CONFIG}: {error}") from error
     return {name: getattr(made, name) for name in OPTIONS}
 
 
@@ -72,8 +69,7 @@ def bos_token(checkpoint: Checkpoint) -> str | None:
 
 def _settings(checkpoint: Checkpoint) -> Mapping[str, object]:
     if gguf.is_gguf(checkpoint.file):
-        settings: Mapping[str, object] = gguf_tokenizer.files_of(checkpoint.file)[SETTINGS]
-        return settings
+        return gguf_tokenizer.files_of(checkpoint.file)[SETTINGS]
     folder: Path = checkpoint.tokenizer_source()
     return read_object(folder / SPECIAL) | read_object(folder / SETTINGS)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gpt2block.errors import Argument, CheckpointError, InputError, shown
 from gpt2block.files.checkpoints import gguf, gguf_types, hub, hugging_face, llm_c, tokenizer_files
-from gpt2block.files.checkpoints.files import check_pointer, read_object, read_start
+from gpt2block.files.checkpoints.files import about, check_pointer, read_object, read_start
 from gpt2block.files.checkpoints.gguf_end_tokens import end_tokens
 from gpt2block.files.checkpoints.locating import BUNDLED, BUNDLED_NAMES, EXPECTED, hub_id, locate
 from gpt2block.files.checkpoints.stored import Stored
@@ -239,7 +239,6 @@ def _check_no_revision(name: str, revision: str | None) -> None:
 
 def _absolute(path: Path) -> str:
     """Return an absolute path as text, which cannot be taken for a hub id or a bundled model."""
-    try:
+    damage = (OSError, RuntimeError, ValueError)  # such as an unknown user in ~user
+    with about(path, damage, "cannot be read: {}"):
         return str(path.expanduser().absolute())
-    except (OSError, RuntimeError, ValueError) as error:  # such as an unknown user in ~user
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error

@@ -44,9 +44,7 @@ def chosen(
     defaults: returns the model's own values. It is called only if a value is None, because it can
     raise CheckpointError.
     """
-    if pooling is not None and normalize is not None:
-        return EmbeddingDefaults(pooling, normalize)
-    own = defaults()
+    own = defaults() if pooling is None or normalize is None else EmbeddingDefaults()
     return EmbeddingDefaults(
         own.pooling if pooling is None else pooling,
         own.normalize if normalize is None else normalize,

@@ -165,10 +165,9 @@ def _config(header: Header) -> ModelConfig:
     if settings.get("attention.sliding_window"):
         known = GGUF_WITH_WINDOW.get(known.GGUF, known)
     neutral = {**_NEUTRAL, **known.CONFIG.GGUF_NEUTRAL}
+    n_ctx = settings.get("context_length", 2048)
     for key, value in settings.items():
-        wide = key.endswith(".sliding_window") and sees_all(
-            value, settings.get("context_length", 2048)
-        )
+        wide = key.endswith(".sliding_window") and sees_all(value, n_ctx)
         read = key in (*known.CONFIG.GGUF_KEYS, *own) or (key in _READ and key not in neutral)
         if not read and not wide and value != neutral.get(key, neutral):
             raise CheckpointError(f"{prefix}{key}: {shown(value)} is not supported")

@@ -37,6 +37,7 @@ _ELSEWHERE = {
     "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias", "scaling", "bos_token_id",
     "eos_token_ids", "rotary_part", "v_size", "delta_layers", "tiled", "mtp",
 }  # fmt: skip
+_ALWAYS_FLOAT32 = ("position_embd.weight", "conv.weight", "conv1d.weight")  # ends of names
 _INSTEAD = "write a Hugging Face directory instead"
 
 
@@ -82,8 +83,7 @@ def save_gguf(
             write(folder / "model.gguf", metadata, kinds, data)
             put_in_place(folder / "model.gguf", path)
     except OSError as error:
-        reason = error.strerror or error
-        raise CheckpointError(f"{path}: cannot be written: {reason}") from error
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
     return path
 
 
@@ -245,9 +245,7 @@ def _kinds(path: Path, config: ModelConfig, kind: str) -> dict[str, tuple[str, S
     parts = naming_of(config, gguf=True).parts(config).values()
     for name, shape in (pair for names in parts for pair in names.items()):
         stored = kind
-        if len(shape) == 1 or name.endswith(
-            ("position_embd.weight", "conv.weight", "conv1d.weight")
-        ):
+        if len(shape) == 1 or name.endswith(_ALWAYS_FLOAT32):
             stored = "F32"
         elif shape[-1] % block:
             stored = "F16"

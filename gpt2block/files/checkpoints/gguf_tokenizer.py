@@ -59,10 +59,8 @@ _PUNCTUATION = {"type": "Punctuation", "behavior": "Contiguous"}
 def _splits(*expressions: str) -> list[Mapping[str, object]]:
     """Return pre-tokenizer steps: a split for each regular expression, then bytes."""
     flags = {"behavior": "Isolated", "invert": False}
-    return [
-        *({"type": "Split", "pattern": {"Regex": each}, **flags} for each in expressions),
-        _BYTES,
-    ]
+    splits = [{"type": "Split", "pattern": {"Regex": each}, **flags} for each in expressions]
+    return [*splits, _BYTES]
 
 
 # Pre-tokenizers by llama.cpp's names, copied from the tokenizer.json of the model with this name;
@@ -91,7 +89,7 @@ PRE: Mapping[str, _Pre] = {
 }
 
 
-def files_of(file: Path) -> dict[str, Any]:
+def files_of(file: Path) -> dict[str, dict[str, Any]]:
     """Return the content of tokenizer.json and tokenizer_config.json for a GGUF file, by file name.
 
     tokenizer_config.json contains the chat template. Raises CheckpointError for a file without a
@@ -116,14 +114,13 @@ def as_files(file: Path) -> dict[str, bytes]:
     }
 
 
-def files_from(metadata: Mapping[str, object]) -> dict[str, Any]:
+def files_from(metadata: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     """Return tokenizer files, {name: content}. Raises CheckpointError for unsupported metadata."""
     found = under(metadata, PREFIX)
     for key, value in found.items():
-        known = key in _READ or key.endswith(TOKEN_ID)
-        if not known and (
-            isinstance(value, (list, np.ndarray)) or value != _NEUTRAL.get(key, _NEUTRAL)
-        ):
+        if key in _READ or key.endswith(TOKEN_ID):
+            continue
+        if isinstance(value, (list, np.ndarray)) or value != _NEUTRAL.get(key, _NEUTRAL):
             raise _unsupported(key, value)
     if "tokens" not in found:
         raise CheckpointError(f"no {PREFIX}tokens: the file has no tokenizer: pass one, or ids")
@@ -230,11 +227,10 @@ def _byte_level(
         raise _unsupported("pre", pre, f" (known are {', '.join(sorted(PRE))})")
     if _flag(found, "add_space_prefix", False):
         raise _unsupported("add_space_prefix", True)
-    merges = _strings(found, "merges")
     spec = {
         **words_of(known),
         "decoder": _WORDS,
-        "model": _bpe(tokens, kinds, merges, ignore_merges=known.ignore_merges),
+        "model": _bpe(tokens, kinds, _strings(found, "merges"), ignore_merges=known.ignore_merges),
     }
     return spec, known.adds_bos
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2block.errors import CheckpointError
-from gpt2block.files.checkpoints.files import about, check_pointer, file_size, read_start
+from gpt2block.files.checkpoints.files import about, file_size, read_start
 from gpt2block.files.checkpoints.stored import Stored, itemsize
 from gpt2block.models.config import GPT2Config, block_shapes, model_shapes
 
@@ -36,12 +36,9 @@ _LABELS = {
 def is_model(file: Path) -> bool:
     """Return whether the file has the magic number of llm.c's models.
 
-    Raises CheckpointError for llm.c's other files, for a Git-LFS pointer, for GGUF, and for a file
-    that cannot be read.
+    Raises CheckpointError for llm.c's other files, and for a file that cannot be read.
     """
-    start = read_start(file, 64)
-    check_pointer(file, start)
-    magic = int.from_bytes(start[:4], "little")
+    magic = int.from_bytes(read_start(file, 4), "little")
     if magic in _OTHER_MAGICS:
         raise CheckpointError(
             f"{file}: expected a model of llm.c, magic {_MAGIC}, got {_OTHER_MAGICS[magic]}, "

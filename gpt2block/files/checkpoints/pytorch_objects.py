@@ -179,17 +179,12 @@ class Storages:
         parts = identity if type(identity) is tuple else ()
         if len(parts) == 6 and parts[5] is None:  # legacy; PyTorch 0.3 has a view in parts[5]
             parts = parts[:5]
-        if (
-            len(parts) != 5
-            or not isinstance(parts[1], GlobalName)
-            or parts[1].text not in _STORAGES
-        ):
+        known = len(parts) == 5 and isinstance(parts[1], GlobalName) and parts[1].text in _STORAGES
+        if not known or parts[0] != "storage" or type(parts[2]) is not str:
             raise CheckpointError("expected a persistent id of a storage, got another")
-        word, _, key, _, numel = parts
-        if type(word) is not str or word != "storage" or type(key) is not str:
-            raise CheckpointError("expected a persistent id of a storage, got another")
+        _, kind, key, _, numel = parts
         (numel,) = _counts("a storage's size", (numel,))
-        storage = Storage(key, _STORAGES[parts[1].text], numel)
+        storage = Storage(key, _STORAGES[kind.text], numel)
         if self.by_key.setdefault(key, storage) != storage:
             raise CheckpointError(f"storage {key[:40]} has two types or sizes")
         return storage

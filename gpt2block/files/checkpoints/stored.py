@@ -8,21 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import ml_dtypes
 import numpy as np
 
+from gpt2block.checks import FLOATS
 from gpt2block.errors import CheckpointError
 from gpt2block.files.checkpoints.files import about
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-DTYPES: Mapping[str, type[np.generic]] = {
-    "float64": np.float64,
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-}
+DTYPES: Mapping[str, type[np.generic]] = {"float64": np.float64, **FLOATS}
 AnyStored = TypeVar("AnyStored", bound="Stored")
 _COMPARED = 1 << 22  # numbers per read of each tensor while two tensors are compared
 
@@ -157,8 +152,7 @@ def joined(parts: Sequence[Stored]) -> Stored:
     dtype = first.dtype if len({part.dtype for part in parts}) == 1 else "float32"
     shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
     label = f"{first.label} … {parts[-1].label}"
-    whole = (label, first.file, None, shape, dtype, first.layout)
-    return Stored(*whole, parts=tuple(parts))
+    return Stored(label, first.file, None, shape, dtype, first.layout, parts=tuple(parts))
 
 
 def cut(pieces: Sequence[AnyStored], spans: Sequence[tuple[int, int]]) -> Iterator[AnyStored]:

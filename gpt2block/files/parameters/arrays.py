@@ -173,9 +173,7 @@ class ModelArrays(Generic[Block]):
         wanted = range(opened.config.n_layer) if layers is None else checks.several(layers)
         for layer in wanted:  # check all indices before large tensors are read
             opened.check_layer(layer)
-        return cls._of(
-            opened.config, opened.read_outer(), (opened.read_block(layer) for layer in wanted)
-        )
+        return cls._of(opened.config, opened.read_outer(), map(opened.read_block, wanted))
 
     @classmethod
     def _random(cls: type[Model], seed: int, config: ModelConfig) -> Model:
@@ -276,8 +274,7 @@ def checked(name: str, array: object, shape: tuple[int, ...]) -> Array:
         raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
     if array.dtype not in (np.float32, np.float64):
         raise InputError(f"{name}: expected float32 or float64, got {array.dtype}")
-    floats: Array = array
-    return floats
+    return array
 
 
 def generator(seed: object, numbers: int) -> np.random.Generator:

@@ -110,11 +110,6 @@ class TokenizersEncoding:
         return self._load(special=True)
 
     @property
-    def rules(self) -> str:
-        """SHA-256 of the tokenizer.json, which determines the ids of every text."""
-        return sha256(self._definition.encode()).hexdigest()
-
-    @property
     def sizes(self) -> tuple[int, bytes] | None:
         """A tuple (maximum bytes of text per token, byte values without a token); None if unknown.
 
@@ -231,9 +226,8 @@ class TokenizersEncoding:
         for token in spec["added_tokens"]:
             token["content"] = new.get(token["content"], token["content"])
         pairs = [each.split(" ") if isinstance(each, str) else each for each in model["merges"]]
-        model["merges"] = [
-            pair for pair in pairs if new.keys().isdisjoint((*pair, "".join(pair)))
-        ]  # the vocabulary keeps its size, and other tokens keep their ids
+        # The vocabulary keeps its size, and other tokens keep their ids.
+        model["merges"] = [each for each in pairs if new.keys().isdisjoint((*each, "".join(each)))]
         only = [n for n in names if len(n) == 1 and n in model["vocab"] and not self._byte_fallback]
         model["vocab"] = {new.get(token, token): id for token, id in model["vocab"].items()}
         unknown = model.get("unk_token")
@@ -300,7 +294,8 @@ def steps_of(spec: Any, *parts: str) -> list[Any]:
 def rules(encoding: Encoding) -> str:
     """Return a string that, together with the vocabulary, determines the token ids of any text."""
     if isinstance(encoding, TokenizersEncoding):
-        return f"{encoding.rules} {encoding.prefix}" if encoding.prefix else encoding.rules
+        digest = sha256(encoding._definition.encode()).hexdigest()  # of the tokenizer.json
+        return f"{digest} {encoding.prefix}" if encoding.prefix else digest
     return str(getattr(encoding, "_pat_str", ""))
 
 
@@ -327,18 +322,16 @@ def without_names(text: str, names: Iterable[str], marks: bytearray) -> str:
     """
     if 1 not in marks:
         return text
-    broken: set[int] = set()
+    characters = list(text)
     free = next(chr(c) for c in range(0x10FFFD, 0xF0000, -1) if chr(c) not in text)
     for name in names:
         start = text.find(name)
         while start >= 0:
             marked = [i for i in range(start, start + len(name)) if marks[i]]
             if marked:
-                broken.add(min(marked, key=lambda i: text[i].isspace()))
+                characters[min(marked, key=lambda i: text[i].isspace())] = free
             start = text.find(name, start + 1)
-    places = sorted(broken)
-    starts, ends = [0, *(place + 1 for place in places)], [*places, len(text)]
-    return free.join(text[first:end] for first, end in zip(starts, ends, strict=True))
+    return "".join(characters)
 
 
 def tokens_of(encoding: Encoding) -> Iterator[tuple[int, bytes]]:

@@ -360,6 +360,7 @@ def token_count_bound(encoding: Encoding) -> Callable[[str], int]:
 
     The bound also holds if names of special tokens are encoded as their ids.
     """
+    sizes: tuple[int, bytes] | None = None
     if isinstance(encoding, TokenizersEncoding):
         sizes = encoding.sizes
     elif isinstance(encoding, tiktoken.Encoding) and (
@@ -367,8 +368,6 @@ def token_count_bound(encoding: Encoding) -> Callable[[str], int]:
     ):
         names = [name.encode() for name in encoding.special_tokens_set]
         sizes = max(map(len, [*names, *dict(tokens_of(encoding)).values()])), b""
-    else:
-        sizes = None
     if sizes is None:
         return lambda text: 0
     most, absent = sizes

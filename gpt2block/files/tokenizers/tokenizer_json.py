@@ -339,12 +339,9 @@ def _by_tokenizers(
 ) -> TokenizersEncoding:
     """Create a TokenizersEncoding. Raises ValueError if package tokenizers is missing or fails."""
     require(f"it has {problem}, which", "tokenizers", "tokenizers")
-    definition = json.dumps(
-        spec
-        | {"truncation": None, "padding": None}
-        | ({} if steps_of(spec, "decoder") else {"decoder": BYTE_LEVEL}),
-        ensure_ascii=False,
-    )
+    decoder = {} if steps_of(spec, "decoder") else {"decoder": BYTE_LEVEL}
+    whole = spec | {"truncation": None, "padding": None} | decoder
+    definition = json.dumps(whole, ensure_ascii=False)
     try:
         encoding = TokenizersEncoding(name, definition, fallback)
         around = encoding.added_around()

@@ -16,9 +16,9 @@ from gpt2block.checks import check_number, set_fields
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.models.architectures import llama
 from gpt2block.models.config import ModelConfig, Scales, agreed
-from gpt2block.models.config.llama import WindowedConfig, rope_objects
+from gpt2block.models.config.llama import ORIGINAL, WindowedConfig, rope_objects
 
-BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
+BETA = "llama_4_scaling_beta"
 
 
 @dataclass(frozen=True)

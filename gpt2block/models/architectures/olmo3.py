@@ -19,8 +19,6 @@ from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.config import ModelConfig, Scales
 from gpt2block.models.config.llama import KINDS, PartlyWindowedConfig
 
-NORMS = ("gamma_q", "gamma_k")
-
 
 @dataclass(frozen=True)
 class Olmo3Config(PartlyWindowedConfig, Olmo2Config):
@@ -46,11 +44,6 @@ class Olmo3Config(PartlyWindowedConfig, Olmo2Config):
         """Return the scalar factors of a forward pass, of which none is YaRN's."""
         return Scales(self.eps)
 
-    def factor_of(self, layer: int) -> float:
-        """Return the factor by which YaRN multiplies q and k of a layer; 1 without YaRN."""
-        scaling = None if self.sliding_layers[layer] else self.scaling
-        return 1.0 if scaling is None else scaling.attention_factor
-
     def to_hugging_face(self) -> dict[str, object]:
         """Return the content of a `config.json` with which `transformers` loads this model."""
         content, default = super().to_hugging_face(), {"rope_type": "default"}
@@ -72,13 +65,14 @@ def attention(o: Any, h: str, x: Value) -> Value:
     return olmo2.attention(o, h, x, "_yarn")
 
 
-def _with_yarn(config: Olmo3Config, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {name: weights of a norm of q or of k, times YaRN's factor}."""
-    names = {f"h.{n}.{name}": config.factor_of(n) for n in range(config.n_layer) for name in NORMS}
-    return {name: weights[name] * factor for name, factor in names.items()}
-
-
 def constants(config: Olmo3Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return {name: tensor} of RoPE frequencies, and of norm weights times YaRN's factor."""
-    yarn = {f"{name}_yarn": each for name, each in _with_yarn(config, vectors).items()}
-    return {**config.layer_frequencies(), **yarn}
+    """Return {name: tensor} of RoPE frequencies, and of weights of the norms of q and k.
+
+    In layers without a window, the weights are multiplied by YaRN's factor.
+    """
+    found: dict[str, np.ndarray] = {**config.layer_frequencies()}
+    yarn = 1.0 if config.scaling is None else config.scaling.attention_factor
+    for n, sliding in enumerate(config.sliding_layers):
+        for name in (f"h.{n}.gamma_q", f"h.{n}.gamma_k"):
+            found[f"{name}_yarn"] = vectors[name] * (1.0 if sliding else yarn)
+    return found

@@ -21,9 +21,7 @@ from typing import Any, ClassVar
 
 from gpt2block.models.architectures import llama
 from gpt2block.models.config import ModelConfig
-from gpt2block.models.config.llama import PARTIAL, PartlyRotatedConfig, WindowedConfig
-
-ORIGINAL = "original_max_position_embeddings"
+from gpt2block.models.config.llama import ORIGINAL, PARTIAL, PartlyRotatedConfig, WindowedConfig
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,8 @@ class Phi3Config(PartlyRotatedConfig, WindowedConfig):
         """Return the content of a `config.json` with which `transformers` loads this model."""
         original = {} if self.scaling is None else {ORIGINAL: self.scaling.original_context}
         # The default pad_token_id of transformers is not a valid id in a smaller vocabulary.
-        return (
-            super().to_hugging_face() | original | {PARTIAL: self.rotary_part, "pad_token_id": None}
-        )
+        own = {PARTIAL: self.rotary_part, "pad_token_id": None}
+        return super().to_hugging_face() | original | own
 
 
 CONFIG: type[ModelConfig] = Phi3Config

@@ -118,8 +118,7 @@ class Qwen35Config(PartlyRotatedConfig):
         set_layers(self, "delta_layers", all_but_every(4, self.n_layer))
         if all(self.delta_layers):
             raise InputError(f"layer_types: expected a layer with {KINDS[0]}, got none")
-        sizes = {n: check_count(n, getattr(self, n), ALL_LIMITS[n]) for n in HEADS}
-        set_fields(self, **sizes)
+        set_fields(self, **{n: check_count(n, getattr(self, n), ALL_LIMITS[n]) for n in HEADS})
         check_flag("tiled", self.tiled)
         check_flag("mtp", self.mtp)
         if self.n_v_head % self.n_k_head:

@@ -550,8 +550,7 @@ def check_settings(config: Mapping[str, object], settings: Settings, prefix: str
     for name, supported, why in settings:
         value = config.get(name, supported[0])
         several = value if name in _PER_LAYER and isinstance(value, list) else [value]
-        scalars = all(each is None or isinstance(each, (str, int, float)) for each in several)
-        if not scalars or not {*several} <= {*supported}:
+        if not all(each in supported for each in several):
             expected = " or ".join(_as_json(option) for option in supported)
             raise CheckpointError(
                 f"config.json: {prefix}{name}: expected {expected}, got {_as_json(value)}: {why}"

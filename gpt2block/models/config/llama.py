@@ -34,7 +34,7 @@ from gpt2block.models.config import (
 )
 
 _RopeKind = Literal["linear", "llama3", "longrope", "yarn"]
-_ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
+ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 _ROPE_SETTINGS: Settings = (
     (PARTIAL, (None, 1), "RoPE rotates all channels of a head"),
@@ -44,7 +44,7 @@ _ROPE_SETTINGS: Settings = (
 )
 _SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
     "longrope": ("short_factor", "long_factor"),
     "yarn": ("factor",),
 }
@@ -415,9 +415,8 @@ class PartlyRotatedConfig(LlamaConfig):
         places = {"": config} | {f"{name}: ": each for name, each in rope_objects(config).items()}
         given = {f"{place}{PARTIAL}": each.get(PARTIAL) for place, each in places.items()}
         given = {name: each for name, each in given.items() if each is not None}
-        factor = check_number(
-            PARTIAL, agreed(given or {PARTIAL: cls.ROTARY_PART}), 0, 1, "a number up to 1"
-        )
+        part = agreed(given or {PARTIAL: cls.ROTARY_PART})
+        factor = check_number(PARTIAL, part, 0, 1, "a number up to 1")
         size = fields.get("head_size") or fields["n_embd"] // fields["n_head"]
         rotary = check_integer(PARTIAL, int(size * factor), 1, size, "a channel of a head or more")
         return fields | {"rotary": rotary}
@@ -625,22 +624,22 @@ def _yarn(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> Rop
 def _contexts(name: str, fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[int, int]:
     """Return the model's context and the context of its training, by default the same."""
     n_ctx = check_count("max_position_embeddings", sizes["max_position_embeddings"])
-    originals = {f"{name}: {_ORIGINAL}": fields.get(_ORIGINAL), _ORIGINAL: sizes.get(_ORIGINAL)}
+    originals = {f"{name}: {ORIGINAL}": fields.get(ORIGINAL), ORIGINAL: sizes.get(ORIGINAL)}
     given = {key: value for key, value in originals.items() if value is not None}
-    original = check_integer(_ORIGINAL, agreed(given or {_ORIGINAL: n_ctx}), 2,
+    original = check_integer(ORIGINAL, agreed(given or {ORIGINAL: n_ctx}), 2,
                              ALL_LIMITS["n_ctx"], "an integer of at least 2")  # fmt: skip
     return n_ctx, original
 
 
 def _scaling_fields(scaling: RopeScaling) -> dict[str, object]:
     if scaling.kind == "longrope":
-        return {"rope_type": "longrope", "factor": 1.0, _ORIGINAL: scaling.original_context,
+        return {"rope_type": "longrope", "factor": 1.0, ORIGINAL: scaling.original_context,
                 "attention_factor": scaling.attention_factor, "short_factor": list(scaling.factors),
                 "long_factor": list(scaling.long_factors or scaling.factors)}  # fmt: skip
     if scaling.kind == "yarn":
         same = ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate")
         own = {key: getattr(scaling, key) for key in same}
-        return {"rope_type": "yarn", _ORIGINAL: scaling.original_context, **own}
+        return {"rope_type": "yarn", ORIGINAL: scaling.original_context, **own}
     values = scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor
     names = _SCALING_FIELDS[scaling.kind]
     fields = zip(names, (*values, scaling.original_context), strict=False)

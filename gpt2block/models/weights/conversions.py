@@ -7,7 +7,7 @@ and elementwise/hi_lo.cu.
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, gcd
 
 from gpt2block.cuda.arrays import CudaArray
 from gpt2block.cuda.kernels import Defines, Geometry, launch_at
@@ -61,7 +61,7 @@ def absmax(w: CudaArray, most: CudaArray, layout: str) -> Launch:
     w: (K, N), or (N, K) for layout "NK".
     """
     rows, columns = w.shape
-    width = _width(w.itemsize, columns, _alignment(w))
+    width = _width(columns, w)
     defines = (("FP8_WIDTH", width), ("FP8_BLOCK", ABSMAX_BLOCK), ("FP8_LANES", LANES))
     kernel, grid, sizes = "absmax_nk_kernel", rows, w.shape[1:]
     if layout == "KN":
@@ -85,7 +85,7 @@ def to_fp8(
     out has the shape of x. elements: number of elements that a thread converts.
     """
     row = None if scale is None else x.shape[1]  # row length, not needed without scales
-    width = min(elements, _width(x.itemsize, row or 0, _alignment(x, scale, out)))
+    width = min(elements, _width(row or 0, x, scale, out))
     defines = (
         ("FP8_WIDTH", width),
         ("FP8_VECTORS", elements // width),
@@ -98,17 +98,13 @@ def to_fp8(
     return launch_at(FP8_FILE, geometry, args, storage=x.dtype.name, weights=format)
 
 
-def _alignment(*arrays: CudaArray | None) -> int:
-    """Return the largest power of two, a number of elements, to which all arrays are aligned."""
-    return min(int(a.data.ptr & -a.data.ptr) // int(a.itemsize) for a in arrays if a is not None)
+def _width(row: int, x: CudaArray, *others: CudaArray | None) -> int:
+    """Return the elements per load: at most 16 bytes of x, a divisor of row length and addresses.
 
-
-def _width(itemsize: int, row: int, alignment: int) -> int:
-    """Return the elements per load: at most 16 bytes, a divisor of row length and alignment."""
-    width = 16 // itemsize
-    while row % width or alignment % width:
-        width //= 2
-    return width
+    Addresses are counted in elements of their array.
+    """
+    places = (a.data.ptr // a.itemsize for a in (x, *others) if a is not None)
+    return gcd(16 // x.itemsize, row, *places)
 
 
 def store(w: CudaArray, out: CudaArray, transposed: bool = False) -> Launch:

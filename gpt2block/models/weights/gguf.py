@@ -115,10 +115,8 @@ class GgufMatrix(WeightMatrix):
         packed = [pack(raw, name, K) for name, raw in merged]
         data = packed[0] if len(packed) == 1 else np.concatenate(packed)
         ranges = tuple((name, len(raw)) for name, raw in merged)
-        largest = max(
-            _largest(each, name, K) for each, (name, _) in zip(packed, merged, strict=True)
-        )
-        return cls(data, GGUF, None, "NK", largest, ranges, K)
+        bounds = (_largest(each, name, K) for each, (name, _) in zip(packed, merged, strict=True))
+        return cls(data, GGUF, None, "NK", max(bounds), ranges, K)
 
     @classmethod
     def random(
@@ -313,8 +311,7 @@ def _packed(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
     scales = scales.reshape(O, ROW_GROUP, G, -1).swapaxes(1, 2)
     parts = (scales[..., :16], scales[..., 16:]) if kind.bits == 6 else (scales,)
     planes = [plane.reshape(O, G, -1) for plane in (*_planes(codes, kind), *parts)]
-    tiles: NDArray[np.uint8] = np.concatenate(planes, axis=-1)
-    return tiles.ravel()
+    return np.concatenate(planes, axis=-1).ravel()
 
 
 def _codes_and_scales(b: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -433,7 +430,5 @@ def _scales(tiles: NDArray[np.uint8], kind: BlockType) -> tuple[Any, Any]:
     d = np.ascontiguousarray(words[..., :4]).view(np.float16).astype(np.float32)
     both, low = words[..., 4:12], words[..., None, 12:] >> SHIFTS[[0, 4], None] & 15
     least = both >> 6 << 4 | low.reshape(both.shape)
-    scale, minimum = (
-        d[..., i, None] * six.astype(np.float32) for i, six in enumerate((both & 63, least))
-    )
-    return scale, minimum
+    scale = d[..., 0, None] * (both & 63).astype(np.float32)
+    return scale, d[..., 1, None] * least.astype(np.float32)

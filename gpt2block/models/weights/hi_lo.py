@@ -15,7 +15,7 @@ from gpt2block.cuda.arrays import Composite, CudaArray, check, contiguous
 from gpt2block.errors import InputError, shown
 from gpt2block.models.number_formats import SMALLEST_SCALE, hi_lo, joined
 from gpt2block.models.weights import conversions
-from gpt2block.models.weights.matrix import check_device, check_kind, kind, on_host
+from gpt2block.models.weights.matrix import check_together, kind, on_host
 
 LARGEST_BOUND = 2.0**127  # largest magnitude for which `scale_for` has a scale
 
@@ -56,8 +56,7 @@ class HiLoMatrix(Composite):
                 )
             if not array.flags.c_contiguous:
                 raise InputError(f"{name}: expected a C-contiguous array")
-        check_kind(self.scale, self.parts, "parts", "is")
-        check_device(self.scale, self.parts, "parts")
+        check_together(self.scale, self.parts, "parts", "is")
         if is_array(self.parts):
             return
         wrong = (np.frexp(self.scale)[0] != 0.5) | (self.scale < SMALLEST_SCALE)

@@ -70,7 +70,7 @@ class WeightMatrix(Composite):
     def _check_scale(self) -> None:
         if self.dtype not in FP8:
             raise InputError(f"scale: expected None for {self.dtype}: only FP8 has scales")
-        check_kind(self.scale, self.data, "the weights", "are")
+        check_together(self.scale, self.data, "the weights", "are")
         if self.scale.shape != (self.N,) or self.scale.dtype.name != "float32":
             raise InputError(
                 f"scale: expected float32 ({self.N},), a number for each output, "
@@ -78,7 +78,6 @@ class WeightMatrix(Composite):
             )
         if not self.scale.flags.c_contiguous:
             raise InputError("scale: expected a C-contiguous array")
-        check_device(self.scale, self.data, "the weights")
         host = on_host(self.scale)
         wrong = ~((host >= np.finfo(np.float32).tiny) & (host < np.inf))
         if wrong.any():
@@ -273,16 +272,12 @@ def _check_array(name: str, array: object, *dtypes: str) -> None:
         raise InputError(f"{name}: expected {' or '.join(dtypes)}, got {array.dtype}")
 
 
-def check_kind(scale: object, array: object, name: str, verb: str) -> None:
-    """Raise InputError unless `scale` and `array` are both NumPy or both CuPy arrays."""
+def check_together(scale: Any, array: Any, name: str, verb: str) -> None:
+    """Raise InputError unless both arrays are NumPy arrays, or CuPy arrays on one device."""
     if kind(scale) != kind(array):
         raise InputError(
             f"scale: expected a {kind(array)} array, as {name} {verb} one, got {kind(scale)}"
         )
-
-
-def check_device(scale: Any, array: Any, name: str) -> None:
-    """Raise InputError unless `scale` is on the same device as `array`."""
     if is_array(array) and scale.device.id != array.device.id:
         raise InputError(f"scale: on device {scale.device.id}, {name} on {array.device.id}")
 
@@ -295,8 +290,7 @@ def kind(array: object) -> str:
 
 def on_host(array: Any) -> np.ndarray:
     """Return a NumPy or CuPy array as a NumPy array."""
-    host: np.ndarray = array.get() if is_array(array) else array
-    return host
+    return array.get() if is_array(array) else array
 
 
 def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
