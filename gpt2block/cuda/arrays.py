@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -255,10 +255,7 @@ def _extent(array: CudaArray) -> tuple[int, int]:
 
 def alignment(*addresses: int) -> int:
     """Return the largest power of two, up to 16, that divides all of these addresses or sizes."""
-    together = 16
-    for address in addresses:
-        together |= address
-    return together & -together
+    return gcd(16, *addresses)
 
 
 def row_alignment(n: int, *arrays: CudaArray | None) -> int:

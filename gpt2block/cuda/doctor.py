@@ -234,13 +234,11 @@ def version() -> str:
     The source tree has priority because another version may be installed, too.
     """
     tree = Path(__file__).parents[2] / "pyproject.toml"
-    try:
+    with contextlib.suppress(OSError):  # the package may not be in a source tree
         project = tree.read_text(encoding="utf-8")
         stated = re.search(r'^name = "gpt2block"\nversion = "(.+)"$', project, re.MULTILINE)
         if stated:
             return stated[1]
-    except OSError:  # the package is not in a source tree
-        pass
     try:
         return importlib.metadata.version("gpt2block")
     except importlib.metadata.PackageNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -152,10 +153,8 @@ def with_cache(kv_dtype: str | None) -> Iterator[Formats]:
     """Yield Formats for weight dtypes that support kv_dtype. Raises InputError if none does."""
     found = []
     for dtype in DTYPES:
-        try:
+        with suppress(InputError):
             found.append(Formats(dtype, kv_dtype))
-        except InputError:
-            continue
     if not found:
         check_choice("kv_dtype", kv_dtype, DTYPES)
     yield from found

@@ -21,6 +21,7 @@ import numpy as np
 import kernels_cu
 from gpt2block.cuda import cupy
 from gpt2block.cuda.cards import capability_of, compiled_for, dotted, gpu
+from gpt2block.cuda.doctor import compiler_options
 from gpt2block.cuda.formats import GGUF, own_cache_dtype
 from gpt2block.cuda.requests import Function, Scalar
 from gpt2block.cuda.requests import Launch as Launch  # noqa: PLC0414  (`launch_at` returns it)
@@ -426,8 +427,7 @@ def _function(device: int, file: str, name: str, defines: Defines) -> Function:
 
 def _compiled(device: int, file: str, name: str, defines: Defines) -> Any:
     """Return a `cupy.RawKernel`, compiled or from CuPy's cache. Raises KernelError."""
-    current = cupy.cuda.Device(device)
-    current.use()  # a new thread has no current device
+    cupy.cuda.Device(device).use()  # a new thread has no current device
     compiled_for()
     flags = options(file, capability_of(device))
     module = cupy.RawModule(code=program(file, defines, name), options=flags, backend="nvrtc")
@@ -505,14 +505,6 @@ def options(file: str, capability: int) -> tuple[str, ...]:
     return common
 
 
-@cache
-def toolkit_includes() -> tuple[str, ...]:
-    """Return the include options for CUDA's headers that CuPy passes to every compilation."""
-    return tuple(
-        flag for flag in cupy._core.core.assemble_cupy_compiler_options(()) if flag.startswith("-I")
-    )
-
-
 @dataclass(frozen=True)
 class Compiled:
     """A kernel file compiled without a GPU: its machine code and the compiler's log."""
@@ -530,7 +522,7 @@ def compile_for(file: str, arch: str, defines: Defines = (), kernel: str | None 
     nvrtc = cupy.cuda.nvrtc
     flags = (
         *options(file, int(arch.removeprefix("sm_").rstrip("af"))),
-        *toolkit_includes(),
+        *(flag for flag in compiler_options(cupy) if flag.startswith("-I")),  # CUDA's headers
         f"-arch={arch}",
         "-ftz=true",
         "--ptxas-options=-v",

@@ -55,7 +55,6 @@ def _launch_kernel() -> Callable[..., int]:
         ctypes.POINTER(ctypes.c_void_p),
         ctypes.c_void_p,
     )
-    call.restype = ctypes.c_int
     return call
 
 

@@ -43,7 +43,6 @@ def _driver_call() -> Callable[..., int]:
         ctypes.POINTER(ctypes.c_uint32),
         *(ctypes.c_int,) * 4,
     )
-    call.restype = ctypes.c_int
     return call
 
 

@@ -76,10 +76,7 @@ class _Pointer:
         ctypes.memmove(self.ptr, source, nbytes)
 
     def copy_from_device_async(self, source: MemoryPointer, nbytes: int) -> None:
-        def copy() -> None:
-            ctypes.memmove(self.ptr, source.ptr, nbytes)
-
-        _now_or_captured(copy)
+        _now_or_captured(lambda: ctypes.memmove(self.ptr, source.ptr, nbytes))
 
 
 class UnownedMemory:
@@ -200,9 +197,7 @@ def empty_like(array: np.ndarray) -> ndarray:
 
 
 def ascontiguousarray(array: object) -> ndarray:
-    if isinstance(array, ndarray) and array.flags.c_contiguous:
-        return array
-    return asarray(np.array(array, order="C"))
+    return asarray(array, order="C")
 
 
 def asnumpy(array: object) -> np.ndarray:
@@ -359,7 +354,7 @@ class Stream:
     ptr = 0
 
     def __init__(self, non_blocking: bool = False) -> None:
-        self._captured: list[Callable[[], None]] | None = None
+        self._captured: list[Callable[[], object]] | None = None
         self._entered: list[Stream] = []
 
     def __enter__(self) -> Stream:
@@ -388,7 +383,7 @@ class Stream:
 
 
 class _Graph:
-    def __init__(self, calls: tuple[Callable[[], None], ...]) -> None:
+    def __init__(self, calls: tuple[Callable[[], object], ...]) -> None:
         self._calls = calls
 
     def upload(self, stream: Stream) -> None:
@@ -484,7 +479,7 @@ def device(
         ATTRIBUTES.update(attributes)
 
 
-def _now_or_captured(call: Callable[[], None]) -> None:
+def _now_or_captured(call: Callable[[], object]) -> None:
     captured = _state.stream._captured
     if captured is None:
         call()

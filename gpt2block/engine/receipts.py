@@ -167,9 +167,7 @@ def of_tokenizer(encoding: Encoding | None) -> str | None:
     return digest.hexdigest()
 
 
-@lru_cache(maxsize=4)
-def _of_text(encoding: Encoding | None) -> str | None:
-    return of_tokenizer(encoding)
+_of_text = lru_cache(maxsize=4)(of_tokenizer)
 
 
 def certify(engine: ModelEngine, sequence: TokenSequence) -> dict[str, object]:

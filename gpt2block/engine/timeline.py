@@ -164,8 +164,7 @@ def on_host(array: object) -> np.ndarray:
 
 def weights_dtype(op: str, inputs: Sequence[object]) -> str:
     """Return the dtype of the first weight matrix that a step reads, or "" if it reads none."""
-    entries = reference.CONTRACTS[op].inputs
-    for entry, value in zip(entries, inputs, strict=False):
+    for entry, value in zip(reference.CONTRACTS[op].inputs, inputs, strict=False):
         matrix = entry.kind in (*MATRICES, "table") or entry.name == "w"  # matmul_bias has an f32 w
         if matrix and value is not None:
             return described(value)[1]

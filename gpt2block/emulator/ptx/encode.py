@@ -139,8 +139,9 @@ class _Encoder:
             row, offsets = self._frame(formal, name not in self._pointed)
             self.returns[name] = row
             self.frames[name] = dict(zip((each.name for each in formal), offsets, strict=True))
-        names = [each for each in parse.called(function) if each not in BUILT_IN and each[0] != "%"]
-        names += self._pointed if any(each[0] == "%" for each in parse.called(function)) else ()
+        called = [name for _, name, _ in parse.calls(function)]
+        names = [each for each in called if each not in BUILT_IN and each[0] != "%"]
+        names += self._pointed if any(each[0] == "%" for each in called) else ()
         below = [each for other in names for each in self._order(other, [*open_, name])]
         return [*below, name]
 
@@ -187,10 +188,7 @@ class _Encoder:
     def _arguments(self, function: parse.Function) -> list[tuple[str, int]]:
         """Return the offsets of the variables that hold arguments and results of calls."""
         places: list[tuple[str, int]] = []
-        for instruction in function.code:
-            if instruction.opcode.split(".")[0] != "call":
-                continue
-            results, name, arguments = parse.call_target(instruction)
+        for results, name, arguments in parse.calls(function):
             actual = (*results, *arguments)
             if name in self.frames:
                 places += zip(actual, self.frames[name].values(), strict=True)
@@ -360,10 +358,7 @@ class _Encoder:
         return self.rows[name]
 
     def _constant(self, value: int) -> int:
-        if value not in self.constants:
-            self.constants[value] = len(self.made.constants)
-            self.made.constants.append(value)
-        return -1 - self.constants[value]
+        return -1 - self.constants.setdefault(value, len(self.constants))
 
     def _symbol(self, name: str) -> int:
         """Return the address of a variable in its space, of a parameter, or of a function."""
@@ -410,8 +405,7 @@ class _Encoder:
         align = max(16, code.dynamic.align if code.dynamic else 16)
         gap = GAP if code.shared else 0
         code.shared_bytes = -(-(code.shared_bytes + gap) // align) * align
-        if DYNAMIC in self.constants:
-            code.constants[self.constants[DYNAMIC]] = code.shared_bytes
+        code.constants = [code.shared_bytes if n == DYNAMIC else n for n in self.constants]
 
 
 DYNAMIC = (1 << 63) + 1  # stands for the offset of dynamic shared memory until all others are known

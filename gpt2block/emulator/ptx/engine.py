@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -237,10 +237,10 @@ def launch(
             data.early = arrays.early(early)
         text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
         found, traced, printed = text.split("\x1d", 2)
-        read = _Findings(module, encoded, arrays, data.grid, data.block)
+        read = _Findings(module, arrays, data.grid, data.block)
         findings = tuple(read.finding(each) for each in found.split("\x1e")[:-1])
         if not any(each.fatal for each in findings):
-            arrays.keep(module, encoded)
+            arrays.keep(module)
         steps = tuple(read.step(each) for each in traced.split("\x1e")[:-1])
         counts = by_line(counted, encoded.places, module.files) if checks.counters else {}
         return Result(findings, data.executed, printed, counts, steps, data.left_out)
@@ -395,9 +395,9 @@ class _Arrays:
         count = len(self.data)
         return (ctypes.c_uint8 * max(1, count))(*[n in known for n in range(count)])
 
-    def keep(self, module: Module, encoded: Encoded) -> None:
+    def keep(self, module: Module) -> None:
         """Keep the values of variables for later launches."""
-        for variable, data in zip(encoded.variables, self.data, strict=False):
+        for variable, data in zip(self.encoded.variables, self.data, strict=False):
             module.memory[variable.name] = bytearray(data.tobytes())
 
 
@@ -452,13 +452,11 @@ def plain_name(name: str) -> str:
 class _Findings:
     """Turns the C++ side's findings into values with names."""
 
-    def __init__(
-        self, module: Module, encoded: Encoded, arrays: _Arrays, grid: Any, block: Any
-    ) -> None:
-        self.module, self.encoded, self.arrays = module, encoded, arrays
+    def __init__(self, module: Module, arrays: _Arrays, grid: Any, block: Any) -> None:
+        self.module, self.encoded, self.arrays = module, arrays.encoded, arrays
         self.grid, self.block = list(grid), list(block)
-        self.places = list(encoded.places)
-        self.forms = list(encoded.forms)
+        self.places = list(self.encoded.places)
+        self.forms = list(self.encoded.forms)
 
     def finding(self, text: str) -> Finding:
         kind, why, verb, other_verb, *numbers = text.split("\x1f")
@@ -535,8 +533,7 @@ def _load(module: Module, kernel: str) -> _Loaded:
     with module.lock:
         if kernel not in module.loaded:
             module.loaded[kernel] = _loaded(encode(module, kernel))
-        loaded = module.loaded[kernel]
-    assert isinstance(loaded, _Loaded)
+        loaded: _Loaded = module.loaded[kernel]
     return loaded
 
 
@@ -620,9 +617,8 @@ def _compile(command: list[str]) -> None:
 
 def _processor() -> str:
     """Return what distinguishes processors whose machine code differs."""
-    try:
+    with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.machine()
-    flags = re.search(r"^(?:flags|Features)\s*:.*$", text, re.MULTILINE)
-    return flags[0] if flags else platform.machine()
+        if flags := re.search(r"^(?:flags|Features)\s*:.*$", text, re.MULTILINE):
+            return flags[0]
+    return platform.machine()

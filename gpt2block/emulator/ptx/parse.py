@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from itertools import takewhile
 from math import prod
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 BITS = re.compile(r"\d+")
 _VARIABLE = re.compile(
@@ -101,7 +101,7 @@ class Module:
     text: str
     # Bytes of variables, as launches left them
     memory: dict[str, bytearray] = field(default_factory=dict)
-    loaded: dict[str, object] = field(default_factory=dict)  # kernels, as engine.py keeps them
+    loaded: dict[str, Any] = field(default_factory=dict)  # kernels, as engine.py keeps them
     lock: Lock = field(default_factory=Lock, repr=False)  # guards memory and loaded
 
     @cached_property
@@ -285,11 +285,11 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(each or 0) for each in match.groups()) if match else ()
 
 
-def called(function: Function) -> Iterator[str]:
-    """Yield the names after call instructions."""
+def calls(function: Function) -> Iterator[tuple[tuple[str, ...], str, tuple[str, ...]]]:
+    """Yield the `call_target` of each call instruction."""
     for instruction in function.code:
         if instruction.opcode.startswith("call"):
-            yield call_target(instruction)[1]
+            yield call_target(instruction)
 
 
 def call_target(instruction: Instruction) -> tuple[tuple[str, ...], str, tuple[str, ...]]:

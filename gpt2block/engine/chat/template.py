@@ -221,9 +221,7 @@ class ChatTemplate:
         except CheckpointError:
             self._end()
             raise
-        self._names = TemplateNames(
-            frozenset(names["fields"]), names["any_role"], frozenset(names["variables"])
-        )
+        self._names = TemplateNames(**names)
 
     def _ask(
         self, line: str, about: str, until: float, kind: type[Exception] = InputError
@@ -273,11 +271,8 @@ class ChatTemplate:
         if vars(self).get("_worker") is not None:
             self._end()
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"source": self.source, "tokens": self.tokens}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.source, self.tokens)
 
 
 def _ended_at(rendered: dict[str, Any], content: str, mark: str) -> dict[str, Any]:

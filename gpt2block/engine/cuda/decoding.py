@@ -357,8 +357,7 @@ class CudaDecoding:
         if self._pace and not step.captured:
             self._pace.skip()
         self._steps.place(slots, step, again=self._draft is not None)
-        alternatives = bool(self._alternatives[slots].any())
-        result = step.run(self._model, slots, alternatives)
+        result = step.run(self._model, slots, bool(self._alternatives[slots].any()))
         if self._draft:
             self._draft.follow(step, slots, self._steps)
         if self._texts is not None:

@@ -50,7 +50,6 @@ class HostMasks:
         self._rows, self._words = rows, mask_words(V)
         self._host = PinnedPair((rows * (1 + self._words),))
         self._both = cupy.zeros(rows * (1 + self._words), "int32")
-        self._numbers = np.arange(1, rows + 1, dtype=np.int32)
         self.on_device = Masks(self._both[:rows], self._both[rows:].reshape(rows, self._words))
 
     def write(self, jobs: Sequence[MaskJob | None], together: int) -> None:
@@ -66,7 +65,7 @@ class HostMasks:
             if job is not None:
                 words, first = job.result(), slot * together
                 count = min(len(words), together)
-                index[first : first + count] = self._numbers[at : at + count]
+                index[first : first + count] = np.arange(at + 1, at + 1 + count)
                 masks[at : at + count] = words[:count]
                 at += count
         used = self._rows + at * self._words

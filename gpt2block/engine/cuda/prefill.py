@@ -42,7 +42,7 @@ class PrefillPrograms:
     """
 
     def __init__(self, model: CudaPasses, cache: CudaCache, shape: Prefill) -> None:
-        N, B, self._n_ctx = shape.rows, shape.sequences, cache.n_ctx
+        N, B = shape.rows, shape.sequences
         L = shape.batch if shape.ends is None else shape.ends
         self.shape = shape
         self.ends: list[int] = []
@@ -132,7 +132,7 @@ class PrefillPrograms:
         for n, (ids, row, first) in enumerate(zip(sequences, rows, starts, strict=True)):
             end = at + len(ids)
             tokens[at:end] = ids
-            positions[at:end] = self._counted[first : first + len(ids)]
+            positions[at:end] = np.arange(first, first + len(ids))
             row_of[at:end] = row
             sequence = n if packed else row
             seams[sequence + 1], start[sequence] = len(ids), first
@@ -159,11 +159,6 @@ class PrefillPrograms:
     def likeliest(self) -> CudaArray:
         """The most likely next tokens, (N, 1), as the output "likeliest" computes them."""
         return cupy.empty((self.shape.rows, 1), "int32")
-
-    @cached_property
-    def _counted(self) -> Ids:
-        """The positions 0 to n_ctx - 1 as an array."""
-        return np.arange(self._n_ctx, dtype=np.int32)
 
     @cached_property
     def _pinned(self) -> Ids:

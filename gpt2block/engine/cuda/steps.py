@@ -173,8 +173,7 @@ class DecodingSteps:
     def logits_of(self, model: CudaPasses, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
         """Process one token in each of N slots, and return the logits (N, V) after these tokens."""
         self.next_token(model, slots, tokens, positions).recording(model).run_steps()
-        logits: Floats = self.logits[: len(slots)].get()
-        return logits
+        return self.logits[: len(slots)].get()
 
     def begin(
         self, model: CudaPasses, starts: Sequence[Start], slots: Ids, logits: CudaArray

@@ -134,9 +134,7 @@ def _led(lead: Callable[[], None], before: Callable[[], None]) -> None:
     before()
 
 
-def _us(
-    replays: Sequence[Callable[[], None]], lead: Callable[[], None] = lambda: None
-) -> list[float]:
+def _us(replays: Sequence[Callable[[], None]], lead: Callable[[], None]) -> list[float]:
     """Return the median µs of each function. Functions are timed alternately, each after `lead`."""
     named = {str(n): replay for n, replay in enumerate(replays)}
     return [1e3 * ms for ms in interleaved_ms(named, lead=lead).values()]

@@ -43,8 +43,7 @@ def downsampled(tensor: Array, rows: int, columns: int) -> Array:
     at = starts(tensor.shape[0], rows), starts(tensor.shape[1], columns)
 
     def reduced(function: np.ufunc) -> Array:
-        cells: Array = function.reduceat(function.reduceat(tensor, at[1], axis=1), at[0], axis=0)
-        return cells
+        return function.reduceat(function.reduceat(tensor, at[1], axis=1), at[0], axis=0)
 
     high, low = reduced(np.maximum), reduced(np.minimum)
     return np.where(high >= -low, high, low)

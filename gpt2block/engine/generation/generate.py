@@ -6,9 +6,9 @@ does not depend on the other sequences of its batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import overload
 
 import numpy as np
@@ -203,14 +203,10 @@ class LazySequences(Sequence[TokenSequence]):
     """The sequences of a call; each sequence is created on first use."""
 
     def __init__(self, count: int, create: Callable[[int], TokenSequence]) -> None:
-        self._count, self._create = count, create
-        self._created: dict[int, TokenSequence] = {}
+        self._count, self._create = count, cache(create)
 
     def __len__(self) -> int:
         return self._count
-
-    def __iter__(self) -> Iterator[TokenSequence]:
-        return map(self._sequence, range(self._count))
 
     @overload
     def __getitem__(self, index: int) -> TokenSequence: ...
@@ -220,12 +216,7 @@ class LazySequences(Sequence[TokenSequence]):
         selected = range(self._count)[index]
         if isinstance(selected, range):
             return [self[i] for i in selected]
-        return self._sequence(selected)
-
-    def _sequence(self, index: int) -> TokenSequence:
-        if index not in self._created:
-            self._created[index] = self._create(index)
-        return self._created[index]
+        return self._create(selected)
 
 
 def matcher_of(

@@ -134,15 +134,11 @@ class Options:
         checked["stop"] = _strings(self.stop)
         if self.stop_ids is not None:
             checked["stop_ids"] = several(self.stop_ids)
-        if self.choice is not None:
-            checked["choice"] = (
-                self.choice if isinstance(self.choice, str) else tuple(several(self.choice))
-            )
+        if self.choice is not None and not isinstance(self.choice, str):
+            checked["choice"] = tuple(several(self.choice))
         set_fields(self, **checked)
-        rules = {name: getattr(self, name) for name in RULES}
-        if any(rule is not None for rule in rules.values()):
-            rule = Grammar.of(**rules)
-            assert rule is not None
+        rule = Grammar.of(**{name: getattr(self, name) for name in RULES})
+        if rule is not None:
             self.follow(rule)
         if self.sampling.min_new_tokens > self.max_new_tokens:
             raise InputError(

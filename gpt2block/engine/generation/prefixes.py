@@ -130,6 +130,5 @@ class Prefixes:
 def _common(before: Ids, ids: Ids) -> int:
     """Return the length of the common prefix of `before` and `ids[:-1]`."""
     most = min(len(before), len(ids) - 1)
-    different = before[:most] != ids[:most]
-    first = int(different.argmax()) if most else 0
-    return first if most and different[first] else most
+    different = (before[:most] != ids[:most]).nonzero()[0]
+    return int(different[0]) if len(different) else most

@@ -124,8 +124,7 @@ class NumpyModel(NumpySteps, StoredModel):
         matrices = {name: matrix.operand for name, matrix in self._matrices.items()}
         constants = architecture_of(config).constants(config, self._vectors)
         self.known = {**self._vectors, **matrices, **constants}
-        tables = (name for name in TABLES if name in matrices)
-        self.known |= {name: self._matrices[name].table for name in tables}
+        self.known |= {name: self._matrices[name].table for name in TABLES if name in matrices}
         self.functions = Functions({"kv_append": self._kv_append})
 
     def _vector(self, name: str, array: np.ndarray) -> Floats:

@@ -154,9 +154,6 @@ class StepPass(Pass):
         options = {**self.c.heads, **self.c.scores(h), "causal": self.c.causal}
         return self.do(f"{h}attn", "attention", (qkv,), **options)
 
-    def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
-        return self._short_conv(h, bcx)
-
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
         gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")
         up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up")
@@ -179,7 +176,6 @@ class ModelStepPass(StepPass):
         return super().norm(name, x, gamma, beta, to)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
-        self._append(h, qkv)
         return self._over_cache(f"{h}attn", h, qkv)
 
     def last_rows(self, x: Value, y: Value) -> tuple[ModelStepPass, Value, Value]:

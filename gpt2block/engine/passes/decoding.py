@@ -266,8 +266,7 @@ class SumsPass(DecodePass):
         x_dtype: str | None = None,
         together: int = 1,
     ) -> None:
-        stored: Any = {"fp8_cache": fp8_cache, "x_dtype": x_dtype, "together": together}
-        super().__init__(do, settings, **stored)
+        super().__init__(do, settings, fp8_cache=fp8_cache, x_dtype=x_dtype, together=together)
         self.splits = splits
         self.eps: dict[str, Any] = {"eps": settings.scales.eps}
 

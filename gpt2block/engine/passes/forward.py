@@ -152,9 +152,9 @@ class Pass(ABC):
         op, inputs = self.c.step_of_rope(h, qkv)
         return self.do(f"{h}rope", op, inputs, into=qkv, **self.c.turn)
 
-    @abstractmethod
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
-        """Compute attention of each query over the keys up to its position."""
+        """Compute attention of each query over the keys up to its position, in the kv_cache."""
+        return self._over_cache(f"{h}attn", h, qkv)
 
     def _append(self, h: str, qkv: Value) -> None:
         """Write keys and values to the kv_cache, unless the layer reads an earlier layer's."""
@@ -162,7 +162,8 @@ class Pass(ABC):
             self.do(f"{h}kv", "kv_append", (qkv, f"{h}k", f"{h}v", "row", "positions"), **self.kv)
 
     def _over_cache(self, name: str, h: str, qkv: Value) -> Value:
-        """Compute attention of packed rows over the kv_cache."""
+        """Write keys and values to the kv_cache; compute attention of packed rows over it."""
+        self._append(h, qkv)
         options = {"n_head": self.c.n_head, "longest": self.longest, **self.c.scores(h)}
         inputs = (qkv, f"{h}k", f"{h}v", "cu_seqlens", "start")
         op = "attention_queries" if h in self.c.readers else "attention_packed"
@@ -194,9 +195,9 @@ class Pass(ABC):
         o = self.do(f"{h}normed", "gated_rmsnorm", gated, into=o, eps=self.c.scales.eps)
         return self.operand(f"{h}mixer", o, to)
 
-    @abstractmethod
     def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
         """Compute the short convolution of rows [B | C | x]; write rows of u to the kv_cache."""
+        return self._short_conv(h, bcx)
 
     def _short_conv(self, h: str, bcx: Value, **options: Any) -> Value:
         inputs = (bcx, f"{h}taps", f"{h}b_taps", f"{h}k", "row", "positions")

@@ -111,10 +111,6 @@ class PrefillPass(Pass):
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=to)
         return self.turned(h, y, norms) if self.c.rope else y
 
-    def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
-        self._append(h, qkv)
-        return self._over_cache(f"{h}attn", h, qkv)
-
     def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
         return self._short_conv(h, bcx, dtype=self.dtype)
 
@@ -264,7 +260,6 @@ class HiLoPass(TensorCorePass):
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
         if self.shape.continued:  # attention over a kv_cache computes in float32
-            self._append(h, qkv)
             y = self._over_cache(f"{h}attn_cached", h, qkv)
             return self.do(f"{h}attn", "hi_lo", (y,))
         operand = self._converted(f"{h}rope", qkv, ("attention",)) if self.c.rope else qkv
@@ -298,12 +293,8 @@ class LastRows(DecodePass):
         return super()._product(p)
 
 
-class TilesOfLastRows(DecodePass):
+class TilesOfLastRows(LastRows):
     """Float32 steps after the last attention, by prefill kernels; logits, by decoding kernels."""
-
-    def __init__(self, prefill: PrefillPass) -> None:
-        super().__init__(prefill.do, prefill.c)
-        self.prefill = prefill
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
         if to == ("lm_head",):

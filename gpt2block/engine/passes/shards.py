@@ -39,27 +39,23 @@ GATED = 6  # inputs of `linear` before the second matrix, with which a product c
 OF_SHARD = ".shard"  # ends the names of results that have only this GPU's columns
 
 
-class Meeting:
-    """A barrier at which the threads that drive a model's GPUs exchange values."""
+class Meeting(threading.Barrier):
+    """A barrier at which the threads that drive a model's GPUs exchange values.
+
+    After `abort`, all threads that wait now or later raise threading.BrokenBarrierError.
+    """
 
     def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count)
+        super().__init__(count)
         self._values: list[Any] = [None] * count
 
     def exchange(self, index: int, value: object = None) -> list[Any]:
         """Wait for all threads; return their values in the order of the GPUs."""
         self._values[index] = value
-        self._barrier.wait()
+        self.wait()
         found = list(self._values)
-        self._barrier.wait()
+        self.wait()
         return found
-
-    def abort(self) -> None:
-        """Raise threading.BrokenBarrierError in all threads that wait now or later."""
-        self._barrier.abort()
-
-    def reset(self) -> None:
-        self._barrier.reset()
 
 
 @dataclass(frozen=True)
@@ -199,8 +195,7 @@ class ModelShard:
             spans = self.spans(name)
             own = sum(end - begin for begin, end in spans)
             if spans and len(shape) == 2:
-                axis = 0 if name == "lm_head" else 1
-                found[name] = (own, shape[1]) if axis == 0 else (shape[0], own)
+                found[name] = (own, shape[1]) if name == "lm_head" else (shape[0], own)
             else:
                 found[name] = shape
         return found
@@ -240,8 +235,7 @@ class ModelShard:
         places = np.concatenate([np.arange(*span) for span in spans])
         whole = self.exchange((places, own))
         order = np.argsort(np.concatenate([each for each, _ in whole]))
-        ordered: np.ndarray = np.concatenate([numbers for _, numbers in whole])[order]
-        return ordered
+        return np.concatenate([numbers for _, numbers in whole])[order]
 
     def own_part(self, name: str, whole: np.ndarray) -> np.ndarray:
         """Return this GPU's heads or channels of a result, or of rows in a kv_cache."""

@@ -6,12 +6,12 @@ Source: Hugging Face, "Tool use" (Chat templates); vLLM, "Tool Calling".
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from gpt2block.engine.chat.messages import continued
+from gpt2block.engine.chat.messages import TemplateNames, continued
 from gpt2block.errors import InputError, shown
 
 NO_TOOLS = (
@@ -24,15 +24,6 @@ DESCRIPTION = """You may call functions. These functions are available:
 To call a function, write its name and its arguments as JSON in this form:
 {call}"""
 Offered = tuple[list[Any], dict[str, Any]]
-
-
-class Names(Protocol):
-    """The names in a chat template that concern tools: two fields of `TemplateNames`."""
-
-    @property
-    def fields(self) -> Collection[str]: ...
-    @property
-    def variables(self) -> Collection[str]: ...
 
 
 class Tool(NamedTuple):
@@ -82,7 +73,7 @@ class ToolForm:
         has = source.__contains__
         return any(all(map(has, texts)) for texts in self.shown) and not any(map(has, self.unless))
 
-    def offered(self, names: Names, messages: list[Any], tools: list[Any]) -> Offered:
+    def offered(self, names: TemplateNames, messages: list[Any], tools: list[Any]) -> Offered:
         """Return (messages, variables of a template) with which a chat template shows tools.
 
         tools: in OpenAI's format. Raises InputError if the template does not show tools.
@@ -125,7 +116,7 @@ class ToolForm:
         return f"{self.head(name)}{arguments}{'' if self.named else '}'}"
 
 
-def reads_tools(names: Names) -> bool:
+def reads_tools(names: TemplateNames) -> bool:
     """Return whether a template reads tools: from a variable, or from a system message's field."""
     return "tools" in names.fields or not {*VARIABLES}.isdisjoint(names.variables)
 
