@@ -115,7 +115,7 @@ def of_mine() -> Iterator[tuple[str, str]]:
 
     find("layernorm")  # imports the module of the operation
     template = PACKAGE / "judge" / "templates" / "layernorm.cu"
-    yield "layernorm", Way().of(check_kernel, "layernorm", template, device="cpu")
+    yield "layernorm", Way().of(check_kernel, "layernorm", template, device="cpu", seed=0)
 
 
 def of_check() -> Iterator[tuple[str, str]]:

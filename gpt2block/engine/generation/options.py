@@ -137,8 +137,10 @@ class Options:
         if self.choice is not None and not isinstance(self.choice, str):
             checked["choice"] = tuple(several(self.choice))
         set_fields(self, **checked)
-        rule = Grammar.of(**{name: getattr(self, name) for name in RULES})
-        if rule is not None:
+        rules = {name: getattr(self, name) for name in RULES}
+        if any(rule is not None for rule in rules.values()):
+            rule = Grammar.of(**rules)
+            assert rule is not None
             self.follow(rule)
         if self.sampling.min_new_tokens > self.max_new_tokens:
             raise InputError(
