@@ -294,7 +294,7 @@ def steps_of(spec: Any, *parts: str) -> list[Any]:
 def rules(encoding: Encoding) -> str:
     """Return a string that, together with the vocabulary, determines the token ids of any text."""
     if isinstance(encoding, TokenizersEncoding):
-        digest = sha256(encoding._definition.encode()).hexdigest()  # of the tokenizer.json
+        digest = sha256(encoding._definition.encode()).hexdigest()
         return f"{digest} {encoding.prefix}" if encoding.prefix else digest
     return str(getattr(encoding, "_pat_str", ""))
 
