@@ -250,8 +250,8 @@ def _numbers_of_fp8(shape: tuple[int, ...]) -> NDArray[np.float64]:
 
 
 def _gates(given: Inputs, _: Mapping[str, object]) -> Inputs:
-    gate, up = given
-    return np.resize([-100, -20, 0, 20, 100], gate.shape).astype(np.float32), up
+    gate, up = given  # the first gate gives the largest value, even if it is the only one
+    return np.resize([100, -100, 20, -20, 0], gate.shape).astype(np.float32), up
 
 
 def _with_peak(row: NDArray[np.float32]) -> NDArray[np.float32]:
