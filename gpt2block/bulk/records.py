@@ -290,9 +290,10 @@ def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record
                 digest.update(paths.sha256(path))
                 yield from _rows(span, index, column, keep)
             else:
+                as_json = kind_of(path) == "jsonl"
                 for number, line in enumerate(_lines(span, digest)):
                     place = (index + number, path.name, span.line + number)
-                    record = _record(place, line, column, keep, kind_of(path) == "jsonl")
+                    record = _record(place, line, column, keep, as_json)
                     if record is not None:
                         yield record
         except OSError as error:

@@ -29,6 +29,7 @@ GUARD_BYTE = 0xA5
 # Bytes that fill an output before a launch: NaN, a large positive and a large negative number.
 # fmaxf and fminf ignore NaN, so that only the two numbers reveal a kernel that reads its output.
 NAN_BYTE, POSITIVE_BYTE, NEGATIVE_BYTE = 0xFF, 0x7B, 0xFB
+SMALLEST = 2.0**-126  # a kernel may round smaller magnitudes to 0
 MAX_EXCHANGED = 2**16  # elements of a result up to which exchanged indexes are tried
 LIMIT = "rounding explains at most {:.1e} of the largest value"
 NOT_FINITE = (
@@ -167,7 +168,8 @@ def _bad(out: np.ndarray, truth: np.ndarray, bound: float) -> NDArray[np.bool_]:
     if truth.dtype.kind in "iu":
         return np.asarray(out != truth)
     with np.errstate(invalid="ignore"):
-        near = np.abs(out.astype(np.float64) - truth) <= bound * workload.largest(truth)
+        most = max(bound * workload.largest(truth), SMALLEST)
+        near = np.abs(out.astype(np.float64) - truth) <= most
     return np.asarray(np.isfinite(truth) & ~near)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple
 
 import ml_dtypes
@@ -69,7 +70,7 @@ def to_fp8(
             )
         wide = wide / (scale if layout == "KN" else scale[:, None])
     lowest = 1 - fp8.bias  # exponent of the smallest normal number; subnormals are equally spaced
-    beyond = 2 * float(np.uint8(fp8.largest).view(fp8.dtype))
+    beyond = 2 * _fp8_numbers(format)[fp8.largest]
     magnitude = np.fmin(np.abs(wide), beyond)
     e = np.frexp(np.maximum(magnitude, 2.0**lowest))[1] - 1  # 2^e <= magnitude < 2^(e+1)
     # With F fraction bits, FP8 numbers from 2^e to 2^(e+1) are multiples of 2^(e-F). Division by a
@@ -85,7 +86,14 @@ def to_fp8(
 @takes("x u8 ...")
 def from_fp8(x: NDArray[np.uint8], format: str = "float8_e5m2") -> NDArray[np.float32]:
     """Convert FP8 bytes (uint8) to float32, exactly."""
-    return x.view(_fp8_format(format).dtype).astype(np.float32)
+    values: NDArray[np.float32] = _fp8_numbers(format)[x]
+    return values
+
+
+@cache
+def _fp8_numbers(format: str) -> NDArray[np.float32]:
+    """Return the numbers that the bytes 0x00 … 0xff represent."""
+    return np.arange(256, dtype=np.uint8).view(_fp8_format(format).dtype).astype(np.float32)
 
 
 @takes("x float32 ... K -> out hi_lo ... K")

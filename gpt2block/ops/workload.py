@@ -160,7 +160,7 @@ def errors(out: Any, truth: Truth) -> tuple[float, float]:
         finite = finite & xp.isfinite(difference).all()
     if not bool(finite):
         return nan, nan
-    return float(worst), float(worst) / max(largest(truth), np.finfo(np.float64).tiny)
+    return float(worst), float(worst) / max(largest(truth), float(np.finfo(np.float64).tiny))
 
 
 def largest(values: np.ndarray) -> float:

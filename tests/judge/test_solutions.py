@@ -74,6 +74,14 @@ def test_a_size_is_right(operation: str, file: Path, shape: dict[str, int]) -> N
     assert found.right, str(found)
 
 
+@on_emulator
+def test_a_wrong_constant_is_found_in_one_value(tmp_path: Path) -> None:
+    text = (TEMPLATES / "gelu.cu").read_text(encoding="utf-8")
+    (tmp_path / "my.cu").write_text(text.replace("0.044715f", "0.04472f"), encoding="utf-8")
+    shape = {"N": 1, "C": 1}
+    assert not check_kernel("gelu", tmp_path / "my.cu", shape=shape, device="cpu").right
+
+
 @each_file
 def test_the_first_line_names_the_exercise(file: Path) -> None:
     chapter, exercise = file.stem.split(".")

@@ -60,8 +60,9 @@ NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("reasoning_effort", "prediction", "audio", "web_search_options"), ()),
     # vLLM
     **dict.fromkeys(("add_generation_prompt", "add_special_tokens"), (True,)),
-    **dict.fromkeys(("continue_final_message", "early_stopping", "use_beam_search"), (False,)),
-    **dict.fromkeys(("echo", "include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("continue_final_message", "echo", "early_stopping"), (False,)),
+    "use_beam_search": (False,),
+    **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
     **dict.fromkeys(("spaces_between_special_tokens", "skip_special_tokens"), (True, False)),
     "include_reasoning": (True, False),
     **dict.fromkeys(("documents", "bad_words", "logits_processors"), ([],)),

@@ -221,7 +221,9 @@ class ChatTemplate:
         except CheckpointError:
             self._end()
             raise
-        self._names = TemplateNames(**names)
+        self._names = TemplateNames(
+            frozenset(names["fields"]), names["any_role"], frozenset(names["variables"])
+        )
 
     def _ask(
         self, line: str, about: str, until: float, kind: type[Exception] = InputError

@@ -6,7 +6,7 @@ does not depend on the other sequences of its batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import overload
@@ -207,6 +207,9 @@ class LazySequences(Sequence[TokenSequence]):
 
     def __len__(self) -> int:
         return self._count
+
+    def __iter__(self) -> Iterator[TokenSequence]:
+        return map(self._create, range(self._count))
 
     @overload
     def __getitem__(self, index: int) -> TokenSequence: ...
