@@ -272,8 +272,8 @@ def pytest_runtest_makereport(
 def fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge a user's kernel at the same sizes in each run, without the runs that take most time.
 
-    These are the sizes that a GPU times, long launches in further orders, and the longest arrays of
-    to_fp8, softmax and sample_token, which have many further inputs.
+    Left out are the sizes that a GPU times, long launches in further orders, and the longest arrays
+    of to_fp8, softmax and sample_token, which have many further inputs.
     """
     from gpt2block.judge import cases, on_cpu, sizes  # noqa: PLC0415
 

@@ -1,8 +1,8 @@
 """Limits of the error of a user's kernel, derived from the roundings of the operation's formula.
 
-Errors are relative to the largest value of the result. The values of a result of few values are not
-all near zero: `cases.case` chooses its inputs. u = 2^-24 is the largest relative error of
-one rounding in float32. A limit is the sum of three parts:
+Errors are relative to the largest value of the result. `cases.case` draws the inputs of a result of
+few values so that this value is not near zero. u = 2^-24 is the largest relative error of one
+rounding in float32. A limit is the sum of three parts:
 
 - 2 roundings to the dtype of the arrays: of the result and of an intermediate value.
 - Further roundings of the formula, each of at most u, as if all of them had the same sign. They are

@@ -8,6 +8,8 @@ from base64 import b64encode
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.ops.workload import largest
+
 MAX_COLUMNS = 256
 Array = NDArray[np.floating]
 
@@ -63,8 +65,8 @@ def encoded(values: Array) -> dict[str, object]:
     to a multiple of 2^-39 of it. float16 and bfloat16 numbers above that limit are exact.
     """
     wide = values.astype(np.float64)
-    largest = float(np.abs(wide).max(where=np.isfinite(wide), initial=0.0))
-    scale = math.ldexp(1.0, math.frexp(largest)[1] - 15) if largest else 0.0
+    most = largest(wide)
+    scale = math.ldexp(1.0, math.frexp(most)[1] - 15) if most else 0.0
     narrow = (wide / scale if scale else wide).astype("<f2")
     return {"scale": scale, "values": b64encode(narrow.tobytes()).decode()}
 
