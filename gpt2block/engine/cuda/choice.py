@@ -7,7 +7,6 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
-from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE, Formats
 from gpt2block.cuda.kernels import HI_LO
 from gpt2block.engine.passes.blocks import PassSettings
@@ -138,8 +137,6 @@ class DecodingChoice:
             fuses = fuses._replace(attention=attention)
         options = operands, fp8_cache, self.bounds, self.x_dtype, together, fuses
         summed = {name for name in operands or () if self._reads_sums(name)}
-        if not gpu().has_wgmma:  # a product that stores an operand then stores no sums
-            summed.discard("w_down")
         return DecodePass(do, self.settings, norms, *options, summed=summed)
 
     @cached_property

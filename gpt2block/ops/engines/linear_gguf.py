@@ -18,7 +18,7 @@ from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import FLOAT, MAX_SPLITS, TERMS, UNIT, splits
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
-from gpt2block.ops.operands import IN_ORDER, count_define
+from gpt2block.ops.operands import CHUNK, IN_ORDER, count_define
 from gpt2block.ops.operation import UnsupportedCall
 from gpt2block.ops.products import filled, gate_define, needs_mma, room
 
@@ -123,6 +123,7 @@ def geometry(
     clusters: bool,
     holds: bool = False,
     operand: bool = False,
+    summed: bool = False,
     sms: int,
     max_shared: int,
     workspace: int = 0,
@@ -135,9 +136,10 @@ def geometry(
     ranges: GGUF types and their numbers of outputs. norm: norm of x, 0 none, 1 LayerNorm, 2
     RMSNorm. up: whether there is a second matrix. rope: channels per head with RoPE, else 0. terms:
     16-bit terms per value of x. clusters: whether blocks form clusters. holds: whether registers
-    may hold x. operand: whether x is an operand of one term. max_shared: maximum bytes of dynamic
-    shared memory per block. workspace: floats of memory for counters and sums, with which blocks
-    can divide K; 0 with a norm, RoPE or `up`.
+    may hold x. operand: whether x is an operand of one term. summed: whether a block of a product
+    with `up` also adds up chunks of outputs. max_shared: maximum bytes of dynamic shared memory per
+    block. workspace: floats of memory for counters and sums, with which blocks can divide K; 0 with
+    a norm, RoPE or `up`.
     """
     ends = [(2 if up else 1) * end for end in accumulate(n for _, n in ranges)]
     parts, units = splits(K)
@@ -154,7 +156,7 @@ def geometry(
     if any(begin % (rope or COLUMNS) for begin in ends[:-1]):
         return None
     if operand:
-        cuts = fitting(_of_operand(M, ends))
+        cuts = fitting(_of_operand(M, ends, 2 * CHUNK if summed else COLUMNS))
     else:
         cuts = _cuts(M, parts, units, ends, norm, terms, holds, staged, fitting)
     if not cuts:
@@ -244,9 +246,10 @@ def _cuts(
     return cuts
 
 
-def _of_operand(M: int, ends: list[int]) -> list[WorkSplit]:
-    """Return possible divisions of a product of rows that are stored as an operand."""
-    warps = [n for n in COPYING_WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
+def _of_operand(M: int, ends: list[int], multiple: int) -> list[WorkSplit]:
+    """Return possible divisions of an operand's product. `multiple` divides a block's columns."""
+    warps = [n for n in COPYING_WARPS if COLUMNS * n % multiple == 0]
+    warps = [n for n in warps if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
     possible = [rows for rows in COPYING_ROWS if rows == min(COPYING_ROWS) or rows < 2 * M]
     cuts = (WorkSplit(n, w, together=False) for n in possible for w in warps)
     return [cut for cut in cuts if cut.rows <= WARP * cut.warps <= COPYING_THREADS[cut.rows]]
@@ -303,10 +306,10 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
             f"K {c.K:,}, terms of {operand}: expected a multiple of {UNIT}, rounded float16 in the "
             "order of wgmma, and a GPU from 8.0 without wgmma: pass floats"
         )
-    if to_operand and (not operand or to_operand.summed or not to_operand.for_blocks):
+    if to_operand and not (operand and to_operand.for_blocks):
         raise UnsupportedCall(
             f"terms of {to_operand}, x of {operand or 'floats'}: expected both in the order of "
-            "wgmma, without sums"
+            "wgmma"
         )
     if c.w.dtype != GGUF:
         raise UnsupportedCall("takes a GgufMatrix")
@@ -326,6 +329,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
         clusters=gpu().has_clusters and not holds,
         holds=holds,
         operand=operand is not None,
+        summed=bool(to_operand and to_operand.summed),
         sms=device_attribute("MultiProcessorCount"),
         max_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC,
         workspace=0
@@ -342,6 +346,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     defines += (("DECODE_ROPE", epilogue.head),) if epilogue.head else ()
     defines += (("DECODE_SUMS", epilogue.splits),) if epilogue.splits else ()
     defines += (("DECODE_OUT_OPERAND", 1),) if to_operand else ()
+    defines += (("OPERAND_SUMS", 1),) if to_operand and to_operand.summed else ()
     defines += (*count_define(c.rounded), *range_defines(c.w))
     sums, before = sums_of(c) if operand else (None, ())
     if launch_geometry.kernel == DIVIDED:

@@ -78,18 +78,24 @@ struct Output {
 };
 
 // Completes the outputs of the ACROSS columns from `start` on. total(row, at) must return the sum of column `at`.
+// Neighbouring lanes have neighbouring outputs. With OPERAND_SUMS, a warp has the outputs of a chunk.
 template <typename End, typename Total>
 __device__ __forceinline__ void finish(const Weighted& of, const Input& input, const End& end, int start, Total total) {
+    constexpr int OUTPUTS = ACROSS / EACH, HALF = DECODE_UP ? PAIRED / 2 : OUTPUTS;
+    static_assert(!OPERAND_SUMS || OUTPUTS % 32 == 0, "a warp has whole chunks");
 #pragma unroll 4
-    for (int i = threadIdx.x; i < DECODE_ROWS * ACROSS; i += THREADS) {
-        const int row = i / ACROSS;
+    for (int i = threadIdx.x; i < DECODE_ROWS * OUTPUTS; i += THREADS) {
+        const int row = i / OUTPUTS, at = i % OUTPUTS / HALF * PAIRED + i % OUTPUTS % HALF;
         Output<End> output;
-        output.load(of, end, input.first + row, input.M, start, i % ACROSS);
+        output.load(of, end, input.first + row, input.M, start, at);
         const auto of_row = [&](int at) { return total(row, at); };
-        if constexpr (DECODE_OUT_OPERAND) {  // neighbouring lanes have neighbouring outputs
+        if constexpr (DECODE_OUT_OPERAND) {
             const float term = term_of<FP16_TERMS>(output.there ? output.value(end, of_row) : 0.0f);
             const int m = output.m, n = output.n;
             if (output.there && n % 2 == 0) end.out[operand_place(m, n, input.M, of.N)] = term;
+            if (OPERAND_SUMS && output.there) {
+                store_sum_of_pairs(end.out, (unsigned)__float_as_int(term), m, n, input.M, of.N);
+            }
         } else {
             output.finish(end, of_row);
         }
