@@ -330,30 +330,35 @@ def test_a_chunk_of_two_types_has_no_sum(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("of_down", "others", "expected"),
+    ("of_down", "others", "border", "expected"),
     [
-        ("Q8_0", "Q8_0", ""),
-        ("Q4_K", "Q4_K", "rms1 attn rms2 ff rms_f"),
-        ("Q6_K", "Q4_K", "rms1 attn rms2 rms_f"),
-        ("Q4_K", "Q8_0", "ff"),
+        ("Q8_0", "Q8_0", 0, ""),
+        ("Q4_K", "Q4_K", 0, "rms1 attn rms2 ff rms_f"),
+        ("Q6_K", "Q4_K", 0, "rms1 attn rms2 rms_f"),
+        ("Q4_K", "Q8_0", 0, "ff"),
+        ("Q4_K", "Q8_0", 64, "ff"),
+        ("Q4_K", "Q8_0", 48, ""),  # a chunk of two types
     ],
 )
+@pytest.mark.parametrize("card", ["8.9", "9.0"])
 def test_kernels_store_sums_of_chunks_that_a_product_reads(
-    of_down: str, others: str, expected: str
+    card: str, of_down: str, others: str, border: int, expected: str
 ) -> None:
     config = LlamaConfig(
         n_layer=1, n_head=4, n_embd=256, n_ff=512, vocab_size=256, tie_word_embeddings=True
     )
     shapes = {f"h.0.{n}": s for n, s in config.block_shapes().items() if len(s) == 2}
-    with recording("9.0"):
-        matrices = {
-            name: GgufMatrix.random([(of_down if "down" in name else others, N)], K)
-            for name, (K, N) in (shapes | {"lm_head": (256, 256)}).items()
-        }
+    with recording(card):
+        matrices = {}
+        for name, (K, N) in (shapes | {"lm_head": (256, 256)}).items():
+            ranges = [(of_down if "down" in name else others, N)]
+            if border and name.endswith(("w_gate", "w_up")):
+                ranges = [("Q6_K", border), (others, N - border)]
+            matrices[name] = GgufMatrix.random(ranges, K)
         made = architecture_of(config), PassSettings.of(config)
         choice = DecodingChoice(config, Formats("file"), matrices, {}, *made)
         do = outlines.outline(config)
-        choice.step(do, 16, choice.operands(16), 1)
+        choice.step(do, 17, choice.operands(17), 1)
     summed = {s.name for s in do.steps if (to := s.attrs.get("to_operand")) and to.summed}
     assert {name.removeprefix("h.0.") for name in summed} == set(expected.split())
 

@@ -20,7 +20,7 @@ from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.attention_cached import fuses_norms
 from gpt2block.ops.gated_sums import Fusions, fusions, splits_of
 from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, operands_of, wgmma_takes
-from gpt2block.ops.operands import ROUNDED, Operand
+from gpt2block.ops.operands import CHUNK, ROUNDED, Operand
 
 
 class DecodingChoice:
@@ -38,12 +38,14 @@ class DecodingChoice:
                                           Llama's block without biases, RMSNorm, RoPE and the
                                           gate (16 bits and FP8: `fusions`). SmolLM2-135M,
                                           8 and 16 rows: 497 -> 408, 638 -> 547. If heads have
-                                          norms, these are fused too, up to 4 rows, also with
-                                          large matrices (`operands_of`). Qwen3-0.6B, 2 and 4
-                                          rows: 743 -> 601, 798 -> 652
+                                          norms, these are fused too, in the product up to 4
+                                          rows with clusters, also with large matrices
+                                          (`operands_of`), else in attention. Qwen3-0.6B, 2 and
+                                          4 rows: 743 -> 601, 798 -> 652
     more than 16, or fewer with large     norms are kernels of their own, write operands,
     matrices (`operands_of`)              which wgmma, mma tiles or mma multiply; wgmma, and mma
-                                          with GGUF blocks, also fuse RoPE and the gate.
+                                          with GGUF blocks, also fuse RoPE and the gate, and
+                                          without clusters mma tiles the gate.
                                           SmolLM2-135M, 64 rows: 1,117 -> 911;
                                           Qwen3-0.6B, 32 rows: 1,546 -> 1,366
     ====================================  =================================================
@@ -137,6 +139,9 @@ class DecodingChoice:
             fuses = fuses._replace(attention=attention)
         options = operands, fp8_cache, self.bounds, self.x_dtype, together, fuses
         summed = {name for name in operands or () if self._reads_sums(name)}
+        gates = [w for w in self._of("w_gate") if isinstance(w, GgufMatrix)]
+        if any(begin % CHUNK for w in gates for begin in w.begins):
+            summed.discard("w_down")  # different warps compute the types of a chunk
         return DecodePass(do, self.settings, norms, *options, summed=summed)
 
     @cached_property

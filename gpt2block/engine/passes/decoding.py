@@ -173,7 +173,7 @@ class DecodePass(Pass):
         weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")
         ordered = x.operand is not None and x.operand.width > 0
         if (ordered or self.fuses.gate) and not any(map(self.do.has, biases)):
-            # A warpgroup computes CHUNK neighbouring outputs of a gated product together.
+            # Warps that can add them up compute CHUNK neighbouring outputs of a gated product.
             operand = x.operand and self._format(to, width=x.operand.width, together=CHUNK)
             inputs = (x.value, weights[0], "", x.gamma, "", "", weights[1])
             options = {**self._given(x), **_to(operand), **self.c.gate}

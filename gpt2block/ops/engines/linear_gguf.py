@@ -43,7 +43,7 @@ SCHEDULERS = 4  # per multiprocessor
 STAGED_COST = 1.2  # relative time of such a block, in the unit of `duration`
 MAX_NORMED = 32  # maximum rows of x in products that fuse RMSNorm
 # Values of K for which they also fuse it, for one row, on GPUs whose blocks have at most 163 KB of
-# shared memory: 8.0 to 8.9 and 12.0.
+# shared memory: 7.5 to 8.9 and 12.0.
 LONG_NORMED = range(2048, 4097, 1024)
 FLIGHT = 3  # slots in the ring of a warp; a slot holds 128 values of K of the warp's columns
 MAX_FLIGHT = 6  # maximum slots if only one block fits on a multiprocessor

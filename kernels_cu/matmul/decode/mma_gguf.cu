@@ -3,7 +3,8 @@
 //
 //   decode_mma_gguf: GGUF weights, copied to shared memory while the previous columns are multiplied.
 //       out = [residual +] [gelu] (x W^T + bias), where x can be replaced by its LayerNorm or RMSNorm; with DECODE_UP,
-//       for two matrices, out = silu(x W^T) (x up^T)
+//       for two matrices, out = silu(x W^T) (x up^T); with DECODE_OUT_OPERAND, out is stored as 16-bit terms, and with
+//       OPERAND_SUMS followed by the sums of its chunks (lib/chunk_sums.cuh)
 //   decode_mma_gguf_parts: without clusters, GGUF_PARTS blocks have the same columns, and divide the splits of K. They
 //       store sums in memory, which the last of these blocks adds up
 //
@@ -334,7 +335,7 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
     const float* sums,                // (DECODE_SUMS, M, N); with EPILOGUE_APPEND_ROPE (DECODE_SUMS, M, K), to add to x
                                       // with DECODE_OPERAND: sums of chunks of x
     const float* residual,            // (M, N) or null; may be out
-    float* out,                       // (M, N); with a KV cache only q, the first columns of [q | k | v]
+    float* out,                       // (M, N), also as an operand with sums; with a KV cache only q
     const float* rotations,           // (M, DECODE_ROPE / 2, 2), with DECODE_ROPE
     const int* row,                   // (M)
     const int* position,              // (M)
