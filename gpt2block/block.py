@@ -403,7 +403,7 @@ def _given(positions: object, x: object) -> Given:
     """
     shape: tuple[int, ...] = getattr(x, "shape", ())
     T = shape[-2] if len(shape) > 1 else 1
-    if positions is None:
+    if positions is None or len(shape) < 2:
         return {"positions": np.arange(T)}
     try:
         array = plain_array("positions", positions)

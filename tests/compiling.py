@@ -10,22 +10,13 @@ import sys
 from collections.abc import Sequence
 from itertools import chain, repeat
 
+import compile_for
 import pytest
 
 from gpt2block.cuda import kernels
 
 Job = tuple[str, str, kernels.Defines]  # file, architecture, constants
 SPILLS = re.compile(r"\b[1-9]\d* bytes spill")
-
-_COMPILE = """
-import json, sys
-from gpt2block.cuda import kernels
-for line in sys.stdin:
-    file, arch, defines, kernel = json.loads(line)
-    compiled = kernels.compile_for(file, arch, tuple(map(tuple, defines)), kernel)
-    there = [n for n in kernels.signatures(file) if f".text.{n}\\0".encode() in compiled.cubin]
-    print(json.dumps([there, compiled.log]), flush=True)
-"""
 
 
 class Compiler:
@@ -50,7 +41,7 @@ class Compiler:
         if self._process is None or self._left == 0:
             self.close()
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _COMPILE],
+                [sys.executable, compile_for.__file__],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )  # fmt: skip
             self._left = self.MAX_FILES
@@ -62,7 +53,7 @@ class Compiler:
         stdin.flush()
         line = stdout.readline()
         assert line, (job, self.close())
-        there, log = json.loads(line)
+        there, log, _ = json.loads(line)
         # perhaps due to earlier compiles
         if SPILLS.search(log) and self._left < self.MAX_FILES - 1:
             self.close()

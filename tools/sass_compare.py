@@ -36,14 +36,7 @@ ARCHITECTURES = {"7.5": "sm_75", "8.0": "sm_80", "9.0": "sm_90a"}
 PROGRAMS = ["generation", "block"]
 AT_ONCE = 40  # builds per process: rarely, code depends on earlier compilations in the process
 WORD = 16  # bytes per instruction
-COMPILE = """
-import json, sys
-from gpt2block.cuda import kernels
-for file, kernel, constants, arch in json.load(sys.stdin):
-    defines = tuple(tuple(each.split("=", 1)) for each in constants.split())
-    made = kernels.compile_for(file, arch, defines, kernel)
-    print(json.dumps([made.cubin.hex(), made.log]))
-"""
+COMPILER = Path(__file__).with_name("compile_for.py")
 
 
 def run(tree: Path, *command: str, given: str = "") -> list[str]:
@@ -86,7 +79,12 @@ def pairs_of(
 def compiled(tree: Path, builds: Sequence[Build]) -> list[tuple[bytes, str]]:
     """Return for each build its code with constants, and a text with its registers and spills."""
     codes = []
-    for cubin, log in map(json.loads, run(tree, "-c", COMPILE, given=json.dumps(builds))):
+    jobs = [
+        (file, arch, [each.split("=", 1) for each in constants.split()], kernel)
+        for file, kernel, constants, arch in builds
+    ]
+    given = "\n".join(map(json.dumps, jobs))
+    for _, log, cubin in map(json.loads, run(tree, str(COMPILER), given=given)):
         used = re.findall(r"Used \d+ registers|[1-9]\d* bytes spill \w+", log)
         codes.append((code_of(bytes.fromhex(cubin)), ", ".join(used)))
     return codes

@@ -21,7 +21,6 @@ import numpy as np
 import kernels_cu
 from gpt2block.cuda import cupy
 from gpt2block.cuda.cards import capability_of, compiled_for, dotted, gpu
-from gpt2block.cuda.doctor import compiler_options
 from gpt2block.cuda.formats import GGUF, own_cache_dtype
 from gpt2block.cuda.requests import Function, Scalar
 from gpt2block.cuda.requests import Launch as Launch  # noqa: PLC0414  (`launch_at` returns it)
@@ -503,41 +502,6 @@ def options(file: str, capability: int) -> tuple[str, ...]:
             f"got {dotted(capability)}"
         )
     return common
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A kernel file compiled without a GPU: its machine code and the compiler's log."""
-
-    cubin: bytes
-    log: str
-
-
-def compile_for(file: str, arch: str, defines: Defines = (), kernel: str | None = None) -> Compiled:
-    """Compile a file for an architecture such as "sm_80"; needs NVRTC, but no device or driver.
-
-    kernel: name of the only kernel to compile; by default all. The log contains registers, shared
-    memory and spills of each kernel. Raises KernelError.
-    """
-    nvrtc = cupy.cuda.nvrtc
-    flags = (
-        *options(file, int(arch.removeprefix("sm_").rstrip("af"))),
-        *(flag for flag in compiler_options(cupy) if flag.startswith("-I")),  # CUDA's headers
-        f"-arch={arch}",
-        "-ftz=true",
-        "--ptxas-options=-v",
-        "--no-cache",  # programs from NVRTC's cache come without a log
-    )
-    handle = nvrtc.createProgram(program(file, defines, kernel), file, (), ())
-    try:
-        nvrtc.compileProgram(handle, flags)
-        # CuPy removes the last byte of a cubin, which is a zero.
-        return Compiled(nvrtc.getCUBIN(handle) + b"\0", nvrtc.getProgramLog(handle))
-    except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(handle) or str(error)
-        raise KernelError(compile_message(file, log)) from error
-    finally:
-        nvrtc.destroyProgram(handle)
 
 
 def compile_message(file: str, log: str) -> str:

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import StringIO
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from queue import SimpleQueue
@@ -84,7 +85,8 @@ def entries(folder: Path, operation: str | None = None) -> list[KernelFile]:
     operation: operation of the files that name none. Raises InputError, which names the line.
     """
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
+        is_file = "expected a folder, got a file" if folder.exists() else "no such folder"
+        raise InputError(f"{folder}: {is_file}")
     if operation is not None:
         find(operation)
     table = folder / TABLE
@@ -98,8 +100,12 @@ def _files(folder: Path, operation: str | None) -> list[KernelFile]:
     files = []
     for path in sorted(folder.rglob("*.cu")):
         file = path.relative_to(folder).as_posix()
-        head = "\n".join(read_text(path).splitlines()[:FIRST_LINES])
-        named = _OPERATION.search(head)
+        try:
+            named = _OPERATION.search("\n".join(read_text(path).splitlines()[:FIRST_LINES]))
+        except InputError as error:
+            if operation is None:
+                raise InputError(error.message(lambda _: "").strip()) from None
+            named = None  # the check says why nothing can read the file
         name = named[1] if named else operation
         if name is None:
             raise InputError(
@@ -115,21 +121,22 @@ def _files(folder: Path, operation: str | None) -> list[KernelFile]:
 
 
 def _rows(table: Path) -> Iterator[KernelFile]:
-    with table.open(encoding="utf-8-sig", newline="") as stream:
-        reader = csv.DictReader(stream)
-        names = reader.fieldnames or ()
-        wrong = [name for name in names if name not in COLUMNS]
-        if wrong or not {"file", "operation"} <= set(names):
-            got = f"column {wrong[0]!r}" if wrong else f"columns {', '.join(names) or 'none'}"
-            raise InputError(
-                f"{table.name}: {got}: expected file, operation and optionally "
-                f"{', '.join(COLUMNS[2:])}"
-            )
-        for row in reader:
-            try:
-                yield _entry(table.parent, row)
-            except InputError as error:
-                raise InputError(f"{table.name}:{reader.line_num}: {error}") from None
+    try:
+        reader = csv.DictReader(StringIO(table.read_text("utf-8-sig")))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{table.name}: expected UTF-8, byte {error.start} is not") from None
+    names = reader.fieldnames or ()
+    wrong = [name for name in names if name not in COLUMNS]
+    if wrong or not {"file", "operation"} <= set(names):
+        got = f"column {wrong[0]!r}" if wrong else f"columns {', '.join(names) or 'none'}"
+        raise InputError(
+            f"{table.name}: {got}: expected file, operation and optionally {', '.join(COLUMNS[2:])}"
+        )
+    for row in reader:
+        try:
+            yield _entry(table.parent, row)
+        except InputError as error:
+            raise InputError(f"{table.name}:{reader.line_num}: {error}") from None
 
 
 def _entry(folder: Path, row: Mapping[str | None, str]) -> KernelFile:

@@ -236,7 +236,8 @@ def _known(label: str, name: str, operation: Operation, values: Values) -> str:
         return name
     if name in values.aliases:
         return values.aliases[name]
-    near = get_close_matches(name, (*known, *values.aliases), 1)
+    same = [each for each in known if each.lower() == name.lower()]
+    near = same or get_close_matches(name, (*known, *values.aliases), 1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise InputError(
         f"{label}: {operation.name} has no argument {name!r}{hint}",

@@ -17,7 +17,8 @@ from gpt2block.cuda import doctor
 from gpt2block.errors import Argument, DeviceError, InputError, shown
 from gpt2block.judge import on_cpu
 from gpt2block.judge.cases import Case, cases, resolved_seed
-from gpt2block.judge.kernel import Kernel, matched
+from gpt2block.judge.kernel import Kernel, described, matched
+from gpt2block.judge.sizes import too_large
 from gpt2block.judge.source import OWN, read
 from gpt2block.judge.verdict import Verdict
 from gpt2block.judge.why import EMULATOR_ONLY
@@ -66,10 +67,15 @@ def check(
     found = find(operation)
     if device not in (None, "cpu", "cuda"):
         raise InputError(f"device: expected 'cpu', 'cuda' or None, got {shown(device)}")
+    if not isinstance(shape, Mapping | None):
+        raise InputError(f"shape: expected sizes such as {{'C': 768}}, got {shown(shape)}")
     sizes = ",".join(f"{name}={n}" for name, n in (shape or {}).items())
     stated = stated_sizes(found, sizes or None)
     stored = workload.check_storage(found, dtype, layout)
     launch = {"kernel": kernel, "grid": grid, "block": block, "shared": shared}
+    for name, value in launch.items():
+        if not isinstance(value, str | None):
+            raise InputError(f"{name}: expected a text such as '256', got {shown(value)}")
     user = _matched(source, found, stored, args, launch)
     job = CheckJob(user, stored, stated, resolved_seed(seed))
     problem = doctor.cuda_problem() if device != "cpu" else "the CPU was requested"
@@ -101,6 +107,9 @@ class CheckJob:
 
     def on_cpu(self, steps: bool) -> Verdict:
         """Check the kernel on the emulator. steps: whether `Verdict.why` is requested."""
+        if self.stated and too_large(self.user.operation, self.stated):
+            what = f" {described(self.stated)}: too large for the emulator: state smaller sizes"
+            raise InputError(Argument("shape"), what)
         cases = self._cases()
         timed = on_cpu.TimedSizes(self.sizes, self.stored[1], self.stated)
         results = on_cpu.check_kernel(self.user, cases, timed=timed, steps=steps)

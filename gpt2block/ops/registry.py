@@ -92,7 +92,9 @@ def stated_sizes(operation: Operation, text: str | None) -> dict[str, int]:
         if not equals:
             example = ",".join(f"{key}={size}" for key, size in known.items())
             raise InputError(Argument("shape"), f" {text!r}: expected sizes such as {example}")
-        if name not in known:
+        if name in sizes:
+            problem = f"{name}: stated twice"
+        elif name not in known:
             problem = f"{operation.name} has no size {name}: expected {', '.join(known)}"
         elif not re.fullmatch("[1-9][0-9]{0,9}", value):
             problem = f"{name}: expected an integer from 1 to 9,999,999,999, got {value!r}"

@@ -43,7 +43,7 @@ def call(
     """Bind and run the operation. Callers use only `out` and `extra` of the returned Bound."""
     arrays = [array for value in inputs for array in arrays_of("", value).values()]
     plain = all(type(option) in _PLAIN for option in options.values())
-    usual = plain and all(isinstance(array, cupy.ndarray) for array in arrays)
+    usual = plain and arrays and all(isinstance(array, cupy.ndarray) for array in arrays)
     if out is not None or not usual:  # out may overlap an input; bind reports wrong arguments
         return _bound_and_run(operation, inputs, out, options)
     # names of options follow from the operation

@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from compile_for import compile_for
 
 from gpt2block import KernelError, cuda
 from gpt2block.cuda import kernels
@@ -390,10 +391,10 @@ def test_a_kernel_by_itself_is_compiled_as_with_the_others() -> None:
     """A kernel compiled alone has the same registers and shared memory as with others."""
     file, arch = "norms/rmsnorm_stream.cu", "sm_80"
     resources = re.compile(r"Function properties for (\w+)\n(.*\n.*)")
-    together = dict(resources.findall(kernels.compile_for(file, arch).log))
+    together = dict(resources.findall(compile_for(file, arch).log))
     assert together.keys() >= kernels.signatures(file).keys()
     for name in kernels.signatures(file):
-        alone = dict(resources.findall(kernels.compile_for(file, arch, (), name).log))
+        alone = dict(resources.findall(compile_for(file, arch, (), name).log))
         assert alone.keys() & kernels.signatures(file).keys() == {name}
         assert alone[name] == together[name]
 
@@ -409,7 +410,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("broken", "nvrtc")
 def test_a_compile_error_names_file_and_line() -> None:
     with pytest.raises(KernelError) as caught:
-        kernels.compile_for("learn/elementwise/gelu.cu", "sm_80", (("N", 3), ("M", 4)))
+        compile_for("learn/elementwise/gelu.cu", "sm_80", (("N", 3), ("M", 4)))
     lines = str(caught.value).splitlines()
     assert lines[0] == "learn/elementwise/gelu.cu does not compile:"
     assert lines[1] == 'learn/elementwise/gelu.cu:9: identifier "undeclared" is undefined'
@@ -425,7 +426,7 @@ def test_constants_that_make_no_sense_do_not_compile(
     file: str, constant: tuple[str, int], message: str
 ) -> None:
     with pytest.raises(KernelError, match=message):
-        kernels.compile_for(file, "sm_80", (constant,))
+        compile_for(file, "sm_80", (constant,))
 
 
 @pytest.mark.usefixtures("nvrtc")
@@ -441,10 +442,10 @@ def test_block_reductions_take_powers_of_two_only(
     )
     monkeypatch.setattr(kernels, "read_source", lambda file: text)
     if compiles:
-        assert kernels.compile_for("f.cu", "sm_80").cubin
+        assert compile_for("f.cu", "sm_80").cubin
     else:
         with pytest.raises(KernelError, match="must be a power of two"):
-            kernels.compile_for("f.cu", "sm_80")
+            compile_for("f.cu", "sm_80")
 
 
 def test_kernel_sources_are_readable() -> None:

@@ -124,6 +124,8 @@ def test_a_vocabulary_without_an_end() -> None:
     matcher = matcher_of(frozenset(), schema=even)
     matcher.accept([RANKS[b"3"], RANKS[b"2"]])
     assert (ids_of(matcher), matcher.complete_at) == ([], 2)
+    with pytest.raises(InputError, match="regex: it allows no text but the empty one"):
+        matcher_of(frozenset(), regex="()")
 
 
 def test_masks_of_several_texts_and_their_draft_tokens() -> None:
@@ -176,6 +178,9 @@ def test_masks_as_bits() -> None:
             {"schema": {"type": "string", "pattern": "a[b"}},
             r'"a\[b": unclosed character class at char',
         ),
+        ({"regex": "ab\\"}, r"regex: 'ab\\\\' ends with an incomplete escape"),
+        ({"schema": {"items": {"pattern": "\\\\\\"}}}, r"/items: pattern: .* incomplete escape"),
+        ({"schema": {"patternProperties": {"\\": {}}}}, r"schema: pattern: .* incomplete escape"),
         ({"regex": 3}, "regex: expected a text, got 3"),
         ({"choice": []}, r"choice: expected texts of at least one character, got \[\]"),
         ({"choice": ["a", ""]}, "choice: expected texts"),

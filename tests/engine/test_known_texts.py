@@ -205,6 +205,7 @@ def test_a_kernel_that_adds_otherwise_is_found_in_the_first_text(where: str) -> 
             "continuation: expected 1 to 95 tokens, as the model's context is 96, got 0",
         ),
         ([1, 2], [1] * 96, {}, "continuation: expected 1 to 95 tokens, .*, got 96"),
+        ([1, 2], "a", {}, "continuation: expected token ids or a Generation, got text"),
         ([[1], [2]], [[1]], {}, "continuations: expected one for each of 2 prompts, got 1"),
         ([[1], [2]], [[1], [7]], {}, "continuation 1: .*7"),
         ([1], [2], {"overflow": "truncate"}, "overflow: expected error, as the text is to be"),

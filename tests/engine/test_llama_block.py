@@ -233,6 +233,8 @@ def test_wrong_arguments_of_a_block() -> None:
         LlamaBlock(weights, dtype="float64")
     with pytest.raises(InputError, match=r"x: expected shape \(T, 24\)"):
         LlamaBlock(weights)(random_input(0, (3, 25)))
+    with pytest.raises(InputError, match=r"^x: "):
+        LlamaBlock(weights)(None, np.arange(3))
     with pytest.raises(InputError, match="w: expected LlamaBlockWeights as wide as x, 25"):
         reference.llama_block_forward(random_input(0, (3, 25)), weights, np.arange(3))
 

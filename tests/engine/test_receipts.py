@@ -119,7 +119,8 @@ def nothing(receipt: dict[str, Any]) -> Iterator[tuple[Any, str]]:
     wrong = {**receipt, "options": {**options, "rule": "start"}, "tokenizer": None}
     yield {**wrong, "llguidance": importlib.metadata.version("llguidance")}, ""
     for name, value in {"prompt": [], "tokens": [1, -1], "dtype": "float16", "device": "sm_90",
-                        "logprobs": "AAAA", "threads": "none", "gpt2block_receipt": 2
+                        "logprobs": "AAAA", "threads": "none", "gpt2block_receipt": 2,
+                        "finish_reason": "zzz"
                         }.items():  # fmt: skip
         yield {**receipt, name: value}, f"{name}: "
     yield {**receipt, "more": 1}, "'more': this version has no such field"

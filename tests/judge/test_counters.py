@@ -77,6 +77,7 @@ def test_the_command_counts_the_lines_of_a_kernel_and_of_the_fastest_variant(
     mine, other = found["counters"]["kernels"]
     assert [mine["variant"], other["variant"]] == ["mine", "6"]
     assert mine["total"]["load_sectors"] > other["total"]["load_sectors"]
+    assert all(Path(each["file"]).is_file() for each in (*mine["lines"], *other["lines"]))
     reads = [each for each in mine["lines"] if each["load_requests"]]
     assert sum(each["load_sectors"] for each in reads) == mine["total"]["load_sectors"]
     for each in reads:

@@ -49,6 +49,14 @@ def test_without_a_table_files_name_their_operation(tmp_path: Path) -> None:
     write(tmp_path, "c.cu", first="// operation: norm\n")
     with pytest.raises(InputError, match=r"c\.cu: unknown operation 'norm'"):
         entries(tmp_path)
+    (tmp_path / "c.cu").write_bytes(b"// f\xfcr alle\n")
+    assert len(entries(tmp_path, "add")) == 3  # its check says why it cannot be read
+    for path, said in ((tmp_path, r"^\S*c\.cu: expected UTF-8"), (tmp_path / "b.cu", "got a file")):
+        with pytest.raises(InputError, match=said):
+            entries(path)
+    (tmp_path / "table.csv").write_bytes(b"file,operation\nb.cu,add\n\xff,\n")
+    with pytest.raises(InputError, match=r"table\.csv: expected UTF-8, byte 24 is not"):
+        entries(tmp_path)
 
 
 def test_a_check_that_crashes_or_hangs_ends_its_own_process_alone(

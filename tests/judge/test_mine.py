@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compile_for import compile_for
 
 from gpt2block import InputError, emulator
 from gpt2block.apps.cli.listing import listing, rung
@@ -231,6 +232,7 @@ def test_arguments_are_matched_by_name_or_in_order(tmp_path: Path) -> None:
     ("prototype", "said", "line"),
     [
         ("const float* a, const float* b, float* y, int nn", r"'nn' \(did you mean n\?\)", 5),
+        ("const float* A, const float* b, float* y, int n", r"'A' \(did you mean a\?\)", 2),
         (
             "const double* a, const float* b, float* y, int n",
             r"double\* a: expected const float\* a",
@@ -460,6 +462,8 @@ WRONG: list[tuple[str, str, tuple[int, ...]]] = [  # body, report, lines of the 
     ("while (n) {\n        y[i % n] += b[0];\n    }", "race: ", (5,)),
     ("while (i == 0)\n        __syncwarp(1);", "still runs after 20,000 instructions", (4, 5)),
     ("while (n)\n        __syncthreads();", "still runs after 20,000 instructions", (4, 5)),
+    ("if (i == 0) for (short j = 0; j < n; ++j) y[j] = a[j] + b[j];",
+     "1 of 68,441 elements of y are wrong: they are NaN", ()),
     ("assert(n < 0);", "assertion fails: n < 0", (4,)),
     ("if (i == 3)\n        __trap();", "the kernel calls __trap()", (5,)),
     ("if (i < n) y[i] = fmaxf(y[i], a[i] + b[i]);", "right if the output holds NaN before", ()),
@@ -850,7 +854,7 @@ def test_errors_of_nvrtc_have_the_users_line(tmp_path: Path) -> None:
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
     kernel = add(tmp_path, "// γ\n    y[i] = undefined;")
     with pytest.raises(KernelError) as error:
-        kernels.compile_for(str(kernel.source.path), "sm_80")
+        compile_for(str(kernel.source.path), "sm_80")
     found = of_compiler(kernel.source, str(error.value))
     assert found == Finding(
         'my.cu does not compile:\nmy.cu:5: identifier "undefined" is undefined', (5,)

@@ -85,10 +85,12 @@ def validate(found: dict[str, Any]) -> None:
         ("", {}, "my.cu: no kernel: the source is empty"),
         ("my.cu", {"device": "tpu"}, "device: expected 'cpu', 'cuda' or None, got 'tpu'"),
         ("my.cu", {"girds": "1"}, "check: unknown keyword 'girds': did you mean 'grid'?"),
+        ("my.cu", {"block": 64}, "block: expected a text such as '256', got 64"),
+        ("my.cu", {"shape": "C=4"}, "shape: expected sizes such as {'C': 768}, got 'C=4'"),
     ],
 )
 def test_a_call_that_cannot_be_judged_is_refused(
-    source: str, options: dict[str, str], said: str
+    source: str, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
         check_kernel("add", source, **options)

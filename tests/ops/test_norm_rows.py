@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from compile_for import compile_for
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -236,4 +237,4 @@ def test_constants_that_make_no_sense_do_not_compile(
 ) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     with pytest.raises(KernelError, match=message):
-        kernels.compile_for(file, "sm_80", constants)
+        compile_for(file, "sm_80", constants)

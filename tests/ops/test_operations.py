@@ -97,6 +97,8 @@ def test_sizes_from_a_text() -> None:
             parse_sizes(trimat, f"T=2,B={value}")
     with pytest.raises(InputError, match="shape 'Q=1': trimat has no size Q: expected B, T, NH, H"):
         parse_sizes(trimat, "B=1,Q=1")
+    with pytest.raises(InputError, match="shape 'B=2': B: stated twice"):
+        parse_sizes(trimat, "B=1,B=2")
 
 
 @pytest.mark.gpu

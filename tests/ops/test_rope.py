@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compile_for import compile_for
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -458,7 +459,7 @@ def test_constants_that_make_no_sense_do_not_compile(
 ) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     with pytest.raises(KernelError, match=message):
-        kernels.compile_for(FILE, "sm_80", constants)
+        compile_for(FILE, "sm_80", constants)
 
 
 # --- on the GPU alone -----------------------------------------------------------------------------

@@ -59,9 +59,7 @@ class KernelCounts:
 
     def text(self, line: Line) -> str:
         """Return the source of a line, or "" for a line that no file has."""
-        path = Path(line.file)
-        path = path if path.is_file() else kernels.SOURCE_DIR / self.file
-        lines = path.read_text("utf-8-sig").splitlines()
+        lines = Path(line.file).read_text("utf-8-sig").splitlines()
         return lines[line.number - 1].strip() if 0 < line.number <= len(lines) else ""
 
     def as_dict(self) -> dict[str, object]:
@@ -106,10 +104,14 @@ def count(
         bound.run()
     names = [each.name for each in bound.launches]
     of = variant or next(v for v in operation.table if names[0] in v.kernels)
+    own = str(kernels.SOURCE_DIR / of.file)  # lines of the kernel's file name it without the folder
     return [
-        KernelCounts(of.name, name, of.file, sizes, result.counts)
+        KernelCounts(of.name, name, of.file, sizes, {
+            line if Path(line.file).is_file() else line._replace(file=own): counts
+            for line, counts in result.counts.items()
+        })
         for name, result in zip(names, results, strict=True)
-    ]
+    ]  # fmt: skip
 
 
 def fastest(operation: Operation, dtype: str) -> Variant | None:

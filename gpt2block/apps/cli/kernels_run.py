@@ -244,6 +244,7 @@ def _show_own(request: Request, verdict: Verdict) -> bool:
             print_why(console(), verdict.kernel.source, verdict.why)
         if counted:
             counters.print_lines(console(), *counted)
-        if page is not None:
-            print(f"The steps are in {page}.")
+        if page is not None and verdict.why is not None:
+            none = f"{page} has no steps: {verdict.why.note}"
+            print(f"The steps are in {page}." if verdict.why.steps else none)
     return verdict.right

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from gpt2block.checks import several
+from gpt2block.checks import check_choice, several
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.generate import Run, computes_alone
 from gpt2block.engine.generation.options import Options
@@ -57,6 +57,8 @@ def _ids(engine: ModelEngine, run: Run, index: int, text: Any) -> Ids:
     """Return the checked token ids of a continuation. Raises InputError."""
     name = "continuation" if run.single else f"continuation {index}"
     ids: Sequence[int] = text.tokens if isinstance(text, Generation) else text
+    if isinstance(ids, str):  # a text has several rows of tokens
+        raise InputError(f"{name}: expected token ids or a Generation, got text")
     checked = tokenizer.token_ids(None, ids, engine.config.vocab_size, name)
     most = engine.config.n_ctx - len(run.sequences[index].prompt) + 1
     if not 0 < len(checked) <= most:
@@ -152,8 +154,11 @@ def _sequence(
         logprobs = np.frombuffer(base64.b64decode(stated["logprobs"], validate=True), "<f4")
     except (TypeError, ValueError):
         raise InputError("logprobs: expected float32 numbers in base64") from None
-    if not len(logprobs) == len(tokens) > 0 or stated["finish_reason"] not in FINISHED:
-        raise InputError("logprobs, finish_reason: expected those of one token or more")
+    if not len(logprobs) == len(tokens) > 0:
+        raise InputError(
+            f"logprobs: got {len(logprobs)} for {len(tokens)} tokens: expected as many"
+        )
+    check_choice("finish_reason", stated["finish_reason"], FINISHED)
     run.follow([tokens])
     return sequence, logprobs
 

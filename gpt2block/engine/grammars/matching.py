@@ -216,9 +216,14 @@ class Vocabulary:
         if not state.is_error():
             words, compiled = mask_words(self._tokenizer.vocab_size), CompiledGrammar(grown)
             matcher = Matcher(grammar, state, self._vocab_size, words, self._has_end, compiled)
-            if matcher.problem is None:
-                return matcher
-            raise InputError(matcher.problem)
+            if matcher.problem is not None:
+                raise InputError(matcher.problem)
+            if not (self._has_end or unpacked(matcher._first, self._vocab_size).any()):
+                raise InputError(
+                    f"{grammar.name}: it allows no text but the empty one, which a model without "
+                    "an end token cannot end: allow a longer text"
+                )
+            return matcher
         grammar.check()  # names the place
         problem = state.get_error().splitlines()[0]
         raise InputError(f"{grammar.name}: it cannot be compiled: {problem}")

@@ -104,11 +104,20 @@ def _fault(part: object) -> str:
         each = value if name in ("type", "required") and isinstance(value, list) else ()
         if not isinstance(value, kind) or not all(isinstance(one, str) for one in each):
             return f"{name}: expected {expected}, got {numbers.as_json(value)}"
+    for pattern in (part.get("pattern", ""), *part.get("patternProperties", ())):
+        if problem := incomplete(pattern):
+            return f"pattern: {problem}"
     most = len(part.get("required", ())) + 1
     if part.get("minProperties", 0) > most:
         return (f"minProperties: expected at most {most}, because a name that is not in required "
                 "can occur twice: list more names in required")  # fmt: skip
     return ""
+
+
+def incomplete(pattern: str) -> str:
+    """Return an error if a pattern ends within an escape, which llguidance drops; or ""."""
+    whole = (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 0
+    return "" if whole else f"{shown(pattern)} ends with an incomplete escape: write \\\\ for \\"
 
 
 def _overflow(every: list[tuple[Path, Any]], part: dict[str, Any]) -> str:

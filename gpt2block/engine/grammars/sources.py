@@ -8,7 +8,7 @@ import re
 from llguidance import LLMatcher, grammar_from
 
 from gpt2block.checks import check_encodable, several
-from gpt2block.engine.grammars.schema import JSON_FORM, translated
+from gpt2block.engine.grammars.schema import JSON_FORM, incomplete, translated
 from gpt2block.errors import InputError, shown
 
 _REGEX_ERROR = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^.*\nerror: (.*)")
@@ -32,7 +32,10 @@ def of_schema(schema: object) -> str:
 
 
 def of_regex(regex: object) -> str:
-    return LLMatcher.grammar_from_regex(_text("regex", regex))
+    text = _text("regex", regex)
+    if problem := incomplete(text):
+        raise InputError(f"regex: {problem}")
+    return LLMatcher.grammar_from_regex(text)
 
 
 def of_choice(choice: object) -> str:

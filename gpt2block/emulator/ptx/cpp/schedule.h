@@ -458,7 +458,7 @@ struct Run {
             progress = false;
             for (int k : turns) progress |= turn(block.warps[k], interleaved ? SHORT_TURN : TURN);
             any |= progress;
-            if (m.executed > m.budget) endless(block);
+            if (m.executed > m.budget && block.alive) endless(block);
         }
         return any;
     }
@@ -466,8 +466,8 @@ struct Run {
     [[noreturn]] void endless(const Block& block) const {
         Finding found{.kind = "endless", .text = "the kernel does not end: its budget of instructions is used up"};
         for (const Warp& w : block.warps) {
-            const Mask runs = in_state(w, Lane::runs);
-            if (runs) found.now = here(w, __builtin_ctz(runs));
+            const Mask runs = in_state(w, Lane::runs), left = w.exist & ~in_state(w, Lane::done);
+            if (runs || (left && found.now.thread < 0)) found.now = here(w, __builtin_ctz(runs ? runs : left));
         }
         throw found;
     }
