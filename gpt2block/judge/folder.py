@@ -85,8 +85,8 @@ def entries(folder: Path, operation: str | None = None) -> list[KernelFile]:
     operation: operation of the files that name none. Raises InputError, which names the line.
     """
     if not folder.is_dir():
-        is_file = "expected a folder, got a file" if folder.exists() else "no such folder"
-        raise InputError(f"{folder}: {is_file}")
+        problem = "expected a folder, got a file" if folder.exists() else "no such folder"
+        raise InputError(f"{folder}: {problem}")
     if operation is not None:
         find(operation)
     table = folder / TABLE

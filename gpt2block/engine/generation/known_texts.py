@@ -156,7 +156,7 @@ def _sequence(
         raise InputError("logprobs: expected float32 numbers in base64") from None
     if not len(logprobs) == len(tokens) > 0:
         raise InputError(
-            f"logprobs: got {len(logprobs)} for {len(tokens)} tokens: expected as many"
+            f"logprobs: {len(logprobs)} for {len(tokens)} tokens: expected as many, at least one"
         )
     check_choice("finish_reason", stated["finish_reason"], FINISHED)
     run.follow([tokens])
