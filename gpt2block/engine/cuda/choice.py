@@ -139,8 +139,7 @@ class DecodingChoice:
             fuses = fuses._replace(attention=attention)
         options = operands, fp8_cache, self.bounds, self.x_dtype, together, fuses
         summed = {name for name in operands or () if self._reads_sums(name)}
-        gates = [w for w in self._of("w_gate") if isinstance(w, GgufMatrix)]
-        if any(begin % CHUNK for w in gates for begin in w.begins):
+        if any(begin % CHUNK for w in self._of_blocks("w_gate") for begin in w.begins):
             summed.discard("w_down")  # different warps compute the types of a chunk
         return DecodePass(do, self.settings, norms, *options, summed=summed)
 
@@ -205,8 +204,11 @@ class DecodingChoice:
 
     def _reads_sums(self, name: str) -> bool:
         """Whether products with the matrix `name` read sums of x: its GGUF blocks have minimums."""
-        of_blocks = [w for w in self._of(name) if isinstance(w, GgufMatrix)]
-        return any(TYPES[kind].minimum for w in of_blocks for kind, _ in w.ranges)
+        return any(TYPES[kind].minimum for w in self._of_blocks(name) for kind, _ in w.ranges)
+
+    def _of_blocks(self, name: str) -> list[GgufMatrix]:
+        """Return the matrices `name` of all layers that have GGUF blocks."""
+        return [w for w in self._of(name) if isinstance(w, GgufMatrix)]
 
     def _of(self, name: str) -> list[WeightMatrix]:
         """Return the matrices `name` of all layers."""

@@ -300,6 +300,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     gamma, beta, bias, up, workspace = map(given, ("gamma", "beta", "bias", "up", "workspace"))
     norm, holds = norm_of(gamma, beta), c.rounded and not gpu().has_wgmma
     operand, to_operand = given("operand"), given("to_operand")
+    summed = to_operand is not None and to_operand.summed
     copies = holds and gpu().has_bf16 and c.K % UNIT == 0
     if operand and not (copies and operand.for_blocks):
         raise UnsupportedCall(
@@ -329,7 +330,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
         clusters=gpu().has_clusters and not holds,
         holds=holds,
         operand=operand is not None,
-        summed=bool(to_operand and to_operand.summed),
+        summed=summed,
         sms=device_attribute("MultiProcessorCount"),
         max_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC,
         workspace=0
@@ -346,7 +347,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     defines += (("DECODE_ROPE", epilogue.head),) if epilogue.head else ()
     defines += (("DECODE_SUMS", epilogue.splits),) if epilogue.splits else ()
     defines += (("DECODE_OUT_OPERAND", 1),) if to_operand else ()
-    defines += (("OPERAND_SUMS", 1),) if to_operand and to_operand.summed else ()
+    defines += (("OPERAND_SUMS", 1),) if summed else ()
     defines += (*count_define(c.rounded), *range_defines(c.w))
     sums, before = sums_of(c) if operand else (None, ())
     if launch_geometry.kernel == DIVIDED:
