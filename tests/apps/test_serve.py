@@ -944,6 +944,9 @@ def test_a_load_counts_answers_that_are_cut(
                 with listener.accept()[0] as connection:
                     connection.recv(2**16)
                     connection.sendall(data)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(2**16):  # a rest that nobody reads resets the connection
+                        pass
 
         threading.Thread(target=answer, daemon=True).start()
         count = "--requests", str(len(sends)), "--at-once", "1"
