@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import re
 import shutil
 import signal
@@ -18,11 +19,11 @@ import hypothesis
 import planted_bugs
 import pytest
 
+from gpt2block.emulator.ptx import cache as programs
 from gpt2block.emulator.ptx import engine
 from tests.devices import EMULATED, device, small_blocks  # noqa: F401  (fixtures of every test)
 from tests.gpus import allocations, context_problem  # noqa: F401  (a fixture)
 
-PROGRAMS = "GPT2BLOCK_CPU_CUDA_CACHE"
 ON_GPU = pytest.StashKey[int]()  # number of tests that are deselected without --gpu
 
 hypothesis.settings.register_profile(
@@ -53,17 +54,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--part", metavar="I/N", help="run part I of N of the selected tests")
     parser.addoption("--failures", metavar="FILE", help="append each failure to a file at once")
+    parser.addoption(
+        "--recompile",
+        type=int,
+        metavar="N",
+        help="compile one of N kept programs of the emulator again, and compare the PTX",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare the environment of the tests and of the programs that they start.
 
     Such programs can be interrupted, even if a shell runs the tests in the background with `&`. All
-    processes share the emulator's engine and the PTX of kernels. With --gpu, a machine without a
-    usable device is an error, never a silent skip.
+    processes share the emulator's engine and the PTX of kernels, which the user's cache keeps. With
+    --gpu, a machine without a usable device is an error, never a silent skip.
     """
-    if PROGRAMS not in os.environ:
-        os.environ[PROGRAMS] = temporary_folder(config)
+    os.environ[programs.VARIABLE] = str(programs.folder())  # also if a test changes HOME
+    if share := config.getoption("--recompile"):
+        compile_again(share)
     if config.getoption("numprocesses", None) and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         # Cache byte code, or hundreds of programs compile the package again. Use a separate folder:
         # next to the sources, Python would reuse byte code of a source that was edited in the same
@@ -115,6 +123,29 @@ def temporary_folder(config: pytest.Config) -> str:
     folder = tempfile.mkdtemp(prefix="gpt2block-tests-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     return folder
+
+
+def compile_again(share: int) -> None:
+    """Compile one of `share` kept programs again, drawn at random.
+
+    Keeping a program then raises AssertionError if its text differs from the kept text.
+    """
+    read, write, kept = programs.read, programs.write, dict[str, str]()
+    usual = programs.folder()
+
+    def read_some(name: str) -> str | None:
+        text = read(name)
+        in_use = programs.folder() == usual  # not the folder of a test
+        if text is None or name in kept or not in_use or random.randrange(share):
+            return text
+        kept[name] = text
+        return None
+
+    def write_the_same(name: str, text: str) -> None:
+        assert kept.get(name, text) == text, f"{name}: another compilation gave another text"
+        write(name, text)
+
+    vars(programs).update(read=read_some, write=write_the_same)
 
 
 def is_worker(config: pytest.Config) -> bool:

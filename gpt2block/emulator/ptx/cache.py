@@ -10,10 +10,13 @@ import tempfile
 import zlib
 from contextlib import suppress
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 VARIABLE = "GPT2BLOCK_CPU_CUDA_CACHE"
 MAX_BYTES = 512 * 2**20  # size of the files above which the least recently used ones are deleted
+TRIM_EVERY = 64  # writes of a process from one look at all files to the next
+_writes = count()
 
 
 @cache
@@ -52,7 +55,8 @@ def write(name: str, text: str) -> None:
         with tempfile.NamedTemporaryFile(dir=folder(), delete=False) as file:
             file.write(gzip.compress(text.encode(), 1))
         os.replace(file.name, folder() / name)
-        trim()
+        if next(_writes) % TRIM_EVERY == 0:
+            trim()
 
 
 def trim(most: int = MAX_BYTES) -> None:
