@@ -133,10 +133,9 @@ Case = tuple[str, str, bool]
 
 def cases() -> list[Any]:
     """Return some cases for the emulator, where each is many programs, and all for a GPU."""
-    emulated = [("phi3", "bfloat16"), ("lfm2", "float8_e4m3fn")]
     everywhere = product(OWN, FORMATS, (False, True))
-    found: list[Any] = [("emulator", (*case, False)) for case in emulated]
-    for case in (("qwen3", "float16"), ("gemma4", "float8_e4m3fn")):
+    found: list[Any] = [("emulator", ("lfm2", "float8_e4m3fn", False))]
+    for case in (("phi3", "bfloat16"), ("qwen3", "float16"), ("gemma4", "float8_e4m3fn")):
         found.append(slow("emulator", (*case, False)))
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]
 

@@ -91,7 +91,7 @@ SMALL_MODELS: dict[str, ModelConfig] = {
     ("capability", "name", "dtype"),
     [
         ("80", "qwen3", "float8_e4m3fn"),
-        ("120", "olmo2", "bfloat16"),
+        slow("120", "olmo2", "bfloat16"),
     ],
 )
 def test_a_model_on_another_card(capability: str, name: str, dtype: str) -> None:
@@ -215,7 +215,7 @@ def test_gate_and_up_of_a_prompt(capability: str, M: int, N: int, K: int, gelu: 
     ("dtype", "x_dtype", "M", "N", "K"),
     [
         ("bfloat16", None, 40, 80, 1344),
-        ("float16", "float16", 17, 96, 320),
+        slow("float16", "float16", 17, 96, 320),
         ("float8_e4m3fn", "float16", 17, 96, 320),
     ],
 )

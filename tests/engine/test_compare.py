@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from gpt2block import GPT2, GPT2Config, GPT2Weights, InputError, reference
 from gpt2block.apps.cli.app import application
 from gpt2block.ops.workload import tolerance
-from tests.devices import GPU, running_on
+from tests.devices import GPU, running_on, slow
 
 CONFIG = GPT2Config(n_layer=2, n_head=1, n_embd=64, n_ctx=24, vocab_size=53)
 IDS = np.random.default_rng(0).integers(53, size=11)
@@ -43,7 +43,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     ("device", "dtype"),
     [
         *(("cpu", dtype) for dtype in DTYPES),
-        *(("emulator", dtype) for dtype in DTYPES[::2]),
+        slow("emulator", DTYPES[0]),
+        ("emulator", DTYPES[2]),
         *(pytest.param("gpu", dtype, marks=GPU.marks) for dtype in DTYPES),
     ],
     indirect=["device"],

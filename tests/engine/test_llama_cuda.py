@@ -20,7 +20,7 @@ from gpt2block.cuda.formats import USUAL
 from gpt2block.engine.model import weight_bytes
 from gpt2block.files.checkpoints import save_pretrained
 from gpt2block.ops.workload import tolerance
-from tests.devices import GPU, running_on
+from tests.devices import GPU, running_on, slow
 from tests.tokenizer_files import sentence_piece
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -83,7 +83,7 @@ def test_every_step_errs_by_rounding(device: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [
-        ("turing", "bfloat16"),
+        slow("turing", "bfloat16"),
         *cases(["float32", "bfloat16", "float8_e5m2"], ["bfloat16", "float8_e5m2"]),
     ],
     indirect=["device"],

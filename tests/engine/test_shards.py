@@ -27,7 +27,7 @@ from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import OPERATION as LINEAR
 from tests.attentions import DTYPES
 from tests.caches import KINDS, Cache, Heads, random_cache
-from tests.devices import GPU, SOMEWHERE, assert_same_bits, combinations, one_order
+from tests.devices import GPU, SOMEWHERE, assert_same_bits, combinations, one_order, slow
 from tests.ops.test_all_gather import few_words
 from tests.ops.test_operands import as_operand
 from tests.plain import normal
@@ -130,7 +130,8 @@ def multiplied(
 @pytest.mark.parametrize(
     ("device", "kind", "variant", "rows"),
     [
-        *((SOMEWHERE[0], *case) for case in EMULATED),
+        *((SOMEWHERE[0], *case) for case in EMULATED[::3]),
+        *(slow(SOMEWHERE[0], *case) for case in (*EMULATED[1::3], *EMULATED[2::3])),
         *(pytest.param("gpu", *case, ROWS, marks=GPU.marks) for case in ON_GPU),
     ],
     indirect=["device"],
@@ -200,7 +201,7 @@ def received(
     ("device", "kind", "variant", "gated"),
     [
         *(
-            pytest.param(SOMEWHERE[0], *case)
+            (slow if case[1] == "tiles" or case[2] else pytest.param)(SOMEWHERE[0], *case)
             for case in (
                 ("float32", "matvec", False),
                 ("float32", "tiles", False),

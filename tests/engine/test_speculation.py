@@ -33,7 +33,7 @@ from gpt2block.ops.drafts import (
 from gpt2block.ops.sample_token import Masks, SampleState, Slots, bind_sampled
 from gpt2block.sampling import Sampling, changes, packed
 from tests.caches import NO_PEERS, random_cache
-from tests.devices import GPU, SOMEWHERE, edited, every_device, running_on, with_source
+from tests.devices import GPU, SOMEWHERE, edited, every_device, running_on, slow, with_source
 from tests.engine.test_architectures_cuda import FORMATS, OWN
 from tests.engine.test_architectures_cuda import made as of_architecture
 from tests.engine.test_decoding import random_prompts
@@ -321,8 +321,8 @@ def test_the_text_of_a_gpt2(where: str, options: str, by_turns: list[int]) -> No
 def cases() -> list[Any]:
     """Return architectures and formats: some on the emulator, all on a GPU."""
     every = product(("gpt2", *OWN), FORMATS, (False, True))
-    some = (("lfm2", "float8_e5m2"), ("qwen3_5", "bfloat16"))
-    found: list[Any] = [("shuffled", *each, False) for each in some]
+    found: list[Any] = [("shuffled", "qwen3_5", "bfloat16", False)]
+    found += [slow("shuffled", "lfm2", "float8_e5m2", False)]
     return found + [pytest.param("gpu", *case, marks=GPU.marks) for case in every]
 
 
