@@ -1045,9 +1045,10 @@ def gated_sums(
 def linear_sums(
     x: Array, w: Matrix, residual: Array, sums: Array | None = None, w_down: Matrix | None = None
 ) -> Array:
-    """Return residual + x · w + Σ sums; `sums` is a result of `gated_sums`.
+    """Return residual + x · w + Σ sums · the scales of w_down; `sums`: a result of `gated_sums`.
 
-    x (M, K), w (K, N), residual (M, N), sums (splits, M, N), w_down (H, N) → (M, N).
+    x (M, K), w (K, N), residual (M, N), sums (splits, M, N), w_down (H, N) → (M, N). Only FP8
+    weights w_down have scales, one for each output.
     """
     return linear(x, w, residual=_completed(residual, sums, w_down))
 
@@ -1075,7 +1076,7 @@ def rope_sums(
     eps: float = 1e-6,
     growth: Growth = None,
 ) -> Array:
-    """Compute `linear_rope` of rmsnorm(x + Σ sums); `sums` is a result of `gated_sums`.
+    """Compute `linear_rope` of rmsnorm(x + Σ sums · the scales of w_down), as in `linear_sums`.
 
     x (M, K), gamma (K,), w (K, Q + 2 KV), sums (splits, M, K), w_down (H, K); gamma_q, gamma_k
     (D,): for norms of heads as in `qk_norm`, or both None; other arguments as in `linear_rope`.
@@ -1089,12 +1090,15 @@ def rope_sums(
 
 @takes("x f32 M C; weight f32 C; sums f32 S M C; w_down rows H C -> out f32 M C")
 def rmsnorm_sums(x: Array, weight: Array, sums: Array, w_down: Matrix, eps: float = 1e-6) -> Array:
-    """Return `rmsnorm` of x + Σ sums; `sums` (splits, M, C) is a result of `gated_sums`."""
+    """Return `rmsnorm` of x + Σ sums · the scales of w_down, as in `linear_sums`.
+
+    x (M, C), weight (C,), sums (splits, M, C), w_down (H, C) → (M, C).
+    """
     return rmsnorm(_completed(x, sums, w_down), weight, eps)
 
 
 def _completed(x: Any, sums: Array | None, w_down: Matrix | None) -> Any:
-    """Return x + Σ sums, or x if sums is None; `sums` is a result of `gated_sums`."""
+    """Return x + Σ sums · the scales of w_down, or x if sums is None."""
     if (sums is None) != (w_down is None):
         raise InputError("expected sums and w_down, or neither")
     if sums is None or w_down is None:

@@ -43,17 +43,17 @@ def excerpt(file: Path, text: str) -> tuple[str, int]:
 
     Also returns the number of the first line.
 
-    In a Python file `text` is the name of a function, or of a class and its method, Class.method.
-    Raises ValueError.
+    In a Python file `text` is the name of a function, or of a class and its method, Class.method;
+    after "@", the excerpt includes the decorators. Raises ValueError.
     """
     source = file.read_text(encoding="utf-8")
     lines = source.splitlines()
     if file.suffix == ".py":
         nodes: list[Any] = [ast.parse(source)]
-        for name in text.split("."):
-            inside = (node for outer in nodes for node in outer.body)
-            nodes = [node for node in inside if getattr(node, "name", "") == name]
-        spans = [(node.lineno - 1, node.end_lineno or 0) for node in nodes]
+        for name in text.removeprefix("@").split("."):
+            nodes = [n for outer in nodes for n in outer.body if getattr(n, "name", "") == name]
+        first = 0 if text.startswith("@") else -1
+        spans = [((*n.decorator_list, n)[first].lineno - 1, n.end_lineno or 0) for n in nodes]
     else:
         spans = [_braces(lines, i) for i, line in enumerate(lines) if text in line]
     if len(spans) != 1:

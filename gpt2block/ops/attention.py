@@ -304,7 +304,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     return _completed(c)
 
 
-def _prepare_varlen(unchecked: UncheckedCall) -> Bound:
+def _bind_varlen(unchecked: UncheckedCall) -> Bound:
     """Bind a call with cu_seqlens to a variant. The function `attention` describes the arguments.
 
     k, v, row and position are as in `kv_append`; only variant wgmma takes them.
@@ -437,15 +437,16 @@ VARIANTS = (_mha, _naive, _online, _mma, _wgmma)
 OPTIONS = {"n_head": REQUIRED, "causal": REQUIRED} | dict.fromkeys(
     ("n_kv_head", "max_seqlen", "softmax_scale", "window", "variant", "block")
 )
+PARTS = (_hi_lo, _wgmma_few, _wgmma_hi_lo)
 VARLEN = Operation(
-    name="attention_varlen", variants=VARIANTS, options=OPTIONS, prepare=_prepare_varlen
+    name="attention_varlen", variants=VARIANTS, parts=PARTS, options=OPTIONS, prepare=_bind_varlen
 )
 OPERATION = Operation(
     name="attention",
     variants=VARIANTS,
     options=OPTIONS,
     prepare=_prepare,
-    parts=(_hi_lo, _wgmma_few, _wgmma_hi_lo),
+    parts=PARTS,
     steps=(VARLEN,),
     workload=Workload(
         document="LeetGPU's GPT-2 block challenge",

@@ -531,13 +531,13 @@ def _copy(c: Call) -> Launch:
 
 
 _OPTIONS = {"n_head": REQUIRED, **dict.fromkeys(("softmax_scale", "window", "kv_dtype"))}
-_OF_SEVERAL = {**_OPTIONS, "longest": REQUIRED, "variant": None}
-ATTENTION_PACKED = Operation(
-    name="attention_packed", variants=(_tiles, _mma, _wgmma), options=_OF_SEVERAL, prepare=_packed
-)
-ATTENTION_QUERIES = Operation(
-    name="attention_queries", variants=(_tiles, _mma, _wgmma), options=_OF_SEVERAL, prepare=_queries
-)
+_SEVERAL: Any = {
+    "variants": (_tiles, _mma, _wgmma),
+    "parts": (_wgmma_few,),
+    "options": {**_OPTIONS, "longest": REQUIRED, "variant": None},
+}
+ATTENTION_PACKED = Operation(name="attention_packed", **_SEVERAL, prepare=_packed)
+ATTENTION_QUERIES = Operation(name="attention_queries", **_SEVERAL, prepare=_queries)
 ATTENTION_SPLIT = Operation(
     name="attention_split",
     variants=(_split,),
@@ -569,7 +569,6 @@ OPERATION = Operation(
     variants=(_tiles,),
     options={"start": REQUIRED, **_OPTIONS},
     prepare=_one_sequence,
-    parts=(_wgmma_few,),
     steps=(
         ATTENTION_PACKED,
         ATTENTION_QUERIES,

@@ -420,11 +420,10 @@ def _rope_blocks(c: Call) -> tuple[Launch, ...]:
 
 def _prepare_rope(unchecked: UncheckedCall) -> Call:
     """Check a call of `rope_sums`, including the number of w's outputs and the kv_cache's dtype."""
-    c = unchecked.checked()
+    c = _of_blocks("w", _rope_sums, _rope_blocks)(unchecked)
     if (c.gamma_q is None) != (c.gamma_k is None):
         raise InputError("expected gamma_q and gamma_k, or neither")
     check_rope_heads(c)
-    c.order = (_rope_blocks if c.w.dtype == GGUF else _rope_sums,)
     return c
 
 
@@ -458,4 +457,5 @@ ROPE_SUMS = Operation(
     variants=(_rope_sums,),
     options={"n_head": REQUIRED, "eps": 1e-6, **CACHE, "x_dtype": None, "growth": None},
     prepare=_prepare_rope,
+    parts=(_rope_blocks,),
 )

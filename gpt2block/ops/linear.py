@@ -500,10 +500,8 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
     c = unchecked.checked(to_operand=None, up=None)
     c.T = cache_dtype(c.w.dtype)
     c.rounded = rounds(c.operand.x_dtype if c.operand else c.x_dtype, c.w.dtype)
-    if c.w.dtype == GGUF:
-        c.order = (_with_blocks(c, ROPE_GGUF),)
-    else:
-        c.order = (LINEAR_ROPE.variants[c.operand is not None],)
+    floats = LINEAR_ROPE.variants[c.operand is not None]
+    c.order = (_with_blocks(c, ROPE_GGUF) if c.w.dtype == GGUF else floats,)
     check_rope_heads(c)
     return c
 
@@ -568,6 +566,7 @@ LINEAR_QKV = Operation(
     variants=tuple(engine.then(append, "qkv_") for engine in ENGINES),
     options={"eps": 1e-5, "operand": None, **CACHE, "x_bound": None, "x_dtype": None},
     prepare=_prepare_qkv,
+    parts=QKV_GGUF,
 )
 
 LINEAR_ROPE = Operation(
@@ -578,6 +577,7 @@ LINEAR_ROPE = Operation(
     ),
     options={"n_head": REQUIRED, "operand": None, **CACHE, "x_dtype": None, "growth": None},
     prepare=_prepare_rope,
+    parts=ROPE_GGUF,
 )
 
 OPERATION = Operation(
@@ -586,7 +586,7 @@ OPERATION = Operation(
     options={"gelu": False, "eps": 1e-5, "decoding": False}
     | dict.fromkeys(("variant", "operand", "to_operand", "x_bound", "x_dtype", "to_peers")),
     prepare=_prepare,
-    parts=(*LINEAR_GGUF, *QKV_GGUF, *ROPE_GGUF, chunk_sums),
+    parts=(*LINEAR_GGUF, chunk_sums),
     steps=(
         *(LINEAR_QKV, LINEAR_ROPE, LINEAR_SUMS, ROPE_SUMS, GATED_SUMS),
         *(ALL_GATHER, ALL_GATHER_NORM),

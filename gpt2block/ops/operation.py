@@ -252,8 +252,8 @@ class Operation:
 
     @property
     def table(self) -> tuple[Variant, ...]:
-        """All kernels of the operation: its variants, its parts, and the variants of its steps."""
-        in_steps = (variant for step in self.steps for variant in step.variants)
+        """All kernels of the operation and of its steps: their variants and parts."""
+        in_steps = (each for step in self.steps for each in (*step.variants, *step.parts))
         return tuple(dict.fromkeys((*self.variants, *self.parts, *in_steps)))
 
     @property

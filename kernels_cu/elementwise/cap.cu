@@ -6,6 +6,7 @@
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 
+// Launched by operation (variant): cap (cap)
 extern "C" __global__ void cap_logits(const float* x,  // (n)
                                       float* y,        // (n); may be x
                                       float limit, long long n) {

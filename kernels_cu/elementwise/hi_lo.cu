@@ -24,6 +24,7 @@
 
 constexpr int STEP = 32 * SPLIT_WIDTH;
 
+// Launched by operation (variant): hi_lo (split rows)
 extern "C" __global__ void __launch_bounds__(32 * SPLIT_ROWS) split_rows(
     const float* x,  // (rows, K)
     T* parts,        // (2, rows, K)
@@ -60,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT_ROWS) split_rows(
     }
 }
 
+// Launched by operation (variant): take (join rows)
 extern "C" __global__ void join_rows(
     const T* parts,      // (2, rows, K)
     const float* scale,  // (rows)

@@ -6,6 +6,7 @@
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 
+// Launched by operation (variant): relu_squared (relu squared)
 extern "C" __global__ void relu_squared(const float* x,  // (n)
                                         float* y,        // (n); may be x
                                         long long n) {

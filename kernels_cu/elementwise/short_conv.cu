@@ -91,6 +91,7 @@ __device__ __forceinline__ void convolve(
     store(m, c, y);
 }
 
+// Launched by operation (variant): short_conv (short_conv)
 extern "C" __global__ void short_conv(
     const float* bcx,                // (M, 3C)
     const float* __restrict__ taps,  // (C, L)
@@ -106,6 +107,7 @@ extern "C" __global__ void short_conv(
     });
 }
 
+// Launched by operation (variant): short_conv (short_conv)
 extern "C" __global__ void short_conv_narrow(
     const float* bcx,                // (M, 3C)
     const float* __restrict__ taps,  // (C, L)

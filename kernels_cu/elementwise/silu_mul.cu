@@ -29,6 +29,7 @@ __device__ __forceinline__ void store_gated(E* out, const E* gate, const E* up) 
     Vec<E, WIDTH>::store(out, g);
 }
 
+// Launched by operation (variant): silu_mul (silu_mul)
 extern "C" __global__ void silu_mul(const T* gate,  // (n)
                                     const T* up,    // (n)
                                     T* out,         // (n); may be gate or up
@@ -41,6 +42,7 @@ extern "C" __global__ void silu_mul(const T* gate,  // (n)
 
 constexpr int FLOATS = SM_WIDTH < 4 ? SM_WIDTH : 4;  // elements per vector of floats
 
+// Launched by operation (variant): gated_columns (columns)
 extern "C" __global__ void gated_columns(
     const float* gate,  // (N, P)
     const float* rows,  // (N, W)

@@ -31,6 +31,7 @@ __device__ __forceinline__ float number(From value) { return value; }
 
 constexpr int TILE = 32;
 
+// Launched by operation (variant): store (store)
 extern "C" __global__ void store_weights(
     const unsigned char* __restrict__ w,  // (R, C) of From
     T* __restrict__ out,                  // (R, C) or (C, R)

@@ -11,6 +11,7 @@
 #define TAKE_WIDTH 4
 #endif
 
+// Launched by operation (variant): take (rows)
 extern "C" __global__ void take_rows(
     const T* x,        // (rows, C)
     const int* index,  // (gridDim.x): indices of rows of x

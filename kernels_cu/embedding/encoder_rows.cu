@@ -25,6 +25,7 @@ struct __align__(4 * ER_WIDTH) Floats {
     float v[ER_WIDTH];
 };
 
+// Launched by operation (variant): encoder_rows (rows)
 extern "C" __global__ void encoder_rows(
     const int* ids,                   // (N)
     const int* position,              // (N)

@@ -34,6 +34,7 @@ __device__ __forceinline__ void take_larger(int (&most)[FP8_WIDTH], const T* fro
 // Returns the magnitude as a float, infinity for NaN, so that a maximum of floats reports infinity and NaN.
 __device__ __forceinline__ float finished(int most) { return __int_as_float(min(most, (int)EXPONENT)); }
 
+// Launched by operation (variant): to_fp8 (absmax)
 extern "C" __global__ void __launch_bounds__(FP8_BLOCK) absmax_kn_kernel(
     const T* __restrict__ w,     // (K, N)
     float* __restrict__ absmax,  // (N), infinity if a channel contains infinity or NaN
@@ -59,6 +60,7 @@ extern "C" __global__ void __launch_bounds__(FP8_BLOCK) absmax_kn_kernel(
     absmax[blockIdx.x * COLUMNS + column] = largest;
 }
 
+// Launched by operation (variant): to_fp8 (absmax)
 extern "C" __global__ void __launch_bounds__(FP8_BLOCK) absmax_nk_kernel(
     const T* __restrict__ w,     // (N, K)
     float* __restrict__ absmax,  // (N), infinity if a channel contains infinity or NaN

@@ -89,6 +89,7 @@ __device__ __forceinline__ void convert(
     *reinterpret_cast<typename Bits<COUNT>::type*>(out + at) = packed;
 }
 
+// Launched by operation (variant): to_fp8 (element), to_fp8 (vectors)
 extern "C" __global__ void __launch_bounds__(1024, 1) to_fp8_kernel(
     const T* __restrict__ x,          // (size)
     const float* __restrict__ scale,  // (N), or null without FP8_SCALE

@@ -18,6 +18,7 @@
 #define NORMS_WIDTH 4
 #endif
 
+// Launched by operation (variant): row_norms (row_norms)
 extern "C" __global__ void __launch_bounds__(NORMS_BLOCK) row_norms(
     const W* __restrict__ w,          // (N, K)
     const float* __restrict__ gamma,  // (K)

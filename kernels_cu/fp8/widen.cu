@@ -19,6 +19,7 @@
 #define WIDEN_VECTORS 2
 #endif
 
+// Launched by operation (variant): widen (widen)
 extern "C" __global__ void widen_fp8(
     const W* __restrict__ w,  // (size)
     T* out,                   // (size)

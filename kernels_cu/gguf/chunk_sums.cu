@@ -12,6 +12,7 @@
 #include "lib/sm80.cuh"
 #include "lib/chunk_sums.cuh"
 
+// Launched by operation (variant): linear (gguf sums)
 extern "C" __global__ void gguf_chunk_sums(
     const float* x,  // (M, K): 16-bit terms in wgmma order, two in each float
     float* out,      // (M, K / 32): each element is a sum as two float16 numbers

@@ -117,6 +117,7 @@ __device__ __forceinline__ int row_in_file(int row, int head, int in_heads) {
     return row - i + i % half * 2 + i / half;
 }
 
+// Launched by operation (variant): gemm (gguf pack)
 extern "C" __global__ void gguf_pack(
     const W* __restrict__ raw,  // (rows, bytes of a row)
     W* out,                     // tiles of eight rows, padded with zeros

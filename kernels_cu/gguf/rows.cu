@@ -44,6 +44,7 @@ __device__ __forceinline__ void each_pair(const W* w, int K, int row, int unit, 
 }
 
 // grid (ceil(K / 128), ceil(rows / 8 / warps per block)), block (a multiple of 32)
+// Launched by operation (variant): gemm (gguf)
 extern "C" __global__ void gguf_widen(
     const W* __restrict__ w,  // tiles of the converted rows
     T* out,                   // (N, K)
@@ -67,6 +68,7 @@ extern "C" __global__ void gguf_widen(
 }
 
 // grid (ceil(rows / 8)), block (32)
+// Launched by operation (variant): to_fp8 (gguf)
 extern "C" __global__ void gguf_row_norms(
     const W* __restrict__ w,          // tiles of the converted rows
     const float* __restrict__ gamma,  // (K)
@@ -86,6 +88,7 @@ extern "C" __global__ void gguf_row_norms(
 
 // An id or a position outside its table makes the row NaN, because the host does not read ids and positions back to
 // check them. grid (ceil(count / 8), ceil(K / 128)), block (32)
+// Launched by operation (variant): encoder_rows (gguf)
 extern "C" __global__ void gguf_encoder_rows(
     const int* ids,                 // (count)
     const int* position,            // (count)

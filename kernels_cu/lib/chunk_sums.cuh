@@ -3,8 +3,7 @@
 //
 //   x (M, K), each value rounded to float16 (one term), in wgmma order (lib/operands.cuh, OPERAND_TERMS 1,
 //   OPERAND_WIDTH 2) -> for each row and chunk, the sum of the 32 values as two float16 numbers (split_sum). Groups of
-//   four values a, b,
-//      c, d are added as (a + b) + (c + d), the eight sums of these groups as in lanes_sum<8>
+//   four values a, b, c, d are added as (a + b) + (c + d), the eight sums of these groups as in lanes_sum<8>
 //
 // With OPERAND_SUMS, the kernel that stores the values as terms also stores the chunk sums after them. Otherwise
 // gguf/chunk_sums.cu computes and stores the chunk sums. K is a multiple of 128. For every OPERAND_ROWS rows and every

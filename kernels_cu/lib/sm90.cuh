@@ -3,9 +3,9 @@
 //
 //   mbarrier   a word in shared memory at which threads and copies arrive and other threads wait; its phases are
 //              numbered 0, 1, 0 ...
-//   TMA        TMA: one thread requests the copy of a box (a block of a tensor) between global and shared
-//              memory. A tensor map (gpt2block/cuda/tensor_maps.py) holds the tensor's shape and layout. Elements
-//              outside the tensor are read as zeros and are not written
+//   TMA        the Tensor Memory Accelerator: one thread requests the copy of a box (a block of a tensor) between
+//              global and shared memory. A tensor map (gpt2block/cuda/tensor_maps.py) holds the tensor's shape and
+//              layout. Elements outside the tensor are read as zeros and are not written
 //   cluster    blocks on neighbouring SMs, which can write to each other's shared memory (lib/cluster.cuh)
 #pragma once
 

@@ -36,6 +36,7 @@ constexpr bool HELD = LOADS <= MAX_HELD;
 typedef Vec<float, LN_X> Values;
 static_assert(!LN_OPERAND || LN_X % 2 == 0, "a lane has whole pairs");
 
+// Launched by operation (variant): layernorm (decode)
 extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
     const float* x,                   // (N, C)
     const float* __restrict__ gamma,  // (C)

@@ -191,6 +191,7 @@ __device__ __forceinline__ void normalize(const E* x, const float* gamma, const 
     }
 }
 
+// Launched by operation (variant): layernorm (narrow)
 extern "C" __global__ void __launch_bounds__(LN_THREADS * LN_ROWS) layernorm_narrow(
     const T* x,                       // (N, C)
     const float* __restrict__ gamma,  // (C)
@@ -200,6 +201,7 @@ extern "C" __global__ void __launch_bounds__(LN_THREADS * LN_ROWS) layernorm_nar
     normalize<false>(x, gamma, beta, out, eps, N, C);
 }
 
+// Launched by operation (variant): layernorm (narrow)
 extern "C" __global__ void __launch_bounds__(LN_THREADS * LN_ROWS) layernorm_narrow_float(
     const float* x,                   // (N, C)
     const float* __restrict__ gamma,  // (C)
@@ -209,6 +211,7 @@ extern "C" __global__ void __launch_bounds__(LN_THREADS * LN_ROWS) layernorm_nar
     normalize<false>(x, gamma, beta, out, eps, N, C);
 }
 
+// Launched by operation (variant): layernorm (narrow)
 extern "C" __global__ void __launch_bounds__(LN_THREADS * LN_ROWS) layernorm_narrow_split(
     const float* x,                   // (N, C)
     const float* __restrict__ gamma,  // (C)

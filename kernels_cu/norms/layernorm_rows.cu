@@ -53,6 +53,7 @@ struct Channels {
     }
 };
 
+// Launched by operation (variant): layernorm (6)
 extern "C" __global__ void __launch_bounds__(LN_THREADS * LN_ROWS) layernorm_forward_kernel6(
     const T* __restrict__ x,      // (N, C)
     const T* __restrict__ gamma,  // (C)

@@ -86,6 +86,7 @@ struct Weights<0> {  // weights are loaded when they are used
     __device__ float zero(int) const { return 0.0f; }
 };
 
+// Launched by operation (variant): rmsnorm (rows)
 extern "C" __global__ void __launch_bounds__(RMS_THREADS * RMS_ROWS) rmsnorm_rows(
     const T* __restrict__ x,         // (M, C), rows x_stride apart
     const T* __restrict__ residual,  // (M, C); not read with RMS_RESIDUAL 0

@@ -103,6 +103,7 @@ __device__ __forceinline__ void normalize(const float* weight, float eps, Before
 
 __device__ __forceinline__ bool always() { return true; }
 
+// Launched by operation (variant): rmsnorm (stream)
 extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
     const float* x,                    // (M, C)
     const float* __restrict__ weight,  // (C)
@@ -130,6 +131,7 @@ __device__ __forceinline__ void add_norm(
               });
 }
 
+// Launched by operation (variant): rmsnorm_add (add), rmsnorm_groups (groups)
 extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add(
     const float* x,                    // (M, C)
     const float* __restrict__ weight,  // (C)
@@ -139,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add(
     add_norm(x, weight, residual, out, eps, [](float sum) { return sum; });
 }
 
+// Launched by operation (variant): rmsnorm_add (add)
 extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add_scaled(
     const float* x,                    // (M, C)
     const float* __restrict__ weight,  // (C)
@@ -150,6 +153,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_add_scaled(
     add_norm(x, weight, residual, out, eps, [&](float sum) { return __fmul_rn(sum, by); });
 }
 
+// Launched by operation (variant): operand (operand)
 extern "C" __global__ void __launch_bounds__(RS_THREADS) operand_rows(
     const float* x,   // (M, C)
     T* out,           // (M, C)
@@ -164,6 +168,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) operand_rows(
     store(out, out_scale, c, v);
 }
 
+// Launched by operation (variant): rmsnorm_sums (sums)
 extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
     const float* x,                       // (M, C)
     const float* __restrict__ weight,     // (C)
@@ -184,6 +189,7 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_sums(
     normalize(weight, eps, always, read, [&](int c, const float (&v)[RS_WIDTH]) { store(out, 1.0f, c, v); });
 }
 
+// Launched by operation (variant): all_gather_norm (normed)
 extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_gathered(
     const float* shard,                // (M, S): this GPU's columns of x
     float* stream,                     // (M, C): the residual stream

@@ -72,6 +72,7 @@ __device__ __forceinline__ void store_terms(float* out, const unsigned* pair, fl
     }
 }
 
+// Launched by operation (variant): all_gather (words)
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) all_gather(
     const T* shard,         // (M, S): the columns of this GPU
     const float* residual,  // (M, N) or null
@@ -129,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) all_gather(
     }
 }
 
+// Launched by operation (variant): all_gather (words)
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) all_gather_rows(
     const T* shard,  // the arguments up to `first` are as in `all_gather`
     const float* residual,

@@ -234,6 +234,7 @@ struct Team {
     }
 };
 
+// Launched by operation (variant): qk_norm (heads)
 extern "C" __global__ void qk_norm(
     const T* qkv,                   // (N, heads D)
     const T* __restrict__ gamma_q,  // (D), or (n_head D) with QN_TEAMS
@@ -250,6 +251,7 @@ extern "C" __global__ void qk_norm(
              [&](int h, const Head& head) { head.store(out + row + (long long)h * QN_D); });
 }
 
+// Launched by operation (variant): qk_norm_rope (rope)
 extern "C" __global__ void qk_norm_rope(
     const T* qkv,                       // (B, N, heads D)
     const int* positions,               // (N)
@@ -265,6 +267,7 @@ extern "C" __global__ void qk_norm_rope(
              [&](int h, const Head& head) { head.store(out + row + (long long)h * QN_D); });
 }
 
+// Launched by operation (variant): qk_norm_append (append)
 extern "C" __global__ void qk_norm_append(
     const float* qkv,                   // (N, heads D)
     const int* row,                     // (N)

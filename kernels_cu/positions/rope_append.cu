@@ -14,6 +14,7 @@
 #include "lib/rope_pairs.cuh"
 #include "lib/overlap.cuh"
 
+// Launched by operation (variant): rope_append (append)
 extern "C" __global__ void rope_append(
     const float* qkv,           // (N, heads D)
     const int* row,             // (N)

@@ -58,6 +58,7 @@ __device__ __forceinline__ void turn_rows(
     }
 }
 
+// Launched by operation (variant): rope_qkv (rows)
 extern "C" __global__ void rope_qkv(
     const T* qkv,               // (B, N, heads D)
     const int* positions,       // (N)
@@ -70,6 +71,7 @@ extern "C" __global__ void rope_qkv(
     turn_rows(qkv, positions, frequencies, out, N, turning, moved, heads, nullptr, 0);
 }
 
+// Launched by operation (variant): rope_packed (packed)
 extern "C" __global__ void rope_packed(
     const T* qkv,               // (N, heads D)
     const int* positions,       // (N)

@@ -9,6 +9,7 @@
 #include "lib/overlap.cuh"
 #include "lib/rotation.cuh"
 
+// Launched by operation (variant): rotations (rotations)
 extern "C" __global__ void rope_rotations(
     const int* position,        // (N)
     const double* frequencies,  // (pairs): radians per position
@@ -22,6 +23,7 @@ extern "C" __global__ void rope_rotations(
     out[2 * i] = by.cos, out[2 * i + 1] = by.sin;
 }
 
+// Launched by operation (variant): rotations (rotations)
 extern "C" __global__ void rope_rotations_packed(
     const int* position,        // (N)
     const double* frequencies,  // (B, pairs): radians per position

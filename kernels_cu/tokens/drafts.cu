@@ -8,8 +8,8 @@
 // in fewer steps.
 //
 //   rows of a slot   last token   draft 0   draft 1   draft 2
-//   sampled                     a         b         c         d      a = draft 0, b = draft 1, c != draft 2: take a, b,
-//   c
+//   sampled          a            b         c         d
+//   a = draft 0, b = draft 1, c != draft 2: a, b and c are taken
 //
 // history (B, H): the tokens of each slot; index position[b] holds the last token. draft (B, K): -1 for no draft token.
 // left (B): tokens that may still be sampled. known (B): number of tokens in the history of a slot whose text is known,
@@ -18,8 +18,7 @@
 //
 //   begin_drafts: one block per new sequence copies its prompt, and its text if it is known, to its history
 //   take_drafts: one block per slot takes sampled tokens, and drafts the next tokens of a known text, or else the
-//   tokens
-//       that followed the latest earlier occurrence of its last three tokens
+//       tokens that followed the latest earlier occurrence of the slot's last three tokens
 //   taken_rows: one thread per slot finds, before take_drafts, the row of the last token that take_drafts will take
 //       (it also keeps the positions of the rows)
 //
@@ -65,6 +64,7 @@ struct Tokens {
 };
 
 // grid (N), block (any multiple of 32 from ROWS on)
+// Launched by operation (variant): take_drafts (drafts)
 extern "C" __global__ void take_drafts(
     const int* sampled,     // (M)
     const float* likely,    // (M): log-probabilities of the tokens in `sampled`
@@ -170,6 +170,7 @@ extern "C" __global__ void take_drafts(
 }
 
 // grid (ceil(M / together / threads)), block (any)
+// Launched by operation (variant): taken_rows (rows)
 extern "C" __global__ void taken_rows(
     const int* sampled,       // (M)
     const int* row,           // (M)
@@ -192,6 +193,7 @@ extern "C" __global__ void taken_rows(
 }
 
 // grid (N new sequences), block (any)
+// Launched by operation (variant): take_drafts (drafts)
 extern "C" __global__ void begin_drafts(
     const int* numbers,  // five arrays (N): slots, offsets and lengths of texts, `left`, lengths of their prompts; then
                          // the tokens of the texts: of a prompt, and of its continuation if that is known

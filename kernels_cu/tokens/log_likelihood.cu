@@ -20,6 +20,7 @@ constexpr int WARPS = LL_THREADS / 32;
 static_assert(LL_THREADS >= 32 && LL_THREADS <= 1024 && (LL_THREADS & (LL_THREADS - 1)) == 0, "a power of two");
 
 // grid (N), block (LL_THREADS)
+// Launched by operation (variant): log_likelihood (block)
 extern "C" __global__ void __launch_bounds__(LL_THREADS) log_likelihood_kernel(
     const float* logits,  // (N, V)
     const int* targets,   // (N)

@@ -217,6 +217,7 @@ __device__ __noinline__ int draw(const Row& row, Shared& s, float cut, u64 least
 }
 
 // grid (M SAMPLE_CLUSTER), block (SAMPLE_THREADS)
+// Launched by operation (variant): sample_token (block)
 extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bounds__(SAMPLE_THREADS) sample_token(
     const float* logits,              // (M, V)
     const float* temperature,         // (B)
@@ -338,6 +339,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
 }
 
 // grid (ceil(N / blockDim.x)), block (any)
+// Launched by operation (variant): mark_occurred (occurred)
 extern "C" __global__ void mark_occurred(
     const int* tokens,    // (N): tokens of all rows, concatenated
     const int* rows,      // (N): for each token, the row of `occurred`

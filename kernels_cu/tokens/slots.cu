@@ -2,8 +2,7 @@
 //
 //   begin_slots: sets sampling parameters, position and step of slots whose sequences begin
 //   place_rows: sets token and position of a step's rows from the last token, the position and the draft tokens of
-//   their
-//       slots
+//       their slots
 //
 // grid (ceil(N / blockDim.x)) for N sequences or rows; block (any)
 #include "lib/drafts.cuh"
@@ -21,6 +20,7 @@ struct Given {
     __device__ __forceinline__ float real(int field, int i) const { return __int_as_float(integer(field, i)); }
 };
 
+// Launched by operation (variant): place_rows (slots)
 extern "C" __global__ void begin_slots(
     const int* numbers,         // (11 N): 64-bit seeds; slots; values for the arguments temperature to step
     long long* seed,            // (B), as all arrays after it
@@ -49,6 +49,7 @@ extern "C" __global__ void begin_slots(
     step[slot] = given.integer(8, i);
 }
 
+// Launched by operation (variant): place_rows (slots)
 extern "C" __global__ void place_rows(
     const int* row,       // (M): slot of each row; a row with a slot outside 0 ... B - 1 is not changed
     const int* token,     // (B)

@@ -68,6 +68,7 @@ __device__ void scan(const float* x, int V, const Best& last, Kept& kept, Online
 }
 
 // grid (M), block (TOP_THREADS)
+// Launched by operation (variant): top_logprobs (top)
 extern "C" __global__ void __launch_bounds__(TOP_THREADS) top_logprobs_kernel(
     const float* logits,  // (M, V)
     int* ids,             // (M, K)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from gpt2block import KernelError, cuda
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import Parameter, Signature
 from gpt2block.cuda.launch_lines import stated_geometry
+from gpt2block.ops.registry import OPERATIONS, STEPS
 from tests.compiling import assert_clean
 from tests.devices import running_on
 
@@ -454,6 +456,19 @@ def test_kernel_sources_are_readable() -> None:
         assert lines[0].startswith("// "), f"{path.name} opens with what it computes"
         assert len(lines) <= 400
         assert max(map(len, lines)) <= 120, path.name
+
+
+def test_a_kernel_names_the_operations_and_variants_that_launch_it() -> None:
+    launched = defaultdict(list)
+    for operation in (*OPERATIONS.values(), *STEPS.values()):
+        for each in (*operation.variants, *operation.parts):
+            for kernel in each.kernels:
+                launched[each.file, kernel].append(f"{operation.name} ({each.name})")
+    for file in (each for each in kernels.sources() if not each.startswith("learn/")):
+        text = " ".join(kernels.read_source(file).replace("\n//", "").split())
+        for kernel in kernels.signatures(file):
+            stated = f"Launched by operation (variant): {', '.join(launched[file, kernel])} extern"
+            assert re.search(rf"{re.escape(stated)} [^;{{]*\b{kernel}\(", text), (kernel, stated)
 
 
 def test_an_idea_is_the_first_sentence_about_a_kernel_in_the_head_of_its_file(

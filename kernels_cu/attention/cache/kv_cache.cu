@@ -15,6 +15,7 @@
 #include "lib/overlap.cuh"
 #include "lib/attention/kv_cache.cuh"
 
+// Launched by operation (variant): kv_append (append)
 extern "C" __global__ void kv_append(
     const float* qkv,     // (N, W)
     const int* row,       // (N)
@@ -29,6 +30,7 @@ extern "C" __global__ void kv_append(
     });
 }
 
+// Launched by operation (variant): kv_append (append)
 extern "C" __global__ void kv_append_narrow(
     const T* qkv,         // (N, W)
     const int* row,       // (N)
@@ -48,6 +50,7 @@ extern "C" __global__ void kv_append_narrow(
     });
 }
 
+// Launched by operation (variant): kv_round (round)
 extern "C" __global__ void kv_round(
     T* qkv,  // (N, W)
     int C, int W) {
@@ -62,6 +65,7 @@ extern "C" __global__ void kv_round(
     }
 }
 
+// Launched by operation (variant): kv_copy (copy)
 extern "C" __global__ void kv_copy(
     KV* kv,             // (halves, B, n_ctx, C), aligned to a vector
     const int* source,  // (M): source sequences

@@ -11,6 +11,7 @@
 #include "lib/attention/kv_cache.cuh"
 #include "lib/hi_lo.cuh"
 
+// Launched by operation (variant): kv_append (append split)
 extern "C" __global__ void kv_append_split(
     const T* parts,       // (2, N, W)
     const float* scale,   // (N)

@@ -117,6 +117,7 @@ private:
     }
 };
 
+// Launched by operation (variant): attention_append (append and split)
 extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(32 * WARPS, AS_BLOCKS) attention_append(
     const float* qkv,                 // (M, C + 2 NKV HS)
     const float* by,                  // (M, HS / 2, 2)

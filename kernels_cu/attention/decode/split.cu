@@ -22,6 +22,7 @@ __device__ __forceinline__ void store_zeros(const Peers& peers, int query, unsig
     }
 }
 
+// Launched by operation (variant): attention_split (split)
 extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(32 * WARPS, AS_BLOCKS) attention_split(
     const float* q,       // (M, C)
     const KV* k,          // (B, n_ctx, NKV HS)

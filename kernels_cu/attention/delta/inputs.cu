@@ -22,6 +22,7 @@
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
+// Launched by operation (variant): delta_spans (delta spans)
 extern "C" __global__ void delta_spans(
     const int* row,        // (N): slot of each row; rows of other slots than 0 ... B - 1 are not computed
     const int* positions,  // (N); rows of negative positions are not computed
@@ -106,6 +107,7 @@ __device__ __forceinline__ void head_of(const DeltaRows& of, const float* conv, 
     }
 }
 
+// Launched by operation (variant): delta_inputs (delta inputs)
 extern "C" __global__ void delta_inputs(
     const float* x,        // (N, W)
     const float* ba,       // (N, 2 H)

@@ -118,6 +118,7 @@ struct Token {
     }
 };
 
+// Launched by operation (variant): delta_rule (delta rule)
 extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_rule(
     const float* x,     // (N, W)
     const float* ba,    // (N, 2 H)
@@ -282,6 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_rule(
     write(made);
 }
 
+// Launched by operation (variant): gated_rmsnorm (gated norm)
 extern "C" __global__ void gated_rmsnorm(
     const float* o,      // (N, H DELTA_V)
     const float* x,      // (N, W): the last H DELTA_V channels are z

@@ -45,6 +45,7 @@ __device__ __forceinline__ void attend_cached(
     });
 }
 
+// Launched by operation (variant): attention_cached (tiles), attention_packed (tiles), attention_queries (tiles)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached(
     const float* q,         // (N, C), rows q_distance apart
     const KV* k,            // (B, n_ctx, NKV HS)
@@ -56,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached(
     attend_cached(q, k, v, cu_seqlens, start, out, q_distance, n_ctx, N, B, at_once);
 }
 
+// Launched by operation (variant): attention_cached (tiles), attention_packed (tiles), attention_queries (tiles)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_narrow(
     const T* q,             // (N, C), rows q_distance apart
     const KV* k,            // (B, n_ctx, NKV HS)

@@ -324,6 +324,7 @@ __device__ __forceinline__ void attend(char* ring, const Job& job, const Place& 
     queries.store(at.out + (long long)first * at.C, at.C, job.length - first);
 }
 
+// Launched by operation (variant): attention (mma), attention_varlen (mma)
 extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
     const T* qkv,           // (rows, W)
     const int* cu_seqlens,  // (B + 1), not decreasing; null: B sequences of seq_len rows
@@ -344,6 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
 }
 
 // A sequence that would exceed row N or position n_ctx is truncated.
+// Launched by operation (variant): attention_packed (mma), attention_queries (mma)
 extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_cached_mma(
     const T* q,             // (N, C), rows q_distance apart
     const T* k,             // (B, n_ctx, C / ATT_SERVES)

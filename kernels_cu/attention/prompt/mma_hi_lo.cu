@@ -152,6 +152,7 @@ struct Queries : Rows {
     }
 };
 
+// Launched by operation (variant): attention (mma_fp32), attention_varlen (mma_fp32)
 extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32_mma(
     const T* parts,         // (2, rows, W)
     const float* scale,     // (rows), powers of two from 2^-126 to 2^126

@@ -141,6 +141,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const KV* v, 
     wait_for_products<0>();
 }
 
+// Launched by operation (variant): attention_packed (wgmma), attention_queries (wgmma)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_wgmma(
     const __grid_constant__ TensorMap map,    // tensor map of qkv, of which only Q is read
     const __grid_constant__ TensorMap k_map,  // tensor maps of k and v, not used for FP8
@@ -158,6 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_wgmma(
     run<Shared>({map, k_map, v_map, k, v}, work, out, true, [](Work, int) {});
 }
 
+// Launched by operation (variant): attention (wgmma), attention_varlen (wgmma)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_wgmma(
     const __grid_constant__ TensorMap map,  // tensor map of qkv
     const T* qkv,                           // (rows, W)

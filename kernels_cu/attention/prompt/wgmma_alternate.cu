@@ -160,6 +160,7 @@ __device__ __forceinline__ void consume(Block& shared, Work work, const KV* v, T
     }
 }
 
+// Launched by operation (variant): attention_packed (wgmma_few), attention_queries (wgmma_few)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_wgmma_alternate(
     const __grid_constant__ TensorMap map,    // tensor map of qkv, of which only Q is read
     const __grid_constant__ TensorMap k_map,  // tensor maps of k and v, not used for FP8
@@ -177,6 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_wgmma_
     run<Block>({map, k_map, v_map, k, v}, work, out, true, [](Work, int) {});
 }
 
+// Launched by operation (variant): attention (wgmma_few), attention_varlen (wgmma_few)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_wgmma_alternate(
     const __grid_constant__ TensorMap map,  // tensor map of qkv
     const T* qkv,                           // (rows, W)

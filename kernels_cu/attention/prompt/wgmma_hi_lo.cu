@@ -233,6 +233,7 @@ __device__ __forceinline__ void consume(Shared& shared, Work work, const T* part
     }
 }
 
+// Launched by operation (variant): attention (wgmma_fp32), attention_varlen (wgmma_fp32)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_fp32_wgmma(
     const __grid_constant__ TensorMap map,  // tensor map of parts
     const T* parts,                         // (2, rows, W)

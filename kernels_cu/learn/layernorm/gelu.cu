@@ -118,8 +118,7 @@ __device__ constexpr int values_of(unsigned warp) {  // number of values of a ro
     return packs * LG_WIDTH;
 }
 
-// Each warp computes the mean of its values and their sum of squared deviations. The results of the warps are combined
-// by
+// Each warp computes the mean of its values and their sum of squared deviations. The results of the warps are combined:
 //   sum (x - mean)^2 = sum over the warps of (sum (x - mean_w)^2 + n_w (mean_w - mean)^2),
 // which needs one barrier. Two barriers would be needed to compute the mean of the row first and then the variance
 // around this mean. The result is as accurate for a large mean, because nothing is squared before a mean is subtracted.

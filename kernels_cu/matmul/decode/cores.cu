@@ -11,11 +11,11 @@
 //   all threads   [ load weights | wait for x | x, its LayerNorm | products | sums, epilogue ]
 //
 //   block   COLUMNS neighbouring outputs, DECODE_COLUMNS of them per group
-//   group   DECODE_SPLIT warps, which divide K into units of 32 * DECODE_WIDTH weights: warp p has units p, p +
-//   DECODE_SPLIT, ... thread  keeps a chunk of weights in flight: DECODE_STEPS vectors of each column of its group. It
-//   multiplies the chunk
-//           by DECODE_TOGETHER rows of x at a time. The code is short on purpose, because a short kernel also waits for
-//           its instructions to load: 2 rows at a time need fewer instructions than 8, and less time
+//   group   DECODE_SPLIT warps, which divide K into units of 32 * DECODE_WIDTH weights: warp p has units p,
+//           p + DECODE_SPLIT, ...
+//   thread  keeps a chunk of weights in flight: DECODE_STEPS vectors of each column of its group. The thread multiplies
+//           the chunk by DECODE_TOGETHER rows of x at a time. The code is short on purpose, because a short kernel also
+//           waits for its instructions to load: 2 rows at a time need fewer instructions than 8, and less time
 //
 // For each chunk of K, the products of an output are added within each lane and then over the lanes; these sums are
 // added over the chunks, then over the warps. The bits of an output depend only on DECODE_WIDTH, DECODE_SPLIT and
@@ -237,6 +237,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
 
 #endif
 
+// Launched by operation (variant): linear (matvec), linear_qkv (qkv_matvec)
 extern "C" __global__ void __launch_bounds__(BLOCK, DECODE_BLOCKS) decode_cores(
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with DECODE_NORM

@@ -170,6 +170,7 @@ __device__ __forceinline__ void complete_row(char* shared, int r, const Ends& en
     __syncwarp();
 }
 
+// Launched by operation (variant): gated_sums (gated_sums)
 extern "C" __global__ void __cluster_dims__(FF_CLUSTER, 1, 1) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_ffn_mma(
     const float* x,                       // (M, C), M up to DECODE_ROWS
     const float* __restrict__ gamma,      // (C)

@@ -120,6 +120,7 @@ __device__ __forceinline__ void complete_row(char* shared, int r) {
     __syncwarp();
 }
 
+// Launched by operation (variant): gated_sums (gated_sums_gguf)
 extern "C" __global__ void __cluster_dims__(FF_CLUSTER) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_ffn_mma_gguf(
     const float* x,                   // (M, C), M up to DECODE_ROWS
     const float* __restrict__ gamma,  // (C)

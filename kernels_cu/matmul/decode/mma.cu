@@ -276,6 +276,8 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
     else multiply(w, up, scale, up_scale, bias, x_scale, input, end, totals, N);
 }
 
+// Launched by operation (variant): linear (mma), linear_qkv (qkv_mma), linear_rope (rope_mma),
+// linear_sums (linear_sums), rope_sums (rope_sums)
 extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER, 1, 1) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma(
     const float* x,                       // (M, K)
     const float* __restrict__ gamma,      // (K), with DECODE_NORM

@@ -325,6 +325,8 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
 #endif
 }
 
+// Launched by operation (variant): linear (gguf), linear_qkv (qkv_gguf), linear_rope (rope_gguf),
+// linear_sums (linear_sums_gguf), rope_sums (rope_sums_gguf)
 extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_gguf(
     const float* x,                   // (M, K); with DECODE_OPERAND its 16-bit terms (lib/decode/mma_copied.cuh)
     const float* __restrict__ gamma,  // (K), with DECODE_NORM
@@ -362,6 +364,7 @@ extern "C" __global__ void __cluster_dims__(GGUF_CLUSTER) __launch_bounds__(THRE
 #endif
 }
 
+// Launched by operation (variant): linear (gguf)
 extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_gguf_parts(
     const float* x,                  // (M, K); with DECODE_OPERAND its 16-bit terms
     const W* __restrict__ w,         // (N, K), GGUF blocks

@@ -17,10 +17,9 @@
 // slice is multiplied, the next slices are copied. Operand A of an mma is 8 rows of x with two terms each, operand B 8
 // columns of w.
 //
-//   x   The thread that has copied 4 values of a row replaces them by their terms (lib/operands.cuh), which a lane
-//   later
-//       loads at once. With DECODE_OPERAND, x already consists of terms. With float weights, lanes compute terms in
-//       registers
+//   x   the thread that has copied 4 values of a row replaces them by their terms (lib/operands.cuh), which a lane
+//       later loads at once. With DECODE_OPERAND, x already consists of terms. With float weights, lanes compute terms
+//       in registers
 //   w   a lane loads 16 bytes of a column, its operands of several mma steps; FP8 is converted in registers. The high
 //       and low parts of a column of hi/lo weights are neighbours in shared memory
 //
@@ -250,6 +249,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
     store(total, share, scale, up_scale, bias, x_scale, out_scale, end, own, splits, N);
 }
 
+// Launched by operation (variant): linear (mma_tiles), linear_qkv (qkv_mma_tiles)
 extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_tiles(
     const float* x,                   // (M, K)
     const W* __restrict__ w,          // (N, K); hi/lo weights: (2, N, K)
@@ -272,6 +272,7 @@ extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER) __launch_bounds__(TH
 #endif
 }
 
+// Launched by operation (variant): linear (mma_tiles)
 extern "C" __global__ void __cluster_dims__(DECODE_CLUSTER) __launch_bounds__(THREADS, DECODE_BLOCKS)
     decode_mma_tiles_up(const float* x,                      // (M, K)
                         const W* __restrict__ w,             // (N, K)

@@ -56,6 +56,7 @@ struct Gated : End {
 };
 
 // grid (ceil(ceil(N / 2) / PAIRS), ceil(M / MV_ROWS)). With MV_HALF_SPLIT and MV_NK 0, STRIP must divide head_dim / 2.
+// Launched by operation (variant): rmsnorm_matmul (matvec)
 extern "C" __global__ void __launch_bounds__(MV_THREADS) rmsnorm_matvec(
     const T* __restrict__ x,          // (M, K), rows x_stride apart
     const T* __restrict__ gamma,      // (K), or null: no norm, only the product
@@ -93,6 +94,7 @@ extern "C" __global__ void __launch_bounds__(MV_THREADS) rmsnorm_matvec(
 }
 
 // grid (ceil(N / PAIRS), ceil(M / MV_ROWS)). With W1 and W3 as (K, N), MV_STRIPS must be 2.
+// Launched by operation (variant): rmsnorm_ffn (matvec)
 extern "C" __global__ void __launch_bounds__(MV_THREADS) rmsnorm_ffn_matvec(
     const T* __restrict__ x,           // (M, K), rows x_stride apart
     const T* __restrict__ residual,    // (M, K) or null

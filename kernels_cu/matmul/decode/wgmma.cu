@@ -52,6 +52,7 @@
 #endif
 #include "lib/decode/wgmma_tile.cuh"
 
+// Launched by operation (variant): linear (wgmma), linear_qkv (qkv_wgmma), linear_rope (rope_wgmma)
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_wgmma(
     const float* x,                        // (M, K), stored as 16-bit terms
     const __grid_constant__ TensorMap w,   // (1, N, K)

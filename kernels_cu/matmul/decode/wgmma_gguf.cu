@@ -19,6 +19,7 @@
 
 static_assert(OPERAND_TERMS == 1, "x is rounded");
 
+// Launched by operation (variant): linear (gguf_wgmma), linear_qkv (qkv_gguf_wgmma), linear_rope (rope_gguf_wgmma)
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DECODE_BLOCKS) decode_wgmma_gguf(
     const float* x,                  // (M, K), stored as 16-bit terms
     const W* w,                      // (N, K), GGUF blocks

@@ -222,6 +222,7 @@ __device__ __forceinline__ void store_some(float* to, const float (&v)[4], int c
     }
 }
 
+// Launched by operation (variant): linear (tiles)
 extern "C" __global__ void __launch_bounds__(THREADS, LT_BLOCKS) linear_tiles(
     const float* __restrict__ x,      // (M, K)
     const W* __restrict__ w,          // (N, K)

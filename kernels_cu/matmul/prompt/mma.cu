@@ -113,6 +113,7 @@ __device__ __forceinline__ void gemm(const T* a, const T* w, const T* up, const 
     });
 }
 
+// Launched by operation (variant): gemm (mma)
 extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_mma(
     const T* a,                         // (M, K)
     const T* __restrict__ w,            // (N, K)

@@ -120,6 +120,7 @@ __device__ __forceinline__ void store_groups(const Total& total, int first, int 
     }
 }
 
+// Launched by operation (variant): gemm (split)
 extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_split_mma(
     const T* a,                         // (2, M, K): hi, lo
     const float* a_scale,               // (M)

@@ -36,6 +36,7 @@ __device__ __forceinline__ void load_scales(float (&scales)[8], const float* sca
     for (int e = 0; e < 8; ++e) scales[e] = scale && n + e < N ? scale[n + e] : 1.0f;
 }
 
+// Launched by operation (variant): rmsnorm_matmul (mma), rmsnorm_matmul (unfused)
 extern "C" __global__ void __launch_bounds__(THREADS, MMA_BLOCKS) rmsnorm_matmul_mma(
     const T* __restrict__ x,          // (M, K), rows x_stride apart
     const T* __restrict__ gamma,      // (K); not read with MMA_NORM 0
@@ -79,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MMA_BLOCKS) rmsnorm_matmul
         });
 }
 
+// Launched by operation (variant): rmsnorm_ffn (mma), rmsnorm_ffn (unfused)
 extern "C" __global__ void __launch_bounds__(THREADS, MMA_BLOCKS) rmsnorm_ffn_mma(
     const T* __restrict__ x,           // (M, K), rows x_stride apart
     const T* __restrict__ residual,    // (M, K); not read with MMA_RESIDUAL 0

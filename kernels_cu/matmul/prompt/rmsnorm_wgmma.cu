@@ -172,6 +172,7 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
     if (group.thread == 0) wait_for_reads<0>();
 }
 
+// Launched by operation (variant): rmsnorm_matmul (wgmma)
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) rmsnorm_matmul_wgmma(
     const __grid_constant__ TensorMap n,    // (1, M, K)
     const __grid_constant__ TensorMap w,    // (1, K, N), or (1, N, K) with NORM_W_NK 1
@@ -187,6 +188,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
 }
 
+// Launched by operation (variant): rmsnorm_ffn (wgmma)
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) rmsnorm_ffn_wgmma(
     const __grid_constant__ TensorMap n,    // (1, M, K)
     const __grid_constant__ TensorMap w1,   // (1, K, N), or (1, N, K) with NORM_W_NK 1

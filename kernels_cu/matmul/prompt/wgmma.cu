@@ -90,6 +90,7 @@ __device__ __forceinline__ void store_float(const Finals& sums, const Group& gro
     group.sync();  // all reads of biases and scales are done
 }
 
+// Launched by operation (variant): gemm (wgmma)
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_wgmma(
     const __grid_constant__ TensorMap a,         // (1, M, K)
     const __grid_constant__ TensorMap w,         // (1, N, K)

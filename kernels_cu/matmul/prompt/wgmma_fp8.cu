@@ -101,6 +101,7 @@ struct Fp8 {
     }
 };
 
+// Launched by operation (variant): gemm (fp8 wgmma)
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_fp8_wgmma(
     const __grid_constant__ TensorMap a,         // (1, M, K)
     const __grid_constant__ TensorMap w,         // (1, N, K)

@@ -184,6 +184,7 @@ struct Blocks {
     }
 };
 
+// Launched by operation (variant): gemm (gguf wgmma)
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_gguf_wgmma(
     const __grid_constant__ TensorMap a,         // (1, M, K)
     const W* w,                                  // (N, K), GGUF blocks

@@ -205,6 +205,7 @@ __device__ __forceinline__ void store_parts(const Total& total, const Group& gro
     }
 }
 
+// Launched by operation (variant): gemm (split wgmma)
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_split_wgmma(
     const __grid_constant__ TensorMap a,          // (2, M, K): hi, lo
     const __grid_constant__ TensorMap w,          // (2, N, K)
