@@ -110,7 +110,10 @@ __device__ __forceinline__ int magnitude_of_chunk(const Block& b, int unit, int 
 }
 
 // Returns the row of the file for a row of out. In the heads of q and k, RoPE's pairs are neighbouring rows in the
-// file, but half a head apart in out.
+// file, but half a head apart in out. With 8 rows per head:
+//
+//   row of out      0 1 2 3 4 5 6 7
+//   row in file     0 2 4 6 1 3 5 7
 __device__ __forceinline__ int row_in_file(int row, int head, int in_heads) {
     if (row >= in_heads) return row;
     const int i = row % head, half = head / 2;
@@ -135,6 +138,10 @@ extern "C" __global__ void gguf_pack(
     for (int chunk = 0; chunk < 4; ++chunk) {
         const int k = unit * gguf::UNIT + chunk * 32;
         const Block block = block_of(k);
+        // Code i of lane t is the code of weight j of the chunk, in the bits from `at` on (for codes of 4 bits):
+        //   i    0    1       2       3       4        5        6        7
+        //   j    2 t  2 t + 1 2 t + 8 2 t + 9 2 t + 16 2 t + 17 2 t + 24 2 t + 25
+        //   at   0    16      4       20      8        24       12       28
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int j = i / 2 * 8 + 2 * t + i % 2, at = i % 2 * 16 + i / 2 * 4;

@@ -36,6 +36,7 @@ struct Span {
     int target;  // index of the state that the pass writes
 };
 
+// Loads the span of a slot from spans (B, 6).
 __device__ __forceinline__ Span span_of(const int* spans, int slot) {
     const int* const from = spans + 6 * slot;
     return {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2), __ldcg(from + 3), __ldcg(from + 4), __ldcg(from + 5)};
@@ -51,6 +52,7 @@ struct DeltaRows {
     int D, H, slot;
     Span span;
 
+    // Returns the row of `recent`, [q | k | v | b | a] of D + 2 H values, for the token at a position.
     __device__ __forceinline__ const float* recent_row(int position) const {
         return recent + ((long long)slot * DELTA_RECENT + position % DELTA_RECENT) * (D + 2 * H);
     }

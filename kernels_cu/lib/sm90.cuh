@@ -243,7 +243,11 @@ __device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier
 // Returns the swizzled offset of a 16-byte unit in a box, in the layout of TMA and wgmma. SWIZZLE is 7, 3
 // or 1 for rows of 128, 64 or 32 bytes. The unit's index in its 128-byte line is XORed with the line number (masked by
 // SWIZZLE), so that accesses to a column of 8 rows or to a whole row have no bank conflicts. Offsets are relative to an
-// address aligned to 1024 bytes.
+// address aligned to 1024 bytes. With SWIZZLE 7:
+//
+//   position in a line   0 1 2 3 4 5 6 7
+//   unit, line 1         1 0 3 2 5 4 7 6
+//   unit, line 2         2 3 0 1 6 7 4 5
 template <int SWIZZLE = 7>
 __device__ __forceinline__ int swizzled(int offset) {
     return offset ^ ((offset >> 7 & SWIZZLE) << 4);

@@ -33,8 +33,10 @@ __device__ __forceinline__ void each_channel(Use use) {
     }
 }
 
+// Returns the first of the AS_WIDTH channels of piece p that this lane holds.
 __device__ __forceinline__ int first_channel(int p) { return (threadIdx.x % LANES + p * LANES) * AS_WIDTH; }
 
+// Loads the lane's channels of a head (HS).
 __device__ __forceinline__ void load(const float* head, Channels& to) {
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) load_fresh_floats<AS_WIDTH>(head + first_channel(p), to[p]);
@@ -45,6 +47,7 @@ struct Head {
     Channels x, gamma;
     float turns[PIECES][2 * AS_WIDTH];
 
+    // Loads the lane's channels of a head (HS), of gamma (HS) and of the rotations (HS / 2, 2).
     __device__ __forceinline__ void load(const float* head, const float* gamma_of_head, const float* by) {
         ::load(head, x);
         ::load(gamma_of_head, gamma);
@@ -77,6 +80,7 @@ struct Head {
     }
 
 private:
+    // Returns whether piece p is in the second half of the head: channels HS / 2 to HS - 1.
     static __device__ __forceinline__ bool in_second(int p) { return first_channel(p) >= HS / 2; }
 
     // other: for each channel of x, the other channel of its pair, which another lane or the same lane holds.
@@ -94,7 +98,10 @@ struct Newest {
     int at;                         // position; not in any round if another lane holds the vectors
     bool appends;                   // false if the token is beyond the cache
 
+    // Returns the last position whose key the kv_cache holds.
     __device__ __forceinline__ int stored(int last) const { return last - appends; }
+
+    // Replace the lane's vectors of the newest key or value in `held`, if the round from position `first` contains it.
     __device__ __forceinline__ void put_key(int first, Held& held) const { put(vectors[0], first, held); }
     __device__ __forceinline__ void put_value(int first, Held& held) const { put(vectors[1], first, held); }
 
@@ -108,6 +115,7 @@ struct Newest {
     }
 
 private:
+    // Replaces, in the round of keys from `first` on, the lane's vectors of the newest position by `kept`.
     __device__ __forceinline__ void put(const Vector (&kept)[VECTORS], int first, Held& held) const {
         if (at < first || at >= first + ROUND) return;
         const int own = (at - first) / GROUPS;

@@ -83,6 +83,7 @@ struct Part {
         return (sums.x + sums.y) + (sums.z + sums.w);
     }
 
+    // Adds `change` times a row to the thread's part of a column of the state.
     __device__ __forceinline__ void add(const Part& row, float change) {
 #pragma unroll
         for (int n = 0; n < VECTORS; ++n) {
@@ -93,6 +94,7 @@ struct Part {
         }
     }
 
+    // Multiplies the thread's part of a column of the state by a factor.
     __device__ __forceinline__ void decay(float factor) {
 #pragma unroll
         for (int n = 0; n < VECTORS; ++n) {
@@ -109,6 +111,7 @@ struct Token {
     Part key;
     float decay, beta, v[DELTA_EACH];
 
+    // Loads token t of a chunk. column: first of the thread's DELTA_EACH columns of v.
     __device__ __forceinline__ void load(const Chunk& chunk, int t, int column) {
         key.load(chunk.k[t]);
         decay = chunk.gates[0][t];

@@ -108,9 +108,10 @@ __device__ __forceinline__ void for_each_piece(Copy copy) {
     }
 }
 
-// Returns the row of a tile of K in shared memory that holds a key: of each 32 keys, key 4 i + e (e = 0..3) is in row 8
-// e + i. Neighbouring threads, whose keys are 4 apart, thus read neighbouring rows. The function permutes bits: place(a
-// + b) = place(a) + place(b) if a + b has no carry between bits.
+// Returns the row of a tile of K in shared memory that holds a key. Neighbouring threads, whose keys are 4 apart, read
+// neighbouring rows. place(a + b) = place(a) + place(b) if a + b has no carry between bits.
+//   key   0 1  2  3 4 5  6  7 8  9 10 ... 31
+//   row   0 8 16 24 1 9 17 25 2 10 18 ... 31
 __device__ __forceinline__ int place(int key) { return key / 32 * 32 + key % 4 * 8 + key % 32 / 4; }
 
 template <typename E>

@@ -171,6 +171,7 @@ struct HeadSums {
         else __syncthreads();
     }
 
+    // Returns the factor of the head's RMSNorm for a row of the block's tile, after exchange().
     __device__ __forceinline__ float factor(int row, float eps) const {
         float sums[PADDED] = {};
 #pragma unroll
@@ -201,6 +202,7 @@ struct AppendRope {
     const float* gamma_k;  // (D) or null
     float eps;             // added to the mean square in the RMSNorm of heads
 
+    // Column n is channel n % D of head n / D: the heads of q come first, then the heads of k, then the heads of v.
     __device__ bool has_norm(int n) const { return n / D < n_head + n_kv_head; }
     __device__ const float* gamma(int n) const { return (n / D < n_head ? gamma_q : gamma_k) + n % D; }
     __device__ static int partner(int n) { return n % D < D / 2 ? n + D / 2 : n - D / 2; }

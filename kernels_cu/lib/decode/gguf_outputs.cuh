@@ -57,11 +57,13 @@ struct Output {
         if constexpr (End::ROTATES) partner_bias = of.bias ? constant(of.bias + end.partner(n)) : 0.0f;
     }
 
+    // Stores the output, if it exists.
     template <typename Total>
     __device__ __forceinline__ void finish(const End& end, Total total) const {
         if (there) end.store(m, n, value(end, total), late);
     }
 
+    // Returns the output: its sum with bias, RoPE with column `partner`, or the gate times up.
     template <typename Total>
     __device__ __forceinline__ float value(const End& end, Total total) const {
         const int partner = at % PAIRED < PAIRED / 2 ? at + PAIRED / 2 : at - PAIRED / 2;
@@ -112,6 +114,7 @@ struct Parts {
 
     __device__ __forceinline__ Parts(float* workspace, int M, int N) : planes(workspace + COUNTERS), M(M), N(N) {}
 
+    // Returns the place of the sum of output (m, n) in a plane.
     __device__ __forceinline__ float* at(int plane, int m, int n) const {
         return planes + ((long long)plane * M + m) * N + n;
     }

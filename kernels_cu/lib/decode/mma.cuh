@@ -82,6 +82,10 @@ __device__ __forceinline__ unsigned bits(float v) { return (unsigned)__float_as_
 // The terms of one row of x in a split of COUNT units (128 values of K each), for GGUF weights. In each chunk of 32
 // values, the pairs of values that lane 4 g + t reads, at 2 t, 2 t + 8, 2 t + 16 and 2 t + 24, are neighbours in
 // memory. sums: the chunk sums.
+//
+//   word in memory   0    1    2      3      4    5      6      7      8    ...   15
+//   values           0,1  8,9  16,17  24,25  2,3  10,11  18,19  26,27  4,5  ...   30,31
+//   lane             t = 0                   t = 1                     t = 2
 template <int COUNT>
 struct BlockOperand {
     char *values, *sums;
@@ -103,6 +107,7 @@ struct BlockOperand {
         if (lane % 8 == 0) *chunk_sum(unit, term, lane / 8) = split_sum(sum);
     }
 
+    // Returns the place of the sum of a chunk: sums (TERMS, COUNT, 4), one word for each chunk of 32 values.
     __device__ __forceinline__ unsigned* chunk_sum(int unit, int term, int chunk) const {
         return reinterpret_cast<unsigned*>(sums + term * 16 * COUNT + unit * 16) + chunk;
     }
@@ -139,13 +144,17 @@ struct Input {
     // split of K (RMSNorm), as floats.
     static constexpr int BYTES = DECODE_ROWS * (PITCH + (DECODE_NORM == 2 ? 4 * SPLITS : DECODE_NORM ? 8 : 0));
 
+    // Returns row r of the block in x; the last row of x in place of rows after it.
     __device__ __forceinline__ const float* row(int r) const { return x + (long long)min(first + r, M - 1) * DECODE_K; }
+    // Returns the place in shared memory of row r's values or terms in a split.
     __device__ __forceinline__ char* values(int r, int split) const {
         return shared + r * PITCH + (DECODE_ALONE ? 0 : split) * SPLIT_BYTES;
     }
+    // Returns the place of values k to k + 3 of row r, while shared memory holds floats.
     __device__ __forceinline__ float4* floats(int r, int k) const {
         return reinterpret_cast<float4*>(values(r, k / LENGTH)) + k % LENGTH / 4;
     }
+    // Returns the place of the mean and rstd of row r (LayerNorm).
     __device__ __forceinline__ float2* statistics(int r) const {
         return reinterpret_cast<float2*>(shared + DECODE_ROWS * PITCH) + r;
     }
@@ -341,6 +350,7 @@ struct Input {
         }
     }
 
+    // Replaces the lane's values of a split of row r, v[unit] from at(split, unit) on, by their LayerNorm.
     __device__ __forceinline__ void normalise(float (&v)[UNITS][4], int r, int split) const {
         const Statistics<DECODE_K, 4> of(statistics(r)->x, statistics(r)->y);
 #pragma unroll
@@ -376,6 +386,7 @@ struct Input {
         get(to, i, unit / UNITS, unit % UNITS, chunk);
     }
 
+    // Returns the places of row r's terms and chunk sums in a split.
     __device__ __forceinline__ BlockOperand<UNITS> blocks(int r, int split) const {
         return {values(r, split), values(r, split) + TERMS_BYTES};
     }

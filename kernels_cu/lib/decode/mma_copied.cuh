@@ -51,6 +51,7 @@ struct Copied {
         slot = slot == DECODE_FLIGHT - 1 ? 0 : slot + 1;
     }
 
+    // Loads the lane's values of a chunk for the 8 rows of tile i: half of a line of 128 bytes in each row.
     __device__ __forceinline__ void get(order::Rows& to, int i, int, int, int chunk) const {
         const int lane = threadIdx.x % 32, part = chunk % 2 * 4 + lane / 8;
         const char* const line = input.shared + slot * TERMS_BYTES + chunk / 2 * SLICE + (8 * i + lane % 8) * LINE;
@@ -58,16 +59,19 @@ struct Copied {
         load_matrices<false>(v[0][0], v[0][1], v[1][0], v[1][1], line + (part ^ lane % 8) * 16);
     }
 
+    // Returns the sum over chunk t of a unit, for row g of tile i and lane 4 g + t.
     __device__ __forceinline__ unsigned chunk_sums(int i, int split, int unit) const {
         const char* const row = sums_of(split * UNITS + unit) + (8 * i + threadIdx.x % 32 / 4) * 16;
         return reinterpret_cast<const unsigned*>(row)[threadIdx.x % 4];
     }
 
 private:
+    // Returns the first row of the operand's tile (OPERAND_ROWS rows) that contains the block's rows.
     static __device__ __forceinline__ int tile(const Input& input) {
         return input.first / (int)OPERAND_ROWS * (int)OPERAND_ROWS;
     }
 
+    // Returns the place of a unit's chunk sums: (DECODE_ROWS, 4) words.
     __device__ __forceinline__ char* sums_of(int unit) const {
         return input.shared + DECODE_FLIGHT * TERMS_BYTES + (unit & SUMS - 1) * SUMS_BYTES;
     }

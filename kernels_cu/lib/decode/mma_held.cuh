@@ -10,6 +10,7 @@ static_assert(GGUF_TOGETHER && order::TERMS == 1 && !DECODE_NORM, "a warp has on
 struct Held {
     unsigned value[ROW_TILES][UNITS][UNIT_CHUNKS][4], sums[ROW_TILES][UNITS];
 
+    // Loads the lane's values of the split, in all chunks of all rows, and computes their chunk sums.
     __device__ __forceinline__ void bring(const Input& input, int split) {
 #pragma unroll
         for (int i = 0; i < ROW_TILES * UNITS * UNIT_CHUNKS; ++i) {
@@ -35,11 +36,13 @@ struct Held {
         }
     }
 
+    // Copies the lane's values of a chunk, for the rows of tile r.
     __device__ __forceinline__ void get(order::Rows& to, int r, int, int unit, int chunk) const {
 #pragma unroll
         for (int p = 0; p < 4; ++p) to.value[p / 2][p % 2] = value[r][unit][chunk][p];
     }
 
+    // Returns the sum over chunk t of a unit, for the row that lane 4 g + t holds in tile r.
     __device__ __forceinline__ unsigned chunk_sums(int r, int, int unit) const { return sums[r][unit]; }
 };
 

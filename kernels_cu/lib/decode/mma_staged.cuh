@@ -89,16 +89,19 @@ struct Staged {
         if (lane * SCATTERED % 8 == 0) *blocks(row, unit).chunk_sum(0, term, lane / 8) = split_sum(sums[0]);
     }
 
+    // Returns the places of row r's terms and chunk sums in unit `unit` (128 values of K).
     __device__ __forceinline__ BlockOperand<1> blocks(int r, int unit) const {
         char* const terms = input.shared + unit % 2 * TERMS_BYTES + r * order::TERMS * TERM;
         return {terms, input.shared + 2 * TERMS_BYTES + unit % 4 * SUMS_BYTES + r * order::TERMS * 16};
     }
 
+    // Loads the lane's values of a chunk for the rows of tile i (order::TILE_ROWS rows).
     __device__ __forceinline__ void get(order::Rows& to, int i, int split, int unit, int chunk) const {
         const int k = chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;
         to.load(blocks(Input::row_of(i), split * UNITS + unit).values + 2 * k, TERM);
     }
 
+    // Returns the sum over chunk t of a unit, for the row and term that lane 4 g + t holds in tile i.
     __device__ __forceinline__ unsigned chunk_sums(int i, int split, int unit) const {
         return blocks(Input::row_of(i), split * UNITS + unit).own_sum(0);
     }

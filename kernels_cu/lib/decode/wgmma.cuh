@@ -80,6 +80,7 @@ __device__ __forceinline__ int first_row(int n) {
 __device__ __forceinline__ int own_set() { return SETS > 1 ? threadIdx.x / 32 / WARPS : 0; }
 __device__ __forceinline__ int own_warp() { return threadIdx.x / 32 - WARPS * own_set(); }
 
+// Shared memory of a block: stages, each with a slice of W and then of x, and their barriers; with GGUF, tiles of W.
 struct Ring {
     char* stages;
     Barrier* full;
@@ -217,6 +218,10 @@ struct Piece {
 // Returns the row of W, among the rows of this warp, that lane 4 g + t has as row g of A. The lane's row g + 8 of A is
 // the next row of W; with DECODE_GATED, the same row of U; with RoPE, the row of W half a head later. Eight lanes load
 // at a time, from rows that are 4 apart, so that their swizzled units are in different banks.
+//
+//   row g of A            0 1 2 3 4  5  6  7
+//   row of W with TWO     0 4 1 5 2  6  3  7     its row g + 8 of A: a row of U, or of the other half of the head
+//   row of W otherwise    0 4 2 6 8 12 10 14     its row g + 8 of A: the next row of W
 __device__ __forceinline__ int own_row() {
     const int lane = threadIdx.x % 32, pair = lane / 8;
     return TWO ? lane % 8 / 4 * 4 + pair : pair % 2 * 2 + lane % 8 / 4 * 4 + pair / 2 * 8;

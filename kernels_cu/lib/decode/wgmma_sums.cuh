@@ -40,6 +40,7 @@ struct Totals {
     static constexpr int HALF = TWO ? 1024 : 2048, BYTES = 32 * sizeof(float2);  // bytes: warp's rows of W; tile's sums
     static constexpr int IN_STAGE = 2048 / BYTES;                                // tiles of sums per stage
 
+    // Returns the place of a lane's two sums of a tile: in `halves`, or in the stages of the ring.
     __device__ __forceinline__ float2* kept(int tile, int lane) const {
         if (IN_HALVES) return halves + (warp * (TERMS / 4) + tile) * 32 + lane;
         const int at = tile % IN_STAGE * BYTES;

@@ -39,6 +39,7 @@ __device__ __forceinline__ void load_constants(float4* of_warp, int n, int N, co
 struct Corner {
     int row, column;
 
+    // Returns the number of rows of x in the tile, and below the first output column of this lane.
     __device__ __forceinline__ int rows(int M) const { return min((int)OPERAND_ROWS, M - row); }
     __device__ __forceinline__ int own_column() const { return column + (TWO ? 8 : 16) * own_warp() + own_row(); }
 };

@@ -29,6 +29,9 @@
 // rows that ldmatrix loads at a time are r, r + 1, r + s, r + s + 1, ... r + 3 s + 1, where s is 2, 4 or 8, depending
 // on GROUP. Their chunks are in eight different groups of four banks, so ldmatrix has no bank conflicts.
 //
+//   row            0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15
+//   swizzle(row)   0 1 2 3 4 5 6 7 2 3  0  1  6  7  4  5
+//
 // In an 8-column fragment of the product, a lane holds two neighbouring columns. The rows of w are assigned to columns
 // of fragments so that a lane's values from GROUP fragments are 16 contiguous bytes of the output.
 //

@@ -101,6 +101,7 @@ struct Folded {
         }
     }
 
+    // Adds v, (DECODE_TOGETHER, DECODE_COLUMNS) sums of each lane, over the lanes. A lane keeps v[0] to v[count - 1].
     __device__ static void fold(int lane, float (&v)[VALUES]) {
         int n = VALUES;
 #pragma unroll
@@ -126,6 +127,7 @@ struct Last {
     Late late;
 };
 
+// Computes all outputs of the block: for each DECODE_TOGETHER rows the sums of a thread, of a warp, of the warps.
 template <typename End>
 __device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, Rows& input,
                                          const End& end, int M, int N) {

@@ -64,13 +64,18 @@ static_assert(DECODE_K % DECODE_WIDTH == 0 && DECODE_K % DECODE_X == 0, "vectors
 static_assert(DECODE_ROWS % DECODE_TOGETHER == 0, "rows go together");
 
 // Returns the position of element k of a row in shared memory. A lane reads DECODE_WIDTH values as several float4.
-// Float4 number i of all lanes are stored next to each other, which avoids bank conflicts.
+// Float4 number i of all lanes are stored next to each other, which avoids bank conflicts. With DECODE_WIDTH 8:
+//
+//   k       0 1 2 3   4   5   6   7   8 9 10 11  12  13  14  15  16 ...
+//   place   0 1 2 3 128 129 130 131   4 5  6  7 132 133 134 135   8 ...
+//   lane    0                         1                           2
 __device__ __forceinline__ int place(int k) {
     if (DECODE_WIDTH <= 4) return k;
     const int within = k % UNIT, lane = within / DECODE_WIDTH, e = within % DECODE_WIDTH;
     return k - within + e / 4 * 128 + lane * 4 + e % 4;
 }
 
+// Stores N neighbouring floats, four of them by one instruction.
 template <int N>
 __device__ __forceinline__ void write(const float (&v)[N], float* to) {
     if constexpr (N == 4) {
@@ -81,6 +86,7 @@ __device__ __forceinline__ void write(const float (&v)[N], float* to) {
     }
 }
 
+// Loads N neighbouring floats, four of them by one instruction.
 template <int N>
 __device__ __forceinline__ void read(float (&v)[N], const float* from) {
     if constexpr (N == 4) {
@@ -103,6 +109,7 @@ __device__ __forceinline__ int own_place(int i) {
     return i * STEP + threadIdx.x / 32 % DECODE_SPLIT * UNIT + threadIdx.x % 32 * PIECE;
 }
 
+// Reads the thread's vector i of a row in shared memory: DECODE_WIDTH values from own_at(i) on.
 __device__ __forceinline__ void read_own(float (&v)[DECODE_WIDTH], int i, const float* row) {
 #pragma unroll
     for (int e = 0; e < DECODE_WIDTH; e += PIECE) {
@@ -113,7 +120,8 @@ __device__ __forceinline__ void read_own(float (&v)[DECODE_WIDTH], int i, const 
     }
 }
 
-__device__ __forceinline__ void zeros_behind(float* row) {  // each thread writes some of the zeros
+// Writes zeros at the positions K to PADDED - 1 of a row in shared memory.
+__device__ __forceinline__ void zeros_behind(float* row) {
     if constexpr (PADDED > DECODE_K) {
         for (int k = DECODE_K + threadIdx.x; k < PADDED; k += THREADS) row[place(k)] = 0.0f;
     }
@@ -155,6 +163,7 @@ struct Rows {
         zeros_behind(gamma_s), zeros_behind(beta_s);
     }
 
+    // Loads the rows into shared memory (DECODE_ROWS, PADDED), see place(), or with HELD into the registers `held`.
     __device__ __forceinline__ void bring(float* x_s, float (&held)[OWN][DECODE_WIDTH]) const {
         if constexpr (HELD) {
             straight(held);
@@ -164,8 +173,10 @@ struct Rows {
         }
     }
 
+    // Returns row r of the block in x; the last row of x in place of rows after it.
     __device__ __forceinline__ const float* row(int r) const { return x + (long long)min(first + r, M - 1) * DECODE_K; }
 
+    // Loads the thread's vectors of the only row: held[i] has DECODE_WIDTH values from own_at(i) on.
     __device__ __forceinline__ void straight(float (&held)[OWN][DECODE_WIDTH]) const {
         constexpr int PART = DECODE_X < PIECE ? DECODE_X : PIECE;
         typedef Vec<float, PART> Some;

@@ -87,6 +87,7 @@ struct Share {
         x_left = x_rows - x_row, w_left = w_rows - w_row;
     }
 
+    // Loads the thread's weights of a stage: one load of each W_APART-th column. first: first value of the chunk.
     __device__ __forceinline__ void fetch_w(int stage, int first) {
         const int k = first + place_along(stage % STAGES, threadIdx.x % OF_COLUMN / LANES, threadIdx.x % LANES);
 #pragma unroll
@@ -97,6 +98,7 @@ struct Share {
         }
     }
 
+    // Loads the thread's values of x of a stage: four values of each X_APART-th row.
     __device__ __forceinline__ void fetch_x(int stage, int first) {
         const int four = threadIdx.x % (STAGE / 4), of_load = four / LANES % (LOAD / 4);
         const int k = first + place_along(stage % STAGES, four / (LANES * (LOAD / 4)), four % LANES) + 4 * of_load;
@@ -109,6 +111,7 @@ struct Share {
 
     static __device__ __forceinline__ bool inside(int k) { return PADDED == DECODE_K || k < DECODE_K; }
 
+    // Stores the loads of a stage in shared memory: (ROWS, PITCH) floats of x, then (COLUMNS, PITCH) values of w.
     __device__ __forceinline__ void put(int stage, char* buffer) const {
         buffer += stage % 2 * BUFFER;
 #pragma unroll

@@ -86,6 +86,7 @@ struct Panel {
         }
     }
 
+    // Returns the lane's 16 bytes of chunk `chunk` of its column in group `row_group`.
     __device__ __forceinline__ uint4 get(int chunk, int row_group) const {
         if (row_group >= ROW_GROUPS) return {};
         return IN_SHARED ? own[(chunk * ROW_GROUPS + row_group) * THREADS] : raw[IN_SHARED ? 0 : chunk][row_group];

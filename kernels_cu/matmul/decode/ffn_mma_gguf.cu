@@ -54,20 +54,24 @@ struct Hidden {
     static constexpr int PITCH = (TERMS_OF_SPLIT + order::TERMS * 16 * H_UNITS + 127) / 128 * 128 + PADDING;
     char* rows;
 
+    // Returns the places of row r's terms and chunk sums.
     __device__ __forceinline__ BlockOperand<H_UNITS> blocks(int r) const {
         return {rows + r * PITCH, rows + r * PITCH + TERMS_OF_SPLIT};
     }
 
+    // Loads the lane's values of a chunk, of unit `unit` of the split, for the rows of tile i.
     __device__ __forceinline__ void get(order::Rows& to, int i, int, int unit, int chunk) const {
         const int k = unit * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;
         to.load(rows + Input::row_of(i) * PITCH + 2 * k, 2 * H_LENGTH + PADDING);
     }
 
+    // Returns the sum over chunk t of a unit, for the row and term that lane 4 g + t holds in tile i.
     __device__ __forceinline__ unsigned chunk_sums(int i, int, int unit) const {
         return blocks(Input::row_of(i)).own_sum(unit);
     }
 };
 
+// The second product as a side of Blocks (see Whole in lib/decode/mma_gguf.cuh): x is h[s], w is V.
 struct OfHidden {
     static constexpr int K = FF_H, UNITS = H_UNITS;
     static constexpr bool UP = false;
@@ -76,6 +80,7 @@ struct OfHidden {
     __device__ __forceinline__ static int row(int column, int N) { return min(column, N - 1); }
 };
 
+// The range of outputs of V (see lib/gguf_ranges.cuh): one GGUF type for all rows.
 struct OfV {
     typedef gguf::Part<FF_TYPE> Of;
     static constexpr int FROM = 0;

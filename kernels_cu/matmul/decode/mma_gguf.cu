@@ -117,6 +117,7 @@ struct Shared {
     static constexpr int FIRST = SLOT_OF<0>, SECOND = SLOT_OF<1>, THIRD = SLOT_OF<2>;
     static constexpr int MAX = FIRST > SECOND ? FIRST : SECOND, SLOT = MAX > THIRD ? MAX : THIRD;
 
+    // Returns the plane of sums for group `turn` of columns, and below the ring of a warp; both follow the rows of x.
     __device__ __forceinline__ static float* plane(const Input& input, int turn) {
         return reinterpret_cast<float*>(input.shared + ROWS) + turn % 2 * PLANE;
     }

@@ -98,6 +98,7 @@ struct Total {
 
     __device__ __forceinline__ void open() const { wait_for_cluster(); }  // call it before add4()
 
+    // Sends sums of split `split`, for row `row` and columns `column` to `column` + 3, to the block that adds them.
     __device__ __forceinline__ void add4(int split, int row, int column, float a, float b, float c, float d) const {
         store_at(row % DECODE_CLUSTER, planes + split * PLANE + row / DECODE_CLUSTER * PITCH + column, arrived, a, b,
                  c, d);
@@ -110,6 +111,7 @@ struct Total {
     __device__ __forceinline__ Total(float* planes, int splits) : planes(planes), in_first_plane(in_first(splits)) {}
     __device__ __forceinline__ void open() const {}
 
+    // Adds sums of split `split` for row `row` and columns `column` to `column` + 3 to the plane of the split.
     __device__ __forceinline__ void add4(int split, int row, int column, float a, float b, float c, float d) const {
         const int plane = DECODE_GROUPS > 1 ? max(split - in_first_plane + 1, 0) : 0;
         float4* to = reinterpret_cast<float4*>(planes + plane * PLANE + row * PITCH + column);
@@ -121,6 +123,7 @@ struct Total {
     __device__ __forceinline__ void close() const { __syncthreads(); }
 #endif
 
+    // Adds a warp's sums of a split: (8 TILES_M rows, 8 TILES_N columns) from (warp.row, warp.column) on, see Sums.
     __device__ __forceinline__ void add(int split, const Sums& sums, const Warp& warp, int rows) const {
 #pragma unroll
         for (int m = 0; m < TILES_M; ++m) {

@@ -55,20 +55,35 @@ static_assert(DECODE_STAGES >= 2, "one slice is copied while another one is mult
 
 // Returns the byte offset of 16-byte unit `unit` in row `row` of x in shared memory. Eight lanes load at a time, four
 // units of a row and four of the next row: these units are in different banks. Rows of 64 bytes need no permutation.
+//
+//   position               0 1 2 3 4 5 6 7
+//   unit, X_EACH 1, odd    4 5 6 7 0 1 2 3     even rows of X_EACH 1 and 2: 0 to 7
+//   unit, X_EACH 2, odd    1 0 3 2 5 4 7 6
 __device__ __forceinline__ int x_unit(int row, int unit) {
     const int odd = row & 1;
     if (X_UNITS == 4) return 16 * unit;
     return 16 * (X_EACH == 1 ? unit ^ odd << 2 : X_EACH == 2 ? unit ^ odd : unit ^ odd ^ (unit >> 2 & 2));
 }
 
+// Returns the byte offset of 16-byte unit `unit` in row `row` of w in shared memory. With eight or more units per row:
+// 
+//   position         0 1 2 3 4 5 6 7
+//   unit, even row   0 1 2 3 4 5 6 7
+//   unit, odd row    4 5 6 7 0 1 2 3
 __device__ __forceinline__ int w_unit(int row, int unit) { return 16 * (W_UNITS == 4 ? unit : unit ^ (row & 1) << 2); }
 
-// Returns the column of w (0 to 15 in a group of 16 columns) that shared memory holds at position q of the group.
+// Returns the column of w that shared memory holds at position q of a group of 16 columns. The sums of lane t in two
+// 8-column tiles, at positions 2 t, 2 t + 1 and 8 + 2 t, 9 + 2 t, are thus of the neighbouring columns 4 t to 4 t + 3.
+//
+//   position q   0 1 2 3 4 5  6  7  8 9 10 11 12 13 14 15
+//   column       0 1 4 5 8 9 12 13  2 3  6  7 10 11 14 15
 __device__ __forceinline__ int column_at(int q) { return (q & 6) * 2 + (q >> 2 & 2) + (q & 1); }
 
+// Returns the index of the thread's group of warps, of DECODE_GROUPS groups, and below the thread's index in the group.
 __device__ __forceinline__ int group() { return DECODE_GROUPS > 1 ? threadIdx.x / GROUP : 0; }
 __device__ __forceinline__ int thread_of_group() { return DECODE_GROUPS > 1 ? threadIdx.x % GROUP : threadIdx.x; }
 
+// A barrier for the threads of a group.
 __device__ __forceinline__ void sync_group() {
     if (DECODE_GROUPS == 1) __syncthreads();
     else asm volatile("bar.sync %0, %1;" ::"r"(1 + group()), "n"(GROUP) : "memory");
@@ -92,6 +107,7 @@ struct Share {
         this->K = min(last * order::split_length(K), K);
     }
 
+    // Returns the number of slices along K.
     __device__ __forceinline__ int slices() const { return (K - k + SLICE - 1) / SLICE; }
 };
 
@@ -112,8 +128,10 @@ struct CopiesOfX {
         stride = K_;
     }
 
+    // Returns whether the thread copies a row in pass i: row `row` + i STEP of the tile.
     __device__ __forceinline__ bool has(int i) const { return DECODE_ROWS % STEP == 0 || row + i * STEP < DECODE_ROWS; }
 
+    // Requests copies of the next slice: rows `row`, `row` + STEP, ... of x, to `stage` (DECODE_ROWS, X_PITCH bytes).
     __device__ __forceinline__ void next(char* stage) {
         const int rows = k < K ? left : 0;
         const float* x = from;
@@ -164,6 +182,8 @@ struct CopiesOfW {
         stride = K_;
     }
 
+    // Requests the copies of the next slice: (DECODE_COLUMNS, W_PITCH bytes) at X_BYTES in `stage`. With DECODE_UP, 32
+    // rows of w and 32 rows of up alternate.
     __device__ __forceinline__ void next(char* stage) {
         const int rows = k < K ? left : 0;
         const W* w = from;
@@ -186,6 +206,7 @@ struct CopiesOfW {
     }
 };
 
+// A warp's place in the tile of outputs (DECODE_ROWS, DECODE_COLUMNS): DECODE_WARPS_N warps divide the columns.
 struct Warp {
     int row, column, g, t;  // first row and column in the tile; lane number: 4 g + t
 
@@ -252,6 +273,7 @@ struct ColumnTile {
     }
 };
 
+// Adds the products of one mma to c: x is operand A (8 rows with two terms each), w operand B (8 columns).
 __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&x)[4], const unsigned (&w)[2]) {
     if constexpr (order::FLOATS) mma_tf32(c, x, w);
     else if constexpr (order::BRAIN) mma_bf16(c, x, w);
