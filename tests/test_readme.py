@@ -20,6 +20,7 @@ import pytest
 
 from gpt2block.cuda import doctor, kernels
 from gpt2block.emulator import missing
+from gpt2block.models.architectures import ARCHITECTURES
 from tests.command_line import gpt2block, printed
 from tests.devices import running_on
 
@@ -127,6 +128,10 @@ def test_the_speed_that_the_pages_state_is_the_chart() -> None:
     (fast,) = re.findall(r"block is ([\d.]+ to [\d.]+) times as fast", charts.block().title)
     for page in ("docs/index.md", "docs/performance.md"):
         assert f"block is {fast} times as fast" in PAGES[ROOT / page], page
+
+
+def test_the_readme_states_the_number_of_architectures() -> None:
+    assert re.search({17: r"seventeen\s+arch"}[len(ARCHITECTURES)], PAGES[ROOT / "README.md"])
 
 
 def test_the_index_of_kernels_has_every_header() -> None:

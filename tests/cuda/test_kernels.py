@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,12 +131,20 @@ ODD_CONSTANTS = {
 }
 
 
-def test_every_kernel_stands_in_the_table() -> None:
+def test_every_kernel_is_in_the_table_and_names_the_variants_that_launch_it() -> None:
     table = (kernels.SOURCE_DIR / "README.md").read_text(encoding="utf-8")
+    launched: dict[tuple[str, str], list[str]] = {}
+    for operation in (*OPERATIONS.values(), *STEPS.values()):
+        for each in (*operation.variants, *operation.parts):
+            for name in each.kernels:
+                launched.setdefault((each.file, name), []).append(f"{operation.name} ({each.name})")
     for file in kernels.sources():
         assert f"`{file}`" in table
+        text = " ".join(kernels.read_source(file).replace("\n//", "").split())
         for name in kernels.signatures(file):
             assert f"`{name}`" in table
+            stated = f"Launched by operation (variant): {', '.join(launched[file, name])} extern"
+            assert "learn/" in file or re.search(rf"{re.escape(stated)} [^;{{]*\b{name}\(", text)
 
 
 def test_signatures_are_the_prototypes() -> None:
@@ -456,19 +463,6 @@ def test_kernel_sources_are_readable() -> None:
         assert lines[0].startswith("// "), f"{path.name} opens with what it computes"
         assert len(lines) <= 400
         assert max(map(len, lines)) <= 120, path.name
-
-
-def test_a_kernel_names_the_operations_and_variants_that_launch_it() -> None:
-    launched = defaultdict(list)
-    for operation in (*OPERATIONS.values(), *STEPS.values()):
-        for each in (*operation.variants, *operation.parts):
-            for kernel in each.kernels:
-                launched[each.file, kernel].append(f"{operation.name} ({each.name})")
-    for file in (each for each in kernels.sources() if not each.startswith("learn/")):
-        text = " ".join(kernels.read_source(file).replace("\n//", "").split())
-        for kernel in kernels.signatures(file):
-            stated = f"Launched by operation (variant): {', '.join(launched[file, kernel])} extern"
-            assert re.search(rf"{re.escape(stated)} [^;{{]*\b{kernel}\(", text), (kernel, stated)
 
 
 def test_an_idea_is_the_first_sentence_about_a_kernel_in_the_head_of_its_file(
