@@ -122,7 +122,7 @@ class RandomLlama(RandomModel):
         unread = "" if self.config.tie_word_embeddings else "wte"
         return bytes_in_blocks(self.config, unread)
 
-    def _made(self, device: str) -> Model[Any]:
+    def _create(self, device: str) -> Model[Any]:
         if self.dtype == FILE and not reads_blocks(self._several or device):
             raise InputError("GGUF blocks: expected a GPU of compute capability 7.5 or newer")
         with cupy.cuda.Device(self.device):

@@ -86,7 +86,7 @@ class StagedPass(DecodePass):
         if self.into_cache:
             return super().qkv(h, x, norms)
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv")
-        return self.turned(h, y, norms)
+        return self.rotate(h, y, norms)
 
     def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
         if self.into_cache:

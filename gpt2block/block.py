@@ -382,21 +382,21 @@ class LlamaBlock(BaseBlock):
         NumPy x gives a NumPy array, and a CUDA array a CuPy array: a new array, or `out`. NaN
         propagates. Raises InputError.
         """
-        return self._engine.forward(x, out, _given(positions, x))
+        return self._engine.forward(x, out, _positions(positions, x))
 
     def trace(self, x: object, positions: object = None) -> dict[str, Any]:
         """Return a dict from step names, "rms1" to "output", to the steps' results."""
-        return self._engine.trace(x, _given(positions, x))
+        return self._engine.trace(x, _positions(positions, x))
 
     def compare(self, x: object, positions: object = None) -> Comparisons:
         """Compare every step's result, in order, with float64 NumPy; arguments as in `__call__`.
 
         The float64 run starts from the same x and weights, rounded to the block's dtype.
         """
-        return self._compare(x, _given(positions, x))
+        return self._compare(x, _positions(positions, x))
 
 
-def _given(positions: object, x: object) -> Given:
+def _positions(positions: object, x: object) -> Given:
     """Return the input tensor "positions" of a call: the positions of the rows of x, (T,).
 
     Raises InputError for wrong positions. The engine checks x.

@@ -116,10 +116,10 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     if not isinstance(value, str) or value not in known:
         several = f"one of {', '.join(known)}"
         expected = several if len(known) > 2 else " or ".join(map(repr, known))
-        raise InputError(f"{name}: expected {expected}, got {shown(value)}{meant(value, known)}")
+        raise InputError(f"{name}: expected {expected}, got {shown(value)}{nearest(value, known)}")
 
 
-def meant(value: object, known: Iterable[str]) -> str:
+def nearest(value: object, known: Iterable[str]) -> str:
     """Return the end of an error message, ": did you mean bfloat16?"; "" if no string is similar.
 
     A dtype of NumPy or torch is compared by its name.
@@ -239,8 +239,8 @@ def _name_of(function: Callable[..., object], args: tuple[object, ...]) -> str:
 
 def unknown_option(callee: str, name: str, known: Iterable[str]) -> UnknownOption:
     """Return the error for a keyword that a function does not have, with the nearest keyword."""
-    nearest = get_close_matches(name, list(known), 1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"see help({callee})"
+    close = get_close_matches(name, list(known), 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"see help({callee})"
     return UnknownOption(f"{callee}: unknown keyword {name!r}: {hint}")
 
 

@@ -1050,7 +1050,7 @@ def linear_sums(
     x (M, K), w (K, N), residual (M, N), sums (splits, M, N), w_down (H, N) → (M, N). Only FP8
     weights w_down have scales, one for each output.
     """
-    return linear(x, w, residual=_completed(residual, sums, w_down))
+    return linear(x, w, residual=_with_sums(residual, sums, w_down))
 
 
 @takes(
@@ -1081,7 +1081,7 @@ def rope_sums(
     x (M, K), gamma (K,), w (K, Q + 2 KV), sums (splits, M, K), w_down (H, K); gamma_q, gamma_k
     (D,): for norms of heads as in `qk_norm`, or both None; other arguments as in `linear_rope`.
     """
-    n = rmsnorm(_completed(x, sums, w_down), gamma, eps)
+    n = rmsnorm(_with_sums(x, sums, w_down), gamma, eps)
     qkv = linear(n, w)
     if gamma_q is not None and gamma_k is not None:
         qkv = qk_norm(qkv, gamma_q, gamma_k, n_head, k.shape[-1] // len(gamma_q), eps)
@@ -1094,10 +1094,10 @@ def rmsnorm_sums(x: Array, weight: Array, sums: Array, w_down: Matrix, eps: floa
 
     x (M, C), weight (C,), sums (splits, M, C), w_down (H, C) → (M, C).
     """
-    return rmsnorm(_completed(x, sums, w_down), weight, eps)
+    return rmsnorm(_with_sums(x, sums, w_down), weight, eps)
 
 
-def _completed(x: Any, sums: Array | None, w_down: Matrix | None) -> Any:
+def _with_sums(x: Any, sums: Array | None, w_down: Matrix | None) -> Any:
     """Return x + Σ sums · the scales of w_down, or x if sums is None."""
     if (sums is None) != (w_down is None):
         raise InputError("expected sums and w_down, or neither")

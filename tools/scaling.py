@@ -296,7 +296,7 @@ def run_loop(spec: dict[str, Any]) -> None:
     folder, token = Path(job.output), uuid4().hex
     taking = threading.Lock()
     ends: list[End] = []
-    with shards.locked(folder, token):
+    with shards.folder_lock(folder, token):
         device = prepare(job, [(str(path), path.stat().st_size) for path in files[:1]], token)
         edge = EDGE * spec["threads"]
 

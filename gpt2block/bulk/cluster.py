@@ -70,11 +70,11 @@ def local(
     try:
         # On a busy machine a worker starts again slowly: wait for it, and do not close its nanny.
         stack.enter_context(dask.config.set({"distributed.deploy.lost-worker-timeout": "1 day"}))
-        with _uninterrupted():
+        with _delay_interrupts():
             with warnings.catch_warnings(), dask.config.set({**NO_PROFILING, **KEEP_MEMORY}):
                 # If the dashboard's port is in use, Dask chooses another port.
                 warnings.filterwarnings("ignore", "Port 8787 is already in use")
-                cluster = stack.enter_context(_started(
+                cluster = stack.enter_context(_start_cluster(
                     workers=specs, scheduler=scheduler, name="gpt2block",
                     silence_logs=logging.WARNING,
                 ))  # fmt: skip
@@ -84,11 +84,11 @@ def local(
         silence()
         raise
     finally:
-        with _uninterrupted():
+        with _delay_interrupts():
             stack.close()
 
 
-def _started(**options: object) -> SpecCluster:
+def _start_cluster(**options: object) -> SpecCluster:
     try:
         return SpecCluster(**options)
     except RuntimeError as error:
@@ -96,7 +96,7 @@ def _started(**options: object) -> SpecCluster:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def _delay_interrupts() -> Iterator[None]:
     """Delay Ctrl-C until the end of the with block: a partly started cluster cannot be closed.
 
     Processes started in the with block inherit a blocked SIGINT. A terminal sends Ctrl-C to all of

@@ -90,7 +90,7 @@ def run(
     if engine is not None:
         job = replace(job, formats=job.formats.resolved(reads_blocks(engine)))
     folder, token = Path(job.output), uuid4().hex
-    with shards.locked(folder, token):
+    with shards.folder_lock(folder, token):
         job, sizes, cut = _read_input(job, inputs, watcher)
         lines = sum(shard.lines for shard in cut)
         input_sha256 = hashlib.sha256("".join(shard.sha256 for shard in cut).encode()).hexdigest()
@@ -245,7 +245,7 @@ class _Work:
             inside = sum(counts.get(shard.number, 0) for shard in self._submitted.values())
             self._watcher.show(self.outcome, inside)
             if client.status != "running":
-                raise self._stopped(LOST) from None
+                raise self._stop_error(LOST) from None
             return
         shard = self._submitted.pop(future)
         if future.status == "error":  # every retry failed, or workers died
@@ -261,13 +261,13 @@ class _Work:
         try:
             result = future.result(timeout=ANSWER_SECONDS)
         except (OSError, TimeoutError, CancelledError) as error:
-            raise self._stopped(LOST) from error
+            raise self._stop_error(LOST) from error
         self._take(shard, result)
 
     def _take(self, shard: Shard, result: shards.ShardEntry | Failed | str) -> None:
         """Process a shard's result: its manifest entry, a failure or a reason to stop the job."""
         if isinstance(result, str):
-            raise self._stopped(result)
+            raise self._stop_error(result)
         if isinstance(result, Failed):
             self.outcome.failed[shard.number] = result.reason
             self._watcher.say(f"shard {shard.number} failed: {result.reason}")
@@ -275,13 +275,13 @@ class _Work:
         try:
             self._manifest.add(result)
         except OSError as error:
-            raise self._stopped(f"{self._manifest.path}: {paths.reason(error)}") from error
+            raise self._stop_error(f"{self._manifest.path}: {paths.reason(error)}") from error
         self.outcome.done_now += result.records + result.errors
         self.outcome.tokens_now += result.tokens
         self.outcome.lines_done += shard.lines
         self._watcher.show(self.outcome, inside=0)
 
-    def _stopped(self, reason: str) -> JobError:
+    def _stop_error(self, reason: str) -> JobError:
         done = len(self._manifest.done)
         return JobError(f"{reason}; {done:,} shards are done: the same command continues the job")
 

@@ -79,7 +79,7 @@ class Job(Arguments):
         output = paths.absolute("output", self.output)
         checkpoint = Checkpoint.open(self.model, self.revision)
         lookup = Lookup(checkpoint, checkpoint.config.vocab_size, self.tokenizer)
-        encoding = lookup.encoding if has_text else lookup.at_hand
+        encoding = lookup.encoding if has_text else lookup.local_encoding
         defaults = partial(embedding_defaults, checkpoint)
         task = self.checked_task(checkpoint.config, encoding, defaults)
         options = self.options | (task.own._asdict() if isinstance(task, Embedding) else {})
@@ -243,7 +243,7 @@ def _run_shard(
     if job.form == "parquet":
         types = records.arrow_types(Path(shard.spans[0].path), job.keep) if job.typed else {}
         part = shards.ParquetPart(loaded.columns, job.keep, types)
-    rows = _computed(loaded, inputs, job.options.get("seed", 0), progress)
+    rows = _compute(loaded, inputs, job.options.get("seed", 0), progress)
     done = tokens = without_memory = 0
     errors: list[dict[str, object]] = []
     for record, row in zip(inputs, rows, strict=True):
@@ -270,7 +270,7 @@ def _run_shard(
     return shards.ShardEntry(shard.number, done, len(errors), tokens, sha256, digest)
 
 
-def _computed(
+def _compute(
     loaded: Predictor, inputs: Sequence[Record], seed: int, progress: Callable[[int], None]
 ) -> list[Row | Problem]:
     """Compute the result row of each record; end this process after a CUDA error.

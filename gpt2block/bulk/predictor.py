@@ -159,7 +159,7 @@ class Predictor:
     @property
     def encoding(self) -> Encoding | None:
         """The tokenizer; None without one or, before `load_tokenizer`, if it needs a download."""
-        return of_outputs(self._lookup) if self._has_text else self._lookup.at_hand
+        return of_outputs(self._lookup) if self._has_text else self._lookup.local_encoding
 
     @cached_property
     def _task(self) -> Task:

@@ -268,7 +268,7 @@ def _sha256(path: Path) -> str | None:
 
 
 @contextmanager
-def locked(folder: Path, token: str) -> Iterator[None]:
+def folder_lock(folder: Path, token: str) -> Iterator[None]:
     """Create the folder and hold its lock, which the system releases when the process ends.
 
     The lock file contains the token, by which workers recognize their client's folder. Folders that

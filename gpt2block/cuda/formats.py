@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.checks import FLOATS, check_choice, check_flag, meant
+from gpt2block.checks import FLOATS, check_choice, check_flag, nearest
 from gpt2block.errors import Argument, InputError, UnknownOption, shown
 
 FP8 = ("float8_e5m2", "float8_e4m3fn")
@@ -117,7 +117,7 @@ class Formats(FormatOptions):
         if not isinstance(kv_dtype, str) or kv_dtype not in (own, *FP8):
             raise InputError(
                 f"kv_dtype: expected {', '.join(FP8)}, or {own} with weights of {self.dtype}, "
-                f"got {shown(kv_dtype)}{meant(kv_dtype, (own, *FP8))}"
+                f"got {shown(kv_dtype)}{nearest(kv_dtype, (own, *FP8))}"
             )
         if kv_dtype != own and self.dtype == "float32":
             raise InputError(

@@ -449,7 +449,7 @@ class Sampled(NamedTuple):
 NOTHING = Sampled(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
 
 
-def without(sampled: Sampled, slots: Ids) -> Sampled:
+def without_slots(sampled: Sampled, slots: Ids) -> Sampled:
     """Return `sampled` without the tokens of `slots`."""
     kept = ~np.isin(sampled.slots, slots)
     own, tokens, logprobs, top, drafted, nth = sampled

@@ -187,7 +187,7 @@ class Recorder(Executor):
 
     def do(self, step: Step, into: Value) -> Result:
         name, op, inputs, attrs, dtype, bound = step
-        results = [self._given(name, each) for each in inputs]
+        results = [self._result(name, each) for each in inputs]
         first, changes = results[0], op == VIEW
         if changes and first:
             result = self._rows(name, first, attrs["first"], attrs["end"])
@@ -208,7 +208,7 @@ class Recorder(Executor):
         self._bind(Step(name, op, names, attrs, dtype, bound), arrays, out, result)
         return result
 
-    def _given(self, name: str, value: Any) -> Result | None:
+    def _result(self, name: str, value: Any) -> Result | None:
         """Return `value` if it is a Result, else the tensor named `value`, or None if absent."""
         if isinstance(value, Result):
             if value.overwritten:
@@ -336,7 +336,7 @@ class Binder(Recorder):
             launches, extra = (), ()
         else:
             launches, extra = self._launches(step, inputs, out, kind, places)
-        result = None if step.name in self._borrowed else self.kept(made.array)
+        result = None if step.name in self._borrowed else self.views_of(made.array)
         self.steps[step.name] = Recorded(step, launches, key, result, extra)
 
     def _launches(
@@ -353,7 +353,7 @@ class Binder(Recorder):
         self._recipes[alike] = Recipe.of(launches, (*places, *further)), extra, further
         return launches, extra
 
-    def kept(self, value: Any) -> Any:
+    def views_of(self, value: Any) -> Any:
         """Return an array or matrix as views that do not keep the arena's memory allocated."""
         view = self._arena.view
         if not isinstance(value, HiLoMatrix):

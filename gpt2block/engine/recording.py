@@ -53,13 +53,13 @@ class Recording:
         self.steps, self.overlapping = binder.steps, overlapping
         self.out: Any = None
         if out is not None and out.name not in borrowed:
-            self.out = binder.kept(out.array)
+            self.out = binder.views_of(out.array)
         self.after: tuple[Bound, ...] = ()  # launches after the last step, such as the sampler's
         self.tensors = {n: a for n, a in binder.tensors.items() if n not in borrowed}
         arrays = {**binder.tensors, **binder.outs}
         self._sizes = {n: TensorSpec.of(arrays[n]) for n in borrowed if n in arrays}
         self._owner, self.shard = owner, owner.shard
-        self.meet, self.agreed = owner.meet, owner.agreed
+        self.meet, self.agree = owner.meet, owner.agree
         self._ran = self._loaded = False
         self.captured = False  # whether `replay` launches a graph that is captured already
         self._graph: Any = None
@@ -80,7 +80,7 @@ class Recording:
 
     def run(self) -> None:
         """Run all steps, then the launches of `after`, on the current stream."""
-        self._watched()
+        self._notify()
         self.run_steps()
         for bound in self.after:
             bound.run()
@@ -103,7 +103,7 @@ class Recording:
 
         Every kernel must be loaded already, by a run of this recording or of another recording.
         """
-        self._watched()
+        self._notify()
         if self._graph is None:
             self.meet()
             self._graph = overlap.capture(self.launches, private, self.overlapping)
@@ -137,7 +137,7 @@ class Recording:
             self.meet()
         self._loaded = True
 
-    def _watched(self) -> None:
+    def _notify(self) -> None:
         """Call the function `watch` of the Recordings, if set, with this recording."""
         if self._owner.watch is not None:
             self._owner.watch(self)
@@ -272,7 +272,7 @@ class Recordings:
         if self.shard is not None:
             self.shard.exchange()
 
-    def agreed(self, value: Item) -> Item:
+    def agree(self, value: Item) -> Item:
         """Return `value`, which depends on measured times; on several GPUs, the first GPU's."""
         return value if self.shard is None else self.shard.exchange(value)[0]
 

@@ -97,7 +97,7 @@ class Timeline(NamedTuple):
         return self.ran[-1].apart + (self.us - self.ran[-1].end)
 
 
-def moved(op: str, names: Sequence[str], inputs: Sequence[object], out: TensorSpec) -> BytesMoved:
+def moves(op: str, names: Sequence[str], inputs: Sequence[object], out: TensorSpec) -> BytesMoved:
     """Return the least bytes that a step with the operation `op` moves.
 
     names: name of each input that is a tensor, "" for results. inputs: arrays, None for absent
@@ -188,7 +188,7 @@ class Clock:
             names = [x if isinstance(x, str) else "" for x in step.inputs]
             stored = TensorSpec.of(out)
             facts = stored.dtype, weights_dtype(step.op, inputs)
-            bytes_of = moved(step.op, names, inputs, stored)
+            bytes_of = moves(step.op, names, inputs, stored)
             self.ran.append(
                 KernelTiming(step.name, step.op, step.op, (), (), *facts, bytes_of, end, own, end)
             )

@@ -200,7 +200,7 @@ def _online(c: Call) -> Launch:
     sizes, options = (c.B, c.T, c.n_head, c.HS), {"NKV": c.n_kv_head, "block": block}
     geometry = tiles.online_geometry(*sizes, **options, max_shared=max_shared)
     args = (c.qkv, c.out, c.T, int(c.causal))
-    return launch_at(ONLINE, tiles.scored(geometry, c), args)
+    return launch_at(ONLINE, tiles.with_scores(geometry, c), args)
 
 
 # --- tensor-core variants: mma and wgmma, for 16-bit dtypes and HiLoMatrix
@@ -224,7 +224,7 @@ def _hi_lo(c: Call) -> Launch:
     geometry, together = tiles.hi_lo_geometry(c.sizes, one_scale, max_shared=max_shared)
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
     args = (*parts, c.qkv.size // c.W, *c.sizes[:3], together)
-    return launch_at(MMA_HI_LO, tiles.scored(geometry, c), args, "float16")
+    return launch_at(MMA_HI_LO, tiles.with_scores(geometry, c), args, "float16")
 
 
 @variant("mma", MMA, "attention_mma", block=MMA_THREADS, source="gpt2block", dtypes=SIXTEEN_BITS)
@@ -236,7 +236,7 @@ def _mma(c: Call) -> Any:
     sms, max_shared = map(device_attribute, ("MultiProcessorCount", "MaxSharedMemoryPerBlockOptin"))
     geometry, together = tiles.mma_geometry(c.sizes, sms=sms, max_shared=max_shared)
     args = (c.qkv, c.cu_seqlens, c.out, *c.sizes[:3], together)
-    return launch_at(MMA, tiles.scored(geometry, c), args, c.storage)
+    return launch_at(MMA, tiles.with_scores(geometry, c), args, c.storage)
 
 
 @variant("wgmma_fp32", WGMMA_HI_LO, "attention_fp32_wgmma", source=OF_HI_LO)
@@ -252,7 +252,7 @@ def _wgmma_hi_lo(c: Call) -> Launch:
     boxes = tensor_map(c.qkv.parts, (1, tiles.WGMMA_HI_LO_TILE, tiles.WGMMA_HI_LO_HEAD))
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
     args = (boxes, *parts, c.qkv.size // c.W, *c.sizes[:3], together)
-    return launch_at(WGMMA_HI_LO, tiles.scored(geometry, c), args, "float16")
+    return launch_at(WGMMA_HI_LO, tiles.with_scores(geometry, c), args, "float16")
 
 
 @variant("wgmma_few", WGMMA_ALTERNATE, "attention_wgmma_alternate", **OF_WGMMA)
@@ -285,7 +285,7 @@ def _wgmma_launch(c: Call, file: str, geometry: Geometry, together: int) -> Laun
     cache: tuple[CudaArray | int | None, ...] = (None, None, None, None, 0, 0)
     if c.k is not None:
         cache = (c.row, c.position, c.k, c.v, *c.k.shape[:2])
-    return launch_at(file, tiles.scored(geometry, c), (*args, *cache), c.storage)
+    return launch_at(file, tiles.with_scores(geometry, c), (*args, *cache), c.storage)
 
 
 # --- checks of calls, for every variant
@@ -301,7 +301,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
         raise InputError("max_seqlen: expected none without cu_seqlens")
     c.B, c.cu_seqlens, c.k = c.rows, None, None
     c.rows *= c.T
-    return _completed(c)
+    return _set_heads(c)
 
 
 def _bind_varlen(unchecked: UncheckedCall) -> Bound:
@@ -318,7 +318,7 @@ def _bind_varlen(unchecked: UncheckedCall) -> Bound:
     expected = f"the length of the longest sequence, 1 to the {c.N:,} rows of qkv"
     c.B, c.T = c.S - 1, check_integer("max_seqlen", c.max_seqlen, 1, c.N, expected)
     c.rows = c.N
-    return OPERATION.bound_to(_completed(c))
+    return OPERATION.bound_to(_set_heads(c))
 
 
 def _checked(unchecked: UncheckedCall) -> Call:
@@ -326,7 +326,7 @@ def _checked(unchecked: UncheckedCall) -> Call:
     return unchecked.checked(n_head=n_head, n_kv_head=n_kv_head)
 
 
-def _completed(c: Call) -> Call:
+def _set_heads(c: Call) -> Call:
     """Set the head sizes and preferred variants of a call with B sequences. Raises InputError."""
     heads = c.n_head + 2 * c.n_kv_head
     if c.W % heads or c.qkv.ndim > 3:

@@ -276,7 +276,7 @@ def _tiles(c: Call) -> Launch:
     geometry = tiles_geometry(c.B, c.longest, heads, c.k.itemsize, limit, narrow)
     args = (q, c.k, c.v, c.cu_seqlens, c.starts, c.out, q.shape[1], c.P, len(q), c.B, c.first)
     T = q.dtype.name if c.fp8_cache else storage(c.k)
-    return launch_at(TILES, tiles.scored(geometry, c), args, T, cache=c.fp8_cache)
+    return launch_at(TILES, tiles.with_scores(geometry, c), args, T, cache=c.fp8_cache)
 
 
 @variant("mma", MMA, "attention_cached_mma")
@@ -299,7 +299,7 @@ def _mma(c: Call) -> Launch:
     geometry = plain._replace(kernel="attention_cached_mma", defines=defines)
     arrays = c.qkv, c.k, c.v, c.cu_seqlens, c.start, c.out
     args = (*arrays, c.W, c.P, c.N, *sizes[:3], together)
-    return launch_at(MMA, tiles.scored(geometry, c), args, c.storage)
+    return launch_at(MMA, tiles.with_scores(geometry, c), args, c.storage)
 
 
 @variant("wgmma_few", WGMMA_ALTERNATE, "attention_cached_wgmma_alternate")
@@ -334,7 +334,7 @@ def _wgmma_launch(c: Call, file: str) -> Launch:
     box = 1, tiles.WGMMA_TILE, TENSOR_HEADS[0]
     maps = (tensor_map(each, box) for each in (c.qkv[None], c.k, c.v))
     args = (*maps, c.k, c.v, c.cu_seqlens, c.start, c.out, c.P, c.N, *c.sizes[:3], c.band)
-    return launch_at(file, tiles.scored(c.geometry, c), args, c.storage, cache=c.fp8_cache)
+    return launch_at(file, tiles.with_scores(c.geometry, c), args, c.storage, cache=c.fp8_cache)
 
 
 def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
@@ -441,7 +441,7 @@ def _split_launch(c: Call, file: str, q: str, **more: Any) -> Launch:
         limit -= 4 * (MAX_QUERIES + 2) * HEADS_WITH_NORMS[-1]  # static: heads of q, k and v
     geometry = split_geometry(c.M, c.P, heads, c.k.itemsize, sms, limit, clusters, c.serves)
     kernel = "attention_split" if file == SPLIT else "attention_append"
-    geometry = tiles.scored(geometry, c)._replace(kernel=kernel)
+    geometry = tiles.with_scores(geometry, c)._replace(kernel=kernel)
     if more.get("together", 1) > 1:
         geometry = geometry.with_defines((("AS_DRAFTS", 1),))
     T = "float32" if c.fp8_cache else c.kv_storage

@@ -8,7 +8,7 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from gpt2block.checks import SCALARS, meant
+from gpt2block.checks import SCALARS, nearest
 from gpt2block.contract import MATRICES, Contract, Entry, Sizes, check_shapes
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
@@ -256,7 +256,7 @@ def check_format(kv_dtype: object) -> None:
     if not isinstance(kv_dtype, str) or kv_dtype not in FP8:
         raise InputError(
             f"kv_dtype: expected one of {', '.join(FP8)}, got {shown(kv_dtype)}"
-            f"{meant(kv_dtype, FP8)}"
+            f"{nearest(kv_dtype, FP8)}"
         )
 
 

@@ -29,7 +29,7 @@ from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums, che
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import count_define, rounds
 from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
-from gpt2block.ops.products import filled, gate_define, needs_mma, storage_of
+from gpt2block.ops.products import gate_define, needs_mma, shared_for_blocks, storage_of
 
 FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
 BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"
@@ -159,7 +159,7 @@ def blocks_geometry(
     for cluster in _clusters(M, C, H, of):
         shared = blocks_shared_bytes(rows, C, H, types, terms, cluster.blocks)
         if shared <= of.max_shared:
-            shared = filled(of.max_shared, 2 if M == 1 else 1, shared)
+            shared = shared_for_blocks(of.max_shared, 2 if M == 1 else 1, shared)
             numbers = (TYPES[name].number for name in types)
             defines = tuple(zip(("GGUF_TYPE_0", "FF_TYPE"), numbers, strict=True))
             launch_geometry = geometry_of(rows, C, H, cluster, shared).with_defines(defines)

@@ -224,7 +224,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     )
     c.sizes = c.rows, c.N, c.K
     _check(c)
-    c.before = _converted(c)
+    c.before = _conversions(c)
     if c.up is not None:
         _check_up(c)
     return c
@@ -296,7 +296,7 @@ def _check_16_bits(c: Call) -> None:
         )
 
 
-def _converted(c: Call) -> tuple[Launch, ...]:
+def _conversions(c: Call) -> tuple[Launch, ...]:
     """Set `weights`, `scale` and `early` of a call. Return any launches that convert `a` or `w`.
 
     early: whether w may be loaded before the previous kernel has ended.

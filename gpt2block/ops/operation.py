@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gpt2block import reference
-from gpt2block.checks import meant
+from gpt2block.checks import nearest
 from gpt2block.contract import MATRICES, Contract, Entry, size_of
 from gpt2block.cuda import kernels, replaced
 from gpt2block.cuda.arrays import ArrayArgs, Bound, arrays_of, mapped
@@ -277,7 +277,7 @@ class Operation:
         problem: tuple[object, ...] = "unknown ", Argument("variant"), f" {name!r}"
         if any(kernel.name == name for kernel in self.auxiliary):
             problem = Argument("variant"), f" {name!r} does not run by itself"
-        hint = meant(name, (variant.name for variant in self.variants))
+        hint = nearest(name, (variant.name for variant in self.variants))
         raise InputError(f"{self.name}: ", *problem, f": expected one of {known}{hint}")
 
     def bound_to(self, call: Call) -> Bound:

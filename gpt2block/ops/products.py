@@ -72,7 +72,7 @@ def room(max_shared: int, blocks: int) -> int:
     return (max_shared + RESERVED) // blocks - RESERVED
 
 
-def filled(max_shared: int, blocks: int, shared: int) -> int:
+def shared_for_blocks(max_shared: int, blocks: int, shared: int) -> int:
     """Return the bytes, at least `shared`, with which at most `blocks` blocks fit on an SM.
 
     max_shared: bytes of shared memory that a block may request.

@@ -51,7 +51,7 @@ class Recipe(NamedTuple):
         for launch, places in self.launches:
             args = list(launch.args)
             for argument, array in places:
-                args[argument] = _moved(args[argument], addresses[array])
+                args[argument] = _at_address(args[argument], addresses[array])
             same = launch.name, launch.function, launch.grid, launch.block
             moved.append(type(launch)(*same, tuple(args), launch.shared))
         return tuple(moved)
@@ -64,7 +64,7 @@ def _address(arg: object) -> int:
     return int(arg) if type(arg) is np.uintp else 0
 
 
-def _moved(arg: object, address: int) -> object:
+def _at_address(arg: object, address: int) -> object:
     return TensorMap(address, *arg[1:]) if type(arg) is TensorMap else np.uintp(address)
 
 

@@ -100,7 +100,7 @@ def _stream(c: Call) -> Launch:
 def _add(c: Call) -> Launch:
     if c.scale is not None and c.S != 1:
         raise InputError(f"scale: expected shape (1,), got {c.scale.shape}")
-    return _added(c, c.rows, c.C, *(() if c.scale is None else (c.scale,)))
+    return _launch_add(c, c.rows, c.C, *(() if c.scale is None else (c.scale,)))
 
 
 @variant("groups", STREAM, "rmsnorm_add", dtypes=("float32",))
@@ -108,10 +108,10 @@ def _groups(c: Call) -> Launch:
     """Launch rmsnorm_add with each group of P channels as a row."""
     if c.W % c.P:
         raise InputError(f"x: expected rows of a multiple of {c.P} channels, got {c.W}")
-    return _added(c, c.N * (c.W // c.P), c.P)
+    return _launch_add(c, c.N * (c.W // c.P), c.P)
 
 
-def _added(c: Call, rows: int, C: int, *scale: CudaArray) -> Launch:
+def _launch_add(c: Call, rows: int, C: int, *scale: CudaArray) -> Launch:
     """Launch rmsnorm_add for rows of C channels, or rmsnorm_add_scaled if there is a scale."""
     c.check_addresses("x", "weight", "residual", "out", loaded=gcd(4, C))
     kernel = "rmsnorm_add_scaled" if scale else "rmsnorm_add"

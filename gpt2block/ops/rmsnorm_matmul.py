@@ -75,7 +75,7 @@ def _product(
     return launch_at(file, geometry, args, *storage_of(c.matrices[0], c.storage))
 
 
-def _fused(c: Call, file: str, geometry: Geometry, head_dim: int) -> tuple[Launch, ...]:
+def _launches_of(c: Call, file: str, geometry: Geometry, head_dim: int) -> tuple[Launch, ...]:
     """Return the launch of a kernel and, if it does not fuse RoPE, a second launch for RoPE."""
     if c.residual is not None:
         c.output("h")
@@ -100,7 +100,7 @@ def _rope(c: Call) -> tuple[Launch, ...]:
 
 
 def _matvec(c: Call) -> tuple[Launch, ...]:
-    return _fused(c, matvec.FILE, _matvec_geometry(c, c.head_dim), c.head_dim)
+    return _launches_of(c, matvec.FILE, _matvec_geometry(c, c.head_dim), c.head_dim)
 
 
 def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
@@ -140,7 +140,7 @@ def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
 def _mma(c: Call) -> tuple[Launch, ...]:
     if problem := _mma_problem(c):
         raise UnsupportedCall(problem)
-    return _fused(c, mma.FILE, _mma_geometry(c), _fused_head_dim(c))
+    return _launches_of(c, mma.FILE, _mma_geometry(c), _fused_head_dim(c))
 
 
 def _mma_geometry(c: Call, norm: bool = True) -> Geometry:

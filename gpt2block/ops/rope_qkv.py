@@ -36,10 +36,10 @@ def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) ->
     width = gcd(aligned, D // 2 if c.half_split else D)
     sms = device_attribute("MultiProcessorCount")
     geometry = choose_geometry(B, T, heads, D, c.half_split, width, sms)._replace(kernel=kernel)
-    return geometry.with_defines((*_multiplied(c), *growth_defines(c.growth)))
+    return geometry.with_defines((*_factor_define(c), *growth_defines(c.growth)))
 
 
-def _multiplied(c: Call) -> Defines:
+def _factor_define(c: Call) -> Defines:
     """Return the compile-time constant with RoPE's factor for rotated pairs, or () if it is 1."""
     return float_define("ROPE_FACTOR", c.factor, 1.0)
 
@@ -124,7 +124,7 @@ def _rotations(c: Call) -> Launch:
     kernel, row = ("rope_rotations", ()) if shared else ("rope_rotations_packed", (c.row,))
     args = (c.position, c.frequencies, *row, c.output("out"))
     grid = (ceil(c.N * c.P / ROTATION_THREADS),)
-    geometry = Geometry(kernel, grid, (ROTATION_THREADS,), defines=_multiplied(c))
+    geometry = Geometry(kernel, grid, (ROTATION_THREADS,), defines=_factor_define(c))
     return launch_at(ROTATIONS, geometry, (*args, c.N, c.P, *B))
 
 

@@ -3,7 +3,7 @@ elementwise/store_weights.cu."""
 
 from __future__ import annotations
 
-from gpt2block.checks import FLOATS, meant
+from gpt2block.checks import FLOATS, nearest
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray
@@ -29,7 +29,7 @@ def _prepare(unchecked: UncheckedCall) -> Call | Bound:
     (w,), dtype = unchecked.inputs, unchecked.options["dtype"]
     transposed = unchecked.options["transposed"]
     if dtype not in FLOATS:
-        known = f"expected one of {', '.join(FLOATS)}{meant(dtype, FLOATS)}"
+        known = f"expected one of {', '.join(FLOATS)}{nearest(dtype, FLOATS)}"
         raise InputError(f"dtype {dtype!r}: {known}")
     if isinstance(w, cupy.ndarray) and w.flags.f_contiguous and not w.flags.c_contiguous:
         w, transposed = w.T, not transposed

@@ -56,7 +56,7 @@ def call(
         except cupy.cuda.memory.OutOfMemoryError:  # bind reports the error in more detail
             return _bound_and_run(operation, inputs, out, options)
     bound = _bound_and_run(operation, inputs, out, options)
-    known = _kept(addresses, bound)
+    known = _cacheable(addresses, bound)
     if known is not None:
         with _inserting:  # no other thread may change the dict while the oldest call is looked up
             if len(_cached_calls) >= MAX_CALLS:
@@ -73,7 +73,7 @@ def _bound_and_run(
     return bound
 
 
-def _kept(addresses: tuple[int, ...], bound: Bound) -> CachedCall | None:
+def _cacheable(addresses: tuple[int, ...], bound: Bound) -> CachedCall | None:
     """Return a call to cache. None if the operation is in place or returns a HiLoMatrix.
 
     bind may write the scale of a HiLoMatrix result, which a repeated launch would not.

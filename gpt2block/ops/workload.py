@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.checks import meant
+from gpt2block.checks import nearest
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import ArrayArg, mapped
 from gpt2block.cuda.kernels import FP8
@@ -93,7 +93,7 @@ def check_storage(
             f"{operation.name}: ",
             Argument("dtype"),
             f" {dtype!r}: expected one of {', '.join(operation.workload.dtypes)}"
-            f"{meant(dtype, operation.workload.dtypes)}",
+            f"{nearest(dtype, operation.workload.dtypes)}",
         )
     layouts = ("KN", "NK") if operation.workload.matrices else ()
     if layout not in (None, *layouts):

@@ -113,7 +113,7 @@ def test_a_terminal_shows_the_step_that_runs(monkeypatch: pytest.MonkeyPatch) ->
             time.sleep(1)
             requests._watchers[-1](2, 3)
             time.sleep(0.5)
-        for _ in kernels_run._watched(iter("abc"), given, False):
+        for _ in kernels_run._with_progress(iter("abc"), given, False):
             time.sleep(0.3)
     said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", err.getvalue())
     assert "reading 120 tokens, 1 s" in said

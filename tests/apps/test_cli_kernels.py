@@ -11,7 +11,7 @@ import pytest
 
 from gpt2block import emulator
 from gpt2block.apps.cli import mine as cli_mine
-from gpt2block.apps.cli.mine import placed
+from gpt2block.apps.cli.mine import rank
 from gpt2block.cuda import doctor
 from gpt2block.judge import on_gpu
 from gpt2block.judge.comparison import BenchmarkResult
@@ -70,14 +70,14 @@ def row(variant: str, us: float) -> Measurement:
 
 
 def test_the_place_in_the_race_is_said() -> None:
-    assert placed([row("1", 4.0), row("2", 2.0), row("mine", 3.0)]) == (
+    assert rank([row("1", 4.0), row("2", 2.0), row("mine", 3.0)]) == (
         "Your kernel is number 2 of 3, 50 % of the ceiling; it takes 1.50 times as long as 2, the "
         "fastest other one."
     )
-    assert "number 1 of 2, 50 % of the ceiling; it is 2.00 times as fast as 1" in placed(
+    assert "number 1 of 2, 50 % of the ceiling; it is 2.00 times as fast as 1" in rank(
         [row("1", 4.0), row("mine", 2.0)]
     )
-    assert placed([row("1", 4.0)]) == "your kernel did not run: see above"
+    assert rank([row("1", 4.0)]) == "your kernel did not run: see above"
 
 
 def test_a_race_is_a_table_with_the_users_row(

@@ -40,7 +40,7 @@ from gpt2block.emulator import stand_in
 from gpt2block.engine.cuda import timeline as cuda_timeline
 from gpt2block.engine.model import start_all
 from gpt2block.engine.recorder import TensorSpec
-from gpt2block.engine.timeline import BytesMoved, Timeline, moved
+from gpt2block.engine.timeline import BytesMoved, Timeline, moves
 from gpt2block.model import Model
 from gpt2block.models.config import model_shapes
 from gpt2block.ops.bench import ceilings
@@ -216,9 +216,9 @@ def test_attention_that_writes_to_the_kv_cache_moves_its_new_tokens() -> None:
     row, position, seams = np.full(N, 5), np.arange(N), np.array([0, N])
     inputs = (TensorSpec((N, 3 * C), "float16", 6 * N * C), seams, cache, cache, row, position)
     names = ("", "cu_seqlens", "h.0.k", "h.0.v", "row", "positions")
-    found = moved("attention_varlen", names, inputs, TensorSpec((N, C), "float16", 2 * N * C))
+    found = moves("attention_varlen", names, inputs, TensorSpec((N, C), "float16", 2 * N * C))
     assert (found.weights, found.cache) == (0, 2 * 2 * N * C)
-    plain = moved(
+    plain = moves(
         "attention_varlen", names[:2], inputs[:2], TensorSpec((N, C), "float16", 2 * N * C)
     )
     assert plain.cache == 0
@@ -232,7 +232,7 @@ def test_memory_that_a_product_works_in_is_no_weight() -> None:
         ("", "w", "", "", "", "wide", "stream_k_workspace"),
         (a, w, None, None, None, work, work),
     )
-    assert moved("gemm", names, inputs, out) == BytesMoved(N * K, 2 * M * (K + N), 0)
+    assert moves("gemm", names, inputs, out) == BytesMoved(N * K, 2 * M * (K + N), 0)
 
 
 def test_bytes_of_a_borrowed_input_and_output(monkeypatch: pytest.MonkeyPatch) -> None:

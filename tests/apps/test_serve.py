@@ -1154,7 +1154,7 @@ def test_the_interpreter_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_port_that_is_taken(listens: bool) -> None:
     """The port may be taken by a server that still loads its model. No model is loaded first."""
-    taken = socket.create_server(("127.0.0.1", 0)) if listens else cli_serve._bound("127.0.0.1", 0)
+    taken = socket.create_server(("127.0.0.1", 0)) if listens else cli_serve._socket("127.0.0.1", 0)
     with taken:
         port = taken.getsockname()[1]
         ended = gpt2block("serve", "--model", "no-such-file", "--device", "cpu", "--port", port)
@@ -1213,7 +1213,7 @@ def test_a_signal_finishes_what_runs(number: int) -> None:
         assert reasons[-1] == "length"
         assert child.wait(60) == 0
         assert child.stderr.read() == ""
-        cli_serve._bound(host, client.base_url.port).close()
+        cli_serve._socket(host, client.base_url.port).close()
 
 
 SLOW_TO_LOAD = """

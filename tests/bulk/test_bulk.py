@@ -386,4 +386,4 @@ def test_a_worker_ends_after_a_cuda_error(monkeypatch: pytest.MonkeyPatch) -> No
         (MemoryError(), MemoryError),
     ):
         with pytest.raises(raised):
-            job_module._computed(Mock(rows=Mock(side_effect=error)), [], 0, print)
+            job_module._compute(Mock(rows=Mock(side_effect=error)), [], 0, print)

@@ -177,7 +177,7 @@ def test_one_worker_for_each_core_by_default(
         raise StoppedError(len(options["workers"]))
 
     monkeypatch.setattr("dask.system.CPU_COUNT", 3)
-    monkeypatch.setattr(cluster, "_started", start)
+    monkeypatch.setattr(cluster, "_start_cluster", start)
     with pytest.raises(StoppedError, match=f"^{count}$"), cluster.local(workers, "cpu", 1, most):
         pass
 
@@ -204,7 +204,7 @@ def test_gpus_of_workers(
     driver_of = Mock(return_value=Driver("libcuda.so.1", devices=tuple(devices)))
     monkeypatch.setattr(doctor, "probe_driver", driver_of)
     monkeypatch.setattr(doctor, "require_cuda", Mock())
-    monkeypatch.setattr(cluster, "_started", start)
+    monkeypatch.setattr(cluster, "_start_cluster", start)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with (
         pytest.raises((StoppedError, InputError), match=re.escape(str(started))),

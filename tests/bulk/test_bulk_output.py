@@ -180,7 +180,7 @@ def test_a_read_only_file_system(
     monkeypatch.setattr("os.open", read_only)
     with (
         pytest.raises(InputError, match="cannot be written: Read-only"),
-        shards.locked(tmp_path / "o", "token"),
+        shards.folder_lock(tmp_path / "o", "token"),
     ):
         pass
 
@@ -340,7 +340,7 @@ def test_a_job_is_finished_repaired_or_refused(
         assert message in run(*words).error
     lines.write_text(lines.read_text().replace("T", "t"))
     assert "input_sha256 was" in run(*command).error
-    with shards.locked(output, "token"):
+    with shards.folder_lock(output, "token"):
         assert "another gpt2block map writes to this folder" in run(*command).error
     assert contents(output) == before
     assert not (tmp_path / "n").exists()
@@ -450,11 +450,11 @@ def test_manifest(tmp_path: Path) -> None:
 
 def test_a_folder_is_locked_by_one_job(tmp_path: Path) -> None:
     folder = tmp_path / "new"
-    with shards.locked(folder, "token"):
+    with shards.folder_lock(folder, "token"):
         assert (folder / shards.LOCK).read_text() == "token"
         with (
             pytest.raises(InputError, match="another gpt2block map writes to this folder"),
-            shards.locked(folder, "other"),
+            shards.folder_lock(folder, "other"),
         ):
             pass
         assert (folder / shards.LOCK).read_text() == "token"

@@ -35,14 +35,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which the number of tokens of each step is added."""
-    counts, read = list[int](), InFlight.taken
+    counts, read = list[int](), InFlight.accepted
 
     def noted(result: InFlight) -> Sampled:
         found = read(result)
         counts.append(len(found.slots))
         return found
 
-    monkeypatch.setattr(InFlight, "taken", noted)
+    monkeypatch.setattr(InFlight, "accepted", noted)
     return counts
 
 

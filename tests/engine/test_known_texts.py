@@ -85,7 +85,7 @@ def test_a_known_text_has_the_bits_of_generation(where: str) -> None:
 
 @pytest.mark.parametrize("where", ["shuffled", GPU])
 def test_a_step_computes_64_tokens(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, read = list[int](), InFlight.taken
+    counts, read = list[int](), InFlight.accepted
 
     def noted(result: InFlight) -> Sampled:
         found = read(result)
@@ -96,7 +96,7 @@ def test_a_step_computes_64_tokens(where: str, monkeypatch: pytest.MonkeyPatch) 
         model = GPT2(GPT2Weights.random(0, SMALL), "cuda")
         prompts = random_prompts([9, 20, 3], SMALL)
         texts = generated(model, prompts, max_new_tokens=74, top_logprobs=0)
-        monkeypatch.setattr(InFlight, "taken", noted)
+        monkeypatch.setattr(InFlight, "accepted", noted)
         model.score_generated(prompts[0], texts[0])
         assert counts == [1, 64, 9]  # the first token comes from the prompt
         counts.clear()

@@ -196,7 +196,7 @@ def test_the_end_token_next_to_the_weights_also_ends_ids(folder: Path) -> None:
     small_pair(folder, **{"</s>": 259})
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     model = GPT2.from_pretrained(folder, device="cpu")
-    assert model.lookup.at_hand is model.tokenizer
+    assert model.lookup.local_encoding is model.tokenizer
     ids = model.tokenizer.encode_ordinary("abc")
     of_ids, of_text = (model.generate(each, max_new_tokens=3, seed=1) for each in (ids, "abc"))
     assert of_ids == of_text
@@ -205,15 +205,15 @@ def test_the_end_token_next_to_the_weights_also_ends_ids(folder: Path) -> None:
 def test_a_tokenizer_that_cannot_be_read_is_none_for_ids(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     model = GPT2.from_pretrained(folder, device="cpu")
-    assert model.lookup.at_hand is None
+    assert model.lookup.local_encoding is None
     assert model.generate(IDS, max_new_tokens=2).text == ""
     with pytest.raises(CheckpointError, match="cannot be read as JSON"):
         model.generate("abc")
 
 
 def test_a_path_must_have_a_tokenizer(tmp_path: Path) -> None:
-    for name in ("at_hand", "encoding"):
+    for name in ("local_encoding", "encoding"):
         with pytest.raises(CheckpointError, match="no tokenizer: expected tokenizer"):
             getattr(Lookup(None, 300, tmp_path), name)
     small_pair(tmp_path)
-    assert Lookup(None, 300, tmp_path).at_hand is not None
+    assert Lookup(None, 300, tmp_path).local_encoding is not None

@@ -159,7 +159,7 @@ class StandIn:
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Let `measure_variants` run without a GPU: a replay takes 2 ms, a call 3 µs on the host."""
     monkeypatch.setattr(doctor, "require_cuda", lambda what: None)
-    monkeypatch.setattr(variants, "rotated", lambda host, traffic: [host, host])
+    monkeypatch.setattr(variants, "input_copies", lambda host, traffic: [host, host])
     monkeypatch.setattr(variants, "rounds_for", lambda copies, traffic: 5)
     monkeypatch.setattr(timing, "captured", lambda launches: lambda: None)
     monkeypatch.setattr(workload, "poison", lambda out, inputs: None)

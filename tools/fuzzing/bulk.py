@@ -188,7 +188,7 @@ def _job(
     rows: dict[int, Any] = {}
     errors: dict[int, str] = {}
     order: list[int] = []
-    with shards.locked(out, token):
+    with shards.folder_lock(out, token):
         for shard in cut:
             done = run_shard(job, shard, token)
             if not isinstance(done, shards.ShardEntry):

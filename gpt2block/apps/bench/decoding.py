@@ -58,10 +58,10 @@ class RandomModel:
         """Return the model on this GPU or, for None, on the CPU; the first call creates it."""
         name = "cpu" if device is None else f"cuda:{device}"
         if name not in self._on:
-            self._on[name] = self._made(name)
+            self._on[name] = self._create(name)
         return self._on[name]
 
-    def _made(self, device: str) -> Model[Any]:
+    def _create(self, device: str) -> Model[Any]:
         tensors = random_model(0, self.config)
         return Model.from_tensors(self.config, tensors, device, self.dtype, self.cache_dtype)
 

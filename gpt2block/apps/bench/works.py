@@ -80,7 +80,7 @@ class Work:
     def sets(self) -> Sets:
         """Return copies of the inputs in device memory, which successive calls use in turn."""
         inputs = self.inputs()
-        return race.rotated(inputs, self.traffic) if inputs else [inputs]
+        return race.input_copies(inputs, self.traffic) if inputs else [inputs]
 
     def check(self, replay: race.Replay, outs: tuple[object, ...]) -> Errors:
         """Replay a graph, and return the (absolute, relative) error of its least accurate output.

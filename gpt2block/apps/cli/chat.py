@@ -157,7 +157,7 @@ def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
         try:
             for message in read_messages(json.loads(line)):
                 if message["role"] == "user":
-                    print_json(_answered(conversation, message, options))
+                    print_json(_answer_fields(conversation, message, options))
                 else:
                     conversation.append(message)
         except (ValueError, RecursionError) as error:  # InputError is a ValueError
@@ -165,7 +165,7 @@ def _answer_lines(conversation: Conversation, options: ChatOptions) -> None:
         sys.stdout.flush()
 
 
-def _answered(
+def _answer_fields(
     conversation: Conversation, message: Message, options: ChatOptions
 ) -> dict[str, object]:
     begun = perf_counter()
@@ -261,7 +261,7 @@ class Session:
                 f"the context of {n_ctx:,} tokens is full: the model no longer reads the oldest "
                 f"{conversation.left_out} messages"
             )
-        with _noticed() as interrupted, unechoed(), ExitStack() as first:
+        with _interrupts() as interrupted, unechoed(), ExitStack() as first:
             first.enter_context(working(self._reading))  # until the first piece
             for piece in pieces:
                 first.close()
@@ -370,7 +370,7 @@ class Session:
 
 
 @contextmanager
-def _noticed() -> Iterator[Callable[[], bool]]:
+def _interrupts() -> Iterator[Callable[[], bool]]:
     """Yield a function: has Ctrl-C been pressed? A second Ctrl-C raises KeyboardInterrupt."""
     count = 0
 

@@ -98,7 +98,7 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
         if request.steps:
             option = "--why" if request.own.why else "--why-page"
             raise InputError(f"{option}: {EMULATOR_ONLY}: add --device cpu")
-        return _own(request, user, True) if user else _on_gpu(request)
+        return _check_own(request, user, True) if user else _on_gpu(request)
     if device == CUDA:
         return _not_run(request, user, f"{problem}: this needs a GPU, and {doctor.ADVICE}")
     try:
@@ -109,7 +109,7 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
         return _not_run(request, user, f"{problem}; {error}")
     if problem and not request.options.as_json:
         print(f"note: running on the CPU: {problem}", file=sys.stderr)
-    return _own(request, user, False) if user else _on_cpu(request, problem)
+    return _check_own(request, user, False) if user else _on_cpu(request, problem)
 
 
 def _not_run(request: Request, user: Kernel | None, problem: str) -> bool:
@@ -180,7 +180,7 @@ def _on_gpu(request: Request) -> bool:
     return all(row.right for rows in measured for row in rows)
 
 
-def _watched(results: Iterable[T], cases: Sequence[Case], hidden: bool) -> Iterator[T]:
+def _with_progress(results: Iterable[T], cases: Sequence[Case], hidden: bool) -> Iterator[T]:
     """Yield results of checks; meanwhile, a progress bar shows the check that runs."""
     labels = [*(each.label for each in cases), "sizes that a GPU times"]
     with progress_bar("{task.description}", hidden) as bar:
@@ -190,18 +190,18 @@ def _watched(results: Iterable[T], cases: Sequence[Case], hidden: bool) -> Itera
             bar.update(task, completed=done, description=f"at {labels[min(done, len(cases))]}")
 
 
-def _own(request: Request, user: Kernel, on_gpu: bool) -> bool:
+def _check_own(request: Request, user: Kernel, on_gpu: bool) -> bool:
     """Check a user's kernel, on a GPU also its times. Return False if it is wrong."""
     options = request.options
     stated = stated_sizes(request.operation, options.shape)
-    watched = partial(_watched, hidden=options.as_json)
+    watched = partial(_with_progress, hidden=options.as_json)
     job = CheckJob(user, request.stored, stated, resolved_seed(request.own.seed), watched)
     if not on_gpu:
         return _show_own(request, job.on_cpu(request.steps))
     return _show_own(request, job.on_gpu(tuple(each.name for each in request.variants)))
 
 
-def _counted(
+def _count(
     request: Request, user: Kernel | None = None
 ) -> tuple[list[counters.KernelCounts], list[str]]:
     """Count a user's kernel and the fastest variant, or all built-in variants."""
@@ -217,7 +217,7 @@ def _counted(
 
 def _count_variants(request: Request) -> bool:
     """Print the counters of the built-in variants. Return False if none could run."""
-    counts = _counted(request)
+    counts = _count(request)
     if request.options.as_json:
         print_json(counters.report(*counts))
     else:
@@ -231,7 +231,7 @@ def _show_own(request: Request, verdict: Verdict) -> bool:
     if page is not None and verdict.why is not None:
         write_file(page, html_of(verdict, verdict.why).encode())
     wanted = request.options.counters and verdict.right
-    counted = _counted(request, verdict.kernel) if wanted else None
+    counted = _count(request, verdict.kernel) if wanted else None
     if request.options.as_json:
         print_json(verdict.as_dict() | ({"counters": counters.report(*counted)} if counted else {}))
         if verdict.reason is not None:

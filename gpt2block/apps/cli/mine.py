@@ -52,7 +52,7 @@ def print_verdict(out: Console, verdict: Verdict) -> None:
         timed = verdict.benchmark
         out.print()
         print_measurements(out, timed.rows, timed.skipped, timed.ceiling)
-        out.print(placed(timed.rows))
+        out.print(rank(timed.rows))
 
 
 def _print_text(out: Console, source: UserSource, text: str) -> None:
@@ -101,7 +101,7 @@ def print_why(out: Console, source: UserSource, why: Why) -> None:
     out.print(table)
 
 
-def placed(rows: Sequence[Measurement]) -> str:
+def rank(rows: Sequence[Measurement]) -> str:
     """Describe the rank of the user's kernel among all measured kernels."""
     mine = next((row for row in rows if row.variant == MINE), None)
     others = [row for row in rows if row.variant != MINE]

@@ -169,7 +169,7 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
     checkpoint = Checkpoint.open(options.model, options.revision)
     lookup = Lookup(checkpoint, checkpoint.config.vocab_size, options.tokenizer)
     try:
-        encoding = lookup.at_hand if hint is None else lookup.encoding
+        encoding = lookup.local_encoding if hint is None else lookup.encoding
     except CheckpointError as error:
         if options.tokenizer is not None:
             raise

@@ -108,7 +108,7 @@ def add_command(app: typer.Typer, function: Callable[..., None], example: str) -
         values = dict(options)
         try:
             for name, group in groups.items():
-                values[name] = _made(group, values)
+                values[name] = _build(group, values)
             function(**values)
         except PrintableError as error:
             raise type(error)(*error.texts(_spelling(infos, options))) from error
@@ -132,12 +132,12 @@ def _options_of(kind: Any) -> Iterator[tuple[str, object, object]]:
             yield each.name, info, types[each.name]
 
 
-def _made(kind: Any, values: dict[str, object]) -> object:
+def _build(kind: Any, values: dict[str, object]) -> object:
     """Build a dataclass from `values` of its options, and remove these from `values`."""
     types, keywords = get_type_hints(kind), {}
     for each in fields(kind):
         if is_dataclass(types[each.name]):
-            keywords[each.name] = _made(types[each.name], values)
+            keywords[each.name] = _build(types[each.name], values)
         elif each.name in values:
             keywords[each.name] = values.pop(each.name)
     return kind(**keywords)

@@ -157,7 +157,7 @@ def serve(
         if value is not None and not 0 < value < math.inf:
             raise InputError(f"--{option_}: expected a positive number of seconds, got {value}")
     allow_files(connections)
-    listening = _bound(host, port) if uds is None else _bound_file(uds)
+    listening = _socket(host, port) if uds is None else _bound_file(uds)
     loaded, encoding = load_model(model, "this server needs text")
     assert encoding is not None
     load_draft(loaded, model, draft_model, speculate)
@@ -199,7 +199,7 @@ def serve(
         raise typer.Exit(FAILED)
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _socket(host: str, port: int) -> socket.socket:
     """Bind a socket to reserve the port while the model is loaded. The socket does not listen yet.
 
     On Linux, two sockets with SO_REUSEADDR can have the same port until one listens. Therefore this

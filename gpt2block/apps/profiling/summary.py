@@ -68,7 +68,7 @@ def layer_of(step: str) -> tuple[int | None, str]:
 
 def operations(profile: Profile, kind: str) -> list[TimedOperation]:
     """Return the timed operations of all passes of one kind, in the order of their first runs."""
-    timelines = of_kind(profile, kind)
+    timelines = _timelines(profile, kind)
     groups: dict[tuple[str, str], list[tuple[KernelTiming, float]]] = {}
     for timeline in timelines:
         for ran, added in zip(timeline.ran, timeline.added, strict=True):
@@ -98,7 +98,7 @@ def operations(profile: Profile, kind: str) -> list[TimedOperation]:
 
 def pass_times(profile: Profile, kind: str) -> PassTimes:
     """Return the mean times of all passes of one kind, such as "token"."""
-    timelines = of_kind(profile, kind)
+    timelines = _timelines(profile, kind)
     count = len(timelines)
     nbytes = total(ran.moved for each in timelines for ran in each.ran)
     return PassTimes(
@@ -119,7 +119,7 @@ def kinds(profile: Profile) -> list[str]:
     return list(dict.fromkeys(each.label for each in profile.passes))
 
 
-def of_kind(profile: Profile, kind: str) -> list[Timeline]:
+def _timelines(profile: Profile, kind: str) -> list[Timeline]:
     return [each.timeline for each in profile.passes if each.label == kind]
 
 

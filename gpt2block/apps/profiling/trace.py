@@ -57,8 +57,8 @@ def trace(profile: Profile) -> dict[str, Any]:
 
 def _view(profile: Profile, pid: int, device: str, view: str, counter: bool) -> Iterator[Event]:
     """Yield the trace events of one process: all passes on a GPU, one after another."""
-    yield _named("process_name", f"{device or profile.device}: {view}", pid)
-    yield _named("thread_name", "passes and layers", pid, PASSES)
+    yield _name_event("process_name", f"{device or profile.device}: {view}", pid)
+    yield _name_event("thread_name", "passes and layers", pid, PASSES)
     offset, tracks = 0, [0]  # in ns: start of the pass; end of each kernel track's last slice
     events: list[Event] = []
     passed: Counter[str] = Counter()
@@ -66,7 +66,7 @@ def _view(profile: Profile, pid: int, device: str, view: str, counter: bool) -> 
         passed[kind] += 1
         ends = [ran.end if view == AS_IT_RUNS else ran.apart for ran in timeline.ran]
         us = timeline.us if view == AS_IT_RUNS else timeline.apart
-        slices = _placed(timeline, ends, offset, tracks)
+        slices = _slices(timeline, ends, offset, tracks)
         end = max(offset + _ns(us), *(each.end for each in slices))
         events += _pass(pid, f"{kind} {passed[kind]}", timeline, slices, offset, end)
         for each in slices:
@@ -76,11 +76,11 @@ def _view(profile: Profile, pid: int, device: str, view: str, counter: bool) -> 
         offset = end
     for track in range(len(tracks)):
         name = "kernels" if track == 0 else f"kernels that overlap, {track}"
-        yield _named("thread_name", name, pid, KERNELS + track)
+        yield _name_event("thread_name", name, pid, KERNELS + track)
     yield from sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0)))
 
 
-def _placed(
+def _slices(
     timeline: Timeline, ends: Sequence[float], offset: int, tracks: list[int]
 ) -> list[Slice]:
     """Return a Slice (start, end, track) per kernel of a pass, on the first free track.
@@ -162,7 +162,7 @@ def _slice(
     return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times, "args": args}
 
 
-def _named(what: str, name: str, pid: int, tid: int = 0) -> Event:
+def _name_event(what: str, name: str, pid: int, tid: int = 0) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 

@@ -180,11 +180,11 @@ class DecodingCaches:
         if fewer:
             slots = min(slots, MAX_SLOTS)
         self._forget(KEPT_CACHES)
-        kept = self._kept(slots, n_ctx, drafting)
+        kept = self._ended_cache(slots, n_ctx, drafting)
         if fewer and kept is None:
             room = min(self._of_all_gpus(self._free() // 2 // self._sequence_bytes(n_ctx)))
             slots = max(1, min(slots, room))
-            kept = self._kept(slots, n_ctx, drafting)
+            kept = self._ended_cache(slots, n_ctx, drafting)
         while kept is None:
             try:
                 kept = self.new(slots, n_ctx, pool=True, drafting=drafting)
@@ -207,12 +207,12 @@ class DecodingCaches:
         """
         try:
             try:
-                return self._made(batch, n_ctx, pool, drafting)
+                return self._allocate(batch, n_ctx, pool, drafting)
             except cupy.cuda.memory.OutOfMemoryError:
                 if not self._ended:
                     raise
                 self._forget(0)
-            return self._made(batch, n_ctx, pool, drafting)
+            return self._allocate(batch, n_ctx, pool, drafting)
         except cupy.cuda.memory.OutOfMemoryError as error:
             size = batch * (n_ctx * self._token_bytes + state_bytes(self._config))
             raise MemoryError(
@@ -221,19 +221,19 @@ class DecodingCaches:
                 "fewer sequences, or fewer tokens in each"
             ) from error
 
-    def _made(
+    def _allocate(
         self, batch: int, n_ctx: int, pool: bool = False, drafting: bool = False
     ) -> CudaCache:
         """Return a new cache. Raises CuPy's OutOfMemoryError. Arguments: see `new`."""
         made = CudaCache(self._config, batch, n_ctx, self._formats, self.of_layers, pool=pool)
         if self.of_block and drafting:
-            made.drafting = self.of_block._made(batch, n_ctx)
+            made.drafting = self.of_block._allocate(batch, n_ctx)
             for each in (made, made.drafting):
                 rows = max(2 * batch, MIN_STREAM_ROWS)
                 each.stream_rows = cupy.zeros((rows, self._config.n_embd), "float32")
         return made
 
-    def _kept(self, slots: int, n_ctx: int, drafting: bool) -> CudaCache | None:
+    def _ended_cache(self, slots: int, n_ctx: int, drafting: bool) -> CudaCache | None:
         """Return a kept cache of an ended decoding with `slots` slots, or None.
 
         A cache has at least n_ctx and at most MAX_LARGER * n_ctx positions per slot. drafting: as

@@ -15,7 +15,7 @@ from gpt2block.engine.cuda.prefill import prefill_starts
 from gpt2block.engine.cuda.start_up import start_up
 from gpt2block.engine.cuda.steps import MAX_DRAFT_ROWS, InFlight, can_draft, steps_of
 from gpt2block.engine.grammars import MaskJob
-from gpt2block.engine.model import NOTHING, Drafts, Ids, Sampled, Start, in_groups, without
+from gpt2block.engine.model import NOTHING, Drafts, Ids, Sampled, Start, in_groups, without_slots
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.speculation import MIN_SHARE, SpeculationPolicy
 
@@ -151,7 +151,7 @@ class CudaDecoding:
             self._stopped.append(slots)
         for result in self._in_flight:
             result.leave_out(slots)
-        self._found = deque(without(each, slots) for each in self._found)
+        self._found = deque(without_slots(each, slots) for each in self._found)
 
     def next(self) -> Sampled:
         with self._model.running():
@@ -175,7 +175,7 @@ class CudaDecoding:
 
     def _take(self, result: InFlight) -> None:
         """Wait for a speculative step; append the accepted tokens of its slots to `_found`."""
-        found = result.taken()
+        found = result.accepted()
         result.accept()  # the last token of a sequence may complete its text
         self._found.append(found)
         sampled = np.bincount(found.slots, minlength=self.slots)
@@ -223,11 +223,11 @@ class CudaDecoding:
 
     def _resume(self, matchers: SlotMatchers) -> None:
         """Sample tokens of sequences whose masks have taken long, and are ready."""
-        ready = self._model.recordings.agreed(matchers.ready())
+        ready = self._model.recordings.agree(matchers.ready())
         if ready:
             self._sample_pending()
             slots = np.array(ready, np.int32)
-            step = self._steps.again(self._model, slots, [matchers.late[n][1] for n in ready])
+            step = self._steps.resample(self._model, slots, [matchers.late[n][1] for n in ready])
             self._model.recordings.meet()  # the step may have allocated memory
             matchers.masked[slots] = True
             self._sample(Pending(step, slots, [()] * len(ready)))
@@ -274,7 +274,7 @@ class CudaDecoding:
         elif any(expected) and matchers.masked[slots].all():
             counts = np.array([len(each) for each in expected])
             together = matchers.pace.for_forced(counts, MAX_DRAFT_ROWS)
-            together = self._model.recordings.agreed(together)
+            together = self._model.recordings.agree(together)
         if together > 1:
             most = np.minimum(self._left[slots] - 1, together - 1).tolist()
             drafts = [each[:n] for each, n in zip(expected, most, strict=True)]
@@ -319,7 +319,7 @@ class CudaDecoding:
         find = can_draft(slots) and bool(self._matchers.masked[slots].all())
         find = find and self._texts is None
         jobs, late = self._matchers.compute(slots, drafts, find)
-        late = self._model.recordings.agreed(late)  # other GPUs wait for masks that the first has
+        late = self._model.recordings.agree(late)  # other GPUs wait for masks that the first has
         if late:
             self._set_aside(pending, jobs, late)
             for each in stopped:  # a stopped sequence must not wait for its mask
@@ -346,7 +346,7 @@ class CudaDecoding:
         together = 1 if self._texts is None else self._rows_of_texts(slots)
         if self._pace:
             together = self._pace.together(slots, MAX_DRAFT_ROWS)
-            together = self._model.recordings.agreed(together)
+            together = self._model.recordings.agree(together)
         if self._draft and (draft := self._draft_of(slots)):
             together = max(together, draft.least_rows)
             self._model.recordings.meet()  # the draft may allocate memory, so gathers wait

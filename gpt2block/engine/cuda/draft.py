@@ -128,7 +128,7 @@ class BlockDraft(Draft):
         slots = np.array([start.slot for start in group], np.int32)
         self._steps.begin(self._model, group, slots, self._steps.logits)
 
-    def _placed(self, slots: Ids, steps: DecodingSteps, ahead: int) -> DecodingStep:
+    def _step(self, slots: Ids, steps: DecodingSteps, ahead: int) -> DecodingStep:
         """Return the block's step for slots, with their rows of the stream, tokens and positions.
 
         ahead: number of draft tokens after the tokens that the model has sampled.
@@ -148,7 +148,7 @@ class BlockDraft(Draft):
         """Compute the tokens that `step` has sampled, and draft the token after the last one."""
         if not can_draft(slots):
             return  # the next step has one row per slot
-        first, model, rows = self._placed(slots, steps, 0), self._model, step.rows
+        first, model, rows = self._step(slots, steps, 0), self._model, step.rows
         if step.follower is None:
             (positions, last), count = step.followed, first.rows
             operands = model.decoding.operands(rows)
@@ -169,7 +169,7 @@ class BlockDraft(Draft):
         assert steps.drafts is not None
         for n in range(count):
             if n == 1:
-                step = self._placed(slots, steps, 1)
+                step = self._step(slots, steps, 1)
             if n:
                 step.recording(self._model).repeat(stream)
             cupy.copyto(steps.drafts.draft[:, n], self._steps.state.token)

@@ -161,7 +161,7 @@ class SeveralCudaModels:
         with cupy.cuda.Device(devices[0]):
             hi_lo = possible_products(config, formats.dtype) == "hi_lo"
 
-        def made(index: int, items: Tensors) -> CudaModel:
+        def create(index: int, items: Tensors) -> CudaModel:
             device = devices[index]
             with cupy.cuda.Device(device):
                 peers = crew.peers.of(index)
@@ -171,7 +171,7 @@ class SeveralCudaModels:
         shard = ModelShard(config, formats.dtype, 0, len(devices), crew.meeting, hi_lo=hi_lo)
         self._shard = shard  # shard of the first GPU
         copies = _copies(_read_whole(tensors, shard), len(devices))
-        calls = [partial(made, n, each) for n, each in enumerate(copies)]
+        calls = [partial(create, n, each) for n, each in enumerate(copies)]
         self.parts: list[CudaModel] = crew.run(calls)
         first = self.parts[0]
         n_layer, width, dtype, _, rope = first.cache_kind
@@ -180,7 +180,7 @@ class SeveralCudaModels:
         self.divides_prompts = first.divides_prompts
         self.continues_exactly = first.continues_exactly
 
-    def _each(self, function: Callable[[CudaModel], Found]) -> list[Found]:
+    def _on_all(self, function: Callable[[CudaModel], Found]) -> list[Found]:
         return self._crew.run([partial(function, part) for part in self.parts])
 
     @property
@@ -213,7 +213,7 @@ class SeveralCudaModels:
         return self._crew.iterate([iter(part.tensors()) for part in self.parts])
 
     def new_cache(self, batch: int, n_ctx: int) -> SeveralCaches:
-        return SeveralCaches(self._each(lambda m: m.new_cache(batch, n_ctx)), self.cache_kind)
+        return SeveralCaches(self._on_all(lambda m: m.new_cache(batch, n_ctx)), self.cache_kind)
 
     def forward(
         self, sequences: Sequence[Ids], want: Output, cache: SeveralCaches | None = None
@@ -225,19 +225,19 @@ class SeveralCudaModels:
         return found[0]
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
-        return self._each(lambda m: m.log_likelihood(sequences))[0]
+        return self._on_all(lambda m: m.log_likelihood(sequences))[0]
 
     def likeliest(self, sequences: Sequence[Ids]) -> list[tuple[Floats, Ids]]:
-        return self._each(lambda m: m.likeliest(sequences))[0]
+        return self._on_all(lambda m: m.likeliest(sequences))[0]
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, np.ndarray]:
-        return self._each(lambda m: m.trace(ids, cached))[0]
+        return self._on_all(lambda m: m.trace(ids, cached))[0]
 
     def run_alone(
         self, ids: Ids, cached: bool, exact: Mapping[str, np.ndarray]
     ) -> Iterator[StepResult]:
         first = self.parts[0]  # only its results are kept
-        found = self._each(lambda m: [e for e in m.run_alone(ids, cached, exact) if m is first])
+        found = self._on_all(lambda m: [e for e in m.run_alone(ids, cached, exact) if m is first])
         return iter(found[0])
 
     def timed(self, call: Call) -> list[Timeline]:
@@ -255,7 +255,7 @@ class SeveralCudaModels:
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: Drafts = False
     ) -> SeveralDecodings:
         return SeveralDecodings(
-            self._crew, self._each(lambda m: m.decode(slots, n_ctx, fewer, speculate))
+            self._crew, self._on_all(lambda m: m.decode(slots, n_ctx, fewer, speculate))
         )
 
 
@@ -266,7 +266,7 @@ class SeveralDecodings:
         self._crew, self._parts = crew, parts
         self.slots, self.n_ctx = parts[0].slots, parts[0].n_ctx
 
-    def _each(self, function: Callable[[CudaDecoding], Found]) -> list[Found]:
+    def _on_all(self, function: Callable[[CudaDecoding], Found]) -> list[Found]:
         return self._crew.run([partial(function, part) for part in self._parts])
 
     def start_up(self, continued: bool) -> Iterator[tuple[int, int]]:
@@ -294,10 +294,10 @@ class SeveralDecodings:
         return tokens
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        self._each(lambda part: part.copy(copies))
+        self._on_all(lambda part: part.copy(copies))
 
     def next(self) -> Sampled:
-        return self._each(lambda part: part.next())[0]
+        return self._on_all(lambda part: part.next())[0]
 
     def stop(self, slots: Ids) -> None:
         for part in self._parts:
@@ -320,7 +320,7 @@ def _copies(tensors: Tensors, count: int) -> list[Tensors]:
     """
     lock, errors = threading.Lock(), list[Exception]()
 
-    def locked(items: Iterator[Found]) -> Iterator[Found]:
+    def next_items(items: Iterator[Found]) -> Iterator[Found]:
         while True:
             with lock:
                 try:
@@ -333,7 +333,7 @@ def _copies(tensors: Tensors, count: int) -> list[Tensors]:
                 return
             yield item
 
-    return [locked(each) for each in tee(iter(tensors), count)]
+    return [next_items(each) for each in tee(iter(tensors), count)]
 
 
 def _check_alike(devices: Sequence[int]) -> None:

@@ -34,12 +34,12 @@ def bytes_by_gpu(
         ModelShard(config, formats.dtype, n, count, meeting, hi_lo=hi_lo) for n in range(count)
     ]
     if formats.dtype == FILE:
-        weights = [bytes_in_blocks(_own(stored, shard)) for shard in shards]
+        weights = [bytes_in_blocks(_in_shard(stored, shard)) for shard in shards]
     else:
         weights = [weight_bytes(config, formats, shard.shapes()) for shard in shards]
     return BytesByGpu(weights, token_bytes(shards[0].layer_caches, formats))
 
 
-def _own(stored: Mapping[str, Stored], shard: ModelShard) -> list[Stored]:
+def _in_shard(stored: Mapping[str, Stored], shard: ModelShard) -> list[Stored]:
     spans = ((tensor, shard.spans(name)) for name, tensor in stored.items())
     return [tensor.of_spans(own) if own else tensor for tensor, own in spans]

@@ -27,7 +27,7 @@ from gpt2block.engine.model import (
     Sampled,
     Start,
     cache_tensors,
-    without,
+    without_slots,
 )
 from gpt2block.engine.passes import STREAM, check_read
 from gpt2block.engine.recorder import rounded_up
@@ -146,7 +146,7 @@ class DecodingSteps:
         self._set_rows(np.repeat(left, step.together), step.rows)
         return [self.logits[n * step.together].copy() for n in late]
 
-    def again(self, model: CudaPasses, slots: Ids, logits: Sequence[CudaArray]) -> DecodingStep:
+    def resample(self, model: CudaPasses, slots: Ids, logits: Sequence[CudaArray]) -> DecodingStep:
         """Return a step whose sampler draws tokens of slots from their copied logits."""
         step = self.of(model, slots, masked=True)
         for n, each in enumerate(logits):
@@ -447,9 +447,9 @@ class InFlight:
         self.read()
         tokens, logprobs = self._sampled
         found = Sampled(self.slots, tokens, logprobs.view(np.float32), self._top)
-        return without(found, np.concatenate(self._stopped)) if self._stopped else found
+        return without_slots(found, np.concatenate(self._stopped)) if self._stopped else found
 
-    def taken(self) -> Sampled:
+    def accepted(self) -> Sampled:
         """Return the accepted tokens of a speculative step, without tokens of stopped slots."""
         self.read()
         tokens, logprobs, flags = (a.reshape(-1, self.together).T for a in self._sampled)
@@ -465,7 +465,7 @@ class InFlight:
         found = Sampled(
             self.slots[at], tokens[place], likely, top, drafted[place], nth.astype(np.int32)
         )
-        return without(found, np.concatenate(self._stopped)) if self._stopped else found
+        return without_slots(found, np.concatenate(self._stopped)) if self._stopped else found
 
 
 def _on_host(shape: tuple[int, ...]) -> tuple[Ids, CudaArray]:

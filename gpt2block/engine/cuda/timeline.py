@@ -22,7 +22,7 @@ from gpt2block.cuda.kernels import Geometry, launch_at
 from gpt2block.cuda.timing import interleaved_ms
 from gpt2block.engine.recorder import TensorSpec
 from gpt2block.engine.recording import Recording, Recordings
-from gpt2block.engine.timeline import BytesMoved, Call, KernelTiming, Timeline, moved, weights_dtype
+from gpt2block.engine.timeline import BytesMoved, Call, KernelTiming, Timeline, moves, weights_dtype
 from gpt2block.ops.operands import Operand
 from gpt2block.ops.sample_token import FILE
 
@@ -90,7 +90,7 @@ def measured(recording: Recording) -> Timeline:
 
     def lead(min_us: float = LEAD_US) -> None:
         restore()
-        for _ in range(recording.agreed(ceil(min_us / us))):
+        for _ in range(recording.agree(ceil(min_us / us))):
             whole()
 
     start, many = _us([_graph([nothing] * n, False) for n in (1, 1 + EMPTY)], lead)
@@ -121,7 +121,7 @@ def ends_us(launches: Sequence[Any], overlapping: bool, lead: Callable[..., None
         led: Callable[[], None] = lead
         if start:
             before = _graph(launches[:start], overlapping)
-            led = partial(_led, partial(lead, LEAD_US - ends[start - 1]), before)
+            led = partial(_run_both, partial(lead, LEAD_US - ends[start - 1]), before)
         times = list(accumulate(_us(parts, led), max))
         # found[0] and ends[-1] are the end of the same launch, `last_known`.
         ends += [ends[-1] + each - times[0] for each in times[1:]] if ends else times
@@ -129,7 +129,7 @@ def ends_us(launches: Sequence[Any], overlapping: bool, lead: Callable[..., None
     return [end * pass_us / ends[-1] for end in ends]
 
 
-def _led(lead: Callable[[], None], before: Callable[[], None]) -> None:
+def _run_both(lead: Callable[[], None], before: Callable[[], None]) -> None:
     lead()
     before()
 
@@ -189,17 +189,17 @@ def _kernels(recording: Recording) -> Iterator[KernelTiming]:
         inputs = [recording.known(each) if each else None for each in step.inputs]
         if operand := step.attrs.get("operand"):  # the 16-bit format in which x is stored
             inputs[0] = _in_memory(inputs[0], operand)
-        # Names of weights and other tensors: `moved` counts "" as an activation.
+        # Names of weights and other tensors: `moves` counts "" as an activation.
         tensors = ["" if each in recording.steps else each for each in step.inputs]
         out = _in_memory(recording.known(name), step.attrs.get("to_operand"))
         dtypes = out.dtype, weights_dtype(step.op, inputs)
         for each in launches:
-            nbytes = moved(step.op, tensors, inputs, out) if each is launches[-1] else BytesMoved()
-            yield KernelTiming(name, step.op, each.name, each.grid, each.block, *dtypes, nbytes)
+            moved = moves(step.op, tensors, inputs, out) if each is launches[-1] else BytesMoved()
+            yield KernelTiming(name, step.op, each.name, each.grid, each.block, *dtypes, moved)
     for bound in recording.after:  # the sampler's launches, which read the pass's result
-        nbytes = BytesMoved(activations=recording.out.nbytes + bound.out.nbytes)
+        moved = BytesMoved(activations=recording.out.nbytes + bound.out.nbytes)
         for each in bound.launches:
             dtype = str(bound.out.dtype.name)
             yield KernelTiming(
-                SAMPLE, "sample_token", each.name, each.grid, each.block, dtype, "", nbytes
+                SAMPLE, "sample_token", each.name, each.grid, each.block, dtype, "", moved
             )

@@ -234,7 +234,7 @@ def _tensors(
             "shape": list(tensor.shape),
             "stored": stored,
             **_statistics(tensor),
-            **_compared(compared.get(step.name)),
+            **_comparison_fields(compared.get(step.name)),
             "grid": grids.grid(tensor, cells if inside else DETAILED_CELLS),
         }
     return tensors
@@ -259,7 +259,7 @@ def _statistics(tensor: np.ndarray) -> dict[str, float | None]:
     return {name: _rounded(float(value)) for name, value in values.items()}
 
 
-def _compared(row: Comparison | None) -> dict[str, object]:
+def _comparison_fields(row: Comparison | None) -> dict[str, object]:
     """Return a comparison's kernel, time in ms, and errors; {} if the step was not compared."""
     if row is None:
         return {}

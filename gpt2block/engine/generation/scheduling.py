@@ -122,13 +122,13 @@ class SequenceScheduler(Generic[Item]):
         """Remove and return the next waiting sequence. At least one must be waiting."""
         self.waiting -= 1
         while self._again:
-            if self._wanted(sequence := self._again.popleft()):
+            if self._not_removed(sequence := self._again.popleft()):
                 return sequence
-        found = self._new.take(self._wanted)
+        found = self._new.take(self._not_removed)
         assert found is not None
         return found
 
-    def _wanted(self, sequence: Item) -> bool:
+    def _not_removed(self, sequence: Item) -> bool:
         """Return False for a sequence that was removed, after forgetting its removal; else True."""
         return self._removed.pop(id(sequence), None) is None
 

@@ -86,11 +86,11 @@ def compare_steps(
         own = engine.step(step, {**rounded, **given})
         wide = {name: array.astype(np.float64) for name, array in rounded.items()}
         expected = exact.executor({**wide, **given}).do(step)
-        rows.append(_compared(own, expected, traced[step.name], truth[step.name]))
+        rows.append(_comparison(own, expected, traced[step.name], truth[step.name]))
     return rows
 
 
-def _compared(alone: StepResult, expected: Exact, traced: np.ndarray, truth: Exact) -> Comparison:
+def _comparison(alone: StepResult, expected: Exact, traced: np.ndarray, truth: Exact) -> Comparison:
     """Compare a step's results with float64.
 
     alone, expected: result of the step on exact inputs, and its exact value. traced, truth: result
@@ -156,7 +156,7 @@ def compare_tensors(
     for own in engine.run_alone(ids, cached, exact):
         if own.name in traced:
             truth = exact[own.name]
-            compared.append(_compared(own, truth, traced[own.name], truth))
+            compared.append(_comparison(own, truth, traced[own.name], truth))
     return compared
 
 

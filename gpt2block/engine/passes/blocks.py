@@ -221,7 +221,7 @@ class BlockPass(StepPass):
         options = {"eps": self.c.scales.eps, **self._operand(name)}
         return self.do(name, "layernorm", (x, gamma, beta), **options)
 
-    def _made(self, x: Value) -> Value:
+    def _with_norm(self, x: Value) -> Value:
         """Return x. If x is Normed (rows with a deferred norm), compute and return its norm."""
         return super().norm(*x) if isinstance(x, Normed) else x
 
@@ -229,7 +229,7 @@ class BlockPass(StepPass):
         if isinstance(p.a, Normed) and not self.do.has(p.bias):
             normed = (p.a.x, p.a.gamma, p.w)
             return self.do(p.name, "rmsnorm_matmul", normed, eps=self.c.scales.eps)
-        a = self._made(p.a)
+        a = self._with_norm(p.a)
         if p.add:
             inputs = (a, p.w, p.bias, p.residual)
             return self.do(p.result, "gemm", inputs, split_k=self.split_k)
@@ -242,4 +242,4 @@ class BlockPass(StepPass):
         options = {"eps": self.c.scales.eps, **self.c.gate}
         if isinstance(x, Normed) and not biased:
             return self.do(f"{h}ff", "rmsnorm_ffn", (x.x, x.gamma, gate, up), **options)
-        return super().gated(h, self._made(x), to)
+        return super().gated(h, self._with_norm(x), to)

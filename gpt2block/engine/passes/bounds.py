@@ -75,14 +75,14 @@ class BoundsPass(Pass):
         self.largest = {n: float(np.abs(a).max()) for n, a in {**constants, **largest}.items()}
         self.found: dict[str, float] = {}
 
-    def _bounded(self, name: str, rows: BoundedRows) -> BoundedRows:
+    def _record(self, name: str, rows: BoundedRows) -> BoundedRows:
         self.found[name] = float(np.maximum(np.max(rows.most), self.found.get(name, 0.0)))
         return rows
 
     def embed(self) -> BoundedRows:
         tokens = self.largest["wte"] * self.c.scales.embedding + self.largest.get("wpe", 0.0)
         if self.config.READS_STREAM:
-            joined: BoundedRows = self._joined(None)
+            joined: BoundedRows = self._combined(None)
             return joined
         if self.c.embedding_norm:
             return BoundedRows(max(tokens, self.root), self.root)  # bounds its input, too
@@ -91,7 +91,7 @@ class BoundsPass(Pass):
     def norm(self, name: str, x: object, gamma: str, beta: str = "", to: To = ()) -> BoundedRows:
         most = self.root * self.largest[gamma] + self.largest.get(beta, 0.0)
         gammas = (gamma, beta) if beta else (gamma,)
-        return self._bounded(name, BoundedRows(most, self.root, gammas))
+        return self._record(name, BoundedRows(most, self.root, gammas))
 
     def _product(self, p: Product) -> BoundedRows:
         x: BoundedRows = p.a
@@ -103,7 +103,7 @@ class BoundsPass(Pass):
         if p.residual is not None:
             most = float(np.max(p.residual.most) + np.max(most))
         rows = BoundedRows(most)
-        return self._bounded(p.result, rows) if p.to else rows
+        return self._record(p.result, rows) if p.to else rows
 
     def _norms(self, w: str, gamma: str) -> np.ndarray:
         """Return `norms` also for constants: |W (1 + w)| <= |W| + |W w| for a row W of a matrix."""
@@ -112,7 +112,7 @@ class BoundsPass(Pass):
         return self.norms(w, gamma if gamma in self.shapes else "")  # other vectors are ones
 
     def operand(self, name: str, x: BoundedRows, to: To) -> BoundedRows:
-        return self._bounded(name, x)
+        return self._record(name, x)
 
     def add_norm(self, name: str, x: Any, y: object, gamma: str, scale: str = "") -> BoundedRows:
         added, factor = self.root * self.largest[gamma], self.largest.get(scale, 1.0)
@@ -121,13 +121,13 @@ class BoundsPass(Pass):
     def qkv(self, h: str, x: BoundedRows, norms: To = ()) -> BoundedRows:
         to = () if self.c.rope else ("attention",)
         y: BoundedRows = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=to)
-        return self._rotated(f"{h}rope", h, y, norms) if self.c.rope else y
+        return self._record_rotated(f"{h}rope", h, y, norms) if self.c.rope else y
 
     def queries(self, h: str, x: BoundedRows, norm: str) -> BoundedRows:
         y = self.product(f"{h}queries", x, f"{h}w_q", f"{h}b_q")
-        return self._rotated(f"{h}q_rope", h, y, (norm,))
+        return self._record_rotated(f"{h}q_rope", h, y, (norm,))
 
-    def _rotated(self, name: str, h: str, y: BoundedRows, norms: To) -> BoundedRows:
+    def _record_rotated(self, name: str, h: str, y: BoundedRows, norms: To) -> BoundedRows:
         """Return y; add the bound of y and of its q and k after norms of heads, RoPE and growth.
 
         A head before γ has a norm of at most sqrt(D), and so has a pair that RoPE rotates.
@@ -156,18 +156,18 @@ class BoundsPass(Pass):
         of = self.c.delta_nets
         z = self.product(f"{h}in", x, f"{h}w_in").most[-of.values :]
         heads = math.sqrt(of.v_size) * self.largest[f"{h}gamma_o"]
-        return self._bounded(f"{h}normed", BoundedRows(heads * z))
+        return self._record(f"{h}normed", BoundedRows(heads * z))
 
     def short_conv(self, h: str, bcx: BoundedRows, to: To = ()) -> BoundedRows:
         b, c, x = np.resize(bcx.most, (3, len(bcx.most) // 3 or 1))
         taps = self.shapes[f"{h}taps"][-1] * self.largest[f"{h}taps"]
         sums = taps * b * x + self.largest.get(f"{h}b_taps", 0.0)
-        return self._bounded(f"{h}conv", BoundedRows(c * sums))
+        return self._record(f"{h}conv", BoundedRows(c * sums))
 
     def gated(self, h: str, x: BoundedRows, to: To = ()) -> BoundedRows:
         gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate", to=("silu_mul",))
         up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up", to=("silu_mul",))
-        return self._bounded(f"{h}ff", BoundedRows(gate.most * up.most))
+        return self._record(f"{h}ff", BoundedRows(gate.most * up.most))
 
     def gated_by_layer(self, h: str, gate: BoundedRows) -> BoundedRows:
         width, factor, _ = self.c.layers

@@ -98,10 +98,10 @@ class DecodePass(Pass):
         # sums of CHUNK channels with the terms (`Operand.with_sums`).
         operand = self._format(to, bound, together=1 if beta else UNIT)
         if beta:
-            options: dict[str, Any] = {"variant": "decode", "stats": False, **_to(operand)}
+            options: dict[str, Any] = {"variant": "decode", "stats": False, **_as_option(operand)}
             y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.scales.eps, **options)
         else:
-            options = {**self.of_stream, **_to(operand)}
+            options = {**self.of_stream, **_as_option(operand)}
             y = self.do(name, "rmsnorm", (x, gamma), eps=self.c.scales.eps, **options)
         return Rows(y, operand=operand, bound=bound)
 
@@ -117,7 +117,7 @@ class DecodePass(Pass):
         stores = not a.gamma and _matrix_of(p.w) in self.known  # can store an `Operand`
         operand = self._format(p.to, bound, a.operand.width if a.operand else 0) if stores else None
         w, w_options = self._weights(p.w, a)
-        options = {**self._given(a), **_to(operand), **p.options, **w_options}
+        options = {**self._options(a), **_as_option(operand), **p.options, **w_options}
         more = ("", "workspace") if self.do.has("workspace") and p.residual else ()
         inputs = (a.value, w, p.bias, a.gamma, a.beta, p.residual, *more)
         y = self.do(p.result, "linear", inputs, into=p.residual, decoding=True, **options)
@@ -129,14 +129,14 @@ class DecodePass(Pass):
         if not (rope := self.c.frequencies_of(h)):
             w, w_options = self._weights(w, x)
             inputs = (x.value, w, bias, x.gamma, x.beta, *cache)
-            return self.do(name, "linear_qkv", inputs, **self._given(x), **self.kv, **w_options)
+            return self.do(name, "linear_qkv", inputs, **self._options(x), **self.kv, **w_options)
         heads: dict[str, Any] = {"n_head": self.c.n_head, **self.c.grown}
         if x.gamma and not x.beta and self._fuses_rope(None):
             inputs = (x.value, x.gamma, w, "", "", self.rotations[rope], *cache, *norms)
-            return self.do(name, "rope_sums", inputs, **self._given(x), **heads, **self.kv)
+            return self.do(name, "rope_sums", inputs, **self._options(x), **heads, **self.kv)
         if not norms and self._fuses_rope(x.operand):
             inputs = (x.value, w, bias, self.rotations[rope], *cache)
-            return self.do(name, "linear_rope", inputs, **self._given(x), **heads, **self.kv)
+            return self.do(name, "linear_rope", inputs, **self._options(x), **heads, **self.kv)
         y = self.product(f"{h}qkv", x, w, bias)
         if norms and self.fuses.attention:
             return NewTokens(y, norms)
@@ -151,7 +151,7 @@ class DecodePass(Pass):
         means_of = "rope" if self.c.rope else "qkv"  # name of the result that contains V
         bound = self._bounds.get(f"{h}{'q_rope' if h in self.c.readers else means_of}")
         operand = self._format(to, bound, together=self.c.head_size)
-        options = {"n_head": self.c.n_head, **self.c.scores(h), **_to(operand), **self.kv}
+        options = {"n_head": self.c.n_head, **self.c.scores(h), **_as_option(operand), **self.kv}
         if isinstance(qkv, NewTokens):
             op, options = "attention_append", options | self.c.head_norms
             given = (qkv.rows, self.rotations[self.c.frequencies_of(h)], *qkv.norms)
@@ -166,7 +166,7 @@ class DecodePass(Pass):
     def short_conv(self, h: str, bcx: Value, to: To = ()) -> Rows:
         bound = self._bounds.get(f"{h}conv")
         operand = self._format(to, bound, together=UNIT)
-        y = self._short_conv(h, bcx, dtype="float32", **_to(operand))
+        y = self._short_conv(h, bcx, dtype="float32", **_as_option(operand))
         return Rows(y, operand=operand, bound=bound)
 
     def gated(self, h: str, x: Rows, to: To = ()) -> Value:
@@ -176,7 +176,7 @@ class DecodePass(Pass):
             # Warps that can add them up compute CHUNK neighbouring outputs of a gated product.
             operand = x.operand and self._format(to, width=x.operand.width, together=CHUNK)
             inputs = (x.value, weights[0], "", x.gamma, "", "", weights[1])
-            options = {**self._given(x), **_to(operand), **self.c.gate}
+            options = {**self._options(x), **_as_option(operand), **self.c.gate}
             y = self.do(f"{h}ff", "linear", inputs, decoding=True, **options)
             return Rows(y, operand=operand)
         gate = self.product(f"{h}gate", x, weights[0], biases[0])
@@ -195,7 +195,7 @@ class DecodePass(Pass):
             return w, {}
         return hi_lo_of(w), {"x_bound": _power_from(a.bound)}
 
-    def _given(self, a: Rows) -> dict[str, Any]:
+    def _options(self, a: Rows) -> dict[str, Any]:
         """Return a product's options for rows `a`: eps for a norm, and operand or x_dtype."""
         normed = {"eps": self.c.scales.eps} if a.gamma else {}
         return normed | ({"operand": a.operand} if a.operand else self.rounding)
@@ -315,5 +315,5 @@ def _matrix_of(w: str) -> str:
     return w.rpartition(".")[2]
 
 
-def _to(operand: Operand | None) -> dict[str, Any]:
+def _as_option(operand: Operand | None) -> dict[str, Any]:
     return {"to_operand": operand} if operand else {}

@@ -73,7 +73,7 @@ class Pass(ABC):
         inputs, factor = ("tokens", "positions", "wte", "wpe"), self.c.scales.embedding
         scaled = {} if factor == 1 else {"factor": factor}
         if self.do.has("gamma_e_and_1"):
-            return self._joined(self.do("vectors", "encoder_rows", inputs, **scaled))
+            return self._combined(self.do("vectors", "encoder_rows", inputs, **scaled))
         if not self.c.embedding_norm:
             x = self.do("embedding", "encoder_rows", inputs, **scaled)
             self.layers = self._layers(x) if self.c.layers else None
@@ -81,7 +81,7 @@ class Pass(ABC):
         normed = self.do("vectors", "encoder_rows", inputs, **scaled), self.c.embedding_norm
         return self.do("embedding", "rmsnorm", normed, eps=self.c.scales.eps, **self.of_stream)
 
-    def _joined(self, x: Value) -> Value:
+    def _combined(self, x: Value) -> Value:
         """Return norm(x) @ w_e + norm(stream) @ w_h. x: embeddings of tokens."""
         y = self.norm("rms_e", x, "gamma_e_and_1", to=("w_e",))
         y = self.product("of_token", y, "w_e")
@@ -143,7 +143,7 @@ class Pass(ABC):
         options = {**self.c.heads, "eps": self.c.scales.eps}
         return self.do(f"{h}q_rope", "qk_norm_rope", inputs, into=y, **options, queries=True)
 
-    def turned(self, h: str, qkv: Value, norms: To) -> Value:
+    def rotate(self, h: str, qkv: Value, norms: To) -> Value:
         """Apply RoPE in place to rows [Q | K | V]; first the norms of q and k heads, if `norms`."""
         if norms:
             inputs = (qkv, "positions", self.c.frequencies_of(h), *norms)

@@ -109,7 +109,7 @@ class PrefillPass(Pass):
     def qkv(self, h: str, x: Value, norms: To = ()) -> Value:
         to = ("rope" if self.c.rope else "attention",)
         y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=to)
-        return self.turned(h, y, norms) if self.c.rope else y
+        return self.rotate(h, y, norms) if self.c.rope else y
 
     def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
         return self._short_conv(h, bcx, dtype=self.dtype)
@@ -232,7 +232,7 @@ class HiLoPass(TensorCorePass):
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         y = super().norm(name, x, gamma, beta, to if beta else ())
-        return y if beta else self._converted(name, y, to)
+        return y if beta else self._convert(name, y, to)
 
     def _operand(self, name: str, to: To) -> dict[str, Any]:
         if not self._reads_hi_lo(to):
@@ -240,7 +240,7 @@ class HiLoPass(TensorCorePass):
         return {"dtype": HI_LO, "bound": self.bounds[name]}
 
     def operand(self, name: str, x: Value, to: To) -> Value:
-        return self._converted(name, x, to)
+        return self._convert(name, x, to)
 
     def _reads_hi_lo(self, to: To) -> bool:
         """Return whether products with weights `to` read operands in two float16 parts.
@@ -250,7 +250,7 @@ class HiLoPass(TensorCorePass):
         kept = [w for w in to if w != "lm_head"]
         return any(w == "attention" or self.do.has(hi_lo_of(w)) for w in kept)
 
-    def _converted(self, name: str, y: Value, to: To) -> Value:
+    def _convert(self, name: str, y: Value, to: To) -> Value:
         return self.do(hi_lo_of(name), "hi_lo", (y,)) if self._reads_hi_lo(to) else y
 
     def _product(self, p: Product) -> Value:
@@ -262,16 +262,16 @@ class HiLoPass(TensorCorePass):
         if self.shape.continued:  # attention over a kv_cache computes in float32
             y = self._over_cache(f"{h}attn_cached", h, qkv)
             return self.do(f"{h}attn", "hi_lo", (y,))
-        operand = self._converted(f"{h}rope", qkv, ("attention",)) if self.c.rope else qkv
+        operand = self._convert(f"{h}rope", qkv, ("attention",)) if self.c.rope else qkv
         if self.shape.cached:
             self._append(h, qkv)
         return self._over_new(h, operand)
 
     def short_conv(self, h: str, bcx: Value, to: To = ()) -> Value:
-        return self._converted(f"{h}conv", super().short_conv(h, bcx, to), to)
+        return self._convert(f"{h}conv", super().short_conv(h, bcx, to), to)
 
     def gated(self, h: str, x: Value, to: To = ()) -> Value:
-        return self._converted(f"{h}ff", super().gated(h, x, to), to)
+        return self._convert(f"{h}ff", super().gated(h, x, to), to)
 
     def head(self, name: str, hidden: Value) -> Value:
         return super().head(name, self.do(hi_lo_of(name), "hi_lo", (hidden,)))

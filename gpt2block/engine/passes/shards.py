@@ -296,7 +296,7 @@ class Divided(Executor):
             return self._product(step, N, into)
         if step.op in ELEMENTWISE and all(self._is_unsent(each) for each in given):
             to = into.value if isinstance(into, Columns) else None
-            value = self._own(step, tuple(each.value for each in given), to)
+            value = self._run_shard(step, tuple(each.value for each in given), to)
             return Columns(value, given[0].N, given[0].first, step)
         inputs = tuple(self.whole(each) for each in given)
         if width := self._shard.divided_width(step.op):
@@ -336,7 +336,7 @@ class Divided(Executor):
             self.receive()
             more["to_peers"] = self._shard.to_peers(columns.N, columns.first)
             self._sent = columns
-        columns.value = self._own(step._replace(attrs={**step.attrs, **more}), inputs)
+        columns.value = self._run_shard(step._replace(attrs={**step.attrs, **more}), inputs)
         return columns
 
     def receive(self, but: Columns | None = None) -> None:
@@ -359,7 +359,7 @@ class Divided(Executor):
         columns.whole, columns.value = columns.stream, None
         return y
 
-    def _own(self, step: Step, inputs: tuple[Value, ...], into: Value = None) -> Value:
+    def _run_shard(self, step: Step, inputs: tuple[Value, ...], into: Value = None) -> Value:
         attrs = {name: value for name, value in step.attrs.items() if name != "to_operand"}
         own = step._replace(name=step.name + OF_SHARD, inputs=inputs, attrs=attrs)
         return self._do.do(own, into)

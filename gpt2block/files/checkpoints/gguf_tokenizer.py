@@ -145,7 +145,7 @@ def files_from(metadata: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     adds_bos = _flag(found, "add_bos_token", adds_bos) and "bos_token" in named
     spec |= {
         "version": "1.0",
-        "added_tokens": list(_added(tokens, kinds)),
+        "added_tokens": list(_added_tokens(tokens, kinds)),
         "post_processor": _first(named["bos_token"], ids["bos"]) if adds_bos else None,
     }
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": adds_bos, **named}
@@ -187,7 +187,7 @@ def _numbers(
     return list(numbers.tolist())
 
 
-def _added(tokens: Sequence[str], kinds: Iterable[int]) -> Iterable[dict[str, object]]:
+def _added_tokens(tokens: Sequence[str], kinds: Iterable[int]) -> Iterable[dict[str, object]]:
     """Yield the added_tokens of a tokenizer.json, which are matched in a text before BPE merges."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):

@@ -74,7 +74,7 @@ def _keys(spec: Any, settings: Mapping[str, object], vocab_size: int) -> dict[st
     SentencePiece's score of a token is minus the rank of the first merge that forms the token.
     """
     model, added = spec["model"], {each["content"]: each for each in spec["added_tokens"]}
-    ids, before, merges = _ids(spec), _before(spec), _merges(model)
+    ids, before, merges = _ids(spec), _ids_before(spec), _merges(model)
     fallback = bool(model.get("byte_fallback"))
     unknown = {"unk_token": model.get("unk_token")} if fallback else {}
     tokens = [f"[PAD{id_}]" for id_ in range(vocab_size)]
@@ -137,7 +137,7 @@ def _meaning(spec: Any) -> dict[str, Any]:
         merges = sorted(applied[:n]) + [pair for _, each in same for pair in sorted(each)]
     return {
         "normalizer": _steps(spec, "normalizer"), "pre_tokenizer": words, "merges": merges,
-        "decoder": _steps(spec, "decoder") if fallback else [], "post_processor": _before(spec),
+        "decoder": _steps(spec, "decoder") if fallback else [], "post_processor": _ids_before(spec),
         "model": [model.get(name) or None for name in (*_MODEL, *["unk_token"] * fallback)],
         "vocabulary": _ids(spec),
         "added_tokens": {(each["id"], each.get("special", True)) for each in spec["added_tokens"]},
@@ -156,7 +156,7 @@ def _merges(model: Any) -> list[tuple[str, ...]]:
     return [tuple(pair) for pair in pairs]
 
 
-def _before(spec: object) -> list[Any]:
+def _ids_before(spec: object) -> list[Any]:
     """Return the ids that a post-processor puts before a text, and its steps with other effects."""
     found: list[object] = []
     for step in _steps(spec, "post_processor"):

@@ -90,7 +90,7 @@ class Encoded(Stored):
             piece = flat[first : first + rows]
             data = np.empty(len(piece) * row_bytes, np.uint8)
             self.read_bytes(first * row_bytes, data)
-            values = self._ordered(_decoded(data, self.kind).reshape(piece.shape))
+            values = self._in_model_order(_decoded(data, self.kind).reshape(piece.shape))
             values = values - self.added if self.added else values
             piece[...] = np.log(-values) if self.negated else values
 
@@ -101,7 +101,7 @@ class Encoded(Stored):
         """
         data = np.empty((self.shape[0], self.length // self.shape[0]), np.uint8)
         self.read_bytes(0, data.reshape(-1))
-        return self._ordered(data)
+        return self._in_model_order(data)
 
     def read_bytes(self, begin: int, array: NDArray[np.uint8]) -> None:
         """Fill `array` with the stored bytes from byte `begin` on. Raises CheckpointError."""
@@ -112,7 +112,7 @@ class Encoded(Stored):
                     f"{self.file}: {self.label}: the file has become shorter since it was opened"
                 )
 
-    def _ordered(self, rows: np.ndarray) -> np.ndarray:
+    def _in_model_order(self, rows: np.ndarray) -> np.ndarray:
         """Reorder the rows of Q's or K's heads from GGUF's RoPE order to the model's."""
         if not self.heads:
             return rows
@@ -121,7 +121,7 @@ class Encoded(Stored):
         return ordered
 
 
-def kept(tensor: Stored) -> list[tuple[str, Encoded]]:
+def block_parts(tensor: Stored) -> list[tuple[str, Encoded]]:
     """Return (GGUF type, tensor) for tensors joined in a matrix; [] if kernels cannot read one."""
     pieces = [piece for piece in tensor.pieces if isinstance(piece, Encoded)]
     if len(pieces) != len(tensor.pieces) or tensor.layout != "NK" or tensor.head_order:
@@ -163,7 +163,7 @@ class InBlocks:
 
 def in_blocks(tensor: Stored) -> InBlocks | None:
     """Return the tensor as a matrix in quantized blocks; None if kernels cannot read its blocks."""
-    parts = kept(tensor)
+    parts = block_parts(tensor)
     return InBlocks(parts, tensor.shape[1]) if parts else None
 
 
@@ -171,7 +171,7 @@ def bytes_in_blocks(stored: Iterable[Stored]) -> int:
     """Return a model's bytes if matrices stay in quantized blocks; 0 if no matrix can."""
     total, found = 0, False
     for tensor in stored:
-        parts = kept(tensor)
+        parts = block_parts(tensor)
         rows = [(name, piece.shape[0]) for name, piece in parts]
         width = FLOAT if tensor.layout is None else NARROW
         total += sum(range_bytes(rows, tensor.shape[-1])) or width * math.prod(tensor.shape)

@@ -48,7 +48,7 @@ class Lookup:
         return self._found
 
     @cached_property
-    def at_hand(self) -> Encoding | None:
+    def local_encoding(self) -> Encoding | None:
         """The tokenizer if its files are stored next to the weights or at `path`; else None.
 
         Unlike `encoding`, this never downloads a tokenizer. It is used if inputs are token ids.
@@ -74,7 +74,7 @@ def of_inputs(tokenizer: Tokenizer, inputs: object) -> Encoding | None:
         return tokenizer
     several = inputs if isinstance(inputs, (list, tuple)) else [inputs]
     is_text = any(issubclass(each, str) for each in {*map(type, several)})
-    return tokenizer.encoding if is_text else tokenizer.at_hand
+    return tokenizer.encoding if is_text else tokenizer.local_encoding
 
 
 def of_outputs(tokenizer: Tokenizer) -> Encoding | None:

@@ -108,7 +108,7 @@ class Lfm2Config(LlamaConfig):
         others |= {"num_heads": (fields["n_head"],)}
         check_settings(config, [(key, own, "all sizes are one") for key, own in others.items()])
         if config.get("block_auto_adjust_ff_dim", True):
-            fields["n_ff"] = _adjusted(config, fields["n_ff"])
+            fields["n_ff"] = _adjusted_n_ff(config, fields["n_ff"])
         return fields | {"conv_layers": _conv_layers(config, fields["n_layer"])}
 
     def to_hugging_face(self) -> dict[str, object]:
@@ -118,7 +118,7 @@ class Lfm2Config(LlamaConfig):
         return content | {"block_auto_adjust_ff_dim": False}
 
 
-def _adjusted(config: Mapping[str, object], n_ff: int) -> int:
+def _adjusted_n_ff(config: Mapping[str, object], n_ff: int) -> int:
     """Return two thirds of n_ff times a factor, rounded up to a multiple, as in `transformers`."""
     name, several = "block_ffn_dim_multiplier", "block_multiple_of"
     expected = "a number from 2^-20 to 2^20"

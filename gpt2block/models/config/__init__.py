@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from gpt2block.checks import check_count, check_eps, check_token, meant, set_fields, several
+from gpt2block.checks import check_count, check_eps, check_token, nearest, set_fields, several
 from gpt2block.errors import Argument, CheckpointError, InputError, shown
 
 # The limits are far above all models' sizes. They bound the memory that a damaged file can request.
@@ -586,7 +586,7 @@ def size(name: str) -> GPT2Config:
         raise InputError(
             "unknown ",
             Argument("size"),
-            f" {name!r}: expected one of {', '.join(known)}{meant(name, known)}",
+            f" {name!r}: expected one of {', '.join(known)}{nearest(name, known)}",
         )
     return SIZES[ALIASES.get(name, name)]
 

@@ -165,7 +165,7 @@ def gpu_index(device: str | None) -> int:
     return index
 
 
-def rotated(host: Host, traffic: int) -> list[dict[str, Any]]:
+def input_copies(host: Host, traffic: int) -> list[dict[str, Any]]:
     """Return copies of the inputs in device memory that together exceed the L2 cache.
 
     A round over the copies moves CACHES times the size of the L2 cache; there are at most MAX_SETS

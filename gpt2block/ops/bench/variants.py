@@ -12,7 +12,7 @@ from gpt2block.cuda import doctor, timing
 from gpt2block.errors import InputError
 from gpt2block.ops import workload
 from gpt2block.ops.bench.ceilings import Ceilings
-from gpt2block.ops.bench.race import Contender, bind_copies, capture_bound, race, rotated
+from gpt2block.ops.bench.race import Contender, bind_copies, capture_bound, input_copies, race
 from gpt2block.ops.registry import Operation, Variant
 
 REPLAY_BYTES = 8 << 30  # total bytes that the calls in one graph move
@@ -64,7 +64,7 @@ def measure_variants(
     host, truth = workload.inputs_and_truth(operation, sizes, dtype, layout)
     counted = workload.counted_sizes(sizes, dtype)
     traffic = operation.workload.traffic(counted)
-    copies = rotated({str(i): array for i, array in enumerate(host)}, traffic)
+    copies = input_copies({str(i): array for i, array in enumerate(host)}, traffic)
     inputs = [tuple(each.values()) for each in copies]
     of = operation.name
     entrants = peers(inputs)

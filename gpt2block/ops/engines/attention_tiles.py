@@ -46,7 +46,7 @@ CACHED = 32 << 20  # bytes of K and V that the L2 cache is assumed to keep
 # --- float32
 
 
-def scored(geometry: Geometry, c: Call) -> Geometry:
+def with_scores(geometry: Geometry, c: Call) -> Geometry:
     """Return `geometry` with compile-time constants for the call's softmax scale and window."""
     window: Defines = () if c.window is None else (("ATT_WINDOW", c.window),)
     return geometry.with_defines((*float_define("ATT_SCALE", c.softmax_scale), *window))

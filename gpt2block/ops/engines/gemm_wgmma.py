@@ -105,7 +105,7 @@ def choose_tile(
     slices = ceil(K / SLICE)
 
     def us(tile: WgmmaGemmTile) -> float:
-        waves = _tiles(tile, M, N) / _at_once(tile, sms)
+        waves = _tiles(tile, M, N) / _concurrent_clusters(tile, sms)
         if tile.stream:
             ends = STREAM_K_US + ceil(waves) * tile.wave_us
             return tile.start_us + ends + waves * slices * tile.slice_us if waves >= 1 else inf
@@ -121,7 +121,7 @@ def _tiles(tile: WgmmaGemmTile, M: int, N: int) -> int:
     return ceil(M / (tile.rows * tile.shares)) * ceil(N / tile.columns)
 
 
-def _at_once(tile: WgmmaGemmTile, sms: int) -> int:
+def _concurrent_clusters(tile: WgmmaGemmTile, sms: int) -> int:
     """Estimated number of clusters that run at once. Clusters of 3+ blocks leave SMs unused."""
     return sms // tile.cluster if tile.cluster < 3 else 8 * sms // (9 * tile.cluster)
 
@@ -178,10 +178,10 @@ def geometry(
     ends = epilogue(hi_lo, gelu, residual, other_out, scaled)
     if not early:
         ends += (("GEMM_EARLY", 0),)
-    return launched(kernel, tile, M, N, sms, shared, ends), tile
+    return grid_geometry(kernel, tile, M, N, sms, shared, ends), tile
 
 
-def launched(
+def grid_geometry(
     kernel: str, tile: WgmmaGemmTile, M: int, N: int, sms: int, shared: int, ends: Defines
 ) -> Geometry:
     """Return the launch geometry of a kernel based on lib/matmul/wgmma.cuh, for a result (M, N).

@@ -20,7 +20,7 @@ from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
 from gpt2block.ops.operands import CHUNK, IN_ORDER, count_define
 from gpt2block.ops.operation import UnsupportedCall
-from gpt2block.ops.products import filled, gate_define, needs_mma, room
+from gpt2block.ops.products import gate_define, needs_mma, room, shared_for_blocks
 
 FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
 DIVIDED = f"{KERNEL}_parts"  # the kernel whose blocks divide K, and exchange sums in memory
@@ -211,7 +211,7 @@ def geometry(
     # The launch requests so much memory that no block of the next kernel starts next to these
     # blocks. Otherwise some multiprocessors would later run three blocks and others one. A decoding
     # step of a model with 7 billion weights takes 1.94 ms instead of 2.19 ms (H100).
-    shared = filled(max_shared + STATIC, blocks, memory.of(cut))
+    shared = shared_for_blocks(max_shared + STATIC, blocks, memory.of(cut))
     kernel = DIVIDED if cut.shares > 1 else KERNEL
     return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
 
@@ -228,19 +228,19 @@ def _cuts(
     fitting: Callable[[Iterable[WorkSplit]], list[WorkSplit]],
 ) -> list[WorkSplit]:
     """Return possible divisions of a product, as `fitting` keeps them. ends: ends of the ranges."""
-    few = _halved(min(M, JOINT_ROWS))
+    few = _halvings(min(M, JOINT_ROWS))
     cuts = fitting(WorkSplit(rows, parts, together=True) for rows in few)[:1]
     if holds and not norm and [cut.rows for cut in cuts] != few[:1]:
         most = JOINT_ROWS * min(MAX_TILES, MAX_HELD // (HELD * units))
-        held = (WorkSplit(rows, parts, True, held=True) for rows in _halved(min(M, most)) if most)
+        held = (WorkSplit(rows, parts, True, held=True) for rows in _halvings(min(M, most)) if most)
         cuts += fitting(held)[:1]
-    if not norm and [cut.rows for cut in cuts] != _halved(M)[:1]:
+    if not norm and [cut.rows for cut in cuts] != _halvings(M)[:1]:
         warps = [n for n in WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
-        rows = _halved(min(M, MAX_ROWS))
+        rows = _halvings(min(M, MAX_ROWS))
         if staged:
             warps = [n for n in (STAGED_WARPS, 4, 2, 1) if n in warps][:1]
             least = 1 if cuts else max(warps)  # if nothing else fits, blocks have empty rows
-            rows = [n for n in _halved(min(max(M, least), MAX_ROWS)) if n * terms**2 <= MAX_ROWS]
+            rows = [n for n in _halvings(min(max(M, least), MAX_ROWS)) if n * terms**2 <= MAX_ROWS]
         apart = (WorkSplit(n, each, together=False) for n in rows for each in warps)
         cuts += fitting(cut for cut in apart if cut.rows >= cut.warps or not staged)
     return cuts
@@ -260,7 +260,7 @@ def slot_bytes(name: str) -> int:
     return 2 * ROW_GROUP * (UNIT * TYPES[name].bits // 8 + TYPES[name].of_scales)
 
 
-def _halved(rows: int) -> list[int]:
+def _halvings(rows: int) -> list[int]:
     """Return a list of powers of two: the smallest that is at least `rows`, its half, ..., 1."""
     return [power_of_two(rows) >> i for i in range(power_of_two(rows).bit_length())]
 

@@ -22,7 +22,7 @@ from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
 from gpt2block.ops.operands import CHUNK, IN_ORDER, Operand, count_define
 from gpt2block.ops.operation import UnsupportedCall
-from gpt2block.ops.products import filled, gate_define, room
+from gpt2block.ops.products import gate_define, room, shared_for_blocks
 
 FILE, KERNEL = "matmul/decode/wgmma.cu", "decode_wgmma"
 GGUF_FILE, GGUF_KERNEL = "matmul/decode/wgmma_gguf.cu", "decode_wgmma_gguf"
@@ -366,9 +366,9 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     defines += gate_define(c.gelu) if gated else ()
     shared = launch_geometry.shared
     if in_blocks:
-        shared = filled(max_shared, tile.blocks, shared)
+        shared = shared_for_blocks(max_shared, tile.blocks, shared)
     elif tile.rows == OPERAND_ROWS:  # all shared memory: two blocks per SM would be slower
-        shared = filled(max_shared, 1, shared)
+        shared = shared_for_blocks(max_shared, 1, shared)
     file = GGUF_FILE if in_blocks else FILE
     launch_geometry = launch_geometry._replace(shared=shared)
     product = epilogue.launch(file, launch_geometry, defines, args, c.w)

@@ -13,7 +13,7 @@ from gpt2block.ops.engines.gemm_wgmma import (
     SLICE,
     WgmmaGemmTile,
     choose_tile,
-    launched,
+    grid_geometry,
     shared_bytes,
 )
 from gpt2block.ops.products import gate_define
@@ -108,7 +108,7 @@ def geometry(
     )
     kernel = "rmsnorm_matmul_wgmma" if matrices == 1 else "rmsnorm_ffn_wgmma"
     shared = shared_bytes(tile, 1, BUFFERS, tile.warpgroup[1] // tile.split_k)
-    return launched(kernel, tile, M, columns, sms, shared, ends), tile
+    return grid_geometry(kernel, tile, M, columns, sms, shared, ends), tile
 
 
 def rows_loaded(tile: WgmmaGemmTile, M: int) -> int:
