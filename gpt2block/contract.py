@@ -158,8 +158,8 @@ def takes(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     line: a contract (see `Contract.parse`), which describes arrays by argument name. An array may
     be None if None is its default, or if the contract allows it. Scalars are checked by name
-    (`checks.SCALARS`). The decorated function raises InputError; its attribute `contract` is the
-    contract.
+    (`checks.SCALARS`). The decorated function raises InputError; the attribute `contract` of the
+    function is the contract.
 
     Arrays of 16 bits are converted to float32, as 16-bit squares and sums overflow or are coarse.
     Results are rounded back to a 16-bit dtype if all arrays have it; matrices, float64 arrays and

@@ -62,7 +62,7 @@ class Argument(NamedTuple):
 
 
 class PrintableError(Exception):
-    """Base class of errors. It makes messages printable, because they may contain names from files.
+    """Base class of errors, which makes messages printable: they may contain names from files.
 
     parts: texts and Arguments, which are joined to the message; a part LINE begins a new line. If a
     message begins with the name of an argument and a colon, as in "stride: expected …", this name

@@ -598,9 +598,9 @@ class Model(Hinted, Generic[Weights]):
     ) -> ScoredTokens | list[ScoredTokens]:
         """Return the log-probabilities that `generate` computes for the tokens of continuations.
 
-        They have the bits that `generate` has computed, or would have computed if it had sampled
-        these tokens; `score` computes a text by other kernels, whose last bits differ. On a GPU, a
-        step computes up to 64 tokens.
+        The log-probabilities have the bits that `generate` has computed, or would have computed if
+        it had sampled these tokens; `score` computes a text by other kernels, whose last bits
+        differ. On a GPU, a step computes up to 64 tokens.
 
         continuations: the Generation or the token ids after a prompt, or a list of these for a list
         of prompts. options: the keywords of `generate`. Sampling changes no log-probability.

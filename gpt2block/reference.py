@@ -566,9 +566,9 @@ def gemm(
 ) -> Array:
     """Compute residual + f(a · w + bias) with optional residual, activation f and bias.
 
-    f is GELU if `gelu`, else the identity. With `up` (K, N), f(c) = silu(c) (a · up), or
-    gelu(c) (a · up) if `gelu`. a (..., K), w (K, N), bias (N,), residual (..., N) → (..., N).
-    split_k: whether a kernel may split the sums over K; it has no effect on this reference.
+    f is GELU if `gelu`, else the identity. With `up` (K, N), f(c) = silu(c) (a · up), or gelu(c) (a
+    · up) if `gelu`. a (..., K), w (K, N), bias (N,), residual (..., N) → (..., N). split_k: whether
+    a kernel may split the sums over K; the option has no effect on this reference.
     """
     return linear(a, w, bias, residual=residual, up=up, gelu=gelu)
 
@@ -690,8 +690,8 @@ def operand(x: Array) -> Array:
 def rope(x: Array, start: int = 0, theta: float = 10000.0, half_split: bool = False) -> Array:
     """Rotary position embedding: rotate each pair (r, i) to (r cos a - i sin a, r sin a + i cos a).
 
-    x (..., T, H, D), D even; row t has position start + t. Pair k consists of channels 2k and
-    2k + 1, or with `half_split` of k and k + D / 2. Its angle a is position / theta^(2k / D).
+    x (..., T, H, D), D even; row t has position start + t. Pair k consists of channels 2k and 2k +
+    1, or with `half_split` of k and k + D / 2. The angle a of pair k is position / theta^(2k / D).
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
     T, D = x.shape[-3], x.shape[-1]
@@ -1147,8 +1147,8 @@ def delta_spans(
     → (B, 6): first row, position of the first row, position after the last row; number of tokens of
     the state from which the pass continues, and its index, or -1 to begin with zeros; index of the
     state that the pass replaces. All are 0 for a slot without rows. The pass computes tokens after
-    its state again, at most REPLAYED. It replaces the other state by the state after its last row
-    or, with `steps`, after its first row, as later rows may be refused draft tokens. `held` is
+    its state again, at most REPLAYED. The pass replaces the other state by the state after its last
+    row or, with `steps`, after its first row, as later rows may be refused draft tokens. `held` is
     updated. A pass that runs again has the same result.
     """
     spans = np.zeros((len(held), 6), np.int32)

@@ -1,7 +1,7 @@
 """Compile and launch CUDA kernels through CuPy.
 
-`cupy` is a proxy of the module cupy. It imports CuPy on first use, and no other code imports CuPy,
-so that every module of the package can be imported without it.
+`cupy` is a proxy of the module cupy. The proxy imports CuPy on first use, and no other code imports
+CuPy, so that every module of the package can be imported without CuPy.
 
 Imports only checks and errors; every other room may import it.
 """

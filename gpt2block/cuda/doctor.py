@@ -99,8 +99,8 @@ class CuPy:
     nvrtc_error: str = ""
 
 
-# Distributions that install the package `cupy`. They are looked up by name, because reading the
-# metadata of all installed packages can take a tenth of a second.
+# Distributions that install the package `cupy`. These distributions are looked up by name, because
+# reading the metadata of all installed packages can take a tenth of a second.
 _CUPY = (
     "cupy",
     "amd-cupy",

@@ -69,10 +69,10 @@ NO_MAP = TensorMap(0, "uint8", (), (), ())  # argument for a parameter that a ke
 def tensor_map(array: CudaArray, box: tuple[int, ...]) -> TensorMap:
     """Return the tensor map of a CuPy array whose last axis is contiguous.
 
-    box: shape of the copied boxes, in the same axis order. Its last axis has 32, 64 or 128 bytes,
-    which determines the swizzle; other axes have at most 256 elements. The array and its rows must
-    be aligned to 16 bytes. In a kernel, the coordinates of a box start with the last axis. Elements
-    outside the array are read as zeros and are not written.
+    box: shape of the copied boxes, in the same axis order. The last axis of a box has 32, 64 or 128
+    bytes, which determines the swizzle; other axes have at most 256 elements. The array and its
+    rows must be aligned to 16 bytes. In a kernel, the coordinates of a box start with the last
+    axis. Elements outside the array are read as zeros and are not written.
     """
     return TensorMap(array.data.ptr, str(array.dtype.name), array.shape, array.strides, box)
 

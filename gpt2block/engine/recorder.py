@@ -108,7 +108,7 @@ class Arena:
         return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(owner, 0))
 
     def filled(self, name: str, rows: int, value: float) -> CudaArray:
-        """Return a float32 array (rows,) filled with `value`; it is not in the arena's buffer.
+        """Return a float32 array (rows,) filled with `value`, outside the arena's buffer.
 
         Arrays of the same name are shared by all layers.
         """
@@ -342,7 +342,7 @@ class Binder(Recorder):
     def _launches(
         self, step: Step, inputs: ArrayArgs, out: ArrayArg, kind: Hashable, places: tuple[int, ...]
     ) -> tuple[tuple[Launch, ...], tuple[CudaArray, ...]]:
-        """Return a step's launches and auxiliary arrays; they are derived once for all layers."""
+        """Return a step's launches and auxiliary arrays; one derivation serves all layers."""
         alike = step.op, out is None, kind, tuple(step.attrs)
         recipe, extra, further = self._recipes.get(alike, (None, (), ()))
         if recipe is not None:

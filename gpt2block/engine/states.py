@@ -55,8 +55,8 @@ class KeptStates:
     def longest(self, source: int, target: int, tokens: int) -> int:
         """Return the most tokens, up to `tokens`, whose state slot `source` has; 0 for none.
 
-        tokens: the number that the next text in slot `target` shares. Its pass keeps their state,
-        as more texts may share them.
+        tokens: the number that the next text in slot `target` shares. The pass of this text keeps
+        the state after these tokens, as more texts may share them.
         """
         self._shared[target] = tokens // SAVED * SAVED
         return max((n for slot, n in self._entries if slot == source and n <= tokens), default=0)

@@ -2,7 +2,7 @@
 
 Variants `mha` (skeleton.cu), `naive` (ladder.cu) and `online` (online.cu) in learn/attention
 compute in float32. Variants `mma` (mma.cu) and `wgmma` (wgmma.cu) in attention/prompt use tensor
-cores with float16 or bfloat16. They also take hi/lo matrices, with the accuracy of float32
+cores with float16 or bfloat16. Both variants also take hi/lo matrices, with the accuracy of float32
 (mma_hi_lo.cu, wgmma_hi_lo.cu).
 """
 

@@ -1,11 +1,11 @@
 """Llama's feed-forward in one kernel that writes partial sums; operations that add these sums.
 
 The kernels, matmul/decode/ffn_mma.cu and, for GGUF weights, ffn_mma_gguf.cu, compute up to four
-rows. They store one sum per split of the last product; a split is the range of K of one cluster.
-`linear_sums`, `rope_sums` and, in `gpt2block.ops.rmsnorm`, `rmsnorm_sums` add these sums to the
-residual stream when they load it. A row has the same bits as with `rmsnorm` (variant stream),
-`linear` (variant mma or gguf), `rope_append` and `silu_mul`. x_dtype rounds operands of products,
-as in `linear`.
+rows. The kernels store one sum per split of the last product; a split is the range of K of one
+cluster. `linear_sums`, `rope_sums` and, in `gpt2block.ops.rmsnorm`, `rmsnorm_sums` add these sums
+to the residual stream when they load it. A row has the same bits as with `rmsnorm` (variant
+stream), `linear` (variant mma or gguf), `rope_append` and `silu_mul`. x_dtype rounds operands of
+products, as in `linear`.
 """
 
 from __future__ import annotations

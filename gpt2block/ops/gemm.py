@@ -70,7 +70,7 @@ def _widen(c: Call) -> Any:
 
 
 def _prepare_widen(unchecked: UncheckedCall) -> Call:
-    """Check a call that converts w to float16. It applies scales of GGUF blocks, but not of FP8.
+    """Check a call that converts w to float16 and applies scales of GGUF blocks, but not of FP8.
 
     memory: array for out with at least as many elements, or None for a new array.
     """

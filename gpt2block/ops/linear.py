@@ -349,7 +349,7 @@ def _by_mma_gguf(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
 
 
 class Engine(NamedTuple):
-    """A kernel that multiplies rows of decoding. Its launches raise UnsupportedCall."""
+    """A kernel that multiplies rows of decoding. The functions raise UnsupportedCall."""
 
     name: str
     file: str
@@ -358,7 +358,7 @@ class Engine(NamedTuple):
     other: tuple[str, ...] = ()  # another kernel of `linear`
 
     def then(self, epilogue: Ends, prefix: str = "") -> Variant:
-        """Return the variant with an epilogue. Its name begins with `prefix`."""
+        """Return the variant with an epilogue. The name of the variant begins with `prefix`."""
 
         def launch(c: Call) -> Launches:
             return self.launch(c, epilogue)
@@ -433,8 +433,8 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call of `linear`, and list the variants to try.
 
     decoding: whether to use the variants for few rows, so that the bits of a row do not depend on
-    other rows. w: a WeightMatrix (N, K), or a HiLoMatrix for variants mma and mma_tiles.
-    x_bound: with a HiLoMatrix, the largest magnitude of x or its LayerNorm, by default 2^15; it
+    other rows. w: a WeightMatrix (N, K), or a HiLoMatrix for variants mma and mma_tiles. x_bound:
+    with a HiLoMatrix, the largest magnitude of x or its LayerNorm, by default 2^15; this bound
     determines the scale of x's terms. operand: the `Operand` in which x is stored
     (lib/operands.cuh), one of `operands_of`; None with gamma, and with x_bound, because hi/lo terms
     have a scale. to_operand: the `Operand` in which out is stored for another product with such

@@ -77,7 +77,7 @@ def check_operand(operand: Operand | None, channels: int, together: int = 1) -> 
 def written_dtype(unchecked: UncheckedCall, name: str) -> str:
     """Return the checked option dtype of a call, by default the dtype of out, or float32.
 
-    It is float32 if out is an `Operand`. name: operation, for the InputError otherwise.
+    The dtype is float32 if out is an `Operand`. name: operation, for the InputError otherwise.
     """
     dtype, to_operand = unchecked.options["dtype"], unchecked.options["to_operand"]
     if dtype is None:

@@ -151,10 +151,11 @@ class Operation:
 
     `bind` checks arguments and chooses one of `variants`. `options` maps its keyword arguments to
     their defaults, or to `REQUIRED`. `prepare` checks a call, by default with the contract alone.
-    It may choose another contract, raise errors that contracts cannot express, add values that
-    launches need, and name the preferred variants. If another operation binds the call, `prepare`
-    returns a `Bound`. `parts` are kernels that `prepare` or a variant selects and that are not
-    variants. `steps` are operations with other arguments that are listed in this operation's table.
+    `prepare` may choose another contract, raise errors that contracts cannot express, add values
+    that launches need, and name the preferred variants. If another operation binds the call,
+    `prepare` returns a `Bound`. `parts` are kernels that `prepare` or a variant selects and that
+    are not variants. `steps` are operations with other arguments that are listed in this
+    operation's table.
     """
 
     name: str

@@ -48,7 +48,7 @@ WGMMA_FROM = 2**28  # minimum multiplications for which wgmma's additional launc
 def _fused_head_dim(c: Call) -> int:
     """Return the argument head_dim of the tensor-core kernels; 0 if they do not fuse RoPE.
 
-    They fuse RoPE only for neighbouring channels, not for halves of a head.
+    The kernels fuse RoPE only for neighbouring channels, not for halves of a head.
     """
     return 0 if c.half_split else int(c.head_dim)
 

@@ -2,7 +2,7 @@
 
 `rope_qkv` (positions/rope_qkv.cu) returns the rows with Q and K rotated, in place if requested.
 `rope_append` (positions/rope_append.cu), for decoding, returns Q and writes K and V to a kv_cache.
-`rope_packed` is `rope_qkv` with separate frequencies (B, P) for each sequence; its argument row has
+`rope_packed` is `rope_qkv` with separate frequencies (B, P) for each sequence; the argument row has
 the sequence number of each row. `rope_append` and `rotations` take such frequencies, too.
 """
 

@@ -1,4 +1,4 @@
-"""Short convolution of LFM2 over rows [B | C | x]; its rows of u are keys in a kv_cache.
+"""Short convolution of LFM2 over rows [B | C | x]; the rows of u are keys in a kv_cache.
 
 Kernels: elementwise/short_conv.cu. A row has the same bits in a prompt and in a step of decoding.
 """

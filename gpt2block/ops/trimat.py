@@ -181,7 +181,7 @@ def trimat(
 
     The default variant is tri6 on GPUs of compute capability 7.5 or newer for heads of at most 128
     channels (112 with 64 KB of shared memory per block), else tri5. tri6 runs on tensor cores and
-    is at least as accurate as the other variants, which sum in float32. It splits each value into
+    is at least as accurate as the other variants, which sum in float32. tri6 splits each value into
     two float16 numbers, with a scale for each row. A value keeps 22 bits, counted from the largest
     value of its row. Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor
     Cores while surpassing the FP32 theoretical peak performance" (2022).

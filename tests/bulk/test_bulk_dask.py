@@ -508,7 +508,7 @@ interrupts.raise_on_interrupt()
 resource_tracker.ensure_running()
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the tracker's start has unblocked it
 try:
-    with cluster._uninterrupted():
+    with cluster._delay_interrupts():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
         print("ended")

@@ -23,8 +23,8 @@ def explain(
 ) -> None:
     """Write one forward pass as an HTML page: tokens, every step, attention, the next token.
 
-    The page shows each step's tensor, formula, kernel, time and error against float64. It is one
-    file that needs no network.
+    The page shows each step's tensor, formula, kernel, time and error against float64. The page is
+    one file that needs no network.
     """
     from gpt2block.engine import explain as explaining  # noqa: PLC0415
 

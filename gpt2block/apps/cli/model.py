@@ -191,8 +191,8 @@ def load_draft(
 ) -> None:
     """Load the draft model `name` (unless None), which drafts next tokens for a loaded model.
 
-    It has the loaded model's options, and the first GPU of a model on several. Prints a note on
-    stderr if `speculate` has no effect on the CPU.
+    The draft model has the loaded model's options, and runs on the first GPU of a model on several.
+    Prints a note on stderr if `speculate` has no effect on the CPU.
     """
     if speculate and loaded.device.startswith("CPU"):
         note_on_cpu("--speculate")

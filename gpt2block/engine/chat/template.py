@@ -42,7 +42,8 @@ class ChatTemplate:
     process.
 
     check: function that is called with each rendered text, before the characters of messages are
-    located in it, which takes several times as long as rendering. Its exceptions are raised.
+    located in the text, which takes several times as long as rendering. Exceptions of this function
+    are raised.
 
     tool_form: the form in which the model writes calls of tools, by default the form that the
     source shows; None if it is unknown. Calls in messages are written into the content in this form

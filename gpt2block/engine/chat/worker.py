@@ -1,11 +1,11 @@
 """Render a chat template in a separate process, which `gpt2block.engine.chat.template` starts.
 
-A template comes from a checkpoint. It cannot reach Python objects (jinja2's sandbox). The process
-has limits of memory and output, and its parent ends it after a time limit. The process reads and
-writes lines of JSON. The first line is the source of the template; the answer contains the names
-that the template reads. A line with an object contains the variables of a rendering; the answer is
-its text. A list after it contains names of variables; the answer contains the ranges of the text
-that come from their strings.
+A template comes from a checkpoint. The template cannot reach Python objects (jinja2's sandbox). The
+process has limits of memory and output, and its parent ends it after a time limit. The process
+reads and writes lines of JSON. The first line is the source of the template; the answer contains
+the names that the template reads. A line with an object contains the variables of a rendering; the
+answer is its text. A list after it contains names of variables; the answer contains the ranges of
+the text that come from their strings.
 
 To locate strings, each of their characters is replaced by another character, its mark. The template
 sees `MarkedText`, which compares, searches and splits like the string without marks; pieces and

@@ -82,9 +82,9 @@ class CudaCache:
     ) -> None:
         """caches: the caches of the layers that are stored; None for `config.layer_caches`.
 
-        They have fewer channels than the model's if a GPU has only some heads. continued: whether
-        later passes continue sequences, from states of gated delta nets. pool: whether other
-        sequences can continue from states, too.
+        These caches have fewer channels than the model's if a GPU has only some heads. continued:
+        whether later passes continue sequences, from states of gated delta nets. pool: whether
+        other sequences can continue from states, too.
         """
         caches = config.layer_caches if caches is None else caches
         self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES

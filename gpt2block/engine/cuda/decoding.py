@@ -133,8 +133,8 @@ class CudaDecoding:
     def _record_next(self, grammars: bool) -> None:
         """Record the step after the prompts, whose kernels are compiled while the prompts run.
 
-        It has one row per slot, or the least rows of the draft. grammars: whether a slot with
-        tokens left to sample has a grammar.
+        This step has one row per slot, or the least rows of the draft. grammars: whether a slot
+        with tokens left to sample has a grammar.
         """
         slots = self._running()
         together = self._draft.least_rows if self._draft and not grammars else 1

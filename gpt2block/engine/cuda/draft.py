@@ -25,7 +25,7 @@ from gpt2block.ops.sample_token import Slots, bind_place
 
 
 class Draft:
-    """A draft model that drafts next tokens. Its kv_cache has the same slots as the Decoding.
+    """A draft model that drafts next tokens, with a kv_cache of the Decoding's slots.
 
     If the larger model is on several GPUs, each GPU has a copy of the draft. All copies make the
     same draft tokens.

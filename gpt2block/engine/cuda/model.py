@@ -91,8 +91,8 @@ class CudaModel(CudaWeights):
     ) -> None:
         """shard: this GPU's part of a model on several GPUs; None if the model is on one GPU.
 
-        trunk: the model of which this one is the block that drafts tokens. They share a stream, and
-        the kind of prefill's products.
+        trunk: the model of which this one is the block that drafts tokens. The model and its block
+        share a stream, and the kind of prefill's products.
         """
         super().__init__(config, formats, f"cuda:{device}")
         if (nets := config.delta_nets) is not None:
@@ -142,7 +142,7 @@ class CudaModel(CudaWeights):
     def _draft_block(self) -> CudaModel | None:
         """Return the block that drafts tokens, in the memory of this model's tensors.
 
-        It has copies of the halves of w_eh; the whole matrix is then kept in host memory.
+        The block has copies of the halves of w_eh; the whole matrix is then kept in host memory.
         """
         config, whole = self.config.draft_config, f"{DRAFTING}w_eh"
         if config is None:
@@ -254,7 +254,7 @@ class CudaModel(CudaWeights):
         """Return a cache for sequences that no later call continues; layers share its memory.
 
         Attention on tensor cores needs no keys and values in the cache. repeats: whether the batch
-        was padded; its shapes will recur, so more of their programs are kept.
+        was padded; the shapes of a padded batch will recur, so more programs are kept.
         """
         count, longest = len(sequences), max(map(len, sequences))
         kept, most = self._scratch_caches, KEPT_SHAPES

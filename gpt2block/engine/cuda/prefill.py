@@ -85,7 +85,7 @@ class PrefillPrograms:
         return self._recordings[want]
 
     def _of_block(self, model: CudaPasses) -> dict[str, Any]:
-        """Return {name: tensor} of the block that drafts tokens; it reads each token's next one."""
+        """Return {name: tensor} of the block that drafts tokens and reads the following ones."""
         own = {**self._tensors, "tokens": self._tensors["targets"], **cache_tensors(self._drafting)}
         own |= model.block.prompt_weights(head=False)
         return {DRAFTING + name: each for name, each in own.items()}

@@ -64,7 +64,7 @@ def start_up(
     ]
     for done, part in enumerate(parts):
         yield done, len(parts)
-        # Skip a prefill that does not fit into memory; it is recorded when a prompt needs it.
+        # Skip a prefill that does not fit into memory; a prompt that needs this prefill records it.
         with model.running(), suppress(cupy.cuda.memory.OutOfMemoryError):
             part()
 

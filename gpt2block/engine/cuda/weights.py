@@ -131,7 +131,8 @@ def _read(array: AnyArray | Stored | InBlocks) -> Any:
 def _outputs(array: object, layout: str, spans: Sequence[tuple[int, int]]) -> tuple[Any, str]:
     """Return outputs of a matrix of a checkpoint, in ranges (begin, end), and their layout.
 
-    An array in device memory may be on another GPU. Its outputs are copied to the current GPU.
+    An array in device memory may be on another GPU. The outputs (rows) of the array are copied to
+    the current GPU.
     """
     if isinstance(array, (Stored, InBlocks)):
         return _read(array.of_spans(spans)), layout
@@ -235,7 +236,7 @@ class PromptWeights:
         return weights
 
     def _head_of_all(self) -> dict[str, ArrayArg]:
-        """Return lm_head for the logits of all tokens; it is converted to hi/lo on first use."""
+        """Return lm_head for the logits of all tokens; convert a hi/lo lm_head on first use."""
         head: Any = self._head
         if self.products == "hi_lo":
             name = hi_lo_of("lm_head" if self._bias is None else "head")

@@ -1,7 +1,7 @@
 """Collect the data of a block that a page shows in detail: Q, K, V and excerpts of products.
 
-A page has no room for all numbers. It holds some whole rows of x and some whole columns of W, so
-that it can compute the complete sum for each pair of a row and a column.
+A page has no room for all numbers. A page holds some whole rows of x and some whole columns of W,
+so that the page can compute the complete sum for each pair of a row and a column.
 """
 
 from __future__ import annotations

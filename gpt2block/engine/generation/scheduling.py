@@ -62,8 +62,8 @@ class SequenceScheduler(Generic[Item]):
     with one running sequence they start immediately, with many running sequences they start
     together. A sequence waits for at most as many steps as there are running sequences.
 
-    choose: function that selects a free slot for a sequence; its list begins with the slot that has
-    been free the longest. None: the lowest free slots.
+    choose: function that selects a free slot for a sequence; the list of slots begins with the slot
+    that has been free the longest. None: the lowest free slots.
     """
 
     def __init__(

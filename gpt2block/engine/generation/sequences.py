@@ -134,7 +134,8 @@ class TokenSequence:
         """Return a copy without tokenizer and stop strings, which knows token ids only.
 
         The sequence must have no tokens yet. The copy can be pickled, and generated in another
-        process. Its tokens are then added to this sequence, which finds the stop strings.
+        process. The tokens of the copy are then added to this sequence, which finds the stop
+        strings.
         """
         found = copy(self)
         found.ends = replace(self.ends, stop=(), encoding=None)
@@ -149,7 +150,7 @@ class TokenSequence:
         return Text(self.ends.stop)
 
     def start(self, slot: int) -> Start:
-        """Return the Start for a slot. Its ids: the prompt, or the last half of a full context."""
+        """Return the Start for a slot, with the ids of the prompt, or of half of a full context."""
         ids, sampled, occurred = self.prompt, len(self.tokens), None
         if sampled:
             occurred = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])

@@ -23,8 +23,8 @@ RUNS = 3  # number of runs when one step is timed
 class Functions(dict[str, Callable[..., Any]]):
     """The functions of operations: those of the reference, except for the given ones.
 
-    They do not check their arguments, which would take a quarter of a token's time. own: the given
-    functions. A copy looks functions of the reference up again, as they cannot be pickled.
+    These functions do not check arguments, which would take a quarter of a token's time. own: the
+    given functions. A copy looks functions of the reference up again, as they cannot be pickled.
     """
 
     def __init__(self, own: Mapping[str, Callable[..., Any]]) -> None:

@@ -251,7 +251,7 @@ class NumpyModel(NumpySteps, StoredModel):
     def decode(
         self, slots: int, n_ctx: int, fewer: bool = False, speculate: Drafts = False
     ) -> NumpyDecoding:
-        """Return a NumpyDecoding. It drafts nothing: BLAS results depend on the number of rows."""
+        """Return a NumpyDecoding without drafts, as BLAS results depend on the number of rows."""
         fewest = min(slots, SLOTS) if fewer else slots
         return NumpyDecoding(self, fewest, n_ctx, speculate == "forced")
 

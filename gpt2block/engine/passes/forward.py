@@ -43,9 +43,9 @@ class Pass(ABC):
     """The operations of a forward pass, and the Executor that runs its steps.
 
     Arguments of an operation are the names of its result and weights. `to` has the names of the
-    weights of the products that read the result, or of the step that reads it, such as "rope"; they
-    determine its format: floats, 16 bits, hi/lo or an `Operand`. With an empty `to`, the result is
-    float32. h is the prefix of a layer's names.
+    weights of the products that read the result, or of the step that reads the result, such as
+    "rope"; these names determine the format of the result: floats, 16 bits, hi/lo or an `Operand`.
+    With an empty `to`, the result is float32. h is the prefix of a layer's names.
     """
 
     do: Executor

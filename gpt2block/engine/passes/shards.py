@@ -169,7 +169,7 @@ class ModelShard:
         """Return the number of outputs that an all-gather of a product with this matrix returns.
 
         Return None if the product needs no all-gather. The padded copy of lm_head is named "head";
-        its number of outputs is rounded up to a multiple of MULTIPLE.
+        the number of outputs of "head" is rounded up to a multiple of MULTIPLE.
         """
         name = _plain(name)
         if name == "head":
@@ -254,7 +254,7 @@ def matrix_of(name: str) -> str:
 
 @dataclass(eq=False)
 class Columns:
-    """This GPU's columns of a result. They are gathered before the first step that reads it whole.
+    """This GPU's columns of a result, gathered before the first step that reads all columns.
 
     Columns that a kernel has sent are gathered earlier if another all-gather comes first. value:
     the array of the columns, or None after the all-gather. N: number of columns of the whole.

@@ -48,8 +48,8 @@ def chat_template(checkpoint: Checkpoint) -> tuple[str, dict[str, str]] | None:
 def chat_sampling(checkpoint: Checkpoint | None) -> dict[str, float]:
     """Return the default sampling options of a model's answers, as keywords of `generate`.
 
-    They come from generation_config.json; if it has no such options, CHAT_SAMPLING is returned.
-    Raises CheckpointError for values out of range.
+    The options come from generation_config.json; if it has no such options, CHAT_SAMPLING is
+    returned. Raises CheckpointError for values out of range.
     """
     given = checkpoint.generation_config() if checkpoint else {}
     found = {name: given[name] for name in OPTIONS if given.get(name) is not None}

@@ -41,8 +41,8 @@ def chosen(
 ) -> EmbeddingDefaults:
     """Return pooling and normalize, with the model's own value in the place of None.
 
-    defaults: returns the model's own values. It is called only if a value is None, because it can
-    raise CheckpointError.
+    defaults: function that returns the model's own values, called only if a value is None, because
+    the function can raise CheckpointError.
     """
     own = defaults() if pooling is None or normalize is None else EmbeddingDefaults()
     return EmbeddingDefaults(

@@ -23,7 +23,8 @@ _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recursio
 _MODEL = ("type", "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
           "ignore_merges")  # fmt: skip
 _INNER = ("normalizers", "pretokenizers", "decoders", "processors")
-# Gemma's pre-tokenizer splits at spaces. It has no effect: the normalizer has replaced all spaces
+# Gemma's pre-tokenizer splits at spaces. This splitting has no effect: the normalizer has replaced
+# all spaces
 _AT_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious",
               "invert": False}  # fmt: skip
 

@@ -25,7 +25,7 @@ _REVISION = re.compile(r"\w[\w.-]*(/[\w-][\w.-]*)*")
 
 
 class _MissingError(Exception):
-    """Raised for a file that the cache or the repository lacks; its argument is the file's name."""
+    """Raised with the name of a file that the cache or the repository lacks."""
 
 
 def check_revision(revision: str) -> None:

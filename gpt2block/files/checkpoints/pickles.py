@@ -2,9 +2,9 @@
 
 A pickle is a program for a stack machine. Python's own `pickle.Unpickler` imports and calls the
 functions that the program names, and allocates the sizes that it declares. This interpreter knows
-the opcodes that Python 3 writes in protocol 2, the protocol of `torch.save`. It imports nothing: a
-name refers to an entry of the caller's allow-list, and a call runs the caller's function of that
-name. `MAX_BYTES` and `MAX_OPCODES` bound memory and time.
+the opcodes that Python 3 writes in protocol 2, the protocol of `torch.save`. The interpreter
+imports nothing: a name refers to an entry of the caller's allow-list, and a call runs the caller's
+function of that name. `MAX_BYTES` and `MAX_OPCODES` bound memory and time.
 
 `pickletools` of Python describes the opcodes, and reads their arguments.
 """
@@ -29,7 +29,7 @@ Function = Callable[[tuple[Any, ...]], object]  # receives the arguments of a pi
 
 @dataclass(frozen=True)
 class GlobalName:
-    """The full name of a global (a class or function) in a pickle; it is not imported."""
+    """The full name of a global (a class or function) in a pickle; the global is not imported."""
 
     text: str
 

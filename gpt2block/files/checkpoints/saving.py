@@ -53,9 +53,9 @@ def save_pretrained(
     Checkpoint, whose tokenizer files are copied; by default the files of `weights` if it is a
     Checkpoint. The generation_config.json of a Checkpoint is copied, too.
 
-    `overwrite` is required to replace a model in the directory. It removes the old model's configs,
-    weights (including PyTorch's), shards and tokenizer files even if the new model has no file of
-    that name; other files stay. An error before the new files are complete changes nothing.
+    `overwrite` is required to replace a model in the directory. Replacing removes the old model's
+    configs, weights (including PyTorch's), shards and tokenizer files even if the new model has no
+    file of that name; other files stay. An error before the new files are complete changes nothing.
     Temporary files of a killed process are removed (`files.temporary_folder`). Returns the
     directory.
 
@@ -274,7 +274,7 @@ def as_in_files(
 def _with_spans(
     whole: np.ndarray, rows: np.ndarray, spans: Iterable[tuple[int, int]]
 ) -> np.ndarray:
-    """Return `whole` with `rows` in ranges of its rows; it grows to the end of the last range."""
+    """Return `whole`, grown to the end of the last range, with `rows` in these ranges of rows."""
     places = np.concatenate([np.arange(*span) for span in spans])
     found = np.empty((max(len(whole), places.max() + 1), *rows.shape[1:]), rows.dtype)
     found[: len(whole)] = whole

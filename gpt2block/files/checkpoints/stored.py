@@ -178,7 +178,8 @@ def same(a: Stored, b: Stored) -> bool:
 def equal(a: Stored, b: Stored) -> bool:
     """Return whether two tensors of equal shape have the same numbers; NaN equals NaN.
 
-    They are read in pieces, unless both are the same tensor in a file. Raises CheckpointError.
+    The tensors are read in pieces, unless both are the same tensor in a file. Raises
+    CheckpointError.
     """
     if (a.file, a.offset, a.dtype) == (b.file, b.offset, b.dtype):
         return True

@@ -65,10 +65,11 @@ class Encoding(Protocol):
 class TokenizersEncoding:
     """An `Encoding` that encodes with Hugging Face's package tokenizers.
 
-    definition: text of a tokenizer.json with a decoder. Its vocabulary is byte-level, or with
-    `byte_fallback` like SentencePiece's, in which tokens such as <0x0A> stand for bytes. Ids are
-    the same as from `Tokenizer.encode(text, add_special_tokens=False)` without truncation and
-    padding (the defaults of transformers), and texts the same as from `Tokenizer.decode`.
+    definition: text of a tokenizer.json with a decoder. The vocabulary of the tokenizer is
+    byte-level, or with `byte_fallback` like SentencePiece's, in which tokens such as <0x0A> stand
+    for bytes. Ids are the same as from `Tokenizer.encode(text, add_special_tokens=False)` without
+    truncation and padding (the defaults of transformers), and texts the same as from
+    `Tokenizer.decode`.
 
     prefix: ids that the tokenizer adds before every text, such as the id of <s>;
     `tokenizer.encode` adds them. suffix: ids that the tokenizer adds after every text;
@@ -317,8 +318,8 @@ def marks_of(text: str, spans: Spans) -> bytearray:
 def without_names(text: str, names: Iterable[str], marks: bytearray) -> str:
     """Return the text with one character replaced in each name that has a marked character.
 
-    The length stays the same. The replacement is a private-use character; it replaces a marked
-    character, if possible one that is not white space.
+    The length stays the same. The replacement is a private-use character; this character replaces a
+    marked character, if possible one that is not white space.
     """
     if 1 not in marks:
         return text

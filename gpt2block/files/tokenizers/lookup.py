@@ -51,8 +51,8 @@ class Lookup:
     def local_encoding(self) -> Encoding | None:
         """The tokenizer if its files are stored next to the weights or at `path`; else None.
 
-        Unlike `encoding`, this never downloads a tokenizer. It is used if inputs are token ids.
-        Raises CheckpointError for a path without a tokenizer.
+        Unlike `encoding`, this property never downloads a tokenizer; it is used if inputs are token
+        ids. Raises CheckpointError for a path without a tokenizer.
         """
         if self._path is not None:
             return self.encoding

@@ -268,8 +268,8 @@ class Gemma4Config(Gemma3Config):
 def _overridden(overrides: object, fields: Mapping[str, Any]) -> Any:
     """Return the head size of layers without a window that per_layer_config states.
 
-    The package `transformers` writes this key in place of global_head_dim; it is empty if all
-    layers have the same head size.
+    The package `transformers` writes this key in place of global_head_dim; the value is empty if
+    all layers have the same head size.
     """
     if overrides == {}:
         return fields["head_size"]

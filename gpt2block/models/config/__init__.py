@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 from gpt2block.checks import check_count, check_eps, check_token, nearest, set_fields, several
 from gpt2block.errors import Argument, CheckpointError, InputError, shown
 
-# The limits are far above all models' sizes. They bound the memory that a damaged file can request.
+# The limits are far above all models' sizes. The limits bound the memory that a damaged file can
+# request.
 LIMITS: Mapping[str, int] = {
     "n_layer": 10_000,
     "n_head": 2**16,
@@ -619,7 +620,7 @@ def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _drafting_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return a dict of names and shapes of the block that drafts tokens, without shared tensors.
 
-    Its matrices `HALVES` are one matrix w_eh, which has the inputs of both.
+    The matrices `HALVES` of this block are one matrix w_eh, which has the inputs of both.
     """
     if (of := config.draft_config) is None:
         return {}
@@ -641,7 +642,8 @@ def product_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def state_shapes(config: ModelConfig, slots: int) -> dict[str, tuple[int, ...]]:
     """Return a dict of names and shapes of the arrays for states of gated delta nets.
 
-    They are `reference.delta_rule`'s state and recent of each layer, and `held` of all layers.
+    The arrays are `state` and `recent` of each layer, see `reference.delta_rule`, and `held` of all
+    layers.
     """
     of, found = config.delta_nets, dict[str, tuple[int, ...]]()
     for n, delta in enumerate(() if of is None else of.layers):

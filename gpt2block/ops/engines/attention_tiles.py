@@ -2,7 +2,7 @@
 
 Variant `online`, in float32, keeps tiles of Q, K and V in shared memory; `attention_cached` uses
 the same tiles. Tensor-core kernels keep a ring of tiles of K and V in shared memory, and the
-queries in registers or in shared memory. They take heads of 64, 128 or 256 channels.
+queries in registers or in shared memory. These kernels take heads of 64, 128 or 256 channels.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ WGMMA_TILE = 128  # queries per tile, and keys per tile, of variant wgmma
 # Threads of wgmma's kernels: two consumer warpgroups, 1 warp that copies, 3 warps that write the
 # kv_cache
 WGMMA_THREADS = 384
-# WGMMA_SHARED: bytes of shared memory per block, by channels per head. They hold tiles of K and V
-# (eight for 64 channels, four for 128), two tiles of queries, a tile of output, and barriers.
+# WGMMA_SHARED: bytes of shared memory per block, by channels per head. The memory holds tiles of K
+# and V (eight for 64 channels, four for 128), two tiles of queries, a tile of output, and barriers.
 WGMMA_SHARED = {64: 181408, 128: 230496}
 # Constants of the kernel whose two warpgroups process alternate groups of 128 keys: channels per
 # head, queries per tile, and bytes of shared memory, including the second warpgroup's sums.
@@ -37,7 +37,7 @@ ALTERNATE_HEAD, ALTERNATE_TILE, ALTERNATE_SHARED = 64, 64, 199840
 WGMMA_MAX_TILES = 2**30 - 1  # maximum tiles per launch: range of the kernels' counters
 WGMMA_HI_LO_HEAD = 64  # channels per head that wgmma supports for a HiLoMatrix
 WGMMA_HI_LO_TILE = 64  # queries per tile, and keys per tile, for a HiLoMatrix
-# WGMMA_HI_LO_SHARED: bytes of shared memory per block. They hold eight tiles of K and V, two
+# WGMMA_HI_LO_SHARED: bytes of shared memory per block. The memory holds eight tiles of K and V, two
 # tiles of queries, the sums that the second warpgroup passes to the first, barriers and padding.
 WGMMA_HI_LO_SHARED = 184480
 CACHED = 32 << 20  # bytes of K and V that the L2 cache is assumed to keep

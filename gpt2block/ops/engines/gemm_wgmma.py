@@ -48,11 +48,11 @@ class WgmmaGemmTile(NamedTuple):
 
 
 # start_us, slice_us and wave_us are fitted to products of GPT-2 (M from 128 to 8192) and of Llama
-# 7B (M from 512 to 2048). They were measured in sequences of overlapping launches, which separate
-# the three times only roughly. slice_us is mostly shared-memory traffic: writing the slice, and
-# reading its rows for wgmma. Epilogues take little time if each warpgroup has its own tile. For
-# tiles with 176 columns, times are estimated from tiles with 192 columns. For N = 11008, 176
-# columns save 4 % of the time at 1,024 rows and nothing at 512 rows.
+# 7B (M from 512 to 2048). The times were measured in sequences of overlapping launches, which
+# separate the three times only roughly. slice_us is mostly shared-memory traffic: writing the
+# slice, and reading its rows for wgmma. Epilogues take little time if each warpgroup has its own
+# tile. For tiles with 176 columns, times are estimated from tiles with 192 columns. For N = 11008,
+# 176 columns save 4 % of the time at 1,024 rows and nothing at 512 rows.
 TILES = (
     WgmmaGemmTile(128, 192, (128, 192), 4, 64, 1, 2, 2.4, 0.437, 1.1),
     WgmmaGemmTile(128, 192, (64, 192), 4, 64, 1, 2, 0.8, 0.436, 2.5),

@@ -46,9 +46,9 @@ class CallReader:
     names: functions that may be called. held: whether the answer is held to a grammar of `lark`;
     then the arguments of a call are returned as they arrive, and a call that is cut is returned
     without its end, if its name is certain. Otherwise a call is returned when all of it has been
-    read. It must have one of these names and a JSON object of arguments, or else it is returned as
-    text. White space next to a call is left out unless text follows it. texts: whether a held
-    answer has text around its calls, text instead of calls, or none.
+    read. A call must have one of these names and a JSON object of arguments; otherwise the call is
+    returned as text. White space next to a call is left out unless text follows it. texts: whether
+    a held answer has text around its calls, text instead of calls, or none.
 
     count: number of calls that have begun. cut: whether the answer ended within its last call.
     """
