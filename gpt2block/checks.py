@@ -80,7 +80,7 @@ def check_integer(name: str, value: Any, least: float, most: float, expected: st
 
 
 def check_span(begin: Any, end: int, N: int, multiple: int = 1) -> None:
-    """Raise InputError unless begin and end are the borders of a shard of N outputs of a matrix.
+    """Raise InputError unless begin and end bound a shard of a matrix with N outputs.
 
     Borders are multiples of `multiple`, except the end of the matrix.
     """

@@ -564,7 +564,7 @@ class Model(Hinted, Generic[Weights]):
         """Return the Score of a text or token ids: its log-likelihood, perplexity, bits per byte.
 
         Returns a Score, whose `tokens` hold the log-probability and surprisal of every token; for a
-        list of texts or of sequences of ids, a list of Scores.
+        list whose items are texts or sequences of ids, a list of Scores.
 
         Windows of n_ctx tokens slide by `stride` (None: n_ctx // 2), see `scoring.score`.
         tokens_at_once: tokens of the windows computed together; on a GPU, results do not depend on

@@ -1197,9 +1197,9 @@ def delta_inputs(
     x (N, D + V), rows [q | k | v | z] with D channels of q, k and v; ba (N, 2H), rows [b | a] for H
     heads of v; conv (D, 1, 4); rate, dt_bias (H,); spans: from `delta_spans` → rows [q | k | v |
     decay | β]. Each channel of q, k and v is a weighted sum of 4 tokens, a causal convolution, then
-    SiLU. Each of the n_k_head heads of k_size channels of q and of k is divided by its Euclidean
-    norm, and q also by the square root of k_size. decay = exp(-rate softplus(a + dt_bias)),
-    β = sigmoid(b). The first N rows of the result are those of x. Rows of tokens that are computed
+    SiLU. q and k have n_k_head heads of k_size channels. Each head is divided by its Euclidean
+    norm, and q also by the square root of k_size. decay = exp(-rate softplus(a + dt_bias)), β =
+    sigmoid(b). The first N rows of the result are those of x. Rows of tokens that are computed
     again follow: 7 for each slot, undefined if unused. state, recent: as for `delta_rule`.
     """
     D, H, K = len(conv), len(rate), n_k_head * k_size

@@ -193,7 +193,7 @@ class Sampling:
 
 
 def _ranges(kind: str) -> dict[str, Range]:
-    """Return the ranges of valid values of Sampling's fields of this type, by name."""
+    """Return {name: range of valid values} for the fields of this type in Sampling."""
     ranges = {each.name: meaning_of(each).range for each in fields(Sampling) if each.type == kind}
     return {name: limits for name, limits in ranges.items() if limits}
 

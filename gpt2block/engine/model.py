@@ -243,7 +243,7 @@ def short_and_long(config: ModelConfig) -> NDArray[np.float64]:
 
 
 class KVCache(Protocol):
-    """The keys and values of a batch of sequences of up to `n_ctx` tokens each."""
+    """The keys and values of a batch, up to `n_ctx` tokens per sequence."""
 
     kind: CacheKind
     batch: int
@@ -368,7 +368,7 @@ def new_states(config: ModelConfig, slots: int, library: Any, kept: bool = True)
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Return the bytes of the states of gated delta nets of one sequence."""
+    """Return the bytes that gated delta nets store per sequence."""
     return 4 * sum(map(math.prod, state_shapes(config, 1).values()))
 
 

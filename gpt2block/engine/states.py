@@ -20,7 +20,7 @@ ENTRIES = 4  # entries of the pool per slot
 
 
 def pool_shapes(config: ModelConfig, slots: int, n_ctx: int) -> dict[str, tuple[int, ...]]:
-    """Return {tensor name: shape} of the pool of each layer, and of the entries to write."""
+    """Return {tensor name: shape} of each layer's pool, and of the entries to write."""
     of = config.delta_nets
     if of is None:
         return {}

@@ -367,7 +367,7 @@ def _check_cache(c: Call) -> None:
 
 
 def checked_heads(n_head: object, n_kv_head: object) -> tuple[int, int]:
-    """Return checked numbers of heads of Q and of K. n_kv_head None: K has as many heads as Q.
+    """Return the checked numbers of heads in Q and in K. n_kv_head None: K has as many heads as Q.
 
     Raises InputError.
     """

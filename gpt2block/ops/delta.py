@@ -39,7 +39,7 @@ def check_heads(n_k_head: int, n_v_head: int, k_size: int, v_size: int) -> None:
 
 
 def _sizes(c: Call) -> tuple[int, int, int, Defines]:
-    """Return channels of q, k and v, heads of v, channels of a head of v, and macros of sizes.
+    """Return the channels of [q | k | v], the heads of v, v's channels per head, and macros.
 
     Raise InputError if the kernels cannot compute the heads, or load vectors of the arrays.
     """

@@ -56,7 +56,7 @@ def widen(c: Call) -> tuple[Launch, ...]:
 
 @variant("gguf", FILE, "gguf_row_norms")
 def row_norms(c: Call) -> tuple[Launch, ...]:
-    """Write the sum of squares of each row of w · gamma to `squares`."""
+    """Write the sum of squares of each row in w · gamma to `squares`."""
 
     def of_range(data: CudaArray, defines: Defines, begin: int, rows: int) -> Launch:
         geometry = Geometry("gguf_row_norms", (ceil(rows / ROW_GROUP),), (WARP,), defines=defines)

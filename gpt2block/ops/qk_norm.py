@@ -34,7 +34,7 @@ MAX_TOGETHER = 4  # maximum heads per team (threads that process a head together
 
 @lru_cache(maxsize=1024)
 def choose_geometry(kernel: str, B: int, N: int, heads: int, D: int, sms: int) -> Geometry:
-    """Return the launch geometry for B sequences of N rows of `heads` heads of D channels each.
+    """Return the launch geometry for B sequences, N rows, `heads` heads and D channels per head.
 
     sms: multiprocessors of the GPU. The order of additions depends only on D. If there are enough
     threads, each processes several heads.

@@ -96,7 +96,7 @@ def _append(c: Call) -> Launch:
 
 
 def heads_to_append(c: Call) -> tuple[int, int]:
-    """Return n_head and n_kv_head of rows qkv of heads of 2P channels, and of a kv_cache k, v.
+    """Return n_head and n_kv_head for rows qkv with heads of 2P channels, and for a kv_cache k, v.
 
     Raises InputError if the rows or the kv_cache have other sizes.
     """

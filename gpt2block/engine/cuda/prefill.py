@@ -219,7 +219,7 @@ def start_kind(
 ) -> tuple[int, int, bool, int]:
     """Return `rows`, `longest`, `continued` and `ends` of `programs_of` for `count` sequences.
 
-    total, longest: number of tokens of all sequences, and of the longest sequence.
+    total, longest: tokens in all sequences, and in the longest one.
     """
     ends = rounded_up(count, 2)
     rows = max(rounded_up(total, 16 if cache.batch == 1 else 4), ends)

@@ -379,7 +379,7 @@ def _from_bin(path: Path) -> Tokens:
 
 
 def is_list(text: object) -> bool:
-    """Return whether `text` is a list or tuple of texts or of sequences of ids."""
+    """Return whether `text` is a list or tuple whose items are texts or sequences of ids."""
     return isinstance(text, (list, tuple)) and any(
         isinstance(entry, str) or np.ndim(entry) for entry in text
     )

@@ -1,4 +1,4 @@
-"""Compare the steps of a block, and of every layer of a model, with float64."""
+"""Compare the steps of a block, and every layer of a model, with float64."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
 def compare(engine: TracedEngine, ids: Ids, cached: bool) -> Comparisons:
     """Compare every step of a forward pass of ids with float64, as `Block.compare` does.
 
-    cached: compare the decoding step of the last token of ids instead of the whole pass.
+    cached: compare the decoding step for the last id instead of the whole pass.
     """
     traced = engine.trace(ids, cached)
     return compare_tensors(engine, ids, cached, exact_tensors(engine, ids), traced)

@@ -16,7 +16,7 @@ from gpt2block.models.architectures.architecture import To
 from gpt2block.models.config import ModelConfig, model_shapes
 from gpt2block.ops.layernorm import layernorm_bound
 
-# A function of the names of a matrix and of a vector γ, or "" for ones: it returns upper bounds of
+# A function whose arguments name a matrix and a vector γ ("" for ones): it returns upper bounds of
 # the Euclidean norms of the rows (N, K) of the matrix, each column multiplied by its γ.
 RowNorms = Callable[[str, str], np.ndarray]
 AND_1 = "_and_1"  # ends the name of the tensor 1 + w, for the weights w of a norm

@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 class NewTokens(NamedTuple):
     """Rows [Q | K | V] of new tokens. Attention norms and rotates their heads, and appends K and V.
 
-    norms: the weights of the norms of heads of q and of k.
+    norms: names of weights, for the norms of q's heads and of k's heads.
     """
 
     rows: Value

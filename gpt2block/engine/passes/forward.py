@@ -132,8 +132,8 @@ class Pass(ABC):
     def qkv(self, h: str, x: Value, norms: To = ()) -> Value:
         """Compute queries, keys and values, with RoPE applied if the architecture has it.
 
-        norms: the weights of the norms of the heads of q and of k, which precede RoPE; () if the
-        architecture has no such norms.
+        norms: names of weights, for the norms of q's heads and of k's heads, which precede RoPE; ()
+        if the architecture has no such norms.
         """
 
     def queries(self, h: str, x: Value, norm: str) -> Value:

@@ -44,8 +44,8 @@ def dtype_of(kind: int) -> str:
 class Encoded(Stored):
     """A tensor of a GGUF file.
 
-    kind: number of the tensor's GGUF type. length: its size in bytes. heads: number of heads of a
-    tensor of Q or K, whose rows are reordered; 0 for other tensors. added: constant that the
+    kind: number of the tensor's GGUF type. length: its size in bytes. heads: number of heads in a
+    tensor for Q or K, whose rows are reordered; 0 for other tensors. added: constant that the
     file's values contain in addition to the model's. negated: whether the file's values are -exp of
     the model's.
     """

@@ -3,8 +3,8 @@
 Layers without a window have larger heads, and RoPE that rotates a part of their channels. Scores
 are not scaled; values have a norm without weights. The last layers have queries only, and read the
 keys and values of the last earlier layer of their kind. After the feed-forward, a gated projection
-adds a row that each token has for each layer: the sum of a row of a table and of a projection of
-the embedding. The block's output is multiplied by a scalar. Mixtures of experts are refused.
+adds a row that each token has for each layer: the sum of a table's row and a projection of the
+embedding. The block's output is multiplied by a scalar. Mixtures of experts are refused.
 
 Source: Gemma4 in `transformers`.
 """

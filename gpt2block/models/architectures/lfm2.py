@@ -83,7 +83,7 @@ class Lfm2Config(LlamaConfig):
         return tuple(of_conv[n] if self.conv_layers[n] else each for n, each in caches)
 
     def block_shapes(self) -> Shapes:
-        """Return {name: shape} of the tensors of both kinds of layers."""
+        """Return {name: shape} of the tensors in both kinds of layers."""
         C, D = self.n_embd, (self.head_size,)
         shapes = {**super().block_shapes(), "gamma_q": D, "gamma_k": D}
         if any(self.conv_layers):

@@ -38,7 +38,7 @@ def attention(
 ) -> Value:
     """Compute a block's first half, attention, with RoPE applied to q and k.
 
-    gamma: the name of the norm's weights. norms: names of the weights of norms of q and of k.
+    gamma: the name of the norm's weights. norms: names of weights, for the norms of q and k.
     """
     y = o.norm(f"{h}rms1", x, f"{h}{gamma}", to=(f"{h}w_qkv",))
     y = o.qkv(h, y, tuple(f"{h}{name}" for name in norms))

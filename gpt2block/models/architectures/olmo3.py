@@ -66,7 +66,7 @@ def attention(o: Any, h: str, x: Value) -> Value:
 
 
 def constants(config: Olmo3Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return {name: tensor} of RoPE frequencies, and of weights of the norms of q and k.
+    """Return {name: tensor} for RoPE's frequencies and the norms of q and k.
 
     In layers without a window, the weights are multiplied by YaRN's factor.
     """

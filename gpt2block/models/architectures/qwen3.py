@@ -1,4 +1,4 @@
-"""Qwen3: Llama's block with a norm of each head of q and of k before RoPE.
+"""Qwen3: Llama's block, in which each head of q and k is normalized before RoPE.
 
 The dense models, 0.6B to 32B, have a separate head size. Source: Qwen Team, "Qwen3
 Technical Report" (2025), and Qwen3 in `transformers`.

@@ -158,7 +158,7 @@ class Qwen35Config(PartlyRotatedConfig):
         return tuple(LayerCache(layer, width, width) for layer, width in enumerate(widths))
 
     def block_shapes(self) -> Shapes:
-        """Return {name: shape} of the tensors of both kinds of blocks."""
+        """Return {name: shape} of the tensors in both kinds of blocks."""
         return {**self._shapes(any(self.delta_layers)), **self._shapes(False)}
 
     def shapes_of(self, layer: int) -> Shapes:

@@ -132,8 +132,8 @@ class LayerEmbeddings(NamedTuple):
 class DeltaNets(NamedTuple):
     """The sizes of a model's gated delta nets, layers that keep a matrix for each head.
 
-    layers: whether each layer is one. n_k_head heads of k_size channels of q and of k, n_v_head
-    heads of v_size channels of v. tiled: as in `reference.delta_rule`.
+    layers: whether each layer is one. q and k have n_k_head heads of k_size channels, v has
+    n_v_head heads of v_size channels. tiled: as in `reference.delta_rule`.
     """
 
     layers: tuple[bool, ...]
@@ -322,7 +322,7 @@ class ModelConfig(ABC):
         """
 
     def shapes_of(self, layer: int) -> Shapes:
-        """Return a dict of names and shapes of the tensors of one layer's block."""
+        """Return {name: shape} for the tensors of one layer's block."""
         return self.block_shapes()
 
     @property
@@ -654,7 +654,7 @@ def state_shapes(config: ModelConfig, slots: int) -> dict[str, tuple[int, ...]]:
 
 
 def shapes_in_blocks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return a dict of names and shapes of the tensors of all blocks, in the package's order.
+    """Return {name: shape} for the tensors of all blocks, in the package's order.
 
     Names are `h.N.` and a name of `config.shapes_of(N)`. Matrices are (in, out).
     """

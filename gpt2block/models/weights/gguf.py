@@ -81,9 +81,9 @@ TYPES: Mapping[str, BlockType] = {
 class GgufMatrix(WeightMatrix):
     """A weight matrix (K, N) in blocks of GGUF, layout "NK".
 
-    data: uint8 in the order of the kernels, NumPy or CuPy. ranges: (type, number of outputs) of
-    each range of outputs. inputs: K. x @ matrix and matrix[ids] decode some rows at a time. scale:
-    None, or scales of the outputs from `times`, which only prompts use.
+    data: uint8 in the order of the kernels, NumPy or CuPy. ranges: (GGUF type, number of outputs)
+    for each range of outputs. inputs: K. x @ matrix and matrix[ids] decode some rows at a time.
+    scale: None, or scales of the outputs from `times`, which only prompts use.
     """
 
     __array_ufunc__ = None  # makes NumPy call __rmatmul__ for x @ matrix

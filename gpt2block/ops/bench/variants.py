@@ -130,7 +130,7 @@ def rounds_for(copies: int, traffic: int) -> int:
 
 
 def ceiling_for(ceilings: Ceilings, dtype: str) -> float:
-    """Return the TFLOP/s of cuBLAS with which products of arrays of `dtype` are compared."""
+    """Return cuBLAS's TFLOP/s, with which products in `dtype` are compared."""
     return ceilings.tflop_s["float32" if dtype == "float32" else "float16"]
 
 

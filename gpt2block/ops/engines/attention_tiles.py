@@ -146,7 +146,7 @@ class AttentionSizes(NamedTuple):
         return (("ATT_CAUSAL", int(self.causal)), *tensor_heads_defines(self.HS, self.serves))
 
     def tiles(self, queries: int) -> int:
-        """Return the number of tiles of `queries` rows of a head."""
+        """Return the number of a head's tiles, which have `queries` rows each."""
         return self.B * self.NH * ceil(self.T / queries)
 
     def together(self, itemsize: int = 2) -> int:
@@ -364,7 +364,7 @@ def mma_keys(HS: int) -> int:
 
 
 def mma_stage(HS: int, keys: int = 64) -> int:
-    """Bytes of a ring stage: rows of 16 bits of K and V of so many keys."""
+    """Bytes of a ring stage: 16-bit rows of K and V for `keys` keys."""
     return 2 * keys * _row_bytes(HS)
 
 

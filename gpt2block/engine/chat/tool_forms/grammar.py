@@ -73,7 +73,7 @@ def _start(form: ToolForm, required: bool, several: bool) -> str:
 
 
 def _body(form: ToolForm, several: bool, literal: Callable[[str], str]) -> str:
-    """Return the rule of the text after the beginning of a call or of a list of calls."""
+    """Return the rule for the text that follows the beginning of a call or a list of calls."""
     line = json.dumps(form.line) + " " if form.line else ""
     end = f"{line}{literal(form.end)}" if form.end else ""
     if not form.listed:
