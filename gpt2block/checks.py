@@ -158,7 +158,7 @@ def check_encodable(name: str, text: str) -> None:
 
 
 def several(value: Any) -> list[Any]:
-    """Return a list of the elements of an iterable, or of the object itself if not iterable."""
+    """Return a list of an iterable's elements, or [value] if `value` is not iterable."""
     try:
         return list(value)
     except TypeError:

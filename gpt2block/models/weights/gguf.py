@@ -157,7 +157,7 @@ class GgufMatrix(WeightMatrix):
         return self.K, self.N
 
     def padded(self, outputs: int) -> tuple[WeightMatrix, WeightMatrix]:
-        """Return a view that has `outputs` (up to 7) further outputs of zeros; then this matrix."""
+        """Return (a view with up to 7 more `outputs`, which are zeros; this matrix)."""
         *others, (name, n) = self.ranges
         return replace(self, ranges=(*others, (name, n + outputs))), self
 

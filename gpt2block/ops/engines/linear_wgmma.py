@@ -318,7 +318,7 @@ def takes_blocks(w: GgufMatrix, head: int = 0) -> bool:
 
 
 def _product(c: Call, head: int) -> WgmmaProduct:
-    """Return the product of a call, or raise UnsupportedCall."""
+    """Return the WgmmaProduct that describes a call, or raise UnsupportedCall."""
     two = c.up is not None or head > 0
     if c.w.dtype != GGUF:
         if c.K % BOX:
