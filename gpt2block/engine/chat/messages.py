@@ -106,9 +106,7 @@ def _refuse(problem: str, index: int) -> NoReturn:
 
 
 def _absent(name: str, value: object) -> bool:
-    return value is None or (
-        name in ABSENT_IF_EMPTY and not value and isinstance(value, (str, list, dict))
-    )
+    return value is None or (name in ABSENT_IF_EMPTY and value in ("", [], {}))
 
 
 def _text(message: Message, index: int) -> str:

@@ -208,13 +208,9 @@ class ChatTemplate:
 
     def _start(self) -> None:
         require("a chat template", "serve", "jinja2")
+        command, pipe = [sys.executable, str(WORKER)], subprocess.PIPE
         self._worker = subprocess.Popen(
-            [sys.executable, str(WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="utf-8"
         )
         about, until = "the chat template is damaged: ", monotonic() + SECONDS
         try:
