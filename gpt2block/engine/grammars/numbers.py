@@ -44,10 +44,13 @@ def fault(part: Part) -> str:
     """Return which number of a schema is not supported, and a remedy; "" if all are supported."""
     for name, value in [(name, part[name]) for name in BOUNDS if name in part]:
         is_draft_4 = isinstance(value, bool) and name.startswith("exclusive")
-        is_int64 = (name, value) == ("maximum", INT64) and is_integer(part)
-        if not (is_draft_4 or is_int64 or (type(value) in (int, Decimal) and abs(value) <= 2**53)):
-            return (f"{name}: expected a number from -2^53 to 2^53, or 2^63 - 1 as the maximum of "
-                    f"integers, got {as_json(value)}: write a narrower bound, or none")  # fmt: skip
+        number = value if type(value) in (int, Decimal) else Decimal("Infinity")
+        end = number if "max" in name.lower() else -number
+        # The ends of int64 and uint64, also if they are written with the digits of a 64-bit float.
+        is_end = is_integer(part) and any(abs(end - 2**bits) < 1000 for bits in (63, 64))
+        if not (is_draft_4 or is_end or abs(number) <= 2**53):
+            return (f"{name}: expected a number from -2^53 to 2^53, or for integers an end of "
+                    f"(u)int64, got {as_json(value)}: write a narrower bound, or none")  # fmt: skip
     unit = part.get("multipleOf", 1)
     if type(unit) not in (int, Decimal) or unit <= 0 or not _is_exact(Decimal(unit)):
         return f"multipleOf: expected a number above 0 of at most 15 digits, got {as_json(unit)}"
@@ -90,7 +93,8 @@ def bounds(part: Part) -> tuple[Decimal, Decimal]:
             limits.append(end + 1 if abs(end) >= 10**15 else UP.next_plus(end))
         if is_integer(part) or "multipleOf" in part:
             limits = [(end / unit).to_integral_value(ROUND_CEILING) * unit for end in limits]
-        exact = [end if _is_exact(end) or end == -INT64 else UP.plus(end) for end in limits]
+        limits = [max(end, Decimal(-INT64)) for end in limits]
+        exact = [end if _is_exact(end) or sign * end == INT64 else UP.plus(end) for end in limits]
         ends.append(sign * max(exact, default=Decimal("-Infinity")) + 0)  # 0 in place of -0
     return ends[0], ends[1]
 
@@ -111,27 +115,32 @@ def translate(part: dict[str, Any], zeros: int) -> None:
         options = [{"type": [*types - {"number"}]}] if len(types) > 1 else []
         options += [
             piece if "const" in piece else {**number, **piece}
-            for piece in _pieces(low, high, zeros)
-            if not unit or not Decimal(piece.get("const", 0)) % unit
+            for piece in _pieces(low, high, zeros, Decimal(unit or 0))
         ]
         part["allOf"] = [*part.get("allOf", ()), {"anyOf": options}]
 
 
-def _pieces(low: Decimal, high: Decimal, zeros: int) -> Iterator[dict[str, Any]]:
-    """Yield keywords of schemas that together permit exactly the numbers from low to high."""
+def _pieces(low: Decimal, high: Decimal, *form: Any) -> Iterator[dict[str, Any]]:
+    """Yield keywords of schemas that together permit exactly the numbers from low to high.
+
+    form: as for `_above_zero`.
+    """
     zero = Decimal(0)
     if high >= 0:
-        yield from _above_zero(max(low, zero), high, zeros)
+        yield from _above_zero(max(low, zero), high, *form)
         if low <= 0:
             yield {"const": -0.0}
     if low < 0:
-        for piece in _above_zero(max(-high, UP.next_plus(zero)), -low, zeros):
+        for piece in _above_zero(max(-high, UP.next_plus(zero)), -low, *form):
             yield {MIRRORED.get(key, key): -value if key in MIRRORED else value
                    for key, value in piece.items()}  # fmt: skip
 
 
-def _above_zero(low: Decimal, high: Decimal, zeros: int) -> Iterator[dict[str, Any]]:
-    """Yield pieces of the numbers from low, which is not negative, to high."""
+def _above_zero(low: Decimal, high: Decimal, zeros: int, step: Decimal) -> Iterator[dict[str, Any]]:
+    """Yield pieces of the numbers from low, which is not negative, to high.
+
+    step: multipleOf, of which `high` is a multiple; or 0.
+    """
     if not high.is_finite():
         yield {"minimum": low}
         return
@@ -140,8 +149,10 @@ def _above_zero(low: Decimal, high: Decimal, zeros: int) -> Iterator[dict[str, A
         yield {"minimum": low, "maximum": high}
         return
     if low <= high:
-        yield {"minimum": low, "exclusiveMaximum": high} if low < high else {"const": high}
-    for decimals in range(1, 1 + zeros - int(high.normalize().as_tuple().exponent)):
+        # With a later end than `high`, also `high` has the decimals of multipleOf.
+        end = high + step * bool(high % 1)
+        yield {"minimum": low, "exclusiveMaximum": end} if low < end else {"const": high}
+    for decimals in range(1, 1 + zeros - int(high.normalize().as_tuple().exponent) * (not step)):
         unit = Decimal(1).scaleb(-decimals)
         end = high.quantize(unit, ROUND_DOWN)
         if last < end >= low:
