@@ -14,7 +14,7 @@ from itertools import combinations, starmap
 from math import prod
 from typing import Any
 
-from gpt2block.engine.grammars import numbers
+from gpt2block.engine.grammars import numbers, patterns
 from gpt2block.errors import InputError, printable, shown
 
 # Keywords with an effect on the text. docs/structured.md has the same list.
@@ -35,7 +35,7 @@ DEFINED = (("$defs",), ("definitions",))
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 _OF_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems", "items", "additionalItems",
                "additionalProperties")  # fmt: skip
-LITERAL = re.compile(r"\^([\w -]+|\([\w |-]+\))\$$")  # a pattern that matches only listed names
+LITERAL = re.compile(r"\^([\w -]+|\([\w |-]+\))\$")  # a pattern that matches only listed names
 COMBINING = frozenset({"anyOf", "allOf", "oneOf", "$ref"})
 DEEPEST = 118  # keys from a schema to the schemas in it: llguidance reads 127 levels of JSON
 MANY = 200  # schemas of oneOf that are compared in pairs
@@ -45,10 +45,10 @@ NESTED = "nested too deeply: write this schema in $defs, and refer to it by $ref
 # fewer bytes of a text are determined by its schema.
 JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 KINDS: dict[str, tuple[str, Any]] = {
-    **dict.fromkeys(_OF_NAMES, ("an object", dict)), "$ref": ("a text", str),
+    **dict.fromkeys(_OF_NAMES, ("an object", dict)), "minProperties": ("an integer", int),
     **dict.fromkeys(("anyOf", "allOf", "oneOf", "enum"), ("an array", list)),
     "type": ("a text or texts", (str, list)), "required": ("an array of texts", list),
-    "minProperties": ("an integer", int),
+    **dict.fromkeys(("$ref", "pattern", "format"), ("a text", str)),
 }  # fmt: skip
 Path = tuple[str | int, ...]
 
@@ -105,7 +105,7 @@ def _fault(part: object) -> str:
         if not isinstance(value, kind) or not all(isinstance(one, str) for one in each):
             return f"{name}: expected {expected}, got {numbers.as_json(value)}"
     for pattern in (part.get("pattern", ""), *part.get("patternProperties", ())):
-        if problem := incomplete(pattern):
+        if problem := incomplete(pattern) or patterns.fault(pattern):
             return f"pattern: {problem}"
     most = len(part.get("required", ())) + 1
     if part.get("minProperties", 0) > most:
@@ -144,11 +144,15 @@ def translated(schema: object) -> str:
     every = [part for _, part in parts(schema) if isinstance(part, dict)]
     zeros = 0 if any("multipleOf" in part for part in every) else numbers.ZEROS
     for part in every:
-        for pattern in [each for each in part.get("patternProperties", ()) if LITERAL.match(each)]:
-            value = part["patternProperties"].pop(pattern)
-            for name in pattern.strip("^$()").split("|"):
-                named = part.setdefault("properties", {})
+        for pattern, value in part.pop("patternProperties", {}).items():
+            listed = LITERAL.fullmatch(pattern)
+            named = part.setdefault("properties" if listed else "patternProperties", {})
+            for name in listed[1].strip("()").split("|") if listed else [patterns.as_rust(pattern)]:
                 named[name] = {"allOf": [named[name], value]} if name in named else value
+        if "pattern" in part:
+            part["pattern"] = patterns.as_rust(part["pattern"])
+        if exact := patterns.OF_FORMATS.get(part.get("format", "")):
+            part["allOf"] = [*part.get("allOf", ()), *({"pattern": each} for each in exact)]
         options = [_resolved(option, schema) for option in part.get("oneOf", ())]
         if 0 < len(options) <= MANY and all(starmap(_are_apart, combinations(options, 2))):
             part["allOf"] = [*part.get("allOf", ()), {"anyOf": part.pop("oneOf")}]
