@@ -17,7 +17,7 @@ import numpy as np
 from gpt2block.cuda import kernels, replaced_by
 from gpt2block.cuda.doctor import Check
 from gpt2block.emulator import stand_in
-from gpt2block.emulator.ptx import engine
+from gpt2block.emulator.ptx import engine, nvrtc
 from gpt2block.emulator.ptx.engine import ORDERS, Order, missing
 
 __all__ = ["ORDERS", "Order", "adopted", "check", "emulated", "missing", "run"]
@@ -85,8 +85,10 @@ def run(
 
 def check() -> Check:
     """Report whether the emulator can run here, and the command that installs what it lacks."""
-    problem = missing()
+    library = nvrtc.examined()
+    problem = library.reason if isinstance(library, nvrtc.Refused) else missing()
     if problem is None:
-        return Check("emulator", True, "NVRTC and g++")
-    what, _, fix = problem.partition(": ")
-    return Check("emulator", False, what, fix)
+        return Check("emulator", True, f"{library} and g++")
+    what, _, rest = problem.partition(": ")
+    fix, _, failures = rest.partition("\n")
+    return Check("emulator", False, f"{what}\n{failures}".strip(), fix)

@@ -262,7 +262,7 @@ def _compiled(code: str, options: tuple[str, ...], arch: str, debug: bool) -> Mo
         code, name="kernel.cu", arch=(*chosen, arch)[0], options=[*own, *["-G"] * debug]
     )
     if isinstance(build, nvrtc.Refused):
-        raise CompileException(build.log) if build.log else DeviceError(build.reason)
+        raise DeviceError(build.reason) if build.reason else CompileException(build.log)
     return Module(build.ptx)
 
 

@@ -13,7 +13,8 @@ from gpt2block.emulator.ptx.engine import ORDERS, Result
 from gpt2block.emulator.ptx.parse import Module
 
 pytestmark = pytest.mark.skipif(
-    nvrtc.find_library() is None or shutil.which("g++") is None, reason="no NVRTC or no g++"
+    isinstance(nvrtc.find_library(), nvrtc.Refused) or shutil.which("g++") is None,
+    reason="no NVRTC or no g++",
 )
 
 HEAD = r"""

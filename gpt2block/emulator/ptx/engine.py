@@ -580,8 +580,8 @@ def _opened() -> ctypes.CDLL | str:
 
 def missing() -> str | None:
     """Say what the engine needs but this computer lacks, and how to install it, or return None."""
-    if nvrtc.find_library() is None:
-        return nvrtc.MISSING
+    if isinstance(library := nvrtc.find_library(), nvrtc.Refused):
+        return library.reason
     return None if shutil.which("g++") else NO_COMPILER
 
 

@@ -16,7 +16,7 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.machinery import PathFinder
@@ -31,9 +31,11 @@ PYTHON = (sys.executable, "-I", "-S")  # a process without the packages and vari
 PADDING, ARGUMENTS = "PADDING", 2**16  # a child's variable; bytes of what starts a child
 MAX_TEXT = 2**26  # bytes of PTX or of a log that a child returns
 TOOLKIT = Path("/usr/local/cuda")
-MISSING = (
-    "NVRTC, CUDA's run-time compiler, is not installed: pip install 'nvidia-cuda-nvrtc>=13.3,<14'"
-)
+NO_BUILTINS = 7  # NVRTC_ERROR_BUILTIN_OPERATION_FAILURE
+INSTALL = "pip install 'nvidia-cuda-nvrtc>=13.3,<14'"
+REINSTALL = INSTALL.replace("install", "install --force-reinstall")
+MISSING = f"NVRTC, CUDA's run-time compiler, is not installed: {INSTALL}"
+EMPTY = 'extern "C" __global__ void empty() {}'
 # Names of included files, "" for an include or a macro whose effect the text does not tell.
 _INCLUDED = re.compile(
     r'^[ \t]*#[ \t]*include[ \t]*(?:["<]([^">\n]+))?|__has_include|__(?:DATE|TIME|TIMESTAMP)__',
@@ -84,11 +86,12 @@ def compile(
     whether ptxas compiles the PTX, too: the log then has its messages.
     """
     library = find_library()
-    if library is None:
-        return Refused(MISSING)
+    if isinstance(library, Refused):
+        return library
     target = arch if assemble else arch.replace("sm_", "compute_")
     flags = (f"-arch={target}", *OPTIONS, *options, *_includes_of_cupy())
-    key = _key([source, name, *flags], [each[2:] for each in options if each.startswith("-I")])
+    folders = [each[2:] for each in options if each.startswith("-I")]
+    key = _key(library, [source, name, *flags], folders)
     from gpt2block.emulator.ptx import cache  # noqa: PLC0415  (a child has no packages)
 
     if key and (kept := cache.read(key)):
@@ -98,19 +101,21 @@ def compile(
     except IndexError:
         child = _Child(library, cache.folder())
     compiled = child.compile(source, name, flags, limits)
+    if child.process.returncode is None:
+        _Child.idle.append(child)
     if key and isinstance(compiled, Compiled):
         cache.write(key, json.dumps(compiled))
     return compiled
 
 
-def _key(request: Sequence[str], folders: Sequence[str]) -> str | None:
+def _key(library: Path, request: Sequence[str], folders: Sequence[str]) -> str | None:
     """Return the name of the file that keeps the PTX; None if unknown files can change the PTX.
 
     request: the source, its name and options. folders: of included files that are not CUDA's.
     """
     source, name, *_ = request
     here = Path(name).absolute().parent
-    digest = hashlib.sha256(json.dumps([str(here), request, _installed()]).encode())
+    digest = hashlib.sha256(json.dumps([str(here), request, _installed(library)]).encode())
     waiting, seen = [(source, here)], set()
     with suppress(OSError, ValueError):  # such as an include of a name with a null byte
         while waiting:
@@ -129,35 +134,124 @@ def _key(request: Sequence[str], folders: Sequence[str]) -> str | None:
 
 
 @cache
-def _installed() -> list[tuple[str, int, int]]:
+def _installed(library: Path) -> list[tuple[str, int, int]]:
     """Return what changes if another NVRTC, or other headers of CUDA, are installed."""
-    paths = [find_library(), *(each[2:] for each in (*_includes_of_cuda(), *_includes_of_cupy()))]
-    return [(str(each), os.stat(each).st_size, os.stat(each).st_mtime_ns) for each in paths if each]
+    includes = (*_includes_of_cuda(library), *_includes_of_cupy())
+    return _stated(library, *(Path(each[2:]) for each in includes))
+
+
+def _stated(*paths: Path) -> list[tuple[str, int, int]]:
+    """Return the name, the size and the time of each file."""
+    return [(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in paths]
 
 
 @cache
-def find_library() -> Path | None:
-    """Return the path of NVRTC's library, in a wheel or in a CUDA toolkit."""
+def find_library() -> Path | Refused:
+    """Return the NVRTC of CuPy's version of CUDA, or else the newest one; or why none compiles.
+
+    Several libraries are tried once, with an empty kernel: the choice is kept for later processes.
+    """
+    libraries = _libraries()
+    if len(libraries) < 2:
+        return libraries[0] if libraries else Refused(MISSING)
+    from gpt2block.emulator.ptx import cache  # noqa: PLC0415  (a child has no packages)
+
+    files = [path for each in libraries for path in sorted(each.parent.glob("libnvrtc*.so*"))]
+    state = json.dumps([_major_of_cupy(), _stated(*filter(Path.is_file, files))])
+    key = f"{hashlib.sha256(state.encode()).hexdigest()[:32]}.nvrtc.gz"
+    if kept := cache.read(key):
+        return libraries[int(kept)]
+    tried = {each: _version(each) for each in libraries}
+    versions = {each: found for each, found in tried.items() if not isinstance(found, Refused)}
+    if not versions:
+        return _refused(tried)
+    chosen = max(versions, key=lambda each: (versions[each][0] == _major_of_cupy(), versions[each]))
+    cache.write(key, str(libraries.index(chosen)))
+    return chosen
+
+
+def examined() -> str | Refused:
+    """Return the version and the path of NVRTC, which has compiled an empty kernel."""
+    library = find_library()
+    if isinstance(library, Refused):
+        return library
+    version = _version(library)
+    if isinstance(version, Refused):
+        return _refused({library: version})
+    return f"NVRTC {'.'.join(map(str, version))} ({library})"
+
+
+def _libraries() -> list[Path]:
+    """Return each NVRTC in a wheel or in a CUDA toolkit, by one of its names."""
     folders = (*_of_wheels("lib"), TOOLKIT / "lib64")
-    return next((path for each in folders for path in sorted(each.glob("libnvrtc.so*"))), None)
+    paths = [path for each in folders for path in sorted(each.glob("libnvrtc.so*"))]
+    return list({path.resolve(): path for path in reversed(paths) if path.is_file()}.values())
+
+
+def _version(library: Path) -> tuple[int, ...] | Refused:
+    """Compile an empty kernel; return the version that its PTX states, such as (12, 9, 86)."""
+    child = _Child(library, None)
+    compiled = child.compile(EMPTY, "empty.cu", ("-arch=compute_80",), Limits())
+    child.process.kill()
+    child.process.communicate()
+    if isinstance(compiled, Refused):
+        return compiled
+    stated = re.search(r"release [\d.]+, V([\d.]+)", compiled.ptx)
+    return tuple(map(int, stated[1].split("."))) if stated else (0,)
+
+
+def _refused(tried: Mapping[Path, tuple[int, ...] | Refused]) -> Refused:
+    """Return the command that installs an NVRTC, and the failure of each library."""
+    failures = ((path, each.reason) for path, each in tried.items() if isinstance(each, Refused))
+    texts = (f"{path}: {reason.removeprefix(f'{path} ')}" for path, reason in failures)
+    return Refused("\n".join((f"NVRTC compiles no empty kernel: {REINSTALL}", *texts)))
+
+
+@cache
+def _cupy() -> Path:
+    """Return the folder of CuPy, which is not imported; a path without files if there is none."""
+    found = PathFinder.find_spec("cupy")  # also if a test has replaced the module
+    return Path(found.origin).parent if found and found.origin else Path(os.devnull)
+
+
+@cache
+def _major_of_cupy() -> int:
+    """Return the major version of CUDA for which CuPy's wheel was built; 0 if it is not known."""
+    with suppress(OSError, ValueError, KeyError):
+        return int(
+            json.loads((_cupy() / ".data" / "_wheel.json").read_bytes())["cuda"].split(".")[0]
+        )
+    return 0
 
 
 @cache
 def _includes_of_cupy() -> tuple[str, ...]:
     """Return the options for CUDA's C++ libraries in CuPy, if CuPy is installed."""
-    cupy = PathFinder.find_spec("cupy")  # also if a test has replaced the module
-    own = Path(cupy.origin).parent / "_core" / "include" if cupy and cupy.origin else Path()
+    own = _cupy() / "_core" / "include"
     core = own / "cupy" / "_cccl"  # cub, thrust and libcu++
     folders = (core / "cub", core / "thrust", core / "libcudacxx", own) if core.is_dir() else ()
     return tuple(f"-I{folder}" for folder in folders)
 
 
 @cache
-def _includes_of_cuda() -> tuple[str, ...]:
-    """Return the options for CUDA's headers in wheels and in a toolkit."""
-    folders = (*_of_wheels("include"), TOOLKIT / "include")
+def _includes_of_cuda(library: Path) -> tuple[str, ...]:
+    """Return the options for CUDA's headers in wheels and in a toolkit.
+
+    First come the headers that were installed with the library, last those of another version.
+    """
     known = ("cuda_fp16.h", "crt/mma.h")
-    return tuple(f"-I{each}" for each in folders if any((each / name).is_file() for name in known))
+    folders = [*_of_wheels("include"), TOOLKIT / "include"]
+    folders = [each for each in folders if any((each / name).is_file() for name in known)]
+    own = re.search(r"\.so\.(\d+)", library.resolve().name)
+
+    def rank(folder: Path) -> tuple[bool, bool]:
+        header = folder / "cuda_runtime_api.h"
+        text = header.read_bytes() if header.is_file() else b""
+        major = re.search(rb"define CUDART_VERSION +(\d+)\d{3}\b", text)
+        other = bool(major and own and major[1].decode() != own[1])
+        return folder.parent != library.parent.parent, other
+
+    return tuple(f"-I{each}" for each in sorted(folders, key=rank))
 
 
 def _of_wheels(folder: str) -> list[Path]:
@@ -167,13 +261,18 @@ def _of_wheels(folder: str) -> list[Path]:
 
 
 class _Child:
-    """A process that compiles one source after another."""
+    """A process that compiles one source after another.
+
+    folder: where it puts the headers that a library contains, if sources include headers.
+    """
 
     idle: list[_Child] = []  # noqa: RUF012  (shared by all threads)
 
-    def __init__(self, library: Path, folder: Path) -> None:
-        headers = folder / f"headers-{hashlib.sha256(str(_installed()).encode()).hexdigest()[:20]}"
-        paths = json.dumps([str(library), str(headers), *_includes_of_cuda()])
+    def __init__(self, library: Path, folder: Path | None) -> None:
+        self.library = library
+        installed = hashlib.sha256(str(_installed(library)).encode()).hexdigest()
+        headers = str(folder / f"headers-{installed[:20]}") if folder else ""
+        paths = json.dumps([str(library), headers, *_includes_of_cuda(library)])
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             [*PYTHON, __file__, paths],
@@ -195,16 +294,16 @@ class _Child:
         if not answer.endswith("\n"):
             return Refused(self._end(limits))
         status, ptx, log = json.loads(answer)
-        if status == "NVRTC_ERROR_OUT_OF_MEMORY" or "catastrophic error: out of memory" in log:
-            self.process.kill()  # the memory of the child is in pieces
-            self.process.wait()
-            return Refused(f"the compiler needs more than {limits.gib} of memory", log)
-        _Child.idle.append(self)
         if status == "NVRTC_SUCCESS":
             return Compiled(ptx, log)
-        if status == "NVRTC_ERROR_COMPILATION" and log:
+        no_memory = "catastrophic error: out of memory" in log
+        if status == "NVRTC_ERROR_COMPILATION" and log and not no_memory:
             return Refused("", log)
-        return Refused(f"NVRTC failed: {status}", log)
+        self.process.kill()  # the memory of the child is in pieces, or its library is broken
+        self.process.wait()
+        if status == "NVRTC_ERROR_OUT_OF_MEMORY" or no_memory:
+            return Refused(f"the compiler needs more than {limits.gib} of memory", log)
+        return Refused(f"{self.library} failed: {status}\n{log}".strip(), log)
 
     def _end(self, limits: Limits) -> str:
         """Return why the process has ended while it compiled a source."""
@@ -231,6 +330,7 @@ class _Library:
     """
 
     def __init__(self, path: str, headers: str, *includes: str) -> None:
+        self.path = Path(path)
         self.functions = ctypes.CDLL(path)
         self.functions.nvrtcGetErrorString.restype = ctypes.c_char_p
         install = getattr(self.functions, "nvrtcInstallBundledHeaders", lambda *_: 1)
@@ -248,10 +348,18 @@ class _Library:
         if status == 0:
             flags = (ctypes.c_char_p * len(options))(*texts[2:])
             status = self.functions.nvrtcCompileProgram(program, len(options), flags)
+            if status == NO_BUILTINS:  # NVRTC 13.0 does not look for them in its own folder
+                self._load_builtins()
+                status = self.functions.nvrtcCompileProgram(program, len(options), flags)
         ptx = self._text("PTX", program) if status == 0 else ""
         log = self._text("ProgramLog", program)
         self.functions.nvrtcDestroyProgram(ctypes.byref(program))
         return self.functions.nvrtcGetErrorString(status).decode(), ptx, log
+
+    def _load_builtins(self) -> None:
+        for path in sorted(self.path.parent.glob("libnvrtc-builtins.so*")):
+            with suppress(OSError):
+                ctypes.CDLL(str(path))
 
     def _text(self, what: str, program: ctypes.c_void_p) -> str:
         size = ctypes.c_size_t()
@@ -274,7 +382,13 @@ def _limit(cpu_seconds: int, memory_bytes: int) -> None:
         resource.setrlimit(kind, (soft, most))
 
 
-def _serve(requests: IO[str], library: _Library) -> None:
+def _serve(requests: IO[str], paths: Sequence[str]) -> None:
+    try:
+        library = _Library(*paths)
+    except (OSError, AttributeError) as error:  # no library of this machine, or another one
+        requests.readline()
+        print(json.dumps(("it cannot be loaded", "", str(error))), flush=True)
+        return
     for line in requests:
         request: dict[str, Any] = json.loads(line)
         _limit(*request["limits"])
@@ -301,4 +415,4 @@ if __name__ == "__main__":
     if PADDING not in os.environ:
         _fix_addresses()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _serve(sys.stdin, _Library(*json.loads(sys.argv[1])))
+    _serve(sys.stdin, json.loads(sys.argv[1]))
