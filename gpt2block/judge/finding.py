@@ -185,9 +185,11 @@ def of_compiler(source: UserSource, log: str) -> Finding:
         return Finding(
             f"{source.file} does not compile: a brace is missing, or there is one too many"
         )
-    refused = re.search(r"(?:ptxas|line \d+;) error +: (.+)", log)
+    refused = re.search(r"(?:ptxas|line \d+;) (?:error|fatal) +: (.+)", log)
     if not errors and refused:
         said = re.sub(r"0x[0-9a-f]+", lambda number: f"{int(number[0], 16):,}", refused[1])
+        if function := re.search(r"function '(\w+)'", said):
+            return _without_body(source, said, function[1])
         return Finding(f"{source.file} does not compile: {said}", (source.number,))
     if not errors:
         plain = re.sub(r"(?:/[^\s/:(]+)+/", "", log.strip())  # without folders of this machine
@@ -200,6 +202,15 @@ def of_compiler(source: UserSource, log: str) -> Finding:
     hint = _NO_LIBRARY if library else ""
     lines = _with_line_before(source, *shown[0])
     return Finding(f"{source.file} does not compile:\n{what}{more}{hint}", lines)
+
+
+def _without_body(source: UserSource, said: str, symbol: str) -> Finding:
+    """Return the Finding for a function that the file declares and calls, but does not define."""
+    name = engine.plain_name(symbol)
+    code = kernels.without_comments(source.text).splitlines()
+    lines = [number for number, text in enumerate(code, 1) if re.search(rf"\b{name}\b", text)]
+    said = f"{said.replace(symbol, name).strip()}: no function {name} of the file has a body"
+    return Finding(f"{source.file} does not compile: {said}", tuple(lines[:2] or [source.number]))
 
 
 def _explained_host(source: UserSource, line: int, message: str) -> str:

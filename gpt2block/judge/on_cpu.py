@@ -218,10 +218,10 @@ class _Judge:
         except UnsupportedError as error:
             at = error.place
             own = at and Path(module.files.get(at.file, "")).name == source.file
-            place = f"{source.file}:{at.line}" if at and own else source.file
+            line = at.line if at and own else source.number
             raise NotJudged(
-                f"{place}: not judged: the emulator does not execute {error}: check the kernel on "
-                "a GPU"
+                f"{source.file}:{line}: not judged: the emulator does not execute {error}: check "
+                "the kernel on a GPU"
             ) from None
 
     def _checked(self, case: Case) -> tuple[Checked | Finding, EmulatedRun]:

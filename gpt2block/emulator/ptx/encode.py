@@ -16,7 +16,14 @@ ROW, PREDICATE, NOT_PREDICATE, ADDRESS, LABEL, NONE = range(6)
 FIRST_ARRAY, ARRAY_SHIFT, ARRAY_START = 4, 36, 1 << 35  # bits of addresses, as in machine.h
 GAP = 128  # least bytes after a variable of shared memory, in which any access is out of bounds
 CODE = 1 << 60  # + the index of an instruction: the address of a function
-BUILT_IN = ("vprintf", "__assertfail")
+# Functions that a GPU's driver provides: results and arguments of a function that calls.h executes,
+BUILT_IN = {"vprintf": 3, "__assertfail": 5}
+# and for the pattern of other names, why the emulator does not execute a call.
+REFUSED = {
+    "malloc|free": "it has no heap for malloc, free, new and delete",
+    "_*cuda.*": "it launches no kernel from a kernel",
+    ".*": "it knows no such function with these arguments",
+}
 _ADDRESS = re.compile(r"^([\w$%.]+)\s*(?:\+\s*(-?\w+)|(-\w+))?$")
 _PARTS = re.compile(r"\{[^}]*\}|[^,\s{}]+")
 _REGISTER = re.compile(r"%\w+")
@@ -140,7 +147,7 @@ class _Encoder:
             self.returns[name] = row
             self.frames[name] = dict(zip((each.name for each in formal), offsets, strict=True))
         called = [name for _, name, _ in parse.calls(function)]
-        names = [each for each in called if each not in BUILT_IN and each[0] != "%"]
+        names = [each for each in called if each in self.module.functions]
         names += self._pointed if any(each[0] == "%" for each in called) else ()
         below = [each for other in names for each in self._order(other, [*open_, name])]
         return [*below, name]
@@ -264,13 +271,13 @@ class _Encoder:
             running = name not in self.made.functions or name == self.function.name
             saved = [f"@saved {name}"] if running else []
             return "call", [f"@code {name}", f"@back {self.returns[name]}", *saved]
-        if name in BUILT_IN:
+        if BUILT_IN.get(name) == len((*results, *arguments)):
             return name.strip("_"), [f"[{argument}]" for argument in (*results, *arguments)]
         if name.startswith("%"):
             formal = [self.function.variables[each] for each in (*results, *arguments)]
             return "call", [name, f"@back {self._frame(formal, own=False)[0]}"]
-        known = "dynamic parallelism: " if "Launch" in name or "GetParameterBuffer" in name else ""
-        raise UnsupportedError(f"{known}a call of {name}", each.place)
+        why = next(why for pattern, why in REFUSED.items() if re.fullmatch(pattern, name))
+        raise UnsupportedError(f"a call of {name}: {why}", each.place)
 
     def _operand(self, text: str, each: parse.Instruction, start: int) -> None:
         add = self.made.operands.append

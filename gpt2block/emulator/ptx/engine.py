@@ -446,6 +446,8 @@ def plain_name(name: str) -> str:
         length = int(match[1])
         word = rest[match.start(2) : match.start(2) + length]
         last, rest = word or last, rest[match.start(2) + length :]
+        if name[2].isdigit() or (rest.startswith("E") and not name.startswith("_ZZ")):
+            break  # types of parameters follow
     return last or name
 
 

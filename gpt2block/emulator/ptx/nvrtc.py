@@ -16,7 +16,7 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.machinery import PathFinder
@@ -161,10 +161,9 @@ def find_library() -> Path | Refused:
     key = f"{hashlib.sha256(state.encode()).hexdigest()[:32]}.nvrtc.gz"
     if kept := cache.read(key):
         return libraries[int(kept)]
-    tried = {each: _version(each) for each in libraries}
-    versions = {each: found for each, found in tried.items() if not isinstance(found, Refused)}
-    if not versions:
-        return _refused(tried)
+    versions = _versions(libraries)
+    if isinstance(versions, Refused):
+        return versions
     chosen = max(versions, key=lambda each: (versions[each][0] == _major_of_cupy(), versions[each]))
     cache.write(key, str(libraries.index(chosen)))
     return chosen
@@ -173,38 +172,36 @@ def find_library() -> Path | Refused:
 def examined() -> str | Refused:
     """Return the version and the path of NVRTC, which has compiled an empty kernel."""
     library = find_library()
-    if isinstance(library, Refused):
-        return library
-    version = _version(library)
-    if isinstance(version, Refused):
-        return _refused({library: version})
-    return f"NVRTC {'.'.join(map(str, version))} ({library})"
+    versions = library if isinstance(library, Refused) else _versions([library])
+    if isinstance(versions, Refused):
+        return versions
+    return f"NVRTC {'.'.join(map(str, *versions.values()))} ({library})"
 
 
 def _libraries() -> list[Path]:
     """Return each NVRTC in a wheel or in a CUDA toolkit, by one of its names."""
     folders = (*_of_wheels("lib"), TOOLKIT / "lib64")
     paths = [path for each in folders for path in sorted(each.glob("libnvrtc.so*"))]
-    return list({path.resolve(): path for path in reversed(paths) if path.is_file()}.values())
+    files = {path.resolve(): path for path in reversed(paths) if path.is_file()}
+    return [*files.values()][::-1]
 
 
-def _version(library: Path) -> tuple[int, ...] | Refused:
-    """Compile an empty kernel; return the version that its PTX states, such as (12, 9, 86)."""
-    child = _Child(library, None)
-    compiled = child.compile(EMPTY, "empty.cu", ("-arch=compute_80",), Limits())
-    child.process.kill()
-    child.process.communicate()
-    if isinstance(compiled, Refused):
-        return compiled
-    stated = re.search(r"release [\d.]+, V([\d.]+)", compiled.ptx)
-    return tuple(map(int, stated[1].split("."))) if stated else (0,)
+def _versions(libraries: Sequence[Path]) -> dict[Path, tuple[int, ...]] | Refused:
+    """Return the versions, such as (12, 9, 86), of the libraries that compile an empty kernel.
 
-
-def _refused(tried: Mapping[Path, tuple[int, ...] | Refused]) -> Refused:
-    """Return the command that installs an NVRTC, and the failure of each library."""
-    failures = ((path, each.reason) for path, each in tried.items() if isinstance(each, Refused))
-    texts = (f"{path}: {reason.removeprefix(f'{path} ')}" for path, reason in failures)
-    return Refused("\n".join((f"NVRTC compiles no empty kernel: {REINSTALL}", *texts)))
+    If there is none, the result names all failures.
+    """
+    versions, failures = {}, [f"NVRTC compiles no empty kernel: {REINSTALL}"]
+    for library in libraries:
+        child = _Child(library, None)
+        compiled = child.compile(EMPTY, "empty.cu", ("-arch=compute_80",), Limits())
+        child.process.communicate()  # ends it
+        if isinstance(compiled, Compiled):
+            stated = re.search(r"release [\d.]+, V([\d.]+)", compiled.ptx)
+            versions[library] = tuple(map(int, stated[1].split("."))) if stated else (0,)
+        else:
+            failures.append(f"{library}: {compiled.reason.removeprefix(f'{library} ')}")
+    return versions or Refused("\n".join(failures))
 
 
 @cache
@@ -218,9 +215,8 @@ def _cupy() -> Path:
 def _major_of_cupy() -> int:
     """Return the major version of CUDA for which CuPy's wheel was built; 0 if it is not known."""
     with suppress(OSError, ValueError, KeyError):
-        return int(
-            json.loads((_cupy() / ".data" / "_wheel.json").read_bytes())["cuda"].split(".")[0]
-        )
+        wheel = json.loads((_cupy() / ".data" / "_wheel.json").read_bytes())
+        return int(wheel["cuda"].split(".")[0])
     return 0
 
 
@@ -242,14 +238,13 @@ def _includes_of_cuda(library: Path) -> tuple[str, ...]:
     known = ("cuda_fp16.h", "crt/mma.h")
     folders = [*_of_wheels("include"), TOOLKIT / "include"]
     folders = [each for each in folders if any((each / name).is_file() for name in known)]
-    own = re.search(r"\.so\.(\d+)", library.resolve().name)
+    own = re.search(rb"\.so\.(\d+)", os.fsencode(library.resolve().name))
 
     def rank(folder: Path) -> tuple[bool, bool]:
         header = folder / "cuda_runtime_api.h"
         text = header.read_bytes() if header.is_file() else b""
         major = re.search(rb"define CUDART_VERSION +(\d+)\d{3}\b", text)
-        other = bool(major and own and major[1].decode() != own[1])
-        return folder.parent != library.parent.parent, other
+        return folder.parent != library.parent.parent, bool(major and own and major[1] != own[1])
 
     return tuple(f"-I{each}" for each in sorted(folders, key=rank))
 
@@ -330,7 +325,6 @@ class _Library:
     """
 
     def __init__(self, path: str, headers: str, *includes: str) -> None:
-        self.path = Path(path)
         self.functions = ctypes.CDLL(path)
         self.functions.nvrtcGetErrorString.restype = ctypes.c_char_p
         install = getattr(self.functions, "nvrtcInstallBundledHeaders", lambda *_: 1)
@@ -349,17 +343,14 @@ class _Library:
             flags = (ctypes.c_char_p * len(options))(*texts[2:])
             status = self.functions.nvrtcCompileProgram(program, len(options), flags)
             if status == NO_BUILTINS:  # NVRTC 13.0 does not look for them in its own folder
-                self._load_builtins()
+                for path in sorted(Path(self.functions._name).parent.glob("libnvrtc-builtins.so*")):
+                    with suppress(OSError):
+                        ctypes.CDLL(str(path))
                 status = self.functions.nvrtcCompileProgram(program, len(options), flags)
         ptx = self._text("PTX", program) if status == 0 else ""
         log = self._text("ProgramLog", program)
         self.functions.nvrtcDestroyProgram(ctypes.byref(program))
         return self.functions.nvrtcGetErrorString(status).decode(), ptx, log
-
-    def _load_builtins(self) -> None:
-        for path in sorted(self.path.parent.glob("libnvrtc-builtins.so*")):
-            with suppress(OSError):
-                ctypes.CDLL(str(path))
 
     def _text(self, what: str, program: ctypes.c_void_p) -> str:
         size = ctypes.c_size_t()
