@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import groupby
@@ -28,6 +29,11 @@ def printable(text: str, longest: int = LONGEST) -> str:
         return text
     end = min(_KEPT_END, longest // 3)
     return f"{text[: longest - end - 3]} … {text[-end:]}"
+
+
+def lines(text: str) -> list[str]:
+    """Return the parts of a message: the lines of a text, with LINE between them."""
+    return re.split(f"({LINE})", text)
 
 
 class _Values(Repr):

@@ -91,4 +91,4 @@ def check() -> Check:
         return Check("emulator", True, f"{library} and g++")
     what, _, rest = problem.partition(": ")
     fix, _, failures = rest.partition("\n")
-    return Check("emulator", False, f"{what}\n{failures}".strip(), fix)
+    return Check("emulator", False, " ".join((what, *failures.split())), fix)

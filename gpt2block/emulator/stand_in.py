@@ -32,7 +32,7 @@ from gpt2block.emulator.ptx import engine, nvrtc
 from gpt2block.emulator.ptx.engine import Checks
 from gpt2block.emulator.ptx.parse import Module
 from gpt2block.emulator.ptx.tensor_maps import LAYOUT, TensorMap
-from gpt2block.errors import DeviceError
+from gpt2block.errors import DeviceError, lines
 
 CAPABILITY = "80"
 ALIGNMENT = 512  # bytes to which allocations are aligned, as in CuPy's pool
@@ -262,7 +262,7 @@ def _compiled(code: str, options: tuple[str, ...], arch: str, debug: bool) -> Mo
         code, name="kernel.cu", arch=(*chosen, arch)[0], options=[*own, *["-G"] * debug]
     )
     if isinstance(build, nvrtc.Refused):
-        raise DeviceError(build.reason) if build.reason else CompileException(build.log)
+        raise DeviceError(*lines(build.reason)) if build.reason else CompileException(build.log)
     return Module(build.ptx)
 
 

@@ -20,7 +20,7 @@ from gpt2block.emulator import ORDERS, emulated, stand_in
 from gpt2block.emulator.ptx import engine, table
 from gpt2block.emulator.ptx.encode import Encoded, UnsupportedError, encode
 from gpt2block.emulator.ptx.parse import Module
-from gpt2block.errors import DeviceError, InputError, KernelError, NotJudged
+from gpt2block.errors import DeviceError, InputError, KernelError, NotJudged, lines
 from gpt2block.judge import comparison, refused, sizes
 from gpt2block.judge.arguments import sizes_at, values
 from gpt2block.judge.cases import OTHER_SIZES, Case
@@ -70,7 +70,7 @@ LARGE_RUN = EmulatedRun("forward", checks=False)
 def require_emulator() -> None:
     """Raise DeviceError, which says what to install, if the emulator cannot run."""
     if problem := emulator.missing():
-        raise DeviceError(f"the emulator cannot run: {problem}")
+        raise DeviceError(*lines(f"the emulator cannot run: {problem}"))
 
 
 class TimedSizes(NamedTuple):

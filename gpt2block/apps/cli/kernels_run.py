@@ -18,7 +18,7 @@ from gpt2block.apps.cli.listing import rung
 from gpt2block.apps.cli.mine import print_source, print_verdict, print_why
 from gpt2block.apps.cli.rungs import check_variants, print_rungs, rungs_report
 from gpt2block.cuda import doctor
-from gpt2block.errors import DeviceError, InputError, NotJudged
+from gpt2block.errors import DeviceError, InputError, NotJudged, lines
 from gpt2block.files.writing import write_file
 from gpt2block.judge import on_cpu
 from gpt2block.judge.cases import Case, resolved_seed
@@ -82,7 +82,7 @@ def run(options: KernelsOptions, own: OwnOptions) -> bool:
         text = read(own.mine, own.kernel, own.grid, own.block, own.shared)
         user = matched(text, op, stored, own.args)
     if options.counters and (lacking := emulator.missing()):
-        raise DeviceError(f"--counters: {lacking}")
+        raise DeviceError(*lines(f"--counters: {lacking}"))
     request = Request(op, variants, stored, options, own)
     if options.counters and user is None:
         return _count_variants(request)

@@ -33,9 +33,7 @@ MAX_TEXT = 2**26  # bytes of PTX or of a log that a child returns
 TOOLKIT = Path("/usr/local/cuda")
 NO_BUILTINS = 7  # NVRTC_ERROR_BUILTIN_OPERATION_FAILURE
 INSTALL = "pip install 'nvidia-cuda-nvrtc>=13.3,<14'"
-REINSTALL = INSTALL.replace("install", "install --force-reinstall")
 MISSING = f"NVRTC, CUDA's run-time compiler, is not installed: {INSTALL}"
-EMPTY = 'extern "C" __global__ void empty() {}'
 # Names of included files, "" for an include or a macro whose effect the text does not tell.
 _INCLUDED = re.compile(
     r'^[ \t]*#[ \t]*include[ \t]*(?:["<]([^">\n]+))?|__has_include|__(?:DATE|TIME|TIMESTAMP)__',
@@ -182,8 +180,7 @@ def _libraries() -> list[Path]:
     """Return each NVRTC in a wheel or in a CUDA toolkit, by one of its names."""
     folders = (*_of_wheels("lib"), TOOLKIT / "lib64")
     paths = [path for each in folders for path in sorted(each.glob("libnvrtc.so*"))]
-    files = {path.resolve(): path for path in reversed(paths) if path.is_file()}
-    return [*files.values()][::-1]
+    return [*{path.resolve(): path for path in paths[::-1] if path.is_file()}.values()][::-1]
 
 
 def _versions(libraries: Sequence[Path]) -> dict[Path, tuple[int, ...]] | Refused:
@@ -191,10 +188,11 @@ def _versions(libraries: Sequence[Path]) -> dict[Path, tuple[int, ...]] | Refuse
 
     If there is none, the result names all failures.
     """
-    versions, failures = {}, [f"NVRTC compiles no empty kernel: {REINSTALL}"]
+    fix = INSTALL.replace("install", "install --force-reinstall")
+    versions, failures = {}, [f"NVRTC compiles no empty kernel: {fix}"]
     for library in libraries:
         child = _Child(library, None)
-        compiled = child.compile(EMPTY, "empty.cu", ("-arch=compute_80",), Limits())
+        compiled = child.compile("__global__ void f() {}", "f.cu", ("-arch=compute_80",), Limits())
         child.process.communicate()  # ends it
         if isinstance(compiled, Compiled):
             stated = re.search(r"release [\d.]+, V([\d.]+)", compiled.ptx)
@@ -298,7 +296,7 @@ class _Child:
         self.process.wait()
         if status == "NVRTC_ERROR_OUT_OF_MEMORY" or no_memory:
             return Refused(f"the compiler needs more than {limits.gib} of memory", log)
-        return Refused(f"{self.library} failed: {status}\n{log}".strip(), log)
+        return Refused(" ".join((f"{self.library} failed: {status}", *log.split())), log)
 
     def _end(self, limits: Limits) -> str:
         """Return why the process has ended while it compiled a source."""
@@ -378,7 +376,7 @@ def _serve(requests: IO[str], paths: Sequence[str]) -> None:
         library = _Library(*paths)
     except (OSError, AttributeError) as error:  # no library of this machine, or another one
         requests.readline()
-        print(json.dumps(("it cannot be loaded", "", str(error))), flush=True)
+        print(json.dumps(("it cannot be loaded:", "", str(error))), flush=True)
         return
     for line in requests:
         request: dict[str, Any] = json.loads(line)
