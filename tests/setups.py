@@ -113,7 +113,8 @@ class Setup:
 
     def no_compiler(self, library: str, _: str) -> None:
         """Hide g++, and NVRTC's library unless its name is given."""
-        self.patch.setattr(nvrtc, "find_library", lambda: Path(library) if library else None)
+        found = Path(library) if library else nvrtc.Refused(nvrtc.MISSING)
+        self.patch.setattr(nvrtc, "find_library", lambda: found)
         self.patch.setattr(shutil, "which", lambda name: None)
 
     def fewer_sizes(self, *_: str) -> None:
@@ -226,6 +227,7 @@ class Setup:
             self.patch.setattr(doctor, name, value)
         self.patch.setattr(sys, "platform", fact.get("platform", "linux"))
         self.patch.setattr(emulator, "missing", lambda: fact.get("emulator"))
+        self.patch.setattr(nvrtc, "examined", lambda: "NVRTC 12.9.86 (libnvrtc.so.12)")
         self.patch.setenv("CUPY_CACHE_DIR", fact.get("cache", "cache"))
         self.patch.setenv("COLUMNS", "200")
         self.patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

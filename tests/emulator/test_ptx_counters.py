@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import cache
 
 import numpy as np
@@ -12,10 +11,7 @@ from gpt2block.emulator.ptx import engine, nvrtc
 from gpt2block.emulator.ptx.engine import ORDERS, Result
 from gpt2block.emulator.ptx.parse import Module
 
-pytestmark = pytest.mark.skipif(
-    isinstance(nvrtc.find_library(), nvrtc.Refused) or shutil.which("g++") is None,
-    reason="no NVRTC or no g++",
-)
+pytestmark = pytest.mark.skipif(engine.missing() is not None, reason="no NVRTC or no g++")
 
 HEAD = r"""
 __noinline__ __device__ float called(float v) { return v + 1; }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -20,12 +19,7 @@ from gpt2block.emulator.ptx.encode import UnsupportedError, encode
 from gpt2block.emulator.ptx.engine import CHECKED, ORDERS, Finding, Order, Result, launch
 from gpt2block.emulator.ptx.parse import Module
 
-pytestmark = [
-    pytest.mark.skipif(
-        isinstance(nvrtc.find_library(), nvrtc.Refused) or shutil.which("g++") is None,
-        reason="no NVRTC or no g++",
-    ),
-]
+pytestmark = pytest.mark.skipif(engine.missing() is not None, reason="no NVRTC or no g++")
 
 HERE = Path(__file__).parents[1] / "corpus" / "kernels"
 N = 1000
@@ -362,6 +356,11 @@ def test_an_unknown_instruction_has_its_text_and_line() -> None:
         encode(module(f"{KERNEL}\n{asm} }}"), "k")
     assert raised.value.place is not None
     assert raised.value.place.line == 2
+
+
+def test_a_symbol_has_the_name_that_the_source_gives_it() -> None:
+    symbols = ("_ZZ4spinE5flags", "_Z1f5Float", "_ZNK2ns1S1gE5Float", "f")
+    assert [engine.plain_name(each) for each in symbols] == ["flags", "f", "g", "f"]
 
 
 @pytest.mark.parametrize(

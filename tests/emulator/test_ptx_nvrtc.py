@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,11 +152,83 @@ def test_a_process_that_has_ended_is_named_and_replaced() -> None:
 def test_a_machine_without_nvrtc_names_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(nvrtc, "find_library", lambda: None)
+    monkeypatch.setattr(nvrtc, "find_library", lambda: nvrtc.Refused(nvrtc.MISSING))
     refused = _compile(KERNEL)
     assert isinstance(refused, nvrtc.Refused)
     requirement = refused.reason.partition("pip install ")[2].strip("'")
     assert f'judge = ["{requirement}"]' in (ROOT / "pyproject.toml").read_text("utf-8")
+
+
+NVRTC = r"""#include <dlfcn.h>
+#define TEXT(name, text) \
+    int nvrtcGet##name##Size(void*, unsigned long* size) { *size = sizeof text; return 0; } \
+    int nvrtcGet##name(void*, char* to) { __builtin_memcpy(to, text, sizeof text); return 0; }
+extern "C" {
+TEXT(PTX, "// tools, release 0, V" VERSION) TEXT(ProgramLog, "no builtins of " VERSION)
+int nvrtcCreateProgram() { return 0; } int nvrtcDestroyProgram() { return 0; }
+int nvrtcCompileProgram() { return dlopen(VERSION, RTLD_NOW | RTLD_NOLOAD) ? 0 : 7; }
+const char* nvrtcGetErrorString(int status) { return status ? "FAILURE" : "NVRTC_SUCCESS"; }
+}"""
+
+
+def _install(folder: Path, version: str) -> None:
+    """Install an NVRTC that needs its builtins; "13.0 alone": without them; "13": damaged."""
+    version, alone, _ = version.partition(" alone")
+    major, minor, _ = version.partition(".")
+    files = {f"lib/libnvrtc.so.{major}": "damaged", "include/cuda_fp16.h": "",
+             "include/cuda_runtime_api.h": f"#define CUDART_VERSION {major}000"}  # fmt: skip
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, "utf-8")
+    built = {f"libnvrtc.so.{major}": NVRTC} if minor else {}
+    built |= {f"libnvrtc-builtins.so.{version}": ""} if minor and not alone else {}
+    for name, text in built.items():
+        soname = (
+            f"-Wl,-soname={name if text else version}"  # NVRTC asks for builtins of its version
+        )
+        flags = ["-shared", "-fPIC", f'-DVERSION="{version}"', soname, "-xc++", "-", "-o", name]
+        subprocess.run(["g++", *flags], cwd=folder / "lib", input=text, text=True, check=True)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize(
+    ("cupy", "wheels", "chosen", "said"),
+    [
+        (12, ["12.9", "13.0"], 0, ["V12.9"]),
+        (12, ["13.0", "12.9"], 1, ["V12.9"]),
+        (13, ["12.9", "13.0"], 1, ["V13.0"]),
+        (0, ["13.0", "13.2", "12.9"], 1, ["V13.2"]),  # without CuPy
+        (12, ["12", "13.0"], 1, ["V13.0"]),
+        (13, ["13.0 alone", "12.9"], 1, ["V12.9"]),
+        (13, ["13.0 alone"], 0, ["/0/lib/libnvrtc.so.13 failed: FAILURE no builtins of 13.0"]),
+        (0, ["12", "13.0 alone"], None, ["/0/lib/libnvrtc.so.12: failed: it cannot be loaded:",
+         "/1/lib/libnvrtc.so.13: failed: FAILURE no builtins of 13.0", "pip install --force"]),
+    ],
+)  # fmt: skip
+def test_of_several_libraries_one_that_compiles_is_chosen_once(
+    cupy: int,
+    wheels: list[str],
+    chosen: int | None,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for number, version in enumerate(wheels):
+        _install(tmp_path / "nvidia" / str(number), version)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(nvrtc, "TOOLKIT", tmp_path)
+    monkeypatch.setattr(nvrtc, "_major_of_cupy", lambda: cupy)
+    monkeypatch.setattr(nvrtc._Child, "idle", [])
+    for _ in range(2):  # the second time is another process, which tries no library
+        monkeypatch.setattr(nvrtc, "find_library", functools.cache(nvrtc.find_library.__wrapped__))
+        compiled, library = _compile(KERNEL), nvrtc.find_library()
+        assert all(text in str(compiled) for text in said), compiled
+        if chosen is None:
+            return
+        assert isinstance(library, Path)
+        assert library.parents[1] == tmp_path / "nvidia" / str(chosen)
+        assert nvrtc._includes_of_cuda(library)[0] == f"-I{library.parents[1] / 'include'}"
+        monkeypatch.setattr(nvrtc, "_versions", None)
 
 
 @pytest.mark.parametrize(

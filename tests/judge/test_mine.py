@@ -498,6 +498,8 @@ def test_what_is_wrong_is_said_with_its_line(
         ("if (i < n) y[i] = undefined;", 'compile:\nmy.cu:4: identifier "undefined" is', (4,)),
         ("if (i < n) {", "does not compile: a brace is missing", ()),
         ("if (i < n) y[i] = a[i]", 'does not compile:\nmy.cu:5: expected a ";"', (4, 5)),
+        ("__device__ float f(float4);\n    y[i] = f({a[i]});", "no function f of the file", (4, 5)),
+        ("void* (*f)(size_t) = malloc;\n    y[i] = (size_t)f;", "of function 'malloc'", (4,)),
     ],
 )  # fmt: skip
 def test_what_does_not_compile_is_said_with_its_line(

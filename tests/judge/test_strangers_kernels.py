@@ -381,13 +381,18 @@ def test_what_cannot_be_checked_is_an_error(arguments: tuple[Any, Any], said: st
 @pytest.mark.parametrize(
     ("first", "body", "said"),
     [
-        (
-            "",
-            'asm("{.reg .u32 u; mov.u32 u, 1; vadd.u32.u32.u32 u, u, u;}");',
-            ":4: .* execute vadd.u32.u32.u32",
-        ),
+        ("", 'asm("{.reg .u32 u; mov.u32 u, 1; vadd.u32.u32.u32 u, u, u;}");',
+         ":4: .* execute vadd.u32.u32.u32"),
+        ("", "int* p = (int*)malloc(4);\n *p = i; y[i] = *p;", ":4: .* of malloc: .* no heap"),
+        ("", "int* p = new int[i];\n *p = i; y[i] = *p;", ":4: .* of malloc: .* no heap"),
+        ("struct P { __device__ virtual ~P() {} };\n", 'P p, *q = &p; asm("" : "+l"(q)); delete q;',
+         ":3: .* of free: .* no heap"),  # a destructor has no line
+        ('extern "C" __device__ int cudaGraphLaunch(void*, void*);\n', "cudaGraphLaunch(0, 0);",
+         ":5: .* of cudaGraphLaunch: it launches no kernel"),
+        ('extern "C" __device__ int vprintf(const char*);\n', 'vprintf("%d");',
+         ":5: .* of vprintf: it knows no such function with these arguments"),
     ],
-)
+)  # fmt: skip
 def test_what_the_emulator_cannot_run_is_not_judged(first: str, body: str, said: str) -> None:
     found = check_kernel("add", add(body + ADD_RIGHT, first), device="cpu")
     assert (found.verdict, found.right, found.findings) == ("not judged", False, ())

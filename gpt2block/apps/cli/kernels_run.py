@@ -119,7 +119,7 @@ def _not_run(request: Request, user: Kernel | None, problem: str) -> bool:
     """
     why = f"{request.operation.name}: no kernel was run: {problem}"
     if user:
-        raise DeviceError(why)
+        raise DeviceError(*lines(why))
     if request.options.as_json:
         print_json({"run": False, "why": why})
     else:
