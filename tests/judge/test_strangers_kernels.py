@@ -387,10 +387,8 @@ def test_what_cannot_be_checked_is_an_error(arguments: tuple[Any, Any], said: st
         ("", "int* p = new int[i];\n *p = i; y[i] = *p;", ":4: .* of malloc: .* no heap"),
         ("struct P { __device__ virtual ~P() {} };\n", 'P p, *q = &p; asm("" : "+l"(q)); delete q;',
          ":3: .* of free: .* no heap"),  # a destructor has no line
-        ('extern "C" __device__ int cudaGraphLaunch(void*, void*);\n', "cudaGraphLaunch(0, 0);",
-         ":5: .* of cudaGraphLaunch: it launches no kernel"),
-        ('extern "C" __device__ int vprintf(const char*);\n', 'vprintf("%d");',
-         ":5: .* of vprintf: it knows no such function with these arguments"),
+        ('extern "C" __device__ int cudaGraphLaunch();\n', "cudaGraphLaunch();", ":5: .*launches"),
+        ('extern "C" __device__ int vprintf(int);\n', "vprintf(1);", ":5: .* it knows no such"),
     ],
 )  # fmt: skip
 def test_what_the_emulator_cannot_run_is_not_judged(first: str, body: str, said: str) -> None:

@@ -155,14 +155,15 @@ def find_library() -> Path | Refused:
     from gpt2block.emulator.ptx import cache  # noqa: PLC0415  (a child has no packages)
 
     files = [path for each in libraries for path in sorted(each.parent.glob("libnvrtc*.so*"))]
-    state = json.dumps([_major_of_cupy(), _stated(*filter(Path.is_file, files))])
+    major = _major_of_cupy()
+    state = json.dumps([major, _stated(*filter(Path.is_file, files))])
     key = f"{hashlib.sha256(state.encode()).hexdigest()[:32]}.nvrtc.gz"
     if kept := cache.read(key):
         return libraries[int(kept)]
     versions = _versions(libraries)
     if isinstance(versions, Refused):
         return versions
-    chosen = max(versions, key=lambda each: (versions[each][0] == _major_of_cupy(), versions[each]))
+    chosen = max(versions, key=lambda each: (versions[each][0] == major, versions[each]))
     cache.write(key, str(libraries.index(chosen)))
     return chosen
 
@@ -202,14 +203,12 @@ def _versions(libraries: Sequence[Path]) -> dict[Path, tuple[int, ...]] | Refuse
     return versions or Refused("\n".join(failures))
 
 
-@cache
 def _cupy() -> Path:
     """Return the folder of CuPy, which is not imported; a path without files if there is none."""
     found = PathFinder.find_spec("cupy")  # also if a test has replaced the module
     return Path(found.origin).parent if found and found.origin else Path(os.devnull)
 
 
-@cache
 def _major_of_cupy() -> int:
     """Return the major version of CUDA for which CuPy's wheel was built; 0 if it is not known."""
     with suppress(OSError, ValueError, KeyError):
