@@ -16,10 +16,9 @@ ROW, PREDICATE, NOT_PREDICATE, ADDRESS, LABEL, NONE = range(6)
 FIRST_ARRAY, ARRAY_SHIFT, ARRAY_START = 4, 36, 1 << 35  # bits of addresses, as in machine.h
 GAP = 128  # least bytes after a variable of shared memory, in which any access is out of bounds
 CODE = 1 << 60  # + the index of an instruction: the address of a function
-# Functions that a GPU's driver provides: results and arguments of a function that calls.h executes,
+# Number of results and arguments of each function of a GPU's driver that calls.h executes
 BUILT_IN = {"vprintf": 3, "__assertfail": 5}
-# and for the pattern of other names, why the emulator does not execute a call.
-REFUSED = {
+REFUSED = {  # pattern of another function's name → why the emulator does not execute a call
     "malloc|free": "it has no heap for malloc, free, new and delete",
     "_*cuda.*": "it launches no kernel from a kernel",
     ".*": "it knows no such function with these arguments",
