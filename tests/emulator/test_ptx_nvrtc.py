@@ -124,6 +124,9 @@ def test_ptx_is_kept_until_a_text_changes(tmp_path: Path) -> None:
     assert [compiles(text), compiles(text)] == [True, False]
     (tmp_path / "lib" / "b.cuh").write_text("#define FACTOR 3", "utf-8")
     assert [compiles(text), compiles(text), compiles(text, "-G")] == [True, False, True]
+    assert [compiles(f"#define MACRO\n{text}"), compiles(text)] == [True, False]
+    with patch.object(nvrtc, "_installed", lambda library: ["another version"]):
+        assert [compiles(text), compiles(text)] == [True, False]
     for path in tmp_path.glob("*.ptx.gz"):
         path.write_bytes(path.read_bytes()[:99])  # a full disk cuts files
     assert [compiles(text), compiles(text)] == [True, False]
@@ -131,6 +134,23 @@ def test_ptx_is_kept_until_a_text_changes(tmp_path: Path) -> None:
     assert [compiles(unknown), compiles(unknown)] == [True, True]
     cache.trim(0)
     assert compiles(text)
+
+
+def test_a_version_of_cuda_or_cupy_is_part_of_the_key(tmp_path: Path) -> None:
+    library, wheels = tmp_path / "libnvrtc.so.12", tmp_path / "site-packages"
+    (wheels / "nvidia").mkdir(parents=True)
+    library.write_text("12.8")
+    found = []
+    with patch.object(nvrtc, "_folders_of_nvidia", lambda: [str(wheels / "nvidia")]):
+        for change in (
+            lambda: None,
+            lambda: library.write_text("12.9.1"),
+            (wheels / "nvidia_cuda_runtime_cu12-12.9.79.dist-info").mkdir,
+            (wheels / "cupy_cuda12x-14.2.0.dist-info").mkdir,
+        ):
+            change()
+            found.append(nvrtc._installed.__wrapped__(library))
+    assert len({*map(str, found)}) == 4
 
 
 def test_one_process_compiles_several_sources() -> None:

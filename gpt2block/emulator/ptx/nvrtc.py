@@ -132,15 +132,21 @@ def _key(library: Path, request: Sequence[str], folders: Sequence[str]) -> str |
 
 
 @cache
-def _installed(library: Path) -> list[tuple[str, int, int]]:
-    """Return what changes if another NVRTC, or other headers of CUDA, are installed."""
+def _installed(library: Path) -> list[object]:
+    """Return texts that change if another NVRTC, or other headers of CUDA, are installed.
+
+    The same versions, installed again, have the same texts.
+    """
     includes = (*_includes_of_cuda(library), *_includes_of_cupy())
-    return _stated(library, *(Path(each[2:]) for each in includes))
+    folders = {Path(each).parent for each in (*_folders_of_nvidia(), _cupy())}
+    packages = [each.name for folder in folders for each in folder.glob("*.dist-info")]
+    versions = sorted(each for each in packages if re.match("cuda|cupy|nvidia", each))
+    return [*includes, *versions, *_stated(library, *TOOLKIT.glob("version.json"))]
 
 
-def _stated(*paths: Path) -> list[tuple[str, int, int]]:
-    """Return the name, the size and the time of each file."""
-    return [(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in paths]
+def _stated(*paths: Path) -> list[tuple[str, int]]:
+    """Return the name and the size of each file."""
+    return [(str(each), each.stat().st_size) for each in paths]
 
 
 @cache
@@ -247,9 +253,13 @@ def _includes_of_cuda(library: Path) -> tuple[str, ...]:
 
 
 def _of_wheels(folder: str) -> list[Path]:
+    parents = map(Path, _folders_of_nvidia())
+    return [path for each in parents for path in sorted(each.glob(f"*/{folder}"))]
+
+
+def _folders_of_nvidia() -> list[str]:
     spec = PathFinder.find_spec("nvidia")  # a namespace: each of NVIDIA's wheels adds a folder
-    parents = spec.submodule_search_locations if spec else None
-    return [path for each in parents or () for path in sorted(Path(each).glob(f"*/{folder}"))]
+    return list(spec.submodule_search_locations or ()) if spec else []
 
 
 class _Child:
