@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from gpt2block import Block, Comparison
 from gpt2block.apps.cli import display, kernels_run
 from gpt2block.apps.cli.block import BlockReport, _print_report, _sequences
 from gpt2block.cuda import requests
+from gpt2block.emulator.ptx import cache
 from gpt2block.engine import threads
 from tests.command_line import gpt2block, printed
 
@@ -80,23 +82,27 @@ def test_a_command_does_not_import_models_and_other_commands(words: list[str]) -
     assert "gpt2block.apps.cli.app" in done.stdout.split()
 
 
-def test_one_thread_is_advised_once_after_slow_steps(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_one_thread_is_advised_once_before_the_text_if_products_are_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert threads.seconds_of_product() > 0
+    """The time with one thread is measured if this machine has no time of the last hour."""
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
-    monkeypatch.setattr(threads, "seconds_of_product", lambda **more: 2 if more else 5)
-    for seconds, tokens, expected in ((0.9, 1, 0), (9.0, 99, 0), (1.1, 1, 1)):
-        watch = threads.slow_steps(10**9)
-        for _ in range(9):
-            watch(tokens, seconds)
-        said = capsys.readouterr().err
-        assert said.count("a matrix product is 2.5 times as fast with one thread") == expected
-        assert said.count("\n") == expected
-    monkeypatch.setattr(threads, "SLOW", 1e99)
-    for words in (("generate", "KING", "--seed", "1"), ("score", "-")):
-        ended = gpt2block(*words, "--device", "cpu", stdin=b"To be, or not to be")
-        assert ("is 2.5 times as fast" in ended.err) == (words[0] == "generate")
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path)
+    assert 0 < threads.seconds_with_one_thread() == threads.seconds_with_one_thread() < 1
+    note = r"note: while other programs use the cores, a matrix product is {} times as fast .*\n\w"
+    for seconds, kept, ratio in (
+        (5.0, f"{time.time() - 3500} 2.0", "2.5"), (2.9, f"{time.time()} 2.0", None),
+        (5.0, f"{time.time() - 3700} 2.0", r"\d\d+\.\d"), (5.0, "2.0", r"\d\d+\.\d"),
+        (4e-3, f"{time.time()} 1e-3", None),
+    ):  # fmt: skip
+        cache.write(f"product-{platform.node()}", kept)
+        monkeypatch.setattr(threads, "seconds_of_product", lambda each=seconds: each)
+        threads.advise_one_thread.cache_clear()
+        words = ("generate", "KING", "--max-new-tokens", "1", "--device", "cpu")
+        first, second = (gpt2block(*words).err for _ in range(2))
+        advised = ratio is not None
+        assert len(re.findall(note.format(ratio), first)) == first.count("note: ") == advised
+        assert "note: " not in second
 
 
 class Terminal(io.StringIO):

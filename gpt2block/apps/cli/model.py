@@ -17,7 +17,7 @@ from gpt2block.checks import meaning_of
 from gpt2block.cuda import first_gpus
 from gpt2block.cuda.formats import BY_DEFAULT, FormatOptions
 from gpt2block.engine.generation.options import KEYWORDS
-from gpt2block.engine.threads import THREADS, slow_steps
+from gpt2block.engine.threads import THREADS, advise_one_thread
 from gpt2block.errors import CheckpointError, InputError, require
 from gpt2block.files.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.files.checkpoints.locating import SMOLLM2
@@ -181,8 +181,8 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
             yield from bar.track(tensors, len(checkpoint.stored))
 
     loaded = load(Model, checkpoint, options.device, options.formats, progress)
-    if hasattr(loaded.engine, "watcher"):
-        loaded.engine.watcher = slow_steps(loaded.nbytes)
+    if loaded.device.startswith("CPU"):
+        advise_one_thread()
     return loaded, encoding
 
 

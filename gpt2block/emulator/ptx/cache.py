@@ -27,7 +27,8 @@ def folder() -> Path:
     ~/.cache. If this folder cannot be written, or belongs to another user, this process uses a
     temporary folder.
     """
-    with suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
+    # RuntimeError: there is no home folder; AttributeError: Windows has no getuid
+    with suppress(OSError, RuntimeError, AttributeError):
         stated = os.environ.get("XDG_CACHE_HOME", "")
         user = Path(stated) if os.path.isabs(stated) else Path.home() / ".cache"
         kept = Path(os.environ.get(VARIABLE) or user / "gpt2block" / "emulator").absolute()

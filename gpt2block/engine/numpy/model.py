@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from time import perf_counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -116,8 +115,6 @@ class NumpyModel(NumpySteps, StoredModel):
     and converting a matrix for every product takes many times as long as the product.
     """
 
-    watcher: Callable[[int, float], None] | None = None  # gets tokens and seconds of each pass
-
     def __init__(self, config: ModelConfig, tensors: Tensors, formats: Formats) -> None:
         super().__init__(config, formats, "cpu")
         self._store(tensors)
@@ -169,11 +166,8 @@ class NumpyModel(NumpySteps, StoredModel):
         streams = ["embedding", *(f"h.{n}.output" for n in range(self.config.n_layer))]
         keep = streams if want == "states" else []
         do = self.executor(self._tensors(sequences, cache), keep)
-        begun = perf_counter()
         found = self._run(do, "hidden" if want == "states" else want, max(lengths))
         ends = np.cumsum(lengths)
-        if self.watcher is not None:
-            self.watcher(int(ends[-1]), perf_counter() - begun)
         cache.lengths = [s + n for s, n in zip(starts, lengths, strict=True)]
         if want == "last":
             rows_of = iter(found)
