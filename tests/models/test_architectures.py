@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import gpt2block
+from gpt2block.engine.inspect import compare
 from gpt2block.models.architectures import ARCHITECTURES
 from tests.devices import GPU
 
@@ -279,6 +280,8 @@ KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
     )
 }  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", KINDS)
+# Earlier versions write a second partial_rotary_factor, 0.25, next to another rope_parameters.
+VERSIONS = {"qwen3_5_text": "5.20"}  # the least version of `transformers`
 
 
 @pytest.mark.parametrize(
@@ -299,7 +302,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     `transformers`. A different token is permitted if it is as likely.
     """
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion=VERSIONS.get(kind))
     from make_golden import in_float64, load  # noqa: PLC0415  (needs both)
 
     wrong = {}
@@ -321,6 +324,10 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
             load(theirs, weights)
             exact = [logits_of(torch, theirs, row) for row in rows]
         largest = max(np.abs(each).max() for each in exact)
+        if device == "cpu":  # the reference in float64 has the same logits
+            for row, truth in zip(rows, exact, strict=True):
+                found = compare.exact_tensors(ours.engine, row.astype(np.int32))["logits"]
+                assert np.abs(found - truth).max() < 1e-12 * largest
         off = max(np.abs(a - b).max() for a, b in zip(ours(rows), exact, strict=True))
         prompts = [rows[1].tolist(), rows[2].tolist(), rows[2][:5].tolist()]
         found = ours.generate(prompts, temperature=0, max_new_tokens=8)
@@ -361,7 +368,7 @@ def test_frequencies_and_logits_of_yarn_are_those_of_transformers(tmp_path: Path
 def test_scores_and_files(kind: str, tmp_path: Path) -> None:
     """Scores of a text agree, as do models that are saved for `transformers` or as GGUF."""
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion=VERSIONS.get(kind))
     pytest.importorskip("gguf")
     from fuzzing import gguf_writer  # noqa: PLC0415  (needs gguf)
 
@@ -385,8 +392,9 @@ def test_scores_and_files(kind: str, tmp_path: Path) -> None:
         no_gguf |= c.MODEL_TYPE == "ministral3" and c.window is not None
         if no_gguf or layers != tuple((n + 1) % 4 > 0 for n in range(len(layers))):
             continue  # GGUF lacks nanochat, Mistral's window, and a key for layers without RoPE
-        if not getattr(getattr(ours.config, "scaling", None), "truncate", True):
-            with pytest.raises(gpt2block.InputError, match="GGUF has no key for truncate False"):
+        lacking = ["truncate False"] * (not getattr(getattr(c, "scaling", None), "truncate", True))
+        if lacking := lacking + ["conv_bias True"] * getattr(c, "conv_bias", False):
+            with pytest.raises(gpt2block.InputError, match=f"GGUF has no key for {lacking[0]}"):
                 ours.save_gguf(folder / "m.gguf", "f32")
             continue
         written = gguf_writer.metadata_of(ours), gguf_writer.tensors_of(ours)
@@ -444,5 +452,9 @@ def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any],
 
 
 def logits_of(torch: Any, model: Any, ids: Any) -> Any:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(model.dtype)  # quotients of integers have it, such as positions
     with torch.no_grad():
-        return model(torch.tensor(ids[None])).logits[0].numpy()
+        logits = model(torch.tensor(ids[None])).logits[0].numpy()
+    torch.set_default_dtype(default)
+    return logits
