@@ -438,6 +438,11 @@ def children(process: subprocess.Popen[str]) -> list[Any]:
     return list(psutil.Process(process.pid).children(recursive=True))
 
 
+def workers_of(process: subprocess.Popen[str]) -> list[Any]:
+    """Return the processes of workers, which exist before the workers can compute."""
+    return [one for one in children(process) if "spawn_main" in " ".join(one.cmdline())]
+
+
 @pytest.mark.slow
 def test_a_worker_and_then_the_client_is_killed(
     here: Any, alone: Path, records: Path, tmp_path: Path
@@ -446,9 +451,8 @@ def test_a_worker_and_then_the_client_is_killed(
     with command(*score(records, output), workers=1) as process:
         wait(lambda: (output / shards.MANIFEST).exists() and recorded(output))
         before = recorded(output)
-        workers = [one for one in children(process) if "spawn_main" in " ".join(one.cmdline())]
-        assert len(workers) == 1
-        workers[0].kill()
+        (worker,) = workers_of(process)
+        worker.kill()
         wait(lambda: len(recorded(output)) > len(before) + 1)
         workers = children(process)
         process.kill()
@@ -481,7 +485,7 @@ def test_an_interrupt(records: Path, tmp_path: Path, moment: str) -> None:
     with command(*score(records, output), workers=1) as process:
         wait(lambda: (output / shards.LOCK).exists() or process.poll() is not None)
         if moment == "the start of a worker":
-            time.sleep(0.5)
+            wait(lambda: workers_of(process))
         elif moment == "the second shard":
             wait(lambda: len(list(output.glob("part-*.jsonl"))) >= 2)
         workers = children(process)
