@@ -118,6 +118,8 @@ def test_the_page_loads_nothing_and_shows_the_pass(page: Any, model: GPT2) -> No
     assert parts == ["embedding", *blocks, "ln_f", "logits", "next token"]
     assert find(page, '#flow [aria-pressed="true"]').text.startswith("embedding")
     assert find(page, "#step-title").text == "embedding"
+    said = "Looks up the vector of each token, and adds the vector of the token's position."
+    assert find(page, "#detail p").text == said
     lens = page.find_elements("css selector", "#lens-table tbody tr")
     assert len(lens) == model.config.n_layer + 1
 
@@ -665,6 +667,7 @@ def test_other_pages_load(browser: Any, model: GPT2, tmp_path: Path, kind: str) 
     else:
         page = model.explain("x" if kind == "one token" else "To be " * 42)
     load(browser, page.save(tmp_path / "page.html"))
+    assert ("position" in find(browser, "#detail p").text) == (kind != "llama")
     steps = len(browser.find_elements("css selector", ".step"))
     assert steps == (12 if kind == "llama" else 10)
     for step in range(steps):
@@ -684,7 +687,7 @@ def test_other_pages_load(browser: Any, model: GPT2, tmp_path: Path, kind: str) 
 def test_the_page_of_blocks_that_differ(browser: Any, tmp_path: Path) -> None:
     """A block with a convolution has no attention: the page shows that of block 1."""
     made = of(Lfm2Config, conv_layers=(True, False, True), n_layer=3)
-    load(browser, made.explain([3, 1, 4], layer=2).save(tmp_path / "page.html"))
+    load(browser, made.explain([3, 1, 4], layer=0).save(tmp_path / "page.html"))
     assert texts(browser, "#attention-layer *") == ["1"]
     for layer, count in enumerate((11, 13, 11)):
         browser.execute_script("endWalk(); selectLayer(arguments[0])", layer)
@@ -693,6 +696,8 @@ def test_the_page_of_blocks_that_differ(browser: Any, tmp_path: Path) -> None:
         for step in browser.execute_script("return plan.block"):
             find(browser, f'[data-step="{step}"]').click()
             assert find(browser, ".formula math").is_displayed()
+            reads = "convolution" in find(browser, "#detail p").text
+            assert reads == (count == 11 and step in ("rms_in", "bcx", "proj", "x1"))
             browser.execute_script("walking = true; drawWalk()")
             assert step in find(browser, "#walk-text").text
     assert browser.get_log("browser") == []

@@ -7,7 +7,7 @@ function drawFacts() {
   byId("facts").append(...Object.entries(facts).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }
 function drawNotes() {
-  const other = tensors[`h.${(data.layer + 1) % model.n_layer}.${plan.block[0]}`].grid, own = tensors[`h.${data.layer}.${plan.block[0]}`].grid;
+  const other = tensors[`h.${(data.layer + 1) % model.n_layer}.output`].grid, own = tensors[`h.${data.layer}.output`].grid;
   const notes = [
     "Heatmaps and attention hold the real tensors of this forward pass, each number rounded to float16 relative to the tensor's largest magnitude: about three significant digits. A tensor that is too large is downsampled: each cell is the number of largest magnitude in its area, so that outliers stay visible.",
     "min, max and mean are those of the whole tensor. Statistics, errors, times and surprisals are rounded to four significant digits. The logits of the next token are exact.",

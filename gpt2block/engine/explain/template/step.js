@@ -2,24 +2,24 @@
 function drawDetail() {
   const {step} = state, {op} = steps[step], tensor = tensors[tensorName(step)];
   const at = plan.block.indexOf(step);
-  const formula = el("div", {class: "formula"});
-  const template = byId(`formula-${op}`);
-  if (template) formula.append(template.content.cloneNode(true));
-  for (const term of formula.querySelectorAll("[data-input]")) {  // terms of inputs that only some models have
-    if (tensor.inputs.length < Number(term.dataset.input)) term.remove();
-  }
+  const about = el("p", {}), formula = el("div", {class: "formula"});
   const {number: own} = steps[step];  // the model's scale or factor in this step, or null
-  for (const term of formula.querySelectorAll("[data-number]")) {
-    if (term.dataset.number !== (own === null ? "no" : "yes")) term.remove();
-    else if (own !== null) term.querySelector("mn").textContent = String(Number(own.toPrecision(6)));
+  const fits = {  // whether a term applies to this step: attribute data-NAME of a template → its value
+    input: count => tensor.inputs.length >= Number(count), number: stated => (stated === "yes") === (own !== null),
+    gate: name => name === steps[step].gate, op: name => name === op, block: name => plan.blocks[state.layer].includes(name),
+  };
+  for (const [part, id] of [[about, `about-${step}`], [formula, `formula-${op}`]]) {
+    part.append(byId(id)?.content.cloneNode(true) ?? "");
+    for (const [name, fit] of Object.entries(fits)) {
+      for (const term of part.querySelectorAll(`[data-${name}]`)) if (!fit(term.dataset[name])) term.remove();
+    }
   }
-  for (const term of formula.querySelectorAll("[data-gate]")) {
-    if (term.dataset.gate !== steps[step].gate) term.remove();
-  }
+  for (const term of formula.querySelectorAll('[data-number="yes"] mn')) term.textContent = String(Number(own.toPrecision(6)));
+  about.append(step === "attn" && served > 1 ? ` ${GROUPED}` : "", step === "attn" ? windowOf(state.layer) : "", step === "rope" ? growth : "", step === "attn" ? el("a", {href: "#opened"}, " One row of it, step by step.") : "");
   const inputs = tensor.inputs.map(([name, sizes]) => `${name} ${shape(sizes)}`).join(", ");
   const left = el("div", {},
     el("header", {}, el("h3", {id: "step-title"}, inBlock(step) ? `${at + 1} · ${step}` : step), el("span", {class: "muted mono"}, `${op}${inBlock(step) ? ` · block ${state.layer}` : ""}`)),
-    el("p", {}, byId(`about-${step}`)?.content.textContent ?? "", step === "attn" && served > 1 ? ` ${GROUPED}` : "", step === "attn" ? windowOf(state.layer) : "", step === "rope" ? growth : "", step === "attn" ? el("a", {href: "#opened"}, " One row of it, step by step.") : ""), formula,
+    about, formula,
     el("p", {class: "shapes"}, `${inputs} → ${step} ${shape(tensor.shape)}`), numbers(tensor), el("p", {class: "note"}, fusion(step)));
   byId("detail").replaceChildren(neighbours(), left, el("div", {}, ...drawTensor(step, tensor)), drawProduct(step), drawCode(step));
 }
