@@ -105,6 +105,19 @@ def test_truncated_anywhere(kind: Format, file: Path) -> None:
 
 
 @every_format
+def test_bytes_after_the_end(kind: Format, file: Path) -> None:
+    """A format whose header states the size of the file refuses a longer file, others read it."""
+    before, size = read(file), file.stat().st_size
+    with file.open("ab") as stream:
+        stream.write(bytes(10))
+    if file.suffix in (".safetensors", ".bin"):
+        words = f"too long: its header expects {size:,} bytes, the file has {size + 10:,}"
+        assert "download" not in refused(file, str(file), words)
+    else:
+        assert read(file) == before
+
+
+@every_format
 def test_another_content(kind: Format, file: Path) -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 548105171\n"
     page = b"<!DOCTYPE html><html><head><title>404</title></head></html>"

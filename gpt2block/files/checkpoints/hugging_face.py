@@ -160,14 +160,26 @@ def _read_header(file: Path) -> list[Stored]:
     with files.about(file, damage, "not a safetensors file that can be read: {}"):
         try:
             with safe_open(file, "np"):
-                length = int.from_bytes(files.read_start(file, 8), "little")
-                header = json.loads(files.read_start(file, 8 + length)[8:])
-                return list(_entries(file, header, 8 + length, size))
+                header, data = _json_of(file)
+                return list(_entries(file, header, data, size))
         except SafetensorError as error:
             if not str(error).endswith(_TRUNCATED):
                 raise
+            if str(error).endswith(_TRUNCATED[-1]):
+                header, data = _json_of(file)
+                header.pop("__metadata__", None)
+                most = data + max((spec["data_offsets"][1] for spec in header.values()), default=0)
+                if size > most:
+                    raise CheckpointError(f"too long: its header expects {most:,} bytes, the file "
+                                          f"has {size:,}") from error  # fmt: skip
             raise CheckpointError(f"truncated or not a safetensors file, {size:,} bytes ({error}): "
                                   "download it again") from error  # fmt: skip
+
+
+def _json_of(file: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a .safetensors file, and the file offset of tensor data."""
+    length = int.from_bytes(files.read_start(file, 8), "little")
+    return json.loads(files.read_start(file, 8 + length)[8:]), 8 + length
 
 
 def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> Iterator[Stored]:
