@@ -23,6 +23,7 @@ import functools
 import inspect
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field, fields
 from difflib import get_close_matches
@@ -131,6 +132,15 @@ def nearest(value: object, known: Iterable[str]) -> str:
     near = [_DTYPE_OF.get(text, "")] if _DTYPE_OF.get(text) in names else []
     near = near or get_close_matches(text, names, 1)
     return f": did you mean {near[0]}?" if near else ""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises InputError for a repeated key, whose value is ambiguous."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((key, count),) = Counter(key for key, _ in pairs).most_common(1)
+        raise InputError(f"expected each key once, got {shown(key)} {count} times")
+    return found
 
 
 def set_fields(frozen: object, **values: object) -> None:

@@ -149,8 +149,6 @@ class Model(Hinted, Generic[Weights]):
         self, config: ModelConfig, tensors: Tensors, device: str | None, formats: Formats
     ) -> None:
         self.config, self.formats = config, formats
-        checkpoint = self._checkpoint
-        states = None if checkpoint is None else checkpoint.file_states()
         indices = resolve_devices(device)
         self.engine: TracedEngine
         if not indices:
@@ -159,7 +157,9 @@ class Model(Hinted, Generic[Weights]):
             self.engine = SeveralCudaModels(config, tensors, formats, indices)
         else:
             self.engine = CudaModel(config, tensors, formats, indices[0])
-        self.engine.checkpoint, self.engine.file_states = checkpoint, states
+        self.engine.checkpoint = self._checkpoint
+        if self._checkpoint is not None:
+            self._checkpoint.check_unchanged()
 
     def __repr__(self) -> str:
         c = self.config

@@ -20,7 +20,7 @@ from gpt2block.engine.passes.bounds import bounds_of
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
-from gpt2block.files.checkpoints.checkpoint import Checkpoint, FileStates
+from gpt2block.files.checkpoints.checkpoint import Checkpoint
 from gpt2block.models.config import TABLES, LayerCache, ModelConfig, model_shapes, state_shapes
 from gpt2block.models.weights.gguf import TYPES
 from gpt2block.models.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
@@ -76,7 +76,6 @@ class StoredModel(ABC):
 
     divides_prompts, continues_exactly = True, False
     checkpoint: Checkpoint | None = None
-    file_states: FileStates | None = None
 
     def __init__(self, config: ModelConfig, formats: Formats, device: str) -> None:
         check_read(config, model_steps(config))  # GPU recordings run the same pass functions
@@ -579,12 +578,10 @@ class TracedEngine(ModelEngine, Protocol):
     """A model engine that returns results and times of each step of a sequence's forward pass.
 
     cached: the pass computes the last token only, with earlier keys and values in a kv_cache.
-    checkpoint: the weights' checkpoint; None for weights given as arrays. file_states: states of
-    its files when they were read.
+    checkpoint: the weights' checkpoint; None for weights given as arrays.
     """
 
     checkpoint: Checkpoint | None
-    file_states: FileStates | None
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, np.ndarray]:
         """Run the steps in order; return a dict from step names to results (rows, channels)."""

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +24,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 import kernels_cu
+from gpt2block.checks import unique_keys
 from gpt2block.cuda import cupy, doctor
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.engine.threads import THREADS
@@ -45,6 +47,7 @@ SHA256_THREADS = 8
 # Fields that are for information, or that a check compares with the generated text.
 NOT_COMPARED = "gpt2block", "model", "gpus", "options", "tokens", "finish_reason", "logprobs"
 NAMES = "model", "finish_reason"  # fields of NOT_COMPARED that are strings or null
+HINTS = {"threads": ": see verify --threads"}  # field: what to do if it differs
 SAMPLED = tuple(each.name for each in fields(Sampling) if each.name != "end_ids")
 _known: WeakKeyDictionary[object, dict[str, object]] = WeakKeyDictionary()  # results of `identity`
 _hashes: dict[object, str] = {}  # hashes of weights by config and states of their files
@@ -53,8 +56,8 @@ _hashes: dict[object, str] = {}  # hashes of weights by config and states of the
 def identity(engine: ModelEngine) -> dict[str, object]:
     """Return the fields of a receipt that state the model, its formats, the code and the device.
 
-    The first call for an engine hashes the weights. Raises InputError if the files of the weights
-    have changed since they were loaded.
+    The first call for an engine hashes the weights. Raises CheckpointError if the files of the
+    weights have changed since they were opened.
     """
     if engine not in _known:
         checkpoint = getattr(engine, "checkpoint", None)
@@ -62,7 +65,7 @@ def identity(engine: ModelEngine) -> dict[str, object]:
             FORMAT: VERSION,
             "gpt2block": doctor.version(),
             "model": None if checkpoint is None else checkpoint.name,
-            "weights": _of_arrays(engine) if checkpoint is None else _of_files(engine, checkpoint),
+            "weights": _of_arrays(engine) if checkpoint is None else of_checkpoint(checkpoint),
             **engine.formats.facts(),
             "code": hash_of_sources(Path(__file__).parent.parent, NOT_HASHED),
             **_device(engine.cache_kind[3]),
@@ -77,10 +80,14 @@ def _device(device: str) -> dict[str, object]:
         config: Any = np.show_config(mode="dicts")
         blas = config["Build Dependencies"]["blas"]
         simd = config.get("SIMD Extensions", {}).get("found", [])[-1:]
-        core, threads = _openblas()
+        stated = [os.environ[name] for name in THREADS if os.environ.get(name)]
+        core, threads = "", (*stated, os.cpu_count())[0]
+        if library := _openblas():
+            core = library.scipy_openblas_get_corename64_().decode()
+            threads = library.scipy_openblas_get_num_threads64_()
         own = (core, blas.get("name"), blas.get("version"), "NumPy", np.__version__, *simd)
         facts = {"device": "cpu", "gpus": 0, "nvrtc": None, "kernels": None}
-        return {**facts, "blas": " ".join(filter(None, own)), "threads": threads}
+        return {**facts, "blas": " ".join(filter(None, own)), "threads": str(threads)}
     numbers = device.removeprefix("cuda:").split(",")
     with cupy.cuda.Device(int(numbers[0])):
         facts = {"device": f"sm_{compute_capability()}", "gpus": len(numbers)}
@@ -89,18 +96,22 @@ def _device(device: str) -> dict[str, object]:
     return {**facts, "blas": None, "threads": None}
 
 
-def _openblas() -> tuple[str, str]:
-    """Return the CPU whose kernels OpenBLAS has chosen, "" without OpenBLAS, and its threads."""
+def _openblas() -> Any:
+    """Return the OpenBLAS that NumPy has loaded; None for another BLAS."""
     of_numpy = Path(np.__file__).parent
     for folder in (of_numpy.with_name("numpy.libs"), of_numpy / ".dylibs"):
         for path in folder.glob("libscipy_openblas*"):
             with suppress(AttributeError):  # another build of OpenBLAS
                 library = ctypes.CDLL(str(path))  # loaded already
                 library.scipy_openblas_get_corename64_.restype = ctypes.c_char_p
-                core = library.scipy_openblas_get_corename64_().decode()
-                return core, str(library.scipy_openblas_get_num_threads64_())
-    stated = [os.environ[name] for name in THREADS if os.environ.get(name)]
-    return "", (*stated, str(os.cpu_count()))[0]
+                return library
+    return None
+
+
+def use_threads(stated: object) -> None:
+    """Compute products with the number of threads that a receipt states, if BLAS is an OpenBLAS."""
+    if re.fullmatch("[1-9][0-9]{0,3}", str(stated)) and (library := _openblas()):
+        library.scipy_openblas_set_num_threads64_(int(str(stated)))
 
 
 @lru_cache(maxsize=4)
@@ -123,15 +134,13 @@ def _of_arrays(engine: ModelEngine) -> str:
     return digest.hexdigest()
 
 
-def _of_files(engine: Any, checkpoint: Checkpoint) -> str:
-    if checkpoint.file_states() != engine.file_states:
-        raise InputError(f"{checkpoint.name}: a file has changed since the model was loaded")
-    return of_checkpoint(checkpoint)
-
-
 def of_checkpoint(checkpoint: Checkpoint) -> str:
-    """Return the SHA-256 of a checkpoint's config and of its tensors, sorted by name."""
-    key = repr(checkpoint.config), checkpoint.file_states()
+    """Return the SHA-256 of a checkpoint's config and of its tensors, sorted by name.
+
+    Raises CheckpointError if a file has changed since the checkpoint was opened.
+    """
+    checkpoint.check_unchanged()
+    key = repr(checkpoint.config), checkpoint.opened
     if key not in _hashes:
         digest = hashlib.sha256(key[0].encode())
         tensors = sorted(checkpoint.stored.items())
@@ -140,6 +149,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> str:
             for (name, stored), own in zip(tensors, hashed, strict=True):
                 digest.update(f"{name} {stored.types} {stored.shape} {stored.head_order}".encode())
                 digest.update(own)
+        checkpoint.check_unchanged()  # not while its bytes were read, either
         _hashes[key] = digest.hexdigest()
     return _hashes[key]
 
@@ -199,12 +209,22 @@ def receipt_of(sequence: TokenSequence, known: Mapping[str, object]) -> dict[str
     }
 
 
-def parsed(receipt: object) -> dict[str, Any]:
-    """Return a receipt, which can also be JSON text, as an object. Raises InputError."""
+def json_of(text: str | bytes) -> Any:
+    """Return the value of JSON. Raises InputError, also for an object with a repeated key."""
     try:
-        value = json.loads(receipt) if isinstance(receipt, (str, bytes)) else receipt
+        return json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise InputError(f"expected the JSON of a receipt: {error}") from None
+
+
+def parsed(receipt: object) -> dict[str, Any]:
+    """Return a receipt, which can also be JSON text, as an object. Raises InputError.
+
+    receipt: may also be an InputError, the reason why there is none; this function raises it.
+    """
+    if isinstance(receipt, InputError):
+        raise receipt
+    value = json_of(receipt) if isinstance(receipt, (str, bytes)) else receipt
     if not isinstance(value, Mapping):
         raise InputError(f"expected a receipt, got {shown(value)}")
     return dict(value)
@@ -219,8 +239,8 @@ def require_equal(stated: Mapping[str, object], known: dict[str, object], before
         own, kinds = stated[name], (str, type(None)) if name in NAMES else (type(value),)
         wrong = type(own) not in kinds if name in NOT_COMPARED else own != value
         if wrong or isinstance(own, bool):
-            own, other = shown(own)[:24], shown(value)[:24]
-            raise InputError(f"{before}{name}: the receipt states {own}, here it is {other}")
+            own, other, hint = shown(own)[:24], shown(value)[:24], HINTS.get(name, "")
+            raise InputError(f"{before}{name}: the receipt states {own}, here it is {other}{hint}")
 
 
 def append_receipts(path: str | Path, receipts: Iterable[object]) -> None:
@@ -229,15 +249,30 @@ def append_receipts(path: str | Path, receipts: Iterable[object]) -> None:
         file.writelines(json.dumps(each, separators=(",", ":")) + "\n" for each in receipts)
 
 
-def found_in(value: object) -> Iterator[Any]:
-    """Yield the receipts in JSON: a receipt, a line of `map`, a server's answer, or a list."""
+def found_in(value: object, unended: dict[str, InputError] | None = None) -> Iterator[Any]:
+    """Yield the receipts in JSON: a receipt, a line of `map`, a server's answer, or a list.
+
+    For a choice of an answer that has no receipt, an InputError is yielded. A choice in an event of
+    a stream has its receipt in a later event: until then, `unended` has its InputError.
+    """
+    unended = {} if unended is None else unended
     if isinstance(value, list):
         for each in value:
-            yield from found_in(each)
+            yield from found_in(each, unended)
     elif isinstance(value, dict) and value.get("receipt") is not None:
         yield from found_in(value["receipt"])
     elif isinstance(value, dict) and isinstance(choices := value.get("choices"), list):
-        own = [each for each in choices if not isinstance(each, dict) or "receipt" in each]
-        yield from found_in(own)
+        for number, each in enumerate(choices):
+            own = each if isinstance(each, dict) else {"receipt": each}
+            index = own.get("index", number)
+            choice = shown((value.get("id"), index))
+            unended.pop(choice, None)
+            lacks = InputError(f"choice {shown(index)} of the answer has no receipt")
+            if own.get("receipt") is not None:
+                yield from found_in(own)
+            elif own.get("finish_reason"):
+                yield lacks
+            else:
+                unended[choice] = lacks
     else:
         yield value

@@ -16,9 +16,8 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("llguidance", reason="the extra tools is not installed")
 pytest.importorskip("openai", reason="test_serve needs the client openai")
 
-from gpt2block.apps.serve.protocol import ApiError
-from gpt2block.apps.serve.trials import POSSIBLE, Trial
 from gpt2block.engine.grammars import Grammar, Vocabulary
+from gpt2block.engine.grammars.trials import POSSIBLE, Trial
 from gpt2block.errors import InputError
 from tests.apps.test_serve import client_of_command, command
 from tests.exchanges import COMPLETION
@@ -60,7 +59,7 @@ def test_a_rule_that_exceeds_a_limit(rule: dict[str, Any], mib: int, problem: st
     assert 0 <= trial.run(good) < 2**20
     assert trial._process is not None
     os.killpg(trial._process.pid, signal.SIGKILL)
-    with pytest.raises(ApiError, match="has ended: try again"):
+    with pytest.raises(ChildProcessError, match="has ended: try again"):
         trial.run(good)
     assert trial.run(good) >= 0
     trial.close()

@@ -23,6 +23,7 @@ from gpt2block.apps.cli.model import (
     ModelOptions,
     TextOptions,
     draft_option,
+    keyword,
     load_draft,
     load_model,
     model_facts,
@@ -56,6 +57,7 @@ class RunOptions(TextOptions):
         (),
         "--stop-id",
     )
+    top_logprobs: int = keyword("top_logprobs")
 
 
 def generate(
@@ -111,7 +113,7 @@ def generate(
         }
         print_json(report)
     else:
-        writer.rest(logprobs)
+        writer.rest(logprobs or options.top_logprobs > 0)
         say(_summary(loaded, options.seed, run, clock))
     if interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -183,6 +185,7 @@ def _sample(sequence: TokenSequence, has_text: bool) -> dict[str, object]:
         "text": sequence.text if has_text else None,
         "tokens": sequence.tokens,
         "logprobs": sequence.logprobs,
+        **({"top_logprobs": sequence.tops} if sequence.tops else {}),
         "finish_reason": sequence.finish_reason,
     }
 

@@ -34,6 +34,7 @@ from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, read_text
 from gpt2block.apps.serve.log import log, set_up_log
 from gpt2block.checks import check_count, check_integer
 from gpt2block.engine.chat.tool_forms import FormName
+from gpt2block.engine.grammars.trials import SECONDS
 from gpt2block.errors import InputError, printable
 
 NEEDED = ("jinja2", "starlette", "uvicorn", "pydantic", "prometheus_client")
@@ -105,7 +106,7 @@ def serve(
     rule_seconds: float = option(
         "Seconds of CPU time in which a schema, regular expression, choice or grammar of a request "
         "must be compiled.",
-        5.0,
+        SECONDS,
     ),
     no_receipts: bool = option(
         "Refuse requests for receipts, which state how a text was generated.",

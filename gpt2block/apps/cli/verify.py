@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
+import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -17,11 +17,16 @@ from gpt2block.apps.cli.model import ModelOptions, load_model, model_option
 from gpt2block.apps.cli.options import argument, option
 from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, read_text
 from gpt2block.cuda.formats import BY_DEFAULT
-from gpt2block.engine.receipts import found_in, parsed
-from gpt2block.errors import InputError, printable
+from gpt2block.engine.receipts import found_in, json_of, parsed, use_threads
+from gpt2block.errors import CheckpointError, InputError, printable
+
+if TYPE_CHECKING:
+    from gpt2block.files.tokenizers.encoding import Encoding
+    from gpt2block.model import Model
 
 MAX_FILE = 2**32  # maximum bytes of a file of receipts: 4 GiB
 MAX_SHOWN = 10  # maximum number of problems that are printed
+MAX_UNREADABLE = 100  # lines of a file that cannot be read, after which no more are read
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,12 @@ def verify(
     """
     from gpt2block.engine.generation.known_texts import check_receipts  # noqa: PLC0415
 
-    receipts = [(file, n, each) for file in files for n, each in enumerate(_read(file), 1)]
+    receipts = [each for file in files for each in _read(file)]
     if sample is not None:
         receipts = random.SystemRandom().sample(receipts, min(sample, len(receipts)))
-    stated = [each for *_, each in receipts]
-    loaded, encoding = load_model(_options(model, stated), None)
+    loaded, encoding = _load(model, receipts)
     begun, codes, tokens, nan = perf_counter(), [0, 0, 0], 0, 0
+    stated = [each.receipt for each in receipts]
     with progress_bar("verifying") as bar:
         task = bar.add_task("verifying", total=len(receipts))
         for index, check in check_receipts(loaded.engine, encoding or loaded.lookup, stated):
@@ -60,53 +65,94 @@ def verify(
             codes[check.code] += 1
             tokens, nan = tokens + check.tokens, nan + check.nan
             if check.code and codes[1] + codes[2] <= MAX_SHOWN:
-                file, number, _ = receipts[index]
-                bar.console.print(printable(f"{file}, receipt {number}: {check.problem}", 1000),
-                                  markup=False, highlight=False, soft_wrap=True)  # fmt: skip
+                line = printable(f"{receipts[index].place}: {check.problem}", 1000)
+                bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
     seconds = perf_counter() - begun
     equal, differ, others = codes
     print(
         f"{equal:,} of {len(receipts):,} texts are as stated, {differ:,} differ, {others:,} cannot "
         f"be compared{f'; {nan:,} have NaN' if nan else ''}: {tokens:,} tokens in {seconds:.1f} s, "
-        f"{len(receipts) / seconds:,.1f} texts/s"
+        f"{len(receipts) / seconds:,.1f} texts/s, "
+        f"{printable(f'{loaded.name}, {loaded.dtypes}, {loaded.device}')}"
     )
     if differ or others:
         raise typer.Exit(FAILED if differ else WRONG)
 
 
-def _read(file: str) -> list[object]:
-    """Return the receipts in a file: JSON, lines of JSON, or the events of a saved stream."""
-    text = read_text(file, MAX_FILE).removeprefix(BYTE_ORDER_MARK)
+class StatedReceipt(NamedTuple):
+    """A receipt, or an InputError that says why there is none; and its file, and line or number."""
+
+    place: str
+    receipt: object
+
+
+def _read(file: str) -> list[StatedReceipt]:
+    """Return the receipts in a file: JSON, lines of JSON, or the events of a saved stream.
+
+    After MAX_UNREADABLE lines that are not JSON, the other lines are not read.
+    """
+    text = read_text(file, MAX_FILE).removeprefix(BYTE_ORDER_MARK).rstrip()
+    is_whole, found, unreadable = isinstance(_value(text), (dict, list)), list[StatedReceipt](), 0
+    unended: dict[str, InputError] = {}
     # Not `splitlines`: JSON strings can contain U+0085, U+2028 and U+2029.
-    lines = [line.removeprefix("data: ") for line in text.split("\n")]  # begins a saved event
-    values = [_value(text)] if isinstance(_value(text), (dict, list)) else [*map(_value, lines)]
-    receipts = [*found_in([each for each in values if each not in ("", "[DONE]")])]
-    if not receipts:
+    lines = [text] if is_whole else text.split("\n")
+    for number, written in enumerate(lines, 1):
+        line = written.removeprefix("data:").strip()  # begins an event
+        if line in ("", "[DONE]") or line.startswith((":", "event:")):
+            continue
+        value = _value(line)
+        for n, each in enumerate(found_in(value, unended), 1):
+            place = f"receipt {n}" if is_whole else f"line {number}"
+            found.append(StatedReceipt(f"{file}, {place}", each))
+        unreadable += isinstance(value, InputError)
+        if unreadable == MAX_UNREADABLE:
+            note = f"{file}: {unreadable} lines cannot be read: the {len(lines) - number:,} lines "
+            print(printable(f"{note}after line {number} are left out"), file=sys.stderr)
+            break
+    found += [StatedReceipt(file, problem) for problem in unended.values()]
+    if not found:
         raise InputError(f"{file}: expected receipts, found none")
-    return receipts
+    return found
 
 
 def _value(text: str) -> object:
-    """Return the value of JSON; a text that is not JSON is returned unchanged."""
+    """Return the value of JSON, or an InputError that says why the text is none."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text.strip()
+        return json_of(text)
+    except InputError as error:
+        return error
 
 
-def _options(options: VerifyOptions, receipts: Sequence[object]) -> ModelOptions:
-    """Return the options of the model: by default the name and the formats that receipts state."""
-    first = None
-    for each in receipts:
-        with suppress(InputError):  # `check_receipts` reports it
-            first = parsed(each)
-            if isinstance(first.get("model"), str):
-                break
-    first = parsed(receipts[0]) if first is None else first  # raises an error for any other text
-    name, formats = options.model or first.get("model"), options.formats
+def _load(
+    options: VerifyOptions, receipts: Sequence[StatedReceipt]
+) -> tuple[Model[Any], Encoding | None]:
+    """Load the model, by default with the name, formats and threads that a receipt states."""
+    problem = ""
+    for place, receipt in receipts:
+        try:
+            first = parsed(receipt)
+            chosen = _options(options, first)
+            break
+        except InputError as error:
+            problem = problem or f"{place}: {error}"
+    else:
+        raise InputError(problem)
+    if options.threads is None:
+        use_threads(first.get("threads"))
+    try:
+        return load_model(chosen, None)
+    except (CheckpointError, InputError) as error:
+        if options.formats != BY_DEFAULT:
+            raise
+        raise InputError(f"cannot load the model for {place}: {error}") from error
+
+
+def _options(options: VerifyOptions, receipt: dict[str, Any]) -> ModelOptions:
+    """Return the options of the model: by default the name and the formats of a receipt."""
+    name, formats = options.model or receipt.get("model"), options.formats
     if not isinstance(name, str):
         raise InputError("--model: expected a name or path of a model, as the receipt has none")
     if formats == BY_DEFAULT:
-        stated = {each.name: first[each.name] for each in fields(formats) if each.name in first}
+        stated = {each: receipt[each] for each in ("dtype", "kv_dtype") if each in receipt}
         formats = replace(formats, **stated)
     return replace(options, model=name, formats=formats, gpus=None)

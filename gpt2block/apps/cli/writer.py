@@ -43,9 +43,16 @@ class Writer:
         for number, sequence in enumerate(self._sequences if logprobs else ()):
             self._end_line("\n\n")
             self._write(self._heading(number))
-            pieces = sequence.tokens if self._ids else sequence.token_texts()
-            for piece, logprob in zip(pieces, sequence.logprobs, strict=True):
-                self._write(f"{logprob:9.4f}  {piece!r}\n")
+            for place, pair in enumerate(zip(sequence.tokens, sequence.logprobs, strict=True)):
+                likeliest = sequence.tops[place] if sequence.tops else ()
+                self._write(
+                    "    ".join(self._likely(sequence, *each) for each in (pair, *likeliest))
+                )
+                self._write("\n")
+
+    def _likely(self, sequence: TokenSequence, token: int, logprob: float) -> str:
+        """Return a token's log-probability, and its text or id."""
+        return f"{logprob:9.4f}  {token if self._ids else sequence.text_of(token)!r}"
 
     def _start_next(self) -> TokenSequence:
         """Write the heading, prompt and text of the next sample, now the current sequence."""

@@ -188,6 +188,8 @@ class Server:
                         response = await _while_there(request.receive, handler(request, body))
             except TimeoutError:
                 response = error_response(late())
+            except _TooLargeError as error:
+                response = _EarlyResponse(error.body, error.status, {"connection": "close"})
             except ApiError as error:
                 response = error_response(error)
             except (InputError, CheckpointError) as error:
@@ -589,23 +591,39 @@ class _Streamed(StreamingResponse):
             await send({"type": "http.response.body", "body": PING, "more_body": True})
 
 
+class _TooLargeError(ApiError):
+    """The error of a request whose body exceeds the limit of size, and is not read to its end."""
+
+
+class _EarlyResponse(JSONResponse):
+    """A response that is sent at once, and ends after the rest of the request's body."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        dropped = 0
+        with anyio.move_on_after(BODY_SECONDS):
+            while dropped <= MAX_DROPPED and (part := await receive()).get("more_body"):
+                dropped += len(part["body"])
+        await send({"type": "http.response.body"})
+
+
 async def _body(request: Request) -> bytes:
     """Read the body of a request. Raises ApiError if it exceeds the limits of size or time."""
-    found, size = bytearray(), 0
+    found, problem = bytearray(), f"the body: expected at most {MAX_BODY:,} bytes"
+    if int(request.headers.get("content-length", 0)) > MAX_BODY:
+        raise _TooLargeError(413, problem)
     try:
         with anyio.fail_after(BODY_SECONDS):
             async for part in request.stream():
-                size += len(part)
-                if size <= MAX_BODY:
-                    found += part
-                elif size > MAX_DROPPED:
-                    break
+                found += part
+                if len(found) > MAX_BODY:
+                    raise _TooLargeError(413, problem)
     except TimeoutError:
         raise ApiError(408, f"the body: expected within {BODY_SECONDS:g} s") from None
     except ClientDisconnect:
         raise ApiError(499, "the client is gone") from None
-    if size > MAX_BODY:
-        raise ApiError(413, f"the body: expected at most {MAX_BODY:,} bytes")
     return bytes(found)
 
 

@@ -21,9 +21,11 @@ from gpt2block.apps.serve.engine_host import EngineHost
 from gpt2block.apps.serve.http_server import HttpServer
 from gpt2block.apps.serve.listening import BACKLOG, counter, exit_in_time, run
 from gpt2block.apps.serve.log import log
+from gpt2block.apps.serve.protocol import overloaded
 
 PAUSE = 1.0  # seconds before a process that was never ready is started again
 LAST_SECONDS = 3.0  # seconds after the grace time in which HTTP sides have to end
+WAITS = "the server ends after %d %s, at most %d s: a second Ctrl-C ends it at once"
 
 NewKeys = Callable[[], Mapping[str, str] | None]
 
@@ -52,15 +54,21 @@ class EngineServer:
         run(self._serve(listening))
 
     def end(self) -> None:
-        """End all HTTP sides after running requests; a second call ends them immediately."""
+        """End all HTTP sides after running requests; a second call fails these requests."""
         if self._ending:
-            for task in self.ends.values():
-                task.cancel()
+            self._send("fail", overloaded("the server ends before the answer is complete"))
+            self._loop.call_later(LAST_SECONDS, self._kill)
             return
         self._ending = True
         self._listening.close()
+        if count := sum(len(end.sequences) for end in self.ends):
+            log.warning(WAITS, count, "answer" + "s" * (count > 1), self._settings.grace)
         self._send("end")
-        self._loop.call_later(self._settings.grace + LAST_SECONDS, self.end)
+        self._loop.call_later(self._settings.grace, self.end)
+
+    def _kill(self) -> None:
+        for task in self.ends.values():
+            task.cancel()
 
     def _send(self, name: str, *arguments: object) -> None:
         for end in self.ends:

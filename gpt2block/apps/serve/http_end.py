@@ -127,14 +127,17 @@ class HttpEnd:
         else:
             future.set_exception(error)
 
-    def lost(self) -> None:
-        """Fail all requests, and end this side, because the engine's side has ended."""
-        if self._closed:
-            return
-        error = ApiError(500, ENDED)
+    def fail(self, error: Exception) -> None:
+        """Fail all requests."""
         for number in [*self._results]:
             self.result(number, None, error)
         for answer in self._answers.values():
             answer.fail(error)
+
+    def lost(self) -> None:
+        """Fail all requests, and end this side, because the engine's side has ended."""
+        if self._closed:
+            return
+        self.fail(ApiError(500, ENDED))
         self.failed = True
         self.end()

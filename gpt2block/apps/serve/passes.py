@@ -13,13 +13,13 @@ from gpt2block.apps.serve.answers import Scored
 from gpt2block.apps.serve.embeddings import vectors_of
 from gpt2block.apps.serve.kept import Kept, keep, kept_of
 from gpt2block.apps.serve.prompts import scored_prompt
-from gpt2block.apps.serve.protocol import JsonObject, overloaded
+from gpt2block.apps.serve.protocol import ApiError, JsonObject, overloaded
 from gpt2block.apps.serve.rerank import scores_of
 from gpt2block.apps.serve.settings import ServerSettings
-from gpt2block.apps.serve.trials import POSSIBLE, Trial
 from gpt2block.apps.serve.workers import Places, Workers
 from gpt2block.engine.explain import Page, collect
 from gpt2block.engine.grammars import Grammar, Matcher, Vocabulary, vocabulary_of
+from gpt2block.engine.grammars.trials import MAX_OF_RULES, Trial
 from gpt2block.engine.model import Floats, Ids
 from gpt2block.engine.receipts import identity
 from gpt2block.errors import InputError
@@ -28,7 +28,6 @@ from gpt2block.files.tokenizers.encoding import Encoding
 
 PASSES_AT_ONCE = 4  # threads that compute passes
 COMPILING_AT_ONCE = 2  # threads that compile rules; a client gets one of them
-MAX_OF_RULES = 2**31  # most bytes that compiling the rules took that are kept or in use
 MAX_EXPLAINING = 8  # most `explain` requests per client that run (one at a time) or wait
 KEPT_PAGES = 8  # most `explain` pages kept per client, each of a few MB
 
@@ -74,7 +73,9 @@ class Passes:
     def _compile(self, rule: Grammar) -> None:
         trial = self._idle.pop()
         try:
-            grown = trial.run(rule) if POSSIBLE else 0
+            grown = trial.run(rule)
+        except ChildProcessError as error:
+            raise ApiError(503, str(error), code="overloaded") from None
         finally:
             self._idle.append(trial)
         if self.vocabulary.grown + grown > MAX_OF_RULES:

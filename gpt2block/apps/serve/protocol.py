@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
@@ -23,7 +22,7 @@ from pydantic import (
     create_model,
 )
 
-from gpt2block.checks import meaning_of
+from gpt2block.checks import meaning_of, unique_keys
 from gpt2block.engine.generation.options import KEYWORDS, Options
 from gpt2block.engine.grammars import Grammar
 from gpt2block.errors import InputError, printable, shown
@@ -207,12 +206,18 @@ def check_length(count: int, n_ctx: int, field: str, least: str = "") -> None:
         raise invalid(problem, "context_length_exceeded")
 
 
-def _or_all(value: object, info: ValidationInfo) -> object:
-    """Return a limit of new tokens; -1 becomes `info.context` (as many as fit in the context)."""
-    return info.context if type(value) is int and value == -1 else value
+def _or_all(least: int) -> BeforeValidator:
+    """Check a limit of new tokens; -1 becomes `info.context` (as many as fit in the context)."""
+
+    def check(value: object, info: ValidationInfo) -> Any:
+        if type(value) is int and not least <= value <= MAX_NEW and value != -1:
+            raise ValueError(f"expected {least} to {MAX_NEW:,}, or -1 for all of the context")
+        return info.context if type(value) is int and value == -1 else value
+
+    return BeforeValidator(check)
 
 
-NewTokens = Annotated[int | None, BeforeValidator(_or_all)]
+NewTokens = Annotated[int | None, _or_all(1)]
 
 
 class Fields(BaseModel):
@@ -343,7 +348,7 @@ class SampledRequest(SamplingFields):
     except for repetition_penalty and receipt: vLLM, "OpenAI-Compatible Server".
     """
 
-    max_tokens: NewTokens = Field(None, ge=1, le=MAX_NEW)
+    max_tokens: NewTokens = None
     n: int | None = Field(1, ge=1, le=MAX_SAMPLES)
     best_of: Annotated[int | None, AfterValidator(_as_n)] = None  # must be n: all answers are sent
     stop: Annotated[str | list[str] | None, _at_most(MAX_STOPS, "texts")] = None
@@ -440,7 +445,7 @@ class CompletionRequest(SampledRequest):
     """The body of a request to /v1/completions. logprobs: alternatives to report at each token."""
 
     prompt: Texts = [""]
-    max_tokens: NewTokens = Field(16, ge=0, le=MAX_NEW)
+    max_tokens: Annotated[int | None, _or_all(0)] = 16
     logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
     echo: bool | None = False
 
@@ -524,7 +529,7 @@ class ChatRequest(SampledRequest, TemplateFields):
     ] = None
     tool_choice: Annotated[ToolChoice, AfterValidator(_of_tools)] = None
     parallel_tool_calls: bool | None = True
-    max_completion_tokens: NewTokens = Field(None, ge=1, le=MAX_NEW)
+    max_completion_tokens: NewTokens = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
 
@@ -559,15 +564,6 @@ class _PatientDecoder(json.JSONDecoder):
         self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
 
 
-def _unique_keys(pairs: list[tuple[str, object]]) -> JsonObject:
-    """Return a JSON object. Raises ApiError for a repeated key, whose value would be ambiguous."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        ((key, count),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ApiError(400, f"the body: expected each key once, got {shown(key)} {count} times")
-    return fields
-
-
 def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int) -> Request:
     """Return the parsed request. names: accepted model names. n_ctx: the model's context length.
 
@@ -575,7 +571,9 @@ def parsed(kind: type[Request], data: bytes, names: Collection[str], n_ctx: int)
     """
     try:
         reader = _PatientDecoder if data.count(b",") > MAX_VALUES else None
-        body = json.loads(data.decode("utf-8-sig"), cls=reader, object_pairs_hook=_unique_keys)
+        body = json.loads(data.decode("utf-8-sig"), cls=reader, object_pairs_hook=unique_keys)
+    except InputError as error:
+        raise ApiError(400, f"the body: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body: expected JSON in UTF-8: {shown(str(error))}") from None
     if not isinstance(body, dict):

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from gpt2block.apps.serve.protocol import (
-    MAX_NEW,
     NEUTRAL,
     ApiError,
     Fields,
@@ -69,7 +68,7 @@ class ResponsesRequest(SamplingFields):
     }
     input: str | Messages
     instructions: str | None = None
-    max_output_tokens: NewTokens = Field(None, ge=1, le=MAX_NEW)
+    max_output_tokens: NewTokens = None
     stream: bool | None = False
     text: TextFields | None = None
     tools: Messages | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpt2block.engine.chat.template import ChatTemplate
+from gpt2block.engine.grammars.trials import SECONDS
 from gpt2block.errors import CheckpointError
 from gpt2block.files.checkpoints.embedding_files import Pooling
 from gpt2block.models.config import ModelConfig
@@ -53,7 +54,7 @@ class ServerSettings:
     chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
     pooling: Pooling = "mean"
     tool_form: str | None = None
-    rule_seconds: float = 5.0
+    rule_seconds: float = SECONDS
     receipts: bool = True
     processes: int = 0
     connections: int = 1024

@@ -47,7 +47,7 @@ from gpt2block.engine.model import (
 from gpt2block.engine.passes.shards import Meeting, ModelShard
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import DeviceError, InputError
-from gpt2block.files.checkpoints.checkpoint import Checkpoint, FileStates
+from gpt2block.files.checkpoints.checkpoint import Checkpoint
 from gpt2block.files.checkpoints.stored import Stored
 from gpt2block.models.config import ModelConfig
 from gpt2block.ops.all_gather import PeerBuffers
@@ -149,7 +149,6 @@ class SeveralCudaModels:
     """
 
     checkpoint: Checkpoint | None = None
-    file_states: FileStates | None = None
 
     def __init__(
         self, config: ModelConfig, tensors: Tensors, formats: Formats, devices: Sequence[int]

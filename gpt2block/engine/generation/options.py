@@ -75,8 +75,8 @@ class Options:
     )
     top_logprobs: int = option(
         0,
-        "Report this many of the most likely tokens at each position, up to 20, in "
-        "Generation.top_logprobs.",
+        "Also report this many of the most likely tokens at each position, up to 20.",
+        more="Generation.top_logprobs has them.",
     )
     samples: int = option(
         1, "Number of continuations.", more="Prompts times samples is at most 2^20."

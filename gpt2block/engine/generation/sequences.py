@@ -284,9 +284,9 @@ class TokenSequence:
         self._decode()
         return "".join(self._pieces)
 
-    def token_texts(self) -> list[str]:
-        """Return the texts of single tokens; an incomplete character becomes U+FFFD."""
-        return [self._bytes([token]).decode(errors="replace") for token in self.tokens]
+    def text_of(self, token: int) -> str:
+        """Return the text of a single token; an incomplete character becomes U+FFFD."""
+        return self._bytes([token]).decode(errors="replace")
 
     def result(self) -> Generation:
         """Return the Generation (the result) of a sequence whose text has ended."""

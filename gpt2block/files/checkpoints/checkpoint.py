@@ -23,7 +23,8 @@ from gpt2block.models.config import ModelConfig, end_tokens_in, is_product
 __all__ = ["BUNDLED", "BUNDLED_NAMES", "Checkpoint"]
 
 Array = NDArray[np.float32]
-FileStates = tuple[tuple[Path, int, int], ...]  # path, size in bytes, time of change in ns
+# Path, size in bytes, times of change of the content and of the file in ns
+FileStates = tuple[tuple[Path, int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Checkpoint:
     config: ModelConfig
     stored: Mapping[str, Stored]  # tensors by gpt2block's names, ordered as `config.model_shapes`
     repo: str | None = None  # Hugging Face hub repository of the files; None for local files
+    opened: FileStates = ()  # states of the files that have tensors
 
     @classmethod
     def open(cls, name_or_path: str | Path | Checkpoint, revision: str | None = None) -> Checkpoint:
@@ -67,7 +69,7 @@ class Checkpoint:
             _check_no_revision(name, revision)
         file = locate(name) if repo is None else hub.fetch(repo, revision)
         config, stored = _layout(file).read_model(file)
-        return cls(name, file, config, stored, repo)
+        return cls(name, file, config, stored, repo, _states(stored))
 
     def __repr__(self) -> str:
         c = self.config
@@ -82,11 +84,10 @@ class Checkpoint:
         """Folder that contains the weights, config.json and the tokenizer's files."""
         return self.file.parent
 
-    def file_states(self) -> FileStates:
-        """Return path, size and time of change of each file that has tensors."""
-        files = sorted({piece.file for each in self.stored.values() for piece in each.pieces})
-        states = ((file, file.stat()) for file in files)
-        return tuple((file, state.st_size, state.st_mtime_ns) for file, state in states)
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if a file that has tensors has changed since `open`."""
+        if _states(self.stored) != self.opened:
+            raise CheckpointError(f"{self.name}: a file has changed since it was opened")
 
     def tokenizer_source(self) -> Path:
         """Return the path from which `tokenizer.load` reads: the folder, or the GGUF file.
@@ -213,6 +214,17 @@ class Checkpoint:
         if tensor.layout == "NK" and is_product(name):
             array = np.ascontiguousarray(array.T)
         return array.astype(np.float32, copy=False)
+
+
+def _states(stored: Mapping[str, Stored]) -> FileStates:
+    """Return the states of the files that have tensors."""
+    files = sorted({piece.file for each in stored.values() for piece in each.pieces})
+    found = []
+    for file in files:
+        with about(file):
+            state = file.stat()
+        found.append((file, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
+    return tuple(found)
 
 
 def _layout(file: Path) -> ModuleType:

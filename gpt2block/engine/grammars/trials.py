@@ -1,9 +1,10 @@
-"""Compile rules of requests in other processes first, within limits of time and memory.
+"""Compile rules of strangers in other processes first, within limits of time and memory.
 
-Compiling a rule of a few bytes can take any time and memory, and llguidance cannot be interrupted.
-Therefore a child process of the server, which has loaded the model's vocabulary, creates a fork for
-each rule. The fork compiles the rule and computes its first mask. The system ends a fork at its
-limits. A fork exists before its rule arrives, so that creating it delays no request.
+The rules come with requests to a server and in receipts. Compiling a rule of a few bytes can take
+any time and memory, and llguidance cannot be interrupted. Therefore a child process, which has
+loaded the model's vocabulary, creates a fork for each rule. The fork compiles the rule and computes
+its first mask. The system ends a fork at its limits. A fork exists before its rule arrives, so that
+creating it delays no request.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from gpt2block.engine.grammars import Grammar, Vocabulary
 from gpt2block.errors import InputError
 
 POSSIBLE = sys.platform == "linux"  # other systems lack limits of memory, or forks
-MEMORY = 2**29  # default of `memory`
-STACK = 2**20  # most bytes of a fork's stack; threads of the server, which compile later, have more
+SECONDS, MEMORY = 5.0, 2**29  # defaults of `seconds` and `memory`
+MAX_OF_RULES = 2**31  # most bytes that compiling the rules took that are kept or in use
+STACK = 2**20  # most bytes of a fork's stack; threads that compile the rule later have more
 WALL = 6  # a fork ends after WALL times its CPU time, too, if no core is free
 NICE = 10  # added to the niceness of a fork
-ENDED = 3  # exit code of a fork if the server has ended
+ENDED = 3  # exit code of a fork if the process that sends rules has ended
 
 
 class Trial:
@@ -37,19 +39,20 @@ class Trial:
     which the memory of its fork may grow.
     """
 
-    def __init__(self, vocabulary: tuple[Any, ...], seconds: float, memory: int = MEMORY) -> None:
+    def __init__(
+        self, vocabulary: tuple[Any, ...], seconds: float = SECONDS, memory: int = MEMORY
+    ) -> None:
         self._given = vocabulary, seconds, memory
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, rule: Grammar) -> int:
-        """Compile a rule; return the bytes by which memory has grown.
+        """Compile a rule; return the bytes by which memory has grown, 0 where no limit is possible.
 
-        Raises InputError if the rule cannot be compiled within the limits, and ApiError if the
-        process has ended. The next call then starts another process.
+        Raises InputError if the rule cannot be compiled within the limits, and ChildProcessError if
+        the process has ended. The next call then starts another process.
         """
-        # The child needs no pydantic
-        from gpt2block.apps.serve.protocol import ApiError  # noqa: PLC0415
-
+        if not POSSIBLE:
+            return 0
         try:
             if self._process is None:
                 self._begin()
@@ -58,7 +61,7 @@ class Trial:
         except (EOFError, OSError):
             self.close()
             problem = f"{rule.name}: the process that compiles rules has ended: try again"
-            raise ApiError(503, problem, code="overloaded") from None
+            raise ChildProcessError(problem) from None
         if isinstance(result, str):
             raise InputError(result)
         if result < 0:
@@ -66,7 +69,7 @@ class Trial:
         return result
 
     def close(self) -> None:
-        """End the process. A call that waits for it raises ApiError."""
+        """End the process. A call that waits for it raises ChildProcessError."""
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
@@ -80,7 +83,7 @@ class Trial:
             pickle.dump(vocabulary, file)
             file.seek(0)
             command = [sys.executable, "-m", __name__, *map(str, (theirs.fileno(), *limits))]
-            # A group of its own: Ctrl-C in a terminal signals the server, which ends the group.
+            # A group of its own: Ctrl-C in a terminal signals its parent, which ends the group.
             self._process = subprocess.Popen(
                 command, stdin=file, pass_fds=[theirs.fileno()], start_new_session=True
             )
@@ -96,7 +99,7 @@ class Trial:
 
 
 def main() -> None:
-    """Compile rules in forks until the server ends."""
+    """Compile rules in forks until the process that sends the rules ends."""
     connection, seconds, memory = Connection(int(sys.argv[1])), float(sys.argv[2]), int(sys.argv[3])
     vocabulary, code = Vocabulary(*pickle.load(sys.stdin.buffer)), 0
     while code != ENDED:
