@@ -255,24 +255,28 @@ def found_in(value: object, unended: dict[str, InputError] | None = None) -> Ite
     For a choice of an answer that has no receipt, an InputError is yielded. A choice in an event of
     a stream has its receipt in a later event: until then, `unended` has its InputError.
     """
-    unended = {} if unended is None else unended
-    if isinstance(value, list):
-        for each in value:
-            yield from found_in(each, unended)
-    elif isinstance(value, dict) and value.get("receipt") is not None:
-        yield from found_in(value["receipt"])
-    elif isinstance(value, dict) and isinstance(choices := value.get("choices"), list):
-        for number, each in enumerate(choices):
-            own = each if isinstance(each, dict) else {"receipt": each}
-            index = own.get("index", number)
-            choice = shown((value.get("id"), index))
-            unended.pop(choice, None)
-            lacks = InputError(f"choice {shown(index)} of the answer has no receipt")
-            if own.get("receipt") is not None:
-                yield from found_in(own)
-            elif own.get("finish_reason"):
-                yield lacks
-            else:
-                unended[choice] = lacks
-    else:
-        yield value
+    unended, waiting = {} if unended is None else unended, [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += reversed(value)
+        elif isinstance(value, dict) and value.get("receipt") is not None:
+            waiting.append(value["receipt"])
+        elif isinstance(value, dict) and isinstance(choices := value.get("choices"), list):
+            found = list[object]()
+            for number, each in enumerate(choices):
+                choice = each if isinstance(each, dict) else {"receipt": each}
+                index = choice.get("index", number)
+                key = shown((value.get("id"), index, number))
+                unended.pop(key, None)
+                if choice.get("receipt") is not None:
+                    found.append(choice["receipt"])
+                    continue
+                lacks = InputError(f"choice {shown(index)} has no receipt")
+                if choice.get("finish_reason"):
+                    found.append(lacks)
+                else:
+                    unended[key] = lacks
+            waiting += reversed(found)
+        else:
+            yield value

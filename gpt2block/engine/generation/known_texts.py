@@ -133,7 +133,8 @@ def _compared(engine: ModelEngine, sequences: Stated) -> Iterator[tuple[int, Rec
                 batch.cancel([sequence])
             if sequence.finish_reason:
                 nan = bool(np.isnan(stated["logprobs"]).any())
-                yield index, ReceiptCheck(int(bool(problem)), problem, len(sequence.tokens), nan)
+                code = 2 if sequence.finish_reason == "rule" else int(bool(problem))
+                yield index, ReceiptCheck(code, problem, len(sequence.tokens), nan)
 
 
 class _Rules:
