@@ -227,6 +227,8 @@ def parsed(receipt: object) -> dict[str, Any]:
     value = json_of(receipt) if isinstance(receipt, (str, bytes)) else receipt
     if not isinstance(value, Mapping):
         raise InputError(f"expected a receipt, got {shown(value)}")
+    if FORMAT not in value:
+        raise InputError(f"{FORMAT}: expected, but missing")
     return dict(value)
 
 
@@ -250,10 +252,10 @@ def append_receipts(path: str | Path, receipts: Iterable[object]) -> None:
 
 
 def found_in(value: object, unended: dict[str, InputError] | None = None) -> Iterator[Any]:
-    """Yield the receipts in JSON: a receipt, a line of `map`, a server's answer, or a list.
+    """Yield the receipts in a value or JSON: a receipt, a line of `map`, an answer, or a list.
 
-    For a choice of an answer that has no receipt, an InputError is yielded. A choice in an event of
-    a stream has its receipt in a later event: until then, `unended` has its InputError.
+    In the place of a receipt that is missing or cannot be read, an InputError is yielded. A choice
+    in an event of a stream has its receipt in a later event: until then, it is in `unended`.
     """
     unended, waiting = {} if unended is None else unended, [value]
     while waiting:
@@ -263,20 +265,18 @@ def found_in(value: object, unended: dict[str, InputError] | None = None) -> Ite
         elif isinstance(value, dict) and value.get("receipt") is not None:
             waiting.append(value["receipt"])
         elif isinstance(value, dict) and isinstance(choices := value.get("choices"), list):
-            found = list[object]()
-            for number, each in enumerate(choices):
-                choice = each if isinstance(each, dict) else {"receipt": each}
-                index = choice.get("index", number)
-                key = shown((value.get("id"), index, number))
-                unended.pop(key, None)
-                if choice.get("receipt") is not None:
-                    found.append(choice["receipt"])
-                    continue
-                lacks = InputError(f"choice {shown(index)} has no receipt")
-                if choice.get("finish_reason"):
-                    found.append(lacks)
-                else:
-                    unended[key] = lacks
-            waiting += reversed(found)
+            for number, each in reversed([*enumerate(choices)]):
+                own = each if isinstance(each, dict) else {"receipt": each}
+                key = shown((value.get("id"), own.get("index"), number))
+                unended[key] = InputError(f"choice {shown(own.get('index'))} has no receipt")
+                if own.get("receipt") is not None or own.get("finish_reason"):
+                    lacks = unended.pop(key)
+                    waiting.append(own.get("receipt") or lacks)
         else:
-            yield value
+            try:
+                if isinstance(value, str):
+                    waiting.append(json_of(value))
+                else:
+                    yield parsed(value)
+            except InputError as error:
+                yield error

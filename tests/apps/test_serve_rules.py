@@ -59,7 +59,7 @@ def test_a_rule_that_exceeds_a_limit(rule: dict[str, Any], mib: int, problem: st
     assert 0 <= trial.run(good) < 2**20
     assert trial._process is not None
     os.killpg(trial._process.pid, signal.SIGKILL)
-    with pytest.raises(ChildProcessError, match="has ended: try again"):
+    with pytest.raises(ChildProcessError, match="has ended"):
         trial.run(good)
     assert trial.run(good) >= 0
     trial.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 MAX_FILE = 2**32  # maximum bytes of a file of receipts: 4 GiB
 MAX_SHOWN = 10  # maximum number of problems that are printed
-MAX_UNREADABLE = 100  # lines of a file that cannot be read, after which no more are read
+MAX_UNREADABLE = 100  # receipts of a file that cannot be read, after which no more are read
+NO_JSON = re.compile(r"^(?:data: ?(?:\[DONE\])?|[:e].*)", re.MULTILINE)  # in a saved stream
 
 
 @dataclass(frozen=True)
@@ -89,25 +91,23 @@ class StatedReceipt(NamedTuple):
 def _read(file: str) -> list[StatedReceipt]:
     """Return the receipts in a file: JSON, lines of JSON, or the events of a saved stream.
 
-    After MAX_UNREADABLE lines that are not JSON, the other lines are not read.
+    After MAX_UNREADABLE receipts that cannot be read, the rest of the file is left out.
     """
     text = read_text(file, MAX_FILE).removeprefix(BYTE_ORDER_MARK).rstrip()
-    is_whole, found, unreadable = isinstance(_value(text), (dict, list)), list[StatedReceipt](), 0
-    unended: dict[str, InputError] = {}
-    # Not `splitlines`: JSON strings can contain U+0085, U+2028 and U+2029.
-    lines = [text] if is_whole else text.split("\n")
-    for number, written in enumerate(lines, 1):
-        line = written.removeprefix("data:").strip()  # begins an event
-        if line in ("", "[DONE]") or line.startswith((":", "event:")):
-            continue
-        value = _value(line)
-        for n, each in enumerate(found_in(value, unended), 1):
-            place = f"receipt {n}" if is_whole else f"line {number}"
-            found.append(StatedReceipt(f"{file}, {place}", each))
-        unreadable += isinstance(value, InputError)
-        if unreadable == MAX_UNREADABLE:
-            note = f"{file}: {unreadable} lines cannot be read: the {len(lines) - number:,} lines "
-            print(printable(f"{note}after line {number} are left out"), file=sys.stderr)
+    found, unreadable, unended = list[StatedReceipt](), 0, dict[str, InputError]()
+    try:
+        name, parts = "receipt", [*found_in(json_of(text), unended)]
+    except InputError:
+        # Not `splitlines`: JSON strings can contain U+0085, U+2028 and U+2029.
+        lines = NO_JSON.sub("", text).split("\n")
+        name, parts = "line", [line.strip() or [] for line in lines]
+    for number, part in enumerate(parts, 1):
+        for each in found_in(part, unended):
+            unreadable += isinstance(each, InputError)
+            found.append(StatedReceipt(f"{file}, {name} {number}", each))
+        if unreadable >= MAX_UNREADABLE:
+            rest = f"the {len(parts) - number:,} {name}s after {name} {number} are left out"
+            print(printable(f"{file}: {unreadable} cannot be read: {rest}"), file=sys.stderr)
             break
     found += [StatedReceipt(file, problem) for problem in unended.values()]
     if not found:
@@ -115,44 +115,30 @@ def _read(file: str) -> list[StatedReceipt]:
     return found
 
 
-def _value(text: str) -> object:
-    """Return the value of JSON, or an InputError that says why the text is none."""
-    try:
-        return json_of(text)
-    except InputError as error:
-        return error
-
-
 def _load(
     options: VerifyOptions, receipts: Sequence[StatedReceipt]
 ) -> tuple[Model[Any], Encoding | None]:
     """Load the model, by default with the name, formats and threads that a receipt states."""
-    problem = ""
+    problem, formats = "", options.formats
     for place, receipt in receipts:
         try:
-            first = parsed(receipt)
-            chosen = _options(options, first)
+            stated = parsed(receipt)
+            name = options.model or stated.get("model")
+            if not isinstance(name, str):
+                raise InputError("--model: expected a name or path, as the receipt has none")
+            if options.formats == BY_DEFAULT:
+                own = {each: stated[each] for each in ("dtype", "kv_dtype") if each in stated}
+                formats = replace(BY_DEFAULT, **own)
             break
         except InputError as error:
             problem = problem or f"{place}: {error}"
     else:
         raise InputError(problem)
     if options.threads is None:
-        use_threads(first.get("threads"))
+        use_threads(stated.get("threads"))
     try:
-        return load_model(chosen, None)
+        return load_model(replace(options, model=name, formats=formats, gpus=None), None)
     except (CheckpointError, InputError) as error:
         if options.formats != BY_DEFAULT:
             raise
         raise InputError(f"cannot load the model for {place}: {error}") from error
-
-
-def _options(options: VerifyOptions, receipt: dict[str, Any]) -> ModelOptions:
-    """Return the options of the model: by default the name and the formats of a receipt."""
-    name, formats = options.model or receipt.get("model"), options.formats
-    if not isinstance(name, str):
-        raise InputError("--model: expected a name or path of a model, as the receipt has none")
-    if formats == BY_DEFAULT:
-        stated = {each: receipt[each] for each in ("dtype", "kv_dtype") if each in receipt}
-        formats = replace(formats, **stated)
-    return replace(options, model=name, formats=formats, gpus=None)

@@ -13,13 +13,13 @@ from gpt2block.apps.serve.answers import Scored
 from gpt2block.apps.serve.embeddings import vectors_of
 from gpt2block.apps.serve.kept import Kept, keep, kept_of
 from gpt2block.apps.serve.prompts import scored_prompt
-from gpt2block.apps.serve.protocol import ApiError, JsonObject, overloaded
+from gpt2block.apps.serve.protocol import JsonObject, overloaded
 from gpt2block.apps.serve.rerank import scores_of
 from gpt2block.apps.serve.settings import ServerSettings
 from gpt2block.apps.serve.workers import Places, Workers
 from gpt2block.engine.explain import Page, collect
 from gpt2block.engine.grammars import Grammar, Matcher, Vocabulary, vocabulary_of
-from gpt2block.engine.grammars.trials import MAX_OF_RULES, Trial
+from gpt2block.engine.grammars.trials import Trial
 from gpt2block.engine.model import Floats, Ids
 from gpt2block.engine.receipts import identity
 from gpt2block.errors import InputError
@@ -73,14 +73,11 @@ class Passes:
     def _compile(self, rule: Grammar) -> None:
         trial = self._idle.pop()
         try:
-            grown = trial.run(rule)
-        except ChildProcessError as error:
-            raise ApiError(503, str(error), code="overloaded") from None
+            trial.matcher(rule)
+        except (ChildProcessError, MemoryError) as error:
+            raise overloaded(str(error)) from None
         finally:
             self._idle.append(trial)
-        if self.vocabulary.grown + grown > MAX_OF_RULES:
-            raise overloaded(f"{rule.name}: the rules in use take too much memory")
-        self.vocabulary.matcher(rule, grown)
 
     def matcher(self, rule: Grammar) -> Matcher | None:
         """Return a Matcher at the start of a text; None if the grammar is not compiled."""

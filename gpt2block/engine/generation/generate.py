@@ -17,6 +17,7 @@ from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.options import Options
 from gpt2block.engine.generation.sequences import Ends, Generation, TokenSequence
 from gpt2block.engine.grammars import Grammar, Matcher, vocabulary_of
+from gpt2block.engine.grammars.trials import trial_of
 from gpt2block.engine.model import Drafts, Ids, ModelEngine
 from gpt2block.engine.receipts import certify
 from gpt2block.errors import Argument, InputError
@@ -223,19 +224,24 @@ class LazySequences(Sequence[TokenSequence]):
 
 
 def matcher_of(
-    rule: Grammar | None, reader: Tokenizer, vocab_size: int, ends: frozenset[int]
+    rule: Grammar | None,
+    reader: Tokenizer,
+    vocab_size: int,
+    ends: frozenset[int],
+    limited: bool = False,
 ) -> Matcher | None:
     """Return a Matcher of a grammar at the start of a text; None without a grammar.
 
-    reader: tokenizer of the model. ends: tokens that end a text. Raises InputError for a model
-    without tokenizer, and for a grammar that cannot be compiled.
+    reader: tokenizer of the model. ends: tokens that end a text. limited: whether compiling has
+    limits of time and memory. Raises InputError for a model without tokenizer, and for a grammar
+    that cannot be compiled; with limits, also as `Trial.matcher` does.
     """
     if rule is None:
         return None
     encoding = of_outputs(reader)
     if encoding is None:
         raise InputError(f"{rule.name}: this model has no tokenizer, so there is no text")
-    return vocabulary_of(encoding, vocab_size, ends).matcher(rule)
+    return (trial_of if limited else vocabulary_of)(encoding, vocab_size, ends).matcher(rule)
 
 
 def computes_alone(engine: ModelEngine) -> bool:

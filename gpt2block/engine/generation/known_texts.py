@@ -15,18 +15,15 @@ from gpt2block.engine.generation.generate import Run, computes_alone, matcher_of
 from gpt2block.engine.generation.options import Options
 from gpt2block.engine.generation.scoring import ScoredTokens
 from gpt2block.engine.generation.sequences import FinishReason, Generation, TokenSequence
-from gpt2block.engine.grammars import Grammar, Matcher, vocabulary_of
-from gpt2block.engine.grammars.trials import MAX_OF_RULES, Trial
+from gpt2block.engine.grammars import Grammar
 from gpt2block.engine.model import Floats, Ids, ModelEngine
 from gpt2block.engine.receipts import SAMPLED, identity, parsed, receipt_of, require_equal
 from gpt2block.errors import InputError, require, shown
 from gpt2block.files.tokenizers import tokenizer
-from gpt2block.files.tokenizers.lookup import Tokenizer, of_outputs
+from gpt2block.files.tokenizers.lookup import Tokenizer
 from gpt2block.sampling import Sampling
 
 FINISHED = get_args(FinishReason)
-# For each sequence that generates the text of a receipt again, the receipt's index and fields.
-Stated = dict[TokenSequence, tuple[int, dict[str, Any]]]
 
 
 def score_generated(
@@ -95,29 +92,17 @@ def check_receipts(
     The stated tokens are drafts: a step computes several of them. A text is as stated exactly if
     all of them are sampled, with equal bits of their log-probabilities, and the text ends there.
     """
-    known, rules = identity(engine), _Rules(engine)
-    sequences: Stated = {}
-    try:
-        for index, receipt in enumerate(receipts):
-            try:
-                stated = parsed(receipt)
-                require_equal(stated, known)
-                sequence, logprobs = _sequence(engine, encoding, stated, known, rules)
-                sequences[sequence] = index, {**stated, "logprobs": logprobs}
-            except (InputError, ChildProcessError) as error:
-                yield index, ReceiptCheck(2, str(error))
-            except KeyError as error:
-                yield index, ReceiptCheck(2, f"{error.args[0]}: expected, but missing")
-            if rules.grown > MAX_OF_RULES:
-                yield from _compared(engine, sequences)
-                sequences, rules.grown = {}, 0
-        yield from _compared(engine, sequences)
-    finally:
-        rules.close()
-
-
-def _compared(engine: ModelEngine, sequences: Stated) -> Iterator[tuple[int, ReceiptCheck]]:
-    """Generate texts again; yield (index, ReceiptCheck) when a text ends."""
+    known, sequences = identity(engine), dict[TokenSequence, tuple[int, dict[str, Any]]]()
+    for index, receipt in enumerate(receipts):
+        try:
+            stated = parsed(receipt)
+            require_equal(stated, known)
+            sequence, logprobs = _sequence(engine, encoding, stated, known)
+            sequences[sequence] = index, {**stated, "logprobs": logprobs}
+        except (InputError, ChildProcessError, MemoryError) as error:
+            yield index, ReceiptCheck(2, str(error))
+        except KeyError as error:
+            yield index, ReceiptCheck(2, f"{error.args[0]}: expected, but missing")
     if not sequences:
         return
     at_once = 1 if computes_alone(engine) else len(sequences)
@@ -137,40 +122,8 @@ def _compared(engine: ModelEngine, sequences: Stated) -> Iterator[tuple[int, Rec
                 yield index, ReceiptCheck(code, problem, len(sequence.tokens), nan)
 
 
-class _Rules:
-    """Compiles rules of receipts, which strangers may have written, within the limits of a Trial.
-
-    grown: bytes that compiling took.
-    """
-
-    def __init__(self, engine: ModelEngine) -> None:
-        self._vocab_size, self.grown = engine.config.vocab_size, 0
-        self._trial: Trial | None = None
-
-    def matcher(self, sequence: TokenSequence) -> Matcher | None:
-        """Return a Matcher at the start of a sequence with a rule. Raises as `Trial.run` does."""
-        assert sequence.rule is not None
-        given = self._vocab_size, sequence.ends.stop_ids
-        if encoding := of_outputs(sequence.reader):
-            vocabulary = vocabulary_of(encoding, *given)
-            if vocabulary.kept(sequence.rule) is None:
-                self._trial = self._trial or Trial((encoding, *given))
-                grown = self._trial.run(sequence.rule)
-                self.grown += grown
-                vocabulary.matcher(sequence.rule, grown)
-        return matcher_of(sequence.rule, sequence.reader, *given)
-
-    def close(self) -> None:
-        if self._trial is not None:
-            self._trial.close()
-
-
 def _sequence(
-    engine: ModelEngine,
-    encoding: Tokenizer,
-    stated: Mapping[str, Any],
-    known: Mapping[str, object],
-    rules: _Rules,
+    engine: ModelEngine, encoding: Tokenizer, stated: Mapping[str, Any], known: Mapping[str, object]
 ) -> tuple[TokenSequence, Floats]:
     """Return the sequence that generates a stated text again, and the stated log-probabilities.
 
@@ -206,8 +159,8 @@ def _sequence(
             f"logprobs: {len(logprobs)} for {len(tokens)} tokens: expected as many, at least one"
         )
     check_choice("finish_reason", stated["finish_reason"], FINISHED)
-    if rule:
-        sequence.matcher = rules.matcher(sequence)
+    ends_at = sequence.ends.stop_ids
+    sequence.matcher = matcher_of(options.rule, encoding, V, ends_at, limited=True)
     run.follow([tokens])
     return sequence, logprobs
 

@@ -18,10 +18,13 @@ import tempfile
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from threading import Lock
 from typing import Any, NoReturn, cast
+from weakref import WeakKeyDictionary
 
-from gpt2block.engine.grammars import Grammar, Vocabulary
+from gpt2block.engine.grammars import Grammar, Matcher, Vocabulary, vocabulary_of
 from gpt2block.errors import InputError
+from gpt2block.files.tokenizers.encoding import Encoding
 
 POSSIBLE = sys.platform == "linux"  # other systems lack limits of memory, or forks
 SECONDS, MEMORY = 5.0, 2**29  # defaults of `seconds` and `memory`
@@ -29,6 +32,7 @@ MAX_OF_RULES = 2**31  # most bytes that compiling the rules took that are kept o
 STACK = 2**20  # most bytes of a fork's stack; threads that compile the rule later have more
 WALL = 6  # a fork ends after WALL times its CPU time, too, if no core is free
 NICE = 10  # added to the niceness of a fork
+ENDED_EARLY = "the process that compiles rules has ended"
 ENDED = 3  # exit code of a fork if the process that sends rules has ended
 
 
@@ -42,8 +46,22 @@ class Trial:
     def __init__(
         self, vocabulary: tuple[Any, ...], seconds: float = SECONDS, memory: int = MEMORY
     ) -> None:
-        self._given = vocabulary, seconds, memory
+        self._given, self._lock = (vocabulary, seconds, memory), Lock()
         self._process: subprocess.Popen[bytes] | None = None
+
+    def matcher(self, rule: Grammar) -> Matcher:
+        """Return a Matcher at the start of a text; compile a rule first if none is kept.
+
+        Raises as `run` does, and MemoryError if the rules in use take too much memory.
+        """
+        vocabulary = vocabulary_of(*self._given[0])
+        with self._lock:
+            if (kept := vocabulary.kept(rule)) is not None:
+                return kept
+            grown = self.run(rule)
+        if vocabulary.grown + grown > MAX_OF_RULES:
+            raise MemoryError(f"{rule.name}: the rules in use take too much memory")
+        return vocabulary.matcher(rule, grown)
 
     def run(self, rule: Grammar) -> int:
         """Compile a rule; return the bytes by which memory has grown, 0 where no limit is possible.
@@ -60,8 +78,7 @@ class Trial:
             result: int | str = self._connection.recv()
         except (EOFError, OSError):
             self.close()
-            problem = f"{rule.name}: the process that compiles rules has ended: try again"
-            raise ChildProcessError(problem) from None
+            raise ChildProcessError(f"{rule.name}: {ENDED_EARLY}") from None
         if isinstance(result, str):
             raise InputError(result)
         if result < 0:
@@ -96,6 +113,15 @@ class Trial:
         if number == signal.SIGABRT:
             return f"compiling takes more than {memory >> 20} MiB of memory"
         return "it is nested too deeply" if number == signal.SIGSEGV else "it cannot be compiled"
+
+
+_trials: WeakKeyDictionary[Vocabulary, Trial] = WeakKeyDictionary()
+
+
+def trial_of(encoding: Encoding, vocab_size: int, ends: frozenset[int]) -> Trial:
+    """Return the Trial with the default limits for a Vocabulary of `vocabulary_of`."""
+    given = encoding, vocab_size, ends
+    return _trials.setdefault(vocabulary_of(*given), Trial(given))
 
 
 def main() -> None:

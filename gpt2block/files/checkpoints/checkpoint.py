@@ -219,12 +219,9 @@ class Checkpoint:
 def _states(stored: Mapping[str, Stored]) -> FileStates:
     """Return the states of the files that have tensors."""
     files = sorted({piece.file for each in stored.values() for piece in each.pieces})
-    found = []
-    for file in files:
-        with about(file):
-            state = file.stat()
-        found.append((file, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
-    return tuple(found)
+    with about("the weights"):
+        states = [(file, file.stat()) for file in files]
+    return tuple((file, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for file, at in states)
 
 
 def _layout(file: Path) -> ModuleType:
