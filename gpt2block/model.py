@@ -534,14 +534,8 @@ class Model(Hinted, Generic[Weights]):
         another form and variables that the template does not read, and CheckpointError as `chat`
         does.
         """
-        return Conversation(
-            self.engine,
-            self.tokenizer,
-            self.chat_template,
-            messages,
-            self.chat_sampling,
-            chat_template_kwargs,
-        )
+        own = self.engine, self.tokenizer, self.chat_template, messages, self.chat_sampling
+        return Conversation(*own, chat_template_kwargs)
 
     @overload
     def score(  # type: ignore[overload-overlap]
@@ -572,14 +566,9 @@ class Model(Hinted, Generic[Weights]):
         progress: called with the numbers of tokens scored so far and in total. likeliest: whether
         `tokens.likeliest` holds the most likely token at each position. Raises InputError.
         """
+        more: Any = {"tokens_at_once": tokens_at_once, "progress": progress, "likeliest": likeliest}
         found: Score | list[Score] = scoring.score(
-            self.engine,
-            self.lookup,
-            text,
-            stride=stride,
-            tokens_at_once=tokens_at_once,
-            progress=progress,
-            likeliest=likeliest,
+            self.engine, self.lookup, text, stride=stride, **more
         )
         return found
 
@@ -655,15 +644,9 @@ class Model(Hinted, Generic[Weights]):
         """
         own = chosen(pooling, normalize, lambda: self.embedding_defaults)
         given: object = texts if instruction is None else scoring.instructed(instruction, texts)
-        return scoring.embed(
-            self.engine,
-            self.lookup,
-            given,
-            own.pooling,
-            overflow=overflow,
-            dimensions=dimensions,
-            normalize=check_flag("normalize", own.normalize),
-        )
+        more: Any = {"overflow": overflow, "dimensions": dimensions}
+        more["normalize"] = check_flag("normalize", own.normalize)
+        return scoring.embed(self.engine, self.lookup, given, own.pooling, **more)
 
 
 class GPT2(Model[GPT2Weights]):

@@ -88,16 +88,12 @@ class Job(Arguments):
         if clash:
             raise InputError(f"keep: {min(clash)!r} is the name of a result")
         return replace(
-            self,
-            options=options,
-            model=absolute(self.model),
+            self, options=options, model=absolute(self.model), output=str(output),
             formats=self.formats if of_blocks else self.formats.resolved(in_blocks=False),
             tokenizer=None if self.tokenizer is None else absolute(self.tokenizer),
-            output=str(output),
-            keep=tuple(dict.fromkeys(self.keep)),
-            model_sha256=of_checkpoint(checkpoint),
+            keep=tuple(dict.fromkeys(self.keep)), model_sha256=of_checkpoint(checkpoint),
             tokenizer_sha256=of_tokenizer(encoding),
-        )
+        )  # fmt: skip
 
     def described(
         self, inputs: dict[str, object], input_sha256: str, lines: int, engine: str | None

@@ -47,7 +47,6 @@ SHA256_THREADS = 8
 # Fields that are for information, or that a check compares with the generated text.
 NOT_COMPARED = "gpt2block", "model", "gpus", "options", "tokens", "finish_reason", "logprobs"
 NAMES = "model", "finish_reason"  # fields of NOT_COMPARED that are strings or null
-HINTS = {"threads": ": see verify --threads"}  # field: what to do if it differs
 SAMPLED = tuple(each.name for each in fields(Sampling) if each.name != "end_ids")
 _known: WeakKeyDictionary[object, dict[str, object]] = WeakKeyDictionary()  # results of `identity`
 _hashes: dict[object, str] = {}  # hashes of weights by config and states of their files
@@ -241,7 +240,8 @@ def require_equal(stated: Mapping[str, object], known: dict[str, object], before
         own, kinds = stated[name], (str, type(None)) if name in NAMES else (type(value),)
         wrong = type(own) not in kinds if name in NOT_COMPARED else own != value
         if wrong or isinstance(own, bool):
-            own, other, hint = shown(own)[:24], shown(value)[:24], HINTS.get(name, "")
+            own, other = shown(own)[:24], shown(value)[:24]
+            hint = ": use verify --threads" if name == "threads" else ""
             raise InputError(f"{before}{name}: the receipt states {own}, here it is {other}{hint}")
 
 

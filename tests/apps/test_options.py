@@ -111,10 +111,7 @@ def test_the_options_of_keywords() -> None:
     assert Options.of({}).seed is None
     assert Options.of({"sampling": Sampling(seed=9)}).seed == 9
     for keywords, message in (
-        (
-            {"sampling": Sampling(), "top_k": 1},
-            "sampling: already has top_k: pass only one",
-        ),
+        ({"sampling": Sampling(), "top_k": 1}, "sampling: already has top_k: pass only one"),
         ({"sampling": 3}, "sampling: expected a Sampling, got 3"),
         ({"samples": 0}, "samples: expected a positive integer, got 0"),
     ):

@@ -195,12 +195,14 @@ TWICE = (
     b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: %s"
     b"\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 )
+LENGTHS = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: %s\r\n\r\n"
 HEADS = [
     (b"hello\r\n\r\n", 400, "illegal request line"),
     (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, "Host"),
     (b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000, 431, "expected HTTP/1.1"),
     (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 501, "chunked"),
     (b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n", 505, "expected HTTP/1.1"),
+    *((LENGTHS % each, 400, "Content-Length") for each in (b"-5", b"five", b"5, 6")),
     *((TWICE % chunked, 400, "got both") for chunked in (b"chunked", b"Chunked")),
 ]
 

@@ -122,9 +122,21 @@ def test_a_process_for_http_that_is_killed(caplog: pytest.LogCaptureFixture) -> 
     assert caplog.messages == ["a process for HTTP has ended with code -9"]
 
 
-def test_a_process_for_http_ends_with_the_engines_process(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_second_signal_ends_answers(processes: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The last event of a stream that is cut states the reason."""
+    engine = Slow()
+    with serving(model_of(engine), rows=1, processes=processes) as running:
+        connection = test_serve.sent(running, COMPLETION, STREAM)
+        eventually(lambda: any(end.sequences for end in running.engine.ends))
+        for _ in range(2):
+            running.engine._loop.call_soon_threadsafe(running.engine.end)
+        assert b"the server ends before the answer is complete" in read(connection)
+        engine.go.set()
+    assert caplog.messages[0].startswith("the server ends after 1 answer, at most 5 s: a second")
+
+
+def test_a_process_for_http_ends_with_the_engines_process(caplog: pytest.LogCaptureFixture) -> None:
     """The process exits with code 1, and its client gets an error event."""
     engine = Slow()
     with serving(model_of(engine), rows=1) as running:

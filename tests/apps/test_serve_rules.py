@@ -16,7 +16,9 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("llguidance", reason="the extra tools is not installed")
 pytest.importorskip("openai", reason="test_serve needs the client openai")
 
-from gpt2block.engine.grammars import Grammar, Vocabulary
+from gpt2block import from_pretrained
+from gpt2block.engine.generation import generate
+from gpt2block.engine.grammars import Grammar, Vocabulary, matching
 from gpt2block.engine.grammars.trials import POSSIBLE, Trial
 from gpt2block.errors import InputError
 from tests.apps.test_serve import client_of_command, command
@@ -59,10 +61,22 @@ def test_a_rule_that_exceeds_a_limit(rule: dict[str, Any], mib: int, problem: st
     assert 0 <= trial.run(good) < 2**20
     assert trial._process is not None
     os.killpg(trial._process.pid, signal.SIGKILL)
-    with pytest.raises(ChildProcessError, match="has ended"):
+    with pytest.raises(ChildProcessError, match="process has ended"):
         trial.run(good)
     assert trial.run(good) >= 0
     trial.close()
+
+
+def test_a_rule_of_a_receipt_has_the_same_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next receipt is checked. Masks have limits, too."""
+    monkeypatch.setattr(generate, "trial_of", lambda *vocabulary: Trial(vocabulary, 0.2))
+    model = from_pretrained("shakespeare", "cpu")
+    good: Any = model.generate("a", choice=["To be"], receipt=True).receipt
+    bad = {**good, "options": {**good["options"], "rule": rule_of(schema=ENDLESS).source}}
+    codes = [(each.code, each.problem) for each in model.verify([bad, good])]
+    assert codes == [(2, f"options.rule: {SECONDS}"), (0, "")]
+    monkeypatch.setattr(matching, "SLOW_S", 0.0)
+    assert model.verify(good).code == 2
 
 
 def test_one_clients_rules_delay_no_other_client() -> None:

@@ -203,10 +203,7 @@ def test_wrong_options(task: Any, options: dict[str, Any], message: str) -> None
         ({"keep": ("n_tokens",)}, "'n_tokens' is the name of a result"),
         ({"shard_size": 0}, "shard_size: expected a positive integer"),
         ({"dtype": "int8"}, "dtype: expected one of float32, "),
-        (
-            {"kv_dtype": "float8_e5m2"},
-            "kv_dtype 'float8_e5m2': expected weights of 16 bits",
-        ),
+        ({"kv_dtype": "float8_e5m2"}, "kv_dtype 'float8_e5m2': expected weights of 16 bits"),
     ],
 )
 def test_wrong_arguments_of_a_job(wrong: dict[str, Any], message: str) -> None:

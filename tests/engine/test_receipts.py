@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import importlib.metadata
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -15,7 +16,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from gpt2block import GPT2, GPT2Config, InputError, from_pretrained
+from gpt2block import GPT2, CheckpointError, GPT2Config, InputError, from_pretrained
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.cuda import doctor
 from gpt2block.engine import receipts as module
@@ -176,8 +177,18 @@ def test_weights_that_have_changed_are_not_named(
     assert len(module._hashes) == len({*module._hashes.values()})
     later = from_pretrained(tmp_path / "m", "cpu")
     file = tmp_path / "m" / "model.safetensors"
-    file.write_bytes(file.read_bytes())
-    with pytest.raises(InputError, match="a file has changed since the model was loaded"):
+
+    def replaced(tensors: Iterable[Any]) -> Iterator[Any]:
+        """Replace the file, by one of the same size and time, before its tensors are read."""
+        time, other = file.stat().st_mtime_ns, file.with_name("other")
+        other.write_bytes(file.read_bytes())
+        os.utime(other, ns=(time, time))
+        other.replace(file)
+        yield from tensors
+
+    with pytest.raises(CheckpointError, match="a file has changed since it was opened"):
+        from_pretrained(tmp_path / "m", "cpu", progress=replaced)
+    with pytest.raises(CheckpointError, match="a file has changed since it was opened"):
         later.generate("a", max_new_tokens=1, receipt=True)
 
 
@@ -218,6 +229,7 @@ def test_the_commands(tmp_path: Path) -> None:
     done = gpt2block("verify", other)
     assert (done.code, done.out[:35]) == (1, "1 of 2 texts are as stated, 1 diffe")
     assert f"{other}, receipt 2: token 0: the receipt states" in done.err
+    assert ", shakespeare, float32, CPU " in done.out
     other.write_text(f"{json.dumps({'receipt': lines[0][:99]})}\n{lines[1]}", encoding="utf-8")
     assert gpt2block("verify", other).out.startswith(
         "1 of 2 texts are as stated, 0 differ, 1 cannot"
@@ -228,14 +240,45 @@ def test_the_commands(tmp_path: Path) -> None:
     done = gpt2block("verify", file, "--dtype", "bfloat16")
     assert (done.code, done.out[:36]) == (2, "0 of 2 texts are as stated, 0 differ")
     assert done.err.count("dtype: the receipt states 'float32', here it is 'bfloat16'") == 2
+    twice = lines[0].replace('"tokens"', '"tokens":[1],"tokens"')
+    unnamed, cached = ({**second, **each} for each in ({"model": None}, {"kv_dtype": "x"}))
     problems = {
-        lines[0][:300]: "expected the JSON of a receipt: ",
+        lines[0][:300]: ", line 1: expected the JSON of a receipt: ",
+        twice: "each key once, got 'tokens' 2 times",
         "": "expected receipts",
-        '{"choices": [5]}': "got 5",
+        '{"choices": [5]}': ", receipt 1: expected a receipt, got 5",
+        json.dumps(unnamed): ", receipt 1: --model: expected a name",
+        json.dumps(cached): ", receipt 1: kv_dtype: expected float8_e5m2",
+        json.dumps(
+            {**second, "dtype": "file", "kv_dtype": "float16"}
+        ): "receipt 1: dtype 'file': expected a",
     }
-    for text, problem in {**problems, "{}": "--model: expected a name"}.items():
+    for text, problem in problems.items():
         other.write_text(text)
         assert problem in gpt2block("verify", other).error
+
+
+def test_parts_of_files_without_receipts(tmp_path: Path) -> None:
+    """The other receipts are checked, with as many threads as the first one states."""
+    module.use_threads("2")
+    model = from_pretrained("shakespeare", "cpu")
+    receipt = dict(model.generate("JULIET:", max_new_tokens=5, receipt=True).receipt or {})
+    file = tmp_path / "r.jsonl"
+    begun = [{"id": "a", "choices": [{"index": n, "finish_reason": None}]} for n in (0, 1)]
+    end = {"id": "a", "choices": [{"index": 0, "finish_reason": "length", "receipt": receipt}]}
+    whole = json.dumps([{"choices": [*end["choices"], {"index": 1, "finish_reason": "stop"}]}])
+    events = "".join(f"data: {json.dumps(each)}\n\n" for each in (*begun, end))
+    for text, out, problem in (
+        (whole, "1 of 2", ", receipt 2: choice 1 has no receipt"),
+        (f": ping\n\n{events}data: [DONE]", "1 of 2", ": choice 1 has no receipt"),
+        (json.dumps(receipt) + "\nx" * 9_999, "1 of 101", "the 9,899 lines after line 101 are"),
+    ):
+        module.use_threads("1")
+        file.write_text(text)
+        done = gpt2block("verify", file)
+        assert (done.code, done.out[: len(out)]) == (2, out)
+        assert problem in done.err
+    module.use_threads("1")
 
 
 def test_receipts_of_a_conversation() -> None:
@@ -258,7 +301,7 @@ def test_receipts_of_map(samples: int) -> None:
     found = [*found_in([{"receipt": each} for each in column])]
     assert len(found) == 3 * samples
     assert {each.code for each in predictor.model.verify(found)} == {0}
-    assert len({json.loads(each)["options"]["seed"] for each in found}) == 3  # one per record
+    assert len({each["options"]["seed"] for each in found}) == 3  # one per record
 
 
 KEYS = {name: f"{name}-0123456789abcdef" for name in ("anna", "bob")}

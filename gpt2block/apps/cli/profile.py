@@ -173,16 +173,11 @@ def _print_operations(out: Console, rows: Sequence[TimedOperation], times: PassT
         least = f"< {row.count * summary.RESOLUTION_US:,.1f}"
         own = f"{row.own_us:,.1f}" if row.own_us else least
         table.add_row(
-            row.step,
-            row.kernel,
-            f"{row.count:g}",
-            own,
-            f"{row.added_us:,.1f}",
-            f"{row.share:.1%}",
-            f"{1e-6 * row.moved.total:,.3f}",
+            row.step, row.kernel, f"{row.count:g}", own, f"{row.added_us:,.1f}",
+            f"{row.share:.1%}", f"{1e-6 * row.moved.total:,.3f}",
             "" if row.gb_s is None else f"{row.gb_s:,.1f}",
             "" if row.of_floor is None else f"{100 * row.of_floor:.0f}",
-        )
+        )  # fmt: skip
     out.print()
     display.print_table(out, table)
 

@@ -97,7 +97,7 @@ def serve(
     chat_template_kwargs: Mapping[str, object] | None = chat_template_option(),
     pooling: Literal["mean", "last", "cls"] | None = option(
         "Embeddings: mean, last or first (cls) of the final hidden states; by default as in the "
-        "model's 1_Pooling/config.json, else the mean.",
+        "model's 1_Pooling/config.json, else the mean."
     ),
     tool_form: FormName | None = option(
         "Form in which the model writes calls of tools; by default the form that its chat template "
@@ -167,26 +167,13 @@ def serve(
     address = f"[{host}]" if ":" in host else host
     names = tuple(filter(None, dict.fromkeys(name or ()))) or (_name(model.model),)
     settings = ServerSettings(
-        names=names,
-        rows=rows,
-        queue=queue,
-        keys=keys,
-        hosts=(*LOOPBACK, address),
-        reuse_prefixes=reuse_prefixes,
-        seconds=timeout,
-        origins=origins,
-        allowed_hosts=allowed,
-        speculate=speculate,
+        names=names, keys=keys, hosts=(*LOOPBACK, address), allowed_hosts=allowed, origins=origins,
+        proxies=tuple(proxies), connections=connections, processes=processes, log_level=log_level,
+        rows=rows, queue=queue, seconds=timeout, rule_seconds=rule_seconds,
+        reuse_prefixes=reuse_prefixes, speculate=speculate, receipts=not no_receipts,
+        pooling=pooling or loaded.embedding_defaults.pooling, tool_form=tool_form,
         chat_template_kwargs=chat_template_kwargs or {},
-        pooling=pooling or loaded.embedding_defaults.pooling,
-        tool_form=tool_form,
-        rule_seconds=rule_seconds,
-        receipts=not no_receipts,
-        processes=processes,
-        connections=connections,
-        proxies=tuple(proxies),
-        log_level=log_level,
-    )
+    )  # fmt: skip
     address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"
     at = f"{address}/v1, page {address}/" if uds is None else address
     host_ = EngineHost(loaded, encoding, settings)

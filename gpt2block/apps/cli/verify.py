@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_FILE = 2**32  # maximum bytes of a file of receipts: 4 GiB
 MAX_SHOWN = 10  # maximum number of problems that are printed
 MAX_UNREADABLE = 100  # receipts of a file that cannot be read, after which no more are read
-NO_JSON = re.compile(r"^(?:data: ?(?:\[DONE\])?|[:e].*)", re.MULTILINE)  # in a saved stream
+NO_JSON = re.compile(r"^(?:data: ?(?:\[DONE\])?|:.*|event:.*)", re.MULTILINE)  # in a stream
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def verify(
 ) -> None:
     """Check that texts are what a model generates, at a fraction of the cost of generation.
 
-    The model and its dtypes are as the receipts state, unless options select others.
+    The model, its dtypes and the threads are as the first receipt states, unless options select
+    others.
 
     Exit code: 0 if all tokens and the bits of all log-probabilities are as the receipts state; 1 if
     one differs; 2 if a receipt cannot be read, or its text cannot be compared on this device or

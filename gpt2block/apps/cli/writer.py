@@ -43,12 +43,10 @@ class Writer:
         for number, sequence in enumerate(self._sequences if logprobs else ()):
             self._end_line("\n\n")
             self._write(self._heading(number))
-            for place, pair in enumerate(zip(sequence.tokens, sequence.logprobs, strict=True)):
-                likeliest = sequence.tops[place] if sequence.tops else ()
-                self._write(
-                    "    ".join(self._likely(sequence, *each) for each in (pair, *likeliest))
-                )
-                self._write("\n")
+            tops = sequence.tops or [()] * len(sequence.tokens)
+            for token, logprob, top in zip(sequence.tokens, sequence.logprobs, tops, strict=True):
+                pairs = (self._likely(sequence, *each) for each in ((token, logprob), *top))
+                self._write("    ".join(pairs) + "\n")
 
     def _likely(self, sequence: TokenSequence, token: int, logprob: float) -> str:
         """Return a token's log-probability, and its text or id."""

@@ -599,9 +599,7 @@ class _EarlyResponse(JSONResponse):
     """A response that is sent at once, and ends after the rest of the request's body."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send({**start, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        await super().__call__(scope, receive, lambda part: send({**part, "more_body": True}))
         dropped = 0
         with anyio.move_on_after(BODY_SECONDS):
             while dropped <= MAX_DROPPED and (part := await receive()).get("more_body"):

@@ -61,7 +61,7 @@ class EngineServer:
             return
         self._ending = True
         self._listening.close()
-        if count := sum(len(end.sequences) for end in self.ends):
+        if not self.failed and (count := sum(len(end.sequences) for end in self.ends)):
             log.warning(WAITS, count, "answer" + "s" * (count > 1), self._settings.grace)
         self._send("end")
         self._loop.call_later(self._settings.grace, self.end)

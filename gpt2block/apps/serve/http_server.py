@@ -35,19 +35,14 @@ class HttpServer(uvicorn.Server):
         self.api, self.engine, settings = api, api.engine, api.settings
         self.engine.end = self._end
         given = uvicorn.Config(
-            api.app(),
-            http=Protocol,
+            api.app(), http=Protocol, access_log=False, server_header=False,
             limit_concurrency=settings.connections + 1,  # + 1: it also counts the new connection
             # Longer than clients keep a connection: if the server closes first, a request may be
             # lost.
-            timeout_keep_alive=HEAD_SECONDS,
-            timeout_graceful_shutdown=settings.grace + 1,
+            timeout_keep_alive=HEAD_SECONDS, timeout_graceful_shutdown=settings.grace + 1,
             log_level="critical",  # the server has its own log; disconnects need no entry
-            access_log=False,
-            proxy_headers=bool(settings.proxies),
-            forwarded_allow_ips=list(settings.proxies),
-            server_header=False,
-        )
+            proxy_headers=bool(settings.proxies), forwarded_allow_ips=list(settings.proxies),
+        )  # fmt: skip
         super().__init__(given)
 
     async def run_at(self, listening: socket.socket, held: socket.socket | None = None) -> int:

@@ -425,17 +425,11 @@ class CudaModel(CudaWeights):
     ) -> Prefill:
         appends = gpu().has_wgmma and tensor_cores_take("wgmma", self.config.head_size)
         return Prefill(
-            self.products,
-            rows,
-            batch,
-            longest,
-            cached=cached,
+            self.products, rows, batch, longest, cached=cached, ends=ends,
             continued=(continued or self.config.FROM_CACHE) and self.on_tensor_cores,
-            ends=ends,
-            fp8_cache=self.formats.fp8_cache,
-            gated=self.products == "16_bits",
+            fp8_cache=self.formats.fp8_cache, gated=self.products == "16_bits",
             appends=appends and self.formats.fp8_cache is None,
-        )
+        )  # fmt: skip
 
     def given(self) -> dict[str, ArrayArg]:
         """Return {name that steps use: array or matrix} of the weights that decoding reads."""

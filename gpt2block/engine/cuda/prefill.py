@@ -114,11 +114,7 @@ class PrefillPrograms:
         self.out = self._scores if want in SCORED else recording.out
 
     def _send(
-        self,
-        sequences: Sequence[Ids],
-        rows: Sequence[int],
-        starts: Sequence[int],
-        targets: bool,
+        self, sequences: Sequence[Ids], rows: Sequence[int], starts: Sequence[int], targets: bool
     ) -> None:
         """Copy the batch to the device from pinned memory, after the previous copy has finished.
 

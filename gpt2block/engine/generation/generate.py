@@ -224,24 +224,20 @@ class LazySequences(Sequence[TokenSequence]):
 
 
 def matcher_of(
-    rule: Grammar | None,
-    reader: Tokenizer,
-    vocab_size: int,
-    ends: frozenset[int],
-    limited: bool = False,
+    rule: Grammar | None, reader: Tokenizer, size: int, ends: frozenset[int], limited: bool = False
 ) -> Matcher | None:
     """Return a Matcher of a grammar at the start of a text; None without a grammar.
 
-    reader: tokenizer of the model. ends: tokens that end a text. limited: whether compiling has
-    limits of time and memory. Raises InputError for a model without tokenizer, and for a grammar
-    that cannot be compiled; with limits, also as `Trial.matcher` does.
+    reader: tokenizer of the model. size: of its vocabulary. ends: tokens that end a text. limited:
+    whether compiling has limits of time and memory. Raises InputError for a model without
+    tokenizer, and for a grammar that cannot be compiled; with limits, as `Trial.matcher` does.
     """
     if rule is None:
         return None
     encoding = of_outputs(reader)
     if encoding is None:
         raise InputError(f"{rule.name}: this model has no tokenizer, so there is no text")
-    return (trial_of if limited else vocabulary_of)(encoding, vocab_size, ends).matcher(rule)
+    return (trial_of if limited else vocabulary_of)(encoding, size, ends).matcher(rule)
 
 
 def computes_alone(engine: ModelEngine) -> bool:

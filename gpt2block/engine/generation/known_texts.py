@@ -159,8 +159,7 @@ def _sequence(
             f"logprobs: {len(logprobs)} for {len(tokens)} tokens: expected as many, at least one"
         )
     check_choice("finish_reason", stated["finish_reason"], FINISHED)
-    ends_at = sequence.ends.stop_ids
-    sequence.matcher = matcher_of(options.rule, encoding, V, ends_at, limited=True)
+    sequence.matcher = matcher_of(options.rule, encoding, V, sequence.ends.stop_ids, limited=True)
     run.follow([tokens])
     return sequence, logprobs
 

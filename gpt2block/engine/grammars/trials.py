@@ -24,7 +24,6 @@ from weakref import WeakKeyDictionary
 
 from gpt2block.engine.grammars import Grammar, Matcher, Vocabulary, vocabulary_of
 from gpt2block.errors import InputError
-from gpt2block.files.tokenizers.encoding import Encoding
 
 POSSIBLE = sys.platform == "linux"  # other systems lack limits of memory, or forks
 SECONDS, MEMORY = 5.0, 2**29  # defaults of `seconds` and `memory`
@@ -32,7 +31,6 @@ MAX_OF_RULES = 2**31  # most bytes that compiling the rules took that are kept o
 STACK = 2**20  # most bytes of a fork's stack; threads that compile the rule later have more
 WALL = 6  # a fork ends after WALL times its CPU time, too, if no core is free
 NICE = 10  # added to the niceness of a fork
-ENDED_EARLY = "the process that compiles rules has ended"
 ENDED = 3  # exit code of a fork if the process that sends rules has ended
 
 
@@ -43,9 +41,7 @@ class Trial:
     which the memory of its fork may grow.
     """
 
-    def __init__(
-        self, vocabulary: tuple[Any, ...], seconds: float = SECONDS, memory: int = MEMORY
-    ) -> None:
+    def __init__(self, vocabulary: Any, seconds: float = SECONDS, memory: int = MEMORY) -> None:
         self._given, self._lock = (vocabulary, seconds, memory), Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -78,7 +74,7 @@ class Trial:
             result: int | str = self._connection.recv()
         except (EOFError, OSError):
             self.close()
-            raise ChildProcessError(f"{rule.name}: {ENDED_EARLY}") from None
+            raise ChildProcessError(f"{rule.name}: the compiler's process has ended") from None
         if isinstance(result, str):
             raise InputError(result)
         if result < 0:
@@ -118,10 +114,9 @@ class Trial:
 _trials: WeakKeyDictionary[Vocabulary, Trial] = WeakKeyDictionary()
 
 
-def trial_of(encoding: Encoding, vocab_size: int, ends: frozenset[int]) -> Trial:
-    """Return the Trial with the default limits for a Vocabulary of `vocabulary_of`."""
-    given = encoding, vocab_size, ends
-    return _trials.setdefault(vocabulary_of(*given), Trial(given))
+def trial_of(*vocabulary: Any) -> Trial:
+    """Return the Trial with default limits for a Vocabulary. vocabulary: its arguments."""
+    return _trials.setdefault(vocabulary_of(*vocabulary), Trial(vocabulary))
 
 
 def main() -> None:

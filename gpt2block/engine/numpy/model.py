@@ -61,12 +61,7 @@ class NumpyCache:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        batch: int,
-        n_ctx: int,
-        formats: Formats,
-        shared: bool = False,
+        self, config: ModelConfig, batch: int, n_ctx: int, formats: Formats, shared: bool = False
     ) -> None:
         self.batch, self.n_ctx = batch, n_ctx
         self.kind = cache_kind(config, formats, "cpu")
