@@ -138,7 +138,7 @@ def _installed(library: Path) -> list[object]:
     The same versions, installed again, have the same texts.
     """
     includes = (*_includes_of_cuda(library), *_includes_of_cupy())
-    folders = {Path(each).parent for each in (*_folders_of_nvidia(), _cupy())}
+    folders = {each.parent for each in (*map(Path, _folders_of_nvidia()), _cupy())}
     packages = [each.name for folder in folders for each in folder.glob("*.dist-info")]
     versions = sorted(each for each in packages if re.match("cuda|cupy|nvidia", each))
     return [*includes, *versions, *_stated(library, *TOOLKIT.glob("version.json"))]
