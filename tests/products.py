@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib import import_module
-from itertools import product
+from itertools import cycle, product
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -28,31 +28,15 @@ from gpt2block.cuda.kernels import FP8, HI_LO
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.engines import (
-    gemm_mma as _gemm_mma,
-)
-from gpt2block.ops.engines import (
-    gemm_wgmma as _gemm_wgmma,
-)
-from gpt2block.ops.engines import (
-    linear_matvec as _linear_matvec,
-)
-from gpt2block.ops.engines import (
-    linear_mma as _linear_mma,
-)
-from gpt2block.ops.engines import (
-    linear_mma_tiles as _linear_mma_tiles,
-)
-from gpt2block.ops.engines import (
-    linear_tiles as _linear_tiles,
-)
-from gpt2block.ops.engines import (
-    linear_wgmma as _linear_wgmma,
-)
-from gpt2block.ops.engines import (
-    rmsnorm_mma as _rmsnorm_mma,
-)
-from gpt2block.ops.engines import (
-    rmsnorm_wgmma as _rmsnorm_wgmma,
+    gemm_mma,
+    gemm_wgmma,
+    linear_matvec,
+    linear_mma,
+    linear_mma_tiles,
+    linear_tiles,
+    linear_wgmma,
+    rmsnorm_mma,
+    rmsnorm_wgmma,
 )
 from gpt2block.ops.engines.gemm_mma import MmaGemmTile
 from gpt2block.ops.engines.linear_mma_tiles import MmaLinearTile
@@ -89,19 +73,19 @@ NAMES = {"a": "x", "w1": "w", "w3": "up"}  # names of arguments in contracts -> 
 # (operation, variant) -> module and function that choose a tile or layout, and the option of this
 # function that replaces the choice, or "" if the function only returns the choice.
 CHOOSERS: dict[tuple[str, str], tuple[ModuleType, str, str]] = {
-    ("linear", "matvec"): (_linear_matvec, "geometry", "cut"),
-    ("linear", "mma"): (_linear_mma, "geometry", "cut"),
-    ("linear", "mma_tiles"): (_linear_mma_tiles, "choose", ""),
-    ("linear", "wgmma"): (_linear_wgmma, "choose", ""),
-    ("linear", "tiles"): (_linear_tiles, "geometry", "tile"),
-    ("gemm", "mma"): (_gemm_mma, "geometry", "tile"),
-    ("gemm", "wgmma"): (_gemm_wgmma, "choose_tile", ""),
+    ("linear", "matvec"): (linear_matvec, "geometry", "cut"),
+    ("linear", "mma"): (linear_mma, "geometry", "cut"),
+    ("linear", "mma_tiles"): (linear_mma_tiles, "choose", ""),
+    ("linear", "wgmma"): (linear_wgmma, "choose", ""),
+    ("linear", "tiles"): (linear_tiles, "geometry", "tile"),
+    ("gemm", "mma"): (gemm_mma, "geometry", "tile"),
+    ("gemm", "wgmma"): (gemm_wgmma, "choose_tile", ""),
     ("matmul_bias", "registers"): (MATMUL, "choose_tile", ""),
 }
 for _name in ("rmsnorm_matmul", "rmsnorm_ffn"):
     for _variant in ("mma", "unfused"):
-        CHOOSERS[_name, _variant] = _rmsnorm_mma, "geometry", "tile"
-    CHOOSERS[_name, "wgmma"] = _rmsnorm_wgmma, "choose_tile", ""
+        CHOOSERS[_name, _variant] = rmsnorm_mma, "geometry", "tile"
+    CHOOSERS[_name, "wgmma"] = rmsnorm_wgmma, "choose_tile", ""
 
 
 class Case(NamedTuple):
@@ -302,7 +286,7 @@ class Kernel:
             return
         module, name, option = CHOOSERS[key]
         if key == ("linear", "mma") and not tile.loop:
-            tile = tile._replace(warps=_linear_mma.splits(case.K)[0])
+            tile = tile._replace(warps=linear_mma.splits(case.K)[0])
         found: Any = lambda *_, **__: tile  # noqa: E731
         if option:
             found = partial(getattr(module, name), **{option: tile})
@@ -421,7 +405,7 @@ def linears() -> Iterator[Kernel]:
     for weights in ("float16", "bfloat16", *FP8):
         for rounded in (False, True) if weights in ("float16", FP8_E4M3) else (False,):
             name = f"linear-wgmma-{weights}{'-rounded' * rounded}"
-            order = _linear_wgmma.operand(weights, rounded)
+            order = linear_wgmma.operand(weights, rounded)
             alike = f"linear-mma_tiles-{weights}"
             yield Kernel(name, LINEAR_OP, "wgmma", weights=weights, operand=order, alike=alike)
 
@@ -460,13 +444,13 @@ KERNELS = {kernel.name: kernel for kernel in all_kernels()}
 
 
 # width, split, steps, columns, groups, loop, blocks, rows
-ROUNDS = _linear_matvec.MatvecLayout(8, 2, 1, 3, 2, True, 1, 2)  # two trips along K, many groups
-SMALL = _linear_matvec.MatvecLayout(4, 3, 1, 2, 2, False, 1, 1)
-LONG = _linear_matvec.MatvecLayout(4, 1, 1, 2, 2, True, 1, 1)  # a row exceeds the registers
+ROUNDS = linear_matvec.MatvecLayout(8, 2, 1, 3, 2, True, 1, 2)  # two trips along K, many groups
+SMALL = linear_matvec.MatvecLayout(4, 3, 1, 2, 2, False, 1, 1)
+LONG = linear_matvec.MatvecLayout(4, 1, 1, 2, 2, True, 1, 1)  # a row exceeds the registers
 # columns, flight, loop, warps, blocks, rows
-LOOP = _linear_mma.MmaLayout(16, 1, True, 2, 1, 2)
-ODD_LOOP = _linear_mma.MmaLayout(5, 1, True, 1, 1, 8)
-WIDE = _linear_mma.MmaLayout(19, 1, False, 1, 1, 4)
+LOOP = linear_mma.MmaLayout(16, 1, True, 2, 1, 2)
+ODD_LOOP = linear_mma.MmaLayout(5, 1, True, 1, 1, 8)
+WIDE = linear_mma.MmaLayout(19, 1, False, 1, 1, 4)
 TALL = WIDE._replace(rows=16)
 ODD, EVEN = MmaLinearTile(48, 64, (1, 4), 2), MmaLinearTile(32, 64, (2, 2), 3)
 # Odd numbers of fragments side by side, in groups of four, two and one; warps along both axes.
@@ -482,29 +466,25 @@ UNEVEN = RmsnormTile(32, 48, (2, 2, 1), 64, 2, 1)
 GROUPED = [(tile, tile.groups * n) for tile in MATMUL.TILES for n in (1, 2)]
 TILES_ON_CPU: dict[str, Sequence[Any]] = {
     "linear-matvec-*": (SMALL, SMALL._replace(rows=4), SMALL._replace(rows=16, groups=1)),
-    "linear-mma-bfloat16": (None, ODD_LOOP),
-    "linear-mma-float32": (None, TALL, ODD_LOOP),
-    "linear-mma-hi_lo": (None, TALL, ODD_LOOP),
-    "linear-mma_tiles-*": (None,),
-    "linear-mma_tiles-bfloat16": tuple(_linear_mma_tiles.ALONE),
-    "linear-mma_tiles-float8_e5m2": tuple(_linear_mma_tiles.ALONE),
-    "linear-tiles-*": (*_linear_tiles.TILES, None),
+    "linear-mma-*": (None, TALL, ODD_LOOP),
+    "linear-mma_tiles-*": (None, *linear_mma_tiles.ALONE),
+    "linear-tiles-*": (*linear_tiles.TILES, None),
     "gemm-mma-bfloat16-*": (NARROW, SQUARE, BROAD),
     "gemm-mma-hi_lo-*": (PARTS, PAIRS),
 }
 
 
 TILES_ON_GPU: dict[str, Sequence[Any]] = {
-    "linear-tiles-*": _linear_tiles.TILES,
-    "gemm-mma-*16-*": (*_gemm_mma.TILES, *_gemm_mma.SMALL_TILES),
-    "gemm-mma-hi_lo-*": _gemm_mma.HI_LO_TILES,
-    "gemm-wgmma-*16-*": _gemm_wgmma.TILES,
-    "gemm-wgmma-hi_lo-*": _gemm_wgmma.HI_LO_TILES,
+    "linear-tiles-*": linear_tiles.TILES,
+    "gemm-mma-*16-*": (*gemm_mma.TILES, *gemm_mma.SMALL_TILES),
+    "gemm-mma-hi_lo-*": gemm_mma.HI_LO_TILES,
+    "gemm-wgmma-*16-*": gemm_wgmma.TILES,
+    "gemm-wgmma-hi_lo-*": gemm_wgmma.HI_LO_TILES,
     "matmul-registers": GROUPED,
-    "rmsnorm_*-mma-*": _rmsnorm_mma.TILES,
-    "rmsnorm_matmul-wgmma-*": _rmsnorm_wgmma.MATMUL_TILES,
-    "rmsnorm_ffn-wgmma-*-KN": _rmsnorm_wgmma.FFN_TILES["KN"],
-    "rmsnorm_ffn-wgmma-*-NK": _rmsnorm_wgmma.FFN_TILES["NK"],
+    "rmsnorm_*-mma-*": rmsnorm_mma.TILES,
+    "rmsnorm_matmul-wgmma-*": rmsnorm_wgmma.MATMUL_TILES,
+    "rmsnorm_ffn-wgmma-*-KN": rmsnorm_wgmma.FFN_TILES["KN"],
+    "rmsnorm_ffn-wgmma-*-NK": rmsnorm_wgmma.FFN_TILES["NK"],
 }
 
 
@@ -514,10 +494,11 @@ def tiles_of(where: str, kernel: Kernel, case: Case) -> Iterator[Any]:
         yield from _of_decoding_by_wgmma(kernel, case)
         return
     if kernel.variant == "matvec" and not case.norm:
-        weight = _linear_mma.BYTES.get(kernel.weights, 1)
-        cut = _linear_matvec.layout(case.M, case.N, case.K, weight, case.sms)
-        fits = cut.width >= _linear_matvec.TILE_WIDTH
-        yield from (None, *(cut._replace(tile=tile) for tile in _linear_matvec.TILES if fits))
+        weight = linear_mma.BYTES.get(kernel.weights, 1)
+        cut = linear_matvec.layout(case.M, case.N, case.K, weight, case.sms)
+        fits = cut.width >= linear_matvec.TILE_WIDTH
+        some = linear_matvec.TILES[:: 1 if where == "gpu" else -2]
+        yield from (None, *(cut._replace(tile=tile) for tile in some if fits))
         return
     table = TILES_ON_CPU
     if where == "gpu":
@@ -535,13 +516,13 @@ def _of_decoding(kernel: Kernel, case: Case) -> Iterator[MmaLinearTile]:
     yield ODD
     dtype = kernel.weights
     clusters = (1, 2, 3, 6, 8) if compute_capability() >= 90 else (1,)
-    for tile, cluster in product(_linear_mma_tiles.TILES, clusters):
+    for tile, cluster in product(linear_mma_tiles.TILES, clusters):
         pairs = math.prod(tile.warps) % 4 == 0  # whether the threads copy whole groups of rows
         if dtype == HI_LO and not pairs:
             continue
         chunks = 2 if cluster > 1 and dtype in DTYPES and pairs else 1
         one = tile._replace(cluster=cluster, chunks=chunks)
-        if _linear_mma_tiles.shared_bytes(one, case.K, dtype) <= H200_LIMITS["max_shared"] - 1024:
+        if linear_mma_tiles.shared_bytes(one, case.K, dtype) <= H200_LIMITS["max_shared"] - 1024:
             yield one
 
 
@@ -552,18 +533,18 @@ WGMMA_TILES = (
 )
 
 
-def _of_decoding_by_wgmma(kernel: Kernel, case: Case) -> Iterator[_linear_wgmma.WgmmaLinearTile]:
+def _of_decoding_by_wgmma(kernel: Kernel, case: Case) -> Iterator[linear_wgmma.WgmmaLinearTile]:
     assert kernel.operand
     rows, tried = max(4, power_of_two(min(case.M, 64))), 0
     for groups, parts, shares, blocks in WGMMA_TILES:
-        if parts > _linear_mma.splits(case.K)[0]:
+        if parts > linear_mma.splits(case.K)[0]:
             continue
         of_tile = max(rows, power_of_two(-(-parts // groups)))  # every block finishes some rows
-        tile = _linear_wgmma.WgmmaLinearTile(of_tile, groups, parts, shares, blocks)
+        tile = linear_wgmma.WgmmaLinearTile(of_tile, groups, parts, shares, blocks)
         sizes = case.M, (case.N,), case.K, kernel.weights
-        of = _linear_wgmma.WgmmaProduct(*sizes, rounded=kernel.operand.rounded)
-        divides = parts > 1 and groups < _linear_wgmma.MAX_GROUPS
-        for teams in (1, 2) if divides and of_tile == _linear_wgmma.OPERAND_ROWS else (1,):
+        of = linear_wgmma.WgmmaProduct(*sizes, rounded=kernel.operand.rounded)
+        divides = parts > 1 and groups < linear_wgmma.MAX_GROUPS
+        for teams in (1, 2) if divides and of_tile == linear_wgmma.OPERAND_ROWS else (1,):
             one = tile._replace(teams=teams)
             if of.block_bytes(one) <= H200_LIMITS["max_shared"]:
                 tried += 1
@@ -577,132 +558,192 @@ def _of_decoding_by_wgmma(kernel: Kernel, case: Case) -> Iterator[_linear_wgmma.
 Table = Mapping[str, Sequence[Case]]
 ENDS: Any = {"gelu": True, "residual": True}
 FULL: Any = {"norm": True, **ENDS}
-SIZES = [Case(1, 1, 1), Case(65, 65, 36, bias=False), Case(33, 67, 35, sequences=3)]
-OF_TILES = [Case(33, 33, 35, residual=True), Case(34, 8, 36, **ENDS, sequences=2)]
+SIZES = [Case(65, 65, 36, bias=False), Case(33, 67, 35, sequences=3), Case(1, 1, 1)]
 RAGGED = Case(17, 72, 136, sms=2)  # for gemm
 SPLIT = Case(37, 264, 88, tile=PARTS, sms=2)  # for hi/lo matrices
 PART = Case(25, 176, 37, **ENDS, tile=ODD)
+EVENLY = Case(33, 176, 32, **ENDS, tile=EVEN)
 TURNED = Case(21, 144, 80, head_dim=16, sequences=3, apart=16, tile=TINY)
-# Sizes that alternate between loads of 16 bytes and of one float.
-TURNS = [((131, 70, 132), (70, 19, 101))[(i + i // 2) % 2] for i in range(len(GROUPED))]
+# The kernels of a variant take the cases of a line in turn.
 ON_CPU: Table = {
-    "linear-matvec-float32": [Case(3, 48, 21, **FULL),
-                              Case(1, 1100, 9, norm=True, tile=LONG, sms=2)],
-    "linear-matvec-bfloat16": [Case(3, 784, 31, norm=True, tile=ROUNDS, sms=2)],
-    "linear-matvec-float16": [Case(1, 33, 5, gelu=True)],
-    "linear-matvec-float8_e4m3fn": [Case(1, 528, 30, norm=True, residual=True)],
-    "linear-matvec-float8_e5m2": [
-        Case(9, 264, 7, residual=True, tile=SMALL._replace(width=8, rows=4))],
-    "linear-mma-float32": [Case(3, 48, 21, **FULL), Case(9, 264, 21, norm=True, tile=TALL),
-                           Case(3, 1104, 37, norm=True, tile=ODD_LOOP, sms=2)],
-    "linear-mma-bfloat16": [Case(3, 784, 31, norm=True, tile=LOOP, sms=2),
-                            Case(17, 1160, 20, norm=True, tile=TALL._replace(flight=2))],
-    "linear-mma-float16": [Case(1, 2064, 9, gelu=True, tile=WIDE)],
-    "linear-mma-float8_e4m3fn": [Case(1, 528, 30, norm=True, residual=True)],
-    "linear-mma-float8_e5m2": [Case(2, 1168, 19, residual=True)],
-    "linear-mma-hi_lo": [Case(3, 48, 21, **FULL), Case(9, 264, 21, norm=True, tile=TALL),
-                            Case(3, 1104, 37, tile=ODD_LOOP, sms=2)],
-    "linear-mma_tiles-float32": [PART],
-    "linear-mma_tiles-bfloat16": [PART],
-    "linear-mma_tiles-float8_e4m3fn": [PART],
-    "linear-mma_tiles-hi_lo": [PART, PART._replace(tile=EVEN)],
-    "linear-mma_tiles-float16": [Case(33, 1168, 32, **ENDS, tile=EVEN)],
-    "linear-mma_tiles-float8_e5m2": [Case(33, 176, 32, **ENDS, tile=EVEN)],
-    "linear-tiles-*": OF_TILES,
-    "linear-tiles-float16": [*(Case(37, 24, N, residual=True) for N in (40, 41)), Case(33, 1, 70)],
-    "gemm-mma-bfloat16-to-bfloat16": [
-        RAGGED._replace(bias=False, tile=NARROW), RAGGED._replace(residual=True, tile=NARROW),
-        RAGGED._replace(**ENDS, tile=BROAD),
+    "linear-matvec-*": [
+        Case(1, 33, 5, gelu=True), Case(3, 784, 31, norm=True, tile=ROUNDS, sms=2),
+        Case(3, 48, 21, **FULL),
+        Case(9, 264, 7, residual=True, tile=SMALL._replace(width=8, rows=4)),
+        Case(1, 528, 30, norm=True, residual=True), Case(1, 1100, 9, norm=True, tile=LONG, sms=2)],
+    "linear-mma-*": [
+        Case(1, 2064, 9, gelu=True, tile=WIDE), Case(3, 784, 31, norm=True, tile=LOOP, sms=2),
+        Case(3, 1104, 37, norm=True, tile=ODD_LOOP, sms=2), Case(2, 1168, 19, residual=True),
+        Case(1, 528, 30, norm=True, residual=True), Case(9, 264, 21, norm=True, tile=TALL),
+        Case(3, 48, 21, **FULL), Case(17, 1160, 20, norm=True, tile=TALL._replace(flight=2))],
+    "linear-mma_tiles-*": [
+        EVENLY._replace(K=1168), PART, PART, EVENLY, PART, PART._replace(tile=EVEN)],
+    "linear-tiles-*": [
+        Case(37, 24, 40, residual=True), Case(33, 33, 35, residual=True), Case(33, 1, 70),
+        Case(37, 24, 41, residual=True), Case(34, 8, 36, **ENDS, sequences=2)],
+    "gemm-mma-*16-to-*": [
+        RAGGED._replace(**ENDS, tile=BROAD), RAGGED._replace(residual=True, tile=SQUARE),
+        RAGGED._replace(bias=False, tile=NARROW), Case(1, 8, 8, tile=SQUARE),
         *(Case(130, K, 72, bias=False, tile=SQUARE, sms=2) for K in (24, 200))],
-    "gemm-mma-bfloat16-to-float32": [RAGGED._replace(bias=False, residual=True, tile=SQUARE)],
-    "gemm-mma-float16-to-float32": [RAGGED._replace(tile=SQUARE), Case(1, 8, 8, tile=SQUARE)],
-    "gemm-mma-float16-to-float16": [RAGGED._replace(gelu=True, tile=BROAD)],
-    "gemm-mma-hi_lo-to-float32": [SPLIT._replace(bias=False), SPLIT._replace(residual=True),
-                                     Case(1, 8, 8, residual=True, tile=PARTS)],
-    "gemm-mma-hi_lo-to-hi_lo": [SPLIT._replace(gelu=True)],
+    "gemm-mma-hi_lo-*": [SPLIT._replace(residual=True), SPLIT._replace(gelu=True),
+                         Case(1, 8, 8, residual=True, tile=PARTS)],
     "matmul-*": SIZES,
     "matmul-registers": [
-        Case(*sizes, tile=tile) for sizes, tile in zip(TURNS, GROUPED, strict=True)],
-    "linear-wgmma-*": [Case(5, 256, 72, residual=True)],
+        Case(*sizes, tile=(tile, tile.groups * (1 + i % 2)))
+        for i, (tile, sizes) in enumerate(zip(MATMUL.TILES, cycle(((131, 70, 132), (70, 19, 101)))))
+    ],
+    "linear-wgmma-*16*": 2 * [Case(5, 256, 72, residual=True)],
+    "linear-wgmma-float8_e4m3fn*": [Case(5, 256, 72, residual=True)],
     "gemm-wgmma-*-to-*16": [Case(70, 72, 136, **ENDS)],
-    "gemm-wgmma-*-to-float32": [Case(70, 72, 136, residual=True)],
+    "gemm-wgmma-*-to-float32": 2 * [Case(70, 72, 136, residual=True)],
     "gemm-wgmma-hi_lo-to-hi_lo": [Case(70, 72, 136, gelu=True)],
-    "rmsnorm_matmul-wgmma-*": [TURNED._replace(M=30, N=128, tile=None)],
-    "rmsnorm_ffn-wgmma-*": [Case(20, 144, 80, residual=True, apart=8)],
-    "rmsnorm_matmul-matvec-own-float32-KN": [Case(1, 40, 24, sequences=1)],
-    "rmsnorm_matmul-matvec-own-float16-KN": [
-        Case(3, 300, 16, head_dim=8, half_split=True, sequences=1, apart=3)],
-    "rmsnorm_matmul-matvec-own-float16-NK": [Case(5, 33, 17)],
-    "rmsnorm_matmul-matvec-float8_e4m3fn-float16-KN": [Case(1, 544, 32, head_dim=8)],
-    "rmsnorm_matmul-matvec-float8_e5m2-float32-NK": [Case(1, 64, 64, head_dim=32, half_split=True)],
-    "rmsnorm_matmul-matvec-own-bfloat16-NK": [Case(9, 8, 40, head_dim=10, sequences=3)],
-    "rmsnorm_ffn-matvec-own-bfloat16-*": [Case(2, 520, 33, residual=True)],
-    "rmsnorm_ffn-matvec-own-float32-KN": [Case(7, 36, 12, residual=True, apart=4)],
-    "rmsnorm_ffn-matvec-own-float16-NK": [Case(1, 2056, 6), Case(1, 64, 6, gelu=True)],
-    "rmsnorm_ffn-matvec-float8_e4m3fn-float16-NK": [Case(3, 48, 80, residual=True)],
-    "rmsnorm_matmul-mma-own-float16-NK": [TURNED],
-    "rmsnorm_matmul-mma-float8_e4m3fn-float16-NK": [TURNED],
-    "rmsnorm_matmul-mma-float8_e4m3fn-bfloat16-KN": [TURNED],
-    "rmsnorm_ffn-mma-float8_e5m2-float16-KN": [TURNED],
-    "rmsnorm_ffn-mma-float8_e4m3fn-float16-NK": [TURNED],
-    "rmsnorm_ffn-mma-float8_e5m2-bfloat16-NK": [TURNED._replace(gelu=True)],
+    "rmsnorm_matmul-wgmma-own-*-KN": [TURNED._replace(M=30, N=128, tile=None)],
+    "rmsnorm_ffn-wgmma-own-*-NK": [Case(20, 144, 80, residual=True, apart=8)],
+    "rmsnorm_matmul-matvec-*-float16-KN": [
+        Case(3, 300, 16, head_dim=8, half_split=True, sequences=1, apart=3), Case(5, 33, 17),
+        Case(1, 544, 32, head_dim=8)],
+    "rmsnorm_matmul-matvec-*-NK": [Case(1, 64, 64, head_dim=32, half_split=True)],
+    "rmsnorm_ffn-matvec-own-*-KN": [Case(1, 64, 6, gelu=True)],
+    "rmsnorm_ffn-matvec-float8_e4m3fn-*-NK": [Case(3, 48, 80, residual=True)],
+    "rmsnorm_ffn-matvec-own-*-NK": [
+        Case(1, 2056, 6), Case(2, 520, 33, residual=True), Case(7, 36, 12, residual=True, apart=4)],
+    "rmsnorm_matmul-mma-own-*-NK": [TURNED, TURNED],
+    "rmsnorm_ffn-mma-float8_*-NK": [TURNED._replace(gelu=True), TURNED],
     "rmsnorm_ffn-mma-own-float16-KN": [
         Case(40, K, 40, residual=True, tile=UNEVEN) for K in (64, 64 * 5 + 8)],
 }  # fmt: skip
 
 
-def with_ends(ends: Iterable[Mapping[str, Any]], *sizes: tuple[int, int, int]) -> list[Case]:
-    return [Case(*each, **some) for each, some in product(sizes, ends)]
+def over(ends: Sequence[Given], rows: Iterable[int], *shapes: tuple[int, int]) -> list[Case]:
+    """Return cases with these numbers of rows and all shapes (K, N); epilogues alternate."""
+    sizes = ((M, *shape) for M, shape in product(rows, shapes))
+    return [Case(*each, **end) for each, end in zip(sizes, cycle(ends), strict=False)]
 
 
 ADDED: Any = {"residual": True}
-FEW_ROWS = [
-    *with_ends([ADDED], (1, 768, 768), (8, 3072, 768), (16, 3072, 768), (2, 6400, 1600)),
-    *with_ends([ADDED], (3, 16_384, 40)),
-    *with_ends([{"norm": True, **ADDED}], (64, 768, 2304), (17, 1600, 300), (1, 256, 50257)),
-    *with_ends([FULL], (3, 768, 3072), (2, 336, 77)),
-]
-MANY_ROWS = [
-    *with_ends([ADDED], (128, 3072, 768), (1024, 767, 771), (8192, 64, 768)),
-    *with_ends([ENDS], (1000, 768, 2304)),
-]
-OF_GPT2 = [
-    Case(M, K, N, **(ENDS, {}, {"gelu": True}, {"residual": True})[i % 4])
-    for i, (M, (N, K)) in enumerate(product((1, 17, 100, 128, 1000, 1024, 8192), GPT2))
-]
+NORMED: Any = {"norm": True, **ADDED}
 LLAMA = Case(1, 4096, 512, head_dim=128)
-ALL_ENDS = [{"bias": False}, {"gelu": True}, {"residual": True}, ENDS]
-FLOAT_ENDS = [{}, {"bias": False}, {"residual": True}, {"bias": False, "residual": True}]
-
-
-THREE = (1, 8, 8), (130, 200, 72), (300, 520, 1032)
+ALL_ENDS = [{"bias": False}, {"gelu": True}, ADDED, ENDS]
+FLOAT_ENDS = [{}, {"bias": False}, ADDED, {"bias": False, **ADDED}]
+GPT2_SHAPES = [(K, N) for N, K in GPT2]
+DECODING = (1, 3, 17, 65, 200)  # numbers of rows
+EIGHTS = (8, 8), (264, 2312), (520, 264), (768, 776), (1032, 520)  # K and N for gemm
+# For results, and for the bits of all tiles.
 ON_GPU: Table = {
-    "matmul-*": [*SIZES, Case(1, 768, 3072), *MANY_ROWS],
-    "linear-tiles-*": [*OF_TILES, Case(17, 768, 768, residual=True), *MANY_ROWS],
-    "linear-matvec-*": [*FEW_ROWS, *(case._replace(K=case.K // 2 - 1) for case in FEW_ROWS)],
-    "linear-mma-[bf]*": FEW_ROWS,
-    "gemm-*16-to-*16": with_ends(ALL_ENDS, *THREE),
-    "gemm-*16-to-float32": with_ends(FLOAT_ENDS, *THREE),
-    "gemm-*-hi_lo-to-float32": with_ends(FLOAT_ENDS, *THREE),
-    "gemm-*-hi_lo-to-hi_lo": with_ends([{"gelu": True}], *THREE),
-    "gemm-*-bfloat16-to-bfloat16": OF_GPT2[::2],
-    "gemm-*-float16-to-float16": OF_GPT2[1::2],
-    "gemm-*-float16-to-float32": [case._replace(gelu=False) for case in OF_GPT2[::3]],
+    "matmul-*": [*SIZES, *over([{}], (1, 131, 517, 8192), (70, 132), (77, 333), (768, 516))],
+    "linear-tiles-*": [
+        *ON_CPU["linear-tiles-*"], *over([ENDS, ADDED], (17, 131, 517, 2000), (136, 104), (77, 333),
+                                         (1000, 516))],
+    "linear-matvec-*": over([FULL, ADDED, NORMED, ENDS], DECODING, (768, 2304), (3072, 768),
+                            (1615, 333), (383, 77), (256, 20_001)),
+    "linear-mma-[bf]*": over([FULL, ADDED, NORMED], DECODING, (768, 2304), (3072, 768),
+                             (1616, 333), (256, 20_001)),
+    "linear-mma_tiles-*": over([ENDS], DECODING, (768, 2304), (3072, 768), (1600, 97),
+                               (768, 20_001)),
+    "linear-wgmma-*": over([ENDS], DECODING, (768, 2304), (896, 200), (4096, 100), (64, 40)),
+    "gemm-*16-to-*16": [
+        *over(ALL_ENDS, (1, 129, 300, 1000), *EIGHTS), *over(ALL_ENDS, (5000,), *EIGHTS[1:2]),
+        # With a short K warpgroups do not wait for the ring.
+        *over(ALL_ENDS, (3000,), *((K, 2312) for K in (8, 64, 128, 192)))],
+    "gemm-*-to-float32": over(FLOAT_ENDS, (1, 129, 300, 1000), *EIGHTS),
+    "gemm-*-hi_lo-to-hi_lo": over([{"gelu": True}], (1, 129, 300, 1000), *EIGHTS),
+    "rmsnorm_*-*mma-own-*16-*": [
+        Case(1, 264, 40, apart=8), Case(333, 1032, 1448), Case(1000, 136, 3032, apart=8)],
+}  # fmt: skip
+RESULTS_ON_GPU: Table = {  # only for results
     "rmsnorm_matmul-*": [
         Case(M, 272, 384, head_dim=64 * (M > 1) or None, half_split=M in (3, 70), apart=8 * (M > 3))
-        for M in (1, 3, 16, 70, 200)],
-    "rmsnorm_ffn-*": [Case(M, 272, 192, residual=M > 1, apart=8 * (M > 5), gelu=M in (5, 130))
-                      for M in (1, 5, 33, 130, 300)],
+        for M in (1, 3, 16, 70, 200)
+    ],
+    "rmsnorm_ffn-*": [
+        Case(M, 272, 192, residual=M > 1, apart=8 * (M > 5), gelu=M in (5, 130))
+        for M in (1, 5, 33, 130, 300)
+    ],
+    "linear-m[am]*-[bf]*": over([ADDED], (2, 3), (6400, 1600), (16_384, 40), (256, 50_257)),
+    "gemm-*-bfloat16-to-bfloat16": over(ALL_ENDS, (17, 1024), *GPT2_SHAPES),
+    "gemm-*-float16-to-*16": over(ALL_ENDS, (128, 8192), *GPT2_SHAPES),
     "rmsnorm_*-matvec-own-float16-*": [Case(3, 333, 77), Case(2, 12_000, 8)],
     "rmsnorm_matmul-matvec-own-float16-*": [LLAMA],
     "rmsnorm_matmul-matvec-float8_e4m3fn-bfloat16-*": [LLAMA._replace(half_split=True)],
     "rmsnorm_*-mma-own-float16-*": [Case(M, 4096, 4096, head_dim=128) for M in (16, 500)],
+}
+
+
+LENGTHS = [Case(5, K, 8) for K in (1, 2, 4, 7, 8, 31, 32, 63, 64, 76, 128, 130)]
+BAND = Case(32 * 17 + 1, 3, 70)  # more rows than a band of tiles
+SLICES: Table = {  # the first slice of K is full or not
+    "linear-tiles-float32": [*LENGTHS, BAND],
+    "linear-tiles-*16": LENGTHS,
+    "matmul-registers": [*LENGTHS, BAND],
+}
+UP_TO: Table = {
+    "linear-matvec-bfloat16": [Case(6, 784, 40, norm=True, tile=ROUNDS)],
+    "linear-tiles-*": [Case(70, 72, 100)],
+    "gemm-mma-bfloat16-to-bfloat16": [Case(100, 240, 96, bias=False, tile=SQUARE, sms=1)],
+    "matmul-*": [Case(70, 70, 70)],
+    "rmsnorm_*-unfused-own-float16-KN": [Case(100, 320, 72, tile=UNEVEN)],
+}
+UP_TO_ON_GPU: Table = {
+    "linear-tiles-*": [Case(70, 72, 100)],
+    "matmul-*": [Case(70, 70, 70)],
+    "gemm-*-*16-to-*": [Case(600, 480, 480, residual=True)],
+    "rmsnorm_*-mma-own-float16-KN": [Case(600, 480, 480)],
+    "rmsnorm_*-unfused-own-float16-KN": [Case(600, 480, 480)],
+}
+TILED: Table = {
+    "linear-mma-*": [Case(17, 264, 14, **FULL)],
+    "linear-matvec-*": [Case(17, 264, 14, **FULL), Case(20, 1168, 37, **ENDS)],
+    "linear-mma_tiles-*": [Case(20, 1168, 37, gelu=True)],
+    "linear-tiles-*": [Case(131, 136, 104, **ENDS)],
+    "gemm-mma-bfloat16-to-bfloat16": [Case(40, 136, 80, bias=False)],
+    "gemm-mma-hi_lo-to-float32": [Case(40, 136, 80, bias=False)],
+}
+EDGES: Table = {
+    "linear-mma-*": [Case(37, 32, 44, **ENDS)],
+    "linear-mma_tiles-*": [Case(37, 32, 44, **ENDS, tile=ODD)],
+    "linear-tiles-*": [Case(37, 32, 44, **ENDS)],
+    "matmul-*": [Case(37, 21, 44)],
+    "gemm-mma-bfloat16-to-bfloat16": [Case(37, 32, 48, residual=True, tile=NARROW)],
+    "gemm-wgmma-bfloat16-to-bfloat16": [Case(37, 32, 48, residual=True)],
+}
+ANYWHERE: Table = {
+    "matmul-*": [Case(42, 48, 52)],
+    "linear-tiles-*": [Case(42, 48, 52, residual=True)],
+    "linear-wgmma-*": [Case(M, 256, N, bias=False, residual=True)
+                       for M, N in ((5, 130), (70, 130), (70, 131))],
+}  # fmt: skip
+REFERENCES: Table = {
+    "linear-matvec-float8_e4m3fn": [
+        Case(2, 5, 3, **ends) for ends in ({}, ENDS, {"norm": True}, FULL)],
+    "gemm-mma-hi_lo-to-float32": [Case(6, 4, 5, **ENDS, sequences=2), Case(2, 4, 5, bias=False)],
+    "matmul-naive": [Case(3, 5, 4), Case(3, 5, 4, bias=False)],
+    "rmsnorm_matmul-matvec-own-float32-*": [
+        Case(3, 6, 8, head_dim=4), Case(6, 6, 8, head_dim=4, half_split=True, sequences=2)],
+    "rmsnorm_ffn-matvec-own-float32-*": [Case(2, 5, 3), Case(4, 5, 3, sequences=2)],
 }  # fmt: skip
 
 
-def found_in(table: Table) -> Iterator[tuple[Kernel, Case]]:
+class Found(NamedTuple):
+    """A kernel and a case of one line of a table, and their places in this line.
+
+    alike: kernels of the line with the same operation and variant. nth: place among these.
+    """
+
+    kernel: Kernel
+    case: Case
+    place: int
+    nth: int
+    alike: int
+
+
+def found_in(table: Table) -> Iterator[Found]:
     """Yield the kernels that a table names, with their cases."""
     for name, cases in table.items():
-        kernels = [kernel for kernel in KERNELS.values() if fnmatchcase(kernel.name, name)]
-        assert kernels, name
-        yield from product(kernels, cases)
+        lists: dict[Any, list[Kernel]] = {}
+        for kernel in KERNELS.values():
+            if fnmatchcase(kernel.name, name):
+                lists.setdefault((kernel.operation.name, kernel.variant), []).append(kernel)
+        assert lists, name
+        for alike, (place, case) in product(lists.values(), enumerate(cases)):
+            for nth, kernel in enumerate(alike):
+                yield Found(kernel, case, place, nth, len(alike))

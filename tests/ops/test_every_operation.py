@@ -24,6 +24,7 @@ from gpt2block.ops import workload
 from gpt2block.ops.operation import Operation, Variant
 from gpt2block.ops.registry import OPERATIONS
 from tests import devices
+from tests.products import KERNELS
 
 device = devices.device
 SIZES = (
@@ -36,38 +37,30 @@ DEVICES = [pytest.param("shuffled", id="emulator"), pytest.param("gpu", marks=py
 on_devices = pytest.mark.parametrize("device", DEVICES, indirect=True)
 
 
-WIDTHS = (("float32",), ("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2"))
-
-
-def emulated(dtypes: Sequence[str], place: int) -> set[tuple[str, int]]:
-    """Return dtypes and sizes of a variant for the emulator, which compiles a program for each.
-
-    There is one dtype of each width, chosen by the variant's `place`, each with one size; a single
-    dtype has both sizes.
-    """
-    widths = [[dtype for dtype in width if dtype in dtypes] for width in WIDTHS]
-    some = [width[place % len(width)] for width in widths if width]
-    if len(some) == 1:
-        return {(some[0], 0), (some[0], 1)}
-    return {(dtype, n % 2) for n, dtype in enumerate(some)}
-
-
 def cases() -> Iterator[Any]:
-    """Yield all dtypes and both sizes for a GPU, and some of them for the emulator.
+    """Yield all dtypes and both sizes: on the emulator, all but one case of a variant are slow.
 
-    Kernels of tensor cores have other instructions on GPUs of compute capability 7.5 ("turing").
+    The emulator compiles a program for each case. It runs kernels of tests/products.py, which are
+    tested there in every dtype, only with --slow. Kernels of tensor cores have other instructions
+    on GPUs of compute capability 7.5 ("turing").
     """
     for name, operation in OPERATIONS.items():
+        of_products = any(kernel.operation is operation for kernel in KERNELS.values())
         for place, variant in enumerate(operation.variants):
             dtypes = variant.dtypes or operation.workload.dtypes
+            usual = variant.dtypes[place % len(variant.dtypes)] if variant.dtypes else dtypes[0]
             for dtype, size in product(dtypes, range(2)):
                 case = f"{name}-{variant.name}-{dtype}-{size}"
                 arguments = operation, variant, dtype, size
-                if (dtype, size) in emulated(dtypes, place):
-                    where = "hopper" if variant.name == "wgmma" else "shuffled"
-                    yield pytest.param(where, *arguments, id=f"{case}-emulator")
-                    if variant.name in ("mma", "mma_tiles", "tri6"):
-                        yield pytest.param("turing", *arguments, id=f"{case}-turing")
+                of_variant = place % 2 or int(variant.name == "wgmma")
+                is_usual = not of_products and (dtype, size) == (usual, of_variant)
+                on = {"hopper" if variant.name == "wgmma" else "emulator": is_usual}
+                if variant.name in ("mma", "tri6"):
+                    on["turing"] = (dtype, size) == (dtypes[0], 1)
+                for device, fast in on.items():
+                    order = "shuffled" if device == "emulator" else device
+                    marks = () if fast else pytest.mark.slow
+                    yield pytest.param(order, *arguments, id=f"{case}-{device}", marks=marks)
                 yield pytest.param("gpu", *arguments, id=f"{case}-gpu", marks=pytest.mark.gpu)
 
 

@@ -24,7 +24,7 @@ from gpt2block.ops.engines.gemm_wgmma import FLAGS, MAX_ROWS, OF_REGISTERS, STRE
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.gemm import WIDEN, allocate_stream_k_workspace
 from tests import devices, plain
-from tests.devices import assert_same_bits, one_order
+from tests.devices import assert_same_bits, one_order, slow
 from tests.gpus import HOPPER_CAPABILITY, cupy_with
 from tests.products import GPT2, KERNELS, PARTS, Case
 
@@ -109,7 +109,8 @@ def with_fp8(
 @pytest.mark.parametrize(
     ("device", "format", "gelu"),
     [
-        *(("shuffled", format, i > 0) for i, format in enumerate(FP8)),
+        slow("shuffled", "float8_e5m2", False),
+        ("shuffled", "float8_e4m3fn", True),
         *(
             pytest.param("gpu", format, gelu, marks=pytest.mark.gpu)
             for format in FP8

@@ -5,10 +5,13 @@ test_product_laws.py has the requirements of every kernel of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+from launch_recorder import recording
 from numpy.typing import NDArray
 
 from gpt2block import InputError, ops
@@ -21,7 +24,7 @@ from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from tests import devices
-from tests.devices import assert_same_bits, in_every_order, on_one_order, one_order
+from tests.devices import assert_same_bits, on_one_order, one_order, slow
 from tests.products import (
     DTYPES,
     EPS,
@@ -93,7 +96,7 @@ def test_what_hi_lo_weights_do_not_permit(device: Any) -> None:
         OPERATION.bind((given.x, given.w), x_bound=-1.0)
 
 
-@pytest.mark.parametrize("C", [104, 768])
+@pytest.mark.parametrize("C", [104, slow(768)])
 @one_order
 def test_layernorm_apart_has_the_bits_of_the_fused_one(device: Any, C: int) -> None:
     given = Arguments(18, C, 24, "float16")
@@ -104,8 +107,13 @@ def test_layernorm_apart_has_the_bits_of_the_fused_one(device: Any, C: int) -> N
     assert_same_bits(apart, fused)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float32"])
-@pytest.mark.parametrize("gelu", [False, True])
+GATED = ("bfloat16", False), ("float8_e4m3fn", True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gelu"),
+    [case if case in GATED else slow(*case) for case in product(WEIGHTS, (False, True))],
+)
 @one_order
 def test_gate_and_rmsnorm_have_the_bits_of_their_own_kernels(
     device: Any, dtype: str, gelu: bool
@@ -128,13 +136,40 @@ def test_gate_and_rmsnorm_have_the_bits_of_their_own_kernels(
 # --- results in the kv_cache ----------------------------------------------------------------------
 
 
-def assert_qkv(where: str, name: str, case: Case, n_ctx: int, position: Array) -> None:
+QKV = {
+    "linear-matvec-float32": Case(3, 48, 21, norm=True),
+    "linear-mma-bfloat16": Case(10, 784, 27, norm=True),
+    "linear-mma_tiles-float8_e4m3fn": Case(7, 48, 144, tile=ODD),
+}
+
+
+def of_qkv() -> Iterator[Any]:
+    """Yield cases of every variant; only those of QKV, and one with a tile, are not slow."""
+    for name, case in QKV.items():
+        variant = name.split("-")[1]
+        for kernel in KERNELS.values():
+            if kernel.operation is OPERATION and kernel.variant == variant:
+                yield pytest.param(
+                    "shuffled", kernel.name, case, marks=[pytest.mark.slow] * (kernel.name != name)
+                )
+                sizes = {} if case.tile else {"K": 768, "N": 3 * 768}
+                for M in (1, 3, 10):
+                    yield pytest.param(
+                        "gpu", kernel.name, case._replace(M=M, **sizes), marks=pytest.mark.gpu
+                    )
+    yield "shuffled", f"linear-matvec-{FP8_E5M2}", Case(10, 528, 27, tile=SMALL._replace(tile=TILE))
+    yield slow("shuffled", "linear-matvec-bfloat16", Case(2, 784, 27, norm=True, tile=ROUNDS))
+
+
+@pytest.mark.parametrize(("where", "name", "case"), list(of_qkv()))
+def test_qkv(where: str, name: str, case: Case) -> None:
     """Assert that q and the caches have the bits of the product.
 
     Tokens outside the cache are not stored. The cache has the sequences in reverse order, after
     another sequence.
     """
-    kernel, M, C = KERNELS[name], case.M, case.N // 3
+    kernel, M, C, n_ctx = KERNELS[name], case.M, case.N // 3, 4
+    position = np.array([2, -1, n_ctx, 0, 1, 3, 0, 1, 2, 0], np.int32)[:M]
     given = kernel.made(case)
     rows = np.arange(M, 0, -1, dtype=np.int32)
     rows[2:3], rows[4:5] = M + 1, -1  # outside the cache
@@ -164,73 +199,37 @@ def assert_qkv(where: str, name: str, case: Case, n_ctx: int, position: Array) -
         np.testing.assert_array_equal(got, stored)
 
 
-@in_every_order
-@pytest.mark.parametrize(
-    ("name", "case", "n_ctx"),
-    [
-        ("linear-matvec-float32", Case(3, 48, 21, norm=True), 4),
-        ("linear-matvec-float8_e4m3fn", Case(1, 528, 30, norm=True), 3),
-        ("linear-matvec-bfloat16", Case(2, 784, 27, norm=True, tile=ROUNDS), 3),
-        ("linear-matvec-float8_e5m2", Case(10, 528, 27, tile=SMALL._replace(tile=TILE)), 3),
-        ("linear-mma-float32", Case(3, 48, 21, norm=True), 4),
-        ("linear-mma-float8_e4m3fn", Case(1, 528, 30, norm=True), 3),
-        ("linear-mma-bfloat16", Case(10, 784, 27, norm=True), 3),
-        ("linear-mma-hi_lo", Case(3, 48, 21, norm=True), 4),
-        *(
-            (f"linear-mma_tiles-{dtype}", Case(7, 48, 144, tile=ODD), 5)
-            for dtype in (*WEIGHTS, HI_LO)
-        ),
-    ],
-    ids=str,
-)
-def test_qkv(name: str, case: Case, n_ctx: int, where: str) -> None:
-    position = np.array([2, -1, n_ctx, 0, 1, 2, 0, 1, 2, 0], np.int32)[: case.M]
-    assert_qkv(where, name, case, n_ctx, position)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", WEIGHTS)
-@pytest.mark.parametrize("M", [1, 3, 10])
-def test_qkv_on_the_gpu(dtype: str, M: int) -> None:
-    position = np.array([4, -1, 5, 0, 1, 2, 3, 2, 1, 0], np.int32)[:M]
-    for variant in ("matvec", "mma"):
-        case = Case(M, 768, 3 * 768, norm=True)
-        assert_qkv("gpu", f"linear-{variant}-{dtype}", case, 5, position)
-    assert_qkv("gpu", f"linear-mma_tiles-{dtype}", Case(M, 48, 144, tile=ODD), 5, position)
-
-
 # --- the function, and the choice between variants ------------------------------------------------
 
 
-@on_one_order
-def test_what_decides_between_the_variants(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(M: int, K: int, dtype: str, **options: Any) -> str:
-        with devices.running_on(where):
+def test_what_decides_between_the_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(card: str, M: int, K: int, dtype: str, **options: Any) -> str:
+        with recording(card):
             given = Arguments(M, K, 24, dtype)
             found: str = OPERATION.bind((given.x, given.w), **options).launches[0].name
             return found
 
     for M in (1, 16):
-        assert kernel(M, 64, "float16") == "decode_mma"
-        assert kernel(M, 60, "float16") == "decode_cores"
-        assert kernel(M, 60, "float32") == "decode_mma"
-    assert kernel(17, 64, "float16") == "linear_tiles"
-    assert kernel(17, 64, "float16", decoding=True) == "decode_mma"
+        assert kernel("8.0", M, 64, "float16") == "decode_mma"
+        assert kernel("8.0", M, 60, "float16") == "decode_cores"
+        assert kernel("8.0", M, 60, "float32") == "decode_mma"
+    assert kernel("8.0", 17, 64, "float16") == "linear_tiles"
+    assert kernel("8.0", 17, 64, "float16", decoding=True) == "decode_mma"
     monkeypatch.setattr(LINEAR, "MAX_MMA_PRODUCTS", 17 * 24 * 64 - 1)
-    assert kernel(17, 64, "float16", decoding=True) == "decode_mma_tiles"
-    assert kernel(17, 60, "float16", decoding=True) == "decode_cores"
+    assert kernel("8.0", 17, 64, "float16", decoding=True) == "decode_mma_tiles"
+    assert kernel("8.0", 17, 60, "float16", decoding=True) == "decode_cores"
     with pytest.raises(InputError, match="mma: K 60: expected a multiple of 8 for bfloat16"):
-        kernel(1, 60, "bfloat16", variant="mma")
-    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 75)
-    assert kernel(64, 64, "float16", decoding=True) == "decode_mma"
-    assert kernel(65, 64, "float16", decoding=True) == "decode_mma_tiles"
-    assert kernel(1, 41_600, "float16", decoding=True) == "decode_mma_tiles"  # too long a row
+        kernel("8.0", 1, 60, "bfloat16", variant="mma")
+    assert kernel("7.5", 64, 64, "float16", decoding=True) == "decode_mma"
+    assert kernel("7.5", 65, 64, "float16", decoding=True) == "decode_mma_tiles"
+    too_long = kernel("7.5", 1, 41_600, "float16", decoding=True)
+    assert too_long == "decode_mma_tiles"
     with pytest.raises(InputError, match=r"mma: needs a GPU of compute capability 8\.0 or newer"):
-        kernel(1, 64, "float32", variant="mma")
+        kernel("7.5", 1, 64, "float32", variant="mma")
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 70)
-    assert kernel(1, 64, "float16") == "decode_cores"
+    assert kernel("7.5", 1, 64, "float16") == "decode_cores"
     with pytest.raises(InputError, match=r"mma: needs a GPU of compute capability 7\.5 or newer"):
-        kernel(1, 64, "float16", variant="mma")
+        kernel("7.5", 1, 64, "float16", variant="mma")
 
 
 @one_order
@@ -248,7 +247,7 @@ def test_without_tensor_cores_more_rows_are_tiles(
 
 
 @pytest.mark.parametrize("device", ["turing"], indirect=True)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", HI_LO])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float8_e4m3fn"), slow(HI_LO)])
 def test_few_and_many_rows_have_the_same_bits_on_turing(device: Any, dtype: str) -> None:
     kernel, case = KERNELS[f"linear-mma-{dtype}"], Case(66, 272, 80, bias=False)
     given = kernel.made(case)
@@ -257,36 +256,6 @@ def test_few_and_many_rows_have_the_same_bits_on_turing(device: Any, dtype: str)
     many = OPERATION.bind((x, w), variant="mma_tiles").run().get()
     assert_same_bits(few, many[:3])
     kernel.assert_right(many, given, case)
-
-
-def test_the_registry_names_the_kernels() -> None:
-    assert OPERATION.variant("matvec").kernels == ("decode_cores",)
-    assert OPERATION.variant("mma").kernels == ("decode_mma",)
-    auxiliary = [f"{v.name}: {kernel}" for v in OPERATION.auxiliary for kernel in v.kernels]
-    assert auxiliary == [
-        "gguf: decode_mma_gguf",
-        "gguf: decode_mma_gguf_parts",
-        "gguf_wgmma: decode_wgmma_gguf",
-        "qkv_gguf: decode_mma_gguf",
-        "qkv_gguf_wgmma: decode_wgmma_gguf",
-        "rope_gguf: decode_mma_gguf",
-        "rope_gguf_wgmma: decode_wgmma_gguf",
-        "gguf sums: gguf_chunk_sums",
-        "qkv_matvec: decode_cores",
-        "qkv_mma: decode_mma",
-        "qkv_mma_tiles: decode_mma_tiles",
-        "qkv_wgmma: decode_wgmma",
-        "rope_mma: decode_mma",
-        "rope_wgmma: decode_wgmma",
-        "linear_sums: decode_mma",
-        "linear_sums_gguf: decode_mma_gguf",
-        "rope_sums: decode_mma",
-        "gated_sums: decode_ffn_mma",
-        "gated_sums_gguf: decode_ffn_mma_gguf",
-        "words: all_gather",
-        "words: all_gather_rows",
-        "normed: rmsnorm_gathered",
-    ]
 
 
 @pytest.mark.gpu

@@ -18,67 +18,48 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import HI_LO
 from gpt2block.models.weights.matrix import WeightMatrix
-from tests import plain
+from tests import plain, products
 from tests.devices import GPU, IN_TESTS, assert_barriers_show, assert_same_bits
 from tests.gpus import HOPPER_CAPABILITY, large_memory
-from tests.products import (
-    ALL_ENDS,
-    ENDS,
-    EPS,
-    FLOAT_ENDS,
-    FP8_E4M3,
-    FULL,
-    GPT2,
-    KERNELS,
-    MATMUL,
-    NARROW,
-    ODD,
-    ON_CPU,
-    ON_GPU,
-    ROUNDS,
-    SQUARE,
-    START,
-    THETA,
-    UNEVEN,
-    Case,
-    Kernel,
-    Table,
-    found_in,
-    rows_of,
-    tiles_of,
-    with_ends,
-)
+from tests.products import EPS, KERNELS, MATMUL, START, THETA, Case, Kernel, Table
 
 Array = NDArray[Any]
 
 
 def every_case(
-    on_cpu: Table, on_gpu: Table, orders: Sequence[str] = ("shuffled",)
+    on_cpu: Table, on_gpu: Table, orders: Sequence[str] = ("shuffled",), in_turn: bool = False
 ) -> pytest.MarkDecorator:
     """Parametrize `where`, `kernel` and `case`: one table for the emulator, one for a GPU.
 
-    A kernel's first case runs in all thread orders, the others in the last one.
+    On the emulator, the first kernel of each variant in a line of the table runs all cases of the
+    line, the others only with --slow. in_turn: kernels of a variant take the cases in turn; with
+    --slow, all of them run the cases that leave the tile to them. The first case of a line runs in
+    all thread orders, the others in the last one.
     """
-    found: list[tuple[str, Kernel, Case]] = []
-    for kernel, case in found_in(on_cpu):
-        of_hopper = kernel.capability == HOPPER_CAPABILITY
-        some = orders[-1:] if any(kernel is each for _, each, _ in found) else orders
-        found += [(where, kernel, case) for where in (["hopper"] if of_hopper else some)]
-    found += [("gpu", *each) for each in found_in(on_gpu)]
-    cases = [
-        pytest.param(
-            *(where, kernel, case),
-            id=f"{where}-{kernel.name}-{'x'.join(map(str, case[:3]))}",
-            marks=GPU.marks if where == "gpu" else (),
-        )
-        for where, kernel, case in found
-    ]
-    return pytest.mark.parametrize(("where", "kernel", "case"), cases)
+    cases = []
+    for kernel, case, place, nth, alike in products.found_in(on_cpu):
+        default = nth == (place % alike if in_turn else 0)
+        if default or not in_turn or case.tile is None:
+            some = orders if default and place == 0 else orders[-1:]
+            some = ["hopper"] if kernel.capability == HOPPER_CAPABILITY else some
+            marks = [] if default else [pytest.mark.slow]
+            cases += [(where, kernel, case, marks) for where in some]
+    cases += [("gpu", *found[:2], [pytest.mark.gpu]) for found in products.found_in(on_gpu)]
+    return pytest.mark.parametrize(
+        ("where", "kernel", "case"),
+        [
+            pytest.param(
+                *(where, kernel, case),
+                id=f"{where}-{kernel.name}-{'x'.join(map(str, case[:3]))}",
+                marks=marks,
+            )
+            for where, kernel, case, marks in cases
+        ],
+    )
 
 
-@every_case(ON_CPU, ON_GPU, IN_TESTS)
+@every_case(products.ON_CPU, {**products.ON_GPU, **products.RESULTS_ON_GPU}, IN_TESTS, in_turn=True)
 def test_right(where: str, kernel: Kernel, case: Case) -> None:
     """The residual may be the output."""
     given = kernel.made(case)
@@ -90,40 +71,13 @@ def test_right(where: str, kernel: Kernel, case: Case) -> None:
         kernel.assert_right(got, given, case, where)
 
 
-BAND = Case(32 * 17 + 1, 3, 70)
-LENGTHS = [Case(5, K, 8) for K in (1, 2, 4, 7, 8, 31, 32, 63, 64, 76, 128, 130)]
-SLICES: Table = {
-    "linear-tiles-float32": [*LENGTHS, BAND],
-    "linear-tiles-bfloat16": LENGTHS,
-    "matmul-registers": [*LENGTHS, BAND],
-}
-
-
-@every_case(SLICES, SLICES)
+@every_case(products.SLICES, products.SLICES)
 def test_every_length_of_the_first_slice(where: str, kernel: Kernel, case: Case) -> None:
-    """The slice is full or not; BAND has more rows than a band of tiles."""
     given = kernel.made(case)
     kernel.assert_right(kernel(where, given, case), given, case, where)
 
 
-SQUARES = Case(100, 240, 96, bias=False, tile=SQUARE, sms=1)
-UP_TO_ON_CPU: Table = {
-    "linear-matvec-bfloat16": [Case(6, 784, 40, norm=True, tile=ROUNDS)],
-    "linear-tiles-*": [Case(70, 72, 100)],
-    "gemm-mma-bfloat16-to-bfloat16": [SQUARES],
-    "matmul-*": [Case(70, 70, 70)],
-    "rmsnorm_*-unfused-own-float16-KN": [Case(100, 320, 72, tile=UNEVEN)],
-}
-UP_TO_ON_GPU: Table = {
-    "linear-tiles-*": [Case(70, 72, 100)],
-    "matmul-*": [Case(70, 70, 70)],
-    "gemm-*-*16-to-*": [Case(600, 480, 480, residual=True)],
-    "rmsnorm_*-mma-own-float16-KN": [Case(600, 480, 480)],
-    "rmsnorm_*-unfused-own-float16-KN": [Case(600, 480, 480)],
-}
-
-
-@every_case(UP_TO_ON_CPU, UP_TO_ON_GPU, ["reverse"])
+@every_case(products.UP_TO, products.UP_TO_ON_GPU, ["reverse"])
 @settings(max_examples=4)
 @with_any(data=st.data())
 def test_any_size_up_to(where: str, kernel: Kernel, case: Case, data: st.DataObject) -> None:
@@ -134,7 +88,7 @@ def test_any_size_up_to(where: str, kernel: Kernel, case: Case, data: st.DataObj
         if kernel.multiple > 1:
             K, N = (-(-size // 8) * 8 for size in (K, N))
         one = case._replace(M=M, K=K, N=N)
-        if case.tile == ROUNDS:  # blocks loop over columns, on few multiprocessors
+        if case.tile == products.ROUNDS:  # blocks loop over columns, on few multiprocessors
             one = one._replace(K=case.K, sms=data.draw(st.integers(1, 3)))
         if kernel.variant == "tiles":
             more = (M + N) % 3 > 0
@@ -146,58 +100,7 @@ def test_any_size_up_to(where: str, kernel: Kernel, case: Case, data: st.DataObj
 # --- the same bits --------------------------------------------------------------------------------
 
 
-BITS_ON_CPU: Table = {
-    "linear-mma-float32": [Case(17, 264, 14, **FULL)],
-    "linear-mma-hi_lo": [Case(17, 264, 14, **FULL)],
-    "linear-mma-bfloat16": [Case(17, 264, 14, **FULL)],
-    "linear-matvec-float32": [Case(17, 264, 14, **FULL)],
-    "linear-matvec-*": [Case(20, 1168, 37, **ENDS)],
-    **{f"linear-mma_tiles-{name}": [Case(20, 1168, 37, gelu=True)]
-       for name in ("float32", "bfloat16", FP8_E4M3, HI_LO)},
-    "linear-tiles-float32": [Case(131, 136, 104, **ENDS)],
-    "linear-tiles-bfloat16": [Case(131, 136, 104, **ENDS)],
-    "gemm-mma-bfloat16-to-bfloat16": [Case(40, 136, 80, bias=False)],
-    "gemm-mma-hi_lo-to-float32": [Case(40, 136, 80, bias=False)],
-}  # fmt: skip
-BY_MMA = (1, 8, 8), (129, 184, 264), (260, 1032, 520), (3000, 768, 776)
-BY_WGMMA = (1, 264, 8), (129, 520, 264), (1000, 768, 776), (5000, 264, 2312)
-BITS_ON_GPU: Table = {
-    "linear-wgmma-*": with_ends([ENDS], (1, 768, 768), (3, 896, 200), (17, 384, 130),
-                                 (64, 128, 768), (65, 4096, 100), (200, 768, 64),
-                                 (3, 64, 40), (70, 576, 136), (200, 1600, 64)),
-    "linear-mma_tiles-*": with_ends([ENDS], (200, 768, 2304), (65, 3072, 768), (64, 768, 5001),
-                                    (18, 1600, 96), (64, 768, 2304), (65, 768, 20_001)),
-    "linear-mma-[bf]*": with_ends([FULL], (200, 768, 2304), (200, 3072, 768), (200, 768, 20_000),
-                                  (200, 1616, 333)),
-    "linear-matvec-*": [
-        *with_ends([FULL], (17, 768, 2304), (17, 3072, 768), (17, 768, 20_000), (17, 1615, 333)),
-        *with_ends([ENDS], (65, 768, 2304), (64, 3072, 768), (33, 772, 20_000), (17, 1616, 333),
-                   (9, 11_008, 200)),
-    ],
-    "linear-tiles-*": with_ends([{"residual": True}, ENDS], (517, 1000, 516), (300, 77, 333),
-                                (2000, 768, 768), (131, 136, 104)),
-    "gemm-mma-*16-to-*16": with_ends([{"bias": False}, {"residual": True}], *BY_MMA),
-    "gemm-mma-*-to-float32": with_ends([{"residual": True}], *BY_MMA),
-    "gemm-mma-hi_lo-to-hi_lo": with_ends([{"gelu": True}], *BY_MMA),
-    # With a short K warpgroups do not wait for the ring.
-    "gemm-wgmma-bfloat16-to-bfloat16": [Case(5000, K, 2312) for K in (8, 64, 128, 192)],
-    "gemm-wgmma-*16-to-*16": with_ends(ALL_ENDS, *BY_WGMMA),
-    "gemm-wgmma-*-to-float32": with_ends(FLOAT_ENDS, *BY_WGMMA),
-    "gemm-wgmma-hi_lo-to-hi_lo": with_ends([{"gelu": True}], *BY_WGMMA),
-    "gemm-*-bfloat16-to-float32": [Case(1000, K, N) for N, K in GPT2],
-    "gemm-*-bfloat16-to-bfloat16": [Case(1000, K, N, gelu=True) for N, K in GPT2],
-    "matmul-registers": with_ends([{}], (131, 70, 132), (70, 19, 101), (517, 1000, 516),
-                                  (300, 77, 333)),
-    "rmsnorm_*-mma-own-float16-KN": [Case(1, 264, 40, apart=8), Case(333, 1032, 1448),
-                                     Case(1000, 136, 3032, apart=8)],
-    "rmsnorm_*-mma-own-bfloat16-KN": [Case(129, 72, 520, apart=8)],
-    "rmsnorm_*-wgmma-own-float16-*": [Case(1, 264, 40, apart=10), Case(333, 1032, 1448),
-                                       Case(1000, 136, 3032, apart=8)],
-    "rmsnorm_*-wgmma-own-bfloat16-*": [Case(129, 72, 520, apart=8)],
-}  # fmt: skip
-
-
-@every_case(BITS_ON_CPU, BITS_ON_GPU)
+@every_case(products.TILED, products.ON_GPU)
 def test_tiles_and_other_rows_change_no_bit(where: str, kernel: Kernel, case: Case) -> None:
     """First and last rows alone have the same bits as among all rows, with any tile.
 
@@ -206,7 +109,7 @@ def test_tiles_and_other_rows_change_no_bit(where: str, kernel: Kernel, case: Ca
     """
     given = kernel.made(case)
     whole = KERNELS[kernel.alike](where, given, case) if kernel.alike else None
-    for tile in tiles_of(where, kernel, case):
+    for tile in products.tiles_of(where, kernel, case):
         one, parts = case._replace(tile=tile), getattr(tile, "split_k", 1)
         if parts > 1 and case.K <= 192:
             continue
@@ -231,7 +134,7 @@ def test_tiles_and_other_rows_change_no_bit(where: str, kernel: Kernel, case: Ca
         for count in few:
             for rows in (slice(count), slice(case.M - count, None)):
                 if count < case.M:
-                    some = kernel(where, rows_of(given, rows), one._replace(M=count))
+                    some = kernel(where, products.rows_of(given, rows), one._replace(M=count))
                     assert_same_bits(some, whole[rows])
 
 
@@ -261,19 +164,8 @@ def test_products_are_added_in_the_order_of_k(where: str, name: str, tile: Any) 
 
 # --- values that are not finite, addresses, barriers ----------------------------------------------
 
-EDGES: Table = {
-    **{f"linear-mma-{name}": [Case(37, 32, 44, **ENDS)]
-       for name in ("float32", "bfloat16", FP8_E4M3, HI_LO)},
-    "linear-mma_tiles-*": [Case(37, 32, 44, **ENDS, tile=ODD)],
-    "linear-tiles-float32": [Case(37, 32, 44, **ENDS)],
-    "linear-tiles-float16": [Case(37, 32, 44, **ENDS)],
-    "matmul-*": [Case(37, 21, 44)],
-    "gemm-mma-bfloat16-to-bfloat16": [Case(37, 32, 48, residual=True, tile=NARROW)],
-}  # fmt: skip
-EDGES_OF_WGMMA: Table = {"gemm-wgmma-bfloat16-to-bfloat16": [Case(37, 32, 48, residual=True)]}
 
-
-@every_case(EDGES, {**EDGES, **EDGES_OF_WGMMA})
+@every_case(products.EDGES, products.EDGES)
 def test_an_output_depends_on_its_row_and_column_alone(
     where: str, kernel: Kernel, case: Case
 ) -> None:
@@ -297,16 +189,7 @@ def test_an_output_depends_on_its_row_and_column_alone(
     assert_same_bits(got[finite], clean[finite])
 
 
-OF_WGMMA = [Case(M, 256, N, bias=False, residual=True) for M, N in ((5, 130), (70, 130), (70, 131))]
-ANYWHERE_ON_CPU: Table = {"matmul-*": [Case(42, 48, 52)]}
-ANYWHERE_ON_GPU: Table = {
-    **ANYWHERE_ON_CPU,
-    "linear-tiles-*": [Case(42, 48, 52, residual=True)],
-    "linear-wgmma-*": OF_WGMMA,
-}
-
-
-@every_case(ANYWHERE_ON_CPU, ANYWHERE_ON_GPU)
+@every_case(products.ANYWHERE, products.ANYWHERE)
 def test_arrays_at_any_address(where: str, kernel: Kernel, case: Case) -> None:
     """Results have the same bits as at multiples of 512 bytes, which terms and weights need."""
     given = kernel.made(case)
@@ -343,7 +226,7 @@ def test_more_outputs_than_an_int_counts(name: str) -> None:
         there = {name: kernel.uploaded(cupy, name, each) for name, each in given.items()}
         got = kernel.operation.bind(kernel.inputs(there), variant=kernel.variant).run()
         for rows in (slice(0, 3), slice(M // 2, M // 2 + 3), slice(M - 3, M)):
-            kernel.assert_right(got[rows].get(), rows_of(given, rows), Case(3, 2, N))
+            kernel.assert_right(got[rows].get(), products.rows_of(given, rows), Case(3, 2, N))
         del got
 
 
@@ -358,17 +241,7 @@ def test_more_rows_than_a_grid_is_high(name: str) -> None:
 # --- the reference --------------------------------------------------------------------------------
 
 
-REFERENCES: Table = {
-    "linear-matvec-float8_e4m3fn": with_ends([{}, ENDS, {"norm": True}, FULL], (2, 5, 3)),
-    "gemm-mma-hi_lo-to-float32": [Case(6, 4, 5, **ENDS, sequences=2), Case(2, 4, 5, bias=False)],
-    "matmul-naive": with_ends([{}, {"bias": False}], (3, 5, 4)),
-    "rmsnorm_matmul-matvec-own-float32-*": [
-        Case(3, 6, 8, head_dim=4), Case(6, 6, 8, head_dim=4, half_split=True, sequences=2)],
-    "rmsnorm_ffn-matvec-own-float32-*": [Case(2, 5, 3), Case(4, 5, 3, sequences=2)],
-}  # fmt: skip
-
-
-@every_case(REFERENCES, {}, ["numpy"])
+@every_case(products.REFERENCES, {}, ["numpy"], in_turn=True)
 def test_the_reference_against_the_formula(where: str, kernel: Kernel, case: Case) -> None:
     given = {name: in_float64(each) for name, each in kernel.made(case).items()}
     x, gamma, beta = given["x"], given.get("gamma"), given.get("beta")

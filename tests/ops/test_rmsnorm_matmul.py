@@ -15,7 +15,7 @@ from gpt2block.cuda import cupy
 from gpt2block.models.weights.matrix import WeightMatrix
 from tests import devices
 from tests.devices import one_order
-from tests.products import EPS, KERNELS, RMSNORM_FFN, RMSNORM_MATMUL, Case, summed
+from tests.products import EPS, KERNELS, Case, summed
 
 device = devices.device
 
@@ -101,8 +101,3 @@ def test_feed_forward_matrices_must_be_alike() -> None:
     x, gamma, w = (cupy.ones(shape, "float32") for shape in ((1, 60_000), 60_000, (60_000, 1)))
     with pytest.raises(InputError, match="K 60,000: a row of 240,000 bytes does not fit"):
         ops.rmsnorm_ffn(x, gamma, w, w)
-
-
-def test_the_registry_names_both() -> None:
-    names = [[variant.name for variant in each.variants] for each in (RMSNORM_FFN, RMSNORM_MATMUL)]
-    assert names == [["matvec", "mma", "unfused", "wgmma"]] * 2
