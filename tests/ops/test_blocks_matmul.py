@@ -14,7 +14,7 @@ from gpt2block import InputError, ops, reference
 from gpt2block.models.weights.gguf import random_blocks
 from gpt2block.ops.blocks_matmul import OPERATION
 from tests import devices
-from tests.devices import EVERYWHERE, assert_same_bits, moved, one_order
+from tests.devices import EVERYWHERE, assert_same_bits, one_order
 from tests.gpus import cupy_with
 
 device = devices.device
@@ -61,19 +61,6 @@ def test_a_value_that_is_not_finite_is_of_its_row_alone(device: Any) -> None:
         assert np.isfinite(found[:8, :17]).all()
         assert not np.isfinite(found[8]).any()
         assert np.isnan(found[:, 17]).all()
-
-
-@one_order
-def test_the_default_and_arrays_that_it_copies(device: Any) -> None:
-    cupy_with()
-    w, x = blocks(5, 1), np.ones((2, 3, 256), np.float16)
-    for dtype, name in (("float16", "blocks_matmul_mma"), ("float32", "blocks_matmul_warp")):
-        given = device.asarray(x.astype(dtype))
-        (launch,) = OPERATION.bind((given, device.asarray(w))).launches
-        assert launch.name == name
-        expected = ops.blocks_matmul(given, device.asarray(w)).get()
-        apart = device.asarray(np.repeat(x.astype(dtype), 2, axis=1))[:, ::2]
-        assert_same_bits(ops.blocks_matmul(apart, moved(w, 1)).get(), expected)
 
 
 @one_order

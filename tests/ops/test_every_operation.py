@@ -123,6 +123,26 @@ def test_host_arrays_run_on_the_emulator(operation: Operation) -> None:
     assert workload.errors(got, truth)[1] <= workload.tolerance(dtype)
 
 
+@on_devices
+@every_operation
+def test_the_function_takes_arrays_in_strides(operation: Operation, device: Any) -> None:
+    """It copies them, and gives the bits of contiguous arrays."""
+    here = operation.with_workload(attrs=attrs_of(operation, 0))
+    dtype, layout = operation.workload.dtypes[0], operation.workload.layout
+    host, _ = workload.inputs_and_truth(here, sizes_of(operation, 0), dtype, layout)
+    there = tuple(map(workload.uploaded, host))  # a launch does not keep its arrays alive
+    expected = here.bind(there, **here.workload.attrs).run()
+    arrays = [
+        cupy.asarray(np.repeat(array, 2, axis=-1))[..., ::2]
+        if isinstance(array, np.ndarray) and array.ndim
+        else workload.uploaded(array)
+        for array in host
+    ]
+    got = getattr(ops, operation.name)(*arrays, **here.workload.attrs)
+    got = got[0] if isinstance(got, tuple) else got
+    devices.assert_same_bits(got.get(), expected.get())
+
+
 @every_operation
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_the_reference_computes_in_float32_and_in_any_byte_order(

@@ -25,7 +25,6 @@ from gpt2block.ops.to_fp8 import OPERATION
 from tests.compiling import Job, assert_clean
 from tests.devices import (
     GPU,
-    moved,
     on_every_backend,
     on_one_of_each,
     on_one_order,
@@ -455,24 +454,6 @@ def test_the_same_on_numpy_and_gpu(layout: str, dtype: str, shape: tuple[int, in
         np.testing.assert_array_equal(there.data.get(), here.data)
         if here.scale is not None:
             np.testing.assert_array_equal(there.scale.get(), here.scale)
-
-
-@pytest.mark.gpu
-def test_the_op() -> None:
-    x = weights()
-    expected = reference.to_fp8(x)
-    got = ops.to_fp8(cp.asarray(x))
-    assert got.dtype == cp.uint8
-    np.testing.assert_array_equal(got.get(), expected)
-    out = cp.zeros(x.shape, "uint8")
-    assert ops.to_fp8(cp.asarray(x), out=out) is out
-    np.testing.assert_array_equal(ops.to_fp8(cp.asarray(x).T).get(), expected.T)
-    np.testing.assert_array_equal(ops.to_fp8(moved(x, 1)).get(), expected)
-    scale = cp.full(25, 0.01, "float32")[1:]
-    np.testing.assert_array_equal(
-        ops.to_fp8(cp.asarray(x), E4M3, scale=scale).get(),
-        reference.to_fp8(x, E4M3, scale=scale.get()),
-    )
 
 
 @on_one_order

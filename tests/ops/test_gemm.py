@@ -15,7 +15,6 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import HiLoMatrix, InputError, ops, reference
-from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -26,7 +25,7 @@ from gpt2block.ops.gemm import WIDEN, allocate_stream_k_workspace
 from tests import devices, plain
 from tests.devices import assert_same_bits, one_order, slow
 from tests.gpus import HOPPER_CAPABILITY, cupy_with
-from tests.products import GPT2, KERNELS, PARTS, Case
+from tests.products import KERNELS, PARTS, Case
 
 Array = NDArray[Any]
 device = devices.device
@@ -76,18 +75,6 @@ def test_scales_far_apart() -> None:
         given["x"] *= np.float32(of_x)
         given["w"].data[...] *= np.float32(of_w)
         SPLIT.assert_right(SPLIT("forward", given, case), given, case)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
-@pytest.mark.parametrize("M", [17, 1024])
-def test_two_parts_are_as_accurate_as_float32(M: int, size: float) -> None:
-    for N, K in GPT2:
-        case = Case(M, K, N)
-        given = SPLIT.made(case)
-        given["x"] *= np.float32(size)
-        got = SPLIT("gpu", given, case)
-        plain.assert_as_accurate(got, SPLIT.exact(given, case), SPLIT.plainly(given, case, cupy))
 
 
 # --- FP8 weights ----------------------------------------------------------------------------------
@@ -195,20 +182,6 @@ def test_weights_are_widened_in_every_tile(
 # --- calls of Blocks and Llamas -------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("M", [1, 100, 128, 1000, 1024])
-def test_k_in_parts(cp: Any, M: int) -> None:
-    """K is divided, as in calls of a Block."""
-    kernel = KERNELS["gemm-wgmma-bfloat16-to-bfloat16"]
-    for N, K in ((768, 768), (768, 3072)):
-        case = Case(M, K, N, residual=True)
-        given = kernel.made(case)
-        names = "x", "w", "bias", "residual"
-        inputs = [kernel.uploaded(cp, name, given[name]) for name in names]
-        out = GEMM.bind(tuple(inputs), inputs[3], split_k=True, variant="wgmma").run()
-        kernel.assert_right(out.get(), given, case, "gpu")
-
-
 def gate_and_up(cp: Any, M: int, N: int, K: int, dtype: str, gelu: bool) -> tuple[Any, ...]:
     """Return a, two matrices on the GPU, and silu(a w) (a up) in float64, or with GELU."""
     rng = np.random.default_rng(M)
@@ -253,22 +226,6 @@ def test_rows_beyond_the_last_one_are_neither_read_nor_written(cp: Any) -> None:
     got = out.get()
     assert (got[200:].astype(np.float32) == 7).all()
     kernel.assert_right(got[:200], given, case, "gpu")
-
-
-@pytest.mark.gpu
-def test_the_function() -> None:
-    cupy_with()
-    kernel, case = KERNELS["gemm-mma-bfloat16-to-bfloat16"], Case(6, 24, 16, residual=True)
-    given = kernel.made(case)
-    w, bias, residual = (
-        kernel.uploaded(cupy, name, given[name]) for name in ("w", "bias", "residual")
-    )
-    a = cupy.asarray(np.asfortranarray(given["x"])).reshape(2, 3, 24)
-    out = ops.gemm(a, w, bias, residual.reshape(2, 3, 16))
-    assert out.shape == (2, 3, 16)
-    kernel.assert_right(out.get().reshape(6, 16), given, case)
-    assert ops.gemm(a, w, bias, dtype="float32").dtype == np.float32
-    assert ops.gemm(a, w).dtype == a.dtype
 
 
 # --- wrong input ----------------------------------------------------------------------------------

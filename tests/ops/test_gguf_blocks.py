@@ -34,13 +34,13 @@ from gpt2block.files.checkpoints.gguf_types import InBlocks
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix, random_blocks
 from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.engines import linear_wgmma as _linear_wgmma
+from gpt2block.ops.engines import linear_wgmma
 from gpt2block.ops.gemm import WIDEN
 from gpt2block.ops.linear import LINEAR_QKV, LINEAR_ROPE, normalizes, workspace_floats
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.to_fp8 import ROW_NORMS
-from tests.devices import GPU, running_on, slow
+from tests.devices import GPU, assert_same_bits, running_on, slow
 from tests.gpus import HOPPER_CAPABILITY
 from tests.ops.test_operands import as_operand, assert_operand
 
@@ -155,59 +155,11 @@ def test_products_are_exact_and_the_same_in_any_batch(
         assert ours <= theirs
 
 
-@pytest.mark.parametrize(
-    ("where", "ends"),
-    [
-        ("shuffled", [(2, 2), (9, 9)]),
-        pytest.param("gpu", [(1, 64), (8, 64), (16, 64), (65, 513)], marks=GPU.marks),
-    ],
-)
-def test_products_gate_and_turn(where: str, ends: list[tuple[int, int]]) -> None:
-    """Products compute silu(x w) (x up), and RoPE of q, k and v with several types.
+ROPE: dict[str, Any] = {"n_head": 1, "growth": (0.5, 1)}
 
-    Rows have the same bits in any batch.
-    """
-    K, n_head, D = 512, 3, 32
-    gate, up = (GgufMatrix.random([("Q4_K", 88)], K, seed) for seed in (1, 2))
-    qkv = GgufMatrix.random([("Q5_K", n_head * D + D), ("Q6_K", D)], K, 3)
-    rng = np.random.default_rng(6)
 
-    def gated(M: int, x: Any) -> Any:
-        inputs = x[:M], gate.mapped(cupy.asarray), None, None, None, None, up.mapped(cupy.asarray)
-        return (LINEAR.bind_on_device(inputs, decoding=True).run().get(),)
-
-    def turned(M: int, x: Any) -> Any:
-        by = cupy.asarray(reference.rotations(np.arange(M), np.linspace(0.1, 1, D // 2)))
-        k, v = (cupy.zeros((M, 2, D), "float16") for _ in range(2))
-        row, position = (
-            cupy.asarray(np.arange(M, dtype=np.int32)),
-            cupy.asarray(np.arange(M, dtype=np.int32) % 2),
-        )
-        inputs = x[:M], qkv.mapped(cupy.asarray), None, by.astype("float32"), k, v, row, position
-        q = LINEAR_ROPE.bind_on_device(inputs, n_head=n_head, growth=(0.5, 1)).run()
-        return q.get(), k.get(), v.get()
-
-    for few, many in ends:
-        x = rng.standard_normal((many, K)).astype(np.float32)
-        y = (x @ gate, x @ up, x @ qkv)
-        by = reference.rotations(np.arange(many), np.linspace(0.1, 1, D // 2)).astype(np.float32)
-        k, v = np.zeros((2, many, 2, D), np.float32)
-        rows = np.arange(many)
-        one = WeightMatrix(np.eye(qkv.N, dtype=np.float32), "float32", layout="KN")
-        q = reference.linear_rope(y[2], one, None, by, k, v, rows, rows % 2, n_head, (0.5, 1))
-        with running_on(where):
-            given = cupy.asarray(x)
-            for product_of, expected in (
-                (gated, (reference.silu_mul(y[0], y[1]),)),
-                (turned, (q, k, v)),
-            ):
-                whole = product_of(many, given)
-                for got, exact in zip(whole, expected, strict=True):
-                    np.testing.assert_allclose(
-                        got, exact, rtol=2e-3, atol=2e-3 * np.abs(exact).max()
-                    )
-                for got, exact in zip(product_of(few, given), whole, strict=True):
-                    np.testing.assert_array_equal(got, exact[:few])
+def rotations_of(M: int, D: int) -> NDArray[Any]:
+    return reference.rotations(np.arange(M), np.linspace(0.1, 1, D // 2)).astype(np.float32)
 
 
 def every_product(x: Any, w: Any, up: Any, bias: Any, residual: Any, **given: Any) -> Iterator[Any]:
@@ -217,15 +169,58 @@ def every_product(x: Any, w: Any, up: Any, bias: Any, residual: Any, **given: An
     sums = cupy.zeros(floats, "float32") if floats else None
     yield LINEAR.bind_on_device((x, w, bias), **plain).run()
     yield LINEAR.bind_on_device((x, w, None, None, None, None, up), **plain).run()
-    angles = reference.rotations(np.arange(M), np.linspace(0.1, 1, D // 2)).astype(np.float32)
-    extra = {LINEAR_QKV: (bias, None, None), LINEAR_ROPE: (bias, cupy.asarray(angles))}
-    for operation, options in ((LINEAR_ROPE, {"n_head": 1, **given}), (LINEAR_QKV, given)):
+    by = cupy.asarray(rotations_of(M, D))
+    for operation, options, extra in (
+        (LINEAR_ROPE, {**ROPE, **given}, (bias, by)), (LINEAR_QKV, given, (bias, None, None)),
+    ):  # fmt: skip
         k, v = (cupy.zeros((M, 1, D), "float16") for _ in range(2))
         rows = cupy.asarray(np.arange(M, dtype=np.int32)), cupy.zeros(M, "int32")
-        q = operation.bind_on_device((x, w, *extra[operation], k, v, *rows), **options).run()
+        q = operation.bind_on_device((x, w, *extra, k, v, *rows), **options).run()
         yield from (q, k, v)
     inputs = x, w, bias, None, None, residual, None, sums
     yield LINEAR.bind_on_device(inputs, gelu=True, **plain).run()
+
+
+def exact_products(x: Any, w: Any, up: Any, bias: Any, residual: Any) -> list[NDArray[Any]]:
+    M, D = len(x), w.N // 3
+    y, identity = x @ w, WeightMatrix(np.eye(w.N, dtype=np.float32), "float32", layout="KN")
+    k, v, rows = *np.zeros((2, M, 1, D), np.float32), np.arange(M)
+    places = k, v, rows, 0 * rows
+    q = reference.linear_rope(y, identity, bias, rotations_of(M, D), *places, *ROPE.values())
+    apart = [(y + bias)[:, n * D : (n + 1) * D] for n in range(3)]
+    ends = reference.gelu(y + bias) + residual
+    return [y + bias, reference.silu_mul(y, x @ up), q, k[:, 0], v[:, 0], *apart, ends]
+
+
+@pytest.mark.parametrize(
+    ("where", "ends", "products"),
+    [
+        ("shuffled", [(2, 2), (9, 9)], 5),
+        slow("shuffled", [(2, 2), (9, 9)], 9),
+        pytest.param("gpu", [(1, 64), (8, 64), (16, 64), (65, 513)], 9, marks=GPU.marks),
+    ],
+)
+def test_every_product(where: str, ends: list[tuple[int, int]], products: int) -> None:
+    """Weights have two types. Rows have the same bits in any batch."""
+    K, D, rng = 512, 32, np.random.default_rng(6)
+    w, up = (GgufMatrix.random([("Q5_K", 2 * D), ("Q6_K", D)], K, seed) for seed in (1, 2))
+    bias = rng.standard_normal(w.N, np.float32)
+    for few, many in ends:
+        x, residual = (rng.standard_normal((many, size), np.float32) for size in (K, w.N))
+        expected = exact_products(x, w, up, bias, residual)[:products]
+        with running_on(where):
+            matrices = [matrix.mapped(cupy.asarray) for matrix in (w, up)]
+            rows, added = map(cupy.asarray, (x, residual))
+            whole, some = (
+                islice(every_product(rows[:M], *matrices, cupy.asarray(bias), added[:M]), products)
+                for M in (many, few)
+            )
+            for got, alone, exact in zip(whole, some, expected, strict=True):
+                result = got.get().reshape(exact.shape)
+                np.testing.assert_allclose(
+                    result, exact, rtol=2e-3, atol=2e-3 * np.abs(exact).max()
+                )
+                assert_same_bits(alone.get(), got.get()[:few])
 
 
 @pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
@@ -295,7 +290,7 @@ def test_products_of_operands_have_the_same_bits(
     if not gpu().has_bf16:
         pytest.skip("products read floats")
     K = units * (256 if TYPES[types[0]].size == 256 else 128)
-    D, order = 64 if replaced() else 128, _linear_wgmma.operand(GGUF, rounded=True)
+    D, order = 64 if replaced() else 128, linear_wgmma.operand(GGUF, rounded=True)
     ranges = [(name, 3 * D // len(types)) for name in types]
     w, up = (GgufMatrix.random(ranges, K, seed).mapped(cupy.asarray) for seed in (1, 2))
     rng = np.random.default_rng(7)
@@ -328,7 +323,7 @@ def test_products_of_operands_have_the_same_bits(
 
 def test_a_chunk_of_two_types_has_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: HOPPER_CAPABILITY)
-    order = _linear_wgmma.operand(GGUF, rounded=True)
+    order = linear_wgmma.operand(GGUF, rounded=True)
     with running_on("shuffled"):
         w = GgufMatrix.random([("Q4_0", 48), ("Q8_0", 80)], 128).mapped(cupy.asarray)
         gated = cupy.zeros((9, 128), "float32"), w, None, None, None, None, w

@@ -14,7 +14,7 @@ import pytest
 from launch_recorder import recording
 from numpy.typing import NDArray
 
-from gpt2block import InputError, ops
+from gpt2block import InputError
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import HI_LO, cache_dtype
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -258,21 +258,6 @@ def test_few_and_many_rows_have_the_same_bits_on_turing(device: Any, dtype: str)
     kernel.assert_right(many, given, case)
 
 
-@pytest.mark.gpu
-def test_the_function() -> None:
-    there = Arguments(3, 64, 48, "bfloat16")
-    arrays = there.x, there.w, there.bias, there.gamma, there.beta, there.residual
-    got = ops.linear(*arrays, gelu=True, eps=EPS)
-    case = Case(3, 64, 48, norm=True, residual=True, gelu=True)
-    there.kernel.assert_right(got.get(), there.given, case)
-    deep = ops.linear(there.x.reshape(3, 1, 64), there.w, variant="matvec")
-    assert deep.shape == (3, 1, 48)
-    alone = there.given["x"] @ there.given["w"].dequantized()
-    np.testing.assert_allclose(deep.get()[:, 0], alone, rtol=1e-3)
-    with pytest.raises(InputError, match="variant tiles: takes no gamma and beta"):
-        ops.linear(there.x, there.w, None, there.gamma, there.beta, variant="tiles")
-
-
 # --- wrong input ----------------------------------------------------------------------------------
 
 
@@ -296,7 +281,9 @@ def test_wrong_input_is_refused(device: Any, variant: str) -> None:
         (parts, "out: overlaps residual in part"),
         ({"variant": "hopper"}, "linear: unknown variant 'hopper': expected one of matvec"),
     ]
-    if variant == "matvec":
+    if variant == "tiles":
+        cases.append(({"gamma": x[0], "beta": x[0]}, "variant tiles: takes no gamma and beta"))
+    else:
         unaligned = WeightMatrix(shifted, "float32", None, "NK")
         cases.append(({"w": unaligned}, "w: expected data aligned to 16 bytes: pass a copy"))
     for change, message in cases:

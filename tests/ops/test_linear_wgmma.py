@@ -5,7 +5,6 @@ They give the bits of the other kernels; test_product_laws.py tests plain produc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -13,10 +12,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import GPT2, GPT2Config, GPT2Weights, Llama, LlamaConfig, LlamaWeights, reference
+from gpt2block import GPT2Config, LlamaConfig, Model, reference
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8, cache_dtype
 from gpt2block.errors import InputError
+from gpt2block.files.parameters.arrays import random_model
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.operands import Operand
 from gpt2block.ops.registry import STEPS
@@ -29,7 +29,13 @@ Array = NDArray[Any]
 device = devices.device
 # Kernels for weights of each dtype, some with x rounded to float16.
 KINDS = [kernel for kernel in KERNELS.values() if kernel.operand]
+pytestmark = pytest.mark.usefixtures("possible")
 every_kind = pytest.mark.parametrize("kernel", KINDS, ids=lambda kernel: kernel.name)
+
+
+@pytest.fixture
+def possible(device: Any) -> None:
+    gpus.cupy_with(gpus.HOPPER_CAPABILITY)
 
 
 def drawn(kernel: Kernel, M: int, K: int) -> tuple[Any, Any]:
@@ -45,7 +51,6 @@ def on_device(seed: int, *shape: int) -> Any:
 @every_kind
 @on_gpu
 def test_gelu_to_an_operand(device: Any, kernel: Kernel) -> None:
-    gpus.cupy_with(90)
     for M, N in ((1, 64), (5, 192), (40, 256), (130, 3072)):
         x, handed = drawn(kernel, M, 768)
         w, bias, order = matrix(N, 768, kernel.weights), on_device(2, N), kernel.operand
@@ -60,7 +65,6 @@ def test_gelu_to_an_operand(device: Any, kernel: Kernel) -> None:
 @every_kind
 @on_gpu
 def test_a_gated_product_and_its_operand(device: Any, kernel: Kernel) -> None:
-    gpus.cupy_with(90)
     for M, gelu in product((1, 5, 40, 130), (False, True)):
         (x, handed), order = drawn(kernel, M, 256), kernel.operand
         gate, up = (matrix(192, 256, kernel.weights) for _ in range(2))
@@ -83,7 +87,6 @@ def test_a_gated_product_and_its_operand(device: Any, kernel: Kernel) -> None:
 @pytest.mark.parametrize("C", [128, 37])
 @on_gpu
 def test_qkv(device: Any, C: int, kv_dtype: str | None, kernel: Kernel) -> None:
-    gpus.cupy_with(90)
     B, K = 70, 128
     w, bias = matrix(3 * C, K, kernel.weights), on_device(2, 3 * C)
     kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(kernel.weights)]
@@ -107,7 +110,6 @@ def test_rope_has_the_bits_of_the_step_alone(
     device: Any, kv_dtype: str | None, heads: tuple[int, int, int], kernel: Kernel
 ) -> None:
     """Cases have one or more heads of q per head of k, biases, and rows outside the cache."""
-    gpus.cupy_with(90)
     n_head, n_kv_head, D = heads
     N, K, B, n_ctx = (n_head + 2 * n_kv_head) * D, 192, 130, 3
     w, bias = matrix(N, K, kernel.weights), on_device(1, N)
@@ -151,7 +153,6 @@ def test_rope_has_the_bits_of_the_step_alone(
 )
 @on_gpu
 def test_rope_refuses(device: Any, change: dict[str, Any], message: str) -> None:
-    gpus.cupy_with(90)
     options: dict[str, Any] = {
         "n_head": 2,
         "operand": KERNELS["linear-wgmma-bfloat16"].operand,
@@ -166,8 +167,25 @@ def test_rope_refuses(device: Any, change: dict[str, Any], message: str) -> None
         STEPS["linear_rope"].bind((x, w, None, by, k, v, one, one), **options)
 
 
-def assert_same_bits_in_any_batch(model: GPT2 | Llama, batches: Sequence[int]) -> None:
-    """Assert that a few tokens after three prompts are equal alone and in these batches."""
+LLAMA = LlamaConfig(
+    n_layer=2, n_head=32, n_kv_head=8, n_embd=2048, n_ff=4096, vocab_size=512, n_ctx=64
+)
+GPT = GPT2Config(n_layer=2, n_head=12, n_embd=768, n_ctx=64, vocab_size=512)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "batches"),
+    [
+        *((LLAMA, dtype, (4, 17, 70)) for dtype in ("bfloat16", "float8_e5m2", "float16")),
+        *((GPT, dtype, (33, 64, 130)) for dtype in ("bfloat16", "float8_e4m3fn")),
+    ],
+)
+@on_gpu
+def test_tokens_have_the_same_bits_alone_and_in_any_batch(
+    device: Any, config: Any, dtype: str, batches: tuple[int, ...]
+) -> None:
+    """Products use wgmma in these batches, but not for one row."""
+    model: Model[Any] = Model.from_tensors(config, random_model(0, config), "cuda:0", dtype)
     prompts = [[n, 3 * n + 1, 7] for n in range(max(batches))]
     options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "stop_ids": ()}
     alone = [model.generate([prompt], **options)[0] for prompt in prompts[:3]]
@@ -175,26 +193,3 @@ def assert_same_bits_in_any_batch(model: GPT2 | Llama, batches: Sequence[int]) -
         for one, among in zip(alone, model.generate(prompts[:rows], **options), strict=False):
             assert one.tokens == among.tokens
             assert_same_bits(np.array(one.logprobs), np.array(among.logprobs))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float16"])
-@on_gpu
-def test_a_llama_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str) -> None:
-    """Matrices are large enough for wgmma when decoding 4 rows or more, but not for one row."""
-    gpus.cupy_with(90)
-    config = LlamaConfig(
-        n_layer=2, n_head=32, n_kv_head=8, n_embd=2048, n_ff=4096, vocab_size=512, n_ctx=64
-    )
-    weights = LlamaWeights.random(0, config)
-    model = Llama(weights, "cuda:0", dtype)
-    assert_same_bits_in_any_batch(model, (4, 17, 70))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-@on_gpu
-def test_a_gpt2_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str) -> None:
-    """Products use wgmma from 33 rows on."""
-    gpus.cupy_with(90)
-    config = GPT2Config(n_layer=2, n_head=12, n_embd=768, n_ctx=64, vocab_size=512)
-    model = GPT2(GPT2Weights.random(0, config), "cuda:0", dtype)
-    assert_same_bits_in_any_batch(model, (33, 64, 130))
