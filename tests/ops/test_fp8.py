@@ -179,8 +179,8 @@ def test_any_size(where: str, variant: str, size: int, dtype: str) -> None:
     [
         ("float16", (9, 48), 0),
         ("float32", (5, 21), 0),
-        ("float16", (3, 80), 1),
-        ("float16", (3, 80), 8),
+        ("float16", (9, 80), 1),
+        ("float16", (9, 80), 8),
     ],
 )
 def test_scales(
