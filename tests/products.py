@@ -122,6 +122,7 @@ class Kernel:
     """A variant of an operation. dtype: of x, or "hi_lo".
 
     weights, out: dtypes of the matrices and of the result; "": dtype. layout: of the matrices.
+    gated: whether two matrices, without bias, give the gate and its factor.
     operand: `Operand` in which x is stored instead of floats. alike: name of a kernel that gives
     the same bits. alone: whether a row has the same bits alone and among other rows, with any tile.
     """
@@ -133,6 +134,7 @@ class Kernel:
     weights: str = ""
     out: str = ""
     layout: str = "NK"
+    gated: bool = False
     operand: Operand | None = None
     alike: str = ""
     alone: bool = True
@@ -196,8 +198,8 @@ class Kernel:
             "x": x,
             "w": self.matrix(1, K, N),
             # size 4.0: FP8 scales differ from the scales of w
-            "up": self.matrix(6, K, N, 4.0) if ffn else None,
-            "bias": plain.normal(2, N) if case.bias else None,
+            "up": self.matrix(6, K, N, 4.0) if ffn or self.gated else None,
+            "bias": plain.normal(2, N) if case.bias and not self.gated else None,
             "gamma": plain.normal(3, K).astype(x.dtype) if norm else None,
             "beta": plain.normal(4, K) if norm else None,
             "residual": None,
@@ -415,6 +417,8 @@ def gemms() -> Iterator[Kernel]:
     outs += [(HI_LO, "float32"), (HI_LO, HI_LO)]
     for variant, (dtype, out) in product(("mma", "wgmma"), outs):
         yield Kernel(f"gemm-{variant}-{dtype}-to-{out}", GEMM, variant, dtype, out=out)
+    for variant, dtype in product(("mma", "wgmma"), ("bfloat16", "float16")):
+        yield Kernel(f"gated-{variant}-{dtype}", GEMM, variant, dtype, gated=True)
 
 
 def after_rmsnorm() -> Iterator[Kernel]:
@@ -478,6 +482,7 @@ TILES_ON_GPU: dict[str, Sequence[Any]] = {
     "linear-tiles-*": linear_tiles.TILES,
     "gemm-mma-*16-*": (*gemm_mma.TILES, *gemm_mma.SMALL_TILES),
     "gemm-mma-hi_lo-*": gemm_mma.HI_LO_TILES,
+    "gated-mma-*": gemm_mma.GATED_TILES,
     "gemm-wgmma-*16-*": gemm_wgmma.TILES,
     "gemm-wgmma-hi_lo-*": gemm_wgmma.HI_LO_TILES,
     "matmul-registers": GROUPED,
@@ -587,6 +592,7 @@ ON_CPU: Table = {
         *(Case(130, K, 72, bias=False, tile=SQUARE, sms=2) for K in (24, 200))],
     "gemm-mma-hi_lo-*": [SPLIT._replace(residual=True), SPLIT._replace(gelu=True),
                          Case(1, 8, 8, residual=True, tile=PARTS)],
+    "gated-*mma-*": [Case(70, 72, 136, gelu=True), Case(17, 264, 8)],
     "matmul-*": SIZES,
     "matmul-registers": [
         Case(*sizes, tile=(tile, tile.groups * (1 + i % 2)))
@@ -646,6 +652,7 @@ ON_GPU: Table = {
         # With a short K warpgroups do not wait for the ring.
         *over(ALL_ENDS, (3000,), *((K, 2312) for K in (8, 64, 128, 192)))],
     "gemm-*-to-float32": over(FLOAT_ENDS, (1, 129, 300, 1000), *EIGHTS),
+    "gated-*": over([{}, {"gelu": True}], (1, 70, 500), (264, 8), (72, 144), (768, 2312)),
     "gemm-*-hi_lo-to-hi_lo": over([{"gelu": True}], (1, 129, 300, 1000), *EIGHTS),
     "rmsnorm_*-*mma-own-*16-*": [
         Case(1, 264, 40, apart=8), Case(333, 1032, 1448), Case(1000, 136, 3032, apart=8)],

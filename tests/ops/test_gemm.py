@@ -182,38 +182,6 @@ def test_weights_are_widened_in_every_tile(
 # --- calls of Blocks and Llamas -------------------------------------------------------------------
 
 
-def gate_and_up(cp: Any, M: int, N: int, K: int, dtype: str, gelu: bool) -> tuple[Any, ...]:
-    """Return a, two matrices on the GPU, and silu(a w) (a up) in float64, or with GELU."""
-    rng = np.random.default_rng(M)
-    host = [rng.standard_normal(shape, dtype=np.float32) for shape in ((M, K), (N, K), (N, K))]
-    host[0] *= 2 / K**0.5
-    a, *both = (cp.asarray(each.astype(np.dtype(dtype))) for each in host)
-    exact, w, up = (each.get().astype(np.float64) for each in (a, *both))
-    matrices = [WeightMatrix(each, dtype, None, "NK") for each in both]
-    return a, *matrices, reference.gemm(exact, w.T, up=up.T, gelu=gelu)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(("M", "N", "K"), [(1, 8, 264), (70, 144, 72), (500, 2312, 768)])
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("variant", [None, "mma"])
-def test_gate_and_up_are_one_product(
-    cp: Any, variant: str | None, gelu: bool, M: int, N: int, K: int, dtype: str
-) -> None:
-    """Errors are at most one rounding; a row has the same bits alone; gemm picks the variant."""
-    a, w, up, truth = gate_and_up(cp, M, N, K, dtype, gelu)
-    memory = cp.full((M + 8, N), 7, dtype)
-    GEMM.bind((a, w, None, None, up), memory[:M], gelu=gelu, variant=variant).run()
-    got = memory.get().astype(np.float64)
-    assert (got[M:] == 7).all()
-    step = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
-    off = np.abs(got[:M] - truth) - step * np.abs(truth)
-    assert off.max() < 1e-5 * np.abs(truth).max()
-    alone = ops.gemm(a[M // 2 : M // 2 + 1], w, up=up, gelu=gelu, variant=variant).get()
-    np.testing.assert_array_equal(alone[0].astype(np.float64), got[M // 2])
-
-
 @pytest.mark.gpu
 def test_rows_beyond_the_last_one_are_neither_read_nor_written(cp: Any) -> None:
     kernel, case = KERNELS["gemm-wgmma-bfloat16-to-bfloat16"], Case(200, 768, 2304)
