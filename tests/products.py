@@ -417,6 +417,8 @@ def gemms() -> Iterator[Kernel]:
     outs += [(HI_LO, "float32"), (HI_LO, HI_LO)]
     for variant, (dtype, out) in product(("mma", "wgmma"), outs):
         yield Kernel(f"gemm-{variant}-{dtype}-to-{out}", GEMM, variant, dtype, out=out)
+    for variant, weights, out in product(("mma", "wgmma"), FP8, ("float16", "float32")):
+        yield Kernel(f"gemm-{variant}-{weights}-to-{out}", GEMM, variant, "float16", weights, out)
     for variant, dtype in product(("mma", "wgmma"), ("bfloat16", "float16")):
         yield Kernel(f"gated-{variant}-{dtype}", GEMM, variant, dtype, gated=True)
 
@@ -592,6 +594,8 @@ ON_CPU: Table = {
         *(Case(130, K, 72, bias=False, tile=SQUARE, sms=2) for K in (24, 200))],
     "gemm-mma-hi_lo-*": [SPLIT._replace(residual=True), SPLIT._replace(gelu=True),
                          Case(1, 8, 8, residual=True, tile=PARTS)],
+    "gemm-*-float8_*-to-float32": [
+        Case(37, 72, 136, **ENDS), Case(5, 784, 264, **ENDS), Case(1, 8, 8, gelu=True)],
     "gated-*mma-*": [Case(70, 72, 136, gelu=True), Case(17, 264, 8)],
     "matmul-*": SIZES,
     "matmul-registers": [
@@ -605,6 +609,7 @@ ON_CPU: Table = {
     "gemm-wgmma-hi_lo-to-hi_lo": [Case(70, 72, 136, gelu=True)],
     "rmsnorm_matmul-wgmma-own-*-KN": [TURNED._replace(M=30, N=128, tile=None)],
     "rmsnorm_ffn-wgmma-own-*-NK": [Case(20, 144, 80, residual=True, apart=8)],
+    "rmsnorm_*-unfused-own-float16-KN": [Case(37, 320, 72, tile=UNEVEN)],
     "rmsnorm_matmul-matvec-*-float16-KN": [
         Case(3, 300, 16, head_dim=8, half_split=True, sequences=1, apart=3), Case(5, 33, 17),
         Case(1, 544, 32, head_dim=8)],
@@ -652,6 +657,7 @@ ON_GPU: Table = {
         # With a short K warpgroups do not wait for the ring.
         *over(ALL_ENDS, (3000,), *((K, 2312) for K in (8, 64, 128, 192)))],
     "gemm-*-to-float32": over(FLOAT_ENDS, (1, 129, 300, 1000), *EIGHTS),
+    "gemm-*-float8_*-to-float16": over(ALL_ENDS, (1, 129, 300, 1000), *EIGHTS),
     "gated-*": over([{}, {"gelu": True}], (1, 70, 500), (264, 8), (72, 144), (768, 2312)),
     "gemm-*-hi_lo-to-hi_lo": over([{"gelu": True}], (1, 129, 300, 1000), *EIGHTS),
     "rmsnorm_*-*mma-own-*16-*": [
@@ -688,7 +694,6 @@ UP_TO: Table = {
     "linear-tiles-*": [Case(70, 72, 100)],
     "gemm-mma-bfloat16-to-bfloat16": [Case(100, 240, 96, bias=False, tile=SQUARE, sms=1)],
     "matmul-*": [Case(70, 70, 70)],
-    "rmsnorm_*-unfused-own-float16-KN": [Case(100, 320, 72, tile=UNEVEN)],
 }
 UP_TO_ON_GPU: Table = {
     "linear-tiles-*": [Case(70, 72, 100)],

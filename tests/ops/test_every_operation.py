@@ -23,8 +23,7 @@ from gpt2block.emulator import stand_in
 from gpt2block.ops import workload
 from gpt2block.ops.operation import Operation, Variant
 from gpt2block.ops.registry import OPERATIONS
-from tests import devices
-from tests.products import KERNELS
+from tests import devices, norms, products
 
 device = devices.device
 SIZES = (
@@ -37,15 +36,20 @@ DEVICES = [pytest.param("shuffled", id="emulator"), pytest.param("gpu", marks=py
 on_devices = pytest.mark.parametrize("device", DEVICES, indirect=True)
 
 
+LISTED = {
+    (kernel.operation.name, kernel.variant)
+    for kernel in (*products.KERNELS.values(), *norms.KERNELS.values())
+}
+
+
 def cases() -> Iterator[Any]:
     """Yield all dtypes and both sizes: on the emulator, all but one case of a variant are slow.
 
-    The emulator compiles a program for each case. It runs kernels of tests/products.py, which are
-    tested there in every dtype, only with --slow. Kernels of tensor cores have other instructions
-    on GPUs of compute capability 7.5 ("turing").
+    The emulator compiles a program for each case. Variants of LISTED run only with --slow: laws of
+    products and norms test them. Kernels of tensor cores have other instructions on GPUs of compute
+    capability 7.5 ("turing").
     """
     for name, operation in OPERATIONS.items():
-        of_products = any(kernel.operation is operation for kernel in KERNELS.values())
         for place, variant in enumerate(operation.variants):
             dtypes = variant.dtypes or operation.workload.dtypes
             usual = variant.dtypes[place % len(variant.dtypes)] if variant.dtypes else dtypes[0]
@@ -53,7 +57,10 @@ def cases() -> Iterator[Any]:
                 case = f"{name}-{variant.name}-{dtype}-{size}"
                 arguments = operation, variant, dtype, size
                 of_variant = place % 2 or int(variant.name == "wgmma")
-                is_usual = not of_products and (dtype, size) == (usual, of_variant)
+                is_usual = (name, variant.name) not in LISTED and (dtype, size) == (
+                    usual,
+                    of_variant,
+                )
                 on = {"hopper" if variant.name == "wgmma" else "emulator": is_usual}
                 if variant.name in ("mma", "tri6"):
                     on["turing"] = (dtype, size) == (dtypes[0], 1)

@@ -23,14 +23,7 @@ from gpt2block.ops.call import Call
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.ops.to_fp8 import OPERATION
 from tests.compiling import Job, assert_clean
-from tests.devices import (
-    GPU,
-    on_every_backend,
-    on_one_of_each,
-    on_one_order,
-    outputs,
-    running_on,
-)
+from tests.devices import GPU, on_every_backend, on_one_of_each, on_one_order, outputs, running_on
 from tests.launches import geometry_of, stub
 
 Array = NDArray[Any]

@@ -15,20 +15,17 @@ from gpt2block import LlamaConfig, Model, WeightMatrix, cuda, reference
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import FP8, cache_dtype, stored_as
+from gpt2block.cuda.kernels import cache_dtype
 from gpt2block.engine.cuda import choice as cuda_choice
 from gpt2block.errors import InputError
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.qwen3 import Qwen3Config
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.ops import gated_sums
-from gpt2block.ops.engines.linear_mma import geometry as product_geometry
 from gpt2block.ops.engines.linear_mma import splits
-from gpt2block.ops.gated_sums import Fusions, GpuLimits, blocks_geometry, geometry, splits_of
+from gpt2block.ops.gated_sums import Fusions, GpuLimits, splits_of
 from gpt2block.ops.registry import STEPS, bind
-from gpt2block.ops.rmsnorm import STREAM, stream_geometry
 from tests import devices, gpus, outlines, plain
-from tests.compiling import assert_clean
 from tests.devices import GPU, assert_same_bits, on_hopper, slow
 from tests.ops.test_operands import step_of
 
@@ -383,34 +380,3 @@ def test_clusters_of_16_blocks_are_allowed() -> None:
         assert allowed == []
         function = kernels.load(gated_sums.FILE, "decode_ffn_mma").found
         assert allowed == [(function.kernel.ptr, 14, 1)]
-
-
-@pytest.mark.slow
-def test_the_chosen_kernels_compile_without_spills() -> None:
-    jobs, only = [], []
-    for i, (M, (C, H), dtype) in enumerate(product((1, 2, 4), SIZES[1:5], DTYPES[1:3])):
-        made = geometry(M, C, H, dtype, WGMMA)
-        assert made is not None
-        stored = ("float32", dtype) if dtype in FP8 else (dtype,)
-        jobs.append((gated_sums.FILE, "sm_90a", (*stored_as(*stored), *made.defines)))
-        only.append("decode_ffn_mma")
-        if i % 5 == 0:
-            for end, norm, N, more in (
-                ("APPEND_ROPE", 2, C + 384, (("DECODE_SUMS", splits(H)[0]), ("DECODE_ROPE", 64))),
-                ("APPEND_ROPE", 2, C + 384, (("DECODE_SUMS", 0), ("DECODE_ROPE", 64))),
-                ("ADD_SUMS", 0, C, (("DECODE_SUMS", splits(H)[0]),)),
-            ):
-                cut = product_geometry(M, N, C, dtype, norm=norm)
-                assert cut is not None
-                ends = (*more, ("EPILOGUE", f"EPILOGUE_{end}"))
-                constants = (*stored_as(*stored), *cut.defines, *ends)
-                jobs.append(("matmul/decode/mma.cu", "sm_90a", constants))
-                only.append("decode_mma")
-    for M, (name, (C, H)) in product((1, 4), (("Q4_1", SIZES[2]), ("Q4_K", SIZES[3]))):
-        of_blocks = blocks_geometry(M, C, H, (name, DOWN.get(name, name)), 1, WGMMA)
-        assert of_blocks is not None
-        constants = (*stored_as("float16", GGUF), ("OPERAND_TERMS", 1), *of_blocks.defines)
-        jobs.append((gated_sums.BLOCKS_FILE, "sm_90a", constants))
-        only.append("decode_ffn_mma_gguf")
-    stream = stream_geometry(1, 576).defines
-    assert_clean([*jobs, (STREAM, "sm_90a", (*stream, ("RS_SUMS", 6)))], only)

@@ -284,13 +284,13 @@ def test_attention(device: Any, shape: tuple[int, int, int], kind: str) -> None:
 
 
 def step_of(model: Any, rows: slice, floats: bool = False) -> tuple[int, Array]:
-    """Run decoding steps for four tokens of some rows, without a prompt.
+    """Run decoding steps for three tokens of some rows, without a prompt.
 
     Return the number of products of terms in a step, and the logits of the last one.
     """
     engine = model.engine
     assert isinstance(engine, CudaModel)
-    ids = np.random.default_rng(0).integers(40, size=(17, 4)).astype(np.int32)[rows]
+    ids = np.random.default_rng(0).integers(40, size=(17, 3)).astype(np.int32)[rows]
     slots = np.arange(len(ids), dtype=np.int32)
     with engine.running():
         steps = DecodingSteps(engine, engine.new_cache(len(ids), 8), floats)

@@ -6,6 +6,7 @@ tests/engine/test_launch_lists.py compares the choice of tiles on seven GPUs wit
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import cycle, product
@@ -14,14 +15,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch_lists import lists
 
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import FP8, HI_LO, Defines, Geometry, stored_as
+from gpt2block.cuda.kernels import FP8, Defines, Geometry, stored_as
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.ops.engines import (
     gemm_mma,
     gemm_wgmma,
-    linear_gguf,
     linear_mma_tiles,
     linear_tiles,
     linear_wgmma,
@@ -35,7 +36,7 @@ from gpt2block.ops.gguf import range_defines
 from gpt2block.ops.products import room
 from tests.compiling import Job, assert_clean
 from tests.gpus import A100, GPUS, H200, RTX, T4, TURING, Gpu
-from tests.products import DTYPES, FP8_E4M3, GPT2, GROUPED, MATMUL, WEIGHTS
+from tests.products import FP8_E4M3, GPT2, GROUPED, MATMUL, WEIGHTS
 
 SMS, MAX_SHARED = H200["sms"], H200["max_shared"]
 SHARED = 64 << 10  # bytes of shared memory that a block can have from sm_75 on
@@ -249,34 +250,6 @@ HI_LO_ENDS: list[dict[str, Any]] = [
 GATED: list[dict[str, Any]] = [{"gated": True, "gelu": True}]
 
 
-def decoding_tiles() -> Iterator[Job]:
-    """Yield tiles of GPT-2's decoding products on large GPUs, in alternating dtypes."""
-    stored = {name: stored_as("bfloat16", name) for name in FP8}
-    stored |= {name: stored_as(name) for name in DTYPES} | {HI_LO: stored_as("float32", HI_LO)}
-    jobs = []
-    for (arch, gpu), M, (N, K) in product(
-        (*GPUS[:2], TURING), (17, 64, 256, 512), (QKV, PROJ, HEAD)
-    ):
-        has: Any = {"clusters": arch == "sm_90", "copies": arch != "sm_75", "sms": gpu["sms"]}
-        for dtype, constants in stored.items():
-            limits = {**has, "max_shared": gpu["max_shared"] - 1024}
-            tile = linear_mma_tiles.choose(M, N, K, dtype, **limits)
-            for terms in (False, True) if dtype != "float32" else (False,):  # in x and the result
-                how = linear_mma_tiles.geometry(M, N, K, dtype, tile, terms, terms)
-                jobs.append((linear_mma_tiles.FILE, arch, (*constants, *how.defines)))
-    yield from list(dict.fromkeys(jobs))[::11]
-
-
-def matvec_tiles() -> Iterator[Job]:
-    """Yield tiles of matmul/decode/cores.cu for steps of 64 rows on a T4."""
-    shapes = product((*GPT2, HEAD), ("bfloat16", "float16"))
-    for (N, K), dtype in (*shapes, (HEAD, "float32")):
-        size = 4 if dtype == "float32" else 2
-        how = matvec.geometry(64, N, K, size, tiled=True, sms=40, max_shared=SHARED - 1024)
-        assert how is not None
-        yield matvec.FILE, "sm_75", (*stored_as(dtype), *how.defines)
-
-
 def gemm_tiles() -> Iterator[Job]:
     """Yield each tile with one of the epilogues that need most registers."""
     g, old = gemm_mma, [TURING]
@@ -331,20 +304,8 @@ def gemm_wgmma_tiles() -> Iterator[Job]:
             yield gemm_wgmma_job(file, stored_as(*names) if dtypes else (), tile, **each)
 
 
-def gguf_tiles() -> Iterator[Job]:
-    """Yield tiles for decoding 1, 8 and 9 rows, on GPUs with and without clusters."""
-    for i, (M, (arch, gpu)) in enumerate(product((1, 8, 9), (*GPUS[::2], TURING))):
-        name = ("Q4_K", "Q6_K")[(i + i // 2) % 2]
-        options: Any = {"terms": 2, "clusters": arch == "sm_120", **gpu}
-        how = linear_gguf.geometry(M, 4096, ((name, 4096),), **options)
-        assert how is not None
-        assert how.shared <= gpu["max_shared"]
-        ranges = range_defines(GgufMatrix.random([(name, 64)], 256))
-        yield linear_gguf.FILE, arch, (*stored_as("float16", GGUF), *how.defines, *ranges)
-
-
 def gguf_wgmma_tiles() -> Iterator[Job]:
-    """Yield tiles for prompts with alternating types and epilogues, and for decoding."""
+    """Yield tiles for prompts with alternating types and epilogues."""
     names = cycle(TYPES)
     tiles = gemm_wgmma.OF_REGISTERS + gemm_wgmma.STREAMED
     for other_out, tile in product((False, True), tiles):
@@ -353,16 +314,6 @@ def gguf_wgmma_tiles() -> Iterator[Job]:
         ends = {"residual": other_out, "scaled": not other_out, "other_out": other_out}
         stored = *stored_as("float16", GGUF), *range_defines(w)
         yield gemm_wgmma_job(gemm_wgmma.GGUF_FILE, stored, tile, row_group=size, **ends)
-    kinds = cycle(((0, 0, 0), (1, 1, 1), (0, 1, 0), (1, 1, 1), (1, 0, 0)))
-    for rows, (N, K) in product((1, 8, 16, 32, 64), ((4096, 4096), (12288, 4096), (384, 1024))):
-        gated, stores, summed = map(bool, next(kinds))
-        w = GgufMatrix.random([(next(names), 64)], 256)
-        of = linear_wgmma.WgmmaProduct(rows, (N,), K, GGUF, gated, True, w.tile, w.units, summed)
-        chosen = linear_wgmma.choose(of, SMS, MAX_SHARED)
-        how = linear_wgmma.geometry(of, chosen, gated=gated, to_operand=stores)
-        assert how.shared + of.static_bytes(chosen) <= MAX_SHARED
-        stored = *stored_as("float16", GGUF), *range_defines(w)
-        yield linear_wgmma.GGUF_FILE, "sm_90a", (*stored, *how.defines)
 
 
 def matmul_tiles() -> Iterator[Job]:
@@ -409,27 +360,6 @@ def rmsnorm_mma_tiles() -> Iterator[Job]:
         yield rmsnorm_mma.FILE, arch, (*stored_as(dtype, weights), *how.defines)
 
 
-def chosen_wgmma_tiles() -> Iterator[Job]:
-    """Yield the tiles of Llama's and GPT-2's decoding products, with RoPE or results as terms."""
-    sizes = ((4096, 11008, False, 0), (11008, 4096, True, 0), (6144, 4096, False, 128),
-             (1536, 576, True, 0), (480, 576, False, 64))  # fmt: skip
-    for (i, M), (N, K, gated, head) in product(enumerate((1, 16, 64)), sizes):
-        stored = (("bfloat16",), ("float16", FP8_E4M3))[(i + gated) % 2]
-        of = linear_wgmma.WgmmaProduct(M, (N,), K, stored[-1], gated or head > 0)
-        tile = linear_wgmma.choose(of, SMS, MAX_SHARED)
-        how = linear_wgmma.geometry(of, tile, gated=gated, to_operand=gated, head=head)
-        ends = (("EPILOGUE", "EPILOGUE_APPEND_ROPE"),) if head else ()
-        yield linear_wgmma.FILE, "sm_90a", (*stored_as(*stored), *how.defines, *ends)
-    for M, (N, K) in product((64, 256, 512), (QKV, FC, PROJ)):
-        of = linear_wgmma.WgmmaProduct(M, (N,), K, "bfloat16")
-        how = linear_wgmma.geometry(
-            of, linear_wgmma.choose(of, SMS, MAX_SHARED), to_operand=N == 3072
-        )
-        ends = (("EPILOGUE", "EPILOGUE_APPEND"),) if N == 2304 else ()
-        for stored in (stored_as("bfloat16"), (*stored_as("float16"), ("OPERAND_TERMS", 1))):
-            yield linear_wgmma.FILE, "sm_90a", (*stored, *how.defines, *ends)
-
-
 def linear_tiles_jobs() -> Iterator[Job]:
     """Yield tiles of matmul/prompt/cores.cu, whose blocks need at most 128 registers per thread."""
     stored = {1: stored_as("float32", FP8_E4M3), 2: stored_as("bfloat16"), 4: ()}
@@ -445,11 +375,35 @@ def linear_tiles_jobs() -> Iterator[Job]:
 @pytest.mark.parametrize(
     ("jobs", "max_registers"),
     [
-        *((jobs, 255) for jobs in (decoding_tiles, matvec_tiles, gemm_tiles, gemm_wgmma_tiles)),
-        *((jobs, 255) for jobs in (gguf_tiles, gguf_wgmma_tiles, matmul_tiles)),
-        *((jobs, 255) for jobs in (rmsnorm_wgmma_tiles, rmsnorm_mma_tiles, chosen_wgmma_tiles)),
+        *((jobs, 255) for jobs in (gemm_tiles, gemm_wgmma_tiles, gguf_wgmma_tiles, matmul_tiles)),
+        *((jobs, 255) for jobs in (rmsnorm_wgmma_tiles, rmsnorm_mma_tiles)),
         (linear_tiles_jobs, 128),
     ],
 )
 def test_no_tile_spills(jobs: Callable[[], Iterator[Job]], max_registers: int) -> None:
     assert_clean(list(jobs()), max_registers=max_registers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("card", "arch"), [("7.5", "sm_75"), ("9.0", "sm_90a"), ("12.0", "sm_120")]
+)
+def test_no_chosen_kernel_of_decoding_spills(card: str) -> None:
+    """Compile some of the programs of the listed products and generations on a GPU."""
+    arch = f"sm_{card.replace('.', '')}{'a' * (card == '9.0')}"
+    wanted = re.compile(rf"{card} (products linear .*|generation (llama|gpt2)(-\d+)? .*)").fullmatch
+    builds: dict[tuple[str, str, str], None] = {}
+    for _, lines in lists(card, lambda name: wanted(name) is not None):
+        for line in lines:
+            if " matmul/decode/" in line:
+                launch, constants = line.split(" | ")[2:4]
+                assert "beyond its limit" not in launch
+                kernel, file, _ = launch.split(maxsplit=2)
+                builds[file, constants, kernel] = None
+    some = list(builds)[::9]
+    assert len(some) > 50
+    jobs: list[Any] = [
+        (file, arch, tuple(tuple(each.split("=")) for each in constants.split()))
+        for file, constants, _ in some
+    ]
+    assert_clean(jobs, [kernel for *_, kernel in some])
