@@ -229,7 +229,8 @@ class Kernel:
     row of Q, K and V shares one scale, so that a value that is not finite changes the rounding of
     other channels. infinity: whether an infinity in V gives infinity, not NaN. channels: the only
     supported head size; 0: any. scaled: whether scores can have another scale, and rows a window.
-    twin: whether another kernel has most of its code, so that the emulator runs fewer laws.
+    twin: whether another kernel has most of its code, so that the emulator runs fewer laws. spare:
+    whether others have all pairs of its properties, so that the emulator runs it only with --slow.
     """
 
     run: Run
@@ -243,6 +244,7 @@ class Kernel:
     channels: int = 0
     scaled: bool = True
     twin: bool = False
+    spare: bool = False
 
     def __call__(
         self,
@@ -289,33 +291,37 @@ class Family(NamedTuple):
     """Kernels that take the same heads. Most laws use the first heads.
 
     The emulator runs each of the further heads with one kernel only, because each combination is a
-    program to compile. wide: heads for a GPU only.
+    program to compile. more: heads for --slow. wide: heads for a GPU only.
     """
 
     kernels: dict[str, Kernel]
     heads: Sequence[Heads]
+    more: Sequence[Heads] = ()
     wide: Sequence[Heads] = ()
 
-    def cases(self) -> Iterator[tuple[str, Kernel, Heads, bool]]:
-        """Yield name, kernel, heads, and whether the emulator runs them too."""
+    def cases(self) -> Iterator[tuple[str, Kernel, Heads, str]]:
+        """Yield name, kernel, heads, and the tier in which the emulator runs them: "" for none."""
+        emulated = (*self.heads, *self.more)
         for n, (name, kernel) in enumerate(self.kernels.items()):
-            own = self.heads[n + 1 :: len(self.kernels)]
-            for heads in (*self.heads, *self.wide):
-                if kernel.channels not in (0, heads[2]):
-                    continue
-                there = heads in own or heads == self.heads[0]
-                yield name, kernel, heads, there
+            own = emulated[n + 1 :: len(self.kernels)]
+            late = kernel.spare or (kernel.twin and not set(own).isdisjoint(self.heads))
+            for heads in (*emulated, *self.wide):
+                if kernel.channels in (0, heads[2]):
+                    tier = "" if heads not in (self.heads[0], *own) else "default"
+                    if tier and (heads in self.more or (late and heads == self.heads[0])):
+                        tier = "slow"
+                    yield name, kernel, heads, tier
 
 
 def on_tensor_cores() -> Iterator[tuple[str, Kernel]]:
     """Yield the kernels on tensor cores without a cache; `wgmma` in both of its WAYS."""
     wgmma: Any = {"capability": HOPPER_CAPABILITY}
-    for name, dtype in DTYPES.items():
-        tile = SMALL if name == "float16" else PAIR
-        yield f"mma-{name}", Kernel(partial(mma, tile), dtype)
+    for d, (name, dtype) in enumerate(DTYPES.items()):
+        yield f"mma-{name}", Kernel(partial(mma, (SMALL, PAIR)[d]), dtype)
         for way, few in WAYS.items():
             run = partial(packed, "wgmma", alternates=lambda *_, few=few: few)
-            yield f"wgmma-{way}-{name}", Kernel(run, dtype, **wgmma, twin=few or name in TWINS)
+            how: Any = {**wgmma, "twin": few or name in TWINS, "spare": (d + few) % 2 == 1}
+            yield f"wgmma-{way}-{name}", Kernel(run, dtype, **how)
     rows: Any = {"one_scale": True, "infinity": False}
     yield "mma-hi-lo", Kernel(partial(as_hi_lo, "mma"), **rows)
     yield "wgmma-hi-lo", Kernel(partial(as_hi_lo, "wgmma"), **rows, **wgmma, channels=64)
@@ -323,15 +329,12 @@ def on_tensor_cores() -> Iterator[tuple[str, Kernel]]:
 
 def cached_on_hopper() -> Iterator[tuple[str, Kernel]]:
     """Yield the `wgmma` kernels over a cache of their own dtype or of FP8."""
-    for (name, dtype), (way, few) in product(DTYPES.items(), WAYS.items()):
-        for kind in (name, *FORMATS):
-            run = partial(alternating, few, kind)
-            how: Any = {"capability": HOPPER_CAPABILITY, **SELF}
-            how |= {"twin": few or name in TWINS or kind in FORMATS, "channels": 64 * few}
-            yield (
-                f"cached-wgmma-{way}-{name}-{kind}",
-                Kernel(run, dtype, kind, f"wgmma-{way}-{name}", **how),
-            )
+    for (d, (name, dtype)), (way, few) in product(enumerate(DTYPES.items()), WAYS.items()):
+        for n, kind in enumerate((name, *FORMATS)):
+            run, alike = partial(alternating, few, kind), f"wgmma-{way}-{name}"
+            how: Any = {"capability": HOPPER_CAPABILITY, **SELF, "channels": 64 * few}
+            how |= {"twin": bool(few or d or n), "spare": (d + few + n) % 2 == 1}
+            yield f"cached-{alike}-{kind}", Kernel(run, dtype, kind, alike, **how)
 
 
 def alternating(few: bool, kind: str, cp: Any, rows: Rows) -> Array:
@@ -360,21 +363,25 @@ FAMILIES = (
             name: Kernel(partial(by_length, name), scaled=name == "online")
             for name in ("mha", "naive", "online")
         },
-        heads=[(2, 2, 16), (3, 3, 16), (2, 2, 7), (1, 1, 64), (4, 2, 64), (3, 1, 8), (2, 1, 128),
-               (8, 1, 8), (4, 2, 16), (3, 1, 16)],
+        heads=[(2, 2, 16), (2, 2, 7), (3, 1, 8), (3, 1, 16)],
+        more=[(3, 3, 16), (1, 1, 64), (2, 1, 128), (4, 2, 64), (8, 1, 8), (4, 2, 16)],
         wide=[(12, 12, 64), (3, 3, 80), (2, 2, 256)],
     ),
     Family(
         dict(on_tensor_cores()),
-        heads=[(2, 2, 64), (8, 2, 64), (2, 1, 64), (3, 1, 128), (4, 2, 128), (2, 1, 128)],
+        heads=[(2, 2, 64), (8, 2, 64), (1, 1, 128)],
+        more=[(3, 1, 128), (4, 2, 128), (2, 1, 128), (2, 1, 64)],
         wide=[(12, 12, 64), (2, 2, 128), (4, 1, 128), (4, 2, 64), (6, 2, 64)],
     ),
     Family(
         {
-            f"mma-256-{name}": Kernel(partial(packed, "mma"), each, twin=name in TWINS)
+            f"mma-256-{name}": Kernel(
+                partial(packed, "mma"), each, twin=name in TWINS, spare=name in TWINS
+            )
             for name, each in DTYPES.items()
         },
-        heads=[(1, 1, 256), (2, 1, 256)],
+        heads=[(1, 1, 256)],
+        more=[(2, 1, 256)],
         wide=[(4, 1, 256), (8, 4, 256)],
     ),
     Family(
@@ -384,9 +391,9 @@ FAMILIES = (
             )
             for kind in KINDS
         },
-        heads=[(1, 1, 64), (3, 3, 16), (16, 16, 1), (14, 2, 8), (3, 3, 7), (8, 2, 64), (4, 2, 48),
-               (4, 2, 64), (1, 1, 250), (1, 1, 128), (4, 1, 128), (3, 1, 256), (1, 1, 255),
-               (4, 2, 8), (8, 1, 8), (3, 1, 512)],
+        heads=[(1, 1, 64), (3, 3, 7), (4, 2, 64), (8, 1, 8), (1, 1, 250), (1, 1, 512)],
+        more=[(3, 3, 16), (16, 16, 1), (14, 2, 8), (8, 2, 64), (4, 2, 48), (1, 1, 128),
+              (4, 1, 128), (3, 1, 256), (1, 1, 255), (4, 2, 8), (3, 1, 512)],
         wide=[(12, 12, 64), (4, 1, 512)],
     ),
     Family(
@@ -396,8 +403,8 @@ FAMILIES = (
             )
             for kind in KINDS
         },
-        heads=[(2, 2, 16), (3, 1, 8), (2, 2, 64), (2, 2, 12), (2, 1, 128), (3, 3, 7), (1, 1, 256),
-               (1, 1, 250), (2, 1, 80), (2, 1, 512), (1, 1, 510)],
+        heads=[(2, 2, 16), (3, 1, 8), (3, 3, 7), (2, 1, 80), (2, 1, 512)],
+        more=[(2, 2, 64), (2, 2, 12), (2, 1, 128), (1, 1, 256), (1, 1, 250), (1, 1, 510)],
         wide=[(12, 12, 64), (4, 2, 512)],
     ),
     Family(
@@ -408,12 +415,14 @@ FAMILIES = (
             )
             for name, dtype in DTYPES.items()
         },
-        heads=[(2, 2, 64), (4, 2, 64), (2, 1, 128), (1, 1, 256)],
+        heads=[(2, 2, 64), (4, 2, 64)],
+        more=[(2, 1, 128), (1, 1, 256)],
         wide=[(12, 12, 64)],
     ),
     Family(
         dict(cached_on_hopper()),
-        heads=[(2, 2, 64), (2, 1, 128)],
+        heads=[(2, 2, 64)],
+        more=[(2, 1, 128)],
         wide=[(9, 3, 64), (12, 12, 64), (2, 2, 128), (4, 1, 128)],
     ),
 )  # fmt: skip

@@ -34,40 +34,51 @@ def cp(
         yield cupy
 
 
+def engine(name: str) -> str:
+    """Return which of the kernels' ways to compute a name of KERNELS stands for."""
+    return next((way for way in ("wgmma", "mma", "split", "tiles") if way in name), "float32")
+
+
 def every_kernel(
+    turn: int | None = None,
     all_heads: bool = False,
     orders: Sequence[str] = ("shuffled",),
     names: Sequence[str] = ("",),
     wide: bool = True,
-    twins: bool = True,
 ) -> pytest.MarkDecorator:
     """Parametrize `where`, `kernel`, `heads` and `causal`.
 
-    all_heads: use all heads of a family, not only the first; on the emulator, the first with and
-    without a mask, and others alternately. Otherwise the emulator runs kernels with a mask only, as
-    each mask is a program to compile. orders: thread orders of the emulator for the first heads;
-    other heads run in the last order.
-    names: beginnings of names of kernels.
-    wide: run the wide heads on a GPU, and bfloat16 on the emulator, too. The emulator runs twins
-    only with all_heads; without `twins` they run none of the heads that other kernels run.
+    The emulator runs laws with the first heads of a family and a mask, without twins. By default it
+    runs one kernel of each engine, the one whose `turn` it is, and all with --slow. Without a turn,
+    it runs all kernels, twins too. Kernels that refuse some of the laws always run.
+    all_heads: use all heads of a family, the further ones with and without a mask alternately.
+    orders: thread orders of the emulator for the first heads; other heads run in the last order.
+    names: beginnings of names of kernels. wide: run the wide heads on a GPU, too.
     """
     found = []
+    takes_turns: dict[str, list[Kernel]] = {}
+    for name, kernel in KERNELS.items():
+        if kernel.scaled and not kernel.twin and name.startswith(tuple(names)):
+            takes_turns.setdefault(engine(name), []).append(kernel)
     for family in FAMILIES:
-        for n, (name, kernel, heads, there) in enumerate(family.cases()):
+        for n, (name, kernel, heads, tier) in enumerate(family.cases()):
             first = heads == family.heads[0]
             places: list[str] = []
-            few = first and not kernel.twin and (wide or "bfloat16" not in name)
-            if there and (few or (all_heads and (twins or not (first and kernel.twin)))):
+            if tier and (all_heads if kernel.twin or not first else True):
                 of_hopper = kernel.capability == HOPPER_CAPABILITY
                 places += ["hopper"] if of_hopper else orders if first else orders[-1:]
             if first or all_heads or (wide and heads in family.wide):
                 places += ["gpu"]
-            one = kernel.masks[n % len(kernel.masks) if all_heads else -1]
-            both = all_heads and first and not kernel.twin
+            one = kernel.masks[-1 if first else n % len(kernel.masks)]
+            own = takes_turns.get(engine(name), [kernel])
+            usual = turn is None or not kernel.scaled or kernel is own[turn % len(own)]
+            usual &= tier == "default"
             for where, causal in product(places, kernel.masks):
-                if name.startswith(tuple(names)) and (both or where == "gpu" or causal == one):
+                both = where == "gpu" or all_heads
+                if name.startswith(tuple(names)) and (both or causal == one):
                     text = "-".join((where, name, str(heads), "mask" if causal else "all"))
-                    marks = GPU.marks if where == "gpu" else ()
+                    late = [pytest.mark.slow] * (not usual or causal != one)
+                    marks = GPU.marks if where == "gpu" else late
                     case = where, kernel, heads, causal
                     found.append(pytest.param(*case, id=text, marks=marks))
     return pytest.mark.parametrize(("where", "kernel", "heads", "causal"), found)
@@ -129,7 +140,7 @@ def test_right(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) 
         assert_same_bits(same, got)
 
 
-@every_kernel(wide=False)
+@every_kernel(2, wide=False)
 def test_scores_of_another_scale(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
@@ -147,7 +158,7 @@ def test_scores_of_another_scale(
         assert_same_bits(got, kernel(cp, doubled, lengths, heads, causal))
 
 
-@every_kernel()
+@every_kernel(1)
 def test_what_a_row_does_not_see_leaves_no_trace(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
@@ -179,7 +190,7 @@ def test_what_a_row_does_not_see_leaves_no_trace(
                     assert not np.isfinite(got[first : own.stop].astype(np.float32)).any()
 
 
-@every_kernel(wide=False)
+@every_kernel(0, wide=False)
 def test_windows(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) -> None:
     """A row sees the last keys up to its own; NaN or infinity in others changes no bit."""
     lengths, windows, keys = [17, 1, 75], [20], [0, 37]
@@ -208,7 +219,7 @@ def test_windows(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
         assert_same_bits(all_seen, kernel(cp, qkv, lengths, heads, causal))
 
 
-@every_kernel()
+@every_kernel(3)
 def test_values_that_are_not_finite(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
@@ -242,7 +253,7 @@ def test_values_that_are_not_finite(
             np.testing.assert_array_equal(got[~reached], clean.astype(np.float32)[~reached])
 
 
-@every_kernel()
+@every_kernel(4)
 def test_scores_that_are_not_finite(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
@@ -263,7 +274,7 @@ def test_scores_that_are_not_finite(
     assert_right(got[130:], qkv[130:], [T - 130], alone, causal)
 
 
-@every_kernel(wide=False)
+@every_kernel(5, wide=False)
 def test_scores_of_any_size(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
@@ -282,7 +293,7 @@ def test_scores_of_any_size(
         assert_right(got, qkv, [T], alone, causal, cp if where == "gpu" else np)
 
 
-@every_kernel(all_heads=True, orders=IN_TESTS, names=["tiles", "cached"], twins=False)
+@every_kernel(6, all_heads=True, orders=IN_TESTS, names=["tiles", "cached"])
 def test_prompts_that_are_continued(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
 ) -> None:
