@@ -41,10 +41,6 @@ SMALL, PAIR = AttentionTile(1, 1, 3, 1, 1), AttentionTile(2, 2, 2, 1, 1)
 # Two ways of `wgmma`: one warpgroup takes all keys of a query, or two take alternate keys.
 WAYS = {"whole": False, "alternate": True}
 TWINS = ("bfloat16", "float8_e5m2")  # share their code with float16 and float8_e4m3fn
-OF_LARGE_HEADS = (
-    0,
-    2,
-)  # barriers of lib/attention/online.cuh that only heads of more than 256 reach
 SELF: Any = {"masks": [True]}  # attention over a cache is always causal
 both_masks = pytest.mark.parametrize("causal", [False, True])
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -364,7 +360,8 @@ FAMILIES = (
             for name in ("mha", "naive", "online")
         },
         heads=[(2, 2, 16), (2, 2, 7), (3, 1, 8), (3, 1, 16)],
-        more=[(3, 3, 16), (1, 1, 64), (2, 1, 128), (4, 2, 64), (8, 1, 8), (4, 2, 16)],
+        more=[(3, 3, 16), (1, 1, 64), (2, 1, 128), (4, 2, 64), (8, 1, 8), (4, 2, 16),
+              (1, 1, 80), (1, 1, 256)],
         wide=[(12, 12, 64), (3, 3, 80), (2, 2, 256)],
     ),
     Family(

@@ -18,7 +18,7 @@ from gpt2block.emulator import Order, emulated
 from gpt2block.ops.attention import ONLINE, OPERATION, naive_geometry
 from gpt2block.ops.engines.attention_tiles import online_geometry
 from tests import plain
-from tests.attentions import OF_LARGE_HEADS, Kernel, assert_right, both_masks, by_length
+from tests.attentions import Kernel, assert_right, by_length
 from tests.caches import Heads, row_width
 from tests.compiling import assert_clean
 from tests.devices import (
@@ -28,6 +28,7 @@ from tests.devices import (
     one_order,
     running_on,
     set_attributes,
+    slow,
 )
 from tests.plain import normal
 
@@ -43,22 +44,13 @@ def assert_computed(device: Any, kernel: Kernel, T: int, heads: Heads, causal: b
     assert_right(kernel(device, qkv, [T], heads, causal), qkv, [T], heads, causal)
 
 
-@one_order
-@both_masks
-@pytest.mark.parametrize("size", [80, 256])
-def test_large_heads(device: Any, causal: bool, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=H200)
-    assert_computed(device, ONLINE_KERNEL, 70, (1, 1, size), causal)
-
-
 @pytest.mark.parametrize(
     ("device", "variant", "block"),
     [
-        *(
-            ("shuffled", name, block)
-            for name, blocks in (("naive", (32, 128)), ("online", (64, 256)))
-            for block in blocks
-        ),
+        ("shuffled", "naive", 32),
+        ("shuffled", "online", 64),
+        slow("shuffled", "naive", 128),
+        slow("shuffled", "online", 256),
         *(
             pytest.param("gpu", name, block, marks=GPU.marks)
             for name in ("naive", "online")
@@ -69,31 +61,27 @@ def test_large_heads(device: Any, causal: bool, size: int, monkeypatch: pytest.M
 )
 def test_block_sizes(device: Any, variant: str, block: int) -> None:
     kernel = Kernel(partial(by_length, variant, block=block))
-    for T, causal in ((40, False), (150, True), (300, True)):
+    for T, causal in ((40, False), (300, True)):
         assert_computed(device, kernel, T, (3, 3, 16), causal)
 
 
 @pytest.mark.parametrize("device", ["shuffled"], indirect=True)
-@pytest.mark.parametrize("size", [64, 128])
-def test_tiles_for_little_shared_memory(
-    device: Any, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_for_little_shared_memory(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU with 64 KB of shared memory per block gets smaller tiles."""
     set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=T4)
-    geometry = online_geometry(1, 150, 1, size, NKV=1, block=None, max_shared=T4)
+    geometry = online_geometry(1, 150, 1, 128, NKV=1, block=None, max_shared=T4)
     assert geometry.shared <= T4
-    assert_computed(device, ONLINE_KERNEL, 150, (1, 1, size), True)
+    assert_computed(device, ONLINE_KERNEL, 150, (1, 1, 128), True)
 
 
-def test_missing_barriers_show() -> None:
-    """Two block and two warp barriers are needed."""
+def test_missing_warp_barriers_show() -> None:
+    """test_attention_cached.py tests the barriers of blocks in the same file."""
     qkv = normal(0, 150, 48)
 
     def run(order: Order) -> None:
         with running_on(order) as device:
             ONLINE_KERNEL(device, qkv, [150], (1, 1, 16), False)
 
-    assert_barriers_show("lib/attention/online.cuh", run, 4, unused=OF_LARGE_HEADS)
     assert_barriers_show("lib/attention/online.cuh", run, 2, "__syncwarp();")
 
 
@@ -136,6 +124,7 @@ def test_what_a_grid_cannot_take_is_refused() -> None:
         assert len(OPERATION.bind((qkv,), **options, variant="naive").launches) == 3
 
 
+@pytest.mark.slow
 def test_every_head_stays_in_registers() -> None:
     jobs = []
     for arch, size in (("sm_75", 33), ("sm_90", 80), ("sm_90", 128), ("sm_90", 256)):

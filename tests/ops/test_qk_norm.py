@@ -13,7 +13,6 @@ from gpt2block.emulator import Order
 from gpt2block.ops import registry
 from gpt2block.ops.call import HI_LO
 from gpt2block.ops.operands import Operand
-from gpt2block.ops.qk_norm import choose_geometry
 from tests import plain
 from tests.caches import DTYPES, FORMATS, KINDS, Heads, row_width, stored
 from tests.devices import (
@@ -37,7 +36,7 @@ def gammas(heads: Heads, together: bool = False) -> list[Any]:
     return [plain.normal(5 + i, n * D) + np.float32(1) for i, n in enumerate(counts)]
 
 
-@combinations(times=1, heads=NORMED, dtype=list(DTYPES), together=(False, True))
+@combinations(times=1, along="dtype", heads=NORMED, dtype=list(DTYPES), together=(False, True))
 def test_right_and_the_same_bits_alone(
     device: Any, heads: Heads, dtype: str, together: bool
 ) -> None:
@@ -87,12 +86,7 @@ def test_with_rope(device: Any, heads: Heads, dtype: str, together: bool) -> Non
     assert_same_bits(bound.run().get(), np.tile(got, (1, 50, 1)))
 
 
-def test_few_and_many_rows_have_other_geometries() -> None:
-    few, many = (dict(choose_geometry("qk_norm", 1, N, 24, 128, 4).defines) for N in (1, 250))
-    assert (few["QN_HEADS"], many["QN_HEADS"]) == (1, 4)
-
-
-@combinations(times=1, heads=NORMED, kind=KINDS, together=(False, True))
+@combinations(times=1, along="kind", heads=NORMED, kind=KINDS, together=(False, True))
 def test_with_the_kv_cache(device: Any, heads: Heads, kind: str, together: bool) -> None:
     """Results have the bits of qk_norm_rope, then kv_append; a row is outside the cache."""
     NH, NKV, D = heads
@@ -126,6 +120,7 @@ MANY = [0, 31, 32, 33, 511, 512, 1023, 1024, 1099, 1100, 7, -1]  # the last two 
 
 @combinations(
     times=1,
+    along="alone",
     heads=IN_ATTENTION,
     kind=KINDS,
     alone=(False, True),
@@ -193,7 +188,12 @@ def test_attention_without_the_barrier_before_its_queries_shows() -> None:
     assert_barriers_show("attention/decode/append.cu", run)
 
 
-@combinations(times=1, heads=[(3, 1, 6), (2, 2, 8), (2, 1, 512)], kind=("float16", "float8_e5m2"))
+@combinations(
+    times=1,
+    along="kind",
+    heads=[(3, 1, 6), (2, 1, 512), (2, 2, 8)],
+    kind=("float16", "float8_e5m2"),
+)
 def test_norms_of_values_and_of_queries_alone(device: Any, heads: Heads, kind: str) -> None:
     """Values have norms without weights, in every operation; rows of queries have no K and V."""
     NH, NKV, D = heads
