@@ -191,13 +191,12 @@ def from_cache(variant: str, kind: str, cp: Any, rows: Rows, **options: Any) -> 
     return np.asarray(bound.run().get())
 
 
-def one_by_one(kind: str, cp: Any, rows: Rows, n_ctx: int = 0) -> Array:
+def one_by_one(kind: str, cp: Any, rows: Rows) -> Array:
     """Run each row as a separate query, over a cache with the sequences in reverse order.
 
-    One more query, which sees no key, must not be written. n_ctx: positions of the cache beyond the
-    longest sequence.
+    One more query, which sees no key, must not be written.
     """
-    held, wanted = held_by(rows, kind).longer(n_ctx).of(slice(None, None, -1)), rows.wanted
+    held, wanted = held_by(rows, kind).of(slice(None, None, -1)), rows.wanted
     ends = np.cumsum(rows.lengths)
     sequence = np.searchsorted(ends, wanted, side="right")
     position = wanted - (ends - rows.lengths)[sequence]

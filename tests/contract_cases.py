@@ -76,7 +76,9 @@ def cases(contract: Contract, example: Example) -> Iterator[Case]:
             yield changed(f"with a longer axis {letter}", i, value, every)
         if entry.kind in MATRICES:
             continue
-        yield changed("of another dtype", i, array.astype("int64"))
+        of_its_size = {1: "int8", 2: "int16", 4: "uint32", 8: "uint64"}[array.itemsize]
+        for dtype in ("int64", of_its_size):
+            yield changed(f"of dtype {dtype}", i, array.astype(dtype))
         yield changed("that is empty", i, array[:0])
         yield changed("with strides", i, cupy.zeros((*shape, 2), array.dtype)[..., 0])
         if "..." not in entry.axes:
@@ -87,7 +89,7 @@ def cases(contract: Contract, example: Example) -> Iterator[Case]:
 
 
 def _overlaps(contract: Contract, example: Example, arrays: list[Any]) -> Iterator[Case]:
-    """Yield calls whose first output overlaps an input of its dtype, from the second element on."""
+    """Yield calls whose first output overlaps an input of its dtype: all or one of its elements."""
     written = contract.outputs[0]
     if written.name in {entry.name for entry in contract.inputs} or written.kind == "hi_lo":
         return
@@ -97,8 +99,10 @@ def _overlaps(contract: Contract, example: Example, arrays: list[Any]) -> Iterat
         array = arrays[i]
         if entry.kind in MATRICES or array.dtype != dtype:
             continue
-        memory = cupy.zeros(max(array.size, 1 + int(np.prod(shape))), dtype)
-        out = memory[1 : 1 + int(np.prod(shape))].reshape(shape)
-        inputs = (*arrays[:i], memory[: array.size].reshape(array.shape), *arrays[i + 1 :])
-        label = f"{written.name} over {entry.name}"
-        yield Case(label, inputs, (written.name,), out, f"overlaps {entry.name}")
+        size = int(np.prod(shape))
+        for start in (1, array.size - 1):
+            memory = cupy.zeros(array.size + size, dtype)
+            out = memory[start : start + size].reshape(shape)
+            inputs = (*arrays[:i], memory[: array.size].reshape(array.shape), *arrays[i + 1 :])
+            label = f"{written.name} over {entry.name} from element {start}"
+            yield Case(label, inputs, (written.name,), out, f"overlaps {entry.name}")

@@ -57,9 +57,10 @@ class Shape(NamedTuple):
 class Kernel:
     """A variant of an operation. dtype: of x, and of the vectors if they are not float32.
 
-    shapes: shapes on which the kernel must be right; most laws use the first two. vectors: the
-    number of vectors. in_place: whether out may be x. alone: whether the order of additions in a
-    row depends neither on other rows nor on the GPU. widths: C of rows on a GPU -> numbers of rows
+    shapes: shapes on which the kernel must be right; most laws use the first two. more: further
+    shapes, emulated only with --slow. vectors: the number of vectors. in_place: whether out may be
+    x. alone: whether the order of additions in a row depends neither on other rows nor on the GPU.
+    widths: C of rows on a GPU -> numbers of rows
     to try.
     """
 
@@ -72,6 +73,7 @@ class Kernel:
     in_place: bool = False
     alone: bool = False
     widths: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    more: Sequence[Shape] = ()
 
     @property
     def out(self) -> str:
@@ -197,11 +199,10 @@ def layernorms() -> Iterator[tuple[str, Kernel]]:
     every: Any = {"operation": LAYERNORM, "vectors": 2, "alone": True}
     lengths = (1, 2, 3, 7, 48, 64, 100, 768, 769, 1024, 1600, 4096, 8191, 8192, 16384, 16392, 50257)
     widths: dict[int, Sequence[int]] = {C: (33,) if C < 5000 else (5,) for C in lengths}
+    more = shapes(3, 31, 65, 768)
     for n in "12345":
-        yield (
-            n,
-            Kernel(variant=n, shapes=shapes(48, 300, 1, 3, 31, 65, 768), widths=widths, **every),
-        )
+        kernel = Kernel(variant=n, shapes=shapes(48, 300, 1), more=more, widths=widths, **every)
+        yield n, kernel
     six = {
         # Shape(48): 16 threads per row, four of them idle. 768: two warps per row, two rows per
         # block. 37: one element per load. 772: the last vector is not full. 8196: rows are read
@@ -234,8 +235,8 @@ def layernorms() -> Iterator[tuple[str, Kernel]]:
             ),
         )
     # Rows that fill blocks and rows that do not, with loads of 1, 2 and 4 values.
-    decode = [Shape(48), Shape(132, sms=1), *shapes(1, 6, 128, 1100)]
-    yield "decode", Kernel(variant=DECODE, shapes=decode, **every)
+    decode = [Shape(48), Shape(132, sms=1), *shapes(6, 128)]
+    yield "decode", Kernel(variant=DECODE, shapes=decode, more=shapes(1, 1100), **every)
     yield NUMPY, Kernel(variant=NUMPY, shapes=shapes(48, 768), **every)
 
 
@@ -261,22 +262,27 @@ def rmsnorms() -> Iterator[tuple[str, Kernel]]:
 
 
 def with_gelu() -> Iterator[tuple[str, Kernel]]:
-    # 1600: the last warps have fewer values
-    lengths = [*shapes(48, 768, 1, 4, 33, 250, 1600), *BLOCKS]
+    few: Any = {"shapes": shapes(48, 250, 1), "more": [*shapes(4, 33, 768), *BLOCKS]}
     for variant in ("baseline", "optimized"):
-        yield variant, Kernel(LAYERNORM_GELU, variant, lengths)
-    yield "rows", Kernel(LAYERNORM_GELU, "rows", lengths, in_place=True)
-    affine = [*shapes(48, 768, 257, 1536), *shapes(1024, 768, 1000, 2052, 41, 1026, sms=0)]
-    yield "affine", Kernel(LAYERNORM_GELU, "rows", affine, vectors=2, in_place=True)
-    yield NUMPY, Kernel(LAYERNORM_GELU, NUMPY, lengths, vectors=2)
+        yield variant, Kernel(LAYERNORM_GELU, variant, **few)
+    # 1600: the last warps have fewer values
+    of_rows = [*shapes(48, 768, 33, 1600), BLOCKS[1]]
+    yield "rows", Kernel(LAYERNORM_GELU, "rows", of_rows, in_place=True, more=[Shape(1), BLOCKS[0]])
+    affine = [*shapes(48, 768, 257), *shapes(1024, 2052, 41, sms=0)]
+    more = [Shape(1536), *shapes(768, 1000, 1026, sms=0)]
+    vectors: Any = {"vectors": 2, "in_place": True, "more": more}
+    yield "affine", Kernel(LAYERNORM_GELU, "rows", affine, **vectors)
+    yield NUMPY, Kernel(LAYERNORM_GELU, NUMPY, shapes(48, 768, 1), vectors=2)
 
 
 def softmaxes() -> Iterator[tuple[str, Kernel]]:
-    lengths = [*shapes(48, 700, 1, 7, 63, 258, 1024, 1001), *BLOCKS]
+    lengths, more = shapes(48, 700, 1, 258), [*shapes(7, 63, 1001), *BLOCKS]
+    every: Any = {"in_place": True, "more": [*more, Shape(1024)]}
     for variant in ("three_pass", "online_warp", "online_block"):
-        yield variant, Kernel(SOFTMAX, variant, lengths, in_place=True, widths={50257: (9,)})
-    of_many = shapes(1024, 200, 12, 41, 1100, sms=0)
-    yield "rows", Kernel(SOFTMAX, "rows", [*lengths, *of_many], in_place=True)
+        yield variant, Kernel(SOFTMAX, variant, lengths, widths={50257: (9,)}, **every)
+    of_rows = [*lengths, Shape(1024), *shapes(1024, 12, sms=0)]
+    every["more"] = [*more, *shapes(200, 41, 1100, sms=0)]
+    yield "rows", Kernel(SOFTMAX, "rows", of_rows, **every)
     yield NUMPY, Kernel(SOFTMAX, NUMPY, lengths)
 
 
@@ -298,7 +304,7 @@ def every_kernel(
     shapes_of: Callable[[Kernel], Sequence[Shape]] = lambda kernel: kernel.shapes[:2],
     only: Callable[[Kernel], bool] = lambda _: True,
 ) -> pytest.MarkDecorator:
-    """Parametrize `where`, `kernel` and `shape`.
+    """Parametrize `where`, `kernel` and `shape`; the emulator runs `more` shapes with --slow only.
 
     families: beginnings of names of kernels. orders: thread orders of the emulator for the first
     two shapes; later shapes run in the last order only. numpy: include the reference as a kernel.
@@ -310,7 +316,8 @@ def every_kernel(
             continue
         for n, shape in enumerate(shapes_of(kernel)):
             for where in [NUMPY] if on_host else [*(orders if n < 2 else orders[-1:]), "gpu"]:
-                marks = GPU.marks if where == "gpu" else ()
+                late = [pytest.mark.slow] if shape in kernel.more else ()
+                marks = GPU.marks if where == "gpu" else late
                 case = pytest.param(where, kernel, shape, id=f"{where}-{name}-{shape}", marks=marks)
                 found.append(case)
     return pytest.mark.parametrize(("where", "kernel", "shape"), found)

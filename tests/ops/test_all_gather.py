@@ -16,7 +16,7 @@ from gpt2block.ops.all_gather import ALL_GATHER, ALL_GATHER_NORM, LOAD, STORE, P
 from gpt2block.ops.operands import Operand
 from gpt2block.ops.rmsnorm import OPERAND
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
-from tests.devices import SOMEWHERE, assert_same_bits, running_on
+from tests.devices import SOMEWHERE, assert_same_bits, combinations, running_on, slow
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -72,7 +72,7 @@ def streams(cupy: Any, count: int) -> list[Any]:
     return [cupy.cuda.Stream(non_blocking=True) for _ in range(count)]
 
 
-CASES: list[tuple[int, tuple[int, ...], str, bool]] = [
+CASES = [
     (1, (5,), "float32", False),
     (1, (128, 128), "float32", True),
     (3, (1, 2, 3), "float32", False),
@@ -80,8 +80,8 @@ CASES: list[tuple[int, tuple[int, ...], str, bool]] = [
     (7, (64, 128, 32), "float16", False),
     (2, (2, 4, 6, 8), "bfloat16", False),
     (30, (16, 32), "float32", True),  # this and later cases use flags
-    (33, (24, 8, 40), "float16", False),
-    (9, (128, 128, 64, 32), "float32", False),
+    slow(33, (24, 8, 40), "float16", False),
+    slow(9, (128, 128, 64, 32), "float32", False),
 ]
 EPS = 1e-5
 HALVES = Operand("float16")
@@ -115,30 +115,34 @@ def test_all_gpus_get_all_columns(
         assert not peers.aborted
 
 
-@pytest.mark.parametrize("where", SOMEWHERE)
-@pytest.mark.parametrize("operand", [None, HALVES, Operand("float16", 2, 1.0, True, True)])
-@pytest.mark.parametrize("columns", [(128, 64, 64), (1024, 1024)])
+@combinations(
+    times=1,
+    columns=[(128, 64, 64), (1024, 1024)],
+    operand=[None, HALVES, Operand("float16", 2, 1.0, True, True)],
+)
 def test_a_gather_with_a_norm_has_the_bits_of_both(
-    where: str, operand: Operand | None, columns: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    device: Any,
+    columns: tuple[int, ...],
+    operand: Operand | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     C, M = sum(columns), 3
     few_words(monkeypatch, words=M * C)
-    with running_on(where) as cupy:
-        peers = PeerBuffers([0] * len(columns))
-        for seed in range(3):
-            shards = [normal(seed + n, M, S) for n, S in enumerate(columns)]
-            residual, weight = normal(99, M, C), normal(98, 1, C)[0]
-            norm = {"weight": weight, "to_operand": operand}
-            results = gathered(cupy, peers, shards, residual, norm)
-            total = cupy.asarray(reference.all_gathered(shards, residual))
-            inputs, options = (total, cupy.asarray(weight)), {"eps": EPS, "to_operand": operand}
-            out = cupy.full((M, C), np.nan, "float32")  # terms do not fill the array
-            RMSNORM.bind_on_device(inputs, out, variant="stream", **options).run()
-            for stream, normed in zip(results[::2], results[1::2], strict=True):
-                assert_same_bits(stream, total.get())
-                assert_same_bits(normed, out.get())
-            gathered(cupy, peers, shards, residual)  # both kernels use the halves in turn
-        assert not peers.aborted
+    peers = PeerBuffers([0] * len(columns))
+    for seed in range(3):
+        shards = [normal(seed + n, M, S) for n, S in enumerate(columns)]
+        residual, weight = normal(99, M, C), normal(98, 1, C)[0]
+        norm = {"weight": weight, "to_operand": operand}
+        results = gathered(device, peers, shards, residual, norm)
+        total = device.asarray(reference.all_gathered(shards, residual))
+        inputs, options = (total, device.asarray(weight)), {"eps": EPS, "to_operand": operand}
+        out = device.full((M, C), np.nan, "float32")  # terms do not fill the array
+        RMSNORM.bind_on_device(inputs, out, variant="stream", **options).run()
+        for stream, normed in zip(results[::2], results[1::2], strict=True):
+            assert_same_bits(stream, total.get())
+            assert_same_bits(normed, out.get())
+        gathered(device, peers, shards, residual)  # both kernels use the halves in turn
+    assert not peers.aborted
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)
@@ -146,9 +150,9 @@ def test_a_gather_with_a_norm_has_the_bits_of_both(
     "operand",
     [
         Operand("bfloat16"),
-        Operand("bfloat16", 8),
+        slow(Operand("bfloat16", 8)),
         Operand("float16", 16, 1.0, True),
-        Operand("float16", 2, 1.0, True, True),
+        slow(Operand("float16", 2, 1.0, True, True)),
         Operand("hi_lo", 0, 0.25),
     ],
     ids=str,

@@ -6,6 +6,7 @@ tests/ops/test_attention_laws.py has the requirements of every attention kernel.
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,23 +14,25 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
-from gpt2block.cuda import cupy
+from gpt2block.cuda import cupy, replaced
 from gpt2block.emulator import Order, emulated
 from gpt2block.ops.attention import ONLINE, OPERATION, naive_geometry
 from gpt2block.ops.engines.attention_tiles import online_geometry
 from tests import plain
-from tests.attentions import Kernel, assert_right, by_length
+from tests.attentions import DTYPES, Kernel, assert_right, by_length
 from tests.caches import Heads, row_width
 from tests.compiling import assert_clean
 from tests.devices import (
     GPU,
     assert_barriers_show,
+    moved,
     on_gpu,
     one_order,
     running_on,
     set_attributes,
     slow,
 )
+from tests.gpus import HOPPER_CAPABILITY, MMA_CAPABILITY, cupy_with
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -147,36 +150,91 @@ def test_more_sequences_than_a_grid_has_rows(device: Any) -> None:
         )
 
 
-@one_order
-def test_the_op(device: Any) -> None:
-    x, heads = normal(0, 2, 30, 144), (3, 3, 16)
-    qkv = device.asarray(x)
-    moved = device.asarray(np.append(np.float32(0), x))[1:].reshape(x.shape)
-    assert moved.data.ptr % 16
-    strided = device.asarray(np.repeat(x, 2, axis=1))[:, ::2]
-    for variant in VARIANTS:
-        for causal in (False, True):
-            got = ops.attention(qkv, 3, causal, variant)
-            assert_right(got.get().reshape(60, -1), x.reshape(60, -1), [30, 30], heads, causal)
-            for other in (moved, strided):
-                assert bool((ops.attention(other, 3, causal, variant) == got).all())
-            assert bool((ops.attention(qkv[1], 3, causal, variant) == got[1]).all())
+@pytest.mark.parametrize(
+    ("device", "variant", "dtype"),
+    [
+        *(("shuffled", name, "float32") for name in VARIANTS),
+        *(("shuffled", "mma", dtype) for dtype in DTYPES),
+        *(pytest.param("gpu", name, "float32", marks=GPU.marks) for name in VARIANTS),
+        *(
+            pytest.param("gpu", name, dtype, marks=GPU.marks)
+            for name, dtype in product(("mma", "wgmma"), DTYPES)
+        ),
+    ],
+    indirect=["device"],
+)
+def test_the_op(device: Any, variant: str, dtype: str) -> None:
+    """It takes views, and sequences of one length as packed rows."""
+    cupy_with({"mma": MMA_CAPABILITY, "wgmma": HOPPER_CAPABILITY}.get(variant, 0))
+    narrow = dtype in DTYPES
+    size = 64 if narrow else 16
+    x = normal(0, 2, 30, 9 * size).astype(DTYPES.get(dtype, np.float32))
+    qkv, others = device.asarray(x), [device.asarray(np.repeat(x, 2, axis=1))[:, ::2]]
+    starts = device.asarray(np.array([0, 30, 60], np.int32))
+    if not narrow:
+        others.append(moved(x, 1))
+        assert others[1].data.ptr % 16
+    for causal in (False, True):
+        got = ops.attention(qkv, 3, causal, variant)
+        rows = got.get().reshape(60, -1), x.reshape(60, -1)
+        assert_right(*rows, [30, 30], (3, 3, size), causal)
+        for other in others:
+            assert bool((ops.attention(other, 3, causal, variant) == got).all())
+        assert bool((ops.attention(qkv[1], 3, causal, variant) == got[1]).all())
+        kept = [device.asarray(x).reshape(60, -1) for _ in range(2 * narrow)]
+        for again in kept:  # the second call is a repeated one, with another array
+            given: Any = {"cu_seqlens": starts, "max_seqlen": 30}
+            packed = ops.attention(again, 3, causal, variant, **given)
+            assert bool((packed.reshape(got.shape) == got).all())
+    assert ops.attention(qkv, 3).dtype == qkv.dtype
     np.testing.assert_array_equal(qkv.get(), x)
 
 
-@on_gpu
+@one_order
 def test_bad_input(device: Any) -> None:
-    x = device.zeros((5, 48), "float32")
-    long = device.zeros((400_000, 12), "float32")  # 640 GB of scores
-    wide = device.zeros((5, 900), "float32")
-    for args, options, message in (
+    cupy_with()
+    x = device.zeros((5, 384), "float16")
+    starts = device.asarray(np.array([0, 2, 5], np.int32))
+    ragged = {"cu_seqlens": starts, "max_seqlen": 3}
+    cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((x.get(), 2), {"variant": "mma"}, "qkv: expected a CuPy array, got ndarray"),
+        *(
+            (
+                (x.astype("float32"), 2),
+                {"variant": variant},
+                f"variant {variant}: qkv: expected float16 or bfloat16, got float32",
+            )
+            for variant in ("mma", "wgmma")
+        ),
+        ((x, 2), {"variant": "online"}, "qkv: expected float32, got float16"),
+        ((x, 4), {"variant": "mma"}, "mma: head size 32: tensor cores take 64, 128, 256"),
+        ((x, 4), {"variant": "wgmma"}, "wgmma: head size 32: tensor cores take 64, 128, 256"),
+        ((x, 5), {}, "C a multiple of n_head 5, got"),
+        ((x, 6), {"n_kv_head": 4}, "n_kv_head: expected a divisor of n_head 6, got 4"),
+        ((x, 6), {"n_kv_head": 0}, "n_kv_head: expected a divisor of n_head 6, got 0"),
+        ((x, 5), {"n_kv_head": 1}, r"W a multiple of 5 \+ 2 · 1 heads, got \(5, 384"),
+        ((x, 2), {"max_seqlen": 3}, "max_seqlen: expected none without cu_seqlens"),
+        ((x, 2), {"cu_seqlens": starts}, "max_seqlen: expected the length of the longest"),
+        ((x, 2), {**ragged, "max_seqlen": 6}, "max_seqlen: expected .*, 1 to the 5 rows"),
+        ((x, 2), {**ragged, "cu_seqlens": starts.astype("int64")}, "cu_seqlens: expected int32"),
+        ((x, 2), {**ragged, "cu_seqlens": starts[:1]}, r"cu_seqlens: expected shape \(B \+ 1,\)"),
+        ((x[None], 2), ragged, r"qkv: expected shape \(N, W\), got \(1, 5, 384\)"),
+        ((x.astype("float32"), 2), ragged, "float32 takes sequences of one length"),
+    ]
+    if replaced():
+        cases += [((x, 2), {"variant": "wgmma"}, "variant wgmma: .*use variant mma")]
+    else:  # the emulator would allocate the scores first
+        long = device.zeros((400_000, 12), "float32"), 1
+        cases += [(long, {"variant": "naive"}, "its scores take 640.0 GB, .* use variant online")]
+    x, wide = device.zeros((5, 48), "float32"), device.zeros((5, 900), "float32")
+    cases += [
         ((x, 0), {}, "n_head: expected a number of heads, got 0"),
         ((x, 2), {"variant": "flash"}, "unknown variant 'flash': expected one of mha, naive, onl"),
         ((x, 2), {"variant": "online", "block": 48}, "block size 48: expected one of 32, 64, 128"),
         ((x, 2), {"variant": "mha", "block": 128}, "block size 128: expected one of 256"),
         ((wide, 1), {"variant": "online"}, r"head size 300: .* at most 256 \(naive takes any\)"),
-        ((long, 1), {"variant": "naive"}, "its scores take 640.0 GB, .* use variant online"),
-    ):
+    ]
+    for args, options, message in cases:
         with pytest.raises(InputError, match=message):
             ops.attention(*args, **options)
     assert ops.attention(wide, 1, variant="naive").shape == (5, 300)

@@ -482,47 +482,33 @@ def test_bad_input(device: Any) -> None:
     q, k = device.zeros((5, 48), "float32"), device.zeros((2, 9, 48), "float16")
     qkv, at = device.zeros((5, 144), "float32"), device.zeros(2, "int32")
     rows, seams = device.zeros(5, "int32"), device.zeros(3, "int32")
-    wide, floats, flat = (device.zeros(n, "float32") for n in ((2, 9, 48), 2, 191))
     e5m2, codes, f64 = "float8_e5m2", device.zeros((2, 9, 48), "uint8"), device.zeros(8, "float64")
-    half, twice, wrong_heads = k[0], k.copy(), device.zeros((2, 72), "float32")
+    half, twice, wide = k[0], k.copy(), device.zeros((2, 72), "float32")
+    of_q, of_codes = (q[:2], k, k, at, at), (q, codes, codes, rows, rows)
+    split, packed, append = ops.attention_split, ops.attention_packed, ops.kv_append
 
-    def split(**options: Any) -> Any:
+    def bind(**options: Any) -> Any:
         return partial(ATTENTION_SPLIT.bind, n_head=3, **options)
 
-    asked = (q[:2], k, k, at, at)
     cases: list[tuple[Any, tuple[Any, ...], str]] = [
         (ops.attention_cached, (q, k[0], k[1], 5, 3), "start: expected 0 to 4 for 5 queries"),
         (ops.attention_cached, (q, k[0], k[1], 0, 5), "n_head: expected a divisor of the 48"),
-        (ops.attention_packed, (q, k, k, seams, at, 3, 5), r"qkv: expected \(N, 144\)"),
-        (ops.attention_packed, (qkv, k, k, seams, at, 3, 0), "longest: expected a number"),
-        (ops.attention_packed, (qkv, k, twice, seams, at, 5, 5), "n_head: expected a divisor"),
-        (ops.attention_split, (qkv, k, k, rows, rows, 4), "q: 4 heads of 36 channels: expected k"),
-        # wrong dtype with as many bytes, wrong shape with as many elements
-        (ops.attention_split, (q[:2], k, k, at, floats, 3), "position: expected int32, got float"),
-        (ops.attention_split, (q[:2], k, k, at[None], at, 3), r"row: expected shape \(2,\), got"),
-        *(
-            (split(together=wrong), (asked,), "together: expected a power of two that divides 2 ro")
-            for wrong in (0, 3, 4)
-        ),
-        (  # an overlap of one element
-            split(out=flat[95:191].reshape(2, 48)),
-            ((flat[:96].reshape(2, 48), *asked[1:]),),
-            "out: overlaps q:",
-        ),
-        (ops.attention_split, (wrong_heads, k, k, at, at, 3),
-         "q: 3 heads of 24 channels: expected k of as many heads or of a divisor"),
-        (ops.kv_append, (qkv, k, k, rows, rows), "k: overlaps v"),
-        (ops.kv_append, (q, k, twice, rows, rows),
-         r"qkv: expected \(N, 144\), or a larger multiple of k's 48"),
-        (ops.attention_packed, (qkv.astype("float16"), wide, wide, seams, at, 3, 5),
+        (packed, (q, k, k, seams, at, 3, 5), r"qkv: expected \(N, 144\)"),
+        (packed, (qkv, k, k, seams, at, 3, 0), "longest: expected a number"),
+        (packed, (qkv, k, twice, seams, at, 5, 5), "n_head: expected a divisor"),
+        (packed, (qkv.astype("float16"), *device.zeros((2, 2, 9, 48), "float32"), seams, at, 3, 5),
          "qkv: expected float32, got float16"),
-        (ops.attention_split, (q, codes, codes, rows, rows, 3), "k: expected float32, got uint8"),
-        (ops.attention_split, (q, codes, codes, rows, rows, 3, "float16"), "kv_dtype: expected on"),
-        (ops.attention_split, (q, codes, k, rows, rows, 3, e5m2), "v: expected uint8"),
-        (split(kv_dtype=[e5m2]), ((q, codes, codes, rows, rows),), "kv_dtype: expected one of"),
-        (ops.attention_cached, (q, codes[0], half, 0, 3, e5m2), "v: expected uint8"),
-        (ops.kv_append, (qkv, k, k, rows, rows, e5m2), "k: expected uint8, got float1"),
-        (ops.kv_append, (qkv, codes, codes, rows, rows, e5m2), "k: overlaps v"),
+        (split, (qkv, k, k, rows, rows, 4), "q: 4 heads of 36 channels: expected k"),
+        (split, (wide, k, k, at, at, 3), "3 heads of 24 channels: expected k of as many heads or"),
+        *((bind(together=n), (of_q,), "together: expected a power of two that divides 2 rows")
+          for n in (0, 3, 4)),
+        (bind(kv_dtype=[e5m2]), (of_codes,), "kv_dtype: expected one of"),
+        (split, (*of_codes, 3), "k: expected float32, got uint8"),
+        (split, (*of_codes, 3, "float16"), "kv_dtype: expected on"),
+        (split, (q, codes, k, rows, rows, 3, e5m2), "v: expected uint8"),
+        (append, (qkv, k, k, rows, rows), "k: overlaps v"),
+        (append, (q, k, twice, rows, rows), "or a larger multiple of k's 48"),
+        (append, (qkv, k, k, rows, rows, e5m2), "k: expected uint8, got float1"),
         (ops.rope_append, (qkv, f64, k, codes, rows, rows, 3, False, e5m2), "k: expected uint8"),
         (ops.kv_round, (qkv, 3, 3, e5m2), "qkv: expected float16, got float32"),
         (ops.kv_round, (half, 3, 3, e5m2), r"qkv: expected \(N, W\) of 9 heads, got \(9, 48"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import InputError, ops
-from gpt2block.cuda import kernels, replaced
+from gpt2block.cuda import kernels
 from gpt2block.emulator import Order
 from gpt2block.ops.attention import MMA, VARLEN, WGMMA, WGMMA_ALTERNATE
 from gpt2block.ops.attention import OPERATION as ATTENTION
@@ -49,24 +48,21 @@ from tests.attentions import (
     both_dtypes,
     both_masks,
     mma,
-    packed,
     parts,
 )
 from tests.caches import Heads, row_width
 from tests.compiling import Job, assert_clean
 from tests.devices import (
-    GPU,
     IN_TESTS,
     assert_same_bits,
     checked,
     edited,
     finding,
-    one_order,
     running_on,
     slow,
     with_source,
 )
-from tests.gpus import A100, H200, HOPPER_CAPABILITY, MMA_CAPABILITY, RTX, T4, Gpu, cupy_with
+from tests.gpus import A100, H200, HOPPER_CAPABILITY, RTX, T4, Gpu, cupy_with
 
 Array = NDArray[Any]
 ONE: Heads = (1, 1, 64)
@@ -292,25 +288,6 @@ def test_no_tile_spills() -> None:
 # --- on the GPU ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cp(variant: str) -> ModuleType:
-    return cupy_with(MMA_CAPABILITY if variant == "mma" else HOPPER_CAPABILITY)
-
-
-@pytest.mark.gpu
-@both_masks
-@pytest.mark.parametrize("variant", ["mma", "wgmma"])
-def test_tiles_give_the_same_bits_on_the_gpu(cp: ModuleType, variant: str, causal: bool) -> None:
-    """A sequence has the same bits in batches with other tiles or several tiles per block."""
-    T, B, heads = 1000, 70, (12, 12, 64)
-    one, kernel = made("float16", T, 12), Kernel(partial(packed, variant), np.float16)
-    alone = kernel(cp, one, [T], heads, causal)
-    grids = [mma_geometry(AttentionSizes(n, T, 12, causal), **H200) for n in (1, B)]
-    assert dict(grids[0][0].defines) != dict(grids[1][0].defines)
-    many = kernel(cp, np.tile(one, (B, 1)), [T] * B, heads, causal)
-    assert_same_bits(many, np.tile(alone, (B, 1)))
-
-
 def hostile(qkv: Array, lengths: Sequence[int], first_value: int) -> list[Array]:
     """Return rows whose scores grow, fall, or are -inf for whole tiles, and extreme values."""
     T, K = len(qkv), slice(first_value - (qkv.shape[1] - first_value), first_value)
@@ -397,66 +374,3 @@ def test_arrays_of_a_cache_that_do_not_fit() -> None:
     ):
         with pytest.raises(InputError, match=problem):
             bind(inputs, **options)
-
-
-@pytest.mark.parametrize(
-    ("device", "variant"),
-    [("shuffled", "mma"), *(pytest.param("gpu", v, marks=GPU.marks) for v in ("mma", "wgmma"))],
-    indirect=["device"],
-)
-def test_the_op(device: Any, cp: ModuleType, variant: str) -> None:
-    heads = (3, 3, 64)
-    for dtype in DTYPES:
-        x = made(dtype, 60, 3).reshape(2, 30, -1)
-        qkv = device.asarray(x)
-        strided = device.asarray(np.repeat(x, 2, axis=1))[:, ::2]
-        starts = device.asarray(np.array([0, 30, 60], np.int32))
-        ragged = {"cu_seqlens": starts, "max_seqlen": 30}
-        for causal in (False, True):
-            got = ops.attention(qkv, 3, causal, variant)
-            assert_right(got.get().reshape(60, -1), x.reshape(60, -1), [30, 30], heads, causal)
-            assert bool((ops.attention(strided, 3, causal, variant) == got).all())
-            kept = []
-            for _ in range(2):  # the second call is a repeated one, with other arrays
-                kept.append(device.asarray(x).reshape(60, -1))
-                packed = ops.attention(kept[-1], 3, causal, variant, **ragged)
-                assert bool((packed.reshape(got.shape) == got).all())
-            assert ops.attention(qkv, 3, causal).dtype == qkv.dtype
-
-
-@one_order
-def test_bad_input(device: Any) -> None:
-    cupy_with()
-    x = device.zeros((5, 384), "float16")
-    starts = device.asarray(np.array([0, 2, 5], np.int32))
-    ragged = {"cu_seqlens": starts, "max_seqlen": 3}
-    cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-        ((x.get(), 2), {"variant": "mma"}, "qkv: expected a CuPy array, got ndarray"),
-        *(
-            (
-                (x.astype("float32"), 2),
-                {"variant": variant},
-                f"variant {variant}: qkv: expected float16 or bfloat16, got float32",
-            )
-            for variant in ("mma", "wgmma")
-        ),
-        ((x, 2), {"variant": "online"}, "qkv: expected float32, got float16"),
-        ((x, 4), {"variant": "mma"}, "mma: head size 32: tensor cores take 64, 128, 256"),
-        ((x, 4), {"variant": "wgmma"}, "wgmma: head size 32: tensor cores take 64, 128, 256"),
-        ((x, 5), {}, "C a multiple of n_head 5, got"),
-        ((x, 6), {"n_kv_head": 4}, "n_kv_head: expected a divisor of n_head 6, got 4"),
-        ((x, 6), {"n_kv_head": 0}, "n_kv_head: expected a divisor of n_head 6, got 0"),
-        ((x, 5), {"n_kv_head": 1}, r"W a multiple of 5 \+ 2 · 1 heads, got \(5, 384"),
-        ((x, 2), {"max_seqlen": 3}, "max_seqlen: expected none without cu_seqlens"),
-        ((x, 2), {"cu_seqlens": starts}, "max_seqlen: expected the length of the longest"),
-        ((x, 2), {**ragged, "max_seqlen": 6}, "max_seqlen: expected .*, 1 to the 5 rows"),
-        ((x, 2), {**ragged, "cu_seqlens": starts.astype("int64")}, "cu_seqlens: expected int32"),
-        ((x, 2), {**ragged, "cu_seqlens": starts[:1]}, r"cu_seqlens: expected shape \(B \+ 1,\)"),
-        ((x[None], 2), ragged, r"qkv: expected shape \(N, W\), got \(1, 5, 384\)"),
-        ((x.astype("float32"), 2), ragged, "float32 takes sequences of one length"),
-    ]
-    if replaced():
-        cases += [((x, 2), {"variant": "wgmma"}, "variant wgmma: .*use variant mma")]
-    for args, options, message in cases:
-        with pytest.raises(InputError, match=message):
-            ops.attention(*args, **options)

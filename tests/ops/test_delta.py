@@ -11,7 +11,7 @@ import pytest
 from gpt2block import InputError, reference
 from gpt2block.ops import delta, registry
 from tests import plain
-from tests.devices import assert_same_bits, combinations, device, moved, one_order
+from tests.devices import assert_same_bits, device, moved, one_order, slow
 
 __all__ = ["device"]
 SLOTS = 3
@@ -74,7 +74,8 @@ class Layer:
         return made if self.library is np else made.get()
 
 
-@combinations(times=1, sizes=SIZES)
+@pytest.mark.parametrize("sizes", [*SIZES[:2], slow(SIZES[2])], ids=str)
+@one_order
 def test_bits_do_not_depend_on_passes(device: Any, sizes: Sizes) -> None:
     """A prompt, its pieces in a batch, single steps, and steps whose drafts are refused.
 

@@ -44,16 +44,6 @@ def evaluate(
     return outputs(where, OPERATION.bind, (ids, wte, wpe), out, variant=variant, block=block)[0]
 
 
-def test_reference_against_a_loop_by_hand() -> None:
-    wte, wpe = tables(11, 9, 3)
-    ids = random_ids(11, 2, 7)
-    got = reference.encoder(ids, wte, wpe)
-    for b in range(2):
-        for t in range(7):
-            for c in range(3):
-                assert got[b, t, c] == wte[ids[b, t], c] + wpe[t, c]
-
-
 @on_every_backend
 @on_every_variant
 @few
@@ -141,16 +131,6 @@ def test_encoder_rows(device: Any, C: int, dtype: str) -> None:
 
 
 # --- on the GPU alone ----------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-def test_the_documented_size() -> None:
-    ids, wte, wpe = OPERATION.make(OPERATION.workload.sizes, np.random.default_rng(0))
-    expected = wte[ids] + wpe
-    for variant in OPERATION.variants:
-        for block in variant.blocks:
-            got = evaluate("gpu", variant.name, ids, wte, wpe, block)
-            np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.gpu

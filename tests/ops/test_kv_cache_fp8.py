@@ -6,7 +6,6 @@ Codes are compared with ml_dtypes. test_attention_laws.py tests attention over s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import GPT2, InputError, Llama, LlamaConfig, emulator, ops, reference
+from gpt2block import GPT2, InputError, Llama, LlamaConfig, ops, reference
 from gpt2block.apps.bench import decode_works
 from gpt2block.apps.bench.decoding import RandomModel
 from gpt2block.apps.bench.report import tolerance
@@ -25,7 +24,6 @@ from gpt2block.cuda.formats import USUAL, Formats, with_cache
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from gpt2block.files.parameters.llama import LlamaWeights
 from gpt2block.models.config import GPT2Config
-from gpt2block.ops.attention_cached import APPEND, append_geometry
 from gpt2block.ops.engines import linear_mma_tiles as _linear_mma_tiles
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.registry import STEPS
@@ -149,22 +147,6 @@ def test_qkv_writes_what_numpy_rounds(
             at = slice((i + 1) * C, (i + 2) * C)
             expected[rows[m], places[m]] = codes_of(product[m, at], kv_dtype)
         np.testing.assert_array_equal(got, expected)
-
-
-def test_no_two_threads_write_one_byte() -> None:
-    if problem := emulator.missing():
-        pytest.skip(problem)
-    rows = as_rows(interesting("float8_e5m2")[:480].astype(np.float16), 24)
-    geometry = append_geometry(len(rows), 24, 72, 1, 16, 16, narrow=True)
-    options: dict[str, Any] = {"defines": geometry.defines, "storage": "float16"}
-    launch = partial(emulator.run, APPEND, grid=geometry.grid, block=geometry.block)
-    k, v = np.zeros((2, 1, len(rows), 24), np.uint8)
-    row, position = np.zeros(len(rows), np.int32), np.arange(len(rows), dtype=np.int32)
-    args: list[Any] = [rows, row, position, k, v, 24, 72, 1, len(rows)]
-    launch(kernel="kv_append_narrow", args=args, cache="float8_e5m2", **options)
-    assert_same_codes(k[0], rows[:, 24:48], "float8_e5m2")
-    launch(kernel="kv_round", args=[rows, 24, 72], cache="float8_e5m2", **options)
-    np.testing.assert_array_equal(rows[:, 48:].astype(np.float32), widened(v[0], "float8_e5m2"))
 
 
 @pytest.mark.slow

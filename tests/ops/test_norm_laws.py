@@ -72,17 +72,6 @@ def test_the_reference_of_softmax_against_a_loop(causal: bool) -> None:
         np.testing.assert_allclose(got[b, t], expected, rtol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("operation", "sizes", "moved_bytes"),
-    [
-        (LAYERNORM, {"B": 2, "T": 3, "C": 5, "itemsize": 4}, 240),
-        (RMSNORM, {"M": 3, "C": 5, "itemsize": 2}, 2 * (15 + 15 + 5)),
-    ],
-)
-def test_traffic(operation: Operation, sizes: dict[str, int], moved_bytes: int) -> None:
-    assert operation.workload.traffic(sizes) == moved_bytes
-
-
 # --- requirements of every kernel -----------------------------------------------------------------
 
 
@@ -97,7 +86,7 @@ def row_counts(where: str, C: int) -> Sequence[int]:
     return (3, 33) if where == "shuffled" and C < 300 else (5,) if C < 8000 else (3,)
 
 
-@every_kernel(orders=IN_TESTS, shapes_of=lambda kernel: kernel.shapes)
+@every_kernel(orders=IN_TESTS, shapes_of=lambda kernel: [*kernel.shapes, *kernel.more])
 def test_right(where: str, kernel: Kernel, shape: Shape) -> None:
     for rows in row_counts(where, shape.C):
         arrays = kernel.inputs(rows, shape.C)

@@ -22,6 +22,7 @@ from gpt2block.ops.layernorm import HELD, narrow_geometry, row_shape
 from gpt2block.ops.layernorm_gelu import OPERATION as LAYERNORM_GELU
 from gpt2block.ops.operation import Operation
 from gpt2block.ops.rmsnorm import choose_geometry
+from gpt2block.ops.rope import FILE as ROPE
 from gpt2block.ops.softmax import OPERATION as SOFTMAX
 from tests.compiling import Job, assert_clean
 from tests.devices import H200, running_on
@@ -122,36 +123,6 @@ def test_rows_that_do_not_fit() -> None:
     assert choose_geometry(5, 2048, 8, H200, block=64).block == (64,)
 
 
-@pytest.mark.parametrize(
-    ("way", "rows", "C", "width", "expected"),  # width, threads, held, rows per block, each
-    [
-        ("6-float32", 1, 768, 4, (4, 64, 3, 2, 1)),
-        ("6-float16", 1, 768, 8, (8, 32, 3, 4, 1)),
-        ("6-float32", 1, 768, 2, (2, 64, 6, 2, 1)),
-        ("6-float32", 1, 769, 1, (1, 64, 13, 2, 1)),
-        ("6-float32", 1, 48, 4, (4, 16, 1, 8, 1)),
-        ("6-float32", 1, 1600, 4, (4, 128, 4, 1, 1)),
-        ("6-float32", 1, 8192, 4, (4, 512, 4, 1, 1)),
-        ("6-float16", 1, 16384, 8, (8, 512, 4, 1, 1)),
-        ("6-float32", 1, 8196, 4, (4, 1024, 0, 1, 1)),
-        ("6-float32", 1, 50257, 1, (1, 1024, 0, 1, 1)),
-        ("share", 128, 768, 4, (4, 192, 1, 1, 1)),
-        ("share", 256, 1024, 4, (4, 256, 1, 1, 1)),
-        ("share", 256, 2048, 4, (4, 256, 2, 1, 1)),
-        ("share", 1024, 768, 4, (4, 96, 2, 1, 1)),
-        ("share", 1024, 1024, 4, (4, 128, 2, 1, 1)),
-        ("share", 65536, 1024, 4, (4, 32, 8, 4, 1)),
-        # Few rows are spread over blocks; many rows share gamma and beta, two in each thread.
-        ("narrow", 1024, 768, 8, (8, 32, 3, 4, 1)),
-        ("narrow", 8192, 768, 8, (8, 32, 3, 4, 2)),
-    ],
-)
-def test_documented_shapes(
-    way: str, rows: int, C: int, width: int, expected: tuple[int, ...]
-) -> None:
-    assert WAYS[way](rows, C, width, H200)[:5] == expected
-
-
 # --- with NVRTC -----------------------------------------------------------------------------------
 
 
@@ -230,6 +201,10 @@ def test_rows_compile_without_spills(jobs: Callable[[], Iterator[tuple[Job, str]
         (RMS, (("RMS_THREADS", 8), ("RMS_C", 8)), "whole warps"),
         (RMS, (("RMS_VECTORS", 3),), "fits in its threads' vectors"),
         (RMS, (("RMS_VECTORS", 5),), "needs all of them"),
+        (ROPE, (("ROPE_D", 7),), "ROPE_D must be even"),
+        (ROPE, (("ROPE_D", 6),), "whole loads"),
+        (ROPE, (("ROPE_D", 12), ("ROPE_HALF_SPLIT", 1)), "whole loads"),
+        (ROPE, (("ROPE_WIDTH", 8),), "16 bytes"),
     ],
 )
 def test_constants_that_make_no_sense_do_not_compile(

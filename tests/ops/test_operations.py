@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,11 @@ from rich.console import Console
 
 from gpt2block import InputError, emulator, reference
 from gpt2block.apps.cli.kernels import print_series
-from gpt2block.cuda import doctor, kernels, timing
+from gpt2block.cuda import kernels, timing
 from gpt2block.cuda.arrays import Bound
 from gpt2block.ops import workload
-from gpt2block.ops.bench import variants
 from gpt2block.ops.bench.race import Captured, Contender
 from gpt2block.ops.bench.variants import Measurement, measure_variants
-from gpt2block.ops.call import UncheckedCall
 from gpt2block.ops.registry import OPERATIONS, Operation, all_sizes, find, parse_sizes
 from gpt2block.ops.workload import counted_sizes, inputs_and_truth, tolerance
 from tests.command_line import gpt2block, printed
@@ -77,6 +76,18 @@ def test_an_operation_has_a_numpy_meaning_and_counts(operation: Operation) -> No
         assert variant.block in (variant.blocks or (variant.block,))
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "moved_bytes"),
+    [
+        ("layernorm", {"B": 2, "T": 3, "C": 5, "itemsize": 4}, 240),
+        ("rmsnorm", {"M": 3, "C": 5, "itemsize": 2}, 2 * (15 + 15 + 5)),
+        ("trimat", {"B": 2, "T": 7, "NH": 3, "HS": 4}, 4 * 2 * 3 * (28 + 2 * 7 * 4)),
+    ],
+)
+def test_traffic(name: str, sizes: dict[str, int], moved_bytes: int) -> None:
+    assert find(name).workload.traffic(sizes) == moved_bytes
+
+
 def test_an_unknown_operation_or_variant_lists_the_known_ones() -> None:
     with pytest.raises(InputError, match=r"'norm' \(did you mean rmsnorm\?\): expected one of lay"):
         find("norm")
@@ -101,23 +112,6 @@ def test_sizes_from_a_text() -> None:
         parse_sizes(trimat, "B=1,B=2")
 
 
-@pytest.mark.gpu
-def test_an_output_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = {"count": 0}
-    run = Bound.run
-
-    def only_the_first(bound: Bound) -> Any:
-        runs["count"] += 1
-        return run(bound) if runs["count"] == 1 else bound.out
-
-    monkeypatch.setattr(Bound, "run", only_the_first)
-    operation = find("softmax")
-    stored = workload.check_storage(operation)
-    sizes = small(operation)
-    rows, _ = measure_variants(operation, operation.variants, sizes, BEST, stored)
-    assert [row.right for row in rows] == [True, False, False, False]
-
-
 def test_the_list_names_every_variant() -> None:
     text, as_json = printed("kernels"), printed("kernels", "--json")
     for operation in OPERATIONS.values():
@@ -133,103 +127,61 @@ def test_sizes_that_make_no_sense_together_are_refused() -> None:
         inputs_and_truth(find("attention"), {"B": 1, "T": 5, "C": 50})
 
 
-class StandIn:
-    """A substitute for `gpt2block.ops` that computes with the reference, without a GPU."""
-
-    def __init__(self, operation: Operation, refused: str, wrong: str) -> None:
-        self.operation, self.refused, self.wrong = operation, refused, wrong
-        self.outs: list[object] = []
-        setattr(self, operation.name, lambda *arrays, **options: None)
-
-    def prepare(self, asked: UncheckedCall) -> Any:
-        arrays, out = asked.inputs, asked.out
-        name = asked.options.get("variant") or self.operation.variants[0].name
-        block = asked.options.get("block")
-        options = {attr: asked.options[attr] for attr in self.operation.workload.attrs}
-        if name == self.refused:
-            raise InputError(f"variant {name} does not take this")
-        self.outs.append(out)
-        result = getattr(reference, self.operation.name)(*arrays, **options)
-        host = result + 1 if name == self.wrong else result
-        shared = host if out is None else out
-        return SimpleNamespace(out=shared, launches=(name, block), run=lambda: host)
+def measured(
+    operation: Operation,
+    *variants: str,
+    sizes: Mapping[str, int] | None = None,
+    dtype: str | None = None,
+    **options: Any,
+) -> tuple[list[Measurement], list[str]]:
+    """Measure some variants, by default all, on the emulator: see the fixture `emulated`."""
+    chosen = [operation.variant(name) for name in variants] or operation.variants
+    stored = workload.check_storage(operation, dtype)
+    return measure_variants(operation, chosen, sizes or small(operation), BEST, stored, **options)
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Let `measure_variants` run without a GPU: a replay takes 2 ms, a call 3 µs on the host."""
-    monkeypatch.setattr(doctor, "require_cuda", lambda what: None)
-    monkeypatch.setattr(variants, "input_copies", lambda host, traffic: [host, host])
-    monkeypatch.setattr(variants, "rounds_for", lambda copies, traffic: 5)
-    monkeypatch.setattr(timing, "captured", lambda launches: lambda: None)
-    monkeypatch.setattr(workload, "poison", lambda out, inputs: None)
-    monkeypatch.setattr(timing, "interleaved_ms", lambda replays: dict.fromkeys(replays, 2.0))
-    monkeypatch.setattr(timing, "call_times", lambda call: (0.0, 3.0))
-
-    def run(
-        operation: Operation,
-        refused: str = "",
-        wrong: str = "",
-        dtype: str = "float32",
-        **options: Any,
-    ) -> Any:
-        stand_in = StandIn(operation, refused, wrong)
-        monkeypatch.setattr(variants, "ops", stand_in)
-        sizes = small(operation)
-        found = measure_variants(
-            replace(operation, prepare=stand_in.prepare),
-            operation.variants,
-            sizes,
-            BEST,
-            (dtype, operation.workload.layout),
-            **options,
-        )
-        return found, stand_in
-
-    return run
-
-
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *((name, "float32") for name in ("layernorm", "trimat", "layernorm_gelu", "softmax")),
-        *(("layernorm", dtype) for dtype in ("float16", "bfloat16")),
-    ],
+    ("name", "variant", "dtype"),
+    [("layernorm", "6", "bfloat16"), ("trimat", "naive", "float32")],
 )
-def test_measuring(measured: Callable[..., Any], name: str, dtype: str) -> None:
+def test_measuring(name: str, variant: str, dtype: str) -> None:
     operation = find(name)
-    (rows, skipped), stand_in = measured(operation, dtype=dtype)
+    ((row,), skipped) = measured(operation, variant, dtype=dtype)
     assert skipped == []
-    assert [row.variant for row in rows] == [variant.name for variant in operation.variants]
+    assert (row.variant, row.dtype, row.right) == (variant, dtype, True)
     counted = counted_sizes(small(operation), dtype)
-    traffic, flops = operation.workload.traffic(counted), operation.workload.flops(counted)
-    for row in rows:
-        assert row.gpu_us == pytest.approx(200.0)  # 2 ms for two sets and five rounds
-        assert row.call_us == 3.0
-        rate = traffic / 200e-6 / 1e9 if row.unit == "GB/s" else flops / 200e-6 / 1e12
-        assert row.rate == pytest.approx(rate)
-        ceiling = 4000.0 if row.unit == "GB/s" else 50.0
-        assert row.percent == pytest.approx(100 * rate / ceiling)
-        assert row.dtype == dtype
-        assert row.right
-    first = len(operation.variants) * 2
-    assert stand_in.outs[:2] == [None, None]  # all later variants reuse its outputs
-    assert all(out is not None for out in stand_in.outs[2:first])
+    assert row.gpu_us == 500.0  # 1 ms for two copies, one round
+    if row.unit == "GB/s":
+        assert row.rate == pytest.approx(operation.workload.traffic(counted) / 500e-6 / 1e9)
+        assert row.percent == pytest.approx(row.rate / 40)
+    else:
+        assert row.rate == pytest.approx(operation.workload.flops(counted) / 500e-6 / 1e12)
+        assert row.percent == pytest.approx(100 * row.rate / 50)
 
 
-def test_a_sweep_measures_every_block(measured: Callable[..., Any]) -> None:
-    (rows, _), _ = measured(find("layernorm"), sweep=True)
-    assert [row.block for row in rows[:6]] == [32, 64, 128, 256, 512, 1024]
-    assert [row.block for row in rows[6 * 6 :]] == [None, None]  # narrow and decode have no block
+@pytest.mark.usefixtures("emulated")
+def test_a_sweep_measures_every_block() -> None:
+    rows, _ = measured(find("layernorm"), "1", "decode", sweep=True)
+    assert [row.block for row in rows] == [32, 64, 128, 256, 512, 1024, None]
 
 
-def test_a_wrong_variant_shows_its_error(measured: Callable[..., Any]) -> None:
-    (rows, _), _ = measured(find("softmax"), wrong="rows")
-    error = {row.variant: row.max_abs for row in rows}
-    assert error["rows"] == pytest.approx(1, rel=1e-5)
-    assert error["three_pass"] < 1e-6
-    assert [row.variant for row in rows if not row.right] == ["rows"]
-    assert not replace(rows[0], max_rel=float("nan")).right
+@pytest.mark.usefixtures("emulated")
+def test_a_wrong_variant_shows_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    softmax, run = find("softmax"), Bound.run
+
+    def off_by_one(bound: Bound) -> Any:
+        out = run(bound)
+        if bound.launches[0].name in softmax.variant("rows").kernels:
+            out.set(out.get() + 1)
+        return out
+
+    monkeypatch.setattr(Bound, "run", off_by_one)
+    rows, _ = measured(softmax, "rows", "three_pass")
+    assert rows[0].max_abs == pytest.approx(1, rel=1e-5)
+    assert rows[1].max_abs < 1e-6
+    assert [row.right for row in rows] == [False, True]
+    assert not replace(rows[1], max_rel=float("nan")).right
 
 
 def test_a_storage_that_an_operation_has_not_is_refused() -> None:
@@ -268,14 +220,15 @@ def test_a_series_shows_where_the_fastest_changes() -> None:
     assert printed.count("    ok ") == 3
 
 
-def test_a_variant_that_cannot_run_is_told_and_the_others_run(measured: Callable[..., Any]) -> None:
-    why = "rows, block 256: variant rows does not take this"
-    softmax = find("softmax")
-    (rows, skipped), _ = measured(softmax, refused="rows")
-    assert [row.variant for row in rows] == [v.name for v in softmax.variants if v.name != "rows"]
-    assert skipped == [why]
-    with pytest.raises(InputError, match=f"softmax: {why}"):
-        measured(replace(softmax, variants=(softmax.variant("rows"),)), refused="rows")
+@pytest.mark.usefixtures("emulated")
+def test_a_variant_that_cannot_run_is_told_and_the_others_run() -> None:
+    trimat, sizes = find("trimat"), {"B": 1, "T": 3, "NH": 1, "HS": 132}
+    why = "tri6: trimat variant tri6: takes heads of up to 128 channels, got 132"
+    rows, (skipped,) = measured(trimat, "naive", "tri6", sizes=sizes)
+    assert [row.variant for row in rows] == ["naive"]
+    assert skipped.startswith(why)
+    with pytest.raises(InputError, match=f"trimat: {why}"):
+        measured(trimat, "tri6", sizes=sizes)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -306,10 +259,7 @@ def test_other_libraries_are_timed_on_the_same_copies() -> None:
         copies.append(len(inputs))
         return [Contender("other", lambda rounds: Captured(lambda: None, ()), "float32")]
 
-    stored = workload.check_storage(softmax)
-    rows, _ = measure_variants(
-        softmax, softmax.variants[:1], small(softmax), BEST, stored, peers=peers
-    )
+    rows, _ = measured(softmax, softmax.variants[0].name, peers=peers)
     assert [row.peers for row in rows] == [{"other": 500.0}]
     assert copies == [2]
 
@@ -319,18 +269,22 @@ def test_other_libraries_are_timed_on_the_same_copies() -> None:
 def test_results_are_checked_on_the_emulator(name: str) -> None:
     """Results are bytes, partly undefined, with a state, of weights, or computed in place."""
     operation = find(name)
-    stored = workload.check_storage(operation)
-    rows, _ = measure_variants(operation, operation.variants[:1], small(operation), BEST, stored)
+    rows, _ = measured(operation, operation.variants[0].name)
     assert [row.right for row in rows] == [True]
 
 
 @pytest.mark.usefixtures("emulated")
-def test_an_output_that_is_never_written_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bound, "run", lambda bound: bound.out)
-    operation = find("softmax")
-    stored = workload.check_storage(operation)
-    rows, _ = measure_variants(operation, operation.variants, small(operation), BEST, stored)
-    assert not any(row.right for row in rows)
+@pytest.mark.parametrize("written", [0, 1])
+def test_an_output_that_is_not_written_is_wrong(
+    written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variants share their outputs, in which the result of an earlier variant must not count."""
+    runs, run = itertools.count(), Bound.run
+    monkeypatch.setattr(
+        Bound, "run", lambda bound: run(bound) if next(runs) < written else bound.out
+    )
+    rows, _ = measured(find("softmax"))
+    assert [row.right for row in rows] == [n < written for n in range(4)]
 
 
 def test_a_capture_that_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,12 +309,14 @@ def test_a_capture_that_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 @every_operation
 def test_every_variant_is_right_and_timed(operation: Operation) -> None:
     sizes = {**small(operation), "C": 48} if "C" in operation.workload.sizes else small(operation)
-    stored = workload.check_storage(operation)
-    chosen = [v for v in operation.variants if stored[0] in (v.dtypes or operation.workload.dtypes)]
-    rows, skipped = measure_variants(operation, chosen, sizes, BEST, stored)
+    dtype = workload.check_storage(operation)[0]
+    chosen = [
+        v.name for v in operation.variants if dtype in (v.dtypes or operation.workload.dtypes)
+    ]
+    rows, skipped = measured(operation, *chosen, sizes=sizes)
     terms = ["wgmma"] if operation.name == "linear" else []  # takes terms, not floats
     assert [message.partition(":")[0] for message in skipped] == terms
-    assert [row.variant for row in rows] == [v.name for v in chosen if v.name not in terms]
+    assert [row.variant for row in rows] == [name for name in chosen if name not in terms]
     for row in rows:
         assert row.right
         assert row.gpu_us > 0

@@ -51,7 +51,7 @@ from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.rmsnorm_matmul import OPERATION as RMSNORM_MATMUL
 from gpt2block.ops.sample_token import SampleState, Slots, bind_sampled, bind_state
 from gpt2block.sampling import Sampling
-from tests.devices import assert_same_bits, on_gpu, on_hopper
+from tests.devices import assert_same_bits, on_gpu, on_hopper, slow
 from tests.gpus import HOPPER_CAPABILITY, cupy_with
 
 SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
@@ -264,7 +264,9 @@ def test_the_emulator_reports_an_early_access(before: str, report: str, tmp_path
 
 
 @on_hopper
-@pytest.mark.parametrize(("dtype", "shape"), [("bfloat16", (2, 37, 128)), ("float32", (2, 7, 64))])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [slow("bfloat16", (2, 37, 128)), ("float32", (2, 7, 64))]
+)
 def test_the_steps_of_a_block(device: Any, dtype: str, shape: tuple[int, ...]) -> None:
     assert_block_waits(dtype, shape)
 
@@ -286,7 +288,7 @@ def test_the_steps_of_a_model(device: Any, cached: bool) -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize("cached", [False, True], ids=["prefill", "decoding"])
+@pytest.mark.parametrize("cached", [slow(False), True], ids=["prefill", "decoding"])
 def test_the_steps_with_a_kv_cache_of_fp8(device: Any, cached: bool) -> None:
     model, ids = model_and_ids(kv_dtype="float8_e5m2")
     only = {"linear_qkv", "attention_split"} if cached else {"kv_round"}
@@ -325,6 +327,7 @@ def assert_decoding_waits(model: CudaModel, ids: NDArray[np.int32], rows: int) -
         return recording
 
 
+@pytest.mark.slow
 @on_hopper
 def test_the_steps_of_decoding_many_rows(device: Any) -> None:
     """LayerNorm has separate steps."""
@@ -353,7 +356,7 @@ def test_early_attention_changes_no_bit_of_a_wide_layer(
 
 
 @on_hopper
-@pytest.mark.parametrize("rows", [1, MORE_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, slow(MORE_ROWS + 1)])
 def test_the_steps_of_decoding_a_llama(device: Any, rows: int) -> None:
     config = LlamaConfig(1, 4, 64, 40, 53, n_kv_head=2, n_ff=48)
     model, ids = model_and_ids(config, LlamaWeights)
@@ -363,7 +366,7 @@ def test_the_steps_of_decoding_a_llama(device: Any, rows: int) -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize("mlp_bias", [False, True])
+@pytest.mark.parametrize("mlp_bias", [slow(False), True])
 def test_the_steps_of_a_prompt_of_a_llama(device: Any, mlp_bias: bool) -> None:
     """On Hopper, gate and up are one product unless they have biases."""
     config = LlamaConfig(1, 2, 64, 40, 53, n_kv_head=1, n_ff=48, head_size=64, mlp_bias=mlp_bias)
@@ -381,7 +384,7 @@ def test_the_steps_of_a_prompt_of_a_llama(device: Any, mlp_bias: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
-        (Olmo2Config, {"rmsnorm_add", "operand", "qk_norm_rope"}),
+        slow(Olmo2Config, {"rmsnorm_add", "operand", "qk_norm_rope"}),
         (NanoChatConfig, {"relu_squared", "cap", "operand", "rmsnorm"}),
         (Lfm2Config, {"short_conv"}),
     ],
@@ -445,7 +448,7 @@ def uploaded(array: NDArray[Any], dtype: str = "float32") -> Any:
 
 
 @on_hopper
-def test_rope_of_packed_rows(device: Any) -> None:
+def test_steps_of_packed_rows(device: Any) -> None:
     """There are two heads of Q, and one of K and V."""
     qkv = device.asarray(np.random.default_rng(0).standard_normal((3, 32), np.float32))
     row, position = (device.asarray(np.array(n, np.int32)) for n in ([1, 0, 1], [2, 4, 0]))
@@ -464,6 +467,11 @@ def test_rope_of_packed_rows(device: Any) -> None:
     assert_waits(turned.launches, [qkv, position, row], [out])
     turns = registry.bind("rotations", (position, own, row))
     assert_waits(turns.launches, [position, row], [turns.out])
+    gamma, weight = (device.asarray(np.full(n, 0.5, np.float32)) for n in (8, 32))
+    turned = registry.bind("qk_norm_rope", (qkv, position, frequencies, gamma, gamma), out, **heads)
+    assert_waits(turned.launches, [qkv, position], [out])
+    added = registry.bind("rmsnorm_add", (qkv, weight, out), out)
+    assert_waits(added.launches, [qkv, out], [])
 
 
 @on_hopper

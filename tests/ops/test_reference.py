@@ -88,14 +88,6 @@ def test_attention_passes_a_nan_of_v_on_to_its_own_channel_only() -> None:
     np.testing.assert_allclose(got, clean, rtol=1e-13)
 
 
-def test_encoder() -> None:
-    wte, wpe = rng.standard_normal((5, 4)), rng.standard_normal((7, 4))
-    ids = np.array([[4, 0, 2], [1, 1, 3]])
-    got = reference.encoder(ids, wte, wpe)
-    assert got.shape == (2, 3, 4)
-    np.testing.assert_array_equal(got[1, 2], wte[3] + wpe[2])
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_block_forward_keeps_the_dtype_of_x(dtype: type) -> None:
     w = BlockWeights.random(3, GPT2Config(n_head=3, n_embd=48))

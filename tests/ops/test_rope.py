@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compile_for import compile_for
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, KernelError, ops, reference
+from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy as cp
 from gpt2block.cuda import kernels
 from gpt2block.ops import registry
@@ -446,23 +445,6 @@ def test_compiles_without_spills() -> None:
     assert_clean(jobs)
 
 
-@pytest.mark.parametrize(
-    ("constants", "message"),
-    [
-        ((("ROPE_D", 7),), "ROPE_D must be even"),
-        ((("ROPE_D", 6),), "whole loads"),
-        ((("ROPE_D", 12), ("ROPE_HALF_SPLIT", 1)), "whole loads"),
-        ((("ROPE_WIDTH", 8),), "16 bytes"),
-    ],
-)
-def test_constants_that_make_no_sense_do_not_compile(
-    constants: kernels.Defines, message: str
-) -> None:
-    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    with pytest.raises(KernelError, match=message):
-        compile_for(FILE, "sm_80", constants)
-
-
 # --- on the GPU alone -----------------------------------------------------------------------------
 
 
@@ -476,19 +458,6 @@ def test_the_documented_sizes(shape: tuple[int, ...], half_split: bool, dtype: s
         for parts in (1, 3):
             got = evaluate("gpu", x, *options, half_split, parts=parts)
             assert_right(got, x, *options, half_split)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("offset", [1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
-@both_layouts
-def test_arrays_that_start_anywhere(dtype: str, offset: int, half_split: bool) -> None:
-    x = normal(0, 2, 40, 3, 32, dtype=dtype)
-    got = ops.rope(moved(x, offset), 3, half_split=half_split)
-    assert_right(got.get(), x, 3, 1e4, half_split)
-    out = moved(np.full_like(x, np.nan), offset)
-    assert ops.rope(cp.asarray(x), 3, half_split=half_split, out=out) is out
-    assert_right(out.get(), x, 3, 1e4, half_split)
 
 
 @pytest.mark.gpu
