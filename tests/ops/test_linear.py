@@ -202,34 +202,19 @@ def test_qkv(where: str, name: str, case: Case) -> None:
 # --- the function, and the choice between variants ------------------------------------------------
 
 
-def test_what_decides_between_the_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(card: str, M: int, K: int, dtype: str, **options: Any) -> str:
-        with recording(card):
-            given = Arguments(M, K, 24, dtype)
-            found: str = OPERATION.bind((given.x, given.w), **options).launches[0].name
-            return found
-
-    for M in (1, 16):
-        assert kernel("8.0", M, 64, "float16") == "decode_mma"
-        assert kernel("8.0", M, 60, "float16") == "decode_cores"
-        assert kernel("8.0", M, 60, "float32") == "decode_mma"
-    assert kernel("8.0", 17, 64, "float16") == "linear_tiles"
-    assert kernel("8.0", 17, 64, "float16", decoding=True) == "decode_mma"
-    monkeypatch.setattr(LINEAR, "MAX_MMA_PRODUCTS", 17 * 24 * 64 - 1)
-    assert kernel("8.0", 17, 64, "float16", decoding=True) == "decode_mma_tiles"
-    assert kernel("8.0", 17, 60, "float16", decoding=True) == "decode_cores"
-    with pytest.raises(InputError, match="mma: K 60: expected a multiple of 8 for bfloat16"):
-        kernel("8.0", 1, 60, "bfloat16", variant="mma")
-    assert kernel("7.5", 64, 64, "float16", decoding=True) == "decode_mma"
-    assert kernel("7.5", 65, 64, "float16", decoding=True) == "decode_mma_tiles"
-    too_long = kernel("7.5", 1, 41_600, "float16", decoding=True)
-    assert too_long == "decode_mma_tiles"
-    with pytest.raises(InputError, match=r"mma: needs a GPU of compute capability 8\.0 or newer"):
-        kernel("7.5", 1, 64, "float32", variant="mma")
-    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 70)
-    assert kernel("7.5", 1, 64, "float16") == "decode_cores"
-    with pytest.raises(InputError, match=r"mma: needs a GPU of compute capability 7\.5 or newer"):
-        kernel("7.5", 1, 64, "float16", variant="mma")
+def test_where_tensor_cores_do_not_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = "mma: needs a GPU of compute capability {} or newer"
+    for capability, K, dtype, message in (
+        (80, 60, "bfloat16", "mma: K 60: expected a multiple of 8 for bfloat16"),
+        (75, 64, "float32", needed.format(r"8\.0")),
+        (70, 64, "float16", needed.format(r"7\.5")),
+    ):
+        monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda *_, n=capability: n)
+        with recording("8.0"):
+            given = Arguments(1, K, 24, dtype)
+            assert OPERATION.bind((given.x, given.w)).launches[0].name == "decode_cores"
+            with pytest.raises(InputError, match=message):
+                OPERATION.bind((given.x, given.w), variant="mma")
 
 
 @one_order
