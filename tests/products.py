@@ -249,7 +249,8 @@ class Kernel:
         before = [array.get() for array in kept]
         chosen: dict[str, Any] = {"variant": self.variant}
         if self.operand:
-            chosen = {"operand": self.operand, "decoding": True}
+            of_wgmma = self.variant == "wgmma"
+            chosen = {"operand": self.operand, **({"decoding": True} if of_wgmma else chosen)}
         bound = self.operation.bind(self.inputs(there), out, **self.attrs(case), **chosen)
         assert bound.run() is out
         for array, old in zip(kept, before, strict=True):
@@ -410,6 +411,9 @@ def linears() -> Iterator[Kernel]:
             order = linear_wgmma.operand(weights, rounded)
             alike = f"linear-mma_tiles-{weights}"
             yield Kernel(name, LINEAR_OP, "wgmma", weights=weights, operand=order, alike=alike)
+            order, name = order._replace(width=0), name.replace("wgmma", "terms")
+            alike = f"linear-mma-{weights}"
+            yield Kernel(name, LINEAR_OP, "mma_tiles", weights=weights, operand=order, alike=alike)
 
 
 def gemms() -> Iterator[Kernel]:
@@ -474,6 +478,7 @@ TILES_ON_CPU: dict[str, Sequence[Any]] = {
     "linear-matvec-*": (SMALL, SMALL._replace(rows=4), SMALL._replace(rows=16, groups=1)),
     "linear-mma-*": (None, TALL, ODD_LOOP),
     "linear-mma_tiles-*": (None, *linear_mma_tiles.ALONE),
+    "linear-terms-*": (None,),
     "linear-tiles-*": (*linear_tiles.TILES, None),
     "gemm-mma-bfloat16-*": (NARROW, SQUARE, BROAD),
     "gemm-mma-hi_lo-*": (PARTS, PAIRS),
@@ -497,7 +502,7 @@ TILES_ON_GPU: dict[str, Sequence[Any]] = {
 
 def tiles_of(where: str, kernel: Kernel, case: Case) -> Iterator[Any]:
     """Yield the tiles or layouts to try; None stands for the kernel's own choice."""
-    if where == "gpu" and kernel.operand:
+    if where == "gpu" and kernel.variant == "wgmma" and kernel.operand:
         yield from _of_decoding_by_wgmma(kernel, case)
         return
     if kernel.variant == "matvec" and not case.norm:
@@ -585,6 +590,7 @@ ON_CPU: Table = {
         Case(3, 48, 21, **FULL), Case(17, 1160, 20, norm=True, tile=TALL._replace(flight=2))],
     "linear-mma_tiles-*": [
         EVENLY._replace(K=1168), PART, PART, EVENLY, PART, PART._replace(tile=EVEN)],
+    "linear-terms-*": [PART, PART._replace(tile=EVEN)],
     "linear-tiles-*": [
         Case(37, 24, 40, residual=True), Case(33, 33, 35, residual=True), Case(33, 1, 70),
         Case(37, 24, 41, residual=True), Case(34, 8, 36, **ENDS, sequences=2)],
@@ -649,6 +655,7 @@ ON_GPU: Table = {
                             (1615, 333), (383, 77), (256, 20_001)),
     "linear-mma-[bf]*": over([FULL, ADDED, NORMED], DECODING, (768, 2304), (3072, 768),
                              (1616, 333), (256, 20_001)),
+    "linear-terms-*": over([ENDS], DECODING, (768, 2304), (1600, 97)),
     "linear-mma_tiles-*": over([ENDS], DECODING, (768, 2304), (3072, 768), (1600, 97),
                                (768, 20_001)),
     "linear-wgmma-*": over([ENDS], DECODING, (768, 2304), (896, 200), (4096, 100), (64, 40)),
@@ -706,6 +713,7 @@ TILED: Table = {
     "linear-mma-*": [Case(17, 264, 14, **FULL)],
     "linear-matvec-*": [Case(17, 264, 14, **FULL), Case(20, 1168, 37, **ENDS)],
     "linear-mma_tiles-*": [Case(20, 1168, 37, gelu=True)],
+    "linear-terms-*": [Case(20, 1168, 37, gelu=True)],
     "linear-tiles-*": [Case(131, 136, 104, **ENDS)],
     "gemm-mma-bfloat16-to-bfloat16": [Case(40, 136, 80, bias=False)],
     "gemm-mma-hi_lo-to-float32": [Case(40, 136, 80, bias=False)],

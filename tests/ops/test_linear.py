@@ -24,7 +24,7 @@ from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from tests import devices
-from tests.devices import assert_same_bits, on_one_order, one_order, slow
+from tests.devices import GPU, assert_same_bits, on_one_order, one_order, slow
 from tests.products import (
     DTYPES,
     EPS,
@@ -140,23 +140,22 @@ QKV = {
     "linear-matvec-float32": Case(3, 48, 21, norm=True),
     "linear-mma-bfloat16": Case(10, 784, 27, norm=True),
     "linear-mma_tiles-float8_e4m3fn": Case(7, 48, 144, tile=ODD),
+    "linear-terms-bfloat16": Case(7, 48, 144, tile=ODD),
+    "linear-wgmma-bfloat16": Case(10, 128, 111),
 }
 
 
 def of_qkv() -> Iterator[Any]:
     """Yield cases of every variant; only those of QKV, and one with a tile, are not slow."""
     for name, case in QKV.items():
-        variant = name.split("-")[1]
-        for kernel in KERNELS.values():
-            if kernel.operation is OPERATION and kernel.variant == variant:
-                yield pytest.param(
-                    "shuffled", kernel.name, case, marks=[pytest.mark.slow] * (kernel.name != name)
-                )
+        kind, where = name.rpartition("-")[0], "hopper" if "wgmma" in name else "shuffled"
+        for other in KERNELS:
+            if other.startswith(f"{kind}-"):
+                marks = () if other == name else pytest.mark.slow
+                yield pytest.param(where, other, case, marks=marks)
                 sizes = {} if case.tile else {"K": 768, "N": 3 * 768}
                 for M in (1, 3, 10):
-                    yield pytest.param(
-                        "gpu", kernel.name, case._replace(M=M, **sizes), marks=pytest.mark.gpu
-                    )
+                    yield pytest.param("gpu", other, case._replace(M=M, **sizes), marks=GPU.marks)
     yield "shuffled", f"linear-matvec-{FP8_E5M2}", Case(10, 528, 27, tile=SMALL._replace(tile=TILE))
     yield slow("shuffled", "linear-matvec-bfloat16", Case(2, 784, 27, norm=True, tile=ROUNDS))
 
@@ -175,18 +174,19 @@ def test_qkv(where: str, name: str, case: Case) -> None:
     rows[2:3], rows[4:5] = M + 1, -1  # outside the cache
     cache = DTYPES[cache_dtype(kernel.weights)]
     expected = kernel(where, given, case)
-    variants = [variant.name for variant in OPERATION.variants]
-    n = variants.index(kernel.variant)
+    n = [variant.name for variant in OPERATION.variants].index(kernel.variant)
+    options = {"operand": kernel.operand} if kernel.operand else {}
     patches = pytest.MonkeyPatch.context()
     with devices.running_on(where, case.sms), kernel.forced(case), patches as patch:
-        use_variant(patch, n)
+        if kernel.variant != "wgmma":
+            use_variant(patch, n)
         k, v = (cupy.full((M + 1, n_ctx, C), np.nan, cache) for _ in range(2))
         there = {name: kernel.uploaded(cupy, name, each) for name, each in given.items()}
         q = cupy.full((M, C), np.nan, "float32")
         at = cupy.asarray(rows), cupy.asarray(position)
         inputs = (*kernel.inputs(there)[:5], k, v, *at)
-        bound = STEPS["linear_qkv"].bind(inputs, q, eps=EPS)
-        assert [launch.name for launch in bound.launches] == [QKV_KERNELS[n]]
+        bound = STEPS["linear_qkv"].bind(inputs, q, eps=EPS, **options)
+        assert [launch.name for launch in bound.launches] == [(*QKV_KERNELS, "decode_wgmma")[n]]
         bound.run()
         results = [q.get(), k.get().astype(np.float32), v.get().astype(np.float32)]
     np.testing.assert_array_equal(results[0], expected[:, :C])

@@ -140,39 +140,29 @@ def matrix(N: int, K: int, dtype: str) -> WeightMatrix:
     ],
     indirect=["device"],
 )
-def test_products_of_operands_and_of_floats(device: Any, dtype: str) -> None:
-    x, w = plain.normal(0, 19, 272), matrix(50, 272, dtype)
+def test_products_of_floats_that_store_terms(device: Any, dtype: str) -> None:
+    """Tests of linear-terms in tests/products.py have products of terms, whose bits are equal."""
+    x, w, bias = plain.normal(0, 19, 272), matrix(50, 272, dtype), cupy.asarray(plain.normal(2, 50))
     (kind,) = operands_of(dtype, 19, {"w": (272, 50)})["w"]
-    bias = cupy.asarray(plain.normal(2, 50))
-    floats, pairs = cupy.asarray(x), cupy.asarray(as_operand(x, kind.dtype))
-    expected = LINEAR.bind((floats, w, bias), gelu=True, variant="mma").run().get()
-    for variant in ("mma", "mma_tiles"):
-        got = LINEAR.bind((pairs, w, bias), gelu=True, variant=variant, operand=kind).run().get()
+    rounds = [(False, kind), (True, kind._replace(rounded=True))]
+    for rounded, order in rounds[: 1 + (kind.dtype == "float16")]:
+        exact = rounded_to_float16(x) if rounded else x
+        inputs, ends = (cupy.asarray(exact), w, bias), {"gelu": True}
+        expected = LINEAR.bind(inputs, variant="mma", **ends).run().get()
+        terms = cupy.asarray(as_operand(x, kind.dtype, rounded=rounded))
+        got = LINEAR.bind((terms, w, bias), variant="mma", operand=order, **ends).run().get()
         assert_same_bits(got, expected)
-    if kind.dtype == "float16":
-        assert_rounded_products(x, w, bias)
-    made = LINEAR.bind((pairs, w, bias), gelu=True, decoding=True, operand=kind, to_operand=kind)
-    assert [launch.name for launch in made.launches] == ["decode_mma_tiles"]
-    assert_same_bits(made.run().get(), as_operand(expected, kind.dtype))
-
-
-def assert_rounded_products(x: Array, w: WeightMatrix, bias: Any) -> None:
-    """Assert that rounding products of floats and of terms equal products of rounded floats."""
-    kind = Operand("float16", rounded=True)
-    floats, rounded = cupy.asarray(x), cupy.asarray(rounded_to_float16(x))
-    expected = LINEAR.bind((rounded, w, bias), gelu=True, variant="mma").run().get()
-    handed = cupy.asarray(as_operand(x, "float16", rounded=True))
-    for variant in ("mma", "mma_tiles"):
-        options: dict[str, Any] = {"gelu": True, "variant": variant}
-        got = LINEAR.bind((floats, w, bias), x_dtype="float16", **options).run().get()
-        assert_same_bits(got, expected)
-        got = LINEAR.bind((handed, w, bias), operand=kind, **options).run().get()
-        assert_same_bits(got, expected)
-    options = {"gelu": True, "decoding": True, "to_operand": kind}
-    for given, how in ((handed, {"operand": kind}), (floats, {"x_dtype": "float16"})):
-        made = LINEAR.bind((given, w, bias), **options, **how)
-        assert [launch.name for launch in made.launches] == ["decode_mma_tiles"]
-        assert_operand(made.run().get(), expected, kind)
+        given: list[tuple[Any, dict[str, Any]]] = [(terms, {"operand": order})]
+        if rounded:
+            floats, rounding = cupy.asarray(x), {"x_dtype": "float16"}
+            given.append((floats, rounding))
+            for variant in ("mma", "mma_tiles"):
+                bound = LINEAR.bind((floats, w, bias), variant=variant, **ends, **rounding)
+                assert_same_bits(bound.run().get(), expected)
+        for rows, how in given:
+            made = LINEAR.bind((rows, w, bias), decoding=True, to_operand=order, **ends, **how)
+            assert [launch.name for launch in made.launches] == ["decode_mma_tiles"]
+            assert_operand(made.run().get(), expected, order)
 
 
 @devices.combinations(times=1, along="K", M=[33, 17, 64, 65, 200], K=[264])
@@ -209,18 +199,15 @@ def hi_lo_matrix(N: int, K: int) -> HiLoMatrix:
     return numbers.mapped(cupy.asarray)
 
 
-@pytest.mark.parametrize("kind", [*DTYPES, HI_LO])
 @one_order
-def test_qkv_of_an_operand(device: Any, kind: str) -> None:
-    x, B, C = plain.normal(0, 3, 64), 3, 24
-    w = hi_lo_matrix(72, 64) if kind == HI_LO else matrix(72, 64, kind)
-    bound = {"x_bound": BOUND} if kind == HI_LO else {}
+def test_qkv_of_a_hi_lo_operand(device: Any) -> None:
+    x, B, C, w = plain.normal(0, 3, 64), 3, 24, hi_lo_matrix(72, 64)
     found = []
-    for given in (x, as_operand(x, kind)):
-        caches = [cupy.asarray(np.zeros((B, 2, C), DTYPES.get(kind, np.float32))) for _ in range(2)]
+    given: list[tuple[Array, dict[str, Any]]] = [(x, {"x_bound": BOUND})]
+    for rows, options in (*given, (as_operand(x, HI_LO), {"operand": made_of(HI_LO)})):
+        caches = [cupy.zeros((B, 2, C), "float32") for _ in range(2)]
         row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (3, 2))
-        inputs = (cupy.asarray(given), w, None, None, None, *caches, row, position)
-        options: dict[str, Any] = bound if given is x else {"operand": made_of(kind)}
+        inputs = (cupy.asarray(rows), w, None, None, None, *caches, row, position)
         q = STEPS["linear_qkv"].bind(inputs, **options).run().get()
         found.append([q, *(cache.get() for cache in caches)])
     for ours, theirs in zip(*found, strict=True):
