@@ -33,7 +33,6 @@ Array = NDArray[Any]
 device = devices.device
 DTYPES = gated_sums.DTYPES
 EPS = 1e-5
-WGMMA = GpuLimits(132, 232448, 16)
 SMOLLM2 = LlamaConfig(
     n_layer=2, n_head=9, n_kv_head=3, n_embd=576, n_ff=1536, vocab_size=515, n_ctx=64,
     theta=10000.0, tie_word_embeddings=True,

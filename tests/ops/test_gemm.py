@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from gpt2block import HiLoMatrix, InputError, ops, reference
 from gpt2block.cuda.kernels import FP8
@@ -27,7 +26,6 @@ from tests.devices import assert_same_bits, one_order
 from tests.gpus import HOPPER_CAPABILITY, cupy_with
 from tests.products import KERNELS, PARTS, Case
 
-Array = NDArray[Any]
 device = devices.device
 SPLIT = KERNELS["gemm-mma-hi_lo-to-float32"]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from gpt2block import GPT2Config, LlamaConfig, Model, reference
 from gpt2block.cuda import cupy
@@ -25,7 +24,6 @@ from tests.devices import assert_same_bits, on_gpu
 from tests.ops.test_operands import assert_operand, matrix
 from tests.products import DTYPES, KERNELS, Case, Kernel
 
-Array = NDArray[Any]
 device = devices.device
 # Kernels for weights of each dtype, some with x rounded to float16.
 KINDS = [kernel for name, kernel in KERNELS.items() if name.startswith("linear-wgmma")]

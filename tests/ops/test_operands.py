@@ -45,7 +45,6 @@ from tests.outlines import decode, decode_sums
 Array = NDArray[Any]
 device = devices.device
 DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-every_kind = pytest.mark.parametrize("kind", DTYPES)
 BOUND = 6.0  # largest magnitude of hi/lo values
 SCALE = scale_for(BOUND)
 WEIGHTS = GPT2Weights.random(0, GPT2Config(1, 1, 64, 8, 40))
@@ -121,9 +120,6 @@ def assert_operand(made: Array, x: Array, of: Operand) -> None:
 def rounded_to_float16(x: Array) -> Array:
     rounded: Array = x.astype(np.float16).astype(np.float32)
     return rounded
-
-
-every_order = pytest.mark.parametrize("width", [0, 8, 16])
 
 
 def matrix(N: int, K: int, dtype: str) -> WeightMatrix:
