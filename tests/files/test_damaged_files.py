@@ -96,15 +96,25 @@ def read(file: Path) -> dict[str, bytes]:
 
 @every_format
 def test_truncated_anywhere(kind: Format, file: Path) -> None:
-    """Files are cut at each of the first bytes, at later places and before the last; or longer."""
+    """Files are cut at each of the first bytes, at later places, and before the last byte."""
     content = file.read_bytes()
     step = max(1, len(content) // 40)
     for length in (*range(1, 32), *range(32, len(content), step), len(content) - 1):
         file.write_bytes(content[:length])
         refused(file, str(file), kind.truncated)
-    file.write_bytes(content + b"x")
-    if file.suffix in (".safetensors", ".bin"):  # their headers state the size of the file
-        refused(file, str(file), f"too long: its header expects {len(content):,} bytes")
+
+
+@every_format
+def test_bytes_after_the_end(kind: Format, file: Path) -> None:
+    """A format whose header states the size of the file refuses a longer file, others read it."""
+    before, size = read(file), file.stat().st_size
+    with file.open("ab") as stream:
+        stream.write(bytes(10))
+    if file.suffix in (".safetensors", ".bin"):
+        words = f"too long: its header expects {size:,} bytes, the file has {size + 10:,}"
+        assert "download" not in refused(file, str(file), words)
+    else:
+        assert read(file) == before
 
 
 @every_format
