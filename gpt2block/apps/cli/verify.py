@@ -17,7 +17,7 @@ from gpt2block.apps.cli.display import progress_bar
 from gpt2block.apps.cli.model import ModelOptions, load_model, model_option
 from gpt2block.apps.cli.options import argument, option
 from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, read_text
-from gpt2block.cuda.formats import BY_DEFAULT
+from gpt2block.cuda.formats import BY_DEFAULT, USUAL
 from gpt2block.engine.receipts import found_in, json_of, parsed, use_threads
 from gpt2block.errors import CheckpointError, InputError, printable
 
@@ -128,7 +128,7 @@ def _load(
             if not isinstance(name, str):
                 raise InputError("--model: expected a name or path, as the receipt has none")
             if options.formats == BY_DEFAULT:
-                own = {each: stated[each] for each in ("dtype", "kv_dtype") if each in stated}
+                own = {each: stated[each] for each in USUAL.facts() if each in stated}
                 formats = replace(BY_DEFAULT, **own)
             break
         except InputError as error:
