@@ -36,10 +36,8 @@ DEVICES = [pytest.param("shuffled", id="emulator"), pytest.param("gpu", marks=py
 on_devices = pytest.mark.parametrize("device", DEVICES, indirect=True)
 
 
-LISTED = {
-    (kernel.operation.name, kernel.variant)
-    for kernel in (*products.KERNELS.values(), *norms.KERNELS.values())
-}
+KERNELS: Sequence[Any] = (*products.KERNELS.values(), *norms.KERNELS.values())
+LISTED = {(kernel.operation.name, kernel.variant) for kernel in KERNELS}
 
 
 def cases() -> Iterator[Any]:

@@ -288,7 +288,8 @@ def test_quantize(where: str, layout: str, source: str, dtype: str) -> None:
         expected = reference.from_fp8(np.array(codes, np.uint8), dtype) * scale
     assert got.nbytes == host(got.data).nbytes + (32 if dtype == E4M3 else 0)
     dequantized = got.dequantized()
-    assert (dequantized.shape, dequantized.dtype) == ((12, 8), np.float32)
+    assert dequantized.shape == (12, 8)
+    assert dequantized.dtype == np.float32
     np.testing.assert_array_equal(dequantized, expected)
 
 

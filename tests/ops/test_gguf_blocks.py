@@ -209,10 +209,10 @@ def test_every_product(where: str, ends: list[tuple[int, int]], products: int) -
         x, residual = (rng.standard_normal((many, size), np.float32) for size in (K, w.N))
         expected = exact_products(x, w, up, bias, residual)[:products]
         with running_on(where):
-            matrices = [matrix.mapped(cupy.asarray) for matrix in (w, up)]
-            rows, added = map(cupy.asarray, (x, residual))
+            there, gate = (matrix.mapped(cupy.asarray) for matrix in (w, up))
+            rows, shift, added = map(cupy.asarray, (x, bias, residual))
             whole, some = (
-                islice(every_product(rows[:M], *matrices, cupy.asarray(bias), added[:M]), products)
+                islice(every_product(rows[:M], there, gate, shift, added[:M]), products)
                 for M in (many, few)
             )
             for got, alone, exact in zip(whole, some, expected, strict=True):

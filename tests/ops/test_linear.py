@@ -153,7 +153,7 @@ def of_qkv() -> Iterator[Any]:
             if other.startswith(f"{kind}-"):
                 marks = () if other == name else pytest.mark.slow
                 yield pytest.param(where, other, case, marks=marks)
-                sizes = {} if case.tile else {"K": 768, "N": 3 * 768}
+                sizes: dict[str, Any] = {} if case.tile else {"K": 768, "N": 3 * 768}
                 for M in (1, 3, 10):
                     yield pytest.param("gpu", other, case._replace(M=M, **sizes), marks=GPU.marks)
     yield "shuffled", f"linear-matvec-{FP8_E5M2}", Case(10, 528, 27, tile=SMALL._replace(tile=TILE))
