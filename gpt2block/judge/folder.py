@@ -23,11 +23,12 @@ from threading import Thread
 from time import perf_counter
 from typing import Any
 
-from gpt2block.errors import InputError, PrintableError, printable
+from gpt2block.errors import Argument, InputError, PrintableError, printable
 from gpt2block.judge.child import ProcessExited, Send, Stage, supervised
 from gpt2block.judge.finding import as_json
 from gpt2block.judge.kernel_check import check
 from gpt2block.judge.source import read_text
+from gpt2block.judge.templates import names
 from gpt2block.judge.verdict import NOT_JUDGED, RIGHT, VERDICTS, WRONG
 from gpt2block.ops.registry import find, stated_sizes
 
@@ -56,7 +57,8 @@ class KernelFile:
 
 @dataclass(frozen=True)
 class Judged:
-    """The verdict on an entry. said: the first line of the finding or reason; "" if it is right.
+    """The verdict on an entry. said: the first line of the finding or reason, all lines of an
+    error of the file, or "" if the kernel is right.
 
     result: `Verdict.as_dict()`, or None if the check ended without a `Verdict`.
     """
@@ -87,9 +89,11 @@ def entries(folder: Path, operation: str | None = None) -> list[KernelFile]:
     if not folder.is_dir():
         problem = "expected a folder, got a file" if folder.exists() else "no such folder"
         raise InputError(f"{folder}: {problem}")
-    if operation is not None:
-        find(operation)
     table = folder / TABLE
+    if operation is not None:
+        find(operation, names())
+        if table.is_file():
+            raise InputError(Argument("operation"), f": {TABLE} names the operations: leave it out")
     files = list(_rows(table)) if table.is_file() else _files(folder, operation)
     if not files:
         raise InputError(f"{folder}: no kernel: expected .cu files, or rows in {TABLE}")
@@ -113,7 +117,7 @@ def _files(folder: Path, operation: str | None) -> list[KernelFile]:
                 "the file, or pass --operation"
             )
         try:
-            find(name)
+            find(name, names())
         except InputError as error:
             raise InputError(f"{file}: {error}") from None
         files.append(KernelFile(path, file, name))
@@ -149,7 +153,7 @@ def _entry(folder: Path, row: Mapping[str | None, str]) -> KernelFile:
     if values["expected"] not in ("", RIGHT, WRONG):
         raise InputError(f"expected: {values['expected']!r}: expected 'right' or 'wrong'")
     options = _options(values.pop("options"))
-    stated_sizes(find(values["operation"]), options.get("shape"))
+    stated_sizes(find(values["operation"], names()), options.get("shape"))
     return KernelFile(path, options=options, **values)
 
 

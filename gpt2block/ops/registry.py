@@ -7,7 +7,7 @@ tables OPERATIONS, STEPS and BY_NAME import all operations when one of the table
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -70,12 +70,12 @@ def bind(name: str, inputs: ArrayArgs, out: object = None, **options: object) ->
     return _tables()["BY_NAME"][name].bind(inputs, out, **options)
 
 
-def find(name: str) -> Operation:
-    """Return an operation by name. Raises InputError with the nearest name and all names."""
-    if name not in NAMES:
-        near = get_close_matches(name, NAMES, 1)
+def find(name: str, known: Sequence[str] = NAMES) -> Operation:
+    """Return an operation by name. Raises InputError with the nearest and all known names."""
+    if name not in known:
+        near = get_close_matches(name, known, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise InputError(f"unknown operation {name!r}{hint}: expected one of {', '.join(NAMES)}")
+        raise InputError(f"unknown operation {name!r}{hint}: expected one of {', '.join(known)}")
     return _imported(name)
 
 

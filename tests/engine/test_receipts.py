@@ -214,6 +214,9 @@ def test_options_without_receipts(model: GPT2, options: Any, problem: str) -> No
         model.generate([1], **{"receipt": True, **options})
 
 
+VERIFY = ("verify", "--device", "cpu")
+
+
 def test_the_commands(tmp_path: Path) -> None:
     """generate writes receipts, verify reads them; the exit code says what was found."""
     file, other = tmp_path / "r.jsonl", tmp_path / "other.json"
@@ -221,23 +224,23 @@ def test_the_commands(tmp_path: Path) -> None:
         own = ("--device", "cpu", "--max-new-tokens", 9, "--seed", seed, "--receipt", file)
         assert gpt2block("generate", "JULIET:", *own).code == 0
     lines = file.read_text().splitlines()
-    done = gpt2block("verify", file)
+    done = gpt2block(*VERIFY, file)
     assert (done.code, done.out[:33]) == (0, "2 of 2 texts are as stated, 0 dif")
-    assert gpt2block("verify", file, file, "--sample", 3).out.startswith("3 of 3 texts are as")
+    assert gpt2block(*VERIFY, file, file, "--sample", 3).out.startswith("3 of 3 texts are as")
     second = {**json.loads(lines[1]), "prompt": [1, 2]}
     other.write_text(json.dumps([{"receipt": lines[0]}, {"choices": [{"receipt": second}]}]))
-    done = gpt2block("verify", other)
+    done = gpt2block(*VERIFY, other)
     assert (done.code, done.out[:35]) == (1, "1 of 2 texts are as stated, 1 diffe")
     assert f"{other}, receipt 2: token 0: the receipt states" in done.err
     assert ", shakespeare, float32, CPU " in done.out
     other.write_text(f"{json.dumps({'receipt': lines[0][:99]})}\n{lines[1]}", encoding="utf-8")
-    assert gpt2block("verify", other).out.startswith(
+    assert gpt2block(*VERIFY, other).out.startswith(
         "1 of 2 texts are as stated, 0 differ, 1 cannot"
     )
     events = '{"choices": []}', f'{{"text": "\u2028", "receipt": {lines[0]}}}', "[DONE]"
     other.write_text("".join(f"data: {each}\n\n" for each in events))
-    assert gpt2block("verify", other).code == 0
-    done = gpt2block("verify", file, "--dtype", "bfloat16")
+    assert gpt2block(*VERIFY, other).code == 0
+    done = gpt2block(*VERIFY, file, "--dtype", "bfloat16")
     assert (done.code, done.out[:36]) == (2, "0 of 2 texts are as stated, 0 differ")
     assert done.err.count("dtype: the receipt states 'float32', here it is 'bfloat16'") == 2
     twice = lines[0].replace('"tokens"', '"tokens":[1],"tokens"')
@@ -255,7 +258,7 @@ def test_the_commands(tmp_path: Path) -> None:
     }
     for text, problem in problems.items():
         other.write_text(text)
-        assert problem in gpt2block("verify", other).error
+        assert problem in gpt2block(*VERIFY, other).error
 
 
 def test_parts_of_files_without_receipts(tmp_path: Path) -> None:
@@ -275,7 +278,7 @@ def test_parts_of_files_without_receipts(tmp_path: Path) -> None:
     ):
         module.use_threads("1")
         file.write_text(text)
-        done = gpt2block("verify", file)
+        done = gpt2block(*VERIFY, file)
         assert (done.code, done.out[: len(out)]) == (2, out)
         assert problem in done.err
     module.use_threads("1")

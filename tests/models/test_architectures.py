@@ -391,7 +391,7 @@ def test_scores_and_files(kind: str, tmp_path: Path) -> None:
         if no_gguf or layers != tuple((n + 1) % 4 > 0 for n in range(len(layers))):
             continue  # GGUF lacks nanochat, Mistral's window, and a key for layers without RoPE
         if getattr(c, "conv_bias", 0) or not getattr(getattr(c, "scaling", 0), "truncate", True):
-            with pytest.raises(gpt2block.InputError, match="no key for (truncate F|conv_bias T)"):
+            with pytest.raises(gpt2block.InputError, match=r"no key for (truncate F|conv_bias T)"):
                 ours.save_gguf(folder / "m.gguf", "f32")
             continue
         written = gguf_writer.metadata_of(ours), gguf_writer.tensors_of(ours)

@@ -475,14 +475,14 @@ def test_steps_of_packed_rows(device: Any) -> None:
     assert_waits(turned.launches, [qkv, position], [out])
     added = registry.bind("rmsnorm_add", (qkv, weight, out), out)
     assert_waits(added.launches, [qkv, out], [])
-    for name, given, options in (
+    for name, inputs, options in (
         ("relu_squared", (qkv,), {}),
         ("cap", (qkv,), {"limit": 15.0}),
         ("silu_mul", (qkv, out), {}),
         ("operand", (qkv,), {"dtype": "float32", "to_operand": Operand("float16")}),
     ):
-        bound = registry.bind(name, given, **options)
-        assert_waits(bound.launches, [*given], [] if bound.out is qkv else [bound.out])
+        bound = registry.bind(name, inputs, **options)
+        assert_waits(bound.launches, [*inputs], [] if bound.out is qkv else [bound.out])
     bcx, taps, kept = (device.zeros(shape, "float32") for shape in ((3, 24), (8, 1, 3), (2, 5, 8)))
     row, position = (device.asarray(np.array(n, np.int32)) for n in ([0, 0, 1], [0, 1, 4]))
     convolved = registry.bind("short_conv", (bcx, taps, None, kept, row, position))

@@ -109,7 +109,8 @@ def _print_kernels(out: Console, found: Sequence[Judged]) -> None:
     for each in found:
         entry = each.entry
         names = (entry.file, entry.operation, entry.expected, each.verdict)
-        table.add_row(*map(display.shown, names), f"{each.seconds:.1f}", display.shown(each.said))
+        told = each.said.partition("\n")[0]  # all lines follow below the table
+        table.add_row(*map(display.shown, names), f"{each.seconds:.1f}", display.shown(told))
     display.print_table(out, table)
 
 
@@ -129,4 +130,4 @@ def _print_unexpected(out: Console, unexpected: Sequence[Judged]) -> None:
         expected = f"expected {entry.expected or 'right'}"
         out.print(f"[bold]{display.shown(entry.file)}[/]: {expected}, found {each.verdict}{told}")
         if each.said:
-            out.print(f"  {escape(each.said)}")
+            out.print(f"  {escape(each.said)}".replace("\n", "\n  "))

@@ -14,10 +14,10 @@ def rung(operation: Operation, which: str) -> Variant:
     named = {variant.name: variant for variant in operation.table}
     if which in named:
         return named[which]
-    if which.isdecimal() and 0 < int(which) <= len(operation.variants):
-        return operation.variants[int(which) - 1]
+    if which.isdecimal() and 0 < int(which) <= len(operation.table):
+        return operation.table[int(which) - 1]
     raise InputError(
-        f"--source {which}: expected a number from 1 to {len(operation.variants)}, or one of "
+        f"--source {which}: expected a number from 1 to {len(operation.table)}, or one of "
         f"{', '.join(named)}"
     )
 
