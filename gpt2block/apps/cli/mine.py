@@ -110,12 +110,11 @@ def rank(rows: Sequence[Measurement]) -> str:
     best = min(others, key=lambda row: row.gpu_us)
     place = 1 + sum(row.gpu_us < mine.gpu_us for row in others)
     ratio = mine.gpu_us / best.gpu_us
-    is_fast, is_slow = f"is {1 / ratio:.2f} times as fast", f"takes {ratio:.2f} times as long"
+    time = f"is {1 / ratio:.2f} times as fast" if ratio < 1 else f"takes {ratio:.2f} times as long"
     next_step = "" if ratio < 1 else " --counters shows what takes time."
     return (
         f"Your kernel is number {place} of {len(rows)}, {mine.percent:.0f} % of the ceiling; "
-        f"it {is_fast if ratio < 1 else is_slow} as {best.variant}, the fastest other one."
-        f"{next_step}"
+        f"it {time} as {best.variant}, the fastest other one.{next_step}"
     )
 
 
