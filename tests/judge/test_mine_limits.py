@@ -158,7 +158,8 @@ def test_a_kernel_that_is_right_at_some_sizes_or_once_is_wrong(name: str, reques
 
 @on_emulator
 def test_a_read_only_load_of_a_written_value_is_reported() -> None:
-    found = check_kernel("add", add("if (i < n) {\n y[i] = a[i] + b[i];\n y[i] = __ldg(y + i);\n}"))
+    body = "if (i < n) {\n y[i] = a[i] + b[i];\n y[i] = __ldg(y + i);\n}"
+    found = check_kernel("add", add(body), device="cpu")
     assert found.problem
     assert found.problem.kind == "read_only"
     assert found.problem.lines == (6, 5)
