@@ -31,6 +31,7 @@ from gpt2block.ops.attention_cached import (
     KV_ROUND,
     SPLIT,
     TILES,
+    append_geometry,
     split_geometry,
     tiles_geometry,
 )
@@ -405,6 +406,12 @@ def test_launches() -> None:
         assert split_geometry(1, 99, (8, 1, 512), itemsize, 170, 101376, True).shared <= 101376
     with pytest.raises(InputError, match="too many for a grid"):
         tiles_geometry(1, 2**24, (1, 1, 64), 4, H200)
+    # Loads are as wide as the alignment of the rows and of the cache permits.
+    for narrow, rows, cache, width in (
+        (False, 16, 16, 8), (False, 4, 4, 1), (True, 4, 4, 2), (False, 4, 2, 1)
+    ):  # fmt: skip
+        of = append_geometry(5, 768, 2304, 2, rows, cache, narrow)
+        assert dict(of.defines)["KV_WIDTH"] == width
 
 
 @given(
