@@ -29,7 +29,6 @@ from gpt2block.cuda.formats import USUAL
 from gpt2block.emulator.ptx import nvrtc
 from gpt2block.engine import timeline
 from gpt2block.engine.numpy import executor as numpy_executor
-from gpt2block.engine.numpy import model as numpy_model
 from gpt2block.errors import CheckpointError
 from gpt2block.files.tokenizers.tokenizer import from_path
 from gpt2block.judge import on_cpu
@@ -131,7 +130,7 @@ class Setup:
         """
         us, gb_s = map(float, re.findall(r"[\d.]+", rates))
         looks = itertools.count()
-        for module in (numpy_executor, numpy_model, timeline):
+        for module in (numpy_executor, timeline):
             self.patch.setattr(module, "perf_counter", lambda: 1e-6 * us * next(looks))
         self.patch.setattr(runs, "copy_gb_s", lambda _: gb_s)
 

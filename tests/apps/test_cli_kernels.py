@@ -72,7 +72,7 @@ def row(variant: str, us: float) -> Measurement:
 def test_the_place_in_the_race_is_said() -> None:
     assert rank([row("1", 4.0), row("2", 2.0), row("mine", 3.0)]) == (
         "Your kernel is number 2 of 3, 50 % of the ceiling; it takes 1.50 times as long as 2, the "
-        "fastest other one."
+        "fastest other one. --counters shows what takes time."
     )
     assert "number 1 of 2, 50 % of the ceiling; it is 2.00 times as fast as 1" in rank(
         [row("1", 4.0), row("mine", 2.0)]
