@@ -26,7 +26,8 @@ class Step(NamedTuple):
     inputs: results, or names of tensors, in the order of the function's arrays; "" for an omitted
     array. In an Outline, all inputs are names. dtype: the result's dtype, if the inputs do not
     determine it. bound: upper bound of the magnitudes of a hi/lo result, from which the scale of
-    all its rows is computed.
+    all its rows is computed. into: in a list of steps, the name of an earlier result that the
+    result overwrites, or "".
     """
 
     name: str
@@ -35,6 +36,7 @@ class Step(NamedTuple):
     attrs: Mapping[str, Any]
     dtype: str | None = None
     bound: float | None = None
+    into: str = ""
 
 
 class Executor(ABC):
