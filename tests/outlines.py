@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpt2block.engine.passes import names_of
-from gpt2block.engine.passes.blocks import PassSettings
+from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.engine.passes.decoding import DecodePass, SumsPass
 from gpt2block.engine.passes.executor import Outline, Step, hi_lo_of
 from gpt2block.engine.passes.forward import forward
-from gpt2block.engine.passes.prefill import Prefill
+from gpt2block.engine.passes.prefill_rules import Prefill
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import ModelConfig
 from gpt2block.ops.operands import Operand

@@ -19,7 +19,7 @@ from gpt2block.engine.inspect.compare import exact_tensors
 from gpt2block.engine.model import start_all
 from gpt2block.engine.passes.bounds import bounds_of
 from gpt2block.engine.passes.decoding import DecodePass
-from gpt2block.engine.passes.prefill import Prefill, TensorCorePass
+from gpt2block.engine.passes.prefill_rules import Prefill, TensorCorePass
 from gpt2block.errors import InputError
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures import llama

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 from gpt2block.cuda.kernels import HI_LO
 from gpt2block.engine.passes.executor import Step, hi_lo_of
-from gpt2block.engine.passes.rewriting import Rule, Steps, Tried, rewritten, rule
+from gpt2block.engine.passes.rewriting import Rule, Steps, Tried, end_of_product, rewritten, rule
 from gpt2block.models.weights.gguf import UNIT
 from gpt2block.models.weights.hi_lo import scale_for
 from gpt2block.ops.gated_sums import Fusions
 from gpt2block.ops.operands import CHUNK, Operand
 
-CACHE = "k", "v", "row", "positions"
+# What a layer fuses whose feed-forward is one kernel
+ALL_FUSED = Fusions(norms=True, rope=True, gate=True, heads=True)
 ROPE = "rope_qkv", "rope_packed"
 
 
@@ -154,19 +155,16 @@ def bound_of(plan: DecodingPlan, steps: Steps, name: str) -> float | None:
 @rule("matmul_bias")
 def products(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     """matmul, then gelu, or add to the residual stream -> linear"""
-    readers = steps.readers(step.name)
-    end = readers[0] if len(readers) == 1 else step
-    if end.op not in ("gelu", "add") or end.inputs[0] == step.name and end.op == "add":
-        end = step
+    end, residual = end_of_product(steps, step)
     inputs = Linear(*step.inputs)
     attrs: dict[str, Any] = {"decoding": True}
     if plan.x_dtype is not None:
         attrs["x_dtype"] = plan.x_dtype
     if end.op == "gelu":
         attrs["gelu"] = True
-    if end.op == "add":
+    if residual:
         workspace = "workspace" if "workspace" in plan.names else ""
-        inputs = inputs._replace(residual=end.inputs[0], workspace=workspace)
+        inputs = inputs._replace(residual=residual, workspace=workspace)
     by = Step(end.name, "linear", inputs, attrs)
     steps.replace(end.name, by, *(() if end is step else (step.name,)))
     return ""
@@ -204,22 +202,21 @@ def norms(steps: Steps, step: Step, plan: DecodingPlan) -> str:
 
 def _keeps_norm(readers: Sequence[Step], is_layernorm: bool, plan: DecodingPlan) -> str:
     """Return the reason why the norm of these products is a kernel of its own, or ""."""
-    if not readers:
-        return "a step that is no product reads the result"
-    if not plan.norms:
-        return "too many rows: each product would compute the norms again"
-    if is_layernorm:
-        return ""
-    matrices = [matrix_of(product(each).w) for each in readers]
-    if not plan.fuses.norms:
-        return "the products of this dtype, card and number of rows do not fuse RMSNorm"
-    if matrices[0] == "lm_head":
-        return "lm_head has too many outputs: each block would compute the norms again"
-    if any(name in plan.known for name in matrices):
-        return "the products read operands"
-    if any(product(each).bias for each in readers):
-        return "a product has a bias"
-    return ""
+    inputs = [product(each) for each in readers]
+    matrices = [matrix_of(each.w) for each in inputs]
+    reasons = {
+        "a step that is no product reads the result": not readers,
+        "too many rows: each product would compute the norms again": not plan.norms,
+    }
+    if not is_layernorm:
+        reasons |= {
+            "products of this dtype, card and number of rows fuse no RMSNorm": not plan.fuses.norms,
+            "lm_head has too many outputs: each block would compute the norms again":
+                matrices[:1] == ["lm_head"],
+            "the products read operands": any(name in plan.known for name in matrices),
+            "a product has a bias": any(each.bias for each in inputs),
+        }  # fmt: skip
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 @rule("layernorm", "rmsnorm", "operand", "attention_packed", "attention_queries", "short_conv")
@@ -287,7 +284,9 @@ def gates(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     steps.replace(step.name, by, *(each.name for each in pair))
     for each in products_of(steps, step.name):  # results of this kernel have no bound
         w = plain(product(each).w)
-        steps.replace(each.name, changed(each._replace(inputs=product(each)._replace(w=w)), "x_bound"))
+        steps.replace(
+            each.name, changed(each._replace(inputs=product(each)._replace(w=w)), "x_bound")
+        )
     # Warps that can add them up compute CHUNK neighbouring outputs of a gated product.
     if operand:
         _store(steps, by, plan, None, operand.width, CHUNK)

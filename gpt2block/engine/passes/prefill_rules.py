@@ -8,7 +8,8 @@ a pass whose output is "last" continues with one row per sequence, by the rules 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from gpt2block.cuda.formats import cache_option
 from gpt2block.engine.passes.decoding_rules import (
@@ -22,9 +23,9 @@ from gpt2block.engine.passes.decoding_rules import (
     overwriting,
 )
 from gpt2block.engine.passes.executor import HI_LO, Step, hi_lo_of
-from gpt2block.engine.passes.prefill import Prefill
-from gpt2block.engine.passes.rewriting import Rule, Steps, Tried, rewritten, rule
+from gpt2block.engine.passes.rewriting import Rule, Steps, Tried, end_of_product, rewritten, rule
 
+Products = Literal["float32", "16_bits", "fp8", "hi_lo"]
 PRODUCTS = "matmul_bias", "linear", "gemm"
 # Steps that read 16 bits, besides products; all others read floats.
 READ_16_BITS = (
@@ -33,6 +34,48 @@ READ_16_BITS = (
 )  # fmt: skip
 HEAD = "lm_head", "head"  # products with these weights convert their rows themselves
 OVERWRITTEN_ROWS = {**OVERWRITTEN, **dict.fromkeys(ROPE, 0), "gemm": 3, "cap": 0}
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The parameters that determine the steps of a prefill on a GPU.
+
+    products: "float32" for `linear`; otherwise `gemm` on tensor cores, with activations of 16 bits
+    or hi/lo. With "fp8", a product whose kernel cannot read FP8 weights first converts them
+    into the tensor "wide"; other products exchange partial sums in "stream_k_workspace". rows: the
+    number of new tokens of all sequences. longest: an upper bound for one sequence. cached: whether
+    there is a kv_cache; on tensor cores, attention over new tokens alone does not need it.
+    continued: whether the sequences continue tokens in the kv_cache; used with tensor cores only.
+    ends: the number of rows of the output "last"; None for one per row of the kv_cache. fp8_cache:
+    the FP8 format of the kv_cache, to which attention over new tokens also rounds K and V; or None.
+    gated: whether 16-bit products can have two matrices, so that a gated feed-forward is one
+    product instead of gate, up and ff. appends: whether 16-bit attention over new tokens also
+    writes K and V to the kv_cache, whose dtype is then the activations' dtype.
+    """
+
+    products: Products
+    rows: int
+    batch: int
+    longest: int
+    cached: bool
+    continued: bool = False
+    ends: int | None = None
+    fp8_cache: str | None = None
+    gated: bool = False
+    appends: bool = False
+
+    @property
+    def tensor_cores(self) -> bool:
+        return self.products != "float32"
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences in attention: `batch` if it reads the kv_cache, else `ends`.
+
+        If `ends` is None, the number is `batch`.
+        """
+        reads_cache = self.continued or not self.tensor_cores
+        return self.batch if reads_cache or self.ends is None else self.ends
 
 
 class PrefillPlan(NamedTuple):
@@ -82,12 +125,8 @@ class PrefillPlan(NamedTuple):
 @rule("matmul_bias")
 def products(steps: Steps, step: Step, plan: PrefillPlan) -> str:
     """matmul, then gelu, or add to the residual stream -> linear or gemm"""
-    readers = steps.readers(step.name)
-    end = readers[0] if len(readers) == 1 else step
-    if end.op not in ("gelu", "add") or (end.op == "add" and end.inputs[0] == step.name):
-        end = step
+    end, residual = end_of_product(steps, step)
     (x, w, bias), name = (*step.inputs, "")[:3], end.name
-    residual = end.inputs[0] if end.op == "add" else ""
     attrs: dict[str, Any] = {"gelu": True} if end.op == "gelu" else {}
     gone = () if end is step else (step.name,)
     if not plan.shape.tensor_cores:

@@ -8,7 +8,7 @@ rule where it fired and why it did not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gpt2block.engine.passes.executor import Executor, Step
@@ -122,10 +122,42 @@ def rewritten(
     return list(found)
 
 
-def run(steps: Sequence[Step], do: Executor) -> Value:
-    """Run steps on an executor; return the last result. A result is dropped after its last reader.
+def end_of_product(steps: Steps, step: Step) -> tuple[Step, str]:
+    """Return the gelu or the add that alone reads a product's result, or else the product.
 
-    The inputs of the steps are names of results or tensors.
+    The second result is the residual to which the add adds, or "".
+    """
+    readers = steps.readers(step.name)
+    end = readers[0] if len(readers) == 1 else step
+    if end.op == "add" and end.inputs[1] == step.name:
+        return end, end.inputs[0]
+    return (end if end.op == "gelu" else step), ""
+
+
+def renamed(steps: Iterable[Step], prefix: str, known: Mapping[str, str]) -> list[Step]:
+    """Return steps with a prefix before the names of results and tensors, except `known` ones.
+
+    known: other names of tensors.
+    """
+
+    def name_of(name: str) -> str:
+        return known.get(name, prefix + name if name else "")
+
+    return [
+        step._replace(
+            name=prefix + step.name,
+            inputs=tuple(map(name_of, step.inputs)),
+            into=name_of(step.into),
+        )
+        for step in steps
+    ]
+
+
+def run(steps: Sequence[Step], do: Executor, out: str = "") -> Value:
+    """Run steps on an executor. A result is dropped after its last reader.
+
+    The inputs of the steps are names of results or tensors. Return the result named `out`, which
+    may be a tensor; None for "".
     """
     last = {name: n for n, step in enumerate(steps) for name in step.inputs}
     values: dict[str, Any] = {}
@@ -134,9 +166,7 @@ def run(steps: Sequence[Step], do: Executor) -> Value:
         into = values[step.into] if step.into else None
         values[step.name] = do.do(step._replace(inputs=inputs, into=""), into)
         del inputs, into
-        for name in step.inputs:
-            if last[name] == n:
+        for name in (*step.inputs, step.name):
+            if last.get(name, n) == n and name != out:
                 values.pop(name, None)
-        if step.name not in last and n + 1 < len(steps):
-            del values[step.name]
-    return values[steps[-1].name]
+    return values.get(out, out) if out else None
