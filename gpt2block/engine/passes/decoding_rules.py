@@ -85,7 +85,7 @@ def power_from(bound: float) -> float:
 
 def matrix_of(w: str) -> str:
     """Return the last part of a weight's name, which is the key of `DecodingPlan.known`."""
-    return w.removesuffix(".parts").rpartition(".")[2]
+    return w.rpartition(".")[2]
 
 
 def layer_of(name: str) -> str:
@@ -116,19 +116,6 @@ def changed(step: Step, *removed: str, **attrs: Any) -> Step:
     return step._replace(attrs=kept | attrs)
 
 
-def with_operand(step: Step, operand: Operand) -> Step:
-    """Return a product that reads x as an `Operand`."""
-    inputs = product(step)
-    w = hi_lo_of(plain(inputs.w)) if operand.dtype == HI_LO else plain(inputs.w)
-    step = step._replace(inputs=inputs._replace(w=w))
-    return changed(step, "x_dtype", "x_bound", operand=operand)
-
-
-def plain(w: str) -> str:
-    """Return the name of a matrix, not of its hi/lo form."""
-    return w.removesuffix(".parts")
-
-
 def ordered(operand: Operand | None) -> bool:
     """Return whether an operand has the order of terms that wgmma and mma with blocks read."""
     return operand is not None and operand.width > 0
@@ -156,10 +143,12 @@ def bound_of(plan: DecodingPlan, steps: Steps, name: str) -> float | None:
 def products(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     """matmul, then gelu, or add to the residual stream -> linear"""
     end, residual = end_of_product(steps, step)
-    inputs = Linear(*step.inputs)
+    inputs, bound = Linear(*step.inputs), bound_of(plan, steps, step.inputs[0])
     attrs: dict[str, Any] = {"decoding": True}
     if plan.x_dtype is not None:
         attrs["x_dtype"] = plan.x_dtype
+    if bound is not None and hi_lo_of(inputs.w) in plan.names:
+        attrs["x_bound"] = power_from(bound)
     if end.op == "gelu":
         attrs["gelu"] = True
     if residual:
@@ -167,20 +156,6 @@ def products(steps: Steps, step: Step, plan: DecodingPlan) -> str:
         inputs = inputs._replace(residual=residual, workspace=workspace)
     by = Step(end.name, "linear", inputs, attrs)
     steps.replace(end.name, by, *(() if end is step else (step.name,)))
-    return ""
-
-
-@rule("linear")
-def hi_lo_weights(steps: Steps, step: Step, plan: DecodingPlan) -> str:
-    """a product of bounded float32 rows reads hi/lo weights"""
-    inputs = product(step)
-    bound = bound_of(plan, steps, inputs.x)
-    if bound is None:
-        return "the rows have no bound"
-    if hi_lo_of(inputs.w) not in plan.names:
-        return "the weights have no hi/lo form"
-    inputs = inputs._replace(w=hi_lo_of(inputs.w))
-    steps.replace(step.name, changed(step._replace(inputs=inputs), x_bound=power_from(bound)))
     return ""
 
 
@@ -258,12 +233,12 @@ def _store(
     readers = products_of(steps, step.name)
     if not readers:
         return "a step that is no product reads the result"
-    operand = plan.format([plain(product(each).w) for each in readers], bound, width, together)
+    operand = plan.format([product(each).w for each in readers], bound, width, together)
     if operand is None:
         return "the products read floats"
     steps.replace(step.name, changed(step, to_operand=operand))
     for each in readers:
-        steps.replace(each.name, with_operand(each, operand))
+        steps.replace(each.name, changed(each, "x_dtype", "x_bound", operand=operand))
     return ""
 
 
@@ -279,17 +254,16 @@ def gates(steps: Steps, step: Step, plan: DecodingPlan) -> str:
         return "the products of this dtype, card and number of rows have one matrix"
     if gate.bias or up.bias:
         return "a product has a bias"
-    inputs = gate._replace(w=plain(gate.w), up=plain(up.w))
-    by = Step(step.name, "linear", inputs, {**changed(pair[0], "x_bound").attrs, **step.attrs})
+    by = Step(step.name, "linear", gate._replace(up=up.w), {**pair[0].attrs, **step.attrs})
     steps.replace(step.name, by, *(each.name for each in pair))
-    for each in products_of(steps, step.name):  # results of this kernel have no bound
-        w = plain(product(each).w)
-        steps.replace(
-            each.name, changed(each._replace(inputs=product(each)._replace(w=w)), "x_bound")
-        )
+    for each in (
+        by,
+        *products_of(steps, step.name),
+    ):  # this kernel reads and stores no bounded rows
+        steps.replace(each.name, changed(steps[each.name], "x_bound"))
     # Warps that can add them up compute CHUNK neighbouring outputs of a gated product.
     if operand:
-        _store(steps, by, plan, None, operand.width, CHUNK)
+        _store(steps, steps[step.name], plan, None, operand.width, CHUNK)
     return ""
 
 
@@ -312,7 +286,7 @@ def appends(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     frequencies = turned.inputs[2]
     rotations, heads = rotations_of(frequencies), {**_kept(turned, "n_head", "growth"), **plan.kv}
     inputs, attrs = product(first), changed(first, "decoding", "x_bound").attrs
-    w, gone = plain(inputs.w), [step.name, *((normed.name,) if normed else ())]
+    w, gone = inputs.w, [step.name, *((normed.name,) if normed else ())]
     if inputs.gamma and not inputs.beta and plan.fuses_rope(None, bool(normed)):
         given = (inputs.x, inputs.gamma, w, "", "", rotations, *cache, *of_norms)
         by, why = Step(f"{h}q", "rope_sums", given, {**attrs, **heads}), ""
@@ -365,6 +339,17 @@ def attention(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     return ""
 
 
+@rule("linear", "linear_qkv")
+def hi_lo_weights(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """a product of bounded rows, or of hi/lo operands, reads hi/lo weights"""
+    operand = step.attrs.get("operand")
+    if "x_bound" not in step.attrs and not (operand and operand.dtype == HI_LO):
+        return "the rows have no bound, or the weights no hi/lo form"
+    x, w, *others = step.inputs
+    steps.replace(step.name, step._replace(inputs=(x, hi_lo_of(w), *others)))
+    return ""
+
+
 @rule("delta_spans", "delta_rule")
 def delta_steps(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     """gated delta nets: later rows of a slot than its first may be refused"""
@@ -381,7 +366,7 @@ def convolutions(steps: Steps, step: Step, plan: DecodingPlan) -> str:
 
 
 RULES: tuple[Rule[DecodingPlan], ...] = (
-    products, hi_lo_weights, norms, operands, operands_of_products, gates, appends, attention,
+    products, norms, operands, operands_of_products, gates, appends, attention, hi_lo_weights,
     delta_steps, convolutions,
 )  # fmt: skip
 
