@@ -12,7 +12,7 @@ from gpt2block.cuda.kernels import HI_LO
 from gpt2block.engine.passes.decoding_rules import ALL_FUSED, DecodingPlan, decoding_steps
 from gpt2block.engine.passes.executor import Executor, Outline, Step
 from gpt2block.engine.passes.forward import Pass, forward
-from gpt2block.engine.passes.rewriting import Tried, run
+from gpt2block.engine.passes.rewriting import Log, run
 from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.models.architectures.architecture import Architecture
 from gpt2block.models.config import DRAFTING, ModelConfig, product_shapes, shapes_in_blocks
@@ -119,21 +119,21 @@ class DecodingChoice:
         operands: Mapping[str, Any] | None,
         together: int = 1,
         slots: int = 0,
-        tried: list[Tried] | None = None,
+        log: Log | None = None,
     ) -> list[Step]:
-        """Return the steps of a decoding step. names: of the tensors. tried: as in `rewritten`.
+        """Return the steps of a decoding step. names: of the tensors. log: as in `rewritten`.
 
         Other arguments: see `step`.
         """
         do, plan = Outline(names), self.plan(names, rows, operands, together)
         o = Pass(do, self.settings)
         x = forward(o, self.architecture, self.config, "stream" if slots else "logits")
-        found = decoding_steps(do.steps, plan, tried)
+        found = decoding_steps(do.steps, plan, log)
         if slots:
             end = len(do.steps)
             o.logits(self.architecture.final(o, x, head=True))
             last = self.plan(names, slots, self.operands(slots), 1)
-            found += decoding_steps(do.steps[end:], last, tried)
+            found += decoding_steps(do.steps[end:], last, log)
         return found
 
     def plan(

@@ -47,7 +47,7 @@ from gpt2block.engine.passes import STREAM
 from gpt2block.engine.passes.executor import Executor, Outline, Step
 from gpt2block.engine.passes.forward import EVERY, ROWS_AT_ONCE, Pass, Want, forward
 from gpt2block.engine.passes.prefill_rules import Prefill, PrefillPlan, Products, prefill_steps
-from gpt2block.engine.passes.rewriting import Tried, renamed, run
+from gpt2block.engine.passes.rewriting import Log, renamed, run
 from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.engine.passes.shards import OF_SHARD, ModelShard
 from gpt2block.engine.recorder import rounded_up
@@ -477,16 +477,16 @@ class CudaModel(CudaWeights):
         shape: Prefill,
         names: Collection[str],
         want: Want | None,
-        tried: list[Tried] | None = None,
+        log: Log | None = None,
     ) -> tuple[list[Step], str]:
         """Return the steps of a prefill of this shape, and the name of the result `want`, or "".
 
-        names: of the tensors. tried: as in `rewritten`.
+        names: of the tensors. log: as in `rewritten`.
         """
         do, drafts = Outline(names), self.block is not None and f"{DRAFTING}tokens" in names
         o = Pass(do, self._settings, shape.longest, shape.rows, drafts)
         out = forward(o, self._architecture, self.config, want)
-        steps = prefill_steps(do.steps, self._plan(shape, names, want), tried)
+        steps = prefill_steps(do.steps, self._plan(shape, names, want), log)
         if drafts:
             of_block = {n.removeprefix(DRAFTING) for n in names if n.startswith(DRAFTING)}
             stream = f"{EVERY}h.{self.config.n_layer - 1}.output"

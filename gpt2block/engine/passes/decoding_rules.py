@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gpt2block.cuda.kernels import HI_LO
 from gpt2block.engine.passes.executor import Step, hi_lo_of
-from gpt2block.engine.passes.rewriting import Rule, Steps, Tried, end_of_product, rewritten, rule
+from gpt2block.engine.passes.rewriting import Log, Rule, Steps, end_of_product, rewritten, rule
 from gpt2block.models.weights.gguf import UNIT
 from gpt2block.models.weights.hi_lo import scale_for
 from gpt2block.ops.gated_sums import Fusions
@@ -171,7 +171,7 @@ def norms(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     for each in readers:
         inputs = product(each)._replace(x=x, gamma=gamma, beta=beta)
         steps.replace(each.name, changed(each._replace(inputs=inputs), eps=step.attrs["eps"]))
-    steps.drop(step.name, x)
+    steps.drop(step.name, x, readers)
     return ""
 
 
@@ -382,7 +382,7 @@ def feed_forward_sums(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     given = (inputs.x, inputs.gamma, inputs.w, inputs.up, w)
     by = Step(sums, "gated_sums", given, changed(step, "decoding", splits=plan.splits).attrs)
     steps.replace(step.name, by)
-    steps.drop(down.name, inputs.x)
+    steps.drop(down.name, inputs.x, [by])
     for each in steps.readers(inputs.x):
         if each.op == "rope_sums":
             added = (*each.inputs[:3], sums, w, *each.inputs[5:])
@@ -419,12 +419,10 @@ OVERWRITTEN = {
 }  # fmt: skip
 
 
-def decoding_steps(
-    steps: Iterable[Step], plan: DecodingPlan, tried: list[Tried] | None = None
-) -> list[Step]:
-    """Return the steps of decoding for the plain steps of a pass. tried: as in `rewritten`."""
+def decoding_steps(steps: Iterable[Step], plan: DecodingPlan, log: Log | None = None) -> list[Step]:
+    """Return the steps of decoding for the plain steps of a pass. log: as in `rewritten`."""
     rules = RULES + (RULES_OF_SUMS if plan.splits else ())
-    found = rewritten(steps, rules, plan, tried)
+    found = rewritten(steps, rules, plan, log)
     read = dict.fromkeys(name for step in found for name in step.inputs if "rotations" in name)
     own = {s.inputs[2]: s for s in steps if s.op in ROPE}
     rotations = [_rotations(name, own) for name in read]

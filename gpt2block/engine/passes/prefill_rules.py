@@ -23,7 +23,7 @@ from gpt2block.engine.passes.decoding_rules import (
     overwriting,
 )
 from gpt2block.engine.passes.executor import HI_LO, Step, hi_lo_of
-from gpt2block.engine.passes.rewriting import Rule, Steps, Tried, end_of_product, rewritten, rule
+from gpt2block.engine.passes.rewriting import Log, Rule, Steps, end_of_product, rewritten, rule
 
 Products = Literal["float32", "16_bits", "fp8", "hi_lo"]
 PRODUCTS = "matmul_bias", "linear", "gemm"
@@ -297,14 +297,12 @@ RULES: tuple[Rule[PrefillPlan], ...] = (
 )  # fmt: skip
 
 
-def prefill_steps(
-    steps: Sequence[Step], plan: PrefillPlan, tried: list[Tried] | None = None
-) -> list[Step]:
-    """Return the steps of a prefill for the plain steps of a pass. tried: as in `rewritten`."""
+def prefill_steps(steps: Sequence[Step], plan: PrefillPlan, log: Log | None = None) -> list[Step]:
+    """Return the steps of a prefill for the plain steps of a pass. log: as in `rewritten`."""
     end = _end_of_prefill(steps, plan)
-    found = rewritten(steps[:end], RULES, plan, tried)
+    found = rewritten(steps[:end], RULES, plan, log)
     few = DecodingPlan(plan.names, 1, bounds=plan.bounds)
-    tail = decoding_steps(steps[end:], few, tried)
+    tail = decoding_steps(steps[end:], few, log)
     return [*(overwriting(step, OVERWRITTEN_ROWS) for step in found), *tail]
 
 

@@ -18,14 +18,19 @@ Plan = TypeVar("Plan")
 
 
 class Steps:
-    """The steps of a pass in their order. A step has the name of its result."""
+    """The steps of a pass in their order. A step has the name of its result.
+
+    parts: the operations of the plain steps that each step computes, by its name.
+    """
 
     def __init__(self, steps: Iterable[Step]) -> None:
+        self.parts: dict[str, tuple[str, ...]] = {}
         self._steps: dict[str, Step] = {}
         self._at: dict[str, float] = {}  # position of each step
         self._readers: dict[str, dict[str, None]] = {}  # name of a result: names of its readers
         for n, step in enumerate(steps):
             self._put(n, step)
+            self.parts[step.name] = (step.op,)
 
     def _put(self, at: float, step: Step) -> None:
         self._steps[step.name], self._at[step.name] = step, at
@@ -53,22 +58,29 @@ class Steps:
 
     def replace(self, name: str, by: Step, *dropped: str) -> None:
         """Replace a step by another, whose result later steps then read; drop further steps."""
+        together = sorted((name, *dropped), key=self._at.__getitem__)
+        parts = tuple(part for each in together for part in self.parts.pop(each))
         for each in dropped:
             self._take(each)
         self._put(self._take(name), by)
+        self.parts[by.name] = parts
         if by.name != name:
             self.rename(name, by.name)
 
-    def drop(self, name: str, instead: str) -> None:
-        """Drop a step; later steps read the result `instead`."""
+    def drop(self, name: str, instead: str, fused: Sequence[Step] = ()) -> None:
+        """Drop a step; later steps read the result `instead`. fused: the steps that compute it."""
         self._take(name)
         self.rename(name, instead)
+        parts = self.parts.pop(name)
+        for each in fused:
+            self.parts[each.name] = parts + self.parts[each.name]
 
     def insert(self, step: Step, after: str) -> None:
         """Insert a step directly after another, or before its other insertions."""
         at = self._at[after]
         later = [each for each in self._at.values() if each > at]
         self._put((at + min(later, default=at + 1)) / 2, step)
+        self.parts[step.name] = (step.op,)
 
     def rename(self, name: str, to: str) -> None:
         """Let the readers of a result or a tensor read `to` instead."""
@@ -108,17 +120,25 @@ class Tried(NamedTuple):
     why: str
 
 
+class Log:
+    """What rules did. parts: as in Steps, after the last rule."""
+
+    def __init__(self) -> None:
+        self.tried: list[Tried] = []
+        self.parts: dict[str, tuple[str, ...]] = {}
+
+
 def rewritten(
-    steps: Iterable[Step], rules: Sequence[Rule[Plan]], plan: Plan, tried: list[Tried] | None = None
+    steps: Iterable[Step], rules: Sequence[Rule[Plan]], plan: Plan, log: Log | None = None
 ) -> list[Step]:
-    """Return the steps after all rules. tried: receives what was tried."""
-    found = Steps(steps)
+    """Return the steps after all rules. log: receives what the rules did."""
+    found, log = Steps(steps), log or Log()
     for each in rules:
         for step in found:
             if step.op in each.ops and step.name in found:
                 why = each.apply(found, found[step.name], plan)
-                if tried is not None:
-                    tried.append(Tried(each.name, step.name, why))
+                log.tried.append(Tried(each.name, step.name, why))
+    log.parts |= found.parts
     return list(found)
 
 
