@@ -114,7 +114,8 @@ def _print(out: Console, plan: Plan, facts: dict[str, Any]) -> None:
     for each in facts["steps"]:
         sizes = ("x".join(map(str, _without_ones(each[size]))) for size in ("grid", "block"))
         megabytes, us = f"{1e-6 * each['bytes']:,.2f}", f"{each['floor_us']:,.1f}"
-        text = ", ".join(each["computes"])
+        counts = Counter(each["computes"]).items()
+        text = ", ".join(f"{n} {op}" if n > 1 else op for op, n in counts)
         table.add_row(each["step"], text, each["kernel"], str(each["count"]), *sizes, megabytes, us)
     total = sum(each["floor_us"] for each in facts["steps"])
     out.print()

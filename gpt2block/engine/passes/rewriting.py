@@ -69,11 +69,11 @@ class Steps:
 
     def drop(self, name: str, instead: str, fused: Sequence[Step] = ()) -> None:
         """Drop a step; later steps read the result `instead`. fused: the steps that compute it."""
-        self._take(name)
+        at, parts = self._take(name), self.parts.pop(name)
         self.rename(name, instead)
-        parts = self.parts.pop(name)
-        for each in fused:
-            self.parts[each.name] = parts + self.parts[each.name]
+        for own in (each.name for each in fused):
+            before = at < self._at[own]
+            self.parts[own] = parts + self.parts[own] if before else self.parts[own] + parts
 
     def insert(self, step: Step, after: str) -> None:
         """Insert a step directly after another, or before its other insertions."""
