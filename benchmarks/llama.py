@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.decoding import RandomModel
 from benchmarks.random_weights import bytes_in_blocks, random_tensors
-from gpt2block.apps.bench.decoding import RandomModel
 from gpt2block.cuda import cupy
 from gpt2block.cuda.devices import reads_blocks
 from gpt2block.cuda.formats import FILE

@@ -77,7 +77,7 @@ def test_a_command_does_not_import_models_and_other_commands(words: list[str]) -
     code += "atexit.register(lambda: print(*sys.modules)); main()"
     command = [sys.executable, "-c", code, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    slow = ("checkpoints", "model", "block", "cli.model", "cli.generate", "bench.works", "explain")
+    slow = ("checkpoints", "model", "block", "cli.model", "cli.generate", "explain")
     assert not {f"gpt2block.{name}" for name in slow} & {*done.stdout.split()}
     assert "gpt2block.apps.cli.app" in done.stdout.split()
 
@@ -183,8 +183,8 @@ def test_nan_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
 # The help
 
 COMMANDS = [
-    "convert", "compare", "explain", "generate", "score", "info", "block", "check", "bench",
-    "profile", "kernels", "judge", "map", "map score", "map generate", "map embed",
+    "convert", "compare", "explain", "generate", "score", "info", "block", "check", "profile",
+    "kernels", "judge", "map", "map score", "map generate", "map embed",
 ]  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def test_help_imports_nothing_slow() -> None:
     code = (
         "import sys\n"
         "from gpt2block.apps.cli import main\n"
-        "slow = 'bench', 'mine', 'run.numpy_model', 'text.generation', 'text.scoring'\n"
+        "slow = 'mine', 'run.numpy_model', 'text.generation', 'text.scoring'\n"
         "slow = 'cupy', 'huggingface_hub', *(f'gpt2block.{name}' for name in slow)\n"
         "try: main(['generate', '--help'])\n"
         "finally: print([name for name in slow if name in sys.modules])\n"

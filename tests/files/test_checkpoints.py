@@ -182,13 +182,14 @@ def test_a_file_without_config_has_the_size_of_its_width(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
 def test_a_pickle_that_is_not_of_torch_save(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x80\x02}.")
-    refused(tmp_path / name, "expected a file of torch.save", "a model of llm.c", "starts with")
+    refused(tmp_path / name, "expected a file of torch.save", "starts with")
     refused(tmp_path, "torch.save" if name == "pytorch_model.bin" else f"the file: {tmp_path}")
     refused(tmp_path / f"no-{name}", "no such file or directory")
 
 
+LLM_C = (20240326).to_bytes(4, "little") + bytes(1020)
 TEXT = b"# A project\n\nThis is a text that somebody wrote.\n"
-READ = "a Hugging Face directory, a .safetensors file, a file of PyTorch, llm.c or llama.cpp (GGUF)"
+READ = "a Hugging Face directory, a .safetensors file, a file of PyTorch or llama.cpp (GGUF)"
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,10 @@ READ = "a Hugging Face directory, a .safetensors file, a file of PyTorch, llm.c 
         ("data.zip", "zip", (READ, "a zip archive of torch.save with data.pkl, found README.md")),
         ("model.safetensors", TEXT, (READ, "it starts with b'# A proj'")),
         ("model.gguf", TEXT, ("not a GGUF file that can be read: it starts with b'# A '",)),
-        ("model.bin", TEXT, ("expected a file of torch.save", "a model of llm.c", "'# A proj'")),
+        ("model.bin", TEXT, ("expected a file of torch.save", "'# A proj'")),
+        ("gpt2_124M.bin", LLM_C, ("a model of llm.c, whose files are not read", "export_hf.py")),
+        ("weights", LLM_C, ("a model of llm.c, whose files are not read", "export_hf.py")),
+        ("w.safetensors", LLM_C, ("a model of llm.c, whose files are not read", "export_hf.py")),
         ("config.json", b"{}", ("expected weight_map", "to open another model give its folder")),
         ("folder/README.md", TEXT, (READ, "expected model.safetensors or pytorch_model.bin")),
         ("folder/config.json", b"{}", (READ, "in this directory, found config.json")),

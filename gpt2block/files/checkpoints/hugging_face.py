@@ -154,7 +154,7 @@ def _read_header(file: Path) -> list[Stored]:
     Source: the format's description in https://github.com/huggingface/safetensors. The library
     checks the file, but its interface does not return the tensors' offsets.
     """
-    files.check_pointer(file, files.read_start(file, 64))
+    files.check_supported(file, files.read_start(file, 64))
     size = files.file_size(file)
     damage = (SafetensorError, ValueError, TypeError, KeyError, RecursionError)
     with files.about(file, damage, "not a safetensors file that can be read: {}"):
