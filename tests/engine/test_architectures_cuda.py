@@ -312,7 +312,7 @@ def test_a_bias_that_a_rule_forgets_is_an_error(
     rule = rules.products
 
     def without_bias(steps: Any, step: Any, plan: Any) -> str:
-        return rule.apply(steps, step._replace(inputs=(*step.inputs[:2], "")), plan)
+        return str(rule.apply(steps, step._replace(inputs=(*step.inputs[:2], "")), plan))
 
     forgets = rule._replace(apply=without_bias)
     monkeypatch.setattr(rules, "RULES", (forgets, *rules.RULES[1:]))

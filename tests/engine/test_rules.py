@@ -23,7 +23,7 @@ from gpt2block.models.config import model_shapes
 from gpt2block.ops.gated_sums import Fusions
 
 Arrays = dict[str, Any]
-PLANS = {
+PLANS: dict[str, dict[str, Any]] = {
     "LayerNorm": {},
     "norms apart": {"norms": False},
     "norms, RoPE, gate": {"fuses": Fusions(norms=True, rope=True, gate=True)},
@@ -119,7 +119,9 @@ def test_every_rule_says_where_it_fired_and_why_not() -> None:
 
 
 def test_a_step_between_others_keeps_its_place() -> None:
-    steps = Steps([Step(name, "add", given, {}) for name, given in (("a", "xy"), ("b", "ay"))])
+    steps = Steps(
+        [Step(name, "add", tuple(given), {}) for name, given in (("a", "xy"), ("b", "ay"))]
+    )
     for name in "cd":
         steps.insert(Step(name, "gelu", ("a",), {}), "a")
     assert [step.name for step in steps] == ["a", "d", "c", "b"]
