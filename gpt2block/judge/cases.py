@@ -28,6 +28,7 @@ from gpt2block.judge.source import largest_number
 from gpt2block.ops import workload
 from gpt2block.ops.operation import Attrs, Inputs, Sizes
 from gpt2block.ops.workload import draw_stable, largest
+from gpt2block.sampling import Sampling
 
 MEAN, SPREAD = 2048.0, 0.6  # mean and standard deviation of rows with a large mean
 DYNAMIC = 65536  # maximum bytes of dynamic shared memory of a case with long rows
@@ -55,6 +56,7 @@ class Case:
     name: str = ""  # name of special inputs; "" for ordinary inputs
     hint: str = ""  # advice if a kernel fails this case after passing all earlier cases
     once: bool = False  # whether the case runs in forward order only
+    variant: int = 0  # added to the variant of each launch: the addresses differ between cases
 
     @property
     def label(self) -> str:
@@ -79,6 +81,7 @@ class Special:
     change: Change
     slack: float = 0.0  # further relative error that a stable formula has
     attrs: Attrs = field(default_factory=dict)  # attributes that differ from the case's
+    small: bool = False  # whether the inputs are checked at one size only, a small one
 
 
 def resolved_seed(seed: int | None) -> int:
@@ -102,9 +105,10 @@ def cases(
     every = [case(kernel, *each, layout) for each in usual]
     every += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
     several = usual[min(1, len(usual) - 1)]  # sizes with several rows and an odd size
-    for at in (several, *further[-1:]):
-        for special in SPECIAL.get(operation.name, ()):
-            every.append(case(kernel, *at, layout, special))
+    kinds = SPECIAL.get(operation.name, ())
+    of_all_sizes = [each for each in kinds if not each.small]
+    for at, chosen in ((several, kinds), *((each, of_all_sizes) for each in further[-1:])):
+        every += [case(kernel, *at, layout, each) for each in chosen]
     if not stated:
         for at in (sizes.unusual(operation), *_long(kernel)):
             every.append(replace(case(kernel, *at, layout), hint=OTHER_SIZES, once=True))
@@ -112,8 +116,8 @@ def cases(
         drawn = tuple(sizes.random(operation, seed))
         for each in drawn:
             every.append(replace(case(kernel, *each, layout), hint=hint, once=True))
-        every += [case(kernel, *drawn[0], layout, each) for each in SPECIAL.get(operation.name, ())]
-    return tuple(every)
+        every += [case(kernel, *drawn[0], layout, each) for each in of_all_sizes]
+    return tuple(replace(each, variant=5 * k) for k, each in enumerate(every))
 
 
 def case(
@@ -126,7 +130,8 @@ def case(
 
     def draw(sizes: Sizes, rng: np.random.Generator) -> Inputs:
         inputs = own.make(sizes, rng)
-        return special.change(inputs, {**all_attrs, **sizes}) if special else inputs
+        at = {**all_attrs, **sizes, "dtype": kernel.dtype}
+        return special.change(inputs, at) if special else inputs
 
     drawn = own.with_workload(draw=draw) if special else own
     of_seed = partial(workload.inputs_and_truth, drawn, at, kernel.dtype, layout)
@@ -267,6 +272,23 @@ def _with_few(row: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.where(np.arange(len(row)) % 9 == 0, row, np.float32(-np.inf))
 
 
+def _magnitudes(*powers: int) -> Special:
+    """Return special inputs: random ones, multiplied by 2**power; by at most 2**13 in float16."""
+
+    def change(given: Inputs, at: Mapping[str, Any]) -> Inputs:
+        most = 13 if at["dtype"] == "float16" else 126
+        pairs = zip(given, np.clip(powers, -most, most), strict=True)
+        return tuple(np.ldexp(array, power) if power else array for array, power in pairs)
+
+    return Special(
+        "other magnitudes",
+        "float has magnitudes from 2^-126 to 2^127, which integers and fixed-point numbers do not "
+        "have: compute in float",
+        change,
+        small=True,
+    )
+
+
 _MEAN_SLACK = 64 * ULP * MEAN / SPREAD  # allows for the error of a mean summed in any order
 _SCORE_SLACK = 16 * ULP * SCORE  # allows for the rounded argument of exp2(score * log2(e))
 _EPS = "1 / sqrt(variance + eps): eps is added to the variance, before the root"
@@ -331,10 +353,14 @@ _ROOT_MEAN_SQUARE = (
     ),
 )
 SPECIAL: Mapping[str, tuple[Special, ...]] = {
-    "attention": tuple(
-        replace(each, change=_scored(sign))
-        for each, sign in zip(_SCORES[:2], (1.0, -1.0), strict=True)
+    "add": (_magnitudes(-100, -100),),
+    "attention": (
+        replace(_SCORES[0], change=_scored(1.0)),
+        replace(_SCORES[1], change=_scored(-1.0)),
+        _magnitudes(-40),
     ),
+    "blocks_matmul": (_magnitudes(40, 0),),
+    "encoder": (_magnitudes(0, -100, -100),),
     "gelu": (
         Special(
             "large values",
@@ -342,9 +368,12 @@ SPECIAL: Mapping[str, tuple[Special, ...]] = {
             "tanh(u) = 1 - 2 / (1 + exp(2u))",
             _first(lambda shape: _steps(shape) * 20),
         ),
+        _magnitudes(-40),
     ),
-    "layernorm": _NORM,
-    "layernorm_gelu": _NORM,
+    "gemm": (_magnitudes(40, -40),),
+    "layernorm": (*_NORM, _magnitudes(40, -40, -40)),
+    "layernorm_gelu": (*_NORM, _magnitudes(40)),
+    "linear": (_magnitudes(40, -40, 0),),
     "log_likelihood": (
         *(replace(each, slack=_SCORE_SLACK) for each in _SCORES),
         Special(
@@ -353,10 +382,11 @@ SPECIAL: Mapping[str, tuple[Special, ...]] = {
             _unlikely,
         ),
     ),
-    "qk_norm": tuple(map(_without_v, _ROOT_MEAN_SQUARE)),
-    "rmsnorm": _ROOT_MEAN_SQUARE,
-    "rmsnorm_ffn": _ROOT_MEAN_SQUARE,
-    "rmsnorm_matmul": _ROOT_MEAN_SQUARE,
+    "matmul_bias": (_magnitudes(40, -40, 0),),
+    "qk_norm": (*map(_without_v, _ROOT_MEAN_SQUARE), _magnitudes(40, 40, 40)),
+    "rmsnorm": (*_ROOT_MEAN_SQUARE, _magnitudes(40, -40)),
+    "rmsnorm_ffn": (*_ROOT_MEAN_SQUARE, _magnitudes(40, -40, 0, 40)),
+    "rmsnorm_matmul": (*_ROOT_MEAN_SQUARE, _magnitudes(40, -40, 40)),
     "rope": (
         Special(
             "positions from 100,000",
@@ -365,6 +395,7 @@ SPECIAL: Mapping[str, tuple[Special, ...]] = {
             lambda given, _: given,
             attrs={"start": 100_000},
         ),
+        _magnitudes(-100),
     ),
     "sample_token": (
         replace(_SCORES[0], name="logits near 1024", change=_logits(lambda row: row + SCORE)),
@@ -380,6 +411,13 @@ SPECIAL: Mapping[str, tuple[Special, ...]] = {
             "tokens with the same logit as the last token that top-k or top-p keeps are kept, too",
             _logits(np.rint),
         ),
+        Special(
+            "equal largest logits",
+            "at temperature 0, of the tokens with the largest logit the one with the lowest id is "
+            "chosen",
+            _logits(lambda row: np.minimum(row, np.float32(1))),
+            attrs={"sampling": Sampling(0.0)},
+        ),
     ),
     "silu_mul": (
         Special(
@@ -387,6 +425,7 @@ SPECIAL: Mapping[str, tuple[Special, ...]] = {
             "exp of a large number is infinite, and inf / inf NaN: gate / (1 + exp(-gate))",
             _gates,
         ),
+        _magnitudes(-40, 40),
     ),
     "softmax": _SCORES,
     "to_fp8": (
@@ -397,4 +436,5 @@ SPECIAL: Mapping[str, tuple[Special, ...]] = {
             _first(_numbers_of_fp8),
         ),
     ),
+    "trimat": (_magnitudes(13),),
 }

@@ -61,8 +61,8 @@ _TELLS = re.compile(
 RUNS = (
     EmulatedRun("forward"),
     EmulatedRun("reverse", debug=True, variant=1, fill=comparison.POSITIVE_BYTE),
-    EmulatedRun("interleaved", variant=1, fill=comparison.NEGATIVE_BYTE),
-    EmulatedRun("shuffled"),
+    EmulatedRun("interleaved", variant=3, fill=comparison.NEGATIVE_BYTE),
+    EmulatedRun("shuffled", variant=2),
 )
 LARGE_RUN = EmulatedRun("forward", checks=False)
 
@@ -244,7 +244,7 @@ class _Judge:
     def _in_every_order(self, case: Case) -> tuple[Checked | Finding, EmulatedRun]:
         """Return the worst result of a case in all thread orders, or the first Finding."""
         done: list[Checked] = []
-        for run in self.runs:
+        for run in (each._replace(variant=each.variant + case.variant) for each in self.runs):
             try:
                 ran = self._run(case, run)
             except _OverBudgetError as error:

@@ -363,6 +363,10 @@ def test_first_rungs_name_arguments_that_are_known() -> None:
 # On the emulator
 
 
+def special_cases(name: str) -> int:
+    return sum(1 if each.small else 3 for each in SPECIAL.get(name, ()))
+
+
 def test_every_ladder_has_a_template() -> None:
     ladders = {name for name, operation in OPERATIONS.items() if len(operation.variants) > 1}
     assert ladders <= set(names())
@@ -378,8 +382,7 @@ def test_a_template_is_right(name: str) -> None:
     kernel = matched(read(HERE / f"{name}.cu"), operation, workload.check_storage(operation))
     fidelity, *found = on_cpu.check_kernel(kernel, cases(kernel))
     assert isinstance(fidelity, str)
-    count = len(operation.cases) + len(FURTHER[name]) + 3 * len(SPECIAL.get(name, ())) + 1
-    count += sizes.RANDOM
+    count = len(operation.cases) + len(FURTHER[name]) + special_cases(name) + 1 + sizes.RANDOM
     longer = name == "blocks_matmul"  # its rows are longer than the numbers of the file
     assert [type(each) for each in found] == [Checked] * (count + longer)
     for each in found:
@@ -410,7 +413,12 @@ def test_launches_of_few_instructions_run_in_every_way(
     assert len(found) == len(ran) > len(FURTHER["gelu"]) + 2
     for case in cases(kernel):
         once = case.once or "C=772" in case.label
-        assert tuple(ran[case.label]) == on_cpu.RUNS[: 1 if once else None]
+        runs = on_cpu.RUNS[: 1 if once else None]
+        assert ran[case.label] == [
+            each._replace(variant=each.variant + case.variant) for each in runs
+        ]
+    variants = [each.variant for runs in ran.values() for each in runs]
+    assert len(variants) == len(set(variants))
 
 
 def problem(kernel: Kernel) -> Finding:
@@ -763,7 +771,7 @@ def test_the_race_has_the_chosen_variants_and_the_users(name: str, chosen: tuple
     operation = find(name)
     kernel = matched(read(HERE / f"{name}.cu"), operation, workload.check_storage(operation))
     *checked, raced = served(kernel, chosen)
-    count = len(operation.cases) + len(FURTHER[name]) + 3 * len(SPECIAL[name]) + 1 + sizes.RANDOM
+    count = len(operation.cases) + len(FURTHER[name]) + special_cases(name) + 1 + sizes.RANDOM
     assert [type(each) for each in checked] == [Checked] * count
     assert [row.variant for row in raced.rows] == [*chosen, MINE]
     assert all(row.right for row in raced.rows)

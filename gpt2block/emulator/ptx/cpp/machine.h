@@ -184,11 +184,10 @@ struct Finding {
     int64_t bytes = 0;  // of the access
 };
 
-// Generic addresses: the number of an array in the bits from 36 on. Arrays begin in the middle of their range, so that
-// addresses before them name them, too. Windows of shared memory, local memory and parameters have numbers of their
+// Generic addresses: the number of an array in the bits from 36 on. Arrays begin near the middle of their range, so
+// that addresses before them name them, too. Windows of shared memory, local memory and parameters have numbers of their
 // own.
 constexpr int ARRAY_SHIFT = 36;
-constexpr uint64_t ARRAY_START = 1ull << 35;
 constexpr uint64_t SHARED_WINDOW = 1ull << ARRAY_SHIFT;  // + (rank of the block in its cluster + 1, or 0: own) << 24
 constexpr uint64_t LOCAL_WINDOW = 2ull << ARRAY_SHIFT;   // + thread << 24
 constexpr uint64_t PARAM_WINDOW = 3ull << ARRAY_SHIFT;
@@ -211,12 +210,12 @@ struct Counts;  // counters.h
 struct Races;   // races.h
 struct Shadow;  // races.h: the last accesses to the cells of an array
 
-struct Array {  // an argument, a variable of the module, or the image of a constant
+struct ArrayData {  // an argument or a variable of the module, as engine.py fills it
     uint8_t *data, *written;  // written: per byte, whether it was written; null: all were
-    uint64_t bytes;
-    bool constant;            // writing is a finding
-    std::shared_ptr<Shadow> shadow;
+    uint64_t bytes, origin;   // origin: generic address of the first byte
+    uint64_t constant;        // whether writing is a finding
 };
+struct Array : ArrayData { std::shared_ptr<Shadow> shadow; };
 
 struct Program;
 struct Block;
@@ -339,16 +338,13 @@ struct Launch {  // as engine.py fills it
     uint32_t dynamic_bytes = 0;        // of shared memory
     Order order = Order::forward;
     uint32_t checks = true;            // bounds, races, unwritten memory
-    uint32_t variant = 0;              // 0 or 1: two values of %smid, %warpid, %clock, ...
+    uint32_t variant = 0;              // even or odd: two values of %smid, %warpid, %clock, ...
     uint32_t entry = 0;                // index of the kernel's first instruction
     uint32_t variables = 0;            // number of the first arrays, which are variables of the module
     int64_t budget = 0;                // warp instructions that are left
     uint8_t* params = nullptr;
     int64_t param_bytes = 0, array_count = 0;
-    uint8_t** array_data = nullptr;
-    const int64_t* array_bytes = nullptr;
-    uint8_t** written = nullptr;       // per array and byte, whether it was written; null: all were
-    const uint8_t* constant = nullptr; // per array, whether writing is a finding
+    const ArrayData* array_data = nullptr;
     const uint8_t* early = nullptr;    // per array, whether it may be accessed before the wait for the previous kernel
     Counts* counts = nullptr;          // of each line; null: nothing is counted
     int64_t executed = 0;              // result

@@ -70,8 +70,7 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
     const uint64_t number = tag - FIRST_ARRAY;
     if (number >= m.arrays.size()) return {};
     const Array& a = m.arrays[number];
-    const uint64_t origin = (tag << ARRAY_SHIFT) + ARRAY_START;
-    return {a.data, a.written, a.bytes, origin, (int)number, a.shadow.get(), a.constant};
+    return {a.data, a.written, a.bytes, a.origin, (int)number, a.shadow.get(), (bool)a.constant};
 }
 
 [[gnu::cold]] inline Finding misuse(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from,
