@@ -81,7 +81,9 @@ class Special:
     change: Change
     slack: float = 0.0  # further relative error that a stable formula has
     attrs: Attrs = field(default_factory=dict)  # attributes that differ from the case's
-    small: bool = False  # whether the inputs are checked at one size only, a small one
+
+
+ORDINARY = Special("", "", lambda given, _: given)
 
 
 def resolved_seed(seed: int | None) -> int:
@@ -105,35 +107,31 @@ def cases(
     every = [case(kernel, *each, layout) for each in usual]
     every += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
     several = usual[min(1, len(usual) - 1)]  # sizes with several rows and an odd size
-    kinds = SPECIAL.get(operation.name, ())
-    of_all_sizes = [each for each in kinds if not each.small]
-    for at, chosen in ((several, kinds), *((each, of_all_sizes) for each in further[-1:])):
-        every += [case(kernel, *at, layout, each) for each in chosen]
+    special = SPECIAL.get(operation.name, ())
+    for at in (several, *further[-1:]):
+        every += [case(kernel, *at, layout, each) for each in special]
+    if operation.name in POWERS:
+        every.append(case(kernel, *several, layout, _other_magnitudes(kernel)))
     if not stated:
-        for at in (sizes.unusual(operation), *_long(kernel)):
-            every.append(replace(case(kernel, *at, layout), hint=OTHER_SIZES, once=True))
         hint = f"{OTHER_SIZES}\nrandom sizes: the same ones with --seed {seed} (in Python seed=)"
         drawn = tuple(sizes.random(operation, seed))
-        for each in drawn:
-            every.append(replace(case(kernel, *each, layout), hint=hint, once=True))
-        every += [case(kernel, *drawn[0], layout, each) for each in of_all_sizes]
+        long = (sizes.unusual(operation), *_long(kernel))
+        every += [replace(case(kernel, *at, layout), hint=OTHER_SIZES, once=True) for at in long]
+        every += [replace(case(kernel, *at, layout), hint=hint, once=True) for at in drawn]
+        every += [case(kernel, *drawn[0], layout, each) for each in special]
     return tuple(replace(each, variant=5 * k) for k, each in enumerate(every))
 
 
-def case(
-    kernel: Kernel, at: Sizes, attrs: Attrs, layout: str, special: Special | None = None
-) -> Case:
+def case(kernel: Kernel, at: Sizes, attrs: Attrs, layout: str, special: Special = ORDINARY) -> Case:
     """Create inputs of these sizes and the exact outputs. Raises InputError for wrong sizes."""
     operation = kernel.operation
-    all_attrs = {**operation.workload.attrs, **attrs, **(special.attrs if special else {})}
+    all_attrs = {**operation.workload.attrs, **attrs, **special.attrs}
     own = operation.with_workload(attrs=all_attrs)
 
     def draw(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-        inputs = own.make(sizes, rng)
-        at = {**all_attrs, **sizes, "dtype": kernel.dtype}
-        return special.change(inputs, at) if special else inputs
+        return special.change(own.make(sizes, rng), {**all_attrs, **sizes})
 
-    drawn = own.with_workload(draw=draw) if special else own
+    drawn = own.with_workload(draw=draw)
     of_seed = partial(workload.inputs_and_truth, drawn, at, kernel.dtype, layout)
     host, truth = of_seed(0)
     if truth.size < FEW and truth.dtype.kind == "f":  # the terms of all sums may cancel
@@ -144,12 +142,9 @@ def case(
     if own.workload.further is not None:
         truths += own.workload.further(*map(workload.widened, host), **all_attrs)
     outputs = values(own, host, all_attrs).outputs
-    bound = limit(operation, kernel.dtype, {**all_attrs, **at})
-    built = Case(at, all_attrs, host, dict(zip(outputs, truths, strict=True)), bound)
-    if special is None:
-        return built
-    bound += special.slack
-    return replace(built, name=special.name, hint=special.why, bound=bound, once=True)
+    bound = limit(operation, kernel.dtype, {**all_attrs, **at}) + special.slack
+    named, once = dict(zip(outputs, truths, strict=True)), special is not ORDINARY
+    return Case(at, all_attrs, host, named, bound, special.name, special.why, once)
 
 
 def _long(kernel: Kernel) -> tuple[tuple[Sizes, Attrs], ...]:
@@ -256,28 +251,19 @@ def _numbers_of_fp8(shape: tuple[int, ...]) -> NDArray[np.float64]:
     return np.resize(np.concatenate([magnitudes, -magnitudes]), shape)
 
 
-def _gates(given: Inputs, _: Mapping[str, object]) -> Inputs:
-    gate, up = given  # the first gate gives the largest value, even if it is the only one
-    return np.resize([100, -100, 20, -20, 0], gate.shape).astype(np.float32), up
-
-
 def _with_peak(row: NDArray[np.float32]) -> NDArray[np.float32]:
     """Raise one of the last logits by 200."""
     row[-1 - len(row) // 8] += 200
     return row
 
 
-def _with_few(row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Set all logits to -inf, except every ninth one."""
-    return np.where(np.arange(len(row)) % 9 == 0, row, np.float32(-np.inf))
-
-
-def _magnitudes(*powers: int) -> Special:
+def _other_magnitudes(kernel: Kernel) -> Special:
     """Return special inputs: random ones, multiplied by 2**power; by at most 2**13 in float16."""
+    most = 13 if kernel.dtype == "float16" else 126
+    powers = np.clip(POWERS[kernel.operation.name], -most, most)
 
-    def change(given: Inputs, at: Mapping[str, Any]) -> Inputs:
-        most = 13 if at["dtype"] == "float16" else 126
-        pairs = zip(given, np.clip(powers, -most, most), strict=True)
+    def change(given: Inputs, _: Mapping[str, object]) -> Inputs:
+        pairs = zip(given, powers, strict=True)
         return tuple(np.ldexp(array, power) if power else array for array, power in pairs)
 
     return Special(
@@ -285,7 +271,6 @@ def _magnitudes(*powers: int) -> Special:
         "float has magnitudes from 2^-126 to 2^127, which integers and fixed-point numbers do not "
         "have: compute in float",
         change,
-        small=True,
     )
 
 
@@ -352,15 +337,19 @@ _ROOT_MEAN_SQUARE = (
         _first(lambda shape: 128 * _steps(shape)),
     ),
 )
+# Operation → powers of 2 by which the inputs of one small case are multiplied.
+POWERS: Mapping[str, tuple[int, ...]] = {
+    "add": (-100, -100), "attention": (-40,), "blocks_matmul": (40, 0), "encoder": (0, -100, -100),
+    "gelu": (-40,), "gemm": (40, -40), "layernorm": (40, -40, -40), "layernorm_gelu": (40,),
+    "linear": (40, -40, 0), "matmul_bias": (40, -40, 0), "qk_norm": (40, 40, 40),
+    "rmsnorm": (40, -40), "rmsnorm_ffn": (40, -40, 0, 40), "rmsnorm_matmul": (40, -40, 40),
+    "rope": (-100,), "silu_mul": (-40, 40), "trimat": (13,),
+}  # fmt: skip
 SPECIAL: Mapping[str, tuple[Special, ...]] = {
-    "add": (_magnitudes(-100, -100),),
-    "attention": (
-        replace(_SCORES[0], change=_scored(1.0)),
-        replace(_SCORES[1], change=_scored(-1.0)),
-        _magnitudes(-40),
+    "attention": tuple(
+        replace(each, change=_scored(sign))
+        for each, sign in zip(_SCORES[:2], (1.0, -1.0), strict=True)
     ),
-    "blocks_matmul": (_magnitudes(40, 0),),
-    "encoder": (_magnitudes(0, -100, -100),),
     "gelu": (
         Special(
             "large values",
@@ -368,12 +357,9 @@ SPECIAL: Mapping[str, tuple[Special, ...]] = {
             "tanh(u) = 1 - 2 / (1 + exp(2u))",
             _first(lambda shape: _steps(shape) * 20),
         ),
-        _magnitudes(-40),
     ),
-    "gemm": (_magnitudes(40, -40),),
-    "layernorm": (*_NORM, _magnitudes(40, -40, -40)),
-    "layernorm_gelu": (*_NORM, _magnitudes(40)),
-    "linear": (_magnitudes(40, -40, 0),),
+    "layernorm": _NORM,
+    "layernorm_gelu": _NORM,
     "log_likelihood": (
         *(replace(each, slack=_SCORE_SLACK) for each in _SCORES),
         Special(
@@ -382,11 +368,10 @@ SPECIAL: Mapping[str, tuple[Special, ...]] = {
             _unlikely,
         ),
     ),
-    "matmul_bias": (_magnitudes(40, -40, 0),),
-    "qk_norm": (*map(_without_v, _ROOT_MEAN_SQUARE), _magnitudes(40, 40, 40)),
-    "rmsnorm": (*_ROOT_MEAN_SQUARE, _magnitudes(40, -40)),
-    "rmsnorm_ffn": (*_ROOT_MEAN_SQUARE, _magnitudes(40, -40, 0, 40)),
-    "rmsnorm_matmul": (*_ROOT_MEAN_SQUARE, _magnitudes(40, -40, 40)),
+    "qk_norm": tuple(map(_without_v, _ROOT_MEAN_SQUARE)),
+    "rmsnorm": _ROOT_MEAN_SQUARE,
+    "rmsnorm_ffn": _ROOT_MEAN_SQUARE,
+    "rmsnorm_matmul": _ROOT_MEAN_SQUARE,
     "rope": (
         Special(
             "positions from 100,000",
@@ -395,7 +380,6 @@ SPECIAL: Mapping[str, tuple[Special, ...]] = {
             lambda given, _: given,
             attrs={"start": 100_000},
         ),
-        _magnitudes(-100),
     ),
     "sample_token": (
         replace(_SCORES[0], name="logits near 1024", change=_logits(lambda row: row + SCORE)),
@@ -404,7 +388,7 @@ SPECIAL: Mapping[str, tuple[Special, ...]] = {
         Special(
             "-inf logits",
             "a logit of -inf has probability 0, also if fewer than top_k others remain",
-            _logits(_with_few),
+            _logits(lambda row: np.where(np.arange(len(row)) % 9, np.float32(-np.inf), row)),
         ),
         Special(
             "ties",
@@ -423,9 +407,9 @@ SPECIAL: Mapping[str, tuple[Special, ...]] = {
         Special(
             "large values",
             "exp of a large number is infinite, and inf / inf NaN: gate / (1 + exp(-gate))",
-            _gates,
+            # the first gate gives the largest value, even if it is the only one
+            _first(lambda shape: np.resize([100, -100, 20, -20, 0], shape)),
         ),
-        _magnitudes(-40, 40),
     ),
     "softmax": _SCORES,
     "to_fp8": (
@@ -436,5 +420,4 @@ SPECIAL: Mapping[str, tuple[Special, ...]] = {
             _first(_numbers_of_fp8),
         ),
     ),
-    "trimat": (_magnitudes(13),),
 }

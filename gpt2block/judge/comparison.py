@@ -216,8 +216,7 @@ def _number(value: np.ndarray | np.number, digits: int = 6) -> str:
 def _poisoned(out: np.ndarray) -> NDArray[np.bool_]:
     """Return the mask of the elements that still hold the fill byte NAN_BYTE."""
     raw = np.frombuffer(out.tobytes(), np.uint8).reshape(*out.shape, out.itemsize)
-    mask: NDArray[np.bool_] = (raw == NAN_BYTE).all(axis=-1)
-    return mask
+    return np.asarray((raw == NAN_BYTE).all(axis=-1))
 
 
 def _guarded(output: Output, guard: int, fill: int) -> tuple[CudaArray, CudaArray]:

@@ -8,7 +8,7 @@ registers. They are not multiples of a block's or a vector's size.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from math import gcd, lcm
+from math import gcd, isqrt, lcm
 
 import numpy as np
 
@@ -232,9 +232,6 @@ def _drawn(
     if name == bounded:
         number = min(number, most // unit)
     if unit == 1 and rng.random() < 0.5:
-        number = next(n for n in range(number, 0, -1) if _prime(n) or n == 1)
+        primes = (n for n in range(number, 0, -1) if all(n % d for d in range(2, isqrt(n) + 1)))
+        number = next(primes)  # or 1
     return number * unit
-
-
-def _prime(n: int) -> bool:
-    return n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))

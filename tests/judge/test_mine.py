@@ -21,7 +21,7 @@ from gpt2block.cuda.launch_lines import LaunchText, evaluated
 from gpt2block.errors import KernelError, NotJudged
 from gpt2block.judge import on_cpu, on_gpu, sizes
 from gpt2block.judge.arguments import check_known, sizes_at, values
-from gpt2block.judge.cases import SPECIAL, Case
+from gpt2block.judge.cases import POWERS, SPECIAL, Case
 from gpt2block.judge.cases import cases as every_case
 from gpt2block.judge.child import ProcessExited, Stage, supervised
 from gpt2block.judge.comparison import BenchmarkResult, Checked
@@ -312,7 +312,7 @@ def test_every_operation_is_known() -> None:
     assert all(operation.cases for operation in OPERATIONS.values())
     built_in = {"encoder_rows", "attention_cached", "rope_qkv"}
     assert set(names()) == set(OPERATIONS) - built_in == set(FURTHER)
-    assert set(SPECIAL) <= set(names())
+    assert {*SPECIAL, *POWERS} <= set(names())
     with pytest.raises(InputError, match="rope_qkv supports no user's kernel"):
         check_known(find("rope_qkv"))
 
@@ -364,7 +364,7 @@ def test_first_rungs_name_arguments_that_are_known() -> None:
 
 
 def special_cases(name: str) -> int:
-    return sum(1 if each.small else 3 for each in SPECIAL.get(name, ()))
+    return 3 * len(SPECIAL.get(name, ())) + (name in POWERS)
 
 
 def test_every_ladder_has_a_template() -> None:
@@ -549,6 +549,15 @@ MISTAKES = [  # operation, code of its template, the mistake, the report
         "",
         "they are -1, the first is token[0]: never written",
     ),
+    ("sample_token", "(chosen < 0", "(temperature == 0 || chosen < 0", "(equal largest logits)"),
+    ("add", "i < n", "i < n && a < y", "the clock or the addresses of arrays"),
+    ("add", "i < n", "i < n && (size_t)y % 256 == 0", "the clock or the addresses of arrays"),
+    ("add", "i < n", "i < n && (b - a) % 4096 == 0", "the clock or the addresses of arrays"),
+    ("gelu", "i >= n", "i >= n || (size_t)x >> 36 != 4", "the clock or the addresses of arrays"),
+    ("add", "= a[i]", "= llrint(a[i] * 0x1p40) * 0x1p-40", "wrong for these (other magnitudes)"),
+    ("encoder", "= token[c]", "= llrint(token[c] * 0x1p40) * 0x1p-40", "integers"),
+    ("silu_mul", "widen(up[i])", "llrint(widen(up[i]) * 0x1p40) * 0x1p-40f", "integers"),
+    ("layernorm", "mean += x_row[c]", "mean += llrint(x_row[c] * 0x1p40) * 0x1p-40", "integers"),
 ]
 
 

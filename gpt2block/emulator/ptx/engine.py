@@ -236,7 +236,8 @@ def launch(
         counted = np.zeros((len(encoded.places), len(Counts._fields)), np.int64)
         data.counts = counted.ctypes.data if checks.counters else None
         if early is not None:
-            data.early = arrays.early(early)
+            accessible = arrays.early(early)
+            data.early = accessible.ctypes.data
         text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
         found, traced, printed = text.split("\x1d", 2)
         read = _Findings(module, arrays, data.grid, data.block)
@@ -310,11 +311,8 @@ class _LaunchData(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("entry", "variables")),
         ("budget", ctypes.c_int64),
         ("params", _BYTES),
-        ("param_bytes", ctypes.c_int64),
-        ("array_count", ctypes.c_int64),
-        ("arrays", ctypes.c_void_p),
-        ("early", _BYTES),
-        ("counts", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("param_bytes", "array_count")),
+        *((name, ctypes.c_void_p) for name in ("arrays", "early", "counts")),
         ("executed", ctypes.c_int64),
         ("traced", ctypes.POINTER(ctypes.c_int64)),
         *((name, ctypes.c_int64) for name in ("traced_count", "array", "byte", "left_out")),
@@ -385,24 +383,17 @@ class _Arrays:
 
     def table(self) -> NDArray[np.uint64]:
         """Return the members of ArrayData of machine.h, a row per array."""
-        return np.array(
-            [
-                (
-                    each.data.ctypes.data,
-                    0 if each.written is None else each.written.ctypes.data,
-                    each.data.nbytes, each.address, each.constant,
-                )
-                for each in self.all
-            ],
-            np.uint64,
-        )  # fmt: skip
+        rows = []
+        for _, data, address, written, constant in self.all:
+            shadow = 0 if written is None else written.ctypes.data
+            rows.append((data.ctypes.data, shadow, data.nbytes, address, constant))
+        return np.array(rows, np.uint64)
 
-    def early(self, early: Sequence[bool]) -> Any:
+    def early(self, early: Sequence[bool]) -> NDArray[np.bool_]:
         """Return for each array whether it may be accessed before the wait."""
         known = {*range(len(self.encoded.variables))}
         known |= {number for k, number in self.of_arguments.items() if early[k]}
-        count = len(self.all)
-        return (ctypes.c_uint8 * max(1, count))(*[n in known for n in range(count)])
+        return np.isin(np.arange(len(self.all)), [*known])
 
     def keep(self, module: Module) -> None:
         """Keep the values of variables for later launches."""

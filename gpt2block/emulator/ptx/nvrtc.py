@@ -316,12 +316,8 @@ class _Child:
         return f"the compiler ended {ended}; it may use {limits.gib} of memory"
 
 
-def _forget_children() -> None:
-    _Child.idle.clear()  # a forked process shares no pipe with its parent
-
-
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget_children)
+    os.register_at_fork(after_in_child=_Child.idle.clear)  # it shares no pipe with its parent
 
 
 class _Library:
