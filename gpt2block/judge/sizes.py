@@ -160,7 +160,7 @@ def random(operation: Operation, seed: int) -> Iterator[Case]:
     count = 0
     while count < RANDOM:
         sizes, attrs = known[rng.integers(len(known))]
-        drawn = {name: _drawn(operation, name, size, attrs, rng) for name, size in sizes.items()}
+        drawn = {name: _draw(operation, name, size, attrs, rng) for name, size in sizes.items()}
         if cost(operation, drawn, attrs) <= most:
             count += 1
             yield drawn, attrs
@@ -183,15 +183,15 @@ def parts(operation: Operation, sizes: Sizes, stated: Collection[str]) -> tuple[
     for i in range(len(names)):
         rotated = names[i:] + names[:i]
         order = [n for n in rotated[:-1] if n not in stated]  # the last size keeps its value
-        reduced, attrs = _reduced(operation, sizes, operation.workload.attrs, order)
+        reduced, attrs = _reduce(operation, sizes, operation.workload.attrs, order)
         divided = _DIVISORS.get(operation.name, ("",))[0]
         if divided in order and reduced[divided] == _unit(operation, divided, attrs):
-            reduced, attrs = _reduced(operation, sizes, several_rows(operation)[1], order)
+            reduced, attrs = _reduce(operation, sizes, several_rows(operation)[1], order)
         cases[tuple(reduced.values())] = reduced, attrs
     return tuple(case for case in cases.values() if cost(operation, *case) <= 1)
 
 
-def _reduced(operation: Operation, sizes: Sizes, attrs: Attrs, order: Iterable[str]) -> Case:
+def _reduce(operation: Operation, sizes: Sizes, attrs: Attrs, order: Iterable[str]) -> Case:
     """Halve sizes in an order until the cost is at most OF_WHOLE."""
     reduced = dict(sizes)
     for name in order:
@@ -219,7 +219,7 @@ def _unit(operation: Operation, name: str, attrs: Attrs) -> int:
     return unit
 
 
-def _drawn(
+def _draw(
     operation: Operation, name: str, size: int, attrs: Attrs, rng: np.random.Generator
 ) -> int:
     """Draw a size from an eighth to twice a known one; its logarithm is uniformly distributed."""

@@ -328,14 +328,14 @@ def test_a_build_that_fails_is_reported_and_not_tried_again(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     made = module(f"{KERNEL} }}")
     made.loaded.clear()
-    engine._opened.cache_clear()
+    engine._open.cache_clear()
     try:
         for _ in range(3):
             with pytest.raises(engine.LaunchError, match=r"cannot compile .* no header"):
                 launch(made, "k", (1,), (1,), [X, X, N])
         assert (tmp_path / "calls").read_text().count("x") <= 2  # at most one for each source
     finally:
-        engine._opened.cache_clear()
+        engine._open.cache_clear()
 
 
 @pytest.mark.parametrize(

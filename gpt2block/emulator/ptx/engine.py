@@ -465,7 +465,7 @@ class _Findings:
         block, thread, place, block2, thread2, place2, array, byte, size = map(int, numbers)
         if kind == "unwritten" and 0 <= array < len(self.encoded.variables):
             kind = "kept"
-        name, start, whole = self._named(array, byte)
+        name, start, whole = self._locate(array, byte)
         now = self._where(block, thread, place)
         other = self._where(block2, thread2, place2) if thread2 >= 0 else None
         kernel = self.encoded.kernel
@@ -479,7 +479,7 @@ class _Findings:
         block, thread, place, pc, array, byte, size, source = map(int, numbers)
         begun = [(start, name) for name, start in self.encoded.functions.items() if start <= pc]
         opcode, function = self.forms[self.encoded.code[pc][0]], max(begun)[1]
-        name, start, *_ = self._named(array, byte)
+        name, start, *_ = self._locate(array, byte)
         known = bytes.fromhex(value), bytes.fromhex(before)
         at = self._where(block, thread, place)
         return TraceStep(at, kind, opcode, function, name, byte - start, size, source, *known)
@@ -489,7 +489,7 @@ class _Findings:
         file = self.module.files.get(at.file, "")
         return Where(_split(block, self.grid), _split(thread, self.block), file, at.line)
 
-    def _named(self, array: int, byte: int) -> tuple[str, int, int]:
+    def _locate(self, array: int, byte: int) -> tuple[str, int, int]:
         """Return the name of an array, where it starts, and its bytes, or 0 if not known."""
         encoded = self.encoded
         if array >= 0:
@@ -534,12 +534,12 @@ class _Loaded:
 def _load(module: Module, kernel: str) -> _Loaded:
     with module.lock:
         if kernel not in module.loaded:
-            module.loaded[kernel] = _loaded(encode(module, kernel))
+            module.loaded[kernel] = _load_program(encode(module, kernel))
         loaded: _Loaded = module.loaded[kernel]
     return loaded
 
 
-def _loaded(encoded: Encoded) -> _Loaded:
+def _load_program(encoded: Encoded) -> _Loaded:
     tables = [np.array(getattr(encoded, name), dtype) for name, dtype in _TABLES.items()]
     specials = "\n".join(f"{row} {name}" for name, row in encoded.specials.items())
     data = _ProgramData(
@@ -559,14 +559,14 @@ def _loaded(encoded: Encoded) -> _Loaded:
 def _library() -> ctypes.CDLL:
     """Return the engine's library, which is built if the cache does not have it."""
     with _BUILDING:
-        library = _opened()
+        library = _open()
     if isinstance(library, str):
         raise LaunchError(library)
     return library
 
 
 @cache
-def _opened() -> ctypes.CDLL | str:
+def _open() -> ctypes.CDLL | str:
     """Return the library, or why there is none: a build that has failed is not tried again."""
     try:
         library = ctypes.CDLL(str(_built()))
