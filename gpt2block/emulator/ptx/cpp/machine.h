@@ -167,7 +167,7 @@ struct Rows {
 
 static void nothing(Warp&, const Instr&, Mask) {}
 
-// What is wrong with a kernel. Python makes the sentence: it knows the lines, the names and the elements.
+// An error of a kernel. Python writes the text: it knows the lines, the names and the elements.
 struct Access {  // who touched memory, and where in the program
     int64_t block = -1, thread = -1;
     int32_t place = -1;
@@ -185,8 +185,8 @@ struct Finding {
 };
 
 // Generic addresses: the number of an array in the bits from 36 on. Arrays begin near the middle of their range, so
-// that addresses before them name them, too. Windows of shared memory, local memory and parameters have numbers of their
-// own.
+// that addresses before them name them, too. Windows of shared memory, local memory and parameters have their own
+// numbers.
 constexpr int ARRAY_SHIFT = 36;
 constexpr uint64_t SHARED_WINDOW = 1ull << ARRAY_SHIFT;  // + (rank of the block in its cluster + 1, or 0: own) << 24
 constexpr uint64_t LOCAL_WINDOW = 2ull << ARRAY_SHIFT;   // + thread << 24
@@ -362,8 +362,8 @@ struct Machine : Launch {
     std::shared_ptr<Trace> trace;
     std::vector<std::unique_ptr<Block>> in_flight;
 
-    // The bytes of a value that nobody has written: NaN, or in each format a large positive, a usual, and a large
-    // negative number.
+    // Returns the byte of values that no thread has written: NaN, or in each format a large positive, a usual, and a
+    // large negative number.
     uint8_t fill() const {
         static constexpr uint8_t by_order[] = {0xff, 0x7b, 0x3c, 0xfb};
         return by_order[(int)order];
@@ -376,7 +376,7 @@ struct Machine : Launch {
     [[noreturn]] void fail(const Warp& w, const Instr& i, int lane, const char* kind, std::string text) const {
         throw Finding{.kind = kind, .text = std::move(text), .now = w.here(i, lane)};
     }
-    // What does not end the launch: the first of each kind and array is enough.
+    // Findings that do not end the launch: the first of each kind and array is kept.
     bool noted(const std::string& kind, int array) const {
         const auto same = [&](const Finding& each) { return each.kind == kind && each.array == array; };
         return std::any_of(notes.begin(), notes.end(), same);
@@ -397,7 +397,7 @@ inline uint64_t* Warp::out(const Instr& i, int k, int j) {
     return rows.data() + (op.count > 1 ? machine.program->parts[op.index + j] : op.index) * LANES;
 }
 
-// Where a lane is: in a function without lines of its own, in the line that calls it.
+// Returns the place of a lane: in a function without lines of its own, the line that calls the function.
 inline Access Warp::here(const Instr& i, int lane) const {
     return {block.number, thread(lane), i.place ? i.place : machine.program->code[caller[lane]].place};
 }
