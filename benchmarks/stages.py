@@ -58,7 +58,7 @@ def staged(do: Executor, config: ModelConfig, fusions: Collection[str]) -> Value
     attention reads them there; otherwise a separate kernel appends K and V, and attention reads
     rows [Q | K | V].
     """
-    plain = Outline(do.names)
+    plain = Outline(do.tensors)
     forward(Pass(plain, PassSettings.of(config)), architecture_of(config), config, "logits")
     stages = (
         ("norms", normed_products), ("gates", normed_gates), ("adds", decoding_rules.products),
@@ -67,7 +67,7 @@ def staged(do: Executor, config: ModelConfig, fusions: Collection[str]) -> Value
     rules = [*chosen, products, decoding_rules.norms]
     if "into_cache" in fusions:
         rules += [decoding_rules.appends, decoding_rules.attention]
-    plan = DecodingPlan(do.names, config.head_size, norms=False)
+    plan = DecodingPlan(do.tensors, config.head_size, norms=False)
     steps = rewritten(plain.steps, rules, plan)
     return run([overwriting(step, OVERWRITTEN) for step in steps], do, "logits")
 

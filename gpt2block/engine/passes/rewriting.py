@@ -134,8 +134,8 @@ def rewritten(
     """Return the steps after all rules. log: receives what the rules did."""
     found, log = Steps(steps), log or Log()
     for each in rules:
-        for step in found:
-            if step.op in each.ops and step.name in found:
+        for step in [step for step in found if step.op in each.ops]:
+            if step.name in found:
                 why = each.apply(found, found[step.name], plan)
                 log.tried.append(Tried(each.name, step.name, why))
     log.parts |= found.parts
