@@ -111,7 +111,8 @@ def test_every_rule_says_where_it_fired_and_why_not() -> None:
     plain, log = plain_steps("llama", tensors), Log()
     steps = decoding_steps(plain, DecodingPlan(tensors, 64, fuses=ALL_FUSED, splits=2), log)
     assert {each.rule for each in log.tried if not each.why} >= {
-        "products", "norms", "gates", "appends", "attention", "feed_forward_sums", "residual_sums",
+        "products", "norms", "gates", "rope_product", "attention", "feed_forward_sums",
+        "residual_sums",
     }  # fmt: skip
     (why,) = {each.why for each in log.tried if each.rule == "norms" and each.why}
     assert why.startswith("lm_head")
