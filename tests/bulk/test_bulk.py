@@ -27,6 +27,7 @@ from gpt2block.cuda.formats import FormatOptions
 from gpt2block.engine.model import in_groups
 from tests.command_line import gpt2block
 from tests.markov import MarkovEngine, cycle
+from tests.refusals import cases
 
 TEXTS = ["O Romeo, Romeo!", "", "x", "\ud800", 7, None, "Good morrow.\n", [72, 105], [256], [0.5]]
 BAD = {
@@ -170,21 +171,7 @@ def test_embeddings(model: GPT2) -> None:
     assert embed({"text": []})["embedding"].shape == (0, 256)
 
 
-@pytest.mark.parametrize(
-    ("task", "options", "message"),
-    [
-        ("score", {"stride": 256}, "stride: expected 1 to 255"),
-        ("score", {"stripe": 2}, "unexpected keyword argument 'stripe'"),
-        ("generate", {"top_p": 2.0}, "top_p: expected a probability"),
-        ("generate", {"seed": -1}, "seed: expected an unsigned integer"),
-        ("generate", {"samples": 0}, "samples: expected a positive integer"),
-        ("generate", {"overflow": "x"}, "overflow: expected 'error' or 'truncate'"),
-        ("embed", {"overflow": "x"}, "overflow: expected 'error' or 'truncate'"),
-        ("embed", {"pooling": "max"}, "pooling: expected one of mean, last, cls"),
-        ("embed", {"batch_tokens": 0}, "batch_tokens: expected a positive integer"),
-        ("sing", {}, "task: expected one of score, generate, embed"),
-    ],
-)
+@pytest.mark.parametrize(("task", "options", "message"), cases("options of a task"))
 def test_wrong_options(task: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Predictor(task, device="cpu", **options)
@@ -194,18 +181,7 @@ def test_wrong_options(task: Any, options: dict[str, Any], message: str) -> None
         job.checked()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"device": "cuda:1"}, "expected cuda, cpu or the first GPUs .* got 'cuda:1'"),
-        ({"device": "cuda:1,2"}, "got 'cuda:1,2': set CUDA_VISIBLE_DEVICES"),
-        ({"form": "csv"}, "format: expected 'jsonl' or 'parquet', got 'csv'"),
-        ({"keep": ("n_tokens",)}, "'n_tokens' is the name of a result"),
-        ({"shard_size": 0}, "shard_size: expected a positive integer"),
-        ({"dtype": "int8"}, "dtype: expected one of float32, "),
-        ({"kv_dtype": "float8_e5m2"}, "kv_dtype 'float8_e5m2': expected weights of 16 bits"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "message"), cases("arguments of a job"))
 def test_wrong_arguments_of_a_job(wrong: dict[str, Any], message: str) -> None:
     stored = {name: wrong.pop(name) for name in ("dtype", "kv_dtype") if name in wrong}
     with pytest.raises(InputError, match=message):

@@ -29,7 +29,7 @@ from gpt2block.files.checkpoints.gguf_tokenizer import as_files
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding, TokenizersEncoding
 from gpt2block.files.tokenizers.tokenizer_json import TiktokenEncoding
-from tests.refusals import refused
+from tests.refusals import cases, refused
 from tests.tokenizer_files import pair
 
 CORPUS = Path(__file__).parents[2] / "kernels_cu"
@@ -113,41 +113,14 @@ MODELS = {
     "falcon3": Model([pre_tokenizers.Punctuation("contiguous"), WORDS, DIGITS]),
 }
 PIECES = [
-    *("the", "The", "HELLO", "I'll", "I'LL", "we've", "WE'VE", "don't", "'s", "'S", "'ſ", "it'd"),
-    *("7", "42", "123", "1234", "1234567890", "٣٤", "½²", "Ⅻ", "·", "¼", "ǅ", "ʰ", "aʰB", "eBay"),
-    *(
-        "é",
-        "e\u0301",
-        "a\u0308\u0301",
-        "ñ",
-        "नमस्ते",
-        "हिन्दी",
-        "ไทย",
-        "你好",
-        "日本語",
-        "かな",
-        "한국어",
-    ),
-    *("\u1100\u1161\u11a8", "мир", "ПРИВЕТ", "Σίσυφος", "عربى", "HTTPServer", "x_y", "foo(bar)"),
-    *(
-        "👩\u200d👩\u200d👧\u200d👦",
-        "🏳️\u200d🌈",
-        "😀",
-        "//",
-        "/*",
-        "...",
-        "!!!",
-        "—",
-        "a.b",
-        "[0]",
-        "▁",
-        "▁▁",
-        "<h1>",
-    ),
-    *("<|start|>", "<|end|>", "<added>", "!\n", "?\r\n\n", "/\n", ";\n/\n"),
-    *(" ", "  ", "   ", " " * 9, "\n", "\n\n", "\n" * 4, "\r\n", "\t", "\t\t"),
-    *("\u00a0", "\u3000", "\u2028"),
-]
+    "the", "The", "HELLO", "I'll", "I'LL", "we've", "WE'VE", "don't", "'s", "'S", "'ſ", "it'd",
+    "7", "42", "123", "1234", "1234567890", "٣٤", "½²", "Ⅻ", "·", "¼", "ǅ", "ʰ", "aʰB", "eBay",
+    "é", "e\u0301", "a\u0308\u0301", "ñ", "नमस्ते", "हिन्दी", "ไทย", "你好", "日本語",
+    "かな", "한국어", "\u1100\u1161\u11a8", "мир", "ПРИВЕТ", "Σίσυφος", "عربى", "HTTPServer", "x_y",
+    "foo(bar)", "👩\u200d👩\u200d👧\u200d👦", "🏳️\u200d🌈", "😀", "//", "/*", "...", "!!!",
+    "—", "a.b", "[0]", "▁", "▁▁", "<h1>", "<|start|>", "<|end|>", "<added>", "!\n", "?\r\n\n", "/\n", ";\n/\n", " ", "  ", "   ",
+    " " * 9, "\n", "\n\n", "\n" * 4, "\r\n", "\t", "\t\t", "\u00a0", "\u3000", "\u2028",
+]  # fmt: skip
 PLANES = (32, 0x3000), (0x3000, 0xD800), (0xE000, 0x20000)
 
 
@@ -313,17 +286,6 @@ def test_sentence_piece_gives_the_ids_of_sentencepiece(tmp_path: Path) -> None:
     assert ids[-1] == 2
 
 
-def test_sentence_piece_without_a_space_before_a_text(tmp_path: Path) -> None:
-    keys = sentence_piece_keys(add_space_prefix=False, add_bos_token=False)
-    found = loaded(tmp_path, keys)
-    with_space = loaded(tmp_path, sentence_piece_keys(add_bos_token=False))
-    for text in texts()[:300]:
-        ids = tokenizer.encode(found, " " + text)
-        assert ids == tokenizer.encode(with_space, text)
-        assert found.decode(ids) == " " + text
-        assert with_space.decode(ids) == text
-
-
 def test_merges_of_gemma_4(tmp_path: Path) -> None:
     """A file with merges gives the ids of scores; merges never join newlines with other text."""
     model = trained(add_dummy_prefix=False, user_defined_symbols=["\n", "\na"])
@@ -379,33 +341,6 @@ def test_runs_of_white_space_of_gemma(tmp_path: Path) -> None:
                 assert ids[1:] == model.encode(text), text
 
 
-def test_the_tokenizer_json_of_gemma(tmp_path: Path) -> None:
-    """The tokenizer has bytes, a normalizer for spaces, and a token before every text."""
-    runs = [*("▁" * n for n in range(2, 6)), *("\n" * n for n in range(1, 4)), "<h1>"]
-    expected = gemma(trained(add_dummy_prefix=False, user_defined_symbols=runs), runs)
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    expected.decoder = decoders.Sequence(steps)
-    expected.add_special_tokens(["<s>", "</s>"])
-    expected.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 1)]
-    )
-    expected.save(str(tmp_path / "tokenizer.json"))
-    found = tokenizer.from_path(tmp_path / "tokenizer.json", 10**6)
-    for text in [" x", " " * 33 + "a", *mixtures()]:
-        ids = tokenizer.encode(found, text)
-        assert ids == expected.encode(text).ids, text
-        assert found.decode(ids[1:]) == text.replace("▁", " "), text
-
-
-def test_bos_is_added_as_the_file_says(tmp_path: Path) -> None:
-    for added in (False, True):
-        for keys in (byte_level_keys("gpt-2", add_bos_token=added),
-                     sentence_piece_keys(add_bos_token=added)):  # fmt: skip
-            found = loaded(tmp_path, keys)
-            bos = keys["tokenizer.ggml.bos_token_id"]
-            assert (tokenizer.encode(found, "a")[0] == bos) == added
-
-
 def test_tokens_that_fill_the_vocabulary_stand_for_no_text(tmp_path: Path) -> None:
     keys = byte_level_keys("llama-bpe")
     keys["tokenizer.ggml.tokens"].append("[PAD701]")
@@ -415,37 +350,10 @@ def test_tokens_that_fill_the_vocabulary_stand_for_no_text(tmp_path: Path) -> No
     assert found.decode(found.encode_ordinary("[PAD701]")) == "[PAD701]"
 
 
-def test_a_vocabulary_without_bytes_that_utf8_never_has(tmp_path: Path) -> None:
-    """SmolLM2's vocabulary lacks tokens for 0xC0, 0xC1, 0xF5 to 0xFF and other bytes."""
-    keys = byte_level_keys("smollm")
-    tokens = keys["tokenizer.ggml.tokens"]
-    for byte in (0xC0, 0xC1, *range(0xF5, 0x100)):
-        tokens[tokens.index(chr(byte))] = f"<unused{byte}>"
-    found = loaded(tmp_path, keys)
-    for text in texts():
-        assert found.encode_ordinary(text) == byte_level("smollm").encode(text).ids
-
-
-REFUSED: dict[str, tuple[str, Any, str]] = {
-    "model": ("model", "bert", "tokenizer.ggml.model: 'bert' is not supported"),
-    "models": ("model", [1, 2], "tokenizer.ggml.model: array([1, 2]"),
-    "pre": ("pre", "deepseek-llm", "tokenizer.ggml.pre: 'deepseek-llm' is not supported"),
-    "unknown": ("pre", "default", "'default' is not supported (known are codeshell, command-r, "),
-    "number": ("pre", [1, 2], "tokenizer.ggml.pre: array([1, 2]"),
-    "bos": ("add_bos_token", 1, "tokenizer.ggml.add_bos_token: expected true or false, got 1"),
-    "space": ("add_space_prefix", True, "tokenizer.ggml.add_space_prefix: True is not supported"),
-    "eos": ("add_eos_token", True, "tokenizer.ggml.add_eos_token: True is not supported"),
-    "new": ("new_rule", "x", "tokenizer.ggml.new_rule: 'x' is not supported"),
-    "charsmap": ("precompiled_charsmap", [1, 2], "tokenizer.ggml.precompiled_charsmap"),
-    "types": ("token_type", [1, 1], "token_type: expected a number for each of 701 tokens"),
-    "merges": ("merges", "a b", "tokenizer.ggml.merges: expected an array of strings"),
-    "tokens": ("tokens", 3, "tokenizer.ggml.tokens: expected an array of strings"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_tokenizers_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    key, value, message = REFUSED[name]
+@pytest.mark.parametrize(("key", "value", "message"), cases("keys of a tokenizer in a GGUF file"))
+def test_other_tokenizers_are_refused_by_name(
+    key: str, value: Any, message: str, tmp_path: Path
+) -> None:
     keys = byte_level_keys("gpt-2")
     file = file_with(tmp_path, keys)
     source = Checkpoint.open(tmp_path / "source")

@@ -12,7 +12,7 @@ from fuzzing import gpt2 as plain
 
 from gpt2block import GPT2Config, GPT2Weights
 from gpt2block.files.checkpoints import Checkpoint, save_pretrained
-from tests.refusals import assert_same_tensors, refused
+from tests.refusals import assert_same_tensors, cases, refused
 
 SIZES = plain.Sizes(n_layer=2, n_head=3, n_embd=24, n_ctx=7, vocab_size=5)
 SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=24, n_ctx=7, vocab_size=5)
@@ -58,28 +58,7 @@ def test_a_model_and_its_conversion(tmp_path: Path) -> None:
     assert loaded.lm_head is loaded.wte
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"magic": 20240325}, "expected a file of torch.save"),
-        ({"magic": 20240520}, "expected a model of llm.c, magic 20240326, got tokens"),
-        ({"magic": 20240328}, "got a tokenizer, magic 20240328"),
-        ({"version": 2}, "expected version 3 (float32) or 5 (bfloat16), got 2"),
-        ({"n_layer": -1}, "n_layer: expected a positive integer, got -1"),
-        ({"n_ctx": 0}, "n_ctx: expected a positive integer, got 0"),
-        ({"n_head": 5}, "n_embd 24 is not a multiple of n_head 5"),
-        ({"padded": 4}, "a padded vocab_size of at least 5, got 4"),
-        ({"padded": -8}, "a padded vocab_size of at least 5, got -8"),
-        ({"padded": 9}, f"bytes, the file has {len(GOOD):,}"),
-        ({"n_layer": 10_000}, "truncated"),
-        ({"n_layer": 10_001}, "n_layer: expected at most 10,000, got 10001"),
-        ({"n_embd": 2**31 - 2, "n_head": 2}, "n_embd: expected at most 65,536"),
-        ({"n_ctx": 2**31 - 1}, "n_ctx: expected at most 1,048,576"),
-        ({"vocab_size": 2**31 - 1}, "vocab_size: expected at most 16,777,216"),
-        ({"n_layer": 1}, "too long"),
-        ({"version": 5}, "too long"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "words"), cases("header of llm.c"))
 def test_a_wrong_header(tmp_path: Path, changed: dict[str, int], words: str) -> None:
     file = saved(tmp_path, changed_header(**changed) + GOOD[1024:])
     refused(file, str(file), words)
