@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import re
-import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -117,18 +116,6 @@ def test_inputs_that_cannot_be_read(
     assert not Path("o").exists()
 
 
-@pytest.mark.parametrize("method", ["iterdir", "open"])
-def test_a_folder_or_files_without_permission(
-    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    (tmp_path / "in").mkdir()
-    lines.rename(tmp_path / "in" / lines.name)
-    error = PermissionError(errno.EACCES, "Permission denied")
-    monkeypatch.setattr(Path, method, Mock(side_effect=error))
-    message = run("score", tmp_path / "in", "--output", tmp_path / "o").error
-    assert "cannot be read: Permission denied" in message
-
-
 @pytest.mark.parametrize(
     ("output", "message"),
     [
@@ -168,23 +155,6 @@ def test_a_wrong_output_is_refused_before_the_input_is_read(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_read_only_file_system(
-    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_only = Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
-    monkeypatch.setattr(Path, "mkdir", read_only)
-    message = run("score", lines, "--output", tmp_path / "o").error
-    assert "cannot be written: Read-only file system" in message
-    monkeypatch.undo()
-    (tmp_path / "o").mkdir()
-    monkeypatch.setattr("os.open", read_only)
-    with (
-        pytest.raises(InputError, match="cannot be written: Read-only"),
-        shards.folder_lock(tmp_path / "o", "token"),
-    ):
-        pass
-
-
 def test_new_empty_folders_are_removed_again(lines: Path, tmp_path: Path) -> None:
     assert "no such file" in run("score", "nowhere.txt", "--output", tmp_path / "a/b/c").error
     assert not (tmp_path / "a").exists()
@@ -200,18 +170,6 @@ def test_a_working_directory_that_was_deleted(
     for output in ("relative", tmp_path / "o"):
         message = run("score", lines, "--output", output).error
         assert "the working directory was deleted: change to one that exists" in message
-
-
-def test_files_may_not_grow(lines: Path, tmp_path: Path) -> None:
-    """The limit of file sizes is 0, as with `ulimit -f 0`."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        message = run("score", lines, "--output", tmp_path / "o").error
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert message == f"--output {tmp_path / 'o'}: cannot be written: File too large"
-    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize("written", [0, 2])
@@ -446,19 +404,6 @@ def test_manifest(tmp_path: Path) -> None:
     assert sorted(again.forget_damaged("jsonl")) == damaged
     again.write({"task": "score"})
     assert list(shards.Manifest(tmp_path).done) == [0]
-
-
-def test_a_folder_is_locked_by_one_job(tmp_path: Path) -> None:
-    folder = tmp_path / "new"
-    with shards.folder_lock(folder, "token"):
-        assert (folder / shards.LOCK).read_text() == "token"
-        with (
-            pytest.raises(InputError, match="another gpt2block map writes to this folder"),
-            shards.folder_lock(folder, "other"),
-        ):
-            pass
-        assert (folder / shards.LOCK).read_text() == "token"
-    assert not folder.exists()
 
 
 def test_absolute_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
