@@ -45,6 +45,8 @@ from gpt2block.apps.cli import main
 for words in (["--version"], ["kernels", "add", "--mine", "x.cu"], ["generate", "--help"]):
     try: main(words)
     except SystemExit: print("MODULES", *sys.modules)
+import gpt2block.cuda.doctor, gpt2block.cuda.kernels
+print("cupy" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     version, kernels, generate = (
@@ -53,6 +55,7 @@ for words in (["--version"], ["kernels", "add", "--mine", "x.cu"], ["generate", 
     assert "gpt2block.apps.cli.app" in version
     assert not {"gpt2block.files.checkpoints", "gpt2block.engine.model"} & version
     assert not {"gpt2block.engine.generation", "gpt2block.apps.cli.generate"} & kernels
+    assert done.stdout.endswith("\nFalse\n")
     slow = "engine.numpy.model", "engine.generation.generate", "engine.generation.scoring"
     assert "gpt2block.apps.cli.generate" in generate
     assert not {"cupy", "huggingface_hub", *(f"gpt2block.{name}" for name in slow)} & generate

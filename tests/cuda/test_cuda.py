@@ -28,7 +28,6 @@ from tests import plain
 from tests.gpus import large_memory
 
 pytest.importorskip("cupy", reason="these tests need CuPy and a GPU")
-from gpt2block.checks import FLOATS
 from gpt2block.cuda.formats import DTYPES
 from gpt2block.engine.cuda.block import MAX_CALLS, MAX_SHAPES, CudaEngine
 
@@ -253,43 +252,6 @@ def test_numpy_in_numpy_out(gpt2: BlockWeights) -> None:
     np.testing.assert_array_equal(block(transposed), out)
 
 
-class Foreign:
-    """A CUDA array of another library with only `__cuda_array_interface__`."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        return self.array.__cuda_array_interface__
-
-
-class ForeignDlpack:
-    """A CUDA array of another library with only DLPack."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self.array.__dlpack_device__()
-
-
-@pytest.mark.parametrize("kind", [Foreign, ForeignDlpack])
-def test_arrays_of_other_libraries(cp: ModuleType, gpt2: BlockWeights, kind: Any) -> None:
-    block = Block(gpt2, device="cuda")
-    x = cp.asarray(random_input(0, (30, 768)))
-    expected = block(x).get()
-    got = block(kind(x))
-    assert isinstance(got, cp.ndarray)
-    np.testing.assert_array_equal(got.get(), expected)
-    out = cp.empty_like(x)
-    block(kind(x), out=kind(out))
-    np.testing.assert_array_equal(out.get(), expected)
-
-
 @pytest.fixture(scope="module")
 def torch() -> ModuleType:
     module: ModuleType = pytest.importorskip("torch", reason="torch is not installed")
@@ -310,13 +272,6 @@ def test_a_torch_tensor(torch: ModuleType, gpt2: BlockWeights) -> None:
         out.fill_(torch.nan)
         assert block(x, out=out) is out
         np.testing.assert_array_equal(out.cpu().numpy(), expected)
-
-
-def test_a_torch_tensor_of_16_bits(torch: ModuleType, gpt2: BlockWeights) -> None:
-    block = gpt2block.Block(gpt2, device="cuda", dtype="bfloat16")
-    x = torch.from_numpy(random_input(0, (30, 768))).cuda().to(torch.bfloat16)
-    expected = block(x.float().cpu().numpy().astype(FLOATS["bfloat16"]))
-    np.testing.assert_array_equal(block(x).get(), expected)
 
 
 def test_a_torch_tensor_is_viewed_without_dlpack(
@@ -341,24 +296,6 @@ def test_a_torch_tensor_that_torch_does_not_share(torch: ModuleType, gpt2: Block
     ):
         with pytest.raises(InputError, match=message):
             block(wrong)
-
-
-def test_a_block_waits_for_the_stream_of_a_torch_tensor(
-    cp: ModuleType, torch: ModuleType, gpt2: BlockWeights
-) -> None:
-    block = Block(gpt2, device="cuda")
-    host = random_input(0, (30, 768))
-    expected = block(host)
-    source = torch.from_numpy(host).cuda()
-    for side in (torch.cuda.Stream(), torch.cuda.current_stream()):
-        for ours in (cp.cuda.Stream(non_blocking=True), cp.cuda.Stream.null):
-            x = torch.full_like(source, torch.nan)
-            torch.cuda.synchronize()
-            with torch.cuda.stream(side):
-                torch.cuda._sleep(100_000_000)  # about 50 ms
-                x.copy_(source)
-                with ours:
-                    np.testing.assert_array_equal(block(x).get(stream=ours), expected)
 
 
 def test_a_cuda_array_that_is_not_contiguous_is_copied(cp: ModuleType, gpt2: BlockWeights) -> None:

@@ -7,6 +7,7 @@ import functools
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,14 +207,21 @@ def _install(folder: Path, version: str, cupy: int) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, "utf-8")
-    built = {f"libnvrtc.so.{major}": NVRTC} if minor else {}
-    built |= {f"libnvrtc-builtins.so.{version}": ""} if minor and not alone else {}
-    for name, text in built.items():
-        soname = (
-            f"-Wl,-soname={name if text else version}"  # NVRTC asks for builtins of its version
-        )
-        flags = ["-shared", "-fPIC", f'-DVERSION="{version}"', soname, "-xc++", "-", "-o", name]
-        subprocess.run(["g++", *flags], cwd=folder / "lib", input=text, text=True, check=True)
+    if minor:
+        library = f"libnvrtc.so.{major}"
+        (folder / "lib" / library).write_bytes(_built(NVRTC, version, library))
+    if minor and not alone:
+        builtins = f"libnvrtc-builtins.so.{version}"
+        (folder / "lib" / builtins).write_bytes(_built("", version, version))
+
+
+@functools.cache
+def _built(source: str, version: str, soname: str) -> bytes:
+    """Return a library whose name is `soname`: NVRTC asks for builtins of its version."""
+    flags = ["-shared", "-fPIC", f'-DVERSION="{version}"', f"-Wl,-soname={soname}", "-xc++", "-"]
+    with tempfile.NamedTemporaryFile() as file:
+        subprocess.run(["g++", *flags, "-o", file.name], input=source, text=True, check=True)
+        return Path(file.name).read_bytes()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
