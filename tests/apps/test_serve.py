@@ -774,19 +774,6 @@ def test_files_that_may_be_open(
     assert ("expected 1064 or more, or fewer --connections than 1000" in caplog.text) == warns
 
 
-def test_garbage_and_slow_connections_stop_nobody(server: Running) -> None:
-    rng = random.Random(0)
-    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
-    for connection in slow:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: local")
-    for _ in range(30):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as garbage:
-            garbage.sendall(rng.randbytes(rng.randrange(1, 2000)) + b"\r\n\r\n")
-    assert post(server, "/tokenize", {"prompt": "x"})[0] == 200
-    for connection in slow:
-        connection.close()
-
-
 def test_nothing_is_left_after_many_requests(server: Running) -> None:
     def work() -> None:
         for _ in range(40):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from gpt2block.bulk.records import ChangedError, Record
 from gpt2block.bulk.tasks import Problem
 from gpt2block.cuda.formats import FormatOptions
 from gpt2block.engine.model import in_groups
-from tests.command_line import gpt2block
 from tests.markov import MarkovEngine, cycle
 from tests.refusals import cases
 
@@ -219,15 +217,6 @@ def test_a_long_prompt_or_a_wrong_seed_is_the_error_of_its_record() -> None:
     assert found["completion"][0]
     alone = predictor({"text": ["To"], "seed": [1]})
     assert alone["completion"][0] == found["completion"][0]
-
-
-def test_without_dask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "distributed", None)
-    monkeypatch.delitem(sys.modules, "gpt2block.bulk.driver", raising=False)
-    monkeypatch.delitem(sys.modules, "gpt2block.bulk.cluster", raising=False)
-    monkeypatch.delattr("gpt2block.bulk.driver", raising=False)
-    said = gpt2block("map", "score", "in.txt", "--output", "nowhere").error
-    assert said.startswith("map needs distributed, of the extra dask: run pip install")
 
 
 def read_shards(files: list[Path], size: int) -> list[list[Any]]:

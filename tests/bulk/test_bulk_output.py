@@ -24,6 +24,7 @@ from gpt2block.bulk.job import Job
 from tests import inline_cluster
 from tests.command_line import Ended, gpt2block
 from tests.inline_cluster import InlineClient, contents
+from tests.refusals import cases
 
 pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
 from gpt2block.bulk import cluster, driver, job
@@ -86,23 +87,7 @@ def test_ignored_entries_of_a_folder_are_reported(lines: Path, tmp_path: Path) -
     assert "2 entries are not read (notes.md, older/): expected" in err
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("fifo.txt", "expected a regular file or a folder"),
-        ("zero.txt", "expected a regular file or a folder"),
-        ("in.csv", "expected a file that ends in .txt"),
-        ("a" * 300 + ".txt", "cannot be read: File name too long"),
-        ("in.csv/a.txt", "cannot be read: Not a directory"),
-        ("loop.txt", "cannot be read: Too many levels of symbolic links"),
-        ("absent.txt", "no such file"),
-        ("empty", "in this folder, found none"),
-        ("~nosuchuser/a.txt", "no home directory is known"),
-        ("a\0.txt", "a path cannot hold a NUL"),
-        ("\ud800.txt", "cannot be read: "),
-        ("", "expected a path, got an empty string"),
-    ],
-)
+@pytest.mark.parametrize(("path", "message"), cases("inputs of a bulk job"))
 def test_inputs_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str
 ) -> None:
@@ -116,31 +101,9 @@ def test_inputs_that_cannot_be_read(
     assert not Path("o").exists()
 
 
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ("", "output: expected a path, got an empty string"),
-        ("~nosuchuser/o", "no home directory is known for this user"),
-        ("a\0b", "a path cannot hold a NUL character"),
-        ("/proc/foo", "cannot be written: No such file or directory"),
-        ("/sys/foo", "cannot be written: "),
-        ("a" * 300, "cannot be written: File name too long"),
-        ("lines.txt/o", "cannot be written: Not a directory"),
-        ("lines.txt", "not a folder"),
-        ("loop", "a broken link, expected a folder"),
-        ("loop/o", "cannot be written: Too many levels of symbolic links"),
-        ("locked", "cannot be written: Is a directory"),
-        ("waits", "cannot be written: "),
-        ("listed", "manifest.ndjson: damaged, or not a manifest: not a regular file"),
-        ("\ud800", "cannot be written: "),
-    ],
-)
+@pytest.mark.parametrize(("output", "message"), cases("outputs of a bulk job"))
 def test_a_wrong_output_is_refused_before_the_input_is_read(
-    lines: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    output: str,
-    message: str,
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")

@@ -74,24 +74,14 @@ def test_a_missing_barrier_is_a_race(file: str, launch: Launch, barriers: int) -
     ("file", "launch", "old", "new", "said"),
     [
         (ADD, add, "i < n", "i <= n", r"out of bounds: .* 4 bytes at byte 1200 of \w$"),
-        (
-            MATMUL,
-            matmul,
-            "a_next = row_inside && k0",
-            "a_next = k0",
-            "reads 4 bytes at .* of A",
-        ),
-        (
-            *(ATTENTION, attention, "HS + tid] =", "HS + tid - 1] ="),
-            "writes 4 bytes at byte -4 of attn_out",
-        ),
-        (
-            *(ATTENTION, attention, "j < n_keys; j += G", "j <= n_keys; j += G"),
-            "out of bounds: .* reads 4 bytes at byte .* of scores",
-        ),
+        (MATMUL, matmul, "a_next = row_inside && k0", "a_next = k0", "reads 4 bytes at .* of A"),
+        (ATTENTION, attention, "HS + tid] =", "HS + tid - 1] =",
+         "writes 4 bytes at byte -4 of attn_out"),
+        (ATTENTION, attention, "j < n_keys; j += G", "j <= n_keys; j += G",
+         "out of bounds: .* reads 4 bytes at byte .* of scores"),
         ("lib/common.cuh", layernorm, "threadIdx.x < stride", "threadIdx.x <= stride", "race|out"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_in_a_kernel_of_the_course(
     file: str, launch: Launch, old: str, new: str, said: str
 ) -> None:

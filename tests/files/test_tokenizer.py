@@ -39,6 +39,7 @@ from gpt2block.files.tokenizers.encoding import (
 from gpt2block.files.tokenizers.tokenizer_json import SPLIT_WORDS
 from tests import refusals
 from tests.command_line import gpt2block
+from tests.devices import slow
 from tests.tokenizer_files import (
     BYTES,
     PAIRS,
@@ -281,17 +282,9 @@ def test_merges_decide_and_not_ids(tmp_path: Path, changed: dict[str, Any], ids:
 @pytest.mark.parametrize(
     ("changed", "setting"),
     [
-        ({"merges": [["b", "c"], ["a", "b"]]}, "model.merges that are not in the order of ids"),
-        ({"merges": [["a", "b"]]}, "model.vocab with 'bc', which no merge produces"),
-        ({"ignore_merges": True}, "model.ignore_merges"),
-        ({"new_setting": 1}, "model.new_setting"),
-        ({"normalizer": {"type": "NFC"}}, "normalizer NFC"),
+        *refusals.cases("settings that need the package tokenizers"),
         ({"added_tokens": [added_token(258, "x y", special=False)]}, "added token 'x y'"),
         ({"added_tokens": [added_token(256, "ab")]}, "special token 'ab'"),
-        (
-            {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}},
-            "pre_tokenizer.add_prefix_space",
-        ),
     ],
 )
 def test_the_setting_that_needs_the_package_tokenizers(
@@ -493,19 +486,13 @@ def test_a_file_that_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("vocab.json", "{}"),
-        ("merges.txt", ""),
-        ("encoder.json", "{}"),
-        ("vocab.bpe", ""),
-        ("added_tokens.json", "{}"),
-        ("tokenizer.model", ""),
-        ("spiece.model", ""),
-        ("vocab.txt", "[PAD]"),
-        ("tokenizer_config.json", '{"tokenizer_class": "BertTokenizer"}'),
-        ("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}'),
-        ("tokenizer_config.json", '{"tokenizer_class": {}}'),
+        *((name, "") for name in ("vocab.json", "merges.txt", "encoder.json", "vocab.bpe",
+                                  "added_tokens.json", "tokenizer.model", "spiece.model",
+                                  "vocab.txt")),
+        *(("tokenizer_config.json", json.dumps({"tokenizer_class": kind}))
+          for kind in ("BertTokenizer", "PreTrainedTokenizerFast", {})),
     ],
-)
+)  # fmt: skip
 def test_gpt2_does_not_take_the_place_of_another_tokenizer(
     bpe: Path, tmp_path: Path, name: str, text: str
 ) -> None:
@@ -771,7 +758,7 @@ def test_a_text_has_the_least_tokens(
         assert least(text) <= len(tokenizer.encode(encoding, text, special=True)), text[:9]
 
 
-@pytest.mark.parametrize("write", [small_json, sentence_piece])
+@pytest.mark.parametrize("write", [small_json, slow(sentence_piece)])
 def test_other_threads_run_while_a_text_is_encoded(tmp_path: Path, write: Any) -> None:
     changed = {} if write is sentence_piece else {"ignore_merges": True}
     encoding = tokenizer.from_tokenizer_json(write(tmp_path, **changed))
