@@ -7,8 +7,6 @@ import io
 import os
 import platform
 import re
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +21,7 @@ from gpt2block.apps.cli.block import BlockReport, _print_report, _sequences
 from gpt2block.cuda import requests
 from gpt2block.emulator.ptx import cache
 from gpt2block.engine import threads
-from tests.command_line import gpt2block, printed
+from tests.command_line import gpt2block, printed, python
 
 
 def test_threads_are_set_before_numpy_is_imported() -> None:
@@ -33,8 +31,7 @@ def test_threads_are_set_before_numpy_is_imported() -> None:
         "atexit.register(lambda: print(os.environ[name], 'numpy' in sys.modules)); main()"
     )
     words = ["generate", "KING", "--model", "./missing", "--threads=3"]
-    command = [sys.executable, "-c", code, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = python(code, *words)
     assert (done.stdout, done.returncode) == ("3 True\n", 2)
 
 
@@ -48,7 +45,7 @@ for words in (["--version"], ["kernels", "add", "--mine", "x.cu"], ["generate", 
 import gpt2block.cuda.doctor, gpt2block.cuda.kernels
 print("cupy" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python(code, check=True)
     version, kernels, generate = (
         {*each.split()} for each in re.findall("(?m)^MODULES (.*)", done.stdout)
     )

@@ -151,10 +151,8 @@ def test_what_comes_before_main_is_little() -> None:
         "import sys; before = {*sys.modules}\n"
         "import gpt2block, gpt2block.apps.cli; print(*sorted({*sys.modules} - before))"
     )
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        capture_output=True, text=True, check=True, env=ENVIRONMENT,
-    )  # fmt: skip
+    command = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
     loaded = done.stdout.split()
     assert [name for name in loaded if name.startswith("gpt2block")] == [
         "gpt2block",

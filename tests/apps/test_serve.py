@@ -835,44 +835,6 @@ def test_a_load_counts_refusals(server: Running, capsys: pytest.CaptureFixture[s
         assert (found["answered"], found["refused"]) == (0, 3)
 
 
-HEAD = b"HTTP/1.1 200 OK\r\n"
-CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-CUT = [
-    CHUNKED + b"d\r\ndata: {}\n\n",  # cut within a chunk
-    CHUNKED + b"a\r\ndata: {}\n\n\r\n",  # cut before the next chunk
-    CHUNKED + b"a\r\ndata: {}\n\n\r\n0\r\n\r\n",  # without data: [DONE]
-    CHUNKED + b"18\r\ndata: {}\n\ndata: [DONE]\n\n\r\n",
-]
-
-
-@pytest.mark.parametrize(
-    ("sends", "how", "cut"),
-    [
-        ([*CUT, CHUNKED + b"18\r\ndata: {}\n\ndata: [DONE]\n\n\r\n0\r\n\r\n"], [], 4),
-        ([HEAD + b"Content-Length: 99\r\n\r\n{"], ["--whole"], 1),
-    ],
-)
-def test_a_load_counts_answers_that_are_cut(
-    capsys: pytest.CaptureFixture[str], sends: list[bytes], how: list[str], cut: int
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer() -> None:
-            for data in sends:
-                with listener.accept()[0] as connection:
-                    connection.recv(2**16)
-                    connection.sendall(data)
-                    connection.shutdown(socket.SHUT_WR)
-                    while connection.recv(2**16):  # a rest that nobody reads resets the connection
-                        pass
-
-        threading.Thread(target=answer, daemon=True).start()
-        count = "--requests", str(len(sends)), "--at-once", "1"
-        load.main([f"http://127.0.0.1:{listener.getsockname()[1]}/v1", *count, *how])
-        found = json.loads(capsys.readouterr().out)
-    assert (found["answered"], found["refused"], found["cut"]) == (len(sends) - cut, 0, cut)
-
-
 def piece_of(data: bytes, reason: EndReason | None = None) -> service.Piece:
     return service.Piece([*data], [-1.0] * len(data), [], [False] * len(data), 0, reason)
 

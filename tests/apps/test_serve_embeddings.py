@@ -31,19 +31,7 @@ ANSWERS = tiktoken.Encoding(
     "answers", pat_str="(?s:.+)", mergeable_ranks=RANKS, special_tokens=SPECIAL
 )
 # The prompt in the model card of Qwen3-Reranker
-PROMPT = """<|im_start|>system
-Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
-Note that the answer can only be "yes" or "no".<|im_end|>
-<|im_start|>user
-<Instruct>: {}
-<Query>: {}
-<Document>: {}<|im_end|>
-<|im_start|>assistant
-<think>
-
-</think>
-
-"""
+PROMPT = (Path(__file__).parents[1] / "golden" / "reranker.txt").read_text("utf-8")
 TASK = "Given a web search query, retrieve relevant passages that answer the query"
 
 

@@ -243,48 +243,6 @@ def test_a_round_of_openai(hermes: Running) -> None:
     assert (found.message.content, found.message.tool_calls) == (WARM, None)
 
 
-def test_a_round_of_langchain(hermes: Running) -> None:
-    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
-    tools = pytest.importorskip("langchain_core.tools", reason="langchain-core is not installed")
-
-    def of_city(city: str) -> str:
-        """Return the weather of a city."""
-        return f"20 in {city}"
-
-    weather = tools.tool("weather")(of_city)
-    ANSWERS.extend([CALL, WARM, CALL])
-    model = langchain.ChatOpenAI(model="small", base_url=f"{hermes.url}/v1", api_key="x")
-    asking, messages = model.bind_tools([weather]), [("user", "How warm is it?")]
-    message = asking.invoke(messages)
-    called = [(each["name"], each["args"]) for each in message.tool_calls]
-    assert called == [("weather", {"city": "Paris"})]
-    result = weather.invoke(message.tool_calls[0])
-    assert asking.invoke([*messages, message, result]).content == WARM
-    whole = None
-    for chunk in asking.stream(messages):
-        whole = chunk if whole is None else whole + chunk
-    assert whole is not None
-    assert whole.tool_calls[0]["args"] == {"city": "Paris"}
-
-
-def test_a_round_of_pydantic_ai(hermes: Running) -> None:
-    ai = pytest.importorskip("pydantic_ai", reason="pydantic-ai is not installed")
-    models = pytest.importorskip("pydantic_ai.models.openai")
-    providers = pytest.importorskip("pydantic_ai.providers.openai")
-    ANSWERS.extend([CALL, WARM])
-    provider = providers.OpenAIProvider(base_url=f"{hermes.url}/v1", api_key="x")
-    agent, asked = ai.Agent(models.OpenAIChatModel("small", provider=provider)), []
-
-    def weather(city: str) -> str:
-        """Return the weather of a city."""
-        asked.append(city)
-        return "20"
-
-    agent.tool_plain(weather)
-    assert agent.run_sync("How warm is it?").output == WARM
-    assert asked == ["Paris"]
-
-
 @pytest.mark.parametrize("mode", ["TOOLS", "RESPONSES_TOOLS"])
 def test_an_object_of_instructor(hermes: Running, mode: str) -> None:
     instructor = pytest.importorskip("instructor", reason="instructor is not installed")

@@ -6,7 +6,6 @@ import asyncio
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,6 +23,7 @@ from tests import serving as serving_
 from tests.apps import test_serve, test_serve_clients, test_serve_play
 from tests.apps.test_serve import command
 from tests.apps.test_serve_exchanges import TABLE, check
+from tests.command_line import python
 from tests.exchanges import COMPLETION, Exchange
 from tests.markov import MarkovEngine, cycle
 from tests.serving import Running, Slow, eventually, exchanged, get, model_of, post, serving
@@ -207,8 +207,7 @@ def test_processes_have_no_gpu_and_no_weights() -> None:
         "in ('cupy', 'gpt2block.engine.cuda.model', 'gpt2block.engine.numpy.model', "
         "'gpt2block.model')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert python(code, check=True).stdout.strip() == "[]"
 
 
 def test_items_cross_in_order() -> None:

@@ -34,7 +34,7 @@ from gpt2block.cuda.formats import Formats
 from gpt2block.engine.model import weight_bytes
 from gpt2block.files.checkpoints import Checkpoint
 from tests import inline_cluster
-from tests.command_line import gpt2block
+from tests.command_line import gpt2block, python
 from tests.devices import slow
 from tests.inline_cluster import contents
 
@@ -108,8 +108,7 @@ driver.run(generating(folder / "generated"), [few], Mock())
 def alone(records: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the outputs of one process without Dask: score, generated."""
     folder = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, "-c", ALONE, str(records), str(folder)]
-    subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, check=True, timeout=TIMEOUT)
+    python(ALONE, records, folder, env=ENVIRONMENT, cwd=ROOT, check=True, timeout=TIMEOUT)
     return folder
 
 
@@ -523,10 +522,7 @@ except KeyboardInterrupt:
 )
 def test_an_interrupt_that_comes_late(code: str, printed: str) -> None:
     """All threads but one block SIGINT; or Python drops an exception, as it is in a `__del__`."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, check=False, timeout=TIMEOUT, env=ENVIRONMENT,
-    )  # fmt: skip
+    done = python(code, timeout=TIMEOUT, env=ENVIRONMENT)
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
 
 

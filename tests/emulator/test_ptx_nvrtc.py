@@ -180,16 +180,7 @@ def test_a_machine_without_nvrtc_names_the_command_that_installs_it(
     assert f'judge = ["{requirement}"]' in (ROOT / "pyproject.toml").read_text("utf-8")
 
 
-NVRTC = r"""#include <dlfcn.h>
-#define TEXT(name, text) \
-    int nvrtcGet##name##Size(void*, unsigned long* size) { *size = sizeof text; return 0; } \
-    int nvrtcGet##name(void*, char* to) { __builtin_memcpy(to, text, sizeof text); return 0; }
-extern "C" {
-TEXT(PTX, "// tools, release 0, V" VERSION) TEXT(ProgramLog, "no builtins of " VERSION)
-int nvrtcCreateProgram() { return 0; } int nvrtcDestroyProgram() { return 0; }
-int nvrtcCompileProgram() { return dlopen(VERSION, RTLD_NOW | RTLD_NOLOAD) ? 0 : 7; }
-const char* nvrtcGetErrorString(int status) { return status ? "FAILURE" : "NVRTC_SUCCESS"; }
-}"""
+NVRTC = (ROOT / "tests" / "corpus" / "kernels" / "nvrtc.cpp").read_text("utf-8")
 
 
 def _install(folder: Path, version: str, cupy: int) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from safetensors.numpy import save_file
 from gpt2block import GPT2, BlockWeights, CheckpointError, GPT2Config, GPT2Weights, InputError
 from gpt2block.files.checkpoints import Checkpoint, save_pretrained
 from gpt2block.models.config import LIMITS, model_shapes
+from tests.command_line import python
 from tests.devices import slow
 from tests.refusals import assert_same_tensors, cases, refused
 
@@ -245,29 +243,6 @@ def test_a_revision_is_for_hub_ids(directory: Path) -> None:
             Checkpoint.open("gpt2", revision=wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("after", range(12))
-def test_a_folder_that_is_deleted_while_it_is_read(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, after: int
-) -> None:
-    """The folder is deleted after `after` calls of Path.stat and Path.open."""
-    calls = 0
-
-    def counted(function: Any) -> Any:
-        def call(self: Path, *args: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == after + 1:
-                shutil.rmtree(directory)
-            return function(self, *args, **options)
-
-        return call
-
-    monkeypatch.setattr(Path, "stat", counted(Path.stat))
-    monkeypatch.setattr(Path, "open", counted(Path.open))
-    with pytest.raises(CheckpointError):
-        list(Checkpoint.open(str(directory)).tensors())
-
-
 def test_names_that_cannot_be_read(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "no such file or directory", "hub id")
     refused(tmp_path / "nowhere.safetensors", "no such file or directory")
@@ -422,8 +397,7 @@ def test_peak_memory(tmp_path: Path, stored: str, dtypes: list[str]) -> None:
     save_pretrained(tmp_path, GPT2Weights.random(0, config), stored)
     checkpoint = Checkpoint.open(tmp_path)
     largest = checkpoint.stored["wte"].nbytes
-    run = [sys.executable, "-c", MEASURE, str(tmp_path), *dtypes]
-    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    done = python(MEASURE, tmp_path, *dtypes, check=True)
     file = checkpoint.file.stat().st_size
     for line in done.stdout.splitlines():
         dtype, *numbers = line.split()
