@@ -818,23 +818,6 @@ def loaded(server: Running, capsys: pytest.CaptureFixture[str], *how: str) -> An
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_load_of_whole_answers(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two processes of tools/load.py share the requests."""
-    before = server.service.tokens
-    found = loaded(server, capsys, "--whole", "--processes", "2", "--requests", "25")
-    assert (found["answered"], found["refused"]) == (25, 0)
-    assert 0 < found["answer p50 ms"] <= found["answer p99 ms"] < 1e3 * found["seconds"]
-    tokens = found["tokens per second"] * found["seconds"]
-    assert tokens == pytest.approx(server.service.tokens - before, rel=0.02)
-    assert "first p50 ms" not in found
-
-
-def test_a_load_counts_refusals(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    for how in ([], ["--whole"]):
-        found = loaded(server, capsys, "--vocab-size", "100000", "--requests", "3", *how)
-        assert (found["answered"], found["refused"]) == (0, 3)
-
-
 def piece_of(data: bytes, reason: EndReason | None = None) -> service.Piece:
     return service.Piece([*data], [-1.0] * len(data), [], [False] * len(data), 0, reason)
 

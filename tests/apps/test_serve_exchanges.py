@@ -241,16 +241,3 @@ def test_a_round_of_openai(hermes: Running) -> None:
         result = {"role": "tool", "tool_call_id": made.id, "content": "20"}
         found = create(messages=[*HELLO, message.model_dump(), result], **asked).choices[0]
     assert (found.message.content, found.message.tool_calls) == (WARM, None)
-
-
-@pytest.mark.parametrize("mode", ["TOOLS", "RESPONSES_TOOLS"])
-def test_an_object_of_instructor(hermes: Running, mode: str) -> None:
-    instructor = pytest.importorskip("instructor", reason="instructor is not installed")
-    pydantic = pytest.importorskip("pydantic")
-    Weather = pydantic.create_model("weather", city=(str, ...))
-    ANSWERS.extend([CALL])
-    made = instructor.from_openai(client_of(hermes), mode=getattr(instructor.Mode, mode))
-    create = made.chat.completions.create
-    found = create(model="small", messages=HELLO, response_model=Weather, max_retries=0)
-    assert found.city == "Paris"
-    assert "start: begin body\n" in str(RULES[-1])

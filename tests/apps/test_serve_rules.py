@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -43,17 +43,10 @@ def rule_of(**rule: Any) -> Grammar:
 SECONDS = "compiling takes more than 0.2 s of CPU time: expected a simpler one"
 
 
-@pytest.fixture(scope="module")
-def trial_of() -> Iterator[Callable[[float, int], Trial]]:
-    """Return a function from limits, seconds and MiB, to a process that compiles rules."""
-    trials: dict[Any, Trial] = {}
-
-    def found(seconds: float, mib: int) -> Trial:
-        return trials.setdefault((seconds, mib), Trial(VOCABULARY, seconds, mib << 20))
-
-    yield found
-    for each in trials.values():
-        each.close()
+@cache
+def trial_of(seconds: float, mib: int) -> Trial:
+    """Return a process that compiles rules within limits; it ends with this process."""
+    return Trial(VOCABULARY, seconds, mib << 20)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +60,7 @@ def trial_of() -> Iterator[Callable[[float, int], Trial]]:
         ({"regex": "(a"}, 512, "regex: .*unclosed group"),
     ],
 )
-def test_a_rule_that_exceeds_a_limit(
-    trial_of: Callable[[float, int], Trial], rule: dict[str, Any], mib: int, problem: str
-) -> None:
+def test_a_rule_that_exceeds_a_limit(rule: dict[str, Any], mib: int, problem: str) -> None:
     """The process compiles the next rule."""
     trial = trial_of(0.2 if "CPU" in problem else 60, mib)
     with pytest.raises(InputError, match=problem):
@@ -77,9 +68,7 @@ def test_a_rule_that_exceeds_a_limit(
     assert 0 <= trial.run(rule_of(choice="a")) < 2**20
 
 
-def test_a_process_that_was_killed_is_started_again(
-    trial_of: Callable[[float, int], Trial],
-) -> None:
+def test_a_process_that_was_killed_is_started_again() -> None:
     trial, good = trial_of(60, 512), rule_of(choice="a")
     assert trial.run(good) >= 0
     assert trial._process is not None

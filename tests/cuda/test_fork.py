@@ -108,6 +108,7 @@ def test_the_driver_of_a_forked_process() -> None:
     assert (check.ok, check.detail, check.fix) == (False, cuda.FORKED, cuda.FORKED_FIX)
 
 
+QUIET = "import warnings; warnings.simplefilter('ignore')\n"
 ON_A_GPU = """
 import os, sys
 import gpt2block
@@ -131,9 +132,7 @@ block(x)
 
 @pytest.mark.gpu
 def test_forked_processes_on_a_gpu() -> None:
-    done = python(
-        f"import warnings; warnings.simplefilter('ignore')\n{ON_A_GPU}", timeout=300, check=True
-    )
+    done = python(QUIET + ON_A_GPU, timeout=300, check=True)
     assert done.stdout.splitlines() == ["fine", *[REFUSED] * 8, "fine"]
 
 
@@ -147,7 +146,5 @@ def test_a_fork_after_torch_initialized_cuda() -> None:
         "weights = BlockWeights.random(0, GPT2Config(n_head=3, n_embd=48))\n"
         "print(in_a_fork(lambda: Block(weights, device='cuda')))\n"
     )
-    done = python(
-        f"import warnings; warnings.simplefilter('ignore')\n{code}", timeout=300, check=True
-    )
+    done = python(QUIET + code, timeout=300, check=True)
     assert cuda.FORKED in done.stdout

@@ -69,17 +69,10 @@ def of_file(file: str, *options: str) -> Module:
 def run(made: Module, case: Case, order: Order) -> tuple[Result, bool]:
     """Return the result of a launch, and whether `out` is as expected."""
     out = np.zeros(N, np.float32)
-    result = launch(
-        made,
-        case.kernel,
-        case.grid,
-        case.block,
-        [X.copy(), out, N],
-        shared=case.shared,
-        order=order,
-        names=("x", "out", "n"),
-        checks=CHECKED._replace(budget=2_000_000),
-    )
+    options: Any = {"shared": case.shared, "order": order, "names": ("x", "out", "n")}
+    options["checks"] = CHECKED._replace(budget=2_000_000)
+    args = [X.copy(), out, N]
+    result = launch(made, case.kernel, case.grid, case.block, args, **options)
     right = case.right
     return result, right is None or np.allclose(out[: right.size], right, rtol=1e-4, atol=1e-4)
 

@@ -162,19 +162,6 @@ def test_sums_of_integers_wrap_or_are_limited() -> None:
     assert (multiply(opcode.format(".satfinite"), a, b, c) == 2**31 - 1).all()
 
 
-def test_wmma_is_two_products() -> None:
-    rng = np.random.default_rng(3)
-    a = rng.integers(-8, 9, (16, 16)).astype(np.float16)
-    b = rng.integers(-8, 9, (16, 16)).astype(np.float16)
-    packed_a = _packed(a, _a_places(16, 16, 16))
-    packed_b = np.concatenate([_packed(b[:, n : n + 8], _b_places(16, 16)) for n in (0, 8)])
-    zeros = np.zeros((8, LANES), np.uint64)
-    rows = np.concatenate([zeros, packed_a, packed_a, packed_b, packed_b, zeros])[None]
-    after = execute("wmma.mma.sync.aligned.row.col.m16n16k16.f32.f32", "8888", rows)[0]
-    found = [_unpacked(after[n : n + 4], _c_places(16), np.float32) for n in (0, 4)]
-    np.testing.assert_array_equal(np.concatenate(found, 1), a.astype("f4") @ b.astype("f4"))
-
-
 KERNELS = Path(__file__).parents[1] / "corpus" / "kernels"
 
 

@@ -147,7 +147,7 @@ def test_validation_loss_of_the_whole_held_out_text(data: Path, name: str) -> No
 def test_validation_loss_of_windows_all_over_the_held_out_text(data: Path, name: str) -> None:
     """The mean of sampled windows is within three standard errors of the card's figure."""
     ids = np.frombuffer(held_out(data).encode(), np.uint8).astype(np.int32)
-    starts = np.linspace(0, len(ids) - N_CTX, 24).astype(int)
+    starts = np.linspace(0, len(ids) - N_CTX, 12).astype(int)
     windows = [ids[start : start + N_CTX] for start in starts]
     found = model(name, "cpu").engine.log_likelihood(windows)
     means = np.array([-nats[-STRIDE:].mean() for nats in found])
@@ -160,24 +160,12 @@ def test_validation_loss_of_windows_all_over_the_held_out_text(data: Path, name:
 @pytest.mark.parametrize("name", BUNDLED_NAMES)
 @pytest.mark.parametrize("which", PROMPTS)
 def test_greedy_tokens_are_those_of_numpy(name: str, which: str) -> None:
-    prompt = PROMPTS[which]
-    tokens = {}
-    for device in ("cpu", "cuda"):
-        written = model(name, device).generate(prompt, temperature=0, max_new_tokens=200)
-        assert len(written.tokens) == 200
-        tokens[device] = written.tokens
-    same = [a == b for a, b in zip(tokens["cpu"], tokens["cuda"], strict=True)]
-    if not all(same):
-        at = same.index(False)
-        before = [*prompt.encode(), *tokens["cpu"][:at]]
-        for device in tokens:
-            logits = model(name, device)(before, last=True)
-            first, second = np.argsort(-logits)[:2]
-            print(
-                f"{device}, token {at}: {bytes([first])!r} before {bytes([second])!r} "
-                f"by {logits[first] - logits[second]:.3g}"
-            )
-        pytest.fail(f"{name}, {which}: token {at} differs, margins above")
+    options: Any = {"temperature": 0, "max_new_tokens": 200}
+    found, expected = (
+        model(name, device).generate(PROMPTS[which], **options).tokens for device in ("cuda", "cpu")
+    )
+    assert len(found) == 200
+    assert found == expected
 
 
 def table(name: str) -> list[list[str]]:

@@ -109,14 +109,6 @@ def sharded(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def test_shards(tmp_path: Path) -> None:
-    sharded(tmp_path)
-    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
-        got = BlockWeights.from_pretrained(path, layer=1)
-        np.testing.assert_array_equal(got.w_proj, WEIGHTS.blocks[1].w_proj)
-    assert len(list(Checkpoint.open(tmp_path).tensors())) == 28
-
-
 def test_missing_shards_and_wrong_indexes(tmp_path: Path) -> None:
     weight_map = sharded(tmp_path)
     names = sorted(set(weight_map.values()))
@@ -308,9 +300,8 @@ GENERAL = {
         {name: value for name, value in CONFIG.items() if name != "model_type"}
         | {"reorder_and_upcast_attn": True, "resid_pdrop": 0.1, "summary_type": "mean", "x": 1},
     ],
-    ids=["general names", "both names", "n_positions is the context", "n_ctx without n_positions",
-         "keys without effect"],
-)  # fmt: skip
+    ids=["general names", "both names", "n_positions", "n_ctx", "keys without effect"],
+)
 def test_configs_of_one_model(directory: Path, config: dict[str, Any]) -> None:
     """General names of config keys, which all architectures share, are read: 3 heads."""
     for encoding in ("utf-8", "utf-8-sig"):

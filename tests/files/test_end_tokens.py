@@ -21,7 +21,7 @@ from gpt2block.models.config import GPT2Config
 from tests.command_line import gpt2block, printed
 from tests.generating import generate
 from tests.markov import MarkovEngine, cycle
-from tests.refusals import refused
+from tests.refusals import cases, refused
 from tests.tokenizer_files import BYTES, small_json, small_pair
 
 SPECIAL = [added_token(258, "<|endoftext|>"), added_token(259, "</s>")]
@@ -44,28 +44,18 @@ CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("name", "settings", "end"),
-    [
-        (CONFIG, {}, 258),
-        (CONFIG, {"eos_token": None}, 258),
-        (CONFIG, {"eos_token": "</s>"}, 259),
-        (CONFIG, {"eos_token": {"content": "</s>", "lstrip": False}}, 259),
-        (CONFIG, {"eos_token": "ab"}, 256),  # not a special token
-        (CONFIG, {"eos_token": "no token"}, 258),
-        (SPECIAL_MAP, {"eos_token": {"content": "</s>"}}, 259),
-        (SPECIAL_MAP, {}, 258),
-    ],
+    ("name", "settings", "end"), cases("settings of a tokenizer: its end token")
 )
 def test_the_token_of_the_settings_ends_a_text(
-    tmp_path: Path, kind: str, name: str, settings: dict[str, Any], end: int
+    tmp_path: Path, kind: str, name: str, settings: dict[str, Any], end: str
 ) -> None:
     (tmp_path / name).write_text(json.dumps(settings))
     encoding = loaded(tmp_path, kind)
-    assert tokenizer.end_of_text(encoding) == end
-    engine = MarkovEngine(cycle(300), script=[[97, 98, end, 99, 100]])
+    assert tokenizer.end_of_text(encoding) == int(end)
+    engine = MarkovEngine(cycle(300), script=[[97, 98, int(end), 99, 100]])
     found = generate(engine, encoding, "x", max_new_tokens=5)
     assert (found.text, found.finish_reason) == ("ab", "stop")
-    assert found.tokens == (97, 98, end)
+    assert found.tokens == (97, 98, int(end))
 
 
 def test_the_settings_decide_before_the_map(tmp_path: Path) -> None:
@@ -106,21 +96,11 @@ def model(folder: Path, ends: Any, generation: Any = None) -> Path:
 
 @pytest.mark.parametrize(
     ("ends", "generation", "expected"),
-    [
-        (None, None, ()),
-        (7, None, (7,)),
-        ([7, 8], None, (7, 8)),
-        (7, {}, (7,)),
-        (7, {"eos_token_id": None}, (7,)),
-        (7, {"eos_token_id": 9}, (9,)),
-        (7, {"eos_token_id": [9, 8]}, (9, 8)),
-        (None, {"eos_token_id": 299}, (299,)),
-        (300, None, ()),  # outside the vocabulary
-    ],
+    cases("eos_token_id of config.json and generation_config.json: the ends"),
 )
 def test_the_ends_of_a_model(tmp_path: Path, ends: Any, generation: Any, expected: Any) -> None:
     opened = Checkpoint.open(model(tmp_path, ends, generation))
-    assert tokenizer.end_tokens(opened.config, None) == {*expected}
+    assert tokenizer.end_tokens(opened.config, None) == {*json.loads(expected)}
     saved = Checkpoint.open(save_pretrained(tmp_path / "saved", opened))
     assert saved.config == opened.config
 

@@ -19,8 +19,6 @@ import numpy as np
 import pytest
 
 from gpt2block import GPT2, BlockWeights, GPT2Config, GPT2Weights
-from gpt2block.bulk.job import Job
-from gpt2block.bulk.predictor import Predictor
 from gpt2block.files.checkpoints import Checkpoint, save_pretrained
 from gpt2block.files.checkpoints import hub as module
 from gpt2block.files.tokenizers import tokenizer
@@ -249,18 +247,6 @@ def test_revisions(hub: Hub, folder: Path, tmp_path: Path) -> None:
     assert BlockWeights.from_pretrained(REPO, revision="v1").b_fc.dtype == np.float32
     assert ids(REPO, "v1") == [257, 32, 257]
     refused(REPO, "at revision v3: not in the Hugging Face cache", "no such rev", revision="v3")
-
-
-def test_a_bulk_job_with_a_revision(hub: Hub, folder: Path, tmp_path: Path) -> None:
-    hub.put(REPO, folder, "v1")
-    job = Job("score", REPO, output=str(tmp_path / "out"), revision="v1").checked()
-    save_pretrained(folder, GPT2Weights.random(2, SMALL), overwrite=True)
-    hub.put(REPO, folder)
-    other = Job("score", REPO, output=str(tmp_path / "out")).checked()
-    assert job.model_sha256 != other.model_sha256
-    assert job.tokenizer_sha256 is not None
-    predictor = Predictor("score", REPO, device="cpu", revision="v1")
-    assert predictor({"text": [TEXT]})["n_tokens"].tolist() == [2]
 
 
 def test_shards_are_downloaded(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -490,7 +490,7 @@ def test_a_file_that_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
                                   "added_tokens.json", "tokenizer.model", "spiece.model",
                                   "vocab.txt")),
         *(("tokenizer_config.json", json.dumps({"tokenizer_class": kind}))
-          for kind in ("BertTokenizer", "PreTrainedTokenizerFast", {})),
+          for kind in [*("BertTokenizer", "PreTrainedTokenizerFast"), dict[str, str]()]),
     ],
 )  # fmt: skip
 def test_gpt2_does_not_take_the_place_of_another_tokenizer(
