@@ -152,6 +152,7 @@ def test_a_process_for_http_ends_with_the_engines_process(caplog: pytest.LogCapt
     assert caplog.messages == ["a process for HTTP has ended with code 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_an_engine_that_is_killed_ends_all() -> None:
