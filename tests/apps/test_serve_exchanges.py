@@ -22,6 +22,7 @@ from gpt2block import from_pretrained
 from gpt2block.apps.serve.protocol import SampledRequest
 from gpt2block.engine.chat.template import ChatTemplate
 from gpt2block.engine.generation.options import Options
+from tests.apps import test_serve_embeddings as embeddings
 from tests.exchanges import (
     ABSENT,
     COMPLETION,
@@ -87,6 +88,7 @@ MODELS: dict[str, Callable[..., tuple[Any, Any]]] = {
     "end-after-b": lambda: (model_of(ending(ord("b"), ord("c"))), BYTES),
     "shakespeare": shakespeare,
     "scripted": scripted,
+    "judge": lambda: (model_of(embeddings.JUDGE.engine), embeddings.ANSWERS),
 }
 
 
