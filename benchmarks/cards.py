@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.decoding import GREEDY, STEPS, TURNS, RandomModel, Steps
 from benchmarks.llama import SHAPES, RandomLlama
 from gpt2block import Block, BlockWeights, GPT2Config, InputError
-from gpt2block.apps.bench.decoding import GREEDY, STEPS, TURNS, RandomModel, Steps
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.cuda.cards import CARDS, dotted

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.decoding import RandomModel
 from benchmarks.random_weights import bytes_in_blocks, random_tensors
-from gpt2block.apps.bench.decoding import RandomModel
 from gpt2block.cuda import cupy
 from gpt2block.cuda.devices import reads_blocks
 from gpt2block.cuda.formats import FILE
 from gpt2block.cuda.kernels import FP8
 from gpt2block.engine.cuda.model import CudaModel
 from gpt2block.engine.model import Ids, Tensors
-from gpt2block.engine.passes.prefill import Products
+from gpt2block.engine.passes.prefill_rules import Products
 from gpt2block.errors import InputError
 from gpt2block.model import Model
 from gpt2block.models.architectures.gemma4 import Gemma4Config

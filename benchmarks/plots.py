@@ -7,10 +7,10 @@ from math import inf, isfinite, log
 from pathlib import Path
 from typing import Any
 
+from benchmarks.decoding import NAME
+from benchmarks.kernel_works import KINDS
 from benchmarks.labels import End, check_file, label_ends, save
-from benchmarks.products import KINDS
-from gpt2block.apps.bench import BenchRow, Report
-from gpt2block.apps.bench.decoding import NAME
+from benchmarks.run import BenchRow, Report
 from gpt2block.errors import InputError
 from gpt2block.ops.bench.ceilings import Ceilings
 

@@ -9,12 +9,14 @@ from collections.abc import Collection, Mapping
 from itertools import accumulate
 from operator import or_
 
-from gpt2block.engine.passes.blocks import PassSettings
-from gpt2block.engine.passes.decoding import DecodePass, Rows
-from gpt2block.engine.passes.executor import Executor
-from gpt2block.engine.passes.forward import Product, forward
+from gpt2block.engine.passes import decoding_rules
+from gpt2block.engine.passes.decoding_rules import DecodingPlan, overwriting
+from gpt2block.engine.passes.executor import Executor, Outline, Step
+from gpt2block.engine.passes.forward import Pass, forward
+from gpt2block.engine.passes.rewriting import Steps, rewritten, rule, run
+from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.architectures.architecture import To, Value
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import ModelConfig
 from gpt2block.ops.attention import SIXTEEN_BITS
 
@@ -49,53 +51,55 @@ def stages_of(dtype: str) -> Stages:
 
 
 def staged(do: Executor, config: ModelConfig, fusions: Collection[str]) -> Value:
-    """Run a decoding step with these fusions, up to the logits."""
-    step = StagedPass(do, PassSettings.of(config), fusions)
-    return forward(step, architecture_of(config), config, "logits")
-
-
-class StagedPass(DecodePass):
-    """A decoding step with a chosen set of fusions.
+    """Run a decoding step with these fusions, up to the logits.
 
     "adds": products add residuals. "norms": products apply RMSNorm. "gates": one product computes
     gate and up of the feed-forward. "into_cache": RoPE also appends K and V to the kv_cache, and
     attention reads them there; otherwise a separate kernel appends K and V, and attention reads
     rows [Q | K | V].
     """
+    plain = Outline(do.names)
+    forward(Pass(plain, PassSettings.of(config)), architecture_of(config), config, "logits")
+    stages = (
+        ("norms", normed_products), ("gates", normed_gates), ("adds", decoding_rules.products),
+    )  # fmt: skip
+    chosen = [each for name, each in stages if name in fusions]
+    rules = [*chosen, products, decoding_rules.norms]
+    if "into_cache" in fusions:
+        rules += [decoding_rules.appends, decoding_rules.attention]
+    plan = DecodingPlan(do.names, config.head_size, norms=False)
+    steps = rewritten(plain.steps, rules, plan)
+    return run([overwriting(step, OVERWRITTEN) for step in steps], do, "logits")
 
-    def __init__(self, do: Executor, settings: PassSettings, fusions: Collection[str]) -> None:
-        super().__init__(do, settings, norms="norms" in fusions)
-        self.adds, self.gates = "adds" in fusions, "gates" in fusions
-        self.into_cache, self.longest = "into_cache" in fusions, 1
 
-    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
-        if self.norms and to != ("lm_head",):
-            return Rows(x, gamma)
-        return super().norm(name, x, gamma, beta, to)
+OVERWRITTEN = {**decoding_rules.OVERWRITTEN, **dict.fromkeys((*decoding_rules.ROPE, "add"), 0)}
 
-    def _product(self, p: Product) -> Value:
-        if p.a.gamma:
-            inputs = p.a.value, p.a.gamma, p.w
-            return self.do(p.name, "rmsnorm_matmul", inputs, eps=self.c.scales.eps)
-        if not p.add or self.adds:
-            return super()._product(p)
-        y = super()._product(p._replace(add="", residual=None, result=p.name, to=()))
-        return self.do(p.result, "add", (p.residual, y), into=p.residual)
 
-    def qkv(self, h: str, x: Rows, norms: To = ()) -> Value:
-        if self.into_cache:
-            return super().qkv(h, x, norms)
-        y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv")
-        return self.rotate(h, y, norms)
+@rule("rmsnorm")
+def normed_products(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """rmsnorm, then products -> rmsnorm_matmul"""
+    readers = steps.readers(step.name)
+    if readers[0].inputs[1] == "lm_head":
+        return "lm_head has too many outputs"
+    x, gamma = step.inputs
+    for each in readers:
+        by = Step(each.name, "rmsnorm_matmul", (x, gamma, each.inputs[1]), step.attrs)
+        steps.replace(each.name, by)
+    steps.drop(step.name, x)
+    return ""
 
-    def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
-        if self.into_cache:
-            return super().attend(h, qkv, to)
-        self._append(h, qkv)
-        return Rows(self._over_cache(f"{h}attn", h, qkv))
 
-    def gated(self, h: str, x: Rows, to: To = ()) -> Value:
-        if not (self.gates and x.gamma):
-            return super().gated(h, x, to)
-        inputs = (x.value, x.gamma, f"{h}w_gate", f"{h}w_up")
-        return Rows(self.do(f"{h}ff", "rmsnorm_ffn", inputs, eps=self.c.scales.eps))
+@rule("silu_mul")
+def normed_gates(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """rmsnorm_matmul of gate and of up, then silu_mul -> rmsnorm_ffn"""
+    gate, up = (steps[name] for name in step.inputs)
+    by = Step(step.name, "rmsnorm_ffn", (*gate.inputs, up.inputs[2]), gate.attrs)
+    steps.replace(step.name, by, gate.name, up.name)
+    return ""
+
+
+@rule("matmul_bias")
+def products(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """matmul -> linear"""
+    steps.replace(step.name, Step(step.name, "linear", step.inputs, {"decoding": True}))
+    return ""

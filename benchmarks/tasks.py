@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.decoding import RandomModel, Steps
 from benchmarks.stages import staged
-from gpt2block.apps.bench.decoding import RandomModel, Steps
-from gpt2block.apps.bench.works import GeneratedSequences
+from benchmarks.works import GeneratedSequences
 from gpt2block.cuda import cupy
 from gpt2block.engine.generation.generate import generate
 from gpt2block.engine.generation.options import Options

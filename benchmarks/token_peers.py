@@ -25,11 +25,11 @@ from torch.nn.functional import (
     silu,
 )
 
+from benchmarks.decoding import RandomModel, Steps
 from benchmarks.llama import RandomLlama
 from benchmarks.tasks import Continuations, Prompt
 from benchmarks.torch_functions import check_weights, tensor
-from gpt2block.apps.bench.decoding import RandomModel, Steps
-from gpt2block.apps.bench.works import GeneratedSequences
+from benchmarks.works import GeneratedSequences
 from gpt2block.cuda.formats import own_cache_dtype
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError

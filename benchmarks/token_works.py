@@ -1,48 +1,43 @@
 """Works of whole models: decoding steps, prompts, and continuations of many prompts.
 
+Times are host times of Python calls that return with their results in host memory.
 A Llama's step is also timed in stages: one kernel for each operation, launched from Python, then
 one fusion more at each stage, and at last a CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.decoding import GREEDY, NAME, STEPS, TURNS, RandomModel, Steps
 from benchmarks.llama import SHAPES, RandomLlama
 from benchmarks.random_weights import blocks_problem
 from benchmarks.stages import stages_of
 from benchmarks.tasks import Continuations, Prompt, stage
-from gpt2block.apps.bench import Work
-from gpt2block.apps.bench.decoding import (
-    GREEDY,
-    NAME,
-    ROWS,
-    TURNS,
-    Captures,
-    RandomModel,
-    Steps,
-    by_samplings,
-    decode,
-    model_work,
-    parse_rows,
-    random_gpt2,
-)
+from benchmarks.works import STEPS_OF_A_BLOCK, Work
 from gpt2block.checks import check_choice
 from gpt2block.cuda.formats import DTYPES, FILE, own_cache_dtype
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import ModelConfig, size
 from gpt2block.ops.attention import SIXTEEN_BITS
+from gpt2block.ops.bench.race import Capture, Captured, Contender
+from gpt2block.sampling import Sampling
 
 FP8_CACHE = "+ FP8 kv_cache"  # name of the decoding step with all fusions and an FP8 kv_cache
 FP8_WEIGHTS = "float8_e5m2"
 FLOAT16 = ("7b", "small")  # sizes with float16 weights; other sizes have bfloat16 weights
+ROWS = "1,2,4,8,16,32,64,128,256"
 LLAMA_ROWS = "1,4,16,64"
+MAX_ROWS = 4096
+SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=0)
+
+Captures = Mapping[str, Capture]  # name of an implementation → its `capture`
 
 
 @dataclass(frozen=True)
@@ -72,10 +67,16 @@ def gpt2_works(
     name: str | None = None,
     cache: str | None = None,
 ) -> list[Work]:
-    """Return the works of a GPT-2, in the order they are timed; arguments as for `decode_works`."""
-    model = random_gpt2(dtype, name, cache)
+    """Return the works of a GPT-2, in the order they are timed. Raises InputError.
+
+    dtype: dtype of the weights, by default bfloat16. rows: a list that `parse_rows` accepts. name:
+    name of the size, by default gpt2. cache: dtype of the kv_cache.
+    """
+    if dtype is not None:
+        check_choice("--dtype", dtype, DTYPES)
+    model = RandomModel(size(name or "gpt2"), dtype or "bfloat16", cache)
     return [
-        *(_of(decode(steps), steps) for steps in _steps(model, rows or ROWS)),
+        *(decode(steps) for steps in _steps(model, rows or ROWS)),
         prompt(model, 1024),
         *(first_token(model, T) for T in (480, 1000)),
         generate(model, SHORT_PROMPTS),
@@ -106,7 +107,7 @@ def llama_works(
     for weights, kv in _formats(config, name, dtype, cache):
         model = RandomLlama(config, weights, kv, several)
         for steps in _steps(model, rows or LLAMA_ROWS):
-            works.append(_of(decode(steps, partial(by_stages, steps)), steps))
+            works.append(decode(steps, partial(by_stages, steps)))
         if weights in SIXTEEN_BITS:  # prompts of other weights could be checked only by themselves
             works.append(prompt(model, 512))
         if name in MANY:
@@ -135,10 +136,6 @@ def _formats(
         yield FILE, cache
 
 
-def _of(work: Work, task: Any) -> ModelWork:
-    return ModelWork(**vars(work), task=task)
-
-
 def _divided(work: Work, gpus: int) -> Work:
     """Return the work of each of several GPUs."""
     sizes = {**work.sizes, "gpus": gpus}
@@ -161,6 +158,70 @@ def by_stages(steps: Steps, device: int) -> Captures:
     return {NAME: step, **{by: partial(stage, steps, device, of, shared) for by, of in stages}}
 
 
+def model_work(
+    model: RandomModel,
+    what: str,
+    name: str,
+    sizes: Mapping[str, int],
+    ours: Callable[[int], Captures],
+    **fields: Any,
+) -> ModelWork:
+    """Return a benchmark of a whole model that times calls from Python instead of CUDA graphs.
+
+    fields: other fields of ModelWork. There are no copies of the inputs, as the weights exceed the
+    L2 cache. With an FP8 kv_cache the tolerance is bfloat16's, eight times float16's: keys and
+    values near a tie may round up or down, by relative steps of 1/4 or 1/8, which attention
+    averages.
+    """
+    fp8 = model.cache_dtype in FP8
+    config = vars(model.config)
+    stored = [f"kv_cache {model.cache_dtype}"] if fp8 else []
+    shown = [each for each in ("n_layer", "n_embd", "n_kv_head") if each in config]
+
+    def contenders(sets: object, device: int) -> Iterator[Contender]:
+        for by, capture in ours(device).items():
+            yield Contender(by, capture, own_cache_dtype(model.dtype))
+
+    return ModelWork(
+        what,
+        ", ".join([name, *stored]),
+        model.dtype,
+        {**sizes, **{each: config[each] for each in shown}},
+        truth=model.last_logits,
+        ours=contenders,
+        roundings=STEPS_OF_A_BLOCK,
+        rounding="bfloat16" if fp8 else None,
+        **fields,
+    )
+
+
+def decode(steps: Steps, ours: Callable[[int], Captures] | None = None) -> ModelWork:
+    """Return the benchmark of a decoding step, which reads all weights, keys and values once.
+
+    ours: returns implementations for a device, by default greedy and sampled steps of `generate`.
+    """
+    model, rows, keys = steps.model, steps.rows, steps.rows * steps.position
+    return model_work(
+        model,
+        "decode",
+        f"{rows} rows" if rows > 1 else "1 row",
+        {"rows": rows, "position": steps.position},
+        ours or partial(by_samplings, steps.decoded),
+        flops=2 * rows * model.matrix_elements + model.attention_flops(keys),
+        traffic=model.weight_bytes + keys * model.token_bytes,
+        rounds=STEPS,
+        turns=TURNS,
+        tokens=rows,
+        task=steps,
+    )
+
+
+def by_samplings(run: Callable[..., Captured], device: int) -> Captures:
+    """Return {name: `capture`} of a greedy and of a sampled run."""
+    samplings = {NAME: GREEDY, "sampled": SAMPLED}
+    return {by: partial(run, device, each) for by, each in samplings.items()}
+
+
 def prompt(model: RandomModel, T: int) -> Work:
     """Return the work of the logits after one prompt of T tokens."""
     task = Prompt(model, T)
@@ -174,8 +235,9 @@ def prompt(model: RandomModel, T: int) -> Work:
         traffic=model.weight_bytes,
         rounds=4,
         turns=TURNS,
+        task=task,
     )
-    return _of(replace(work, truth=lambda: model.last_logits(task.ids)), task)
+    return replace(work, truth=lambda: model.last_logits(task.ids))
 
 
 def prompt_flops(model: RandomModel, T: int) -> int:
@@ -188,7 +250,7 @@ def prompt_flops(model: RandomModel, T: int) -> int:
 def first_token(model: RandomModel, T: int) -> Work:
     """Return the work of a call of `generate`: a prompt of T tokens and one new token."""
     task = Continuations(model, model.prompts([T]), 1)
-    work = model_work(
+    return model_work(
         model,
         "first",
         f"1x{T}",
@@ -199,8 +261,8 @@ def first_token(model: RandomModel, T: int) -> Work:
         rounds=4,
         turns=TURNS,
         tokens=1,
+        task=task,
     )
-    return _of(work, task)
 
 
 def generate(model: RandomModel, of: ManyPrompts) -> Work:
@@ -211,7 +273,7 @@ def generate(model: RandomModel, of: ManyPrompts) -> Work:
     pairs = sum(n * new + new * (new - 1) // 2 for n in lengths)
     task = Continuations(model, model.prompts(lengths), new)
     tokens = sum(lengths) + prompts * new
-    work = model_work(
+    return model_work(
         model,
         "generate",
         f"{prompts} prompts",
@@ -222,5 +284,15 @@ def generate(model: RandomModel, of: ManyPrompts) -> Work:
         rounds=1,
         turns=1,
         tokens=prompts * new,
+        task=task,
     )
-    return _of(work, task)
+
+
+def parse_rows(text: str) -> tuple[int, ...]:
+    """Parse a list of numbers of sequences such as "1,8,64". Raises InputError."""
+    words = text.split(",")
+    if not all(w.strip().isdecimal() and len(w) < 10 and 0 < int(w) <= MAX_ROWS for w in words):
+        raise InputError(
+            f"--rows: expected numbers from 1 to {MAX_ROWS:,} such as 1,8,64, got {text!r}"
+        )
+    return tuple(dict.fromkeys(map(int, words)))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import attention, functional
 
-from benchmarks.products import NH
+from benchmarks.kernel_works import NH
 from gpt2block.cuda.formats import FILE
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 
 from benchmarks import token_peers, torch_functions
-from benchmarks.products import PRODUCTS
+from benchmarks.kernel_works import PRODUCTS, block_weights
 from benchmarks.reports import released
+from benchmarks.run import Report, run
 from benchmarks.token_works import ModelWork
 from benchmarks.torch_functions import Function, Tensor, tensor
-from gpt2block.apps import bench
-from gpt2block.apps.bench import Report
-from gpt2block.apps.bench.works import Sets, Work, block_weights
+from benchmarks.works import Sets, Work
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -43,7 +42,7 @@ def compare(works: list[Work]) -> tuple[Report, set[str]]:
     """Time works by gpt2block and PyTorch; return the report and the names of PyTorch's lines."""
     names: set[str] = set()
     peers = TorchPeers()
-    report = bench.run(_tidied([_with_peers(work, peers, names) for work in works]))
+    report = run(_tidied([_with_peers(work, peers, names) for work in works]))
     for note in sorted(peers.notes):
         print(note, file=sys.stderr)
     cudnn = str(torch.backends.cudnn.version())

@@ -2,9 +2,9 @@
 
     python examples/real_gpt2.py "The capital of France is" --model gpt2
 
-`--model` is a hub id (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a Hugging Face directory, an llm.c
-.bin, or "shakespeare", the bundled GPT-2. The residual stream is compared with float64 NumPy after
-the embedding and after each block. If the model or device cannot be used, an error is printed to
+`--model` is a hub id (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a Hugging Face directory, or
+"shakespeare", the bundled GPT-2. The residual stream is compared with float64 NumPy after the
+embedding and after each block. If the model or device cannot be used, an error is printed to
 stderr, and the exit code is 2.
 """
 

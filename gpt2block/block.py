@@ -24,9 +24,9 @@ from gpt2block.engine.block import NOTHING, BlockEngine, BlockSpec, Given
 from gpt2block.engine.cuda.block import CudaEngine, run_once
 from gpt2block.engine.inspect.compare import Comparisons, compare_steps
 from gpt2block.engine.numpy.block import NumpyEngine
-from gpt2block.engine.passes.blocks import PassSettings
 from gpt2block.engine.passes.bounds import result_bounds
 from gpt2block.engine.passes.executor import Step
+from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, Hinted, InputError
 from gpt2block.files.parameters.arrays import BlockArrays

@@ -144,8 +144,7 @@ _ANSWERS = {
         "gpt2block generate - < FILE": "--file --input --prompt-file -f",
         "the text without an option: gpt2block generate 'To be'": "--prompt --text -p",
         "--max-new-tokens": "--max-length --max-tokens -n",
-        "python -m benchmarks.models llama in the repository of gpt2block": "--llama",
-        "python -m benchmarks.blocks in the repository of gpt2block": "--what",
+        "python -m benchmarks.blocks or benchmarks.models in the repository of gpt2block": "bench",
     },
     "Block": {
         "block(x)": "forward predict",

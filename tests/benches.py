@@ -1,12 +1,12 @@
-"""Helpers of the tests of the bench: ceilings and rows of a report."""
+"""Helpers of the tests of benchmarks: ceilings and rows of a report."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from gpt2block.apps.bench import BenchRow, Work
-from gpt2block.apps.bench import report as reports
+from benchmarks.run import BenchRow, row_of
+from benchmarks.works import Work
 from gpt2block.ops.bench.ceilings import Ceilings
 from gpt2block.ops.bench.race import Captured, Contender, Timed
 
@@ -23,4 +23,4 @@ def row(
 ) -> BenchRow:
     """Return a row of a report. changes: fields to replace."""
     each = Contender(contender, lambda rounds: Captured(lambda: None, ()), work.dtype)
-    return replace(reports.row_of(work, Timed(each, us, (error, error)), 3, BEST), **changes)
+    return replace(row_of(work, Timed(each, us, (error, error)), 3, BEST), **changes)

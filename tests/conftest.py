@@ -9,9 +9,8 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.gpus import allocations, context_problem  # noqa: F401  (a fixture)
 
 TIME_OF_PTXAS = re.compile(r"Compile time = [\d.]+ ms")  # in a log
 ON_GPU = pytest.StashKey[int]()  # number of tests that are deselected without --gpu
+CPU_SECONDS = pytest.StashKey[float]()  # of the workers and of the programs that they started
 
 hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, max_examples=25, database=None
@@ -48,11 +48,6 @@ def smollm2_files() -> Path:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run the tests that need a CUDA device")
     parser.addoption("--slow", action="store_true", help="run the tests that take minutes")
-    parser.addoption(
-        "--quick",
-        action="store_true",
-        help="run only fast tests that find planted bugs (Python 3.11)",
-    )
     parser.addoption("--part", metavar="I/N", help="run part I of N of the selected tests")
     parser.addoption("--failures", metavar="FILE", help="append each failure to a file at once")
     parser.addoption(
@@ -90,8 +85,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
     if config.getoption("--failures") and not is_worker(config):
         config.pluginmanager.register(Failures(Path(config.getoption("--failures"))))
-    if config.getoption("--quick"):  # collecting all other files would take most of the time
-        config.args[:] = sorted({test.partition("::")[0] for test in quick_tests()})
     if config.getoption("--gpu"):
         from gpt2block.cuda import doctor  # noqa: PLC0415
 
@@ -100,23 +93,9 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--gpu: no CUDA device can be used: {problem}")
 
 
-def quick_tests() -> set[str]:
-    """Return ids of the tests that --quick runs; an id without parameters stands for all cases."""
-    return {bug.test for bug in planted_bugs.read_bugs() if bug.quick}
-
-
 def is_of(nodeid: str, test: str) -> bool:
     """Return whether `nodeid` is the id `test`, or a case of the function or file `test`."""
     return nodeid == test or nodeid.startswith((f"{test}[", f"{test}::"))
-
-
-def keep(
-    config: pytest.Config, items: list[pytest.Item], chosen: Callable[[pytest.Item], bool]
-) -> None:
-    """Deselect all tests that `chosen` does not accept."""
-    others = [item for item in items if not chosen(item)]
-    items[:] = [item for item in items if chosen(item)]
-    config.hook.pytest_deselected(items=others)
 
 
 def temporary_folder(config: pytest.Config) -> str:
@@ -186,8 +165,8 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
 def covered(items: list[pytest.Function]) -> list[pytest.Function]:
     """Return the cases on the emulator that repeat what others cover.
 
-    The others have every pair of values of two parameters in one thread order, and every order. All
-    cases that a planted bug names are among them.
+    The others have every value of every parameter, and every thread order. All cases that a planted
+    bug names are among them.
     """
     every = {item: facts(item) for item in items if "slow" not in item.keywords}
     rest = {item: found for item, found in every.items() if not EMULATED.isdisjoint(found)}
@@ -202,15 +181,14 @@ def covered(items: list[pytest.Function]) -> list[pytest.Function]:
 
 
 def facts(item: pytest.Function) -> set[Any]:
-    """Return the thread order of a case, and each pair of its other values."""
+    """Return the names and values of a case's parameters, and its thread order."""
     simple, given = (str, int, float, tuple), getattr(item, "callspec", None)
-    values = [
+    values = {
         (name, repr(value) if isinstance(value, simple) else id(value))
         for name, value in (given.params.items() if given else ())
-    ]
-    others = [each for each in values if each[1] not in EMULATED]
-    orders = (value for _, value in values if value in EMULATED)
-    return {*orders, *combinations(others, min(2, len(others)))}
+    }
+    orders = {value for _, value in values if value in EMULATED}
+    return {*orders, *(each for each in values if each[1] not in EMULATED)}
 
 
 @cache
@@ -235,12 +213,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that need a GPU or --slow, tests outside --quick, and tests of other parts."""
-    if config.getoption("--quick"):
-        chosen = quick_tests()
-        keep(config, items, lambda item: any(is_of(item.nodeid, test) for test in chosen))
+    """Deselect tests that need a GPU or --slow, and tests of other parts."""
     if not config.getoption("--slow") and not config.getoption("--gpu"):
-        keep(config, items, lambda item: "slow" not in item.keywords)
+        slow = [item for item in items if "slow" in item.keywords]
+        items[:] = [item for item in items if "slow" not in item.keywords]
+        config.hook.pytest_deselected(items=slow)
     if not config.getoption("--gpu"):
         on_gpu = [item for item in items if "gpu" in item.keywords]
         items[:] = [item for item in items if "gpu" not in item.keywords]
@@ -252,15 +229,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = part_of(items, config.getoption("--part"))
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if is_worker(session.config):
+        session.config.workeroutput["cpu_seconds"] = sum(os.times()[:4])  # type: ignore[attr-defined]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take the number of deselected GPU tests from a worker: the main process collects no tests."""
-    node.config.stash[ON_GPU] = getattr(node, "workeroutput", {}).get("on_gpu", 0)
+    """Take figures from a worker. The main process collects no tests."""
+    output, stash = getattr(node, "workeroutput", {}), node.config.stash
+    stash[ON_GPU] = output.get("on_gpu", 0)
+    stash[CPU_SECONDS] = stash.get(CPU_SECONDS, 0.0) + output.get("cpu_seconds", 0.0)
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
+    seconds = config.stash.get(CPU_SECONDS, 0.0) + sum(os.times()[:4])
+    terminalreporter.write_line(f"{seconds:,.0f} CPU seconds")
     count = config.stash.get(ON_GPU, 0)
     if count:
         line = f"{count:,} GPU tests deselected: --gpu runs them"

@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpt2block.cuda.formats import cache_option
 from gpt2block.engine.passes import names_of
-from gpt2block.engine.passes.blocks import PassSettings
-from gpt2block.engine.passes.decoding import DecodePass, SumsPass
+from gpt2block.engine.passes.decoding_rules import ALL_FUSED, DecodingPlan, decoding_steps
 from gpt2block.engine.passes.executor import Outline, Step, hi_lo_of
-from gpt2block.engine.passes.forward import forward
-from gpt2block.engine.passes.prefill import Prefill
+from gpt2block.engine.passes.forward import Pass, forward
+from gpt2block.engine.passes.prefill_rules import Prefill, PrefillPlan, prefill_steps
+from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import ModelConfig
 from gpt2block.ops.operands import Operand
@@ -24,13 +25,15 @@ def outline(config: ModelConfig) -> Outline:
 
 def prefill(shape: Prefill, config: ModelConfig, want: Any) -> list[Step]:
     """Return the steps that compute a prompt."""
-    do = outline(config)
-    over = shape.over(do, PassSettings.of(config), "bfloat16", defaultdict(float))
+    do, settings = outline(config), PassSettings.of(config)
+    o, rows = Pass(do, settings, shape.longest, shape.rows), want in ("rows", "logits")
+    x = forward(o, architecture_of(config), config, "rows" if rows else want)
     if want == "logits":
-        over.logits_of(forward(over, architecture_of(config), config, "rows"), 0, shape.rows)
-    else:
-        forward(over, architecture_of(config), config, want)
-    return do.steps
+        o.logits_of(x, 0, shape.rows)
+    dtype = {"16_bits": "bfloat16", "fp8": "float16"}.get(shape.products, "float32")
+    bounds = defaultdict[str, float](float)
+    plan = PrefillPlan(shape, do.names, dtype, settings.heads, bounds, want == "rows")
+    return prefill_steps(do.steps, plan)
 
 
 def decode(
@@ -42,15 +45,19 @@ def decode(
     x_dtype: str | None = None,
 ) -> list[Step]:
     """Return the steps that compute one token per sequence."""
-    do = outline(config)
-    step = DecodePass(do, PassSettings.of(config), norms, known, kv_dtype, bounds, x_dtype)
-    forward(step, architecture_of(config), config, "logits")
-    return do.steps
+    kv = cache_option(kv_dtype)
+    return decode_by(
+        config, norms=norms, known=known or {}, kv=kv, bounds=bounds or {}, x_dtype=x_dtype
+    )
 
 
 def decode_sums(config: ModelConfig, splits: int, x_dtype: str | None = None) -> list[Step]:
-    """Return the steps that compute one token for few rows of a Llama, with `SumsPass`."""
+    """Return the steps that compute one token for few rows of a Llama, by `RULES_OF_SUMS`."""
+    return decode_by(config, fuses=ALL_FUSED, splits=splits, x_dtype=x_dtype)
+
+
+def decode_by(config: ModelConfig, **plan: Any) -> list[Step]:
+    """Return the steps of decoding by a plan with these fields."""
     do = outline(config)
-    step = SumsPass(do, PassSettings.of(config), splits, None, x_dtype)
-    forward(step, architecture_of(config), config, "logits")
-    return do.steps
+    forward(Pass(do, PassSettings.of(config)), architecture_of(config), config, "logits")
+    return decoding_steps(do.steps, DecodingPlan(do.names, config.head_size, **plan))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from fuzzing.vocabularies import piece_spec, spec_of
 
 from gpt2block.files.tokenizers.encoding import byte_characters
@@ -54,10 +53,3 @@ def written(folder: Path, spec: Any) -> Path:
 def sentence_piece(folder: Path, **changed: Any) -> Path:
     """Write the tokenizer.json of `piece_spec`. changed: replaces parts of it."""
     return written(folder, piece_spec("ab") | changed)
-
-
-def llm_c(*tokens: bytes, version: int = 2, last: int = 256, count: int | None = None) -> bytes:
-    """Return the content of a gpt2_tokenizer.bin."""
-    header = np.zeros(256, "<i4")
-    header[:4] = 20240328, version, len(tokens) if count is None else count, last
-    return header.tobytes() + b"".join(bytes([len(token)]) + token for token in tokens)

@@ -2,7 +2,7 @@
 
     python tools/as_gpu.py CAPABILITY [--shared BYTES] -- COMMAND ...
 
-for example `python tools/as_gpu.py 8.9 -- python -m gpt2block bench --decode`. The package chooses
+for example `python tools/as_gpu.py 8.9 -- python -m benchmarks.models gpt2`. The package chooses
 kernels and their sizes for the card, within its shared memory. Kernels for a card older than this
 GPU are compiled to PTX for the card's capability, which the driver translates; kernels for a newer
 card are compiled for this GPU. Clocks, caches, bandwidth, the number of multiprocessors and machine

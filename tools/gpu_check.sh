@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: the GPU tests, compute-sanitizer and the bench in one go, and a short summary.
+# On a machine with a GPU: the GPU tests, compute-sanitizer and benchmarks in one go, and a short summary.
 #
 #   GPT2BLOCK_DATA=path/to/test/data tools/gpu_check.sh [folder for the logs [tests|tests=I/N] [sanitizer] [bench] [cards]]
 #
@@ -66,10 +66,11 @@ sanitizers() {
 }
 
 bench() {
-    for command in bench "bench --decode" block "profile --size gpt2 --dtype bfloat16 --tokens 512 -o $logs/trace.json"; do
+    for command in "benchmarks.blocks --what block" "benchmarks.models gpt2 --only row" "gpt2block block" \
+        "gpt2block profile --size gpt2 --dtype bfloat16 --tokens 512 -o $logs/trace.json"; do
         log="$logs/$(cut -d " " -f 1,2 <<< "$command" | tr -d " ").txt"
         # shellcheck disable=SC2086
-        timeout 300 python3 -m gpt2block $command > "$log" 2>&1 || status=1
+        timeout 300 python3 -m $command > "$log" 2>&1 || status=1
         tee -a "$summary" < "$log"
     done
 }

@@ -142,7 +142,7 @@ def of_http() -> Iterator[tuple[str, str]]:
     model = gpt2block.GPT2.from_pretrained("shakespeare", device="cpu")
     way = Way()
     threading.setprofile(way.enter)  # for new threads, such as threads of the server
-    host: Any = EngineHost(model, model.tokenizer, ServerSettings(("shakespeare",)))
+    host: Any = EngineHost(model, model.tokenizer, ServerSettings(names=("shakespeare",)))
     server = EngineServer(host, lambda: None, lambda: None)
     listening = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=server.run, args=(listening,), daemon=True).start()

@@ -39,7 +39,6 @@ from gpt2block import (
     WeightMatrix,
     solve,
 )
-from gpt2block.apps.bench.decoding import Steps
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.cuda.formats import DTYPES
@@ -49,6 +48,7 @@ from gpt2block.models.config.llama import RopeScaling
 from gpt2block.ops.registry import OPERATIONS
 
 sys.path.append(str(Path(__file__).parents[1]))
+from benchmarks.decoding import Steps
 from benchmarks.llama import RandomLlama
 from benchmarks.token_works import by_stages
 

@@ -1,52 +1,36 @@
-"""Emulate a GPU of any compute capability on the CPU, which records launches and does not run them.
-
-Only CuPy and two functions of the driver are replaced; all other code is the package's. Kernels are
-neither compiled nor run, and memory holds zeros, which occupy no memory until they are written.
-"""
+"""Record the launches on a GPU of any card, which `gpt2block.emulator.dry` imitates."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
-from gpt2block import emulator
-from gpt2block.cuda import kernels, overlap, tensor_maps
-from gpt2block.cuda.cards import CARDS, MAX_SHARED, dotted
-from gpt2block.emulator import stand_in
+from gpt2block.cuda import kernels, tensor_maps
+from gpt2block.cuda.cards import CARDS, dotted
+from gpt2block.emulator.dry import DryKernel, dry
 from gpt2block.errors import DeviceError, InputError, KernelError
 
-DEVICES: Mapping[str, dict[str, int]] = {  # attributes by compute capability
-    dotted(each): {"MultiProcessorCount": card.sms, MAX_SHARED: card.max_shared}
-    for each, card in CARDS.items()
-}
+DEVICES = tuple(map(dotted, CARDS))
 ERRORS = InputError, DeviceError, KernelError, MemoryError
-MEMORY = 1 << 40  # bytes of the device
-DRIVER = 12080  # version of a driver with overlapping launches
-_device_ids = itertools.count(-10_000, -1)  # a new id for each device: caches are per device
 
 
-class _Kernel:
+class _Kernel(DryKernel):
     """Replacement of `cupy.RawKernel`: a call adds a line to a list."""
 
-    shared_size_bytes = local_size_bytes = 0
-    max_dynamic_shared_size_bytes = 48 * 1024  # bytes that a launch can use without a request
-
     def __init__(self, recorder: Recorder, code: str, name: str) -> None:
+        super().__init__(code, name)
         constants, _, text = code.partition("#line 1 ")
-        self.recorder, self.name, self.file = recorder, name, text.partition("\n")[0].strip('"')
+        self.recorder, self.file = recorder, text.partition("\n")[0].strip('"')
         self.defines = " ".join(f"{k}={v}" for k, v in re.findall(r"#define (\w+) (.*)", constants))
         self.parameters = kernels.signatures(self.file)[name].parameters
-        self.kernel = SimpleNamespace(ptr=self)
 
     def __call__(self, grid: Any, block: Any, args: Sequence[Any], shared_mem: int = 0) -> None:
         self.record(grid, block, shared_mem, [arg.tobytes() for arg in args])
@@ -89,10 +73,6 @@ class Recorder:
             return f"{parameter.name}={self._maps[raw]}"
         return f"{parameter.name}={np.frombuffer(raw, kernels.SCALARS[parameter.ctype])[0]}"
 
-    def module(self, code: str, **options: Any) -> Any:
-        """Replace `cupy.RawModule`."""
-        return SimpleNamespace(compile=lambda: None, get_function=partial(_Kernel, self, code))
-
     def launch_early(self, config: Any, kernel: _Kernel, values: Any, _: Any) -> int:
         """Replace cuLaunchKernelEx, which lets a launch overlap the previous launch."""
         c, maps = config._obj, tensor_maps.BYTES
@@ -118,45 +98,12 @@ def _bytes_of(parameter: kernels.Parameter, of_map: int) -> int:
     return 8 if parameter.ctype.endswith("*") else kernels.SCALARS[parameter.ctype]().itemsize
 
 
-def empty(shape: Any, dtype: Any = "float64") -> Any:
-    """Return an emulated array of zeros."""
-    sizes = tuple(np.atleast_1d(shape)) if np.ndim(shape) == 0 else tuple(shape)
-    nbytes = int(np.prod(sizes, dtype=np.int64)) * np.dtype(dtype).itemsize
-    memory = np.zeros(nbytes + stand_in.ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % stand_in.ALIGNMENT
-    return np.ndarray(sizes, dtype, memory, start).view(stand_in.ndarray)
-
-
-def _pointer(array: Any) -> Any:
-    """`array.data`, made once, and without `array.ctypes`, which takes several times as long."""
-    if not hasattr(array, "pointer"):
-        array.pointer = stand_in._Pointer(array.__array_interface__["data"][0])
-    return array.pointer
-
-
 @contextmanager
 def recording(capability: str) -> Iterator[Recorder]:
     """Emulate a GPU of this compute capability whose launches are recorded, not run."""
-    recorder, device, cuda = Recorder(), stand_in.Device, stand_in.cuda
-    replaced: tuple[tuple[Any, str, Any], ...] = (
-        (device, "id", next(_device_ids)),
-        (device, "compute_capability", capability.replace(".", "")),
-        (device, "mem_info", (MEMORY, MEMORY)),
-        (cuda.runtime, "driverGetVersion", lambda: DRIVER),
-        (cuda.nvtx, "RangePush", recorder.steps.append),
-        (cuda.nvtx, "RangePop", recorder.steps.pop),
-        (stand_in, "RawModule", recorder.module),
-        (stand_in, "empty", empty),
-        (stand_in, "zeros", empty),
-        (stand_in, "_allocation", lambda address: (address, 0)),
-        (stand_in.ndarray, "data", property(_pointer)),
-        (overlap, "replaced", lambda: False),
-        (overlap, "_launch_kernel", lambda: recorder.launch_early),
-        (tensor_maps, "_encode", lambda: recorder.encode),
-    )
-    with emulator.emulated(), ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.enter_context(patch.object(owner, name, value))
-        stack.enter_context(patch.dict(stand_in.ATTRIBUTES, DEVICES[capability]))
-        stack.callback(tensor_maps._encoded.cache_clear)  # its maps belong to this recorder
+    recorder = Recorder()
+    nvtx = SimpleNamespace(RangePush=recorder.steps.append, RangePop=recorder.steps.pop)
+    kernel = partial(_Kernel, recorder)
+    number = int(capability.replace(".", ""))
+    with dry(number, kernel, recorder.launch_early, recorder.encode, nvtx):
         yield recorder

@@ -21,21 +21,25 @@ MAX_SHARED = "MaxSharedMemoryPerBlockOptin"
 
 
 class Card(NamedTuple):
-    """A GPU. max_shared: bytes of shared memory that a block may request."""
+    """A GPU. max_shared: bytes of shared memory that a block may request.
+
+    gb_s: the memory's bandwidth in GB/s, as NVIDIA states it, for the first card that is named.
+    """
 
     name: str
     sms: int
     max_shared: int
+    gb_s: float
 
 
 CARDS: Mapping[int, Card] = {  # compute capability: card
-    75: Card("T4", 40, 64 << 10),
-    80: Card("A100", 108, 163 << 10),
-    86: Card("RTX 3090", 82, 99 << 10),
-    89: Card("RTX 4090, L4", 128, 99 << 10),
-    90: Card("H200", 132, 227 << 10),
-    100: Card("B200", 148, 227 << 10),
-    120: Card("RTX 5090", 170, 99 << 10),
+    75: Card("T4", 40, 64 << 10, 320),
+    80: Card("A100", 108, 163 << 10, 2039),
+    86: Card("RTX 3090", 82, 99 << 10, 936),
+    89: Card("RTX 4090, L4", 128, 99 << 10, 1008),
+    90: Card("H200", 132, 227 << 10, 4800),
+    100: Card("B200", 148, 227 << 10, 8000),
+    120: Card("RTX 5090", 170, 99 << 10, 1792),
 }
 
 

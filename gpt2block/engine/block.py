@@ -15,9 +15,11 @@ from gpt2block import reference
 from gpt2block.contract import MATRICES
 from gpt2block.cuda.kernels import dtype_name
 from gpt2block.engine.model import StepResult
-from gpt2block.engine.passes.blocks import BlockPass, PassSettings, StepPass
+from gpt2block.engine.passes.block_rules import BlockPlan, fused_block_steps
 from gpt2block.engine.passes.executor import HI_LO, Executor, Outline, Step
-from gpt2block.engine.passes.forward import block
+from gpt2block.engine.passes.forward import BlockPass, block
+from gpt2block.engine.passes.rewriting import run
+from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import InputError
 from gpt2block.models.architectures.architecture import Architecture
@@ -45,17 +47,16 @@ class BlockSpec:
 
     def run(self, do: Executor) -> Any:
         """Run the block's steps with the executor `do` on the tensor "x"; return the result."""
-        if self.kernels == "skeleton":
-            return block(StepPass(do, self.settings), self.of, "x")
-        fused = BlockPass(do, self.settings, self.bounds, self.split_k)
-        return block(fused, self.of, "x")
+        return run(self.steps, do, self.steps[-1].name)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """The steps of the block: operations and names of tensors, without arrays."""
         do = Outline({*self.weights, "x", "positions", "frequencies"})
-        self.run(do)
-        return tuple(do.steps)
+        block(BlockPass(do, self.settings), self.of, "x")
+        if self.kernels == "skeleton":
+            return tuple(do.steps)
+        return tuple(fused_block_steps(do.steps, BlockPlan(self.bounds, self.split_k)))
 
     @property
     def overlapping(self) -> bool:

@@ -186,7 +186,7 @@ class Recorder(Executor):
         self.outs = dict(outs or {})
 
     def do(self, step: Step, into: Value) -> Result:
-        name, op, inputs, attrs, dtype, bound = step
+        name, op, inputs, attrs, dtype, bound, _ = step
         results = [self._result(name, each) for each in inputs]
         first, changes = results[0], op == VIEW
         if changes and first:

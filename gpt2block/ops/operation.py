@@ -1,4 +1,4 @@
-"""Operations and variants (implementations), as the command line, tests and bench read them.
+"""Operations and variants (implementations), as the command line and tests read them.
 
 A module of `gpt2block.ops` describes one operation, with the same name and signature as its
 function in `gpt2block.reference`. Other modules find operations in `gpt2block.ops.registry`.

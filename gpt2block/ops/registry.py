@@ -1,4 +1,4 @@
-"""The registry of all operations, for the command line, tests, bench and docs.
+"""The registry of all operations, for the command line, tests and docs.
 
 This module needs neither CuPy nor a GPU. `find` imports only the module of the operation; the
 tables OPERATIONS, STEPS and BY_NAME import all operations when one of the tables is first used.

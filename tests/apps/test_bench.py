@@ -1,12 +1,16 @@
-"""The bench: the meaning of its figures, wrong results, the printed tables, and labels of plots."""
+"""Benchmarks: their figures, wrong results, the printed tables, and labels of plots."""
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from math import isnan, nan
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -15,18 +19,19 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
+from benchmarks import blocks, decoding, kernel_works, models, reports
+from benchmarks.decoding import RandomModel, Steps
+from benchmarks.kernel_works import block, block_weights, block_works, chosen_works
 from benchmarks.labels import spread
+from benchmarks.run import Report, _driver, rows_of, run
+from benchmarks.run import tolerance as tolerance_of
+from benchmarks.token_works import decode, gpt2_works, parse_rows
+from benchmarks.works import GeneratedSequences, Work
 from gpt2block import GPT2, Block, GPT2Config, InputError
-from gpt2block.apps import bench
-from gpt2block.apps.bench import Report, Work, block_works, decoding, works
-from gpt2block.apps.bench import report as reports
-from gpt2block.apps.bench.decoding import RandomModel, Steps, decode, parse_rows
-from gpt2block.apps.bench.works import GeneratedSequences, block
-from gpt2block.apps.cli.bench import print_report
 from gpt2block.cuda import doctor, timing
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.engine.cuda import decoding as cuda_decoding
-from gpt2block.errors import KernelError
+from gpt2block.errors import DeviceError, KernelError
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.config import SIZES, model_shapes
 from gpt2block.ops import workload
@@ -34,7 +39,6 @@ from gpt2block.ops.bench import race
 from gpt2block.ops.bench.race import Captured, Contender, copies_for, rounds_for
 from gpt2block.ops.workload import errors, tolerance
 from tests.benches import BEST, NO_GPU, row
-from tests.command_line import gpt2block
 from tests.devices import running_on
 
 TINY = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=24, vocab_size=53)
@@ -63,18 +67,19 @@ def test_the_works_and_their_order() -> None:
     assert [work.dtype for work in found] == ["bfloat16"] * 5 + ["float32"] * 5
     names = ["1x128 full", "1x1024 full", "1x1024 causal", "8x1024 causal", "64x1024 causal"]
     assert [work.name for work in found] == 2 * names
-    some = block_works("float16", "causal")
-    assert [(work.dtype, work.name) for work in some] == [("float16", name) for name in names[2:]]
+    assert [(each.dtype, each.name) for each in chosen_works("block", "float16")] == [
+        ("float16", name) for name in names
+    ]
 
 
 def test_the_truth_of_a_block_is_a_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(works, "TOKENS", 21)
+    monkeypatch.setattr(kernel_works, "TOKENS", 21)
     work = block("float32", 5, 7, True)
     x = work.inputs()["x"]
     assert (x[4] == x[1]).all()
     for causal, right in ((True, True), (False, False)):
-        out = Block(works.block_weights("float32"), causal=causal, device="cpu")(x)
-        assert (errors(out, work.truth())[1] <= reports.tolerance(work, "float32")) == right
+        out = Block(block_weights("float32"), causal=causal, device="cpu")(x)
+        assert (errors(out, work.truth())[1] <= tolerance_of(work, "float32")) == right
 
 
 # Decoding
@@ -108,11 +113,11 @@ def test_the_position_is_the_middle_of_the_timed_steps() -> None:
 
 
 def test_the_steps_and_their_order() -> None:
-    works = bench.decode_works()
+    works = decode_works()
     assert [work.name for work in works[:2]] == ["1 row", "2 rows"]
     assert [work.sizes["rows"] for work in works] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     assert {work.dtype for work in works} == {"bfloat16"}
-    some = bench.decode_works("float32", "3, 3,16", "gpt2-xl")
+    some = decode_works("float32", "3, 3,16", "gpt2-xl")
     assert [work.sizes["rows"] for work in some] == [3, 16]
     assert some[0].sizes["n_layer"] == 48
     assert len({id(getattr(work.truth, "__self__", None)) for work in some}) == 1  # one model
@@ -122,6 +127,10 @@ def test_the_steps_and_their_order() -> None:
 def test_numbers_of_rows_that_there_are_not(rows: str) -> None:
     with pytest.raises(InputError, match="--rows: expected numbers from 1 to 4,096 such as 1,8,64"):
         parse_rows(rows)
+
+
+def decode_works(*chosen: str, **options: str) -> list[Work]:
+    return [work for work in gpt2_works(*chosen, **options) if work.what == "decode"]
 
 
 def last_token(model: RandomModel, ids: Any) -> tuple[int, float]:
@@ -158,7 +167,7 @@ def test_the_error_of_a_token_is_the_difference_from_the_best(checked: Any) -> N
     off, relative = checked([right, other])
     assert off == pytest.approx(logits[token] - logits[(token + 1) % 53])
     assert relative == pytest.approx(off / np.abs(logits).max())
-    assert relative > reports.tolerance(decode(Steps(model, 2)), "float32")
+    assert relative > tolerance_of(decode(Steps(model, 2)), "float32")
     # A sampled token need not be the most likely one; only its log-probability is checked.
     own = logprob - off
     assert checked([other], [own], False)[0] < 1e-6
@@ -177,7 +186,7 @@ def test_steps_are_checked_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> N
         for each in work.ours([{}], 0):
             run = each.capture(1)
             relative = work.check(run.replay, run.outs)[1]
-            assert relative <= reports.tolerance(work, each.arithmetic)
+            assert relative <= tolerance_of(work, each.arithmetic)
             found = run.outs[0]()
             assert {len(ids) for ids in found.sequences} == {steps.start + 2}
             assert found.greedy == (each.name == "gpt2block")
@@ -221,7 +230,7 @@ def test_tf32_is_right_as_far_as_it_is() -> None:
     assert 4e-4 < tolerance("tf32") < 2e-3
     assert tolerance("float32") < 2e-5
     assert tolerance("float32") < tolerance("float16") < tolerance("bfloat16") < 0.01
-    assert reports.tolerance(O, "bfloat16") == 7 * tolerance("bfloat16")
+    assert tolerance_of(O, "bfloat16") == 7 * tolerance("bfloat16")
 
 
 # A race of fake contenders
@@ -275,7 +284,7 @@ def run_race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
         monkeypatch.setattr(timing, "interleaved_ms", interleaved_ms)
         entrants = [Contender(r.name, r.capture, "bfloat16") for r in racers]
-        return *reports.rows_of(O, entrants, 10, BEST), turns
+        return *rows_of(O, entrants, 10, BEST), turns
 
     return run
 
@@ -335,8 +344,8 @@ def test_how_many_copies_and_rounds() -> None:
 def test_the_drivers_version(tmp_path: Path) -> None:
     file = tmp_path / "version"
     file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\n")
-    assert reports._driver(file) == "580.95.05"
-    assert reports._driver(tmp_path / "none") == "unknown"
+    assert _driver(file) == "580.95.05"
+    assert _driver(tmp_path / "none") == "unknown"
 
 
 # Tables
@@ -348,7 +357,7 @@ def report() -> Report:
         row(O, "wgmma", error=1e-3),
         row(O, "mma", 3.0),
     ]
-    for work in block_works("float32", "1x"):
+    for work in block_works("float32")[:3]:
         rows.append(row(work, "fused", 20.0))
         rows.append(row(work, "skeleton", 50.0))
     return Report({"GPU": "a GPU", "CuPy": "14.2"}, BEST, rows, ["block bfloat16: old: takes [x]"])
@@ -357,7 +366,7 @@ def report() -> Report:
 def shown(report: Report) -> str:
     console = Console(width=120)
     with console.capture() as captured:
-        print_report(console, report)
+        reports.print_report(console, report)
     return captured.get()
 
 
@@ -384,7 +393,7 @@ def test_the_table_of_steps_fits_eighty_columns(report: Report) -> None:
     rows = [row(step, "gpt2block", 2500.0), row(step, "sampled", 52_000.0)]
     console = Console(width=80)
     with console.capture() as shown:
-        print_report(console, replace(report, rows=rows))
+        reports.print_report(console, replace(report, rows=rows))
     lines = shown.get().splitlines()
     assert max(map(len, lines)) <= 80
     assert "12 layers of 768 channels, random weights" in lines
@@ -402,19 +411,32 @@ def test_the_table_of_steps_fits_eighty_columns(report: Report) -> None:
 def measured(monkeypatch: pytest.MonkeyPatch, report: Report) -> list[list[Work]]:
     requested: list[list[Work]] = []
 
-    def run(works: Any, device: Any) -> Report:
+    def run(works: Any) -> Report:
         requested.append(list(works))
         return report
 
-    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(reports, "run", run)
     return requested
 
 
-def test_json_has_everything(measured: list[list[Work]], report: Report) -> None:
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str], int]:
+    """Return a function that runs a script with arguments and returns its exit code."""
+
+    def start(script: ModuleType, arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["", *arguments.split()])
+        code: int = script.main()
+        return code
+
+    return start
+
+
+def test_json_has_everything(
+    measured: list[list[Work]], report: Report, start: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     report.rows[0] = replace(report.rows[0], max_abs=nan, max_rel=nan, right=False)
-    ended = gpt2block("bench", "--only", "8x1024", "--json")
-    assert ended.code == 1  # ours was wrong
-    found = ended.json
+    assert start(blocks, "--what block --only 8x1024 --json") == 1  # ours was wrong
+    found = json.loads(capsys.readouterr().out)
     assert list(found) == ["versions", "ceilings", "rows", "skipped"]
     assert found["ceilings"] == {"copy_gb_s": 4000.0, "tflop_s": dict(BEST.tflop_s)}
     assert [entry["contender"] for entry in found["rows"]][:3] == ["wgmma", "mma", "fused"]
@@ -424,37 +446,34 @@ def test_json_has_everything(measured: list[list[Work]], report: Report) -> None
         ("8x1024 causal", "bfloat16"),
         ("8x1024 causal", "float32"),
     ]
-    gpt2block("bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--size", "gpt2-xl")
+    start(models, "gpt2 --only row --rows 1,4 --dtype float32 --size gpt2-xl")
     steps = [(work.name, work.dtype, work.sizes["n_layer"]) for work in measured[1]]
     assert steps == [("1 row", "float32", 48), ("4 rows", "float32", 48)]
 
 
 ROWS_WANTED = "--rows: expected numbers from 1 to 4,096 such as 1,8,64"
+NOT_USED = f"benchmarks cannot be used: {NO_GPU}"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("script", "arguments", "message"),
     [
-        ("--what gemm", "type python -m benchmarks.blocks in the repository of gpt2block"),
-        ("--dtype int8", "--dtype: expected one of bfloat16, float16, float32, got 'int8'"),
-        ("--only 9x9", "--only '9x9': no name contains it"),
-        ("--decode --only 8x", "--only chooses blocks, --decode times a whole model"),
-        ("--decode --rows 8;9", ROWS_WANTED),
-        ("--decode --dtype int8", "--dtype: expected one of float32, "),
-        ("--decode --size gpt3", "unknown --size 'gpt3': expected one of gpt2, "),
-        ("--llama", "type python -m benchmarks.models llama in the repository"),
-        ("--rows 8", "--rows is an option of --decode: add --decode"),
-        ("--size gpt2", "--size is an option of --decode: add --decode"),
-        ("--kv-dtype float8_e5m2", "--kv-dtype is an option of --decode: add --decode"),
-        ("--only 8x", f"the bench cannot be used: {NO_GPU}"),
-        ("--decode --rows 1", f"the bench cannot be used: {NO_GPU}"),
+        (blocks, "--what gem", "--what: expected one of block, gemm, attention, all, got 'gem'"),
+        (blocks, "--dtype int8", "--dtype: expected one of float32, float16, bfloat16, got 'int8'"),
+        (blocks, "--only 9x9", "--only '9x9': no name contains it; a name is '1x128 full'"),
+        (models, "gpt2 --rows 8;9", ROWS_WANTED),
+        (models, "gpt2 --dtype int8", "--dtype: expected one of float32, "),
+        (models, "gpt2 --size gpt3", "unknown size 'gpt3': expected one of gpt2, "),
+        (blocks, "--what block --only 8x", NOT_USED),
+        (models, "gpt2 --only row --rows 1", NOT_USED),
     ],
 )
-def test_what_cannot_be_timed_is_one_line(
-    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_timed(
+    script: ModuleType, arguments: str, message: str, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "cuda_problem", lambda: NO_GPU)
-    assert message in gpt2block("bench", *arguments.split()).error
+    with pytest.raises((InputError, DeviceError), match=re.escape(message)):
+        start(script, arguments)
 
 
 # Labels of plots
@@ -481,11 +500,11 @@ def test_labels_stand_apart() -> None:
 @pytest.mark.gpu
 def test_a_small_race() -> None:
 
-    report = bench.run(
+    report = run(
         [
             block("bfloat16", 2, 17, True),
             block("float32", 2, 17, True),
-            *bench.decode_works(rows="1,8"),
+            *decode_works(rows="1,8"),
         ]
     )
     assert report.right

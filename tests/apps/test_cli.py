@@ -159,8 +159,8 @@ def test_nan_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
 # The help
 
 COMMANDS = [
-    "convert", "compare", "explain", "generate", "score", "info", "block", "check", "bench",
-    "profile", "kernels", "judge", "map", "map score", "map generate", "map embed",
+    "convert", "compare", "explain", "generate", "score", "info", "block", "check", "profile",
+    "kernels", "judge", "map", "map score", "map generate", "map embed",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from launch_recorder import _Kernel, recording
 
+from benchmarks.decoding import RandomModel
 from gpt2block import (
     GPT2,
     Block,
@@ -31,7 +32,6 @@ from gpt2block import (
     Sampling,
     random_input,
 )
-from gpt2block.apps.bench.decoding import RandomModel
 from gpt2block.apps.profiling.runs import Profile, TimedPass, of_block, of_generate, of_score
 from gpt2block.apps.profiling.summary import kinds, layer_of, operations, pass_times
 from gpt2block.apps.profiling.trace import trace as trace_of

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from launch_recorder import recording
 
-from gpt2block.apps.bench import report
+from benchmarks import run
 from gpt2block.cuda import cards
 from gpt2block.cuda.devices import reads_blocks
 from gpt2block.errors import InputError
@@ -118,15 +118,15 @@ def test_the_tool_names_the_card_to_a_command(options: list[str], named: str) ->
 
 def test_bench_states_the_card(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cards.AS_GPU, "7.5")
-    monkeypatch.setattr(report, "chosen", cards.chosen)
+    monkeypatch.setattr(run, "chosen", cards.chosen)
     version = SimpleNamespace(
         getDeviceProperties=lambda index: {"name": b"GPU", "multiProcessorCount": 132},
         driverGetVersion=lambda: 13000,
         runtimeGetVersion=lambda: 13000,
     )
     gpu.runtime, gpu.nvrtc.getVersion = version, lambda: (13, 0)
-    monkeypatch.setattr(report, "cupy", SimpleNamespace(cuda=gpu, __version__="14"))
-    assert report._versions(0)["kernels of"] == (
+    monkeypatch.setattr(run, "cupy", SimpleNamespace(cuda=gpu, __version__="14"))
+    assert run._versions()["kernels of"] == (
         "compute capability 7.5 (T4), 65,536 bytes of shared memory, PTX of this capability"
     )
 

@@ -17,9 +17,9 @@ from gpt2block import Model, RopeScaling, Sampling, cuda, from_pretrained
 from gpt2block.engine.generation import batching
 from gpt2block.engine.inspect.compare import exact_tensors
 from gpt2block.engine.model import start_all
+from gpt2block.engine.passes import decoding_rules, prefill_rules
 from gpt2block.engine.passes.bounds import bounds_of
-from gpt2block.engine.passes.decoding import DecodePass
-from gpt2block.engine.passes.prefill import Prefill, TensorCorePass
+from gpt2block.engine.passes.prefill_rules import Prefill
 from gpt2block.errors import InputError
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures import llama
@@ -289,8 +289,8 @@ def test_steps_logits_and_batches(device: str, case: Case) -> None:
 def without_up(o: Any, h: str, x: Any, y: Any) -> Any:
     """Compute the feed-forward of a Llama wrongly, without w_up."""
     x = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o", add=(f"{h}x1", x))
-    y = o.norm(f"{h}rms2", x, f"{h}gamma2", to=(f"{h}w_gate",))
-    y = o.product(f"{h}gate", y, f"{h}w_gate", to=(f"{h}w_down",))
+    y = o.norm(f"{h}rms2", x, f"{h}gamma2")
+    y = o.product(f"{h}gate", y, f"{h}w_gate")
     return o.product(f"{h}down", y, f"{h}w_down", add=(f"{h}output", x))
 
 
@@ -304,12 +304,18 @@ def test_a_matrix_that_an_architecture_forgets_is_an_error(
         model_of(LlamaConfig(**SIZES), device, "float32")
 
 
-@pytest.mark.parametrize(("kind", "cached"), [(DecodePass, True), (TensorCorePass, False)])
-def test_a_bias_that_a_pass_forgets_is_an_error(
-    kind: Any, cached: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_bias_that_a_rule_forgets_is_an_error(
+    cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    product = kind._product
-    monkeypatch.setattr(kind, "_product", lambda o, p: product(o, p._replace(bias="")))
+    rules = decoding_rules if cached else prefill_rules
+    rule = rules.products
+
+    def without_bias(steps: Any, step: Any, plan: Any) -> str:
+        return str(rule.apply(steps, step._replace(inputs=(*step.inputs[:2], "")), plan))
+
+    forgets = rule._replace(apply=without_bias)
+    monkeypatch.setattr(rules, "RULES", (forgets, *rules.RULES[1:]))
     with recording("9.0"):
         biases = {"attention_bias": True, "mlp_bias": True}
         engine = model_of(LlamaConfig(**SIZES | biases), "cuda", "bfloat16").engine

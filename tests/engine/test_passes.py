@@ -17,10 +17,10 @@ from gpt2block.cuda import cupy
 from gpt2block.engine.block import BlockSpec
 from gpt2block.engine.numpy.executor import NumpyExecutor
 from gpt2block.engine.passes import model_steps
-from gpt2block.engine.passes.blocks import PassSettings
 from gpt2block.engine.passes.bounds import result_bounds
 from gpt2block.engine.passes.executor import Step
-from gpt2block.engine.passes.prefill import Prefill, Products
+from gpt2block.engine.passes.prefill_rules import Prefill, Products
+from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.engine.recorder import ALIGNMENT, Arena, ArenaFull, Offsets
 from gpt2block.engine.recording import Recordings
 from gpt2block.models.architectures import gpt2

@@ -344,7 +344,7 @@ def test_receipts_of_a_server(reuse: bool) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"rows": 1, "receipts": False}, "receipt: this server was started without receipts"),
+        ({"rows": 1, "no_receipts": True}, "receipt: this server was started without receipts"),
         ({"rows": 2}, "receipt: expected a model on a GPU, or a server with --rows 1"),
     ],
 )

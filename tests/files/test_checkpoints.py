@@ -164,8 +164,9 @@ def test_a_file_without_config_has_the_size_of_its_width(tmp_path: Path) -> None
     assert Checkpoint.open(tmp_path / "weights.safetensors").config == config
 
 
+LLM_C = (20240326).to_bytes(4, "little") + bytes(1020)
 TEXT = b"# A project\n\nThis is a text that somebody wrote.\n"
-READ = "a Hugging Face directory, a .safetensors file, a file of PyTorch, llm.c or llama.cpp (GGUF)"
+READ = "a Hugging Face directory, a .safetensors file, a file of PyTorch or llama.cpp (GGUF)"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,10 @@ READ = "a Hugging Face directory, a .safetensors file, a file of PyTorch, llm.c 
         ("data.zip", "zip", (READ, "a zip archive of torch.save with data.pkl, found README.md")),
         ("model.safetensors", TEXT, (READ, "it starts with b'# A proj'")),
         ("model.gguf", TEXT, ("not a GGUF file that can be read: it starts with b'# A '",)),
-        ("model.bin", TEXT, ("expected a file of torch.save", "a model of llm.c", "'# A proj'")),
+        ("model.bin", TEXT, ("expected a file of torch.save", "'# A proj'")),
+        ("gpt2_124M.bin", LLM_C, ("a model of llm.c, whose files are not read", "export_hf.py")),
+        ("weights", LLM_C, ("a model of llm.c, whose files are not read", "export_hf.py")),
+        ("w.safetensors", LLM_C, ("a model of llm.c, whose files are not read", "export_hf.py")),
         ("config.json", b"{}", ("expected weight_map", "to open another model give its folder")),
         ("folder/README.md", TEXT, (READ, "expected model.safetensors or pytorch_model.bin")),
         ("folder/config.json", b"{}", (READ, "in this directory, found config.json")),

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from fuzzing import gpt2 as plain
 from fuzzing.gguf_writer import save
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -57,16 +56,6 @@ def of_torch(name: str) -> Callable[[Path], Path]:
     return write
 
 
-def llm_c(bfloat16: bool) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        tensors = {plain.label_of(name): array for name, array, _ in WEIGHTS.tensors()}
-        file = folder / "gpt2.bin"
-        file.write_bytes(plain.to_llm_c(plain.sizes_of(SMALL), tensors, bfloat16, 8))
-        return file
-
-    return write
-
-
 NOT_SAFETENSORS = "truncated or not a safetensors file"
 NOT_GGUF = "truncated or not a GGUF file"
 FORMATS = {
@@ -76,8 +65,6 @@ FORMATS = {
     "torch.save, legacy": Format(of_torch("legacy-float16.bin")),
     "nanoGPT": Format(of_torch("nanogpt.pt")),
     "nanoGPT, legacy": Format(of_torch("nanogpt-legacy.pt")),
-    "llm.c": Format(llm_c(False)),
-    "llm.c, bfloat16": Format(llm_c(True)),
 }
 every_format = pytest.mark.parametrize("kind", FORMATS.values(), ids=FORMATS)
 

@@ -20,7 +20,7 @@ from gpt2block.files import writing as files
 from gpt2block.files.checkpoints import Checkpoint, save_pretrained
 from gpt2block.models.config import SIZES
 from tests.refusals import assert_same_tensors
-from tests.tokenizer_files import PAIRS, SINGLE, llm_c, pair
+from tests.tokenizer_files import PAIRS, pair
 
 SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=48, n_ctx=11, vocab_size=5, eps=2e-5)
 WORDS = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=8, vocab_size=257)
@@ -80,11 +80,6 @@ def test_a_checkpoint_with_its_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("{}")
     save_pretrained(tmp_path / "other", bundled, "float32", tokenizer=tmp_path / "mine.json")
     assert (tmp_path / "other" / "tokenizer.json").read_text() == "{}"
-    content = llm_c(*SINGLE, b"end", version=1)
-    (tmp_path / "gpt2_tokenizer.bin").write_bytes(content)
-    weights, tokenizer_file = GPT2Weights.random(1, WORDS), tmp_path / "gpt2_tokenizer.bin"
-    saved = save_pretrained(tmp_path / "llm.c", weights, tokenizer=tokenizer_file)
-    assert (saved / "gpt2_tokenizer.bin").read_bytes() == content
 
 
 @pytest.mark.parametrize("names", PAIRS)

@@ -43,8 +43,6 @@ from tests.devices import slow
 from tests.tokenizer_files import (
     BYTES,
     PAIRS,
-    SINGLE,
-    llm_c,
     sentence_piece,
     small_json,
     small_pair,
@@ -211,38 +209,11 @@ def test_two_files_that_do_not_fit(
     refused(tmp_path, message, str(pair[0]))
 
 
-@pytest.mark.parametrize(("version", "last"), [(2, 256), (1, 257)])
-def test_the_tokenizer_of_llm_c(tmp_path: Path, version: int, last: int) -> None:
-    more = [b"ab"] if last == 257 else [b"<|endoftext|>", b"ab"]
-    tokens = [*SINGLE, *more, *[b"<|endoftext|>"] * (last == 257)]
-    (tmp_path / "gpt2_tokenizer.bin").write_bytes(llm_c(*tokens, version=version, last=last))
-    for encoding in (
-        tokenizer.load(tmp_path, 258),
-        tokenizer.from_path(tmp_path / "gpt2_tokenizer.bin", 300),
-    ):
-        assert tokenizer.encode(encoding, "xab") == [ord("x"), tokens.index(b"ab")]
-        assert tokenizer.end_of_text(encoding) == last
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "not a tokenizer of llm.c"),
-        (llm_c(*SINGLE, b"end", version=3), "version 3"),
-        (llm_c(*SINGLE, b"end", count=-1), "-1 tokens"),
-        (llm_c(*SINGLE, b"end", count=2**31 - 1), "2147483647 tokens"),
-        (llm_c(*SINGLE, b"end", count=258), "index out of range"),
-        (llm_c(*SINGLE, b"end", count=256), "bytes: expected"),
-        (llm_c(*SINGLE, b"end")[:-1], "bytes: expected"),
-        (llm_c(*SINGLE, b"a", b"end", last=257), "different"),
-        (llm_c(*SINGLE, b"end", last=400), "different"),
-        (llm_c(*SINGLE[1:], b"end", last=255), "a token for each byte of UTF-8: none for byte 0"),
-    ],
-)
-def test_a_damaged_tokenizer_of_llm_c(tmp_path: Path, content: bytes, message: str) -> None:
+def test_the_tokenizer_of_llm_c_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "gpt2_tokenizer.bin"
-    file.write_bytes(content)
-    refused(tmp_path, str(file), message)
+    file.write_bytes((20240328).to_bytes(4, "little") + bytes(1020))
+    refused(file, str(file), "a tokenizer of llm.c, whose files are not read", "export_hf.py")
+    refused(tmp_path, "it has gpt2_tokenizer.bin, but no supported tokenizer")
 
 
 def test_where_there_is_no_tokenizer(tmp_path: Path) -> None:

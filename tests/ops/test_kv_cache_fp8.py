@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from benchmarks.decoding import RandomModel
+from benchmarks.run import tolerance
+from benchmarks.token_works import gpt2_works
 from gpt2block import GPT2, InputError, Llama, LlamaConfig, ops, reference
-from gpt2block.apps.bench import decode_works
-from gpt2block.apps.bench.decoding import RandomModel
-from gpt2block.apps.bench.report import tolerance
 from gpt2block.bulk import job as bulk_job
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.cuda import cupy, kernels
@@ -368,7 +368,7 @@ def test_a_gpu_without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         assert max(off(a, b[-1]) for a, b in zip(last, expected, strict=True)) < few
 
 
-# --- commands, jobs and the bench -----------------------------------------------------------------
+# --- commands, jobs and benchmarks ---------------------------------------------------------------
 
 
 def test_generate_and_compare() -> None:
@@ -398,12 +398,10 @@ def test_a_job_takes_the_dtype_of_the_cache(tmp_path: Path) -> None:
     assert job.described({}, "", 1, "cpu")["kv_dtype"] == "float8_e5m2"
 
 
-def test_the_bench_counts_the_bytes_of_the_cache() -> None:
+def test_benchmarks_count_the_bytes_of_the_cache() -> None:
     assert RandomModel(GPT2_SMALL, "bfloat16").token_bytes == 2 * 2 * 128 * 2
     assert RandomModel(GPT2_SMALL, "bfloat16", "float8_e5m2").token_bytes == 2 * 2 * 128
-    (plain,), (narrow,) = (
-        decode_works("float8_e5m2", "4", "gpt2", kv) for kv in (None, "float8_e5m2")
-    )
+    plain, narrow = (gpt2_works("float8_e5m2", "4", "gpt2", kv)[0] for kv in (None, "float8_e5m2"))
     assert (plain.name, narrow.name) == ("4 rows", "4 rows, kv_cache float8_e5m2")
     assert plain.traffic - narrow.traffic == 4 * 512 * 2 * 12 * 768
     assert tolerance(plain, "float16") < tolerance(narrow, "float16")

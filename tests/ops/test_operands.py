@@ -333,7 +333,7 @@ def test_the_option_activations_is_gone() -> None:
             InputError, match=r"activations is no option any more: decoding rounds .*: leave it out"
         ):
             call()
-    for command in ("generate", "bench", "profile"):
+    for command in ("generate", "profile"):
         assert "--activations is no option any more" in gpt2block(command, "--activations=a").error
 
 

@@ -24,7 +24,7 @@ Made = Iterator[tuple[str, Any]]
 ROOT = Path(__file__).parents[2]
 RECORDS = '{"text": "ROMEO:", "n": 1}\n{"text": "O"}\n{"text": 7}\n[]\n{"text": [72, 105]}\n'
 RUNS = (  # {files} is a temporary folder, {data} the folder of the tests' checkpoints
-    *("", "--version", "check", "check --json", "bench", "nothing", "kernels", "kernels --json"),
+    *("", "--version", "check", "check --json", "nothing", "kernels", "kernels --json"),
     *("info", "info --json", "info shakespeare-llama", "info {data}/data/pytorch/nanogpt.pt"),
     *("info {data}/golden/llama-grouped", "info nowhere/at-all", "kernels linear --source 1"),
     *("kernels layernorm --device cpu", "kernels layernorm --device cpu --json"),

@@ -58,7 +58,7 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16}
 
 
 def case(rng: Rng, folder: Path) -> None:
-    kinds = [_hugging_face] * 6 + [_sharded] * 2 + [_llm_c] * 2 + [_rewritten] * 2
+    kinds = [_hugging_face] * 6 + [_sharded] * 2 + [_rewritten] * 2
     kinds += [_odd_name, _odd_target, _hostile, _no_checkpoint]
     if PICKLES.is_dir() and find_spec("gpt2block.files.checkpoints.pickles"):
         kinds += [_pickle] * 2
@@ -216,60 +216,6 @@ def _quietly(call: Any, *arguments: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return call(*arguments)
-
-
-def _llm_c(rng: Rng, folder: Path) -> None:
-    sizes = dataclasses.replace(plain.random_sizes(rng), tied=True, eps=1e-5)
-    half = rng.chance(0.5)
-    tensors = plain.random_tensors(rng, sizes, "bfloat16" if half else "float32")
-    padded = sizes.vocab_size + int(rng.choice([0, 0, 3, 100]))
-    data = plain.to_llm_c(sizes, tensors, half, padded)
-    path = folder / "gpt2_124M.bin"
-    damaged = rng.chance(0.7)
-    path.write_bytes(data)
-    if damaged and rng.chance(0.6):
-        header = np.frombuffer(data, "<i4", 8).copy()
-        for _ in range(rng.whole(1, 3)):
-            header[rng.whole(8)] = int(
-                rng.pick(0, -1, 1, 2, 10**6, 2**31 - 1, 20240326, 20240520, 5, 3, 64)
-            )
-        path.write_bytes(header.tobytes() + data[32:])
-        claimed = _llm_c_bytes(header.tolist())
-        if rng.chance(0.4) and 0 < claimed < 2**40:  # a sparse file of the size in its header
-            os.truncate(path, claimed)
-    elif damaged:
-        rng.pick(damage, replace)(rng, path)
-    name: Any = rng.pick(path, str(path))
-    opened = attempt(not damaged, Checkpoint.open, name)
-    if path.stat().st_size > 10**7:  # a sparse file
-        return
-    _check_tensors(rng, folder, opened, *_read_llm_c(path.read_bytes()), damaged)
-
-
-def _llm_c_bytes(header: list[int]) -> int:
-    _, version, n_ctx, _, n_layer, _, C, padded = header
-    elements = (padded + n_ctx) * C + n_layer * (12 * C * C + 13 * C) + 2 * C
-    return 1024 + elements * (2 if version == 5 else 4)
-
-
-def _read_llm_c(data: bytes) -> tuple[plain.Sizes, plain.Tensors]:
-    """Return the sizes and tensors of a model of llm.c. Raises Difference for any other data."""
-    header = np.frombuffer(data[:32].ljust(32, b"\0"), "<i4").tolist()
-    magic, version, n_ctx, vocab_size, n_layer, n_head, C, padded = header
-    known = magic == 20240326 and version in (3, 5) and min(header) > 0 and padded >= vocab_size
-    fits = known and C % n_head == 0 and len(data) == _llm_c_bytes(header)
-    check(fits, "accepted a damaged model of llm.c")
-    sizes = plain.Sizes(n_layer, n_head, C, n_ctx, vocab_size)
-    numbers = np.frombuffer(data, _DTYPES["BF16" if version == 5 else "F32"], offset=1024)
-    block = plain.shapes(dataclasses.replace(sizes, n_layer=1))
-    order = ["wte.weight", "wpe.weight"]
-    order += [f"h.{i}.{name[4:]}" for name in block if name[0] == "h" for i in range(n_layer)]
-    shapes, tensors = plain.shapes(sizes) | {"wte.weight": (padded, C)}, {}
-    for name in [*order, "ln_f.weight", "ln_f.bias"]:
-        shape = shapes[name][::-1] if name.startswith("h.") else shapes[name]
-        part, numbers = np.split(numbers, [int(np.prod(shape))])
-        tensors[name] = part.reshape(shape).T if name.startswith("h.") else part.reshape(shape)
-    return sizes, tensors | {"wte.weight": tensors["wte.weight"][:vocab_size]}
 
 
 def _spoil(rng: Rng, tensors: plain.Tensors) -> None:

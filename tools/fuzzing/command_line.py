@@ -290,13 +290,8 @@ def _other(rng: Rng, folder: Path) -> None:
             ["kernels", "softmax", "--solution", str(rng.pick(*_texts(), "3", "3.4", "../3"))],
             ["kernels", "softmax", "--mine", str(rng.pick(*_texts(), str(folder)))],
             ["kernels", "softmax", "--device", str(rng.pick(*_texts(), "tpu"))],
-            ["bench", "--device", "cpu"],
-            ["bench", "--only", str(rng.pick(*_texts()))],
-            ["bench", "--decode", "--device", "cpu",
-             "--rows", str(rng.pick(*_texts(), "1,8", "0", "9" * 5000))],
-            ["bench", "--rows", "8"], ["convert"], ["embed"], ["nothing"],
+            ["convert"], ["embed"], ["nothing"],
             [str(rng.pick(*_texts()))],
-            ["bench", "--plot", str(folder / "no" / "such.png")],
         )
     )  # fmt: skip
     run(arguments)

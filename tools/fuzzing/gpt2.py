@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,30 +141,6 @@ def to_safetensors(tensors: Mapping[str, Array], prefix: str = "") -> bytes:
     }
     data: bytes = save(named)
     return data
-
-
-def to_llm_c(sizes: Sizes, tensors: Mapping[str, Array], half: bool, padded: int) -> bytes:
-    """Return a model file of llm.c: a header, then each kind of tensor for all layers together."""
-    header = np.zeros(256, "<i4")
-    header[:8] = (
-        20240326, 5 if half else 3, sizes.n_ctx, sizes.vocab_size, sizes.n_layer, sizes.n_head,
-        sizes.n_embd, padded,
-    )  # fmt: skip
-    parts = [header.tobytes()]
-    dtype = DTYPES["bfloat16" if half else "float32"]
-
-    def put(array: Array) -> None:
-        parts.append(np.ascontiguousarray(array).astype(dtype).tobytes())
-
-    put(tensors["wte.weight"])
-    put(np.zeros((padded - sizes.vocab_size, sizes.n_embd)))
-    put(tensors["wpe.weight"])
-    for kind in [name[4:] for name in shapes(replace(sizes, n_layer=1)) if name.startswith("h.0.")]:
-        for layer in range(sizes.n_layer):
-            put(tensors[f"h.{layer}.{kind}"].T)
-    put(tensors["ln_f.weight"])
-    put(tensors["ln_f.bias"])
-    return b"".join(parts)
 
 
 def write(folder: Path, sizes: Sizes, tensors: Mapping[str, Array]) -> Path:

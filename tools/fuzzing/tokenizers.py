@@ -8,12 +8,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers as hugging_face
 
 from fuzzing import Area, Refused, Rng, accepted, attempt, check, check_equal
 from fuzzing import gpt2 as plain
-from fuzzing.values import damaged, odd_text, odd_value, spoil_json
+from fuzzing.values import odd_text, odd_value, spoil_json
 from fuzzing.vocabularies import (
     BYTES,
     CHARACTERS,
@@ -26,7 +25,6 @@ from fuzzing.vocabularies import (
     TRUNCATION,
     Vocabulary,
     added_token,
-    by_rank,
     plain_spec,
     random_vocabulary,
     template,
@@ -46,7 +44,7 @@ _MODEL_OPTIONS = {
 
 
 def case(rng: Rng, folder: Path) -> None:
-    rng.pick(*[_json] * 6, *[_pair] * 2, *[_llm_c] * 2, _saved, _settings)(rng, folder)
+    rng.pick(*[_json] * 6, *[_pair] * 2, _saved, _settings)(rng, folder)
 
 
 def _change(rng: Rng, spec: dict[str, Any], vocabulary: Vocabulary) -> None:
@@ -196,33 +194,6 @@ def _truth(spec: str) -> Any:
 
 def _decoded(encoding: Any, ids: Sequence[int]) -> str:
     return b"".join(map(encoding.decode_single_token_bytes, ids)).decode(errors="replace")
-
-
-def _llm_c(rng: Rng, folder: Path) -> None:
-    """gpt2_tokenizer.bin, compared with byte-pair encoding by rank."""
-    vocabulary = random_vocabulary(rng, proper=True)
-    to_byte = {char: byte for byte, char in enumerate(CHARACTERS)}
-    tokens = [bytes(to_byte[char] for char in token) for token in vocabulary.ids]
-    version = rng.whole(1, 3)
-    header = np.zeros(256, "<i4")
-    header[:4] = 20240328, version, len(tokens) + 1, len(tokens) if version == 2 else 0
-    entries = (bytes([len(token)]) + token for token in [*tokens, END.encode()])
-    data = b"".join((header.tobytes(), *entries))
-    whole = rng.chance(0.5)
-    path = folder / "gpt2_tokenizer.bin"
-    path.write_bytes(data if whole else damaged(rng, data, 16))
-    source = rng.pick(folder, path)
-    encoding = attempt(whole, tokenizer.from_path, source, len(tokens) + 1)
-    splitter = hugging_face.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    for _ in range(6):
-        text = odd_text(rng) or "a"
-        ids = [*map(int, accepted(tokenizer.encode, encoding, text))]
-        check_equal(f"decoded {text!r:.40}", _decoded(encoding, ids), text)
-        if whole:
-            words = [word for word, _ in splitter.pre_tokenize_str(text)]
-            ranks = vocabulary.ids
-            expected = [ranks[part] for word in words for part in by_rank(list(word), ranks)]
-            check_equal(f"ids of {text!r:.40}", ids, expected)
 
 
 def _saved(rng: Rng, folder: Path) -> None:

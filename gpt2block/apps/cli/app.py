@@ -17,7 +17,7 @@ from gpt2block.errors import INSTEAD, InputError
 
 _UsageError: Any = typer.BadParameter.__base__  # UsageError of Click, or of Typer's copy of Click
 
-MODULES = {"kernels": "kernels_command", "bench": "bench_command"}  # else named as the command
+MODULES = {"kernels": "kernels_command"}  # else named as the command
 EXAMPLES = {  # command → its example, in the order of the help
     "generate": "generate 'To be, or not to be' --seed 7",
     "chat": "chat --system 'You answer in one sentence.'",
@@ -30,7 +30,6 @@ EXAMPLES = {  # command → its example, in the order of the help
     "kernels": "kernels layernorm --mine my.cu",
     "judge": "judge homework --csv verdicts.csv",
     "block": "block --text 'To be, or not to be' --layer 2",
-    "bench": "bench --only 8x1024",
     "info": "info shakespeare --json",
     "convert": "convert out/ckpt.pt my-model --dtype bfloat16",
     "check": "check --json",

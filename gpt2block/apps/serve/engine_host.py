@@ -34,7 +34,7 @@ class EngineHost(Passes):
             model.engine, settings.rows, settings.reuse_prefixes, settings.speculate
         )
         slots, reuses = self._batch.slots, self._batch.reuses
-        self.served = ServedModel.of(model, slots, reuses, settings.receipts)
+        self.served = ServedModel.of(model, slots, reuses, not settings.no_receipts)
 
     @asynccontextmanager
     async def running(self, on_failure: Callable[[], None]) -> AsyncIterator[None]:

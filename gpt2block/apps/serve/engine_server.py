@@ -42,7 +42,7 @@ class EngineServer:
 
     def __init__(self, host: EngineHost, started: Callable[[], None], reload: NewKeys) -> None:
         self.host, self._started, self._reload = host, started, reload
-        self._settings, self._count = host.settings, max(1, host.settings.processes)
+        self._settings, self._count = host.settings, host.settings.processes or 1
         self.ends: dict[EngineEnd, asyncio.Task[int]] = {}  # running HTTP sides
         self.failed = self._ending = self._told = False
         self.http: HttpServer | None = None

@@ -95,7 +95,7 @@ def main() -> None:
     held, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     api, (file, index) = Server(*pickle.load(sys.stdin.buffer)), map(int, sys.argv[3:])
     set_up_log(api.settings.log_level)
-    Protocol.open_connections = counter(file, api.settings.processes, index)
+    Protocol.open_connections = counter(file, api.settings.processes or 1, index)
     server = HttpServer(api)
     settle()
     sys.exit(run(server.run_at(listening, held)))

@@ -53,7 +53,7 @@ class Passes:
 
     async def embed(self, client: str, ids: list[Ids], dimensions: int | None) -> Floats:
         """Return the embeddings of texts, (B, C) or (B, dimensions), computed in one pass."""
-        given = self._model.engine, self.settings.pooling, dimensions, ids
+        given = self._model.engine, self.settings.pooling or "mean", dimensions, ids
         return await self._threads.run(client, vectors_of, *given)
 
     async def judge(self, client: str, answers: tuple[int, int], ids: list[Ids]) -> list[float]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from gpt2block.apps.cli.model import chat_template_option, draft_option, keyword
+from gpt2block.apps.cli.options import flag, option
 from gpt2block.engine.chat.template import ChatTemplate
+from gpt2block.engine.chat.tool_forms import FormName
 from gpt2block.engine.grammars.trials import SECONDS
 from gpt2block.errors import CheckpointError
 from gpt2block.files.checkpoints.embedding_files import Pooling
@@ -15,9 +18,12 @@ from gpt2block.models.config import ModelConfig
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Settings of a server: model names, API keys, hosts, limits, and request defaults.
+    """Settings of a server: limits, defaults of requests, model names, API keys and hosts.
+
+    The fields from rows to log_level are options of `gpt2block serve`. seconds: time limit of a
+    request from its arrival.
 
     names: names of the model for clients; answers have the first name. keys: name → API key;
     clients must send one of the keys. Without keys, clients are on this machine or use a proxy on
@@ -25,41 +31,52 @@ class ServerSettings:
 
     hosts: names of this server; without keys, a request's host must be one of these names.
     allowed_hosts: further names. With keys and without allowed_hosts, any host is accepted.
-
-    rows: continuations computed together. queue: continuations that may wait. reuse_prefixes:
-    `reuse` of Batch. seconds: time limit of a request from its arrival; None: no limit. origins:
-    origins of web pages that may send requests and read answers; "*": all. speculate: as in
-    `GPT2.generate`, for all requests. chat_template_kwargs: defaults of a request's variables.
-    pooling: as for `Model.embed`. tool_form: name of the form in which the model writes calls of
-    tools; None: the form that its chat template shows, or "general" if it reads no tools.
-    rule_seconds: CPU time in which a rule must be compiled. receipts: whether clients can request
-    receipts.
-
-    processes: number of processes for HTTP; 0: HTTP in the engine's process. connections: most open
-    connections of all processes. proxies: addresses and networks; for their requests, the client's
-    address is the last one in X-Forwarded-For that is not a proxy's. log_level: as for
-    `set_up_log`. grace: seconds that running requests get to finish when the server stops.
+    origins: origins of web pages that may send requests and read answers; "*": all. proxies:
+    addresses and networks; for their requests, the client's address is the last one in
+    X-Forwarded-For that is not a proxy's. grace: seconds that running requests get to finish when
+    the server stops.
     """
 
-    names: tuple[str, ...]
-    rows: int = 64
-    queue: int = 512
+    rows: int = option("Continuations computed together.", 64)
+    queue: int = option("Continuations that may wait; further ones are refused.", 512)
+    seconds: float | None = option(
+        "Seconds in which a request has to end; by default no limit.", None, "--timeout"
+    )
+    connections: int = option("Connections that may be open.", 1024)
+    processes: int | None = option(
+        "Processes for HTTP, JSON and text, in addition to the model's process; 0: one process for "
+        "all. By default half of the cores, at most 8, and 0 with two cores."
+    )
+    reuse_prefixes: bool = flag(
+        "Also reuse keys and values of tokens that an earlier request sampled, or that other "
+        "kernels computed; the last bits of results then depend on earlier requests."
+    )
+    speculate: bool = keyword("speculate")
+    draft_model: str | None = draft_option()
+    chat_template_kwargs: Mapping[str, object] | None = chat_template_option()
+    pooling: Pooling | None = option(
+        "Embeddings: mean, last or first (cls) of the final hidden states; by default as in the "
+        "model's 1_Pooling/config.json, else the mean."
+    )
+    tool_form: FormName | None = option(
+        "Form in which the model writes calls of tools; by default the form that its chat template "
+        "shows, or general if the template reads no tools."
+    )
+    rule_seconds: float = option(
+        "Seconds of CPU time in which a schema, regular expression, choice or grammar of a request "
+        "must be compiled.",
+        SECONDS,
+    )
+    no_receipts: bool = flag("Refuse requests for receipts, which state how a text was generated.")
+    log_level: Literal["error", "warning", "info"] = option(
+        "Messages on standard error; info: also a line for each request.", "warning"
+    )
+    names: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[str, ...] = LOOPBACK
-    reuse_prefixes: bool = False
-    seconds: float | None = None
-    origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
-    speculate: bool = False
-    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
-    pooling: Pooling = "mean"
-    tool_form: str | None = None
-    rule_seconds: float = SECONDS
-    receipts: bool = True
-    processes: int = 0
-    connections: int = 1024
+    origins: tuple[str, ...] = ()
     proxies: tuple[str, ...] = ()
-    log_level: str = "warning"
     grace: int = 25
 
     @property

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from math import gcd
 from typing import Any
 
-from gpt2block.cuda.formats import FILE, Formats
+from gpt2block.cuda.formats import FILE, Formats, cache_option
 from gpt2block.cuda.kernels import HI_LO
-from gpt2block.engine.passes.blocks import PassSettings
-from gpt2block.engine.passes.decoding import DecodePass, SumsPass
-from gpt2block.engine.passes.executor import Executor
-from gpt2block.engine.passes.forward import forward
+from gpt2block.engine.passes.decoding_rules import ALL_FUSED, DecodingPlan, decoding_steps
+from gpt2block.engine.passes.executor import Executor, Outline, Step
+from gpt2block.engine.passes.forward import Pass, forward
+from gpt2block.engine.passes.rewriting import Log, run
+from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.models.architectures.architecture import Architecture
 from gpt2block.models.config import DRAFTING, ModelConfig, product_shapes, shapes_in_blocks
 from gpt2block.models.weights.gguf import TYPES, UNIT, GgufMatrix
@@ -32,7 +33,7 @@ class DecodingChoice:
     ====================================  =================================================
     rows of a step                        kernels of a layer, and us of a step (NVIDIA H200)
     ====================================  =================================================
-    up to 4, clusters, Llama's block      `SumsPass`: four kernels, the feed-forward is one.
+    up to 4, clusters, Llama's block      `RULES_OF_SUMS`: four kernels, the feed-forward is one.
     without biases (`splits_of`)          SmolLM2-135M, 1 and 4 rows: 430 -> 297, 497 -> 393
     up to 16                              products that read floats, and fuse LayerNorm or, in
                                           Llama's block without biases, RMSNorm, RoPE and the
@@ -109,24 +110,46 @@ class DecodingChoice:
         rows of one sequence. slots: number of rows that continue after the layers, one of each
         sequence; 0 if all rows continue.
         """
-        chosen = self._pass(do, rows, operands, together)
-        if not slots:
-            return forward(chosen, self.architecture, self.config, "logits")
-        x = forward(chosen, self.architecture, self.config, "stream")
-        last = self._pass(do, slots, self.operands(slots), 1)
-        return last.logits(self.architecture.final(last, x, to=("lm_head",)))
+        return run(self.steps(do.names, rows, operands, together, slots), do, "logits")
 
-    def _pass(
-        self, do: Executor, rows: int, operands: Mapping[str, Any] | None, together: int
-    ) -> DecodePass:
-        """Return the pass (operations on `do`) of a decoding step. Arguments: see `step`."""
-        shapes, fp8_cache = self.config.block_shapes(), self.formats.fp8_cache
-        head_size = self.config.head_size
+    def steps(
+        self,
+        names: Collection[str],
+        rows: int,
+        operands: Mapping[str, Any] | None,
+        together: int = 1,
+        slots: int = 0,
+        log: Log | None = None,
+    ) -> list[Step]:
+        """Return the steps of a decoding step. names: of the tensors. log: as in `rewritten`.
+
+        Other arguments: see `step`.
+        """
+        do, plan = Outline(names), self.plan(names, rows, operands, together)
+        o = Pass(do, self.settings)
+        x = forward(o, self.architecture, self.config, "stream" if slots else "logits")
+        found = decoding_steps(do.steps, plan, log)
+        if slots:
+            end = len(do.steps)
+            o.logits(self.architecture.final(o, x, head=True))
+            last = self.plan(names, slots, self.operands(slots), 1)
+            found += decoding_steps(do.steps[end:], last, log)
+        return found
+
+    def plan(
+        self, names: Collection[str], rows: int, operands: Mapping[str, Any] | None, together: int
+    ) -> DecodingPlan:
+        """Return what decides the kernels of a decoding step. Arguments: see `steps`."""
+        shapes, head_size = self.config.block_shapes(), self.config.head_size
+        plan = DecodingPlan(
+            names, self.settings.head_size, kv=cache_option(self.formats.fp8_cache),
+            x_dtype=self.x_dtype, together=together,
+        )  # fmt: skip
         if operands == {} and not self.divided:
             types = self._types_of_ffn if self.formats.dtype == FILE else ()
             splits = splits_of(self.formats.dtype, rows, shapes, types, head_size)
             if splits:
-                return SumsPass(do, self.settings, splits, fp8_cache, self.x_dtype, together)
+                return plan._replace(fuses=ALL_FUSED, splits=splits)
         norms, in_blocks = rows <= MORE_ROWS, operands is not None and self._in_blocks
         if in_blocks:
             norms = normalizes(rows, self.config.n_embd) and not operands
@@ -137,11 +160,13 @@ class DecodingChoice:
             of_head = shapes.get("gamma_q", (head_size,)) == (head_size,)
             attention = self.settings.qk_norm and of_head and fuses_norms(head_size)
             fuses = fuses._replace(attention=attention)
-        options = operands, fp8_cache, self.bounds, self.x_dtype, together, fuses
         summed = {name for name in operands or () if self._reads_sums(name)}
         if any(begin % CHUNK for w in self._of_blocks("w_gate") for begin in w.begins):
             summed.discard("w_down")  # different warps compute the types of a chunk
-        return DecodePass(do, self.settings, norms, *options, summed=summed)
+        known = operands or {}
+        return plan._replace(
+            norms=norms, known=known, bounds=self.bounds, fuses=fuses, summed=summed
+        )
 
     @cached_property
     def _matrix_shapes(self) -> dict[str, tuple[int, int]]:

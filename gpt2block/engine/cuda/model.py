@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -43,10 +43,12 @@ from gpt2block.engine.model import (
     padded,
     stored_tensors,
 )
-from gpt2block.engine.passes.blocks import PassSettings
-from gpt2block.engine.passes.executor import Executor, Renamed
-from gpt2block.engine.passes.forward import Want, forward
-from gpt2block.engine.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products
+from gpt2block.engine.passes import STREAM
+from gpt2block.engine.passes.executor import Executor, Outline, Step
+from gpt2block.engine.passes.forward import EVERY, ROWS_AT_ONCE, Pass, Want, forward
+from gpt2block.engine.passes.prefill_rules import Prefill, PrefillPlan, Products, prefill_steps
+from gpt2block.engine.passes.rewriting import Log, renamed, run
+from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.engine.passes.shards import OF_SHARD, ModelShard
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.recording import Recording, Recordings
@@ -451,27 +453,49 @@ class CudaModel(CudaWeights):
         shape = Prefill(self.products, len(hidden), 1, len(hidden), cached=False)
         tensors = {**self.prompt_weights(head=True), "normed": hidden}
 
-        def run(do: Executor, first: int, end: int) -> Value:
-            return self._prefill_pass(shape, do).logits_of("normed", first, end)
+        def logits(do: Executor, first: int, end: int) -> Value:
+            plain = Outline(do.names)
+            out = Pass(plain, self._settings).logits_of("normed", first, end)
+            return run(prefill_steps(plain.steps, self._plan(shape, do.names)), do, out)
 
         for first in range(0, len(hidden), ROWS_AT_ONCE):
             end = min(len(hidden), first + ROWS_AT_ONCE)
-            recording = self.recordings.make(partial(run, first=first, end=end), tensors)
+            recording = self.recordings.make(partial(logits, first=first, end=end), tensors)
             recording.run()
             yield recording.out
 
-    def _prefill_pass(self, shape: Prefill, do: Executor) -> PrefillPass:
-        return shape.over(do, self._settings, self.formats.dtype, self._bounds)
+    def _plan(
+        self, shape: Prefill, names: Collection[str], want: Want | None = None
+    ) -> PrefillPlan:
+        by_products = {"float32": "float32", "hi_lo": "float32", "fp8": "float16"}
+        dtype = by_products.get(self.products, self.formats.dtype)
+        heads = self._settings.heads
+        return PrefillPlan(shape, names, dtype, heads, self._bounds, want == "rows")
+
+    def prefill_steps(
+        self,
+        shape: Prefill,
+        names: Collection[str],
+        want: Want | None,
+        log: Log | None = None,
+    ) -> tuple[list[Step], str]:
+        """Return the steps of a prefill of this shape, and the name of the result `want`, or "".
+
+        names: of the tensors. log: as in `rewritten`.
+        """
+        do, drafts = Outline(names), self.block is not None and f"{DRAFTING}tokens" in names
+        o = Pass(do, self._settings, shape.longest, shape.rows, drafts)
+        out = forward(o, self._architecture, self.config, want)
+        steps = prefill_steps(do.steps, self._plan(shape, names, want), log)
+        if drafts:
+            of_block = {n.removeprefix(DRAFTING) for n in names if n.startswith(DRAFTING)}
+            stream = f"{EVERY}h.{self.config.n_layer - 1}.output"
+            own, _ = self.block.prefill_steps(shape, {*of_block, STREAM}, None)
+            at = 1 + [step.name for step in steps].index(stream)
+            steps[at:at] = renamed(own, DRAFTING, {STREAM: stream})
+        return steps, out or ""
 
     def forward_pass(self, shape: Prefill, do: Executor, want: Want | None) -> Value:
         """Run a prefill of this shape, up to the output `want`, on the executor `do`."""
-        chosen = self._prefill_pass(shape, do)
-        if self.block and do.has(f"{DRAFTING}tokens"):
-            chosen.draft = partial(self.block.read_stream, shape)
-        return forward(chosen, self._architecture, self.config, want)
-
-    def read_stream(self, shape: Prefill, do: Executor, stream: Value) -> None:
-        """Compute keys and values of the block that drafts tokens, from the residual stream."""
-        o = self._prefill_pass(shape, Renamed(do, DRAFTING, DRAFTING))
-        o.stream = stream
-        forward(o, self._architecture, self.config, None)
+        steps, out = self.prefill_steps(shape, do.names, want)
+        return run(steps, do, out)

@@ -9,7 +9,7 @@ from gpt2block.cuda.arrays import ArrayArg
 from gpt2block.engine.cuda.choice import DecodingChoice
 from gpt2block.engine.passes.executor import Executor
 from gpt2block.engine.passes.forward import Want
-from gpt2block.engine.passes.prefill import Prefill
+from gpt2block.engine.passes.prefill_rules import Prefill
 from gpt2block.engine.recording import Recordings
 from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import ModelConfig

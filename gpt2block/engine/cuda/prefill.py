@@ -1,8 +1,8 @@
 """Prefill on a GPU: the new tokens of all sequences are the rows of one matrix.
 
-`gpt2block.engine.passes.prefill` has the passes. A row's kernels, and so its bits, depend on its
-own sequence alone. Tokens, positions and lengths are in device memory: a repeated call of the same
-shape is a CUDA graph.
+`gpt2block.engine.passes.prefill_rules` has the rules. A row's kernels, and so its bits, depend on
+its own sequence alone. Tokens, positions and lengths are in device memory: a repeated call of the
+same shape is a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gpt2block.engine.cuda.caches import CudaCache, forget_oldest
 from gpt2block.engine.cuda.passes import CudaPasses
 from gpt2block.engine.model import Floats, Ids, Start, cache_tensors
 from gpt2block.engine.passes import check_read
-from gpt2block.engine.passes.forward import Want
-from gpt2block.engine.passes.prefill import ROWS_AT_ONCE, Prefill
+from gpt2block.engine.passes.forward import ROWS_AT_ONCE, Want
+from gpt2block.engine.passes.prefill_rules import Prefill
 from gpt2block.engine.recorder import Recorded, rounded_up
 from gpt2block.engine.recording import Recording
 from gpt2block.models.config import DRAFTING

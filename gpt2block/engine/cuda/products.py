@@ -18,7 +18,7 @@ from gpt2block.cuda.formats import FILE, FP8, GGUF, Formats, own_cache_dtype
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.engine.model import FLOAT16
 from gpt2block.engine.passes.bounds import bounds_of, rough_norms
-from gpt2block.engine.passes.prefill import Products
+from gpt2block.engine.passes.prefill_rules import Products
 from gpt2block.engine.passes.shards import ModelShard
 from gpt2block.models.config import ModelConfig, product_shapes
 from gpt2block.models.weights.hi_lo import LARGEST_BOUND, HiLoMatrix

@@ -65,7 +65,7 @@ def measured(recording: Recording) -> Timeline:
     for each other. The time of an all-gather thus includes the wait for the slowest GPU. The
     threads meet between allocations and launches of all-gathers (see `Recordings.meet`).
     """
-    kernels = list(_kernels(recording))
+    kernels = list(kernels_of(recording))
     changed = [array for bound in recording.after for array in (bound.out, *bound.extra)]
     before = [array.copy() for array in changed]
 
@@ -183,7 +183,7 @@ def _in_memory(array: ArrayArg, operand: Operand | None) -> TensorSpec:
     return stored._replace(nbytes=stored.nbytes // 2) if half else stored
 
 
-def _kernels(recording: Recording) -> Iterator[KernelTiming]:
+def kernels_of(recording: Recording) -> Iterator[KernelTiming]:
     """Yield a KernelTiming, still without times, for each kernel of a recording."""
     for name, (step, launches, *_) in recording.steps.items():
         inputs = [recording.known(each) if each else None for each in step.inputs]

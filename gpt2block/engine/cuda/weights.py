@@ -18,7 +18,7 @@ from gpt2block.engine.cuda.caches import free_bytes
 from gpt2block.engine.cuda.products import divided_weights, hi_lo_bytes
 from gpt2block.engine.model import StoredModel, weight_bytes
 from gpt2block.engine.passes.executor import hi_lo_of
-from gpt2block.engine.passes.prefill import Products
+from gpt2block.engine.passes.prefill_rules import Products
 from gpt2block.engine.passes.shards import ModelShard
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints.gguf_types import InBlocks

@@ -24,9 +24,8 @@ from gpt2block.engine.model import (
 )
 from gpt2block.engine.numpy.block import NumpyEngine
 from gpt2block.engine.numpy.executor import NumpyExecutor
-from gpt2block.engine.passes.blocks import ModelStepPass, PassSettings
-from gpt2block.engine.passes.forward import forward
-from gpt2block.engine.passes.prefill import ROWS_AT_ONCE
+from gpt2block.engine.passes.forward import ROWS_AT_ONCE, NumpyPass, forward
+from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import TABLES, ModelConfig
 
@@ -127,7 +126,7 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     constants = architecture.constants(config, weights)
     constants |= SequenceFrequencies(config, 1, T, np).tensors
     do = NumpyExecutor({**weights, **constants, **kept, **batch}, keep=None)
-    forward(ModelStepPass(do, PassSettings.of(config), T), architecture, config, "logits")
+    forward(NumpyPass(do, PassSettings.of(config), T), architecture, config, "logits")
     # Engines compute spans and `mixed` from exact inputs: they are no rows of the pass.
     tensors = {n: made for n, made in do.kept.items() if n != "spans" and not n.endswith(".mixed")}
     scores = np.asarray(reference.log_likelihood(tensors["logits"], np.roll(ids, -1)), np.float64)

@@ -35,8 +35,8 @@ from gpt2block.engine.model import (
 )
 from gpt2block.engine.numpy.executor import FUNCTIONS, Functions, NumpyExecutor, NumpySteps
 from gpt2block.engine.passes import model_steps
-from gpt2block.engine.passes.blocks import ModelStepPass, PassSettings, StepPass
-from gpt2block.engine.passes.forward import forward
+from gpt2block.engine.passes.forward import NumpyPass, forward
+from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.files.checkpoints.gguf_types import InBlocks
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import TABLES, LayerCache, ModelConfig
@@ -187,7 +187,7 @@ class NumpyModel(NumpySteps, StoredModel):
 
     def _run(self, do: NumpyExecutor, want: Any, longest: int) -> Any:
         """Run a forward pass; return its output `want`. longest: tokens of the longest sequence."""
-        step = ModelStepPass(do, PassSettings.of(self.config), longest)
+        step = NumpyPass(do, PassSettings.of(self.config), longest)
         return forward(step, architecture_of(self.config), self.config, want)
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, np.ndarray]:
@@ -233,7 +233,7 @@ class NumpyModel(NumpySteps, StoredModel):
         hidden: final norm of each row.
         """
         do = self.executor({"hidden": hidden, "targets": targets})
-        logits = StepPass(do, PassSettings.of(self.config)).logits("hidden")
+        logits = NumpyPass(do, PassSettings.of(self.config)).logits("hidden")
         scores: Floats = do("scores", "log_likelihood", (logits, "targets"))
         return scores, logits.argmax(axis=-1).astype(np.int32)
 

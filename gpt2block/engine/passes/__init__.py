@@ -1,10 +1,13 @@
-"""Forward passes of all architectures: prefill, decoding, and single blocks.
+"""Forward passes of all architectures: plain steps, and the rules that rewrite them for a GPU.
 
-forward       a pass through all blocks of a model, and the outputs of a pass
-blocks        a pass with one step per operation, and the fused block
-prefill       passes over the new tokens of all sequences as rows of one matrix
-decoding      passes over one token for each sequence of a kv_cache
-executor      the interface that runs steps; implementations are in `gpt2block.engine`
+forward         the plain steps of a pass, one for each operation of the reference
+rewriting       lists of steps, rules that rewrite them, and running them
+decoding_rules  rules of a token for each row of a kv_cache
+prefill_rules   rules of the new tokens of all sequences as rows of one matrix
+block_rules     rules of a single fused block
+bounds          upper bounds of the magnitudes in a pass
+shards          a pass that several GPUs divide
+executor        the interface that runs steps; implementations are in `gpt2block.engine`
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from gpt2block.engine.passes import forward as _forward
-from gpt2block.engine.passes.blocks import BlockPass, ModelStepPass, PassSettings, StepPass
+from gpt2block.engine.passes.block_rules import BlockPlan, fused_block_steps
 from gpt2block.engine.passes.executor import Outline, Step, hi_lo_of
+from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import DRAFTING, ModelConfig, model_shapes, state_shapes
 
@@ -39,9 +43,8 @@ def names_of(config: ModelConfig) -> set[str]:
 def model_steps(config: ModelConfig) -> list[Step]:
     """Return the steps from tokens to logits, one for each operation, without running them."""
     do = Outline(names_of(config))
-    _forward.forward(
-        ModelStepPass(do, PassSettings.of(config), 1), architecture_of(config), config, "logits"
-    )
+    plain = _forward.NumpyPass(do, PassSettings.of(config))
+    _forward.forward(plain, architecture_of(config), config, "logits")
     return do.steps
 
 
@@ -70,12 +73,13 @@ def check_read(config: ModelConfig, steps: Iterable[Step]) -> None:
 def fused_steps(config: ModelConfig, h: str, x: str) -> list[Step]:
     """Return the steps of a fused block. h: prefix of the block's tensor names. x: input's name."""
     do = Outline(names_of(config) | {x})
-    _forward.block(BlockPass(do, PassSettings.of(config)), architecture_of(config), x, h)
-    return do.steps
+    plain = _forward.BlockPass(do, PassSettings.of(config))
+    _forward.block(plain, architecture_of(config), x, h)
+    return fused_block_steps(do.steps, BlockPlan())
 
 
 def final_step(config: ModelConfig) -> Step:
     """Return the step that computes the final norm, before lm_head."""
     do = Outline(names_of(config) | {"x"})
-    architecture_of(config).final(StepPass(do, PassSettings.of(config)), "x", ("lm_head",))
+    architecture_of(config).final(_forward.Pass(do, PassSettings.of(config)), "x", head=True)
     return do.steps[0]

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt2block.engine.passes.blocks import PassSettings
 from gpt2block.engine.passes.executor import Step
-from gpt2block.engine.passes.forward import Pass, Product, block
+from gpt2block.engine.passes.forward import Pass, block
+from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.architectures.architecture import To
 from gpt2block.models.config import ModelConfig, model_shapes
 from gpt2block.ops.layernorm import layernorm_bound
 
 # A function whose arguments name a matrix and a vector γ ("" for ones): it returns upper bounds of
 # the Euclidean norms of the rows (N, K) of the matrix, each column multiplied by its γ.
 RowNorms = Callable[[str, str], np.ndarray]
+Norms = tuple[str, ...]  # names of the weights of norms of heads
 AND_1 = "_and_1"  # ends the name of the tensor 1 + w, for the weights w of a norm
 
 
@@ -69,7 +69,8 @@ class BoundsPass(Pass):
     """
 
     def __init__(self, config: ModelConfig, largest: Mapping[str, Any], norms: RowNorms) -> None:
-        self.config, self.c, self.norms = config, PassSettings.of(config), norms
+        self.config, self.norms = config, norms
+        self.c: Any = PassSettings.of(config)
         self.shapes, self.root = model_shapes(config), math.sqrt(config.n_embd)
         constants = architecture_of(config).constants(config, largest)
         self.largest = {n: float(np.abs(a).max()) for n, a in {**constants, **largest}.items()}
@@ -88,22 +89,29 @@ class BoundsPass(Pass):
             return BoundedRows(max(tokens, self.root), self.root)  # bounds its input, too
         return BoundedRows(tokens, self.root * tokens)
 
-    def norm(self, name: str, x: object, gamma: str, beta: str = "", to: To = ()) -> BoundedRows:
+    def norm(self, name: str, x: object, gamma: str, beta: str = "") -> BoundedRows:
         most = self.root * self.largest[gamma] + self.largest.get(beta, 0.0)
         gammas = (gamma, beta) if beta else (gamma,)
         return self._record(name, BoundedRows(most, self.root, gammas))
 
-    def _product(self, p: Product) -> BoundedRows:
-        x: BoundedRows = p.a
-        if x.norm is None:
-            most = self.shapes[p.w][0] * np.max(x.most) * self.largest[p.w]
+    def product(
+        self,
+        name: str,
+        a: BoundedRows,
+        w: str,
+        bias: str = "",
+        add: tuple[str, Any] = ("", None),
+        gelu: str = "",
+    ) -> BoundedRows:
+        if a.norm is None:
+            most = self.shapes[w][0] * np.max(a.most) * self.largest[w]
         else:
-            most = x.norm * sum(self._norms(p.w, gamma) for gamma in x.gammas)
-        most = most + self.largest.get(p.bias, 0.0)
-        if p.residual is not None:
-            most = float(np.max(p.residual.most) + np.max(most))
+            most = a.norm * sum(self._norms(w, gamma) for gamma in a.gammas)
+        most = most + self.largest.get(bias, 0.0)
+        if add[0]:
+            most = float(np.max(add[1].most) + np.max(most))
         rows = BoundedRows(most)
-        return self._record(p.result, rows) if p.to else rows
+        return self._record(gelu, rows) if gelu else rows
 
     def _norms(self, w: str, gamma: str) -> np.ndarray:
         """Return `norms` also for constants: |W (1 + w)| <= |W| + |W w| for a row W of a matrix."""
@@ -111,23 +119,26 @@ class BoundsPass(Pass):
             return self.norms(w, "") + self.norms(w, gamma.removesuffix(AND_1))
         return self.norms(w, gamma if gamma in self.shapes else "")  # other vectors are ones
 
-    def operand(self, name: str, x: BoundedRows, to: To) -> BoundedRows:
+    def operand(self, name: str, x: BoundedRows) -> BoundedRows:
         return self._record(name, x)
 
     def add_norm(self, name: str, x: Any, y: object, gamma: str, scale: str = "") -> BoundedRows:
         added, factor = self.root * self.largest[gamma], self.largest.get(scale, 1.0)
         return BoundedRows((x.most + added) * factor, (x.norm + added) * factor)
 
-    def qkv(self, h: str, x: BoundedRows, norms: To = ()) -> BoundedRows:
-        to = () if self.c.rope else ("attention",)
-        y: BoundedRows = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=to)
-        return self._record_rotated(f"{h}rope", h, y, norms) if self.c.rope else y
+    def qkv(self, h: str, x: BoundedRows, norms: Norms = ()) -> BoundedRows:
+        y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv")
+        if not self.c.rope:
+            return self._record(f"{h}qkv", y)
+        return self._record_rotated(f"{h}rope", h, y, norms)
 
     def queries(self, h: str, x: BoundedRows, norm: str) -> BoundedRows:
         y = self.product(f"{h}queries", x, f"{h}w_q", f"{h}b_q")
         return self._record_rotated(f"{h}q_rope", h, y, (norm,))
 
-    def _record_rotated(self, name: str, h: str, y: BoundedRows, norms: To) -> BoundedRows:
+    def _record_rotated(
+        self, name: str, h: str, y: BoundedRows, norms: tuple[str, ...]
+    ) -> BoundedRows:
         """Return y; add the bound of y and of its q and k after norms of heads, RoPE and growth.
 
         A head before γ has a norm of at most sqrt(D), and so has a pair that RoPE rotates.
@@ -143,30 +154,32 @@ class BoundsPass(Pass):
         self.found[name] = float(np.max([turned * np.max(y.most), *heads])) * growth
         return y
 
-    def attend(self, h: str, qkv: BoundedRows, to: To = ()) -> BoundedRows:
+    def attend(self, h: str, qkv: BoundedRows) -> BoundedRows:
         return qkv
 
     def gate_of_heads(self, h: str, x: object) -> None:
         """Return None: sigmoid(gate) is at most 1."""
 
-    def gated_heads(self, h: str, gate: None, y: BoundedRows, to: To = ()) -> BoundedRows:
+    def gated_heads(self, h: str, gate: None, y: BoundedRows) -> BoundedRows:
         return y
 
-    def delta(self, h: str, x: BoundedRows, to: To = ()) -> BoundedRows:
+    def delta(self, h: str, x: BoundedRows) -> BoundedRows:
         of = self.c.delta_nets
         z = self.product(f"{h}in", x, f"{h}w_in").most[-of.values :]
         heads = math.sqrt(of.v_size) * self.largest[f"{h}gamma_o"]
         return self._record(f"{h}normed", BoundedRows(heads * z))
 
-    def short_conv(self, h: str, bcx: BoundedRows, to: To = ()) -> BoundedRows:
+    def short_conv(self, h: str, bcx: BoundedRows) -> BoundedRows:
         b, c, x = np.resize(bcx.most, (3, len(bcx.most) // 3 or 1))
         taps = self.shapes[f"{h}taps"][-1] * self.largest[f"{h}taps"]
         sums = taps * b * x + self.largest.get(f"{h}b_taps", 0.0)
         return self._record(f"{h}conv", BoundedRows(c * sums))
 
-    def gated(self, h: str, x: BoundedRows, to: To = ()) -> BoundedRows:
-        gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate", to=("silu_mul",))
-        up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up", to=("silu_mul",))
+    def gated(self, h: str, x: BoundedRows) -> BoundedRows:
+        gate, up = (
+            self._record(f"{h}{each}", self.product("", x, f"{h}w_{each}", f"{h}b_{each}"))
+            for each in ("gate", "up")
+        )
         return self._record(f"{h}ff", BoundedRows(gate.most * up.most))
 
     def gated_by_layer(self, h: str, gate: BoundedRows) -> BoundedRows:
@@ -203,6 +216,6 @@ def bounds_of(
     for n in range(config.n_layer):
         x = block(o, of, x, f"h.{n}.")
         stream.append(x.most)
-    for to in ((), ("lm_head",)):  # Granite's final norm differs
-        of.final(o, x, to)
+    for head in (False, True):  # Granite's final norm differs
+        of.final(o, x, head)
     return stream, o.found

@@ -26,7 +26,8 @@ class Step(NamedTuple):
     inputs: results, or names of tensors, in the order of the function's arrays; "" for an omitted
     array. In an Outline, all inputs are names. dtype: the result's dtype, if the inputs do not
     determine it. bound: upper bound of the magnitudes of a hi/lo result, from which the scale of
-    all its rows is computed.
+    all its rows is computed. into: in a list of steps, the name of an earlier result that the
+    result overwrites, or "".
     """
 
     name: str
@@ -35,6 +36,7 @@ class Step(NamedTuple):
     attrs: Mapping[str, Any]
     dtype: str | None = None
     bound: float | None = None
+    into: str = ""
 
 
 class Executor(ABC):
@@ -49,6 +51,11 @@ class Executor(ABC):
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of this name."""
         return self.tensors.get(name) is not None
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors that are present."""
+        return {name for name, tensor in self.tensors.items() if tensor is not None}
 
     def __call__(
         self,

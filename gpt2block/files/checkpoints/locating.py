@@ -89,7 +89,7 @@ def _in_directory(path: Path) -> Path:
     expected = f"{path}: expected {' or '.join(MODEL_FILES[::2])} in this directory"
     files = sorted(path.iterdir())
     others = [file for file in files if file.suffix in _SUFFIXES and file.is_file()]
-    if others:  # weights files such as nanoGPT's ckpt.pt, llm.c's .bin, or GGUF
+    if others:  # weights files such as nanoGPT's ckpt.pt, or GGUF
         raise CheckpointError(
             f"{expected}; to open another file give the path of the file: {others[0]}"
         )

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from gpt2block.errors import CheckpointError
-from gpt2block.files.checkpoints.files import READ, about, check_pointer, first_names, read_start
+from gpt2block.files.checkpoints.files import READ, about, check_supported, first_names, read_start
 from gpt2block.files.checkpoints.pickles import Unpickler, describe
 from gpt2block.files.checkpoints.pytorch_objects import FUNCTIONS, ITEMSIZES, Storages, Tensor
 from gpt2block.files.checkpoints.stored import Stored
@@ -52,7 +52,7 @@ def read(file: Path) -> Content:
     to anything except tensors and plain values.
     """
     start = read_start(file, 64)
-    check_pointer(file, start)
+    check_supported(file, start)
     words = "truncated or damaged ({}): download it again"
     with about(file, _DAMAGE, words), _BoundedReader(io.FileIO(file)) as stream:
         if start.startswith(_ZIP):
@@ -61,8 +61,8 @@ def read(file: Path) -> Content:
             value, offsets = _read_legacy(stream)
         else:
             raise CheckpointError(
-                "expected a file of torch.save, as a zip archive or in its legacy layout, or a "
-                f"model of llm.c, got a file that starts with {start[:8]!r}: "
+                "expected a file of torch.save, as a zip archive or in its legacy layout, got a "
+                f"file that starts with {start[:8]!r}: "
                 "write it with torch.save and its default protocol"
             )
         return _content(file, value, offsets)

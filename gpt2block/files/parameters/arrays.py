@@ -108,9 +108,8 @@ class BlockArrays(ABC):
         """Return block `layer` of a checkpoint as float32; only this block's tensors are read.
 
         checkpoint: an opened Checkpoint, or an argument of `Checkpoint.open`: a Hugging Face
-        directory, a `.safetensors` file, a hub id such as "gpt2", a `.bin` of llm.c, or
-        a bundled model, "shakespeare" or "shakespeare-llama". revision: revision of a hub id.
-        Raises CheckpointError.
+        directory, a `.safetensors` file, a hub id such as "gpt2", or a bundled model, "shakespeare"
+        or "shakespeare-llama". revision: revision of a hub id. Raises CheckpointError.
         """
         opened = Checkpoint.open(checkpoint, revision)
         check_architecture(opened, cls.CONFIG)

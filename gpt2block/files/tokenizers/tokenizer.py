@@ -40,7 +40,6 @@ from gpt2block.files.tokenizers.tokenizer_json import TiktokenEncoding
 from gpt2block.models.config import GPT2_END, GPT2_VOCABULARY, ModelConfig
 
 END_OF_TEXT = "<|endoftext|>"
-_LLM_C_MAGIC = 20240328
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 _UNREADABLE = "cannot be read as a byte-level BPE tokenizer: {}"
 # White space as defined by Unicode and tiktoken. Python's \s matches four more characters.
@@ -63,9 +62,8 @@ def load(source: Path | None, vocab_size: int) -> Encoding:
     """Load the tokenizer of `source`, a folder or GGUF file, or GPT-2's BPE if `source` is None.
 
     Reads the first of these that exists: tokenizer.json; encoder.json with vocab.bpe, or vocab.json
-    with merges.txt; llm.c's gpt2_tokenizer.bin. If the directory has no tokenizer and vocab_size is
-    GPT-2's 50257, GPT-2's BPE is loaded by tiktoken (from its cache, TIKTOKEN_CACHE_DIR, or a
-    download).
+    with merges.txt. If the directory has no tokenizer and vocab_size is GPT-2's 50257, GPT-2's BPE
+    is loaded by tiktoken (from its cache, TIKTOKEN_CACHE_DIR, or a download).
 
     Raises CheckpointError for damaged files, for unsupported settings or kinds of tokenizers, and
     for a tokenizer with more tokens than the model.
@@ -89,8 +87,8 @@ def from_path(path: str | Path, vocab_size: int) -> Encoding:
     encoding = _at(path)
     if encoding is None:
         raise CheckpointError(
-            f"{path}: no tokenizer: expected tokenizer.json, encoder.json and vocab.bpe, "
-            f"vocab.json and merges.txt, or {tokenizer_files.LLM_C}"
+            f"{path}: no tokenizer: expected tokenizer.json, encoder.json and vocab.bpe, or "
+            "vocab.json and merges.txt"
         )
     return _fitting(encoding, vocab_size, path)
 
@@ -111,7 +109,7 @@ def _of_files(files: Mapping[str, Path]) -> Encoding | None:
     for vocab, merges in tokenizer_files.PAIRS:
         if vocab in files and merges in files:
             return from_bpe_files(files[vocab], files[merges])
-    return from_llm_c(files[tokenizer_files.LLM_C]) if tokenizer_files.LLM_C in files else None
+    return None
 
 
 def _in_directory(directory: Path) -> Encoding | None:
@@ -190,33 +188,6 @@ def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
     with about(vocab, _DAMAGE, _UNREADABLE):
         spec = spec_of_pair(ids, text, added, settings)
     return _of_spec(vocab, spec, settings)
-
-
-def from_llm_c(path: Path) -> Encoding:
-    """Load llm.c's gpt2_tokenizer.bin: a header of 256 int32, then length and bytes of each token.
-
-    The header holds 20240328, version 1 or 2, the number of tokens, and in version 2 the id of the
-    end of text. The file has no merges: tokens are merged in the order of their ids, as in GPT-2.
-    Raises CheckpointError for a damaged file.
-    """
-    data = read_start(path)
-    with about(path, (ValueError, IndexError), "not a tokenizer of llm.c ({})"):
-        header = np.frombuffer(data, "<i4", 256)
-        magic, version, count = header[:3].tolist()
-        if magic != _LLM_C_MAGIC or version not in (1, 2) or not 0 < count < len(data):
-            raise ValueError(f"header: {magic}, version {version}, {count} tokens")
-        tokens, start = [], header.nbytes
-        for _ in range(count):
-            end = start + 1 + data[start]
-            tokens.append(data[start + 1 : end])
-            start = end
-        if start != len(data):
-            raise ValueError(f"{len(data):,} bytes: expected {start:,}")
-        last = int(header[3]) if version == 2 else count - 1
-        ranks = {token: rank for rank, token in enumerate(tokens) if rank != last}
-        if len(ranks) != count - 1:
-            raise ValueError("expected tokens that are all different, with an end of text")
-        return tokenizer_json.by_tiktoken(path.parent.name, ranks, {END_OF_TEXT: last})
 
 
 def from_tokenizer_json(path: Path) -> Encoding:

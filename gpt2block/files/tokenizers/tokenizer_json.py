@@ -88,7 +88,8 @@ def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
     special = {token["content"]: token["id"] for token in added}
     ordinary = {token: rank for token, rank in vocab.items() if token not in special}
     ranks = dict(zip(bytes_of_all(list(ordinary)), ordinary.values(), strict=True))
-    return by_tiktoken(name, ranks, special, _split_of(spec) or SPLIT_WORDS)
+    split = _split_of(spec) or SPLIT_WORDS
+    return TiktokenEncoding(name=name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
 
 
 def id_of(spec: Any, content: str | None) -> int | None:
@@ -101,17 +102,6 @@ def id_of(spec: Any, content: str | None) -> int | None:
 def adds_prefix_space(spec: object) -> bool:
     """Return whether the tokenizer adds a space before every text."""
     return any(step.get("add_prefix_space") for step in steps_of(spec, "pre_tokenizer"))
-
-
-def by_tiktoken(
-    name: str, ranks: dict[bytes, int], special: dict[str, int], split: str = SPLIT_WORDS
-) -> TiktokenEncoding:
-    """Create a TiktokenEncoding. Raises ValueError for ids and tokens that tiktoken cannot use."""
-    check_distinct([*ranks.values(), *special.values()])
-    absent = [byte for byte in UTF_8 if bytes([byte]) not in ranks]
-    if absent:
-        raise ValueError(f"expected a token for each byte of UTF-8: none for byte {absent[0]}")
-    return TiktokenEncoding(name=name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
 
 
 def check_distinct(ids: Sequence[Any]) -> None:

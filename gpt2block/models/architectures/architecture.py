@@ -10,7 +10,6 @@ import numpy as np
 from gpt2block.models.config import ModelConfig
 
 Value = Any  # the result of a step, whose type differs between NumPy and CUDA
-To = tuple[str, ...]
 
 
 class Architecture(Protocol):
@@ -36,5 +35,8 @@ class Architecture(Protocol):
     def feed_forward(self, o: Any, h: str, x: Value, y: Value) -> Value:
         """Compute a block's output from its input x and from y, the result of `attention`."""
 
-    def final(self, o: Any, x: Value, to: To = ()) -> Value:
-        """Return the final norm of x, from which the logits are computed."""
+    def final(self, o: Any, x: Value, head: bool = False) -> Value:
+        """Return the final norm of x, from which the logits are computed.
+
+        head: whether the product with lm_head reads the result.
+        """

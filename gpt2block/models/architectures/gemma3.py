@@ -19,7 +19,7 @@ import numpy as np
 
 from gpt2block.checks import FLOATS, check_choice, check_number, set_fields
 from gpt2block.models.architectures import llama, qwen3
-from gpt2block.models.architectures.architecture import To, Value
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import ModelConfig, Scales, Settings, Shapes
 from gpt2block.models.config.llama import LlamaConfig, PartlyWindowedConfig
 
@@ -154,8 +154,8 @@ def before_last_norm(
     """
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
     x = o.add_norm(f"{h}x1", x, y, of(f"{h}gamma_attn"))
-    y = o.norm(f"{h}rms2", x, of(f"{h}gamma2"), to=(f"{h}w_gate", f"{h}w_up"))
-    y = o.gated(h, y, to=(f"{h}w_down",))
+    y = o.norm(f"{h}rms2", x, of(f"{h}gamma2"))
+    y = o.gated(h, y)
     return x, o.product(f"{h}down", y, f"{h}w_down")
 
 
@@ -165,6 +165,6 @@ def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     return o.add_norm(f"{h}output", x, y, _of(f"{h}gamma_ff"))
 
 
-def final(o: Any, x: Value, to: To = ()) -> Value:
+def final(o: Any, x: Value, head: bool = False) -> Value:
     """Return the final norm of x, from which the logits are computed."""
-    return o.norm("rms_f", x, _of("gamma_f"), to=to)
+    return o.norm("rms_f", x, _of("gamma_f"))

@@ -314,8 +314,8 @@ def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, over the layer's own keys or an earlier layer's."""
     if h not in o.c.readers:
         return qwen3.attention(o, h, x)
-    y = o.norm(f"{h}rms1", x, f"{h}gamma1", to=(f"{h}w_q",))
-    return o.attend(h, o.queries(h, y, f"{h}gamma_q"), to=(f"{h}w_o",))
+    y = o.norm(f"{h}rms1", x, f"{h}gamma1")
+    return o.attend(h, o.queries(h, y, f"{h}gamma_q"))
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
@@ -325,8 +325,8 @@ def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     if not o.c.layers:
         return o.add_norm(f"{h}output", x, y, f"{h}gamma_ff", scalar)
     x = o.add_norm(f"{h}x2", x, y, f"{h}gamma_ff")
-    y = o.operand(f"{h}layer_in", x, to=(f"{h}w_layer_gate",))
+    y = o.operand(f"{h}layer_in", x)
     y = o.product(f"{h}layer_gate", y, f"{h}w_layer_gate")
-    y = o.operand(f"{h}layer_ff_in", o.gated_by_layer(h, y), to=(f"{h}w_layer",))
+    y = o.operand(f"{h}layer_ff_in", o.gated_by_layer(h, y))
     y = o.product(f"{h}layer_proj", y, f"{h}w_layer")
     return o.add_norm(f"{h}output", x, y, f"{h}gamma_layer", scalar)

@@ -33,23 +33,22 @@ GGUF, GGUF_ROPE_INTERLEAVED = "gpt2", False
 
 def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a Pre-LN block's first half, attention. `h`: prefix of the block's tensor names."""
-    y = o.norm(f"{h}ln1", x, f"{h}gamma1", f"{h}beta1", to=(f"{h}w_qkv",))
+    y = o.norm(f"{h}ln1", x, f"{h}gamma1", f"{h}beta1")
     y = o.qkv(h, y)
-    return o.attend(h, y, to=(f"{h}w_attn",))
+    return o.attend(h, y)
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     """Compute x1 = x + projected attention, and return the block's output x1 + ffn(norm(x1))."""
     x = o.product(f"{h}proj", y, f"{h}w_attn", f"{h}b_attn", add=(f"{h}x1", x))
-    del y  # free y's memory for the result of the norm
-    y = o.norm(f"{h}ln2", x, f"{h}gamma2", f"{h}beta2", to=(f"{h}w_fc",))
-    y = o.product(f"{h}ff1", y, f"{h}w_fc", f"{h}b_fc", gelu=f"{h}gelu", to=(f"{h}w_proj",))
+    y = o.norm(f"{h}ln2", x, f"{h}gamma2", f"{h}beta2")
+    y = o.product(f"{h}ff1", y, f"{h}w_fc", f"{h}b_fc", gelu=f"{h}gelu")
     return o.product(f"{h}ff2", y, f"{h}w_proj", f"{h}b_proj", add=(f"{h}output", x))
 
 
-def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
+def final(o: Any, x: Value, head: bool = False) -> Value:
     """Return the final norm of x, from which the logits are computed."""
-    return o.norm("ln_f", x, "gamma_f", "beta_f", to=to)
+    return o.norm("ln_f", x, "gamma_f", "beta_f")
 
 
 def constants(config: GPT2Config, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from gpt2block.checks import check_number, set_fields
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import To, Value
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import ModelConfig, Scales
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -76,6 +76,6 @@ def constants(config: GraniteConfig, vectors: Mapping[str, np.ndarray]) -> dict[
     return {**llama.constants(config, vectors), "gamma_logits": gamma}
 
 
-def final(o: Any, x: Value, to: To = ()) -> Value:
-    """Return the final norm of x; divided by logits_scaling if `to` names products that read it."""
-    return o.norm("rms_f", x, "gamma_logits" if to else "gamma_f", to=to)
+def final(o: Any, x: Value, head: bool = False) -> Value:
+    """Return the final norm of x; divided by logits_scaling if lm_head reads it."""
+    return o.norm("rms_f", x, "gamma_logits" if head else "gamma_f")

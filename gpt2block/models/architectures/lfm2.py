@@ -163,9 +163,9 @@ def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half: attention with norms of heads, or a short convolution."""
     if not o.c.has_conv(h):
         return qwen3.attention(o, h, x)
-    y = o.norm(f"{h}rms_in", x, f"{h}gamma1", to=(f"{h}w_in",))
+    y = o.norm(f"{h}rms_in", x, f"{h}gamma1")
     y = o.product(f"{h}bcx", y, f"{h}w_in", f"{h}b_in")
-    return o.short_conv(h, y, to=(f"{h}w_out",))
+    return o.short_conv(h, y)
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:

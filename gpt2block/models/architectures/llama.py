@@ -40,9 +40,9 @@ def attention(
 
     gamma: the name of the norm's weights. norms: names of weights, for the norms of q and k.
     """
-    y = o.norm(f"{h}rms1", x, f"{h}{gamma}", to=(f"{h}w_qkv",))
+    y = o.norm(f"{h}rms1", x, f"{h}{gamma}")
     y = o.qkv(h, y, tuple(f"{h}{name}" for name in norms))
-    return o.attend(h, y, to=(f"{h}w_o",))
+    return o.attend(h, y)
 
 
 def feed_forward(
@@ -53,15 +53,14 @@ def feed_forward(
     out: the end of the names of the projection's weights. gamma: the name of the norm's weights.
     """
     x = o.product(f"{h}proj", y, f"{h}w_{out}", f"{h}b_{out}", add=(f"{h}x1", x))
-    del y  # free y's memory for the result of the norm
-    y = o.norm(f"{h}rms2", x, f"{h}{gamma}", to=(f"{h}w_gate", f"{h}w_up"))
-    y = o.gated(h, y, to=(f"{h}w_down",))
+    y = o.norm(f"{h}rms2", x, f"{h}{gamma}")
+    y = o.gated(h, y)
     return o.product(f"{h}down", y, f"{h}w_down", f"{h}b_down", add=(f"{h}output", x))
 
 
-def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
+def final(o: Any, x: Value, head: bool = False) -> Value:
     """Return the final norm of x, from which the logits are computed."""
-    return o.norm("rms_f", x, "gamma_f", to=to)
+    return o.norm("rms_f", x, "gamma_f")
 
 
 def constants(config: LlamaConfig, vectors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

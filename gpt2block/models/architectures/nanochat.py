@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gpt2block.checks import check_number, set_fields
 from gpt2block.models.architectures import llama
-from gpt2block.models.architectures.architecture import To, Value
+from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import Divided, ModelConfig, Scales, Settings, Shapes
 from gpt2block.models.config.llama import LlamaConfig
 
@@ -102,21 +102,20 @@ def constants(config: NanoChatConfig, vectors: Mapping[str, np.ndarray]) -> dict
 
 def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half, attention, with norms and RoPE of q and k."""
-    y = o.norm(f"{h}rms1", x, ONES, to=(f"{h}w_qkv",))
+    y = o.norm(f"{h}rms1", x, ONES)
     y = o.qkv(h, y, norms=(HEAD_ONES, HEAD_ONES))
-    return o.attend(h, y, to=(f"{h}w_o",))
+    return o.attend(h, y)
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     """Compute x1 = x + projected attention, and return the block's output x1 + ffn(norm(x1))."""
     x = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o", add=(f"{h}x1", x))
-    del y  # free y's memory for the result of the norm
-    y = o.norm(f"{h}rms2", x, ONES, to=(f"{h}w_fc",))
+    y = o.norm(f"{h}rms2", x, ONES)
     y = o.product(f"{h}fc", y, f"{h}w_fc")
-    y = o.operand(f"{h}ff2_in", o.relu_squared(f"{h}relu2", y), to=(f"{h}w_proj",))
+    y = o.operand(f"{h}ff2_in", o.relu_squared(f"{h}relu2", y))
     return o.product(f"{h}ff2", y, f"{h}w_proj", add=(f"{h}output", x))
 
 
-def final(o: Any, x: Value, to: To = ()) -> Value:
+def final(o: Any, x: Value, head: bool = False) -> Value:
     """Return the final norm of x, from which the logits are computed."""
-    return o.norm("rms_f", x, ONES, to=to)
+    return o.norm("rms_f", x, ONES)

@@ -50,17 +50,17 @@ def attention(o: Any, h: str, x: Value, end: str = "") -> Value:
 
     end: ends the names of the weights of these norms.
     """
-    y = o.operand(f"{h}attn_in", x, to=(f"{h}w_qkv",))
+    y = o.operand(f"{h}attn_in", x)
     y = o.qkv(h, y, norms=(f"{h}gamma_q{end}", f"{h}gamma_k{end}"))
-    return o.attend(h, y, to=(f"{h}w_o",))
+    return o.attend(h, y)
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
     """Compute x1 = x + norm(projected attention), and return the output x1 + norm(ffn(x1))."""
     y = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o")
     x = o.add_norm(f"{h}x1", x, y, f"{h}gamma_attn")
-    y = o.operand(f"{h}ff_in", x, to=(f"{h}w_gate", f"{h}w_up"))
-    y = o.gated(h, y, to=(f"{h}w_down",))
+    y = o.operand(f"{h}ff_in", x)
+    y = o.gated(h, y)
     y = o.product(f"{h}down", y, f"{h}w_down", f"{h}b_down")
     return o.add_norm(f"{h}output", x, y, f"{h}gamma_ff")
 

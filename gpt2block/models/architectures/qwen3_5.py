@@ -288,13 +288,13 @@ final = gemma3.final
 def attention(o: Any, h: str, x: Value) -> Value:
     """Compute a block's first half: a gated delta net, or attention with a gate."""
     if o.c.is_delta(h):
-        y = o.norm(f"{h}rms1", x, f"{h}gamma1_and_1", to=(f"{h}w_in", f"{h}w_ba"))
-        return o.delta(h, y, to=(f"{h}w_out",))
-    y = o.norm(f"{h}rms1", x, f"{h}gamma1_and_1", to=(f"{h}w_qkv", f"{h}w_g"))
+        y = o.norm(f"{h}rms1", x, f"{h}gamma1_and_1")
+        return o.delta(h, y)
+    y = o.norm(f"{h}rms1", x, f"{h}gamma1_and_1")
     gate = o.gate_of_heads(h, y)
     norms = (f"{h}gamma_q_and_1", f"{h}gamma_k_and_1")
     y = o.attend(h, o.qkv(h, y, norms))
-    return o.gated_heads(h, gate, y, to=(f"{h}w_o",))
+    return o.gated_heads(h, gate, y)
 
 
 def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:

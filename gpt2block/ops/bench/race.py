@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from math import ceil, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpt2block.cuda import cupy, doctor, overlap, timing
+from gpt2block.cuda import cupy, overlap, timing
 from gpt2block.cuda.arrays import ArrayArg, Bound, mapped
-from gpt2block.cuda.devices import resolve_device
 from gpt2block.errors import InputError, KernelError
 from gpt2block.ops.workload import Host, uploaded
 
@@ -150,19 +149,6 @@ def capture_bound(
         launches = [overlap.overlapped(launch) for launch in launches]
     ends = first_and_last(outs or [each.out for each in bound])
     return Captured(timing.captured(launches * rounds), ends, bound)
-
-
-def gpu_index(device: str | None) -> int:
-    """Return the GPU's index. Raises InputError for device "cpu", DeviceError if no GPU exists."""
-    if device == "cpu":
-        raise InputError(
-            "--device cpu: bench measures the speed of a GPU: use `gpt2block kernels OPERATION "
-            "--device cpu` to run kernels in the emulator, which measures no speed"
-        )
-    doctor.require_cuda("the bench")
-    index = resolve_device(device)
-    assert index is not None  # only the device "cpu" has no index
-    return index
 
 
 def input_copies(host: Host, traffic: int) -> list[dict[str, Any]]:

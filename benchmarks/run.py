@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2block.apps.bench.works import Work
+from benchmarks.works import Work
 from gpt2block.cuda import cupy, doctor
 from gpt2block.cuda.cards import chosen
 from gpt2block.ops import workload
 from gpt2block.ops.bench.ceilings import Ceilings, measured
-from gpt2block.ops.bench.race import Contender, Timed, first_line, gpu_index, race
+from gpt2block.ops.bench.race import Contender, Timed, first_line, race
 
 
 @dataclass(frozen=True)
@@ -57,25 +57,23 @@ class Report:
         return all(row.right for row in self.rows)
 
 
-def run(works: Iterable[Work], device: str | None = None) -> Report:
-    """Run all benchmarks. Raises InputError, DeviceError."""
-    index = gpu_index(device)
+def run(works: Iterable[Work]) -> Report:
+    """Run all benchmarks on the first GPU. Raises DeviceError."""
+    doctor.require_cuda("benchmarks")
     rows: list[BenchRow] = []
     skipped: list[str] = []
-    with cupy.cuda.Device(index):
-        best = measured()
-        for work in works:
-            try:
-                sets = work.sets()
-                timed, lines = rows_of(work, work.ours(sets, index), len(sets), best)
-            except MemoryError as error:
-                timed, lines = [], [f"{work.what} {work.dtype} {work.name}: {first_line(error)}"]
-            rows += timed
-            skipped += lines
-            sets = []  # drop references, so that device memory can be freed
-            cupy.get_default_memory_pool().free_all_blocks()
-        versions = _versions(index)
-    return Report(versions, best, rows, list(dict.fromkeys(skipped)))
+    best = measured()
+    for work in works:
+        try:
+            sets = work.sets()
+            timed, lines = rows_of(work, work.ours(sets, 0), len(sets), best)
+        except MemoryError as error:
+            timed, lines = [], [f"{work.what} {work.dtype} {work.name}: {first_line(error)}"]
+        rows += timed
+        skipped += lines
+        sets = []  # drop references, so that device memory can be freed
+        cupy.get_default_memory_pool().free_all_blocks()
+    return Report(_versions(), best, rows, list(dict.fromkeys(skipped)))
 
 
 def rows_of(
@@ -116,9 +114,9 @@ def tolerance(work: Work, arithmetic: str) -> float:
     return work.roundings * workload.tolerance(work.rounding or arithmetic)
 
 
-def _versions(index: int) -> dict[str, str]:
+def _versions() -> dict[str, str]:
     runtime = cupy.cuda.runtime
-    properties = runtime.getDeviceProperties(index)
+    properties = runtime.getDeviceProperties(0)
     return {
         "GPU": properties["name"].decode(),
         "SMs": str(properties["multiProcessorCount"]),

@@ -1,44 +1,31 @@
-"""Benchmarks of `gpt2block bench --decode`: decoding steps of a GPT-2 with random weights.
-
-Times are host times of Python calls that return with their results in host memory. The scripts of
-`benchmarks/` use the same classes for other models.
-"""
+"""Models with random weights, and steps of decoding with them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.apps.bench.works import STEPS_OF_A_BLOCK, GeneratedSequences, Work
-from gpt2block.checks import check_choice
+from benchmarks.works import GeneratedSequences
 from gpt2block.cuda import cupy, timing
-from gpt2block.cuda.formats import DTYPES, Formats, itemsize, own_cache_dtype
-from gpt2block.cuda.kernels import FP8
+from gpt2block.cuda.formats import Formats, itemsize
 from gpt2block.engine.cuda.decoding import IN_FLIGHT
 from gpt2block.engine.model import Ids, Sampled, start_all, token_bytes
-from gpt2block.errors import InputError
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.model import Model
-from gpt2block.models.config import ModelConfig, model_shapes, product_shapes, size
-from gpt2block.ops.bench.race import Capture, Captured, Contender
+from gpt2block.models.config import ModelConfig, model_shapes, product_shapes
+from gpt2block.ops.bench.race import Captured
 from gpt2block.sampling import Sampling
 
 STEPS = 16  # decoding steps in one timed replay
 TURNS = timing.REPLAYS
 DIFFERENT = 3  # number of different prompts; sequence b has prompt b mod DIFFERENT
-ROWS = "1,2,4,8,16,32,64,128,256"
-MAX_ROWS = 4096
 GREEDY = Sampling(temperature=0)
-SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=0)
 NAME = "gpt2block"
-
-Captures = Mapping[str, Capture]  # name of an implementation → its `capture`
 
 
 class RandomModel:
@@ -175,101 +162,3 @@ class Steps:
         sequences = [np.array([*prompts[n], *tokens[n]], np.int32) for n in kept]
         logprobs = [float(logprob(n, int(tokens[n][-1]))) for n in kept]
         return GeneratedSequences(sequences, logprobs)
-
-
-def model_work(
-    model: RandomModel,
-    what: str,
-    name: str,
-    sizes: Mapping[str, int],
-    ours: Callable[[int], Captures],
-    **fields: Any,
-) -> Work:
-    """Return a benchmark of a whole model that times calls from Python instead of CUDA graphs.
-
-    fields: other fields of Work. There are no copies of the inputs, as the weights exceed the L2
-    cache. With an FP8 kv_cache the tolerance is bfloat16's, eight times float16's: keys and values
-    near a tie may round up or down, by relative steps of 1/4 or 1/8, which attention averages.
-    """
-    fp8 = model.cache_dtype in FP8
-    config = vars(model.config)
-    stored = [f"kv_cache {model.cache_dtype}"] if fp8 else []
-    shown = [each for each in ("n_layer", "n_embd", "n_kv_head") if each in config]
-
-    def contenders(sets: object, device: int) -> Iterator[Contender]:
-        for by, capture in ours(device).items():
-            yield Contender(by, capture, own_cache_dtype(model.dtype))
-
-    return Work(
-        what,
-        ", ".join([name, *stored]),
-        model.dtype,
-        {**sizes, **{each: config[each] for each in shown}},
-        truth=model.last_logits,
-        ours=contenders,
-        roundings=STEPS_OF_A_BLOCK,
-        rounding="bfloat16" if fp8 else None,
-        **fields,
-    )
-
-
-def decode(steps: Steps, ours: Callable[[int], Captures] | None = None) -> Work:
-    """Return the benchmark of a decoding step, which reads all weights, keys and values once.
-
-    ours: returns implementations for a device, by default greedy and sampled steps of `generate`.
-    """
-    model, rows, keys = steps.model, steps.rows, steps.rows * steps.position
-    return model_work(
-        model,
-        "decode",
-        f"{rows} rows" if rows > 1 else "1 row",
-        {"rows": rows, "position": steps.position},
-        ours or partial(by_samplings, steps.decoded),
-        flops=2 * rows * model.matrix_elements + model.attention_flops(keys),
-        traffic=model.weight_bytes + keys * model.token_bytes,
-        rounds=STEPS,
-        turns=TURNS,
-        tokens=rows,
-    )
-
-
-def by_samplings(run: Callable[..., Captured], device: int) -> Captures:
-    """Return {name: `capture`} of a greedy and of a sampled run."""
-    samplings = {NAME: GREEDY, "sampled": SAMPLED}
-    return {by: partial(run, device, each) for by, each in samplings.items()}
-
-
-def decode_works(
-    dtype: str | None = None,
-    rows: str | None = None,
-    name: str | None = None,
-    cache: str | None = None,
-) -> list[Work]:
-    """Return the benchmarks of decoding steps of a GPT-2, in the order they are timed.
-
-    rows: a list that `parse_rows` accepts. The other arguments are those of `random_gpt2`.
-    """
-    model = random_gpt2(dtype, name, cache)
-    return [decode(Steps(model, n)) for n in parse_rows(rows or ROWS)]
-
-
-def random_gpt2(dtype: str | None, name: str | None, cache: str | None) -> RandomModel:
-    """Return a GPT-2 with random weights. Raises InputError.
-
-    dtype: dtype of the weights, by default bfloat16. name: name of the size, by default gpt2.
-    cache: dtype of the kv_cache.
-    """
-    config = size(name or "gpt2")
-    if dtype is not None:
-        check_choice("--dtype", dtype, DTYPES)
-    return RandomModel(config, dtype or "bfloat16", cache)
-
-
-def parse_rows(text: str) -> tuple[int, ...]:
-    """Parse a list of numbers of sequences such as "1,8,64". Raises InputError."""
-    words = text.split(",")
-    if not all(w.strip().isdecimal() and len(w) < 10 and 0 < int(w) <= MAX_ROWS for w in words):
-        raise InputError(
-            f"--rows: expected numbers from 1 to {MAX_ROWS:,} such as 1,8,64, got {text!r}"
-        )
-    return tuple(dict.fromkeys(map(int, words)))

@@ -1,0 +1,445 @@
+"""Rules of decoding: a token for each row of a kv_cache, with kernels for few rows.
+
+The rules turn a layer of GPT-2 into five kernels, as products fuse LayerNorm, GELU and residual
+sums, and the product of Q, K and V also writes the kv_cache. The rules of the last list turn a
+layer of a Llama into four: its feed-forward is one kernel that writes partial sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gpt2block.cuda.kernels import HI_LO
+from gpt2block.engine.passes.executor import Step, hi_lo_of
+from gpt2block.engine.passes.rewriting import Log, Rule, Steps, end_of_product, rewritten, rule
+from gpt2block.models.weights.gguf import UNIT
+from gpt2block.models.weights.hi_lo import scale_for
+from gpt2block.ops.gated_sums import Fusions
+from gpt2block.ops.operands import CHUNK, Operand
+
+# What a layer fuses whose feed-forward is one kernel
+ALL_FUSED = Fusions(norms=True, rope=True, gate=True, heads=True)
+ROPE = "rope_qkv", "rope_packed"
+
+
+class DecodingPlan(NamedTuple):
+    """What decides the kernels of a decoding step.
+
+    names: of the tensors. head_size: a divisor of the sizes of all heads. norms: whether products
+    fuse LayerNorm, which is fastest for few rows. known: the `Operand` in which x of a product can
+    be stored, preferred ones first, by the last part of the weights' name; empty if products read
+    floats. kv: the option of steps that read or write a kv_cache of FP8. bounds: upper bounds of
+    the magnitudes of operands, by name; products of bounded operands read hi/lo weights. x_dtype:
+    the dtype to which x of a product that reads floats is rounded, or None. together: the number of
+    neighbouring rows of one sequence. fuses: what products that read floats can fuse. summed: the
+    names in `known` of the products that read sums of chunks of x. splits: the number of partial
+    sums of a feed-forward that is one kernel, or 0.
+    """
+
+    names: Collection[str]
+    head_size: int
+    norms: bool = True
+    known: Mapping[str, Sequence[Operand]] = {}
+    kv: Mapping[str, Any] = {}
+    bounds: Mapping[str, float] = {}
+    x_dtype: str | None = None
+    together: int = 1
+    fuses: Fusions = Fusions()
+    summed: Collection[str] = ()
+    splits: int = 0
+
+    def format(
+        self, to: Sequence[str], bound: float | None, width: int | None = None, together: int = 1
+    ) -> Operand | None:
+        """Return the preferred `Operand` that all products with weights `to` can read, or None.
+
+        bound: upper bound of the operand's magnitudes. width: the required width of the terms.
+        together: neighbouring channels computed together by the kernel that stores the terms.
+        """
+        first, *others = [self.known.get(matrix_of(w), ()) for w in to] or [()]
+        for operand in first:
+            if not all(operand in each for each in others) or width not in (None, operand.width):
+                continue
+            if operand.dtype != HI_LO:
+                summed = any(matrix_of(w) in self.summed for w in to)
+                return operand.with_sums(together) if summed else operand
+            if bound is not None and all(hi_lo_of(w) in self.names for w in to):
+                return operand._replace(scale=scale_for(power_from(bound)))
+        return None
+
+    def fuses_rope(self, operand: Operand | None, normed: bool) -> bool:
+        """Return whether a product of Q, K and V fuses RoPE and appends to the kv_cache."""
+        if normed and not (self.fuses.heads and operand is None):
+            return False
+        ordered = operand is not None and operand.width > 0
+        possible = ordered or (self.fuses.rope and operand is None)
+        return possible and self.head_size % (64 if ordered else 16) == 0
+
+
+def power_from(bound: float) -> float:
+    """Round a bound up to a power of two, so that more layers have equal launch parameters."""
+    return 2.0 ** math.ceil(math.log2(bound)) if bound else 0.0
+
+
+def matrix_of(w: str) -> str:
+    """Return the last part of a weight's name, which is the key of `DecodingPlan.known`."""
+    return w.rpartition(".")[2]
+
+
+def layer_of(name: str) -> str:
+    """Return the prefix of a layer's names: "h.3." for "h.3.attn"."""
+    return name[: name.rfind(".") + 1]
+
+
+class Linear(NamedTuple):
+    """The inputs of `linear`, by name."""
+
+    x: str
+    w: str
+    bias: str = ""
+    gamma: str = ""
+    beta: str = ""
+    residual: str = ""
+    up: str = ""
+    workspace: str = ""
+
+
+def product(step: Step) -> Linear:
+    return Linear(*step.inputs)
+
+
+def changed(step: Step, *removed: str, **attrs: Any) -> Step:
+    """Return a step without the attributes `removed`, and with `attrs`."""
+    kept = {name: value for name, value in step.attrs.items() if name not in removed}
+    return step._replace(attrs=kept | attrs)
+
+
+def ordered(operand: Operand | None) -> bool:
+    """Return whether an operand has the order of terms that wgmma and mma with blocks read."""
+    return operand is not None and operand.width > 0
+
+
+def products_of(steps: Steps, name: str) -> list[Step]:
+    """Return the products that read a result as x, or [] if another step reads the result, too."""
+    readers = steps.readers(name)
+    alone = all(s.op == "linear" and s.inputs.count(name) == 1 and s.inputs[0] == name
+                for s in readers)  # fmt: skip
+    return readers if alone else []
+
+
+def bound_of(plan: DecodingPlan, steps: Steps, name: str) -> float | None:
+    """Return the upper bound of the magnitudes of a result, or None.
+
+    Attention computes weighted means of rows of v, which have the bound of its input.
+    """
+    if name in steps and steps[name].op.startswith("attention"):
+        return plan.bounds.get(steps[name].inputs[0])
+    return plan.bounds.get(name)
+
+
+@rule("matmul_bias")
+def products(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """matmul, then gelu, or add to the residual stream -> linear"""
+    end, residual = end_of_product(steps, step)
+    inputs, bound = Linear(*step.inputs), bound_of(plan, steps, step.inputs[0])
+    attrs: dict[str, Any] = {"decoding": True}
+    if plan.x_dtype is not None:
+        attrs["x_dtype"] = plan.x_dtype
+    if bound is not None and hi_lo_of(inputs.w) in plan.names:
+        attrs["x_bound"] = power_from(bound)
+    if end.op == "gelu":
+        attrs["gelu"] = True
+    if residual:
+        workspace = "workspace" if "workspace" in plan.names else ""
+        inputs = inputs._replace(residual=residual, workspace=workspace)
+    by = Step(end.name, "linear", inputs, attrs)
+    steps.replace(end.name, by, *(() if end is step else (step.name,)))
+    return ""
+
+
+@rule("layernorm", "rmsnorm")
+def norms(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """norm, then products -> products that fuse the norm"""
+    x, gamma, beta = (*step.inputs, "")[:3]
+    readers = products_of(steps, step.name)
+    if why := _keeps_norm(readers, bool(beta), plan):
+        attrs = {"variant": "decode", "stats": False} if beta else {"variant": "stream"}
+        steps.replace(step.name, changed(step, **attrs))
+        return why
+    for each in readers:
+        inputs = product(each)._replace(x=x, gamma=gamma, beta=beta)
+        steps.replace(each.name, changed(each._replace(inputs=inputs), eps=step.attrs["eps"]))
+    steps.drop(step.name, x, readers)
+    return ""
+
+
+def _keeps_norm(readers: Sequence[Step], is_layernorm: bool, plan: DecodingPlan) -> str:
+    """Return the reason why the norm of these products is a kernel of its own, or ""."""
+    inputs = [product(each) for each in readers]
+    matrices = [matrix_of(each.w) for each in inputs]
+    reasons = {
+        "a step that is no product reads the result": not readers,
+        "too many rows: each product would compute the norms again": not plan.norms,
+    }
+    if not is_layernorm:
+        reasons |= {
+            "products of this dtype, card and number of rows fuse no RMSNorm": not plan.fuses.norms,
+            "lm_head has too many outputs: each block would compute the norms again":
+                matrices[:1] == ["lm_head"],
+            "the products read operands": any(name in plan.known for name in matrices),
+            "a product has a bias": any(each.bias for each in inputs),
+        }  # fmt: skip
+    return next((why for why, holds in reasons.items() if holds), "")
+
+
+@rule("layernorm", "rmsnorm", "operand", "attention_packed", "attention_queries", "short_conv")
+def operands(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """a result that only products read is stored in their format"""
+    # Kernels store sums of CHUNK channels with the terms (`Operand.with_sums`) if they compute
+    # these channels together. The RMSNorm kernel computes UNIT neighbouring channels together.
+    together = {"layernorm": 1}.get(step.op, UNIT)
+    if step.op.startswith("attention"):
+        together = plan.head_size
+    why = _store(steps, step, plan, bound_of(plan, steps, step.name), together=together)
+    if step.op == "operand":
+        if why:
+            steps.drop(step.name, step.inputs[0])
+        else:
+            steps.replace(step.name, steps[step.name]._replace(dtype="float32"))
+    return why
+
+
+@rule("linear")
+def operands_of_products(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """a product stores its result in the format of the products that read it"""
+    inputs, operand = product(step), step.attrs.get("operand")
+    if inputs.gamma or matrix_of(inputs.w) not in plan.known:
+        return "the product itself reads floats"
+    width = operand.width if operand else 0
+    return _store(steps, step, plan, plan.bounds.get(step.name), width)
+
+
+def _store(
+    steps: Steps,
+    step: Step,
+    plan: DecodingPlan,
+    bound: float | None,
+    width: int | None = None,
+    together: int = 1,
+) -> str:
+    """Let a step store an operand for the products that read its result, or return a reason."""
+    readers = products_of(steps, step.name)
+    if not readers:
+        return "a step that is no product reads the result"
+    operand = plan.format([product(each).w for each in readers], bound, width, together)
+    if operand is None:
+        return "the products read floats"
+    steps.replace(step.name, changed(step, to_operand=operand))
+    for each in readers:
+        steps.replace(each.name, changed(each, "x_dtype", "x_bound", operand=operand))
+    return ""
+
+
+@rule("silu_mul")
+def gates(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """two products of the same rows, then silu_mul -> linear with two matrices"""
+    pair = [steps[name] for name in step.inputs if name in steps and steps[name].op == "linear"]
+    if len(pair) < 2:
+        return "an input is no product"
+    gate, up = map(product, pair)
+    operand = pair[0].attrs.get("operand")
+    if not (ordered(operand) or plan.fuses.gate):
+        return "the products of this dtype, card and number of rows have one matrix"
+    if gate.bias or up.bias:
+        return "a product has a bias"
+    by = Step(step.name, "linear", gate._replace(up=up.w), {**pair[0].attrs, **step.attrs})
+    steps.replace(step.name, by, *(each.name for each in pair))
+    for each in (
+        by,
+        *products_of(steps, step.name),
+    ):  # this kernel reads and stores no bounded rows
+        steps.replace(each.name, changed(steps[each.name], "x_bound"))
+    # Warps that can add them up compute CHUNK neighbouring outputs of a gated product.
+    if operand:
+        _store(steps, steps[step.name], plan, None, operand.width, CHUNK)
+    return ""
+
+
+@rule("kv_append")
+def appends(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """product of q, k and v, norms of heads, RoPE, kv_append -> one or two steps, or attention"""
+    h, turned, cache = layer_of(step.name), steps[step.inputs[0]], step.inputs[1:]
+    if turned.op not in ROPE:
+        inputs = product(turned)
+        given = (inputs.x, inputs.w, inputs.bias, inputs.gamma, inputs.beta, *cache)
+        by = Step(f"{h}q", "linear_qkv", given, changed(turned, "decoding", **plan.kv).attrs)
+        steps.replace(turned.name, by, step.name)
+        return ""
+    before = steps[turned.inputs[0]]
+    normed = before if before.op == "qk_norm" else None
+    first = steps[before.inputs[0]] if normed else before
+    of_norms, norms = (), dict[str, Any]()
+    if normed:
+        of_norms, norms = normed.inputs[1:], _kept(normed, "eps", "values")
+    frequencies = turned.inputs[2]
+    rotations, heads = rotations_of(frequencies), {**_kept(turned, "n_head", "growth"), **plan.kv}
+    inputs, attrs = product(first), changed(first, "decoding", "x_bound").attrs
+    w, gone = inputs.w, [step.name, *((normed.name,) if normed else ())]
+    if inputs.gamma and not inputs.beta and plan.fuses_rope(None, bool(normed)):
+        given = (inputs.x, inputs.gamma, w, "", "", rotations, *cache, *of_norms)
+        by, why = Step(f"{h}q", "rope_sums", given, {**attrs, **heads}), ""
+        gone.append(first.name)
+    elif not normed and plan.fuses_rope(first.attrs.get("operand"), False):
+        given = (inputs.x, w, inputs.bias, rotations, *cache)
+        by, why = Step(f"{h}q", "linear_rope", given, {**attrs, **heads}), ""
+        gone.append(first.name)
+    elif normed and plan.fuses.attention:
+        (attention,) = (s for s in steps.readers(turned.name) if s.op == "attention_packed")
+        given = (first.name, rotations, *of_norms, *cache)
+        options = {**_kept(attention, *OF_ATTENTION), **plan.kv, **norms}
+        by, why = Step(attention.name, "attention_append", given, options), ""
+        steps.replace(attention.name, by, *gone, turned.name)
+        return why
+    elif normed:
+        given = (first.name, frequencies, *cache, *of_norms)
+        by = Step(f"{h}q", "qk_norm_append", given, {**norms, **heads})
+        why = "products of this dtype, card and number of rows fuse no norms of heads"
+    else:
+        given = (first.name, frequencies, *cache)
+        options = {**_kept(turned, "factor"), **heads, "half_split": True}
+        by = Step(f"{h}q", "rope_append", given, options)
+        why = "products of this dtype, card and number of rows do not fuse RoPE"
+    steps.replace(turned.name, by, *gone)
+    return why
+
+
+OF_ATTENTION = "n_head", "softmax_scale", "window", "to_operand"  # kept attributes
+
+
+def _kept(step: Step, *names: str) -> dict[str, Any]:
+    """Return the named attributes of a step that it has."""
+    return {name: step.attrs[name] for name in names if name in step.attrs}
+
+
+def rotations_of(frequencies: str) -> str:
+    return frequencies.replace("frequencies", "rotations")
+
+
+@rule("attention_packed", "attention_queries")
+def attention(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """attention of packed rows -> attention_split, of one token for each row"""
+    q, k, v, *_ = step.inputs
+    options = {**_kept(step, *OF_ATTENTION), **plan.kv}
+    if plan.together > 1:
+        options["together"] = plan.together
+    by = Step(step.name, "attention_split", (q, k, v, "row", "positions"), options)
+    steps.replace(step.name, by)
+    return ""
+
+
+@rule("linear", "linear_qkv")
+def hi_lo_weights(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """a product of bounded rows, or of hi/lo operands, reads hi/lo weights"""
+    operand = step.attrs.get("operand")
+    if "x_bound" not in step.attrs and not (operand and operand.dtype == HI_LO):
+        return "the rows have no bound, or the weights no hi/lo form"
+    x, w, *others = step.inputs
+    steps.replace(step.name, step._replace(inputs=(x, hi_lo_of(w), *others)))
+    return ""
+
+
+@rule("delta_spans", "delta_rule")
+def delta_steps(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """gated delta nets: later rows of a slot than its first may be refused"""
+    inputs = step.inputs if step.op == "delta_spans" else step.inputs[:-2]  # no pool of states
+    steps.replace(step.name, changed(step._replace(inputs=inputs), steps=True))
+    return ""
+
+
+@rule("short_conv")
+def convolutions(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """a short convolution stores floats"""
+    steps.replace(step.name, step._replace(dtype="float32"))
+    return ""
+
+
+RULES: tuple[Rule[DecodingPlan], ...] = (
+    products, norms, operands, operands_of_products, gates, appends, attention, hi_lo_weights,
+    delta_steps, convolutions,
+)  # fmt: skip
+
+
+@rule("linear")
+def feed_forward_sums(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """gate and up, then down and add -> gated_sums; the next steps add its partial sums"""
+    inputs = product(step)
+    if not inputs.up:
+        return "the product has one matrix"
+    (down,) = steps.readers(step.name)
+    sums, w = f"{layer_of(step.name)}down", product(down).w
+    given = (inputs.x, inputs.gamma, inputs.w, inputs.up, w)
+    by = Step(sums, "gated_sums", given, changed(step, "decoding", splits=plan.splits).attrs)
+    steps.replace(step.name, by)
+    steps.drop(down.name, inputs.x, [by])
+    for each in steps.readers(inputs.x):
+        if each.op == "rope_sums":
+            added = (*each.inputs[:3], sums, w, *each.inputs[5:])
+            steps.replace(each.name, each._replace(inputs=added))
+        elif each.op == "rmsnorm":
+            added = (*each.inputs, sums, w)
+            by = changed(each._replace(op="rmsnorm_sums", inputs=added), "variant")
+            steps.replace(each.name, by)
+        elif each.op == "linear":
+            _add_sums(steps, each, sums, w)
+    return ""
+
+
+@rule("linear")
+def residual_sums(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """product, add, in the first layer -> linear_sums"""
+    if not product(step).residual:
+        return "the product has no residual"
+    _add_sums(steps, step, "", "")
+    return ""
+
+
+def _add_sums(steps: Steps, step: Step, sums: str, w: str) -> None:
+    inputs = product(step)
+    given = (inputs.x, inputs.w, inputs.residual, sums, w)
+    steps.replace(step.name, Step(step.name, "linear_sums", given, _kept(step, "x_dtype")))
+
+
+RULES_OF_SUMS = feed_forward_sums, residual_sums
+# The input that the result of an operation overwrites
+OVERWRITTEN = {
+    "linear": 5, "linear_sums": 2, "rmsnorm_add": 2, "rmsnorm_groups": 2, "silu_mul": 1,
+    "gated_columns": 0, "relu_squared": 0, "gated_rmsnorm": 0, "qk_norm_rope": 0,
+}  # fmt: skip
+
+
+def decoding_steps(steps: Iterable[Step], plan: DecodingPlan, log: Log | None = None) -> list[Step]:
+    """Return the steps of decoding for the plain steps of a pass. log: as in `rewritten`."""
+    rules = RULES + (RULES_OF_SUMS if plan.splits else ())
+    found = rewritten(steps, rules, plan, log)
+    read = dict.fromkeys(name for step in found for name in step.inputs if "rotations" in name)
+    own = {s.inputs[2]: s for s in steps if s.op in ROPE}
+    rotations = [_rotations(name, own) for name in read]
+    return [*rotations, *(overwriting(step, OVERWRITTEN) for step in found)]
+
+
+def _rotations(name: str, ropes: Mapping[str, Step]) -> Step:
+    """Return the step that computes the rotations of all positions, which all layers share."""
+    frequencies = name.replace("rotations", "frequencies")
+    rope = ropes[frequencies]
+    inputs = ("positions", frequencies, *rope.inputs[3:])
+    return Step(name, "rotations", inputs, _kept(rope, "factor"))
+
+
+def overwriting(step: Step, places: Mapping[str, int]) -> Step:
+    """Return a step that overwrites one of its inputs, if `places` has its operation."""
+    place = places.get(step.op)
+    if place is None or len(step.inputs) <= place:
+        return step
+    return step._replace(into=step.inputs[0 if step.attrs.get("sigmoid") else place])
