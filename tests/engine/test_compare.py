@@ -91,16 +91,6 @@ def test_a_step_that_is_wrong_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(row.total_rel for row in before) < 1e-5 < rows[-1].total_rel
 
 
-def test_bad_ids_are_refused() -> None:
-    model = GPT2(GPT2Weights.random(0, CONFIG), "cpu")
-    with pytest.raises(InputError, match=r"one sequence of at least 1 tokens, got \[2, 3\]"):
-        model.compare([[1, 2], [3, 4, 5]])  # type: ignore[list-item]
-    with pytest.raises(InputError, match=r"one sequence of at least 2 tokens, got \[1\]"):
-        model.trace([5], cached=True)
-    with pytest.raises(InputError, match="53"):
-        model.compare([53])
-
-
 def test_the_command() -> None:
     def printed(*arguments: str) -> str:
         ran = CliRunner().invoke(

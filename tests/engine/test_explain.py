@@ -441,26 +441,6 @@ def test_one_token_has_no_surprisal() -> None:
     assert json.loads(json.dumps(data, allow_nan=False)) == data
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        ("", {}, "text: expected 1 to 256 tokens, got 0: give some text"),
-        ("x" * 257, {}, "text: expected 1 to 256 tokens, got 257: shorten it"),
-        ("x", {"layer": 6}, "layer: expected 0 to 5, got 6"),
-        ("x", {"layer": -1}, "layer: expected 0 to 5, got -1"),
-        ("x", {"layer": True}, "layer: expected 0 to 5, got True"),
-        ("x", {"layers": 1}, "did you mean 'layer'?"),
-        ([256], {}, "256"),
-        ([[1], [2]], {}, "text: expected text or a row of integers"),
-        (None, {}, "text: expected text"),
-    ],
-)
-def test_bad_input(text: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as error:
-        model().explain(text, **options)
-    assert message in str(error.value)
-
-
 def test_logits_that_are_not_finite_are_refused() -> None:
     weights = GPT2Weights.random(0, CONFIG)
     weights.gamma_f[3] = np.inf

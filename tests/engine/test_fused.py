@@ -180,49 +180,15 @@ def test_the_weights_are_those_that_are_computed_with(weights: BlockWeights, dty
     assert Block(weights, device="cpu").weights is weights
 
 
-def test_weights_that_16_bits_cannot_hold_are_refused(weights: BlockWeights) -> None:
-    large = replace(weights, w_fc=weights.w_fc + np.float32(1e6))
-    with pytest.raises(InputError, match=r"w_fc: .* beyond float16, up to ±65504: use float32"):
-        Block(large, device="cpu", dtype="float16")
-    assert Block(large, device="cpu", dtype="bfloat16").kernels == "fused"
-    nan = replace(weights, w_qkv=weights.w_qkv * np.float32(np.nan))
-    with pytest.raises(InputError, match=r"w_qkv: .* infinity or NaN"):
-        Block(nan, device="cpu", dtype="bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "x", "message"),
-    [
-        ("bfloat16", np.float32, r"expected bfloat16, got float32: use \.astype\(ml_dtypes\.bfl"),
-        ("bfloat16", np.float16, "x: expected bfloat16, got float16"),
-        ("float16", np.float32, r"x: expected float16, got float32: use \.astype\('float16'\)"),
-    ],
-)
-def test_x_and_out_have_the_dtype(weights: BlockWeights, dtype: str, x: Any, message: str) -> None:
-    block = Block(weights, device="cpu", dtype=dtype)
-    for call in (block, block.trace, block.compare):
-        with pytest.raises(InputError, match=message):
-            call(np.zeros((5, 48), x))
-    with pytest.raises(InputError, match=f"out: expected a C-contiguous {dtype} array .* got floa"):
-        block(np.zeros((5, 48), FLOATS[dtype]), out=np.zeros((5, 48), np.float32))
-
-
 def test_where_the_fused_kernels_run(
     weights: BlockWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fits = BlockWeights.random(0, HEAD_64)
     assert fused_problem(fits, 75) is None
-    assert "expected compute capability 7.5 or newer, got 7.0" in str(fused_problem(fits, 70))
-    assert "heads of 64 channels, these have 16" in str(fused_problem(weights, 90))
     wide: Any = SimpleNamespace(n_head=257, n_embd=257 * 64)
     assert "takes 16,384 channels at most, not 16,448" in str(fused_problem(wide, 90))
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 70)
-    for kind in ("auto", "fused"):
-        with pytest.raises(InputError, match=r"'bfloat16': tensor cores: .* use dtype='float32'"):
-            block_module._choose(kind, "bfloat16", fits, 0)
     assert block_module._choose("auto", "float32", fits, 0) == "skeleton"
-    with pytest.raises(InputError, match=r"'fused': tensor cores: .* use kernels='skeleton'"):
-        block_module._choose("fused", "float32", fits, 0)
 
 
 def test_weights_that_scales_cannot_follow_from(
@@ -232,23 +198,14 @@ def test_weights_that_scales_cannot_follow_from(
     choose, fits = block_module._choose, BlockWeights.random(0, HEAD_64)
     assert hi_lo_problem(fits) is None
     assert choose("auto", "float32", fits, 0) == "fused"
-    for name, value, message in (
-        ("w_proj", np.nan, "w_proj: expected finite weights, found infinity or NaN"),
-        ("beta2", -np.inf, "beta2: expected finite weights"),
-        ("w_qkv", 3e38, "qkv: with these weights it may be as large as .*e.39, beyond 2.127"),
-        ("gamma2", 1e38, "ln2: with these weights it may be as large as 1.1e.39"),
-    ):
+    for name, value in (("w_proj", np.nan), ("beta2", -np.inf), ("w_qkv", 3e38), ("gamma2", 1e38)):
         tensor = getattr(fits, name).copy()
         tensor.flat[7] = value
         changed: dict[str, Any] = {name: tensor}
         wrong = replace(fits, **changed)
-        with pytest.raises(InputError, match=f"'fused': {message}.*use kernels='skeleton'"):
-            choose("fused", "float32", wrong, 0)
         assert choose("auto", "float32", wrong, 0) == "skeleton"
         assert choose("fused", "float32", wrong, None) == "fused"
     assert choose("auto", "float32", weights, 0) == "skeleton"
-    with pytest.raises(InputError, match="'fused': the fused attention takes heads of 64 channels"):
-        choose("fused", "float32", weights, 0)
 
 
 @pytest.mark.parametrize("able", [False, True])
@@ -337,27 +294,6 @@ def test_the_command_shows_the_seven_steps(capsys: pytest.CaptureFixture[str]) -
     found = json.loads(printed(capsys, *random))
     assert [step["name"] for step in found["steps"]] == SEVEN
     assert all(step["max_rel"] < 1.01 * half_a_unit("float16") for step in found["steps"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--dtype", "float64"], "--dtype: expected one of float32, "),
-        (["--kernels", "fast"], "--kernels: expected one of auto, "),
-        (
-            ["--kernels", "skeleton", "--dtype", "float16"],
-            "--kernels 'skeleton': expected --dtype 'float32', got 'float16'",
-        ),
-        (["--size", "gpt2", "--dtype", "half"], "--dtype: expected one of float32, "),
-    ],
-)
-def test_the_command_says_what_is_possible(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit) as done:
-        cli.main(["block", "--device", "cpu", *arguments])
-    assert done.value.code == 2
-    assert f"error: {message}" in capsys.readouterr().err
 
 
 # --- on the GPU -----------------------------------------------------------------------------------

@@ -48,18 +48,8 @@ NAMES = (
     *LLAMAS, "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3",
     "phi3", "lfm2", "olmo2", "olmo3", "nanochat", "gemma3", "gemma4", "qwen3_5",
 )  # fmt: skip
-SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
-YARN = {"rope_type": "yarn", "factor": 2}
-SMOLLM3, GRANITE = {"model_type": "smollm3"}, {"model_type": "granite"}
-LFM2 = {"model_type": "lfm2"}
-QWEN3_5 = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}
-GRANITE4 = {"model_type": "granitemoehybrid", "shared_intermediate_size": 56}
-MINISTRAL3, OLMO3 = {"model_type": "ministral3"}, {"model_type": "olmo3"}
-PHI3, GEMMA3 = {"model_type": "phi3"}, {"model_type": "gemma3_text"}
-GEMMA4 = {"model_type": "gemma4_text", "global_head_dim": 12}
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 5}
-THETA_3 = {"rope_parameters": {"rope_theta": 3}}
+SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 Array = NDArray[Any]
 everyone = pytest.mark.parametrize("name", NAMES)
 
@@ -215,171 +205,6 @@ def test_the_class_follows_the_architecture() -> None:
     other = load("qwen2")
     assert type(other) is Model
     assert repr(other).startswith("Qwen2('")
-    with pytest.raises(CheckpointError, match="expected a GPT2, got a Llama"):
-        GPT2.from_pretrained(path)
-    for call in (Llama.from_pretrained, LlamaWeights.from_pretrained):
-        with pytest.raises(CheckpointError, match="expected a Llama, got a Qwen2"):
-            call(GOLDEN / "qwen2")
-    with pytest.raises(CheckpointError, match="expected a Llama, got a GPT2"):
-        Llama.from_pretrained(GOLDEN / "tiny")
-    with pytest.raises(CheckpointError, match="a GPT2, got a Llama"):
-        gpt2block.GPT2Weights.from_pretrained(path)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"sliding_window": 255}, "sliding_window: expected null, got 255: attention sees all"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
-            "rope_parameters: full_attention: expected null, got {'rope_theta': 1000000.0}: RoPE",
-        ),
-        ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation: expected null or 'silu'"),
-        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'swish', got 'gelu'"),
-        ({"model_type": "gemma2"}, "expected one of 'gpt2', 'llama', "),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "e: expected one of 'default'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: expected factor: missing"),
-        ({"rope_scaling": YARN | {"beta_slow": 40}}, "beta_slow up to beta_fast, got 40.0 and 32"),
-        ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate: expected True or False, got 'no'"),
-        ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor: expected a number"),
-        ({"rope_scaling": YARN, "rope_theta": 1}, "theta: expected a number above 1 with yarn"),
-        (SMOLLM3 | {"rope_scaling": YARN}, "mistral, olmo2, olmo3, ministral3, not in smollm3"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: expected factor: missing"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: factor: expected a num"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config: expected null"),
-        ({"rope_parameters": [1]}, "rope_parameters: expected an object"),
-        ({"rope_theta": "big"}, "theta: expected a number from 1"),
-        (
-            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
-            "rope_theta 10000.0 contradicts rope_parameters: rope_theta 500000.0: remove the wrong",
-        ),
-        (
-            {"rope_theta": None, "rope_scaling": {"rope_theta": 2}, **THETA_3},
-            "rope_scaling: rope_theta 2 contradicts rope_parameters: rope_theta 3",
-        ),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2}, **THETA_3, "rope_theta": 3},
-            "rope_scaling RopeScaling(kind='linear', factor=2.0, ",
-        ),
-        ({"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 4}}, "factor=4.0, "),
-        (
-            {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2}},
-            "rope_scaling: rope_type 'default' contradicts rope_scaling: type 'linear'",
-        ),
-        (
-            {"rope_parameters": LINEAR | {"type": "llama3"}},
-            "rope_parameters: rope_type 'linear' contradicts rope_parameters: type 'llama3'",
-        ),
-        ({"rope_parameters": {"rope_type": []}}, "rope_type: expected one of 'default', "),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected null or 1, got 0.5"),
-        (
-            {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            "rope_parameters: partial_rotary_factor: expected null or 1, got 0.5: RoPE rotates all",
-        ),
-        (
-            {"rope_scaling": LINEAR | {"partial_rotary_factor": 0.25}},
-            "rope_scaling: partial_rotary_factor: expected null or 1, got 0.25",
-        ),
-        ({"num_attention_heads": 5}, "n_embd 36 is not a multiple of n_head 5"),
-        ({"num_key_value_heads": 2}, "n_head 3 is not a multiple of n_kv_head 2"),
-        ({"num_key_value_heads": 1}, "self_attn.k_proj.weight: expected shape (12, 36), got"),
-        ({"head_dim": 11}, "head_size: expected an even number"),
-        ({"hidden_size": None}, "hidden_size: expected a positive integer, got None"),
-        ({"intermediate_size": 2**21}, "intermediate_size: expected at most 1,048,576"),
-        ({"attention_bias": True}, "8 tensors missing: layers.0.self_attn.q_proj.bias"),
-        ({"mlp_bias": "no"}, "mlp_bias: expected true or false, got 'no'"),
-        ({"num_hidden_layers": 3}, "config.json has n_layer 3, the file has 2 blocks"),
-        ({"bos_token_id": -1}, "bos_token_id: expected token ids, got -1"),
-        ({"eos_token_id": ["</s>"]}, "eos_token_ids: expected token ids, got '</s>'"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false"),
-        (SMOLLM3 | {"no_rope_layers": [1]}, "rope_layers: expected true or false for each of 2"),
-        (SMOLLM3 | {"no_rope_layers": [1, 2]}, "no_rope_layers: expected a list of 0 and 1, got"),
-        (SMOLLM3 | {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
-        (SMOLLM3 | {"use_sliding_window": True}, "use_sliding_window: expected null or false"),
-        (GRANITE | {"residual_multiplier": 0}, "residual_multiplier: expected 2^-20 to 2^20"),
-        (GRANITE | {"logits_scaling": "16"}, "logits_scaling: expected 2^-20 to 2^20, got '16'"),
-        (GRANITE | {"attn_logit_softcapping": 30}, "attn_logit_softcapping: expected null, got 30"),
-        ({"attention_multiplier": 0.1}, "attention_multiplier: expected null or 0.28"),
-        (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected a number up to 1"),
-        (PHI3 | {"partial_rotary_factor": 0.01}, "partial_rotary_factor: expected a channel of a "),
-        (PHI3 | {"sliding_window": -1}, "window: expected a positive integer, got -1"),
-        (GEMMA3 | {"layer_types": ["full_attention", 1]}, "layer_types: expected a list of full_"),
-        (GEMMA3 | {"layer_types": [*3 * ["full_attention"]]}, "sliding_layers: expected true or f"),
-        (GEMMA3 | {"hidden_activation": "silu"}, "hidden_activation: expected 'gelu_pytorch_tanh'"),
-        (GEMMA3 | {"attn_logit_softcapping": 50}, "attn_logit_softcapping: expected null, got 50"),
-        (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern: expected a positive"),
-        (GEMMA3 | {"final_logit_softcapping": -1}, "logits_cap: expected "),
-        (PHI3 | {"rope_scaling": LONGROPE}, "expected a factor for each of 6 frequencies, got 5"),
-        (PHI3 | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 9}}, "contradict"),
-        (PHI3, "layers.0.mlp.gate_up_proj.weight"),
-        (GEMMA4 | {"enable_moe_block": True}, "got true: mixtures of experts are not supported"),
-        (GEMMA4 | {"attention_k_eq_v": True}, "got true: values have a projection of their own"),
-        (GEMMA4 | {"use_bidirectional_attention": "all"}, "got 'all': a token sees no later ones"),
-        (GEMMA4 | {"num_kv_shared_layers": 1}, "shared_layers: expected layers of both kinds bef"),
-        (GEMMA4 | {"num_kv_shared_layers": 2}, "shared_layers: expected 0 to 1, got 2"),
-        (GEMMA4 | {"vocab_size_per_layer_input": 88}, "vocab_size_per_layer_input: expected 89"),
-        (GEMMA4 | {"per_layer_config": {"0": {"head_dim": 8}}}, "the layers without a window (1"),
-        (GEMMA4 | {"global_head_dim": 9}, "global_head_size: expected an even number, got 9"),
-        (GEMMA4 | {"rope_parameters": {"full_attention": YARN}}, "expected linear in Gemma4, got"),
-        (GEMMA4 | {"layer_types": ["full_attention"] * 2}, "missing: embed_tokens_per_layer."),
-        (GEMMA4 | {"sliding_window": None}, "sliding_window: expected a positive integer, got Non"),
-        (OLMO3 | {"sliding_window": None}, "sliding_window: expected a positive integer, got None"),
-        (MINISTRAL3, "expected rope_parameters: missing"),
-        (
-            MINISTRAL3 | {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
-            "llama_4_scaling_beta: expected 0 without yarn, got 0.1",
-        ),
-        (GRANITE4 | {"num_local_experts": 8}, "got 8: mixtures of experts are not supported"),
-        (GRANITE4 | {"layer_types": ["mamba"]}, "['mamba']: layers of Mamba2 are not supported"),
-        (GRANITE4 | {"position_embedding_type": "alibi"}, "or 'nope' or null, got 'alibi': all"),
-        (
-            LFM2 | {"layer_types": ["conv", "sliding_attention"]},
-            "expected a list of full_attention",
-        ),
-        (LFM2 | {"layer_types": ["conv"]}, "conv_layers: expected true or false for each of 2"),
-        (LFM2 | {"layer_types": ["conv", "conv"]}, "expected at least one layer with attention"),
-        (LFM2 | {"full_attn_idxs": [2]}, "full_attn_idxs: expected a list of numbers below 2"),
-        (
-            LFM2 | {"full_attn_idxs": [0], "layer_types": ["conv", "full_attention"]},
-            "layer_types ['conv', 'full_attention'] contradicts full_attn_idxs ['full_attent",
-        ),
-        (LFM2 | {"conv_L_cache": 9}, "conv_L_cache: expected at most 8, got 9"),
-        (LFM2 | {"conv_dim": 12}, "conv_dim: expected 36, got 12"),
-        (LFM2 | {"use_pos_enc": False}, "use_pos_enc: expected true, got false: attention has"),
-        (LFM2 | {"block_use_swiglu": False}, "block_use_swiglu: expected true, got false"),
-        (LFM2 | {"block_ffn_dim_multiplier": None}, "block_ffn_dim_multiplier: expected a number"),
-        (QWEN3_5 | {"layer_types": ["mamba", "full_attention"]}, "of full_attention and linear_a"),
-        (QWEN3_5 | {"layer_types": ["full_attention"]}, "delta_layers: expected true or false for"),
-        (QWEN3_5 | {"layer_types": 2 * ["linear_attention"]}, "expected a layer with full_attent"),
-        (QWEN3_5 | {"linear_num_value_heads": 24}, "n_v_head 24 is not a multiple of n_k_head 16"),
-        (QWEN3_5 | {"linear_conv_kernel_dim": 3}, "expected 4, got 3: convolutions are over 4"),
-        (QWEN3_5 | {"attention_bias": True}, "expected false, got true: projections of attention"),
-        (QWEN3_5 | {"attn_output_gate": False}, "attn_output_gate: expected true, got false"),
-        (QWEN3_5 | {"output_gate_type": "sigmoid"}, "output_gate_type: expected 'swish' or 'silu'"),
-        (
-            {"model_type": "qwen3_5_moe", "text_config": {"model_type": "b", "num_experts": 8}},
-            "'b': mixtures of experts are not supported",
-        ),
-        ({"model_type": "lfm2_moe", "num_experts": 8}, "mixtures of experts are not supported"),
-        ({"model_type": "a", "num_experts": 8, "vision_config": {"b": 1}}, "'a': mixtures of exp"),
-        ({"model_type": "mamba2", "state_size": 8}, "'mamba2': layers of Mamba are not supported"),
-        (
-            {"model_type": "b", "text_config": {"model_type": "c"}},
-            "gemma3_text', 'gemma4_text', got 'c",
-        ),
-    ],
-)
-def test_a_config_that_is_not_honoured(
-    changed: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "llama"
-    shutil.copytree(GOLDEN / "llama-plain", folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changed))
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint.open(folder)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "attention_dropout": 0.0,
@@ -579,7 +404,7 @@ def test_keys_of_other_architectures_change_nothing_or_are_refused(name: str) ->
     ("changed", "theta", "scaling"),
     [
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 10000}}, 1e4, None),
-        ({"rope_scaling": {}, "rope_theta": None, **THETA_3}, 3, None),
+        ({"rope_scaling": {}, "rope_theta": None, "rope_parameters": {"rope_theta": 3}}, 3, None),
         ({"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "rope_theta": 1e4}}, 1e4, 2.0),
         ({"rope_scaling": {**LINEAR, "type": "linear", "partial_rotary_factor": 1.0}}, 1e4, 2.0),
         ({"rope_scaling": {"rope_type": None, "type": "default"}}, 1e4, None),

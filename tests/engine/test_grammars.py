@@ -124,8 +124,6 @@ def test_a_vocabulary_without_an_end() -> None:
     matcher = matcher_of(frozenset(), schema=even)
     matcher.accept([RANKS[b"3"], RANKS[b"2"]])
     assert (ids_of(matcher), matcher.complete_at) == ([], 2)
-    with pytest.raises(InputError, match="regex: it allows no text but the empty one"):
-        matcher_of(frozenset(), regex="()")
 
 
 def test_masks_of_several_texts_and_their_draft_tokens() -> None:
@@ -150,65 +148,6 @@ def test_masks_as_bits() -> None:
     assert masks.shape == (3, mask_words(70)) == (3, 3)
     for mask, each in zip(masks, allowed, strict=True):
         np.testing.assert_array_equal(unpacked(mask, 70), each)
-
-
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        ({"schema": {"foo": 1}}, "schema: the keyword 'foo' is not supported"),
-        ({"schema": {"properties": {"a/b": {"if": {}}}}}, "schema: /properties/a~1b: the keyword"),
-        ({"schema": {"items": {"type": "strin"}}}, "schema: /items: Invalid type: strin"),
-        ({"schema": '{"items": {"type": "strin"}}'}, "schema: /items: Invalid type: strin"),
-        (
-            {"schema": {"anyOf": [{"type": "null"}, {"pattern": "(?=a)", "type": "string"}]}},
-            "schema: /anyOf/1: ",
-        ),
-        ({"schema": {"$ref": "#/x"}}, "schema: Pointer '/x' does not exist"),
-        ({"schema": {"$ref": "http://a.b/c"}}, "schema: Resource 'http://a.b/c' is not present"),
-        ({"schema": {"enum": []}}, "schema: Unsatisfiable schema"),
-        ({"schema": {"x-guidance": {}}}, "schema: the keyword 'x-guidance' is not supported"),
-        ({"schema": "[1"}, "schema: expected a JSON schema: Expecting ',' delimiter"),
-        ({"schema": "[" * 10_000}, "schema: expected a JSON schema: maximum recursion depth"),
-        ({"schema": 3}, "schema: expected an object, got 3"),
-        ({"schema": False}, "schema: expected a schema that allows a text, got False"),
-        ({"schema": {"const": b"x"}}, "schema: expected a JSON schema: Object of type bytes"),
-        ({"schema": "a.json"}, ", got 'a.json': of a file, pass the text"),
-        ({"regex": "(a"}, r'regex: "\(a": unclosed group at character 1$'),
-        (
-            {"schema": {"type": "string", "pattern": "a[b"}},
-            r'"a\[b": unclosed character class at char',
-        ),
-        ({"regex": "ab\\"}, r"regex: 'ab\\\\' ends with an incomplete escape"),
-        ({"schema": {"items": {"pattern": "\\\\\\"}}}, r"/items: pattern: .* incomplete escape"),
-        ({"schema": {"patternProperties": {"\\": {}}}}, r"schema: pattern: .* incomplete escape"),
-        ({"regex": 3}, "regex: expected a text, got 3"),
-        ({"choice": []}, r"choice: expected texts of at least one character, got \[\]"),
-        ({"choice": ["a", ""]}, "choice: expected texts"),
-        ({"choice": ["\ud800"]}, "choice: character 0 is U.D800"),
-        ({"grammar": "start: foo"}, 'grammar: at 1.8.: unknown name: "foo"'),
-        ({"grammar": "root ::= ("}, "grammar: "),
-        ({"regex": "a", "choice": ["b"]}, "regex and choice: expected only one of them"),
-    ],
-)
-def test_rules_that_mean_nothing(rule: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Grammar.of(**rule)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"stop_ids": [3]}, "stop_ids: expected none with choice, which decides where"),
-        ({"min_new_tokens": 2}, "min_new_tokens: expected 0 with choice"),
-        ({"regex": "a"}, "regex and choice: expected only one of them"),
-    ],
-)
-def test_options_that_contradict_a_rule(options: dict[str, Any], message: str) -> None:
-    model = GPT2(GPT2Weights.random(0, CONFIG), device="cpu")
-    with pytest.raises(InputError, match=message):
-        model.generate([1], choice=["yes"], **options)
-    with pytest.raises(InputError, match="choice: this model has no tokenizer"):
-        model.generate([1], choice=["yes"])
 
 
 # --- texts

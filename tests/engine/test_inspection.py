@@ -16,7 +16,6 @@ from gpt2block import (
     BlockWeights,
     Comparisons,
     GPT2Weights,
-    InputError,
     LogitLens,
     Model,
     random_input,
@@ -88,23 +87,6 @@ def test_the_lens_ends_with_the_models_prediction(device: str) -> None:  # noqa:
     np.testing.assert_allclose(one.probabilities.sum(-1), 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("ids", "options", "message"),
-    [
-        ([53], {}, "token 0 is 53: expected ids from 0 to 52"),
-        ([[1, 2], [3, 4]], {}, "expected one sequence"),
-        (IDS, {"top": 54}, "top: expected at most 53 tokens, got 54"),
-        (IDS, {"top": 0}, "top: expected a positive integer, got 0"),
-        (np.zeros(25, int), {}, "the context is n_ctx = 24"),
-    ],
-)
-def test_bad_input(ids: Any, options: dict[str, Any], message: str) -> None:
-    model = GPT2(GPT2Weights.random(0, CONFIG), "cpu")
-    with pytest.raises(InputError) as error:
-        model.logit_lens(ids, **options)
-    assert message in str(error.value)
-
-
 def test_a_notebook_shows_text_as_text() -> None:
     engine = MarkovEngine(cycle(256))
     found = score(engine, byte_encoding(end=False), "a<script>b</script>")
@@ -174,10 +156,3 @@ def test_the_lens_of_a_model_without_a_tokenizer_shows_ids() -> None:
     _, header, *lines = repr(lens).splitlines()
     assert header.split() == ["after", "0", "1"]  # positions
     assert lines[-1].split()[2] == str(lens.ids[-1, 0, 0])
-
-
-def test_an_empty_text_has_no_lens_and_no_attention() -> None:
-    model = gpt2block.from_pretrained("shakespeare", "cpu")
-    for call in (model.logit_lens, model.attention):
-        with pytest.raises(InputError, match="text: expected at least one token, got an empty te"):
-            call("")

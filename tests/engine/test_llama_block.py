@@ -184,59 +184,6 @@ def test_packed_order_is_that_of_the_matrices_out_by_in() -> None:
     np.testing.assert_array_equal(weights.gamma2, parts[5])
     assert np.shares_memory(weights.w_down, packed)
     np.testing.assert_array_equal(weights.to_packed(), packed)
-    with pytest.raises(InputError, match=f"1-D array of {packed.size:,} floats"):
-        LlamaBlockWeights.from_packed(packed[1:], config)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"n_kv_head": 2}, "not a multiple of n_kv_head 2"),
-        ({"n_head": 5}, "w_o: 24 rows are not a multiple of n_head 5"),
-        ({"w_gate": np.zeros((24, 41), np.float32)}, "w_up: expected shape"),
-        ({"w_o": None}, "w_o: expected a matrix"),
-        ({"b_qkv": np.zeros(72, np.float32)}, "biases: expected biases of attention"),
-        ({"b_gate": np.zeros(40, np.float32)}, "biases"),
-        ({"w_up": np.zeros((24, 40))}, "w_up: expected float32, the same"),
-        ({"half_split": 1}, "half_split: expected True or False"),
-        ({"theta": 0}, "theta: expected a number from 1"),
-        ({"eps": -1}, "eps: expected"),
-    ],
-)
-def test_weights_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        replace(LlamaBlockWeights.random(0, PLAIN), **changed)
-
-
-@pytest.mark.parametrize(
-    ("positions", "message"),
-    [
-        ([0, 1], "positions: expected 3 integers, got int64"),
-        ([0.0, 1.0, 2.0], "positions: expected 3 integers, got float64"),
-        ([0, -1, 2], "positions: expected 0 to 2147483647, got -1"),
-        ([0, 2**31, 2], "positions: expected 0 to 2147483647, got 2147483648"),
-        ([[0], [1, 2]], "positions: expected 3 integers"),
-        (np.ma.masked_equal([0, 1, 2], 1), "positions: expected an array without a mask"),
-    ],
-)
-def test_wrong_positions(positions: Any, message: str) -> None:
-    block = LlamaBlock(LlamaBlockWeights.random(0, PLAIN))
-    with pytest.raises(InputError, match=message):
-        block(random_input(0, (3, 24)), positions)
-
-
-def test_wrong_arguments_of_a_block() -> None:
-    weights = LlamaBlockWeights.random(0, PLAIN)
-    with pytest.raises(InputError, match="weights: expected a LlamaBlockWeights, got str"):
-        LlamaBlock("7B")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="dtype: expected one of"):
-        LlamaBlock(weights, dtype="float64")
-    with pytest.raises(InputError, match=r"x: expected shape \(T, 24\)"):
-        LlamaBlock(weights)(random_input(0, (3, 25)))
-    with pytest.raises(InputError, match=r"^x: "):
-        LlamaBlock(weights)(None, np.arange(3))
-    with pytest.raises(InputError, match="w: expected LlamaBlockWeights as wide as x, 25"):
-        reference.llama_block_forward(random_input(0, (3, 25)), weights, np.arange(3))
 
 
 # --- on the emulator and a GPU --------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import pickle
 from dataclasses import replace
 from functools import cache
@@ -336,66 +335,6 @@ def test_a_ragged_batch_at_every_position(device: str) -> None:
     assert kv_cache.lengths == [TINY.n_ctx] * 3
 
 
-@everywhere
-def test_bad_ids_and_caches(device: str) -> None:
-    m = model(TINY, device)
-    for ids, message in (
-        ([1, 37], "ids: token 1 is 37: expected ids from 0 to 36"),
-        ([[1, 2], [3, -1]], "ids: sequence 1: token 1 is -1: expected ids from 0 to 36"),
-        ([], r"expected integers of shape \(T,\)"),
-        ([0.5], "got float64"),
-        ([[[1]]], r"at least one token each, got int64 \(1, 1\)"),
-        ([[1], []], "sequence 1: expected integers"),
-        (np.zeros(21, int), "sequence 0 has 21 tokens, the context is n_ctx = 20"),
-        (np.ma.array([1, 2], mask=[False, True]), "ids: expected token ids, got a masked array"),
-        ([1, True], "ids: token 1 is True: expected an integer"),
-        ([10**400], "ids"),
-        (None, "ids: expected integers"),
-        ("ab", r"ids: expected token ids, got text: use model.tokenizer.encode_ordinary\(text\)"),
-        (["a", b"bc"], "generate, score, embed, explain, compare and logit_lens take text"),
-    ):
-        with pytest.raises(InputError, match=message):
-            m(ids)  # type: ignore[arg-type]
-    kv_cache = m.new_cache(2, 5)
-    m([[1, 2, 3], [4]], cache=kv_cache)
-    with pytest.raises(InputError, match=r"sequence 0 has 3 tokens after the 3 in .* = 5"):
-        m([[1, 2, 3], [4, 5, 6]], cache=kv_cache)
-    with pytest.raises(InputError, match="ids: 1 sequences for a cache of 2 sequences"):
-        m([1], cache=kv_cache)
-    assert kv_cache.lengths == [3, 1]
-    other = GPT2Config(n_layer=1, n_head=3, n_embd=24, n_ctx=20, vocab_size=37)
-    for cache_, found in ((model(other, device).new_cache(), r"got \(1, 24"), (3, "got 3")):
-        with pytest.raises(
-            InputError, match=f"cache: expected one from this model's new_cache.* {found}"
-        ):
-            m([1], cache=cache_)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="ids: expected rows of integers"):
-        m([[1, [2]], [3]])  # type: ignore[list-item]
-    with pytest.raises(InputError, match="checkpoint: expected a name or a path, got 3"):
-        GPT2.from_pretrained(3)  # type: ignore[arg-type]
-    for arguments, message in (
-        ((0,), "batch: expected a positive integer, got 0"),
-        ((1, 21), "n_ctx: expected at most the model's 20, got 21"),
-    ):
-        with pytest.raises(InputError, match=message):
-            m.new_cache(*arguments)
-    with pytest.raises(InputError, match=r"dtype: expected one of float32, .* got 'int8'"):
-        GPT2(weights(TINY), device=device, dtype="int8")
-    with pytest.raises(InputError, match="weights: expected a GPT2Weights, got int"):
-        GPT2(3)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("method", ["generate", "stream", "score"])
-def test_help_shows_the_keywords(method: str) -> None:
-    signature = inspect.signature(getattr(GPT2, method))
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
-    expected = {"score": "tokens_at_once: 'int' = 8192"}.get(method, "temperature: 'float' = 0.8")
-    assert expected in str(signature)
-    with pytest.raises(InputError, match=f"{method}: unknown keyword 'strid'"):
-        getattr(model(TINY, "cpu"), method)([1, 2], strid=1)
-
-
 def test_the_keywords_have_the_same_defaults_everywhere() -> None:
     documented = inspect.signature(GPT2.generate).parameters
     assert documented["temperature"].default == DEFAULT_TEMPERATURE == 0.8
@@ -413,6 +352,10 @@ def test_the_keywords_have_the_same_defaults_everywhere() -> None:
 
 
 def test_every_keyword_of_generate_is_documented() -> None:
+    """Signatures have no variable keywords, so that help shows all of them."""
+    for method in (GPT2.generate, GPT2.stream, GPT2.score):
+        kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
+        assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
     documented = inspect.getdoc(GPT2.generate) or ""
     for name in inspect.signature(GPT2.generate).parameters:
         assert name in ("self", "prompts") or f"\n{name}: " in documented
@@ -456,18 +399,6 @@ def changed(name: str, value: float) -> GPT2Weights:
 
 
 @everywhere
-@pytest.mark.parametrize(
-    "name", ["wte", "wpe", "gamma_f", "beta_f", "h.1.gamma1", "h.0.beta2", "h.1.b_fc", "h.0.w_fc"]
-)
-def test_weights_that_are_not_finite_are_refused_by_name(device: str, name: str) -> None:
-    values, dtypes = (np.nan, np.inf, -np.inf), ("float32", "bfloat16", "float8_e5m2")
-    for value, dtype in itertools.product(values, dtypes):
-        w = changed(name, value)
-        with pytest.raises(InputError, match=rf"{name}: 1 of .* infinity or NaN: expected finite"):
-            GPT2(w, device, dtype)
-
-
-@everywhere
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_weights_that_are_not_finite_can_be_allowed(device: str, dtype: str) -> None:
     for name in ("h.1.b_fc", "h.1.w_fc"):
@@ -483,19 +414,6 @@ def test_weights_that_are_not_finite_can_be_allowed(device: str, dtype: str) -> 
         GPT2(changed("h.1.w_fc", 1e6), device, "float16", allow_nonfinite=True)
     with pytest.raises(InputError, match="allow_nonfinite: expected True or False, got 'no'"):
         GPT2(weights(TINY), device, dtype, allow_nonfinite="no")  # type: ignore[arg-type]
-
-
-@everywhere
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("wte", 1e38), ("wpe", -1e19), ("h.1.b_proj", 1e19), ("h.0.w_proj", 1e20), ("h.1.beta1", 1e30),
-     ("h.0.gamma2", 1e25)],
-)  # fmt: skip
-def test_weights_whose_squares_may_overflow_are_refused(
-    device: str, name: str, value: float
-) -> None:
-    with pytest.raises(InputError, match=rf"{name}: its largest magnitude is 1\.0e\+.*LayerNorm"):
-        GPT2(changed(name, value), device)
 
 
 @pytest.mark.parametrize("name", ["wte", "wpe", "h.0.b_proj", "h.1.w_proj", "h.1.gamma2"])
@@ -623,14 +541,3 @@ def test_a_checkpoint_in_a_line() -> None:
     found = repr(Checkpoint.open("shakespeare"))
     assert found.startswith("Checkpoint('shakespeare', n_layer=6, ")
     assert len(found) < 200
-
-
-def test_wrong_options() -> None:
-    m: Any = model(TINY, "cpu")
-    for value in ("yes", 1, None):
-        with pytest.raises(InputError, match="last: expected True or False"):
-            m([1], last=value)
-    with pytest.raises(InputError, match="progress: expected a function, got 'x'"):
-        GPT2.from_pretrained(progress="x")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="progress: expected a function, got 3"):
-        m.score([1, 2], progress=3)

@@ -16,7 +16,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from gpt2block import GPT2, CheckpointError, GPT2Config, InputError, from_pretrained
+from gpt2block import GPT2, CheckpointError, GPT2Config, from_pretrained
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.cuda import doctor
 from gpt2block.engine import receipts as module
@@ -200,18 +200,6 @@ def test_a_source_tree_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None
     (text,) = GPT2(GPT2Weights.random(0, SMALL), "cpu").generate([[1]], seed=1, **GIVEN)
     assert text.receipt is not None
     assert text.receipt["gpt2block"] == doctor.version()
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"overflow": "truncate"}, "overflow: expected error, as the text is to be"),
-        ({"receipt": 1}, "receipt: expected True or False"),
-    ],
-)
-def test_options_without_receipts(model: GPT2, options: Any, problem: str) -> None:
-    with pytest.raises(InputError, match=problem):
-        model.generate([1], **{"receipt": True, **options})
 
 
 VERIFY = ("verify", "--device", "cpu")
