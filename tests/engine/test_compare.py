@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -10,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from typer.testing import CliRunner
 
-from gpt2block import GPT2, GPT2Config, GPT2Weights, InputError, reference
-from gpt2block.apps.cli.app import application
+from gpt2block import GPT2, GPT2Config, GPT2Weights, reference
 from gpt2block.ops.workload import tolerance
 from tests.devices import GPU, running_on, slow
 
@@ -89,34 +86,3 @@ def test_a_step_that_is_wrong_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row.name for row in rows if row.max_rel > 1e-3} == {"h.0.gelu", "h.1.gelu"}
     before = [row for row in rows if row.name in ("embedding", "h.0.ff1")]
     assert max(row.total_rel for row in before) < 1e-5 < rows[-1].total_rel
-
-
-def test_the_command() -> None:
-    def printed(*arguments: str) -> str:
-        ran = CliRunner().invoke(
-            application(), ["compare", "O Romeo", "--device", "cpu", *arguments]
-        )
-        assert ran.exit_code == 0, ran.output
-        return ran.stdout
-
-    table = printed()
-    rows = [line.split()[:2] for line in table.splitlines() if line.startswith(" ")]
-    assert [row[0] for row in rows] == ["layer", "input", *"012345", "output"]
-    steps = [line.split()[1] for line in printed("--layer", "3").splitlines() if " 3 " in line]
-    assert steps == list(TEN)
-    report = json.loads(printed("--json", "--cached", "--dtype", "bfloat16"))
-    assert (report["tokens"], report["cached"], report["dtype"]) == (7, True, "bfloat16")
-    assert len(report["steps"]) == 1 + 6 * 10 + 2
-    assert all(row["shape"][0] == 1 for row in report["steps"])
-
-
-def test_the_command_refuses_what_does_not_fit() -> None:
-    for arguments, message in (
-        (["--layer", "6"], "--layer: expected 0 to 5, got 6"),
-        (["x" * 300], "expected at most 256 tokens, got 300"),
-        (["x", "--cached"], "TEXT: expected at least two tokens for a decoding step, got 1"),
-    ):
-        ran = CliRunner().invoke(application(), ["compare", "--device", "cpu", *arguments])
-        assert ran.exit_code != 0
-        assert isinstance(ran.exception, InputError)
-        assert message in str(ran.exception)

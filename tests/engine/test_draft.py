@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from gpt2block import GPT2, GPT2Config, InputError, Model
-from gpt2block.apps.cli.app import application
 from gpt2block.engine.cuda.steps import InFlight
 from gpt2block.engine.generation import batching
 from gpt2block.engine.generation.batching import Batch
@@ -126,17 +124,3 @@ def test_what_cannot_draft() -> None:
     with pytest.raises(InputError, match="as NumPy drafts nothing"):
         host.draft_model = GPT2(GPT2Weights.random(1, SMALL), "cpu")
     host.draft_model = None
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ([], "--draft-model: expected --speculate with it"),
-        (["--speculate"], "both models on one GPU, as NumPy drafts nothing"),
-    ],
-)
-def test_on_the_command_line(given: list[str], message: str) -> None:
-    command = ["generate", "a", "--device", "cpu", "--draft-model", "shakespeare", *given]
-    ran = CliRunner().invoke(application(), command)
-    assert ran.exit_code
-    assert message in " ".join(f"{ran.output}{ran.exception}".split())

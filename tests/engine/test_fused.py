@@ -8,7 +8,6 @@ no larger than with the kernels of LeetGPU's challenge.
 
 from __future__ import annotations
 
-import json
 import re
 import weakref
 from contextlib import nullcontext
@@ -23,7 +22,6 @@ from numpy.typing import NDArray
 
 from gpt2block import Block, BlockWeights, GPT2Config, InputError, random_input, reference
 from gpt2block import block as block_module
-from gpt2block.apps import cli
 from gpt2block.block import fused_problem, hi_lo_problem, rounded
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import kernels, overlap, requests
@@ -269,31 +267,6 @@ def test_the_steps_in_a_row_and_every_kernel_waits(
         every = text + "".join((kernels.SOURCE_DIR / header).read_text() for header in headers)
         for call in ("let_next_start();", "wait_for_previous();"):
             assert call in every, f"{name} of {file}: {call}"
-
-
-# --- the command line -----------------------------------------------------------------------------
-
-
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as done:
-        cli.main(["block", "--device", "cpu", *arguments])
-    assert done.value.code == 0
-    return capsys.readouterr().out
-
-
-def test_the_command_shows_the_seven_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, "--dtype", "bfloat16", "--kernels", "fused", "--text", "KING")
-    rows = [line.split() for line in out.splitlines()]
-    steps = [row for row in rows if row and row[0] in SEVEN]
-    assert [row[0] for row in steps] == SEVEN
-    assert steps[5][1:3] == ["reference.gemm", "4x1024"]
-    assert all(0 < float(value) < 0.02 for row in steps for value in row[5::2])  # relative errors
-    assert "kernels  none run: bfloat16 NumPy compared with float64" in out
-    assert "Most likely next tokens: " in out
-    random = ("--size", "gpt2", "--seq-len", "3", "--dtype", "float16", "--json")
-    found = json.loads(printed(capsys, *random))
-    assert [step["name"] for step in found["steps"]] == SEVEN
-    assert all(step["max_rel"] < 1.01 * half_a_unit("float16") for step in found["steps"])
 
 
 # --- on the GPU -----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import Llama, LlamaConfig, LlamaWeights, RopeScaling, cuda
-from gpt2block.apps.cli import main
-from gpt2block.bulk.predictor import Predictor
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import USUAL
 from gpt2block.engine.model import weight_bytes
-from gpt2block.files.checkpoints import save_pretrained
 from gpt2block.ops.workload import tolerance
 from tests.devices import GPU, running_on, slow
-from tests.tokenizer_files import sentence_piece
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SMALL = LlamaConfig(
@@ -189,31 +184,6 @@ def test_hi_lo_copies_that_do_not_fit(device: str, monkeypatch: pytest.MonkeyPat
     Llama(weights, device=device, dtype="bfloat16")
     monkeypatch.setattr(type(cuda.cupy.cuda.Device()), "mem_info", (needed + copies, 1 << 40))
     assert Llama(weights, device=device).engine.products == "hi_lo"  # type: ignore[attr-defined]
-
-
-def test_the_commands(device: str, tmp_path: Path, capsys: Any) -> None:
-    def run(*args: str) -> Any:
-        with pytest.raises(SystemExit) as end:
-            main([*args, "--model", str(folder), "--device", device, "--json"])
-        assert end.value.code == 0
-        return json.loads(capsys.readouterr().out)
-
-    pytest.importorskip("tokenizers")
-    (tmp_path / "tokens").mkdir()
-    sentence_piece(tmp_path / "tokens")
-    weights = LlamaWeights.random(0, replace(SMALL, vocab_size=265))
-    folder = save_pretrained(tmp_path / "model", weights, tokenizer=tmp_path / "tokens")
-    model = Llama.from_pretrained(folder, device=device)
-    written = run("generate", "ab", "--max-new-tokens", "3", "--temperature", "0")
-    expected = model.generate("ab", temperature=0, max_new_tokens=3)
-    assert tuple(written["samples"][0]["tokens"]) == expected.tokens
-    (tmp_path / "text.txt").write_text("ab a")
-    scored = run("score", str(tmp_path / "text.txt"))
-    assert scored["log_likelihood"] == model.score("ab a").log_likelihood
-    compared = run("compare", "ab", "--cached")
-    assert {step["kernel"] for step in compared["steps"]} > {"rope_append", "rmsnorm_stream"}
-    records = Predictor("score", folder, device=device)({"text": ["ab a", "b"]})
-    assert records["log_likelihood"][0] == scored["log_likelihood"]
 
 
 @pytest.mark.gpu
