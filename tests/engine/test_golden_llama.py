@@ -49,6 +49,7 @@ NAMES = (
     "phi3", "lfm2", "olmo2", "olmo3", "nanochat", "gemma3", "gemma4", "qwen3_5",
 )  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 2}
+PUBLISHED = json.loads((GOLDEN / "published_configs.json").read_text())
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 Array = NDArray[Any]
 everyone = pytest.mark.parametrize("name", NAMES)
@@ -207,119 +208,25 @@ def test_the_class_follows_the_architecture() -> None:
     assert repr(other).startswith("Qwen2('")
 
 
-COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "attention_dropout": 0.0,
-          "use_cache": True, "torch_dtype": "bfloat16", "num_attention_heads": 32}  # fmt: skip
-OLMO3_7B = COMMON | {
-    "model_type": "olmo3", "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 100278,
-    "num_hidden_layers": 32, "num_key_value_heads": 32, "max_position_embeddings": 65536,
-    "rms_norm_eps": 1e-6, "sliding_window": 4096, "attention_bias": False, "rope_theta": 500000,
-    "layer_types": [*3 * ["sliding_attention"], "full_attention"] * 8, "eos_token_id": 100257,
-    "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
-                     "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn"},
-}  # fmt: skip
-MINISTRAL3_3B = COMMON | {
-    "model_type": "ministral3", "hidden_size": 3072, "intermediate_size": 9216, "head_dim": 128,
-    "num_hidden_layers": 26, "num_key_value_heads": 8, "max_position_embeddings": 262144,
-    "vocab_size": 131072, "rms_norm_eps": 1e-5, "sliding_window": None, "tie_word_embeddings": True,
-    "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "mscale": 1.0,
-                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
-                        "llama_4_scaling_beta": 0.1, "rope_theta": 1000000.0, "rope_type": "yarn",
-                        "type": "yarn"},
-}  # fmt: skip
-GRANITE_MICRO = COMMON | {
-    "model_type": "granitemoehybrid", "hidden_size": 2560, "intermediate_size": 8192,
-    "shared_intermediate_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 40,
-    "num_key_value_heads": 8, "max_position_embeddings": 131072, "vocab_size": 100352,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000000, "rope_scaling": None, "init_method": "mup",
-    "layer_types": ["attention"] * 40, "position_embedding_type": "rope", "logits_scaling": 10.0,
-    "normalization_function": "rmsnorm", "attention_multiplier": 0.015625, "mamba_d_conv": 4,
-    "embedding_multiplier": 12, "residual_multiplier": 0.22, "num_local_experts": 0,
-    "num_experts_per_tok": 0, "router_aux_loss_coef": 0.01, "output_router_logits": False,
-    "mamba_n_heads": 128, "mamba_d_head": 40, "mamba_d_state": 256, "mamba_expand": 2,
-    "mamba_n_groups": 1, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False,
-    "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 100257,
-}  # fmt: skip
-LFM2_1_2B = {
-    "model_type": "lfm2", "block_auto_adjust_ff_dim": True, "block_dim": 2048, "conv_dim": 2048,
-    "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0,
-    "block_multiple_of": 256, "block_norm_eps": 1e-5, "block_out_init_scale": 1.0,
-    "block_use_swiglu": True, "block_use_xavier_init": True, "conv_L_cache": 3, "conv_bias": False,
-    "conv_dim_out": 2048, "conv_use_xavier_init": True, "eos_token_id": 7, "hidden_size": 2048,
-    "full_attn_idxs": [2, 5, 8, 10, 12, 14], "initializer_range": 0.02, "norm_eps": 1e-5,
-    "max_position_embeddings": 128000, "num_attention_heads": 32, "num_heads": 32,
-    "use_cache": True, "num_hidden_layers": 16, "num_key_value_heads": 8, "pad_token_id": 0,
-    "rope_theta": 1000000.0, "torch_dtype": "bfloat16", "use_pos_enc": True, "vocab_size": 65536,
-    "bos_token_id": 1, "intermediate_size": 12288,
-}  # fmt: skip
-
-
-GEMMA4_E2B = {
-    "model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144, "head_dim": 256,
-    "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1,
-    "global_head_dim": 512, "num_global_key_value_heads": None, "num_kv_shared_layers": 20,
-    "use_double_wide_mlp": True, "hidden_size_per_layer_input": 256, "vocab_size": 262144,
-    "vocab_size_per_layer_input": 262144, "max_position_embeddings": 131072, "dtype": "bfloat16",
-    "rms_norm_eps": 1e-6, "sliding_window": 512, "final_logit_softcapping": 30.0,
-    "attention_bias": False, "attention_k_eq_v": False, "attention_dropout": 0.0,
-    "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "bos_token_id": 2,
-    "moe_intermediate_size": None, "use_bidirectional_attention": None, "pad_token_id": 0,
-    "eos_token_id": 1, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-    "layer_types": [*4 * ["sliding_attention"], "full_attention"] * 7, "initializer_range": 0.02,
-    "rope_parameters": {
-        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6,
-                           "rope_type": "proportional"},
-        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
-    },
-}  # fmt: skip
-GEMMA4_E4B = GEMMA4_E2B | {
-    "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42,
-    "num_key_value_heads": 2, "num_kv_shared_layers": 18, "use_double_wide_mlp": False,
-    "layer_types": [*5 * ["sliding_attention"], "full_attention"] * 7,
-}  # fmt: skip
-
-
-QWEN3_5_08B = {
-    "model_type": "qwen3_5_text", "attention_bias": False, "attention_dropout": 0.0,
-    "attn_output_gate": True, "dtype": "bfloat16", "eos_token_id": 248044, "hidden_act": "silu",
-    "full_attention_interval": 4, "head_dim": 256, "hidden_size": 1024, "intermediate_size": 3584,
-    "initializer_range": 0.02, "layer_types": 6 * [*3 * ["linear_attention"], "full_attention"],
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
-    "max_position_embeddings": 262144, "mlp_only_layers": [], "mtp_num_hidden_layers": 1,
-    "mtp_use_dedicated_embeddings": False, "num_attention_heads": 8, "num_hidden_layers": 24,
-    "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "use_cache": True,
-    "vocab_size": 248320, "rope_parameters": {
-        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
-        "rope_theta": 10000000, "partial_rotary_factor": 0.25,
-    },
-}  # fmt: skip
-QWEN3_5_9B = QWEN3_5_08B | {
-    "hidden_size": 4096, "intermediate_size": 12288, "linear_num_value_heads": 32,
-    "num_attention_heads": 16, "num_hidden_layers": 32, "num_key_value_heads": 4,
-    "layer_types": 8 * [*3 * ["linear_attention"], "full_attention"],
-    "tie_word_embeddings": False, "output_gate_type": "swish",
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("content", "billions", "windows", "attention", "growth"),
+    ("name", "billions", "windows", "attention", "growth"),
     [
-        (OLMO3_7B, 7.3, 24, None, None),
-        (MINISTRAL3_3B, 3.43, 0, 128**-0.5, (0.1, 16384)),
-        (GRANITE_MICRO, 3.4, 0, 0.015625, None),
-        (GEMMA4_E2B, 4.63, 28, 1, None),
-        (GEMMA4_E4B, 7.46, 35, 1, None),
-        (LFM2_1_2B, 1.17, 0, None, None),
-        (LFM2_1_2B | {"tie_embedding": False}, 1.30, 0, None, None),
-        (QWEN3_5_08B, 0.773, 0, None, None),
-        (QWEN3_5_9B, 9.20, 0, None, None),
+        ("olmo3-7b", 7.3, 24, None, None),
+        ("ministral3-3b", 3.43, 0, 128**-0.5, (0.1, 16384)),
+        ("granite-4-micro", 3.4, 0, 0.015625, None),
+        ("gemma4-e2b", 4.63, 28, 1, None),
+        ("gemma4-e4b", 7.46, 35, 1, None),
+        ("lfm2-1.2b", 1.17, 0, None, None),
+        ("lfm2-untied", 1.30, 0, None, None),
+        ("qwen3.5-0.8b", 0.773, 0, None, None),
+        ("qwen3.5-9b", 9.20, 0, None, None),
     ],
 )
 def test_published_configs(
-    content: dict[str, Any], billions: float, windows: int, attention: Any, growth: Any
+    name: str, billions: float, windows: int, attention: Any, growth: Any
 ) -> None:
     """YaRN's factor of Ministral 3 is 1: mscale and mscale_all_dim are equal."""
-    config: Any = parse_config(content)
+    config: Any = parse_config(PUBLISHED[name])
     parameters = sum(map(math.prod, model_shapes(config).values()))
     assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
     assert sum(window is not None for window in config.windows) == windows
@@ -330,7 +237,7 @@ def test_published_configs(
 
 def test_keys_and_values_that_no_layer_reads(tmp_path: Path) -> None:
     """Files may have matrices of layers that read an earlier layer's keys, not of other layers."""
-    caches = parse_config(GEMMA4_E2B).layer_caches
+    caches = parse_config(PUBLISHED["gemma4-e2b"]).layer_caches
     assert [each.layer for each in caches[13:20]] == [13, 14, 13, 13, 13, 13, 14]
     tensors, ids = load_file(GOLDEN / "gemma4" / "model.safetensors"), np.arange(9)
     names = [name for name in tensors if re.search(r"[kv]_(proj|norm)", name)]
