@@ -17,7 +17,7 @@ from gpt2block.engine.generation import batching
 from gpt2block.engine.generation.batching import TURN, Batch
 from gpt2block.engine.generation.scheduling import PIECE
 from gpt2block.engine.generation.sequences import TokenSequence
-from gpt2block.engine.model import Ids, Sampled, Start
+from gpt2block.engine.model import Sampled, Start
 from gpt2block.engine.numpy import model as numpy_model
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from tests.devices import GPU, SOMEWHERE, running_on
@@ -64,46 +64,6 @@ def random_options(rng: np.random.Generator) -> dict[str, Any]:
         "min_new_tokens": int(rng.choice([0, 1])),
         "overflow": str(rng.choice(["error", "truncate"])),
     }
-
-
-@EVERYWHERE
-def test_prompts_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence has the same pieces, and so bits, as alone; each step gives it a token."""
-    monkeypatch.setattr(batching, "PIECE", 5)
-    rng = np.random.default_rng(1)
-    with on(device):
-        m = model(device)
-        prompts = [rng.integers(37, size=n).tolist() for n in (3, 17, 10, 24, 5, 11)]
-
-        def sequence(index: int) -> TokenSequence:
-            new = 12 if index == 0 else 1 + index % 3
-            return pending(m.engine, prompts[index], max_new_tokens=new, seed=index)
-
-        def batch(slots: int) -> Batch:
-            return Batch(m.engine, slots, TINY.n_ctx, tokens_at_once=6)
-
-        sequences, together = [sequence(index) for index in range(6)], batch(4)
-        together.submit(sequences[:1])
-        together.step()
-        together.submit(sequences[1:4])
-        for _ in range(6):  # each step computes at most one of the pieces
-            assert together.step()
-        assert len(sequences[0].tokens) >= 4
-        cancelled = sequence(3)
-        together.submit([*sequences[4:], cancelled])
-        together.step()
-        together.cancel([cancelled])
-        finish(together)
-        for index, each in enumerate(sequences):
-            alone, one = sequence(index), batch(1)
-            one.submit([alone])
-            finish(one)
-            whole = m.generate(prompts[index], max_new_tokens=len(each.tokens), seed=index)
-            assert each.tokens == alone.tokens == list(whole.tokens)
-            np.testing.assert_allclose(each.logprobs, whole.logprobs, atol=1e-4)
-            if device != "cpu":
-                assert each.logprobs == alone.logprobs
-    assert cancelled.finish_reason == "cancelled"
 
 
 def test_generate_has_the_pieces_of_a_server() -> None:
@@ -403,21 +363,6 @@ def test_what_a_slot_has_computed_is_not_computed_again(device: str, dtype: str)
             np.testing.assert_allclose(sequence.logprobs, expected.logprobs, atol=2e-2)
         twice = [told(batch, m.engine, prompts[0], max_new_tokens=few) for _ in range(2)]
         assert twice[0].tokens == twice[1].tokens
-
-
-def test_a_cancelled_sequences_tokens_are_reused() -> None:
-    m = model("cpu")
-    batch = Batch(m.engine, 1, TINY.n_ctx, reuse=True)
-    spy = Spy(batch)
-    sequence = pending(m.engine, [1, 2, 3], temperature=0, max_new_tokens=9)
-    batch.submit([sequence])
-    for _ in range(4):
-        batch.step()
-    batch.cancel([sequence])
-    after: Ids = np.array([1, 2, 3, *sequence.tokens, 9], np.int32)
-    found = told(batch, m.engine, after.tolist(), max_new_tokens=5)
-    assert spy.computed == [3, 2]
-    assert tuple(found.tokens) == m.generate(after, max_new_tokens=5, temperature=0).tokens
 
 
 @EVERYWHERE

@@ -31,7 +31,7 @@ from gpt2block import (
 from gpt2block.checks import FLOATS
 from gpt2block.cuda.formats import DTYPES
 from gpt2block.ops.workload import tolerance
-from tests.devices import assert_same_bits, running_on
+from tests.devices import assert_same_bits, running_on, slow
 
 SMALL = {
     "gpt2": GPT2Config(n_head=2, n_embd=128, n_layer=1, vocab_size=40, n_ctx=8),
@@ -54,7 +54,7 @@ kinds = pytest.mark.parametrize("kind", ["gpt2", "llama"])
 
 def everywhere(name: str, values: Iterable[str], emulated: Iterable[str]) -> pytest.MarkDecorator:
     """Parametrize `where` and another parameter; the slow emulator runs only some values."""
-    cases = [("cpu", value) for value in values] + [("emulator", value) for value in emulated]
+    cases = [("cpu", value) for value in values] + [slow("emulator", value) for value in emulated]
     on_gpu = [pytest.param("gpu", value, marks=pytest.mark.gpu) for value in values]
     return pytest.mark.parametrize(("where", name), [*cases, *on_gpu], indirect=["where"])
 
@@ -132,7 +132,7 @@ def test_transposed_weights_against_float64(where: str, kind: str, dtype: str) -
 
 
 @kinds
-@everywhere("dtype", DTYPES, emulated=["float32"])
+@everywhere("dtype", DTYPES, emulated=[])
 def test_a_model_of_transposed_weights(where: str, kind: str, dtype: str) -> None:
     """Matrices of both layouts are transposed, and wpe, which is stored without conversion."""
     model: Any = {"gpt2": GPT2, "llama": Llama}[kind]

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import Block, BlockWeights, GPT2Config, InputError, random_input, reference
+from gpt2block import Block, BlockWeights, GPT2Config, random_input, reference
 from gpt2block import block as block_module
 from gpt2block.block import fused_problem, hi_lo_problem, rounded
 from gpt2block.checks import FLOATS
@@ -294,12 +294,14 @@ def poison(block: Block) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ALL)
 @both_masks
-@pytest.mark.parametrize("T", [1, 17, 100, 128, 1000, 1024])
-def test_accuracy(cp: ModuleType, gpt2: BlockWeights, T: int, causal: bool, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("T", "heads"), [*((T, 12) for T in (1, 17, 100, 128, 1000, 1024)), (33, 1), (33, 2), (33, 25)]
+)
+def test_accuracy(cp: ModuleType, T: int, heads: int, causal: bool, dtype: str) -> None:
     """Repeated calls and graphs give the same bits; a sequence alone may split sums over K."""
-    x = inputs(T, (3, T, 768), dtype)
-    block = Block(gpt2, causal=causal, device="cuda", dtype=dtype)
-    assert block.kernels == "fused"
+    gpt2 = BlockWeights.random(0, GPT2Config(n_head=heads, n_embd=64 * heads))
+    x = inputs(T, (3, T, 64 * heads), dtype)
+    block = Block(gpt2, causal=causal, device="cuda", dtype=dtype, kernels="fused")
     on_device, out = cp.asarray(x), cp.empty(x.shape, dtype)
     found = []
     for _ in range(3):  # launches, captures, replays
@@ -308,26 +310,14 @@ def test_accuracy(cp: ModuleType, gpt2: BlockWeights, T: int, causal: bool, dtyp
         found.append(block(on_device, out=out).get())
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[0], found[2])
-    assert_as_accurate(found[0], x, gpt2, causal)
+    assert_as_accurate(found[0], x, gpt2, causal, mean=heads == 12)
+    if heads != 12:
+        return
     poison(block)
     if dtype == "float32":
         np.testing.assert_array_equal(block(x[0]), found[0][0])
     for b in range(1 if dtype == "float32" else 3):
         assert_as_accurate(block(x[b]), x[b], gpt2, causal)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ALL)
-@pytest.mark.parametrize(
-    "config",
-    [GPT2Config(n_head=1, n_embd=64), HEAD_64, GPT2Config(n_head=25, n_embd=1600)],
-    ids=lambda config: f"C{config.n_embd}",
-)
-def test_other_widths(cp: ModuleType, config: GPT2Config, dtype: str) -> None:
-    weights = BlockWeights.random(1, config)
-    x = inputs(0, (2, 33, config.n_embd), dtype)
-    got = Block(weights, causal=True, device="cuda", dtype=dtype, kernels="fused")(x)
-    assert_as_accurate(got, x, weights, causal=True, mean=False)
 
 
 @pytest.mark.gpu
@@ -459,22 +449,6 @@ def test_nan_stays_in_the_rows_that_see_it(
     np.testing.assert_array_equal(got[0], clean[0])
     np.testing.assert_array_equal(got[1, :40], clean[1, :40])
     assert np.isnan(got[1, 40:].astype(np.float32)).all()
-
-
-@pytest.mark.gpu
-def test_wrong_arrays_and_what_cannot_run(cp: ModuleType, gpt2: BlockWeights) -> None:
-    block = Block(gpt2, device="cuda", dtype="bfloat16")
-    good = cp.zeros((5, 768), "bfloat16")
-    for x, out, message in (
-        (cp.zeros((5, 768), "float32"), None, r"expected bfloat16, got float32: use \.astype\(ml"),
-        (cp.zeros((5, 768), "float16"), None, "expected bfloat16, got float16"),
-        (good, cp.zeros((5, 768), "float32"), "out: expected a C-contiguous bfloat16 array"),
-    ):
-        with pytest.raises(InputError, match=message):
-            block(x, out=out)
-    with pytest.raises(InputError, match="heads of 64 channels, these have 16"):
-        Block(BlockWeights.random(0, SMALL), device="cuda", dtype="bfloat16")
-    assert Block(BlockWeights.random(0, SMALL), device="cuda").kernels == "skeleton"
 
 
 @pytest.mark.parametrize("kernels", ["skeleton", "fused"])

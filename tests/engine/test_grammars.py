@@ -313,7 +313,7 @@ HALF = {"regex": "([a-f]true12){30}"}  # two of three tokens are determined
 
 @pytest.mark.parametrize(
     ("rule", "drafts", "most"),
-    [({"stop_ids": []}, False, 43), (HALF, False, 73), (HALF, True, 43)],
+    [slow({"stop_ids": []}, False, 43), slow(HALF, False, 73), (HALF, True, 43)],
 )
 def test_calls_of_the_host_for_a_token(
     rule: dict[str, Any], drafts: bool, most: int, many_drafts: list[int],

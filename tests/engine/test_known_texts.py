@@ -106,7 +106,7 @@ def test_a_step_computes_64_tokens(where: str, monkeypatch: pytest.MonkeyPatch) 
 
 def cases() -> list[Any]:
     """Return architectures and formats: some on the emulator, all on a GPU."""
-    some = [slow("shuffled", "mistral", "float8_e5m2"), ("shuffled", "qwen3_5", "bfloat16")]
+    some = [slow("shuffled", "mistral", "float8_e5m2"), slow("shuffled", "qwen3_5", "bfloat16")]
     every = product(OWN, FORMATS)
     return some + [pytest.param("gpu", *case, marks=GPU.marks) for case in every]
 

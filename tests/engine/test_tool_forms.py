@@ -15,6 +15,7 @@ from gpt2block.engine.chat.tool_forms.base import Tool
 from gpt2block.engine.chat.tool_forms.grammar import closed, lark
 from gpt2block.engine.chat.tool_forms.reading import CallPart, CallReader
 from gpt2block.errors import InputError
+from tests.devices import slow
 from tests.tool_answers import EXAMPLES, NAMES, TEMPLATES, call, joined
 
 USER = {"role": "user", "content": "Hi"}
@@ -177,7 +178,7 @@ def accepted(grammar: str, text: str, special: list[str]) -> bool:
     return bool(matcher.is_accepting())
 
 
-@pytest.mark.parametrize("are_special", [False, True])
+@pytest.mark.parametrize("are_special", [False, slow(True)])
 @pytest.mark.parametrize("form", FORMS)
 def test_grammars(form: str, are_special: bool) -> None:
     """Texts are accepted or not, with calls required or optional, and one call or several."""
