@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import gpt2block
 from gpt2block import (
     Block,
     BlockWeights,
@@ -231,18 +230,3 @@ def test_a_numpy_bool_is_a_flag(weights: BlockWeights, block: Block) -> None:
     x = random_input(0, (5, 48))
     causal: Any = np.True_
     np.testing.assert_array_equal(Block(weights, causal, "cpu")(x), block(x))
-
-
-def test_one_informative_line_each(weights: BlockWeights, block: Block) -> None:
-    assert repr(weights) == "BlockWeights(n_embd=48, n_head=3, eps=1e-05, float32, 113,088 bytes)"
-    found = repr(block)
-    assert found.startswith(
-        "Block(n_embd=48, n_head=3, causal=True, float32, kernels 'skeleton', CPU"
-    )
-    assert found.endswith(", 113,088 bytes)")
-    matrix = gpt2block.WeightMatrix.quantize(weights.w_fc, "float8_e4m3fn")
-    assert repr(matrix) == (
-        "WeightMatrix(K=48, N=192, float8_e4m3fn, scales, layout 'KN', NumPy, 9,984 bytes)"
-    )
-    hi_lo = gpt2block.HiLoMatrix.from_float32(weights.w_fc)
-    assert repr(hi_lo) == "HiLoMatrix(shape=(48, 192), NumPy, 37,056 bytes)"

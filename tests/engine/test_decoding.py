@@ -9,9 +9,8 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from gpt2block import GPT2, GPT2Config, InputError, cuda
+from gpt2block import GPT2, GPT2Config, cuda
 from gpt2block.emulator.stand_in import Stream
 from gpt2block.engine.cuda import steps as cuda_steps
 from gpt2block.engine.generation.sequences import Generation
@@ -22,7 +21,7 @@ from gpt2block.models.config import ModelConfig
 from gpt2block.sampling import Sampling
 from tests.devices import GPU, SOMEWHERE, running_on
 from tests.generating import Run, generate
-from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
+from tests.markov import MarkovEngine, byte_encoding, random_table
 
 TINY = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=24, vocab_size=37)
 everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU.marks)])
@@ -308,12 +307,3 @@ def test_slots_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             assert m.engine.decode(4000, 64, fewer=True).slots == slots
             m.engine._caches._ended.clear()  # type: ignore[attr-defined]
         assert m.engine.decode(12, 64).slots == 12
-
-
-def test_a_full_context_and_a_long_prompt() -> None:
-    engine = MarkovEngine(cycle(256), n_ctx=6)
-    prompts: list[NDArray[Any]] = [np.arange(n) for n in (1, 6, 3)]
-    found = generate(engine, None, prompts, temperature=0, rows_at_once=2)
-    assert [len(one.tokens) for one in found] == [6, 1, 4]
-    with pytest.raises(InputError, match="prompt 1: 7 tokens, the model's context is 6"):
-        generate(engine, None, [[1], list(range(7))])

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt2block import InputError
-from gpt2block.engine.generation.sequences import Generation, Text
+from gpt2block.engine.generation.sequences import Text
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling
 from tests.generating import Run, generate, stream
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
@@ -26,99 +25,6 @@ def says(text: str | bytes, n_ctx: int = 64) -> MarkovEngine:
     """Return an engine whose only sequence generates this text, one byte per token."""
     data = text.encode() if isinstance(text, str) else text
     return MarkovEngine(cycle(V), n_ctx, [data])
-
-
-def test_a_prompt_is_continued() -> None:
-    found = generate(MarkovEngine(cycle(256, 10)), BYTES, "abc", max_new_tokens=4, temperature=0)
-    assert found.text == "defg"
-    assert found.tokens == tuple(b"defg")
-    assert found.finish_reason == "length"
-    expected = -np.log1p(255 * np.exp(-10.0))
-    assert found.logprobs == pytest.approx([expected] * 4, rel=1e-5)
-
-
-def test_one_for_one_and_a_list_for_a_list() -> None:
-    def run(prompts: Any, **options: Any) -> Any:
-        return generate(MarkovEngine(cycle(256)), BYTES, prompts, max_new_tokens=2, **options)
-
-    assert isinstance(run("a"), Generation)
-    assert [found.text for found in run(["a", "klm"])] == ["bc", "no"]
-    assert [len(group) for group in run(["a", "k"], samples=3)] == [3, 3]
-    assert [found.text for found in run("a", samples=2)] == ["bc", "bc"]
-    assert run([97, 98]).text == "cd"
-    assert run(np.array([97, 98], np.uint16)).text == "cd"
-    assert [found.text for found in run(np.array([[97], [107]]))] == ["bc", "lm"]
-    assert [found.text for found in run(["a", [107], np.array([97])])] == ["bc", "lm", "bc"]
-
-
-def test_ids_need_no_tokenizer() -> None:
-    found = generate(MarkovEngine(cycle(3)), None, [0, 1], max_new_tokens=5, temperature=0)
-    assert found.tokens == (2, 0, 1, 2, 0)
-    assert found.text == ""
-
-
-def test_the_end_of_text_ends_a_row_and_is_not_text() -> None:
-    engine = MarkovEngine(cycle(V))
-    start = [253]
-    found = generate(engine, WITH_END, start, temperature=0)
-    assert found.tokens == (254, 255, 256)
-    assert found.finish_reason == "stop"
-    assert found.text == b"\xfe\xff".decode(errors="replace")
-    assert len(found.logprobs) == 3
-    on = generate(engine, WITH_END, start, temperature=0, stop_ids=(), max_new_tokens=4)
-    assert on.tokens == (254, 255, 256, 0)
-    assert on.text.endswith("<|endoftext|>\0")
-    early = generate(engine, WITH_END, start, temperature=0, stop_ids=[255])
-    assert early.tokens == (254, 255)
-
-
-def test_an_empty_prompt_starts_from_the_end_of_text() -> None:
-    engine = MarkovEngine(cycle(V))
-    assert generate(engine, WITH_END, "", temperature=0, max_new_tokens=2).tokens == (0, 1)
-    assert generate(engine, WITH_END, np.array([], int), max_new_tokens=1).tokens == (0,)
-
-
-def test_a_stop_string_over_several_tokens() -> None:
-    found = generate(says("Hear! Hear, END"), BYTES, "x", stop=["re", "Hear, ", " E"])
-    assert found.text == "Hear! "
-    assert found.tokens == tuple(b"Hear! Hear, ")
-    assert found.finish_reason == "stop"
-    assert generate(says("Hear! Hear"), BYTES, "x", stop="ear").text == "H"
-
-
-def test_what_could_have_begun_a_stop_string_is_text_in_the_end() -> None:
-    run = Run(says("one\nKI"), BYTES, "x", stop=["\nKING"], max_new_tokens=6)
-    assert [sequence.take() for sequence in run] == ["o", "n", "e", "", "", "\nKI"]
-    assert run.sequences[0].result().finish_reason == "length"
-
-
-def test_the_stop_string_that_is_complete_first_ends_the_text() -> None:
-    for chunks in ([b"xabcd"], [b"xab", b"c", b"d"], [b"x", b"a", b"bcd"]):
-        text = Text(("abcd", "bc"))
-        assert "".join(map(text.add, chunks)) == "xa"
-    assert Text(("ab", "aab")).add(b"xaab") == "x"  # complete at the same time: the longer one
-
-
-def test_a_stop_string_may_become_complete_with_the_last_bytes() -> None:
-    found = generate(says(b"ab\xc3"), BYTES, "x", stop="b\ufffd", max_new_tokens=3)
-    assert (found.text, found.finish_reason) == ("a", "stop")
-
-
-@pytest.mark.parametrize(
-    ("least", "text", "tokens"),
-    [(0, "H", 3), (3, "Heal", 7), (5, "Heal. E", 8), (8, "Heal. Earth.", 12)],
-)
-def test_no_stop_string_begins_before_so_many_tokens(least: int, text: str, tokens: int) -> None:
-    options: dict[str, Any] = {"stop": ["ea", ". E", "a"], "max_new_tokens": 12}
-    found = generate(says("Heal. Earth."), BYTES, "x", min_new_tokens=least, **options)
-    assert (found.text, len(found.tokens)) == (text, tokens)
-
-
-def test_whole_characters_are_streamed() -> None:
-    pieces = list(stream(says("aÜ🎭b"), BYTES, "x", max_new_tokens=8))
-    assert pieces == ["a", "Ü", "🎭", "b"]
-    cut = list(stream(says("aÜ🎭b"), BYTES, "x", max_new_tokens=6))
-    assert cut == ["a", "Ü", "\ufffd"]
 
 
 def test_a_stream_returns_the_generation() -> None:
@@ -195,43 +101,6 @@ def test_stream_and_generate_agree(
         assert encoding.decode_bytes(list(found.tokens)).decode(errors="replace") == found.text
 
 
-def test_a_prompt_beyond_the_context() -> None:
-    engine = MarkovEngine(cycle(256), n_ctx=4)
-    found = generate(engine, BYTES, "abcdef", overflow="truncate", max_new_tokens=5, temperature=0)
-    assert engine.batches[0] == [4]
-    assert found.text == "ghijk"
-    assert engine.restarts == [(0, list(b"fg")), (0, list(b"ij"))]
-
-
-def test_a_full_context_ends_a_row() -> None:
-    found = generate(MarkovEngine(cycle(256), n_ctx=8), BYTES, "abcde", temperature=0)
-    assert found.text == "fghi"  # predicted from 5, 6, 7 and 8 tokens
-    assert found.finish_reason == "context"
-
-
-@pytest.mark.parametrize("n_ctx", [1, 2, 3, 5])
-def test_the_older_half_goes(n_ctx: int) -> None:
-    engine = MarkovEngine(cycle(256), n_ctx)
-    found = generate(engine, BYTES, "a", overflow="truncate", temperature=0, max_new_tokens=25)
-    assert found.tokens == tuple(range(98, 123))
-    assert {len(ids) for _, ids in engine.restarts} == {max(1, n_ctx // 2)}
-
-
-def test_only_a_row_that_has_not_ended_overflows() -> None:
-    engine = MarkovEngine(cycle(256), n_ctx=6)
-    long, short = generate(
-        engine, BYTES, ["a", "wxyz"], stop="|", overflow="truncate", temperature=0,
-        max_new_tokens=20,
-    )  # fmt: skip
-    assert short.text == "{"
-    assert short.finish_reason == "stop"
-    assert long.text == "bcdefghijklmnopqrstu"
-    assert {(sequence, len(ids)) for sequence, ids in engine.restarts} == {(0, 3)}
-    a, b = generate(MarkovEngine(cycle(256), n_ctx=6), BYTES, ["a", "wxyz"], temperature=0)
-    assert (a.finish_reason, len(a.tokens)) == ("context", 6)
-    assert (b.finish_reason, len(b.tokens)) == ("context", 3)
-
-
 @given(
     prompts=st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=5),
     samples=st.integers(1, 3),
@@ -262,21 +131,6 @@ def test_samples_differ_and_seeds_do() -> None:
     assert len(texts) == 4
     assert generate(engine, BYTES, "a", seed=6).tokens not in texts
     assert generate(engine, BYTES, "a", seed=5).tokens in texts
-
-
-def test_a_vocabulary_beyond_the_tokenizer() -> None:
-    engine = MarkovEngine(cycle(300), script=[[97, 299, 98]])
-    assert generate(engine, BYTES, "x", max_new_tokens=3).text == "a\ufffdb"
-
-
-@pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize(("wrong", "name"), [(np.nan, "NaN"), (np.inf, "infinite")])
-def test_logits_that_are_not_finite_are_an_error(wrong: float, name: str) -> None:
-    table = cycle(256)
-    table[ord("c"), 3] = wrong
-    message = rf"logits are {name} after 2 new tokens.*try dtype='float32'"
-    with pytest.raises(InputError, match=message):
-        generate(MarkovEngine(table), BYTES, "a", temperature=0)
 
 
 def test_a_new_seed_for_every_call_which_is_reported() -> None:

@@ -32,7 +32,6 @@ from gpt2block import (
     LlamaConfig,
     LlamaWeights,
     Model,
-    RopeScaling,
 )
 from gpt2block.engine.inspect.compare import exact_tensors
 from gpt2block.engine.model import check_stream, state_bytes, token_bytes
@@ -49,9 +48,7 @@ NAMES = (
     "tiny", *LLAMAS, "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid",
     "smollm3", "phi3", "lfm2", "olmo2", "olmo3", "nanochat", "gemma3", "gemma4", "qwen3_5",
 )  # fmt: skip
-LINEAR = {"rope_type": "linear", "factor": 2}
 PUBLISHED = json.loads((GOLDEN / "published_configs.json").read_text())
-SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 Array = NDArray[Any]
 everyone = pytest.mark.parametrize("name", NAMES)
 
@@ -67,21 +64,6 @@ def expected_of(name: str) -> dict[str, Array]:
 def error(found: Any, expected: Array) -> float:
     """Return the largest difference, relative to the largest expected value."""
     return float(np.abs(found - expected).max() / np.abs(expected).max())
-
-
-def test_the_configs() -> None:
-    plain = LlamaConfig(n_layer=2, n_head=3, n_embd=36, n_ctx=256, vocab_size=89, eps=1e-4, n_ff=56)
-    found: Any = {name: load(name).config for name in NAMES}
-    assert found["llama-plain"] == plain
-    assert found["llama-scaled"].theta == 500
-    assert found["llama-scaled"].scaling == found["llama-shards"].scaling == SCALING
-    assert found["llama-shards"].theta == 10000
-    assert found["llama-tied"].scaling == RopeScaling("linear", 4.0)
-    grouped = found["llama-grouped"]
-    assert (grouped.n_kv_head, grouped.head_size, grouped.kv_width) == (2, 10, 20)
-    assert grouped.attention_bias
-    assert grouped.mlp_bias
-    assert [found[name].tie_word_embeddings for name in LLAMAS] == [*3 * [False], True, False]
 
 
 @everyone
@@ -316,26 +298,6 @@ def test_keys_of_other_architectures_change_nothing_or_are_refused(name: str) ->
                 parse_config(config | {key: value})
 
 
-@pytest.mark.parametrize(
-    ("changed", "theta", "scaling"),
-    [
-        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 10000}}, 1e4, None),
-        ({"rope_scaling": {}, "rope_theta": None, "rope_parameters": {"rope_theta": 3}}, 3, None),
-        ({"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "rope_theta": 1e4}}, 1e4, 2.0),
-        ({"rope_scaling": {**LINEAR, "type": "linear", "partial_rotary_factor": 1.0}}, 1e4, 2.0),
-        ({"rope_scaling": {"rope_type": None, "type": "default"}}, 1e4, None),
-        ({"rope_scaling": None, "rope_parameters": None}, 1e4, None),
-    ],
-)
-def test_equal_values_of_rope_may_be_repeated(
-    changed: dict[str, Any], theta: float, scaling: float | None
-) -> None:
-    config = json.loads((GOLDEN / "llama-plain" / "config.json").read_text())
-    found = LlamaConfig.from_hugging_face(config | changed)
-    assert found.theta == theta
-    assert found.scaling == (scaling and RopeScaling("linear", scaling))
-
-
 def test_longrope_in_a_shorter_context() -> None:
     """A shorter context has the short factors, which are all 1, and the same factor of q and k.
 
@@ -470,17 +432,6 @@ def test_transformers_loads_what_is_saved(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = theirs(torch.from_numpy(expected["ids"].astype(np.int64))).logits.numpy()
     assert error(logits, expected["logits"]) <= 1e-5
-
-
-@pytest.mark.parametrize("ends", [None, 2, [2, 7]])
-def test_tokens_that_begin_and_end_a_text_are_kept(ends: Any) -> None:
-    content = json.loads((GOLDEN / "llama-plain" / "config.json").read_text())
-    content |= {"bos_token_id": 1, "eos_token_id": ends}
-    config = LlamaConfig.from_hugging_face(content)
-    assert list(config.eos_token_ids) == (ends if isinstance(ends, list) else [ends] * bool(ends))
-    written = config.to_hugging_face()
-    assert (written["bos_token_id"], written["eos_token_id"]) == (1, ends)
-    assert LlamaConfig.from_hugging_face(written) == config
 
 
 def test_a_large_weight_that_would_hide_the_others(tmp_path: Path) -> None:

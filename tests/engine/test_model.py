@@ -20,7 +20,6 @@ from gpt2block.cuda.formats import DTYPES, own_cache_dtype
 from gpt2block.cuda.kernels import FP8
 from gpt2block.engine.generation.options import Options
 from gpt2block.engine.model import start_all
-from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.sampling import DEFAULT_TEMPERATURE, SAMPLING_OPTIONS, Sampling, penalized
@@ -66,22 +65,6 @@ def float32_error(w: GPT2Weights, ids: Array) -> float:
         x = reference.block_forward(x, block, causal=True)
     plain = reference.layernorm(x, w.gamma_f, w.beta_f, w.config.eps) @ w.lm_head.T
     return float(np.abs(plain - exact).max()) + rounding(exact)
-
-
-@everywhere
-def test_shapes(device: str) -> None:
-    m = model(TINY, device)
-    V = TINY.vocab_size
-    assert m([1, 2, 3]).shape == (3, V)
-    assert m(np.ones((2, 4), np.int64)).shape == (2, 4, V)
-    assert np.shape(m([[1, 2], [3, 4]])) == (2, 2, V)
-    assert m([[1, 2], [3, 4]], last=True).shape == (2, V)
-    ragged = m([[1, 2, 3], [4]])
-    assert [row.shape for row in ragged] == [(3, V), (1, V)]
-    assert m([[1, 2, 3], [4]], last=True).shape == (2, V)
-    assert m.hidden_states([1, 2, 3]).shape == (4, 3, 24)
-    assert np.shape(m.hidden_states([[1, 2], [3, 4]])) == (4, 2, 2, 24)
-    assert [s.shape for s in m.hidden_states([[1], [2, 3]])] == [(4, 1, 24), (4, 2, 24)]
 
 
 @everywhere
@@ -374,25 +357,3 @@ def test_tensors_cannot_be_written(dtype: str) -> None:
     for _, array, _ in GPT2.from_pretrained(device="cpu", dtype=dtype).tensors():
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 0
-
-
-@everywhere
-def test_a_model_and_a_cache_in_a_line(device: str) -> None:
-    m = model(TINY, device)
-    sizes = "n_layer=2, n_head=3, n_embd=24, n_ctx=20, vocab_size=37"
-    assert repr(m).startswith(f"GPT2('weights given as arrays', {sizes}, float32, ")
-    assert repr(m).endswith(f", {m.nbytes:,} bytes)")
-    kv_cache = m.new_cache(6, 5)
-    m([[1, 2]] * 6, cache=kv_cache)
-    assert "n_layer=2, width=24, batch=6, n_ctx=5, lengths [2, 2, 2, 2, …], float32, " in repr(
-        kv_cache
-    )
-    found = m.generate([1, 2], max_new_tokens=3, seed=5)
-    assert repr(found) == "Generation('', 3 tokens, finish_reason='length', seed=5)"
-    assert len(repr(replace(found, text="'" * 10**5))) < 300
-
-
-def test_a_checkpoint_in_a_line() -> None:
-    found = repr(Checkpoint.open("shakespeare"))
-    assert found.startswith("Checkpoint('shakespeare', n_layer=6, ")
-    assert len(found) < 200

@@ -34,11 +34,10 @@ from gpt2block.sampling import (
     masses,
     packed,
     penalized,
-    philox,
     random_bits,
 )
 from tests import plain
-from tests.devices import H200, every_device, on_gpu, one_order
+from tests.devices import every_device, on_gpu, one_order
 
 Array = NDArray[Any]
 MODULE = sys.modules[bind_state.__module__]
@@ -147,72 +146,6 @@ def test_what_is_kept(
     assert expected
 
 
-def test_each_filter_alone() -> None:
-    x = np.log(np.array([0.05, 0.4, 0.25, 0.25, 0.05], np.float32))
-
-    def kept(**options: Any) -> list[int]:
-        return [int(i) for i in np.flatnonzero(masses(x, Sampling(**options)))]
-
-    assert kept() == [0, 1, 2, 3, 4]
-    assert kept(top_k=1) == [1]
-    assert kept(top_k=2) == [1, 2, 3]  # ties with the last kept token stay
-    assert kept(top_k=4) == kept(top_k=5) == kept()
-    assert kept(top_p=0.3) == kept(top_p=0) == [1]
-    assert kept(top_p=0.5) == [1, 2, 3]
-    assert kept(top_p=0.96) == kept()
-    assert kept(min_p=0.5) == [1, 2, 3]
-    assert kept(min_p=1) == [1]
-    assert kept(top_k=3, top_p=0.4) == [1]  # 0.4 of the remaining mass 0.9
-    assert kept(temperature=0.01) == [1]
-    x = np.arange(4, dtype=np.float32)
-    assert kept(temperature=1e30, top_p=0.5) == [2, 3]  # their mass is exactly a half
-
-
-def test_the_repetition_penalty() -> None:
-    x = np.array([2, -2, 1, -1.5, 0], np.float32)
-    occurred = np.array([1, 1, 0, 0, 1], np.uint8)
-    sampling = replace(GREEDY, repetition_penalty=4)
-    assert choose(x, sampling, 0, occurred).token == 2
-    mass = masses(penalized(x, sampling, occurred), replace(sampling, temperature=1))
-    logits = np.array([0.5, -8, 1, -1.5, 0])
-    np.testing.assert_allclose(mass / 2**40, np.exp(logits - 1), rtol=1e-6)
-
-
-def test_biases() -> None:
-    """Biases are added before the penalty; the log-probability is computed without them."""
-    x = np.array([0.0, 1.0, 2.0, -1.0], np.float32)
-    assert choose(x, Sampling(temperature=0, logit_bias={3: 10, 2: -5}), 0)[0] == 3
-    token, logprob = choose(x, Sampling(temperature=0, logit_bias=[(0, 100)]), 0)
-    assert token == 0
-    assert logprob == pytest.approx(-math.log(np.exp(x.astype(np.float64)).sum()))
-    occurred = np.array([0, 0, 1, 1], np.uint8)
-    sampling = Sampling(temperature=1, repetition_penalty=2, logit_bias={2: -3, 3: 5})
-    mass = masses(penalized(x, sampling, occurred), sampling)
-    exact = np.exp(np.array([0.0, 1.0, -2.0, 2.0]))
-    np.testing.assert_allclose(mass / mass.sum(), exact / exact.sum(), rtol=1e-6)
-    assert Sampling(logit_bias={5: 1, 2: 0.5}) == Sampling(logit_bias=[(2, 0.5), (5, 1)])
-    assert hash(Sampling(logit_bias={5: 1})) == hash(Sampling(logit_bias={5: 1.0}))
-
-
-def test_penalties_of_drawn_tokens_and_end_tokens() -> None:
-    """Penalties follow the repetition penalty and use counts of sampled tokens.
-
-    An end token has no mass before `min_new_tokens` tokens.
-    """
-    x, counts = np.array([2, -2, 1, 0.5, np.inf], np.float32), np.array([3, 0, 1, 0, 0], np.int32)
-    occurred = np.array([1, 1, 1, 0, 0], np.uint8)
-    options: dict[str, Any] = {"frequency_penalty": 0.5, "presence_penalty": -0.25}
-    sampling = Sampling(temperature=0, repetition_penalty=2, **options)
-    got = penalized(x, sampling, occurred, counts)
-    assert got.tolist() == [1 - 1.5 + 0.25, -4, 0.5 - 0.5 + 0.25, 0.5, math.inf]
-    ends = replace(sampling, min_new_tokens=2, end_ids=[4, 3, 4], logit_bias={3: 9})
-    assert (ends.late, replace(ends, min_new_tokens=0).late) == ((3, 4), ())
-    assert penalized(x, ends, occurred, counts, 1).tolist() == [*got[:3], -math.inf, -math.inf]
-    assert penalized(x, ends, occurred, counts, 2).tolist() == [*got[:3], 9.5, math.inf]
-    assert [choose(x, ends, step).token for step in (0, 1, 2)] == [0, 0, 4]
-    assert choose(x[:1], replace(ends, end_ids=[0], logit_bias={}), 0).token == -1
-
-
 @every_device
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("counted", [False, True])
@@ -314,20 +247,6 @@ def test_a_call_with_biases(device: Any) -> None:
         bind_state(logits[:1], state)
 
 
-def test_rows_without_a_choice() -> None:
-    inf = np.float32(np.inf)
-    for bad in ([1, math.nan, 2], [-inf, -inf, -inf], [inf, 1, math.nan]):
-        for sampling in (GREEDY, Sampling()):
-            got = choose(np.array(bad, np.float32), sampling, 0)
-            assert got.token == -1
-            assert math.isnan(got.logprob)
-    one = np.array([-inf, 3, -inf], np.float32)
-    assert choose(one, Sampling(temperature=1e30), 5) == choose(one, GREEDY, 0) == (1, 0.0)
-    two = np.array([inf, 3, inf], np.float32)
-    assert choose(two, GREEDY, 0).token == 0
-    assert {choose(two, Sampling(), step).token for step in range(40)} == {0, 2}
-
-
 def test_log_probabilities_are_those_of_the_logits() -> None:
     (x,) = rows_of_logits(0, 1, 50)
     truth = np.asarray(reference.log_likelihood(x.astype(np.float64)[None], np.arange(1)))
@@ -338,28 +257,6 @@ def test_log_probabilities_are_those_of_the_logits() -> None:
 
 
 # --- the random numbers --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("counter", "key", "words"),
-    [
-        ("00000000 00000000 00000000 00000000", "00000000 00000000",
-         "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
-         "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
-         "d16cfe09 94fdcceb 5001e420 24126ea1"),
-    ],
-)  # fmt: skip
-def test_philox_against_the_published_vectors(counter: str, key: str, words: str) -> None:
-    got = philox(*([int(word, 16) for word in text.split()] for text in (counter, key)))
-    assert " ".join(f"{word:08x}" for word in got) == words
-
-
-def test_seed_step_and_sample_all_count() -> None:
-    numbers = {random_bits(*n) for n in [(0, 0, 0), (1, 0, 0), (2**32, 0, 0), (0, 1, 0), (0, 0, 1)]}
-    assert len(numbers) == 5
-    assert max(numbers) < 2**64
 
 
 def chi_square(tokens: Array, probability: Array) -> float:
@@ -617,27 +514,6 @@ def test_any_number_of_blocks_gives_the_same_bits(device: Any, V: int) -> None:
         for got in results[1:]:
             for one, other in zip(got, results[0], strict=True):
                 np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize(
-    ("rows", "clusters", "blocks", "threads"),
-    [
-        (1, True, 8, 512),
-        (13, True, 8, 512),
-        (14, True, 4, 512),
-        (26, True, 4, 512),
-        (27, True, 2, 1024),
-        (66, True, 2, 1024),
-        (67, True, 1, 1024),
-        (133, True, 1, 512),
-        (1, False, 1, 1024),
-        (133, False, 1, 512),
-    ],
-)
-def test_launches(rows: int, clusters: bool, blocks: int, threads: int) -> None:
-    got = choose_geometry(rows, H200, clusters)
-    assert (got.grid, got.block) == ((rows * blocks,), (threads,))
-    assert dict(got.defines).get("SAMPLE_CLUSTER", 1) == blocks
 
 
 @one_order

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError
 from gpt2block.engine.generation import scoring
-from gpt2block.engine.generation.scoring import LLM_C_MAGIC, Score, embed, load_tokens, score
+from gpt2block.engine.generation.scoring import LLM_C_MAGIC, Score, load_tokens, score
 from gpt2block.engine.model import Floats, Ids
 from tests.markov import MarkovEngine, byte_encoding, cycle, log_softmax, random_table
 
@@ -106,41 +106,6 @@ def test_a_list_of_texts() -> None:
     assert max(map(len, engine.batches)) > 1
 
 
-def test_pieces_are_whole_characters() -> None:
-    engine = MarkovEngine(np.zeros((256, 256), np.float32))
-    found = score(engine, BYTES, "aÜ🎭" + "b").tokens
-    pieces, bits = zip(*found.pieces(), strict=True)
-    assert pieces == ("Ü", "🎭", "b")
-    assert bits == pytest.approx([16, 32, 8])
-    cut = score(engine, BYTES, [97, 98, 0xF0]).tokens
-    assert [piece for piece, _ in cut.pieces()] == ["b", "\ufffd"]
-    assert cut[1].text == "\ufffd"
-    nothing = score(engine, None, [1, 2]).tokens
-    assert list(nothing.pieces()) == []
-    assert nothing[0].text == ""
-
-
-def test_bytes_are_those_of_the_text_predicted() -> None:
-    encoding = byte_encoding(b"th", b"the ")  # 258 is the end token
-    engine = MarkovEngine(random_table(1, 300), n_ctx=16)
-    assert score(engine, encoding, [257, 256, 97, 258, 257, 299]).bytes == 2 + 1 + 0 + 4 + 0
-    assert score(engine, encoding, "Ü🎭").bytes == len("Ü🎭".encode()) - 1
-    nothing = score(engine, encoding, [97, 258])
-    assert nothing.bytes == 0
-    assert nothing.bits_per_byte is None
-
-
-def test_impossible_tokens() -> None:
-    table = cycle(5)
-    table[2, 3] = -np.inf
-    found = score(MarkovEngine(table), None, [1, 2, 3])
-    assert found.log_likelihood == -math.inf
-    assert found.perplexity == math.inf
-    table[2, 3] = np.nan
-    with pytest.raises(InputError, match=r"NaN between tokens 6 and 7.*try dtype='float32'"):
-        score(MarkovEngine(table, n_ctx=4), None, [0, 1, 1, 1, 1, 2, 3, 1, 1], tokens_at_once=1)
-
-
 def with_header(ids: NDArray[np.uint16], version: int = 1, count: int | None = None) -> bytes:
     header = np.zeros(256, "<i4")
     header[:3] = LLM_C_MAGIC, version, len(ids) if count is None else count
@@ -163,24 +128,6 @@ def npy(content: Any) -> bytes:
 TURNED = "{'descr': '<u2', 'fortran_order': True, 'shape': (3,)}"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        *(("a.npy", npy(IDS.astype(dtype)), IDS) for dtype in (np.uint16, np.int64, ">i4")),
-        ("a.npy", npy(TURNED), np.frombuffer(bytes(range(6)), "<u2")),
-        ("a.bin", with_header(IDS), IDS),
-        ("a.bin", IDS.tobytes(), IDS),
-        ("a.bin", np.tile(IDS, 1000).tobytes(), np.tile(IDS, 1000)),
-    ],
-)
-def test_token_files(tmp_path: Path, name: str, content: bytes, expected: Any) -> None:
-    """Files of NumPy, of llm.c (with a header) and of nanoGPT (without one) are read."""
-    (tmp_path / name).write_bytes(content)
-    found = load_tokens(str(tmp_path / name))
-    assert isinstance(found, np.memmap)
-    assert found.tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize("at_once", [100, 2**24])
 def test_a_file_is_scored_where_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
@@ -194,18 +141,3 @@ def test_a_file_is_scored_where_it_lies(
     (tmp_path / "a.bin").write_bytes(with_header(ids))
     with pytest.raises(InputError, match="text: token 777 is 5: expected ids from 0 to 4"):
         score(engine, None, load_tokens(tmp_path / "a.bin"))
-
-
-def test_vectors() -> None:
-    engine = MarkovEngine(cycle(256))
-    one = embed(engine, BYTES, "ac")
-    assert one.dtype == np.float32
-    assert one.tolist() == [98, 1, 0, 0]
-    assert embed(engine, BYTES, "ac", pooling="last").tolist() == [99, 1, 0, 0]
-    assert embed(engine, BYTES, "ac", pooling="cls").tolist() == [97, 1, 0, 0]
-    assert embed(engine, BYTES, "ac", dimensions=1).tolist() == [98]
-    short = embed(engine, BYTES, [[3], [4, 4]], dimensions=2, normalize=True)
-    np.testing.assert_allclose(short * [[10**0.5], [17**0.5]], [[3, 1], [4, 1]], rtol=1e-6)
-    many = embed(engine, BYTES, ["a", "ac", [0, 1, 2], "abc"], tokens_at_once=3)
-    assert many[:, 0].tolist() == [97, 98, 1, 98]
-    assert engine.batches[5:] == [[1, 2], [3], [3]]

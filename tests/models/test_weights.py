@@ -92,14 +92,6 @@ def test_random_input() -> None:
     assert -1 <= x.min() < -0.9 < 0.9 < x.max() <= 1
 
 
-def test_weights_in_a_line() -> None:
-    config = GPT2Config(n_layer=2, n_head=3, n_embd=24, n_ctx=20, vocab_size=37)
-    good = GPT2Weights.random(0, config)
-    assert repr(good) == (
-        "GPT2Weights(n_layer=2, n_head=3, n_embd=24, n_ctx=20, vocab_size=37, 2 blocks, float32)"
-    )
-
-
 def test_numpy_integers_are_accepted_as_sizes() -> None:
     """Sizes are converted to int, because `save_pretrained` writes them to JSON."""
     sizes: dict[str, Any] = {"n_layer": np.int64(1), "n_head": np.int32(2), "n_embd": np.uint8(4)}

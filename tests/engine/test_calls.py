@@ -1,16 +1,18 @@
-"""Wrong input is refused with the messages that tests/golden/refusals records.
+"""Calls return what tests/golden/calls records, or are refused with the recorded messages.
 
-A file has blocks, each with a title, statements, and expressions that are refused:
+A file has blocks, each with a title, statements and expressions:
 
     # A title
     @ from gpt2block import Sampling
+    > Sampling(temperature=0.5, top_k=9).top_k
+    9
     > Sampling(top_k=-1)
     InputError: top_k: expected the number of tokens to keep, 0 to keep all, got -1
 
-In a message, … stands for any text. The current folder is empty. This writes the messages of now to
+In a result, … stands for any text. The current folder is empty. This writes the results of now to
 the files, for blocks that -k chooses:
 
-    GPT2BLOCK_WRITE_REFUSALS=1 pytest -n0 tests/engine/test_refusals.py
+    GPT2BLOCK_WRITE_CALLS=1 pytest -n0 tests/engine/test_calls.py
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from gpt2block.engine.generation.sequences import Generation
 from gpt2block.errors import PrintableError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -41,26 +44,37 @@ class Block(NamedTuple):
 def blocks() -> list[Block]:
     return [
         Block(file, text.rstrip("\n"))
-        for file in sorted((GOLDEN / "refusals").glob("*.txt"))
+        for file in sorted((GOLDEN / "calls").glob("*.txt"))
         for text in f"\n{file.read_text('utf-8')}".split("\n# ")[1:]
     ]
 
 
-def refusal(expression: str, names: dict[str, Any]) -> str:
-    """Return the error of an expression, which is one printable line."""
+def result(expression: str, names: dict[str, Any]) -> str:
+    """Return the value of an expression, or its error, which is one printable line."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            eval(expression, names)
+            found = shown(eval(expression, names))
     except PrintableError as error:
         found = f"{type(error).__name__}: {error}"
         assert found.isprintable()
-        return found.replace(str(Path.cwd()), "FOLDER").replace(str(GOLDEN), "GOLDEN")
-    return "no error"
+    return found.replace(str(Path.cwd()), "FOLDER").replace(str(GOLDEN), "GOLDEN")
+
+
+def shown(value: Any) -> str:
+    """Return the `repr` of a value; numbers have six digits, and generations are short."""
+    if isinstance(value, Generation):
+        value = value.text, value.tokens, value.finish_reason
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        texts = ", ".join(map(shown, value))
+        return f"[{texts}]" if isinstance(value, list) else f"({texts})"
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 
 @pytest.mark.parametrize("block", blocks(), ids=lambda block: f"{block.file.stem}: {block.title}")
-def test_refusals(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     title, *parts = re.split(r"\n(?=> |@ )", block.text)
     names: dict[str, Any] = {"GOLDEN": GOLDEN, "Path": Path, "monkeypatch": monkeypatch, "np": np}
@@ -75,12 +89,12 @@ def test_refusals(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         exec(statements, names)
         statements = ""
         expression, _, expected = line.partition("\n")
-        found = refusal(expression, names)
+        found = result(expression, names)
         if not re.fullmatch(re.escape(expected).replace("…", ".*"), found):
             differ.append(f"{expression}\n  expected {expected}\n  got      {found}")
             expected = found
         now += [f"> {expression}", expected]
-    if os.environ.get("GPT2BLOCK_WRITE_REFUSALS"):
+    if os.environ.get("GPT2BLOCK_WRITE_CALLS"):
         text = block.file.read_text("utf-8")
         assert text.count(f"# {block.text}") == 1
         block.file.write_text(text.replace(f"# {block.text}", "# " + "\n".join(now)), "utf-8")
