@@ -157,24 +157,6 @@ def test_ended_sequences_are_forgotten_before_their_deadline() -> None:
     assert sum(each() is not None for each in left) <= 1
 
 
-def test_each_sequence_has_its_own_end() -> None:
-    """Sequences that run together end by stop strings, stop ids and lengths."""
-    engine = MarkovEngine(cycle(257), script=None)
-    sequences = [
-        pending(engine, "a", BYTES, stop=["ef"], temperature=0, max_new_tokens=20),
-        pending(engine, "a", BYTES, stop=["h", "zz"], temperature=0, max_new_tokens=20),
-        pending(engine, "a", BYTES, stop_ids=[ord("d")], temperature=0, max_new_tokens=20),
-        pending(engine, "a", BYTES, temperature=0, max_new_tokens=3),
-        pending(engine, "a", BYTES, stop=["ef"], temperature=0, max_new_tokens=20),
-    ]
-    batch = Batch(engine, 3, 64)
-    batch.submit(sequences)
-    finish(batch)
-    assert [sequence.text for sequence in sequences] == ["bcd", "bcdefg", "bc", "bcd", "bcd"]
-    reasons = [sequence.finish_reason for sequence in sequences]
-    assert reasons == ["stop", "stop", "stop", "length", "stop"]
-
-
 @pytest.mark.parametrize(
     ("ends", "text", "count"),
     [({"stop_ids": [ord("c")]}, "b", 2), ({"stop": ["de"]}, "bc", 4), ({}, "bcdefghi", 8)],

@@ -28,7 +28,6 @@ from gpt2block import CheckpointError, InputError
 from gpt2block.engine.chat import template as chat
 from gpt2block.engine.chat.messages import ABSENT_IF_EMPTY
 from gpt2block.engine.chat.template import ChatTemplate
-from gpt2block.files.checkpoints.chat_files import chat_template
 from gpt2block.files.tokenizers import tokenizer
 from tests.threads import together
 from tests.tokenizer_files import small_json
@@ -321,28 +320,6 @@ def write(folder: Path, name: str, content: Any) -> None:
     (folder / name).write_text(text, encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"tokenizer_config.json": {"chat_template": PLAIN, "eos_token": "E"}},
-        {"chat_template.jinja": PLAIN, "tokenizer_config.json": {"chat_template": "no"},
-         "special_tokens_map.json": {"eos_token": {"content": "E"}}},
-        {"tokenizer_config.json": {"eos_token": "E", "chat_template": [
-            {"name": "tool_use", "template": "no"}, {"name": "default", "template": PLAIN}]}},
-        {"tokenizer_config.json": {"eos_token": "E", "bos_token": None, "chat_template": [
-            {"name": "only", "template": PLAIN}]}},
-    ],
-)  # fmt: skip
-def test_files_with_templates(saved: Path, tmp_path: Path, files: dict[str, Any]) -> None:
-    folder = shutil.copytree(saved, tmp_path / "m")
-    for name, content in files.items():
-        write(folder, name, content)
-    found = chat_template(gpt2block.Checkpoint.open(folder))
-    assert found is not None
-    assert found[0] == PLAIN
-    assert found[1]["eos_token"] == "E"
-
-
 def test_chat_with_a_model_from_a_folder(saved: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(saved, tmp_path / "m")
     write(folder, "chat_template.jinja", "{{ messages[-1].content | upper }}:")
@@ -375,61 +352,6 @@ def test_chat_with_a_model_from_a_folder(saved: Path, tmp_path: Path) -> None:
             call(HELLO, chat_template_kwargs={"y": 1})
     with pytest.raises(InputError, match="unknown keyword 'temprature'"):
         model.chat(HELLO, temprature=1)  # type: ignore[call-arg]
-
-
-OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (None, {"temperature": 0.2, "top_p": 0.9}),
-        ({"eos_token_id": 1, "do_sample": True}, {"temperature": 0.2, "top_p": 0.9}),
-        ({"temperature": 0.6, "top_p": 0.95, "do_sample": True},
-         OFF | {"temperature": 0.6, "top_p": 0.95}),
-        ({"top_k": 20, "min_p": None, "repetition_penalty": 1.1},
-         OFF | {"top_k": 20, "repetition_penalty": 1.1}),
-        ({"do_sample": False, "temperature": 0.6}, OFF | {"temperature": 0}),
-        ({"top_p": 3}, "generation_config.json: top_p: expected a probability from 0 to 1"),
-        ({"temperature": "hot"}, "generation_config.json: temperature: expected 0"),
-    ],
-)  # fmt: skip
-def test_the_sampling_of_chat_is_the_model_s(
-    saved: Path, tmp_path: Path, settings: Any, expected: Any
-) -> None:
-    folder = shutil.copytree(saved, tmp_path / "m")
-    if settings is not None:
-        write(folder, "generation_config.json", settings)
-    model = gpt2block.from_pretrained(str(folder), device="cpu")
-    if isinstance(expected, str):
-        with pytest.raises(CheckpointError, match=expected):
-            _ = model.chat_sampling
-    else:
-        assert model.chat_sampling == expected
-
-
-def test_models_without_a_template(saved: Path) -> None:
-    for model in (
-        gpt2block.from_pretrained(str(saved), device="cpu"),
-        gpt2block.GPT2(gpt2block.GPT2Weights.random(0, gpt2block.GPT2Config(1, 1, 8, 8, 9))),
-    ):
-        with pytest.raises(CheckpointError, match=r"it has no chat template: expected chat_templ"):
-            model.chat(HELLO)
-
-
-@pytest.mark.parametrize("content", [7, [{"template": PLAIN}, {"name": "b", "template": "x"}, 3]])
-def test_damaged_settings(saved: Path, tmp_path: Path, content: Any) -> None:
-    folder = shutil.copytree(saved, tmp_path / "m")
-    write(folder, "tokenizer_config.json", {"chat_template": content})
-    opened = gpt2block.Checkpoint.open(folder)
-    if isinstance(content, int):
-        with pytest.raises(CheckpointError, match="chat_template: expected a text, got 7"):
-            chat_template(opened)
-    else:
-        assert chat_template(opened) is None  # no template is the default
-    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe{")
-    with pytest.raises(CheckpointError, match="expected UTF-8"):
-        chat_template(opened)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------

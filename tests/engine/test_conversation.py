@@ -93,41 +93,6 @@ def read(conversation: Conversation) -> str:
     return bytes(conversation.answer.prompt.tolist()).decode()
 
 
-def test_the_oldest_turns_are_left_out() -> None:
-    """Turns are left out until the prompt fits in half of the context.
-
-    The system message stays in the prompt, and `messages` keeps all messages.
-    """
-    conversation = talk(counting(40), {"role": "system", "content": "S"})
-    for text in ("1111", "2222", "3333"):
-        said(conversation, text, max_new_tokens=2)
-    assert conversation.left_out == 0
-    assert read(conversation) == "sS\nu1111\nabc\nu2222\nabc\nu3333\na"  # 31 tokens
-    said(conversation, "4444", max_new_tokens=2)
-    assert read(conversation) == "sS\nu3333\nabc\nu4444\na"  # one more turn would exceed 20 tokens
-    assert conversation.left_out == 4
-    said(conversation, "5", max_new_tokens=2)
-    assert read(conversation) == "sS\nu3333\nabc\nu4444\nabc\nu5\na"
-    assert len(conversation.messages) == 11
-    del conversation.messages[3:]
-    conversation.messages.append(user("7" * 27))
-    said(conversation, None, max_new_tokens=2)
-    assert read(conversation) == f"sS\nu{'7' * 27}\na"  # the last other turn is left out too
-    conversation.clear()
-    said(conversation, "6", max_new_tokens=2)
-    assert read(conversation) == "sS\nu6\na"
-
-
-def test_a_message_beyond_the_context() -> None:
-    conversation = talk(counting(40), user("1"), answer("2"))
-    with pytest.raises(InputError, match="the message: 41 tokens with what the template adds"):
-        conversation.stream("x" * 38)
-    assert conversation.messages == [user("1"), answer("2")]
-    assert said(conversation, "x" * 37, max_new_tokens=9) == "b"  # there is room for one token
-    assert conversation.answer is not None
-    assert conversation.answer.finish_reason == "context"
-
-
 @pytest.mark.parametrize("device", ["cpu", *SOMEWHERE])
 def test_only_new_tokens_are_computed(device: str) -> None:
     """Edits of messages keep this; texts equal those of the whole prompt, and are repeatable."""

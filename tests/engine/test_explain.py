@@ -103,18 +103,8 @@ def test_tensors_are_those_of_the_trace_with_its_errors(device: str) -> None:  #
             assert tensor["total_rel"] == pytest.approx(row.total_rel, rel=1e-3)
 
 
-def test_steps_have_their_kernels_and_what_the_fused_plan_joins() -> None:
+def test_kernels_of_steps_are_in_their_lines() -> None:
     steps = GPT2(GPT2Weights.random(0, CONFIG), "cpu").explain(IDS).data["steps"]
-    assert [steps[name]["joins"] for name in TEN] == [
-        ["ln1"], ["qkv"], ["attn"], ["proj", "x1"], ["proj", "x1"],
-        ["ln2"], ["ff1", "gelu"], ["ff1", "gelu"], ["ff2", "output"], ["ff2", "output"],
-    ]  # fmt: skip
-    assert [(k["plan"], k["file"], k["names"]) for k in steps["ff1"]["kernels"]] == [
-        ("step by step", "learn/matmul/skeleton.cu", ["matmul_bias_tiled"]),
-        ("fused plan", "matmul/prompt/mma.cu", ["gemm_mma"]),
-        ("fused plan", "matmul/prompt/wgmma.cu", ["gemm_wgmma"]),
-    ]
-    assert steps["ln1"]["kernels"][0]["names"] == ["layernorm_kernel"]  # rows of 64, not 768
     for step in steps.values():
         for kernel in step["kernels"]:
             line = kernels.read_source(kernel["file"]).splitlines()[kernel["line"] - 1]
@@ -240,46 +230,10 @@ def test_a_rounded_kv_cache_opens_as_attention_reads_it() -> None:
     attention_agrees(made, made.explain(ids, layer=1).data, ids, 1)
 
 
-def test_bytes_that_are_no_character_are_shown_in_hex() -> None:
-    data = model().explain("né 🙂").data
-    assert [token["text"] for token in data["tokens"]] == [
-        "n", r"\xc3", r"\xa9", " ", r"\xf0", r"\x9f", r"\x99", r"\x82"
-    ]  # fmt: skip
-    assert data["text"] == "né 🙂"
-    assert data["tokens"][1]["bytes"] == "c3"
-    assert not any("\ufffd" in text for text in data["texts"].values())
-
-
-def test_a_llama_has_its_own_steps() -> None:
-    made = Llama(LlamaWeights.random(0, LLAMA), "cpu")
-    data = made.explain([3, 1, 4, 1, 5]).data
-    assert data["model"]["kind"] == "Llama"
-    last = ["proj", "x1", "rms2", "gate", "up", "ff", "down", "output"]
-    assert data["plan"]["blocks"] == 2 * [["rms1", "qkv", "rope", "attn", *last]]
-    assert data["steps"]["gate"]["joins"] == ["rms2", "gate", "up", "ff"]
-    assert [token["text"] for token in data["tokens"]] == ["#3", "#1", "#4", "#1", "#5"]
-    trace = made.trace([3, 1, 4, 1, 5])
-    grid = data["tensors"]["h.1.ff"]["grid"]
-    np.testing.assert_allclose(values(grid), trace["h.1.ff"].ravel(), rtol=2**-11, atol=1e-6)
-    assert data["tensors"]["h.0.attn"]["inputs"] == [["rope", [5, 64]]]
-    (attention,) = data["steps"]["attn"]["kernels"]  # kernels on tensor cores take no heads of 8
-    assert attention["constants"] == {"NH": 4, "NKV": 2, "HS": 8}
-    assert data["tensors"]["h.1.x1"]["inputs"] == [["h.0.output", [5, 32]], ["proj", [5, 32]]]
-
-
 def of(kind: type[Any], **more: Any) -> Model[Any]:
     """Return a small random model of another architecture."""
     config = kind(**{**vars(LLAMA), **more})
     return Model.from_tensors(config, random_model(0, config), "cpu", "float32", None)
-
-
-def test_a_block_with_a_convolution_shows_the_attention_of_another() -> None:
-    made = of(Lfm2Config, conv_layers=(True, False, True), n_layer=3)
-    data = made.explain([1, 2, 3]).data
-    assert data["plan"]["blocks"][0] == ["rms_in", "bcx", "conv", *data["plan"]["blocks"][1][5:]]
-    assert data["opened"]["attention"]["layer"] == 1
-    assert data["steps"]["bcx"]["joins"] == ["rms_in", "bcx"]
-    assert not made.attention([1, 2, 3])[[0, 2]].any()
 
 
 @pytest.mark.parametrize(
@@ -376,21 +330,8 @@ def test_twelve_layers_fit_too() -> None:
     assert len(lens["ids"]) == 13 * 300 * 5
 
 
-def test_one_token_has_no_surprisal() -> None:
-    data = model().explain("x").data
-    assert [token["bits"] for token in data["tokens"]] == [None]
-    assert json.loads(json.dumps(data, allow_nan=False)) == data
-
-
 def test_logits_that_are_not_finite_are_refused() -> None:
     weights = GPT2Weights.random(0, CONFIG)
     weights.gamma_f[3] = np.inf
     with np.errstate(all="ignore"), pytest.raises(InputError, match="NaN or infinity"):
         GPT2(weights, "cpu", allow_nonfinite=True).explain(IDS)
-
-
-def test_control_characters_are_escaped_in_the_title() -> None:
-    data = {"text": "a\0b\x1b\x85c\u202e", "model": {"name": "m\ud800\n"}, "tokens": []}
-    assert Page(data).title == r"a\x00b\x1b c\u202e · m\ud800\n"
-    with pytest.raises(InputError, match=r"a\\x00b: cannot be written: embedded null byte"):
-        Page(data).save("a\0b")

@@ -82,50 +82,6 @@ def bytes_of(tokens: Any) -> bytes:
 # --- matchers
 
 
-def test_masks_follow_the_text() -> None:
-    matcher = matcher_of(choice=["true", "try"])
-    assert bytes_of(ids_of(matcher)) == b"ttruetr"
-    matcher.accept([RANKS[b"tr"]])
-    assert bytes_of(ids_of(matcher)) == b"uyue"
-    other = matcher.copy()
-    matcher.accept([RANKS[b"y"], 5, -1])  # nothing follows a complete text
-    assert (matcher.complete_at, ids_of(matcher), matcher.problem) == (2, [END], None)
-    other.accept([RANKS[b"ue"]])
-    assert other.complete_at == 2
-
-
-def test_thousands_of_choices() -> None:
-    matcher = matcher_of(choice=[f"word{n}" for n in range(5000)])
-    matcher.accept([RANKS[b"w"]])
-    assert bytes_of(matcher.forced()) == b"ord"
-    assert matcher.problem is None
-
-
-def test_characters_that_a_choice_escapes() -> None:
-    matcher = matcher_of(choice=['\x7f\x00\n"\\é😀'])
-    assert bytes_of(matcher.forced()) == '\x7f\x00\n"\\é😀'.encode()
-
-
-def test_no_name_follows_if_all_names_of_a_pattern_are_properties() -> None:
-    named = {"properties": {"a": True}, "patternProperties": {"^a$": {"const": 7}}}
-    matcher = matcher_of(schema={"type": "object", **named, "additionalProperties": False})
-    matcher.accept(b'{"a": 7')
-    assert bytes_of(ids_of(matcher)) == b"}"
-
-
-def test_a_vocabulary_without_an_end() -> None:
-    """The text ends only when nothing can follow; if it may continue, it does."""
-    matcher = matcher_of(frozenset(), regex="a{1,2}")
-    matcher.accept([RANKS[b"a"]])
-    assert (ids_of(matcher), matcher.complete_at) == ([RANKS[b"a"]], None)
-    matcher.accept([RANKS[b"a"]])
-    assert (ids_of(matcher), matcher.complete_at) == ([], 2)
-    even = {"type": "number", "minimum": 0, "maximum": 100.5, "multipleOf": 2}
-    matcher = matcher_of(frozenset(), schema=even)
-    matcher.accept([RANKS[b"3"], RANKS[b"2"]])
-    assert (ids_of(matcher), matcher.complete_at) == ([], 2)
-
-
 def test_masks_of_several_texts_and_their_draft_tokens() -> None:
     person, true = matcher_of(schema=PERSON), matcher_of(choice=["true"])
     first, second = person.forced(), true.forced()

@@ -10,7 +10,7 @@ import pytest
 from kernel_uses import CAPABILITIES, NOT_RUN, ORDER, Use, Uses, read, text_of, uses_of
 from kernel_uses import GOLDEN as GOLDEN_KERNELS
 from launch_lists import digest, lists
-from launch_models import CONFIGS, ROWS
+from launch_models import CONFIGS
 from launch_recorder import DEVICES
 
 from gpt2block.cuda.kernels import signatures, sources
@@ -102,26 +102,6 @@ def test_a_kernel_runs_in_a_list_or_has_a_reason() -> None:
     of_files = {kernel.split()[0] for kernel in golden_uses()}
     assert not of_files & NOT_RUN.keys(), "a reason of a file whose kernels run"
     assert golden_uses().keys() <= set(every)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "field", "expected"),
-    [
-        ("attention/decode/split.cu attention_split", "capability", CAPABILITIES),
-        ("attention/decode/split.cu attention_split", "model", tuple(CONFIGS)),
-        (
-            "attention/decode/split.cu attention_split",
-            "part",
-            (*map(str, ROWS), "lookup", "draft", "trace"),
-        ),
-        ("matmul/decode/wgmma_gguf.cu decode_wgmma_gguf", "capability", ("9.0",)),
-        ("elementwise/relu_squared.cu relu_squared", "model", ("nanochat",)),
-        ("learn/elementwise/residual.cu add_kernel", "part", ("skeleton",)),
-        ("tokens/top.cu top_logprobs_kernel", "part", ("alternatives",)),
-    ],
-)
-def test_what_a_kernel_runs_in(kernel: str, field: str, expected: tuple[str, ...]) -> None:
-    assert {getattr(use, field) for use in golden_uses()[kernel]} == set(expected)
 
 
 def test_uses_are_read_as_they_were_written() -> None:

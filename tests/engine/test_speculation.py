@@ -18,7 +18,7 @@ from gpt2block.cuda import kernels, replaced
 from gpt2block.emulator.stand_in import USUAL
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.model import Ids
-from gpt2block.engine.speculation import FORGOTTEN, ROWS, SpeculationPolicy, StepTimes
+from gpt2block.engine.speculation import FORGOTTEN, SpeculationPolicy, StepTimes
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from gpt2block.ops.attention_cached import SPLIT, split_geometry
 from gpt2block.ops.drafts import (
@@ -45,25 +45,6 @@ Array = NDArray[Any]
 
 
 # --- the draft tokens
-
-
-@pytest.mark.parametrize(
-    ("tokens", "draft"),
-    [
-        ([5], [-1, -1, -1, -1]),
-        ([1, 2, 3], [-1, -1, -1, -1]),
-        ([7, 1, 2, 3, 4, 5, 6, 1, 2, 3], [4, 5, 6, 1]),  # after the last three tokens
-        ([2, 3, 8, 9, 3, 7, 2, 3], [8, 9, 3, 7]),  # after two tokens, not after a later single one
-        ([3, 8, 3, 9, 4, 3], [9, 4, 3, 9]),  # after the latest single token, continued past the end
-        ([1, 2, 3, 6, 1, 2, 3, 7, 1, 2, 3], [7, 1, 2, 3]),  # after the latest three
-        ([4, 4], [4, 4, 4, 4]),
-        ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
-    ],
-)
-def test_draft_tokens_by_hand(tokens: list[int], draft: list[int]) -> None:
-    found = reference.draft_tokens(np.array(tokens, np.int32), 4)
-    assert found.dtype == np.int32
-    assert found.tolist() == draft
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30))
@@ -443,25 +424,6 @@ def played(
         pace.add(slot, flags)
         run.append(together)
     return run
-
-
-@pytest.mark.parametrize(
-    ("share", "costs", "usual"),
-    [
-        (0.95, {1: 1.0, 4: 1.1, 8: 1.2}, 8),
-        (0.7, {1: 1.0, 4: 1.1, 8: 1.9}, 4),
-        (0.9, {1: 1.0, 4: 4.0, 8: 8.0}, 1),  # time proportional to rows
-        (0.05, {1: 1.0, 4: 1.3, 8: 1.6}, 1),
-        (0.0, {1: 1.0, 4: 1.0, 8: 1.0}, 1),
-    ],
-)
-def test_the_fastest_number_of_rows(
-    clock: Clock, share: float, costs: dict[int, float], usual: int
-) -> None:
-    run = played(clock, share, costs)
-    assert max(1, *ROWS, key=run[50:].count) == usual
-    if share == 0:
-        assert set(run) == {1}
 
 
 @pytest.mark.parametrize("kind", [1, 4, 8])
