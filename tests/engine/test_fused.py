@@ -126,58 +126,6 @@ def test_every_step_is_float32_and_its_result_is_rounded(
     np.testing.assert_array_equal(out, output)
 
 
-@in_16_bits
-def test_the_error_is_one_of_rounding(weights: BlockWeights, dtype: str) -> None:
-    x = inputs(0, (2, 9, 48), dtype)
-    block = Block(weights, causal=True, device="cpu", dtype=dtype)
-    truth = exact(x, weights, dtype, causal=True)
-    error = np.abs(block(x).astype(np.float64) - truth).max() / np.abs(truth).max()
-    assert 0 < error < 4 * half_a_unit(dtype)
-    rows = block.compare(x)
-    assert [row.name for row in rows] == SEVEN
-    assert [row.kernel for row in rows[:3]] == [
-        "reference.layernorm",
-        "reference.gemm",
-        "reference.attention",
-    ]
-    for row in rows:
-        assert 0 < row.max_rel < 1.01 * half_a_unit(dtype)
-        assert 0 < row.total_rel < 8 * half_a_unit(dtype)
-    assert rows[-1].total_rel == error
-
-
-@both_masks
-def test_float32_with_numpy(weights: BlockWeights, causal: bool) -> None:
-    x = random_input(0, (2, 9, 48))
-    block = Block(weights, causal=causal, device="cpu", kernels="fused")
-    assert (block.dtype, block.kernels) == ("float32", "fused")
-    assert block.weight_bytes == 4 * (12 * 48 * 48 + 13 * 48)
-    assert list(block.trace(x)) == SEVEN
-    np.testing.assert_array_equal(block(x), reference.block_forward(x, weights, causal))
-    assert all(row.max_rel < 1e-6 for row in block.compare(x))
-
-
-def test_what_auto_comes_to(weights: BlockWeights) -> None:
-    for dtype, asked, kind, steps in (
-        ("float32", "auto", "skeleton", 10),
-        ("float32", "skeleton", "skeleton", 10),
-        ("float32", "fused", "fused", 7),
-        ("float16", "auto", "fused", 7),
-        ("bfloat16", "fused", "fused", 7),
-    ):
-        block = Block(weights, device="cpu", dtype=dtype, kernels=asked)
-        assert (block.kernels, len(block.steps)) == (kind, steps)
-
-
-@in_16_bits
-def test_the_weights_are_those_that_are_computed_with(weights: BlockWeights, dtype: str) -> None:
-    own = Block(weights, device="cpu", dtype=dtype).weights
-    for name, array in weights.tensors().items():
-        expected = array.astype(FLOATS[dtype]).astype(np.float32) if array.ndim == 2 else array
-        np.testing.assert_array_equal(getattr(own, name), expected)
-    assert Block(weights, device="cpu").weights is weights
-
-
 def test_where_the_fused_kernels_run(
     weights: BlockWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,19 +88,6 @@ def test_interleaved_channels_are_those_of_halves_in_another_order(size: str) ->
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_step_is_compared_with_float64(dtype: str) -> None:
-    block = LlamaBlock(block_weights("grouped"), device="cpu", dtype=dtype)
-    ml = block(random_input(3, (5, 40)).astype(FLOATS[dtype]))
-    assert ml.dtype.name == dtype
-    rows = block.compare(random_input(3, (5, 40)).astype(FLOATS[dtype]), POSITIONS[:5])
-    assert [row.name for row in rows] == [step.name for step in block.steps]
-    unit = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
-    for row in rows:
-        assert 0 <= row.max_rel <= 8 * unit, row
-    assert rows[-1].total_rel > 0
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_block_of_a_model_with_yarn(dtype: str) -> None:
     """A block equals the model's first one; YaRN scales scores by 1.4², which affects every row."""
@@ -115,30 +102,6 @@ def test_the_block_of_a_model_with_yarn(dtype: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=limit * np.abs(expected).max())
     plain = LlamaBlock(replace(weights.blocks[0], scaling=None), device="cpu")(traced["embedding"])
     assert np.abs(plain - expected).max() > 1e-3 * np.abs(expected).max()
-
-
-def test_positions_by_default() -> None:
-    block = LlamaBlock(block_weights("plain"))
-    x = random_input(4, (6, 24))
-    np.testing.assert_array_equal(block(x), block(x, np.arange(6)))
-    assert np.abs(block(x) - block(x, 3 * np.arange(6))).max() > 1e-3
-
-
-def test_packed_order_is_that_of_the_matrices_out_by_in() -> None:
-    """The order is γ1, Wq, Wk, Wv, Wo, γ2, Wgate, Wup, Wdown."""
-    config, rng = SIZES["grouped"], np.random.default_rng(0)
-    Q, KV, C, FF = 60, 20, 40, 36
-    shapes = [(C,), (Q, C), (KV, C), (KV, C), (C, Q), (C,), (FF, C), (FF, C), (C, FF)]
-    parts = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
-    packed = np.concatenate([part.ravel() for part in parts])
-    weights = LlamaBlockWeights.from_packed(packed, config, half_split=False)
-    assert not weights.half_split
-    np.testing.assert_array_equal(weights.w_qkv, np.concatenate(parts[1:4]).T)
-    for name, part in zip(("w_o", "w_gate", "w_up", "w_down"), (parts[4], *parts[6:]), strict=True):
-        np.testing.assert_array_equal(getattr(weights, name), part.T)
-    np.testing.assert_array_equal(weights.gamma2, parts[5])
-    assert np.shares_memory(weights.w_down, packed)
-    np.testing.assert_array_equal(weights.to_packed(), packed)
 
 
 # --- on the emulator and a GPU --------------------------------------------------------------------
