@@ -20,6 +20,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,12 +75,20 @@ def shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
 @pytest.mark.parametrize("block", blocks(), ids=lambda block: f"{block.file.stem}: {block.title}")
-def test_calls(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
+) -> None:
     monkeypatch.chdir(tmp_path)
     title, *parts = re.split(r"\n(?=> |@ )", block.text)
     names: dict[str, Any] = {"GOLDEN": GOLDEN, "Path": Path, "monkeypatch": monkeypatch, "np": np}
-    names["__name__"] = __name__
+    names |= {"__name__": __name__, "stack": stack}
     statements, now, differ = "", [title], []
     for part in parts:
         kind, line = part[:2], part[2:]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2block import GPT2, GPT2Config, InputError, Model
+from gpt2block import GPT2, GPT2Config, Model
 from gpt2block.engine.cuda.steps import InFlight
 from gpt2block.engine.generation import batching
 from gpt2block.engine.generation.batching import Batch
@@ -101,26 +101,3 @@ def test_prompts_that_begin_alike(
         assert tuple(sequence.tokens) == expected.tokens
         assert tuple(sequence.logprobs) == expected.logprobs
     assert sum(taken) > 2.5 * len([n for n in taken if n])
-
-
-def test_what_cannot_draft() -> None:
-    with running_on("forward"):
-        model = gpt2(SMALL, 0)
-        cases: list[tuple[Any, str]] = [
-            (model, "expected another Model, got the model itself"),
-            ("smollm2", "expected another Model, got str"),
-            (GPT2(GPT2Weights.random(0, SMALL), "cpu"), "both models on one GPU"),
-            (gpt2(replace(SMALL, vocab_size=8), 0), "expected 7 tokens and a context of at least"),
-            (gpt2(replace(SMALL, n_ctx=47), 0), "of at least 48, got 7 and 47"),
-        ]
-        for draft, message in cases:
-            with pytest.raises(InputError, match=message):
-                model.draft_model = draft
-            assert model.draft_model is None
-        model.draft_model = gpt2(SMALL, 1)
-        with pytest.raises(InputError, match=r"17 texts together with a draft model: expected at"):
-            model.generate([[1]] * 17, speculate=True, rows_at_once=17, max_new_tokens=1)
-    host = GPT2(GPT2Weights.random(0, SMALL), "cpu")
-    with pytest.raises(InputError, match="as NumPy drafts nothing"):
-        host.draft_model = GPT2(GPT2Weights.random(1, SMALL), "cpu")
-    host.draft_model = None

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from gpt2block import (
-    InputError,
     Llama,
     LlamaBlock,
     LlamaBlockWeights,
@@ -164,21 +163,3 @@ def test_the_fused_steps_in_16_bits(
     for row in rows:
         assert row.max_rel <= 2 * tolerance(dtype), row
         assert row.total_rel <= 4 * tolerance(dtype), row
-
-
-@one_order
-def test_what_a_block_on_a_gpu_refuses(device: Any) -> None:
-    weights = LlamaBlockWeights.random(0, SIZES["cuda"])
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"kernels": "fused"}, "kernels 'fused': expected 'skeleton' for float32 on a"),
-        (
-            {"dtype": "float16", "kernels": "skeleton"},
-            "kernels 'skeleton': expected 'fused' for float16",
-        ),
-        ({"dtype": "float16"}, "dtype 'float16': attention"),
-    ]
-    for options, message in cases:
-        with pytest.raises(InputError, match=message):
-            LlamaBlock(weights, device="cuda", **options)
-    with pytest.raises(InputError, match=r"x: expected shape \(T, 36\)"):
-        LlamaBlock(weights, device="cuda")(random_input(3, (5, 35)))
