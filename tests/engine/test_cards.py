@@ -35,7 +35,7 @@ MODELS: dict[str, ModelConfig] = {
 }
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])
+@pytest.mark.parametrize("capability", ["8.0", slow("8.9"), slow("10.0"), "12.0"])
 @pytest.mark.parametrize(
     ("name", "formats", "most"),  # most: kernels of a layer of 1, 4 and 16 rows; with clusters, too
     [

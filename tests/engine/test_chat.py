@@ -127,6 +127,7 @@ def test_texts_and_ids_of_smollm2(smollm2: Any) -> None:
     assert_as_transformers(template, render, ids)
 
 
+@pytest.mark.slow
 def test_an_answer_of_smollm2(smollm2: Any) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = smollm2.chat(question, max_new_tokens=12, temperature=0)

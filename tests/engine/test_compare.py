@@ -41,7 +41,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     [
         *(("cpu", dtype) for dtype in DTYPES),
         slow("emulator", DTYPES[0]),
-        ("emulator", DTYPES[2]),
+        slow("emulator", DTYPES[2]),
         *(pytest.param("gpu", dtype, marks=GPU.marks) for dtype in DTYPES),
     ],
     indirect=["device"],

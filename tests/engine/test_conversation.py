@@ -179,6 +179,7 @@ def test_ctrl_c_stops_an_answer(chat: Any, monkeypatch: pytest.MonkeyPatch) -> N
 QUESTIONS = b"What is the capital of France?\nWhich river flows through it?\n"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("smollm2_files")
 def test_a_real_model() -> None:
     ended = gpt2block("chat", "--device", "cpu", "--temperature", 0, stdin=QUESTIONS)

@@ -19,7 +19,7 @@ from gpt2block.engine.speculation import SpeculationPolicy
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from gpt2block.models.config import ModelConfig
 from gpt2block.sampling import Sampling
-from tests.devices import GPU, SOMEWHERE, running_on
+from tests.devices import GPU, SOMEWHERE, running_on, slow
 from tests.generating import Run, generate
 from tests.markov import MarkovEngine, byte_encoding, random_table
 
@@ -71,7 +71,7 @@ def test_a_prompt_alone_has_the_bits_of_its_length() -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 64])
+@pytest.mark.parametrize("rows", [1, slow(2), 7, slow(8), slow(9), 64])
 def test_any_number_of_slots(device: str, rows: int) -> None:
     m = model(device)
     prompts = random_prompts([1 + 5 * b % 24 for b in range(64)])

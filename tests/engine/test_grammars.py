@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 pytest.importorskip("llguidance")
 
-from gpt2block import GPT2, GPT2Config, InputError
+from gpt2block import GPT2, GPT2Config, InputError, cuda
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.sequences import Generation
 from gpt2block.engine.grammars import Grammar, Matcher, matching, vocabulary_of
@@ -150,8 +150,9 @@ def test_a_grammar_that_becomes_too_complex_ends_its_row_alone(
 def mixed(engine: Any, slots: int, **options: Any) -> list[Generation]:
     """Generate texts with all rules and without, at different steps of one batch."""
     rules: list[dict[str, Any]] = [{}, *RULES.values(), {}, {"schema": True}]
+    new = 10 if cuda.replaced() else 20
     runs = [
-        Run(engine, ENCODING, [n + 1] * (1 + 3 * n), max_new_tokens=20 + n, seed=n,
+        Run(engine, ENCODING, [n + 1] * (1 + 3 * n), max_new_tokens=new + n, seed=n,
             temperature=0.9, **rule, **options)
         for n, rule in enumerate(rules)
     ]  # fmt: skip

@@ -23,7 +23,7 @@ from gpt2block.engine.model import start_all
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.sampling import DEFAULT_TEMPERATURE, SAMPLING_OPTIONS, Sampling, penalized
-from tests.devices import running_on
+from tests.devices import running_on, slow
 from tests.plain import rounding
 
 Array = NDArray[Any]
@@ -313,7 +313,7 @@ def test_gpt_nano_sort_sorts(device: str, data: Path) -> None:
     assert int((out == np.sort(inputs, axis=1)).all(axis=1).sum()) == 729
 
 
-@pytest.mark.parametrize("dtype", ["int32", ">u2"])
+@pytest.mark.parametrize("dtype", [slow("int32"), ">u2"])
 @pytest.mark.parametrize(
     "of",
     [

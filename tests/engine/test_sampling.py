@@ -146,7 +146,7 @@ def test_what_is_kept(
     assert expected
 
 
-@every_device
+@one_order
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("counted", [False, True])
 def test_the_kernel_changes_logits(device: Any, counted: bool, masked: bool) -> None:

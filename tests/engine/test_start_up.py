@@ -103,7 +103,7 @@ def test_only_steps_that_run_are_recorded(
 
 @pytest.mark.parametrize(
     ("where", "reuse"),
-    [("cpu", False), ("cpu", True), ("shuffled", True)]
+    [("cpu", False), ("cpu", True), slow("shuffled", True)]
     + [pytest.param("gpu", reuse, marks=GPU.marks) for reuse in (False, True)],
 )
 def test_rows_have_the_bits_of_a_batch_that_prepared_nothing(where: Any, reuse: bool) -> None:
