@@ -182,7 +182,7 @@ def test_a_batch_has_the_bits_of_each_sequence(
     machine: Machine, config: GPT2Config, dtype: str
 ) -> None:
     """Outputs include "last", which omits all other rows after the last attention."""
-    model = made(config, dtype)
+    model: Any = made(config, dtype)
     lengths, sizes, wants = [5, 9], [2], ["last", "hidden"]
     if not cuda.replaced():
         lengths, sizes = [1, 300, 127, 17, 128, 129, 64, 2], [2, 5, 8]
