@@ -1,4 +1,4 @@
-"""Tiny models of Llama and similar architectures, against stored results of `transformers`.
+"""Tiny models of GPT-2, Llama and other architectures, against stored results of `transformers`.
 
 tools/make_golden.py writes the models and results. Results are computed in float64 and stored as
 float32, so NumPy in float64 may differ by that rounding: half a unit in the last place of the

@@ -1,4 +1,4 @@
-"""Llama on a GPU and on the emulator, compared with transformers' results, NumPy and float64."""
+"""Llama on a GPU and on the emulator: embeddings and attention as NumPy's, memory for weights."""
 
 from __future__ import annotations
 

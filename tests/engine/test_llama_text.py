@@ -1,4 +1,4 @@
-"""Texts with a Llama that has a tokenizer: generation, streaming, scores and the command line."""
+"""Texts with a Llama that has a tokenizer: generation, streaming and tokens that end them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores: each token is predicted once, from the context of the stride; token files; vectors."""
+"""Scores: each token is predicted once, from the context of the stride, also in large files."""
 
 from __future__ import annotations
 
