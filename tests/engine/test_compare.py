@@ -93,7 +93,7 @@ def test_a_step_that_is_wrong_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(row.total_rel for row in before) < 1e-5 < rows[-1].total_rel
 
 
-# --- attention and the logit lens ------------------------------------------------------------------
+# --- attention and the logit lens -----------------------------------------------------------------
 
 
 def test_attention_is_that_of_the_model(device: str) -> None:

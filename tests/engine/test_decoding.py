@@ -22,6 +22,7 @@ from gpt2block.sampling import Sampling
 from tests.devices import GPU, SOMEWHERE, running_on, slow
 from tests.generating import Run, generate
 from tests.markov import MarkovEngine, byte_encoding, random_table
+from tests.threads import together
 
 TINY = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=24, vocab_size=37)
 everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU.marks)])
@@ -229,6 +230,23 @@ def test_an_interrupt_after_a_launch(device: str, monkeypatch: pytest.MonkeyPatc
             with pytest.raises(KeyboardInterrupt):
                 m.generate(prompts, **options)
         assert m.generate(prompts, **options) == expected
+
+
+@everywhere
+def test_threads(device: str) -> None:
+    m, prompts = model(device), random_prompts([1 + 5 * b % 16 for b in range(24)])
+    options: dict[str, Any] = {
+        "max_new_tokens": 8,
+        "temperature": 0.1,
+        "rows_at_once": 5,
+        "seed": 1,
+    }
+    expected = m.generate(prompts, **options)
+
+    def run(first: int) -> None:
+        assert all(map(the_same, m.generate(prompts[first:], **options), expected[first:]))
+
+    assert together(run) == []
 
 
 def test_ten_thousand_prompts() -> None:
