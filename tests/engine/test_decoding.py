@@ -61,7 +61,7 @@ def test_a_prompt_alone_has_the_bits_of_its_length() -> None:
         config = GPT2Config(n_layer=2, n_head=2, n_embd=32, n_ctx=80, vocab_size=37)
         options: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0, "stop_ids": ()}
         m = model("cuda", config)
-        for prompt in random_prompts([65, 66, 68, 71, 79], config):
+        for prompt in random_prompts([66, 71, 79], config):
             (drawn,) = m.generate(prompt, **options).logprobs
             logits = m.engine.forward([prompt], "last")[0].astype(np.float64)
             top = logits.max()

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 
-from gpt2block import GPT2, GPT2Config, Model
+from gpt2block import GPT2, GPT2Config
 from gpt2block.engine.cuda.steps import InFlight
-from gpt2block.engine.generation import batching
-from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.model import Sampled
-from gpt2block.files.parameters.arrays import random_model
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from tests.devices import GPU, running_on
-from tests.engine.test_architectures_cuda import FORMATS, OWN, SIZES
-from tests.engine.test_batching import finish, pending
 from tests.engine.test_decoding import random_prompts
 
 SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=48, vocab_size=7)
@@ -69,35 +62,3 @@ def test_the_text_is_that_without_a_draft(where: str, options: str, taken: list[
         model.draft_model = None
         if where == "gpu":
             assert model.generate(prompts[0], speculate=True, **given) == alone[0]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("name", "dtype"), [*product(("qwen3", "mistral", "gemma3"), FORMATS)])
-def test_prompts_that_begin_alike(
-    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, taken: list[int]
-) -> None:
-    """A draft's kv_cache gets the same copies, pieces and slots as the decoding's cache."""
-    monkeypatch.setattr(batching, "MIN_COPIED", 4)
-    monkeypatch.setattr(batching, "min_shared", lambda *_: 10)
-    monkeypatch.setattr(batching, "PIECE", 64)
-    kind, own = OWN[name]
-    config = kind(**{**SIZES, **own, "n_ctx": 200})
-    models: list[Model[Any]] = [
-        Model.from_tensors(config, random_model(3, config), "cuda", dtype, FORMATS[dtype])
-        for _ in range(2)
-    ]
-    rng, model = np.random.default_rng(0), models[0]
-    begin = rng.integers(config.vocab_size, size=90)
-    prompts = [np.append(begin[: 30 * (n % 4)], rng.integers(53, size=9)) for n in range(24)]
-    options: dict[str, Any] = {"max_new_tokens": 20, "seed": 2, "stop_ids": (), "temperature": 0.7}
-    alone = [model.generate(ids, **options) for ids in prompts]
-    model.draft_model = models[1]
-    taken.clear()
-    batch = Batch(model.engine, 5, 160, tokens_at_once=100, speculate=True)
-    sequences = [pending(model.engine, ids.tolist(), **options) for ids in prompts]
-    batch.submit(sequences)
-    finish(batch)
-    for sequence, expected in zip(sequences, alone, strict=True):
-        assert tuple(sequence.tokens) == expected.tokens
-        assert tuple(sequence.logprobs) == expected.logprobs
-    assert sum(taken) > 2.5 * len([n for n in taken if n])
