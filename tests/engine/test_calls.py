@@ -56,21 +56,21 @@ def result(expression: str, names: dict[str, Any]) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = shown(eval(expression, names))
+            found = format_value(eval(expression, names))
     except PrintableError as error:
         found = f"{type(error).__name__}: {error}"
         assert found.isprintable()
     return found.replace(str(Path.cwd()), "FOLDER").replace(str(GOLDEN), "GOLDEN")
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return the `repr` of a value; numbers have six digits, and generations are short."""
     if isinstance(value, Generation):
         value = value.text, value.tokens, value.finish_reason
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list | tuple):
-        texts = ", ".join(map(shown, value))
+        texts = ", ".join(map(format_value, value))
         return f"[{texts}]" if isinstance(value, list) else f"({texts})"
     return f"{value:.6g}" if isinstance(value, float) else repr(value)
 

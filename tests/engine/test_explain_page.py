@@ -116,7 +116,13 @@ def slide(page: Any, **values: float) -> None:
 
 
 class Visit(NamedTuple):
-    """A block of tests/golden/pages/explain.txt: its lines, and the recorded lines below each."""
+    """A block of tests/golden/pages/explain.txt: its lines, and the recorded lines below each.
+
+    A line begins with a verb. `page NAME` loads a page; `click`, `focus` and `press` act as a user;
+    `script` runs JavaScript and shows its value; `text`, `first` and `names` show elements;
+    `focused ATTRIBUTE` shows the element with the focus. `each KEYS ATTRIBUTE` and `each-text KEYS
+    SELECTOR` press keys and show something for each; `each-step SELECTOR` clicks all steps.
+    """
 
     title: str
     steps: tuple[tuple[str, list[str]], ...]
@@ -142,7 +148,7 @@ def visits() -> list[Any]:
 def pages(model: GPT2, path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that returns the path of a page by its name."""
 
-    def made(name: str) -> Any:
+    def make(name: str) -> Any:
         if name == "evil":
             ids = np.array(list(EVIL.encode()), np.int32)
             return Page(collect(model.engine, byte_encoding(end=False), f"model {EVIL}", ids, 0))
@@ -154,11 +160,11 @@ def pages(model: GPT2, path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             return gemma3().explain(TEXT, layer=LAYER)
         return model.explain("x" if name == "one" else "To be " * 42)
 
-    def saved(name: str) -> Path:
+    def save(name: str) -> Path:
         folder = tmp_path_factory.getbasetemp() / f"{name}.html"
-        return path if name == "shakespeare" else made(name).save(folder)
+        return path if name == "shakespeare" else make(name).save(folder)
 
-    return cache(saved)
+    return cache(save)
 
 
 def keys(names: str) -> list[str]:
@@ -175,7 +181,7 @@ def lines_of(page: Any, selector: str) -> list[str]:
     return [printable(re.sub(r"[\d.,]+ [µm]?s\b", "TIME", each)).strip() for each in found]
 
 
-def done(page: Any, line: str) -> list[str]:
+def perform(page: Any, line: str) -> list[str]:
     """Do a line of a transcript; return the texts that it shows."""
     verb, _, rest = line.partition(" ")
     first, _, last = rest.partition(" ")
@@ -215,7 +221,7 @@ def test_a_visit(browser: Any, pages: Any, visit: Visit) -> None:
     for line, recorded in visit.steps:
         if line.startswith("page "):
             load(browser, pages(line.removeprefix("page ")))
-        shown = [f"= {each}".rstrip() for each in done(browser, line)]
+        shown = [f"= {each}".rstrip() for each in perform(browser, line)]
         before += [line, *recorded]
         after += [line, *shown]
     assert browser.get_log("browser") == []
