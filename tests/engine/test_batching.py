@@ -82,24 +82,6 @@ def test_generate_has_the_pieces_of_a_server() -> None:
     assert engine.pieces == []
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "divides"),
-    [
-        *[("bfloat16", None, True), ("float8_e4m3fn", None, True), ("float32", None, False)],
-        ("float16", "float8_e5m2", False),
-    ],
-)
-def test_models_that_divide_prompts(dtype: str, kv_dtype: str | None, divides: bool) -> None:
-    """Models divide prompts if attention over the cache is as fast as attention of a prompt."""
-    config = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=24, vocab_size=37)
-    weights = GPT2Weights.random(0, config)
-    assert GPT2(weights, "cpu", dtype, kv_dtype=kv_dtype).engine.divides_prompts
-    with running_on("forward"):
-        engine = GPT2(weights, "cuda", dtype, kv_dtype=kv_dtype).engine
-        assert engine.divides_prompts == divides
-        assert model("cuda").engine.divides_prompts  # float32 attention in any case: few channels
-
-
 @pytest.mark.parametrize("options", [{"stop_ids": [3]}, {"stop": ["\x03"]}, {}])
 def test_a_divided_prompt_follows_a_sequence_that_has_ended_early(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

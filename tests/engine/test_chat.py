@@ -349,38 +349,9 @@ def test_chat_with_a_model_from_a_folder(saved: Path, tmp_path: Path) -> None:
         talk = model.conversation(begun, arguments.pop("chat_template_kwargs", None))
         assert "".join(talk.stream(**arguments, **options)) == text
     assert talk.messages == [*HELLO, {"role": "assistant", "content": f"Hi{text}"}]
-    for call in (model.chat, model.chat_stream, model.conversation):
-        with pytest.raises(InputError, match=r"chat_template_kwargs: expected x, got \['y'"):
-            call(HELLO, chat_template_kwargs={"y": 1})
-    with pytest.raises(InputError, match="unknown keyword 'temprature'"):
-        model.chat(HELLO, temprature=1)  # type: ignore[call-arg]
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
-
-
-ATTRIBUTES = [
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ messages.__init__.__globals__ }}",
-    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "{{ raise_exception.__globals__['sys'].exit() }}",
-    "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
-    "{{ messages.append(1) }}",
-    "{% include '/etc/passwd' %}",
-    "{% import 'os' as os %}{{ os }}",
-]
-
-
-@pytest.mark.parametrize("source", ATTRIBUTES)
-def test_objects_of_python_are_out_of_reach(source: str) -> None:
-    found = []
-    try:
-        found.append(ChatTemplate(source, {}).render(HELLO))
-    except (InputError, CheckpointError) as error:
-        found.append(str(error))
-    (said,) = found
-    assert said == "" or said.startswith("the chat template ")
-    assert "Traceback" not in said
 
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
