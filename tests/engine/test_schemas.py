@@ -23,7 +23,7 @@ from gpt2block.errors import InputError
 from tests.generating import generate
 from tests.markov import MarkovEngine, byte_encoding
 
-SCHEMAS, LONGEST = 100, 400
+SCHEMAS, LONGEST = 200, 400
 MERGES = (b'": ', b'", "', b"true", b"null", b"false", b"12", b"ab", b'"}', "é".encode())
 ENCODING = byte_encoding(*MERGES)
 NAMES = ("name", "a b", "ü", "x/y", "id", "values", "unit", '"quoted"')
