@@ -6,7 +6,6 @@ tests/ops/test_attention_laws.py has the requirements of every attention kernel.
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -17,12 +16,9 @@ from numpy.typing import NDArray
 from gpt2block import InputError, ops
 from gpt2block.cuda import replaced
 from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
-from gpt2block.ops.attention import MMA_HI_LO, WGMMA_HI_LO
-from gpt2block.ops.engines import attention_tiles as tiles
 from tests import plain
 from tests.attentions import KERNELS, Kernel, as_hi_lo, assert_right, both_masks, expanded
 from tests.caches import row_width
-from tests.compiling import assert_clean
 from tests.devices import GPU, one_order, set_attributes
 from tests.gpus import H200, HOPPER_CAPABILITY, MMA_CAPABILITY, RTX, cupy_with
 
@@ -107,33 +103,3 @@ def test_too_little_shared_memory_is_refused(device: Any, monkeypatch: pytest.Mo
         large = HiLoMatrix.from_float32(device.zeros((5, 4 * 128), "float32"))
         with pytest.raises(InputError, match="head size 128: hi/lo matrices take 104,448 bytes"):
             ops.attention(large, 2, n_kv_head=1)
-
-
-# --- launches
-
-
-@pytest.mark.slow
-def test_no_spills() -> None:
-    """sm_90 compiles all kernels and the largest heads, others the kernel of most blocks."""
-    jobs = []
-    for causal, one_scale in itertools.product((False, True), repeat=2):
-        for gpu in (H200, RTX):
-            most = gpu["max_shared"]
-            sizes = tiles.AttentionSizes(8, 1024, 12, causal)
-            geometry, _ = tiles.hi_lo_geometry(sizes, one_scale, max_shared=most)
-            blocks = int(dict(geometry.defines)["ATT_BLOCKS"])
-            assert blocks == (2 if causal and one_scale and gpu is H200 else 1)
-            assert blocks * (geometry.shared + 1024) <= most + 1024
-            others = ("sm_80",) if gpu is H200 else ("sm_120",)
-            archs = ("sm_90",) * (gpu is H200) + others * (causal and one_scale)
-            jobs += [(MMA_HI_LO, arch, geometry.defines) for arch in archs]
-    large = tiles.AttentionSizes(8, 1024, 32, False, HS=128, serves=4)
-    geometry, _ = tiles.hi_lo_geometry(large, True, max_shared=MAX_SHARED)
-    jobs.append((MMA_HI_LO, "sm_90", geometry.defines))
-    # If three heads of Q share one of K, a division by 3 needs registers of the loading warp.
-    for causal, one_scale in itertools.product((False, True), repeat=2):
-        for serves in (1, 3):
-            sizes = tiles.AttentionSizes(8, 1024, 12, causal, serves=serves)
-            geometry, _ = tiles.wgmma_hi_lo_geometry(sizes, one_scale, sms=H200["sms"])
-            jobs.append((WGMMA_HI_LO, "sm_90a", geometry.defines))
-    assert_clean(jobs)

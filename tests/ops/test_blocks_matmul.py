@@ -10,7 +10,7 @@ import pytest
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from gpt2block import InputError, ops, reference
+from gpt2block import ops, reference
 from gpt2block.models.weights.gguf import random_blocks
 from gpt2block.ops.blocks_matmul import OPERATION
 from tests import devices
@@ -61,13 +61,3 @@ def test_a_value_that_is_not_finite_is_of_its_row_alone(device: Any) -> None:
         assert np.isfinite(found[:8, :17]).all()
         assert not np.isfinite(found[8]).any()
         assert np.isnan(found[:, 17]).all()
-
-
-@one_order
-def test_bad_input(device: Any) -> None:
-    """Errors beyond those that follow from the contract."""
-    x, w = device.zeros((1, 300), "float32"), device.zeros((4, 1, 144), "uint8")
-    with pytest.raises(InputError, match="x: expected rows of a multiple of 256 numbers, got 300"):
-        ops.blocks_matmul(x, w)
-    with pytest.raises(InputError, match="takes x of float16, got float32: use variant warp"):
-        ops.blocks_matmul(x[:, :256].copy(), w, "mma")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -13,18 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, WeightMatrix, ops, reference
+from gpt2block import InputError, WeightMatrix, reference
 from gpt2block.cuda import cupy as cp
-from gpt2block.cuda import kernels
 from gpt2block.models import number_formats
-from gpt2block.models.weights.conversions import ABSMAX_FILE, FP8_BLOCK, FP8_FILE
 from gpt2block.models.weights.matrix import SMALLEST, _absmax
-from gpt2block.ops.call import Call
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.ops.to_fp8 import OPERATION
-from tests.compiling import Job, assert_clean
-from tests.devices import GPU, on_every_backend, on_one_of_each, on_one_order, outputs, running_on
-from tests.launches import geometry_of, stub
+from tests.devices import GPU, on_every_backend, on_one_of_each, outputs, running_on
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -226,19 +220,6 @@ def test_largest_magnitudes(where: str, layout: str, dtype: str, shape: tuple[in
     np.testing.assert_array_equal(got[rest], np.array(expected, np.float32)[rest])
 
 
-@pytest.mark.slow
-def test_no_spills() -> None:
-    options = {"format": E4M3, "saturate": True, "block": FP8_BLOCK, "out": stub("uint8")}
-    jobs: list[Job] = []
-    for layout, dtype in zip((None, *LAYOUTS), DTYPES, strict=True):
-        x, scale = stub(dtype, (4096, 4096)), layout and stub()
-        call = Call(x=x, scale=scale, layout=layout or "KN", **options)
-        how = geometry_of(OPERATION.variant("vectors"), call)
-        jobs += [(FP8_FILE, "sm_90", how.defines)]
-        jobs += [(ABSMAX_FILE, "sm_90", kernels.stored_as(dtype))]
-    assert_clean(jobs)
-
-
 # --- WeightMatrix ---------------------------------------------------------------------------------
 
 on_numpy_and_gpu = pytest.mark.parametrize("where", ["numpy", GPU])
@@ -356,47 +337,6 @@ def test_strided_weights_become_contiguous(where: str) -> None:
 
 
 @on_numpy_and_gpu
-def test_wrong_words_and_arrays_are_refused(where: str) -> None:
-    w = matrix(where, weights())
-    for args, message in (
-        ((w, "fp8"), "dtype: expected one of float32, float16, .*e4m3fn, got 'fp8'"),
-        ((w, E5M2, "KM"), "layout: expected 'KN' or 'NK', got 'KM'"),
-        (([[1.0]], E5M2), "w: expected a NumPy or CuPy array, got list"),
-        ((w[0], E5M2), r"w: expected a matrix with elements, got shape \(24,\)"),
-        ((w[:0], E5M2), r"w: expected a matrix with elements, got shape \(0, 24\)"),
-        ((w.astype("float64"), E5M2), "w: expected float32 or .* got float64"),
-    ):
-        with pytest.raises(InputError, match=message):
-            WeightMatrix.quantize(*args)
-
-
-@on_numpy_and_gpu
-def test_what_does_not_fit_together_is_refused(where: str) -> None:
-    w = WeightMatrix.quantize(matrix(where, weights()), E4M3)
-    plain = WeightMatrix.quantize(matrix(where, weights()), "float16")
-    zero, subnormal = host(w.scale).copy(), host(w.scale).copy()
-    zero[4], subnormal[5] = 0, 1e-39
-    zero, subnormal = matrix(where, zero), matrix(where, subnormal)
-    for good, changes, message in (
-        (w, {"dtype": "float16"}, "weights: expected float16, got uint8"),
-        (plain, {"dtype": E5M2}, "weights: expected uint8, got float16"),
-        (plain, {"scale": w.scale}, "scale: expected None for float16: only FP8 has"),
-        (w, {"dtype": "int4"}, "dtype: expected one of .*, got 'int4'"),
-        (w, {"layout": "NK"}, r"scale: expected float32 \(40,\), .* got float32 \(24,\)"),
-        (w, {"scale": w.scale.astype("float16")}, r"scale: expected float32 \(24,\)"),
-        (w, {"scale": w.scale[:, None]}, r"scale: .* \(24,\), .* got float32 \(24, 1\)"),
-        (w, {"scale": 0.5}, "scale: expected a .* array, as the weights are one, got float"),
-        (w, {"scale": zero}, r"scale: expected positive normal numbers, got 0\.0 at 4"),
-        (w, {"scale": subnormal}, r"scale: expected positive normal numbers, got 1.* at 5"),
-        (w, {"data": w.data.T, "layout": "NK"}, "weights: expected a C-contiguous array"),
-        (w, {"data": w.data[0]}, "weights: expected a matrix"),
-    ):
-        with pytest.raises(InputError, match=message):
-            replace(good, **changes)
-    assert replace(w, scale=None).dequantized().max() == 448
-
-
-@on_numpy_and_gpu
 def test_times_a_power_of_two_changes_the_scales_only(where: str) -> None:
     for dtype in (E5M2, E4M3):
         w = WeightMatrix.quantize(matrix(where, weights()), dtype)
@@ -448,22 +388,3 @@ def test_the_same_on_numpy_and_gpu(layout: str, dtype: str, shape: tuple[int, in
         np.testing.assert_array_equal(there.data.get(), here.data)
         if here.scale is not None:
             np.testing.assert_array_equal(there.scale.get(), here.scale)
-
-
-@on_one_order
-def test_bad_input(where: str) -> None:
-    with running_on(where):
-        x, scale = cp.zeros((3, 48), "float32"), cp.full(48, 1, "float32")
-        for args, options, message in (
-            ((x, "float8_e3m4"), {}, "format: expected 'float8_e5m2' or .*, got 'float8_e3m4'"),
-            ((x,), {"scale": scale[:47]}, r"scale: expected shape \(48,\), got \(47,\)"),
-            ((x,), {"scale": scale, "layout": "NK"}, r"scale: expected shape \(3,\)"),
-            ((x,), {"scale": scale, "layout": "kn"}, "layout: expected 'KN' or 'NK', got 'kn'"),
-            ((x[0],), {"scale": scale}, r"x: expected shape \(K, N\), got \(48,\)"),
-            ((x,), {"scale": scale.astype("float16")}, "scale: expected float32, got float16"),
-            ((x,), {"out": x}, "out: expected uint8, got float32"),
-            ((x,), {"variant": "fast"}, "unknown variant 'fast': expected one of element, vectors"),
-            ((x,), {"block": 48}, "variant vectors: block size 48: expected one of 64, 128"),
-        ):
-            with pytest.raises(InputError, match=message):
-                ops.to_fp8(*args, **options)

@@ -14,10 +14,8 @@ import pytest
 from gpt2block import GPT2Config, LlamaConfig, Model, reference
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8, cache_dtype
-from gpt2block.errors import InputError
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.ops.linear import OPERATION as LINEAR
-from gpt2block.ops.operands import Operand
 from gpt2block.ops.registry import STEPS
 from tests import devices, gpus, plain
 from tests.devices import assert_same_bits, on_gpu
@@ -119,30 +117,6 @@ def test_rope_has_the_bits_of_the_step_alone(
         for ours, theirs in zip(*found, strict=True):
             assert_same_bits(ours, theirs)
         assert all(array.any() for array in found[0])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"n_head": 3}, "w of 512 outputs, .* expected 640 outputs, 3 heads of q"),
-        ({"operand": Operand("float16", 16)}, "terms of float16 .* expected bfloat16"),
-        ({"D": 32}, "heads of 32 channels: expected a multiple of 64"),
-    ],
-)
-@on_gpu
-def test_rope_refuses(device: Any, change: dict[str, Any], message: str) -> None:
-    options: dict[str, Any] = {
-        "n_head": 2,
-        "operand": KERNELS["linear-wgmma-bfloat16"].operand,
-        **change,
-    }
-    D = options.pop("D", 128)
-    w = matrix(4 * D, 128, "bfloat16")
-    k, v = (cupy.asarray(np.zeros((2, 4, D), DTYPES["bfloat16"])) for _ in range(2))
-    one = cupy.zeros(1, "int32")
-    x, by = cupy.zeros((1, 128), "float32"), cupy.zeros((1, D // 2, 2), "float32")
-    with pytest.raises(InputError, match=message):
-        STEPS["linear_rope"].bind((x, w, None, by, k, v, one, one), **options)
 
 
 LLAMA = LlamaConfig(

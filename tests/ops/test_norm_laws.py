@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy
-from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, VALUES
-from gpt2block.ops.layernorm import DECODE, NARROW
+from gpt2block.ops.engines.rows import VALUES
+from gpt2block.ops.layernorm import DECODE
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.layernorm_gelu import OPERATION as LAYERNORM_GELU
 from gpt2block.ops.operation import Operation
@@ -30,13 +29,11 @@ from tests.devices import (
     assert_barriers_show,
     assert_same_bits,
     moved,
-    one_order,
     running_on,
 )
 from tests.gpus import large_memory
 from tests.norms import DEFAULT, DTYPES, EPS, KERNELS, NUMPY, PAIRS, Kernel, Shape, every_kernel
 
-Array = NDArray[Any]
 device = devices.device
 
 
@@ -213,57 +210,6 @@ def test_the_public_function(where: str, kernel: Kernel, shape: Shape) -> None:
         turned = function(x.transpose(1, 0, 2), *others, **options)
         kernel.assert_right([turned.get()], host.swapaxes(0, 1), *vectors)
         assert_same_bits(x.get(), host)
-
-
-@one_order
-def test_what_is_refused(device: Any) -> None:
-    """Errors beyond those that follow from the contracts."""
-    x, gamma, beta = (cupy.zeros(shape, "float32") for shape in ((4, 4096), 4096, 4096))
-    half, short = x.astype("bfloat16"), cupy.zeros((3, 48), "float32")
-    longer = cupy.zeros((1, LONGEST_IN_REGISTERS + 4), "float32")
-    one_off = moved(np.zeros((4, 4096), np.float32), 1)
-    of = LAYERNORM, (x, gamma, beta)
-    narrow = LAYERNORM, (half, gamma, beta)
-    stats = cupy.zeros(5, "float32")
-    rms = RMSNORM, (half, half[0])
-    cases: list[tuple[Operation, tuple[Any, ...], dict[str, Any], str]] = [
-        (*of, {"variant": 1, "block": 96}, "block size 96: expected one of 32, 64"),
-        (*of, {"block": 64}, "block, mean and rstd need a variant"),
-        (*of, {"variant": 6, "block": 64}, "a row of 4,096 channels takes 256 threads"),
-        (*of, {"variant": 3, "mean": stats}, r"mean: expected shape \(4,\), got \(5,"),
-        (*of, {"variant": DECODE, "block": 64}, "no block, mean and rstd: use variant"),
-        (LAYERNORM, (one_off, gamma, beta), {"variant": DECODE}, "x: expected data aligned to 16"),
-        (*narrow, {"variant": 6}, "gamma: expected bfloat16, got float32"),
-        (*narrow, {"variant": 5}, "x: expected float32, got bfloat16"),
-        (*narrow, {"variant": NARROW, "block": 64}, "narrow has no block, mean and"),
-        (*narrow, {"out": half.astype("float16")}, "out: expected bfloat16, got float"),
-        (LAYERNORM, (half, half[0], beta), {"variant": NARROW}, "gamma: expected float32, got bf"),
-        (*rms, {"out": half[:2]}, r"out: expected shape \(4, 4096\)"),
-        (*rms, {"block": 48}, "block size 48: expected one of 32, 64"),
-        (*rms, {"block": 64}, "registers of 64 threads hold 2,048: use a larger block"),
-        (RMSNORM, (half.T, half[0, :4]), {}, "x: expected equally spaced contiguous rows"),
-        (LAYERNORM_GELU, (x, gamma), {"variant": "optimized"}, "optimized: has no gamma and beta"),
-        (LAYERNORM_GELU, (x,), {"block": 100}, "block size 100: expected one of 32, 64, 128, 256"),
-        (LAYERNORM_GELU, (x,), {"block": 1024}, "block size 1024: expected one of 32"),
-        (LAYERNORM_GELU, (longer,), {}, "rows of 16,388 values: .* use another variant"),
-        (LAYERNORM_GELU, (longer,), {"block": 64}, "64 threads hold 2,048: use a larger block"),
-        (SOFTMAX, (short,), {"causal": True}, r"\(\.\.\., T, T\) with causal, got \(3, 48\)"),
-        (SOFTMAX, (short[0],), {"causal": True}, "with causal, got"),
-        (SOFTMAX, (short,), {"out": short[:2]}, r"out: expected shape \(3, 48\)"),
-        (SOFTMAX, (short,), {"out": x.T}, "out: expected a C-contiguous array"),
-        (SOFTMAX, (short,), {"block": 48}, "variant rows: block size 48: expected one of 32, 64"),
-        (SOFTMAX, (longer,), {"variant": "rows"}, "rows of 16,388 values: .* use another variant"),
-    ]  # fmt: skip
-    for operation, arrays, options, message in cases:
-        out = options.pop("out", None)
-        attrs = {"eps": EPS} if operation is LAYERNORM else {}
-        with pytest.raises(InputError, match=message):
-            operation.bind(arrays, out, **attrs, **options)
-    for variant in (NARROW, DECODE):
-        with pytest.raises(InputError, match="writes no mean and rstd"):
-            ops.layernorm(x, gamma, beta, variant=variant, stats=True)
-    assert ops.layernorm_gelu(longer, variant="optimized").shape == longer.shape
-    assert ops.softmax(longer).shape == longer.shape
 
 
 # --- planted mistakes, on the emulator ------------------------------------------------------------

@@ -6,37 +6,29 @@ tests/engine/test_launch_lists.py compares the choice of tiles on seven GPUs wit
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from itertools import cycle, product
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch_lists import lists
 
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import FP8, Defines, Geometry, stored_as
+from gpt2block.cuda.kernels import FP8, Geometry
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.ops.engines import (
     gemm_mma,
     gemm_wgmma,
     linear_mma_tiles,
-    linear_tiles,
     linear_wgmma,
     rmsnorm_mma,
-    rmsnorm_wgmma,
 )
 from gpt2block.ops.engines import linear_matvec as matvec
 from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines.rmsnorm_matvec import geometry as rmsnorm_matvec
-from gpt2block.ops.gguf import range_defines
 from gpt2block.ops.products import room
-from tests.compiling import Job, assert_clean
-from tests.gpus import A100, GPUS, H200, RTX, T4, TURING, Gpu
-from tests.products import FP8_E4M3, GPT2, GROUPED, MATMUL, WEIGHTS
+from tests.gpus import A100, GPUS, H200, RTX, T4, Gpu
+from tests.products import GPT2, WEIGHTS
 
 SMS, MAX_SHARED = H200["sms"], H200["max_shared"]
 SHARED = 64 << 10  # bytes of shared memory that a block can have from sm_75 on
@@ -234,172 +226,3 @@ def test_sizes_that_do_not_lie_on_16_bytes_are_told() -> None:
         assert not rmsnorm_mma.fits(*odd)
     for odd in ((8, 16, 16, 1, "KN"), (16, 8, 8, 1, "NK")):
         assert not rmsnorm_mma.fits(*odd)
-
-
-# --- kernels compile without spills ---------------------------------------------------------------
-
-# Epilogues: with GELU, with a residual, with a result of another dtype.
-ENDS: list[dict[str, Any]] = [
-    {"residual": True}, {"residual": True, "other_out": True}, {"gelu": True, "residual": True},
-]  # fmt: skip
-HI_LO_ENDS: list[dict[str, Any]] = [
-    {"hi_lo": True, "gelu": True, "other_out": True}, {"hi_lo": True, "residual": True},
-]  # fmt: skip
-GATED: list[dict[str, Any]] = [{"gated": True, "gelu": True}]
-
-
-def gemm_tiles() -> Iterator[Job]:
-    """Yield each tile with one of the epilogues that need most registers."""
-    g, old = gemm_mma, [TURING]
-    for tiles, ends, gpus in (
-        (g.TILES + g.SMALL_TILES, ENDS, GPUS),
-        (g.GATED_TILES, GATED, GPUS),
-        (g.HI_LO_TILES, HI_LO_ENDS, GPUS),
-        (g.WITHOUT_COPIES, ENDS, old),
-        (g.GATED_WITHOUT_COPIES, GATED, old),
-        (g.HI_LO_WITHOUT_COPIES, HI_LO_ENDS, old),
-    ):
-        for tile, end, (arch, gpu) in zip(tiles, cycle(ends), cycle(gpus), strict=False):
-            options: Any = {**end, "tile": tile}
-            try:
-                found = arch, g.geometry(500, 768, 768, **options, **gpu)
-            except ValueError:  # no room for this tile, and none is left to choose from
-                found = "sm_90", g.geometry(500, 768, 768, **options, **H200)
-            file, dtype = (g.HI_LO_FILE, "float16") if "hi_lo" in end else (g.FILE, "bfloat16")
-            yield file, found[0], (*stored_as(dtype), *found[1].defines)
-
-
-def gemm_wgmma_job(file: str, stored: Defines, tile: Any, **options: Any) -> Job:
-    how, _ = gemm_wgmma.geometry(500, 768, 768, sms=SMS, tile=tile, **options)
-    assert how.shared <= MAX_SHARED
-    return file, "sm_90a", (*stored, *how.defines)
-
-
-def gemm_wgmma_tiles() -> Iterator[Job]:
-    """Yield each tile with GELU, with a residual or without both, and some further epilogues.
-
-    FP8 weights alternate between both formats, with scales or without.
-    """
-    g, fp8_tiles = gemm_wgmma, gemm_wgmma.OF_REGISTERS + gemm_wgmma.STREAMED
-    one_end: list[dict[str, Any]] = [{}, {"gelu": True}, {"residual": True}]
-    further = (("float16", {"other_out": True}), ("float16", {"gelu": True}))
-    fp8 = [
-        (
-            ("float16", [*FP8][i % 2]),
-            {**end, "fp8": True, "scaled": i % 3 < 2, "other_out": i % 4 > 1},
-        )
-        for i, end in product(range(12), one_end)
-    ]
-    for file, tiles, ends in (
-        (g.FILE, g.TILES, [("bfloat16", end) for end in one_end]),
-        (g.FILE, g.TILES[:4], [*further, *(("bfloat16", end) for end in ENDS[1:])]),
-        (g.HI_LO_FILE, g.HI_LO_TILES, [("", end) for end in HI_LO_ENDS]),
-        (g.FP8_FILE, 6 * fp8_tiles, fp8),
-    ):
-        each: Any
-        for tile, (dtypes, each) in zip(tiles, cycle(ends), strict=False):
-            names = (dtypes,) if isinstance(dtypes, str) else dtypes
-            yield gemm_wgmma_job(file, stored_as(*names) if dtypes else (), tile, **each)
-
-
-def gguf_wgmma_tiles() -> Iterator[Job]:
-    """Yield tiles for prompts with alternating types and epilogues."""
-    names = cycle(TYPES)
-    tiles = gemm_wgmma.OF_REGISTERS + gemm_wgmma.STREAMED
-    for other_out, tile in product((False, True), tiles):
-        w = GgufMatrix.random([(next(names), 128), (next(names), 128)], 256)
-        size = max(TYPES[name].tile for name, _ in w.ranges)
-        ends = {"residual": other_out, "scaled": not other_out, "other_out": other_out}
-        stored = *stored_as("float16", GGUF), *range_defines(w)
-        yield gemm_wgmma_job(gemm_wgmma.GGUF_FILE, stored, tile, row_group=size, **ends)
-
-
-def matmul_tiles() -> Iterator[Job]:
-    """Yield tiles that alternate between widths of loads and between architectures."""
-    for i, (tile, groups) in enumerate(GROUPED):
-        how = MATMUL.registers_geometry(tile, groups, 1000, 1000, (1, 4)[(i + i // 2) % 2])
-        assert how.block[0] <= 512
-        assert how.shared <= SHARED
-        yield MATMUL.REGISTERS, ("sm_75", "sm_80", "sm_90")[i % 3], how.defines
-
-
-def rmsnorm_wgmma_tiles() -> Iterator[Job]:
-    """Yield tiles that alternate between dtypes, and between RoPE and no RoPE."""
-    turns = cycle((("float16", True), ("bfloat16", False)))
-    for matrices, layout in product((1, 2), ("KN", "NK")):
-        for tile in rmsnorm_wgmma.tiles(matrices, layout):
-            dtype, rope = next(turns)
-            options: Any = {"layout": layout, "turns": rope, "tile": tile}
-            how, _ = rmsnorm_wgmma.geometry(matrices, 500, 4096, 4096, sms=SMS, **options)
-            assert how.shared <= MAX_SHARED
-            assert how.grid[0] % tile.cluster == 0
-            yield rmsnorm_wgmma.FILE, "sm_90a", (*stored_as(dtype), *how.defines)
-
-
-def rmsnorm_mma_tiles() -> Iterator[Job]:
-    """Yield each tile for one of the GPUs with room for it.
-
-    The tile for many rows, which has most registers, comes in each dtype. Tiles with many
-    registers have a residual.
-    """
-    cases: list[tuple[str, str | None, dict[str, Any]]] = [
-        ("float16", None, {"M": 500, "tile": tile, "residual": tile.rows >= 64})
-        for tile in rmsnorm_mma.TILES
-    ]
-    narrow = [*product(("float16", "bfloat16"), FP8), ("bfloat16", None)]
-    cases += [(*each, {"M": 4096}) for each in narrow]
-    for i, (dtype, weights, options) in enumerate(cases):
-        options |= {"weight": 1 if weights else 2, "layout": ("KN", "NK")[i % 2]}
-        found = []
-        for arch, gpu in (*GPUS, TURING):
-            with suppress(ValueError):  # no room for this tile, and none is left to choose from
-                found.append((arch, rmsnorm_mma.geometry(2, N=4096, K=4096, **options, **gpu)))
-        arch, how = found[i % len(found)]
-        yield rmsnorm_mma.FILE, arch, (*stored_as(dtype, weights), *how.defines)
-
-
-def linear_tiles_jobs() -> Iterator[Job]:
-    """Yield tiles of matmul/prompt/cores.cu, whose blocks need at most 128 registers per thread."""
-    stored = {1: stored_as("float32", FP8_E4M3), 2: stored_as("bfloat16"), 4: ()}
-    for i, tile in enumerate(linear_tiles.TILES):
-        for arch, size in (("sm_75", 4), ("sm_90", 1 + i % 2)):
-            how = linear_tiles.geometry(1000, 1000, size, 8, 4, size == 2, SMS, SHARED, tile)
-            assert how.block[0] <= 256
-            assert how.shared <= SHARED
-            yield linear_tiles.FILE, arch, (*stored[size], *how.defines)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("jobs", "max_registers"),
-    [
-        *((jobs, 255) for jobs in (gemm_tiles, gemm_wgmma_tiles, gguf_wgmma_tiles, matmul_tiles)),
-        *((jobs, 255) for jobs in (rmsnorm_wgmma_tiles, rmsnorm_mma_tiles)),
-        (linear_tiles_jobs, 128),
-    ],
-)
-def test_no_tile_spills(jobs: Callable[[], Iterator[Job]], max_registers: int) -> None:
-    assert_clean(list(jobs()), max_registers=max_registers)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("card", ["7.5", "9.0", "12.0"])
-def test_no_chosen_kernel_of_decoding_spills(card: str) -> None:
-    """Compile some of the programs of the listed products and generations on a GPU."""
-    arch = f"sm_{card.replace('.', '')}{'a' * (card == '9.0')}"
-    wanted = re.compile(rf"{card} (products linear .*|generation (llama|gpt2)(-\d+)? .*)").fullmatch
-    builds: dict[tuple[str, str, str], None] = {}
-    for _, lines in lists(card, lambda name: wanted(name) is not None):
-        for line in lines:
-            if " matmul/decode/" in line:
-                launch, constants = line.split(" | ")[2:4]
-                assert "beyond its limit" not in launch
-                kernel, file, _ = launch.split(maxsplit=2)
-                builds[file, constants, kernel] = None
-    some = list(builds)[::9]
-    assert len(some) > 50
-    jobs: list[Any] = [
-        (file, arch, tuple(tuple(each.split("=")) for each in constants.split()))
-        for file, constants, _ in some
-    ]
-    assert_clean(jobs, [kernel for *_, kernel in some])

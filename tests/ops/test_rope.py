@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,11 +15,9 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy as cp
-from gpt2block.cuda import kernels
 from gpt2block.ops import registry
 from gpt2block.ops.rope import (
     BLOCKS,
-    FILE,
     MAX_POSITIONS,
     OPERATION,
     choose_geometry,
@@ -29,7 +25,6 @@ from gpt2block.ops.rope import (
 )
 from tests import plain
 from tests.caches import DTYPES, FORMATS, KINDS, Heads, row_width
-from tests.compiling import Job, assert_clean
 from tests.devices import H200, combinations, moved, on_every_device, one_order, running_on
 from tests.gpus import large_memory
 
@@ -110,11 +105,6 @@ def test_start_continues_a_sequence_and_distances_are_what_counts() -> None:
     q, k = np.broadcast_to(normal(1, 8), (40, 1, 8)), np.broadcast_to(normal(2, 8), (40, 1, 8))
     q, k = (reference.rope(a.astype(np.float64))[:, 0] for a in (q, k))
     np.testing.assert_allclose(q[7] @ k[3], q[36] @ k[32], rtol=1e-12)
-
-
-def test_an_odd_head_is_refused() -> None:
-    with pytest.raises(InputError, match="head size D 5: expected an even"):
-        reference.rope(normal(0, 3, 2, 5))
 
 
 @given(
@@ -413,38 +403,6 @@ def test_rotations_and_linear_rope_on_numpy() -> None:
     assert k.any()
 
 
-@one_order
-def test_rows_that_are_refused(device: Any) -> None:
-    x, i32 = device.zeros((5, 64), "float32"), device.zeros(5, "int32")
-    k, f64 = device.zeros((2, 6, 16), "float32"), device.zeros(4, "float64")
-    turn: Any = {"n_head": 6, "n_kv_head": 1}
-    cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: ops.rope_qkv(x, i32, f64, 4, 3), "n_kv_head: expected a divisor of n_head 4, got"),
-        (lambda: ops.rope_qkv(x, i32, f64, 4, 1), r"qkv: expected \(T, 48\) or \(B, T, 48\), 6 h"),
-        (lambda: ops.rope_qkv(x, i32, f64, **turn, half_split=x), "half_split: expected True or F"),
-        (lambda: ops.rope_append(x, f64, k, k, i32, i32, 4), "k: overlaps v: expected another arr"),
-        (lambda: ops.rope_append(x, f64, k, k.copy(), i32, i32, 6), r"qkv: expected \(N, 80\), 6"),
-    ]
-    for call, message in cases:
-        with pytest.raises(InputError, match=message):
-            call()
-
-
-# --- with NVRTC -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_compiles_without_spills() -> None:
-    jobs: list[Job] = []
-    for dtype, half_split, T in product(DTYPES, (False, True), (1, 10**5)):
-        width = 16 // np.dtype(DTYPES[dtype]).itemsize
-        geometry = choose_geometry(1, T, 32, 128, half_split, width, H200)
-        archs = ("sm_75", "sm_90") if (dtype, T) == ("float16", 10**5) else ("sm_90",)
-        constants = (*kernels.STORAGE[dtype], *geometry.defines)
-        jobs += [(FILE, arch, constants) for arch in archs]
-    assert_clean(jobs)
-
-
 # --- on the GPU alone -----------------------------------------------------------------------------
 
 
@@ -496,30 +454,3 @@ def test_more_elements_than_an_int_counts() -> None:
         for t in (0, 1, T // 2, T - 1):
             assert_right(x[t : t + 1].get(), row[None], t)
         del x
-
-
-@pytest.mark.gpu
-def test_bad_input() -> None:
-    x = cp.zeros((3, 2, 8), "float16")
-    cases: tuple[tuple[Any, dict[str, Any], str], ...] = (
-        (x[None, None], {}, r"x: expected \(T, H, D\) or \(B, T, H, D\), got \(1, 1, 3, 2, 8\)"),
-        (x[..., :5], {}, "head size D 5: expected an even"),
-        (cp.zeros((65536, 1, 1, 2), "float16"), {}, "at most 65,535 sequences in a call"),
-        (x, {"start": -1}, r"start: expected a whole number from 0 to 1,048,573 .* got -1"),
-        (x, {"start": 1.5}, "start: expected a whole number"),
-        (x, {"start": True}, "start: expected a whole number"),
-        (x, {"start": MAX_POSITIONS - 2}, "for 3 positions, got 1048574"),
-        (x, {"theta": 0.5}, "theta: expected a number from 1"),
-        (x, {"theta": math.inf}, "theta: expected a number from 1"),
-        (x, {"theta": math.nan}, "theta: expected a number from 1"),
-        (x, {"theta": "10000"}, "theta: expected a number from 1"),
-        (x, {"block": 48}, "block size 48: expected one of 32, 64"),
-    )
-    for array, options, message in cases:
-        with pytest.raises(InputError, match=message):
-            ops.rope(array, **options)
-    with pytest.raises(InputError, match="x: expected a contiguous last axis"):
-        OPERATION.bind((x.transpose(0, 2, 1),))
-    same = cp.broadcast_to(x[0], (5, 2, 8))
-    with pytest.raises(InputError, match="elements of x share memory"):
-        ops.rope(same, out=same)
