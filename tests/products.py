@@ -726,12 +726,6 @@ EDGES: Table = {
     "gemm-mma-bfloat16-to-bfloat16": [Case(37, 32, 48, residual=True, tile=NARROW)],
     "gemm-wgmma-bfloat16-to-bfloat16": [Case(37, 32, 48, residual=True)],
 }
-ANYWHERE: Table = {
-    "matmul-*": [Case(42, 48, 52)],
-    "linear-tiles-*": [Case(42, 48, 52, residual=True)],
-    "linear-wgmma-*": [Case(M, 256, N, bias=False, residual=True)
-                       for M, N in ((5, 130), (70, 130), (70, 131))],
-}  # fmt: skip
 REFERENCES: Table = {
     "linear-matvec-float8_e4m3fn": [
         Case(2, 5, 3, **ends) for ends in ({}, ENDS, {"norm": True}, FULL)],

@@ -42,27 +42,6 @@ def assert_computed(device: Any, kernel: Kernel, T: int, heads: Heads, causal: b
     assert_right(kernel(device, qkv, [T], heads, causal), qkv, [T], heads, causal)
 
 
-@pytest.mark.parametrize(
-    ("device", "variant", "block"),
-    [
-        ("shuffled", "naive", 32),
-        ("shuffled", "online", 64),
-        slow("shuffled", "naive", 128),
-        slow("shuffled", "online", 256),
-        *(
-            pytest.param("gpu", name, block, marks=GPU.marks)
-            for name in ("naive", "online")
-            for block in OPERATION.variant(name).blocks
-        ),
-    ],
-    indirect=["device"],
-)
-def test_block_sizes(device: Any, variant: str, block: int) -> None:
-    kernel = Kernel(partial(by_length, variant, block=block))
-    for T, causal in ((40, False), (300, True)):
-        assert_computed(device, kernel, T, (3, 3, 16), causal)
-
-
 @pytest.mark.parametrize("device", ["shuffled"], indirect=True)
 def test_tiles_for_little_shared_memory(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU with 64 KB of shared memory per block gets smaller tiles."""
@@ -84,17 +63,6 @@ def test_missing_warp_barriers_show() -> None:
 
 
 # --- launches
-
-
-def test_tiles_fit_the_shared_memory() -> None:
-    geometry = online_geometry(8, 1024, 12, 64, NKV=12, block=None, max_shared=H200)
-    assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
-    for size in (4, 64, 128, 256):
-        for limit in (99 * 1024, H200):
-            geometry = online_geometry(1, 4096, 1, size, NKV=1, block=None, max_shared=limit)
-            assert geometry.shared <= limit
-    one = online_geometry(1, 4096, 1, 256, NKV=1, block=None, max_shared=T4)
-    assert (one.shared <= T4, dict(one.defines)["AO_ONE_TILE"]) == (True, 1)
 
 
 # --- calls

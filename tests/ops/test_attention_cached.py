@@ -28,7 +28,6 @@ from gpt2block.ops.attention_cached import (
     ATTENTION_SPLIT,
     KV_APPEND,
     SPLIT,
-    append_geometry,
     split_geometry,
     tiles_geometry,
 )
@@ -364,37 +363,6 @@ def test_append_of_hi_lo_rows(device: Any) -> None:
 
 
 # --- launches
-
-
-def test_launches() -> None:
-    for M, cluster in ((1, 8), (4, 8), (8, 4), (16, 2), (64, 1), (512, 1)):
-        geometry = split_geometry(M, 1024, (12, 12, 64), 2, 132, H200, True)
-        assert (geometry.grid, geometry.block) == ((cluster, 12, M), (128,))
-    geometry = tiles_geometry(8, 1024, (12, 12, 64), 2, H200)
-    assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
-    for longest in (1, 5000):  # the keys per tile depend only on the head size
-        assert tiles_geometry(1, longest, (12, 12, 64), 2, H200).defines == geometry.defines
-    for itemsize in (1, 2, 4):  # heads of 512 channels fit on a GPU with 99 KB of shared memory
-        assert tiles_geometry(1, 99, (8, 1, 512), itemsize, 101376).block == (64,)
-        assert split_geometry(1, 99, (8, 1, 512), itemsize, 170, 101376, True).shared <= 101376
-    # Loads are as wide as the alignment of the rows and of the cache permits.
-    for narrow, rows, cache, width in (
-        (False, 16, 16, 8), (False, 4, 4, 1), (True, 4, 4, 2), (False, 4, 2, 1)
-    ):  # fmt: skip
-        of = append_geometry(5, 768, 2304, 2, rows, cache, narrow)
-        assert dict(of.defines)["KV_WIDTH"] == width
-
-
-@given(
-    serves=st.integers(1, 9), size=st.integers(1, 128), limit=st.sampled_from([H200, 65536, 49152]),
-    M=st.integers(1, 64), n_ctx=st.integers(1, 4096),
-)  # fmt: skip
-def test_teams_serve_every_head(serves: int, size: int, limit: int, M: int, n_ctx: int) -> None:
-    """Heads of Q that share keys are divided among as few teams as their size permits."""
-    geometry = split_geometry(M, n_ctx, (2 * serves, 2, size), 2, 132, limit, True)
-    queries = int(dict(geometry.defines)["AS_QUERIES"])
-    assert geometry.grid[1] == 2 * -(-serves // queries)
-    assert geometry.shared <= limit
 
 
 # --- calls, and sizes for a GPU

@@ -20,16 +20,10 @@ from gpt2block.emulator import Order
 from gpt2block.ops.attention import MMA, VARLEN
 from gpt2block.ops.engines.attention_tiles import (
     MMA_TILES,
-    WGMMA_HI_LO_SHARED,
-    WGMMA_SHARED,
     AttentionSizes,
     AttentionTile,
     alternate_geometry,
     alternates,
-    mma_geometry,
-    mma_stage,
-    wgmma_geometry,
-    wgmma_hi_lo_geometry,
 )
 from tests import plain
 from tests.attentions import (
@@ -57,7 +51,7 @@ from tests.devices import (
     slow,
     with_source,
 )
-from tests.gpus import H200, HOPPER_CAPABILITY, RTX, Gpu, cupy_with
+from tests.gpus import H200, HOPPER_CAPABILITY, cupy_with
 
 Array = NDArray[Any]
 ONE: Heads = (1, 1, 64)
@@ -156,26 +150,6 @@ def test_what_is_left_out_shows(old: str, new: str, kind: str) -> None:
 # --- launches ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpu", [H200, RTX], ids=["H200", "RTX"])
-def test_shared_memory_holds_two_tiles_at_least(gpu: Gpu) -> None:
-    for tile in MMA_TILES[64]:
-        geometry, _ = mma_geometry(AttentionSizes(8, 1024, 12, True), **gpu, tile=tile)
-        assert 2 * mma_stage(64) <= geometry.shared <= gpu["max_shared"]
-        assert geometry.shared == dict(geometry.defines)["ATT_STAGES"] * mma_stage(64)
-
-
-@pytest.mark.parametrize("hi_lo", [False, True])
-def test_the_grid_of_hopper(hi_lo: bool) -> None:
-    """There is a block per tile of queries, up to the number of multiprocessors."""
-    of = partial(wgmma_hi_lo_geometry, one_scale=True) if hi_lo else wgmma_geometry
-    shared, rows = (WGMMA_HI_LO_SHARED, 64) if hi_lo else (WGMMA_SHARED[64], 128)
-    for B, T, NH in ((1, 1, 1), (1, 1024, 12), (8, 1024, 12), (3, 129, 2)):
-        geometry, band = of(AttentionSizes(B, T, NH, True), sms=H200["sms"])
-        assert geometry.grid == (min(H200["sms"], B * NH * -(-T // rows)),)
-        assert geometry.shared == shared <= H200["max_shared"]
-        assert 1 <= band <= B * NH
-
-
 @pytest.mark.parametrize(
     ("B", "T", "causal", "few"),
     [
@@ -192,15 +166,6 @@ def test_alternate_keys_are_for_few_sequences(B: int, T: int, causal: bool, few:
     geometry, band = alternate_geometry(sizes, sms=H200["sms"])
     assert geometry.grid == (min(132, 12 * B * -(-T // 64)),)
     assert 1 <= band <= 12 * B
-
-
-def test_packed_rows_count_once() -> None:
-    """The choice uses the number of rows: T = 1,024 is only an upper bound of the lengths.
-
-    2,048 rows are two sequences of 1,024 tokens, 1,088 rows for example 1,024 and 64 tokens.
-    """
-    for rows, few in ((2048, False), (1088, True)):
-        assert alternates(AttentionSizes(2, 1024, 12, True), H200["sms"], rows) == few
 
 
 @pytest.mark.parametrize("HS", [64, slow(128), slow(256)])

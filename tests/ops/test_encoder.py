@@ -15,7 +15,7 @@ from gpt2block.cuda import cupy as cp
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.encoder import OPERATION
 from tests import plain
-from tests.devices import combinations, moved, on_every_backend, on_every_device, outputs
+from tests.devices import combinations, on_every_backend, on_every_device, outputs
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -69,16 +69,6 @@ def test_any_number_of_channels(where: str, C: int) -> None:
     wte, wpe = tables(20, 6, C)
     ids = random_ids(20, 3, 6)
     np.testing.assert_array_equal(evaluate(where, "1", ids, wte, wpe), wte[ids] + wpe)
-
-
-@on_every_backend
-@on_every_variant
-@pytest.mark.parametrize("block", [32, 64, 1024])
-def test_block_sizes_and_one_sequence(where: str, variant: str, block: int) -> None:
-    wte, wpe = tables(20, 40, 20)
-    ids = random_ids(20, 33)
-    got = evaluate(where, variant, ids, wte, wpe, block)
-    np.testing.assert_array_equal(got, wte[ids] + wpe[:33])
 
 
 @on_every_device
@@ -146,12 +136,3 @@ def test_the_op() -> None:
         np.testing.assert_array_equal(got.get(), expected[0])
     for turned in (ids.T, cp.asarray(ids).T):
         np.testing.assert_array_equal(ops.encoder(turned, *on_device).get(), wte[ids.T] + wpe[:2])
-
-
-@pytest.mark.gpu
-def test_rows_that_do_not_start_on_16_bytes() -> None:
-    wte, wpe = tables(20, 6, 48)
-    ids = random_ids(20, 2, 5)
-    odd = moved(wte, 1)
-    got = ops.encoder(ids, odd, cp.asarray(wpe)).get()
-    np.testing.assert_array_equal(got, wte[ids] + wpe[:5])

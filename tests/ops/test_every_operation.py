@@ -7,7 +7,8 @@ soon as the registry lists it; its special features are tested in its own file.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -41,11 +42,12 @@ LISTED = {(kernel.operation.name, kernel.variant) for kernel in KERNELS}
 
 
 def cases() -> Iterator[Any]:
-    """Yield all dtypes and both sizes: on the emulator, all but one case of a variant are slow.
+    """Yield all dtypes, both sizes and all block sizes: most cases are slow on the emulator.
 
-    The emulator compiles a program for each case. Variants of LISTED run only with --slow: laws of
-    products and norms test them. Kernels of tensor cores have other instructions on GPUs of compute
-    capability 7.5 ("turing").
+    The emulator compiles a program for each case. It runs one dtype and size of a variant by
+    default, and the smallest block; variants of LISTED run only with --slow: laws of products and
+    norms test them. Kernels of tensor cores have other instructions on GPUs of compute capability
+    7.5 ("turing").
     """
     for name, operation in OPERATIONS.items():
         for place, variant in enumerate(operation.variants):
@@ -53,7 +55,7 @@ def cases() -> Iterator[Any]:
             usual = variant.dtypes[place % len(variant.dtypes)] if variant.dtypes else dtypes[0]
             for dtype, size in product(dtypes, range(2)):
                 case = f"{name}-{variant.name}-{dtype}-{size}"
-                arguments = operation, variant, dtype, size
+                arguments = operation, variant, dtype, size, None
                 of_variant = place % 2 or int(variant.name == "wgmma")
                 is_usual = (name, variant.name) not in LISTED and (dtype, size) == (
                     usual,
@@ -67,6 +69,12 @@ def cases() -> Iterator[Any]:
                     marks = () if fast else pytest.mark.slow
                     yield pytest.param(order, *arguments, id=f"{case}-{device}", marks=marks)
                 yield pytest.param("gpu", *arguments, id=f"{case}-gpu", marks=pytest.mark.gpu)
+            for n, block in enumerate(variant.blocks):
+                arguments, case = (operation, variant, usual, 1, block), f"{name}-{variant.name}"
+                marks = pytest.mark.slow if n else ()
+                yield pytest.param("shuffled", *arguments, id=f"{case}-block{block}", marks=marks)
+                marks = pytest.mark.gpu
+                yield pytest.param("gpu", *arguments, id=f"{case}-block{block}-gpu", marks=marks)
 
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda o: o.name)
@@ -89,16 +97,16 @@ def attrs_of(operation: Operation, size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("device", "operation", "variant", "dtype", "size"), list(cases()), indirect=["device"]
+    ("device", "operation", "variant", "dtype", "size", "block"), list(cases()), indirect=["device"]
 )
 def test_a_variant_is_right(
-    operation: Operation, variant: Variant, dtype: str, size: int, device: Any
+    operation: Operation, variant: Variant, dtype: str, size: int, block: int | None, device: Any
 ) -> None:
     here = operation.with_workload(attrs=attrs_of(operation, size))
     layout = (operation.workload.layout, "NK")[size]
     host, truth = workload.inputs_and_truth(here, sizes_of(operation, size), dtype, layout)
     arrays = tuple(map(workload.uploaded, host))
-    options = {**here.workload.attrs, **workload.options_for(here, variant)}
+    options = {**here.workload.attrs, **workload.options_for(here, variant, block)}
     try:
         bound = here.bind(arrays, **options)
     except InputError as problem:
@@ -146,6 +154,39 @@ def test_the_function_takes_arrays_in_strides(operation: Operation, device: Any)
     got = getattr(ops, operation.name)(*arrays, **here.workload.attrs)
     got = got[0] if isinstance(got, tuple) else got
     devices.assert_same_bits(got.get(), expected.get())
+
+
+@on_devices
+@every_operation
+def test_arrays_at_any_address(operation: Operation, device: Any) -> None:
+    """Inputs, all or one, and the output begin one element after a multiple of 512 bytes.
+
+    The operation refuses them or is right, perhaps with another variant or narrower loads.
+    """
+    here = operation.with_workload(attrs=attrs_of(operation, 0))
+    dtype, layout = operation.workload.dtypes[0], operation.workload.layout
+    host, truth = workload.inputs_and_truth(here, sizes_of(operation, 0), dtype, layout)
+    there = tuple(map(workload.uploaded, host))  # a launch does not keep its arrays alive
+    function, options = getattr(ops, operation.name), here.workload.attrs
+    arrays = [n for n, each in enumerate(host) if isinstance(each, np.ndarray) and each.ndim]
+    calls: list[Callable[[], Any]] = []
+    for places in (arrays, *([n] for n in arrays)):
+        given = [devices.moved(host[n], 1) if n in places else e for n, e in enumerate(there)]
+        calls.append(partial(function, *given, **options))
+    bound = here.bind(there, **options)
+    if not any(bound.out is each for each in there):
+        out = devices.moved(bound.out.get(), 1)
+        calls.append(lambda: here.bind(there, out, **options).run())
+    refusals = list[str]()
+    for call in calls:
+        try:
+            got = call()
+        except InputError as problem:
+            refusals.append(str(problem))
+        else:
+            got = got[0] if isinstance(got, tuple) else got
+            assert workload.errors(got.get(), truth)[1] <= workload.tolerance(dtype)
+    assert all("expected data aligned to" in each for each in refusals)
 
 
 @every_operation

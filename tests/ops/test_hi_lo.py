@@ -155,22 +155,6 @@ def test_rows_of_a_matrix(device: Any, C: int, dtype: str) -> None:
     np.testing.assert_array_equal(out.get(), x[indices])
 
 
-@one_order
-@pytest.mark.parametrize("C", [2, 64, 130])
-def test_hi_lo_rows_into_a_cache(device: Any, C: int) -> None:
-    """Rows and positions outside the cache are skipped."""
-    qkv = plain.normal(C, 5, 3 * C)
-    row, position = np.array([1, 0, -1, 1, 2], np.int32), np.array([3, 0, 1, 4, 0], np.int32)
-    k, v = (device.zeros((2, 4, C), "float32") for _ in "kv")
-    at = map(device.asarray, (row, position))
-    ops.kv_append(ops.hi_lo(device.asarray(qkv)), k, v, *at)
-    joined = reference.joined(*reference.hi_lo(qkv))
-    for got, part in ((k, joined[:, C : 2 * C]), (v, joined[:, 2 * C :])):
-        expected = np.zeros((2, 4, C), np.float32)
-        expected[1, 3], expected[0, 0] = part[0], part[1]
-        np.testing.assert_array_equal(got.get(), expected)
-
-
 @every_order
 @pytest.mark.parametrize(("rows", "C"), [(5, 768), (3, 300)])
 def test_hi_lo_layernorm(order: str, rows: int, C: int) -> None:
@@ -277,28 +261,6 @@ def test_rows_and_weights_at_the_ends_of_float32(cp: ModuleType) -> None:
         norm = (np.abs(a).astype(np.float64) @ np.abs(w.T).astype(np.float64))[~beyond]
         assert (off <= norm * 2.0**-20 + 2.0**-126).all()
         assert beyond.any()
-
-
-@pytest.mark.gpu
-def test_hi_lo_layernorm_product_and_attention(cp: ModuleType) -> None:
-    """The public functions are called one after another; the result is compared with float64."""
-    x, gamma, beta = inputs(100, 128)
-    w, bias = plain.normal(3, 128, 384), plain.normal(4, 384)
-    vectors = cp.asarray(gamma), cp.asarray(beta)
-    n = ops.layernorm(cp.asarray(x), *vectors, dtype="hi_lo")
-    assert isinstance(n, HiLoMatrix)
-    assert_normalized([n.get()], (x, gamma, beta))
-    matrix = HiLoMatrix.from_float32(cp.asarray(np.ascontiguousarray(w.T)))
-    bound = layernorm_bound(gamma, beta) * float(np.abs(w).sum(axis=0).max()) + 4
-    qkv = ops.gemm(n, matrix, cp.asarray(bias), dtype="hi_lo", bound=bound)
-    assert qkv.one_scale == scale_for(bound)
-    np.testing.assert_allclose(qkv.get(), ops.gemm(n, matrix, cp.asarray(bias)).get(), rtol=2e-7)
-    out = ops.attention(qkv, 2, True)
-    assert out.shape == (100, 128)
-    truth = reference.attention(qkv.get().astype(np.float64), 2, True)
-    plain.assert_as_accurate(out.get(), truth, plain.attention(qkv.get(), 2, True))
-    again = ops.gemm(n, matrix, cp.asarray(bias), dtype="hi_lo", bound=bound)
-    np.testing.assert_array_equal(again.parts.get(), qkv.parts.get())
 
 
 @pytest.mark.gpu

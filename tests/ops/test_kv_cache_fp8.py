@@ -28,7 +28,7 @@ from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.registry import STEPS
 from tests.caches import DTYPES, FORMATS, codes_of, widened
 from tests.command_line import gpt2block, printed
-from tests.devices import GPU, assert_same_bits, combinations, one_order, running_on, slow
+from tests.devices import GPU, assert_same_bits, combinations, one_order, slow
 from tests.ops.test_operands import matrix
 from tests.plain import normal
 from tests.products import QKV_KERNELS, use_variant
@@ -328,23 +328,6 @@ def test_what_is_refused(dtype: str, kv_dtype: Any, message: str) -> None:
     ):
         with pytest.raises(InputError, match=message):
             call()
-
-
-@pytest.mark.slow
-def test_a_gpu_without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With compute capability 7.0, prompts are computed in float32 and read the cache."""
-    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 70)
-    with running_on("shuffled"):
-        model = made("gpt2", "float16", "float8_e5m2", "cuda")
-        assert model.engine.products == "float32"
-        rows = IDS[1:2]
-        expected = made("gpt2", "float16", "float8_e5m2")(rows)
-        few = 2e-3  # relative to the logits: a key near a tie may be rounded otherwise
-        assert max(map(off, model(rows), expected)) < few
-        held = model.new_cache(1)
-        model([ids[:-1] for ids in rows], cache=held)
-        last = model([ids[-1:] for ids in rows], cache=held, last=True)
-        assert max(off(a, b[-1]) for a, b in zip(last, expected, strict=True)) < few
 
 
 # --- commands, jobs and the bench -----------------------------------------------------------------

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import ops, reference
-from gpt2block.cuda import cupy as cp
+from gpt2block import reference
 from gpt2block.ops.log_likelihood import OPERATION, THREADS, choose_geometry
 from tests import plain
 from tests.devices import on_every_backend, on_every_device, outputs
@@ -117,13 +116,3 @@ def test_vocabularies(N: int, V: int) -> None:
     got = evaluate("gpu", x, targets)
     assert_right(got, x, targets)
     np.testing.assert_array_equal(evaluate("gpu", x[-1:], targets[-1:]), got[-1:])
-
-
-@pytest.mark.gpu
-def test_calls() -> None:
-    x, targets = (cp.asarray(a) for a in case(6, 40))
-    shaped = ops.log_likelihood(x.reshape(2, 3, 40), targets.reshape(2, 3))
-    assert shaped.shape == (2, 3)
-    np.testing.assert_array_equal(shaped.get().ravel(), ops.log_likelihood(x, targets).get())
-    strided = ops.log_likelihood(cp.ascontiguousarray(x.T).T, targets)
-    np.testing.assert_array_equal(strided.get(), shaped.get().ravel())

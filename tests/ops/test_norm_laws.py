@@ -7,32 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpt2block import InputError, ops, reference
+from gpt2block import InputError, reference
 from gpt2block.cuda import cupy
-from gpt2block.ops.engines.rows import VALUES
-from gpt2block.ops.layernorm import DECODE
-from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.layernorm_gelu import OPERATION as LAYERNORM_GELU
-from gpt2block.ops.operation import Operation
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
-from gpt2block.ops.softmax import OPERATION as SOFTMAX
 from tests import devices, plain
 from tests.devices import (
-    H200,
     IN_TESTS,
     assert_barriers_show,
     assert_same_bits,
-    moved,
-    running_on,
 )
 from tests.gpus import large_memory
-from tests.norms import DEFAULT, DTYPES, EPS, KERNELS, NUMPY, PAIRS, Kernel, Shape, every_kernel
+from tests.norms import EPS, KERNELS, PAIRS, Kernel, Shape, every_kernel
 
 device = devices.device
 
@@ -182,36 +173,6 @@ def test_in_place(where: str, kernel: Kernel, shape: Shape) -> None:
 # --- calls ----------------------------------------------------------------------------------------
 
 
-@every_kernel(numpy=False, shapes_of=one, only=lambda kernel: kernel.variant != DECODE)
-def test_arrays_that_start_anywhere(where: str, kernel: Kernel, shape: Shape) -> None:
-    """All arrays, or one alone, are unaligned, which requires narrower loads."""
-    arrays = kernel.inputs(5, 768 if where == "gpu" else shape.C)
-    hosts = [*arrays, np.full(arrays[0].shape, np.nan, DTYPES[kernel.out])]
-    with running_on(where, H200):
-        for offset in (1, 2, 4, 8) if where == "gpu" else (1,):
-            for places in ({*range(len(hosts))}, *({i} for i in range(len(hosts)))):
-                given = [moved(host, offset * (i in places)) for i, host in enumerate(hosts)]
-                bound = kernel.operation.bind((*given[:-1],), given[-1], **kernel.options)
-                got = [bound.run().get(), *(each.get() for each in bound.extra)]
-                kernel.assert_right(got, *arrays)
-
-
-@every_kernel(numpy=False, shapes_of=one, only=lambda k: k.out == k.dtype != "bfloat16")
-def test_the_public_function(where: str, kernel: Kernel, shape: Shape) -> None:
-    """The function takes views with any strides, and returns a new array each time."""
-    host, *vectors = kernel.inputs(4, 6, shape.C)
-    function, options = getattr(ops, kernel.operation.name), kernel.options
-    with running_on(where, H200):
-        x, *others = map(cupy.asarray, (host, *vectors))
-        for view in (np.s_[::2], np.s_[1, ::-1], np.s_[2, 3]):
-            got = function(x[view], *others, **options)
-            assert got.flags.c_contiguous
-            kernel.assert_right([got.get()], host[view], *vectors)
-        turned = function(x.transpose(1, 0, 2), *others, **options)
-        kernel.assert_right([turned.get()], host.swapaxes(0, 1), *vectors)
-        assert_same_bits(x.get(), host)
-
-
 # --- planted mistakes, on the emulator ------------------------------------------------------------
 
 
@@ -243,27 +204,6 @@ def test_widths(kernel: Kernel, C: int) -> None:
         for apart in (0, 3) if kernel.operation is RMSNORM else (0,):
             arrays = kernel.inputs(rows, C)
             kernel.assert_right(kernel("gpu", arrays, Shape(C, apart=apart)), *arrays)
-
-
-LENGTHS: dict[Operation, tuple[int, Sequence[int]]] = {  # number of rows, lengths
-    LAYERNORM: (1030, [768]),
-    RMSNORM: (37, [1000]),
-    LAYERNORM_GELU: (77, [768, 1021, 1024, 5120, 16384]),
-    SOFTMAX: (77, [64, 1000, 1021, 5120, 16384]),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name", [n for n, k in KERNELS.items() if k.variant not in (NUMPY, DEFAULT)]
-)
-def test_every_block_size(name: str) -> None:
-    kernel = KERNELS[name]
-    rows, lengths = LENGTHS[kernel.operation]
-    for C, block in product(lengths, kernel.operation.variant(kernel.variant).blocks):
-        if block >= {"rows": C / VALUES, "6": 64}.get(kernel.variant, 0):
-            arrays = kernel.inputs(rows, C)
-            kernel.assert_right(kernel("gpu", arrays, Shape(C, block=block)), *arrays)
 
 
 # Kernel, rows, C, and distance between rows in values.

@@ -189,16 +189,6 @@ def test_an_output_depends_on_its_row_and_column_alone(
     assert_same_bits(got[finite], clean[finite])
 
 
-@every_case({"matmul-*": products.ANYWHERE["matmul-*"]}, products.ANYWHERE)
-def test_arrays_at_any_address(where: str, kernel: Kernel, case: Case) -> None:
-    """Results have the same bits as at multiples of 512 bytes, which terms and weights need."""
-    given = kernel.made(case)
-    expected = kernel(where, given, case)
-    for names in (("residual",),) if kernel.operand else (tuple(given), ("w",), ("residual",), ()):
-        for away in (names, (*names, "out")):
-            assert_same_bits(kernel(where, given, case, away=away), expected)
-
-
 @pytest.mark.parametrize(
     ("name", "barriers"),
     [

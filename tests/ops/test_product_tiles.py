@@ -5,30 +5,23 @@ tests/engine/test_launch_lists.py compares the choice of tiles on seven GPUs wit
 
 from __future__ import annotations
 
-import math
-from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import FP8, Geometry
-from gpt2block.models.weights.gguf import TYPES, GgufMatrix
+from gpt2block.ops.engines import linear_matvec as matvec
+from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines import (
-    gemm_mma,
-    gemm_wgmma,
-    linear_mma_tiles,
     linear_wgmma,
     rmsnorm_mma,
 )
-from gpt2block.ops.engines import linear_matvec as matvec
-from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines.rmsnorm_matvec import geometry as rmsnorm_matvec
 from gpt2block.ops.products import room
-from tests.gpus import A100, GPUS, H200, RTX, T4, Gpu
-from tests.products import GPT2, WEIGHTS
+from tests.gpus import H200
+from tests.products import WEIGHTS
 
 SMS, MAX_SHARED = H200["sms"], H200["max_shared"]
 SHARED = 64 << 10  # bytes of shared memory that a block can have from sm_75 on
@@ -109,43 +102,6 @@ def test_rows_that_no_block_can_hold() -> None:
         assert (rmsnorm_matvec(*sizes) is not None) == fits
 
 
-@pytest.mark.parametrize("sms", [132, 40])
-@pytest.mark.parametrize(("K", "N"), [*SHAPES, (4096, 12_288), (11_008, 4096), (30_000, 4096)])
-def test_a_tile_of_a_gpu_without_tensor_cores_has_room(K: int, N: int, sms: int) -> None:
-    """Each weight of a matrix that exceeds the L2 cache is read once for up to 64 rows."""
-    limits = {"sms": sms, "max_shared": SHARED - 1024}
-    for M, weight in product((1, 8, 9, 16, 17, 64, 200), (1, 2, 4)):
-        where = matvec.geometry(M, N, K, weight, tiled=True, **limits)
-        if where is None:
-            assert matvec.order(N, K, weight)[0] < matvec.TILE_WIDTH
-            continue
-        constants = constants_of(where)
-        assert where.shared <= limits["max_shared"]
-        assert where.block[0] <= 1024
-        rows, columns = constants["DECODE_ROWS"], constants["DECODE_COLUMNS"]
-        if "DECODE_SIDE" in constants:
-            assert where.grid[0] * rows * columns >= M * N
-            assert where.grid == (math.ceil(M / rows) * math.ceil(N / columns), 1)
-        elif N * K * weight >= matvec.LARGE:
-            assert where.grid[1] == 1
-
-
-@pytest.mark.parametrize("gpu", [T4, *(gpu for _, gpu in GPUS)])
-@pytest.mark.parametrize("clusters", [False, True])
-@pytest.mark.parametrize("dtype", WEIGHTS)
-def test_a_tile_of_decoding_has_room(gpu: Gpu, clusters: bool, dtype: str) -> None:
-    limits = {"sms": gpu["sms"], "max_shared": gpu["max_shared"] - 1024}
-    for M in (1, 17, 64, 200, 512, 4096):
-        for N, K in ((2304, 768), (768, 3072), (50257, 768), (4800, 1600), (1600, 6400), (1, 16)):
-            has: Any = {"clusters": clusters, "copies": gpu is not T4}
-            tile = linear_mma_tiles.choose(M, N, K, dtype, **has, **limits)
-            assert linear_mma_tiles.shared_bytes(tile, K, dtype) <= limits["max_shared"]
-            assert tile.cluster == 1 or clusters
-            found = linear_mma_tiles.geometry(M, N, K, dtype, tile)
-            assert found.grid[0] % tile.cluster == 0
-            assert found.grid[0] >= tile.cluster * math.ceil(M / tile.rows)
-
-
 @settings(max_examples=200)
 @given(
     st.integers(1, 600),
@@ -173,49 +129,6 @@ def test_a_tile_of_decoding_by_wgmma_can_run(
     assert tile.stages >= 2
     columns = of.grid(tile) // (tile.splits * -(-M // 64)) * tile.columns(gated)
     assert columns >= N
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_a_tile_of_decoding_with_blocks_has_room(name: str) -> None:
-    w = GgufMatrix.random([(name, 64)], 256)
-    sizes = product((1, 5, 9, 17, 33, 200), (64, 576, 4096, 12288), range(128, 16640, 2048))
-    for (M, N, K), sms, summed in product(sizes, (132, 8), (False, True)):
-        of = linear_wgmma.WgmmaProduct(M, (N,), K, GGUF, summed, True, w.tile, w.units, summed)
-        tile = linear_wgmma.choose(of, sms, MAX_SHARED)
-        assert of.block_bytes(tile) <= room(MAX_SHARED, tile.blocks)
-
-
-@pytest.mark.parametrize("gpu", [A100, H200, RTX], ids=["A100", "H200", "RTX"])
-def test_a_tile_of_gemm_or_after_rmsnorm_has_room(gpu: Gpu) -> None:
-    for M in (1, 16, 17, 64, 128, 500, 5000):
-        for N, K in GPT2:
-            how = gemm_mma.geometry(M, N, K, **gpu)
-            blocks = constants_of(how)["GEMM_BLOCKS"]
-            assert_room(how, blocks, gpu)
-            assert how.grid[0] <= blocks * gpu["sms"]
-        for n, N, weight, layout in product((1, 2), (4096, 11008), (1, 2), ("KN", "NK")):
-            options: dict[str, Any] = {"layout": layout, "residual": n == 2, **gpu}
-            how = rmsnorm_mma.geometry(n, M, N, 4096, weight=weight, **options)
-            chosen = constants_of(how)
-            assert_room(how, chosen["MMA_BLOCKS"], gpu)
-            assert chosen["MMA_STAGES"] >= 2
-            per_warp = chosen["MMA_COLUMNS"] // chosen["MMA_WARPS_N"]
-            assert per_warp % (16 if weight == 1 else 8) == 0
-            assert how.grid[0] * chosen["MMA_ROWS"] * chosen["MMA_COLUMNS"] >= M * N * n
-
-
-def assert_room(how: Geometry, blocks: int, gpu: Gpu) -> None:
-    assert (how.shared + 1024) * blocks <= gpu["max_shared"] + 1024
-    assert how.block[0] in (128, 256)
-
-
-@pytest.mark.parametrize("tile", gemm_wgmma.TILES, ids=str)
-def test_a_tile_of_gemm_by_wgmma_has_room(tile: gemm_wgmma.WgmmaGemmTile) -> None:
-    for M, float_out in product((1, 130, 100_000), (False, True)):
-        how, _ = gemm_wgmma.geometry(M, 768, 3072, other_out=float_out, sms=SMS, tile=tile)
-        assert how.shared <= MAX_SHARED
-        assert how.grid[0] % tile.cluster == 0
-        assert how.grid[0] <= SMS or tile.split_k > 1
 
 
 def test_sizes_that_do_not_lie_on_16_bytes_are_told() -> None:

@@ -224,19 +224,6 @@ def test_an_output_depends_on_its_pair_alone(where: str) -> None:
     np.testing.assert_array_equal(~np.isfinite(evaluate(where, x)), wrong)
 
 
-@pytest.mark.parametrize(
-    ("where", "block"),
-    [
-        *(("shuffled", block) for block in (32, 512)),
-        *(pytest.param("gpu", block, marks=pytest.mark.gpu) for block in BLOCKS),
-    ],
-)
-def test_block_sizes(where: str, block: int) -> None:
-    for shape in ((1, 9, 3, 24), *([(1, 700, 32, 128)] if where == "gpu" else [])):
-        x = normal(0, *shape)
-        assert_right(evaluate(where, x, 3, block=block), x, 3)
-
-
 # --- rows [Q | K | V], and the kv_cache -----------------------------------------------------------
 
 
@@ -296,18 +283,6 @@ def test_rope_append(device: Any, heads: Heads, kind: str, half_split: bool) -> 
     np.testing.assert_array_equal(v.get(), v2.get())
     assert k.get()[1, 6].astype(np.float32).any()
     np.testing.assert_array_equal(ops.rope_append(*inputs, **options).get(), q)
-
-
-def test_rope_append_on_numpy() -> None:
-    qkv = plain.normal(0, 2, 4 * 8).astype(np.float64)
-    k, v = np.zeros((2, 2, 3, 8))
-    row, position = np.array([1, 0]), np.array([2, 1])
-    q = reference.rope_append(qkv, frequencies(8), k, v, row, position, 2)
-    turned = reference.rope_qkv(qkv, position, frequencies(8), 2, 1)
-    np.testing.assert_array_equal(q, turned[:, :16])
-    np.testing.assert_array_equal(k[row, position], turned[:, 16:24])
-    np.testing.assert_array_equal(v[row, position], qkv[:, 24:])
-    np.testing.assert_array_equal(v[row, position], turned[:, 24:])
 
 
 @one_order
@@ -416,31 +391,6 @@ def test_the_documented_sizes(shape: tuple[int, ...], half_split: bool, dtype: s
         for parts in (1, 3):
             got = evaluate("gpu", x, *options, half_split, parts=parts)
             assert_right(got, x, *options, half_split)
-
-
-@pytest.mark.gpu
-def test_views() -> None:
-    host = normal(0, 3, 20, 4, 48, dtype="float16")
-    x = cp.asarray(host)
-    for view, expected in (
-        (x[..., 16:32], host[..., 16:32]),
-        (x[..., 1:9], host[..., 1:9]),
-        (x[:, ::2, 1:3], host[:, ::2, 1:3]),
-        (x.transpose(0, 2, 1, 3), host.transpose(0, 2, 1, 3)),
-        (x[:, ::-1], host[:, ::-1]),
-        (x[..., ::2], host[..., ::2]),  # not contiguous, so it is copied
-        (x[1], host[1]),
-        (cp.broadcast_to(x[0, 0], (5, 4, 48)), np.broadcast_to(host[0, 0], (5, 4, 48))),
-    ):
-        got = ops.rope(view, 2)
-        assert got.flags.c_contiguous
-        assert_right(got.get(), expected, 2)
-    assert bool((x == cp.asarray(host)).all())  # x is unchanged
-    q = x[:, :, :2, :16]
-    assert ops.rope(q, 2, out=q) is q
-    assert_right(q.get(), host[:, :, :2, :16], 2)
-    q[...] = cp.asarray(host[:, :, :2, :16])
-    assert bool((x == cp.asarray(host)).all())  # only q was changed
 
 
 @pytest.mark.gpu

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from gpt2block import ops
 from gpt2block.cuda import cupy
-from gpt2block.ops.softmax import OPERATION as SOFTMAX
 from tests.devices import IN_TESTS, assert_same_bits, on_one_order, running_on
 from tests.norms import KERNELS, Kernel, Shape, every_kernel
 from tests.plain import normal
@@ -74,16 +72,6 @@ def test_scores_of_any_size(where: str, kernel: Kernel, shape: Shape) -> None:
     undefined = kernel(where, [x], shape)[0]
     assert np.isnan(undefined[5:]).all()
     assert_same_bits(undefined[:5], got[:5])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("variant", [None, *(variant.name for variant in SOFTMAX.variants)])
-@pytest.mark.parametrize("T", [100, 1023, 1024])
-def test_causal_on_the_gpu(T: int, variant: str | None) -> None:
-    kernel, x = KERNELS["softmax-rows"], 3 * normal(T, 3, T, T)
-    for in_place in (False, True):
-        options: Any = {"causal": True, "variant": variant}
-        assert_masked(kernel, kernel("gpu", [x], in_place=in_place, **options)[0], x)
 
 
 @on_one_order

@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 
 from gpt2block import ops, reference
 from gpt2block.cuda import replaced
-from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import Order
 from gpt2block.ops.trimat import OPERATION, mma_geometry
 from gpt2block.ops.trimat import OPERATION as TRIMAT
 from tests import plain
 from tests.devices import assert_barriers_show, every_device, on_gpu, one_order, running_on
-from tests.gpus import H200, MMA_CAPABILITY, cupy_with
+from tests.gpus import H200, cupy_with
 
 Array = NDArray[Any]
 MODULE = sys.modules["gpt2block.ops.trimat"]
@@ -174,15 +173,6 @@ def test_an_output_depends_on_its_two_rows_alone(device: Any, variant: str) -> N
     np.testing.assert_array_equal(below(np.isnan(evaluate(device, variant, qkv))), below(wrong))
 
 
-@pytest.mark.parametrize("block", [32, 64, 128, 256])
-@pytest.mark.parametrize("variant", ["naive", "registers", "tri3"])
-@one_order
-def test_block_sizes(device: Any, variant: str, block: int) -> None:
-    for T in (12, 71):
-        qkv = random(1, T, 3, 20)
-        assert_right(evaluate(device, variant, qkv, block=block), qkv)
-
-
 @pytest.mark.parametrize(("variant", "barriers"), [("tri4", 2), ("tri5", 1), ("tri6", 2)])
 def test_missing_barriers_show(
     variant: str, barriers: int, monkeypatch: pytest.MonkeyPatch
@@ -288,40 +278,8 @@ def test_large_sizes(device: Any, variant: str, shape: tuple[int, ...]) -> None:
     assert bool((filled == device.where(here, got, np.float32(-math.inf))).all())
 
 
-@on_gpu
-def test_variants_in_float_give_the_same_bits(device: Any) -> None:
-    """All add products in the same order; they differ in loading values to registers."""
-    qkv = device.asarray(random(2, 300, 3, 64))
-    first, *others = (ops.trimat(qkv, fill=0.0, variant=variant) for variant in IN_FLOAT)
-    for other in others:
-        assert bool((first == other).all())
-
-
-@on_gpu
-def test_a_grid_of_thousands_of_tiles(device: Any) -> None:
-    qkv = device.asarray(random(1, 20001, 1, 4))
-    expected, got = (ops.trimat(qkv, fill=0.0, variant=variant) for variant in ("tri4", "tri5"))
-    assert bool((got == expected).all())
-    del got
-    if compute_capability() >= MMA_CAPABILITY:
-        got = ops.trimat(qkv, fill=0.0, variant="tri6")
-        exact = expected.get()
-        assert np.abs(got.get() - exact).max() <= 2e-6 * np.abs(exact).max()
-
-
 @one_order
 def test_the_default_takes_any_head(device: Any) -> None:
     for HS in (128, 132):
         qkv = random(1, 70, 1, HS)
         assert_right(ops.trimat(device.asarray(qkv)).get(), qkv)
-
-
-@one_order
-def test_views_are_copied(device: Any) -> None:
-    qkv = random(1, 9, 3, 20)
-    expected = ops.trimat(device.asarray(qkv), fill=0.0)
-    strided = device.asarray(np.repeat(qkv, 2, axis=1))[:, ::2]
-    flat = device.zeros(qkv.size + 1, "float32")
-    flat[1:] = device.asarray(qkv).ravel()
-    for view in (strided, flat[1:].reshape(qkv.shape)):
-        assert bool((ops.trimat(view, fill=0.0) == expected).all())
