@@ -6,7 +6,6 @@ tests/ops/test_attention_laws.py has the requirements of every attention kernel.
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,26 +13,21 @@ import pytest
 
 from gpt2block import ops, reference
 from gpt2block.emulator import Order
-from gpt2block.ops.attention import OPERATION
 from gpt2block.ops.engines.attention_tiles import online_geometry
 from tests import plain
-from tests.attentions import DTYPES, Kernel, assert_right, by_length
+from tests.attentions import Kernel, assert_right, by_length
 from tests.caches import Heads, row_width
 from tests.devices import (
-    GPU,
     assert_barriers_show,
-    moved,
     on_gpu,
+    one_order,
     running_on,
     set_attributes,
-    slow,
 )
-from tests.gpus import HOPPER_CAPABILITY, MMA_CAPABILITY, cupy_with
+from tests.gpus import cupy_with
 from tests.plain import normal
 
-VARIANTS = [variant.name for variant in OPERATION.variants if "float32" in variant.dtypes]
 ONLINE_KERNEL = Kernel(partial(by_length, "online"))
-H200 = 232448  # bytes of shared memory that a block can have
 T4 = 65536
 
 
@@ -79,42 +73,13 @@ def test_more_sequences_than_a_grid_has_rows(device: Any) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("device", "variant", "dtype"),
-    [
-        *(("shuffled", name, "float32") for name in VARIANTS),
-        ("shuffled", "mma", "float16"),
-        slow("shuffled", "mma", "bfloat16"),
-        *(pytest.param("gpu", name, "float32", marks=GPU.marks) for name in VARIANTS),
-        *(
-            pytest.param("gpu", name, dtype, marks=GPU.marks)
-            for name, dtype in product(("mma", "wgmma"), DTYPES)
-        ),
-    ],
-    indirect=["device"],
-)
-def test_the_op(device: Any, variant: str, dtype: str) -> None:
-    """It takes views, and sequences of one length as packed rows."""
-    cupy_with({"mma": MMA_CAPABILITY, "wgmma": HOPPER_CAPABILITY}.get(variant, 0))
-    narrow = dtype in DTYPES
-    size = 64 if narrow else 16
-    x = normal(0, 2, 30, 9 * size).astype(DTYPES.get(dtype, np.float32))
-    qkv, others = device.asarray(x), [device.asarray(np.repeat(x, 2, axis=1))[:, ::2]]
+@one_order
+def test_the_op_takes_packed_rows(device: Any) -> None:
+    """Sequences of one length have the same bits packed; the second call repeats the first one."""
+    cupy_with()
+    x = device.asarray(normal(0, 2, 30, 9 * 64).astype(np.float16))
     starts = device.asarray(np.array([0, 30, 60], np.int32))
-    if not narrow:
-        others.append(moved(x, 1))
-        assert others[1].data.ptr % 16
-    for causal in (False, True):
-        got = ops.attention(qkv, 3, causal, variant)
-        rows = got.get().reshape(60, -1), x.reshape(60, -1)
-        assert_right(*rows, [30, 30], (3, 3, size), causal)
-        for other in others:
-            assert bool((ops.attention(other, 3, causal, variant) == got).all())
-        assert bool((ops.attention(qkv[1], 3, causal, variant) == got[1]).all())
-        kept = [device.asarray(x).reshape(60, -1) for _ in range(2 * narrow)]
-        for again in kept:  # the second call is a repeated one, with another array
-            given: Any = {"cu_seqlens": starts, "max_seqlen": 30}
-            packed = ops.attention(again, 3, causal, variant, **given)
-            assert bool((packed.reshape(got.shape) == got).all())
-    assert ops.attention(qkv, 3).dtype == qkv.dtype
-    np.testing.assert_array_equal(qkv.get(), x)
+    batch = ops.attention(x, 3)
+    for _ in range(2):
+        packed = ops.attention(x.reshape(60, -1), 3, cu_seqlens=starts, max_seqlen=30)
+        np.testing.assert_array_equal(packed.get(), batch.get().reshape(60, -1))

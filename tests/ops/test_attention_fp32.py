@@ -17,7 +17,7 @@ from gpt2block import InputError, ops
 from gpt2block.cuda import replaced
 from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
 from tests import plain
-from tests.attentions import KERNELS, Kernel, as_hi_lo, assert_right, both_masks, expanded
+from tests.attentions import KERNELS, Kernel, as_hi_lo, assert_right, both_masks
 from tests.caches import row_width
 from tests.devices import GPU, one_order, set_attributes
 from tests.gpus import H200, HOPPER_CAPABILITY, MMA_CAPABILITY, RTX, cupy_with
@@ -81,19 +81,6 @@ def test_one_scale_for_all_rows(cp: Any, variant: str, causal: bool) -> None:
     )
     np.testing.assert_array_equal(one, several)
     assert_right(one, qkv, lengths, heads, causal, np if replaced() else cp)
-
-
-@one_order
-def test_the_op_with_grouped_queries(device: Any) -> None:
-    """Results have the bits of the same attention with repeated heads of K and V."""
-    NH, NKV, HS = heads = (2, 1, 64)
-    qkv = plain.normal(NH, 70, row_width(heads))
-    wide = expanded(qkv, heads)
-    parts = [HiLoMatrix.from_float32(device.asarray(rows)) for rows in (qkv, wide)]
-    got = ops.attention(parts[0], NH, True, n_kv_head=NKV).joined().get()
-    same = ops.attention(parts[1], NH, True).joined().get()
-    np.testing.assert_array_equal(got, same)
-    assert_right(got, wide, [70], (NH, NH, HS), True)
 
 
 @one_order

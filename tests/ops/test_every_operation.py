@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gpt2block import InputError, WeightMatrix, emulator, ops, reference
+from gpt2block import InputError, emulator, ops, reference
 from gpt2block.checks import SCALARS
 from gpt2block.cuda import cupy
 from gpt2block.emulator import stand_in
@@ -96,6 +96,17 @@ def attrs_of(operation: Operation, size: int) -> dict[str, Any]:
     return {**operation.workload.attrs, **heads}
 
 
+def prepared(operation: Operation) -> tuple[Operation, tuple[Any, ...], Any]:
+    """Return the operation with attributes for its first sizes, its inputs and their result."""
+    here = operation.with_workload(attrs=attrs_of(operation, 0))
+    dtype, layout = operation.workload.dtypes[0], operation.workload.layout
+    return here, *workload.inputs_and_truth(here, sizes_of(operation, 0), dtype, layout)
+
+
+def assert_right(got: Any, truth: Any, dtype: str) -> None:
+    assert workload.errors(got, truth)[1] <= workload.tolerance(dtype)
+
+
 @pytest.mark.parametrize(
     ("device", "operation", "variant", "dtype", "size", "block"), list(cases()), indirect=["device"]
 )
@@ -113,8 +124,7 @@ def test_a_variant_is_right(
         pytest.skip(str(problem))
     workload.poison(bound.out, arrays)
     got = bound.run().get()
-    relative = workload.errors(got, truth)[1]
-    assert relative <= workload.tolerance(dtype), relative
+    assert_right(got, truth, dtype)
     again = tuple(map(workload.uploaded, host))  # a launch does not keep its arrays alive
     second = here.bind(again, **options)
     workload.poison(second.out, again)  # an operation may leave elements unwritten
@@ -125,24 +135,17 @@ def test_a_variant_is_right(
 def test_host_arrays_run_on_the_emulator(operation: Operation) -> None:
     if problem := emulator.missing():
         pytest.skip(problem)
-    here = operation.with_workload(attrs=attrs_of(operation, 0))
-    dtype = operation.workload.dtypes[0]
-    host, truth = workload.inputs_and_truth(
-        here, sizes_of(operation, 0), dtype, here.workload.layout
-    )
+    here, host, truth = prepared(operation)
     bound = here.bind(host, **here.workload.attrs)
-    got = np.asarray(bound.run())
+    assert_right(np.asarray(bound.run()), truth, operation.workload.dtypes[0])
     assert isinstance(bound.out, np.ndarray)
-    assert workload.errors(got, truth)[1] <= workload.tolerance(dtype)
 
 
 @on_devices
 @every_operation
 def test_the_function_takes_arrays_in_strides(operation: Operation, device: Any) -> None:
     """It copies them, and gives the bits of contiguous arrays."""
-    here = operation.with_workload(attrs=attrs_of(operation, 0))
-    dtype, layout = operation.workload.dtypes[0], operation.workload.layout
-    host, _ = workload.inputs_and_truth(here, sizes_of(operation, 0), dtype, layout)
+    here, host, _ = prepared(operation)
     there = tuple(map(workload.uploaded, host))  # a launch does not keep its arrays alive
     expected = here.bind(there, **here.workload.attrs).run()
     arrays = [
@@ -163,9 +166,7 @@ def test_arrays_at_any_address(operation: Operation, device: Any) -> None:
 
     The operation refuses them or is right, perhaps with another variant or narrower loads.
     """
-    here = operation.with_workload(attrs=attrs_of(operation, 0))
-    dtype, layout = operation.workload.dtypes[0], operation.workload.layout
-    host, truth = workload.inputs_and_truth(here, sizes_of(operation, 0), dtype, layout)
+    here, host, truth = prepared(operation)
     there = tuple(map(workload.uploaded, host))  # a launch does not keep its arrays alive
     function, options = getattr(ops, operation.name), here.workload.attrs
     arrays = [n for n, each in enumerate(host) if isinstance(each, np.ndarray) and each.ndim]
@@ -185,7 +186,7 @@ def test_arrays_at_any_address(operation: Operation, device: Any) -> None:
             refusals.append(str(problem))
         else:
             got = got[0] if isinstance(got, tuple) else got
-            assert workload.errors(got.get(), truth)[1] <= workload.tolerance(dtype)
+            assert_right(got.get(), truth, operation.workload.dtypes[0])
     assert all("expected data aligned to" in each for each in refusals)
 
 
@@ -231,38 +232,19 @@ def test_arrays_of_another_byte_order_are_refused(operation: Operation) -> None:
 
 @on_devices
 @every_operation
-def test_inputs_that_do_not_fit_are_refused(operation: Operation, device: Any) -> None:
-    """The first array is of integers, empty, 0-d, a list or None; later arrays and options too."""
-    here = operation.with_workload(attrs=attrs_of(operation, 0))
-    dtype, sizes = operation.workload.dtypes[0], sizes_of(operation, 0)
-    host, _ = workload.inputs_and_truth(here, sizes, dtype, operation.workload.layout)
-    first, *others = map(workload.uploaded, host)
-    wrong = [
-        cupy.asarray(np.ones(first.shape, "int64")),
-        first[:0],
-        first.reshape(-1)[:1].reshape(()),
-        [[1.0]],
-        None,
-    ]
-    for value in wrong:
-        with pytest.raises(InputError):
-            here.bind((value, *others), **here.workload.attrs)
-    for i, other in enumerate(others):
-        if other is None or isinstance(other, WeightMatrix) or operation.name == "sample_token":
-            continue
-        inputs = [first, *others]
-        inputs[i + 1] = cupy.asarray(np.ones((3, 1, 2, 1, 5), "float32"))
-        with pytest.raises(InputError):
-            here.bind(tuple(inputs), **here.workload.attrs)
+def test_options_that_do_not_fit_are_refused(operation: Operation, device: Any) -> None:
+    """test_contracts.py tests arrays."""
+    here, host, _ = prepared(operation)
+    given, options = tuple(map(workload.uploaded, host)), here.workload.attrs
     for name in operation.options.keys() & SCALARS.keys():
         for value in ["text", *([] if operation.options[name] is None else [None])]:
             with pytest.raises(InputError, match=rf"{name}\b.*expected"):
-                here.bind((first, *others), **{**here.workload.attrs, name: value})
+                here.bind(given, **{**options, name: value})
     if len(operation.variants) > 1:
         with pytest.raises(InputError, match="unknown variant 'nothing'"):
-            here.bind((first, *others), **{**here.workload.attrs, "variant": "nothing"})
+            here.bind(given, **{**options, "variant": "nothing"})
     with pytest.raises(InputError, match="CuPy array"):
-        getattr(ops, operation.name)(*host, **here.workload.attrs)
+        getattr(ops, operation.name)(*host, **options)
 
 
 def test_an_array_on_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

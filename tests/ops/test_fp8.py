@@ -12,9 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, WeightMatrix, reference
+from gpt2block import WeightMatrix, reference
 from gpt2block.cuda import cupy as cp
-from gpt2block.models import number_formats
 from gpt2block.models.weights.matrix import SMALLEST, _absmax
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.ops.to_fp8 import OPERATION
@@ -299,28 +298,12 @@ def test_channels_of_almost_nothing(where: str) -> None:
 
 
 @on_numpy_and_gpu
-@pytest.mark.parametrize("dtype", [*DTYPES, *FORMATS])
-def test_infinity_and_nan_are_refused_by_name(where: str, dtype: str) -> None:
-    w = weights("float16")
-    w[17, 5], w[30, 0], w[39, 23] = np.nan, np.inf, -np.inf
-    message = r"layers\.0\.wq: 3 of 960 weights, the first at \[17, 5\], are infinity or NaN"
-    with pytest.raises(InputError, match=message):
-        WeightMatrix.quantize(matrix(where, w), dtype, "KN", "layers.0.wq")
-
-
-@on_numpy_and_gpu
-def test_what_a_dtype_cannot_hold_is_refused(where: str) -> None:
+def test_the_largest_numbers_of_a_dtype(where: str) -> None:
     w = weights()
-    w[2, 4] = 65520
-    message = r"wq: 1 of 960 weights, the first at \[2, 4\], are beyond float16, up to ±65504"
-    with pytest.raises(InputError, match=message):
-        WeightMatrix.quantize(matrix(where, w), "float16", name="wq")
     w[2, 4] = 65519
     assert WeightMatrix.quantize(matrix(where, w), "float16").dequantized()[2, 4] == 65504
     assert WeightMatrix.quantize(matrix(where, w), E5M2).dequantized()[2, 4] == 57344
     w[2, 4] = 3.4e38
-    with pytest.raises(InputError, match=r"are beyond bfloat16, up to ±3\.39e38: use float32"):
-        WeightMatrix.quantize(matrix(where, w), "bfloat16")
     assert WeightMatrix.quantize(matrix(where, w), "float32").dequantized()[2, 4] == w[2, 4]
     largest = WeightMatrix.quantize(matrix(where, w), E4M3)
     assert np.isfinite(largest.dequantized()).all()
@@ -344,21 +327,6 @@ def test_times_a_power_of_two_changes_the_scales_only(where: str) -> None:
         assert half.data is w.data
         np.testing.assert_array_equal(half.dequantized(), w.dequantized() / 2)
         np.testing.assert_array_equal(half.times(8).dequantized(), w.dequantized() * 4)
-
-
-@on_numpy_and_gpu
-@pytest.mark.parametrize(
-    ("dtype", "byte"), [(E5M2, 0x7C), (E5M2, 0xFD), (E4M3, 0x7F), (E4M3, 0xFF)]
-)
-def test_bytes_that_are_no_numbers_are_refused(where: str, dtype: str, byte: int) -> None:
-    good = np.arange(6, dtype=np.uint8).reshape(2, 3)
-    good[0] = number_formats.FP8_FORMATS[dtype].largest
-    good[1, 2] = 0x80 | good[0, 0]  # the same number negated
-    WeightMatrix(matrix(where, good), dtype)
-    good[1, 1] = byte
-    message = rf"1 of 6 weights, the first at \[1, 1\], are infinity or NaN in {dtype}"
-    with pytest.raises(InputError, match=message):
-        WeightMatrix(matrix(where, good), dtype)
 
 
 # --- on the GPU alone -----------------------------------------------------------------------------

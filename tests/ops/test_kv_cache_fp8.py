@@ -24,14 +24,10 @@ from gpt2block.cuda.formats import USUAL, Formats, with_cache
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from gpt2block.files.parameters.llama import LlamaWeights
 from gpt2block.models.config import GPT2Config
-from gpt2block.ops.linear import OPERATION as LINEAR
-from gpt2block.ops.registry import STEPS
 from tests.caches import DTYPES, FORMATS, codes_of, widened
 from tests.command_line import gpt2block, printed
 from tests.devices import GPU, assert_same_bits, combinations, one_order, slow
-from tests.ops.test_operands import matrix
 from tests.plain import normal
-from tests.products import QKV_KERNELS, use_variant
 
 Array = NDArray[Any]
 every_format = pytest.mark.parametrize("kv_dtype", FORMATS)
@@ -111,37 +107,6 @@ def test_rows_of_16_bits(device: Any, dtype: str, kv_dtype: str) -> None:
     got = on_device.get().astype(np.float32)
     np.testing.assert_array_equal(got[:, :C], 1.25)
     np.testing.assert_array_equal(got[:, C:], widened(codes, kv_dtype))
-
-
-@combinations(
-    times=1,
-    kernel=QKV_KERNELS,
-    dtype=["float8_e5m2", "bfloat16", "float8_e4m3fn"],
-    kv_dtype=list(FORMATS),
-)
-def test_qkv_writes_what_numpy_rounds(
-    device: Any, monkeypatch: pytest.MonkeyPatch, kernel: str, dtype: str, kv_dtype: str
-) -> None:
-    """Weights and cache have one format or two; tokens outside the cache are not stored."""
-    M, K, C, n_ctx = 5, 272, 10, 4
-    n = QKV_KERNELS.index(kernel)
-    use_variant(monkeypatch, n)
-    x, w, bias = device.asarray(normal(0, M, K)), matrix(3 * C, K, dtype), normal(2, 3 * C)
-    rows, places = np.array([3, 0, 1, 9, 2], np.int32), np.array([2, 0, n_ctx, 1, 3], np.int32)
-    on_device = [device.asarray(a) for a in (bias, rows, places)]
-    product = LINEAR.bind((x, w, on_device[0]), variant=LINEAR.variants[n].name).run().get()
-    k, v = (device.asarray(np.full((4, n_ctx, C), 77, np.uint8)) for _ in range(2))
-    row, position = on_device[1:]
-    inputs = (x, w, on_device[0], None, None, k, v, row, position)
-    bound = STEPS["linear_qkv"].bind(inputs, kv_dtype=kv_dtype)
-    assert [launch.name for launch in bound.launches] == [kernel]
-    np.testing.assert_array_equal(bound.run().get(), product[:, :C])
-    for i, got in enumerate((k.get(), v.get())):
-        expected = np.full((4, n_ctx, C), 77, np.uint8)
-        for m in (0, 1, 4):
-            at = slice((i + 1) * C, (i + 2) * C)
-            expected[rows[m], places[m]] = codes_of(product[m, at], kv_dtype)
-        np.testing.assert_array_equal(got, expected)
 
 
 # --- whole models ---------------------------------------------------------------------------------
@@ -305,29 +270,6 @@ def test_the_dtype_of_the_cache() -> None:
         InputError, match=r"cache: expected .*'float16', 'cpu'.*, got .*float8_e5m2"
     ):
         made("gpt2", "float16", None)(IDS[0], cache=model.new_cache(1))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "message"),
-    [
-        ("bfloat16", "float16", r"kv_dtype: expected float8_e5m2, float8_e4m3fn, or bfloat16 with"),
-        ("float8_e5m2", "bfloat16", "or float16 with weights of float8_e5m2, got 'bfloat16'"),
-        ("float32", "float16", "or float32 with weights of float32, got 'float16'"),
-        ("float32", "float8_e5m2", "kv_dtype 'float8_e5m2': expected weights of 16 bits or FP8, g"),
-        ("bfloat16", np.zeros(2), "kv_dtype: expected float8_e5m2"),
-        ("bfloat16", 8, "kv_dtype: expected float8_e5m2"),
-    ],
-)
-def test_what_is_refused(dtype: str, kv_dtype: Any, message: str) -> None:
-    kind, weights = MODELS["gpt2"]
-    for call in (
-        lambda: made("gpt2", dtype, kv_dtype),
-        lambda: kind.from_pretrained("shakespeare", "cpu", dtype, kv_dtype=kv_dtype),
-        lambda: Predictor("score", device="cpu", dtype=dtype, kv_dtype=kv_dtype),
-        lambda: kind.from_tensors(weights.config, weights.tensors(), "cpu", dtype, kv_dtype),
-    ):
-        with pytest.raises(InputError, match=message):
-            call()
 
 
 # --- commands, jobs and the bench -----------------------------------------------------------------

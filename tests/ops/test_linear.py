@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import HI_LO, cache_dtype
+from gpt2block.cuda.kernels import FP8, HI_LO, cache_dtype
 from gpt2block.ops.elementwise import SILU_MUL
 from gpt2block.ops.engines.linear_matvec import TILES
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
-from tests import devices
+from tests import caches, devices
 from tests.devices import GPU, assert_same_bits, on_one_order, one_order, slow
 from tests.products import (
-    DTYPES,
     EPS,
     FP8_E5M2,
     KERNELS,
@@ -132,16 +131,25 @@ def of_qkv() -> Iterator[Any]:
         for other in KERNELS:
             if other.startswith(f"{kind}-"):
                 marks = () if other == name else pytest.mark.slow
-                yield pytest.param(where, other, case, marks=marks)
+                yield pytest.param(where, other, case, None, marks=marks)
                 sizes: dict[str, Any] = {} if case.tile else {"K": 768, "N": 3 * 768}
                 for M in (1, 3, 10):
-                    yield pytest.param("gpu", other, case._replace(M=M, **sizes), marks=GPU.marks)
-    yield "shuffled", f"linear-matvec-{FP8_E5M2}", Case(10, 528, 27, tile=SMALL._replace(tile=TILE))
-    yield slow("shuffled", "linear-matvec-bfloat16", Case(2, 784, 27, norm=True, tile=ROUNDS))
+                    one = case._replace(M=M, **sizes)
+                    yield pytest.param("gpu", other, one, None, marks=GPU.marks)
+    few = Case(10, 528, 27, tile=SMALL._replace(tile=TILE))
+    yield "shuffled", f"linear-matvec-{FP8_E5M2}", few, None
+    yield slow("shuffled", "linear-matvec-bfloat16", Case(2, 784, 27, norm=True, tile=ROUNDS), None)
+    # Weights and cache have one FP8 format or two.
+    for n, variant in enumerate(("matvec", "mma", "mma_tiles")):
+        for weights, kv in product((FP8_E5M2, "bfloat16", "float8_e4m3fn"), FP8):
+            given = f"linear-{variant}-{weights}", Case(5, 272, 30), kv
+            if (weights, kv) == ((FP8_E5M2, "bfloat16", "float8_e4m3fn")[n], [*FP8][n % 2]):
+                yield "shuffled", *given
+            yield pytest.param("gpu", *given, marks=GPU.marks)
 
 
-@pytest.mark.parametrize(("where", "name", "case"), list(of_qkv()))
-def test_qkv(where: str, name: str, case: Case) -> None:
+@pytest.mark.parametrize(("where", "name", "case", "kv_dtype"), list(of_qkv()))
+def test_qkv(where: str, name: str, case: Case, kv_dtype: str | None) -> None:
     """Assert that q and the caches have the bits of the product.
 
     Tokens outside the cache are not stored. The cache has the sequences in reverse order, after
@@ -152,31 +160,30 @@ def test_qkv(where: str, name: str, case: Case) -> None:
     given = kernel.made(case)
     rows = np.arange(M, 0, -1, dtype=np.int32)
     rows[2:3], rows[4:5] = M + 1, -1  # outside the cache
-    cache = DTYPES[cache_dtype(kernel.weights)]
-    expected = kernel(where, given, case)
+    kind = kv_dtype or cache_dtype(kernel.weights)
+    expected, empty = kernel(where, given, case), np.full((M + 1, n_ctx, C), 77, np.float32)
     n = [variant.name for variant in OPERATION.variants].index(kernel.variant)
     options = {"operand": kernel.operand} if kernel.operand else {}
     patches = pytest.MonkeyPatch.context()
     with devices.running_on(where, case.sms), kernel.forced(case), patches as patch:
         if kernel.variant != "wgmma":
             use_variant(patch, n)
-        k, v = (cupy.full((M + 1, n_ctx, C), np.nan, cache) for _ in range(2))
+        k, v = (cupy.asarray(caches.stored(empty, kind)) for _ in range(2))
         there = {name: kernel.uploaded(cupy, name, each) for name, each in given.items()}
         q = cupy.full((M, C), np.nan, "float32")
         at = cupy.asarray(rows), cupy.asarray(position)
         inputs = (*kernel.inputs(there)[:5], k, v, *at)
-        bound = STEPS["linear_qkv"].bind(inputs, q, eps=EPS, **options)
+        bound = STEPS["linear_qkv"].bind(inputs, q, eps=EPS, kv_dtype=kv_dtype, **options)
         assert [launch.name for launch in bound.launches] == [(*QKV_KERNELS, "decode_wgmma")[n]]
         bound.run()
-        results = [q.get(), k.get().astype(np.float32), v.get().astype(np.float32)]
+        results = [q.get(), k.get(), v.get()]
     np.testing.assert_array_equal(results[0], expected[:, :C])
     for i, got in enumerate(results[1:]):
-        stored = np.full((M + 1, n_ctx, C), np.nan, np.float32)
+        stored = empty.copy()
         for m, p in enumerate(position):
             if 0 <= p < n_ctx and 0 <= rows[m] <= M:
-                own = expected[m, (i + 1) * C : (i + 2) * C].astype(cache)
-                stored[rows[m], p] = own.astype(np.float32)
-        np.testing.assert_array_equal(got, stored)
+                stored[rows[m], p] = expected[m, (i + 1) * C : (i + 2) * C]
+        assert_same_bits(got, caches.stored(stored, kind))
 
 
 # --- the function, and the choice between variants ------------------------------------------------

@@ -6,7 +6,6 @@ Operands that a step stores, and products computed from them, have the same bits
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from launch_recorder import recording
 from numpy.typing import NDArray
 
-from gpt2block import GPT2, GPT2Weights, InputError, from_pretrained
+from gpt2block import GPT2, GPT2Weights, InputError
 from gpt2block.bulk import Predictor
 from gpt2block.bulk.predictor import Arguments
 from gpt2block.cuda import cupy, replaced
@@ -38,7 +37,6 @@ from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rmsnorm import OPERAND
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from tests import devices, plain
-from tests.command_line import gpt2block
 from tests.devices import GPU, assert_same_bits, one_order, slow
 from tests.outlines import decode, decode_sums
 
@@ -318,23 +316,6 @@ def test_a_product_without_an_operand_gives_none() -> None:
     with recording("8.0"):
         model = GPT2(GPT2Weights.random(0, GPT2Config(1, 2, 36, 8, 40)), "cuda", "float16")
         assert step_of(model, EVERY)[0] == 0
-
-
-def test_the_option_activations_is_gone() -> None:
-    old: Any = {"activations": "float16"}
-    calls: list[Callable[[], Any]] = [
-        lambda: GPT2(WEIGHTS, "cpu", **old),
-        lambda: from_pretrained(device="cpu", **old),
-        lambda: GPT2.from_pretrained(device="cpu", **old),
-        lambda: Predictor("score", device="cpu", **old),
-    ]
-    for call in calls:
-        with pytest.raises(
-            InputError, match=r"activations is no option any more: decoding rounds .*: leave it out"
-        ):
-            call()
-    for command in ("generate", "bench", "profile"):
-        assert "--activations is no option any more" in gpt2block(command, "--activations=a").error
 
 
 def test_a_predictor_pickled_by_version_0_2() -> None:

@@ -24,7 +24,6 @@ from tests.gpus import H200
 from tests.products import WEIGHTS
 
 SMS, MAX_SHARED = H200["sms"], H200["max_shared"]
-SHARED = 64 << 10  # bytes of shared memory that a block can have from sm_75 on
 SHAPES = [  # (K, N) of the four GPT-2 models and of the bundled model, and odd sizes
     *[(C, n * C) for C in (256, 768, 1024, 1280, 1600) for n in (1, 3, 4)],
     *[(4 * C, C) for C in (256, 768, 1024, 1280, 1600)],

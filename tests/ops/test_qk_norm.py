@@ -219,15 +219,6 @@ def test_norms_of_values_and_of_queries_alone(device: Any, heads: Heads, kind: s
     assert_same_bits(x.get(), got.get())
 
 
-def test_norms_together_on_numpy() -> None:
-    """Each norm is the RMSNorm of one row of all heads."""
-    qkv, (of_q, of_k) = plain.normal(0, 3, 6 * 8).astype(np.float64), gammas((4, 1, 8), True)
-    got = reference.qk_norm(qkv, of_q, of_k, 4, 1, EPS)
-    np.testing.assert_array_equal(got[:, :32], reference.rmsnorm(qkv[:, :32], of_q, EPS))
-    np.testing.assert_array_equal(got[:, 32:40], reference.rmsnorm(qkv[:, 32:40], of_k, EPS))
-    np.testing.assert_array_equal(got[:, 40:], qkv[:, 40:])
-
-
 def test_on_numpy() -> None:
     """A decoding step equals the last row of a prompt."""
     qkv = plain.normal(0, 3, 4 * 8).astype(np.float64)

@@ -27,7 +27,6 @@ Array = NDArray[Any]
 MODULE = sys.modules["gpt2block.ops.trimat"]
 UNTOUCHED = 1e30  # initial values of the output
 VARIANTS = [variant.name for variant in OPERATION.variants]
-IN_FLOAT = VARIANTS[:-1]  # variants that add up in float32, in order
 FEW_SMS = {"sms": 1, "max_shared": H200["max_shared"]}  # a block then has several tiles
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
