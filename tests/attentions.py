@@ -328,7 +328,7 @@ def cached_on_hopper() -> Iterator[tuple[str, Kernel]]:
         for n, kind in enumerate((name, *FORMATS)):
             run, alike = partial(alternating, few, kind), f"wgmma-{way}-{name}"
             how: Any = {"capability": HOPPER_CAPABILITY, **SELF, "channels": 64 * few}
-            how |= {"twin": bool(few or d or n), "spare": n != d + few}
+            how |= {"twin": bool(few or d or n), "spare": n != d + few or d != few}
             yield f"cached-{alike}-{kind}", Kernel(run, dtype, kind, alike, **how)
 
 
@@ -358,15 +358,15 @@ FAMILIES = (
             name: Kernel(partial(by_length, name), scaled=name == "online")
             for name in ("mha", "naive", "online")
         },
-        heads=[(2, 2, 16), (2, 2, 7), (3, 1, 8), (3, 1, 16)],
-        more=[(3, 3, 16), (1, 1, 64), (2, 1, 128), (4, 2, 64), (8, 1, 8), (4, 2, 16),
+        heads=[(2, 2, 16), (3, 1, 8)],
+        more=[(2, 2, 7), (3, 1, 16), (3, 3, 16), (1, 1, 64), (2, 1, 128), (4, 2, 64), (8, 1, 8), (4, 2, 16),
               (1, 1, 80), (1, 1, 256)],
         wide=[(12, 12, 64), (3, 3, 80), (2, 2, 256)],
     ),
     Family(
         dict(on_tensor_cores()),
-        heads=[(2, 2, 64), (8, 2, 64), (1, 1, 128)],
-        more=[(3, 1, 128), (4, 2, 128), (2, 1, 128), (2, 1, 64)],
+        heads=[(2, 2, 64), (8, 2, 64)],
+        more=[(1, 1, 128), (3, 1, 128), (4, 2, 128), (2, 1, 128), (2, 1, 64)],
         wide=[(12, 12, 64), (2, 2, 128), (4, 1, 128), (4, 2, 64), (6, 2, 64)],
     ),
     Family(
@@ -387,8 +387,8 @@ FAMILIES = (
             )
             for kind in KINDS
         },
-        heads=[(1, 1, 64), (3, 3, 7), (4, 2, 64), (8, 1, 8), (1, 1, 250), (1, 1, 512)],
-        more=[(3, 3, 16), (16, 16, 1), (14, 2, 8), (8, 2, 64), (4, 2, 48), (1, 1, 128),
+        heads=[(1, 1, 64), (3, 3, 7), (4, 2, 64)],
+        more=[(8, 1, 8), (1, 1, 250), (1, 1, 512), (3, 3, 16), (16, 16, 1), (14, 2, 8), (8, 2, 64), (4, 2, 48), (1, 1, 128),
               (4, 1, 128), (3, 1, 256), (1, 1, 255), (4, 2, 8), (3, 1, 512)],
         wide=[(12, 12, 64), (4, 1, 512)],
     ),

@@ -711,10 +711,10 @@ UP_TO_ON_GPU: Table = {
 }
 TILED: Table = {
     "linear-mma-*": [Case(17, 264, 14, **FULL)],
-    "linear-matvec-*": [Case(17, 264, 14, **FULL), Case(20, 1168, 37, **ENDS)],
+    "linear-matvec-*": [Case(17, 264, 14, **FULL), Case(20, 528, 37, **ENDS)],
     "linear-mma_tiles-*": [Case(20, 1168, 37, gelu=True)],
     "linear-terms-*": [Case(20, 1168, 37, gelu=True)],
-    "linear-tiles-*": [Case(131, 136, 104, **ENDS)],
+    "linear-tiles-*": [Case(67, 72, 104, **ENDS)],
     "gemm-mma-bfloat16-to-bfloat16": [Case(40, 136, 80, bias=False)],
     "gemm-mma-hi_lo-to-float32": [Case(40, 136, 80, bias=False)],
 }

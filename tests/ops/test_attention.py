@@ -45,6 +45,7 @@ def test_tiles_for_little_shared_memory(device: Any, monkeypatch: pytest.MonkeyP
     assert_computed(device, ONLINE_KERNEL, 150, (1, 1, 128), True)
 
 
+@pytest.mark.slow
 def test_missing_warp_barriers_show() -> None:
     """test_attention_cached.py tests the barriers of blocks in the same file."""
     qkv = normal(0, 150, 48)

@@ -31,7 +31,6 @@ from gpt2block.ops.attention_cached import (
     split_geometry,
     tiles_geometry,
 )
-from gpt2block.ops.operands import Operand
 from tests import gpus
 from tests.attentions import KERNELS
 from tests.caches import (
@@ -57,7 +56,6 @@ from tests.devices import (
     slow,
     with_source,
 )
-from tests.ops.test_operands import as_operand
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -147,7 +145,7 @@ def test_split_in_a_longer_cache(device: Any, heads: Heads, kind: str) -> None:
 @pytest.mark.parametrize(
     ("heads", "kind"),
     [
-        ((4, 4, 8), "bfloat16"),
+        slow((4, 4, 8), "bfloat16"),
         slow((2, 2, 40), "float32"),
         ((5, 1, 8), "bfloat16"),  # teams of unequal size
         slow((2, 2, 16), "float8_e5m2"),
@@ -217,18 +215,6 @@ def test_every_code_is_read_as_its_number(device: Any, HS: int, kv_dtype: str) -
         assert not finite[~own].any()
 
 
-@combinations(times=1, kv_dtype=list(FORMATS), kind=["float16", "bfloat16"], width=[0, 8])
-def test_operands_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) -> None:
-    """An operand can have any 16-bit dtype, whatever the dtype of the cache."""
-    held = random_cache((1, 1, 64), [70, 70], 70, kv_dtype)
-    row, position = (device.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
-    inputs = (*map(device.asarray, (normal(0, 3, 64), held.k, held.v)), row, position)
-    floats = ATTENTION_SPLIT.bind(inputs, n_head=1, kv_dtype=kv_dtype).run().get()
-    order = Operand(kind, width)
-    made = ATTENTION_SPLIT.bind(inputs, n_head=1, to_operand=order, kv_dtype=kv_dtype).run().get()
-    assert_same_bits(made, as_operand(floats, kind, width))
-
-
 def test_split_loads_again_when_the_hint_was_wrong() -> None:
     """The hint is the position that `split` reads early; the previous kernel may change it."""
     text = edited(SPLIT, "load_racing(position + query - mine)", "position[1]")  # not the row's
@@ -242,6 +228,7 @@ def test_split_loads_again_when_the_hint_was_wrong() -> None:
         np.testing.assert_array_equal(again, right)
 
 
+@pytest.mark.slow
 def test_split_without_its_barrier_shows() -> None:
     barrier = "    } else {\n        __syncthreads();\n"
     q, held, position = decoding((3, 3, 16), [127], 128, "float32")
@@ -276,6 +263,7 @@ def test_rows_of_16_bits_give_those_of_float32_rounded_once(
     assert_same_bits(got, wide.astype(DTYPES[narrow]))
 
 
+@pytest.mark.slow
 def test_queries_of_a_thread_leave_the_bits_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, heads = KERNELS["tiles-bfloat16"], (1, 1, 64)
     qkv = kernel.made(90, heads)
@@ -318,6 +306,7 @@ def test_what_lies_outside_is_left_out_on_tensor_cores() -> None:
     assert (got[25:] != 7).any(axis=1).all()
 
 
+@pytest.mark.slow
 def test_barriers_after_widening_are_needed() -> None:
     """Pieces of K and V that other threads widen are complete only after the block's barriers."""
     kernel, heads = KERNELS["tiles-bfloat16"], (1, 1, 264)  # large heads reach all barriers

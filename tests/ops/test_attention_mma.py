@@ -124,6 +124,7 @@ def test_small_weights_count_in_fp16() -> None:
     np.testing.assert_allclose(got, weight / (1 + weight), rtol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "kind"),
     [

@@ -268,8 +268,10 @@ def test_gpus_of_other_limits(device: Any, possible: None, monkeypatch: pytest.M
 
 # Two layers suffice on the emulator: they have every pair of consecutive kernels.
 PLANS = {"sums": (1, 4), "norms": (3,), "none": ()}  # numbers of rows on the emulator
-MODELS: list[Any] = [("hopper", replace(NARROW, n_layer=2), "float8_e4m3fn", ("sums", "none"))]
-MODELS += [slow("hopper", NORMED, "bfloat16", tuple(PLANS))]
+MODELS: list[Any] = [
+    slow("hopper", replace(NARROW, n_layer=2), "float8_e4m3fn", ("sums", "none")),
+    slow("hopper", NORMED, "bfloat16", tuple(PLANS)),
+]
 MODELS += [
     pytest.param("gpu", config, dtype, tuple(PLANS), marks=GPU.marks)
     for config, dtype in product((SMOLLM2, NARROW, NORMED), DTYPES)

@@ -50,7 +50,7 @@ def test_the_public_function_gives_statistics(where: str) -> None:
     arrays = inputs(6, 48)
     with running_on(where, H200):
         x, gamma, beta = map(cupy.asarray, arrays)
-        for variant in (None, *"123456"):
+        for variant in (None, *("123456" if where == "gpu" else "6")):
             outs = ops.layernorm(x.reshape(2, 3, 48), gamma, beta, variant=variant, stats=True)
             assert [each.shape for each in outs] == [(2, 3, 48), (2, 3), (2, 3)]
             alone = ops.layernorm(x, gamma, beta, variant=variant or 6)

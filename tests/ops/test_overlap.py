@@ -267,7 +267,7 @@ def test_the_emulator_reports_an_early_access(before: str, report: str, tmp_path
 
 @on_hopper
 @pytest.mark.parametrize(
-    ("dtype", "shape"), [slow("bfloat16", (2, 37, 128)), ("float32", (2, 7, 64))]
+    ("dtype", "shape"), [slow("bfloat16", (2, 37, 128)), slow("float32", (2, 7, 64))]
 )
 def test_the_steps_of_a_block(device: Any, dtype: str, shape: tuple[int, ...]) -> None:
     assert_block_waits(dtype, shape)
@@ -281,6 +281,7 @@ def test_the_steps_of_a_large_block(device: Any, dtype: str, rows: int) -> None:
     assert_block_waits(dtype, (rows, 768))
 
 
+@pytest.mark.slow
 @on_hopper
 def test_a_prompt_that_is_continued(device: Any) -> None:
     """Attention of such a prompt reads the cache, to which K and V were appended before."""
@@ -344,7 +345,7 @@ OTHERS: dict[Any, set[str]] = {  # steps that a Llama lacks
 CHAINS: list[Any] = [
     (SMALL, None, 0, set(), False),
     (SMALL, None, None, set(), False),
-    (SMALL, "float8_e5m2", None, {"linear_qkv", "attention_split"}, True),
+    slow(SMALL, "float8_e5m2", None, {"linear_qkv", "attention_split"}, True),
     slow(SMALL, "float8_e5m2", 0, {"kv_round"}, True),
     slow(SMALL, None, MORE_ROWS + 3, {"layernorm"}, False),
     (GROUPED, None, 1, {"rmsnorm"}, False),

@@ -172,6 +172,7 @@ def test_in_attention(
         registry.bind("attention_append", inputs, **refused)
 
 
+@pytest.mark.slow
 def test_attention_without_the_barrier_before_its_queries_shows() -> None:
     def run(order: Order) -> None:
         with running_on(order) as device:

@@ -124,13 +124,12 @@ def test_the_reference_is_the_formula(fill: float | None) -> None:
 @every_variant
 @every_device
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(B=st.integers(1, 2), T=st.integers(1, 40), heads=st.sampled_from([(3, 20), (2, 80)]))
-@example(B=1, T=1, heads=(3, 20))
-@example(B=2, T=7, heads=(3, 20))
-@example(B=1, T=8, heads=(2, 80))
-@example(B=1, T=36, heads=(3, 20))
-def test_any_length(device: Any, variant: str, B: int, T: int, heads: tuple[int, int]) -> None:
-    qkv = random(B, T, *heads)
+@given(B=st.integers(1, 2), T=st.integers(1, 40))
+@example(B=1, T=1)
+@example(B=2, T=7)
+@example(B=1, T=36)
+def test_any_length(device: Any, variant: str, B: int, T: int) -> None:
+    qkv = random(B, T, 3, 20)
     assert_right(evaluate(device, variant, qkv), qkv, variant)
 
 
@@ -172,6 +171,7 @@ def test_an_output_depends_on_its_two_rows_alone(device: Any, variant: str) -> N
     np.testing.assert_array_equal(below(np.isnan(evaluate(device, variant, qkv))), below(wrong))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "barriers"), [("tri4", 2), ("tri5", 1), ("tri6", 2)])
 def test_missing_barriers_show(
     variant: str, barriers: int, monkeypatch: pytest.MonkeyPatch
@@ -243,6 +243,7 @@ def test_values_that_are_not_finite(device: Any, variant: str) -> None:
     np.testing.assert_allclose(below(got)[~special], below(expected)[~special], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_how_tiles_are_dealt_changes_no_bit() -> None:
     qkv = random(2, 150, 1, 20)
     results = []
