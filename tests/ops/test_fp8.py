@@ -342,17 +342,3 @@ def test_every_float32_of_a_range_on_the_gpu(format: str) -> None:
         for block in variant.blocks:
             got = evaluate("gpu", x, format, False, variant=variant.name, block=block)
             np.testing.assert_array_equal(got, expected)
-
-
-@pytest.mark.gpu
-@in_every_layout
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1024, 2752), (333, 1001), (1, 5000), (5000, 1)])
-def test_the_same_on_numpy_and_gpu(layout: str, dtype: str, shape: tuple[int, int]) -> None:
-    w = weights(dtype, *shape)
-    for target in (*DTYPES, *FORMATS):
-        there = WeightMatrix.quantize(cp.asarray(w), target, layout)
-        here = WeightMatrix.quantize(w, target, layout)
-        np.testing.assert_array_equal(there.data.get(), here.data)
-        if here.scale is not None:
-            np.testing.assert_array_equal(there.scale.get(), here.scale)

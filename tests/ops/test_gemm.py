@@ -143,23 +143,3 @@ def test_weights_are_widened_in_every_tile(
             assert not workspace[:FLAGS].get().any()
         monkeypatch.undo()
         _gemm_wgmma.geometry.cache_clear()
-
-
-# --- calls of Blocks and Llamas -------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-def test_rows_beyond_the_last_one_are_neither_read_nor_written(cp: Any) -> None:
-    kernel, case = KERNELS["gemm-wgmma-bfloat16-to-bfloat16"], Case(200, 768, 2304)
-    given = kernel.made(case)
-    memory = cp.full((208, 768), np.nan, "bfloat16")
-    memory[:200] = cp.asarray(given["x"])
-    out = cp.full((208, 2304), 7, "bfloat16")
-    w, bias = (kernel.uploaded(cp, name, given[name]) for name in ("w", "bias"))
-    GEMM.bind((memory[:200], w, bias), out[:200], variant="wgmma").run()
-    got = out.get()
-    assert (got[200:].astype(np.float32) == 7).all()
-    kernel.assert_right(got[:200], given, case, "gpu")
-
-
-# --- wrong input ----------------------------------------------------------------------------------

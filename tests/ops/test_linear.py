@@ -228,6 +228,3 @@ def test_few_and_many_rows_have_the_same_bits_on_turing(device: Any, dtype: str)
     many = OPERATION.bind((x, w), variant="mma_tiles").run().get()
     assert_same_bits(few, many[:3])
     kernel.assert_right(many, given, case)
-
-
-# --- wrong input ----------------------------------------------------------------------------------

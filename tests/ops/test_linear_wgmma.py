@@ -5,13 +5,12 @@ They give the bits of the other kernels; test_product_laws.py tests plain produc
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpt2block import GPT2Config, LlamaConfig, Model, reference
+from gpt2block import GPT2Config, LlamaConfig, Model
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8, cache_dtype
 from gpt2block.files.parameters.arrays import random_model
@@ -19,7 +18,7 @@ from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.registry import STEPS
 from tests import devices, gpus, plain
 from tests.devices import assert_same_bits, on_gpu
-from tests.ops.test_operands import assert_operand, matrix
+from tests.ops.test_operands import matrix
 from tests.products import DTYPES, KERNELS, Case, Kernel
 
 device = devices.device
@@ -42,40 +41,6 @@ def drawn(kernel: Kernel, M: int, K: int) -> tuple[Any, Any]:
 
 def on_device(seed: int, *shape: int) -> Any:
     return cupy.asarray(plain.normal(seed, *shape))
-
-
-@every_kind
-@on_gpu
-def test_gelu_to_an_operand(device: Any, kernel: Kernel) -> None:
-    for M, N in ((1, 64), (5, 192), (40, 256), (130, 3072)):
-        x, handed = drawn(kernel, M, 768)
-        w, bias, order = matrix(N, 768, kernel.weights), on_device(2, N), kernel.operand
-        floats = LINEAR.bind((x, w, bias), gelu=True, variant="mma").run().get()
-        options: Any = {"gelu": True, "decoding": True, "operand": order, "to_operand": order}
-        made = LINEAR.bind((handed, w, bias), **options)
-        assert [launch.name for launch in made.launches] == ["decode_wgmma"]
-        assert order is not None
-        assert_operand(made.run().get(), floats, order)
-
-
-@every_kind
-@on_gpu
-def test_a_gated_product_and_its_operand(device: Any, kernel: Kernel) -> None:
-    for M, gelu in product((1, 5, 40, 130), (False, True)):
-        (x, handed), order = drawn(kernel, M, 256), kernel.operand
-        gate, up = (matrix(192, 256, kernel.weights) for _ in range(2))
-        inputs = (handed, gate, None, None, None, None, up)
-        made = LINEAR.bind(inputs, operand=order, gelu=gelu, decoding=True)
-        assert [launch.name for launch in made.launches] == ["decode_wgmma"]
-        got = made.run().get()
-        parts = (LINEAR.bind((x, w), variant="mma").run().get() for w in (gate, up))
-        first, second = (part.astype(np.float64) for part in parts)
-        exact = reference.silu_mul(first, second, gelu)
-        assert np.abs(got - exact).max() <= 4 * 2.0**-24 * np.abs(exact).max()
-        options: Any = {"gelu": gelu, "operand": order, "to_operand": order, "decoding": True}
-        given = LINEAR.bind(inputs, **options).run().get()
-        assert order is not None
-        assert_operand(given, got, order)
 
 
 @every_kind

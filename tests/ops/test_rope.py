@@ -17,10 +17,8 @@ from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy as cp
 from gpt2block.ops import registry
 from gpt2block.ops.rope import (
-    BLOCKS,
     MAX_POSITIONS,
     OPERATION,
-    choose_geometry,
     exponent_step,
 )
 from tests import plain
@@ -105,40 +103,6 @@ def test_start_continues_a_sequence_and_distances_are_what_counts() -> None:
     q, k = np.broadcast_to(normal(1, 8), (40, 1, 8)), np.broadcast_to(normal(2, 8), (40, 1, 8))
     q, k = (reference.rope(a.astype(np.float64))[:, 0] for a in (q, k))
     np.testing.assert_allclose(q[7] @ k[3], q[36] @ k[32], rtol=1e-12)
-
-
-@given(
-    sizes=st.tuples(
-        st.integers(1, 9), st.integers(1, 3000), st.integers(1, 130), st.integers(1, 300)
-    ),
-    half_split=st.booleans(),
-    widest=st.sampled_from([1, 2, 4, 8]),
-    sms=st.sampled_from([0, 1, H200]),
-    block=st.sampled_from([None, *BLOCKS]),
-)
-@example(sizes=(1, 1, 32, 64), half_split=False, widest=8, sms=H200, block=None)
-@example(sizes=(1, 500, 32, 64), half_split=False, widest=8, sms=H200, block=None)
-def test_everything_is_taken_once(
-    sizes: tuple[int, int, int, int], half_split: bool, widest: int, sms: int, block: int | None
-) -> None:
-    B, T, H, half = sizes
-    D = 2 * half
-    most = math.gcd(widest, half if half_split else D)
-    geometry = choose_geometry(B, T, H, D, half_split, most, sms, block)
-    at = {name: int(value) for name, value in geometry.defines}
-    width, x, heads = at["ROPE_WIDTH"], at["ROPE_THREADS"], at["ROPE_HEADS"]
-    assert most % width == 0
-    assert geometry.block[0] == x
-    assert math.prod(geometry.block) <= (block or OPERATION.variant("pairs").block)
-    assert geometry.block[2] <= 64
-    assert (geometry.grid[0] - 1) * geometry.block[2] < T <= geometry.grid[0] * geometry.block[2]
-    assert (
-        (geometry.grid[1] - 1) * geometry.block[1] * heads
-        < H
-        <= geometry.grid[1] * geometry.block[1] * heads
-    )
-    assert geometry.grid[2] == B
-    assert heads * width <= 64  # values in registers
 
 
 def test_the_step_of_the_exponent() -> None:
@@ -379,18 +343,6 @@ def test_rotations_and_linear_rope_on_numpy() -> None:
 
 
 # --- on the GPU alone -----------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@both_layouts
-@pytest.mark.parametrize("shape", [(1, 32, 128), (16, 32, 128), (500, 32, 128), (3000, 8, 80)])
-def test_the_documented_sizes(shape: tuple[int, ...], half_split: bool, dtype: str) -> None:
-    x = normal(0, 1, *shape, dtype=dtype)
-    for options in ((0, 1e4), (2000, 5e5)):
-        for parts in (1, 3):
-            got = evaluate("gpu", x, *options, half_split, parts=parts)
-            assert_right(got, x, *options, half_split)
 
 
 @pytest.mark.gpu
