@@ -19,6 +19,7 @@ PROGRAMS = r"(products|attention|operation|generation (llama|gpt2)(-\d+)?) .*|co
 PARTS = {"attention": 6, "matmul/decode": 20, "matmul/prompt": 6, "(?!attention|matmul)": 5}
 KNOWN = [  # CUDA 12 spills a few bytes of these programs
     {"12.0", "attention_mma"},
+    {"12.0", "attention_cached_mma"},
     {"7.5", "decode_mma", "WEIGHT_E4M3=1"},
     *({kernel, f"WEIGHT_{fp8}=1"} for kernel in ("rmsnorm_matvec", "rmsnorm_ffn_matvec")
       for fp8 in ("E4M3", "E5M2")),
