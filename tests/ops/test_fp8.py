@@ -5,7 +5,6 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -17,14 +16,13 @@ from gpt2block.cuda import cupy as cp
 from gpt2block.models.weights.matrix import SMALLEST, _absmax
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.ops.to_fp8 import OPERATION
+from tests.caches import DTYPES, LARGEST
+from tests.caches import FORMATS as PEERS
 from tests.devices import GPU, on_every_backend, on_one_of_each, outputs, running_on
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
-E5M2, E4M3 = FORMATS = ("float8_e5m2", "float8_e4m3fn")
-PEERS = {E5M2: ml_dtypes.float8_e5m2, E4M3: ml_dtypes.float8_e4m3fn}
-LARGEST = {E5M2: 57344.0, E4M3: 448.0}
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+E5M2, E4M3 = FORMATS = tuple(PEERS)
 VARIANTS = [variant.name for variant in OPERATION.variants]
 LAYOUTS = ("KN", "NK")
 on_every_format = pytest.mark.parametrize("format", FORMATS)

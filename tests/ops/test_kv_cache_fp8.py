@@ -26,6 +26,7 @@ from gpt2block.models.config import GPT2Config
 from tests.caches import DTYPES, FORMATS, codes_of, widened
 from tests.command_line import gpt2block, printed
 from tests.devices import GPU, assert_same_bits, combinations, slow
+from tests.ops.test_fp8 import floats
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -37,20 +38,6 @@ def assert_same_codes(got: Array, x: Array, kv_dtype: str) -> None:
     nan = np.isnan(x.astype(np.float32))
     np.testing.assert_array_equal(got[~nan], codes_of(x, kv_dtype)[~nan])
     assert np.isnan(widened(got, kv_dtype)[nan]).all()
-
-
-def interesting(kv_dtype: str) -> NDArray[np.float32]:
-    """Return every finite FP8 number, every tie and its neighbours, and larger numbers."""
-    numbers = widened(np.arange(128, dtype=np.uint8), kv_dtype)
-    finite = numbers[np.isfinite(numbers)]
-    ties = (finite[1:] + finite[:-1]) / np.float32(2)
-    largest = finite[-1]
-    beyond = np.array([1.01, 1.0625, 1.125, 1.15, 2, 1e6], np.float32) * largest
-    tiny = finite[1] * np.array([1e-3, 0.49, 0.5, 0.51], np.float32)
-    more = np.array([0, 1e-45, 1e-38, np.inf, np.nan, np.finfo(np.float32).max], np.float32)
-    near = [np.nextafter(ties, np.float32(end)) for end in (0, np.inf)]
-    found = np.concatenate([finite, ties, *near, beyond, tiny, more])
-    return np.concatenate([found, -found]).astype(np.float32)
 
 
 def as_rows(values: Array, C: int) -> Array:
@@ -67,7 +54,7 @@ def as_rows(values: Array, C: int) -> Array:
 @every_format
 def test_kv_round_on_numpy(kv_dtype: str) -> None:
     for dtype in (np.float32, np.float64):
-        rows = as_rows(interesting(kv_dtype), 16).astype(dtype)
+        rows = as_rows(floats(kv_dtype), 16).astype(dtype)
         rows[:, :16] = normal(0, len(rows), 16)
         got = reference.kv_round(rows, 2, 2, kv_dtype)
         assert got.dtype == dtype
@@ -88,7 +75,7 @@ def appended(rows: Array, C: int, kv_dtype: str) -> Array:
 
 @combinations(times=1, C=[16, 3], kv_dtype=list(FORMATS))
 def test_every_number_is_rounded_to_the_nearest_code(device: Any, C: int, kv_dtype: str) -> None:
-    rows = as_rows(interesting(kv_dtype), C)
+    rows = as_rows(floats(kv_dtype), C)
     assert_same_codes(appended(rows, C, kv_dtype), rows[:, C:], kv_dtype)
 
 

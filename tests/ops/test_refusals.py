@@ -22,6 +22,7 @@ from gpt2block.ops.registry import OPERATIONS, STEPS
 from tests.devices import moved, running_on
 
 FILE = Path(__file__).parents[1] / "golden" / "refused_calls.txt"
+pytestmark = pytest.mark.filterwarnings("ignore:the matrix subclass")
 HEAD, *SECTIONS = FILE.read_text("utf-8").strip().split("\n\n# ")
 
 

@@ -115,22 +115,6 @@ def fitting_arguments(rng: random.Random, name: str) -> dict[str, Any]:
     return given | {key: value for key, value in attrs.items() if key in parameters}
 
 
-@pytest.mark.parametrize("name", ["gelu", "add", "layernorm", "rmsnorm", "silu_mul", "softmax"])
-def test_an_np_matrix_is_refused(name: str) -> None:
-    """np.matrix has * as matrix product: square matrices would silently give wrong results."""
-    arrays = [x for x in inspect.signature(FUNCTIONS[name]).parameters if x not in SETTINGS]
-    square = np.random.default_rng(0).standard_normal((4, 4))
-    given = {x: square[0] if x in ("gamma", "beta", "weight") else square for x in arrays}
-    FUNCTIONS[name](**given)
-    with pytest.raises(
-        InputError, match=rf"{arrays[0]}: .*np.matrix: use np.asarray\({arrays[0]}\)"
-    ):
-        FUNCTIONS[name](**given | {arrays[0]: np.asmatrix(square)})
-
-
-SETTINGS = ("eps", "causal", "gelu", "sigmoid")
-
-
 def refused_or_right(name: str, arguments: dict[str, Any]) -> str:
     """Return "refused" or "right"; an exception other than InputError propagates."""
     with np.errstate(all="ignore"):
