@@ -17,13 +17,14 @@ from gpt2block import InputError, ops
 from gpt2block.cuda import replaced
 from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
 from tests import plain
-from tests.attentions import KERNELS, Kernel, as_hi_lo, assert_right, both_masks
+from tests.attentions import KERNELS, Kernel, as_hi_lo, assert_right
 from tests.caches import row_width
-from tests.devices import GPU, one_order, set_attributes
+from tests.devices import GPU, one_order, set_attributes, slow
 from tests.gpus import H200, HOPPER_CAPABILITY, MMA_CAPABILITY, RTX, cupy_with
 
 Array = NDArray[Any]
 MAX_SHARED = H200["max_shared"]
+each_mask = pytest.mark.parametrize("causal", [slow(False), True])
 every_variant = pytest.mark.parametrize(
     ("device", "variant"),
     [("shuffled", "mma"), *(pytest.param("gpu", v, marks=GPU.marks) for v in ("mma", "wgmma"))],
@@ -45,7 +46,7 @@ def cp(device: Any, variant: str) -> Any:
 
 
 @every_variant
-@both_masks
+@each_mask
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
 def test_rows_of_any_size(cp: Any, variant: str, causal: bool, size: float) -> None:
     """V shares scales with Q and K but has other magnitudes; there are outliers and a zero row."""
@@ -59,7 +60,7 @@ def test_rows_of_any_size(cp: Any, variant: str, causal: bool, size: float) -> N
 
 
 @every_variant
-@both_masks
+@each_mask
 def test_one_scale_for_all_rows(cp: Any, variant: str, causal: bool) -> None:
     """The kernel for one scale gives the bits of the kernel for a scale per row."""
     heads, lengths = (1, 1, 64), [1, 70, 0, 33]

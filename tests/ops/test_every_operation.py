@@ -45,9 +45,9 @@ def cases() -> Iterator[Any]:
     """Yield all dtypes, both sizes and all block sizes: most cases are slow on the emulator.
 
     The emulator compiles a program for each case. It runs one dtype and size of a variant by
-    default, and the smallest block; variants of LISTED run only with --slow: laws of products and
-    norms test them. Kernels of tensor cores have other instructions on GPUs of compute capability
-    7.5 ("turing").
+    default, and the smallest block of the first variant. Variants of LISTED run only with --slow:
+    laws of products and norms test them. Kernels of tensor cores have other instructions on GPUs of
+    compute capability 7.5 ("turing").
     """
     for name, operation in OPERATIONS.items():
         for place, variant in enumerate(operation.variants):
@@ -71,7 +71,7 @@ def cases() -> Iterator[Any]:
                 yield pytest.param("gpu", *arguments, id=f"{case}-gpu", marks=pytest.mark.gpu)
             for n, block in enumerate(variant.blocks):
                 arguments, case = (operation, variant, usual, 1, block), f"{name}-{variant.name}"
-                marks = pytest.mark.slow if n else ()
+                marks = pytest.mark.slow if n or place else ()
                 yield pytest.param("shuffled", *arguments, id=f"{case}-block{block}", marks=marks)
                 marks = pytest.mark.gpu
                 yield pytest.param("gpu", *arguments, id=f"{case}-block{block}-gpu", marks=marks)

@@ -144,7 +144,7 @@ def of_qkv() -> Iterator[Any]:
         for weights, kv in product((FP8_E5M2, "bfloat16", "float8_e4m3fn"), FP8):
             given = f"linear-{variant}-{weights}", Case(5, 272, 30), kv
             if (weights, kv) == ((FP8_E5M2, "bfloat16", "float8_e4m3fn")[n], [*FP8][n % 2]):
-                yield "shuffled", *given
+                yield pytest.param("shuffled", *given, marks=[pytest.mark.slow] * (n != 1))
             yield pytest.param("gpu", *given, marks=GPU.marks)
 
 
