@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 from gpt2block import ops, reference
 from gpt2block.models.weights.gguf import random_blocks
 from gpt2block.ops.blocks_matmul import OPERATION
-from tests import devices
 from tests.devices import EVERYWHERE, assert_same_bits, one_order
 from tests.gpus import cupy_with
 
-device = devices.device
 VARIANTS = [variant.name for variant in OPERATION.variants]
 
 

@@ -11,9 +11,8 @@ import pytest
 from gpt2block import InputError, reference
 from gpt2block.ops import delta, registry
 from tests import plain
-from tests.devices import assert_same_bits, device, moved, one_order, slow
+from tests.devices import assert_same_bits, moved, one_order, slow
 
-__all__ = ["device"]
 SLOTS = 3
 
 

@@ -26,7 +26,6 @@ from gpt2block.ops.operation import Operation, Variant
 from gpt2block.ops.registry import OPERATIONS
 from tests import devices, norms, products
 
-device = devices.device
 SIZES = (
     {"B": 1, "T": 5, "C": 24, "N": 7, "NH": 3, "HS": 8, "V": 11, "M": 3, "K": 5, "H": 3, "D": 8},
     {"B": 2, "T": 33, "C": 128, "N": 19, "NH": 2, "HS": 12, "V": 70, "M": 17, "K": 40, "H": 1}

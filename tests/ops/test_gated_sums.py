@@ -25,12 +25,11 @@ from gpt2block.ops import gated_sums
 from gpt2block.ops.engines.linear_mma import splits
 from gpt2block.ops.gated_sums import Fusions, GpuLimits, splits_of
 from gpt2block.ops.registry import bind
-from tests import devices, gpus, outlines, plain
+from tests import gpus, outlines, plain
 from tests.devices import GPU, assert_same_bits, on_hopper, slow
 from tests.ops.test_operands import step_of
 
 Array = NDArray[Any]
-device = devices.device
 DTYPES = gated_sums.DTYPES
 EPS = 1e-5
 SMOLLM2 = LlamaConfig(

@@ -20,12 +20,10 @@ from gpt2block.ops.engines import gemm_wgmma as _gemm_wgmma
 from gpt2block.ops.engines.gemm_wgmma import FLAGS, MAX_ROWS, OF_REGISTERS, STREAMED
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.gemm import WIDEN, allocate_stream_k_workspace
-from tests import devices
 from tests.devices import assert_same_bits, one_order
 from tests.gpus import HOPPER_CAPABILITY, cupy_with
 from tests.products import KERNELS, PARTS, Case
 
-device = devices.device
 SPLIT = KERNELS["gemm-mma-hi_lo-to-float32"]
 
 

@@ -39,7 +39,6 @@ from tests.products import (
 )
 
 Array = NDArray[Any]
-device = devices.device
 OPERATION = LINEAR.OPERATION
 TILE = TILES[-1]  # tile of matmul/decode/cores.cu with the fewest rows
 

@@ -16,12 +16,11 @@ from gpt2block.cuda.kernels import FP8, cache_dtype
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.registry import STEPS
-from tests import devices, gpus, plain
+from tests import gpus, plain
 from tests.devices import assert_same_bits, on_gpu
 from tests.ops.test_operands import matrix
 from tests.products import DTYPES, KERNELS, Case, Kernel
 
-device = devices.device
 # Kernels for weights of each dtype, some with x rounded to float16.
 KINDS = [kernel for name, kernel in KERNELS.items() if name.startswith("linear-wgmma")]
 pytestmark = pytest.mark.usefixtures("possible")

@@ -41,7 +41,6 @@ from tests.devices import GPU, assert_same_bits, one_order, slow
 from tests.outlines import decode, decode_sums
 
 Array = NDArray[Any]
-device = devices.device
 DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 BOUND = 6.0  # largest magnitude of hi/lo values
 SCALE = scale_for(BOUND)

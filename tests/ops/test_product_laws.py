@@ -16,13 +16,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import reference
+from gpt2block import ops, reference
 from gpt2block.cuda import cupy
 from gpt2block.models.weights.matrix import WeightMatrix
 from tests import plain, products
 from tests.devices import GPU, IN_TESTS, assert_barriers_show, assert_same_bits
 from tests.gpus import HOPPER_CAPABILITY, large_memory
-from tests.products import EPS, KERNELS, MATMUL, START, THETA, Case, Kernel, Table
+from tests.products import EPS, KERNELS, MATMUL, START, THETA, Case, Kernel, Table, summed
 
 Array = NDArray[Any]
 
@@ -276,3 +276,23 @@ def test_the_reference_of_a_residual_before_the_norm() -> None:
     got, h = reference.rmsnorm_ffn(x, x[0], w, up, EPS, residual)
     np.testing.assert_array_equal(h, x + residual)
     np.testing.assert_array_equal(got, reference.rmsnorm_ffn(h, x[0], w, up, EPS))
+
+
+@pytest.mark.gpu
+def test_a_row_too_long_for_matvec_takes_tiles() -> None:
+    x, gamma = cupy.ones((1, 65_536), "float16"), cupy.ones(65_536, "float16")
+    w = cupy.full((65_536, 16), 2.0**-16, "float16")
+    np.testing.assert_allclose(ops.rmsnorm_matmul(x, gamma, w).get(), 1, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_the_functions_take_plain_matrices_and_give_pairs() -> None:
+    ffn, case = KERNELS["rmsnorm_ffn-matvec-own-float32-KN"], Case(2, 64, 32, residual=True)
+    given = ffn.made(case)
+    x, gamma, residual = (cupy.asarray(given[name]) for name in ("x", "gamma", "residual"))
+    w1, w3 = (cupy.asarray(given[name].data) for name in ("w", "up"))
+    alone = ops.rmsnorm_ffn(x, gamma, w1, w3, EPS)
+    ffn.assert_right(alone.get(), given | {"residual": None}, case._replace(residual=False))
+    out, h = ops.rmsnorm_ffn(x, gamma, w1, w3, EPS, residual=residual)
+    ffn.assert_right(out.get(), given, case)
+    np.testing.assert_array_equal(h.get(), summed(given))

@@ -11,11 +11,9 @@ from gpt2block import reference
 from gpt2block.checks import FLOATS
 from gpt2block.ops import registry
 from gpt2block.ops.operands import Operand
-from tests import devices
 from tests.ops.test_every_operation import on_devices
 from tests.plain import normal
 
-device = devices.device
 SLOTS, N_CTX, ABSENT = 4, 12, (-1, 0)
 # Rows of launches as (slot, position): a prompt of each sequence at once; in pieces next to other
 # sequences; steps with draft tokens, of which the first are wrong; and single steps.
