@@ -69,11 +69,13 @@ def cases() -> Iterator[Any]:
                     yield pytest.param(order, *arguments, id=f"{case}-{device}", marks=marks)
                 yield pytest.param("gpu", *arguments, id=f"{case}-gpu", marks=pytest.mark.gpu)
             for n, block in enumerate(variant.blocks):
-                arguments, case = (operation, variant, usual, 1, block), f"{name}-{variant.name}"
+                one, case = (
+                    (operation, variant, usual, 1, block),
+                    f"{name}-{variant.name}-block{block}",
+                )
                 marks = pytest.mark.slow if n or place else ()
-                yield pytest.param("shuffled", *arguments, id=f"{case}-block{block}", marks=marks)
-                marks = pytest.mark.gpu
-                yield pytest.param("gpu", *arguments, id=f"{case}-block{block}-gpu", marks=marks)
+                yield pytest.param("shuffled", *one, id=case, marks=marks)
+                yield pytest.param("gpu", *one, id=f"{case}-gpu", marks=pytest.mark.gpu)
 
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda o: o.name)

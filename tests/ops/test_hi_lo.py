@@ -24,8 +24,9 @@ from gpt2block.ops.layernorm import layernorm_bound
 from gpt2block.ops.registry import STEPS
 from tests import plain
 from tests.devices import H200, IN_TESTS, every_device, on_every_device, one_order, running_on
-from tests.ops.test_norm_laws import EPS, inputs
+from tests.norms import EPS
 from tests.ops.test_norm_laws import assert_right as assert_normalized
+from tests.ops.test_norm_laws import inputs
 
 Array = NDArray[Any]
 every_order = pytest.mark.parametrize("order", IN_TESTS)
