@@ -1,4 +1,4 @@
-"""Weights kept in GGUF blocks: their layout, products, rows, and whole models."""
+"""Weights kept in GGUF blocks: their layout, products, rows, whole models, and blocks_matmul."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ from gpt2block.files.checkpoints.gguf_types import InBlocks
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix, random_blocks
 from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
 from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.ops.blocks_matmul import OPERATION as BLOCKS_MATMUL
 from gpt2block.ops.engines import linear_wgmma
 from gpt2block.ops.gemm import WIDEN
 from gpt2block.ops.linear import LINEAR_QKV, LINEAR_ROPE, normalizes, workspace_floats
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.to_fp8 import ROW_NORMS
-from tests.devices import GPU, assert_same_bits, running_on, slow
+from tests.devices import EVERYWHERE, GPU, assert_same_bits, one_order, running_on, slow
+from tests.gpus import cupy_with
 from tests.ops.test_operands import as_operand, assert_operand
 
 LLAMA = LlamaConfig(
@@ -476,3 +478,51 @@ def test_damaged_scales_are_refused_or_are_values(tmp_path: Path) -> None:
         from_pretrained(file, "cpu", "file")
     model = from_pretrained(file, "cpu", "file", allow_nonfinite=True)
     assert np.isnan(model(np.arange(3))).any()
+
+
+# --- products with Q4_K blocks, without rounding -------------------------------------------------
+
+
+BLOCK_VARIANTS = [variant.name for variant in BLOCKS_MATMUL.variants]
+
+
+def blocks(N: int, B: int) -> NDArray[np.uint8]:
+    return random_blocks("Q4_K", N, 256 * B).reshape(N, B, 144)
+
+
+def test_blocks_are_those_that_the_package_decodes() -> None:
+    w = blocks(13, 3)
+    expected = dequantize(w.reshape(13, -1), gguf.GGMLQuantizationType.Q4_K)
+    found = reference.blocks_matmul(np.eye(768, dtype=np.float32), w)
+    np.testing.assert_array_equal(found, expected.T)
+
+
+@pytest.mark.parametrize("variant", BLOCK_VARIANTS)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize(("M", "B", "N"), [(1, 1, 1), (9, 2, 65), (17, 6, 15)])
+def test_no_weight_is_rounded(device: Any, variant: str, M: int, B: int, N: int) -> None:
+    """With integers x and powers of two d, all sums are exact in float32, in any order."""
+    cupy_with()
+    rng = np.random.default_rng(M)
+    w = blocks(N, B)
+    scales = rng.choice(np.array([2**-9, -(2**-10), 2**-10], np.float16), (N, B, 2))
+    w[..., :4] = scales.view(np.uint8).reshape(N, B, 4)
+    x = rng.integers(-4, 5, (M, 256 * B)).astype(np.float16)
+    truth = reference.blocks_matmul(x.astype(np.float64), w)
+    got = ops.blocks_matmul(device.asarray(x), device.asarray(w), variant)
+    assert_same_bits(got.get(), truth.astype(np.float32))
+
+
+@one_order
+def test_a_value_that_is_not_finite_is_of_its_row_alone(device: Any) -> None:
+    """Tiles are filled up with other rows and outputs, which must not affect results."""
+    cupy_with()
+    x = np.ones((9, 512), np.float16)
+    x[8, 100] = np.inf
+    w = blocks(18, 2)
+    w[17, 1, :2] = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)
+    for variant in BLOCK_VARIANTS:
+        found = ops.blocks_matmul(device.asarray(x), device.asarray(w), variant).get()
+        assert np.isfinite(found[:8, :17]).all()
+        assert not np.isfinite(found[8]).any()
+        assert np.isnan(found[:, 17]).all()
