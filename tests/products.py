@@ -478,7 +478,6 @@ TILES_ON_CPU: dict[str, Sequence[Any]] = {
     "linear-matvec-*": (SMALL, SMALL._replace(rows=4), SMALL._replace(rows=16, groups=1)),
     "linear-mma-*": (None, TALL, ODD_LOOP),
     "linear-mma_tiles-*": (None, *linear_mma_tiles.ALONE),
-    "linear-terms-*": (None,),
     "linear-tiles-*": (*linear_tiles.TILES, None),
     "gemm-mma-bfloat16-*": (NARROW, SQUARE, BROAD),
     "gemm-mma-hi_lo-*": (PARTS, PAIRS),
@@ -582,12 +581,11 @@ ON_CPU: Table = {
         Case(1, 33, 5, gelu=True), Case(3, 784, 31, norm=True, tile=ROUNDS, sms=2),
         Case(3, 48, 21, **FULL),
         Case(9, 264, 7, residual=True, tile=SMALL._replace(width=8, rows=4)),
-        Case(1, 528, 30, norm=True, residual=True), Case(1, 1100, 9, norm=True, tile=LONG, sms=2)],
+        Case(1, 1100, 9, norm=True, residual=True, tile=LONG, sms=2)],
     "linear-mma-*": [
         Case(1, 2064, 9, gelu=True, tile=WIDE), Case(3, 784, 31, norm=True, tile=LOOP, sms=2),
         Case(3, 1104, 37, norm=True, tile=ODD_LOOP, sms=2), Case(2, 1168, 19, residual=True),
-        Case(1, 528, 30, norm=True, residual=True), Case(9, 264, 21, norm=True, tile=TALL),
-        Case(3, 48, 21, **FULL), Case(17, 1160, 20, norm=True, tile=TALL._replace(flight=2))],
+        Case(3, 48, 21, **FULL), Case(17, 264, 20, norm=True, tile=TALL._replace(flight=2))],
     "linear-mma_tiles-*": [
         EVENLY._replace(K=1168), PART, PART, EVENLY, PART, PART._replace(tile=EVEN)],
     "linear-terms-*": [PART, PART._replace(tile=EVEN)],
@@ -596,18 +594,16 @@ ON_CPU: Table = {
         Case(37, 24, 41, residual=True), Case(34, 8, 36, **ENDS, sequences=2)],
     "gemm-mma-*16-to-*": [
         RAGGED._replace(**ENDS, tile=BROAD), RAGGED._replace(residual=True, tile=SQUARE),
-        RAGGED._replace(bias=False, tile=NARROW), Case(1, 8, 8, tile=SQUARE),
-        *(Case(130, K, 72, bias=False, tile=SQUARE, sms=2) for K in (24, 200))],
+        RAGGED._replace(bias=False, tile=NARROW),
+        Case(130, 200, 72, bias=False, tile=SQUARE, sms=2)],
     "gemm-mma-hi_lo-*": [SPLIT._replace(residual=True), SPLIT._replace(gelu=True),
                          Case(1, 8, 8, residual=True, tile=PARTS)],
     "gemm-*-float8_*-to-float32": [
-        Case(37, 72, 136, **ENDS), Case(5, 784, 264, **ENDS), Case(1, 8, 8, gelu=True)],
-    "gated-*mma-*": [Case(70, 72, 136, gelu=True), Case(17, 264, 8)],
+        Case(37, 72, 136, **ENDS), Case(5, 264, 8, gelu=True)],
+    "gated-*mma-*": [Case(70, 72, 136, gelu=True), Case(1, 264, 8)],
     "matmul-*": SIZES,
     "matmul-registers": [
-        Case(*sizes, tile=(tile, tile.groups * (1 + i % 2)))
-        for i, (tile, sizes) in enumerate(zip(MATMUL.TILES, cycle(((131, 70, 132), (70, 19, 101)))))
-    ],
+        Case(131, 70, 132, tile=GROUPED[0]), Case(70, 19, 101, tile=GROUPED[-1])],
     "linear-wgmma-*16*": 2 * [Case(5, 256, 72, residual=True)],
     "linear-wgmma-float8_e4m3fn*": [Case(5, 256, 72, residual=True)],
     "gemm-wgmma-*-to-*16": [Case(70, 72, 136, **ENDS)],
@@ -711,10 +707,9 @@ UP_TO_ON_GPU: Table = {
 }
 TILED: Table = {
     "linear-mma-*": [Case(17, 264, 14, **FULL)],
-    "linear-matvec-*": [Case(17, 264, 14, **FULL), Case(20, 1168, 37, **ENDS)],
+    "linear-matvec-*": [Case(20, 528, 37, **ENDS)],
     "linear-mma_tiles-*": [Case(20, 1168, 37, gelu=True)],
-    "linear-terms-*": [Case(20, 1168, 37, gelu=True)],
-    "linear-tiles-*": [Case(131, 136, 104, **ENDS)],
+    "linear-tiles-*": [Case(67, 72, 104, **ENDS)],
     "gemm-mma-bfloat16-to-bfloat16": [Case(40, 136, 80, bias=False)],
     "gemm-mma-hi_lo-to-float32": [Case(40, 136, 80, bias=False)],
 }
@@ -726,12 +721,6 @@ EDGES: Table = {
     "gemm-mma-bfloat16-to-bfloat16": [Case(37, 32, 48, residual=True, tile=NARROW)],
     "gemm-wgmma-bfloat16-to-bfloat16": [Case(37, 32, 48, residual=True)],
 }
-ANYWHERE: Table = {
-    "matmul-*": [Case(42, 48, 52)],
-    "linear-tiles-*": [Case(42, 48, 52, residual=True)],
-    "linear-wgmma-*": [Case(M, 256, N, bias=False, residual=True)
-                       for M, N in ((5, 130), (70, 130), (70, 131))],
-}  # fmt: skip
 REFERENCES: Table = {
     "linear-matvec-float8_e4m3fn": [
         Case(2, 5, 3, **ends) for ends in ({}, ENDS, {"norm": True}, FULL)],

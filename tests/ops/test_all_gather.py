@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
+from gpt2block import reference
 from gpt2block.cuda import replaced
 from gpt2block.ops import all_gather
 from gpt2block.ops.all_gather import ALL_GATHER, ALL_GATHER_NORM, LOAD, STORE, PeerBuffers, part_of
@@ -173,32 +173,6 @@ def test_a_gathered_operand_has_the_bits_of_operand(
             for result in gathered(cupy, peers, shards, None, to_operand=operand):
                 assert_same_bits(result, out.get())
         assert not peers.aborted
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "options", "said"),
-    [
-        ((2, 3), "float16", {"N": 8, "first": 0}, "even numbers"),
-        ((2, 4), "float32", {"N": 8, "first": 5}, "columns 5 to 9: expected columns of 8"),
-        ((1, 4), "float32", {"N": 2**23, "first": 0}, "expected at most"),
-        ((1, 8), "float32", {"N": 16, "first": 0, "to_operand": HALVES}, "expected floats"),
-        ((1, 64), "float16", {"N": 64, "first": 0, "to_operand": HALVES}, "got float16"),
-        ((65, 4), "float32", {"N": 8, "first": 0, "eps": EPS}, "at most 64 rows of 8,192 columns"),
-        ((1, 4), "float32", {"N": 8, "first": 2, "eps": EPS}, "expected multiples of 4 columns"),
-    ],
-)
-def test_what_is_refused(
-    shape: tuple[int, int], dtype: str, options: dict[str, Any], said: str
-) -> None:
-    with running_on("shuffled") as cupy:
-        shard, peers = cupy.zeros(shape, dtype), PeerBuffers([0]).of(0).values()
-        operation, given = ALL_GATHER, tuple[Any, ...]((shard, None))
-        if "eps" in options:
-            N = options["N"]
-            rows, weight = cupy.zeros((shape[0], N), "float32"), cupy.zeros(N, "float32")
-            operation, given = ALL_GATHER_NORM, (shard, rows, weight)
-        with pytest.raises(InputError, match=said):
-            operation.bind_on_device((*given, *peers), **options)
 
 
 @pytest.mark.parametrize("where", SOMEWHERE)

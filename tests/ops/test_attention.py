@@ -1,12 +1,12 @@
-"""Attention in float32: blocks, tiles, barriers, launches and calls.
+"""Attention in float32 and of hi/lo matrices: tiles, barriers, magnitudes of rows, calls.
 
+A hi/lo matrix is (hi + lo 2^-11) scale, with a scale for each row.
 tests/ops/test_attention_laws.py has the requirements of every attention kernel.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,58 +14,27 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
-from gpt2block.cuda import cupy, replaced
-from gpt2block.emulator import Order, emulated
-from gpt2block.ops.attention import ONLINE, OPERATION, naive_geometry
+from gpt2block.cuda import replaced
+from gpt2block.emulator import Order
+from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
 from gpt2block.ops.engines.attention_tiles import online_geometry
 from tests import plain
-from tests.attentions import DTYPES, Kernel, assert_right, by_length
-from tests.caches import Heads, row_width
-from tests.compiling import assert_clean
+from tests.attentions import KERNELS, Kernel, as_hi_lo, assert_right, by_length
+from tests.caches import row_width
 from tests.devices import (
     GPU,
     assert_barriers_show,
-    moved,
     on_gpu,
     one_order,
     running_on,
     set_attributes,
     slow,
 )
-from tests.gpus import HOPPER_CAPABILITY, MMA_CAPABILITY, cupy_with
+from tests.gpus import H200, HOPPER_CAPABILITY, MMA_CAPABILITY, RTX, cupy_with
 from tests.plain import normal
 
-Array = NDArray[Any]
-VARIANTS = [variant.name for variant in OPERATION.variants if "float32" in variant.dtypes]
 ONLINE_KERNEL = Kernel(partial(by_length, "online"))
-H200 = 232448  # bytes of shared memory that a block can have
 T4 = 65536
-
-
-def assert_computed(device: Any, kernel: Kernel, T: int, heads: Heads, causal: bool) -> None:
-    qkv = normal(T, T, row_width(heads))
-    assert_right(kernel(device, qkv, [T], heads, causal), qkv, [T], heads, causal)
-
-
-@pytest.mark.parametrize(
-    ("device", "variant", "block"),
-    [
-        ("shuffled", "naive", 32),
-        ("shuffled", "online", 64),
-        slow("shuffled", "naive", 128),
-        slow("shuffled", "online", 256),
-        *(
-            pytest.param("gpu", name, block, marks=GPU.marks)
-            for name in ("naive", "online")
-            for block in OPERATION.variant(name).blocks
-        ),
-    ],
-    indirect=["device"],
-)
-def test_block_sizes(device: Any, variant: str, block: int) -> None:
-    kernel = Kernel(partial(by_length, variant, block=block))
-    for T, causal in ((40, False), (300, True)):
-        assert_computed(device, kernel, T, (3, 3, 16), causal)
 
 
 @pytest.mark.parametrize("device", ["shuffled"], indirect=True)
@@ -74,9 +43,11 @@ def test_tiles_for_little_shared_memory(device: Any, monkeypatch: pytest.MonkeyP
     set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=T4)
     geometry = online_geometry(1, 150, 1, 128, NKV=1, block=None, max_shared=T4)
     assert geometry.shared <= T4
-    assert_computed(device, ONLINE_KERNEL, 150, (1, 1, 128), True)
+    qkv, sizes = normal(150, 150, 384), ([150], (1, 1, 128), True)
+    assert_right(ONLINE_KERNEL(device, qkv, *sizes), qkv, *sizes)
 
 
+@pytest.mark.slow
 def test_missing_warp_barriers_show() -> None:
     """test_attention_cached.py tests the barriers of blocks in the same file."""
     qkv = normal(0, 150, 48)
@@ -86,51 +57,6 @@ def test_missing_warp_barriers_show() -> None:
             ONLINE_KERNEL(device, qkv, [150], (1, 1, 16), False)
 
     assert_barriers_show("lib/attention/online.cuh", run, 2, "__syncwarp();")
-
-
-# --- launches
-
-
-def test_tiles_fit_the_shared_memory() -> None:
-    geometry = online_geometry(8, 1024, 12, 64, NKV=12, block=None, max_shared=H200)
-    assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
-    for size in (4, 64, 128, 256):
-        for limit in (99 * 1024, H200):
-            geometry = online_geometry(1, 4096, 1, size, NKV=1, block=None, max_shared=limit)
-            assert geometry.shared <= limit
-    one = online_geometry(1, 4096, 1, 256, NKV=1, block=None, max_shared=T4)
-    assert (one.shared <= T4, dict(one.defines)["AO_ONE_TILE"]) == (True, 1)
-    with pytest.raises(InputError, match=r"head size 512: the smallest tiles .* use variant mha"):
-        online_geometry(1, 4096, 1, 512, NKV=1, block=None, max_shared=T4)
-    with pytest.raises(InputError, match=r"take 84,096 .* 65,536 for them: use a smaller block"):
-        online_geometry(1, 4096, 1, 512, NKV=1, block=64, max_shared=T4)
-
-
-def test_what_a_grid_cannot_take_is_refused() -> None:
-    online = partial(online_geometry, block=None, max_shared=H200)
-    with pytest.raises(
-        InputError, match=r"make a grid of 12,096,000,000 blocks, .* variant online"
-    ):
-        naive_geometry(1000, 64000, 3, 4, 1024, 3)
-    assert online(2**25, 1, 12, 64, NKV=12).grid == (12 * 2**25, 1)
-    assert online(1, 8_388_480, 1, 64, NKV=1).grid == (1, 65535)
-    with pytest.raises(InputError, match="T 8,388,481: variant online takes at most 8,388,480"):
-        online(1, 8_388_481, 1, 64, NKV=1)
-    options: dict[str, Any] = {"n_head": 1, "causal": True}
-    with emulated():
-        qkv = cupy.empty((5, 3 * 257), "float32")
-        with pytest.raises(InputError, match="variant online: head size 257: expected at most 256"):
-            OPERATION.bind((qkv,), **options, variant="online")
-        assert len(OPERATION.bind((qkv,), **options, variant="naive").launches) == 3
-
-
-@pytest.mark.slow
-def test_every_head_stays_in_registers() -> None:
-    jobs = []
-    for arch, size in (("sm_75", 33), ("sm_90", 80), ("sm_90", 128), ("sm_90", 256)):
-        geometry = online_geometry(8, 1024, 3, size, NKV=3, block=None, max_shared=H200)
-        jobs.append((ONLINE, arch, geometry.defines))
-    assert_clean(jobs)
 
 
 # --- calls
@@ -147,97 +73,87 @@ def test_more_sequences_than_a_grid_has_rows(device: Any) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("device", "variant", "dtype"),
-    [
-        *(("shuffled", name, "float32") for name in VARIANTS),
-        ("shuffled", "mma", "float16"),
-        slow("shuffled", "mma", "bfloat16"),
-        *(pytest.param("gpu", name, "float32", marks=GPU.marks) for name in VARIANTS),
-        *(
-            pytest.param("gpu", name, dtype, marks=GPU.marks)
-            for name, dtype in product(("mma", "wgmma"), DTYPES)
-        ),
-    ],
+@one_order
+def test_the_op_takes_packed_rows(device: Any) -> None:
+    """Sequences of one length have the same bits packed; the second call repeats the first one."""
+    cupy_with()
+    x = device.asarray(normal(0, 2, 30, 9 * 64).astype(np.float16))
+    starts = device.asarray(np.array([0, 30, 60], np.int32))
+    batch = ops.attention(x, 3)
+    for _ in range(2):
+        packed = ops.attention(x.reshape(60, -1), 3, cu_seqlens=starts, max_seqlen=30)
+        np.testing.assert_array_equal(packed.get(), batch.get().reshape(60, -1))
+
+
+# --- hi/lo matrices
+
+
+Array = NDArray[Any]
+MAX_SHARED = H200["max_shared"]
+each_mask = pytest.mark.parametrize("causal", [slow(False), True])
+every_variant = pytest.mark.parametrize(
+    ("device", "variant"),
+    [("shuffled", "mma"), *(pytest.param("gpu", v, marks=GPU.marks) for v in ("mma", "wgmma"))],
     indirect=["device"],
 )
-def test_the_op(device: Any, variant: str, dtype: str) -> None:
-    """It takes views, and sequences of one length as packed rows."""
-    cupy_with({"mma": MMA_CAPABILITY, "wgmma": HOPPER_CAPABILITY}.get(variant, 0))
-    narrow = dtype in DTYPES
-    size = 64 if narrow else 16
-    x = normal(0, 2, 30, 9 * size).astype(DTYPES.get(dtype, np.float32))
-    qkv, others = device.asarray(x), [device.asarray(np.repeat(x, 2, axis=1))[:, ::2]]
-    starts = device.asarray(np.array([0, 30, 60], np.int32))
-    if not narrow:
-        others.append(moved(x, 1))
-        assert others[1].data.ptr % 16
-    for causal in (False, True):
-        got = ops.attention(qkv, 3, causal, variant)
-        rows = got.get().reshape(60, -1), x.reshape(60, -1)
-        assert_right(*rows, [30, 30], (3, 3, size), causal)
-        for other in others:
-            assert bool((ops.attention(other, 3, causal, variant) == got).all())
-        assert bool((ops.attention(qkv[1], 3, causal, variant) == got[1]).all())
-        kept = [device.asarray(x).reshape(60, -1) for _ in range(2 * narrow)]
-        for again in kept:  # the second call is a repeated one, with another array
-            given: Any = {"cu_seqlens": starts, "max_seqlen": 30}
-            packed = ops.attention(again, 3, causal, variant, **given)
-            assert bool((packed.reshape(got.shape) == got).all())
-    assert ops.attention(qkv, 3).dtype == qkv.dtype
-    np.testing.assert_array_equal(qkv.get(), x)
+
+
+@pytest.fixture
+def device(device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=MAX_SHARED)
+    cupy_with()  # tensor cores
+    return device
+
+
+@pytest.fixture
+def cp(device: Any, variant: str) -> Any:
+    cupy_with(MMA_CAPABILITY if variant == "mma" else HOPPER_CAPABILITY)
+    return device
+
+
+@every_variant
+@each_mask
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_rows_of_any_size(cp: Any, variant: str, causal: bool, size: float) -> None:
+    """V shares scales with Q and K but has other magnitudes; there are outliers and a zero row."""
+    T, heads = 100 if replaced() else 300, (1, 1, 64)
+    qkv = plain.normal(1, T, 192)
+    qkv[:, 128:] *= np.float32(size) * 10 ** np.linspace(-2, 2, T, dtype=np.float32)[::-1, None]
+    qkv[:, 128 + 7] *= 100
+    qkv[40] = 0
+    got = KERNELS[f"{variant}-hi-lo"](cp, qkv, [T], heads, causal)
+    assert_right(got, qkv, [T], heads, causal, np if replaced() else cp)
+
+
+@every_variant
+@each_mask
+def test_one_scale_for_all_rows(cp: Any, variant: str, causal: bool) -> None:
+    """The kernel for one scale gives the bits of the kernel for a scale per row."""
+    heads, lengths = (1, 1, 64), [1, 70, 0, 33]
+    if not replaced():
+        heads, lengths = (4, 4, 64), [1024, 1, 500, 64, 65, 127]
+    qkv = plain.normal(5, sum(lengths), row_width(heads))
+    scale = scale_for(3 * float(np.abs(qkv).max()))
+
+    def with_one_scale(x: Array) -> tuple[Array, Array]:
+        high = (x / np.float32(scale)).astype(np.float16)
+        low = ((x / np.float32(scale) - high) * 2048).astype(np.float16)
+        return np.stack([high, low]), np.full(len(x), scale, np.float32)
+
+    one, several = (
+        Kernel(partial(as_hi_lo, variant, convert=with_one_scale, one_scale=known))(
+            cp, qkv, lengths, heads, causal
+        )
+        for known in (scale, None)
+    )
+    np.testing.assert_array_equal(one, several)
+    assert_right(one, qkv, lengths, heads, causal, np if replaced() else cp)
 
 
 @one_order
-def test_bad_input(device: Any) -> None:
-    cupy_with()
-    x = device.zeros((5, 384), "float16")
-    starts = device.asarray(np.array([0, 2, 5], np.int32))
-    ragged = {"cu_seqlens": starts, "max_seqlen": 3}
-    cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-        ((x.get(), 2), {"variant": "mma"}, "qkv: expected a CuPy array, got ndarray"),
-        *(
-            (
-                (x.astype("float32"), 2),
-                {"variant": variant},
-                f"variant {variant}: qkv: expected float16 or bfloat16, got float32",
-            )
-            for variant in ("mma", "wgmma")
-        ),
-        ((x, 2), {"variant": "online"}, "qkv: expected float32, got float16"),
-        ((x, 4), {"variant": "mma"}, "mma: head size 32: tensor cores take 64, 128, 256"),
-        ((x, 4), {"variant": "wgmma"}, "wgmma: head size 32: tensor cores take 64, 128, 256"),
-        ((x, 5), {}, "C a multiple of n_head 5, got"),
-        ((x, 6), {"n_kv_head": 4}, "n_kv_head: expected a divisor of n_head 6, got 4"),
-        ((x, 6), {"n_kv_head": 0}, "n_kv_head: expected a divisor of n_head 6, got 0"),
-        ((x, 5), {"n_kv_head": 1}, r"W a multiple of 5 \+ 2 · 1 heads, got \(5, 384"),
-        ((x, 2), {"max_seqlen": 3}, "max_seqlen: expected none without cu_seqlens"),
-        ((x, 2), {"cu_seqlens": starts}, "max_seqlen: expected the length of the longest"),
-        ((x, 2), {**ragged, "max_seqlen": 6}, "max_seqlen: expected .*, 1 to the 5 rows"),
-        ((x, 2), {**ragged, "cu_seqlens": starts.astype("int64")}, "cu_seqlens: expected int32"),
-        ((x, 2), {**ragged, "cu_seqlens": starts[:1]}, r"cu_seqlens: expected shape \(B \+ 1,\)"),
-        ((x[None], 2), ragged, r"qkv: expected shape \(N, W\), got \(1, 5, 384\)"),
-        ((x.astype("float32"), 2), ragged, "float32 takes sequences of one length"),
-    ]
+def test_too_little_shared_memory_is_refused(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=RTX["max_shared"])
     if replaced():
-        cases += [((x, 2), {"variant": "wgmma"}, "variant wgmma: .*use variant mma")]
-    else:  # the emulator would allocate the scores first
-        long = device.zeros((400_000, 12), "float32"), 1
-        cases += [(long, {"variant": "naive"}, "its scores take 640.0 GB, .* use variant online")]
-    x, wide = device.zeros((5, 48), "float32"), device.zeros((5, 900), "float32")
-    cases += [
-        ((x, 0), {}, "n_head: expected a number of heads, got 0"),
-        ((x, 2), {"variant": "flash"}, "unknown variant 'flash': expected one of mha, naive, onl"),
-        ((x, 2), {"variant": "online", "block": 48}, "block size 48: expected one of 32, 64, 128"),
-        ((x, 2), {"variant": "mha", "block": 128}, "block size 128: expected one of 256"),
-        ((wide, 1), {"variant": "online"}, r"head size 300: .* at most 256 \(naive takes any\)"),
-    ]
-    for args, options, message in cases:
-        with pytest.raises(InputError, match=message):
-            ops.attention(*args, **options)
-    assert ops.attention(wide, 1, variant="naive").shape == (5, 300)
-    flat = device.zeros(5 * 16 + 1, "float32")
-    with pytest.raises(InputError, match="out: expected data aligned to 16 bytes"):
-        OPERATION.bind((x,), flat[1:].reshape(5, 16), n_head=2, causal=False, variant="online")
-    with pytest.raises(InputError, match=r"out: expected shape \(5, 16\)"):
-        OPERATION.bind((x,), x, n_head=2, causal=False, variant="online")
+        large = HiLoMatrix.from_float32(device.zeros((5, 4 * 128), "float32"))
+        with pytest.raises(InputError, match="head size 128: hi/lo matrices take 104,448 bytes"):
+            ops.attention(large, 2, n_kv_head=1)

@@ -17,26 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, ops, reference
-from gpt2block.cuda import kernels, replaced
+from gpt2block import ops, reference
+from gpt2block.cuda import replaced
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import Order
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.ops.attention_cached import (
-    APPEND,
     ATTENTION_PACKED,
     ATTENTION_SPLIT,
     KV_APPEND,
-    KV_ROUND,
     SPLIT,
-    TILES,
-    append_geometry,
     split_geometry,
     tiles_geometry,
 )
-from gpt2block.ops.operands import Operand
-from gpt2block.ops.rope_qkv import APPEND as ROPE_APPEND
 from tests import gpus
 from tests.attentions import KERNELS
 from tests.caches import (
@@ -51,7 +45,6 @@ from tests.caches import (
     stored,
     widened,
 )
-from tests.compiling import Job, assert_clean
 from tests.devices import (
     assert_barriers_show,
     assert_same_bits,
@@ -63,7 +56,6 @@ from tests.devices import (
     slow,
     with_source,
 )
-from tests.ops.test_operands import as_operand
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -153,7 +145,7 @@ def test_split_in_a_longer_cache(device: Any, heads: Heads, kind: str) -> None:
 @pytest.mark.parametrize(
     ("heads", "kind"),
     [
-        ((4, 4, 8), "bfloat16"),
+        slow((4, 4, 8), "bfloat16"),
         slow((2, 2, 40), "float32"),
         ((5, 1, 8), "bfloat16"),  # teams of unequal size
         slow((2, 2, 16), "float8_e5m2"),
@@ -223,18 +215,6 @@ def test_every_code_is_read_as_its_number(device: Any, HS: int, kv_dtype: str) -
         assert not finite[~own].any()
 
 
-@combinations(times=1, kv_dtype=list(FORMATS), kind=["float16", "bfloat16"], width=[0, 8])
-def test_operands_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) -> None:
-    """An operand can have any 16-bit dtype, whatever the dtype of the cache."""
-    held = random_cache((1, 1, 64), [70, 70], 70, kv_dtype)
-    row, position = (device.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
-    inputs = (*map(device.asarray, (normal(0, 3, 64), held.k, held.v)), row, position)
-    floats = ATTENTION_SPLIT.bind(inputs, n_head=1, kv_dtype=kv_dtype).run().get()
-    order = Operand(kind, width)
-    made = ATTENTION_SPLIT.bind(inputs, n_head=1, to_operand=order, kv_dtype=kv_dtype).run().get()
-    assert_same_bits(made, as_operand(floats, kind, width))
-
-
 def test_split_loads_again_when_the_hint_was_wrong() -> None:
     """The hint is the position that `split` reads early; the previous kernel may change it."""
     text = edited(SPLIT, "load_racing(position + query - mine)", "position[1]")  # not the row's
@@ -248,6 +228,7 @@ def test_split_loads_again_when_the_hint_was_wrong() -> None:
         np.testing.assert_array_equal(again, right)
 
 
+@pytest.mark.slow
 def test_split_without_its_barrier_shows() -> None:
     barrier = "    } else {\n        __syncthreads();\n"
     q, held, position = decoding((3, 3, 16), [127], 128, "float32")
@@ -282,6 +263,7 @@ def test_rows_of_16_bits_give_those_of_float32_rounded_once(
     assert_same_bits(got, wide.astype(DTYPES[narrow]))
 
 
+@pytest.mark.slow
 def test_queries_of_a_thread_leave_the_bits_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, heads = KERNELS["tiles-bfloat16"], (1, 1, 64)
     qkv = kernel.made(90, heads)
@@ -324,24 +306,7 @@ def test_what_lies_outside_is_left_out_on_tensor_cores() -> None:
     assert (got[25:] != 7).any(axis=1).all()
 
 
-@one_order
-def test_what_tensor_cores_refuse(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seams, start = device.zeros(2, "int32"), device.zeros(1, "int32")
-
-    def refused(dtype: str, C: int, said: str) -> None:
-        k, v = (device.zeros((1, 9, C), dtype) for _ in range(2))
-        inputs = device.zeros((5, 3 * C), dtype), k, v, seams, start
-        options: Any = {"n_head": 1, "longest": 5}
-        assert ATTENTION_PACKED.bind(inputs, **options).launches[0].name.startswith("attention_c")
-        with pytest.raises(InputError, match=said):
-            ATTENTION_PACKED.bind(inputs, **options, variant="mma")
-
-    refused("float32", 64, "takes qkv, k and v of float16 or bfloat16: use variant tiles")
-    refused("float16", 80, "head size 80: tensor cores take 64, 128, 256: use variant tiles")
-    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 70)
-    refused("float16", 64, "needs a GPU of compute capability 7.5 or newer")
-
-
+@pytest.mark.slow
 def test_barriers_after_widening_are_needed() -> None:
     """Pieces of K and V that other threads widen are complete only after the block's barriers."""
     kernel, heads = KERNELS["tiles-bfloat16"], (1, 1, 264)  # large heads reach all barriers
@@ -389,77 +354,6 @@ def test_append_of_hi_lo_rows(device: Any) -> None:
 # --- launches
 
 
-def test_launches() -> None:
-    for M, cluster in ((1, 8), (4, 8), (8, 4), (16, 2), (64, 1), (512, 1)):
-        geometry = split_geometry(M, 1024, (12, 12, 64), 2, 132, H200, True)
-        assert (geometry.grid, geometry.block) == ((cluster, 12, M), (128,))
-    geometry = tiles_geometry(8, 1024, (12, 12, 64), 2, H200)
-    assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
-    for longest in (1, 5000):  # the keys per tile depend only on the head size
-        assert tiles_geometry(1, longest, (12, 12, 64), 2, H200).defines == geometry.defines
-    with pytest.raises(InputError, match=r"head size 513: .* at most 512"):
-        split_geometry(1, 10, (1, 1, 513), 4, 132, H200, True)
-    with pytest.raises(InputError, match="head size 256: the smallest tiles take"):
-        tiles_geometry(1, 10, (1, 1, 256), 4, 32768)
-    for itemsize in (1, 2, 4):  # heads of 512 channels fit on a GPU with 99 KB of shared memory
-        assert tiles_geometry(1, 99, (8, 1, 512), itemsize, 101376).block == (64,)
-        assert split_geometry(1, 99, (8, 1, 512), itemsize, 170, 101376, True).shared <= 101376
-    with pytest.raises(InputError, match="too many for a grid"):
-        tiles_geometry(1, 2**24, (1, 1, 64), 4, H200)
-    # Loads are as wide as the alignment of the rows and of the cache permits.
-    for narrow, rows, cache, width in (
-        (False, 16, 16, 8), (False, 4, 4, 1), (True, 4, 4, 2), (False, 4, 2, 1)
-    ):  # fmt: skip
-        of = append_geometry(5, 768, 2304, 2, rows, cache, narrow)
-        assert dict(of.defines)["KV_WIDTH"] == width
-
-
-@given(
-    serves=st.integers(1, 9), size=st.integers(1, 128), limit=st.sampled_from([H200, 65536, 49152]),
-    M=st.integers(1, 64), n_ctx=st.integers(1, 4096),
-)  # fmt: skip
-def test_teams_serve_every_head(serves: int, size: int, limit: int, M: int, n_ctx: int) -> None:
-    """Heads of Q that share keys are divided among as few teams as their size permits."""
-    geometry = split_geometry(M, n_ctx, (2 * serves, 2, size), 2, 132, limit, True)
-    queries = int(dict(geometry.defines)["AS_QUERIES"])
-    assert geometry.grid[1] == 2 * -(-serves // queries)
-    assert geometry.shared <= limit
-
-
-@pytest.mark.slow
-def test_no_spills() -> None:
-    jobs: list[Job] = []
-    for arch, kind, heads, files in (
-        ("sm_75", "bfloat16", (12, 12, 64), (TILES, SPLIT)),
-        ("sm_80", "bfloat16", (32, 8, 128), (SPLIT,)),
-        ("sm_80", "float8_e5m2", (12, 12, 64), (SPLIT, APPEND, ROPE_APPEND)),
-        ("sm_90", "bfloat16", (12, 12, 64), (TILES, SPLIT)),
-        ("sm_90", "bfloat16", (32, 8, 128), (SPLIT,)),
-        ("sm_90", "bfloat16", (2, 2, 250), (TILES, SPLIT)),
-        ("sm_90", "float32", (2, 2, 256), (TILES, SPLIT)),
-        *(("sm_90", kind, (8, 1, 512), (TILES, SPLIT)) for kind in KINDS),
-        ("sm_90", "float8_e5m2", (12, 12, 64), (TILES, SPLIT)),
-        ("sm_90", "float8_e4m3fn", (32, 8, 128), (TILES, SPLIT, APPEND, ROPE_APPEND)),
-        ("sm_90", "float8_e5m2", (32, 32, 128), (SPLIT,)),
-        ("sm_90", "float8_e4m3fn", (8, 4, 64), (SPLIT,)),
-        ("sm_90", "float8_e5m2", (3, 3, 65), (TILES, SPLIT)),
-        ("sm_120", "float32", (2, 2, 128), (TILES, SPLIT)),
-        ("sm_120", "float8_e4m3fn", (12, 12, 64), (TILES, SPLIT)),
-    ):
-        fp8 = kind if kind in FORMATS else None
-        T, itemsize = ("bfloat16", 1) if fp8 else (kind, np.dtype(DTYPES[kind]).itemsize)
-        sizes = (heads, itemsize)
-        constants = {
-            TILES: tiles_geometry(1, 100, *sizes, H200).defines,
-            SPLIT: split_geometry(64, 1024, *sizes, 132, H200, arch == "sm_90").defines,
-            APPEND: (("KV_WIDTH", 8),),
-            ROPE_APPEND: (("ROPE_HALF_SPLIT", 1),),
-        }
-        stored = kernels.stored_as(T, None, fp8)
-        jobs += [(file, arch, (*stored, *constants[file])) for file in files]
-    assert_clean(jobs)
-
-
 # --- calls, and sizes for a GPU
 
 
@@ -481,48 +375,3 @@ def test_the_ops(device: Any, heads: Heads) -> None:
     for _ in range(2):
         out = ops.attention_split(one, put(k), put(v), zero, position, NH)
         assert_right(out.get(), q[-1:], held, 0, 74)
-
-
-@one_order
-def test_bad_input(device: Any) -> None:
-    """Errors that test_contracts.py does not test: numbers, and sizes that depend on each other."""
-    q, k = device.zeros((5, 48), "float32"), device.zeros((2, 9, 48), "float16")
-    qkv, at = device.zeros((5, 144), "float32"), device.zeros(2, "int32")
-    rows, seams = device.zeros(5, "int32"), device.zeros(3, "int32")
-    e5m2, codes, f64 = "float8_e5m2", device.zeros((2, 9, 48), "uint8"), device.zeros(8, "float64")
-    half, twice, wide = k[0], k.copy(), device.zeros((2, 72), "float32")
-    of_q, of_codes = (q[:2], k, k, at, at), (q, codes, codes, rows, rows)
-    split, packed, append = ops.attention_split, ops.attention_packed, ops.kv_append
-
-    def bind(**options: Any) -> Any:
-        return partial(ATTENTION_SPLIT.bind, n_head=3, **options)
-
-    cases: list[tuple[Any, tuple[Any, ...], str]] = [
-        (ops.attention_cached, (q, k[0], k[1], 5, 3), "start: expected 0 to 4 for 5 queries"),
-        (ops.attention_cached, (q, k[0], k[1], 0, 5), "n_head: expected a divisor of the 48"),
-        (packed, (q, k, k, seams, at, 3, 5), r"qkv: expected \(N, 144\)"),
-        (packed, (qkv, k, k, seams, at, 3, 0), "longest: expected a number"),
-        (packed, (qkv, k, twice, seams, at, 5, 5), "n_head: expected a divisor"),
-        (packed, (qkv.astype("float16"), *device.zeros((2, 2, 9, 48), "float32"), seams, at, 3, 5),
-         "qkv: expected float32, got float16"),
-        (split, (qkv, k, k, rows, rows, 4), "q: 4 heads of 36 channels: expected k"),
-        (split, (wide, k, k, at, at, 3), "3 heads of 24 channels: expected k of as many heads or"),
-        *((bind(together=n), (of_q,), "together: expected a power of two that divides 2 rows")
-          for n in (0, 3, 4)),
-        (bind(kv_dtype=[e5m2]), (of_codes,), "kv_dtype: expected one of"),
-        (split, (*of_codes, 3), "k: expected float32, got uint8"),
-        (split, (*of_codes, 3, "float16"), "kv_dtype: expected on"),
-        (split, (q, codes, k, rows, rows, 3, e5m2), "v: expected uint8"),
-        (append, (qkv, k, k, rows, rows), "k: overlaps v"),
-        (append, (q, k, twice, rows, rows), "or a larger multiple of k's 48"),
-        (append, (qkv, k, k, rows, rows, e5m2), "k: expected uint8, got float1"),
-        (ops.rope_append, (qkv, f64, k, codes, rows, rows, 3, False, e5m2), "k: expected uint8"),
-        (ops.kv_round, (qkv, 3, 3, e5m2), "qkv: expected float16, got float32"),
-        (ops.kv_round, (half, 3, 3, e5m2), r"qkv: expected \(N, W\) of 9 heads, got \(9, 48"),
-        (ops.kv_round, (half, 2, 1, "float16"), "kv_dtype: expected one of float8_e5m2, float8"),
-        (partial(KV_ROUND.bind, out=twice[1], n_head=2, n_kv_head=1, kv_dtype=e5m2), ((half,),),
-         "out: expected qkv itself"),
-    ]  # fmt: skip
-    for op, args, message in cases:
-        with pytest.raises(InputError, match=message):
-            op(*args)

@@ -105,7 +105,7 @@ def lengths_of(where: str, heads: Heads) -> list[int]:
         return [0, 70, 17]
     # Other heads, and a second order of threads, take the emulator long.
     few = where == IN_TESTS[-1] and heads[0] <= 3 and heads[0] * heads[2] <= 128
-    return [1, 70, 16, 0, 65, 15, 17, 5, 135, 33] if few else [37, 0, 70, 1, 17]
+    return [1, 70, 16, 0, 15, 17, 5, 33] if few else [37, 0, 70, 1, 17]
 
 
 @every_kernel(all_heads=True, orders=IN_TESTS)
@@ -140,6 +140,7 @@ def test_right(cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool) 
         assert_same_bits(same, got)
 
 
+@pytest.mark.slow
 @every_kernel(2, wide=False)
 def test_scores_of_another_scale(
     cp: Any, where: str, kernel: Kernel, heads: Heads, causal: bool
@@ -166,7 +167,7 @@ def test_what_a_row_does_not_see_leaves_no_trace(
 
     Rows that see such a value are not finite. The emulator tries each infinity at one key only.
     """
-    lengths, keys = [30, 75], [0, 5, 37, 73]
+    lengths, keys = [30, 75], [5, 37]
     places = dict(zip(NOT_FINITE, (keys, [5], [37]), strict=True))
     if where == "gpu":
         lengths, keys = [130, 475, 300], [0, 1, 63, 64, 100, 128, 300, 473]

@@ -9,30 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import InputError, ops
-from gpt2block.cuda import kernels
+from gpt2block import ops
 from gpt2block.emulator import Order
-from gpt2block.ops.attention import MMA, VARLEN, WGMMA, WGMMA_ALTERNATE
+from gpt2block.ops.attention import MMA, VARLEN
 from gpt2block.ops.engines.attention_tiles import (
     MMA_TILES,
-    WGMMA_HI_LO_SHARED,
-    WGMMA_SHARED,
     AttentionSizes,
     AttentionTile,
     alternate_geometry,
     alternates,
-    cached_wgmma_geometry,
-    mma_geometry,
-    mma_stage,
-    wgmma_geometry,
-    wgmma_hi_lo_geometry,
 )
 from tests import plain
 from tests.attentions import (
@@ -50,7 +41,6 @@ from tests.attentions import (
     parts,
 )
 from tests.caches import Heads, row_width
-from tests.compiling import Job, assert_clean
 from tests.devices import (
     IN_TESTS,
     assert_same_bits,
@@ -61,7 +51,7 @@ from tests.devices import (
     slow,
     with_source,
 )
-from tests.gpus import A100, H200, HOPPER_CAPABILITY, RTX, T4, Gpu, cupy_with
+from tests.gpus import H200, HOPPER_CAPABILITY, cupy_with
 
 Array = NDArray[Any]
 ONE: Heads = (1, 1, 64)
@@ -134,6 +124,7 @@ def test_small_weights_count_in_fp16() -> None:
     np.testing.assert_allclose(got, weight / (1 + weight), rtol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "kind"),
     [
@@ -160,35 +151,6 @@ def test_what_is_left_out_shows(old: str, new: str, kind: str) -> None:
 # --- launches ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpu", [H200, RTX], ids=["H200", "RTX"])
-def test_shared_memory_holds_two_tiles_at_least(gpu: Gpu) -> None:
-    for tile in MMA_TILES[64]:
-        geometry, _ = mma_geometry(AttentionSizes(8, 1024, 12, True), **gpu, tile=tile)
-        assert 2 * mma_stage(64) <= geometry.shared <= gpu["max_shared"]
-        assert geometry.shared == dict(geometry.defines)["ATT_STAGES"] * mma_stage(64)
-
-
-def test_what_a_grid_cannot_take_is_refused() -> None:
-    assert mma_geometry(AttentionSizes(1, 65536, 12, True), **H200)[0].grid == (512 * 12,)
-    assert AttentionSizes(1, 65536, 12, True).together() == 2
-    with pytest.raises(InputError, match=r"make a grid of 3,000,000,000 blocks, CUDA takes 2,147"):
-        mma_geometry(AttentionSizes(250_000_000, 1, 12, True), **H200)
-
-
-@pytest.mark.parametrize("hi_lo", [False, True])
-def test_the_grid_of_hopper(hi_lo: bool) -> None:
-    """There is a block per tile of queries, up to the number of multiprocessors."""
-    of = partial(wgmma_hi_lo_geometry, one_scale=True) if hi_lo else wgmma_geometry
-    shared, rows = (WGMMA_HI_LO_SHARED, 64) if hi_lo else (WGMMA_SHARED[64], 128)
-    for B, T, NH in ((1, 1, 1), (1, 1024, 12), (8, 1024, 12), (3, 129, 2)):
-        geometry, band = of(AttentionSizes(B, T, NH, True), sms=H200["sms"])
-        assert geometry.grid == (min(H200["sms"], B * NH * -(-T // rows)),)
-        assert geometry.shared == shared <= H200["max_shared"]
-        assert 1 <= band <= B * NH
-    with pytest.raises(InputError, match="use smaller batches"):
-        of(AttentionSizes(2**20, 2**20, 12, True), sms=132)
-
-
 @pytest.mark.parametrize(
     ("B", "T", "causal", "few"),
     [
@@ -207,15 +169,6 @@ def test_alternate_keys_are_for_few_sequences(B: int, T: int, causal: bool, few:
     assert 1 <= band <= 12 * B
 
 
-def test_packed_rows_count_once() -> None:
-    """The choice uses the number of rows: T = 1,024 is only an upper bound of the lengths.
-
-    2,048 rows are two sequences of 1,024 tokens, 1,088 rows for example 1,024 and 64 tokens.
-    """
-    for rows, few in ((2048, False), (1088, True)):
-        assert alternates(AttentionSizes(2, 1024, 12, True), H200["sms"], rows) == few
-
-
 @pytest.mark.parametrize("HS", [64, slow(128), slow(256)])
 def test_a_value_beyond_float16_changes_no_row_before_it(HS: int) -> None:
     """Tensor cores of 7.5 read it as infinity, which products with 0 would turn into NaN."""
@@ -228,48 +181,6 @@ def test_a_value_beyond_float16_changes_no_row_before_it(HS: int) -> None:
             found.append(out[:30].astype(np.float32))
     assert np.isfinite(found[1]).all()
     np.testing.assert_array_equal(*found)
-
-
-@pytest.mark.slow
-def test_no_tile_spills() -> None:
-    """Four heads of Q per load of K, with 128 channels, need most registers."""
-    jobs: list[Job] = []
-    grouped: Any = {"HS": 128, "serves": 4}
-    large, small = MMA_TILES[64]
-    for arch, gpu, dtype, causal, tile in (
-        ("sm_80", H200, "float16", True, large),
-        ("sm_80", A100, "bfloat16", True, None),
-        ("sm_90", H200, "float16", False, large),
-        ("sm_90", H200, "bfloat16", True, small),
-        ("sm_120", RTX, "float16", True, large),
-        ("sm_120", RTX, "bfloat16", True, small),
-        ("sm_75", T4, "bfloat16", True, small),
-        ("sm_75", T4, "bfloat16", True, None),
-    ):
-        sizes = AttentionSizes(8, 1024, 12, causal, **{} if tile else grouped)
-        geometry, _ = mma_geometry(sizes, **gpu, tile=tile)
-        constants = (*kernels.stored_as(dtype), *geometry.defines)
-        jobs.append((MMA, arch, constants))
-        if causal and arch != "sm_120":  # there CUDA 12 spills 8 bytes of the large tile
-            jobs.append((MMA, arch, (*constants, ("ATT_CACHED", 1))))
-    assert_clean(jobs)
-    jobs, only = list[Job](), list[str]()
-    wide = [AttentionSizes(8, 1024, 32, causal, **grouped) for causal in (True, False)]
-    found = [wgmma_geometry(each, sms=H200["sms"])[0] for each in wide]
-    for causal, made_for in product((True, False), (wgmma_geometry, alternate_geometry)):
-        found.append(made_for(AttentionSizes(1, 1024, 12, causal, serves=3), sms=H200["sms"])[0])
-    both = wide[0]._replace(T=512), AttentionSizes(1, 50, 9, True, serves=3)
-    of_cache = [cached_wgmma_geometry(of, of.B * of.T, 8192, sms=H200["sms"]) for of in both]
-    for geometry, cache in (
-        *((each, None) for each in found),
-        *((geometry, "float8_e4m3fn") for geometry, _ in of_cache),
-        (of_cache[0][0], None),
-    ):
-        file = WGMMA_ALTERNATE if "alternate" in geometry.kernel else WGMMA
-        stored = kernels.stored_as("bfloat16", cache=cache)
-        jobs.append((file, "sm_90a", (*stored, *geometry.defines)))
-        only.append(geometry.kernel)
-    assert_clean(jobs, only)
 
 
 # --- on the GPU ----------------------------------------------------------------------------------
@@ -341,23 +252,3 @@ def test_keys_and_values_go_to_the_cache_too(
         assert_same_bits(out.get()[:-20], alone.get()[:-20])
         for by_append, by_attention in zip(kept[:2], kept[2:], strict=True):
             assert_same_bits(by_append.get(), by_attention.get())
-
-
-@pytest.mark.gpu
-def test_arrays_of_a_cache_that_do_not_fit() -> None:
-    cp = cupy_with(HOPPER_CAPABILITY)
-    x, starts = cp.zeros((5, 384), "float16"), cp.asarray([0, 5], "int32")
-    k, v = cp.zeros((2, 1, 8, 128), "float16")
-    at = cp.zeros(5, "int32")
-    bind = partial(VARLEN.bind, n_head=2, causal=True, max_seqlen=5)
-    wide = cp.zeros((1, 8, 256), "float16")
-    for inputs, options, problem in (
-        ((x, starts, k), {}, "v: expected an array: k, v, row and position"),
-        ((x, starts, k, v, at), {}, "position: expected an array"),
-        ((x, starts, k, k, at, at), {}, "k: overlaps v"),
-        ((x, starts, wide, wide + 1, at, at), {}, r"k: expected shape \(1, 8, 128\)"),
-        ((x, starts, k.astype("float32"), v.astype("float32"), at, at), {}, "k: .*float16"),
-        ((x, starts, k, v, at, at), {"variant": "mma"}, "k: only variant wgmma"),
-    ):
-        with pytest.raises(InputError, match=problem):
-            bind(inputs, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from gpt2block import InputError
@@ -9,72 +11,63 @@ from gpt2block.ops.registry import OPERATIONS, STEPS
 from tests.contract_cases import Example, cases
 from tests.devices import running_on
 
-KV = {"B": 2, "P": 7, "C": 8}
+# Sizes of the letters of contracts, unless an example states others
+SIZES = {"B": 2, "C": 8, "D": 8, "G": 8, "H": 8, "HS": 8, "K": 8, "L": 3, "M": 3, "N": 5, "P": 7}
+SIZES |= {"NH": 2, "Q": 16, "R": 2, "S": 7, "T": 5, "V": 9, "W": 32}
 HEADS = {"n_head": 2, "n_kv_head": 1}
+
+
+def example(options: Any = None, dtype: str = "float32", **sizes: int) -> Example:
+    return Example({**SIZES, **sizes}, options or {}, dtype)
+
+
+ALIKE = """add silu_mul gelu relu_squared hi_lo operand encoder encoder_rows layernorm_gelu
+    log_likelihood sample_token mark_occurred"""
 EXAMPLES = {
-    "add": Example({}),
-    "silu_mul": Example({}),
-    "gelu": Example({}),
-    "relu_squared": Example({}),
-    "cap": Example({}, {"limit": 15.0}),
-    "softmax": Example({"T": 6}),
-    "trimat": Example({"B": 1, "T": 5, "NH": 2, "HS": 8}),
-    "matmul_bias": Example({"K": 8, "N": 4}),
-    "blocks_matmul": Example({"K": 512, "N": 4}, dtype="float16"),
-    "gemm": Example({"K": 64, "N": 16, "S": 9, "H": 9}, dtype="float16"),
-    "hi_lo": Example({"K": 8}),
-    "take": Example({"N": 5, "C": 8, "B": 3}),
-    "rmsnorm": Example({"C": 8}, dtype="bfloat16"),
-    "rmsnorm_add": Example({"C": 8, "S": 2}),
-    "rmsnorm_groups": Example({"N": 5, "W": 16, "P": 8}),
-    "gated_columns": Example({"N": 5, "W": 16, "P": 8}, {"first": 8}),
-    "operand": Example({"C": 8}),
-    "rmsnorm_matmul": Example({"K": 8, "N": 4}),
-    "rmsnorm_ffn": Example({"K": 8, "N": 4}, dtype="float16"),
-    "attention": Example({"T": 5, "W": 32}, {**HEADS, "causal": True}),
-    "attention_varlen": Example(
-        {"N": 5, "W": 32, "S": 3, "R": 2, "P": 7, "D": 8},
-        {**HEADS, "causal": True, "max_seqlen": 3},
-    ),
-    "attention_cached": Example({"T": 3, "Q": 16, "P": 7, "C": 8}, {"start": 2, "n_head": 2}),
-    "attention_packed": Example({"N": 5, "W": 32, **KV}, {"n_head": 2, "longest": 3}),
-    "attention_queries": Example({"N": 5, "Q": 16, **KV}, {"n_head": 2, "longest": 3}),
-    "attention_split": Example({"M": 3, "Q": 16, **KV}, {"n_head": 2}),
-    "attention_append": Example({"M": 3, "W": 32, "H": 4, "D": 8, **KV}, {"n_head": 2}),
-    "rope": Example({"T": 5, "H": 2, "D": 8}, dtype="float16"),
-    "rope_qkv": Example({"T": 5, "W": 32, "P": 4}, HEADS),
-    "rope_packed": Example({"N": 3, "W": 32, "P": 4, "B": 2}, HEADS),
-    "rope_append": Example({"N": 3, "W": 32, "P": 4, "B": 2, "S": 7, "C": 8}, {"n_head": 2}),
-    "qk_norm": Example({"W": 32, "G": 8, "H": 8}, HEADS, dtype="float16"),
-    "qk_norm_rope": Example({"T": 5, "W": 32, "P": 4, "G": 8, "H": 8}, HEADS),
-    "qk_norm_append": Example(
-        {"N": 3, "W": 32, "P": 4, "B": 2, "S": 7, "C": 8, "G": 8, "H": 8}, {"n_head": 2}
-    ),
-    "rotations": Example({"N": 3, "P": 4}),
-    "encoder": Example({"T": 5, "V": 9, "P": 7, "C": 8}),
-    "encoder_rows": Example({"N": 5, "V": 9, "P": 7, "C": 8}),
-    "layernorm": Example({"C": 8}, {"eps": 1e-5, "variant": 3}),
-    "layernorm_gelu": Example({"C": 8}),
-    "linear": Example({"K": 8, "N": 4, "H": 9}),
-    "linear_qkv": Example({"M": 2, "K": 8, "N": 24, "B": 2, "P": 3, "C": 8}),
-    "log_likelihood": Example({"V": 9}),
-    "top_logprobs": Example({"M": 2, "V": 9}, {"K": 20}),
-    "sample_token": Example({"B": 2, "V": 9}),
-    "mark_occurred": Example({"N": 5, "B": 2, "V": 9}),
-    "kv_append": Example({"N": 3, "W": 32, **KV}),
-    "short_conv": Example({"M": 3, "W": 24, "L": 3, **KV}),
-    "kv_round": Example({"N": 3, "W": 32}, {**HEADS, "kv_dtype": "float8_e5m2"}),
+    **dict.fromkeys(ALIKE.split(), example()),
+    "cap": example({"limit": 15.0}),
+    "softmax": example(T=6),
+    "trimat": example(B=1),
+    **dict.fromkeys(["matmul_bias", "rmsnorm_matmul"], example(N=4)),
+    "blocks_matmul": example(dtype="float16", K=512, N=4),
+    "gemm": example(dtype="float16", K=64, N=16, S=9, H=9),
+    "take": example(B=3),
+    "rmsnorm": example(dtype="bfloat16"),
+    "rmsnorm_add": example(S=2),
+    "rmsnorm_groups": example(W=16, P=8),
+    "gated_columns": example({"first": 8}, W=16, P=8),
+    "rmsnorm_ffn": example(dtype="float16", N=4),
+    "attention": example({**HEADS, "causal": True}),
+    "attention_varlen": example({**HEADS, "causal": True, "max_seqlen": 3}, S=3),
+    "attention_cached": example({"start": 2, "n_head": 2}, T=3),
+    "attention_packed": example({"n_head": 2, "longest": 3}),
+    "attention_queries": example({"n_head": 2, "longest": 3}),
+    "attention_split": example({"n_head": 2}),
+    "attention_append": example({"n_head": 2}, H=4),
+    "rope": example(dtype="float16", H=2),
+    **dict.fromkeys(["rope_qkv", "qk_norm_rope"], example(HEADS, P=4)),
+    "rope_packed": example(HEADS, N=3, P=4),
+    **dict.fromkeys(["rope_append", "qk_norm_append"], example({"n_head": 2}, N=3, P=4)),
+    "qk_norm": example(HEADS, dtype="float16"),
+    "rotations": example(N=3, P=4),
+    "layernorm": example({"eps": 1e-05, "variant": 3}),
+    "linear": example(N=4, H=9),
+    "linear_qkv": example(M=2, N=24, P=3),
+    "top_logprobs": example({"K": 20}, M=2),
+    "kv_append": example(N=3),
+    "short_conv": example(W=24),
+    "kv_round": example({**HEADS, "kv_dtype": "float8_e5m2"}, N=3),
 }
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_what_a_contract_excludes_is_refused(name: str) -> None:
-    operation, example = {**OPERATIONS, **STEPS}[name], EXAMPLES[name]
+    operation, valid = {**OPERATIONS, **STEPS}[name], EXAMPLES[name]
     refused = 0
     with running_on("forward"):
-        for case in cases(operation.contract, example):
+        for case in cases(operation.contract, valid):
             with pytest.raises(InputError) as caught:
-                operation.bind(case.inputs, case.out, **example.options)
+                operation.bind(case.inputs, case.out, **valid.options)
             message = str(caught.value)
             assert message.partition(":")[0] in case.names, case.label
             assert case.words in message, case.label

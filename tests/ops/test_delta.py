@@ -11,9 +11,8 @@ import pytest
 from gpt2block import InputError, reference
 from gpt2block.ops import delta, registry
 from tests import plain
-from tests.devices import assert_same_bits, device, moved, one_order, slow
+from tests.devices import assert_same_bits, moved, one_order, slow
 
-__all__ = ["device"]
 SLOTS = 3
 
 
@@ -149,36 +148,3 @@ def test_without_states_sequences_begin() -> None:
     layer.state = layer.recent = None
     layer.held[:] = -1
     np.testing.assert_array_equal(layer.run(x, [0] * 2 + [1] * 4, [0, 1, 0, 1, 2, 3]), first)
-
-
-@pytest.mark.parametrize("sizes", [Sizes(1, 1, 8, 4), Sizes(1, 2, 356, 4)])
-def test_heads_that_kernels_do_not_compute_are_an_error(sizes: Sizes) -> None:
-    layer = Layer(sizes, np)
-    x, (conv, rate, dt, _) = layer.rows(2), [each.astype(np.float32) for each in layer.weights]
-    spans = reference.delta_spans(np.zeros(2, int), np.arange(2), layer.held)
-    given = (
-        *(each.copy() for each in np.split(x, [-2 * sizes.n_v_head], axis=1)),
-        conv,
-        rate,
-        dt,
-        np.zeros(2, np.int32),
-        spans,
-        None,
-        None,
-    )
-    heads = f"1 heads of {sizes.k_size} channels of k, {sizes.n_v_head} heads"
-    with pytest.raises(InputError, match=rf"an even number, got {heads}"):
-        registry.bind("delta_inputs", given, n_k_head=1, k_size=sizes.k_size)
-
-
-@pytest.mark.parametrize(
-    ("G", "message"),
-    [
-        (6, "gamma: expected, on a GPU, heads of a multiple of 4 channels, got 6"),
-        (8, "o: expected heads of 8 channels, up to 20, got 12 channels"),
-    ],
-)
-def test_heads_that_the_norm_does_not_compute_are_an_error(G: int, message: str) -> None:
-    o, x, gamma = plain.normal(0, 2, 12), plain.normal(1, 2, 20), plain.normal(2, G)
-    with pytest.raises(InputError, match=message):
-        registry.bind("gated_rmsnorm", (o, x, gamma))

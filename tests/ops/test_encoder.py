@@ -10,12 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, ops, reference
+from gpt2block import ops, reference
 from gpt2block.cuda import cupy as cp
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.encoder import OPERATION
 from tests import plain
-from tests.devices import combinations, moved, on_every_backend, on_every_device, outputs
+from tests.devices import combinations, on_every_backend, on_every_device, outputs
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -69,16 +69,6 @@ def test_any_number_of_channels(where: str, C: int) -> None:
     wte, wpe = tables(20, 6, C)
     ids = random_ids(20, 3, 6)
     np.testing.assert_array_equal(evaluate(where, "1", ids, wte, wpe), wte[ids] + wpe)
-
-
-@on_every_backend
-@on_every_variant
-@pytest.mark.parametrize("block", [32, 64, 1024])
-def test_block_sizes_and_one_sequence(where: str, variant: str, block: int) -> None:
-    wte, wpe = tables(20, 40, 20)
-    ids = random_ids(20, 33)
-    got = evaluate(where, variant, ids, wte, wpe, block)
-    np.testing.assert_array_equal(got, wte[ids] + wpe[:33])
 
 
 @on_every_device
@@ -146,38 +136,3 @@ def test_the_op() -> None:
         np.testing.assert_array_equal(got.get(), expected[0])
     for turned in (ids.T, cp.asarray(ids).T):
         np.testing.assert_array_equal(ops.encoder(turned, *on_device).get(), wte[ids.T] + wpe[:2])
-
-
-@pytest.mark.gpu
-def test_rows_that_do_not_start_on_16_bytes() -> None:
-    wte, wpe = tables(20, 6, 48)
-    ids = random_ids(20, 2, 5)
-    odd = moved(wte, 1)
-    got = ops.encoder(ids, odd, cp.asarray(wpe)).get()
-    np.testing.assert_array_equal(got, wte[ids] + wpe[:5])
-    for variant in (2, 3):
-        with pytest.raises(
-            InputError, match="rows that start on a multiple of 16 bytes: use variant 1"
-        ):
-            ops.encoder(ids, odd, cp.asarray(wpe), variant=variant)
-
-
-@pytest.mark.gpu
-def test_bad_input() -> None:
-    wte, wpe = (cp.zeros((n, 48), "float32") for n in (20, 6))
-    ids = np.zeros((2, 5), np.int32)
-    beyond, negative = ids.copy(), [3, -1, 20]
-    beyond[1, 2] = 20
-    odd = cp.zeros((20, 5), "float32")
-    for args, options, message in (
-        ((beyond, wte, wpe), {}, r"ids: id 20 at \(1, 2\): expected 0 to 19"),
-        ((negative, wte, wpe), {}, r"ids: id -1 at 1: expected 0 to 19"),
-        ((ids.astype(float), wte, wpe), {}, "ids: expected integers, got float64"),
-        ((np.zeros((2, 0), int), wte, wpe), {}, "ids: expected at least one element"),
-        ((np.zeros(7, int), wte, wpe), {}, "ids: 7 positions, but wpe has 6 rows"),
-        ((ids, odd, odd), {"variant": 3}, "variant 3: expected C to be a multiple of 4, got 5"),
-        ((ids, wte, wpe), {"variant": 7}, "unknown variant 7: expected one of 1, 2, 3"),
-        ((ids, wte, wpe), {"block": 33}, "block size 33: expected one of 32, 64"),
-    ):
-        with pytest.raises(InputError, match=message):
-            ops.encoder(*args, **dict[str, Any](options))

@@ -7,7 +7,8 @@ soon as the registry lists it; its special features are tested in its own file.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gpt2block import InputError, WeightMatrix, emulator, ops, reference
+from gpt2block import InputError, emulator, ops, reference
 from gpt2block.checks import SCALARS
 from gpt2block.cuda import cupy
 from gpt2block.emulator import stand_in
@@ -25,7 +26,6 @@ from gpt2block.ops.operation import Operation, Variant
 from gpt2block.ops.registry import OPERATIONS
 from tests import devices, norms, products
 
-device = devices.device
 SIZES = (
     {"B": 1, "T": 5, "C": 24, "N": 7, "NH": 3, "HS": 8, "V": 11, "M": 3, "K": 5, "H": 3, "D": 8},
     {"B": 2, "T": 33, "C": 128, "N": 19, "NH": 2, "HS": 12, "V": 70, "M": 17, "K": 40, "H": 1}
@@ -41,11 +41,12 @@ LISTED = {(kernel.operation.name, kernel.variant) for kernel in KERNELS}
 
 
 def cases() -> Iterator[Any]:
-    """Yield all dtypes and both sizes: on the emulator, all but one case of a variant are slow.
+    """Yield all dtypes, both sizes and all block sizes: most cases are slow on the emulator.
 
-    The emulator compiles a program for each case. Variants of LISTED run only with --slow: laws of
-    products and norms test them. Kernels of tensor cores have other instructions on GPUs of compute
-    capability 7.5 ("turing").
+    The emulator compiles a program for each case. It runs one dtype and size of a variant by
+    default, and the smallest block of the first variant. Variants of LISTED run only with --slow:
+    laws of products and norms test them. Kernels of tensor cores have other instructions on GPUs of
+    compute capability 7.5 ("turing").
     """
     for name, operation in OPERATIONS.items():
         for place, variant in enumerate(operation.variants):
@@ -53,7 +54,7 @@ def cases() -> Iterator[Any]:
             usual = variant.dtypes[place % len(variant.dtypes)] if variant.dtypes else dtypes[0]
             for dtype, size in product(dtypes, range(2)):
                 case = f"{name}-{variant.name}-{dtype}-{size}"
-                arguments = operation, variant, dtype, size
+                arguments = operation, variant, dtype, size, None
                 of_variant = place % 2 or int(variant.name == "wgmma")
                 is_usual = (name, variant.name) not in LISTED and (dtype, size) == (
                     usual,
@@ -67,6 +68,14 @@ def cases() -> Iterator[Any]:
                     marks = () if fast else pytest.mark.slow
                     yield pytest.param(order, *arguments, id=f"{case}-{device}", marks=marks)
                 yield pytest.param("gpu", *arguments, id=f"{case}-gpu", marks=pytest.mark.gpu)
+            for n, block in enumerate(variant.blocks):
+                one, case = (
+                    (operation, variant, usual, 1, block),
+                    f"{name}-{variant.name}-block{block}",
+                )
+                marks = pytest.mark.slow if n or place else ()
+                yield pytest.param("shuffled", *one, id=case, marks=marks)
+                yield pytest.param("gpu", *one, id=f"{case}-gpu", marks=pytest.mark.gpu)
 
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda o: o.name)
@@ -88,25 +97,35 @@ def attrs_of(operation: Operation, size: int) -> dict[str, Any]:
     return {**operation.workload.attrs, **heads}
 
 
+def prepared(operation: Operation) -> tuple[Operation, tuple[Any, ...], Any]:
+    """Return the operation with attributes for its first sizes, its inputs and their result."""
+    here = operation.with_workload(attrs=attrs_of(operation, 0))
+    dtype, layout = operation.workload.dtypes[0], operation.workload.layout
+    return here, *workload.inputs_and_truth(here, sizes_of(operation, 0), dtype, layout)
+
+
+def assert_right(got: Any, truth: Any, dtype: str) -> None:
+    assert workload.errors(got, truth)[1] <= workload.tolerance(dtype)
+
+
 @pytest.mark.parametrize(
-    ("device", "operation", "variant", "dtype", "size"), list(cases()), indirect=["device"]
+    ("device", "operation", "variant", "dtype", "size", "block"), list(cases()), indirect=["device"]
 )
 def test_a_variant_is_right(
-    operation: Operation, variant: Variant, dtype: str, size: int, device: Any
+    operation: Operation, variant: Variant, dtype: str, size: int, block: int | None, device: Any
 ) -> None:
     here = operation.with_workload(attrs=attrs_of(operation, size))
     layout = (operation.workload.layout, "NK")[size]
     host, truth = workload.inputs_and_truth(here, sizes_of(operation, size), dtype, layout)
     arrays = tuple(map(workload.uploaded, host))
-    options = {**here.workload.attrs, **workload.options_for(here, variant)}
+    options = {**here.workload.attrs, **workload.options_for(here, variant, block)}
     try:
         bound = here.bind(arrays, **options)
     except InputError as problem:
         pytest.skip(str(problem))
     workload.poison(bound.out, arrays)
     got = bound.run().get()
-    relative = workload.errors(got, truth)[1]
-    assert relative <= workload.tolerance(dtype), relative
+    assert_right(got, truth, dtype)
     again = tuple(map(workload.uploaded, host))  # a launch does not keep its arrays alive
     second = here.bind(again, **options)
     workload.poison(second.out, again)  # an operation may leave elements unwritten
@@ -117,24 +136,17 @@ def test_a_variant_is_right(
 def test_host_arrays_run_on_the_emulator(operation: Operation) -> None:
     if problem := emulator.missing():
         pytest.skip(problem)
-    here = operation.with_workload(attrs=attrs_of(operation, 0))
-    dtype = operation.workload.dtypes[0]
-    host, truth = workload.inputs_and_truth(
-        here, sizes_of(operation, 0), dtype, here.workload.layout
-    )
+    here, host, truth = prepared(operation)
     bound = here.bind(host, **here.workload.attrs)
-    got = np.asarray(bound.run())
+    assert_right(np.asarray(bound.run()), truth, operation.workload.dtypes[0])
     assert isinstance(bound.out, np.ndarray)
-    assert workload.errors(got, truth)[1] <= workload.tolerance(dtype)
 
 
 @on_devices
 @every_operation
 def test_the_function_takes_arrays_in_strides(operation: Operation, device: Any) -> None:
     """It copies them, and gives the bits of contiguous arrays."""
-    here = operation.with_workload(attrs=attrs_of(operation, 0))
-    dtype, layout = operation.workload.dtypes[0], operation.workload.layout
-    host, _ = workload.inputs_and_truth(here, sizes_of(operation, 0), dtype, layout)
+    here, host, _ = prepared(operation)
     there = tuple(map(workload.uploaded, host))  # a launch does not keep its arrays alive
     expected = here.bind(there, **here.workload.attrs).run()
     arrays = [
@@ -146,6 +158,37 @@ def test_the_function_takes_arrays_in_strides(operation: Operation, device: Any)
     got = getattr(ops, operation.name)(*arrays, **here.workload.attrs)
     got = got[0] if isinstance(got, tuple) else got
     devices.assert_same_bits(got.get(), expected.get())
+
+
+@on_devices
+@every_operation
+def test_arrays_at_any_address(operation: Operation, device: Any) -> None:
+    """Inputs, all or one, and the output begin one element after a multiple of 512 bytes.
+
+    The operation refuses them or is right, perhaps with another variant or narrower loads.
+    """
+    here, host, truth = prepared(operation)
+    there = tuple(map(workload.uploaded, host))  # a launch does not keep its arrays alive
+    function, options = getattr(ops, operation.name), here.workload.attrs
+    arrays = [n for n, each in enumerate(host) if isinstance(each, np.ndarray) and each.ndim]
+    calls: list[Callable[[], Any]] = []
+    for places in (arrays, *([n] for n in arrays)):
+        given = [devices.moved(host[n], 1) if n in places else e for n, e in enumerate(there)]
+        calls.append(partial(function, *given, **options))
+    bound = here.bind(there, **options)
+    if not any(bound.out is each for each in there):
+        out = devices.moved(bound.out.get(), 1)
+        calls.append(lambda: here.bind(there, out, **options).run())
+    refusals = list[str]()
+    for call in calls:
+        try:
+            got = call()
+        except InputError as problem:
+            refusals.append(str(problem))
+        else:
+            got = got[0] if isinstance(got, tuple) else got
+            assert_right(got.get(), truth, operation.workload.dtypes[0])
+    assert all("expected data aligned to" in each for each in refusals)
 
 
 @every_operation
@@ -190,38 +233,19 @@ def test_arrays_of_another_byte_order_are_refused(operation: Operation) -> None:
 
 @on_devices
 @every_operation
-def test_inputs_that_do_not_fit_are_refused(operation: Operation, device: Any) -> None:
-    """The first array is of integers, empty, 0-d, a list or None; later arrays and options too."""
-    here = operation.with_workload(attrs=attrs_of(operation, 0))
-    dtype, sizes = operation.workload.dtypes[0], sizes_of(operation, 0)
-    host, _ = workload.inputs_and_truth(here, sizes, dtype, operation.workload.layout)
-    first, *others = map(workload.uploaded, host)
-    wrong = [
-        cupy.asarray(np.ones(first.shape, "int64")),
-        first[:0],
-        first.reshape(-1)[:1].reshape(()),
-        [[1.0]],
-        None,
-    ]
-    for value in wrong:
-        with pytest.raises(InputError):
-            here.bind((value, *others), **here.workload.attrs)
-    for i, other in enumerate(others):
-        if other is None or isinstance(other, WeightMatrix) or operation.name == "sample_token":
-            continue
-        inputs = [first, *others]
-        inputs[i + 1] = cupy.asarray(np.ones((3, 1, 2, 1, 5), "float32"))
-        with pytest.raises(InputError):
-            here.bind(tuple(inputs), **here.workload.attrs)
+def test_options_that_do_not_fit_are_refused(operation: Operation, device: Any) -> None:
+    """test_contracts.py tests arrays."""
+    here, host, _ = prepared(operation)
+    given, options = tuple(map(workload.uploaded, host)), here.workload.attrs
     for name in operation.options.keys() & SCALARS.keys():
         for value in ["text", *([] if operation.options[name] is None else [None])]:
             with pytest.raises(InputError, match=rf"{name}\b.*expected"):
-                here.bind((first, *others), **{**here.workload.attrs, name: value})
+                here.bind(given, **{**options, name: value})
     if len(operation.variants) > 1:
         with pytest.raises(InputError, match="unknown variant 'nothing'"):
-            here.bind((first, *others), **{**here.workload.attrs, "variant": "nothing"})
+            here.bind(given, **{**options, "variant": "nothing"})
     with pytest.raises(InputError, match="CuPy array"):
-        getattr(ops, operation.name)(*host, **here.workload.attrs)
+        getattr(ops, operation.name)(*host, **options)
 
 
 def test_an_array_on_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,13 +24,12 @@ from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.ops import gated_sums
 from gpt2block.ops.engines.linear_mma import splits
 from gpt2block.ops.gated_sums import Fusions, GpuLimits, splits_of
-from gpt2block.ops.registry import STEPS, bind
-from tests import devices, gpus, outlines, plain
+from gpt2block.ops.registry import bind
+from tests import gpus, outlines, plain
 from tests.devices import GPU, assert_same_bits, on_hopper, slow
 from tests.ops.test_operands import step_of
 
 Array = NDArray[Any]
-device = devices.device
 DTYPES = gated_sums.DTYPES
 EPS = 1e-5
 SMOLLM2 = LlamaConfig(
@@ -252,71 +251,26 @@ def test_the_first_layer(
 
 
 @on_hopper
-def test_refusals(device: Any, possible: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_other_limits(device: Any, possible: None, monkeypatch: pytest.MonkeyPatch) -> None:
     half = Half(2, 128, 256, "bfloat16")
-    x, (gamma, *_) = cupy.asarray(half.x), half.gammas
-    weights = (half.gate, half.up, half.down)
-    sums = cupy.zeros((2, 2, 128), "float32")
-
-    def refused(op: str, message: str, *inputs: Any, **options: Any) -> None:
-        with pytest.raises(InputError, match=message):
-            STEPS[op].bind(inputs, **options)
-
-    refused("gated_sums", "splits: expected 2, got 3", x, gamma, *weights, splits=3)
-    five = cupy.zeros((5, 128), "float32")
-    refused("gated_sums", "expected up to 4 rows", five, gamma, *weights, splits=2)
-    floats = [matrix(1, each.N, each.K, "float32") for each in weights]
-    refused("gated_sums", "float32: expected up to 4 rows", x, gamma, *floats, splits=2)
-    mixed = (half.gate, half.up, floats[2])
-    refused("gated_sums", "bfloat16, float32: expected one dtype", x, gamma, *mixed, splits=2)
-    in_blocks = [matrix(1, each.N, each.K, "Q4_1") for each in weights]
-    refused("gated_sums", "splits: expected 2, got 3", x, gamma, *in_blocks, splits=3)
-    refused("gated_sums", "expected up to 4 rows", five, gamma, *in_blocks, splits=2)
-    mixed = (in_blocks[0], matrix(1, 256, 128, "Q8_0"), in_blocks[2])
-    refused("gated_sums", "expected GgufMatrices of a type each", x, gamma, *mixed, splits=2)
-    o = matrix(1, 128, 128, "Q4_1")
-    refused("linear_sums", "expected sums and w_down, or neither", x, o, x, sums)
-    refused("linear_sums", "expected a GgufMatrix, too", x, o, x, sums, half.down)
-    refused("linear_sums", "expected sums and w_down, or neither", x, half.o, x, sums)
-    refused("linear_sums", "5 rows: expected up to 4", five, half.o, five)
-    one = cupy.zeros(2, "int32")
-    cache = (*half.cache("bfloat16")[:2], one, one)
-    by = cupy.zeros((2, 4, 2), "float32")
-    of_q = (x, gamma, half.qkv, sums, half.down, by, *cache)
-    refused("rope_sums", "expected 104 outputs, 7 heads of q and whole heads", *of_q, n_head=7)
-    floats_cache = [cupy.zeros(cache[0].shape, "float32") for _ in range(2)]
-    refused("rope_sums", "k: expected bfloat16", *of_q[:6], *floats_cache, one, one, n_head=6)
-    wide = [cupy.zeros(shape, "float32") for shape in ((2, 1032), (1032,))]
-    inputs = (*wide, matrix(1, 96, 1032, "bfloat16"), None, None, by, *cache)
-    refused("rope_sums", "K 1,032: expected up to 1,024", *inputs, n_head=6)
-    moved = devices.moved(half.x, 1)
-    refused("gated_sums", "x: expected data aligned", moved, gamma, *weights, splits=2)
-    refused("rmsnorm_sums", "x: expected data aligned", moved, gamma, sums, half.down)
+    x, gamma = cupy.asarray(half.x), half.gammas[0]
     with monkeypatch.context() as patch:
         patch.setattr(gated_sums, "limits", lambda: GpuLimits(132, 1000, 8))
         fits = "fit in 1,000 bytes of shared memory per block: use linear and silu_mul"
-        refused("gated_sums", fits, x, gamma, *weights, splits=2)
-    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 75)
-    refused("gated_sums", "compute capability 9.0", x, gamma, *weights, splits=2)
+        with pytest.raises(InputError, match=fits):
+            bind("gated_sums", (x, gamma, half.gate, half.up, half.down), splits=2)
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 70)
-    refused("linear_sums", "compute capability 7.5", x, half.o, x)
+    with pytest.raises(InputError, match=r"compute capability 7\.5"):
+        bind("linear_sums", (x, half.o, x))
     assert splits_of("bfloat16", 1, SMOLLM2.block_shapes()) == 0
-
-
-def test_what_the_reference_refuses() -> None:
-    x, gamma, w = plain.normal(0, 2, 8), plain.normal(1, 8), plain.normal(2, 8, 8)
-    with pytest.raises(InputError, match="splits: expected a divisor of 8 channels, got 3"):
-        reference.gated_sums(x, gamma, w, w, w, 3)
-    sums = reference.gated_sums(x, gamma, w, w, w, 2)
-    assert sums.shape == (2, 2, 8)
-    with pytest.raises(InputError, match="expected sums and w_down, or neither"):
-        reference.linear_sums(x, w, x, sums)
 
 
 # Two layers suffice on the emulator: they have every pair of consecutive kernels.
 PLANS = {"sums": (1, 4), "norms": (3,), "none": ()}  # numbers of rows on the emulator
-MODELS: list[Any] = [("hopper", replace(NARROW, n_layer=2), "float8_e4m3fn", ("sums", "none"))]
-MODELS += [slow("hopper", NORMED, "bfloat16", tuple(PLANS))]
+MODELS: list[Any] = [
+    slow("hopper", replace(NARROW, n_layer=2), "float8_e4m3fn", ("sums", "none")),
+    slow("hopper", NORMED, "bfloat16", tuple(PLANS)),
+]
 MODELS += [
     pytest.param("gpu", config, dtype, tuple(PLANS), marks=GPU.marks)
     for config, dtype in product((SMOLLM2, NARROW, NORMED), DTYPES)

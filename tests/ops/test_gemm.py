@@ -5,7 +5,6 @@ test_product_laws.py has the requirements of every kernel of gemm.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2block import HiLoMatrix, InputError, ops, reference
+from gpt2block import ops, reference
 from gpt2block.cuda.kernels import FP8
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -21,12 +20,10 @@ from gpt2block.ops.engines import gemm_wgmma as _gemm_wgmma
 from gpt2block.ops.engines.gemm_wgmma import FLAGS, MAX_ROWS, OF_REGISTERS, STREAMED
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.gemm import WIDEN, allocate_stream_k_workspace
-from tests import devices
 from tests.devices import assert_same_bits, one_order
 from tests.gpus import HOPPER_CAPABILITY, cupy_with
 from tests.products import KERNELS, PARTS, Case
 
-device = devices.device
 SPLIT = KERNELS["gemm-mma-hi_lo-to-float32"]
 
 
@@ -144,72 +141,3 @@ def test_weights_are_widened_in_every_tile(
             assert not workspace[:FLAGS].get().any()
         monkeypatch.undo()
         _gemm_wgmma.geometry.cache_clear()
-
-
-# --- calls of Blocks and Llamas -------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-def test_rows_beyond_the_last_one_are_neither_read_nor_written(cp: Any) -> None:
-    kernel, case = KERNELS["gemm-wgmma-bfloat16-to-bfloat16"], Case(200, 768, 2304)
-    given = kernel.made(case)
-    memory = cp.full((208, 768), np.nan, "bfloat16")
-    memory[:200] = cp.asarray(given["x"])
-    out = cp.full((208, 2304), 7, "bfloat16")
-    w, bias = (kernel.uploaded(cp, name, given[name]) for name in ("w", "bias"))
-    GEMM.bind((memory[:200], w, bias), out[:200], variant="wgmma").run()
-    got = out.get()
-    assert (got[200:].astype(np.float32) == 7).all()
-    kernel.assert_right(got[:200], given, case, "gpu")
-
-
-# --- wrong input ----------------------------------------------------------------------------------
-
-
-@one_order
-def test_wrong_input_is_refused(device: Any) -> None:
-    """Errors beyond those that follow from the contract."""
-    cupy_with()
-
-    def matrix(N: int = 48, K: int = 64, dtype: str = "bfloat16", layout: str = "NK") -> Any:
-        shape = (N, K) if layout == "NK" else (K, N)
-        return WeightMatrix(device.zeros(shape, dtype), dtype, None, layout)
-
-    a, w, half = device.zeros((4, 64), "bfloat16"), matrix(), device.zeros((4, 64), "float16")
-    float32 = device.zeros((4, 64), "float32")
-    parts = HiLoMatrix.from_float32(device.full((8, 64), 1, "float32"))
-    ones = device.full((8, 64), 1, "float32")
-    fp8 = WeightMatrix.quantize(ones, "float8_e5m2", "NK")
-    odd = device.zeros(4 * 48 + 4, "bfloat16")[4:].reshape(4, 48)
-    memory = device.zeros(511, "float16")
-    up = {"up": matrix(8, dtype="float16")}
-    a_dtype = "dtype 'float16': expected float32 or 'hi_lo' with a HiLo"
-    whole = r"bound: expected the largest magnitude that the result can have"
-    cases: tuple[tuple[tuple[Any, ...], dict[str, Any], str], ...] = (
-        ((a, w), {"variant": "cores"}, "unknown variant 'cores': expected one of mma, wgmma"),
-        ((a, w), {"dtype": "float16"}, "'float16': expected bfloat16, like a, or float32"),
-        ((float32, w), {}, "a: expected bfloat16 or float16, got float32"),
-        ((half, w), {}, "w: expected float16, like a, got bfloat16"),
-        ((a, matrix(layout="KN")), {}, "w: expected layout 'NK', .* got 'KN'"),
-        ((a, matrix(44)), {}, "K and N in multiples of 8, got K 64, N 44"),
-        ((a, w), {"out": odd}, "out: expected data aligned to 16 bytes"),
-        ((a, fp8), {}, "w: expected bfloat16, like a, got float8_e5m2"),
-        ((half, fp8, *[None] * 3, memory), {"variant": "mma"}, "memory: .*at least 512 .* 511"),
-        ((half, matrix(16, dtype="float16"), *[None] * 2, up["up"]), {}, "up: expected"),
-        ((half, up["up"], ones[0, :8], None, up["up"]), {}, "up: expected"),
-        ((half, up["up"], None, half[:, :8].copy(), up["up"]), {}, "up: expected"),
-        ((half, up["up"], None, None, up["up"]), {"dtype": "float32"}, "up: expected"),
-        ((half, fp8, None, None, up["up"]), {}, "up: expected"),
-        ((float32, parts, None, None, up["up"]), {}, "up: expected"),
-        ((parts, ones), {}, "w: expected a HiLoMatrix, got ndarray: use HiLoMatrix.from"),
-        ((ones[:, :56].copy(), parts), {}, r"w: expected shape \(8, 56\), got \(8, 64\)"),
-        ((ones.astype("float16"), parts), {}, "a: expected float32, got float16"),
-        ((parts, parts), {"dtype": "float16"}, a_dtype),
-        ((parts, parts), {"dtype": "hi_lo"}, whole),
-        ((parts, parts), {"bound": 1.0}, "bound: only for a hi/lo result"),
-        ((parts, parts), {"dtype": "hi_lo", "bound": math.inf}, "bound: expected a magnitude"),
-        ((parts, parts), {"variant": "split"}, "'split' does not run by itself: expected one of"),
-    )
-    for inputs, options, message in cases:
-        with pytest.raises(InputError, match=message):
-            GEMM.bind(inputs, **options)

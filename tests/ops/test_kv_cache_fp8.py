@@ -6,7 +6,6 @@ Codes are compared with ml_dtypes. test_attention_laws.py tests attention over s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,22 +18,16 @@ from benchmarks.token_works import gpt2_works
 from gpt2block import GPT2, InputError, Llama, LlamaConfig, ops, reference
 from gpt2block.bulk import job as bulk_job
 from gpt2block.bulk.predictor import Predictor
-from gpt2block.cuda import cupy, kernels
+from gpt2block.cuda import cupy
 from gpt2block.cuda.formats import USUAL, Formats, with_cache
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from gpt2block.files.parameters.llama import LlamaWeights
 from gpt2block.models.config import GPT2Config
-from gpt2block.ops.engines import linear_mma_tiles as _linear_mma_tiles
-from gpt2block.ops.linear import OPERATION as LINEAR
-from gpt2block.ops.registry import STEPS
-from tests import gpus
 from tests.caches import DTYPES, FORMATS, codes_of, widened
 from tests.command_line import gpt2block, printed
-from tests.compiling import assert_clean
-from tests.devices import GPU, assert_same_bits, combinations, one_order, running_on, slow
-from tests.ops.test_operands import matrix
+from tests.devices import GPU, assert_same_bits, combinations, slow
+from tests.ops.test_fp8 import floats
 from tests.plain import normal
-from tests.products import QKV_KERNELS, use_variant
 
 Array = NDArray[Any]
 every_format = pytest.mark.parametrize("kv_dtype", FORMATS)
@@ -45,20 +38,6 @@ def assert_same_codes(got: Array, x: Array, kv_dtype: str) -> None:
     nan = np.isnan(x.astype(np.float32))
     np.testing.assert_array_equal(got[~nan], codes_of(x, kv_dtype)[~nan])
     assert np.isnan(widened(got, kv_dtype)[nan]).all()
-
-
-def interesting(kv_dtype: str) -> NDArray[np.float32]:
-    """Return every finite FP8 number, every tie and its neighbours, and larger numbers."""
-    numbers = widened(np.arange(128, dtype=np.uint8), kv_dtype)
-    finite = numbers[np.isfinite(numbers)]
-    ties = (finite[1:] + finite[:-1]) / np.float32(2)
-    largest = finite[-1]
-    beyond = np.array([1.01, 1.0625, 1.125, 1.15, 2, 1e6], np.float32) * largest
-    tiny = finite[1] * np.array([1e-3, 0.49, 0.5, 0.51], np.float32)
-    more = np.array([0, 1e-45, 1e-38, np.inf, np.nan, np.finfo(np.float32).max], np.float32)
-    near = [np.nextafter(ties, np.float32(end)) for end in (0, np.inf)]
-    found = np.concatenate([finite, ties, *near, beyond, tiny, more])
-    return np.concatenate([found, -found]).astype(np.float32)
 
 
 def as_rows(values: Array, C: int) -> Array:
@@ -75,15 +54,13 @@ def as_rows(values: Array, C: int) -> Array:
 @every_format
 def test_kv_round_on_numpy(kv_dtype: str) -> None:
     for dtype in (np.float32, np.float64):
-        rows = as_rows(interesting(kv_dtype), 16).astype(dtype)
+        rows = as_rows(floats(kv_dtype), 16).astype(dtype)
         rows[:, :16] = normal(0, len(rows), 16)
         got = reference.kv_round(rows, 2, 2, kv_dtype)
         assert got.dtype == dtype
         np.testing.assert_array_equal(got[:, :16], rows[:, :16])
         expected = widened(codes_of(rows[:, 16:], kv_dtype), kv_dtype)
         np.testing.assert_array_equal(got[:, 16:], expected)
-    with pytest.raises(InputError, match=r"expected \(N, W\) of 7 heads"):
-        reference.kv_round(rows, 5, 1, kv_dtype)
 
 
 def appended(rows: Array, C: int, kv_dtype: str) -> Array:
@@ -98,7 +75,7 @@ def appended(rows: Array, C: int, kv_dtype: str) -> Array:
 
 @combinations(times=1, C=[16, 3], kv_dtype=list(FORMATS))
 def test_every_number_is_rounded_to_the_nearest_code(device: Any, C: int, kv_dtype: str) -> None:
-    rows = as_rows(interesting(kv_dtype), C)
+    rows = as_rows(floats(kv_dtype), C)
     assert_same_codes(appended(rows, C, kv_dtype), rows[:, C:], kv_dtype)
 
 
@@ -116,53 +93,6 @@ def test_rows_of_16_bits(device: Any, dtype: str, kv_dtype: str) -> None:
     got = on_device.get().astype(np.float32)
     np.testing.assert_array_equal(got[:, :C], 1.25)
     np.testing.assert_array_equal(got[:, C:], widened(codes, kv_dtype))
-
-
-@combinations(
-    times=1,
-    kernel=QKV_KERNELS,
-    dtype=["float8_e5m2", "bfloat16", "float8_e4m3fn"],
-    kv_dtype=list(FORMATS),
-)
-def test_qkv_writes_what_numpy_rounds(
-    device: Any, monkeypatch: pytest.MonkeyPatch, kernel: str, dtype: str, kv_dtype: str
-) -> None:
-    """Weights and cache have one format or two; tokens outside the cache are not stored."""
-    M, K, C, n_ctx = 5, 272, 10, 4
-    n = QKV_KERNELS.index(kernel)
-    use_variant(monkeypatch, n)
-    x, w, bias = device.asarray(normal(0, M, K)), matrix(3 * C, K, dtype), normal(2, 3 * C)
-    rows, places = np.array([3, 0, 1, 9, 2], np.int32), np.array([2, 0, n_ctx, 1, 3], np.int32)
-    on_device = [device.asarray(a) for a in (bias, rows, places)]
-    product = LINEAR.bind((x, w, on_device[0]), variant=LINEAR.variants[n].name).run().get()
-    k, v = (device.asarray(np.full((4, n_ctx, C), 77, np.uint8)) for _ in range(2))
-    row, position = on_device[1:]
-    inputs = (x, w, on_device[0], None, None, k, v, row, position)
-    bound = STEPS["linear_qkv"].bind(inputs, kv_dtype=kv_dtype)
-    assert [launch.name for launch in bound.launches] == [kernel]
-    np.testing.assert_array_equal(bound.run().get(), product[:, :C])
-    for i, got in enumerate((k.get(), v.get())):
-        expected = np.full((4, n_ctx, C), 77, np.uint8)
-        for m in (0, 1, 4):
-            at = slice((i + 1) * C, (i + 2) * C)
-            expected[rows[m], places[m]] = codes_of(product[m, at], kv_dtype)
-        np.testing.assert_array_equal(got, expected)
-
-
-@pytest.mark.slow
-def test_products_for_two_formats_compile_without_spills() -> None:
-    """FP8 weights have one format, and the cache the other."""
-    mixed = kernels.stored_as("float16", "float8_e5m2", "float8_e4m3fn")
-    product: Any = (64, 768, 256, "float8_e5m2")
-    gpu = {"clusters": True, "sms": 132, "max_shared": gpus.H200["max_shared"]}
-    tile = _linear_mma_tiles.choose(*product, **gpu)
-    made = _linear_mma_tiles.geometry(*product, tile)
-    jobs: Any = [
-        ("matmul/decode/cores.cu", "sm_75", mixed),
-        ("matmul/decode/mma.cu", "sm_80", mixed),
-    ]
-    jobs += [(_linear_mma_tiles.FILE, "sm_90", (*mixed, *made.defines))]
-    assert_clean(jobs)
 
 
 # --- whole models ---------------------------------------------------------------------------------
@@ -246,19 +176,6 @@ def test_a_model_is_that_of_numpy(device: Any, name: str, dtype: str, kv_dtype: 
         np.testing.assert_array_equal(at_once, together[0][:-1])
 
 
-@pytest.mark.parametrize(("name", "dtype", "kv_dtype"), KINDS[::3])
-def test_numpy_in_one_call_and_in_several(name: str, dtype: str, kv_dtype: str) -> None:
-    model = made(name, dtype, kv_dtype)
-    whole = model(IDS[0])
-    held = model.new_cache(1)
-    parts = [model(IDS[0][a:b][None], cache=held)[0] for a, b in ((0, 5), (5, 28), (28, 29))]
-    assert off(np.concatenate(parts), whole) < 1e-3  # a key near a tie may be rounded otherwise
-    for layer in held.layers:
-        for half in layer:
-            once_more = reference.from_fp8(reference.to_fp8(half, kv_dtype), kv_dtype)
-            np.testing.assert_array_equal(once_more, half)
-
-
 @pytest.mark.usefixtures("small_blocks")
 @on_devices(3, of="llama")
 def test_tensor_cores_attend_to_rounded_rows(
@@ -297,18 +214,6 @@ def test_attention_weights_are_those_of_rounded_keys(kv_dtype: str) -> None:
     assert np.abs(plain - expected).max() > 1e-4
 
 
-@pytest.mark.usefixtures("small_blocks")
-@one_order
-def test_compare_shows_what_rounding_costs(device: Any) -> None:
-    """The float64 pass does not round keys and values, as with a cache of 16 bits."""
-    model = made("gpt2", "bfloat16", "float8_e5m2", "cuda")
-    for cached in (False, True):
-        rows = {row.name: row.max_rel for row in model.compare(IDS[1], cached)}
-        assert not any("rounded" in name or name.endswith(".kv") for name in rows)
-        assert 2.0**-8 < rows["h.0.attn"] < 2.0**-3
-        assert max(rel for name, rel in rows.items() if not name.endswith("attn")) < 2.0**-6
-
-
 def test_the_dtype_of_the_cache() -> None:
     assert Formats("float8_e5m2").cache_dtype == "float16"
     assert Formats("bfloat16", "bfloat16").cache_dtype == "bfloat16"
@@ -328,47 +233,7 @@ def test_the_dtype_of_the_cache() -> None:
         made("gpt2", "float16", None)(IDS[0], cache=model.new_cache(1))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "message"),
-    [
-        ("bfloat16", "float16", r"kv_dtype: expected float8_e5m2, float8_e4m3fn, or bfloat16 with"),
-        ("float8_e5m2", "bfloat16", "or float16 with weights of float8_e5m2, got 'bfloat16'"),
-        ("float32", "float16", "or float32 with weights of float32, got 'float16'"),
-        ("float32", "float8_e5m2", "kv_dtype 'float8_e5m2': expected weights of 16 bits or FP8, g"),
-        ("bfloat16", np.zeros(2), "kv_dtype: expected float8_e5m2"),
-        ("bfloat16", 8, "kv_dtype: expected float8_e5m2"),
-    ],
-)
-def test_what_is_refused(dtype: str, kv_dtype: Any, message: str) -> None:
-    kind, weights = MODELS["gpt2"]
-    for call in (
-        lambda: made("gpt2", dtype, kv_dtype),
-        lambda: kind.from_pretrained("shakespeare", "cpu", dtype, kv_dtype=kv_dtype),
-        lambda: Predictor("score", device="cpu", dtype=dtype, kv_dtype=kv_dtype),
-        lambda: kind.from_tensors(weights.config, weights.tensors(), "cpu", dtype, kv_dtype),
-    ):
-        with pytest.raises(InputError, match=message):
-            call()
-
-
-@pytest.mark.slow
-def test_a_gpu_without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With compute capability 7.0, prompts are computed in float32 and read the cache."""
-    monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 70)
-    with running_on("shuffled"):
-        model = made("gpt2", "float16", "float8_e5m2", "cuda")
-        assert model.engine.products == "float32"
-        rows = IDS[1:2]
-        expected = made("gpt2", "float16", "float8_e5m2")(rows)
-        few = 2e-3  # relative to the logits: a key near a tie may be rounded otherwise
-        assert max(map(off, model(rows), expected)) < few
-        held = model.new_cache(1)
-        model([ids[:-1] for ids in rows], cache=held)
-        last = model([ids[-1:] for ids in rows], cache=held, last=True)
-        assert max(off(a, b[-1]) for a, b in zip(last, expected, strict=True)) < few
-
-
-# --- commands, jobs and benchmarks ---------------------------------------------------------------
+# --- commands, jobs and benchmarks ----------------------------------------------------------------
 
 
 def test_generate_and_compare() -> None:
@@ -379,7 +244,7 @@ def test_generate_and_compare() -> None:
     assert "bfloat16, kv_cache float8_e5m2" in text
 
 
-def test_a_job_takes_the_dtype_of_the_cache(tmp_path: Path) -> None:
+def test_a_job_takes_the_dtype_of_the_cache() -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16"}
     scores = [
         Predictor("score", kv_dtype=kv, **options)({"text": ["To be, or not"]})["log_likelihood"]
@@ -387,12 +252,6 @@ def test_a_job_takes_the_dtype_of_the_cache(tmp_path: Path) -> None:
     ]
     assert scores[0] != scores[1]
     np.testing.assert_allclose(scores[1], scores[0], rtol=0.05)
-    pytest.importorskip("distributed")
-    lines = tmp_path / "lines.txt"
-    lines.write_text("To be\n", encoding="utf-8")
-    arguments = "map", "score", str(lines), "--output", str(tmp_path / "out")
-    text = gpt2block(*arguments, "--kv-dtype", "float8_e5m2").error
-    assert "--kv-dtype 'float8_e5m2': expected weights of 16 bits" in text
     formats = Formats("bfloat16", "float8_e5m2")
     job = bulk_job.Job("score", output="out", formats=formats)
     assert job.described({}, "", 1, "cpu")["kv_dtype"] == "float8_e5m2"

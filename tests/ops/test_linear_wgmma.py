@@ -5,26 +5,22 @@ They give the bits of the other kernels; test_product_laws.py tests plain produc
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpt2block import GPT2Config, LlamaConfig, Model, reference
+from gpt2block import GPT2Config, LlamaConfig, Model
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8, cache_dtype
-from gpt2block.errors import InputError
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.ops.linear import OPERATION as LINEAR
-from gpt2block.ops.operands import Operand
 from gpt2block.ops.registry import STEPS
-from tests import devices, gpus, plain
+from tests import gpus, plain
 from tests.devices import assert_same_bits, on_gpu
-from tests.ops.test_operands import assert_operand, matrix
+from tests.ops.test_operands import matrix
 from tests.products import DTYPES, KERNELS, Case, Kernel
 
-device = devices.device
 # Kernels for weights of each dtype, some with x rounded to float16.
 KINDS = [kernel for name, kernel in KERNELS.items() if name.startswith("linear-wgmma")]
 pytestmark = pytest.mark.usefixtures("possible")
@@ -44,40 +40,6 @@ def drawn(kernel: Kernel, M: int, K: int) -> tuple[Any, Any]:
 
 def on_device(seed: int, *shape: int) -> Any:
     return cupy.asarray(plain.normal(seed, *shape))
-
-
-@every_kind
-@on_gpu
-def test_gelu_to_an_operand(device: Any, kernel: Kernel) -> None:
-    for M, N in ((1, 64), (5, 192), (40, 256), (130, 3072)):
-        x, handed = drawn(kernel, M, 768)
-        w, bias, order = matrix(N, 768, kernel.weights), on_device(2, N), kernel.operand
-        floats = LINEAR.bind((x, w, bias), gelu=True, variant="mma").run().get()
-        options: Any = {"gelu": True, "decoding": True, "operand": order, "to_operand": order}
-        made = LINEAR.bind((handed, w, bias), **options)
-        assert [launch.name for launch in made.launches] == ["decode_wgmma"]
-        assert order is not None
-        assert_operand(made.run().get(), floats, order)
-
-
-@every_kind
-@on_gpu
-def test_a_gated_product_and_its_operand(device: Any, kernel: Kernel) -> None:
-    for M, gelu in product((1, 5, 40, 130), (False, True)):
-        (x, handed), order = drawn(kernel, M, 256), kernel.operand
-        gate, up = (matrix(192, 256, kernel.weights) for _ in range(2))
-        inputs = (handed, gate, None, None, None, None, up)
-        made = LINEAR.bind(inputs, operand=order, gelu=gelu, decoding=True)
-        assert [launch.name for launch in made.launches] == ["decode_wgmma"]
-        got = made.run().get()
-        parts = (LINEAR.bind((x, w), variant="mma").run().get() for w in (gate, up))
-        first, second = (part.astype(np.float64) for part in parts)
-        exact = reference.silu_mul(first, second, gelu)
-        assert np.abs(got - exact).max() <= 4 * 2.0**-24 * np.abs(exact).max()
-        options: Any = {"gelu": gelu, "operand": order, "to_operand": order, "decoding": True}
-        given = LINEAR.bind(inputs, **options).run().get()
-        assert order is not None
-        assert_operand(given, got, order)
 
 
 @every_kind
@@ -119,30 +81,6 @@ def test_rope_has_the_bits_of_the_step_alone(
         for ours, theirs in zip(*found, strict=True):
             assert_same_bits(ours, theirs)
         assert all(array.any() for array in found[0])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"n_head": 3}, "w of 512 outputs, .* expected 640 outputs, 3 heads of q"),
-        ({"operand": Operand("float16", 16)}, "terms of float16 .* expected bfloat16"),
-        ({"D": 32}, "heads of 32 channels: expected a multiple of 64"),
-    ],
-)
-@on_gpu
-def test_rope_refuses(device: Any, change: dict[str, Any], message: str) -> None:
-    options: dict[str, Any] = {
-        "n_head": 2,
-        "operand": KERNELS["linear-wgmma-bfloat16"].operand,
-        **change,
-    }
-    D = options.pop("D", 128)
-    w = matrix(4 * D, 128, "bfloat16")
-    k, v = (cupy.asarray(np.zeros((2, 4, D), DTYPES["bfloat16"])) for _ in range(2))
-    one = cupy.zeros(1, "int32")
-    x, by = cupy.zeros((1, 128), "float32"), cupy.zeros((1, D // 2, 2), "float32")
-    with pytest.raises(InputError, match=message):
-        STEPS["linear_rope"].bind((x, w, None, by, k, v, one, one), **options)
 
 
 LLAMA = LlamaConfig(

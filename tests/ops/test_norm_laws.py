@@ -1,4 +1,4 @@
-"""Requirements of every kernel of LayerNorm, RMSNorm and softmax.
+"""Requirements of every kernel of LayerNorm, RMSNorm and softmax, and features of some.
 
 Tests run the kernels of tests/norms.py with NumPy, on the emulator and on a GPU.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,28 +15,29 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy
-from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, VALUES
-from gpt2block.ops.layernorm import DECODE, NARROW
+from gpt2block.cuda.arrays import row_stride
+from gpt2block.ops.layernorm import NARROW
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.layernorm_gelu import OPERATION as LAYERNORM_GELU
-from gpt2block.ops.operation import Operation
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
-from gpt2block.ops.softmax import OPERATION as SOFTMAX
-from tests import devices, plain
+from tests import plain
 from tests.devices import (
     H200,
     IN_TESTS,
     assert_barriers_show,
     assert_same_bits,
-    moved,
-    one_order,
+    on_every_device,
+    on_one_of_each,
+    on_one_order,
+    outputs,
     running_on,
 )
 from tests.gpus import large_memory
-from tests.norms import DEFAULT, DTYPES, EPS, KERNELS, NUMPY, PAIRS, Kernel, Shape, every_kernel
+from tests.norms import EPS, KERNELS, NUMPY, PAIRS, Kernel, Shape, every_kernel
+from tests.plain import normal
 
 Array = NDArray[Any]
-device = devices.device
+Arrays = tuple[Array, Array, Array]  # x, gamma, beta
 
 
 # --- the NumPy reference, and bytes moved ---------------------------------------------------------
@@ -182,90 +182,6 @@ def test_in_place(where: str, kernel: Kernel, shape: Shape) -> None:
             kernel(where, arrays, shape._replace(apart=0), in_place=True)
 
 
-# --- calls ----------------------------------------------------------------------------------------
-
-
-@every_kernel(numpy=False, shapes_of=one, only=lambda kernel: kernel.variant != DECODE)
-def test_arrays_that_start_anywhere(where: str, kernel: Kernel, shape: Shape) -> None:
-    """All arrays, or one alone, are unaligned, which requires narrower loads."""
-    arrays = kernel.inputs(5, 768 if where == "gpu" else shape.C)
-    hosts = [*arrays, np.full(arrays[0].shape, np.nan, DTYPES[kernel.out])]
-    with running_on(where, H200):
-        for offset in (1, 2, 4, 8) if where == "gpu" else (1,):
-            for places in ({*range(len(hosts))}, *({i} for i in range(len(hosts)))):
-                given = [moved(host, offset * (i in places)) for i, host in enumerate(hosts)]
-                bound = kernel.operation.bind((*given[:-1],), given[-1], **kernel.options)
-                got = [bound.run().get(), *(each.get() for each in bound.extra)]
-                kernel.assert_right(got, *arrays)
-
-
-@every_kernel(numpy=False, shapes_of=one, only=lambda k: k.out == k.dtype != "bfloat16")
-def test_the_public_function(where: str, kernel: Kernel, shape: Shape) -> None:
-    """The function takes views with any strides, and returns a new array each time."""
-    host, *vectors = kernel.inputs(4, 6, shape.C)
-    function, options = getattr(ops, kernel.operation.name), kernel.options
-    with running_on(where, H200):
-        x, *others = map(cupy.asarray, (host, *vectors))
-        for view in (np.s_[::2], np.s_[1, ::-1], np.s_[2, 3]):
-            got = function(x[view], *others, **options)
-            assert got.flags.c_contiguous
-            kernel.assert_right([got.get()], host[view], *vectors)
-        turned = function(x.transpose(1, 0, 2), *others, **options)
-        kernel.assert_right([turned.get()], host.swapaxes(0, 1), *vectors)
-        assert_same_bits(x.get(), host)
-
-
-@one_order
-def test_what_is_refused(device: Any) -> None:
-    """Errors beyond those that follow from the contracts."""
-    x, gamma, beta = (cupy.zeros(shape, "float32") for shape in ((4, 4096), 4096, 4096))
-    half, short = x.astype("bfloat16"), cupy.zeros((3, 48), "float32")
-    longer = cupy.zeros((1, LONGEST_IN_REGISTERS + 4), "float32")
-    one_off = moved(np.zeros((4, 4096), np.float32), 1)
-    of = LAYERNORM, (x, gamma, beta)
-    narrow = LAYERNORM, (half, gamma, beta)
-    stats = cupy.zeros(5, "float32")
-    rms = RMSNORM, (half, half[0])
-    cases: list[tuple[Operation, tuple[Any, ...], dict[str, Any], str]] = [
-        (*of, {"variant": 1, "block": 96}, "block size 96: expected one of 32, 64"),
-        (*of, {"block": 64}, "block, mean and rstd need a variant"),
-        (*of, {"variant": 6, "block": 64}, "a row of 4,096 channels takes 256 threads"),
-        (*of, {"variant": 3, "mean": stats}, r"mean: expected shape \(4,\), got \(5,"),
-        (*of, {"variant": DECODE, "block": 64}, "no block, mean and rstd: use variant"),
-        (LAYERNORM, (one_off, gamma, beta), {"variant": DECODE}, "x: expected data aligned to 16"),
-        (*narrow, {"variant": 6}, "gamma: expected bfloat16, got float32"),
-        (*narrow, {"variant": 5}, "x: expected float32, got bfloat16"),
-        (*narrow, {"variant": NARROW, "block": 64}, "narrow has no block, mean and"),
-        (*narrow, {"out": half.astype("float16")}, "out: expected bfloat16, got float"),
-        (LAYERNORM, (half, half[0], beta), {"variant": NARROW}, "gamma: expected float32, got bf"),
-        (*rms, {"out": half[:2]}, r"out: expected shape \(4, 4096\)"),
-        (*rms, {"block": 48}, "block size 48: expected one of 32, 64"),
-        (*rms, {"block": 64}, "registers of 64 threads hold 2,048: use a larger block"),
-        (RMSNORM, (half.T, half[0, :4]), {}, "x: expected equally spaced contiguous rows"),
-        (LAYERNORM_GELU, (x, gamma), {"variant": "optimized"}, "optimized: has no gamma and beta"),
-        (LAYERNORM_GELU, (x,), {"block": 100}, "block size 100: expected one of 32, 64, 128, 256"),
-        (LAYERNORM_GELU, (x,), {"block": 1024}, "block size 1024: expected one of 32"),
-        (LAYERNORM_GELU, (longer,), {}, "rows of 16,388 values: .* use another variant"),
-        (LAYERNORM_GELU, (longer,), {"block": 64}, "64 threads hold 2,048: use a larger block"),
-        (SOFTMAX, (short,), {"causal": True}, r"\(\.\.\., T, T\) with causal, got \(3, 48\)"),
-        (SOFTMAX, (short[0],), {"causal": True}, "with causal, got"),
-        (SOFTMAX, (short,), {"out": short[:2]}, r"out: expected shape \(3, 48\)"),
-        (SOFTMAX, (short,), {"out": x.T}, "out: expected a C-contiguous array"),
-        (SOFTMAX, (short,), {"block": 48}, "variant rows: block size 48: expected one of 32, 64"),
-        (SOFTMAX, (longer,), {"variant": "rows"}, "rows of 16,388 values: .* use another variant"),
-    ]  # fmt: skip
-    for operation, arrays, options, message in cases:
-        out = options.pop("out", None)
-        attrs = {"eps": EPS} if operation is LAYERNORM else {}
-        with pytest.raises(InputError, match=message):
-            operation.bind(arrays, out, **attrs, **options)
-    for variant in (NARROW, DECODE):
-        with pytest.raises(InputError, match="writes no mean and rstd"):
-            ops.layernorm(x, gamma, beta, variant=variant, stats=True)
-    assert ops.layernorm_gelu(longer, variant="optimized").shape == longer.shape
-    assert ops.softmax(longer).shape == longer.shape
-
-
 # --- planted mistakes, on the emulator ------------------------------------------------------------
 
 
@@ -299,27 +215,6 @@ def test_widths(kernel: Kernel, C: int) -> None:
             kernel.assert_right(kernel("gpu", arrays, Shape(C, apart=apart)), *arrays)
 
 
-LENGTHS: dict[Operation, tuple[int, Sequence[int]]] = {  # number of rows, lengths
-    LAYERNORM: (1030, [768]),
-    RMSNORM: (37, [1000]),
-    LAYERNORM_GELU: (77, [768, 1021, 1024, 5120, 16384]),
-    SOFTMAX: (77, [64, 1000, 1021, 5120, 16384]),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name", [n for n, k in KERNELS.items() if k.variant not in (NUMPY, DEFAULT)]
-)
-def test_every_block_size(name: str) -> None:
-    kernel = KERNELS[name]
-    rows, lengths = LENGTHS[kernel.operation]
-    for C, block in product(lengths, kernel.operation.variant(kernel.variant).blocks):
-        if block >= {"rows": C / VALUES, "6": 64}.get(kernel.variant, 0):
-            arrays = kernel.inputs(rows, C)
-            kernel.assert_right(kernel("gpu", arrays, Shape(C, block=block)), *arrays)
-
-
 # Kernel, rows, C, and distance between rows in values.
 MANY = [
     *((f"layernorm-{n}", 2_800_000, 768, 768) for n in (*"12345", "6-float32")),
@@ -346,3 +241,196 @@ def test_many_rows(name: str, rows: int, C: int, stride: int) -> None:
             assert_same_bits(out[:1].get(), kernel("gpu", [row, *vectors])[0])
         kernel.assert_right([out[:1].get()], row, *vectors)
         del x, out, arrays
+
+
+# --- statistics, views, a residual, a mask -------------------------------------------------------
+
+
+def inputs(rows: int, C: int) -> Arrays:
+    return plain.normal(0, rows, C), plain.normal(1, C), plain.normal(2, C)
+
+
+def assert_right(got: Sequence[Array], arrays: Arrays) -> None:
+    """Check the result, and mean and rstd if given, as for a variance around the mean."""
+    KERNELS["layernorm-6-float32"].assert_right(got, *arrays)
+
+
+@on_one_order
+def test_null_pointers_skip_the_statistics(where: str) -> None:
+    arrays, out = inputs(5, 768), np.full((5, 768), np.nan, np.float32)
+    options: dict[str, Any] = {"eps": EPS, "variant": 6, "block": 128}
+    alone = outputs(where, LAYERNORM.bind, arrays, out, stats=False, **options)
+    with_statistics = outputs(where, LAYERNORM.bind, arrays, out, **options)
+    assert (len(alone), len(with_statistics)) == (1, 3)
+    assert_same_bits(alone[0], with_statistics[0])
+
+
+@on_one_order
+def test_the_public_function_gives_statistics(where: str) -> None:
+    """By default the dtypes determine its variant."""
+    arrays = inputs(6, 48)
+    with running_on(where, H200):
+        x, gamma, beta = map(cupy.asarray, arrays)
+        for variant in (None, *("123456" if where == "gpu" else "6")):
+            outs = ops.layernorm(x.reshape(2, 3, 48), gamma, beta, variant=variant, stats=True)
+            assert [each.shape for each in outs] == [(2, 3, 48), (2, 3), (2, 3)]
+            alone = ops.layernorm(x, gamma, beta, variant=variant or 6)
+            assert_same_bits(alone.get(), outs[0].get())
+        half = [each.astype("float16") for each in (x, gamma, beta)]
+        assert ops.layernorm(half[0], half[1], half[2]).dtype == np.float16
+        narrow = ops.layernorm(half[0], gamma, beta, variant=NARROW)
+        assert_same_bits(ops.layernorm(half[0], gamma, beta).get(), narrow.get())
+
+
+# --- with GELU ------------------------------------------------------------------------------------
+
+
+@on_one_of_each
+@pytest.mark.parametrize(("given", "C"), [((True, False), 48), ((False, True), 257)])
+def test_gamma_or_beta_alone(where: str, given: tuple[bool, bool], C: int) -> None:
+    kernel = KERNELS[f"gelu-{NUMPY if where == NUMPY else 'affine'}"]
+    x, *vectors = kernel.inputs(6, C)
+    arrays: list[Any] = [
+        x,
+        *(v if there else None for v, there in zip(vectors, given, strict=True)),
+    ]
+    kernel.assert_right(kernel(where, arrays), *arrays)
+
+
+@on_one_of_each
+def test_gelu_far_from_zero(where: str) -> None:
+    """With gamma 0, beta is GELU's argument; its exp may overflow, but the result must not."""
+    kernel = KERNELS[f"gelu-{NUMPY if where == NUMPY else 'affine'}"]
+    beta = np.array([-1e20, -1e4, -20, -5, -0.0, 1e-30, 5, 20, 1e4, 1e20, 0.5, -0.5], np.float32)
+    arrays = [plain.normal(0, 1, beta.size), np.zeros_like(beta), beta]
+    got = kernel(where, arrays)[0]
+    np.testing.assert_allclose(got, kernel.exact(*arrays), rtol=1e-6, atol=1e-6)
+
+
+@on_every_device
+@pytest.mark.parametrize(
+    ("dtype", "M", "shape"),
+    [
+        ("float32", 5, Shape(300, 0, apart=4)),
+        ("float16", 17, Shape(48, 0, apart=16)),
+        ("bfloat16", 2, Shape(70)),
+        ("float16", 2, Shape(32_776)),  # too long for registers
+    ],
+    ids=str,
+)
+def test_a_residual_is_added_first(where: str, dtype: str, M: int, shape: Shape) -> None:
+    """Results have the bits of the norm of the sum, and the sum is stored too."""
+    kernel, C = KERNELS[f"rmsnorm-{dtype}"], shape.C
+    x, weight = kernel.inputs(M, C)
+    residual = normal(1, M, C).astype(x.dtype)
+    added = (x.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype)
+    got, total = kernel(where, [x, weight, residual], shape)
+    np.testing.assert_array_equal(total, added)
+    np.testing.assert_array_equal(got, kernel(where, [added, weight], shape)[0])
+
+
+@on_one_order
+def test_views_are_read_where_they_are_or_copied(where: str) -> None:
+    kernel = KERNELS["rmsnorm-float16"]
+    host, (_, weight) = kernel.inputs(4, 6, 96)[0], kernel.inputs(1, 32)
+    with running_on(where, H200):
+        x, w = cupy.asarray(host), cupy.asarray(weight)
+        for view, expected, stride in (
+            (x[..., 32:64], host[..., 32:64], 96),
+            (x[..., 1:33], host[..., 1:33], 96),
+            (x[1, 2, :32], host[1, 2, :32], 32),
+            (x[:, 2, :32], host[:, 2, :32], 576),
+            (x[::2, :, :32], host[::2, :, :32], None),
+            (x[:, ::-1, :32], host[:, ::-1, :32], None),
+            (x[0, ::-1, :32], host[0, ::-1, :32], -96),
+            (x[:1, :, None, :32], host[:1, :, None, :32], 96),
+            (x.reshape(4, 192, 3)[:, :32, 0], host.reshape(4, 192, 3)[:, :32, 0], None),
+        ):
+            assert row_stride("x", view) == stride
+            got = ops.rmsnorm(view, w)
+            assert got.flags.c_contiguous
+            kernel.assert_right([got.get()], expected, weight)
+        if where == "gpu":  # the emulator's arrays cannot be broadcast
+            row, rows = host[0, 0, :32], (5, 32)
+            assert row_stride("x", cupy.broadcast_to(x[0, 0, :32], rows)) == 0
+            got = ops.rmsnorm(cupy.broadcast_to(x[0, 0, :32], rows), w)
+            kernel.assert_right([got.get()], np.broadcast_to(row, rows), weight)
+        two = ops.rmsnorm(x[..., :32], cupy.asarray(np.repeat(weight, 2))[::2])
+        np.testing.assert_array_equal(two.get(), ops.rmsnorm(x[..., :32], w).get())
+        out = cupy.empty((4, 6, 32), "float16")
+        assert ops.rmsnorm(x[..., :32], w, out=out) is out
+        np.testing.assert_array_equal(two.get(), out.get())
+
+
+def assert_masked(kernel: Kernel, got: Array, x: Array) -> None:
+    kernel.assert_right([got], x, causal=True)
+    assert (got[..., ~np.tri(x.shape[-1], dtype=bool)] == 0).all()
+
+
+def squares(kernel: Kernel) -> Sequence[Shape]:
+    """Return square shapes; for `rows` also as on a GPU that few rows fill."""
+    of_many = (4, 20, 102, 110) if kernel.variant == "rows" else ()
+    return [*map(Shape, (1, 7, 60, 132)), *(Shape(T, sms=0) for T in of_many)]
+
+
+@every_kernel("softmax", orders=IN_TESTS, shapes_of=squares)
+def test_causal(where: str, kernel: Kernel, shape: Shape) -> None:
+    x = 3 * normal(shape.C, 2 if shape.C <= 60 else 1, shape.C, shape.C)
+    assert_masked(kernel, kernel(where, [x], shape, causal=True)[0], x)
+
+
+@every_kernel("softmax", shapes_of=lambda _: [Shape(60)])
+def test_a_masked_score_is_never_read(where: str, kernel: Kernel, shape: Shape) -> None:
+    """Softmax runs in place too. A row that sees NaN or only -inf is NaN where it sees."""
+    x = normal(0, 2, 60, 60)
+    clean = kernel(where, [x], causal=True)[0]
+    x[:, ~np.tri(60, dtype=bool)] = np.nan
+    for in_place in (False, True):
+        assert_same_bits(kernel(where, [x], in_place=in_place, causal=True)[0], clean)
+    x[0, 40, :41] = -np.inf
+    x[0, 50, 7] = np.nan
+    got = kernel(where, [x], causal=True)[0]
+    assert np.isnan(got[0, 40, :41]).all()
+    assert np.isnan(got[0, 50, :51]).all()
+    got[0, 40, :41], got[0, 50, :51] = clean[0, 40, :41], clean[0, 50, :51]
+    assert_same_bits(got, clean)
+
+
+@every_kernel("softmax")
+def test_scores_of_any_size(where: str, kernel: Kernel, shape: Shape) -> None:
+    """Only exp(x - max) does not overflow; scores of -inf get weight 0.
+
+    The softmax of a row of only -inf, or with inf or NaN, is undefined.
+    """
+    x = 1000 * normal(0, 8, shape.C)
+    x[1, : shape.C - 10] = -np.inf
+    x[2, 1:] = -np.inf
+    x[3, ::2] = -np.inf
+    x[4] = -3e38
+    got = kernel(where, [x], shape)[0]
+    kernel.assert_right([got], x)
+    assert (got[np.isneginf(x)] == 0).all()
+    assert got[2, 0] == 1
+    x[5] = -np.inf
+    x[6, 3] = np.nan
+    x[7, 4] = np.inf
+    undefined = kernel(where, [x], shape)[0]
+    assert np.isnan(undefined[5:]).all()
+    assert_same_bits(undefined[:5], got[:5])
+
+
+@on_one_order
+def test_rows_that_do_not_fit_in_registers(where: str) -> None:
+    """Rows as long as a vocabulary use another variant."""
+    x = 3 * normal(0, 9 if where == "gpu" else 1, 50257)
+    kernel = KERNELS["softmax-rows"]
+    kernel.assert_right(kernel(where, [x], variant=None), x)
+
+
+@on_one_order
+def test_the_public_function_in_place(where: str) -> None:
+    x = normal(0, 2, 7, 7)
+    with running_on(where):
+        scores = cupy.asarray(x)
+        assert ops.softmax(scores, causal=True, out=scores) is scores
+        assert_masked(KERNELS["softmax-rows"], scores.get(), x)

@@ -9,6 +9,7 @@ results must have the same bits.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,11 @@ from gpt2block import (
     GPT2Config,
     HiLoMatrix,
     LlamaConfig,
-    LlamaWeights,
     emulator,
     random_input,
 )
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy, overlap, replaced, requests
-from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.formats import FILE, Formats
 from gpt2block.emulator import stand_in
 from gpt2block.engine.cuda.model import CudaModel
@@ -38,7 +37,6 @@ from gpt2block.engine.cuda.steps import steps_of
 from gpt2block.engine.model import start_all
 from gpt2block.engine.recording import Recording
 from gpt2block.files.parameters.arrays import random_model
-from gpt2block.files.parameters.gpt2 import GPT2Weights
 from gpt2block.models.architectures.lfm2 import Lfm2Config
 from gpt2block.models.architectures.nanochat import NanoChatConfig
 from gpt2block.models.architectures.olmo2 import Olmo2Config
@@ -48,14 +46,18 @@ from gpt2block.ops import registry
 from gpt2block.ops.drafts import DraftTokens, bind_take
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import MORE_ROWS
-from gpt2block.ops.operands import Operand
 from gpt2block.ops.rmsnorm_matmul import OPERATION as RMSNORM_MATMUL
 from gpt2block.ops.sample_token import SampleState, Slots, bind_sampled, bind_state
 from gpt2block.sampling import Sampling
+from tests import plain
+from tests.contract_cases import shape_of, zeros
 from tests.devices import assert_same_bits, on_gpu, on_hopper, slow
 from tests.gpus import HOPPER_CAPABILITY, cupy_with
+from tests.ops.test_contracts import EXAMPLES
 
 SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
+LIKE = (2, 64, 40, 53)  # n_head, n_embd, n_ctx and vocab_size of small models
+HEADS: Any = {"n_kv_head": 1, "n_ff": 48, "head_size": 64}
 LATE_NS = 200_000  # long enough for the host to launch a step's kernels
 LATER_NS = 50_000_000  # long enough even if other processes use the GPU
 
@@ -193,12 +195,11 @@ def assert_block_waits(dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def model_and_ids(
-    config: Any = SMALL, kind: Any = GPT2Weights, kv_dtype: str | None = None
+    config: Any = SMALL, kv_dtype: str | None = None
 ) -> tuple[CudaModel, NDArray[np.int32]]:
-    weights = kind.random(3, config).tensors()
     length = 14 if replaced() else 33  # fewer tiles, so fewer programs to compile
     ids = np.random.default_rng(0).integers(config.vocab_size, size=length, dtype=np.int32)
-    return CudaModel(config, weights, Formats("bfloat16", kv_dtype), 0), ids
+    return CudaModel(config, random_model(3, config), Formats("bfloat16", kv_dtype), 0), ids
 
 
 # --- tests of the helpers, and the emulator's error -----------------------------------------------
@@ -266,7 +267,7 @@ def test_the_emulator_reports_an_early_access(before: str, report: str, tmp_path
 
 @on_hopper
 @pytest.mark.parametrize(
-    ("dtype", "shape"), [slow("bfloat16", (2, 37, 128)), ("float32", (2, 7, 64))]
+    ("dtype", "shape"), [slow("bfloat16", (2, 37, 128)), slow("float32", (2, 7, 64))]
 )
 def test_the_steps_of_a_block(device: Any, dtype: str, shape: tuple[int, ...]) -> None:
     assert_block_waits(dtype, shape)
@@ -280,24 +281,7 @@ def test_the_steps_of_a_large_block(device: Any, dtype: str, rows: int) -> None:
     assert_block_waits(dtype, (rows, 768))
 
 
-@on_hopper
-@pytest.mark.parametrize("cached", [False, True], ids=["prefill", "decoding"])
-def test_the_steps_of_a_model(device: Any, cached: bool) -> None:
-    model, ids = model_and_ids()
-    with model.running():
-        assert_steps_wait(model._pass(ids, cached), {*model.prompt_weights(head=True), "row"})
-
-
-@on_hopper
-@pytest.mark.parametrize("cached", [slow(False), True], ids=["prefill", "decoding"])
-def test_the_steps_with_a_kv_cache_of_fp8(device: Any, cached: bool) -> None:
-    model, ids = model_and_ids(kv_dtype="float8_e5m2")
-    only = {"linear_qkv", "attention_split"} if cached else {"kv_round"}
-    with model.running():
-        constant = {*model.prompt_weights(head=True), "row"}
-        assert_steps_wait(model._pass(ids, cached), constant, only)
-
-
+@pytest.mark.slow
 @on_hopper
 def test_a_prompt_that_is_continued(device: Any) -> None:
     """Attention of such a prompt reads the cache, to which K and V were appended before."""
@@ -328,13 +312,6 @@ def assert_decoding_waits(model: CudaModel, ids: NDArray[np.int32], rows: int) -
         return recording
 
 
-@pytest.mark.slow
-@on_hopper
-def test_the_steps_of_decoding_many_rows(device: Any) -> None:
-    """LayerNorm has separate steps."""
-    assert "layernorm" in ops_of(assert_decoding_waits(*model_and_ids(), MORE_ROWS + 3))
-
-
 @on_gpu
 @pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize("kind", ["Q4_K", "Q4_1", "Q5_1", "Q6_K", "float16", "float8_e5m2"])
@@ -356,53 +333,45 @@ def test_early_attention_changes_no_bit_of_a_wide_layer(
     assert all(each == found[0] for each in found)
 
 
-@on_hopper
-@pytest.mark.parametrize("rows", [1, slow(MORE_ROWS + 1)])
-def test_the_steps_of_decoding_a_llama(device: Any, rows: int) -> None:
-    config = LlamaConfig(1, 4, 64, 40, 53, n_kv_head=2, n_ff=48)
-    model, ids = model_and_ids(config, LlamaWeights)
-    found = ops_of(assert_decoding_waits(model, ids, rows))
-    fused = rows == 1 and compute_capability() == HOPPER_CAPABILITY
-    assert {"rmsnorm", *(("rope_sums",) if fused else ("rope_append", "silu_mul"))} < found
+GROUPED = LlamaConfig(1, 4, 64, 40, 53, n_kv_head=2, n_ff=48)
+WIDE = LlamaConfig(1, *LIKE, **HEADS)
+OTHERS: dict[Any, set[str]] = {  # steps that a Llama lacks
+    Olmo2Config(1, *LIKE, **HEADS): {"rmsnorm_add", "operand", "qk_norm_rope"},
+    NanoChatConfig(1, *LIKE, **HEADS): {"relu_squared", "cap", "operand", "rmsnorm"},
+    Lfm2Config(2, *LIKE, **HEADS, conv_layers=(True, False)): {"short_conv"},
+}
+# A model, the dtype of its kv_cache, rows of decoding (0: a prompt; None: a prompt with a cache
+# and its last step), operations that it has, and whether only their steps are tested.
+CHAINS: list[Any] = [
+    (SMALL, None, 0, set(), False),
+    (SMALL, None, None, set(), False),
+    slow(SMALL, "float8_e5m2", None, {"linear_qkv", "attention_split"}, True),
+    slow(SMALL, "float8_e5m2", 0, {"kv_round"}, True),
+    slow(SMALL, None, MORE_ROWS + 3, {"layernorm"}, False),
+    (GROUPED, None, 1, {"rmsnorm"}, False),
+    slow(GROUPED, None, MORE_ROWS + 1, {"rmsnorm", "rope_append", "silu_mul"}, False),
+    slow(WIDE, None, 0, {"rmsnorm", "rope_qkv", "gemm"}, False),
+    slow(replace(WIDE, mlp_bias=True), None, 0, {"silu_mul", "gemm"}, True),
+    *(slow(config, None, 0, own, True) for config, own in OTHERS.items()),
+    *(slow(config, None, 2, own - {"operand", "qk_norm_rope"}, False)
+      for config, own in OTHERS.items()),
+]  # fmt: skip
 
 
-@pytest.mark.slow
 @on_hopper
-@pytest.mark.parametrize("mlp_bias", [False, True])
-def test_the_steps_of_a_prompt_of_a_llama(device: Any, mlp_bias: bool) -> None:
-    """On Hopper, gate and up are one product unless they have biases."""
-    config = LlamaConfig(1, 2, 64, 40, 53, n_kv_head=1, n_ff=48, head_size=64, mlp_bias=mlp_bias)
-    model, ids = model_and_ids(config, LlamaWeights)
+@pytest.mark.parametrize(("config", "kv_dtype", "rows", "own", "alone"), CHAINS)
+def test_the_steps_of_a_model(
+    device: Any, config: Any, kv_dtype: str | None, rows: int | None, own: set[str], alone: bool
+) -> None:
+    model, ids = model_and_ids(config, kv_dtype)
+    if rows:
+        assert own <= ops_of(assert_decoding_waits(model, ids, rows))
+        return
     with model.running():
-        program = model._pass(ids[:21], cached=False)
-        found = ops_of(program)
-        assert {"rmsnorm", "rope_qkv", "gemm"} < found
-        assert ("silu_mul" in found) == (mlp_bias or compute_capability() != HOPPER_CAPABILITY)
+        program = model._pass(ids, cached=rows is None)
+        assert own <= ops_of(program)
         constant = {*model.prompt_weights(head=True), "row"}
-        assert_steps_wait(program, constant, {"silu_mul", "gemm"} if mlp_bias else None)
-
-
-@pytest.mark.slow
-@on_hopper
-@pytest.mark.parametrize(
-    ("kind", "own"),
-    [
-        (Olmo2Config, {"rmsnorm_add", "operand", "qk_norm_rope"}),
-        (NanoChatConfig, {"relu_squared", "cap", "operand", "rmsnorm"}),
-        (Lfm2Config, {"short_conv"}),
-    ],
-)
-def test_the_steps_of_other_architectures(device: Any, kind: type[Any], own: set[str]) -> None:
-    """Steps that a Llama lacks wait, in prompts and in decoding."""
-    convs = {"conv_layers": (True, False)} if kind is Lfm2Config else {}
-    config = kind(1 + len(convs), 2, 64, 40, 53, n_kv_head=1, n_ff=48, head_size=64, **convs)
-    model = CudaModel(config, random_model(3, config), Formats("bfloat16", None), 0)
-    ids = np.random.default_rng(0).integers(53, size=14, dtype=np.int32)
-    with model.running():
-        constant = {*model.prompt_weights(head=True), "row"}
-        assert_steps_wait(model._pass(ids, cached=False), constant, own)
-    found = ops_of(assert_decoding_waits(model, ids, 2))
-    assert own - {"operand", "qk_norm_rope"} < found
+        assert_steps_wait(program, constant, own if alone else None)
 
 
 @on_hopper
@@ -450,43 +419,31 @@ def uploaded(array: NDArray[Any], dtype: str = "float32") -> Any:
     return cupy.asarray(array.astype(FLOATS[dtype]))
 
 
+# Operations of plans, except those with weights: models above have them.
+WAITING = [
+    *("silu_mul", "relu_squared", "cap", "hi_lo", "take", "rmsnorm_groups", "gated_columns"),
+    *("operand", "attention_cached", "attention_packed", "attention_queries", "attention_split"),
+    *("rope_qkv", "rope_packed", "rope_append", "qk_norm", "qk_norm_rope", "qk_norm_append"),
+    *("rotations", "encoder_rows", "log_likelihood", "sample_token", "kv_append", "short_conv"),
+]
+
+
 @on_hopper
-def test_steps_of_packed_rows(device: Any) -> None:
-    """Steps that GPT-2 lacks; there are two heads of Q, and one of K and V."""
-    qkv = device.asarray(np.random.default_rng(0).standard_normal((3, 32), np.float32))
-    row, position = (device.asarray(np.array(n, np.int32)) for n in ([1, 0, 1], [2, 4, 0]))
-    frequencies = device.asarray(100.0 ** -np.arange(4))
-    k, v = device.zeros((2, 2, 5, 8), "float32")
-    out, q = device.zeros((3, 32), "float32"), device.zeros((3, 16), "float32")
-    turned = registry.bind("rope_qkv", (qkv, position, frequencies), out, n_head=2, n_kv_head=1)
-    assert_waits(turned.launches, [qkv, position], [out])
-    appended = registry.bind("rope_append", (qkv, frequencies, k, v, row, position), q, n_head=2)
-    assert_waits(appended.launches, [qkv, row, position, k, v], [q])
-    turns = registry.bind("rotations", (position, frequencies))
-    assert_waits(turns.launches, [position], [turns.out])
-    own = device.asarray(np.stack([frequencies.get(), 1 - frequencies.get()]))
-    given, heads = (qkv, position, own, row), {"n_head": 2, "n_kv_head": 1}
-    turned = registry.bind("rope_packed", given, out, **heads)
-    assert_waits(turned.launches, [qkv, position, row], [out])
-    turns = registry.bind("rotations", (position, own, row))
-    assert_waits(turns.launches, [position, row], [turns.out])
-    gamma, weight = (device.asarray(np.full(n, 0.5, np.float32)) for n in (8, 32))
-    turned = registry.bind("qk_norm_rope", (qkv, position, frequencies, gamma, gamma), out, **heads)
-    assert_waits(turned.launches, [qkv, position], [out])
-    added = registry.bind("rmsnorm_add", (qkv, weight, out), out)
-    assert_waits(added.launches, [qkv, out], [])
-    for name, inputs, options in (
-        ("relu_squared", (qkv,), {}),
-        ("cap", (qkv,), {"limit": 15.0}),
-        ("silu_mul", (qkv, out), {}),
-        ("operand", (qkv,), {"dtype": "float32", "to_operand": Operand("float16")}),
-    ):
-        bound = registry.bind(name, inputs, **options)
-        assert_waits(bound.launches, [*inputs], [] if bound.out is qkv else [bound.out])
-    bcx, taps, kept = (device.zeros(shape, "float32") for shape in ((3, 24), (8, 1, 3), (2, 5, 8)))
-    row, position = (device.asarray(np.array(n, np.int32)) for n in ([0, 0, 1], [0, 1, 4]))
-    convolved = registry.bind("short_conv", (bcx, taps, None, kept, row, position))
-    assert_waits(convolved.launches, [bcx, position, kept], [convolved.out])
+@pytest.mark.parametrize("name", WAITING)
+def test_an_operation_waits_for_all_inputs(device: Any, name: str) -> None:
+    """Inputs are those of test_contracts.py, with tokens at different positions."""
+    operation, example = {**registry.OPERATIONS, **registry.STEPS}[name], EXAMPLES[name]
+    late = [zeros(each, example, shape_of(each, example)) for each in operation.contract.inputs]
+    for entry, array in zip(operation.contract.inputs, late, strict=True):
+        if array.dtype.kind == "i" and entry.name != "row":  # all rows are of one sequence
+            numbers = np.arange(array.size) % 7
+            array[...] = device.asarray(numbers.astype(array.dtype).reshape(array.shape))
+        elif array.dtype.kind == "f":
+            array[...] = device.asarray(plain.normal(0, *array.shape).astype(array.dtype))
+    bound = operation.bind(tuple(late), **example.options)
+    outs = [each for each in (bound.out, *bound.extra) for each in in_memory(each)]
+    own = [each for each in outs if not any(each is array for array in late)]
+    assert_waits(bound.launches, late, own)
 
 
 @on_hopper

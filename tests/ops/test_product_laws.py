@@ -16,13 +16,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, ops, reference
+from gpt2block import ops, reference
 from gpt2block.cuda import cupy
 from gpt2block.models.weights.matrix import WeightMatrix
 from tests import plain, products
-from tests.devices import GPU, IN_TESTS, assert_barriers_show, assert_same_bits, one_order
+from tests.devices import GPU, IN_TESTS, assert_barriers_show, assert_same_bits
 from tests.gpus import HOPPER_CAPABILITY, large_memory
-from tests.products import EPS, KERNELS, MATMUL, START, THETA, Case, Kernel, Table
+from tests.products import EPS, KERNELS, MATMUL, START, THETA, Case, Kernel, Table, summed
 
 Array = NDArray[Any]
 
@@ -189,16 +189,6 @@ def test_an_output_depends_on_its_row_and_column_alone(
     assert_same_bits(got[finite], clean[finite])
 
 
-@every_case({"matmul-*": products.ANYWHERE["matmul-*"]}, products.ANYWHERE)
-def test_arrays_at_any_address(where: str, kernel: Kernel, case: Case) -> None:
-    """Results have the same bits as at multiples of 512 bytes, which terms and weights need."""
-    given = kernel.made(case)
-    expected = kernel(where, given, case)
-    for names in (("residual",),) if kernel.operand else (tuple(given), ("w",), ("residual",), ()):
-        for away in (names, (*names, "out")):
-            assert_same_bits(kernel(where, given, case, away=away), expected)
-
-
 @pytest.mark.parametrize(
     ("name", "barriers"),
     [
@@ -236,13 +226,6 @@ def test_more_rows_than_a_grid_is_high(name: str) -> None:
     kernel, case = KERNELS[name], Case(65535 * 32 + 1, 3, 5)
     given = kernel.made(case)
     kernel.assert_right(kernel("gpu", given, case), given, case)
-
-
-@one_order
-def test_a_matmul_of_too_many_rows_is_refused(device: Any) -> None:
-    tall, w = cupy.zeros((1_048_561, 1), "float32"), cupy.zeros((1, 4), "float32")
-    with pytest.raises(InputError, match=r"1,048,561 rows .* takes at most 1,048,560"):
-        ops.matmul_bias(tall, w, variant="tiled")
 
 
 # --- the reference --------------------------------------------------------------------------------
@@ -293,3 +276,23 @@ def test_the_reference_of_a_residual_before_the_norm() -> None:
     got, h = reference.rmsnorm_ffn(x, x[0], w, up, EPS, residual)
     np.testing.assert_array_equal(h, x + residual)
     np.testing.assert_array_equal(got, reference.rmsnorm_ffn(h, x[0], w, up, EPS))
+
+
+@pytest.mark.gpu
+def test_a_row_too_long_for_matvec_takes_tiles() -> None:
+    x, gamma = cupy.ones((1, 65_536), "float16"), cupy.ones(65_536, "float16")
+    w = cupy.full((65_536, 16), 2.0**-16, "float16")
+    np.testing.assert_allclose(ops.rmsnorm_matmul(x, gamma, w).get(), 1, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_the_functions_take_plain_matrices_and_give_pairs() -> None:
+    ffn, case = KERNELS["rmsnorm_ffn-matvec-own-float32-KN"], Case(2, 64, 32, residual=True)
+    given = ffn.made(case)
+    x, gamma, residual = (cupy.asarray(given[name]) for name in ("x", "gamma", "residual"))
+    w1, w3 = (cupy.asarray(given[name].data) for name in ("w", "up"))
+    alone = ops.rmsnorm_ffn(x, gamma, w1, w3, EPS)
+    ffn.assert_right(alone.get(), given | {"residual": None}, case._replace(residual=False))
+    out, h = ops.rmsnorm_ffn(x, gamma, w1, w3, EPS, residual=residual)
+    ffn.assert_right(out.get(), given, case)
+    np.testing.assert_array_equal(h.get(), summed(given))

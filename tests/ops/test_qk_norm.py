@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from tests.devices import (
     assert_barriers_show,
     assert_same_bits,
     combinations,
-    one_order,
     running_on,
 )
 from tests.ops.test_rope import assert_close, frequencies
@@ -174,6 +172,7 @@ def test_in_attention(
         registry.bind("attention_append", inputs, **refused)
 
 
+@pytest.mark.slow
 def test_attention_without_the_barrier_before_its_queries_shows() -> None:
     def run(order: Order) -> None:
         with running_on(order) as device:
@@ -221,15 +220,6 @@ def test_norms_of_values_and_of_queries_alone(device: Any, heads: Heads, kind: s
     assert_same_bits(x.get(), got.get())
 
 
-def test_norms_together_on_numpy() -> None:
-    """Each norm is the RMSNorm of one row of all heads."""
-    qkv, (of_q, of_k) = plain.normal(0, 3, 6 * 8).astype(np.float64), gammas((4, 1, 8), True)
-    got = reference.qk_norm(qkv, of_q, of_k, 4, 1, EPS)
-    np.testing.assert_array_equal(got[:, :32], reference.rmsnorm(qkv[:, :32], of_q, EPS))
-    np.testing.assert_array_equal(got[:, 32:40], reference.rmsnorm(qkv[:, 32:40], of_k, EPS))
-    np.testing.assert_array_equal(got[:, 40:], qkv[:, 40:])
-
-
 def test_on_numpy() -> None:
     """A decoding step equals the last row of a prompt."""
     qkv = plain.normal(0, 3, 4 * 8).astype(np.float64)
@@ -244,30 +234,3 @@ def test_on_numpy() -> None:
     for h, weight in ((0, of_q), (1, of_q), (2, of_k)):
         expected = reference.rmsnorm(qkv[:, 8 * h : 8 * h + 8], weight, EPS)
         np.testing.assert_array_equal(heads[:, h], expected)
-
-
-@one_order
-def test_refusals(device: Any) -> None:
-    x, i32 = device.zeros((5, 64), "float32"), device.zeros(5, "int32")
-    f64 = device.zeros(4, "float64")
-    k, g8, g7 = (device.zeros(shape, "float32") for shape in ((2, 6, 16), (8,), (7,)))
-    cache = (k, k.copy(), i32, i32)
-
-    def append(**options: Any) -> Any:
-        return registry.bind("qk_norm_append", (x, f64, *cache, g8, g8), **options)
-
-    cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: ops.qk_norm(x, g8, g8, 4, 3), "n_kv_head: expected a divisor of n_head 4, got"),
-        (lambda: ops.qk_norm(x, g8, g8, 4, 1), "qkv: expected 6 heads of an even size, got"),
-        (lambda: ops.qk_norm(x[:, :56].copy(), g7, g7, 4, 2), "qkv: expected 8 heads of an even"),
-        (
-            lambda: ops.qk_norm(x, g8, g7, 4, 2),
-            r"gamma_k: expected \(8,\) each, for norms of heads",
-        ),
-        (lambda: append(n_head=6), r"qkv: expected \(N, 80\), 6 heads of 8 channels and twice"),
-        (lambda: append(n_head=3), "n_kv_head: expected a divisor of n_head 3, got 2"),
-        (lambda: reference.qk_norm(np.ones((1, 21)), np.ones(3), np.ones(3), 2, 1), "expected 4 "),
-    ]
-    for call, message in cases:
-        with pytest.raises(InputError, match=message):
-            call()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,19 +15,14 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy as cp
-from gpt2block.cuda import kernels
 from gpt2block.ops import registry
 from gpt2block.ops.rope import (
-    BLOCKS,
-    FILE,
     MAX_POSITIONS,
     OPERATION,
-    choose_geometry,
     exponent_step,
 )
 from tests import plain
 from tests.caches import DTYPES, FORMATS, KINDS, Heads, row_width
-from tests.compiling import Job, assert_clean
 from tests.devices import H200, combinations, moved, on_every_device, one_order, running_on
 from tests.gpus import large_memory
 
@@ -110,45 +103,6 @@ def test_start_continues_a_sequence_and_distances_are_what_counts() -> None:
     q, k = np.broadcast_to(normal(1, 8), (40, 1, 8)), np.broadcast_to(normal(2, 8), (40, 1, 8))
     q, k = (reference.rope(a.astype(np.float64))[:, 0] for a in (q, k))
     np.testing.assert_allclose(q[7] @ k[3], q[36] @ k[32], rtol=1e-12)
-
-
-def test_an_odd_head_is_refused() -> None:
-    with pytest.raises(InputError, match="head size D 5: expected an even"):
-        reference.rope(normal(0, 3, 2, 5))
-
-
-@given(
-    sizes=st.tuples(
-        st.integers(1, 9), st.integers(1, 3000), st.integers(1, 130), st.integers(1, 300)
-    ),
-    half_split=st.booleans(),
-    widest=st.sampled_from([1, 2, 4, 8]),
-    sms=st.sampled_from([0, 1, H200]),
-    block=st.sampled_from([None, *BLOCKS]),
-)
-@example(sizes=(1, 1, 32, 64), half_split=False, widest=8, sms=H200, block=None)
-@example(sizes=(1, 500, 32, 64), half_split=False, widest=8, sms=H200, block=None)
-def test_everything_is_taken_once(
-    sizes: tuple[int, int, int, int], half_split: bool, widest: int, sms: int, block: int | None
-) -> None:
-    B, T, H, half = sizes
-    D = 2 * half
-    most = math.gcd(widest, half if half_split else D)
-    geometry = choose_geometry(B, T, H, D, half_split, most, sms, block)
-    at = {name: int(value) for name, value in geometry.defines}
-    width, x, heads = at["ROPE_WIDTH"], at["ROPE_THREADS"], at["ROPE_HEADS"]
-    assert most % width == 0
-    assert geometry.block[0] == x
-    assert math.prod(geometry.block) <= (block or OPERATION.variant("pairs").block)
-    assert geometry.block[2] <= 64
-    assert (geometry.grid[0] - 1) * geometry.block[2] < T <= geometry.grid[0] * geometry.block[2]
-    assert (
-        (geometry.grid[1] - 1) * geometry.block[1] * heads
-        < H
-        <= geometry.grid[1] * geometry.block[1] * heads
-    )
-    assert geometry.grid[2] == B
-    assert heads * width <= 64  # values in registers
 
 
 def test_the_step_of_the_exponent() -> None:
@@ -234,19 +188,6 @@ def test_an_output_depends_on_its_pair_alone(where: str) -> None:
     np.testing.assert_array_equal(~np.isfinite(evaluate(where, x)), wrong)
 
 
-@pytest.mark.parametrize(
-    ("where", "block"),
-    [
-        *(("shuffled", block) for block in (32, 512)),
-        *(pytest.param("gpu", block, marks=pytest.mark.gpu) for block in BLOCKS),
-    ],
-)
-def test_block_sizes(where: str, block: int) -> None:
-    for shape in ((1, 9, 3, 24), *([(1, 700, 32, 128)] if where == "gpu" else [])):
-        x = normal(0, *shape)
-        assert_right(evaluate(where, x, 3, block=block), x, 3)
-
-
 # --- rows [Q | K | V], and the kv_cache -----------------------------------------------------------
 
 
@@ -306,18 +247,6 @@ def test_rope_append(device: Any, heads: Heads, kind: str, half_split: bool) -> 
     np.testing.assert_array_equal(v.get(), v2.get())
     assert k.get()[1, 6].astype(np.float32).any()
     np.testing.assert_array_equal(ops.rope_append(*inputs, **options).get(), q)
-
-
-def test_rope_append_on_numpy() -> None:
-    qkv = plain.normal(0, 2, 4 * 8).astype(np.float64)
-    k, v = np.zeros((2, 2, 3, 8))
-    row, position = np.array([1, 0]), np.array([2, 1])
-    q = reference.rope_append(qkv, frequencies(8), k, v, row, position, 2)
-    turned = reference.rope_qkv(qkv, position, frequencies(8), 2, 1)
-    np.testing.assert_array_equal(q, turned[:, :16])
-    np.testing.assert_array_equal(k[row, position], turned[:, 16:24])
-    np.testing.assert_array_equal(v[row, position], qkv[:, 24:])
-    np.testing.assert_array_equal(v[row, position], turned[:, 24:])
 
 
 @one_order
@@ -413,76 +342,7 @@ def test_rotations_and_linear_rope_on_numpy() -> None:
     assert k.any()
 
 
-@one_order
-def test_rows_that_are_refused(device: Any) -> None:
-    x, i32 = device.zeros((5, 64), "float32"), device.zeros(5, "int32")
-    k, f64 = device.zeros((2, 6, 16), "float32"), device.zeros(4, "float64")
-    turn: Any = {"n_head": 6, "n_kv_head": 1}
-    cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: ops.rope_qkv(x, i32, f64, 4, 3), "n_kv_head: expected a divisor of n_head 4, got"),
-        (lambda: ops.rope_qkv(x, i32, f64, 4, 1), r"qkv: expected \(T, 48\) or \(B, T, 48\), 6 h"),
-        (lambda: ops.rope_qkv(x, i32, f64, **turn, half_split=x), "half_split: expected True or F"),
-        (lambda: ops.rope_append(x, f64, k, k, i32, i32, 4), "k: overlaps v: expected another arr"),
-        (lambda: ops.rope_append(x, f64, k, k.copy(), i32, i32, 6), r"qkv: expected \(N, 80\), 6"),
-    ]
-    for call, message in cases:
-        with pytest.raises(InputError, match=message):
-            call()
-
-
-# --- with NVRTC -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_compiles_without_spills() -> None:
-    jobs: list[Job] = []
-    for dtype, half_split, T in product(DTYPES, (False, True), (1, 10**5)):
-        width = 16 // np.dtype(DTYPES[dtype]).itemsize
-        geometry = choose_geometry(1, T, 32, 128, half_split, width, H200)
-        archs = ("sm_75", "sm_90") if (dtype, T) == ("float16", 10**5) else ("sm_90",)
-        constants = (*kernels.STORAGE[dtype], *geometry.defines)
-        jobs += [(FILE, arch, constants) for arch in archs]
-    assert_clean(jobs)
-
-
 # --- on the GPU alone -----------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@both_layouts
-@pytest.mark.parametrize("shape", [(1, 32, 128), (16, 32, 128), (500, 32, 128), (3000, 8, 80)])
-def test_the_documented_sizes(shape: tuple[int, ...], half_split: bool, dtype: str) -> None:
-    x = normal(0, 1, *shape, dtype=dtype)
-    for options in ((0, 1e4), (2000, 5e5)):
-        for parts in (1, 3):
-            got = evaluate("gpu", x, *options, half_split, parts=parts)
-            assert_right(got, x, *options, half_split)
-
-
-@pytest.mark.gpu
-def test_views() -> None:
-    host = normal(0, 3, 20, 4, 48, dtype="float16")
-    x = cp.asarray(host)
-    for view, expected in (
-        (x[..., 16:32], host[..., 16:32]),
-        (x[..., 1:9], host[..., 1:9]),
-        (x[:, ::2, 1:3], host[:, ::2, 1:3]),
-        (x.transpose(0, 2, 1, 3), host.transpose(0, 2, 1, 3)),
-        (x[:, ::-1], host[:, ::-1]),
-        (x[..., ::2], host[..., ::2]),  # not contiguous, so it is copied
-        (x[1], host[1]),
-        (cp.broadcast_to(x[0, 0], (5, 4, 48)), np.broadcast_to(host[0, 0], (5, 4, 48))),
-    ):
-        got = ops.rope(view, 2)
-        assert got.flags.c_contiguous
-        assert_right(got.get(), expected, 2)
-    assert bool((x == cp.asarray(host)).all())  # x is unchanged
-    q = x[:, :, :2, :16]
-    assert ops.rope(q, 2, out=q) is q
-    assert_right(q.get(), host[:, :, :2, :16], 2)
-    q[...] = cp.asarray(host[:, :, :2, :16])
-    assert bool((x == cp.asarray(host)).all())  # only q was changed
 
 
 @pytest.mark.gpu
@@ -496,30 +356,3 @@ def test_more_elements_than_an_int_counts() -> None:
         for t in (0, 1, T // 2, T - 1):
             assert_right(x[t : t + 1].get(), row[None], t)
         del x
-
-
-@pytest.mark.gpu
-def test_bad_input() -> None:
-    x = cp.zeros((3, 2, 8), "float16")
-    cases: tuple[tuple[Any, dict[str, Any], str], ...] = (
-        (x[None, None], {}, r"x: expected \(T, H, D\) or \(B, T, H, D\), got \(1, 1, 3, 2, 8\)"),
-        (x[..., :5], {}, "head size D 5: expected an even"),
-        (cp.zeros((65536, 1, 1, 2), "float16"), {}, "at most 65,535 sequences in a call"),
-        (x, {"start": -1}, r"start: expected a whole number from 0 to 1,048,573 .* got -1"),
-        (x, {"start": 1.5}, "start: expected a whole number"),
-        (x, {"start": True}, "start: expected a whole number"),
-        (x, {"start": MAX_POSITIONS - 2}, "for 3 positions, got 1048574"),
-        (x, {"theta": 0.5}, "theta: expected a number from 1"),
-        (x, {"theta": math.inf}, "theta: expected a number from 1"),
-        (x, {"theta": math.nan}, "theta: expected a number from 1"),
-        (x, {"theta": "10000"}, "theta: expected a number from 1"),
-        (x, {"block": 48}, "block size 48: expected one of 32, 64"),
-    )
-    for array, options, message in cases:
-        with pytest.raises(InputError, match=message):
-            ops.rope(array, **options)
-    with pytest.raises(InputError, match="x: expected a contiguous last axis"):
-        OPERATION.bind((x.transpose(0, 2, 1),))
-    same = cp.broadcast_to(x[0], (5, 2, 8))
-    with pytest.raises(InputError, match="elements of x share memory"):
-        ops.rope(same, out=same)

@@ -7,15 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2block import InputError, reference
+from gpt2block import reference
 from gpt2block.checks import FLOATS
 from gpt2block.ops import registry
 from gpt2block.ops.operands import Operand
-from tests import devices
 from tests.ops.test_every_operation import on_devices
 from tests.plain import normal
 
-device = devices.device
 SLOTS, N_CTX, ABSENT = 4, 12, (-1, 0)
 # Rows of launches as (slot, position): a prompt of each sequence at once; in pieces next to other
 # sequences; steps with draft tokens, of which the first are wrong; and single steps.
@@ -80,9 +78,3 @@ def test_formats_of_a_result(device: Any) -> None:
         used = N * C // 2 + 4 * N if terms.width else N * C
         first, second = (each.ravel()[:used] for each in words)
         np.testing.assert_array_equal(first, second)
-    with pytest.raises(InputError, match="expected float32 or k's float16, got bfloat16"):
-        run(k, dtype="bfloat16")
-    with pytest.raises(InputError, match="expected out in float32, got float16"):
-        run(k, dtype="float16", to_operand=terms)
-    with pytest.raises(InputError, match=r"bcx: expected \(M, 384\) for 128 channels, got \(5, 38"):
-        run(k, bcx[:, :381].copy())

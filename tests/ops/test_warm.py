@@ -160,7 +160,7 @@ def test_threads_forget_known_at_once(host: Recorder, monkeypatch: pytest.Monkey
     inputs = [host.array((2, n)) for n in range(1, 40)]
 
     def work(number: int) -> None:
-        for x in inputs * 30:
+        for x in inputs * 5:
             assert ops.softmax(x).shape == x.shape
 
     assert together(work) == []
@@ -210,17 +210,6 @@ def test_weights_in_another_format_are_another_recipe(warm: ModuleType, cp: Modu
             cold = OPERATIONS["rmsnorm_matmul"].bind((x, gamma, matrix)).run()
             for _ in range(2):
                 cp.testing.assert_array_equal(ops.rmsnorm_matmul(x, gamma, matrix), cold)
-
-
-@pytest.mark.gpu
-def test_a_refused_call_is_refused_again(warm: ModuleType, cp: ModuleType) -> None:
-    x = random(cp, 0, 4, 64)
-    for _ in range(2):
-        with pytest.raises(InputError, match="gamma: expected shape"):
-            ops.layernorm_gelu(x, cp.ones(63, "float32"))
-        with pytest.raises(InputError, match="x: expected a CuPy array"):
-            ops.layernorm_gelu(x.get())
-    assert not warm._cached_calls
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ from gpt2block import (
     reference,
 )
 from gpt2block.models import number_formats
+from gpt2block.ops.registry import OPERATIONS
 
 SIZES = (1, 2, 3, 4, 6, 12)
 DTYPES: tuple[Any, ...] = (
@@ -102,45 +103,16 @@ def random_argument(rng: random.Random, parameter: inspect.Parameter) -> Any:
 
 
 def fitting_arguments(rng: random.Random, name: str) -> dict[str, Any]:
-    """Draw arguments of a `reference` function that fit each other."""
-    T, K, N = (rng.choice((1, 2, 4, 6)) for _ in "TKN")
-    draw = np.random.default_rng(rng.getrandbits(32)).standard_normal
-    x, w = draw((2, T, K)), draw((K, N))
-    known: dict[str, dict[str, Any]] = {
-        "layernorm": {"x": x, "gamma": x[0, 0], "beta": x[1, 0], "eps": 1e-5},
-        "attention": {"qkv": draw((2, T, 12)), "n_head": 2, "causal": True},
-        "attention_cached": {"q": x[0], "k": draw((T + 3, K)), "v": draw((T + 3, K)), "start": 2,
-                             "n_head": 1},
-        "linear": {"x": x, "w": w, "bias": w[0], "residual": draw((2, T, N)), "gelu": True},
-        "rope": {"x": draw((T, 2, 4)), "start": 3, "theta": 1e4, "half_split": True},
-        "rmsnorm_matmul": {"x": x, "gamma": x[0, 0], "w": w, "head_dim": 2},
-        "to_fp8": {"x": x[0], "format": "float8_e4m3fn", "scale": abs(x[0, 0]) + 1, "layout": "KN"},
-        "log_likelihood": {"logits": x, "targets": np.zeros((2, T), int)},
-        "sample_token": {"logits": x[0], "occurred": np.zeros((T, K), np.uint8), "step": 3},
-        "encoder": {"ids": np.arange(T)[None], "wte": draw((6, K)), "wpe": draw((T, K))},
-        "encoder_rows": {"ids": np.arange(T), "positions": np.arange(T), "wte": draw((6, K)),
-                         "wpe": draw((T, K))},
-        "block_forward": {"x": draw((T, 4)), "w": BlockWeights.random(0, CONFIG)},
-        "rmsnorm_ffn": {"x": x, "gamma": x[0, 0], "w1": w, "w3": w, "residual": x},
-        "trimat": {"qkv": draw((2, T, 3, 2, 4)), "fill": 0.0},
-    }  # fmt: skip
-    return known[name]
-
-
-@pytest.mark.parametrize("name", ["gelu", "add", "layernorm", "rmsnorm", "silu_mul", "softmax"])
-def test_an_np_matrix_is_refused(name: str) -> None:
-    """np.matrix has * as matrix product: square matrices would silently give wrong results."""
-    arrays = [x for x in inspect.signature(FUNCTIONS[name]).parameters if x not in SETTINGS]
-    square = np.random.default_rng(0).standard_normal((4, 4))
-    given = {x: square[0] if x in ("gamma", "beta", "weight") else square for x in arrays}
-    FUNCTIONS[name](**given)
-    with pytest.raises(
-        InputError, match=rf"{arrays[0]}: .*np.matrix: use np.asarray\({arrays[0]}\)"
-    ):
-        FUNCTIONS[name](**given | {arrays[0]: np.asmatrix(square)})
-
-
-SETTINGS = ("eps", "causal", "gelu", "sigmoid")
+    """Draw arguments of a `reference` function that fit each other: a small workload."""
+    few = {"n_head": 2, "n_kv_head": 1, "head_dim": 2, "start": 2}
+    workload, parameters = OPERATIONS[name].workload, inspect.signature(FUNCTIONS[name]).parameters
+    attrs = {key: few.get(key, value) for key, value in workload.attrs.items()}
+    sizes = {letter: 2 if letter in ("NH", "B") else 4 for letter in workload.sizes}
+    sizes |= {letter: rng.choice((1, 2, 6)) for letter in ("T", "M") if letter in sizes}
+    draw = np.random.default_rng(rng.getrandbits(32))
+    arrays = OPERATIONS[name].with_workload(attrs=attrs).make(sizes, draw)
+    given = dict(zip(parameters, arrays, strict=False))
+    return given | {key: value for key, value in attrs.items() if key in parameters}
 
 
 def refused_or_right(name: str, arguments: dict[str, Any]) -> str:
@@ -183,9 +155,7 @@ def call_randomly(seed: int) -> str:
         parameters = inspect.signature(FUNCTIONS[name]).parameters.values()
         arguments = {one.name: random_argument(rng, one) for one in parameters}
     else:
-        name = rng.choice(("layernorm", "attention", "attention_cached", "linear", "rope",
-                           "rmsnorm_matmul", "to_fp8", "log_likelihood", "sample_token", "encoder",
-                           "encoder_rows", "block_forward", "rmsnorm_ffn", "trimat"))  # fmt: skip
+        name = rng.choice([*OPERATIONS])
         arguments = fitting_arguments(rng, name)
         if rng.random() < 0.8:
             changed = rng.choice(list(arguments))
