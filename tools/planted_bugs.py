@@ -33,10 +33,7 @@ NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*cache", "__pycache__")
 
 
 class Bug(NamedTuple):
-    """A bug: `new` replaces the only `old` in `file`. why: its effect. test: a pytest id.
-
-    quick: whether the test is fast enough for `pytest --quick`.
-    """
+    """A bug: `new` replaces the only `old` in `file`. why: its effect. test: a pytest id."""
 
     id: str
     file: str
@@ -44,7 +41,6 @@ class Bug(NamedTuple):
     new: str
     test: str
     why: str
-    quick: bool = True
 
     def problem(self) -> str:
         """Return the reason why the bug cannot be planted, or ""."""
