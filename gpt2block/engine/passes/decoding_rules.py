@@ -19,13 +19,13 @@ from gpt2block.models.weights.hi_lo import scale_for
 from gpt2block.ops.gated_sums import Fusions
 from gpt2block.ops.operands import CHUNK, Operand
 
-# What a layer fuses whose feed-forward is one kernel
+# Steps that a layer fuses if its feed-forward is one kernel
 ALL_FUSED = Fusions(norms=True, rope=True, gate=True, heads=True)
 ROPE = "rope_qkv", "rope_packed"
 
 
 class DecodingPlan(NamedTuple):
-    """What decides the kernels of a decoding step.
+    """Facts that decide the kernels of a decoding step.
 
     names: of the tensors. head_size: a divisor of the sizes of all heads. norms: whether products
     fuse LayerNorm, which is fastest for few rows. known: the `Operand` in which x of a product can

@@ -79,7 +79,7 @@ class Prefill:
 
 
 class PrefillPlan(NamedTuple):
-    """What decides the kernels of a prefill.
+    """Facts that decide the kernels of a prefill.
 
     names: of the tensors. dtype: of the activations. heads: numbers of heads. bounds: upper bounds
     of the magnitudes of the hi/lo operands that have a single scale, by name. logits: whether the

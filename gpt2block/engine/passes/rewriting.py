@@ -121,7 +121,7 @@ class Tried(NamedTuple):
 
 
 class Log:
-    """What rules did. parts: as in Steps, after the last rule."""
+    """Rules that were tried. parts: as in Steps, after the last rule."""
 
     def __init__(self) -> None:
         self.tried: list[Tried] = []
