@@ -297,7 +297,7 @@ def fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpt2block.judge import cases, on_cpu, sizes  # noqa: PLC0415
 
     monkeypatch.setattr(cases, "MAX_SEED", 1)
-    monkeypatch.setattr(on_cpu._Judge, "_all_right", lambda *_: [])
+    monkeypatch.setattr(on_cpu._Judge, "_check_large", lambda *_: [])
     monkeypatch.setattr(on_cpu, "MAX_AGAIN", 50_000)
     for name in ("softmax", "to_fp8", "sample_token"):
         monkeypatch.setitem(vars(sizes)["FURTHER"], name, sizes.FURTHER[name][:-1])

@@ -117,7 +117,7 @@ class Setup:
         self.patch.setattr(shutil, "which", lambda name: None)
 
     def fewer_sizes(self, *_: str) -> None:
-        self.patch.setattr(on_cpu._Judge, "_all_right", lambda *_: [])
+        self.patch.setattr(on_cpu._Judge, "_check_large", lambda *_: [])
 
     def browser(self, *_: str) -> None:
         """Print the address that a browser would open."""

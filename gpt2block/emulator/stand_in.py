@@ -158,11 +158,8 @@ def asarray(array: object, dtype: DTypeLike | None = None, order: str | None = N
         return _shared(array.__cuda_array_interface__)
     host = np.asarray(array)
     dtype = host.dtype if dtype is None else np.dtype(dtype)
-    if (
-        isinstance(array, ndarray)
-        and array.dtype == dtype
-        and (order is None or array.flags.c_contiguous)
-    ):
+    ordered = order is None or host.flags.c_contiguous
+    if isinstance(array, ndarray) and array.dtype == dtype and ordered:
         return array
     transposed = order is None and host.flags.f_contiguous  # CuPy also keeps Fortran order
     copy: Any = empty(host.shape[::-1], dtype).T if transposed else empty(host.shape, dtype)

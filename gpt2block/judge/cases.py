@@ -28,6 +28,7 @@ from gpt2block.judge.source import largest_number
 from gpt2block.ops import workload
 from gpt2block.ops.operation import Attrs, Inputs, Sizes
 from gpt2block.ops.workload import draw_stable, largest
+from gpt2block.sampling import Sampling
 
 MEAN, SPREAD = 2048.0, 0.6  # mean and standard deviation of rows with a large mean
 DYNAMIC = 65536  # maximum bytes of dynamic shared memory of a case with long rows
@@ -55,6 +56,7 @@ class Case:
     name: str = ""  # name of special inputs; "" for ordinary inputs
     hint: str = ""  # advice if a kernel fails this case after passing all earlier cases
     once: bool = False  # whether the case runs in forward order only
+    variant: int = 0  # added to the variant of each launch: the addresses differ between cases
 
     @property
     def label(self) -> str:
@@ -81,6 +83,9 @@ class Special:
     attrs: Attrs = field(default_factory=dict)  # attributes that differ from the case's
 
 
+ORDINARY = Special("", "", lambda given, _: given)
+
+
 def resolved_seed(seed: int | None) -> int:
     """Return a seed of random sizes: a new one for None. Raises InputError for an invalid seed."""
     if seed is None:
@@ -102,33 +107,31 @@ def cases(
     every = [case(kernel, *each, layout) for each in usual]
     every += [replace(case(kernel, *each, layout), hint=OTHER_SIZES) for each in further]
     several = usual[min(1, len(usual) - 1)]  # sizes with several rows and an odd size
+    special = SPECIAL.get(operation.name, ())
     for at in (several, *further[-1:]):
-        for special in SPECIAL.get(operation.name, ()):
-            every.append(case(kernel, *at, layout, special))
+        every += [case(kernel, *at, layout, each) for each in special]
+    if operation.name in POWERS:
+        every.append(case(kernel, *several, layout, _other_magnitudes(kernel)))
     if not stated:
-        for at in (sizes.unusual(operation), *_long(kernel)):
-            every.append(replace(case(kernel, *at, layout), hint=OTHER_SIZES, once=True))
         hint = f"{OTHER_SIZES}\nrandom sizes: the same ones with --seed {seed} (in Python seed=)"
         drawn = tuple(sizes.random(operation, seed))
-        for each in drawn:
-            every.append(replace(case(kernel, *each, layout), hint=hint, once=True))
-        every += [case(kernel, *drawn[0], layout, each) for each in SPECIAL.get(operation.name, ())]
-    return tuple(every)
+        long = (sizes.unusual(operation), *_long(kernel))
+        every += [replace(case(kernel, *at, layout), hint=OTHER_SIZES, once=True) for at in long]
+        every += [replace(case(kernel, *at, layout), hint=hint, once=True) for at in drawn]
+        every += [case(kernel, *drawn[0], layout, each) for each in special]
+    return tuple(replace(each, variant=5 * k) for k, each in enumerate(every))
 
 
-def case(
-    kernel: Kernel, at: Sizes, attrs: Attrs, layout: str, special: Special | None = None
-) -> Case:
+def case(kernel: Kernel, at: Sizes, attrs: Attrs, layout: str, special: Special = ORDINARY) -> Case:
     """Create inputs of these sizes and the exact outputs. Raises InputError for wrong sizes."""
     operation = kernel.operation
-    all_attrs = {**operation.workload.attrs, **attrs, **(special.attrs if special else {})}
+    all_attrs = {**operation.workload.attrs, **attrs, **special.attrs}
     own = operation.with_workload(attrs=all_attrs)
 
     def draw(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-        inputs = own.make(sizes, rng)
-        return special.change(inputs, {**all_attrs, **sizes}) if special else inputs
+        return special.change(own.make(sizes, rng), {**all_attrs, **sizes})
 
-    drawn = own.with_workload(draw=draw) if special else own
+    drawn = own.with_workload(draw=draw)
     of_seed = partial(workload.inputs_and_truth, drawn, at, kernel.dtype, layout)
     host, truth = of_seed(0)
     if truth.size < FEW and truth.dtype.kind == "f":  # the terms of all sums may cancel
@@ -139,12 +142,9 @@ def case(
     if own.workload.further is not None:
         truths += own.workload.further(*map(workload.widened, host), **all_attrs)
     outputs = values(own, host, all_attrs).outputs
-    bound = limit(operation, kernel.dtype, {**all_attrs, **at})
-    built = Case(at, all_attrs, host, dict(zip(outputs, truths, strict=True)), bound)
-    if special is None:
-        return built
-    bound += special.slack
-    return replace(built, name=special.name, hint=special.why, bound=bound, once=True)
+    bound = limit(operation, kernel.dtype, {**all_attrs, **at}) + special.slack
+    named, once = dict(zip(outputs, truths, strict=True)), special is not ORDINARY
+    return Case(at, all_attrs, host, named, bound, special.name, special.why, once)
 
 
 def _long(kernel: Kernel) -> tuple[tuple[Sizes, Attrs], ...]:
@@ -251,20 +251,27 @@ def _numbers_of_fp8(shape: tuple[int, ...]) -> NDArray[np.float64]:
     return np.resize(np.concatenate([magnitudes, -magnitudes]), shape)
 
 
-def _gates(given: Inputs, _: Mapping[str, object]) -> Inputs:
-    gate, up = given  # the first gate gives the largest value, even if it is the only one
-    return np.resize([100, -100, 20, -20, 0], gate.shape).astype(np.float32), up
-
-
 def _with_peak(row: NDArray[np.float32]) -> NDArray[np.float32]:
     """Raise one of the last logits by 200."""
     row[-1 - len(row) // 8] += 200
     return row
 
 
-def _with_few(row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Set all logits to -inf, except every ninth one."""
-    return np.where(np.arange(len(row)) % 9 == 0, row, np.float32(-np.inf))
+def _other_magnitudes(kernel: Kernel) -> Special:
+    """Return special inputs: random ones, multiplied by 2**power; by at most 2**13 in float16."""
+    most = 13 if kernel.dtype == "float16" else 126
+    powers = np.clip(POWERS[kernel.operation.name], -most, most)
+
+    def change(given: Inputs, _: Mapping[str, object]) -> Inputs:
+        pairs = zip(given, powers, strict=True)
+        return tuple(np.ldexp(array, power) if power else array for array, power in pairs)
+
+    return Special(
+        "other magnitudes",
+        "float has magnitudes from 2^-126 to 2^127, which integers and fixed-point numbers do not "
+        "have: compute in float",
+        change,
+    )
 
 
 _MEAN_SLACK = 64 * ULP * MEAN / SPREAD  # allows for the error of a mean summed in any order
@@ -330,6 +337,14 @@ _ROOT_MEAN_SQUARE = (
         _first(lambda shape: 128 * _steps(shape)),
     ),
 )
+# Operation → powers of 2 by which the inputs of one small case are multiplied.
+POWERS: Mapping[str, tuple[int, ...]] = {
+    "add": (-100, -100), "attention": (-40,), "blocks_matmul": (40, 0), "encoder": (0, -100, -100),
+    "gelu": (-40,), "gemm": (40, -40), "layernorm": (40, -40, -40), "layernorm_gelu": (40,),
+    "linear": (40, -40, 0), "matmul_bias": (40, -40, 0), "qk_norm": (40, 40, 40),
+    "rmsnorm": (40, -40), "rmsnorm_ffn": (40, -40, 0, 40), "rmsnorm_matmul": (40, -40, 40),
+    "rope": (-100,), "silu_mul": (-40, 40), "trimat": (13,),
+}  # fmt: skip
 SPECIAL: Mapping[str, tuple[Special, ...]] = {
     "attention": tuple(
         replace(each, change=_scored(sign))
@@ -373,19 +388,27 @@ SPECIAL: Mapping[str, tuple[Special, ...]] = {
         Special(
             "-inf logits",
             "a logit of -inf has probability 0, also if fewer than top_k others remain",
-            _logits(_with_few),
+            _logits(lambda row: np.where(np.arange(len(row)) % 9, np.float32(-np.inf), row)),
         ),
         Special(
             "ties",
             "tokens with the same logit as the last token that top-k or top-p keeps are kept, too",
             _logits(np.rint),
         ),
+        Special(
+            "equal largest logits",
+            "at temperature 0, of the tokens with the largest logit the one with the lowest id is "
+            "chosen",
+            _logits(lambda row: np.minimum(row, np.float32(1))),
+            attrs={"sampling": Sampling(0.0)},
+        ),
     ),
     "silu_mul": (
         Special(
             "large values",
             "exp of a large number is infinite, and inf / inf NaN: gate / (1 + exp(-gate))",
-            _gates,
+            # the first gate gives the largest value, even if it is the only one
+            _first(lambda shape: np.resize([100, -100, 20, -20, 0], shape)),
         ),
     ),
     "softmax": _SCORES,

@@ -94,7 +94,7 @@ def compare(kernel: Kernel, case: Case, guarded: bool, fill: int = NAN_BYTE) -> 
     guards: list[CudaArray] = []
 
     def allocate(output: Output) -> CudaArray:
-        array, memory = _guarded(output, GUARD if guarded else 0, fill)
+        array, memory = _allocate(output, GUARD if guarded else 0, fill)
         guards.append(memory)
         return array
 
@@ -108,7 +108,7 @@ def compare(kernel: Kernel, case: Case, guarded: bool, fill: int = NAN_BYTE) -> 
     truths = [case.truths[name].reshape(out.shape) for name, out in zip(names, outs, strict=True)]
     errors = map(workload.errors, outs, truths)
     worst = max(errors, key=lambda each: np.inf if np.isnan(each[1]) else each[1])
-    problem = (guarded and _overwritten(names, guards)) or ""
+    problem = (guarded and _find_overwrite(names, guards)) or ""
     off = None
     for name, out, truth in zip(names, outs, truths, strict=True):
         bad = _bad(out, truth, case.bound)
@@ -116,7 +116,7 @@ def compare(kernel: Kernel, case: Case, guarded: bool, fill: int = NAN_BYTE) -> 
             off = name, int(np.argmax(bad))
             problem = problem or wrong(name, out, truth, bad) + exchanged(kernel, case, outs[0])
             break
-    problem = problem or _changed(arguments, names, case, kernel)
+    problem = problem or _find_change(arguments, names, case, kernel)
     geometry = kernel.geometry(arguments.sizes)
     return Checked(case.sizes, geometry, *worst, case.bound, problem, "", case.name, off)
 
@@ -146,7 +146,7 @@ def wrong(name: str, out: np.ndarray, truth: np.ndarray, bad: NDArray[np.bool_])
     """Describe how many elements of an output are wrong, and the first. bad: mask of them."""
     exact = truth.dtype.kind in "iu"
     count = int(bad.sum())
-    unwritten = bad & _poisoned(out)
+    unwritten = bad & _poison_mask(out)
     place = tuple(int(i) for i in np.argwhere(bad)[0])
     where = f"{name}[{', '.join(map(str, place))}]"
     of = f"{count:,} of {out.size:,} elements of {name} are wrong"
@@ -213,14 +213,13 @@ def _number(value: np.ndarray | np.number, digits: int = 6) -> str:
     return str(int(value)) if exact else f"{float(value):.{digits}g}"
 
 
-def _poisoned(out: np.ndarray) -> NDArray[np.bool_]:
+def _poison_mask(out: np.ndarray) -> NDArray[np.bool_]:
     """Return the mask of the elements that still hold the fill byte NAN_BYTE."""
     raw = np.frombuffer(out.tobytes(), np.uint8).reshape(*out.shape, out.itemsize)
-    mask: NDArray[np.bool_] = (raw == NAN_BYTE).all(axis=-1)
-    return mask
+    return np.asarray((raw == NAN_BYTE).all(axis=-1))
 
 
-def _guarded(output: Output, guard: int, fill: int) -> tuple[CudaArray, CudaArray]:
+def _allocate(output: Output, guard: int, fill: int) -> tuple[CudaArray, CudaArray]:
     """Return an array filled with the byte `fill`, and the memory of the array and its guards."""
     dtype = np.dtype(output.dtype)
     nbytes = int(np.prod(output.shape)) * dtype.itemsize
@@ -230,7 +229,7 @@ def _guarded(output: Output, guard: int, fill: int) -> tuple[CudaArray, CudaArra
     return part.view(dtype).reshape(output.shape), memory
 
 
-def _overwritten(names: list[str], guards: list[CudaArray]) -> str:
+def _find_overwrite(names: list[str], guards: list[CudaArray]) -> str:
     """Describe the first write to a guard area, by output and byte; return "" if there is none."""
     for name, memory in zip(names, guards, strict=False):
         data = cupy.asnumpy(memory)
@@ -243,7 +242,7 @@ def _overwritten(names: list[str], guards: list[CudaArray]) -> str:
     return ""
 
 
-def _changed(arguments: Values, names: list[str], case: Case, kernel: Kernel) -> str:
+def _find_change(arguments: Values, names: list[str], case: Case, kernel: Kernel) -> str:
     """Describe an input that the kernel has changed; return "" if there is none."""
     before = values(kernel.operation, case.inputs, case.attrs).inputs
     for name, array in arguments.inputs.items():

@@ -166,7 +166,7 @@ def numbered(source: UserSource, found: Finding) -> list[str]:
     return [f"{number:>5} | {source.line(number).expandtabs(4)}" for number in lines]
 
 
-def of_compiler(source: UserSource, log: str) -> Finding:
+def compiler_finding(source: UserSource, log: str) -> Finding:
     """Return the Finding with the first errors in the log of NVRTC, or of a GPU's compilation.
 
     Raises NotJudged if a header of CUDA is missing, which is no mistake of the file.
@@ -189,7 +189,7 @@ def of_compiler(source: UserSource, log: str) -> Finding:
     if not errors and refused:
         said = re.sub(r"0x[0-9a-f]+", lambda number: f"{int(number[0], 16):,}", refused[1])
         if function := re.search(r"function '(\w+)'", said):
-            return _without_body(source, said, function[1])
+            return _missing_body(source, said, function[1])
         return Finding(f"{source.file} does not compile: {said}", (source.number,))
     if not errors:
         plain = re.sub(r"(?:/[^\s/:(]+)+/", "", log.strip())  # without folders of this machine
@@ -197,14 +197,14 @@ def of_compiler(source: UserSource, log: str) -> Finding:
     shown = errors[:MAX_ERRORS]
     rest = len(errors) - len(shown)
     more = f"\nand {rest} more error{'s' if rest > 1 else ''}" if rest else ""
-    what = "\n".join(f"{source.file}:{each[0]}: {_explained_host(source, *each)}" for each in shown)
+    what = "\n".join(f"{source.file}:{each[0]}: {_explain_host(source, *each)}" for each in shown)
     library = re.search('cannot open source file|"std" has no|not.* of .std', what)
     hint = _NO_LIBRARY if library else ""
-    lines = _with_line_before(source, *shown[0])
+    lines = _lines_of_error(source, *shown[0])
     return Finding(f"{source.file} does not compile:\n{what}{more}{hint}", lines)
 
 
-def _without_body(source: UserSource, said: str, symbol: str) -> Finding:
+def _missing_body(source: UserSource, said: str, symbol: str) -> Finding:
     """Return the Finding for a function that the file declares and calls, but does not define."""
     name = engine.plain_name(symbol)
     code = kernels.without_comments(source.text).splitlines()
@@ -213,13 +213,13 @@ def _without_body(source: UserSource, said: str, symbol: str) -> Finding:
     return Finding(f"{source.file} does not compile: {said}", tuple(lines[:2] or [source.number]))
 
 
-def _explained_host(source: UserSource, line: int, message: str) -> str:
+def _explain_host(source: UserSource, line: int, message: str) -> str:
     """Explain NVRTC's message about a host function."""
     text = "".join(source.text.splitlines()[line - 1 : line])
     return _HOST_OF_NVRTC.sub(MAIN if re.search(r"\bmain\s*\(", text) else HOST, message)
 
 
-def _with_line_before(source: UserSource, line: int, message: str) -> tuple[int, ...]:
+def _lines_of_error(source: UserSource, line: int, message: str) -> tuple[int, ...]:
     """Return the line of an error, after the line that probably lacks a semicolon."""
     if _NO_SEMICOLON.match(message):
         code = kernels.without_comments(source.text).splitlines()
@@ -228,7 +228,7 @@ def _with_line_before(source: UserSource, line: int, message: str) -> tuple[int,
     return (line,)
 
 
-def of_engine(source: UserSource, problem: engine.Finding, at: str) -> Finding:
+def engine_finding(source: UserSource, problem: engine.Finding, at: str) -> Finding:
     """Return the Finding for an error that the emulator has found in a launch."""
     now = problem.now
     where = f"in block {now.block}, thread {now.thread}, {at}"
@@ -237,10 +237,10 @@ def of_engine(source: UserSource, problem: engine.Finding, at: str) -> Finding:
         for each in (now, problem.other)
         if each and each.line and Path(each.file).name == source.file
     ]
-    return Finding(_said(source, problem), tuple(dict.fromkeys(of_user)), where)
+    return Finding(_describe(source, problem), tuple(dict.fromkeys(of_user)), where)
 
 
-def _said(source: UserSource, found: engine.Finding) -> str:
+def _describe(source: UserSource, found: engine.Finding) -> str:
     """Describe an error that the emulator has found."""
     now, other = found.now, found.other
     same = other is None or now.block == other.block

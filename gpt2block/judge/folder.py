@@ -225,7 +225,7 @@ def _work(
                 for result in supervised(_serve, args, Stage("the check", limit_s), daemon=False):
                     entry = chunk.pop(0)
                     if isinstance(result, ProcessExited):
-                        done.put(_ended(entry, result, perf_counter() - begun))
+                        done.put(_describe_exit(entry, result, perf_counter() - begun))
                         chunks.extendleft([chunk] if chunk else ())
                     else:
                         done.put(result)
@@ -234,7 +234,7 @@ def _work(
         done.put(error)
 
 
-def _ended(entry: KernelFile, end: ProcessExited, seconds: float) -> Judged:
+def _describe_exit(entry: KernelFile, end: ProcessExited, seconds: float) -> Judged:
     code = end.exitcode
     what = f"took more than {end.stage.limit_s:g} s" if code is None else f"ended with code {code}"
     return Judged(entry, NOT_JUDGED, seconds, f"the process of the check {what}")

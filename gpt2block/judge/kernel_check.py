@@ -76,7 +76,7 @@ def check(
     for name, value in launch.items():
         if not isinstance(value, str | None):
             raise InputError(f"{name}: expected a text such as '256', got {shown(value)}")
-    user = _matched(source, found, stored, args, launch)
+    user = _match(source, found, stored, args, launch)
     job = CheckJob(user, stored, stated, resolved_seed(seed))
     problem = doctor.cuda_problem() if device != "cpu" else "the CPU was requested"
     if device == "cuda" and problem:
@@ -141,7 +141,7 @@ def check_kernel(operation: str, source: str | Path, **options: Any) -> Verdict:
     return check(source, operation, **options)
 
 
-def _matched(
+def _match(
     source: str | Path,
     operation: Operation,
     stored: tuple[str, str],  # (dtype, layout)

@@ -26,7 +26,7 @@ from gpt2block.judge.arguments import sizes_at, values
 from gpt2block.judge.cases import OTHER_SIZES, Case
 from gpt2block.judge.cases import case as case_of
 from gpt2block.judge.comparison import Checked
-from gpt2block.judge.finding import Finding, declared, dtype_of, of_compiler, of_engine
+from gpt2block.judge.finding import Finding, compiler_finding, declared, dtype_of, engine_finding
 from gpt2block.judge.kernel import Kernel, described, matched
 from gpt2block.judge.source import read
 from gpt2block.judge.templates import path_of
@@ -61,8 +61,8 @@ _TELLS = re.compile(
 RUNS = (
     EmulatedRun("forward"),
     EmulatedRun("reverse", debug=True, variant=1, fill=comparison.POSITIVE_BYTE),
-    EmulatedRun("interleaved", variant=1, fill=comparison.NEGATIVE_BYTE),
-    EmulatedRun("shuffled"),
+    EmulatedRun("interleaved", variant=3, fill=comparison.NEGATIVE_BYTE),
+    EmulatedRun("shuffled", variant=2),
 )
 LARGE_RUN = EmulatedRun("forward", checks=False)
 
@@ -164,11 +164,11 @@ class _Judge:
         """Yield the results of all cases, up to the first Finding."""
         source = self.kernel.source
         try:
-            made = self._encoded()
+            made = self._encode()
         except NotJudged:  # a KernelError, too
             raise
         except KernelError as error:
-            yield of_compiler(source, str(error))
+            yield compiler_finding(source, str(error))
             return
         except DeviceError as error:
             raise NotJudged(f"{source.file}: not judged: {error}") from None
@@ -177,11 +177,11 @@ class _Judge:
         keeps = any(v.space == "global" and v.name[0] != "$" for v in made.variables)
         pool = ThreadPoolExecutor(1 if keeps else 2)
         try:
-            launched = [pool.submit(self._checked, self.first)]
+            launched = [pool.submit(self._check, self.first)]
             large: Future[list[Checked | Finding]] | None = None
             if timed and timed.sizes not in [each.sizes for each in cases]:
-                large = pool.submit(self._at_timed_sizes, timed)
-            launched += [pool.submit(self._checked, case) for case in further]
+                large = pool.submit(self._check_timed_sizes, timed)
+            launched += [pool.submit(self._check, case) for case in further]
             for case, each in zip(cases, launched, strict=True):
                 found, run = each.result()
                 yield found
@@ -204,7 +204,7 @@ class _Judge:
         for debug in (False, True):
             self._module(debug).memory.clear()
 
-    def _encoded(self) -> Encoded:
+    def _encode(self) -> Encoded:
         """Return the kernel's instructions. Raises NotJudged if the emulator lacks one."""
         source = self.kernel.source
         self._forget()
@@ -224,16 +224,16 @@ class _Judge:
                 "the kernel on a GPU"
             ) from None
 
-    def _checked(self, case: Case) -> tuple[Checked | Finding, EmulatedRun]:
+    def _check(self, case: Case) -> tuple[Checked | Finding, EmulatedRun]:
         """Return the result of a case, or a Finding if there is a problem, and the last run.
 
         Raises InputError for a case of usual sizes with an invalid launch geometry.
         """
         try:
             at = values(self.kernel.operation, case.inputs, case.attrs).sizes
-            if finding := _unlaunchable(self.kernel, at, self.needs):
+            if finding := _check_launch(self.kernel, at, self.needs):
                 return replace(finding, at=f"at {case.label}"), RUNS[0]
-            return self._in_every_order(case)
+            return self._run_in_every_order(case)
         except NotJudged:
             raise
         except InputError as error:
@@ -241,19 +241,19 @@ class _Judge:
                 raise
             return Finding(f"{error}\n{case.hint}", at=f"at {case.label}"), RUNS[0]
 
-    def _in_every_order(self, case: Case) -> tuple[Checked | Finding, EmulatedRun]:
+    def _run_in_every_order(self, case: Case) -> tuple[Checked | Finding, EmulatedRun]:
         """Return the worst result of a case in all thread orders, or the first Finding."""
         done: list[Checked] = []
-        for run in self.runs:
+        for run in (each._replace(variant=each.variant + case.variant) for each in self.runs):
             try:
                 ran = self._run(case, run)
             except _OverBudgetError as error:
-                ran = self._endless(case, run, error)
+                ran = self._check_end(case, run, error)
             if not ran.wrong:
-                ran = ran._replace(found=self._examined(case, run, ran) or ran.found)
+                ran = ran._replace(found=self._examine_variables(case, run, ran) or ran.found)
             if ran.wrong:
                 printed = done[0].printed if done else ran.found.printed
-                return replace(self._explained(case, run, ran), printed=printed), run
+                return replace(self._explain(case, run, ran), printed=printed), run
             assert isinstance(ran.found, Checked)
             done.append(ran.found)
             if case.once or (case is not self.first and ran.instructions >= MAX_AGAIN):
@@ -261,7 +261,7 @@ class _Judge:
         worst = max(done, key=lambda each: inf if isnan(each.max_rel) else each.max_rel)
         return replace(worst, printed=done[0].printed), RUNS[0]
 
-    def _explained(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding:
+    def _explain(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding:
         """Return the Finding of a wrong run; name the setting without which the kernel is right."""
         result = ran.found
         wrong = result if isinstance(result, Finding) else comparison.finding(result, case)
@@ -278,8 +278,10 @@ class _Judge:
             if tried != run or cause is comparison.SECOND_LAUNCH:
                 with suppress(_OverBudgetError):
                     if not self._run(case, tried).wrong:
-                        by_order = cause is ORDER_COUNTS
-                        return _of_order(wrong) if by_order else comparison.because(wrong, cause)
+                        if cause is not ORDER_COUNTS:
+                            return comparison.because(wrong, cause)
+                        ran_in = r"\nthe threads ran in \w+ order"
+                        return replace(wrong, text=re.sub(ran_in, rf"\g<0>{cause}", wrong.text))
         if isinstance(result, Finding):
             return wrong
         with suppress(_OverBudgetError):  # the compiler may have removed the cause
@@ -288,13 +290,13 @@ class _Judge:
                 return cause_of
         return wrong
 
-    def _examined(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding | None:
+    def _examine_variables(self, case: Case, run: EmulatedRun, ran: _Ran) -> Finding | None:
         """Return a Finding if values that earlier launches left make a later launch wrong."""
         left = next((each for each in ran.notes if each.kind == "kept"), None)
         if left is None or self.examined or run.debug:  # -G keeps results that no code uses
             return None
         self.examined = True
-        finding = of_engine(self.kernel.source, left, f"at {case.label}, {run.order} order")
+        finding = engine_finding(self.kernel.source, left, f"at {case.label}, {run.order} order")
         if left.size > MAX_KEPT:
             return finding
         memory = self._module(run.debug).memory
@@ -306,13 +308,13 @@ class _Judge:
             return finding
         for launches in LATER:
             for name, data in after.items():
-                memory[name] = _advanced(before[name], data, launches)
+                memory[name] = _advance(before[name], data, launches)
             if self._run(case, run).wrong:
                 return finding
         self._forget()
         return None
 
-    def _endless(self, case: Case, run: EmulatedRun, error: _OverBudgetError) -> _Ran:
+    def _check_end(self, case: Case, run: EmulatedRun, error: _OverBudgetError) -> _Ran:
         """Return the result of a launch that executes more than BUDGET instructions.
 
         It is a Finding if the launch executes FACTOR times the instructions of the template. Raises
@@ -336,7 +338,7 @@ class _Judge:
                 f"{source.file}: not judged: a launch still runs after {budget:,} instructions of "
                 f"warps at {case.label}: check the kernel on a GPU, or state other sizes"
             )
-        finding = of_engine(source, error.found, f"at {case.label}, {run.order} order")
+        finding = engine_finding(source, error.found, f"at {case.label}, {run.order} order")
         text = f"{finding.text} after {error.budget:,} instructions of warps"
         return _Ran(replace(finding, text=f"{text}\nthe template executes {usual:,}"), (), 0)
 
@@ -354,13 +356,13 @@ class _Judge:
         except stand_in.EmulatorError as error:
             if error.finding.kind == "endless":
                 raise _OverBudgetError(error.finding, budget) from None
-            result = of_engine(source, error.finding, at)
+            result = engine_finding(source, error.finding, at)
         except engine.LaunchError as error:
             raise NotJudged(f"{source.file}: not judged: {error}") from None
         notes = tuple(note for each in seen for note in each.findings if not note.fatal)
         unwritten = [each for each in notes if run.debug and self._matters(each)]
         if isinstance(result, Checked) and unwritten:
-            result = of_engine(source, unwritten[0], at)
+            result = engine_finding(source, unwritten[0], at)
         printed = "".join(each.printed for each in seen)
         return _Ran(replace(result, printed=printed), notes, sum(r.instructions for r in seen))
 
@@ -374,21 +376,21 @@ class _Judge:
         ctype, _ = declared(source, note.array, now.line)
         return of_user and (not note.local or dtype_of(ctype, self.kernel.dtype).itemsize > 0)
 
-    def _at_timed_sizes(self, timed: TimedSizes) -> list[Checked | Finding]:
+    def _check_timed_sizes(self, timed: TimedSizes) -> list[Checked | Finding]:
         """Return results at the timed sizes or, if these take too long, at `sizes.parts`."""
         operation = self.kernel.operation
         try:
-            late = _unlaunchable(self.kernel, sizes_at(operation, timed.sizes), self.needs)
+            late = _check_launch(self.kernel, sizes_at(operation, timed.sizes), self.needs)
         except InputError as error:
             late = Finding(str(error))
         if late:
             text = f"{late.text}\nright at the sizes before; a GPU times {described(timed.sizes)}"
             return [replace(late, text=f"{text}: {OTHER}")]
         parts = sizes.parts(operation, timed.sizes, timed.stated)
-        found = self._all_right(sizes.whole(operation, timed.sizes), timed.layout)
-        return found or self._all_right(parts, timed.layout)
+        found = self._check_large(sizes.whole(operation, timed.sizes), timed.layout)
+        return found or self._check_large(parts, timed.layout)
 
-    def _all_right(self, cases: Iterable[sizes.Case], layout: str) -> list[Checked | Finding]:
+    def _check_large(self, cases: Iterable[sizes.Case], layout: str) -> list[Checked | Finding]:
         """Run cases of large sizes up to the first Finding; leave out cases that take too long."""
         results: list[Checked | Finding] = []
         for at, attrs in cases:
@@ -397,13 +399,13 @@ class _Judge:
             case = replace(case_of(self.kernel, at, attrs, layout), hint=OTHER_SIZES, once=True)
             with suppress(_OverBudgetError):
                 ran = self._run(case, LARGE_RUN, LARGE_BUDGET)
-                results.append(self._explained(case, LARGE_RUN, ran) if ran.wrong else ran.found)
+                results.append(self._explain(case, LARGE_RUN, ran) if ran.wrong else ran.found)
             if results and isinstance(results[-1], Finding):
                 break
         return results
 
 
-def _unlaunchable(
+def _check_launch(
     kernel: Kernel, at: Mapping[str, int], needs: refused.ResourceUsage
 ) -> Finding | None:
     """Return a Finding if no GPU can launch the kernel at these sizes. Raises InputError."""
@@ -411,12 +413,7 @@ def _unlaunchable(
     return refused.too_many(kernel, needs, kernel.geometry(at), most)
 
 
-def _of_order(wrong: Finding) -> Finding:
-    text = re.sub(r"\nthe threads ran in \w+ order", rf"\g<0>{ORDER_COUNTS}", wrong.text)
-    return replace(wrong, text=text)
-
-
-def _advanced(before: bytes, after: bytes, launches: int) -> bytearray:
+def _advance(before: bytes, after: bytes, launches: int) -> bytearray:
     """Return a variable after further launches, each of which changes its words as one did."""
     end = len(after) // 4 * 4
     words, old = (np.frombuffer(each[:end], np.uint32) for each in (after, before))

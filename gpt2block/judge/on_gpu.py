@@ -17,7 +17,7 @@ from gpt2block.judge import comparison
 from gpt2block.judge.cases import Case
 from gpt2block.judge.child import ProcessExited, Send, Stage, supervised
 from gpt2block.judge.comparison import BenchmarkResult, Checked
-from gpt2block.judge.finding import Finding, of_compiler
+from gpt2block.judge.finding import Finding, compiler_finding
 from gpt2block.judge.kernel import MINE, Kernel, described
 from gpt2block.ops import workload
 from gpt2block.ops.bench import ceilings
@@ -56,7 +56,7 @@ def run(job: ChildJob) -> Iterator[Checked | Finding | BenchmarkResult]:
         if isinstance(message, (DeviceError, InputError)):
             raise message
         if isinstance(message, ProcessExited):
-            yield _ended(job.kernel, message)
+            yield _describe_exit(job.kernel, message)
         else:
             yield message
 
@@ -64,7 +64,7 @@ def run(job: ChildJob) -> Iterator[Checked | Finding | BenchmarkResult]:
 def serve(send: Send, job: ChildJob) -> None:
     """Run in the child process: check the kernel, then time it."""
     try:
-        if _compiled(send, job) and _right(send, job) and job.sizes:
+        if _compile(send, job) and _right(send, job) and job.sizes:
             _race(send, job, job.sizes)
     except (DeviceError, InputError) as error:
         send(error)
@@ -78,12 +78,12 @@ def _race(send: Send, job: ChildJob, sizes: Sizes) -> None:
     try:
         rows, skipped = measure_variants(raced, variants, sizes, ceiling, job.stored)
     except Exception as error:
-        send(_failed(error, described(sizes)))
+        send(_describe_error(error, described(sizes)))
         return
     send(BenchmarkResult(rows, skipped, ceiling))
 
 
-def _compiled(send: Send, job: ChildJob) -> bool:
+def _compile(send: Send, job: ChildJob) -> bool:
     """Compile the file with NVRTC; send its errors, and return whether there were none.
 
     NVRTC first compiles within limits of time and memory, which a file may exceed.
@@ -104,7 +104,7 @@ def _compiled(send: Send, job: ChildJob) -> bool:
         for launch in job.kernel.bind(arrays, **case.attrs).launches:
             launch.function.found  # noqa: B018  (waits for the compiler)
     except KernelError as error:
-        send(of_compiler(job.kernel.source, str(error)))
+        send(compiler_finding(job.kernel.source, str(error)))
         return False
     return True
 
@@ -114,20 +114,20 @@ def _right(send: Send, job: ChildJob) -> bool:
     for case in job.cases:
         send(Stage(f"the check at {case.label}", job.check_s))
         try:
-            result = _launched(job.kernel, case)
+            result = _launch(job.kernel, case)
         except InputError as error:
             if not case.hint:
                 raise
             result = Finding(f"{error}\n{case.hint}", at=f"at {case.label}")
         except Exception as error:
-            result = _failed(error, case.label)
+            result = _describe_error(error, case.label)
         send(result)
         if isinstance(result, Finding):
             return result.kind == "fragile"
     return True
 
 
-def _launched(kernel: Kernel, case: Case) -> Checked | Finding:
+def _launch(kernel: Kernel, case: Case) -> Checked | Finding:
     """Launch a kernel three times, the third with another fill byte; return the result."""
     first, second = (comparison.compare(kernel, case, guarded=True) for _ in range(2))
     if first.problem:
@@ -140,7 +140,7 @@ def _launched(kernel: Kernel, case: Case) -> Checked | Finding:
     return first
 
 
-def _failed(error: Exception, where: str) -> Finding:
+def _describe_error(error: Exception, where: str) -> Finding:
     """Return the Finding for a CUDA exception, after which the context is unusable.
 
     Re-raise any other exception.
@@ -155,7 +155,7 @@ def _failed(error: Exception, where: str) -> Finding:
     return Finding(said, at=f"at {where}")
 
 
-def _ended(kernel: Kernel, end: ProcessExited) -> Finding:
+def _describe_exit(kernel: Kernel, end: ProcessExited) -> Finding:
     """Return the Finding for a child process that was killed at its time limit or crashed."""
     if end.exitcode is None:
         still = f"{kernel.source.name} still runs after {end.stage.limit_s:g} s"

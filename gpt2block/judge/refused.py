@@ -12,7 +12,7 @@ from typing import NamedTuple
 from gpt2block.cuda import kernels
 from gpt2block.emulator.ptx import nvrtc
 from gpt2block.errors import NotJudged
-from gpt2block.judge.finding import Finding, of_compiler
+from gpt2block.judge.finding import Finding, compiler_finding
 from gpt2block.judge.kernel import Geometry, Kernel
 
 REGISTERS = 1 << 16  # registers per block
@@ -37,14 +37,14 @@ def refused(kernel: Kernel) -> Finding | ResourceUsage:
     """
     usual = capability_of(kernel)
     asked = kernels.architecture(str(kernel.source.path))
-    build = _compiled(kernel, asked or f"sm_{usual}")
+    build = _compile(kernel, asked or f"sm_{usual}")
     above = re.search(r"requires \.target|not supported on \.target", build.log)
     if isinstance(build, nvrtc.Refused) and above:
-        build = _compiled(kernel, "sm_90a")
+        build = _compile(kernel, "sm_90a")
     if isinstance(build, nvrtc.Refused):
         if build.reason and "ptxas error" not in build.log:
             raise NotJudged(f"{kernel.source.file}: not judged: {build.reason}")
-        return of_compiler(kernel.source, build.log)
+        return compiler_finding(kernel.source, build.log)
     own = build.log.partition(f"'{kernel.source.name}'")[2]
     used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", own)
     resources = (int(used[1]), int(used[2] or 0)) if used else (0, 0)
@@ -84,7 +84,7 @@ def too_many(
     return None
 
 
-def _compiled(kernel: Kernel, arch: str) -> nvrtc.Compiled | nvrtc.Refused:
+def _compile(kernel: Kernel, arch: str) -> nvrtc.Compiled | nvrtc.Refused:
     """Compile the file to machine code of an architecture, so that the log has what ptxas says."""
     return nvrtc.compile(
         kernels.program(str(kernel.source.path), kernels.stored_as(kernel.dtype)),

@@ -8,7 +8,7 @@ registers. They are not multiples of a block's or a vector's size.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from math import gcd, lcm
+from math import gcd, isqrt, lcm
 
 import numpy as np
 
@@ -160,7 +160,7 @@ def random(operation: Operation, seed: int) -> Iterator[Case]:
     count = 0
     while count < RANDOM:
         sizes, attrs = known[rng.integers(len(known))]
-        drawn = {name: _drawn(operation, name, size, attrs, rng) for name, size in sizes.items()}
+        drawn = {name: _draw(operation, name, size, attrs, rng) for name, size in sizes.items()}
         if cost(operation, drawn, attrs) <= most:
             count += 1
             yield drawn, attrs
@@ -183,15 +183,15 @@ def parts(operation: Operation, sizes: Sizes, stated: Collection[str]) -> tuple[
     for i in range(len(names)):
         rotated = names[i:] + names[:i]
         order = [n for n in rotated[:-1] if n not in stated]  # the last size keeps its value
-        reduced, attrs = _reduced(operation, sizes, operation.workload.attrs, order)
+        reduced, attrs = _reduce(operation, sizes, operation.workload.attrs, order)
         divided = _DIVISORS.get(operation.name, ("",))[0]
         if divided in order and reduced[divided] == _unit(operation, divided, attrs):
-            reduced, attrs = _reduced(operation, sizes, several_rows(operation)[1], order)
+            reduced, attrs = _reduce(operation, sizes, several_rows(operation)[1], order)
         cases[tuple(reduced.values())] = reduced, attrs
     return tuple(case for case in cases.values() if cost(operation, *case) <= 1)
 
 
-def _reduced(operation: Operation, sizes: Sizes, attrs: Attrs, order: Iterable[str]) -> Case:
+def _reduce(operation: Operation, sizes: Sizes, attrs: Attrs, order: Iterable[str]) -> Case:
     """Halve sizes in an order until the cost is at most OF_WHOLE."""
     reduced = dict(sizes)
     for name in order:
@@ -219,7 +219,7 @@ def _unit(operation: Operation, name: str, attrs: Attrs) -> int:
     return unit
 
 
-def _drawn(
+def _draw(
     operation: Operation, name: str, size: int, attrs: Attrs, rng: np.random.Generator
 ) -> int:
     """Draw a size from an eighth to twice a known one; its logarithm is uniformly distributed."""
@@ -232,9 +232,6 @@ def _drawn(
     if name == bounded:
         number = min(number, most // unit)
     if unit == 1 and rng.random() < 0.5:
-        number = next(n for n in range(number, 0, -1) if _prime(n) or n == 1)
+        primes = (n for n in range(number, 0, -1) if all(n % d for d in range(2, isqrt(n) + 1)))
+        number = next(primes)  # or 1
     return number * unit
-
-
-def _prime(n: int) -> bool:
-    return n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))

@@ -225,10 +225,10 @@ def _up_to(launcher: Launcher, debug: bool, problem: engine.Finding) -> Why:
     else:
         said = f"{problem.verb or f'{problem.kind}:'} {problem.text}"
         steps.append(replace(told.step(TraceStep(problem.now, said)), problem=True))
-    return _noted(result, steps)
+    return _why(result, steps)
 
 
-def _noted(result: Result, steps: Sequence[ThreadStep], note: str = "") -> Why:
+def _why(result: Result, steps: Sequence[ThreadStep], note: str = "") -> Why:
     left = f"The first {result.left_out:,} steps are left out." if result.left_out else ""
     return Why(tuple(steps), " ".join(filter(None, (note, left))))
 
@@ -254,7 +254,7 @@ def _up_to_write(launcher: Launcher, debug: bool, name: str, index: int) -> Why:
         return Why(note=f"{NO_STEPS}: no write of the first wrong element is known.")
     told = _Telling(launcher.kernel, several=False)
     steps = [told.step(each) for each in result.steps[: at[-1] + 1]]
-    return _noted(result, [*steps[:-1], replace(steps[-1], problem=True)], _WRITER)
+    return _why(result, [*steps[:-1], replace(steps[-1], problem=True)], _WRITER)
 
 
 @dataclass

@@ -328,26 +328,32 @@ def test_a_build_that_fails_is_reported_and_not_tried_again(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     made = module(f"{KERNEL} }}")
     made.loaded.clear()
-    engine._opened.cache_clear()
+    engine._open.cache_clear()
     try:
         for _ in range(3):
             with pytest.raises(engine.LaunchError, match=r"cannot compile .* no header"):
                 launch(made, "k", (1,), (1,), [X, X, N])
         assert (tmp_path / "calls").read_text().count("x") <= 2  # at most one for each source
     finally:
-        engine._opened.cache_clear()
+        engine._open.cache_clear()
 
 
-def test_the_variant_changes_what_no_result_may_depend_on() -> None:
-    source = f'{KERNEL} unsigned v; asm volatile("mov.u32 %0, %%nsmid;" : "=r"(v)); out[0] = v; }}'
-    results = []
+@pytest.mark.parametrize(
+    "value",
+    [
+        'asm volatile("mov.u32 %0, %%nsmid;" : "=r"(v));',
+        "v = x < out;",
+        "v = ((size_t)out - (size_t)x) & 0xffffff;",
+        *(f"v = (size_t)x >> {bits} & 0xff;" for bits in (5, 10, 25, 36)),
+    ],
+)
+def test_the_variant_changes_what_no_result_may_depend_on(value: str) -> None:
+    out = np.zeros((2, 1), np.float32)
     for variant in (0, 1):
-        out = np.zeros(1, np.float32)
-        launch(
-            module(source), "k", (1,), (1,), [X, out, N], checks=CHECKED._replace(variant=variant)
-        )
-        results.append(out[0])
-    assert results[0] != results[1]
+        args, checks = [X, out[variant], N], CHECKED._replace(variant=variant)
+        source = f"{KERNEL} unsigned v; {value} out[0] = v; }}"
+        launch(module(source), "k", (1,), (1,), args, checks=checks)
+    assert out[0] != out[1]
 
 
 def test_an_unknown_instruction_has_its_text_and_line() -> None:

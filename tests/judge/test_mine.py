@@ -21,11 +21,11 @@ from gpt2block.cuda.launch_lines import LaunchText, evaluated
 from gpt2block.errors import KernelError, NotJudged
 from gpt2block.judge import on_cpu, on_gpu, sizes
 from gpt2block.judge.arguments import check_known, sizes_at, values
-from gpt2block.judge.cases import SPECIAL, Case
+from gpt2block.judge.cases import POWERS, SPECIAL, Case
 from gpt2block.judge.cases import cases as every_case
 from gpt2block.judge.child import ProcessExited, Stage, supervised
 from gpt2block.judge.comparison import BenchmarkResult, Checked
-from gpt2block.judge.finding import Finding, of_compiler
+from gpt2block.judge.finding import Finding, compiler_finding
 from gpt2block.judge.kernel import MINE, Kernel, matched
 from gpt2block.judge.sizes import FURTHER
 from gpt2block.judge.source import read
@@ -312,7 +312,7 @@ def test_every_operation_is_known() -> None:
     assert all(operation.cases for operation in OPERATIONS.values())
     built_in = {"encoder_rows", "attention_cached", "rope_qkv"}
     assert set(names()) == set(OPERATIONS) - built_in == set(FURTHER)
-    assert set(SPECIAL) <= set(names())
+    assert {*SPECIAL, *POWERS} <= set(names())
     with pytest.raises(InputError, match="rope_qkv supports no user's kernel"):
         check_known(find("rope_qkv"))
 
@@ -363,6 +363,10 @@ def test_first_rungs_name_arguments_that_are_known() -> None:
 # On the emulator
 
 
+def special_cases(name: str) -> int:
+    return 3 * len(SPECIAL.get(name, ())) + (name in POWERS)
+
+
 def test_every_ladder_has_a_template() -> None:
     ladders = {name for name, operation in OPERATIONS.items() if len(operation.variants) > 1}
     assert ladders <= set(names())
@@ -378,8 +382,7 @@ def test_a_template_is_right(name: str) -> None:
     kernel = matched(read(HERE / f"{name}.cu"), operation, workload.check_storage(operation))
     fidelity, *found = on_cpu.check_kernel(kernel, cases(kernel))
     assert isinstance(fidelity, str)
-    count = len(operation.cases) + len(FURTHER[name]) + 3 * len(SPECIAL.get(name, ())) + 1
-    count += sizes.RANDOM
+    count = len(operation.cases) + len(FURTHER[name]) + special_cases(name) + 1 + sizes.RANDOM
     longer = name == "blocks_matmul"  # its rows are longer than the numbers of the file
     assert [type(each) for each in found] == [Checked] * (count + longer)
     for each in found:
@@ -410,7 +413,12 @@ def test_launches_of_few_instructions_run_in_every_way(
     assert len(found) == len(ran) > len(FURTHER["gelu"]) + 2
     for case in cases(kernel):
         once = case.once or "C=772" in case.label
-        assert tuple(ran[case.label]) == on_cpu.RUNS[: 1 if once else None]
+        runs = on_cpu.RUNS[: 1 if once else None]
+        assert ran[case.label] == [
+            each._replace(variant=each.variant + case.variant) for each in runs
+        ]
+    variants = [each.variant for runs in ran.values() for each in runs]
+    assert len(variants) == len(set(variants))
 
 
 def problem(kernel: Kernel) -> Finding:
@@ -541,6 +549,12 @@ MISTAKES = [  # operation, code of its template, the mistake, the report
         "",
         "they are -1, the first is token[0]: never written",
     ),
+    ("sample_token", "(chosen < 0", "(temperature == 0 || chosen < 0", "(equal largest logits)"),
+    ("add", "i < n", "i < n && a < y", "the clock or the addresses of arrays"),
+    ("add", "i < n", "i < n && (size_t)y % 256 == 0", "the clock or the addresses of arrays"),
+    ("gelu", "i >= n", "i >= n || (size_t)x >> 36 != 4", "the clock or the addresses of arrays"),
+    ("add", "= a[i]", "= llrint(a[i] * 0x1p40) * 0x1p-40", "wrong for these (other magnitudes)"),
+    ("layernorm", "mean += x_row[c]", "mean += llrint(x_row[c] * 0x1p40) * 0x1p-40", "integers"),
 ]
 
 
@@ -763,7 +777,7 @@ def test_the_race_has_the_chosen_variants_and_the_users(name: str, chosen: tuple
     operation = find(name)
     kernel = matched(read(HERE / f"{name}.cu"), operation, workload.check_storage(operation))
     *checked, raced = served(kernel, chosen)
-    count = len(operation.cases) + len(FURTHER[name]) + 3 * len(SPECIAL[name]) + 1 + sizes.RANDOM
+    count = len(operation.cases) + len(FURTHER[name]) + special_cases(name) + 1 + sizes.RANDOM
     assert [type(each) for each in checked] == [Checked] * count
     assert [row.variant for row in raced.rows] == [*chosen, MINE]
     assert all(row.right for row in raced.rows)
@@ -809,7 +823,7 @@ def test_a_child_that_hangs_is_ended() -> None:
 def test_a_child_that_dies_is_noticed(tmp_path: Path) -> None:
     begun, end = supervised(children.dies, (), Stage("all", 60.0))
     assert (begun, end) == ("begun", ProcessExited(Stage("all", 60.0), 7))
-    found = on_gpu._ended(add(tmp_path), end)
+    found = on_gpu._describe_exit(add(tmp_path), end)
     assert found == Finding("the process of the kernel ended with exit code 7", at="during all")
 
 
@@ -835,14 +849,14 @@ def test_a_job_reaches_a_child_which_has_no_gpu(tmp_path: Path) -> None:
     ],
 )
 def test_errors_of_cuda_are_findings(error: str, said: str) -> None:
-    found = on_gpu._failed(CUDARuntimeError(error), "n=5")
+    found = on_gpu._describe_error(CUDARuntimeError(error), "n=5")
     assert said in found.text
     assert found.at == "at n=5"
 
 
 def test_other_errors_are_not() -> None:
     with pytest.raises(TypeError, match="a bug"):
-        on_gpu._failed(TypeError("a bug"), "n=5")
+        on_gpu._describe_error(TypeError("a bug"), "n=5")
 
 
 class CUDARuntimeError(RuntimeError):
@@ -857,7 +871,7 @@ def test_errors_of_nvrtc_have_the_users_line(tmp_path: Path) -> None:
     kernel = add(tmp_path, "// γ\n    y[i] = undefined;")
     with pytest.raises(KernelError) as error:
         compile_for(str(kernel.source.path), "sm_80")
-    found = of_compiler(kernel.source, str(error.value))
+    found = compiler_finding(kernel.source, str(error.value))
     assert found == Finding(
         'my.cu does not compile:\nmy.cu:5: identifier "undefined" is undefined', (5,)
     )

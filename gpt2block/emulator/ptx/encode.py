@@ -13,7 +13,8 @@ from gpt2block.emulator.ptx import parse, table
 
 # Kinds of operands, as in machine.h.
 ROW, PREDICATE, NOT_PREDICATE, ADDRESS, LABEL, NONE = range(6)
-FIRST_ARRAY, ARRAY_SHIFT, ARRAY_START = 4, 36, 1 << 35  # bits of addresses, as in machine.h
+FIRST_ARRAY, ARRAY_SHIFT = 4, 36  # as in machine.h
+ARRAY_START = 1 << 35  # offset of an array in its range of addresses
 GAP = 128  # least bytes after a variable of shared memory, in which any access is out of bounds
 CODE = 1 << 60  # + the index of an instruction: the address of a function
 # Number of results and arguments of each function of a GPU's driver that calls.h executes
@@ -142,17 +143,17 @@ class _Encoder:
         self.functions[name] = function = self.function if known else self.module.function(name)
         if not function.entry:
             formal = (*function.results, *function.parameters)
-            row, offsets = self._frame(formal, name not in self._pointed)
+            row, offsets = self._frame(formal, name not in self._targets)
             self.returns[name] = row
             self.frames[name] = dict(zip((each.name for each in formal), offsets, strict=True))
         called = [name for _, name, _ in parse.calls(function)]
         names = [each for each in called if each in self.module.functions]
-        names += self._pointed if any(each[0] == "%" for each in called) else ()
+        names += self._targets if any(each[0] == "%" for each in called) else ()
         below = [each for other in names for each in self._order(other, [*open_, name])]
         return [*below, name]
 
     @cached_property
-    def _pointed(self) -> list[str]:
+    def _targets(self) -> list[str]:
         """Return the functions to which a variable or an instruction points."""
         names = [name for name, (entry, _) in self.module.functions.items() if not entry]
         values = " ".join(each.value for each in self.module.variables.values())
@@ -183,7 +184,7 @@ class _Encoder:
         self.made.functions[function.name] = start
         for operand in self.later.pop(function.name, ()):
             self.made.operands[operand] = LABEL, start, 0, 0
-        for instruction in _without_unused(function.code):
+        for instruction in _remove_unused(function.code):
             try:
                 self._instruction(instruction, start)
             except parse.PtxError as error:
@@ -226,7 +227,7 @@ class _Encoder:
             operands = [] if entry else [f"@back {self.returns[self.function.name]}"]
         elif name == "mov" and operands[1] in _VARYING:
             opcode, operands = f"clock.{rest}", operands[:1]
-        elif name in ("ld", "st") and ".param" in opcode and not self._of_kernel(operands):
+        elif name in ("ld", "st") and ".param" in opcode and not self._reads_kernel(operands):
             opcode = re.sub(r"\.param(::\w+)?", ".local.param::func", opcode)
         if table.find(opcode) is None:
             raise UnsupportedError(f"{each.opcode} {', '.join(each.operands)}", each.place)
@@ -237,7 +238,7 @@ class _Encoder:
             self.made.granule = min(self.made.granule, width)
         self._record(opcode, operands, each, start)
 
-    def _of_kernel(self, operands: list[str]) -> bool:
+    def _reads_kernel(self, operands: list[str]) -> bool:
         """Return whether a load from .param reads a parameter of the kernel."""
         base = re.match(r"\[\s*([\w$%]+)", operands[-1])
         return self.function.entry and bool(base) and base[1] not in self.function.variables  # type: ignore[index]
@@ -281,7 +282,7 @@ class _Encoder:
     def _operand(self, text: str, each: parse.Instruction, start: int) -> None:
         add = self.made.operands.append
         if text.startswith("@"):
-            add(self._of_call(*text[1:].split()))
+            add(self._call_operand(*text[1:].split()))
         elif text == "_":
             add((NONE, 0, 1, 0))
         elif text.startswith("["):
@@ -301,7 +302,7 @@ class _Encoder:
             row = self._row(text)
             self._vector([row, row + 1] if of == "b128" else [row])
 
-    def _of_call(self, what: str, name: str) -> tuple[int, int, int, int]:
+    def _call_operand(self, what: str, name: str) -> tuple[int, int, int, int]:
         """Return an operand of a call or a return, which PTX does not have."""
         if what == "back":  # the row of the return address
             return ROW, int(name), 1, 0
@@ -417,7 +418,7 @@ class _Encoder:
 DYNAMIC = (1 << 63) + 1  # stands for the offset of dynamic shared memory until all others are known
 
 
-def _without_unused(code: Sequence[parse.Instruction]) -> Sequence[parse.Instruction]:
+def _remove_unused(code: Sequence[parse.Instruction]) -> Sequence[parse.Instruction]:
     """Return the code with "_" for each result of an atomic operation that no instruction uses.
 
     ptxas removes such results, too.

@@ -170,10 +170,11 @@ class Checks(NamedTuple):
 
     errors: whether to search for races and for memory that is read before it is written; accesses
     out of bounds are always errors. budget: number of instructions of warps after which a launch
-    counts as endless. variant: 0 or 1, for values on which no result may depend, such as the number
-    of the multiprocessor. debug: whether to compile without optimisation (-G), so that no access is
-    removed. seen: receives the result of each launch. counters: whether to count accesses and other
-    events of each line. trace: the threads whose steps are recorded.
+    counts as endless. variant: chooses values on which no result may depend, such as the number of
+    the multiprocessor and the addresses of arguments. debug: whether to compile without
+    optimisation (-G), so that no access is removed. seen: receives the result of each launch.
+    counters: whether to count accesses and other events of each line. trace: the threads whose
+    steps are recorded.
     """
 
     errors: bool = False
@@ -219,7 +220,7 @@ def launch(
     _check_sizes(kernel, grid, block, cluster)
     # Threads that launch kernels at the same time share the variables of a module.
     with module.lock if encoded.variables else nullcontext():
-        arrays = _Arrays(module, encoded)
+        arrays = _Arrays(module, encoded, checks.variant)
         params = arrays.arguments(args, names)
         data = _LaunchData()
         data.grid, data.block, data.cluster = _three(grid), _three(block), _three(cluster)
@@ -227,14 +228,16 @@ def launch(
         data.checks = checks.errors or checks.trace is not None
         data.variant, data.entry, data.budget = checks.variant, encoded.entry, checks.budget
         data.params = ctypes.cast(ctypes.create_string_buffer(params, len(params) + 1), _BYTES)
-        data.param_bytes, data.array_count = len(params), len(arrays.data)
-        arrays.fill(data)
+        data.param_bytes, data.array_count = len(params), len(arrays.all)
+        table = arrays.table()
+        data.variables, data.arrays = len(encoded.variables), table.ctypes.data
         if checks.trace:
-            _request(checks.trace, data, arrays.names)
+            _request(checks.trace, data, [each.name for each in arrays.all])
         counted = np.zeros((len(encoded.places), len(Counts._fields)), np.int64)
         data.counts = counted.ctypes.data if checks.counters else None
         if early is not None:
-            data.early = arrays.early(early)
+            accessible = arrays.early(early)
+            data.early = accessible.ctypes.data
         text = loaded.library.ptx_launch(loaded.handle, ctypes.byref(data)).decode(errors="replace")
         found, traced, printed = text.split("\x1d", 2)
         read = _Findings(module, arrays, data.grid, data.block)
@@ -308,44 +311,41 @@ class _LaunchData(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("entry", "variables")),
         ("budget", ctypes.c_int64),
         ("params", _BYTES),
-        ("param_bytes", ctypes.c_int64),
-        ("array_count", ctypes.c_int64),
-        ("arrays", ctypes.POINTER(ctypes.c_void_p)),
-        ("array_bytes", ctypes.POINTER(ctypes.c_int64)),
-        ("written", ctypes.POINTER(ctypes.c_void_p)),
-        ("constant", _BYTES),
-        ("early", _BYTES),
-        ("counts", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("param_bytes", "array_count")),
+        *((name, ctypes.c_void_p) for name in ("arrays", "early", "counts")),
         ("executed", ctypes.c_int64),
         ("traced", ctypes.POINTER(ctypes.c_int64)),
         *((name, ctypes.c_int64) for name in ("traced_count", "array", "byte", "left_out")),
     )
 
 
+class _Array(NamedTuple):
+    """An array of a launch. written: 1 for each byte that has a value; None if all have one."""
+
+    name: str
+    data: NDArray[np.uint8]
+    address: int
+    written: NDArray[np.uint8] | None = None
+    constant: bool = False
+
+
 class _Arrays:
-    """Memory of a launch: variables of the module, then arguments."""
+    """Memory of a launch: variables of the module, then arguments.
 
-    def __init__(self, module: Module, encoded: Encoded) -> None:
-        self.encoded = encoded
-        self.names: list[str] = []
-        self.data: list[NDArray[np.uint8]] = []
-        self.written: list[NDArray[np.uint8] | None] = []
-        self.of_arguments: list[int | None] = []  # number of each argument's array
-        for variable in encoded.variables:
-            if variable.name not in module.memory:
-                module.memory[variable.name] = _initial(variable, module, encoded)
-            data = np.frombuffer(module.memory[variable.name], np.uint8).copy()
-            kept = np.array(_initial(variable, module, encoded), np.uint8) == data
-            self._add(plain_name(variable.name), data, kept.view(np.uint8))
+    A variant other than 0 changes the addresses of arguments: their distances, and by unused arrays
+    before them their upper bits. If it is odd, the order of the arguments in memory is reversed.
+    """
 
-    def _add(
-        self, name: str, data: NDArray[np.uint8], written: NDArray[np.uint8] | None = None
-    ) -> int:
-        """Add an array; return its number. written: 1 for each byte that has a value."""
-        self.names.append(name)
-        self.data.append(data)
-        self.written.append(written)
-        return len(self.data) - 1
+    def __init__(self, module: Module, encoded: Encoded, variant: int) -> None:
+        self.encoded, self.variant = encoded, variant
+        self.all: list[_Array] = []
+        self.of_arguments: dict[int, int] = {}  # argument → number of its array
+        for number, variable in enumerate(encoded.variables):
+            first = _initial(variable, module, encoded)
+            data = np.frombuffer(module.memory.setdefault(variable.name, first), np.uint8).copy()
+            written = (np.array(first, np.uint8) == data).view(np.uint8)
+            name, constant = plain_name(variable.name), variable.space == "const"
+            self.all.append(_Array(name, data, address_of(number), written, constant))
 
     def arguments(self, args: Sequence[object], names: Sequence[str]) -> bytes:
         """Return the parameters' bytes, and add arrays."""
@@ -357,48 +357,48 @@ class _Arrays:
         block = bytearray(self.encoded.parameter_bytes)
         # (address, bytes) → number: an array that is passed twice has one address.
         numbers: dict[tuple[int, int], int] = {}
-        for k, ((offset, parameter), value) in enumerate(zip(parameters, args, strict=True)):
+        rng, most = np.random.default_rng(self.variant), 2**28 if self.variant else 1
+        unused, *starts = map(int, rng.integers(most, size=1 + len(args)))
+        self.all += [_Array("", np.empty(0, np.uint8), 0)] * (unused % 64)
+        given = list(enumerate(zip(parameters, args, strict=True)))
+        for k, ((offset, parameter), value) in given[:: -1 if self.variant % 2 else 1]:
             array, start = value[:2] if isinstance(value, Pointer | TensorMap) else (value, 0)
             if not isinstance(array, np.ndarray):
                 block[offset : offset + parameter.bytes] = _scalar(value, parameter)
-                self.of_arguments.append(None)
                 continue
             if not array.flags.c_contiguous:
                 raise LaunchError(f"argument {k} of {self.encoded.kernel} is not contiguous")
             key = array.ctypes.data, array.nbytes
-            if key not in numbers:
-                name = names[k] if names else f"argument {k}"
-                numbers[key] = self._add(name, array.reshape(-1).view(np.uint8))
-            self.of_arguments.append(numbers[key])
-            address = address_of(numbers[key])
+            number = self.of_arguments[k] = numbers.setdefault(key, len(self.all))
+            if number == len(self.all):
+                name, first = names[k] if names else f"argument {k}", 32 * starts[k]
+                data = array.reshape(-1).view(np.uint8)
+                self.all.append(_Array(name, data, address_of(number) + first))
+            address = self.all[number].address
             if isinstance(value, TensorMap):
                 block[offset : offset + parameter.bytes] = value.encoded(address)
             else:
                 block[offset : offset + 8] = (address + start).to_bytes(8, "little")
         return bytes(block)
 
-    def fill(self, data: _LaunchData) -> None:
-        data.variables = len(self.encoded.variables)
-        count = max(1, len(self.data))
-        pointers = [each.ctypes.data for each in self.data]
-        shadows = [None if each is None else each.ctypes.data for each in self.written]
-        data.arrays = (ctypes.c_void_p * count)(*pointers)
-        data.array_bytes = (ctypes.c_int64 * count)(*[each.nbytes for each in self.data])
-        data.written = (ctypes.c_void_p * count)(*shadows)
-        constant = [each.space == "const" for each in self.encoded.variables]
-        data.constant = (ctypes.c_uint8 * count)(*constant)
+    def table(self) -> NDArray[np.uint64]:
+        """Return the members of ArrayData of machine.h, a row per array."""
+        rows = []
+        for _, data, address, written, constant in self.all:
+            shadow = 0 if written is None else written.ctypes.data
+            rows.append((data.ctypes.data, shadow, data.nbytes, address, constant))
+        return np.array(rows, np.uint64)
 
-    def early(self, early: Sequence[bool]) -> Any:
+    def early(self, early: Sequence[bool]) -> NDArray[np.bool_]:
         """Return for each array whether it may be accessed before the wait."""
-        known: set[int | None] = {*range(len(self.encoded.variables))}
-        known |= {n for n, each in zip(self.of_arguments, early, strict=True) if each}
-        count = len(self.data)
-        return (ctypes.c_uint8 * max(1, count))(*[n in known for n in range(count)])
+        known = {*range(len(self.encoded.variables))}
+        known |= {number for k, number in self.of_arguments.items() if early[k]}
+        return np.isin(np.arange(len(self.all)), [*known])
 
     def keep(self, module: Module) -> None:
         """Keep the values of variables for later launches."""
-        for variable, data in zip(self.encoded.variables, self.data, strict=False):
-            module.memory[variable.name] = bytearray(data.tobytes())
+        for variable, each in zip(self.encoded.variables, self.all, strict=False):
+            module.memory[variable.name] = bytearray(each.data.tobytes())
 
 
 def _scalar(value: Any, parameter: Variable) -> bytes:
@@ -465,7 +465,7 @@ class _Findings:
         block, thread, place, block2, thread2, place2, array, byte, size = map(int, numbers)
         if kind == "unwritten" and 0 <= array < len(self.encoded.variables):
             kind = "kept"
-        name, start, whole = self._named(array, byte)
+        name, start, whole = self._locate(array, byte)
         now = self._where(block, thread, place)
         other = self._where(block2, thread2, place2) if thread2 >= 0 else None
         kernel = self.encoded.kernel
@@ -479,7 +479,7 @@ class _Findings:
         block, thread, place, pc, array, byte, size, source = map(int, numbers)
         begun = [(start, name) for name, start in self.encoded.functions.items() if start <= pc]
         opcode, function = self.forms[self.encoded.code[pc][0]], max(begun)[1]
-        name, start, *_ = self._named(array, byte)
+        name, start, *_ = self._locate(array, byte)
         known = bytes.fromhex(value), bytes.fromhex(before)
         at = self._where(block, thread, place)
         return TraceStep(at, kind, opcode, function, name, byte - start, size, source, *known)
@@ -489,11 +489,11 @@ class _Findings:
         file = self.module.files.get(at.file, "")
         return Where(_split(block, self.grid), _split(thread, self.block), file, at.line)
 
-    def _named(self, array: int, byte: int) -> tuple[str, int, int]:
+    def _locate(self, array: int, byte: int) -> tuple[str, int, int]:
         """Return the name of an array, where it starts, and its bytes, or 0 if not known."""
         encoded = self.encoded
         if array >= 0:
-            return self.arrays.names[array], 0, self.arrays.data[array].nbytes
+            return self.arrays.all[array].name, 0, self.arrays.all[array].data.nbytes
         if array == IN_SHARED:
             for offset, variable in reversed(encoded.shared):
                 if offset <= byte < encoded.shared_bytes:
@@ -534,12 +534,12 @@ class _Loaded:
 def _load(module: Module, kernel: str) -> _Loaded:
     with module.lock:
         if kernel not in module.loaded:
-            module.loaded[kernel] = _loaded(encode(module, kernel))
+            module.loaded[kernel] = _load_program(encode(module, kernel))
         loaded: _Loaded = module.loaded[kernel]
     return loaded
 
 
-def _loaded(encoded: Encoded) -> _Loaded:
+def _load_program(encoded: Encoded) -> _Loaded:
     tables = [np.array(getattr(encoded, name), dtype) for name, dtype in _TABLES.items()]
     specials = "\n".join(f"{row} {name}" for name, row in encoded.specials.items())
     data = _ProgramData(
@@ -559,14 +559,14 @@ def _loaded(encoded: Encoded) -> _Loaded:
 def _library() -> ctypes.CDLL:
     """Return the engine's library, which is built if the cache does not have it."""
     with _BUILDING:
-        library = _opened()
+        library = _open()
     if isinstance(library, str):
         raise LaunchError(library)
     return library
 
 
 @cache
-def _opened() -> ctypes.CDLL | str:
+def _open() -> ctypes.CDLL | str:
     """Return the library, or why there is none: a build that has failed is not tried again."""
     try:
         library = ctypes.CDLL(str(_built()))

@@ -141,10 +141,10 @@ def _installed(library: Path) -> list[object]:
     folders = {each.parent for each in (*map(Path, _folders_of_nvidia()), _cupy())}
     packages = [each.name for folder in folders for each in folder.glob("*.dist-info")]
     versions = sorted(each for each in packages if re.match("cuda|cupy|nvidia", each))
-    return [*includes, *versions, *_stated(library, *TOOLKIT.glob("version.json"))]
+    return [*includes, *versions, *_file_sizes(library, *TOOLKIT.glob("version.json"))]
 
 
-def _stated(*paths: Path) -> list[tuple[str, int]]:
+def _file_sizes(*paths: Path) -> list[tuple[str, int]]:
     """Return the name and the size of each file."""
     return [(str(each), each.stat().st_size) for each in paths]
 
@@ -162,7 +162,7 @@ def find_library() -> Path | Refused:
 
     files = [path for each in libraries for path in sorted(each.parent.glob("libnvrtc*.so*"))]
     major = _major_of_cupy()
-    state = json.dumps([major, _stated(*filter(Path.is_file, files))])
+    state = json.dumps([major, _file_sizes(*filter(Path.is_file, files))])
     key = f"{hashlib.sha256(state.encode()).hexdigest()[:32]}.nvrtc.gz"
     if kept := cache.read(key):
         return libraries[int(kept)]
@@ -185,7 +185,7 @@ def examined() -> str | Refused:
 
 def _libraries() -> list[Path]:
     """Return each NVRTC in a wheel or in a CUDA toolkit, by one of its names."""
-    folders = (*_of_wheels("lib"), TOOLKIT / "lib64")
+    folders = (*_wheel_folders("lib"), TOOLKIT / "lib64")
     paths = [path for each in folders for path in sorted(each.glob("libnvrtc.so*"))]
     return [*{path.resolve(): path for path in paths[::-1] if path.is_file()}.values()][::-1]
 
@@ -239,7 +239,7 @@ def _includes_of_cuda(library: Path) -> tuple[str, ...]:
     First come the headers that were installed with the library, last those of another version.
     """
     known = ("cuda_fp16.h", "crt/mma.h")
-    folders = [*_of_wheels("include"), TOOLKIT / "include"]
+    folders = [*_wheel_folders("include"), TOOLKIT / "include"]
     folders = [each for each in folders if any((each / name).is_file() for name in known)]
     own = re.search(rb"\.so\.(\d+)", os.fsencode(library.resolve().name))
 
@@ -252,7 +252,7 @@ def _includes_of_cuda(library: Path) -> tuple[str, ...]:
     return tuple(f"-I{each}" for each in sorted(folders, key=rank))
 
 
-def _of_wheels(folder: str) -> list[Path]:
+def _wheel_folders(folder: str) -> list[Path]:
     parents = map(Path, _folders_of_nvidia())
     return [path for each in parents for path in sorted(each.glob(f"*/{folder}"))]
 
@@ -316,12 +316,8 @@ class _Child:
         return f"the compiler ended {ended}; it may use {limits.gib} of memory"
 
 
-def _forget_children() -> None:
-    _Child.idle.clear()  # a forked process shares no pipe with its parent
-
-
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget_children)
+    os.register_at_fork(after_in_child=_Child.idle.clear)  # it shares no pipe with its parent
 
 
 class _Library:

@@ -294,14 +294,7 @@ def calls(function: Function) -> Iterator[tuple[tuple[str, ...], str, tuple[str,
 
 def call_target(instruction: Instruction) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
     """Return the results, the function and the arguments of a call."""
-    groups = [
-        tuple(_OPERAND.findall(each.strip("()"))) if each.startswith("(") else each
-        for each in instruction.operands
-    ]
-    results = groups.pop(0) if isinstance(groups[0], tuple) else ()
-    name = groups.pop(0)
-    arguments = groups.pop(0) if groups and isinstance(groups[0], tuple) else ()
-    assert isinstance(name, str)
-    assert isinstance(results, tuple)
-    assert isinstance(arguments, tuple)
-    return results, name, arguments
+    operands = (*instruction.operands, "")
+    lists = [tuple(_OPERAND.findall(each.strip("()"))) * (each[:1] == "(") for each in operands]
+    name = int(operands[0].startswith("("))  # results come before it
+    return lists[0], operands[name], lists[name + 1]

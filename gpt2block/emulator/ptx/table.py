@@ -42,6 +42,7 @@ SUMS = (
 
 
 TWO_ULP = "approximate: at most 2 ulp; the nearest number here"
+ELEVEN_BITS = "approximate: an error of at most 2^-11; the nearest number of 11 bits here"
 
 
 def _error(bound: str) -> str:
@@ -123,7 +124,7 @@ ROWS = (
     Row("ex2", "bf16 bf16x2", "approx ftz", "power of 2", _error("2^-7")),
     Row("lg2", "f32", "approx ftz", "logarithm to base 2", _error("2^-22")),
     Row("sin cos", "f32", "approx ftz", "sine, cosine", _error("2^-20.5")),
-    Row("tanh", "f32", "approx", "hyperbolic tangent", _error("2^-11")),
+    Row("tanh", "f32", "approx", "hyperbolic tangent", ELEVEN_BITS),
     Row("tanh", "f16 f16x2", "approx", "hyperbolic tangent", _error("2^-10.987")),
     Row("tanh", "bf16 bf16x2", "approx", "hyperbolic tangent", _error("2^-8")),
     Row(

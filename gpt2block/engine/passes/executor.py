@@ -79,22 +79,14 @@ class Executor(ABC):
 
 
 class Renamed(Executor):
-    """An executor that runs steps on another one, with prefixes before the names of results.
+    """An executor that runs steps on another one, with a prefix before the names of results."""
 
-    tensors: prefix of the names of tensors.
-    """
-
-    def __init__(self, do: Executor, results: str, tensors: str = "") -> None:
+    def __init__(self, do: Executor, prefix: str) -> None:
         super().__init__(do.tensors)
-        self._do, self._results, self._tensors = do, results, tensors
-
-    def has(self, name: str) -> bool:
-        return self._do.has(self._tensors + name)
+        self._do, self._prefix = do, prefix
 
     def do(self, step: Step, into: Value) -> Value:
-        inputs = (self._tensors + x if isinstance(x, str) and x else x for x in step.inputs)
-        named = step._replace(name=self._results + step.name, inputs=tuple(inputs))
-        return self._do.do(named, into)
+        return self._do.do(step._replace(name=self._prefix + step.name), into)
 
 
 class Name(str):

@@ -26,7 +26,7 @@ class Pass:
 
     do: the executor that runs or lists the steps. longest: an upper bound of the new tokens of a
     sequence. rows: the number of rows, for scores. drafts: whether a block that drafts tokens reads
-    the residual stream of all rows after the layers.
+    the residual stream of all rows after the layers, in a pass whose output is "last" or None.
 
     Arguments of a method are the names of its result and weights; h is the prefix of a layer's
     names.
@@ -274,15 +274,14 @@ def forward(o: Pass, of: Architecture, config: ModelConfig, want: Want | None) -
     for h in front:
         x = block(o, of, x, h)
     y = of.attention(o, end, x)
+    last = o.last_rows(x, y) if want == "last" else (x, y)
     if o.drafts:
         every = copy(o)
         every.do = Renamed(o.do, EVERY)
         of.feed_forward(every, end, x, y)
     if want is None:
         return None
-    if want == "last":
-        x, y = o.last_rows(x, y)
-    x = of.feed_forward(o, end, x, y)
+    x = of.feed_forward(o, end, *last)
     if o.do.has("stream_index"):
         x = o.do("stream_rows", "take", (x, "stream_index"))
     if want == "stream":

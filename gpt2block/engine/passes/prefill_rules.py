@@ -23,6 +23,7 @@ from gpt2block.engine.passes.decoding_rules import (
     overwriting,
 )
 from gpt2block.engine.passes.executor import HI_LO, Step, hi_lo_of
+from gpt2block.engine.passes.forward import EVERY
 from gpt2block.engine.passes.rewriting import Log, Rule, Steps, end_of_product, rewritten, rule
 
 Products = Literal["float32", "16_bits", "fp8", "hi_lo"]
@@ -312,9 +313,10 @@ def _end_of_prefill(steps: Sequence[Step], plan: PrefillPlan) -> int:
     These kernels compute the last rows. The product that reads the result of attention in 16 bits
     has the kernel of prefill. Float32 products of the last rows do, too, except the last one.
     """
-    end = 1 + max((n for n, step in enumerate(steps) if step.name.startswith("last.")), default=-1)
-    if not end:
+    names = [step.name for step in steps]
+    if not any(name.startswith("last.") for name in names):
         return len(steps)
+    end = 1 + max(n for n, name in enumerate(names) if name.startswith(("last.", EVERY)))
     if plan.hi_lo:
         return end
     if plan.shape.tensor_cores:

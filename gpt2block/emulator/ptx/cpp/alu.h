@@ -277,7 +277,7 @@ static void mov(Warp& w, const Instr& i, Mask active) {
 
 static void clock(Warp& w, const Instr& i, Mask active) {
     uint64_t* d = w.out(i, 0);
-    const uint64_t now = (uint64_t)w.machine.executed << (10 * w.machine.variant) & ones_of(i.form->type());
+    const uint64_t now = (uint64_t)w.machine.executed << (w.machine.variant % 2 * 10) & ones_of(i.form->type());
     for_lanes(active, [&](int l) { d[l] = now; });
 }
 

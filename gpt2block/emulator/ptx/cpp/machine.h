@@ -167,7 +167,7 @@ struct Rows {
 
 static void nothing(Warp&, const Instr&, Mask) {}
 
-// What is wrong with a kernel. Python makes the sentence: it knows the lines, the names and the elements.
+// An error of a kernel. Python writes the text: it knows the lines, the names and the elements.
 struct Access {  // who touched memory, and where in the program
     int64_t block = -1, thread = -1;
     int32_t place = -1;
@@ -184,11 +184,10 @@ struct Finding {
     int64_t bytes = 0;  // of the access
 };
 
-// Generic addresses: the number of an array in the bits from 36 on. Arrays begin in the middle of their range, so that
-// addresses before them name them, too. Windows of shared memory, local memory and parameters have numbers of their
-// own.
+// Generic addresses: the number of an array in the bits from 36 on. Arrays begin near the middle of their range, so
+// that addresses before them name them, too. Windows of shared memory, local memory and parameters have their own
+// numbers.
 constexpr int ARRAY_SHIFT = 36;
-constexpr uint64_t ARRAY_START = 1ull << 35;
 constexpr uint64_t SHARED_WINDOW = 1ull << ARRAY_SHIFT;  // + (rank of the block in its cluster + 1, or 0: own) << 24
 constexpr uint64_t LOCAL_WINDOW = 2ull << ARRAY_SHIFT;   // + thread << 24
 constexpr uint64_t PARAM_WINDOW = 3ull << ARRAY_SHIFT;
@@ -211,12 +210,12 @@ struct Counts;  // counters.h
 struct Races;   // races.h
 struct Shadow;  // races.h: the last accesses to the cells of an array
 
-struct Array {  // an argument, a variable of the module, or the image of a constant
+struct ArrayData {  // an argument or a variable of the module, as engine.py fills it
     uint8_t *data, *written;  // written: per byte, whether it was written; null: all were
-    uint64_t bytes;
-    bool constant;            // writing is a finding
-    std::shared_ptr<Shadow> shadow;
+    uint64_t bytes, origin;   // origin: generic address of the first byte
+    uint64_t constant;        // whether writing is a finding
 };
+struct Array : ArrayData { std::shared_ptr<Shadow> shadow; };
 
 struct Program;
 struct Block;
@@ -339,16 +338,13 @@ struct Launch {  // as engine.py fills it
     uint32_t dynamic_bytes = 0;        // of shared memory
     Order order = Order::forward;
     uint32_t checks = true;            // bounds, races, unwritten memory
-    uint32_t variant = 0;              // 0 or 1: two values of %smid, %warpid, %clock, ...
+    uint32_t variant = 0;              // even or odd: two values of %smid, %warpid, %clock, ...
     uint32_t entry = 0;                // index of the kernel's first instruction
     uint32_t variables = 0;            // number of the first arrays, which are variables of the module
     int64_t budget = 0;                // warp instructions that are left
     uint8_t* params = nullptr;
     int64_t param_bytes = 0, array_count = 0;
-    uint8_t** array_data = nullptr;
-    const int64_t* array_bytes = nullptr;
-    uint8_t** written = nullptr;       // per array and byte, whether it was written; null: all were
-    const uint8_t* constant = nullptr; // per array, whether writing is a finding
+    const ArrayData* array_data = nullptr;
     const uint8_t* early = nullptr;    // per array, whether it may be accessed before the wait for the previous kernel
     Counts* counts = nullptr;          // of each line; null: nothing is counted
     int64_t executed = 0;              // result
@@ -366,8 +362,8 @@ struct Machine : Launch {
     std::shared_ptr<Trace> trace;
     std::vector<std::unique_ptr<Block>> in_flight;
 
-    // The bytes of a value that nobody has written: NaN, or in each format a large positive, a usual, and a large
-    // negative number.
+    // Returns the byte of values that no thread has written: NaN, or in each format a large positive, a usual, and a
+    // large negative number.
     uint8_t fill() const {
         static constexpr uint8_t by_order[] = {0xff, 0x7b, 0x3c, 0xfb};
         return by_order[(int)order];
@@ -380,7 +376,7 @@ struct Machine : Launch {
     [[noreturn]] void fail(const Warp& w, const Instr& i, int lane, const char* kind, std::string text) const {
         throw Finding{.kind = kind, .text = std::move(text), .now = w.here(i, lane)};
     }
-    // What does not end the launch: the first of each kind and array is enough.
+    // Findings that do not end the launch: the first of each kind and array is kept.
     bool noted(const std::string& kind, int array) const {
         const auto same = [&](const Finding& each) { return each.kind == kind && each.array == array; };
         return std::any_of(notes.begin(), notes.end(), same);
@@ -401,7 +397,7 @@ inline uint64_t* Warp::out(const Instr& i, int k, int j) {
     return rows.data() + (op.count > 1 ? machine.program->parts[op.index + j] : op.index) * LANES;
 }
 
-// Where a lane is: in a function without lines of its own, in the line that calls it.
+// Returns the place of a lane: in a function without lines of its own, the line that calls the function.
 inline Access Warp::here(const Instr& i, int lane) const {
     return {block.number, thread(lane), i.place ? i.place : machine.program->code[caller[lane]].place};
 }

@@ -92,8 +92,7 @@ const char* ptx_launch(const Loaded* loaded, Launch* launch) {
     static_cast<Launch&>(m) = *launch;
     m.program = &loaded->program;
     for (int64_t k = 0; k < m.array_count; ++k) {
-        Array& array = m.arrays.emplace_back();
-        array = {m.array_data[k], m.written[k], (uint64_t)m.array_bytes[k], (bool)m.constant[k], nullptr};
+        Array& array = m.arrays.emplace_back(Array{m.array_data[k]});
         if (m.checks) array.shadow = std::make_shared<Shadow>(array.bytes / m.program->granule + 1, false, (int)k);
     }
     if (m.checks) m.races = std::make_shared<Races>(m);

@@ -1,4 +1,4 @@
-// Memory: where addresses lead, bounds, alignment, bytes that nobody has written; loads, stores and atomic operations.
+// Memory: finds the bytes at an address; checks bounds, alignment, unwritten bytes; loads, stores, atomic operations.
 #pragma once
 #include "alu.h"
 #include "races.h"
@@ -70,8 +70,7 @@ inline Region find(Warp& w, const Instr& i, int lane, uint64_t address, Space sp
     const uint64_t number = tag - FIRST_ARRAY;
     if (number >= m.arrays.size()) return {};
     const Array& a = m.arrays[number];
-    const uint64_t origin = (tag << ARRAY_SHIFT) + ARRAY_START;
-    return {a.data, a.written, a.bytes, origin, (int)number, a.shadow.get(), a.constant};
+    return {a.data, a.written, a.bytes, a.origin, (int)number, a.shadow.get(), (bool)a.constant};
 }
 
 [[gnu::cold]] inline Finding misuse(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from,
@@ -105,7 +104,7 @@ inline bool all_written(const uint8_t* written, unsigned bytes) {
            : bytes == 1 ? *written == 1 : bytes == 16 && same(ONES) && std::memcmp(written + 8, written, 8) == 0;
 }
 
-// Checks what is more than an address.
+// Checks alignment, unwritten bytes and races of an access within its region.
 [[gnu::always_inline]] inline void check(Warp& w, const Instr& i, int lane, const Region& region, uint64_t from,
                                          unsigned bytes, unsigned use, unsigned align) {
     if (from & (align - 1)) throw misuse(w, i, lane, region, from, bytes, use, "misaligned");
@@ -127,8 +126,8 @@ inline bool all_written(const uint8_t* written, unsigned bytes) {
     if (region.shadow) w.machine.races->record(w, i, lane, *region.shadow, from, bytes, use, region.data + from);
 }
 
-// Where the bytes at a generic address are on the host, with all checks. near: the region of the last access, which
-// often serves this one, too.
+// Returns the host address of the bytes at a generic address, after all checks. near: the region of the last access,
+// which often contains the bytes, too.
 [[gnu::always_inline]] inline uint8_t* touch(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes,
                                              Space space, unsigned use, unsigned align, Region& near) {
     // Made in place: a wide copy of members that were just written one by one would wait for them.
@@ -138,7 +137,7 @@ inline bool all_written(const uint8_t* written, unsigned bytes) {
     return near.data + from;
 }
 
-// As touch, for an access that others do not resemble.
+// Does the same as touch for an access that is not followed by similar ones.
 inline uint8_t* touch_once(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, Space space,
                            unsigned use, unsigned align) {
     address = generic_address(w, lane, address, space);
@@ -160,7 +159,7 @@ inline void prepare(Form& f, unsigned use) {
     f.arg[RELEASES] = !releases ? TO_NOBODY : f.has("cta") ? TO_BLOCK : TO_ALL;
 }
 
-// Before and after a strong access: what it releases, what it acquires.
+// Record what a strong access releases before it, and acquires after it.
 inline void before(Warp& w, const Form& f, Mask active) {
     if (f.arg[RELEASES] && w.machine.races) w.machine.races->fence(w, active, f.arg[RELEASES] == TO_ALL);
 }
@@ -171,7 +170,7 @@ inline void after(Warp& w, const Form& f, int lane, uint64_t address) {
     if (use & WRITES) w.machine.races->tell(w, lane, address, !(use & ATOMIC));
 }
 
-// Where the lanes of a load or a store touch memory.
+// Computes the host addresses that the lanes of a load or a store access.
 inline void locate(Warp& w, const Instr& i, Mask active, const uint64_t* address, unsigned bytes, uint8_t** at) {
     const Space space = i.form->space;
     const unsigned use = (unsigned)i.form->arg[USE];
@@ -219,7 +218,7 @@ Handler pick_move(Form& f) {
 
 using Change = uint64_t (*)(uint64_t old, uint64_t b, uint64_t c);
 
-// Before an atom.cas that expects a value.
+// Records the value that an atom.cas expects.
 inline void expect(Warp& w, const Instr& i, int lane, uint64_t address, unsigned bytes, uint64_t value) {
     const Region region = find(w, i, lane, address, i.form->space);
     const uint64_t from = address - region.origin;

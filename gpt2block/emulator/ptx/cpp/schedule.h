@@ -29,7 +29,7 @@ inline uint64_t thread_id(const Warp& w, int lane, int k) {
 }
 inline uint64_t warp_id(const Warp& w, int, int) {
     const int number = w.first / LANES, last = (w.block.threads() - 1) / LANES;
-    return w.machine.variant ? last - number : number;
+    return w.machine.variant % 2 ? last - number : number;
 }
 
 inline const std::unordered_map<std::string, Special>& specials() {
@@ -48,8 +48,8 @@ inline const std::unordered_map<std::string, Special>& specials() {
         {"%laneid", [](auto&, int lane, int) -> uint64_t { return lane; }},
         {"%warpid", warp_id},
         {"%nwarpid", [](auto&, int, int) -> uint64_t { return 64; }},
-        {"%smid", [](auto& w, int, int) -> uint64_t { return w.machine.variant ? 7 : w.block.number % 108; }},
-        {"%nsmid", [](auto& w, int, int) -> uint64_t { return w.machine.variant ? 132 : 108; }},
+        {"%smid", [](auto& w, int, int) -> uint64_t { return w.machine.variant % 2 ? 7 : w.block.number % 108; }},
+        {"%nsmid", [](auto& w, int, int) -> uint64_t { return w.machine.variant % 2 ? 132 : 108; }},
         {"%lanemask_eq", [](auto&, int lane, int) -> uint64_t { return 1u << lane; }},
         {"%lanemask_lt", [](auto&, int lane, int) -> uint64_t { return (1u << lane) - 1; }},
         {"%lanemask_le", [](auto&, int lane, int) -> uint64_t { return (2u << lane) - 1; }},
