@@ -10,10 +10,10 @@ from itertools import accumulate
 from operator import or_
 
 from gpt2block.engine.passes import decoding_rules
-from gpt2block.engine.passes.decoding_rules import DecodingPlan, overwriting
+from gpt2block.engine.passes.decoding_rules import DecodingPlan
 from gpt2block.engine.passes.executor import Executor, Outline, Step
 from gpt2block.engine.passes.forward import Pass, forward
-from gpt2block.engine.passes.rewriting import Steps, rewritten, rule, run
+from gpt2block.engine.passes.rewriting import ROPE, Steps, overwriting, rewritten, rule, run
 from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.architectures.architecture import Value
@@ -58,7 +58,7 @@ def staged(do: Executor, config: ModelConfig, fusions: Collection[str]) -> Value
     attention reads them there; otherwise a separate kernel appends K and V, and attention reads
     rows [Q | K | V].
     """
-    plain = Outline(do.names)
+    plain = Outline(do.tensors)
     forward(Pass(plain, PassSettings.of(config)), architecture_of(config), config, "logits")
     stages = (
         ("norms", normed_products), ("gates", normed_gates), ("adds", decoding_rules.products),
@@ -66,13 +66,13 @@ def staged(do: Executor, config: ModelConfig, fusions: Collection[str]) -> Value
     chosen = [each for name, each in stages if name in fusions]
     rules = [*chosen, products, decoding_rules.norms]
     if "into_cache" in fusions:
-        rules += [decoding_rules.appends, decoding_rules.attention]
-    plan = DecodingPlan(do.names, config.head_size, norms=False)
+        rules += [decoding_rules.rope_append, decoding_rules.attention]
+    plan = DecodingPlan(do.tensors, config.head_size, norms=False)
     steps = rewritten(plain.steps, rules, plan)
     return run([overwriting(step, OVERWRITTEN) for step in steps], do, "logits")
 
 
-OVERWRITTEN = {**decoding_rules.OVERWRITTEN, **dict.fromkeys((*decoding_rules.ROPE, "add"), 0)}
+OVERWRITTEN = {**decoding_rules.OVERWRITTEN, **dict.fromkeys((*ROPE, "add"), 0)}
 
 
 @rule("rmsnorm")

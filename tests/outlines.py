@@ -32,7 +32,7 @@ def prefill(shape: Prefill, config: ModelConfig, want: Any) -> list[Step]:
         o.logits_of(x, 0, shape.rows)
     dtype = {"16_bits": "bfloat16", "fp8": "float16"}.get(shape.products, "float32")
     bounds = defaultdict[str, float](float)
-    plan = PrefillPlan(shape, do.names, dtype, settings.heads, bounds, want == "rows")
+    plan = PrefillPlan(shape, do.tensors, dtype, settings.heads, bounds, want == "rows")
     return prefill_steps(do.steps, plan)
 
 
@@ -60,4 +60,4 @@ def decode_by(config: ModelConfig, **plan: Any) -> list[Step]:
     """Return the steps of decoding by a plan with these fields."""
     do = outline(config)
     forward(Pass(do, PassSettings.of(config)), architecture_of(config), config, "logits")
-    return decoding_steps(do.steps, DecodingPlan(do.names, config.head_size, **plan))
+    return decoding_steps(do.steps, DecodingPlan(do.tensors, config.head_size, **plan))

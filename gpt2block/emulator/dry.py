@@ -93,5 +93,5 @@ def dry(
             stack.enter_context(patch.object(owner, name, value))
         sizes = {"MultiProcessorCount": card.sms, MAX_SHARED: card.max_shared}
         stack.enter_context(patch.dict(stand_in.ATTRIBUTES, sizes))
-        stack.callback(tensor_maps._encoded.cache_clear)  # tensor maps belong to one device
+        stack.callback(tensor_maps._encoded.cache_clear)  # the cached maps belong to this device
         yield

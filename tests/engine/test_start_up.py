@@ -77,18 +77,17 @@ def test_only_steps_that_run_are_recorded(
     Other steps only sample first tokens. recorded: numbers of rows of the steps, and prompts, of
     the model and of its draft model.
     """
-    events, step, prefill = list[Any](), DecodingChoice.step, cuda_prefill.prefill_starts
+    events, planned, prefill = list[Any](), DecodingChoice.steps, cuda_prefill.prefill_starts
 
-    def noted_step(self: DecodingChoice, do: Any, rows: int, *args: Any) -> Any:
-        if rows not in events:  # else a second run measures its memory
-            events.append(rows)
-        return step(self, do, rows, *args)
+    def noted_steps(self: DecodingChoice, names: Any, rows: int, *args: Any) -> Any:
+        events.append(rows)
+        return planned(self, names, rows, *args)
 
     def noted_prefill(*args: Any, **options: Any) -> Any:
         events.append("prompts")
         return prefill(*args, **options)
 
-    monkeypatch.setattr(DecodingChoice, "step", noted_step)
+    monkeypatch.setattr(DecodingChoice, "steps", noted_steps)
     for module in (cuda_decoding, cuda_draft):
         monkeypatch.setattr(module, "prefill_starts", noted_prefill)
     with recording("9.0"):

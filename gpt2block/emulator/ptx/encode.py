@@ -13,7 +13,7 @@ from gpt2block.emulator.ptx import parse, table
 
 # Kinds of operands, as in machine.h.
 ROW, PREDICATE, NOT_PREDICATE, ADDRESS, LABEL, NONE = range(6)
-FIRST_ARRAY, ARRAY_SHIFT = 4, 36  # constants of machine.h
+FIRST_ARRAY, ARRAY_SHIFT = 4, 36  # machine.h has the same numbers
 ARRAY_START = 1 << 35  # offset of an array in its range of addresses
 GAP = 128  # least bytes after a variable of shared memory, in which any access is out of bounds
 CODE = 1 << 60  # + the index of an instruction: the address of a function

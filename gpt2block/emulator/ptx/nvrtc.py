@@ -317,7 +317,7 @@ class _Child:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_Child.idle.clear)  # a child shares no pipe
+    os.register_at_fork(after_in_child=_Child.idle.clear)  # a fork shares no pipe with its parent
 
 
 class _Library:

@@ -10,9 +10,9 @@ from typing import Any
 from gpt2block.cuda.formats import FILE, Formats, cache_option
 from gpt2block.cuda.kernels import HI_LO
 from gpt2block.engine.passes.decoding_rules import ALL_FUSED, DecodingPlan, decoding_steps
-from gpt2block.engine.passes.executor import Executor, Outline, Step
+from gpt2block.engine.passes.executor import Outline, Step
 from gpt2block.engine.passes.forward import Pass, forward
-from gpt2block.engine.passes.rewriting import Log, run
+from gpt2block.engine.passes.rewriting import Log
 from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.models.architectures.architecture import Architecture
 from gpt2block.models.config import DRAFTING, ModelConfig, product_shapes, shapes_in_blocks
@@ -102,16 +102,6 @@ class DecodingChoice:
             return {name: each for name, each in found.items() if name == "lm_head"}
         return found
 
-    def step(self, do: Executor, rows: int, operands: Any, together: int, slots: int = 0) -> Any:
-        """Run a decoding step of `rows` rows (tokens), up to logits, on the executor `do`.
-
-        operands: the result of `operands`. None makes results readable, for traces: activations
-        stay floats, and RMSNorm, RoPE and the gate have steps of their own. together: neighbouring
-        rows of one sequence. slots: number of rows that continue after the layers, one of each
-        sequence; 0 if all rows continue.
-        """
-        return run(self.steps(do.names, rows, operands, together, slots), do, "logits")
-
     def steps(
         self,
         names: Collection[str],
@@ -121,9 +111,12 @@ class DecodingChoice:
         slots: int = 0,
         log: Log | None = None,
     ) -> list[Step]:
-        """Return the steps of a decoding step. names: of the tensors. log: as in `rewritten`.
+        """Return the steps of a decoding step of `rows` rows (tokens), up to logits.
 
-        Other arguments: see `step`.
+        names: of the tensors. operands: the result of `operands`. None makes results readable, for
+        traces: activations stay floats, and RMSNorm, RoPE and the gate have steps of their own.
+        together: neighbouring rows of one sequence. slots: number of rows that continue after the
+        layers, one of each sequence; 0 if all rows continue. log: as in `rewritten`.
         """
         do, plan = Outline(names), self.plan(names, rows, operands, together)
         o = Pass(do, self.settings)

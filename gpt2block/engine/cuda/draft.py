@@ -20,6 +20,7 @@ from gpt2block.engine.cuda.prefill import prefill_starts
 from gpt2block.engine.cuda.steps import DecodingStep, DecodingSteps, can_draft, steps_of
 from gpt2block.engine.model import Ids, Start, cache_tensors
 from gpt2block.engine.passes import STREAM
+from gpt2block.engine.passes.rewriting import run
 from gpt2block.engine.speculation import MIN_SHARE, ROWS
 from gpt2block.ops.sample_token import Slots, bind_place
 
@@ -154,9 +155,11 @@ class BlockDraft(Draft):
             operands = model.decoding.operands(rows)
             inputs = {"tokens": step.by_row[0], "row": steps.row[:rows], "positions": positions}
             inputs |= {STREAM: steps.stream_rows[:rows], "stream_index": last[:count]}
+            tensors = {**model.given(), **cache_tensors(self._cache), **inputs}
+            planned = model.decoding.steps(tensors, rows, operands, step.together, count)
             step.follower = model.recordings.make(
-                lambda do: model.decoding.step(do, rows, operands, step.together, count),
-                {**model.given(), **cache_tensors(self._cache), **inputs},
+                lambda do: run(planned, do, "logits"),
+                tensors,
                 {"logits": self._steps.logits[:count], "stream_rows": self._rows[:count]},
                 overlapping=True,
                 fuses=True,

@@ -44,7 +44,7 @@ from gpt2block.engine.model import (
     stored_tensors,
 )
 from gpt2block.engine.passes import STREAM
-from gpt2block.engine.passes.executor import Executor, Outline, Step
+from gpt2block.engine.passes.executor import Outline, Step
 from gpt2block.engine.passes.forward import EVERY, ROWS_AT_ONCE, Pass, Want, forward
 from gpt2block.engine.passes.prefill_rules import Prefill, PrefillPlan, Products, prefill_steps
 from gpt2block.engine.passes.rewriting import Log, renamed, run
@@ -56,7 +56,6 @@ from gpt2block.engine.speculation import ROWS
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
 from gpt2block.models.architectures import architecture_of
-from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import DRAFTING, HALVES, ModelConfig, model_shapes
 from gpt2block.models.weights.matrix import on_host
 from gpt2block.ops.attention import tensor_cores_take
@@ -453,14 +452,11 @@ class CudaModel(CudaWeights):
         shape = Prefill(self.products, len(hidden), 1, len(hidden), cached=False)
         tensors = {**self.prompt_weights(head=True), "normed": hidden}
 
-        def logits(do: Executor, first: int, end: int) -> Value:
-            plain = Outline(do.names)
-            out = Pass(plain, self._settings).logits_of("normed", first, end)
-            return run(prefill_steps(plain.steps, self._plan(shape, do.names)), do, out)
-
         for first in range(0, len(hidden), ROWS_AT_ONCE):
-            end = min(len(hidden), first + ROWS_AT_ONCE)
-            recording = self.recordings.make(partial(logits, first=first, end=end), tensors)
+            do, end = Outline(tensors), min(len(hidden), first + ROWS_AT_ONCE)
+            out = Pass(do, self._settings).logits_of("normed", first, end)
+            steps = prefill_steps(do.steps, self._plan(shape, tensors))
+            recording = self.recordings.make(partial(run, steps, out=out), tensors)
             recording.run()
             yield recording.out
 
@@ -494,8 +490,3 @@ class CudaModel(CudaWeights):
             at = 1 + [step.name for step in steps].index(stream)
             steps[at:at] = renamed(own, DRAFTING, {STREAM: stream})
         return steps, out or ""
-
-    def forward_pass(self, shape: Prefill, do: Executor, want: Want | None) -> Value:
-        """Run a prefill of this shape, up to the output `want`, on the executor `do`."""
-        steps, out = self.prefill_steps(shape, do.names, want)
-        return run(steps, do, out)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from gpt2block.cuda.arrays import ArrayArg
 from gpt2block.engine.cuda.choice import DecodingChoice
-from gpt2block.engine.passes.executor import Executor
+from gpt2block.engine.passes.executor import Step
 from gpt2block.engine.passes.forward import Want
 from gpt2block.engine.passes.prefill_rules import Prefill
 from gpt2block.engine.recording import Recordings
-from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import ModelConfig
 
 
@@ -41,5 +41,7 @@ class CudaPasses(Protocol):
     ) -> Prefill:
         """Return the Prefill of `rows` tokens. cached: whether the kv_cache stores any layers."""
 
-    def forward_pass(self, shape: Prefill, do: Executor, want: Want | None) -> Value:
-        """Run a prefill of this shape, up to the output `want`, on the executor `do`."""
+    def prefill_steps(
+        self, shape: Prefill, names: Collection[str], want: Want | None
+    ) -> tuple[list[Step], str]:
+        """Return the steps of a prefill, and the name of the result `want`, or ""."""

@@ -21,6 +21,7 @@ from gpt2block.engine.model import Floats, Ids, Start, cache_tensors
 from gpt2block.engine.passes import check_read
 from gpt2block.engine.passes.forward import ROWS_AT_ONCE, Want
 from gpt2block.engine.passes.prefill_rules import Prefill
+from gpt2block.engine.passes.rewriting import run
 from gpt2block.engine.recorder import Recorded, rounded_up
 from gpt2block.engine.recording import Recording
 from gpt2block.models.config import DRAFTING
@@ -70,10 +71,12 @@ class PrefillPrograms:
             if self._drafting is not None:
                 rows = np.arange(len(self._tensors["last"]), dtype=np.int32)
                 outs["stream_rows"] = self._stream_rows[: len(rows)]
-                tensors = {**tensors, "stream_index": cupy.asarray(rows), **self._of_block(model)}
+                tensors |= {"stream_index": cupy.asarray(rows), **self._of_block(model)}
+            tensors |= self._tensors
+            steps, out = model.prefill_steps(self.shape, tensors, want)
             made = model.recordings.make(
-                lambda do: model.forward_pass(self.shape, do, want),
-                {**tensors, **self._tensors},
+                lambda do: run(steps, do, out),
+                tensors,
                 outs,
                 known=self._known,
                 overlapping=self.shape.tensor_cores,

@@ -30,6 +30,7 @@ from gpt2block.engine.model import (
     without_slots,
 )
 from gpt2block.engine.passes import STREAM, check_read
+from gpt2block.engine.passes.rewriting import run
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.recording import Recording
 from gpt2block.engine.speculation import ROWS, StepTimes
@@ -292,9 +293,11 @@ class DecodingStep:
         """Return the recorded launches. The first call records them: some steps only `sample`."""
         if self._recording is None:
             operands = None if self._floats else model.decoding.operands(self.rows)
+            tensors = {**model.given(), **self._given}
+            steps = model.decoding.steps(tensors, self.rows, operands, self.together)
             made = model.recordings.make(
-                lambda do: model.decoding.step(do, self.rows, operands, self.together),
-                {**model.given(), **self._given},
+                lambda do: run(steps, do, "logits"),
+                tensors,
                 self._outs,
                 overlapping=True,
                 fuses=not self._floats,

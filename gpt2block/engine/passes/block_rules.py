@@ -10,7 +10,7 @@ from gpt2block.engine.passes.rewriting import Rule, Steps, end_of_product, rewri
 
 
 class BlockPlan(NamedTuple):
-    """Facts that decide the kernels of a fused block.
+    """The facts that decide the kernels of a fused block.
 
     bounds: the largest magnitude of each result by name, for float32 on tensor cores, where
     operands are hi/lo; else None. split_k: whether projections may split the sum over K.

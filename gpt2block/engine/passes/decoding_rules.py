@@ -13,19 +13,30 @@ from typing import Any, NamedTuple
 
 from gpt2block.cuda.kernels import HI_LO
 from gpt2block.engine.passes.executor import Step, hi_lo_of
-from gpt2block.engine.passes.rewriting import Log, Rule, Steps, end_of_product, rewritten, rule
+from gpt2block.engine.passes.rewriting import (
+    ROPE,
+    Log,
+    Rule,
+    Steps,
+    changed,
+    end_of_product,
+    kept,
+    layer_of,
+    overwriting,
+    rewritten,
+    rule,
+)
 from gpt2block.models.weights.gguf import UNIT
 from gpt2block.models.weights.hi_lo import scale_for
 from gpt2block.ops.gated_sums import Fusions
 from gpt2block.ops.operands import CHUNK, Operand
 
-# Steps that a layer fuses if its feed-forward is one kernel
+# All that a layer fuses if its feed-forward is one kernel
 ALL_FUSED = Fusions(norms=True, rope=True, gate=True, heads=True)
-ROPE = "rope_qkv", "rope_packed"
 
 
 class DecodingPlan(NamedTuple):
-    """Facts that decide the kernels of a decoding step.
+    """The facts that decide the kernels of a decoding step.
 
     names: of the tensors. head_size: a divisor of the sizes of all heads. norms: whether products
     fuse LayerNorm, which is fastest for few rows. known: the `Operand` in which x of a product can
@@ -88,11 +99,6 @@ def matrix_of(w: str) -> str:
     return w.rpartition(".")[2]
 
 
-def layer_of(name: str) -> str:
-    """Return the prefix of a layer's names: "h.3." for "h.3.attn"."""
-    return name[: name.rfind(".") + 1]
-
-
 class Linear(NamedTuple):
     """The inputs of `linear`, by name."""
 
@@ -108,12 +114,6 @@ class Linear(NamedTuple):
 
 def product(step: Step) -> Linear:
     return Linear(*step.inputs)
-
-
-def changed(step: Step, *removed: str, **attrs: Any) -> Step:
-    """Return a step without the attributes `removed`, and with `attrs`."""
-    kept = {name: value for name, value in step.attrs.items() if name not in removed}
-    return step._replace(attrs=kept | attrs)
 
 
 def ordered(operand: Operand | None) -> bool:
@@ -256,10 +256,8 @@ def gates(steps: Steps, step: Step, plan: DecodingPlan) -> str:
         return "a product has a bias"
     by = Step(step.name, "linear", gate._replace(up=up.w), {**pair[0].attrs, **step.attrs})
     steps.replace(step.name, by, *(each.name for each in pair))
-    for each in (
-        by,
-        *products_of(steps, step.name),
-    ):  # this kernel reads and stores no bounded rows
+    # The kernel reads and stores rows without bounds.
+    for each in (by, *products_of(steps, step.name)):
         steps.replace(each.name, changed(steps[each.name], "x_bound"))
     # Warps that can add them up compute CHUNK neighbouring outputs of a gated product.
     if operand:
@@ -267,71 +265,122 @@ def gates(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     return ""
 
 
-@rule("kv_append")
-def appends(steps: Steps, step: Step, plan: DecodingPlan) -> str:
-    """product of q, k and v, norms of heads, RoPE, kv_append -> one or two steps, or attention"""
-    h, turned, cache = layer_of(step.name), steps[step.inputs[0]], step.inputs[1:]
-    if turned.op not in ROPE:
-        inputs = product(turned)
-        given = (inputs.x, inputs.w, inputs.bias, inputs.gamma, inputs.beta, *cache)
-        by = Step(f"{h}q", "linear_qkv", given, changed(turned, "decoding", **plan.kv).attrs)
-        steps.replace(turned.name, by, step.name)
+class Heads(NamedTuple):
+    """The steps that make rows [Q | K | V] and append K and V to the kv_cache of a layer.
+
+    product: of the rows. norms: of the heads of q and k, or None. turned: RoPE, or else `product`.
+    """
+
+    product: Step
+    norms: Step | None
+    turned: Step
+    append: Step
+
+    @classmethod
+    def of(cls, steps: Steps, append: Step) -> Heads:
+        turned = steps[append.inputs[0]]
+        if turned.op not in ROPE:
+            return cls(turned, None, turned, append)
+        before = steps[turned.inputs[0]]
+        if before.op != "qk_norm":
+            return cls(before, None, turned, append)
+        return cls(steps[before.inputs[0]], before, turned, append)
+
+    @property
+    def frequencies(self) -> str:
+        return str(self.turned.inputs[2])
+
+    @property
+    def rotations(self) -> str:
+        return self.frequencies.replace("frequencies", "rotations")
+
+    @property
+    def gammas(self) -> tuple[str, ...]:
+        return self.norms.inputs[1:] if self.norms else ()
+
+    @property
+    def cache(self) -> tuple[str, ...]:
+        return self.append.inputs[1:]
+
+    def replace(
+        self, steps: Steps, op: str, inputs: tuple[str, ...], attrs: Mapping[str, Any], *also: Step
+    ) -> str:
+        """Replace these steps by one with the queries as its result; `also` and all but `product`.
+
+        Return "": the rule has fired.
+        """
+        gone = {each.name: None for each in (self.append, self.norms, *also) if each}
+        by = Step(f"{layer_of(self.append.name)}q", op, inputs, attrs)
+        steps.replace(self.turned.name, by, *gone)
         return ""
-    before = steps[turned.inputs[0]]
-    normed = before if before.op == "qk_norm" else None
-    first = steps[before.inputs[0]] if normed else before
-    of_norms, norms = (), dict[str, Any]()
-    if normed:
-        of_norms, norms = normed.inputs[1:], _kept(normed, "eps", "values")
-    frequencies = turned.inputs[2]
-    rotations, heads = rotations_of(frequencies), {**_kept(turned, "n_head", "growth"), **plan.kv}
-    inputs, attrs = product(first), changed(first, "decoding", "x_bound").attrs
-    w, gone = inputs.w, [step.name, *((normed.name,) if normed else ())]
-    if inputs.gamma and not inputs.beta and plan.fuses_rope(None, bool(normed)):
-        given = (inputs.x, inputs.gamma, w, "", "", rotations, *cache, *of_norms)
-        by, why = Step(f"{h}q", "rope_sums", given, {**attrs, **heads}), ""
-        gone.append(first.name)
-    elif not normed and plan.fuses_rope(first.attrs.get("operand"), False):
-        given = (inputs.x, w, inputs.bias, rotations, *cache)
-        by, why = Step(f"{h}q", "linear_rope", given, {**attrs, **heads}), ""
-        gone.append(first.name)
-    elif normed and plan.fuses.attention:
-        (attention,) = (s for s in steps.readers(turned.name) if s.op == "attention_packed")
-        given = (first.name, rotations, *of_norms, *cache)
-        options = {**_kept(attention, *OF_ATTENTION), **plan.kv, **norms}
-        by, why = Step(attention.name, "attention_append", given, options), ""
-        steps.replace(attention.name, by, *gone, turned.name)
-        return why
-    elif normed:
-        given = (first.name, frequencies, *cache, *of_norms)
-        by = Step(f"{h}q", "qk_norm_append", given, {**norms, **heads})
-        why = "products of this dtype, card and number of rows fuse no norms of heads"
-    else:
-        given = (first.name, frequencies, *cache)
-        options = {**_kept(turned, "factor"), **heads, "half_split": True}
-        by = Step(f"{h}q", "rope_append", given, options)
-        why = "products of this dtype, card and number of rows do not fuse RoPE"
-    steps.replace(turned.name, by, *gone)
-    return why
+
+
+@rule("kv_append")
+def linear_qkv(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """product of q, k and v, kv_append -> linear_qkv"""
+    heads = Heads.of(steps, step)
+    if heads.turned is not heads.product:
+        return "RoPE rotates q and k"
+    x, w, bias, gamma, beta, *_ = product(heads.product)
+    attrs = changed(heads.product, "decoding", **plan.kv).attrs
+    return heads.replace(steps, "linear_qkv", (x, w, bias, gamma, beta, *heads.cache), attrs)
+
+
+@rule("kv_append")
+def rope_product(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """product of q, k and v, norms of heads, RoPE, kv_append -> rope_sums or linear_rope"""
+    heads = Heads.of(steps, step)
+    x, w, bias, gamma, beta, *_ = product(heads.product)
+    attrs = changed(heads.product, "decoding", "x_bound", **plan.kv).attrs
+    attrs = {**attrs, **kept(heads.turned, "n_head", "growth")}
+    if gamma and not beta and plan.fuses_rope(None, bool(heads.norms)):
+        inputs = (x, gamma, w, "", "", heads.rotations, *heads.cache, *heads.gammas)
+        return heads.replace(steps, "rope_sums", inputs, attrs, heads.product)
+    if heads.norms:
+        return "products of this dtype, card and number of rows fuse no norms of heads"
+    if not plan.fuses_rope(heads.product.attrs.get("operand"), False):
+        return "products of this dtype, card and number of rows do not fuse RoPE"
+    inputs = (x, w, bias, heads.rotations, *heads.cache)
+    return heads.replace(steps, "linear_rope", inputs, attrs, heads.product)
+
+
+@rule("kv_append")
+def attention_append(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """norms of heads, RoPE, kv_append, attention -> attention_append"""
+    heads = Heads.of(steps, step)
+    if not heads.norms:
+        return "heads have no norms"
+    if not plan.fuses.attention:
+        return "attention over these heads, or of several tokens of a sequence, fuses no norms"
+    name = f"{layer_of(step.name)}attn"
+    inputs = (heads.product.name, heads.rotations, *heads.gammas, *heads.cache)
+    attrs = {**kept(steps[name], *OF_ATTENTION), **plan.kv, **kept(heads.norms, "eps", "values")}
+    gone = (step.name, heads.norms.name, heads.turned.name)
+    steps.replace(name, Step(name, "attention_append", inputs, attrs), *gone)
+    return ""
+
+
+@rule("kv_append")
+def rope_append(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """norms of heads, RoPE, kv_append -> rope_append or qk_norm_append"""
+    heads = Heads.of(steps, step)
+    inputs = (heads.product.name, heads.frequencies, *heads.cache, *heads.gammas)
+    attrs = {**kept(heads.turned, "n_head", "growth"), **plan.kv}
+    if heads.norms:
+        attrs |= kept(heads.norms, "eps", "values")
+        return heads.replace(steps, "qk_norm_append", inputs, attrs)
+    attrs |= {**kept(heads.turned, "factor"), "half_split": True}
+    return heads.replace(steps, "rope_append", inputs, attrs)
 
 
 OF_ATTENTION = "n_head", "softmax_scale", "window", "to_operand"  # kept attributes
-
-
-def _kept(step: Step, *names: str) -> dict[str, Any]:
-    """Return the named attributes of a step that it has."""
-    return {name: step.attrs[name] for name in names if name in step.attrs}
-
-
-def rotations_of(frequencies: str) -> str:
-    return frequencies.replace("frequencies", "rotations")
 
 
 @rule("attention_packed", "attention_queries")
 def attention(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     """attention of packed rows -> attention_split, of one token for each row"""
     q, k, v, *_ = step.inputs
-    options = {**_kept(step, *OF_ATTENTION), **plan.kv}
+    options = {**kept(step, *OF_ATTENTION), **plan.kv}
     if plan.together > 1:
         options["together"] = plan.together
     by = Step(step.name, "attention_split", (q, k, v, "row", "positions"), options)
@@ -366,8 +415,8 @@ def convolutions(steps: Steps, step: Step, plan: DecodingPlan) -> str:
 
 
 RULES: tuple[Rule[DecodingPlan], ...] = (
-    products, norms, operands, operands_of_products, gates, appends, attention, hi_lo_weights,
-    delta_steps, convolutions,
+    products, norms, operands, operands_of_products, gates, linear_qkv, rope_product,
+    attention_append, rope_append, attention, hi_lo_weights, delta_steps, convolutions,
 )  # fmt: skip
 
 
@@ -408,7 +457,7 @@ def residual_sums(steps: Steps, step: Step, plan: DecodingPlan) -> str:
 def _add_sums(steps: Steps, step: Step, sums: str, w: str) -> None:
     inputs = product(step)
     given = (inputs.x, inputs.w, inputs.residual, sums, w)
-    steps.replace(step.name, Step(step.name, "linear_sums", given, _kept(step, "x_dtype")))
+    steps.replace(step.name, Step(step.name, "linear_sums", given, kept(step, "x_dtype")))
 
 
 RULES_OF_SUMS = feed_forward_sums, residual_sums
@@ -434,12 +483,4 @@ def _rotations(name: str, ropes: Mapping[str, Step]) -> Step:
     frequencies = name.replace("rotations", "frequencies")
     rope = ropes[frequencies]
     inputs = ("positions", frequencies, *rope.inputs[3:])
-    return Step(name, "rotations", inputs, _kept(rope, "factor"))
-
-
-def overwriting(step: Step, places: Mapping[str, int]) -> Step:
-    """Return a step that overwrites one of its inputs, if `places` has its operation."""
-    place = places.get(step.op)
-    if place is None or len(step.inputs) <= place:
-        return step
-    return step._replace(into=step.inputs[0 if step.attrs.get("sigmoid") else place])
+    return Step(name, "rotations", inputs, kept(rope, "factor"))

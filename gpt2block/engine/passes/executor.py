@@ -52,11 +52,6 @@ class Executor(ABC):
         """Return whether there is a tensor of this name."""
         return self.tensors.get(name) is not None
 
-    @property
-    def names(self) -> set[str]:
-        """The names of all tensors that are present."""
-        return {name for name, tensor in self.tensors.items() if tensor is not None}
-
     def __call__(
         self,
         name: str,

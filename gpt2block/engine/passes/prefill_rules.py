@@ -12,19 +12,22 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from gpt2block.cuda.formats import cache_option
-from gpt2block.engine.passes.decoding_rules import (
-    OVERWRITTEN,
-    ROPE,
-    DecodingPlan,
-    _kept,
-    changed,
-    decoding_steps,
-    layer_of,
-    overwriting,
-)
+from gpt2block.engine.passes.decoding_rules import OVERWRITTEN, DecodingPlan, decoding_steps
 from gpt2block.engine.passes.executor import HI_LO, Step, hi_lo_of
 from gpt2block.engine.passes.forward import EVERY
-from gpt2block.engine.passes.rewriting import Log, Rule, Steps, end_of_product, rewritten, rule
+from gpt2block.engine.passes.rewriting import (
+    ROPE,
+    Log,
+    Rule,
+    Steps,
+    changed,
+    end_of_product,
+    kept,
+    layer_of,
+    overwriting,
+    rewritten,
+    rule,
+)
 
 Products = Literal["float32", "16_bits", "fp8", "hi_lo"]
 PRODUCTS = "matmul_bias", "linear", "gemm"
@@ -80,7 +83,7 @@ class Prefill:
 
 
 class PrefillPlan(NamedTuple):
-    """Facts that decide the kernels of a prefill.
+    """The facts that decide the kernels of a prefill.
 
     names: of the tensors. dtype: of the activations. heads: numbers of heads. bounds: upper bounds
     of the magnitudes of the hi/lo operands that have a single scale, by name. logits: whether the
@@ -241,7 +244,7 @@ def attention(steps: Steps, step: Step, plan: PrefillPlan) -> str:
     gone = () if plan.shape.cached else (append,)
     if plan.shape.cached and plan.shape.appends and not plan.hi_lo:
         cache, gone = (k, v, "row", "positions"), (append,)
-    options = {**plan.heads, **_kept(step, "softmax_scale", "window"), "causal": True}
+    options = {**plan.heads, **kept(step, "softmax_scale", "window"), "causal": True}
     options["max_seqlen"] = plan.shape.longest
     by = Step(step.name, "attention_varlen", (qkv, "cu_seqlens", *cache), options)
     steps.replace(step.name, by, *gone)

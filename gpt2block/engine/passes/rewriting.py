@@ -15,6 +15,7 @@ from gpt2block.engine.passes.executor import Executor, Step
 from gpt2block.models.architectures.architecture import Value
 
 Plan = TypeVar("Plan")
+ROPE = "rope_qkv", "rope_packed"
 
 
 class Steps:
@@ -121,7 +122,7 @@ class Tried(NamedTuple):
 
 
 class Log:
-    """Rules that were tried. parts: as in Steps, after the last rule."""
+    """The work of rules: `tried` has each step of each rule. parts: as in Steps, in the end."""
 
     def __init__(self) -> None:
         self.tried: list[Tried] = []
@@ -134,12 +135,28 @@ def rewritten(
     """Return the steps after all rules. log: receives what the rules did."""
     found, log = Steps(steps), log or Log()
     for each in rules:
-        for step in found:
-            if step.op in each.ops and step.name in found:
+        for step in [step for step in found if step.op in each.ops]:
+            if step.name in found:
                 why = each.apply(found, found[step.name], plan)
                 log.tried.append(Tried(each.name, step.name, why))
     log.parts |= found.parts
     return list(found)
+
+
+def layer_of(name: str) -> str:
+    """Return the prefix of a layer's names: "h.3." for "h.3.attn"."""
+    return name[: name.rfind(".") + 1]
+
+
+def changed(step: Step, *removed: str, **attrs: Any) -> Step:
+    """Return a step without the attributes `removed`, and with `attrs`."""
+    kept = {name: value for name, value in step.attrs.items() if name not in removed}
+    return step._replace(attrs=kept | attrs)
+
+
+def kept(step: Step, *names: str) -> dict[str, Any]:
+    """Return the named attributes of a step that it has."""
+    return {name: step.attrs[name] for name in names if name in step.attrs}
 
 
 def end_of_product(steps: Steps, step: Step) -> tuple[Step, str]:
@@ -152,6 +169,14 @@ def end_of_product(steps: Steps, step: Step) -> tuple[Step, str]:
     if end.op == "add" and end.inputs[1] == step.name:
         return end, end.inputs[0]
     return (end if end.op == "gelu" else step), ""
+
+
+def overwriting(step: Step, places: Mapping[str, int]) -> Step:
+    """Return a step that overwrites one of its inputs, if `places` has its operation."""
+    place = places.get(step.op)
+    if place is None or len(step.inputs) <= place:
+        return step
+    return step._replace(into=step.inputs[0 if step.attrs.get("sigmoid") else place])
 
 
 def renamed(steps: Iterable[Step], prefix: str, known: Mapping[str, str]) -> list[Step]:
